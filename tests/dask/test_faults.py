@@ -56,9 +56,9 @@ def goes_on(result, path, before):
         kept.update(chunks_written(folder.parent))
         return real(folder, *rest)
 
-    real = regions.complete
+    real = regions.finish_folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rnnlens.results.saving.complete", complete)
+        patch.setattr("rnnlens.results.saving.finish_folder", complete)
         result.save(path)
     assert len(kept) == COUNT // CHUNK
     assert {name: kept[name] for name in before} == before

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             from .app import run
 
             code = run(arguments)
-            if interrupts.struck or code == INTERRUPTED:
+            if interrupts.was_pressed or code == INTERRUPTED:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
         from .console import print_error

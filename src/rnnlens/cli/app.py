@@ -23,7 +23,7 @@ from .interrupts import CODE as INTERRUPTED
 #: Largest seed that NumPy and Keras accept.
 LARGEST_SEED = 2**32 - 1
 #: Exit code if the diagnosis has a finding named with --fail-on.
-FOUND = 3
+FINDING_PRESENT = 3
 #: Description of the exit codes in ``--help``.
 EXIT_CODES = (
     "Exit codes: 0 success; 1 an unexpected error; 2 wrong arguments, or input that is refused with a reason; "
@@ -61,19 +61,19 @@ Seed = Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed.")
 
 def run(arguments: Sequence[str] | None) -> int:
     """Run one command with the given arguments, or those of the process, and return its exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    argument_list = list(sys.argv[1:] if arguments is None else arguments)
     try:
         _check_folder()
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            app(args=[word for word in given if word != "--debug"], prog_name="rnnlens")
+            app(args=[argument for argument in argument_list if argument != "--debug"], prog_name="rnnlens")
         return 0
-    except SystemExit as ended:
-        return 0 if ended.code is None else ended.code if isinstance(ended.code, int) else 1
+    except SystemExit as system_exit:
+        return 0 if system_exit.code is None else system_exit.code if isinstance(system_exit.code, int) else 1
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
-        if "--debug" in given:
+        if "--debug" in argument_list:
             traceback.print_exc()
         if isinstance(error, RnnlensError):
             console.print_error(str(error))
@@ -101,11 +101,11 @@ def _show_warning(
 ) -> None:
     """Print a warning as one yellow line, without the file and line that raised it."""
     if not issubclass(category, DeprecationWarning | PendingDeprecationWarning | ResourceWarning):
-        console.err().print(Text(f"warning: {message}", style="yellow"), soft_wrap=True)
+        console.stderr_console().print(Text(f"warning: {message}", style="yellow"), soft_wrap=True)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         console.print_plain(f"rnnlens {__version__}")
         raise typer.Exit
 
@@ -127,17 +127,17 @@ def layers(
     """List the recurrent layers of a model."""
     from . import steps
 
-    found = steps.layers(steps.load_model(model, weights=weights, imports=imports or (), unsafe=unsafe))
+    layer_table = steps.layers(steps.load_model(model, weights=weights, imports=imports or (), unsafe=unsafe))
     if as_json:
-        console.print_json([dict(zip(found.columns, row, strict=True)) for row in found.rows()])
+        console.print_json([dict(zip(layer_table.columns, row, strict=True)) for row in layer_table.rows()])
     else:
-        title = f"{len(found)} recurrent {'layer' if len(found) == 1 else 'layers'}"
-        table = Table(title=title, title_justify="left")
-        for column in found.columns:
-            table.add_column(column, overflow="fold")
-        for cells in found.rows():
-            table.add_row(*map(Text, cells))
-        console.out().print(table)
+        title = f"{len(layer_table)} recurrent {'layer' if len(layer_table) == 1 else 'layers'}"
+        printed_table = Table(title=title, title_justify="left")
+        for column in layer_table.columns:
+            printed_table.add_column(column, overflow="fold")
+        for cells in layer_table.rows():
+            printed_table.add_row(*map(Text, cells))
+        console.stdout_console().print(printed_table)
 
 
 @app.command()
@@ -178,14 +178,16 @@ def trace(
     if output is not None:
         steps.check_path(output)
     batch = steps.read_data(data, x, y, sample_weight).head(samples)
-    loaded = steps.load_model(model, weights=weights, imports=imports or (), unsafe=unsafe)
-    wanted = {"layers": split(layer_names), "quantities": split(quantities)}
+    loaded_model = steps.load_model(model, weights=weights, imports=imports or (), unsafe=unsafe)
+    selection = {"layers": split_names(layer_names), "quantities": split_names(quantities)}
     loss_function = steps.loss_of(loss)
-    result = steps.on_data(steps.trace, loaded, batch, loss=loss_function, training=training, seed=seed, **wanted)
+    result = steps.run_on_data(
+        steps.trace, loaded_model, batch, loss=loss_function, training=training, seed=seed, **selection
+    )
     steps.print_summary(result, as_json=as_json)
     if output is not None:
         result.save(output)
-        console.say(f"wrote {output}")
+        console.print_remark(f"wrote {output}")
 
 
 @app.command()
@@ -210,19 +212,21 @@ def diagnose(
     """Diagnose a trained network: how much of its past it uses, what it misses, and why."""
     from . import steps
 
-    named = steps.finding_codes(split(fail_on))
+    fail_codes = steps.finding_codes(split_names(fail_on))
     if output is not None:
         steps.check_path(output)
     batch = steps.read_data(data)
-    loaded = steps.load_model(model, weights=weights, imports=imports or (), unsafe=unsafe)
-    result = steps.diagnose(loaded, batch.x, batch.y, baseline="init" if baseline else None, samples=samples, seed=seed)
+    loaded_model = steps.load_model(model, weights=weights, imports=imports or (), unsafe=unsafe)
+    result = steps.diagnose(
+        loaded_model, batch.x, batch.y, baseline="init" if baseline else None, samples=samples, seed=seed
+    )
     console.print_plain(result.to_json() if as_json else result)
     if output is not None:
         result.save(output)
-        console.say(f"wrote {output}")
-    if found := [code for code in named if code in result.codes]:
-        console.print_error(f"found: {', '.join(found)}")
-        raise typer.Exit(FOUND)
+        console.print_remark(f"wrote {output}")
+    if present_codes := [code for code in fail_codes if code in result.codes]:
+        console.print_error(f"found: {', '.join(present_codes)}")
+        raise typer.Exit(FINDING_PRESENT)
 
 
 @app.command()
@@ -265,21 +269,23 @@ def report(
     steps.check_report_path(output)
     if steps.is_saved(model):
         steps.refuse_options_of_models(context)
-        written = steps.report(steps.saved_results(model, data, baseline), path=output, title=title)
+        report_path = steps.report(steps.saved_results(model, data, baseline), path=output, title=title)
     else:
-        batch = steps.unweighted(data)
-        loaded = steps.load_model(model, weights=weights, imports=imports or (), unsafe=unsafe)
-        given: dict[str, Any] = {"layers": split(layer_names), "title": title or Path(model).name}
-        given |= {"samples": samples, "diagnosis": diagnosis, "jacobian": jacobian, "seed": seed}
+        batch = steps.read_unweighted(data)
+        loaded_model = steps.load_model(model, weights=weights, imports=imports or (), unsafe=unsafe)
+        options_given: dict[str, Any] = {"layers": split_names(layer_names), "title": title or Path(model).name}
+        options_given |= {"samples": samples, "diagnosis": diagnosis, "jacobian": jacobian, "seed": seed}
         if baseline is not None:
-            given["baseline"] = steps.baseline_of(baseline, imports, unsafe)
+            options_given["baseline"] = steps.baseline_of(baseline, imports, unsafe)
         if tokens is not None:
-            given["tokens"] = steps.lines_of(tokens)
-        written = steps.on_data(steps.report, loaded, batch, loss=steps.loss_of(loss), path=output, **given)
+            options_given["tokens"] = steps.lines_of(tokens)
+        report_path = steps.run_on_data(
+            steps.report, loaded_model, batch, loss=steps.loss_of(loss), path=output, **options_given
+        )
     if as_json:
-        console.print_json({"report": str(written), "bytes": written.stat().st_size})
+        console.print_json({"report": str(report_path), "bytes": report_path.stat().st_size})
     else:
-        console.say(f"wrote {written}")
+        console.print_remark(f"wrote {report_path}")
 
 
 @app.command()
@@ -324,16 +330,16 @@ def tail(
 
     Example: rnnlens tail runs/a.zarr --only reach
     """
-    from . import tail as view
+    from . import tail as tail_module
 
-    states = view.states_of(path, wait=wait, every=every, once=once)
-    names = view.ChosenScalars(tuple(only or ()), everything)
+    states = tail_module.states_of(path, wait=wait, interval=every, once=once)
+    chosen_scalars = tail_module.ChosenScalars(tuple(only or ()), everything)
     if serve:
-        view.serve(states, port)
+        tail_module.serve(states, port)
     elif sys.stdout.isatty():
-        view.show_live(states, names)
+        tail_module.show_live(states, chosen_scalars)
     else:
-        view.print_lines(states, names)
+        tail_module.print_lines(states, chosen_scalars)
 
 
 @app.command()
@@ -350,6 +356,6 @@ def demo(
     run_demo(output, epochs=epochs, seed=seed)
 
 
-def split(names: list[str] | None) -> list[str] | None:
+def split_names(names: list[str] | None) -> list[str] | None:
     """Split command-line names that are given one by one or separated by commas; None if no names are given."""
     return [part.strip() for name in names for part in name.split(",") if part.strip()] if names else None

@@ -22,7 +22,7 @@ from ..settings import current, format_memory
 #: Compression ratio that Deflate exceeds only for repetitive data.
 _LARGEST_RATIO = 500
 #: Size below which any file is unpacked.
-_HARMLESS = 256 * 2**20
+_ALWAYS_UNPACKED = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Data:
     sample_weight: Any = None
 
     def __str__(self) -> str:
-        words = []
-        for name, given in (("x", self.x), ("y", self.y), ("sample_weight", self.sample_weight)):
-            arrays = given if isinstance(given, tuple) else () if given is None else (given,)
-            words += [f"{name} of shape {' and '.join(str(array.shape) for array in arrays)}"] * bool(arrays)
-        return ", ".join(words)
+        descriptions = []
+        for name, field_value in (("x", self.x), ("y", self.y), ("sample_weight", self.sample_weight)):
+            arrays = field_value if isinstance(field_value, tuple) else () if field_value is None else (field_value,)
+            descriptions += [f"{name} of shape {' and '.join(str(array.shape) for array in arrays)}"] * bool(arrays)
+        return ", ".join(descriptions)
 
     def head(self, count: int | None) -> Data:
         """Return the first ``count`` samples; all of them for None."""
@@ -46,7 +46,9 @@ class Data:
             return self
         if count < 1:
             raise InputError("The number of samples must be positive.", got=f"--samples {count}")
-        return Data(_head(self.x, count), _head(self.y, count), _head(self.sample_weight, count))
+        return Data(
+            _first_samples(self.x, count), _first_samples(self.y, count), _first_samples(self.sample_weight, count)
+        )
 
 
 def read_data(
@@ -57,19 +59,19 @@ def read_data(
     Raise FileError if the file cannot be read, declares more data than it has, or contains Python objects, which could
     run code; TooLargeError if the arrays exceed the memory granted; InputError if there is no array of that name.
     """
-    with _opened(path) as arrays:
-        held = list(arrays)
-        names = list(x or (["x"] if "x" in held or len(held) != 1 else held))
-        targets = list(y or (["y"] if "y" in held else []))
-        weights = [sample_weight] if sample_weight else ["sample_weight"] if "sample_weight" in held else []
-        wanted = [*names, *targets, *weights]
-        for name in wanted:
-            if name not in held:
-                raise InputError(f"No array named {name!r} in {path}.", hint=did_you_mean(name, held))
-        _check_fits(path, sum(arrays.size(name) for name in dict.fromkeys(wanted)))
-        found = {name: arrays.read(name) for name in dict.fromkeys(wanted)}
-    parts = [tuple(found[name] for name in part) or None for part in (names, targets, weights)]
-    return Data(*(part[0] if part is not None and len(part) == 1 else part for part in parts))
+    with _open_arrays(path) as arrays:
+        stored_names = list(arrays)
+        names = list(x or (["x"] if "x" in stored_names or len(stored_names) != 1 else stored_names))
+        targets = list(y or (["y"] if "y" in stored_names else []))
+        weights = [sample_weight] if sample_weight else ["sample_weight"] if "sample_weight" in stored_names else []
+        requested_names = [*names, *targets, *weights]
+        for name in requested_names:
+            if name not in stored_names:
+                raise InputError(f"No array named {name!r} in {path}.", hint=did_you_mean(name, stored_names))
+        _check_fits(path, sum(arrays.size(name) for name in dict.fromkeys(requested_names)))
+        arrays_by_name = {name: arrays.read(name) for name in dict.fromkeys(requested_names)}
+    field_arrays = [tuple(arrays_by_name[name] for name in field) or None for field in (names, targets, weights)]
+    return Data(*(field[0] if field is not None and len(field) == 1 else field for field in field_arrays))
 
 
 class _Arrays:
@@ -77,39 +79,39 @@ class _Arrays:
 
     def __init__(self, path: Path, stream: IO[bytes]) -> None:
         self.path, self.stream = path, stream
-        start = stream.read(4)
-        if not start:
+        magic = stream.read(4)
+        if not magic:
             raise EOFError("No data left in file")
-        if start not in (b"\x93NUM", b"PK\x03\x04", b"PK\x05\x06"):
+        if magic not in (b"\x93NUM", b"PK\x03\x04", b"PK\x05\x06"):
             raise ValueError("it is neither .npz nor .npy")
         stream.seek(0)
-        self.archive = zipfile.ZipFile(stream) if start.startswith(b"PK") else None
-        parts = self.archive.infolist() if self.archive else []
-        self.parts = {part.filename.removesuffix(".npy"): part for part in parts}
+        self.archive = zipfile.ZipFile(stream) if magic.startswith(b"PK") else None
+        members = self.archive.infolist() if self.archive else []
+        self.members = {member.filename.removesuffix(".npy"): member for member in members}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.parts if self.archive else ["x"])
+        return iter(self.members if self.archive else ["x"])
 
     def size(self, name: str) -> int:
         """Return the size of an array in bytes, including its header."""
-        return self.parts[name].file_size if self.archive else self.path.stat().st_size
+        return self.members[name].file_size if self.archive else self.path.stat().st_size
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
         """Check the declared sizes of an array, then read it."""
         if self.archive is None:
-            return self._checked(self.stream, self.size(name))
-        part = self.parts[name]
-        _check_unpacked(self.path, [(part.compress_size, part.file_size)])
-        return self._checked(io.BytesIO(self.archive.read(part)), part.file_size)
+            return self._load_checked(self.stream, self.size(name))
+        member = self.members[name]
+        _check_unpacked(self.path, [(member.compress_size, member.file_size)])
+        return self._load_checked(io.BytesIO(self.archive.read(member)), member.file_size)
 
-    def _checked(self, stream: IO[bytes], size: int) -> np.ndarray[Any, Any]:
+    def _load_checked(self, stream: IO[bytes], size: int) -> np.ndarray[Any, Any]:
         _check_header(self.path, stream, size)
-        loaded: np.ndarray[Any, Any] = np.load(stream, allow_pickle=False)
-        return loaded
+        loaded_array: np.ndarray[Any, Any] = np.load(stream, allow_pickle=False)
+        return loaded_array
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[_Arrays]:
+def _open_arrays(path: Path) -> Iterator[_Arrays]:
     """Open the arrays of a file; convert any exception to a FileError."""
     try:
         if not path.is_file():
@@ -127,7 +129,7 @@ def _opened(path: Path) -> Iterator[_Arrays]:
         raise FileError("This data file cannot be read.", got=f"{path}: {reason}", expected=expected) from error
 
 
-def _head(arrays: Any, count: int) -> Any:
+def _first_samples(arrays: Any, count: int) -> Any:
     if arrays is None:
         return None
     return tuple(a[:count] for a in arrays) if isinstance(arrays, tuple) else arrays[:count]
@@ -135,9 +137,9 @@ def _head(arrays: Any, count: int) -> Any:
 
 def _check_unpacked(path: Path, sizes: list[tuple[int, int]]) -> None:
     """Raise FileError if the parts, of (packed, unpacked) bytes, exceed 256 MiB and 500 times their packed size."""
-    packed, unpacked = (sum(column) for column in zip(*sizes, strict=True)) if sizes else (0, 0)
-    if unpacked > _HARMLESS and unpacked > _LARGEST_RATIO * packed:
-        got = f"{path}: {format_memory(packed)} that would become {format_memory(unpacked)}"
+    packed_bytes, unpacked_bytes = (sum(column) for column in zip(*sizes, strict=True)) if sizes else (0, 0)
+    if unpacked_bytes > _ALWAYS_UNPACKED and unpacked_bytes > _LARGEST_RATIO * packed_bytes:
+        got = f"{path}: {format_memory(packed_bytes)} that would become {format_memory(unpacked_bytes)}"
         raise FileError("This file unpacks to far more than it holds.", got=got, hint="numpy.savez instead")
 
 
@@ -145,7 +147,7 @@ def check_archive(path: Path) -> None:
     """Raise FileError for a zip archive that :func:`_check_unpacked` refuses; other files pass."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            _check_unpacked(path, [(part.compress_size, part.file_size) for part in archive.infolist()])
+            _check_unpacked(path, [(member.compress_size, member.file_size) for member in archive.infolist()])
 
 
 def _check_fits(path: Path, size: int) -> None:
@@ -165,8 +167,8 @@ def _check_header(path: Path, stream: IO[bytes], size: int) -> None:
     version: Any = np.lib.format.read_magic(stream)
     reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, dtype = reader(stream)
-    claimed, there = int(np.prod(shape, dtype=object)) * dtype.itemsize, size - (stream.tell() - start)
-    if claimed > there and not dtype.hasobject:
-        got = f"{path}: {format_memory(claimed)} announced, {format_memory(there)} there"
+    declared_bytes, present_bytes = int(np.prod(shape, dtype=object)) * dtype.itemsize, size - (stream.tell() - start)
+    if declared_bytes > present_bytes and not dtype.hasobject:
+        got = f"{path}: {format_memory(declared_bytes)} announced, {format_memory(present_bytes)} there"
         raise FileError("This data file is damaged.", got=got)
     stream.seek(start)

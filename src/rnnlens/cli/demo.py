@@ -108,18 +108,18 @@ def run(
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        for kind in cells:
+        for cell_name in cells:
             set_seeds(keras, seed)
-            model, passes = build(keras, kind, units), epochs or RECIPES[kind].epochs
-            task = progress.add_task(kind, total=passes, loss="?")
+            model, epoch_count = build(keras, cell_name, units), epochs or RECIPES[cell_name].epochs
+            task = progress.add_task(cell_name, total=epoch_count, loss="?")
 
-            def advance(epoch: int, logs: Mapping[str, float], task: TaskID = task) -> None:
+            def update_progress(epoch: int, logs: Mapping[str, float], task: TaskID = task) -> None:
                 progress.update(task, completed=epoch + 1, loss=f"{logs['loss']:.3f}")
 
-            follow = keras.callbacks.LambdaCallback(on_epoch_end=advance)
-            training = {"batch_size": 32, "epochs": passes, "verbose": 0, "callbacks": [follow]}
-            fitting = partial(model.fit, digits.x_train, digits.y_train, **training)
-            portraits.append(portray(keras, model, digits, fitting))
+            callback = keras.callbacks.LambdaCallback(on_epoch_end=update_progress)
+            fit_options = {"batch_size": 32, "epochs": epoch_count, "verbose": 0, "callbacks": [callback]}
+            fit = partial(model.fit, digits.x_train, digits.y_train, **fit_options)
+            portraits.append(portray(keras, model, digits, fit))
     console.print(table(portraits))
     for portrait in portraits:
         console.print(sentence(portrait), highlight=False)
@@ -165,42 +165,44 @@ def set_seeds(keras: Any, seed: int) -> None:
 def load_digits(train: int | None, seed: int) -> Digits:
     """Return the digits of scikit-learn, shuffled; the last 360 are held out."""
     try:
-        from sklearn.datasets import load_digits as bundled
+        from sklearn.datasets import load_digits as load_bundled
     except ImportError as error:
         raise MissingDependencyError(
             "The demo reads scikit-learn's digits.", got=str(error), hint="pip install 'rnnlens[demo]'"
         ) from error
-    pixels, names = bundled(return_X_y=True)
-    order = np.random.default_rng(seed).permutation(len(names))
+    pixels, labels = load_bundled(return_X_y=True)
+    order = np.random.default_rng(seed).permutation(len(labels))
     x = ((pixels - pixels.mean()) / pixels.std()).astype("float32")[order, :, np.newaxis]
-    y = names.astype("int32")[order]
-    stop = len(y) - HELD_OUT
-    kept = slice(0, stop if train is None else min(train, stop))
-    return Digits(x[kept], y[kept], x[stop:], y[stop:])
+    y = labels.astype("int32")[order]
+    train_end = len(y) - HELD_OUT
+    train_slice = slice(0, train_end if train is None else min(train, train_end))
+    return Digits(x[train_slice], y[train_slice], x[train_end:], y[train_end:])
 
 
-def build(keras: Any, kind: str, units: int) -> Any:
+def build(keras: Any, cell_name: str, units: int) -> Any:
     """Build and compile a model of one recurrent layer, with a dense layer on its last output."""
-    recipe = RECIPES[kind]
-    recurrent = getattr(keras.layers, kind)(units, name=recipe.layer)
+    recipe = RECIPES[cell_name]
+    recurrent = getattr(keras.layers, cell_name)(units, name=recipe.layer)
     model = keras.Sequential([keras.Input((64, 1)), recurrent, keras.layers.Dense(10, name="digit")])
     optimizer = keras.optimizers.Adam(recipe.learning_rate, clipnorm=1.0)
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 
 
-def portray(keras: Any, model: Any, digits: Digits, fitting: Callable[[], Any]) -> Portrait:
+def portray(keras: Any, model: Any, digits: Digits, fit: Callable[[], Any]) -> Portrait:
     """Trace a network before and after training, and diagnose it."""
-    untrained = keras.models.clone_model(model)
-    untrained.set_weights(model.get_weights())
-    first, before, _ = look(keras, model, digits)
-    fitting()
-    last, after, losses = look(keras, model, digits)
-    diagnosis = diagnose(model, digits.x_test, digits.y_test, baseline=untrained)
-    return Portrait(model.layers[0].name, (before, after), diagnosis, (first, last), losses)
+    untrained_model = keras.models.clone_model(model)
+    untrained_model.set_weights(model.get_weights())
+    trace_before, accuracy_before, _ = trace_and_score(keras, model, digits)
+    fit()
+    trace_after, accuracy_after, losses = trace_and_score(keras, model, digits)
+    diagnosis = diagnose(model, digits.x_test, digits.y_test, baseline=untrained_model)
+    return Portrait(
+        model.layers[0].name, (accuracy_before, accuracy_after), diagnosis, (trace_before, trace_after), losses
+    )
 
 
-def look(keras: Any, model: Any, digits: Digits) -> tuple[Trace, float, np.ndarray]:
+def trace_and_score(keras: Any, model: Any, digits: Digits) -> tuple[Trace, float, np.ndarray]:
     """Trace a model on the held-out digits; return the trace, the accuracy, and the loss of each digit."""
     scores = model.predict(digits.x_test, batch_size=HELD_OUT, verbose=0)
     accuracy = float(np.mean(np.argmax(scores, axis=-1) == digits.y_test))
@@ -233,17 +235,17 @@ def table(portraits: Sequence[Portrait]) -> Table:
 
 def _cells(portrait: Portrait) -> tuple[str, ...]:
     model, layer = portrait.diagnosis["model"], portrait.diagnosis[portrait.layer]
-    last = int(model["steps"])
-    low, high = (steps(float(bound), last) for bound in model["memory_interval"].values)
-    known = bool(model.attrs["known"])
-    before, after = (percent(share) for share in portrait.accuracy)
+    step_count = int(model["steps"])
+    lower, upper = (steps(float(bound), step_count) for bound in model["memory_interval"].values)
+    is_known = bool(model.attrs["known"])
+    accuracy_before, accuracy_after = (percent(share) for share in portrait.accuracy)
     return (
-        steps(float(model["memory"]), last) if known else "unknown",
-        f"{low} to {high}" if known else "",
-        steps(float(model["memory_1_percent"]), last) if known else "",
-        steps(float(model["memory_before"]), last),
-        f"{float(layer['kappa'][last - 1]):.1e}",
-        f"{before} → {after}",
+        steps(float(model["memory"]), step_count) if is_known else "unknown",
+        f"{lower} to {upper}" if is_known else "",
+        steps(float(model["memory_1_percent"]), step_count) if is_known else "",
+        steps(float(model["memory_before"]), step_count),
+        f"{float(layer['kappa'][step_count - 1]):.1e}",
+        f"{accuracy_before} → {accuracy_after}",
     )
 
 
@@ -252,16 +254,16 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def steps(count: float, last: int) -> str:
+def steps(count: float, step_count: int) -> str:
     """Format a number of steps; ``>= last`` if it reaches the whole sequence, ``unknown`` for NaN."""
-    return "unknown" if math.isnan(count) else f">= {last}" if count >= last else f"{count:.0f}"
+    return "unknown" if math.isnan(count) else f">= {step_count}" if count >= step_count else f"{count:.0f}"
 
 
 def sentence(portrait: Portrait) -> str:
     """Return the first sentence of the diagnosis, and the accuracy before and after training."""
-    before, after = portrait.accuracy
-    said = next(iter(portrait.diagnosis.sentences.values()))
-    return f"{said} Accuracy {percent(before)} → {percent(after)}."
+    accuracy_before, accuracy_after = portrait.accuracy
+    diagnosis_sentence = next(iter(portrait.diagnosis.sentences.values()))
+    return f"{diagnosis_sentence} Accuracy {percent(accuracy_before)} → {percent(accuracy_after)}."
 
 
 #: Names of the two traces in figures.
@@ -277,35 +279,35 @@ def draw(portraits: Sequence[Portrait], folder: Path) -> list[Path]:
         figures[f"{portrait.layer}-before-after.png"] = draw_units(portrait)
         figures[f"{portrait.layer}-samples.png"] = draw_samples(portrait)
         figures[f"{portrait.layer}-diagnosis.png"] = plot.diagnosis(portrait.diagnosis)
-    for name, drawn in figures.items():
-        drawn.save(folder / name, dpi=110)
+    for name, figure in figures.items():
+        figure.save(folder / name, dpi=110)
     return [folder / name for name in figures]
 
 
 def draw_steps(portraits: Sequence[Portrait], narrow: bool = False) -> Any:
     """Draw the total gradient at each step before the answer, a panel per network; stacked if ``narrow``."""
     traces = {moment: {p.kind: p.traces[i][p.layer] for p in portraits} for i, moment in enumerate(MOMENTS)}
-    paper = Figure((3.9, 2.2 * len(portraits) + 1.2), layout="constrained") if narrow else None
-    drawn = plot.gradient_flow(traces, title="Gradient of the loss at each step before the answer", figure=paper)
-    last = int(next(iter(portraits)).diagnosis["model"]["steps"]) - 1
-    lags = range(0, last + 1, 20 if last > 30 else 5)
-    for ax in drawn:
-        ax.set_xticks([last - lag for lag in lags], labels=[str(lag) for lag in lags])
+    figure = Figure((3.9, 2.2 * len(portraits) + 1.2), layout="constrained") if narrow else None
+    axes = plot.gradient_flow(traces, title="Gradient of the loss at each step before the answer", figure=figure)
+    last_step = int(next(iter(portraits)).diagnosis["model"]["steps"]) - 1
+    lags = range(0, last_step + 1, 20 if last_step > 30 else 5)
+    for ax in axes:
+        ax.set_xticks([last_step - lag for lag in lags], labels=[str(lag) for lag in lags])
         if ax.get_xlabel():
             ax.set_xlabel("steps before the answer", fontsize="small")
-    return drawn
+    return axes
 
 
 def draw_units(portrait: Portrait) -> Any:
     """Draw units by time, before and after: the RMS over held-out digits, each digit divided by its own peak."""
-    before, after = (seen[portrait.layer] for seen in portrait.traces)
+    trace_before, trace_after = (moment_trace[portrait.layer] for moment_trace in portrait.traces)
     title = f"{portrait.kind}: total gradient of the hidden state, RMS over {len(portrait.losses)} digits"
-    return plot.before_after(before, after, samples="rms", names=MOMENTS, log=True, title=title)
+    return plot.before_after(trace_before, trace_after, samples="rms", names=MOMENTS, log=True, title=title)
 
 
 def draw_samples(portrait: Portrait) -> Any:
     """Draw units by time for single digits, named with their losses; the typical digit comes first."""
-    before, after = (seen[portrait.layer] for seen in portrait.traces)
+    trace_before, trace_after = (moment_trace[portrait.layer] for moment_trace in portrait.traces)
     title = f"{portrait.kind}: total gradient of the hidden state, single digits"
-    look: dict[str, Any] = {"names": MOMENTS, "log": True, "max_rows": 3, "title": title}
-    return plot.before_after(before, after, losses=portrait.losses, **look)
+    appearance: dict[str, Any] = {"names": MOMENTS, "log": True, "max_rows": 3, "title": title}
+    return plot.before_after(trace_before, trace_after, losses=portrait.losses, **appearance)

@@ -27,48 +27,48 @@ class Interrupts:
     """Handler of Ctrl-C while a command runs; if it is the ``whole_process``, that may be silenced and ended."""
 
     def __init__(self, *, whole_process: bool) -> None:
-        self.struck = False
+        self.was_pressed = False
         self._whole_process = whole_process
-        self._over = False
+        self._has_exited = False
 
     def __enter__(self) -> Interrupts:
         # If the shell set Ctrl-C to be ignored (a background job), it stays ignored.
-        self._listens = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self._handles_sigint = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         try:
-            if self._listens:
-                signal.signal(signal.SIGINT, self._strike)
+            if self._handles_sigint:
+                signal.signal(signal.SIGINT, self._handle_ctrl_c)
         except ValueError:  # only the main thread can set a handler
-            self._listens = False
+            self._handles_sigint = False
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self.struck and self._whole_process:
+        if self.was_pressed and self._whole_process:
             os._exit(CODE)
-        self._over = True
-        if self._listens and not self._whole_process:
+        self._has_exited = True
+        if self._handles_sigint and not self._whole_process:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def _strike(self, number: int, frame: FrameType | None) -> None:
-        if self.struck and self._whole_process:
+    def _handle_ctrl_c(self, number: int, frame: FrameType | None) -> None:
+        if self.was_pressed and self._whole_process:
             return
-        self.struck = True
+        self.was_pressed = True
         if self._whole_process:
-            _say_and_fall_silent()
-            if self._over:  # frameworks may take long to shut down
+            _print_and_silence()
+            if self._has_exited:  # frameworks may take long to shut down
                 os._exit(CODE)
             import threading
 
-            end = threading.Timer(GRACE_S, os._exit, (CODE,))
-            end.daemon = True
-            end.start()
+            timer = threading.Timer(GRACE_S, os._exit, (CODE,))
+            timer.daemon = True
+            timer.start()
         raise KeyboardInterrupt
 
 
-def _say_and_fall_silent() -> None:
+def _print_and_silence() -> None:
     """Print "interrupted" on standard error, show the cursor again, and discard all later output to standard error."""
-    terminal = os.isatty(2)
-    os.write(2, b"\x1b[?25h\r\x1b[31minterrupted\x1b[0m\n" if terminal else b"interrupted\n")
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    os.close(nowhere)
+    is_terminal = os.isatty(2)
+    os.write(2, b"\x1b[?25h\r\x1b[31minterrupted\x1b[0m\n" if is_terminal else b"interrupted\n")
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)
+    os.close(devnull)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - lives as long as the process

@@ -25,7 +25,7 @@ from ..reporting import report
 from ..results.array import LabelledArray
 from ..results.base import Part, Result
 from ..results.diagnosis import Diagnosis
-from ..results.encoding import plain
+from ..results.encoding import to_strict_json
 from ..results.opening import open
 from ..results.page import curves_of
 from ..results.saving import check_path
@@ -40,34 +40,34 @@ __all__ = [
     "check_path", "check_report_path", "diagnose", "layers", "load_model", "open", "read_data", "report", "trace",
 ]  # fmt: skip
 
-_SAVED = (".nc", ".zarr")
+_SAVED_SUFFIXES = (".nc", ".zarr")
 #: Options that apply only to models.
-_OF_MODELS = (
+_MODEL_OPTIONS = (
     *("loss", "layer_names", "samples", "tokens", "diagnosis"),
     *("jacobian", "seed", "weights", "imports", "unsafe"),
 )
 
 
-def on_data(run: Callable[..., Any], model: Any, batch: Data, **arguments: Any) -> Any:
-    """Call ``run(model, x, y, ...)`` on the data of a file; convert framework errors to InputError with shapes."""
-    weighted = {} if batch.sample_weight is None else {"sample_weight": batch.sample_weight}
+def run_on_data(function: Callable[..., Any], model: Any, batch: Data, **arguments: Any) -> Any:
+    """Call ``function(model, x, y, ...)`` on the data of a file; convert framework errors to InputError with shapes."""
+    weight_arguments = {} if batch.sample_weight is None else {"sample_weight": batch.sample_weight}
     try:
         with warnings.catch_warnings():
             # torch broadcasts targets of another shape, and only warns
             warnings.filterwarnings("error", message="Using a target size")
-            return run(model, batch.x, batch.y, **weighted, **arguments)
+            return function(model, batch.x, batch.y, **weight_arguments, **arguments)
     except RnnlensError:
         raise
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        got = f"{batch}: {type(error).__name__}: {reason}"
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        got = f"{batch}: {type(error).__name__}: {first_line}"
         hint = "look whether x and y have the shapes that the model and its loss expect; --debug shows where it failed"
         raise InputError("The model or its loss cannot be run on these data.", got=got, hint=hint) from error
 
 
-def loss_of(text: str | None) -> Any:
+def loss_of(spec: str | None) -> Any:
     """Return the function that ``package.module:function`` names; any other loss name unchanged."""
-    return resolve(text) if text is not None and ":" in text else text
+    return resolve(spec) if spec is not None and ":" in spec else spec
 
 
 def print_summary(result: Any, *, as_json: bool = False) -> None:
@@ -76,15 +76,15 @@ def print_summary(result: Any, *, as_json: bool = False) -> None:
         console.print_json(summary_of(result))
         return
     parts = parts_of(result)
-    known = isinstance(result, Result) and not result._said()
+    has_headline = isinstance(result, Result) and not result._notebook_findings()
     # Results with findings print them first; others print their heading and then their parts.
-    console.print_plain(f"<rnnlens {type(result).__name__}> {result._headline()}" if known else result)
-    curves = [(name, words, curves_of(data)) for name, words, data in parts]
-    if known or any(found for _, _, found in curves):
-        console.out().print(_table(curves))
-    rest = result._beside() if known else []
-    width = max((len(label) for label, _ in rest), default=0)
-    for label, text in rest:
+    console.print_plain(f"<rnnlens {type(result).__name__}> {result._headline()}" if has_headline else result)
+    part_curves = [(name, description, curves_of(data)) for name, description, data in parts]
+    if has_headline or any(curves_by_name for _, _, curves_by_name in part_curves):
+        console.stdout_console().print(_curve_table(part_curves))
+    other_rows = result._non_part_rows() if has_headline else []
+    width = max((len(label) for label, _ in other_rows), default=0)
+    for label, text in other_rows:
         console.print_plain(f"  {label:<{width}}  {text}")
 
 
@@ -94,23 +94,25 @@ def print_part(part: Any, *, as_json: bool) -> None:
         console.print_plain(part)
     elif isinstance(part, xr.DataArray):  # values that are not finite are None
         coords = {str(dim): to_host(part[dim].values).tolist() for dim in part.dims if dim in part.coords}
-        values = plain(to_host(part.values).tolist())
-        console.print_json({**_described(part), "coords": coords, "values": values})
+        values = to_strict_json(to_host(part.values).tolist())
+        console.print_json({**_data_summary(part), "coords": coords, "values": values})
     else:
         console.print_json(summary_of(part.dataset))
 
 
-def _table(parts: list[tuple[str, str, dict[str, Any]]]) -> Table:
+def _curve_table(parts: list[tuple[str, str, dict[str, Any]]]) -> Table:
     """Return the table of ``rnnlens show``: one row for each layer and direction, with its curve over time."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, pad_edge=False)
     for column in ("name", "what", "curve", "of", "peak"):
         table.add_column(column, overflow="fold", no_wrap=column in ("curve", "peak"))
-    for name, words, curves in parts:
-        for place, (direction, curve) in enumerate(curves.items() or [("", None)]):
-            said = (Text(name), Text(words)) if place == 0 else ("", "")
-            label = "" if curve is None else f"{curve.label} over {curve.over}{f', {direction}' if direction else ''}"
+    for name, description, curves in parts:
+        for curve_index, (direction, curve) in enumerate(curves.items() or [("", None)]):
+            name_cells = (Text(name), Text(description)) if curve_index == 0 else ("", "")
+            label = (
+                "" if curve is None else f"{curve.label} over {curve.axis_label}{f', {direction}' if direction else ''}"
+            )
             blocks, peak = ("", "") if curve is None else (curve.blocks(24), f"{curve.peak:.2g}")
-            table.add_row(*said, Text(blocks), Text(label), Text(peak))
+            table.add_row(*name_cells, Text(blocks), Text(label), Text(peak))
     return table
 
 
@@ -119,8 +121,8 @@ def part_of(result: Any, name: str) -> Any:
     if not hasattr(result, "layers"):
         expected = "no layer name: this file holds a single array"
         raise InputError("There are no layers in this result.", got=name, expected=expected)
-    layer, dot, quantity = name.rpartition(".")
-    if name in result or not dot:
+    layer, separator, quantity = name.rpartition(".")
+    if name in result or not separator:
         return result[name]
     if layer in result:
         return result[layer][quantity]
@@ -129,52 +131,52 @@ def part_of(result: Any, name: str) -> Any:
 
 def finding_codes(names: Sequence[str] | None) -> list[str]:
     """Return codes of findings in capital letters; raise InputError for an unknown one."""
-    asked = [code.upper() for code in names or ()]
-    for code in asked:
+    codes = [code.upper() for code in names or ()]
+    for code in codes:
         if code not in SHOWN_BY:
             raise InputError("There is no such finding.", got=code, hint=did_you_mean(code, SHOWN_BY))
-    return asked
+    return codes
 
 
 def refuse_options_of_models(context: typer.Context) -> None:
     """Raise InputError if an option that needs a model was given with a saved result."""
-    told = [name for name in _OF_MODELS if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
+    model_options = [name for name in _MODEL_OPTIONS if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
     for parameter in context.command.params:
-        if parameter.name in told:
+        if parameter.name in model_options:
             got, hint = parameter.opts[0], "leave it out, or report on the model and its data"
             raise InputError("A saved result is shown as it is.", got=got, hint=hint)
 
 
-def unweighted(path: Path | None) -> Data:
+def read_unweighted(path: Path | None) -> Data:
     """Read the samples of a file without sample weights, because a report counts every sample once."""
     if path is None:
         hint = "rnnlens report MODEL DATA.npz; or a saved result instead of a model"
         raise InputError("A report of a model needs data.", got="no DATA", hint=hint)
     batch = read_data(path)
     if batch.sample_weight is not None:
-        console.say("sample_weight is left out: a report counts every sample once")
+        console.print_remark("sample_weight is left out: a report counts every sample once")
     return replace(batch, sample_weight=None)
 
 
 def is_saved(path: str) -> bool:
     """Return whether a path names a saved result."""
-    return Path(path).suffix in _SAVED
+    return Path(path).suffix in _SAVED_SUFFIXES
 
 
 def saved_results(path: str, data: Path | None, baseline: str | None) -> list[Any]:
     """Read saved results; raise InputError if one of the paths names anything else."""
-    others = [str(one) for one in (data, baseline) if one is not None]
-    for one in others:
-        if not is_saved(one):
-            raise InputError("Beside a saved result go saved results.", got=one, expected=".nc or .zarr")
-    return [open(one) for one in (path, *others)]
+    other_paths = [str(other_path) for other_path in (data, baseline) if other_path is not None]
+    for other_path in other_paths:
+        if not is_saved(other_path):
+            raise InputError("Beside a saved result go saved results.", got=other_path, expected=".nc or .zarr")
+    return [open(other_path) for other_path in (path, *other_paths)]
 
 
-def baseline_of(text: str, imports: list[str] | None, unsafe: bool) -> Any:
+def baseline_of(spec: str, imports: list[str] | None, unsafe: bool) -> Any:
     """Return ``"init"``, a saved trace, or a model."""
-    if text == "init":
-        return text
-    return open(text) if is_saved(text) else load_model(text, imports=imports or (), unsafe=unsafe)
+    if spec == "init":
+        return spec
+    return open(spec) if is_saved(spec) else load_model(spec, imports=imports or (), unsafe=unsafe)
 
 
 def lines_of(path: Path) -> list[str]:
@@ -201,37 +203,50 @@ def summary_of(result: Any) -> dict[str, Any]:
     if isinstance(result, Diagnosis):
         return {"kind": "diagnosis", **json.loads(result.to_json())}
     parts = parts_of(result)
-    drawn = {name: curves_of(data) for name, _, data in parts}
-    curves = {name: {way or "all": curve.to_json() for way, curve in named.items()} for name, named in drawn.items()}
+    profiles_by_name = {name: curves_of(data) for name, _, data in parts}
+    curves_by_name = {
+        name: {direction or "all": profile.to_json() for direction, profile in profiles.items()}
+        for name, profiles in profiles_by_name.items()
+    }
     if isinstance(result, Result):
         layers = [
-            {"name": name, "words": words, "variables": _variables(data), "profiles": curves[name]}
-            for name, words, data in parts
+            {"name": name, "words": description, "variables": _variables(data), "profiles": curves_by_name[name]}
+            for name, description, data in parts
         ]
         loss = getattr(result, "loss", None)
-        head = {"schema": SCHEMA, "kind": result.kind, "headline": result._headline()}
-        loss_words = {"loss": plain(loss)} if isinstance(loss, float) else {}
-        return {**head, **loss_words, "layers": layers, **_trust(result), "notes": result.notes}
-    found = _described(result)
-    found["attributes"].pop("record", None)
-    return {**found, "profiles": curves, **(_trust(result) if isinstance(result, LabelledArray) else {})}
+        header = {"schema": SCHEMA, "kind": result.kind, "headline": result._headline()}
+        loss_field = {"loss": to_strict_json(loss)} if isinstance(loss, float) else {}
+        return {**header, **loss_field, "layers": layers, **_check_summary(result), "notes": result.notes}
+    array_summary = _data_summary(result)
+    array_summary["attributes"].pop("record", None)
+    return {
+        **array_summary,
+        "profiles": curves_by_name,
+        **(_check_summary(result) if isinstance(result, LabelledArray) else {}),
+    }
 
 
-def _described(data: Any) -> dict[str, Any]:
+def _data_summary(data: Any) -> dict[str, Any]:
     """Return ``schema``, ``kind``, ``dims`` and ``attributes`` of an array or dataset, and the ``name`` of an array."""
-    attrs = {str(key): plain(value) for key, value in data.attrs.items() if isinstance(value, str | int | float)}
-    sizes = {"dims": _sizes(data), "attributes": attrs}
+    attrs = {
+        str(key): to_strict_json(value) for key, value in data.attrs.items() if isinstance(value, str | int | float)
+    }
+    dims_and_attrs = {"dims": _sizes(data), "attributes": attrs}
     if isinstance(data, xr.DataArray):
-        return {"schema": SCHEMA, "kind": "array", "name": str(data.name), **sizes}
-    return {"schema": SCHEMA, "kind": "dataset", **sizes}
+        return {"schema": SCHEMA, "kind": "array", "name": str(data.name), **dims_and_attrs}
+    return {"schema": SCHEMA, "kind": "dataset", **dims_and_attrs}
 
 
-def _trust(result: Any) -> dict[str, Any]:
-    certificate, stored = result.certificate, None
+def _check_summary(result: Any) -> dict[str, Any]:
+    certificate, stored_certificate = result.certificate, None
     if certificate is not None:
-        stored = {**certificate.to_dict(), "checks": [_check(check) for check in certificate.checks]}
-    own = [check for check in result.checks if certificate is None or check not in certificate.checks]
-    return {"checks": [_check(c) for c in own], "certificate": stored, "provenance": dict(result.provenance)}
+        stored_certificate = {**certificate.to_dict(), "checks": [_check_json(check) for check in certificate.checks]}
+    self_checks = [check for check in result.checks if certificate is None or check not in certificate.checks]
+    return {
+        "checks": [_check_json(check) for check in self_checks],
+        "certificate": stored_certificate,
+        "provenance": dict(result.provenance),
+    }
 
 
 def _variables(data: xr.Dataset | xr.DataArray | None) -> dict[str, dict[str, int]]:
@@ -242,8 +257,8 @@ def _variables(data: xr.Dataset | xr.DataArray | None) -> dict[str, dict[str, in
     return {str(name): _sizes(array) for name, array in data.data_vars.items()}
 
 
-def _check(check: Any) -> dict[str, Any]:
-    return {**plain(check.to_dict()), "ok": check.ok}
+def _check_json(check: Any) -> dict[str, Any]:
+    return {**to_strict_json(check.to_dict()), "ok": check.ok}
 
 
 def _sizes(array: Any) -> dict[str, int]:

@@ -24,10 +24,10 @@ from . import console
 
 _BARS = "▁▂▃▄▅▆▇█"
 #: Largest number of bars in a row, and of rows in the table.
-_WIDE, _LONG = 32, 24
+_MAX_BARS, _MAX_ROWS = 32, 24
 
 
-def states_of(path: Path, *, wait: bool, every: float, once: bool) -> Iterator[TrainingRun]:
+def states_of(path: Path, *, wait: bool, interval: float, once: bool) -> Iterator[TrainingRun]:
     """Yield the run repeatedly, until it has ended; raise FileError if there is none and ``wait`` is False."""
     while not is_run(path):
         if path.exists() and not path.is_dir():
@@ -35,14 +35,14 @@ def states_of(path: Path, *, wait: bool, every: float, once: bool) -> Iterator[T
         if not wait:
             hint = "--wait, if the training is yet to begin"
             raise FileError("There is no run here.", got=str(path), hint=hint)
-        time.sleep(every)
+        time.sleep(interval)
     while True:
         run = _read(path)
         if run is not None:
             yield run
             if once or run.ended is not None:
                 return
-        time.sleep(every)
+        time.sleep(interval)
 
 
 def _read(path: Path) -> TrainingRun | None:
@@ -74,72 +74,73 @@ class ChosenScalars:
         return sorted(present, key=lambda name: (name != "loss", not name.endswith("/reach")))
 
 
-def print_lines(states: Iterator[TrainingRun], chosen: ChosenScalars) -> None:
+def print_lines(states: Iterator[TrainingRun], chosen_scalars: ChosenScalars) -> None:
     """Print one plain line per new record, and the reason of the end."""
-    told, last = 0, None
+    printed_count, last_run = 0, None
     for run in states:
-        for i in range(told, run.steps.size):
-            values = ((name, float(run.scalars[name].values[i])) for name in chosen.names(run))
+        for i in range(printed_count, run.steps.size):
+            values = ((name, float(run.scalars[name].values[i])) for name in chosen_scalars.names(run))
             numbers = (f"{name}={value:.6g}" for name, value in values if not math.isnan(value) or name == "loss")
-            head = f"step={int(run.steps[i])} epoch={int(run.scalars['epoch'][i])}"
-            console.print_plain(" ".join([head, *numbers]))
-        told, last = run.steps.size, run
-    if last is not None and last.ended is not None:
-        console.print_plain(f"ended={last.ended} records={told}")
+            step_text = f"step={int(run.steps[i])} epoch={int(run.scalars['epoch'][i])}"
+            console.print_plain(" ".join([step_text, *numbers]))
+        printed_count, last_run = run.steps.size, run
+    if last_run is not None and last_run.ended is not None:
+        console.print_plain(f"ended={last_run.ended} records={printed_count}")
 
 
-def show_live(states: Iterator[TrainingRun], chosen: ChosenScalars) -> None:
+def show_live(states: Iterator[TrainingRun], chosen_scalars: ChosenScalars) -> None:
     """Show a table that is redrawn as the run grows; the last state remains on the screen."""
-    out = console.out()
-    with Live(console=out, auto_refresh=False, transient=False) as live:
+    stdout_console = console.stdout_console()
+    with Live(console=stdout_console, auto_refresh=False, transient=False) as live:
         try:
             for run in states:
-                live.update(picture(run, chosen, height=out.height), refresh=True)
+                live.update(run_group(run, chosen_scalars, height=stdout_console.height), refresh=True)
         except KeyboardInterrupt:
-            out.file.write("\x1b[1A")  # one line up again: "interrupted" was printed, and the table overwrites it
+            # one line up again: "interrupted" was printed, and the table overwrites it
+            stdout_console.file.write("\x1b[1A")
             raise
 
 
-def picture(run: TrainingRun, chosen: ChosenScalars = ChosenScalars(), *, height: int = 40) -> Group:
+def run_group(run: TrainingRun, chosen_scalars: ChosenScalars = ChosenScalars(), *, height: int = 40) -> Group:
     """Return the state of a run as text: current step, latest and first scalars, their course, and notes."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for title, side in (("", "left"), ("latest", "right"), ("first", "right"), ("over training", "left")):
-        table.add_column(title, justify=side, no_wrap=True)  # type: ignore[arg-type]
-    names, room = chosen.names(run), max(3, min(_LONG, height - 6))
-    for name in names[:room]:
+    for title, justification in (("", "left"), ("latest", "right"), ("first", "right"), ("over training", "left")):
+        table.add_column(title, justify=justification, no_wrap=True)  # type: ignore[arg-type]
+    scalar_names, row_limit = chosen_scalars.names(run), max(3, min(_MAX_ROWS, height - 6))
+    for name in scalar_names[:row_limit]:
         values = [float(v) for v in run.scalars[name].values]
         if values:
             table.add_row(Text(name), _number(values[-1]), _number(values[0]), bars(values))
     parts: list[Any] = [_headline(run), table]
-    if len(names) > room:
-        parts.append(Text(f"... and {len(names) - room} more; --only NAME selects", style="dim"))
+    if len(scalar_names) > row_limit:
+        parts.append(Text(f"... and {len(scalar_names) - row_limit} more; --only NAME selects", style="dim"))
     parts += [Text(note, style="yellow") for note in run.notes[-3:]]
     return Group(*parts)
 
 
 def _headline(run: TrainingRun) -> Text:
-    count = run.steps.size
-    words = Text("run" if run.path is None else run.path.name, style="bold", no_wrap=True, overflow="ellipsis")
-    words.append(f"  {count} {'record' if count == 1 else 'records'}", style="not bold")
-    if count:
-        words.append(f", step {int(run.steps[-1])}, epoch {int(run.scalars['epoch'][-1])}", style="not bold")
+    record_count = run.steps.size
+    headline = Text("run" if run.path is None else run.path.name, style="bold", no_wrap=True, overflow="ellipsis")
+    headline.append(f"  {record_count} {'record' if record_count == 1 else 'records'}", style="not bold")
+    if record_count:
+        headline.append(f", step {int(run.steps[-1])}, epoch {int(run.scalars['epoch'][-1])}", style="not bold")
     if run.ended is not None:
-        words.append(f"  {run.ended}", style="not bold green" if run.ended == "finished" else "not bold red")
-    elif count:
-        written = run.scalars[WRITTEN].values
-        seconds = max(time.time() - float(written[-1]), 0)
-        ago = f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-        words.append(f"  last record {f'{seconds:.0f} s' if seconds < 100 else ago} ago", style="not bold dim")
+        headline.append(f"  {run.ended}", style="not bold green" if run.ended == "finished" else "not bold red")
+    elif record_count:
+        written_times = run.scalars[WRITTEN].values
+        seconds = max(time.time() - float(written_times[-1]), 0)
+        long_age = f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+        headline.append(f"  last record {f'{seconds:.0f} s' if seconds < 100 else long_age} ago", style="not bold dim")
     else:
-        words.append("  nothing recorded yet", style="not bold dim")
-    return words
+        headline.append("  nothing recorded yet", style="not bold dim")
+    return headline
 
 
 def _number(value: float) -> Text:
     return Text(f"{value:.4g}", style="" if math.isfinite(value) else "bold red")
 
 
-def bars(values: list[float], wide: int = _WIDE) -> Text:
+def bars(values: list[float], max_bars: int = _MAX_BARS) -> Text:
     """Format numbers over training as a row of bars, the latest at the right.
 
     A number that never changes is a row of dots; ``!`` marks numbers that are not finite.
@@ -149,19 +150,19 @@ def bars(values: list[float], wide: int = _WIDE) -> Text:
     >>> bars([3.0, 3.0]).plain
     '··'
     """
-    count = min(wide, len(values))
-    picked = [values[round(i * (len(values) - 1) / max(count - 1, 1))] for i in range(count)]
-    finite = [value for value in picked if math.isfinite(value)]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
-    span, drawn = high - low, Text()
-    for value in picked:
+    bar_count = min(max_bars, len(values))
+    picked_values = [values[round(i * (len(values) - 1) / max(bar_count - 1, 1))] for i in range(bar_count)]
+    finite_values = [value for value in picked_values if math.isfinite(value)]
+    lowest, highest = (min(finite_values), max(finite_values)) if finite_values else (0.0, 0.0)
+    span, bar_text = highest - lowest, Text()
+    for value in picked_values:
         if math.isfinite(value) and not span:
-            drawn.append("·")
+            bar_text.append("·")
         elif math.isfinite(value):
-            drawn.append(_BARS[min(7, int(8 * (value - low) / span))])
+            bar_text.append(_BARS[min(7, int(8 * (value - lowest) / span))])
         else:
-            drawn.append("!", style="bold red")
-    return drawn
+            bar_text.append("!", style="bold red")
+    return bar_text
 
 
 #: Only this machine can open the page.
@@ -207,8 +208,8 @@ class RunPage:
         version = f"{run.steps.size}-{run.ended}"
         pictures = dict(_pictures(run)) if run.steps.size else {}
         sections = "".join(
-            f'<h2>{html.escape(title)}</h2><figure><img src="{name}.png?{version}" alt="{html.escape(words)}"></figure>'
-            for name, (title, words, _) in pictures.items()
+            f'<h2>{html.escape(title)}</h2><figure><img src="{name}.png?{version}" alt="{html.escape(alt)}"></figure>'
+            for name, (title, alt, _) in pictures.items()
         )
         title = html.escape("run" if run.path is None else run.path.name)
         page = (
@@ -216,7 +217,7 @@ class RunPage:
             '<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
             '<link rel="stylesheet" href="style.css">'
             f'</head><body><main data-version="{html.escape(version)}"><h1>{title}</h1>'
-            f"<p>{html.escape(_state(run))}</p>{sections}</main>"
+            f"<p>{html.escape(_state_text(run))}</p>{sections}</main>"
             '<script src="script.js"></script></body></html>'
         ).encode()
         self.files = {
@@ -237,14 +238,14 @@ def serve(states: Iterable[TrainingRun], port: int) -> None:
     with server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        address, drawn = f"http://{HOST}:{server.server_port}/", None
+        address, drawn_state = f"http://{HOST}:{server.server_port}/", None
         try:
             for run in states:
-                if (state := (run.steps.size, run.ended)) != drawn:
+                if (state := (run.steps.size, run.ended)) != drawn_state:
                     page.draw(run)
-                    if drawn is None:
-                        console.say(f"serving {address} on this machine only; Ctrl-C ends it")
-                    drawn = state
+                    if drawn_state is None:
+                        console.print_remark(f"serving {address} on this machine only; Ctrl-C ends it")
+                    drawn_state = state
             threading.Event().wait()  # the run has ended; the page stays
         finally:
             server.shutdown()
@@ -260,14 +261,14 @@ def handler_of(page: RunPage) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             host = self.headers.get("Host", "").rpartition(":")[0]
-            kind, content = page.files.get(self.path.partition("?")[0], ("", b""))
+            content_type, content = page.files.get(self.path.partition("?")[0], ("", b""))
             if host not in (HOST, "localhost"):
                 self.send_error(403)
-            elif not kind:
+            elif not content_type:
                 self.send_error(404)
             else:
                 self.send_response(200)
-                for name, value in (("Content-Type", kind), ("Content-Length", str(len(content)))):
+                for name, value in (("Content-Type", content_type), ("Content-Length", str(len(content)))):
                     self.send_header(name, value)
                 self.send_header("Content-Security-Policy", POLICY)
                 self.send_header("X-Content-Type-Options", "nosniff")
@@ -281,15 +282,15 @@ def handler_of(page: RunPage) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _state(run: TrainingRun) -> str:
+def _state_text(run: TrainingRun) -> str:
     """Return one line of text with the last step and loss of a run, and how it ended."""
-    count = run.steps.size
-    if not count:
+    record_count = run.steps.size
+    if not record_count:
         return "Nothing recorded yet."
-    words = f"{count} {'record' if count == 1 else 'records'}, step {int(run.steps[-1])}"
+    state_text = f"{record_count} {'record' if record_count == 1 else 'records'}, step {int(run.steps[-1])}"
     if "loss" in run.scalars:
-        words += f", loss {float(run.scalars['loss'].values[-1]):.4g}"
-    return f"{words}. {'Being recorded.' if run.ended is None else f'Ended: {run.ended}.'}"
+        state_text += f", loss {float(run.scalars['loss'].values[-1]):.4g}"
+    return f"{state_text}. {'Being recorded.' if run.ended is None else f'Ended: {run.ended}.'}"
 
 
 def _pictures(run: TrainingRun) -> Iterable[tuple[str, tuple[str, str, bytes]]]:
@@ -297,9 +298,11 @@ def _pictures(run: TrainingRun) -> Iterable[tuple[str, tuple[str, str, bytes]]]:
     from .. import plot  # a table in a terminal needs no matplotlib
 
     names = [str(name) for name in run.scalars.data_vars]
-    chosen = [name for name in names if name == "loss" or name.endswith(("/reach", "/decay", "/adjoint"))] or names[:4]
+    timeline_names = [
+        name for name in names if name == "loss" or name.endswith(("/reach", "/decay", "/adjoint"))
+    ] or names[:4]
     figures: dict[str, tuple[str, Callable[[], Any]]] = {
-        "numbers": ("Numbers over training", lambda: plot.timeline(run, chosen)),
+        "numbers": ("Numbers over training", lambda: plot.timeline(run, timeline_names)),
         "film": ("Gradient at every time step over training", lambda: plot.film(run)),
     }
     for name, (title, draw) in figures.items():
@@ -309,4 +312,4 @@ def _pictures(run: TrainingRun) -> Iterable[tuple[str, tuple[str, str, bytes]]]:
             continue  # no profiles recorded, or too many kinds for one figure
         with io.BytesIO() as file:
             figure.savefig(file, format="png", dpi=150)
-            yield name, (title, f"{title}: {_state(run)}", file.getvalue())
+            yield name, (title, f"{title}: {_state_text(run)}", file.getvalue())

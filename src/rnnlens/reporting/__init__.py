@@ -18,30 +18,30 @@ from ..results.base import Result
 from ..results.diagnosis import Diagnosis
 from ..verbs.axes import an_axes_table
 from ..verbs.request import in_turn
-from .material import Material, look, look_at
+from .material import ReportContents, material_of_model, material_of_results
 from .page import ReportOrigin, render
 from .samples import ReportRequest
 
 __all__ = ["check_path", "report"]
 
 
-def _switch_or(kind: type, expected: str) -> Check:
+def _check_switch_or(kind: type, expected: str) -> Check:
     """Return a check that accepts True, False, or a finished result of the class ``kind``."""
 
-    def finished(name: str, value: Any) -> Any:
+    def check_result(name: str, value: Any) -> Any:
         if not isinstance(value, kind):
             raise InputError(f"{name}= is not understood.", got=shown(value))
         return value
 
-    return either(switch, finished, expected=expected)
+    return either(switch, check_result, expected=expected)
 
 
-def _data(name: str, value: Any) -> Any:
+def _check_data(name: str, value: Any) -> Any:
     """Check one batch of arrays or a source of batches; None is accepted."""
     return None if value is None else data_set(name, value)
 
 
-def _tokens(name: str, value: Any) -> Any:
+def _check_tokens(name: str, value: Any) -> Any:
     """Check the texts of tokens: a list, or a mapping or function from number to text."""
     if not (callable(value) or isinstance(value, Mapping | Sequence)) or isinstance(value, str):
         expected = "a list or mapping from number to text, or a function"
@@ -51,16 +51,16 @@ def _tokens(name: str, value: Any) -> Any:
 
 @checked(
     model=anything,
-    x=_data,
-    y=_data,
+    x=_check_data,
+    y=_check_data,
     path=path_of,
     baseline=anything,
     loss=loss,
     layers=names,
     samples=whole(least=1),
-    diagnosis=_switch_or(Diagnosis, "True, False, or what rl.diagnose returned"),
-    jacobian=_switch_or(xr.DataArray, "True, False, or what rl.jacobian returned"),
-    tokens=_tokens,
+    diagnosis=_check_switch_or(Diagnosis, "True, False, or what rl.diagnose returned"),
+    jacobian=_check_switch_or(xr.DataArray, "True, False, or what rl.jacobian returned"),
+    tokens=_check_tokens,
     title=text,
     seed=seed,
     axes=an_axes_table,
@@ -133,40 +133,40 @@ def report(
         If the data or the baseline does not fit.
     """
     target = check_path(Path(path))
-    given = {"baseline": baseline, "loss": loss, "layers": layers, "tokens": tokens, "axes": axes}
-    results = _results(model)
+    named_arguments = {"baseline": baseline, "loss": loss, "layers": layers, "tokens": tokens, "axes": axes}
+    results = _results_in(model)
     if results is not None:
         if x is not None or y is not None:
             raise InputError("A finished result takes no data.", got="x or y beside it", hint="leave them out")
-        material, code = look_at(results), f"rl.report(result, path={str(path)!r})"
+        contents, code = material_of_results(results), f"rl.report(result, path={str(path)!r})"
     else:
         if x is None:
             raise InputError("A report of a model needs data.", got="x=None", hint="rl.report(model, x, y)")
         names = (layers,) if isinstance(layers, str) else None if layers is None else tuple(layers)
-        material = look(
+        contents = material_of_model(
             model,
             ReportRequest(x, y, baseline, loss, names, samples, diagnosis, jacobian, tokens, seed, axes),
         )
-        code = _call(path, y is not None, samples, seed, given, diagnosis, jacobian)
-    classes = dict.fromkeys(type(one).__name__ for one in ([model] if results is None else results))
-    name = title or _title(material) or ", ".join(classes)
-    words = {key: _word(value, key) for key, value in given.items() if value is not None}
-    arguments = {**words, "samples": str(samples), "seed": str(seed)}
-    write(target, material, ReportOrigin(name, code, arguments, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")))
+        code = _call_code(path, y is not None, samples, seed, named_arguments, diagnosis, jacobian)
+    class_names = dict.fromkeys(type(result).__name__ for result in ([model] if results is None else results))
+    page_title = title or _default_title(contents) or ", ".join(class_names)
+    argument_texts = {key: _argument_code(value, key) for key, value in named_arguments.items() if value is not None}
+    arguments = {**argument_texts, "samples": str(samples), "seed": str(seed)}
+    write(target, contents, ReportOrigin(page_title, code, arguments, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")))
     return target
 
 
-def write(target: Path, material: Material, origin: ReportOrigin) -> None:
+def write(target: Path, contents: ReportContents, origin: ReportOrigin) -> None:
     """Render the report and write it to the file ``target``; an existing file is replaced in one step."""
-    text = render(material, origin)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    text = render(contents, origin)
+    partial_file = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        partial.write_text(text, "utf-8")
-        os.replace(partial, target)
+        partial_file.write_text(text, "utf-8")
+        os.replace(partial_file, target)
     except OSError as error:
         raise FileError("The report cannot be written.", got=f"{target}: {error}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        partial_file.unlink(missing_ok=True)
 
 
 def check_path(path: Path) -> Path:
@@ -180,47 +180,58 @@ def check_path(path: Path) -> Path:
     return path
 
 
-def _results(model: Any) -> list[Any] | None:
+def _results_in(model: Any) -> list[Any] | None:
     """Return the finished results passed in place of a model; None for a model."""
     if isinstance(model, Result | xr.DataArray):
         return [model]
-    found = listed(model) if isinstance(model, list | tuple) else None
-    if found is None:
+    results = listed(model) if isinstance(model, list | tuple) else None
+    if results is None:
         return None
-    if not found or not all(isinstance(one, Result | xr.DataArray) for one in found):
+    if not results or not all(isinstance(result, Result | xr.DataArray) for result in results):
         raise InputError("This is neither a model nor results.", got=shown(model), expected="results of rnnlens")
-    return found
+    return results
 
 
-def _title(material: Material) -> str:
+def _default_title(contents: ReportContents) -> str:
     """Return a title with kind and units of the layers, such as "GRU, 12 units"; "" without layers."""
-    tracks = material.moments[0].tracks if material.moments else []
+    tracks = contents.moments[0].tracks if contents.moments else []
     layers = list(
         dict.fromkeys(
-            (track.layer, f"{track.words.partition(',')[0]}, {track.units} {track.rows}{'s' * (track.units != 1)}")
+            (
+                track.layer,
+                f"{track.description.partition(',')[0]}, {track.units} {track.row_name}{'s' * (track.units != 1)}",
+            )
             for track in tracks
         )
     )
-    words = [words for _, words in layers]
-    names_shown = words if len(words) <= 3 else [*words[:2], f"{len(words) - 2} more layers"]
+    layer_texts = [text for _, text in layers]
+    names_shown = layer_texts if len(layer_texts) <= 3 else [*layer_texts[:2], f"{len(layer_texts) - 2} more layers"]
     return " → ".join(names_shown)
 
 
-def _call(
-    path: Any, has_target: bool, samples: int, seed: int, given: Mapping[str, Any], diagnosis: Any, jacobian: Any
+def _call_code(
+    path: Any,
+    has_target: bool,
+    samples: int,
+    seed: int,
+    named_arguments: Mapping[str, Any],
+    diagnosis: Any,
+    jacobian: Any,
 ) -> str:
     """Return the user's call of ``rl.report`` as Python code."""
-    words = [f"path={str(path)!r}"]
-    words += [f"{name}={_word(value, name)}" for name, value in given.items() if value is not None]
-    words += [f"samples={samples}"] * (samples != 64) + [f"seed={seed}"]
+    argument_texts = [f"path={str(path)!r}"]
+    argument_texts += [
+        f"{name}={_argument_code(value, name)}" for name, value in named_arguments.items() if value is not None
+    ]
+    argument_texts += [f"samples={samples}"] * (samples != 64) + [f"seed={seed}"]
     for name, value in (("diagnosis", diagnosis), ("jacobian", jacobian)):
-        words += [f"{name}={value!r}" if isinstance(value, bool) else f"{name}={name}"] * (value is not True)
-    return f"rl.report(model, x{', y' if has_target else ''}, {', '.join(words)})"
+        argument_texts += [f"{name}={value!r}" if isinstance(value, bool) else f"{name}={name}"] * (value is not True)
+    return f"rl.report(model, x{', y' if has_target else ''}, {', '.join(argument_texts)})"
 
 
-def _word(value: Any, name: str) -> str:
+def _argument_code(value: Any, name: str) -> str:
     """Return Python code for an argument: a plain value, a function's name, or the argument's own name."""
     if isinstance(value, str | int | float | tuple | list):
         return shown(value) if not isinstance(value, str) else repr(value)
-    called = str(getattr(value, "__name__", ""))
-    return called if called.isidentifier() else name
+    function_name = str(getattr(value, "__name__", ""))
+    return function_name if function_name.isidentifier() else name

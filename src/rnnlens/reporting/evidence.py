@@ -18,89 +18,99 @@ from ..results.schema import with_version
 from ..typing import Array
 from ..vocabulary import BACKWARD, DIRECTION, FORWARD
 from . import draw
-from .figures import LARGEST, Caption, PagePlan, ReportFigure
-from .material import Material
+from .figures import MAX_KERNEL_UNITS, Caption, PagePlan, ReportFigure
+from .material import ReportContents
 from .tracks import Track
 
 
 def figures_of(diagnosis: Diagnosis) -> list[ReportFigure]:
     """Return the figures of memory in use, of missed lags and of each layer's state transfer, as far as measured."""
     model = diagnosis.dataset("model") if "model" in diagnosis else xr.Dataset()
-    found = []
+    figures = []
     if "use" in model and bool(model.attrs.get("known", True)) and model.sizes.get("context", 0) > 1:
-        found.append(_memory(model))
+        figures.append(_memory_figure(model))
     if "missed" in model:
-        found.append(_missed(model))
-    for place, layer in enumerate(layer for layer in diagnosis.layers if layer != "model"):
-        found += _transfer(diagnosis.dataset(layer), layer, f"transfer-{place}")
-    return found
+        figures.append(_missed_figure(model))
+    for layer_index, layer in enumerate(layer for layer in diagnosis.layers if layer != "model"):
+        figures += _transfer_figures(diagnosis.dataset(layer), layer, f"transfer-{layer_index}")
+    return figures
 
 
-def _memory(model: xr.Dataset) -> ReportFigure:
+def _memory_figure(model: xr.Dataset) -> ReportFigure:
     """Return the figure of the use of older steps by the number of steps kept, with the memory in use."""
-    band = _numbers(model["use_interval"])
-    low, high = band[:, 0], band[:, 1]
-    drawn = [draw.StaticLine("this model", _numbers(model["context"]), _numbers(model["use"]), None, low, high)]
+    interval = _float_values(model["use_interval"])
+    low, high = interval[:, 0], interval[:, 1]
+    static_lines = [
+        draw.StaticLine("this model", _float_values(model["context"]), _float_values(model["use"]), None, low, high)
+    ]
     if "use_before" in model:
-        drawn.append(draw.StaticLine("baseline", _numbers(model["context_before"]), _numbers(model["use_before"])))
+        static_lines.append(
+            draw.StaticLine("baseline", _float_values(model["context_before"]), _float_values(model["use_before"]))
+        )
     memory = float(model["memory"])
-    least = "≥ " if model.attrs.get("censored") else ""
-    marks = [(memory, f"memory in use: {least}{memory:.0f}")] if np.isfinite(memory) else []
-    words = (
+    bound_sign = "≥ " if model.attrs.get("censored") else ""
+    marks = [(memory, f"memory in use: {bound_sign}{memory:.0f}")] if np.isfinite(memory) else []
+    sentence = (
         "The last k steps of each sample are kept, and all older ones are replaced by another sample's. Use: how far "
         "the prediction moves, as a share of its variance. Memory in use: the smallest k from which on use is <= 5 %."
     )
-    head = Caption("memory", "Memory in use", words, "rl.plot.diagnosis(rl.diagnose(model, x, y))")
-    return _curve(head, drawn, draw.CurveAxes("steps kept", "use", marks=marks, levels=[(0.05, "5 %")]))
+    caption = Caption("memory", "Memory in use", sentence, "rl.plot.diagnosis(rl.diagnose(model, x, y))")
+    return _curve_figure(
+        caption, static_lines, draw.CurveAxes("steps kept", "use", marks=marks, levels=[(0.05, "5 %")])
+    )
 
 
-def _missed(model: xr.Dataset) -> ReportFigure:
+def _missed_figure(model: xr.Dataset) -> ReportFigure:
     """Return the figure of the share of the residual that each lag of the input explains, with the test's threshold."""
-    values = _numbers(model["missed"])
-    drawn = [draw.StaticLine("residual explained", np.arange(len(values), dtype=np.float64), values)]
-    words = "Residual test: how much of the model's errors the input at each lag would explain."
+    values = _float_values(model["missed"])
+    static_lines = [draw.StaticLine("residual explained", np.arange(len(values), dtype=np.float64), values)]
+    sentence = "Residual test: how much of the model's errors the input at each lag would explain."
     axes = draw.CurveAxes(
         "lag in steps", "share of Var y", levels=[(float(model["missed_threshold"]), "99 % of chance")]
     )
-    return _curve(Caption("missed", "Do the errors depend on past inputs?", words), drawn, axes)
+    return _curve_figure(Caption("missed", "Do the errors depend on past inputs?", sentence), static_lines, axes)
 
 
-def _transfer(measures: xr.Dataset, layer: str, id: str) -> list[ReportFigure]:
+def _transfer_figures(measures: xr.Dataset, layer: str, id: str) -> list[ReportFigure]:
     """Return the figure of a layer's state transfer by lag, in a list that is empty if it was not measured."""
     if "kappa" not in measures:
         return []
-    drawn = []
-    for place, direction in enumerate((FORWARD, BACKWARD) if DIRECTION in measures.dims else ("",)):
-        part = measures.isel({DIRECTION: place}) if direction else measures
-        values, low, high = (_numbers(part[key]) for key in ("kappa", "kappa_low", "kappa_high"))
-        kept = np.isfinite(values)
-        if kept.sum() > 1:
-            x = np.arange(len(values), dtype=np.float64)[kept]
-            drawn.append(draw.StaticLine(direction or "median", x, values[kept], None, low[kept], high[kept]))
-    if not drawn:
+    static_lines = []
+    for direction_index, direction in enumerate((FORWARD, BACKWARD) if DIRECTION in measures.dims else ("",)):
+        direction_measures = measures.isel({DIRECTION: direction_index}) if direction else measures
+        values, low, high = (_float_values(direction_measures[key]) for key in ("kappa", "kappa_low", "kappa_high"))
+        is_finite = np.isfinite(values)
+        if is_finite.sum() > 1:
+            x = np.arange(len(values), dtype=np.float64)[is_finite]
+            static_lines.append(
+                draw.StaticLine(direction or "median", x, values[is_finite], None, low[is_finite], high[is_finite])
+            )
+    if not static_lines:
         return []
-    words = "Share of a gradient at the final state that survives k steps back; quartiles over samples."
-    head = Caption(id, f"State transfer of {layer}", words, f"rl.diagnose(model, x, y)[{layer!r}].kappa")
-    figure = _curve(
-        head, drawn, draw.CurveAxes("lag in steps", "share left", log=True, levels=[(1e-4, "vanished: 1e-4")])
+    sentence = "Share of a gradient at the final state that survives k steps back; quartiles over samples."
+    caption = Caption(id, f"State transfer of {layer}", sentence, f"rl.diagnose(model, x, y)[{layer!r}].kappa")
+    figure = _curve_figure(
+        caption, static_lines, draw.CurveAxes("lag in steps", "share left", log=True, levels=[(1e-4, "vanished: 1e-4")])
     )
     figure.spec["layer"] = layer
     return [figure]
 
 
-def _curve(head: Caption, drawn: Sequence[draw.StaticLine], axes: draw.CurveAxes) -> ReportFigure:
+def _curve_figure(caption: Caption, static_lines: Sequence[draw.StaticLine], axes: draw.CurveAxes) -> ReportFigure:
     """Return a figure of curves over an axis other than time."""
     lines = []
-    for line in drawn:
-        known = {"x": line.x, "y": line.y, "low": line.low, "high": line.high}
-        short = {key: [float(f"{v:.5g}") for v in values] for key, values in known.items() if values is not None}
-        lines.append({"name": line.name, **short})
+    for line in static_lines:
+        arrays = {"x": line.x, "y": line.y, "low": line.low, "high": line.high}
+        rounded_values = {
+            key: [float(f"{v:.5g}") for v in values] for key, values in arrays.items() if values is not None
+        }
+        lines.append({"name": line.name, **rounded_values})
     marks, levels = [list(mark) for mark in axes.marks], [list(level) for level in axes.levels]
     spec: dict[str, Any] = {"x": axes.x, "y": axes.y, "log": axes.log, "marks": marks, "levels": levels, "lines": lines}
-    return ReportFigure(head, "curve", spec, draw.lines(drawn, axes))
+    return ReportFigure(caption, "curve", spec, draw.lines(static_lines, axes))
 
 
-def _numbers(array: xr.DataArray) -> Array:
+def _float_values(array: xr.DataArray) -> Array:
     """Return values as float64."""
     return np.asarray(array.values, dtype=np.float64)
 
@@ -108,37 +118,44 @@ def _numbers(array: xr.DataArray) -> Array:
 def anchor(finding: Finding, figures: Sequence[ReportFigure], tracks: Sequence[Track]) -> str:
     """Return the id of the figure that supports a finding; that of the table of measures if there is none."""
     ids = {figure.id for figure in figures}
-    kind = SHOWN_BY.get(finding.code, "")
-    track = next((i for i, t in enumerate(tracks) if t.layer == finding.layer), len(tracks) - 1)
-    transfer = next((f.id for f in figures if f.spec.get("layer") == finding.layer), "transfer-0")
-    state = next((figure.id for figure in figures if figure.id.startswith(f"track-{track}-hidden")), "")
-    wanted = {"transfer": transfer, "states": state, "gradient": f"track-{track}-gradient", "input": "input-size"}
-    first = wanted.get(kind, kind)
-    return first if first in ids else "measures"
+    shown_by = SHOWN_BY.get(finding.code, "")
+    track_number = next((i for i, t in enumerate(tracks) if t.layer == finding.layer), len(tracks) - 1)
+    transfer_id = next((f.id for f in figures if f.spec.get("layer") == finding.layer), "transfer-0")
+    state_id = next((figure.id for figure in figures if figure.id.startswith(f"track-{track_number}-hidden")), "")
+    id_by_kind = {
+        "transfer": transfer_id,
+        "states": state_id,
+        "gradient": f"track-{track_number}-gradient",
+        "input": "input-size",
+    }
+    figure_id = id_by_kind.get(shown_by, shown_by)
+    return figure_id if figure_id in ids else "measures"
 
 
-def findings(diagnosis: Diagnosis | None, every: Sequence[ReportFigure], tracks: Sequence[Any]) -> list[dict[str, Any]]:
+def findings(
+    diagnosis: Diagnosis | None, figures: Sequence[ReportFigure], tracks: Sequence[Any]
+) -> list[dict[str, Any]]:
     """Return each finding with the id of the figure that supports it."""
     if diagnosis is None:
         return []
     return [
         {
             **asdict(finding),
-            "anchor": anchor(finding, every, tracks),
-            "evidence": [(name.replace("_", " "), _text(value)) for name, value in finding.evidence.items()],
+            "anchor": anchor(finding, figures, tracks),
+            "evidence": [(name.replace("_", " "), _value_text(value)) for name, value in finding.evidence.items()],
         }
         for finding in diagnosis.findings
     ]
 
 
-def _text(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def results(material: Material) -> list[Result]:
+def results(contents: ReportContents) -> list[Result]:
     """Return all results of rnnlens that the page shows, for their checks and certificates."""
-    every = [material.trace, material.diagnosis, material.weights, *material.others]
-    return [result for result in every if isinstance(result, Result)]
+    candidates = [contents.trace, contents.diagnosis, contents.weights, *contents.other_results]
+    return [result for result in candidates if isinstance(result, Result)]
 
 
 @dataclass(frozen=True)
@@ -146,94 +163,109 @@ class Badge:
     """Summary of all checks: state ``good``, ``bad`` or ``open``, a text, and the largest residual."""
 
     state: str
-    word: str
+    summary: str
     detail: str
 
 
-def badge(material: Material) -> Badge | None:
+def badge(contents: ReportContents) -> Badge | None:
     """Summarise self-checks and certificates: failed if any failed, open if any could not be made."""
-    every = results(material)
-    checks = [check for result in every for check in result._self_checks]
-    failed = [check for check in checks if not check.ok]
-    certificates = [result.certificate for result in every if result.certificate is not None]
-    states = {one.state: one for one in reversed(certificates) if one.state != "off"}
-    if "failed" in states:
-        refuted = states["failed"]
-        return Badge("bad", f"NOT certified against {refuted.against}", _residual(refuted.worst))
-    if failed:
-        return Badge("bad", f"{len(failed)} of {len(checks)} self-checks failed", _residual(worst_of(failed)))
-    if "could not" in states:
-        return Badge("open", "could not certify", states["could not"].why)
-    passed = f"{len(checks)} self-checks passed" if checks else ""
-    if states:
-        certificate = next(iter(states.values()))
-        parts = [_residual(certificate.worst), passed]
+    all_results = results(contents)
+    checks = [check for result in all_results for check in result._self_checks]
+    failed_checks = [check for check in checks if not check.ok]
+    certificates = [result.certificate for result in all_results if result.certificate is not None]
+    by_state = {certificate.state: certificate for certificate in reversed(certificates) if certificate.state != "off"}
+    if "failed" in by_state:
+        failed_certificate = by_state["failed"]
+        return Badge(
+            "bad", f"NOT certified against {failed_certificate.against}", _residual_text(failed_certificate.worst)
+        )
+    if failed_checks:
+        return Badge(
+            "bad", f"{len(failed_checks)} of {len(checks)} self-checks failed", _residual_text(worst_of(failed_checks))
+        )
+    if "could not" in by_state:
+        return Badge("open", "could not certify", by_state["could not"].why)
+    passed_text = f"{len(checks)} self-checks passed" if checks else ""
+    if by_state:
+        certificate = next(iter(by_state.values()))
+        parts = [_residual_text(certificate.worst), passed_text]
         return Badge("good", f"certified against {certificate.against}", "; ".join(part for part in parts if part))
-    return Badge("good", passed, _residual(worst_of(checks))) if checks else None
+    return Badge("good", passed_text, _residual_text(worst_of(checks))) if checks else None
 
 
-def _residual(check: Check | None) -> str:
+def _residual_text(check: Check | None) -> str:
     return "" if check is None else check.figures
 
 
-def facts(material: Material) -> list[tuple[str, str]]:
+def facts(contents: ReportContents) -> list[tuple[str, str]]:
     """Return labels and values for the head of the page: counts of samples and steps, and losses."""
-    if not material.moments or not material.moments[0].tracks:
+    if not contents.moments or not contents.moments[0].tracks:
         return []
-    first = material.moments[0]
-    facts = [("layers", str(len({track.layer for track in first.tracks})))]
-    total = material.total
-    shown = len(material.numbers)
-    facts.append(("samples", f"{shown} of {total}" if total not in (None, shown) else str(shown)))
-    facts.append(("time steps", str(first.tracks[0].steps)))
-    several = len(material.moments) > 1
-    known = [found for found in material.moments if found.loss is not None]
-    return facts + [(f"loss {found.name}" if several else "loss", f"{found.loss:.4g}") for found in known]
+    first_moment = contents.moments[0]
+    rows = [("layers", str(len({track.layer for track in first_moment.tracks})))]
+    total_samples = contents.total_samples
+    shown_count = len(contents.sample_positions)
+    rows.append(
+        (
+            "samples",
+            f"{shown_count} of {total_samples}" if total_samples not in (None, shown_count) else str(shown_count),
+        )
+    )
+    rows.append(("time steps", str(first_moment.tracks[0].steps)))
+    has_baseline = len(contents.moments) > 1
+    moments_with_loss = [moment for moment in contents.moments if moment.loss is not None]
+    return rows + [
+        (f"loss {moment.name}" if has_baseline else "loss", f"{moment.loss:.4g}") for moment in moments_with_loss
+    ]
 
 
-def versions(material: Material) -> list[tuple[str, str]]:
+def versions(contents: ReportContents) -> list[tuple[str, str]]:
     """Return the versions of framework, engine, Python and rnnlens."""
-    known: dict[str, str] = {}
-    for result in results(material):
-        known = {**result.provenance, **known}
-    known = with_version(known)
-    own = {"python": platform.python_version(), "numpy": np.__version__, "platform": platform.platform(terse=True)}
-    return [(name.replace("_", " "), text) for name, text in {**known, **own}.items()]
+    provenance: dict[str, str] = {}
+    for result in results(contents):
+        provenance = {**result.provenance, **provenance}
+    provenance = with_version(provenance)
+    platform_versions = {
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "platform": platform.platform(terse=True),
+    }
+    return [(name.replace("_", " "), text) for name, text in {**provenance, **platform_versions}.items()]
 
 
 def measures(diagnosis: Diagnosis | None) -> list[tuple[str, list[tuple[str, str, str]]]]:
     """Return name, value and unit of every scalar measure, by layer."""
     if diagnosis is None:
         return []
-    found = []
+    rows_by_layer = []
     for layer in diagnosis.layers:
         rows = [
-            (str(v.attrs.get("long_name", name)), _text(v.item()), str(v.attrs.get("units", "")))
+            (str(v.attrs.get("long_name", name)), _value_text(v.item()), str(v.attrs.get("units", "")))
             for name, v in diagnosis.dataset(layer).data_vars.items()
             if v.ndim == 0
         ]
-        found.append((layer, rows))
-    return found
+        rows_by_layer.append((layer, rows))
+    return rows_by_layer
 
 
-def left_out(material: Material, plan: PagePlan | None) -> list[str]:
+def omissions_of(contents: ReportContents, plan: PagePlan | None) -> list[str]:
     """List the contents of the report that the page leaves out or merges, as text."""
-    said = list(material.left_out)
+    omissions = list(contents.left_out)
     if plan is None:
-        return said
-    samples, tracks = len(material.numbers), material.moments[0].tracks
-    if plan.curve_count < samples:
-        said.append(f"{plan.curve_count} of {samples} samples can be picked; all count in medians and bands.")
-    if plan.map_count < min(samples, plan.curve_count):
-        said.append(
+        return omissions
+    sample_count, tracks = len(contents.sample_positions), contents.moments[0].tracks
+    if plan.curve_count < sample_count:
+        omissions.append(f"{plan.curve_count} of {sample_count} samples can be picked; all count in medians and bands.")
+    if plan.map_count < min(sample_count, plan.curve_count):
+        omissions.append(
             f"Maps of single units are of {plan.map_count} samples: typical, hardest, easiest, and some between."
         )
-    if len(material.moments) > 1 and min(plan.map_count, 2) < samples:
-        said.append(f"Maps of {material.moments[1].name} are of {min(plan.map_count, 2)} samples.")
+    if len(contents.moments) > 1 and min(plan.map_count, 2) < sample_count:
+        omissions.append(f"Maps of {contents.moments[1].name} are of {min(plan.map_count, 2)} samples.")
     if plan.curve_bin > 1 or plan.map_bin > 1:
-        merged = f"{plan.curve_bin} steps are one point of a curve, {plan.map_bin} one column of a map"
-        said.append(f"Of {tracks[0].steps} steps, {merged}: sizes as root mean square, others as mean.")
-    said.append("Numbers are rounded: maps to 251 levels of their scale, curves to 65001.")
-    if any(track.units > LARGEST for track in tracks):
-        said.append(f"Recurrent kernels of more than {LARGEST} units are left out.")
-    return said
+        merged_text = f"{plan.curve_bin} steps are one point of a curve, {plan.map_bin} one column of a map"
+        omissions.append(f"Of {tracks[0].steps} steps, {merged_text}: sizes as root mean square, others as mean.")
+    omissions.append("Numbers are rounded: maps to 251 levels of their scale, curves to 65001.")
+    if any(track.units > MAX_KERNEL_UNITS for track in tracks):
+        omissions.append(f"Recurrent kernels of more than {MAX_KERNEL_UNITS} units are left out.")
+    return omissions

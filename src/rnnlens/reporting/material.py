@@ -26,7 +26,17 @@ from ..verbs.trace import trace
 from ..verbs.weights import layers as find_layers
 from ..verbs.weights import weights
 from ..vocabulary import QUANTITIES, SAMPLE
-from .samples import Ranking, ReportRequest, ReportSamples, TimeMap, losses, of_array, of_model, ranked, read
+from .samples import (
+    Ranking,
+    ReportRequest,
+    ReportSamples,
+    TimeMap,
+    losses,
+    map_of_array,
+    map_of_model,
+    rank_samples,
+    read_report_samples,
+)
 from .tracks import Track, norms, tracks_of
 
 
@@ -66,12 +76,12 @@ class Moment:
         """
         if self.input is None or len(self.input) == 1 or not np.isfinite(self.input).all():
             return ""
-        over = "samples" if self.mask is None else "all steps that are not padding"
-        return f" times the standard deviation of x_t over {over}"
+        averaged_over = "samples" if self.mask is None else "all steps that are not padding"
+        return f" times the standard deviation of x_t over {averaged_over}"
 
 
 @dataclass
-class Material:
+class ReportContents:
     """All contents of a report."""
 
     #: The model itself, and the baseline if there is one.
@@ -82,17 +92,17 @@ class Material:
     time_map: TimeMap | None = None
     layers: Any = None
     #: Positions of the samples in the data, and what the page calls them.
-    numbers: list[int] = field(default_factory=list)
+    sample_positions: list[int] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     targets: list[str] = field(default_factory=list)
     #: (sample,), or None with the reason in ``why_no_losses``.
     losses: Array | None = None
     why_no_losses: str = ""
     ranking: Ranking | None = None
-    words: list[list[str]] | None = None
-    total: int | None = None
+    token_texts: list[list[str]] | None = None
+    total_samples: int | None = None
     left_out: list[str] = field(default_factory=list)
-    others: list[Any] = field(default_factory=list)
+    other_results: list[Any] = field(default_factory=list)
 
     @property
     def padding_note(self) -> str:
@@ -102,7 +112,7 @@ class Material:
         if self.moments[0].mask is not None:
             return "Padding is hatched."
         share = padding_share(self.moments[0].input)
-        if share < _REPEATED:
+        if share < _PADDING_SHARE:
             return ""
         return (
             f"On average {share:.0%} of the steps repeat one value at the same end of their sample, as padding does. "
@@ -111,118 +121,130 @@ class Material:
 
 
 #: Share of repeated steps at one end from which on they count as undeclared padding.
-_REPEATED = 0.1
+_PADDING_SHARE = 0.1
 #: Quantities of the trace that the page draws.
-_WANTED = (
+_DRAWN_QUANTITIES = (
     *("input", "mask", "hidden", "cell", "gates", "output"),
     *("hidden_grad", "cell_grad", "gate_grad", "output_grad", "input_grad"),
 )
 
 
-def look(model: Any, request: ReportRequest) -> Material:
+def material_of_model(model: Any, request: ReportRequest) -> ReportContents:
     """Trace a model and its baseline on the same samples, rank these, and compute all contents of the report."""
     adapter = adapter_for(model)
-    held, why_one = read(adapter, model, request.x, request.y, request.axes)
-    material = Material(total=held.count, layers=find_layers(model))
-    if why_one:
-        material.left_out.append(f"Samples are not told apart: {why_one}")
-    _trace(material, adapter, model, held, request)
-    _rank(material, adapter, model, held, request)
-    _baseline(material, adapter, model, held, request)
-    material.words = _words(held, material.numbers, request.tokens)
-    _weights(material, model, request)
-    _time_map(material, adapter, model, held, request)
-    _diagnose(material, model, held, request)
-    return material
+    report_samples, inseparable_reason = read_report_samples(adapter, model, request.x, request.y, request.axes)
+    contents = ReportContents(total_samples=report_samples.count, layers=find_layers(model))
+    if inseparable_reason:
+        contents.left_out.append(f"Samples are not told apart: {inseparable_reason}")
+    _add_trace(contents, adapter, model, report_samples, request)
+    _add_ranking(contents, adapter, model, report_samples, request)
+    _add_baseline(contents, adapter, model, report_samples, request)
+    contents.token_texts = _token_texts(report_samples, contents.sample_positions, request.tokens)
+    _add_weights(contents, model, request)
+    _add_time_map(contents, adapter, model, report_samples, request)
+    _add_diagnosis(contents, model, report_samples, request)
+    return contents
 
 
-def look_at(results: Sequence[Any]) -> Material:
+def material_of_results(results: Sequence[Any]) -> ReportContents:
     """Collect the contents of a report from finished results, as far as they allow."""
-    material = Material()
+    contents = ReportContents()
     for result in results:
         if isinstance(result, Trace):
-            if material.trace is not None:
-                material.moments.append(moment("baseline", result))
+            if contents.trace is not None:
+                contents.moments.append(moment_of("baseline", result))
                 continue
-            material.trace = result
-            material.moments.insert(0, moment("this model", result))
+            contents.trace = result
+            contents.moments.insert(0, moment_of("this model", result))
         elif isinstance(result, Diagnosis):
-            material.diagnosis = result
+            contents.diagnosis = result
         elif isinstance(result, Weights):
-            material.weights = result
+            contents.weights = result
         elif isinstance(result, xr.DataArray) and "in_time" in result.dims:
-            material.time_map = of_array(result)
+            contents.time_map = map_of_array(result)
         else:
-            material.others.append(result)
-    if material.moments and material.moments[0].tracks:
-        tracks = material.moments[0].tracks
-        material.numbers = list(range(tracks[0].samples))
-        datasets = [] if material.trace is None else [material.trace.dataset(layer) for layer in material.trace.layers]
-        labels = next((dataset[SAMPLE].values for dataset in datasets if SAMPLE in dataset.coords), material.numbers)
-        material.labels = [str(label) for label in labels]
-        material.targets = [""] * len(material.numbers)
-        material.why_no_losses = "a saved result has no loss of single samples"
-        material.ranking = ranked(_gradient_sizes(tracks, len(material.numbers)))
-    return material
+            contents.other_results.append(result)
+    if contents.moments and contents.moments[0].tracks:
+        tracks = contents.moments[0].tracks
+        contents.sample_positions = list(range(tracks[0].samples))
+        datasets = [] if contents.trace is None else [contents.trace.dataset(layer) for layer in contents.trace.layers]
+        labels = next(
+            (dataset[SAMPLE].values for dataset in datasets if SAMPLE in dataset.coords), contents.sample_positions
+        )
+        contents.labels = [str(label) for label in labels]
+        contents.targets = [""] * len(contents.sample_positions)
+        contents.why_no_losses = "a saved result has no loss of single samples"
+        contents.ranking = rank_samples(_gradient_sizes(tracks, len(contents.sample_positions)))
+    return contents
 
 
-def moment(name: str, found: Trace) -> Moment:
+def moment_of(name: str, trace: Trace) -> Moment:
     """Convert a trace to the form used by the report."""
-    tracks = tracks_of(found)
-    first = next((found.dataset(layer) for layer in found.layers if "input" in found.dataset(layer)), None)
-    if first is None:
-        return Moment(name, tracks, found.loss)
-    gradient = first["input_grad"].values if "input_grad" in first else None
-    return Moment(name, tracks, found.loss, first["input"].values, gradient)
+    tracks = tracks_of(trace)
+    first_dataset = next((trace.dataset(layer) for layer in trace.layers if "input" in trace.dataset(layer)), None)
+    if first_dataset is None:
+        return Moment(name, tracks, trace.loss)
+    gradient = first_dataset["input_grad"].values if "input_grad" in first_dataset else None
+    return Moment(name, tracks, trace.loss, first_dataset["input"].values, gradient)
 
 
-def _trace(material: Material, adapter: Adapter, model: Any, held: ReportSamples, request: ReportRequest) -> None:
+def _add_trace(
+    contents: ReportContents, adapter: Adapter, model: Any, report_samples: ReportSamples, request: ReportRequest
+) -> None:
     """Trace as many samples as requested, or as fit into the memory limit."""
-    count = held.count if held.count is not None else 0
-    chosen = list(range(min(request.samples, count))) if held.count is not None else []
+    sample_count = report_samples.count if report_samples.count is not None else 0
+    sample_indices = list(range(min(request.samples, sample_count))) if report_samples.count is not None else []
     while True:
-        x, y = held.take(chosen)
+        x, y = report_samples.select(sample_indices)
         try:
-            material.trace = _traced(model, x, y, request)
+            contents.trace = _trace_quantities(model, x, y, request)
             break
         except TooLargeError:
-            if len(chosen) < 2:
+            if len(sample_indices) < 2:
                 raise
-            chosen = chosen[: len(chosen) // 2]
-    material.moments.append(moment("this model", material.trace))
-    tracks = material.moments[0].tracks
-    if held.count is None:
-        chosen = list(range(tracks[0].samples if tracks else 0))
-    elif len(chosen) < count:
-        material.left_out.append(f"{len(chosen)} of {count} samples, the first, are shown.")
-    material.numbers, material.targets = chosen, held.targets(chosen)
-    material.labels = [str(i if held.labels is None else held.labels[i]) for i in chosen]
+            sample_indices = sample_indices[: len(sample_indices) // 2]
+    contents.moments.append(moment_of("this model", contents.trace))
+    tracks = contents.moments[0].tracks
+    if report_samples.count is None:
+        sample_indices = list(range(tracks[0].samples if tracks else 0))
+    elif len(sample_indices) < sample_count:
+        contents.left_out.append(f"{len(sample_indices)} of {sample_count} samples, the first, are shown.")
+    contents.sample_positions, contents.targets = sample_indices, report_samples.targets(sample_indices)
+    contents.labels = [str(i if report_samples.labels is None else report_samples.labels[i]) for i in sample_indices]
 
 
-def _traced(model: Any, x: Any, y: Any, request: ReportRequest) -> Trace:
+def _trace_quantities(model: Any, x: Any, y: Any, request: ReportRequest) -> Trace:
     """Trace states, gates and gradients; also states of registered cells."""
-    options: dict[str, Any] = {
+    trace_options: dict[str, Any] = {
         "layers": request.layers,
         "loss": request.loss,
         "seed": request.seed,
         "axes": request.axes,
     }
     if all(info.cell in kinds() for info in find_layers(model)):  # other cells: the state names are unknown
-        states = {state for kind in kinds().values() for state in kind.states if state in QUANTITIES}
-        named = [*_WANTED, *states, *(f"{state}_grad" for state in states)]
+        states = {state for cell in kinds().values() for state in cell.states if state in QUANTITIES}
+        quantity_names = [*_DRAWN_QUANTITIES, *states, *(f"{state}_grad" for state in states)]
         has_loss = y is not None or request.loss is not None
-        options["quantities"] = list(dict.fromkeys(name for name in named if has_loss or not name.endswith("_grad")))
-    return trace(model, x, y, **options)
+        trace_options["quantities"] = list(
+            dict.fromkeys(name for name in quantity_names if has_loss or not name.endswith("_grad"))
+        )
+    return trace(model, x, y, **trace_options)
 
 
-def _rank(material: Material, adapter: Adapter, model: Any, held: ReportSamples, request: ReportRequest) -> None:
-    tracks = material.moments[0].tracks
+def _add_ranking(
+    contents: ReportContents, adapter: Adapter, model: Any, report_samples: ReportSamples, request: ReportRequest
+) -> None:
+    tracks = contents.moments[0].tracks
     if not tracks:
         return
     steps = max(track.steps for track in tracks)
-    found, material.why_no_losses = losses(adapter, model, held, material.numbers, request, steps)
-    material.losses = found
-    material.ranking = ranked(_gradient_sizes(tracks, len(material.numbers)) if found is None else found)
+    sample_losses, contents.why_no_losses = losses(
+        adapter, model, report_samples, contents.sample_positions, request, steps
+    )
+    contents.losses = sample_losses
+    contents.ranking = rank_samples(
+        _gradient_sizes(tracks, len(contents.sample_positions)) if sample_losses is None else sample_losses
+    )
 
 
 def _gradient_sizes(tracks: Sequence[Track], count: int) -> Array:
@@ -233,47 +255,50 @@ def _gradient_sizes(tracks: Sequence[Track], count: int) -> Array:
     return np.zeros(count)
 
 
-def _baseline(material: Material, adapter: Adapter, model: Any, held: ReportSamples, request: ReportRequest) -> None:
-    given = request.baseline
-    if given is None:
+def _add_baseline(
+    contents: ReportContents, adapter: Adapter, model: Any, report_samples: ReportSamples, request: ReportRequest
+) -> None:
+    baseline = request.baseline
+    if baseline is None:
         return
-    if isinstance(given, Trace):
-        material.moments.append(moment("baseline", given))
-    elif isinstance(given, str) and given != "init":
+    if isinstance(baseline, Trace):
+        contents.moments.append(moment_of("baseline", baseline))
+    elif isinstance(baseline, str) and baseline != "init":
         expected = '"init", another model, or a trace'
-        raise InputError("baseline= is not understood.", got=shown(given), expected=expected)
+        raise InputError("baseline= is not understood.", got=shown(baseline), expected=expected)
     else:
-        other = adapter.reinitialised(model, request.seed) if isinstance(given, str) else given
-        x, y = held.take(material.numbers)
-        name = "before training" if isinstance(given, str) else "baseline"
-        material.moments.append(moment(name, _traced(other, x, y, request)))
-    after, before = material.moments
-    if _shape(after) != _shape(before):
+        other_model = adapter.reinitialised(model, request.seed) if isinstance(baseline, str) else baseline
+        x, y = report_samples.select(contents.sample_positions)
+        name = "before training" if isinstance(baseline, str) else "baseline"
+        contents.moments.append(moment_of(name, _trace_quantities(other_model, x, y, request)))
+    model_moment, baseline_moment = contents.moments
+    if _track_sizes(model_moment) != _track_sizes(baseline_moment):
         raise InputError(
             "The baseline does not fit the model.",
-            got="; ".join(f"{t.title} of {t.units} units, {t.steps} steps" for t in before.tracks) or "no layers",
-            expected="; ".join(f"{t.title} of {t.units} units, {t.steps} steps" for t in after.tracks),
+            got="; ".join(f"{t.title} of {t.units} units, {t.steps} steps" for t in baseline_moment.tracks)
+            or "no layers",
+            expected="; ".join(f"{t.title} of {t.units} units, {t.steps} steps" for t in model_moment.tracks),
             hint="a model with the same layers, traced on the same samples",
         )
-    if isinstance(given, str):
-        after.name = "after training"
+    if isinstance(baseline, str):
+        model_moment.name = "after training"
 
 
-def _shape(found: Moment) -> list[tuple[str, int, int, int]]:
-    return [(track.title, track.units, track.steps, track.samples) for track in found.tracks]
+def _track_sizes(moment: Moment) -> list[tuple[str, int, int, int]]:
+    return [(track.title, track.units, track.steps, track.samples) for track in moment.tracks]
 
 
-def _words(held: ReportSamples, numbers: Sequence[int], tokens: Any) -> list[list[str]] | None:
+def _token_texts(report_samples: ReportSamples, sample_positions: Sequence[int], tokens: Any) -> list[list[str]] | None:
     """Return the text of each step of each sample with integer inputs: by ``tokens``, or the number itself."""
-    if held.count is None:
+    if report_samples.count is None:
         return None
-    leaf = np.asarray(data.leaves_of(held.x)[0])
+    leaf = np.asarray(data.leaves_of(report_samples.x)[0])
     if leaf.dtype.kind not in "iu" or leaf.ndim != 2:
         if tokens is not None:
             got = f"{leaf.dtype} of shape {leaf.shape}"
             raise InputError("tokens= is for inputs of integers.", got=got, expected="(sample, time) of int")
         return None
-    rows = leaf[np.asarray(numbers, dtype=int)]
+    rows = leaf[np.asarray(sample_positions, dtype=int)]
     if callable(tokens):
         return [[str(tokens(int(i))) for i in row] for row in rows]
     if tokens is None:
@@ -285,64 +310,75 @@ def _words(held: ReportSamples, numbers: Sequence[int], tokens: Any) -> list[lis
         raise InputError("tokens= has no text for a token.", got=shown(error), expected=expected) from error
 
 
-def _weights(material: Material, model: Any, request: ReportRequest) -> None:
-    names = [info.name for info in material.layers if request.layers is None or info.name in request.layers]
+def _add_weights(contents: ReportContents, model: Any, request: ReportRequest) -> None:
+    names = [info.name for info in contents.layers if request.layers is None or info.name in request.layers]
     try:
-        material.weights = weights(model, layers=names) if names else None
+        contents.weights = weights(model, layers=names) if names else None
     except RnnlensError as error:
-        material.left_out.append(f"No weights: {_reason(error)}")
+        contents.left_out.append(f"No weights: {_one_line_reason(error)}")
 
 
-def _time_map(material: Material, adapter: Adapter, model: Any, held: ReportSamples, request: ReportRequest) -> None:
+def _add_time_map(
+    contents: ReportContents, adapter: Adapter, model: Any, report_samples: ReportSamples, request: ReportRequest
+) -> None:
     if isinstance(request.jacobian, xr.DataArray):
-        material.time_map = of_array(request.jacobian)
+        contents.time_map = map_of_array(request.jacobian)
         return
-    if not request.jacobian or not material.moments[0].tracks or material.ranking is None:
+    if not request.jacobian or not contents.moments[0].tracks or contents.ranking is None:
         return
-    chosen = [material.numbers[i] for i in _healthy(material)[:8]] if held.count is not None else []
+    finite_samples = (
+        [contents.sample_positions[i] for i in _finite_indices(contents)[:8]]
+        if report_samples.count is not None
+        else []
+    )
     try:
-        x, _ = held.take(chosen[:1])
+        x, _ = report_samples.select(finite_samples[:1])
         capture = CaptureRequest(inputs=False, gradients=False, weight_grads=False, calls=False)
         outputs = data.leaves_of(adapter.capture(model, Batch(x, seed=request.seed), capture).outputs)
         shapes = [tuple(np.shape(to_host(leaf))) for leaf in outputs]
-        material.time_map = of_model(
-            model, lambda count: held.take(chosen[:count])[0], chosen, material.moments[0].tracks, shapes, request
+        contents.time_map = map_of_model(
+            model,
+            lambda count: report_samples.select(finite_samples[:count])[0],
+            finite_samples,
+            contents.moments[0].tracks,
+            shapes,
+            request,
         )
     except RnnlensError as error:
-        material.left_out.append(f"No time Jacobian: {_reason(error)}")
+        contents.left_out.append(f"No time Jacobian: {_one_line_reason(error)}")
 
 
-def _healthy(material: Material) -> list[int]:
+def _finite_indices(contents: ReportContents) -> list[int]:
     """Return the indices of shown samples whose states are all finite."""
-    telling = list(material.ranking.telling) if material.ranking is not None else []
-    tracks = material.moments[0].tracks
+    ordered_samples = list(contents.ranking.priority_order) if contents.ranking is not None else []
+    tracks = contents.moments[0].tracks
     # A layer may have samples of its own: in a loop over the samples, or where words are folded into the batch.
-    states = [s for track in tracks for s in track.states.values() if len(s) == len(material.numbers)]
-    healthy = [i for i in telling if all(np.isfinite(state[i]).all() for state in states)]
-    if healthy and len(healthy) < len(telling):
-        material.left_out.append("The time Jacobian is that of samples whose states are finite.")
-    return healthy or telling
+    states = [s for track in tracks for s in track.states.values() if len(s) == len(contents.sample_positions)]
+    finite_samples = [i for i in ordered_samples if all(np.isfinite(state[i]).all() for state in states)]
+    if finite_samples and len(finite_samples) < len(ordered_samples):
+        contents.left_out.append("The time Jacobian is that of samples whose states are finite.")
+    return finite_samples or ordered_samples
 
 
-def _diagnose(material: Material, model: Any, held: ReportSamples, request: ReportRequest) -> None:
+def _add_diagnosis(contents: ReportContents, model: Any, report_samples: ReportSamples, request: ReportRequest) -> None:
     if isinstance(request.diagnosis, Diagnosis):
-        material.diagnosis = request.diagnosis
+        contents.diagnosis = request.diagnosis
         return
     if not request.diagnosis:
         return
     baseline = None if isinstance(request.baseline, Trace) else request.baseline
-    everything = range(held.count) if held.count is not None else []
-    x, y = held.take(everything)
+    all_indices = range(report_samples.count) if report_samples.count is not None else []
+    x, y = report_samples.select(all_indices)
     try:
-        material.diagnosis = diagnose(
+        contents.diagnosis = diagnose(
             model, x, y, baseline=baseline, loss=request.loss, seed=request.seed, axes=request.axes
         )
     except RnnlensError as error:
-        material.left_out.append(f"No findings: {_reason(error)}")
+        contents.left_out.append(f"No findings: {_one_line_reason(error)}")
 
 
-def _reason(error: RnnlensError) -> str:
+def _one_line_reason(error: RnnlensError) -> str:
     """Return an error as one line, with the value that it names."""
-    what, *rest = str(error).splitlines()
-    got = next((line.partition("got:")[2].strip() for line in rest if line.strip().startswith("got:")), "")
-    return f"{what.rstrip('.')}: {got}" if got else what
+    first_line, *other_lines = str(error).splitlines()
+    got = next((line.partition("got:")[2].strip() for line in other_lines if line.strip().startswith("got:")), "")
+    return f"{first_line.rstrip('.')}: {got}" if got else first_line

@@ -14,7 +14,7 @@ from ..typing import Array
 from ..vocabulary import BACKWARD, DIRECTION, GATE, SAMPLE, TIME
 
 #: Variables that tracks leave out: they are shown once for all tracks, or follow from others.
-_ELSEWHERE = ("input", "input_grad", "mask", "output", "output_grad", "gate_preactivation", "gate_grad")
+_EXCLUDED_VARIABLES = ("input", "input_grad", "mask", "output", "output_grad", "gate_preactivation", "gate_grad")
 _SYMBOLS = {"hidden": "h", "cell": "c"}
 
 
@@ -24,7 +24,7 @@ class Track:
 
     layer: str
     direction: str
-    words: str
+    description: str
     #: (sample, time, unit) by name of the state: its values, and the total gradient of the loss by them.
     states: dict[str, Array] = field(default_factory=dict)
     gradients: dict[str, Array] = field(default_factory=dict)
@@ -35,9 +35,9 @@ class Track:
     #: (sample, time) of bool, False where a step is padding, or None.
     mask: Array | None = None
     #: Name of the last axis of the arrays.
-    rows: str = "unit"
+    row_name: str = "unit"
     #: Axes of a whole-sequence layer's state over which its norm is taken, one number for each channel or head.
-    within: tuple[str, ...] = ()
+    normed_axes: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -70,41 +70,43 @@ def symbol(state: str) -> str:
 
 def tracks_of(trace: Trace) -> list[Track]:
     """Return one track for each layer and direction of a trace, layers in the order of their calls."""
-    found = []
+    tracks = []
     for name in trace.layers:
         dataset = trace.dataset(name)
-        both = DIRECTION in dataset.dims
-        for direction in [str(d) for d in dataset[DIRECTION].values] if both else [""]:
-            track = _track(name, dataset.sel(direction=direction) if both else dataset, direction)
+        is_bidirectional = DIRECTION in dataset.dims
+        for direction in [str(d) for d in dataset[DIRECTION].values] if is_bidirectional else [""]:
+            track = _track(name, dataset.sel(direction=direction) if is_bidirectional else dataset, direction)
             if track._arrays():
-                found.append(track)
-    return found
+                tracks.append(track)
+    return tracks
 
 
 def _track(name: str, dataset: xr.Dataset, direction: str) -> Track:
     track = Track(name, direction, describe_layer(dataset))
     if {"state", "decay"} & set(dataset.data_vars):  # a whole-sequence layer
-        for name, kept in (("state", track.states), ("state_grad", track.gradients)):
+        for name, arrays_by_state in (("state", track.states), ("state_grad", track.gradients)):
             if name in dataset:  # the norm for each channel or head
-                track.rows, *within = (str(dim) for dim in dataset[name].dims[2:])
-                track.within, values = tuple(within), dataset[name].values
-                kept["state"] = safe_norm(values.reshape(*values.shape[:3], -1), axis=-1) if within else values
+                track.row_name, *normed_dims = (str(dim) for dim in dataset[name].dims[2:])
+                track.normed_axes, values = tuple(normed_dims), dataset[name].values
+                arrays_by_state["state"] = (
+                    safe_norm(values.reshape(*values.shape[:3], -1), axis=-1) if normed_dims else values
+                )
         return track
     for key, array in dataset.data_vars.items():
-        variable, plain = str(key), array.dims[:2] == (SAMPLE, TIME)
-        if variable == "gates" and plain:
+        variable, is_sample_time = str(key), array.dims[:2] == (SAMPLE, TIME)
+        if variable == "gates" and is_sample_time:
             track.gates, track.gate_names = array.values, tuple(map(str, dataset[GATE].values))
-        elif variable == "gate_grad" and plain:
+        elif variable == "gate_grad" and is_sample_time:
             track.gate_gradients = array.values
         elif variable == "mask":
             track.mask = np.asarray(array.values, dtype=bool)
-        elif plain and array.ndim == 3 and variable not in _ELSEWHERE:
-            side = track.gradients if variable.endswith("_grad") else track.states
-            side[variable.removesuffix("_grad")] = array.values
+        elif is_sample_time and array.ndim == 3 and variable not in _EXCLUDED_VARIABLES:
+            arrays_by_name = track.gradients if variable.endswith("_grad") else track.states
+            arrays_by_name[variable.removesuffix("_grad")] = array.values
     if not track._arrays():  # a non-recurrent layer has only its output
-        for variable, side in (("output", track.states), ("output_grad", track.gradients)):
+        for variable, arrays_by_name in (("output", track.states), ("output_grad", track.gradients)):
             if variable in dataset and dataset[variable].dims[:2] == (SAMPLE, TIME) and dataset[variable].ndim == 3:
-                side["output"] = dataset[variable].values
+                arrays_by_name["output"] = dataset[variable].values
     if track.mask is not None and bool(track.mask.all()):
         track.mask = None
     return track
@@ -125,32 +127,32 @@ def sort_keys(track: Track, kernels: Array | None) -> dict[str, Array]:
     keys: dict[str, Array] = {}
     state = next(iter(track.gradients), None)
     if state is not None:
-        size = np.abs(np.asarray(track.gradients[state], dtype=np.float64))
-        peak = np.where(np.isfinite(size), size, 0.0).max(axis=(1, 2), keepdims=True)
-        profile = finite_mean(size / np.where(peak > 0, peak, 1.0), axis=0)
+        magnitudes = np.abs(np.asarray(track.gradients[state], dtype=np.float64))
+        peak = np.where(np.isfinite(magnitudes), magnitudes, 0.0).max(axis=(1, 2), keepdims=True)
+        profile = finite_mean(magnitudes / np.where(peak > 0, peak, 1.0), axis=0)
         keys["reach"] = mean_lag(profile if track.direction == BACKWARD else profile[::-1], axis=0)
     if track.gates is not None:
-        where = None if track.mask is None else track.mask[:, :, None, None]
-        low, high = saturation_share(np.asarray(track.gates), axis=(0, 1, 2), where=where)
-        keys["saturation"] = low + high
+        step_mask = None if track.mask is None else track.mask[:, :, None, None]
+        low_share, high_share = saturation_share(np.asarray(track.gates), axis=(0, 1, 2), where=step_mask)
+        keys["saturation"] = low_share + high_share
         if "forget" in track.gate_names:
-            forget = np.asarray(track.gates)[:, :, track.gate_names.index("forget")]
-            keys["timescale"] = gate_timescale(forget, track.mask)
+            forget_gate = np.asarray(track.gates)[:, :, track.gate_names.index("forget")]
+            keys["timescale"] = gate_timescale(forget_gate, track.mask)
     if kernels is not None and len(kernels) == track.units:
         keys["norm"] = kernels
     return {name: value for name, value in keys.items() if len(value) == track.units}
 
 
-def binned(values: Array, width: int, *, size: bool = False) -> Array:
-    """Merge ``width`` steps of (sample, time, ...): mean, or RMS if ``size``; NaN where any value is not finite."""
-    if width == 1:
+def merge_steps(values: Array, step_count: int, *, as_rms: bool = False) -> Array:
+    """Merge ``step_count`` steps of (sample, time, ...): mean, RMS if ``as_rms``; NaN where any value is not finite."""
+    if step_count == 1:
         return np.asarray(values, dtype=np.float64)
     values = np.asarray(values, dtype=np.float64)
-    starts = np.arange(0, values.shape[1], width)
+    starts = np.arange(0, values.shape[1], step_count)
     counts = np.diff([*starts, values.shape[1]]).reshape(-1, *[1] * (values.ndim - 2))
-    if not size:
+    if not as_rms:
         return np.add.reduceat(values, starts, axis=1) / counts
-    peak = np.maximum.reduceat(np.abs(values), starts, axis=1)  # scaling prevents under- and overflow of squares
-    unit = np.where(np.isfinite(peak) & (peak > 0), peak, 1.0)
-    share = values / np.repeat(unit, counts.ravel(), axis=1)
-    return np.sqrt(np.add.reduceat(share**2, starts, axis=1) / counts) * unit
+    step_peak = np.maximum.reduceat(np.abs(values), starts, axis=1)  # scaling prevents under- and overflow of squares
+    step_scale = np.where(np.isfinite(step_peak) & (step_peak > 0), step_peak, 1.0)
+    scaled = values / np.repeat(step_scale, counts.ravel(), axis=1)
+    return np.sqrt(np.add.reduceat(scaled**2, starts, axis=1) / counts) * step_scale

@@ -17,26 +17,30 @@ from ..arguments import checked
 from ..arguments import path as path_of
 from .checks import Certificate, Check
 from .disk.regions import ChunkTasks
-from .page import Row, page
+from .page import Row, result_page
 from .saving import save, save_chunks, tree_of
-from .schema import origin, provenance_of
+from .schema import format_provenance, provenance_of
 
 #: Attributes of an array that store checks and certificate; other results have these as Python attributes.
 RECORD, CERTIFICATE = "record", "certificate"
 
 
 #: Largest number of values that are printed below the summary.
-_SHOWN = 64
+_MOST_PRINTED = 64
 
 
-def aligned(head: str, rows: Iterable[tuple[str, str]]) -> str:
+def aligned_text(headline: str, rows: Iterable[tuple[str, str]]) -> str:
     """Format a headline and labelled rows below it; rows wider than the terminal continue in their column."""
     rows = list(rows)
     width = max((len(label) for label, _ in rows), default=0)
-    room = shutil.get_terminal_size((10**6, 24)).columns
-    wrap = {"width": max(room, width + 24), "subsequent_indent": " " * (width + 4), "break_on_hyphens": False}
-    lines = [head, *(f"  {label:<{width}}  {text}" for label, text in rows)]
-    return "\n".join(textwrap.fill(line, **wrap) if len(line) > room else line for line in lines)  # type: ignore[arg-type]
+    terminal_width = shutil.get_terminal_size((10**6, 24)).columns
+    wrap_options = {
+        "width": max(terminal_width, width + 24),
+        "subsequent_indent": " " * (width + 4),
+        "break_on_hyphens": False,
+    }
+    lines = [headline, *(f"  {label:<{width}}  {text}" for label, text in rows)]
+    return "\n".join(textwrap.fill(line, **wrap_options) if len(line) > terminal_width else line for line in lines)  # type: ignore[arg-type]
 
 
 class LabelledArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's own __init_subclass__
@@ -55,14 +59,14 @@ class LabelledArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's 
     @property
     def checks(self) -> list[Check]:
         """Self-checks of the replayed layers, followed by the comparisons of the certificate."""
-        own = [Check(**found) for found in _record(self).get("checks", [])]
-        return [*own, *self.certificate.checks]
+        self_checks = [Check(**stored_check) for stored_check in _stored_record(self).get("checks", [])]
+        return [*self_checks, *self.certificate.checks]
 
     @property
     def certificate(self) -> Certificate:
         """Comparison with a reference run of the model; its state is ``"off"`` where none was stored."""
-        stored = _record(self).get("certificate")
-        return Certificate() if stored is None else Certificate.from_dict(stored)
+        stored_certificate = _stored_record(self).get("certificate")
+        return Certificate() if stored_certificate is None else Certificate.from_dict(stored_certificate)
 
     @property
     def provenance(self) -> dict[str, str]:
@@ -76,8 +80,8 @@ class LabelledArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's 
         rows = [("definition", str(self.attrs["definition"]))] if "definition" in self.attrs else []
         rows += [("dims", ", ".join(f"{dim}: {size}" for dim, size in self.sizes.items()))]
         if values.dtype.kind in "fiu":
-            size = float(np.linalg.norm(values.astype(float)))
-            rows.append(("values", f"{np.min(values):.3g} to {np.max(values):.3g}, norm {size:.3g}, {values.dtype}"))
+            norm = float(np.linalg.norm(values.astype(float)))
+            rows.append(("values", f"{np.min(values):.3g} to {np.max(values):.3g}, norm {norm:.3g}, {values.dtype}"))
         if "mask" in self.coords:
             rows.append(
                 (
@@ -87,18 +91,18 @@ class LabelledArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's 
             )
         if "flagged" in self.attrs:
             rows.append(("flagged", str(self.attrs["flagged"])))
-        summary = aligned(str(self.attrs.get("long_name", self.name)), rows + self._remarks())
-        return summary if values.size > _SHOWN else f"{summary}\n{np.array2string(values, precision=4)}"
+        summary = aligned_text(str(self.attrs.get("long_name", self.name)), rows + self._remarks())
+        return summary if values.size > _MOST_PRINTED else f"{summary}\n{np.array2string(values, precision=4)}"
 
     def _remarks(self) -> list[tuple[str, str]]:
         """Return label and text of the lines below the values in the repr: certificate and provenance."""
         certificate = [("certificate", self.certificate.sentence)] if CERTIFICATE in self.attrs else []
-        return [*certificate, ("from", origin(self.provenance))]
+        return [*certificate, ("from", format_provenance(self.provenance))]
 
     def _repr_html_(self) -> str:
         sizes = ", ".join(f"{dim}: {size}" for dim, size in self.sizes.items())
         row = Row.of(str(self.name or "values"), f"({sizes})", xr.DataArray(self))
-        return page(str(self.attrs.get("long_name", self.name)), [row], self._remarks())
+        return result_page(str(self.attrs.get("long_name", self.name)), [row], self._remarks())
 
     @checked(path=path_of)
     def save(self, path: str | PathLike[str]) -> None:
@@ -125,18 +129,18 @@ class LazyArray(LabelledArray):  # type: ignore[no-untyped-call]
     @classmethod
     def of(cls, array: xr.DataArray, tasks: ChunkTasks) -> LazyArray:
         """Return a lazy array; ``tasks.record()`` is a dask array of one mapping: checks and certificate."""
-        found = cls(array)
-        found._tasks = tasks
-        return found
+        lazy_array = cls(array)
+        lazy_array._tasks = tasks
+        return lazy_array
 
     def compute(self, **kwargs: Any) -> LabelledArray:  # type: ignore[override]
         """Compute the values, with checks and certificate reduced over the chunks; warn of failed ones."""
         tasks = getattr(self, "_tasks", None)
         if tasks is None:
             return LabelledArray(xr.DataArray(self).compute(**kwargs))
-        lazy = xr.DataArray(self).to_dataset(name="values")
-        computed, found = compute_with_record({"": lazy}, tasks, **kwargs)
-        return LabelledArray(computed[""]["values"].rename(self.name).assign_attrs(record_of(found)))
+        lazy_dataset = xr.DataArray(self).to_dataset(name="values")
+        computed_datasets, chunk_record = compute_with_record({"": lazy_dataset}, tasks, **kwargs)
+        return LabelledArray(computed_datasets[""]["values"].rename(self.name).assign_attrs(record_of(chunk_record)))
 
     def _repr_html_(self) -> str:
         return str(xr.DataArray(self)._repr_html_())  # type: ignore[no-untyped-call]
@@ -157,11 +161,13 @@ class LazyArray(LabelledArray):  # type: ignore[no-untyped-call]
         if tasks is None or self.data.name not in tasks.names:
             self.compute().save(path)
         else:
-            save_chunks(tree_of(self), tasks, path, lambda found, array: {array: record_of(found)})
+            save_chunks(
+                tree_of(self), tasks, path, lambda chunk_record, array_path: {array_path: record_of(chunk_record)}
+            )
 
 
 def compute_with_record(
-    lazy: Mapping[str, xr.Dataset], tasks: ChunkTasks, **kwargs: Any
+    lazy_datasets: Mapping[str, xr.Dataset], tasks: ChunkTasks, **kwargs: Any
 ) -> tuple[dict[str, xr.Dataset], dict[str, Any]]:
     """Compute lazy datasets together with the record of their chunks, so that no chunk runs twice.
 
@@ -169,9 +175,11 @@ def compute_with_record(
     is an array too, since Dask optimizes collections of one kind together, and would fuse a chunk's task into both.
     """
     dask = importlib.import_module("dask")
-    bare = {name: {key: v.data for key, v in dataset.data_vars.items()} for name, dataset in lazy.items()}
-    values, found = dask.compute(bare, tasks.record(), **kwargs)
-    return {name: dataset.copy(data=values[name]) for name, dataset in lazy.items()}, found.item()
+    bare_arrays = {
+        name: {key: v.data for key, v in dataset.data_vars.items()} for name, dataset in lazy_datasets.items()
+    }
+    values, chunk_record = dask.compute(bare_arrays, tasks.record(), **kwargs)
+    return {name: dataset.copy(data=values[name]) for name, dataset in lazy_datasets.items()}, chunk_record.item()
 
 
 #: Sentence of a result without a certificate.
@@ -180,24 +188,26 @@ _NOT_CERTIFIED = Certificate().sentence
 
 def record(checks: Iterable[Check], certificate: Certificate | None = None) -> dict[str, str]:
     """Convert self-checks and a certificate to attributes for a file: all as JSON, and the certificate's sentence."""
-    found: dict[str, Any] = {"checks": [check.to_dict() for check in checks]}
+    stored: dict[str, Any] = {"checks": [check.to_dict() for check in checks]}
     if certificate is None:
-        return {RECORD: json.dumps(found), CERTIFICATE: _NOT_CERTIFIED}
-    return {RECORD: json.dumps({**found, "certificate": certificate.to_dict()}), CERTIFICATE: certificate.sentence}
+        return {RECORD: json.dumps(stored), CERTIFICATE: _NOT_CERTIFIED}
+    return {RECORD: json.dumps({**stored, "certificate": certificate.to_dict()}), CERTIFICATE: certificate.sentence}
 
 
-def record_of(found: Mapping[str, Any]) -> dict[str, str]:
+def record_of(chunk_record: Mapping[str, Any]) -> dict[str, str]:
     """Convert the reduced checks and certificate of all chunks to attributes that a file can store."""
-    certificate = Certificate() if found["certificate"] is None else Certificate.from_dict(found["certificate"])
-    return record([Check(**check) for check in found["checks"]], certificate)
+    certificate = (
+        Certificate() if chunk_record["certificate"] is None else Certificate.from_dict(chunk_record["certificate"])
+    )
+    return record([Check(**check) for check in chunk_record["checks"]], certificate)
 
 
 def as_result(array: Any) -> Any:
     """Convert a DataArray of rnnlens to a :class:`LabelledArray`; return anything else unchanged."""
-    known = isinstance(array, xr.DataArray) and "provenance" in array.attrs
-    return LabelledArray.around(array) if known else array
+    is_labelled = isinstance(array, xr.DataArray) and "provenance" in array.attrs
+    return LabelledArray.around(array) if is_labelled else array
 
 
-def _record(array: xr.DataArray) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = json.loads(array.attrs.get(RECORD, "{}"))
-    return found
+def _stored_record(array: xr.DataArray) -> Mapping[str, Any]:
+    stored: Mapping[str, Any] = json.loads(array.attrs.get(RECORD, "{}"))
+    return stored

@@ -25,13 +25,13 @@ import xarray as xr
 from ..arguments import checked
 from ..arguments import path as path_of
 from ..errors import LayerNotFoundError, did_you_mean, shown
-from .array import aligned, compute_with_record
+from .array import aligned_text, compute_with_record
 from .checks import Certificate, Check, worst_of
 from .disk.regions import ChunkTasks
 from .encoding import datasets_of, from_path, to_paths
-from .page import Row, Said, page
-from .saving import META, lazy_name, root_attrs, save, save_chunks
-from .schema import LabelledLayer, origin, with_version
+from .page import Row, ShownFinding, result_page
+from .saving import META, dask_name, root_attrs, save, save_chunks
+from .schema import LabelledLayer, format_provenance, with_version
 
 #: Name, description and data of one part of a result.
 Part = tuple[str, str, xr.Dataset | xr.DataArray | None]
@@ -77,8 +77,8 @@ class Result(Mapping[str, Any]):
 
     kind: ClassVar[str] = ""
 
-    def __init_subclass__(cls, *, kind: str = "", **rest: Any) -> None:
-        super().__init_subclass__(**rest)
+    def __init_subclass__(cls, *, kind: str = "", **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
         if kind:
             cls.kind = kind
             _CLASSES[kind] = cls
@@ -126,18 +126,18 @@ class Result(Mapping[str, Any]):
         """
         if self._tasks is None:
             return self
-        lazy = {name: self.dataset(name) for name in self}
-        datasets, found = compute_with_record(lazy, self._tasks, **kwargs)
+        lazy_datasets = {name: self.dataset(name) for name in self}
+        datasets, record = compute_with_record(lazy_datasets, self._tasks, **kwargs)
         result = copy.copy(self)
         result._datasets, result._tasks = dict(datasets), None
-        result._complete(found)
+        result._set_chunk_record(record)
         return result
 
-    def _complete(self, found: Mapping[str, Any]) -> None:
+    def _set_chunk_record(self, record: Mapping[str, Any]) -> None:
         """Store checks and certificate of all chunks, from their reduced record, in this result."""
-        self._self_checks = [Check(**check) for check in found["checks"]]
-        stored = found["certificate"]
-        self.certificate = Certificate() if stored is None else Certificate.from_dict(stored)
+        self._self_checks = [Check(**check) for check in record["checks"]]
+        stored_certificate = record["certificate"]
+        self.certificate = Certificate() if stored_certificate is None else Certificate.from_dict(stored_certificate)
         self.checks = [*self._self_checks, *self.certificate.checks]
 
     @property
@@ -189,22 +189,22 @@ class Result(Mapping[str, Any]):
         """
         if self._tasks is None:
             save(self._marked_tree(), path)
-        elif all(lazy_name(v) in self._tasks.names for name in self for v in self.dataset(name).data_vars.values()):
+        elif all(dask_name(v) in self._tasks.names for name in self for v in self.dataset(name).data_vars.values()):
             save_chunks(self._marked_tree(), self._tasks, path, self._attributes_of_chunks)
         else:
             self.compute().save(path)
 
     def _marked_tree(self) -> xr.DataTree:
         """Return the tree of arrays to write to a file; its root has the attributes that mark a result of rnnlens."""
-        stored, layers = self._stored()
-        tree = stored.copy(deep=False)
+        stored_tree, layers = self._stored()
+        tree = stored_tree.copy(deep=False)
         tree.attrs = root_attrs(self.kind, {**self._meta(), "layers": layers})
         return tree
 
-    def _attributes_of_chunks(self, found: Mapping[str, Any], _: str) -> dict[str, Any]:
-        """Return the attributes of the root once all chunks are written; ``found`` is their reduced record."""
+    def _attributes_of_chunks(self, record: Mapping[str, Any], _: str) -> dict[str, Any]:
+        """Return the attributes of the root once all chunks are written; ``record`` is their reduced record."""
         result = copy.copy(self)
-        result._complete(found)
+        result._set_chunk_record(record)
         return {"": {META: result._marked_tree().attrs[META]}}
 
     def _node(self, name: str) -> Any:
@@ -227,27 +227,27 @@ class Result(Mapping[str, Any]):
     @classmethod
     def _restore(cls, tree: xr.DataTree, meta: Mapping[str, Any]) -> Self:
         """Rebuild the result from its tree and its metadata: the mapping of :meth:`_meta` and the layer names."""
-        rest = {key: value for key, value in meta.items() if key != "layers"}
-        return cls(datasets_of(tree, meta["layers"]), **rest)
+        arguments = {key: value for key, value in meta.items() if key != "layers"}
+        return cls(datasets_of(tree, meta["layers"]), **arguments)
 
     def _resolve(self, name: str) -> str:
         """Return the full name of a layer, given its exact or an unambiguous short name (the last part of the path)."""
-        refuse_no_name(name, self._paths, f"the {self.kind}")
+        check_name_is_text(name, self._paths, f"the {self.kind}")
         if name in self._paths:
             return name
-        calls = [known for known in self._paths if known.rpartition("#")[0] == name]
-        inside = [known for known in self._paths if known.endswith(f"/{name}")]
-        inside_calls = [known for known in self._paths if known.rpartition("#")[0].endswith(f"/{name}")]
-        candidates = calls or inside or inside_calls
+        same_name_calls = [full_name for full_name in self._paths if full_name.rpartition("#")[0] == name]
+        nested_layers = [full_name for full_name in self._paths if full_name.endswith(f"/{name}")]
+        nested_calls = [full_name for full_name in self._paths if full_name.rpartition("#")[0].endswith(f"/{name}")]
+        candidates = same_name_calls or nested_layers or nested_calls
         if len(candidates) == 1:
             return candidates[0]
         if not candidates:
             raise LayerNotFoundError(
                 f"No layer named {name!r} in this {self.kind}.", hint=did_you_mean(name, self._paths)
             )
-        why = "was called more than once" if calls else "exists more than once"
+        reason = "was called more than once" if same_name_calls else "exists more than once"
         listing = ", ".join(repr(candidate) for candidate in candidates)
-        raise LayerNotFoundError(f"Layer {name!r} {why}.", got=repr(name), expected=f"one of: {listing}")
+        raise LayerNotFoundError(f"Layer {name!r} {reason}.", got=repr(name), expected=f"one of: {listing}")
 
     def __getitem__(self, name: str) -> Any:
         return self._node(self._resolve(name))
@@ -285,41 +285,47 @@ class Result(Mapping[str, Any]):
     def _remarks(self) -> list[tuple[str, str]]:
         """Return label and text of each line below the layers in the repr: checks, certificate, notes, provenance."""
         remarks = [("checks", f"FAILED {check.sentence}") for check in self._self_checks if not check.ok]
-        if not remarks and (worst := worst_of(self._self_checks)):
-            passed = f"{len(self._self_checks)} of {len(self._self_checks)} passed"
-            remarks = [("checks", f"{passed} ({worst.layer} {worst.name}: {worst.figures})")]
+        if not remarks and (worst_check := worst_of(self._self_checks)):
+            passed_text = f"{len(self._self_checks)} of {len(self._self_checks)} passed"
+            remarks = [("checks", f"{passed_text} ({worst_check.layer} {worst_check.name}: {worst_check.figures})")]
         if self.certificate is not None:
             remarks += [("certificate", self.certificate.sentence)]
             remarks += [("", f"FAILED {check.sentence}") for check in self.certificate.checks if not check.ok]
         remarks += [("note", note) for note in self.notes]
-        return [*remarks, ("from", origin(self.provenance))]
+        return [*remarks, ("from", format_provenance(self.provenance))]
 
     def __repr__(self) -> str:
-        return aligned(f"<rnnlens {type(self).__name__}> {self._headline()}", self._rows() + self._remarks())
+        return aligned_text(f"<rnnlens {type(self).__name__}> {self._headline()}", self._rows() + self._remarks())
 
-    def _said(self) -> list[Said]:
+    def _notebook_findings(self) -> list[ShownFinding]:
         """Return the findings shown at the top of the notebook page; none unless a subclass overrides it."""
         return []
 
     def _parts(self) -> list[Part]:
         """Return name, description and data of each part of the result; the parts are the layers unless overridden."""
-        words = dict(self._rows())
-        return [(name, words.get(name, ""), self.dataset(name)) for name in self]
+        descriptions = dict(self._rows())
+        return [(name, descriptions.get(name, ""), self.dataset(name)) for name in self]
 
-    def _beside(self) -> list[tuple[str, str]]:
+    def _non_part_rows(self) -> list[tuple[str, str]]:
         """Return label and text of the notebook page's rows that describe no part: checks, notes, provenance."""
-        named = {name for name, _, _ in self._parts()}
-        rows = [] if self._said() else [(label, text) for label, text in self._rows() if label not in named]
+        part_names = {name for name, _, _ in self._parts()}
+        rows = (
+            []
+            if self._notebook_findings()
+            else [(label, text) for label, text in self._rows() if label not in part_names]
+        )
         return [*rows, *self._remarks()]
 
     def _repr_html_(self) -> str:
         rows = [Row.of(*part) for part in self._parts()]
-        return page(f"{type(self).__name__}: {self._headline()}", rows, self._beside(), self._said())
+        return result_page(
+            f"{type(self).__name__}: {self._headline()}", rows, self._non_part_rows(), self._notebook_findings()
+        )
 
 
-def refuse_no_name(name: object, known: Iterable[str], where: str) -> None:
+def check_name_is_text(name: object, known_names: Iterable[str], owner: str) -> None:
     """Raise LayerNotFoundError if ``name`` is not a string."""
     if not isinstance(name, str):
         raise LayerNotFoundError(
-            f"Entries of {where} are found by name.", got=shown(name), hint=did_you_mean(name, known)
+            f"Entries of {owner} are found by name.", got=shown(name), hint=did_you_mean(name, known_names)
         )

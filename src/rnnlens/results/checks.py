@@ -105,12 +105,12 @@ class Check:
 
 def worst(checks: Iterable[Check]) -> list[Check]:
     """Return, for each check name and layer, the check closest to its bound, or furthest beyond it."""
-    found: dict[tuple[str, str], Check] = {}
+    worst_checks: dict[tuple[str, str], Check] = {}
     for check in checks:
-        known = found.setdefault((check.name, check.layer), check)
-        if check.ratio > known.ratio:
-            found[check.name, check.layer] = check
-    return list(found.values())
+        worst_check = worst_checks.setdefault((check.name, check.layer), check)
+        if check.ratio > worst_check.ratio:
+            worst_checks[check.name, check.layer] = check
+    return list(worst_checks.values())
 
 
 @dataclass(frozen=True)
@@ -146,12 +146,14 @@ class Certificate:
     samples: str = ""
 
     @classmethod
-    def of(cls, against: str, checks: Iterable[Check], **words: Any) -> Self:
+    def of(cls, against: str, checks: Iterable[Check], **fields: Any) -> Self:
         """Build a certificate from comparisons: passed if all passed, failed if one failed, "could not" without any."""
-        found = tuple(checks)
-        if not found:
-            return cls("could not", against, why="no computed quantity can be compared with a reference run", **words)
-        return cls("passed" if all(check.ok for check in found) else "failed", against, checks=found, **words)
+        all_checks = tuple(checks)
+        if not all_checks:
+            return cls("could not", against, why="no computed quantity can be compared with a reference run", **fields)
+        return cls(
+            "passed" if all(check.ok for check in all_checks) else "failed", against, checks=all_checks, **fields
+        )
 
     @property
     def worst(self) -> Check | None:
@@ -173,17 +175,19 @@ class Certificate:
             return f"could not certify: {self.why}"
         worst = self.worst
         assert worst is not None
-        where = " ".join(part for part in (worst.layer, worst.name.removeprefix("reference ")) if part)
+        compared = " ".join(
+            name_part for name_part in (worst.layer, worst.name.removeprefix("reference ")) if name_part
+        )
         if self.state == "failed":
-            failed = sum(not check.ok for check in self.checks)
-            head = f"NOT certified against {self.against}: {failed} of {len(self.checks)} comparisons failed"
-            return f"{head}, worst {worst.residual:.1g} ({where}); rounding explains {worst.bound:.1g}"
-        where_compared = f" on {self.samples}" if self.samples else ""
-        text = f"certified against {self.against}{where_compared}: worst {worst.residual:.1g} ({where})"
+            failed_count = sum(not check.ok for check in self.checks)
+            headline = f"NOT certified against {self.against}: {failed_count} of {len(self.checks)} comparisons failed"
+            return f"{headline}, worst {worst.residual:.1g} ({compared}); rounding explains {worst.bound:.1g}"
+        compared_samples = f" on {self.samples}" if self.samples else ""
+        text = f"certified against {self.against}{compared_samples}: worst {worst.residual:.1g} ({compared})"
         text += f"; rounding explains {worst.bound:.1g}. Certified: {', '.join(self.certified)}"
         if self.resting:
             text += f"; {', '.join(self.resting)} rest on them"
-        return text + "".join(f"; not certified: {what}" for what in self.uncertified)
+        return text + "".join(f"; not certified: {name}" for name in self.uncertified)
 
     def to_dict(self) -> dict[str, Any]:
         """Convert the certificate to plain strings, numbers and sequences, as stored in files."""
@@ -216,13 +220,15 @@ def epsilon(dtype: Any) -> float:
     return _limits(dtype)[0]
 
 
-def coarser(one: str, other: str) -> str:
+def coarser(first_dtype: str, second_dtype: str) -> str:
     """Return the dtype name with fewer digits; if one name is empty, the other one.
 
     >>> coarser("float64", "torch.float32"), coarser("", "float64")
     ('torch.float32', 'float64')
     """
-    return max((one, other), key=epsilon) if one and other else one or other
+    return (
+        max((first_dtype, second_dtype), key=epsilon) if first_dtype and second_dtype else first_dtype or second_dtype
+    )
 
 
 def rounding_bound(dtype: Any, steps: int, *, factor: float = FACTOR) -> float:
@@ -268,16 +274,16 @@ def residual(actual: Array, expected: Array, *, scale: float | None = None) -> f
     xp = array_namespace(actual, expected)
     if 0 in expected.shape:
         return 0.0
-    finite = xp.isfinite(expected)
-    if not bool(xp.all(finite == xp.isfinite(actual))):
+    is_finite = xp.isfinite(expected)
+    if not bool(xp.all(is_finite == xp.isfinite(actual))):
         return math.inf
-    nothing = xp.zeros_like(expected)
-    actual, expected = xp.where(finite, actual, nothing), xp.where(finite, expected, nothing)
-    difference, largest = float(xp.max(xp.abs(actual - expected))), float(xp.max(xp.abs(expected)))
-    unit = max(largest, scale or 0.0)
-    if unit == 0.0:
-        return 0.0 if difference == 0.0 else math.inf
-    return difference / unit
+    zeros = xp.zeros_like(expected)
+    actual, expected = xp.where(is_finite, actual, zeros), xp.where(is_finite, expected, zeros)
+    largest_difference, largest_expected = float(xp.max(xp.abs(actual - expected))), float(xp.max(xp.abs(expected)))
+    divisor = max(largest_expected, scale or 0.0)
+    if divisor == 0.0:
+        return 0.0 if largest_difference == 0.0 else math.inf
+    return largest_difference / divisor
 
 
 def weight_sum_check(
@@ -290,13 +296,13 @@ def weight_sum_check(
     scale: float | None = None,
 ) -> Check:
     """Check the sum over time of per-step weight gradients against the framework's dL/dW; report the worst weight."""
-    shared = [name for name in summed if name in reference]
+    shared_names = [name for name in summed if name in reference]
     # One scale for the layer: a bias gradient that vanishes by cancellation is as exact as the kernel's.
-    largest = max((_largest(reference[name]) for name in shared), default=0.0)
-    kind = dtype if dtype is not None else next((reference[name].dtype for name in shared), "float64")
-    unit = max(largest, scale or 0.0, underflow_unit(kind, steps))
-    worst = max((residual(summed[name], reference[name], scale=unit) for name in shared), default=0.0)
-    return Check(WEIGHT_SUM, layer, worst, rounding_bound(kind, steps))
+    largest_gradient = max((_largest(reference[name]) for name in shared_names), default=0.0)
+    checked_dtype = dtype if dtype is not None else next((reference[name].dtype for name in shared_names), "float64")
+    divisor = max(largest_gradient, scale or 0.0, underflow_unit(checked_dtype, steps))
+    worst_residual = max((residual(summed[name], reference[name], scale=divisor) for name in shared_names), default=0.0)
+    return Check(WEIGHT_SUM, layer, worst_residual, rounding_bound(checked_dtype, steps))
 
 
 def _largest(array: Array) -> float:

@@ -12,8 +12,8 @@ import xarray as xr
 
 from ..measures.dynamics import point_kinds
 from .base import Part, Result
-from .encoding import plain
-from .page import Said
+from .encoding import to_strict_json
+from .page import ShownFinding
 
 Severity = Literal["fault", "caution", "fact", "unknown"]
 
@@ -94,10 +94,10 @@ class Diagnosis(Result, kind="diagnosis"):
     def to_json(self) -> str:
         """Return JSON in a stable layout: schema, sentences, findings, scalar measures, notes, provenance."""
         measures = {
-            name: {str(k): plain(v.item()) for k, v in self.dataset(name).data_vars.items() if v.ndim == 0}
+            name: {str(k): to_strict_json(v.item()) for k, v in self.dataset(name).data_vars.items() if v.ndim == 0}
             for name in self
         }
-        whole = {
+        document = {
             "schema": SCHEMA,
             "sentences": self.sentences,
             "findings": [asdict(finding) for finding in self.findings],
@@ -105,7 +105,7 @@ class Diagnosis(Result, kind="diagnosis"):
             "notes": self.notes,
             "provenance": self.provenance,
         }
-        return json.dumps(whole, indent=2, default=str)
+        return json.dumps(document, indent=2, default=str)
 
     def _meta(self) -> dict[str, Any]:
         return {
@@ -123,9 +123,9 @@ class Diagnosis(Result, kind="diagnosis"):
     def _rows(self) -> list[tuple[str, str]]:
         return [*self.sentences.items(), *((f.code, f.advice) for f in self.findings)]
 
-    def _said(self) -> list[Said]:
-        sentences = [Said("", "", sentence) for sentence in self.sentences.values()]
-        return sentences + [Said(f.severity, f.code, f.advice) for f in self.findings]
+    def _notebook_findings(self) -> list[ShownFinding]:
+        sentences = [ShownFinding("", "", sentence) for sentence in self.sentences.values()]
+        return sentences + [ShownFinding(f.severity, f.code, f.advice) for f in self.findings]
 
     def _parts(self) -> list[Part]:
         return [(name, "", self.dataset(name)) for name in self]
@@ -163,8 +163,10 @@ class Comparison(Result, kind="comparison"):
         return self.dataset(self.layers[0])
 
     def _headline(self) -> str:
-        failed = int((self.table["error"] != "").sum())
-        return f"{self.table.sizes['name'] - failed} diagnoses" + (f", {failed} failed" if failed else "")
+        failed_count = int((self.table["error"] != "").sum())
+        return f"{self.table.sizes['name'] - failed_count} diagnoses" + (
+            f", {failed_count} failed" if failed_count else ""
+        )
 
     def _rows(self) -> list[tuple[str, str]]:
         table = self.table
@@ -173,34 +175,34 @@ class Comparison(Result, kind="comparison"):
             if error:
                 rows.append((str(name), f"failed: {str(error).splitlines()[0]}"))
                 continue
-            parts = [_cell(table, key, words, form, i) for key, words, form in COLUMNS]
+            parts = [_table_cell(table, key, label, number_format, i) for key, label, number_format in COLUMNS]
             if i != table.attrs["reference"]:
-                parts.append(_difference(table, i))
+                parts.append(_memory_difference(table, i))
             codes = str(table["findings"].values[i])
             rows.append((str(name), ", ".join([*parts, codes] if codes else parts)))
         return rows
 
     def _parts(self) -> list[Part]:
-        return [(name, words, None) for name, words in self._rows()]
+        return [(name, description, None) for name, description in self._rows()]
 
 
-def _difference(table: xr.Dataset, row: int) -> str:
+def _memory_difference(table: xr.Dataset, row: int) -> str:
     """Describe how the memory of one diagnosis differs from that of the first one."""
-    first = int(table.attrs["reference"])
+    reference_row = int(table.attrs["reference"])
     value, (low, high) = float(table["difference"].values[row]), table["difference_interval"].values[row]
-    if not bool(table["known"].values[[first, row]].all()):
+    if not bool(table["known"].values[[reference_row, row]].all()):
         return "no difference of memory, as one is unknown"
     if math.isnan(value) or math.isnan(low):
         return "no difference of memory, as the samples are not the same"
-    return f"memory {value:+.0f} against {table['name'].values[first]} (95 % CI {low:+.0f} to {high:+.0f})"
+    return f"memory {value:+.0f} against {table['name'].values[reference_row]} (95 % CI {low:+.0f} to {high:+.0f})"
 
 
-def _cell(table: xr.Dataset, key: str, words: str, form: str, row: int) -> str:
+def _table_cell(table: xr.Dataset, key: str, heading: str, number_format: str, row: int) -> str:
     value = float(table[key].values[row])
     if math.isnan(value) or (key != "skill" and not bool(table["known"].values[row])):
-        return f"{words} unknown"
+        return f"{heading} unknown"
     low, high = (float(v) for v in table[f"{key}_interval"].values[row])
-    return f"{words} {form.format(value)} ({form.format(low)} to {form.format(high)})"
+    return f"{heading} {number_format.format(value)} ({number_format.format(low)} to {number_format.format(high)})"
 
 
 _KINDS = ("stable", "saddle", "repeller", "marginal")
@@ -252,12 +254,12 @@ class FixedPoints(Result, kind="dynamics"):
 
     def _headline(self) -> str:
         kinds = self.kinds
-        parts = [_count(kinds.count(kind), kind) for kind in _KINDS if kind in kinds] or ["no fixed points"]
-        parts += [_count(kinds.count("slow"), "slow", "point")] if "slow" in kinds else []
-        on_curves = [f"a {name} of {self._size(i)} marginal points" for i, name in enumerate(self.curves)]
-        return f"{', '.join(on_curves)}; {', '.join(parts)}" if on_curves else ", ".join(parts)
+        counts = [_counted_noun(kinds.count(kind), kind) for kind in _KINDS if kind in kinds] or ["no fixed points"]
+        counts += [_counted_noun(kinds.count("slow"), "slow", "point")] if "slow" in kinds else []
+        curve_texts = [f"a {name} of {self._curve_size(i)} marginal points" for i, name in enumerate(self.curves)]
+        return f"{', '.join(curve_texts)}; {', '.join(counts)}" if curve_texts else ", ".join(counts)
 
-    def _size(self, curve: int) -> int:
+    def _curve_size(self, curve: int) -> int:
         return int((self.data["curve"] == curve).sum())
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -272,5 +274,5 @@ class FixedPoints(Result, kind="dynamics"):
         ]
 
 
-def _count(count: int, kind: str, noun: str = "fixed point") -> str:
-    return f"{count} {kind} {noun}" + ("" if count == 1 else "s")
+def _counted_noun(count: int, adjective: str, noun: str = "fixed point") -> str:
+    return f"{count} {adjective} {noun}" + ("" if count == 1 else "s")

@@ -20,10 +20,10 @@ import numpy as np
 import xarray as xr
 
 from ..errors import FileError, InputError
-from .disk import TEXT
+from .disk import TEXT_LIMIT
 
-OWN, EMPTY = "@", "%"
-_MARK = "json:"
+OWN_NODE, EMPTY_PART = "@", "%"
+_JSON_PREFIX = "json:"
 #: Attribute with the dtype of a variable that is stored as integers, or as text of a fixed width.
 DTYPE = "rnnlens_dtype"
 _DTYPES = re.compile(r"(datetime64|timedelta64)\[(s|ms|us|ns)\]|object")
@@ -31,29 +31,31 @@ _DTYPES = re.compile(r"(datetime64|timedelta64)\[(s|ms|us|ns)\]|object")
 
 def encode(tree: xr.DataTree) -> None:
     """Convert attributes, dates and durations of a tree to types that files can store, in place; refuse long texts."""
-    _convert(tree, _without_times)
-    _change(tree, _to_file)
-    if name := _too_long(tree):
-        expected = f"at most {TEXT} characters as JSON"
+    _convert_variables(tree, _without_times)
+    _convert_attributes(tree, _attribute_to_file)
+    if name := _oversized_attribute(tree):
+        expected = f"at most {TEXT_LIMIT} characters as JSON"
         raise InputError(f"The attribute {name!r} is too long for a file.", expected=expected)
 
 
 def decode(tree: xr.DataTree) -> None:
     """Convert attributes, dates and durations of a tree that was read from a file back, in place; refuse long texts."""
-    if name := _too_long(tree):
-        raise FileError(f"The attribute {name!r} is too long to be read.", expected=f"at most {TEXT} characters")
-    _change(tree, _from_file)
-    _convert(tree, _with_times)
+    if name := _oversized_attribute(tree):
+        raise FileError(f"The attribute {name!r} is too long to be read.", expected=f"at most {TEXT_LIMIT} characters")
+    _convert_attributes(tree, _attribute_from_file)
+    _convert_variables(tree, _with_times)
 
 
-def _convert(tree: xr.DataTree, convert: Callable[[xr.Variable], xr.Variable | None]) -> None:
+def _convert_variables(tree: xr.DataTree, convert: Callable[[xr.Variable], xr.Variable | None]) -> None:
     """Replace each variable for which ``convert`` returns another one."""
     for node in tree.subtree:
-        own = node.to_dataset(inherit=False)
-        changed = {name: new for name, v in own.variables.items() if (new := convert(v)) is not None}
-        if changed:
-            coords = {name: changed.pop(name) for name in list(changed) if name in own.coords}
-            node.dataset = own.assign_coords(coords).assign(changed)
+        dataset = node.to_dataset(inherit=False)
+        converted_vars = {
+            name: new_variable for name, v in dataset.variables.items() if (new_variable := convert(v)) is not None
+        }
+        if converted_vars:
+            coords = {name: converted_vars.pop(name) for name in list(converted_vars) if name in dataset.coords}
+            node.dataset = dataset.assign_coords(coords).assign(converted_vars)
 
 
 def _without_times(variable: xr.Variable) -> xr.Variable | None:
@@ -63,8 +65,8 @@ def _without_times(variable: xr.Variable) -> xr.Variable | None:
     values = np.asarray(variable.values)
     if values.dtype.kind in "mM":
         return xr.Variable(variable.dims, values.view("i8"), {**variable.attrs, DTYPE: str(values.dtype)})
-    texts = all(isinstance(value, str) for value in values.flat)
-    return xr.Variable(variable.dims, values, {**variable.attrs, DTYPE: "object"}) if texts else None
+    all_texts = all(isinstance(value, str) for value in values.flat)
+    return xr.Variable(variable.dims, values, {**variable.attrs, DTYPE: "object"}) if all_texts else None
 
 
 def _with_times(variable: xr.Variable) -> xr.Variable | None:
@@ -72,57 +74,57 @@ def _with_times(variable: xr.Variable) -> xr.Variable | None:
     if DTYPE not in variable.attrs:
         return None
     dtype = variable.attrs[DTYPE]
-    times = dtype != "object"
-    if not _DTYPES.fullmatch(str(dtype)) or (times and variable.dtype != np.int64):
+    is_time = dtype != "object"
+    if not _DTYPES.fullmatch(str(dtype)) or (is_time and variable.dtype != np.int64):
         raise FileError("A variable is damaged.", got=f"{variable.dtype} values as {dtype!r}")
     attrs = {name: value for name, value in variable.attrs.items() if name != DTYPE}
     values = np.asarray(variable.values)
-    return xr.Variable(variable.dims, values.view(dtype) if times else values.astype(object), attrs)
+    return xr.Variable(variable.dims, values.view(dtype) if is_time else values.astype(object), attrs)
 
 
-def _too_long(tree: xr.DataTree) -> str | None:
-    """Return the name of the first text attribute longer than ``TEXT`` characters, or None."""
+def _oversized_attribute(tree: xr.DataTree) -> str | None:
+    """Return the name of the first text attribute longer than ``TEXT_LIMIT`` characters, or None."""
     for node in tree.subtree:
         for attrs in (node.attrs, *(variable.attrs for variable in node.variables.values())):
             for name, value in attrs.items():
-                if isinstance(value, str) and len(value) > TEXT:
+                if isinstance(value, str) and len(value) > TEXT_LIMIT:
                     return str(name)
     return None
 
 
-def _change(tree: xr.DataTree, change: Callable[[Any], Any]) -> None:
+def _convert_attributes(tree: xr.DataTree, convert: Callable[[Any], Any]) -> None:
     for node in tree.subtree:
         holders: list[Any] = [node, *node.variables.values()]
         for holder in holders:
-            holder.attrs = {key: change(value) for key, value in holder.attrs.items()}
+            holder.attrs = {key: convert(value) for key, value in holder.attrs.items()}
 
 
-def _to_file(value: Any) -> Any:
+def _attribute_to_file(value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
-    native = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
-    if native or (isinstance(value, str) and not value.startswith(_MARK)):
+    is_native = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
+    if is_native or (isinstance(value, str) and not value.startswith(_JSON_PREFIX)):
         return value
-    return _MARK + json.dumps(value, default=_plain)
+    return _JSON_PREFIX + json.dumps(value, default=_json_default)
 
 
-def _from_file(value: Any) -> Any:
-    if isinstance(value, str) and value.startswith(_MARK):
-        return json.loads(value.removeprefix(_MARK))
+def _attribute_from_file(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith(_JSON_PREFIX):
+        return json.loads(value.removeprefix(_JSON_PREFIX))
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _plain(value: Any) -> Any:
+def _json_default(value: Any) -> Any:
     """Convert a value to a type that JSON can represent: arrays to lists, other objects to text."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
 
 
-def plain(value: Any) -> Any:
+def to_strict_json(value: Any) -> Any:
     """Convert nested data to strict JSON: None for numbers that are not finite, Python's numbers for NumPy's."""
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_strict_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_strict_json(item) for item in value]
     value = value.item() if isinstance(value, np.generic) else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -136,9 +138,13 @@ def to_paths(names: Iterable[str]) -> dict[str, str]:
     {'encoder': '/encoder/@', 'encoder/gru': '/encoder/gru'}
     """
     names = list(names)
-    parents = {"/".join(parts[:i]) for parts in (name.split("/") for name in names) for i in range(1, len(parts))}
-    paths = {name: "".join(f"/{_quote(part)}" for part in name.split("/")) for name in names}
-    return {name: path + f"/{OWN}" * (name in parents) for name, path in paths.items()}
+    group_names = {
+        "/".join(name_parts[:i])
+        for name_parts in (name.split("/") for name in names)
+        for i in range(1, len(name_parts))
+    }
+    paths = {name: "".join(f"/{_escape_part(part)}" for part in name.split("/")) for name in names}
+    return {name: path + f"/{OWN_NODE}" * (name in group_names) for name, path in paths.items()}
 
 
 def datasets_of(tree: xr.DataTree, names: Iterable[str]) -> dict[str, xr.Dataset]:
@@ -153,13 +159,13 @@ def from_path(path: str) -> str:
     >>> from_path("/encoder/@"), from_path("/encoder/gru")
     ('encoder', 'encoder/gru')
     """
-    parts = path.removesuffix(f"/{OWN}").removeprefix("/").split("/")
-    return "/".join("" if part == EMPTY else unquote(part) for part in parts)
+    parts = path.removesuffix(f"/{OWN_NODE}").removeprefix("/").split("/")
+    return "/".join("" if part == EMPTY_PART else unquote(part) for part in parts)
 
 
-def _quote(part: str) -> str:
+def _escape_part(part: str) -> str:
     """Escape a part of a name for use in a path: an empty part, ``.``, ``..``, ``@``, percent sign and backslash."""
     escaped = part.replace("%", "%25").replace("\\", "%5C")
-    if escaped in (".", "..", OWN):
+    if escaped in (".", "..", OWN_NODE):
         return "".join(f"%{ord(character):02X}" for character in escaped)
-    return escaped or EMPTY
+    return escaped or EMPTY_PART

@@ -14,7 +14,7 @@ import numpy as np
 import xarray as xr
 
 from ..errors import QuantityNotFoundError, did_you_mean, message
-from .base import Part, Result, refuse_no_name
+from .base import Part, Result, check_name_is_text
 from .encoding import datasets_of
 from .layers import LayerView, sizes_of
 from .schema import LabelledLayer
@@ -52,10 +52,10 @@ class LayerGradients(LayerView):
         super().__init__(name, dataset)
         self._disconnected = disconnected
 
-    def _absence(self, name: str) -> str:
+    def _missing_message(self, name: str) -> str:
         for reason in self._disconnected.values():
             if reason.name in (f"{self.name}/{name}", f"{self.name}.{name}"):
-                return _no_gradient(reason)
+                return _no_gradient_message(reason)
         return message(
             f"The gradient of {name!r} was not computed for layer {self.name!r}.", hint=did_you_mean(name, self)
         )
@@ -118,9 +118,9 @@ class Gradients(Result, kind="gradients"):
             for name, array in self.dataset(node).data_vars.items()
         }
 
-    def _complete(self, found: Mapping[str, Any]) -> None:
-        super()._complete(found)
-        self.value = None if found["value"] is None else np.asarray(found["value"])[()]
+    def _set_chunk_record(self, record: Mapping[str, Any]) -> None:
+        super()._set_chunk_record(record)
+        self.value = None if record["value"] is None else np.asarray(record["value"])[()]
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -128,12 +128,12 @@ class Gradients(Result, kind="gradients"):
         return tuple(self._tensors)
 
     def __getitem__(self, name: str) -> Any:
-        refuse_no_name(name, self._tensors, "the gradients")
+        check_name_is_text(name, self._tensors, "the gradients")
         if name in self._tensors:
             node, variable = self._tensors[name]
             return self.dataset(node)[variable]
         if name in self.disconnected:
-            raise QuantityNotFoundError(_no_gradient(self.disconnected[name]))
+            raise QuantityNotFoundError(_no_gradient_message(self.disconnected[name]))
         if name not in self and any(r.name.startswith((f"{name}/", f"{name}.")) for r in self.disconnected.values()):
             return LayerGradients(name, xr.Dataset(), self.disconnected)
         return super().__getitem__(name)
@@ -154,19 +154,19 @@ class Gradients(Result, kind="gradients"):
     def _stored(self) -> tuple[xr.DataTree, list[str]]:
         if self.clipped is None:
             return super()._stored()
-        both = {name: self.dataset(name) for name in self.layers}
-        both |= {f"{_CLIPPED}{name}": self.clipped.dataset(name) for name in self.clipped.layers}
-        whole = Result(both)
-        return whole.tree, list(whole.layers)
+        unclipped_and_clipped = {name: self.dataset(name) for name in self.layers}
+        unclipped_and_clipped |= {f"{_CLIPPED}{name}": self.clipped.dataset(name) for name in self.clipped.layers}
+        combined = Result(unclipped_and_clipped)
+        return combined.tree, list(combined.layers)
 
     @classmethod
     def _restore(cls, tree: xr.DataTree, meta: Mapping[str, Any]) -> Self:
         datasets = datasets_of(tree, meta["layers"])
-        before = {name: dataset for name, dataset in datasets.items() if not name.startswith(_CLIPPED)}
-        result = cls(before, **{key: value for key, value in meta.items() if key != "layers"})
-        after = {name.removeprefix(_CLIPPED): datasets[name] for name in datasets if name not in before}
-        if after:
-            result.clipped = Gradients(after, of=result.of, value=result.value, provenance=meta["provenance"])
+        unclipped = {name: dataset for name, dataset in datasets.items() if not name.startswith(_CLIPPED)}
+        result = cls(unclipped, **{key: value for key, value in meta.items() if key != "layers"})
+        clipped = {name.removeprefix(_CLIPPED): datasets[name] for name in datasets if name not in unclipped}
+        if clipped:
+            result.clipped = Gradients(clipped, of=result.of, value=result.value, provenance=meta["provenance"])
         return result
 
     def _headline(self) -> str:
@@ -178,8 +178,8 @@ class Gradients(Result, kind="gradients"):
         return [(tensor, _summary(self.dataset(node)[name])) for tensor, (node, name) in self._tensors.items()]
 
     def _parts(self) -> list[Part]:
-        found = {tensor: self.dataset(node)[name] for tensor, (node, name) in self._tensors.items()}
-        return [(tensor, _summary(array), array) for tensor, array in found.items()]
+        gradients = {tensor: self.dataset(node)[name] for tensor, (node, name) in self._tensors.items()}
+        return [(tensor, _summary(array), array) for tensor, array in gradients.items()]
 
     def _remarks(self) -> list[tuple[str, str]]:
         remarks = [("disconnected", f"{name}: {reason}") for name, reason in self.disconnected.items()]
@@ -195,14 +195,14 @@ def _summary(array: xr.DataArray) -> str:
     sizes = sizes_of(array) or "one number"
     if array.chunks is not None:
         return f"({sizes})  lazy, {array.data.npartitions} chunks"
-    touched = f", {array.attrs['touched_rows']} rows touched" if "touched_rows" in array.attrs else ""
+    touched_rows = f", {array.attrs['touched_rows']} rows touched" if "touched_rows" in array.attrs else ""
     values = np.asarray(array.values, dtype=float)
-    span = f", {values.min():.2g} to {values.max():.2g}" if values.size else ""
-    masked = f", {1 - float(array['mask'].mean()):.0%} of steps masked" if "mask" in array.coords else ""
-    return f"({sizes})  norm {float(np.linalg.norm(values)):.3g}{span}{masked}{touched}"
+    value_range = f", {values.min():.2g} to {values.max():.2g}" if values.size else ""
+    masked_share = f", {1 - float(array['mask'].mean()):.0%} of steps masked" if "mask" in array.coords else ""
+    return f"({sizes})  norm {float(np.linalg.norm(values)):.3g}{value_range}{masked_share}{touched_rows}"
 
 
-def _no_gradient(reason: Reason) -> str:
+def _no_gradient_message(reason: Reason) -> str:
     return message(
         f"There is no gradient with respect to {reason.name!r} [{reason.code}].",
         got=reason.sentence,
@@ -210,9 +210,11 @@ def _no_gradient(reason: Reason) -> str:
     )
 
 
-def _reasons(given: Mapping[str, Reason | Mapping[str, str]] | None) -> dict[str, Reason]:
+def _reasons(reasons: Mapping[str, Reason | Mapping[str, str]] | None) -> dict[str, Reason]:
     """Return reasons by name, rebuilt if they are mappings as stored in a file."""
-    return {name: it if isinstance(it, Reason) else Reason(**it) for name, it in (given or {}).items()}
+    return {
+        name: reason if isinstance(reason, Reason) else Reason(**reason) for name, reason in (reasons or {}).items()
+    }
 
 
 class LayerWeights(LayerView):
@@ -221,17 +223,17 @@ class LayerWeights(LayerView):
     @property
     def nonfinite(self) -> dict[str, int]:
         """Number of NaN and infinite values by variable; variables without any are left out."""
-        counted: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for name in self:
-            stem, _, what = name.rpartition("_")
-            if what == "count" and self.dataset[name].chunks is None:
-                total = int(self.dataset[name].sum())
+            stem, _, suffix = name.rpartition("_")
+            if suffix == "count" and self.dataset[name].chunks is None:
+                count = int(self.dataset[name].sum())
                 stem = stem.rpartition("_")[0]
-                if total:
-                    counted[stem] = counted.get(stem, 0) + total
-        return counted
+                if count:
+                    counts[stem] = counts.get(stem, 0) + count
+        return counts
 
-    def _absence(self, name: str) -> str:
+    def _missing_message(self, name: str) -> str:
         hint = did_you_mean(name, self)
         if name.endswith("_grad") and name.removesuffix("_grad") in self:
             hint = "pass data for gradients: rl.weights(model, x, y)"
@@ -239,8 +241,8 @@ class LayerWeights(LayerView):
 
     def _variables(self) -> list[tuple[str, str]]:
         flags = {name: f"  {count} NaN or infinite" for name, count in self.nonfinite.items()}
-        shown = [name for name in self if not name.endswith("_count")]
-        return [(name, f"({sizes_of(self.dataset[name])}){flags.get(name, '')}") for name in shown]
+        weight_names = [name for name in self if not name.endswith("_count")]
+        return [(name, f"({sizes_of(self.dataset[name])}){flags.get(name, '')}") for name in weight_names]
 
 
 class Weights(Result, kind="weights"):
@@ -276,9 +278,9 @@ class Weights(Result, kind="weights"):
         """Number of NaN and infinite values by weight, ``"lstm/kernel"`` -> count; weights without any are left out."""
         return {f"{layer}/{name}": n for layer in self for name, n in self[layer].nonfinite.items()}
 
-    def _complete(self, found: Mapping[str, Any]) -> None:
-        super()._complete(found)
-        self.loss = None if found["value"] is None else float(found["value"])
+    def _set_chunk_record(self, record: Mapping[str, Any]) -> None:
+        super()._set_chunk_record(record)
+        self.loss = None if record["value"] is None else float(record["value"])
 
     def _node(self, name: str) -> LayerWeights:
         return LayerWeights(name, self.dataset(name))
@@ -293,6 +295,8 @@ class Weights(Result, kind="weights"):
         return [(name, ", ".join(n for n in self[name] if not n.endswith("_count"))) for name in self]
 
     def _remarks(self) -> list[tuple[str, str]]:
-        bad = [("WARNING", f"{name}: {count} NaN or infinite") for name, count in self.nonfinite.items()]
-        penalty = [("penalty", f"{self.penalty_loss:.6g} from {len(self.penalties)} weights")] if self.penalties else []
-        return bad + penalty + super()._remarks()
+        nonfinite_rows = [("WARNING", f"{name}: {count} NaN or infinite") for name, count in self.nonfinite.items()]
+        penalty_rows = (
+            [("penalty", f"{self.penalty_loss:.6g} from {len(self.penalties)} weights")] if self.penalties else []
+        )
+        return nonfinite_rows + penalty_rows + super()._remarks()

@@ -9,9 +9,9 @@ from typing import Any, overload
 import xarray as xr
 
 from ..errors import LayerNotFoundError, QuantityNotFoundError, did_you_mean
-from .array import LabelledArray, aligned
-from .base import refuse_no_name
-from .page import Row, around, page
+from .array import LabelledArray, aligned_text
+from .base import check_name_is_text
+from .page import Row, html_with_styles, result_page
 
 _COLUMNS = ("name", "layer", "cell", "units", "direction", "returns", "masked", "stateful", "options")
 _MASKED = {None: "depends on the data", True: "yes", False: "no"}
@@ -34,25 +34,27 @@ class LayerTable(Sequence[Any]):
     @property
     def columns(self) -> tuple[str, ...]:
         """Headings of :meth:`rows`; columns that are empty for all layers are left out."""
-        used = [any(row) for row in zip(*(self._cells(info) for info in self._infos), strict=True)]
-        return tuple(column for column, shown in zip(_COLUMNS, used or [True] * len(_COLUMNS), strict=True) if shown)
+        is_used = [any(row) for row in zip(*(self._cells(info) for info in self._infos), strict=True)]
+        return tuple(
+            column for column, is_shown in zip(_COLUMNS, is_used or [True] * len(_COLUMNS), strict=True) if is_shown
+        )
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the cells of the table of layers as text: one row per layer, cells in the order of :attr:`columns`."""
-        keep = [_COLUMNS.index(column) for column in self.columns]
-        return [tuple(self._cells(info)[i] for i in keep) for info in self._infos]
+        column_indices = [_COLUMNS.index(column) for column in self.columns]
+        return [tuple(self._cells(info)[i] for i in column_indices) for info in self._infos]
 
     @staticmethod
     def _cells(info: Any) -> tuple[str, ...]:
         set_options = ((key, value) for key, value in info.options.items() if value not in (None, False, 0, ""))
         options = ", ".join(f"{key}={value}" for key, value in set_options)
         axes = getattr(info, "state_axes", ())  # of a whole-sequence layer
-        state = " x ".join(f"{size or '?'} {axis.removesuffix('_unit')}s" for axis, size in axes)
+        state_sizes = " x ".join(f"{size or '?'} {axis.removesuffix('_unit')}s" for axis, size in axes)
         return (
             info.name,
             info.kind,
             "" if info.cell.replace("_", "") == info.kind.lower() else info.cell,
-            state or str(info.units or "?"),
+            state_sizes or str(info.units or "?"),
             info.direction,
             "every step" if info.return_sequences else "last step",
             _MASKED[info.masked],
@@ -101,7 +103,7 @@ class LayerTable(Sequence[Any]):
         body = "".join(row(cells, "td") for cells in self.rows())
         table = f"<table><thead>{row(self.columns, 'th')}</thead><tbody>{body}</tbody></table>"
         count = len(self)
-        return around(
+        return html_with_styles(
             f"<details open><summary><strong>{count} recurrent {'layer' if count == 1 else 'layers'}</strong></summary>"
             f"{table}</details>"
         )
@@ -117,7 +119,7 @@ class LayerView(Mapping[str, xr.DataArray]):
         self.name = name
         self.dataset = dataset
 
-    def _absence(self, name: str) -> str:
+    def _missing_message(self, name: str) -> str:
         """Return the message for a variable that does not exist: the reason, and what to do."""
         raise NotImplementedError
 
@@ -132,19 +134,19 @@ class LayerView(Mapping[str, xr.DataArray]):
 
     def __repr__(self) -> str:
         title = f"<rnnlens {type(self).__name__} {self.name!r}> {self._title()}"
-        return aligned(title.rstrip(), self._variables())
+        return aligned_text(title.rstrip(), self._variables())
 
-    def _found(self, name: str) -> xr.DataArray:
+    def _variable(self, name: str) -> xr.DataArray:
         return self.dataset[name]
 
-    def _has(self, name: str) -> bool:
+    def _has_variable(self, name: str) -> bool:
         return name in self.dataset.data_vars
 
     def __getitem__(self, name: str) -> xr.DataArray:
-        refuse_no_name(name, self, f"layer {self.name!r}")
-        if self._has(name):
-            return LabelledArray.around(self._found(name))
-        raise QuantityNotFoundError(self._absence(name))
+        check_name_is_text(name, self, f"layer {self.name!r}")
+        if self._has_variable(name):
+            return LabelledArray.around(self._variable(name))
+        raise QuantityNotFoundError(self._missing_message(name))
 
     def __getattr__(self, name: str) -> xr.DataArray:
         if name.startswith("_") or name == "dataset":
@@ -173,7 +175,7 @@ class LayerView(Mapping[str, xr.DataArray]):
         return list(self)
 
     def _repr_html_(self) -> str:
-        return page(f"Layer {self.name}", [Row.of(self.name, self._title(), self.dataset)], [])
+        return result_page(f"Layer {self.name}", [Row.of(self.name, self._title(), self.dataset)], [])
 
 
 def sizes_of(array: xr.DataArray) -> str:

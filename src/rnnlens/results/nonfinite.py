@@ -58,24 +58,26 @@ class Origin:
         >>> Origin("forward", "lstm_1", "gate_preactivation", float("inf"), where, gate="forget").sentence
         'first at step 37 of sample 12: forget gate of lstm_1, unit 5 (pre-activation inf)'
         """
-        place = [f"{word} {self.index[dim]}" for dim, word in ((TIME, "step"), (SAMPLE, "sample")) if dim in self.index]
-        at = " of ".join(place)
-        head = f"first at {at}: " if at else f"first {_WHEN[self.phase]}: "
-        rest = [f"{dim} {i}" for dim, i in self.index.items() if dim not in (TIME, SAMPLE, GATE)]
-        where = ", ".join([self._what, *rest])
-        number = f"{_QUANTITY_WORDS.get(self.quantity, self.quantity)} {self.value:.3g}"
-        number += f", beyond {self.precision}" if self.precision else ""
-        return f"{head}{where} ({number})" + (f"; fed by {self.fed_by}" if self.fed_by else "")
+        index_words = [
+            f"{word} {self.index[dim]}" for dim, word in ((TIME, "step"), (SAMPLE, "sample")) if dim in self.index
+        ]
+        position = " of ".join(index_words)
+        beginning = f"first at {position}: " if position else f"first {_PHASE_WORDS[self.phase]}: "
+        other_indices = [f"{dim} {i}" for dim, i in self.index.items() if dim not in (TIME, SAMPLE, GATE)]
+        location = ", ".join([self._subject, *other_indices])
+        number_text = f"{_QUANTITY_WORDS.get(self.quantity, self.quantity)} {self.value:.3g}"
+        number_text += f", beyond {self.precision}" if self.precision else ""
+        return f"{beginning}{location} ({number_text})" + (f"; fed by {self.fed_by}" if self.fed_by else "")
 
     @property
-    def _what(self) -> str:
-        half = f" ({self.direction})" if self.direction else ""
+    def _subject(self) -> str:
+        direction_suffix = f" ({self.direction})" if self.direction else ""
         if self.phase == "data" or self.layer in ("loss", "output"):
             return self.layer
-        return f"{self.gate} gate of {self.layer}{half}" if self.gate else f"{self.layer}{half}"
+        return f"{self.gate} gate of {self.layer}{direction_suffix}" if self.gate else f"{self.layer}{direction_suffix}"
 
 
-_WHEN = {
+_PHASE_WORDS = {
     "data": "in the data",
     "weights": "in the weights, before anything runs",
     "forward": "in the forward pass",
@@ -85,16 +87,16 @@ _WHEN = {
 _QUANTITY_WORDS = {"gate_preactivation": "pre-activation", "gates": "gate"}
 
 
-def _of_origin(name: str, words: str) -> property:
+def _origin_property(name: str, docstring: str) -> property:
     """Return a property that reads a field of the origin, or its index along a dimension; None without an origin."""
 
-    def read(found: NonFinite) -> Any:
-        if found.origin is None or name in (TIME, SAMPLE, UNIT):
-            return None if found.origin is None else found.origin.index.get(name)
-        value = getattr(found.origin, name)
+    def read_field(result: NonFinite) -> Any:
+        if result.origin is None or name in (TIME, SAMPLE, UNIT):
+            return None if result.origin is None else result.origin.index.get(name)
+        value = getattr(result.origin, name)
         return None if name == "gate" and not value else value
 
-    return property(read, doc=words)
+    return property(read_field, doc=docstring)
 
 
 class NonFinite(Result, kind="nonfinite"):
@@ -138,20 +140,26 @@ class NonFinite(Result, kind="nonfinite"):
         """First line of the output of ``print``."""
         if self.origin is None:
             return f"none: all values are finite ({', '.join(self.looked_at)})"
-        reach = (
+        reach_sentence = (
             f"It reaches {', '.join(self.reaches)}." if self.reaches else "It does not affect the output of the model."
         )
-        return f"{self.origin.sentence}. {reach}"
+        return f"{self.origin.sentence}. {reach_sentence}"
 
-    phase = _of_origin("phase", 'Phase in which the number appears, such as ``"forward"``; None if all are finite.')
-    layer = _of_origin("layer", "Layer in which the number appears; None if all numbers are finite.")
-    quantity = _of_origin("quantity", 'Quantity of the layer, such as ``"hidden"``; None if all numbers are finite.')
-    gate = _of_origin("gate", "Name of the gate in which the number appears; None outside of gates.")
-    value = _of_origin("value", "The number itself; None if all numbers are finite.")
-    fed_by = _of_origin("fed_by", "Inputs of the computation that gave the number, in words; None if all are finite.")
-    step = _of_origin(TIME, "Time step of the number, counted from 0; None without a time axis.")
-    sample = _of_origin(SAMPLE, "Sample of the batch, counted from 0; None without a sample axis.")
-    unit = _of_origin(UNIT, "Unit of the layer, counted from 0; None without a unit axis.")
+    phase = _origin_property(
+        "phase", 'Phase in which the number appears, such as ``"forward"``; None if all are finite.'
+    )
+    layer = _origin_property("layer", "Layer in which the number appears; None if all numbers are finite.")
+    quantity = _origin_property(
+        "quantity", 'Quantity of the layer, such as ``"hidden"``; None if all numbers are finite.'
+    )
+    gate = _origin_property("gate", "Name of the gate in which the number appears; None outside of gates.")
+    value = _origin_property("value", "The number itself; None if all numbers are finite.")
+    fed_by = _origin_property(
+        "fed_by", "Inputs of the computation that gave the number, in words; None if all are finite."
+    )
+    step = _origin_property(TIME, "Time step of the number, counted from 0; None without a time axis.")
+    sample = _origin_property(SAMPLE, "Sample of the batch, counted from 0; None without a sample axis.")
+    unit = _origin_property(UNIT, "Unit of the layer, counted from 0; None without a unit axis.")
 
     def _meta(self) -> dict[str, Any]:
         origin = None if self.origin is None else {**asdict(self.origin), "value": repr(self.origin.value)}
@@ -161,8 +169,8 @@ class NonFinite(Result, kind="nonfinite"):
         return self.sentence
 
 
-_PARTS = ("x", "y", "sample_weight")
-_WORDS = {
+_DATA_PARTS = ("x", "y", "sample_weight")
+_PART_WORDS = {
     "x": "what the model was fed",
     "y": "target",
     "sample_weight": "weight of each sample",
@@ -206,15 +214,15 @@ class Incident(Result, kind="incident"):
         """Build an incident from the batch, weights by name, and ``step``, ``epoch``, ``loss``, ``found``."""
         datasets: dict[str, xr.Dataset] = {}
         structure: dict[str, Any] = {}
-        for name in _PARTS:
+        for name in _DATA_PARTS:
             leaves: list[Any] = []
-            structure[name] = _described(parts.get(name), leaves)
+            structure[name] = _nesting_of(parts.get(name), leaves)
             if leaves:
-                datasets[name] = _dataset(name, leaves)
+                datasets[name] = _part_dataset(name, leaves)
         structure["weights"] = list(weights)
-        datasets["weights"] = _dataset("weights", list(weights.values()), list(weights))
-        kept = {**when, "loss": None if when.get("loss") is None else repr(float(when["loss"]))}
-        return cls(datasets, structure=structure, when=kept, **common)
+        datasets["weights"] = _part_dataset("weights", list(weights.values()), list(weights))
+        stored_when = {**when, "loss": None if when.get("loss") is None else repr(float(when["loss"]))}
+        return cls(datasets, structure=structure, when=stored_when, **common)
 
     @property
     def x(self) -> Any:
@@ -237,7 +245,7 @@ class Incident(Result, kind="incident"):
         return dict(zip(self._structure["weights"], self._leaves("weights"), strict=True))
 
     def _part(self, name: str) -> Any:
-        return _rebuilt(self._structure[name], self._leaves(name))
+        return _rebuild_nesting(self._structure[name], self._leaves(name))
 
     def _leaves(self, name: str) -> Iterator[np.ndarray[Any, Any]]:
         if name not in self._paths:
@@ -249,43 +257,43 @@ class Incident(Result, kind="incident"):
         return {**super()._meta(), "structure": self._structure, "when": self._when}
 
     def _headline(self) -> str:
-        loss = "" if self.loss is None else f", loss {self.loss:g}"
-        found = f": {self.found}" if self.found else ""
-        return f"step {self.step} of training, epoch {self.epoch}{loss}{found}"
+        loss_suffix = "" if self.loss is None else f", loss {self.loss:g}"
+        finding_suffix = f": {self.found}" if self.found else ""
+        return f"step {self.step} of training, epoch {self.epoch}{loss_suffix}{finding_suffix}"
 
     def _rows(self) -> list[tuple[str, str]]:
         return [(name, ", ".join(str(tuple(v.shape)) for v in self.dataset(name).data_vars.values())) for name in self]
 
 
-def _described(value: Any, leaves: list[Any]) -> Any:
+def _nesting_of(value: Any, leaves: list[Any]) -> Any:
     """Return the nesting of tuples, lists and dicts around arrays as JSON; append the arrays to ``leaves`` in order."""
     if value is None:
         return None
     if isinstance(value, Mapping):
-        return {"dict": [[str(key), _described(part, leaves)] for key, part in value.items()]}
+        return {"dict": [[str(key), _nesting_of(part, leaves)] for key, part in value.items()]}
     if isinstance(value, tuple | list):
-        return {type(value).__name__ if type(value) is list else "tuple": [_described(part, leaves) for part in value]}
+        return {type(value).__name__ if type(value) is list else "tuple": [_nesting_of(part, leaves) for part in value]}
     leaves.append(value)
     return "array"
 
 
-def _rebuilt(structure: Any, leaves: Iterator[Any]) -> Any:
+def _rebuild_nesting(structure: Any, leaves: Iterator[Any]) -> Any:
     if structure is None:
         return None
     if isinstance(structure, str):
         return next(leaves)
-    (kind, parts), *_ = structure.items()
+    (kind, stored_parts), *_ = structure.items()
     if kind == "dict":
-        return {key: _rebuilt(part, leaves) for key, part in parts}
-    found = [_rebuilt(part, leaves) for part in parts]
-    return found if kind == "list" else tuple(found)
+        return {key: _rebuild_nesting(part, leaves) for key, part in stored_parts}
+    rebuilt_parts = [_rebuild_nesting(part, leaves) for part in stored_parts]
+    return rebuilt_parts if kind == "list" else tuple(rebuilt_parts)
 
 
-def _dataset(name: str, leaves: list[Any], titles: list[str] | None = None) -> xr.Dataset:
+def _part_dataset(name: str, leaves: list[Any], titles: list[str] | None = None) -> xr.Dataset:
     variables = {}
     for i, leaf in enumerate(leaves):
         array = to_host(leaf)
-        title = _WORDS[name] if titles is None else titles[i]
-        attrs = {"long_name": title, "units": "1", "definition": _WORDS[name], "layer": name}
+        title = _PART_WORDS[name] if titles is None else titles[i]
+        attrs = {"long_name": title, "units": "1", "definition": _PART_WORDS[name], "layer": name}
         variables[f"part_{i}"] = xr.Variable([f"part_{i}_axis_{axis}" for axis in range(array.ndim)], array, attrs)
     return xr.Dataset(variables)

@@ -19,19 +19,19 @@ from ..errors import FileError, InputError, RnnlensError
 from ..settings import current
 from .array import as_result
 from .base import Result, result_class
-from .disk import damaged, recover
+from .disk import damaged_file_error, recover
 from .disk.netcdf import check_contents, check_seal
 from .disk.run_folder import read_metadata
-from .disk.store import root_attributes, verified
+from .disk.store import root_attributes, verified_store
 from .encoding import decode
 from .saving import KIND, META, ORDER, SCHEMA, SEALED, VERSION, ZARR_FORMAT, check_schema, engine_of
 from .training_run import read_run
 
-_MARKS = (KIND, SCHEMA, VERSION, META, ORDER, SEALED)
+_ROOT_ATTRIBUTES = (KIND, SCHEMA, VERSION, META, ORDER, SEALED)
 #: No variable is a calendar time; those with units such as "seconds" must stay numbers.
 _DECODE: dict[str, Any] = {"decode_times": False, "decode_timedelta": False}
 #: Number of attempts to read a folder that is replaced while it is read.
-_ATTEMPTS = 50
+_MAX_ATTEMPTS = 50
 
 
 @checked(path=path_of, lazy=switch, memory=memory_of, skip_damaged=switch)
@@ -72,90 +72,90 @@ def open(
     TooLargeError
         If the arrays exceed ``memory``.
     """
-    given = Path(path)
-    engine = engine_of(given)
+    source = Path(path)
+    engine = engine_of(source)
     if lazy and engine != "zarr":
-        raise InputError("Only Zarr can be read lazily.", got=str(given), hint="save to a path ending in .zarr")
-    limit = int(current().memory if memory is None else memory)
-    with _reading(given):
-        followed = engine == "zarr" and (given / "zarr.json").is_file()
-    if followed:
+        raise InputError("Only Zarr can be read lazily.", got=str(source), hint="save to a path ending in .zarr")
+    memory_limit = int(current().memory if memory is None else memory)
+    with _convert_read_errors(source):
+        is_run_folder = engine == "zarr" and (source / "zarr.json").is_file()
+    if is_run_folder:
         if lazy:
             raise InputError("A run is read whole.", got="lazy=True", hint="leave it out, or raise memory=")
-        return _open_run(given, None if memory is None else limit, skip_damaged=skip_damaged)
+        return _open_run(source, None if memory is None else memory_limit, skip_damaged=skip_damaged)
     if skip_damaged:
-        raise InputError("skip_damaged= applies only to the run of a followed training.", got=str(given))
-    with _reading(given):
+        raise InputError("skip_damaged= applies only to the run of a followed training.", got=str(source))
+    with _convert_read_errors(source):
         if engine == "zarr":
-            return _steadily(given, lambda: _open_zarr(given, limit, lazy=lazy))
-        _check_exists(given)
-        return _open_netcdf(given, limit)
+            return _read_unreplaced(source, lambda: _open_zarr(source, memory_limit, lazy=lazy))
+        _check_exists(source)
+        return _open_netcdf(source, memory_limit)
 
 
-def _open_netcdf(source: Path, limit: int) -> Any:
-    sealed = check_seal(source)
-    check_contents(source, limit)
-    with xr.open_datatree(source, engine="h5netcdf", chunks=None, **_DECODE) as opened:
-        opened.load()
-    return _told(opened, source, sealed=sealed)
+def _open_netcdf(source: Path, memory_limit: int) -> Any:
+    is_sealed = check_seal(source)
+    check_contents(source, memory_limit)
+    with xr.open_datatree(source, engine="h5netcdf", chunks=None, **_DECODE) as tree:
+        tree.load()
+    return _result_of_tree(tree, source, is_sealed=is_sealed)
 
 
-def _open_zarr(source: Path, limit: int, *, lazy: bool) -> tuple[Any, bool]:
+def _open_zarr(source: Path, memory_limit: int, *, lazy: bool) -> tuple[Any, bool]:
     """Read a Zarr folder; return the result, and True if all its files were verified by checksums."""
     root = Path(os.path.realpath(source))
     recover(root)
     _check_exists(source)
     marks = root_attributes(root)
     check_schema(marks, source)
-    store = verified(root, limit, lazy=lazy)
+    store = verified_store(root, memory_limit, lazy=lazy)
     options: dict[str, Any] = {**_DECODE, "consolidated": False, "zarr_format": ZARR_FORMAT, "chunks": None}
-    opened = xr.open_datatree(store, engine="zarr", **options)
+    tree = xr.open_datatree(store, engine="zarr", **options)
     if not lazy:
-        with opened:
-            opened.load()
-    return _told(opened, source, sealed=store.sealed), store.sealed
+        with tree:
+            tree.load()
+    return _result_of_tree(tree, source, is_sealed=store.sealed), store.sealed
 
 
 def _open_run(source: Path, memory: int | None, *, skip_damaged: bool) -> Any:
     """Read the complete records of a watched training."""
-    with _reading(source):
+    with _convert_read_errors(source):
         attributes = read_metadata(Path(os.path.realpath(source)), "", sealed=False)["attributes"]
     if attributes.get(KIND) != "run":
         hint = f"xarray.open_datatree({str(source)!r}, engine='zarr')"
         raise FileError("This folder was not written by rnnlens.", got=str(source), hint=hint)
-    with _reading(source):
+    with _convert_read_errors(source):
         return read_run(source, memory=memory, skip_damaged=skip_damaged)
 
 
-def _steadily(source: Path, read: Callable[[], tuple[Any, bool]]) -> Any:
+def _read_unreplaced(source: Path, read: Callable[[], tuple[Any, bool]]) -> Any:
     """Read a folder that another process may replace meanwhile, and return what was read.
 
     ``read()`` returns it, and whether checksums prove that all files are of one folder. Without such proof it is called
     again if the folder was replaced. Raises FileError if every attempt met a replacement.
     """
-    for attempt in range(_ATTEMPTS):
-        before = _identity(source)
+    for attempt in range(_MAX_ATTEMPTS):
+        identity_before = _identity(source)
         try:
-            found, certain = read()
+            result, is_verified = read()
         except Exception:
-            if attempt == _ATTEMPTS - 1 or _identity(source) == before:
+            if attempt == _MAX_ATTEMPTS - 1 or _identity(source) == identity_before:
                 raise
         else:
-            if certain or _identity(source) == before:
-                return found
+            if is_verified or _identity(source) == identity_before:
+                return result
     raise FileError("This folder was replaced repeatedly while it was being read.", got=str(source))
 
 
 def _identity(path: Path) -> tuple[int, ...]:
     """Return device, inode and change time of a path, which differ once another file takes its name; () if absent."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         return ()
-    return found.st_dev, found.st_ino, found.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_ctime_ns
 
 
-def _told(tree: xr.DataTree, source: Path, *, sealed: bool) -> Any:
+def _result_of_tree(tree: xr.DataTree, source: Path, *, is_sealed: bool) -> Any:
     """Build the result that an opened tree contains, by the attributes of its root."""
     decode(tree)
     if KIND not in tree.attrs:  # written with xarray itself: variables with provenance and schema of rnnlens
@@ -175,23 +175,25 @@ def _told(tree: xr.DataTree, source: Path, *, sealed: bool) -> Any:
         raise FileError(
             "This version of rnnlens has no such kind of result.", got=f"{kind!r} in {source}", hint="upgrade rnnlens"
         )
-    if SEALED in tree.attrs and not sealed:
-        raise damaged(source, "its checksum is missing: the file was truncated, or another program changed it")
+    if SEALED in tree.attrs and not is_sealed:
+        raise damaged_file_error(
+            source, "its checksum is missing: the file was truncated, or another program changed it"
+        )
     try:
-        return _restore(cls, tree)
+        return _rebuild_result(cls, tree)
     except RnnlensError:
         raise
     except Exception as error:  # a class may raise anything for data that it did not write
-        raise damaged(source, f"{type(error).__name__}: {error}") from error
+        raise damaged_file_error(source, f"{type(error).__name__}: {error}") from error
 
 
-def _restore(cls: type[Result] | None, tree: xr.DataTree) -> Any:
+def _rebuild_result(cls: type[Result] | None, tree: xr.DataTree) -> Any:
     """Rebuild the result from a tree, and remove the root attributes of rnnlens."""
     meta = json.loads(tree.attrs[META])
     for path, names in json.loads(tree.attrs.get(ORDER, "{}")).items():
         node: Any = tree[path]
         node.dataset = node.to_dataset(inherit=False)[names]
-    tree.attrs = {key: value for key, value in tree.attrs.items() if key not in _MARKS}
+    tree.attrs = {key: value for key, value in tree.attrs.items() if key not in _ROOT_ATTRIBUTES}
     if cls is not None:
         return cls._restore(tree, meta)
     dataset = tree.to_dataset()
@@ -199,20 +201,20 @@ def _restore(cls: type[Result] | None, tree: xr.DataTree) -> Any:
 
 
 @contextmanager
-def _reading(source: Path) -> Iterator[None]:
+def _convert_read_errors(source: Path) -> Iterator[None]:
     """Convert any exception while reading a file to a FileError."""
     try:
         yield
     except RnnlensError:
         raise
     except Exception as error:
-        reason = str(error).strip().splitlines()
-        locked = isinstance(error, BlockingIOError)
+        reason_lines = str(error).strip().splitlines()
+        is_locked = isinstance(error, BlockingIOError)
         raise FileError(
             "This file cannot be read.",
-            got=f"{source}: {type(error).__name__}" + (f": {reason[0]}" if reason else ""),
+            got=f"{source}: {type(error).__name__}" + (f": {reason_lines[0]}" if reason_lines else ""),
             expected="a result saved by rnnlens, as netCDF (.nc) or Zarr (.zarr)",
-            hint="try again after the program that is writing it has finished" if locked else None,
+            hint="try again after the program that is writing it has finished" if is_locked else None,
         ) from error
 
 

@@ -19,7 +19,7 @@ from ..measures.profiles import finite_median, own_peak
 from ..recurrence.measures import safe_norm
 from ..typing import Array
 from ..vocabulary import DIRECTION, IN_TIME, OUT_TIME, SAMPLE, TIME
-from .encoding import plain
+from .encoding import to_strict_json
 
 #: Name of the dimension of a training's records.
 STEP = "step"
@@ -49,7 +49,7 @@ class Profile:
     """
 
     label: str
-    over: str
+    axis_label: str
     values: Array
     peak: float
     log: bool = True
@@ -61,18 +61,23 @@ class Profile:
     def svg(self) -> str:
         """Draw the curve as inline SVG."""
         scale = f", {DECADES} decades" if self.log else ""
-        return svg(self.values, f"{self.label} over {self.over}{scale}", decades=DECADES if self.log else None)
+        return svg(self.values, f"{self.label} over {self.axis_label}{scale}", decades=DECADES if self.log else None)
 
     def to_json(self) -> dict[str, Any]:
         """Return the curve as plain numbers, with None for values that are not finite."""
         rounded = [float(f"{v:.6g}") for v in self.values]
-        return {"label": self.label, "over": self.over, "peak": plain(self.peak), "values": plain(rounded)}
+        return {
+            "label": self.label,
+            "over": self.axis_label,
+            "peak": to_strict_json(self.peak),
+            "values": to_strict_json(rounded),
+        }
 
 
-def of_dataset(dataset: xr.Dataset) -> dict[str, Profile]:
+def dataset_curves(dataset: xr.Dataset) -> dict[str, Profile]:
     """Return the curve of a layer by direction: its gradient over time, else its states, else its curve by lag."""
     if STEP in dataset.dims:
-        return _of_training(dataset)
+        return _training_curves(dataset)
     for name, label in (
         ("hidden_grad", "|dL/dh_t|"),
         ("output_grad", "|∂L/∂y_t|"),
@@ -80,53 +85,60 @@ def of_dataset(dataset: xr.Dataset) -> dict[str, Profile]:
         ("output", "|y_t|"),
     ):
         if name in dataset and TIME in dataset[name].dims:
-            return _each_direction(dataset[name], label)
+            return _direction_profiles(dataset[name], label)
     if "kappa" in dataset:
-        return _each_direction(dataset["kappa"], "state transfer", dim="lag")
+        return _direction_profiles(dataset["kappa"], "state transfer", dim="lag")
     if "use" in dataset:
         values = np.asarray(dataset["use"].values, dtype=np.float64)
         return {"": Profile("use of what is older", "steps kept", values, _largest(values), log=False)}
-    timed = (array for array in dataset.data_vars.values() if TIME in array.dims and array.dtype.kind == "f")
-    first = next(timed, None)
-    return {} if first is None else _each_direction(first, str(first.attrs.get("long_name", first.name)))
+    timed_arrays = (array for array in dataset.data_vars.values() if TIME in array.dims and array.dtype.kind == "f")
+    first_timed = next(timed_arrays, None)
+    return (
+        {}
+        if first_timed is None
+        else _direction_profiles(first_timed, str(first_timed.attrs.get("long_name", first_timed.name)))
+    )
 
 
-def _of_training(dataset: xr.Dataset) -> dict[str, Profile]:
+def _training_curves(dataset: xr.Dataset) -> dict[str, Profile]:
     """Return the curves of a training: the gradient over time in the last record, and the reach over all records."""
-    found = {}
+    curves = {}
     if "adjoint_profile" in dataset and dataset.sizes[STEP]:
-        last = dataset["adjoint_profile"].isel({STEP: -1})
-        found = {f"last record{f', {way}' if way else ''}": p for way, p in _each_direction(last, "|dL/dh_t|").items()}
+        last_profile = dataset["adjoint_profile"].isel({STEP: -1})
+        curves = {
+            f"last record{f', {direction}' if direction else ''}": profile
+            for direction, profile in _direction_profiles(last_profile, "|dL/dh_t|").items()
+        }
     if "reach" in dataset and dataset["reach"].dims == (STEP,):
-        found["training"] = _over_training(dataset["reach"], "reach in steps")
-    return found
+        curves["training"] = _training_profile(dataset["reach"], "reach in steps")
+    return curves
 
 
-def _over_training(array: xr.DataArray, label: str) -> Profile:
+def _training_profile(array: xr.DataArray, label: str) -> Profile:
     values = np.asarray(array.values, dtype=np.float64)
     return Profile(label, "training step", values, _largest(values), log=False)
 
 
-def of_array(array: xr.DataArray) -> dict[str, Profile]:
+def array_curves(array: xr.DataArray) -> dict[str, Profile]:
     """Return the curve of an array: of a time Jacobian its last output step, of any other its norm over time."""
     if IN_TIME in array.dims:
-        last = array.isel({OUT_TIME: -1}) if OUT_TIME in array.dims else array
-        return {"": _profile(last, "last output step by input step", IN_TIME)}
+        last_output_step = array.isel({OUT_TIME: -1}) if OUT_TIME in array.dims else array
+        return {"": _profile(last_output_step, "last output step by input step", IN_TIME)}
     if array.dims == (STEP,):
-        return {"": _over_training(array, str(array.name))}
+        return {"": _training_profile(array, str(array.name))}
     if TIME in array.dims and array.dtype.kind == "f":
-        return _each_direction(array, f"|{array.name}|" if array.name else "norm")
+        return _direction_profiles(array, f"|{array.name}|" if array.name else "norm")
     return {}
 
 
-def curves_of(part: xr.Dataset | xr.DataArray | None) -> dict[str, Profile]:
+def curves_of(data: xr.Dataset | xr.DataArray | None) -> dict[str, Profile]:
     """Return the curve of a layer's Dataset or of an array; empty for None."""
-    if part is None:
+    if data is None:
         return {}
-    return of_dataset(part) if isinstance(part, xr.Dataset) else of_array(part)
+    return dataset_curves(data) if isinstance(data, xr.Dataset) else array_curves(data)
 
 
-def _each_direction(array: xr.DataArray, label: str, dim: str = TIME) -> dict[str, Profile]:
+def _direction_profiles(array: xr.DataArray, label: str, dim: str = TIME) -> dict[str, Profile]:
     if DIRECTION not in array.dims:
         return {"": _profile(array, label, dim)}
     names = [str(d) for d in array[DIRECTION].values] if DIRECTION in array.coords else ["forward", "backward"]
@@ -137,27 +149,27 @@ def _profile(array: xr.DataArray, label: str, dim: str) -> Profile:
     """Compute norms over all axes but sample and ``dim``, divide each sample by its peak, and take the median."""
     if SAMPLE in array.dims and array.sizes[SAMPLE] > _SAMPLES:
         array = array.isel({SAMPLE: np.linspace(0, array.sizes[SAMPLE] - 1, _SAMPLES).astype(int)})
-    rest = [str(d) for d in array.dims if d not in (SAMPLE, dim)]
-    lead = [SAMPLE] if SAMPLE in array.dims else []
-    values = np.asarray(array.transpose(*lead, dim, *rest).values, dtype=np.float64)
-    shape = (*values.shape[: len(lead) + 1], -1)
-    norms = safe_norm(values.reshape(shape), axis=-1) if rest else np.abs(values)
-    norms = norms if lead else norms[None]
+    other_dims = [str(d) for d in array.dims if d not in (SAMPLE, dim)]
+    sample_dims = [SAMPLE] if SAMPLE in array.dims else []
+    values = np.asarray(array.transpose(*sample_dims, dim, *other_dims).values, dtype=np.float64)
+    shape = (*values.shape[: len(sample_dims) + 1], -1)
+    norms = safe_norm(values.reshape(shape), axis=-1) if other_dims else np.abs(values)
+    norms = norms if sample_dims else norms[None]
     peak = _largest(norms)
-    relative = own_peak(norms)
-    if not len(relative):
-        return Profile(label, _words(dim), np.zeros(norms.shape[1]), peak)
-    broken = ~np.isfinite(norms).all(axis=0)
-    return Profile(label, _words(dim), np.where(broken, np.nan, finite_median(relative)), peak)
+    relative_norms = own_peak(norms)
+    if not len(relative_norms):
+        return Profile(label, _axis_name(dim), np.zeros(norms.shape[1]), peak)
+    is_broken = ~np.isfinite(norms).all(axis=0)
+    return Profile(label, _axis_name(dim), np.where(is_broken, np.nan, finite_median(relative_norms)), peak)
 
 
-def _words(dim: str) -> str:
+def _axis_name(dim: str) -> str:
     return {TIME: "time step", IN_TIME: "input step", "lag": "lag"}.get(dim, dim)
 
 
 def _largest(values: Array) -> float:
-    finite = np.abs(values[np.isfinite(values)])
-    return float(finite.max()) if finite.size else float("nan")
+    finite_magnitudes = np.abs(values[np.isfinite(values)])
+    return float(finite_magnitudes.max()) if finite_magnitudes.size else float("nan")
 
 
 def blocks(values: Array, width: int = 32, *, decades: float | None = None) -> str:
@@ -170,11 +182,11 @@ def blocks(values: Array, width: int = 32, *, decades: float | None = None) -> s
     >>> blocks([1, 1e-1, 1e-2, 1e-9, float("nan")], decades=4)
     '█▆▅·✗'
     """
-    merged = _merged(np.asarray(values, dtype=np.float64), width)
-    shares = _shares(merged, decades)
-    last = len(BLOCKS) - 1
+    merged_values = _merge_neighbours(np.asarray(values, dtype=np.float64), width)
+    shares = _relative_heights(merged_values, decades)
+    highest = len(BLOCKS) - 1
     return "".join(
-        BROKEN if math.isnan(share) else BELOW if share < 0 else BLOCKS[min(last, round(share * last))]
+        BROKEN if math.isnan(share) else BELOW if share < 0 else BLOCKS[min(highest, round(share * highest))]
         for share in shares
     )
 
@@ -182,48 +194,50 @@ def blocks(values: Array, width: int = 32, *, decades: float | None = None) -> s
 def svg(values: Array, title: str, *, decades: float | None = None) -> str:
     """Format a curve as an inline SVG line; values that are not finite are gaps with a red mark at the bottom."""
     width, height = 160, 28
-    shares = _shares(_merged(np.asarray(values, dtype=np.float64), width), decades)
-    room = width / max(len(shares) - 1, 1)
-    commands, pen, feet = [], "M", []
-    for place, share in enumerate(shares):
-        if math.isnan(share):
-            feet.append(f"M{place * room:.1f} {height}v-5")
+    heights = _relative_heights(_merge_neighbours(np.asarray(values, dtype=np.float64), width), decades)
+    spacing = width / max(len(heights) - 1, 1)
+    commands, pen, gap_marks = [], "M", []
+    for index, height_share in enumerate(heights):
+        if math.isnan(height_share):
+            gap_marks.append(f"M{index * spacing:.1f} {height}v-5")
             pen = "M"
             continue
-        commands.append(f"{pen}{place * room:.1f} {1 + (1 - max(share, 0)) * (height - 2):.1f}")
+        commands.append(f"{pen}{index * spacing:.1f} {1 + (1 - max(height_share, 0)) * (height - 2):.1f}")
         pen = "L"
     if len(commands) == 1:
         commands.append("h1")
-    red = f'<path d="{"".join(feet)}" stroke="#e5484d" stroke-width="2"/>' if feet else ""
+    gap_path = f'<path d="{"".join(gap_marks)}" stroke="#e5484d" stroke-width="2"/>' if gap_marks else ""
     return (
         f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" fill="none" '
         f'stroke="currentColor" stroke-width="1.5" stroke-linejoin="round" stroke-linecap="round">'
-        f'<title>{html.escape(title)}</title><path d="{"".join(commands)}"/>{red}</svg>'
+        f'<title>{html.escape(title)}</title><path d="{"".join(commands)}"/>{gap_path}</svg>'
     )
 
 
-def _merged(values: Array, width: int) -> Array:
+def _merge_neighbours(values: Array, width: int) -> Array:
     """Reduce values to at most ``width`` by the maximum of neighbours; NaN where one of them is not finite."""
     values = np.where(np.isfinite(values), values, np.nan)
     if len(values) <= width:
         return values
-    return np.array([part.max() for part in np.array_split(values, width)])
+    return np.array([neighbours.max() for neighbours in np.array_split(values, width)])
 
 
-def _shares(values: Array, decades: float | None) -> list[float]:
+def _relative_heights(values: Array, decades: float | None) -> list[float]:
     """Scale values so that the largest is 1, for colours and heights; NaN stays NaN.
 
     Linear from 0, or from the lowest value if negative; with ``decades`` logarithmic, 0 that many decades below 1.
     """
-    finite = values[np.isfinite(values)]
-    high = float(finite.max()) if finite.size else 0.0
+    finite_values = values[np.isfinite(values)]
+    highest = float(finite_values.max()) if finite_values.size else 0.0
     if decades is None:
-        low = min(float(finite.min()) if finite.size else 0.0, 0.0)
-        span = high - low or 1.0
-        return [float(v) if math.isnan(v) else float((v - low) / span) for v in values]
-    if high <= 0:
+        lowest = min(float(finite_values.min()) if finite_values.size else 0.0, 0.0)
+        span = highest - lowest or 1.0
+        return [float(v) if math.isnan(v) else float((v - lowest) / span) for v in values]
+    if highest <= 0:
         return [float(v) if math.isnan(v) else -1.0 for v in values]
-    return [v if math.isnan(v) else 1 + math.log10(v / high) / decades if v > 0 else -1.0 for v in map(float, values)]
+    return [
+        v if math.isnan(v) else 1 + math.log10(v / highest) / decades if v > 0 else -1.0 for v in map(float, values)
+    ]
 
 
 _STYLE = (
@@ -250,22 +264,22 @@ class Row:
     """One layer on a notebook page: name, description, curves by direction, and expandable HTML."""
 
     name: str
-    words: str
+    description: str
     profiles: Mapping[str, Profile] = field(default_factory=dict)
-    inside: str = ""
+    details_html: str = ""
 
     @classmethod
-    def of(cls, name: str, words: str, data: xr.Dataset | xr.DataArray | None) -> Row:
+    def of(cls, name: str, description: str, data: xr.Dataset | xr.DataArray | None) -> Row:
         """Create the row for one part of a result, with its curves, from the part's data."""
         if data is None:
-            return cls(name, words)
-        inside: Any = data
+            return cls(name, description)
+        contents: Any = data
         curves = {} if data.chunks else curves_of(data)  # lazy data are not computed for a page
-        return cls(name, words, curves, str(inside._repr_html_()))
+        return cls(name, description, curves, str(contents._repr_html_()))
 
 
 @dataclass(frozen=True)
-class Said:
+class ShownFinding:
     """A finding: its severity (``"fault"``, ``"caution"``, ``"fact"``, ``"unknown"``, or ``""``), code and sentence."""
 
     severity: str
@@ -273,46 +287,50 @@ class Said:
     sentence: str
 
 
-def page(title: str, rows: Sequence[Row], remarks: Iterable[tuple[str, str]], said: Sequence[Said] = ()) -> str:
-    """Return the notebook page of a result as HTML; all text except ``Row.inside`` is escaped."""
-    found = "".join(_finding(one) for one in said)
-    layers = "".join(_row(row) for row in rows)
-    return around(f"<strong>{html.escape(title)}</strong>{found}{layers}{_remarks(remarks)}")
+def result_page(
+    title: str, rows: Sequence[Row], remarks: Iterable[tuple[str, str]], findings: Sequence[ShownFinding] = ()
+) -> str:
+    """Return the notebook page of a result as HTML; all text except ``Row.details_html`` is escaped."""
+    finding_html = "".join(_finding(finding) for finding in findings)
+    rows_html = "".join(_row(row) for row in rows)
+    return html_with_styles(f"<strong>{html.escape(title)}</strong>{finding_html}{rows_html}{_remarks(remarks)}")
 
 
-def around(inside: str) -> str:
+def html_with_styles(body: str) -> str:
     """Wrap HTML in a ``div`` with the styles of rnnlens."""
-    return f'<div class="rnnlens">{_STYLE}{inside}</div>'
+    return f'<div class="rnnlens">{_STYLE}{body}</div>'
 
 
-def _finding(one: Said) -> str:
-    code = f"<strong>{html.escape(one.code)}</strong> " if one.code else ""
-    return f'<div class="rl-finding rl-{html.escape(one.severity)}">{code}{html.escape(one.sentence)}</div>'
+def _finding(finding: ShownFinding) -> str:
+    code = f"<strong>{html.escape(finding.code)}</strong> " if finding.code else ""
+    return f'<div class="rl-finding rl-{html.escape(finding.severity)}">{code}{html.escape(finding.sentence)}</div>'
 
 
 def _row(row: Row) -> str:
     curves = "".join(_curve(direction, profile) for direction, profile in row.profiles.items())
-    words = f'<span class="rl-soft">{html.escape(row.words)}</span>' if row.words else ""
-    head = f'<span class="rl-row"><strong>{html.escape(row.name)}</strong> {words} {curves}</span>'
-    if not row.inside:
-        return f'<div style="margin-left:1.1em">{head}</div>'
-    return f"<details><summary>{head}</summary>{row.inside}</details>"
+    description = f'<span class="rl-soft">{html.escape(row.description)}</span>' if row.description else ""
+    heading = f'<span class="rl-row"><strong>{html.escape(row.name)}</strong> {description} {curves}</span>'
+    if not row.details_html:
+        return f'<div style="margin-left:1.1em">{heading}</div>'
+    return f"<details><summary>{heading}</summary>{row.details_html}</details>"
 
 
 def _curve(direction: str, profile: Profile) -> str:
-    words = " ".join(part for part in (direction, profile.label) if part)
+    caption = " ".join(part for part in (direction, profile.label) if part)
     peak = f"peak {profile.peak:.2g}"
-    arrow = f'<br><small class="rl-soft">{html.escape(profile.over)} →</small>'
-    drawn = f'<span style="display:inline-block;text-align:center;line-height:1">{profile.svg()}{arrow}</span>'
-    return f'<span>{drawn} <span class="rl-soft">{html.escape(words)}, {peak}</span></span> '
+    arrow = f'<br><small class="rl-soft">{html.escape(profile.axis_label)} →</small>'
+    figure = f'<span style="display:inline-block;text-align:center;line-height:1">{profile.svg()}{arrow}</span>'
+    return f'<span>{figure} <span class="rl-soft">{html.escape(caption)}, {peak}</span></span> '
 
 
 def _remarks(remarks: Iterable[tuple[str, str]]) -> str:
     """Return the HTML below the layers: failures visible, all other remarks in a collapsed table."""
     rows = list(remarks)
-    failed = [text for _, text in rows if text.startswith(("FAILED", "NOT certified", "WARNING"))]
+    failures = [text for _, text in rows if text.startswith(("FAILED", "NOT certified", "WARNING"))]
     cells = "".join(f"<tr><th>{html.escape(label)}</th><td>{html.escape(text)}</td></tr>" for label, text in rows)
-    bad = "".join(f'<div class="rl-bad">{html.escape(text)}</div>' for text in failed)
+    failed = "".join(f'<div class="rl-bad">{html.escape(text)}</div>' for text in failures)
     if not rows:
         return ""
-    return f"{bad}<details><summary class='rl-soft'>checks, notes, versions</summary><table>{cells}</table></details>"
+    return (
+        f"{failed}<details><summary class='rl-soft'>checks, notes, versions</summary><table>{cells}</table></details>"
+    )

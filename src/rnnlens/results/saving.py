@@ -30,9 +30,9 @@ from .. import __version__
 from ..arguments import path as path_of
 from ..errors import FileError, RnnlensError
 from ..vocabulary import SAMPLE
-from .disk import damaged, replacing_folder, write_file
-from .disk.netcdf import check_room, sealed
-from .disk.regions import ChunkTasks, complete, records_of, write_regions
+from .disk import damaged_file_error, replacing_folder, write_file
+from .disk.netcdf import check_memory, sealed_parts
+from .disk.regions import ChunkTasks, finish_folder, records_of, write_regions
 from .disk.store import new_recording
 from .encoding import encode
 from .schema import SCHEMA_VERSION
@@ -56,7 +56,7 @@ def check_schema(attributes: Mapping[Any, Any], source: Path) -> None:
     if schema is None:
         return
     if not isinstance(schema, int) or isinstance(schema, bool):
-        raise damaged(source, f"a schema of {schema!r}")
+        raise damaged_file_error(source, f"a schema of {schema!r}")
     if schema > SCHEMA_VERSION:
         writer = f"schema {schema}" + (f", written by rnnlens {version}" if version else "")
         raise FileError(
@@ -86,7 +86,7 @@ def save(tree: xr.DataTree, path: str | PathLike[str]) -> None:
     """
     target = check_path(path)
     _prepare(tree)
-    with _writing(target):
+    with _convert_write_errors(target):
         if engine_of(target) == "zarr":
             _write_zarr(tree, target)
         else:
@@ -104,36 +104,36 @@ def save_chunks(
     if engine_of(target) != "zarr":
         raise FileError("A lazy result is written chunk by chunk.", got=str(path), expected="a path in .zarr")
     _prepare(tree)
-    places = {
-        tasks.names[lazy_name(v)]: (f"{node.path}/{key}", v.dims.index(SAMPLE))
+    destinations = {
+        tasks.names[dask_name(v)]: (f"{node.path}/{key}", v.dims.index(SAMPLE))
         for node in tree.subtree
         for key, v in node.variables.items()
-        if lazy_name(v) in tasks.names
+        if dask_name(v) in tasks.names
     }
-    with _writing(target):
-        folder = write_regions(tree, places, tasks, target)
-        count = len(tasks.arguments)
-        found = tasks.reduced(records_of(folder, count))
-        complete(folder, target, count, attributes(found, next(iter(places.values()))[0]))
+    with _convert_write_errors(target):
+        folder = write_regions(tree, destinations, tasks, target)
+        chunk_count = len(tasks.arguments)
+        record = tasks.reduced(records_of(folder, chunk_count))
+        finish_folder(folder, target, chunk_count, attributes(record, next(iter(destinations.values()))[0]))
 
 
-def lazy_name(array: Any) -> str:
+def dask_name(array: Any) -> str:
     """Return the name of a Dask array; "" for one in memory."""
     return str(getattr(array.data, "name", ""))
 
 
 def check_path(path: str | PathLike[str]) -> Path:
     """Return the target of a save, with links resolved; raise FileError where :func:`save` would, before computing."""
-    given = Path(path_of("path", path))
-    engine = engine_of(given)
-    with _writing(given):
-        target = Path(os.path.realpath(given))
+    requested_path = Path(path_of("path", path))
+    engine = engine_of(requested_path)
+    with _convert_write_errors(requested_path):
+        target = Path(os.path.realpath(requested_path))
         if not target.parent.is_dir():
             raise FileError("There is no such folder.", got=str(target.parent), hint="create it first")
         if not os.access(target.parent, os.W_OK):
             raise FileError("This folder is not writable.", got=str(target.parent))
-        store = any((target / name).is_file() for name in (".zgroup", "zarr.json"))
-        if target.is_dir() and not (engine == "zarr" and (store or not any(target.iterdir()))):
+        is_zarr_store = any((target / name).is_file() for name in (".zgroup", "zarr.json"))
+        if target.is_dir() and not (engine == "zarr" and (is_zarr_store or not any(target.iterdir()))):
             raise FileError("A folder is in the way.", got=str(target), hint="save under another name")
         if target.is_file() and engine == "zarr":
             raise FileError(
@@ -160,7 +160,7 @@ def _prepare(tree: xr.DataTree) -> None:
 
 
 def _write_netcdf(tree: xr.DataTree, target: Path) -> None:
-    check_room(target, tree.nbytes)
+    check_memory(target, tree.nbytes)
     # Without fill values, so that NaN is stored as a value and not as missing.
     encoding = {
         node.path: {name: {"_FillValue": None} for name, v in node.variables.items() if v.dtype.kind == "f"}
@@ -168,7 +168,7 @@ def _write_netcdf(tree: xr.DataTree, target: Path) -> None:
     }
     # Released: if a BytesIO is collected with open views, CPython 3.12.1 crashes and 3.13.0 reports a BufferError.
     with memoryview(tree.to_netcdf(None, engine="h5netcdf", format="NETCDF4", encoding=encoding)) as image:
-        write_file(target, sealed(image))
+        write_file(target, sealed_parts(image))
 
 
 def _write_zarr(tree: xr.DataTree, target: Path) -> None:
@@ -186,7 +186,7 @@ def _write_zarr(tree: xr.DataTree, target: Path) -> None:
 
 
 @contextmanager
-def _writing(target: Path) -> Iterator[None]:
+def _convert_write_errors(target: Path) -> Iterator[None]:
     """Convert an OSError while writing a file to a FileError."""
     try:
         yield

@@ -58,9 +58,9 @@ _DIMENSION_WORDS: dict[str, tuple[str, str]] = {
     IN_FEATURE: ("input feature", "position in the input, from 0"),
 }
 
-_ORDER = {name: position for position, name in enumerate(QUANTITIES)}
+_QUANTITY_POSITIONS = {name: position for position, name in enumerate(QUANTITIES)}
 
-_BORDER_STATE = re.compile(r"(?P<when>initial|final)_(?P<state>.+?)(_grad)?")
+_BORDER_STATE_NAME = re.compile(r"(?P<when>initial|final)_(?P<state>.+?)(_grad)?")
 
 
 def quantity(name: str, cell: str = "") -> Quantity:
@@ -75,35 +75,37 @@ def quantity(name: str, cell: str = "") -> Quantity:
     """
     if name in QUANTITIES:
         return QUANTITIES[name]
-    stem, gradient = name.removesuffix("_grad"), name.endswith("_grad")
+    stem, is_gradient = name.removesuffix("_grad"), name.endswith("_grad")
     weight = weight_of(stem, cell)
     if weight is not None:
-        return weight_quantity(weight, gradient=gradient)
-    border = _BORDER_STATE.fullmatch(name)  # used where the states of a cell differ in size
-    if border is None:
-        return state_quantity(stem, gradient=gradient)
-    words = f"{border['when']} {border['state'].replace('_', ' ')}"
-    symbol = f"{border['state']}_{'0' if border['when'] == 'initial' else 'T'}"
-    if not gradient:
-        return Quantity(name, (SAMPLE, UNIT), words, "1", f"{symbol}, chronologically by the layer's own direction")
-    return Quantity(name, (SAMPLE, UNIT), f"gradient of the {words}", "loss", f"dL/d{symbol}", True)
+        return weight_quantity(weight, gradient=is_gradient)
+    border_match = _BORDER_STATE_NAME.fullmatch(name)  # used where the states of a cell differ in size
+    if border_match is None:
+        return state_quantity(stem, gradient=is_gradient)
+    description = f"{border_match['when']} {border_match['state'].replace('_', ' ')}"
+    symbol = f"{border_match['state']}_{'0' if border_match['when'] == 'initial' else 'T'}"
+    if not is_gradient:
+        return Quantity(
+            name, (SAMPLE, UNIT), description, "1", f"{symbol}, chronologically by the layer's own direction"
+        )
+    return Quantity(name, (SAMPLE, UNIT), f"gradient of the {description}", "loss", f"dL/d{symbol}", True)
 
 
 def weight_of(name: str, cell: str = "") -> Quantity | None:
     """Return the weight quantity of that name for a kind of cell, or of any cell if the kind is unknown; else None."""
-    known = kinds()
-    for one in [known[cell]] if cell in known else known.values():
-        if name in one.parameters:
-            return one.parameters[name]
+    cells = kinds()
+    for cell_kind in [cells[cell]] if cell in cells else cells.values():
+        if name in cell_kind.parameters:
+            return cell_kind.parameters[name]
     return None
 
 
-def weight_quantity(known: Quantity, *, gradient: bool) -> Quantity:
+def weight_quantity(weight: Quantity, *, gradient: bool) -> Quantity:
     """Return the quantity of a weight, or of its gradient."""
     if not gradient:
-        return known
-    definition = f"dL/d{known.name}, summed over samples (and over time where there is no time axis)"
-    return Quantity(f"{known.name}_grad", known.dims, f"gradient of the {known.long_name}", "loss", definition, True)
+        return weight
+    definition = f"dL/d{weight.name}, summed over samples (and over time where there is no time axis)"
+    return Quantity(f"{weight.name}_grad", weight.dims, f"gradient of the {weight.long_name}", "loss", definition, True)
 
 
 @dataclass
@@ -120,8 +122,8 @@ class LabelledLayer:
     @property
     def sizes(self) -> dict[Hashable, int]:
         """Length of each dimension."""
-        every = (*self.variables.values(), *self.coords.values())
-        return {dim: size for variable in every for dim, size in variable.sizes.items()}
+        labelled_arrays = (*self.variables.values(), *self.coords.values())
+        return {dim: size for variable in labelled_arrays for dim, size in variable.sizes.items()}
 
     def dataset(self) -> xr.Dataset:
         """Return all arrays of the layer as an xarray Dataset."""
@@ -170,23 +172,32 @@ def labelled_layer(
     InputError
         If the rank of an array does not fit its quantity.
     """
-    described = info_mapping(info)
-    both = described.get("direction") == "bidirectional" if bidirectional is None else bidirectional
-    present = {
+    info_fields = info_mapping(info)
+    is_bidirectional = info_fields.get("direction") == "bidirectional" if bidirectional is None else bidirectional
+    host_arrays = {
         name: to_host(arrays[name])
-        for name in sorted(arrays, key=lambda name: _ORDER.get(name, len(_ORDER)))
+        for name in sorted(arrays, key=lambda name: _QUANTITY_POSITIONS.get(name, len(_QUANTITY_POSITIONS)))
         if arrays[name] is not None
     }
-    cell = str(described.get("cell", ""))
-    named = {name: tuple((dims or {}).get(name) or _dims(name, array, both, cell)) for name, array in present.items()}
-    named = _separate_units(named, present)
-    common = {"layer": str(described["name"]), "schema": SCHEMA_VERSION, "provenance": provenance_line(provenance)}
-    variables = {
-        name: xr.Variable(named[name], array, {**describe(name, cell), **common, **_original(arrays[name], array)})
-        for name, array in present.items()
+    cell = str(info_fields.get("cell", ""))
+    dims_by_name = {
+        name: tuple((dims or {}).get(name) or _dims(name, array, is_bidirectional, cell))
+        for name, array in host_arrays.items()
     }
-    sizes = {dim: size for variable in variables.values() for dim, size in variable.sizes.items()}
-    return LabelledLayer(variables, coordinates(sizes, described), _layer_attrs(described))
+    dims_by_name = _separate_units(dims_by_name, host_arrays)
+    common_attrs = {
+        "layer": str(info_fields["name"]),
+        "schema": SCHEMA_VERSION,
+        "provenance": provenance_line(provenance),
+    }
+    variables = {
+        name: xr.Variable(
+            dims_by_name[name], array, {**describe(name, cell), **common_attrs, **_dtype_attrs(arrays[name], array)}
+        )
+        for name, array in host_arrays.items()
+    }
+    size_by_dim = {dim: size for variable in variables.values() for dim, size in variable.sizes.items()}
+    return LabelledLayer(variables, coordinates(size_by_dim, info_fields), _layer_attrs(info_fields))
 
 
 def info_mapping(info: Any) -> dict[str, Any]:
@@ -204,9 +215,13 @@ def to_host(array: Any) -> np.ndarray[Any, Any]:
 
 def describe(name: str, cell: str = "") -> dict[str, str]:
     """Return the descriptive attributes of a quantity: long_name, units, definition and, where there is one, source."""
-    known = quantity(name, cell)
-    attrs = {"long_name": known.long_name, "units": known.units, "definition": known.definition}
-    return {**attrs, "source": known.source} if known.source else attrs
+    described_quantity = quantity(name, cell)
+    attrs = {
+        "long_name": described_quantity.long_name,
+        "units": described_quantity.units,
+        "definition": described_quantity.definition,
+    }
+    return {**attrs, "source": described_quantity.source} if described_quantity.source else attrs
 
 
 def provenance_line(provenance: Mapping[str, str] | None) -> str:
@@ -224,16 +239,16 @@ def provenance_of(line: str) -> dict[str, str]:
     >>> provenance_of("framework: keras 3.15.1; dtype: float32")
     {'framework': 'keras 3.15.1', 'dtype': 'float32'}
     """
-    parts = (part.partition(": ") for part in line.split("; ") if part)
-    return {key: value for key, _, value in parts}
+    pairs = (part.partition(": ") for part in line.split("; ") if part)
+    return {key: value for key, _, value in pairs}
 
 
-def origin(provenance: Mapping[str, str]) -> str:
+def format_provenance(provenance: Mapping[str, str]) -> str:
     """Format the provenance for display: each distinct value once, without adapter and loss reduction, rnnlens last."""
-    silent = ("rnnlens", "loss_reduction", "adapter")
-    others = dict.fromkeys(value for key, value in provenance.items() if key not in silent)
+    hidden_keys = ("rnnlens", "loss_reduction", "adapter")
+    shown_values = dict.fromkeys(value for key, value in provenance.items() if key not in hidden_keys)
     version = provenance.get("rnnlens")
-    return ", ".join(others if version is None else [*others, f"rnnlens {version}"])
+    return ", ".join(shown_values if version is None else [*shown_values, f"rnnlens {version}"])
 
 
 def with_version(provenance: Mapping[str, str] | None) -> dict[str, str]:
@@ -264,8 +279,8 @@ def labelled(
     info: Mapping[str, Any] | None = None,
 ) -> xr.DataArray:
     """Label one array that belongs to no layer, such as a time Jacobian; ``coords`` override positions."""
-    variable, everywhere = labelled_variable(values, dims, attrs=attrs, coords=coords, provenance=provenance, info=info)
-    return xr.DataArray(variable, coords=everywhere, name=name)
+    variable, all_coords = labelled_variable(values, dims, attrs=attrs, coords=coords, provenance=provenance, info=info)
+    return xr.DataArray(variable, coords=all_coords, name=name)
 
 
 def labelled_variable(
@@ -279,23 +294,25 @@ def labelled_variable(
 ) -> tuple[xr.Variable, dict[Hashable, xr.Variable]]:
     """Return a labelled variable, and its coordinates by dimension, from which :func:`labelled` makes a DataArray."""
     array = to_host(values)
-    everywhere = coordinates(dict(zip(dims, array.shape, strict=True)), info or {})
+    all_coords = coordinates(dict(zip(dims, array.shape, strict=True)), info or {})
     for dim, labels in (coords or {}).items():
-        given = everywhere.get(dim)
-        everywhere[dim] = xr.Variable((dim,), np.asarray(labels), given.attrs if given is not None else {})
-    common = {"schema": SCHEMA_VERSION, "provenance": provenance_line(provenance)}
-    return xr.Variable(tuple(dims), array, {**attrs, **common}), everywhere
+        position_coord = all_coords.get(dim)
+        all_coords[dim] = xr.Variable(
+            (dim,), np.asarray(labels), position_coord.attrs if position_coord is not None else {}
+        )
+    common_attrs = {"schema": SCHEMA_VERSION, "provenance": provenance_line(provenance)}
+    return xr.Variable(tuple(dims), array, {**attrs, **common_attrs}), all_coords
 
 
 def _coordinate(dim: str, size: int, info: Mapping[str, Any]) -> xr.Variable:
     long_name, definition = _DIMENSION_WORDS.get(dim, (dim.replace("_", " "), "position, from 0"))
     cell = cell_of_kind(str(info.get("cell", "")))
-    names: dict[str, Callable[[], Sequence[str]]] = {
+    names_by_dim: dict[str, Callable[[], Sequence[str]]] = {
         GATE: lambda: info.get("gates") or cell.gates,
         STATE: lambda: info.get("states") or (cell.states if len(cell.states) == size else unnamed_states(size)),
         DIRECTION: lambda: (FORWARD, BACKWARD),
     }
-    labels = list(names[dim]()) if dim in names else []
+    labels = list(names_by_dim[dim]()) if dim in names_by_dim else []
     values = np.array(labels) if len(labels) == size else np.arange(size)
     return xr.Variable((dim,), values, {"long_name": long_name, "definition": definition})
 
@@ -303,19 +320,19 @@ def _coordinate(dim: str, size: int, info: Mapping[str, Any]) -> xr.Variable:
 def _dims(name: str, array: np.ndarray[Any, Any], bidirectional: bool, cell: str) -> tuple[str, ...]:
     """Return the dimensions of an array by quantity and rank: with or without direction and time."""
     space = cell_of_kind(cell).space
-    full: tuple[str, ...] = quantity(name, cell).dims
-    last: tuple[str, ...] = (SAMPLE, UNIT)
+    full_dims: tuple[str, ...] = quantity(name, cell).dims
+    last_step_dims: tuple[str, ...] = (SAMPLE, UNIT)
     if space:
-        full, last = with_space(full, space), with_space(last, space)
-    candidates = [full]
+        full_dims, last_step_dims = with_space(full_dims, space), with_space(last_step_dims, space)
+    candidates = [full_dims]
     if name in ("output", "output_grad"):
-        candidates = [full, last, (SAMPLE,)]
+        candidates = [full_dims, last_step_dims, (SAMPLE,)]
         candidates += [(SAMPLE, *(f"axis_{i}" for i in range(1, array.ndim - 1)), UNIT)]
     elif weight_of(name.removesuffix("_grad"), cell) is not None:
-        candidates = [full, (TIME, *full)]
+        candidates = [full_dims, (TIME, *full_dims)]
     if bidirectional:  # the direction comes after time, else after sample, else first
-        ends = [(dims, direction_axis(dims)) for dims in candidates]
-        candidates = [*((*dims[:at], DIRECTION, *dims[at:]) for dims, at in ends), *candidates]
+        dims_with_axis = [(dims, direction_axis(dims)) for dims in candidates]
+        candidates = [*((*dims[:axis], DIRECTION, *dims[axis:]) for dims, axis in dims_with_axis), *candidates]
     for candidate in candidates:
         if len(candidate) == array.ndim:
             return candidate
@@ -327,43 +344,43 @@ def _dims(name: str, array: np.ndarray[Any, Any], bidirectional: bool, cell: str
 
 
 def _separate_units(
-    named: Mapping[str, tuple[str, ...]], arrays: Mapping[str, np.ndarray[Any, Any]]
+    dims_by_name: Mapping[str, tuple[str, ...]], arrays: Mapping[str, np.ndarray[Any, Any]]
 ) -> dict[str, tuple[str, ...]]:
     """Rename the unit dimension of variables whose last axis is not as long as that of ``hidden``."""
-    reference = next((arrays[n].shape[-1] for n in ("hidden", "hidden_grad", "output", "gates") if n in arrays), None)
-    separated = {}
-    states = next((arrays[n].shape for n in ("hidden", "hidden_grad") if n in arrays), ())
-    for name, dims in named.items():
-        dims = _separate_space(dims, arrays[name].shape, states)
-        if reference is not None and dims[-1:] == (UNIT,) and arrays[name].shape[-1] != reference:
+    hidden_size = next((arrays[n].shape[-1] for n in ("hidden", "hidden_grad", "output", "gates") if n in arrays), None)
+    separated_dims = {}
+    state_shape = next((arrays[n].shape for n in ("hidden", "hidden_grad") if n in arrays), ())
+    for name, dims in dims_by_name.items():
+        dims = _separate_space(dims, arrays[name].shape, state_shape)
+        if hidden_size is not None and dims[-1:] == (UNIT,) and arrays[name].shape[-1] != hidden_size:
             # Gates have the units of the cell, a gradient those of its variable.
-            base = re.sub(r"^(initial|final)_(?!state$)", "", name.removesuffix("_grad"))
-            owner = "cell" if base in ("gates", "gate_preactivation", "gate") else base
-            dims = (*dims[:-1], f"{owner}_unit")
-        separated[name] = dims
-    return separated
+            base_name = re.sub(r"^(initial|final)_(?!state$)", "", name.removesuffix("_grad"))
+            unit_owner = "cell" if base_name in ("gates", "gate_preactivation", "gate") else base_name
+            dims = (*dims[:-1], f"{unit_owner}_unit")
+        separated_dims[name] = dims
+    return separated_dims
 
 
-def _separate_space(dims: tuple[str, ...], shape: tuple[int, ...], states: tuple[int, ...]) -> tuple[str, ...]:
+def _separate_space(dims: tuple[str, ...], shape: tuple[int, ...], state_shape: tuple[int, ...]) -> tuple[str, ...]:
     """Rename the spatial axes of an input to ``input_height`` ... if their sizes differ from those of the states."""
-    axes = SPACE.get(len([dim for dim in dims if dim in SPACE[3]]), ())
-    if not axes or FEATURE not in dims or not states:
+    space_dims = SPACE.get(len([dim for dim in dims if dim in SPACE[3]]), ())
+    if not space_dims or FEATURE not in dims or not state_shape:
         return dims
-    at = dims.index(axes[0])
-    if shape[at : at + len(axes)] == states[-1 - len(axes) : -1]:
+    first_axis = dims.index(space_dims[0])
+    if shape[first_axis : first_axis + len(space_dims)] == state_shape[-1 - len(space_dims) : -1]:
         return dims
-    return tuple(f"input_{dim}" if dim in axes else dim for dim in dims)
+    return tuple(f"input_{dim}" if dim in space_dims else dim for dim in dims)
 
 
-def _original(array: Any, stored: np.ndarray[Any, Any]) -> dict[str, str]:
+def _dtype_attrs(array: Any, stored_array: np.ndarray[Any, Any]) -> dict[str, str]:
     """Return the dtype of the computation as an attribute, if the array is stored in another dtype."""
-    dtype = dtype_name(array) if hasattr(array, "dtype") else dtype_name(stored)
-    return {} if dtype == dtype_name(stored) else {"computed_dtype": dtype}
+    dtype = dtype_name(array) if hasattr(array, "dtype") else dtype_name(stored_array)
+    return {} if dtype == dtype_name(stored_array) else {"computed_dtype": dtype}
 
 
 def _layer_attrs(info: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes of a layer: texts unchanged, all other fields as one JSON text."""
-    words = {"layer": "name", "kind": "kind", "cell": "cell", "direction": "direction"}
-    attrs: dict[str, Any] = {attr: str(info[key]) for attr, key in words.items() if info.get(key)}
-    rest = {key: value for key, value in info.items() if key not in words.values()}
-    return {**attrs, "details": json.dumps(rest, default=str), "schema": SCHEMA_VERSION}
+    text_fields = {"layer": "name", "kind": "kind", "cell": "cell", "direction": "direction"}
+    attrs: dict[str, Any] = {attr: str(info[key]) for attr, key in text_fields.items() if info.get(key)}
+    other_fields = {key: value for key, value in info.items() if key not in text_fields.values()}
+    return {**attrs, "details": json.dumps(other_fields, default=str), "schema": SCHEMA_VERSION}

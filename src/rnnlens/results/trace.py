@@ -22,39 +22,48 @@ class TracedLayer(LayerView):
     """Variables of one layer: ``trace["lstm"].hidden_grad``; coordinates are found by name as well."""
 
     def __init__(
-        self, name: str, dataset: xr.Dataset, *, loss: float | None = None, asked: tuple[str, ...] | None = None
+        self,
+        name: str,
+        dataset: xr.Dataset,
+        *,
+        loss: float | None = None,
+        requested_quantities: tuple[str, ...] | None = None,
     ) -> None:
         super().__init__(name, dataset)
         self._loss = loss
-        self._asked = asked
+        self._requested_quantities = requested_quantities
 
     @property
     def info(self) -> dict[str, Any]:
         """Description of the layer: name, kind, cell, direction, units, options."""
         attrs = self.dataset.attrs
-        words = {key: attrs[key] for key in ("kind", "cell", "direction") if key in attrs}
-        return {"name": self.name, **words, **json.loads(attrs.get("details", "{}"))}
+        basics = {key: attrs[key] for key in ("kind", "cell", "direction") if key in attrs}
+        return {"name": self.name, **basics, **json.loads(attrs.get("details", "{}"))}
 
-    def _has(self, name: str) -> bool:
+    def _has_variable(self, name: str) -> bool:
         return name in self.dataset.variables
 
-    def _found(self, name: str) -> xr.DataArray:
+    def _variable(self, name: str) -> xr.DataArray:
         return with_mask(self.dataset, name)
 
-    def _absence(self, name: str) -> str:
-        where = f"{name!r} was not computed for layer {self.name!r}"
+    def _missing_message(self, name: str) -> str:
+        problem = f"{name!r} was not computed for layer {self.name!r}"
         attrs = self.dataset.attrs
         cell = str(attrs.get("cell") or attrs.get("kind") or "layer")
         if name not in QUANTITIES and not name.startswith(("state_", "initial_", "final_")):
             hint = did_you_mean(name, self)
             return message(f"No quantity named {name!r} for layer {self.name!r}.", hint=hint)
         if name in ("cell", "cell_grad") and "cell" not in cell_of_kind(cell).states:
-            return message(f"{where}: {cell} has no cell state.", hint="hidden or hidden_grad")
+            return message(f"{problem}: {cell} has no cell state.", hint="hidden or hidden_grad")
         if quantity(name).needs_loss and self._loss is None:
-            return message(f"{where}: no loss was given.", hint="rl.trace(model, x, y, loss=...) or a compiled model")
-        if self._asked is not None and name not in self._asked:
-            return message(f"{where}: it is not among quantities=.", got=", ".join(self._asked), hint=f"add {name!r}")
-        return message(f"{where}: it does not exist for {cell}.", expected=f"one of: {', '.join(self)}")
+            return message(f"{problem}: no loss was given.", hint="rl.trace(model, x, y, loss=...) or a compiled model")
+        if self._requested_quantities is not None and name not in self._requested_quantities:
+            return message(
+                f"{problem}: it is not among quantities=.",
+                got=", ".join(self._requested_quantities),
+                hint=f"add {name!r}",
+            )
+        return message(f"{problem}: it does not exist for {cell}.", expected=f"one of: {', '.join(self)}")
 
     def _title(self) -> str:
         return describe_layer(self.dataset)
@@ -90,21 +99,25 @@ class Trace(Result, kind="trace"):
     def __getitem__(self, name: str) -> TracedLayer:
         return self._node(self._resolve(name))
 
-    def _complete(self, found: Mapping[str, Any]) -> None:
-        super()._complete(found)
-        self.loss = None if found["value"] is None else float(found["value"])
+    def _set_chunk_record(self, record: Mapping[str, Any]) -> None:
+        super()._set_chunk_record(record)
+        self.loss = None if record["value"] is None else float(record["value"])
 
     def _node(self, name: str) -> TracedLayer:
-        return TracedLayer(name, self.dataset(name), loss=self.loss, asked=self.quantities)
+        return TracedLayer(name, self.dataset(name), loss=self.loss, requested_quantities=self.quantities)
 
     def _meta(self) -> dict[str, Any]:
-        asked = None if self.quantities is None else list(self.quantities)
-        return {**super()._meta(), "loss": self.loss, "quantities": asked}
+        requested_quantities = None if self.quantities is None else list(self.quantities)
+        return {**super()._meta(), "loss": self.loss, "quantities": requested_quantities}
 
     def _headline(self) -> str:
-        sizes = {dim: n for name in reversed(self.layers) for dim, n in self.dataset(name).sizes.items()}
+        size_by_dim = {dim: n for name in reversed(self.layers) for dim, n in self.dataset(name).sizes.items()}
         parts = [super()._headline()]
-        parts += [f"{sizes[dim]} {dim if sizes[dim] == 1 else plural}" for dim, plural in _COUNTED if dim in sizes]
+        parts += [
+            f"{size_by_dim[dim]} {dim if size_by_dim[dim] == 1 else plural}"
+            for dim, plural in _COUNTED_DIMS
+            if dim in size_by_dim
+        ]
         return ", ".join(parts) + ("" if self.loss is None else f", loss {self.loss:.4g}")
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -114,35 +127,38 @@ class Trace(Result, kind="trace"):
     def _variables(self) -> list[tuple[str, str]]:
         """List the names of all values and gradients for the repr, with a count where only some layers have them."""
         counts = Counter(str(name) for layer in self for name in self.dataset(layer).data_vars)
-        ordered = sorted(counts, key=lambda name: _LISTING.index(name) if name in _LISTING else len(_LISTING))
-        shown = {
-            name: name if counts[name] == len(self) else f"{name} ({counts[name]} of {len(self)})" for name in ordered
+        ordered_names = sorted(
+            counts, key=lambda name: _QUANTITY_ORDER.index(name) if name in _QUANTITY_ORDER else len(_QUANTITY_ORDER)
+        )
+        text_by_name = {
+            name: name if counts[name] == len(self) else f"{name} ({counts[name]} of {len(self)})"
+            for name in ordered_names
         }
-        values = ", ".join(text for name, text in shown.items() if not name.endswith("_grad"))
-        gradients = ", ".join(text for name, text in shown.items() if name.endswith("_grad"))
+        values = ", ".join(text for name, text in text_by_name.items() if not name.endswith("_grad"))
+        gradients = ", ".join(text for name, text in text_by_name.items() if name.endswith("_grad"))
         return [("values", values), ("gradients", gradients)]
 
     def _remarks(self) -> list[tuple[str, str]]:
-        flag = []
+        loss_remarks = []
         if self.loss is None:
-            flag = [] if any("_grad" in str(v) for name in self for v in self.dataset(name)) else [_NO_LOSS]
+            loss_remarks = [] if any("_grad" in str(v) for name in self for v in self.dataset(name)) else [_NO_LOSS]
         elif not math.isfinite(self.loss):
-            flag = [("loss", f"WARNING: the loss is {self.loss}; gradients may be NaN or infinite")]
-        return flag + super()._remarks()
+            loss_remarks = [("loss", f"WARNING: the loss is {self.loss}; gradients may be NaN or infinite")]
+        return loss_remarks + super()._remarks()
 
 
 _NO_LOSS = ("loss", "none given: no gradients")
-_LISTING = list(QUANTITIES)
-_COUNTED = ((SAMPLE, "samples"), (TIME, "time steps"))
+_QUANTITY_ORDER = list(QUANTITIES)
+_COUNTED_DIMS = ((SAMPLE, "samples"), (TIME, "time steps"))
 
 
 def describe_layer(dataset: xr.Dataset) -> str:
     """Return kind, units and direction of a layer in a few words, from its attributes and sizes."""
     attrs = dataset.attrs
-    words = [str(attrs.get("kind") or attrs.get("cell") or "layer")]
+    parts = [str(attrs.get("kind") or attrs.get("cell") or "layer")]
     if "unit" in dataset.sizes:
-        count = dataset.sizes["unit"]
-        words.append(f"{count} unit{'s' * (count != 1)}")
+        unit_count = dataset.sizes["unit"]
+        parts.append(f"{unit_count} unit{'s' * (unit_count != 1)}")
     if attrs.get("direction", "forward") != "forward":
-        words.append(str(attrs["direction"]))
-    return ", ".join(words)
+        parts.append(str(attrs["direction"]))
+    return ", ".join(parts)

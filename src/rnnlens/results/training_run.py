@@ -14,7 +14,7 @@ import xarray as xr
 from ..errors import FileError, QuantityNotFoundError, RnnlensError, TooLargeError, did_you_mean, message
 from ..settings import current
 from .base import Part, Result
-from .disk import damaged, foreign
+from .disk import damaged_file_error, foreign_content_error
 from .disk.run_folder import (
     MOST_ARRAYS,
     RunArray,
@@ -32,9 +32,9 @@ from .saving import KIND, check_schema
 STEP, WRITTEN = "step", "written"
 _KINDS = ("probe", "batch")
 #: Arrays that every run must have.
-_NEEDED = (STEP, "epoch", WRITTEN, "sums")
+_REQUIRED_ARRAYS = (STEP, "epoch", WRITTEN, "sums")
 #: Attempts to read a run that looks damaged, and seconds between them: its writer may be replacing files.
-_ATTEMPTS, _PAUSE = 3, 0.05
+_MAX_ATTEMPTS, _PAUSE_S = 3, 0.05
 
 
 class Gap(NamedTuple):
@@ -62,7 +62,7 @@ class Gap(NamedTuple):
 class LayerRun(LayerView):
     """One layer over training: profiles such as ``.adjoint_profile`` (step, time), scalars as ``.reach`` (step,)."""
 
-    def _absence(self, name: str) -> str:
+    def _missing_message(self, name: str) -> str:
         return message(f"{name!r} was not recorded for layer {self.name!r}.", hint=did_you_mean(name, self))
 
 
@@ -99,7 +99,8 @@ class TrainingRun(Result, kind="run"):
         super().__init__(datasets, **common)
         self.scalars, self.of, self.ended, self.path = scalars, of, ended, path
         self.gaps = [Gap(*gap) for gap in gaps]
-        self._reading: tuple[int | None, bool] = (None, False)  # memory= and skip_damaged= of the call that read it
+        #: memory= and skip_damaged= of the call that read it.
+        self._read_options: tuple[int | None, bool] = (None, False)
 
     def __getitem__(self, name: str) -> LayerRun:
         return self._node(self._resolve(name))
@@ -110,8 +111,8 @@ class TrainingRun(Result, kind="run"):
     @property
     def steps(self) -> xr.DataArray:
         """Number of batches trained on at each record: (step,)."""
-        found: xr.DataArray = self.scalars[STEP]
-        return found
+        steps: xr.DataArray = self.scalars[STEP]
+        return steps
 
     @property
     def loss(self) -> xr.DataArray:
@@ -146,49 +147,51 @@ class TrainingRun(Result, kind="run"):
         FileError
             If there are no such records, or the run was not read from its folder.
         """
-        return self._other("batch")
+        return self._records_of_kind("batch")
 
     @property
     def probe(self) -> TrainingRun:
         """Records of the probe, a fixed held-out batch that is traced between two steps."""
-        return self._other("probe")
+        return self._records_of_kind("probe")
 
     def refresh(self) -> TrainingRun:
         """Read the run again, with new records, and with the ``memory=`` and ``skip_damaged=`` of the first read."""
-        return self._other(self.of)
+        return self._records_of_kind(self.of)
 
-    def _other(self, kind: str) -> TrainingRun:
+    def _records_of_kind(self, kind: str) -> TrainingRun:
         if self.path is None:
             if kind == self.of:
                 return self
             raise FileError(f"This run was saved without its {kind} records.", got=f"{self.of} records")
-        memory, skip_damaged = self._reading
+        memory, skip_damaged = self._read_options
         return read_run(self.path, of=kind, memory=memory, skip_damaged=skip_damaged)
 
     def _meta(self) -> dict[str, Any]:
-        columns = {str(name): np.asarray(v, dtype=float).tolist() for name, v in self.scalars.data_vars.items()}
-        index = {name: self.scalars[name].values.tolist() for name in (STEP, "epoch", WRITTEN)}
+        scalar_columns = {str(name): np.asarray(v, dtype=float).tolist() for name, v in self.scalars.data_vars.items()}
+        index_columns = {name: self.scalars[name].values.tolist() for name in (STEP, "epoch", WRITTEN)}
         return {
             **super()._meta(),
             "of": self.of,
             "ended": self.ended,
             "gaps": self.gaps,
-            "scalars": columns,
-            "index": index,
+            "scalars": scalar_columns,
+            "index": index_columns,
         }
 
     @classmethod
     def _restore(cls, tree: xr.DataTree, meta: Mapping[str, Any]) -> Self:
         meta = dict(meta)
-        scalars = _scalars(meta.pop("index"), meta.pop("scalars"))
+        scalars = _scalar_dataset(meta.pop("index"), meta.pop("scalars"))
         return cls(datasets_of(tree, meta.pop("layers")), scalars, **meta)
 
     def _headline(self) -> str:
         count = self.steps.size
-        where = f", steps {int(self.steps[0])} to {int(self.steps[-1])}" if count else ""
+        step_range = f", steps {int(self.steps[0])} to {int(self.steps[-1])}" if count else ""
         loss = self.scalars.get("loss")
-        said = "" if loss is None or not count else f", loss {float(loss[0]):.4g} → {float(loss[-1]):.4g}"
-        return f"{count} {self.of} {'record' if count == 1 else 'records'}{where}, {super()._headline()}{said}"
+        loss_change = "" if loss is None or not count else f", loss {float(loss[0]):.4g} → {float(loss[-1]):.4g}"
+        return (
+            f"{count} {self.of} {'record' if count == 1 else 'records'}{step_range}, {super()._headline()}{loss_change}"
+        )
 
     def _parts(self) -> list[Part]:
         loss = [("loss", "", self.scalars["loss"])] if "loss" in self.scalars else []
@@ -238,21 +241,21 @@ def read_run(
     TooLargeError
         If the arrays exceed ``memory``.
     """
-    for attempt in range(_ATTEMPTS):
+    for attempt in range(_MAX_ATTEMPTS):
         try:
-            run = _read_run(path, of, memory, skip_damaged=skip_damaged and attempt == _ATTEMPTS - 1)
-            run._reading = (memory, skip_damaged)
+            run = _read_run(path, of, memory, skip_damaged=skip_damaged and attempt == _MAX_ATTEMPTS - 1)
+            run._read_options = (memory, skip_damaged)
             return run
         except (TooLargeError, _NoRecordsError):
             raise
         except RnnlensError:
-            if attempt == _ATTEMPTS - 1:
+            if attempt == _MAX_ATTEMPTS - 1:
                 raise
         except Exception as error:  # the libraries may raise anything for damaged files
-            if attempt == _ATTEMPTS - 1:
+            if attempt == _MAX_ATTEMPTS - 1:
                 reason = str(error).partition("\n")[0]
-                raise damaged(path, f"{type(error).__name__}: {reason}") from error
-        time.sleep(_PAUSE)  # a writer may just have replaced what was read
+                raise damaged_file_error(path, f"{type(error).__name__}: {reason}") from error
+        time.sleep(_PAUSE_S)  # a writer may just have replaced what was read
     raise AssertionError("unreachable")
 
 
@@ -264,127 +267,144 @@ def _read_run(path: Path, of: str | None, memory: int | None, *, skip_damaged: b
     root = Path(os.path.realpath(path))
     attrs = read_metadata(root, "")["attributes"]
     check_schema(attrs, path)
-    there = [kind for kind in _KINDS if (root / kind).is_dir()]
-    kind = of or (there[0] if there else "probe")
-    if of is not None and of not in there:
-        listing = " and ".join(there) or "nothing"
-        raise _NoRecordsError(f"This run has no {of} records.", got=f"{path}: {listing}")
+    present_kinds = [kind for kind in _KINDS if (root / kind).is_dir()]
+    kind = of or (present_kinds[0] if present_kinds else "probe")
+    if of is not None and of not in present_kinds:
+        present_listing = " and ".join(present_kinds) or "nothing"
+        raise _NoRecordsError(f"This run has no {of} records.", got=f"{path}: {present_listing}")
     sessions = attrs.get("sessions") or [{}]
-    common = {
+    run_fields = {
         "provenance": sessions[-1].get("provenance"),
         "ended": (attrs.get("ended") or {}).get("reason"),
         "gaps": attrs.get("gaps", []),
         "of": kind,
         "path": path,
     }
-    if kind not in there:
+    if kind not in present_kinds:
         chunk_files(root, kind)
-        return TrainingRun({}, _scalars({STEP: [], "epoch": [], WRITTEN: []}, {}), **common)
-    count = _count(root, kind, common["ended"])
-    group = read_metadata(root, kind)["attributes"]
-    files = chunk_files(root, kind)
-    names = group.get("arrays", [])
-    if len(names) > MOST_ARRAYS:
-        raise foreign(path, f"{len(names)} arrays")
-    arrays, broken = _announced(root, kind, names, skip_damaged=skip_damaged)
-    check_total(root, arrays, count, current().memory if memory is None else memory, granted=memory is not None)
-    values, bad, what = _verified(root, arrays, names, count, files)
-    if what and not skip_damaged:
-        many = f"{int(bad.sum())} of {count} {kind} records do not match their checksums"
+        return TrainingRun({}, _scalar_dataset({STEP: [], "epoch": [], WRITTEN: []}, {}), **run_fields)
+    record_count = _complete_count(root, kind, run_fields["ended"])
+    group_attrs = read_metadata(root, kind)["attributes"]
+    files_by_array = chunk_files(root, kind)
+    array_names = group_attrs.get("arrays", [])
+    if len(array_names) > MOST_ARRAYS:
+        raise foreign_content_error(path, f"{len(array_names)} arrays")
+    arrays, unreadable_arrays = _read_array_headers(root, kind, array_names, skip_damaged=skip_damaged)
+    check_total(
+        root, arrays, record_count, current().memory if memory is None else memory, memory_given=memory is not None
+    )
+    rows_by_array, is_damaged, damaged_arrays = _read_verified_rows(
+        root, arrays, array_names, record_count, files_by_array
+    )
+    if damaged_arrays and not skip_damaged:
+        damage_summary = f"{int(is_damaged.sum())} of {record_count} {kind} records do not match their checksums"
         hint = "rl.open(path, skip_damaged=True) leaves them out"
-        raise FileError("This run is damaged.", got=f"{path}: {many}: {_listing(what)}", hint=hint)
-    keep = ~bad
-    lost = [f"damaged on disk: {_listing(list(dict.fromkeys([*broken, *what])))}"] if broken or what else []
-    steps = values[STEP][bad]
-    for reason in lost:
-        ends = (int(steps[0]), int(steps[-1])) if len(steps) else (None, None)
-        common["gaps"] = [*common["gaps"], ("the run", *ends, int(bad.sum()), reason)]
-    found = {name: rows[keep] for name, rows in values.items()}
-    return _run_of(group, {name: (arrays[name], rows) for name, rows in found.items()}, common)
+        raise FileError(
+            "This run is damaged.", got=f"{path}: {damage_summary}: {_name_listing(damaged_arrays)}", hint=hint
+        )
+    is_intact = ~is_damaged
+    damage_reasons = (
+        [f"damaged on disk: {_name_listing(list(dict.fromkeys([*unreadable_arrays, *damaged_arrays])))}"]
+        if unreadable_arrays or damaged_arrays
+        else []
+    )
+    damaged_steps = rows_by_array[STEP][is_damaged]
+    for reason in damage_reasons:
+        step_limits = (int(damaged_steps[0]), int(damaged_steps[-1])) if len(damaged_steps) else (None, None)
+        run_fields["gaps"] = [*run_fields["gaps"], ("the run", *step_limits, int(is_damaged.sum()), reason)]
+    intact_rows = {name: rows[is_intact] for name, rows in rows_by_array.items()}
+    return _run_of(group_attrs, {name: (arrays[name], rows) for name, rows in intact_rows.items()}, run_fields)
 
 
-def _count(root: Path, kind: str, ended: str | None) -> int:
+def _complete_count(root: Path, kind: str, ended: str | None) -> int:
     """Return the number of complete records; 0 if the writer was killed before it wrote that number."""
     if not (root / kind / "committed").is_dir() and ended is None:
         return 0
     array = read_array(root, f"{kind}/committed")
     if array.shape != (2,):
-        raise damaged(root, f"{kind}/committed has the shape {array.shape}")
+        raise damaged_file_error(root, f"{kind}/committed has the shape {array.shape}")
     return committed_count(array.rows(2, ["0"])[0], root)
 
 
-def _announced(
+def _read_array_headers(
     root: Path, kind: str, names: Iterable[str], *, skip_damaged: bool
 ) -> tuple[dict[str, RunArray], list[str]]:
     """Read the metadata of all arrays; return the arrays by name, and the names of those with damaged metadata."""
-    found: dict[str, RunArray] = {}
-    broken: list[str] = []
+    arrays: dict[str, RunArray] = {}
+    unreadable_arrays: list[str] = []
     for name in [*names, "sums"]:
         if not (root / kind / name).is_dir():
             continue  # a missing array is found later: its rows do not match their checksums
         try:
-            found[name] = read_array(root, f"{kind}/{name}")
+            arrays[name] = read_array(root, f"{kind}/{name}")
         except FileError:
-            if not skip_damaged or name in _NEEDED:
+            if not skip_damaged or name in _REQUIRED_ARRAYS:
                 raise
-            broken.append(name)
-    return found, broken
+            unreadable_arrays.append(name)
+    return arrays, unreadable_arrays
 
 
-def _verified(
-    root: Path, arrays: dict[str, RunArray], names: list[str], count: int, files: Mapping[str, list[str]]
+def _read_verified_rows(
+    root: Path, arrays: dict[str, RunArray], names: list[str], count: int, files_by_array: Mapping[str, list[str]]
 ) -> tuple[dict[str, Any], Any, list[str]]:
     """Read and verify all rows; return rows by array, a mask of damaged rows, and names of damaged arrays."""
-    values: dict[str, Any] = {}
-    bad = np.zeros(count, dtype=bool)
-    what: list[str] = []
+    rows_by_array: dict[str, Any] = {}
+    is_damaged = np.zeros(count, dtype=bool)
+    damaged_arrays: list[str] = []
     if count and "sums" not in arrays:
-        raise damaged(root, "its checksums are missing")
+        raise damaged_file_error(root, "its checksums are missing")
     if "sums" in arrays:
-        sums, _ = arrays.pop("sums").rows(count, files.get("sums", []))  # checksums of lost rows are 0 and match no row
+        # checksums of lost rows are 0 and match no row
+        sums, _ = arrays.pop("sums").rows(count, files_by_array.get("sums", []))
     for index, name in enumerate(names):
-        expected = sums[:, index] if count and index < sums.shape[1] else np.zeros(count, dtype=np.uint32)
+        expected_sums = sums[:, index] if count and index < sums.shape[1] else np.zeros(count, dtype=np.uint32)
         if name not in arrays:
-            if expected.any():
-                what.append(name)
+            if expected_sums.any():
+                damaged_arrays.append(name)
             continue
-        values[name], lost = arrays[name].rows(count, files.get(name, []))
-        wrong = row_sums(values[name], name) != expected
-        for rows in lost:
-            wrong[rows] = True
-        if wrong.any():
-            what.append(name)
-            bad |= wrong
-    return values, bad, what
+        rows_by_array[name], unreadable_slices = arrays[name].rows(count, files_by_array.get(name, []))
+        is_wrong = row_sums(rows_by_array[name], name) != expected_sums
+        for unreadable_slice in unreadable_slices:
+            is_wrong[unreadable_slice] = True
+        if is_wrong.any():
+            damaged_arrays.append(name)
+            is_damaged |= is_wrong
+    return rows_by_array, is_damaged, damaged_arrays
 
 
-def _listing(names: list[str]) -> str:
+def _name_listing(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _run_of(
-    attrs: Mapping[str, Any], arrays: Mapping[str, tuple[RunArray, Any]], common: Mapping[str, Any]
+    attrs: Mapping[str, Any], arrays: Mapping[str, tuple[RunArray, Any]], run_fields: Mapping[str, Any]
 ) -> TrainingRun:
     """Build the result from the rows of its arrays."""
-    index = {name: arrays[name][1] if name in arrays else [] for name in (STEP, "epoch", WRITTEN)}
-    count = len(index[STEP])
-    table = arrays["scalars"][1] if "scalars" in arrays else np.zeros((count, 0))
+    index_columns = {name: arrays[name][1] if name in arrays else [] for name in (STEP, "epoch", WRITTEN)}
+    record_count = len(index_columns[STEP])
+    table = arrays["scalars"][1] if "scalars" in arrays else np.zeros((record_count, 0))
     columns = dict(zip(attrs.get("scalars", []), np.asarray(table).T, strict=False))
-    scalars = _scalars(index, columns)
+    scalars = _scalar_dataset(index_columns, columns)
     layers: dict[str, dict[str, xr.DataArray]] = {layer: {} for layer in attrs.get("layers", [])}
     for name, (array, rows) in arrays.items():
         if name.startswith("layers/"):
             path, _, quantity = name.removeprefix("layers").rpartition("/")
-            layers.setdefault(from_path(path), {})[quantity] = _labelled(array, rows, quantity, scalars)
+            layers.setdefault(from_path(path), {})[quantity] = _labelled_rows(array, rows, quantity, scalars)
     for name in map(str, scalars.data_vars):
         layer = max((layer for layer in layers if name.startswith(f"{layer}/")), key=len, default=None)
         if layer is not None:
             layers[layer].setdefault(name.removeprefix(f"{layer}/").replace("/", "_"), scalars[name])
-    notes = [f"step {step}: {note}" for step, note in attrs.get("notes", []) if not count or step <= index[STEP][-1]]
-    return TrainingRun({layer: xr.Dataset(found) for layer, found in layers.items()}, scalars, notes=notes, **common)
+    notes = [
+        f"step {step}: {note}"
+        for step, note in attrs.get("notes", [])
+        if not record_count or step <= index_columns[STEP][-1]
+    ]
+    return TrainingRun(
+        {layer: xr.Dataset(quantities) for layer, quantities in layers.items()}, scalars, notes=notes, **run_fields
+    )
 
 
-def _labelled(array: RunArray, rows: Any, name: str, scalars: xr.Dataset) -> xr.DataArray:
+def _labelled_rows(array: RunArray, rows: Any, name: str, scalars: xr.Dataset) -> xr.DataArray:
     attrs = {key: value for key, value in array.attrs.items() if key != "labels"}
     labels = array.attrs.get("labels", {})
     sizes = dict(zip(array.dims, rows.shape, strict=True))
@@ -395,12 +415,12 @@ def _labelled(array: RunArray, rows: Any, name: str, scalars: xr.Dataset) -> xr.
     return xr.DataArray(rows, dims=array.dims, coords=coords, name=name, attrs=attrs)
 
 
-def _scalars(index: Mapping[str, Any], columns: Mapping[str, Any]) -> xr.Dataset:
-    coords: dict[str, Any] = {STEP: np.asarray(index[STEP], dtype=np.int64)}
+def _scalar_dataset(index_columns: Mapping[str, Any], columns: Mapping[str, Any]) -> xr.Dataset:
+    coords: dict[str, Any] = {STEP: np.asarray(index_columns[STEP], dtype=np.int64)}
     coords[STEP] = xr.Variable(
         (STEP,), coords[STEP], {"long_name": "training step", "definition": "batches trained on"}
     )
-    coords["epoch"] = xr.Variable((STEP,), np.asarray(index["epoch"], dtype=np.int64), {"long_name": "epoch"})
-    clock = {"long_name": "time of writing", "units": "seconds since 1970"}
-    coords[WRITTEN] = xr.Variable((STEP,), np.asarray(index[WRITTEN], dtype=np.float64), clock)
+    coords["epoch"] = xr.Variable((STEP,), np.asarray(index_columns["epoch"], dtype=np.int64), {"long_name": "epoch"})
+    written_attrs = {"long_name": "time of writing", "units": "seconds since 1970"}
+    coords[WRITTEN] = xr.Variable((STEP,), np.asarray(index_columns[WRITTEN], dtype=np.float64), written_attrs)
     return xr.Dataset({name: ((STEP,), np.asarray(v), {"long_name": name}) for name, v in columns.items()}, coords)

@@ -18,7 +18,7 @@ import zarr
 
 import rnnlens as rl
 from rnnlens.errors import FileError, InputError, RnnlensError, TooLargeError
-from rnnlens.results.disk.store import MANIFEST, manifest
+from rnnlens.results.disk.store import MANIFEST, read_manifest
 from rnnlens.results.saving import root_attrs, save, tree_of
 from rnnlens.results.trace import Trace
 
@@ -215,7 +215,7 @@ ZARR = [
 
 def resealed(root):
     """A list of checksums that fits what is there: whoever makes a hostile file makes that too."""
-    kept = manifest(root)
+    kept = read_manifest(root)
     for key in kept:
         if (root / key).is_file():
             kept[key] = hashlib.sha256((root / key).read_bytes()).hexdigest()

@@ -30,7 +30,7 @@ STANDS_AT_THE_END = """
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
 def test_readers_and_writers_beside_a_writer_that_has_not_ended(start, tmp_path, suffix):
     made(1).save(tmp_path / f"run{suffix}")
-    function = "disk._sync_folder" if suffix == ".nc" else "disk._switch"
+    function = "disk._sync_folder" if suffix == ".nc" else "disk._replace_folder"
     writer = start(STANDS_AT_THE_END.format(suffix=suffix, function=function))
     assert writer.stdout.readline() == "named\n"
     assert values(rl.open(tmp_path / f"run{suffix}")) == [2.0]

@@ -248,14 +248,14 @@ def test_a_reader_is_not_disturbed_by_its_writer(tmp_path, monkeypatch):
     """Files are replaced between the reads of one ``rl.open``: the records that were complete are read all the same."""
     from rnnlens.results.disk import run_folder
 
-    store, steps, real = Store(tmp_path / "a.zarr"), iter(range(10_000)), run_folder._content
+    store, steps, real = Store(tmp_path / "a.zarr"), iter(range(10_000)), run_folder._read_plain_file
     store.write(record(next(steps)))
 
     def meanwhile(root, key, most):
         store.write(record(next(steps)))
         return real(root, key, most)
 
-    monkeypatch.setattr(run_folder, "_content", meanwhile)
+    monkeypatch.setattr(run_folder, "_read_plain_file", meanwhile)
     for _ in range(6):
         run = rl.open(tmp_path / "a.zarr")
         assert run.steps.values.tolist() == list(range(run.steps.size))

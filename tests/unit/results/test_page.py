@@ -14,7 +14,7 @@ import xarray as xr
 from rnnlens.cli.steps import summary_of
 from rnnlens.results.checks import Check
 from rnnlens.results.diagnosis import Diagnosis, Finding
-from rnnlens.results.page import blocks, of_array, of_dataset, svg
+from rnnlens.results.page import array_curves, blocks, dataset_curves, svg
 from rnnlens.results.schema import layer_dataset
 from rnnlens.results.trace import Trace
 
@@ -56,23 +56,23 @@ def gradient():
 
 
 def test_the_curve_is_the_median_each_sample_by_its_own_peak(gradient):
-    profile = of_dataset(trace_of(gradient).dataset("lstm"))[""]
+    profile = dataset_curves(trace_of(gradient).dataset("lstm"))[""]
     np.testing.assert_allclose(profile.values, 10.0 ** -np.arange(5.0)[::-1])
     assert profile.peak == pytest.approx(1e6)
-    assert (profile.label, profile.over) == ("|dL/dh_t|", "time step")
+    assert (profile.label, profile.axis_label) == ("|dL/dh_t|", "time step")
 
 
 def test_a_step_with_nan_is_nan_in_the_curve(gradient):
     sick = np.array(gradient)
     sick[1, 2, 0] = np.nan
-    values = of_dataset(trace_of(sick).dataset("lstm"))[""].values
+    values = dataset_curves(trace_of(sick).dataset("lstm"))[""].values
     assert np.isnan(values).tolist() == [False, False, True, False, False]
 
 
 def test_a_time_jacobian_is_summed_up_by_its_last_row():
     table = np.tril(np.arange(1.0, 17).reshape(4, 4))
     array = xr.DataArray(table, dims=("out_time", "in_time"), name="jacobian")
-    np.testing.assert_allclose(of_array(array)[""].values, [13 / 16, 14 / 16, 15 / 16, 1])
+    np.testing.assert_allclose(array_curves(array)[""].values, [13 / 16, 14 / 16, 15 / 16, 1])
 
 
 def test_a_training_is_summed_up_by_its_last_record_and_its_reach():
@@ -80,7 +80,7 @@ def test_a_training_is_summed_up_by_its_last_record_and_its_reach():
         {"adjoint_profile": (("step", "time"), [[1.0, 1.0, 1.0], [1.0, 10.0, 100.0]]), "reach": ("step", [3.0, 1.0])},
         coords={"step": [0, 50]},
     )
-    found = of_dataset(records)
+    found = dataset_curves(records)
     np.testing.assert_allclose(found["last record"].values, [0.01, 0.1, 1])
     assert found["training"].blocks() == "█▃"
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from rnnlens.results.array import LabelledArray, aligned, record
+from rnnlens.results.array import LabelledArray, aligned_text, record
 
 ATTRIBUTES = {
     "long_name": "gradient of loss",
@@ -54,7 +54,7 @@ def test_a_variable_of_a_layer_folds_its_numbers_in_a_notebook(trace):
 @pytest.mark.parametrize("columns", [40, 100])
 def test_no_line_is_wider_than_the_terminal(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
-    lines = aligned("head", [("certificate", "word " * 60), ("from", "short")]).splitlines()
+    lines = aligned_text("head", [("certificate", "word " * 60), ("from", "short")]).splitlines()
     assert max(map(len, lines)) <= columns
     assert lines[2].startswith(" " * 15 + "word")
     assert lines[-1] == "  from         short"

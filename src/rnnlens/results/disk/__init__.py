@@ -39,15 +39,15 @@ _NO_LOCKS = (*_UNSUPPORTED, errno.ENOLCK, errno.EBADF)
 def write_file(target: Path, parts: Iterable[bytes | memoryview]) -> None:
     """Write ``parts`` to the file ``target`` atomically, keeping its permissions; an error leaves the old one."""
     remove_leftovers(target.parent)
-    with _claimed(target, private=True) as folder:
-        new = folder / "new"
-        with new.open("xb") as stream:
+    with _locked_new_folder(target, private=True) as folder:
+        new_file = folder / "new"
+        with new_file.open("xb") as stream:
             for part in parts:
                 stream.write(part)
             stream.flush()
             os.fsync(stream.fileno())
-        _keep_permissions(target, new)
-        os.replace(new, target)
+        _keep_permissions(target, new_file)
+        os.replace(new_file, target)
         _sync_folder(target.parent)
 
 
@@ -56,19 +56,19 @@ def replacing_folder(target: Path) -> Iterator[Path]:
     """Yield a new folder that replaces ``target`` when the block ends, and is removed if the block raises."""
     recover(target)
     remove_leftovers(target.parent)
-    with _claimed(target, private=target.exists()) as folder:
+    with _locked_new_folder(target, private=target.exists()) as folder:
         yield folder
         _keep_permissions(target, folder)
-        _switch(folder, target)
+        _replace_folder(folder, target)
 
 
 def recover(target: Path) -> None:
     """Rename the old folder back if its replacement was killed between the two renames."""
-    aside = target.with_name(f"{ASIDE}{target.name}")
-    if not os.path.lexists(target) and os.path.lexists(aside):
-        with suppress(OSError), _unclaimed(aside) as certain:
-            if certain:
-                os.rename(aside, target)
+    aside_path = target.with_name(f"{ASIDE}{target.name}")
+    if not os.path.lexists(target) and os.path.lexists(aside_path):
+        with suppress(OSError), _folder_lock(aside_path) as is_locked:
+            if is_locked:
+                os.rename(aside_path, target)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -76,13 +76,13 @@ def remove_leftovers(folder: Path) -> None:
     with suppress(OSError):  # a folder that may not be listed
         for path in folder.iterdir():
             if path.name.startswith(TEMPORARY) and not path.is_symlink():
-                with suppress(OSError), _unclaimed(path) as certain:
-                    if certain:
+                with suppress(OSError), _folder_lock(path) as is_locked:
+                    if is_locked:
                         _remove(path)
 
 
 @contextmanager
-def _claimed(target: Path, *, private: bool) -> Iterator[Path]:
+def _locked_new_folder(target: Path, *, private: bool) -> Iterator[Path]:
     """Yield a new locked temporary folder beside the target; on exit remove the folder that then has its name."""
     path, lock = _new_folder(target, 0o700 if private else 0o777)
     try:
@@ -114,7 +114,7 @@ def _new_folder(target: Path, mode: int) -> tuple[Path, int | None]:
 
 
 @contextmanager
-def _unclaimed(path: Path) -> Iterator[bool]:
+def _folder_lock(path: Path) -> Iterator[bool]:
     """Lock a folder within the block; yield False without locks, raise BlockingIOError if another process has it."""
     if not fcntl:
         yield False
@@ -140,47 +140,47 @@ def _lock(handle: int, *, wait: bool) -> bool:
 def _keep_permissions(old: Path, new: Path) -> None:
     """Copy owner and mode of the old path to the new one; do nothing if the old one does not exist."""
     try:
-        found = os.stat(old)
+        status = os.stat(old)
     except FileNotFoundError:
         return
     with suppress(OSError):  # only root can give files away
-        os.chown(new, found.st_uid, found.st_gid)
-    os.chmod(new, stat.S_IMODE(found.st_mode))
+        os.chown(new, status.st_uid, status.st_gid)
+    os.chmod(new, stat.S_IMODE(status.st_mode))
 
 
-def _switch(new: Path, target: Path) -> None:
+def _replace_folder(new: Path, target: Path) -> None:
     """Rename the new folder to the target; the old target gets the new folder's former name, or is removed."""
     if not target.exists():
         os.rename(new, target)
     elif not _swap_names(new, target):
-        aside = target.with_name(f"{ASIDE}{target.name}")
-        with _unclaimed(target):  # locked, so that no other process removes it as a leftover
-            os.rename(target, aside)
+        aside_path = target.with_name(f"{ASIDE}{target.name}")
+        with _folder_lock(target):  # locked, so that no other process removes it as a leftover
+            os.rename(target, aside_path)
             try:
                 os.rename(new, target)
             except BaseException:
-                os.rename(aside, target)
+                os.rename(aside_path, target)
                 raise
-            _remove(aside)
+            _remove(aside_path)
 
 
-def _swap_names(one: Path, other: Path) -> bool:
+def _swap_names(first: Path, second: Path) -> bool:
     """Exchange two names in one system call; return False where the system does not support it."""
     if sys.platform == "win32":
         return False
     libc = ctypes.CDLL(None, use_errno=True)
-    names = os.fsencode(one), os.fsencode(other)
+    names = os.fsencode(first), os.fsencode(second)
     if hasattr(libc, "renameat2"):
-        here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux
-        failed = libc.renameat2(here, names[0], here, names[1], exchange)
+        current_folder, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux
+        has_failed = libc.renameat2(current_folder, names[0], current_folder, names[1], exchange)
     elif hasattr(libc, "renamex_np"):
-        failed = libc.renamex_np(*names, 2)  # RENAME_SWAP of macOS
+        has_failed = libc.renamex_np(*names, 2)  # RENAME_SWAP of macOS
     else:
         return False
     code = ctypes.get_errno()
-    if failed and code not in _UNSUPPORTED:
-        raise OSError(code, os.strerror(code), str(other))
-    return not failed
+    if has_failed and code not in _UNSUPPORTED:
+        raise OSError(code, os.strerror(code), str(second))
+    return not has_failed
 
 
 def _sync_folder(folder: Path) -> None:
@@ -201,35 +201,35 @@ def _remove(path: Path) -> None:
 
 
 #: Groups within groups.
-DEPTH = 64
+DEPTH_LIMIT = 64
 #: Variables and groups of one file.
-COUNT = 100_000
+COUNT_LIMIT = 100_000
 #: Bytes of one attribute, or of one metadata file: parsed JSON takes about thirty times the memory of its text.
-TEXT = 2 * 2**20
+TEXT_LIMIT = 2 * 2**20
 #: Assumed bytes in memory of one text label: a reference and a Python string.
-LABEL = 80
+LABEL_BYTES = 80
 
 
-def damaged(path: Path, what: str) -> FileError:
+def damaged_file_error(path: Path, problem: str) -> FileError:
     """Create the FileError for a file whose content does not match its metadata or checksums."""
-    return FileError("This file is damaged.", got=f"{path}: {what}")
+    return FileError("This file is damaged.", got=f"{path}: {problem}")
 
 
-def foreign(path: Path, what: str) -> FileError:
+def foreign_content_error(path: Path, content: str) -> FileError:
     """Create the FileError for content that rnnlens never writes and that could do harm."""
     return FileError(
-        "This file contains something that rnnlens does not read.", got=f"{path}: {what}", expected="plain arrays"
+        "This file contains something that rnnlens does not read.", got=f"{path}: {content}", expected="plain arrays"
     )
 
 
-def check_size(path: Path, size: int, memory: int, *, lazily: bool = False) -> None:
+def check_size(path: Path, size: int, memory: int, *, can_be_lazy: bool = False) -> None:
     """Raise TooLargeError if arrays of ``size`` bytes exceed ``memory``."""
     if size <= memory:
         return
-    enough = format_memory(size + size // 10)
+    sufficient_memory = format_memory(size + size // 10)
     raise TooLargeError(
         "This file is larger than the memory limit.",
         got=f"{path}: arrays of {format_memory(size)}",
         expected=f"at most {format_memory(memory)} (memory=)",
-        hint=f'memory="{enough}"' + (" or lazy=True" if lazily else ""),
+        hint=f'memory="{sufficient_memory}"' + (" or lazy=True" if can_be_lazy else ""),
     )

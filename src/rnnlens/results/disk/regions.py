@@ -27,11 +27,11 @@ from . import replacing_folder, write_file
 from .store import recording
 
 #: Within a folder in progress: the folder of finished chunks' records, and the checksums of labels and metadata.
-_DONE, _LABELS = ".chunks", ".labels.json"
+_RECORDS_FOLDER, _LAYOUT_SUMS = ".chunks", ".labels.json"
 
 #: Kind and text of an error: of a chunk, a file or a worker.
 Failure = tuple[str, str]
-_EVERY = {"write_empty_chunks": True}
+_WRITE_EMPTY = {"write_empty_chunks": True}
 
 
 class ChunkTasks(Protocol):
@@ -67,45 +67,51 @@ class Region:
     """Where the arrays of chunks lie: folder, and by the name of a chunk's array its path and axis of samples."""
 
     folder: str
-    places: Mapping[str, tuple[str, int]]
+    destinations: Mapping[str, tuple[str, int]]
 
 
-def write_regions(tree: xr.DataTree, places: Mapping[str, tuple[str, int]], tasks: ChunkTasks, target: Path) -> Path:
+def write_regions(
+    tree: xr.DataTree, destinations: Mapping[str, tuple[str, int]], tasks: ChunkTasks, target: Path
+) -> Path:
     """Lay out a folder, compute all chunks that are missing in it, and return it; raise an error if some fail."""
     folder = target.with_name(f".{target.name}.{tasks.token[:16]}.unfinished")
-    if not (folder / _LABELS).is_file():
-        _lay_out(tree, folder)
-    region = Region(str(folder), dict(places))
+    if not (folder / _LAYOUT_SUMS).is_file():
+        _write_layout(tree, folder)
+    region = Region(str(folder), dict(destinations))
     missing = [i for i in range(len(tasks.arguments)) if not _record_path(folder, i).is_file()]
     with Progress(tasks.title, len(tasks.arguments)) as progress:
         progress.advance(len(tasks.arguments) - len(missing))
-        failures = _run(region, missing, tasks, progress)
+        failures = _compute_missing(region, missing, tasks, progress)
     missing = [i for i in missing if not _record_path(folder, i).is_file()]
     if failures or missing:
-        elsewhere = "file", "the workers write to another disk: take a folder of all machines"
-        kind, text = failures[min(failures)] if failures else elsewhere
-        what = f"{len(missing)} of {len(tasks.arguments)} chunks are not written to {target.name}; the others are kept."
+        other_disk_failure = "file", "the workers write to another disk: take a folder of all machines"
+        kind, reason = failures[min(failures)] if failures else other_disk_failure
+        problem = (
+            f"{len(missing)} of {len(tasks.arguments)} chunks are not written to {target.name}; the others are kept."
+        )
         hint = "mend the cause and call save with the same path: it goes on with the missing chunks"
-        error = UserCodeError if kind == "chunk" else FileError
-        raise error(message(what, got=" ".join(text.split()), hint=hint))
+        error_class = UserCodeError if kind == "chunk" else FileError
+        raise error_class(message(problem, got=" ".join(reason.split()), hint=hint))
     return folder
 
 
-def _lay_out(tree: xr.DataTree, folder: Path) -> None:
+def _write_layout(tree: xr.DataTree, folder: Path) -> None:
     """Write labels and metadata of all arrays, lazy ones without values."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     store = recording(folder)
     for node in tree.subtree:
         dataset = node.to_dataset(inherit=False)
-        encoding = dict.fromkeys(dataset.variables, _EVERY)
+        encoding = dict.fromkeys(dataset.variables, _WRITE_EMPTY)
         options: dict[str, Any] = {"zarr_format": 2, "consolidated": False, "compute": False, "encoding": encoding}
         dataset.to_zarr(store, group=node.path, mode="a", **options)
-    (folder / _DONE).mkdir()
-    write_file(folder / _LABELS, [json.dumps(store.sums).encode()])
+    (folder / _RECORDS_FOLDER).mkdir()
+    write_file(folder / _LAYOUT_SUMS, [json.dumps(store.sums).encode()])
 
 
-def _run(region: Region, missing: Sequence[int], tasks: ChunkTasks, progress: Progress) -> dict[int, Failure]:
+def _compute_missing(
+    region: Region, missing: Sequence[int], tasks: ChunkTasks, progress: Progress
+) -> dict[int, Failure]:
     """Compute the missing chunks; return the kind and the text of the error of each chunk that failed."""
     if not missing:
         return {}
@@ -114,36 +120,36 @@ def _run(region: Region, missing: Sequence[int], tasks: ChunkTasks, progress: Pr
     writers = {
         i: write(region, *tasks.arguments[i], dask_key_name=(f"{tasks.title}-write-{tasks.token}", i)) for i in missing
     }
-    connected, failures = client(), {}
-    if connected is None:
-        ended = _ended_here(dask, region, writers)
+    dask_client, failures = client(), {}
+    if dask_client is None:
+        outcomes = _outcomes_in_process(dask, region, writers)
     else:
-        futures = dict(zip(connected.compute(list(writers.values())), writers, strict=True))
-        ended = ((futures[future], outcome) for future, outcome in results_of(connected, list(futures)))
-    for number, outcome in ended:
+        futures = dict(zip(dask_client.compute(list(writers.values())), writers, strict=True))
+        outcomes = ((futures[future], outcome) for future, outcome in results_of(dask_client, list(futures)))
+    for chunk_number, outcome in outcomes:
         progress.advance()
         if isinstance(outcome, Exception):
-            _refuse_lost(outcome)
-            _, start, stop, _ = tasks.arguments[number][2]
+            _check_connection(outcome)
+            _, start, stop, _ = tasks.arguments[chunk_number][2]
             kind = "worker" if type(outcome).__name__ == "KilledWorker" else "chunk"
-            text = str(outcome) if isinstance(outcome, RnnlensError) else failed_samples((start, stop), outcome)
-            outcome = kind, text
+            reason = str(outcome) if isinstance(outcome, RnnlensError) else failed_samples((start, stop), outcome)
+            outcome = kind, reason
         if outcome is not None:
-            failures[number] = outcome
+            failures[chunk_number] = outcome
     return failures
 
 
-def _ended_here(dask: Any, region: Region, writers: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
+def _outcomes_in_process(dask: Any, region: Region, writers: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
     """Compute chunks in this process; yield the number of each chunk with its result or exception."""
     try:
         outcomes = dask.compute(*writers.values())
     except Exception:  # data of the user that cannot be read: each chunk alone, so that the others are not lost
-        outcomes = [_ended_alone(dask, region, number, writer) for number, writer in writers.items()]
+        outcomes = [_outcome_alone(dask, region, chunk_number, writer) for chunk_number, writer in writers.items()]
     yield from zip(writers, outcomes, strict=True)
 
 
-def _ended_alone(dask: Any, region: Region, number: int, writer: Any) -> Any:
-    if _record_path(Path(region.folder), number).is_file():
+def _outcome_alone(dask: Any, region: Region, chunk_number: int, writer: Any) -> Any:
+    if _record_path(Path(region.folder), chunk_number).is_file():
         return None
     try:
         return dask.compute(writer)[0]
@@ -151,7 +157,7 @@ def _ended_alone(dask: Any, region: Region, number: int, writer: Any) -> Any:
         return error
 
 
-def _refuse_lost(error: Exception) -> None:
+def _check_connection(error: Exception) -> None:
     """Raise FileError if the connection to the scheduler is lost."""
     if type(error).__name__ in ("FutureCancelledError", "CancelledError", "CommClosedError"):
         raise FileError(
@@ -161,48 +167,50 @@ def _refuse_lost(error: Exception) -> None:
         ) from error
 
 
-def write_chunk(region: Region, task: Any, model: Any, rows: tuple[int, ...], *parts: Any) -> Failure | None:
+def write_chunk(region: Region, task: Any, model: Any, row_range: tuple[int, ...], *inputs: Any) -> Failure | None:
     """Compute one chunk and write its regions, then its record; return None, or the kind and the text of an error."""
-    folder, number = Path(region.folder), rows[0]
+    folder, chunk_number = Path(region.folder), row_range[0]
     try:
-        values = task(model, rows, *parts)
+        chunk_values = task(model, row_range, *inputs)
     except Exception as error:
         return "chunk", str(error)
     store = recording(folder)
     try:
         group = zarr.open_group(store, mode="r+", zarr_format=2)
-        for name, (path, axis) in region.places.items():
-            found = values.kept[name]
-            array = group[path.lstrip("/")].with_config(_EVERY)
-            index = tuple(slice(rows[1], rows[2]) if i == axis else slice(None) for i in range(found.ndim))
-            array[index] = found
-        record = {"sums": store.sums, "record": values.record()}
-        write_file(_record_path(folder, number), [json.dumps(record, default=_plain).encode()])
+        for name, (path, axis) in region.destinations.items():
+            array_values = chunk_values.kept[name]
+            zarr_array = group[path.lstrip("/")].with_config(_WRITE_EMPTY)
+            index = tuple(
+                slice(row_range[1], row_range[2]) if i == axis else slice(None) for i in range(array_values.ndim)
+            )
+            zarr_array[index] = array_values
+        chunk_record = {"sums": store.sums, "record": chunk_values.record()}
+        write_file(_record_path(folder, chunk_number), [json.dumps(chunk_record, default=_json_default).encode()])
     except OSError as error:
-        return "file", f"samples {rows[1]} to {rows[2] - 1}: {error}"
+        return "file", f"samples {row_range[1]} to {row_range[2] - 1}: {error}"
     return None
 
 
-def _plain(value: Any) -> Any:
+def _json_default(value: Any) -> Any:
     return np.asarray(value).tolist()
 
 
-def _record_path(folder: Path, number: int) -> Path:
-    return folder / _DONE / f"{number}.json"
+def _record_path(folder: Path, chunk_number: int) -> Path:
+    return folder / _RECORDS_FOLDER / f"{chunk_number}.json"
 
 
-def records_of(folder: Path, count: int) -> list[dict[str, Any]]:
+def records_of(folder: Path, chunk_count: int) -> list[dict[str, Any]]:
     """Return the records of all chunks, in order."""
-    return [json.loads(_record_path(folder, i).read_text())["record"] for i in range(count)]
+    return [json.loads(_record_path(folder, i).read_text())["record"] for i in range(chunk_count)]
 
 
-def complete(folder: Path, target: Path, count: int, attributes: Mapping[str, Mapping[str, Any]]) -> None:
+def finish_folder(folder: Path, target: Path, chunk_count: int, attributes: Mapping[str, Mapping[str, Any]]) -> None:
     """Add attributes, by path of a group or array, and checksums of all files; give the folder its name."""
-    sums = json.loads((folder / _LABELS).read_text())
-    for number in range(count):
-        sums |= json.loads(_record_path(folder, number).read_text())["sums"]
-    shutil.rmtree(folder / _DONE)
-    (folder / _LABELS).unlink()
+    sums = json.loads((folder / _LAYOUT_SUMS).read_text())
+    for chunk_number in range(chunk_count):
+        sums |= json.loads(_record_path(folder, chunk_number).read_text())["sums"]
+    shutil.rmtree(folder / _RECORDS_FOLDER)
+    (folder / _LAYOUT_SUMS).unlink()
     store = recording(folder, sums)
     group = zarr.open_group(store, mode="r+", zarr_format=2)
     for path, attrs in attributes.items():
@@ -210,6 +218,6 @@ def complete(folder: Path, target: Path, count: int, attributes: Mapping[str, Ma
         node.attrs.update(dict(attrs))
     zarr.consolidate_metadata(store, zarr_format=2)
     store.seal()
-    with replacing_folder(target) as empty:
-        empty.rmdir()
-        os.rename(folder, empty)
+    with replacing_folder(target) as new_folder:
+        new_folder.rmdir()
+        os.rename(folder, new_folder)

@@ -25,15 +25,24 @@ import numpy as np
 from zarr.abc.store import Store
 from zarr.storage import LocalStore, WrapperStore
 
-from . import COUNT, DEPTH, LABEL, TEXT, check_size, damaged, foreign, write_file
+from . import (
+    COUNT_LIMIT,
+    DEPTH_LIMIT,
+    LABEL_BYTES,
+    TEXT_LIMIT,
+    check_size,
+    damaged_file_error,
+    foreign_content_error,
+    write_file,
+)
 
 MANIFEST = ".rnnlens-sha256"
 #: Files that are read as JSON. The root's .zmetadata, a copy of them for other readers, is not read.
 _METADATA = (".zgroup", ".zarray", ".zattrs")
-_CHUNK = re.compile(r"\d+([./]\d+)*")
+_CHUNK_NAME = re.compile(r"\d+([./]\d+)*")
 _COMPRESSORS = (None, "blosc", "zstd")
-_ESCAPED = "\\"
-_TEXTS = {"id": "vlen-utf8"}
+_ESCAPE_MARK = "\\"
+_TEXT_FILTER = {"id": "vlen-utf8"}
 
 
 class PendingWrites:
@@ -43,7 +52,7 @@ class PendingWrites:
         self.condition, self.count, self.stopped = Condition(), 0, False
 
     @contextmanager
-    def one(self) -> Iterator[None]:
+    def count_write(self) -> Iterator[None]:
         """Count one file as being written during the block; raise OSError after :meth:`stop`."""
         with self.condition:
             if self.stopped:
@@ -63,7 +72,7 @@ class PendingWrites:
             self.condition.wait_for(lambda: self.count == 0, seconds)
 
 
-class Recording(WrapperStore):  # type: ignore[misc]
+class RecordingStore(WrapperStore):  # type: ignore[misc]
     """Zarr store for writing: it records the SHA-256 of every file written."""
 
     def __init__(self, store: Any, sums: dict[str, str] | None = None, pending: PendingWrites | None = None) -> None:
@@ -71,14 +80,14 @@ class Recording(WrapperStore):  # type: ignore[misc]
         self.sums: dict[str, str] = {} if sums is None else sums
         self.pending = PendingWrites() if pending is None else pending
 
-    def _with_store(self, store: Any) -> Recording:
-        return Recording(store, self.sums, self.pending)
+    def _with_store(self, store: Any) -> RecordingStore:
+        return RecordingStore(store, self.sums, self.pending)
 
     async def set(self, key: str, value: Any) -> None:
         """Write one file and record its checksum."""
-        with self.pending.one():
+        with self.pending.count_write():
             await self._store.set(key, value)
-        self.sums[key] = _sum(value.to_bytes())
+        self.sums[key] = _digest(value.to_bytes())
 
     async def set_if_not_exists(self, key: str, value: Any) -> None:
         """Write one file and record its checksum, unless the file exists."""
@@ -95,17 +104,17 @@ class Recording(WrapperStore):  # type: ignore[misc]
 
     def seal(self) -> None:
         """Write the list of checksums; no file may be written afterwards."""
-        lines = [_line(key, digest) for key, digest in sorted(self.sums.items())]
+        lines = [_format_line(key, digest) for key, digest in sorted(self.sums.items())]
         write_file(Path(self._store.root) / MANIFEST, ["".join(lines).encode()])
 
 
-def recording(root: Path, sums: dict[str, str] | None = None) -> Recording:
+def recording(root: Path, sums: dict[str, str] | None = None) -> RecordingStore:
     """Return a store that writes to the folder ``root``; ``sums`` are checksums recorded earlier."""
-    return Recording(LocalStore(root), sums)
+    return RecordingStore(LocalStore(root), sums)
 
 
 @contextmanager
-def new_recording(root: Path) -> Iterator[Recording]:
+def new_recording(root: Path) -> Iterator[RecordingStore]:
     """Yield a store that writes to the new folder ``root``; after an error nothing is written there any more.
 
     Zarr writes files side by side: where one fails, others would still create the folder again after its removal.
@@ -119,26 +128,26 @@ def new_recording(root: Path) -> Iterator[Recording]:
 
 
 @dataclass(frozen=True)
-class Announced:
-    """Sizes that an array's metadata declares: bytes of all, of one of ``count`` chunks, and ``most`` unpacked."""
+class DeclaredSizes:
+    """Sizes that an array's metadata declares: bytes of all, of one of ``count`` chunks, and of one unpacked."""
 
     size: int
     chunk: int
     count: int
     compressor: str | None
-    most: int
+    max_unpacked: int
 
-    def unpacked(self, chunk: bytes) -> float:
+    def unpacked_size(self, chunk: bytes) -> float:
         """Return the number of bytes that a chunk unpacks to, as declared in its header."""
         if self.compressor == "blosc":
             return int.from_bytes(chunk[4:8], "little")
         return _zstd_size(chunk) if self.compressor == "zstd" else len(chunk)
 
 
-class Verified(WrapperStore):  # type: ignore[misc]
+class VerifyingStore(WrapperStore):  # type: ignore[misc]
     """Read-only Zarr store that verifies every file by ``keys``, the checksums by path (None without a list)."""
 
-    def __init__(self, store: Any, keys: Mapping[str, str | None], arrays: Mapping[str, Announced]) -> None:
+    def __init__(self, store: Any, keys: Mapping[str, str | None], arrays: Mapping[str, DeclaredSizes]) -> None:
         super().__init__(store)
         self.keys, self.arrays = keys, arrays
 
@@ -147,8 +156,8 @@ class Verified(WrapperStore):  # type: ignore[misc]
         """True if the folder has a list of checksums."""
         return None not in self.keys.values()
 
-    def _with_store(self, store: Any) -> Verified:
-        return Verified(store, self.keys, self.arrays)
+    def _with_store(self, store: Any) -> VerifyingStore:
+        return VerifyingStore(store, self.keys, self.arrays)
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
         """Read and verify one file; return None if the folder has no such file."""
@@ -156,25 +165,25 @@ class Verified(WrapperStore):  # type: ignore[misc]
             raise NotImplementedError("A chunk of the file has no checksum.")
         if key not in self.keys:
             return None
-        found = await self._store.get(key, prototype)
+        file = await self._store.get(key, prototype)
         root = Path(self._store.root)
-        if found is None:
-            raise damaged(root, f"{key} is missing")
-        content, expected = found.to_bytes(), self.keys[key]
-        if expected is not None and _sum(content) != expected:
-            raise damaged(root, f"the checksum of {key} does not match")
+        if file is None:
+            raise damaged_file_error(root, f"{key} is missing")
+        content, expected_digest = file.to_bytes(), self.keys[key]
+        if expected_digest is not None and _digest(content) != expected_digest:
+            raise damaged_file_error(root, f"the checksum of {key} does not match")
         array = self.arrays.get(_array_of(key))
-        if array is not None and array.unpacked(content) > array.most:
-            raise damaged(root, f"{key} decompresses to more than declared")
-        return found
+        if array is not None and array.unpacked_size(content) > array.max_unpacked:
+            raise damaged_file_error(root, f"{key} decompresses to more than declared")
+        return file
 
     async def get_partial_values(self, prototype: Any, key_ranges: Any) -> list[Any]:
         """Read several files; parts of files are refused, because they have no checksum."""
-        return [await self.get(key, prototype, part) for key, part in key_ranges]
+        return [await self.get(key, prototype, byte_range) for key, byte_range in key_ranges]
 
     async def _get_many(self, requests: Any) -> AsyncIterator[tuple[str, Any]]:
-        for key, prototype, part in requests:
-            yield key, await self.get(key, prototype, part)
+        for key, prototype, byte_range in requests:
+            yield key, await self.get(key, prototype, byte_range)
 
     async def exists(self, key: str) -> bool:
         """Return whether the folder has a file ``key``."""
@@ -198,142 +207,147 @@ class Verified(WrapperStore):  # type: ignore[misc]
             yield name
 
 
-def verified(root: Path, memory: int, *, lazy: bool) -> Verified:
+def verified_store(root: Path, memory: int, *, lazy: bool) -> VerifyingStore:
     """Check the metadata of a Zarr folder for foreign, missing or too large content; return a store to read it."""
-    there, listed = set(_files(root)), manifest(root)
-    for key in (listed or {}).keys() - there:
-        raise damaged(root, f"{key} is missing")
-    keys: Mapping[str, str | None] = dict.fromkeys(sorted(there - {MANIFEST})) if listed is None else listed
+    present_files, digest_by_file = set(_iter_files(root)), read_manifest(root)
+    for key in (digest_by_file or {}).keys() - present_files:
+        raise damaged_file_error(root, f"{key} is missing")
+    keys: Mapping[str, str | None] = (
+        dict.fromkeys(sorted(present_files - {MANIFEST})) if digest_by_file is None else digest_by_file
+    )
     for key in keys:
         if key.rpartition("/")[2] in _METADATA:
             _check_small(root, key)
     arrays = {
-        key.removesuffix(".zarray").rstrip("/"): _announced(root, key, keys[key], memory)
+        key.removesuffix(".zarray").rstrip("/"): _declared_sizes(root, key, keys[key], memory)
         for key in keys
         if key.rpartition("/")[2] == ".zarray"
     }
-    total = sum(array.size for array in arrays.values())
-    largest = max((array.chunk for array in arrays.values()), default=0)
-    check_size(root, largest if lazy else max(total, largest), memory, lazily=not lazy)
-    if listed is not None:
+    total_size = sum(array.size for array in arrays.values())
+    largest_chunk = max((array.chunk for array in arrays.values()), default=0)
+    check_size(root, largest_chunk if lazy else max(total_size, largest_chunk), memory, can_be_lazy=not lazy)
+    if digest_by_file is not None:
         _check_complete(root, keys, arrays)
-    return Verified(LocalStore(root, read_only=True), keys, arrays)
+    return VerifyingStore(LocalStore(root, read_only=True), keys, arrays)
 
 
-def manifest(root: Path) -> dict[str, str] | None:
+def read_manifest(root: Path) -> dict[str, str] | None:
     """Read the list of checksums: path to SHA-256; None if there is no list."""
     try:
         text = (root / MANIFEST).read_text("utf-8")
     except FileNotFoundError:
         return None
     except UnicodeDecodeError as error:
-        raise damaged(root, "the list of checksums cannot be read") from error
-    return dict(_entry(line) for line in text.split("\n") if line)
+        raise damaged_file_error(root, "the list of checksums cannot be read") from error
+    return dict(_parse_line(line) for line in text.split("\n") if line)
 
 
-def _line(key: str, digest: str) -> str:
+def _format_line(key: str, digest: str) -> str:
     """Format one line of the list of checksums as ``sha256sum`` does, with special characters in the name escaped."""
-    escaped = key.replace("\\", "\\\\").replace("\n", "\\n")
-    return f"{'' if escaped == key else _ESCAPED}{digest}  {escaped}\n"
+    escaped_key = key.replace("\\", "\\\\").replace("\n", "\\n")
+    return f"{'' if escaped_key == key else _ESCAPE_MARK}{digest}  {escaped_key}\n"
 
 
-def _entry(line: str) -> tuple[str, str]:
+def _parse_line(line: str) -> tuple[str, str]:
     digest, _, key = line.partition("  ")
-    if digest.startswith(_ESCAPED):
-        key = re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], key)
-    return key, digest.removeprefix(_ESCAPED)
+    if digest.startswith(_ESCAPE_MARK):
+        key = re.sub(r"\\(.)", lambda match: "\n" if match[1] == "n" else match[1], key)
+    return key, digest.removeprefix(_ESCAPE_MARK)
 
 
 def root_attributes(root: Path) -> dict[str, Any]:
     """Read the attributes of the root without any check; return an empty mapping if they cannot be read."""
     try:
-        found = json.loads(_small(root, ".zattrs"))
+        attributes = json.loads(_read_small(root, ".zattrs"))
     except (FileNotFoundError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return attributes if isinstance(attributes, dict) else {}
 
 
-def _announced(root: Path, key: str, expected: str | None, memory: int) -> Announced:
-    content = _small(root, key)
-    if expected is not None and _sum(content) != expected:
-        raise damaged(root, f"the checksum of {key} does not match")
+def _declared_sizes(root: Path, key: str, expected_digest: str | None, memory: int) -> DeclaredSizes:
+    content = _read_small(root, key)
+    if expected_digest is not None and _digest(content) != expected_digest:
+        raise damaged_file_error(root, f"the checksum of {key} does not match")
     try:
-        found = json.loads(content)
-        shape, chunks = ([int(n) for n in found[name]] for name in ("shape", "chunks"))
-        kind, filters = np.dtype(str(found["dtype"])), found.get("filters") or []
-        compressor = (found.get("compressor") or {}).get("id")
-        pairs = list(zip(shape, chunks, strict=True))
+        metadata = json.loads(content)
+        shape, chunks = ([int(n) for n in metadata[name]] for name in ("shape", "chunks"))
+        dtype, filters = np.dtype(str(metadata["dtype"])), metadata.get("filters") or []
+        compressor = (metadata.get("compressor") or {}).get("id")
+        axis_chunks = list(zip(shape, chunks, strict=True))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise damaged(root, f"{key}: {type(error).__name__}: {error}") from error
-    texts = filters == [_TEXTS] and kind.kind == "O"
-    if compressor not in _COMPRESSORS or not (texts or (not filters and kind.kind in "biufcSU")):
-        raise foreign(root, f"values of type {kind} under {compressor}, {filters} in {key}")
-    if min([1, *shape]) < 0 or min([1, *chunks]) < 1 or found.get("dimension_separator", ".") != ".":
-        raise damaged(root, f"{key}: a shape of {shape} in chunks of {chunks}")
-    itemsize = LABEL if texts else kind.itemsize
-    chunk, count = math.prod(chunks) * itemsize, math.prod(-(-length // part) for length, part in pairs)
-    return Announced(math.prod(shape) * itemsize, chunk, count, compressor, memory if texts else chunk)
+        raise damaged_file_error(root, f"{key}: {type(error).__name__}: {error}") from error
+    is_text = filters == [_TEXT_FILTER] and dtype.kind == "O"
+    if compressor not in _COMPRESSORS or not (is_text or (not filters and dtype.kind in "biufcSU")):
+        raise foreign_content_error(root, f"values of type {dtype} under {compressor}, {filters} in {key}")
+    if min([1, *shape]) < 0 or min([1, *chunks]) < 1 or metadata.get("dimension_separator", ".") != ".":
+        raise damaged_file_error(root, f"{key}: a shape of {shape} in chunks of {chunks}")
+    itemsize = LABEL_BYTES if is_text else dtype.itemsize
+    chunk, count = (
+        math.prod(chunks) * itemsize,
+        math.prod(-(-length // chunk_length) for length, chunk_length in axis_chunks),
+    )
+    return DeclaredSizes(math.prod(shape) * itemsize, chunk, count, compressor, memory if is_text else chunk)
 
 
-def _check_complete(root: Path, keys: Mapping[str, Any], arrays: Mapping[str, Announced]) -> None:
+def _check_complete(root: Path, keys: Mapping[str, Any], arrays: Mapping[str, DeclaredSizes]) -> None:
     """Check that every chunk of every array is on the list of checksums."""
-    listed = dict.fromkeys(arrays, 0)
+    listed_chunks = dict.fromkeys(arrays, 0)
     for key in keys:
-        if (name := _array_of(key)) in listed:
-            listed[name] += 1
+        if (name := _array_of(key)) in listed_chunks:
+            listed_chunks[name] += 1
     for name, array in arrays.items():
-        if listed[name] != array.count:
-            raise damaged(root, f"{name} declares {array.count} chunks and has {listed[name]}")
+        if listed_chunks[name] != array.count:
+            raise damaged_file_error(root, f"{name} declares {array.count} chunks and has {listed_chunks[name]}")
 
 
 def _array_of(key: str) -> str:
     """Return the folder of the array that a chunk file belongs to; the key itself for other files."""
     folder, _, name = key.rpartition("/")
-    return folder if _CHUNK.fullmatch(name) else key
+    return folder if _CHUNK_NAME.fullmatch(name) else key
 
 
-def _files(root: Path) -> Iterator[str]:
+def _iter_files(root: Path) -> Iterator[str]:
     """Yield the paths of all files below ``root``; refuse links and devices."""
-    waiting, seen = [("", 0)], 0
-    while waiting:
-        prefix, depth = waiting.pop()
-        if depth > DEPTH:
-            raise foreign(root, f"more than {DEPTH} folders within folders")
+    pending, folder_count = [("", 0)], 0
+    while pending:
+        prefix, depth = pending.pop()
+        if depth > DEPTH_LIMIT:
+            raise foreign_content_error(root, f"more than {DEPTH_LIMIT} folders within folders")
         with os.scandir(root / prefix) as entries:
             for entry in entries:
                 key = f"{prefix}{entry.name}"
                 mode = entry.stat(follow_symlinks=False).st_mode
                 if stat.S_ISDIR(mode):
-                    seen += 1
-                    waiting.append((f"{key}/", depth + 1))
+                    folder_count += 1
+                    pending.append((f"{key}/", depth + 1))
                 elif stat.S_ISREG(mode):
                     yield key
                 else:
-                    raise foreign(root, f"a link or a device, {key}")
-        if seen > COUNT:
-            raise foreign(root, f"more than {COUNT} variables")
+                    raise foreign_content_error(root, f"a link or a device, {key}")
+        if folder_count > COUNT_LIMIT:
+            raise foreign_content_error(root, f"more than {COUNT_LIMIT} variables")
 
 
-def _small(root: Path, key: str) -> bytes:
+def _read_small(root: Path, key: str) -> bytes:
     """Read a metadata file, after checking that it is small."""
     _check_small(root, key)
     return (root / key).read_bytes()
 
 
 def _check_small(root: Path, key: str) -> None:
-    if (size := (root / key).stat().st_size) > TEXT:
-        raise foreign(root, f"metadata of {size} bytes, {key}")
+    if (size := (root / key).stat().st_size) > TEXT_LIMIT:
+        raise foreign_content_error(root, f"metadata of {size} bytes, {key}")
 
 
 def _zstd_size(frame: bytes) -> float:
     """Return the field ``Frame_Content_Size`` of a zstd frame (RFC 8878, section 3.1.1.1); infinity if absent."""
     flags = frame[4] if len(frame) > 4 else 0
-    single = flags >> 5 & 1
-    width = (single, 2, 4, 8)[flags >> 6]
-    start = 5 + (not single) + (0, 1, 2, 4)[flags & 3]
+    is_single_segment = flags >> 5 & 1
+    width = (is_single_segment, 2, 4, 8)[flags >> 6]
+    start = 5 + (not is_single_segment) + (0, 1, 2, 4)[flags & 3]
     size = int.from_bytes(frame[start : start + width], "little") + (256 if width == 2 else 0)
     return size if width else math.inf
 
 
-def _sum(content: bytes) -> str:
+def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
