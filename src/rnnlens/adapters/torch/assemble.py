@@ -28,7 +28,8 @@ Gradients = Callable[[Tensor], Tensor | None]
 class PortTensors:
     """Tensors behind a port, and the linear function from them (or their gradients) to the port's layout.
 
-    ``compute_value`` computes the port's value where that needs another function than ``gather``, which is used for gradients.
+    ``compute_value`` computes the port's value where that needs another function than ``gather``, which is used for
+    gradients.
     """
 
     tensors: list[Tensor]
@@ -131,9 +132,8 @@ def _state_boundary(recurrence: Recurrence, index: int) -> PortTensors:
     hidden_states, slopes = list[Tensor](), list[Tensor]()
     if index == 1 and recurrence.owner.step_cell is None:
         first_states = calls[0].link.final
-        if (
-            first_states[1].grad_fn is None or first_states[1].grad_fn is first_states[0].grad_fn
-        ):  # a fused kernel: no path from c_t to h_t
+        # A fused kernel has no path from c_t to h_t.
+        if first_states[1].grad_fn is None or first_states[1].grad_fn is first_states[0].grad_fn:
             hidden_states = [call.link.final[0] for call in calls]
             slopes = [
                 _cell_to_hidden_slope(call.layer_records[0], call.link.final, call.link.initial[0]) for call in calls
@@ -367,9 +367,8 @@ class Assembler:
             for i in range(len(first_call.state_taps))
         ]
         call.output_grad = port_gradient("output")
-        if (
-            recurrence.owner.is_fused and read_ports[0].tensors
-        ):  # the first state of a layer is the last step of its output
+        # The first state of a layer is the last step of its output.
+        if recurrence.owner.is_fused and read_ports[0].tensors:
             call.output_grad = call.output_grad + self._port_gradient(read_ports[0])
         # Where a mask ended samples earlier, the gradients at their states are in ``state_grad``.
         is_masked = recurrence.valid() is not None

@@ -42,9 +42,8 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
         with AxisProbe(model, batch, all_ports, cut=False) as uncut_probe:
             sample_axes, coupled_ports = _find_samples(uncut_probe, all_ports)
     is_single_step = all(sequence.steps == 1 for sequence in _step_sequences(probe.calls))
-    for port in (
-        all_ports if is_single_step else ()
-    ):  # an axis of size 1 is the one step, except of a tensor of two axes
+    # An axis of size 1 is the one step, except of a tensor of two axes.
+    for port in all_ports if is_single_step else ():
         shape, sample_axis = shapes.get(port, ()), sample_axes.get(port)
         unit_axes = [
             axis for axis, size in enumerate(shape) if size == 1 and (sample_axis is None or axis != sample_axis.axis)
@@ -60,9 +59,9 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
 class _KnownAxes:
     """Axes found so far: the shapes of all requested tensors, their sample axes and their time axes.
 
-    ``coupled_ports`` holds the ports at which every sample depends on other samples. ``sample_count`` is the smallest number of
-    samples of any recurrent call. ``unclear_axes`` holds, for tensors without a clear time axis, the axes that follow steps:
-    several, or one that holds features as well.
+    ``coupled_ports`` holds the ports at which every sample depends on other samples. ``sample_count`` is the smallest
+    number of samples of any recurrent call. ``unclear_axes`` holds, for tensors without a clear time axis, the axes
+    that follow steps: several, or one that holds features as well.
     """
 
     shapes: Mapping[Port, Shape]
@@ -113,8 +112,8 @@ def _shrinking_axes(
 ) -> dict[Port, tuple[int, ...]]:
     """Find the axes of each port that are shorter when the batch has one step (or, with ``by_samples``, sample) fewer.
 
-    ``known_axes``: the axes that count steps (or samples), as far as they are known. If that of no input is known and there
-    is only one input, each of its axes is tried. ``all_ports``: ports whose shapes are compared.
+    ``known_axes``: the axes that count steps (or samples), as far as they are known. If that of no input is known and
+    there is only one input, each of its axes is tried. ``all_ports``: ports whose shapes are compared.
     """
 
     def sizes(x: Any) -> tuple[Values, Mapping[Port, Shape]]:

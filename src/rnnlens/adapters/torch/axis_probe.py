@@ -153,7 +153,7 @@ def entry_order(support: Values, patterns: Values) -> tuple[int, ...]:
 
     Examples
     --------
-    >>> order_of(binary_patterns(3)[:, [1, 2, 0]], binary_patterns(3))
+    >>> entry_order(binary_patterns(3)[:, [1, 2, 0]], binary_patterns(3))
     (1, 2, 0)
     """
     is_same = (support[:, :, None] == patterns[:, None, :]).all(axis=0)

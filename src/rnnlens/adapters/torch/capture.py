@@ -329,8 +329,8 @@ def _state_taps(recorder: CallRecorder) -> list[Tensor]:
 def _gradients(recorder: CallRecorder, loss: Tensor, model_tensors: Sequence[Tensor], *, topmost: bool) -> Any:
     """Differentiate the loss; return a function from a recorded tensor to its gradient, or None without a path.
 
-    ``model_tensors``: tensors of the whole model whose gradients may bypass recurrent calls. ``topmost``: of the outputs of
-    recurrent layers only the last one is needed.
+    ``model_tensors``: tensors of the whole model whose gradients may bypass recurrent calls. ``topmost``: of the
+    outputs of recurrent layers only the last one is needed.
     """
     calls = [call for recurrence in recorder.recurrences for call in recurrence.calls]
     taps = [layer_record.output for call in calls for layer_record in call.layer_records][-1 if topmost else 0 :]

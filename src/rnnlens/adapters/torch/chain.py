@@ -134,9 +134,8 @@ class ChainRecorder:
         last_tensor = self._chain_tensor(output) if self._is_chain else None
         if last_tensor is None or not self._roles:
             return None
-        last_tensor = last_tensor.with_link(
-            ChainLink("", "same"), last_tensor.axes
-        )  # the axes may be in another order than the last module's
+        # The axes may be in another order than the last module's.
+        last_tensor = last_tensor.with_link(ChainLink("", "same"), last_tensor.axes)
         return [replace(link, axes=self._role_names(link.axes)) for link in last_tensor.links]
 
     def layouts(self, outputs: Any) -> dict[Port, Layout]:

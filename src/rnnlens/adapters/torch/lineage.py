@@ -23,10 +23,11 @@ States = tuple[Tensor, ...]
 class StateLink:
     """Initial and final states of one call, and the call before it in the same recurrence.
 
-    ``user_initial``: states that the user passed in. ``initial``: equal states that the layer computed on, connected to the
-    ``final`` of the call before in the graph. ``final``: states that the layer returned. ``user_final``: states that the user
-    got, and may change in place. ``recorded_final``: originals of ``user_final``, which the user's code cannot reach. ``output``:
-    output (time, sample, unit) of a layer's call, whose last step is its (upper) hidden state; None for a cell.
+    ``user_initial``: states that the user passed in. ``initial``: equal states that the layer computed on, connected to
+    the ``final`` of the call before in the graph. ``final``: states that the layer returned. ``user_final``: states
+    that the user got, and may change in place. ``recorded_final``: originals of ``user_final``, which the user's code
+    cannot reach. ``output``: output (time, sample, unit) of a layer's call, whose last step is its (upper) hidden
+    state; None for a cell.
     """
 
     user_initial: States
@@ -149,7 +150,10 @@ class StateLink:
 
 @dataclass
 class Continuation:
-    """States fed to the next call; ``moved_rows`` (sample,) is False where a sample keeps its earlier state, or None."""
+    """States that the next call starts from.
+
+    ``moved_rows`` (sample,) is False where a sample keeps its earlier state; None if no sample does.
+    """
 
     states: States
     moved_rows: Tensor | None

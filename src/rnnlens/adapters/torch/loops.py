@@ -38,9 +38,8 @@ class LoopStep(nn.Module):  # type: ignore[misc]
     def forward(self, x: Tensor, *state: Any) -> Any:
         """Call the function, and collect from its graph the parameters that it used."""
         output = self.function(x, *state)
-        argument_nodes = {
-            tensor.grad_fn for tensor in tensor_leaves((x, state))
-        }  # what is behind the arguments is not the function's
+        # What is behind the arguments is not the function's.
+        argument_nodes = {tensor.grad_fn for tensor in tensor_leaves((x, state))}
         nodes = upstream_nodes([tensor.grad_fn for tensor in reversed(tensor_leaves(output))], argument_nodes)
         parameters = [node.variable for node in nodes if hasattr(node, "variable")]
         self._used_parameters |= {
@@ -88,7 +87,7 @@ class StepListener:
             message = f"rl.torch.step(..., name={name!r}): a module has that name."
             raise InputError(message, expected="a different name for each loop")
         hook = CellHook(self.recorder, name, LoopStep(function, self.parameter_names))
-        # The same key in every pass over the model: ``never_by_row`` is passed on from pass to pass.
+        # The same key in every pass over the model: ``never_rowwise`` is passed on from pass to pass.
         hook.owner.key, hook.owner.is_declared = hash((name, id(self.model))), True
         return hook
 

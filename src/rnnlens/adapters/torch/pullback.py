@@ -250,9 +250,8 @@ class PortTable:
         if cell_and_activation is not None and slot is not None:  # a forward that does not call torch's kernel
             return PortTensors([weight], partial(_from_torch_summed, cell_and_activation[0], slot))
         _, substitute = self.recorder.substitutes.get(id(weight), (weight, weight))
-        if (
-            substitute is not weight
-        ):  # a parametrisation that returned the parameter itself, or a weight tied to a kernel's
+        # A parametrisation that returned the parameter itself, or a weight tied to a kernel's.
+        if substitute is not weight:
             return PortTensors([weight, substitute], lambda parts: parts[0] + parts[1], lambda: weight)
         return PortTensors([weight])
 

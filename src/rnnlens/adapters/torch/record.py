@@ -75,8 +75,8 @@ class Packing:
 class LayerRecord:
     """Tensors of one stacked layer in one call, (time, sample, ...), and its states (direction, sample, unit).
 
-    ``output`` is a tensor inside the graph whose gradient is the direct gradient. ``input`` and ``initial`` (the initial
-    states) are inside the graph too. ``input_copy`` is a detached copy of the input.
+    ``output`` is a tensor inside the graph whose gradient is the direct gradient. ``input`` and ``initial`` (the
+    initial states) are inside the graph too. ``input_copy`` is a detached copy of the input.
     """
 
     input: Tensor
@@ -121,12 +121,12 @@ class CallRecord:
     """One call: a :class:`LayerRecord` per stacked layer, and the states before and after.
 
     ``state_taps`` are the returned final states, (layer * direction, sample, unit), whose gradients are direct
-    gradients; None where the state is also the output. ``moved_rows`` (sample,) is False for samples whose state was not
-    passed on. ``trail`` tracks, while the model runs, the tensors that the user's code makes of the states. ``call_site`` is
-    the place in the model's code from which the call was made. ``state_changed``: the call started from a state that the
-    user's code had computed from that of the call before; ``reset_rows`` (sample,) is True where no gradient passes there,
-    and ``mixes_states`` is True if some other sample's state is not the returned one. ``is_divisible``: run step by step, the
-    call computes the same.
+    gradients; None where the state is also the output. ``moved_rows`` (sample,) is False for samples whose state was
+    not passed on. ``trail`` tracks, while the model runs, the tensors that the user's code makes of the states.
+    ``call_site`` is the place in the model's code from which the call was made. ``state_changed``: the call started
+    from a state that the user's code had computed from that of the call before; ``reset_rows`` (sample,) is True where
+    no gradient passes there, and ``mixes_states`` is True if some other sample's state is not the returned one.
+    ``is_divisible``: run step by step, the call computes the same.
     """
 
     layer_records: list[LayerRecord]
@@ -188,10 +188,10 @@ class Recurrence:
 class PassRules:
     """Rules for the next pass, as earlier passes of the same call found; the sets hold keys of owners.
 
-    ``never_rowwise``: calls are not joined row by row. ``always_copy_states``: every call gets copies of its states, because
-    the user's code changes some of them between the calls. ``run_by_step``: for the same reason a call of several steps is
-    run step by step. ``ignore_no_grad``: ``torch.no_grad`` inside the model's forward is ignored. ``all_gradients``:
-    gradients are captured at all layers, because the pass is no chain.
+    ``never_rowwise``: calls are not joined row by row. ``always_copy_states``: every call gets copies of its states,
+    because the user's code changes some of them between the calls. ``run_by_step``: for the same reason a call of
+    several steps is run step by step. ``ignore_no_grad``: ``torch.no_grad`` inside the model's forward is ignored.
+    ``all_gradients``: gradients are captured at all layers, because the pass is no chain.
     """
 
     never_rowwise: set[int] = field(default_factory=set)

@@ -21,7 +21,8 @@ def join_changed_states(recorder: CallRecorder) -> None:
     A call continues the one before if both are made from the same line of the user's code, with the same number of
     samples, and its state was computed from the states that the call before returned. Raise RunAgainError if some
     calls of such a loop were joined already because their state was passed on unchanged, or have several steps. The
-    owner was added to ``never_inside`` or ``multi_step_owners`` of the recorder's rules, and the pass must be run again.
+    owner was added to ``always_copy_states`` or ``run_by_step`` of the recorder's rules, and the pass must be run
+    again.
     """
     if len({recurrence.owner.key for recurrence in recorder.recurrences}) == len(recorder.recurrences):
         return
@@ -193,7 +194,7 @@ def _upstream_nodes(tensors: Sequence[Tensor]) -> set[Any]:
 def check_joints(recorder: CallRecorder, targets: Sequence[Tensor]) -> None:
     """Raise ``RunAgainError`` if a loss or recurrence reads a state that a mask was assumed to discard.
 
-    The recurrence's owner was added to ``never_by_row`` of the recorder's rules.
+    The recurrence's owner was added to ``never_rowwise`` of the recorder's rules.
     """
     masked_recurrences = [recurrence for recurrence in recorder.recurrences if recurrence.valid() is not None]
     taps = [tap for recurrence in masked_recurrences for _, tap in _taps_by_step(recurrence)]

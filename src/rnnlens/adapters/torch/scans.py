@@ -1,7 +1,7 @@
 """Scans of whole-sequence layers: replaced for one pass by a linear recurrence that keeps states and is swept back.
 
-For one forward pass :func:`seams` replaces the scan functions of the families (``scan_families``) in the modelling
-modules of a model; the replacement runs in time and memory linear in the number of steps.
+For one forward pass :func:`replaced_scans` replaces the scan functions of the families (``scan_families``) in the
+modelling modules of a model; the replacement runs in time and memory linear in the number of steps.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def scan(cell: SequenceCell) -> tuple[Tensor, Tensor]:
 class ScanRecorder:
     """Scans of one forward pass; tensors of ``records`` are inside the graph.
 
-    ``requested``: paths of the layers whose calls are recorded. ``is_frozen``: coefficients are held constant (frozen map).
-    ``model``: the model in which declared scans are stored. ``scan_sizes``: samples and steps of every layer whose scan ran.
-    ``running_layers``: paths of the layers that run now, innermost last; ``called_layers``: of all layers that were called.
-    ``sweep_size``: numbers that the largest sweep of all scans holds for one cotangent.
+    ``requested``: paths of the layers whose calls are recorded. ``is_frozen``: coefficients are held constant (frozen
+    map). ``model``: the model in which declared scans are stored. ``scan_sizes``: samples and steps of every layer
+    whose scan ran. ``running_layers``: paths of the layers that run now, innermost last; ``called_layers``: of all
+    layers that were called. ``sweep_size``: numbers that the largest sweep of all scans holds for one cotangent.
     """
 
     requested: Collection[str]

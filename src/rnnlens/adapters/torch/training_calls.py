@@ -41,9 +41,9 @@ class TrainingCall:
 
     ``steps``: detached tensors that each call returned: output (for a packed sequence its data) and final states of a
     module, the new states of a cell. ``grads``: their gradients by (index of the tensor, step), summed over backward
-    passes; the scale of a GradScaler is not divided out. Of a cell they are total gradients, ``inner_grads`` is the part
-    that came through the cell itself, and ``is_own_input`` says that the two cannot be separated, because the state was
-    the input as well.
+    passes; the scale of a GradScaler is not divided out. Of a cell they are total gradients, ``inner_grads`` is the
+    part that came through the cell itself, and ``is_own_input`` says that the two cannot be separated, because the
+    state was the input as well.
 
     ``weights`` are by layer index and direction, under torch's names. If a replay is needed, they are copies, because
     the step changes the user's; ``args`` and ``kwargs`` are detached copies of a module's arguments, ``inputs`` those
@@ -114,7 +114,7 @@ class TrainingLoops:
     def step(
         self, arguments: CellArguments, new_states: list[Tensor], make_loop: Callable[[], TrainingCall]
     ) -> TrainingCall:
-        """Record a call of a cell that returned the states ``new_states``; ``make_loop`` makes the record of a new loop."""
+        """Record a call of a cell that returned ``new_states``; ``make_loop`` makes the record of a new loop."""
         _, states = arguments
         loop_positions = [self._loop_of_state.get(state) for state in states]
         loop = loop_positions[0][0] if loop_positions and loop_positions[0] is not None else None
@@ -383,9 +383,8 @@ def _replay_module(call: TrainingCall) -> nn.Module:
 
 def _deviation(replayed: Tensor, recorded: Tensor) -> float:
     """Return the largest difference of replayed values, relative to the largest one; NaN where only one is finite."""
-    is_equal = (replayed == recorded) | (
-        replayed.isnan() & recorded.isnan()
-    )  # equal infinities and NaNs count as equal
+    # Equal infinities and NaNs count as equal.
+    is_equal = (replayed == recorded) | (replayed.isnan() & recorded.isnan())
     difference = float(torch.where(is_equal, 0.0, (replayed - recorded).abs()).max())
     largest = float(torch.where(recorded.isfinite(), recorded.abs(), 0.0).max())
     return difference / (largest or 1.0)

@@ -138,9 +138,8 @@ class WeightGradientCapture:
         self.slots: dict[int, WeightSlot] = {}
         self.parameters: dict[int, nn.Parameter] = {}
         self.own: dict[int, Tensor] = {}  # of the last forward pass of the step
-        self.reached_parameters: set[int] = (
-            set()
-        )  # parameters with gradients of this step; ``.grad`` of others may be old
+        #: Parameters with gradients of this step; ``.grad`` of others may be old.
+        self.reached_parameters: set[int] = set()
         self._accumulated: dict[int, Tensor] = {}
         for path, module in modules:
             cell_and_activation = class_of(module)
