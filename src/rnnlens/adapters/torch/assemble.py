@@ -18,7 +18,7 @@ from ...recurrence.cells import Cell, registered
 from ..protocol import NonRecurrentCall, Port, RecurrentCall
 from .cells import arrange_gradients, build_cell, replay_copy
 from .record import CallRecord, CallRecorder, LayerRecord, Recurrence, call_numbers, last_steps, node_names
-from .weights import NAMES, known_cell, named_copies
+from .weights import NAMES, create_cell, named_copies
 
 #: Function from a recorded tensor to its gradient; None where no path leads to it.
 Gradients = Callable[[Tensor], Tensor | None]
@@ -53,14 +53,14 @@ def boundary_of(recurrence: Recurrence, layer: int, port: Port) -> PortTensors:
             if is_fused
             else _state_boundary(recurrence, port.index)
         )
-        real_steps = None if is_fused else recurrence.valid()
+        real_steps = None if is_fused else recurrence.step_mask()
         if port.key != "ending":
             return all_steps
         if real_steps is None:
-            return PortTensors(all_steps.tensors, lambda parts: all_steps.gather(parts)[:, -1])
+            return PortTensors(all_steps.tensors, lambda tensors: all_steps.gather(tensors)[:, -1])
         final_steps = last_steps(real_steps)
         return PortTensors(
-            all_steps.tensors, lambda parts: all_steps.gather(parts)[torch.arange(len(final_steps)), final_steps]
+            all_steps.tensors, lambda tensors: all_steps.gather(tensors)[torch.arange(len(final_steps)), final_steps]
         )
     if port.kind == "state_read":
         return read_boundary(recurrence, layer, port.index)
@@ -77,7 +77,9 @@ def _sequence_boundary(recurrence: Recurrence, layer: int, port: Port) -> PortTe
     A port with a direction has the units of that direction only.
     """
     owner, is_output = recurrence.owner, port.kind == "output"
-    tensors = [v.layer_records[layer].output if is_output else v.layer_records[layer].input for v in recurrence.calls]
+    tensors = [
+        call.layer_records[layer].output if is_output else call.layer_records[layer].input for call in recurrence.calls
+    ]
 
     def gather(parts: Sequence[Tensor]) -> Tensor:
         if not is_output and not owner.is_fused:  # one step: (sample, feature), or (sample, channel, *space)
@@ -116,8 +118,8 @@ def _layer_state_boundary(recurrence: Recurrence, layer: int, port: Port) -> Por
     order = call.packing.order if call.packing is not None else None
     index = layer * recurrence.owner.directions + int(port.direction == "backward")
 
-    def gather(parts: Sequence[Tensor]) -> Tensor:
-        value = parts[0][index] if recurrence.owner.is_fused else parts[0].flatten(1)
+    def gather(tensors: Sequence[Tensor]) -> Tensor:
+        value = tensors[0][index] if recurrence.owner.is_fused else tensors[0].flatten(1)
         return value if order is None else value.index_select(0, order)
 
     return PortTensors([state], gather)
@@ -128,7 +130,7 @@ def _state_boundary(recurrence: Recurrence, index: int) -> PortTensors:
 
     At a masked step both repeat those of the step before.
     """
-    calls, real_steps = recurrence.calls, recurrence.valid()
+    calls, real_steps = recurrence.calls, recurrence.step_mask()
     hidden_states, slopes = list[Tensor](), list[Tensor]()
     if index == 1 and recurrence.owner.step_cell is None:
         first_states = calls[0].link.final
@@ -141,12 +143,12 @@ def _state_boundary(recurrence: Recurrence, index: int) -> PortTensors:
     states = [call.link.final[index] for call in calls]
     earlier_states = [call.link.initial[index] for call in calls[1:]] if real_steps is not None else []
 
-    def gather(parts: Sequence[Tensor]) -> Tensor:
+    def gather(tensors: Sequence[Tensor]) -> Tensor:
         count = len(calls)
-        steps = [part.flatten(1) for part in parts[:count]]
-        earlier = [*(part.flatten(1) for part in parts[count : count + len(earlier_states)]), None]
+        steps = [part.flatten(1) for part in tensors[:count]]
+        earlier = [*(part.flatten(1) for part in tensors[count : count + len(earlier_states)]), None]
         if slopes:  # add the path from c_t to h_t within the step
-            hidden_grads = parts[count + len(earlier_states) :]
+            hidden_grads = tensors[count + len(earlier_states) :]
             steps = [c + h * slope for c, h, slope in zip(steps, hidden_grads, slopes, strict=True)]
         if real_steps is not None:
             steps = [_select_real(real_steps[t], step, earlier[t]) for t, step in enumerate(steps)]
@@ -174,13 +176,13 @@ def _fused_state_boundary(recurrence: Recurrence, layer: int, index: int) -> Por
     ]
     projection = records[0].weights[0].get("weight_hr") if index else None
 
-    def gather(parts: Sequence[Tensor]) -> Tensor:
+    def gather(tensors: Sequence[Tensor]) -> Tensor:
         count = len(records)
-        steps = [y[0] + h[layer] for y, h in zip(parts[:count], parts[count : 2 * count], strict=True)]
+        steps = [y[0] + h[layer] for y, h in zip(tensors[:count], tensors[count : 2 * count], strict=True)]
         if projection is not None:
             steps = [h @ projection for h in steps]
         if index:  # add the path from c_t to h_t within the step
-            steps = [c[layer] + h * slope for c, h, slope in zip(parts[2 * count :], steps, slopes, strict=True)]
+            steps = [c[layer] + h * slope for c, h, slope in zip(tensors[2 * count :], steps, slopes, strict=True)]
         return torch.stack(steps, dim=1)
 
     def cell_or_output_states() -> Tensor:
@@ -212,7 +214,7 @@ def _final_boundary(recurrence: Recurrence, index: int) -> PortTensors:
     tap, final_state = recurrence.calls[-1].state_taps[index], recurrence.calls[-1].link.final[index]
     return PortTensors(
         [] if tap is None else [tap],
-        lambda parts: parts[0][0] if parts else torch.zeros_like(final_state.flatten(1)),
+        lambda tensors: tensors[0][0] if tensors else torch.zeros_like(final_state.flatten(1)),
         lambda: carried_states(recurrence, index)[-1],
     )
 
@@ -225,8 +227,8 @@ def read_boundary(recurrence: Recurrence, layer: int, index: int, *, with_last: 
     calls = recurrence.calls if with_last else recurrence.calls[:-1]
     taps = [call.state_taps[index] for call in calls] + [None] * (len(recurrence.calls) - len(calls))
 
-    def gather(parts: Sequence[Tensor]) -> Tensor:
-        tap_values, steps = iter(parts), []
+    def gather(tensors: Sequence[Tensor]) -> Tensor:
+        tap_values, steps = iter(tensors), []
         for call, tap in zip(recurrence.calls, taps, strict=True):
             zeros = torch.zeros_like(call.layer_records[layer].finals[index].detach()[:1])
             last_step = zeros if tap is None else next(tap_values)[layer : layer + 1]
@@ -238,14 +240,14 @@ def read_boundary(recurrence: Recurrence, layer: int, index: int, *, with_last: 
 
 def carried_states(recurrence: Recurrence, index: int) -> list[Tensor]:
     """Return the state after each step, inside the graph. A masked sample keeps its previous state."""
-    real_steps = recurrence.valid()
+    real_steps = recurrence.step_mask()
     if real_steps is None:
         return [call.link.final[index].flatten(1) for call in recurrence.calls]
     state = recurrence.calls[0].link.initial[index].flatten(1)
     states = []
     for call, is_real in zip(recurrence.calls, real_steps, strict=True):
-        new = call.link.final[index].flatten(1)
-        state = torch.cat([_select_real(is_real, new, state[: len(new)]), state[len(new) :]])
+        new_state = call.link.final[index].flatten(1)
+        state = torch.cat([_select_real(is_real, new_state, state[: len(new_state)]), state[len(new_state) :]])
         states.append(state)
     return states
 
@@ -310,7 +312,7 @@ class Assembler:
         weights_key, cell = self._cell(
             recurrence, layer, f"{name}/{direction_name}" if bidirectional else name, direction
         )
-        mask = first_call.packing.mask if first_call.packing is not None else recurrence.valid()
+        mask = first_call.packing.mask if first_call.packing is not None else recurrence.step_mask()
         mask = None if mask is None or bool(mask.all()) else mask.T.contiguous()
         slots = [slot.split("/") for owner_key, slot in self.recorder.computed_weights if owner_key == owner.key]
         call = RecurrentCall(
@@ -363,7 +365,7 @@ class Assembler:
             return self._port_gradient(boundary_of(recurrence, layer, Port(kind, index=index, direction=side)))  # type: ignore[arg-type]
 
         read_ports = [
-            read_boundary(recurrence, layer, i, with_last=recurrence.valid() is not None)
+            read_boundary(recurrence, layer, i, with_last=recurrence.step_mask() is not None)
             for i in range(len(first_call.state_taps))
         ]
         call.output_grad = port_gradient("output")
@@ -371,7 +373,7 @@ class Assembler:
         if recurrence.owner.is_fused and read_ports[0].tensors:
             call.output_grad = call.output_grad + self._port_gradient(read_ports[0])
         # Where a mask ended samples earlier, the gradients at their states are in ``state_grad``.
-        is_masked = recurrence.valid() is not None
+        is_masked = recurrence.step_mask() is not None
         call.final_state_grad = tuple(
             torch.zeros_like(call.initial_state[i]) if is_masked else port_gradient("final_state", i)
             for i in range(count)
@@ -403,7 +405,7 @@ class Assembler:
         if key not in self._cells and registration is not None:
             self._cells[key] = owner.name, build_cell(owner.module, registration)
         elif key not in self._cells:
-            self._cells[key] = name, known_cell(owner.cell, weights, owner.activation)
+            self._cells[key] = name, create_cell(owner.cell, weights, owner.activation)
         return self._cells[key]
 
     def _weight_grads(self, recurrence: Recurrence, layer: int, direction: int) -> dict[str, Tensor]:
@@ -420,8 +422,8 @@ class Assembler:
         return named_copies(owner.cell, grads)
 
 
-def _grad_or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if grad is None else grad
+def _grad_or_zeros(grad: Tensor | None, tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if grad is None else grad
 
 
 def _copied_sequence(recurrence: Recurrence, call_tensor: Callable[[CallRecord], Tensor]) -> Tensor:
@@ -438,7 +440,7 @@ def _copied_state(call: CallRecord, state: Tensor) -> Tensor:
 def _final_state(recurrence: Recurrence, layer: int, direction: int) -> tuple[Tensor, ...]:
     """Return the states (sample, unit) after the last step; of a masked loop those after each sample's last one."""
     finals = recurrence.calls[-1].layer_records[layer].finals
-    if recurrence.valid() is not None:
+    if recurrence.step_mask() is not None:
         return tuple(replay_copy(carried_states(recurrence, i)[-1]) for i in range(len(finals)))
     return tuple(_copied_state(recurrence.calls[-1], state[direction]) for state in finals)
 
@@ -451,7 +453,7 @@ def _reset_mask(recurrence: Recurrence) -> Tensor | None:
     return reset if bool(reset.any()) else None
 
 
-def _repeat_masked_outputs(output: Tensor, mask: Tensor, start: Tensor) -> Tensor:
+def _repeat_masked_outputs(output: Tensor, mask: Tensor, initial_state: Tensor) -> Tensor:
     """Return outputs (sample, time, unit) in which masked steps repeat the last valid step.
 
     Steps before the first valid one get the initial state, or zeros if its size differs.
@@ -459,5 +461,7 @@ def _repeat_masked_outputs(output: Tensor, mask: Tensor, start: Tensor) -> Tenso
     steps = torch.arange(mask.shape[1], device=mask.device)
     last_real = torch.where(mask, steps, -1).cummax(dim=1).values
     index = last_real.clamp(min=0)[:, :, None].expand(-1, -1, output.shape[2])
-    start_output = start[:, None, :] if start.shape[1:] == output.shape[2:] else torch.zeros_like(output)
+    start_output = (
+        initial_state[:, None, :] if initial_state.shape[1:] == output.shape[2:] else torch.zeros_like(output)
+    )
     return torch.where((last_real >= 0)[:, :, None], output.gather(1, index), start_output)

@@ -139,9 +139,10 @@ def _shrinking_axes(
             same_rank = [
                 port for port in ports if port in fewer_shapes and len(shapes[port]) == len(fewer_shapes[port])
             ]
-            pairs = {port: enumerate(zip(shapes[port], fewer_shapes[port], strict=True)) for port in same_rank}
+            sizes_by_port = {port: enumerate(zip(shapes[port], fewer_shapes[port], strict=True)) for port in same_rank}
             shorter = {
-                port: tuple(i for i, (a, b) in sizes_by_axis if b == a - 1) for port, sizes_by_axis in pairs.items()
+                port: tuple(i for i, (a, b) in sizes_by_axis if b == a - 1)
+                for port, sizes_by_axis in sizes_by_port.items()
             }
             return {port: port_axes for port, port_axes in shorter.items() if port_axes}
     return {}
@@ -175,11 +176,11 @@ def _find_samples(probe: AxisProbe, ports: Sequence[Port]) -> tuple[dict[Port, A
 
     It starts at the recurrent calls with the fewest samples and goes on from the axes found.
     """
-    count = min(call.samples for call in probe.calls)
-    sample_axis = AxisPlace(0, 1, count, 1)
-    fewest = [call for call in probe.calls if call.samples == count]
+    sample_count = min(call.samples for call in probe.calls)
+    sample_axis = AxisPlace(0, 1, sample_count, 1)
+    fewest = [call for call in probe.calls if call.samples == sample_count]
     known_axes = {port: sample_axis for call in fewest for port in (call.input, call.output, *call.states)}
-    patterns = binary_patterns(count)
+    patterns = binary_patterns(sample_count)
     coupled: set[Port] = set()
     missing_ports = [port for port in ports if port in probe.values]
     progress = True
@@ -188,13 +189,15 @@ def _find_samples(probe: AxisProbe, ports: Sequence[Port]) -> tuple[dict[Port, A
         nonzero = probe.nonzero_gradients({p: (place, patterns) for p, place in known_axes.items()})
         for port in missing_ports:
             if port in nonzero:
-                _store_axis(new_axes, coupled, port, _passing_as_sink(nonzero[port], count, patterns))
+                _store_axis(new_axes, coupled, port, _passing_as_sink(nonzero[port], sample_count, patterns))
         for port in missing_ports:
             if port not in new_axes:
-                _store_axis(new_axes, coupled, port, _passing_as_source(probe, port, count, patterns, known_axes))
+                _store_axis(
+                    new_axes, coupled, port, _passing_as_source(probe, port, sample_count, patterns, known_axes)
+                )
         known_axes |= new_axes
         missing_ports, progress = [port for port in missing_ports if port not in new_axes], bool(new_axes)
-    coupled_only = coupled - set(known_axes) if count > 1 else set()
+    coupled_only = coupled - set(known_axes) if sample_count > 1 else set()
     return {port: place for port, place in known_axes.items() if port in ports}, coupled_only
 
 
@@ -213,19 +216,19 @@ def _store_axis(
         coupled.add(port)
 
 
-def _passing_as_sink(nonzero: Values, count: int, patterns: Values) -> list[AxisPlace]:
-    supports = [(place, place.support(nonzero)) for place in _sample_candidates(nonzero.shape[1:], count)]
+def _passing_as_sink(nonzero: Values, sample_count: int, patterns: Values) -> list[AxisPlace]:
+    supports = [(place, place.support(nonzero)) for place in _sample_candidates(nonzero.shape[1:], sample_count)]
     passing = [place for place, support in supports if not (support & ~patterns).any()]
     return passing or [replace(p, order=order) for p, support in supports if (order := entry_order(support, patterns))]
 
 
 def _passing_as_source(
-    probe: AxisProbe, port: Port, count: int, patterns: Values, known_axes: Mapping[Port, AxisPlace]
+    probe: AxisProbe, port: Port, sample_count: int, patterns: Values, known_axes: Mapping[Port, AxisPlace]
 ) -> list[AxisPlace] | None:
     """Return the axes along which cotangents of some samples reach only the same samples of known ports, if any."""
     passing, ordered, reaches_any = [], [], False
     shape = tuple(probe.values[port].shape)
-    for place in _sample_candidates(shape, count):
+    for place in _sample_candidates(shape, sample_count):
         nonzero = probe.nonzero_gradients({port: (place, patterns)})
         reached_ports = {sink: rows for sink, rows in nonzero.items() if sink in known_axes}
         reaches_any = reaches_any or bool(reached_ports)
@@ -280,15 +283,15 @@ def _choose_times(
     unclear_axes: dict[Port, tuple[int, ...]] = {}
     for port, candidates in moving_axes.items():
         axes = sorted({candidate.place.axis for candidate in candidates})
-        chosen = next(
+        best = next(
             (candidate for candidate in candidates if candidate.is_exact), candidates[0] if candidates else None
         )
-        if chosen is None:
+        if best is None:
             continue
-        if len(axes) > 1 or (not chosen.is_exact and _contains_features(probe, port, chosen, port in sample_axes)):
+        if len(axes) > 1 or (not best.is_exact and _contains_features(probe, port, best, port in sample_axes)):
             unclear_axes[port] = tuple(axes)
         else:
-            time_axes[port] = chosen.place
+            time_axes[port] = best.place
     return time_axes, unclear_axes
 
 

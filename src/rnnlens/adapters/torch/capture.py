@@ -72,12 +72,12 @@ def capture_outputs(model: nn.Module, batch: Batch) -> Capture:
         return Capture([], outputs=detach_tensors(call_model(model, x)))
 
 
-def run_until_recorded(run: Callable[[PassRules], Recorded]) -> Recorded:
-    """Repeat the forward pass ``run``, with the rules that each failed pass adds, until one pass records everything."""
+def run_until_recorded(run_pass: Callable[[PassRules], Recorded]) -> Recorded:
+    """Repeat the forward pass ``run_pass``, with the rules that each failed pass adds, until one pass records everything."""
     rules = PassRules()
     while True:
         try:
-            return run(rules)
+            return run_pass(rules)
         except RunAgainError:
             continue
 

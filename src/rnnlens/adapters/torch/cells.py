@@ -72,7 +72,7 @@ class TorchStepCell(StepCell):
     ) -> None:
         self.module, self.form, self.output_shape, self.dtype = module, form, output_shape, dtype
         self.autocast = autocast
-        self.modes = [(inner, inner.training) for inner in module.modules()]
+        self.modes = [(submodule, submodule.training) for submodule in module.modules()]
         self.state_sizes = tuple(math.prod(shape) for shape in form.shapes)
         self.output_size = math.prod(output_shape)
         self.output_state, self.output_is_state = 0, form.output_is_state
@@ -87,8 +87,8 @@ class TorchStepCell(StepCell):
     def advance(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute one step from inputs (n, feature) and states (n, size); return the output and the new states."""
         with self._capture_mode(), torch.no_grad():
-            output, new = self._run(x, state)
-        return at_least_float32(output.detach()), tuple(at_least_float32(s.detach()) for s in new)
+            output, new_states = self._run(x, state)
+        return at_least_float32(output.detach()), tuple(at_least_float32(s.detach()) for s in new_states)
 
     def vjp(
         self, x: Tensor, state: Sequence[Tensor], output_cotangent: Tensor, state_cotangent: Sequence[Tensor]
@@ -96,21 +96,21 @@ class TorchStepCell(StepCell):
         """Pull cotangents of the output and the new states back to the input and the previous states."""
         with self._capture_mode():
             sources = [t.detach().requires_grad_() for t in (x, *state)]
-            output, new = self._run(sources[0], sources[1:])
-            by_input, *by_state = _pull([output, *new], sources, [output_cotangent, *state_cotangent])
+            output, new_states = self._run(sources[0], sources[1:])
+            by_input, *by_state = _pull([output, *new_states], sources, [output_cotangent, *state_cotangent])
         return by_input, tuple(by_state)
 
     def weight_vjp(
         self, x: Tensor, state: Sequence[Tensor], output_cotangent: Tensor, state_cotangent: Sequence[Tensor]
     ) -> Mapping[str, Tensor]:
         """Pull cotangents back to the trainable weights, by name and summed over rows."""
-        named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        if not named:
+        trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        if not trainable:
             return {}
         with self._capture_mode():
-            output, new = self._run(x.detach(), [s.detach() for s in state])
-            grads = _pull([output, *new], list(named.values()), [output_cotangent, *state_cotangent])
-        return dict(zip(named, grads, strict=True))
+            output, new_states = self._run(x.detach(), [s.detach() for s in state])
+            grads = _pull([output, *new_states], list(trainable.values()), [output_cotangent, *state_cotangent])
+        return dict(zip(trainable, grads, strict=True))
 
     def produced(
         self, x: Tensor, state: Sequence[Tensor], output_cotangent: Tensor, state_cotangent: Sequence[Tensor]
@@ -122,16 +122,16 @@ class TorchStepCell(StepCell):
         with self._capture_mode():
             previous = [s.detach().requires_grad_() for s in self._reshaped_states(state)]
             results = self._call_module(x.detach().to(self.dtype).requires_grad_(), previous)
-            new = results if self.form.output_is_state else results[1:]
+            new_states = results if self.form.output_is_state else results[1:]
             # A tensor returned twice, as output and as state, gets both cotangents.
-            all_pairs = zip((results[0], *new), (output_cotangent, *state_cotangent), strict=True)
+            all_pairs = zip((results[0], *new_states), (output_cotangent, *state_cotangent), strict=True)
             pairs = [
                 (tensor, c.to(tensor.dtype).reshape(tensor.shape)) for tensor, c in all_pairs if tensor.requires_grad
             ]
             starts, cotangents = zip(*pairs, strict=True)
             # A state that is returned unchanged is not new: its other paths belong to the state before the step.
-            is_new = [s.requires_grad and not any(s is g for g in previous) for s in new]
-            new_states = [s for s, is_made in zip(new, is_new, strict=True) if is_made]
+            is_new = [s.requires_grad and not any(s is g for g in previous) for s in new_states]
+            new_states = [s for s, is_made in zip(new_states, is_new, strict=True) if is_made]
             new_grads = iter(
                 torch.autograd.grad(starts, new_states, cotangents, allow_unused=True) if new_states else ()
             )
@@ -143,16 +143,16 @@ class TorchStepCell(StepCell):
         """Return per-row Jacobians of [new states, output] with respect to the states and to the input."""
         with self._capture_mode():
             sources = [t.detach().requires_grad_() for t in (x, *state)]
-            output, new = self._run(sources[0], sources[1:])
-            jacobians = rows_of(torch.cat([*new, output], dim=1), sources)
+            output, new_states = self._run(sources[0], sources[1:])
+            jacobians = rows_of(torch.cat([*new_states, output], dim=1), sources)
         by_input, *by_state = (at_least_float32(jacobian.detach()) for jacobian in jacobians)
         return torch.cat(by_state, dim=2), by_input
 
     def _run(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         returned = self._call_module(x.to(self.dtype), self._reshaped_states(state))
-        new = returned if self.form.output_is_state else returned[1:]
-        self.output_is_state = returned[0] is new[0]
-        return returned[0].flatten(1), tuple(s.flatten(1) for s in new)
+        new_states = returned if self.form.output_is_state else returned[1:]
+        self.output_is_state = returned[0] is new_states[0]
+        return returned[0].flatten(1), tuple(s.flatten(1) for s in new_states)
 
     def _reshaped_states(self, state: Sequence[Tensor]) -> list[Tensor]:
         return [s.to(self.dtype).reshape(-1, *shape) for s, shape in zip(state, self.form.shapes, strict=True)]
@@ -209,8 +209,8 @@ def replay_copy(value: Any) -> Any:
 
 def has_own_forward(module: nn.Module) -> bool:
     """Return whether a subclass of a torch recurrent layer or cell defines its own ``forward``."""
-    kinds = (nn.LSTM, nn.GRU, nn.RNN, *_KERNELS)
-    base = next((kind for kind in kinds if isinstance(module, kind)), None)
+    torch_classes = (nn.LSTM, nn.GRU, nn.RNN, *_KERNELS)
+    base = next((torch_class for torch_class in torch_classes if isinstance(module, torch_class)), None)
     return base is not None and getattr(module.forward, "__func__", None) is not base.forward
 
 
@@ -220,15 +220,15 @@ def has_own_step(module: nn.Module) -> bool:
     Its forward is run once on two random samples: it must call torch's kernel once, on the input and the state, and
     return the kernel's result.
     """
-    kind = next((kind for kind in _KERNELS if isinstance(module, kind)), None)
-    if kind is None or not has_own_forward(module):
+    torch_class = next((torch_class for torch_class in _KERNELS if isinstance(module, torch_class)), None)
+    if torch_class is None or not has_own_forward(module):
         return False
     if module not in _STEPS_AS_TORCH:
-        _STEPS_AS_TORCH[module] = _computes_torch_step(module, kind)
+        _STEPS_AS_TORCH[module] = _computes_torch_step(module, torch_class)
     return not _STEPS_AS_TORCH[module]
 
 
-def _computes_torch_step(module: Any, kind: type[nn.Module]) -> bool:
+def _computes_torch_step(module: Any, torch_class: type[nn.Module]) -> bool:
     weight = module.weight_ih
     if weight.is_meta:
         return True
@@ -236,9 +236,9 @@ def _computes_torch_step(module: Any, kind: type[nn.Module]) -> bool:
         2, module.input_size + 2 * module.hidden_size, generator=torch.Generator().manual_seed(0)
     )
     x, h, c = random_values.to(weight).split([module.input_size, module.hidden_size, module.hidden_size], dim=1)
-    state: Any = (h, c) if kind is nn.LSTMCell else h
+    state: Any = (h, c) if torch_class is nn.LSTMCell else h
     for args in ((x, state), (state, x)):
-        calls = _KernelCalls(_KERNELS[kind])
+        calls = _KernelCalls(_KERNELS[torch_class])
         try:
             with borrowed_model(module, training=False, seed=0), torch.no_grad(), calls:
                 returned = module.forward(*args)

@@ -58,7 +58,7 @@ class _ChainTensor:
     """
 
     tensor: Tensor
-    mark: Hashable
+    version_and_sum: Hashable
     axes: tuple[str, ...]
     links: tuple[ChainLink, ...]
     steps: int = 0
@@ -73,7 +73,7 @@ class _ChainTensor:
 class _LayerTensors:
     """Tensors of one call of a recurrent module at which gradients are read; its weights by slot.
 
-    ``returned`` is the output and the final states, ``marks`` their marks after the call.
+    ``returned`` is the output and the final states, ``versions_and_sums`` their marks after the call.
     """
 
     path: str
@@ -82,7 +82,7 @@ class _LayerTensors:
     initial: tuple[Tensor, ...]
     weights: dict[str, Tensor]
     returned: tuple[Tensor, ...] = ()
-    marks: tuple[Hashable, ...] = ()
+    versions_and_sums: tuple[Hashable, ...] = ()
 
 
 class ChainRecorder:
@@ -203,7 +203,7 @@ class ChainRecorder:
         if self._is_chain and layer_tensors is not None:
             finals = output[1] if isinstance(module, nn.LSTM) else (output[1],)
             layer_tensors.returned = (output[0], *finals)
-            layer_tensors.marks = tuple(map(_version_and_sum, layer_tensors.returned))
+            layer_tensors.versions_and_sums = tuple(map(_version_and_sum, layer_tensors.returned))
 
     def _next_tensors(self, path: str, module: nn.Module, source: _ChainTensor, output: Any) -> list[_ChainTensor]:
         """Return the outputs of a library module as tensors of the chain.
@@ -255,13 +255,13 @@ class ChainRecorder:
         """
         if type(tensor) is not Tensor or tensor._backward_hooks:
             return None
-        for start in self._last_returned:
-            if _version_and_sum(start.tensor) != start.mark or start.tensor._backward_hooks:
+        for returned in self._last_returned:
+            if _version_and_sum(returned.tensor) != returned.version_and_sum or returned.tensor._backward_hooks:
                 return None
-            nodes = _nodes_between(start.tensor, tensor)
+            nodes = _nodes_between(returned.tensor, tensor)
             if nodes is None:
                 continue
-            chain_tensor: _ChainTensor | None = replace(start, tensor=tensor)
+            chain_tensor: _ChainTensor | None = replace(returned, tensor=tensor)
             for node in nodes:
                 chain_tensor = None if chain_tensor is None else _apply_node(chain_tensor, node)
             return None if chain_tensor is None or _LAYER in chain_tensor.axes else chain_tensor
@@ -383,7 +383,9 @@ def _capture_pass(model: nn.Module, batch: Batch, request: CaptureRequest) -> Ca
         with recorder.watch():
             outputs = call_model(model, x)
         links, layer_tensors = recorder.chain(outputs), recorder.calls or {}
-        is_changed = any(call.marks != tuple(map(_version_and_sum, call.returned)) for call in layer_tensors.values())
+        is_changed = any(
+            call.versions_and_sums != tuple(map(_version_and_sum, call.returned)) for call in layer_tensors.values()
+        )
         if links is None or type(outputs) is not Tensor or is_changed:
             return None
         loss = None

@@ -48,7 +48,7 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         if hasattr(module, "_orig_mod"):
             continue
-        clean_path = ".".join(part for part in path.split(".") if part != "_orig_mod")
+        clean_path = ".".join(name for name in path.split(".") if name != "_orig_mod")
         modules.append((clean_path or type(module).__name__.lower(), module))
     return modules
 
@@ -129,7 +129,7 @@ def cell_candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
             known_paths and module is modules[0][1]
         ):
             return False
-        contains_known = any(other == path or other.startswith(f"{path}.") for other in known_paths)
+        contains_known = any(known_path == path or known_path.startswith(f"{path}.") for known_path in known_paths)
         return not contains_known and len(_positional_names(module)) >= 2
 
     return [(path, module) for path, module in modules if is_candidate(path, module)]

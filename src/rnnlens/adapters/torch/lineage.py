@@ -60,7 +60,8 @@ class StateLink:
         same_tensors = zip(user_states, self.user_final, self._versions, self.recorded_final, strict=True)
         # Compare values too: a write through ``.data`` does not change a tensor's version.
         if all(
-            new is old and new._version == version and _equal(new, kept) for new, old, version, kept in same_tensors
+            state is earlier and state._version == version and _all_equal(state, recorded)
+            for state, earlier, version, recorded in same_tensors
         ):
             return Continuation(self.final, None, self)
         moved_rows: Tensor | None = None
@@ -69,35 +70,40 @@ class StateLink:
             if unchanged is None or (moved_rows is not None and not torch.equal(moved_rows, unchanged)):
                 return None
             moved_rows = unchanged
-        if moved_rows is None or all(new is old for new, old in zip(user_states, self.user_initial, strict=True)):
+        if moved_rows is None or all(
+            state is earlier for state, earlier in zip(user_states, self.user_initial, strict=True)
+        ):
             return None  # the previous call started from this state too: a branch, not a step
         samples = user_states[0].shape[0]
         if bool(moved_rows.all()) and samples == self.final[0].shape[0]:
             return Continuation(self.final, None, self)
-        moved_masks = [moved_rows.reshape(-1, *[1] * (raw.dim() - 1)) for raw in self.final]
+        moved_masks = [moved_rows.reshape(-1, *[1] * (new_state.dim() - 1)) for new_state in self.final]
         state_parts = zip(moved_masks, self.final, self.initial, strict=True)
         return Continuation(
-            tuple(torch.where(is_moved, raw[:samples], old[:samples]) for is_moved, raw, old in state_parts),
+            tuple(
+                torch.where(is_moved, new_state[:samples], earlier[:samples])
+                for is_moved, new_state, earlier in state_parts
+            ),
             moved_rows,
             self,
         )
 
-    def unchanged_samples(self, new: Tensor, index: int, rowwise: bool) -> Tensor | None:
-        """Return the samples (sample,) for which ``new`` is this call's state unchanged.
+    def unchanged_samples(self, state: Tensor, index: int, rowwise: bool) -> Tensor | None:
+        """Return the samples (sample,) for which ``state`` is this call's state unchanged.
 
         All other samples must have kept their state from before the call; else the result is None.
         """
-        final, user_initial, samples = self.recorded_final[index], self.user_initial[index], new.shape[0]
+        final, user_initial, samples = self.recorded_final[index], self.user_initial[index], state.shape[0]
         if (
-            not new.requires_grad
-            or new.shape[1:] != final.shape[1:]
+            not state.requires_grad
+            or state.shape[1:] != final.shape[1:]
             or samples > final.shape[0]
-            or new.dtype != final.dtype
+            or state.dtype != final.dtype
         ):
             return None
-        if not rowwise and (samples != final.shape[0] or not _equal(new, final)):
+        if not rowwise and (samples != final.shape[0] or not _all_equal(state, final)):
             return None
-        is_old, is_initial = _rows_equal(new, final[:samples]), _rows_equal(new, self.initial[index][:samples])
+        is_old, is_initial = _rows_equal(state, final[:samples]), _rows_equal(state, self.initial[index][:samples])
         if not bool((is_old | is_initial).all()):
             return None
         # The earlier states that samples may still have if they did not move on.
@@ -105,39 +111,39 @@ class StateLink:
         earlier_states = [self.history[int(step)][index] for step in sorted(steps)]
         # Recent sources first: the cost of autograd grows with the age of the oldest source.
         for sources in ([user_initial], [user_initial, *earlier_states]):
-            unchanged = self._unchanged_by_gradient(new, index, sources, is_old, is_initial)
+            unchanged = self._unchanged_by_gradient(state, index, sources, is_old, is_initial)
             if unchanged is not None:
                 return unchanged
         return None
 
     def _unchanged_by_gradient(
-        self, new: Tensor, index: int, sources: list[Tensor], is_old: Tensor, is_initial: Tensor
+        self, state: Tensor, index: int, sources: list[Tensor], is_old: Tensor, is_initial: Tensor
     ) -> Tensor | None:
-        """Return in which samples the state ``new`` is this call's new state unchanged: a bool tensor (sample,).
+        """Return in which samples the state ``state`` is this call's new state unchanged: a bool tensor (sample,).
 
-        A random cotangent is pulled back from ``new``: it arrives unchanged at the call's new state, or at a state
+        A random cotangent is pulled back from ``state``: it arrives unchanged at the call's new state, or at a state
         from before the call (``sources``) of a sample that the call left out. None if in any sample it does neither.
         """
-        samples, probe = new.shape[0], probe_like(new)
-        pulled = _source_gradients(new, [self.recorded_final[index], *sources], probe)
+        samples, probe = state.shape[0], probe_like(state)
+        pulled = _source_gradients(state, [self.recorded_final[index], *sources], probe)
         to_old, *source_grads = (torch.zeros_like(probe) if grad is None else grad[:samples] for grad in pulled)
-        to_old = to_old + self._output_gradient(new, index, probe)
+        to_old = to_old + self._output_gradient(state, index, probe)
         is_moved, is_kept = is_old & _rows_equal(to_old, probe), torch.zeros_like(is_initial)
         for source_grad in source_grads:
             is_kept = is_kept | _rows_equal(source_grad, probe)
         if not self.history[0][index].requires_grad:  # a constant initial state has no gradient to compare
-            is_kept = is_kept | (self._origins(samples, new.device) == 0)
+            is_kept = is_kept | (self._origins(samples, state.device) == 0)
         is_kept = is_kept & is_initial & ~_nonzero_rows(to_old)
         return is_moved if bool((is_moved | is_kept).all()) else None
 
-    def _output_gradient(self, new: Tensor, index: int, probe: Tensor) -> Tensor | float:
-        """Pull ``probe`` at the state ``new`` back to the last step of the layer's output.
+    def _output_gradient(self, state: Tensor, index: int, probe: Tensor) -> Tensor | float:
+        """Pull ``probe`` at the state ``state`` back to the last step of the layer's output.
 
         Returns NaN if earlier steps receive it.
         """
         if index or self.output is None or len(self.recorded_final[0]) > 1:
             return 0.0
-        (output_grad,) = torch.autograd.grad(new, [self.output], probe, retain_graph=True, allow_unused=True)
+        (output_grad,) = torch.autograd.grad(state, [self.output], probe, retain_graph=True, allow_unused=True)
         if output_grad is None:
             return 0.0
         return output_grad[-1:] if not bool((output_grad[:-1] != 0).any()) else torch.full_like(probe, torch.nan)
@@ -206,15 +212,15 @@ def reset_rows(states: States, link: StateLink) -> tuple[Tensor, bool]:
     def sample_rows(tensor: Tensor) -> Tensor:
         return tensor.movedim(sample_axis, 0)[:samples]
 
-    for index, new in enumerate(states):
-        if not new.requires_grad:
+    for index, state in enumerate(states):
+        if not state.requires_grad:
             is_unchanged = torch.zeros_like(is_unchanged)
             continue
-        probe = probe_like(new)
-        pulled = _source_gradients(new, sources, probe)
+        probe = probe_like(state)
+        pulled = _source_gradients(state, sources, probe)
         for grad in pulled:
             is_reset = is_reset if grad is None else is_reset & ~_nonzero_rows(sample_rows(grad))
-        is_equal = _rows_equal(sample_rows(new), sample_rows(link.recorded_final[index]))
+        is_equal = _rows_equal(sample_rows(state), sample_rows(link.recorded_final[index]))
         own_grad = pulled[index]
         is_unchanged = (
             is_unchanged
@@ -242,7 +248,7 @@ def _rows_equal(a: Tensor, b: Tensor) -> Tensor:
     return _equal_entries(a, b).reshape(a.shape[0], -1).all(dim=1)
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
+def _all_equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or (a.shape == b.shape and bool(_equal_entries(a, b).all()))
 
 

@@ -67,7 +67,7 @@ class StepListener:
             return function(x, *state)
         key: Any = name or getattr(function, "__code__", id(function))
         if key not in self.hooks:
-            self.hooks[key] = self._hook(function, name)
+            self.hooks[key] = self._loop_hook(function, name)
         hook = self.hooks[key]
         if self.requested is not None and hook.owner.name not in self.requested:
             return function(x, *state)
@@ -80,7 +80,7 @@ class StepListener:
         LOOPS_RUN.setdefault(self.model, {})[hook.owner.name] = int(tensor_leaves(output)[0].flatten(1).shape[1])
         return output if user_output is None else user_output
 
-    def _hook(self, function: Callable[..., Any], name: str | None) -> CellHook:
+    def _loop_hook(self, function: Callable[..., Any], name: str | None) -> CellHook:
         loop_count = sum(hook.owner.name.startswith("loop") for hook in self.hooks.values())
         name = name or (f"loop_{loop_count}" if loop_count else "loop")
         if name in dict(self.model.named_modules()):
@@ -245,7 +245,9 @@ class CellHook:
                 expected="calls that map (input, state) to state or to (output, state)",
             )
         self.is_active = False
-        self.recorder.recurrences = [run for run in self.recorder.recurrences if run.owner is not self.owner]
+        self.recorder.recurrences = [
+            recurrence for recurrence in self.recorder.recurrences if recurrence.owner is not self.owner
+        ]
 
 
 def _states_of(returned: list[Tensor], call: EnteredCall) -> list[Tensor]:

@@ -94,7 +94,7 @@ class TorchPullback:
         # ``rnn`` of the port ``rnn[1]#0``
         cut_paths = {str(port.layer).partition("#")[0].partition("[")[0] for port in cut}
         recorder = CallRecorder(rules, separate=True, cut=cut_paths)
-        inputs, chain = map_leaves(as_tensors(batch.x, model, "x"), _source), ChainRecorder(model)
+        inputs, chain = map_leaves(as_tensors(batch.x, model, "x"), _gradient_leaf), ChainRecorder(model)
         if not any(port.kind == "loss" for port in (*self.of, *self.wrt)):
             batch = batch.without_loss()
         with borrowed_model(model, training=batch.training, seed=batch.seed):
@@ -131,13 +131,16 @@ class TorchPullback:
         return {port: self._port_gradient(self._port_tensors[port], grads, cotangent_count) for port in self.wrt}
 
     def _pull(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], sources: list[Tensor], cotangent_count: int
+        self, start_cotangents: Sequence[tuple[Tensor, Tensor]], sources: list[Tensor], cotangent_count: int
     ) -> list[Tensor | None]:
-        size = sum(t.numel() * t.element_size() for t in (*sources, *(start for start, _ in pairs)))
+        size = sum(t.numel() * t.element_size() for t in (*sources, *(start for start, _ in start_cotangents)))
         chunk_size = max(1, BUDGET // max(4 * size + 4 * self._scan_sweep_size, 1))
         chunk_grads: list[Sequence[Tensor | None]] = []
         for offset in range(0, cotangent_count, chunk_size):
-            starts, chunk = [s for s, _ in pairs], [c[offset : offset + chunk_size] for _, c in pairs]
+            starts, chunk = (
+                [s for s, _ in start_cotangents],
+                [c[offset : offset + chunk_size] for _, c in start_cotangents],
+            )
             chunk_grads.append(self._pull_many(starts, sources, chunk))
         return [None if chunks[0] is None else torch.cat(chunks) for chunks in zip(*chunk_grads, strict=True)]
 
@@ -248,7 +251,7 @@ class PortTable:
             )
         cell_and_activation = class_of(self.modules[str(port.layer).partition("[")[0]])
         if cell_and_activation is not None and slot is not None:  # a forward that does not call torch's kernel
-            return PortTensors([weight], partial(_from_torch_summed, cell_and_activation[0], slot))
+            return PortTensors([weight], partial(_summed_in_layout, cell_and_activation[0], slot))
         _, substitute = self.recorder.substitutes.get(id(weight), (weight, weight))
         # A parametrisation that returned the parameter itself, or a weight tied to a kernel's.
         if substitute is not weight:
@@ -262,7 +265,7 @@ class PortTable:
             if node.partition("#")[0] == str(port.layer).partition("#")[0] and recurrence.owner.step_cell is None:
                 tensor = recurrence.calls[0].layer_records[layer].weights[direction][slot]
                 parameter = library_parameter(self.modules.get(recurrence.owner.name), layer, port.key)
-                to_layout = partial(_from_torch_summed, recurrence.owner.cell, slot)
+                to_layout = partial(_summed_in_layout, recurrence.owner.cell, slot)
                 if (
                     parameter is not None
                     and (recurrence.owner.key, f"{slot}/{layer}/{direction}") in self.recorder.computed_weights
@@ -281,9 +284,9 @@ class PortTable:
         return None
 
 
-def _from_torch_summed(cell: type[Cell], slot: str, parts: Sequence[Tensor]) -> Tensor:
+def _summed_in_layout(cell: type[Cell], slot: str, grads: Sequence[Tensor]) -> Tensor:
     """Sum a weight's gradients, through the layer and at the user's own parameter, in the layout of rnnlens."""
-    return from_torch(cell, slot, parts[0] if len(parts) == 1 else parts[0] + parts[1])
+    return from_torch(cell, slot, grads[0] if len(grads) == 1 else grads[0] + grads[1])
 
 
 def weight_substitutes(
@@ -321,7 +324,7 @@ def weight_substitutes(
     return weights
 
 
-def _source(value: Any) -> Any:
+def _gradient_leaf(value: Any) -> Any:
     """Return a leaf that requires a gradient, with the value of a float or complex tensor.
 
     Any other value is returned unchanged.

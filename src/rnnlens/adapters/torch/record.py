@@ -167,7 +167,7 @@ class Recurrence:
     owner: CallOwner
     calls: list[CallRecord]
 
-    def valid(self) -> Tensor | None:
+    def step_mask(self) -> Tensor | None:
         """Return the mask (time, sample) of real steps; None if all are real.
 
         The mask is False where a sample had left the batch, and where the user kept its state from before the call.

@@ -156,7 +156,7 @@ def is_entangled(recurrences: list[Recurrence], outputs: Iterable[Tensor]) -> bo
     calls = [
         call
         for recurrence in loops
-        for call in (recurrence.calls[:-1] if recurrence.valid() is None else recurrence.calls)
+        for call in (recurrence.calls[:-1] if recurrence.step_mask() is None else recurrence.calls)
     ]
     inner_taps = {_node_or_id(tap) for call in calls for tap in call.state_taps if tap is not None}
     inputs = [tensor for recurrence in recurrences for tensor in _recurrence_inputs(recurrence)]
@@ -196,7 +196,7 @@ def check_joints(recorder: CallRecorder, targets: Sequence[Tensor]) -> None:
 
     The recurrence's owner was added to ``never_rowwise`` of the recorder's rules.
     """
-    masked_recurrences = [recurrence for recurrence in recorder.recurrences if recurrence.valid() is not None]
+    masked_recurrences = [recurrence for recurrence in recorder.recurrences if recurrence.step_mask() is not None]
     taps = [tap for recurrence in masked_recurrences for _, tap in _taps_by_step(recurrence)]
     if not taps:
         return
@@ -209,7 +209,7 @@ def check_joints(recorder: CallRecorder, targets: Sequence[Tensor]) -> None:
     tap_grads = {id(tap): grad for tap, grad in zip(taps, grads, strict=True)}
     count_before = len(recorder.rules.never_rowwise)
     for recurrence in masked_recurrences:
-        is_dropped = ~recurrence.valid()  # type: ignore[operator]
+        is_dropped = ~recurrence.step_mask()  # type: ignore[operator]
         masked_grads = [
             (grad, is_dropped[step])
             for step, tap in _taps_by_step(recurrence)

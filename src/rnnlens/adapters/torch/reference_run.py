@@ -73,12 +73,12 @@ def reference_run(
             values, starts = [_copied_array(leaf) for leaf in leaves], [(loss, None)]
             if cotangents is not None:
                 output_cotangents = cotangents(values) if callable(cotangents) else cotangents
-                pairs = [
+                leaf_cotangents = [
                     (leaf, cotangent)
                     for leaf, cotangent in zip(leaves, output_cotangents, strict=True)
                     if cotangent is not None
                 ]
-                starts = [(leaf, torch.as_tensor(cotangent).to(leaf)) for leaf, cotangent in pairs]
+                starts = [(leaf, torch.as_tensor(cotangent).to(leaf)) for leaf, cotangent in leaf_cotangents]
             weights = dict(model.named_parameters())
             grads = _pull_back(starts, [*sources, *weights.values()]) if gradients else None
     loss_value = None if loss is None else float(loss.detach())

@@ -83,12 +83,12 @@ def _read_selective_scan(call: Any, hold: Hold) -> Reading:
     )
     gate = None if call.z is None else functional.silu(call.z)
 
-    def finish(y: Tensor, last: Tensor) -> Any:
+    def finish(y: Tensor, last_state: Tensor) -> Any:
         output = y.transpose(1, 2)
         output = output if call.D is None else output + x * call.D[None, :, None]
         output = output if gate is None else output * gate
         output = output if dtype == x.dtype else output.to(dtype)
-        return (output, last) if call.return_last_state else output
+        return (output, last_state) if call.return_last_state else output
 
     return Reading(cell, finish, None if gate is None else gate.transpose(1, 2))
 
@@ -108,9 +108,9 @@ def _read_chunked_scan(call: Any, hold: Hold) -> Reading:
         initial=call.initial_states,
     )
 
-    def finish(y: Tensor, last: Tensor) -> Any:
+    def finish(y: Tensor, last_state: Tensor) -> Any:
         output = y if call.D is None else y + call.D[..., None] * x
-        return (output, last) if call.return_final_states else output
+        return (output, last_state) if call.return_final_states else output
 
     return Reading(cell, finish)
 
@@ -138,7 +138,7 @@ def _read_delta_rule(call: Any, hold: Hold) -> Reading:
         contracted=-2,
         initial=call.initial_state,
     )
-    return Reading(cell, lambda y, last: (y.to(dtype), last if call.output_final_state else None))
+    return Reading(cell, lambda y, last_state: (y.to(dtype), last_state if call.output_final_state else None))
 
 
 def _unit_norm(x: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def _read_gated_linear(call: Any, hold: Hold) -> Reading:
     x, gate = widen_tensors(call.hidden_states, call.recurrent_gate)
     initial = None if call.recurrent_states is None else call.recurrent_states.to(x.dtype)
     cell = SequenceCell(("channel",), (hold(gate) * ~call.reset,), (x,), logarithmic=False, initial=initial)
-    return Reading(cell, lambda y, last: (y.to(dtype), last))
+    return Reading(cell, lambda y, last_state: (y.to(dtype), last_state))
 
 
 def _read_weighted_mean(call: Any, hold: Hold) -> Reading:
@@ -177,14 +177,14 @@ def _read_weighted_mean(call: Any, hold: Hold) -> Reading:
         relative=True,
     )
 
-    def finish(states: Tensor, last: Tensor) -> Any:
+    def finish(states: Tensor, last_state: Tensor) -> Any:
         output_maximum = torch.maximum(previous_maxima, (key + first_bonus).detach())
         past_sums = (
             torch.cat([cell.start()[:, None], states[:, :-1]], 1)
             * torch.exp(previous_maxima - output_maximum)[..., None]
         )
         total = past_sums + torch.exp(key + first_bonus - output_maximum)[..., None] * values
-        state = [*last.unbind(-1), running_maxima[-1]] if call.return_state or call.state is not None else None
+        state = [*last_state.unbind(-1), running_maxima[-1]] if call.return_state or call.state is not None else None
         return (total[..., 0] / total[..., 1]).to(dtype), state
 
     return Reading(cell, finish)
@@ -221,13 +221,13 @@ def _read_matrix_memory(call: Any, hold: Hold) -> Reading:
         relative=True,
     )
 
-    def finish(y: Tensor, last: Tensor) -> Any:
+    def finish(y: Tensor, last_state: Tensor) -> Any:
         scale = torch.maximum(y[..., -1:].abs(), torch.exp(-new_maxima)[..., None]) + config.eps
         h = (y[..., :-1] / scale).transpose(1, 2).to(dtype)
         returns_states = config.return_last_states if call.return_last_states is None else call.return_last_states
         if "inference" not in (call.mode or config.mode) and not returns_states:
             return h
-        return h, (last[..., :-1], last[..., -1], running_maxima[-1][..., None])
+        return h, (last_state[..., :-1], last_state[..., -1], running_maxima[-1][..., None])
 
     return Reading(cell, finish)
 
@@ -253,9 +253,9 @@ def _read_lightning(call: Any, hold: Hold) -> Reading:
         contracted=-2,
     )
 
-    def finish(y: Tensor, last: Tensor) -> Any:
+    def finish(y: Tensor, last_state: Tensor) -> Any:
         normed = layer.norm(y.to(x.dtype).reshape(*x.shape[:2], -1))
-        return layer.out_proj(torch.sigmoid(layer.output_gate(x)) * normed), last.to(x.dtype)
+        return layer.out_proj(torch.sigmoid(layer.output_gate(x)) * normed), last_state.to(x.dtype)
 
     return Reading(cell, finish)
 

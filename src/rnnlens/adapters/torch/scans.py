@@ -28,38 +28,38 @@ class _Scan(torch.autograd.Function):  # type: ignore[misc]
     """Autograd function of a sequence cell: outputs of all steps and the last state, which has no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, cell: SequenceCell, names: tuple[str, ...], *parts: Tensor) -> tuple[Tensor, Tensor]:
-        y, before, last = forward(_with_parts(cell, parts))
-        ctx.cell, ctx.names, ctx.before = cell, names, before
-        ctx.save_for_backward(*parts)
-        ctx.mark_non_differentiable(last)
-        return y, last
+    def forward(ctx: Any, cell: SequenceCell, names: tuple[str, ...], *coefficients: Tensor) -> tuple[Tensor, Tensor]:
+        outputs, previous_states, last_state = forward(_with_parts(cell, coefficients))
+        ctx.cell, ctx.names, ctx.previous_states = cell, names, previous_states
+        ctx.save_for_backward(*coefficients)
+        ctx.mark_non_differentiable(last_state)
+        return outputs, last_state
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor, _last: Any) -> tuple[Any, ...]:
         cell, part_grads = _with_parts(ctx.cell, ctx.saved_tensors), {}
         chunk_grads: dict[str, list[Any]] = {name: [] for name in ctx.names}
-        for chunk, initial_grad in sweep(cell, ctx.before, output_grad):
+        for chunk, initial_grad in sweep(cell, ctx.previous_states, output_grad):
             for name, grad in chunk.part_grads().items():
                 chunk_grads[name].append(grad)
             part_grads["initial"] = initial_grad
-        for name, part in cell.parts.items():
+        for name, coefficient in cell.parts.items():
             if name != "initial":
                 grads = chunk_grads[name]
-                part_grads[name] = sum(grads[1:], grads[0]) if part.shape[1] == 1 else torch.cat(grads[::-1], 1)
+                part_grads[name] = sum(grads[1:], grads[0]) if coefficient.shape[1] == 1 else torch.cat(grads[::-1], 1)
         return (None, None, *(part_grads[name] for name in ctx.names))
 
 
-def _with_parts(cell: SequenceCell, parts: Sequence[Tensor]) -> SequenceCell:
-    """Return the cell with its coefficient arrays replaced by ``parts``, in the order of ``SequenceCell.parts``."""
-    remaining = iter(parts)
+def _with_parts(cell: SequenceCell, coefficients: Sequence[Tensor]) -> SequenceCell:
+    """Return the cell with its coefficient arrays replaced by ``coefficients``, in the order of ``SequenceCell.parts``."""
+    remaining = iter(coefficients)
     return cell.with_parts(lambda _: next(remaining))
 
 
 def scan(cell: SequenceCell) -> tuple[Tensor, Tensor]:
     """Return outputs and last state of a sequence cell of tensors, with gradients in linear time."""
-    parts, detached_cell = cell.parts, cell.with_parts(torch.Tensor.detach)
-    return _Scan.apply(detached_cell, tuple(parts), *parts.values())  # type: ignore[no-any-return]
+    coefficients, detached_cell = cell.parts, cell.with_parts(torch.Tensor.detach)
+    return _Scan.apply(detached_cell, tuple(coefficients), *coefficients.values())  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -98,18 +98,18 @@ class ScanRecorder:
         self, path: str, cell: SequenceCell, tensors: Sequence[Any], gate: Tensor | None = None, *, is_wanted: bool
     ) -> tuple[Tensor, Tensor, SequenceCall | None]:
         """Run the scan of a layer; return its outputs, its last state and, if ``is_wanted``, its record."""
-        y, last = scan(cell)
+        y, last_state = scan(cell)
         self.scan_sizes[path] = (cell.shape[0], cell.steps)
         self.sweep_size = max(self.sweep_size, cell.sweep_size)
         if not is_wanted:
-            return y, last, None
+            return y, last_state, None
         y = y if y.requires_grad else y.requires_grad_()
         # The coarsest dtype of the call's tensors, at most float32, in which the models' own scans compute.
         dtypes = {t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()}
         half_dtypes = sorted(str(dtype) for dtype in dtypes if dtype.itemsize < 4)
         dtype = (half_dtypes[0] if half_dtypes else "torch.float32").removeprefix("torch.")
         self.records.append(SequenceCall(path, cell, y, gate=gate, compute_dtype=dtype))
-        return y, last, self.records[-1]
+        return y, last_state, self.records[-1]
 
     def declared_scan(self, a: Tensor, b: Tensor, initial: Any, function: Any, name: str | None) -> Tensor:
         """Run and record one scan declared by ``rl.torch.scan``; return its states."""
@@ -136,10 +136,10 @@ class ScanRecorder:
             reading = read_call(original, family, self.hold, args, kwargs)
             path = self.running_layers[-1] if self.running_layers else ""
             tensors, is_wanted = (*args, *kwargs.values()), path in self.requested
-            y, last, record = self._run(path, reading.cell, tensors, reading.gate, is_wanted=is_wanted)
+            y, last_state, record = self._run(path, reading.cell, tensors, reading.gate, is_wanted=is_wanted)
             if record is None:
-                return reading.finish(y, last)
-            result = reading.finish(y.clone(), last)
+                return reading.finish(y, last_state)
+            result = reading.finish(y.clone(), last_state)
             with torch.no_grad():
                 record.mismatch = _mismatch(result, original(*map(_without_hooks, args), **kwargs))
             return result

@@ -360,8 +360,8 @@ def _run_loop(cell: Any, inputs: Tensor, initial: tuple[Tensor, ...]) -> list[Te
 def _replay_module(call: TrainingCall) -> nn.Module:
     """Create a module like that of a call, with the recorded weights, without hooks and without a user's forward."""
     user_module: Any = call.module
-    kinds = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
-    layer_class = next(layer_class for layer_class in kinds if isinstance(user_module, layer_class))
+    torch_classes = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+    layer_class = next(layer_class for layer_class in torch_classes if isinstance(user_module, layer_class))
     names = ["bias"] if issubclass(layer_class, nn.RNNCellBase) else [*_OPTIONS]
     names += (
         ["proj_size"] if layer_class is nn.LSTM else ["nonlinearity"] if layer_class in (nn.RNN, nn.RNNCell) else []

@@ -64,7 +64,7 @@ def named_copies(cell: type[Cell], values: Mapping[str, Any]) -> dict[str, Any]:
     return {NAMES[slot]: replay_copy(from_torch(cell, slot, value)) for slot, value in values.items()}
 
 
-def known_cell(cell: type[Cell], weights: Mapping[str, Any], activation: str = "tanh") -> Cell:
+def create_cell(cell: type[Cell], weights: Mapping[str, Any], activation: str = "tanh") -> Cell:
     """Create the cell of one layer and direction from torch's weights by name, such as ``weight_ih``."""
     cell_class: Any = cell
     return cell_class(activation=activation, **named_copies(cell, weights))  # type: ignore[no-any-return]
@@ -156,7 +156,7 @@ def layer_weights(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, LayerWe
             continue
         for layer, direction, weights in cell_weights(module):
             entry = result.setdefault(node_name(path, module, layer), LayerWeights({}, {}))
-            entry.cells[direction] = known_cell(cell_and_activation[0], weights, cell_and_activation[1])
+            entry.cells[direction] = create_cell(cell_and_activation[0], weights, cell_and_activation[1])
             prefix = f"{direction}/" if getattr(module, "bidirectional", False) else ""
             for slot, value in weights.items():
                 entry.values[prefix + NAMES[slot]] = from_torch(cell_and_activation[0], slot, value.detach()).clone()
