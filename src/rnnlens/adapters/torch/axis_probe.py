@@ -30,7 +30,7 @@ ROOM = 4 * 2**20
 
 @dataclass(frozen=True)
 class AxisPlace:
-    """Position of an axis in a tensor: ``axis``, reshaped to (before, size, after).
+    """Position of an axis in a tensor: ``axis``, reshaped to (size_before, size, size_after).
 
     ``order``: for each entry its number in the patterns, if the entries are in another order than those.
     """
@@ -42,7 +42,7 @@ class AxisPlace:
     order: tuple[int, ...] = ()
 
     def split_axis(self, array: Values) -> Values:
-        """Reshape an array with one leading axis to (row, before, size, after, everything else)."""
+        """Reshape an array with one leading axis to (row, size_before, size, size_after, everything else)."""
         moved = np.moveaxis(array, 1 + self.axis, 1)
         return moved.reshape(len(array), self.size_before, self.size, self.size_after, -1)
 

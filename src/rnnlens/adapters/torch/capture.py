@@ -73,7 +73,7 @@ def capture_outputs(model: nn.Module, batch: Batch) -> Capture:
 
 
 def run_until_recorded(run_pass: Callable[[PassRules], Recorded]) -> Recorded:
-    """Repeat the forward pass ``run_pass``, with the rules that each failed pass adds, until one pass records everything."""
+    """Repeat the forward pass ``run_pass``, with the rules that each failed pass adds, until all is recorded."""
     rules = PassRules()
     while True:
         try:
@@ -338,7 +338,7 @@ def _gradients(recorder: CallRecorder, loss: Tensor, model_tensors: Sequence[Ten
     if recorder.weight_grads:
         taps += [weight for call in calls for weight in call.weights()]
     taps += [
-        *(call.outputs[0] for call in recorder.output_records),
+        *(record.outputs[0] for record in recorder.output_records),
         *(record.output for record in recorder.scans.records),
     ]
     other_tensors = list(model_tensors)

@@ -131,10 +131,8 @@ class TorchStepCell(StepCell):
             starts, cotangents = zip(*pairs, strict=True)
             # A state that is returned unchanged is not new: its other paths belong to the state before the step.
             is_new = [s.requires_grad and not any(s is g for g in previous) for s in new_states]
-            new_states = [s for s, is_made in zip(new_states, is_new, strict=True) if is_made]
-            new_grads = iter(
-                torch.autograd.grad(starts, new_states, cotangents, allow_unused=True) if new_states else ()
-            )
+            computed = [s for s, is_made in zip(new_states, is_new, strict=True) if is_made]
+            new_grads = iter(torch.autograd.grad(starts, computed, cotangents, allow_unused=True) if computed else ())
         grads = [next(new_grads) if is_made else None for is_made in is_new]
         with_cotangents = zip(grads, state_cotangent, strict=True)
         return tuple(c if g is None else at_least_float32(g.flatten(1)) for g, c in with_cotangents)
@@ -238,14 +236,14 @@ def _computes_torch_step(module: Any, torch_class: type[nn.Module]) -> bool:
     x, h, c = random_values.to(weight).split([module.input_size, module.hidden_size, module.hidden_size], dim=1)
     state: Any = (h, c) if torch_class is nn.LSTMCell else h
     for args in ((x, state), (state, x)):
-        calls = _KernelCalls(_KERNELS[torch_class])
+        kernel_recorder = _KernelCalls(_KERNELS[torch_class])
         try:
-            with borrowed_model(module, training=False, seed=0), torch.no_grad(), calls:
+            with borrowed_model(module, training=False, seed=0), torch.no_grad(), kernel_recorder:
                 returned = module.forward(*args)
         except Exception:  # the user's forward may expect other arguments
             continue
-        if len(calls.calls) == 1:
-            kernel_args, result = calls.calls[0]
+        if len(kernel_recorder.calls) == 1:
+            kernel_args, result = kernel_recorder.calls[0]
             given_sums, kernel_sums = (
                 sorted(float(value.sum()) for value in (x_value, *as_tuple(states)))
                 for x_value, states in ((x, state), kernel_args[:2])

@@ -52,7 +52,7 @@ _FIRST, _SECOND, _LAYER = "first", "second", "layer"
 
 @dataclass(frozen=True)
 class _ChainTensor:
-    """A tensor of a chain: its mark, the roles of its axes, and the links from the model's input to it.
+    """A tensor of a chain: its version and sum, the roles of its axes, and the links from the model's input to it.
 
     ``steps`` is its number of steps; ``layers`` the number of stacked layers on the axis ``layer`` of a final state.
     """
@@ -73,7 +73,7 @@ class _ChainTensor:
 class _LayerTensors:
     """Tensors of one call of a recurrent module at which gradients are read; its weights by slot.
 
-    ``returned`` is the output and the final states, ``versions_and_sums`` their marks after the call.
+    ``returned`` is the output and the final states, ``versions_and_sums`` are those after the call.
     """
 
     path: str

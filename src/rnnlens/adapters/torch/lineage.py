@@ -119,7 +119,7 @@ class StateLink:
     def _unchanged_by_gradient(
         self, state: Tensor, index: int, sources: list[Tensor], is_old: Tensor, is_initial: Tensor
     ) -> Tensor | None:
-        """Return in which samples the state ``state`` is this call's new state unchanged: a bool tensor (sample,).
+        """Return in which samples ``state`` is this call's new state unchanged: a bool tensor (sample,).
 
         A random cotangent is pulled back from ``state``: it arrives unchanged at the call's new state, or at a state
         from before the call (``sources``) of a sample that the call left out. None if in any sample it does neither.
@@ -137,7 +137,7 @@ class StateLink:
         return is_moved if bool((is_moved | is_kept).all()) else None
 
     def _output_gradient(self, state: Tensor, index: int, probe: Tensor) -> Tensor | float:
-        """Pull ``probe`` at the state ``state`` back to the last step of the layer's output.
+        """Pull ``probe`` at ``state`` back to the last step of the layer's output.
 
         Returns NaN if earlier steps receive it.
         """

@@ -51,7 +51,7 @@ class _Scan(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _with_parts(cell: SequenceCell, coefficients: Sequence[Tensor]) -> SequenceCell:
-    """Return the cell with its coefficient arrays replaced by ``coefficients``, in the order of ``SequenceCell.parts``."""
+    """Return the cell with its coefficient arrays replaced, in the order of ``SequenceCell.parts``."""
     remaining = iter(coefficients)
     return cell.with_parts(lambda _: next(remaining))
 
