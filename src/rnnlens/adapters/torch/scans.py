@@ -183,7 +183,7 @@ def replaced_scans(modules: Sequence[tuple[str, nn.Module]], recorder: ScanRecor
             leave = hook_in_this_thread(recorder.leave)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         for owner, name, family in dict.fromkeys(
-            scan for _, module, _ in layers if (scan := scan_of(type(module))) is not None
+            scan_owner for _, module, _ in layers if (scan_owner := scan_of(type(module))) is not None
         ):
             original = vars(owner)[name]
             stack.callback(setattr, owner, name, original)

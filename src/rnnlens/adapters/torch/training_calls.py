@@ -89,9 +89,9 @@ class TrainingCall:
             direct_grads = [
                 self.grads.get((index, step), torch.zeros_like(state)) for step, state in enumerate(state_steps)
             ]
-            for tensor_and_step in self.grads.keys() & self.inner_grads.keys():
-                if tensor_and_step[0] == index:
-                    direct_grads[tensor_and_step[1]] = self.grads[tensor_and_step] - self.inner_grads[tensor_and_step]
+            for key in self.grads.keys() & self.inner_grads.keys():
+                if key[0] == index:
+                    direct_grads[key[1]] = self.grads[key] - self.inner_grads[key]
             states.append(_stack_steps(state_steps))
             grads[index, 0] = _stack_steps(direct_grads)
         args = (
