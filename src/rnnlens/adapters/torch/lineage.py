@@ -46,7 +46,7 @@ class StateLink:
         )
         self.history.append(self.recorded_final)
         self.step = len(self.history) - 1
-        #: Index in ``history`` of each sample's state in ``given``; None if all have the last one.
+        #: Index in ``history`` of each sample's state in ``user_initial``; None if all have the last one.
         self.origin: Tensor | None = None if self.continuation is None else self.continuation.origin
 
     def continuation_for(self, user_states: States, *, rowwise: bool) -> Continuation | None:

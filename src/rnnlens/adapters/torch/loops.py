@@ -97,7 +97,7 @@ class _NotACellError(Exception):
 
 
 class EnteredCall:
-    """One call between its pre-hook and its hook: the user's input and states, and their substitutes ``fed``."""
+    """One call between its pre-hook and its hook: the user's input and states, and their substitutes ``initial``."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> None:
         argument_leaves, self._spec = pytree.tree_flatten((args, kwargs))

@@ -231,7 +231,7 @@ class CallRecorder:
     ) -> None:
         self.recurrences: list[Recurrence] = []
         self.output_records: list[OutputRecord] = []
-        #: Items of ``runs`` and ``plain``, in the order of their first calls.
+        #: Items of ``recurrences`` and ``output_records``, in the order of their first calls.
         self.order: list[Recurrence | OutputRecord] = []
         self.notes: list[str] = []
         self.rules = rules

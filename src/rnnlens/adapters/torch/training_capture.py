@@ -126,7 +126,7 @@ class WeightGradients:
 
 
 class WeightGradientCapture:
-    """Recorder of the gradients of recurrent weights while a model trains; of ``everything`` only norms.
+    """Recorder of the gradients of recurrent weights while a model trains; of ``all_parameters`` only norms.
 
     Frozen weights, and weights computed from others, are left out.
     """
