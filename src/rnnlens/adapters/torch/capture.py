@@ -92,8 +92,8 @@ def recorded_pass(
 ) -> tuple[Any, Tensor | None, bool]:
     """Run a model once and join the recorded calls to recurrences.
 
-    Return outputs, loss, and whether the forward ran without gradients. The caller opens :func:`borrowed_model`, and makes
-    the ``chain`` before it adds hooks of its own.
+    Return outputs, loss, and whether the forward ran without gradients. The caller opens :func:`borrowed_model`, and
+    makes the ``chain`` before it adds hooks of its own.
     """
     with chain.watch(), recording_hooks(model, recorder, requested, batch) as interceptor:
         outputs = call_model(model, x)
