@@ -213,7 +213,7 @@ class _OutputHook:
             return None
         record = OutputRecord(self.path, self.inputs, [])
         self.recorder.output_records.append(record)
-        self.recorder.order.append(record)
+        self.recorder.call_order.append(record)
         return map_leaves(output, partial(self._tap, record.outputs))
 
     def _tap(self, points: list[Tensor], value: Any) -> Any:
@@ -284,7 +284,7 @@ def _assemble_capture(
     }
     names |= {id(record): [call.layer] for record, call in zip(recorder.output_records, other_calls, strict=True)}
     kept_names = {call.layer for call in calls} | {call.layer for call in other_calls}
-    order = tuple(name for item in recorder.order for name in names.get(id(item), ()) if name in kept_names)
+    order = tuple(name for item in recorder.call_order for name in names.get(id(item), ()) if name in kept_names)
     scanned = {path: samples for path, (samples, _) in recorder.scans.scan_sizes.items()}
     return Capture(calls, other_calls, sequences, value, notes=notes, order=order, scanned=scanned)
 

@@ -47,7 +47,7 @@ class StateLink:
         self.history.append(self.recorded_final)
         self.step = len(self.history) - 1
         #: Index in ``history`` of each sample's state in ``user_initial``; None if all have the last one.
-        self.origin: Tensor | None = None if self.continuation is None else self.continuation.origin
+        self.source_steps: Tensor | None = None if self.continuation is None else self.continuation.source_steps
 
     def continuation_for(self, user_states: States, *, rowwise: bool) -> Continuation | None:
         """Return how a call with the state ``user_states`` continues this one; None if it does not.
@@ -107,7 +107,7 @@ class StateLink:
         if not bool((is_old | is_initial).all()):
             return None
         # The earlier states that samples may still have if they did not move on.
-        steps = {self.step - 1} if self.origin is None else set(self.origin.tolist())
+        steps = {self.step - 1} if self.source_steps is None else set(self.source_steps.tolist())
         earlier_states = [self.history[int(step)][index] for step in sorted(steps)]
         # Recent sources first: the cost of autograd grows with the age of the oldest source.
         for sources in ([user_initial], [user_initial, *earlier_states]):
@@ -132,7 +132,7 @@ class StateLink:
         for source_grad in source_grads:
             is_kept = is_kept | _rows_equal(source_grad, probe)
         if not self.history[0][index].requires_grad:  # a constant initial state has no gradient to compare
-            is_kept = is_kept | (self._origins(samples, state.device) == 0)
+            is_kept = is_kept | (self._filled_source_steps(samples, state.device) == 0)
         is_kept = is_kept & is_initial & ~_nonzero_rows(to_old)
         return is_moved if bool((is_moved | is_kept).all()) else None
 
@@ -148,10 +148,10 @@ class StateLink:
             return 0.0
         return output_grad[-1:] if not bool((output_grad[:-1] != 0).any()) else torch.full_like(probe, torch.nan)
 
-    def _origins(self, count: int, device: torch.device) -> Tensor:
-        if self.origin is None:
+    def _filled_source_steps(self, count: int, device: torch.device) -> Tensor:
+        if self.source_steps is None:
             return torch.full((count,), self.step - 1, device=device)
-        return self.origin[:count]
+        return self.source_steps[:count]
 
 
 @dataclass
@@ -166,12 +166,14 @@ class Continuation:
     link: StateLink
 
     @property
-    def origin(self) -> Tensor | None:
+    def source_steps(self) -> Tensor | None:
         """Number of the step whose state each sample continues from, (sample,); None if it is the last step for all."""
         if self.moved_rows is None:
             return None
         device = self.moved_rows.device
-        return torch.where(self.moved_rows, self.link.step, self.link._origins(len(self.moved_rows), device))
+        return torch.where(
+            self.moved_rows, self.link.step, self.link._filled_source_steps(len(self.moved_rows), device)
+        )
 
 
 def upstream_nodes(nodes: Iterable[Any], visited: set[Any]) -> Iterator[Any]:

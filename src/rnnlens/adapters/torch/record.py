@@ -47,9 +47,9 @@ class CallOwner:
 
 @dataclass
 class Packing:
-    """Layout of a packed batch: ``rows[t, b]`` is the data row of the caller's sample ``b`` at step t."""
+    """Layout of a packed batch: ``data_rows[t, b]`` is the data row of the caller's sample ``b`` at step t."""
 
-    rows: Tensor
+    data_rows: Tensor
     mask: Tensor
     order: Tensor | None
 
@@ -67,7 +67,7 @@ class Packing:
 
     def padded(self, data: Tensor) -> Tensor:
         """Convert packed data (row, ...) to (time, sample, ...), with zeros at padding."""
-        values = data.index_select(0, self.rows.reshape(-1)).reshape(*self.rows.shape, *data.shape[1:])
+        values = data.index_select(0, self.data_rows.reshape(-1)).reshape(*self.data_rows.shape, *data.shape[1:])
         return values * self.mask.reshape(*self.mask.shape, *[1] * (data.dim() - 1)).to(values.dtype)
 
 
@@ -232,7 +232,7 @@ class CallRecorder:
         self.recurrences: list[Recurrence] = []
         self.output_records: list[OutputRecord] = []
         #: Items of ``recurrences`` and ``output_records``, in the order of their first calls.
-        self.order: list[Recurrence | OutputRecord] = []
+        self.call_order: list[Recurrence | OutputRecord] = []
         self.notes: list[str] = []
         self.rules = rules
         self.weight_grads = weight_grads
@@ -280,7 +280,7 @@ class CallRecorder:
             return
         recurrence = Recurrence(owner, [call])
         self.recurrences.append(recurrence)
-        self.order.append(recurrence)
+        self.call_order.append(recurrence)
         self._last_recurrences[owner.key] = recurrence
 
     def add_step(

@@ -47,7 +47,7 @@ class TrainingCall:
 
     ``weights`` are by layer index and direction, under torch's names. If a replay is needed, they are copies, because
     the step changes the user's; ``args`` and ``kwargs`` are detached copies of a module's arguments, ``inputs`` those
-    of a cell. ``random``: state of the random generator before dropout between stacked layers.
+    of a cell. ``rng_state``: state of the random generator before dropout between stacked layers.
     """
 
     path: str
@@ -57,12 +57,12 @@ class TrainingCall:
     number: int
     autocast: torch.dtype | None = None
     #: Whether the step may have computed it with TF32; a replay does not.
-    tf32: bool = False
+    used_tf32: bool = False
     steps: list[list[Tensor]] = field(default_factory=list)
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     packed: PackedSequence | None = None
-    random: Tensor | None = None
+    rng_state: Tensor | None = None
     initial: list[Tensor] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)
     grads: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -277,11 +277,11 @@ class CallReplay(nn.Module):  # type: ignore[misc]
         super().__init__()
         self._calls, self._scale = list(calls), scale
         self.deviation = 0.0
-        self.allowed = CLOSE_TO_TF32 if any(call.tf32 for call in calls) else CLOSE[torch.float32]
+        self.allowed = CLOSE_TO_TF32 if any(call.used_tf32 for call in calls) else CLOSE[torch.float32]
         paths = set[str]()
         for call in self._calls:
             device = call.returned[0].device.type
-            if call.random is not None and device != "cpu":
+            if call.rng_state is not None and device != "cpu":
                 raise UnsupportedError(
                     f"Dropout between the stacked layers of {call.path!r} was drawn by a generator of the device.",
                     got=f"dropout={call.module.dropout} on {device}",
@@ -297,8 +297,8 @@ class CallReplay(nn.Module):  # type: ignore[misc]
         returned = []
         for call in self._calls:
             module, device = self.get_submodule(call.path), call.returned[0].device.type
-            if call.random is not None:
-                torch.set_rng_state(call.random)
+            if call.rng_state is not None:
+                torch.set_rng_state(call.rng_state)
             with torch.autocast(device, dtype=call.autocast, enabled=call.autocast is not None):
                 args, kwargs = clone_tensors((call.args, call.kwargs))
                 if isinstance(module, nn.RNNCellBase):
@@ -328,7 +328,7 @@ class CallReplay(nn.Module):  # type: ignore[misc]
         for tensor, recorded in zip(tensors, call.returned, strict=True):
             deviation = _deviation(at_least_float32(tensor.detach()), at_least_float32(recorded))
             self.deviation = max(self.deviation, deviation)
-            if not deviation <= (CLOSE_TO_TF32 if call.tf32 else CLOSE.get(recorded.dtype, 1e-4)):
+            if not deviation <= (CLOSE_TO_TF32 if call.used_tf32 else CLOSE.get(recorded.dtype, 1e-4)):
                 raise UnsupportedError(
                     f"Repeating the calls of {call.path!r} gives other numbers than the training step.",
                     got=f"a deviation of {deviation:.1g} of the largest number, from a {type(call.module).__name__}",

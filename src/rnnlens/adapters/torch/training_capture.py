@@ -137,7 +137,7 @@ class WeightGradientCapture:
         self._norms: dict[int, float] = {}
         self.slots: dict[int, WeightSlot] = {}
         self.parameters: dict[int, nn.Parameter] = {}
-        self.own: dict[int, Tensor] = {}  # of the last forward pass of the step
+        self.backward_gradients: dict[int, Tensor] = {}  # of the last forward pass of the step
         #: Parameters with gradients of this step; ``.grad`` of others may be old.
         self.reached_parameters: set[int] = set()
         self._accumulated: dict[int, Tensor] = {}
@@ -160,7 +160,7 @@ class WeightGradientCapture:
 
     def forget(self) -> None:
         """Delete the records of a finished training step, so that its tensors can be freed."""
-        self.own, self._accumulated = {}, {}
+        self.backward_gradients, self._accumulated = {}, {}
         self.reached_parameters.clear()
 
     def is_fresh(self, module: nn.Module) -> bool:
@@ -169,7 +169,7 @@ class WeightGradientCapture:
         grads = [p.grad for p in captured if p.grad is not None]
         return not grads or not bool(min(grads, key=Tensor.numel).any())
 
-    def accumulated(self) -> None:
+    def record_accumulated(self) -> None:
         """Record the content of ``.grad`` after a backward pass, unless recording was switched off meanwhile."""
         if self.on:
             self._accumulated, self._norms = self._current_gradients(), self._gradient_norms()
@@ -180,7 +180,7 @@ class WeightGradientCapture:
         ``applied_scale`` is the part of the loss scale that the optimizer's gradients still have.
         """
         return WeightGradients(
-            self._by_slot(self.own, scale),
+            self._by_slot(self.backward_gradients, scale),
             self._by_slot(self._accumulated, scale),
             self._by_slot(self._current_gradients(), applied_scale),
             {
@@ -207,7 +207,7 @@ class WeightGradientCapture:
         def hook(grad: Tensor) -> None:
             if self.on:
                 self.reached_parameters.add(key)
-                add_gradient(self.own, key, grad)
+                add_gradient(self.backward_gradients, key, grad)
 
         return hook
 
@@ -363,7 +363,7 @@ class TrainingCapture:
         if not self._is_training_call(tensors):
             return
         call = self._new_call(path, module, tensors)
-        call.steps, call.random = [[tensor.detach() for tensor in tensors]], rng_state
+        call.steps, call.rng_state = [[tensor.detach() for tensor in tensors]], rng_state
         call.packed = output_value if isinstance(output_value, PackedSequence) else None
         if self.whole:
             call.args, call.kwargs = detach_tensors((args, kwargs), copy=True)
@@ -412,10 +412,10 @@ class TrainingCapture:
             self.weights.reached_parameters.clear()
         if self.calls and call not in self.calls and call.number > self.calls[-1].number:
             self.calls = []
-            self.weights.own = {}
+            self.weights.backward_gradients = {}
         # Queue twice, to run after the callbacks in which distributed training averages gradients.
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(self.weights.accumulated))
+        queue(lambda: queue(self.weights.record_accumulated))
 
 
 def entries(grad: Tensor) -> Tensor:
