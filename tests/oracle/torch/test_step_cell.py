@@ -74,7 +74,7 @@ def rowwise(step, x, state):
         args, kwargs = step.form.call(
             row[None], [s.reshape(1, *shape) for s, shape in zip(states, step.form.shapes, strict=True)]
         )
-        returned = cells.leaves(step.module(*args, **kwargs))
+        returned = cells.tensor_leaves(step.module(*args, **kwargs))
         output, new = returned[0], returned if step.form.output_is_state else returned[1:]
         return torch.cat([*(s.reshape(-1) for s in new), output.reshape(-1)])
 

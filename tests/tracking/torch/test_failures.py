@@ -188,7 +188,7 @@ def test_an_error_of_a_hook_does_not_reach_the_forward_pass(tmp_path, monkeypatc
     def broken(value, *, copy):
         raise MemoryError("no room for a copy")
 
-    monkeypatch.setattr(training_capture, "detached", broken)
+    monkeypatch.setattr(training_capture, "detach_tensors", broken)
     with pytest.warns(TrackingWarning, match="no room for a copy") as told:
         losses, watch = train(lambda model: rl.torch.watch(model, tmp_path / "a.zarr", every=1))
     assert losses == train()[0]

@@ -23,10 +23,10 @@ from . import pullback as pullbacks
 from . import reference_run as reference
 from . import weights as torch_weights
 from .capture import capture, capture_outputs
-from .cells import put_together
+from .cells import composed_weight
 from .chain import capture_chain
-from .discover import named_modules, unwrapped
-from .inputs import home_of, on_leaves
+from .discover import named_modules, unwrap
+from .inputs import device_and_dtype, map_leaves
 from .pullback import TorchPullback
 from .reference_run import reference_between
 from .weights import layer_weights
@@ -41,38 +41,38 @@ def perturbed_port(model: nn.Module, port: Port, size: float) -> Iterator[bool]:
     Yield False if that is not possible. A weight is replaced by a perturbed copy, and the same object is restored
     afterwards. An output is perturbed by a hook.
     """
-    path, modules = str(port.layer).partition("#")[0], dict(unwrapped(model).named_modules())
-    path, _, layer = (path, "", "") if path in modules else path.partition("[")
+    path, modules = str(port.layer).partition("#")[0], dict(unwrap(model).named_modules())
+    path, _, layer_index = (path, "", "") if path in modules else path.partition("[")
     module = modules.get(path)
     if module is None or port.kind not in ("weight", "output"):
         yield False
         return
     if port.kind == "output":
-        hook = hook_in_this_thread(lambda _module, _args, output: on_leaves(output, lambda v: _moved(v, size)))
+        hook = hook_in_this_thread(lambda _module, _args, output: map_leaves(output, lambda v: _perturbed(v, size)))
         handle = module.register_forward_hook(hook)
         try:
             yield True
         finally:
             handle.remove()
         return
-    name = torch_weights.torch_name(module, int(layer.rstrip("]") or 0), port.key)
+    name = torch_weights.torch_name(module, int(layer_index.rstrip("]") or 0), port.key)
     parameter = module._parameters.get(name)
     try:
         if parameter is not None:
             # setattr, not ``_parameters``: a recurrent module updates a second list of its weights then.
-            setattr(module, name, nn.Parameter(_moved(parameter.detach(), size), requires_grad=False))
+            setattr(module, name, nn.Parameter(_perturbed(parameter.detach(), size), requires_grad=False))
         yield True
     finally:
         if parameter is not None:
             setattr(module, name, parameter)
 
 
-def _moved(value: Any, size: float) -> Any:
+def _perturbed(value: Any, size: float) -> Any:
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     pattern = torch.randn(value.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    spread = float(value.detach().float().pow(2).mean().sqrt()) or 1.0
-    return value + (size * spread * pattern).to(value)
+    root_mean_square = float(value.detach().float().pow(2).mean().sqrt()) or 1.0
+    return value + (size * root_mean_square * pattern).to(value)
 
 
 def reinitialised(model: nn.Module, seed: int) -> nn.Module:
@@ -134,9 +134,12 @@ class TorchAdapter(Adapter):
         self, model: nn.Module, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
     ) -> Pullback:
         """Run one forward pass and keep its graph, to pull cotangents back from ports ``of`` to ports ``wrt``."""
-        modules = dict(named_modules(unwrapped(model)))
+        modules = dict(named_modules(unwrap(model)))
         return with_composed(
-            lambda ends, starts: TorchPullback(model, batch, ends, starts, cut), of, wrt, partial(put_together, modules)
+            lambda of_ports, wrt_ports: TorchPullback(model, batch, of_ports, wrt_ports, cut),
+            of,
+            wrt,
+            partial(composed_weight, modules),
         )
 
     def coarsest_dtype(self, model: nn.Module, batch: Batch) -> str:
@@ -156,14 +159,14 @@ class TorchAdapter(Adapter):
 
         Recurrent modules give one entry per stacked layer, with gates in the order of rnnlens.
         """
-        return layer_weights(named_modules(unwrapped(model)))
+        return layer_weights(named_modules(unwrap(model)))
 
     def provenance(self, model: Any) -> Mapping[str, str]:
         """Return framework and engine version, adapter, dtype and device as strings.
 
         Under autocast the dtype is the autocast dtype.
         """
-        device, dtype = home_of(model)
+        device, dtype = device_and_dtype(model)
         if dtype == torch.float32 and torch.is_autocast_enabled(device.type):  # autocast does not change float64
             dtype = torch.get_autocast_dtype(device.type)
         return {

@@ -16,9 +16,9 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...recurrence.cells import Cell, registered
 from ..protocol import NonRecurrentCall, Port, RecurrentCall
-from .cells import arranged, described, replayable
+from .cells import arrange_gradients, build_cell, replay_copy
 from .record import CallRecord, CallRecorder, LayerRecord, Recurrence, call_numbers, last_steps, node_names
-from .weights import NAMES, known_cell, named_copies
+from .weights import NAMES, create_cell, named_copies
 
 #: Function from a recorded tensor to its gradient; None where no path leads to it.
 Gradients = Callable[[Tensor], Tensor | None]
@@ -28,69 +28,80 @@ Gradients = Callable[[Tensor], Tensor | None]
 class PortTensors:
     """Tensors behind a port, and the linear function from them (or their gradients) to the port's layout.
 
-    ``start`` computes the port's value where that needs another function than ``gather``, which is used for gradients.
+    ``compute_value`` computes the port's value where that needs another function than ``gather``, which is used for
+    gradients.
     """
 
     tensors: list[Tensor]
     gather: Callable[[Sequence[Tensor]], Tensor] = itemgetter(0)
-    start: Callable[[], Tensor] | None = None
+    compute_value: Callable[[], Tensor] | None = None
 
     @property
     def value(self) -> Tensor:
         """Value of the port as a tensor of the autograd graph."""
-        return self.gather(self.tensors) if self.start is None else self.start()
+        return self.gather(self.tensors) if self.compute_value is None else self.compute_value()
 
 
-def boundary_of(run: Recurrence, layer: int, port: Port) -> PortTensors:
+def boundary_of(recurrence: Recurrence, layer: int, port: Port) -> PortTensors:
     """Return the tensors behind a port (input, output, state) of one stacked layer of a recurrence."""
     if port.kind in ("input", "output"):
-        return _sequence_boundary(run, layer, port)
+        return _sequence_boundary(recurrence, layer, port)
     if port.kind == "state":
-        is_fused = run.owner.stacked
-        whole = _fused_state_boundary(run, layer, port.index) if is_fused else _state_boundary(run, port.index)
-        valid = None if is_fused else run.valid()
+        is_fused = recurrence.owner.is_fused
+        all_steps = (
+            _fused_state_boundary(recurrence, layer, port.index)
+            if is_fused
+            else _state_boundary(recurrence, port.index)
+        )
+        real_steps = None if is_fused else recurrence.step_mask()
         if port.key != "ending":
-            return whole
-        if valid is None:
-            return PortTensors(whole.tensors, lambda parts: whole.gather(parts)[:, -1])
-        last = last_steps(valid)
-        return PortTensors(whole.tensors, lambda parts: whole.gather(parts)[torch.arange(len(last)), last])
+            return all_steps
+        if real_steps is None:
+            return PortTensors(all_steps.tensors, lambda tensors: all_steps.gather(tensors)[:, -1])
+        final_steps = last_steps(real_steps)
+        return PortTensors(
+            all_steps.tensors, lambda tensors: all_steps.gather(tensors)[torch.arange(len(final_steps)), final_steps]
+        )
     if port.kind == "state_read":
-        return read_boundary(run, layer, port.index)
-    if port.kind == "final_state" and not run.owner.stacked:
-        return _final_boundary(run, port.index)
+        return read_boundary(recurrence, layer, port.index)
+    if port.kind == "final_state" and not recurrence.owner.is_fused:
+        return _final_boundary(recurrence, port.index)
     if port.kind in ("initial_state", "final_state"):
-        return _layer_state_boundary(run, layer, port)
+        return _layer_state_boundary(recurrence, layer, port)
     raise UnsupportedError(f"Layer {port.layer!r} has no port {port.kind!r}.")
 
 
-def _sequence_boundary(run: Recurrence, layer: int, port: Port) -> PortTensors:
+def _sequence_boundary(recurrence: Recurrence, layer: int, port: Port) -> PortTensors:
     """Return the tensors behind the input or output port of a layer, over all calls of the recurrence.
 
     A port with a direction has the units of that direction only.
     """
-    owner, outputs = run.owner, port.kind == "output"
-    tensors = [v.pieces[layer].output if outputs else v.pieces[layer].input for v in run.visits]
+    owner, is_output = recurrence.owner, port.kind == "output"
+    tensors = [
+        call.layer_records[layer].output if is_output else call.layer_records[layer].input for call in recurrence.calls
+    ]
 
     def gather(parts: Sequence[Tensor]) -> Tensor:
-        if not outputs and not owner.stacked:  # one step: (sample, feature), or (sample, channel, *space)
+        if not is_output and not owner.is_fused:  # one step: (sample, feature), or (sample, channel, *space)
             parts = [part.flatten(1) for part in parts]
-        pairs = zip(parts, run.visits, strict=True)
-        whole = sequence(run, [p if p.dim() == 3 or v.packing is not None else p.unsqueeze(0) for p, v in pairs])
-        if not outputs or port.direction is None:
-            return whole
-        return units_of_direction(whole, owner.directions, int(port.direction == "backward"))
+        pairs = zip(parts, recurrence.calls, strict=True)
+        joined = join_calls(
+            recurrence, [part if part.dim() == 3 or v.packing is not None else part.unsqueeze(0) for part, v in pairs]
+        )
+        if not is_output or port.direction is None:
+            return joined
+        return units_of_direction(joined, owner.directions, int(port.direction == "backward"))
 
     return PortTensors(tensors, gather)
 
 
-def sequence(run: Recurrence, parts: list[Tensor]) -> Tensor:
+def join_calls(recurrence: Recurrence, parts: list[Tensor]) -> Tensor:
     """Join time-first parts of all calls to one tensor (sample, time, ...), zero where a sample has left the batch."""
-    packed = [v.packing.padded(p) if v.packing is not None else p for v, p in zip(run.visits, parts, strict=True)]
-    for i, part in enumerate(packed):
-        missing = packed[0].shape[1] - part.shape[1]
-        packed[i] = torch.cat([part, part.new_zeros((part.shape[0], missing, *part.shape[2:]))], 1) if missing else part
-    return (packed[0] if len(packed) == 1 else torch.cat(packed)).transpose(0, 1)
+    padded = [v.packing.padded(p) if v.packing is not None else p for v, p in zip(recurrence.calls, parts, strict=True)]
+    for i, part in enumerate(padded):
+        missing = padded[0].shape[1] - part.shape[1]
+        padded[i] = torch.cat([part, part.new_zeros((part.shape[0], missing, *part.shape[2:]))], 1) if missing else part
+    return (padded[0] if len(padded) == 1 else torch.cat(padded)).transpose(0, 1)
 
 
 def units_of_direction(value: Tensor, directions: int, direction: int) -> Tensor:
@@ -99,142 +110,155 @@ def units_of_direction(value: Tensor, directions: int, direction: int) -> Tensor
     return value[..., direction * size : (direction + 1) * size]
 
 
-def _layer_state_boundary(run: Recurrence, layer: int, port: Port) -> PortTensors:
+def _layer_state_boundary(recurrence: Recurrence, layer: int, port: Port) -> PortTensors:
     """Return the tensors behind an initial or final state of a fused module, of its first or last call."""
-    visit = run.visits[0 if port.kind == "initial_state" else -1]
-    state = (visit.link.fed if port.kind == "initial_state" else visit.state_taps)[port.index]
+    call = recurrence.calls[0 if port.kind == "initial_state" else -1]
+    state = (call.link.initial if port.kind == "initial_state" else call.state_taps)[port.index]
     assert state is not None
-    order = visit.packing.order if visit.packing is not None else None
-    row = layer * run.owner.directions + int(port.direction == "backward")
+    order = call.packing.order if call.packing is not None else None
+    index = layer * recurrence.owner.directions + int(port.direction == "backward")
 
-    def pick(parts: Sequence[Tensor]) -> Tensor:
-        one = parts[0][row] if run.owner.stacked else parts[0].flatten(1)
-        return one if order is None else one.index_select(0, order)
+    def gather(tensors: Sequence[Tensor]) -> Tensor:
+        value = tensors[0][index] if recurrence.owner.is_fused else tensors[0].flatten(1)
+        return value if order is None else value.index_select(0, order)
 
-    return PortTensors([state], pick)
+    return PortTensors([state], gather)
 
 
-def _state_boundary(run: Recurrence, index: int) -> PortTensors:
+def _state_boundary(recurrence: Recurrence, index: int) -> PortTensors:
     """Return a cell's state after each step, (sample, time, unit), and where to read its total gradient.
 
     At a masked step both repeat those of the step before.
     """
-    visits, valid = run.visits, run.valid()
-    hidden, slopes = list[Tensor](), list[Tensor]()
-    if index == 1 and run.owner.step_cell is None:
-        first = visits[0].link.raw
-        if first[1].grad_fn is None or first[1].grad_fn is first[0].grad_fn:  # a fused kernel: no path from c_t to h_t
-            hidden = [v.link.raw[0] for v in visits]
-            slopes = [_within_step(v.pieces[0], v.link.raw, v.link.fed[0]) for v in visits]
-    raw = [v.link.raw[index] for v in visits]
-    fed = [v.link.fed[index] for v in visits[1:]] if valid is not None else []
+    calls, real_steps = recurrence.calls, recurrence.step_mask()
+    hidden_states, slopes = list[Tensor](), list[Tensor]()
+    if index == 1 and recurrence.owner.step_cell is None:
+        first_states = calls[0].link.final
+        # A fused kernel has no path from c_t to h_t.
+        if first_states[1].grad_fn is None or first_states[1].grad_fn is first_states[0].grad_fn:
+            hidden_states = [call.link.final[0] for call in calls]
+            slopes = [
+                _cell_to_hidden_slope(call.layer_records[0], call.link.final, call.link.initial[0]) for call in calls
+            ]
+    states = [call.link.final[index] for call in calls]
+    earlier_states = [call.link.initial[index] for call in calls[1:]] if real_steps is not None else []
 
-    def gather(parts: Sequence[Tensor]) -> Tensor:
-        count = len(visits)
-        steps = [part.flatten(1) for part in parts[:count]]
-        held = [*(part.flatten(1) for part in parts[count : count + len(fed)]), None]
+    def gather(tensors: Sequence[Tensor]) -> Tensor:
+        count = len(calls)
+        steps = [part.flatten(1) for part in tensors[:count]]
+        earlier = [*(part.flatten(1) for part in tensors[count : count + len(earlier_states)]), None]
         if slopes:  # add the path from c_t to h_t within the step
-            by_hidden = parts[count + len(fed) :]
-            steps = [c + h * slope for c, h, slope in zip(steps, by_hidden, slopes, strict=True)]
-        if valid is not None:
-            steps = [_chosen(valid[t], step, held[t]) for t, step in enumerate(steps)]
-        return sequence(run, [step.unsqueeze(0) for step in steps])
+            hidden_grads = tensors[count + len(earlier_states) :]
+            steps = [c + h * slope for c, h, slope in zip(steps, hidden_grads, slopes, strict=True)]
+        if real_steps is not None:
+            steps = [_select_real(real_steps[t], step, earlier[t]) for t, step in enumerate(steps)]
+        return join_calls(recurrence, [step.unsqueeze(0) for step in steps])
 
-    return PortTensors([*raw, *fed, *hidden], gather, lambda: torch.stack(carried_states(run, index), dim=1))
+    return PortTensors(
+        [*states, *earlier_states, *hidden_states],
+        gather,
+        lambda: torch.stack(carried_states(recurrence, index), dim=1),
+    )
 
 
-def _fused_state_boundary(run: Recurrence, layer: int, index: int) -> PortTensors:
+def _fused_state_boundary(recurrence: Recurrence, layer: int, index: int) -> PortTensors:
     """Return a state (sample, time, unit) of a library layer that is called step by step, with its total gradient.
 
     The layer returns h_t twice, as output and as state.
     """
-    pieces = [visit.pieces[layer] for visit in run.visits]
-    outputs, hidden = [piece.output for piece in pieces], [visit.state_taps[0] for visit in run.visits]
-    cells = [visit.state_taps[1] for visit in run.visits] if index else []
-    slopes = [_within_step(piece, tuple(s[0] for s in piece.finals), piece.fed[0][0]) for piece in pieces if index]
-    projection = pieces[0].weights[0].get("weight_hr") if index else None
+    records = [call.layer_records[layer] for call in recurrence.calls]
+    outputs, hidden_taps = [record.output for record in records], [call.state_taps[0] for call in recurrence.calls]
+    cell_taps = [call.state_taps[1] for call in recurrence.calls] if index else []
+    slopes = [
+        _cell_to_hidden_slope(record, tuple(s[0] for s in record.finals), record.initial[0][0])
+        for record in records
+        if index
+    ]
+    projection = records[0].weights[0].get("weight_hr") if index else None
 
-    def gather(parts: Sequence[Tensor]) -> Tensor:
-        count = len(pieces)
-        steps = [y[0] + h[layer] for y, h in zip(parts[:count], parts[count : 2 * count], strict=True)]
+    def gather(tensors: Sequence[Tensor]) -> Tensor:
+        count = len(records)
+        steps = [y[0] + h[layer] for y, h in zip(tensors[:count], tensors[count : 2 * count], strict=True)]
         if projection is not None:
             steps = [h @ projection for h in steps]
         if index:  # add the path from c_t to h_t within the step
-            steps = [c[layer] + h * slope for c, h, slope in zip(parts[2 * count :], steps, slopes, strict=True)]
+            steps = [c[layer] + h * slope for c, h, slope in zip(tensors[2 * count :], steps, slopes, strict=True)]
         return torch.stack(steps, dim=1)
 
-    def start() -> Tensor:
-        steps = [c[layer] for c in cells if c is not None] if index else [y[0] for y in outputs]
+    def cell_or_output_states() -> Tensor:
+        steps = [c[layer] for c in cell_taps if c is not None] if index else [y[0] for y in outputs]
         return torch.stack(steps, dim=1)
 
-    return PortTensors([t for t in (*outputs, *hidden, *cells) if t is not None], gather, start)
+    return PortTensors(
+        [t for t in (*outputs, *hidden_taps, *cell_taps) if t is not None], gather, cell_or_output_states
+    )
 
 
-def _within_step(piece: LayerRecord, states: Sequence[Tensor], before: Tensor) -> Tensor:
+def _cell_to_hidden_slope(record: LayerRecord, states: Sequence[Tensor], previous_hidden: Tensor) -> Tensor:
     """Compute dh_t/dc_t = o (1 - tanh(c)^2), (sample, unit), of an LSTM's step from h_{t-1} to (h_t, c_t)."""
     hidden, cell = states
-    weights = {name: w[3 * cell.shape[1] :].to(hidden.dtype) for name, w in piece.weights[0].items()}
+    weights = {name: w[3 * cell.shape[1] :].to(hidden.dtype) for name, w in record.weights[0].items()}
     with torch.no_grad():
-        x, before = piece.input.reshape(len(hidden), -1).to(hidden.dtype), before.to(hidden.dtype)
-        gate = x @ weights["weight_ih"].T + before @ weights["weight_hh"].T
+        x, previous_hidden = record.input.reshape(len(hidden), -1).to(hidden.dtype), previous_hidden.to(hidden.dtype)
+        output_gate = x @ weights["weight_ih"].T + previous_hidden @ weights["weight_hh"].T
         if "bias_ih" in weights:
-            gate = gate + weights["bias_ih"] + weights["bias_hh"]
-        return torch.sigmoid(gate) * (1 - torch.tanh(cell) ** 2)
+            output_gate = output_gate + weights["bias_ih"] + weights["bias_hh"]
+        return torch.sigmoid(output_gate) * (1 - torch.tanh(cell) ** 2)
 
 
-def _final_boundary(run: Recurrence, index: int) -> PortTensors:
+def _final_boundary(recurrence: Recurrence, index: int) -> PortTensors:
     """Return a cell's state after the last step, (sample, unit), and where to read its direct gradient.
 
     The first state is the output: its gradient is at the output port, and zero here.
     """
-    tap, last = run.visits[-1].state_taps[index], run.visits[-1].link.raw[index]
+    tap, final_state = recurrence.calls[-1].state_taps[index], recurrence.calls[-1].link.final[index]
     return PortTensors(
         [] if tap is None else [tap],
-        lambda parts: parts[0][0] if parts else torch.zeros_like(last.flatten(1)),
-        lambda: carried_states(run, index)[-1],
+        lambda tensors: tensors[0][0] if tensors else torch.zeros_like(final_state.flatten(1)),
+        lambda: carried_states(recurrence, index)[-1],
     )
 
 
-def read_boundary(run: Recurrence, layer: int, index: int, *, last: bool = True) -> PortTensors:
+def read_boundary(recurrence: Recurrence, layer: int, index: int, *, with_last: bool = True) -> PortTensors:
     """Return the port of a layer's state where the user's code receives it, (sample, time, unit), zero elsewhere.
 
     ``last=False`` leaves out the state after the last call.
     """
-    visits = run.visits if last else run.visits[:-1]
-    taps = [visit.state_taps[index] for visit in visits] + [None] * (len(run.visits) - len(visits))
+    calls = recurrence.calls if with_last else recurrence.calls[:-1]
+    taps = [call.state_taps[index] for call in calls] + [None] * (len(recurrence.calls) - len(calls))
 
-    def gather(parts: Sequence[Tensor]) -> Tensor:
-        arrived, steps = iter(parts), []
-        for visit, tap in zip(run.visits, taps, strict=True):
-            zero = torch.zeros_like(visit.pieces[layer].finals[index].detach()[:1])
-            end = zero if tap is None else next(arrived)[layer : layer + 1]
-            steps.append(torch.cat([*[zero] * (visit.steps - 1), end]))
-        return sequence(run, steps)
+    def gather(tensors: Sequence[Tensor]) -> Tensor:
+        tap_values, steps = iter(tensors), []
+        for call, tap in zip(recurrence.calls, taps, strict=True):
+            zeros = torch.zeros_like(call.layer_records[layer].finals[index].detach()[:1])
+            last_step = zeros if tap is None else next(tap_values)[layer : layer + 1]
+            steps.append(torch.cat([*[zeros] * (call.steps - 1), last_step]))
+        return join_calls(recurrence, steps)
 
     return PortTensors([tap for tap in taps if tap is not None], gather)
 
 
-def carried_states(run: Recurrence, index: int) -> list[Tensor]:
+def carried_states(recurrence: Recurrence, index: int) -> list[Tensor]:
     """Return the state after each step, inside the graph. A masked sample keeps its previous state."""
-    valid = run.valid()
-    if valid is None:
-        return [visit.link.raw[index].flatten(1) for visit in run.visits]
-    state = run.visits[0].link.fed[index].flatten(1)
-    found = []
-    for visit, real in zip(run.visits, valid, strict=True):
-        new = visit.link.raw[index].flatten(1)
-        state = torch.cat([_chosen(real, new, state[: len(new)]), state[len(new) :]])
-        found.append(state)
-    return found
+    real_steps = recurrence.step_mask()
+    if real_steps is None:
+        return [call.link.final[index].flatten(1) for call in recurrence.calls]
+    state = recurrence.calls[0].link.initial[index].flatten(1)
+    states = []
+    for call, is_real in zip(recurrence.calls, real_steps, strict=True):
+        new_state = call.link.final[index].flatten(1)
+        state = torch.cat([_select_real(is_real, new_state, state[: len(new_state)]), state[len(new_state) :]])
+        states.append(state)
+    return states
 
 
-def _chosen(real: Tensor, new: Tensor, held: Tensor | None) -> Tensor:
-    """Return samples of ``new`` where a step is real, else those of ``held``; zeros if ``held`` is None."""
-    count = len(new)
+def _select_real(is_real: Tensor, new: Tensor, earlier: Tensor | None) -> Tensor:
+    """Return samples of ``new`` where a step is real, else those of ``earlier``; zeros if ``earlier`` is None."""
+    samples = len(new)
     old = torch.zeros_like(new)
-    if held is not None:
-        old = torch.cat([held, old[len(held) :]])[:count]
-    return torch.where(real[:count, None], new, old)
+    if earlier is not None:
+        old = torch.cat([earlier, old[len(earlier) :]])[:samples]
+    return torch.where(is_real[:samples, None], new, old)
 
 
 class Assembler:
@@ -251,170 +275,193 @@ class Assembler:
     def __init__(self, recorder: CallRecorder, gradient: Gradients | None) -> None:
         self.recorder, self.gradient = recorder, gradient
         self._cells: dict[tuple[int, ...], tuple[str, Cell]] = {}
-        self._holders: dict[int, set[tuple[int, ...]]] = {}
-        for run in recorder.runs:
-            for weights in (each for piece in run.visits[0].pieces for each in piece.weights):
+        self._cells_by_weight: dict[int, set[tuple[int, ...]]] = {}
+        for recurrence in recorder.recurrences:
+            for weights in (by_slot for record in recurrence.calls[0].layer_records for by_slot in record.weights):
                 for weight in weights.values():
-                    self._holders.setdefault(id(weight), set()).add(tuple(map(id, weights.values())))
+                    self._cells_by_weight.setdefault(id(weight), set()).add(tuple(map(id, weights.values())))
 
     def calls(self) -> list[RecurrentCall]:
         """Return one ``RecurrentCall`` per recurrence, stacked layer and direction."""
-        runs = self.recorder.runs
+        recurrences = self.recorder.recurrences
         return [
-            self._call(run, layer, name, direction)
-            for run, names in zip(runs, node_names(runs), strict=True)
+            self._call(recurrence, layer, name, direction)
+            for recurrence, names in zip(recurrences, node_names(recurrences), strict=True)
             for layer, name in enumerate(names)
-            for direction in range(run.owner.directions)
+            for direction in range(recurrence.owner.directions)
         ]
 
-    def plain(self) -> list[NonRecurrentCall]:
+    def non_recurrent_calls(self) -> list[NonRecurrentCall]:
         """Return one ``NonRecurrentCall`` per recorded call of a requested layer that is not recurrent."""
-        visits = self.recorder.plain
-        found = []
-        for visit, number in zip(visits, call_numbers([visit.name for visit in visits]), strict=True):
-            output, grad = visit.outputs[0], None
+        records = self.recorder.output_records
+        calls = []
+        for record, number in zip(records, call_numbers([record.name for record in records]), strict=True):
+            output, grad = record.outputs[0], None
             if self.gradient is not None and output.is_floating_point():
-                grad = self._gathered(PortTensors([output]))
-            found.append(NonRecurrentCall(visit.name + number, replayable(output), grad))
-        return found
+                grad = self._port_gradient(PortTensors([output]))
+            calls.append(NonRecurrentCall(record.name + number, replay_copy(output), grad))
+        return calls
 
-    def _call(self, run: Recurrence, layer: int, name: str, direction: int) -> RecurrentCall:
-        owner, first = run.owner, run.visits[0]
-        side, both, states = ("forward", "backward")[direction], owner.directions > 1, first.pieces[layer].fed
-        key, cell = self._cell(run, layer, f"{name}/{side}" if both else name, direction)
-        mask = first.packing.mask if first.packing is not None else run.valid()
+    def _call(self, recurrence: Recurrence, layer: int, name: str, direction: int) -> RecurrentCall:
+        owner, first_call = recurrence.owner, recurrence.calls[0]
+        direction_name, bidirectional, states = (
+            ("forward", "backward")[direction],
+            owner.directions > 1,
+            first_call.layer_records[layer].initial,
+        )
+        weights_key, cell = self._cell(
+            recurrence, layer, f"{name}/{direction_name}" if bidirectional else name, direction
+        )
+        mask = first_call.packing.mask if first_call.packing is not None else recurrence.step_mask()
         mask = None if mask is None or bool(mask.all()) else mask.T.contiguous()
-        slots = [slot.split("/") for owner_key, slot in self.recorder.computed if owner_key == owner.key]
+        slots = [slot.split("/") for owner_key, slot in self.recorder.computed_weights if owner_key == owner.key]
         call = RecurrentCall(
             layer=name,
-            direction=side,  # type: ignore[arg-type]
-            bidirectional=both,
+            direction=direction_name,  # type: ignore[arg-type]
+            bidirectional=bidirectional,
             cell=cell,
-            input=_sequence(run, lambda v: v.pieces[layer].seen),
+            input=_copied_sequence(recurrence, lambda call_record: call_record.layer_records[layer].input_copy),
             mask=mask,
-            initial_state=tuple(_state(first, state[direction]) for state in states),
-            output=_sequence(run, lambda v: units_of_direction(v.pieces[layer].output, owner.directions, direction)),
-            final_state=_final_state(run, layer, direction),
-            weights_key=key,
-            stepwise=not owner.stacked or run.visits[-1].changed,
-            between=not owner.stacked or len(run.visits) > 1,
-            computed=frozenset(NAMES[slot] for slot, *at in slots if at == [str(layer), str(direction)]),
+            initial_state=tuple(_copied_state(first_call, state[direction]) for state in states),
+            output=_copied_sequence(
+                recurrence,
+                lambda call_record: units_of_direction(
+                    call_record.layer_records[layer].output, owner.directions, direction
+                ),
+            ),
+            final_state=_final_state(recurrence, layer, direction),
+            weights_key=weights_key,
+            stepwise=not owner.is_fused or recurrence.calls[-1].state_changed,
+            between=not owner.is_fused or len(recurrence.calls) > 1,
+            computed=frozenset(NAMES[slot] for slot, *indices in slots if indices == [str(layer), str(direction)]),
         )
-        if run.visits[-1].changed:  # by the user's code, between the steps
+        if recurrence.calls[-1].state_changed:  # by the user's code, between the steps
             call.received = tuple(
-                _sequence(run, lambda v, i=i: v.pieces[layer].fed[i])  # type: ignore[misc]
+                _copied_sequence(recurrence, lambda call_record, i=i: call_record.layer_records[layer].initial[i])  # type: ignore[misc]
                 for i in range(len(states))
             )
-            call.reset, call.resets_only = _resets(run), not any(visit.mixed for visit in run.visits)
-        computed = owner.autocast or first.pieces[layer].output.dtype
-        if computed in (torch.bfloat16, torch.float16):
-            call.compute_dtype = str(computed).removeprefix("torch.")
-        if first.packing is not None and mask is not None:
+            call.reset, call.resets_only = (
+                _reset_mask(recurrence),
+                not any(call_record.mixes_states for call_record in recurrence.calls),
+            )
+        dtype = owner.autocast or first_call.layer_records[layer].output.dtype
+        if dtype in (torch.bfloat16, torch.float16):
+            call.compute_dtype = str(dtype).removeprefix("torch.")
+        if first_call.packing is not None and mask is not None:
             call.output_from_state, call.masked_output = mask, "zero"
         elif mask is not None:
-            call.output = _carried(call.output, mask, call.initial_state[0])
+            call.output = _repeat_masked_outputs(call.output, mask, call.initial_state[0])
             call.masked_output = "output" if cell.by_framework else "state"
         if self.gradient is not None:
-            self._add_gradients(call, run, layer, direction)
+            self._add_gradients(call, recurrence, layer, direction)
         return call
 
-    def _add_gradients(self, call: RecurrentCall, run: Recurrence, layer: int, direction: int) -> None:
+    def _add_gradients(self, call: RecurrentCall, recurrence: Recurrence, layer: int, direction: int) -> None:
         """Add to a call the gradients at its boundaries and of its weights."""
         assert self.gradient is not None
-        first, count = run.visits[0], len(run.visits[0].pieces[layer].fed)
+        first_call, count = recurrence.calls[0], len(recurrence.calls[0].layer_records[layer].initial)
 
-        def at(kind: str, index: int = 0, of: str | None = call.direction) -> Tensor:
-            return self._gathered(boundary_of(run, layer, Port(kind, index=index, direction=of)))  # type: ignore[arg-type]
+        def port_gradient(kind: str, index: int = 0, side: str | None = call.direction) -> Tensor:
+            return self._port_gradient(boundary_of(recurrence, layer, Port(kind, index=index, direction=side)))  # type: ignore[arg-type]
 
-        between = [read_boundary(run, layer, i, last=run.valid() is not None) for i in range(len(first.state_taps))]
-        call.output_grad = at("output")
-        if run.owner.stacked and between[0].tensors:  # the first state of a layer is the last step of its output
-            call.output_grad = call.output_grad + self._gathered(between[0])
+        read_ports = [
+            read_boundary(recurrence, layer, i, with_last=recurrence.step_mask() is not None)
+            for i in range(len(first_call.state_taps))
+        ]
+        call.output_grad = port_gradient("output")
+        # The first state of a layer is the last step of its output.
+        if recurrence.owner.is_fused and read_ports[0].tensors:
+            call.output_grad = call.output_grad + self._port_gradient(read_ports[0])
         # Where a mask ended samples earlier, the gradients at their states are in ``state_grad``.
-        is_masked = run.valid() is not None
+        is_masked = recurrence.step_mask() is not None
         call.final_state_grad = tuple(
-            torch.zeros_like(call.initial_state[i]) if is_masked else at("final_state", i) for i in range(count)
+            torch.zeros_like(call.initial_state[i]) if is_masked else port_gradient("final_state", i)
+            for i in range(count)
         )
-        inner = range(1 if run.owner.stacked else 0, len(between))
-        state_grads = {i: self._gathered(between[i]) for i in inner if between[i].tensors}
+        indices = range(1 if recurrence.owner.is_fused else 0, len(read_ports))
+        state_grads = {i: self._port_gradient(read_ports[i]) for i in indices if read_ports[i].tensors}
         call.state_grad = {i: grad for i, grad in state_grads.items() if bool((grad != 0).any())} or None
         if self.recorder.weight_grads:
-            call.weight_grads = self._weight_grads(run, layer, direction)
+            call.weight_grads = self._weight_grads(recurrence, layer, direction)
         if self.recorder.separate:
-            call.framework_input_grad = at("input", of=None) if direction == 0 else None
-            is_own = run.owner.step_cell is not None and any(self.gradient(state) is None for state in first.link.fed)
-            if not is_own:  # otherwise the cell created its initial states itself
-                call.framework_initial_state_grad = tuple(at("initial_state", i) for i in range(count))
+            call.framework_input_grad = port_gradient("input", side=None) if direction == 0 else None
+            creates_states = recurrence.owner.step_cell is not None and any(
+                self.gradient(state) is None for state in first_call.link.initial
+            )
+            if not creates_states:  # otherwise the cell created its initial states itself
+                call.framework_initial_state_grad = tuple(port_gradient("initial_state", i) for i in range(count))
 
-    def _gathered(self, boundary: PortTensors) -> Tensor:
+    def _port_gradient(self, port_tensors: PortTensors) -> Tensor:
         """Return the gradient of the loss at a port in the layout of rnnlens, (sample, time, ...) or (sample, unit)."""
         assert self.gradient is not None
-        return replayable(boundary.gather([_or_zeros(self.gradient(t), t) for t in boundary.tensors]))
+        return replay_copy(port_tensors.gather([_grad_or_zeros(self.gradient(t), t) for t in port_tensors.tensors]))
 
-    def _cell(self, run: Recurrence, layer: int, name: str, direction: int) -> tuple[str, Cell]:
-        owner, weights = run.owner, run.visits[0].pieces[layer].weights[direction]
+    def _cell(self, recurrence: Recurrence, layer: int, name: str, direction: int) -> tuple[str, Cell]:
+        owner, weights = recurrence.owner, recurrence.calls[0].layer_records[layer].weights[direction]
         if owner.module is None and owner.step_cell is not None:
             return owner.name, owner.step_cell
-        known = registered(owner.module)
-        key = (owner.key,) if known is not None else tuple(map(id, weights.values()))
-        if key not in self._cells and known is not None:
-            self._cells[key] = owner.name, described(owner.module, known)
+        registration = registered(owner.module)
+        key = (owner.key,) if registration is not None else tuple(map(id, weights.values()))
+        if key not in self._cells and registration is not None:
+            self._cells[key] = owner.name, build_cell(owner.module, registration)
         elif key not in self._cells:
-            self._cells[key] = name, known_cell(owner.cell, weights, owner.activation)
+            self._cells[key] = name, create_cell(owner.cell, weights, owner.activation)
         return self._cells[key]
 
-    def _weight_grads(self, run: Recurrence, layer: int, direction: int) -> dict[str, Tensor]:
+    def _weight_grads(self, recurrence: Recurrence, layer: int, direction: int) -> dict[str, Tensor]:
         assert self.gradient is not None
-        owner, weights = run.owner, run.visits[0].pieces[layer].weights[direction]
+        owner, weights = recurrence.owner, recurrence.calls[0].layer_records[layer].weights[direction]
         # A weight shared with another cell gets the sum of both gradients, so it is left out.
-        own = {slot: weight for slot, weight in weights.items() if len(self._holders[id(weight)]) == 1}
-        grads = {slot: _or_zeros(self.gradient(weight), weight) for slot, weight in own.items()}
-        known = registered(owner.module)
-        if known is not None:  # computed from several parameters: all gradients are needed
-            return arranged(known, grads) if len(grads) == len(list(owner.module.parameters())) else {}
+        unshared = {slot: weight for slot, weight in weights.items() if len(self._cells_by_weight[id(weight)]) == 1}
+        grads = {slot: _grad_or_zeros(self.gradient(weight), weight) for slot, weight in unshared.items()}
+        registration = registered(owner.module)
+        if registration is not None:  # computed from several parameters: all gradients are needed
+            return arrange_gradients(registration, grads) if len(grads) == len(list(owner.module.parameters())) else {}
         if owner.step_cell is not None:
-            return {name: replayable(grad) for name, grad in grads.items()}
+            return {name: replay_copy(grad) for name, grad in grads.items()}
         return named_copies(owner.cell, grads)
 
 
-def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if grad is None else grad
+def _grad_or_zeros(grad: Tensor | None, tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if grad is None else grad
 
 
-def _sequence(run: Recurrence, part: Callable[[CallRecord], Tensor]) -> Tensor:
-    return replayable(sequence(run, [part(visit).detach() for visit in run.visits]))
+def _copied_sequence(recurrence: Recurrence, call_tensor: Callable[[CallRecord], Tensor]) -> Tensor:
+    return replay_copy(join_calls(recurrence, [call_tensor(call).detach() for call in recurrence.calls]))
 
 
-def _state(visit: CallRecord, state: Tensor) -> Tensor:
+def _copied_state(call: CallRecord, state: Tensor) -> Tensor:
     """Return a state (sample, unit) as a copy in the caller's order of samples."""
-    if visit.packing is not None and visit.packing.order is not None:
-        state = state.index_select(0, visit.packing.order)
-    return replayable(state)
+    if call.packing is not None and call.packing.order is not None:
+        state = state.index_select(0, call.packing.order)
+    return replay_copy(state)
 
 
-def _final_state(run: Recurrence, layer: int, direction: int) -> tuple[Tensor, ...]:
+def _final_state(recurrence: Recurrence, layer: int, direction: int) -> tuple[Tensor, ...]:
     """Return the states (sample, unit) after the last step; of a masked loop those after each sample's last one."""
-    finals = run.visits[-1].pieces[layer].finals
-    if run.valid() is not None:
-        return tuple(replayable(carried_states(run, i)[-1]) for i in range(len(finals)))
-    return tuple(_state(run.visits[-1], state[direction]) for state in finals)
+    finals = recurrence.calls[-1].layer_records[layer].finals
+    if recurrence.step_mask() is not None:
+        return tuple(replay_copy(carried_states(recurrence, i)[-1]) for i in range(len(finals)))
+    return tuple(_copied_state(recurrence.calls[-1], state[direction]) for state in finals)
 
 
-def _resets(run: Recurrence) -> Tensor | None:
+def _reset_mask(recurrence: Recurrence) -> Tensor | None:
     """Return where a step's state has no autograd path to the step before, (sample, time) of bool; None if nowhere."""
-    rows = [visit.reset for visit in run.visits]
-    none = next(torch.zeros_like(one) for one in rows if one is not None)
-    found = torch.stack([none if one is None else one for one in rows], 1)
-    return found if bool(found.any()) else None
+    reset_rows = [call.reset_rows for call in recurrence.calls]
+    no_reset = next(torch.zeros_like(rows) for rows in reset_rows if rows is not None)
+    reset = torch.stack([no_reset if rows is None else rows for rows in reset_rows], 1)
+    return reset if bool(reset.any()) else None
 
 
-def _carried(output: Tensor, mask: Tensor, start: Tensor) -> Tensor:
+def _repeat_masked_outputs(output: Tensor, mask: Tensor, initial_state: Tensor) -> Tensor:
     """Return outputs (sample, time, unit) in which masked steps repeat the last valid step.
 
     Steps before the first valid one get the initial state, or zeros if its size differs.
     """
     steps = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, steps, -1).cummax(dim=1).values
-    index = last.clamp(min=0)[:, :, None].expand(-1, -1, output.shape[2])
-    before = start[:, None, :] if start.shape[1:] == output.shape[2:] else torch.zeros_like(output)
-    return torch.where((last >= 0)[:, :, None], output.gather(1, index), before)
+    last_real = torch.where(mask, steps, -1).cummax(dim=1).values
+    index = last_real.clamp(min=0)[:, :, None].expand(-1, -1, output.shape[2])
+    start_output = (
+        initial_state[:, None, :] if initial_state.shape[1:] == output.shape[2:] else torch.zeros_like(output)
+    )
+    return torch.where((last_real >= 0)[:, :, None], output.gather(1, index), start_output)

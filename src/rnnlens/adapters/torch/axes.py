@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ...layout import Axis, Layout, named
 from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Port
-from .axis_probe import AxisPlace, AxisProbe, DirectedCall, Shape, Values, binary_patterns, order_of
-from .inputs import as_tensors, leaves_of, on_leaves
+from .axis_probe import AxisPlace, AxisProbe, DirectedCall, Shape, Values, binary_patterns, entry_order
+from .inputs import as_tensors, leaves_of, map_leaves
 
 
 def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port, Layout]:
@@ -30,129 +30,145 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
     An unknown axis is named ``axis_0``, ``axis_1``, ... The result is empty for a model that runs no recurrent layer.
     """
     inputs = [Port("input", index=i) for i in range(len(leaves_of(as_tensors(batch.x, model, "x"))))]
-    wanted = list(dict.fromkeys([*ports, *inputs]))
-    with AxisProbe(model, batch, wanted, cut=True) as probe:
+    all_ports = list(dict.fromkeys([*ports, *inputs]))
+    with AxisProbe(model, batch, all_ports, cut=True) as probe:
         if not probe.calls:
             return {}
         counts = {call.samples for call in probe.calls}
-        samples, coupled = _find_samples(probe, wanted)
-        times, unclear = _find_times(probe, wanted, samples)
-        shapes = probe.shapes(wanted)
+        sample_axes, coupled_ports = _find_samples(probe, all_ports)
+        time_axes, unclear_axes = _find_times(probe, all_ports, sample_axes)
+        shapes = probe.shapes(all_ports)
     if len(counts) > 1:  # samples are folded with another axis in some calls: propagate through the recurrences
-        with AxisProbe(model, batch, wanted, cut=False) as whole:
-            samples, coupled = _find_samples(whole, wanted)
-    single = all(sequence.steps == 1 for sequence in _sequences(probe.calls))
-    for port in wanted if single else ():  # an axis of size 1 is the one step, except of a tensor of two axes
-        shape, sample = shapes.get(port, ()), samples.get(port)
-        lone = [axis for axis, size in enumerate(shape) if size == 1 and (sample is None or axis != sample.axis)]
-        if lone and len(shape) > 2 and port not in times:
-            times[port] = AxisPlace(lone[0], 1, 1, 1)
-    known = _KnownAxes(shapes, samples, coupled, times, min(counts), unclear)
-    _find_by_size(model, batch, [port for port in ports if port in shapes], known, single=single)
-    return {port: _layout(port, known) for port in shapes}
+        with AxisProbe(model, batch, all_ports, cut=False) as uncut_probe:
+            sample_axes, coupled_ports = _find_samples(uncut_probe, all_ports)
+    is_single_step = all(sequence.steps == 1 for sequence in _step_sequences(probe.calls))
+    # An axis of size 1 is the one step, except of a tensor of two axes.
+    for port in all_ports if is_single_step else ():
+        shape, sample_axis = shapes.get(port, ()), sample_axes.get(port)
+        unit_axes = [
+            axis for axis, size in enumerate(shape) if size == 1 and (sample_axis is None or axis != sample_axis.axis)
+        ]
+        if unit_axes and len(shape) > 2 and port not in time_axes:
+            time_axes[port] = AxisPlace(unit_axes[0], 1, 1, 1)
+    known_axes = _KnownAxes(shapes, sample_axes, coupled_ports, time_axes, min(counts), unclear_axes)
+    _find_by_size(model, batch, [port for port in ports if port in shapes], known_axes, is_single_step=is_single_step)
+    return {port: _layout(port, known_axes) for port in shapes}
 
 
 @dataclass
 class _KnownAxes:
     """Axes found so far: the shapes of all requested tensors, their sample axes and their time axes.
 
-    ``coupled`` holds the ports at which every sample depends on other samples. ``count`` is the smallest number of
-    samples of any recurrent call. ``unclear`` holds, for tensors without a clear time axis, the axes that follow steps:
-    several, or one that holds features as well.
+    ``coupled_ports`` holds the ports at which every sample depends on other samples. ``sample_count`` is the smallest
+    number of samples of any recurrent call. ``unclear_axes`` holds, for tensors without a clear time axis, the axes
+    that follow steps: several, or one that holds features as well.
     """
 
     shapes: Mapping[Port, Shape]
-    samples: dict[Port, AxisPlace]
-    coupled: set[Port]
-    times: dict[Port, AxisPlace]
-    count: int
-    unclear: dict[Port, tuple[int, ...]]
+    sample_axes: dict[Port, AxisPlace]
+    coupled_ports: set[Port]
+    time_axes: dict[Port, AxisPlace]
+    sample_count: int
+    unclear_axes: dict[Port, tuple[int, ...]]
 
 
-def _find_by_size(model: nn.Module, batch: Batch, asked: Sequence[Port], known: _KnownAxes, *, single: bool) -> None:
+def _find_by_size(
+    model: nn.Module, batch: Batch, requested_ports: Sequence[Port], known_axes: _KnownAxes, *, is_single_step: bool
+) -> None:
     """Find the remaining axes by running the model on a smaller batch and comparing the shapes of tensors.
 
-    Gradients cannot decide where all values depend on all others. The axes found are added to ``known``.
+    Gradients cannot decide where all values depend on all others. The axes found are added to ``known_axes``.
     """
-    shapes, samples, times = known.shapes, known.samples, known.times
-    rest = {port: len(shape) - (port in samples) for port, shape in shapes.items()}
-    without = [port for port in asked if port not in times and port not in known.unclear and rest[port] > 1]
-    if without and not single:
-        for port, shorter in _shrinking(model, batch, without, shapes, times, counts=False).items():
-            of_steps = [axis for axis in shorter if axis != getattr(samples.get(port), "axis", None)]
-            if len(of_steps) == 1:
-                times[port] = AxisPlace(of_steps[0], 1, shapes[port][of_steps[0]], 1)
-            elif of_steps:
-                known.unclear[port] = tuple(of_steps)
-    mixed = [port for port in asked if port not in samples and len(shapes[port]) > 1]
-    if mixed and known.count > 1:
-        found = _shrinking(model, batch, mixed, shapes, samples, counts=True)
-        alone = {port: shorter[0] for port, shorter in found.items() if len(shorter) == 1}
-        fitting = {port: axis for port, axis in alone.items() if shapes[port][axis] == known.count}
-        samples |= {port: AxisPlace(axis, 1, known.count, 1) for port, axis in fitting.items()}
+    shapes, sample_axes, time_axes = known_axes.shapes, known_axes.sample_axes, known_axes.time_axes
+    other_axis_counts = {port: len(shape) - (port in sample_axes) for port, shape in shapes.items()}
+    untimed_ports = [
+        port
+        for port in requested_ports
+        if port not in time_axes and port not in known_axes.unclear_axes and other_axis_counts[port] > 1
+    ]
+    if untimed_ports and not is_single_step:
+        for port, axes in _shrinking_axes(model, batch, untimed_ports, shapes, time_axes, by_samples=False).items():
+            step_axes = [axis for axis in axes if axis != getattr(sample_axes.get(port), "axis", None)]
+            if len(step_axes) == 1:
+                time_axes[port] = AxisPlace(step_axes[0], 1, shapes[port][step_axes[0]], 1)
+            elif step_axes:
+                known_axes.unclear_axes[port] = tuple(step_axes)
+    unsampled_ports = [port for port in requested_ports if port not in sample_axes and len(shapes[port]) > 1]
+    if unsampled_ports and known_axes.sample_count > 1:
+        shrinking = _shrinking_axes(model, batch, unsampled_ports, shapes, sample_axes, by_samples=True)
+        only_axes = {port: axes[0] for port, axes in shrinking.items() if len(axes) == 1}
+        fitting = {port: axis for port, axis in only_axes.items() if shapes[port][axis] == known_axes.sample_count}
+        sample_axes |= {port: AxisPlace(axis, 1, known_axes.sample_count, 1) for port, axis in fitting.items()}
 
 
-def _shrinking(
+def _shrinking_axes(
     model: nn.Module,
     batch: Batch,
     ports: Sequence[Port],
-    every: Collection[Port],
-    places: Mapping[Port, AxisPlace],
+    all_ports: Collection[Port],
+    known_axes: Mapping[Port, AxisPlace],
     *,
-    counts: bool,
+    by_samples: bool,
 ) -> dict[Port, tuple[int, ...]]:
-    """Find the axes of each port that are shorter when the batch has one step (or, with ``counts``, sample) fewer.
+    """Find the axes of each port that are shorter when the batch has one step (or, with ``by_samples``, sample) fewer.
 
-    ``places``: the axes that count steps (or samples), as far as they are known. If that of no input is known and there
-    is only one input, each of its axes is tried. ``every``: ports whose shapes are compared.
+    ``known_axes``: the axes that count steps (or samples), as far as they are known. If that of no input is known and
+    there is only one input, each of its axes is tried. ``all_ports``: ports whose shapes are compared.
     """
 
     def sizes(x: Any) -> tuple[Values, Mapping[Port, Shape]]:
-        with AxisProbe(model, replace(batch, x=x), list(every), cut=True) as probe:
-            return np.array([(call.samples, call.steps) for call in probe.calls]), probe.shapes(list(every))
+        with AxisProbe(model, replace(batch, x=x), list(all_ports), cut=True) as probe:
+            return np.array([(call.samples, call.steps) for call in probe.calls]), probe.shapes(list(all_ports))
 
     x = as_tensors(batch.x, model, "x")
     leaves, (calls, shapes) = leaves_of(x), sizes(x)
-    of_inputs = {i: places.get(Port("input", index=i)) for i in range(len(leaves))}
-    ways = [{i: place.axis for i, place in of_inputs.items() if place is not None}]
-    if not ways[0]:
+    input_axes = {i: known_axes.get(Port("input", index=i)) for i in range(len(leaves))}
+    attempts = [{i: place.axis for i, place in input_axes.items() if place is not None}]
+    if not attempts[0]:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] if len(leaves) == 1 else []
-        ways = [{0: axis} for leaf in tensors for axis, size in enumerate(leaf.shape) if size > 1]
-    for axes in ways:
+        attempts = [{0: axis} for leaf in tensors for axis, size in enumerate(leaf.shape) if size > 1]
+    for axes in attempts:
         try:
-            fewer, found = sizes(_shorter(x, axes))
+            fewer_calls, fewer_shapes = sizes(_shortened_inputs(x, axes))
         except Exception:
             continue
-        if len(fewer) != len(calls) or (fewer != calls)[:, int(counts)].any():
+        if len(fewer_calls) != len(calls) or (fewer_calls != calls)[:, int(by_samples)].any():
             continue  # the calls changed in the other size, too
-        smaller = (fewer < calls)[:, 1 - int(counts)]
-        if smaller.all() if counts else smaller.any():
-            both = [port for port in ports if port in found and len(shapes[port]) == len(found[port])]
-            pairs = {port: enumerate(zip(shapes[port], found[port], strict=True)) for port in both}
-            shorter = {port: tuple(i for i, (a, b) in several if b == a - 1) for port, several in pairs.items()}
-            return {port: axes_of for port, axes_of in shorter.items() if axes_of}
+        smaller = (fewer_calls < calls)[:, 1 - int(by_samples)]
+        if smaller.all() if by_samples else smaller.any():
+            same_rank = [
+                port for port in ports if port in fewer_shapes and len(shapes[port]) == len(fewer_shapes[port])
+            ]
+            sizes_by_port = {port: enumerate(zip(shapes[port], fewer_shapes[port], strict=True)) for port in same_rank}
+            shorter = {
+                port: tuple(i for i, (a, b) in sizes_by_axis if b == a - 1)
+                for port, sizes_by_axis in sizes_by_port.items()
+            }
+            return {port: port_axes for port, port_axes in shorter.items() if port_axes}
     return {}
 
 
-def _shorter(x: Any, axes: Mapping[int, int]) -> Any:
+def _shortened_inputs(x: Any, axes: Mapping[int, int]) -> Any:
     """Remove one entry along an axis of each input; ``axes`` maps the position of an input to the axis."""
     numbers = count()
 
-    def one(leaf: Any) -> Any:
+    def shorten(leaf: Any) -> Any:
         axis = axes.get(next(numbers)) if isinstance(leaf, Tensor) else None
         return leaf if axis is None else torch.narrow(leaf, axis, 0, leaf.shape[axis] - 1)
 
-    return on_leaves(x, one)
+    return map_leaves(x, shorten)
 
 
-def _candidates(shape: tuple[int, ...], samples: int) -> list[AxisPlace]:
+def _sample_candidates(shape: tuple[int, ...], samples: int) -> list[AxisPlace]:
     """Return the axes that could count samples: axes of that size, and axes with samples folded into them."""
-    plain = [AxisPlace(axis, 1, samples, 1) for axis, size in enumerate(shape) if size == samples]
+    whole_axes = [AxisPlace(axis, 1, samples, 1) for axis, size in enumerate(shape) if size == samples]
     if samples == 1:
-        return plain
+        return whole_axes
     folded = [(axis, size // samples) for axis, size in enumerate(shape) if size > samples and size % samples == 0]
-    both = [(AxisPlace(axis, 1, samples, rest), AxisPlace(axis, rest, samples, 1)) for axis, rest in folded]
-    return plain + [place for pair in both for place in pair]
+    folded_pairs = [
+        (AxisPlace(axis, 1, samples, factor), AxisPlace(axis, factor, samples, 1)) for axis, factor in folded
+    ]
+    return whole_axes + [place for pair in folded_pairs for place in pair]
 
 
 def _find_samples(probe: AxisProbe, ports: Sequence[Port]) -> tuple[dict[Port, AxisPlace], set[Port]]:
@@ -160,109 +176,123 @@ def _find_samples(probe: AxisProbe, ports: Sequence[Port]) -> tuple[dict[Port, A
 
     It starts at the recurrent calls with the fewest samples and goes on from the axes found.
     """
-    count = min(call.samples for call in probe.calls)
-    first = AxisPlace(0, 1, count, 1)
-    fewest = [call for call in probe.calls if call.samples == count]
-    known = {port: first for call in fewest for port in (call.input, call.output, *call.states)}
-    patterns = binary_patterns(count)
+    sample_count = min(call.samples for call in probe.calls)
+    sample_axis = AxisPlace(0, 1, sample_count, 1)
+    fewest = [call for call in probe.calls if call.samples == sample_count]
+    known_axes = {port: sample_axis for call in fewest for port in (call.input, call.output, *call.states)}
+    patterns = binary_patterns(sample_count)
     coupled: set[Port] = set()
-    waiting = [port for port in ports if port in probe.values]
+    missing_ports = [port for port in ports if port in probe.values]
     progress = True
-    while waiting and progress:
-        found: dict[Port, AxisPlace] = {}
-        arrived = probe.nonzero_gradients({p: (place, patterns) for p, place in known.items()})
-        for port in waiting:
-            if port in arrived:
-                _store_place(found, coupled, port, _passing_as_sink(arrived[port], count, patterns))
-        for port in waiting:
-            if port not in found:
-                _store_place(found, coupled, port, _passing_as_source(probe, port, count, patterns, known))
-        known |= found
-        waiting, progress = [port for port in waiting if port not in found], bool(found)
-    alone = coupled - set(known) if count > 1 else set()
-    return {port: place for port, place in known.items() if port in ports}, alone
+    while missing_ports and progress:
+        new_axes: dict[Port, AxisPlace] = {}
+        nonzero = probe.nonzero_gradients({p: (place, patterns) for p, place in known_axes.items()})
+        for port in missing_ports:
+            if port in nonzero:
+                _store_axis(new_axes, coupled, port, _passing_as_sink(nonzero[port], sample_count, patterns))
+        for port in missing_ports:
+            if port not in new_axes:
+                _store_axis(
+                    new_axes, coupled, port, _passing_as_source(probe, port, sample_count, patterns, known_axes)
+                )
+        known_axes |= new_axes
+        missing_ports, progress = [port for port in missing_ports if port not in new_axes], bool(new_axes)
+    coupled_only = coupled - set(known_axes) if sample_count > 1 else set()
+    return {port: place for port, place in known_axes.items() if port in ports}, coupled_only
 
 
-def _store_place(found: dict[Port, AxisPlace], coupled: set[Port], port: Port, passing: list[AxisPlace] | None) -> None:
+def _store_axis(
+    sample_axes: dict[Port, AxisPlace], coupled: set[Port], port: Port, candidates: list[AxisPlace] | None
+) -> None:
     """Store the axis of a port if exactly one candidate passed the test.
 
     If none passed, mark its samples as coupled.
     """
-    if passing:
-        plain = [place for place in passing if place.before == place.after == 1]
-        if len(passing) == 1 or passing[0].size == 1 or len(plain) == 1:
-            found[port] = (plain or passing)[0]
-    elif passing is not None:
+    if candidates:
+        unfolded = [place for place in candidates if place.size_before == place.size_after == 1]
+        if len(candidates) == 1 or candidates[0].size == 1 or len(unfolded) == 1:
+            sample_axes[port] = (unfolded or candidates)[0]
+    elif candidates is not None:
         coupled.add(port)
 
 
-def _passing_as_sink(arrived: Values, count: int, patterns: Values) -> list[AxisPlace]:
-    supports = [(place, place.support(arrived)) for place in _candidates(arrived.shape[1:], count)]
+def _passing_as_sink(nonzero: Values, sample_count: int, patterns: Values) -> list[AxisPlace]:
+    supports = [(place, place.support(nonzero)) for place in _sample_candidates(nonzero.shape[1:], sample_count)]
     passing = [place for place, support in supports if not (support & ~patterns).any()]
-    return passing or [replace(p, order=order) for p, support in supports if (order := order_of(support, patterns))]
+    return passing or [replace(p, order=order) for p, support in supports if (order := entry_order(support, patterns))]
 
 
 def _passing_as_source(
-    probe: AxisProbe, port: Port, count: int, patterns: Values, known: Mapping[Port, AxisPlace]
+    probe: AxisProbe, port: Port, sample_count: int, patterns: Values, known_axes: Mapping[Port, AxisPlace]
 ) -> list[AxisPlace] | None:
     """Return the axes along which cotangents of some samples reach only the same samples of known ports, if any."""
-    passing, ordered, reached = [], [], False
+    passing, ordered, reaches_any = [], [], False
     shape = tuple(probe.values[port].shape)
-    for place in _candidates(shape, count):
-        arrived = probe.nonzero_gradients({port: (place, patterns)})
-        sinks = {sink: rows for sink, rows in arrived.items() if sink in known}
-        reached = reached or bool(sinks)
-        supports = [known[sink].support(rows) for sink, rows in sinks.items()]
-        if sinks and not any((support & ~patterns).any() for support in supports):
+    for place in _sample_candidates(shape, sample_count):
+        nonzero = probe.nonzero_gradients({port: (place, patterns)})
+        reached_ports = {sink: rows for sink, rows in nonzero.items() if sink in known_axes}
+        reaches_any = reaches_any or bool(reached_ports)
+        supports = [known_axes[sink].support(rows) for sink, rows in reached_ports.items()]
+        if reached_ports and not any((support & ~patterns).any() for support in supports):
             passing.append(place)
-        elif len(orders := {order_of(support, patterns) for support in supports}) == 1 and (found := orders.pop()):
-            ordered.append(replace(place, order=tuple(np.argsort(found).tolist())))
-    return passing or ordered if reached else None
+        elif len(orders := {entry_order(support, patterns) for support in supports}) == 1 and (
+            only_order := orders.pop()
+        ):
+            ordered.append(replace(place, order=tuple(np.argsort(only_order).tolist())))
+    return passing or ordered if reaches_any else None
 
 
 def _find_times(
-    probe: AxisProbe, ports: Sequence[Port], samples: Mapping[Port, AxisPlace]
+    probe: AxisProbe, ports: Sequence[Port], sample_axes: Mapping[Port, AxisPlace]
 ) -> tuple[dict[Port, AxisPlace], dict[Port, tuple[int, ...]]]:
     """Find the axis of each tensor that corresponds to the steps of a recurrence, else the axes that could."""
-    moving: dict[Port, list[_MovingAxis]] = {port: [] for port in ports if port in probe.values}
+    moving_axes: dict[Port, list[_MovingAxis]] = {port: [] for port in ports if port in probe.values}
 
     @cache
-    def pulled(port: Port, place: AxisPlace) -> dict[Port, Values]:
-        return probe.nonzero_gradients({port: (place, _patterns(place.size))})
+    def port_gradients(port: Port, place: AxisPlace) -> dict[Port, Values]:
+        return probe.nonzero_gradients({port: (place, _step_patterns(place.size))})
 
-    for sequence in (sequence for sequence in _sequences(probe.calls) if sequence.steps > 1):
-        below = probe.nonzero_gradients(sequence.placed(_patterns(sequence.steps)))
-        for port, found in moving.items():
-            axes, is_below = _rest(tuple(probe.values[port].shape), samples.get(port)), port in below
+    for sequence in (sequence for sequence in _step_sequences(probe.calls) if sequence.steps > 1):
+        input_gradients = probe.nonzero_gradients(sequence.input_patterns(_step_patterns(sequence.steps)))
+        for port, port_axes in moving_axes.items():
+            axes, is_below = (
+                _other_axes(tuple(probe.values[port].shape), sample_axes.get(port)),
+                port in input_gradients,
+            )
             supports = (
-                (place, place.support(below[port]) if is_below else sequence.support(pulled(port, place)))
+                (
+                    place,
+                    place.support(input_gradients[port]) if is_below else sequence.support(port_gradients(port, place)),
+                )
                 for place in axes
             )
-            found += _moving_along(supports, sequence, is_below=is_below)
-    for found in moving.values():
-        found.sort(key=lambda one: not one.is_below)
-    return _choose_times(probe, moving, samples)
+            port_axes += _axes_along_steps(supports, sequence, is_below=is_below)
+    for port_axes in moving_axes.values():
+        port_axes.sort(key=lambda moving: not moving.is_below)
+    return _choose_times(probe, moving_axes, sample_axes)
 
 
 def _choose_times(
-    probe: AxisProbe, moving: Mapping[Port, Sequence[_MovingAxis]], samples: Mapping[Port, AxisPlace]
+    probe: AxisProbe, moving_axes: Mapping[Port, Sequence[_MovingAxis]], sample_axes: Mapping[Port, AxisPlace]
 ) -> tuple[dict[Port, AxisPlace], dict[Port, tuple[int, ...]]]:
     """Choose the time axis of each tensor: the one that follows steps and contains nothing else.
 
     List unclear axes by tensor.
     """
-    found: dict[Port, AxisPlace] = {}
-    unclear: dict[Port, tuple[int, ...]] = {}
-    for port, several in moving.items():
-        places = sorted({one.place.axis for one in several})
-        chosen = next((one for one in several if one.is_exact), several[0] if several else None)
-        if chosen is None:
+    time_axes: dict[Port, AxisPlace] = {}
+    unclear_axes: dict[Port, tuple[int, ...]] = {}
+    for port, candidates in moving_axes.items():
+        axes = sorted({candidate.place.axis for candidate in candidates})
+        best = next(
+            (candidate for candidate in candidates if candidate.is_exact), candidates[0] if candidates else None
+        )
+        if best is None:
             continue
-        if len(places) > 1 or (not chosen.is_exact and _holds_more(probe, port, chosen, port in samples)):
-            unclear[port] = tuple(places)
+        if len(axes) > 1 or (not best.is_exact and _contains_features(probe, port, best, port in sample_axes)):
+            unclear_axes[port] = tuple(axes)
         else:
-            found[port] = chosen.place
-    return found, unclear
+            time_axes[port] = best.place
+    return time_axes, unclear_axes
 
 
 @dataclass(frozen=True)
@@ -275,27 +305,29 @@ class _MovingAxis:
     is_below: bool
 
 
-def _holds_more(probe: AxisProbe, port: Port, moving: _MovingAxis, has_samples: bool) -> bool:
+def _contains_features(probe: AxisProbe, port: Port, moving_axis: _MovingAxis, has_samples: bool) -> bool:
     """Return whether a time axis also contains features: several entries of one step, or entries out of order.
 
     Where a tensor has another axis for features, entries in order are steps of a finer sequence.
     """
-    shape, sequence = tuple(probe.values[port].shape), moving.sequence
-    if moving.is_below:
-        arrived = probe.nonzero_gradients(sequence.placed(np.eye(sequence.steps, dtype=bool)))
-        reach: Values | None = moving.place.support(arrived[port]).T
+    shape, sequence = tuple(probe.values[port].shape), moving_axis.sequence
+    if moving_axis.is_below:
+        nonzero = probe.nonzero_gradients(sequence.input_patterns(np.eye(sequence.steps, dtype=bool)))
+        reached: Values | None = moving_axis.place.support(nonzero[port]).T
     else:
-        reach = sequence.support(probe.nonzero_gradients({port: (moving.place, np.eye(moving.place.size, dtype=bool))}))
-    if reach is None:
+        reached = sequence.support(
+            probe.nonzero_gradients({port: (moving_axis.place, np.eye(moving_axis.place.size, dtype=bool))})
+        )
+    if reached is None:
         return False
-    reach = reach[reach.any(1)]
-    first, last = reach.argmax(1), reach.shape[1] - 1 - reach[:, ::-1].argmax(1)
-    ends = np.diff(np.stack([first, last]))
-    in_order = bool((ends >= 0).all() or (ends <= 0).all())
-    single = bool((first == last).all())
+    reached = reached[reached.any(1)]
+    first_reached, last_reached = reached.argmax(1), reached.shape[1] - 1 - reached[:, ::-1].argmax(1)
+    end_shifts = np.diff(np.stack([first_reached, last_reached]))
+    in_order = bool((end_shifts >= 0).all() or (end_shifts <= 0).all())
+    is_single_entry = bool((first_reached == last_reached).all())
     if len(shape) - has_samples > 1:
-        return single and not in_order
-    return not in_order or (single and len(set(first.tolist())) < len(first))
+        return is_single_entry and not in_order
+    return not in_order or (is_single_entry and len(set(first_reached.tolist())) < len(first_reached))
 
 
 @dataclass(frozen=True)
@@ -308,79 +340,83 @@ class _StepSequence:
     def steps(self) -> int:
         return sum(call.steps for call in self.calls)
 
-    def placed(self, patterns: Values) -> dict[Port, tuple[AxisPlace, Values]]:
+    def input_patterns(self, patterns: Values) -> dict[Port, tuple[AxisPlace, Values]]:
         """Split patterns (row, step) over the calls.
 
         Return the time axis and the part of the patterns by input port.
         """
-        found, start = {}, 0
+        by_input, start = {}, 0
         for call in self.calls:
-            found[call.input] = AxisPlace(1, 1, call.steps, 1), patterns[:, start : start + call.steps]
+            by_input[call.input] = AxisPlace(1, 1, call.steps, 1), patterns[:, start : start + call.steps]
             start += call.steps
-        return found
+        return by_input
 
-    def support(self, arrived: Mapping[Port, Values]) -> Values | None:
+    def support(self, nonzero: Mapping[Port, Values]) -> Values | None:
         """Return the output steps at which any gradient is non-zero, (row, step) of bool.
 
         Returns None if all gradients are zero.
         """
-        rows = next((len(arrived[call.output]) for call in self.calls if call.output in arrived), None)
+        rows = next((len(nonzero[call.output]) for call in self.calls if call.output in nonzero), None)
         if rows is None:
             return None
         parts = [
-            AxisPlace(1, 1, call.steps, 1).support(arrived[call.output])
-            if call.output in arrived
+            AxisPlace(1, 1, call.steps, 1).support(nonzero[call.output])
+            if call.output in nonzero
             else np.zeros((rows, call.steps), dtype=bool)
             for call in self.calls
         ]
         return np.concatenate(parts, axis=1)
 
 
-def _sequences(calls: Sequence[DirectedCall]) -> list[_StepSequence]:
+def _step_sequences(calls: Sequence[DirectedCall]) -> list[_StepSequence]:
     layers: dict[tuple[str, str | None], list[DirectedCall]] = {}
     for call in calls:
         layers.setdefault((str(call.output.layer).partition("#")[0], call.output.direction), []).append(call)
-    together = [_StepSequence(tuple(several)) for several in layers.values() if len(several) > 1]
-    return [*(_StepSequence((call,)) for call in calls), *together]
+    joined_sequences = [_StepSequence(tuple(layer_calls)) for layer_calls in layers.values() if len(layer_calls) > 1]
+    return [*(_StepSequence((call,)) for call in calls), *joined_sequences]
 
 
-def _patterns(size: int) -> Values:
+def _step_patterns(size: int) -> Values:
     """Return test patterns (row, index) of bool: the binary digits of each index, then its first and second half."""
     halves = np.repeat(np.eye(2, dtype=bool), [size // 2, size - size // 2], axis=1)
     return np.concatenate([binary_patterns(size), halves])
 
 
-def _rest(shape: tuple[int, ...], sample: AxisPlace | None) -> list[AxisPlace]:
+def _other_axes(shape: tuple[int, ...], sample_axis: AxisPlace | None) -> list[AxisPlace]:
     """Return all axes that do not count samples, and the remaining factor of an axis with samples folded into it."""
     axes = [AxisPlace(axis, 1, size, 1) for axis, size in enumerate(shape) if size > 1]
-    if sample is None:
+    if sample_axis is None:
         return axes
-    others = [place for place in axes if place.axis != sample.axis]
-    if sample.before > 1:
-        return [*others, AxisPlace(sample.axis, 1, sample.before, sample.size)]
-    return [*others, AxisPlace(sample.axis, sample.size, sample.after, 1)] if sample.after > 1 else others
+    other_axes = [place for place in axes if place.axis != sample_axis.axis]
+    if sample_axis.size_before > 1:
+        return [*other_axes, AxisPlace(sample_axis.axis, 1, sample_axis.size_before, sample_axis.size)]
+    return (
+        [*other_axes, AxisPlace(sample_axis.axis, sample_axis.size, sample_axis.size_after, 1)]
+        if sample_axis.size_after > 1
+        else other_axes
+    )
 
 
-def _moving_along(
+def _axes_along_steps(
     supports: Iterable[tuple[AxisPlace, Values | None]], sequence: _StepSequence, *, is_below: bool
 ) -> list[_MovingAxis]:
     """Return the axes of a tensor that follow the steps of a recurrence: the one that does so step by step.
 
     If there is no such axis, return those whose first and second half reach different steps, in order.
     """
-    exact, apart = [], []
+    exact_axes, ordered_axes = [], []
     for place, support in supports:
         if support is None:
             continue
-        if place.size == sequence.steps and not (support & ~_patterns(place.size)).any():
-            exact.append(place)
-        if support[-1].any() and support[-2].any() and _ordered(*support[-2:]):
-            apart.append(place)
-    is_exact = len(exact) == 1
-    return [_MovingAxis(place, is_exact, sequence, is_below) for place in (exact if is_exact else apart)]
+        if place.size == sequence.steps and not (support & ~_step_patterns(place.size)).any():
+            exact_axes.append(place)
+        if support[-1].any() and support[-2].any() and _is_shifted(*support[-2:]):
+            ordered_axes.append(place)
+    is_exact = len(exact_axes) == 1
+    return [_MovingAxis(place, is_exact, sequence, is_below) for place in (exact_axes if is_exact else ordered_axes)]
 
 
-def _ordered(first: Values, second: Values) -> bool:
+def _is_shifted(first: Values, second: Values) -> bool:
     """Return whether the True entries of one boolean array start and end no later than the other's, but differ."""
     a, b = np.flatnonzero(first), np.flatnonzero(second)
     forward = a[0] <= b[0] and a[-1] <= b[-1]
@@ -388,22 +424,30 @@ def _ordered(first: Values, second: Values) -> bool:
     return bool((forward or backward) and (a[0] != b[0] or a[-1] != b[-1]))
 
 
-def _layout(port: Port, found: _KnownAxes) -> Layout:
-    shape, count = found.shapes[port], found.count
-    sample, time, coupled = found.samples.get(port), found.times.get(port), port in found.coupled
-    if sample is None and coupled:
-        same = [axis for axis, size in enumerate(shape) if size == count and (time is None or axis != time.axis)]
-        sample = AxisPlace(same[0], 1, count, 1) if len(same) == 1 else None
-    known: dict[int, Axis] = {}
-    if time is not None:
-        known[time.axis] = (TIME,)
-    if sample is not None:
-        rest = TIME if time is not None and time.axis == sample.axis else f"axis_{sample.axis}"
-        folds = {(True, False): (rest, SAMPLE), (False, True): (SAMPLE, rest), (False, False): (SAMPLE,)}
-        known[sample.axis] = folds[sample.before > 1, sample.after > 1]
-    unclear = found.unclear.get(port, ()) if time is None else ()
-    known |= {axis: (f"axis_{axis}",) for axis in unclear if axis not in known}
-    last = FEATURE if port.kind == "input" else UNIT
+def _layout(port: Port, known_axes: _KnownAxes) -> Layout:
+    shape, count = known_axes.shapes[port], known_axes.sample_count
+    sample_axis, time_axis, is_coupled = (
+        known_axes.sample_axes.get(port),
+        known_axes.time_axes.get(port),
+        port in known_axes.coupled_ports,
+    )
+    if sample_axis is None and is_coupled:
+        sized_axes = [
+            axis for axis, size in enumerate(shape) if size == count and (time_axis is None or axis != time_axis.axis)
+        ]
+        sample_axis = AxisPlace(sized_axes[0], 1, count, 1) if len(sized_axes) == 1 else None
+    axes: dict[int, Axis] = {}
+    if time_axis is not None:
+        axes[time_axis.axis] = (TIME,)
+    if sample_axis is not None:
+        folded_axis = (
+            TIME if time_axis is not None and time_axis.axis == sample_axis.axis else f"axis_{sample_axis.axis}"
+        )
+        folds = {(True, False): (folded_axis, SAMPLE), (False, True): (SAMPLE, folded_axis), (False, False): (SAMPLE,)}
+        axes[sample_axis.axis] = folds[sample_axis.size_before > 1, sample_axis.size_after > 1]
+    unclear = known_axes.unclear_axes.get(port, ()) if time_axis is None else ()
+    axes |= {axis: (f"axis_{axis}",) for axis in unclear if axis not in axes}
+    last_role = FEATURE if port.kind == "input" else UNIT
     names = tuple(f"axis_{axis}" for axis in unclear)
-    order = () if sample is None else sample.order
-    return Layout(named(len(shape), known, last).axes, coupled, count, names, order)
+    order = () if sample_axis is None else sample_axis.order
+    return Layout(named(len(shape), axes, last_role).axes, is_coupled, count, names, order)

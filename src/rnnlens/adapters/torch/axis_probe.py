@@ -16,7 +16,7 @@ from torch import nn
 
 from ...errors import RnnlensError
 from ..protocol import Batch, Port
-from .discover import named_modules, unwrapped
+from .discover import named_modules, unwrap
 from .pullback import TorchPullback
 from .record import ALL
 from .scan_families import sequence_modules
@@ -30,32 +30,34 @@ ROOM = 4 * 2**20
 
 @dataclass(frozen=True)
 class AxisPlace:
-    """Position of an axis in a tensor: ``axis``, reshaped to (before, size, after).
+    """Position of an axis in a tensor: ``axis``, reshaped to (size_before, size, size_after).
 
     ``order``: for each entry its number in the patterns, if the entries are in another order than those.
     """
 
     axis: int
-    before: int
+    size_before: int
     size: int
-    after: int
+    size_after: int
     order: tuple[int, ...] = ()
 
-    def opened(self, array: Values) -> Values:
-        """Reshape an array with one leading axis to (row, before, size, after, everything else)."""
+    def split_axis(self, array: Values) -> Values:
+        """Reshape an array with one leading axis to (row, size_before, size, size_after, everything else)."""
         moved = np.moveaxis(array, 1 + self.axis, 1)
-        return moved.reshape(len(array), self.before, self.size, self.after, -1)
+        return moved.reshape(len(array), self.size_before, self.size, self.size_after, -1)
 
     def support(self, array: Values) -> Values:
         """Return which entries of this axis contain any True, (row, size), of a boolean array (row, *shape)."""
-        found = np.asarray(self.opened(array).any(axis=(1, 3, 4)))
-        return found[:, np.argsort(self.order)] if self.order else found
+        is_hit = np.asarray(self.split_axis(array).any(axis=(1, 3, 4)))
+        return is_hit[:, np.argsort(self.order)] if self.order else is_hit
 
-    def masked(self, shape: tuple[int, ...], patterns: Values) -> Values:
+    def random_cotangents(self, shape: tuple[int, ...], patterns: Values) -> Values:
         """Return random cotangents (row, *shape), zero outside the pattern of each row."""
         patterns = patterns[:, self.order] if self.order else patterns
-        on = np.broadcast_to(patterns[:, None, :, None], (len(patterns), self.before, self.size, self.after))
-        mask = on.reshape(len(patterns), *[1] * self.axis, -1, *[1] * (len(shape) - self.axis - 1))
+        selected = np.broadcast_to(
+            patterns[:, None, :, None], (len(patterns), self.size_before, self.size, self.size_after)
+        )
+        mask = selected.reshape(len(patterns), *[1] * self.axis, -1, *[1] * (len(shape) - self.axis - 1))
         noise: Values = np.random.default_rng(0).normal(size=(1, *shape)) * mask
         return noise
 
@@ -79,32 +81,34 @@ class AxisProbe(TorchPullback):
     """
 
     def __init__(self, model: nn.Module, batch: Batch, ports: Sequence[Port], *, cut: bool) -> None:
-        scans = [path for path, *_ in sequence_modules(named_modules(unwrapped(model)))]
-        around = [Port("output", path) for path in scans]
-        super().__init__(model, batch, (), (), [Port("output", ALL)] if cut else [], watch=[*ports, *around])
-        found: list[Port] = []
+        scan_paths = [path for path, *_ in sequence_modules(named_modules(unwrap(model)))]
+        scan_outputs = [Port("output", path) for path in scan_paths]
+        super().__init__(model, batch, (), (), [Port("output", ALL)] if cut else [], watch=[*ports, *scan_outputs])
+        call_ports: list[Port] = []
         self.calls: list[DirectedCall] = []
-        for node, (run, _) in self._found.nodes.items():
-            for direction in ("forward", "backward")[: run.owner.directions]:
-                side: Any = {"direction": direction if run.owner.directions > 1 else None}
-                inputs, output = Port("input", node), Port("output", node, **side)
-                count = len(run.visits[0].link.fed)
+        for node, (recurrence, _) in self._port_table.nodes.items():
+            for direction in ("forward", "backward")[: recurrence.owner.directions]:
+                direction_args: Any = {"direction": direction if recurrence.owner.directions > 1 else None}
+                inputs, output = Port("input", node), Port("output", node, **direction_args)
+                count = len(recurrence.calls[0].link.initial)
                 kinds: Any = ("initial_state", "final_state")
-                states = tuple(Port(kind, node, i, **side) for kind in kinds for i in range(count))
-                shape = self._found.find(inputs).value.shape
+                states = tuple(Port(kind, node, i, **direction_args) for kind in kinds for i in range(count))
+                shape = self._port_table.find(inputs).value.shape
                 self.calls.append(DirectedCall(inputs, output, states, int(shape[0]), int(shape[1])))
-                found += [inputs, output, *states]
-        ran = [(path, counts) for path, counts in self._found.recorder.scans.ran.items() if path in scans]
-        for path, (samples, steps) in [] if self.calls else ran[-1:]:
+                call_ports += [inputs, output, *states]
+        scan_sizes = [
+            (path, counts) for path, counts in self._port_table.recorder.scans.scan_sizes.items() if path in scan_paths
+        ]
+        for path, (samples, steps) in [] if self.calls else scan_sizes[-1:]:
             inputs, output = Port("input", path), Port("output", path)
             self.calls.append(DirectedCall(inputs, output, (), samples, steps))
-            found += [inputs, output]
+            call_ports += [inputs, output]
         for port in ports:
             with suppress(RnnlensError):  # a port that this model does not have
-                self._found.find(port)
-                found.append(port)
-        self.of = self.wrt = tuple(dict.fromkeys(found))
-        self.keep(self._found)
+                self._port_table.find(port)
+                call_ports.append(port)
+        self.of = self.wrt = tuple(dict.fromkeys(call_ports))
+        self.store_ports(self._port_table)
 
     def __enter__(self) -> Self:
         return self
@@ -120,17 +124,17 @@ class AxisProbe(TorchPullback):
         """
         count = len(next(iter(starts.values()))[1])
         size = sum(self.values[port].numel() for port in {*starts, *self.wrt})
-        found: dict[Port, list[Values]] = {}
+        parts_by_port: dict[Port, list[Values]] = {}
         for rows in (slice(i, i + max(1, ROOM // size)) for i in range(0, count, max(1, ROOM // size))):
-            placed = {
-                port: torch.as_tensor(place.masked(tuple(self.values[port].shape), patterns[rows]))
+            cotangents = {
+                port: torch.as_tensor(place.random_cotangents(tuple(self.values[port].shape), patterns[rows]))
                 for port, (place, patterns) in starts.items()
             }
-            for port, arrived in self.vjp(placed).items():
-                if arrived is not None:
-                    found.setdefault(port, []).append((arrived != 0).cpu().numpy())
-        whole = {port: np.concatenate(parts) for port, parts in found.items()}
-        return {port: rows for port, rows in whole.items() if rows.any()}
+            for port, grad in self.vjp(cotangents).items():
+                if grad is not None:
+                    parts_by_port.setdefault(port, []).append((grad != 0).cpu().numpy())
+        nonzero = {port: np.concatenate(parts) for port, parts in parts_by_port.items()}
+        return {port: rows for port, rows in nonzero.items() if rows.any()}
 
 
 def binary_patterns(size: int) -> Values:
@@ -144,14 +148,14 @@ def binary_patterns(size: int) -> Values:
     return np.concatenate([bits, 1 - bits]).astype(bool)
 
 
-def order_of(support: Values, patterns: Values) -> tuple[int, ...]:
+def entry_order(support: Values, patterns: Values) -> tuple[int, ...]:
     """Return, for each entry, the number of the only entry that reaches it; empty if one is reached by several or none.
 
     Examples
     --------
-    >>> order_of(binary_patterns(3)[:, [1, 2, 0]], binary_patterns(3))
+    >>> entry_order(binary_patterns(3)[:, [1, 2, 0]], binary_patterns(3))
     (1, 2, 0)
     """
-    same = (support[:, :, None] == patterns[:, None, :]).all(axis=0)
-    is_one_to_one = bool((same.sum(axis=0) == 1).all() and (same.sum(axis=1) == 1).all())
-    return tuple(same.argmax(axis=1).tolist()) if is_one_to_one else ()
+    is_same = (support[:, :, None] == patterns[:, None, :]).all(axis=0)
+    is_one_to_one = bool((is_same.sum(axis=0) == 1).all() and (is_same.sum(axis=1) == 1).all())
+    return tuple(is_same.argmax(axis=1).tolist()) if is_one_to_one else ()

@@ -23,7 +23,7 @@ from ...recurrence.cells.registry import Registration
 from ...typing import Array
 from ..protocol import Port
 from ..shared.registered_cells import ComposedWeight, with_step_autodiff
-from .restore import borrowed, eagerly, restored_attributes
+from .restore import borrowed_model, eager_mode, restored_attributes
 
 #: Torch's kernels of one step, by the class of the cell.
 _KERNELS: dict[type[nn.Module], tuple[Any, ...]] = {
@@ -50,7 +50,7 @@ class CellForm:
     input_shape: tuple[int, ...]
 
 
-def leaves(value: Any) -> list[Tensor]:
+def tensor_leaves(value: Any) -> list[Tensor]:
     """Return all tensors within nested tuples, lists and dicts, in torch's order."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
@@ -72,7 +72,7 @@ class TorchStepCell(StepCell):
     ) -> None:
         self.module, self.form, self.output_shape, self.dtype = module, form, output_shape, dtype
         self.autocast = autocast
-        self.modes = [(inner, inner.training) for inner in module.modules()]
+        self.modes = [(submodule, submodule.training) for submodule in module.modules()]
         self.state_sizes = tuple(math.prod(shape) for shape in form.shapes)
         self.output_size = math.prod(output_shape)
         self.output_state, self.output_is_state = 0, form.output_is_state
@@ -86,31 +86,31 @@ class TorchStepCell(StepCell):
 
     def advance(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute one step from inputs (n, feature) and states (n, size); return the output and the new states."""
-        with self._as_captured(), torch.no_grad():
-            output, new = self._run(x, state)
-        return widened(output.detach()), tuple(widened(s.detach()) for s in new)
+        with self._capture_mode(), torch.no_grad():
+            output, new_states = self._run(x, state)
+        return at_least_float32(output.detach()), tuple(at_least_float32(s.detach()) for s in new_states)
 
     def vjp(
         self, x: Tensor, state: Sequence[Tensor], output_cotangent: Tensor, state_cotangent: Sequence[Tensor]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Pull cotangents of the output and the new states back to the input and the previous states."""
-        with self._as_captured():
+        with self._capture_mode():
             sources = [t.detach().requires_grad_() for t in (x, *state)]
-            output, new = self._run(sources[0], sources[1:])
-            by_input, *by_state = _pull([output, *new], sources, [output_cotangent, *state_cotangent])
+            output, new_states = self._run(sources[0], sources[1:])
+            by_input, *by_state = _pull([output, *new_states], sources, [output_cotangent, *state_cotangent])
         return by_input, tuple(by_state)
 
     def weight_vjp(
         self, x: Tensor, state: Sequence[Tensor], output_cotangent: Tensor, state_cotangent: Sequence[Tensor]
     ) -> Mapping[str, Tensor]:
         """Pull cotangents back to the trainable weights, by name and summed over rows."""
-        named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        if not named:
+        trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        if not trainable:
             return {}
-        with self._as_captured():
-            output, new = self._run(x.detach(), [s.detach() for s in state])
-            found = _pull([output, *new], list(named.values()), [output_cotangent, *state_cotangent])
-        return dict(zip(named, found, strict=True))
+        with self._capture_mode():
+            output, new_states = self._run(x.detach(), [s.detach() for s in state])
+            grads = _pull([output, *new_states], list(trainable.values()), [output_cotangent, *state_cotangent])
+        return dict(zip(trainable, grads, strict=True))
 
     def produced(
         self, x: Tensor, state: Sequence[Tensor], output_cotangent: Tensor, state_cotangent: Sequence[Tensor]
@@ -119,81 +119,85 @@ class TorchStepCell(StepCell):
 
         It includes paths through other results of the same step, as of c_t through h_t.
         """
-        with self._as_captured():
-            given = [s.detach().requires_grad_() for s in self._shaped(state)]
-            returned = self._called(x.detach().to(self.dtype).requires_grad_(), given)
-            new = returned if self.form.output_is_state else returned[1:]
+        with self._capture_mode():
+            previous = [s.detach().requires_grad_() for s in self._reshaped_states(state)]
+            results = self._call_module(x.detach().to(self.dtype).requires_grad_(), previous)
+            new_states = results if self.form.output_is_state else results[1:]
             # A tensor returned twice, as output and as state, gets both cotangents.
-            both = zip((returned[0], *new), (output_cotangent, *state_cotangent), strict=True)
-            pairs = [(tensor, c.to(tensor.dtype).reshape(tensor.shape)) for tensor, c in both if tensor.requires_grad]
+            all_pairs = zip((results[0], *new_states), (output_cotangent, *state_cotangent), strict=True)
+            pairs = [
+                (tensor, c.to(tensor.dtype).reshape(tensor.shape)) for tensor, c in all_pairs if tensor.requires_grad
+            ]
             starts, cotangents = zip(*pairs, strict=True)
             # A state that is returned unchanged is not new: its other paths belong to the state before the step.
-            made = [s.requires_grad and not any(s is g for g in given) for s in new]
-            ends = [s for s, is_made in zip(new, made, strict=True) if is_made]
-            found = iter(torch.autograd.grad(starts, ends, cotangents, allow_unused=True) if ends else ())
-        grads = [next(found) if is_made else None for is_made in made]
-        kept = zip(grads, state_cotangent, strict=True)
-        return tuple(c if g is None else widened(g.flatten(1)) for g, c in kept)
+            is_new = [s.requires_grad and not any(s is g for g in previous) for s in new_states]
+            computed = [s for s, is_made in zip(new_states, is_new, strict=True) if is_made]
+            new_grads = iter(torch.autograd.grad(starts, computed, cotangents, allow_unused=True) if computed else ())
+        grads = [next(new_grads) if is_made else None for is_made in is_new]
+        with_cotangents = zip(grads, state_cotangent, strict=True)
+        return tuple(c if g is None else at_least_float32(g.flatten(1)) for g, c in with_cotangents)
 
     def jacobian(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return per-row Jacobians of [new states, output] with respect to the states and to the input."""
-        with self._as_captured():
+        with self._capture_mode():
             sources = [t.detach().requires_grad_() for t in (x, *state)]
-            output, new = self._run(sources[0], sources[1:])
-            rows = rows_of(torch.cat([*new, output], dim=1), sources)
-        by_input, *by_state = (widened(part.detach()) for part in rows)
+            output, new_states = self._run(sources[0], sources[1:])
+            jacobians = rows_of(torch.cat([*new_states, output], dim=1), sources)
+        by_input, *by_state = (at_least_float32(jacobian.detach()) for jacobian in jacobians)
         return torch.cat(by_state, dim=2), by_input
 
     def _run(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        returned = self._called(x.to(self.dtype), self._shaped(state))
-        new = returned if self.form.output_is_state else returned[1:]
-        self.output_is_state = returned[0] is new[0]
-        return returned[0].flatten(1), tuple(s.flatten(1) for s in new)
+        returned = self._call_module(x.to(self.dtype), self._reshaped_states(state))
+        new_states = returned if self.form.output_is_state else returned[1:]
+        self.output_is_state = returned[0] is new_states[0]
+        return returned[0].flatten(1), tuple(s.flatten(1) for s in new_states)
 
-    def _shaped(self, state: Sequence[Tensor]) -> list[Tensor]:
+    def _reshaped_states(self, state: Sequence[Tensor]) -> list[Tensor]:
         return [s.to(self.dtype).reshape(-1, *shape) for s, shape in zip(state, self.form.shapes, strict=True)]
 
-    def _called(self, x: Tensor, state: Sequence[Tensor]) -> list[Tensor]:
+    def _call_module(self, x: Tensor, state: Sequence[Tensor]) -> list[Tensor]:
         args, kwargs = self.form.call(x.reshape(-1, *self.form.input_shape), state)
         with torch.autocast(x.device.type, self.autocast) if self.autocast is not None else nullcontext():
-            return leaves(self.module(*args, **kwargs))
+            return tensor_leaves(self.module(*args, **kwargs))
 
     @contextmanager
-    def _as_captured(self) -> Iterator[None]:
+    def _capture_mode(self) -> Iterator[None]:
         """Run the block with the cell in the training mode of the capture, eagerly and with gradients.
 
         The cell is restored on exit.
         """
-        before = [(inner, inner.training) for inner, _ in self.modes]
+        previous_modes = [(submodule, submodule.training) for submodule, _ in self.modes]
         try:
-            for inner, flag in self.modes:
-                inner.training = flag
+            for submodule, flag in self.modes:
+                submodule.training = flag
             with (
                 torch.enable_grad(),
-                eagerly(),
+                eager_mode(),
                 restored_attributes(self.module),
                 runs_again(type(self.module).__name__),
             ):
                 yield
         finally:
-            for inner, flag in before:
-                inner.training = flag
+            for submodule, flag in previous_modes:
+                submodule.training = flag
 
 
-def widened(tensor: Tensor) -> Tensor:
+def at_least_float32(tensor: Tensor) -> Tensor:
     """Return a tensor in at least float32."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def _pull(outputs: Sequence[Tensor], sources: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor]:
     """Pull cotangents of the outputs back; return one gradient per source, zeros where no path leads."""
-    given = [c.to(out.dtype) for out, c in zip(outputs, cotangents, strict=True)]
+    typed_cotangents = [c.to(out.dtype) for out, c in zip(outputs, cotangents, strict=True)]
     # A step function may read tensors that the model computed from its weights; their graph is needed again.
-    found = pulled(outputs, sources, given, retain_graph=True)
-    return [widened(torch.zeros_like(s) if g is None else g.detach()) for g, s in zip(found, sources, strict=True)]
+    grads = pulled(outputs, sources, typed_cotangents, retain_graph=True)
+    return [
+        at_least_float32(torch.zeros_like(s) if g is None else g.detach()) for g, s in zip(grads, sources, strict=True)
+    ]
 
 
-def replayable(value: Any) -> Any:
+def replay_copy(value: Any) -> Any:
     """Return a detached copy for the replay; half precision is widened to float32 for accuracy."""
     value = value.detach()
     if value.dtype in (torch.bfloat16, torch.float16):
@@ -203,8 +207,8 @@ def replayable(value: Any) -> Any:
 
 def has_own_forward(module: nn.Module) -> bool:
     """Return whether a subclass of a torch recurrent layer or cell defines its own ``forward``."""
-    kinds = (nn.LSTM, nn.GRU, nn.RNN, *_KERNELS)
-    base = next((kind for kind in kinds if isinstance(module, kind)), None)
+    torch_classes = (nn.LSTM, nn.GRU, nn.RNN, *_KERNELS)
+    base = next((torch_class for torch_class in torch_classes if isinstance(module, torch_class)), None)
     return base is not None and getattr(module.forward, "__func__", None) is not base.forward
 
 
@@ -214,37 +218,43 @@ def has_own_step(module: nn.Module) -> bool:
     Its forward is run once on two random samples: it must call torch's kernel once, on the input and the state, and
     return the kernel's result.
     """
-    kind = next((kind for kind in _KERNELS if isinstance(module, kind)), None)
-    if kind is None or not has_own_forward(module):
+    torch_class = next((torch_class for torch_class in _KERNELS if isinstance(module, torch_class)), None)
+    if torch_class is None or not has_own_forward(module):
         return False
     if module not in _STEPS_AS_TORCH:
-        _STEPS_AS_TORCH[module] = _steps_as_torch(module, kind)
+        _STEPS_AS_TORCH[module] = _computes_torch_step(module, torch_class)
     return not _STEPS_AS_TORCH[module]
 
 
-def _steps_as_torch(module: Any, kind: type[nn.Module]) -> bool:
+def _computes_torch_step(module: Any, torch_class: type[nn.Module]) -> bool:
     weight = module.weight_ih
     if weight.is_meta:
         return True
-    drawn = torch.rand(2, module.input_size + 2 * module.hidden_size, generator=torch.Generator().manual_seed(0))
-    x, h, c = drawn.to(weight).split([module.input_size, module.hidden_size, module.hidden_size], dim=1)
-    state: Any = (h, c) if kind is nn.LSTMCell else h
+    random_values = torch.rand(
+        2, module.input_size + 2 * module.hidden_size, generator=torch.Generator().manual_seed(0)
+    )
+    x, h, c = random_values.to(weight).split([module.input_size, module.hidden_size, module.hidden_size], dim=1)
+    state: Any = (h, c) if torch_class is nn.LSTMCell else h
     for args in ((x, state), (state, x)):
-        calls = _KernelCalls(_KERNELS[kind])
+        kernel_recorder = _KernelCalls(_KERNELS[torch_class])
         try:
-            with borrowed(module, training=False, seed=0), torch.no_grad(), calls:
+            with borrowed_model(module, training=False, seed=0), torch.no_grad(), kernel_recorder:
                 returned = module.forward(*args)
         except Exception:  # the user's forward may expect other arguments
             continue
-        if len(calls.seen) == 1:
-            kernel_args, result = calls.seen[0]
-            arrived, taken = (
-                sorted(float(value.sum()) for value in (first, *as_tuple(rest)))
-                for first, rest in ((x, state), kernel_args[:2])
+        if len(kernel_recorder.calls) == 1:
+            kernel_args, result = kernel_recorder.calls[0]
+            given_sums, kernel_sums = (
+                sorted(float(value.sum()) for value in (x_value, *as_tuple(states)))
+                for x_value, states in ((x, state), kernel_args[:2])
             )
-            own, kernels = as_tuple(returned), as_tuple(result)
-            alike = len(own) == len(kernels) and all(map(torch.is_tensor, own)) and all(map(torch.equal, own, kernels))
-            return alike and taken == arrived
+            own_results, kernel_results = as_tuple(returned), as_tuple(result)
+            is_same = (
+                len(own_results) == len(kernel_results)
+                and all(map(torch.is_tensor, own_results))
+                and all(map(torch.equal, own_results, kernel_results))
+            )
+            return is_same and kernel_sums == given_sums
     return False
 
 
@@ -259,43 +269,43 @@ class _KernelCalls(TorchFunctionMode):  # type: ignore[misc]
     def __init__(self, kernels: Sequence[Any]) -> None:
         super().__init__()
         self.kernels = kernels
-        self.seen: list[tuple[Any, Any]] = []
+        self.calls: list[tuple[Any, Any]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in self.kernels:
-            self.seen.append((args, result))
+            self.calls.append((args, result))
         return result
 
 
-def described(module: nn.Module, known: Registration) -> Cell:
+def build_cell(module: nn.Module, registration: Registration) -> Cell:
     """Create the rnnlens cell of a module whose class was registered; torch computes derivatives that it lacks."""
     parameters = dict(module.named_parameters())
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
-    made = known.make(module, {name: replayable(p).cpu().numpy() for name, p in parameters.items()})
-    made = made.with_weights(lambda array: torch.tensor(array, device=device))
-    return with_step_autodiff(made, known, engine("torch"), torch_xp, _tensor)
+    cell = registration.make(module, {name: replay_copy(p).cpu().numpy() for name, p in parameters.items()})
+    cell = cell.with_weights(lambda array: torch.tensor(array, device=device))
+    return with_step_autodiff(cell, registration, engine("torch"), torch_xp, _to_tensor)
 
 
-def arranged(known: Registration, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def arrange_gradients(registration: Registration, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert gradients of a registered cell's parameters to the layout of rnnlens."""
-    arrays = known.arrays({name: replayable(grad).cpu().numpy() for name, grad in grads.items()})
+    arrays = registration.arrays({name: replay_copy(grad).cpu().numpy() for name, grad in grads.items()})
     device = next((grad.device for grad in grads.values()), None)
     return {name: torch.tensor(array, device=device) for name, array in arrays.items()}
 
 
-def put_together(modules: Mapping[str, nn.Module], port: Port) -> ComposedWeight | None:
+def composed_weight(modules: Mapping[str, nn.Module], port: Port) -> ComposedWeight | None:
     """Return the parameters that make up a weight of a registered cell; None for any other weight."""
     module = modules.get(str(port.layer).partition("#")[0])
-    known = None if module is None else registered(module)
-    if module is None or known is None or port.key not in known.cell.parameters:
+    registration = None if module is None else registered(module)
+    if module is None or registration is None or port.key not in registration.cell.parameters:
         return None
-    parts = {name: name.rpartition(".") for name, _ in module.named_parameters()}
+    name_parts = {name: name.rpartition(".") for name, _ in module.named_parameters()}
     return ComposedWeight(
-        known, port.key, {n: (f".{path}" if path else "", key) for n, (path, _, key) in parts.items()}
+        registration, port.key, {n: (f".{path}" if path else "", key) for n, (path, _, key) in name_parts.items()}
     )
 
 
-def _tensor(array: Array) -> Tensor:
+def _to_tensor(array: Array) -> Tensor:
     """Return an array as a tensor; a NumPy array is copied, because it may be read-only."""
     return array.detach() if isinstance(array, Tensor) else torch.tensor(array)

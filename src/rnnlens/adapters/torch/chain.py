@@ -30,7 +30,7 @@ from ..protocol import Batch, Capture, CaptureRequest, ChainLink, Port, Recurren
 from .discover import fingerprint
 from .inputs import as_tensors, call_model
 from .losses import evaluate, gradients_of, reaches
-from .restore import borrowed, differentiable_weights
+from .restore import borrowed_model, differentiable_weights
 from .weights import NAMES, named_copies, node_name
 
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
@@ -52,13 +52,13 @@ _FIRST, _SECOND, _LAYER = "first", "second", "layer"
 
 @dataclass(frozen=True)
 class _ChainTensor:
-    """A tensor of a chain: its mark, the roles of its axes, and the links from the model's input to it.
+    """A tensor of a chain: its version and sum, the roles of its axes, and the links from the model's input to it.
 
     ``steps`` is its number of steps; ``layers`` the number of stacked layers on the axis ``layer`` of a final state.
     """
 
     tensor: Tensor
-    mark: Hashable
+    version_and_sum: Hashable
     axes: tuple[str, ...]
     links: tuple[ChainLink, ...]
     steps: int = 0
@@ -73,7 +73,7 @@ class _ChainTensor:
 class _LayerTensors:
     """Tensors of one call of a recurrent module at which gradients are read; its weights by slot.
 
-    ``returned`` is the output and the final states, ``marks`` their marks after the call.
+    ``returned`` is the output and the final states, ``versions_and_sums`` are those after the call.
     """
 
     path: str
@@ -82,7 +82,7 @@ class _LayerTensors:
     initial: tuple[Tensor, ...]
     weights: dict[str, Tensor]
     returned: tuple[Tensor, ...] = ()
-    marks: tuple[Hashable, ...] = ()
+    versions_and_sums: tuple[Hashable, ...] = ()
 
 
 class ChainRecorder:
@@ -98,15 +98,15 @@ class ChainRecorder:
         #: Tensors of the calls of recurrent modules, if ``taps``; by path.
         self.calls: dict[str, _LayerTensors] | None = {} if taps else None
         #: The tensors that the module called last returned; empty if the model is no chain.
-        self._reached: list[_ChainTensor] = []
+        self._last_returned: list[_ChainTensor] = []
         self._modules = {path: m for path, m in model.named_modules() if path and type(m) in _KNOWN}
         # A hook, a parametrisation or an own forward may change what a library module computes.
-        changed = any(
+        is_changed = any(
             "forward" in vars(m) or "parametrizations" in m._modules or any(getattr(m, hooks) for hooks in _HOOKS)
             for m in self._modules.values()
         )
-        known = type(model) in _KNOWN or isinstance(model, torch.jit.ScriptModule)
-        self._is_chain = not changed and not known and not module_calls._global_forward_hooks
+        is_library_model = type(model) in _KNOWN or isinstance(model, torch.jit.ScriptModule)
+        self._is_chain = not is_changed and not is_library_model and not module_calls._global_forward_hooks
         self._weights = {path: [id(w) for w in m._parameters.values()] for path, m in self._modules.items()}
         #: Roles of the axes ``first`` and ``second`` of the model's input, known after a recurrent layer.
         self._roles: dict[str, str] = {}
@@ -118,40 +118,48 @@ class ChainRecorder:
         """Record the calls of the model's library modules within the block."""
         with ExitStack() as stack:
             if self._is_chain:
-                stack.callback(self.model.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+                stack.callback(self.model.register_forward_pre_hook(self._start_chain, with_kwargs=True).remove)
             for path, module in self._modules.items() if self._is_chain else ():
                 if self.calls is not None and isinstance(module, _RECURRENT):
-                    before = partial(self._with_initial_states, path)
-                    stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(partial(self._follow, path), with_kwargs=True).remove)
+                    pre_hook = partial(self._with_initial_states, path)
+                    stack.callback(module.register_forward_pre_hook(pre_hook, with_kwargs=True).remove)
+                stack.callback(
+                    module.register_forward_hook(partial(self._record_output, path), with_kwargs=True).remove
+                )
             yield
 
     def chain(self, outputs: Any) -> list[ChainLink] | None:
         """Return the links from the input itself to the first output; None if the model is not one plain chain."""
-        first = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
-        end = self._found(first) if self._is_chain else None
-        if end is None or not self._roles:
+        output = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
+        last_tensor = self._chain_tensor(output) if self._is_chain else None
+        if last_tensor is None or not self._roles:
             return None
-        end = end.with_link(ChainLink("", "same"), end.axes)  # the axes may be in another order than the last module's
-        return [replace(link, axes=self._named(link.axes)) for link in end.links]
+        # The axes may be in another order than the last module's.
+        last_tensor = last_tensor.with_link(ChainLink("", "same"), last_tensor.axes)
+        return [replace(link, axes=self._role_names(link.axes)) for link in last_tensor.links]
 
     def layouts(self, outputs: Any) -> dict[Port, Layout]:
         """Return the roles of the axes of the model's input and output, and of the outputs of modules in the chain."""
         links = self.chain(outputs)
         if links is None or type(outputs) is not Tensor:
             return {}
-        ends = {Port("input"): (self._named(self._input_axes), FEATURE), Port("output"): (links[-1].axes, UNIT)}
+        axes_by_port = {
+            Port("input"): (self._role_names(self._input_axes), FEATURE),
+            Port("output"): (links[-1].axes, UNIT),
+        }
         names = [link.name for link in links]
-        alone = [link for link in links if link.kind in ("dense", "same", "table") and names.count(link.name) == 1]
-        ends |= {Port("output", link.name): (link.axes, UNIT) for link in alone if link.name}
-        samples = self._input_shape[self._named(self._input_axes).index(SAMPLE)]
-        found = {}
-        for port, (axes, last) in ends.items():
+        single_links = [
+            link for link in links if link.kind in ("dense", "same", "table") and names.count(link.name) == 1
+        ]
+        axes_by_port |= {Port("output", link.name): (link.axes, UNIT) for link in single_links if link.name}
+        samples = self._input_shape[self._role_names(self._input_axes).index(SAMPLE)]
+        layouts = {}
+        for port, (axes, last_role) in axes_by_port.items():
             roles: dict[int, Axis] = {i: (axis,) for i, axis in enumerate(axes) if axis in (SAMPLE, TIME)}
-            found[port] = replace(named(len(axes), roles, last), samples=samples)
-        return found
+            layouts[port] = replace(named(len(axes), roles, last_role), samples=samples)
+        return layouts
 
-    def _named(self, axes: Sequence[str]) -> tuple[str, ...]:
+    def _role_names(self, axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(self._roles.get(axis, axis) for axis in axes)
 
     def _with_initial_states(self, path: str, module: Any, args: Any, kwargs: Any) -> Any:
@@ -165,13 +173,13 @@ class ChainRecorder:
         if self.separate:
             x = (x if x.requires_grad else x.detach().requires_grad_()).clone()
         shape = (1, int(x.shape[0 if module.batch_first else 1]), module.hidden_size)
-        count = 2 if isinstance(module, nn.LSTM) else 1
-        zeros = tuple(x.new_zeros(shape).requires_grad_(self.separate) for _ in range(count))
+        state_count = 2 if isinstance(module, nn.LSTM) else 1
+        zeros = tuple(x.new_zeros(shape).requires_grad_(self.separate) for _ in range(state_count))
         weights = dict(zip(NAMES, module._flat_weights, strict=False))  # without a projection, perhaps without biases
         self.calls[path] = _LayerTensors(path, module, x, zeros, weights)
-        return (x, zeros if count == 2 else zeros[0]), {}
+        return (x, zeros if state_count == 2 else zeros[0]), {}
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _start_chain(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if threading.get_ident() != self._thread:
             return
         self._is_chain = self._is_chain and not kwargs and len(args) == 1 and type(args[0]) is Tensor
@@ -179,88 +187,88 @@ class ChainRecorder:
             self._input_axes = (_FIRST, _SECOND, FEATURE)[: args[0].dim()]
             self._input_shape = tuple(map(int, args[0].shape))
             start = ChainLink("", "same", axes=self._input_axes)
-            self._reached = [_ChainTensor(args[0], _mark(args[0]), self._input_axes, (start,))]
+            self._last_returned = [_ChainTensor(args[0], _version_and_sum(args[0]), self._input_axes, (start,))]
 
-    def _follow(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _record_output(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Record the output of a library module as the next tensor of the chain (forward hook)."""
         if not self._is_chain or threading.get_ident() != self._thread:
             return
-        tapped = None if self.calls is None else self.calls.get(path)
-        plain = torch.is_grad_enabled() and not kwargs and len(args) == 1 + (tapped is not None)
+        layer_tensors = None if self.calls is None else self.calls.get(path)
+        is_plain = torch.is_grad_enabled() and not kwargs and len(args) == 1 + (layer_tensors is not None)
         # torch.func.functional_call runs a module with other weights.
-        plain = plain and [id(weight) for weight in module._parameters.values()] == self._weights[path]
-        fed = self._found(args[0]) if plain else None
-        self._reached = [] if fed is None else self._after(path, module, fed, output)
-        self._is_chain = bool(self._reached)
-        if self._is_chain and tapped is not None:
+        is_plain = is_plain and [id(weight) for weight in module._parameters.values()] == self._weights[path]
+        source = self._chain_tensor(args[0]) if is_plain else None
+        self._last_returned = [] if source is None else self._next_tensors(path, module, source, output)
+        self._is_chain = bool(self._last_returned)
+        if self._is_chain and layer_tensors is not None:
             finals = output[1] if isinstance(module, nn.LSTM) else (output[1],)
-            tapped.returned = (output[0], *finals)
-            tapped.marks = tuple(map(_mark, tapped.returned))
+            layer_tensors.returned = (output[0], *finals)
+            layer_tensors.versions_and_sums = tuple(map(_version_and_sum, layer_tensors.returned))
 
-    def _after(self, path: str, module: nn.Module, fed: _ChainTensor, output: Any) -> list[_ChainTensor]:
+    def _next_tensors(self, path: str, module: nn.Module, source: _ChainTensor, output: Any) -> list[_ChainTensor]:
         """Return the outputs of a library module as tensors of the chain.
 
         The result is empty for a call that links cannot express.
         """
-        link, axes = None, fed.axes
+        link, axes = None, source.axes
         if isinstance(module, _RECURRENT):
-            return self._after_recurrent(path, module, fed, output)
+            return self._recurrent_outputs(path, module, source, output)
         if isinstance(module, _PASSING):
             link = None if module.training and isinstance(module, nn.Dropout) else ChainLink(path, "same")
         elif isinstance(module, nn.Embedding):
-            link, axes = ChainLink(path, "table") if module.max_norm is None else None, (*fed.axes, FEATURE)
+            link, axes = ChainLink(path, "table") if module.max_norm is None else None, (*source.axes, FEATURE)
         elif type(module) in _ACTIVATIONS:
             link = ChainLink(path, "dense", activation=_ACTIVATIONS[type(module)])
             link = None if getattr(module, "inplace", False) else link
-        elif fed.tensor.dtype == module.weight.dtype and module.weight.dtype in (torch.float32, torch.float64):
+        elif source.tensor.dtype == module.weight.dtype and module.weight.dtype in (torch.float32, torch.float64):
             kernel, bias = (
                 None if w is None else w.detach().cpu().numpy().copy() for w in (module.weight, module.bias)
             )
             link = ChainLink(path, "dense", None if kernel is None else kernel.T, bias)
         if link is None or type(output) is not Tensor or axes[-1] != FEATURE:
             return []
-        after = fed.with_link(link, axes)
-        return [_ChainTensor(output, _mark(output), axes, after.links, fed.steps)]
+        next_tensor = source.with_link(link, axes)
+        return [_ChainTensor(output, _version_and_sum(output), axes, next_tensor.links, source.steps)]
 
-    def _after_recurrent(self, path: str, module: Any, fed: _ChainTensor, output: Any) -> list[_ChainTensor]:
+    def _recurrent_outputs(self, path: str, module: Any, source: _ChainTensor, output: Any) -> list[_ChainTensor]:
         """Return output and final state of a recurrent module as tensors of the chain; one link per stacked layer."""
-        if len(fed.axes) != 3 or module.bidirectional or module.proj_size or (module.training and module.dropout):
+        if len(source.axes) != 3 or module.bidirectional or module.proj_size or (module.training and module.dropout):
             return []
-        wanted = (SAMPLE, TIME, FEATURE) if module.batch_first else (TIME, SAMPLE, FEATURE)
-        if not self._roles and {_FIRST, _SECOND} <= set(fed.axes):
-            self._roles = dict(zip(fed.axes, wanted, strict=True))
-        if self._named(fed.axes) != wanted:
+        sequence_axes = (SAMPLE, TIME, FEATURE) if module.batch_first else (TIME, SAMPLE, FEATURE)
+        if not self._roles and {_FIRST, _SECOND} <= set(source.axes):
+            self._roles = dict(zip(source.axes, sequence_axes, strict=True))
+        if self._role_names(source.axes) != sequence_axes:
             return []
         for layer in range(module.num_layers):
             name = path if module.num_layers == 1 else node_name(path, module, layer)
-            fed = fed.with_link(ChainLink(name, "recurrent"), wanted)
-        whole, state = output[0], output[1][0] if isinstance(module, nn.LSTM) else output[1]
-        steps = int(whole.shape[wanted.index(TIME)])
+            source = source.with_link(ChainLink(name, "recurrent"), sequence_axes)
+        sequence, state = output[0], output[1][0] if isinstance(module, nn.LSTM) else output[1]
+        steps = int(sequence.shape[sequence_axes.index(TIME)])
         axes = (_LAYER, SAMPLE, FEATURE)
-        final = _ChainTensor(state, _mark(state), axes, fed.links, steps, module.num_layers)
-        return [_ChainTensor(whole, _mark(whole), wanted, fed.links, steps), final]
+        final = _ChainTensor(state, _version_and_sum(state), axes, source.links, steps, module.num_layers)
+        return [_ChainTensor(sequence, _version_and_sum(sequence), sequence_axes, source.links, steps), final]
 
-    def _found(self, tensor: Any) -> _ChainTensor | None:
+    def _chain_tensor(self, tensor: Any) -> _ChainTensor | None:
         """Return ``tensor`` as a tensor of the chain, if simple operations compute it from a recorded one.
 
         Returns None otherwise.
         """
         if type(tensor) is not Tensor or tensor._backward_hooks:
             return None
-        for start in self._reached:
-            if _mark(start.tensor) != start.mark or start.tensor._backward_hooks:
+        for returned in self._last_returned:
+            if _version_and_sum(returned.tensor) != returned.version_and_sum or returned.tensor._backward_hooks:
                 return None
-            nodes = _nodes_between(start.tensor, tensor)
+            nodes = _nodes_between(returned.tensor, tensor)
             if nodes is None:
                 continue
-            reached: _ChainTensor | None = replace(start, tensor=tensor)
+            chain_tensor: _ChainTensor | None = replace(returned, tensor=tensor)
             for node in nodes:
-                reached = None if reached is None else _after_node(reached, node)
-            return None if reached is None or _LAYER in reached.axes else reached
+                chain_tensor = None if chain_tensor is None else _apply_node(chain_tensor, node)
+            return None if chain_tensor is None or _LAYER in chain_tensor.axes else chain_tensor
         return None
 
 
-def _mark(tensor: Tensor) -> Hashable:
+def _version_and_sum(tensor: Tensor) -> Hashable:
     """Return version and sum of a tensor, to detect later changes.
 
     A write to its values changes one of them, a write to ``.data`` the sum.
@@ -285,43 +293,45 @@ def _nodes_between(start: Tensor, end: Tensor) -> list[Any] | None:
         nodes.append(node)
         node, number = node.next_functions[0]
     swapped = start.transpose(0, 1) if start.dim() > 1 and not end.requires_grad and not start.requires_grad else start
-    same = end.data_ptr() == start.data_ptr() and end.shape == swapped.shape and end.stride() == swapped.stride()
-    return [_TRANSPOSITION] if same and end._is_view() and swapped is not start else None
+    is_same_memory = (
+        end.data_ptr() == start.data_ptr() and end.shape == swapped.shape and end.stride() == swapped.stride()
+    )
+    return [_TRANSPOSITION] if is_same_memory and end._is_view() and swapped is not start else None
 
 
-def _after_node(reached: _ChainTensor, node: Any) -> _ChainTensor | None:
+def _apply_node(chain_tensor: _ChainTensor, node: Any) -> _ChainTensor | None:
     """Return the tensor of the chain after one autograd node, such as an indexing.
 
     Returns None for an unsupported operation.
     """
-    name, axes = node.name(), list(reached.axes)
+    name, axes = node.name(), list(chain_tensor.axes)
     if name in _COPIES:
-        return reached
+        return chain_tensor
     if name in _ACTIVATION_NODES:
-        return reached.with_link(ChainLink("", "dense", activation=_ACTIVATION_NODES[name]), axes)
+        return chain_tensor.with_link(ChainLink("", "dense", activation=_ACTIVATION_NODES[name]), axes)
     if name == "TransposeBackward0":
-        i, j = (_signed(dim) for dim in (node._saved_dim0, node._saved_dim1))
+        i, j = (_signed_index(dim) for dim in (node._saved_dim0, node._saved_dim1))
         axes[i], axes[j] = axes[j], axes[i]
-        return replace(reached, axes=tuple(axes))
+        return replace(chain_tensor, axes=tuple(axes))
     if name == "PermuteBackward0":
-        return replace(reached, axes=tuple(axes[_signed(dim)] for dim in node._saved_dims))
-    if name == "SqueezeBackward1" and axes[_signed(node._saved_dim)] == _LAYER and reached.layers == 1:
+        return replace(chain_tensor, axes=tuple(axes[_signed_index(dim)] for dim in node._saved_dims))
+    if name == "SqueezeBackward1" and axes[_signed_index(node._saved_dim)] == _LAYER and chain_tensor.layers == 1:
         axis, index = _LAYER, 0
     elif name == "SelectBackward0":
-        axis, index = axes[_signed(node._saved_dim)], _signed(node._saved_index)
+        axis, index = axes[_signed_index(node._saved_dim)], _signed_index(node._saved_index)
     else:
         return None
-    rest = [other for other in axes if other != axis]
+    other_axes = [remaining for remaining in axes if remaining != axis]
     if axis == TIME:
-        return reached.with_link(ChainLink("", "step", step=index % reached.steps), rest)
-    if axis == _LAYER and index % reached.layers == reached.layers - 1:  # it is the last step of the output
-        return reached.with_link(ChainLink("", "step", step=reached.steps - 1, is_state=True), rest)
+        return chain_tensor.with_link(ChainLink("", "step", step=index % chain_tensor.steps), other_axes)
+    if axis == _LAYER and index % chain_tensor.layers == chain_tensor.layers - 1:  # it is the last step of the output
+        return chain_tensor.with_link(ChainLink("", "step", step=chain_tensor.steps - 1, is_state=True), other_axes)
     return None
 
 
-def _signed(number: int) -> int:
+def _signed_index(index: int) -> int:
     """Convert an index saved by autograd to a signed number: negative ones are stored as unsigned 64-bit numbers."""
-    return number - 2**64 if number >= 2**63 else number
+    return index - 2**64 if index >= 2**63 else index
 
 
 #: Fingerprints of the models whose last pass was a chain that :func:`capture_chain` can capture.
@@ -333,8 +343,8 @@ def remember_chain(model: nn.Module, links: Sequence[ChainLink], layers: Sequenc
     """Remember that the pass of a model was a chain through all recurrent ``layers`` that ran, for the next call."""
     names = [link.name for link in links if link.kind == "recurrent"]
     modules: list[Any] = [m for m in model.modules() if isinstance(m, _RECURRENT)]
-    plain = all(type(m) in _CELLS and m.num_layers == 1 and not m.proj_size for m in modules)
-    if plain and names == list(layers) and len(modules) == len(set(names)) == len(names):
+    is_supported = all(type(m) in _CELLS and m.num_layers == 1 and not m.proj_size for m in modules)
+    if is_supported and names == list(layers) and len(modules) == len(set(names)) == len(names):
         _CHAINS[model] = fingerprint(model)
 
 
@@ -345,113 +355,125 @@ def capture_chain(model: nn.Module, batch: Batch, request: CaptureRequest) -> Ca
     """
     if model not in _CHAINS or batch.initial_state or batch.frozen or torch.is_autocast_enabled("cpu"):
         return None
-    named = dict(model.named_modules())
-    if any(not isinstance(named.get(name), _RECURRENT) for name in request.layers or ()):
+    modules = dict(model.named_modules())
+    if any(not isinstance(modules.get(name), _RECURRENT) for name in request.layers or ()):
         return None
-    ids = [id(parameter) for module in named.values() for parameter in module._parameters.values()]
-    weights = [w for m in named.values() if isinstance(m, _RECURRENT) for w in m._parameters.values()]
-    usual = [w for w in weights if w is not None and w.requires_grad and ids.count(id(w)) == 1]
-    on_cpu = all(w.device.type == "cpu" and w.dtype in (torch.float32, torch.float64) for w in usual)
-    if len(usual) < len(weights) or not on_cpu or _CHAINS[model] != fingerprint(model):
+    ids = [id(parameter) for module in modules.values() for parameter in module._parameters.values()]
+    weights = [w for m in modules.values() if isinstance(m, _RECURRENT) for w in m._parameters.values()]
+    trainable = [w for w in weights if w is not None and w.requires_grad and ids.count(id(w)) == 1]
+    on_cpu = all(w.device.type == "cpu" and w.dtype in (torch.float32, torch.float64) for w in trainable)
+    if len(trainable) < len(weights) or not on_cpu or _CHAINS[model] != fingerprint(model):
         return None
-    capture = _captured(model, batch, request)
+    capture = _capture_pass(model, batch, request)
     if capture is None:
         del _CHAINS[model]
     return capture
 
 
-def _captured(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture | None:
+def _capture_pass(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture | None:
     """Run a chain forward and, with a loss, backward; None if this pass was no chain."""
     boundaries = request.boundaries and request.gradients
     separate = boundaries and not request.topmost
     x = as_tensors(batch.x, model, "x")
     if type(x) is not Tensor:
         return None
-    with borrowed(model, training=batch.training, seed=batch.seed), differentiable_weights(model, boundaries):
+    with borrowed_model(model, training=batch.training, seed=batch.seed), differentiable_weights(model, boundaries):
         x = x.requires_grad_() if separate and x.is_floating_point() else x
         recorder = ChainRecorder(model, taps=True, separate=separate)
         with recorder.watch():
             outputs = call_model(model, x)
-        links, tensors = recorder.chain(outputs), recorder.calls or {}
-        changed = any(call.marks != tuple(map(_mark, call.returned)) for call in tensors.values())
-        if links is None or type(outputs) is not Tensor or changed:
+        links, layer_tensors = recorder.chain(outputs), recorder.calls or {}
+        is_changed = any(
+            call.versions_and_sums != tuple(map(_version_and_sum, call.returned)) for call in layer_tensors.values()
+        )
+        if links is None or type(outputs) is not Tensor or is_changed:
             return None
         loss = None
         if batch.loss is not None or batch.y is not None:
             with raised_by("Your loss"):
                 loss = evaluate(batch, outputs, model)
-        wanted = [call for path, call in tensors.items() if request.layers is None or path in request.layers]
-        gradients, differentiated = None, wanted
+        requested = [call for path, call in layer_tensors.items() if request.layers is None or path in request.layers]
+        gradients, differentiated = None, requested
         if request.topmost and loss is not None:
-            differentiated, request = wanted[-1:], replace(request, weight_grads=False, boundaries=False)
-            if reaches(loss, [t for call in wanted[:-1] for t in call.returned], without=wanted[-1].returned):
+            differentiated, request = requested[-1:], replace(request, weight_grads=False, boundaries=False)
+            if reaches(loss, [t for call in requested[:-1] for t in call.returned], without=requested[-1].returned):
                 return None
         if loss is not None and request.gradients:
             gradients = _gradients(model, (x, outputs), loss, differentiated, request)
             if gradients is None:
                 return None
-    value = None if loss is None else float(loss.detach())
-    notes = [] if value is None or math.isfinite(value) else [f"The loss is {value}."]
-    calls = [_call(call, gradients, request) for call in wanted]
-    found = Capture(calls, loss=value, outputs=outputs.detach(), notes=notes, chain=links)
-    found.order = tuple(call.layer for call in calls)
-    found.topmost = request.topmost and gradients is not None
+    loss_value = None if loss is None else float(loss.detach())
+    notes = [] if loss_value is None or math.isfinite(loss_value) else [f"The loss is {loss_value}."]
+    calls = [_call(call, gradients, request) for call in requested]
+    capture = Capture(calls, loss=loss_value, outputs=outputs.detach(), notes=notes, chain=links)
+    capture.order = tuple(call.layer for call in calls)
+    capture.topmost = request.topmost and gradients is not None
     if boundaries and gradients is not None:
-        own = {id(weight) for call in wanted for weight in call.weights.values()}
+        layer_weights = {id(weight) for call in requested for weight in call.weights.values()}
         parameters = dict(model.named_parameters())
-        found.input_grads, found.output_grads = [gradients.get(id(x))], [gradients.get(id(outputs))]
-        found.beside = {name: None if id(p) in own else gradients.get(id(p)) for name, p in parameters.items()}
-        found.inside = frozenset(name for name, p in parameters.items() if id(p) in own)
-    return found
+        capture.input_grads, capture.output_grads = [gradients.get(id(x))], [gradients.get(id(outputs))]
+        capture.beside = {
+            name: None if id(p) in layer_weights else gradients.get(id(p)) for name, p in parameters.items()
+        }
+        capture.inside = frozenset(name for name, p in parameters.items() if id(p) in layer_weights)
+    return capture
 
 
 def _gradients(
-    model: nn.Module, ends: Sequence[Tensor], loss: Tensor, calls: Sequence[_LayerTensors], request: CaptureRequest
+    model: nn.Module,
+    model_tensors: Sequence[Tensor],
+    loss: Tensor,
+    calls: Sequence[_LayerTensors],
+    request: CaptureRequest,
 ) -> dict[int, Tensor] | None:
     """Return the gradients of the loss by the identity of tensors; None if no path leads to a layer.
 
-    ``ends`` are the input and the output of the model.
+    ``model_tensors`` are the input and the output of the model.
     """
     returned = [t for call in calls for t in call.returned]
-    taps = [*returned, *ends]
+    taps = [*returned, *model_tensors]
     if request.weight_grads:
         taps += [weight for call in calls for weight in call.weights.values()]
     if request.boundaries:
         taps += [t for call in calls for t in (call.input, *call.initial)]
         taps += model.parameters()
-    found = gradients_of(loss, taps)
-    return found if any(id(t) in found for t in returned) else None
+    gradients = gradients_of(loss, taps)
+    return gradients if any(id(t) in gradients for t in returned) else None
 
 
 def _call(call: _LayerTensors, gradients: Mapping[int, Tensor] | None, request: CaptureRequest) -> RecurrentCall:
     """Convert the recorded tensors of one call of a recurrent module to a ``RecurrentCall``, samples first."""
-    kind, (output, *finals) = _CELLS[type(call.module)], call.returned
+    cell_class, (output, *final_states) = _CELLS[type(call.module)], call.returned
 
-    def steps(value: Tensor) -> Tensor:
+    def samples_first(value: Tensor) -> Tensor:
         value = value.detach() if call.module.batch_first else value.detach().transpose(0, 1)
         return value.clone(memory_format=torch.contiguous_format)
 
-    found = RecurrentCall(
+    recurrent_call = RecurrentCall(
         layer=call.path,
         direction="forward",
-        cell=kind(activation=getattr(call.module, "nonlinearity", "tanh"), **named_copies(kind, call.weights)),
-        input=steps(call.input),
+        cell=cell_class(
+            activation=getattr(call.module, "nonlinearity", "tanh"), **named_copies(cell_class, call.weights)
+        ),
+        input=samples_first(call.input),
         initial_state=tuple(state.detach()[0].clone() for state in call.initial),
-        output=steps(output),
-        final_state=tuple(state.detach()[0].clone() for state in finals),
+        output=samples_first(output),
+        final_state=tuple(state.detach()[0].clone() for state in final_states),
         weights_key=call.path,
     )
     if gradients is None:
-        return found
+        return recurrent_call
 
-    def gradient(value: Tensor) -> Tensor:
-        return gradients[id(value)] if id(value) in gradients else torch.zeros_like(value)
+    def gradient(tensor: Tensor) -> Tensor:
+        return gradients[id(tensor)] if id(tensor) in gradients else torch.zeros_like(tensor)
 
-    found.output_grad = steps(gradient(output))
-    found.final_state_grad = tuple(gradient(state)[0].clone() for state in finals)
+    recurrent_call.output_grad = samples_first(gradient(output))
+    recurrent_call.final_state_grad = tuple(gradient(state)[0].clone() for state in final_states)
     if request.weight_grads:
-        found.weight_grads = named_copies(kind, {slot: gradient(weight) for slot, weight in call.weights.items()})
+        recurrent_call.weight_grads = named_copies(
+            cell_class, {slot: gradient(weight) for slot, weight in call.weights.items()}
+        )
     if request.boundaries:
-        found.framework_input_grad = steps(gradient(call.input))
-        found.framework_initial_state_grad = tuple(gradient(state)[0].clone() for state in call.initial)
-    return found
+        recurrent_call.framework_input_grad = samples_first(gradient(call.input))
+        recurrent_call.framework_initial_state_grad = tuple(gradient(state)[0].clone() for state in call.initial)
+    return recurrent_call

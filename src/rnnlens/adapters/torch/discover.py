@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean
 from ...recurrence.cells import registered
 from ..protocol import LayerInfo, ModelFacts, Submodule
-from .cells import described, has_own_forward
+from .cells import build_cell, has_own_forward
 from .public import ANY_SCAN, DECLARED_CELLS, LOOPS_RUN, RAN_AS_CELL, SCANS_RUN, is_declared_cell
 from .scan_families import sequence_modules, state_sizes
 from .weights import TABLES, class_of, node_name
@@ -27,15 +27,15 @@ _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _RECURRENT_SCRIPT = {"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"}
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def unwrap(module: nn.Module) -> nn.Module:
     """Return the plain module inside ``torch.compile(module)``; raise ``ModelError`` for one that is not built."""
     while hasattr(module, "_orig_mod"):
         module = module._orig_mod
-    for path, part in module.named_modules():
-        if isinstance(part, LazyModuleMixin):
+    for path, submodule in module.named_modules():
+        if isinstance(submodule, LazyModuleMixin):
             raise ModelError(
                 f"{path or 'The model'!r} is not built: its weights do not exist yet.",
-                got=type(part).__name__,
+                got=type(submodule).__name__,
                 expected="a module whose input shape is known",
                 hint="call the model once on a batch, model(x)",
             )
@@ -44,36 +44,36 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """List every module once, with its path. The wrapper of ``torch.compile`` is left out."""
-    found: list[tuple[str, nn.Module]] = []
+    modules: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
         if hasattr(module, "_orig_mod"):
             continue
-        clean = ".".join(part for part in path.split(".") if part != "_orig_mod")
-        found.append((clean or type(module).__name__.lower(), module))
-    return found
+        clean_path = ".".join(name for name in path.split(".") if name != "_orig_mod")
+        modules.append((clean_path or type(module).__name__.lower(), module))
+    return modules
 
 
 def recurrent_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """List torch's own recurrent modules and cells that can be recorded, in the order of their definition."""
-    named = named_modules(model)
-    cells = [path for path, module in named if is_declared_cell(module)]
-    found = []
-    for path, module in named:
-        if any(path.startswith(f"{outer}.") for outer in cells):
+    modules = named_modules(model)
+    declared_cells = [path for path, module in modules if is_declared_cell(module)]
+    recurrent = []
+    for path, module in modules:
+        if any(path.startswith(f"{cell_path}.") for cell_path in declared_cells):
             continue
-        _refuse(path, module)
+        _refuse_unrecordable(path, module)
         if class_of(module) is not None and not is_declared_cell(module):
-            found.append((path, module))
-    return found
+            recurrent.append((path, module))
+    return recurrent
 
 
-def _refuse(path: str, module: nn.Module) -> None:
+def _refuse_unrecordable(path: str, module: nn.Module) -> None:
     """Raise ``UnsupportedError`` for a recurrent layer in TorchScript or a quantized one: it cannot be recorded."""
-    script = isinstance(module, torch.jit.ScriptModule)
-    original = str(getattr(module, "original_name", "")) if script else ""
-    if original in _RECURRENT_SCRIPT and not is_declared_cell(module):
+    is_script = isinstance(module, torch.jit.ScriptModule)
+    original_name = str(getattr(module, "original_name", "")) if is_script else ""
+    if original_name in _RECURRENT_SCRIPT and not is_declared_cell(module):
         raise UnsupportedError(
-            f"Layer {path!r} is a {original} inside TorchScript, whose steps cannot be recorded.",
+            f"Layer {path!r} is a {original_name} inside TorchScript, whose steps cannot be recorded.",
             got="torch.jit.script or torch.jit.trace",
             expected="the Python module before torch.jit",
             hint="trace the module before scripting it; load_state_dict() takes the scripted weights",
@@ -86,9 +86,9 @@ def _refuse(path: str, module: nn.Module) -> None:
         )
 
 
-def refuse_scripts(named: list[tuple[str, nn.Module]]) -> None:
+def refuse_scripts(modules: list[tuple[str, nn.Module]]) -> None:
     """Raise ``UnsupportedError`` if any module is TorchScript, which may contain a recurrence."""
-    for path, module in named:
+    for path, module in modules:
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedError(
                 f"No recurrent layer ran in Python, and {path!r} is TorchScript, which cannot be recorded.",
@@ -115,25 +115,27 @@ def cell_candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     A candidate proves to be a cell when the model runs: its returned state must be the next call's state.
     """
-    named = named_modules(model)
-    whole = [path for path, module in named if is_declared_cell(module)]
-    inner = [*whole, *(path for path, module in named if class_of(module) is not None)]
+    modules = named_modules(model)
+    declared_cells = [path for path, module in modules if is_declared_cell(module)]
+    known_paths = [*declared_cells, *(path for path, module in modules if class_of(module) is not None)]
 
     def is_candidate(path: str, module: nn.Module) -> bool:
-        if path in whole:
+        if path in declared_cells:
             return True
         # Layers of transformers run whole sequences at a time; their scans are found by their functions.
         if type(module).__module__.startswith(("torch.nn.modules", "transformers.")):
             return False
-        if any(path.startswith(f"{outer}.") for outer in whole) or (inner and module is named[0][1]):
+        if any(path.startswith(f"{cell_path}.") for cell_path in declared_cells) or (
+            known_paths and module is modules[0][1]
+        ):
             return False
-        contains = any(other == path or other.startswith(f"{path}.") for other in inner)
-        return not contains and len(_positional(module)) >= 2
+        contains_known = any(known_path == path or known_path.startswith(f"{path}.") for known_path in known_paths)
+        return not contains_known and len(_positional_names(module)) >= 2
 
-    return [(path, module) for path, module in named if is_candidate(path, module)]
+    return [(path, module) for path, module in modules if is_candidate(path, module)]
 
 
-def _positional(module: nn.Module) -> list[str]:
+def _positional_names(module: nn.Module) -> list[str]:
     if isinstance(module, torch.jit.ScriptModule):
         schema = getattr(getattr(module, "forward", None), "schema", None)
         return [argument.name for argument in schema.arguments[1:]] if schema is not None else []
@@ -146,9 +148,9 @@ def _positional(module: nn.Module) -> list[str]:
 
 def input_argument(module: nn.Module) -> tuple[int, str]:
     """Return position and name of a cell's input: the first argument of its forward that is not named as a state."""
-    names = _positional(module)
-    swapped = len(names) >= 2 and _STATE_PARAMETER.search(names[0]) and not _STATE_PARAMETER.search(names[1])
-    return (1, names[1]) if swapped else (0, names[0] if names else "")
+    names = _positional_names(module)
+    is_swapped = len(names) >= 2 and _STATE_PARAMETER.search(names[0]) and not _STATE_PARAMETER.search(names[1])
+    return (1, names[1]) if is_swapped else (0, names[0] if names else "")
 
 
 def describe(model: nn.Module) -> list[LayerInfo]:
@@ -158,27 +160,30 @@ def describe(model: nn.Module) -> list[LayerInfo]:
     ``forward`` is named as a state, unless it ran without passing a state on. Others are found when the model runs, and
     are listed from then on.
     """
-    model = unwrapped(model)
-    rows = [row for path, module in recurrent_modules(model) for row in _known_rows(path, module)]
+    model = unwrap(model)
+    rows = [row for path, module in recurrent_modules(model) for row in _recurrent_rows(path, module)]
     rows.extend(
         _custom_row(path, module)
         for path, module in cell_candidates(model)
         if is_declared_cell(module)
         or isinstance(module, nn.RNNCellBase)
-        or RAN_AS_CELL.get(module, any(_is_state(name) for name in _positional(module)[:2]))
+        or RAN_AS_CELL.get(module, any(_is_state(name) for name in _positional_names(module)[:2]))
     )
     for path, module, family in sequence_modules(named_modules(model)):
         axes = state_sizes(module, family)
-        rows.append(_row(path, type(module).__name__, family.name, axes[0][1], masked=False, state_axes=axes))
+        rows.append(_layer_row(path, type(module).__name__, family.name, axes[0][1], masked=False, state_axes=axes))
     order = {path: index for index, (path, _) in enumerate(named_modules(model))}
     rows.sort(key=lambda row: order[row.name.split("[")[0] if row.name not in order else row.name])
-    rows += [_row(name, "loop", "custom", units) for name, units in LOOPS_RUN.get(model, {}).items()]
+    rows += [_layer_row(name, "loop", "custom", units) for name, units in LOOPS_RUN.get(model, {}).items()]
     scans = SCANS_RUN.get(model, {}).items()
-    return [*rows, *(_row(n, "scan", "affine_scan", axes[0][1], masked=False, state_axes=axes) for n, axes in scans)]
+    return [
+        *rows,
+        *(_layer_row(n, "scan", "affine_scan", axes[0][1], masked=False, state_axes=axes) for n, axes in scans),
+    ]
 
 
-def _row(name: str, kind: str, cell: str, units: int, **more: Any) -> LayerInfo:
-    return LayerInfo(name, kind, cell, units, **{"direction": "forward", "return_sequences": True, **more})
+def _layer_row(name: str, kind: str, cell: str, units: int, **fields: Any) -> LayerInfo:
+    return LayerInfo(name, kind, cell, units, **{"direction": "forward", "return_sequences": True, **fields})
 
 
 def _is_state(name: str) -> bool:
@@ -186,37 +191,37 @@ def _is_state(name: str) -> bool:
     return _STATE_PARAMETER.search(name) is not None and not name.endswith("_states")
 
 
-def _known_rows(path: str, module: Any) -> Iterator[LayerInfo]:
-    found = class_of(module)
-    assert found is not None
-    cell, activation = found
-    stacked = isinstance(module, nn.RNNBase)
+def _recurrent_rows(path: str, module: Any) -> Iterator[LayerInfo]:
+    cell_and_activation = class_of(module)
+    assert cell_and_activation is not None
+    cell, activation = cell_and_activation
+    is_fused = isinstance(module, nn.RNNBase)
     options: dict[str, Any] = {"bias": bool(module.bias)}
     if isinstance(module, (nn.RNN, nn.RNNCell)):
         options["activation"] = activation
-    if stacked:
+    if is_fused:
         options |= {"batch_first": module.batch_first, "dropout": module.dropout, "proj_size": module.proj_size}
-    for layer in range(module.num_layers if stacked else 1):
-        side = "bidirectional" if stacked and module.bidirectional else "forward"
+    for layer in range(module.num_layers if is_fused else 1):
+        direction = "bidirectional" if is_fused and module.bidirectional else "forward"
         name, units = node_name(path, module, layer), int(module.hidden_size)
-        yield _row(name, type(module).__name__, cell.kind, units, direction=side, options=options)
+        yield _layer_row(name, type(module).__name__, cell.kind, units, direction=direction, options=options)
 
 
 def _custom_row(path: str, module: nn.Module) -> LayerInfo:
-    known = registered(module)
-    if known is not None:
-        cell = described(module, known)
-        return _row(path, type(module).__name__, cell.kind, cell.state_sizes[0])
+    registration = registered(module)
+    if registration is not None:
+        cell = build_cell(module, registration)
+        return _layer_row(path, type(module).__name__, cell.kind, cell.state_sizes[0])
     sizes = (getattr(module, name, None) for name in ("hidden_size", "units", "hidden_dim", "state_size", "hidden"))
     units = next((size for size in sizes if isinstance(size, int)), 0)
-    return _row(path, str(getattr(module, "original_name", type(module).__name__)), "custom", units)
+    return _layer_row(path, str(getattr(module, "original_name", type(module).__name__)), "custom", units)
 
 
 def facts(model: nn.Module) -> ModelFacts:
     """Return the roles and dtypes of modules: see :meth:`rnnlens.adapters.protocol.Adapter.facts`."""
-    named = named_modules(unwrapped(model))
-    found: dict[str, Submodule] = {}
-    for path, module in named[1:] or named:
+    modules = named_modules(unwrap(model))
+    submodules: dict[str, Submodule] = {}
+    for path, module in modules[1:] or modules:
         if isinstance(module, _HOLDERS):
             continue
         roles: dict[Any, bool] = {
@@ -224,30 +229,34 @@ def facts(model: nn.Module) -> ModelFacts:
             "dropout": isinstance(module, nn.modules.dropout._DropoutNd),
             "relu": isinstance(module, nn.ReLU | nn.ReLU6) or (class_of(module) or ("", ""))[1] == "relu",
         }
-        floats = (str(p.dtype) for p in module._parameters.values() if p is not None and p.is_floating_point())
-        part = Submodule(frozenset(role for role, is_held in roles.items() if is_held), next(floats, "")[6:])
+        float_dtypes = (str(p.dtype) for p in module._parameters.values() if p is not None and p.is_floating_point())
+        submodule = Submodule(frozenset(role for role, is_role in roles.items() if is_role), next(float_dtypes, "")[6:])
         for layer in range(module.num_layers if isinstance(module, nn.RNNBase) else 1):
-            found[node_name(path, module, layer)] = part
-    return ModelFacts(found)
+            submodules[node_name(path, module, layer)] = submodule
+    return ModelFacts(submodules)
 
 
 def fingerprint(model: nn.Module) -> Hashable:
     """Return a hashable of a model's structure, hooks, flags, code, known loops and scans, but not of its weights."""
-    found: list[Any] = [tuple(ran.get(model, {}).items()) for ran in (LOOPS_RUN, SCANS_RUN)]
+    structure: list[Any] = [tuple(runs_by_model.get(model, {}).items()) for runs_by_model in (LOOPS_RUN, SCANS_RUN)]
     for path, module in model.named_modules(remove_duplicate=False):
         code = getattr(inspect.getattr_static(type(module), "forward", None), "__code__", None)
-        found += [path, type(module), code, module in DECLARED_CELLS, RAN_AS_CELL.get(module), registered(module)]
+        structure += [path, type(module), code, module in DECLARED_CELLS, RAN_AS_CELL.get(module), registered(module)]
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers"):
                 # A lazy module's parameters have no shape before its first batch.
                 tensors = {key: tensor for key, tensor in value.items() if tensor is not None and not is_lazy(tensor)}
-                found.append(tuple((key, tuple(t.shape), t.dtype, t.requires_grad) for key, t in tensors.items()))
+                structure.append(tuple((key, tuple(t.shape), t.dtype, t.requires_grad) for key, t in tensors.items()))
             elif name == "_modules" or "hook" in name:
-                found.append(tuple((key, id(part)) for key, part in value.items()) if isinstance(value, dict) else ())
+                structure.append(
+                    tuple((key, id(entry)) for key, entry in value.items()) if isinstance(value, dict) else ()
+                )
             else:
                 is_plain = isinstance(value, (int, float, str, type(None)))
-                found.append((name, value if is_plain else (type(value), getattr(value, "__code__", None), id(value))))
-    return tuple(found)
+                structure.append(
+                    (name, value if is_plain else (type(value), getattr(value, "__code__", None), id(value)))
+                )
+    return tuple(structure)
 
 
 @dataclass
@@ -259,10 +268,10 @@ class RequestedLayers:
 
     recurrent: list[tuple[str, nn.Module]]
     cells: list[tuple[str, nn.Module]]
-    plain: list[tuple[str, nn.Module]]
+    other_layers: list[tuple[str, nn.Module]]
     names: tuple[str, ...] | None
     modules: list[tuple[str, nn.Module]] = field(default_factory=list)
-    ran: set[str] = field(default_factory=set)
+    ran_paths: set[str] = field(default_factory=set)
     sequences: frozenset[str] = frozenset()
 
     @classmethod
@@ -272,22 +281,28 @@ class RequestedLayers:
         sequences = frozenset([*(path for path, *_ in sequence_modules(modules)), *SCANS_RUN.get(model, {}), ANY_SCAN])
         if names is None:
             return cls(recurrent, cells, [], None, modules, sequences=sequences)
-        nodes = [node_name(path, m, i) for path, m in recurrent for i in range(getattr(m, "num_layers", 1))]
-        special = {*nodes, *dict(recurrent), *dict(cells), *LOOPS_RUN.get(model, {}), *sequences}
-        plain = []
+        node_names = [
+            node_name(path, module, i) for path, module in recurrent for i in range(getattr(module, "num_layers", 1))
+        ]
+        known_names = {*node_names, *dict(recurrent), *dict(cells), *LOOPS_RUN.get(model, {}), *sequences}
+        other_layers = []
         for name in names:
             base = name.split("#")[0]
-            found = [(path, module) for path, module in modules if path == base]
-            if not found and base not in special:
-                known = dict.fromkeys([*nodes, *(path for path, _ in modules[1:])])
-                raise LayerNotFoundError("No layer of that name.", got=repr(name), hint=did_you_mean(name, known))
-            plain += [] if base in special else found
+            matches = [(path, module) for path, module in modules if path == base]
+            if not matches and base not in known_names:
+                layer_names = dict.fromkeys([*node_names, *(path for path, _ in modules[1:])])
+                raise LayerNotFoundError("No layer of that name.", got=repr(name), hint=did_you_mean(name, layer_names))
+            other_layers += [] if base in known_names else matches
         bases = {name.split("#")[0] for name in names}
-        wanted = {base.split("[")[0] for base in bases}
+        module_paths = {base.split("[")[0] for base in bases}
         return cls(
-            [(path, m) for path, m in recurrent if path in wanted or path in bases or path.split("[")[0] in wanted],
-            [(path, m) for path, m in cells if path in bases],
-            plain,
+            [
+                (path, module)
+                for path, module in recurrent
+                if path in module_paths or path in bases or path.split("[")[0] in module_paths
+            ],
+            [(path, module) for path, module in cells if path in bases],
+            other_layers,
             tuple(names),
             modules,
             sequences=sequences & bases,

@@ -18,7 +18,7 @@ from ...errors import InputError, raised_by
 from .cells import has_own_forward
 
 
-def home_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+def device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Return device and floating dtype of a model's first floating parameter or buffer."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
@@ -26,34 +26,34 @@ def home_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     return torch.device("cpu"), torch.get_default_dtype()
 
 
-def on_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     """Apply ``change`` to every array in nested values, to the data of packed sequences; return the nested results."""
     return typing.map_leaves(
         lambda leaf: leaf._replace(data=change(leaf.data)) if isinstance(leaf, PackedSequence) else change(leaf), value
     )
 
 
-def with_clones(value: Any) -> Any:
+def clone_tensors(value: Any) -> Any:
     """Return nested values with copies of all tensors; the copies stay connected in the autograd graph."""
-    return on_leaves(value, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+    return map_leaves(value, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
 
 
-def detached(value: Any, *, copy: bool = False) -> Any:
+def detach_tensors(value: Any, *, copy: bool = False) -> Any:
     """Return nested values with detached tensors, as copies on request."""
-    found = on_leaves(value, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
-    return with_clones(found) if copy else found
+    tensors = map_leaves(value, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
+    return clone_tensors(tensors) if copy else tensors
 
 
-def as_tensors(data: Any, model: nn.Module, what: str, device: torch.device | None = None) -> Any:
+def as_tensors(data: Any, model: nn.Module, argument_name: str, device: torch.device | None = None) -> Any:
     """Convert the user's arrays to tensors. NumPy floats take the model's dtype, tensors keep theirs.
 
     They are moved to the model's device, or to ``device``, as a data loader's batches lie on the CPU. A tensor of
     integers with one axis stays: these may be the lengths of packed sequences, which torch needs on the CPU.
     """
-    home, dtype = home_of(model)
-    device, keeps_lengths = device or home, device is None
+    model_device, dtype = device_and_dtype(model)
+    device, keeps_lengths = device or model_device, device is None
 
-    def one(value: Any) -> Any:
+    def to_tensor(value: Any) -> Any:
         if isinstance(value, (int, float, bool, str)) or value is None:
             return value
         if isinstance(value, torch.Tensor):
@@ -65,19 +65,19 @@ def as_tensors(data: Any, model: nn.Module, what: str, device: torch.device | No
             kind = array.dtype.kind
             if kind not in "fiubc":
                 expected = "numbers: a tensor or an array"
-                raise InputError(f"{what} is not numeric.", got=f"dtype {array.dtype}", expected=expected)
+                raise InputError(f"{argument_name} is not numeric.", got=f"dtype {array.dtype}", expected=expected)
             values = np.ascontiguousarray(array).reshape(array.shape)
             tensor = torch.tensor(values, dtype=dtype if kind == "f" else None, device=device)
         if 0 in tensor.shape:
             shape, expected = tuple(tensor.shape), "at least 1 sample and at least 1 time step"
-            raise InputError(f"{what} is empty.", got=f"shape {shape}", expected=expected)
+            raise InputError(f"{argument_name} is empty.", got=f"shape {shape}", expected=expected)
         return tensor
 
     if isinstance(data, (int, float, bool, str)):
-        raise InputError(f"{what} is not numeric data.", got=repr(data), expected="a tensor or an array")
+        raise InputError(f"{argument_name} is not numeric data.", got=repr(data), expected="a tensor or an array")
     if isinstance(data, list) and data and all(isinstance(row, (int, float, list)) for row in data):
         data = np.asarray(data)
-    return on_leaves(data, one)
+    return map_leaves(data, to_tensor)
 
 
 def call_model(model: nn.Module, x: Any) -> Any:
@@ -86,7 +86,7 @@ def call_model(model: nn.Module, x: Any) -> Any:
     A dict whose keys are no parameters of ``forward`` is its one argument. Tensors are copied, because the model may
     change them.
     """
-    x = with_clones(x)
+    x = clone_tensors(x)
     with raised_by("Your model's forward"), ExitStack() as stack:
         for module in model.modules():
             config: Any = getattr(module, "config", None)
@@ -103,21 +103,21 @@ def call_model(model: nn.Module, x: Any) -> Any:
         return model(x)
 
 
-def with_sources(x: Any) -> tuple[Any, list[Tensor]]:
+def with_gradient_leaves(x: Any) -> tuple[Any, list[Tensor]]:
     """Make the float tensors of an input differentiable; return it, and for each leaf the tensor to differentiate by.
 
     That tensor is 0 for a leaf that is not differentiable.
     """
     sources: list[Tensor] = []
 
-    def source(value: Any) -> Any:
+    def to_source(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             sources.append(torch.zeros(()))
             return value
         sources.append((value.clone() if value.is_inference() else value.detach()).requires_grad_())
         return sources[-1]
 
-    return on_leaves(x, source), sources
+    return map_leaves(x, to_source), sources
 
 
 def check_features(name: str, module: nn.Module, value: Any) -> None:

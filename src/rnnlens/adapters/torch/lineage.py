@@ -23,210 +23,241 @@ States = tuple[Tensor, ...]
 class StateLink:
     """Initial and final states of one call, and the call before it in the same recurrence.
 
-    ``given``: states that the user passed in. ``fed``: equal states that the layer computed on, connected to the
-    ``raw`` of the call before in the graph. ``raw``: states that the layer returned. ``handed``: states that the user
-    got, and may change in place. ``kept``: originals of ``handed``, which the user's code cannot reach. ``output``:
-    output (time, sample, unit) of a layer's call, whose last step is its (upper) hidden state; None for a cell.
+    ``user_initial``: states that the user passed in. ``initial``: equal states that the layer computed on, connected to
+    the ``final`` of the call before in the graph. ``final``: states that the layer returned. ``user_final``: states
+    that the user got, and may change in place. ``recorded_final``: originals of ``user_final``, which the user's code
+    cannot reach. ``output``: output (time, sample, unit) of a layer's call, whose last step is its (upper) hidden
+    state; None for a cell.
     """
 
-    given: States
-    fed: States
-    raw: States
-    handed: States
-    kept: States
-    before: Continuation | None = None
+    user_initial: States
+    initial: States
+    final: States
+    user_final: States
+    recorded_final: States
+    continuation: Continuation | None = None
     output: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self._versions = tuple(tensor._version for tensor in self.handed)
+        self._versions = tuple(tensor._version for tensor in self.user_final)
         #: States of the recurrence, initial state first; one list shared by all of its calls.
-        self.history: list[States] = [self.given] if self.before is None else self.before.link.history
-        self.history.append(self.kept)
+        self.history: list[States] = (
+            [self.user_initial] if self.continuation is None else self.continuation.link.history
+        )
+        self.history.append(self.recorded_final)
         self.step = len(self.history) - 1
-        #: Index in ``history`` of each sample's state in ``given``; None if all have the last one.
-        self.origin: Tensor | None = None if self.before is None else self.before.origin
+        #: Index in ``history`` of each sample's state in ``user_initial``; None if all have the last one.
+        self.source_steps: Tensor | None = None if self.continuation is None else self.continuation.source_steps
 
-    def continued_by(self, given: States, *, rowwise: bool) -> Continuation | None:
-        """Return how a call with the state ``given`` continues this one; None if it does not.
+    def continuation_for(self, user_states: States, *, rowwise: bool) -> Continuation | None:
+        """Return how a call with the state ``user_states`` continues this one; None if it does not.
 
         With ``rowwise``, some samples may have kept their state from before this call, and the last samples may have
         left the batch.
         """
-        if len(given) != len(self.kept):
+        if len(user_states) != len(self.recorded_final):
             return None
-        same = zip(given, self.handed, self._versions, self.kept, strict=True)
+        same_tensors = zip(user_states, self.user_final, self._versions, self.recorded_final, strict=True)
         # Compare values too: a write through ``.data`` does not change a tensor's version.
-        if all(new is old and new._version == seen and _equal(new, kept) for new, old, seen, kept in same):
-            return Continuation(self.raw, None, self)
-        rows: Tensor | None = None
-        for index in range(len(given)):
-            found = self.passed_on(given[index], index, rowwise)
-            if found is None or (rows is not None and not torch.equal(rows, found)):
+        if all(
+            state is earlier and state._version == version and _all_equal(state, recorded)
+            for state, earlier, version, recorded in same_tensors
+        ):
+            return Continuation(self.final, None, self)
+        moved_rows: Tensor | None = None
+        for index in range(len(user_states)):
+            unchanged = self.unchanged_samples(user_states[index], index, rowwise)
+            if unchanged is None or (moved_rows is not None and not torch.equal(moved_rows, unchanged)):
                 return None
-            rows = found
-        if rows is None or all(new is old for new, old in zip(given, self.given, strict=True)):
+            moved_rows = unchanged
+        if moved_rows is None or all(
+            state is earlier for state, earlier in zip(user_states, self.user_initial, strict=True)
+        ):
             return None  # the previous call started from this state too: a branch, not a step
-        count = given[0].shape[0]
-        if bool(rows.all()) and count == self.raw[0].shape[0]:
-            return Continuation(self.raw, None, self)
-        keep = [rows.reshape(-1, *[1] * (raw.dim() - 1)) for raw in self.raw]
-        parts = zip(keep, self.raw, self.fed, strict=True)
-        return Continuation(tuple(torch.where(k, raw[:count], old[:count]) for k, raw, old in parts), rows, self)
+        samples = user_states[0].shape[0]
+        if bool(moved_rows.all()) and samples == self.final[0].shape[0]:
+            return Continuation(self.final, None, self)
+        moved_masks = [moved_rows.reshape(-1, *[1] * (new_state.dim() - 1)) for new_state in self.final]
+        state_parts = zip(moved_masks, self.final, self.initial, strict=True)
+        return Continuation(
+            tuple(
+                torch.where(is_moved, new_state[:samples], earlier[:samples])
+                for is_moved, new_state, earlier in state_parts
+            ),
+            moved_rows,
+            self,
+        )
 
-    def passed_on(self, new: Tensor, index: int, rowwise: bool) -> Tensor | None:
-        """Return the samples (sample,) for which ``new`` is this call's state unchanged.
+    def unchanged_samples(self, state: Tensor, index: int, rowwise: bool) -> Tensor | None:
+        """Return the samples (sample,) for which ``state`` is this call's state unchanged.
 
         All other samples must have kept their state from before the call; else the result is None.
         """
-        old, before, count = self.kept[index], self.given[index], new.shape[0]
-        if not new.requires_grad or new.shape[1:] != old.shape[1:] or count > old.shape[0] or new.dtype != old.dtype:
+        final, user_initial, samples = self.recorded_final[index], self.user_initial[index], state.shape[0]
+        if (
+            not state.requires_grad
+            or state.shape[1:] != final.shape[1:]
+            or samples > final.shape[0]
+            or state.dtype != final.dtype
+        ):
             return None
-        if not rowwise and (count != old.shape[0] or not _equal(new, old)):
+        if not rowwise and (samples != final.shape[0] or not _all_equal(state, final)):
             return None
-        is_old, is_before = _rows_equal(new, old[:count]), _rows_equal(new, self.fed[index][:count])
-        if not bool((is_old | is_before).all()):
+        is_old, is_initial = _rows_equal(state, final[:samples]), _rows_equal(state, self.initial[index][:samples])
+        if not bool((is_old | is_initial).all()):
             return None
         # The earlier states that samples may still have if they did not move on.
-        steps = {self.step - 1} if self.origin is None else set(self.origin.tolist())
-        held = [self.history[int(step)][index] for step in sorted(steps)]
+        steps = {self.step - 1} if self.source_steps is None else set(self.source_steps.tolist())
+        earlier_states = [self.history[int(step)][index] for step in sorted(steps)]
         # Recent sources first: the cost of autograd grows with the age of the oldest source.
-        for sources in ([before], [before, *held]):
-            passed = self._by_gradient(new, index, sources, is_old, is_before)
-            if passed is not None:
-                return passed
+        for sources in ([user_initial], [user_initial, *earlier_states]):
+            unchanged = self._unchanged_by_gradient(state, index, sources, is_old, is_initial)
+            if unchanged is not None:
+                return unchanged
         return None
 
-    def _by_gradient(
-        self, new: Tensor, index: int, sources: list[Tensor], is_old: Tensor, is_before: Tensor
+    def _unchanged_by_gradient(
+        self, state: Tensor, index: int, sources: list[Tensor], is_old: Tensor, is_initial: Tensor
     ) -> Tensor | None:
-        """Return in which samples the state ``new`` is this call's new state unchanged: a bool tensor (sample,).
+        """Return in which samples ``state`` is this call's new state unchanged: a bool tensor (sample,).
 
-        A random cotangent is pulled back from ``new``: it arrives unchanged at the call's new state, or at a state
+        A random cotangent is pulled back from ``state``: it arrives unchanged at the call's new state, or at a state
         from before the call (``sources``) of a sample that the call left out. None if in any sample it does neither.
         """
-        count, probe = new.shape[0], probe_like(new)
-        pulled = _at_sources(new, [self.kept[index], *sources], probe)
-        to_old, *arrived = (torch.zeros_like(probe) if grad is None else grad[:count] for grad in pulled)
-        to_old = to_old + self._to_output(new, index, probe)
-        passed, kept = is_old & _rows_equal(to_old, probe), torch.zeros_like(is_before)
-        for at in arrived:
-            kept = kept | _rows_equal(at, probe)
+        samples, probe = state.shape[0], probe_like(state)
+        pulled = _source_gradients(state, [self.recorded_final[index], *sources], probe)
+        to_old, *source_grads = (torch.zeros_like(probe) if grad is None else grad[:samples] for grad in pulled)
+        to_old = to_old + self._output_gradient(state, index, probe)
+        is_moved, is_kept = is_old & _rows_equal(to_old, probe), torch.zeros_like(is_initial)
+        for source_grad in source_grads:
+            is_kept = is_kept | _rows_equal(source_grad, probe)
         if not self.history[0][index].requires_grad:  # a constant initial state has no gradient to compare
-            kept = kept | (self._origins(count, new.device) == 0)
-        kept = kept & is_before & ~_any_in_rows(to_old)
-        return passed if bool((passed | kept).all()) else None
+            is_kept = is_kept | (self._filled_source_steps(samples, state.device) == 0)
+        is_kept = is_kept & is_initial & ~_nonzero_rows(to_old)
+        return is_moved if bool((is_moved | is_kept).all()) else None
 
-    def _to_output(self, new: Tensor, index: int, probe: Tensor) -> Tensor | float:
-        """Pull ``probe`` at the state ``new`` back to the last step of the layer's output.
+    def _output_gradient(self, state: Tensor, index: int, probe: Tensor) -> Tensor | float:
+        """Pull ``probe`` at ``state`` back to the last step of the layer's output.
 
         Returns NaN if earlier steps receive it.
         """
-        if index or self.output is None or len(self.kept[0]) > 1:
+        if index or self.output is None or len(self.recorded_final[0]) > 1:
             return 0.0
-        (steps,) = torch.autograd.grad(new, [self.output], probe, retain_graph=True, allow_unused=True)
-        if steps is None:
+        (output_grad,) = torch.autograd.grad(state, [self.output], probe, retain_graph=True, allow_unused=True)
+        if output_grad is None:
             return 0.0
-        return steps[-1:] if not bool((steps[:-1] != 0).any()) else torch.full_like(probe, torch.nan)
+        return output_grad[-1:] if not bool((output_grad[:-1] != 0).any()) else torch.full_like(probe, torch.nan)
 
-    def _origins(self, count: int, device: torch.device) -> Tensor:
-        if self.origin is None:
+    def _filled_source_steps(self, count: int, device: torch.device) -> Tensor:
+        if self.source_steps is None:
             return torch.full((count,), self.step - 1, device=device)
-        return self.origin[:count]
+        return self.source_steps[:count]
 
 
 @dataclass
 class Continuation:
-    """States fed to the next call; ``rows`` (sample,) is False where a sample keeps its earlier state, or None."""
+    """States that the next call starts from.
 
-    fed: States
-    rows: Tensor | None
+    ``moved_rows`` (sample,) is False where a sample keeps its earlier state; None if no sample does.
+    """
+
+    states: States
+    moved_rows: Tensor | None
     link: StateLink
 
     @property
-    def origin(self) -> Tensor | None:
+    def source_steps(self) -> Tensor | None:
         """Number of the step whose state each sample continues from, (sample,); None if it is the last step for all."""
-        if self.rows is None:
+        if self.moved_rows is None:
             return None
-        device = self.rows.device
-        return torch.where(self.rows, self.link.step, self.link._origins(len(self.rows), device))
+        device = self.moved_rows.device
+        return torch.where(
+            self.moved_rows, self.link.step, self.link._filled_source_steps(len(self.moved_rows), device)
+        )
 
 
-def upstream(nodes: Iterable[Any], done: set[Any]) -> Iterator[Any]:
+def upstream_nodes(nodes: Iterable[Any], visited: set[Any]) -> Iterator[Any]:
     """Yield autograd nodes and all nodes that they depend on, each once.
 
-    Nodes in ``done`` are left out, new ones added.
+    Nodes in ``visited`` are left out, new ones added.
     """
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in done:
-            done.add(node)
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in visited:
+            visited.add(node)
             yield node
-            waiting.extend(parent for parent, _ in node.next_functions)
+            pending.extend(parent for parent, _ in node.next_functions)
 
 
-def follows(given: States, link: StateLink, seen: set[Any] | None = None) -> bool:
+def depends_on(states: States, link: StateLink, visited: set[Any] | None = None) -> bool:
     """Return whether states depend on states or outputs of an earlier call, by nodes of the autograd graph.
 
-    ``seen`` is the set of nodes that were searched without success; it is extended.
+    ``visited`` is the set of nodes that were searched without success; it is extended.
     """
-    ends = {tensor.grad_fn for tensor in (*link.kept, *([] if link.output is None else [link.output]))}
-    return any(node in ends for node in upstream([t.grad_fn for t in given], set() if seen is None else seen))
+    end_nodes = {tensor.grad_fn for tensor in (*link.recorded_final, *([] if link.output is None else [link.output]))}
+    return any(
+        node in end_nodes for node in upstream_nodes([t.grad_fn for t in states], set() if visited is None else visited)
+    )
 
 
-def rows_reset(given: States, link: StateLink) -> tuple[Tensor, bool]:
+def reset_rows(states: States, link: StateLink) -> tuple[Tensor, bool]:
     """Return which samples, (sample,) of bool, start a call with states that do not depend on the call before it.
 
     The second result is True if all other samples start with the states that the call before returned, unchanged.
     """
-    first = 0 if link.output is None else 1  # a layer's states and output have the samples on the second axis
-    count = given[0].shape[first]
-    sources = [*link.kept, *([] if link.output is None else [link.output])]
-    reset, unchanged = (torch.ones(count, dtype=torch.bool, device=given[0].device) for _ in range(2))
+    sample_axis = 0 if link.output is None else 1  # a layer's states and output have the samples on the second axis
+    samples = states[0].shape[sample_axis]
+    sources = [*link.recorded_final, *([] if link.output is None else [link.output])]
+    is_reset, is_unchanged = (torch.ones(samples, dtype=torch.bool, device=states[0].device) for _ in range(2))
 
-    def rows(tensor: Tensor) -> Tensor:
-        return tensor.movedim(first, 0)[:count]
+    def sample_rows(tensor: Tensor) -> Tensor:
+        return tensor.movedim(sample_axis, 0)[:samples]
 
-    for index, new in enumerate(given):
-        if not new.requires_grad:
-            unchanged = torch.zeros_like(unchanged)
+    for index, state in enumerate(states):
+        if not state.requires_grad:
+            is_unchanged = torch.zeros_like(is_unchanged)
             continue
-        probe = probe_like(new)
-        pulled = _at_sources(new, sources, probe)
+        probe = probe_like(state)
+        pulled = _source_gradients(state, sources, probe)
         for grad in pulled:
-            reset = reset if grad is None else reset & ~_any_in_rows(rows(grad))
-        same = _rows_equal(rows(new), rows(link.kept[index]))
-        passed = pulled[index]
-        unchanged = unchanged & same & (False if passed is None else _rows_equal(rows(passed), rows(probe)))
-    return reset, bool((reset | unchanged).all())
+            is_reset = is_reset if grad is None else is_reset & ~_nonzero_rows(sample_rows(grad))
+        is_equal = _rows_equal(sample_rows(state), sample_rows(link.recorded_final[index]))
+        own_grad = pulled[index]
+        is_unchanged = (
+            is_unchanged
+            & is_equal
+            & (False if own_grad is None else _rows_equal(sample_rows(own_grad), sample_rows(probe)))
+        )
+    return is_reset, bool((is_reset | is_unchanged).all())
 
 
 def probe_like(tensor: Tensor) -> Tensor:
     """Return fixed random numbers between 0.5 and 1.5 of the tensor's shape, without using torch's global generator."""
     generator = torch.Generator().manual_seed(tensor.numel())
-    drawn = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5
-    return drawn.to(tensor)
+    random_values = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) + 0.5
+    return random_values.to(tensor)
 
 
-def _at_sources(value: Tensor, sources: list[Tensor], cotangent: Tensor) -> list[Tensor | None]:
+def _source_gradients(value: Tensor, sources: list[Tensor], cotangent: Tensor) -> list[Tensor | None]:
     """Pull the cotangent of ``value`` back to each source; None without a path."""
-    live = [source for source in sources if source.requires_grad]
-    found = iter(torch.autograd.grad(value, live, cotangent, retain_graph=True, allow_unused=True))
-    return [next(found) if source.requires_grad else None for source in sources]
+    differentiable = [source for source in sources if source.requires_grad]
+    grads = iter(torch.autograd.grad(value, differentiable, cotangent, retain_graph=True, allow_unused=True))
+    return [next(grads) if source.requires_grad else None for source in sources]
 
 
 def _rows_equal(a: Tensor, b: Tensor) -> Tensor:
-    return _same(a, b).reshape(a.shape[0], -1).all(dim=1)
+    return _equal_entries(a, b).reshape(a.shape[0], -1).all(dim=1)
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or (a.shape == b.shape and bool(_same(a, b).all()))
+def _all_equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or (a.shape == b.shape and bool(_equal_entries(a, b).all()))
 
 
-def _same(a: Tensor, b: Tensor) -> Tensor:
+def _equal_entries(a: Tensor, b: Tensor) -> Tensor:
     """Return where two tensors are equal; NaN equals NaN, because a NaN state is passed on all the same."""
     return (a == b) | (torch.isnan(a) & torch.isnan(b))
 
 
-def _any_in_rows(a: Tensor) -> Tensor:
+def _nonzero_rows(a: Tensor) -> Tensor:
     return (a != 0).reshape(a.shape[0], -1).any(dim=1)

@@ -19,11 +19,11 @@ from ...autodiff.torch import backward_pass, pulled
 from ...errors import InputError, UnsupportedError, did_you_mean, raised_by
 from ...typing import Array
 from ..protocol import Batch, Outputs
-from .cells import widened
-from .discover import named_modules, unwrapped
-from .inputs import as_tensors, leaves_of, on_leaves, tensors_of
-from .lineage import upstream
-from .restore import borrowed
+from .cells import at_least_float32
+from .discover import named_modules, unwrap
+from .inputs import as_tensors, leaves_of, map_leaves, tensors_of
+from .lineage import upstream_nodes
+from .restore import borrowed_model
 
 #: Elementwise operations with which a loss compares output and target.
 _ELEMENTWISE = {
@@ -54,24 +54,24 @@ def evaluate(batch: Batch, outputs: Any, model: nn.Module) -> torch.Tensor | Non
                 hint="loss=torch.nn.functional.mse_loss",
             )
         return None
-    loss = resolved(batch.loss)
+    loss = resolve_loss(batch.loss)
     if batch.y is None:
-        arguments = parameters(loss.forward if isinstance(loss, nn.Module) else loss).values()
+        arguments = signature_parameters(loss.forward if isinstance(loss, nn.Module) else loss).values()
         positional = [p for p in arguments if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         if sum(p.default is p.empty for p in positional) >= 2:
             raise InputError(
                 "The loss takes a target and none was given.",
-                got=f"loss={label(loss)}, y=None",
+                got=f"loss={loss_name(loss)}, y=None",
                 expected="y, or a loss of the output alone",
                 hint="rl.trace(model, x, y, loss=...) or loss=lambda output: output.sum()",
             )
-        return _scalar(loss(outputs), loss)
+        return _as_scalar(loss(outputs), loss)
     predicted = tensors_of(outputs)
     target = as_tensors(batch.y, model, "y", predicted[0].device if predicted else None)
     with BroadcastCheck(leaves_of(outputs), leaves_of(target)):
         if batch.sample_weight is None and batch.class_weight is None:
-            return _scalar(loss(outputs, target), loss)
-        return _scalar(weighted(loss, outputs, target, batch, model), loss)
+            return _as_scalar(loss(outputs, target), loss)
+        return _as_scalar(weighted_loss(loss, outputs, target, batch, model), loss)
 
 
 def gradients_of(loss: Tensor, tensors: Iterable[Tensor], *, retain_graph: bool = False) -> dict[int, Tensor]:
@@ -84,15 +84,15 @@ def gradients_of(loss: Tensor, tensors: Iterable[Tensor], *, retain_graph: bool 
     return {id(source): grad.detach() for source, grad in zip(sources, grads, strict=True) if grad is not None}
 
 
-def reaches(loss: Tensor, ends: Iterable[Tensor], *, without: Iterable[Tensor]) -> bool:
-    """Return whether a path of the graph leads from a loss to one of ``ends``, but not through ``without``."""
-    targets = list(ends)
-    nodes, leaves = {t.grad_fn for t in targets}, {id(t) for t in targets}
-    found = upstream([loss.grad_fn], {t.grad_fn for t in without}) if targets else ()
-    return any(node in nodes or id(getattr(node, "variable", None)) in leaves for node in found)
+def reaches(loss: Tensor, targets: Iterable[Tensor], *, without: Iterable[Tensor]) -> bool:
+    """Return whether a path of the graph leads from a loss to one of ``targets``, but not through ``without``."""
+    target_list = list(targets)
+    nodes, leaves = {tensor.grad_fn for tensor in target_list}, {id(tensor) for tensor in target_list}
+    searched_nodes = upstream_nodes([loss.grad_fn], {tensor.grad_fn for tensor in without}) if target_list else ()
+    return any(node in nodes or id(getattr(node, "variable", None)) in leaves for node in searched_nodes)
 
 
-def resolved(loss: Any) -> Callable[..., Any]:
+def resolve_loss(loss: Any) -> Callable[..., Any]:
     """Return a loss as a callable: itself, or the function of that name in ``torch.nn.functional``."""
     if not isinstance(loss, str):
         if not callable(loss):
@@ -107,12 +107,12 @@ def resolved(loss: Any) -> Callable[..., Any]:
     return getattr(nn.functional, name)  # type: ignore[no-any-return]
 
 
-def _scalar(value: Any, loss: Any) -> torch.Tensor:
+def _as_scalar(value: Any, loss: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise InputError(
             "The loss is not a scalar.",
-            got=f"{label(loss)} returned {'shape ' if isinstance(shape, tuple) else ''}{shape}",
+            got=f"{loss_name(loss)} returned {'shape ' if isinstance(shape, tuple) else ''}{shape}",
             expected="a tensor with one value",
             hint="reduce it: .mean() or .sum(), or reduction='mean'",
         )
@@ -139,40 +139,44 @@ class BroadcastCheck(TorchFunctionMode):  # type: ignore[misc]
 
 def _refuse_larger(output: tuple[int, ...], target: tuple[int, ...]) -> None:
     try:
-        both = tuple(torch.broadcast_shapes(output, target))
+        broadcast_shape = tuple(torch.broadcast_shapes(output, target))
     except RuntimeError:
         return
-    if len(output) != len(target) and math.prod(both) > max(math.prod(output), math.prod(target)):
+    if len(output) != len(target) and math.prod(broadcast_shape) > max(math.prod(output), math.prod(target)):
         raise InputError(
             "The loss would broadcast the target against the output, every sample with every other.",
-            got=f"output {output} and target {target}: {both}",
+            got=f"output {output} and target {target}: {broadcast_shape}",
             expected=f"a target of shape {output}",
             hint="y[:, None], or output.squeeze(-1) in the loss",
         )
 
 
-def weighted(loss: Any, outputs: Any, target: Any, batch: Batch, model: nn.Module) -> Tensor:
+def weighted_loss(loss: Any, outputs: Any, target: Any, batch: Batch, model: nn.Module) -> Tensor:
     """Return sum(weight * value) / divisor of a weighted loss, with the divisor 1 for a sum, the count for a mean."""
-    values, whole = _values(loss, outputs, target), loss(outputs, target)
+    values, reduced = _unreduced_values(loss, outputs, target), loss(outputs, target)
     weight = values.new_ones(())
     if batch.sample_weight is not None:
-        given = as_tensors(batch.sample_weight, model, "sample_weight").to(values)
-        weight = weight * _beside(given, values, "sample_weight")
+        sample_weight = as_tensors(batch.sample_weight, model, "sample_weight").to(values)
+        weight = weight * _broadcastable(sample_weight, values, "sample_weight")
     if batch.class_weight is not None:
-        weight = weight * _beside(_of_classes(target, outputs, batch.class_weight).to(values), values, "class_weight")
+        weight = weight * _broadcastable(
+            _class_weights(target, outputs, batch.class_weight).to(values), values, "class_weight"
+        )
     divisor = _divisor(loss, values, outputs, target)
-    slack = 1e3 * torch.finfo(whole.dtype).eps
-    unweighted, own = (t.detach().to(whole).reshape(()) for t in (values.sum() / divisor, whole))
-    if label(loss) in _BY_LENGTH or not torch.allclose(unweighted, own, rtol=slack, atol=slack, equal_nan=True):
+    tolerance = 1e3 * torch.finfo(reduced.dtype).eps
+    unweighted, reduced_value = (t.detach().to(reduced).reshape(()) for t in (values.sum() / divisor, reduced))
+    if loss_name(loss) in _BY_LENGTH or not torch.allclose(
+        unweighted, reduced_value, rtol=tolerance, atol=tolerance, equal_nan=True
+    ):
         raise UnsupportedError(
             "The averaging of this loss is unknown, so weights cannot be applied.",
-            got=f"{label(loss)} with reduction={reduction(loss)!r}",
+            got=f"{loss_name(loss)} with reduction={reduction(loss)!r}",
             expected='reduction="sum" or a mean over values, or your own weighting inside the loss',
         )
     return (weight * values).sum() / divisor
 
 
-def parameters(loss: Any) -> Mapping[str, Any]:
+def signature_parameters(loss: Any) -> Mapping[str, Any]:
     """Return the parameters of a callable's signature; empty if the signature cannot be read."""
     try:
         return inspect.signature(loss).parameters
@@ -180,42 +184,42 @@ def parameters(loss: Any) -> Mapping[str, Any]:
         return {}
 
 
-def label(loss: Any) -> str:
+def loss_name(loss: Any) -> str:
     """Return the name of a loss: of the function, of the function inside a partial, or of the class."""
     if isinstance(loss, functools.partial):
-        return label(loss.func)
+        return loss_name(loss.func)
     return str(getattr(loss, "__name__", type(loss).__name__))
 
 
 def reduction(loss: Any) -> str | None:
     """Return the reduction of a loss, such as ``"mean"`` or ``"sum"``; None for a callable without one."""
-    found = getattr(loss, "reduction", None)
-    if found is None and not isinstance(loss, nn.Module) and "reduction" in parameters(loss):
-        found = parameters(loss)["reduction"].default
-    return found if isinstance(found, str) else None
+    value = getattr(loss, "reduction", None)
+    if value is None and not isinstance(loss, nn.Module) and "reduction" in signature_parameters(loss):
+        value = signature_parameters(loss)["reduction"].default
+    return value if isinstance(value, str) else None
 
 
-def option(loss: Any, name: str, default: Any = None) -> Any:
+def loss_option(loss: Any, name: str, default: Any = None) -> Any:
     """Return an option of a loss: a module's attribute or a partial's keyword; ``default`` if it has none."""
     if isinstance(loss, nn.Module):
         return getattr(loss, name, default)
-    parameter = parameters(loss).get(name)
+    parameter = signature_parameters(loss).get(name)
     return default if parameter is None or parameter.default is parameter.empty else parameter.default
 
 
-def _values(loss: Any, outputs: Any, target: Any) -> Tensor:
+def _unreduced_values(loss: Any, outputs: Any, target: Any) -> Tensor:
     """Return the unreduced values of a loss; raise ``UnsupportedError`` if it cannot be evaluated without reduction."""
     values = None
     if reduction(loss) not in (None, "none") and isinstance(loss, nn.Module):
-        single = copy.copy(loss)
-        single.reduction = "none"
-        values = single(outputs, target)
+        unreduced_loss = copy.copy(loss)
+        unreduced_loss.reduction = "none"
+        values = unreduced_loss(outputs, target)
     elif reduction(loss) is not None and not isinstance(loss, nn.Module):
         values = loss(outputs, target, reduction="none")
     if not isinstance(values, Tensor):
         raise UnsupportedError(
             "sample_weight and class_weight need a loss that can be computed per sample.",
-            got=label(loss),
+            got=loss_name(loss),
             expected="a loss of torch.nn with reduction=, or your own weighting inside the loss",
         )
     return values
@@ -223,30 +227,30 @@ def _values(loss: Any, outputs: Any, target: Any) -> Tensor:
 
 def _divisor(loss: Any, values: Tensor, outputs: Any, target: Any) -> Tensor | float:
     """Return the number by which a loss divides the sum of its values: of samples, of values, or of their weights."""
-    how = reduction(loss)
-    if how == "sum":
+    loss_reduction = reduction(loss)
+    if loss_reduction == "sum":
         return 1.0
-    if how == "batchmean":
+    if loss_reduction == "batchmean":
         return float(outputs.shape[0])
-    if label(loss) in _BY_CLASS and not target.is_floating_point():
-        classes, ignored = option(loss, "weight"), option(loss, "ignore_index", -100)
-        counted = target != ignored
-        if classes is None:
-            return counted.sum().to(values)
-        return classes.to(values)[target.clamp(min=0)][counted].sum()
-    if label(loss) in _BY_CLASS:
+    if loss_name(loss) in _BY_CLASS and not target.is_floating_point():
+        class_weights, ignored_label = loss_option(loss, "weight"), loss_option(loss, "ignore_index", -100)
+        is_counted = target != ignored_label
+        if class_weights is None:
+            return is_counted.sum().to(values)
+        return class_weights.to(values)[target.clamp(min=0)][is_counted].sum()
+    if loss_name(loss) in _BY_CLASS:
         return float(target.numel() / target.shape[1]) if target.dim() > 1 else 1.0
-    if label(loss) in _BY_WEIGHT and option(loss, "weight") is not None:
-        return option(loss, "weight").to(values).sum()
+    if loss_name(loss) in _BY_WEIGHT and loss_option(loss, "weight") is not None:
+        return loss_option(loss, "weight").to(values).sum()
     return float(max(values.numel(), 1))
 
 
-def _beside(weight: Tensor, values: Tensor, name: str) -> Tensor:
+def _broadcastable(weight: Tensor, values: Tensor, name: str) -> Tensor:
     """Reshape sample weights, one per sample or per sample and step, to broadcast over the values of a loss."""
     if weight.dim() > 1 and weight.dim() == values.dim() + 1 and weight.shape[-1] == 1:
         weight = weight.squeeze(-1)
     fits = weight.dim() <= values.dim() and all(
-        mine in (1, size) for mine, size in zip(weight.shape, values.shape, strict=False)
+        weight_size in (1, size) for weight_size, size in zip(weight.shape, values.shape, strict=False)
     )
     if not fits or weight.dim() == 0 or (weight.shape[0] != values.shape[0]):
         raise InputError(
@@ -257,36 +261,48 @@ def _beside(weight: Tensor, values: Tensor, name: str) -> Tensor:
     return weight.reshape(*weight.shape, *([1] * (values.dim() - weight.dim())))
 
 
-def _of_classes(target: Tensor, outputs: Any, table: Mapping[Any, Any]) -> Tensor:
+def _class_weights(target: Tensor, outputs: Any, weight_by_label: Mapping[Any, Any]) -> Tensor:
     """Return the class weight of each label; 1 for labels that the table does not contain."""
-    labels, several, one_hot = target, False, False
+    labels, has_class_axis, is_one_hot = target, False, False
     if target.is_floating_point():
-        several = target.dim() > 1 and target.shape == outputs.shape and target.shape[1] > 1
-        one_hot = several and bool(((target == 0) | (target == 1)).all()) and bool((target.sum(dim=1) == 1).all())
-        labels = target.argmax(dim=1) if one_hot else target
-    if (several and not one_hot) or not torch.equal(labels, labels.round()):
+        has_class_axis = target.dim() > 1 and target.shape == outputs.shape and target.shape[1] > 1
+        is_one_hot = (
+            has_class_axis and bool(((target == 0) | (target == 1)).all()) and bool((target.sum(dim=1) == 1).all())
+        )
+        labels = target.argmax(dim=1) if is_one_hot else target
+    if (has_class_axis and not is_one_hot) or not torch.equal(labels, labels.round()):
         raise InputError(
             "class_weight needs class labels.", got="targets that are not whole numbers", hint="sample_weight="
         )
     weight = torch.ones(labels.shape, device=labels.device, dtype=torch.float64)
-    for key, value in table.items():
+    for key, value in weight_by_label.items():
         weight[labels == int(key)] = float(value)
     return weight
 
 
 def combination(model: nn.Module, batch: Batch) -> str | None:
     """Return how batch losses combine to that of the data set: ``"mean"``, ``"sum"``, or None if unknown."""
-    loss = resolved(batch.loss)
-    name, how = label(loss), reduction(loss)
-    plain = loss.func if isinstance(loss, functools.partial) else loss
-    module = type(plain).__module__ if isinstance(plain, nn.Module) else getattr(plain, "__module__", "")
-    if not str(module).startswith("torch.") or option(loss, "weight") is not None or not hasattr(batch.y, "shape"):
+    loss = resolve_loss(batch.loss)
+    name, loss_reduction = loss_name(loss), reduction(loss)
+    unbound_loss = loss.func if isinstance(loss, functools.partial) else loss
+    module_name = (
+        type(unbound_loss).__module__
+        if isinstance(unbound_loss, nn.Module)
+        else getattr(unbound_loss, "__module__", "")
+    )
+    if (
+        not str(module_name).startswith("torch.")
+        or loss_option(loss, "weight") is not None
+        or not hasattr(batch.y, "shape")
+    ):
         return None
-    if name in _PLAIN and how in ("mean", "sum", "batchmean"):
-        return "sum" if how == "sum" else "mean"
-    if name in _BY_CLASS and how in ("mean", "sum"):
-        ignored = how == "mean" and bool(np.any(host_array(batch.y) == option(loss, "ignore_index", -100)))
-        return None if ignored else str(how)
+    if name in _PLAIN and loss_reduction in ("mean", "sum", "batchmean"):
+        return "sum" if loss_reduction == "sum" else "mean"
+    if name in _BY_CLASS and loss_reduction in ("mean", "sum"):
+        has_ignored = loss_reduction == "mean" and bool(
+            np.any(host_array(batch.y) == loss_option(loss, "ignore_index", -100))
+        )
+        return None if has_ignored else str(loss_reduction)
     return None
 
 
@@ -295,31 +311,31 @@ def mixes_samples(model: nn.Module, training: bool) -> str | None:
 
     Returns None otherwise.
     """
-    for name, module in named_modules(unwrapped(model)):
-        in_use = training or not getattr(module, "track_running_stats", True)
-        if isinstance(module, _BatchNorm) and in_use:
+    for name, module in named_modules(unwrap(model)):
+        uses_batch = training or not getattr(module, "track_running_stats", True)
+        if isinstance(module, _BatchNorm) and uses_batch:
             return name
     return "?"
 
 
 def loss_of(model: nn.Module, batch: Batch, outputs: Outputs) -> tuple[float, list[Array | None]]:
     """Return the loss of joined outputs, and its gradient at each; None where the loss does not depend on one."""
-    model = unwrapped(model)
-    like = leaves_of(outputs.tree)
-    leaves = [torch.as_tensor(new).to(old) for new, old in zip(outputs.leaves, like, strict=True)]
+    model = unwrap(model)
+    model_leaves = leaves_of(outputs.tree)
+    leaves = [torch.as_tensor(new).to(old) for new, old in zip(outputs.leaves, model_leaves, strict=True)]
     weights = [p for p in model.parameters() if p.requires_grad]
-    with borrowed(model, training=batch.training, seed=batch.seed):
+    with borrowed_model(model, training=batch.training, seed=batch.seed):
         leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in leaves]
-        rest = iter(leaves)
-        tree = on_leaves(outputs.tree, lambda value: next(rest) if isinstance(value, Tensor) else value)
+        remaining = iter(leaves)
+        tree = map_leaves(outputs.tree, lambda value: next(remaining) if isinstance(value, Tensor) else value)
         loss = evaluate(batch, tree, model)
         assert loss is not None
-        found = iter(pulled([loss], [*(t for t in leaves if t.requires_grad), *weights]))
-        grads = [next(found) if t.requires_grad else None for t in leaves]
-        if any(grad is not None for grad in found):
+        grads_in_order = iter(pulled([loss], [*(t for t in leaves if t.requires_grad), *weights]))
+        grads = [next(grads_in_order) if t.requires_grad else None for t in leaves]
+        if any(grad is not None for grad in grads_in_order):
             raise UnsupportedError(
                 "The loss depends directly on weights of the model, not only on its outputs.",
-                got=f"{label(batch.loss)} over several batches",
+                got=f"{loss_name(batch.loss)} over several batches",
                 expected='combine="mean" or "sum", or all samples as one batch',
                 hint="differentiate the weight penalty separately: it needs no data",
             )
@@ -330,4 +346,4 @@ def host_array(value: Any) -> Array:
     """Return a value as a NumPy array, half precision widened to float32."""
     if not isinstance(value, Tensor):
         return np.asarray(value)
-    return widened(value.detach().cpu()).resolve_conj().numpy()
+    return at_least_float32(value.detach().cpu()).resolve_conj().numpy()

@@ -157,10 +157,10 @@ def scan(
         return listener(a, b, initial, function, name)
     if function is not None:
         return function(a, b) if initial is None else function(a, b, initial)
-    return in_order_of_time(a, b, initial)
+    return scan_by_steps(a, b, initial)
 
 
-def in_order_of_time(a: Tensor, b: Tensor, initial: Tensor | None = None) -> Tensor:
+def scan_by_steps(a: Tensor, b: Tensor, initial: Tensor | None = None) -> Tensor:
     """Compute s_t = a_t s_{t-1} + b_t step by step; the states (sample, time, ...)."""
     state, states = b.new_zeros(b.shape[0], *b.shape[2:]) if initial is None else initial, []
     for decay, write in zip(a.unbind(1), b.unbind(1), strict=True):

@@ -38,18 +38,18 @@ class CallOwner:
     activation: str = "tanh"
     layers: int = 1
     directions: int = 1
-    stacked: bool = False
+    is_fused: bool = False
     step_cell: Any = None
-    named: bool = False
+    is_declared: bool = False
     module: Any = None
     autocast: torch.dtype | None = None
 
 
 @dataclass
 class Packing:
-    """Layout of a packed batch: ``rows[t, b]`` is the data row of the caller's sample ``b`` at step t."""
+    """Layout of a packed batch: ``data_rows[t, b]`` is the data row of the caller's sample ``b`` at step t."""
 
-    rows: Tensor
+    data_rows: Tensor
     mask: Tensor
     order: Tensor | None
 
@@ -60,14 +60,14 @@ class Packing:
         ``order`` (sample,) maps a caller's sample to its place in the sorted batch; None if unsorted.
         """
         sizes = batch_sizes.to(device)
-        start = torch.cumsum(sizes, 0) - sizes
-        place = torch.arange(int(batch_sizes[0]), device=device) if order is None else order
-        mask = place[None, :] < sizes[:, None]
-        return cls(torch.where(mask, start[:, None] + place[None, :], 0), mask, order)
+        row_offsets = torch.cumsum(sizes, 0) - sizes
+        sorted_position = torch.arange(int(batch_sizes[0]), device=device) if order is None else order
+        mask = sorted_position[None, :] < sizes[:, None]
+        return cls(torch.where(mask, row_offsets[:, None] + sorted_position[None, :], 0), mask, order)
 
     def padded(self, data: Tensor) -> Tensor:
         """Convert packed data (row, ...) to (time, sample, ...), with zeros at padding."""
-        values = data.index_select(0, self.rows.reshape(-1)).reshape(*self.rows.shape, *data.shape[1:])
+        values = data.index_select(0, self.data_rows.reshape(-1)).reshape(*self.data_rows.shape, *data.shape[1:])
         return values * self.mask.reshape(*self.mask.shape, *[1] * (data.dim() - 1)).to(values.dtype)
 
 
@@ -75,13 +75,13 @@ class Packing:
 class LayerRecord:
     """Tensors of one stacked layer in one call, (time, sample, ...), and its states (direction, sample, unit).
 
-    ``output`` is a tensor inside the graph whose gradient is the direct gradient. ``input`` and ``fed`` (the initial
-    states) are inside the graph too. ``seen`` is a detached copy of the input.
+    ``output`` is a tensor inside the graph whose gradient is the direct gradient. ``input`` and ``initial`` (the
+    initial states) are inside the graph too. ``input_copy`` is a detached copy of the input.
     """
 
     input: Tensor
-    seen: Tensor
-    fed: tuple[Tensor, ...]
+    input_copy: Tensor
+    initial: tuple[Tensor, ...]
     output: Tensor
     finals: tuple[Tensor, ...]
     weights: list[dict[str, Tensor]]
@@ -93,27 +93,27 @@ class StateTrail:
     LENGTH = 6
 
     def __init__(self, states: Iterable[Tensor]) -> None:
-        self.states, self.made = tuple(states), list[Tensor]()
+        self.states, self.derived = tuple(states), list[Tensor]()
         self._depth = {id(state): 0 for state in self.states}
 
-    def see(self, args: Any, result: Any) -> None:
+    def record(self, args: Any, result: Any) -> None:
         """Record an operation if one of its arguments is a tracked tensor.
 
         An operation without a result has written its first argument in place.
         """
-        depths = [self._depth[id(leaf)] for leaf in _tensors(args) if id(leaf) in self._depth]
-        if not depths or min(depths) >= self.LENGTH:
+        argument_depths = [self._depth[id(leaf)] for leaf in _tensors(args) if id(leaf) in self._depth]
+        if not argument_depths or min(argument_depths) >= self.LENGTH:
             return
         for tensor in _tensors(args[:1] if result is None else (result,)):
             if id(tensor) not in self._depth:
-                self._depth[id(tensor)] = min(depths) + 1
-                self.made.append(tensor)
+                self._depth[id(tensor)] = min(argument_depths) + 1
+                self.derived.append(tensor)
 
 
 def _tensors(values: Any) -> list[Tensor]:
     """Return the tensors among ``values``, and those inside tuples and lists among them."""
-    flat = [item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,))]
-    return [item for item in flat if isinstance(item, Tensor)]
+    items = [item for value in values for item in (value if isinstance(value, (tuple, list)) else (value,))]
+    return [item for item in items if isinstance(item, Tensor)]
 
 
 @dataclass
@@ -121,34 +121,43 @@ class CallRecord:
     """One call: a :class:`LayerRecord` per stacked layer, and the states before and after.
 
     ``state_taps`` are the returned final states, (layer * direction, sample, unit), whose gradients are direct
-    gradients; None where the state is also the output. ``rows`` (sample,) is False for samples whose state was not
-    passed on. ``trail`` tracks, while the model runs, the tensors that the user's code makes of the states. ``site`` is
-    the place in the model's code from which the call was made. ``changed``: the call started from a state that the
-    user's code had computed from that of the call before; ``reset`` (sample,) is True where no gradient passes there,
-    and ``mixed`` is True if some other sample's state is not the returned one. ``divisible``: run step by step, the
-    call computes the same.
+    gradients; None where the state is also the output. ``moved_rows`` (sample,) is False for samples whose state was
+    not passed on. ``trail`` tracks, while the model runs, the tensors that the user's code makes of the states.
+    ``call_site`` is the place in the model's code from which the call was made. ``state_changed``: the call started
+    from a state that the user's code had computed from that of the call before; ``reset_rows`` (sample,) is True where
+    no gradient passes there, and ``mixes_states`` is True if some other sample's state is not the returned one.
+    ``is_divisible``: run step by step, the call computes the same.
     """
 
-    pieces: list[LayerRecord]
+    layer_records: list[LayerRecord]
     state_taps: tuple[Tensor | None, ...]
     link: StateLink
-    rows: Tensor | None = None
+    moved_rows: Tensor | None = None
     packing: Packing | None = None
     trail: StateTrail | None = None
-    site: Hashable = None
-    changed: bool = False
-    reset: Tensor | None = None
-    mixed: bool = False
-    divisible: bool = False
+    call_site: Hashable = None
+    state_changed: bool = False
+    reset_rows: Tensor | None = None
+    mixes_states: bool = False
+    is_divisible: bool = False
 
     @property
     def steps(self) -> int:
         """Number of time steps of this call."""
-        return int(self.packing.mask.shape[0]) if self.packing is not None else int(self.pieces[0].seen.shape[0])
+        return (
+            int(self.packing.mask.shape[0])
+            if self.packing is not None
+            else int(self.layer_records[0].input_copy.shape[0])
+        )
 
     def weights(self) -> list[Tensor]:
         """Return the weights of all stacked layers and directions."""
-        return [weight for piece in self.pieces for weights in piece.weights for weight in weights.values()]
+        return [
+            weight
+            for layer_record in self.layer_records
+            for weights in layer_record.weights
+            for weight in weights.values()
+        ]
 
 
 @dataclass
@@ -156,22 +165,22 @@ class Recurrence:
     """Calls of one owner that continue each other: one recurrence through time."""
 
     owner: CallOwner
-    visits: list[CallRecord]
+    calls: list[CallRecord]
 
-    def valid(self) -> Tensor | None:
+    def step_mask(self) -> Tensor | None:
         """Return the mask (time, sample) of real steps; None if all are real.
 
         The mask is False where a sample had left the batch, and where the user kept its state from before the call.
         """
-        visits = self.visits
-        counts = [int(visit.link.raw[0].shape[0]) for visit in visits]
-        if all(visit.rows is None for visit in visits):
+        calls = self.calls
+        counts = [int(call.link.final[0].shape[0]) for call in calls]
+        if all(call.moved_rows is None for call in calls):
             return None
-        mask = torch.zeros((len(visits), counts[0]), dtype=torch.bool, device=visits[0].link.raw[0].device)
-        for step, visit in enumerate(visits):
+        mask = torch.zeros((len(calls), counts[0]), dtype=torch.bool, device=calls[0].link.final[0].device)
+        for step, call in enumerate(calls):
             mask[step, : counts[step]] = True
-            if visit.rows is not None:
-                mask[step, : visit.rows.shape[0]] = visit.rows
+            if call.moved_rows is not None:
+                mask[step, : call.moved_rows.shape[0]] = call.moved_rows
         return mask
 
 
@@ -179,17 +188,17 @@ class Recurrence:
 class PassRules:
     """Rules for the next pass, as earlier passes of the same call found; the sets hold keys of owners.
 
-    ``never_by_row``: calls are not joined row by row. ``never_inside``: every call gets copies of its states, because
-    the user's code changes some of them between the calls. ``by_step``: for the same reason a call of several steps is
-    run step by step. ``keep_gradients``: ``torch.no_grad`` inside the model's forward is ignored. ``every_gradient``:
-    gradients are captured at all layers, because the pass is no chain.
+    ``never_rowwise``: calls are not joined row by row. ``always_copy_states``: every call gets copies of its states,
+    because the user's code changes some of them between the calls. ``run_by_step``: for the same reason a call of
+    several steps is run step by step. ``ignore_no_grad``: ``torch.no_grad`` inside the model's forward is ignored.
+    ``all_gradients``: gradients are captured at all layers, because the pass is no chain.
     """
 
-    never_by_row: set[int] = field(default_factory=set)
-    never_inside: set[int] = field(default_factory=set)
-    by_step: set[int] = field(default_factory=set)
-    keep_gradients: bool = False
-    every_gradient: bool = False
+    never_rowwise: set[int] = field(default_factory=set)
+    always_copy_states: set[int] = field(default_factory=set)
+    run_by_step: set[int] = field(default_factory=set)
+    ignore_no_grad: bool = False
+    all_gradients: bool = False
 
 
 class RunAgainError(Exception):
@@ -209,7 +218,7 @@ class CallRecorder:
     """Recorder of the recurrences of one forward pass.
 
     ``weight_grads``: gradients of weights are needed. ``separate``: layers get copies of their input tensors, so that a
-    gradient there comes through the layer alone. ``cut``: paths of recurrent modules whose outputs are detached.
+    gradient there comes through the layer alone. ``cut_layers``: paths of recurrent modules whose outputs are detached.
     """
 
     def __init__(
@@ -220,146 +229,164 @@ class CallRecorder:
         separate: bool = False,
         cut: Collection[str] = (),
     ) -> None:
-        self.runs: list[Recurrence] = []
-        self.plain: list[OutputRecord] = []
-        #: Items of ``runs`` and ``plain``, in the order of their first calls.
-        self.order: list[Recurrence | OutputRecord] = []
+        self.recurrences: list[Recurrence] = []
+        self.output_records: list[OutputRecord] = []
+        #: Items of ``recurrences`` and ``output_records``, in the order of their first calls.
+        self.call_order: list[Recurrence | OutputRecord] = []
         self.notes: list[str] = []
         self.rules = rules
         self.weight_grads = weight_grads
-        self.separate, self.cut = separate, frozenset(cut)
+        self.separate, self.cut_layers = separate, frozenset(cut)
         self.paused = False
         self.initial_state: dict[str, Any] = {}
-        self.begun: set[str] = set()
+        self.started_layers: set[str] = set()
         self.trails: dict[int, StateTrail] = {}
-        self._tails: dict[int, Recurrence] = {}
-        self._leaves: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
+        self._last_recurrences: dict[int, Recurrence] = {}
+        self._weight_substitutes: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         #: Weights that the model computed from its parameters, by owner and slot.
-        self.computed: set[tuple[int, str]] = set()
+        self.computed_weights: set[tuple[int, str]] = set()
         self.scans = ScanRecorder(())
         #: Weights of the user's with the tensors that layers used instead, by the identity of the weight.
         self.substitutes: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def tail(self, owner: CallOwner) -> CallRecord | None:
+    def last_call(self, owner: CallOwner) -> CallRecord | None:
         """Return the last recorded call of ``owner``; None before the first."""
-        run = self._tails.get(owner.key)
-        return None if run is None else run.visits[-1]
+        recurrence = self._last_recurrences.get(owner.key)
+        return None if recurrence is None else recurrence.calls[-1]
 
-    def continued(self, owner: CallOwner, given: Sequence[Tensor], *, rowwise: bool = True) -> Continuation | None:
-        """Return how a call with the state ``given`` continues its owner's last call; None if it does not."""
-        tail = self.tail(owner)
-        if tail is None or not given or owner.key in self.rules.never_inside:
+    def find_continuation(
+        self, owner: CallOwner, user_states: Sequence[Tensor], *, rowwise: bool = True
+    ) -> Continuation | None:
+        """Return how a call with the state ``user_states`` continues its owner's last call; None if it does not."""
+        last_call = self.last_call(owner)
+        if last_call is None or not user_states or owner.key in self.rules.always_copy_states:
             return None
-        found = tail.link.continued_by(tuple(given), rowwise=rowwise and owner.key not in self.rules.never_by_row)
-        if found is not None:
-            tail.rows = found.rows
-        return found
+        continuation = last_call.link.continuation_for(
+            tuple(user_states), rowwise=rowwise and owner.key not in self.rules.never_rowwise
+        )
+        if continuation is not None:
+            last_call.moved_rows = continuation.moved_rows
+        return continuation
 
-    def add(self, owner: CallOwner, visit: CallRecord, *, continues: bool) -> None:
+    def add(self, owner: CallOwner, call: CallRecord, *, continues: bool) -> None:
         """Record one call of a recurrent layer. ``continues`` appends it to the last recurrence of its owner."""
-        owner.autocast = owner.autocast or autocast_around(visit.pieces[0].seen)
-        if visit.steps == 1 or visit.divisible:
-            visit.site = call_site()
-        if not owner.stacked:
-            visit.trail = self.trails[owner.key] = StateTrail(visit.link.handed)
+        owner.autocast = owner.autocast or autocast_around(call.layer_records[0].input_copy)
+        if call.steps == 1 or call.is_divisible:
+            call.call_site = call_site()
+        if not owner.is_fused:
+            call.trail = self.trails[owner.key] = StateTrail(call.link.user_final)
         if continues:
-            self._tails[owner.key].visits.append(visit)
+            self._last_recurrences[owner.key].calls.append(call)
             return
-        run = Recurrence(owner, [visit])
-        self.runs.append(run)
-        self.order.append(run)
-        self._tails[owner.key] = run
+        recurrence = Recurrence(owner, [call])
+        self.recurrences.append(recurrence)
+        self.call_order.append(recurrence)
+        self._last_recurrences[owner.key] = recurrence
 
     def add_step(
         self,
         owner: CallOwner,
         x: Tensor,
-        link: tuple[Sequence[Tensor], Sequence[Tensor], Continuation | None],
+        start: tuple[Sequence[Tensor], Sequence[Tensor], Continuation | None],
         returned: Sequence[Tensor],
         states: Sequence[Tensor],
         weights: dict[str, Tensor],
     ) -> dict[int, Tensor]:
         """Record one step of a cell; return a copy of each returned tensor for the user's code, by its identity.
 
-        Gradients from above and from the next step thus stay separate. ``link``: the states that the user passed in,
+        Gradients from above and from the next step thus stay separate. ``start``: the states that the user passed in,
         those that the cell computed on, and how they continue the call before. The first of ``returned`` is the output.
         """
-        given, fed, before = link
-        taps = {id(leaf): self.handed(owner, leaf.flatten(1).unsqueeze(0).clone()) for leaf in returned}
-        kept = {id(leaf): taps[id(leaf)].reshape(leaf.shape) for leaf in returned}
-        handed = {key: tensor.clone() for key, tensor in kept.items()}
-        piece = LayerRecord(
+        user_initial, initial, continuation = start
+        taps = {id(leaf): self.output_tap(owner, leaf.flatten(1).unsqueeze(0).clone()) for leaf in returned}
+        originals = {id(leaf): taps[id(leaf)].reshape(leaf.shape) for leaf in returned}
+        user_copies = {key: tensor.clone() for key, tensor in originals.items()}
+        layer_record = LayerRecord(
             x,
             x.detach().clone().flatten(1).unsqueeze(0),
-            tuple(state.flatten(1).unsqueeze(0) for state in fed),
+            tuple(state.flatten(1).unsqueeze(0) for state in initial),
             taps[id(returned[0])],
             tuple(state.flatten(1).unsqueeze(0) for state in states),
             [weights],
         )
-        handed_states, kept_states = (tuple(tensors[id(state)] for state in states) for tensors in (handed, kept))
-        state_link = StateLink(tuple(given), tuple(fed), tuple(states), handed_states, kept_states, before)
+        user_final, recorded_final = (
+            tuple(tensors[id(state)] for state in states) for tensors in (user_copies, originals)
+        )
+        state_link = StateLink(
+            tuple(user_initial), tuple(initial), tuple(states), user_final, recorded_final, continuation
+        )
         state_taps = tuple(None if state is returned[0] else taps[id(state)] for state in states)
-        self.add(owner, CallRecord([piece], state_taps, state_link), continues=before is not None)
-        return handed
+        self.add(owner, CallRecord([layer_record], state_taps, state_link), continues=continuation is not None)
+        return user_copies
 
-    def given_state(self, name: str, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def user_initial_states(self, name: str, layer_states: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the user's initial states for a layer.
 
-        Raise ``InputError`` if their shapes differ from those of ``own``.
+        Raise ``InputError`` if their shapes differ from those of ``layer_states``.
         """
-        self.begun.add(name)
-        given = [torch.as_tensor(as_numpy(state)) for state in self.initial_state[name]]
-        fit = [state.dim() == 2 and state.shape[1:] == o.shape[1:] for state, o in zip(given, own, strict=False)]
-        rows = all(state.shape[0] in (1, o.shape[0]) for state, o in zip(given, own, strict=False) if state.dim())
-        if len(given) != len(own) or not all(fit) or not rows:
+        self.started_layers.add(name)
+        user_states = [torch.as_tensor(as_numpy(state)) for state in self.initial_state[name]]
+        fits = [
+            state.dim() == 2 and state.shape[1:] == layer_state.shape[1:]
+            for state, layer_state in zip(user_states, layer_states, strict=False)
+        ]
+        has_samples = all(
+            state.shape[0] in (1, layer_state.shape[0])
+            for state, layer_state in zip(user_states, layer_states, strict=False)
+            if state.dim()
+        )
+        if len(user_states) != len(layer_states) or not all(fits) or not has_samples:
             raise InputError(
                 f"The initial state given for {name!r} has another shape than the layer's states.",
-                got=f"shapes {[tuple(state.shape) for state in given]}",
-                expected=f"shapes {[tuple(o.shape) for o in own]}",
+                got=f"shapes {[tuple(state.shape) for state in user_states]}",
+                expected=f"shapes {[tuple(layer_state.shape) for layer_state in layer_states]}",
             )
-        return tuple(s.to(o).expand_as(o).clone() for s, o in zip(given, own, strict=True))
+        return tuple(
+            state.to(layer_state).expand_as(layer_state).clone()
+            for state, layer_state in zip(user_states, layer_states, strict=True)
+        )
 
-    def refuse_unused_states(self, known: Iterable[str]) -> None:
+    def refuse_unused_states(self, layer_names: Iterable[str]) -> None:
         """Raise ``LayerNotFoundError`` if an initial state names a layer that did not start in this forward pass."""
         for name in self.initial_state:
-            if name not in self.begun:
-                what = f"initial_state= names {name!r}: no recorded recurrent layer has that name."
-                hint = f"{did_you_mean(name, known)}; or pass the state to the model, in x"
-                raise LayerNotFoundError(what, hint=hint)
+            if name not in self.started_layers:
+                message = f"initial_state= names {name!r}: no recorded recurrent layer has that name."
+                hint = f"{did_you_mean(name, layer_names)}; or pass the state to the model, in x"
+                raise LayerNotFoundError(message, hint=hint)
 
-    def fed(self, tensor: Tensor) -> Tensor:
+    def layer_input(self, tensor: Tensor) -> Tensor:
         """Return the tensor to pass to a layer: a copy if gradients at layer inputs are kept separate, else itself."""
         return differentiable(tensor).clone() if self.separate and tensor.is_floating_point() else tensor
 
-    def started(self, states: Sequence[Tensor], before: Continuation | None) -> tuple[Tensor, ...]:
+    def start_states(self, states: Sequence[Tensor], continuation: Continuation | None) -> tuple[Tensor, ...]:
         """Return the states from which a call starts: those of the call it continues, or else copies of ``states``."""
-        return tuple(differentiable(state).clone() for state in states) if before is None else before.fed
+        return tuple(differentiable(state).clone() for state in states) if continuation is None else continuation.states
 
-    def handed(self, owner: CallOwner, tensor: Tensor) -> Tensor:
+    def output_tap(self, owner: CallOwner, tensor: Tensor) -> Tensor:
         """Return the output tensor that later layers read and that records the direct gradient.
 
         It is a new leaf of the graph if differentiation is cut at the layer.
         """
-        is_cut = owner.name in self.cut or ALL in self.cut
+        is_cut = owner.name in self.cut_layers or ALL in self.cut_layers
         return tensor.detach().requires_grad_() if is_cut else differentiable(tensor)
 
-    def leaf(self, owner: CallOwner, slot: str, weight: Tensor) -> Tensor:
+    def weight_substitute(self, owner: CallOwner, slot: str, weight: Tensor) -> Tensor:
         """Return the substitute of a weight. It is the same at every call, so its gradient is the sum over calls.
 
         A parameter is substituted by a new leaf, and the user's parameter is not changed. A weight that the model
         computes from other tensors keeps its path to them.
         """
-        computed = weight.grad_fn is not None
-        if computed:
-            self.computed.add((owner.key, slot))
+        is_computed = weight.grad_fn is not None
+        if is_computed:
+            self.computed_weights.add((owner.key, slot))
         if not self.weight_grads and not weight.requires_grad:
             return weight.detach()  # it stays frozen: torch uses another kernel for it, whose last digits differ
-        known = self.substitutes.get(id(weight)) or self._leaves.get((owner.key, slot))
-        if known is not None and (known[0] is weight or torch.equal(known[0], weight)):
-            return known[1]
-        stand_in = weight.clone() if computed else weight.detach().requires_grad_()
-        self.substitutes[id(weight)] = self._leaves[owner.key, slot] = (weight, stand_in)
-        return stand_in
+        earlier = self.substitutes.get(id(weight)) or self._weight_substitutes.get((owner.key, slot))
+        if earlier is not None and (earlier[0] is weight or torch.equal(earlier[0], weight)):
+            return earlier[1]
+        substitute = weight.clone() if is_computed else weight.detach().requires_grad_()
+        self.substitutes[id(weight)] = self._weight_substitutes[owner.key, slot] = (weight, substitute)
+        return substitute
 
 
 def call_site() -> Hashable:
@@ -406,10 +433,10 @@ def refuse_transformed(name: str, values: Iterable[Any]) -> None:
 
 def refuse_hooked(recorder: CallRecorder) -> None:
     """Raise ``UnsupportedError`` if the user hooked the gradient of a state, and so the gradient through time."""
-    for run in recorder.runs:
-        if any(state._backward_hooks for visit in run.visits[:-1] for state in visit.link.handed):
+    for recurrence in recorder.recurrences:
+        if any(state._backward_hooks for call in recurrence.calls[:-1] for state in call.link.user_final):
             raise UnsupportedError(
-                f"A tensor hook on a state of {run.owner.name!r} acts on the gradient that flows through time.",
+                f"A tensor hook on a state of {recurrence.owner.name!r} acts on the gradient that flows through time.",
                 got="register_hook() on a state that the next step starts from",
                 expected="a recurrence whose gradient is that of its own equations",
                 hint="remove the hook for this call; rl.trace returns the gradients that the hook would receive",
@@ -421,20 +448,23 @@ def call_numbers(owners: Sequence[Hashable]) -> list[str]:
 
     Calls of a module that is called several times have ``#0``, ``#1``, ...; that of another module has "".
     """
-    count, seen, numbers = Counter(owners), Counter[Hashable](), []
+    total_counts, seen_counts, numbers = Counter(owners), Counter[Hashable](), []
     for owner in owners:
-        numbers.append(f"#{seen[owner]}" if count[owner] > 1 else "")
-        seen[owner] += 1
+        numbers.append(f"#{seen_counts[owner]}" if total_counts[owner] > 1 else "")
+        seen_counts[owner] += 1
     return numbers
 
 
-def node_names(runs: Sequence[Recurrence]) -> list[list[str]]:
+def node_names(recurrences: Sequence[Recurrence]) -> list[list[str]]:
     """Return for each recurrence the names of its stacked layers: ``path``, ``path[1]``, ``path#0``, ``path[1]#0``."""
-    numbers = call_numbers([run.owner.key for run in runs])
-    layers = [[f"[{i}]" for i in range(run.owner.layers)] if run.owner.layers > 1 else [""] for run in runs]
+    numbers = call_numbers([recurrence.owner.key for recurrence in recurrences])
+    layers = [
+        [f"[{i}]" for i in range(recurrence.owner.layers)] if recurrence.owner.layers > 1 else [""]
+        for recurrence in recurrences
+    ]
     return [
-        [f"{run.owner.name}{layer}{number}" for layer in several]
-        for run, several, number in zip(runs, layers, numbers, strict=True)
+        [f"{recurrence.owner.name}{layer}{number}" for layer in suffixes]
+        for recurrence, suffixes, number in zip(recurrences, layers, numbers, strict=True)
     ]
 
 

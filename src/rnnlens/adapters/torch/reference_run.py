@@ -24,11 +24,11 @@ from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN, registered
 from ...typing import Array
 from ..protocol import Batch, Cotangents, EndPort, ReferenceRun, WeightLocation
 from .assemble import PortTensors
-from .cells import has_own_forward, has_own_step, leaves
-from .discover import named_modules, unwrapped
-from .inputs import as_tensors, call_model, tensors_of, with_sources
+from .cells import has_own_forward, has_own_step, tensor_leaves
+from .discover import named_modules, unwrap
+from .inputs import as_tensors, call_model, tensors_of, with_gradient_leaves
 from .losses import evaluate, host_array
-from .restore import borrowed, differentiable_weights
+from .restore import borrowed_model, differentiable_weights
 from .scan_families import sequence_modules, state_sizes
 
 #: Torch's order of gates, from the documentation of its modules.
@@ -57,32 +57,36 @@ def reference_run(
 ) -> ReferenceRun:
     """Run the model for a certificate: see :meth:`rnnlens.adapters.protocol.Adapter.reference_run`."""
     del regularised  # torch models have no regularisation losses of their own
-    model = unwrapped(model)
+    model = unwrap(model)
     if batch.initial_state:
         raise CertificateError("initial_state= was set by rnnlens; the model on its own starts from other states")
-    given_x = as_tensors(batch.x, model, "x")
+    tensors = as_tensors(batch.x, model, "x")
     if gradients:
-        _refuse_quadratic(model, given_x)
-    with warnings.catch_warnings(), borrowed(model, training=batch.training, seed=batch.seed):
+        _refuse_quadratic(model, tensors)
+    with warnings.catch_warnings(), borrowed_model(model, training=batch.training, seed=batch.seed):
         warnings.simplefilter("ignore")
         with differentiable_weights(model, gradients):
-            x, sources = with_sources(given_x)
+            x, sources = with_gradient_leaves(tensors)
             outputs = call_model(model, x)
             loss = None if cotangents is not None else evaluate(batch, outputs, model)
             leaves = tensors_of(outputs)
-            values, starts = [_array(leaf) for leaf in leaves], [(loss, None)]
+            values, starts = [_copied_array(leaf) for leaf in leaves], [(loss, None)]
             if cotangents is not None:
-                given = cotangents(values) if callable(cotangents) else cotangents
-                pairs = [(leaf, c) for leaf, c in zip(leaves, given, strict=True) if c is not None]
-                starts = [(leaf, torch.as_tensor(c).to(leaf)) for leaf, c in pairs]
+                output_cotangents = cotangents(values) if callable(cotangents) else cotangents
+                leaf_cotangents = [
+                    (leaf, cotangent)
+                    for leaf, cotangent in zip(leaves, output_cotangents, strict=True)
+                    if cotangent is not None
+                ]
+                starts = [(leaf, torch.as_tensor(cotangent).to(leaf)) for leaf, cotangent in leaf_cotangents]
             weights = dict(model.named_parameters())
-            found = _pulled(starts, [*sources, *weights.values()]) if gradients else None
-    value = None if loss is None else float(loss.detach())
-    if found is None:
-        return ReferenceRun(values, value)
-    by_name = dict(zip(weights, found[len(sources) :], strict=True))
-    keys = tuple(given_x) if isinstance(given_x, dict) and len(given_x) == len(sources) else ()
-    return ReferenceRun(values, value, found[: len(sources)], by_name, keys)
+            grads = _pull_back(starts, [*sources, *weights.values()]) if gradients else None
+    loss_value = None if loss is None else float(loss.detach())
+    if grads is None:
+        return ReferenceRun(values, loss_value)
+    by_name = dict(zip(weights, grads[len(sources) :], strict=True))
+    keys = tuple(tensors) if isinstance(tensors, dict) and len(tensors) == len(sources) else ()
+    return ReferenceRun(values, loss_value, grads[: len(sources)], by_name, keys)
 
 
 #: Largest number of operations of a backward pass that grows with the square of the steps: some 15 s of one core.
@@ -109,59 +113,61 @@ def _refuse_quadratic(model: nn.Module, x: Any) -> None:
 def place(model: nn.Module, layer: str, direction: str | None, key: str) -> WeightLocation | None:
     """Find the parameter behind a weight: see :meth:`rnnlens.adapters.protocol.Adapter.place`."""
     path, _, number = layer.partition("#")[0].partition("[")
-    module = dict(named_modules(unwrapped(model))).get(path)
+    module = dict(named_modules(unwrap(model))).get(path)
     if module is None:
         return None
-    found = _within(module, int(number.rstrip("]") or 0), direction, key)
-    if found is None:
+    parameter_and_order = _find_parameter(module, int(number.rstrip("]") or 0), direction, key)
+    if parameter_and_order is None:
         return None
-    parameter, take = found
-    names = [name for name, p in unwrapped(model).named_parameters(remove_duplicate=False) if p is parameter]
-    return WeightLocation(names[0], take, tied=len(names) > 1) if names else None
+    parameter, reorder = parameter_and_order
+    names = [name for name, p in unwrap(model).named_parameters(remove_duplicate=False) if p is parameter]
+    return WeightLocation(names[0], reorder, tied=len(names) > 1) if names else None
 
 
-def _within(module: Any, layer: int, direction: str | None, key: str) -> tuple[Any, Callable[[Array], Array]] | None:
+def _find_parameter(
+    module: Any, layer: int, direction: str | None, key: str
+) -> tuple[Any, Callable[[Array], Array]] | None:
     """Find the parameter of a module behind a weight, and the function that reorders its gradient; None if absent."""
-    known = registered(module)
-    if known is not None:
-        single = known.single(key)
-        parameter = None if single is None else dict(module.named_parameters()).get(single[0])
-        turned = single is not None and single[1]
-        return None if parameter is None else (parameter, lambda array: array.T if turned else array)
-    kind = next((k for k in _GATES if isinstance(module, k)), None)
-    cell = next((k for k in _CELLS if isinstance(module, k)), None)
+    registration = registered(module)
+    if registration is not None:
+        parameter_name = registration.single(key)
+        parameter = None if parameter_name is None else dict(module.named_parameters()).get(parameter_name[0])
+        is_transposed = parameter_name is not None and parameter_name[1]
+        return None if parameter is None else (parameter, lambda array: array.T if is_transposed else array)
+    layer_class = next((candidate for candidate in _GATES if isinstance(module, candidate)), None)
+    torch_cell = next((candidate for candidate in _CELLS if isinstance(module, candidate)), None)
     slot = _WEIGHTS.get(key.rpartition("/")[2], "")
-    if (kind is None and cell is None) or has_own_step(module):
+    if (layer_class is None and torch_cell is None) or has_own_step(module):
         return dict(module.named_parameters()).get(key), lambda array: array
-    name = slot if cell is not None else f"{slot}_l{layer}" + ("_reverse" if direction == "backward" else "")
+    name = slot if torch_cell is not None else f"{slot}_l{layer}" + ("_reverse" if direction == "backward" else "")
     parameter = module._parameters.get(name)
     if parameter is None:
         return None
-    cell_class, order = _GATES[kind or _CELLS[cell]]
+    cell_class, order = _GATES[layer_class or _CELLS[torch_cell]]
     if slot == "weight_hr":
         return parameter, lambda array: array.T
-    rows = [order.index(gate) for gate in cell_class.gates]
+    gate_positions = [order.index(gate) for gate in cell_class.gates]
 
-    def take(array: Array) -> Array:
+    def reorder(array: Array) -> Array:
         """Reorder (gate * unit, ...) in torch's gate order to (..., gate * unit) in the order of rnnlens."""
-        by_gate = array.reshape(len(rows), -1, *array.shape[1:])[rows]
+        by_gate = array.reshape(len(gate_positions), -1, *array.shape[1:])[gate_positions]
         return by_gate.reshape(array.shape).T
 
-    return parameter, take
+    return parameter, reorder
 
 
-def _pulled(starts: Sequence[tuple[Any, Any]], sources: Sequence[Tensor]) -> list[Array | None]:
+def _pull_back(starts: Sequence[tuple[Any, Any]], sources: Sequence[Tensor]) -> list[Array | None]:
     """Pull cotangents back to the sources, given pairs (tensor, cotangent); None where no path leads."""
-    pairs = [(start, c) for start, c in starts if start is not None and start.requires_grad]
-    wanted = [s for s in sources if s.requires_grad]
-    if not pairs or not wanted:
+    pairs = [(start, cotangent) for start, cotangent in starts if start is not None and start.requires_grad]
+    differentiable = [s for s in sources if s.requires_grad]
+    if not pairs or not differentiable:
         return [None] * len(sources)
-    grads = backward_pass([s for s, _ in pairs], wanted, [c for _, c in pairs])
-    by_source = {id(s): g for s, g in zip(wanted, grads, strict=True)}
-    return [None if by_source.get(id(s)) is None else _array(by_source[id(s)]) for s in sources]
+    grads = backward_pass([s for s, _ in pairs], differentiable, [cotangent for _, cotangent in pairs])
+    by_source = {id(s): g for s, g in zip(differentiable, grads, strict=True)}
+    return [None if by_source.get(id(s)) is None else _copied_array(by_source[id(s)]) for s in sources]
 
 
-def _array(tensor: Any) -> Array:
+def _copied_array(tensor: Any) -> Array:
     return host_array(tensor).copy()
 
 
@@ -169,23 +175,25 @@ def reference_between(
     model: nn.Module, batch: Batch, of: EndPort, wrt: EndPort, cotangent: Callable[[Array], Array]
 ) -> ReferenceRun:
     """Run the model for a certificate: see :meth:`rnnlens.adapters.protocol.Adapter.reference_between`."""
-    model = unwrapped(model)
+    model = unwrap(model)
     if batch.initial_state:
         raise CertificateError("initial_state= was set by rnnlens; the model on its own starts from other states")
     modules = dict(named_modules(model))
-    with warnings.catch_warnings(), borrowed(model, training=batch.training, seed=batch.seed):
+    with warnings.catch_warnings(), borrowed_model(model, training=batch.training, seed=batch.seed):
         warnings.simplefilter("ignore")
         with differentiable_weights(model), _returned_values(modules, (of, wrt)) as returned:
-            x, sources = with_sources(as_tensors(batch.x, model, "x"))
+            x, sources = with_gradient_leaves(as_tensors(batch.x, model, "x"))
             outputs = tensors_of(call_model(model, x))
-            upper, lower = (_tensors_at(end, modules, returned, sources, outputs) for end in (of, wrt))
+            upper, lower = (_end_tensors(end, modules, returned, sources, outputs) for end in (of, wrt))
             value = upper.value
             if not value.requires_grad or not all(t.requires_grad for t in lower.tensors):
                 raise CertificateError("an end is not part of torch's graph")
-            given = torch.as_tensor(cotangent(_array(value))).to(value)
-            found = backward_pass([value], lower.tensors, [given])
-    whole = [torch.zeros_like(t) if g is None else g for t, g in zip(lower.tensors, found, strict=True)]
-    return ReferenceRun([_array(output) for output in outputs], input_grads=[_array(lower.gather(whole))])
+            upper_cotangent = torch.as_tensor(cotangent(_copied_array(value))).to(value)
+            lower_grads = backward_pass([value], lower.tensors, [upper_cotangent])
+    full_grads = [torch.zeros_like(t) if g is None else g for t, g in zip(lower.tensors, lower_grads, strict=True)]
+    return ReferenceRun(
+        [_copied_array(output) for output in outputs], input_grads=[_copied_array(lower.gather(full_grads))]
+    )
 
 
 @contextmanager
@@ -194,21 +202,21 @@ def _returned_values(modules: dict[str, nn.Module], ends: Sequence[EndPort]) -> 
 
     The model gets copies, so that operations in place do not change the recorded tensors.
     """
-    returned: dict[str, list[Any]] = {path: [] for path in map(_path, ends) if path}
-    recurrent = {_path(end) for end in ends if end.states}
+    returned: dict[str, list[Any]] = {path: [] for path in map(_module_path, ends) if path}
+    recurrent = {_module_path(end) for end in ends if end.states}
 
     def hook(path: str) -> Callable[..., Any]:
         def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if isinstance(output[0] if type(output) is tuple else output, PackedSequence):
                 raise CertificateError(f"{path} returns a packed sequence")
-            given = {id(leaf) for leaf in leaves((args, kwargs))}
-            tensors = {id(leaf): leaf for leaf in leaves(output)}
-            if path in recurrent and given & tensors.keys():
+            argument_ids = {id(leaf) for leaf in tensor_leaves((args, kwargs))}
+            output_tensors = {id(leaf): leaf for leaf in tensor_leaves(output)}
+            if path in recurrent and argument_ids & output_tensors.keys():
                 raise CertificateError(f"{path} returns a tensor that it was given")
             if path not in recurrent:  # nn.Identity returns its input, which other layers may read as well
-                tensors = {key: leaf.clone() for key, leaf in tensors.items()}
-            returned[path].append(pytree.tree_map(lambda leaf: tensors.get(id(leaf), leaf), output))
-            copies = {key: leaf.clone() for key, leaf in tensors.items()}
+                output_tensors = {key: leaf.clone() for key, leaf in output_tensors.items()}
+            returned[path].append(pytree.tree_map(lambda leaf: output_tensors.get(id(leaf), leaf), output))
+            copies = {key: leaf.clone() for key, leaf in output_tensors.items()}
             return pytree.tree_map(lambda leaf: copies.get(id(leaf), leaf), output)
 
         return record
@@ -222,7 +230,7 @@ def _returned_values(modules: dict[str, nn.Module], ends: Sequence[EndPort]) -> 
         yield returned
 
 
-def _path(end: EndPort) -> str:
+def _module_path(end: EndPort) -> str:
     """Return the path of the module that returns the tensor of an end; "" for an input or output of the model.
 
     An end is the output or the input side of a time Jacobian.
@@ -230,7 +238,7 @@ def _path(end: EndPort) -> str:
     return "" if end.port.layer is None else end.port.layer.partition("#")[0].partition("[")[0]
 
 
-def _tensors_at(
+def _end_tensors(
     end: EndPort,
     modules: dict[str, nn.Module],
     returned: dict[str, list[Any]],
@@ -238,62 +246,71 @@ def _tensors_at(
     outputs: Sequence[Tensor],
 ) -> PortTensors:
     """Return the tensors at one end of a Jacobian; raise ``CertificateError`` if no module returns them."""
-    port, path = end.port, _path(end)
+    port, path = end.port, _module_path(end)
     if not path:
         return PortTensors([(sources if port.kind == "input" else outputs)[port.index]])
-    calls, module = returned[path], modules[path]
+    returned_calls, module = returned[path], modules[path]
     if port.kind not in ("output", "state", "final_state"):
         raise CertificateError(f"no module returns {port.kind}")
     if not end.states:
         number = port.layer.partition("#")[2] if port.layer else ""
-        if len(calls) > 1 and not number:
+        if len(returned_calls) > 1 and not number:
             raise CertificateError(f"{path} was called more than once")
-        return PortTensors([tensors_of(calls[int(number or 0)])[port.index]])
+        return PortTensors([tensors_of(returned_calls[int(number or 0)])[port.index]])
     if isinstance(module, nn.RNNBase):
-        return _of_library_layer(end, module, calls)
-    return _of_cell(end, calls)
+        return _library_layer_end(end, module, returned_calls)
+    return _cell_end(end, returned_calls)
 
 
-def _of_cell(end: EndPort, calls: Sequence[Any]) -> PortTensors:
+def _cell_end(end: EndPort, returned_calls: Sequence[Any]) -> PortTensors:
     """Find one end of a Jacobian among the tensors that a cell returned: output, then states, at each call.
 
     The end is (sample, time, unit) over all calls, or (sample, unit) for a final state.
     """
-    every = [leaves(call) for call in calls]
+    call_tensors = [tensor_leaves(call) for call in returned_calls]
     if end.port.kind == "output" and end.is_lower:
         raise CertificateError("the state of a cell is also its output")  # torch has one tensor for both
-    if any(len(call) not in (end.states, end.states + 1) for call in every):
+    if any(len(call) not in (end.states, end.states + 1) for call in call_tensors):
         raise CertificateError("the cell returns other tensors than its states and an output")
     index = 0 if end.port.kind == "output" else end.port.index - end.states
-    steps = [call[index] for call in every]
+    step_tensors = [call[index] for call in call_tensors]
     if end.port.kind == "final_state":
-        return PortTensors(steps[-1:], lambda parts: parts[0].flatten(1))
-    if end.port.kind == "state" and index == -1 and end.states == 2 and every[0][-1].grad_fn is every[0][-2].grad_fn:
+        return PortTensors(step_tensors[-1:], lambda parts: parts[0].flatten(1))
+    if (
+        end.port.kind == "state"
+        and index == -1
+        and end.states == 2
+        and call_tensors[0][-1].grad_fn is call_tensors[0][-2].grad_fn
+    ):
         raise CertificateError("a fused kernel has no path from its cell state to its hidden state")
-    sizes = {(len(step), math.prod(step.shape[1:])) for step in steps}
-    if len(steps) != end.steps or len(sizes) != 1:
+    sizes = {(len(step), math.prod(step.shape[1:])) for step in step_tensors}
+    if len(step_tensors) != end.steps or len(sizes) != 1:
         raise CertificateError("the cell ran on another number of steps or samples")
-    return PortTensors(steps, lambda parts: torch.stack([part.flatten(1) for part in parts], 1))
+    return PortTensors(step_tensors, lambda parts: torch.stack([part.flatten(1) for part in parts], 1))
 
 
-def _of_library_layer(end: EndPort, module: nn.RNNBase, calls: Sequence[Any]) -> PortTensors:
+def _library_layer_end(end: EndPort, module: nn.RNNBase, returned_calls: Sequence[Any]) -> PortTensors:
     """Find one end of a Jacobian among the tensors that nn.RNN, nn.LSTM or nn.GRU returned: output or state."""
     layer = str(end.port.layer).partition("[")[2].partition("]")[0]
     is_top = int(layer or module.num_layers - 1) == module.num_layers - 1
-    if has_own_forward(module) or not all(isinstance(call[0], Tensor) and call[0].dim() == 3 for call in calls):
+    if has_own_forward(module) or not all(
+        isinstance(call[0], Tensor) and call[0].dim() == 3 for call in returned_calls
+    ):
         raise CertificateError("the module returns other tensors than torch's layer")
     if end.port.kind == "final_state":
-        last = calls[-1][1] if isinstance(calls[-1][1], tuple) else (calls[-1][1],)
+        final_states = returned_calls[-1][1] if isinstance(returned_calls[-1][1], tuple) else (returned_calls[-1][1],)
         if module.bidirectional:
             raise CertificateError("two directions in one tensor")
-        row = int(layer or 0)
-        return PortTensors([last[end.port.index]], lambda parts: parts[0][row])
+        layer_row = int(layer or 0)
+        return PortTensors([final_states[end.port.index]], lambda parts: parts[0][layer_row])
     is_output = end.port.kind == "output" or (end.port.index == 0 and not module.bidirectional and not module.proj_size)
-    if not is_top or not is_output or (end.is_lower and (end.port.kind == "state" or len(calls) > 1)):
+    if not is_top or not is_output or (end.is_lower and (end.port.kind == "state" or len(returned_calls) > 1)):
         raise CertificateError("a state within a fused kernel")
-    first = [call[0] if module.batch_first else call[0].transpose(0, 1) for call in calls]
-    if sum(part.shape[1] for part in first) != end.steps:
+    outputs = [call[0] if module.batch_first else call[0].transpose(0, 1) for call in returned_calls]
+    if sum(part.shape[1] for part in outputs) != end.steps:
         raise CertificateError("the layer ran on another number of steps")
     if end.is_lower:
-        return PortTensors([calls[0][0]], lambda parts: parts[0] if module.batch_first else parts[0].transpose(0, 1))
-    return PortTensors([torch.cat(first, 1)])
+        return PortTensors(
+            [returned_calls[0][0]], lambda parts: parts[0] if module.batch_first else parts[0].transpose(0, 1)
+        )
+    return PortTensors([torch.cat(outputs, 1)])

@@ -26,7 +26,7 @@ _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
 
 @contextmanager
-def borrowed(model: torch.nn.Module, *, training: bool, seed: int | None) -> Iterator[None]:
+def borrowed_model(model: torch.nn.Module, *, training: bool, seed: int | None) -> Iterator[None]:
     """Run the block with ``model`` in the requested mode and gradients on; restore everything afterwards.
 
     Compiled submodules run as the plain modules that they wrap, because hooks do not run inside a compiled graph.
@@ -34,20 +34,20 @@ def borrowed(model: torch.nn.Module, *, training: bool, seed: int | None) -> Ite
     with ExitStack() as stack:
         _restore_random_states(stack, model)
         stack.enter_context(restored_attributes(model))
-        stack.enter_context(_buffers(model))
+        stack.enter_context(_restored_buffers(model))
         modules = list(model.modules())
         # A frozen TorchScript module has no training flag, and its parent cannot set one.
-        flagged = [module for module in modules if hasattr(module, "training")]
-        for module in flagged:
+        with_training_flag = [module for module in modules if hasattr(module, "training")]
+        for module in with_training_flag:
             stack.callback(setattr, module, "training", module.training)
-        if len(flagged) == len(modules):
+        if len(with_training_flag) == len(modules):
             model.train(training)
         else:
-            for module in flagged:
+            for module in with_training_flag:
                 module.training = training
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(eagerly())
+        stack.enter_context(eager_mode())
         stack.enter_context(_without_checkpoints())
         if not training and any(parameter.is_cuda for parameter in model.parameters()):
             stack.enter_context(_DifferentiableKernels())
@@ -59,17 +59,17 @@ def borrowed(model: torch.nn.Module, *, training: bool, seed: int | None) -> Ite
 
 
 @contextmanager
-def differentiable_weights(model: torch.nn.Module, wanted: bool = True) -> Iterator[None]:
-    """Let frozen weights require gradients within the block; do nothing if ``wanted`` is False."""
+def differentiable_weights(model: torch.nn.Module, is_needed: bool = True) -> Iterator[None]:
+    """Let frozen weights require gradients within the block; do nothing if ``is_needed`` is False."""
     with ExitStack() as stack:
-        for parameter in model.parameters() if wanted else ():
+        for parameter in model.parameters() if is_needed else ():
             if not parameter.requires_grad and parameter.is_floating_point():
                 stack.callback(parameter.requires_grad_, False)
                 parameter.requires_grad_(True)
         yield
 
 
-def eagerly() -> AbstractContextManager[Any]:
+def eager_mode() -> AbstractContextManager[Any]:
     """Run compiled code as plain Python within the block; the compiler is not loaded if nothing was compiled."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
@@ -98,22 +98,22 @@ def _without_checkpoints() -> Iterator[None]:
     if checkpoint is None:
         yield
         return
-    before = checkpoint._checkpoint_without_reentrant_generator
-    own = vars(checkpoint.CheckpointFunction).get("apply")  # set by an outer block
+    original = checkpoint._checkpoint_without_reentrant_generator
+    outer_apply = vars(checkpoint.CheckpointFunction).get("apply")  # set by an outer block
 
-    def once(*_args: Any, **_options: Any) -> Iterator[None]:
+    def no_checkpoint(*_args: Any, **_options: Any) -> Iterator[None]:
         yield
 
     checkpoint.CheckpointFunction.apply = lambda function, _preserve, *args: function(*args)
-    checkpoint._checkpoint_without_reentrant_generator = once
+    checkpoint._checkpoint_without_reentrant_generator = no_checkpoint
     try:
         yield
     finally:
-        if own is None:
+        if outer_apply is None:
             del checkpoint.CheckpointFunction.apply
         else:
-            checkpoint.CheckpointFunction.apply = own
-        checkpoint._checkpoint_without_reentrant_generator = before
+            checkpoint.CheckpointFunction.apply = outer_apply
+        checkpoint._checkpoint_without_reentrant_generator = original
 
 
 def _restore_random_states(stack: ExitStack, model: torch.nn.Module) -> None:
@@ -132,14 +132,14 @@ def _restore_random_states(stack: ExitStack, model: torch.nn.Module) -> None:
 
 
 @contextmanager
-def _buffers(model: torch.nn.Module) -> Iterator[None]:
+def _restored_buffers(model: torch.nn.Module) -> Iterator[None]:
     """Replace all buffers by copies within the block, and restore their values afterwards.
 
     Tensors saved for the backward pass are thus not overwritten when the block ends. :func:`restored_attributes`
     restores each module's table of buffers.
     """
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    copies = {id(buffer): buffer.detach().clone() for buffer, _ in before}
+    saved_values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    copies = {id(buffer): buffer.detach().clone() for buffer, _ in saved_values}
     for module in model.modules():
         if not isinstance(module, torch.jit.ScriptModule):
             for name, buffer in module._buffers.items():
@@ -148,7 +148,7 @@ def _buffers(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in before:
+            for buffer, value in saved_values:
                 # Compare values: batch statistics change without a change of the tensor's version.
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
@@ -157,23 +157,27 @@ def _buffers(model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def restored_attributes(model: torch.nn.Module) -> Iterator[None]:
     """Restore the attributes of all modules after the block, including the content of containers within them."""
-    before = [(module.__dict__, dict(module.__dict__)) for module in model.modules() if hasattr(module, "__dict__")]
+    saved_attributes = [
+        (module.__dict__, dict(module.__dict__)) for module in model.modules() if hasattr(module, "__dict__")
+    ]
     contents: dict[int, tuple[Any, Any]] = {}
-    waiting = [value for _, attributes in before for value in attributes.values() if type(value) in _CONTAINERS]
-    while waiting:
-        value = waiting.pop()
+    pending = [
+        value for _, attributes in saved_attributes for value in attributes.values() if type(value) in _CONTAINERS
+    ]
+    while pending:
+        value = pending.pop()
         if id(value) not in contents:
             contents[id(value)] = value, value.copy()
             items = value.values() if isinstance(value, dict) else value
-            waiting += [item for item in items if type(item) in _CONTAINERS]
+            pending += [item for item in items if type(item) in _CONTAINERS]
     try:
         yield
     finally:
-        for container, content in (*before, *contents.values()):
-            _put_back(container, content)
+        for container, content in (*saved_attributes, *contents.values()):
+            _restore_content(container, content)
 
 
-def _put_back(container: Any, content: Any) -> None:
+def _restore_content(container: Any, content: Any) -> None:
     """Restore a list, dict or set in place to its earlier ``content``; only items that differ are written."""
     if isinstance(container, (list, deque)):
         if len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):

@@ -61,7 +61,7 @@ class Family:
     is_quadratic: bool = False
 
 
-def widened(*tensors: Tensor) -> list[Tensor]:
+def widen_tensors(*tensors: Tensor) -> list[Tensor]:
     """Convert tensors to the widest dtype among them, at least float32, in which the models' own scans compute."""
     widest = torch.float32
     for tensor in tensors:
@@ -69,10 +69,10 @@ def widened(*tensors: Tensor) -> list[Tensor]:
     return [tensor.to(widest) for tensor in tensors]
 
 
-def _selective(call: Any, hold: Hold) -> Reading:
+def _read_selective_scan(call: Any, hold: Hold) -> Reading:
     """Read Mamba's scan: a = exp(dt A), W = dt B x, diagonal; Gu, Dao 2023, arXiv:2312.00752, eqs. 2-4."""
-    kind = call.hidden_states.dtype
-    x, dt, rate, write, read = widened(call.hidden_states, call.dt, call.A, call.B, call.C)
+    dtype = call.hidden_states.dtype
+    x, dt, rate, write, read = widen_tensors(call.hidden_states, call.dt, call.A, call.B, call.C)
     dt = dt if call.delta_bias is None else dt + call.delta_bias.to(dt.dtype)[..., None]
     dt = hold(functional.softplus(dt) if call.delta_softplus else dt).transpose(1, 2)
     cell = SequenceCell(
@@ -83,19 +83,19 @@ def _selective(call: Any, hold: Hold) -> Reading:
     )
     gate = None if call.z is None else functional.silu(call.z)
 
-    def finish(y: Tensor, last: Tensor) -> Any:
-        out = y.transpose(1, 2)
-        out = out if call.D is None else out + x * call.D[None, :, None]
-        out = out if gate is None else out * gate
-        out = out if kind == x.dtype else out.to(kind)
-        return (out, last) if call.return_last_state else out
+    def finish(y: Tensor, last_state: Tensor) -> Any:
+        output = y.transpose(1, 2)
+        output = output if call.D is None else output + x * call.D[None, :, None]
+        output = output if gate is None else output * gate
+        output = output if dtype == x.dtype else output.to(dtype)
+        return (output, last_state) if call.return_last_state else output
 
     return Reading(cell, finish, None if gate is None else gate.transpose(1, 2))
 
 
-def _chunked(call: Any, hold: Hold) -> Reading:
+def _read_chunked_scan(call: Any, hold: Hold) -> Reading:
     """Read Mamba-2's scan: one decay per head; Dao, Gu 2024, arXiv:2405.21060, section 7."""
-    x, dt, rate, *coefficients = widened(call.hidden_states, call.dt, call.A, call.B, call.C)
+    x, dt, rate, *coefficients = widen_tensors(call.hidden_states, call.dt, call.A, call.B, call.C)
     dt = dt if call.dt_bias is None else dt + call.dt_bias.to(dt.dtype)
     dt = hold((functional.softplus(dt) if call.dt_softplus else dt).clamp(*call.dt_limit))
     heads = x.shape[2] // call.B.shape[2]
@@ -108,24 +108,24 @@ def _chunked(call: Any, hold: Hold) -> Reading:
         initial=call.initial_states,
     )
 
-    def finish(y: Tensor, last: Tensor) -> Any:
-        out = y if call.D is None else y + call.D[..., None] * x
-        return (out, last) if call.return_final_states else out
+    def finish(y: Tensor, last_state: Tensor) -> Any:
+        output = y if call.D is None else y + call.D[..., None] * x
+        return (output, last_state) if call.return_final_states else output
 
     return Reading(cell, finish)
 
 
-def _delta(call: Any, hold: Hold) -> Reading:
+def _read_delta_rule(call: Any, hold: Hold) -> Reading:
     """Read a gated delta rule: (I - beta k k^T) a for each head, with one decay a per head or per key.
 
     Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464, eq. 10; Kimi delta attention: arXiv:2510.26692, eq. 1.
     """
-    kind = call.query.dtype
-    query, key, value, decay, beta = widened(call.query, call.key, call.value, call.g, call.beta)
+    dtype = call.query.dtype
+    query, key, value, decay, beta = widen_tensors(call.query, call.key, call.value, call.g, call.beta)
     heads = value.shape[2] // key.shape[2]
     query, key = (t.repeat_interleave(heads, 2) for t in (query, key))
     if call.use_qk_l2norm_in_kernel:
-        query, key = _normalised(query), _normalised(key)
+        query, key = _unit_norm(query), _unit_norm(key)
     key, beta = hold(key), hold(beta)[..., None]
     decay = decay[..., None] if decay.dim() == 3 else decay
     cell = SequenceCell(
@@ -138,76 +138,81 @@ def _delta(call: Any, hold: Hold) -> Reading:
         contracted=-2,
         initial=call.initial_state,
     )
-    return Reading(cell, lambda y, last: (y.to(kind), last if call.output_final_state else None))
+    return Reading(cell, lambda y, last_state: (y.to(dtype), last_state if call.output_final_state else None))
 
 
-def _normalised(x: Tensor) -> Tensor:
+def _unit_norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
-def _gated_linear(call: Any, hold: Hold) -> Reading:
+def _read_gated_linear(call: Any, hold: Hold) -> Reading:
     """Read the scan of an RG-LRU: diagonal, the output is the state; De et al. 2024, arXiv:2402.19427, eqs. 1-4."""
-    kind = call.hidden_states.dtype
-    x, gate = widened(call.hidden_states, call.recurrent_gate)
-    start = None if call.recurrent_states is None else call.recurrent_states.to(x.dtype)
-    cell = SequenceCell(("channel",), (hold(gate) * ~call.reset,), (x,), logarithmic=False, initial=start)
-    return Reading(cell, lambda y, last: (y.to(kind), last))
+    dtype = call.hidden_states.dtype
+    x, gate = widen_tensors(call.hidden_states, call.recurrent_gate)
+    initial = None if call.recurrent_states is None else call.recurrent_states.to(x.dtype)
+    cell = SequenceCell(("channel",), (hold(gate) * ~call.reset,), (x,), logarithmic=False, initial=initial)
+    return Reading(cell, lambda y, last_state: (y.to(dtype), last_state))
 
 
-def _weighted_mean(call: Any, hold: Hold) -> Reading:
+def _read_weighted_mean(call: Any, hold: Hold) -> Reading:
     """Read RWKV-4's scan: sums of weighted values and of weights, each relative to a running maximum m_t.
 
     Peng et al. 2023, arXiv:2305.13048, eqs. 16 and 22-28. The output does not depend on m_t, so m_t has no gradient.
     """
-    kind = call.value.dtype
-    rate, first, key, value = widened(call.time_decay, call.time_first, call.key, call.value)
-    rate, first, key = -torch.exp(hold(rate)), hold(first), hold(key)
-    start = torch.full_like(key[:, 0], -1e38) if call.state is None else call.state[2].to(key.dtype)
-    tops = [start.detach()]
+    dtype = call.value.dtype
+    rate, first_bonus, key, value = widen_tensors(call.time_decay, call.time_first, call.key, call.value)
+    rate, first_bonus, key = -torch.exp(hold(rate)), hold(first_bonus), hold(key)
+    initial_maximum = torch.full_like(key[:, 0], -1e38) if call.state is None else call.state[2].to(key.dtype)
+    running_maxima = [initial_maximum.detach()]
     for t in range(key.shape[1]):
-        tops.append(torch.maximum(tops[-1] + rate.detach(), key[:, t].detach()))
-    before, after = torch.stack(tops[:-1], 1), torch.stack(tops[1:], 1)
+        running_maxima.append(torch.maximum(running_maxima[-1] + rate.detach(), key[:, t].detach()))
+    previous_maxima, new_maxima = torch.stack(running_maxima[:-1], 1), torch.stack(running_maxima[1:], 1)
     values = torch.stack([value, torch.ones_like(value)], -1)
     initial = None if call.state is None else torch.stack(call.state[:2], -1).to(key.dtype)
     cell = SequenceCell(
         ("channel", "part"),
-        ((rate + before - after)[..., None],),
-        (torch.exp(key - after)[..., None], values),
+        ((rate + previous_maxima - new_maxima)[..., None],),
+        (torch.exp(key - new_maxima)[..., None], values),
         initial=initial,
         relative=True,
     )
 
-    def finish(states: Tensor, last: Tensor) -> Any:
-        top = torch.maximum(before, (key + first).detach())
-        past = torch.cat([cell.start()[:, None], states[:, :-1]], 1) * torch.exp(before - top)[..., None]
-        total = past + torch.exp(key + first - top)[..., None] * values
-        state = [*last.unbind(-1), tops[-1]] if call.return_state or call.state is not None else None
-        return (total[..., 0] / total[..., 1]).to(kind), state
+    def finish(states: Tensor, last_state: Tensor) -> Any:
+        output_maximum = torch.maximum(previous_maxima, (key + first_bonus).detach())
+        past_sums = (
+            torch.cat([cell.start()[:, None], states[:, :-1]], 1)
+            * torch.exp(previous_maxima - output_maximum)[..., None]
+        )
+        total = past_sums + torch.exp(key + first_bonus - output_maximum)[..., None] * values
+        state = [*last_state.unbind(-1), running_maxima[-1]] if call.return_state or call.state is not None else None
+        return (total[..., 0] / total[..., 1]).to(dtype), state
 
     return Reading(cell, finish)
 
 
-def _matrix_memory(call: Any, hold: Hold) -> Reading:
+def _read_matrix_memory(call: Any, hold: Hold) -> Reading:
     """Read the scan of an mLSTM: a matrix and a normaliser per head, relative to a running maximum m_t.
 
     Beck et al. 2024, arXiv:2405.04517, eqs. 19-27. The normaliser is the last position of the axis "value".
     """
-    kind, config = call.query.dtype, call.self.config
-    given = (call.query, call.key, call.value, call.igate, call.fgate)
-    query, key, value, write, keep = (t.transpose(1, 2) for t in widened(*given))
-    query, key, write, keep = hold(query), hold(key), hold(write), functional.logsigmoid(hold(keep))
-    tops = [torch.zeros_like(keep[:, 0]) if call.m_initial is None else call.m_initial[..., 0].to(keep.dtype)]
-    for t in range(keep.shape[1]):
-        tops.append(torch.maximum(keep[:, t] + tops[-1], write[:, t]))
-    before, after = torch.stack(tops[:-1], 1), torch.stack(tops[1:], 1)
+    dtype, config = call.query.dtype, call.self.config
+    arguments = (call.query, call.key, call.value, call.igate, call.fgate)
+    query, key, value, write, forget = (t.transpose(1, 2) for t in widen_tensors(*arguments))
+    query, key, write, forget = hold(query), hold(key), hold(write), functional.logsigmoid(hold(forget))
+    running_maxima = [
+        torch.zeros_like(forget[:, 0]) if call.m_initial is None else call.m_initial[..., 0].to(forget.dtype)
+    ]
+    for t in range(forget.shape[1]):
+        running_maxima.append(torch.maximum(forget[:, t] + running_maxima[-1], write[:, t]))
+    previous_maxima, new_maxima = torch.stack(running_maxima[:-1], 1), torch.stack(running_maxima[1:], 1)
     initial = None
     if call.c_initial is not None:
-        initial = torch.cat([call.c_initial, call.n_initial[..., None]], -1).to(keep.dtype)
+        initial = torch.cat([call.c_initial, call.n_initial[..., None]], -1).to(forget.dtype)
     cell = SequenceCell(
         ("head", "key", "value"),
-        decay=((keep + before - after)[..., None, None],),
+        decay=((forget + previous_maxima - new_maxima)[..., None, None],),
         write=(
-            (torch.exp(write - after)[..., None] * key)[..., None],
+            (torch.exp(write - new_maxima)[..., None] * key)[..., None],
             torch.cat([value, torch.ones_like(value[..., :1])], -1)[..., None, :],
         ),
         read=(query * key.shape[-1] ** -0.5)[..., None],
@@ -216,18 +221,18 @@ def _matrix_memory(call: Any, hold: Hold) -> Reading:
         relative=True,
     )
 
-    def finish(y: Tensor, last: Tensor) -> Any:
-        scale = torch.maximum(y[..., -1:].abs(), torch.exp(-after)[..., None]) + config.eps
-        h = (y[..., :-1] / scale).transpose(1, 2).to(kind)
-        is_asked = config.return_last_states if call.return_last_states is None else call.return_last_states
-        if "inference" not in (call.mode or config.mode) and not is_asked:
+    def finish(y: Tensor, last_state: Tensor) -> Any:
+        scale = torch.maximum(y[..., -1:].abs(), torch.exp(-new_maxima)[..., None]) + config.eps
+        h = (y[..., :-1] / scale).transpose(1, 2).to(dtype)
+        returns_states = config.return_last_states if call.return_last_states is None else call.return_last_states
+        if "inference" not in (call.mode or config.mode) and not returns_states:
             return h
-        return h, (last[..., :-1], last[..., -1], tops[-1][..., None])
+        return h, (last_state[..., :-1], last_state[..., -1], running_maxima[-1][..., None])
 
     return Reading(cell, finish)
 
 
-def _lightning(call: Any, hold: Hold) -> Reading:
+def _read_lightning(call: Any, hold: Hold) -> Reading:
     """Read MiniMax's lightning attention: one fixed decay per head; arXiv:2501.08313, section 2.2.1, eqs. 6-9.
 
     Its scan stands inside the layer's forward, so that the reader has what stands before and after it, too.
@@ -239,7 +244,7 @@ def _lightning(call: Any, hold: Hold) -> Reading:
     states = layer.act_fn(layer.qkv_proj(x))
     states = sys.modules[type(layer).__module__].apply_mask_to_padding_states(states, call.attention_mask)
     states = states.reshape(*x.shape[:2], layer.num_attention_heads, 3 * layer.head_dim)
-    query, key, value, rate = widened(*states.split(layer.head_dim, dim=3), layer.slope_rate)
+    query, key, value, rate = widen_tensors(*states.split(layer.head_dim, dim=3), layer.slope_rate)
     cell = SequenceCell(
         ("head", "key", "value"),
         decay=(-rate[None, None],),
@@ -248,9 +253,9 @@ def _lightning(call: Any, hold: Hold) -> Reading:
         contracted=-2,
     )
 
-    def finish(y: Tensor, last: Tensor) -> Any:
+    def finish(y: Tensor, last_state: Tensor) -> Any:
         normed = layer.norm(y.to(x.dtype).reshape(*x.shape[:2], -1))
-        return layer.out_proj(torch.sigmoid(layer.output_gate(x)) * normed), last.to(x.dtype)
+        return layer.out_proj(torch.sigmoid(layer.output_gate(x)) * normed), last_state.to(x.dtype)
 
     return Reading(cell, finish)
 
@@ -261,16 +266,16 @@ _KEYS = (("num_v_heads", "num_heads"), ("head_k_dim", "head_dim"), ("head_v_dim"
 
 #: Families by the name of their scan function in a modelling module.
 FUNCTIONS = {
-    "mamba_selective_scan": Family("mamba", ("channel", "state_unit"), _MIXER, _selective, is_quadratic=True),
-    "mamba2_chunk_scan": Family("mamba2", ("head", "channel", "state_unit"), _HEADS, _chunked),
-    "torch_chunk_gated_delta_rule": Family("gated_delta", ("head", "key", "value"), _KEYS, _delta),
-    "chunk_kimi_delta_attention": Family("kimi_delta", ("head", "key", "value"), _KEYS, _delta),
+    "mamba_selective_scan": Family("mamba", ("channel", "state_unit"), _MIXER, _read_selective_scan, is_quadratic=True),
+    "mamba2_chunk_scan": Family("mamba2", ("head", "channel", "state_unit"), _HEADS, _read_chunked_scan),
+    "torch_chunk_gated_delta_rule": Family("gated_delta", ("head", "key", "value"), _KEYS, _read_delta_rule),
+    "chunk_kimi_delta_attention": Family("kimi_delta", ("head", "key", "value"), _KEYS, _read_delta_rule),
     "rwkv_linear_attention": Family(
-        "rwkv", ("channel", "part"), lambda layer: (layer.attention_hidden_size, 2), _weighted_mean
+        "rwkv", ("channel", "part"), lambda layer: (layer.attention_hidden_size, 2), _read_weighted_mean
     ),
 }
 #: Families by the name of the method that is their scan.
-METHODS = {"_rnn_scan": Family("rg_lru", ("channel",), lambda layer: layer.recurrent_param.shape, _gated_linear)}
+METHODS = {"_rnn_scan": Family("rg_lru", ("channel",), lambda layer: layer.recurrent_param.shape, _read_gated_linear)}
 
 
 #: Families by the name of the class whose ``forward`` is the scan: of a module that the layer makes.
@@ -280,7 +285,7 @@ PARTS = {
         ("head", "key", "value"),
         # The values have the normaliser in addition.
         lambda layer: (n := layer.config.num_heads, layer.qk_dim // n, layer.v_dim // n + 1),
-        _matrix_memory,
+        _read_matrix_memory,
     )
 }
 
@@ -291,7 +296,7 @@ LAYERS = {
         "lightning",
         ("head", "key", "value"),
         lambda layer: (layer.num_attention_heads, layer.head_dim, layer.head_dim),
-        _lightning,
+        _read_lightning,
     )
 }
 
@@ -318,59 +323,59 @@ def register(function: str, family: Family) -> None:
     """
     if not (function.isidentifier() and isinstance(family, Family)):
         raise InputError("A family needs the name of a scan function.", got=f"{function!r}, {family!r}")
-    if function in FUNCTIONS or family.name in {known.name for known in families()}:
-        known_names = ", ".join(f"{known.name}" for known in families())
+    if function in FUNCTIONS or family.name in {existing.name for existing in families()}:
+        known_names = ", ".join(f"{existing.name}" for existing in families())
         raise InputError(f"A family of {function!r} or {family.name!r} exists.", got=f"known: {known_names}")
     FUNCTIONS[function] = family
 
 
-def scan_of(kind: type[nn.Module]) -> tuple[Any, str, Family] | None:
+def scan_of(layer_class: type[nn.Module]) -> tuple[Any, str, Family] | None:
     """Return the owner of the scan that a class of layers calls, its name there and its family; None for no scan."""
     for name, family in METHODS.items():
-        if name in vars(kind):
-            return kind, name, family
-    module = sys.modules.get(kind.__module__)
-    called = _called(kind)
-    if kind.__name__ in LAYERS:
-        return kind, "forward", LAYERS[kind.__name__]
+        if name in vars(layer_class):
+            return layer_class, name, family
+    module = sys.modules.get(layer_class.__module__)
+    names = _global_names(layer_class)
+    if layer_class.__name__ in LAYERS:
+        return layer_class, "forward", LAYERS[layer_class.__name__]
     for name, family in PARTS.items():
-        if name in called and isinstance(getattr(module, name, None), type):
+        if name in names and isinstance(getattr(module, name, None), type):
             return getattr(module, name), "forward", family
     for name, family in FUNCTIONS.items():
-        if name in called and callable(getattr(module, name, None)):
+        if name in names and callable(getattr(module, name, None)):
             return module, name, family
     return None
 
 
-def _called(kind: type) -> set[str]:
+def _global_names(layer_class: type) -> set[str]:
     """Return the global names that the methods of a class refer to."""
-    found: set[str] = set()
-    for method in vars(kind).values():
+    names: set[str] = set()
+    for method in vars(layer_class).values():
         code = getattr(inspect.unwrap(method), "__code__", None) if inspect.isfunction(method) else None
-        found.update(() if code is None else code.co_names)
-    return found
+        names.update(() if code is None else code.co_names)
+    return names
 
 
-def sequence_modules(named: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, Family]]:
+def sequence_modules(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, Family]]:
     """List the whole-sequence layers among named modules, with their families."""
-    found = []
-    for path, module in named:
+    sequence_layers = []
+    for path, module in modules:
         scan = None if type(module).__module__.startswith("torch.") else scan_of(type(module))
         if scan is not None:
-            found.append((path, module, scan[2]))
-    return found
+            sequence_layers.append((path, module, scan[2]))
+    return sequence_layers
 
 
 def state_sizes(module: nn.Module, family: Family) -> tuple[tuple[str, int], ...]:
     """Return the axes of a layer's state with their sizes; 0 where the module does not have the size."""
     if callable(family.sizes):
         return tuple(zip(family.axes, map(int, family.sizes(module)), strict=True))
-    holders = [module, *(h for h in (getattr(module, "config", None),) if h is not None)]
-    found = (
-        next((n for name in names for h in holders if isinstance(n := getattr(h, name, None), int)), 0)
+    size_sources = [module, *(source for source in (getattr(module, "config", None),) if source is not None)]
+    sizes = (
+        next((n for name in names for source in size_sources if isinstance(n := getattr(source, name, None), int)), 0)
         for names in family.sizes
     )
-    return tuple(zip(family.axes, found, strict=True))
+    return tuple(zip(family.axes, sizes, strict=True))
 
 
 def read_call(original: Any, family: Family, hold: Hold, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reading:
@@ -382,11 +387,11 @@ def read_call(original: Any, family: Family, hold: Hold, args: Sequence[Any], kw
     except AttributeError as error:
         raise UnsupportedError(
             f"The scan function of {family.name} takes other arguments than rnnlens reads.",
-            got=f"transformers {version()}: {original.__module__}.{original.__name__}, {error}",
+            got=f"transformers {transformers_version()}: {original.__module__}.{original.__name__}, {error}",
             expected=f"the arguments of {TESTED}",
         ) from error
 
 
-def version() -> str:
+def transformers_version() -> str:
     """Return the version of transformers that is loaded."""
     return str(getattr(sys.modules.get("transformers"), "__version__", "?"))

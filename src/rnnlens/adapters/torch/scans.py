@@ -1,7 +1,7 @@
 """Scans of whole-sequence layers: replaced for one pass by a linear recurrence that keeps states and is swept back.
 
-For one forward pass :func:`seams` replaces the scan functions of the families (``scan_families``) in the modelling
-modules of a model; the replacement runs in time and memory linear in the number of steps.
+For one forward pass :func:`replaced_scans` replaces the scan functions of the families (``scan_families``) in the
+modelling modules of a model; the replacement runs in time and memory linear in the number of steps.
 """
 
 from __future__ import annotations
@@ -20,142 +20,142 @@ from ...errors import UnsupportedError
 from ...recurrence.sequence import SequenceCell, forward, sweep
 from ..protocol import SequenceCall
 from ..shared import hook_in_this_thread, substitute_in_this_thread
-from .public import ANY_SCAN, SCANS_RUN, in_order_of_time
-from .scan_families import TESTED, Family, read_call, scan_of, sequence_modules, version, widened
+from .public import ANY_SCAN, SCANS_RUN, scan_by_steps
+from .scan_families import TESTED, Family, read_call, scan_of, sequence_modules, transformers_version, widen_tensors
 
 
 class _Scan(torch.autograd.Function):  # type: ignore[misc]
     """Autograd function of a sequence cell: outputs of all steps and the last state, which has no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, cell: SequenceCell, names: tuple[str, ...], *parts: Tensor) -> tuple[Tensor, Tensor]:
-        y, before, last = forward(_assembled(cell, parts))
-        ctx.cell, ctx.names, ctx.before = cell, names, before
-        ctx.save_for_backward(*parts)
-        ctx.mark_non_differentiable(last)
-        return y, last
+    def forward(ctx: Any, cell: SequenceCell, names: tuple[str, ...], *coefficients: Tensor) -> tuple[Tensor, Tensor]:
+        outputs, previous_states, last_state = forward(_with_parts(cell, coefficients))
+        ctx.cell, ctx.names, ctx.previous_states = cell, names, previous_states
+        ctx.save_for_backward(*coefficients)
+        ctx.mark_non_differentiable(last_state)
+        return outputs, last_state
 
     @staticmethod
     def backward(ctx: Any, output_grad: Tensor, _last: Any) -> tuple[Any, ...]:
-        cell, whole = _assembled(ctx.cell, ctx.saved_tensors), {}
-        pieces: dict[str, list[Any]] = {name: [] for name in ctx.names}
-        for chunk, arriving in sweep(cell, ctx.before, output_grad):
+        cell, part_grads = _with_parts(ctx.cell, ctx.saved_tensors), {}
+        chunk_grads: dict[str, list[Any]] = {name: [] for name in ctx.names}
+        for chunk, initial_grad in sweep(cell, ctx.previous_states, output_grad):
             for name, grad in chunk.part_grads().items():
-                pieces[name].append(grad)
-            whole["initial"] = arriving
-        for name, part in cell.parts.items():
+                chunk_grads[name].append(grad)
+            part_grads["initial"] = initial_grad
+        for name, coefficient in cell.parts.items():
             if name != "initial":
-                found = pieces[name]
-                whole[name] = sum(found[1:], found[0]) if part.shape[1] == 1 else torch.cat(found[::-1], 1)
-        return (None, None, *(whole[name] for name in ctx.names))
+                grads = chunk_grads[name]
+                part_grads[name] = sum(grads[1:], grads[0]) if coefficient.shape[1] == 1 else torch.cat(grads[::-1], 1)
+        return (None, None, *(part_grads[name] for name in ctx.names))
 
 
-def _assembled(cell: SequenceCell, parts: Sequence[Tensor]) -> SequenceCell:
-    """Return the cell with its coefficient arrays replaced by ``parts``, in the order of ``SequenceCell.parts``."""
-    rest = iter(parts)
-    return cell.with_parts(lambda _: next(rest))
+def _with_parts(cell: SequenceCell, coefficients: Sequence[Tensor]) -> SequenceCell:
+    """Return the cell with its coefficient arrays replaced, in the order of ``SequenceCell.parts``."""
+    remaining = iter(coefficients)
+    return cell.with_parts(lambda _: next(remaining))
 
 
 def scan(cell: SequenceCell) -> tuple[Tensor, Tensor]:
     """Return outputs and last state of a sequence cell of tensors, with gradients in linear time."""
-    parts, constant = cell.parts, cell.with_parts(torch.Tensor.detach)
-    return _Scan.apply(constant, tuple(parts), *parts.values())  # type: ignore[no-any-return]
+    coefficients, detached_cell = cell.parts, cell.with_parts(torch.Tensor.detach)
+    return _Scan.apply(detached_cell, tuple(coefficients), *coefficients.values())  # type: ignore[no-any-return]
 
 
 @dataclass
 class ScanRecorder:
     """Scans of one forward pass; tensors of ``records`` are inside the graph.
 
-    ``wanted``: paths of the layers whose calls are recorded. ``held``: coefficients are held constant (frozen map).
-    ``model``: the model in which declared scans are stored. ``ran``: samples and steps of every layer whose scan ran.
-    ``inside``: paths of the layers that run now, innermost last; ``entered``: of all layers that were called.
-    ``sweep_size``: numbers that the largest sweep of all scans holds for one cotangent.
+    ``requested``: paths of the layers whose calls are recorded. ``is_frozen``: coefficients are held constant (frozen
+    map). ``model``: the model in which declared scans are stored. ``scan_sizes``: samples and steps of every layer
+    whose scan ran. ``running_layers``: paths of the layers that run now, innermost last; ``called_layers``: of all
+    layers that were called. ``sweep_size``: numbers that the largest sweep of all scans holds for one cotangent.
     """
 
-    wanted: Collection[str]
-    held: bool = False
+    requested: Collection[str]
+    is_frozen: bool = False
     model: nn.Module | None = None
     records: list[SequenceCall] = field(default_factory=list)
-    ran: dict[str, tuple[int, int]] = field(default_factory=dict)
-    inside: list[str] = field(default_factory=list)
-    entered: set[str] = field(default_factory=set)
+    scan_sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    running_layers: list[str] = field(default_factory=list)
+    called_layers: set[str] = field(default_factory=set)
     sweep_size: int = 0
 
     def enter(self, path: str, *_: Any) -> None:
         """Put a layer on the stack of running layers (forward pre-hook)."""
-        self.inside.append(path)
-        self.entered.add(path)
+        self.running_layers.append(path)
+        self.called_layers.add(path)
 
     def leave(self, *_: Any) -> None:
         """Remove the innermost layer from the stack of running layers (forward hook)."""
-        del self.inside[-1:]
+        del self.running_layers[-1:]
 
     def hold(self, tensor: Tensor) -> Tensor:
         """Return a coefficient of a scan, detached if coefficients are held constant (frozen map)."""
-        return tensor.detach() if self.held else tensor
+        return tensor.detach() if self.is_frozen else tensor
 
     def _run(
         self, path: str, cell: SequenceCell, tensors: Sequence[Any], gate: Tensor | None = None, *, is_wanted: bool
     ) -> tuple[Tensor, Tensor, SequenceCall | None]:
         """Run the scan of a layer; return its outputs, its last state and, if ``is_wanted``, its record."""
-        y, last = scan(cell)
-        self.ran[path] = (cell.shape[0], cell.steps)
+        y, last_state = scan(cell)
+        self.scan_sizes[path] = (cell.shape[0], cell.steps)
         self.sweep_size = max(self.sweep_size, cell.sweep_size)
         if not is_wanted:
-            return y, last, None
+            return y, last_state, None
         y = y if y.requires_grad else y.requires_grad_()
         # The coarsest dtype of the call's tensors, at most float32, in which the models' own scans compute.
-        kinds = {t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()}
-        coarser = sorted(str(kind) for kind in kinds if kind.itemsize < 4)
-        dtype = (coarser[0] if coarser else "torch.float32").removeprefix("torch.")
+        dtypes = {t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()}
+        half_dtypes = sorted(str(dtype) for dtype in dtypes if dtype.itemsize < 4)
+        dtype = (half_dtypes[0] if half_dtypes else "torch.float32").removeprefix("torch.")
         self.records.append(SequenceCall(path, cell, y, gate=gate, compute_dtype=dtype))
-        return y, last, self.records[-1]
+        return y, last_state, self.records[-1]
 
-    def declared(self, a: Tensor, b: Tensor, initial: Any, function: Any, name: str | None) -> Tensor:
+    def declared_scan(self, a: Tensor, b: Tensor, initial: Any, function: Any, name: str | None) -> Tensor:
         """Run and record one scan declared by ``rl.torch.scan``; return its states."""
-        count = sum(path.startswith("scan") for path in self.ran)
-        path = name or (f"scan_{count}" if count else "scan")
+        scan_count = sum(path.startswith("scan") for path in self.scan_sizes)
+        path = name or (f"scan_{scan_count}" if scan_count else "scan")
         axes = ("unit",) if a.dim() == 3 else ("head", "channel")
-        x, decay = widened(b, a)
+        x, decay = widen_tensors(b, a)
         cell = SequenceCell(axes, (self.hold(decay),), (x,), logarithmic=False, initial=initial)
-        is_wanted = path in self.wanted or ANY_SCAN in self.wanted
+        is_wanted = path in self.requested or ANY_SCAN in self.requested
         states, _, record = self._run(path, cell, (a, b), is_wanted=is_wanted)
         if self.model is not None:
             SCANS_RUN.setdefault(self.model, {})[path] = tuple(zip(axes, map(int, cell.shape[2:]), strict=True))
         if record is not None:
-            given = (a, b) if initial is None else (a, b, initial)
+            arguments = (a, b) if initial is None else (a, b, initial)
             with torch.no_grad():
-                record.mismatch = _mismatch(states, (function or in_order_of_time)(*given))
+                record.mismatch = _mismatch(states, (function or scan_by_steps)(*arguments))
             states = states.clone()
         return states.to(b.dtype)
 
-    def around(self, original: Callable[..., Any], family: Family) -> Callable[..., Any]:
+    def replacement(self, original: Callable[..., Any], family: Family) -> Callable[..., Any]:
         """Return a replacement of a model's scan function that records the scan and returns the same outputs."""
 
-        def replaced(*args: Any, **kwargs: Any) -> Any:
+        def recorded_scan(*args: Any, **kwargs: Any) -> Any:
             reading = read_call(original, family, self.hold, args, kwargs)
-            path = self.inside[-1] if self.inside else ""
-            tensors, is_wanted = (*args, *kwargs.values()), path in self.wanted
-            y, last, record = self._run(path, reading.cell, tensors, reading.gate, is_wanted=is_wanted)
+            path = self.running_layers[-1] if self.running_layers else ""
+            tensors, is_wanted = (*args, *kwargs.values()), path in self.requested
+            y, last_state, record = self._run(path, reading.cell, tensors, reading.gate, is_wanted=is_wanted)
             if record is None:
-                return reading.finish(y, last)
-            result = reading.finish(y.clone(), last)
+                return reading.finish(y, last_state)
+            result = reading.finish(y.clone(), last_state)
             with torch.no_grad():
-                record.mismatch = _mismatch(result, original(*map(_unhooked, args), **kwargs))
+                record.mismatch = _mismatch(result, original(*map(_without_hooks, args), **kwargs))
             return result
 
-        return substitute_in_this_thread(replaced, original)
+        return substitute_in_this_thread(recorded_scan, original)
 
 
-def _unhooked(value: Any) -> Any:
+def _without_hooks(value: Any) -> Any:
     """Return a substitute for a module, with its attributes, that calls submodules without their hooks."""
     if not isinstance(value, nn.Module):
         return value
     names = {*vars(value), *value._buffers, *value._parameters, *dir(type(value))} - set(dir(nn.Module))
-    plain = SimpleNamespace(**{name: getattr(value, name) for name in names})
+    substitute = SimpleNamespace(**{name: getattr(value, name) for name in names})
     for name, child in value.named_children():
-        setattr(plain, name, child.forward)
-    return plain
+        setattr(substitute, name, child.forward)
+    return substitute
 
 
 def _mismatch(replaced: Any, original: Any) -> float:
@@ -166,7 +166,7 @@ def _mismatch(replaced: Any, original: Any) -> float:
 
 
 @contextmanager
-def seams(modules: Sequence[tuple[str, nn.Module]], recorder: ScanRecorder) -> Iterator[ScanRecorder]:
+def replaced_scans(modules: Sequence[tuple[str, nn.Module]], recorder: ScanRecorder) -> Iterator[ScanRecorder]:
     """Replace the scan functions of a model's whole-sequence layers within the block.
 
     Raises
@@ -182,16 +182,18 @@ def seams(modules: Sequence[tuple[str, nn.Module]], recorder: ScanRecorder) -> I
             stack.callback(module.register_forward_pre_hook(enter).remove)
             leave = hook_in_this_thread(recorder.leave)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-        for owner, name, family in dict.fromkeys(s for _, m, _ in layers if (s := scan_of(type(m))) is not None):
+        for owner, name, family in dict.fromkeys(
+            scan_owner for _, module, _ in layers if (scan_owner := scan_of(type(module))) is not None
+        ):
             original = vars(owner)[name]
             stack.callback(setattr, owner, name, original)
-            setattr(owner, name, recorder.around(original, family))
+            setattr(owner, name, recorder.replacement(original, family))
         yield recorder
     for path, module, family in layers:
-        if path in recorder.entered and path not in recorder.ran:
+        if path in recorder.called_layers and path not in recorder.scan_sizes:
             raise UnsupportedError(
                 f"Layer {path!r} ({type(module).__name__}, {family.name}) ran without a call of its scan function.",
-                got=f"transformers {version()}, {'training' if module.training else 'evaluation'} mode",
+                got=f"transformers {transformers_version()}, {'training' if module.training else 'evaluation'} mode",
                 expected=f"the PyTorch scan of {TESTED}, over more than one step",
                 hint="training=False, at least 2 steps, use_cache=False, and a model without fused kernels",
             )
@@ -200,8 +202,8 @@ def seams(modules: Sequence[tuple[str, nn.Module]], recorder: ScanRecorder) -> I
 def _refuse_rescaling(modules: Sequence[tuple[str, nn.Module]]) -> None:
     """Raise ``UnsupportedError`` for an RWKV that would rescale its weights in place in the coming pass."""
     for path, module in modules:
-        rescaled = getattr(module, "layers_are_rescaled", None)
-        if rescaled is not None and rescaled == module.training and module.config.rescale_every > 0:
+        is_rescaled = getattr(module, "layers_are_rescaled", None)
+        if is_rescaled is not None and is_rescaled == module.training and module.config.rescale_every > 0:
             mode = "train()" if module.training else "eval()"
             raise UnsupportedError(
                 f"{type(module).__name__} ({path!r}) changes its weights in its first pass in this mode.",

@@ -19,9 +19,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...errors import UnsupportedError
 from ..protocol import RecurrentCall
 from .assemble import Assembler
-from .cells import as_tuple, widened
-from .inputs import with_clones
-from .lineage import StateLink, upstream
+from .cells import as_tuple, at_least_float32
+from .inputs import clone_tensors
+from .lineage import StateLink, upstream_nodes
 from .record import CallOwner, CallRecord, CallRecorder, LayerRecord, Packing, PassRules, Recurrence, broken_recurrences
 from .weights import NAMES, class_of, node_name, torch_name
 
@@ -41,13 +41,13 @@ class TrainingCall:
 
     ``steps``: detached tensors that each call returned: output (for a packed sequence its data) and final states of a
     module, the new states of a cell. ``grads``: their gradients by (index of the tensor, step), summed over backward
-    passes; the scale of a GradScaler is not divided out. Of a cell they are total gradients, ``through`` is the part
-    that came through the cell itself, and ``fed_itself`` says that the two cannot be separated, because the state was
-    the input as well.
+    passes; the scale of a GradScaler is not divided out. Of a cell they are total gradients, ``inner_grads`` is the
+    part that came through the cell itself, and ``is_own_input`` says that the two cannot be separated, because the
+    state was the input as well.
 
     ``weights`` are by layer index and direction, under torch's names. If a replay is needed, they are copies, because
     the step changes the user's; ``args`` and ``kwargs`` are detached copies of a module's arguments, ``inputs`` those
-    of a cell. ``random``: state of the random generator before dropout between stacked layers.
+    of a cell. ``rng_state``: state of the random generator before dropout between stacked layers.
     """
 
     path: str
@@ -57,18 +57,18 @@ class TrainingCall:
     number: int
     autocast: torch.dtype | None = None
     #: Whether the step may have computed it with TF32; a replay does not.
-    tf32: bool = False
+    used_tf32: bool = False
     steps: list[list[Tensor]] = field(default_factory=list)
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     packed: PackedSequence | None = None
-    random: Tensor | None = None
+    rng_state: Tensor | None = None
     initial: list[Tensor] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)
     grads: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    through: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    inner_grads: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     backwards: set[int] = field(default_factory=set)
-    fed_itself: bool = False
+    is_own_input: bool = False
 
     @property
     def is_loop(self) -> bool:
@@ -80,19 +80,25 @@ class TrainingCall:
         """Tensors that a fused module returned; for a finished loop over a cell its states (sample, time, unit)."""
         return self.steps[0]
 
-    def finished(self) -> TrainingCall:
+    def with_joined_steps(self) -> TrainingCall:
         """Join the steps of a loop over a cell to one call with direct gradients; return any other call unchanged."""
         if not self.is_loop:
             return self
         states, grads = [], {}
-        for place, by_step in enumerate(zip(*self.steps, strict=True)):
-            direct = [self.grads.get((place, step), torch.zeros_like(state)) for step, state in enumerate(by_step)]
-            for at in self.grads.keys() & self.through.keys():
-                if at[0] == place:
-                    direct[at[1]] = self.grads[at] - self.through[at]
-            states.append(_stacked(by_step))
-            grads[place, 0] = _stacked(direct)
-        args = (_stacked(self.inputs), tuple(_rows(state) for state in self.initial)) if self.inputs else ()
+        for index, state_steps in enumerate(zip(*self.steps, strict=True)):
+            direct_grads = [
+                self.grads.get((index, step), torch.zeros_like(state)) for step, state in enumerate(state_steps)
+            ]
+            for key in self.grads.keys() & self.inner_grads.keys():
+                if key[0] == index:
+                    direct_grads[key[1]] = self.grads[key] - self.inner_grads[key]
+            states.append(_stack_steps(state_steps))
+            grads[index, 0] = _stack_steps(direct_grads)
+        args = (
+            (_stack_steps(self.inputs), tuple(_with_sample_axis(state) for state in self.initial))
+            if self.inputs
+            else ()
+        )
         return replace(self, steps=[states], grads=grads, args=args)
 
 
@@ -103,61 +109,65 @@ class TrainingLoops:
     """
 
     def __init__(self) -> None:
-        self._at: Any = WeakTensorKeyDictionary()
+        self._loop_of_state: Any = WeakTensorKeyDictionary()
 
-    def step(self, arguments: CellArguments, new: list[Tensor], begin: Callable[[], TrainingCall]) -> TrainingCall:
-        """Record a call of a cell that returned the states ``new``; ``begin`` makes the record of a new loop."""
-        _, given = arguments
-        known = [self._at.get(state) for state in given]
-        loop = known[0][0] if known and known[0] is not None else None
+    def step(
+        self, arguments: CellArguments, new_states: list[Tensor], make_loop: Callable[[], TrainingCall]
+    ) -> TrainingCall:
+        """Record a call of a cell that returned ``new_states``; ``make_loop`` makes the record of a new loop."""
+        _, states = arguments
+        loop_positions = [self._loop_of_state.get(state) for state in states]
+        loop = loop_positions[0][0] if loop_positions and loop_positions[0] is not None else None
         if loop is not None:
-            pairs = zip(given, loop.steps[-1], strict=True)
-            is_next = known == [(loop, place) for place in range(len(loop.initial))]
-            if not is_next or any(state.data_ptr() != last.data_ptr() for state, last in pairs):
+            pairs = zip(states, loop.steps[-1], strict=True)
+            is_next = loop_positions == [(loop, index) for index in range(len(loop.initial))]
+            if not is_next or any(state.data_ptr() != last_state.data_ptr() for state, last_state in pairs):
                 loop = None
         if loop is None:
-            loop = begin()
-            loop.initial = [state.detach().clone() for state in given or map(torch.zeros_like, new)]
-        for place, state in enumerate(new):
-            self._at[state] = (loop, place)
-        loop.steps.append([state.detach() for state in new])
+            loop = make_loop()
+            loop.initial = [state.detach().clone() for state in states or map(torch.zeros_like, new_states)]
+        for index, state in enumerate(new_states):
+            self._loop_of_state[state] = (loop, index)
+        loop.steps.append([state.detach() for state in new_states])
         return loop
 
 
-def add_to(grads: dict[Any, Tensor], key: Any, grad: Tensor) -> None:
+def add_gradient(grads: dict[Any, Tensor], key: Any, grad: Tensor) -> None:
     """Add a gradient to those stored under a key, as a copy, since torch may reuse its memory."""
     grads[key] = grads[key] + grad.detach() if key in grads else grad.detach().clone()
 
 
 def record_inner_gradients(
-    loop: TrainingCall, arguments: CellArguments, new: list[Tensor], on: Callable[[], bool]
+    loop: TrainingCall, arguments: CellArguments, new_states: list[Tensor], is_recording: Callable[[], bool]
 ) -> None:
     """Record the gradients that pass through a loop's last call to the states it was fed, and between its new states.
 
     The latter occur in an LSTM, whose hidden state is computed from its new cell state. Nothing is recorded while
-    ``on()`` is False.
+    ``is_recording()`` is False.
     """
-    step, (x, given) = len(loop.steps) - 1, arguments
-    loop.fed_itself |= any(x is state for state in given)
-    ends = {(state.grad_fn, state.output_nr): (place, step) for place, state in enumerate(new)}
+    step, (x, states) = len(loop.steps) - 1, arguments
+    loop.is_own_input |= any(x is state for state in states)
+    state_edges = {(state.grad_fn, state.output_nr): (index, step) for index, state in enumerate(new_states)}
     if step:
-        ends |= {(state.grad_fn, state.output_nr): (place, step - 1) for place, state in enumerate(given)}
+        state_edges |= {(state.grad_fn, state.output_nr): (index, step - 1) for index, state in enumerate(states)}
 
-    def recorder(edge: int, at: tuple[int, int]) -> Any:
-        def hook(inner: tuple[Tensor | None, ...], outer: Any) -> None:
-            grad = inner[edge]
-            if grad is not None and on():
-                add_to(loop.through, at, grad)
+    def recorder(edge: int, tensor_and_step: tuple[int, int]) -> Any:
+        def hook(grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any) -> None:
+            grad = grad_inputs[edge]
+            if grad is not None and is_recording():
+                add_gradient(loop.inner_grads, tensor_and_step, grad)
 
         return hook
 
-    for node in upstream([state.grad_fn for state in new], {x.grad_fn, *(state.grad_fn for state in given)}):
+    for node in upstream_nodes(
+        [state.grad_fn for state in new_states], {x.grad_fn, *(state.grad_fn for state in states)}
+    ):
         for edge, parent in enumerate(node.next_functions):
-            if parent in ends:
-                node.register_hook(recorder(edge, ends[parent]))
+            if parent in state_edges:
+                node.register_hook(recorder(edge, state_edges[parent]))
 
 
-def joined(calls: Sequence[TrainingCall]) -> tuple[list[TrainingCall], list[str]]:
+def join_loops(calls: Sequence[TrainingCall]) -> tuple[list[TrainingCall], list[str]]:
     """Join the steps of finished loops; return all calls, and notes.
 
     Cells whose state is changed at every step, or is also their input, are left out.
@@ -166,27 +176,30 @@ def joined(calls: Sequence[TrainingCall]) -> tuple[list[TrainingCall], list[str]
     for call in calls:
         if call.is_loop:
             loops.setdefault(call.path, []).append(call)
-    lengths = {path: [len(loop.steps) for loop in several] for path, several in loops.items()}
-    changed = [path for path, steps in lengths.items() if len(steps) > 2 and max(steps) == 1]
-    itself = [path for path, several in loops.items() if any(loop.fed_itself for loop in several)]
-    words = ((changed, "its state is changed between its steps"), (itself, "its own state is also its input"))
+    lengths = {path: [len(loop.steps) for loop in path_loops] for path, path_loops in loops.items()}
+    changed_paths = [path for path, steps in lengths.items() if len(steps) > 2 and max(steps) == 1]
+    fed_to_itself = [path for path, path_loops in loops.items() if any(loop.is_own_input for loop in path_loops)]
+    reasons = (
+        (changed_paths, "its state is changed between its steps"),
+        (fed_to_itself, "its own state is also its input"),
+    )
     notes = [
-        f"{path}: {why}, so it is not recorded in batch mode. A probe records it."
-        for paths, why in words
+        f"{path}: {reason}, so it is not recorded in batch mode. A probe records it."
+        for paths, reason in reasons
         for path in sorted(paths)
     ]
-    left_out = {*changed, *itself}
-    notes += broken_recurrences({path: steps for path, steps in lengths.items() if path not in left_out})
-    return [call.finished() for call in calls if call.path not in left_out], notes
+    omitted_paths = {*changed_paths, *fed_to_itself}
+    notes += broken_recurrences({path: steps for path, steps in lengths.items() if path not in omitted_paths})
+    return [call.with_joined_steps() for call in calls if call.path not in omitted_paths], notes
 
 
-def _rows(value: Tensor) -> Tensor:
+def _with_sample_axis(value: Tensor) -> Tensor:
     """Return a state as (sample, unit), also for a single sample without sample axis."""
     return value[None] if value.dim() == 1 else value
 
 
-def _stacked(steps: Sequence[Tensor]) -> Tensor:
-    return torch.stack([_rows(value) for value in steps], dim=1)
+def _stack_steps(steps: Sequence[Tensor]) -> Tensor:
+    return torch.stack([_with_sample_axis(value) for value in steps], dim=1)
 
 
 def direct_calls(calls: Sequence[TrainingCall], scale: float) -> list[RecurrentCall]:
@@ -197,37 +210,40 @@ def direct_calls(calls: Sequence[TrainingCall], scale: float) -> list[RecurrentC
     """
     recorder, grads = CallRecorder(PassRules(), weight_grads=False), dict[int, Tensor]()
     for call in calls:
-        run = _recurrence(call)
-        recorder.runs.append(run)
-        taps = [run.visits[0].pieces[0].output, *(tap for tap in run.visits[0].state_taps if tap is not None)]
-        for (place, _), grad in call.grads.items():
-            grads[id(taps[place])] = unscaled(_time_first(call, place, grad), scale)
+        recurrence = _as_recurrence(call)
+        recorder.recurrences.append(recurrence)
+        taps = [
+            recurrence.calls[0].layer_records[0].output,
+            *(tap for tap in recurrence.calls[0].state_taps if tap is not None),
+        ]
+        for (index, _), grad in call.grads.items():
+            grads[id(taps[index])] = unscale(_time_first(call, index, grad), scale)
     return Assembler(recorder, lambda tap: grads.get(id(tap))).calls()
 
 
-def _recurrence(call: TrainingCall) -> Recurrence:
+def _as_recurrence(call: TrainingCall) -> Recurrence:
     """Convert a training call, or its uppermost stacked layer, to a ``Recurrence`` as forward passes record them."""
-    known = class_of(call.module)
-    assert known is not None
-    stacked = isinstance(call.module, nn.RNNBase)
-    top, both = (call.module.num_layers - 1, call.module.bidirectional) if stacked else (0, False)
-    name = node_name(call.path, call.module, top)
-    owner = CallOwner(id(call.module), name, *known, directions=1 + both, stacked=stacked)
-    output, *finals = (_time_first(call, place, value) for place, value in enumerate(call.returned))
-    taps = finals if stacked else [None, *finals]
-    finals = finals if stacked else [output[-1:], *finals]
+    cell_and_activation = class_of(call.module)
+    assert cell_and_activation is not None
+    is_fused = isinstance(call.module, nn.RNNBase)
+    top_layer, bidirectional = (call.module.num_layers - 1, call.module.bidirectional) if is_fused else (0, False)
+    name = node_name(call.path, call.module, top_layer)
+    owner = CallOwner(id(call.module), name, *cell_and_activation, directions=1 + bidirectional, is_fused=is_fused)
+    output, *finals = (_time_first(call, index, value) for index, value in enumerate(call.returned))
+    taps = finals if is_fused else [None, *finals]
+    finals = finals if is_fused else [output[-1:], *finals]
     packing = None
     if call.packed is not None:
         packing = Packing.of(call.packed.batch_sizes, call.packed.unsorted_indices, output.device)
-    weights = [call.weights[top, direction] for direction in ("forward", "backward")[: 1 + both]]
-    start = tuple(torch.zeros_like(state) for state in finals)
-    piece = LayerRecord(output, output, start, output, tuple(finals), weights)
-    raw = start if stacked else tuple(state[0] for state in finals)
-    visit = CallRecord([piece], tuple(taps), StateLink(start, start, raw, (), start), packing=packing)
-    return Recurrence(owner, [visit])
+    weights = [call.weights[top_layer, direction] for direction in ("forward", "backward")[: 1 + bidirectional]]
+    zeros = tuple(torch.zeros_like(state) for state in finals)
+    layer_record = LayerRecord(output, output, zeros, output, tuple(finals), weights)
+    final_states = zeros if is_fused else tuple(state[0] for state in finals)
+    record = CallRecord([layer_record], tuple(taps), StateLink(zeros, zeros, final_states, (), zeros), packing=packing)
+    return Recurrence(owner, [record])
 
 
-def _time_first(call: TrainingCall, place: int, value: Tensor) -> Tensor:
+def _time_first(call: TrainingCall, index: int, value: Tensor) -> Tensor:
     """Reorder a tensor that a recurrent call returned, or its gradient, to the layout that a recorder uses.
 
     The output of a layer is (time, sample, unit), or the data of a packed sequence; a final state is (direction,
@@ -236,18 +252,18 @@ def _time_first(call: TrainingCall, place: int, value: Tensor) -> Tensor:
     """
     module = call.module
     if isinstance(module, nn.RNNCellBase):
-        return value.transpose(0, 1)[-1 if place else 0 :]
-    if place == 0 and call.packed is not None:
+        return value.transpose(0, 1)[-1 if index else 0 :]
+    if index == 0 and call.packed is not None:
         return value
     if value.dim() == 2:  # one sample without sample axis
         value = value[:, None]
-    elif place == 0 and module.batch_first:
+    elif index == 0 and module.batch_first:
         value = value.transpose(0, 1)
-    if place == 0:
+    if index == 0:
         return value
     value = value[-(2 if module.bidirectional else 1) :]
-    order = None if call.packed is None else call.packed.sorted_indices
-    return value if order is None else value.index_select(1, order)
+    sample_order = None if call.packed is None else call.packed.sorted_indices
+    return value if sample_order is None else value.index_select(1, sample_order)
 
 
 class CallReplay(nn.Module):  # type: ignore[misc]
@@ -261,11 +277,11 @@ class CallReplay(nn.Module):  # type: ignore[misc]
         super().__init__()
         self._calls, self._scale = list(calls), scale
         self.deviation = 0.0
-        self.allowed = CLOSE_TO_TF32 if any(call.tf32 for call in calls) else CLOSE[torch.float32]
+        self.allowed = CLOSE_TO_TF32 if any(call.used_tf32 for call in calls) else CLOSE[torch.float32]
         paths = set[str]()
         for call in self._calls:
             device = call.returned[0].device.type
-            if call.random is not None and device != "cpu":
+            if call.rng_state is not None and device != "cpu":
                 raise UnsupportedError(
                     f"Dropout between the stacked layers of {call.path!r} was drawn by a generator of the device.",
                     got=f"dropout={call.module.dropout} on {device}",
@@ -274,22 +290,22 @@ class CallReplay(nn.Module):  # type: ignore[misc]
                 )
             if call.path not in paths:
                 paths.add(call.path)
-                self._put(call)
+                self._add_module(call)
 
     def forward(self, *_inputs: Any) -> list[Any]:
         """Return the tensors of every call: its output, then its final states."""
         returned = []
         for call in self._calls:
             module, device = self.get_submodule(call.path), call.returned[0].device.type
-            if call.random is not None:
-                torch.set_rng_state(call.random)
+            if call.rng_state is not None:
+                torch.set_rng_state(call.rng_state)
             with torch.autocast(device, dtype=call.autocast, enabled=call.autocast is not None):
-                args, kwargs = with_clones((call.args, call.kwargs))
+                args, kwargs = clone_tensors((call.args, call.kwargs))
                 if isinstance(module, nn.RNNCellBase):
-                    returned.append(_looped(module, *args))
+                    returned.append(_run_loop(module, *args))
                     continue
-                first, finals = module(*args, **kwargs)
-            returned.append([first.data if isinstance(first, PackedSequence) else first, *as_tuple(finals)])
+                output, final_states = module(*args, **kwargs)
+            returned.append([output.data if isinstance(output, PackedSequence) else output, *as_tuple(final_states)])
         return returned
 
     def loss(self, returned: list[list[Tensor]]) -> Tensor:
@@ -300,38 +316,38 @@ class CallReplay(nn.Module):  # type: ignore[misc]
         total = None
         for call, tensors in zip(self._calls, returned, strict=True):
             self._compare(call, tensors)
-            for place, tensor in enumerate(tensors):
-                if (place, 0) in call.grads:
-                    term = (widened(tensor) * unscaled(call.grads[place, 0], self._scale)).sum()
+            for index, tensor in enumerate(tensors):
+                if (index, 0) in call.grads:
+                    term = (at_least_float32(tensor) * unscale(call.grads[index, 0], self._scale)).sum()
                     total = term if total is None else total + term
         assert total is not None
         return total
 
     def _compare(self, call: TrainingCall, tensors: Sequence[Tensor]) -> None:
         """Compare the replayed tensors with those of the training step; raise ``UnsupportedError`` if they differ."""
-        for tensor, before in zip(tensors, call.returned, strict=True):
-            far = _deviation(widened(tensor.detach()), widened(before))
-            self.deviation = max(self.deviation, far)
-            if not far <= (CLOSE_TO_TF32 if call.tf32 else CLOSE.get(before.dtype, 1e-4)):
+        for tensor, recorded in zip(tensors, call.returned, strict=True):
+            deviation = _deviation(at_least_float32(tensor.detach()), at_least_float32(recorded))
+            self.deviation = max(self.deviation, deviation)
+            if not deviation <= (CLOSE_TO_TF32 if call.used_tf32 else CLOSE.get(recorded.dtype, 1e-4)):
                 raise UnsupportedError(
                     f"Repeating the calls of {call.path!r} gives other numbers than the training step.",
-                    got=f"a deviation of {far:.1g} of the largest number, from a {type(call.module).__name__}",
+                    got=f"a deviation of {deviation:.1g} of the largest number, from a {type(call.module).__name__}",
                     expected="a layer whose output is that of torch's own kernel",
                     hint="the direct gradients of the step are right; probe mode records the rest",
                 )
 
-    def _put(self, call: TrainingCall) -> None:
+    def _add_module(self, call: TrainingCall) -> None:
         """Add a new module with the weights before the step to this model, under its path in the user's model."""
-        holder: nn.Module = self
-        *above, last = call.path.split(".")
-        for name in above:
-            if name not in holder._modules:
-                holder.add_module(name, nn.Module())
-            holder = holder._modules[name]
-        holder.add_module(last, _fresh(call))
+        parent: nn.Module = self
+        *parents, own_name = call.path.split(".")
+        for name in parents:
+            if name not in parent._modules:
+                parent.add_module(name, nn.Module())
+            parent = parent._modules[name]
+        parent.add_module(own_name, _replay_module(call))
 
 
-def _looped(cell: Any, inputs: Tensor, initial: tuple[Tensor, ...]) -> list[Tensor]:
+def _run_loop(cell: Any, inputs: Tensor, initial: tuple[Tensor, ...]) -> list[Tensor]:
     """Run a cell over inputs (sample, time, feature) and return each of its states as (sample, time, unit)."""
     state: Any = initial if len(initial) > 1 else initial[0]
     states = []
@@ -341,32 +357,39 @@ def _looped(cell: Any, inputs: Tensor, initial: tuple[Tensor, ...]) -> list[Tens
     return [torch.stack(steps, 1) for steps in zip(*states, strict=True)]
 
 
-def _fresh(call: TrainingCall) -> nn.Module:
+def _replay_module(call: TrainingCall) -> nn.Module:
     """Create a module like that of a call, with the recorded weights, without hooks and without a user's forward."""
-    user: Any = call.module
-    kinds = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
-    kind = next(kind for kind in kinds if isinstance(user, kind))
-    names = ["bias"] if issubclass(kind, nn.RNNCellBase) else [*_OPTIONS]
-    names += ["proj_size"] if kind is nn.LSTM else ["nonlinearity"] if kind in (nn.RNN, nn.RNNCell) else []
-    options = {name: getattr(user, name) for name in names}
+    user_module: Any = call.module
+    torch_classes = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+    layer_class = next(layer_class for layer_class in torch_classes if isinstance(user_module, layer_class))
+    names = ["bias"] if issubclass(layer_class, nn.RNNCellBase) else [*_OPTIONS]
+    names += (
+        ["proj_size"] if layer_class is nn.LSTM else ["nonlinearity"] if layer_class in (nn.RNN, nn.RNNCell) else []
+    )
+    options = {name: getattr(user_module, name) for name in names}
     if not call.training and "dropout" in options:  # the replay sets the mode of all modules
         options["dropout"] = 0.0
-    fresh: nn.Module = kind(user.input_size, user.hidden_size, device="meta", **options)
+    replay_module: nn.Module = layer_class(user_module.input_size, user_module.hidden_size, device="meta", **options)
     for (layer, direction), weights in call.weights.items():
         for slot, weight in weights.items():
-            setattr(fresh, torch_name(fresh, layer, f"{direction}/{NAMES[slot]}"), nn.Parameter(weight.clone()))
-    fresh.train(call.training)
-    return fresh
+            setattr(
+                replay_module,
+                torch_name(replay_module, layer, f"{direction}/{NAMES[slot]}"),
+                nn.Parameter(weight.clone()),
+            )
+    replay_module.train(call.training)
+    return replay_module
 
 
-def _deviation(again: Tensor, before: Tensor) -> float:
+def _deviation(replayed: Tensor, recorded: Tensor) -> float:
     """Return the largest difference of replayed values, relative to the largest one; NaN where only one is finite."""
-    alike = (again == before) | (again.isnan() & before.isnan())  # equal infinities and NaNs count as equal
-    far = float(torch.where(alike, 0.0, (again - before).abs()).max())
-    largest = float(torch.where(before.isfinite(), before.abs(), 0.0).max())
-    return far / (largest or 1.0)
+    # Equal infinities and NaNs count as equal.
+    is_equal = (replayed == recorded) | (replayed.isnan() & recorded.isnan())
+    difference = float(torch.where(is_equal, 0.0, (replayed - recorded).abs()).max())
+    largest = float(torch.where(recorded.isfinite(), recorded.abs(), 0.0).max())
+    return difference / (largest or 1.0)
 
 
-def unscaled(grad: Tensor, scale: float) -> Tensor:
+def unscale(grad: Tensor, scale: float) -> Tensor:
     """Divide a gradient by the loss scale, in at least float32."""
-    return widened(grad) if scale == 1.0 else widened(grad) / scale
+    return at_least_float32(grad) if scale == 1.0 else at_least_float32(grad) / scale

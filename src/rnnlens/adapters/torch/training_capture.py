@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .cells import as_tuple, has_own_forward
-from .discover import describe, recurrent_modules, unwrapped
-from .inputs import detached
+from .discover import describe, recurrent_modules, unwrap
+from .inputs import detach_tensors
 from .record import autocast_around, may_use_tf32
-from .training_calls import TrainingCall, TrainingLoops, add_to, joined, record_inner_gradients, unscaled
+from .training_calls import TrainingCall, TrainingLoops, add_gradient, join_loops, record_inner_gradients, unscale
 from .weights import NAMES, cell_weights, class_of, from_torch, node_name
 
 #: Number for no backward pass: torch counts them from 0.
@@ -98,16 +98,16 @@ class WeightGradients:
         model if None), and ``lstm/weight_grad_norm/kernel`` and ``lstm/weight_grad_norm_clipped/kernel`` for one
         weight. Clipped norms are of the gradients that the optimizer used.
         """
-        found = {
-            word: math.hypot(*(norm for key, norm in norms.items() if moved is None or key in moved))
-            for word, norms in self.whole.items()
+        norms_by_name = {
+            norm_name: math.hypot(*(norm for key, norm in norms.items() if moved is None or key in moved))
+            for norm_name, norms in self.whole.items()
         }
-        for word, grads in (("weight_grad_norm", self.accumulated), ("weight_grad_norm_clipped", self.applied)):
+        for norm_name, grads in (("weight_grad_norm", self.accumulated), ("weight_grad_norm_clipped", self.applied)):
             for slot, grad in grads.items():
-                both = any(other.layer == slot.layer and other.direction != slot.direction for other in grads)
-                name = f"{slot.layer}/{slot.direction}" if both else slot.layer
-                found[f"{name}/{word}/{slot.key}"] = float(torch.linalg.vector_norm(grad.double()))
-        return found
+                bidirectional = any(other.layer == slot.layer and other.direction != slot.direction for other in grads)
+                name = f"{slot.layer}/{slot.direction}" if bidirectional else slot.layer
+                norms_by_name[f"{name}/{norm_name}/{slot.key}"] = float(torch.linalg.vector_norm(grad.double()))
+        return norms_by_name
 
     def clipped(self, tolerance: float = 1e-5) -> bool:
         """Return whether the optimizer used other gradients than the accumulated ones."""
@@ -118,36 +118,37 @@ class WeightGradients:
 
     def by_layer(self, which: str = "own") -> dict[str, dict[str, dict[str, Tensor]]]:
         """Return gradients by layer, direction and weight name, in the layout of rnnlens."""
-        found: dict[str, dict[str, dict[str, Tensor]]] = {}
+        gradients: dict[str, dict[str, dict[str, Tensor]]] = {}
         for slot, grad in getattr(self, which).items():
-            there = found.setdefault(slot.layer, {}).setdefault(slot.direction, {})
-            there[slot.key] = from_torch(slot.cell, slot.slot, grad).contiguous()
-        return found
+            direction_gradients = gradients.setdefault(slot.layer, {}).setdefault(slot.direction, {})
+            direction_gradients[slot.key] = from_torch(slot.cell, slot.slot, grad).contiguous()
+        return gradients
 
 
 class WeightGradientCapture:
-    """Recorder of the gradients of recurrent weights while a model trains; of ``everything`` only norms.
+    """Recorder of the gradients of recurrent weights while a model trains; of ``all_parameters`` only norms.
 
     Frozen weights, and weights computed from others, are left out.
     """
 
-    def __init__(self, modules: Iterable[tuple[str, Any]], everything: Iterable[nn.Parameter]) -> None:
+    def __init__(self, modules: Iterable[tuple[str, Any]], all_parameters: Iterable[nn.Parameter]) -> None:
         self.on = False
-        self._everything = list(everything)
+        self._all_parameters = list(all_parameters)
         self._norms: dict[int, float] = {}
         self.slots: dict[int, WeightSlot] = {}
         self.parameters: dict[int, nn.Parameter] = {}
-        self.own: dict[int, Tensor] = {}  # of the last forward pass of the step
-        self.reached: set[int] = set()  # parameters with gradients of this step; ``.grad`` of others may be old
+        self.backward_gradients: dict[int, Tensor] = {}  # of the last forward pass of the step
+        #: Parameters with gradients of this step; ``.grad`` of others may be old.
+        self.reached_parameters: set[int] = set()
         self._accumulated: dict[int, Tensor] = {}
         for path, module in modules:
-            known = class_of(module)
-            assert known is not None
+            cell_and_activation = class_of(module)
+            assert cell_and_activation is not None
             for layer, direction, weights in cell_weights(module):
                 for slot, weight in weights.items():
                     if isinstance(weight, nn.Parameter) and weight.requires_grad:
                         name = node_name(path, module, layer)
-                        self.slots.setdefault(id(weight), WeightSlot(name, direction, slot, known[0]))
+                        self.slots.setdefault(id(weight), WeightSlot(name, direction, slot, cell_and_activation[0]))
                         self.parameters[id(weight)] = weight
         self._handles = [p.register_hook(self._gradient_hook(key)) for key, p in self.parameters.items()]
 
@@ -159,19 +160,19 @@ class WeightGradientCapture:
 
     def forget(self) -> None:
         """Delete the records of a finished training step, so that its tensors can be freed."""
-        self.own, self._accumulated = {}, {}
-        self.reached.clear()
+        self.backward_gradients, self._accumulated = {}, {}
+        self.reached_parameters.clear()
 
     def is_fresh(self, module: nn.Module) -> bool:
         """Return whether a module has no accumulated gradient: each ``.grad`` is None, or the smallest is all zeros."""
-        mine = (p for p in module.parameters() if id(p) in self.parameters)
-        grads = [p.grad for p in mine if p.grad is not None]
+        captured = (p for p in module.parameters() if id(p) in self.parameters)
+        grads = [p.grad for p in captured if p.grad is not None]
         return not grads or not bool(min(grads, key=Tensor.numel).any())
 
-    def accumulated(self) -> None:
+    def record_accumulated(self) -> None:
         """Record the content of ``.grad`` after a backward pass, unless recording was switched off meanwhile."""
         if self.on:
-            self._accumulated, self._norms = self._held(), self._whole()
+            self._accumulated, self._norms = self._current_gradients(), self._gradient_norms()
 
     def read(self, scale: float, applied_scale: float = 1.0) -> WeightGradients:
         """Return the gradients of the step, divided by the loss scale.
@@ -179,34 +180,34 @@ class WeightGradientCapture:
         ``applied_scale`` is the part of the loss scale that the optimizer's gradients still have.
         """
         return WeightGradients(
-            self._by_slot(self.own, scale),
+            self._by_slot(self.backward_gradients, scale),
             self._by_slot(self._accumulated, scale),
-            self._by_slot(self._held(), applied_scale),
+            self._by_slot(self._current_gradients(), applied_scale),
             {
                 "grad_norm": {key: norm / scale for key, norm in self._norms.items()},
-                "grad_norm_clipped": {key: norm / applied_scale for key, norm in self._whole().items()},
+                "grad_norm_clipped": {key: norm / applied_scale for key, norm in self._gradient_norms().items()},
             },
         )
 
-    def _whole(self) -> dict[int, float]:
+    def _gradient_norms(self) -> dict[int, float]:
         """Return the norm of ``.grad`` of every weight of the model, by the weight's id."""
-        grads = {id(p): entries(p.grad.detach()) for p in self._everything if p.grad is not None}
-        wide = {key: grad.to(torch.promote_types(grad.dtype, torch.float32)) for key, grad in grads.items()}
-        norms = [torch.linalg.vector_norm(grad).cpu().double() for grad in wide.values()]
+        grads = {id(p): entries(p.grad.detach()) for p in self._all_parameters if p.grad is not None}
+        widened = {key: grad.to(torch.promote_types(grad.dtype, torch.float32)) for key, grad in grads.items()}
+        norms = [torch.linalg.vector_norm(grad).cpu().double() for grad in widened.values()]
         return dict(zip(grads, torch.stack(norms).tolist() if norms else [], strict=True))
 
-    def _held(self) -> dict[int, Tensor]:
-        held = {key: self.parameters[key].grad for key in self.parameters if key in self.reached}
-        return {key: grad.detach().clone() for key, grad in held.items() if grad is not None}
+    def _current_gradients(self) -> dict[int, Tensor]:
+        grads = {key: self.parameters[key].grad for key in self.parameters if key in self.reached_parameters}
+        return {key: grad.detach().clone() for key, grad in grads.items() if grad is not None}
 
     def _by_slot(self, grads: Mapping[int, Tensor], scale: float) -> dict[WeightSlot, Tensor]:
-        return {self.slots[key]: unscaled(grad, scale) for key, grad in grads.items()}
+        return {self.slots[key]: unscale(grad, scale) for key, grad in grads.items()}
 
     def _gradient_hook(self, key: int) -> Any:
         def hook(grad: Tensor) -> None:
             if self.on:
-                self.reached.add(key)
-                add_to(self.own, key, grad)
+                self.reached_parameters.add(key)
+                add_gradient(self.backward_gradients, key, grad)
 
         return hook
 
@@ -244,34 +245,34 @@ class TrainingCapture:
         whole: bool,
         failed: Callable[[Exception], None],
     ) -> None:
-        self.model, self.whole, self._failed = unwrapped(model), whole, failed
+        self.model, self.whole, self._failed = unwrap(model), whole, failed
         self.calls: list[TrainingCall] = []
         self.forwards = self.evaluations = self.without_graph = 0
         self.passes, self.carried = 0, False
-        self._forward, self.backward = 0, NO_PASS
+        self._call_count, self.backward = 0, NO_PASS
         #: Whether a backward pass of this step built a graph (``create_graph=True``), as a gradient penalty does.
         self.differentiates_gradients = False
-        self._states: dict[int, Tensor] = {}
+        self._rng_states: dict[int, Tensor] = {}
         self._handles: list[Any] = []
         self._loops = TrainingLoops()
         # A cell subclass with its own forward is left out: it may take its arguments in any order.
         self.modules = [
-            (path, m)
-            for path, m in recurrent_modules(self.model)
-            if not (isinstance(m, nn.RNNCellBase) and has_own_forward(m))
+            (path, submodule)
+            for path, submodule in recurrent_modules(self.model)
+            if not (isinstance(submodule, nn.RNNCellBase) and has_own_forward(submodule))
         ]
-        own = dict(self.modules)
-        self.others = [row.name for row in describe(self.model) if row.name.partition("[")[0] not in own]
+        known_paths = dict(self.modules)
+        self.others = [row.name for row in describe(self.model) if row.name.partition("[")[0] not in known_paths]
         if layers is not None:
-            wanted = {name.partition("[")[0] for name in layers}
-            self.modules = [(path, m) for path, m in self.modules if path in wanted]
+            requested_paths = {name.partition("[")[0] for name in layers}
+            self.modules = [(path, submodule) for path, submodule in self.modules if path in requested_paths]
         self.weights = WeightGradientCapture(self.modules, self.model.parameters())
         for path, module in self.modules:
             if isinstance(module, nn.RNNBase):
-                before = ModuleHook(module, self._before, failed)
-                self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-            after = ModuleHook(module, partial(self._after, path), failed)
-            self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+                pre_hook = ModuleHook(module, self._store_rng_state, failed)
+                self._handles.append(module.register_forward_pre_hook(pre_hook, prepend=True))
+            forward_hook = ModuleHook(module, partial(self._record_call, path), failed)
+            self._handles.append(module.register_forward_hook(forward_hook, with_kwargs=True))
 
     @property
     def on(self) -> bool:
@@ -284,7 +285,7 @@ class TrainingCapture:
 
     def batch(self) -> tuple[list[TrainingCall], list[str]]:
         """Return the calls recorded since :meth:`forget`, in the order of the forward pass, and notes about them."""
-        return joined(sorted(self.calls, key=lambda call: call.number))
+        return join_loops(sorted(self.calls, key=lambda call: call.number))
 
     def remove(self) -> None:
         """Remove every hook and drop all records."""
@@ -301,111 +302,120 @@ class TrainingCapture:
         self.forwards = self.evaluations = self.without_graph = 0
         self.differentiates_gradients = False
 
-    def _before(self, module: Any, args: Any) -> None:
+    def _store_rng_state(self, module: Any, args: Any) -> None:
         if self.on and self.whole and module.training and module.dropout and module.num_layers > 1:
-            self._states[id(module)] = torch.get_rng_state()
+            self._rng_states[id(module)] = torch.get_rng_state()
 
-    def _after(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def _record_call(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         if self.on:
             record = self._record_layer if isinstance(module, nn.RNNBase) else self._record_cell
             record(path, module, args, kwargs, output)
 
-    def _trains(self, returned: Iterable[Tensor]) -> bool:
+    def _is_training_call(self, returned: Iterable[Tensor]) -> bool:
         """Count a call, and return whether it belongs to training: model in training mode, output with a graph."""
         self.forwards += 1
         self.evaluations += not self.model.training
-        graph = any(tensor.requires_grad for tensor in returned)
-        self.without_graph += self.model.training and not graph
-        return self.model.training and graph
+        has_graph = any(tensor.requires_grad for tensor in returned)
+        self.without_graph += self.model.training and not has_graph
+        return self.model.training and has_graph
 
     def _new_call(self, path: str, module: Any, returned: Sequence[Tensor]) -> TrainingCall:
         """Return the record of a new call, with the fields common to fused layers and loops of cells."""
-        self._forward += 1
+        self._call_count += 1
         weights = {(layer, direction): weights for layer, direction, weights in cell_weights(module)}
-        weights = detached(weights, copy=self.whole)
-        first = returned[0]
+        weights = detach_tensors(weights, copy=self.whole)
+        output = returned[0]
         return TrainingCall(
-            path, module, bool(module.training), weights, self._forward, autocast_around(first), may_use_tf32(first)
+            path,
+            module,
+            bool(module.training),
+            weights,
+            self._call_count,
+            autocast_around(output),
+            may_use_tf32(output),
         )
 
     def _record_cell(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        new = list(as_tuple(output))
-        if not self._trains(new):
+        new_states = list(as_tuple(output))
+        if not self._is_training_call(new_states):
             return
-        bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-        state = bound.get("hx")
-        arguments = bound["input"], [] if state is None else list(as_tuple(state))
-        loop = self._loops.step(arguments, new, lambda: self._new_call(path, module, new))
+        named_arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        state = named_arguments.get("hx")
+        arguments = named_arguments["input"], [] if state is None else list(as_tuple(state))
+        loop = self._loops.step(arguments, new_states, lambda: self._new_call(path, module, new_states))
         if self.whole:
             loop.inputs.append(arguments[0].detach().clone())
         capture = weakref.ref(self)
-        record_inner_gradients(loop, arguments, new, lambda: (here := capture()) is not None and here.on)
-        for place, tensor in enumerate(new):
+        record_inner_gradients(loop, arguments, new_states, lambda: (recorder := capture()) is not None and recorder.on)
+        for index, tensor in enumerate(new_states):
             if tensor.requires_grad:
-                tensor.register_hook(self._gradient_hook(loop, (place, len(loop.steps) - 1)))
+                tensor.register_hook(self._gradient_hook(loop, (index, len(loop.steps) - 1)))
 
     def _record_layer(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        state = self._states.pop(id(module), None)
+        rng_state = self._rng_states.pop(id(module), None)
         if not isinstance(output, tuple) or len(output) != 2:
             return  # a subclass whose own forward returns something else
-        first, finals = output
-        tensors = [first.data if isinstance(first, PackedSequence) else first, *as_tuple(finals)]
-        if not self._trains(tensors):
+        output_value, final_states = output
+        tensors = [
+            output_value.data if isinstance(output_value, PackedSequence) else output_value,
+            *as_tuple(final_states),
+        ]
+        if not self._is_training_call(tensors):
             return
         call = self._new_call(path, module, tensors)
-        call.steps, call.random = [[tensor.detach() for tensor in tensors]], state
-        call.packed = first if isinstance(first, PackedSequence) else None
+        call.steps, call.rng_state = [[tensor.detach() for tensor in tensors]], rng_state
+        call.packed = output_value if isinstance(output_value, PackedSequence) else None
         if self.whole:
-            call.args, call.kwargs = detached((args, kwargs), copy=True)
-        for place, tensor in enumerate(tensors):
+            call.args, call.kwargs = detach_tensors((args, kwargs), copy=True)
+        for index, tensor in enumerate(tensors):
             if tensor.requires_grad:
-                tensor.register_hook(self._gradient_hook(call, (place, 0)))
+                tensor.register_hook(self._gradient_hook(call, (index, 0)))
 
-    def _gradient_hook(self, call: TrainingCall, place: tuple[int, int]) -> Any:
+    def _gradient_hook(self, call: TrainingCall, tensor_and_step: tuple[int, int]) -> Any:
         # Only the tensor hook refers to the call: without a backward pass the call is freed with the graph.
         capture = weakref.ref(self)
 
         def hook(grad: Tensor | None) -> None:
-            here = capture()
+            recorder = capture()
             # None: only another returned tensor of this call has a gradient.
-            if grad is None or here is None or not here.on:
+            if grad is None or recorder is None or not recorder.on:
                 return
             if torch.is_grad_enabled():  # within a backward pass with create_graph=True
-                here.differentiates_gradients = True
+                recorder.differentiates_gradients = True
                 return
             try:
-                here._add_gradient(call, place, grad)
+                recorder._add_gradient(call, tensor_and_step, grad)
             except Exception as error:
-                here._failed(error)
+                recorder._failed(error)
 
         return hook
 
-    def _add_gradient(self, call: TrainingCall, place: tuple[int, int], grad: Tensor) -> None:
-        task = torch._C._current_graph_task_id()
-        if task != self.backward:
-            self._begin_backward(task, call)
+    def _add_gradient(self, call: TrainingCall, tensor_and_step: tuple[int, int], grad: Tensor) -> None:
+        backward_id = torch._C._current_graph_task_id()
+        if backward_id != self.backward:
+            self._begin_backward(backward_id, call)
         if call not in self.calls:
             self.calls.append(call)
-        call.backwards.add(task)
-        add_to(call.grads, place, grad)
+        call.backwards.add(backward_id)
+        add_gradient(call.grads, tensor_and_step, grad)
 
-    def _begin_backward(self, task: int, call: TrainingCall) -> None:
+    def _begin_backward(self, backward_id: int, call: TrainingCall) -> None:
         """Start recording the gradients of a backward pass when its first gradient reaches a recorded layer.
 
         A training step may have several backward passes.
         """
-        self.backward = task
-        fresh = self.weights.is_fresh(call.module)
-        self.carried = not fresh if not self.passes else self.carried and not fresh
-        self.passes = 1 if fresh else self.passes + 1
-        if fresh:
-            self.weights.reached.clear()
+        self.backward = backward_id
+        is_fresh = self.weights.is_fresh(call.module)
+        self.carried = not is_fresh if not self.passes else self.carried and not is_fresh
+        self.passes = 1 if is_fresh else self.passes + 1
+        if is_fresh:
+            self.weights.reached_parameters.clear()
         if self.calls and call not in self.calls and call.number > self.calls[-1].number:
             self.calls = []
-            self.weights.own = {}
+            self.weights.backward_gradients = {}
         # Queue twice, to run after the callbacks in which distributed training averages gradients.
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(self.weights.accumulated))
+        queue(lambda: queue(self.weights.record_accumulated))
 
 
 def entries(grad: Tensor) -> Tensor:

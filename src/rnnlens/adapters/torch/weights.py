@@ -17,7 +17,7 @@ from torch import nn
 from ...errors import FileError, ModelError
 from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN, registered
 from ..protocol import LayerWeights
-from .cells import described, has_own_step, replayable
+from .cells import build_cell, has_own_step, replay_copy
 
 #: Position of each gate of rnnlens in torch's order: LSTM i, f, g, o; GRU r, z, n, where z is the update gate.
 _ORDER: dict[type[Cell], tuple[int, ...]] = {SimpleRNN: (0,), LSTM: (0, 1, 2, 3), GRU: (1, 0, 2)}
@@ -35,7 +35,7 @@ SLOTS = {name: slot for slot, name in NAMES.items()}
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
-def slots(count: int) -> tuple[str, ...]:
+def weight_slots(count: int) -> tuple[str, ...]:
     """Return torch's names of the ``count`` weights of one layer and direction, without the layer's suffix.
 
     Biases come in pairs; an odd number means that the last weight is a projection.
@@ -61,13 +61,13 @@ def from_torch(cell: type[Cell], slot: str, value: Any) -> Any:
 
 def named_copies(cell: type[Cell], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return copies of weights by slot, or of their gradients, under the names and in the layout of rnnlens."""
-    return {NAMES[slot]: replayable(from_torch(cell, slot, value)) for slot, value in values.items()}
+    return {NAMES[slot]: replay_copy(from_torch(cell, slot, value)) for slot, value in values.items()}
 
 
-def known_cell(cell: type[Cell], weights: Mapping[str, Any], activation: str = "tanh") -> Cell:
+def create_cell(cell: type[Cell], weights: Mapping[str, Any], activation: str = "tanh") -> Cell:
     """Create the cell of one layer and direction from torch's weights by name, such as ``weight_ih``."""
-    made: Any = cell
-    return made(activation=activation, **named_copies(cell, weights))  # type: ignore[no-any-return]
+    cell_class: Any = cell
+    return cell_class(activation=activation, **named_copies(cell, weights))  # type: ignore[no-any-return]
 
 
 def class_of(module: nn.Module) -> tuple[type[Cell], str] | None:
@@ -89,12 +89,15 @@ def class_of(module: nn.Module) -> tuple[type[Cell], str] | None:
 def cell_weights(module: Any) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Yield ``(layer index, direction, weights by slot)`` of a torch recurrent module or cell."""
     if isinstance(module, nn.RNNCellBase):
-        yield 0, "forward", {slot: getattr(module, slot) for slot in slots(4 if module.bias else 2)}
+        yield 0, "forward", {slot: getattr(module, slot) for slot in weight_slots(4 if module.bias else 2)}
         return
-    each = len(module._flat_weights) // (module.num_layers * (2 if module.bidirectional else 1))
+    weights_per_direction = len(module._flat_weights) // (module.num_layers * (2 if module.bidirectional else 1))
     for layer in range(module.num_layers):
         for direction in ("forward", "backward")[: 2 if module.bidirectional else 1]:
-            names = {slot: torch_name(module, layer, f"{direction}/{NAMES[slot]}") for slot in slots(each)}
+            names = {
+                slot: torch_name(module, layer, f"{direction}/{NAMES[slot]}")
+                for slot in weight_slots(weights_per_direction)
+            }
             yield layer, direction, {slot: getattr(module, name) for slot, name in names.items()}
 
 
@@ -119,43 +122,50 @@ def node_name(path: str, module: Any, layer: int) -> str:
     return f"{path}[{layer}]" if getattr(module, "num_layers", 1) > 1 and isinstance(module, nn.RNNBase) else path
 
 
-def layer_weights(named: Sequence[tuple[str, nn.Module]]) -> dict[str, LayerWeights]:
+def layer_weights(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, LayerWeights]:
     """Return the weights of all modules that have any; a recurrent module gives one entry per stacked layer."""
-    _refuse_without_values(named)
+    _refuse_without_values(modules)
     result: dict[str, LayerWeights] = {}
-    within: tuple[str, ...] = ()
-    seen: set[int] = set()
-    for path, module in named:
-        known = registered(module)
-        if known is not None:
-            cell, trains = described(module, known), all(p.requires_grad for p in module.parameters())
-            result[path] = LayerWeights(cell.weights(), dict.fromkeys(cell.weights(), trains), {"forward": cell})
-            within = (*within, f"{path}.")
+    registered_paths: tuple[str, ...] = ()
+    counted_ids: set[int] = set()
+    for path, module in modules:
+        registration = registered(module)
+        if registration is not None:
+            cell, is_trainable = (
+                build_cell(module, registration),
+                all(parameter.requires_grad for parameter in module.parameters()),
+            )
+            result[path] = LayerWeights(cell.weights(), dict.fromkeys(cell.weights(), is_trainable), {"forward": cell})
+            registered_paths = (*registered_paths, f"{path}.")
             continue
-        if path.startswith(within):
+        if path.startswith(registered_paths):
             continue
-        found = class_of(module)
-        if found is None:
-            own = dict(module.named_parameters(recurse=False))
-            if own:
-                values = {name: p.detach().clone() for name, p in own.items()}
+        cell_and_activation = class_of(module)
+        if cell_and_activation is None:
+            parameters = dict(module.named_parameters(recurse=False))
+            if parameters:
+                values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
                 tables = frozenset({"weight"} if isinstance(module, TABLES) else ())
-                result[path] = LayerWeights(values, {name: p.requires_grad for name, p in own.items()}, tables=tables)
-                result[path].uncounted = {name for name, p in own.items() if id(p) in seen}
-                seen |= {id(p) for p in own.values()}
+                result[path] = LayerWeights(
+                    values, {name: parameter.requires_grad for name, parameter in parameters.items()}, tables=tables
+                )
+                result[path].uncounted = {
+                    name for name, parameter in parameters.items() if id(parameter) in counted_ids
+                }
+                counted_ids |= {id(parameter) for parameter in parameters.values()}
             continue
         for layer, direction, weights in cell_weights(module):
             entry = result.setdefault(node_name(path, module, layer), LayerWeights({}, {}))
-            entry.cells[direction] = known_cell(found[0], weights, found[1])
+            entry.cells[direction] = create_cell(cell_and_activation[0], weights, cell_and_activation[1])
             prefix = f"{direction}/" if getattr(module, "bidirectional", False) else ""
             for slot, value in weights.items():
-                entry.values[prefix + NAMES[slot]] = from_torch(found[0], slot, value.detach()).clone()
+                entry.values[prefix + NAMES[slot]] = from_torch(cell_and_activation[0], slot, value.detach()).clone()
                 entry.trainable[prefix + NAMES[slot]] = value.requires_grad
-                if id(value) in seen or not isinstance(value, nn.Parameter):
+                if id(value) in counted_ids or not isinstance(value, nn.Parameter):
                     entry.uncounted.add(prefix + NAMES[slot])
-                seen.add(id(value))
+                counted_ids.add(id(value))
         for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in seen:
+            if id(parameter) not in counted_ids:
                 # Torch's cell does not use it itself, such as ``weight_hh_l0_g`` of ``weight_norm``.
                 number = re.search(r"_l(\d+)", name) if isinstance(module, nn.RNNBase) else None
                 entry = result[node_name(path, module, int(number[1]) if number else 0)]
@@ -163,13 +173,17 @@ def layer_weights(named: Sequence[tuple[str, nn.Module]]) -> dict[str, LayerWeig
     return result
 
 
-def _refuse_without_values(named: Sequence[tuple[str, nn.Module]]) -> None:
-    every = ((f"{path}.{name}", w) for path, module in named for name, w in module.named_parameters(recurse=False))
-    empty = next((name for name, weight in every if weight.is_meta), None)
-    if empty is not None:
+def _refuse_without_values(modules: Sequence[tuple[str, nn.Module]]) -> None:
+    weights = (
+        (f"{path}.{name}", weight)
+        for path, module in modules
+        for name, weight in module.named_parameters(recurse=False)
+    )
+    meta_name = next((name for name, weight in weights if weight.is_meta), None)
+    if meta_name is not None:
         raise ModelError(
             "The weights of this model have no values (meta device).",
-            got=f"{empty} on the meta device",
+            got=f"{meta_name} on the meta device",
             hint="model.to_empty(device=...), and load_state_dict",
         )
 

@@ -104,7 +104,7 @@ def earlier(boundary):
         if port.kind != "state":
             return found
         value, gather = found.value, found.gather
-        return replace(found, gather=lambda parts: gather(parts).roll(1, 1), start=lambda: value.roll(1, 1))
+        return replace(found, gather=lambda parts: gather(parts).roll(1, 1), compute_value=lambda: value.roll(1, 1))
 
     return of
 
@@ -131,7 +131,7 @@ def in_reverse(at):
         if port == Port("output", "encoder"):
             found = at(self, port)
             gather = found.gather
-            return replace(found, gather=lambda parts: gather(parts).flip(1), start=lambda: found.value)
+            return replace(found, gather=lambda parts: gather(parts).flip(1), compute_value=lambda: found.value)
         return at(self, port)
 
     return find

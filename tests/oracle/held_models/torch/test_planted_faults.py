@@ -349,12 +349,18 @@ FAULTS = [
     Fault(
         "path of one step lost", capture, "call_model", result(lambda o: torch.cat([o[:, :1].detach(), o[:, 1:]], 1))
     ),
-    Fault("training mode", capture, "borrowed", other_mode),
-    Fault("weights 1 % larger", record.CallRecorder, "leaf", other_values(1.01), "stack"),
-    Fault("recurrent weights 1 % larger", record.CallRecorder, "leaf", other_values(1.01, ("weight_hh",)), "stack"),
-    Fault("biases left out", record.CallRecorder, "leaf", other_values(0.0, ("bias",)), "stack"),
-    Fault("initial states left out", fused, "_overridden", result(lambda s: tuple(0 * t for t in s))),
-    Fault("initial states exchanged", fused, "_overridden", result(lambda s: (s[1], s[0]))),
+    Fault("training mode", capture, "borrowed_model", other_mode),
+    Fault("weights 1 % larger", record.CallRecorder, "weight_substitute", other_values(1.01), "stack"),
+    Fault(
+        "recurrent weights 1 % larger",
+        record.CallRecorder,
+        "weight_substitute",
+        other_values(1.01, ("weight_hh",)),
+        "stack",
+    ),
+    Fault("biases left out", record.CallRecorder, "weight_substitute", other_values(0.0, ("bias",)), "stack"),
+    Fault("initial states left out", fused, "_initial_states", result(lambda s: tuple(0 * t for t in s))),
+    Fault("initial states exchanged", fused, "_initial_states", result(lambda s: (s[1], s[0]))),
     # The loss, or what it brought, is another one.
     Fault("loss doubled", capture, "evaluate", other_loss(lambda v: 2 * v)),
     Fault("loss 1 % larger", capture, "evaluate", other_loss(lambda v: 1.01 * v)),
