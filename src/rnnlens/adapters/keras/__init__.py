@@ -19,7 +19,7 @@ from . import discover, losses, model_facts, variants
 from . import reference_run as reference
 from .capture import capture
 from .dialect import dialect, dialect_of
-from .pullback import KerasPullback, differentiate, put_together
+from .pullback import KerasPullback, differentiate, registered_weight_finder
 from .weights import layer_weights
 
 
@@ -74,7 +74,10 @@ class KerasAdapter(Adapter):
         Gradients stop at the ports ``cut``.
         """
         return with_composed(
-            lambda ends, starts: KerasPullback(model, batch, ends, starts, cut), of, wrt, put_together(model)
+            lambda ends, starts: KerasPullback(model, batch, ends, starts, cut),
+            of,
+            wrt,
+            registered_weight_finder(model),
         )
 
     def has_compiled_pullback(self, model: Any) -> bool:
@@ -101,7 +104,7 @@ class KerasAdapter(Adapter):
         has no entry: one variable, one name. A layer made of layers has those variables that none of them has, and so
         has the model.
         """
-        found = discover.places(model)
+        found = discover.locate_layers(model)
         sites: dict[str, dict[str, Any]] = {}
         layers: dict[str, Any] = {}
         for site in found.sites:

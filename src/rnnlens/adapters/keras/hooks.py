@@ -147,31 +147,31 @@ class LayerRecorder:
     @contextmanager
     def inside_a_layer(self) -> Iterator[None]:
         """Switch off the recording of cell calls within the block, in which a recurrent layer calls its own cell."""
-        before, self.is_inside_a_layer = self.is_inside_a_layer, True
+        was_inside, self.is_inside_a_layer = self.is_inside_a_layer, True
         try:
             yield
         finally:
-            self.is_inside_a_layer = before
+            self.is_inside_a_layer = was_inside
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Hook the layers of the request within the block: methods are overridden on the instances."""
-        halves: dict[str, int] = {}
-        with overriding() as put:
+        direction_counts: dict[str, int] = {}
+        with overriding() as override_attribute:
 
             def override(layer: Any, name: str, method: Any) -> None:
-                put(layer, name, substitute_in_this_thread(method, getattr(layer, name)))
+                override_attribute(layer, name, substitute_in_this_thread(method, getattr(layer, name)))
 
             for site in self.job.sites:
-                half = halves[site.name] = halves.get(site.name, -1) + 1
+                direction_index = direction_counts[site.name] = direction_counts.get(site.name, -1) + 1
                 if site.is_loop:
                     refuse_random(site, self.training)
                     override(site.layer.cell, "call", own_errors_unchanged()(self._cell(site)))
                 else:
-                    site.keras.hook(self, site, half, override)
+                    site.keras.hook(self, site, direction_index, override)
             for name, layer in self.job.plain.items():
                 override(layer, "call", self._plain(name, layer))
-            self.keras.switch_cudnn_off(self.job.model, put)
+            self.keras.switch_cudnn_off(self.job.model, override_attribute)
             yield
 
     def _steps_of(self, site: RecurrentSite) -> StepRecorder:
@@ -182,13 +182,13 @@ class LayerRecorder:
     def steps_of(self, site: RecurrentSite, sequence: Any, states: Any) -> StepRecorder | None:
         """Return the ``StepRecorder`` of a call of one step of a layer that returns its states; None for other calls.
 
-        SteppedLayerError is raised at the second such call of a layer that neither ``stepped`` nor ``apart``
+        SteppedLayerError is raised at the second such call of a layer that neither ``stepped`` nor ``is_separate``
         names.
         """
         layer = site.layer
-        random = self.training and any(getattr(layer.cell, name, 0.0) for name in ("dropout", "recurrent_dropout"))
-        apart = site.name in self.job.apart or site.bidirectional or layer.stateful or random
-        if apart or not layer.return_state or sequence.shape[1] != 1 or len(sequence.shape) != 3:
+        has_dropout = self.training and any(getattr(layer.cell, name, 0.0) for name in ("dropout", "recurrent_dropout"))
+        is_separate = site.name in self.job.apart or site.bidirectional or layer.stateful or has_dropout
+        if is_separate or not layer.return_state or sequence.shape[1] != 1 or len(sequence.shape) != 3:
             return None
         if site.name in self.job.stepped:
             return self._steps_of(site)
@@ -196,21 +196,21 @@ class LayerRecorder:
             raise SteppedLayerError(site.name)
         return None
 
-    def starts_call(self, place: str, half: int = 0, *, is_loop: bool = False) -> LayerCall:
-        """Add a record for a new call of a layer, and return it; ``half`` is 1 for the second of two directions."""
-        index = sum(call.place == place and call.half == half for call in self.job.calls)
-        call = LayerCall(place, half, index, is_loop=is_loop)
+    def starts_call(self, layer_name: str, direction_index: int = 0, *, is_loop: bool = False) -> LayerCall:
+        """Add a record for a new call of a layer, and return it; ``direction_index`` is 1 for the second direction."""
+        index = sum(call.place == layer_name and call.half == direction_index for call in self.job.calls)
+        call = LayerCall(layer_name, direction_index, index, is_loop=is_loop)
         self.job.calls.append(call)
         return call
 
     def record(self, call: LayerCall, name: str, tensor: Any) -> Any:
         """Tap and record ``tensor`` if that is requested; return the tapped tensor, which replaces it in the run."""
-        every = name.partition("@")[0]
-        kind, key = every.split("/")[0], f"{call.key}|{every}"
-        tapped = self.keras.is_float(tensor) and not self.job.wanted.isdisjoint((kind, key))
-        if tapped:
+        stepless_name = name.partition("@")[0]
+        kind, key = stepless_name.split("/")[0], f"{call.key}|{stepless_name}"
+        is_tapped = self.keras.is_float(tensor) and not self.job.wanted.isdisjoint((kind, key))
+        if is_tapped:
             tensor = self.tap(f"{call.key}|{name}", tensor)
-        if tapped or not self.job.keep.isdisjoint((kind, key)):
+        if is_tapped or not self.job.keep.isdisjoint((kind, key)):
             call.arrays[name] = tensor
         return tensor
 
@@ -221,20 +221,20 @@ class LayerRecorder:
         tensor.
         """
         flat = self.keras.tree.flatten(tree)
-        tapped: dict[int, Any] = {}
+        tapped_by_id: dict[int, Any] = {}
         for i, tensor in enumerate(flat):
-            tapped[id(tensor)] = self.record(call, f"{name}/{i}", tapped.get(id(tensor), tensor))
-        return self.keras.tree.pack_sequence_as(tree, [tapped[id(tensor)] for tensor in flat])
+            tapped_by_id[id(tensor)] = self.record(call, f"{name}/{i}", tapped_by_id.get(id(tensor), tensor))
+        return self.keras.tree.pack_sequence_as(tree, [tapped_by_id[id(tensor)] for tensor in flat])
 
     def enters(
-        self, site: RecurrentSite, half: int, sequence: Any, initial_state: Any, mask: Any
+        self, site: RecurrentSite, direction_index: int, sequence: Any, initial_state: Any, mask: Any
     ) -> tuple[LayerCall, Any, Any]:
         """Start the record of a recurrent call; return it with the tapped input and initial state.
 
-        ``half`` is 1 for the second of two directions.
+        ``direction_index`` is 1 for the second of two directions.
         """
-        initial_state = self.given_state(site, half, initial_state)
-        call = self.starts_call(site.name, half)
+        initial_state = self.given_state(site, direction_index, initial_state)
+        call = self.starts_call(site.name, direction_index)
         sequence = self.record(call, "input", sequence)
         # h and c may start as one tensor, and have gradients of their own.
         flat = self.keras.tree.flatten(initial_state)
@@ -254,38 +254,38 @@ class LayerRecorder:
             self._returned.add(site.name)
         return output, states
 
-    def given_state(self, site: RecurrentSite, half: int, state: Any) -> Any:
+    def given_state(self, site: RecurrentSite, direction_index: int, state: Any) -> Any:
         """Return the user's ``initial_state`` for one direction of a layer, cast and nested as its own ``state``.
 
         Returns the layer's own state if none was given, and raises InputError if the shapes differ.
         """
-        given = self.initial_state.get(site.name)
-        if given is None:
+        user_states = self.initial_state.get(site.name)
+        if user_states is None:
             return state
-        own = self.keras.tree.flatten(state)
-        if site.bidirectional and len(given) == 2 * len(own):
-            given = given[half * len(own) : (half + 1) * len(own)]
-        shapes = [tuple(s.shape) for s in given]
-        if any(len(s) < 1 for s in shapes) or [s[1:] for s in shapes] != [tuple(s.shape)[1:] for s in own]:
+        layer_states = self.keras.tree.flatten(state)
+        if site.bidirectional and len(user_states) == 2 * len(layer_states):
+            user_states = user_states[direction_index * len(layer_states) : (direction_index + 1) * len(layer_states)]
+        shapes = [tuple(s.shape) for s in user_states]
+        if any(len(s) < 1 for s in shapes) or [s[1:] for s in shapes] != [tuple(s.shape)[1:] for s in layer_states]:
             raise InputError(
                 f"The initial state given for {site.name!r} has another shape than the layer's states.",
                 got=f"shapes {shapes}",
-                expected=f"shapes {[tuple(s.shape) for s in own]}",
+                expected=f"shapes {[tuple(s.shape) for s in layer_states]}",
             )
-        cast = [self.keras.ops.cast(new, old.dtype) for new, old in zip(given, own, strict=True)]
-        return self.keras.tree.pack_sequence_as(state, cast)
+        cast_states = [self.keras.ops.cast(new, old.dtype) for new, old in zip(user_states, layer_states, strict=True)]
+        return self.keras.tree.pack_sequence_as(state, cast_states)
 
     def _cell(self, site: RecurrentSite) -> Callable[..., Any]:
         """Return a replacement of a cell's ``call`` that records each call from outside of a layer as one step."""
-        steps, original = self._steps_of(site), site.layer.cell.call
+        step_recorder, original = self._steps_of(site), site.layer.cell.call
         names = list(inspect.signature(original).parameters)[:2]
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
-            if self.is_inside_a_layer or len(given) < 2:
+            cell_arguments = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+            if self.is_inside_a_layer or len(cell_arguments) < 2:
                 return original(*args, **kwargs)
-            run, x, states = steps.enter(*(given[name] for name in names))
-            with steps.inside(run):
+            cell_run, x, states = step_recorder.enter(*(cell_arguments[name] for name in names))
+            with step_recorder.inside(cell_run):
                 result = original(x, states, *args[2:], **{k: v for k, v in kwargs.items() if k not in names})
             if not isinstance(result, tuple | list) or len(result) != 2:
                 raise UnsupportedError(
@@ -293,7 +293,7 @@ class LayerRecorder:
                     got=type(result).__name__,
                     expected="(output, states), as keras.layers.LSTMCell returns them",
                 )
-            return steps.leave(run, *result)
+            return step_recorder.leave(cell_run, *result)
 
         return call
 
@@ -339,36 +339,36 @@ class StepRecorder:
                 hint="keras.layers.RNN(cell, return_sequences=True)",
             )
         flat = self._keras.tree.flatten(states)
-        run, record = self._run_of(flat), self._recorder.record
+        cell_run, record = self._run_of(flat), self._recorder.record
         self._count += 1
-        t = run.steps
+        t = cell_run.steps
         if t == 0:
             flat = self._recorder.given_state(self._site, 0, flat)
-            flat = [record(run.call, f"initial_state/{i}", s) for i, s in enumerate(flat)]
+            flat = [record(cell_run.call, f"initial_state/{i}", s) for i, s in enumerate(flat)]
         elif self._starts is None:
-            flat = run.produced
+            flat = cell_run.produced
         if self._starts is not None:
-            run.call.arrays.update({f"received/{i}@{t}": s for i, s in enumerate(flat)})
-        return run, record(run.call, f"input@{t}", x), self._keras.tree.pack_sequence_as(states, flat)
+            cell_run.call.arrays.update({f"received/{i}@{t}": s for i, s in enumerate(flat)})
+        return cell_run, record(cell_run.call, f"input@{t}", x), self._keras.tree.pack_sequence_as(states, flat)
 
     @contextmanager
-    def inside(self, run: CellRun) -> Iterator[None]:
+    def inside(self, cell_run: CellRun) -> Iterator[None]:
         """Tap the cell state of an LSTM before its hidden state is computed from it, within the block.
 
         The total gradient of c_t includes the path through h_t. Keras' cell applies its activation to c_t last.
         """
-        cell, applied = self._site.layer.cell, 0
+        cell, activation_calls = self._site.layer.cell, 0
         if type(cell) is not self._keras.layers.LSTMCell:
             yield
             return
         original = cell.activation
 
         def activation(tensor: Any) -> Any:
-            nonlocal applied
-            applied += 1
-            if applied == 2:
-                run.early = tensor, self._recorder.record(run.call, f"total/1@{run.steps}", tensor)
-                tensor = run.early[1]
+            nonlocal activation_calls
+            activation_calls += 1
+            if activation_calls == 2:
+                cell_run.early = tensor, self._recorder.record(cell_run.call, f"total/1@{cell_run.steps}", tensor)
+                tensor = cell_run.early[1]
             return original(tensor)
 
         vars(cell)["activation"] = substitute_in_this_thread(activation, original)
@@ -377,26 +377,33 @@ class StepRecorder:
         finally:
             vars(cell)["activation"] = original
 
-    def leave(self, run: CellRun, output: Any, states: Any) -> tuple[Any, Any]:
+    def leave(self, cell_run: CellRun, output: Any, states: Any) -> tuple[Any, Any]:
         """Record and tap the output and the new states of a step; return the tapped tensors, for the user's code."""
         if self._recorder.training:
-            self._dropout(run)
-        record, t = self._recorder.record, run.steps
+            self._dropout(cell_run)
+        record, t = self._recorder.record, cell_run.steps
         flat = self._keras.tree.flatten(states)
-        self._refuse_paths_within(run, output, flat)
-        made, run.early = {} if run.early is None else {id(run.early[0]): run.early[1]}, None
-        made |= {id(s): record(run.call, f"total/{i}@{t}", s) for i, s in enumerate(flat) if id(s) not in made}
-        run.produced = [made[id(s)] for s in flat]
-        kept = {id(output): record(run.call, f"output@{t}", made.get(id(output), output))}
+        self._refuse_paths_within(cell_run, output, flat)
+        tapped_by_id, cell_run.early = (
+            {} if cell_run.early is None else {id(cell_run.early[0]): cell_run.early[1]},
+            None,
+        )
+        tapped_by_id |= {
+            id(s): record(cell_run.call, f"total/{i}@{t}", s) for i, s in enumerate(flat) if id(s) not in tapped_by_id
+        }
+        cell_run.produced = [tapped_by_id[id(s)] for s in flat]
+        returned_by_id = {id(output): record(cell_run.call, f"output@{t}", tapped_by_id.get(id(output), output))}
         for i, state in enumerate(flat):
-            if id(state) not in kept:
-                kept[id(state)] = record(run.call, f"state/{i}@{t}", made[id(state)])
-        run.received = [kept[id(s)] for s in flat]
-        run.call.arrays.update({f"final_state/{i}": s for i, s in enumerate(run.received)})
-        run.steps += 1
+            if id(state) not in returned_by_id:
+                returned_by_id[id(state)] = record(cell_run.call, f"state/{i}@{t}", tapped_by_id[id(state)])
+        cell_run.received = [returned_by_id[id(s)] for s in flat]
+        cell_run.call.arrays.update({f"final_state/{i}": s for i, s in enumerate(cell_run.received)})
+        cell_run.steps += 1
         if self._spoiled:
-            kept = {key: tensor + float("nan") for key, tensor in kept.items()}
-        return kept[id(output)], self._keras.tree.pack_sequence_as(states, [kept[id(s)] for s in flat])
+            returned_by_id = {key: tensor + float("nan") for key, tensor in returned_by_id.items()}
+        return returned_by_id[id(output)], self._keras.tree.pack_sequence_as(
+            states, [returned_by_id[id(s)] for s in flat]
+        )
 
     def _run_of(self, states: Sequence[Any]) -> CellRun:
         """Return the recorded loop of which a cell's call from these states is the next step; a new one if none is."""
@@ -404,25 +411,27 @@ class StepRecorder:
             if self._count not in self._starts and self._runs:
                 return self._runs[-1]
         else:
-            for run in reversed(self._runs):
-                if len(states) == len(run.received) and all(a is b for a, b in zip(states, run.received, strict=True)):
-                    return run
+            for cell_run in reversed(self._runs):
+                if len(states) == len(cell_run.received) and all(
+                    a is b for a, b in zip(states, cell_run.received, strict=True)
+                ):
+                    return cell_run
             if self._runs:
                 raise ChangedStateError(self._site.name)
         self._runs.append(CellRun(self._recorder.starts_call(self._site.name, is_loop=True)))
         return self._runs[-1]
 
-    def _refuse_paths_within(self, run: CellRun, output: Any, states: Sequence[Any]) -> None:
+    def _refuse_paths_within(self, cell_run: CellRun, output: Any, states: Sequence[Any]) -> None:
         """Raise UnsupportedError if gradients by a state are requested that the cell may read again within the step.
 
         The cell may compute its output or its other states from it.
         """
-        cell, wanted = self._site.layer.cell, self._recorder.job.wanted
-        asked = [i for i in range(len(states)) if f"{run.call.key}|total/{i}" in wanted]
+        cell, tap_names = self._site.layer.cell, self._recorder.job.wanted
+        requested_states = [i for i in range(len(states)) if f"{cell_run.call.key}|total/{i}" in tap_names]
         if type(cell) in self._keras.cells:
-            is_open = 1 in asked and run.early is None
+            is_open = 1 in requested_states and cell_run.early is None
         else:
-            is_open = bool(asked) and (len(states) > 1 or output is not states[0])
+            is_open = bool(requested_states) and (len(states) > 1 or output is not states[0])
         if is_open:
             raise UnsupportedError(
                 f"{self._site.name!r} may compute its output or another state from this one within a step, which "
@@ -432,18 +441,18 @@ class StepRecorder:
                 hint="rl.trace(model, x, y), whose gradients of the loss include it; or keras.layers.RNN(cell)",
             )
 
-    def _dropout(self, run: CellRun) -> None:
+    def _dropout(self, cell_run: CellRun) -> None:
         """Record the cell's dropout multipliers; raise UnsupportedError if they differ from those of earlier steps."""
-        found = self._keras.dropout(self._site.layer)
-        if run.steps and any(found.get(name) is not mask for name, mask in run.masks.items()):
+        multipliers = self._keras.dropout(self._site.layer)
+        if cell_run.steps and any(multipliers.get(name) is not mask for name, mask in cell_run.masks.items()):
             raise UnsupportedError(
                 f"Cell {self._site.name!r} draws new dropout at each step of the model's own loop.",
                 expected="one mask for all steps",
                 hint="training=False, or keras.layers.RNN(cell)",
             )
-        run.masks = found
+        cell_run.masks = multipliers
         if "dropout" in self._recorder.job.keep:
-            run.call.arrays.update(found)
+            cell_run.call.arrays.update(multipliers)
 
 
 @contextmanager

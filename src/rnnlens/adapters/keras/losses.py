@@ -14,7 +14,7 @@ from ...errors import InputError, ModelError, UnsupportedError, message, raised_
 from ...typing import Array
 from ..protocol import Batch, Outputs
 from .dialect import Dialect, dialect_of
-from .discover import given_states, places
+from .discover import given_state_layers, locate_layers
 from .hooks import Loss, RunRequest
 from .inputs import targets
 from .restore import as_found
@@ -176,9 +176,9 @@ def mixes_samples(model: Any, training: bool) -> str | None:
 
 def outputs_of(model: Any, batch: Batch) -> Outputs:
     """Run the model on one batch and return its outputs, with their masks."""
-    keras, found = dialect_of(model), places(model)
+    keras, found = dialect_of(model), locate_layers(model)
     engine = keras.engine
-    names = given_states(found, batch.initial_state)
+    names = given_state_layers(found, batch.initial_state)
     sites = [site for site in found.sites if site.name in names]
     kept = run(RunRequest(model, batch, sites, keep=frozenset({"outputs", "masks"}))).outputs
     masks = [None if mask is None else np.asarray(engine.to_array(mask)) for mask in kept["masks"]]

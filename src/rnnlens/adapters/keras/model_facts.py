@@ -10,7 +10,7 @@ import numpy as np
 
 from ..protocol import ModelFacts, Role, Submodule
 from .dialect import Dialect, dialect_of
-from .discover import places
+from .discover import locate_layers
 from .inputs import output_names
 
 _RELUS = ("relu", "relu6")
@@ -19,7 +19,7 @@ _DROPOUTS = ("Dropout", "AlphaDropout", "GaussianDropout", "SpatialDropout1D", "
 
 def facts(model: Any) -> ModelFacts:
     """Return layers and roles, names of inputs and outputs, loss, optimizer, clipping and loss scale of a model."""
-    layers = places(model).layers()
+    layers = locate_layers(model).layers()
     outer, optimizer = optimizers(model)
     return ModelFacts(
         submodules={n: Submodule(_roles(la), str(getattr(la, "compute_dtype", ""))) for n, la in layers.items()},

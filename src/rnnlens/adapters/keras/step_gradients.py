@@ -15,7 +15,7 @@ from typing import Any
 from ...errors import LayerNotFoundError, UnsupportedError, did_you_mean
 from ...typing import Array
 from .dialect import dialect_of
-from .discover import RecurrentSite, places
+from .discover import RecurrentSite, locate_layers
 from .model_facts import facts
 from .restore import overriding
 
@@ -162,7 +162,7 @@ def _turned(array: Any, site: RecurrentSite) -> Any:
 
 
 def _sites(model: Any, layers: Sequence[str]) -> list[RecurrentSite]:
-    sites = places(model).sites
+    sites = locate_layers(model).sites
     known = {site.name: site for site in sites if not site.bidirectional and not site.is_loop}
     for name in layers:
         if name in known:

@@ -13,7 +13,7 @@ from ...typing import Array
 from ..protocol import ChainLink, Port
 from ..shared import Pull
 from .dialect import Dialect, dialect_of
-from .discover import places
+from .discover import locate_layers
 from .pullback import differentiate
 from .restore import as_found, overriding
 from .weights import named_variables
@@ -27,7 +27,7 @@ def perturbed_port(model: Any, port: Port, size: float) -> Iterator[bool]:
 
     A weight is restored exactly on exit. An output is perturbed by overriding ``call`` on the layer.
     """
-    layer = None if port.layer is None else places(model).holder(port.layer)
+    layer = None if port.layer is None else locate_layers(model).holder(port.layer)
     variable = named_variables(layer).get(port.key) if port.kind == "weight" and layer is not None else None
     if layer is None or (variable is None and port.kind != "output"):
         yield False
