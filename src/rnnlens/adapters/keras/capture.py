@@ -23,7 +23,7 @@ from .inputs import by_key, input_order
 from .reference_run import names_of, tied_variables
 from .run import RunResult, run
 from .variants import chain
-from .weights import cell_variables, cell_with_equations, class_of, computed_in, known_arrays, registration_of
+from .weights import cell_variables, cell_with_equations, class_of, computation_dtype, known_arrays, registration_of
 
 _UPPER = frozenset({"output", "final_state", "state"})
 _BOUNDARIES = _UPPER | {"input", "initial_state", "model|input", "model|output"}
@@ -37,7 +37,7 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
     names, left_out_notes = _hookable_layers(model_layers, request)
     sites, other_layers = choose_layers(model_layers, names)
     given_layers = given_state_layers(model_layers, batch.initial_state)
-    loss = losses.plan(model, batch) if request.gradients or request.loss else None
+    loss = losses.scalar_loss(model, batch) if request.gradients or request.loss else None
     boundaries = request.boundaries and request.gradients
     links = chain(model, training=batch.training) if request.chain or request.topmost else None
     last_layer = (
@@ -194,7 +194,7 @@ class _Assembly:
             initial_state=call.all("initial_state"),
             input_scale=call.arrays.get("input_scale"),
             state_scale=call.arrays.get("state_scale"),
-            compute_dtype=computed_in(site.layer),
+            compute_dtype=computation_dtype(site.layer),
             weights_key=next(
                 f"{name}|{direction_index}"
                 for (name, direction_index), s in self._sites.items()

@@ -13,12 +13,12 @@ from ...errors import runs_again
 from ...recurrence.cells import StepCell
 from ...typing import Array
 from .dialect import Dialect
-from .restore import as_found
+from .restore import model_state_restored
 from .run import compiled_cell
 from .weights import cell_variables
 
 #: Largest size in bytes of the Jacobians of one chunk of steps.
-_CHUNK = 256 * 2**20
+_CHUNK_BYTES = 256 * 2**20
 
 
 class KerasStepCell(StepCell):
@@ -35,7 +35,7 @@ class KerasStepCell(StepCell):
         tensor = keras.ops.convert_to_tensor  # of copies, which later updates do not change
         self._weights = {n: tensor(keras.value_of(v), dtype=v.dtype) for n, v in cell_variables(cell).items()}
         self._dtype = getattr(cell, "compute_dtype", keras.floatx())
-        self._steps = compiled_cell(keras, cell, lambda: _Steps(cell, keras))
+        self._steps = compiled_cell(keras, cell, lambda: _CellStep(cell, keras))
 
     @property
     def output_is_state(self) -> bool:  # type: ignore[override]
@@ -45,8 +45,8 @@ class KerasStepCell(StepCell):
     def advance(self, x: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
         """Run one step: x (n, feature) and states (n, size) to output (n, output_size) and new states."""
         with self._left_alone():
-            output, new = self._steps.per_step.step(*self._inputs(x, state))
-        return self._array(output), tuple(map(self._array, new))
+            output, new_states = self._steps.per_step.step(*self._inputs(x, state))
+        return self._array(output), tuple(map(self._array, new_states))
 
     def vjp(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
@@ -74,14 +74,14 @@ class KerasStepCell(StepCell):
 
     def jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
         """Return the Jacobians (n, S + output_size, size) of [new states, output] by the states and by the input."""
-        total, parts = sum(self.state_sizes), []
-        size = max(1, _CHUNK // (8 * (total + self.output_size) * (total + int(x.shape[1]))))
-        for start in range(0, int(x.shape[0]), size):
-            rows = slice(start, start + size)
+        state_total, chunks = sum(self.state_sizes), []
+        chunk_size = max(1, _CHUNK_BYTES // (8 * (state_total + self.output_size) * (state_total + int(x.shape[1]))))
+        for start in range(0, int(x.shape[0]), chunk_size):
+            rows = slice(start, start + chunk_size)
             with self._left_alone():
-                pair = self._steps.per_step.jacobian(self._inputs(x[rows], [s[rows] for s in state]))
-            parts.append([self._array(part) for part in pair])
-        by_state, by_input = (join(column, axis=0) for column in zip(*parts, strict=True))
+                jacobians = self._steps.per_step.jacobian(self._inputs(x[rows], [s[rows] for s in state]))
+            chunks.append([self._array(jacobian) for jacobian in jacobians])
+        by_state, by_input = (join(column, axis=0) for column in zip(*chunks, strict=True))
         return by_state, by_input
 
     def _pull(
@@ -99,11 +99,11 @@ class KerasStepCell(StepCell):
 
     @contextmanager
     def _left_alone(self) -> Iterator[None]:
-        with as_found(self._cell, self._keras), runs_again(type(self._cell).__name__):
+        with model_state_restored(self._cell, self._keras), runs_again(type(self._cell).__name__):
             yield
 
 
-class _Steps:
+class _CellStep:
     """The step of a Keras cell as a pure function of (x, states, weights), and its derivatives."""
 
     def __init__(self, cell: Any, keras: Dialect) -> None:
@@ -116,8 +116,8 @@ class _Steps:
         keras = self._keras
         mapping = [(self._variables[name], value) for name, value in weights.items()]
         with keras.stepping(self._cell, mapping):
-            output, new = keras.step(self._cell, x, keras.tree.pack_sequence_as(self._template, list(states)))
-        flat = keras.tree.flatten(new)
+            output, new_states = keras.step(self._cell, x, keras.tree.pack_sequence_as(self._template, list(states)))
+        flat = keras.tree.flatten(new_states)
         self.output_is_state = output is flat[0]
         return output, flat
 
@@ -131,11 +131,11 @@ def initial_state_weights(keras: Dialect, cell: Any) -> set[str]:
     method = getattr(cell, "get_initial_state", None)
     if method is None or keras.is_own(getattr(method, "__func__", method)):
         return set()
-    found = set()
+    names = set()
     for name, variable in cell_variables(cell).items():
         value = keras.ops.convert_to_tensor(np.full(tuple(variable.shape), np.nan), dtype=variable.dtype)
-        with as_found(cell, keras), keras.stepping(cell, [(variable, value)]):
+        with model_state_restored(cell, keras), keras.stepping(cell, [(variable, value)]):
             states = keras.tree.flatten(keras.initial_state(cell, 1))
         if any(bool(np.isnan(keras.value_of(state)).any()) for state in states):
-            found.add(name)
-    return found
+            names.add(name)
+    return names

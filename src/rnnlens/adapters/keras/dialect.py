@@ -139,8 +139,8 @@ class Dialect(Protocol):
 
     def regularizers(self, layer: Any) -> Mapping[int, Any]:
         """Map the id of each regularised variable of the layer and its sublayers to its regulariser."""
-        found = getattr(layer, "variables", ())
-        return {id(v): v.regularizer for v in found if getattr(v, "regularizer", None) is not None}
+        variables = getattr(layer, "variables", ())
+        return {id(v): v.regularizer for v in variables if getattr(v, "regularizer", None) is not None}
 
     def variables(self, model: Any) -> list[Any]:
         """Return all variables that a run may read, states and metrics included."""
@@ -219,9 +219,9 @@ class Dialect(Protocol):
         shapes = getattr(model, "_build_shapes_dict", None) or {}
         return next(iter(shapes.values())) if len(shapes) == 1 else None
 
-    def is_own(self, thing: Any) -> bool:
+    def is_own(self, definition: Any) -> bool:
         """Return whether a class or function is defined in this Keras package."""
-        return str(getattr(thing, "__module__", "")).startswith(f"{self.name}.")
+        return str(getattr(definition, "__module__", "")).startswith(f"{self.name}.")
 
     # -- a run
     def dropout(self, layer: Any) -> dict[str, Any]:
@@ -292,13 +292,13 @@ class Dialect(Protocol):
         del x
         return False
 
-    def stamp(self, model: Any, loss: Any, within: Any = None) -> Hashable | None:
+    def stamp(self, model: Any, loss: Any, training: Any = None) -> Hashable | None:
         """Return a hashable that changes with everything a run reads; None if that is not known.
 
-        ``within`` is the :class:`CompiledTraining` in which user code counts as a constant, except for the attributes
+        ``training`` is the :class:`CompiledTraining` in which user code counts as a constant, except for the attributes
         of its layers.
         """
-        del model, loss, within
+        del model, loss, training
         return None
 
     # -- the loss
@@ -340,30 +340,30 @@ class Dialect(Protocol):
         return any(la._get_own_losses() and la.activity_regularizer is None for la in model._flatten_layers())
 
 
-def dialect_of(thing: Any) -> Dialect:
+def dialect_of(keras_object: Any) -> Dialect:
     """Return the dialect of the Keras package that a model, layer, cell or variable belongs to.
 
     Raises UnsupportedError for a layer of a TensorFlow 1 graph, and TypeError for an object of neither package.
     """
-    thing = thing.cell if isinstance(thing, LoopOverCell) else thing
+    keras_object = keras_object.cell if isinstance(keras_object, LoopOverCell) else keras_object
     for keras in loaded_dialects():
-        if not isinstance(thing, (keras.Layer, keras.Variable)):
+        if not isinstance(keras_object, (keras.Layer, keras.Variable)):
             continue
-        if keras.builds_graph(thing):
+        if keras.builds_graph(keras_object):
             raise UnsupportedError(
-                f"{type(thing).__name__} was created without eager execution.",
+                f"{type(keras_object).__name__} was created without eager execution.",
                 expected="a model that runs eagerly or in a tf.function",
                 hint="create it before tf.compat.v1.disable_eager_execution(), or in a process that does not call it",
             )
         return keras
-    raise TypeError(f"{type(thing).__name__} belongs to no Keras")
+    raise TypeError(f"{type(keras_object).__name__} belongs to no Keras")
 
 
 @cache
 def dialect(package: str) -> Dialect:
     """Return the dialect of a Keras package that is loaded, by the package's name."""
-    found: Dialect = importlib.import_module(f"{__package__}.{_DIALECTS[package]}").dialect
-    return found
+    instance: Dialect = importlib.import_module(f"{__package__}.{_DIALECTS[package]}").dialect
+    return instance
 
 
 def loaded_dialects() -> Iterator[Dialect]:

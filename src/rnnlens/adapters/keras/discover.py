@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, message, two_layers_called
 from ..protocol import LayerInfo
 from .dialect import Dialect, LoopOverCell, dialect_of
-from .weights import kind_of, known_class, likeness
+from .weights import kind_of, known_class, layer_signature
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,7 +276,7 @@ def _refusal_of_a_pair(name: str, forward: Any, backward: Any) -> str | None:
             f"Layer {name!r} cannot be traced: its directions have time as the first axis.",
             hint="time_major=False, or two layers, one with go_backwards=True",
         )
-    signatures = [likeness(layer) for layer in layers]
+    signatures = [layer_signature(layer) for layer in layers]
     if len(signatures) < 2 or signatures[0] == signatures[1]:
         return None
     return message(

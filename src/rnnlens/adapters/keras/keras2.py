@@ -37,14 +37,14 @@ _VERSIONS = ("2.21.",)
 _SHORT = 64
 
 #: Name of an activation in Keras 2 -> its name in ``recurrence.activations``.
-_NAMES = {
+_ACTIVATION_NAMES = {
     **{name: name for name in ("linear", "tanh", "sigmoid", "relu", "elu", "selu", "softplus", "softsign", "gelu")},
     **{name: name for name in ("exponential", "mish", "softmax")},
     "swish": "silu",
     "hard_sigmoid": "hard_sigmoid_keras2",
 }
 #: TensorFlow's functions that users pass as activations -> their names in ``recurrence.activations``.
-_OF_TENSORFLOW = {
+_TENSORFLOW_ACTIVATIONS = {
     tf.tanh: "tanh",
     tf.sigmoid: "sigmoid",
     tf.nn.relu: "relu",
@@ -153,8 +153,8 @@ class Keras2(Dialect):
         base_conv_lstm.ConvLSTMCell: {1: ConvLSTM1D, 2: ConvLSTM2D, 3: ConvLSTM3D},
     }
     known_activations: Mapping[Any, str] = {
-        **{getattr(tf_keras.activations, theirs): ours for theirs, ours in _NAMES.items()},
-        **_OF_TENSORFLOW,
+        **{getattr(tf_keras.activations, theirs): ours for theirs, ours in _ACTIVATION_NAMES.items()},
+        **_TENSORFLOW_ACTIVATIONS,
     }
     single_precision = frozenset({"gelu"})
 
@@ -190,22 +190,24 @@ class Keras2(Dialect):
 
         Keras 2 stores a penalty as a function without arguments; the regulariser is read from its closure.
         """
-        found: dict[int, Any] = {}
-        for part in layer._flatten_layers() if isinstance(layer, tf_keras.layers.Layer) else ():
-            for callable_loss in part._callable_losses:
-                inner: Any = getattr(callable_loss, "args", (None,))[0]
-                variable = next(iter(getattr(inner, "args", ())), None)
+        by_variable_id: dict[int, Any] = {}
+        for sublayer in layer._flatten_layers() if isinstance(layer, tf_keras.layers.Layer) else ():
+            for callable_loss in sublayer._callable_losses:
+                bound_penalty: Any = getattr(callable_loss, "args", (None,))[0]
+                variable = next(iter(getattr(bound_penalty, "args", ())), None)
                 if variable is not None:
-                    inside = dict(zip(inner.func.__code__.co_freevars, inner.func.__closure__ or (), strict=True))
-                    found[id(variable)] = inside["regularizer"].cell_contents
-        return found
+                    closure = dict(
+                        zip(bound_penalty.func.__code__.co_freevars, bound_penalty.func.__closure__ or (), strict=True)
+                    )
+                    by_variable_id[id(variable)] = closure["regularizer"].cell_contents
+        return by_variable_id
 
     def variables(self, model: Any) -> list[Any]:
         metrics = [v for metric in getattr(model, "metrics", ()) for v in metric.variables]
         layers = model._flatten_layers() if isinstance(model, tf_keras.layers.Layer) else ()
         states = [v for layer in layers for v in tf.nest.flatten(getattr(layer, "_states", None))]
-        found = [*getattr(model, "variables", ()), *metrics, *states]
-        return [v for v in {id(v): v for v in found}.values() if isinstance(v, tf.Variable)]
+        all_variables = [*getattr(model, "variables", ()), *metrics, *states]
+        return [v for v in {id(v): v for v in all_variables}.values() if isinstance(v, tf.Variable)]
 
     # -- layers and cells
     def state_size(self, layer: Any) -> Any:
@@ -245,14 +247,14 @@ class Keras2(Dialect):
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
         """Let initializers draw from ``seed`` within the block, also after a call of ``set_random_seed``."""
-        own = vars(backend._SEED_GENERATOR)
-        before = own.get("generator")
-        own["generator"] = random.Random(seed)
+        members = vars(backend._SEED_GENERATOR)
+        previous = members.get("generator")
+        members["generator"] = random.Random(seed)
         try:
             with super().seeded(seed):
                 yield
         finally:
-            own["generator"] = before
+            members["generator"] = previous
 
     @contextmanager
     def running(
@@ -276,16 +278,16 @@ class Keras2(Dialect):
 
         Cells of TensorFlow itself take and may return a single state without a list.
         """
-        bare = getattr(cell, "_is_tf_rnn_cell", None) is not None and len(states) == 1
-        called = cell if callable(cell) else cell.call
-        output, new = called(x, states[0] if bare else states)
-        return output, new if tf.nest.is_nested(new) else [new]
+        takes_single_state = getattr(cell, "_is_tf_rnn_cell", None) is not None and len(states) == 1
+        call_cell = cell if callable(cell) else cell.call
+        output, new_states = call_cell(x, states[0] if takes_single_state else states)
+        return output, new_states if tf.nest.is_nested(new_states) else [new_states]
 
     @contextmanager
     def as_found(self, model: Any, seed: int | None) -> Iterator[None]:
         """Restore on exit the variables, the collected losses and TensorFlow's random generator."""
         del seed
-        with keras2_run.as_found(model, self.variables(model)):
+        with keras2_run.state_restored(model, self.variables(model)):
             yield
 
     def initial_state(self, cell: Any, samples: int) -> Any:
@@ -326,12 +328,14 @@ class Keras2(Dialect):
         compiled = vars(model).get("compiled_loss")
         with overriding() as override:
             if compiled is not None:
-                given = compiled._user_losses, compiled._user_loss_weights, compiled._output_names
-                override(model, "compiled_loss", _UntrackedLosses(*given))
+                loss_arguments = compiled._user_losses, compiled._user_loss_weights, compiled._output_names
+                override(model, "compiled_loss", _UntrackedLosses(*loss_arguments))
             for layer in () if regularised else model._flatten_layers():
                 if layer._callable_losses:
-                    stopped = [substitute_in_this_thread(_stopped(p), p) for p in layer._callable_losses]
-                    override(layer, "_callable_losses", stopped)
+                    stopped_losses = [
+                        substitute_in_this_thread(_without_gradient(p), p) for p in layer._callable_losses
+                    ]
+                    override(layer, "_callable_losses", stopped_losses)
             yield
 
     def aligned(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
@@ -345,12 +349,12 @@ class Keras2(Dialect):
         return any((la._losses or la._eager_losses) and la._activity_regularizer is None for la in layers)
 
 
-def _stopped(loss: Any) -> Any:
-    def stopped() -> Any:
+def _without_gradient(loss: Any) -> Any:
+    def loss_without_gradient() -> Any:
         value = loss()
         return None if value is None else tf.stop_gradient(value)
 
-    return stopped
+    return loss_without_gradient
 
 
 def _sizes(sizes: Any) -> Any:

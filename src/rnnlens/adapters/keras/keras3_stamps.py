@@ -25,7 +25,7 @@ from keras.src.trainers.compile_utils import CompileLoss
 from ...autodiff import engine
 
 #: Attributes for Keras' bookkeeping, which do not affect the computation.
-_BOOKS = frozenset(
+_BOOKKEEPING = frozenset(
     [
         *("_tracker", "_trainable_variables", "_non_trainable_variables", "_metrics", "_lock", "_path"),
         *("_auto_config", "build", "quantize", "_inbound_nodes", "_outbound_nodes", "_parent_path", "_call_signature"),
@@ -41,12 +41,12 @@ _BOOKS = frozenset(
         *("_operations_by_depth", "_layers_by_depth"),
     ]
 )
-_UNUSED = ("_initializer", "_constraint")
+_UNUSED_SUFFIXES = ("_initializer", "_constraint")
 #: Prefixes of attributes that TensorFlow uses for checkpoints.
-_TENSORFLOW = ("_self_", "_obj_reference_counts")
+_TENSORFLOW_PREFIXES = ("_self_", "_obj_reference_counts")
 #: Methods that compute; if one of them is not Keras' own, it may read anything.
 _METHODS = ("__call__", "call", "inner_loop", "build", "compute_mask", "get_initial_state", "compute_loss")
-_LARGEST = 2**16
+_LARGEST_ARRAY = 2**16
 
 
 class _DependsOnAnything(Exception):  # noqa: N818 - no error, but what was found
@@ -66,21 +66,21 @@ class _SameObject:
         return isinstance(other, _SameObject) and self._ref() is not None and self._ref() is other._ref()
 
 
-def stamp_of(model: Any, loss: Any, within: Any = None) -> Hashable | None:
+def stamp_of(model: Any, loss: Any, training: Any = None) -> Hashable | None:
     """Return a hashable of everything that a run of ``model`` reads, with ``loss`` or else with the compiled loss.
 
-    Returns None if user code may read anything else. During a compiled training ``within``, user code is taken as
+    Returns None if user code may read anything else. During a compiled training ``training``, user code is taken as
     fixed, and only the attributes of user layers are included.
     """
-    given = getattr(model, "_compile_loss", None) if loss is None else loss
+    used_loss = getattr(model, "_compile_loss", None) if loss is None else loss
     config = keras.config
     settings = (config.floatx(), config.epsilon(), config.image_data_format(), config.is_flash_attention_enabled())
     try:
         return (
             settings,
             engine(keras.backend.backend()).settings(),
-            _Stamp(within).of(model),
-            _Stamp(within).of(given),
+            _Stamp(training).of(model),
+            _Stamp(training).of(used_loss),
         )
     except _DependsOnAnything:
         return None
@@ -89,8 +89,8 @@ def stamp_of(model: Any, loss: Any, within: Any = None) -> Hashable | None:
 class _Stamp:
     """Recursive computation of stamps; a repeated object is replaced by the number of its first occurrence."""
 
-    def __init__(self, within: Any) -> None:
-        self._within = within
+    def __init__(self, training: Any) -> None:
+        self._within = training
         self._met: dict[int, int] = {}
 
     def of(self, value: Any) -> Hashable:
@@ -101,10 +101,10 @@ class _Stamp:
             return (type(value).__name__, *map(self.of, value))
         if isinstance(value, dict):
             return ("dict", *((self.of(key), self.of(item)) for key, item in value.items()))
-        if isinstance(value, np.ndarray) and value.nbytes <= _LARGEST and value.dtype != object:
+        if isinstance(value, np.ndarray) and value.nbytes <= _LARGEST_ARRAY and value.dtype != object:
             return (str(value.dtype), value.shape, value.tobytes())
         if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
-            return _identity(value) if self._within is not None else _keras_own(value)
+            return _identity(value) if self._within is not None else _keras_identity(value)
         return self._object(value)
 
     def _object(self, value: Any) -> Hashable:
@@ -124,8 +124,8 @@ class _Stamp:
         if not _is_closed(value):
             return self._user_object(value)
         if isinstance(value, CompileLoss):
-            told = (value._user_loss, value._user_loss_weights, value.output_names, value.reduction)
-            return ("compiled", *map(self.of, told))
+            loss_settings = (value._user_loss, value._user_loss_weights, value.output_names, value.reduction)
+            return ("compiled", *map(self.of, loss_settings))
         graph = self._graph(value) if isinstance(value, Function) else None
         return (_SameObject(kind), _SameObject(value), graph, self._settings(value))
 
@@ -143,7 +143,9 @@ class _Stamp:
         return tuple(
             (name, self.of(item))
             for name, item in vars(value).items()
-            if name not in _BOOKS and not name.endswith(_UNUSED) and not name.startswith(_TENSORFLOW)
+            if name not in _BOOKKEEPING
+            and not name.endswith(_UNUSED_SUFFIXES)
+            and not name.startswith(_TENSORFLOW_PREFIXES)
         )
 
     def _symbol(self, tensor: Any) -> Hashable:
@@ -161,8 +163,8 @@ class _Stamp:
         return (tuple(calls), self.of(model._inputs_struct), self.of(model._outputs_struct))
 
 
-def _is_keras(thing: Any) -> bool:
-    return str(getattr(thing, "__module__", "")).startswith("keras.src.")
+def _is_keras(definition: Any) -> bool:
+    return str(getattr(definition, "__module__", "")).startswith("keras.src.")
 
 
 def _is_closed(value: Any) -> bool:
@@ -172,8 +174,8 @@ def _is_closed(value: Any) -> bool:
         return False
     methods = [vars(base)[name] for name in _METHODS for base in kind.__mro__ if name in vars(base)]
     # A method's ``__module__`` does not tell: a wrapper may copy it from the wrapped function.
-    homes = [str(getattr(method, "__globals__", {}).get("__name__", "")) for method in methods]
-    return all(home.startswith("keras.src.") for home in homes)
+    module_names = [str(getattr(method, "__globals__", {}).get("__name__", "")) for method in methods]
+    return all(module_name.startswith("keras.src.") for module_name in module_names)
 
 
 def _identity(value: Any) -> Hashable:
@@ -184,7 +186,7 @@ def _identity(value: Any) -> Hashable:
         return id(value)
 
 
-def _keras_own(value: Any) -> Hashable:
+def _keras_identity(value: Any) -> Hashable:
     """Return a hashable of a function or class that a module of Keras defines, or raise _DependsOnAnything."""
     module = sys.modules.get(value.__module__ or "")
     if not _is_keras(value) or getattr(module, value.__qualname__, None) is not value:

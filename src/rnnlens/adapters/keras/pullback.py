@@ -24,9 +24,9 @@ from .dialect import Dialect, dialect_of
 from .discover import ModelLayers, RecurrentSite, base_name, given_state_layers, implied_sites, locate_layers
 from .hooks import LayerCall, Loss, RunRequest
 from .inputs import input_order
-from .restore import as_found
+from .restore import model_state_restored
 from .run import discard_memo, memo_for, program, run_with_loops
-from .weights import composed, named_variables, registration_of
+from .weights import composed_weights, named_variables, registration_of
 
 #: Largest size in bytes of one chunk of cotangents, intermediate tensors included.
 _CHUNK_BYTES = 512 * 2**20
@@ -198,7 +198,7 @@ class KerasPullback:
         self.outputs = 0
         self.recurrent_sizes: tuple[tuple[int, int], ...] = ()
         with_loss = any(port.kind == "loss" for port in (*self._of, *self._wrt))
-        loss = losses.plan(model, batch) if with_loss else None
+        loss = losses.scalar_loss(model, batch) if with_loss else None
 
         def attempt(job: RunRequest) -> None:
             if job.stepped != self._tapped.stepped:
@@ -390,7 +390,7 @@ def _sizes(calls: Sequence[LayerCall]) -> tuple[int, int]:
 @contextmanager
 def _repeatable_run(job: RunRequest) -> Iterator[None]:
     """Run the model within the block with the same random numbers each time, and restore its state on exit."""
-    with as_found(job.model, job.keras, job.batch.seed), job.keras.undisturbed(job.model, regularised=True):
+    with model_state_restored(job.model, job.keras, job.batch.seed), job.keras.undisturbed(job.model, regularised=True):
         yield
 
 
@@ -411,7 +411,9 @@ def registered_weight_finder(model: Any) -> Callable[[Port], ComposedWeight | No
             if registration_of(getattr(site.layer, "cell", None)) is not None:
                 sites_by_layer.setdefault(site.name, {})[site.direction] = site
         return {
-            name: composed(named_variables(next(iter(sites.values())).owner), {d: s.layer for d, s in sites.items()})
+            name: composed_weights(
+                named_variables(next(iter(sites.values())).owner), {d: s.layer for d, s in sites.items()}
+            )
             for name, sites in sites_by_layer.items()
         }
 

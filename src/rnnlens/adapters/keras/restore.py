@@ -30,32 +30,40 @@ def undo_contents(container: Any) -> Callable[[], object]:
 
     It calls the methods of the built-in type: a framework's subclass would track the entries a second time.
     """
-    is_dict, kind = isinstance(container, dict), type(container)
-    if kind.__module__ != "collections":
-        kind = next(kind for kind in CONTAINERS if isinstance(container, kind))
-    before: Any = dict(container) if is_dict else list(container)
-    add: Any = kind.update if hasattr(kind, "update") else kind.extend
+    is_dict, container_type = isinstance(container, dict), type(container)
+    if container_type.__module__ != "collections":
+        container_type = next(container_type for container_type in CONTAINERS if isinstance(container, container_type))
+    original_entries: Any = dict(container) if is_dict else list(container)
+    add_entries: Any = container_type.update if hasattr(container_type, "update") else container_type.extend
 
     def undo() -> None:
-        if not _same(container, before) or (is_dict and not _same(container.values(), before.values())):
-            kind.clear(container)
-            add(container, before)
+        if not _has_same_items(container, original_entries) or (
+            is_dict and not _has_same_items(container.values(), original_entries.values())
+        ):
+            container_type.clear(container)
+            add_entries(container, original_entries)
 
     return undo
 
 
-def _same(now: Any, before: Any) -> bool:
-    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+def _has_same_items(items: Any, original_items: Any) -> bool:
+    return len(items) == len(original_items) and all(a is b for a, b in zip(items, original_items, strict=True))
 
 
 def undo_attributes(value: Any) -> Callable[[], object]:
     """Return a function that restores the attributes of an object; unchanged attributes are not written."""
-    now, before = vars(value), dict(vars(value))
+    attributes, original_attributes = vars(value), dict(vars(value))
 
     def undo() -> None:
-        for name in now.keys() - before.keys():
-            del now[name]
-        now.update({name: old for name, old in before.items() if name not in now or now[name] is not old})
+        for name in attributes.keys() - original_attributes.keys():
+            del attributes[name]
+        attributes.update(
+            {
+                name: old
+                for name, old in original_attributes.items()
+                if name not in attributes or attributes[name] is not old
+            }
+        )
 
     return undo
 
@@ -69,8 +77,8 @@ def undo_draws(generator: Any) -> Callable[[], object] | None:
         return partial(generator.setstate, generator.getstate())
     if isinstance(generator, np.random.Generator):
         return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
-    of_torch = getattr(sys.modules.get("torch"), "Generator", np.random.RandomState)
-    if isinstance(generator, (np.random.RandomState, of_torch)):
+    torch_generator = getattr(sys.modules.get("torch"), "Generator", np.random.RandomState)
+    if isinstance(generator, (np.random.RandomState, torch_generator)):
         return partial(generator.set_state, generator.get_state())
     return None
 
@@ -87,24 +95,24 @@ _FOREIGN = frozenset(
 
 
 @contextmanager
-def as_found(model: Any, keras: Dialect, seed: int | None = None) -> Iterator[None]:
+def model_state_restored(model: Any, keras: Dialect, seed: int | None = None) -> Iterator[None]:
     """Restore on exit all state that a run of a model or cell changes: variables, random generators, Python state."""
-    with keras.as_found(model, seed), unchanged(model, keras):
+    with keras.as_found(model, seed), python_state_restored(model, keras):
         yield
 
 
 @contextmanager
-def unchanged(model: Any, keras: Dialect) -> Iterator[None]:
+def python_state_restored(model: Any, keras: Dialect) -> Iterator[None]:
     """Restore on exit the Python state of ``model`` and its layers, and the process's random states."""
-    memory = _UndoLog(keras)
+    undo_log = _UndoLog(keras)
     for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
-        memory.layer(layer)
-    memory.value(model)  # a cell that is not a layer
+        undo_log.layer(layer)
+    undo_log.value(model)  # a cell that is not a layer
     with global_random_states_restored():
         try:
             yield
         finally:
-            memory.restore()
+            undo_log.restore()
 
 
 @contextmanager
@@ -115,19 +123,19 @@ def overriding() -> Iterator[Callable[[Any, str, Any], None]]:
     """
     saved: list[tuple[dict[str, Any], str, Any]] = []
 
-    def put(thing: Any, name: str, method: Any) -> None:
-        own = vars(thing)
-        saved.append((own, name, own.get(name)))
-        own[name] = method
+    def override(owner: Any, name: str, method: Any) -> None:
+        members = vars(owner)
+        saved.append((members, name, members.get(name)))
+        members[name] = method
 
     try:
-        yield put
+        yield override
     finally:
-        for own, name, old in reversed(saved):
+        for members, name, old in reversed(saved):
             if old is None:
-                own.pop(name, None)
+                members.pop(name, None)
             else:
-                own[name] = old
+                members[name] = old
 
 
 class _UndoLog:
@@ -149,10 +157,10 @@ class _UndoLog:
             self._undo.append(undo_attributes(layer))
             for name in _BOOKS & vars(layer).keys():
                 self.value(vars(layer)[name])
-            is_users = not self._keras.is_own(type(layer)) or type(layer) is self._keras.layers.Lambda
+            is_user_layer = not self._keras.is_own(type(layer)) or type(layer) is self._keras.layers.Lambda
             for value in list(vars(layer).values()):
                 # Keras' own layers change only their attributes, but may contain a user's cell or function.
-                if is_users or _package(value) not in _FOREIGN:
+                if is_user_layer or _package(value) not in _FOREIGN:
                     self.value(value)
 
     def value(self, value: Any) -> None:
@@ -161,11 +169,11 @@ class _UndoLog:
             return
         if not self._is_new(value):
             return
-        inside = self._keras.inside(value)
-        if inside is not None:
+        unwrapped = self._keras.inside(value)
+        if unwrapped is not None:
             if hasattr(value, "_last_wrapped_list_snapshot"):  # by it a wrapper detects changes made outside of it
                 self._undo.append(undo_attributes(value))
-            value = inside
+            value = unwrapped
         if isinstance(value, CONTAINERS):
             self._undo.append(undo_contents(value))
             self._all(value.values() if isinstance(value, dict) else value)
@@ -206,8 +214,8 @@ class _UndoLog:
     def _array(self, value: Any) -> None:
         if not value.flags.writeable:
             return
-        before = value.copy()
-        self._undo.append(lambda: None if not value.flags.writeable else np.copyto(value, before))
+        original = value.copy()
+        self._undo.append(lambda: None if not value.flags.writeable else np.copyto(value, original))
         if value.dtype == object:
             self._all(value.ravel())
 

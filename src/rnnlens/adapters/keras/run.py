@@ -17,7 +17,7 @@ from ...errors import raised_by
 from ...settings import current
 from .dialect import Dialect
 from .hooks import ChangedStateError, LayerCall, LayerRecorder, RunRequest, Starts, SteppedLayerError
-from .restore import as_found, unchanged
+from .restore import model_state_restored, python_state_restored
 
 Result = TypeVar("Result")
 
@@ -29,7 +29,7 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
     x = _tap_tensors(job, "model|input", x, tap)
     # An engine may call the program several times; each call must start from the user's model, unchanged.
     values, seeds = arguments["values"], arguments["seeds"]
-    with unchanged(job.model, keras), keras.running(job.model, values, seeds, job.weights, tap):
+    with python_state_restored(job.model, keras), keras.running(job.model, values, seeds, job.weights, tap):
         with recorder.hooked():
             with raised_by("Your model"):
                 outputs = call_model(job.model, x, job.batch.training)
@@ -93,7 +93,7 @@ def run_with_loops(job: RunRequest, attempt: Callable[[RunRequest], Result]) -> 
 
 def _run_once(job: RunRequest) -> RunResult:
     engine = job.keras.engine
-    with as_found(job.model, job.keras, job.batch.seed):
+    with model_state_restored(job.model, job.keras, job.batch.seed):
         arguments = job.arguments()
         memo = None if getattr(job.model, "run_eagerly", False) else memo_for(job, arguments)
         with (
@@ -120,7 +120,7 @@ def with_starts(job: RunRequest) -> RunRequest:
     starts, separate_layers = {}, set[str]()
     for name in no_starts:
         trial_job = replace(job, spoiled=name, starts=no_starts, gradients=False, loss=None, keep=frozenset(), calls=[])
-        with as_found(job.model, job.keras, job.batch.seed):
+        with model_state_restored(job.model, job.keras, job.batch.seed):
             _run_program(trial_job, trial_job.arguments(), job.keras.engine)
         arrays = next((call.arrays for call in trial_job.calls if call.place == name), {})
         states = [job.keras.value_of(a) for key, a in arrays.items() if key.startswith("received/")]
@@ -216,7 +216,7 @@ _compiled_training: ContextVar[CompiledTraining | None] = ContextVar("compiled_t
 
 def stamp_of_run(keras: Dialect, model: Any, loss: Any) -> Hashable | None:
     """Return a hashable that changes with everything a run reads; None if that is not known."""
-    return keras.stamp(model, loss, within=_compiled_training.get())
+    return keras.stamp(model, loss, training=_compiled_training.get())
 
 
 def compiled_cell(keras: Dialect, cell: Any, make: Callable[[], Result]) -> Result:

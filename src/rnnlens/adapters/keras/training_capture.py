@@ -40,13 +40,13 @@ class StateBeforeStep:
 
         Restore the present state on exit.
         """
-        now = [(variable, copy_of(variable)) for variable, _ in self.variables]
+        present_values = [(variable, copy_of(variable)) for variable, _ in self.variables]
         with self.engine.preserved():
             try:
                 self.put()
                 yield
             finally:
-                for variable, value in now:
+                for variable, value in present_values:
                     variable.assign(value)
 
     def put(self) -> None:
@@ -97,46 +97,46 @@ class TrainStep:
         if not self.wanted:
             return self._original(*arguments)
         self.wanted = False
-        fed: list[Any] = []
+        batches: list[Any] = []
         try:
-            before = self._copies(arguments)
-            source = self._tee(arguments[-1], fed)
+            state_before = self._copies(arguments)
+            source = self._tee(arguments[-1], batches)
         except Exception as error:  # training goes on without this record
             self.failure = error
             return self._original(*arguments)
-        done = self._step(arguments, source, before)
-        if fed:
-            element = fed[0] if isinstance(fed[0], tuple | list) else (fed[0],)
+        result = self._step(arguments, source, state_before)
+        if batches:
+            element = batches[0] if isinstance(batches[0], tuple | list) else (batches[0],)
             x, y, weight = (*element, None, None)[:3]
-            self.recorded = RecordedStep(x, y, weight, before, len(fed))
+            self.recorded = RecordedStep(x, y, weight, state_before, len(batches))
             if self._direct is not None and self._direct.gradients is not None:
                 self.recorded.direct, self.recorded.loss = self._direct.gradients, self._direct.loss
-        return done
+        return result
 
-    def _step(self, arguments: Sequence[Any], source: Any, before: StateBeforeStep) -> Any:
+    def _step(self, arguments: Sequence[Any], source: Any, state_before: StateBeforeStep) -> Any:
         """Run the training step with taps for direct gradients; if that is impossible or fails, run it without taps."""
         if self._direct is None or not self._direct.available:
             return self._original(*arguments[:-1], source)
         try:
-            done = self._direct.run(self._original, source)
+            result = self._direct.run(self._original, source)
         except Exception as error:
             self._direct = None
-            before.put()
+            state_before.put()
             source = source if self._handed is None else iter(self._handed)
-            done = self._original(*arguments[:-1], source)  # raises what the user's own step raises
+            result = self._original(*arguments[:-1], source)  # raises what the user's own step raises
             self.failure = error
-            return done
+            return result
         try:
             self._direct.read()
         except Exception as error:
             self._direct, self.failure = None, error
-        return done
+        return result
 
     def taken(self) -> tuple[RecordedStep | None, Exception | None]:
         """Return the record of the last execution, or the error that prevented it, and delete both from this object."""
-        taken = self.recorded, self.failure
+        record_and_failure = self.recorded, self.failure
         self.recorded = self.failure = None
-        return taken
+        return record_and_failure
 
     def remove(self) -> None:
         """Restore the model's own ``train_function``."""
@@ -152,39 +152,39 @@ class TrainStep:
         if len(arguments) == 1:
             copies = [(variable, copy_of(variable)) for variable in self._keras.variables(self._model)]
             return StateBeforeStep(engine, copies, _torch_state() if engine.name == "torch" else None)
-        here = [*self._model.trainable_variables, *self._model.non_trainable_variables]
+        updated_variables = [*self._model.trainable_variables, *self._model.non_trainable_variables]
         values = [*arguments[0][0], *arguments[0][1]]
-        return StateBeforeStep(engine, [(v, value.copy()) for v, value in zip(here, values, strict=True)])
+        return StateBeforeStep(engine, [(v, value.copy()) for v, value in zip(updated_variables, values, strict=True)])
 
-    def _tee(self, source: Any, fed: list[Any]) -> Any:
-        """Return an iterator with the batches of ``source`` that also appends those of one execution to ``fed``."""
+    def _tee(self, source: Any, batches: list[Any]) -> Any:
+        """Return an iterator with the batches of ``source`` that also appends those of one execution to ``batches``."""
 
-        def recorded() -> Iterator[Any]:
+        def recorded_batches() -> Iterator[Any]:
             for element in source:
-                fed.append(element)
+                batches.append(element)
                 yield element
 
         engine = self._keras.engine.name
         if engine == "torch":
-            fed.append(source[0])
+            batches.append(source[0])
             return source
-        return recorded() if engine == "jax" else self._tensorflow(source, fed)
+        return recorded_batches() if engine == "jax" else self._tensorflow(source, batches)
 
-    def _tensorflow(self, source: Any, fed: list[Any]) -> Any:
-        """Read the batches of one execution from a TensorFlow iterator into ``fed``; return an iterator over these.
+    def _tensorflow(self, source: Any, batches: list[Any]) -> Any:
+        """Read the batches of one execution from a TensorFlow iterator into ``batches``; return an iterator over these.
 
         It has the same ``element_spec``, so that the compiled training step is not traced again.
         """
         import tensorflow as tf
 
         if not isinstance(source, tf.data.Iterator):
-            raise _spread(type(source).__name__)
-        self._fed = fed
+            raise _strategy_error(type(source).__name__)
+        self._fed = batches
         if self._handed is None or self._handed.element_spec != source.element_spec:
             self._handed = tf.data.Dataset.from_generator(lambda: iter(self._fed), output_signature=source.element_spec)
-        handed = iter(self._handed)
-        fed.extend(islice(source, batches_per_execution(self._model)))  # last: what is taken is handed on
-        return handed
+        dataset_iterator = iter(self._handed)
+        batches.extend(islice(source, batches_per_execution(self._model)))  # last: what is taken is handed on
+        return dataset_iterator
 
 
 def record_fit(model: Any, direct: Sequence[str] = ()) -> TrainStep:
@@ -202,17 +202,17 @@ def record_fit(model: Any, direct: Sequence[str] = ()) -> TrainStep:
         )
     strategy = getattr(model, "_distribute_strategy", None) or getattr(model, "_distribution_strategy", None)
     if strategy is not None:
-        raise _spread(type(strategy).__name__)
+        raise _strategy_error(type(strategy).__name__)
     _refuse_random(model)
     if isinstance(model.train_function, TrainStep):
         model.train_function.remove()  # left by a training that was interrupted
     return TrainStep(model, direct)
 
 
-def _spread(got: str) -> UnsupportedError:
+def _strategy_error(got: str) -> UnsupportedError:
     """Create the error for training under a ``tf.distribute`` strategy, which splits each batch over replicas."""
-    what = "Batches cannot be followed under a tf.distribute strategy."
-    return UnsupportedError(what, got=got, hint="probe= instead of batches=")
+    problem = "Batches cannot be followed under a tf.distribute strategy."
+    return UnsupportedError(problem, got=got, hint="probe= instead of batches=")
 
 
 def _refuse_random(model: Any) -> None:
@@ -242,8 +242,8 @@ def _refuse_random(model: Any) -> None:
 
 def batches_per_execution(model: Any) -> int:
     """Return the number of batches in one call of the compiled step: ``steps_per_execution``."""
-    given = getattr(model, "steps_per_execution", None) or getattr(model, "_steps_per_execution", None)
-    return 1 if given is None else int(np.asarray(given))
+    steps = getattr(model, "steps_per_execution", None) or getattr(model, "_steps_per_execution", None)
+    return 1 if steps is None else int(np.asarray(steps))
 
 
 def synchronised(model: Any) -> None:
@@ -279,9 +279,11 @@ def notes_of_training(model: Any, recorded: RecordedStep) -> list[str]:
     """Return notes on how the gradients of a recorded batch differ from those that the optimizer used."""
     optimizer, inner = optimizers(model)
     notes = []
-    every = getattr(inner, "gradient_accumulation_steps", None)
-    if every:
-        notes.append(f"Gradients are those of this batch alone; the optimizer applies the mean of {every} batches.")
+    accumulation_steps = getattr(inner, "gradient_accumulation_steps", None)
+    if accumulation_steps:
+        notes.append(
+            f"Gradients are those of this batch alone; the optimizer applies the mean of {accumulation_steps} batches."
+        )
     if inner is not optimizer:
         notes.append("Gradients are those of the loss, without the loss scale used in training.")
     if recorded.batches > 1:
@@ -302,8 +304,8 @@ def worker(model: Any) -> tuple[int, int]:
     if engine == "torch":
         import torch.distributed as group
 
-        running = group.is_available() and group.is_initialized()
-        return (group.get_rank(), group.get_world_size()) if running else (0, 1)
+        is_running = group.is_available() and group.is_initialized()
+        return (group.get_rank(), group.get_world_size()) if is_running else (0, 1)
     import tensorflow as tf
 
     cluster = tf.distribute.cluster_resolver.TFConfigClusterResolver()
