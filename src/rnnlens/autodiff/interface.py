@@ -88,7 +88,7 @@ class Engine(ABC):
         Without ``on_host`` a torch tensor on a device becomes a detached torch tensor there.
         """
 
-    def own(self, array: Any) -> Any:
+    def own_copy(self, array: Any) -> Any:
         """Copy an array to memory of its own, if the engine could otherwise share the user's memory."""
         return np.array(array) if isinstance(array, np.ndarray) else array
 
@@ -142,7 +142,7 @@ class Engine(ABC):
         """
         return nullcontext()
 
-    def preserved(self, seed: int | None = None) -> AbstractContextManager[None]:
+    def random_state_restored(self, seed: int | None = None) -> AbstractContextManager[None]:
         """Restore process-wide random generators on exit, after seeding them if a seed is given.
 
         The default does nothing: on JAX and TensorFlow, Keras keeps random states in its own variables.

@@ -124,9 +124,9 @@ class TorchEngine(Engine):
             return tensor
         return tensor.cpu().resolve_conj().resolve_neg().numpy()
 
-    def own(self, array: Any) -> Any:
+    def own_copy(self, array: Any) -> Any:
         """Copy an array or a tensor, whose memory torch could otherwise share with the user's."""
-        return array.detach().clone() if isinstance(array, torch.Tensor) else super().own(array)
+        return array.detach().clone() if isinstance(array, torch.Tensor) else super().own_copy(array)
 
     def values(self, tensors: Sequence[Any]) -> list[Any] | None:
         """Return detached tensors to substitute for the values of a program's variables."""
@@ -180,7 +180,7 @@ class TorchEngine(Engine):
             yield
 
     @contextmanager
-    def preserved(self, seed: int | None = None) -> Iterator[None]:
+    def random_state_restored(self, seed: int | None = None) -> Iterator[None]:
         """Restore torch's random generators on exit, after seeding them if a seed is given.
 
         On torch, Keras' dropout without a seed draws from them.

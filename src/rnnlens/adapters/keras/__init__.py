@@ -112,11 +112,15 @@ class KerasAdapter(Adapter):
             layers[site.name] = site.owner
         container_names = {
             name
-            for name in model_layers.plain
+            for name in model_layers.other_layers
             if any(other_name.startswith(name + "/") for other_name in model_layers.names())
         }
         layers.update(
-            {name: layer for name, layer in model_layers.plain.items() if name not in container_names | layers.keys()}
+            {
+                name: layer
+                for name, layer in model_layers.other_layers.items()
+                if name not in container_names | layers.keys()
+            }
         )
         loop_names = {site.name for site in model_layers.sites if site.is_loop}
         seen_ids: set[int] = set()

@@ -60,8 +60,8 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
         other_layers,
         loss,
         gradients=request.gradients,
-        wanted=_tap_names(request, last_layer),
-        keep=_REPLAY if request.inputs else frozenset({"output", "final_state", "outputs"}),
+        tap_names=_tap_names(request, last_layer),
+        record_names=_REPLAY if request.inputs else frozenset({"output", "final_state", "outputs"}),
         weights=weights,
     )
     result = run(job)
@@ -138,7 +138,7 @@ class _Assembly:
         for site in sites:
             direction_index = sum(name == site.name for name, _ in self._sites)
             self._sites[site.name, direction_index] = site
-        self._times = {call.place: call.index + 1 for call in result.calls}
+        self._call_counts = {call.layer_name: call.index + 1 for call in result.calls}
         self._cells: dict[int, Any] = {}
 
     def capture(self, request: CaptureRequest) -> Capture:
@@ -146,12 +146,12 @@ class _Assembly:
         calls: list[RecurrentCall] = []
         other_calls: list[NonRecurrentCall] = []
         for call in self._result.calls:
-            if request.layers is not None and not {call.place, self._node(call)} & set(request.layers):
+            if request.layers is not None and not {call.layer_name, self._node_name(call)} & set(request.layers):
                 continue
-            if (call.place, call.half) in self._sites:
-                calls.append(self._recurrent(call, request))
+            if (call.layer_name, call.direction_index) in self._sites:
+                calls.append(self._recurrent_call(call, request))
             else:
-                other_calls.extend(self._plain(call))
+                other_calls.extend(self._other_calls(call))
         self._check_that_all_ran(request, calls, other_calls)
         loss, outputs = self._result.loss, self._result.outputs
         loss = None if loss is None else self._engine.to_array(loss)
@@ -164,34 +164,34 @@ class _Assembly:
             loss=loss_value,
             outputs=None if outputs is None else by_key(self._keras.tree.map_structure(self._engine.to_array, outputs)),
             notes=[*self._notes(loss_value), *(_no_path_notes(calls, other_calls) if request.gradients else [])],
-            order=self._order(),
+            order=self._node_order(),
             entangled=any(call.stepwise for call in calls),
         )
 
-    def _order(self) -> tuple[str, ...]:
+    def _node_order(self) -> tuple[str, ...]:
         """Return the node names in the order in which their calls ended; a nested model comes after its layers."""
         ended_nodes: list[str] = []
         open_calls: list[LayerCall] = []
         for call in self._result.calls:
-            while open_calls and not call.place.startswith(f"{open_calls[-1].place}/"):
-                ended_nodes.append(self._node(open_calls.pop()))
+            while open_calls and not call.layer_name.startswith(f"{open_calls[-1].layer_name}/"):
+                ended_nodes.append(self._node_name(open_calls.pop()))
             open_calls.append(call)
-        return tuple(dict.fromkeys([*ended_nodes, *(self._node(call) for call in reversed(open_calls))]))
+        return tuple(dict.fromkeys([*ended_nodes, *(self._node_name(call) for call in reversed(open_calls))]))
 
-    def _node(self, call: LayerCall) -> str:
-        return call.place if self._times[call.place] == 1 else f"{call.place}#{call.index}"
+    def _node_name(self, call: LayerCall) -> str:
+        return call.layer_name if self._call_counts[call.layer_name] == 1 else f"{call.layer_name}#{call.index}"
 
-    def _recurrent(self, call: LayerCall, request: CaptureRequest) -> RecurrentCall:
+    def _recurrent_call(self, call: LayerCall, request: CaptureRequest) -> RecurrentCall:
         """Convert the recorded call of a recurrent layer, or a recorded loop over a cell, to a ``RecurrentCall``."""
-        site = self._sites[call.place, call.half]
+        site = self._sites[call.layer_name, call.direction_index]
         cell = site.layer.cell
-        specific_fields = self._of_loop(call, request) if call.is_loop else self._of_layer(site, call)
+        specific_fields = self._loop_fields(call, request) if call.is_loop else self._layer_fields(site, call)
         return RecurrentCall(
             **specific_fields,
-            layer=self._node(call),
-            cell=self._cell(cell),
+            layer=self._node_name(call),
+            cell=self._equations_of(cell),
             input=call.arrays.get("input"),
-            initial_state=call.all("initial_state"),
+            initial_state=call.tensors_of_kind("initial_state"),
             input_scale=call.arrays.get("input_scale"),
             state_scale=call.arrays.get("state_scale"),
             compute_dtype=computation_dtype(site.layer),
@@ -213,7 +213,7 @@ class _Assembly:
         gradients = (self._gradient(call, name) for name in call.arrays if name.startswith(f"{kind}/"))
         return tuple(gradient for gradient in gradients if gradient is not None)
 
-    def _of_layer(self, site: RecurrentSite, call: LayerCall) -> dict[str, Any]:
+    def _layer_fields(self, site: RecurrentSite, call: LayerCall) -> dict[str, Any]:
         """Return the ``RecurrentCall`` fields that are computed differently for a layer than for a loop over a cell.
 
         These are direction, mask, output and final states.
@@ -231,17 +231,17 @@ class _Assembly:
             "output": output,
             "output_from_state": None if from_state is None else tensors.like(from_state, mask),
             "masked_output": masked_output(layer, class_of(layer.cell) is not None),
-            "final_state": call.all("final_state") or None if layer.return_state else None,
+            "final_state": call.tensors_of_kind("final_state") or None if layer.return_state else None,
             "output_grad": output_grad,
             "final_state_grad": self._gradients(call, "final_state") or None if layer.return_state else None,
         }
 
-    def _of_loop(self, call: LayerCall, request: CaptureRequest) -> dict[str, Any]:
+    def _loop_fields(self, call: LayerCall, request: CaptureRequest) -> dict[str, Any]:
         """Return the ``RecurrentCall`` fields that are computed differently for a loop over a cell than for a layer.
 
         Among them are the gradients of states between the steps.
         """
-        final_states = call.all("final_state")
+        final_states = call.tensors_of_kind("final_state")
         state_gradients: dict[int, Array] = {}
         final_gradients: list[Array] = []
         for i, state in enumerate(final_states):
@@ -262,10 +262,10 @@ class _Assembly:
             "state_grad": state_gradients or None,
             "stepwise": True,
             "between": True,
-            "received": call.all("received") or None,
+            "received": call.tensors_of_kind("received") or None,
         }
 
-    def _cell(self, cell: Any) -> Any:
+    def _equations_of(self, cell: Any) -> Any:
         if id(cell) not in self._cells:
             known_cell = cell_with_equations(cell, self._engine)
             self._cells[id(cell)] = KerasStepCell(cell, self._keras) if known_cell is None else known_cell
@@ -284,8 +284,8 @@ class _Assembly:
             return frozenset(registration.cell.parameters if names else ())
         return frozenset(names | ({"recurrent_bias"} if "bias" in names else set()))
 
-    def _plain(self, call: LayerCall) -> list[NonRecurrentCall]:
-        node, outputs = self._node(call), call.all("output")
+    def _other_calls(self, call: LayerCall) -> list[NonRecurrentCall]:
+        node, outputs = self._node_name(call), call.tensors_of_kind("output")
         return [
             NonRecurrentCall(node if len(outputs) == 1 else f"{node}[{i}]", output, self._gradient(call, f"output/{i}"))
             for i, output in enumerate(outputs)
@@ -302,10 +302,10 @@ class _Assembly:
             for n in required_names or ()
             if not any(layer == n or layer.startswith(f"{n}#") for layer in captured_layers)
         ]
-        nodes = [self._node(call) for call in self._result.calls]
+        nodes = [self._node_name(call) for call in self._result.calls]
         for name in missing_names:
             layer_name = name.rpartition("#")[0]
-            if layer_name and layer_name in self._times:
+            if layer_name and layer_name in self._call_counts:
                 raise LayerNotFoundError(f"There is no call {name!r}.", hint=did_you_mean(name, nodes))
             raise ModelError(f"Layer {name!r} did not run in this forward pass.", hint=did_you_mean(name, nodes))
         if not calls and not other_calls:
@@ -343,7 +343,7 @@ def masked_output(layer: Any, is_known: bool) -> Literal["state", "output", "zer
     engine = keras.engine.name
     if layer.zero_output_for_mask and not (engine == "jax" and layer.unroll):
         return "zero"
-    nested = keras.tree.is_nested(keras.template(layer.cell)[0])
+    nested = keras.tree.is_nested(keras.state_template(layer.cell)[0])
     is_single_state = isinstance(layer.cell, keras.layers.StackedRNNCells) or not nested
     return "state" if is_known or (engine == "jax" and not layer.unroll and is_single_state) else "output"
 

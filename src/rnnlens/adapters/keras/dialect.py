@@ -72,8 +72,8 @@ class Dialect(Protocol):
     Variable: Any
     version: str
     #: Code for a mean and a sum, for messages.
-    says_mean: str
-    says_sum: str
+    mean_code: str
+    sum_code: str
     #: Whether Keras multiplies sample weights of shape (sample,) along the time axis of a loss per step.
     weighs_steps: bool
 
@@ -90,7 +90,7 @@ class Dialect(Protocol):
         """Return whether the dtype of a tensor or variable is a float."""
         return dtype_name(tensor).startswith(("float", "bfloat"))
 
-    def computed(self, dtype: str) -> str:
+    def computation_dtype(self, dtype: str) -> str:
         """Return the name of the dtype in which operations on ``dtype`` are computed."""
 
     def value_of(self, tensor: Any) -> Array:
@@ -161,7 +161,7 @@ class Dialect(Protocol):
     def state_size(self, layer: Any) -> Any:
         """Return the state sizes declared by the layer's cell."""
 
-    def template(self, cell: Any) -> Any:
+    def state_template(self, cell: Any) -> Any:
         """Return the sizes of the states that a cell takes, nested as the cell nests its states."""
         size = cell.state_size
         return [size] if isinstance(size, int) else list(size)
@@ -170,7 +170,7 @@ class Dialect(Protocol):
         """Return the output size declared by a cell; None if it declares none."""
         return getattr(cell, "output_size", None)
 
-    def draws(self, layer: Any) -> bool:
+    def draws_random_numbers(self, layer: Any) -> bool:
         """Return whether a layer draws random numbers for anything else than a dropout rate among its attributes."""
         return bool(getattr(layer, "_seed_generators", None))
 
@@ -192,7 +192,7 @@ class Dialect(Protocol):
         operations = getattr(model, "operations", None) or getattr(model, "_functional", None)
         return None if operations is None else list(getattr(operations, "operations", operations))
 
-    def in_order(self, model: Any) -> list[Any] | None:
+    def layers_in_order(self, model: Any) -> list[Any] | None:
         """Return the layers of a model that calls them one after the other, without input layers.
 
         Returns None for any other model.
@@ -214,12 +214,12 @@ class Dialect(Protocol):
         """Return the nested symbolic inputs and outputs of a functional model; (None, None) for any other model."""
         return getattr(model, "_inputs_struct", None), getattr(model, "_outputs_struct", None)
 
-    def built_on(self, model: Any) -> Any:
+    def build_shape(self, model: Any) -> Any:
         """Return the input shape, or shapes by name, on which a model was built; None if unknown."""
         shapes = getattr(model, "_build_shapes_dict", None) or {}
         return next(iter(shapes.values())) if len(shapes) == 1 else None
 
-    def is_own(self, definition: Any) -> bool:
+    def is_from_keras(self, definition: Any) -> bool:
         """Return whether a class or function is defined in this Keras package."""
         return str(getattr(definition, "__module__", "")).startswith(f"{self.name}.")
 
@@ -251,19 +251,19 @@ class Dialect(Protocol):
 
         An initializer without a seed of its own takes one from Python's random numbers.
         """
-        with self.engine.preserved(seed), global_random_states_restored():
+        with self.engine.random_state_restored(seed), global_random_states_restored():
             random.seed(seed)
             yield
 
-    def running(
+    def variables_substituted(
         self, model: Any, values: Sequence[Any] | None, seeds: Sequence[Any], weights: Mapping[str, Any], tap: Tap
     ) -> AbstractContextManager[None]:
         """Temporarily substitute ``values`` for the variables, tap ``weights`` and draw from ``seeds``."""
 
-    def stepping(self, cell: Any, weights: Sequence[tuple[Any, Any]]) -> AbstractContextManager[None]:
+    def cell_weights_substituted(self, cell: Any, weights: Sequence[tuple[Any, Any]]) -> AbstractContextManager[None]:
         """Temporarily substitute tensors for a cell's variables; ``weights`` lists pairs (variable, tensor)."""
 
-    def as_found(self, model: Any, seed: int | None) -> AbstractContextManager[None]:
+    def model_state_restored(self, model: Any, seed: int | None) -> AbstractContextManager[None]:
         """Restore on exit the variables and random generators that a run changes.
 
         Seed the generators with ``seed`` before.
@@ -278,11 +278,11 @@ class Dialect(Protocol):
         output, new = cell(x, states)
         return output, new
 
-    def inside(self, value: Any) -> Any:
+    def unwrapped(self, value: Any) -> Any:
         """Return the container inside a tracking wrapper of the package; None for other objects."""
         del value
 
-    def tracks(self, value: Any) -> bool:
+    def is_tracker(self, value: Any) -> bool:
         """Return whether ``value`` is an object by which Keras tracks the variables and layers of a model."""
         del value
         return False
@@ -321,14 +321,14 @@ class Dialect(Protocol):
         """Return the loss that was passed to ``compile``; None if there is none."""
         return getattr(self.compiled_loss(model), "_user_loss", None)
 
-    def whole_loss(self, model: Any, x: Any, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
+    def training_loss(self, model: Any, x: Any, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
         """Return the loss that training minimises: compiled loss, loss weights, regularisers and ``add_loss``."""
         return model._compute_loss(x, y, y_pred, weight, training=training)
 
-    def undisturbed(self, model: Any, regularised: bool) -> AbstractContextManager[None]:
+    def compiled_loss_kept(self, model: Any, regularised: bool) -> AbstractContextManager[None]:
         """Keep the compiled loss unchanged by runs within the block; penalties have a gradient if ``regularised``."""
 
-    def aligned(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
+    def align_ranks(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
         """Return targets and outputs with the ranks matched, as a compiled loss function receives them."""
 
     def builds_graph(self, layer: Any) -> bool:

@@ -50,16 +50,16 @@ class ModelLayers:
     """
 
     sites: tuple[RecurrentSite, ...]
-    plain: dict[str, Any]
+    other_layers: dict[str, Any]
     root: dict[str, Any]
 
     def names(self) -> list[str]:
         """Return the names of all layers, recurrent layers first."""
-        return list(dict.fromkeys([*(s.name for s in self.sites), *self.plain]))
+        return list(dict.fromkeys([*(s.name for s in self.sites), *self.other_layers]))
 
     def layers(self) -> dict[str, Any]:
         """Return the layers by name, recurrent layers first; a bidirectional layer is one."""
-        return {**{site.name: site.owner for site in self.sites}, **self.plain}
+        return {**{site.name: site.owner for site in self.sites}, **self.other_layers}
 
     def holder(self, name: str) -> Any:
         """Return the layer with a node name, or the model itself. Raises LayerNotFoundError if there is neither."""
@@ -131,7 +131,9 @@ def choose_layers(
         names = {base_name(name, model_layers) for name in requested_names}
         chosen_sites = [s for s in model_layers.sites if s.name in names]
         recurrent_names = {s.name for s in chosen_sites}
-        other_layers = {name: layer for name, layer in model_layers.plain.items() if name in names - recurrent_names}
+        other_layers = {
+            name: layer for name, layer in model_layers.other_layers.items() if name in names - recurrent_names
+        }
     for site in chosen_sites:
         if site.refusal is not None:
             raise UnsupportedError(site.refusal)
@@ -230,7 +232,7 @@ def _is_called(cell: Any, model: Any) -> bool:
     for layer in layers:
         members = vars(layer) | vars(layer).get("_modules", {})  # torch keeps sublayers apart
         names = {name for name, value in members.items() if value is cell}
-        methods = [m for base in type(layer).__mro__ if not keras.is_own(base) for m in vars(base).items()]
+        methods = [m for base in type(layer).__mro__ if not keras.is_from_keras(base) for m in vars(base).items()]
         code_objects = [
             getattr(method, "__code__", None) for name, method in methods if name not in ("__init__", "build")
         ]
@@ -346,4 +348,4 @@ def refuse_random(site: RecurrentSite, training: bool) -> None:
 def _is_random(keras: Dialect, layer: Any) -> bool:
     rates = [getattr(layer, name, 0) for name in ("dropout", "recurrent_dropout", "rate")]
     has_dropout = any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
-    return has_dropout or (keras.draws(layer) and known_class(layer) is None)
+    return has_dropout or (keras.draws_random_numbers(layer) and known_class(layer) is None)

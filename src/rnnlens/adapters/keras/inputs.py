@@ -52,7 +52,7 @@ def _as_tensors(model: Any, tree: Any) -> Any:
             return None
         # Integers have the default dtype of the engine: JAX warns if int64 is requested while it is disabled.
         dtype = float_dtype if dtype_name(leaf) in ("float32", "float64") else None
-        return keras.ops.convert_to_tensor(keras.engine.own(leaf), dtype=dtype)
+        return keras.ops.convert_to_tensor(keras.engine.own_copy(leaf), dtype=dtype)
 
     return keras.tree.map_structure(as_tensor, tree)
 
@@ -155,7 +155,7 @@ def _expected_shapes(model: Any) -> list[tuple[int | None, ...]] | None:
     keras = dialect_of(model)
     inputs = getattr(model, "inputs", None) if isinstance(model, keras.Model) else None
     if not inputs:
-        shape = keras.built_on(model)
+        shape = keras.build_shape(model)
         is_shape = isinstance(shape, (tuple, list)) and all(size is None or isinstance(size, int) for size in shape)
         return [_rank_and_features(tuple(shape))] if is_shape and len(shape) >= 2 else None
     shapes = [tuple(tensor.shape) for tensor in inputs]

@@ -136,7 +136,7 @@ class Keras2(Dialect):
 
     name, engine_name = "tf_keras", "tensorflow"
     version = str(tf_keras.__version__)
-    says_mean, says_sum = "tf.reduce_mean(...)", "tf.reduce_sum(...)"
+    mean_code, sum_code = "tf.reduce_mean(...)", "tf.reduce_sum(...)"
     weighs_steps = False
     layers, activations, losses, models = tf_keras.layers, tf_keras.activations, tf_keras.losses, tf_keras.models
     ops, tree = _Ops, _Tree
@@ -165,7 +165,7 @@ class Keras2(Dialect):
     # -- the engine, dtypes, values
     floatx = staticmethod(tf_keras.backend.floatx)
 
-    def computed(self, dtype: str) -> str:
+    def computation_dtype(self, dtype: str) -> str:
         """Return ``dtype``: TensorFlow computes in the dtype of its inputs."""
         return dtype
 
@@ -213,7 +213,7 @@ class Keras2(Dialect):
     def state_size(self, layer: Any) -> Any:
         return _sizes(layer.cell.state_size)
 
-    def template(self, cell: Any) -> Any:
+    def state_template(self, cell: Any) -> Any:
         size = _sizes(cell.state_size)
         return size if tf.nest.is_nested(size) else [size]
 
@@ -224,7 +224,7 @@ class Keras2(Dialect):
             return None
         return None if size is None else _sizes(size)
 
-    def draws(self, layer: Any) -> bool:
+    def draws_random_numbers(self, layer: Any) -> bool:
         rates = ("dropout", "recurrent_dropout", "rate")
         return hasattr(layer, "_random_generator") and not any(hasattr(layer, name) for name in rates)
 
@@ -239,7 +239,7 @@ class Keras2(Dialect):
     def graph_of(self, model: Any) -> tuple[Any, Any]:
         return getattr(model, "_nested_inputs", None), getattr(model, "_nested_outputs", None)
 
-    def built_on(self, model: Any) -> Any:
+    def build_shape(self, model: Any) -> Any:
         shape = getattr(model, "_build_input_shape", None)
         return tuple(shape.as_list()) if isinstance(shape, tf.TensorShape) and shape.rank is not None else shape
 
@@ -257,12 +257,13 @@ class Keras2(Dialect):
             members["generator"] = previous
 
     @contextmanager
-    def running(
+    def variables_substituted(
         self, model: Any, values: Sequence[Any] | None, seeds: Sequence[Any], weights: Mapping[str, Any], tap: Tap
     ) -> Iterator[None]:
         """Tap ``weights``, and within the block draw random numbers from ``seeds``.
 
-        ``values`` is not used: variables are read as they are. :meth:`as_found` restores what a run assigns.
+        ``values`` is not used: variables are read as they are. :meth:`model_state_restored` resets what a run
+        assigns.
         """
         del values
         for key, variable in weights.items():
@@ -271,7 +272,7 @@ class Keras2(Dialect):
             yield
 
     seeds = staticmethod(keras2_run.seeds)
-    stepping = staticmethod(keras2_run.stepping)
+    cell_weights_substituted = staticmethod(keras2_run.cell_weights_substituted)
 
     def step(self, cell: Any, x: Any, states: Any) -> tuple[Any, Any]:
         """Call a cell once, as ``RNN.call`` does; return its output and its list of states.
@@ -284,7 +285,7 @@ class Keras2(Dialect):
         return output, new_states if tf.nest.is_nested(new_states) else [new_states]
 
     @contextmanager
-    def as_found(self, model: Any, seed: int | None) -> Iterator[None]:
+    def model_state_restored(self, model: Any, seed: int | None) -> Iterator[None]:
         """Restore on exit the variables, the collected losses and TensorFlow's random generator."""
         del seed
         with keras2_run.state_restored(model, self.variables(model)):
@@ -293,7 +294,7 @@ class Keras2(Dialect):
     def initial_state(self, cell: Any, samples: int) -> Any:
         return cell.get_initial_state(inputs=None, batch_size=samples, dtype=cell.dtype or self.floatx())
 
-    inside = staticmethod(keras2_run.inside)
+    unwrapped = staticmethod(keras2_run.unwrapped)
 
     def is_short(self, x: Any) -> bool:
         """Return whether ``x`` has at most 64 steps: tracing takes longer than running these eagerly."""
@@ -312,7 +313,7 @@ class Keras2(Dialect):
     def compiled_form(self, loss: Any, weights: Any = None, names: Any = None) -> Callable[[Any, Any, Any], Any]:
         return _UntrackedLosses(loss, weights, names)
 
-    def whole_loss(self, model: Any, x: Any, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
+    def training_loss(self, model: Any, x: Any, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
         del training
         return model.compute_loss(x, y, y_pred, weight)
 
@@ -320,7 +321,7 @@ class Keras2(Dialect):
         return any(base.__module__.endswith("base_layer_v1") for base in type(layer).__mro__)
 
     @contextmanager
-    def undisturbed(self, model: Any, regularised: bool) -> Iterator[None]:
+    def compiled_loss_kept(self, model: Any, regularised: bool) -> Iterator[None]:
         """Temporarily replace the compiled loss by a copy that updates no metric.
 
         Penalties of weights have a gradient only if ``regularised``.
@@ -338,7 +339,7 @@ class Keras2(Dialect):
                     override(layer, "_callable_losses", stopped_losses)
             yield
 
-    def aligned(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
+    def align_ranks(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
         """Return targets and outputs with the dtype and rank matched, as a compiled loss function receives them."""
         y, y_pred, _ = compile_utils.match_dtype_and_rank(tf.convert_to_tensor(y), y_pred, None)
         y_pred, y = losses_utils.squeeze_or_expand_dimensions(y_pred, y)

@@ -90,12 +90,14 @@ def hook(recorder: LayerRecorder, site: RecurrentSite, direction_index: int, ove
             mask = pending_calls[-1]["mask"]
             swapped_input, mask = _samples_first(layer, sequence), None if mask is None else _samples_first(layer, mask)
             can_join_steps = mask is None and known_class(layer.cell) is not None
-            step_recorder = recorder.steps_of(site, swapped_input, state) if can_join_steps else None
+            step_recorder = recorder.step_recorder(site, swapped_input, state) if can_join_steps else None
             if step_recorder is not None:
-                cell_run, x, state = step_recorder.enter(swapped_input[:, 0], state)
-                pending_calls[-1]["step"] = partial(step_recorder.leave, cell_run)
+                cell_run, x, state = step_recorder.start_step(swapped_input[:, 0], state)
+                pending_calls[-1]["step"] = partial(step_recorder.end_step, cell_run)
                 return _samples_first(layer, x[:, None]), state, constants
-            call, swapped_input, state = recorder.enters(site, direction_index, swapped_input, state, mask)
+            call, swapped_input, state = recorder.start_recurrent_call(
+                site, direction_index, swapped_input, state, mask
+            )
         pending_calls[-1]["call"] = call
         return _samples_first(layer, swapped_input), state, constants
 
@@ -139,7 +141,7 @@ def _record_output(recorder: LayerRecorder, site: RecurrentSite, result: Any, ca
             f"Layer {site.name!r}: the cell has several outputs.", expected="one tensor of shape (sample, unit)"
         )
     swap_axes: Any = _samples_first if layer.return_sequences else lambda _, tensor: tensor
-    output, states = recorder.leaves(site, call, swap_axes(layer, output), states, training)
+    output, states = recorder.record_results(site, call, swap_axes(layer, output), states, training)
     output = swap_axes(layer, output)
     return output if states is None else [output, *states]
 
@@ -287,7 +289,7 @@ def state_restored(model: Any, variables: Sequence[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def stepping(cell: Any, weights: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+def cell_weights_substituted(cell: Any, weights: Sequence[tuple[Any, Any]]) -> Iterator[None]:
     """Temporarily substitute tensors for variables of a cell and its sublayers; ``weights`` lists such pairs."""
     tensors_by_id = {id(variable): tensor for variable, tensor in weights}
     substituted_ids: set[int] = set()
@@ -329,7 +331,7 @@ def _substitute_variables(
     return value
 
 
-def inside(value: Any) -> Any:
+def unwrapped(value: Any) -> Any:
     """Return the list, dict or tuple inside a tracking wrapper of TensorFlow; None for other objects."""
     if isinstance(value, data_structures.ListWrapper):
         return value._storage

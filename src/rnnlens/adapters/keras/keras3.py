@@ -43,7 +43,7 @@ class Keras3(Dialect):
     """Dialect of Keras 3; see :class:`rnnlens.adapters.keras.dialect.Dialect`."""
 
     name, engine_name = "keras", keras.backend.backend()
-    says_mean, says_sum = "keras.ops.mean(...)", "keras.ops.sum(...)"
+    mean_code, sum_code = "keras.ops.mean(...)", "keras.ops.sum(...)"
     weighs_steps = True
     version = str(keras.__version__)
     layers, activations, losses, models = keras.layers, keras.activations, keras.losses, keras.models
@@ -72,7 +72,7 @@ class Keras3(Dialect):
 
     floatx = staticmethod(keras.backend.floatx)
 
-    def computed(self, dtype: str) -> str:
+    def computation_dtype(self, dtype: str) -> str:
         """Return the dtype of operations on ``dtype``: JAX and torch may round float64 to float32."""
         return str(keras.backend.result_type(dtype, dtype))
 
@@ -146,7 +146,7 @@ class Keras3(Dialect):
         ]
 
     @contextmanager
-    def running(
+    def variables_substituted(
         self, model: Any, values: Sequence[Any] | None, seeds: Sequence[Any], weights: Mapping[str, Any], tap: Tap
     ) -> Iterator[None]:
         """Open a ``keras.StatelessScope`` with tapped weights, values and seeds: no variable is written."""
@@ -166,13 +166,13 @@ class Keras3(Dialect):
             yield
 
     @contextmanager
-    def stepping(self, cell: Any, weights: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    def cell_weights_substituted(self, cell: Any, weights: Sequence[tuple[Any, Any]]) -> Iterator[None]:
         del cell
         with keras.StatelessScope(list(weights), collect_losses=True, initialize_variables=False):
             yield
 
     @contextmanager
-    def as_found(self, model: Any, seed: int | None) -> Iterator[None]:
+    def model_state_restored(self, model: Any, seed: int | None) -> Iterator[None]:
         """Restore on exit the random generators and Keras' process-wide state.
 
         Variables need no restoring, because a run writes them only in its ``keras.StatelessScope``.
@@ -184,13 +184,13 @@ class Keras3(Dialect):
             # Otherwise Keras would create and keep one, seeded from Python's random numbers.
             global_state.set_global_attribute(_SEEDS, keras.random.SeedGenerator(0, name="rnnlens_seeds"))
         try:
-            with self.engine.preserved(seed):
+            with self.engine.random_state_restored(seed):
                 yield
         finally:
             global_state.set_global_attribute(_UNINITIALIZED, pending or None)
             global_state.set_global_attribute(_SEEDS, seeds)
 
-    def tracks(self, value: Any) -> bool:
+    def is_tracker(self, value: Any) -> bool:
         return isinstance(value, Tracker)
 
     stamp = staticmethod(stamp_of)
@@ -201,7 +201,7 @@ class Keras3(Dialect):
         return form
 
     @contextmanager
-    def undisturbed(self, model: Any, regularised: bool) -> Iterator[None]:
+    def compiled_loss_kept(self, model: Any, regularised: bool) -> Iterator[None]:
         """Temporarily replace a compiled loss that is not built yet by a copy; the model's own stays unbuilt.
 
         Penalties of weights have a gradient if ``regularised``.
@@ -218,7 +218,7 @@ class Keras3(Dialect):
                 override(model, "_compile_loss", self.compiled_form(*loss_arguments))
             yield
 
-    def aligned(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
+    def align_ranks(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
         """Return targets and outputs with the same rank: (n,) becomes (n, 1) if the other is (n, 1)."""
         aligned_pair: tuple[Any, Any] = squeeze_or_expand_to_same_rank(y, y_pred)
         return aligned_pair
@@ -245,25 +245,27 @@ def _hooked_loop(recorder: LayerRecorder, site: RecurrentSite, direction_index: 
                     hint="keras.layers.LSTM(..., use_cudnn=False)",
                 )
             refuse_random(site, bool(training))
-            step_recorder = recorder.steps_of(site, sequences, initial_state)
+            step_recorder = recorder.step_recorder(site, sequences, initial_state)
             if step_recorder is not None:
                 return run_one_step(step_recorder, sequences, initial_state, mask)
-            call, sequences, initial_state = recorder.enters(site, direction_index, sequences, initial_state, mask)
+            call, sequences, initial_state = recorder.start_recurrent_call(
+                site, direction_index, sequences, initial_state, mask
+            )
         with recorder.inside_a_layer():
             last_output, outputs, states = original(sequences, initial_state, mask, training=training)
         if layer.return_sequences:
-            outputs, states = recorder.leaves(site, call, outputs, states, training)
+            outputs, states = recorder.record_results(site, call, outputs, states, training)
         else:
-            last_output, states = recorder.leaves(site, call, last_output, states, training)
+            last_output, states = recorder.record_results(site, call, last_output, states, training)
         return last_output, outputs, states
 
     def run_one_step(step_recorder: StepRecorder, sequences: Any, initial_state: Any, mask: Any) -> Any:
-        cell_run, x, states = step_recorder.enter(sequences[:, 0], initial_state)
+        cell_run, x, states = step_recorder.start_step(sequences[:, 0], initial_state)
         options = {"training": recorder.training} if getattr(layer.cell, "_call_has_training_arg", False) else {}
-        with recorder.inside_a_layer(), step_recorder.inside(cell_run):
+        with recorder.inside_a_layer(), step_recorder.early_state_tapped(cell_run):
             output, new_states = layer.cell(x, states, **options)
         new_states = keras.tree.pack_sequence_as(states, keras.tree.flatten(new_states))
-        output, new_states = step_recorder.leave(cell_run, output, new_states)
+        output, new_states = step_recorder.end_step(cell_run, output, new_states)
         if mask is not None:
             new_states = keras.tree.map_structure(lambda a, b: keras.ops.where(mask, a, b), new_states, states)
             # Its only step is a layer's first, before which there is no output.

@@ -79,8 +79,8 @@ def stamp_of(model: Any, loss: Any, training: Any = None) -> Hashable | None:
         return (
             settings,
             engine(keras.backend.backend()).settings(),
-            _Stamp(training).of(model),
-            _Stamp(training).of(used_loss),
+            _Stamp(training).stamp(model),
+            _Stamp(training).stamp(used_loss),
         )
     except _DependsOnAnything:
         return None
@@ -90,31 +90,31 @@ class _Stamp:
     """Recursive computation of stamps; a repeated object is replaced by the number of its first occurrence."""
 
     def __init__(self, training: Any) -> None:
-        self._within = training
-        self._met: dict[int, int] = {}
+        self._training = training
+        self._first_indices: dict[int, int] = {}
 
-    def of(self, value: Any) -> Hashable:
+    def stamp(self, value: Any) -> Hashable:
         """Return a hashable that changes with the behaviour of ``value``; raise _DependsOnAnything if none is known."""
         if value is None or isinstance(value, (bool, int, float, str, np.number)):
             return (type(value).__name__, repr(value))
         if isinstance(value, (list, tuple, set, frozenset)):
-            return (type(value).__name__, *map(self.of, value))
+            return (type(value).__name__, *map(self.stamp, value))
         if isinstance(value, dict):
-            return ("dict", *((self.of(key), self.of(item)) for key, item in value.items()))
+            return ("dict", *((self.stamp(key), self.stamp(item)) for key, item in value.items()))
         if isinstance(value, np.ndarray) and value.nbytes <= _LARGEST_ARRAY and value.dtype != object:
             return (str(value.dtype), value.shape, value.tobytes())
         if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
-            return _identity(value) if self._within is not None else _keras_identity(value)
+            return _identity(value) if self._training is not None else _keras_identity(value)
         return self._object(value)
 
     def _object(self, value: Any) -> Hashable:
-        if id(value) in self._met:
-            return ("met", self._met[id(value)])
-        self._met[id(value)] = len(self._met)
+        if id(value) in self._first_indices:
+            return ("met", self._first_indices[id(value)])
+        self._first_indices[id(value)] = len(self._first_indices)
         kind = type(value)
         if isinstance(value, keras.Variable):
             settings = (value.trainable, value.dtype, value._autocast, value.name)
-            return (_SameObject(value), settings, self.of(value.regularizer))
+            return (_SameObject(value), settings, self.stamp(value.regularizer))
         if isinstance(value, types.ModuleType) and value.__name__.startswith("keras.src."):
             return ("module", value.__name__)
         if isinstance(value, DTypePolicy):
@@ -125,7 +125,7 @@ class _Stamp:
             return self._user_object(value)
         if isinstance(value, CompileLoss):
             loss_settings = (value._user_loss, value._user_loss_weights, value.output_names, value.reduction)
-            return ("compiled", *map(self.of, loss_settings))
+            return ("compiled", *map(self.stamp, loss_settings))
         graph = self._graph(value) if isinstance(value, Function) else None
         return (_SameObject(kind), _SameObject(value), graph, self._settings(value))
 
@@ -134,14 +134,14 @@ class _Stamp:
 
         Else raise _DependsOnAnything.
         """
-        if self._within is None:
+        if self._training is None:
             raise _DependsOnAnything
-        identities = tuple(map(_identity, (self._within, type(value), value)))
+        identities = tuple(map(_identity, (self._training, type(value), value)))
         return (identities, self._settings(value) if isinstance(value, keras.layers.Layer) else None)
 
     def _settings(self, value: Any) -> Hashable:
         return tuple(
-            (name, self.of(item))
+            (name, self.stamp(item))
             for name, item in vars(value).items()
             if name not in _BOOKKEEPING
             and not name.endswith(_UNUSED_SUFFIXES)
@@ -153,14 +153,15 @@ class _Stamp:
         history = getattr(tensor, "_keras_history", None)
         if history is None:
             raise _DependsOnAnything
-        return (self.of(history.operation), history.node_index, history.tensor_index)
+        return (self.stamp(history.operation), history.node_index, history.tensor_index)
 
     def _graph(self, model: Any) -> Hashable:
         nodes = [node for depth in sorted(model._nodes_by_depth) for node in model._nodes_by_depth[depth]]
         calls = [
-            (self.of(node.operation), self.of(node.arguments.args), self.of(node.arguments.kwargs)) for node in nodes
+            (self.stamp(node.operation), self.stamp(node.arguments.args), self.stamp(node.arguments.kwargs))
+            for node in nodes
         ]
-        return (tuple(calls), self.of(model._inputs_struct), self.of(model._outputs_struct))
+        return (tuple(calls), self.stamp(model._inputs_struct), self.stamp(model._outputs_struct))
 
 
 def _is_keras(definition: Any) -> bool:

@@ -71,7 +71,7 @@ def _compiled_loss(model: Any, batch: Batch) -> Loss:
 
     def compiled(x: Any, y: Any, y_pred: Any, weight: Any) -> Any:
         _check_weight(keras, weight, y_pred)
-        value = keras.whole_loss(model, x, y, y_pred, weight, batch.training)
+        value = keras.training_loss(model, x, y, y_pred, weight, batch.training)
         if value is None and not overridden:
             raise ModelError(
                 f"Model {model.name!r} was compiled without a loss.",
@@ -115,7 +115,7 @@ def _user_loss(keras: Dialect, batch: Batch) -> Callable[[Any, Any, Any], Any]:
         """Call the user's loss on targets and outputs of equal rank, as a compiled loss does: (n,) becomes (n, 1)."""
         del weight
         cannot_align = y is None or keras.tree.is_nested(y) or keras.tree.is_nested(y_pred)
-        return loss(y, y_pred) if cannot_align else loss(*keras.aligned(y, y_pred))
+        return loss(y, y_pred) if cannot_align else loss(*keras.align_ranks(y, y_pred))
 
     return aligned_loss
 
@@ -129,7 +129,7 @@ def _checked_scalar(keras: Dialect, loss: Any) -> Any:
             "The loss is not one number.",
             got=f"shape {tuple(loss.shape)}",
             expected="shape ()",
-            hint=f"{keras.says_mean} or {keras.says_sum} around it",
+            hint=f"{keras.mean_code} or {keras.sum_code} around it",
         )
     return loss
 
@@ -180,7 +180,7 @@ def outputs_of(model: Any, batch: Batch) -> Outputs:
     engine = keras.engine
     names = given_state_layers(model_layers, batch.initial_state)
     sites = [site for site in model_layers.sites if site.name in names]
-    recorded = run(RunRequest(model, batch, sites, keep=frozenset({"outputs", "masks"}))).outputs
+    recorded = run(RunRequest(model, batch, sites, record_names=frozenset({"outputs", "masks"}))).outputs
     masks = [None if mask is None else np.asarray(engine.to_array(mask)) for mask in recorded["masks"]]
     arrays = [keras.value_of(leaf) for leaf in keras.tree.flatten(recorded["outputs"])]
     structure = {"outputs": recorded["outputs"], "adds": bool(np.asarray(engine.to_array(recorded["adds"])))}
@@ -227,10 +227,10 @@ def loss_of(model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Arr
             if mask is not None:
                 keras.set_mask(tensor, keras.ops.cast(mask, "bool"))
         y_pred = keras.tree.pack_sequence_as(outputs.tree["outputs"], flat)
-        with keras.running(model, None, seeds, weights, tap), raised_by("Your loss"):
+        with keras.variables_substituted(model, None, seeds, weights, tap), raised_by("Your loss"):
             return {"loss": _checked_scalar(keras, loss(given["y"], y_pred, given["weight"]))}, None
 
-    with model_state_restored(model, keras, batch.seed), keras.undisturbed(model, regularised=False):
+    with model_state_restored(model, keras, batch.seed), keras.compiled_loss_kept(model, regularised=False):
         seeds = keras.seeds(model, batch.seed)
         linearised = engine.linearise(program, arguments, Memo())
         value = float(np.asarray(engine.to_array(linearised.targets["loss"])))
@@ -253,7 +253,9 @@ def _needs_more_than_outputs(reason: str) -> str:
 def _all_keras(model: Any) -> bool:
     """Return whether all layers of a model are Keras' own, without a Lambda."""
     keras = dialect_of(model)
-    return all(keras.is_own(type(la)) and not isinstance(la, keras.layers.Lambda) for la in model._flatten_layers())
+    return all(
+        keras.is_from_keras(type(la)) and not isinstance(la, keras.layers.Lambda) for la in model._flatten_layers()
+    )
 
 
 def _may_be_masked(model: Any) -> bool:

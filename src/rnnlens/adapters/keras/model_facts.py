@@ -122,5 +122,5 @@ def _coarsest(keras: Dialect, model: Any) -> str:
     """Return the least precise dtype in which the model or one of its layers computes."""
     model_dtype = str(getattr(model, "compute_dtype", keras.floatx()))
     declared = {model_dtype, *(str(getattr(layer, "compute_dtype", model_dtype)) for layer in model._flatten_layers())}
-    computed = {keras.computed(dtype) if dtype.startswith("float") else dtype for dtype in declared}
+    computed = {keras.computation_dtype(dtype) if dtype.startswith("float") else dtype for dtype in declared}
     return next((dtype for dtype in ("bfloat16", "float16", "float32") if dtype in computed), model_dtype)

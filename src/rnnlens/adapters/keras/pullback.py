@@ -41,31 +41,31 @@ _WHOLE = "~whole"
 class TappedPorts:
     """All ports of one pullback: the tap key of each, and the layers and weights to hook for them.
 
-    ``inputs``: for each input of the model, its index among the leaves of ``x`` in Keras' order. ``turned``: ports
-    whose time axis is reversed; ``ending``: ports of which only the last step is meant; ``stepped``: layers that the
-    user's code calls one step at a time.
+    ``inputs``: for each input of the model, its index among the leaves of ``x`` in Keras' order. ``reversed_ports``:
+    ports whose time axis is reversed; ``last_step_ports``: ports of which only the last step is meant;
+    ``stepped_layers``: layers that the user's code calls one step at a time.
     """
 
-    found: ModelLayers
+    model_layers: ModelLayers
     inputs: Sequence[int] = ()
     keys: dict[Port, str] = field(default_factory=dict)
-    turned: set[Port] = field(default_factory=set)
-    ending: set[Port] = field(default_factory=set)
+    reversed_ports: set[Port] = field(default_factory=set)
+    last_step_ports: set[Port] = field(default_factory=set)
     sites: dict[int, RecurrentSite] = field(default_factory=dict)
-    plain: dict[str, Any] = field(default_factory=dict)
+    other_layers: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, Any] = field(default_factory=dict)
-    stepped: frozenset[str] = frozenset()
+    stepped_layers: frozenset[str] = frozenset()
 
     def add(self, port: Port, model: Any) -> None:
         """Find the tap key of a port, and note what to hook for it; raise an error if there is no such tensor."""
         if port in self.keys:
             return
         if port.kind == "weight":
-            self.keys[port] = self._weight(port, model)
+            self.keys[port] = self._weight_key(port, model)
         elif port.layer is None:
-            self.keys[port] = self._of_model(port)
+            self.keys[port] = self._model_key(port)
         else:
-            self.keys[port] = self._of_layer(port)
+            self.keys[port] = self._layer_key(port)
 
     def hooked_sites(self, other_names: Collection[str] = ()) -> list[RecurrentSite]:
         """Return the recurrent layers to record: those with a requested tensor, and those named in ``other_names``.
@@ -73,10 +73,10 @@ class TappedPorts:
         A bidirectional layer has both of its sites in the list, so that their numbers stay valid.
         """
         names = {site.name for site in self.sites.values()} | set(other_names)
-        sites = [site for site in self.found.sites if site.name in names]
-        return [*sites, *implied_sites(self.found, sites, ())]
+        sites = [site for site in self.model_layers.sites if site.name in names]
+        return [*sites, *implied_sites(self.model_layers, sites, ())]
 
-    def _of_model(self, port: Port) -> str:
+    def _model_key(self, port: Port) -> str:
         if port.kind == "input" and port.index < len(self.inputs):
             return f"model|input/{self.inputs[port.index]}"
         if port.kind in ("input", "output"):
@@ -85,29 +85,29 @@ class TappedPorts:
             return "model|loss"
         raise InputError(f"A model has no {port.kind}.", hint="name a recurrent layer")
 
-    def _of_layer(self, port: Port) -> str:
+    def _layer_key(self, port: Port) -> str:
         assert port.layer is not None
-        name = base_name(port.layer, self.found)
+        name = base_name(port.layer, self.model_layers)
         index = port.layer[len(name) + 1 :] or "0"
-        direction_sites = [site for site in self.found.sites if site.name == name]
+        direction_sites = [site for site in self.model_layers.sites if site.name == name]
         if not direction_sites:
-            return self._of_plain(port, name, self.found.plain[name], index)
+            return self._other_layer_key(port, name, self.model_layers.other_layers[name], index)
         if port.direction is None and direction_sites[0].bidirectional:
             if port.kind not in ("input", "output"):
                 raise InputError(
                     f"{port.kind} of the bidirectional layer {name!r} exists once per direction.",
                     hint='direction="forward" or direction="backward"',
                 )
-            return self._of_plain(port, name + _WHOLE, direction_sites[0].owner, index)
-        return self._of_site(port, direction_sites, index)
+            return self._other_layer_key(port, name + _WHOLE, direction_sites[0].owner, index)
+        return self._site_key(port, direction_sites, index)
 
-    def _of_plain(self, port: Port, hook_name: str, layer: Any, index: str) -> str:
+    def _other_layer_key(self, port: Port, hook_name: str, layer: Any, index: str) -> str:
         if port.kind not in ("input", "output"):
             raise InputError(f"Layer {port.layer!r} has no {port.kind}: it is not recurrent.")
-        self.plain[hook_name] = layer
+        self.other_layers[hook_name] = layer
         return f"{hook_name}|0|{index}|{port.kind}/{port.index}"
 
-    def _of_site(self, port: Port, direction_sites: list[RecurrentSite], index: str) -> str:
+    def _site_key(self, port: Port, direction_sites: list[RecurrentSite], index: str) -> str:
         direction_index = next(
             (i for i, s in enumerate(direction_sites) if port.direction in (None, s.direction)), None
         )
@@ -120,13 +120,13 @@ class TappedPorts:
         if site.refusal is not None:
             raise UnsupportedError(site.refusal)
         self.sites[id(site)] = site
-        if site.is_loop or site.name in self.stepped:
-            return self._of_loop(port, site, index)
+        if site.is_loop or site.name in self.stepped_layers:
+            return self._loop_key(port, site, index)
         name: str = port.kind
         count = len(site.keras.tree.flatten(site.keras.state_size(site.layer)))
         if port.kind == "output" and port.index == 0:
             if site.layer.go_backwards and site.layer.return_sequences:
-                self.turned.add(port)
+                self.reversed_ports.add(port)
         elif port.kind == "output":
             name = f"final_state/{port.index - 1}"
         elif port.kind in ("initial_state", "final_state"):
@@ -138,7 +138,7 @@ class TappedPorts:
             )
         return f"{site.name}|{direction_index}|{index}|{name}"
 
-    def _of_loop(self, port: Port, site: RecurrentSite, index: str) -> str:
+    def _loop_key(self, port: Port, site: RecurrentSite, index: str) -> str:
         """Return the tap key of a tensor of a loop over a cell, which has one tap per step."""
         name: str = port.kind
         if port.kind in ("initial_state", "final_state", "state", "state_read"):
@@ -146,14 +146,14 @@ class TappedPorts:
             kind = {"state": "total", "state_read": "state"}.get(port.kind, port.kind)
             name = f"{kind}/{port.index}"
         if port.key == "ending":
-            self.ending.add(port)
+            self.last_step_ports.add(port)
         return f"{site.name}|0|{index}|{name}"
 
-    def _weight(self, port: Port, model: Any) -> str:
+    def _weight_key(self, port: Port, model: Any) -> str:
         layer = model
         if port.layer is not None:
-            layer = self.found.holder(port.layer)
-            direction_sites = [s for s in self.found.sites if s.owner is layer]
+            layer = self.model_layers.holder(port.layer)
+            direction_sites = [s for s in self.model_layers.sites if s.owner is layer]
             if port.direction is not None:
                 layer = next((s.layer for s in direction_sites if s.direction == port.direction), layer)
         variables = named_variables(layer)
@@ -189,8 +189,8 @@ class KerasPullback:
         self._keras = dialect_of(model)
         self._engine: Engine = self._keras.engine
         self._of, self._wrt, self._cut = tuple(of), tuple(wrt), tuple(cut)
-        self._tapped = self._taps(model, batch, frozenset())
-        self._linear: Any = None
+        self._tapped = self._tapped_ports(model, batch, frozenset())
+        self._linearised: Any = None
         self._cotangents = cotangents
         #: Gradients of ``cotangents`` by port, with a leading axis; None if they are pulled back by :meth:`vjp`.
         self.known_gradients: Mapping[Port, Array | None] | None = None
@@ -201,35 +201,37 @@ class KerasPullback:
         loss = losses.scalar_loss(model, batch) if with_loss else None
 
         def attempt(job: RunRequest) -> None:
-            if job.stepped != self._tapped.stepped:
-                self._tapped = self._taps(model, batch, job.stepped)
-            if job.stepped:  # the tensors of such layers have taps of their own
-                own_job = self._job(model, batch, loss)
-                job = replace(own_job, stepped=job.stepped, apart=job.apart, starts=job.starts)
-            self._open(job)
+            if job.stepped_layers != self._tapped.stepped_layers:
+                self._tapped = self._tapped_ports(model, batch, job.stepped_layers)
+            if job.stepped_layers:  # the tensors of such layers have taps of their own
+                own_job = self._run_request(model, batch, loss)
+                job = replace(
+                    own_job, stepped_layers=job.stepped_layers, separate_layers=job.separate_layers, starts=job.starts
+                )
+            self._run_forward(job)
 
-        run_with_loops(self._job(model, batch, loss), attempt)
+        run_with_loops(self._run_request(model, batch, loss), attempt)
 
-    def _taps(self, model: Any, batch: Batch, stepped: frozenset[str]) -> TappedPorts:
+    def _tapped_ports(self, model: Any, batch: Batch, stepped: frozenset[str]) -> TappedPorts:
         """Return the tap keys of all ports; ``stepped`` names the layers that are called one step at a time."""
-        tapped = TappedPorts(locate_layers(model), input_order(self._keras, batch.x), stepped=stepped)
+        tapped = TappedPorts(locate_layers(model), input_order(self._keras, batch.x), stepped_layers=stepped)
         for port in (*self._of, *self._wrt, *self._cut):
             tapped.add(port, model)
         return tapped
 
-    def _open(self, job: RunRequest) -> None:
+    def _run_forward(self, job: RunRequest) -> None:
         with _repeatable_run(job):
             arguments = job.arguments()
             memo = self._memo(job, arguments)
             try:
                 with raised_by("The forward pass of your model"):
-                    recorded = self._differentiated(job, arguments, memo)
+                    recorded = self._linearise_or_differentiate(job, arguments, memo)
             except BaseException:
                 if memo is not None:
                     discard_memo(job.model, memo)
                 raise
-        if self._linear is not None:
-            self._linear.tracing = partial(_repeatable_run, job)
+        if self._linearised is not None:
+            self._linearised.tracing = partial(_repeatable_run, job)
         self.outputs = int(recorded.pop("outputs"))
         samples, steps = map(int, recorded.pop("sizes"))
         self.recurrent_sizes = ((samples, steps),) if samples else ()
@@ -243,23 +245,25 @@ class KerasPullback:
                     f"The {port.kind} number {port.index} of the {owner_text} does not appear in this forward pass."
                 )
                 raise LayerNotFoundError(problem)
-            values[port] = self._turned(port, self._engine.to_array(recorded[key]), axis=1)
-            if port in self._tapped.ending:
+            values[port] = self._in_time_order(port, self._engine.to_array(recorded[key]), axis=1)
+            if port in self._tapped.last_step_ports:
                 values[port] = values[port][:, -1]
         self.values = values
 
-    def _differentiated(self, job: RunRequest, arguments: Any, memo: Memo | None) -> dict[str, Any]:
+    def _linearise_or_differentiate(self, job: RunRequest, arguments: Any, memo: Memo | None) -> dict[str, Any]:
         """Run the model forward or, if its cotangents are known, forward and back; return all tapped tensors by key."""
         if self._cotangents is None or memo is None:
             self._cotangents = None
-            self._linear = self._engine.linearise(self._program(job), arguments, memo)
-            return {**self._linear.aux, **self._linear.targets}
+            self._linearised = self._engine.linearise(self._program(job), arguments, memo)
+            return {**self._linearised.aux, **self._linearised.targets}
         convert = self._keras.ops.convert_to_tensor
         target_cotangents = {
-            self._tapped.keys[p]: convert(self._turned(p, c, axis=1)) for p, c in self._cotangents.items()
+            self._tapped.keys[p]: convert(self._in_time_order(p, c, axis=1)) for p, c in self._cotangents.items()
         }
         targets, aux, gradients = self._engine.forward_and_back(self._program(job), arguments, memo, target_cotangents)
-        self.known_gradients = {port: self._joined(port, [self._gradient(port, gradients)]) for port in self._wrt}
+        self.known_gradients = {
+            port: self._port_gradient(port, [self._gradient(port, gradients)]) for port in self._wrt
+        }
         return {**aux, **targets}
 
     def _memo(self, job: RunRequest, arguments: Any) -> Memo | None:
@@ -271,18 +275,18 @@ class KerasPullback:
         memo = memo_for(job, arguments, *boundaries)
         return memo if memo is not None or all(port.kind == "loss" for port in self._of) else Memo()
 
-    def _job(self, model: Any, batch: Batch, loss: Loss | None) -> RunRequest:
+    def _run_request(self, model: Any, batch: Batch, loss: Loss | None) -> RunRequest:
         tap_names = frozenset(self._tapped.keys[port] for port in (*self._wrt, *self._cut))
-        sites = [site for site in self._tapped.found.sites if not site.is_loop and site.refusal is None]
+        sites = [site for site in self._tapped.model_layers.sites if not site.is_loop and site.refusal is None]
         sized_layers = {site.name + _SIZES: site.owner for site in sites}
         return RunRequest(
             model,
             batch,
-            self._tapped.hooked_sites(given_state_layers(self._tapped.found, batch.initial_state)),
-            self._tapped.plain | sized_layers,
+            self._tapped.hooked_sites(given_state_layers(self._tapped.model_layers, batch.initial_state)),
+            self._tapped.other_layers | sized_layers,
             loss,
-            wanted=tap_names,
-            keep=frozenset(self._tapped.keys.values()) | {"outputs"},
+            tap_names=tap_names,
+            record_names=frozenset(self._tapped.keys.values()) | {"outputs"},
             weights=self._tapped.weights,
         )
 
@@ -327,20 +331,20 @@ class KerasPullback:
 
     def vjp(self, cotangents: Mapping[Port, Array]) -> dict[Port, Array | None]:
         """Multiply K cotangents (K, ...) per ``of`` port by the transposed Jacobians; None where no path leads."""
-        if self._linear is None:
+        if self._linearised is None:
             raise InputError("This pullback is closed.", hint="use it inside its with block")
         refuse_misfits(cotangents, self._of, self.values)
-        target_cotangents = {self._tapped.keys[p]: self._turned(p, c, axis=2) for p, c in cotangents.items()}
+        target_cotangents = {self._tapped.keys[p]: self._in_time_order(p, c, axis=2) for p, c in cotangents.items()}
         count = len(next(iter(target_cotangents.values())))
         per_row = sum(8 * math.prod(array.shape) for array in self.values.values()) * _MEMORY_FACTOR
         size = min(count, max(1, _CHUNK_BYTES // max(per_row, 1)))
         with raised_by("The backward pass of your model"):
             chunk_gradients = [
-                self._linear.vjp({k: c[i : i + size] for k, c in target_cotangents.items()})
+                self._linearised.vjp({k: c[i : i + size] for k, c in target_cotangents.items()})
                 for i in range(0, count, size)
             ]
         return {
-            port: self._joined(port, [self._gradient(port, gradients) for gradients in chunk_gradients])
+            port: self._port_gradient(port, [self._gradient(port, gradients) for gradients in chunk_gradients])
             for port in self._wrt
         }
 
@@ -356,7 +360,7 @@ class KerasPullback:
         step_gradients: list[Any] = []
         while f"{name}@{len(step_gradients)}" in gradients:
             step_gradients.append(gradients[f"{name}@{len(step_gradients)}"])
-        if port in self._tapped.ending or port.kind == "final_state":
+        if port in self._tapped.last_step_ports or port.kind == "final_state":
             return step_gradients[-1] if step_gradients else None
         present_gradient = next((step for step in step_gradients if step is not None), None)
         if present_gradient is None:
@@ -364,25 +368,25 @@ class KerasPullback:
         zero = self._keras.ops.zeros_like(present_gradient)
         return self._keras.ops.stack([zero if step is None else step for step in step_gradients], axis=2)
 
-    def _joined(self, port: Port, rows: list[Any]) -> Array | None:
+    def _port_gradient(self, port: Port, rows: list[Any]) -> Array | None:
         if rows[0] is None:
             return None
         arrays = [self._engine.to_array(row) for row in rows]
-        return self._turned(port, arrays[0] if len(arrays) == 1 else join(arrays, axis=0), axis=2)
+        return self._in_time_order(port, arrays[0] if len(arrays) == 1 else join(arrays, axis=0), axis=2)
 
-    def _turned(self, port: Port, array: Array, axis: int) -> Array:
-        return flipped(array, axis) if port in self._tapped.turned else array
+    def _in_time_order(self, port: Port, array: Array, axis: int) -> Array:
+        return flipped(array, axis) if port in self._tapped.reversed_ports else array
 
     def __enter__(self) -> Pullback:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._linear = None
+        self._linearised = None
 
 
 def _sizes(calls: Sequence[LayerCall]) -> tuple[int, int]:
     """Return the samples and steps of all calls of recurrent layers; (0, 0) if they differ or are unknown."""
-    sizes = {call.shape[:2] for call in calls if call.place.endswith(_SIZES)}
+    sizes = {call.shape[:2] for call in calls if call.layer_name.endswith(_SIZES)}
     size = sizes.pop() if len(sizes) == 1 else ()
     return (size[0] or 0, size[1] or 0) if len(size) == 2 else (0, 0)
 
@@ -390,14 +394,17 @@ def _sizes(calls: Sequence[LayerCall]) -> tuple[int, int]:
 @contextmanager
 def _repeatable_run(job: RunRequest) -> Iterator[None]:
     """Run the model within the block with the same random numbers each time, and restore its state on exit."""
-    with model_state_restored(job.model, job.keras, job.batch.seed), job.keras.undisturbed(job.model, regularised=True):
+    with (
+        model_state_restored(job.model, job.keras, job.batch.seed),
+        job.keras.compiled_loss_kept(job.model, regularised=True),
+    ):
         yield
 
 
 def differentiate(function: Callable[..., Any], arrays: Sequence[Array], keras: Dialect) -> tuple[Array, Pull]:
     """Return the value of ``function(*tensors)``, and a function that pulls its cotangents back."""
     tensors = [keras.ops.convert_to_tensor(np.asarray(a)) for a in arrays]
-    expected = f"a tensor of {keras.engine.name}, such as {keras.says_mean}"
+    expected = f"a tensor of {keras.engine.name}, such as {keras.mean_code}"
     return shared.differentiate(function, tensors, keras.engine, expected)
 
 

@@ -57,7 +57,7 @@ def reference_run(
 def coarsest_dtype(model: Any, batch: Batch) -> str:
     """Return the coarsest float dtype of the operations of the user's model, loss included; "" if it has none."""
     with _reference_function(model, batch, batch.loss is not None or batch.y is not None, regularised=False) as run:
-        return run.job.keras.engine.coarsest_dtype(run.program, run.split(None))
+        return run.job.keras.engine.coarsest_dtype(run.program, run.split_arguments(None))
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def _reference_function(model: Any, batch: Batch, with_loss: bool, regularised: 
     keras = dialect_of(model)
     loss = losses.scalar_loss(model, batch) if with_loss else None
     stamp = stamp_of_run(keras, model, batch.loss) if keras.engine.compiles else None
-    with model_state_restored(model, keras, batch.seed), keras.undisturbed(model, regularised=regularised):
+    with model_state_restored(model, keras, batch.seed), keras.compiled_loss_kept(model, regularised=regularised):
         yield _ReferenceFunction(RunRequest(model, batch, loss=loss), regularised, stamp)
 
 
@@ -82,7 +82,7 @@ class _ReferenceFunction:
         self.x = job.keras.tree.flatten(self.arguments["x"])
         tensors = dict(enumerate([*self.x, *(self.arguments["values"] or ())]))
         self.floats = {i: t for i, t in tensors.items() if job.keras.is_float(t)}
-        self.others = {i: t for i, t in tensors.items() if i not in self.floats}
+        self.other_tensors = {i: t for i, t in tensors.items() if i not in self.floats}
         program_variables = enumerate(job.variables if self.arguments["values"] is None else (), start=len(self.x))
         self.watched = {i: v for i, v in program_variables if job.keras.is_float(v)}
 
@@ -121,7 +121,7 @@ class _ReferenceFunction:
 
         A model with a stamp (all that its run reads is known) reuses the executable of an earlier call.
         """
-        job, engine, arguments = self.job, self.job.keras.engine, self.split(cotangents)
+        job, engine, arguments = self.job, self.job.keras.engine, self.split_arguments(cotangents)
         eager = getattr(job.model, "run_eagerly", False) or (self.stamp is None and job.keras.is_short(self.x))
         if eager or not engine.compiles:
             return function(*arguments)
@@ -130,10 +130,10 @@ class _ReferenceFunction:
         memo = memo_of(job.model, ("plain", *options), self.stamp)
         return memo.once("run", lambda: engine.compile(function, arguments, memo))(*arguments)
 
-    def split(self, cotangents: list[Any] | None) -> tuple[dict[int, Any], dict[str, Any]]:
+    def split_arguments(self, cotangents: list[Any] | None) -> tuple[dict[int, Any], dict[str, Any]]:
         """Return the arguments of :meth:`program`: the float tensors by number, and everything else."""
         other_arguments = {key: self.arguments[key] for key in ("y", "sample_weight", "seeds")}
-        return self.floats, {**other_arguments, "others": self.others, "given": cotangents}
+        return self.floats, {**other_arguments, "others": self.other_tensors, "given": cotangents}
 
     def program(self, sources: Mapping[int, Any], other_arguments: Any) -> tuple[Any, list[Any]]:
         """Run the model on the float tensors ``sources`` and all other arguments ``other_arguments``.
@@ -144,7 +144,7 @@ class _ReferenceFunction:
         tensors = [tensor for _, tensor in sorted({**sources, **other_arguments["others"]}.items())]
         x = keras.tree.pack_sequence_as(self.arguments["x"], tensors[: len(self.x)])
         values = tensors[len(self.x) :] or None
-        with keras.running(job.model, values, other_arguments["seeds"], {}, lambda key, tensor: tensor):
+        with keras.variables_substituted(job.model, values, other_arguments["seeds"], {}, lambda key, tensor: tensor):
             outputs = call_model(job.model, x, job.batch.training)
             value = (
                 None

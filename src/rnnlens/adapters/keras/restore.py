@@ -97,7 +97,7 @@ _FOREIGN = frozenset(
 @contextmanager
 def model_state_restored(model: Any, keras: Dialect, seed: int | None = None) -> Iterator[None]:
     """Restore on exit all state that a run of a model or cell changes: variables, random generators, Python state."""
-    with keras.as_found(model, seed), python_state_restored(model, keras):
+    with keras.model_state_restored(model, seed), python_state_restored(model, keras):
         yield
 
 
@@ -106,8 +106,8 @@ def python_state_restored(model: Any, keras: Dialect) -> Iterator[None]:
     """Restore on exit the Python state of ``model`` and its layers, and the process's random states."""
     undo_log = _UndoLog(keras)
     for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
-        undo_log.layer(layer)
-    undo_log.value(model)  # a cell that is not a layer
+        undo_log.record_layer(layer)
+    undo_log.record_value(model)  # a cell that is not a layer
     with global_random_states_restored():
         try:
             yield
@@ -144,54 +144,54 @@ class _UndoLog:
     def __init__(self, keras: Dialect) -> None:
         self._keras = keras
         self._seen: dict[int, Any] = {}  # keeps objects alive, so that no id is used twice
-        self._undo: list[Callable[[], object]] = []
+        self._undo_steps: list[Callable[[], object]] = []
 
     def restore(self) -> None:
         """Undo all changes, the last recorded first."""
-        for undo in reversed(self._undo):
+        for undo in reversed(self._undo_steps):
             undo()
 
-    def layer(self, layer: Any) -> None:
+    def record_layer(self, layer: Any) -> None:
         """Record the attributes of a layer, and the objects that they refer to unless the layer is Keras' own."""
         if self._is_new(layer):
-            self._undo.append(undo_attributes(layer))
+            self._undo_steps.append(undo_attributes(layer))
             for name in _BOOKS & vars(layer).keys():
-                self.value(vars(layer)[name])
-            is_user_layer = not self._keras.is_own(type(layer)) or type(layer) is self._keras.layers.Lambda
+                self.record_value(vars(layer)[name])
+            is_user_layer = not self._keras.is_from_keras(type(layer)) or type(layer) is self._keras.layers.Lambda
             for value in list(vars(layer).values()):
                 # Keras' own layers change only their attributes, but may contain a user's cell or function.
                 if is_user_layer or _package(value) not in _FOREIGN:
-                    self.value(value)
+                    self.record_value(value)
 
-    def value(self, value: Any) -> None:
+    def record_value(self, value: Any) -> None:
         """Record the state of an object that a run may change, and of the objects that it refers to."""
         if value is None or isinstance(value, (str, bytes, bool, int, float, type, types.ModuleType)):
             return
         if not self._is_new(value):
             return
-        unwrapped = self._keras.inside(value)
+        unwrapped = self._keras.unwrapped(value)
         if unwrapped is not None:
             if hasattr(value, "_last_wrapped_list_snapshot"):  # by it a wrapper detects changes made outside of it
-                self._undo.append(undo_attributes(value))
+                self._undo_steps.append(undo_attributes(value))
             value = unwrapped
         if isinstance(value, CONTAINERS):
-            self._undo.append(undo_contents(value))
-            self._all(value.values() if isinstance(value, dict) else value)
+            self._undo_steps.append(undo_contents(value))
+            self._record_all(value.values() if isinstance(value, dict) else value)
         elif isinstance(value, tuple):
-            self._all(value)
+            self._record_all(value)
         elif isinstance(value, np.ndarray):
-            self._array(value)
+            self._record_array(value)
         elif isinstance(value, types.FunctionType):
-            self._function(value)
+            self._record_function(value)
         elif isinstance(value, types.MethodType):
-            self.value(value.__self__)
+            self.record_value(value.__self__)
         elif isinstance(value, functools.partial):
-            self._all([value.func, value.args, value.keywords])
+            self._record_all([value.func, value.args, value.keywords])
         elif isinstance(value, self._keras.Layer):
             del self._seen[id(value)]
-            self.layer(value)
+            self.record_layer(value)
         else:
-            self._object(value)
+            self._record_object(value)
 
     def _is_new(self, value: Any) -> bool:
         if id(value) in self._seen:
@@ -199,27 +199,27 @@ class _UndoLog:
         self._seen[id(value)] = value
         return True
 
-    def _all(self, values: Any) -> None:
+    def _record_all(self, values: Any) -> None:
         for value in list(values):
-            self.value(value)
+            self.record_value(value)
 
-    def _object(self, value: Any) -> None:
+    def _record_object(self, value: Any) -> None:
         undo = undo_draws(value)
         if undo is not None:
-            self._undo.append(undo)
-        elif self._keras.tracks(value) or (hasattr(value, "__dict__") and _package(value) not in _FOREIGN):
-            self._undo.append(undo_attributes(value))
-            self._all(vars(value).values())
+            self._undo_steps.append(undo)
+        elif self._keras.is_tracker(value) or (hasattr(value, "__dict__") and _package(value) not in _FOREIGN):
+            self._undo_steps.append(undo_attributes(value))
+            self._record_all(vars(value).values())
 
-    def _array(self, value: Any) -> None:
+    def _record_array(self, value: Any) -> None:
         if not value.flags.writeable:
             return
         original = value.copy()
-        self._undo.append(lambda: None if not value.flags.writeable else np.copyto(value, original))
+        self._undo_steps.append(lambda: None if not value.flags.writeable else np.copyto(value, original))
         if value.dtype == object:
-            self._all(value.ravel())
+            self._record_all(value.ravel())
 
-    def _function(self, function: Any) -> None:
+    def _record_function(self, function: Any) -> None:
         if _package(function) in _FOREIGN:
             return
         for cell in function.__closure__ or ():
@@ -227,12 +227,12 @@ class _UndoLog:
                 content = cell.cell_contents
             except ValueError:  # its variable has no value yet
                 continue
-            self._undo.append(functools.partial(setattr, cell, "cell_contents", content))
-            self.value(content)
-        self._all([*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()])
+            self._undo_steps.append(functools.partial(setattr, cell, "cell_contents", content))
+            self.record_value(content)
+        self._record_all([*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()])
         if vars(function):
-            self._undo.append(undo_attributes(function))
-            self._all(vars(function).values())
+            self._undo_steps.append(undo_attributes(function))
+            self._record_all(vars(function).values())
 
 
 def _package(value: Any) -> str:

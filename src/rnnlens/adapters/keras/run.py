@@ -29,8 +29,11 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
     x = _tap_tensors(job, "model|input", x, tap)
     # An engine may call the program several times; each call must start from the user's model, unchanged.
     values, seeds = arguments["values"], arguments["seeds"]
-    with python_state_restored(job.model, keras), keras.running(job.model, values, seeds, job.weights, tap):
-        with recorder.hooked():
+    with (
+        python_state_restored(job.model, keras),
+        keras.variables_substituted(job.model, values, seeds, job.weights, tap),
+    ):
+        with recorder.layers_hooked():
             with raised_by("Your model"):
                 outputs = call_model(job.model, x, job.batch.training)
             outputs = _tap_tensors(job, "model|output", outputs, tap)
@@ -39,8 +42,8 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
         has_added_losses = keras.adds_losses(job.model)
     for call in job.calls:
         call.arrays = stack_steps(keras, call.arrays)
-    recorded_outputs = outputs if "outputs" in job.keep else None
-    if "masks" in job.keep:
+    recorded_outputs = outputs if "outputs" in job.record_names else None
+    if "masks" in job.record_names:
         recorded_outputs = {
             "outputs": outputs,
             "masks": [keras.mask_of(t) for t in keras.tree.flatten(outputs)],
@@ -56,10 +59,10 @@ def _tap_tensors(job: RunRequest, kind: str, tree: Any, tap: Tap) -> Any:
     """
     keras = job.keras
     flat = keras.tree.flatten(tree)
-    taps_floats = kind in job.wanted and not any(keras.has_logits(t) for t in flat)
+    taps_floats = kind in job.tap_names and not any(keras.has_logits(t) for t in flat)
     for i, tensor in enumerate(flat):
         key = f"{kind}/{i}"
-        if key in job.wanted or (taps_floats and keras.is_float(tensor)):
+        if key in job.tap_names or (taps_floats and keras.is_float(tensor)):
             flat[i] = keras.with_mask(tensor, tap(key, tensor))
     return keras.tree.pack_sequence_as(tree, flat)
 
@@ -86,7 +89,7 @@ def run_with_loops(job: RunRequest, attempt: Callable[[RunRequest], Result]) -> 
         try:
             return attempt(with_starts(job) if changes_states else job)
         except SteppedLayerError as error:
-            job = replace(job, stepped=job.stepped | {error.layer}, calls=[])
+            job = replace(job, stepped_layers=job.stepped_layers | {error.layer}, calls=[])
         except ChangedStateError:
             changes_states = True
 
@@ -97,7 +100,7 @@ def _run_once(job: RunRequest) -> RunResult:
         arguments = job.arguments()
         memo = None if getattr(job.model, "run_eagerly", False) else memo_for(job, arguments)
         with (
-            job.keras.undisturbed(job.model, regularised=False),
+            job.keras.compiled_loss_kept(job.model, regularised=False),
             raised_by("The forward or backward pass of your model"),
         ):
             results, calls = _run_compiled_or_eager(job, arguments, engine, memo)
@@ -116,21 +119,29 @@ def with_starts(job: RunRequest) -> RunRequest:
     They are found by one run per cell, with NaN in all that the cell returns. A layer of which each call starts one
     is not called in a loop over the steps.
     """
-    no_starts: Starts = {site.name: frozenset() for site in job.sites if site.is_loop or site.name in job.stepped}
+    no_starts: Starts = {
+        site.name: frozenset() for site in job.sites if site.is_loop or site.name in job.stepped_layers
+    }
     starts, separate_layers = {}, set[str]()
     for name in no_starts:
-        trial_job = replace(job, spoiled=name, starts=no_starts, gradients=False, loss=None, keep=frozenset(), calls=[])
+        trial_job = replace(
+            job, nan_site=name, starts=no_starts, gradients=False, loss=None, record_names=frozenset(), calls=[]
+        )
         with model_state_restored(job.model, job.keras, job.batch.seed):
             _run_program(trial_job, trial_job.arguments(), job.keras.engine)
-        arrays = next((call.arrays for call in trial_job.calls if call.place == name), {})
+        arrays = next((call.arrays for call in trial_job.calls if call.layer_name == name), {})
         states = [job.keras.value_of(a) for key, a in arrays.items() if key.startswith("received/")]
         nan_by_step = [np.isnan(np.moveaxis(state, 1, 0)).reshape(state.shape[1], -1).any(axis=1) for state in states]
         starts[name] = frozenset(np.flatnonzero(~np.any(nan_by_step, axis=0)).tolist() if states else ())
-        if name in job.stepped and len(starts[name]) == (states[0].shape[1] if states else 0):
+        if name in job.stepped_layers and len(starts[name]) == (states[0].shape[1] if states else 0):
             separate_layers.add(name)
     starts = {name: calls for name, calls in starts.items() if name not in separate_layers}
     return replace(
-        job, starts=starts, stepped=job.stepped - separate_layers, apart=job.apart | separate_layers, calls=[]
+        job,
+        starts=starts,
+        stepped_layers=job.stepped_layers - separate_layers,
+        separate_layers=job.separate_layers | separate_layers,
+        calls=[],
     )
 
 
@@ -175,9 +186,9 @@ def memo_for(job: RunRequest, arguments: Any, *more_keys: Hashable) -> Memo | No
     """Return the cache of compiled functions for this request; None if the run is not compiled."""
     if not job.keras.engine.compiles:
         return None
-    names = tuple((site.name, site.direction) for site in job.sites), tuple(job.plain), tuple(job.weights)
-    options = (job.batch.training, job.loss is None, job.gradients, job.wanted, job.keep)
-    more_keys = (*more_keys, tuple(sorted(job.starts.items())), job.stepped, job.apart)
+    names = tuple((site.name, site.direction) for site in job.sites), tuple(job.other_layers), tuple(job.weights)
+    options = (job.batch.training, job.loss is None, job.gradients, job.tap_names, job.record_names)
+    more_keys = (*more_keys, tuple(sorted(job.starts.items())), job.stepped_layers, job.separate_layers)
     request_key = (names, options, stamp_of_tensors(job.keras, arguments), *more_keys)
     stamp = stamp_of_run(job.keras, job.model, job.batch.loss)
     if stamp is None and job.keras.is_short(job.data["x"]):

@@ -47,26 +47,26 @@ class DirectGradients:
         self.available = self._keras.name == "keras" and engine != "jax" and batches == 1 and not compiled
         self.gradients: dict[str, dict[str, Array]] | None = None
         self.loss: float | None = None
-        self._passing, self._scale = StepTensors(), 1.0
+        self._step_tensors, self._scale = StepTensors(), 1.0
 
     def run(self, original: Callable[..., Any], batch: Any) -> Any:
         """Run one training step ``original(fed)`` with taps at the layers, which :meth:`read` reads afterwards."""
         self._scale, self.gradients, self.loss = facts(self._model).loss_scale, None, None
         if self._keras.engine.name == "torch":
-            self._passing = StepTensors()
-            with _hooked_step(self._model, self._sites, self._passing, _record_by_hook):
+            self._step_tensors = StepTensors()
+            with _hooked_step(self._model, self._sites, self._step_tensors, _record_by_hook):
                 return original(batch)
         compiled = vars(original).setdefault(_TAPPED, {})  # stored on the step that Keras compiled
         names = tuple(site.name for site in self._sites)
         if names not in compiled:
             compiled[names] = _compiled_tapped_step(self._model, self._sites)
         logs, tapped_tensors = compiled[names](batch)
-        self._passing = StepTensors(**tapped_tensors)
+        self._step_tensors = StepTensors(**tapped_tensors)
         return logs
 
     def read(self) -> None:
         """Read outputs, direct gradients and loss of the last step as arrays."""
-        step_tensors, scale = self._passing, self._scale
+        step_tensors, scale = self._step_tensors, self._scale
         to_array = self._keras.engine.to_array
         self.loss = float(to_array(step_tensors.loss[0])) if step_tensors.loss else None
         self.gradients = {}
@@ -75,7 +75,7 @@ class DirectGradients:
                 output, gradient = step_tensors.outputs[site.name], step_tensors.gradients[site.name]
                 arrays = {"output": to_array(output), "output_grad": to_array(gradient) / scale}
                 self.gradients[site.name] = {name: _in_time_order(array, site) for name, array in arrays.items()}
-        self._passing = StepTensors()
+        self._step_tensors = StepTensors()
 
 
 def _compiled_tapped_step(model: Any, sites: Sequence[RecurrentSite]) -> Callable[..., Any]:

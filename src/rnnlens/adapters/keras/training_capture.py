@@ -41,15 +41,15 @@ class StateBeforeStep:
         Restore the present state on exit.
         """
         present_values = [(variable, copy_of(variable)) for variable, _ in self.variables]
-        with self.engine.preserved():
+        with self.engine.random_state_restored():
             try:
-                self.put()
+                self.restore()
                 yield
             finally:
                 for variable, value in present_values:
                     variable.assign(value)
 
-    def put(self) -> None:
+    def restore(self) -> None:
         """Assign to the model's variables and to torch's random generators what they were before the training step."""
         for variable, value in self.variables:
             variable.assign(value)
@@ -88,8 +88,8 @@ class TrainStep:
         self.wanted = False
         self.recorded: RecordedStep | None = None
         self.failure: Exception | None = None
-        self._fed: list[Any] = []
-        self._handed: Any = None  # a data set over ``_fed``, kept because creating one is slow
+        self._batches: list[Any] = []
+        self._dataset: Any = None  # a data set over ``_fed``, kept because creating one is slow
         model.train_function = self
 
     def __call__(self, *arguments: Any) -> Any:
@@ -99,7 +99,7 @@ class TrainStep:
         self.wanted = False
         batches: list[Any] = []
         try:
-            state_before = self._copies(arguments)
+            state_before = self._copy_state(arguments)
             source = self._tee(arguments[-1], batches)
         except Exception as error:  # training goes on without this record
             self.failure = error
@@ -121,8 +121,8 @@ class TrainStep:
             result = self._direct.run(self._original, source)
         except Exception as error:
             self._direct = None
-            state_before.put()
-            source = source if self._handed is None else iter(self._handed)
+            state_before.restore()
+            source = source if self._dataset is None else iter(self._dataset)
             result = self._original(*arguments[:-1], source)  # raises what the user's own step raises
             self.failure = error
             return result
@@ -143,7 +143,7 @@ class TrainStep:
         if self._model.train_function is self:
             self._model.train_function = self._original
 
-    def _copies(self, arguments: Sequence[Any]) -> StateBeforeStep:
+    def _copy_state(self, arguments: Sequence[Any]) -> StateBeforeStep:
         """Copy the values of the model's variables before a training step.
 
         On JAX the values are in the state passed to the step, which donates it.
@@ -168,9 +168,9 @@ class TrainStep:
         if engine == "torch":
             batches.append(source[0])
             return source
-        return recorded_batches() if engine == "jax" else self._tensorflow(source, batches)
+        return recorded_batches() if engine == "jax" else self._tee_tensorflow(source, batches)
 
-    def _tensorflow(self, source: Any, batches: list[Any]) -> Any:
+    def _tee_tensorflow(self, source: Any, batches: list[Any]) -> Any:
         """Read the batches of one execution from a TensorFlow iterator into ``batches``; return an iterator over these.
 
         It has the same ``element_spec``, so that the compiled training step is not traced again.
@@ -179,10 +179,12 @@ class TrainStep:
 
         if not isinstance(source, tf.data.Iterator):
             raise _strategy_error(type(source).__name__)
-        self._fed = batches
-        if self._handed is None or self._handed.element_spec != source.element_spec:
-            self._handed = tf.data.Dataset.from_generator(lambda: iter(self._fed), output_signature=source.element_spec)
-        dataset_iterator = iter(self._handed)
+        self._batches = batches
+        if self._dataset is None or self._dataset.element_spec != source.element_spec:
+            self._dataset = tf.data.Dataset.from_generator(
+                lambda: iter(self._batches), output_signature=source.element_spec
+            )
+        dataset_iterator = iter(self._dataset)
         batches.extend(islice(source, batches_per_execution(self._model)))  # last: what is taken is handed on
         return dataset_iterator
 
@@ -332,6 +334,6 @@ def _random_layer(model: Any) -> str | None:
     keras = dialect_of(model)
     for layer in model._flatten_layers():
         names = [name for name in ("rate", "dropout", "recurrent_dropout", "stddev") if hasattr(layer, name)]
-        if any((getattr(layer, name) or 0) > 0 for name in names) or (keras.draws(layer) and not names):
+        if any((getattr(layer, name) or 0) > 0 for name in names) or (keras.draws_random_numbers(layer) and not names):
             return str(layer.name)
     return None

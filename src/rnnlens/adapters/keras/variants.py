@@ -103,7 +103,7 @@ def chain(model: Any, *, training: bool) -> list[ChainLink] | None:
     Returns None also for a subclass of a well-known layer, an overridden ``call``, a second input or mixed dtypes.
     """
     keras = dialect_of(model)
-    layers = keras.in_order(model)
+    layers = keras.layers_in_order(model)
     if layers is None:
         return None
     links = [_link(keras, layer, training) for layer in layers]
@@ -113,7 +113,7 @@ def chain(model: Any, *, training: bool) -> list[ChainLink] | None:
 def subnetwork(model: Any, of: Port, wrt: Port) -> Callable[[Array], tuple[Array, Pull]] | None:
     """Return a function that runs and differentiates a chain of layers between two ports; None for any other model."""
     keras = dialect_of(model)
-    layers = keras.in_order(model)
+    layers = keras.layers_in_order(model)
     if layers is None:
         return None
     names = [layer.name for layer in layers]
@@ -123,7 +123,7 @@ def subnetwork(model: Any, of: Port, wrt: Port) -> Callable[[Array], tuple[Array
         return None
 
     def run_layers(tensor: Any) -> Any:
-        with keras.running(model, None, keras.seeds(model, None), {}, lambda key, tensor: tensor):
+        with keras.variables_substituted(model, None, keras.seeds(model, None), {}, lambda key, tensor: tensor):
             for layer in layers[start:end]:
                 tensor = layer(tensor)
         return tensor

@@ -51,7 +51,7 @@ def computation_dtype(layer: Any) -> str:
     single-precision constants, such as torch's slope of ``hard_sigmoid``.
     """
     keras, cell = dialect_of(layer), layer.cell
-    dtype = keras.computed(layer.compute_dtype)
+    dtype = keras.computation_dtype(layer.compute_dtype)
     imprecise = keras.single_precision
     if dtype == "float64" and known_class(cell) and any(_activation(cell, role) in imprecise for role in _roles(cell)):
         return "float32"
