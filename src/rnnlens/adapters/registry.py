@@ -77,7 +77,7 @@ def refuse_old(package: str) -> None:
     engine = "jax" if runs_on_jax else package
     for name in {package, engine}:
         version_text = str(getattr(sys.modules.get(name), "__version__", ""))
-        version = tuple(int(part) for part in re.findall(r"\d+", version_text)[:2])
+        version = tuple(int(digits) for digits in re.findall(r"\d+", version_text)[:2])
         if version and version < _LOWEST_VERSIONS[name]:
             lowest_version = ".".join(map(str, _LOWEST_VERSIONS[name]))
             problem = f"This version of {name} is too old for rnnlens."

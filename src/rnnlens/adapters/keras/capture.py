@@ -25,9 +25,9 @@ from .run import RunResult, run
 from .variants import chain
 from .weights import cell_variables, cell_with_equations, class_of, computation_dtype, known_arrays, registration_of
 
-_UPPER = frozenset({"output", "final_state", "state"})
-_BOUNDARIES = _UPPER | {"input", "initial_state", "model|input", "model|output"}
-_REPLAY = frozenset({"input", "initial_state", "mask", "dropout", "output", "final_state", "outputs", "state"})
+_OUTPUT_KINDS = frozenset({"output", "final_state", "state"})
+_BOUNDARY_KINDS = _OUTPUT_KINDS | {"input", "initial_state", "model|input", "model|output"}
+_REPLAY_KINDS = frozenset({"input", "initial_state", "mask", "dropout", "output", "final_state", "outputs", "state"})
 
 
 def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
@@ -61,7 +61,7 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
         loss,
         gradients=request.gradients,
         tap_names=_tap_names(request, last_layer),
-        record_names=_REPLAY if request.inputs else frozenset({"output", "final_state", "outputs"}),
+        record_names=_REPLAY_KINDS if request.inputs else frozenset({"output", "final_state", "outputs"}),
         weights=weights,
     )
     result = run(job)
@@ -96,7 +96,7 @@ def _tap_names(request: CaptureRequest, last_layer: str) -> frozenset[str]:
         return frozenset()
     if last_layer:
         return frozenset({f"{last_layer}|0|0|output", *(["model|output"] if request.boundaries else [])})
-    return _BOUNDARIES if request.boundaries else _UPPER
+    return _BOUNDARY_KINDS if request.boundaries else _OUTPUT_KINDS
 
 
 def _hookable_layers(model_layers: ModelLayers, request: CaptureRequest) -> tuple[tuple[str, ...] | None, list[str]]:

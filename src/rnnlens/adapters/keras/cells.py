@@ -26,12 +26,12 @@ class KerasStepCell(StepCell):
 
     def __init__(self, cell: Any, keras: Dialect) -> None:
         self._cell, self._keras, self._array = cell, keras, keras.engine.to_array
-        self.state_sizes = tuple(int(size) for size in keras.tree.flatten(keras.state_template(cell)))
-        size = keras.output_size(cell)
-        self.output_size = self.state_sizes[0] if size is None else int(size)
+        self.state_sizes = tuple(int(output_size) for output_size in keras.tree.flatten(keras.state_template(cell)))
+        output_size = keras.output_size(cell)
+        self.output_size = self.state_sizes[0] if output_size is None else int(output_size)
         # Of stacked cells, the state that Keras on JAX returns at masked steps: the first one of the last cell.
-        stacked = isinstance(cell, keras.layers.StackedRNNCells)
-        self.output_state = len(keras.tree.flatten(keras.state_template(cell)[:-1])) if stacked else 0
+        is_stacked = isinstance(cell, keras.layers.StackedRNNCells)
+        self.output_state = len(keras.tree.flatten(keras.state_template(cell)[:-1])) if is_stacked else 0
         tensor = keras.ops.convert_to_tensor  # of copies, which later updates do not change
         self._weights = {n: tensor(keras.value_of(v), dtype=v.dtype) for n, v in cell_variables(cell).items()}
         self._dtype = getattr(cell, "compute_dtype", keras.floatx())

@@ -200,13 +200,13 @@ class Dialect(Protocol):
         operations = self.operations(model)
         if operations is None or len(model.inputs) != 1 or len(model.outputs) != 1:
             return None
-        for first, second in pairwise(operations):
-            nodes = second._inbound_nodes
+        for previous, following in pairwise(operations):
+            nodes = following._inbound_nodes
             if len(nodes) != 1:
                 return None
             # Keras 2 has all inputs of a call under a name of its own.
             inputs = getattr(nodes[0], "keras_inputs", None) or nodes[0].input_tensors
-            if len(inputs) != 1 or inputs[0]._keras_history[0] is not first:
+            if len(inputs) != 1 or inputs[0]._keras_history[0] is not previous:
                 return None
         return [op for op in operations if type(op) is not self.layers.InputLayer]
 
@@ -224,11 +224,11 @@ class Dialect(Protocol):
         return str(getattr(definition, "__module__", "")).startswith(f"{self.name}.")
 
     # -- a run
-    def dropout(self, layer: Any) -> dict[str, Any]:
+    def dropout_multipliers(self, layer: Any) -> dict[str, Any]:
         """Return the dropout multipliers of a layer's known cell in training: ``input_scale``, ``state_scale``."""
 
-    def hook(self, recorder: Any, site: Any, half: int, override: Override) -> None:
-        """Let ``recorder`` record a recurrent layer's calls; ``half`` is 1 for the second direction of two."""
+    def hook(self, recorder: Any, site: Any, direction_index: int, override: Override) -> None:
+        """Let ``recorder`` record a recurrent layer's calls; ``direction_index`` is 1 for the second."""
 
     def switch_cudnn_off(self, model: Any, override: Override) -> None:
         """Let all layers of a model run by operations that the engine can differentiate for several cotangents at once.
@@ -237,12 +237,12 @@ class Dialect(Protocol):
         """
         del model, override
 
-    def values(self, variables: Sequence[Any]) -> list[Any] | None:
+    def variable_values(self, variables: Sequence[Any]) -> list[Any] | None:
         """Return the tensors that replace the variables in a run; None if the run reads the variables."""
         del variables
         return None
 
-    def seeds(self, model: Any, seed: int | None) -> list[Any]:
+    def seed_tensors(self, model: Any, seed: int | None) -> list[Any]:
         """Return the state of each random generator as a tensor: the present one, or one derived from ``seed``."""
 
     @contextmanager
@@ -275,8 +275,8 @@ class Dialect(Protocol):
 
     def step(self, cell: Any, x: Any, states: Any) -> tuple[Any, Any]:
         """Call a cell once, as its recurrent layer does; return its output and its new states."""
-        output, new = cell(x, states)
-        return output, new
+        output, new_states = cell(x, states)
+        return output, new_states
 
     def unwrapped(self, value: Any) -> Any:
         """Return the container inside a tracking wrapper of the package; None for other objects."""
@@ -325,7 +325,7 @@ class Dialect(Protocol):
         """Return the loss that training minimises: compiled loss, loss weights, regularisers and ``add_loss``."""
         return model._compute_loss(x, y, y_pred, weight, training=training)
 
-    def compiled_loss_kept(self, model: Any, regularised: bool) -> AbstractContextManager[None]:
+    def compiled_loss_unchanged(self, model: Any, regularised: bool) -> AbstractContextManager[None]:
         """Keep the compiled loss unchanged by runs within the block; penalties have a gradient if ``regularised``."""
 
     def align_ranks(self, y: Any, y_pred: Any) -> tuple[Any, Any]:

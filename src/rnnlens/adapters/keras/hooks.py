@@ -130,8 +130,8 @@ class RunRequest:
 
     def arguments(self) -> dict[str, Any]:
         """Return all values that may differ between runs as one tree of tensors: batch, variables, seeds."""
-        values = self.keras.values(self.variables)
-        return {**self.data, "values": values, "seeds": self.keras.seeds(self.model, self.batch.seed)}
+        values = self.keras.variable_values(self.variables)
+        return {**self.data, "values": values, "seeds": self.keras.seed_tensors(self.model, self.batch.seed)}
 
 
 class LayerRecorder:
@@ -252,7 +252,7 @@ class LayerRecorder:
     ) -> tuple[Any, Any]:
         """Record the dropout, the output and the final states of a recurrent call; return the latter two, tapped."""
         if "dropout" in self.job.record_names and training:
-            call.arrays.update(self.keras.dropout(site.layer))
+            call.arrays.update(self.keras.dropout_multipliers(site.layer))
         output = self.record(call, "output", output)
         if site.layer.return_state:
             states = self.record_all(call, "final_state", states)
@@ -277,7 +277,10 @@ class LayerRecorder:
                 got=f"shapes {shapes}",
                 expected=f"shapes {[tuple(s.shape) for s in layer_states]}",
             )
-        cast_states = [self.keras.ops.cast(new, old.dtype) for new, old in zip(user_states, layer_states, strict=True)]
+        cast_states = [
+            self.keras.ops.cast(user_state, layer_state.dtype)
+            for user_state, layer_state in zip(user_states, layer_states, strict=True)
+        ]
         return self.keras.tree.pack_sequence_as(state, cast_states)
 
     def _recorded_cell_call(self, site: RecurrentSite) -> Callable[..., Any]:
@@ -448,7 +451,7 @@ class StepRecorder:
 
     def _record_dropout(self, cell_run: CellRun) -> None:
         """Record the cell's dropout multipliers; raise UnsupportedError if they differ from those of earlier steps."""
-        multipliers = self._keras.dropout(self._site.layer)
+        multipliers = self._keras.dropout_multipliers(self._site.layer)
         if cell_run.steps and any(multipliers.get(name) is not mask for name, mask in cell_run.dropout_masks.items()):
             raise UnsupportedError(
                 f"Cell {self._site.name!r} draws new dropout at each step of the model's own loop.",

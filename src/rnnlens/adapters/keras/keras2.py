@@ -34,7 +34,7 @@ from .restore import overriding
 _VERSIONS = ("2.21.",)
 
 #: Largest number of steps for which eager execution takes less time than tracing.
-_SHORT = 64
+_MAX_EAGER_STEPS = 64
 
 #: Name of an activation in Keras 2 -> its name in ``recurrence.activations``.
 _ACTIVATION_NAMES = {
@@ -159,7 +159,7 @@ class Keras2(Dialect):
     single_precision = frozenset({"gelu"})
 
     hook = staticmethod(keras2_run.hook)
-    dropout = staticmethod(keras2_run.dropout)
+    dropout_multipliers = staticmethod(keras2_run.dropout_multipliers)
     refusal = staticmethod(keras2_run.refusal)
 
     # -- the engine, dtypes, values
@@ -271,7 +271,7 @@ class Keras2(Dialect):
         with keras2_run.stateless(model, seeds):
             yield
 
-    seeds = staticmethod(keras2_run.seeds)
+    seed_tensors = staticmethod(keras2_run.seed_tensors)
     cell_weights_substituted = staticmethod(keras2_run.cell_weights_substituted)
 
     def step(self, cell: Any, x: Any, states: Any) -> tuple[Any, Any]:
@@ -298,7 +298,7 @@ class Keras2(Dialect):
 
     def is_short(self, x: Any) -> bool:
         """Return whether ``x`` has at most 64 steps: tracing takes longer than running these eagerly."""
-        return all(len(t.shape) < 2 or t.shape[1] <= _SHORT for t in tf.nest.flatten(x))
+        return all(len(t.shape) < 2 or t.shape[1] <= _MAX_EAGER_STEPS for t in tf.nest.flatten(x))
 
     # -- the loss
     def is_compiled(self, model: Any) -> bool:
@@ -321,7 +321,7 @@ class Keras2(Dialect):
         return any(base.__module__.endswith("base_layer_v1") for base in type(layer).__mro__)
 
     @contextmanager
-    def compiled_loss_kept(self, model: Any, regularised: bool) -> Iterator[None]:
+    def compiled_loss_unchanged(self, model: Any, regularised: bool) -> Iterator[None]:
         """Temporarily replace the compiled loss by a copy that updates no metric.
 
         Penalties of weights have a gradient only if ``regularised``.

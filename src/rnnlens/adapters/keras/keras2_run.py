@@ -153,7 +153,7 @@ def _samples_first(layer: Any, tensor: Any) -> Any:
     return tf.transpose(tensor, [1, 0, *range(2, len(tensor.shape))])
 
 
-def dropout(layer: Any) -> dict[str, Any]:
+def dropout_multipliers(layer: Any) -> dict[str, Any]:
     """Return the dropout multipliers of a known cell, the same at each step; one per gate for ``implementation=1``."""
     cell: Any = layer.cell
     multipliers: dict[str, Any] = {}
@@ -213,15 +213,17 @@ class _Generator:
         return tf.nn.experimental.stateless_dropout(inputs, rate=rate, noise_shape=noise_shape, seed=seed)
 
     def random_normal(self, shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, **_: Any) -> Any:
-        return self._drawn(tf.random.stateless_normal, shape, mean, stddev, dtype)
+        return self._draw_with_seed(tf.random.stateless_normal, shape, mean, stddev, dtype)
 
     def random_uniform(self, shape: Any, minval: Any = 0.0, maxval: Any = None, dtype: Any = None, **_: Any) -> Any:
-        return self._drawn(tf.random.stateless_uniform, shape, minval, 1.0 if maxval is None else maxval, dtype)
+        return self._draw_with_seed(
+            tf.random.stateless_uniform, shape, minval, 1.0 if maxval is None else maxval, dtype
+        )
 
     def truncated_normal(self, shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, **_: Any) -> Any:
-        return self._drawn(tf.random.stateless_truncated_normal, shape, mean, stddev, dtype)
+        return self._draw_with_seed(tf.random.stateless_truncated_normal, shape, mean, stddev, dtype)
 
-    def _drawn(self, draw: Any, shape: Any, first_parameter: Any, second_parameter: Any, dtype: Any) -> Any:
+    def _draw_with_seed(self, draw: Any, shape: Any, first_parameter: Any, second_parameter: Any, dtype: Any) -> Any:
         return draw(
             shape,
             self.make_seed_for_stateless_op(),
@@ -235,12 +237,12 @@ def _random_layers(model: Any) -> list[Any]:
     return [layer for layer in model._flatten_layers() if "_random_generator" in vars(layer)]
 
 
-def seeds(model: Any, seed: int | None) -> list[Any]:
+def seed_tensors(model: Any, seed: int | None) -> list[Any]:
     """Return one seed of two integers for each random generator in ``model``."""
     pairs = [
         np.random.SeedSequence([seed or 0, i]).generate_state(2) % 2**31 for i, _ in enumerate(_random_layers(model))
     ]
-    return [tf.constant(pair.astype(np.int32)) for pair in pairs]
+    return [tf.constant(seed_pair.astype(np.int32)) for seed_pair in pairs]
 
 
 @contextmanager

@@ -124,7 +124,7 @@ class Keras3(Dialect):
                 if getattr(layer, "use_cudnn", False):
                     override(layer, "use_cudnn", False)
 
-    def dropout(self, layer: Any) -> dict[str, Any]:
+    def dropout_multipliers(self, layer: Any) -> dict[str, Any]:
         cell, multipliers = layer.cell, {}
         for name, attribute, rate in (
             ("input_scale", "_dropout_mask", "dropout"),
@@ -135,10 +135,10 @@ class Keras3(Dialect):
                 multipliers[name] = keras.ops.stack(mask) if isinstance(mask, list | tuple) else mask
         return multipliers
 
-    def values(self, variables: Sequence[Any]) -> list[Any] | None:
+    def variable_values(self, variables: Sequence[Any]) -> list[Any] | None:
         return self.engine.values([v._value for v in variables])
 
-    def seeds(self, model: Any, seed: int | None) -> list[Any]:
+    def seed_tensors(self, model: Any, seed: int | None) -> list[Any]:
         seed_states = _seed_states(self.variables(model))
         return [
             keras.ops.convert_to_tensor(v) if seed is None else _seed_tensor(v, seed, i)
@@ -201,7 +201,7 @@ class Keras3(Dialect):
         return form
 
     @contextmanager
-    def compiled_loss_kept(self, model: Any, regularised: bool) -> Iterator[None]:
+    def compiled_loss_unchanged(self, model: Any, regularised: bool) -> Iterator[None]:
         """Temporarily replace a compiled loss that is not built yet by a copy; the model's own stays unbuilt.
 
         Penalties of weights have a gradient if ``regularised``.

@@ -36,7 +36,7 @@ _BOOKKEEPING = frozenset(
         *("stop_predicting", "history", "_jax_state_synced", "_jax_state", "_loss_tracker", "_compile_metrics"),
         *("_compile_loss", "_compile_config", "_compiled_trainable_state", "_eval_epoch_iterator", "loss"),
         *("_initial_epoch", "steps_per_execution", "_jit_compile"),
-        # the graph of a functional model: ``_graph`` makes its stamp from the nodes
+        # the graph of a functional model: ``_graph_stamp`` makes its stamp from the nodes
         *("_inputs_struct", "_outputs_struct", "_inputs", "_outputs", "_nodes", "_nodes_by_depth", "_operations"),
         *("_operations_by_depth", "_layers_by_depth"),
     ]
@@ -45,7 +45,7 @@ _UNUSED_SUFFIXES = ("_initializer", "_constraint")
 #: Prefixes of attributes that TensorFlow uses for checkpoints.
 _TENSORFLOW_PREFIXES = ("_self_", "_obj_reference_counts")
 #: Methods that compute; if one of them is not Keras' own, it may read anything.
-_METHODS = ("__call__", "call", "inner_loop", "build", "compute_mask", "get_initial_state", "compute_loss")
+_COMPUTING_METHODS = ("__call__", "call", "inner_loop", "build", "compute_mask", "get_initial_state", "compute_loss")
 _LARGEST_ARRAY = 2**16
 
 
@@ -105,9 +105,9 @@ class _Stamp:
             return (str(value.dtype), value.shape, value.tobytes())
         if isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type)):
             return _identity(value) if self._training is not None else _keras_identity(value)
-        return self._object(value)
+        return self._object_stamp(value)
 
-    def _object(self, value: Any) -> Hashable:
+    def _object_stamp(self, value: Any) -> Hashable:
         if id(value) in self._first_indices:
             return ("met", self._first_indices[id(value)])
         self._first_indices[id(value)] = len(self._first_indices)
@@ -120,16 +120,16 @@ class _Stamp:
         if isinstance(value, DTypePolicy):
             return str(value.name)
         if isinstance(value, KerasTensor):
-            return self._symbol(value)
+            return self._symbol_stamp(value)
         if not _is_closed(value):
-            return self._user_object(value)
+            return self._user_object_stamp(value)
         if isinstance(value, CompileLoss):
             loss_settings = (value._user_loss, value._user_loss_weights, value.output_names, value.reduction)
             return ("compiled", *map(self.stamp, loss_settings))
-        graph = self._graph(value) if isinstance(value, Function) else None
-        return (_SameObject(kind), _SameObject(value), graph, self._settings(value))
+        graph = self._graph_stamp(value) if isinstance(value, Function) else None
+        return (_SameObject(kind), _SameObject(value), graph, self._settings_stamp(value))
 
-    def _user_object(self, value: Any) -> Hashable:
+    def _user_object_stamp(self, value: Any) -> Hashable:
         """Return a hashable of an object with user code if a training has fixed that code.
 
         Else raise _DependsOnAnything.
@@ -137,9 +137,9 @@ class _Stamp:
         if self._training is None:
             raise _DependsOnAnything
         identities = tuple(map(_identity, (self._training, type(value), value)))
-        return (identities, self._settings(value) if isinstance(value, keras.layers.Layer) else None)
+        return (identities, self._settings_stamp(value) if isinstance(value, keras.layers.Layer) else None)
 
-    def _settings(self, value: Any) -> Hashable:
+    def _settings_stamp(self, value: Any) -> Hashable:
         return tuple(
             (name, self.stamp(item))
             for name, item in vars(value).items()
@@ -148,14 +148,14 @@ class _Stamp:
             and not name.startswith(_TENSORFLOW_PREFIXES)
         )
 
-    def _symbol(self, tensor: Any) -> Hashable:
+    def _symbol_stamp(self, tensor: Any) -> Hashable:
         """Return a hashable of a symbolic tensor of a functional model: its operation, node and tensor index."""
         history = getattr(tensor, "_keras_history", None)
         if history is None:
             raise _DependsOnAnything
         return (self.stamp(history.operation), history.node_index, history.tensor_index)
 
-    def _graph(self, model: Any) -> Hashable:
+    def _graph_stamp(self, model: Any) -> Hashable:
         nodes = [node for depth in sorted(model._nodes_by_depth) for node in model._nodes_by_depth[depth]]
         calls = [
             (self.stamp(node.operation), self.stamp(node.arguments.args), self.stamp(node.arguments.kwargs))
@@ -173,7 +173,7 @@ def _is_closed(value: Any) -> bool:
     kind = type(value)
     if not _is_keras(kind) or kind is keras.layers.Lambda or not hasattr(value, "__dict__"):
         return False
-    methods = [vars(base)[name] for name in _METHODS for base in kind.__mro__ if name in vars(base)]
+    methods = [vars(base)[name] for name in _COMPUTING_METHODS for base in kind.__mro__ if name in vars(base)]
     # A method's ``__module__`` does not tell: a wrapper may copy it from the wrapped function.
     module_names = [str(getattr(method, "__globals__", {}).get("__name__", "")) for method in methods]
     return all(module_name.startswith("keras.src.") for module_name in module_names)

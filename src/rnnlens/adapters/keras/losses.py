@@ -150,7 +150,7 @@ def combination(model: Any, batch: Batch) -> str | None:
     if keras.is_overridden(model) or not _all_keras(model) or _may_be_masked(model):
         return None
     user_losses = batch.loss if batch.loss is not None else keras.user_loss(model)
-    combinations = {_combination_of(keras, part) for part in keras.tree.flatten(user_losses) if part is not None}
+    combinations = {_combination_of(keras, loss) for loss in keras.tree.flatten(user_losses) if loss is not None}
     if len(combinations) != 1 or (combinations == {"sum"} and _has_own_losses(model)):
         return None
     return combinations.pop()
@@ -221,17 +221,17 @@ def loss_of(model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Arr
     variable_ids = {id(v) for v in keras.variables(model)}
     weights = {str(i): v for i, v in enumerate(model.trainable_variables) if id(v) in variable_ids}
 
-    def program(given: Any, tap: Tap) -> tuple[dict[str, Any], Any]:
-        flat = [tap(f"output/{i}", t) if keras.is_float(t) else t for i, t in enumerate(given["outputs"])]
-        for tensor, mask in zip(flat, given["masks"], strict=False):
+    def program(inputs: Any, tap: Tap) -> tuple[dict[str, Any], Any]:
+        flat = [tap(f"output/{i}", t) if keras.is_float(t) else t for i, t in enumerate(inputs["outputs"])]
+        for tensor, mask in zip(flat, inputs["masks"], strict=False):
             if mask is not None:
                 keras.set_mask(tensor, keras.ops.cast(mask, "bool"))
         y_pred = keras.tree.pack_sequence_as(outputs.tree["outputs"], flat)
         with keras.variables_substituted(model, None, seeds, weights, tap), raised_by("Your loss"):
-            return {"loss": _checked_scalar(keras, loss(given["y"], y_pred, given["weight"]))}, None
+            return {"loss": _checked_scalar(keras, loss(inputs["y"], y_pred, inputs["weight"]))}, None
 
-    with model_state_restored(model, keras, batch.seed), keras.compiled_loss_kept(model, regularised=False):
-        seeds = keras.seeds(model, batch.seed)
+    with model_state_restored(model, keras, batch.seed), keras.compiled_loss_unchanged(model, regularised=False):
+        seeds = keras.seed_tensors(model, batch.seed)
         linearised = engine.linearise(program, arguments, Memo())
         value = float(np.asarray(engine.to_array(linearised.targets["loss"])))
         gradients = linearised.vjp({"loss": np.ones(1)})

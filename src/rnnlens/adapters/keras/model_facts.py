@@ -20,7 +20,7 @@ _DROPOUTS = ("Dropout", "AlphaDropout", "GaussianDropout", "SpatialDropout1D", "
 def facts(model: Any) -> ModelFacts:
     """Return layers and roles, names of inputs and outputs, loss, optimizer, clipping and loss scale of a model."""
     layers = locate_layers(model).layers()
-    outer, optimizer = optimizers(model)
+    training_optimizer, optimizer = optimizers(model)
     return ModelFacts(
         submodules={n: Submodule(_roles(la), str(getattr(la, "compute_dtype", ""))) for n, la in layers.items()},
         inputs=_names(model, "input_names", "inputs"),
@@ -29,7 +29,7 @@ def facts(model: Any) -> ModelFacts:
         optimizer="" if optimizer is None else type(optimizer).__name__,
         clipping=_clipping(optimizer),
         clips_lookups_apart=dialect_of(model).engine.name == "tensorflow",
-        loss_scale=1.0 if optimizer is outer else _loss_scale(outer),
+        loss_scale=1.0 if optimizer is training_optimizer else _loss_scale(training_optimizer),
     )
 
 
@@ -86,8 +86,8 @@ def _names(model: Any, names: str, tensors: str) -> tuple[str, ...]:
 
 def optimizers(model: Any) -> tuple[Any, Any]:
     """Return a model's optimizer, and the one inside it if it is a LossScaleOptimizer of mixed precision."""
-    outer = getattr(model, "optimizer", None)
-    return outer, getattr(outer, "inner_optimizer", outer)
+    optimizer = getattr(model, "optimizer", None)
+    return optimizer, getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def _clipping(optimizer: Any) -> tuple[str, float] | None:
@@ -111,14 +111,14 @@ def provenance(model: Any) -> Mapping[str, str]:
     return {
         "framework": f"{keras.name} {keras.version}",
         "engine": f"{engine} {version}",
-        "dtype": _coarsest(keras, model),
+        "dtype": _coarsest_dtype(keras, model),
         "weights_dtype": str(getattr(model, "variable_dtype", keras.floatx())),
         "device": device or "cpu",
         "adapter": "keras",
     }
 
 
-def _coarsest(keras: Dialect, model: Any) -> str:
+def _coarsest_dtype(keras: Dialect, model: Any) -> str:
     """Return the least precise dtype in which the model or one of its layers computes."""
     model_dtype = str(getattr(model, "compute_dtype", keras.floatx()))
     declared = {model_dtype, *(str(getattr(layer, "compute_dtype", model_dtype)) for layer in model._flatten_layers())}

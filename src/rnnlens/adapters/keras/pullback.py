@@ -32,9 +32,9 @@ from .weights import composed_weights, named_variables, registration_of
 _CHUNK_BYTES = 512 * 2**20
 _MEMORY_FACTOR = 16
 #: Suffix of the name under which a recurrent layer is hooked for the numbers of its samples and steps alone.
-_SIZES = "~sizes"
+_SIZES_SUFFIX = "~sizes"
 #: Suffix of the name under which a whole bidirectional layer is hooked, besides its two directions.
-_WHOLE = "~whole"
+_BIDIRECTIONAL_SUFFIX = "~whole"
 
 
 @dataclass
@@ -98,7 +98,7 @@ class TappedPorts:
                     f"{port.kind} of the bidirectional layer {name!r} exists once per direction.",
                     hint='direction="forward" or direction="backward"',
                 )
-            return self._other_layer_key(port, name + _WHOLE, direction_sites[0].owner, index)
+            return self._other_layer_key(port, name + _BIDIRECTIONAL_SUFFIX, direction_sites[0].owner, index)
         return self._site_key(port, direction_sites, index)
 
     def _other_layer_key(self, port: Port, hook_name: str, layer: Any, index: str) -> str:
@@ -278,7 +278,7 @@ class KerasPullback:
     def _run_request(self, model: Any, batch: Batch, loss: Loss | None) -> RunRequest:
         tap_names = frozenset(self._tapped.keys[port] for port in (*self._wrt, *self._cut))
         sites = [site for site in self._tapped.model_layers.sites if not site.is_loop and site.refusal is None]
-        sized_layers = {site.name + _SIZES: site.owner for site in sites}
+        sized_layers = {site.name + _SIZES_SUFFIX: site.owner for site in sites}
         return RunRequest(
             model,
             batch,
@@ -386,7 +386,7 @@ class KerasPullback:
 
 def _sizes(calls: Sequence[LayerCall]) -> tuple[int, int]:
     """Return the samples and steps of all calls of recurrent layers; (0, 0) if they differ or are unknown."""
-    sizes = {call.shape[:2] for call in calls if call.layer_name.endswith(_SIZES)}
+    sizes = {call.shape[:2] for call in calls if call.layer_name.endswith(_SIZES_SUFFIX)}
     size = sizes.pop() if len(sizes) == 1 else ()
     return (size[0] or 0, size[1] or 0) if len(size) == 2 else (0, 0)
 
@@ -396,7 +396,7 @@ def _repeatable_run(job: RunRequest) -> Iterator[None]:
     """Run the model within the block with the same random numbers each time, and restore its state on exit."""
     with (
         model_state_restored(job.model, job.keras, job.batch.seed),
-        job.keras.compiled_loss_kept(job.model, regularised=True),
+        job.keras.compiled_loss_unchanged(job.model, regularised=True),
     ):
         yield
 
@@ -424,7 +424,7 @@ def registered_weight_finder(model: Any) -> Callable[[Port], ComposedWeight | No
             for name, sites in sites_by_layer.items()
         }
 
-    def find(port: Port) -> ComposedWeight | None:
+    def find_composed(port: Port) -> ComposedWeight | None:
         return by_layer().get(str(port.layer).partition("#")[0], {}).get(port.key)
 
-    return find
+    return find_composed

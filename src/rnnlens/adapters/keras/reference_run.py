@@ -66,7 +66,7 @@ def _reference_function(model: Any, batch: Batch, with_loss: bool, regularised: 
     keras = dialect_of(model)
     loss = losses.scalar_loss(model, batch) if with_loss else None
     stamp = stamp_of_run(keras, model, batch.loss) if keras.engine.compiles else None
-    with model_state_restored(model, keras, batch.seed), keras.compiled_loss_kept(model, regularised=regularised):
+    with model_state_restored(model, keras, batch.seed), keras.compiled_loss_unchanged(model, regularised=regularised):
         yield _ReferenceFunction(RunRequest(model, batch, loss=loss), regularised, stamp)
 
 
@@ -164,8 +164,8 @@ class _ReferenceFunction:
             value, outputs = self.program(sources, other_arguments)
             if cotangents is None:
                 return value, (value, outputs)
-            parts = [keras.ops.sum(t * c) for t, c in zip(outputs, cotangents, strict=True) if c is not None]
-            return sum(parts[1:], start=parts[0]), (value, outputs)
+            products = [keras.ops.sum(t * c) for t, c in zip(outputs, cotangents, strict=True) if c is not None]
+            return sum(products[1:], start=products[0]), (value, outputs)
 
         return _GRADIENTS[keras.engine.name](target, dict(sources), self.watched)
 
@@ -245,13 +245,15 @@ def _cell_weight_location(model: Any, cell: Any, key: str) -> WeightLocation | N
     """Return the variable, or the row of a variable, that contains the weight ``key`` of a recurrent cell."""
     registration, name = registration_of(cell), key.rpartition("/")[2]
     if registration is not None:
-        single = registration.single(name)  # None if several variables compose the weight
-        variable = None if single is None else attribute_variables(cell).get(single[0])
+        source_weight = registration.single(name)  # None if several variables compose the weight
+        variable = None if source_weight is None else attribute_variables(cell).get(source_weight[0])
         variable_name = names_of(model).get(id(variable))
-        if single is None or variable_name is None:
+        if source_weight is None or variable_name is None:
             return None
         tied = id(variable) in tied_variables(model)
-        return WeightLocation(variable_name, (lambda array: array.T) if single[1] else (lambda array: array), tied=tied)
+        return WeightLocation(
+            variable_name, (lambda array: array.T) if source_weight[1] else (lambda array: array), tied=tied
+        )
     is_initial_state = name in initial_state_weights(dialect_of(model), cell)
     # A GRU with reset_after has both biases as the rows of one variable.
     has_both = has_two_biases(cell) and len(cell.bias.shape) == 2 and key in ("bias", "recurrent_bias")

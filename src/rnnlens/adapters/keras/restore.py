@@ -84,9 +84,9 @@ def undo_draws(generator: Any) -> Callable[[], object] | None:
 
 
 #: Attributes of Keras' layers with containers that calls append to.
-_BOOKS = frozenset(["_losses", "_loss_ids", "_callable_losses", "_updates", "_metrics"])
+_BOOKKEEPING = frozenset(["_losses", "_loss_ids", "_callable_losses", "_updates", "_metrics"])
 #: Packages whose objects are not recorded.
-_FOREIGN = frozenset(
+_FOREIGN_PACKAGES = frozenset(
     [
         *("keras", "tf_keras", "tensorflow", "torch", "jax", "jaxlib", "numpy", "optree", "h5py"),
         *("builtins", "threading", "_thread"),
@@ -131,11 +131,11 @@ def overriding() -> Iterator[Callable[[Any, str, Any], None]]:
     try:
         yield override
     finally:
-        for members, name, old in reversed(saved):
-            if old is None:
+        for members, name, original in reversed(saved):
+            if original is None:
                 members.pop(name, None)
             else:
-                members[name] = old
+                members[name] = original
 
 
 class _UndoLog:
@@ -155,12 +155,12 @@ class _UndoLog:
         """Record the attributes of a layer, and the objects that they refer to unless the layer is Keras' own."""
         if self._is_new(layer):
             self._undo_steps.append(undo_attributes(layer))
-            for name in _BOOKS & vars(layer).keys():
+            for name in _BOOKKEEPING & vars(layer).keys():
                 self.record_value(vars(layer)[name])
             is_user_layer = not self._keras.is_from_keras(type(layer)) or type(layer) is self._keras.layers.Lambda
             for value in list(vars(layer).values()):
                 # Keras' own layers change only their attributes, but may contain a user's cell or function.
-                if is_user_layer or _package(value) not in _FOREIGN:
+                if is_user_layer or _package(value) not in _FOREIGN_PACKAGES:
                     self.record_value(value)
 
     def record_value(self, value: Any) -> None:
@@ -207,7 +207,7 @@ class _UndoLog:
         undo = undo_draws(value)
         if undo is not None:
             self._undo_steps.append(undo)
-        elif self._keras.is_tracker(value) or (hasattr(value, "__dict__") and _package(value) not in _FOREIGN):
+        elif self._keras.is_tracker(value) or (hasattr(value, "__dict__") and _package(value) not in _FOREIGN_PACKAGES):
             self._undo_steps.append(undo_attributes(value))
             self._record_all(vars(value).values())
 
@@ -220,7 +220,7 @@ class _UndoLog:
             self._record_all(value.ravel())
 
     def _record_function(self, function: Any) -> None:
-        if _package(function) in _FOREIGN:
+        if _package(function) in _FOREIGN_PACKAGES:
             return
         for cell in function.__closure__ or ():
             try:

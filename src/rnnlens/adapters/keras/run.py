@@ -100,7 +100,7 @@ def _run_once(job: RunRequest) -> RunResult:
         arguments = job.arguments()
         memo = None if getattr(job.model, "run_eagerly", False) else memo_for(job, arguments)
         with (
-            job.keras.compiled_loss_kept(job.model, regularised=False),
+            job.keras.compiled_loss_unchanged(job.model, regularised=False),
             raised_by("The forward or backward pass of your model"),
         ):
             results, calls = _run_compiled_or_eager(job, arguments, engine, memo)

@@ -20,7 +20,7 @@ from .model_facts import facts
 from .restore import overriding
 
 #: Attribute of a compiled step that maps names of layers to the step compiled with taps at these layers.
-_TAPPED = "_rnnlens_tapped"
+_TAPPED_ATTRIBUTE = "_rnnlens_tapped"
 
 
 @dataclass
@@ -56,7 +56,7 @@ class DirectGradients:
             self._step_tensors = StepTensors()
             with _hooked_step(self._model, self._sites, self._step_tensors, _record_by_hook):
                 return original(batch)
-        compiled = vars(original).setdefault(_TAPPED, {})  # stored on the step that Keras compiled
+        compiled = vars(original).setdefault(_TAPPED_ATTRIBUTE, {})  # stored on the step that Keras compiled
         names = tuple(site.name for site in self._sites)
         if names not in compiled:
             compiled[names] = _compiled_tapped_step(self._model, self._sites)

@@ -257,10 +257,10 @@ def synchronised(model: Any) -> None:
 
 def steps_taken(model: Any) -> int:
     """Return the number of batches that the optimizer has received so far."""
-    _, inner = optimizers(model)
+    _, optimizer = optimizers(model)
     # The public attribute of Keras 3 is divided by the number of accumulated batches.
-    iterations = getattr(inner, "_iterations", None)
-    iterations = getattr(inner, "iterations", None) if iterations is None else iterations
+    iterations = getattr(optimizer, "_iterations", None)
+    iterations = getattr(optimizer, "iterations", None) if iterations is None else iterations
     return 0 if iterations is None else int(dialect_of(model).value_of(iterations))
 
 
@@ -279,14 +279,14 @@ def largest_weight(model: Any) -> float:
 
 def notes_of_training(model: Any, recorded: RecordedStep) -> list[str]:
     """Return notes on how the gradients of a recorded batch differ from those that the optimizer used."""
-    optimizer, inner = optimizers(model)
+    optimizer, inner_optimizer = optimizers(model)
     notes = []
-    accumulation_steps = getattr(inner, "gradient_accumulation_steps", None)
+    accumulation_steps = getattr(inner_optimizer, "gradient_accumulation_steps", None)
     if accumulation_steps:
         notes.append(
             f"Gradients are those of this batch alone; the optimizer applies the mean of {accumulation_steps} batches."
         )
-    if inner is not optimizer:
+    if inner_optimizer is not optimizer:
         notes.append("Gradients are those of the loss, without the loss scale used in training.")
     if recorded.batches > 1:
         notes.append(

@@ -92,9 +92,9 @@ def reinitialised(model: Any, seed: int) -> Any:
     return twin
 
 
-_RECURRENT = ("LSTM", "GRU", "SimpleRNN")
+_RECURRENT_LAYERS = ("LSTM", "GRU", "SimpleRNN")
 #: Layers that return their input unchanged when not training.
-_IDLE = ("Dropout", "SpatialDropout1D", "GaussianNoise", "Identity")
+_IDENTITY_LAYERS = ("Dropout", "SpatialDropout1D", "GaussianNoise", "Identity")
 
 
 def chain(model: Any, *, training: bool) -> list[ChainLink] | None:
@@ -123,7 +123,7 @@ def subnetwork(model: Any, of: Port, wrt: Port) -> Callable[[Array], tuple[Array
         return None
 
     def run_layers(tensor: Any) -> Any:
-        with keras.variables_substituted(model, None, keras.seeds(model, None), {}, lambda key, tensor: tensor):
+        with keras.variables_substituted(model, None, keras.seed_tensors(model, None), {}, lambda key, tensor: tensor):
             for layer in layers[start:end]:
                 tensor = layer(tensor)
         return tensor
@@ -158,7 +158,7 @@ def _link(keras: Dialect, layer: Any, training: bool) -> ChainLink | None:
         or layer.compute_dtype != layer.variable_dtype
     ):
         return None
-    if kind in _existing_classes(keras, _RECURRENT):
+    if kind in _existing_classes(keras, _RECURRENT_LAYERS):
         is_unsupported = layer.go_backwards or layer.return_state or keras.time_major(layer)
         return None if is_unsupported else ChainLink(layer.name, "recurrent")
     dense = layer.layer if kind is keras.layers.TimeDistributed else layer
@@ -166,7 +166,7 @@ def _link(keras: Dialect, layer: Any, training: bool) -> ChainLink | None:
         return _dense(keras, dense, layer.name)
     if kind is keras.layers.Embedding:
         return ChainLink(layer.name, "table")
-    if kind in _existing_classes(keras, _IDLE) and not training:
+    if kind in _existing_classes(keras, _IDENTITY_LAYERS) and not training:
         return ChainLink(layer.name, "same")
     return None
 

@@ -218,7 +218,7 @@ def _path_within(layer: Any, path: str) -> str:
 
 
 #: Largest depth of nested layers within a cell that is searched for weights.
-_DEPTH = 4
+_SEARCH_DEPTH = 4
 
 
 def registration_of(cell: Any) -> Registration | None:
@@ -228,7 +228,7 @@ def registration_of(cell: Any) -> Registration | None:
 
 def attribute_variables(cell: Any) -> dict[str, Any]:
     """Return the variables of a cell by attribute: ``"u"``, ``"dense.kernel"``; others by their own names."""
-    by_attribute = dict(_walk_attributes(cell, "", _DEPTH))
+    by_attribute = dict(_walk_attributes(cell, "", _SEARCH_DEPTH))
     found_ids = {id(v) for v in by_attribute.values()}
     other_variables = {dialect_of(v).variable_name(v): v for v in cell.weights if id(v) not in found_ids}
     return {
