@@ -89,7 +89,7 @@ class TrainStep:
         self.recorded: RecordedStep | None = None
         self.failure: Exception | None = None
         self._batches: list[Any] = []
-        self._dataset: Any = None  # a data set over ``_fed``, kept because creating one is slow
+        self._dataset: Any = None  # a data set over ``_batches``, kept because creating one is slow
         model.train_function = self
 
     def __call__(self, *arguments: Any) -> Any:
