@@ -45,6 +45,6 @@ def op_by_op() -> Iterator[None]:
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_graph", graph)
+        patch.setattr(engine, "_graph_function", graph)
         patch.setattr(engine.TensorFlowEngine, "compile", compiled)
         yield

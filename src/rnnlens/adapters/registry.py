@@ -13,22 +13,22 @@ from .protocol import Adapter
 
 #: (module that must be loaded already, base class within it, import path of the adapter). The first match counts, so a
 #: Keras model that runs on torch (and is a torch module too) is a Keras model.
-_KNOWN: tuple[tuple[str, str, str], ...] = (
+_KNOWN_ADAPTERS: tuple[tuple[str, str, str], ...] = (
     ("keras", "layers.Layer", "rnnlens.adapters.keras:adapter"),
     ("tf_keras", "layers.Layer", "rnnlens.adapters.keras:legacy"),
     ("torch", "nn.Module", "rnnlens.adapters.torch:adapter"),
 )
 
 #: Lowest tested versions of what the adapters use; each counts only if it is loaded.
-_LEAST = {"keras": (3, 10), "tf_keras": (2, 16), "torch": (2, 4), "jax": (0, 7)}
+_LOWEST_VERSIONS = {"keras": (3, 10), "tf_keras": (2, 16), "torch": (2, 4), "jax": (0, 7)}
 
 #: Entry-point group through which adapters join that are not in the table.
 GROUP = "rnnlens.adapters"
 
 #: Cache of the entries that served a model before, an adapter or a function each; reading entry points is slow.
-_joined: list[Any] = []
+_used_entries: list[Any] = []
 #: Base classes of models whose framework has a supported version.
-_new_enough: set[type] = set()
+_supported_bases: set[type] = set()
 
 
 def adapter_for(model: Any) -> Adapter:
@@ -56,17 +56,19 @@ def adapter_for(model: Any) -> Adapter:
 
 def adapter_of(model: Any) -> Adapter | None:
     """Return the adapter that owns ``model``, or None if no adapter knows its type."""
-    for module_name, owner, where in _KNOWN:
-        base = _within(sys.modules.get(module_name), owner)
+    for module_name, base_path, location in _KNOWN_ADAPTERS:
+        base = _loaded_class(sys.modules.get(module_name), base_path)
         if base is not None and isinstance(model, base):
-            if base not in _new_enough:
+            if base not in _supported_bases:
                 refuse_old(module_name)
-                _new_enough.add(base)
-            home, _, name = where.partition(":")
-            adapter: Adapter = getattr(importlib.import_module(home), name)
+                _supported_bases.add(base)
+            adapter_module, _, name = location.partition(":")
+            adapter: Adapter = getattr(importlib.import_module(adapter_module), name)
             if adapter.owns(model):
                 return adapter
-    return next(filter(None, (_of_entry(entry, model) for entry in _joined)), None) or _newly_joined(model)
+    return next(filter(None, (_adapter_of_entry(entry, model) for entry in _used_entries)), None) or _find_new_adapter(
+        model
+    )
 
 
 def refuse_old(package: str) -> None:
@@ -74,51 +76,53 @@ def refuse_old(package: str) -> None:
     runs_on_jax = package == "keras" and sys.modules["keras"].backend.backend() == "jax"
     engine = "jax" if runs_on_jax else package
     for name in {package, engine}:
-        words = str(getattr(sys.modules.get(name), "__version__", ""))
-        found = tuple(int(part) for part in re.findall(r"\d+", words)[:2])
-        if found and found < _LEAST[name]:
-            least = ".".join(map(str, _LEAST[name]))
-            what = f"This version of {name} is too old for rnnlens."
-            hint = f'pip install "{name}>={least}"'
-            raise UnsupportedError(what, got=words, expected=f"{least} or newer", hint=hint)
+        version_text = str(getattr(sys.modules.get(name), "__version__", ""))
+        version = tuple(int(digits) for digits in re.findall(r"\d+", version_text)[:2])
+        if version and version < _LOWEST_VERSIONS[name]:
+            lowest_version = ".".join(map(str, _LOWEST_VERSIONS[name]))
+            problem = f"This version of {name} is too old for rnnlens."
+            hint = f'pip install "{name}>={lowest_version}"'
+            raise UnsupportedError(problem, got=version_text, expected=f"{lowest_version} or newer", hint=hint)
 
 
 def namespace(name: str) -> Any:
     """Return the module ``public`` of a third-party adapter with the entry point ``name``; None if it has none."""
-    homes = [f"{entry.module}.public" for entry in entry_points(group=GROUP, name=name)]
-    return next((importlib.import_module(home) for home in homes if _exists(home)), None)
+    module_names = [f"{entry.module}.public" for entry in entry_points(group=GROUP, name=name)]
+    return next(
+        (importlib.import_module(module_name) for module_name in module_names if _module_exists(module_name)), None
+    )
 
 
 def namespaces() -> list[str]:
     """Return the names of the third-party adapters that have a module ``public``."""
-    return [entry.name for entry in entry_points(group=GROUP) if _exists(f"{entry.module}.public")]
+    return [entry.name for entry in entry_points(group=GROUP) if _module_exists(f"{entry.module}.public")]
 
 
-def _exists(module: str) -> bool:
+def _module_exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ImportError:  # the adapter is a module of its own, or cannot be loaded
         return False
 
 
-def _of_entry(entry: Any, model: Any) -> Adapter | None:
+def _adapter_of_entry(entry: Any, model: Any) -> Adapter | None:
     if hasattr(entry, "owns"):
         return entry if entry.owns(model) else None
-    found: Adapter | None = entry(model)
-    return found
+    adapter: Adapter | None = entry(model)
+    return adapter
 
 
-def _newly_joined(model: Any) -> Adapter | None:
+def _find_new_adapter(model: Any) -> Adapter | None:
     for entry in entry_points(group=GROUP):
-        other = _loaded(entry)
-        found = None if other in _joined else _of_entry(other, model)
-        if found is not None:
-            _joined.append(other)
-            return found
+        loaded_entry = _load_entry(entry)
+        adapter = None if loaded_entry in _used_entries else _adapter_of_entry(loaded_entry, model)
+        if adapter is not None:
+            _used_entries.append(loaded_entry)
+            return adapter
     return None
 
 
-def _loaded(entry: EntryPoint) -> Any:
+def _load_entry(entry: EntryPoint) -> Any:
     try:
         return entry.load()
     except Exception as error:
@@ -129,8 +133,8 @@ def _loaded(entry: EntryPoint) -> Any:
         ) from error
 
 
-def _within(module: Any, dotted: str) -> Any:
+def _loaded_class(module: Any, dotted: str) -> Any:
     """Return a class by its dotted path in a module; None if the module or a part of the path is not loaded yet."""
-    for part in dotted.split("."):
-        module = getattr(module, part, None)
+    for name in dotted.split("."):
+        module = getattr(module, name, None)
     return module

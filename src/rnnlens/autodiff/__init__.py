@@ -35,8 +35,8 @@ def engine(name: str, keep: Keep = as_it_is, on_host: bool = False) -> Engine:
     ``keep(old, new)`` is called when the tensor ``new`` is substituted for ``old``. It returns ``new`` with the data
     that a framework attached to ``old``, such as a Keras mask. ``on_host``: arrays are NumPy's on any device.
     """
-    found: Engine = getattr(importlib.import_module(f"{__name__}.{name}"), _ENGINES[name])(keep, on_host)
-    return found
+    instance: Engine = getattr(importlib.import_module(f"{__name__}.{name}"), _ENGINES[name])(keep, on_host)
+    return instance
 
 
 def full_precision(name: str | None) -> AbstractContextManager[None]:

@@ -39,14 +39,14 @@ class Memo:
 
     def __init__(self, executables: dict[bytes, Any] | None = None) -> None:
         self.executables: dict[bytes, Any] = {} if executables is None else executables
-        self._made: dict[Any, Any] = {}
+        self._results: dict[Any, Any] = {}
 
     def once(self, name: Any, make: Callable[[], T]) -> T:
         """Return the cached result under this name; the first call computes it with ``make``."""
-        if name not in self._made:
-            self._made[name] = make()
-        found: T = self._made[name]
-        return found
+        if name not in self._results:
+            self._results[name] = make()
+        result: T = self._results[name]
+        return result
 
     def executable(self, trace: str, make: Callable[[], T]) -> T:
         """Return the executable compiled from exactly this trace.
@@ -54,11 +54,11 @@ class Memo:
         The least recently used one is dropped from a full cache.
         """
         key = hashlib.sha256(trace.encode()).digest()
-        found: T = self.executables.pop(key) if key in self.executables else make()
+        executable: T = self.executables.pop(key) if key in self.executables else make()
         while len(self.executables) >= settings.current().compiled:
             del self.executables[next(iter(self.executables))]
-        self.executables[key] = found
-        return found
+        self.executables[key] = executable
+        return executable
 
 
 class LinearisedProgram(Protocol):
@@ -88,7 +88,7 @@ class Engine(ABC):
         Without ``on_host`` a torch tensor on a device becomes a detached torch tensor there.
         """
 
-    def own(self, array: Any) -> Any:
+    def own_copy(self, array: Any) -> Any:
         """Copy an array to memory of its own, if the engine could otherwise share the user's memory."""
         return np.array(array) if isinstance(array, np.ndarray) else array
 
@@ -142,7 +142,7 @@ class Engine(ABC):
         """
         return nullcontext()
 
-    def preserved(self, seed: int | None = None) -> AbstractContextManager[None]:
+    def random_state_restored(self, seed: int | None = None) -> AbstractContextManager[None]:
         """Restore process-wide random generators on exit, after seeding them if a seed is given.
 
         The default does nothing: on JAX and TensorFlow, Keras keeps random states in its own variables.
@@ -165,13 +165,13 @@ class Engine(ABC):
         """
 
         def run(arguments: Any, cotangents: Mapping[str, Any]) -> Any:
-            targets, aux, found = self.gradients(lambda tap: program(arguments, tap), cotangents)
-            return targets, aux, {key: grad[None] for key, grad in found.items()}
+            targets, aux, gradients = self.gradients(lambda tap: program(arguments, tap), cotangents)
+            return targets, aux, {key: grad[None] for key, grad in gradients.items()}
 
-        given = (arguments, dict(cotangents))
-        compiled = memo.once("forward_and_back", lambda: self.compile(run, given, memo))
-        answer: tuple[Any, Any, Mapping[str, Any]] = compiled(*given)
-        return answer
+        inputs = (arguments, dict(cotangents))
+        compiled = memo.once("forward_and_back", lambda: self.compile(run, inputs, memo))
+        results: tuple[Any, Any, Mapping[str, Any]] = compiled(*inputs)
+        return results
 
     @abstractmethod
     def per_step(self, function: Callable[..., Any]) -> PerStep:

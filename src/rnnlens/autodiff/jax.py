@@ -39,16 +39,20 @@ class JaxEngine(Engine):
     def gradients(
         self, program: Program, cotangents: Mapping[str, Any] | None = None
     ) -> tuple[Any, Any, dict[str, Any]]:
-        targets, pull, aux = jax.vjp(lambda z: program(_adding(z, self._keep)), _zeros(program), has_aux=True)
+        targets, pull, aux = jax.vjp(
+            lambda z: program(_zero_adding_tap(z, self._keep)), _tap_zeros(program), has_aux=True
+        )
         if cotangents is None:
-            full = jnp.ones_like(targets)
+            full_cotangents = jnp.ones_like(targets)
         else:
-            full = {name: cotangents.get(name, _no_cotangent(t.shape, t.dtype)) for name, t in targets.items()}
-        return targets, aux, pull(full)[0]
+            full_cotangents = {
+                name: cotangents.get(name, _no_cotangent(t.shape, t.dtype)) for name, t in targets.items()
+            }
+        return targets, aux, pull(full_cotangents)[0]
 
     def compile(self, function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
         """Trace and compile ``function``; an executable of the same trace is taken from ``memo``."""
-        return _compiled(function, arguments, memo)
+        return _compiled_function(function, arguments, memo)
 
     def coarsest_dtype(self, function: Callable[..., Any], arguments: Sequence[Any] = ()) -> str:
         """Lower a function for these arguments, without running it; return its coarsest float dtype, or ""."""
@@ -84,7 +88,7 @@ class JaxEngine(Engine):
         return _JaxSteps(function)
 
 
-def _zeros(program: Callable[[Tap], Any]) -> dict[str, Any]:
+def _tap_zeros(program: Callable[[Tap], Any]) -> dict[str, Any]:
     """Return zeros of the shape and dtype of each tapped tensor, by tap key. The program is traced, not run."""
     shapes: dict[str, Any] = {}
 
@@ -96,15 +100,15 @@ def _zeros(program: Callable[[Tap], Any]) -> dict[str, Any]:
     return {key: jnp.zeros(s.shape, s.dtype) for key, s in shapes.items()}
 
 
-def _adding(zeros: dict[str, Any], keep: Keep) -> Tap:
+def _zero_adding_tap(zeros: dict[str, Any], keep: Keep) -> Tap:
     return lambda key, tensor: keep(tensor, tensor + zeros[key])
 
 
-def _compiled(function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
+def _compiled_function(function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
     """Lower ``function`` to text and compile it; equal texts, constants included, share one executable."""
     trees: list[Any] = []
 
-    def flat(leaves: list[Any]) -> list[Any]:
+    def flat_function(leaves: list[Any]) -> list[Any]:
         results: list[Any]
         results, tree = jax.tree.flatten(function(*jax.tree.unflatten(structure, leaves)))
         trees.append(tree)
@@ -112,13 +116,13 @@ def _compiled(function: Callable[..., Any], arguments: Sequence[Any], memo: Memo
 
     leaves, structure = jax.tree.flatten(tuple(arguments))
     # Without keep_unused, programs with different arguments could have the same text.
-    lowered = jax.jit(flat, keep_unused=True).lower(leaves)
+    lowered = jax.jit(flat_function, keep_unused=True).lower(leaves)
     text = lowered.as_text()
     # The text of a callback to Python does not identify the function that it calls.
-    told = "callback" not in text and not jax.config.jax_use_simplified_jaxpr_constants
-    executable = memo.executable(text, lowered.compile) if told else lowered.compile()
+    is_identified = "callback" not in text and not jax.config.jax_use_simplified_jaxpr_constants
+    executable = memo.executable(text, lowered.compile) if is_identified else lowered.compile()
     tree = trees[-1]
-    return lambda *given: jax.tree.unflatten(tree, executable(jax.tree.leaves(given)))
+    return lambda *inputs: jax.tree.unflatten(tree, executable(jax.tree.leaves(inputs)))
 
 
 class _JaxProgram:
@@ -126,35 +130,41 @@ class _JaxProgram:
 
     def __init__(self, program: TargetProgram, arguments: Any, memo: Memo, keep: Keep) -> None:
         self._memo = memo
-        zeros = memo.once("zeros", lambda: _zeros(lambda tap: program(arguments, tap)))
+        zeros = memo.once("zeros", lambda: _tap_zeros(lambda tap: program(arguments, tap)))
 
         def run(zeros: dict[str, Any], arguments: Any) -> Any:
-            return jax.vjp(lambda z: program(arguments, _adding(z, keep)), zeros, has_aux=True)
+            return jax.vjp(lambda z: program(arguments, _zero_adding_tap(z, keep)), zeros, has_aux=True)
 
-        compiled = memo.once("run", lambda: _compiled(run, (zeros, arguments), memo))
+        compiled = memo.once("run", lambda: _compiled_function(run, (zeros, arguments), memo))
         self.targets, self._pull, self.aux = compiled(zeros, arguments)
         self._keys = list(zeros)
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
         count = len(next(iter(cotangents.values())))
-        linked = self._memo.once(frozenset(cotangents), lambda: self._linked(set(cotangents)))
-        full = {}
+        connected_keys = self._memo.once(frozenset(cotangents), lambda: self._connected_keys(set(cotangents)))
+        full_cotangents = {}
         for name, target in self.targets.items():
             shape, dtype = (count, *target.shape), target.dtype
-            full[name] = jnp.asarray(cotangents[name], dtype) if name in cotangents else _no_cotangent(shape, dtype)
-        pull = self._memo.once(count, lambda: _compiled(_pull_many, (self._pull, full), self._memo))
-        found = pull(self._pull, full)
-        return {key: found[key] if key in linked else None for key in self._keys}
+            full_cotangents[name] = (
+                jnp.asarray(cotangents[name], dtype) if name in cotangents else _no_cotangent(shape, dtype)
+            )
+        pull = self._memo.once(count, lambda: _compiled_function(_pull_many, (self._pull, full_cotangents), self._memo))
+        gradients = pull(self._pull, full_cotangents)
+        return {key: gradients[key] if key in connected_keys else None for key in self._keys}
 
-    def _linked(self, names: set[str]) -> set[str]:
+    def _connected_keys(self, names: set[str]) -> set[str]:
         """Return the keys of the taps from which a path leads to any of the targets ``names``.
 
         JAX omits operations without a path from a pull-back, so that a dependence in its jaxpr is a path.
         """
         template = {n: _no_cotangent(t.shape, t.dtype) for n, t in self.targets.items()}
-        closed, gradients = jax.make_jaxpr(lambda cotangents: self._pull(cotangents)[0], return_shape=True)(template)
-        reached = _reach(closed.jaxpr, [name in names for name in sorted(template)])  # as JAX flattens a dict
-        return {key for key, hit in zip(sorted(gradients), reached, strict=True) if hit}
+        closed_jaxpr, gradients = jax.make_jaxpr(lambda cotangents: self._pull(cotangents)[0], return_shape=True)(
+            template
+        )
+        reached = _reached_results(
+            closed_jaxpr.jaxpr, [name in names for name in sorted(template)]
+        )  # as JAX flattens a dict
+        return {key for key, is_reached in zip(sorted(gradients), reached, strict=True) if is_reached}
 
 
 def _pull_many(pull: Callable[[Any], Any], cotangents: Any) -> Any:
@@ -184,26 +194,26 @@ class _JaxSteps:
         included.
         """
         leaves, tree = jax.tree.flatten(inputs)
-        closed = jax.make_jaxpr(lambda *given: self._function(*jax.tree.unflatten(tree, given)))(*leaves)
+        closed_jaxpr = jax.make_jaxpr(lambda *arrays: self._function(*jax.tree.unflatten(tree, arrays)))(*leaves)
 
-        def moved(zeros: list[Any]) -> Any:
-            output, *new = with_outputs_moved(closed, leaves, dict(enumerate(zeros, start=1)))
-            return output, new
+        def step_with_offsets(zeros: list[Any]) -> Any:
+            output, *new_states = evaluate_with_offsets(closed_jaxpr, leaves, dict(enumerate(zeros, start=1)))
+            return output, new_states
 
-        _, pull = jax.vjp(moved, [jnp.zeros_like(c) for c in cotangents[1]])
+        _, pull = jax.vjp(step_with_offsets, [jnp.zeros_like(c) for c in cotangents[1]])
         return pull(cotangents)[0]
 
     def _jacobian(self, inputs: Any) -> Any:
         x, states, weights = inputs
-        cuts = np.cumsum([s.shape[-1] for s in states])[:-1]
+        split_points = np.cumsum([s.shape[-1] for s in states])[:-1]
 
-        def stacked(joined: Any, x: Any) -> Any:
-            output, new = self._function(x, jnp.split(joined, cuts, axis=-1), weights)
-            return jnp.concatenate([*new, output], axis=-1)
+        def stacked_step(joined_states: Any, x: Any) -> Any:
+            output, new_states = self._function(x, jnp.split(joined_states, split_points, axis=-1), weights)
+            return jnp.concatenate([*new_states, output], axis=-1)
 
-        value, pull = jax.vjp(stacked, jnp.concatenate(states, axis=-1), x)
-        n, size = value.shape
-        rows = jnp.broadcast_to(jnp.eye(size, dtype=value.dtype)[:, None, :], (size, n, size))
+        stacked_results, pull = jax.vjp(stacked_step, jnp.concatenate(states, axis=-1), x)
+        n, size = stacked_results.shape
+        rows = jnp.broadcast_to(jnp.eye(size, dtype=stacked_results.dtype)[:, None, :], (size, n, size))
         # Samples do not mix within a step, so all samples share one unit cotangent per output.
         by_state, by_input = jax.vmap(pull)(rows)
         return jnp.moveaxis(by_state, 0, 1), jnp.moveaxis(by_input, 0, 1)
@@ -212,66 +222,71 @@ class _JaxSteps:
 # Analysis of jaxprs: which results depend on which arguments; running a jaxpr with values added to its results.
 
 
-def with_outputs_moved(closed: Any, arguments: Sequence[Any], moves: Mapping[int, Any]) -> list[Any]:
-    """Evaluate the closed jaxpr ``closed``, adding ``moves[i]`` to its result i where that is computed.
+def evaluate_with_offsets(closed_jaxpr: Any, arguments: Sequence[Any], offsets: Mapping[int, Any]) -> list[Any]:
+    """Evaluate the closed jaxpr ``closed_jaxpr``, adding ``offsets[i]`` to its result i where that is computed.
 
     Values computed from a changed result change with it. A result that is an argument of the program is changed
     only when it is returned.
     """
-    jaxpr = closed.jaxpr
+    jaxpr = closed_jaxpr.jaxpr
     values: dict[Any, Any] = {}
     by_variable: dict[Any, list[Any]] = {}
-    for index, move in moves.items():
+    for index, offset in offsets.items():
         if not isinstance(jaxpr.outvars[index], core.Literal):
-            by_variable.setdefault(jaxpr.outvars[index], []).append(move)
+            by_variable.setdefault(jaxpr.outvars[index], []).append(offset)
 
     def read(variable: Any) -> Any:
         return variable.val if isinstance(variable, core.Literal) else values[variable]
 
-    values.update(zip(jaxpr.constvars, closed.consts, strict=True))
+    values.update(zip(jaxpr.constvars, closed_jaxpr.consts, strict=True))
     values.update(zip(jaxpr.invars, arguments, strict=True))
     for equation in jaxpr.eqns:
-        given = [read(v) for v in equation.invars]
-        here = {i: sum(by_variable.pop(v)) for i, v in enumerate(equation.outvars) if v in by_variable}
-        if here and equation.primitive.name in ("jit", "pjit"):
-            results = with_outputs_moved(equation.params["jaxpr"], given, here)
+        inputs = [read(v) for v in equation.invars]
+        result_offsets = {i: sum(by_variable.pop(v)) for i, v in enumerate(equation.outvars) if v in by_variable}
+        if result_offsets and equation.primitive.name in ("jit", "pjit"):
+            results = evaluate_with_offsets(equation.params["jaxpr"], inputs, result_offsets)
         else:
-            bound = equation.primitive.get_bind_params(equation.params)
-            functions, options = bound if isinstance(bound, tuple) else ((), bound)  # a tuple before JAX 0.10
-            answer = equation.primitive.bind(*functions, *given, **options)
-            results = list(answer) if equation.primitive.multiple_results else [answer]
-            results = [r + here[i] if i in here else r for i, r in enumerate(results)]
+            params = equation.primitive.get_bind_params(equation.params)
+            functions, options = params if isinstance(params, tuple) else ((), params)  # a tuple before JAX 0.10
+            output = equation.primitive.bind(*functions, *inputs, **options)
+            results = list(output) if equation.primitive.multiple_results else [output]
+            results = [r + result_offsets[i] if i in result_offsets else r for i, r in enumerate(results)]
         values.update(zip(equation.outvars, results, strict=True))
     return [
-        read(v) + moves[i] if i in moves and (isinstance(v, core.Literal) or v in by_variable) else read(v)
+        read(v) + offsets[i] if i in offsets and (isinstance(v, core.Literal) or v in by_variable) else read(v)
         for i, v in enumerate(jaxpr.outvars)
     ]
 
 
-def _reach(jaxpr: Any, marked: list[bool]) -> list[bool]:
-    hit = dict(zip(jaxpr.invars, marked, strict=True))
+def _reached_results(jaxpr: Any, is_marked: list[bool]) -> list[bool]:
+    is_reached = dict(zip(jaxpr.invars, is_marked, strict=True))
     for equation in jaxpr.eqns:
-        incoming = [not isinstance(v, core.Literal) and hit.get(v, False) for v in equation.invars]
-        hit.update(zip(equation.outvars, _through(equation, incoming), strict=True))
-    return [not isinstance(v, core.Literal) and hit.get(v, False) for v in jaxpr.outvars]
+        marked_inputs = [not isinstance(v, core.Literal) and is_reached.get(v, False) for v in equation.invars]
+        is_reached.update(zip(equation.outvars, _dependent_results(equation, marked_inputs), strict=True))
+    return [not isinstance(v, core.Literal) and is_reached.get(v, False) for v in jaxpr.outvars]
 
 
-def _through(equation: Any, incoming: list[bool]) -> list[bool]:
+def _dependent_results(equation: Any, marked_inputs: list[bool]) -> list[bool]:
     """Return which results of a jaxpr equation depend on marked arguments; exact only for calls and loops."""
-    inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
-    inner = getattr(inner, "jaxpr", inner)
+    inner_jaxpr = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
+    inner_jaxpr = getattr(inner_jaxpr, "jaxpr", inner_jaxpr)
     count = len(equation.outvars)
-    if inner is None or len(inner.invars) != len(incoming) or len(inner.outvars) != count:
-        return [any(incoming)] * count
+    if inner_jaxpr is None or len(inner_jaxpr.invars) != len(marked_inputs) or len(inner_jaxpr.outvars) != count:
+        return [any(marked_inputs)] * count
     if equation.primitive.name != "scan":
-        return _reach(inner, incoming)
-    constants, carried = _scan_sizes(equation.params)
+        return _reached_results(inner_jaxpr, marked_inputs)
+    constant_count, carry_count = _scan_sizes(equation.params)
     while True:
-        outgoing = _reach(inner, incoming)
-        carry = [a or b for a, b in zip(incoming[constants : constants + carried], outgoing[:carried], strict=True)]
-        if carry == incoming[constants : constants + carried]:
-            return outgoing
-        incoming = [*incoming[:constants], *carry, *incoming[constants + carried :]]
+        marked_outputs = _reached_results(inner_jaxpr, marked_inputs)
+        marked_carry = [
+            a or b
+            for a, b in zip(
+                marked_inputs[constant_count : constant_count + carry_count], marked_outputs[:carry_count], strict=True
+            )
+        ]
+        if marked_carry == marked_inputs[constant_count : constant_count + carry_count]:
+            return marked_outputs
+        marked_inputs = [*marked_inputs[:constant_count], *marked_carry, *marked_inputs[constant_count + carry_count :]]
 
 
 def _scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:

@@ -33,26 +33,26 @@ class TensorFlowEngine(Engine):
     def gradients(
         self, program: Program, cotangents: Mapping[str, Any] | None = None
     ) -> tuple[Any, Any, dict[str, Any]]:
-        tape, points, (targets, aux) = _taped(program, self._keep)
+        tape, tapped, (targets, aux) = _run_under_tape(program, self._keep)
         if cotangents is None:
-            found = tape.gradient(targets, points, unconnected_gradients=_ZERO)
+            gradients = tape.gradient(targets, tapped, unconnected_gradients=_ZERO)
         else:
-            found = _gradients(tape, targets, points, cotangents)
-        return targets, aux, {key: tf.convert_to_tensor(g) for key, g in found.items()}
+            gradients = _gradients(tape, targets, tapped, cotangents)
+        return targets, aux, {key: tf.convert_to_tensor(g) for key, g in gradients.items()}
 
     def compile(self, function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
         """Trace ``function`` into a graph for arguments of these structures, shapes and dtypes."""
         del memo  # the cost is in the tracing, which has to be repeated in any case
-        return _graph(function, arguments)
+        return _graph_function(function, arguments)
 
     def coarsest_dtype(self, function: Callable[..., Any], arguments: Sequence[Any] = ()) -> str:
         """Trace a function into a graph for these arguments; return the coarsest float dtype of its operations."""
-        graphs = [_traced(function, arguments).graph]
-        graphs += [called.graph for called in graphs[0]._functions.values() if hasattr(called, "graph")]
-        found = {
+        graphs = [_concrete_function(function, arguments).graph]
+        graphs += [inner.graph for inner in graphs[0]._functions.values() if hasattr(inner, "graph")]
+        dtypes = {
             t.dtype for graph in graphs for op in graph.get_operations() for t in op.outputs if t.dtype.is_floating
         }
-        return next((dtype.name for dtype in _FLOATS if dtype in found), "")
+        return next((dtype.name for dtype in _FLOATS if dtype in dtypes), "")
 
     @property
     def on_accelerator(self) -> bool:
@@ -60,12 +60,12 @@ class TensorFlowEngine(Engine):
 
     @contextmanager
     def full_precision(self) -> Iterator[None]:
-        before = tf.config.experimental.tensor_float_32_execution_enabled()
+        was_enabled = tf.config.experimental.tensor_float_32_execution_enabled()
         tf.config.experimental.enable_tensor_float_32_execution(False)
         try:
             yield
         finally:
-            tf.config.experimental.enable_tensor_float_32_execution(before)
+            tf.config.experimental.enable_tensor_float_32_execution(was_enabled)
 
     def context(self) -> Hashable:
         """Return the identity of the graph that records operations now; it differs inside ``tf.while_loop``."""
@@ -80,32 +80,32 @@ class TensorFlowEngine(Engine):
         return _TensorFlowSteps(function)
 
 
-def _graph(function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any]:
+def _graph_function(function: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any]:
     """Trace ``function`` once into a graph for arguments of these shapes and dtypes; return it as a function."""
-    graph = _traced(function, arguments)
-    return lambda *given: graph(_tensors(given))
+    concrete_function = _concrete_function(function, arguments)
+    return lambda *inputs: concrete_function(_tensor_leaves(inputs))
 
 
-def _traced(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+def _concrete_function(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     """Trace ``function`` into a concrete function of the tensors in ``arguments``."""
-    absent = tf.nest.map_structure(lambda leaf: leaf is None, arguments)
+    absent_leaves = tf.nest.map_structure(lambda leaf: leaf is None, arguments)
 
-    def flat(leaves: list[Any]) -> Any:
-        return function(*_filled(absent, leaves))
+    def flat_function(leaves: list[Any]) -> Any:
+        return function(*_rebuild_structure(absent_leaves, leaves))
 
     # No autograph: Keras layers do not need it, and it changes the text of user exceptions. A concrete function avoids
     # TensorFlow's warning about frequent retracing.
-    return tf.function(flat, autograph=False).get_concrete_function(_tensors(arguments))
+    return tf.function(flat_function, autograph=False).get_concrete_function(_tensor_leaves(arguments))
 
 
-def _tensors(tree: Any) -> list[Any]:
+def _tensor_leaves(tree: Any) -> list[Any]:
     return [leaf for leaf in tf.nest.flatten(tree) if leaf is not None]
 
 
-def _filled(absent: Any, leaves: list[Any]) -> Any:
-    """Rebuild a nested structure from its tensors, in the order of :func:`_tensors`; None where ``absent`` is True."""
-    rest = iter(leaves)
-    return tf.nest.map_structure(lambda none: None if none else next(rest), absent)
+def _rebuild_structure(absent_leaves: Any, leaves: list[Any]) -> Any:
+    """Rebuild a nested structure from its tensors, as :func:`_tensor_leaves` orders them; None at ``absent_leaves``."""
+    remaining_leaves = iter(leaves)
+    return tf.nest.map_structure(lambda is_absent: None if is_absent else next(remaining_leaves), absent_leaves)
 
 
 class _TensorFlowProgram:
@@ -118,26 +118,28 @@ class _TensorFlowProgram:
         def run(arguments: Any, zeros: dict[str, Any]) -> Any:
             def tap(key: str, tensor: Any) -> Any:
                 if key not in zeros:
-                    return _point(tensor, keep)[1]
+                    return _tap_tensors(tensor, keep)[1]
                 return keep(tensor, _with_own_gradient(tensor) + zeros[key])
 
             return program(arguments, tap)
 
-        shapes, variables, self._paths = memo.once("probe", lambda: self._probe(program, arguments, keep))
+        shapes, variables, self._connected_keys = memo.once("probe", lambda: self._probe(program, arguments, keep))
         zeros = {key: tf.zeros(shape, dtype) for key, (shape, dtype) in shapes.items()}
-        compiled = memo.once("run", lambda: _graph(run, (arguments, zeros)))
+        compiled = memo.once("run", lambda: _graph_function(run, (arguments, zeros)))
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             tape.watch([*zeros.values(), *variables.values()])
             self.targets, self.aux = compiled(arguments, zeros)
         self._tape, self._sources = tape, {**zeros, **variables}
 
-        def pulled(zeros: dict[str, Any], cotangents: dict[str, Any]) -> Any:
-            with tf.GradientTape(watch_accessed_variables=False) as inner:
-                inner.watch([*zeros.values(), *variables.values()])
+        def pull_back(zeros: dict[str, Any], cotangents: dict[str, Any]) -> Any:
+            with tf.GradientTape(watch_accessed_variables=False) as inner_tape:
+                inner_tape.watch([*zeros.values(), *variables.values()])
                 targets, _ = run(arguments, zeros)
-            return _gradients(inner, targets, {**zeros, **variables}, cotangents)
+            return _gradients(inner_tape, targets, {**zeros, **variables}, cotangents)
 
-        self._pull_inside: Callable[[Any], Any] = lambda given: _graph(pulled, (zeros, given))(zeros, given)
+        self._pull_in_graph: Callable[[Any], Any] = lambda cotangents: _graph_function(pull_back, (zeros, cotangents))(
+            zeros, cotangents
+        )
         #: Returns the context manager in which the program may be traced again; set by the adapter.
         self.tracing: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -147,31 +149,31 @@ class _TensorFlowProgram:
 
         Return shapes of tapped tensors, tapped variables, and for each target the taps it depends on.
         """
-        found: list[tuple[Any, Any, Any]] = []
+        probed: list[tuple[Any, Any, Any]] = []
 
         def trace(arguments: Any) -> None:
-            tape, points, (targets, _) = _taped(lambda tap: program(arguments, tap), keep, persistent=True)
-            variables = {key: p for key, p in points.items() if isinstance(p, tf.Variable)}
-            shapes = {key: (tuple(p.shape), p.dtype) for key, p in points.items() if key not in variables}
-            found.append((shapes, variables, _paths(tape, targets, points)))
+            tape, tapped, (targets, _) = _run_under_tape(lambda tap: program(arguments, tap), keep, persistent=True)
+            variables = {key: p for key, p in tapped.items() if isinstance(p, tf.Variable)}
+            shapes = {key: (tuple(p.shape), p.dtype) for key, p in tapped.items() if key not in variables}
+            probed.append((shapes, variables, _connected_keys(tape, targets, tapped)))
 
-        _graph(trace, (arguments,))
-        return found[-1]
+        _graph_function(trace, (arguments,))
+        return probed[-1]
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
-        linked = set().union(*(self._paths[name] for name in cotangents))
-        sources = {key: z for key, z in self._sources.items() if key in linked}
+        connected_keys = set().union(*(self._connected_keys[name] for name in cotangents))
+        sources = {key: z for key, z in self._sources.items() if key in connected_keys}
         count = len(next(iter(cotangents.values())))
         rows = []
         for k in range(count):
-            given = {n: tf.convert_to_tensor(c[k], dtype=self.targets[n].dtype) for n, c in cotangents.items()}
+            row_cotangents = {n: tf.convert_to_tensor(c[k], dtype=self.targets[n].dtype) for n, c in cotangents.items()}
             try:
-                found = _gradients(self._tape, self.targets, sources, given)
+                gradients = _gradients(self._tape, self.targets, sources, row_cotangents)
             except tf.errors.NotFoundError:
                 # For some nested loops (CTC) TensorFlow differentiates only inside the graph, not a compiled graph.
                 with self.tracing():
-                    found = self._pull_inside(given)
-            rows.append({key: tf.convert_to_tensor(found[key]).numpy() for key in sources})
+                    gradients = self._pull_in_graph(row_cotangents)
+            rows.append({key: tf.convert_to_tensor(gradients[key]).numpy() for key in sources})
         return {key: np.stack([row[key] for row in rows]) if key in sources else None for key in self._sources}
 
 
@@ -179,55 +181,59 @@ class _EagerTensorFlowProgram(_TensorFlowProgram):
     """A forward pass executed op by op under a persistent tape: quicker than a graph that is used once."""
 
     def __init__(self, program: TargetProgram, arguments: Any, keep: Keep) -> None:
-        self._tape, self._sources, (self.targets, self.aux) = _taped(
+        self._tape, self._sources, (self.targets, self.aux) = _run_under_tape(
             lambda tap: program(arguments, tap), keep, persistent=True
         )
-        self._paths = _paths(self._tape, self.targets, self._sources)
-        self._pull_inside = lambda given: _TensorFlowProgram(program, arguments, Memo(), keep)._pull_inside(given)
+        self._connected_keys = _connected_keys(self._tape, self.targets, self._sources)
+        self._pull_in_graph = lambda cotangents: _TensorFlowProgram(program, arguments, Memo(), keep)._pull_in_graph(
+            cotangents
+        )
         self.tracing = nullcontext
 
 
-def _taped(
+def _run_under_tape(
     program: Callable[[Tap], Any], keep: Keep, *, persistent: bool = False
 ) -> tuple[Any, dict[str, Any], tuple[Any, Any]]:
     """Run a program under a gradient tape; return the tape, the tensor that it watches per tap key, and the result."""
-    points: dict[str, Any] = {}
+    tapped: dict[str, Any] = {}
 
     def tap(key: str, tensor: Any) -> Any:
-        points[key], value = _point(tensor, keep)
-        tape.watch(points[key])
+        tapped[key], value = _tap_tensors(tensor, keep)
+        tape.watch(tapped[key])
         return value
 
     with tf.GradientTape(persistent=persistent, watch_accessed_variables=False) as tape:
         result = program(tap)
-    return tape, points, result
+    return tape, tapped, result
 
 
-def _paths(tape: Any, targets: Mapping[str, Any], points: dict[str, Any]) -> dict[str, set[str]]:
-    """Return per target the keys of the tensors in ``points`` that it depends on."""
-    found = {name: tape.gradient(t, points) if t.dtype.is_floating else {} for name, t in targets.items()}
-    return {name: {key for key, g in gradients.items() if g is not None} for name, gradients in found.items()}
+def _connected_keys(tape: Any, targets: Mapping[str, Any], tapped: dict[str, Any]) -> dict[str, set[str]]:
+    """Return per target the keys of the tensors in ``tapped`` that it depends on."""
+    target_gradients = {name: tape.gradient(t, tapped) if t.dtype.is_floating else {} for name, t in targets.items()}
+    return {
+        name: {key for key, g in gradients.items() if g is not None} for name, gradients in target_gradients.items()
+    }
 
 
 def _gradients(
     tape: Any, targets: Mapping[str, Any], sources: dict[str, Any], cotangents: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Pull cotangents of some targets back to ``sources``; zeros where no path leads."""
-    found: dict[str, Any] = tape.gradient(
+    gradients: dict[str, Any] = tape.gradient(
         [targets[name] for name in cotangents],
         sources,
         output_gradients=list(cotangents.values()),
         unconnected_gradients=_ZERO,
     )
-    return found
+    return gradients
 
 
-def _point(tensor: Any, keep: Keep) -> tuple[Any, Any]:
+def _tap_tensors(tensor: Any, keep: Keep) -> tuple[Any, Any]:
     """Return a tensor for a tape to watch (a variable itself), and the tensor with which the program continues."""
     if isinstance(tensor, tf.Variable):
         return tensor, tf.convert_to_tensor(tensor)
-    new = keep(tensor, _with_own_gradient(tensor))
-    return new, new
+    replacement = keep(tensor, _with_own_gradient(tensor))
+    return replacement, replacement
 
 
 def _with_own_gradient(tensor: Any) -> Any:
@@ -239,7 +245,7 @@ def _with_own_gradient(tensor: Any) -> Any:
     return tf.reshape(tensor, tf.shape(tensor))
 
 
-def _traced_quietly(function: Callable[..., Any]) -> Any:
+def _quiet_function(function: Callable[..., Any]) -> Any:
     """Return a ``tf.function`` without TensorFlow's warning about frequent retracing."""
     traced = tf.function(function, autograph=False, reduce_retracing=True)
     traced._omit_frequent_tracing_warning = True
@@ -251,37 +257,41 @@ class _TensorFlowSteps:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self.step = _traced_quietly(function)
-        self.vjp = _traced_quietly(self._vjp)
-        self.produced = _traced_quietly(self._produced_by)
-        self.jacobian = _traced_quietly(self._jacobian)
+        self.step = _quiet_function(function)
+        self.vjp = _quiet_function(self._vjp)
+        self.produced = _quiet_function(self._produced_by)
+        self.jacobian = _quiet_function(self._jacobian)
 
     def _produced_by(self, inputs: Any, cotangents: Any) -> Any:
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             tape.watch(inputs)
-            output, new = self._function(*inputs)
-        targets, given, found = [output, *new], [cotangents[0], *cotangents[1]], []
-        for state in new:
+            output, new_states = self._function(*inputs)
+        targets, all_cotangents, gradients = [output, *new_states], [cotangents[0], *cotangents[1]], []
+        for state in new_states:
             if any(state is t for t in (inputs[0], *inputs[1])):  # passed on, not produced
-                found.append(tf.add_n([c for target, c in zip(targets, given, strict=True) if target is state]))
+                gradients.append(
+                    tf.add_n([c for target, c in zip(targets, all_cotangents, strict=True) if target is state])
+                )
             else:
-                found.append(tape.gradient(targets, state, given, unconnected_gradients=_ZERO))
-        return [tf.convert_to_tensor(g) for g in found]
+                gradients.append(tape.gradient(targets, state, all_cotangents, unconnected_gradients=_ZERO))
+        return [tf.convert_to_tensor(g) for g in gradients]
 
     def _vjp(self, inputs: Any, cotangents: Any) -> Any:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(inputs)
             outputs = self._function(*inputs)
-        found = tape.gradient(outputs, inputs, cotangents, unconnected_gradients=_ZERO)
-        return tf.nest.map_structure(tf.convert_to_tensor, found)
+        gradients = tape.gradient(outputs, inputs, cotangents, unconnected_gradients=_ZERO)
+        return tf.nest.map_structure(tf.convert_to_tensor, gradients)
 
     def _jacobian(self, inputs: Any) -> Any:
         x, states, weights = inputs
         sizes = [s.shape[-1] for s in states]
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
-            joined = tf.concat(states, axis=-1)
+            joined_states = tf.concat(states, axis=-1)
             tape.watch(x)
-            tape.watch(joined)
-            output, new = self._function(x, tf.split(joined, sizes, axis=-1), weights)
-            stacked = tf.concat([*new, output], axis=-1)
-        return tuple(tape.batch_jacobian(stacked, source, unconnected_gradients=_ZERO) for source in (joined, x))
+            tape.watch(joined_states)
+            output, new_states = self._function(x, tf.split(joined_states, sizes, axis=-1), weights)
+            stacked_results = tf.concat([*new_states, output], axis=-1)
+        return tuple(
+            tape.batch_jacobian(stacked_results, source, unconnected_gradients=_ZERO) for source in (joined_states, x)
+        )

@@ -34,8 +34,8 @@ def engine_of(value: Any) -> str | None:
     for engine, names in _TENSORS.items():
         if (module := sys.modules.get(engine)) is None:
             continue
-        kinds = tuple(kind for name in names if (kind := getattr(module, name, None)) is not None)
-        if kinds and isinstance(value, kinds):
+        classes = tuple(tensor_class for name in names if (tensor_class := getattr(module, name, None)) is not None)
+        if classes and isinstance(value, classes):
             return engine
     return None
 
@@ -70,11 +70,11 @@ def like(array: Any, reference: Any) -> Array:
     return np.asarray(to_numpy(array), dtype=reference.dtype if engine is None else _WIDENED.get(name, name))
 
 
-def join(parts: Sequence[Any], axis: int) -> Array:
+def join(arrays: Sequence[Any], axis: int) -> Array:
     """Concatenate arrays of one library along an axis."""
-    if engine_of(parts[0]) == "torch":
-        return sys.modules["torch"].cat([part.detach() for part in parts], dim=axis)
-    return np.concatenate([np.asarray(part) for part in parts], axis=axis)
+    if engine_of(arrays[0]) == "torch":
+        return sys.modules["torch"].cat([array.detach() for array in arrays], dim=axis)
+    return np.concatenate([np.asarray(array) for array in arrays], axis=axis)
 
 
 def flipped(array: Any, axis: int) -> Array:
@@ -101,14 +101,14 @@ def running_engines() -> set[str]:
     An engine that has run has threads; a forked process lacks them and would wait for them forever. Torch is not
     included, because it does not show whether it has run.
     """
-    found = set()
-    bridge = sys.modules.get("jax._src.xla_bridge")
-    if bridge is not None and getattr(bridge, "_backends", None):
-        found.add("jax")
-    eager = sys.modules.get("tensorflow.python.eager.context")
-    if eager is not None and getattr(getattr(eager, "_context", None), "_context_handle", None) is not None:
-        found.add("tensorflow")
-    return found
+    engines = set()
+    xla_bridge = sys.modules.get("jax._src.xla_bridge")
+    if xla_bridge is not None and getattr(xla_bridge, "_backends", None):
+        engines.add("jax")
+    context = sys.modules.get("tensorflow.python.eager.context")
+    if context is not None and getattr(getattr(context, "_context", None), "_context_handle", None) is not None:
+        engines.add("tensorflow")
+    return engines
 
 
 def needs_no_threads(engine: str) -> bool:
@@ -168,12 +168,19 @@ def keep_dask_out(pycompat: Any, utils: Any) -> None:
     Nothing can be a dask array before Dask is imported, so the answer is the same. ``pycompat`` and ``utils`` are
     modules of xarray; nothing is done if this xarray looks for Dask in another way.
     """
-    known, before = getattr(pycompat, "_cached_duck_array_modules", None), getattr(utils, "is_dask_collection", None)
-    if not isinstance(known, dict) or before is None or isinstance(known.get("dask"), DaskOnceImported):
+    known_modules, original_check = (
+        getattr(pycompat, "_cached_duck_array_modules", None),
+        getattr(utils, "is_dask_collection", None),
+    )
+    if (
+        not isinstance(known_modules, dict)
+        or original_check is None
+        or isinstance(known_modules.get("dask"), DaskOnceImported)
+    ):
         return
 
     def is_dask_collection(x: object) -> bool:
-        return "dask" in sys.modules and bool(before(x))
+        return "dask" in sys.modules and bool(original_check(x))
 
-    known["dask"] = DaskOnceImported(pycompat.Version)
+    known_modules["dask"] = DaskOnceImported(pycompat.Version)
     utils.is_dask_collection = is_dask_collection

@@ -33,11 +33,13 @@ def pulled(
 
     Without cotangents the targets are scalars, and their cotangents are 1.
     """
-    live = [i for i, target in enumerate(targets) if target.requires_grad]
-    if not live or not sources:
+    live_indices = [i for i, target in enumerate(targets) if target.requires_grad]
+    if not live_indices or not sources:
         return [None] * len(sources)
-    given = None if cotangents is None else [cotangents[i] for i in live]
-    return list(torch.autograd.grad([targets[i] for i in live], sources, given, allow_unused=True, **options))
+    live_cotangents = None if cotangents is None else [cotangents[i] for i in live_indices]
+    return list(
+        torch.autograd.grad([targets[i] for i in live_indices], sources, live_cotangents, allow_unused=True, **options)
+    )
 
 
 def backward_pass(
@@ -59,8 +61,8 @@ def backward_pass(
     on_cpu = all(target.device.type == "cpu" for target in targets)
     if not on_cpu or sum(source.numel() for source in sources) < WORTH_A_THREAD:
         return differentiate()
-    with ThreadPoolExecutor(1, initializer=torch.set_flush_denormal, initargs=(True,)) as one:
-        return one.submit(contextvars.copy_context().run, differentiate).result()
+    with ThreadPoolExecutor(1, initializer=torch.set_flush_denormal, initargs=(True,)) as executor:
+        return executor.submit(contextvars.copy_context().run, differentiate).result()
 
 
 class PullMany:
@@ -122,9 +124,9 @@ class TorchEngine(Engine):
             return tensor
         return tensor.cpu().resolve_conj().resolve_neg().numpy()
 
-    def own(self, array: Any) -> Any:
+    def own_copy(self, array: Any) -> Any:
         """Copy an array or a tensor, whose memory torch could otherwise share with the user's."""
-        return array.detach().clone() if isinstance(array, torch.Tensor) else super().own(array)
+        return array.detach().clone() if isinstance(array, torch.Tensor) else super().own_copy(array)
 
     def values(self, tensors: Sequence[Any]) -> list[Any] | None:
         """Return detached tensors to substitute for the values of a program's variables."""
@@ -134,15 +136,19 @@ class TorchEngine(Engine):
     def gradients(
         self, program: Program, cotangents: Mapping[str, Any] | None = None
     ) -> tuple[Any, Any, dict[str, Any]]:
-        points: dict[str, Any] = {}
+        tapped: dict[str, Any] = {}
         with torch.enable_grad():
-            targets, aux = program(_tapping(points, self._keep))
-            ends = [targets] if cotangents is None else [targets[name] for name in cotangents]
-            given = None if cotangents is None else list(cotangents.values())
-            live = points and any(end.requires_grad for end in ends)
-            found = backward_pass(ends, list(points.values()), given) if live else [None] * len(points)
-        zeros = (torch.zeros_like(p) if g is None else g for p, g in zip(points.values(), found, strict=True))
-        return targets, aux, dict(zip(points, zeros, strict=True))
+            targets, aux = program(_recording_tap(tapped, self._keep))
+            target_tensors = [targets] if cotangents is None else [targets[name] for name in cotangents]
+            target_cotangents = None if cotangents is None else list(cotangents.values())
+            is_connected = tapped and any(target.requires_grad for target in target_tensors)
+            gradients = (
+                backward_pass(target_tensors, list(tapped.values()), target_cotangents)
+                if is_connected
+                else [None] * len(tapped)
+            )
+        zeros = (torch.zeros_like(p) if g is None else g for p, g in zip(tapped.values(), gradients, strict=True))
+        return targets, aux, dict(zip(tapped, zeros, strict=True))
 
     def forward(self, program: Program) -> tuple[Any, Any]:
         with torch.no_grad():
@@ -174,7 +180,7 @@ class TorchEngine(Engine):
             yield
 
     @contextmanager
-    def preserved(self, seed: int | None = None) -> Iterator[None]:
+    def random_state_restored(self, seed: int | None = None) -> Iterator[None]:
         """Restore torch's random generators on exit, after seeding them if a seed is given.
 
         On torch, Keras' dropout without a seed draws from them.
@@ -199,12 +205,12 @@ def _without_tf32_products(stack: ExitStack) -> None:
     Since torch 2.9 the older names raise RuntimeError where the user set TF32 by the newer ones.
     """
     try:
-        before = torch.get_float32_matmul_precision()
+        previous_precision = torch.get_float32_matmul_precision()
     except RuntimeError:
-        _set(stack, torch.backends.cuda.matmul, "fp32_precision", "ieee")
+        _set_until_closed(stack, torch.backends.cuda.matmul, "fp32_precision", "ieee")
     else:
-        if before != "highest":
-            stack.callback(torch.set_float32_matmul_precision, before)
+        if previous_precision != "highest":
+            stack.callback(torch.set_float32_matmul_precision, previous_precision)
             torch.set_float32_matmul_precision("highest")
 
 
@@ -212,16 +218,16 @@ def _without_tf32_kernels(stack: ExitStack) -> None:
     """Switch off TF32 in cuDNN's recurrences and convolutions, where it is on by default, until ``stack`` closes."""
     try:
         if torch.backends.cudnn.allow_tf32:
-            _set(stack, torch.backends.cudnn, "allow_tf32", False)
+            _set_until_closed(stack, torch.backends.cudnn, "allow_tf32", False)
     except RuntimeError:
         for operation in (torch.backends.cudnn.rnn, torch.backends.cudnn.conv):
-            _set(stack, operation, "fp32_precision", "ieee")
+            _set_until_closed(stack, operation, "fp32_precision", "ieee")
 
 
-def _set(stack: ExitStack, thing: Any, name: str, value: Any) -> None:
+def _set_until_closed(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     """Set an attribute until ``stack`` closes."""
-    stack.callback(setattr, thing, name, getattr(thing, name))
-    setattr(thing, name, value)
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
 
 
 def set_seed(seed: int) -> None:
@@ -235,12 +241,12 @@ def set_seed(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-def _tapping(points: dict[str, Any], keep: Keep) -> Tap:
+def _recording_tap(tapped: dict[str, Any], keep: Keep) -> Tap:
     def tap(key: str, tensor: Any) -> Any:
         # view_as creates a new node of the graph, so that a tensor can be tapped twice under different keys.
-        point = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
-        points[key] = keep(tensor, point)
-        return points[key]
+        tapped_tensor = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
+        tapped[key] = keep(tensor, tapped_tensor)
+        return tapped[key]
 
     return tap
 
@@ -249,18 +255,18 @@ class _TorchProgram:
     """A program run once, with its autograd graph, which lives as long as this object."""
 
     def __init__(self, program: TargetProgram, arguments: Any, keep: Keep) -> None:
-        self._points: dict[str, Any] = {}
+        self._tapped: dict[str, Any] = {}
         self._pull = PullMany()
         with torch.enable_grad():
-            self.targets, self.aux = program(arguments, _tapping(self._points, keep))
+            self.targets, self.aux = program(arguments, _recording_tap(self._tapped, keep))
 
     def vjp(self, cotangents: Mapping[str, Any]) -> dict[str, Any | None]:
         targets = [self.targets[name] for name in cotangents]
-        given = [
+        target_cotangents = [
             torch.as_tensor(c if hasattr(c, "detach") else np.require(c, None, "W"), dtype=t.dtype, device=t.device)
             for c, t in zip(cotangents.values(), targets, strict=True)
         ]
-        return dict(zip(self._points, self._pull(targets, list(self._points.values()), given), strict=True))
+        return dict(zip(self._tapped, self._pull(targets, list(self._tapped.values()), target_cotangents), strict=True))
 
 
 class _TorchSteps:
@@ -279,48 +285,52 @@ class _TorchSteps:
         leaves = [t.detach().requires_grad_() for t in (x, *states, *weights.values())]
         count = len(states)
         with torch.enable_grad():
-            named = dict(zip(weights, leaves[1 + count :], strict=True))
-            output, new = self._function(leaves[0], leaves[1 : 1 + count], named)
-            found = pulled([output, *new], leaves, [cotangents[0], *cotangents[1]])
-        filled = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, found, strict=True)]
-        return filled[0], filled[1 : 1 + count], dict(zip(weights, filled[1 + count :], strict=True))
+            named_weights = dict(zip(weights, leaves[1 + count :], strict=True))
+            output, new_states = self._function(leaves[0], leaves[1 : 1 + count], named_weights)
+            gradients = pulled([output, *new_states], leaves, [cotangents[0], *cotangents[1]])
+        filled_gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, gradients, strict=True)]
+        return (
+            filled_gradients[0],
+            filled_gradients[1 : 1 + count],
+            dict(zip(weights, filled_gradients[1 + count :], strict=True)),
+        )
 
     def produced(self, inputs: Any, cotangents: Any) -> Any:
         x, states, weights = inputs
         leaves = [t.detach().requires_grad_() for t in (x, *states)]
         with torch.enable_grad():
-            output, new = self._function(leaves[0], leaves[1:], weights)
-            targets, given = [output, *new], [cotangents[0], *cotangents[1]]
-            return [self._at(state, targets, given, leaves) for state in new]
+            output, new_states = self._function(leaves[0], leaves[1:], weights)
+            targets, all_cotangents = [output, *new_states], [cotangents[0], *cotangents[1]]
+            return [self._state_gradient(state, targets, all_cotangents, leaves) for state in new_states]
 
     @staticmethod
-    def _at(state: Any, targets: list[Any], given: list[Any], leaves: list[Any]) -> Any:
+    def _state_gradient(state: Any, targets: list[Any], cotangents: list[Any], leaves: list[Any]) -> Any:
         if not state.requires_grad or any(state is leaf for leaf in leaves):  # passed on, not produced
-            return sum(c for target, c in zip(targets, given, strict=True) if target is state)
-        return pulled(targets, [state], given, retain_graph=True)[0]
+            return sum(c for target, c in zip(targets, cotangents, strict=True) if target is state)
+        return pulled(targets, [state], cotangents, retain_graph=True)[0]
 
     def jacobian(self, inputs: Any) -> Any:
         x, states, weights = inputs
         sizes = [s.shape[-1] for s in states]
         x = x.detach().requires_grad_()
-        joined = torch.cat([s.detach() for s in states], dim=-1).requires_grad_()
+        joined_states = torch.cat([s.detach() for s in states], dim=-1).requires_grad_()
         with torch.enable_grad():
-            output, new = self._function(x, list(torch.split(joined, sizes, dim=-1)), weights)
-            stacked = torch.cat([*new, output], dim=-1)
-        return tuple(rows_of(stacked, [joined, x]))
+            output, new_states = self._function(x, list(torch.split(joined_states, sizes, dim=-1)), weights)
+            stacked_results = torch.cat([*new_states, output], dim=-1)
+        return tuple(rows_of(stacked_results, [joined_states, x]))
 
 
 def rows_of(stacked: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the Jacobians (n, rows, size) of ``stacked`` (n, rows), independent along n, by each source (n, size)."""
     n, count = stacked.shape
-    pull, whole = PullMany(), [source.new_zeros((n, count, source.shape[1])) for source in sources]
-    numbers = n * (count + sum(source.shape[1] for source in sources))
-    at_once = max(1, ROWS_BUDGET // (4 * numbers * stacked.element_size()))
-    for first in range(0, count, at_once):
+    pull, jacobians = PullMany(), [source.new_zeros((n, count, source.shape[1])) for source in sources]
+    numbers_per_row = n * (count + sum(source.shape[1] for source in sources))
+    rows_at_once = max(1, ROWS_BUDGET // (4 * numbers_per_row * stacked.element_size()))
+    for start in range(0, count, rows_at_once):
         # Samples do not mix within a step, so all samples share one unit cotangent per row of the Jacobian.
-        rows = torch.arange(first, min(first + at_once, count), device=stacked.device)
-        unit = torch.nn.functional.one_hot(rows, count).to(stacked.dtype)[:, None, :].expand(-1, n, count)
-        for jacobian, grad in zip(whole, pull([stacked], sources, [unit]), strict=True):
+        rows = torch.arange(start, min(start + rows_at_once, count), device=stacked.device)
+        unit_cotangents = torch.nn.functional.one_hot(rows, count).to(stacked.dtype)[:, None, :].expand(-1, n, count)
+        for jacobian, grad in zip(jacobians, pull([stacked], sources, [unit_cotangents]), strict=True):
             if grad is not None:
-                jacobian[:, first : first + at_once] = grad.transpose(0, 1)
-    return whole
+                jacobian[:, start : start + rows_at_once] = grad.transpose(0, 1)
+    return jacobians

@@ -102,7 +102,7 @@ def test_half_precision_is_shown_as_float32():
 @pytest.mark.parametrize("steps", [64, pytest.param(0, marks=pytest.mark.full)], ids=["op by op", "traced"])
 def test_dropout_in_training_is_that_of_the_model_run_plainly(steps, monkeypatch):
     """In cells, per gate; in the fused kernel, at every step; between layers."""
-    monkeypatch.setattr(importlib.import_module("rnnlens.adapters.keras.keras2"), "_SHORT", steps)
+    monkeypatch.setattr(importlib.import_module("rnnlens.adapters.keras.keras2"), "_MAX_EAGER_STEPS", steps)
     lstm = L.LSTM(4, dropout=0.3, recurrent_dropout=0.2, return_sequences=True, name="lstm")
     layers = [lstm, L.Dropout(0.5), L.GRU(3, dropout=0.4, name="gru"), L.GaussianNoise(0.1), L.Dense(2)]
     model = keras.Sequential([keras.Input((5, 3)), *layers])

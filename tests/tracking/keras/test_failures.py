@@ -307,8 +307,8 @@ def dense_and_dropout():
 PLACES = {
     "copies of the weights": "rnnlens.adapters.keras.training_capture.copy_of",
     "the batch handed on": "rnnlens.adapters.keras.training_capture.TrainStep._tee",
-    "taps in the step": "rnnlens.adapters.keras.step_gradients._loop",
-    "taps read after the step": "rnnlens.adapters.keras.step_gradients._turned",
+    "taps in the step": "rnnlens.adapters.keras.step_gradients._recording_loop",
+    "taps read after the step": "rnnlens.adapters.keras.step_gradients._in_time_order",
     "the record": "rnnlens.tracking.batches.TrainedBatch.__init__",
 }
 
@@ -335,7 +335,7 @@ def test_an_error_of_ours_within_the_step_leaves_the_history(tmp_path, monkeypat
     np.testing.assert_array_equal(found, expected)
     for one, other in zip(trained, weights, strict=True):
         np.testing.assert_array_equal(one, other)
-    met = "taps" not in place and "_loop" not in place and "_turned" not in place
+    met = "taps" not in place and "_recording_loop" not in place and "_in_time_order" not in place
     on_taps = bool(direct) and not LEGACY and engine() in ("torch", "tensorflow")
     if met or on_taps:
         assert watch.gaps

@@ -80,8 +80,8 @@ def test_a_record_of_a_short_batch_traces_no_graph(tmp_path, monkeypatch):
     from rnnlens.autodiff import tensorflow
 
     traced = []
-    graph = tensorflow._graph
-    monkeypatch.setattr(tensorflow, "_graph", lambda *given: traced.append(given) or graph(*given))
+    graph = tensorflow._graph_function
+    monkeypatch.setattr(tensorflow, "_graph_function", lambda *given: traced.append(given) or graph(*given))
     fitted(0.0, rl.keras.Watch(tmp_path / "a.zarr", every=1))
     run = rl.open(tmp_path / "a.zarr")
     assert run.steps.values.tolist() == list(range(1, 9))

@@ -19,7 +19,7 @@ from . import discover, losses, model_facts, variants
 from . import reference_run as reference
 from .capture import capture
 from .dialect import dialect, dialect_of
-from .pullback import KerasPullback, differentiate, put_together
+from .pullback import KerasPullback, differentiate, registered_weight_finder
 from .weights import layer_weights
 
 
@@ -47,14 +47,14 @@ class KerasAdapter(Adapter):
     capture = staticmethod(capture)
     reference_run = staticmethod(reference.reference_run)
     coarsest_dtype = staticmethod(reference.coarsest_dtype)
-    place = staticmethod(reference.place)
+    place = staticmethod(reference.weight_location)
     outputs_of = staticmethod(losses.outputs_of)
     loss_of = staticmethod(losses.loss_of)
     combination = staticmethod(losses.combination)
     ignores_weight_zero = staticmethod(losses.ignores_weight_zero)
     mixes_samples = staticmethod(losses.mixes_samples)
     chain = staticmethod(variants.chain)
-    subnetwork = staticmethod(variants.between)
+    subnetwork = staticmethod(variants.subnetwork)
     perturbed_port = staticmethod(variants.perturbed_port)
     reinitialised = staticmethod(variants.reinitialised)
 
@@ -74,7 +74,10 @@ class KerasAdapter(Adapter):
         Gradients stop at the ports ``cut``.
         """
         return with_composed(
-            lambda ends, starts: KerasPullback(model, batch, ends, starts, cut), of, wrt, put_together(model)
+            lambda targets, sources: KerasPullback(model, batch, targets, sources, cut),
+            of,
+            wrt,
+            registered_weight_finder(model),
         )
 
     def has_compiled_pullback(self, model: Any) -> bool:
@@ -101,28 +104,45 @@ class KerasAdapter(Adapter):
         has no entry: one variable, one name. A layer made of layers has those variables that none of them has, and so
         has the model.
         """
-        found = discover.places(model)
-        sites: dict[str, dict[str, Any]] = {}
+        model_layers = discover.locate_layers(model)
+        layers_by_direction: dict[str, dict[str, Any]] = {}
         layers: dict[str, Any] = {}
-        for site in found.sites:
-            sites.setdefault(site.name, {})[site.direction] = site.layer
+        for site in model_layers.sites:
+            layers_by_direction.setdefault(site.name, {})[site.direction] = site.layer
             layers[site.name] = site.owner
-        inner = {name for name in found.plain if any(other.startswith(name + "/") for other in found.names())}
-        layers.update({name: layer for name, layer in found.plain.items() if name not in inner | layers.keys()})
-        loops = {site.name for site in found.sites if site.is_loop}
-        seen: set[int] = set()
-        kept: list[str] = []
-        for name in sorted(layers, key=loops.__contains__):  # a layer before a loop over its cell
-            own = {id(variable) for variable in layers[name].weights}
-            kept += [name] if own - seen else []
-            seen |= own
-        every = {name: layer_weights(layers[name], sites.get(name, {})) for name in layers if name in kept}
-        for name in (*sorted(inner - every.keys(), key=lambda path: -path.count("/")), *found.root):
-            holder = found.holder(name)
-            if any(id(v) not in seen for v in holder.weights):  # beside those of the layers in it
-                every[name] = layer_weights(holder, {}, left_out=seen)
-                seen |= set(map(id, holder.weights))
-        return every
+        container_names = {
+            name
+            for name in model_layers.other_layers
+            if any(other_name.startswith(name + "/") for other_name in model_layers.names())
+        }
+        layers.update(
+            {
+                name: layer
+                for name, layer in model_layers.other_layers.items()
+                if name not in container_names | layers.keys()
+            }
+        )
+        loop_names = {site.name for site in model_layers.sites if site.is_loop}
+        seen_ids: set[int] = set()
+        kept_names: list[str] = []
+        for name in sorted(layers, key=loop_names.__contains__):  # a layer before a loop over its cell
+            own_ids = {id(variable) for variable in layers[name].weights}
+            kept_names += [name] if own_ids - seen_ids else []
+            seen_ids |= own_ids
+        weights_by_layer = {
+            name: layer_weights(layers[name], layers_by_direction.get(name, {}))
+            for name in layers
+            if name in kept_names
+        }
+        for name in (
+            *sorted(container_names - weights_by_layer.keys(), key=lambda path: -path.count("/")),
+            *model_layers.root,
+        ):
+            holder = model_layers.holder(name)
+            if any(id(v) not in seen_ids for v in holder.weights):  # beside those of the layers in it
+                weights_by_layer[name] = layer_weights(holder, {}, excluded_ids=seen_ids)
+                seen_ids |= set(map(id, holder.weights))
+        return weights_by_layer
 
     def differentiate(
         self, function: Callable[..., Any], arrays: Sequence[Array], model: Any

@@ -13,12 +13,12 @@ from ...errors import runs_again
 from ...recurrence.cells import StepCell
 from ...typing import Array
 from .dialect import Dialect
-from .restore import as_found
+from .restore import model_state_restored
 from .run import compiled_cell
 from .weights import cell_variables
 
 #: Largest size in bytes of the Jacobians of one chunk of steps.
-_CHUNK = 256 * 2**20
+_CHUNK_BYTES = 256 * 2**20
 
 
 class KerasStepCell(StepCell):
@@ -26,16 +26,16 @@ class KerasStepCell(StepCell):
 
     def __init__(self, cell: Any, keras: Dialect) -> None:
         self._cell, self._keras, self._array = cell, keras, keras.engine.to_array
-        self.state_sizes = tuple(int(size) for size in keras.tree.flatten(keras.template(cell)))
-        size = keras.output_size(cell)
-        self.output_size = self.state_sizes[0] if size is None else int(size)
+        self.state_sizes = tuple(int(output_size) for output_size in keras.tree.flatten(keras.state_template(cell)))
+        output_size = keras.output_size(cell)
+        self.output_size = self.state_sizes[0] if output_size is None else int(output_size)
         # Of stacked cells, the state that Keras on JAX returns at masked steps: the first one of the last cell.
-        stacked = isinstance(cell, keras.layers.StackedRNNCells)
-        self.output_state = len(keras.tree.flatten(keras.template(cell)[:-1])) if stacked else 0
+        is_stacked = isinstance(cell, keras.layers.StackedRNNCells)
+        self.output_state = len(keras.tree.flatten(keras.state_template(cell)[:-1])) if is_stacked else 0
         tensor = keras.ops.convert_to_tensor  # of copies, which later updates do not change
         self._weights = {n: tensor(keras.value_of(v), dtype=v.dtype) for n, v in cell_variables(cell).items()}
         self._dtype = getattr(cell, "compute_dtype", keras.floatx())
-        self._steps = compiled_cell(keras, cell, lambda: _Steps(cell, keras))
+        self._steps = compiled_cell(keras, cell, lambda: _CellStep(cell, keras))
 
     @property
     def output_is_state(self) -> bool:  # type: ignore[override]
@@ -44,9 +44,9 @@ class KerasStepCell(StepCell):
 
     def advance(self, x: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
         """Run one step: x (n, feature) and states (n, size) to output (n, output_size) and new states."""
-        with self._left_alone():
-            output, new = self._steps.per_step.step(*self._inputs(x, state))
-        return self._array(output), tuple(map(self._array, new))
+        with self._state_restored():
+            output, new_states = self._steps.per_step.step(*self._inputs(x, state))
+        return self._array(output), tuple(map(self._array, new_states))
 
     def vjp(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
@@ -74,21 +74,21 @@ class KerasStepCell(StepCell):
 
     def jacobian(self, x: Array, state: Sequence[Array]) -> tuple[Array, Array]:
         """Return the Jacobians (n, S + output_size, size) of [new states, output] by the states and by the input."""
-        total, parts = sum(self.state_sizes), []
-        size = max(1, _CHUNK // (8 * (total + self.output_size) * (total + int(x.shape[1]))))
-        for start in range(0, int(x.shape[0]), size):
-            rows = slice(start, start + size)
-            with self._left_alone():
-                pair = self._steps.per_step.jacobian(self._inputs(x[rows], [s[rows] for s in state]))
-            parts.append([self._array(part) for part in pair])
-        by_state, by_input = (join(column, axis=0) for column in zip(*parts, strict=True))
+        state_total, chunks = sum(self.state_sizes), []
+        chunk_size = max(1, _CHUNK_BYTES // (8 * (state_total + self.output_size) * (state_total + int(x.shape[1]))))
+        for start in range(0, int(x.shape[0]), chunk_size):
+            rows = slice(start, start + chunk_size)
+            with self._state_restored():
+                jacobians = self._steps.per_step.jacobian(self._inputs(x[rows], [s[rows] for s in state]))
+            chunks.append([self._array(jacobian) for jacobian in jacobians])
+        by_state, by_input = (join(column, axis=0) for column in zip(*chunks, strict=True))
         return by_state, by_input
 
     def _pull(
         self, derivative: Any, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Any
     ) -> Any:
         cotangents = (self._tensor(output_cotangent), [self._tensor(c) for c in state_cotangent])
-        with self._left_alone():
+        with self._state_restored():
             return derivative(self._inputs(x, state), cotangents)
 
     def _inputs(self, x: Array, state: Sequence[Array]) -> tuple[Any, list[Any], dict[str, Any]]:
@@ -98,26 +98,26 @@ class KerasStepCell(StepCell):
         return self._keras.ops.convert_to_tensor(array, dtype=self._dtype)
 
     @contextmanager
-    def _left_alone(self) -> Iterator[None]:
-        with as_found(self._cell, self._keras), runs_again(type(self._cell).__name__):
+    def _state_restored(self) -> Iterator[None]:
+        with model_state_restored(self._cell, self._keras), runs_again(type(self._cell).__name__):
             yield
 
 
-class _Steps:
+class _CellStep:
     """The step of a Keras cell as a pure function of (x, states, weights), and its derivatives."""
 
     def __init__(self, cell: Any, keras: Dialect) -> None:
         self._cell, self._keras = cell, keras
-        self._template, self._variables = keras.template(cell), cell_variables(cell)
-        self.per_step = keras.engine.per_step(self._pure)
+        self._template, self._variables = keras.state_template(cell), cell_variables(cell)
+        self.per_step = keras.engine.per_step(self._pure_step)
         self.output_is_state = False
 
-    def _pure(self, x: Any, states: Sequence[Any], weights: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+    def _pure_step(self, x: Any, states: Sequence[Any], weights: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         keras = self._keras
         mapping = [(self._variables[name], value) for name, value in weights.items()]
-        with keras.stepping(self._cell, mapping):
-            output, new = keras.step(self._cell, x, keras.tree.pack_sequence_as(self._template, list(states)))
-        flat = keras.tree.flatten(new)
+        with keras.cell_weights_substituted(self._cell, mapping):
+            output, new_states = keras.step(self._cell, x, keras.tree.pack_sequence_as(self._template, list(states)))
+        flat = keras.tree.flatten(new_states)
         self.output_is_state = output is flat[0]
         return output, flat
 
@@ -129,13 +129,13 @@ def initial_state_weights(keras: Dialect, cell: Any) -> set[str]:
     the initial state contains NaN.
     """
     method = getattr(cell, "get_initial_state", None)
-    if method is None or keras.is_own(getattr(method, "__func__", method)):
+    if method is None or keras.is_from_keras(getattr(method, "__func__", method)):
         return set()
-    found = set()
+    names = set()
     for name, variable in cell_variables(cell).items():
         value = keras.ops.convert_to_tensor(np.full(tuple(variable.shape), np.nan), dtype=variable.dtype)
-        with as_found(cell, keras), keras.stepping(cell, [(variable, value)]):
+        with model_state_restored(cell, keras), keras.cell_weights_substituted(cell, [(variable, value)]):
             states = keras.tree.flatten(keras.initial_state(cell, 1))
         if any(bool(np.isnan(keras.value_of(state)).any()) for state in states):
-            found.add(name)
-    return found
+            names.add(name)
+    return names

@@ -72,8 +72,8 @@ class Dialect(Protocol):
     Variable: Any
     version: str
     #: Code for a mean and a sum, for messages.
-    says_mean: str
-    says_sum: str
+    mean_code: str
+    sum_code: str
     #: Whether Keras multiplies sample weights of shape (sample,) along the time axis of a loss per step.
     weighs_steps: bool
 
@@ -90,7 +90,7 @@ class Dialect(Protocol):
         """Return whether the dtype of a tensor or variable is a float."""
         return dtype_name(tensor).startswith(("float", "bfloat"))
 
-    def computed(self, dtype: str) -> str:
+    def computation_dtype(self, dtype: str) -> str:
         """Return the name of the dtype in which operations on ``dtype`` are computed."""
 
     def value_of(self, tensor: Any) -> Array:
@@ -139,8 +139,8 @@ class Dialect(Protocol):
 
     def regularizers(self, layer: Any) -> Mapping[int, Any]:
         """Map the id of each regularised variable of the layer and its sublayers to its regulariser."""
-        found = getattr(layer, "variables", ())
-        return {id(v): v.regularizer for v in found if getattr(v, "regularizer", None) is not None}
+        variables = getattr(layer, "variables", ())
+        return {id(v): v.regularizer for v in variables if getattr(v, "regularizer", None) is not None}
 
     def variables(self, model: Any) -> list[Any]:
         """Return all variables that a run may read, states and metrics included."""
@@ -161,7 +161,7 @@ class Dialect(Protocol):
     def state_size(self, layer: Any) -> Any:
         """Return the state sizes declared by the layer's cell."""
 
-    def template(self, cell: Any) -> Any:
+    def state_template(self, cell: Any) -> Any:
         """Return the sizes of the states that a cell takes, nested as the cell nests its states."""
         size = cell.state_size
         return [size] if isinstance(size, int) else list(size)
@@ -170,7 +170,7 @@ class Dialect(Protocol):
         """Return the output size declared by a cell; None if it declares none."""
         return getattr(cell, "output_size", None)
 
-    def draws(self, layer: Any) -> bool:
+    def draws_random_numbers(self, layer: Any) -> bool:
         """Return whether a layer draws random numbers for anything else than a dropout rate among its attributes."""
         return bool(getattr(layer, "_seed_generators", None))
 
@@ -192,7 +192,7 @@ class Dialect(Protocol):
         operations = getattr(model, "operations", None) or getattr(model, "_functional", None)
         return None if operations is None else list(getattr(operations, "operations", operations))
 
-    def in_order(self, model: Any) -> list[Any] | None:
+    def layers_in_order(self, model: Any) -> list[Any] | None:
         """Return the layers of a model that calls them one after the other, without input layers.
 
         Returns None for any other model.
@@ -200,13 +200,13 @@ class Dialect(Protocol):
         operations = self.operations(model)
         if operations is None or len(model.inputs) != 1 or len(model.outputs) != 1:
             return None
-        for first, second in pairwise(operations):
-            nodes = second._inbound_nodes
+        for previous, following in pairwise(operations):
+            nodes = following._inbound_nodes
             if len(nodes) != 1:
                 return None
             # Keras 2 has all inputs of a call under a name of its own.
             inputs = getattr(nodes[0], "keras_inputs", None) or nodes[0].input_tensors
-            if len(inputs) != 1 or inputs[0]._keras_history[0] is not first:
+            if len(inputs) != 1 or inputs[0]._keras_history[0] is not previous:
                 return None
         return [op for op in operations if type(op) is not self.layers.InputLayer]
 
@@ -214,21 +214,21 @@ class Dialect(Protocol):
         """Return the nested symbolic inputs and outputs of a functional model; (None, None) for any other model."""
         return getattr(model, "_inputs_struct", None), getattr(model, "_outputs_struct", None)
 
-    def built_on(self, model: Any) -> Any:
+    def build_shape(self, model: Any) -> Any:
         """Return the input shape, or shapes by name, on which a model was built; None if unknown."""
         shapes = getattr(model, "_build_shapes_dict", None) or {}
         return next(iter(shapes.values())) if len(shapes) == 1 else None
 
-    def is_own(self, thing: Any) -> bool:
+    def is_from_keras(self, definition: Any) -> bool:
         """Return whether a class or function is defined in this Keras package."""
-        return str(getattr(thing, "__module__", "")).startswith(f"{self.name}.")
+        return str(getattr(definition, "__module__", "")).startswith(f"{self.name}.")
 
     # -- a run
-    def dropout(self, layer: Any) -> dict[str, Any]:
+    def dropout_multipliers(self, layer: Any) -> dict[str, Any]:
         """Return the dropout multipliers of a layer's known cell in training: ``input_scale``, ``state_scale``."""
 
-    def hook(self, recorder: Any, site: Any, half: int, override: Override) -> None:
-        """Let ``recorder`` record a recurrent layer's calls; ``half`` is 1 for the second direction of two."""
+    def hook(self, recorder: Any, site: Any, direction_index: int, override: Override) -> None:
+        """Let ``recorder`` record a recurrent layer's calls; ``direction_index`` is 1 for the second."""
 
     def switch_cudnn_off(self, model: Any, override: Override) -> None:
         """Let all layers of a model run by operations that the engine can differentiate for several cotangents at once.
@@ -237,12 +237,12 @@ class Dialect(Protocol):
         """
         del model, override
 
-    def values(self, variables: Sequence[Any]) -> list[Any] | None:
+    def variable_values(self, variables: Sequence[Any]) -> list[Any] | None:
         """Return the tensors that replace the variables in a run; None if the run reads the variables."""
         del variables
         return None
 
-    def seeds(self, model: Any, seed: int | None) -> list[Any]:
+    def seed_tensors(self, model: Any, seed: int | None) -> list[Any]:
         """Return the state of each random generator as a tensor: the present one, or one derived from ``seed``."""
 
     @contextmanager
@@ -251,19 +251,19 @@ class Dialect(Protocol):
 
         An initializer without a seed of its own takes one from Python's random numbers.
         """
-        with self.engine.preserved(seed), global_random_states_restored():
+        with self.engine.random_state_restored(seed), global_random_states_restored():
             random.seed(seed)
             yield
 
-    def running(
+    def variables_substituted(
         self, model: Any, values: Sequence[Any] | None, seeds: Sequence[Any], weights: Mapping[str, Any], tap: Tap
     ) -> AbstractContextManager[None]:
         """Temporarily substitute ``values`` for the variables, tap ``weights`` and draw from ``seeds``."""
 
-    def stepping(self, cell: Any, weights: Sequence[tuple[Any, Any]]) -> AbstractContextManager[None]:
+    def cell_weights_substituted(self, cell: Any, weights: Sequence[tuple[Any, Any]]) -> AbstractContextManager[None]:
         """Temporarily substitute tensors for a cell's variables; ``weights`` lists pairs (variable, tensor)."""
 
-    def as_found(self, model: Any, seed: int | None) -> AbstractContextManager[None]:
+    def model_state_restored(self, model: Any, seed: int | None) -> AbstractContextManager[None]:
         """Restore on exit the variables and random generators that a run changes.
 
         Seed the generators with ``seed`` before.
@@ -275,14 +275,14 @@ class Dialect(Protocol):
 
     def step(self, cell: Any, x: Any, states: Any) -> tuple[Any, Any]:
         """Call a cell once, as its recurrent layer does; return its output and its new states."""
-        output, new = cell(x, states)
-        return output, new
+        output, new_states = cell(x, states)
+        return output, new_states
 
-    def inside(self, value: Any) -> Any:
+    def unwrapped(self, value: Any) -> Any:
         """Return the container inside a tracking wrapper of the package; None for other objects."""
         del value
 
-    def tracks(self, value: Any) -> bool:
+    def is_tracker(self, value: Any) -> bool:
         """Return whether ``value`` is an object by which Keras tracks the variables and layers of a model."""
         del value
         return False
@@ -292,13 +292,13 @@ class Dialect(Protocol):
         del x
         return False
 
-    def stamp(self, model: Any, loss: Any, within: Any = None) -> Hashable | None:
+    def stamp(self, model: Any, loss: Any, training: Any = None) -> Hashable | None:
         """Return a hashable that changes with everything a run reads; None if that is not known.
 
-        ``within`` is the :class:`CompiledTraining` in which user code counts as a constant, except for the attributes
+        ``training`` is the :class:`CompiledTraining` in which user code counts as a constant, except for the attributes
         of its layers.
         """
-        del model, loss, within
+        del model, loss, training
         return None
 
     # -- the loss
@@ -321,14 +321,14 @@ class Dialect(Protocol):
         """Return the loss that was passed to ``compile``; None if there is none."""
         return getattr(self.compiled_loss(model), "_user_loss", None)
 
-    def whole_loss(self, model: Any, x: Any, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
+    def training_loss(self, model: Any, x: Any, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
         """Return the loss that training minimises: compiled loss, loss weights, regularisers and ``add_loss``."""
         return model._compute_loss(x, y, y_pred, weight, training=training)
 
-    def undisturbed(self, model: Any, regularised: bool) -> AbstractContextManager[None]:
+    def compiled_loss_unchanged(self, model: Any, regularised: bool) -> AbstractContextManager[None]:
         """Keep the compiled loss unchanged by runs within the block; penalties have a gradient if ``regularised``."""
 
-    def aligned(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
+    def align_ranks(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
         """Return targets and outputs with the ranks matched, as a compiled loss function receives them."""
 
     def builds_graph(self, layer: Any) -> bool:
@@ -340,30 +340,30 @@ class Dialect(Protocol):
         return any(la._get_own_losses() and la.activity_regularizer is None for la in model._flatten_layers())
 
 
-def dialect_of(thing: Any) -> Dialect:
+def dialect_of(keras_object: Any) -> Dialect:
     """Return the dialect of the Keras package that a model, layer, cell or variable belongs to.
 
     Raises UnsupportedError for a layer of a TensorFlow 1 graph, and TypeError for an object of neither package.
     """
-    thing = thing.cell if isinstance(thing, LoopOverCell) else thing
+    keras_object = keras_object.cell if isinstance(keras_object, LoopOverCell) else keras_object
     for keras in loaded_dialects():
-        if not isinstance(thing, (keras.Layer, keras.Variable)):
+        if not isinstance(keras_object, (keras.Layer, keras.Variable)):
             continue
-        if keras.builds_graph(thing):
+        if keras.builds_graph(keras_object):
             raise UnsupportedError(
-                f"{type(thing).__name__} was created without eager execution.",
+                f"{type(keras_object).__name__} was created without eager execution.",
                 expected="a model that runs eagerly or in a tf.function",
                 hint="create it before tf.compat.v1.disable_eager_execution(), or in a process that does not call it",
             )
         return keras
-    raise TypeError(f"{type(thing).__name__} belongs to no Keras")
+    raise TypeError(f"{type(keras_object).__name__} belongs to no Keras")
 
 
 @cache
 def dialect(package: str) -> Dialect:
     """Return the dialect of a Keras package that is loaded, by the package's name."""
-    found: Dialect = importlib.import_module(f"{__package__}.{_DIALECTS[package]}").dialect
-    return found
+    instance: Dialect = importlib.import_module(f"{__package__}.{_DIALECTS[package]}").dialect
+    return instance
 
 
 def loaded_dialects() -> Iterator[Dialect]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, message, two_layers_called
 from ..protocol import LayerInfo
 from .dialect import Dialect, LoopOverCell, dialect_of
-from .weights import kind_of, known_class, likeness
+from .weights import kind_of, known_class, layer_signature
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,30 +43,30 @@ class RecurrentSite:
 
 
 @dataclass(frozen=True)
-class Places:
+class ModelLayers:
     """All layers of a model by node name: the recurrent sites in order, and the other layers.
 
     ``root``: the model itself by its node name, for variables that it holds beside its layers.
     """
 
     sites: tuple[RecurrentSite, ...]
-    plain: dict[str, Any]
+    other_layers: dict[str, Any]
     root: dict[str, Any]
 
     def names(self) -> list[str]:
         """Return the names of all layers, recurrent layers first."""
-        return list(dict.fromkeys([*(s.name for s in self.sites), *self.plain]))
+        return list(dict.fromkeys([*(s.name for s in self.sites), *self.other_layers]))
 
     def layers(self) -> dict[str, Any]:
         """Return the layers by name, recurrent layers first; a bidirectional layer is one."""
-        return {**{site.name: site.owner for site in self.sites}, **self.plain}
+        return {**{site.name: site.owner for site in self.sites}, **self.other_layers}
 
     def holder(self, name: str) -> Any:
         """Return the layer with a node name, or the model itself. Raises LayerNotFoundError if there is neither."""
         return self.root[name] if name in self.root else self.layers()[base_name(name, self)]
 
 
-def places(model: Any) -> Places:
+def locate_layers(model: Any) -> ModelLayers:
     """Find all layers of a model, nested ones too; raise ModelError if it is not built or a name is ambiguous."""
     if not model.built:
         raise ModelError(
@@ -75,27 +75,27 @@ def places(model: Any) -> Places:
             hint="model.build((None, steps, features)), or call it once on a batch: model(x)",
         )
     sites: list[RecurrentSite] = []
-    plain: dict[str, Any] = {}
-    for name, layer, wrapper in _walk(model):
+    other_layers: dict[str, Any] = {}
+    for name, layer, wrapper in _walk_layers(model):
         if _is_recurrent(dialect_of(layer), layer) and not layer.built:
             continue  # it was never called: it has no weights, and no output depends on it
-        found = list(_sites_of(name, layer, wrapper, model))
-        if (not found or found[0].bidirectional) and plain.setdefault(name, layer) is not layer:
+        layer_sites = list(_sites_of(name, layer, wrapper, model))
+        if (not layer_sites or layer_sites[0].bidirectional) and other_layers.setdefault(name, layer) is not layer:
             raise ModelError(two_layers_called(name))
-        sites.extend(found)
+        sites.extend(layer_sites)
     owners: dict[str, Any] = {}
     for site in sites:
         if owners.setdefault(site.name, site.owner) is not site.owner:
             raise ModelError(two_layers_called(site.name))
-    return Places(tuple(sites), plain, {root_name(model): model})
+    return ModelLayers(tuple(sites), other_layers, {root_name(model): model})
 
 
 def root_name(model: Any) -> str:
     """Return the node name of the model itself: its own name, with underscores appended while a layer has that name."""
-    graph = getattr(model, "_functional", None)  # of a Sequential, by its name
-    taken = {c.name for c in model._flatten_layers(include_self=False, recursive=False) if c is not graph}
+    inner_graph = getattr(model, "_functional", None)  # of a Sequential, by its name
+    used_names = {c.name for c in model._flatten_layers(include_self=False, recursive=False) if c is not inner_graph}
     name = str(model.name)
-    while name in taken:
+    while name in used_names:
         name += "_"
     return name
 
@@ -106,74 +106,82 @@ def describe(model: Any) -> list[LayerInfo]:
     A bidirectional layer is one row.
     """
     rows: dict[str, RecurrentSite] = {}
-    for site in places(model).sites:
+    for site in locate_layers(model).sites:
         rows.setdefault(site.name, site)
-    return list(map(_info, rows.values()))
+    return list(map(_layer_info, rows.values()))
 
 
-def choose(found: Places, wanted: tuple[str, ...] | None) -> tuple[list[RecurrentSite], dict[str, Any]]:
-    """Return the recurrent sites and the other layers that ``wanted`` names; all sites if it is None.
+def choose_layers(
+    model_layers: ModelLayers, requested_names: tuple[str, ...] | None
+) -> tuple[list[RecurrentSite], dict[str, Any]]:
+    """Return the recurrent sites and the other layers that ``requested_names`` names; all sites if it is None.
 
     A node such as ``"lstm#1"`` is found under its layer's name. An error is raised for an unknown name, a model without
     recurrent layers, and a layer that cannot be hooked.
     """
-    if wanted is None:
-        if not found.sites:
+    if requested_names is None:
+        if not model_layers.sites:
             raise ModelError(
                 "There is no recurrent layer in this model.",
                 expected="a keras.layers.RNN, SimpleRNN, LSTM, GRU or Bidirectional",
-                hint="name the layers to look at: layers=[...], " + did_you_mean("", found.names()),
+                hint="name the layers to look at: layers=[...], " + did_you_mean("", model_layers.names()),
             )
-        chosen, others = list(found.sites), {}
+        chosen_sites, other_layers = list(model_layers.sites), {}
     else:
-        names = {base_name(name, found) for name in wanted}
-        chosen = [s for s in found.sites if s.name in names]
-        recurrent = {s.name for s in chosen}
-        others = {name: layer for name, layer in found.plain.items() if name in names - recurrent}
-    for site in chosen:
+        names = {base_name(name, model_layers) for name in requested_names}
+        chosen_sites = [s for s in model_layers.sites if s.name in names]
+        recurrent_names = {s.name for s in chosen_sites}
+        other_layers = {
+            name: layer for name, layer in model_layers.other_layers.items() if name in names - recurrent_names
+        }
+    for site in chosen_sites:
         if site.refusal is not None:
             raise UnsupportedError(site.refusal)
-    return chosen, others
+    return chosen_sites, other_layers
 
 
-def given_states(found: Places, initial_state: Mapping[str, Any] | None) -> list[str]:
+def given_state_layers(model_layers: ModelLayers, initial_state: Mapping[str, Any] | None) -> list[str]:
     """Return the layers for which ``initial_state`` has states; raise LayerNotFoundError for an unknown name."""
     names = list(initial_state or ())
-    known = list(dict.fromkeys(site.name for site in found.sites))
+    layer_names = list(dict.fromkeys(site.name for site in model_layers.sites))
     for name in names:
-        if name not in known:
-            what = f"initial_state= names {name!r}, which is not a recurrent layer of this model."
-            raise LayerNotFoundError(what, hint=did_you_mean(name, known))
+        if name not in layer_names:
+            problem = f"initial_state= names {name!r}, which is not a recurrent layer of this model."
+            raise LayerNotFoundError(problem, hint=did_you_mean(name, layer_names))
     return names
 
 
-def hooked_beside(found: Places, sites: Iterable[RecurrentSite], others: Iterable[str]) -> list[RecurrentSite]:
-    """Return sites to hook besides ``sites``: those named in ``others``, and layers whose cell a hooked loop calls."""
-    sites, names = list(sites), set(others)
-    looped = {id(site.layer.cell) for site in found.sites if site.is_loop and (site in sites or site.name in names)}
+def implied_sites(
+    model_layers: ModelLayers, sites: Iterable[RecurrentSite], other_names: Iterable[str]
+) -> list[RecurrentSite]:
+    """Return sites to hook besides ``sites``: those in ``other_names``, and layers whose cell a hooked loop calls."""
+    sites, names = list(sites), set(other_names)
+    looped_cells = {
+        id(site.layer.cell) for site in model_layers.sites if site.is_loop and (site in sites or site.name in names)
+    }
     return [
         site
-        for site in found.sites
+        for site in model_layers.sites
         if site not in sites
-        and (site.name in names or (not site.is_loop and id(getattr(site.layer, "cell", None)) in looped))
+        and (site.name in names or (not site.is_loop and id(getattr(site.layer, "cell", None)) in looped_cells))
     ]
 
 
-def base_name(name: str, found: Places) -> str:
+def base_name(name: str, model_layers: ModelLayers) -> str:
     """Return the layer name in a node name such as ``"lstm#1"``; raise LayerNotFoundError for an unknown one."""
-    known = found.names()
-    if name in known:
+    names = model_layers.names()
+    if name in names:
         return name
-    base, mark, call = name.rpartition("#")
-    if mark and call.isdigit() and base in known:
-        return base
-    raise LayerNotFoundError(f"No layer is called {name!r}.", hint=did_you_mean(name, known))
+    layer_name, mark, call_number = name.rpartition("#")
+    if mark and call_number.isdigit() and layer_name in names:
+        return layer_name
+    raise LayerNotFoundError(f"No layer is called {name!r}.", hint=did_you_mean(name, names))
 
 
-def _walk(model: Any) -> Iterator[tuple[str, Any, Any]]:
+def _walk_layers(model: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield (node name, layer, TimeDistributed wrapper around it or None) of every layer, containers first."""
     keras = dialect_of(model)
-    seen: set[int] = {id(model)}
+    visited_ids: set[int] = {id(model)}
     if _is_recurrent(keras, model):
         yield model.name, model, None
         return
@@ -182,14 +190,14 @@ def _walk(model: Any) -> Iterator[tuple[str, Any, Any]]:
         for child in parent._flatten_layers(include_self=False, recursive=False):
             # The Functional model that Keras builds inside a Sequential has the same layers.
             is_inner_graph = isinstance(parent, keras.Sequential) and getattr(parent, "_functional", None) is child
-            if id(child) in seen or isinstance(child, keras.layers.InputLayer) or is_inner_graph:
+            if id(child) in visited_ids or isinstance(child, keras.layers.InputLayer) or is_inner_graph:
                 continue
-            seen.add(id(child))
+            visited_ids.add(id(child))
             name = prefix + child.name
             yield name, child, wrapper
             if not _is_recurrent(keras, child):
-                inside = child if isinstance(child, keras.layers.TimeDistributed) else wrapper
-                yield from visit(child, name + "/", inside)
+                child_wrapper = child if isinstance(child, keras.layers.TimeDistributed) else wrapper
+                yield from visit(child, name + "/", child_wrapper)
 
     yield from visit(model, "", None)
 
@@ -201,10 +209,12 @@ def _is_recurrent(keras: Dialect, layer: Any) -> bool:
 def _sites_of(name: str, layer: Any, wrapper: Any, model: Any) -> Iterator[RecurrentSite]:
     keras = dialect_of(layer)
     if isinstance(layer, keras.layers.Bidirectional):
-        halves = (layer.forward_layer, layer.backward_layer)
-        odd = _refusal_of_a_pair(name, *halves)
-        for half in halves:
-            yield RecurrentSite(name, half, layer, True, _refusal(name, half, wrapper) or odd)
+        direction_layers = (layer.forward_layer, layer.backward_layer)
+        pair_refusal = _refusal_of_a_pair(name, *direction_layers)
+        for direction_layer in direction_layers:
+            yield RecurrentSite(
+                name, direction_layer, layer, True, _refusal(name, direction_layer, wrapper) or pair_refusal
+            )
     elif isinstance(layer, keras.layers.RNN):
         yield RecurrentSite(name, layer, layer, False, _refusal(name, layer, wrapper))
     elif hasattr(layer, "state_size") and layer.built and _is_called(layer, model):
@@ -220,11 +230,13 @@ def _is_called(cell: Any, model: Any) -> bool:
     if not any(isinstance(layer, keras.layers.RNN) and layer.cell is cell for layer in layers):
         return True
     for layer in layers:
-        held = vars(layer) | vars(layer).get("_modules", {})  # torch keeps sublayers apart
-        names = {name for name, value in held.items() if value is cell}
-        methods = [m for kind in type(layer).__mro__ if not keras.is_own(kind) for m in vars(kind).items()]
-        code = [getattr(method, "__code__", None) for name, method in methods if name not in ("__init__", "build")]
-        if any(names & set(one.co_names) for one in code if one is not None):
+        members = vars(layer) | vars(layer).get("_modules", {})  # torch keeps sublayers apart
+        names = {name for name, value in members.items() if value is cell}
+        methods = [m for base in type(layer).__mro__ if not keras.is_from_keras(base) for m in vars(base).items()]
+        code_objects = [
+            getattr(method, "__code__", None) for name, method in methods if name not in ("__init__", "build")
+        ]
+        if any(names & set(code_object.co_names) for code_object in code_objects if code_object is not None):
             return True
     return False
 
@@ -249,8 +261,10 @@ def _refusal(name: str, layer: Any, wrapper: Any) -> str | None:
             expected="a ConvLSTM layer with data_format='channels_last' and activations of Keras",
             hint="name the other layers, layers=[...]",
         )
-    why = keras.refusal(layer)
-    return None if why is None else message(f"Layer {name!r} cannot be traced: {kind} {why[0]}.", hint=why[1])
+    refusal = keras.refusal(layer)
+    return (
+        None if refusal is None else message(f"Layer {name!r} cannot be traced: {kind} {refusal[0]}.", hint=refusal[1])
+    )
 
 
 def _refusal_of_a_pair(name: str, forward: Any, backward: Any) -> str | None:
@@ -258,26 +272,26 @@ def _refusal_of_a_pair(name: str, forward: Any, backward: Any) -> str | None:
 
     Returns None if they can. Both need the same quantities in the same sizes, and samples as the first axis.
     """
-    halves = [half for half in (forward, backward) if isinstance(half, dialect_of(half).layers.RNN)]
-    if any(dialect_of(half).time_major(half) for half in halves):
+    layers = [layer for layer in (forward, backward) if isinstance(layer, dialect_of(layer).layers.RNN)]
+    if any(dialect_of(layer).time_major(layer) for layer in layers):
         return message(
             f"Layer {name!r} cannot be traced: its directions have time as the first axis.",
             hint="time_major=False, or two layers, one with go_backwards=True",
         )
-    kinds = [likeness(half) for half in halves]
-    if len(kinds) < 2 or kinds[0] == kinds[1]:
+    signatures = [layer_signature(layer) for layer in layers]
+    if len(signatures) < 2 or signatures[0] == signatures[1]:
         return None
     return message(
         f"Layer {name!r} cannot be traced: its two directions have different cells.",
-        got=f"{kinds[0][0]} of {kinds[0][1]} and {kinds[1][0]} of {kinds[1][1]} units",
+        got=f"{signatures[0][0]} of {signatures[0][1]} and {signatures[1][0]} of {signatures[1][1]} units",
         expected="cells of one type and size, both with a bias or both without",
         hint="two layers, one with go_backwards=True; rl.gradients(...) by the model's own input and weights works",
     )
 
 
-def _info(site: RecurrentSite) -> LayerInfo:
+def _layer_info(site: RecurrentSite) -> LayerInfo:
     keras, layer, cell = site.keras, site.layer, site.layer.cell
-    size = keras.output_size(cell)
+    output_size = keras.output_size(cell)
     options = {
         "return_state": layer.return_state,
         "go_backwards": layer.go_backwards,
@@ -294,16 +308,16 @@ def _info(site: RecurrentSite) -> LayerInfo:
         name=site.name,
         kind=type(site.owner).__name__,
         cell=kind_of(cell),
-        units=int(keras.tree.flatten(keras.state_size(layer) if size is None else size)[0]),
+        units=int(keras.tree.flatten(keras.state_size(layer) if output_size is None else output_size)[0]),
         direction="bidirectional" if site.bidirectional else site.direction,
         return_sequences=layer.return_sequences,
-        masked=_masked(site.owner),
+        masked=_is_masked(site.owner),
         stateful=layer.stateful,
         options=options,
     )
 
 
-def _masked(layer: Any) -> bool | None:
+def _is_masked(layer: Any) -> bool | None:
     """Return whether a mask reaches the layer; None if that is known only when the model runs."""
     nodes = getattr(layer, "_inbound_nodes", [])
     tensors = [t for node in nodes for t in dialect_of(layer).tree.flatten(node.input_tensors)]
@@ -333,5 +347,5 @@ def refuse_random(site: RecurrentSite, training: bool) -> None:
 
 def _is_random(keras: Dialect, layer: Any) -> bool:
     rates = [getattr(layer, name, 0) for name in ("dropout", "recurrent_dropout", "rate")]
-    drops = any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
-    return drops or (keras.draws(layer) and known_class(layer) is None)
+    has_dropout = any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
+    return has_dropout or (keras.draws_random_numbers(layer) and known_class(layer) is None)

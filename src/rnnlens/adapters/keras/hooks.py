@@ -41,8 +41,8 @@ class LayerCall:
     ``shape`` is that of the first argument of a layer that is hooked at its ``call``.
     """
 
-    place: str
-    half: int
+    layer_name: str
+    direction_index: int
     index: int
     arrays: dict[str, Any] = field(default_factory=dict)
     is_loop: bool = False
@@ -51,9 +51,9 @@ class LayerCall:
     @property
     def key(self) -> str:
         """Prefix of the call's tap keys: ``"lstm|0|1"`` is the second call of the first (or only) direction."""
-        return f"{self.place}|{self.half}|{self.index}"
+        return f"{self.layer_name}|{self.direction_index}|{self.index}"
 
-    def all(self, kind: str) -> tuple[Any, ...]:
+    def tensors_of_kind(self, kind: str) -> tuple[Any, ...]:
         """Return the recorded tensors whose names start with ``kind``, such as all final states."""
         return tuple(tensor for name, tensor in self.arrays.items() if name.startswith(f"{kind}/"))
 
@@ -74,42 +74,43 @@ class SteppedLayerError(ChangedStateError):
 class CellRun:
     """One recurrence over a cell: its record, the states given to the user's code, and those that the cell made.
 
-    ``early``: the cell state that the running step computed, and the tapped one that its hidden state is computed from.
+    ``early_state``: the cell state that the running step computed, and the tapped one that its hidden state is computed
+    from.
     """
 
     call: LayerCall
-    received: list[Any] = field(default_factory=list)
-    produced: list[Any] = field(default_factory=list)
-    masks: dict[str, Any] = field(default_factory=dict)
+    received_states: list[Any] = field(default_factory=list)
+    produced_states: list[Any] = field(default_factory=list)
+    dropout_masks: dict[str, Any] = field(default_factory=dict)
     steps: int = 0
-    early: tuple[Any, Any] | None = None
+    early_state: tuple[Any, Any] | None = None
 
 
 @dataclass
 class RunRequest:
     """One request: what to run, which layers to hook and which tensors to tap. It is never cached.
 
-    ``sites`` and ``plain`` are the hooked layers, and ``weights`` the variables to tap by key. ``wanted`` contains what
-    to tap: a kind of tensor (``"output"``) at every call, or one tensor of one call (``"lstm|0|1|final_state/0"``), at
-    every step of a loop over a cell. ``keep`` contains the kinds to record besides the tapped ones. ``starts`` and
-    ``spoiled`` are for loops over cells, see :class:`StepRecorder`. ``stepped`` names the layers whose calls with one
-    step are joined, ``apart`` those whose calls with one step do not continue each other. ``calls`` are those of the
-    last run, in the order in which they happened.
+    ``sites`` and ``other_layers`` are the hooked layers, and ``weights`` the variables to tap by key. ``tap_names``
+    contains what to tap: a kind of tensor (``"output"``) at every call, or one tensor of one call
+    (``"lstm|0|1|final_state/0"``), at every step of a loop over a cell. ``record_names`` contains the kinds to record
+    besides the tapped ones. ``starts`` and ``nan_site`` are for loops over cells, see :class:`StepRecorder`.
+    ``stepped_layers`` names the layers whose calls with one step are joined, ``separate_layers`` those whose calls with
+    one step do not continue each other. ``calls`` are those of the last run, in the order in which they happened.
     """
 
     model: Any
     batch: Batch
     sites: Sequence[RecurrentSite] = ()
-    plain: Mapping[str, Any] = field(default_factory=dict)
+    other_layers: Mapping[str, Any] = field(default_factory=dict)
     loss: Loss | None = None
     gradients: bool = True
-    wanted: frozenset[str] = frozenset()
-    keep: frozenset[str] = frozenset()
+    tap_names: frozenset[str] = frozenset()
+    record_names: frozenset[str] = frozenset()
     weights: Mapping[str, Any] = field(default_factory=dict)
     starts: Starts = field(default_factory=dict)
-    spoiled: str = ""
-    stepped: frozenset[str] = frozenset()
-    apart: frozenset[str] = frozenset()
+    nan_site: str = ""
+    stepped_layers: frozenset[str] = frozenset()
+    separate_layers: frozenset[str] = frozenset()
     calls: list[LayerCall] = field(default_factory=list)
 
     @cached_property
@@ -129,8 +130,8 @@ class RunRequest:
 
     def arguments(self) -> dict[str, Any]:
         """Return all values that may differ between runs as one tree of tensors: batch, variables, seeds."""
-        values = self.keras.values(self.variables)
-        return {**self.data, "values": values, "seeds": self.keras.seeds(self.model, self.batch.seed)}
+        values = self.keras.variable_values(self.variables)
+        return {**self.data, "values": values, "seeds": self.keras.seed_tensors(self.model, self.batch.seed)}
 
 
 class LayerRecorder:
@@ -147,70 +148,72 @@ class LayerRecorder:
     @contextmanager
     def inside_a_layer(self) -> Iterator[None]:
         """Switch off the recording of cell calls within the block, in which a recurrent layer calls its own cell."""
-        before, self.is_inside_a_layer = self.is_inside_a_layer, True
+        was_inside, self.is_inside_a_layer = self.is_inside_a_layer, True
         try:
             yield
         finally:
-            self.is_inside_a_layer = before
+            self.is_inside_a_layer = was_inside
 
     @contextmanager
-    def hooked(self) -> Iterator[None]:
+    def layers_hooked(self) -> Iterator[None]:
         """Hook the layers of the request within the block: methods are overridden on the instances."""
-        halves: dict[str, int] = {}
-        with overriding() as put:
+        direction_counts: dict[str, int] = {}
+        with overriding() as override_attribute:
 
             def override(layer: Any, name: str, method: Any) -> None:
-                put(layer, name, substitute_in_this_thread(method, getattr(layer, name)))
+                override_attribute(layer, name, substitute_in_this_thread(method, getattr(layer, name)))
 
             for site in self.job.sites:
-                half = halves[site.name] = halves.get(site.name, -1) + 1
+                direction_index = direction_counts[site.name] = direction_counts.get(site.name, -1) + 1
                 if site.is_loop:
                     refuse_random(site, self.training)
-                    override(site.layer.cell, "call", own_errors_unchanged()(self._cell(site)))
+                    override(site.layer.cell, "call", own_errors_unchanged()(self._recorded_cell_call(site)))
                 else:
-                    site.keras.hook(self, site, half, override)
-            for name, layer in self.job.plain.items():
-                override(layer, "call", self._plain(name, layer))
-            self.keras.switch_cudnn_off(self.job.model, put)
+                    site.keras.hook(self, site, direction_index, override)
+            for name, layer in self.job.other_layers.items():
+                override(layer, "call", self._recorded_layer_call(name, layer))
+            self.keras.switch_cudnn_off(self.job.model, override_attribute)
             yield
 
-    def _steps_of(self, site: RecurrentSite) -> StepRecorder:
+    def _recorder_of(self, site: RecurrentSite) -> StepRecorder:
         if site.name not in self._recorders:
             self._recorders[site.name] = StepRecorder(self, site)
         return self._recorders[site.name]
 
-    def steps_of(self, site: RecurrentSite, sequence: Any, states: Any) -> StepRecorder | None:
+    def step_recorder(self, site: RecurrentSite, sequence: Any, states: Any) -> StepRecorder | None:
         """Return the ``StepRecorder`` of a call of one step of a layer that returns its states; None for other calls.
 
-        SteppedLayerError is raised at the second such call of a layer that neither ``stepped`` nor ``apart``
-        names.
+        SteppedLayerError is raised at the second such call of a layer that neither ``stepped_layers`` nor
+        ``separate_layers`` names.
         """
         layer = site.layer
-        random = self.training and any(getattr(layer.cell, name, 0.0) for name in ("dropout", "recurrent_dropout"))
-        apart = site.name in self.job.apart or site.bidirectional or layer.stateful or random
-        if apart or not layer.return_state or sequence.shape[1] != 1 or len(sequence.shape) != 3:
+        has_dropout = self.training and any(getattr(layer.cell, name, 0.0) for name in ("dropout", "recurrent_dropout"))
+        is_separate = site.name in self.job.separate_layers or site.bidirectional or layer.stateful or has_dropout
+        if is_separate or not layer.return_state or sequence.shape[1] != 1 or len(sequence.shape) != 3:
             return None
-        if site.name in self.job.stepped:
-            return self._steps_of(site)
+        if site.name in self.job.stepped_layers:
+            return self._recorder_of(site)
         if site.name in self._returned:
             raise SteppedLayerError(site.name)
         return None
 
-    def starts_call(self, place: str, half: int = 0, *, is_loop: bool = False) -> LayerCall:
-        """Add a record for a new call of a layer, and return it; ``half`` is 1 for the second of two directions."""
-        index = sum(call.place == place and call.half == half for call in self.job.calls)
-        call = LayerCall(place, half, index, is_loop=is_loop)
+    def start_call(self, layer_name: str, direction_index: int = 0, *, is_loop: bool = False) -> LayerCall:
+        """Add a record for a new call of a layer, and return it; ``direction_index`` is 1 for the second direction."""
+        index = sum(
+            call.layer_name == layer_name and call.direction_index == direction_index for call in self.job.calls
+        )
+        call = LayerCall(layer_name, direction_index, index, is_loop=is_loop)
         self.job.calls.append(call)
         return call
 
     def record(self, call: LayerCall, name: str, tensor: Any) -> Any:
         """Tap and record ``tensor`` if that is requested; return the tapped tensor, which replaces it in the run."""
-        every = name.partition("@")[0]
-        kind, key = every.split("/")[0], f"{call.key}|{every}"
-        tapped = self.keras.is_float(tensor) and not self.job.wanted.isdisjoint((kind, key))
-        if tapped:
+        stepless_name = name.partition("@")[0]
+        kind, key = stepless_name.split("/")[0], f"{call.key}|{stepless_name}"
+        is_tapped = self.keras.is_float(tensor) and not self.job.tap_names.isdisjoint((kind, key))
+        if is_tapped:
             tensor = self.tap(f"{call.key}|{name}", tensor)
-        if tapped or not self.job.keep.isdisjoint((kind, key)):
+        if is_tapped or not self.job.record_names.isdisjoint((kind, key)):
             call.arrays[name] = tensor
         return tensor
 
@@ -221,71 +224,76 @@ class LayerRecorder:
         tensor.
         """
         flat = self.keras.tree.flatten(tree)
-        tapped: dict[int, Any] = {}
+        tapped_by_id: dict[int, Any] = {}
         for i, tensor in enumerate(flat):
-            tapped[id(tensor)] = self.record(call, f"{name}/{i}", tapped.get(id(tensor), tensor))
-        return self.keras.tree.pack_sequence_as(tree, [tapped[id(tensor)] for tensor in flat])
+            tapped_by_id[id(tensor)] = self.record(call, f"{name}/{i}", tapped_by_id.get(id(tensor), tensor))
+        return self.keras.tree.pack_sequence_as(tree, [tapped_by_id[id(tensor)] for tensor in flat])
 
-    def enters(
-        self, site: RecurrentSite, half: int, sequence: Any, initial_state: Any, mask: Any
+    def start_recurrent_call(
+        self, site: RecurrentSite, direction_index: int, sequence: Any, initial_state: Any, mask: Any
     ) -> tuple[LayerCall, Any, Any]:
         """Start the record of a recurrent call; return it with the tapped input and initial state.
 
-        ``half`` is 1 for the second of two directions.
+        ``direction_index`` is 1 for the second of two directions.
         """
-        initial_state = self.given_state(site, half, initial_state)
-        call = self.starts_call(site.name, half)
+        initial_state = self.user_initial_state(site, direction_index, initial_state)
+        call = self.start_call(site.name, direction_index)
         sequence = self.record(call, "input", sequence)
         # h and c may start as one tensor, and have gradients of their own.
         flat = self.keras.tree.flatten(initial_state)
         flat = [self.record(call, f"initial_state/{i}", state) for i, state in enumerate(flat)]
         initial_state = self.keras.tree.pack_sequence_as(initial_state, flat)
-        if "mask" in self.job.keep and mask is not None:
+        if "mask" in self.job.record_names and mask is not None:
             call.arrays["mask"] = mask
         return call, sequence, initial_state
 
-    def leaves(self, site: RecurrentSite, call: LayerCall, output: Any, states: Any, training: Any) -> tuple[Any, Any]:
+    def record_results(
+        self, site: RecurrentSite, call: LayerCall, output: Any, states: Any, training: Any
+    ) -> tuple[Any, Any]:
         """Record the dropout, the output and the final states of a recurrent call; return the latter two, tapped."""
-        if "dropout" in self.job.keep and training:
-            call.arrays.update(self.keras.dropout(site.layer))
+        if "dropout" in self.job.record_names and training:
+            call.arrays.update(self.keras.dropout_multipliers(site.layer))
         output = self.record(call, "output", output)
         if site.layer.return_state:
             states = self.record_all(call, "final_state", states)
             self._returned.add(site.name)
         return output, states
 
-    def given_state(self, site: RecurrentSite, half: int, state: Any) -> Any:
+    def user_initial_state(self, site: RecurrentSite, direction_index: int, state: Any) -> Any:
         """Return the user's ``initial_state`` for one direction of a layer, cast and nested as its own ``state``.
 
         Returns the layer's own state if none was given, and raises InputError if the shapes differ.
         """
-        given = self.initial_state.get(site.name)
-        if given is None:
+        user_states = self.initial_state.get(site.name)
+        if user_states is None:
             return state
-        own = self.keras.tree.flatten(state)
-        if site.bidirectional and len(given) == 2 * len(own):
-            given = given[half * len(own) : (half + 1) * len(own)]
-        shapes = [tuple(s.shape) for s in given]
-        if any(len(s) < 1 for s in shapes) or [s[1:] for s in shapes] != [tuple(s.shape)[1:] for s in own]:
+        layer_states = self.keras.tree.flatten(state)
+        if site.bidirectional and len(user_states) == 2 * len(layer_states):
+            user_states = user_states[direction_index * len(layer_states) : (direction_index + 1) * len(layer_states)]
+        shapes = [tuple(s.shape) for s in user_states]
+        if any(len(s) < 1 for s in shapes) or [s[1:] for s in shapes] != [tuple(s.shape)[1:] for s in layer_states]:
             raise InputError(
                 f"The initial state given for {site.name!r} has another shape than the layer's states.",
                 got=f"shapes {shapes}",
-                expected=f"shapes {[tuple(s.shape) for s in own]}",
+                expected=f"shapes {[tuple(s.shape) for s in layer_states]}",
             )
-        cast = [self.keras.ops.cast(new, old.dtype) for new, old in zip(given, own, strict=True)]
-        return self.keras.tree.pack_sequence_as(state, cast)
+        cast_states = [
+            self.keras.ops.cast(user_state, layer_state.dtype)
+            for user_state, layer_state in zip(user_states, layer_states, strict=True)
+        ]
+        return self.keras.tree.pack_sequence_as(state, cast_states)
 
-    def _cell(self, site: RecurrentSite) -> Callable[..., Any]:
+    def _recorded_cell_call(self, site: RecurrentSite) -> Callable[..., Any]:
         """Return a replacement of a cell's ``call`` that records each call from outside of a layer as one step."""
-        steps, original = self._steps_of(site), site.layer.cell.call
+        step_recorder, original = self._recorder_of(site), site.layer.cell.call
         names = list(inspect.signature(original).parameters)[:2]
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
-            if self.is_inside_a_layer or len(given) < 2:
+            cell_arguments = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+            if self.is_inside_a_layer or len(cell_arguments) < 2:
                 return original(*args, **kwargs)
-            run, x, states = steps.enter(*(given[name] for name in names))
-            with steps.inside(run):
+            cell_run, x, states = step_recorder.start_step(*(cell_arguments[name] for name in names))
+            with step_recorder.early_state_tapped(cell_run):
                 result = original(x, states, *args[2:], **{k: v for k, v in kwargs.items() if k not in names})
             if not isinstance(result, tuple | list) or len(result) != 2:
                 raise UnsupportedError(
@@ -293,15 +301,15 @@ class LayerRecorder:
                     got=type(result).__name__,
                     expected="(output, states), as keras.layers.LSTMCell returns them",
                 )
-            return steps.leave(run, *result)
+            return step_recorder.end_step(cell_run, *result)
 
         return call
 
-    def _plain(self, name: str, layer: Any) -> Callable[..., Any]:
+    def _recorded_layer_call(self, name: str, layer: Any) -> Callable[..., Any]:
         original = layer.call
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            record = self.starts_call(name)
+            record = self.start_call(name)
             if args:
                 record.shape = tuple(getattr(args[0], "shape", ()))
                 args = (self.record_all(record, "input", args[0]), *args[1:])
@@ -314,18 +322,18 @@ class StepRecorder:
     """Recorder of single steps of one cell or layer, joined to recurrences; see the module's text.
 
     ``_starts`` are the numbers of the calls that start a recurrence if the user's code changes states, else None.
-    ``_spoiled``: replace the states that the user's code receives by NaN, to find out which calls depend on them.
+    ``_returns_nan``: replace the states that the user's code receives by NaN, to find out which calls depend on them.
     """
 
     def __init__(self, recorder: LayerRecorder, site: RecurrentSite) -> None:
         self._recorder, self._site = recorder, site
-        self._starts, self._spoiled = recorder.job.starts.get(site.name), recorder.job.spoiled == site.name
+        self._starts, self._returns_nan = recorder.job.starts.get(site.name), recorder.job.nan_site == site.name
         self._keras: Dialect = site.keras
         self._context = self._keras.engine.context()
         self._runs: list[CellRun] = []
         self._count = 0
 
-    def enter(self, x: Any, states: Any) -> tuple[CellRun, Any, Any]:
+    def start_step(self, x: Any, states: Any) -> tuple[CellRun, Any, Any]:
         """Record and tap the input (sample, feature) and the states of a step.
 
         Return the loop that the step belongs to, the tapped input and the tapped states.
@@ -339,36 +347,36 @@ class StepRecorder:
                 hint="keras.layers.RNN(cell, return_sequences=True)",
             )
         flat = self._keras.tree.flatten(states)
-        run, record = self._run_of(flat), self._recorder.record
+        cell_run, record = self._cell_run(flat), self._recorder.record
         self._count += 1
-        t = run.steps
+        t = cell_run.steps
         if t == 0:
-            flat = self._recorder.given_state(self._site, 0, flat)
-            flat = [record(run.call, f"initial_state/{i}", s) for i, s in enumerate(flat)]
+            flat = self._recorder.user_initial_state(self._site, 0, flat)
+            flat = [record(cell_run.call, f"initial_state/{i}", s) for i, s in enumerate(flat)]
         elif self._starts is None:
-            flat = run.produced
+            flat = cell_run.produced_states
         if self._starts is not None:
-            run.call.arrays.update({f"received/{i}@{t}": s for i, s in enumerate(flat)})
-        return run, record(run.call, f"input@{t}", x), self._keras.tree.pack_sequence_as(states, flat)
+            cell_run.call.arrays.update({f"received/{i}@{t}": s for i, s in enumerate(flat)})
+        return cell_run, record(cell_run.call, f"input@{t}", x), self._keras.tree.pack_sequence_as(states, flat)
 
     @contextmanager
-    def inside(self, run: CellRun) -> Iterator[None]:
+    def early_state_tapped(self, cell_run: CellRun) -> Iterator[None]:
         """Tap the cell state of an LSTM before its hidden state is computed from it, within the block.
 
         The total gradient of c_t includes the path through h_t. Keras' cell applies its activation to c_t last.
         """
-        cell, applied = self._site.layer.cell, 0
+        cell, activation_calls = self._site.layer.cell, 0
         if type(cell) is not self._keras.layers.LSTMCell:
             yield
             return
         original = cell.activation
 
         def activation(tensor: Any) -> Any:
-            nonlocal applied
-            applied += 1
-            if applied == 2:
-                run.early = tensor, self._recorder.record(run.call, f"total/1@{run.steps}", tensor)
-                tensor = run.early[1]
+            nonlocal activation_calls
+            activation_calls += 1
+            if activation_calls == 2:
+                cell_run.early_state = tensor, self._recorder.record(cell_run.call, f"total/1@{cell_run.steps}", tensor)
+                tensor = cell_run.early_state[1]
             return original(tensor)
 
         vars(cell)["activation"] = substitute_in_this_thread(activation, original)
@@ -377,52 +385,61 @@ class StepRecorder:
         finally:
             vars(cell)["activation"] = original
 
-    def leave(self, run: CellRun, output: Any, states: Any) -> tuple[Any, Any]:
+    def end_step(self, cell_run: CellRun, output: Any, states: Any) -> tuple[Any, Any]:
         """Record and tap the output and the new states of a step; return the tapped tensors, for the user's code."""
         if self._recorder.training:
-            self._dropout(run)
-        record, t = self._recorder.record, run.steps
+            self._record_dropout(cell_run)
+        record, t = self._recorder.record, cell_run.steps
         flat = self._keras.tree.flatten(states)
-        self._refuse_paths_within(run, output, flat)
-        made, run.early = {} if run.early is None else {id(run.early[0]): run.early[1]}, None
-        made |= {id(s): record(run.call, f"total/{i}@{t}", s) for i, s in enumerate(flat) if id(s) not in made}
-        run.produced = [made[id(s)] for s in flat]
-        kept = {id(output): record(run.call, f"output@{t}", made.get(id(output), output))}
+        self._refuse_paths_within(cell_run, output, flat)
+        tapped_by_id, cell_run.early_state = (
+            {} if cell_run.early_state is None else {id(cell_run.early_state[0]): cell_run.early_state[1]},
+            None,
+        )
+        tapped_by_id |= {
+            id(s): record(cell_run.call, f"total/{i}@{t}", s) for i, s in enumerate(flat) if id(s) not in tapped_by_id
+        }
+        cell_run.produced_states = [tapped_by_id[id(s)] for s in flat]
+        returned_by_id = {id(output): record(cell_run.call, f"output@{t}", tapped_by_id.get(id(output), output))}
         for i, state in enumerate(flat):
-            if id(state) not in kept:
-                kept[id(state)] = record(run.call, f"state/{i}@{t}", made[id(state)])
-        run.received = [kept[id(s)] for s in flat]
-        run.call.arrays.update({f"final_state/{i}": s for i, s in enumerate(run.received)})
-        run.steps += 1
-        if self._spoiled:
-            kept = {key: tensor + float("nan") for key, tensor in kept.items()}
-        return kept[id(output)], self._keras.tree.pack_sequence_as(states, [kept[id(s)] for s in flat])
+            if id(state) not in returned_by_id:
+                returned_by_id[id(state)] = record(cell_run.call, f"state/{i}@{t}", tapped_by_id[id(state)])
+        cell_run.received_states = [returned_by_id[id(s)] for s in flat]
+        cell_run.call.arrays.update({f"final_state/{i}": s for i, s in enumerate(cell_run.received_states)})
+        cell_run.steps += 1
+        if self._returns_nan:
+            returned_by_id = {key: tensor + float("nan") for key, tensor in returned_by_id.items()}
+        return returned_by_id[id(output)], self._keras.tree.pack_sequence_as(
+            states, [returned_by_id[id(s)] for s in flat]
+        )
 
-    def _run_of(self, states: Sequence[Any]) -> CellRun:
+    def _cell_run(self, states: Sequence[Any]) -> CellRun:
         """Return the recorded loop of which a cell's call from these states is the next step; a new one if none is."""
         if self._starts is not None:
             if self._count not in self._starts and self._runs:
                 return self._runs[-1]
         else:
-            for run in reversed(self._runs):
-                if len(states) == len(run.received) and all(a is b for a, b in zip(states, run.received, strict=True)):
-                    return run
+            for cell_run in reversed(self._runs):
+                if len(states) == len(cell_run.received_states) and all(
+                    a is b for a, b in zip(states, cell_run.received_states, strict=True)
+                ):
+                    return cell_run
             if self._runs:
                 raise ChangedStateError(self._site.name)
-        self._runs.append(CellRun(self._recorder.starts_call(self._site.name, is_loop=True)))
+        self._runs.append(CellRun(self._recorder.start_call(self._site.name, is_loop=True)))
         return self._runs[-1]
 
-    def _refuse_paths_within(self, run: CellRun, output: Any, states: Sequence[Any]) -> None:
+    def _refuse_paths_within(self, cell_run: CellRun, output: Any, states: Sequence[Any]) -> None:
         """Raise UnsupportedError if gradients by a state are requested that the cell may read again within the step.
 
         The cell may compute its output or its other states from it.
         """
-        cell, wanted = self._site.layer.cell, self._recorder.job.wanted
-        asked = [i for i in range(len(states)) if f"{run.call.key}|total/{i}" in wanted]
+        cell, tap_names = self._site.layer.cell, self._recorder.job.tap_names
+        requested_states = [i for i in range(len(states)) if f"{cell_run.call.key}|total/{i}" in tap_names]
         if type(cell) in self._keras.cells:
-            is_open = 1 in asked and run.early is None
+            is_open = 1 in requested_states and cell_run.early_state is None
         else:
-            is_open = bool(asked) and (len(states) > 1 or output is not states[0])
+            is_open = bool(requested_states) and (len(states) > 1 or output is not states[0])
         if is_open:
             raise UnsupportedError(
                 f"{self._site.name!r} may compute its output or another state from this one within a step, which "
@@ -432,18 +449,18 @@ class StepRecorder:
                 hint="rl.trace(model, x, y), whose gradients of the loss include it; or keras.layers.RNN(cell)",
             )
 
-    def _dropout(self, run: CellRun) -> None:
+    def _record_dropout(self, cell_run: CellRun) -> None:
         """Record the cell's dropout multipliers; raise UnsupportedError if they differ from those of earlier steps."""
-        found = self._keras.dropout(self._site.layer)
-        if run.steps and any(found.get(name) is not mask for name, mask in run.masks.items()):
+        multipliers = self._keras.dropout_multipliers(self._site.layer)
+        if cell_run.steps and any(multipliers.get(name) is not mask for name, mask in cell_run.dropout_masks.items()):
             raise UnsupportedError(
                 f"Cell {self._site.name!r} draws new dropout at each step of the model's own loop.",
                 expected="one mask for all steps",
                 hint="training=False, or keras.layers.RNN(cell)",
             )
-        run.masks = found
-        if "dropout" in self._recorder.job.keep:
-            run.call.arrays.update(found)
+        cell_run.dropout_masks = multipliers
+        if "dropout" in self._recorder.job.record_names:
+            cell_run.call.arrays.update(multipliers)
 
 
 @contextmanager

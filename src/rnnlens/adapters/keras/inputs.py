@@ -18,57 +18,57 @@ from .dialect import Dialect, dialect_of
 def prepare(model: Any, batch: Batch) -> dict[str, Any]:
     """Return x, y, sample_weight and initial_state as tensors, or raise InputError if they do not fit the model."""
     keras = dialect_of(model)
-    x = _structure(keras, batch.x, "x")
+    x = _as_arrays(keras, batch.x, "x")
     _check_shapes(model, x)
     count = keras.tree.flatten(x)[0].shape[0]
     y, weight = targets(model, batch, count)
     states = {
-        name: [_leaf(keras, state, f"initial_state[{name!r}]") for state in keras.tree.flatten(given)]
-        for name, given in (batch.initial_state or {}).items()
+        name: [_as_array(keras, state, f"initial_state[{name!r}]") for state in keras.tree.flatten(layer_states)]
+        for name, layer_states in (batch.initial_state or {}).items()
     }
-    for name, given in states.items():
-        _check_count(keras, f"initial_state[{name!r}]", given, count)
-    initial_state = _tensors(model, states) if states else None
-    return {"x": _tensors(model, x), "y": y, "sample_weight": weight, "initial_state": initial_state}
+    for name, layer_states in states.items():
+        _check_count(keras, f"initial_state[{name!r}]", layer_states, count)
+    initial_state = _as_tensors(model, states) if states else None
+    return {"x": _as_tensors(model, x), "y": y, "sample_weight": weight, "initial_state": initial_state}
 
 
 def targets(model: Any, batch: Batch, count: int) -> tuple[Any, Any]:
     """Return the targets and sample weights of ``count`` samples as tensors, after checking them."""
     keras = dialect_of(model)
-    y = None if batch.y is None else _structure(keras, batch.y, "y")
+    y = None if batch.y is None else _as_arrays(keras, batch.y, "y")
     weight = _sample_weight(model, batch, y)
     for name, value in (("y", y), ("sample_weight", weight)):
         _check_count(keras, name, value, count)
-    return _tensors(model, y), _tensors(model, weight)
+    return _as_tensors(model, y), _as_tensors(model, weight)
 
 
-def _tensors(model: Any, tree: Any) -> Any:
+def _as_tensors(model: Any, tree: Any) -> Any:
     """Convert a tree of arrays to tensors of the engine, floats in the dtype of the model."""
     keras = dialect_of(model)
-    floats = "float64" if getattr(model, "compute_dtype", "") == "float64" else keras.floatx()
+    float_dtype = "float64" if getattr(model, "compute_dtype", "") == "float64" else keras.floatx()
 
-    def tensor(leaf: Any) -> Any:
+    def as_tensor(leaf: Any) -> Any:
         if leaf is None:
             return None
         # Integers have the default dtype of the engine: JAX warns if int64 is requested while it is disabled.
-        dtype = floats if dtype_name(leaf) in ("float32", "float64") else None
-        return keras.ops.convert_to_tensor(keras.engine.own(leaf), dtype=dtype)
+        dtype = float_dtype if dtype_name(leaf) in ("float32", "float64") else None
+        return keras.ops.convert_to_tensor(keras.engine.own_copy(leaf), dtype=dtype)
 
-    return keras.tree.map_structure(tensor, tree)
+    return keras.tree.map_structure(as_tensor, tree)
 
 
-def _structure(keras: Dialect, value: Any, name: str) -> Any:
+def _as_arrays(keras: Dialect, value: Any, name: str) -> Any:
     """Convert lists of numbers to one array; keep lists, tuples and dicts of arrays."""
     if isinstance(value, dict):
-        return {key: _structure(keras, item, f"{name}[{key!r}]") for key, item in value.items()}
+        return {key: _as_arrays(keras, item, f"{name}[{key!r}]") for key, item in value.items()}
     if value is None:
         return None
     if isinstance(value, (list, tuple)) and any(hasattr(item, "shape") for item in value):
-        return type(value)(_structure(keras, item, f"{name}[{i}]") for i, item in enumerate(value))
-    return _leaf(keras, value, name)
+        return type(value)(_as_arrays(keras, item, f"{name}[{i}]") for i, item in enumerate(value))
+    return _as_array(keras, value, name)
 
 
-def _leaf(keras: Dialect, value: Any, name: str) -> Any:
+def _as_array(keras: Dialect, value: Any, name: str) -> Any:
     if keras.ops.is_tensor(value):
         return value
     array = as_numpy(value)
@@ -84,7 +84,7 @@ def _leaf(keras: Dialect, value: Any, name: str) -> Any:
 
 def _check_shapes(model: Any, x: Any) -> None:
     keras = dialect_of(model)
-    leaves = keras.tree.flatten(_by_name(model, x))
+    leaves = keras.tree.flatten(_in_model_order(model, x))
     expected = _expected_shapes(model)
     for i, leaf in enumerate(leaves):
         name = "x" if len(leaves) == 1 else f"x[{i}]"
@@ -94,10 +94,13 @@ def _check_shapes(model: Any, x: Any) -> None:
         if not shape:
             raise InputError(f"{name} is a single number.", got="shape ()", expected="(sample, time, feature)")
         if 0 in shape:
-            empty = {0: ("Batch is empty.", "at least 1 sample"), 1: ("Sequence is empty.", "at least 1 time step")}
-            other = "An axis of the data is empty.", "no axis of length 0"
-            what, least = empty.get(shape.index(0), other)
-            raise InputError(what, got=f"{name} of shape {shape}", expected=least)
+            empty_axes = {
+                0: ("Batch is empty.", "at least 1 sample"),
+                1: ("Sequence is empty.", "at least 1 time step"),
+            }
+            other_axis = "An axis of the data is empty.", "no axis of length 0"
+            problem, minimum = empty_axes.get(shape.index(0), other_axis)
+            raise InputError(problem, got=f"{name} of shape {shape}", expected=minimum)
         if expected is not None and len(expected) == len(leaves):
             _check_shape(name, shape, expected[i])
     if expected is not None and getattr(model, "inputs", None) and len(expected) != len(leaves):
@@ -109,11 +112,11 @@ def _check_shapes(model: Any, x: Any) -> None:
         )
 
 
-def _by_name(model: Any, x: Any) -> Any:
+def _in_model_order(model: Any, x: Any) -> Any:
     """Return inputs by name as a list in the order of the model; return any other ``x`` unchanged."""
     names = [getattr(tensor, "name", None) for tensor in getattr(model, "inputs", None) or ()]
-    listed = not isinstance(dialect_of(model).graph_of(model)[0], dict)
-    return [x[name] for name in names] if isinstance(x, dict) and listed and set(x) == set(names) else x
+    is_listed = not isinstance(dialect_of(model).graph_of(model)[0], dict)
+    return [x[name] for name in names] if isinstance(x, dict) and is_listed and set(x) == set(names) else x
 
 
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int | None, ...]) -> None:
@@ -127,10 +130,12 @@ def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int | None, 
     ]
     if len(shape) == len(expected) and not differing:
         return
-    wrong = "rank" if len(shape) != len(expected) else "feature count" if differing[-1] == len(shape) - 1 else "shape"
+    mismatch = (
+        "rank" if len(shape) != len(expected) else "feature count" if differing[-1] == len(shape) - 1 else "shape"
+    )
     batch_is_wrong = len(shape) == len(expected) and differing == [0]
     raise InputError(
-        f"The {wrong} of {name} does not match the model.",
+        f"The {mismatch} of {name} does not match the model.",
         got=f"{name} of shape {shape}",
         expected=_shape_in_words(expected),
         hint="a stateful layer keeps one state per sample of its batch" if batch_is_wrong else None,
@@ -150,7 +155,7 @@ def _expected_shapes(model: Any) -> list[tuple[int | None, ...]] | None:
     keras = dialect_of(model)
     inputs = getattr(model, "inputs", None) if isinstance(model, keras.Model) else None
     if not inputs:
-        shape = keras.built_on(model)
+        shape = keras.build_shape(model)
         is_shape = isinstance(shape, (tuple, list)) and all(size is None or isinstance(size, int) for size in shape)
         return [_rank_and_features(tuple(shape))] if is_shape and len(shape) >= 2 else None
     shapes = [tuple(tensor.shape) for tensor in inputs]
@@ -160,7 +165,7 @@ def _expected_shapes(model: Any) -> list[tuple[int | None, ...]] | None:
     else:
         expected = [_rank_and_features(shape) for shape in shapes]
     if any(getattr(layer, "stateful", False) for layer in model._flatten_layers()):
-        expected = [(shape[0], *rest[1:]) for shape, rest in zip(shapes, expected, strict=True)]
+        expected = [(shape[0], *expected_shape[1:]) for shape, expected_shape in zip(shapes, expected, strict=True)]
     return expected
 
 
@@ -182,7 +187,7 @@ def _check_count(keras: Dialect, name: str, value: Any, count: int) -> None:
 def _sample_weight(model: Any, batch: Batch, y: Any) -> Any:
     keras = dialect_of(model)
     if batch.class_weight is None:
-        return None if batch.sample_weight is None else _structure(keras, batch.sample_weight, "sample_weight")
+        return None if batch.sample_weight is None else _as_arrays(keras, batch.sample_weight, "sample_weight")
     if batch.sample_weight is not None:
         raise InputError("Both class_weight and sample_weight were given.", hint="multiply them into one")
     if y is None or keras.tree.is_nested(y):
@@ -218,9 +223,9 @@ def _labels(y: Array, model: Any) -> Array:
 
 def input_order(keras: Dialect, x: Any) -> list[int]:
     """Return, for each input in the user's order, its index in Keras' order, which sorts dicts by key."""
-    count = iter(range(len(keras.tree.flatten(x))))
-    taken: list[int] = keras.tree.flatten(_numbered(x, count))
-    return [taken.index(i) for i in range(len(taken))]
+    counter = iter(range(len(keras.tree.flatten(x))))
+    user_numbers: list[int] = keras.tree.flatten(_numbered(x, counter))
+    return [user_numbers.index(i) for i in range(len(user_numbers))]
 
 
 def by_key(tree: Any) -> Any:
@@ -228,7 +233,7 @@ def by_key(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: by_key(tree[key]) for key in sorted(tree)}
     if isinstance(tree, list) or type(tree) is tuple:
-        return type(tree)(by_key(part) for part in tree)
+        return type(tree)(by_key(item) for item in tree)
     return tree
 
 
@@ -243,9 +248,9 @@ def output_names(model: Any) -> tuple[str, ...]:
     return tuple(".".join(map(str, path)) for path, _ in keras.tree.flatten_with_path(by_key(outputs)))
 
 
-def _numbered(tree: Any, count: Iterator[int]) -> Any:
+def _numbered(tree: Any, counter: Iterator[int]) -> Any:
     if isinstance(tree, dict):
-        return {key: _numbered(part, count) for key, part in tree.items()}
+        return {key: _numbered(item, counter) for key, item in tree.items()}
     if isinstance(tree, list | tuple):
-        return [_numbered(part, count) for part in tree]
-    return next(count)
+        return [_numbered(item, counter) for item in tree]
+    return next(counter)

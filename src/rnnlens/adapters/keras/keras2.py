@@ -34,17 +34,17 @@ from .restore import overriding
 _VERSIONS = ("2.21.",)
 
 #: Largest number of steps for which eager execution takes less time than tracing.
-_SHORT = 64
+_MAX_EAGER_STEPS = 64
 
 #: Name of an activation in Keras 2 -> its name in ``recurrence.activations``.
-_NAMES = {
+_ACTIVATION_NAMES = {
     **{name: name for name in ("linear", "tanh", "sigmoid", "relu", "elu", "selu", "softplus", "softsign", "gelu")},
     **{name: name for name in ("exponential", "mish", "softmax")},
     "swish": "silu",
     "hard_sigmoid": "hard_sigmoid_keras2",
 }
 #: TensorFlow's functions that users pass as activations -> their names in ``recurrence.activations``.
-_OF_TENSORFLOW = {
+_TENSORFLOW_ACTIVATIONS = {
     tf.tanh: "tanh",
     tf.sigmoid: "sigmoid",
     tf.nn.relu: "relu",
@@ -136,7 +136,7 @@ class Keras2(Dialect):
 
     name, engine_name = "tf_keras", "tensorflow"
     version = str(tf_keras.__version__)
-    says_mean, says_sum = "tf.reduce_mean(...)", "tf.reduce_sum(...)"
+    mean_code, sum_code = "tf.reduce_mean(...)", "tf.reduce_sum(...)"
     weighs_steps = False
     layers, activations, losses, models = tf_keras.layers, tf_keras.activations, tf_keras.losses, tf_keras.models
     ops, tree = _Ops, _Tree
@@ -153,19 +153,19 @@ class Keras2(Dialect):
         base_conv_lstm.ConvLSTMCell: {1: ConvLSTM1D, 2: ConvLSTM2D, 3: ConvLSTM3D},
     }
     known_activations: Mapping[Any, str] = {
-        **{getattr(tf_keras.activations, theirs): ours for theirs, ours in _NAMES.items()},
-        **_OF_TENSORFLOW,
+        **{getattr(tf_keras.activations, theirs): ours for theirs, ours in _ACTIVATION_NAMES.items()},
+        **_TENSORFLOW_ACTIVATIONS,
     }
     single_precision = frozenset({"gelu"})
 
     hook = staticmethod(keras2_run.hook)
-    dropout = staticmethod(keras2_run.dropout)
+    dropout_multipliers = staticmethod(keras2_run.dropout_multipliers)
     refusal = staticmethod(keras2_run.refusal)
 
     # -- the engine, dtypes, values
     floatx = staticmethod(tf_keras.backend.floatx)
 
-    def computed(self, dtype: str) -> str:
+    def computation_dtype(self, dtype: str) -> str:
         """Return ``dtype``: TensorFlow computes in the dtype of its inputs."""
         return dtype
 
@@ -190,28 +190,30 @@ class Keras2(Dialect):
 
         Keras 2 stores a penalty as a function without arguments; the regulariser is read from its closure.
         """
-        found: dict[int, Any] = {}
-        for part in layer._flatten_layers() if isinstance(layer, tf_keras.layers.Layer) else ():
-            for callable_loss in part._callable_losses:
-                inner: Any = getattr(callable_loss, "args", (None,))[0]
-                variable = next(iter(getattr(inner, "args", ())), None)
+        by_variable_id: dict[int, Any] = {}
+        for sublayer in layer._flatten_layers() if isinstance(layer, tf_keras.layers.Layer) else ():
+            for callable_loss in sublayer._callable_losses:
+                bound_penalty: Any = getattr(callable_loss, "args", (None,))[0]
+                variable = next(iter(getattr(bound_penalty, "args", ())), None)
                 if variable is not None:
-                    inside = dict(zip(inner.func.__code__.co_freevars, inner.func.__closure__ or (), strict=True))
-                    found[id(variable)] = inside["regularizer"].cell_contents
-        return found
+                    closure = dict(
+                        zip(bound_penalty.func.__code__.co_freevars, bound_penalty.func.__closure__ or (), strict=True)
+                    )
+                    by_variable_id[id(variable)] = closure["regularizer"].cell_contents
+        return by_variable_id
 
     def variables(self, model: Any) -> list[Any]:
         metrics = [v for metric in getattr(model, "metrics", ()) for v in metric.variables]
         layers = model._flatten_layers() if isinstance(model, tf_keras.layers.Layer) else ()
         states = [v for layer in layers for v in tf.nest.flatten(getattr(layer, "_states", None))]
-        found = [*getattr(model, "variables", ()), *metrics, *states]
-        return [v for v in {id(v): v for v in found}.values() if isinstance(v, tf.Variable)]
+        all_variables = [*getattr(model, "variables", ()), *metrics, *states]
+        return [v for v in {id(v): v for v in all_variables}.values() if isinstance(v, tf.Variable)]
 
     # -- layers and cells
     def state_size(self, layer: Any) -> Any:
         return _sizes(layer.cell.state_size)
 
-    def template(self, cell: Any) -> Any:
+    def state_template(self, cell: Any) -> Any:
         size = _sizes(cell.state_size)
         return size if tf.nest.is_nested(size) else [size]
 
@@ -222,7 +224,7 @@ class Keras2(Dialect):
             return None
         return None if size is None else _sizes(size)
 
-    def draws(self, layer: Any) -> bool:
+    def draws_random_numbers(self, layer: Any) -> bool:
         rates = ("dropout", "recurrent_dropout", "rate")
         return hasattr(layer, "_random_generator") and not any(hasattr(layer, name) for name in rates)
 
@@ -237,7 +239,7 @@ class Keras2(Dialect):
     def graph_of(self, model: Any) -> tuple[Any, Any]:
         return getattr(model, "_nested_inputs", None), getattr(model, "_nested_outputs", None)
 
-    def built_on(self, model: Any) -> Any:
+    def build_shape(self, model: Any) -> Any:
         shape = getattr(model, "_build_input_shape", None)
         return tuple(shape.as_list()) if isinstance(shape, tf.TensorShape) and shape.rank is not None else shape
 
@@ -245,22 +247,23 @@ class Keras2(Dialect):
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
         """Let initializers draw from ``seed`` within the block, also after a call of ``set_random_seed``."""
-        own = vars(backend._SEED_GENERATOR)
-        before = own.get("generator")
-        own["generator"] = random.Random(seed)
+        members = vars(backend._SEED_GENERATOR)
+        previous = members.get("generator")
+        members["generator"] = random.Random(seed)
         try:
             with super().seeded(seed):
                 yield
         finally:
-            own["generator"] = before
+            members["generator"] = previous
 
     @contextmanager
-    def running(
+    def variables_substituted(
         self, model: Any, values: Sequence[Any] | None, seeds: Sequence[Any], weights: Mapping[str, Any], tap: Tap
     ) -> Iterator[None]:
         """Tap ``weights``, and within the block draw random numbers from ``seeds``.
 
-        ``values`` is not used: variables are read as they are. :meth:`as_found` restores what a run assigns.
+        ``values`` is not used: variables are read as they are. :meth:`model_state_restored` resets what a run
+        assigns.
         """
         del values
         for key, variable in weights.items():
@@ -268,34 +271,34 @@ class Keras2(Dialect):
         with keras2_run.stateless(model, seeds):
             yield
 
-    seeds = staticmethod(keras2_run.seeds)
-    stepping = staticmethod(keras2_run.stepping)
+    seed_tensors = staticmethod(keras2_run.seed_tensors)
+    cell_weights_substituted = staticmethod(keras2_run.cell_weights_substituted)
 
     def step(self, cell: Any, x: Any, states: Any) -> tuple[Any, Any]:
         """Call a cell once, as ``RNN.call`` does; return its output and its list of states.
 
         Cells of TensorFlow itself take and may return a single state without a list.
         """
-        bare = getattr(cell, "_is_tf_rnn_cell", None) is not None and len(states) == 1
-        called = cell if callable(cell) else cell.call
-        output, new = called(x, states[0] if bare else states)
-        return output, new if tf.nest.is_nested(new) else [new]
+        takes_single_state = getattr(cell, "_is_tf_rnn_cell", None) is not None and len(states) == 1
+        call_cell = cell if callable(cell) else cell.call
+        output, new_states = call_cell(x, states[0] if takes_single_state else states)
+        return output, new_states if tf.nest.is_nested(new_states) else [new_states]
 
     @contextmanager
-    def as_found(self, model: Any, seed: int | None) -> Iterator[None]:
+    def model_state_restored(self, model: Any, seed: int | None) -> Iterator[None]:
         """Restore on exit the variables, the collected losses and TensorFlow's random generator."""
         del seed
-        with keras2_run.as_found(model, self.variables(model)):
+        with keras2_run.state_restored(model, self.variables(model)):
             yield
 
     def initial_state(self, cell: Any, samples: int) -> Any:
         return cell.get_initial_state(inputs=None, batch_size=samples, dtype=cell.dtype or self.floatx())
 
-    inside = staticmethod(keras2_run.inside)
+    unwrapped = staticmethod(keras2_run.unwrapped)
 
     def is_short(self, x: Any) -> bool:
         """Return whether ``x`` has at most 64 steps: tracing takes longer than running these eagerly."""
-        return all(len(t.shape) < 2 or t.shape[1] <= _SHORT for t in tf.nest.flatten(x))
+        return all(len(t.shape) < 2 or t.shape[1] <= _MAX_EAGER_STEPS for t in tf.nest.flatten(x))
 
     # -- the loss
     def is_compiled(self, model: Any) -> bool:
@@ -310,7 +313,7 @@ class Keras2(Dialect):
     def compiled_form(self, loss: Any, weights: Any = None, names: Any = None) -> Callable[[Any, Any, Any], Any]:
         return _UntrackedLosses(loss, weights, names)
 
-    def whole_loss(self, model: Any, x: Any, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
+    def training_loss(self, model: Any, x: Any, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
         del training
         return model.compute_loss(x, y, y_pred, weight)
 
@@ -318,7 +321,7 @@ class Keras2(Dialect):
         return any(base.__module__.endswith("base_layer_v1") for base in type(layer).__mro__)
 
     @contextmanager
-    def undisturbed(self, model: Any, regularised: bool) -> Iterator[None]:
+    def compiled_loss_unchanged(self, model: Any, regularised: bool) -> Iterator[None]:
         """Temporarily replace the compiled loss by a copy that updates no metric.
 
         Penalties of weights have a gradient only if ``regularised``.
@@ -326,15 +329,17 @@ class Keras2(Dialect):
         compiled = vars(model).get("compiled_loss")
         with overriding() as override:
             if compiled is not None:
-                given = compiled._user_losses, compiled._user_loss_weights, compiled._output_names
-                override(model, "compiled_loss", _UntrackedLosses(*given))
+                loss_arguments = compiled._user_losses, compiled._user_loss_weights, compiled._output_names
+                override(model, "compiled_loss", _UntrackedLosses(*loss_arguments))
             for layer in () if regularised else model._flatten_layers():
                 if layer._callable_losses:
-                    stopped = [substitute_in_this_thread(_stopped(p), p) for p in layer._callable_losses]
-                    override(layer, "_callable_losses", stopped)
+                    stopped_losses = [
+                        substitute_in_this_thread(_without_gradient(p), p) for p in layer._callable_losses
+                    ]
+                    override(layer, "_callable_losses", stopped_losses)
             yield
 
-    def aligned(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
+    def align_ranks(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
         """Return targets and outputs with the dtype and rank matched, as a compiled loss function receives them."""
         y, y_pred, _ = compile_utils.match_dtype_and_rank(tf.convert_to_tensor(y), y_pred, None)
         y_pred, y = losses_utils.squeeze_or_expand_dimensions(y_pred, y)
@@ -345,12 +350,12 @@ class Keras2(Dialect):
         return any((la._losses or la._eager_losses) and la._activity_regularizer is None for la in layers)
 
 
-def _stopped(loss: Any) -> Any:
-    def stopped() -> Any:
+def _without_gradient(loss: Any) -> Any:
+    def loss_without_gradient() -> Any:
         value = loss()
         return None if value is None else tf.stop_gradient(value)
 
-    return stopped
+    return loss_without_gradient
 
 
 def _sizes(sizes: Any) -> Any:

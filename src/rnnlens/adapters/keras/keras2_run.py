@@ -48,57 +48,66 @@ def refusal(layer: Any) -> tuple[str, str] | None:
     if any(tf.TensorShape(size).rank not in (0, 1) for size in sizes):
         return "has states with several axes", "a cell whose states are (sample, unit)"
     if getattr(layer, "_could_use_gpu_kernel", False):
-        own, cell = tf_keras.activations, layer.cell
-        if cell.activation not in (own.tanh, tf.tanh) or cell.recurrent_activation not in (own.sigmoid, tf.sigmoid):
-            what = "was built for tanh and sigmoid, and ignores activations that its cell was given later"
-            return what, "pass activation= when creating the layer"
+        activations, cell = tf_keras.activations, layer.cell
+        if cell.activation not in (activations.tanh, tf.tanh) or cell.recurrent_activation not in (
+            activations.sigmoid,
+            tf.sigmoid,
+        ):
+            reason = "was built for tanh and sigmoid, and ignores activations that its cell was given later"
+            return reason, "pass activation= when creating the layer"
     return None
 
 
-def hook(recorder: LayerRecorder, site: RecurrentSite, half: int, override: Override) -> None:
+def hook(recorder: LayerRecorder, site: RecurrentSite, direction_index: int, override: Override) -> None:
     """Override the methods of a recurrent layer that prepare its input and return its output.
 
     With the fused kernel, the layer applies dropout to its input before the recurrence. The hook applies it instead, so
     that the recorded input is the input of the recurrence.
     """
     layer = site.layer
-    settle, run, signature = layer._process_inputs, layer.call, inspect.signature(layer.call)
+    process_inputs, original_call, signature = layer._process_inputs, layer.call, inspect.signature(layer.call)
     fused = getattr(layer, "_could_use_gpu_kernel", False)
-    drop: Any = layer.get_dropout_mask_for_cell if fused else None
-    given: list[dict[str, Any]] = []
+    draw_dropout: Any = layer.get_dropout_mask_for_cell if fused else None
+    pending_calls: list[dict[str, Any]] = []
 
     def process(inputs: Any, initial_state: Any, constants: Any) -> Any:
-        sequence, state, constants = settle(inputs, initial_state, constants)
+        sequence, state, constants = process_inputs(inputs, initial_state, constants)
         with own_errors_unchanged():
             if tf.nest.is_nested(sequence):
-                what = f"Layer {site.name!r}: its input is nested."
-                raise UnsupportedError(what, hint="concatenate the parts along the last axis")
+                problem = f"Layer {site.name!r}: its input is nested."
+                raise UnsupportedError(problem, hint="concatenate the parts along the last axis")
             if constants:
-                what = f"Layer {site.name!r}: its cell takes constants."
-                raise UnsupportedError(what, hint="make them a part of the input")
-            refuse_random(site, bool(given[-1]["training"]))
+                problem = f"Layer {site.name!r}: its cell takes constants."
+                raise UnsupportedError(problem, hint="make them a part of the input")
+            refuse_random(site, bool(pending_calls[-1]["training"]))
         state = tf.nest.map_structure(tf.convert_to_tensor, state)
-        if fused and 0.0 < layer.cell.dropout < 1.0 and given[-1]["training"]:
+        if fused and 0.0 < layer.cell.dropout < 1.0 and pending_calls[-1]["training"]:
             # The fused kernel draws one mask per gate, and uses the first.
-            sequence = sequence * drop(sequence, True, count=4 if isinstance(layer, tf_keras.layers.LSTM) else 3)[0]
+            sequence = (
+                sequence * draw_dropout(sequence, True, count=4 if isinstance(layer, tf_keras.layers.LSTM) else 3)[0]
+            )
         with own_errors_unchanged():
-            mask = given[-1]["mask"]
-            swapped, mask = _samples_first(layer, sequence), None if mask is None else _samples_first(layer, mask)
-            joins = mask is None and known_class(layer.cell) is not None
-            steps = recorder.steps_of(site, swapped, state) if joins else None
-            if steps is not None:
-                run, x, state = steps.enter(swapped[:, 0], state)
-                given[-1]["step"] = partial(steps.leave, run)
+            mask = pending_calls[-1]["mask"]
+            swapped_input, mask = _samples_first(layer, sequence), None if mask is None else _samples_first(layer, mask)
+            can_join_steps = mask is None and known_class(layer.cell) is not None
+            step_recorder = recorder.step_recorder(site, swapped_input, state) if can_join_steps else None
+            if step_recorder is not None:
+                cell_run, x, state = step_recorder.start_step(swapped_input[:, 0], state)
+                pending_calls[-1]["step"] = partial(step_recorder.end_step, cell_run)
                 return _samples_first(layer, x[:, None]), state, constants
-            call, swapped, state = recorder.enters(site, half, swapped, state, mask)
-        given[-1]["call"] = call
-        return _samples_first(layer, swapped), state, constants
+            call, swapped_input, state = recorder.start_recurrent_call(
+                site, direction_index, swapped_input, state, mask
+            )
+        pending_calls[-1]["call"] = call
+        return _samples_first(layer, swapped_input), state, constants
 
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         with own_errors_unchanged():
             inputs = bound.arguments["inputs"]
-            if any(isinstance(part, tf.RaggedTensor) for part in (inputs if isinstance(inputs, list) else [inputs])):
+            if any(
+                isinstance(tensor, tf.RaggedTensor) for tensor in (inputs if isinstance(inputs, list) else [inputs])
+            ):
                 raise UnsupportedError(
                     f"Layer {site.name!r}: its input is a RaggedTensor.",
                     expected="a tensor of shape (sample, time, feature), with a mask for samples that are shorter",
@@ -106,16 +115,16 @@ def hook(recorder: LayerRecorder, site: RecurrentSite, half: int, override: Over
                 )
         mask: Any = bound.arguments.get("mask")
         mask = mask[0] if tf.nest.is_nested(mask) else mask
-        given.append({"mask": mask, "training": bound.arguments.get("training")})
+        pending_calls.append({"mask": mask, "training": bound.arguments.get("training")})
         with recorder.inside_a_layer():
-            result = run(*args, **kwargs)
-        record = given.pop()
+            result = original_call(*args, **kwargs)
+        pending_call = pending_calls.pop()
         with own_errors_unchanged():
-            if "step" in record:
-                output, states = record["step"](result[1], list(result[1:]))
+            if "step" in pending_call:
+                output, states = pending_call["step"](result[1], list(result[1:]))
                 sequence = _samples_first(layer, output[:, None])
                 return [sequence if layer.return_sequences else output, *states]
-            return _record_output(recorder, site, result, record["call"], record["training"])
+            return _record_output(recorder, site, result, pending_call["call"], pending_call["training"])
 
     override(layer, "_process_inputs", process)
     if fused:
@@ -131,9 +140,9 @@ def _record_output(recorder: LayerRecorder, site: RecurrentSite, result: Any, ca
         raise UnsupportedError(
             f"Layer {site.name!r}: the cell has several outputs.", expected="one tensor of shape (sample, unit)"
         )
-    swapped: Any = _samples_first if layer.return_sequences else lambda _, tensor: tensor
-    output, states = recorder.leaves(site, call, swapped(layer, output), states, training)
-    output = swapped(layer, output)
+    swap_axes: Any = _samples_first if layer.return_sequences else lambda _, tensor: tensor
+    output, states = recorder.record_results(site, call, swap_axes(layer, output), states, training)
+    output = swap_axes(layer, output)
     return output if states is None else [output, *states]
 
 
@@ -144,25 +153,25 @@ def _samples_first(layer: Any, tensor: Any) -> Any:
     return tf.transpose(tensor, [1, 0, *range(2, len(tensor.shape))])
 
 
-def dropout(layer: Any) -> dict[str, Any]:
+def dropout_multipliers(layer: Any) -> dict[str, Any]:
     """Return the dropout multipliers of a known cell, the same at each step; one per gate for ``implementation=1``."""
     cell: Any = layer.cell
-    found: dict[str, Any] = {}
+    multipliers: dict[str, Any] = {}
     if getattr(layer, "_could_use_gpu_kernel", False):
-        return found
+        return multipliers
     for name, cache, rate in (
         ("input_scale", "_dropout_mask_cache", "dropout"),
         ("state_scale", "_recurrent_dropout_mask_cache", "recurrent_dropout"),
     ):
         if not 0.0 < getattr(cell, rate, 0.0) < 1.0:
             continue
-        kept = getattr(cell, cache)
-        masks = kept._get_recursive(kept._key())
+        mask_cache = getattr(cell, cache)
+        masks = mask_cache._get_recursive(mask_cache._key())
         if isinstance(masks, list):
-            found[name] = tf.stack(masks) if getattr(cell, "implementation", 1) == 1 else masks[0]
+            multipliers[name] = tf.stack(masks) if getattr(cell, "implementation", 1) == 1 else masks[0]
         else:
-            found[name] = masks
-    return found
+            multipliers[name] = masks
+    return multipliers
 
 
 #: Attributes with the dropout masks that a cell has drawn, and the methods that draw them.
@@ -179,8 +188,8 @@ class _MaskPerCall(backend.ContextValueCache):  # type: ignore[misc]  # tf_keras
     """
 
     def setdefault(self, key: Any = None, default: Any = None, kwargs: Any = None) -> Any:
-        found = self._get_recursive(self._key())
-        return super().setdefault(key, default, kwargs) if found is None else found
+        cached_mask = self._get_recursive(self._key())
+        return super().setdefault(key, default, kwargs) if cached_mask is None else cached_mask
 
 
 class _Generator:
@@ -204,28 +213,36 @@ class _Generator:
         return tf.nn.experimental.stateless_dropout(inputs, rate=rate, noise_shape=noise_shape, seed=seed)
 
     def random_normal(self, shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, **_: Any) -> Any:
-        return self._drawn(tf.random.stateless_normal, shape, mean, stddev, dtype)
+        return self._draw_with_seed(tf.random.stateless_normal, shape, mean, stddev, dtype)
 
     def random_uniform(self, shape: Any, minval: Any = 0.0, maxval: Any = None, dtype: Any = None, **_: Any) -> Any:
-        return self._drawn(tf.random.stateless_uniform, shape, minval, 1.0 if maxval is None else maxval, dtype)
+        return self._draw_with_seed(
+            tf.random.stateless_uniform, shape, minval, 1.0 if maxval is None else maxval, dtype
+        )
 
     def truncated_normal(self, shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, **_: Any) -> Any:
-        return self._drawn(tf.random.stateless_truncated_normal, shape, mean, stddev, dtype)
+        return self._draw_with_seed(tf.random.stateless_truncated_normal, shape, mean, stddev, dtype)
 
-    def _drawn(self, draw: Any, shape: Any, first: Any, second: Any, dtype: Any) -> Any:
-        return draw(shape, self.make_seed_for_stateless_op(), first, second, dtype or tf_keras.backend.floatx())
+    def _draw_with_seed(self, draw: Any, shape: Any, first_parameter: Any, second_parameter: Any, dtype: Any) -> Any:
+        return draw(
+            shape,
+            self.make_seed_for_stateless_op(),
+            first_parameter,
+            second_parameter,
+            dtype or tf_keras.backend.floatx(),
+        )
 
 
 def _random_layers(model: Any) -> list[Any]:
     return [layer for layer in model._flatten_layers() if "_random_generator" in vars(layer)]
 
 
-def seeds(model: Any, seed: int | None) -> list[Any]:
+def seed_tensors(model: Any, seed: int | None) -> list[Any]:
     """Return one seed of two integers for each random generator in ``model``."""
     pairs = [
         np.random.SeedSequence([seed or 0, i]).generate_state(2) % 2**31 for i, _ in enumerate(_random_layers(model))
     ]
-    return [tf.constant(pair.astype(np.int32)) for pair in pairs]
+    return [tf.constant(seed_pair.astype(np.int32)) for seed_pair in pairs]
 
 
 @contextmanager
@@ -246,7 +263,7 @@ def stateless(model: Any, seeds: Sequence[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def as_found(model: Any, variables: Sequence[Any]) -> Iterator[None]:
+def state_restored(model: Any, variables: Sequence[Any]) -> Iterator[None]:
     """Restore on exit the values of variables, the losses that layers collected, and TensorFlow's random generator.
 
     Losses collected in a compiled run are tensors of a graph that no longer exists.
@@ -255,62 +272,68 @@ def as_found(model: Any, variables: Sequence[Any]) -> Iterator[None]:
     values = [(v, v.read_value()) for v in variables if v.dtype.is_floating or v.dtype.is_integer or v.dtype.is_bool]
     layers = list(model._flatten_layers()) if isinstance(model, tf_keras.layers.Layer) else []
     losses = [(layer, list(layer._eager_losses)) for layer in layers]
-    draws = getattr(context.context(), "_rng", None)  # exists once a seed was set; layers of the user may draw from it
-    state = None if draws is None else draws.getstate()
+    generator = getattr(
+        context.context(), "_rng", None
+    )  # exists once a seed was set; layers of the user may draw from it
+    state = None if generator is None else generator.getstate()
     try:
         yield
     finally:
         for variable, value in values:
-            now, before = np.asarray(variable.read_value()), np.asarray(value)
-            shared = now.__array_interface__["data"] == before.__array_interface__["data"]
-            if not shared and now.tobytes() != before.tobytes():
+            current, original = np.asarray(variable.read_value()), np.asarray(value)
+            shares_memory = current.__array_interface__["data"] == original.__array_interface__["data"]
+            if not shares_memory and current.tobytes() != original.tobytes():
                 variable.assign(value)
         for layer, collected in losses:
             layer._thread_local._eager_losses = collected
-        if draws is not None:
-            draws.setstate(state)
+        if generator is not None:
+            generator.setstate(state)
 
 
 @contextmanager
-def stepping(cell: Any, weights: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+def cell_weights_substituted(cell: Any, weights: Sequence[tuple[Any, Any]]) -> Iterator[None]:
     """Temporarily substitute tensors for variables of a cell and its sublayers; ``weights`` lists such pairs."""
-    by_id = {id(variable): tensor for variable, tensor in weights}
-    placed: set[int] = set()
+    tensors_by_id = {id(variable): tensor for variable, tensor in weights}
+    substituted_ids: set[int] = set()
     with overriding() as override:
         for layer in (cell, *getattr(cell, "submodules", ())):
             dtype = getattr(layer, "compute_dtype", None)
             for name, value in list(vars(layer).items()):
                 if not name.startswith(("_trainable_w", "_non_trainable_w", "_self_")):
-                    new = _put(value, by_id, dtype, placed)
-                    if new is not value:
-                        override(layer, name, new)
-        if by_id.keys() - placed:
-            kept = [variable.name for variable, _ in weights if id(variable) not in placed]
-            raise UnsupportedError(no_function_of_its_own(type(cell).__name__, f"weights not found in it: {kept}"))
+                    substitute = _substitute_variables(value, tensors_by_id, dtype, substituted_ids)
+                    if substitute is not value:
+                        override(layer, name, substitute)
+        if tensors_by_id.keys() - substituted_ids:
+            missing_names = [variable.name for variable, _ in weights if id(variable) not in substituted_ids]
+            raise UnsupportedError(
+                no_function_of_its_own(type(cell).__name__, f"weights not found in it: {missing_names}")
+            )
         yield
 
 
-def _put(value: Any, by_id: dict[int, Any], dtype: str | None, placed: set[int]) -> Any:
-    """Replace the variables in ``value``, also nested ones, by their tensors in ``by_id``; return the result.
+def _substitute_variables(
+    value: Any, tensors_by_id: dict[int, Any], dtype: str | None, substituted_ids: set[int]
+) -> Any:
+    """Replace the variables in ``value``, also nested ones, by their tensors in ``tensors_by_id``; return the result.
 
-    The ids of replaced variables are added to ``placed``. A value without such variables is returned as it is.
+    The ids of replaced variables are added to ``substituted_ids``. A value without such variables is returned as it is.
     """
     if isinstance(value, tf.Variable):
-        tensor = by_id.get(id(value))
+        tensor = tensors_by_id.get(id(value))
         if tensor is None:
             return value
-        placed.add(id(value))
+        substituted_ids.add(id(value))
         return tf.cast(tensor, dtype) if dtype and tensor.dtype.is_floating else tensor
     if isinstance(value, (list, tuple)):
-        parts = [_put(part, by_id, dtype, placed) for part in value]
-        return value if all(a is b for a, b in zip(parts, value, strict=True)) else type(value)(parts)
+        substitutes = [_substitute_variables(item, tensors_by_id, dtype, substituted_ids) for item in value]
+        return value if all(a is b for a, b in zip(substitutes, value, strict=True)) else type(value)(substitutes)
     if isinstance(value, dict):
-        items = {key: _put(part, by_id, dtype, placed) for key, part in value.items()}
+        items = {key: _substitute_variables(item, tensors_by_id, dtype, substituted_ids) for key, item in value.items()}
         return value if all(items[key] is value[key] for key in value) else items
     return value
 
 
-def inside(value: Any) -> Any:
+def unwrapped(value: Any) -> Any:
     """Return the list, dict or tuple inside a tracking wrapper of TensorFlow; None for other objects."""
     if isinstance(value, data_structures.ListWrapper):
         return value._storage

@@ -28,7 +28,7 @@ from .hooks import LayerRecorder, StepRecorder, own_errors_unchanged
 from .keras3_stamps import stamp_of
 from .restore import overriding
 
-_NAMES = (
+_ACTIVATION_NAMES = (
     *("linear", "tanh", "sigmoid", "relu", "leaky_relu", "relu6", "elu", "celu", "selu", "softplus", "softsign"),
     *("squareplus", "soft_shrink", "hard_shrink", "tanh_shrink", "sparse_plus", "silu", "gelu", "sparse_sigmoid"),
     *("exponential", "hard_sigmoid", "hard_silu", "hard_tanh", "mish", "log_sigmoid", "softmax", "log_softmax"),
@@ -43,7 +43,7 @@ class Keras3(Dialect):
     """Dialect of Keras 3; see :class:`rnnlens.adapters.keras.dialect.Dialect`."""
 
     name, engine_name = "keras", keras.backend.backend()
-    says_mean, says_sum = "keras.ops.mean(...)", "keras.ops.sum(...)"
+    mean_code, sum_code = "keras.ops.mean(...)", "keras.ops.sum(...)"
     weighs_steps = True
     version = str(keras.__version__)
     layers, activations, losses, models = keras.layers, keras.activations, keras.losses, keras.models
@@ -62,7 +62,7 @@ class Keras3(Dialect):
 
     #: Keras' activation functions that keep the shape of their input, by identity. Without ``sparsemax``: Keras
     #: computes a different function if all entries of the result are positive.
-    known_activations: Mapping[Any, str] = {getattr(keras.activations, name): name for name in _NAMES}
+    known_activations: Mapping[Any, str] = {getattr(keras.activations, name): name for name in _ACTIVATION_NAMES}
 
     # -- the engine, dtypes, values
     @property
@@ -72,7 +72,7 @@ class Keras3(Dialect):
 
     floatx = staticmethod(keras.backend.floatx)
 
-    def computed(self, dtype: str) -> str:
+    def computation_dtype(self, dtype: str) -> str:
         """Return the dtype of operations on ``dtype``: JAX and torch may round float64 to float32."""
         return str(keras.backend.result_type(dtype, dtype))
 
@@ -93,8 +93,8 @@ class Keras3(Dialect):
     def variables(self, model: Any) -> list[Any]:
         seeds = global_state.get_global_attribute(_SEEDS)
         metrics = getattr(model, "metrics_variables", [])
-        found = [*model.variables, *metrics, *([] if seeds is None else [seeds.state])]
-        return [v for v in {id(v): v for v in found}.values() if v._value is not None]
+        all_variables = [*model.variables, *metrics, *([] if seeds is None else [seeds.state])]
+        return [v for v in {id(v): v for v in all_variables}.values() if v._value is not None]
 
     # -- layers and cells
     def state_size(self, layer: Any) -> Any:
@@ -107,13 +107,13 @@ class Keras3(Dialect):
         return "overrides inner_loop", "write the recurrence as a cell, keras.layers.RNN(cell)"
 
     # -- a run
-    def hook(self, recorder: LayerRecorder, site: RecurrentSite, half: int, override: Override) -> None:
+    def hook(self, recorder: LayerRecorder, site: RecurrentSite, direction_index: int, override: Override) -> None:
         """Override the ``inner_loop`` of a recurrent layer, and switch off the fused kernel of a bidirectional one.
 
         ``inner_loop`` receives the mask and the initial state (given, stored, or zeros), the dropout multipliers are
         drawn by then, and its result is the layer's output. The fused kernel would not call it.
         """
-        override(site.layer, "inner_loop", _hooked_loop(recorder, site, half))
+        override(site.layer, "inner_loop", _hooked_loop(recorder, site, direction_index))
         if site.bidirectional:
             override(site.owner, "_can_attempt_fused_lstm", lambda *args, **kwargs: False)
             override(site.owner, "_can_attempt_fused_gru", lambda *args, **kwargs: False)
@@ -124,50 +124,55 @@ class Keras3(Dialect):
                 if getattr(layer, "use_cudnn", False):
                     override(layer, "use_cudnn", False)
 
-    def dropout(self, layer: Any) -> dict[str, Any]:
-        cell, found = layer.cell, {}
+    def dropout_multipliers(self, layer: Any) -> dict[str, Any]:
+        cell, multipliers = layer.cell, {}
         for name, attribute, rate in (
             ("input_scale", "_dropout_mask", "dropout"),
             ("state_scale", "_recurrent_dropout_mask", "recurrent_dropout"),
         ):
             mask = getattr(cell, attribute, None)
             if mask is not None and 0.0 < getattr(cell, rate, 0.0) < 1.0:
-                found[name] = keras.ops.stack(mask) if isinstance(mask, list | tuple) else mask
-        return found
+                multipliers[name] = keras.ops.stack(mask) if isinstance(mask, list | tuple) else mask
+        return multipliers
 
-    def values(self, variables: Sequence[Any]) -> list[Any] | None:
+    def variable_values(self, variables: Sequence[Any]) -> list[Any] | None:
         return self.engine.values([v._value for v in variables])
 
-    def seeds(self, model: Any, seed: int | None) -> list[Any]:
-        random = _seed_states(self.variables(model))
-        return [keras.ops.convert_to_tensor(v) if seed is None else _seeded(v, seed, i) for i, v in enumerate(random)]
+    def seed_tensors(self, model: Any, seed: int | None) -> list[Any]:
+        seed_states = _seed_states(self.variables(model))
+        return [
+            keras.ops.convert_to_tensor(v) if seed is None else _seed_tensor(v, seed, i)
+            for i, v in enumerate(seed_states)
+        ]
 
     @contextmanager
-    def running(
+    def variables_substituted(
         self, model: Any, values: Sequence[Any] | None, seeds: Sequence[Any], weights: Mapping[str, Any], tap: Tap
     ) -> Iterator[None]:
         """Open a ``keras.StatelessScope`` with tapped weights, values and seeds: no variable is written."""
         variables = self.variables(model)
-        held = {} if values is None else {id(v): a for v, a in zip(variables, values, strict=True)}
-        held.update({id(v): a for v, a in zip(_seed_states(variables), seeds, strict=True)})
+        substitutes = {} if values is None else {id(v): a for v, a in zip(variables, values, strict=True)}
+        substitutes.update({id(v): a for v, a in zip(_seed_states(variables), seeds, strict=True)})
         for key, variable in weights.items():
-            held[id(variable)] = tap(f"weight|{key}", held.get(id(variable), keras.ops.convert_to_tensor(variable)))
+            substitutes[id(variable)] = tap(
+                f"weight|{key}", substitutes.get(id(variable), keras.ops.convert_to_tensor(variable))
+            )
         for variable in variables:
             # For a variable without a value in the scope, Keras would pass None to its regulariser.
             if variable.regularizer is not None:
-                held.setdefault(id(variable), keras.ops.convert_to_tensor(variable))
-        mapping = [(v, held[id(v)]) for v in variables if id(v) in held]
+                substitutes.setdefault(id(variable), keras.ops.convert_to_tensor(variable))
+        mapping = [(v, substitutes[id(v)]) for v in variables if id(v) in substitutes]
         with keras.StatelessScope(mapping, collect_losses=True, initialize_variables=False):
             yield
 
     @contextmanager
-    def stepping(self, cell: Any, weights: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    def cell_weights_substituted(self, cell: Any, weights: Sequence[tuple[Any, Any]]) -> Iterator[None]:
         del cell
         with keras.StatelessScope(list(weights), collect_losses=True, initialize_variables=False):
             yield
 
     @contextmanager
-    def as_found(self, model: Any, seed: int | None) -> Iterator[None]:
+    def model_state_restored(self, model: Any, seed: int | None) -> Iterator[None]:
         """Restore on exit the random generators and Keras' process-wide state.
 
         Variables need no restoring, because a run writes them only in its ``keras.StatelessScope``.
@@ -179,13 +184,13 @@ class Keras3(Dialect):
             # Otherwise Keras would create and keep one, seeded from Python's random numbers.
             global_state.set_global_attribute(_SEEDS, keras.random.SeedGenerator(0, name="rnnlens_seeds"))
         try:
-            with self.engine.preserved(seed):
+            with self.engine.random_state_restored(seed):
                 yield
         finally:
             global_state.set_global_attribute(_UNINITIALIZED, pending or None)
             global_state.set_global_attribute(_SEEDS, seeds)
 
-    def tracks(self, value: Any) -> bool:
+    def is_tracker(self, value: Any) -> bool:
         return isinstance(value, Tracker)
 
     stamp = staticmethod(stamp_of)
@@ -196,7 +201,7 @@ class Keras3(Dialect):
         return form
 
     @contextmanager
-    def undisturbed(self, model: Any, regularised: bool) -> Iterator[None]:
+    def compiled_loss_unchanged(self, model: Any, regularised: bool) -> Iterator[None]:
         """Temporarily replace a compiled loss that is not built yet by a copy; the model's own stays unbuilt.
 
         Penalties of weights have a gradient if ``regularised``.
@@ -209,23 +214,23 @@ class Keras3(Dialect):
                 )
                 override(model, "_get_regularization_losses", stopped)
             if compiled is not None and not compiled.built:
-                given = compiled._user_loss, compiled._user_loss_weights, compiled.output_names
-                override(model, "_compile_loss", self.compiled_form(*given))
+                loss_arguments = compiled._user_loss, compiled._user_loss_weights, compiled.output_names
+                override(model, "_compile_loss", self.compiled_form(*loss_arguments))
             yield
 
-    def aligned(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
+    def align_ranks(self, y: Any, y_pred: Any) -> tuple[Any, Any]:
         """Return targets and outputs with the same rank: (n,) becomes (n, 1) if the other is (n, 1)."""
-        found: tuple[Any, Any] = squeeze_or_expand_to_same_rank(y, y_pred)
-        return found
+        aligned_pair: tuple[Any, Any] = squeeze_or_expand_to_same_rank(y, y_pred)
+        return aligned_pair
 
 
-def _hooked_loop(recorder: LayerRecorder, site: RecurrentSite, half: int) -> Callable[..., Any]:
+def _hooked_loop(recorder: LayerRecorder, site: RecurrentSite, direction_index: int) -> Callable[..., Any]:
     original, layer = site.layer.inner_loop, site.layer
     is_reversed = not site.bidirectional and _is_reversed_by_cudnn(layer)  # before cuDNN is switched off
 
     def inner_loop(sequences: Any, initial_state: Any, mask: Any, training: Any = False) -> Any:
         mask = mask[0] if keras.tree.is_nested(mask) else mask
-        initial_state = keras.tree.map_structure(_value_of, initial_state)
+        initial_state = keras.tree.map_structure(_state_tensor, initial_state)
         with own_errors_unchanged():
             if mask is not None and dialect.engine.name == "torch" and layer.unroll and layer.go_backwards:
                 raise UnsupportedError(
@@ -240,32 +245,34 @@ def _hooked_loop(recorder: LayerRecorder, site: RecurrentSite, half: int) -> Cal
                     hint="keras.layers.LSTM(..., use_cudnn=False)",
                 )
             refuse_random(site, bool(training))
-            steps = recorder.steps_of(site, sequences, initial_state)
-            if steps is not None:
-                return _one_step(steps, sequences, initial_state, mask)
-            call, sequences, initial_state = recorder.enters(site, half, sequences, initial_state, mask)
+            step_recorder = recorder.step_recorder(site, sequences, initial_state)
+            if step_recorder is not None:
+                return run_one_step(step_recorder, sequences, initial_state, mask)
+            call, sequences, initial_state = recorder.start_recurrent_call(
+                site, direction_index, sequences, initial_state, mask
+            )
         with recorder.inside_a_layer():
-            last, outputs, states = original(sequences, initial_state, mask, training=training)
+            last_output, outputs, states = original(sequences, initial_state, mask, training=training)
         if layer.return_sequences:
-            outputs, states = recorder.leaves(site, call, outputs, states, training)
+            outputs, states = recorder.record_results(site, call, outputs, states, training)
         else:
-            last, states = recorder.leaves(site, call, last, states, training)
-        return last, outputs, states
+            last_output, states = recorder.record_results(site, call, last_output, states, training)
+        return last_output, outputs, states
 
-    def _one_step(steps: StepRecorder, sequences: Any, initial_state: Any, mask: Any) -> Any:
-        run, x, states = steps.enter(sequences[:, 0], initial_state)
+    def run_one_step(step_recorder: StepRecorder, sequences: Any, initial_state: Any, mask: Any) -> Any:
+        cell_run, x, states = step_recorder.start_step(sequences[:, 0], initial_state)
         options = {"training": recorder.training} if getattr(layer.cell, "_call_has_training_arg", False) else {}
-        with recorder.inside_a_layer(), steps.inside(run):
-            last, new = layer.cell(x, states, **options)
-        new = keras.tree.pack_sequence_as(states, keras.tree.flatten(new))
-        last, new = steps.leave(run, last, new)
+        with recorder.inside_a_layer(), step_recorder.early_state_tapped(cell_run):
+            output, new_states = layer.cell(x, states, **options)
+        new_states = keras.tree.pack_sequence_as(states, keras.tree.flatten(new_states))
+        output, new_states = step_recorder.end_step(cell_run, output, new_states)
         if mask is not None:
-            new = keras.tree.map_structure(lambda a, b: keras.ops.where(mask, a, b), new, states)
+            new_states = keras.tree.map_structure(lambda a, b: keras.ops.where(mask, a, b), new_states, states)
             # Its only step is a layer's first, before which there is no output.
             from_state = keras.backend.backend() == "jax" and not layer.unroll and not layer.zero_output_for_mask
-            before = keras.tree.flatten(states)[0] if from_state else keras.ops.zeros_like(last)
-            last = keras.ops.where(mask, last, before)
-        return last, keras.ops.expand_dims(last, 1), new
+            previous_output = keras.tree.flatten(states)[0] if from_state else keras.ops.zeros_like(output)
+            output = keras.ops.where(mask, output, previous_output)
+        return output, keras.ops.expand_dims(output, 1), new_states
 
     return inner_loop
 
@@ -276,11 +283,11 @@ def _is_reversed_by_cudnn(layer: Any) -> bool:
     if not (backwards and isinstance(layer, keras.layers.LSTM) and dialect.engine.on_accelerator):
         return False
     cell = layer.cell
-    fused = backend.cudnn_ok(cell.activation, cell.recurrent_activation, layer.unroll, use_bias=cell.use_bias)
-    return bool(layer.use_cudnn and fused and not layer.recurrent_dropout)
+    is_fused = backend.cudnn_ok(cell.activation, cell.recurrent_activation, layer.unroll, use_bias=cell.use_bias)
+    return bool(layer.use_cudnn and is_fused and not layer.recurrent_dropout)
 
 
-def _value_of(state: Any) -> Any:
+def _state_tensor(state: Any) -> Any:
     """Return the value of a stateful layer's variable as a tensor that can be differentiated."""
     if not isinstance(state, keras.Variable):
         return state
@@ -292,10 +299,10 @@ def _seed_states(variables: Sequence[Any]) -> list[Any]:
     return [v for v in variables if v.name == "seed_generator_state"]
 
 
-def _seeded(variable: Any, seed: int, index: int) -> Any:
+def _seed_tensor(variable: Any, seed: int, index: int) -> Any:
     # Torch adds the two numbers of a seed, so different pairs could give the same draws.
-    mixed = int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) % 2**31
-    return keras.ops.convert_to_tensor([mixed, 0], dtype=variable.dtype)
+    seed_number = int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) % 2**31
+    return keras.ops.convert_to_tensor([seed_number, 0], dtype=variable.dtype)
 
 
 class _KerasOps:

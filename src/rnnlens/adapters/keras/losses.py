@@ -14,23 +14,23 @@ from ...errors import InputError, ModelError, UnsupportedError, message, raised_
 from ...typing import Array
 from ..protocol import Batch, Outputs
 from .dialect import Dialect, dialect_of
-from .discover import given_states, places
+from .discover import given_state_layers, locate_layers
 from .hooks import Loss, RunRequest
 from .inputs import targets
-from .restore import as_found
+from .restore import model_state_restored
 from .run import run
 
 
-def plan(model: Any, batch: Batch) -> Loss:
+def scalar_loss(model: Any, batch: Batch) -> Loss:
     """Return the loss as a function ``(x, y, y_pred, sample_weight) -> scalar``; raise an error without one."""
     if batch.loss is None:
-        return _compiled(model, batch)
+        return _compiled_loss(model, batch)
     keras = dialect_of(model)
-    given = _given(keras, batch)
+    user_loss = _user_loss(keras, batch)
 
     def loss(x: Any, y: Any, y_pred: Any, weight: Any) -> Any:
         _check_weight(keras, weight, y_pred)
-        value = _scalar(keras, given(y, y_pred, weight))
+        value = _checked_scalar(keras, user_loss(y, y_pred, weight))
         for extra in model.losses:  # add_loss, activity and weight regularisers
             value = value + keras.ops.cast(keras.ops.sum(extra), value.dtype)
         return value
@@ -53,7 +53,7 @@ def _check_weight(keras: Dialect, weight: Any, y_pred: Any) -> None:
         )
 
 
-def _compiled(model: Any, batch: Batch) -> Loss:
+def _compiled_loss(model: Any, batch: Batch) -> Loss:
     keras = dialect_of(model)
     if not isinstance(model, keras.Model):
         raise ModelError(
@@ -71,18 +71,18 @@ def _compiled(model: Any, batch: Batch) -> Loss:
 
     def compiled(x: Any, y: Any, y_pred: Any, weight: Any) -> Any:
         _check_weight(keras, weight, y_pred)
-        value = keras.whole_loss(model, x, y, y_pred, weight, batch.training)
+        value = keras.training_loss(model, x, y, y_pred, weight, batch.training)
         if value is None and not overridden:
             raise ModelError(
                 f"Model {model.name!r} was compiled without a loss.",
                 hint="model.compile(loss=...), or pass loss=, with the loss that your own train_step computes",
             )
-        return _scalar(keras, value)
+        return _checked_scalar(keras, value)
 
     return compiled
 
 
-def _given(keras: Dialect, batch: Batch) -> Callable[[Any, Any, Any], Any]:
+def _user_loss(keras: Dialect, batch: Batch) -> Callable[[Any, Any, Any], Any]:
     loss = batch.loss
     # Keras' own loss functions return one value per sample; they are averaged, as by compile().
     is_own = isinstance(loss, types.FunctionType) and getattr(keras.losses, loss.__name__, None) is loss
@@ -94,8 +94,8 @@ def _given(keras: Dialect, batch: Batch) -> Callable[[Any, Any, Any], Any]:
         try:
             loss = keras.losses.get(loss)
         except ValueError:
-            what, hint = "Keras has no loss of that name.", 'a name such as "mse", or a function'
-            raise InputError(what, got=repr(loss), hint=hint) from None
+            problem, hint = "Keras has no loss of that name.", 'a name such as "mse", or a function'
+            raise InputError(problem, got=repr(loss), hint=hint) from None
         return keras.compiled_form(loss)
     if is_own or isinstance(loss, (list, tuple, dict)):
         return keras.compiled_form(loss)
@@ -111,16 +111,16 @@ def _given(keras: Dialect, batch: Batch) -> Callable[[Any, Any, Any], Any]:
             hint=f"pass a {keras.name}.losses.Loss or a name, or weight inside the function",
         )
 
-    def aligned(y: Any, y_pred: Any, weight: Any) -> Any:
+    def aligned_loss(y: Any, y_pred: Any, weight: Any) -> Any:
         """Call the user's loss on targets and outputs of equal rank, as a compiled loss does: (n,) becomes (n, 1)."""
         del weight
-        plain = y is None or keras.tree.is_nested(y) or keras.tree.is_nested(y_pred)
-        return loss(y, y_pred) if plain else loss(*keras.aligned(y, y_pred))
+        cannot_align = y is None or keras.tree.is_nested(y) or keras.tree.is_nested(y_pred)
+        return loss(y, y_pred) if cannot_align else loss(*keras.align_ranks(y, y_pred))
 
-    return aligned
+    return aligned_loss
 
 
-def _scalar(keras: Dialect, loss: Any) -> Any:
+def _checked_scalar(keras: Dialect, loss: Any) -> Any:
     if loss is None:
         raise InputError("The loss is None.", expected="one number", hint="return the loss from the function")
     loss = keras.ops.convert_to_tensor(loss)
@@ -129,14 +129,14 @@ def _scalar(keras: Dialect, loss: Any) -> Any:
             "The loss is not one number.",
             got=f"shape {tuple(loss.shape)}",
             expected="shape ()",
-            hint=f"{keras.says_mean} or {keras.says_sum} around it",
+            hint=f"{keras.mean_code} or {keras.sum_code} around it",
         )
     return loss
 
 
 #: Losses with one value per sample (and step): the mean over batches of one size is the mean over the data set.
 #: Their functions (``mean_squared_error``) and classes (``MeanSquaredError``), without case and underscores.
-_PLAIN = {
+_PER_SAMPLE_LOSSES = {
     "meansquarederror", "meanabsoluteerror", "meanabsolutepercentageerror", "meansquaredlogarithmicerror",
     "huber", "logcosh", "hinge", "squaredhinge", "categoricalhinge", "binarycrossentropy", "kldivergence",
     "categoricalcrossentropy", "sparsecategoricalcrossentropy", "poisson", "cosinesimilarity",
@@ -149,11 +149,11 @@ def combination(model: Any, batch: Batch) -> str | None:
     keras = dialect_of(model)
     if keras.is_overridden(model) or not _all_keras(model) or _may_be_masked(model):
         return None
-    given = batch.loss if batch.loss is not None else keras.user_loss(model)
-    found = {_kind(keras, part) for part in keras.tree.flatten(given) if part is not None}
-    if len(found) != 1 or (found == {"sum"} and _has_own_losses(model)):
+    user_losses = batch.loss if batch.loss is not None else keras.user_loss(model)
+    combinations = {_combination_of(keras, loss) for loss in keras.tree.flatten(user_losses) if loss is not None}
+    if len(combinations) != 1 or (combinations == {"sum"} and _has_own_losses(model)):
         return None
-    return found.pop()
+    return combinations.pop()
 
 
 def ignores_weight_zero(model: Any, batch: Batch) -> bool:
@@ -176,21 +176,21 @@ def mixes_samples(model: Any, training: bool) -> str | None:
 
 def outputs_of(model: Any, batch: Batch) -> Outputs:
     """Run the model on one batch and return its outputs, with their masks."""
-    keras, found = dialect_of(model), places(model)
+    keras, model_layers = dialect_of(model), locate_layers(model)
     engine = keras.engine
-    names = given_states(found, batch.initial_state)
-    sites = [site for site in found.sites if site.name in names]
-    kept = run(RunRequest(model, batch, sites, keep=frozenset({"outputs", "masks"}))).outputs
-    masks = [None if mask is None else np.asarray(engine.to_array(mask)) for mask in kept["masks"]]
-    arrays = [keras.value_of(leaf) for leaf in keras.tree.flatten(kept["outputs"])]
-    structure = {"outputs": kept["outputs"], "adds": bool(np.asarray(engine.to_array(kept["adds"])))}
+    names = given_state_layers(model_layers, batch.initial_state)
+    sites = [site for site in model_layers.sites if site.name in names]
+    recorded = run(RunRequest(model, batch, sites, record_names=frozenset({"outputs", "masks"}))).outputs
+    masks = [None if mask is None else np.asarray(engine.to_array(mask)) for mask in recorded["masks"]]
+    arrays = [keras.value_of(leaf) for leaf in keras.tree.flatten(recorded["outputs"])]
+    structure = {"outputs": recorded["outputs"], "adds": bool(np.asarray(engine.to_array(recorded["adds"])))}
 
-    def nothing(y: Any, y_pred: Any) -> Any:
+    def zero_loss(y: Any, y_pred: Any) -> Any:
         """Return a loss of 0, so that only losses added by the model's own layers remain."""
         del y
         return keras.ops.zeros((), dtype=dtype_name(keras.tree.flatten(y_pred)[0]))
 
-    return Outputs(arrays, structure, masks, nothing if _has_own_losses(model) else None)
+    return Outputs(arrays, structure, masks, zero_loss if _has_own_losses(model) else None)
 
 
 def loss_of(model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Array | None]]:
@@ -200,50 +200,52 @@ def loss_of(model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Arr
     """
     keras = dialect_of(model)
     if keras.is_overridden(model) and batch.loss is None:
-        raise UnsupportedError(_not_from_outputs("the model overrides compute_loss()"))
+        raise UnsupportedError(_needs_more_than_outputs("the model overrides compute_loss()"))
     if outputs.tree["adds"]:
-        raise UnsupportedError(_not_from_outputs("a layer of the model calls add_loss()"))
+        raise UnsupportedError(_needs_more_than_outputs("a layer of the model calls add_loss()"))
     engine = keras.engine
     if batch.loss is not None:
-        loss = _given(keras, batch)
+        loss = _user_loss(keras, batch)
     else:
-        _compiled(model, batch)  # refuses a model without a loss
+        _compiled_loss(model, batch)  # refuses a model without a loss
 
         def loss(y: Any, y_pred: Any, weight: Any) -> Any:
             return keras.compiled_loss(model)(y, y_pred, weight)
 
-    like = keras.tree.flatten(outputs.tree["outputs"])
-    floats = [keras.ops.convert_to_tensor(a, dtype=t.dtype) for a, t in zip(outputs.leaves, like, strict=True)]
+    template_outputs = keras.tree.flatten(outputs.tree["outputs"])
+    output_tensors = [
+        keras.ops.convert_to_tensor(a, dtype=t.dtype) for a, t in zip(outputs.leaves, template_outputs, strict=True)
+    ]
     y, weight = targets(model, batch, len(outputs.leaves[0]))
-    arguments = {"outputs": floats, "masks": outputs.masks, "y": y, "weight": weight}
-    known = {id(v) for v in keras.variables(model)}
-    weights = {str(i): v for i, v in enumerate(model.trainable_variables) if id(v) in known}
+    arguments = {"outputs": output_tensors, "masks": outputs.masks, "y": y, "weight": weight}
+    variable_ids = {id(v) for v in keras.variables(model)}
+    weights = {str(i): v for i, v in enumerate(model.trainable_variables) if id(v) in variable_ids}
 
-    def program(given: Any, tap: Tap) -> tuple[dict[str, Any], Any]:
-        flat = [tap(f"output/{i}", t) if keras.is_float(t) else t for i, t in enumerate(given["outputs"])]
-        for tensor, mask in zip(flat, given["masks"], strict=False):
+    def program(inputs: Any, tap: Tap) -> tuple[dict[str, Any], Any]:
+        flat = [tap(f"output/{i}", t) if keras.is_float(t) else t for i, t in enumerate(inputs["outputs"])]
+        for tensor, mask in zip(flat, inputs["masks"], strict=False):
             if mask is not None:
                 keras.set_mask(tensor, keras.ops.cast(mask, "bool"))
         y_pred = keras.tree.pack_sequence_as(outputs.tree["outputs"], flat)
-        with keras.running(model, None, seeds, weights, tap), raised_by("Your loss"):
-            return {"loss": _scalar(keras, loss(given["y"], y_pred, given["weight"]))}, None
+        with keras.variables_substituted(model, None, seeds, weights, tap), raised_by("Your loss"):
+            return {"loss": _checked_scalar(keras, loss(inputs["y"], y_pred, inputs["weight"]))}, None
 
-    with as_found(model, keras, batch.seed), keras.undisturbed(model, regularised=False):
-        seeds = keras.seeds(model, batch.seed)
-        linear = engine.linearise(program, arguments, Memo())
-        value = float(np.asarray(engine.to_array(linear.targets["loss"])))
-        found = linear.vjp({"loss": np.ones(1)})
-    by_weight = [grad for key, grad in found.items() if key.startswith("weight|") and grad is not None]
-    if any(np.any(np.asarray(engine.to_array(grad))) for grad in by_weight):
-        raise UnsupportedError(_not_from_outputs("the loss reads the model's weights itself"))
-    grads = [found.get(f"output/{i}") for i in range(len(floats))]
+    with model_state_restored(model, keras, batch.seed), keras.compiled_loss_unchanged(model, regularised=False):
+        seeds = keras.seed_tensors(model, batch.seed)
+        linearised = engine.linearise(program, arguments, Memo())
+        value = float(np.asarray(engine.to_array(linearised.targets["loss"])))
+        gradients = linearised.vjp({"loss": np.ones(1)})
+    weight_gradients = [grad for key, grad in gradients.items() if key.startswith("weight|") and grad is not None]
+    if any(np.any(np.asarray(engine.to_array(grad))) for grad in weight_gradients):
+        raise UnsupportedError(_needs_more_than_outputs("the loss reads the model's weights itself"))
+    grads = [gradients.get(f"output/{i}") for i in range(len(output_tensors))]
     return value, [None if grad is None else np.asarray(engine.to_array(grad))[0] for grad in grads]
 
 
-def _not_from_outputs(why: str) -> str:
+def _needs_more_than_outputs(reason: str) -> str:
     return message(
         "The loss of a data set is computed from the outputs of all batches, and this loss needs more than outputs.",
-        got=why,
+        got=reason,
         expected='combine="mean" or "sum", if the loss is a mean or a sum over samples, or all samples as one batch',
     )
 
@@ -251,7 +253,9 @@ def _not_from_outputs(why: str) -> str:
 def _all_keras(model: Any) -> bool:
     """Return whether all layers of a model are Keras' own, without a Lambda."""
     keras = dialect_of(model)
-    return all(keras.is_own(type(la)) and not isinstance(la, keras.layers.Lambda) for la in model._flatten_layers())
+    return all(
+        keras.is_from_keras(type(la)) and not isinstance(la, keras.layers.Lambda) for la in model._flatten_layers()
+    )
 
 
 def _may_be_masked(model: Any) -> bool:
@@ -271,12 +275,16 @@ def _has_own_losses(model: Any) -> bool:
     return regularised or any(layer.activity_regularizer is not None for layer in model._flatten_layers())
 
 
-def _kind(keras: Dialect, loss: Any) -> str | None:
+def _combination_of(keras: Dialect, loss: Any) -> str | None:
     if isinstance(loss, str):
         loss = keras.losses.get(loss)
     name = getattr(loss, "__name__", type(loss).__name__)
     is_own = getattr(keras.losses, name, None) in (loss, type(loss))
-    if not is_own or name.replace("_", "").lower() not in _PLAIN or getattr(loss, "ignore_class", None) is not None:
+    if (
+        not is_own
+        or name.replace("_", "").lower() not in _PER_SAMPLE_LOSSES
+        or getattr(loss, "ignore_class", None) is not None
+    ):
         return None
     return {"sum": "sum", "mean": "mean", "sum_over_batch_size": "mean", "auto": "mean"}.get(
         getattr(loss, "reduction", "mean")

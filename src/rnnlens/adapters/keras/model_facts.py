@@ -10,7 +10,7 @@ import numpy as np
 
 from ..protocol import ModelFacts, Role, Submodule
 from .dialect import Dialect, dialect_of
-from .discover import places
+from .discover import locate_layers
 from .inputs import output_names
 
 _RELUS = ("relu", "relu6")
@@ -19,8 +19,8 @@ _DROPOUTS = ("Dropout", "AlphaDropout", "GaussianDropout", "SpatialDropout1D", "
 
 def facts(model: Any) -> ModelFacts:
     """Return layers and roles, names of inputs and outputs, loss, optimizer, clipping and loss scale of a model."""
-    layers = places(model).layers()
-    outer, optimizer = optimizers(model)
+    layers = locate_layers(model).layers()
+    training_optimizer, optimizer = optimizers(model)
     return ModelFacts(
         submodules={n: Submodule(_roles(la), str(getattr(la, "compute_dtype", ""))) for n, la in layers.items()},
         inputs=_names(model, "input_names", "inputs"),
@@ -29,7 +29,7 @@ def facts(model: Any) -> ModelFacts:
         optimizer="" if optimizer is None else type(optimizer).__name__,
         clipping=_clipping(optimizer),
         clips_lookups_apart=dialect_of(model).engine.name == "tensorflow",
-        loss_scale=1.0 if optimizer is outer else _scale(outer),
+        loss_scale=1.0 if optimizer is training_optimizer else _loss_scale(training_optimizer),
     )
 
 
@@ -39,16 +39,22 @@ def reduction(model: Any, loss: Any) -> str | None:
     Returns None if it is unknown or if the parts of a loss differ. A compiled loss and a loss given by name are
     averaged unless their ``reduction`` is another.
     """
-    compiled = loss is None
-    given = getattr(model, "loss", None) if compiled else loss
-    parts = list(given.values()) if isinstance(given, dict) else given if isinstance(given, list | tuple) else [given]
-    found = set()
-    for part in parts:
-        mean = "sum_over_batch_size" if compiled or isinstance(part, str) else None
-        says = getattr(part, "reduction", None) or mean
-        if part is not None:
-            found.add("sum_over_batch_size" if says == "auto" else says)
-    return found.pop() if len(found) == 1 else None
+    is_compiled = loss is None
+    user_loss = getattr(model, "loss", None) if is_compiled else loss
+    losses = (
+        list(user_loss.values())
+        if isinstance(user_loss, dict)
+        else user_loss
+        if isinstance(user_loss, list | tuple)
+        else [user_loss]
+    )
+    reductions = set()
+    for part_loss in losses:
+        default = "sum_over_batch_size" if is_compiled or isinstance(part_loss, str) else None
+        declared = getattr(part_loss, "reduction", None) or default
+        if part_loss is not None:
+            reductions.add("sum_over_batch_size" if declared == "auto" else declared)
+    return reductions.pop() if len(reductions) == 1 else None
 
 
 def _roles(layer: Any) -> frozenset[Role]:
@@ -72,16 +78,16 @@ def _is_relu(keras: Dialect, layer: Any) -> bool:
 
 def _names(model: Any, names: str, tensors: str) -> tuple[str, ...]:
     """Return the names of a model's inputs or outputs; () if it has none."""
-    listed = getattr(model, names, None)
-    if listed is None:
-        listed = [getattr(t, "name", str(i)) for i, t in enumerate(getattr(model, tensors, None) or ())]
-    return tuple(map(str, listed)) if isinstance(listed, list | tuple) else ()
+    entries = getattr(model, names, None)
+    if entries is None:
+        entries = [getattr(t, "name", str(i)) for i, t in enumerate(getattr(model, tensors, None) or ())]
+    return tuple(map(str, entries)) if isinstance(entries, list | tuple) else ()
 
 
 def optimizers(model: Any) -> tuple[Any, Any]:
     """Return a model's optimizer, and the one inside it if it is a LossScaleOptimizer of mixed precision."""
-    outer = getattr(model, "optimizer", None)
-    return outer, getattr(outer, "inner_optimizer", outer)
+    optimizer = getattr(model, "optimizer", None)
+    return optimizer, getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def _clipping(optimizer: Any) -> tuple[str, float] | None:
@@ -89,7 +95,7 @@ def _clipping(optimizer: Any) -> tuple[str, float] | None:
     return next(((kind, float(threshold)) for kind, threshold in thresholds.items() if threshold), None)
 
 
-def _scale(optimizer: Any) -> float:
+def _loss_scale(optimizer: Any) -> float:
     """Return the present loss scale of a ``LossScaleOptimizer``; the initial one before its first step."""
     scale = getattr(optimizer, "dynamic_scale", None) if getattr(optimizer, "built", False) else None
     return float(np.asarray(scale)) if scale is not None else float(getattr(optimizer, "initial_scale", 1.0))
@@ -105,16 +111,16 @@ def provenance(model: Any) -> Mapping[str, str]:
     return {
         "framework": f"{keras.name} {keras.version}",
         "engine": f"{engine} {version}",
-        "dtype": _coarsest(keras, model),
+        "dtype": _coarsest_dtype(keras, model),
         "weights_dtype": str(getattr(model, "variable_dtype", keras.floatx())),
         "device": device or "cpu",
         "adapter": "keras",
     }
 
 
-def _coarsest(keras: Dialect, model: Any) -> str:
+def _coarsest_dtype(keras: Dialect, model: Any) -> str:
     """Return the least precise dtype in which the model or one of its layers computes."""
-    own = str(getattr(model, "compute_dtype", keras.floatx()))
-    declared = {own, *(str(getattr(layer, "compute_dtype", own)) for layer in model._flatten_layers())}
-    computed = {keras.computed(dtype) if dtype.startswith("float") else dtype for dtype in declared}
-    return next((dtype for dtype in ("bfloat16", "float16", "float32") if dtype in computed), own)
+    model_dtype = str(getattr(model, "compute_dtype", keras.floatx()))
+    declared = {model_dtype, *(str(getattr(layer, "compute_dtype", model_dtype)) for layer in model._flatten_layers())}
+    computed = {keras.computation_dtype(dtype) if dtype.startswith("float") else dtype for dtype in declared}
+    return next((dtype for dtype in ("bfloat16", "float16", "float32") if dtype in computed), model_dtype)

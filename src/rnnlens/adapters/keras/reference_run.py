@@ -23,9 +23,9 @@ from .dialect import dialect_of
 from .discover import root_name
 from .hooks import RunRequest
 from .inputs import input_order
-from .restore import as_found
+from .restore import model_state_restored
 from .run import call_model, memo_of, stamp_of_run, stamp_of_tensors
-from .weights import attributes, has_two_biases, registration_of
+from .weights import attribute_variables, has_two_biases, registration_of
 
 
 def reference_run(
@@ -47,8 +47,8 @@ def reference_run(
     with_loss = batch.loss is not None or batch.y is not None or (gradients and cotangents is None)
     with _reference_function(model, batch, with_loss, regularised) as run:
         outputs, value, grads = run.results(cotangents, gradients)
-    of_variables = {id(variable): grads.get(len(run.x) + i) for i, variable in enumerate(run.job.variables)}
-    weights = {name: of_variables.get(key) for key, name in names_of(model).items() if gradients}
+    variable_gradients = {id(variable): grads.get(len(run.x) + i) for i, variable in enumerate(run.job.variables)}
+    weights = {name: variable_gradients.get(key) for key, name in names_of(model).items() if gradients}
     is_flat = isinstance(batch.x, dict) and not any(map(keras.tree.is_nested, batch.x.values()))
     keys = tuple(map(str, batch.x)) if is_flat else ()
     return ReferenceRun(outputs, value, [grads.get(i) for i in input_order(keras, batch.x) if gradients], weights, keys)
@@ -57,16 +57,16 @@ def reference_run(
 def coarsest_dtype(model: Any, batch: Batch) -> str:
     """Return the coarsest float dtype of the operations of the user's model, loss included; "" if it has none."""
     with _reference_function(model, batch, batch.loss is not None or batch.y is not None, regularised=False) as run:
-        return run.job.keras.engine.coarsest_dtype(run.program, run.split(None))
+        return run.job.keras.engine.coarsest_dtype(run.program, run.split_arguments(None))
 
 
 @contextmanager
 def _reference_function(model: Any, batch: Batch, with_loss: bool, regularised: bool) -> Iterator[_ReferenceFunction]:
     """Yield a function that runs the unmodified model and differentiates it; restore the model after the block."""
     keras = dialect_of(model)
-    loss = losses.plan(model, batch) if with_loss else None
+    loss = losses.scalar_loss(model, batch) if with_loss else None
     stamp = stamp_of_run(keras, model, batch.loss) if keras.engine.compiles else None
-    with as_found(model, keras, batch.seed), keras.undisturbed(model, regularised=regularised):
+    with model_state_restored(model, keras, batch.seed), keras.compiled_loss_unchanged(model, regularised=regularised):
         yield _ReferenceFunction(RunRequest(model, batch, loss=loss), regularised, stamp)
 
 
@@ -82,17 +82,17 @@ class _ReferenceFunction:
         self.x = job.keras.tree.flatten(self.arguments["x"])
         tensors = dict(enumerate([*self.x, *(self.arguments["values"] or ())]))
         self.floats = {i: t for i, t in tensors.items() if job.keras.is_float(t)}
-        self.others = {i: t for i, t in tensors.items() if i not in self.floats}
-        own = enumerate(job.variables if self.arguments["values"] is None else (), start=len(self.x))
-        self.watched = {i: v for i, v in own if job.keras.is_float(v)}
+        self.other_tensors = {i: t for i, t in tensors.items() if i not in self.floats}
+        program_variables = enumerate(job.variables if self.arguments["values"] is None else (), start=len(self.x))
+        self.watched = {i: v for i, v in program_variables if job.keras.is_float(v)}
 
     def results(
         self, cotangents: Cotangents | None, gradients: bool
     ) -> tuple[list[Array], float | None, dict[int, Array]]:
         """Run the model; return its outputs, the loss (None if there is none) and gradients by tensor number."""
         if gradients:
-            given = None if cotangents is None else self._as_tensors(cotangents)
-            (value, outputs), grads = self._run("backward", self._differentiated, given)
+            output_cotangents = None if cotangents is None else self._as_tensors(cotangents)
+            (value, outputs), grads = self._run("backward", self._differentiated, output_cotangents)
         else:
             (value, outputs), grads = self._run("forward", self.program), {}
         arrays = {i: self._array(grad) for i, grad in grads.items()}
@@ -103,88 +103,94 @@ class _ReferenceFunction:
 
         If they are a function of the outputs, run the model to evaluate it.
         """
-        tensor = self.job.keras.ops.convert_to_tensor
+        convert = self.job.keras.ops.convert_to_tensor
         if not callable(cotangents):
-            return [None if c is None else tensor(c) for c in cotangents]
-        with as_found(self.job.model, self.job.keras, self.job.batch.seed):  # the next run starts from the same states
+            return [None if c is None else convert(c) for c in cotangents]
+        with model_state_restored(
+            self.job.model, self.job.keras, self.job.batch.seed
+        ):  # the next run starts from the same states
             _, values = self._run("forward", self.program)
-        found = cotangents([self._array(t) for t in values])
-        return [None if c is None else tensor(c, dtype=t.dtype) for t, c in zip(values, found, strict=True)]
+        cotangent_arrays = cotangents([self._array(t) for t in values])
+        return [None if c is None else convert(c, dtype=t.dtype) for t, c in zip(values, cotangent_arrays, strict=True)]
 
     def _array(self, tensor: Any) -> Array:
         return to_numpy(self.job.keras.engine.to_array(tensor))
 
-    def _run(self, name: str, function: Callable[[Any, Any], Any], given: list[Any] | None = None) -> Any:
+    def _run(self, name: str, function: Callable[[Any, Any], Any], cotangents: list[Any] | None = None) -> Any:
         """Call ``function`` on the float tensors and the other arguments, compiled if the engine compiles.
 
         A model with a stamp (all that its run reads is known) reuses the executable of an earlier call.
         """
-        job, engine, arguments = self.job, self.job.keras.engine, self.split(given)
+        job, engine, arguments = self.job, self.job.keras.engine, self.split_arguments(cotangents)
         eager = getattr(job.model, "run_eagerly", False) or (self.stamp is None and job.keras.is_short(self.x))
         if eager or not engine.compiles:
             return function(*arguments)
-        shapes = stamp_of_tensors(job.keras, (self.arguments, given))
+        shapes = stamp_of_tensors(job.keras, (self.arguments, cotangents))
         options = (name, job.batch.training, job.loss is None, self.regularised, tuple(self.floats), shapes)
         memo = memo_of(job.model, ("plain", *options), self.stamp)
         return memo.once("run", lambda: engine.compile(function, arguments, memo))(*arguments)
 
-    def split(self, given: list[Any] | None) -> tuple[dict[int, Any], dict[str, Any]]:
+    def split_arguments(self, cotangents: list[Any] | None) -> tuple[dict[int, Any], dict[str, Any]]:
         """Return the arguments of :meth:`program`: the float tensors by number, and everything else."""
-        rest = {key: self.arguments[key] for key in ("y", "sample_weight", "seeds")}
-        return self.floats, {**rest, "others": self.others, "given": given}
+        other_arguments = {key: self.arguments[key] for key in ("y", "sample_weight", "seeds")}
+        return self.floats, {**other_arguments, "others": self.other_tensors, "given": cotangents}
 
-    def program(self, sources: Mapping[int, Any], rest: Any) -> tuple[Any, list[Any]]:
-        """Run the model on the float tensors ``sources`` and all other arguments ``rest``.
+    def program(self, sources: Mapping[int, Any], other_arguments: Any) -> tuple[Any, list[Any]]:
+        """Run the model on the float tensors ``sources`` and all other arguments ``other_arguments``.
 
         Return (loss or None, outputs).
         """
         job, keras = self.job, self.job.keras
-        tensors = [tensor for _, tensor in sorted({**sources, **rest["others"]}.items())]
+        tensors = [tensor for _, tensor in sorted({**sources, **other_arguments["others"]}.items())]
         x = keras.tree.pack_sequence_as(self.arguments["x"], tensors[: len(self.x)])
         values = tensors[len(self.x) :] or None
-        with keras.running(job.model, values, rest["seeds"], {}, lambda key, tensor: tensor):
+        with keras.variables_substituted(job.model, values, other_arguments["seeds"], {}, lambda key, tensor: tensor):
             outputs = call_model(job.model, x, job.batch.training)
-            value = None if job.loss is None else job.loss(x, rest["y"], outputs, rest["sample_weight"])
+            value = (
+                None
+                if job.loss is None
+                else job.loss(x, other_arguments["y"], outputs, other_arguments["sample_weight"])
+            )
         return value, keras.tree.flatten(outputs)
 
-    def _differentiated(self, sources: Mapping[int, Any], rest: Any) -> Any:
+    def _differentiated(self, sources: Mapping[int, Any], other_arguments: Any) -> Any:
         """Differentiate the loss, or the outputs times their cotangents, by all ``sources``.
 
         Return the loss and the outputs, and the gradients by the key of their source.
         """
-        given, keras = rest["given"], self.job.keras
+        cotangents, keras = other_arguments["given"], self.job.keras
 
         def target(sources: Mapping[int, Any]) -> tuple[Any, Any]:
-            value, outputs = self.program(sources, rest)
-            if given is None:
+            value, outputs = self.program(sources, other_arguments)
+            if cotangents is None:
                 return value, (value, outputs)
-            parts = [keras.ops.sum(t * c) for t, c in zip(outputs, given, strict=True) if c is not None]
-            return sum(parts[1:], start=parts[0]), (value, outputs)
+            products = [keras.ops.sum(t * c) for t, c in zip(outputs, cotangents, strict=True) if c is not None]
+            return sum(products[1:], start=products[0]), (value, outputs)
 
         return _GRADIENTS[keras.engine.name](target, dict(sources), self.watched)
 
 
-def _by_jax(target: Any, sources: dict[int, Any], watched: dict[int, Any]) -> Any:
+def _gradients_by_jax(target: Any, sources: dict[int, Any], watched: dict[int, Any]) -> Any:
     del watched  # only variables of TensorFlow
     import jax
 
-    (_, told), grads = jax.value_and_grad(target, has_aux=True)(sources)
-    return told, grads
+    (_, results), grads = jax.value_and_grad(target, has_aux=True)(sources)
+    return results, grads
 
 
-def _by_tensorflow(target: Any, sources: dict[int, Any], watched: dict[int, Any]) -> Any:
+def _gradients_by_tensorflow(target: Any, sources: dict[int, Any], watched: dict[int, Any]) -> Any:
     import tensorflow as tf
 
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         # A variable of Keras 3 wraps one of TensorFlow.
         variables = {i: v if isinstance(v, tf.Variable) else v.value for i, v in watched.items()}
         tape.watch([*sources.values(), *variables.values()])
-        value, told = target(sources)
+        value, results = target(sources)
     grads = tape.gradient(value, {**sources, **variables}, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-    return told, {i: tf.convert_to_tensor(g) for i, g in grads.items()}
+    return results, {i: tf.convert_to_tensor(g) for i, g in grads.items()}
 
 
-def _by_torch(target: Any, sources: dict[int, Any], watched: dict[int, Any]) -> Any:
+def _gradients_by_torch(target: Any, sources: dict[int, Any], watched: dict[int, Any]) -> Any:
     del watched  # only variables of TensorFlow
     import torch
 
@@ -193,99 +199,105 @@ def _by_torch(target: Any, sources: dict[int, Any], watched: dict[int, Any]) -> 
         leaves = {i: t.detach().requires_grad_() for i, t in sources.items()}
         # The model may change its inputs in place, which torch forbids for leaves.
         value, (loss, outputs) = target({i: t.clone() for i, t in leaves.items()})
-        found = torch_engine.backward_pass([value], list(leaves.values())) if value.requires_grad else ()
-    grads = dict(zip(leaves, found or [None] * len(leaves), strict=True))
+        gradients = torch_engine.backward_pass([value], list(leaves.values())) if value.requires_grad else ()
+    grads = dict(zip(leaves, gradients or [None] * len(leaves), strict=True))
     return (loss, outputs), {i: torch.zeros_like(leaves[i]) if g is None else g for i, g in grads.items()}
 
 
-_GRADIENTS = {"jax": _by_jax, "tensorflow": _by_tensorflow, "torch": _by_torch}
+_GRADIENTS = {"jax": _gradients_by_jax, "tensorflow": _gradients_by_tensorflow, "torch": _gradients_by_torch}
 
 
 def names_of(model: Any) -> dict[int, str]:
     """Return a unique name for each variable, by the variable's id: its path, numbered if several share it."""
-    seen: dict[str, int] = {}
-    found: dict[int, str] = {}
+    path_counts: dict[str, int] = {}
+    names: dict[int, str] = {}
     for variable in model.variables:
-        if id(variable) not in found:
+        if id(variable) not in names:
             path = dialect_of(variable).path(variable)
-            count = seen[path] = seen.get(path, 0) + 1
-            found[id(variable)] = path if count == 1 else f"{path}#{count}"
-    return found
+            count = path_counts[path] = path_counts.get(path, 0) + 1
+            names[id(variable)] = path if count == 1 else f"{path}#{count}"
+    return names
 
 
-def place(model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
+def weight_location(model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
     """Return the variable with the weight ``key`` of a layer, or None: see :meth:`.protocol.Adapter.place`."""
-    held = [model] if layer == root_name(model) else []
-    for found in (*held, *_called(model, layer.partition("#")[0])):
-        sides = ("forward_layer", "backward_layer") if direction is not None else ()
-        halves = [getattr(found, side, None) for side in sides]
-        half = next((h for h in halves if h is not None and h.go_backwards == (direction == "backward")), found)
-        recurrent = isinstance(half, dialect_of(half).layers.RNN)
-        cell = half.cell if recurrent else half if hasattr(half, "state_size") else None
+    root_models = [model] if layer == root_name(model) else []
+    for owner in (*root_models, *_layers_at(model, layer.partition("#")[0])):
+        attribute_names = ("forward_layer", "backward_layer") if direction is not None else ()
+        direction_layers = [getattr(owner, attribute, None) for attribute in attribute_names]
+        inner_layer = next(
+            (h for h in direction_layers if h is not None and h.go_backwards == (direction == "backward")), owner
+        )
+        is_recurrent = isinstance(inner_layer, dialect_of(inner_layer).layers.RNN)
+        cell = inner_layer.cell if is_recurrent else inner_layer if hasattr(inner_layer, "state_size") else None
         if cell is not None:
-            place = _of_cell(model, cell, key)
+            location = _cell_weight_location(model, cell, key)
         else:  # a variable that the layer adds itself comes before those of its sublayers
-            place = _within(model, dialect_of(half).own_variables(half), key) or _within(model, half.weights, key)
-        if place is not None:
-            return place
+            location = _variable_location(
+                model, dialect_of(inner_layer).own_variables(inner_layer), key
+            ) or _variable_location(model, inner_layer.weights, key)
+        if location is not None:
+            return location
     return None
 
 
-def _of_cell(model: Any, cell: Any, key: str) -> WeightLocation | None:
+def _cell_weight_location(model: Any, cell: Any, key: str) -> WeightLocation | None:
     """Return the variable, or the row of a variable, that contains the weight ``key`` of a recurrent cell."""
-    known, name = registration_of(cell), key.rpartition("/")[2]
-    if known is not None:
-        single = known.single(name)  # None if several variables compose the weight
-        variable = None if single is None else attributes(cell).get(single[0])
-        found = names_of(model).get(id(variable))
-        if single is None or found is None:
+    registration, name = registration_of(cell), key.rpartition("/")[2]
+    if registration is not None:
+        source_weight = registration.single(name)  # None if several variables compose the weight
+        variable = None if source_weight is None else attribute_variables(cell).get(source_weight[0])
+        variable_name = names_of(model).get(id(variable))
+        if source_weight is None or variable_name is None:
             return None
         tied = id(variable) in tied_variables(model)
-        return WeightLocation(found, (lambda array: array.T) if single[1] else (lambda array: array), tied=tied)
-    started = name in initial_state_weights(dialect_of(model), cell)
+        return WeightLocation(
+            variable_name, (lambda array: array.T) if source_weight[1] else (lambda array: array), tied=tied
+        )
+    is_initial_state = name in initial_state_weights(dialect_of(model), cell)
     # A GRU with reset_after has both biases as the rows of one variable.
-    both = has_two_biases(cell) and len(cell.bias.shape) == 2 and key in ("bias", "recurrent_bias")
-    row = ("bias", "recurrent_bias").index(key) if both else None
-    place = _within(model, getattr(cell, "weights", ()), "bias" if both else key, row)
-    return replace(place, tied=True) if place is not None and started else place
+    has_both = has_two_biases(cell) and len(cell.bias.shape) == 2 and key in ("bias", "recurrent_bias")
+    row = ("bias", "recurrent_bias").index(key) if has_both else None
+    location = _variable_location(model, getattr(cell, "weights", ()), "bias" if has_both else key, row)
+    return replace(location, tied=True) if location is not None and is_initial_state else location
 
 
-def _within(model: Any, weights: Sequence[Any], key: str, row: int | None = None) -> WeightLocation | None:
+def _variable_location(model: Any, weights: Sequence[Any], key: str, row: int | None = None) -> WeightLocation | None:
     """Find the only variable in ``weights`` that is named ``key``, or row ``row`` of it; None for none or several."""
-    wanted = key.rpartition("/")[2]
+    variable_name = key.rpartition("/")[2]
     keras = dialect_of(model)
-    below = [v for v in weights if keras.path(v).endswith(f"/{key}")]
-    found = [v for v in weights if keras.variable_name(v) == wanted] or below
-    if len(found) > 1:
-        found = [v for v in found if keras.path(v).endswith(f"/{key}")]
-    name = names_of(model).get(id(found[0])) if len(found) == 1 else None
+    ending_matches = [v for v in weights if keras.path(v).endswith(f"/{key}")]
+    matches = [v for v in weights if keras.variable_name(v) == variable_name] or ending_matches
+    if len(matches) > 1:
+        matches = [v for v in matches if keras.path(v).endswith(f"/{key}")]
+    name = names_of(model).get(id(matches[0])) if len(matches) == 1 else None
     if name is None:
         return None
     return WeightLocation(
         name,
         (lambda array: array) if row is None else (lambda array: array[row]),
         str(row),
-        id(found[0]) in tied_variables(model),
+        id(matches[0]) in tied_variables(model),
     )
 
 
 def tied_variables(model: Any) -> set[int]:
     """Return the ids of the variables that more than one layer of the model has among its own."""
-    once: set[int] = set()
-    again: set[int] = set()
+    seen_ids: set[int] = set()
+    repeated_ids: set[int] = set()
     for layer in model._flatten_layers():
-        own = {id(v) for v in dialect_of(layer).own_variables(layer)}
-        again |= own & once
-        once |= own
-    return again
+        own_ids = {id(v) for v in dialect_of(layer).own_variables(layer)}
+        repeated_ids |= own_ids & seen_ids
+        seen_ids |= own_ids
+    return repeated_ids
 
 
-def _called(model: Any, name: str) -> Iterator[Any]:
+def _layers_at(model: Any, name: str) -> Iterator[Any]:
     """Yield the layers at the path of names ``name``, such as ``"encoder/lstm"``, in nested models."""
     for child in model._flatten_layers(include_self=False, recursive=False):
         if child.name == name:
             yield child
         elif name.startswith(f"{child.name}/"):
-            yield from _called(child, name[len(child.name) + 1 :])
+            yield from _layers_at(child, name[len(child.name) + 1 :])
         elif isinstance(model, dialect_of(model).Sequential) and child is getattr(model, "_functional", None):
-            yield from _called(child, name)
+            yield from _layers_at(child, name)

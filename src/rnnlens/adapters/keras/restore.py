@@ -30,32 +30,40 @@ def undo_contents(container: Any) -> Callable[[], object]:
 
     It calls the methods of the built-in type: a framework's subclass would track the entries a second time.
     """
-    is_dict, kind = isinstance(container, dict), type(container)
-    if kind.__module__ != "collections":
-        kind = next(kind for kind in CONTAINERS if isinstance(container, kind))
-    before: Any = dict(container) if is_dict else list(container)
-    add: Any = kind.update if hasattr(kind, "update") else kind.extend
+    is_dict, container_type = isinstance(container, dict), type(container)
+    if container_type.__module__ != "collections":
+        container_type = next(container_type for container_type in CONTAINERS if isinstance(container, container_type))
+    original_entries: Any = dict(container) if is_dict else list(container)
+    add_entries: Any = container_type.update if hasattr(container_type, "update") else container_type.extend
 
     def undo() -> None:
-        if not _same(container, before) or (is_dict and not _same(container.values(), before.values())):
-            kind.clear(container)
-            add(container, before)
+        if not _has_same_items(container, original_entries) or (
+            is_dict and not _has_same_items(container.values(), original_entries.values())
+        ):
+            container_type.clear(container)
+            add_entries(container, original_entries)
 
     return undo
 
 
-def _same(now: Any, before: Any) -> bool:
-    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+def _has_same_items(items: Any, original_items: Any) -> bool:
+    return len(items) == len(original_items) and all(a is b for a, b in zip(items, original_items, strict=True))
 
 
 def undo_attributes(value: Any) -> Callable[[], object]:
     """Return a function that restores the attributes of an object; unchanged attributes are not written."""
-    now, before = vars(value), dict(vars(value))
+    attributes, original_attributes = vars(value), dict(vars(value))
 
     def undo() -> None:
-        for name in now.keys() - before.keys():
-            del now[name]
-        now.update({name: old for name, old in before.items() if name not in now or now[name] is not old})
+        for name in attributes.keys() - original_attributes.keys():
+            del attributes[name]
+        attributes.update(
+            {
+                name: old
+                for name, old in original_attributes.items()
+                if name not in attributes or attributes[name] is not old
+            }
+        )
 
     return undo
 
@@ -69,16 +77,16 @@ def undo_draws(generator: Any) -> Callable[[], object] | None:
         return partial(generator.setstate, generator.getstate())
     if isinstance(generator, np.random.Generator):
         return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
-    of_torch = getattr(sys.modules.get("torch"), "Generator", np.random.RandomState)
-    if isinstance(generator, (np.random.RandomState, of_torch)):
+    torch_generator = getattr(sys.modules.get("torch"), "Generator", np.random.RandomState)
+    if isinstance(generator, (np.random.RandomState, torch_generator)):
         return partial(generator.set_state, generator.get_state())
     return None
 
 
 #: Attributes of Keras' layers with containers that calls append to.
-_BOOKS = frozenset(["_losses", "_loss_ids", "_callable_losses", "_updates", "_metrics"])
+_BOOKKEEPING = frozenset(["_losses", "_loss_ids", "_callable_losses", "_updates", "_metrics"])
 #: Packages whose objects are not recorded.
-_FOREIGN = frozenset(
+_FOREIGN_PACKAGES = frozenset(
     [
         *("keras", "tf_keras", "tensorflow", "torch", "jax", "jaxlib", "numpy", "optree", "h5py"),
         *("builtins", "threading", "_thread"),
@@ -87,24 +95,24 @@ _FOREIGN = frozenset(
 
 
 @contextmanager
-def as_found(model: Any, keras: Dialect, seed: int | None = None) -> Iterator[None]:
+def model_state_restored(model: Any, keras: Dialect, seed: int | None = None) -> Iterator[None]:
     """Restore on exit all state that a run of a model or cell changes: variables, random generators, Python state."""
-    with keras.as_found(model, seed), unchanged(model, keras):
+    with keras.model_state_restored(model, seed), python_state_restored(model, keras):
         yield
 
 
 @contextmanager
-def unchanged(model: Any, keras: Dialect) -> Iterator[None]:
+def python_state_restored(model: Any, keras: Dialect) -> Iterator[None]:
     """Restore on exit the Python state of ``model`` and its layers, and the process's random states."""
-    memory = _UndoLog(keras)
+    undo_log = _UndoLog(keras)
     for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
-        memory.layer(layer)
-    memory.value(model)  # a cell that is not a layer
+        undo_log.record_layer(layer)
+    undo_log.record_value(model)  # a cell that is not a layer
     with global_random_states_restored():
         try:
             yield
         finally:
-            memory.restore()
+            undo_log.restore()
 
 
 @contextmanager
@@ -115,19 +123,19 @@ def overriding() -> Iterator[Callable[[Any, str, Any], None]]:
     """
     saved: list[tuple[dict[str, Any], str, Any]] = []
 
-    def put(thing: Any, name: str, method: Any) -> None:
-        own = vars(thing)
-        saved.append((own, name, own.get(name)))
-        own[name] = method
+    def override(owner: Any, name: str, method: Any) -> None:
+        members = vars(owner)
+        saved.append((members, name, members.get(name)))
+        members[name] = method
 
     try:
-        yield put
+        yield override
     finally:
-        for own, name, old in reversed(saved):
-            if old is None:
-                own.pop(name, None)
+        for members, name, original in reversed(saved):
+            if original is None:
+                members.pop(name, None)
             else:
-                own[name] = old
+                members[name] = original
 
 
 class _UndoLog:
@@ -136,54 +144,54 @@ class _UndoLog:
     def __init__(self, keras: Dialect) -> None:
         self._keras = keras
         self._seen: dict[int, Any] = {}  # keeps objects alive, so that no id is used twice
-        self._undo: list[Callable[[], object]] = []
+        self._undo_steps: list[Callable[[], object]] = []
 
     def restore(self) -> None:
         """Undo all changes, the last recorded first."""
-        for undo in reversed(self._undo):
+        for undo in reversed(self._undo_steps):
             undo()
 
-    def layer(self, layer: Any) -> None:
+    def record_layer(self, layer: Any) -> None:
         """Record the attributes of a layer, and the objects that they refer to unless the layer is Keras' own."""
         if self._is_new(layer):
-            self._undo.append(undo_attributes(layer))
-            for name in _BOOKS & vars(layer).keys():
-                self.value(vars(layer)[name])
-            is_users = not self._keras.is_own(type(layer)) or type(layer) is self._keras.layers.Lambda
+            self._undo_steps.append(undo_attributes(layer))
+            for name in _BOOKKEEPING & vars(layer).keys():
+                self.record_value(vars(layer)[name])
+            is_user_layer = not self._keras.is_from_keras(type(layer)) or type(layer) is self._keras.layers.Lambda
             for value in list(vars(layer).values()):
                 # Keras' own layers change only their attributes, but may contain a user's cell or function.
-                if is_users or _package(value) not in _FOREIGN:
-                    self.value(value)
+                if is_user_layer or _package(value) not in _FOREIGN_PACKAGES:
+                    self.record_value(value)
 
-    def value(self, value: Any) -> None:
+    def record_value(self, value: Any) -> None:
         """Record the state of an object that a run may change, and of the objects that it refers to."""
         if value is None or isinstance(value, (str, bytes, bool, int, float, type, types.ModuleType)):
             return
         if not self._is_new(value):
             return
-        inside = self._keras.inside(value)
-        if inside is not None:
+        unwrapped = self._keras.unwrapped(value)
+        if unwrapped is not None:
             if hasattr(value, "_last_wrapped_list_snapshot"):  # by it a wrapper detects changes made outside of it
-                self._undo.append(undo_attributes(value))
-            value = inside
+                self._undo_steps.append(undo_attributes(value))
+            value = unwrapped
         if isinstance(value, CONTAINERS):
-            self._undo.append(undo_contents(value))
-            self._all(value.values() if isinstance(value, dict) else value)
+            self._undo_steps.append(undo_contents(value))
+            self._record_all(value.values() if isinstance(value, dict) else value)
         elif isinstance(value, tuple):
-            self._all(value)
+            self._record_all(value)
         elif isinstance(value, np.ndarray):
-            self._array(value)
+            self._record_array(value)
         elif isinstance(value, types.FunctionType):
-            self._function(value)
+            self._record_function(value)
         elif isinstance(value, types.MethodType):
-            self.value(value.__self__)
+            self.record_value(value.__self__)
         elif isinstance(value, functools.partial):
-            self._all([value.func, value.args, value.keywords])
+            self._record_all([value.func, value.args, value.keywords])
         elif isinstance(value, self._keras.Layer):
             del self._seen[id(value)]
-            self.layer(value)
+            self.record_layer(value)
         else:
-            self._object(value)
+            self._record_object(value)
 
     def _is_new(self, value: Any) -> bool:
         if id(value) in self._seen:
@@ -191,40 +199,40 @@ class _UndoLog:
         self._seen[id(value)] = value
         return True
 
-    def _all(self, values: Any) -> None:
+    def _record_all(self, values: Any) -> None:
         for value in list(values):
-            self.value(value)
+            self.record_value(value)
 
-    def _object(self, value: Any) -> None:
+    def _record_object(self, value: Any) -> None:
         undo = undo_draws(value)
         if undo is not None:
-            self._undo.append(undo)
-        elif self._keras.tracks(value) or (hasattr(value, "__dict__") and _package(value) not in _FOREIGN):
-            self._undo.append(undo_attributes(value))
-            self._all(vars(value).values())
+            self._undo_steps.append(undo)
+        elif self._keras.is_tracker(value) or (hasattr(value, "__dict__") and _package(value) not in _FOREIGN_PACKAGES):
+            self._undo_steps.append(undo_attributes(value))
+            self._record_all(vars(value).values())
 
-    def _array(self, value: Any) -> None:
+    def _record_array(self, value: Any) -> None:
         if not value.flags.writeable:
             return
-        before = value.copy()
-        self._undo.append(lambda: None if not value.flags.writeable else np.copyto(value, before))
+        original = value.copy()
+        self._undo_steps.append(lambda: None if not value.flags.writeable else np.copyto(value, original))
         if value.dtype == object:
-            self._all(value.ravel())
+            self._record_all(value.ravel())
 
-    def _function(self, function: Any) -> None:
-        if _package(function) in _FOREIGN:
+    def _record_function(self, function: Any) -> None:
+        if _package(function) in _FOREIGN_PACKAGES:
             return
         for cell in function.__closure__ or ():
             try:
                 content = cell.cell_contents
             except ValueError:  # its variable has no value yet
                 continue
-            self._undo.append(functools.partial(setattr, cell, "cell_contents", content))
-            self.value(content)
-        self._all([*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()])
+            self._undo_steps.append(functools.partial(setattr, cell, "cell_contents", content))
+            self.record_value(content)
+        self._record_all([*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()])
         if vars(function):
-            self._undo.append(undo_attributes(function))
-            self._all(vars(function).values())
+            self._undo_steps.append(undo_attributes(function))
+            self._record_all(vars(function).values())
 
 
 def _package(value: Any) -> str:

@@ -17,7 +17,7 @@ from ...errors import raised_by
 from ...settings import current
 from .dialect import Dialect
 from .hooks import ChangedStateError, LayerCall, LayerRecorder, RunRequest, Starts, SteppedLayerError
-from .restore import as_found, unchanged
+from .restore import model_state_restored, python_state_restored
 
 Result = TypeVar("Result")
 
@@ -26,40 +26,43 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
     """Run ``job`` once: return (loss or None, (tensors of each call, outputs of the model))."""
     keras, recorder = job.keras, LayerRecorder(job, tap, arguments["initial_state"] or {})
     x, y, weight = arguments["x"], arguments["y"], arguments["sample_weight"]
-    x = _tapped(job, "model|input", x, tap)
+    x = _tap_tensors(job, "model|input", x, tap)
     # An engine may call the program several times; each call must start from the user's model, unchanged.
     values, seeds = arguments["values"], arguments["seeds"]
-    with unchanged(job.model, keras), keras.running(job.model, values, seeds, job.weights, tap):
-        with recorder.hooked():
+    with (
+        python_state_restored(job.model, keras),
+        keras.variables_substituted(job.model, values, seeds, job.weights, tap),
+    ):
+        with recorder.layers_hooked():
             with raised_by("Your model"):
                 outputs = call_model(job.model, x, job.batch.training)
-            outputs = _tapped(job, "model|output", outputs, tap)
+            outputs = _tap_tensors(job, "model|output", outputs, tap)
         with raised_by("Your loss"):
             value = None if job.loss is None else job.loss(x, y, outputs, weight)
-        adds = keras.adds_losses(job.model)
+        has_added_losses = keras.adds_losses(job.model)
     for call in job.calls:
-        call.arrays = stacked(keras, call.arrays)
-    kept = outputs if "outputs" in job.keep else None
-    if "masks" in job.keep:
-        kept = {
+        call.arrays = stack_steps(keras, call.arrays)
+    recorded_outputs = outputs if "outputs" in job.record_names else None
+    if "masks" in job.record_names:
+        recorded_outputs = {
             "outputs": outputs,
             "masks": [keras.mask_of(t) for t in keras.tree.flatten(outputs)],
-            "adds": keras.ops.convert_to_tensor(adds),
+            "adds": keras.ops.convert_to_tensor(has_added_losses),
         }
-    return value, ([call.arrays for call in job.calls], kept)
+    return value, ([call.arrays for call in job.calls], recorded_outputs)
 
 
-def _tapped(job: RunRequest, kind: str, tree: Any, tap: Tap) -> Any:
+def _tap_tensors(job: RunRequest, kind: str, tree: Any, tap: Tap) -> Any:
     """Tap those inputs or outputs of the model that are requested by name or kind; return the structure with taps.
 
     Where the loss may be computed from the logits of an output, only outputs that are requested by name have taps.
     """
     keras = job.keras
     flat = keras.tree.flatten(tree)
-    every_float = kind in job.wanted and not any(keras.has_logits(t) for t in flat)
+    taps_floats = kind in job.tap_names and not any(keras.has_logits(t) for t in flat)
     for i, tensor in enumerate(flat):
         key = f"{kind}/{i}"
-        if key in job.wanted or (every_float and keras.is_float(tensor)):
+        if key in job.tap_names or (taps_floats and keras.is_float(tensor)):
             flat[i] = keras.with_mask(tensor, tap(key, tensor))
     return keras.tree.pack_sequence_as(tree, flat)
 
@@ -76,38 +79,38 @@ class RunResult:
 
 def run(job: RunRequest) -> RunResult:
     """Run ``job`` and differentiate its loss with respect to each tap; the model is restored afterwards."""
-    return with_loops(job, _run)
+    return run_with_loops(job, _run_once)
 
 
-def with_loops(job: RunRequest, attempt: Callable[[RunRequest], Result]) -> Result:
+def run_with_loops(job: RunRequest, attempt: Callable[[RunRequest], Result]) -> Result:
     """Call ``attempt(job)``; if it finds a layer or cell called in a loop, add that to the request and repeat it."""
-    changed = False
+    changes_states = False
     while True:
         try:
-            return attempt(with_starts(job) if changed else job)
+            return attempt(with_starts(job) if changes_states else job)
         except SteppedLayerError as error:
-            job = replace(job, stepped=job.stepped | {error.layer}, calls=[])
+            job = replace(job, stepped_layers=job.stepped_layers | {error.layer}, calls=[])
         except ChangedStateError:
-            changed = True
+            changes_states = True
 
 
-def _run(job: RunRequest) -> RunResult:
+def _run_once(job: RunRequest) -> RunResult:
     engine = job.keras.engine
-    with as_found(job.model, job.keras, job.batch.seed):
+    with model_state_restored(job.model, job.keras, job.batch.seed):
         arguments = job.arguments()
         memo = None if getattr(job.model, "run_eagerly", False) else memo_for(job, arguments)
         with (
-            job.keras.undisturbed(job.model, regularised=False),
+            job.keras.compiled_loss_unchanged(job.model, regularised=False),
             raised_by("The forward or backward pass of your model"),
         ):
-            raw, calls = _compiled_or_eager(job, arguments, engine, memo)
-    value, (arrays, outputs), gradients = raw
+            results, calls = _run_compiled_or_eager(job, arguments, engine, memo)
+    value, (arrays, outputs), gradients = results
 
     def as_arrays(tensors: Mapping[str, Any]) -> dict[str, Any]:
         return {name: engine.to_array(tensor) for name, tensor in tensors.items()}
 
     recorded = [replace(call, arrays=as_arrays(tensors)) for call, tensors in zip(calls, arrays, strict=True)]
-    return RunResult(recorded, as_arrays(stacked(job.keras, gradients)), value, outputs)
+    return RunResult(recorded, as_arrays(stack_steps(job.keras, gradients)), value, outputs)
 
 
 def with_starts(job: RunRequest) -> RunRequest:
@@ -116,68 +119,81 @@ def with_starts(job: RunRequest) -> RunRequest:
     They are found by one run per cell, with NaN in all that the cell returns. A layer of which each call starts one
     is not called in a loop over the steps.
     """
-    always: Starts = {site.name: frozenset() for site in job.sites if site.is_loop or site.name in job.stepped}
-    starts, apart = {}, set[str]()
-    for name in always:
-        trial = replace(job, spoiled=name, starts=always, gradients=False, loss=None, keep=frozenset(), calls=[])
-        with as_found(job.model, job.keras, job.batch.seed):
-            _body(trial, trial.arguments(), job.keras.engine)
-        arrays = next((call.arrays for call in trial.calls if call.place == name), {})
+    no_starts: Starts = {
+        site.name: frozenset() for site in job.sites if site.is_loop or site.name in job.stepped_layers
+    }
+    starts, separate_layers = {}, set[str]()
+    for name in no_starts:
+        trial_job = replace(
+            job, nan_site=name, starts=no_starts, gradients=False, loss=None, record_names=frozenset(), calls=[]
+        )
+        with model_state_restored(job.model, job.keras, job.batch.seed):
+            _run_program(trial_job, trial_job.arguments(), job.keras.engine)
+        arrays = next((call.arrays for call in trial_job.calls if call.layer_name == name), {})
         states = [job.keras.value_of(a) for key, a in arrays.items() if key.startswith("received/")]
-        by_step = [np.isnan(np.moveaxis(state, 1, 0)).reshape(state.shape[1], -1).any(axis=1) for state in states]
-        starts[name] = frozenset(np.flatnonzero(~np.any(by_step, axis=0)).tolist() if states else ())
-        if name in job.stepped and len(starts[name]) == (states[0].shape[1] if states else 0):
-            apart.add(name)
-    starts = {name: calls for name, calls in starts.items() if name not in apart}
-    return replace(job, starts=starts, stepped=job.stepped - apart, apart=job.apart | apart, calls=[])
+        nan_by_step = [np.isnan(np.moveaxis(state, 1, 0)).reshape(state.shape[1], -1).any(axis=1) for state in states]
+        starts[name] = frozenset(np.flatnonzero(~np.any(nan_by_step, axis=0)).tolist() if states else ())
+        if name in job.stepped_layers and len(starts[name]) == (states[0].shape[1] if states else 0):
+            separate_layers.add(name)
+    starts = {name: calls for name, calls in starts.items() if name not in separate_layers}
+    return replace(
+        job,
+        starts=starts,
+        stepped_layers=job.stepped_layers - separate_layers,
+        separate_layers=job.separate_layers | separate_layers,
+        calls=[],
+    )
 
 
-def stacked(keras: Dialect, tensors: Mapping[str, Any]) -> dict[str, Any]:
+def stack_steps(keras: Dialect, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Join tensors of single steps, named ``"output@3"``, along a time axis: ``"output"`` (sample, time, unit)."""
     steps: dict[str, list[Any]] = {}
     for name, tensor in tensors.items():
         steps.setdefault(name.partition("@")[0], []).append(tensor)
     return {
-        name: keras.ops.stack(parts, axis=1) if f"{name}@0" in tensors else parts[0] for name, parts in steps.items()
+        name: keras.ops.stack(step_tensors, axis=1) if f"{name}@0" in tensors else step_tensors[0]
+        for name, step_tensors in steps.items()
     }
 
 
-def _body(job: RunRequest, arguments: Any, engine: Engine) -> Any:
+def _run_program(job: RunRequest, arguments: Any, engine: Engine) -> Any:
     if job.loss is None or not job.gradients:
         value, aux = engine.forward(lambda tap: program(job, arguments, tap))
         return value, aux, {}
     return engine.gradients(lambda tap: program(job, arguments, tap))
 
 
-def _compiled_or_eager(
+def _run_compiled_or_eager(
     job: RunRequest, arguments: Any, engine: Engine, memo: Memo | None
 ) -> tuple[Any, list[LayerCall]]:
     if memo is not None:
         try:
-            run = memo.once("run", lambda: engine.compile(lambda a: _body(job, a, engine), (arguments,), memo))
+            compiled_run = memo.once(
+                "run", lambda: engine.compile(lambda a: _run_program(job, a, engine), (arguments,), memo)
+            )
             calls = memo.once("calls", lambda: [replace(c, arrays={}) for c in job.calls])
-            return run(arguments), calls
+            return compiled_run(arguments), calls
         except ChangedStateError:
-            forget(job.model, memo)
+            discard_memo(job.model, memo)
             raise
         except Exception:
             # Some models cannot be compiled. An error of the user's code is raised again by the eager run.
-            forget(job.model, memo)
-    return _body(job, arguments, engine), job.calls
+            discard_memo(job.model, memo)
+    return _run_program(job, arguments, engine), job.calls
 
 
-def memo_for(job: RunRequest, arguments: Any, *more: Hashable) -> Memo | None:
+def memo_for(job: RunRequest, arguments: Any, *more_keys: Hashable) -> Memo | None:
     """Return the cache of compiled functions for this request; None if the run is not compiled."""
     if not job.keras.engine.compiles:
         return None
-    names = tuple((site.name, site.direction) for site in job.sites), tuple(job.plain), tuple(job.weights)
-    options = (job.batch.training, job.loss is None, job.gradients, job.wanted, job.keep)
-    more = (*more, tuple(sorted(job.starts.items())), job.stepped, job.apart)
-    question = (names, options, stamp_of_tensors(job.keras, arguments), *more)
+    names = tuple((site.name, site.direction) for site in job.sites), tuple(job.other_layers), tuple(job.weights)
+    options = (job.batch.training, job.loss is None, job.gradients, job.tap_names, job.record_names)
+    more_keys = (*more_keys, tuple(sorted(job.starts.items())), job.stepped_layers, job.separate_layers)
+    request_key = (names, options, stamp_of_tensors(job.keras, arguments), *more_keys)
     stamp = stamp_of_run(job.keras, job.model, job.batch.loss)
     if stamp is None and job.keras.is_short(job.data["x"]):
         return None
-    return memo_of(job.model, question, stamp)
+    return memo_of(job.model, request_key, stamp)
 
 
 def call_model(model: Any, x: Any, training: bool) -> Any:
@@ -211,7 +227,7 @@ _compiled_training: ContextVar[CompiledTraining | None] = ContextVar("compiled_t
 
 def stamp_of_run(keras: Dialect, model: Any, loss: Any) -> Hashable | None:
     """Return a hashable that changes with everything a run reads; None if that is not known."""
-    return keras.stamp(model, loss, within=_compiled_training.get())
+    return keras.stamp(model, loss, training=_compiled_training.get())
 
 
 def compiled_cell(keras: Dialect, cell: Any, make: Callable[[], Result]) -> Result:
@@ -228,17 +244,17 @@ def compiled_cell(keras: Dialect, cell: Any, make: Callable[[], Result]) -> Resu
 _memos: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Memo]] = weakref.WeakKeyDictionary()
 
 
-def memo_of(model: Any, question: Hashable, stamp: Hashable | None) -> Memo:
+def memo_of(model: Any, request_key: Hashable, stamp: Hashable | None) -> Memo:
     """Return the cache of compiled functions for one kind of request on ``model``.
 
     Without a ``stamp``, the run may read anything: it gets a new cache, which shares only executables with the old
     one.
     """
-    kept = _memos.setdefault(model, OrderedDict())
-    memo = kept.setdefault((question, stamp), Memo())
-    kept.move_to_end((question, stamp))
-    while len(kept) > current().compiled:
-        kept.popitem(last=False)
+    memos = _memos.setdefault(model, OrderedDict())
+    memo = memos.setdefault((request_key, stamp), Memo())
+    memos.move_to_end((request_key, stamp))
+    while len(memos) > current().compiled:
+        memos.popitem(last=False)
     return memo if stamp is not None else Memo(memo.executables)
 
 
@@ -250,8 +266,8 @@ def stamp_of_tensors(keras: Dialect, tree: Any) -> Hashable:
     )
 
 
-def forget(model: Any, memo: Memo) -> None:
+def discard_memo(model: Any, memo: Memo) -> None:
     """Delete a cache of compiled functions that an error left incomplete."""
-    kept = _memos.get(model, OrderedDict())
-    for key in [key for key, one in kept.items() if one is memo]:
-        del kept[key]
+    memos = _memos.get(model, OrderedDict())
+    for key in [key for key, cached_memo in memos.items() if cached_memo is memo]:
+        del memos[key]

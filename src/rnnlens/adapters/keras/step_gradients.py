@@ -15,12 +15,12 @@ from typing import Any
 from ...errors import LayerNotFoundError, UnsupportedError, did_you_mean
 from ...typing import Array
 from .dialect import dialect_of
-from .discover import RecurrentSite, places
+from .discover import RecurrentSite, locate_layers
 from .model_facts import facts
 from .restore import overriding
 
 #: Attribute of a compiled step that maps names of layers to the step compiled with taps at these layers.
-_TAPPED = "_rnnlens_tapped"
+_TAPPED_ATTRIBUTE = "_rnnlens_tapped"
 
 
 @dataclass
@@ -41,44 +41,44 @@ class DirectGradients:
 
     def __init__(self, model: Any, layers: Sequence[str], batches: int) -> None:
         self._model, self._keras = model, dialect_of(model)
-        self._sites = _sites(model, layers)
+        self._sites = _tappable_sites(model, layers)
         engine = self._keras.engine.name
         compiled = engine == "torch" and bool(getattr(model, "jit_compile", False))
         self.available = self._keras.name == "keras" and engine != "jax" and batches == 1 and not compiled
         self.gradients: dict[str, dict[str, Array]] | None = None
         self.loss: float | None = None
-        self._passing, self._scale = StepTensors(), 1.0
+        self._step_tensors, self._scale = StepTensors(), 1.0
 
-    def run(self, original: Callable[..., Any], fed: Any) -> Any:
+    def run(self, original: Callable[..., Any], batch: Any) -> Any:
         """Run one training step ``original(fed)`` with taps at the layers, which :meth:`read` reads afterwards."""
         self._scale, self.gradients, self.loss = facts(self._model).loss_scale, None, None
         if self._keras.engine.name == "torch":
-            self._passing = StepTensors()
-            with _hooked_step(self._model, self._sites, self._passing, _hooked):
-                return original(fed)
-        compiled = vars(original).setdefault(_TAPPED, {})  # stored on the step that Keras compiled
+            self._step_tensors = StepTensors()
+            with _hooked_step(self._model, self._sites, self._step_tensors, _record_by_hook):
+                return original(batch)
+        compiled = vars(original).setdefault(_TAPPED_ATTRIBUTE, {})  # stored on the step that Keras compiled
         names = tuple(site.name for site in self._sites)
         if names not in compiled:
-            compiled[names] = _compiled(self._model, self._sites)
-        done, found = compiled[names](fed)
-        self._passing = StepTensors(**found)
-        return done
+            compiled[names] = _compiled_tapped_step(self._model, self._sites)
+        logs, tapped_tensors = compiled[names](batch)
+        self._step_tensors = StepTensors(**tapped_tensors)
+        return logs
 
     def read(self) -> None:
         """Read outputs, direct gradients and loss of the last step as arrays."""
-        passing, scale = self._passing, self._scale
-        get = self._keras.engine.to_array
-        self.loss = float(get(passing.loss[0])) if passing.loss else None
+        step_tensors, scale = self._step_tensors, self._scale
+        to_array = self._keras.engine.to_array
+        self.loss = float(to_array(step_tensors.loss[0])) if step_tensors.loss else None
         self.gradients = {}
         for site in self._sites:
-            if site.name in passing.gradients and site.name in passing.outputs:
-                output, gradient = passing.outputs[site.name], passing.gradients[site.name]
-                arrays = {"output": get(output), "output_grad": get(gradient) / scale}
-                self.gradients[site.name] = {name: _turned(array, site) for name, array in arrays.items()}
-        self._passing = StepTensors()
+            if site.name in step_tensors.gradients and site.name in step_tensors.outputs:
+                output, gradient = step_tensors.outputs[site.name], step_tensors.gradients[site.name]
+                arrays = {"output": to_array(output), "output_grad": to_array(gradient) / scale}
+                self.gradients[site.name] = {name: _in_time_order(array, site) for name, array in arrays.items()}
+        self._step_tensors = StepTensors()
 
 
-def _compiled(model: Any, sites: Sequence[RecurrentSite]) -> Callable[..., Any]:
+def _compiled_tapped_step(model: Any, sites: Sequence[RecurrentSite]) -> Callable[..., Any]:
     """Compile the training step of ``model`` on TensorFlow with taps at ``sites``.
 
     It also returns the tapped tensors.
@@ -86,73 +86,75 @@ def _compiled(model: Any, sites: Sequence[RecurrentSite]) -> Callable[..., Any]:
     step = model.train_step
 
     def tapped_step(data: Any) -> Any:
-        passing = StepTensors()
-        with _hooked_step(model, sites, passing, _tapped):
+        step_tensors = StepTensors()
+        with _hooked_step(model, sites, step_tensors, _record_by_identity):
             logs = step(data)
-        return logs, vars(passing)
+        return logs, vars(step_tensors)
 
     return model._make_function(tapped_step)  # type: ignore[no-any-return]
 
 
 @contextmanager
 def _hooked_step(
-    model: Any, sites: Sequence[RecurrentSite], passing: StepTensors, tap: Callable[[Any, str, StepTensors], Any]
+    model: Any, sites: Sequence[RecurrentSite], step_tensors: StepTensors, tap: Callable[[Any, str, StepTensors], Any]
 ) -> Iterator[None]:
     """Within the block, record a training step's outputs, gradients and loss by overridden methods of the layers."""
     original_loss = model._compute_loss
 
-    def compute_loss(*arguments: Any, **named: Any) -> Any:
-        value = original_loss(*arguments, **named)
-        passing.loss.append(value)
+    def compute_loss(*arguments: Any, **keywords: Any) -> Any:
+        value = original_loss(*arguments, **keywords)
+        step_tensors.loss.append(value)
         return value
 
     with overriding() as override:
         override(model, "_compute_loss", compute_loss)
         for site in sites:
-            override(site.layer, "inner_loop", _loop(site, passing, tap))
+            override(site.layer, "inner_loop", _recording_loop(site, step_tensors, tap))
         yield
 
 
-def _loop(site: RecurrentSite, passing: StepTensors, tap: Callable[[Any, str, StepTensors], Any]) -> Callable[..., Any]:
+def _recording_loop(
+    site: RecurrentSite, step_tensors: StepTensors, tap: Callable[[Any, str, StepTensors], Any]
+) -> Callable[..., Any]:
     original, layer, calls = site.layer.inner_loop, site.layer, count()
 
-    def inner_loop(*arguments: Any, **named: Any) -> Any:
-        last, outputs, states = original(*arguments, **named)
+    def inner_loop(*arguments: Any, **keywords: Any) -> Any:
+        last_output, outputs, states = original(*arguments, **keywords)
         if next(calls):  # a layer called again is not recorded: each call has its own gradient
-            passing.outputs.pop(site.name, None)
-            return last, outputs, states
+            step_tensors.outputs.pop(site.name, None)
+            return last_output, outputs, states
         if layer.return_sequences:
-            return last, tap(outputs, site.name, passing), states
-        return tap(last, site.name, passing), outputs, states
+            return last_output, tap(outputs, site.name, step_tensors), states
+        return tap(last_output, site.name, step_tensors), outputs, states
 
     return inner_loop
 
 
-def _hooked(tensor: Any, name: str, passing: StepTensors) -> Any:
+def _record_by_hook(tensor: Any, name: str, step_tensors: StepTensors) -> Any:
     """Record a torch tensor, and its gradient by a hook; return the tensor."""
-    passing.outputs[name] = tensor.detach()
+    step_tensors.outputs[name] = tensor.detach()
     if tensor.requires_grad:
-        tensor.register_hook(lambda gradient: passing.gradients.__setitem__(name, gradient.detach()))
+        tensor.register_hook(lambda gradient: step_tensors.gradients.__setitem__(name, gradient.detach()))
     return tensor
 
 
-def _tapped(tensor: Any, name: str, passing: StepTensors) -> Any:
+def _record_by_identity(tensor: Any, name: str, step_tensors: StepTensors) -> Any:
     """Record a TensorFlow tensor, and its gradient by an identity with a custom gradient; return the tensor."""
     import tensorflow as tf
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def identity(value: Any) -> Any:
         def backward(gradient: Any) -> Any:
-            passing.gradients[name] = gradient
+            step_tensors.gradients[name] = gradient
             return gradient
 
         return tf.identity(value), backward
 
-    passing.outputs[name] = tensor
+    step_tensors.outputs[name] = tensor
     return identity(tensor)
 
 
-def _turned(array: Any, site: RecurrentSite) -> Any:
+def _in_time_order(array: Any, site: RecurrentSite) -> Any:
     """Reverse the time axis of an output (sample, time, ...) if the layer runs backwards.
 
     It returns its last step first.
@@ -161,16 +163,16 @@ def _turned(array: Any, site: RecurrentSite) -> Any:
     return array[:, ::-1] if backwards else array
 
 
-def _sites(model: Any, layers: Sequence[str]) -> list[RecurrentSite]:
-    sites = places(model).sites
-    known = {site.name: site for site in sites if not site.bidirectional and not site.is_loop}
+def _tappable_sites(model: Any, layers: Sequence[str]) -> list[RecurrentSite]:
+    sites = locate_layers(model).sites
+    supported = {site.name: site for site in sites if not site.bidirectional and not site.is_loop}
     for name in layers:
-        if name in known:
+        if name in supported:
             continue
         site = next((site for site in sites if site.name == name), None)
         if site is None:
-            raise LayerNotFoundError(f"No recurrent layer named {name!r}.", hint=did_you_mean(name, known))
+            raise LayerNotFoundError(f"No recurrent layer named {name!r}.", hint=did_you_mean(name, supported))
         kind = "a cell in a loop" if site.is_loop else "a bidirectional layer"
-        what = f"The direct gradients of {name!r}, {kind}, cannot be recorded in the training step."
-        raise UnsupportedError(what, hint="leave direct= out: rnnlens then computes them when you access them")
-    return [known[name] for name in layers]
+        problem = f"The direct gradients of {name!r}, {kind}, cannot be recorded in the training step."
+        raise UnsupportedError(problem, hint="leave direct= out: rnnlens then computes them when you access them")
+    return [supported[name] for name in layers]

@@ -40,16 +40,16 @@ class StateBeforeStep:
 
         Restore the present state on exit.
         """
-        now = [(variable, copy_of(variable)) for variable, _ in self.variables]
-        with self.engine.preserved():
+        present_values = [(variable, copy_of(variable)) for variable, _ in self.variables]
+        with self.engine.random_state_restored():
             try:
-                self.put()
+                self.restore()
                 yield
             finally:
-                for variable, value in now:
+                for variable, value in present_values:
                     variable.assign(value)
 
-    def put(self) -> None:
+    def restore(self) -> None:
         """Assign to the model's variables and to torch's random generators what they were before the training step."""
         for variable, value in self.variables:
             variable.assign(value)
@@ -88,8 +88,8 @@ class TrainStep:
         self.wanted = False
         self.recorded: RecordedStep | None = None
         self.failure: Exception | None = None
-        self._fed: list[Any] = []
-        self._handed: Any = None  # a data set over ``_fed``, kept because creating one is slow
+        self._batches: list[Any] = []
+        self._dataset: Any = None  # a data set over ``_batches``, kept because creating one is slow
         model.train_function = self
 
     def __call__(self, *arguments: Any) -> Any:
@@ -97,53 +97,53 @@ class TrainStep:
         if not self.wanted:
             return self._original(*arguments)
         self.wanted = False
-        fed: list[Any] = []
+        batches: list[Any] = []
         try:
-            before = self._copies(arguments)
-            source = self._tee(arguments[-1], fed)
+            state_before = self._copy_state(arguments)
+            source = self._tee(arguments[-1], batches)
         except Exception as error:  # training goes on without this record
             self.failure = error
             return self._original(*arguments)
-        done = self._step(arguments, source, before)
-        if fed:
-            element = fed[0] if isinstance(fed[0], tuple | list) else (fed[0],)
+        result = self._step(arguments, source, state_before)
+        if batches:
+            element = batches[0] if isinstance(batches[0], tuple | list) else (batches[0],)
             x, y, weight = (*element, None, None)[:3]
-            self.recorded = RecordedStep(x, y, weight, before, len(fed))
+            self.recorded = RecordedStep(x, y, weight, state_before, len(batches))
             if self._direct is not None and self._direct.gradients is not None:
                 self.recorded.direct, self.recorded.loss = self._direct.gradients, self._direct.loss
-        return done
+        return result
 
-    def _step(self, arguments: Sequence[Any], source: Any, before: StateBeforeStep) -> Any:
+    def _step(self, arguments: Sequence[Any], source: Any, state_before: StateBeforeStep) -> Any:
         """Run the training step with taps for direct gradients; if that is impossible or fails, run it without taps."""
         if self._direct is None or not self._direct.available:
             return self._original(*arguments[:-1], source)
         try:
-            done = self._direct.run(self._original, source)
+            result = self._direct.run(self._original, source)
         except Exception as error:
             self._direct = None
-            before.put()
-            source = source if self._handed is None else iter(self._handed)
-            done = self._original(*arguments[:-1], source)  # raises what the user's own step raises
+            state_before.restore()
+            source = source if self._dataset is None else iter(self._dataset)
+            result = self._original(*arguments[:-1], source)  # raises what the user's own step raises
             self.failure = error
-            return done
+            return result
         try:
             self._direct.read()
         except Exception as error:
             self._direct, self.failure = None, error
-        return done
+        return result
 
     def taken(self) -> tuple[RecordedStep | None, Exception | None]:
         """Return the record of the last execution, or the error that prevented it, and delete both from this object."""
-        taken = self.recorded, self.failure
+        record_and_failure = self.recorded, self.failure
         self.recorded = self.failure = None
-        return taken
+        return record_and_failure
 
     def remove(self) -> None:
         """Restore the model's own ``train_function``."""
         if self._model.train_function is self:
             self._model.train_function = self._original
 
-    def _copies(self, arguments: Sequence[Any]) -> StateBeforeStep:
+    def _copy_state(self, arguments: Sequence[Any]) -> StateBeforeStep:
         """Copy the values of the model's variables before a training step.
 
         On JAX the values are in the state passed to the step, which donates it.
@@ -152,39 +152,41 @@ class TrainStep:
         if len(arguments) == 1:
             copies = [(variable, copy_of(variable)) for variable in self._keras.variables(self._model)]
             return StateBeforeStep(engine, copies, _torch_state() if engine.name == "torch" else None)
-        here = [*self._model.trainable_variables, *self._model.non_trainable_variables]
+        updated_variables = [*self._model.trainable_variables, *self._model.non_trainable_variables]
         values = [*arguments[0][0], *arguments[0][1]]
-        return StateBeforeStep(engine, [(v, value.copy()) for v, value in zip(here, values, strict=True)])
+        return StateBeforeStep(engine, [(v, value.copy()) for v, value in zip(updated_variables, values, strict=True)])
 
-    def _tee(self, source: Any, fed: list[Any]) -> Any:
-        """Return an iterator with the batches of ``source`` that also appends those of one execution to ``fed``."""
+    def _tee(self, source: Any, batches: list[Any]) -> Any:
+        """Return an iterator with the batches of ``source`` that also appends those of one execution to ``batches``."""
 
-        def recorded() -> Iterator[Any]:
+        def recorded_batches() -> Iterator[Any]:
             for element in source:
-                fed.append(element)
+                batches.append(element)
                 yield element
 
         engine = self._keras.engine.name
         if engine == "torch":
-            fed.append(source[0])
+            batches.append(source[0])
             return source
-        return recorded() if engine == "jax" else self._tensorflow(source, fed)
+        return recorded_batches() if engine == "jax" else self._tee_tensorflow(source, batches)
 
-    def _tensorflow(self, source: Any, fed: list[Any]) -> Any:
-        """Read the batches of one execution from a TensorFlow iterator into ``fed``; return an iterator over these.
+    def _tee_tensorflow(self, source: Any, batches: list[Any]) -> Any:
+        """Read the batches of one execution from a TensorFlow iterator into ``batches``; return an iterator over these.
 
         It has the same ``element_spec``, so that the compiled training step is not traced again.
         """
         import tensorflow as tf
 
         if not isinstance(source, tf.data.Iterator):
-            raise _spread(type(source).__name__)
-        self._fed = fed
-        if self._handed is None or self._handed.element_spec != source.element_spec:
-            self._handed = tf.data.Dataset.from_generator(lambda: iter(self._fed), output_signature=source.element_spec)
-        handed = iter(self._handed)
-        fed.extend(islice(source, batches_per_execution(self._model)))  # last: what is taken is handed on
-        return handed
+            raise _strategy_error(type(source).__name__)
+        self._batches = batches
+        if self._dataset is None or self._dataset.element_spec != source.element_spec:
+            self._dataset = tf.data.Dataset.from_generator(
+                lambda: iter(self._batches), output_signature=source.element_spec
+            )
+        dataset_iterator = iter(self._dataset)
+        batches.extend(islice(source, batches_per_execution(self._model)))  # last: what is taken is handed on
+        return dataset_iterator
 
 
 def record_fit(model: Any, direct: Sequence[str] = ()) -> TrainStep:
@@ -202,17 +204,17 @@ def record_fit(model: Any, direct: Sequence[str] = ()) -> TrainStep:
         )
     strategy = getattr(model, "_distribute_strategy", None) or getattr(model, "_distribution_strategy", None)
     if strategy is not None:
-        raise _spread(type(strategy).__name__)
+        raise _strategy_error(type(strategy).__name__)
     _refuse_random(model)
     if isinstance(model.train_function, TrainStep):
         model.train_function.remove()  # left by a training that was interrupted
     return TrainStep(model, direct)
 
 
-def _spread(got: str) -> UnsupportedError:
+def _strategy_error(got: str) -> UnsupportedError:
     """Create the error for training under a ``tf.distribute`` strategy, which splits each batch over replicas."""
-    what = "Batches cannot be followed under a tf.distribute strategy."
-    return UnsupportedError(what, got=got, hint="probe= instead of batches=")
+    problem = "Batches cannot be followed under a tf.distribute strategy."
+    return UnsupportedError(problem, got=got, hint="probe= instead of batches=")
 
 
 def _refuse_random(model: Any) -> None:
@@ -242,8 +244,8 @@ def _refuse_random(model: Any) -> None:
 
 def batches_per_execution(model: Any) -> int:
     """Return the number of batches in one call of the compiled step: ``steps_per_execution``."""
-    given = getattr(model, "steps_per_execution", None) or getattr(model, "_steps_per_execution", None)
-    return 1 if given is None else int(np.asarray(given))
+    steps = getattr(model, "steps_per_execution", None) or getattr(model, "_steps_per_execution", None)
+    return 1 if steps is None else int(np.asarray(steps))
 
 
 def synchronised(model: Any) -> None:
@@ -255,10 +257,10 @@ def synchronised(model: Any) -> None:
 
 def steps_taken(model: Any) -> int:
     """Return the number of batches that the optimizer has received so far."""
-    _, inner = optimizers(model)
+    _, optimizer = optimizers(model)
     # The public attribute of Keras 3 is divided by the number of accumulated batches.
-    iterations = getattr(inner, "_iterations", None)
-    iterations = getattr(inner, "iterations", None) if iterations is None else iterations
+    iterations = getattr(optimizer, "_iterations", None)
+    iterations = getattr(optimizer, "iterations", None) if iterations is None else iterations
     return 0 if iterations is None else int(dialect_of(model).value_of(iterations))
 
 
@@ -277,12 +279,14 @@ def largest_weight(model: Any) -> float:
 
 def notes_of_training(model: Any, recorded: RecordedStep) -> list[str]:
     """Return notes on how the gradients of a recorded batch differ from those that the optimizer used."""
-    optimizer, inner = optimizers(model)
+    optimizer, inner_optimizer = optimizers(model)
     notes = []
-    every = getattr(inner, "gradient_accumulation_steps", None)
-    if every:
-        notes.append(f"Gradients are those of this batch alone; the optimizer applies the mean of {every} batches.")
-    if inner is not optimizer:
+    accumulation_steps = getattr(inner_optimizer, "gradient_accumulation_steps", None)
+    if accumulation_steps:
+        notes.append(
+            f"Gradients are those of this batch alone; the optimizer applies the mean of {accumulation_steps} batches."
+        )
+    if inner_optimizer is not optimizer:
         notes.append("Gradients are those of the loss, without the loss scale used in training.")
     if recorded.batches > 1:
         notes.append(
@@ -302,8 +306,8 @@ def worker(model: Any) -> tuple[int, int]:
     if engine == "torch":
         import torch.distributed as group
 
-        running = group.is_available() and group.is_initialized()
-        return (group.get_rank(), group.get_world_size()) if running else (0, 1)
+        is_running = group.is_available() and group.is_initialized()
+        return (group.get_rank(), group.get_world_size()) if is_running else (0, 1)
     import tensorflow as tf
 
     cluster = tf.distribute.cluster_resolver.TFConfigClusterResolver()
@@ -330,6 +334,6 @@ def _random_layer(model: Any) -> str | None:
     keras = dialect_of(model)
     for layer in model._flatten_layers():
         names = [name for name in ("rate", "dropout", "recurrent_dropout", "stddev") if hasattr(layer, name)]
-        if any((getattr(layer, name) or 0) > 0 for name in names) or (keras.draws(layer) and not names):
+        if any((getattr(layer, name) or 0) > 0 for name in names) or (keras.draws_random_numbers(layer) and not names):
             return str(layer.name)
     return None

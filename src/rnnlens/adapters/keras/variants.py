@@ -13,9 +13,9 @@ from ...typing import Array
 from ..protocol import ChainLink, Port
 from ..shared import Pull
 from .dialect import Dialect, dialect_of
-from .discover import places
+from .discover import locate_layers
 from .pullback import differentiate
-from .restore import as_found, overriding
+from .restore import model_state_restored, overriding
 from .weights import named_variables
 
 
@@ -27,43 +27,45 @@ def perturbed_port(model: Any, port: Port, size: float) -> Iterator[bool]:
 
     A weight is restored exactly on exit. An output is perturbed by overriding ``call`` on the layer.
     """
-    layer = None if port.layer is None else places(model).holder(port.layer)
+    layer = None if port.layer is None else locate_layers(model).holder(port.layer)
     variable = named_variables(layer).get(port.key) if port.kind == "weight" and layer is not None else None
     if layer is None or (variable is None and port.kind != "output"):
         yield False
         return
     keras = dialect_of(layer)
     if variable is not None:
-        before = keras.value_of(variable)
+        original_value = keras.value_of(variable)
         try:
-            variable.assign(before + _pattern(before.shape, before, size))
+            variable.assign(original_value + _pattern(original_value.shape, original_value, size))
             yield True
         finally:
-            variable.assign(before)
+            variable.assign(original_value)
         return
     original = layer.call
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return keras.tree.map_structure(lambda tensor: _moved(keras, tensor, size), original(*args, **kwargs))
+        return keras.tree.map_structure(
+            lambda tensor: _perturbed_tensor(keras, tensor, size), original(*args, **kwargs)
+        )
 
     with overriding() as override:
         override(layer, "call", call)
         yield True
 
 
-def _moved(keras: Dialect, tensor: Any, size: float) -> Any:
+def _perturbed_tensor(keras: Dialect, tensor: Any, size: float) -> Any:
     if not keras.is_float(tensor):
         return tensor
     shape = tuple(1 if n is None else n for n in tensor.shape)
     spread = keras.ops.sqrt(keras.ops.mean(keras.ops.square(keras.ops.stop_gradient(tensor))))
     pattern = keras.ops.convert_to_tensor(_pattern(shape, np.ones(1), size), dtype=tensor.dtype)
-    moved = tensor + pattern * (spread + keras.ops.cast(spread == 0, tensor.dtype))
-    return keras.with_mask(tensor, moved)
+    perturbed = tensor + pattern * (spread + keras.ops.cast(spread == 0, tensor.dtype))
+    return keras.with_mask(tensor, perturbed)
 
 
-def _pattern(shape: tuple[int, ...], like: np.ndarray[Any, Any], size: float) -> np.ndarray[Any, Any]:
-    spread = float(np.sqrt(np.mean(np.square(like, dtype=np.float64)))) or 1.0
-    return np.asarray(size * spread * np.random.default_rng(0).normal(size=shape)).astype(like.dtype)
+def _pattern(shape: tuple[int, ...], reference: np.ndarray[Any, Any], size: float) -> np.ndarray[Any, Any]:
+    spread = float(np.sqrt(np.mean(np.square(reference, dtype=np.float64)))) or 1.0
+    return np.asarray(size * spread * np.random.default_rng(0).normal(size=shape)).astype(reference.dtype)
 
 
 def reinitialised(model: Any, seed: int) -> Any:
@@ -90,9 +92,9 @@ def reinitialised(model: Any, seed: int) -> Any:
     return twin
 
 
-_RECURRENT = ("LSTM", "GRU", "SimpleRNN")
+_RECURRENT_LAYERS = ("LSTM", "GRU", "SimpleRNN")
 #: Layers that return their input unchanged when not training.
-_IDLE = ("Dropout", "SpatialDropout1D", "GaussianNoise", "Identity")
+_IDENTITY_LAYERS = ("Dropout", "SpatialDropout1D", "GaussianNoise", "Identity")
 
 
 def chain(model: Any, *, training: bool) -> list[ChainLink] | None:
@@ -101,50 +103,50 @@ def chain(model: Any, *, training: bool) -> list[ChainLink] | None:
     Returns None also for a subclass of a well-known layer, an overridden ``call``, a second input or mixed dtypes.
     """
     keras = dialect_of(model)
-    layers = keras.in_order(model)
+    layers = keras.layers_in_order(model)
     if layers is None:
         return None
     links = [_link(keras, layer, training) for layer in layers]
     return None if any(link is None for link in links) else [link for link in links if link is not None]
 
 
-def between(model: Any, of: Port, wrt: Port) -> Callable[[Array], tuple[Array, Pull]] | None:
+def subnetwork(model: Any, of: Port, wrt: Port) -> Callable[[Array], tuple[Array, Pull]] | None:
     """Return a function that runs and differentiates a chain of layers between two ports; None for any other model."""
     keras = dialect_of(model)
-    layers = keras.in_order(model)
+    layers = keras.layers_in_order(model)
     if layers is None:
         return None
     names = [layer.name for layer in layers]
-    first = 0 if wrt == Port("input") else _after(wrt, names)
-    last = len(layers) if of == Port("output") else _after(of, names)
-    if first is None or last is None or first >= last:
+    start = 0 if wrt == Port("input") else _layer_count_until(wrt, names)
+    end = len(layers) if of == Port("output") else _layer_count_until(of, names)
+    if start is None or end is None or start >= end:
         return None
 
-    def called(tensor: Any) -> Any:
-        with keras.running(model, None, keras.seeds(model, None), {}, lambda key, tensor: tensor):
-            for layer in layers[first:last]:
+    def run_layers(tensor: Any) -> Any:
+        with keras.variables_substituted(model, None, keras.seed_tensors(model, None), {}, lambda key, tensor: tensor):
+            for layer in layers[start:end]:
                 tensor = layer(tensor)
         return tensor
 
     def run(array: Array) -> tuple[Array, Pull]:
-        with as_found(model, keras):
-            value, pull = differentiate(called, [array], keras)
+        with model_state_restored(model, keras):
+            value, pull = differentiate(run_layers, [array], keras)
 
-        def pulled(cotangent: Array) -> list[Array]:
-            with as_found(model, keras):
+        def pull_and_restore(cotangent: Array) -> list[Array]:
+            with model_state_restored(model, keras):
                 return pull(cotangent)
 
-        return value, pulled
+        return value, pull_and_restore
 
     return run
 
 
-def _after(port: Port, names: Sequence[str]) -> int | None:
+def _layer_count_until(port: Port, names: Sequence[str]) -> int | None:
     """Return how many layers of a chain compute ``port``, the output of one of them; None for other ports."""
     return names.index(port.layer) + 1 if port.kind == "output" and port.layer in names and not port.index else None
 
 
-def _among(keras: Dialect, names: Sequence[str]) -> list[type]:
+def _existing_classes(keras: Dialect, names: Sequence[str]) -> list[type]:
     return [getattr(keras.layers, name) for name in names if hasattr(keras.layers, name)]
 
 
@@ -156,15 +158,15 @@ def _link(keras: Dialect, layer: Any, training: bool) -> ChainLink | None:
         or layer.compute_dtype != layer.variable_dtype
     ):
         return None
-    if kind in _among(keras, _RECURRENT):
-        odd = layer.go_backwards or layer.return_state or keras.time_major(layer)
-        return None if odd else ChainLink(layer.name, "recurrent")
+    if kind in _existing_classes(keras, _RECURRENT_LAYERS):
+        is_unsupported = layer.go_backwards or layer.return_state or keras.time_major(layer)
+        return None if is_unsupported else ChainLink(layer.name, "recurrent")
     dense = layer.layer if kind is keras.layers.TimeDistributed else layer
     if type(dense) is keras.layers.Dense:
         return _dense(keras, dense, layer.name)
     if kind is keras.layers.Embedding:
         return ChainLink(layer.name, "table")
-    if kind in _among(keras, _IDLE) and not training:
+    if kind in _existing_classes(keras, _IDENTITY_LAYERS) and not training:
         return ChainLink(layer.name, "same")
     return None
 

@@ -23,39 +23,39 @@ _STATISTICS = ("moving_mean", "moving_variance")
 
 def known_class(cell: Any) -> type[Cell] | None:
     """Return the class with the equations of a cell of Keras' own type and activations; None for any other cell."""
-    ours = next((d.cells[type(cell)] for d in loaded_dialects() if type(cell) in d.cells), None)
-    if isinstance(ours, Mapping):  # a convolution: number of spatial axes -> class
-        ours = ours[cell.rank] if cell.data_format == "channels_last" else None
-    if ours is None or "call" in vars(cell):
+    cell_class = next((d.cells[type(cell)] for d in loaded_dialects() if type(cell) in d.cells), None)
+    if isinstance(cell_class, Mapping):  # a convolution: number of spatial axes -> class
+        cell_class = cell_class[cell.rank] if cell.data_format == "channels_last" else None
+    if cell_class is None or "call" in vars(cell):
         return None
-    return ours if all(_activation(cell, role) is not None for role in _roles(cell)) else None
+    return cell_class if all(_activation(cell, role) is not None for role in _roles(cell)) else None
 
 
 def class_of(cell: Any) -> type[Cell] | None:
     """Return the class with the equations of a Keras cell, built in or registered by the user; None if unknown."""
-    known = registration_of(cell)
-    return known_class(cell) if known is None else known.cell
+    registration = registration_of(cell)
+    return known_class(cell) if registration is None else registration.cell
 
 
 def kind_of(cell: Any) -> str:
     """Return the kind of a cell in one word, such as ``"lstm"``, or its own class name if its equations are unknown."""
     # A layer of cuDNN has a named tuple for a cell.
-    ours = class_of(cell) if hasattr(cell, "__dict__") else None
-    return type(cell).__name__ if ours is None else ours.kind
+    cell_class = class_of(cell) if hasattr(cell, "__dict__") else None
+    return type(cell).__name__ if cell_class is None else cell_class.kind
 
 
-def computed_in(layer: Any) -> str:
+def computation_dtype(layer: Any) -> str:
     """Return the dtype in which a recurrent layer computes, which may be less precise than ``compute_dtype``.
 
     On JAX and torch, Keras' operations round float64 to float32 by default. Some kernels of an engine also have
     single-precision constants, such as torch's slope of ``hard_sigmoid``.
     """
     keras, cell = dialect_of(layer), layer.cell
-    computed = keras.computed(layer.compute_dtype)
-    single = keras.single_precision
-    if computed == "float64" and known_class(cell) and any(_activation(cell, role) in single for role in _roles(cell)):
+    dtype = keras.computation_dtype(layer.compute_dtype)
+    imprecise = keras.single_precision
+    if dtype == "float64" and known_class(cell) and any(_activation(cell, role) in imprecise for role in _roles(cell)):
         return "float32"
-    return computed
+    return dtype
 
 
 def copy_of(variable: Any) -> Array:
@@ -67,21 +67,21 @@ def copy_of(variable: Any) -> Array:
 
 def cell_with_equations(cell: Any, engine: Engine | None = None) -> Cell | None:
     """Return a known cell with its weights; ``engine`` differentiates the step of a registered one."""
-    known = registration_of(cell)
-    if known is None:
+    registration = registration_of(cell)
+    if registration is None:
         return None if known_class(cell) is None else _known_cell(cell)
-    made = known.make(cell, {name: copy_of(v) for name, v in attributes(cell).items()})
+    known_cell = registration.make(cell, {name: copy_of(v) for name, v in attribute_variables(cell).items()})
     if engine is None:
-        return made
+        return known_cell
     keras = dialect_of(cell)
 
-    def tensor(array: Array) -> Any:
+    def as_tensor(array: Array) -> Any:
         return keras.ops.convert_to_tensor(array, dtype=str(array.dtype).rpartition(".")[2])
 
-    return with_step_autodiff(made, known, engine, keras.namespace(), tensor)
+    return with_step_autodiff(known_cell, registration, engine, keras.namespace(), as_tensor)
 
 
-def likeness(layer: Any) -> tuple[Any, ...]:
+def layer_signature(layer: Any) -> tuple[Any, ...]:
     """Return kind, state sizes and biases of a recurrent layer.
 
     The directions of a bidirectional layer must share them.
@@ -93,26 +93,26 @@ def likeness(layer: Any) -> tuple[Any, ...]:
 
 
 def _known_cell(cell: Any) -> Cell:
-    ours: Any = known_class(cell)
+    cell_class: Any = known_class(cell)
     arrays = known_arrays(cell, {name: copy_of(variable) for name, variable in cell_variables(cell).items()})
     options: dict[str, Any] = {role: _activation(cell, role) or "" for role in _roles(cell)}
     if hasattr(cell, "reset_after"):
         options["reset_after"] = bool(cell.reset_after)
-    if ours.space:
+    if cell_class.space:
         options |= {"strides": cell.strides, "dilation": cell.dilation_rate, "padding": cell.padding}
-    made: Cell = ours(**options, **arrays)
-    return made
+    known_cell: Cell = cell_class(**options, **arrays)
+    return known_cell
 
 
 def known_arrays(cell: Any, by_variable: Mapping[str, Any]) -> dict[str, Any]:
     """Rename arrays from Keras' variable names to the names of the rnnlens cell: its weights, or their gradients."""
-    known = registration_of(cell)
-    if known is not None:
-        return known.arrays(by_variable)
+    registration = registration_of(cell)
+    if registration is not None:
+        return registration.arrays(by_variable)
     arrays = dict(by_variable)
     if has_two_biases(cell):
-        both = arrays["bias"]
-        arrays["bias"], arrays["recurrent_bias"] = both[0], both[1]
+        biases = arrays["bias"]
+        arrays["bias"], arrays["recurrent_bias"] = biases[0], biases[1]
     return arrays
 
 
@@ -126,7 +126,7 @@ def cell_variables(cell: Any) -> dict[str, Any]:
     if known_class(cell) is not None:
         names = ("kernel", "recurrent_kernel", *(["bias"] if cell.bias is not None else []))
         return {name: getattr(cell, name) for name in names}
-    return named_variables(cell) if registration_of(cell) is None else attributes(cell)
+    return named_variables(cell) if registration_of(cell) is None else attribute_variables(cell)
 
 
 def named_variables(layer: Any) -> dict[str, Any]:
@@ -139,30 +139,32 @@ def named_variables(layer: Any) -> dict[str, Any]:
     by_name = {name: v for name, v in named if name != "rnn_state"}
     if len(by_name) == len(weights):
         return by_name
-    found_by_path: dict[str, Any] = {}
+    by_path: dict[str, Any] = {}
     counts: Counter[str] = Counter()
-    own = set(map(id, dialect_of(layer).own_variables(layer)))
-    for variable in sorted(weights, key=lambda v: id(v) not in own):  # those of sublayers later
-        path = _within(layer, dialect_of(variable).path(variable))
+    own_ids = set(map(id, dialect_of(layer).own_variables(layer)))
+    for variable in sorted(weights, key=lambda v: id(v) not in own_ids):  # those of sublayers later
+        path = _path_within(layer, dialect_of(variable).path(variable))
         counts[path] += 1
-        found_by_path[path if counts[path] == 1 else f"{path}#{counts[path]}"] = variable
-    return found_by_path
+        by_path[path if counts[path] == 1 else f"{path}#{counts[path]}"] = variable
+    return by_path
 
 
-def layer_weights(layer: Any, halves: Mapping[str, Any], left_out: Container[int] = ()) -> LayerWeights:
-    """Return the weights of a layer, without variables whose ids are in ``left_out``.
+def layer_weights(layer: Any, recurrent_layers: Mapping[str, Any], excluded_ids: Container[int] = ()) -> LayerWeights:
+    """Return the weights of a layer, without variables whose ids are in ``excluded_ids``.
 
-    ``halves`` are the layer's recurrent layers by direction.
+    ``recurrent_layers`` are the layer's recurrent layers by direction.
     """
     keras = dialect_of(layer)
-    variables = {name: v for name, v in named_variables(layer).items() if id(v) not in left_out}
-    alike = len({likeness(half) for half in halves.values()}) == 1
-    known = halves.items() if alike else ()
-    made = {direction: cell_with_equations(half.cell) for direction, half in known}
-    cells = {direction: cell for direction, cell in made.items() if cell is not None}
-    put_together = composed(variables, halves) if cells else {}
-    if put_together:
-        return _put_together(layer, variables, put_together, cells)
+    variables = {name: v for name, v in named_variables(layer).items() if id(v) not in excluded_ids}
+    is_alike = len({layer_signature(recurrent_layer) for recurrent_layer in recurrent_layers.values()}) == 1
+    similar_layers = recurrent_layers.items() if is_alike else ()
+    known_cells = {
+        direction: cell_with_equations(recurrent_layer.cell) for direction, recurrent_layer in similar_layers
+    }
+    cells = {direction: cell for direction, cell in known_cells.items() if cell is not None}
+    composed_by_name = composed_weights(variables, recurrent_layers) if cells else {}
+    if composed_by_name:
+        return _registered_weights(layer, variables, composed_by_name, cells)
     penalties = keras.regularizers(layer)
     return LayerWeights(
         values={name: copy_of(v) for name, v in variables.items()},
@@ -174,7 +176,7 @@ def layer_weights(layer: Any, halves: Mapping[str, Any], left_out: Container[int
     )
 
 
-def _put_together(
+def _registered_weights(
     layer: Any, variables: Mapping[str, Any], weights: Mapping[str, ComposedWeight], cells: dict[str, Cell]
 ) -> LayerWeights:
     """Return the weights of a layer with a registered cell, under the names that the registration declares."""
@@ -188,9 +190,11 @@ def _put_together(
             )
     arrays = {key: copy_of(v) for key, v in variables.items()}
     values, trainable = {}, {}
-    for key, what in weights.items():
-        values[key] = what.registration.arrays({name: arrays[held] for name, (_, held) in what.keys.items()})[what.name]
-        trainable[key] = all(variables[held].trainable for _, held in what.keys.values())
+    for key, weight in weights.items():
+        values[key] = weight.registration.arrays(
+            {name: arrays[part_key] for name, (_, part_key) in weight.keys.items()}
+        )[weight.name]
+        trainable[key] = all(variables[part_key].trainable for _, part_key in weight.keys.values())
     return LayerWeights(values, trainable, cells)
 
 
@@ -208,13 +212,13 @@ def _activation(cell: Any, role: str) -> str | None:
         return None
 
 
-def _within(layer: Any, path: str) -> str:
+def _path_within(layer: Any, path: str) -> str:
     marker = f"{layer.name}/"
     return path[path.index(marker) + len(marker) :] if marker in path else path
 
 
 #: Largest depth of nested layers within a cell that is searched for weights.
-_DEPTH = 4
+_SEARCH_DEPTH = 4
 
 
 def registration_of(cell: Any) -> Registration | None:
@@ -222,38 +226,45 @@ def registration_of(cell: Any) -> Registration | None:
     return None if cell is None or "call" in vars(cell) else registered(cell)
 
 
-def attributes(cell: Any) -> dict[str, Any]:
+def attribute_variables(cell: Any) -> dict[str, Any]:
     """Return the variables of a cell by attribute: ``"u"``, ``"dense.kernel"``; others by their own names."""
-    found = dict(_attributes(cell, "", _DEPTH))
-    named = {id(v) for v in found.values()}
-    rest = {dialect_of(v).variable_name(v): v for v in cell.weights if id(v) not in named}
-    return {name: v for name, v in (found | rest).items() if "seed" not in dialect_of(v).variable_name(v)}
+    by_attribute = dict(_walk_attributes(cell, "", _SEARCH_DEPTH))
+    found_ids = {id(v) for v in by_attribute.values()}
+    other_variables = {dialect_of(v).variable_name(v): v for v in cell.weights if id(v) not in found_ids}
+    return {
+        name: v for name, v in (by_attribute | other_variables).items() if "seed" not in dialect_of(v).variable_name(v)
+    }
 
 
-def _attributes(layer: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
+def _walk_attributes(layer: Any, prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
     keras = dialect_of(layer)
-    seen: set[int] = set()
+    visited_ids: set[int] = set()
     for name, value in vars(layer).items():
         name = name.lstrip("_") if prefix or isinstance(value, keras.Variable) else name
-        if isinstance(value, keras.Variable) and id(value) not in seen:
-            seen.add(id(value))
+        if isinstance(value, keras.Variable) and id(value) not in visited_ids:
+            visited_ids.add(id(value))
             yield prefix + name, value
         elif isinstance(value, keras.Layer) and depth:
-            yield from _attributes(value, f"{prefix}{name}.", depth - 1)
+            yield from _walk_attributes(value, f"{prefix}{name}.", depth - 1)
 
 
-def composed(named: Mapping[str, Any], halves: Mapping[str, Any]) -> dict[str, ComposedWeight]:
-    """Return the composed weights of a layer with registered cells; ``named`` has its variables by key."""
-    keys = {id(v): key for key, v in named.items()}
-    found: dict[str, ComposedWeight] = {}
-    for direction, half in halves.items():
-        known = registration_of(half.cell)
-        if known is None:
+def composed_weights(variables: Mapping[str, Any], recurrent_layers: Mapping[str, Any]) -> dict[str, ComposedWeight]:
+    """Return the composed weights of a layer with registered cells; ``variables`` has its variables by key."""
+    keys = {id(v): key for key, v in variables.items()}
+    weights: dict[str, ComposedWeight] = {}
+    for direction, recurrent_layer in recurrent_layers.items():
+        registration = registration_of(recurrent_layer.cell)
+        if registration is None:
             return {}
-        held = {name: keys[id(v)] for name, v in attributes(half.cell).items()}
-        prefix = f"{direction}/" if len(halves) > 1 else ""
-        arrays = known.arrays({name: dialect_of(named[key]).value_of(named[key]) for name, key in held.items()})
-        found |= {
-            prefix + name: ComposedWeight(known, name, {own: ("", key) for own, key in held.items()}) for name in arrays
+        part_keys = {name: keys[id(v)] for name, v in attribute_variables(recurrent_layer.cell).items()}
+        prefix = f"{direction}/" if len(recurrent_layers) > 1 else ""
+        arrays = registration.arrays(
+            {name: dialect_of(variables[key]).value_of(variables[key]) for name, key in part_keys.items()}
+        )
+        weights |= {
+            prefix + name: ComposedWeight(
+                registration, name, {part_name: ("", key) for part_name, key in part_keys.items()}
+            )
+            for name in arrays
         }
-    return found
+    return weights

@@ -43,9 +43,9 @@ class AxisConvention:
 
         ``integer`` marks integer ids, which have no feature axis.
         """
-        of_input = port.kind == "input" and port.layer is None
-        last = FEATURE if port.kind == "input" else UNIT
-        return Layout.plain(input_dims(shape, integer) if of_input else dims_of(shape, last=last))
+        is_model_input = port.kind == "input" and port.layer is None
+        last_axis = FEATURE if port.kind == "input" else UNIT
+        return Layout.plain(input_dims(shape, integer) if is_model_input else dims_of(shape, last=last_axis))
 
 
 class Adapter(AxisConvention, ABC):
@@ -323,43 +323,43 @@ _LOSS = Port("loss")
 
 def _capture_by_boundaries(adapter: Adapter, model: Any, batch: Batch, request: CaptureRequest) -> Capture:
     """Capture a model by one pull-back from the ports of its layers; default of :meth:`Adapter.capture`."""
-    recurrent, others = _chosen(adapter, model, request)
+    recurrent_layers, other_layers = _requested_layers(adapter, model, request)
     weights = adapter.weights(model)
-    of_weights = weights if request.boundaries else recurrent
-    kernels = [Port("weight", name, key=key) for name in of_weights for key in weights[name].values]
-    inputs = [Port("input", index=i) for i in range(len(leaves_of(batch.x)))]
-    outputs = [Port("output", index=i) for i in range(max(1, len(adapter.facts(model).outputs)))]
-    plain = {name: Port("output", name) for name in others}
-    boundaries = [port for name in recurrent for port in _boundaries(name, weights[name])]
-    ports = [*boundaries, *plain.values(), *inputs, *outputs, *kernels]
-    of = [_LOSS] if request.gradients or request.loss else []
-    with adapter.pullback(model, batch, of, ports) as back:
-        values, grads = dict(back.values), dict[Port, Array]()
-        found = back.vjp({_LOSS: np.ones(1)}) if request.gradients else {}
-        for port, grad in found.items():  # zeros without a path
+    weight_owners = weights if request.boundaries else recurrent_layers
+    weight_ports = [Port("weight", name, key=key) for name in weight_owners for key in weights[name].values]
+    input_ports = [Port("input", index=i) for i in range(len(leaves_of(batch.x)))]
+    output_ports = [Port("output", index=i) for i in range(max(1, len(adapter.facts(model).outputs)))]
+    other_ports = {name: Port("output", name) for name in other_layers}
+    boundary_ports = [port for name in recurrent_layers for port in _boundary_ports(name, weights[name])]
+    ports = [*boundary_ports, *other_ports.values(), *input_ports, *output_ports, *weight_ports]
+    loss_ports = [_LOSS] if request.gradients or request.loss else []
+    with adapter.pullback(model, batch, loss_ports, ports) as pullback:
+        values, grads = dict(pullback.values), dict[Port, Array]()
+        loss_gradients = pullback.vjp({_LOSS: np.ones(1)}) if request.gradients else {}
+        for port, grad in loss_gradients.items():  # zeros without a path
             grads[port] = np.zeros(tuple(values[port].shape)) if grad is None else grad[0]
-    capture = Capture([_call(name, weights[name], values, grads, request) for name in recurrent])
-    capture.loss = float(values[_LOSS]) if of else None
-    capture.plain = [NonRecurrentCall(name, values[port], grads.get(port)) for name, port in plain.items()]
-    capture.outputs = [values[port] for port in outputs] if len(outputs) > 1 else values[outputs[0]]
+    capture = Capture([_recurrent_call(name, weights[name], values, grads, request) for name in recurrent_layers])
+    capture.loss = float(values[_LOSS]) if loss_ports else None
+    capture.plain = [NonRecurrentCall(name, values[port], grads.get(port)) for name, port in other_ports.items()]
+    capture.outputs = [values[port] for port in output_ports] if len(output_ports) > 1 else values[output_ports[0]]
     if request.gradients and request.boundaries:
-        capture.input_grads = [grads[port] for port in inputs]
-        places = {port: adapter.place(model, str(port.layer), None, port.key) for port in kernels}
-        capture.beside = {place.name: grads[port] for port, place in places.items() if place is not None}
+        capture.input_grads = [grads[port] for port in input_ports]
+        locations = {port: adapter.place(model, str(port.layer), None, port.key) for port in weight_ports}
+        capture.beside = {location.name: grads[port] for port, location in locations.items() if location is not None}
         capture.whole = frozenset(capture.beside)
     return capture
 
 
-def _chosen(adapter: Adapter, model: Any, request: CaptureRequest) -> tuple[list[str], list[str]]:
+def _requested_layers(adapter: Adapter, model: Any, request: CaptureRequest) -> tuple[list[str], list[str]]:
     """Return the names of the requested recurrent layers, and of the requested other layers."""
     infos = {info.name: info for info in adapter.describe(model)}
-    known = list(dict.fromkeys([*infos, *adapter.facts(model).submodules]))
+    layer_names = list(dict.fromkeys([*infos, *adapter.facts(model).submodules]))
     if request.layers is None and not infos:
-        raise ModelError("There is no recurrent layer in this model.", hint=f"name a layer: {', '.join(known)}")
-    asked = list(infos if request.layers is None else dict.fromkeys(n.partition("#")[0] for n in request.layers))
-    for name in asked:
-        if name not in known:
-            raise LayerNotFoundError(f"No layer is called {name!r}.", hint=did_you_mean(name, known))
+        raise ModelError("There is no recurrent layer in this model.", hint=f"name a layer: {', '.join(layer_names)}")
+    requested = list(infos if request.layers is None else dict.fromkeys(n.partition("#")[0] for n in request.layers))
+    for name in requested:
+        if name not in layer_names:
+            raise LayerNotFoundError(f"No layer is called {name!r}.", hint=did_you_mean(name, layer_names))
         if name in infos and (infos[name].direction != "forward" or infos[name].masked):
             raise UnsupportedError(
                 f"Layer {name!r} cannot be traced inside: the adapter of {adapter.name} gives its input and "
@@ -367,31 +367,31 @@ def _chosen(adapter: Adapter, model: Any, request: CaptureRequest) -> tuple[list
                 got="a mask, or a recurrence that runs backwards",
                 expected="one that runs forwards over every step",
             )
-    return [name for name in asked if name in infos], [name for name in asked if name not in infos]
+    return [name for name in requested if name in infos], [name for name in requested if name not in infos]
 
 
-def _boundaries(name: str, weights: LayerWeights) -> list[Port]:
+def _boundary_ports(name: str, weights: LayerWeights) -> list[Port]:
     """Return the ports of a recurrent layer: input, output and initial states."""
     states = range(len(weights.cells["forward"].states))
     return [Port("input", name), Port("output", name), *(Port("initial_state", name, i) for i in states)]
 
 
-def _call(
+def _recurrent_call(
     name: str, weights: LayerWeights, values: Mapping[Port, Array], grads: Mapping[Port, Array], request: CaptureRequest
 ) -> RecurrentCall:
-    below, above, *initial = _boundaries(name, weights)
-    asked = request.gradients and request.boundaries
-    named = {key: grads[Port("weight", name, key=key)] for key in weights.values} if request.gradients else None
+    input_port, output_port, *initial_ports = _boundary_ports(name, weights)
+    needs_boundaries = request.gradients and request.boundaries
+    weight_grads = {key: grads[Port("weight", name, key=key)] for key in weights.values} if request.gradients else None
     return RecurrentCall(
         layer=name,
         direction="forward",
         cell=weights.cells["forward"],
-        input=values[below],
-        initial_state=tuple(values[port] for port in initial),
-        output=values[above],
-        output_grad=grads.get(above),
+        input=values[input_port],
+        initial_state=tuple(values[port] for port in initial_ports),
+        output=values[output_port],
+        output_grad=grads.get(output_port),
         weights_key=name,
-        weight_grads=named if request.weight_grads else None,
-        framework_input_grad=grads[below] if asked else None,
-        framework_initial_state_grad=tuple(grads[port] for port in initial) if asked else None,
+        weight_grads=weight_grads if request.weight_grads else None,
+        framework_input_grad=grads[input_port] if needs_boundaries else None,
+        framework_initial_state_grad=tuple(grads[port] for port in initial_ports) if needs_boundaries else None,
     )

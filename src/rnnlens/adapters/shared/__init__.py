@@ -21,13 +21,13 @@ from ...typing import Array
 
 def substitute_in_this_thread(substitute: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls the substitute in the current thread and the original in every other."""
-    here = threading.get_ident()
+    thread_id = threading.get_ident()
 
     @functools.wraps(original)
-    def either(*args: Any, **kwargs: Any) -> Any:
-        return (substitute if threading.get_ident() == here else original)(*args, **kwargs)
+    def substitute_or_original(*args: Any, **kwargs: Any) -> Any:
+        return (substitute if threading.get_ident() == thread_id else original)(*args, **kwargs)
 
-    return either
+    return substitute_or_original
 
 
 def hook_in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,20 +65,20 @@ def differentiate(
         return {"value": value}, None
 
     with raised_by("Your function, differentiated,"):
-        linear = engine.linearise(program, list(tensors), Memo())
+        linearised = engine.linearise(program, list(tensors), Memo())
 
     def pull(cotangent: Array) -> list[Array]:
         with raised_by("The backward pass of your function"):
-            grads = linear.vjp({"value": np.asarray(cotangent)[None]})
-        parts = [grads[str(i)] for i in range(len(tensors))]
-        if all(part is None for part in parts):
+            by_index = linearised.vjp({"value": np.asarray(cotangent)[None]})
+        gradients = [by_index[str(i)] for i in range(len(tensors))]
+        if all(gradient is None for gradient in gradients):
             raise InputError(
                 "The function's value does not depend on its tensors in a way that can be differentiated.",
                 hint="use differentiable operations of the framework: no NumPy, no argmax, no conversion to int",
             )
         return [
-            np.zeros_like(to_numpy(t)) if part is None else to_numpy(engine.to_array(part))[0]
-            for part, t in zip(parts, tensors, strict=True)
+            np.zeros_like(to_numpy(t)) if gradient is None else to_numpy(engine.to_array(gradient))[0]
+            for gradient, t in zip(gradients, tensors, strict=True)
         ]
 
-    return to_numpy(engine.to_array(linear.targets["value"])), pull
+    return to_numpy(engine.to_array(linearised.targets["value"])), pull

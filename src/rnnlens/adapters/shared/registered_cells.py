@@ -31,53 +31,66 @@ class ComposedWeight:
 class ComposedPullback:
     """A pull-back with composed weights among its ports; implements :class:`Pullback`."""
 
-    def __init__(self, inner: Pullback, parts: Mapping[Port, tuple[ComposedWeight, Mapping[str, Port]]]) -> None:
-        self._inner, self._parts, self.outputs = inner, parts, inner.outputs
-        self.values: Mapping[Port, Array] = dict(inner.values) | {
-            port: what.registration.arrays({n: inner.values[p] for n, p in ports.items()})[what.name]
-            for port, (what, ports) in parts.items()
+    def __init__(
+        self, inner_pullback: Pullback, composed_ports: Mapping[Port, tuple[ComposedWeight, Mapping[str, Port]]]
+    ) -> None:
+        self._inner_pullback, self._composed_ports, self.outputs = (
+            inner_pullback,
+            composed_ports,
+            inner_pullback.outputs,
+        )
+        self.values: Mapping[Port, Array] = dict(inner_pullback.values) | {
+            port: weight.registration.arrays({n: inner_pullback.values[p] for n, p in ports.items()})[weight.name]
+            for port, (weight, ports) in composed_ports.items()
         }
 
     def vjp(self, cotangents: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
         """Pull cotangents back to all ports, composed weights included; see :meth:`Pullback.vjp`."""
-        found = dict(self._inner.vjp(cotangents))
+        gradients = dict(self._inner_pullback.vjp(cotangents))
         count = len(next(iter(cotangents.values())))
-        for composed, (what, ports) in self._parts.items():
-            filled = {}
+        for weight_port, (weight, ports) in self._composed_ports.items():
+            part_gradients = {}
             for name, port in ports.items():
-                value, grad = to_numpy(self._inner.values[port]), found.get(port)
-                filled[name] = np.zeros((count, *value.shape), value.dtype) if grad is None else to_numpy(grad)
-            rows = [what.registration.arrays({n: g[k] for n, g in filled.items()})[what.name] for k in range(count)]
-            found[composed] = None if all(found.get(port) is None for port in ports.values()) else np.stack(rows)
-        return found
+                value, grad = to_numpy(self._inner_pullback.values[port]), gradients.get(port)
+                part_gradients[name] = np.zeros((count, *value.shape), value.dtype) if grad is None else to_numpy(grad)
+            rows = [
+                weight.registration.arrays({n: g[k] for n, g in part_gradients.items()})[weight.name]
+                for k in range(count)
+            ]
+            gradients[weight_port] = (
+                None if all(gradients.get(port) is None for port in ports.values()) else np.stack(rows)
+            )
+        return gradients
 
     def __enter__(self) -> Pullback:
-        self._inner.__enter__()
+        self._inner_pullback.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._inner.__exit__(*exc)
+        self._inner_pullback.__exit__(*exc)
 
 
 def with_composed(
     make: Callable[[Sequence[Port], Sequence[Port]], Pullback],
     of: Sequence[Port],
     wrt: Sequence[Port],
-    find: Callable[[Port], ComposedWeight | None],
+    find_composed: Callable[[Port], ComposedWeight | None],
 ) -> Pullback:
     """Return the pull-back ``make(of, wrt)``, with each composed weight replaced by the weights it consists of."""
-    parts: dict[Port, tuple[ComposedWeight, Mapping[str, Port]]] = {}
-    plain: dict[Port, None] = {}
+    composed_ports: dict[Port, tuple[ComposedWeight, Mapping[str, Port]]] = {}
+    other_ports: dict[Port, None] = {}
     for port in wrt:
-        what = find(port) if port.kind == "weight" else None
-        if what is None:
-            plain[port] = None
+        weight = find_composed(port) if port.kind == "weight" else None
+        if weight is None:
+            other_ports[port] = None
             continue
-        ports = {n: replace(port, layer=f"{port.layer}{within}", key=key) for n, (within, key) in what.keys.items()}
-        parts[port] = (what, ports)
-        plain |= dict.fromkeys(ports.values())
-    inner = make(of, tuple(plain))
-    return ComposedPullback(inner, parts) if parts else inner
+        ports = {
+            n: replace(port, layer=f"{port.layer}{sublayer}", key=key) for n, (sublayer, key) in weight.keys.items()
+        }
+        composed_ports[port] = (weight, ports)
+        other_ports |= dict.fromkeys(ports.values())
+    inner_pullback = make(of, tuple(other_ports))
+    return ComposedPullback(inner_pullback, composed_ports) if composed_ports else inner_pullback
 
 
 class StepAutodiff:
@@ -93,38 +106,44 @@ class StepAutodiff:
 
     def __init__(self, cell: Cell, engine: Engine, xp: Namespace, tensor: Callable[[Array], Any]) -> None:
         self._cell, self._array, self._xp, self._tensor = cell, engine.to_array, xp, tensor
-        self._per_step = engine.per_step(self._pure)
+        self._per_step = engine.per_step(self._pure_step)
 
     def vjp(
         self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]
     ) -> tuple[Array, list[Array], Mapping[str, Array]]:
         """Pull dL/ds_t back to the projected input, to the states before the step and to the weights."""
-        dz, carry, weights = self._per_step.vjp(*self._given(projected, before, cotangent))
+        dz, carry, weights = self._per_step.vjp(*self._derivative_arguments(projected, before, cotangent))
         grads = {name: self._array(grad) for name, grad in weights.items()}
-        return self._array(dz), [self._array(part) for part in carry], grads
+        return self._array(dz), [self._array(state_gradient) for state_gradient in carry], grads
 
     def produced(self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]) -> list[Array]:
         """Return the total gradient of each new state, given dL/ds_t.
 
         Paths through other states of the step are included.
         """
-        return [self._array(part) for part in self._per_step.produced(*self._given(projected, before, cotangent))]
+        return [
+            self._array(gradient)
+            for gradient in self._per_step.produced(*self._derivative_arguments(projected, before, cotangent))
+        ]
 
-    def _given(self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]) -> Any:
-        given = [self._tensor(c) for c in cotangent]
+    def _derivative_arguments(self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]) -> Any:
+        state_cotangents = [self._tensor(c) for c in cotangent]
         # The search for fixed points uses another precision than that of the weights.
         weights = {name: self._tensor(like(w, projected)) for name, w in self._cell.weights().items()}
-        return (self._tensor(projected), [self._tensor(b) for b in before], weights), (given[0] * 0, given)
+        return (self._tensor(projected), [self._tensor(b) for b in before], weights), (
+            state_cotangents[0] * 0,
+            state_cotangents,
+        )
 
-    def _pure(self, projected: Any, states: Sequence[Any], weights: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-        _, after = self._cell.holding(weights).step(projected, tuple(states), None, self._xp)
-        return after[0] * 1, list(after)
+    def _pure_step(self, projected: Any, states: Sequence[Any], weights: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+        _, new_states = self._cell.holding(weights).step(projected, tuple(states), None, self._xp)
+        return new_states[0] * 1, list(new_states)
 
 
 def with_step_autodiff(
-    cell: Cell, known: Registration, engine: Engine, xp: Namespace, tensor: Callable[[Array], Any]
+    cell: Cell, registration: Registration, engine: Engine, xp: Namespace, tensor: Callable[[Array], Any]
 ) -> Cell:
     """Return the cell; if its class defines no derivatives, with the engine's autodiff of its step."""
-    if not known.differentiates:
+    if not registration.differentiates:
         object.__setattr__(cell, "autodiff", StepAutodiff(cell, engine, xp, tensor))
     return cell
