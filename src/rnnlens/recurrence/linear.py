@@ -115,10 +115,10 @@ class Pattern:
         """Number of pairs of a unit and a column that the unit's cotangent can reach."""
         return int(self.reach.size)
 
-    def cells(self) -> Pattern:
+    def merged_units(self) -> Pattern:
         """Return a coarser colouring: one unit for each distinct set of reached columns, all of one colour."""
-        _, first = np.unique(self.reach[:, 0], return_index=True)
-        return Pattern(np.zeros(first.size, dtype=int), self.reach[first])
+        _, first_units = np.unique(self.reach[:, 0], return_index=True)
+        return Pattern(np.zeros(first_units.size, dtype=int), self.reach[first_units])
 
 
 class System(Protocol):
