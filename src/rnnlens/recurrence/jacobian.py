@@ -226,7 +226,7 @@ class ForwardSweep:
         self.current[:, entering] = 0
         self.current[:, entering, columns] = self.work.eye(self.group)
         if step is not None:
-            step.spread(self.current[:, entering], state, columns)
+            step.add_state_effects(self.current[:, entering], state, columns)
         self.start = entering.start
         self.pruning.record_entry(self.current, self.system.rows, entering.start, entering.stop)
 

@@ -109,7 +109,7 @@ class ReverseSweep:
         self.start = first_row
         rows = self._alive_rows(self.all_states)
         if rows.shape[1]:
-            step.arrive(rows, stop - first_row)
+            step.to_total_gradients(rows, stop - first_row)
         if first_row < entering.stop:
             self.pruning.record_entry(self.current, self.system.rows, first_row, entering.stop)
 

@@ -122,7 +122,7 @@ def unrolled(a, n, order):
 
 def pulled(system, step, rows, inputs):
     rows = rows.copy()
-    step.arrive(rows, rows.shape[1])
+    step.to_total_gradients(rows, rows.shape[1])
     out = np.full((B, rows.shape[1], system.rows + (F if inputs else 0)), np.nan)
     step.pull(rows, out, inputs=inputs)
     return out
@@ -262,7 +262,7 @@ def test_a_gated_step_is_the_matrix_that_it_stands_for():
     step.push(rows, pushed)
     close(pushed, rows @ (total @ back).swapaxes(1, 2))
     arrived = rows.copy()
-    step.arrive(arrived, 4)
+    step.to_total_gradients(arrived, 4)
     step.pull(arrived, pulled, inputs=False)
     close(pulled, rows @ total @ back)
 
