@@ -14,8 +14,9 @@ made by                  A_t                                            numbers 
 A dense or gated step has one *product* matrix [A | B] per sample, built once and shared by all cotangents or tangents.
 
 gated (LSTM)
-    Only two unit x unit blocks of A_t are dense, the rest is diagonal. :meth:`Gated.to_total_gradients` computes the total gradient
-    of c_t, ``dc = lambda_c + lift * dh``. Then ``[dc | dh] @ product = [dh_{t-1} | dx]`` and ``dc_{t-1} = keep * dc``.
+    Only two unit x unit blocks of A_t are dense, the rest is diagonal. :meth:`Gated.to_total_gradients` computes
+    the total gradient of c_t, ``dc = lambda_c + lift * dh``. Then ``[dc | dh] @ product = [dh_{t-1} | dx]`` and
+    ``dc_{t-1} = keep * dc``.
     Rows of ``product`` are the units of c, then those of h. ``keep`` is the forget gate, ``lift`` is o * act'(c).
 dense (all others)
     ``lambda @ product = [lambda_{t-1} | dx]``; the product contains all diagonals.
@@ -55,7 +56,7 @@ class LinearStep(Protocol):
     def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
         """Pull cotangent rows back: write rows @ A and, with ``inputs``, rows @ B to out.
 
-        The rows are total gradients, as :meth:`to_total_gradients` returns them. out : (sample, row, state [+ feature]).
+        The rows are results of :meth:`to_total_gradients`. out : (sample, row, state [+ feature]).
         """
 
     def push(self, rows: Array, out: Array) -> None:
@@ -72,7 +73,7 @@ class LinearStep(Protocol):
         return
 
     def produced(self, rows: Array, state: int, columns: slice) -> Array:
-        """Return the total gradients (sample, row, size) of one new state, from rows after :meth:`to_total_gradients`."""
+        """Return the total gradients (sample, row, size) of one new state, after :meth:`to_total_gradients`."""
         return rows[:, :, columns]
 
     def input_matrix(self) -> Array:

@@ -16,9 +16,9 @@ from rnnlens.recurrence.arrays import (
     for_each,
     large_parts,
     one_thread_each,
+    raise_if_cancelled,
     row_parts,
     sample_chunks,
-    raise_if_cancelled,
     walk_parts,
 )
 
