@@ -169,9 +169,9 @@ def _align_ends(logs: Array, first_positions: Array) -> Array:
     return np.where(shifted < len(logs), aligned, np.nan)
 
 
-def _normalise(parts: Sequence[Array]) -> list[Array]:
-    norms = np.sqrt(sum(np.sum(p**2, axis=-1) for p in parts))
-    return [p / norms[..., None] for p in parts]
+def _normalise(arrays: Sequence[Array]) -> list[Array]:
+    norms = np.sqrt(sum(np.sum(p**2, axis=-1) for p in arrays))
+    return [p / norms[..., None] for p in arrays]
 
 
 def step_jacobians(run: Replay) -> Iterator[Array]:

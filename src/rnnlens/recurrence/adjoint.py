@@ -23,7 +23,7 @@ from ..typing import Array, Namespace
 from .arrays import for_each, large_parts, raise_if_cancelled, walk_parts, without_subnormal
 from .cells import StepCell, affine
 from .replay import Replay
-from .trajectory import Adjoint, States, carried
+from .trajectory import Adjoint, States, carry_masked
 
 #: Largest total size of all step Jacobians, in bytes, for which they are computed at once.
 FOLD_LIMIT = 256 * 2**20
@@ -84,16 +84,16 @@ def _sweep(run: Replay, direct: Sequence[Array | None], carry: tuple[Array, ...]
     gate_grad: Array = out.gate_grad
 
     def pull(t: int, cotangent: States) -> tuple[Array, ...]:
-        step_record, after = record.at((slice(None), t, ...)), tuple(s[:, t, ...] for s in run.states)
+        step_record, states_after = record.at((slice(None), t, ...)), tuple(s[:, t, ...] for s in run.states)
         dz, previous_grads, total = cell.pull_back(
-            step_record, run.state_before(t), after, cotangent, run.state_scale, xp
+            step_record, run.state_before(t), states_after, cotangent, run.state_scale, xp
         )
         is_real = None if run.mask is None else run.mask[:, t]
-        gate_grad[:, t, ...] = dz if is_real is None else carried(dz, xp.zeros_like(dz), is_real, xp)
+        gate_grad[:, t, ...] = dz if is_real is None else carry_masked(dz, xp.zeros_like(dz), is_real, xp)
         for grads, value in zip(out.returned_grads or (), cotangent, strict=False):
             grads[:, t, ...] = value
         for grads, new_grad, state_grad in zip(out.state_grads, total, cotangent, strict=True):
-            grads[:, t, ...] = carried(new_grad, state_grad, is_real, xp)
+            grads[:, t, ...] = carry_masked(new_grad, state_grad, is_real, xp)
         return previous_grads
 
     carry = _pull_back_steps(run, direct, carry, pull)
@@ -123,7 +123,7 @@ def _pull_back_steps(
         cotangent = tuple(c if d is None else c + d[:, t, ...] for c, d in zip(carry, direct, strict=True))
         is_real = None if run.mask is None else run.mask[:, t]
         carry = tuple(
-            carried(new_carry, cotangent_part, is_real, xp)
+            carry_masked(new_carry, cotangent_part, is_real, xp)
             for new_carry, cotangent_part in zip(pull(t, cotangent), cotangent, strict=True)
         )
     return carry
@@ -151,7 +151,7 @@ def weight_gradients(
 
     for_each(work, large_parts(batch, len(range(time)[times]) * math.prod(sizes), xp=xp), xp=xp)
     first_part, *other_parts = (by_start[start] for start in sorted(by_start))
-    return {name: sum((part[name] for part in other_parts), start=grad) for name, grad in first_part.items()}
+    return {name: sum((grads[name] for grads in other_parts), start=grad) for name, grad in first_part.items()}
 
 
 def probed(weights: Mapping[str, Array], probes: int = PROBES) -> dict[str, Array]:
@@ -232,7 +232,10 @@ def _produced_gradients(run: Replay, returned: tuple[Array, ...], output: Array)
     previous_states = [_fold(s, xp) for s in run.states_before()]
     flat = cell.produced(_fold(run.input, xp), previous_states, _fold(output, xp), [_fold(g, xp) for g in returned])
     pairs = zip(flat, returned, strict=True)
-    return tuple(carried(xp.reshape(new, old.shape), old, run.mask, xp) for new, old in pairs)
+    return tuple(
+        carry_masked(xp.reshape(produced_grad, returned_grad.shape), returned_grad, run.mask, xp)
+        for produced_grad, returned_grad in pairs
+    )
 
 
 def _weight_gradients_by_framework(run: Replay, result: Adjoint, by_time: bool) -> dict[str, Array]:

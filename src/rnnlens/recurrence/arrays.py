@@ -129,41 +129,41 @@ def sample_chunks(batch: int, elements: int, *, size: int = 2**19) -> Iterator[s
     return (slice(start, min(start + count, batch)) for start in range(0, batch, count))
 
 
-def for_each(work: Callable[[slice], None], parts: Iterable[slice], *, xp: Namespace) -> None:
+def for_each(work: Callable[[slice], None], slices: Iterable[slice], *, xp: Namespace) -> None:
     """Call ``work`` on each part of the samples, for NumPy in as many threads as the user allows BLAS.
 
     ``work`` may call this function, but nested calls use no further threads. Overflow gives infinity without NumPy's
     warning, as in the frameworks.
     """
-    parts = list(parts)
+    slices = list(slices)
     if not is_numpy_namespace(xp):
-        for part in parts:
-            work(part)
+        for samples in slices:
+            work(samples)
         return
     work = np.errstate(over="ignore", invalid="ignore")(work)
     with one_thread_each() as workers:
-        if len(parts) == 1 or workers == 1 or _job_state.cancelled is not None:
-            for part in parts:
-                work(part)
+        if len(slices) == 1 or workers == 1 or _job_state.cancelled is not None:
+            for samples in slices:
+                work(samples)
         else:
-            _run_in_pool(work, parts, workers)
+            _run_in_pool(work, slices, workers)
 
 
-def _run_in_pool(work: Callable[[slice], None], parts: list[slice], workers: int) -> None:
+def _run_in_pool(work: Callable[[slice], None], slices: list[slice], workers: int) -> None:
     """Call ``work`` on all parts in the thread pool; if the caller is interrupted, stop running jobs."""
     cancelled = threading.Event()
 
-    def job(part: slice) -> None:
+    def job(samples: slice) -> None:
         _job_state.cancelled = cancelled
         try:
             raise_if_cancelled()
-            work(part)
+            work(samples)
         finally:
             _job_state.cancelled = None
 
     futures: list[Future[None]] = []
     try:
-        futures.extend(_pool(workers).submit(job, part) for part in parts)
+        futures.extend(_pool(workers).submit(job, samples) for samples in slices)
         for future in futures:
             future.result()
     finally:

@@ -14,7 +14,7 @@ made by                  A_t                                            numbers 
 A dense or gated step has one *product* matrix [A | B] per sample, built once and shared by all cotangents or tangents.
 
 gated (LSTM)
-    Only two unit x unit blocks of A_t are dense, the rest is diagonal. :meth:`Gated.to_total_gradients` computes
+    Only two unit x unit blocks of A_t are dense, the rest is diagonal. :meth:`GatedStep.to_total_gradients` computes
     the total gradient of c_t, ``dc = lambda_c + lift * dh``. Then ``[dc | dh] @ product = [dh_{t-1} | dx]`` and
     ``dc_{t-1} = keep * dc``.
     Rows of ``product`` are the units of c, then those of h. ``keep`` is the forget gate, ``lift`` is o * act'(c).
@@ -157,10 +157,10 @@ class System(Protocol):
         """Temporary memory of a sweep, in numbers per row, besides the rows and the result."""
         return 1
 
-    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> LinearSteps:
-        """Return A_t = ds_t/ds_{t-1} and B_t = ds_t/dx_t of some samples at chronological steps ``first ... stop - 1``.
+    def build(self, first_step: int, stop: int, samples: slice, *, inputs: bool) -> LinearSteps:
+        """Return A_t = ds_t/ds_{t-1} and B_t = ds_t/dx_t at chronological steps ``first_step ... stop - 1``.
 
-        B_t is left out unless ``inputs``.
+        Both are those of some samples; B_t is left out unless ``inputs``.
         """
 
     def multiplications(self, inputs: bool) -> int:
@@ -200,8 +200,8 @@ def walk(
     per_step = max(1, count * system.numbers(inputs) * system.work.itemsize)
     length = max(1, min(system.time, budget // per_step))
     chronological = (system.order == "forward") != reverse
-    first, last_stop = (0, system.time) if steps is None else (min(steps), max(steps) + 1)
-    starts = range(first, last_stop, length)
+    first_step, last_stop = (0, system.time) if steps is None else (min(steps), max(steps) + 1)
+    starts = range(first_step, last_stop, length)
     for start in starts if chronological else reversed(starts):
         stop = min(start + length, last_stop)
         block = system.build(start, stop, samples, inputs=inputs)
@@ -213,7 +213,7 @@ def walk(
 
 @dataclass
 class ProductSteps:
-    """Consecutive steps in chronological order, each a :class:`Dense` or a :class:`Gated` step.
+    """Consecutive steps in chronological order, each a :class:`DenseStep` or a :class:`GatedStep` step.
 
     product : (sample, step, row, column); keep, lift : (sample, step, unit) of a gated system, else None.
     produced : function without arguments that returns Jacobians (sample, step, row, column) of the states after a step
@@ -226,18 +226,18 @@ class ProductSteps:
     lift: Array | None = None
     produced: Callable[[], Array] | None = None
 
-    def __getitem__(self, position: int) -> Dense | Gated:
+    def __getitem__(self, position: int) -> DenseStep | GatedStep:
         product = self.product[:, position]
         if self.keep is not None and self.lift is not None:
-            return Gated(self.work, product, self.keep[:, position][:, None, :], self.lift[:, position][:, None, :])
+            return GatedStep(self.work, product, self.keep[:, position][:, None, :], self.lift[:, position][:, None, :])
         produced_jacobian = self.produced
-        return Dense(
+        return DenseStep(
             self.work, product, None if produced_jacobian is None else lambda: produced_jacobian()[:, position]
         )
 
 
 @dataclass
-class Dense(LinearStep):
+class DenseStep(LinearStep):
     """One dense step: ``product`` (sample, state, state before + feature) is [A | B]."""
 
     work: Workspace
@@ -277,7 +277,7 @@ class Dense(LinearStep):
 
 
 @dataclass
-class Gated(LinearStep):
+class GatedStep(LinearStep):
     """One step of an LSTM. keep, lift : (sample, 1, unit); ``product`` (sample, [c | h], h before + feature)."""
 
     work: Workspace
@@ -335,7 +335,7 @@ class ProductSystem(System):
     rows, columns
         Shape of a product matrix without its input columns.
     gated
-        Whether steps are :class:`Gated` rather than :class:`Dense`.
+        Whether steps are :class:`GatedStep` rather than :class:`DenseStep`.
     """
 
     gated = False
@@ -347,7 +347,7 @@ class ProductSystem(System):
 
     @property
     def scratch(self) -> int:
-        """Temporary memory that :meth:`Gated.to_total_gradients` needs, in numbers per row."""
+        """Temporary memory that :meth:`GatedStep.to_total_gradients` needs, in numbers per row."""
         return self.columns if self.gated else 0
 
     def multiplications(self, inputs: bool) -> int:

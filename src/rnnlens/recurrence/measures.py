@@ -166,9 +166,9 @@ def real_first(values: Array, where: Array) -> Array:
     """
     xp = array_namespace(values)
     order = xp.argsort(xp.astype(~where, xp.int8), axis=1, stable=True)
-    moved = xp.take_along_axis(values, order, axis=1)
+    real_values = xp.take_along_axis(values, order, axis=1)
     count = xp.sum(xp.astype(where, xp.int64), axis=1, keepdims=True)
-    return xp.where(xp.arange(values.shape[1])[None, :] < count, moved, xp.full_like(moved, math.nan))
+    return xp.where(xp.arange(values.shape[1])[None, :] < count, real_values, xp.full_like(real_values, math.nan))
 
 
 def half_life(profile: Array, *, axis: int = -1, level: float = 0.5) -> Array:
@@ -244,5 +244,5 @@ def share_above(profile: Array, *, threshold: float = 0.01, axis: int = -1) -> A
 def _finite_values(profile: Array, axis: int) -> Array:
     """Return a profile with its axis moved to the end, and zeros in place of values that are not finite."""
     xp = array_namespace(profile)
-    moved = xp.moveaxis(profile, axis, -1)
-    return xp.where(xp.isfinite(moved), moved, xp.zeros_like(moved))
+    lag_last = xp.moveaxis(profile, axis, -1)
+    return xp.where(xp.isfinite(lag_last), lag_last, xp.zeros_like(lag_last))

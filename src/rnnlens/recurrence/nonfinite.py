@@ -157,10 +157,10 @@ def largest_term(run: Replay, nonfinite: NonfiniteValue) -> Term | None:
     if kernel is None or len(kernel.shape) != 2:
         return None
     column = index.get("gate", 0) * run.cell.units + index["unit"]
-    before = run.state_before(index["time"])[0][index["sample"]]
+    previous_state = run.state_before(index["time"])[0][index["sample"]]
     sums = [("input", run.input[index["sample"], index["time"]], kernel)]
     if recurrent is not None and len(recurrent.shape) == 2:
-        sums.append((run.cell.state_names[0], before, recurrent))
+        sums.append((run.cell.state_names[0], previous_state, recurrent))
     terms = [Term("bias", 0, 1.0, float(b[column])) for b in _biases(weights, column)]
     for source, operands, matrix in sums:
         values, kernel_matrix = on_cpu(operands).astype(np.float64), on_cpu(matrix).astype(np.float64)

@@ -18,7 +18,7 @@ from ..typing import Array, Namespace
 from .arrays import for_each, sample_chunks, walk_parts
 from .cells import Cell, StepCell
 from .linear import System
-from .trajectory import UNSCALED, Record, Scales, Trajectory, carried, over_time, scale_of_samples, shift
+from .trajectory import UNSCALED, Record, Scales, Trajectory, carry_masked, over_time, scale_of_samples, shift
 
 #: Residuals of one step, by dtype, that are too large for rounding alone.
 _ROUNDING = {"float64": 1e-8, "float32": 1e-2}
@@ -110,15 +110,15 @@ class Replay(Trajectory):
         if self.step_output is None:
             if self.mask is None or masked_output != "zero":
                 return state
-            return carried(state, xp.zeros_like(state), self.mask[:, last_step], xp)
+            return carry_masked(state, xp.zeros_like(state), self.mask[:, last_step], xp)
         if self.mask is not None and masked_output == "state":
-            return carried(self.step_output[:, last_step, ...], state, self.mask[:, last_step], xp)
+            return carry_masked(self.step_output[:, last_step, ...], state, self.mask[:, last_step], xp)
         if self.mask is None:
             return self.step_output[:, last_step, ...]
         output = self.xp.zeros_like(self.step_output[:, last_step, ...])
         for t in self.steps():
             previous_output = output if masked_output == "output" else self.xp.zeros_like(output)
-            output = carried(self.step_output[:, t, ...], previous_output, self.mask[:, t], self.xp)
+            output = carry_masked(self.step_output[:, t, ...], previous_output, self.mask[:, t], self.xp)
         return output
 
 
@@ -188,7 +188,7 @@ def _run_by_framework(run: Replay) -> None:
         state = state if run.received is None else run.state_before(t)
         output, new_state = cell.advance(run.input[:, t, ...], state)
         mask_t = None if run.mask is None else run.mask[:, t]
-        state = tuple(carried(n, s, mask_t, xp) for n, s in zip(new_state, state, strict=True))
+        state = tuple(carry_masked(n, s, mask_t, xp) for n, s in zip(new_state, state, strict=True))
         states.append(state)
         outputs.append(output)
     if run.order == "backward":
@@ -214,7 +214,7 @@ def _replay_in_sequence(run: Replay) -> None:
         state = state if run.received is None else run.state_before(t)
         step_record, new_state = cell.taken(projected[:, t, ...], state, run.state_scale, xp)
         mask_t = None if run.mask is None else run.mask[:, t]
-        state = tuple(carried(n, s, mask_t, xp) for n, s in zip(new_state, state, strict=True))
+        state = tuple(carry_masked(n, s, mask_t, xp) for n, s in zip(new_state, state, strict=True))
         if record is None:
             record, states = step_record.map(allocate_all_steps), tuple(map(allocate_all_steps, state))
         for target, value in zip((*record, *states), (*step_record, *state), strict=True):
@@ -263,7 +263,7 @@ def _fill_masked(hidden: Array, run: Replay) -> Array:
     """Replace outputs at masked steps, which differ between frameworks, by the state carried over."""
     xp, state, filled = run.xp, run.initial_state[0], run.xp.empty_like(hidden)
     for t in run.steps():
-        state = carried(hidden[:, t, :], state, run.mask[:, t], xp)  # type: ignore[index]
+        state = carry_masked(hidden[:, t, :], state, run.mask[:, t], xp)  # type: ignore[index]
         filled[:, t, :] = state
     return filled
 
@@ -278,7 +278,7 @@ def _other_states(run: Replay, gates: Array) -> tuple[Array, ...]:
         for t in run.steps():
             mask_t = None if part_run.mask is None else part_run.mask[:, t]
             new_states = run.cell.others(gates[samples, t, :, :], states)
-            states = tuple(carried(n, s, mask_t, run.xp) for n, s in zip(new_states, states, strict=True))
+            states = tuple(carry_masked(n, s, mask_t, run.xp) for n, s in zip(new_states, states, strict=True))
             for target, value in zip(results, states, strict=True):
                 target[samples, t, :] = value
 

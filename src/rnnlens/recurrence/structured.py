@@ -1,6 +1,6 @@
 """Systems with a diagonal A_t, real or complex, which is never built as a matrix, and B_t in factors.
 
-The matrices of all steps are arrays ``(sample or 1, time or 1, ...)``; ``at`` selects one step, as views
+The matrices of all steps are arrays ``(sample or 1, time or 1, ...)``; ``select_step`` selects one step, as views
 ``(sample or 1, ...)``.
 """
 
@@ -38,7 +38,7 @@ class Kernels:
         #: Kernels (gate * state, feature), concatenated so that all gates need a single matrix product.
         self.stacked = namespace(coefficients).concat([kernel.T for kernel in self.kernels], axis=0)
 
-    def at(self, work: Workspace, samples: slice, t: int) -> _KernelsAt:
+    def select_step(self, work: Workspace, samples: slice, t: int) -> _KernelsAt:
         """Return B_t = ds_t/dx_t of one step as views of its factors."""
         scale = self.scale
         if scale is not None:
@@ -130,7 +130,7 @@ class Diagonal:
         """Number of states: the length of the diagonal."""
         return int(self.values.shape[-1])
 
-    def at(self, samples: slice, t: int) -> Diagonal:
+    def select_step(self, samples: slice, t: int) -> Diagonal:
         """Return the diagonal of A_t at one step of some samples, as a view."""
         return Diagonal(self.work, at_step(self.values, samples, t))
 
@@ -174,7 +174,7 @@ class ComplexDiagonal:
         """Number of real and imaginary parts: two per complex state."""
         return 2 * int(self.real.shape[-1])
 
-    def at(self, samples: slice, t: int) -> ComplexDiagonal:
+    def select_step(self, samples: slice, t: int) -> ComplexDiagonal:
         """Return the complex diagonal of A_t at one step of some samples, as a view."""
         return ComplexDiagonal(self.work, at_step(self.real, samples, t), at_step(self.imaginary, samples, t))
 
@@ -285,11 +285,14 @@ class StructuredSystem(System):
         if self.rows != inputs.states:
             raise ValueError(f"A and B differ in size: A {self.rows}, B {inputs.states}")
 
-    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> list[StructuredStep]:
-        """Return A_t = ds_t/ds_{t-1} and B_t = ds_t/dx_t at chronological steps ``first ... stop - 1``, as views."""
+    def build(self, first_step: int, stop: int, samples: slice, *, inputs: bool) -> list[StructuredStep]:
+        """Return A_t = ds_t/ds_{t-1} and B_t = ds_t/dx_t at chronological steps ``first_step ... stop - 1`` (views)."""
         return [
-            StructuredStep(self.transition.at(samples, t), self.inputs.at(self.work, samples, t) if inputs else None)
-            for t in range(first, stop)
+            StructuredStep(
+                self.transition.select_step(samples, t),
+                self.inputs.select_step(self.work, samples, t) if inputs else None,
+            )
+            for t in range(first_step, stop)
         ]
 
     def multiplications(self, inputs: bool) -> int:

@@ -130,7 +130,7 @@ class Units:
     ----------
     times
         The step of each group of ``size`` rows.
-    moves : (sample, time) of bool, or None
+    entry_mask : (sample, time) of bool, or None
         False where no units enter; None if they enter everywhere.
     """
 
@@ -138,7 +138,7 @@ class Units:
     state: int
     size: int
     order: str = "forward"
-    moves: Array | None = None
+    entry_mask: Array | None = None
 
     @property
     def sequence(self) -> list[int]:
@@ -148,8 +148,8 @@ class Units:
     def colour_rows(self, work: Workspace, pattern: Pattern) -> PointRows:
         """Return one row per colour: the sum of the unit vectors of that colour."""
         block = work.asarray(pattern.colour == np.arange(pattern.count)[:, None])[None, None]
-        if self.moves is not None:
-            block = block * work.asarray(self.moves)[:, :, None, None]
+        if self.entry_mask is not None:
+            block = block * work.asarray(self.entry_mask)[:, :, None, None]
         return PointRows(self.times, {self.state: block}, self.order)
 
 
@@ -216,14 +216,14 @@ class Vanished(Pruning):
         Relative norm below which a group counts as vanished.
     group
         Number of rows that are dropped together.
-    every
+    interval
         Steps between two comparisons of norms.
     """
 
     def __init__(
-        self, work: Workspace, rtol: float, group: int, *, probes: int = 8, every: int = 8, seed: int = 0
+        self, work: Workspace, rtol: float, group: int, *, probes: int = 8, interval: int = 8, seed: int = 0
     ) -> None:
-        self.work, self.rtol, self.group, self.probes, self.every = work, rtol, group, probes, every
+        self.work, self.rtol, self.group, self.probes, self.interval = work, rtol, group, probes, interval
         self._calls = 0
         self._entry_norms: dict[int, Array] = {}
         self._random = np.random.default_rng(seed)
@@ -240,7 +240,7 @@ class Vanished(Pruning):
         A row has vanished if its norm is at most ``rtol`` of that at its entry, as for all rows after it.
         """
         self._calls += 1
-        if self._calls % self.every or stop == start:
+        if self._calls % self.interval or stop == start:
             return stop
         norms, new_stop = self._norms(rows[:, start:stop, :width]), stop
         for i in range(norms.shape[1] - 1, -1, -1):

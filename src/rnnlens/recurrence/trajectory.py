@@ -202,12 +202,12 @@ def steps(count: int, order: str, *, reverse: bool = False) -> Iterator[int]:
     return iter(range(count) if chronological else range(count - 1, -1, -1))
 
 
-def shift(after: Array, initial: Array, order: str, xp: Namespace) -> Array:
+def shift(states_after: Array, initial: Array, order: str, xp: Namespace) -> Array:
     """Convert states after each step to states before each step."""
     first_state = initial[:, None, ...]
     if order == "forward":
-        return xp.concat([first_state, after[:, :-1, ...]], axis=1)
-    return xp.concat([after[:, 1:, ...], first_state], axis=1)
+        return xp.concat([first_state, states_after[:, :-1, ...]], axis=1)
+    return xp.concat([states_after[:, 1:, ...], first_state], axis=1)
 
 
 def over_time(mask: Array, like: Array) -> Array:
@@ -215,9 +215,9 @@ def over_time(mask: Array, like: Array) -> Array:
     return mask[(..., *[None] * (like.ndim - mask.ndim))]
 
 
-def carried(new: Array, old: Array, mask_t: Array | None, xp: Namespace) -> Array:
+def carry_masked(new_state: Array, old_state: Array, mask_t: Array | None, xp: Namespace) -> Array:
     """Return the state after a step: the new state at real steps, the old state at masked steps."""
-    return new if mask_t is None else xp.where(over_time(mask_t, new), new, old)
+    return new_state if mask_t is None else xp.where(over_time(mask_t, new_state), new_state, old_state)
 
 
 def scale_of_samples(scale: Array | None, samples: slice) -> Array | None:

@@ -135,9 +135,9 @@ def _check_shapes(call: RecurrentCall) -> None:
 def _check_repeatable(adapter: Adapter, model: Any, batch: Batch, capture: Capture, rtol: float) -> None:
     second_capture = adapter.capture(model, batch, CaptureRequest())
     assert [c.layer for c in second_capture.calls] == [c.layer for c in capture.calls]
-    for old, new in zip(capture.calls, second_capture.calls, strict=True):
-        close(new.output, old.output, rtol, f"{old.layer} output")
-        close(new.output_grad, old.output_grad, rtol, f"{old.layer} output_grad")
+    for first_call, second_call in zip(capture.calls, second_capture.calls, strict=True):
+        close(second_call.output, first_call.output, rtol, f"{first_call.layer} output")
+        close(second_call.output_grad, first_call.output_grad, rtol, f"{first_call.layer} output_grad")
 
 
 def _check_replay(call: RecurrentCall, rtol: float) -> None:

@@ -48,8 +48,8 @@ def project(x: Array, kernel: Array, scale: Scale, gates: int, xp: Namespace) ->
         return x @ kernel
     if len(scale.shape) == 2:
         return (x * _expand_scale(scale, x)) @ kernel
-    parts = [(x * _expand_scale(scale[g], x)) @ columns(kernel, g, gates) for g in range(gates)]
-    return xp.concat(parts, axis=-1)
+    projections = [(x * _expand_scale(scale[g], x)) @ columns(kernel, g, gates) for g in range(gates)]
+    return xp.concat(projections, axis=-1)
 
 
 def unproject(dz: Array, kernel: Array, scale: Scale, gates: int, xp: Namespace) -> Array:
@@ -106,11 +106,11 @@ def outer(x: Array, dz: Array, scale: Scale, gates: int, contraction: Contractio
     """
     if scale is not None and len(scale.shape) == 3:
         units = dz.shape[-1] // gates
-        parts = [
+        gate_grads = [
             outer(x * _expand_scale(scale[g], x), dz[..., g * units : (g + 1) * units], None, gates, contraction, xp)
             for g in range(gates)
         ]
-        return xp.concat(parts, axis=-1)
+        return xp.concat(gate_grads, axis=-1)
     if scale is not None:
         x = x * _expand_scale(scale, x)
     if contraction.probes:
@@ -133,10 +133,10 @@ class TrajectorySystem(ProductSystem):
         self.state_sizes = tuple(prod(s.shape[2:]) for s in run.states)
         self.rows = self.columns = sum(self.state_sizes)
 
-    def empty(self, first: int, stop: int, samples: slice, inputs: bool) -> Array:
-        """Allocate product matrices (sample, step, row, column) for the steps ``first ... stop - 1``."""
+    def empty(self, first_step: int, stop: int, samples: slice, inputs: bool) -> Array:
+        """Allocate product matrices (sample, step, row, column) for the steps ``first_step ... stop - 1``."""
         count = len(range(*samples.indices(self.batch)))
-        return self.work.empty(count, stop - first, self.rows, self.columns + (self.features if inputs else 0))
+        return self.work.empty(count, stop - first_step, self.rows, self.columns + (self.features if inputs else 0))
 
     def mask_product(self, product: Array, index: tuple[slice, slice]) -> None:
         """Set A to the identity and B to zero in the product matrices of masked steps, in place."""
@@ -171,7 +171,7 @@ class GateSystem(TrajectorySystem):
     diagonal : (sample, time, unit), optional
         Diagonal added to the block of h_t by h_{t-1}.
     keep, lift : (sample, time, unit), optional
-        Factors of a gated system (:class:`rnnlens.recurrence.linear.Gated`).
+        Factors of a gated system (:class:`rnnlens.recurrence.linear.GatedStep`).
     """
 
     def __init__(
@@ -206,10 +206,10 @@ class GateSystem(TrajectorySystem):
         self.diagonal, self.keep = diagonal, keep
         self.lift = None if lift is None else run.at_real_steps(lift)
 
-    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
-        """Linearise the chronological steps ``first ... stop - 1`` of some samples."""
-        units, index = self.cell.units, (samples, slice(first, stop))
-        product = self.empty(first, stop, samples, inputs)
+    def build(self, first_step: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
+        """Linearise the chronological steps ``first_step ... stop - 1`` of some samples."""
+        units, index = self.cell.units, (samples, slice(first_step, stop))
+        product = self.empty(first_step, stop, samples, inputs)
         sides = {"state": slice(0, units), "input": slice(units, None)}
         for side in sides if inputs else ["state"]:
             for rows, gates, coefficients in self.terms[side]:
@@ -262,10 +262,10 @@ class UnitVectorSystem(TrajectorySystem):
         super().__init__(run)
         self.cell = cell
 
-    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
-        """Linearise the steps ``first ... stop - 1`` by one unit cotangent per number of the state."""
-        run, xp, index = self.run, self.run.xp, (samples, slice(first, stop))
-        product = self.empty(first, stop, samples, inputs)
+    def build(self, first_step: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
+        """Linearise the steps ``first_step ... stop - 1`` by one unit cotangent per number of the state."""
+        run, xp, index = self.run, self.run.xp, (samples, slice(first_step, stop))
+        product = self.empty(first_step, stop, samples, inputs)
         for rows in self._row_blocks(index):
             dz, carry, _ = self._pull_units(index, rows)
             grads = list(carry)
@@ -294,13 +294,13 @@ class UnitVectorSystem(TrajectorySystem):
         """Pull unit cotangents of some numbers of the state back through each step: (sample, step * row, ...) each."""
         run, xp, size = self.run, self.run.xp, len(rows)
         leading_shape = run.states[0][index].shape[:2]
-        record = run.known_record.map(lambda part: _repeat_rows(part[index], size, xp))
+        record = run.known_record.map(lambda unit_cotangents: _repeat_rows(unit_cotangents[index], size, xp))
         basis = xp.broadcast_to(self.work.eye(self.rows)[rows.start : rows.stop], (*leading_shape, size, self.rows))
         basis = xp.reshape(basis, (leading_shape[0], leading_shape[1] * size, self.rows))
         cotangent, start = [], 0
         for width, state in zip(self.state_sizes, run.states, strict=True):
-            part = basis[:, :, start : start + width]
-            cotangent.append(xp.reshape(part, (*part.shape[:2], *state.shape[2:])))
+            unit_cotangents = basis[:, :, start : start + width]
+            cotangent.append(xp.reshape(unit_cotangents, (*unit_cotangents.shape[:2], *state.shape[2:])))
             start += width
         states_before = [_repeat_rows(s[index], size, xp) for s in run.states_before()]
         states_after = [_repeat_rows(s[index], size, xp) for s in run.states]

@@ -193,8 +193,8 @@ class Cell:
 
     def taken(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
         """Run :meth:`step`; if the framework differentiates the step, store the projected input in the record."""
-        record, after = self.step(projected, before, scale, xp)
-        return (record if self.autodiff is None else record._replace(inner=projected)), tuple(after)
+        record, states_after = self.step(projected, before, scale, xp)
+        return (record if self.autodiff is None else record._replace(inner=projected)), tuple(states_after)
 
     def pull_back(
         self, record: Record, before: States, after: States, cotangent: States, scale: Scale, xp: Namespace
@@ -255,10 +255,10 @@ class Cell:
         xp, steps = run.xp, range(run.input.shape[1])[times]
         assert result.returned_grads is not None
         cotangent = [run.at_real_steps(grad) for grad in result.returned_grads]
-        before = run.states_before()
+        states_before = run.states_before()
 
         def pull_weights(index: tuple[slice, slice | int]) -> Mapping[str, Array]:
-            step_values = run.known_record.at(index), [b[index] for b in before], [c[index] for c in cotangent]
+            step_values = run.known_record.at(index), [b[index] for b in states_before], [c[index] for c in cotangent]
             return self._differentiator.vjp(*flatten_rows(*step_values, xp))[2]
 
         if not how.by_time:
@@ -309,9 +309,12 @@ class Cell:
         def with_row_axis(array: Array) -> Array:
             return array[:, None]
 
-        record = run.known_record.map(lambda part: with_row_axis(part[:, t]))
-        before, after = [with_row_axis(s) for s in run.state_before(t)], [with_row_axis(s[:, t]) for s in run.states]
-        return list(self.pull_back(record, before, after, rows, run.state_scale, run.xp)[1])
+        record = run.known_record.map(lambda array: with_row_axis(array[:, t]))
+        states_before, states_after = (
+            [with_row_axis(s) for s in run.state_before(t)],
+            [with_row_axis(s[:, t]) for s in run.states],
+        )
+        return list(self.pull_back(record, states_before, states_after, rows, run.state_scale, run.xp)[1])
 
     def map_at(self, x: Array, xp: Namespace) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
         """Return one step with constant input x (feature,) as two float64 functions of s (n, S).
@@ -324,17 +327,19 @@ class Cell:
         basis = np.split(np.eye(total)[None], boundaries, axis=2)
 
         def run_step(s: Array) -> tuple[list[Array], Record, tuple[Array, ...]]:
-            before = np.split(s, boundaries, 1)
-            return before, *cell.taken(np.broadcast_to(projected, (len(s), projected.shape[1])), before, None, np)
+            states_before = np.split(s, boundaries, 1)
+            return states_before, *cell.taken(
+                np.broadcast_to(projected, (len(s), projected.shape[1])), states_before, None, np
+            )
 
         def step(s: Array) -> Array:
             return np.concatenate(run_step(s)[2], axis=1)
 
         def jacobian(s: Array) -> Array:
-            before, record, after = run_step(s)
+            states_before, record, states_after = run_step(s)
             step_record = record.map(lambda part: part[:, None])
             rows = [np.broadcast_to(b, (len(s), *b.shape[1:])) for b in basis]
-            step_states = [b[:, None] for b in before], [a[:, None] for a in after]
+            step_states = [b[:, None] for b in states_before], [a[:, None] for a in states_after]
             pulled: tuple[Any, ...] = cell.pull_back(step_record, *step_states, rows, None, np)[1]
             return np.concatenate(pulled, axis=2)
 
@@ -345,12 +350,12 @@ def recurrent_kernel_gradient(
     cell: Cell, run: Trajectory, result: Adjoint, how: Contraction, times: slice
 ) -> Gradients:
     """Return the gradient of a recurrent kernel by which every gate multiplies h_{t-1}."""
-    before, flat = run.before(0)[:, times, :], flat_gate_grad(run, result, times)
-    return {"recurrent_kernel": affine.outer(before, flat, run.state_scale, cell.parts, how, run.xp)}
+    previous_hidden, flat = run.before(0)[:, times, :], flat_gate_grad(run, result, times)
+    return {"recurrent_kernel": affine.outer(previous_hidden, flat, run.state_scale, cell.parts, how, run.xp)}
 
 
 def flatten_rows(
-    record: Record, before: States, cotangent: States, xp: Namespace
+    record: Record, states_before: States, cotangent: States, xp: Namespace
 ) -> tuple[Array, list[Array], list[Array]]:
     """Return W x_t, the states before the step and the cotangents of the step as matrices (n, size).
 
@@ -361,7 +366,7 @@ def flatten_rows(
     def flatten(array: Array) -> Array:
         return xp.reshape(xp.broadcast_to(array, (*leading_shape, array.shape[-1])), (-1, array.shape[-1]))
 
-    return flatten(record.inner), [flatten(b) for b in before], [flatten(c) for c in cotangent]
+    return flatten(record.inner), [flatten(b) for b in states_before], [flatten(c) for c in cotangent]
 
 
 def _reduce_rows(grad: Array, contraction: Contraction) -> Array:

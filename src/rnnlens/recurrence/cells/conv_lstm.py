@@ -185,8 +185,10 @@ class _ConvLSTM(LSTM):
         """Apply ``function(x, kernel)`` to all gates at once, or gate by gate if each has its own dropout."""
         if scale is None:
             return function(x, kernel)
-        parts = [function(x * _expand_scale(scale[g], x), self._columns(kernel, g)) for g in range(len(self.gates))]
-        return xp.concat(parts, axis=-1)
+        gate_results = [
+            function(x * _expand_scale(scale[g], x), self._columns(kernel, g)) for g in range(len(self.gates))
+        ]
+        return xp.concat(gate_results, axis=-1)
 
     def _columns(self, array: Array, gate: int) -> Array:
         """Return the block of one gate from an array (..., gate * channel)."""
@@ -245,9 +247,13 @@ class _ConvLSTM(LSTM):
 
     def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradient of the recurrent kernel."""
-        flat, before = flat_gate_grad(run, result, times), run.before(0)[:, times, ...]
+        flat, previous_hidden = flat_gate_grad(run, result, times), run.before(0)[:, times, ...]
         kernel, window = self.recurrent_kernel, self._state_window
-        return {"recurrent_kernel": self._kernel_gradient(before, flat, kernel, run.state_scale, window, how, run.xp)}
+        return {
+            "recurrent_kernel": self._kernel_gradient(
+                previous_hidden, flat, kernel, run.state_scale, window, how, run.xp
+            )
+        }
 
     def _kernel_gradient(
         self,
@@ -261,7 +267,7 @@ class _ConvLSTM(LSTM):
     ) -> Array:
         if scale is None:
             return kernel_gradient(x, dz, kernel, window, contraction.by_time, xp)
-        parts = [
+        gate_grads = [
             kernel_gradient(
                 x * _expand_scale(scale[g], x),
                 self._columns(dz, g),
@@ -272,7 +278,7 @@ class _ConvLSTM(LSTM):
             )
             for g in range(len(self.gates))
         ]
-        return xp.concat(parts, axis=-1)
+        return xp.concat(gate_grads, axis=-1)
 
     def recurrent_terms(self, gate_grad: Array, gates: Array, before: Array) -> None:
         """Return None: the gradient of a convolution kernel is no product of two matrices."""

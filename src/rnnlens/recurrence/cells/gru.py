@@ -153,7 +153,7 @@ class GRU(Cell):
         return dz, (carry,), (lam,)
 
     def _gate_gradients(
-        self, record: Record, before: Array, lam: Array, scale: Scale, xp: Namespace
+        self, record: Record, previous_hidden: Array, lam: Array, scale: Scale, xp: Namespace
     ) -> tuple[list[Array], Array]:
         """Pull dL/dh_t back to the gates: dL/du, dL/dr, dL/dn, and the gradient at the tensor that r multiplies."""
         u, _, n = (record.gates[..., k, :] for k in range(_GATES))
@@ -161,23 +161,25 @@ class GRU(Cell):
         into_product = self.activations[2].vjp(record.preactivation[..., 2, :], n, by_candidate, xp)
         if not self.reset_after:
             into_product = affine.unproject(into_product, self._kernels()[1], _gate_scales(scale, 2), 1, xp)
-        by_reset = into_product * (record.inner if self.reset_after else before)
-        return [lam * (before - n), by_reset, by_candidate], into_product
+        by_reset = into_product * (record.inner if self.reset_after else previous_hidden)
+        return [lam * (previous_hidden - n), by_reset, by_candidate], into_product
 
     def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradients of the recurrent kernel and, with ``reset_after``, of the recurrent bias."""
         xp, scale, gates, gate_grad = run.xp, run.state_scale, run.gates, result.gate_grad
         assert gates is not None
         assert gate_grad is not None
-        before, reset, dz = run.before(0)[:, times, :], gates[:, times, 1, :], gate_grad[:, times, :, :]
+        previous_hidden, reset, dz = run.before(0)[:, times, :], gates[:, times, 1, :], gate_grad[:, times, :, :]
         if self.reset_after:
             flat = xp.concat([dz[..., 0, :], dz[..., 1, :], dz[..., 2, :] * reset], axis=-1)
-            grads = {"recurrent_kernel": affine.outer(before, flat, scale, _GATES, how, xp)}
+            grads = {"recurrent_kernel": affine.outer(previous_hidden, flat, scale, _GATES, how, xp)}
             if self.recurrent_bias is not None:
                 grads["recurrent_bias"] = affine.total(flat, how, xp)
             return grads
-        ur = affine.outer(before, affine.join_gates(dz[..., :2, :], xp), _gate_scales(scale, slice(0, 2)), 2, how, xp)
-        n = affine.outer(reset * before, dz[..., 2, :], _gate_scales(scale, 2), 1, how, xp)
+        ur = affine.outer(
+            previous_hidden, affine.join_gates(dz[..., :2, :], xp), _gate_scales(scale, slice(0, 2)), 2, how, xp
+        )
+        n = affine.outer(reset * previous_hidden, dz[..., 2, :], _gate_scales(scale, 2), 1, how, xp)
         return {"recurrent_kernel": xp.concat([ur, n], axis=-1)}
 
     def recurrent_terms(self, gate_grad: Array, gates: Array, before: Array) -> RecurrentTerms | None:
@@ -224,9 +226,9 @@ class ResetBeforeSystem(GateSystem):
         self.candidate = run.at_real_steps(slopes[:, :, 2:, :])
         self.by_reset = run.at_real_steps(run.before(0) * slopes[:, :, 1, :])
 
-    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
-        """Linearise steps ``first ... stop - 1``, with the candidate's side through h_{t-1} and the reset gate."""
-        steps, index = super().build(first, stop, samples, inputs=inputs), (samples, slice(first, stop))
+    def build(self, first_step: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
+        """Linearise steps ``first_step ... stop - 1``, with the candidate's side through h_{t-1} and the reset gate."""
+        steps, index = super().build(first_step, stop, samples, inputs=inputs), (samples, slice(first_step, stop))
         units, xp, product = self.cell.units, self.run.xp, steps.product
         candidate_product = self.work.empty(*product.shape[:2], units, units)
         self.combine(candidate_product, self.candidate[index], (2,), "state", samples)

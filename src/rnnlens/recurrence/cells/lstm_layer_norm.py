@@ -130,13 +130,13 @@ class LayerNormLSTM(Cell):
 
     def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradients of the recurrent kernel and its gain, and of the cell state's gain and shift."""
-        xp, flat, before = run.xp, flat_gate_grad(run, result, times), run.before(0)[:, times, :]
-        normal, by_product = self._product_gradient(flat, before, run.state_scale, xp)
+        xp, flat, previous_hidden = run.xp, flat_gate_grad(run, result, times), run.before(0)[:, times, :]
+        normal, by_product = self._product_gradient(flat, previous_hidden, run.state_scale, xp)
         lam_h = run.at_real_steps(result.state_grads[0])
         gates, c = run.known_record.gates[:, times, ...], run.states[1][:, times, :]
         normal_cell, _, _, inner = self._output_terms(gates, c, lam_h[:, times, :], xp)
         return {
-            "recurrent_kernel": affine.outer(before, by_product, run.state_scale, 4, how, xp),
+            "recurrent_kernel": affine.outer(previous_hidden, by_product, run.state_scale, 4, how, xp),
             "gain_recurrent": affine.total(flat * normal, how, xp),
             "gain_cell": affine.total(inner * normal_cell, how, xp),
             "shift_cell": affine.total(inner, how, xp),

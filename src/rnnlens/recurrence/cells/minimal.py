@@ -46,7 +46,7 @@ class _Minimal(Cell):
         """Multiply a value by dh_t/dh_{t-1}."""
         raise NotImplementedError
 
-    def _gate_gradients(self, gates: Array, before: Array, after: Array, lam: Array) -> list[Array]:
+    def _gate_gradients(self, gates: Array, previous_hidden: Array, new_hidden: Array, lam: Array) -> list[Array]:
         """Return dL/dgate of each gate from dL/dh_t."""
         raise NotImplementedError
 
@@ -102,9 +102,9 @@ class MinGRU(_Minimal):
     def _apply_kept_share(self, gates: Array, value: Any) -> Array:
         return (1 - gates[..., 0, :]) * value
 
-    def _gate_gradients(self, gates: Array, before: Array, after: Array, lam: Array) -> list[Array]:
+    def _gate_gradients(self, gates: Array, previous_hidden: Array, new_hidden: Array, lam: Array) -> list[Array]:
         """Return dL/dz = dL/dh (n - h_{t-1}) and dL/dn = dL/dh z."""
-        return [lam * (gates[..., 1, :] - before), lam * gates[..., 0, :]]
+        return [lam * (gates[..., 1, :] - previous_hidden), lam * gates[..., 0, :]]
 
 
 @built_in
@@ -137,8 +137,8 @@ class MinLSTM(_Minimal):
     def _apply_kept_share(self, gates: Array, value: Any) -> Array:
         return value * gates[..., 1, :] / self._gate_sum(gates)
 
-    def _gate_gradients(self, gates: Array, before: Array, after: Array, lam: Array) -> list[Array]:
+    def _gate_gradients(self, gates: Array, previous_hidden: Array, new_hidden: Array, lam: Array) -> list[Array]:
         """Return dL/di, dL/df, dL/dn from dL/dh, of h = (f h' + i n) / (f + i) with dh/df = (h' - h) / (f + i)."""
-        total, subtracted = self._gate_sum(gates), after if self.normalised else 0.0
+        total, subtracted = self._gate_sum(gates), new_hidden if self.normalised else 0.0
         i, n = gates[..., 0, :], gates[..., 2, :]
-        return [lam * (n - subtracted) / total, lam * (before - subtracted) / total, lam * i / total]
+        return [lam * (n - subtracted) / total, lam * (previous_hidden - subtracted) / total, lam * i / total]

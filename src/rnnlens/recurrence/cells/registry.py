@@ -72,8 +72,8 @@ class Registration:
     ) -> Array:
         if isinstance(source, str):
             return self._single_array(name, source, by_name, used)
-        parts = [self._single_array(name, part_source, by_name, used) for part_source in source]
-        return array_namespace(*parts).concat(parts, axis=-1)
+        gate_arrays = [self._single_array(name, part_source, by_name, used) for part_source in source]
+        return array_namespace(*gate_arrays).concat(gate_arrays, axis=-1)
 
     def single(self, name: str) -> tuple[str, bool] | None:
         """Return the framework weight that alone is the cell's weight ``name``, and whether it is transposed.

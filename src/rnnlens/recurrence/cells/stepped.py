@@ -103,15 +103,15 @@ class StepCell(Cell):
         input_row, input_device = on_cpu(x), device(x)
 
         def step_arguments(s: Array) -> tuple[Array, list[Array]]:
-            parts = [
+            states = [
                 xp.asarray(np.ascontiguousarray(p, dtype=input_row.dtype), device=input_device)
                 for p in np.split(s, boundaries, 1)
             ]
-            return xp.asarray(np.repeat(input_row[None], len(s), axis=0), device=input_device), parts
+            return xp.asarray(np.repeat(input_row[None], len(s), axis=0), device=input_device), states
 
         def step(s: Array) -> Array:
-            _, after = self.advance(*step_arguments(s))
-            return np.concatenate([on_cpu(a).astype(np.float64) for a in after], axis=1)
+            _, states_after = self.advance(*step_arguments(s))
+            return np.concatenate([on_cpu(a).astype(np.float64) for a in states_after], axis=1)
 
         def jacobian(s: Array) -> Array:
             by_state, _ = self.jacobian(*step_arguments(s))
@@ -135,14 +135,14 @@ class StepCellSystem(TrajectorySystem):
             self.state_sizes = (*self.state_sizes, int(self.cell.output_size))
             self.rows = self.columns = sum(self.state_sizes)
 
-    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
-        """Linearise the steps ``first ... stop - 1`` as dense matrices."""
-        run, xp, index = self.run, self.run.xp, (samples, slice(first, stop))
+    def build(self, first_step: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
+        """Linearise the steps ``first_step ... stop - 1`` as dense matrices."""
+        run, xp, index = self.run, self.run.xp, (samples, slice(first_step, stop))
         states = sum(int(s.shape[-1]) for s in run.states)
         x = run.input[index]
         folded_states = [xp.reshape(s[index], (-1, s.shape[-1])) for s in run.states_before()]
         by_state, by_input = self.cell.jacobian(xp.reshape(x, (-1, x.shape[-1])), folded_states)
-        product = self.empty(first, stop, samples, inputs)
+        product = self.empty(first_step, stop, samples, inputs)
         leading_shape = product.shape[:2]
         product[:, :, :, states : self.columns] = 0
         product[:, :, :, :states] = xp.reshape(by_state[:, : self.rows], (*leading_shape, self.rows, states))
@@ -153,14 +153,16 @@ class StepCellSystem(TrajectorySystem):
         self.mask_product(product, index)
         if self.has_own_output and run.mask is not None and self.masked_output != "output":
             self._write_masked_rows(product, states, ~run.mask[index])
-        return ProductSteps(self.work, product, produced=cache(lambda: self._produced_jacobian(first, stop, samples)))
+        return ProductSteps(
+            self.work, product, produced=cache(lambda: self._produced_jacobian(first_step, stop, samples))
+        )
 
-    def _produced_jacobian(self, first: int, stop: int, samples: slice) -> Array:
+    def _produced_jacobian(self, first_step: int, stop: int, samples: slice) -> Array:
         """Return Jacobians of [new states, output] by each new state at the operation that computes it.
 
         Each row of the Jacobians is computed by one pull-back of a unit cotangent.
         """
-        run, xp, index = self.run, self.run.xp, (samples, slice(first, stop))
+        run, xp, index = self.run, self.run.xp, (samples, slice(first_step, stop))
         x = run.input[index]
         leading_shape, states_before = (
             x.shape[:2],
