@@ -69,12 +69,12 @@ def adjoint(
         returned_grads=None if run.cell.autodiff is None else tuple(xp.empty_like(s) for s in run.states),
     )
 
-    def work(samples: slice) -> None:
+    def sweep_samples(samples: slice) -> None:
         part_direct = tuple(None if d is None else d[samples, ...] for d in direct)
         _sweep(run.of_samples(samples), part_direct, tuple(f[samples, ...] for f in final), result.of_samples(samples))
 
     batch, _, *sizes = run.states[0].shape
-    for_each(work, walk_parts(batch, math.prod(sizes), xp=xp), xp=xp)
+    for_each(sweep_samples, walk_parts(batch, math.prod(sizes), xp=xp), xp=xp)
     return result
 
 
@@ -145,11 +145,11 @@ def weight_gradients(
     contraction, xp, (batch, time, *sizes) = affine.Contraction(by_time, probes), run.xp, result.gate_grad.shape
     by_start: dict[int, dict[str, Array]] = {}
 
-    def work(samples: slice) -> None:
+    def differentiate_samples(samples: slice) -> None:
         part_run, part_adjoint = run.of_samples(samples), result.of_samples(samples)
         by_start[samples.start] = part_run.cell.weight_gradients(part_run, part_adjoint, contraction, times)
 
-    for_each(work, large_parts(batch, len(range(time)[times]) * math.prod(sizes), xp=xp), xp=xp)
+    for_each(differentiate_samples, large_parts(batch, len(range(time)[times]) * math.prod(sizes), xp=xp), xp=xp)
     first_part, *other_parts = (by_start[start] for start in sorted(by_start))
     return {name: sum((grads[name] for grads in other_parts), start=grad) for name, grad in first_part.items()}
 

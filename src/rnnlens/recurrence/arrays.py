@@ -129,35 +129,35 @@ def sample_chunks(batch: int, elements: int, *, size: int = 2**19) -> Iterator[s
     return (slice(start, min(start + count, batch)) for start in range(0, batch, count))
 
 
-def for_each(work: Callable[[slice], None], slices: Iterable[slice], *, xp: Namespace) -> None:
-    """Call ``work`` on each part of the samples, for NumPy in as many threads as the user allows BLAS.
+def for_each(task: Callable[[slice], None], slices: Iterable[slice], *, xp: Namespace) -> None:
+    """Call ``task`` on each part of the samples, for NumPy in as many threads as the user allows BLAS.
 
-    ``work`` may call this function, but nested calls use no further threads. Overflow gives infinity without NumPy's
+    ``task`` may call this function, but nested calls use no further threads. Overflow gives infinity without NumPy's
     warning, as in the frameworks.
     """
     slices = list(slices)
     if not is_numpy_namespace(xp):
         for samples in slices:
-            work(samples)
+            task(samples)
         return
-    work = np.errstate(over="ignore", invalid="ignore")(work)
+    task = np.errstate(over="ignore", invalid="ignore")(task)
     with one_thread_each() as workers:
         if len(slices) == 1 or workers == 1 or _job_state.cancelled is not None:
             for samples in slices:
-                work(samples)
+                task(samples)
         else:
-            _run_in_pool(work, slices, workers)
+            _run_in_pool(task, slices, workers)
 
 
-def _run_in_pool(work: Callable[[slice], None], slices: list[slice], workers: int) -> None:
-    """Call ``work`` on all parts in the thread pool; if the caller is interrupted, stop running jobs."""
+def _run_in_pool(task: Callable[[slice], None], slices: list[slice], workers: int) -> None:
+    """Call ``task`` on all parts in the thread pool; if the caller is interrupted, stop running jobs."""
     cancelled = threading.Event()
 
     def job(samples: slice) -> None:
         _job_state.cancelled = cancelled
         try:
             raise_if_cancelled()
-            work(samples)
+            task(samples)
         finally:
             _job_state.cancelled = None
 
@@ -308,6 +308,6 @@ class Workspace:
         else:
             values[self.xp.abs(values) < self.negligible] = 0
 
-    def quiet(self) -> contextlib.AbstractContextManager[Any]:
+    def no_autograd(self) -> contextlib.AbstractContextManager[Any]:
         """Disable torch's autograd within the block."""
         return self.xp.no_grad() if self.is_torch else contextlib.nullcontext()

@@ -52,7 +52,7 @@ def reverse(
         Samples to sweep.
     """
     if isinstance(source, Units):
-        with system.work.quiet():
+        with system.work.no_autograd():
             return UnitSweep(system, source, taps, samples, pruning or Pruning()).run(progress)
     length = 0
     if not taps.states and pruning is None and not source.enters_every_step:
@@ -63,7 +63,7 @@ def reverse(
         length = plan_blocks(
             system, alive_counts, system.features if requested and taps.input is not None else 0
         ).length
-    with system.work.quiet():
+    with system.work.no_autograd():
         if length:
             return BlockedSweep(system, source, taps, samples, length).run(progress)
         return ReverseSweep(system, source, taps, samples, pruning or Pruning()).run(progress)
@@ -89,7 +89,7 @@ def forward(
     sinks
         For each state index a sink that receives the state's tangents after each of ``steps``.
     """
-    with system.work.quiet():
+    with system.work.no_autograd():
         return ForwardSweep(system, entrances, sinks, steps, samples, pruning or Pruning()).run(progress)
 
 

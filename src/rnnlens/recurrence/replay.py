@@ -230,7 +230,7 @@ def _gates_at_once(run: Replay, hidden: Array) -> Record:
     z, a = (xp.empty(shape, dtype=hidden.dtype, device=device(hidden)) for _ in range(2))
     inner = xp.empty_like(z[:, :, 0, :]) if cell.keeps_inner else None
 
-    def work(samples: slice) -> None:
+    def compute_samples(samples: slice) -> None:
         scales = [scale_of_samples(scale, samples) for scale in (run.input_scale, run.state_scale)]
         projected = cell.project(run.input[samples, ...], scales[0], xp)
         previous_hidden = shift(hidden[samples, ...], run.initial_state[0][samples, ...], run.order, xp)
@@ -239,7 +239,7 @@ def _gates_at_once(run: Replay, hidden: Array) -> Record:
         if inner is not None:
             inner[samples, ...] = step_record.inner
 
-    for_each(work, sample_chunks(batch, time * shape[2] * shape[3]), xp=xp)
+    for_each(compute_samples, sample_chunks(batch, time * shape[2] * shape[3]), xp=xp)
     return Record(z, a, inner)
 
 
@@ -247,14 +247,14 @@ def _one_step_residual(run: Replay) -> float:
     """Return the largest difference between h_t as captured and as recomputed from gates, relative to the largest."""
     distances = [(0.0, 0.0)]
 
-    def work(samples: slice) -> None:
+    def measure_samples(samples: slice) -> None:
         part_run = run.of_samples(samples)
         hidden, *other_states = part_run.states
         recomputed = run.cell.hidden(part_run.known_record.gates, part_run.before(0), other_states, run.xp)
         distances.append(distance(recomputed, hidden, part_run.mask, run.xp))
 
     batch, time, size = run.states[0].shape
-    for_each(work, sample_chunks(batch, time * size), xp=run.xp)
+    for_each(measure_samples, sample_chunks(batch, time * size), xp=run.xp)
     worst, largest = np.max(distances, axis=0).tolist()
     return float(worst / (largest or 1.0))
 
@@ -272,7 +272,7 @@ def _other_states(run: Replay, gates: Array) -> tuple[Array, ...]:
     """Compute all states but the first, such as an LSTM's c_t, from known gates by an element-wise recurrence."""
     results = tuple(run.xp.empty_like(gates[:, :, 0, :]) for _ in run.initial_state[1:])
 
-    def work(samples: slice) -> None:
+    def compute_samples(samples: slice) -> None:
         part_run = run.of_samples(samples)
         states = part_run.initial_state[1:]
         for t in run.steps():
@@ -283,7 +283,7 @@ def _other_states(run: Replay, gates: Array) -> tuple[Array, ...]:
                 target[samples, t, :] = value
 
     if results:
-        for_each(work, walk_parts(int(gates.shape[0]), int(gates.shape[3]), xp=run.xp), xp=run.xp)
+        for_each(compute_samples, walk_parts(int(gates.shape[0]), int(gates.shape[3]), xp=run.xp), xp=run.xp)
     return results
 
 

@@ -54,12 +54,12 @@ def rounding_of(run: Replay, result: Adjoint) -> Rounding:
     squares = xp.empty_like(_flat(run.states[0], xp)[:, :, 0])
     peaks = xp.stack([squares] * len(result.state_grads))
 
-    def work(samples: slice) -> None:
+    def measure_samples(samples: slice) -> None:
         squares[samples] = sum(xp.sum(_flat(array[samples], xp) ** 2, axis=-1) for array in (run.input, *run.states))
         for peak, grad in zip(peaks, result.state_grads, strict=True):
             peak[samples] = xp.max(xp.abs(_flat(grad[samples], xp)), axis=-1)
 
-    for_each(work, sample_chunks(int(squares.shape[0]), math.prod(run.states[0].shape[1:])), xp=xp)
+    for_each(measure_samples, sample_chunks(int(squares.shape[0]), math.prod(run.states[0].shape[1:])), xp=xp)
     largest_grads = xp.max(peaks, axis=0)
     kernels = {} if run.cell.by_framework else run.cell.weights()
     rows = [_largest_row(kernels.get(name), xp) for name in ("kernel", "recurrent_kernel")]
