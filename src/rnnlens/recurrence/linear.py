@@ -72,7 +72,7 @@ class LinearStep(Protocol):
         """Add to tangent rows how one new state, with tangents at ``columns``, changes other results of the step."""
         return
 
-    def produced(self, rows: Array, state: int, columns: slice) -> Array:
+    def state_gradients(self, rows: Array, state: int, columns: slice) -> Array:
         """Return the total gradients (sample, row, size) of one new state, after :meth:`to_total_gradients`."""
         return rows[:, :, columns]
 
@@ -216,21 +216,21 @@ class ProductSteps:
     """Consecutive steps in chronological order, each a :class:`DenseStep` or a :class:`GatedStep` step.
 
     product : (sample, step, row, column); keep, lift : (sample, step, unit) of a gated system, else None.
-    produced : function without arguments that returns Jacobians (sample, step, row, column) of the states after a step
-        by the states as the step produces them; None unless a step computes one of its states from another.
+    produced_jacobian : function without arguments that returns Jacobians (sample, step, row, column) of the states after a
+        step by the states as the step produces them; None unless a step computes one of its states from another.
     """
 
     work: Workspace
     product: Array
     keep: Array | None = None
     lift: Array | None = None
-    produced: Callable[[], Array] | None = None
+    produced_jacobian: Callable[[], Array] | None = None
 
     def __getitem__(self, position: int) -> DenseStep | GatedStep:
         product = self.product[:, position]
         if self.keep is not None and self.lift is not None:
             return GatedStep(self.work, product, self.keep[:, position][:, None, :], self.lift[:, position][:, None, :])
-        produced_jacobian = self.produced
+        produced_jacobian = self.produced_jacobian
         return DenseStep(
             self.work, product, None if produced_jacobian is None else lambda: produced_jacobian()[:, position]
         )
@@ -265,7 +265,7 @@ class DenseStep(LinearStep):
         if self.produced_jacobian is not None:
             rows[...] = transposed(self.produced_jacobian()[:, :, columns])
 
-    def produced(self, rows: Array, state: int, columns: slice) -> Array:
+    def state_gradients(self, rows: Array, state: int, columns: slice) -> Array:
         """Return the total gradients of one new state; for c_t they include the path through h_t."""
         if self.produced_jacobian is not None:
             return self.work.xp.matmul(rows, self.produced_jacobian()[:, :, columns])

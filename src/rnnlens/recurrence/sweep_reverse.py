@@ -134,7 +134,7 @@ class ReverseSweep:
     def _pass_state(self, sink: RowSink, t: int, state: int, step: LinearStep | None) -> None:
         """Pass the gradients of one state to a sink: total gradients after a step, or those of the initial state."""
         rows, columns = self._alive_rows(self.all_states), self.columns[state]
-        self._pass_rows(sink, t, rows[:, :, columns] if step is None else step.produced(rows, state, columns))
+        self._pass_rows(sink, t, rows[:, :, columns] if step is None else step.state_gradients(rows, state, columns))
 
     def _pass_rows(self, sink: RowSink, t: int, values: Array) -> None:
         """Pass cotangent rows to a sink, and the random-sign sums of pruned rows."""

@@ -276,8 +276,8 @@ class UnitVectorSystem(TrajectorySystem):
             block = product[:, :, rows.start : rows.stop]
             block[...] = xp.reshape(self._join_flattened(grads), block.shape)
         self.mask_product(product, index)
-        produced = cache(lambda: self._produced_jacobian(index)) if len(self.state_sizes) > 1 else None
-        return ProductSteps(self.work, product, produced=produced)
+        produced_jacobian = cache(lambda: self._produced_jacobian(index)) if len(self.state_sizes) > 1 else None
+        return ProductSteps(self.work, product, produced_jacobian=produced_jacobian)
 
     def _row_blocks(self, index: tuple[slice, slice]) -> Iterator[range]:
         """Yield ranges of unit-cotangent rows whose working memory fits into :attr:`MAX_NUMBERS`."""

@@ -154,7 +154,7 @@ class StepCellSystem(TrajectorySystem):
         if self.has_own_output and run.mask is not None and self.masked_output != "output":
             self._write_masked_rows(product, states, ~run.mask[index])
         return ProductSteps(
-            self.work, product, produced=cache(lambda: self._produced_jacobian(first_step, stop, samples))
+            self.work, product, produced_jacobian=cache(lambda: self._produced_jacobian(first_step, stop, samples))
         )
 
     def _produced_jacobian(self, first_step: int, stop: int, samples: slice) -> Array:
