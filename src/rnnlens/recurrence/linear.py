@@ -216,8 +216,8 @@ class ProductSteps:
     """Consecutive steps in chronological order, each a :class:`DenseStep` or a :class:`GatedStep` step.
 
     product : (sample, step, row, column); keep, lift : (sample, step, unit) of a gated system, else None.
-    produced_jacobian : function without arguments that returns Jacobians (sample, step, row, column) of the states after
-        a step by the states as the step produces them; None unless a step computes one of its states from another.
+    produced_jacobian : function without arguments that returns Jacobians (sample, step, row, column) of the states
+        after a step by the states as the step produces them; None unless a step computes one of its states from another.
     """
 
     work: Workspace
