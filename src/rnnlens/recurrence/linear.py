@@ -213,11 +213,11 @@ def walk(
 
 @dataclass
 class ProductSteps:
-    """Consecutive steps in chronological order, each a :class:`DenseStep` or a :class:`GatedStep` step.
+    """Consecutive steps in chronological order, each a :class:`DenseStep` or a :class:`GatedStep`.
 
     product : (sample, step, row, column); keep, lift : (sample, step, unit) of a gated system, else None.
     produced_jacobian : function without arguments that returns Jacobians (sample, step, row, column) of the states
-        after a step by the states as the step produces them; None unless a step computes one of its states from another.
+        after a step by the states as they are produced; None unless one state of a step is computed from another.
     """
 
     work: Workspace
