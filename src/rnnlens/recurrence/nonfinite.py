@@ -42,7 +42,7 @@ def largest(dtype: object) -> float:
     )
 
 
-def broken(array: Values, limit: float) -> Values:
+def is_nonfinite(array: Values, limit: float) -> Values:
     """Return a boolean array: where an array is not finite or exceeds ``limit`` in magnitude."""
     with np.errstate(all="ignore"):
         is_broken: Values = ~np.isfinite(array) | (np.abs(array) > limit)
@@ -57,14 +57,14 @@ def any_broken(array: Values, limit: float) -> bool:
     """
     if array.dtype.kind == "f" and array.size:
         array = np.asarray([array.min(), array.max()])
-    return bool(broken(array, limit).any())
+    return bool(is_nonfinite(array, limit).any())
 
 
 def first(quantity: str, array: Values, dims: Sequence[str], limit: float) -> NonfiniteValue | None:
     """Return the first number of an array, in the order of its axes, that is not finite or exceeds ``limit``."""
     if not any_broken(array, limit):
         return None
-    is_broken = broken(array, limit)
+    is_broken = is_nonfinite(array, limit)
     index = np.unravel_index(int(np.argmax(is_broken)), array.shape)
     return NonfiniteValue(quantity, dict(zip(dims, map(int, index), strict=True)), float(array[index]))
 
@@ -98,7 +98,9 @@ def _first_by_step(
     run: Replay, arrays: Sequence[tuple[str, Array]], limit: float, *, reverse: bool = False
 ) -> NonfiniteValue | None:
     cpu_arrays = [(name, on_cpu(array)) for name, array in arrays]
-    broken_steps: list[Any] = [broken(array, limit).any(axis=tuple(range(2, array.ndim))) for _, array in cpu_arrays]
+    broken_steps: list[Any] = [
+        is_nonfinite(array, limit).any(axis=tuple(range(2, array.ndim))) for _, array in cpu_arrays
+    ]
     if run.mask is not None:
         broken_steps = [b & on_cpu(run.mask) for b in broken_steps]
     for t in run.steps(reverse=reverse):
