@@ -56,12 +56,16 @@ def lyapunov_spectrum(run: Replay, *, count: int | None = None, burn_in: float =
     """
     samples, time = run.input.shape[:2]
     size = sum(int(s.shape[-1]) for s in run.states)
-    count, burnt = size if count is None else min(count, size), round(burn_in * time)
+    count, skipped = size if count is None else min(count, size), round(burn_in * time)
     moduli = run.cell.linear_system(run).moduli()
-    kept = _growth_by_qr(run, count, seed)[burnt:] if moduli is None else _growth(run, moduli, count, burnt)
-    exponents = kept.mean(axis=(0, 1))
-    blocks = np.stack([b.mean(axis=(0, 1)) for b in np.array_split(kept, 5)])
-    over_samples = kept.mean(axis=0).std(axis=0, ddof=1) / np.sqrt(samples) if samples > 1 else np.zeros(count)
+    growth = (
+        _growth_by_qr(run, count, seed)[skipped:]
+        if moduli is None
+        else _growth_from_moduli(run, moduli, count, skipped)
+    )
+    exponents = growth.mean(axis=(0, 1))
+    blocks = np.stack([block.mean(axis=(0, 1)) for block in np.array_split(growth, 5)])
+    over_samples = growth.mean(axis=0).std(axis=0, ddof=1) / np.sqrt(samples) if samples > 1 else np.zeros(count)
     stderr = np.maximum(over_samples, blocks.std(axis=0, ddof=1) / np.sqrt(len(blocks)))
     order = np.argsort(-exponents)
     return Lyapunov(exponents[order], stderr[order], kaplan_yorke_dimension(exponents[order]))
@@ -80,9 +84,9 @@ def _growth_by_qr(run: Replay, count: int, seed: int) -> Array:
     return logs
 
 
-def _growth(run: Replay, moduli: Array, count: int, burnt: int) -> Array:
-    """Return log |eigenvalue| after ``burnt`` steps, (step, sample, exponent), where eigenvectors are common."""
-    order = list(run.steps())[burnt:]
+def _growth_from_moduli(run: Replay, moduli: Array, count: int, skipped: int) -> Array:
+    """Return log |eigenvalue| after ``skipped`` steps, (step, sample, exponent), where eigenvectors are common."""
+    order = list(run.steps())[skipped:]
     logs = np.log(np.maximum(np.asarray(moduli, dtype=np.float64)[:, order], 1e-300))
     largest = np.argsort(-logs.mean(axis=1), axis=1)[:, None, :count]
     return np.take_along_axis(logs, largest, axis=2).swapaxes(0, 1)
@@ -97,14 +101,14 @@ def step_eigenvalues(run: Replay, steps: Sequence[int]) -> Array:
         Indices of time steps, in chronological order.
     """
     order = list(run.steps())
-    wanted = {order.index(step): place for place, step in enumerate(steps)}
-    found: list[Array] = [np.empty(0)] * len(wanted)
+    columns = {order.index(step): column for column, step in enumerate(steps)}
+    eigenvalues: list[Array] = [np.empty(0)] * len(columns)
     for position, a in enumerate(step_jacobians(run)):
-        if position in wanted:
+        if position in columns:
             values = np.linalg.eigvals(np.asarray(a, dtype=np.float64))
             largest = np.argsort(-np.abs(values), axis=1)
-            found[wanted[position]] = np.take_along_axis(values, largest, axis=1)
-    return np.stack(found, axis=1)
+            eigenvalues[columns[position]] = np.take_along_axis(values, largest, axis=1)
+    return np.stack(eigenvalues, axis=1)
 
 
 def kaplan_yorke_dimension(exponents: Array) -> float:
@@ -202,11 +206,11 @@ def iterate(map_: StepMap, period: int) -> StepMap:
         return s
 
     def jacobian(s: Array) -> Array:
-        whole = map_.jacobian(s)
+        jacobian_product = map_.jacobian(s)
         for _ in range(period - 1):
             s = map_.step(s)
-            whole = map_.jacobian(s) @ whole
-        return whole
+            jacobian_product = map_.jacobian(s) @ jacobian_product
+        return jacobian_product
 
     return map_ if period == 1 else StepMap(step, jacobian, map_.size, map_.single)
 
@@ -267,11 +271,11 @@ def find_points(map_: StepMap, starts: Array, *, tolerance: float = 1e-3) -> Poi
     starts = np.asarray(starts, dtype=np.float64)
     scale = max(float(starts.std()), 1e-6)
     fixed = FIXED_SINGLE if map_.single else FIXED
-    ends, speed = _descend(map_, starts, fixed * scale**2)
-    kept = np.flatnonzero(np.isfinite(speed) & (speed <= SLOW * scale**2))
-    order = kept[np.argsort(speed[kept], kind="stable")]
-    chosen, members = _distinct(ends[order], tolerance * scale * np.sqrt(map_.size))
-    states, speed = ends[order][chosen], speed[order][chosen]
+    end_points, speed = _descend(map_, starts, fixed * scale**2)
+    accepted = np.flatnonzero(np.isfinite(speed) & (speed <= SLOW * scale**2))
+    order = accepted[np.argsort(speed[accepted], kind="stable")]
+    distinct, start_counts = _group_points(end_points[order], tolerance * scale * np.sqrt(map_.size))
+    states, speed = end_points[order][distinct], speed[order][distinct]
     jacobians = map_.jacobian(states) if len(states) else np.empty((0, map_.size, map_.size))
     values, vectors = np.linalg.eig(jacobians)
     by_size = np.argsort(-np.abs(values), axis=1, kind="stable")
@@ -283,7 +287,7 @@ def find_points(map_: StepMap, starts: Array, *, tolerance: float = 1e-3) -> Poi
         values,
         np.take_along_axis(vectors, by_size[:, None, :], axis=2),
         speed <= fixed * scale**2,
-        members,
+        start_counts,
         curve,
         curves,
     )
@@ -331,66 +335,73 @@ def marginal_curves(states: Array, eigenvalues: Array) -> tuple[Array, tuple[str
 
     curve = np.full(len(states), -1)
     near_one = np.abs(eigenvalues - 1) <= NEARLY_MARGINAL
-    chosen = np.flatnonzero(near_one.sum(axis=1) == 1)
-    if len(chosen) < FEWEST_ON_A_CURVE:
+    marginal = np.flatnonzero(near_one.sum(axis=1) == 1)
+    if len(marginal) < FEWEST_ON_A_CURVE:
         return curve, ()
-    distance = np.linalg.norm(states[chosen][:, None] - states[chosen][None], axis=2)
+    distance = np.linalg.norm(states[marginal][:, None] - states[marginal][None], axis=2)
     tree = minimum_spanning_tree(distance)
     tree.data[tree.data > 20 * np.median(tree.data)] = 0
     tree.eliminate_zeros()
     count, component = connected_components(tree, directed=False)
     names: list[str] = []
-    for part in (np.flatnonzero(component == i) for i in range(count)):
-        if len(part) < FEWEST_ON_A_CURVE:
+    for members in (np.flatnonzero(component == i) for i in range(count)):
+        if len(members) < FEWEST_ON_A_CURVE:
             continue
-        curve[chosen[part]] = len(names)
-        along, across = shortest_path(tree[part][:, part], directed=False), distance[np.ix_(part, part)]
-        ends = np.unravel_index(along.argmax(), along.shape)
-        is_closed = along[ends] > 2 * across.max() and across[ends] < 0.5 * across.max()
+        curve[marginal[members]] = len(names)
+        path_lengths, distances = (
+            shortest_path(tree[members][:, members], directed=False),
+            distance[np.ix_(members, members)],
+        )
+        end_pair = np.unravel_index(path_lengths.argmax(), path_lengths.shape)
+        is_closed = path_lengths[end_pair] > 2 * distances.max() and distances[end_pair] < 0.5 * distances.max()
         names.append("ring" if is_closed else "line")
     return curve, tuple(names)
 
 
-def _descend(map_: StepMap, s: Array, enough: float) -> tuple[Array, Array]:
+def _descend(map_: StepMap, s: Array, target_speed: float) -> tuple[Array, Array]:
     """Minimise the speed of a map from every start by Levenberg-Marquardt; return end points and speeds."""
     s = s.copy()
     residual = map_.step(s) - s
     speed = 0.5 * np.sum(residual**2, axis=1)
     damping = np.full(len(s), 1e-2)
     eye = np.eye(map_.size)
-    active = np.flatnonzero(speed > enough * 1e-6)
+    active = np.flatnonzero(speed > target_speed * 1e-6)
     for _ in range(_ROUNDS):
         if not active.size:
             break
         j = map_.jacobian(s[active]) - eye
         normal = j.transpose(0, 2, 1) @ j
         slope = (j.transpose(0, 2, 1) @ residual[active][:, :, None])[:, :, 0]
-        lift = damping[active] * np.maximum(np.trace(normal, axis1=1, axis2=2) / map_.size, 1e-12)
-        move = np.linalg.solve(normal + lift[:, None, None] * eye, -slope[:, :, None])[:, :, 0]
-        trial = s[active] + move
-        new = map_.step(trial) - trial
-        faster = 0.5 * np.sum(new**2, axis=1)
-        better = faster < speed[active]
-        took = active[better]
-        stalled = better & (faster > (1 - 1e-9) * speed[active])
-        s[took], residual[took], speed[took] = trial[better], new[better], faster[better]
-        damping[active] = np.where(better, np.maximum(damping[active] / 5, 1e-12), damping[active] * 4)
-        done = (speed[active] <= enough * 1e-6) | (damping[active] > 1e8) | stalled
-        active = active[~done]
+        regulariser = damping[active] * np.maximum(np.trace(normal, axis1=1, axis2=2) / map_.size, 1e-12)
+        displacement = np.linalg.solve(normal + regulariser[:, None, None] * eye, -slope[:, :, None])[:, :, 0]
+        trial = s[active] + displacement
+        trial_residual = map_.step(trial) - trial
+        trial_speed = 0.5 * np.sum(trial_residual**2, axis=1)
+        is_better = trial_speed < speed[active]
+        improved = active[is_better]
+        is_stalled = is_better & (trial_speed > (1 - 1e-9) * speed[active])
+        s[improved], residual[improved], speed[improved] = (
+            trial[is_better],
+            trial_residual[is_better],
+            trial_speed[is_better],
+        )
+        damping[active] = np.where(is_better, np.maximum(damping[active] / 5, 1e-12), damping[active] * 4)
+        is_done = (speed[active] <= target_speed * 1e-6) | (damping[active] > 1e8) | is_stalled
+        active = active[~is_done]
     return s, speed
 
 
-def _distinct(points: Array, radius: float) -> tuple[Array, Array]:
+def _group_points(points: Array, radius: float) -> tuple[Array, Array]:
     """Group points that are closer than ``radius``; return the index of each group's first point, and its size."""
-    chosen: list[int] = []
+    first_members: list[int] = []
     counts: list[int] = []
     for i, point in enumerate(points):
-        if chosen:
-            distance = np.linalg.norm(points[chosen] - point, axis=1)
+        if first_members:
+            distance = np.linalg.norm(points[first_members] - point, axis=1)
             nearest = int(distance.argmin())
             if distance[nearest] <= radius:
                 counts[nearest] += 1
                 continue
-        chosen.append(i)
+        first_members.append(i)
         counts.append(1)
-    return np.array(chosen, dtype=int), np.array(counts, dtype=int)
+    return np.array(first_members, dtype=int), np.array(counts, dtype=int)

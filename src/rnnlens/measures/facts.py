@@ -95,12 +95,12 @@ def padding_share(x: Array, mask: Array | None = None) -> float:
 
 
 def _run_share(x: Array) -> float:
-    same = (x[:, 1:] == x[:, :-1]).all(axis=2)[:, ::-1]
-    length = np.where(same.all(axis=1), same.shape[1], same.argmin(axis=1))
-    whole = same.all(axis=1)
+    repeats_next = (x[:, 1:] == x[:, :-1]).all(axis=2)[:, ::-1]
+    run_length = np.where(repeats_next.all(axis=1), repeats_next.shape[1], repeats_next.argmin(axis=1))
+    is_static = repeats_next.all(axis=1)
     # A sample that never changes is static, not padded.
-    counted = length[~whole]
-    return float(counted.mean() / x.shape[1]) if counted.size > len(x) / 2 else 0.0
+    padded_lengths = run_length[~is_static]
+    return float(padded_lengths.mean() / x.shape[1]) if padded_lengths.size > len(x) / 2 else 0.0
 
 
 @dataclass(frozen=True)
@@ -120,5 +120,5 @@ def census(array: Array) -> Census:
     """
     values = np.asarray(array)
     finite = np.isfinite(values)
-    small = finite & (values != 0) & (np.abs(values) < np.finfo(values.dtype).tiny)
-    return Census(values.size, int(np.isnan(values).sum()), int(np.isinf(values).sum()), int(small.sum()))
+    is_subnormal = finite & (values != 0) & (np.abs(values) < np.finfo(values.dtype).tiny)
+    return Census(values.size, int(np.isnan(values).sum()), int(np.isinf(values).sum()), int(is_subnormal.sum()))

@@ -43,10 +43,10 @@ def resampling_weights(
     if order is None or samples < 2 * block:
         return rng.multinomial(samples, np.full(samples, 1 / samples), size=resamples) / samples
     blocks = -(-samples // block)
-    begun = rng.multinomial(blocks, np.full(samples, 1 / samples), size=resamples)
-    covered = sum(np.roll(begun, shift, axis=1) for shift in range(block))
+    block_starts = rng.multinomial(blocks, np.full(samples, 1 / samples), size=resamples)
+    coverage = sum(np.roll(block_starts, shift, axis=1) for shift in range(block))
     weights = np.empty((resamples, samples))
-    weights[:, np.asarray(order)] = covered / (blocks * block)
+    weights[:, np.asarray(order)] = coverage / (blocks * block)
     return weights
 
 
@@ -83,12 +83,12 @@ def bootstrap_interval(
     """
     xp = array_namespace(values)
     values = xp.moveaxis(values, axis, 0)
-    count, rest = values.shape[0], tuple(values.shape[1:])
+    count, other_shape = values.shape[0], tuple(values.shape[1:])
     weights = resampling_weights(count, resamples=resamples, seed=seed)
     means = xp.matmul(xp.asarray(weights, dtype=values.dtype), xp.reshape(values, (count, -1)))
     tail = (1 - confidence) / 2
     low, high = quantiles(means, q=(tail, 1 - tail), axis=0)
-    return xp.reshape(low, rest), xp.reshape(high, rest)
+    return xp.reshape(low, other_shape), xp.reshape(high, other_shape)
 
 
 def bootstrap(
@@ -221,9 +221,9 @@ def memory_length(curve: Mapping[int, float], steps: int, level: float = USED) -
         Length of the sequence. It is returned if the curve is above ``level`` at the largest k: n is then at least
         ``steps``.
     """
-    above = [k for k, value in curve.items() if value > level]
-    later = [k for k in curve if k > max(above, default=0)]
-    return min(later, default=steps)
+    lags_above = [k for k, value in curve.items() if value > level]
+    later_lags = [k for k in curve if k > max(lags_above, default=0)]
+    return min(later_lags, default=steps)
 
 
 @dataclass(frozen=True)
@@ -261,12 +261,12 @@ def search(
         Whether U(k) is known not to grow with k, as the total Sobol index of all inputs older than k. The grid then
         ends where U is negligible, with one more probe at the oldest step.
     """
-    found: dict[int, tuple[Array, Array]] = {}
+    probe_results: dict[int, tuple[Array, Array]] = {}
 
     def use_at(k: int) -> float:
-        if k not in found:
-            found[k] = probe(k)
-        return float(found[k][0].mean()) / scale
+        if k not in probe_results:
+            probe_results[k] = probe(k)
+        return float(probe_results[k][0].mean()) / scale
 
     for k in (2**i for i in range(steps.bit_length()) if 2**i < steps - 1):
         if use_at(k) < _NEGLIGIBLE and decreasing:
@@ -274,11 +274,11 @@ def search(
     if steps > 1:
         use_at(steps - 1)
     for level in levels:
-        curve = {k: use_at(k) for k in sorted(found)}
+        curve = {k: use_at(k) for k in sorted(probe_results)}
         high = memory_length(curve, steps, level)
         low = max((k for k in curve if k < high), default=0)
         while high - low > 1 and high <= steps and low:
             middle = (low + high) // 2
             low, high = (middle, high) if use_at(middle) > level else (low, middle)
-    ordered = sorted(found)
-    return Probes(steps, {k: found[k][0] for k in ordered}, {k: found[k][1] for k in ordered})
+    ordered = sorted(probe_results)
+    return Probes(steps, {k: probe_results[k][0] for k in ordered}, {k: probe_results[k][1] for k in ordered})

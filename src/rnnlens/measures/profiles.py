@@ -50,8 +50,8 @@ def band(norms: Array) -> Band:
     relative = own_peak(norms)
     relative = relative[:, np.isfinite(relative).any(axis=0)]
     if not len(relative):
-        nothing = np.zeros(np.asarray(norms).shape[1])
-        return Band(nothing, nothing, nothing)
+        zeros = np.zeros(np.asarray(norms).shape[1])
+        return Band(zeros, zeros, zeros)
     low, median, high = finite_quartiles(relative)
     return Band(median, low, high)
 
@@ -89,11 +89,11 @@ def attributed_memory(scores: Array, share: float = 0.95) -> int:
     """Count the last steps that have ``share`` of the attribution (sample, time); median over samples."""
     by_lag = np.asarray(scores)[:, ::-1]
     total = by_lag.sum(axis=1, keepdims=True)
-    kept = by_lag[total[:, 0] > 0] / total[total[:, 0] > 0]
-    if not len(kept):
+    step_shares = by_lag[total[:, 0] > 0] / total[total[:, 0] > 0]
+    if not len(step_shares):
         return 0
-    first = (np.cumsum(kept, axis=1) >= share).argmax(axis=1) + 1
-    return int(np.median(first))
+    step_counts = (np.cumsum(step_shares, axis=1) >= share).argmax(axis=1) + 1
+    return int(np.median(step_counts))
 
 
 def by_own_peak(values: Array) -> Array:
@@ -124,13 +124,15 @@ def rms_of_shapes(values: Array, where: Array | None = None) -> Array:
         Mask of the entries to use. A position without any is NaN.
     """
     values = np.asarray(values, dtype=np.float64)
-    counted = np.ones(values.shape, bool) if where is None else np.broadcast_to(np.asarray(where, bool), values.shape)
-    values = np.where(counted, values, 0.0)
-    kept = sample_peaks(values) > 0
-    if not kept.any():
-        return np.where(counted.any(axis=0), 0.0, np.nan)
-    squares = np.where(counted, by_own_peak(values) ** 2, 0.0)[kept].sum(axis=0)
-    count = counted[kept].sum(axis=0)
+    is_counted = (
+        np.ones(values.shape, bool) if where is None else np.broadcast_to(np.asarray(where, bool), values.shape)
+    )
+    values = np.where(is_counted, values, 0.0)
+    has_peak = sample_peaks(values) > 0
+    if not has_peak.any():
+        return np.where(is_counted.any(axis=0), 0.0, np.nan)
+    squares = np.where(is_counted, by_own_peak(values) ** 2, 0.0)[has_peak].sum(axis=0)
+    count = is_counted[has_peak].sum(axis=0)
     return np.sqrt(squares / np.where(count > 0, count, np.nan))
 
 
@@ -164,12 +166,14 @@ def finite_quartiles(values: Array) -> Array:
     if not len(values):
         return np.full((3, *values.shape[1:]), np.nan)
     ordered = np.sort(np.where(np.isfinite(values), values, np.nan), axis=0)  # NaN comes last
-    last = np.maximum(np.isfinite(ordered).sum(axis=0) - 1, 0)
-    position = np.multiply.outer(np.array([0.25, 0.5, 0.75]), last)
-    below = position.astype(np.intp)
-    low, high = (np.take_along_axis(ordered, rank, axis=0) for rank in (below, np.minimum(below + 1, last)))
-    found: Array = low + (high - low) * (position - below)
-    return found
+    last_rank = np.maximum(np.isfinite(ordered).sum(axis=0) - 1, 0)
+    position = np.multiply.outer(np.array([0.25, 0.5, 0.75]), last_rank)
+    lower_rank = position.astype(np.intp)
+    low, high = (
+        np.take_along_axis(ordered, rank, axis=0) for rank in (lower_rank, np.minimum(lower_rank + 1, last_rank))
+    )
+    quartile_values: Array = low + (high - low) * (position - lower_rank)
+    return quartile_values
 
 
 def quartiles(values: Array) -> tuple[float, float, float]:
@@ -197,8 +201,8 @@ def lorenz(values: Array) -> Array:
     """
     values = np.asarray(values, dtype=np.float64)
     ordered = np.sort(values[np.isfinite(values)])
-    reached = np.concatenate([[0.0], np.cumsum(ordered)])
-    return reached / (reached[-1] or 1.0)
+    cumulative = np.concatenate([[0.0], np.cumsum(ordered)])
+    return cumulative / (cumulative[-1] or 1.0)
 
 
 def carriers(values: Array, share: float = 0.5) -> float:
@@ -206,8 +210,8 @@ def carriers(values: Array, share: float = 0.5) -> float:
     curve = lorenz(values)
     if curve[-1] == 0:
         return float("nan")
-    needed = int(np.argmax(1 - curve[::-1] >= share - 1e-12))
-    return needed / (len(curve) - 1)
+    needed_count = int(np.argmax(1 - curve[::-1] >= share - 1e-12))
+    return needed_count / (len(curve) - 1)
 
 
 def far_out(values: Array) -> int | None:
@@ -223,9 +227,9 @@ def far_out(values: Array) -> int | None:
     if np.isfinite(values).sum() < 4:
         return None
     low, _, high = quartiles(values)
-    beyond = np.maximum(low - values, values - high)
-    beyond = np.where(np.isfinite(beyond), beyond, -np.inf)
-    return int(beyond.argmax()) if beyond.max() > 3 * (high - low) > 0 else None
+    distance = np.maximum(low - values, values - high)
+    distance = np.where(np.isfinite(distance), distance, -np.inf)
+    return int(distance.argmax()) if distance.max() > 3 * (high - low) > 0 else None
 
 
 def gradient_reach(norms: Array, share: float = 0.95) -> int:
@@ -258,9 +262,9 @@ def lag_shares(norms: Array, *, runs_back: bool = False) -> Array:
     recurrence, which with ``runs_back`` is the first in time. A gate whose gradient is 0 at all steps gives NaN.
     """
     norms = np.asarray(norms, dtype=np.float64)
-    reached = np.cumsum(norms if runs_back else norms[::-1], axis=0)
-    total = reached[-1]
-    return (reached / np.where(total > 0, total, np.nan)).T
+    cumulative = np.cumsum(norms if runs_back else norms[::-1], axis=0)
+    total = cumulative[-1]
+    return (cumulative / np.where(total > 0, total, np.nan)).T
 
 
 def input_totals(norms: Array) -> Array:

@@ -83,28 +83,33 @@ def missed_dependency(
     of dependent samples: Politis, Romano 1992, in LePage, Billard (eds.), Exploring the limits of bootstrap, 263-270.
     """
     candidates = [residual] if isinstance(residual, np.ndarray) else list(residual)
-    candidates = [np.asarray(one, dtype=np.float64) for one in candidates]
-    candidates = [one - one.mean(axis=0) for one in candidates]
+    candidates = [np.asarray(errors, dtype=np.float64) for errors in candidates]
+    candidates = [errors - errors.mean(axis=0) for errors in candidates]
     prediction = None if target is None else np.asarray(target, dtype=np.float64) - np.asarray(candidates[0])
     windows = overlapping_windows(x)
     if windows is not None and prediction is not None and target is not None:
         prediction, target = prediction[windows.order], np.asarray(target)[windows.order]
     if windows is not None:
-        candidates, x = [one[windows.order] for one in candidates], x[windows.order]
+        candidates, x = [errors[windows.order] for errors in candidates], x[windows.order]
     gap = 0 if windows is None else windows.overlap
     features = step_features(x)
     effects = ridge_effects(candidates, features, gap=gap)
-    shares = [e * float(one.var(axis=0).sum()) / target_variance for e, one in zip(effects, candidates, strict=True)]
-    least = int(np.argmin(shares))
-    tested = candidates[least]
+    shares = [
+        effect * float(errors.var(axis=0).sum()) / target_variance
+        for effect, errors in zip(effects, candidates, strict=True)
+    ]
+    least_explained = int(np.argmin(shares))
+    tested = candidates[least_explained]
     by_step = _association(features, tested[None])[0] / target_variance
     rng = np.random.default_rng(seed)
-    shuffled = np.stack([_shuffled(tested, gap, rng) for _ in range(permutations)])
+    shuffled = np.stack([_shuffle(tested, gap, rng) for _ in range(permutations)])
     maxima = (_association(features, shuffled) / target_variance).max(axis=1)
     peak, step = float(by_step.max()), int(by_step.argmax())
-    learned = float("nan") if prediction is None or target is None else _learned(target, prediction, features[step])
+    learned = (
+        float("nan") if prediction is None or target is None else _learned_share(target, prediction, features[step])
+    )
     return Missed(
-        effect=shares[least],
+        effect=shares[least_explained],
         p_value=float(1 + np.sum(maxima >= peak)) / (1 + permutations),
         step=step,
         by_step=by_step,
@@ -114,14 +119,16 @@ def missed_dependency(
     )
 
 
-def _learned(target: Array, prediction: Array, at_step: Array) -> float:
+def _learned_share(target: Array, prediction: Array, step_values: Array) -> float:
     """Regress the prediction's covariances with one step's features on those of the target; return the slope."""
-    wanted, made = ((values - values.mean(axis=0)).T @ at_step for values in (target, prediction))
-    size = float(np.sum(wanted**2))
-    return float(np.sum(wanted * made)) / size if size else float("nan")
+    target_covariance, predicted_covariance = (
+        (values - values.mean(axis=0)).T @ step_values for values in (target, prediction)
+    )
+    size = float(np.sum(target_covariance**2))
+    return float(np.sum(target_covariance * predicted_covariance)) / size if size else float("nan")
 
 
-def _shuffled(residual: Array, gap: int, rng: np.random.Generator) -> Array:
+def _shuffle(residual: Array, gap: int, rng: np.random.Generator) -> Array:
     """Permute the samples at random; with a ``gap`` shift them circularly by more, as neighbours are dependent."""
     samples = len(residual)
     if not gap:
@@ -142,25 +149,25 @@ def step_features(x: Array) -> Array:
         products = x[:, :, first] * x[:, :, second]
     else:
         products = x**2
-    both = np.concatenate([_standardised(x), _standardised(products)], axis=2)
-    return np.ascontiguousarray(both.transpose(1, 0, 2))
+    all_features = np.concatenate([_standardise(x), _standardise(products)], axis=2)
+    return np.ascontiguousarray(all_features.transpose(1, 0, 2))
 
 
-def _standardised(x: Array) -> Array:
+def _standardise(x: Array) -> Array:
     centred = x - x.mean(axis=0)
     spread = centred.std(axis=0)
-    varies = spread > 1e-6 * (np.abs(x).max(axis=0) + 1e-30)
-    return centred / np.where(varies, spread, np.inf)
+    is_varying = spread > 1e-6 * (np.abs(x).max(axis=0) + 1e-30)
+    return centred / np.where(is_varying, spread, np.inf)
 
 
 def _association(features: Array, residuals: Array) -> Array:
     """Sum squared covariances of features and residuals at each step: (set, sample, output) to (set, time)."""
     sets, samples, outputs = residuals.shape
     rows = residuals.transpose(0, 2, 1).reshape(sets * outputs, samples) / samples
-    found = np.empty((sets, len(features)))
-    for t, at_step in enumerate(features):
-        found[:, t] = np.sum((rows @ at_step) ** 2, axis=1).reshape(sets, outputs).sum(axis=1)
-    return found
+    association = np.empty((sets, len(features)))
+    for t, step_values in enumerate(features):
+        association[:, t] = np.sum((rows @ step_values) ** 2, axis=1).reshape(sets, outputs).sum(axis=1)
+    return association
 
 
 def ridge_effects(residuals: Sequence[Array], features: Array, *, gap: int = 0) -> list[float]:
@@ -175,26 +182,28 @@ def ridge_effects(residuals: Sequence[Array], features: Array, *, gap: int = 0) 
         If it is not 0, folds are contiguous, and this number of samples on either side of a test fold is left out of
         training.
     """
-    gram = sum(at_step @ at_step.T for at_step in features)
+    gram = sum(step_values @ step_values.T for step_values in features)
     samples = len(residuals[0])
     mean_eigenvalue = float(np.trace(gram)) / samples
     if not mean_eigenvalue:
         return [0.0] * len(residuals)
-    place = np.arange(samples)
-    folds = place * _FOLDS // samples if gap else place % _FOLDS
+    sample_index = np.arange(samples)
+    folds = sample_index * _FOLDS // samples if gap else sample_index % _FOLDS
     errors = np.zeros((len(residuals), len(_PENALTIES)))
     for fold in range(_FOLDS):
         test = np.flatnonzero(folds == fold)
-        near = (place >= test[0] - gap) & (place <= test[-1] + gap) if gap else folds == fold
-        fit = np.flatnonzero(~near)
-        values, vectors = np.linalg.eigh(gram[np.ix_(fit, fit)])
-        across = gram[np.ix_(test, fit)] @ vectors
+        is_near = (sample_index >= test[0] - gap) & (sample_index <= test[-1] + gap) if gap else folds == fold
+        training = np.flatnonzero(~is_near)
+        values, vectors = np.linalg.eigh(gram[np.ix_(training, training)])
+        test_projection = gram[np.ix_(test, training)] @ vectors
         for j, residual in enumerate(residuals):
-            mean = residual[fit].mean(axis=0)
-            inside = vectors.T @ (residual[fit] - mean)
+            mean = residual[training].mean(axis=0)
+            projected = vectors.T @ (residual[training] - mean)
             for i, penalty in enumerate(_PENALTIES):
-                guess = mean + across @ (inside / (np.maximum(values, 0) + penalty * mean_eigenvalue)[:, None])
-                errors[j, i] += float(np.sum((residual[test] - guess) ** 2))
+                predicted = mean + test_projection @ (
+                    projected / (np.maximum(values, 0) + penalty * mean_eigenvalue)[:, None]
+                )
+                errors[j, i] += float(np.sum((residual[test] - predicted) ** 2))
     totals = [float(np.sum((residual - residual.mean(axis=0)) ** 2)) for residual in residuals]
     return [1 - float(e.min()) / total if total else 0.0 for e, total in zip(errors, totals, strict=True)]
 
@@ -227,14 +236,14 @@ def overlapping_windows(x: Array) -> Windows | None:
     samples, steps = x.shape[:2]
     if steps < 4 or samples < 16:
         return None
-    after, shift = _followers(x)
-    if (after >= 0).mean() < 0.5:
+    follower, shift = _followers(x)
+    if (follower >= 0).mean() < 0.5:
         stride = _scaled_stride(x)
         if not stride:
             return None
-        after, shift = np.append(np.arange(1, samples), -1), np.full(samples, stride)
-    sharing = np.ceil((steps - 1) / np.median(shift[after >= 0]))
-    return Windows(np.array(_in_line(after)), int(np.clip(sharing, 1, max(1, samples // 8))))
+        follower, shift = np.append(np.arange(1, samples), -1), np.full(samples, stride)
+    overlap_count = np.ceil((steps - 1) / np.median(shift[follower >= 0]))
+    return Windows(np.array(_series_order(follower)), int(np.clip(overlap_count, 1, max(1, samples // 8))))
 
 
 def _followers(x: Array) -> tuple[Array, Array]:
@@ -242,17 +251,17 @@ def _followers(x: Array) -> tuple[Array, Array]:
     samples, steps = x.shape[:2]
     half = steps - steps // 2
     rows = np.ascontiguousarray(x)
-    begins: dict[bytes, int] = {rows[i, :half].tobytes(): i for i in range(samples)}
-    after, shift = np.full(samples, -1), np.zeros(samples, dtype=int)
-    if len(begins) < 0.9 * samples:  # few distinct windows, so equal parts are no evidence of one series
-        return after, shift
+    by_beginning: dict[bytes, int] = {rows[i, :half].tobytes(): i for i in range(samples)}
+    follower, shift = np.full(samples, -1), np.zeros(samples, dtype=int)
+    if len(by_beginning) < 0.9 * samples:  # few distinct windows, so equal parts are no evidence of one series
+        return follower, shift
     for i in range(samples):
         for t in range(1, steps - half + 1):
-            j = begins.get(rows[i, t : t + half].tobytes(), i)
+            j = by_beginning.get(rows[i, t : t + half].tobytes(), i)
             if j != i and np.array_equal(rows[i, t:], rows[j, : steps - t]):
-                after[i], shift[i] = j, t
+                follower[i], shift[i] = j, t
                 break
-    return after, shift
+    return follower, shift
 
 
 def _scaled_stride(x: Array) -> int:
@@ -261,30 +270,30 @@ def _scaled_stride(x: Array) -> int:
     pairs, steps = len(values) - 1, values.shape[1]
     block = pairs // 10 + 1  # one block without windows that continue rules a shift out
     for stride in range(1, steps // 2 + 1):
-        different = 0
+        mismatches = 0
         for start in range(0, pairs, block):
             stop = min(start + block, pairs)
             windows = values[start:stop, stride:], values[start + 1 : stop + 1, : steps - stride]
-            a, b = (part - part.mean(axis=1, keepdims=True) for part in windows)
-            sizes = np.sqrt((a**2).sum(axis=1) * (b**2).sum(axis=1))
-            alike = ((np.sum(a * b, axis=1) > 0.9999 * sizes) & (sizes > 0)).all(axis=1)  # up to scale and offset
-            different += int((~alike).sum())
-            if different >= 0.1 * pairs:
+            a, b = (window - window.mean(axis=1, keepdims=True) for window in windows)
+            norms = np.sqrt((a**2).sum(axis=1) * (b**2).sum(axis=1))
+            is_alike = ((np.sum(a * b, axis=1) > 0.9999 * norms) & (norms > 0)).all(axis=1)  # up to scale and offset
+            mismatches += int((~is_alike).sum())
+            if mismatches >= 0.1 * pairs:
                 break
         else:
             return stride
     return 0
 
 
-def _in_line(after: Array) -> list[int]:
+def _series_order(follower: Array) -> list[int]:
     """Return a permutation of the samples in which a window comes directly before the window that continues it."""
-    begun = np.ones(len(after), dtype=bool)
-    begun[after[after >= 0]] = False
-    seen, line = np.zeros(len(after), dtype=bool), []
-    for start in [*np.flatnonzero(begun), *range(len(after))]:
-        at = int(start)
-        while at >= 0 and not seen[at]:
-            seen[at] = True
-            line.append(at)
-            at = int(after[at])
-    return line
+    is_start = np.ones(len(follower), dtype=bool)
+    is_start[follower[follower >= 0]] = False
+    is_placed, order = np.zeros(len(follower), dtype=bool), []
+    for start in [*np.flatnonzero(is_start), *range(len(follower))]:
+        sample = int(start)
+        while sample >= 0 and not is_placed[sample]:
+            is_placed[sample] = True
+            order.append(sample)
+            sample = int(follower[sample])
+    return order

@@ -45,18 +45,18 @@ class Transfer:
 
         It is NaN at lags that no sample reaches.
         """
-        found: Array = np.full(len(self.log_ratio), np.nan)
-        found[self._reached] = np.nanmedian(np.exp(self.log_ratio[self._reached]), axis=1)
-        return found
+        medians: Array = np.full(len(self.log_ratio), np.nan)
+        medians[self._is_reached] = np.nanmedian(np.exp(self.log_ratio[self._is_reached]), axis=1)
+        return medians
 
     def quartiles(self) -> tuple[Array, Array]:
         """Return lower and upper quartile over samples of |cotangent at a lag| / |cotangent at lag 0|, (lag,) each."""
-        found = np.full((2, len(self.log_ratio)), np.nan)
-        found[:, self._reached] = np.nanquantile(np.exp(self.log_ratio[self._reached]), [0.25, 0.75], axis=1)
-        return found[0], found[1]
+        bounds = np.full((2, len(self.log_ratio)), np.nan)
+        bounds[:, self._is_reached] = np.nanquantile(np.exp(self.log_ratio[self._is_reached]), [0.25, 0.75], axis=1)
+        return bounds[0], bounds[1]
 
     @property
-    def _reached(self) -> Array:
+    def _is_reached(self) -> Array:
         """Whether any sample has a finite cotangent at each lag, (lag,) of bool."""
         return ~np.isnan(self.log_ratio).all(axis=1)
 
@@ -73,15 +73,15 @@ class Transfer:
         step Jacobians Vogt et al. 2022, arXiv:2006.14123, section 2. Products of transposed matrices grow at the same
         rate.
         """
-        reached = (~np.isnan(self.log_ratio)).sum(axis=0)
-        count = int(np.median(reached))  # lags that at least half of the samples reach
-        kept = self.log_ratio[:count, reached >= count]
-        kept = kept[max(1, round(BURN_IN * len(kept))) :]
-        if len(kept) < 2 * _BLOCKS or not np.isfinite(kept).all():
-            return (float("-inf") if np.isneginf(kept).any() else float("nan")), float("nan")
-        rates = (kept[-1] - kept[0]) / (len(kept) - 1)
-        ends = np.linspace(0, len(kept) - 1, _BLOCKS + 1).round().astype(int)
-        blocks = np.array([np.mean((kept[b] - kept[a]) / (b - a)) for a, b in pairwise(ends)])
+        reached_lags = (~np.isnan(self.log_ratio)).sum(axis=0)
+        count = int(np.median(reached_lags))  # lags that at least half of the samples reach
+        logs = self.log_ratio[:count, reached_lags >= count]
+        logs = logs[max(1, round(BURN_IN * len(logs))) :]
+        if len(logs) < 2 * _BLOCKS or not np.isfinite(logs).all():
+            return (float("-inf") if np.isneginf(logs).any() else float("nan")), float("nan")
+        rates = (logs[-1] - logs[0]) / (len(logs) - 1)
+        block_ends = np.linspace(0, len(logs) - 1, _BLOCKS + 1).round().astype(int)
+        blocks = np.array([np.mean((logs[b] - logs[a]) / (b - a)) for a, b in pairwise(block_ends)])
         error = max(
             rates.std(ddof=1) / np.sqrt(rates.size) if rates.size > 1 else 0.0, blocks.std(ddof=1) / _BLOCKS**0.5
         )
@@ -98,8 +98,8 @@ def state_spread(run: Replay) -> list[Array]:
     spreads = []
     for state in run.states:
         values = on_cpu(state).astype(np.float64).reshape(-1, state.shape[-1])
-        kept = values[np.isfinite(values).all(axis=1)]
-        spread = kept.std(axis=0) if len(kept) else np.ones(values.shape[1])
+        finite_rows = values[np.isfinite(values).all(axis=1)]
+        spread = finite_rows.std(axis=0) if len(finite_rows) else np.ones(values.shape[1])
         spreads.append(np.maximum(spread, 1e-3 * (float(np.median(spread)) or 1.0)))
     return spreads
 
@@ -122,48 +122,56 @@ def state_transfer(
     """
     if run.reset is None:
         refuse_changed_states(run)
-    order, begin = list(run.steps(reverse=True)), np.zeros(int(run.input.shape[0]), dtype=int)
+    order, first_positions = list(run.steps(reverse=True)), np.zeros(int(run.input.shape[0]), dtype=int)
     if ends is not None:
-        begin = np.array([order.index(int(end)) for end in ends])
-        order, begin = order[begin.min() :], begin - begin.min()
-    order = order[: None if lags is None else lags + int(begin.max())]
+        first_positions = np.array([order.index(int(end)) for end in ends])
+        order, first_positions = order[first_positions.min() :], first_positions - first_positions.min()
+    order = order[: None if lags is None else lags + int(first_positions.max())]
     spreads = state_spread(run)
     directions = directions or max(1, min(_DIRECTIONS, _ROWS // sum(len(s) for s in spreads)))
     rng = np.random.default_rng(seed)
     samples, dtype = int(run.input.shape[0]), on_cpu(run.states[0][:1, :1]).dtype
     shapes = [(samples, directions, s.shape[-1]) for s in run.states]
-    unit = _normalised([rng.normal(size=shape) for shape in shapes])
-    rows = [(z / s).astype(dtype) for z, s in zip(unit, spreads, strict=True)]
+    unit_rows = _normalise([rng.normal(size=shape) for shape in shapes])
+    rows = [(z / s).astype(dtype) for z, s in zip(unit_rows, spreads, strict=True)]
     total = np.zeros((samples, directions))
     logs = [total.mean(axis=1)]
     for position, t in enumerate(order):
-        new = run.cell.pull_rows(run, t, rows)
+        pulled_rows = run.cell.pull_rows(run, t, rows)
         if run.reset is not None:
-            new = [np.where(on_cpu(run.reset[:, t])[:, None, None], 0.0, part).astype(dtype) for part in new]
-        moves = begin <= position
+            pulled_rows = [
+                np.where(on_cpu(run.reset[:, t])[:, None, None], 0.0, part).astype(dtype) for part in pulled_rows
+            ]
+        is_moving = first_positions <= position
         if run.mask is not None:
-            moves = moves & on_cpu(run.mask[:, t])
-        rows = new if moves.all() else [np.where(moves[:, None, None], a, b) for a, b in zip(new, rows, strict=True)]
-        size = np.sqrt(sum(np.sum((r * s) ** 2, axis=-1, dtype=np.float64) for r, s in zip(rows, spreads, strict=True)))
-        alive = ~(size <= _TINY)  # NaN counts as alive: it is not zero
-        total = np.where(alive, total + np.log(np.where(alive, size, 1.0)), -np.inf)
-        rows = [(r / np.where(alive, size, 1.0)[..., None]).astype(dtype) for r in rows]
+            is_moving = is_moving & on_cpu(run.mask[:, t])
+        rows = (
+            pulled_rows
+            if is_moving.all()
+            else [np.where(is_moving[:, None, None], a, b) for a, b in zip(pulled_rows, rows, strict=True)]
+        )
+        norms = np.sqrt(
+            sum(np.sum((r * s) ** 2, axis=-1, dtype=np.float64) for r, s in zip(rows, spreads, strict=True))
+        )
+        is_nonzero = ~(norms <= _TINY)  # NaN counts as alive: it is not zero
+        total = np.where(is_nonzero, total + np.log(np.where(is_nonzero, norms, 1.0)), -np.inf)
+        rows = [(r / np.where(is_nonzero, norms, 1.0)[..., None]).astype(dtype) for r in rows]
         logs.append(total.mean(axis=1))
-    return Transfer(_from_own_end(np.stack(logs), begin))
+    return Transfer(_align_ends(np.stack(logs), first_positions))
 
 
-def _from_own_end(logs: Array, begin: Array) -> Array:
+def _align_ends(logs: Array, first_positions: Array) -> Array:
     """Reorder values by steps back from the last step of each sample: (lag, sample), NaN beyond the first step."""
-    if not begin.any():
+    if not first_positions.any():
         return logs
-    shifted = np.arange(len(logs))[:, None] + begin[None, :]
-    taken = np.take_along_axis(logs, np.minimum(shifted, len(logs) - 1), axis=0)
-    return np.where(shifted < len(logs), taken, np.nan)
+    shifted = np.arange(len(logs))[:, None] + first_positions[None, :]
+    aligned = np.take_along_axis(logs, np.minimum(shifted, len(logs) - 1), axis=0)
+    return np.where(shifted < len(logs), aligned, np.nan)
 
 
-def _normalised(parts: Sequence[Array]) -> list[Array]:
-    size = np.sqrt(sum(np.sum(p**2, axis=-1) for p in parts))
-    return [p / size[..., None] for p in parts]
+def _normalise(arrays: Sequence[Array]) -> list[Array]:
+    norms = np.sqrt(sum(np.sum(p**2, axis=-1) for p in arrays))
+    return [p / norms[..., None] for p in arrays]
 
 
 def step_jacobians(run: Replay) -> Iterator[Array]:
@@ -180,12 +188,12 @@ def step_jacobians(run: Replay) -> Iterator[Array]:
         refuse_changed_states(run)
     sizes = [int(s.shape[-1]) for s in run.states]
     samples, dtype = int(run.input.shape[0]), on_cpu(run.states[0][:1, :1]).dtype
-    unit = np.broadcast_to(np.eye(sum(sizes), dtype=dtype), (samples, sum(sizes), sum(sizes)))
-    rows = [np.ascontiguousarray(part) for part in np.split(unit, np.cumsum(sizes)[:-1], axis=2)]
+    identity = np.broadcast_to(np.eye(sum(sizes), dtype=dtype), (samples, sum(sizes), sum(sizes)))
+    rows = [np.ascontiguousarray(part) for part in np.split(identity, np.cumsum(sizes)[:-1], axis=2)]
     for t in run.steps():
         a = np.concatenate(run.cell.pull_rows(run, t, rows), axis=2)
         a = a if run.reset is None else np.where(on_cpu(run.reset[:, t])[:, None, None], 0.0, a).astype(dtype)
-        yield a if run.mask is None else np.where(on_cpu(run.mask[:, t])[:, None, None], a, unit)
+        yield a if run.mask is None else np.where(on_cpu(run.mask[:, t])[:, None, None], a, identity)
 
 
 def refuse_changed_states(run: Replay) -> None:
@@ -207,13 +215,13 @@ def theil_sen(profile: Array) -> float:
     two.
     """
     profile = np.asarray(profile, dtype=np.float64)
-    at = np.flatnonzero(np.isfinite(profile) & (profile > 0))
-    if at.size < 2:
+    indices = np.flatnonzero(np.isfinite(profile) & (profile > 0))
+    if indices.size < 2:
         return float("nan")
-    at = at[np.linspace(0, at.size - 1, min(at.size, 400)).round().astype(int)]
-    logs = np.log(profile[at])
-    first, second = np.triu_indices(at.size, k=1)
-    return float(np.median((logs[second] - logs[first]) / (at[second] - at[first])))
+    indices = indices[np.linspace(0, indices.size - 1, min(indices.size, 400)).round().astype(int)]
+    logs = np.log(profile[indices])
+    first, second = np.triu_indices(indices.size, k=1)
+    return float(np.median((logs[second] - logs[first]) / (indices[second] - indices[first])))
 
 
 def decay_half_life(decay: Array) -> Array:
@@ -242,15 +250,15 @@ def decay_half_life(decay: Array) -> Array:
 def logarithms(decay: Array) -> tuple[Array, Array]:
     """Return the sum of log a_t over samples and steps, and the number of its terms, of a decay (sample, time, ...)."""
     values = np.asarray(decay, dtype=np.float64)
-    used = values > 0
-    return np.log(np.where(used, values, 1.0)).sum(axis=(0, 1)), used.sum(axis=(0, 1))
+    is_positive = values > 0
+    return np.log(np.where(is_positive, values, 1.0)).sum(axis=(0, 1)), is_positive.sum(axis=(0, 1))
 
 
 def half_life_of(total: Array, count: Array) -> Array:
     """Compute the half-life in steps from a sum of log a_t and the number of its terms; 0 without any."""
     mean = np.asarray(total) / np.maximum(count, 1)
-    found: Array = np.where(mean < 0, np.log(0.5) / np.where(mean < 0, mean, -1.0), np.inf)
-    return np.where(np.asarray(count) > 0, found, 0.0)
+    half_lives: Array = np.where(mean < 0, np.log(0.5) / np.where(mean < 0, mean, -1.0), np.inf)
+    return np.where(np.asarray(count) > 0, half_lives, 0.0)
 
 
 def effective_state_size(
@@ -293,27 +301,27 @@ def effective_state_size(
     arrays = [a for a in (decay, write, read, left, right) if a is not None]
     decay, write, read, *rank_one = np.broadcast_arrays(*(np.asarray(a, dtype=np.float64) for a in arrays))
 
-    def after(t: int, columns: Array) -> Array:
+    def multiply_left(t: int, columns: Array) -> Array:
         """Multiply a matrix (..., state, state) by A_t from the left."""
         carried = decay[t][..., None] * columns
         return carried - rank_one[0][t][..., None] * (rank_one[1][t][..., None, :] @ carried) if rank_one else carried
 
-    def before(t: int, rows: Array) -> Array:
+    def multiply_right(t: int, rows: Array) -> Array:
         """Multiply a matrix (..., state, state) by A_t from the right."""
         rows = rows - (rows @ rank_one[0][t][..., None]) * rank_one[1][t][..., None, :] if rank_one else rows
         return rows * decay[t][..., None, :]
 
-    unit = np.broadcast_to(np.eye(decay.shape[-1]), (*decay.shape[1:], decay.shape[-1]))
-    wrote, reads, through = [], [], unit
+    identity = np.broadcast_to(np.eye(decay.shape[-1]), (*decay.shape[1:], decay.shape[-1]))
+    write_directions, read_directions, propagated = [], [], identity
     for t in range(step - 1, -1, -1):
-        wrote.append((through @ write[t][..., None])[..., 0])
-        through = before(t, through)
-    through = unit
+        write_directions.append((propagated @ write[t][..., None])[..., 0])
+        propagated = multiply_right(t, propagated)
+    propagated = identity
     for t in range(step, decay.shape[0]):
-        through = after(t, through)
-        reads.append((read[t][..., None, :] @ through)[..., 0, :])
+        propagated = multiply_left(t, propagated)
+        read_directions.append((read[t][..., None, :] @ propagated)[..., 0, :])
     # The block is R W^T; its singular values are those of the product of the triangular factors, which are small.
-    future, past = (np.linalg.qr(np.stack(rows, axis=-2), mode="r") for rows in (reads, wrote))
+    future, past = (np.linalg.qr(np.stack(rows, axis=-2), mode="r") for rows in (read_directions, write_directions))
     values = np.linalg.svd(future @ np.swapaxes(past, -1, -2), compute_uv=False)
     return ((values > rtol * values[..., :1]) & (values > 0)).sum(axis=-1)
 

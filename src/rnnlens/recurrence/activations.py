@@ -47,7 +47,7 @@ def _relu(x: Array, xp: Namespace) -> Array:
     return xp.where(x > 0, x, xp.zeros_like(x))
 
 
-def _step(condition: Array, like: Array, xp: Namespace) -> Array:
+def _as_number(condition: Array, like: Array, xp: Namespace) -> Array:
     return xp.astype(condition, like.dtype)
 
 
@@ -84,8 +84,8 @@ def _elu_slope(x: Array, a: Array, xp: Namespace) -> Array:
     return xp.where(x > 0, xp.ones_like(x), a + 1)
 
 
-def _inside(x: Array, low: float, high: float, xp: Namespace) -> Array:
-    return _step((x > low) & (x < high), x, xp)
+def _indicator(x: Array, low: float, high: float, xp: Namespace) -> Array:
+    return _as_number((x > low) & (x < high), x, xp)
 
 
 def _softmax(x: Array, xp: Namespace) -> Array:
@@ -110,13 +110,13 @@ _TABLE = (
     Activation("linear", lambda x, xp: x * 1, lambda x, a, xp: xp.ones_like(x)),
     Activation("tanh", lambda x, xp: xp.tanh(x), lambda x, a, xp: 1 - a * a),
     Activation("sigmoid", _sigmoid, lambda x, a, xp: a * (1 - a)),
-    Activation("relu", _relu, lambda x, a, xp: _step(x > 0, x, xp)),
+    Activation("relu", _relu, lambda x, a, xp: _as_number(x > 0, x, xp)),
     Activation(
         "leaky_relu",
         lambda x, xp: xp.where(x > 0, x, 0.2 * x),
-        lambda x, a, xp: 0.2 + 0.8 * _step(x > 0, x, xp),
+        lambda x, a, xp: 0.2 + 0.8 * _as_number(x > 0, x, xp),
     ),
-    Activation("relu6", lambda x, xp: xp.clip(x, 0.0, 6.0), lambda x, a, xp: _inside(x, 0.0, 6.0, xp)),
+    Activation("relu6", lambda x, xp: xp.clip(x, 0.0, 6.0), lambda x, a, xp: _indicator(x, 0.0, 6.0, xp)),
     Activation("elu", _elu, _elu_slope),
     Activation("celu", _elu, _elu_slope),
     Activation(
@@ -134,12 +134,12 @@ _TABLE = (
     Activation(
         "soft_shrink",
         lambda x, xp: _relu(x - 0.5, xp) - _relu(-x - 0.5, xp),
-        lambda x, a, xp: _step(xp.abs(x) > 0.5, x, xp),
+        lambda x, a, xp: _as_number(xp.abs(x) > 0.5, x, xp),
     ),
     Activation(
         "hard_shrink",
         lambda x, xp: xp.where(xp.abs(x) > 0.5, x, xp.zeros_like(x)),
-        lambda x, a, xp: _step(xp.abs(x) > 0.5, x, xp),
+        lambda x, a, xp: _as_number(xp.abs(x) > 0.5, x, xp),
     ),
     Activation("tanh_shrink", lambda x, xp: x - xp.tanh(x), lambda x, a, xp: (x - a) ** 2),
     Activation(
@@ -156,25 +156,25 @@ _TABLE = (
     Activation(
         "sparse_sigmoid",
         lambda x, xp: 0.5 * (xp.clip(x, -1.0, 1.0) + 1),
-        lambda x, a, xp: 0.5 * _inside(x, -1.0, 1.0, xp),
+        lambda x, a, xp: 0.5 * _indicator(x, -1.0, 1.0, xp),
     ),
     Activation("exponential", lambda x, xp: xp.exp(x), lambda x, a, xp: a),
     Activation(
         "hard_sigmoid",
         lambda x, xp: xp.clip(x / 6 + 0.5, 0.0, 1.0),
-        lambda x, a, xp: _inside(x, -3.0, 3.0, xp) / 6,
+        lambda x, a, xp: _indicator(x, -3.0, 3.0, xp) / 6,
     ),
     Activation(  # the hard_sigmoid of Keras 2, a different function of the same name
         "hard_sigmoid_keras2",
         lambda x, xp: xp.clip(0.2 * x + 0.5, 0.0, 1.0),
-        lambda x, a, xp: _inside(x, -2.5, 2.5, xp) * 0.2,
+        lambda x, a, xp: _indicator(x, -2.5, 2.5, xp) * 0.2,
     ),
     Activation(
         "hard_silu",
         lambda x, xp: x * xp.clip(x / 6 + 0.5, 0.0, 1.0),
-        lambda x, a, xp: xp.where(x >= 3, xp.ones_like(x), _inside(x, -3.0, 3.0, xp) * (x / 3 + 0.5)),
+        lambda x, a, xp: xp.where(x >= 3, xp.ones_like(x), _indicator(x, -3.0, 3.0, xp) * (x / 3 + 0.5)),
     ),
-    Activation("hard_tanh", lambda x, xp: xp.clip(x, -1.0, 1.0), lambda x, a, xp: _inside(x, -1.0, 1.0, xp)),
+    Activation("hard_tanh", lambda x, xp: xp.clip(x, -1.0, 1.0), lambda x, a, xp: _indicator(x, -1.0, 1.0, xp)),
     Activation(
         "mish",
         lambda x, xp: x * xp.tanh(_softplus(x, xp)),

@@ -20,10 +20,10 @@ from typing import cast
 import numpy as np
 
 from ..typing import Array, Namespace
-from .arrays import for_each, large_parts, still_wanted, walk_parts, without_subnormal
+from .arrays import for_each, large_parts, raise_if_cancelled, walk_parts, without_subnormal
 from .cells import StepCell, affine
 from .replay import Replay
-from .trajectory import Adjoint, States, carried
+from .trajectory import Adjoint, States, carry_masked
 
 #: Largest total size of all step Jacobians, in bytes, for which they are computed at once.
 FOLD_LIMIT = 256 * 2**20
@@ -69,12 +69,12 @@ def adjoint(
         returned_grads=None if run.cell.autodiff is None else tuple(xp.empty_like(s) for s in run.states),
     )
 
-    def work(some: slice) -> None:
-        mine = tuple(None if d is None else d[some, ...] for d in direct)
-        _sweep(run.of_samples(some), mine, tuple(f[some, ...] for f in final), result.of_samples(some))
+    def sweep_samples(samples: slice) -> None:
+        part_direct = tuple(None if d is None else d[samples, ...] for d in direct)
+        _sweep(run.of_samples(samples), part_direct, tuple(f[samples, ...] for f in final), result.of_samples(samples))
 
     batch, _, *sizes = run.states[0].shape
-    for_each(work, walk_parts(batch, math.prod(sizes), xp=xp), xp=xp)
+    for_each(sweep_samples, walk_parts(batch, math.prod(sizes), xp=xp), xp=xp)
     return result
 
 
@@ -84,24 +84,26 @@ def _sweep(run: Replay, direct: Sequence[Array | None], carry: tuple[Array, ...]
     gate_grad: Array = out.gate_grad
 
     def pull(t: int, cotangent: States) -> tuple[Array, ...]:
-        now, after = record.at((slice(None), t, ...)), tuple(s[:, t, ...] for s in run.states)
-        dz, before, total = cell.pull_back(now, run.state_before(t), after, cotangent, run.state_scale, xp)
-        real = None if run.mask is None else run.mask[:, t]
-        gate_grad[:, t, ...] = dz if real is None else carried(dz, xp.zeros_like(dz), real, xp)
+        step_record, states_after = record.at((slice(None), t, ...)), tuple(s[:, t, ...] for s in run.states)
+        dz, previous_grads, total = cell.pull_back(
+            step_record, run.state_before(t), states_after, cotangent, run.state_scale, xp
+        )
+        is_real = None if run.mask is None else run.mask[:, t]
+        gate_grad[:, t, ...] = dz if is_real is None else carry_masked(dz, xp.zeros_like(dz), is_real, xp)
         for grads, value in zip(out.returned_grads or (), cotangent, strict=False):
             grads[:, t, ...] = value
-        for grads, new, old in zip(out.state_grads, total, cotangent, strict=True):
-            grads[:, t, ...] = carried(new, old, real, xp)
-        return before
+        for grads, new_grad, state_grad in zip(out.state_grads, total, cotangent, strict=True):
+            grads[:, t, ...] = carry_masked(new_grad, state_grad, is_real, xp)
+        return previous_grads
 
-    carry = _backwards(run, direct, carry, pull)
+    carry = _pull_back_steps(run, direct, carry, pull)
     flat = affine.join_gates(gate_grad, xp)
     out.input_grad[...] = cell.input_gradient(run.input, flat, run.input_scale, xp)
     for target, value in zip(out.initial_state_grad, carry, strict=True):
         target[...] = value
 
 
-def _backwards(
+def _pull_back_steps(
     run: Replay,
     direct: Sequence[Array | None],
     carry: tuple[Array, ...],
@@ -112,15 +114,18 @@ def _backwards(
     ``pull(t, cotangent)`` returns the cotangents before step t from those after it. They end at every step where
     user code changes the states between the steps.
     """
-    xp, last = run.xp, next(run.steps(reverse=True))
+    xp, last_step = run.xp, next(run.steps(reverse=True))
     for t in run.steps(reverse=True):
-        still_wanted()
-        if run.received is not None and t != last:
+        raise_if_cancelled()
+        if run.received is not None and t != last_step:
             carry = tuple(xp.zeros_like(c) for c in carry)
         carry = tuple(without_subnormal(c, xp) for c in carry)
         cotangent = tuple(c if d is None else c + d[:, t, ...] for c, d in zip(carry, direct, strict=True))
-        real = None if run.mask is None else run.mask[:, t]
-        carry = tuple(carried(new, old, real, xp) for new, old in zip(pull(t, cotangent), cotangent, strict=True))
+        is_real = None if run.mask is None else run.mask[:, t]
+        carry = tuple(
+            carry_masked(new_carry, cotangent_part, is_real, xp)
+            for new_carry, cotangent_part in zip(pull(t, cotangent), cotangent, strict=True)
+        )
     return carry
 
 
@@ -137,22 +142,25 @@ def weight_gradients(
         return _weight_gradients_by_framework(run, result, by_time)
     if run.record is None or result.gate_grad is None:
         raise TypeError("weight_gradients() needs the gates of the cell and their gradients")
-    how, xp, (batch, time, *sizes) = affine.Contraction(by_time, probes), run.xp, result.gate_grad.shape
-    found: dict[int, dict[str, Array]] = {}
+    contraction, xp, (batch, time, *sizes) = affine.Contraction(by_time, probes), run.xp, result.gate_grad.shape
+    by_start: dict[int, dict[str, Array]] = {}
 
-    def work(some: slice) -> None:
-        mine, part = run.of_samples(some), result.of_samples(some)
-        found[some.start] = mine.cell.weight_gradients(mine, part, how, times)
+    def differentiate_samples(samples: slice) -> None:
+        part_run, part_adjoint = run.of_samples(samples), result.of_samples(samples)
+        by_start[samples.start] = part_run.cell.weight_gradients(part_run, part_adjoint, contraction, times)
 
-    for_each(work, large_parts(batch, len(range(time)[times]) * math.prod(sizes), xp=xp), xp=xp)
-    first, *others = (found[start] for start in sorted(found))
-    return {name: sum((part[name] for part in others), start=grad) for name, grad in first.items()}
+    for_each(differentiate_samples, large_parts(batch, len(range(time)[times]) * math.prod(sizes), xp=xp), xp=xp)
+    first_part, *other_parts = (by_start[start] for start in sorted(by_start))
+    return {name: sum((grads[name] for grads in other_parts), start=grad) for name, grad in first_part.items()}
 
 
 def probed(weights: Mapping[str, Array], probes: int = PROBES) -> dict[str, Array]:
     """Reduce weight gradients to the random combinations that ``weight_gradients(..., probes=probes)`` returns."""
-    how = affine.Contraction(probes=probes)
-    return {name: affine.probe_rows(w.shape[0], w, how) @ w if len(w.shape) == 2 else w for name, w in weights.items()}
+    contraction = affine.Contraction(probes=probes)
+    return {
+        name: affine.probe_rows(w.shape[0], w, contraction) @ w if len(w.shape) == 2 else w
+        for name, w in weights.items()
+    }
 
 
 def final_or_zero(run: Replay, final: Sequence[Array] | None) -> tuple[Array, ...]:
@@ -168,18 +176,18 @@ def unmasked_output_cotangent(run: Replay, output_grad: Array, masked_output: st
     Returns the gradient of each step's own output, and the gradient of the state carried over, or None. The second is
     None unless the layer returns that state at masked steps (``masked_output="state"``).
     """
-    xp, mask, kept = run.xp, run.mask, run.at_real_steps(output_grad)
+    xp, mask, step_grads = run.xp, run.mask, run.at_real_steps(output_grad)
     if mask is None or masked_output == "zero":
-        return kept, None
+        return step_grads, None
     if masked_output == "state":
-        return kept, xp.where(mask[:, :, None], xp.zeros_like(output_grad), output_grad)
+        return step_grads, xp.where(mask[:, :, None], xp.zeros_like(output_grad), output_grad)
     pending = xp.zeros_like(output_grad[:, 0, :])
     for t in run.steps(reverse=True):
         pending = pending + output_grad[:, t, :]
-        real = mask[:, t, None]
-        kept[:, t, :] = xp.where(real, pending, xp.zeros_like(pending))
-        pending = xp.where(real, xp.zeros_like(pending), pending)
-    return kept, None
+        is_real = mask[:, t, None]
+        step_grads[:, t, :] = xp.where(is_real, pending, xp.zeros_like(pending))
+        pending = xp.where(is_real, xp.zeros_like(pending), pending)
+    return step_grads, None
 
 
 def adjoint_custom(
@@ -208,36 +216,39 @@ def adjoint_custom(
     input_grad = xp.empty_like(run.input)
 
     def pull(t: int, cotangent: States) -> tuple[Array, ...]:
-        input_grad[:, t, :], before = vjp(t, output_cotangent[:, t, :], cotangent)
+        input_grad[:, t, :], previous_grads = vjp(t, output_cotangent[:, t, :], cotangent)
         for grads, value in zip(state_grads, cotangent, strict=True):
             grads[:, t, :] = value
-        return before
+        return previous_grads
 
-    carry = _backwards(run, state_cotangent, final_or_zero(run, final_state_cotangent), pull)
-    produced = _as_produced(run, state_grads, output_cotangent)
+    carry = _pull_back_steps(run, state_cotangent, final_or_zero(run, final_state_cotangent), pull)
+    produced = _produced_gradients(run, state_grads, output_cotangent)
     return Adjoint(produced, None, run.at_real_steps(input_grad), carry, output_cotangent, state_grads)
 
 
-def _as_produced(run: Replay, returned: tuple[Array, ...], output: Array) -> tuple[Array, ...]:
+def _produced_gradients(run: Replay, returned: tuple[Array, ...], output: Array) -> tuple[Array, ...]:
     """Return total gradients of states, given those of returned states: add paths within the step, as c_t to h_t."""
     xp, cell = run.xp, cast(StepCell, run.cell)
-    before = [_fold(s, xp) for s in run.states_before()]
-    flat = cell.produced(_fold(run.input, xp), before, _fold(output, xp), [_fold(g, xp) for g in returned])
+    previous_states = [_fold(s, xp) for s in run.states_before()]
+    flat = cell.produced(_fold(run.input, xp), previous_states, _fold(output, xp), [_fold(g, xp) for g in returned])
     pairs = zip(flat, returned, strict=True)
-    return tuple(carried(xp.reshape(new, old.shape), old, run.mask, xp) for new, old in pairs)
+    return tuple(
+        carry_masked(xp.reshape(produced_grad, returned_grad.shape), returned_grad, run.mask, xp)
+        for produced_grad, returned_grad in pairs
+    )
 
 
 def _weight_gradients_by_framework(run: Replay, result: Adjoint, by_time: bool) -> dict[str, Array]:
     """Return dL/dW of a cell run by the framework, by its weight names; with a leading time axis if ``by_time``."""
-    xp, before = run.xp, run.states_before()
+    xp, previous_states = run.xp, run.states_before()
     grads = tuple(map(run.at_real_steps, result.returned_grads or result.state_grads))
     assert result.output_cotangent is not None
     output, cell = run.at_real_steps(result.output_cotangent), cast(StepCell, run.cell)
     if not by_time:
-        folded = [_fold(s, xp) for s in before], _fold(output, xp), [_fold(g, xp) for g in grads]
+        folded = [_fold(s, xp) for s in previous_states], _fold(output, xp), [_fold(g, xp) for g in grads]
         return dict(cell.weight_vjp(_fold(run.input, xp), *folded))
     per_step = [
-        cell.weight_vjp(run.input[:, t], [s[:, t] for s in before], output[:, t], [g[:, t] for g in grads])
+        cell.weight_vjp(run.input[:, t], [s[:, t] for s in previous_states], output[:, t], [g[:, t] for g in grads])
         for t in range(run.input.shape[1])
     ]
     return {name: xp.stack([step[name] for step in per_step]) for name in per_step[0]}
@@ -260,12 +271,12 @@ def _step_vjp(run: Replay, cell: StepCell) -> Callable[[int, Array, States], tup
         return lambda t, output, state: cell.vjp(run.input[:, t, :], run.state_before(t), output, state)
     jacobians = cell.jacobian(_fold(run.input, xp), [_fold(s, xp) for s in run.states_before()])
     by_state, by_input = (xp.reshape(j, (batch, time, *j.shape[1:])) for j in jacobians)
-    ends = list(accumulate(cell.state_sizes, initial=0))
+    boundaries = list(accumulate(cell.state_sizes, initial=0))
 
     def vjp(t: int, output: Array, state: States) -> tuple[Array, tuple[Array, ...]]:
         row = xp.concat([*state, output], axis=-1)[:, None, :]
         carry = (row @ by_state[:, t, :, :])[:, 0, :]
         dx = (row @ by_input[:, t, :, :])[:, 0, :]
-        return dx, tuple(carry[:, start:end] for start, end in pairwise(ends))
+        return dx, tuple(carry[:, start:end] for start, end in pairwise(boundaries))
 
     return vjp

@@ -54,7 +54,7 @@ class _ThreadLimit:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.users = 0
-        self.before: list[int] = []
+        self.original_counts: list[int] = []
 
     def set(self, counts: list[int]) -> None:
         """Set the number of threads of each BLAS library, from any thread."""
@@ -74,16 +74,16 @@ def one_thread_each() -> Iterator[int]:
     """Limit BLAS to one thread within the block; yield the number of threads that the user allows."""
     with _limit.lock:
         if _limit.users == 0:
-            _limit.before = [library.get_num_threads() or 1 for library in _blas()]
-            _limit.set([1] * len(_limit.before))
+            _limit.original_counts = [library.get_num_threads() or 1 for library in _blas()]
+            _limit.set([1] * len(_limit.original_counts))
         _limit.users += 1
     try:
-        yield max(_limit.before, default=1)
+        yield max(_limit.original_counts, default=1)
     finally:
         with _limit.lock:
             _limit.users -= 1
             if _limit.users == 0:
-                _limit.set(_limit.before)
+                _limit.set(_limit.original_counts)
 
 
 @cache
@@ -92,35 +92,35 @@ def _pool(workers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(workers, thread_name_prefix="rnnlens")
 
 
-class _Dealt(threading.local):
+class _JobState(threading.local):
     """Thread-local state: an event that is set when the job's caller was interrupted; None outside jobs."""
 
-    given_up: threading.Event | None = None
+    cancelled: threading.Event | None = None
 
 
-_dealt = _Dealt()
+_job_state = _JobState()
 
 
-def _start_anew() -> None:
+def _reset_after_fork() -> None:
     """Reset the pool and its lock in a forked process, which has none of the threads."""
     if _limit.users:
-        _limit.set(_limit.before)
+        _limit.set(_limit.original_counts)
     _limit.lock, _limit.users = threading.Lock(), 0
     _pool.cache_clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_anew)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-class GivenUpError(Exception):
+class JobCancelledError(Exception):
     """Error in a job whose caller was interrupted."""
 
 
-def still_wanted() -> None:
-    """Raise GivenUpError in a thread whose caller was interrupted; long loops call this at every step."""
-    if _dealt.given_up is not None and _dealt.given_up.is_set():
-        raise GivenUpError
+def raise_if_cancelled() -> None:
+    """Raise JobCancelledError in a thread whose caller was interrupted; long loops call this at every step."""
+    if _job_state.cancelled is not None and _job_state.cancelled.is_set():
+        raise JobCancelledError
 
 
 def sample_chunks(batch: int, elements: int, *, size: int = 2**19) -> Iterator[slice]:
@@ -129,56 +129,56 @@ def sample_chunks(batch: int, elements: int, *, size: int = 2**19) -> Iterator[s
     return (slice(start, min(start + count, batch)) for start in range(0, batch, count))
 
 
-def for_each(work: Callable[[slice], None], parts: Iterable[slice], *, xp: Namespace) -> None:
-    """Call ``work`` on each part of the samples, for NumPy in as many threads as the user allows BLAS.
+def for_each(task: Callable[[slice], None], slices: Iterable[slice], *, xp: Namespace) -> None:
+    """Call ``task`` on each part of the samples, for NumPy in as many threads as the user allows BLAS.
 
-    ``work`` may call this function, but nested calls use no further threads. Overflow gives infinity without NumPy's
+    ``task`` may call this function, but nested calls use no further threads. Overflow gives infinity without NumPy's
     warning, as in the frameworks.
     """
-    parts = list(parts)
+    slices = list(slices)
     if not is_numpy_namespace(xp):
-        for part in parts:
-            work(part)
+        for samples in slices:
+            task(samples)
         return
-    work = np.errstate(over="ignore", invalid="ignore")(work)
+    task = np.errstate(over="ignore", invalid="ignore")(task)
     with one_thread_each() as workers:
-        if len(parts) == 1 or workers == 1 or _dealt.given_up is not None:
-            for part in parts:
-                work(part)
+        if len(slices) == 1 or workers == 1 or _job_state.cancelled is not None:
+            for samples in slices:
+                task(samples)
         else:
-            _deal(work, parts, workers)
+            _run_in_pool(task, slices, workers)
 
 
-def _deal(work: Callable[[slice], None], parts: list[slice], workers: int) -> None:
-    """Call ``work`` on all parts in the thread pool; if the caller is interrupted, stop running jobs."""
-    given_up = threading.Event()
+def _run_in_pool(task: Callable[[slice], None], slices: list[slice], workers: int) -> None:
+    """Call ``task`` on all parts in the thread pool; if the caller is interrupted, stop running jobs."""
+    cancelled = threading.Event()
 
-    def job(part: slice) -> None:
-        _dealt.given_up = given_up
+    def job(samples: slice) -> None:
+        _job_state.cancelled = cancelled
         try:
-            still_wanted()
-            work(part)
+            raise_if_cancelled()
+            task(samples)
         finally:
-            _dealt.given_up = None
+            _job_state.cancelled = None
 
     futures: list[Future[None]] = []
     try:
-        futures.extend(_pool(workers).submit(job, part) for part in parts)
+        futures.extend(_pool(workers).submit(job, samples) for samples in slices)
         for future in futures:
             future.result()
     finally:
-        given_up.set()
+        cancelled.set()
         wait(futures)
 
 
 def walk_parts(batch: int, elements: int, *, xp: Namespace) -> list[slice]:
     """Split the samples of a loop over time among NumPy's threads; a step computes ``elements`` numbers per sample."""
-    return _shares(batch, elements, _WORTHWHILE_STEP, xp)
+    return _thread_slices(batch, elements, _WORTHWHILE_STEP, xp)
 
 
 def large_parts(batch: int, elements: int, *, xp: Namespace) -> list[slice]:
     """Split the samples of one large operation, on ``elements`` numbers per sample, among NumPy's threads."""
-    return _shares(batch, elements, _WORTHWHILE, xp)
+    return _thread_slices(batch, elements, _WORTHWHILE, xp)
 
 
 def row_parts(shape: Sequence[int], columns: int) -> list[slice]:
@@ -186,15 +186,15 @@ def row_parts(shape: Sequence[int], columns: int) -> list[slice]:
     batch, rows, inner = shape
     if batch * rows * inner * columns < _WORTHWHILE_PRODUCT:
         return [slice(None)]
-    return _shares(rows, 1, 0, np)
+    return _thread_slices(rows, 1, 0, np)
 
 
-def _shares(batch: int, elements: int, worthwhile: int, xp: Namespace) -> list[slice]:
+def _thread_slices(batch: int, elements: int, worthwhile: int, xp: Namespace) -> list[slice]:
     """Split the samples into one part per NumPy thread if these are large enough; else return a single part."""
     workers = 1
-    if is_numpy_namespace(xp) and _dealt.given_up is None:
-        with one_thread_each() as granted:
-            workers = min(batch, granted)
+    if is_numpy_namespace(xp) and _job_state.cancelled is None:
+        with one_thread_each() as allowed_threads:
+            workers = min(batch, allowed_threads)
     if workers < 2 or batch * elements < workers * worthwhile:
         return [slice(0, batch)]
     bounds = [batch * i // workers for i in range(workers + 1)]
@@ -203,8 +203,8 @@ def _shares(batch: int, elements: int, worthwhile: int, xp: Namespace) -> list[s
 
 def at_step(values: Array, samples: slice, t: int) -> Array:
     """Return values (sample or 1, time or 1, ...) of some samples at step t, without the time axis, as a view."""
-    at = values[:, 0 if values.shape[1] == 1 else t]
-    return at if at.shape[0] == 1 else at[samples]
+    step_values = values[:, 0 if values.shape[1] == 1 else t]
+    return step_values if step_values.shape[0] == 1 else step_values[samples]
 
 
 def namespace(*arrays: Array) -> Namespace:
@@ -227,8 +227,8 @@ def without_subnormal(values: Array, xp: Namespace) -> Array:
     """
     if not is_numpy_namespace(xp) or values.dtype.itemsize < 4:
         return values
-    small = np.abs(values) < np.finfo(values.dtype).smallest_normal
-    return values * ~small if small.any() else values
+    is_subnormal = np.abs(values) < np.finfo(values.dtype).smallest_normal
+    return values * ~is_subnormal if is_subnormal.any() else values
 
 
 @dataclass(frozen=True)
@@ -308,6 +308,6 @@ class Workspace:
         else:
             values[self.xp.abs(values) < self.negligible] = 0
 
-    def quiet(self) -> contextlib.AbstractContextManager[Any]:
+    def no_autograd(self) -> contextlib.AbstractContextManager[Any]:
         """Disable torch's autograd within the block."""
         return self.xp.no_grad() if self.is_torch else contextlib.nullcontext()

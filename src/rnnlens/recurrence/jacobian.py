@@ -25,7 +25,7 @@ from .sweep_rows import BLOCK_BUDGET, FLUSH_EVERY, Cost, Pruning, RowSink, RowSo
 from .trajectory import steps
 
 #: Numbers in the blocks that are computed at a time.
-_AT_ONCE = 2**18
+_CHUNK_SIZE = 2**18
 
 __all__ = ["Entrances", "Taps", "forward", "forward_flops", "reverse", "reverse_flops", "unit_flops"]
 
@@ -52,16 +52,18 @@ def reverse(
         Samples to sweep.
     """
     if isinstance(source, Units):
-        with system.work.quiet():
+        with system.work.no_autograd():
             return UnitSweep(system, source, taps, samples, pruning or Pruning()).run(progress)
     length = 0
-    if not taps.states and pruning is None and not source.lasting:
+    if not taps.states and pruning is None and not source.enters_every_step:
         order = list(steps(system.time, system.order, reverse=True))
-        wanted = [i for i, t in enumerate(order) if taps.wants(t)]
-        stop = system.time if taps.initial or not wanted else wanted[-1] + 1
-        alive = [source.count - source.first(t) for t in order[:stop]]
-        length = plan_blocks(system, alive, system.features if wanted and taps.input is not None else 0).length
-    with system.work.quiet():
+        requested = [i for i, t in enumerate(order) if taps.wants(t)]
+        stop = system.time if taps.initial or not requested else requested[-1] + 1
+        alive_counts = [source.count - source.first_row(t) for t in order[:stop]]
+        length = plan_blocks(
+            system, alive_counts, system.features if requested and taps.input is not None else 0
+        ).length
+    with system.work.no_autograd():
         if length:
             return BlockedSweep(system, source, taps, samples, length).run(progress)
         return ReverseSweep(system, source, taps, samples, pruning or Pruning()).run(progress)
@@ -87,35 +89,35 @@ def forward(
     sinks
         For each state index a sink that receives the state's tangents after each of ``steps``.
     """
-    with system.work.quiet():
+    with system.work.no_autograd():
         return ForwardSweep(system, entrances, sinks, steps, samples, pruning or Pruning()).run(progress)
 
 
-def reverse_flops(system: System, alive: Sequence[int] | np.ndarray[Any, Any], with_input: bool) -> float:
-    """Return the FLOPs of a reverse sweep with ``alive`` cotangent rows (step,).
+def reverse_flops(system: System, alive_counts: Sequence[int] | np.ndarray[Any, Any], with_input: bool) -> float:
+    """Return the FLOPs of a reverse sweep with ``alive_counts`` cotangent rows (step,).
 
     ``with_input``: gradients of the input are computed too, and the sweep may work in blocks of steps.
     """
     if with_input:
-        return 2.0 * system.batch * plan_blocks(system, alive, system.features).products
-    return 2.0 * system.batch * float(np.sum(alive)) * system.multiplications(False)
+        return 2.0 * system.batch * plan_blocks(system, alive_counts, system.features).products
+    return 2.0 * system.batch * float(np.sum(alive_counts)) * system.multiplications(False)
 
 
-def unit_flops(system: System, state: int, alive: Sequence[int] | np.ndarray[Any, Any], features: int) -> float:
-    """Return the FLOPs of a reverse sweep of all units of a state, with ``alive`` groups (step,).
+def unit_flops(system: System, state: int, alive_counts: Sequence[int] | np.ndarray[Any, Any], features: int) -> float:
+    """Return the FLOPs of a reverse sweep of all units of a state, with ``alive_counts`` groups (step,).
 
     ``features`` is 1 if blocks are reduced immediately.
     """
     pattern = system.pattern(state)
     assert pattern is not None
     per_group = pattern.count * system.multiplications(False) + pattern.entries * features
-    return 2.0 * system.batch * float(np.sum(alive)) * per_group
+    return 2.0 * system.batch * float(np.sum(alive_counts)) * per_group
 
 
-def forward_flops(system: System, alive: int, out_rows: int) -> float:
-    """Return the FLOPs of a forward sweep of ``alive`` pairs of row and step, with a readout of ``out_rows`` rows."""
+def forward_flops(system: System, alive_count: int, out_rows: int) -> float:
+    """Return the FLOPs of a forward sweep of ``alive_count`` pairs of row and step and ``out_rows`` readout rows."""
     readout = out_rows * system.state_sizes[0]
-    return 2.0 * system.batch * alive * (system.multiplications(False) + readout)
+    return 2.0 * system.batch * alive_count * (system.multiplications(False) + readout)
 
 
 @dataclass
@@ -164,38 +166,38 @@ class ForwardSweep:
     ) -> None:
         self.system, self.entrances, self.sinks, self.steps = system, entrances, sinks, steps
         self.samples, self.pruning, self.work = samples, pruning, system.work
-        self.count = len(range(*samples.indices(system.batch)))
+        self.sample_count = len(range(*samples.indices(system.batch)))
         self.group = entrances.group(system)
         self.start = self.stop = entrances.count(system)
-        shape = (self.count, self.stop + pruning.probes, system.rows)
-        self.old, self.new = self.work.empty(*shape), self.work.empty(*shape)
+        shape = (self.sample_count, self.stop + pruning.probes, system.rows)
+        self.current, self.spare = self.work.empty(*shape), self.work.empty(*shape)
         self.cost = Cost(0.0, 2 * math.prod(shape) * self.work.itemsize)
         # Attribute lookups outside the loop over steps.
         self.columns = {state: state_columns(system, state) for state in sinks}
-        self.per_row = 2.0 * self.count * system.multiplications(False)
+        self.flops_per_row = 2.0 * self.sample_count * system.multiplications(False)
 
     def run(self, progress: Callable[[], None] | None) -> Cost:
         """Push tangents from the first step to the last step that a sink requests; return the cost."""
         remaining, entering = len(self.steps), frozenset(self.entrances.times)
         if self.entrances.kind == "initial":
-            self._enter_state(None)
+            self._add_state_rows(None)
         for t, step in walk(
             self.system, self.samples, reverse=False, inputs=self.entrances.kind == "input", budget=BLOCK_BUDGET
         ):
             if self.stop > self.start or self.pruning.active:
                 self._step(step)
             if self.entrances.kind == "input" and t in entering:
-                self._enter_input(t, step)
+                self._add_input_rows(t, step)
             elif self.entrances.kind == "state" and t in entering:
-                self._enter_state(step)
+                self._add_state_rows(step)
             if t in self.steps:
-                self._hand_out(t)
+                self._pass_states(t)
                 remaining -= 1
             if remaining == 0:
                 break
-            self.stop = self.pruning.drop(self.old, self.system.rows, self.start, self.stop)
+            self.stop = self.pruning.drop(self.current, self.system.rows, self.start, self.stop)
             if t % FLUSH_EVERY == 0:
-                self.work.flush(self.old[:, self.start : self.stop + self.pruning.probes_alive])
+                self.work.flush(self.current[:, self.start : self.stop + self.pruning.probes_alive])
             if progress is not None:
                 progress()
         return self.cost
@@ -203,37 +205,37 @@ class ForwardSweep:
     def _step(self, step: LinearStep) -> None:
         """Push all tangent rows from the states before a step to the states after it."""
         rows = slice(self.start, self.stop + self.pruning.probes_alive)
-        step.push(self.old[:, rows], self.new[:, rows])
-        self.cost.flops += (rows.stop - rows.start) * self.per_row
-        self.old, self.new = self.new, self.old
+        step.push(self.current[:, rows], self.spare[:, rows])
+        self.cost.flops += (rows.stop - rows.start) * self.flops_per_row
+        self.current, self.spare = self.spare, self.current
 
-    def _enter_input(self, t: int, step: LinearStep) -> None:
-        fresh = slice(self.start - self.group, self.start)
+    def _add_input_rows(self, t: int, step: LinearStep) -> None:
+        entering = slice(self.start - self.group, self.start)
         block = self.entrances.blocks
         if block is not None:
             block = at_step(block, self.samples, t)
-            self.cost.flops += 2.0 * self.count * self.group * self.system.features * self.system.rows
-        step.inject(block, self.old[:, fresh])
-        self.start = fresh.start
-        self.pruning.note(self.old, self.system.rows, fresh.start, fresh.stop)
+            self.cost.flops += 2.0 * self.sample_count * self.group * self.system.features * self.system.rows
+        step.inject(block, self.current[:, entering])
+        self.start = entering.start
+        self.pruning.record_entry(self.current, self.system.rows, entering.start, entering.stop)
 
-    def _enter_state(self, step: LinearStep | None) -> None:
+    def _add_state_rows(self, step: LinearStep | None) -> None:
         """Add unit tangents of one new state of a step, such as c_t of an LSTM, with their effect on h_t."""
-        fresh, state = slice(self.start - self.group, self.start), self.entrances.state
+        entering, state = slice(self.start - self.group, self.start), self.entrances.state
         columns = state_columns(self.system, state)
-        self.old[:, fresh] = 0
-        self.old[:, fresh, columns] = self.work.eye(self.group)
+        self.current[:, entering] = 0
+        self.current[:, entering, columns] = self.work.eye(self.group)
         if step is not None:
-            step.spread(self.old[:, fresh], state, columns)
-        self.start = fresh.start
-        self.pruning.note(self.old, self.system.rows, fresh.start, fresh.stop)
+            step.add_state_effects(self.current[:, entering], state, columns)
+        self.start = entering.start
+        self.pruning.record_entry(self.current, self.system.rows, entering.start, entering.stop)
 
-    def _hand_out(self, t: int) -> None:
+    def _pass_states(self, t: int) -> None:
         for state, sink in self.sinks.items():
             columns = self.columns[state]
-            sink.take(t, self.start, self.old[:, self.start : self.stop, columns])
+            sink.take(t, self.start, self.current[:, self.start : self.stop, columns])
             if self.pruning.probes_alive:
-                sink.residue(t, self.old[:, self.stop : self.stop + self.pruning.probes_alive, columns])
+                sink.take_residue(t, self.current[:, self.stop : self.stop + self.pruning.probes_alive, columns])
 
 
 class UnitSweep(ReverseSweep):
@@ -248,9 +250,9 @@ class UnitSweep(ReverseSweep):
     def __init__(self, system: System, source: Units, taps: Taps, samples: slice, pruning: Pruning) -> None:
         pattern = system.pattern(source.state)
         assert pattern is not None
-        self.pattern, self.units, self.into = pattern, source.size, taps.input
+        self.pattern, self.unit_count, self.input_sink = pattern, source.size, taps.input
         pruning.group = pattern.count
-        super().__init__(system, source.summed(system.work, pattern), replace(taps, input=None), samples, pruning)
+        super().__init__(system, source.colour_rows(system.work, pattern), replace(taps, input=None), samples, pruning)
         self.needs_b = taps.input is not None
 
     def run(self, progress: Callable[[], None] | None) -> Cost:
@@ -259,28 +261,28 @@ class UnitSweep(ReverseSweep):
         Pruned rows are counted as units.
         """
         cost = super().run(progress)
-        self.pruning.dropped = self.pruning.dropped * self.units // self.pattern.count
+        self.pruning.dropped = self.pruning.dropped * self.unit_count // self.pattern.count
         return cost
 
-    def _hand_out(self, t: int, step: LinearStep) -> None:
-        super()._hand_out(t, step)
-        if self.into is not None:
-            self._give_units(self.into, t, step.input_matrix())
+    def _pass_states(self, t: int, step: LinearStep) -> None:
+        super()._pass_states(t, step)
+        if self.input_sink is not None:
+            self._pass_units(self.input_sink, t, step.input_matrix())
 
-    def _hand_state(self, sink: RowSink, t: int, state: int, step: LinearStep | None) -> None:
-        self._give_units(sink, t, None)
+    def _pass_state(self, sink: RowSink, t: int, state: int, step: LinearStep | None) -> None:
+        self._pass_units(sink, t, None)
 
-    def _give_units(self, sink: RowSink, t: int, matrix: Array | None) -> None:
-        rows, alive = self._alive(self.whole), self.stop - self.start
-        by_colour = (self.count, alive // self.pattern.count, self.pattern.count, self.system.rows)
-        grouped = self.work.xp.reshape(rows[:, :alive], by_colour)
-        features = UnitRows(grouped, self.pattern, matrix).hand(sink, t, self.start // self.pattern.count)
-        self.cost.flops += 2.0 * self.count * by_colour[1] * self.pattern.entries * features
-        if int(rows.shape[1]) > alive and isinstance(sink, Collector):
+    def _pass_units(self, sink: RowSink, t: int, matrix: Array | None) -> None:
+        rows, alive_count = self._alive_rows(self.all_states), self.stop - self.start
+        by_colour = (self.sample_count, alive_count // self.pattern.count, self.pattern.count, self.system.rows)
+        grouped = self.work.xp.reshape(rows[:, :alive_count], by_colour)
+        features = UnitRows(grouped, self.pattern, matrix).pass_to(sink, t, self.start // self.pattern.count)
+        self.cost.flops += 2.0 * self.sample_count * by_colour[1] * self.pattern.entries * features
+        if int(rows.shape[1]) > alive_count and isinstance(sink, Collector):
             # A probe is the sum of pruned rows of all colours with random signs, so that units which reach the same
             # columns cannot be told apart; they are treated as one unit.
-            probes = UnitRows(rows[:, alive:, None], self.pattern.cells(), matrix)
-            sink.lose(t, probes.through(sink, t).norms() ** 2)
+            probes = UnitRows(rows[:, alive_count:, None], self.pattern.merged_units(), matrix)
+            sink.add_error(t, probes.after_readout(sink, t).norms() ** 2)
 
 
 @dataclass
@@ -295,26 +297,26 @@ class UnitRows:
     pattern: Pattern
     matrix: Array | None
 
-    def hand(self, sink: RowSink, t: int, first: int) -> int:
+    def pass_to(self, sink: RowSink, t: int, first_group: int) -> int:
         """Pass the rows of all groups of units to a sink; return how many numbers were computed per entry.
 
-        ``first`` is the number of the first group.
+        ``first_group`` is the number of the first group.
         """
         if isinstance(sink, Collector):
             if t not in sink.steps or not int(self.rows.shape[1]):
                 return 0
             if sink.reduce in (frobenius, total):  # computed without the blocks
-                seen = self.through(sink, t)
-                sink.put(t, first, seen.norms() if sink.reduce is frobenius else seen._totals())
+                unit_rows = self.after_readout(sink, t)
+                sink.store(t, first_group, unit_rows.norms() if sink.reduce is frobenius else unit_rows._block_sums())
                 return 1
         units, width = int(self.pattern.colour.size), 1
         for start, block in self.blocks():
             width = int(block.shape[3])
             flat = namespace(block).reshape(block, (block.shape[0], block.shape[1] * units, width))
-            sink.take(t, (first + start) * units, flat)
+            sink.take(t, (first_group + start) * units, flat)
         return width
 
-    def through(self, sink: Collector, t: int) -> UnitRows:
+    def after_readout(self, sink: Collector, t: int) -> UnitRows:
         """Multiply the matrix of each unit's cotangent by the sink's readout; return the result as rows."""
         if sink.readout is None or self.matrix is None:
             return self
@@ -325,41 +327,44 @@ class UnitRows:
         xp = namespace(self.rows)
         if self.matrix is None:
             return frobenius(self.rows)
-        first, both, second = self._triangle(self.matrix)
-        parts = []
-        for _, some in self._chunks(1):
-            value, other = some._entry(0) * first, some._entry(-1)
-            squares = _squares(value if both is None else value + other * both)
-            parts.append(xp.sqrt(squares if second is None else squares + _squares(other * second)))
-        return xp.concat(parts, axis=1)
+        r, s, q = self._reached_norms(self.matrix)
+        norms = []
+        for _, chunk in self._chunks(1):
+            first_entries, last_entries = chunk._reached_entries(0) * r, chunk._reached_entries(-1)
+            squares = _squares(first_entries if s is None else first_entries + last_entries * s)
+            norms.append(xp.sqrt(squares if q is None else squares + _squares(last_entries * q)))
+        return xp.concat(norms, axis=1)
 
-    def _triangle(self, matrix: Array) -> tuple[Array, Array | None, Array | None]:
+    def _reached_norms(self, matrix: Array) -> tuple[Array, Array | None, Array | None]:
         """Return R of the QR factorisation of the one or two rows of ``matrix`` that each unit's cotangent reaches.
 
         R is returned as r, s, q, (sample, 1, unit) each; s and q are None for one row. The norm |v b + w c|^2 =
         (v r + w s)^2 + (w q)^2 is then a sum of two squares, without cancellation.
         """
-        xp, (b, *others) = namespace(matrix), [matrix[:, _index(w)] for w in self.pattern.reach.T]
+        xp, (b, *other_rows) = namespace(matrix), [matrix[:, _index(w)] for w in self.pattern.reach.T]
         r = xp.sqrt(xp.sum(b * b, axis=2))
-        if not others:
+        if not other_rows:
             return r[:, None], None, None
         unit = b / xp.where(r > 0, r, xp.ones_like(r))[:, :, None]
-        s = xp.sum(unit * others[0], axis=2)
-        rest = others[0] - s[:, :, None] * unit
-        return r[:, None], s[:, None], xp.sqrt(xp.sum(rest * rest, axis=2))[:, None]
+        s = xp.sum(unit * other_rows[0], axis=2)
+        remainder = other_rows[0] - s[:, :, None] * unit
+        return r[:, None], s[:, None], xp.sqrt(xp.sum(remainder * remainder, axis=2))[:, None]
 
-    def _totals(self) -> Array:
+    def _block_sums(self) -> Array:
         """Return the sum of all entries of each group's block, (sample, group)."""
         xp = namespace(self.rows)
         if self.matrix is None:
             return total(self.rows)
-        sums, parts = xp.sum(self.matrix, axis=2), []
-        for _, some in self._chunks(1):
-            found = [some._entry(w) * sums[:, None, _index(column)] for w, column in enumerate(self.pattern.reach.T)]
-            parts.append(xp.sum(sum(found), axis=2))
-        return xp.concat(parts, axis=1)
+        row_sums, block_sums = xp.sum(self.matrix, axis=2), []
+        for _, chunk in self._chunks(1):
+            products = [
+                chunk._reached_entries(w) * row_sums[:, None, _index(column)]
+                for w, column in enumerate(self.pattern.reach.T)
+            ]
+            block_sums.append(xp.sum(sum(products), axis=2))
+        return xp.concat(block_sums, axis=1)
 
-    def _entry(self, w: int) -> Array:
+    def _reached_entries(self, w: int) -> Array:
         """Return the w-th of the entries that each unit's cotangent reaches, (sample, group, unit)."""
         colour, column = self.pattern.colour, self.pattern.reach[:, w]
         if self.pattern.count == 1:
@@ -369,15 +374,15 @@ class UnitRows:
     def blocks(self) -> Iterator[tuple[int, Array]]:
         """Yield blocks (sample, group, unit, feature) of a few groups at a time, each with its first group's number."""
         width = int(self.rows.shape[3] if self.matrix is None else self.matrix.shape[2])
-        for start, some in self._chunks(width):
-            yield start, some._written_out(width)
+        for start, chunk in self._chunks(width):
+            yield start, chunk._dense_blocks(width)
 
-    def _written_out(self, width: int) -> Array:
+    def _dense_blocks(self, width: int) -> Array:
         xp, reach = namespace(self.rows), self.pattern.reach
         shape = (*self.rows.shape[:2], reach.shape[0], width)
         block = xp.zeros(shape, dtype=self.rows.dtype, device=getattr(self.rows, "device", None))
         for w in range(int(reach.shape[1])):
-            value = self._entry(w)
+            value = self._reached_entries(w)
             if self.matrix is not None:
                 block += value[..., None] * self.matrix[:, None, _index(reach[:, w])]
             else:
@@ -387,7 +392,7 @@ class UnitRows:
     def _chunks(self, width: int) -> Iterator[tuple[int, UnitRows]]:
         """Yield slices of a few groups, so that intermediate arrays fit into the processor's cache."""
         samples, groups = (int(n) for n in self.rows.shape[:2])
-        count = max(1, _AT_ONCE // max(1, samples * int(self.pattern.colour.size) * width))
+        count = max(1, _CHUNK_SIZE // max(1, samples * int(self.pattern.colour.size) * width))
         for start in range(0, groups, count):
             yield start, replace(self, rows=self.rows[:, start : start + count])
 

@@ -14,8 +14,9 @@ made by                  A_t                                            numbers 
 A dense or gated step has one *product* matrix [A | B] per sample, built once and shared by all cotangents or tangents.
 
 gated (LSTM)
-    Only two unit x unit blocks of A_t are dense, the rest is diagonal. :meth:`Gated.arrive` computes the total gradient
-    of c_t, ``dc = lambda_c + lift * dh``. Then ``[dc | dh] @ product = [dh_{t-1} | dx]`` and ``dc_{t-1} = keep * dc``.
+    Only two unit x unit blocks of A_t are dense, the rest is diagonal. :meth:`GatedStep.to_total_gradients` computes
+    the total gradient of c_t, ``dc = lambda_c + lift * dh``. Then ``[dc | dh] @ product = [dh_{t-1} | dx]`` and
+    ``dc_{t-1} = keep * dc``.
     Rows of ``product`` are the units of c, then those of h. ``keep`` is the forget gate, ``lift`` is o * act'(c).
 dense (all others)
     ``lambda @ product = [lambda_{t-1} | dx]``; the product contains all diagonals.
@@ -33,7 +34,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ..typing import Array
-from .arrays import Workspace, still_wanted
+from .arrays import Workspace, raise_if_cancelled
 
 
 class LinearStep(Protocol):
@@ -44,7 +45,7 @@ class LinearStep(Protocol):
     arguments. Masked steps have A = I and B = 0.
     """
 
-    def arrive(self, rows: Array, fresh: int) -> None:
+    def to_total_gradients(self, rows: Array, fresh: int) -> None:
         """Convert cotangents of the states after the step to total gradients, in place.
 
         In an LSTM, c_t also changes h_t of the same step, so that the total gradient of c_t includes a path through
@@ -55,7 +56,7 @@ class LinearStep(Protocol):
     def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
         """Pull cotangent rows back: write rows @ A and, with ``inputs``, rows @ B to out.
 
-        The rows are total gradients, as :meth:`arrive` returns them. out : (sample, row, state [+ feature]).
+        The rows are results of :meth:`to_total_gradients`. out : (sample, row, state [+ feature]).
         """
 
     def push(self, rows: Array, out: Array) -> None:
@@ -67,12 +68,12 @@ class LinearStep(Protocol):
         block : (sample or 1, row, feature) tangents of the input, or None for its unit vectors
         """
 
-    def spread(self, rows: Array, state: int, columns: slice) -> None:
+    def add_state_effects(self, rows: Array, state: int, columns: slice) -> None:
         """Add to tangent rows how one new state, with tangents at ``columns``, changes other results of the step."""
         return
 
-    def produced(self, rows: Array, state: int, columns: slice) -> Array:
-        """Return the total gradients (sample, row, size) of one new state, from rows after :meth:`arrive`."""
+    def state_gradients(self, rows: Array, state: int, columns: slice) -> Array:
+        """Return the total gradients (sample, row, size) of one new state, after :meth:`to_total_gradients`."""
         return rows[:, :, columns]
 
     def input_matrix(self) -> Array:
@@ -82,7 +83,7 @@ class LinearStep(Protocol):
 class LinearSteps(Protocol):
     """Sequence of consecutive steps in chronological order."""
 
-    def __getitem__(self, at: int, /) -> LinearStep:
+    def __getitem__(self, position: int, /) -> LinearStep:
         """Return the linearised step at a position, counted from 0."""
 
 
@@ -115,10 +116,10 @@ class Pattern:
         """Number of pairs of a unit and a column that the unit's cotangent can reach."""
         return int(self.reach.size)
 
-    def cells(self) -> Pattern:
+    def merged_units(self) -> Pattern:
         """Return a coarser colouring: one unit for each distinct set of reached columns, all of one colour."""
-        _, first = np.unique(self.reach[:, 0], return_index=True)
-        return Pattern(np.zeros(first.size, dtype=int), self.reach[first])
+        _, first_units = np.unique(self.reach[:, 0], return_index=True)
+        return Pattern(np.zeros(first_units.size, dtype=int), self.reach[first_units])
 
 
 class System(Protocol):
@@ -156,10 +157,10 @@ class System(Protocol):
         """Temporary memory of a sweep, in numbers per row, besides the rows and the result."""
         return 1
 
-    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> LinearSteps:
-        """Return A_t = ds_t/ds_{t-1} and B_t = ds_t/dx_t of some samples at chronological steps ``first ... stop - 1``.
+    def build(self, first_step: int, stop: int, samples: slice, *, inputs: bool) -> LinearSteps:
+        """Return A_t = ds_t/ds_{t-1} and B_t = ds_t/dx_t at chronological steps ``first_step ... stop - 1``.
 
-        B_t is left out unless ``inputs``.
+        Both are those of some samples; B_t is left out unless ``inputs``.
         """
 
     def multiplications(self, inputs: bool) -> int:
@@ -199,47 +200,49 @@ def walk(
     per_step = max(1, count * system.numbers(inputs) * system.work.itemsize)
     length = max(1, min(system.time, budget // per_step))
     chronological = (system.order == "forward") != reverse
-    first, end = (0, system.time) if steps is None else (min(steps), max(steps) + 1)
-    starts = range(first, end, length)
+    first_step, last_stop = (0, system.time) if steps is None else (min(steps), max(steps) + 1)
+    starts = range(first_step, last_stop, length)
     for start in starts if chronological else reversed(starts):
-        stop = min(start + length, end)
+        stop = min(start + length, last_stop)
         block = system.build(start, stop, samples, inputs=inputs)
-        inner = range(start, stop) if chronological else range(stop - 1, start - 1, -1)
-        for t in inner:
-            still_wanted()
+        block_steps = range(start, stop) if chronological else range(stop - 1, start - 1, -1)
+        for t in block_steps:
+            raise_if_cancelled()
             yield t, block[t - start]
 
 
 @dataclass
 class ProductSteps:
-    """Consecutive steps in chronological order, each a :class:`Dense` or a :class:`Gated` step.
+    """Consecutive steps in chronological order, each a :class:`DenseStep` or a :class:`GatedStep`.
 
     product : (sample, step, row, column); keep, lift : (sample, step, unit) of a gated system, else None.
-    produced : function without arguments that returns Jacobians (sample, step, row, column) of the states after a step
-        by the states as the step produces them; None unless a step computes one of its states from another.
+    produced_jacobian : function without arguments that returns Jacobians (sample, step, row, column) of the states
+        after a step by the states as they are produced; None unless one state of a step is computed from another.
     """
 
     work: Workspace
     product: Array
     keep: Array | None = None
     lift: Array | None = None
-    produced: Callable[[], Array] | None = None
+    produced_jacobian: Callable[[], Array] | None = None
 
-    def __getitem__(self, at: int) -> Dense | Gated:
-        product = self.product[:, at]
+    def __getitem__(self, position: int) -> DenseStep | GatedStep:
+        product = self.product[:, position]
         if self.keep is not None and self.lift is not None:
-            return Gated(self.work, product, self.keep[:, at][:, None, :], self.lift[:, at][:, None, :])
-        whole = self.produced
-        return Dense(self.work, product, None if whole is None else lambda: whole()[:, at])
+            return GatedStep(self.work, product, self.keep[:, position][:, None, :], self.lift[:, position][:, None, :])
+        produced_jacobian = self.produced_jacobian
+        return DenseStep(
+            self.work, product, None if produced_jacobian is None else lambda: produced_jacobian()[:, position]
+        )
 
 
 @dataclass
-class Dense(LinearStep):
+class DenseStep(LinearStep):
     """One dense step: ``product`` (sample, state, state before + feature) is [A | B]."""
 
     work: Workspace
     product: Array
-    whole: Callable[[], Array] | None = None
+    produced_jacobian: Callable[[], Array] | None = None
 
     def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
         """Pull cotangent rows back through a step by one matrix product: rows @ [A | B] = [states before | dx]."""
@@ -254,18 +257,18 @@ class Dense(LinearStep):
 
     def inject(self, block: Array | None, out: Array) -> None:
         """Map input tangents to state tangents: write block @ B^T to ``out``, or B^T if the block is None."""
-        into = transposed(self.input_matrix())
-        out[...] = into if block is None else self.work.xp.matmul(block, into)
+        input_transposed = transposed(self.input_matrix())
+        out[...] = input_transposed if block is None else self.work.xp.matmul(block, input_transposed)
 
-    def spread(self, rows: Array, state: int, columns: slice) -> None:
+    def add_state_effects(self, rows: Array, state: int, columns: slice) -> None:
         """Add the effect of one new state's tangents on the other states of the same step, such as of c_t on h_t."""
-        if self.whole is not None:
-            rows[...] = transposed(self.whole()[:, :, columns])
+        if self.produced_jacobian is not None:
+            rows[...] = transposed(self.produced_jacobian()[:, :, columns])
 
-    def produced(self, rows: Array, state: int, columns: slice) -> Array:
+    def state_gradients(self, rows: Array, state: int, columns: slice) -> Array:
         """Return the total gradients of one new state; for c_t they include the path through h_t."""
-        if self.whole is not None:
-            return self.work.xp.matmul(rows, self.whole()[:, :, columns])
+        if self.produced_jacobian is not None:
+            return self.work.xp.matmul(rows, self.produced_jacobian()[:, :, columns])
         return rows[:, :, columns]
 
     def input_matrix(self) -> Array:
@@ -274,7 +277,7 @@ class Dense(LinearStep):
 
 
 @dataclass
-class Gated(LinearStep):
+class GatedStep(LinearStep):
     """One step of an LSTM. keep, lift : (sample, 1, unit); ``product`` (sample, [c | h], h before + feature)."""
 
     work: Workspace
@@ -282,7 +285,7 @@ class Gated(LinearStep):
     keep: Array
     lift: Array
 
-    def arrive(self, rows: Array, fresh: int) -> None:
+    def to_total_gradients(self, rows: Array, fresh: int) -> None:
         """Add lift * dh to dc, in place, so that dc is the total gradient of c_t."""
         units = self.keep.shape[2]
         self.work.add_product(rows[:, :, :units], rows[:, :, units:], self.lift)
@@ -306,11 +309,11 @@ class Gated(LinearStep):
     def inject(self, block: Array | None, out: Array) -> None:
         """Write the tangents of [c | h] for a block of input tangents, or for unit vectors if the block is None."""
         units = self.keep.shape[2]
-        into = transposed(self.product[:, :, units:])
-        out[...] = into if block is None else self.work.xp.matmul(block, into)
+        input_transposed = transposed(self.product[:, :, units:])
+        out[...] = input_transposed if block is None else self.work.xp.matmul(block, input_transposed)
         self.work.add_product(out[:, :, units:], out[:, :, :units], self.lift)
 
-    def spread(self, rows: Array, state: int, columns: slice) -> None:
+    def add_state_effects(self, rows: Array, state: int, columns: slice) -> None:
         """Add the effect of tangents of c_t on h_t, in place."""
         units = self.keep.shape[2]
         if state == 1:
@@ -332,7 +335,7 @@ class ProductSystem(System):
     rows, columns
         Shape of a product matrix without its input columns.
     gated
-        Whether steps are :class:`Gated` rather than :class:`Dense`.
+        Whether steps are :class:`GatedStep` rather than :class:`DenseStep`.
     """
 
     gated = False
@@ -344,7 +347,7 @@ class ProductSystem(System):
 
     @property
     def scratch(self) -> int:
-        """Temporary memory that :meth:`Gated.arrive` needs, in numbers per row."""
+        """Temporary memory that :meth:`GatedStep.to_total_gradients` needs, in numbers per row."""
         return self.columns if self.gated else 0
 
     def multiplications(self, inputs: bool) -> int:

@@ -46,9 +46,9 @@ def masked_mean(array: Array, where: Array, *, axis: int | tuple[int, ...]) -> A
     other positions have no effect.
     """
     xp = array_namespace(array)
-    counted = xp.broadcast_to(where, array.shape)
-    count = xp.sum(xp.astype(counted, array.dtype), axis=axis)
-    total = xp.sum(xp.where(counted, array, xp.zeros_like(array)), axis=axis)
+    is_counted = xp.broadcast_to(where, array.shape)
+    count = xp.sum(xp.astype(is_counted, array.dtype), axis=axis)
+    total = xp.sum(xp.where(is_counted, array, xp.zeros_like(array)), axis=axis)
     return xp.where(count > 0, total / xp.where(count > 0, count, xp.ones_like(count)), xp.full_like(total, math.nan))
 
 
@@ -59,16 +59,16 @@ def quantiles(array: Array, *, q: Sequence[float], axis: int) -> tuple[Array, ..
     """
     xp = array_namespace(array)
     ordered = xp.sort(array, axis=axis)
-    spoilt = xp.any(xp.isnan(array), axis=axis)
+    has_nan = xp.any(xp.isnan(array), axis=axis)
     count = array.shape[axis]
     results = []
-    for share in q:
-        position = share * (count - 1)
-        below = min(int(position), count - 1)
-        above = min(below + 1, count - 1)
-        low, high = (xp.take(ordered, xp.asarray([i]), axis=axis) for i in (below, above))
-        value = xp.squeeze(low + (high - low) * (position - below), axis=axis)
-        results.append(xp.where(spoilt, xp.full_like(value, math.nan), value))
+    for fraction in q:
+        position = fraction * (count - 1)
+        lower_rank = min(int(position), count - 1)
+        upper_rank = min(lower_rank + 1, count - 1)
+        low, high = (xp.take(ordered, xp.asarray([i]), axis=axis) for i in (lower_rank, upper_rank))
+        value = xp.squeeze(low + (high - low) * (position - lower_rank), axis=axis)
+        results.append(xp.where(has_nan, xp.full_like(value, math.nan), value))
     return tuple(results)
 
 
@@ -86,16 +86,16 @@ def saturation_share(
     per unit is found in Karpathy, Johnson, Li 2015, arXiv:1506.02078, fig. 4.
     """
     xp = array_namespace(gates)
-    counted = ~xp.isnan(gates)
+    is_counted = ~xp.isnan(gates)
     if where is not None:
-        counted = counted & where
-    kind = xp.float64 if gates.dtype == xp.float64 else xp.float32
-    number = xp.astype(xp.count_nonzero(counted, axis=axis), kind)
-    floor = xp.where(number > 0, number, xp.ones_like(number))
+        is_counted = is_counted & where
+    dtype = xp.float64 if gates.dtype == xp.float64 else xp.float32
+    count = xp.astype(xp.count_nonzero(is_counted, axis=axis), dtype)
+    divisor = xp.where(count > 0, count, xp.ones_like(count))
     shares = []
-    for beyond in (gates < low, gates > high):
-        share = xp.astype(xp.count_nonzero(beyond & counted, axis=axis), kind) / floor
-        shares.append(xp.where(number > 0, share, xp.full_like(share, math.nan)))
+    for is_saturated in (gates < low, gates > high):
+        share = xp.astype(xp.count_nonzero(is_saturated & is_counted, axis=axis), dtype) / divisor
+        shares.append(xp.where(count > 0, share, xp.full_like(share, math.nan)))
     return shares[0], shares[1]
 
 
@@ -103,23 +103,25 @@ def _full_grid(norms: Array, out_times: Sequence[int], in_times: Sequence[int], 
     """Expand norms of selected times to a square array of all times up to the last; other entries are zero."""
     length = max(max(out_times), max(in_times)) + 1
     for axis, times in ((-2, out_times), (-1, in_times)):
-        place = {time: i for i, time in enumerate(times)}
-        index = xp.asarray([place.get(time, 0) for time in range(length)])
-        here = xp.asarray([time in place for time in range(length)])
-        here = here[:, None] if axis == -2 else here[None, :]
-        taken = xp.take(norms, index, axis=norms.ndim + axis)
-        norms = xp.where(here, taken, xp.zeros_like(taken))
+        index_of = {time: i for i, time in enumerate(times)}
+        index = xp.asarray([index_of.get(time, 0) for time in range(length)])
+        is_present = xp.asarray([time in index_of for time in range(length)])
+        is_present = is_present[:, None] if axis == -2 else is_present[None, :]
+        selected = xp.take(norms, index, axis=norms.ndim + axis)
+        norms = xp.where(is_present, selected, xp.zeros_like(selected))
     return norms
 
 
 def _sum_along_diagonals(square: Array, xp: Namespace) -> Array:
     """Sum (..., T, T) along diagonals to (..., T): entry tau is the sum of square[t, t - tau] over t."""
     length = square.shape[-1]
-    lead = tuple(square.shape[:-2])
-    turned = xp.flip(square, axis=-1)  # column j is in_time T - 1 - j
-    padded = xp.concat([turned, xp.zeros_like(turned)], axis=-1)
-    flat = xp.reshape(padded, (*lead, 2 * length * length))[..., :-length]
-    sheared = xp.reshape(flat, (*lead, length, 2 * length - 1))  # row t is shifted right by t, to column T - 1 + lag
+    batch_shape = tuple(square.shape[:-2])
+    flipped = xp.flip(square, axis=-1)  # column j is in_time T - 1 - j
+    padded = xp.concat([flipped, xp.zeros_like(flipped)], axis=-1)
+    flat = xp.reshape(padded, (*batch_shape, 2 * length * length))[..., :-length]
+    sheared = xp.reshape(
+        flat, (*batch_shape, length, 2 * length - 1)
+    )  # row t is shifted right by t, to column T - 1 + lag
     return xp.sum(sheared[..., length - 1 :], axis=-2)
 
 
@@ -149,10 +151,10 @@ def lag_profile(
     xp = array_namespace(norms)
     out_times = range(norms.shape[-2]) if out_times is None else [int(t) for t in out_times]
     in_times = range(norms.shape[-1]) if in_times is None else [int(t) for t in in_times]
-    counted = xp.ones(norms.shape[-2:], dtype=norms.dtype) if where is None else xp.astype(where, norms.dtype)
+    counts = xp.ones(norms.shape[-2:], dtype=norms.dtype) if where is None else xp.astype(where, norms.dtype)
     norms = norms if where is None else xp.where(where, norms, xp.zeros_like(norms))
-    grid, given = (_full_grid(part, out_times, in_times, xp) for part in (norms, counted))
-    total, count = _sum_along_diagonals(grid, xp), _sum_along_diagonals(given, xp)
+    norm_grid, count_grid = (_full_grid(values, out_times, in_times, xp) for values in (norms, counts))
+    total, count = _sum_along_diagonals(norm_grid, xp), _sum_along_diagonals(count_grid, xp)
     mean = total / xp.where(count > 0, count, xp.ones_like(count))
     return xp.where(count > 0, mean, xp.full_like(mean, math.nan))
 
@@ -164,9 +166,9 @@ def real_first(values: Array, where: Array) -> Array:
     """
     xp = array_namespace(values)
     order = xp.argsort(xp.astype(~where, xp.int8), axis=1, stable=True)
-    moved = xp.take_along_axis(values, order, axis=1)
+    real_values = xp.take_along_axis(values, order, axis=1)
     count = xp.sum(xp.astype(where, xp.int64), axis=1, keepdims=True)
-    return xp.where(xp.arange(values.shape[1])[None, :] < count, moved, xp.full_like(moved, math.nan))
+    return xp.where(xp.arange(values.shape[1])[None, :] < count, real_values, xp.full_like(real_values, math.nan))
 
 
 def half_life(profile: Array, *, axis: int = -1, level: float = 0.5) -> Array:
@@ -180,53 +182,53 @@ def half_life(profile: Array, *, axis: int = -1, level: float = 0.5) -> Array:
     ----------
     profile : non-negative, lag along ``axis``
     """
-    xp, finite = array_namespace(profile), _finite(profile, axis)
+    xp, values = array_namespace(profile), _finite_values(profile, axis)
     profile = xp.moveaxis(profile, axis, -1)
-    peak = xp.max(finite, axis=-1, keepdims=True)
-    start = xp.argmax(finite, axis=-1, keepdims=True)
+    peak = xp.max(values, axis=-1, keepdims=True)
+    peak_lag = xp.argmax(values, axis=-1, keepdims=True)
     lag = xp.arange(profile.shape[-1])
-    fallen = (lag > start) & xp.isfinite(profile) & (profile <= level * peak)
-    found = xp.any(fallen, axis=-1)
-    first = xp.argmax(xp.astype(fallen, xp.int64), axis=-1, keepdims=True)
-    at = xp.sum(xp.where(lag == first, finite, xp.zeros_like(finite)), axis=-1)
-    before = xp.sum(xp.where(lag == first - 1, finite, xp.zeros_like(finite)), axis=-1)
-    peak, start, first = peak[..., 0], start[..., 0], first[..., 0]
-    one = xp.ones_like(at)
-    usable = found & (at > 0) & (before > at)
-    ratio = xp.log(xp.where(usable, before / xp.where(usable, level * peak, one), one))
-    slope = xp.log(xp.where(usable, before / xp.where(usable, at, one), one * math.e))
-    part = xp.where(usable, ratio / slope, one)
-    life = xp.astype(first - start - 1, profile.dtype) + part
-    life = xp.where(found, life, xp.full_like(life, math.inf))
+    has_fallen = (lag > peak_lag) & xp.isfinite(profile) & (profile <= level * peak)
+    ever_falls = xp.any(has_fallen, axis=-1)
+    first_lag = xp.argmax(xp.astype(has_fallen, xp.int64), axis=-1, keepdims=True)
+    value_at = xp.sum(xp.where(lag == first_lag, values, xp.zeros_like(values)), axis=-1)
+    value_before = xp.sum(xp.where(lag == first_lag - 1, values, xp.zeros_like(values)), axis=-1)
+    peak, peak_lag, first_lag = peak[..., 0], peak_lag[..., 0], first_lag[..., 0]
+    ones = xp.ones_like(value_at)
+    usable = ever_falls & (value_at > 0) & (value_before > value_at)
+    ratio = xp.log(xp.where(usable, value_before / xp.where(usable, level * peak, ones), ones))
+    slope = xp.log(xp.where(usable, value_before / xp.where(usable, value_at, ones), ones * math.e))
+    fraction = xp.where(usable, ratio / slope, ones)
+    life = xp.astype(first_lag - peak_lag - 1, profile.dtype) + fraction
+    life = xp.where(ever_falls, life, xp.full_like(life, math.inf))
     return xp.where(peak > 0, life, xp.full_like(life, math.nan))
 
 
 def horizon(profile: Array, *, epsilon: float = 0.01, axis: int = -1) -> Array:
     """Return the largest lag at which ``profile`` is at least ``epsilon`` of its peak; -1 if it is 0 everywhere."""
-    xp, finite = array_namespace(profile), _finite(profile, axis)
-    peak = xp.max(finite, axis=-1, keepdims=True)
-    alive = (finite >= epsilon * peak) & (peak > 0)
-    lag = xp.arange(finite.shape[-1])
-    return xp.max(xp.where(alive, lag, xp.full_like(lag, -1)), axis=-1)
+    xp, values = array_namespace(profile), _finite_values(profile, axis)
+    peak = xp.max(values, axis=-1, keepdims=True)
+    is_above = (values >= epsilon * peak) & (peak > 0)
+    lag = xp.arange(values.shape[-1])
+    return xp.max(xp.where(is_above, lag, xp.full_like(lag, -1)), axis=-1)
 
 
 def mean_lag(profile: Array, *, axis: int = -1) -> Array:
     """Return the mean lag weighted by ``profile``; lags without a finite value are omitted."""
-    xp, finite = array_namespace(profile), _finite(profile, axis)
-    lag = xp.astype(xp.arange(finite.shape[-1]), finite.dtype)
-    total = xp.sum(finite, axis=-1)
-    mean = xp.sum(finite * lag, axis=-1) / xp.where(total > 0, total, xp.ones_like(total))
+    xp, values = array_namespace(profile), _finite_values(profile, axis)
+    lag = xp.astype(xp.arange(values.shape[-1]), values.dtype)
+    total = xp.sum(values, axis=-1)
+    mean = xp.sum(values * lag, axis=-1) / xp.where(total > 0, total, xp.ones_like(total))
     return xp.where(total > 0, mean, xp.full_like(mean, math.nan))
 
 
 def covering_lag(profile: Array, *, share: float = 0.9, axis: int = -1) -> Array:
     """Return the smallest lag up to which ``share`` of the profile's sum lies; -1 if the profile is 0 everywhere."""
-    xp, finite = array_namespace(profile), _finite(profile, axis)
-    reached = xp.cumulative_sum(finite, axis=-1)
-    total = reached[..., -1:]
-    enough = reached >= share * total
-    first = xp.argmax(xp.astype(enough, xp.int64), axis=-1)
-    return xp.where(total[..., 0] > 0, first, xp.full_like(first, -1))
+    xp, values = array_namespace(profile), _finite_values(profile, axis)
+    cumulative = xp.cumulative_sum(values, axis=-1)
+    total = cumulative[..., -1:]
+    is_covered = cumulative >= share * total
+    first_lag = xp.argmax(xp.astype(is_covered, xp.int64), axis=-1)
+    return xp.where(total[..., 0] > 0, first_lag, xp.full_like(first_lag, -1))
 
 
 def share_above(profile: Array, *, threshold: float = 0.01, axis: int = -1) -> Array:
@@ -234,13 +236,13 @@ def share_above(profile: Array, *, threshold: float = 0.01, axis: int = -1) -> A
 
     A step without a finite value counts as a step below the threshold.
     """
-    xp, finite = array_namespace(profile), _finite(profile, axis)
-    above = finite > threshold * xp.max(finite, axis=-1, keepdims=True)
-    return xp.mean(xp.astype(above, profile.dtype), axis=-1)
+    xp, values = array_namespace(profile), _finite_values(profile, axis)
+    is_above = values > threshold * xp.max(values, axis=-1, keepdims=True)
+    return xp.mean(xp.astype(is_above, profile.dtype), axis=-1)
 
 
-def _finite(profile: Array, axis: int) -> Array:
+def _finite_values(profile: Array, axis: int) -> Array:
     """Return a profile with its axis moved to the end, and zeros in place of values that are not finite."""
     xp = array_namespace(profile)
-    moved = xp.moveaxis(profile, axis, -1)
-    return xp.where(xp.isfinite(moved), moved, xp.zeros_like(moved))
+    lag_last = xp.moveaxis(profile, axis, -1)
+    return xp.where(xp.isfinite(lag_last), lag_last, xp.zeros_like(lag_last))

@@ -42,11 +42,11 @@ def largest(dtype: object) -> float:
     )
 
 
-def broken(array: Values, limit: float) -> Values:
+def is_nonfinite(array: Values, limit: float) -> Values:
     """Return a boolean array: where an array is not finite or exceeds ``limit`` in magnitude."""
     with np.errstate(all="ignore"):
-        bad: Values = ~np.isfinite(array) | (np.abs(array) > limit)
-    return bad
+        is_broken: Values = ~np.isfinite(array) | (np.abs(array) > limit)
+    return is_broken
 
 
 def any_broken(array: Values, limit: float) -> bool:
@@ -57,16 +57,16 @@ def any_broken(array: Values, limit: float) -> bool:
     """
     if array.dtype.kind == "f" and array.size:
         array = np.asarray([array.min(), array.max()])
-    return bool(broken(array, limit).any())
+    return bool(is_nonfinite(array, limit).any())
 
 
 def first(quantity: str, array: Values, dims: Sequence[str], limit: float) -> NonfiniteValue | None:
     """Return the first number of an array, in the order of its axes, that is not finite or exceeds ``limit``."""
     if not any_broken(array, limit):
         return None
-    bad = broken(array, limit)
-    place = np.unravel_index(int(np.argmax(bad)), array.shape)
-    return NonfiniteValue(quantity, dict(zip(dims, map(int, place), strict=True)), float(array[place]))
+    is_broken = is_nonfinite(array, limit)
+    index = np.unravel_index(int(np.argmax(is_broken)), array.shape)
+    return NonfiniteValue(quantity, dict(zip(dims, map(int, index), strict=True)), float(array[index]))
 
 
 def first_forward(run: Replay, limit: float) -> NonfiniteValue | None:
@@ -76,9 +76,9 @@ def first_forward(run: Replay, limit: float) -> NonfiniteValue | None:
     are skipped.
     """
     for index, state in enumerate(run.initial_state):
-        spot = first(f"initial_{run.cell.state_names[index]}", on_cpu(state), ("sample", "unit"), limit)
-        if spot is not None:
-            return spot
+        found_value = first(f"initial_{run.cell.state_names[index]}", on_cpu(state), ("sample", "unit"), limit)
+        if found_value is not None:
+            return found_value
     return _first_by_step(run, list(_forward(run)), limit)
 
 
@@ -97,26 +97,28 @@ def _forward(run: Replay) -> Iterator[tuple[str, Array]]:
 def _first_by_step(
     run: Replay, arrays: Sequence[tuple[str, Array]], limit: float, *, reverse: bool = False
 ) -> NonfiniteValue | None:
-    plain = [(name, on_cpu(array)) for name, array in arrays]
-    bad: list[Any] = [broken(array, limit).any(axis=tuple(range(2, array.ndim))) for _, array in plain]
+    cpu_arrays = [(name, on_cpu(array)) for name, array in arrays]
+    broken_steps: list[Any] = [
+        is_nonfinite(array, limit).any(axis=tuple(range(2, array.ndim))) for _, array in cpu_arrays
+    ]
     if run.mask is not None:
-        bad = [b & on_cpu(run.mask) for b in bad]
+        broken_steps = [b & on_cpu(run.mask) for b in broken_steps]
     for t in run.steps(reverse=reverse):
-        for (name, array), where in zip(plain, bad, strict=True):
-            if where[:, t].any():
-                sample = int(np.argmax(where[:, t]))
-                return _at(name, array, sample, t, limit)
+        for (name, array), is_broken in zip(cpu_arrays, broken_steps, strict=True):
+            if is_broken[:, t].any():
+                sample = int(np.argmax(is_broken[:, t]))
+                return _nonfinite_at(name, array, sample, t, limit)
     return None
 
 
-def _at(name: str, array: Values, sample: int, t: int, limit: float) -> NonfiniteValue:
+def _nonfinite_at(name: str, array: Values, sample: int, t: int, limit: float) -> NonfiniteValue:
     dims = _DIMS[array.ndim]
-    spot = first(name, array[sample, t], dims[2:], limit)
-    assert spot is not None
-    return NonfiniteValue(name, {"sample": sample, "time": t, **spot.index}, spot.value)
+    found_value = first(name, array[sample, t], dims[2:], limit)
+    assert found_value is not None
+    return NonfiniteValue(name, {"sample": sample, "time": t, **found_value.index}, found_value.value)
 
 
-def first_backward(run: Replay, swept: Adjoint, direct: Mapping[str, Values], limit: float) -> NonfiniteValue | None:
+def first_backward(run: Replay, adjoint: Adjoint, direct: Mapping[str, Values], limit: float) -> NonfiniteValue | None:
     """Return the first non-finite number in the order of BPTT.
 
     Steps are searched from the last; within a step: direct gradient, states, gates, input.
@@ -124,10 +126,10 @@ def first_backward(run: Replay, swept: Adjoint, direct: Mapping[str, Values], li
     ``direct``: direct gradients (sample, time, unit) by name.
     """
     named: list[tuple[str, Any]] = list(direct.items())
-    named += [(f"{n}_grad", g) for n, g in zip(run.cell.state_names, swept.state_grads, strict=True)]
-    if swept.gate_grad is not None:
-        named.append(("gate_preactivation_grad", swept.gate_grad))
-    named.append(("input_grad", swept.input_grad))
+    named += [(f"{n}_grad", g) for n, g in zip(run.cell.state_names, adjoint.state_grads, strict=True)]
+    if adjoint.gate_grad is not None:
+        named.append(("gate_preactivation_grad", adjoint.gate_grad))
+    named.append(("input_grad", adjoint.input_grad))
     return _first_by_step(run, named, limit, reverse=True)
 
 
@@ -147,39 +149,39 @@ class Term:
         return f"{self.source} {self.operand:.3g} at {dim} {self.position} times {by} {self.weight:.3g}"
 
 
-def largest_term(run: Replay, spot: NonfiniteValue) -> Term | None:
+def largest_term(run: Replay, nonfinite: NonfiniteValue) -> Term | None:
     """Return the largest product in one pre-activation: of an input with the kernel, or of a previous state.
 
     Returns None if the cell's pre-activations are not sums of products with these kernels.
     """
-    weights, index = run.cell.weights(), spot.index
+    weights, index = run.cell.weights(), nonfinite.index
     kernel, recurrent = weights.get("kernel"), weights.get("recurrent_kernel")
     if kernel is None or len(kernel.shape) != 2:
         return None
     column = index.get("gate", 0) * run.cell.units + index["unit"]
-    before = run.state_before(index["time"])[0][index["sample"]]
+    previous_state = run.state_before(index["time"])[0][index["sample"]]
     sums = [("input", run.input[index["sample"], index["time"]], kernel)]
     if recurrent is not None and len(recurrent.shape) == 2:
-        sums.append((run.cell.state_names[0], before, recurrent))
+        sums.append((run.cell.state_names[0], previous_state, recurrent))
     terms = [Term("bias", 0, 1.0, float(b[column])) for b in _biases(weights, column)]
     for source, operands, matrix in sums:
-        values, by = on_cpu(operands).astype(np.float64), on_cpu(matrix).astype(np.float64)
-        if by.shape[0] != len(values) or column >= by.shape[1]:
+        values, kernel_matrix = on_cpu(operands).astype(np.float64), on_cpu(matrix).astype(np.float64)
+        if kernel_matrix.shape[0] != len(values) or column >= kernel_matrix.shape[1]:
             return None
         with np.errstate(all="ignore"):
-            position = int(np.argmax(np.nan_to_num(np.abs(values * by[:, column]), nan=np.inf)))
-        terms.append(Term(source, position, float(values[position]), float(by[position, column])))
+            position = int(np.argmax(np.nan_to_num(np.abs(values * kernel_matrix[:, column]), nan=np.inf)))
+        terms.append(Term(source, position, float(values[position]), float(kernel_matrix[position, column])))
     return max(terms, key=lambda term: abs(term.operand * term.weight))
 
 
 def _biases(weights: Mapping[str, Array], column: int) -> list[Array]:
-    found = [weights[name] for name in ("bias", "recurrent_bias") if name in weights]
-    return [bias for bias in found if len(bias.shape) == 1 and column < bias.shape[0]]
+    biases = [weights[name] for name in ("bias", "recurrent_bias") if name in weights]
+    return [bias for bias in biases if len(bias.shape) == 1 and column < bias.shape[0]]
 
 
 def magnitude_by_step(run: Replay, sample: int) -> Values:
     """Return the largest magnitude (time,) of one sample's pre-activations, or of its states without gates."""
     values = run.states[-1] if run.record is None else affine.join_gates(run.record.preactivation, run.xp)
     with np.errstate(all="ignore"):
-        largest_there: Values = np.max(np.abs(on_cpu(values)[sample]), axis=-1)
-    return largest_there
+        magnitudes: Values = np.max(np.abs(on_cpu(values)[sample]), axis=-1)
+    return magnitudes

@@ -33,9 +33,9 @@ def spectral(block: Array) -> Array:
     # Scaled first, because the squares in the Gram matrix of a vanishing block would underflow.
     scale = xp.max(xp.abs(block), axis=(-2, -1), keepdims=True)
     scale = xp.where(scale > 0, scale, xp.ones_like(scale))
-    unit = block / scale
-    turned = xp.permute_dims(unit, (0, 1, 3, 2))
-    gram = xp.matmul(unit, turned) if block.shape[-2] <= block.shape[-1] else xp.matmul(turned, unit)
+    scaled = block / scale
+    transposed = xp.permute_dims(scaled, (0, 1, 3, 2))
+    gram = xp.matmul(scaled, transposed) if block.shape[-2] <= block.shape[-1] else xp.matmul(transposed, scaled)
     largest = xp.linalg.eigvalsh(gram)[..., -1]
     return xp.sqrt(xp.where(largest > 0, largest, xp.zeros_like(largest))) * scale[..., 0, 0]
 
@@ -93,7 +93,7 @@ class Reduction:
 
 
 #: No reduction: every sample, row and number is stored.
-WHOLE = Reduction()
+NO_REDUCTION = Reduction()
 
 
 class Collector:
@@ -124,7 +124,7 @@ class Collector:
         work: Workspace,
         extent: Extent,
         steps: Mapping[int, int],
-        reduction: Reduction = WHOLE,
+        reduction: Reduction = NO_REDUCTION,
         *,
         readout: Callable[[int, Array], Array] | None = None,
         swapped: bool = False,
@@ -134,12 +134,12 @@ class Collector:
         self.reduce, self.average = reduction.by, reduction.average
         self.readout, self.swapped = readout, swapped
         tail = reduction.tail if reduction.by is not None else (extent.rows, extent.width)
-        lead = () if reduction.average else (extent.samples,)
-        self.result = work.zeros(*lead, len(steps), extent.groups, *tail) if result is None else result
+        sample_axis = () if reduction.average else (extent.samples,)
+        self.result = work.zeros(*sample_axis, len(steps), extent.groups, *tail) if result is None else result
         self.error_squares = 0.0
 
-    def take(self, t: int, first: int, values: Array) -> None:
-        """Store values (sample, row, n) of step t, reduced if requested; ``first`` is the number of the first row."""
+    def take(self, t: int, first_row: int, values: Array) -> None:
+        """Store values (sample, row, n) of step t, reduced if requested; ``first_row`` is their first number."""
         if t not in self.steps or values.shape[1] == 0:
             return
         values = values if self.readout is None else self.readout(t, values)
@@ -147,26 +147,26 @@ class Collector:
         block = self.work.xp.reshape(values, shape)
         if self.reduce is not None:
             block = self.reduce(self.work.xp.permute_dims(block, (0, 1, 3, 2)) if self.swapped else block)
-        self.put(t, first // self.rows, block)
+        self.store(t, first_row // self.rows, block)
 
-    def put(self, t: int, start: int, block: Array) -> None:
-        """Store reduced values (sample, group, ...) of step t, for the groups from ``start`` on."""
-        place = self.steps[t]
-        groups = slice(start, start + int(block.shape[1]))
+    def store(self, t: int, first_group: int, block: Array) -> None:
+        """Store reduced values (sample, group, ...) of step t, for the groups from ``first_group`` on."""
+        position = self.steps[t]
+        groups = slice(first_group, first_group + int(block.shape[1]))
         if self.average:
-            target = self.result[place, groups]
+            target = self.result[position, groups]
             target[...] = target + block.sum(0)
         else:
-            self.result[:, place, groups] = block
+            self.result[:, position, groups] = block
 
-    def residue(self, t: int, values: Array) -> None:
+    def take_residue(self, t: int, values: Array) -> None:
         """Estimate the squared norm of pruned rows at step t from their random-sign sums (sample, probe, n)."""
         if t not in self.steps:
             return
         values = values if self.readout is None else self.readout(t, values)
-        self.lose(t, values * values)
+        self.add_error(t, values * values)
 
-    def lose(self, t: int, squares: Array) -> None:
+    def add_error(self, t: int, squares: Array) -> None:
         """Add estimates (sample, probe, ...) of the squared norm of pruned rows at step t to the error."""
         if t in self.steps:
             self.error_squares += float(squares.sum()) / int(squares.shape[1])
@@ -178,12 +178,12 @@ class FieldCollector:
     def __init__(self, field: Array) -> None:
         self.field = field
 
-    def take(self, t: int, first: int, values: Array) -> None:
+    def take(self, t: int, first_row: int, values: Array) -> None:
         """Add values (sample, row, n) of step t to the array."""
-        target = self.field[:, first : first + int(values.shape[1]), t]
+        target = self.field[:, first_row : first_row + int(values.shape[1]), t]
         target[...] = target + values
 
-    def residue(self, t: int, values: Array) -> None:
+    def take_residue(self, t: int, values: Array) -> None:
         """Do nothing: sweeps with this sink are not pruned."""
 
 

@@ -18,7 +18,7 @@ from ..typing import Array, Namespace
 from .arrays import for_each, sample_chunks, walk_parts
 from .cells import Cell, StepCell
 from .linear import System
-from .trajectory import UNSCALED, Record, Scales, Trajectory, carried, over_time, scale_of_samples, shift
+from .trajectory import UNSCALED, Record, Scales, Trajectory, carry_masked, over_time, scale_of_samples, shift
 
 #: Residuals of one step, by dtype, that are too large for rounding alone.
 _ROUNDING = {"float64": 1e-8, "float32": 1e-2}
@@ -74,18 +74,18 @@ class Replay(Trajectory):
         run.reset = call.reset if call.resets_only else None
         if cell.registered_for:
             if call.returns_sequences:
-                refuse_other_equations(call, _at_first_step(run, run.states[0], call))
-            refuse_other_ends(call, run.residual, _at_the_end(run, call))
+                refuse_other_equations(call, _first_step_residual(run, run.states[0], call))
+            refuse_other_ends(call, run.residual, _final_state_residual(run, call))
         if not call.returns_sequences:
-            last = _constant_put_in(call, run, run.last_output(call.masked_output))
-            run.residual = residual(last[:, None, ...], call.output[:, None, ...], None, xp)
+            last_output = _with_constant_output(call, run, run.last_output(call.masked_output))
+            run.residual = residual(last_output[:, None, ...], call.output[:, None, ...], None, xp)
             if cell.by_framework:
                 refuse_another_function(call, run.residual)
             elif cell.registered_for:
                 refuse_other_equations(call, run.residual)
         elif cell.by_framework:
             run.residual = residual(run.step_output, call.output, call.mask, xp)
-            refuse_another_function(call, _at_first_step(run, run.step_output, call))
+            refuse_another_function(call, _first_step_residual(run, run.step_output, call))
         elif not _output_is_hidden(call, xp):
             run.residual = residual(run.states[0], call.output, call.mask & call.output_from_state, xp)
         return run
@@ -105,29 +105,31 @@ class Replay(Trajectory):
 
     def last_output(self, masked_output: str = "state") -> Array:
         """Return the output (sample, unit) of a layer that returns only its last output."""
-        *_, last = self.steps()
-        state, xp = self.states[self.cell.output_state][:, last, ...], self.xp
+        *_, last_step = self.steps()
+        state, xp = self.states[self.cell.output_state][:, last_step, ...], self.xp
         if self.step_output is None:
             if self.mask is None or masked_output != "zero":
                 return state
-            return carried(state, xp.zeros_like(state), self.mask[:, last], xp)
+            return carry_masked(state, xp.zeros_like(state), self.mask[:, last_step], xp)
         if self.mask is not None and masked_output == "state":
-            return carried(self.step_output[:, last, ...], state, self.mask[:, last], xp)
+            return carry_masked(self.step_output[:, last_step, ...], state, self.mask[:, last_step], xp)
         if self.mask is None:
-            return self.step_output[:, last, ...]
-        output = self.xp.zeros_like(self.step_output[:, last, ...])
+            return self.step_output[:, last_step, ...]
+        output = self.xp.zeros_like(self.step_output[:, last_step, ...])
         for t in self.steps():
-            old = output if masked_output == "output" else self.xp.zeros_like(output)
-            output = carried(self.step_output[:, t, ...], old, self.mask[:, t], self.xp)
+            previous_output = output if masked_output == "output" else self.xp.zeros_like(output)
+            output = carry_masked(self.step_output[:, t, ...], previous_output, self.mask[:, t], self.xp)
         return output
 
 
-def _constant_put_in(call: Any, run: Replay, last: Array) -> Array:
+def _with_constant_output(call: Any, run: Replay, last_output: Array) -> Array:
     """Set the replayed last output (sample, unit) to zero for samples for which the framework returned zeros."""
     if call.output_from_state is None:
-        return last
-    *_, step = run.steps()
-    return run.xp.where(over_time(call.output_from_state[:, step], last), last, run.xp.zeros_like(last))
+        return last_output
+    *_, last_step = run.steps()
+    return run.xp.where(
+        over_time(call.output_from_state[:, last_step], last_output), last_output, run.xp.zeros_like(last_output)
+    )
 
 
 def _output_is_hidden(call: Any, xp: Namespace) -> bool:
@@ -162,8 +164,8 @@ def replay(
     xp = array_namespace(x)
     run = Replay(xp, x, tuple(initial_state), (), None, None, mask, order, scales.input, scales.state, cell=cell)
     if initial_state and initial_state[0].ndim == x.ndim:
-        run.received, first = run.initial_state, next(run.steps())
-        run.initial_state = tuple(s[:, first, ...] for s in run.received)
+        run.received, first_step = run.initial_state, next(run.steps())
+        run.initial_state = tuple(s[:, first_step, ...] for s in run.received)
     if cell.by_framework:
         _run_by_framework(run)
     elif hidden is None or not cell.at_once or run.received is not None:
@@ -184,9 +186,9 @@ def _run_by_framework(run: Replay) -> None:
     outputs: list[Array] = []
     for t in run.steps():
         state = state if run.received is None else run.state_before(t)
-        output, new = cell.advance(run.input[:, t, ...], state)
+        output, new_state = cell.advance(run.input[:, t, ...], state)
         mask_t = None if run.mask is None else run.mask[:, t]
-        state = tuple(carried(n, s, mask_t, xp) for n, s in zip(new, state, strict=True))
+        state = tuple(carry_masked(n, s, mask_t, xp) for n, s in zip(new_state, state, strict=True))
         states.append(state)
         outputs.append(output)
     if run.order == "backward":
@@ -201,19 +203,23 @@ def _replay_in_sequence(run: Replay) -> None:
     record: Record | None = None
     states: tuple[Array, ...] = ()
 
-    def of_all_steps(part: Array) -> Array:
-        return xp.empty((part.shape[0], run.input.shape[1], *part.shape[1:]), dtype=part.dtype, device=device(part))
+    def allocate_all_steps(step_array: Array) -> Array:
+        return xp.empty(
+            (step_array.shape[0], run.input.shape[1], *step_array.shape[1:]),
+            dtype=step_array.dtype,
+            device=device(step_array),
+        )
 
     for t in run.steps():
         state = state if run.received is None else run.state_before(t)
-        step, new = cell.taken(projected[:, t, ...], state, run.state_scale, xp)
+        step_record, new_state = cell.taken(projected[:, t, ...], state, run.state_scale, xp)
         mask_t = None if run.mask is None else run.mask[:, t]
-        state = tuple(carried(n, s, mask_t, xp) for n, s in zip(new, state, strict=True))
+        state = tuple(carry_masked(n, s, mask_t, xp) for n, s in zip(new_state, state, strict=True))
         if record is None:
-            record, states = step.map(of_all_steps), tuple(map(of_all_steps, state))
-        for whole, part in zip((*record, *states), (*step, *state), strict=True):
-            if whole is not None:
-                whole[:, t, ...] = part
+            record, states = step_record.map(allocate_all_steps), tuple(map(allocate_all_steps, state))
+        for target, value in zip((*record, *states), (*step_record, *state), strict=True):
+            if target is not None:
+                target[:, t, ...] = value
     run.record, run.states = record, states
 
 
@@ -224,16 +230,16 @@ def _gates_at_once(run: Replay, hidden: Array) -> Record:
     z, a = (xp.empty(shape, dtype=hidden.dtype, device=device(hidden)) for _ in range(2))
     inner = xp.empty_like(z[:, :, 0, :]) if cell.keeps_inner else None
 
-    def work(some: slice) -> None:
-        scales = [scale_of_samples(scale, some) for scale in (run.input_scale, run.state_scale)]
-        projected = cell.project(run.input[some, ...], scales[0], xp)
-        before = shift(hidden[some, ...], run.initial_state[0][some, ...], run.order, xp)
-        part = cell.all_gates(projected, before, scales[1], xp)
-        z[some, ...], a[some, ...] = part.preactivation, part.gates
+    def compute_samples(samples: slice) -> None:
+        scales = [scale_of_samples(scale, samples) for scale in (run.input_scale, run.state_scale)]
+        projected = cell.project(run.input[samples, ...], scales[0], xp)
+        previous_hidden = shift(hidden[samples, ...], run.initial_state[0][samples, ...], run.order, xp)
+        step_record = cell.all_gates(projected, previous_hidden, scales[1], xp)
+        z[samples, ...], a[samples, ...] = step_record.preactivation, step_record.gates
         if inner is not None:
-            inner[some, ...] = part.inner
+            inner[samples, ...] = step_record.inner
 
-    for_each(work, sample_chunks(batch, time * shape[2] * shape[3]), xp=xp)
+    for_each(compute_samples, sample_chunks(batch, time * shape[2] * shape[3]), xp=xp)
     return Record(z, a, inner)
 
 
@@ -241,14 +247,14 @@ def _one_step_residual(run: Replay) -> float:
     """Return the largest difference between h_t as captured and as recomputed from gates, relative to the largest."""
     distances = [(0.0, 0.0)]
 
-    def work(some: slice) -> None:
-        part = run.of_samples(some)
-        hidden, *others = part.states
-        recomputed = run.cell.hidden(part.known_record.gates, part.before(0), others, run.xp)
-        distances.append(distance(recomputed, hidden, part.mask, run.xp))
+    def measure_samples(samples: slice) -> None:
+        part_run = run.of_samples(samples)
+        hidden, *other_states = part_run.states
+        recomputed = run.cell.hidden(part_run.known_record.gates, part_run.before(0), other_states, run.xp)
+        distances.append(distance(recomputed, hidden, part_run.mask, run.xp))
 
     batch, time, size = run.states[0].shape
-    for_each(work, sample_chunks(batch, time * size), xp=run.xp)
+    for_each(measure_samples, sample_chunks(batch, time * size), xp=run.xp)
     worst, largest = np.max(distances, axis=0).tolist()
     return float(worst / (largest or 1.0))
 
@@ -257,28 +263,28 @@ def _fill_masked(hidden: Array, run: Replay) -> Array:
     """Replace outputs at masked steps, which differ between frameworks, by the state carried over."""
     xp, state, filled = run.xp, run.initial_state[0], run.xp.empty_like(hidden)
     for t in run.steps():
-        state = carried(hidden[:, t, :], state, run.mask[:, t], xp)  # type: ignore[index]
+        state = carry_masked(hidden[:, t, :], state, run.mask[:, t], xp)  # type: ignore[index]
         filled[:, t, :] = state
     return filled
 
 
 def _other_states(run: Replay, gates: Array) -> tuple[Array, ...]:
     """Compute all states but the first, such as an LSTM's c_t, from known gates by an element-wise recurrence."""
-    out = tuple(run.xp.empty_like(gates[:, :, 0, :]) for _ in run.initial_state[1:])
+    results = tuple(run.xp.empty_like(gates[:, :, 0, :]) for _ in run.initial_state[1:])
 
-    def work(some: slice) -> None:
-        part = run.of_samples(some)
-        states = part.initial_state[1:]
+    def compute_samples(samples: slice) -> None:
+        part_run = run.of_samples(samples)
+        states = part_run.initial_state[1:]
         for t in run.steps():
-            mask_t = None if part.mask is None else part.mask[:, t]
-            new = run.cell.others(gates[some, t, :, :], states)
-            states = tuple(carried(n, s, mask_t, run.xp) for n, s in zip(new, states, strict=True))
-            for target, value in zip(out, states, strict=True):
-                target[some, t, :] = value
+            mask_t = None if part_run.mask is None else part_run.mask[:, t]
+            new_states = run.cell.others(gates[samples, t, :, :], states)
+            states = tuple(carry_masked(n, s, mask_t, run.xp) for n, s in zip(new_states, states, strict=True))
+            for target, value in zip(results, states, strict=True):
+                target[samples, t, :] = value
 
-    if out:
-        for_each(work, walk_parts(int(gates.shape[0]), int(gates.shape[3]), xp=run.xp), xp=run.xp)
-    return out
+    if results:
+        for_each(compute_samples, walk_parts(int(gates.shape[0]), int(gates.shape[3]), xp=run.xp), xp=run.xp)
+    return results
 
 
 def distance(recomputed: Array, captured: Array, mask: Array | None, xp: Namespace) -> tuple[float, float]:
@@ -290,11 +296,11 @@ def distance(recomputed: Array, captured: Array, mask: Array | None, xp: Namespa
     difference = recomputed - captured
     if mask is not None:
         difference = xp.where(over_time(mask, difference), difference, xp.zeros_like(difference))
-    worst, magnitude = _largest(difference, xp), _largest(captured, xp)
-    if math.isfinite(worst) and math.isfinite(magnitude):
-        return worst, magnitude
-    agree = xp.isnan(recomputed) & xp.isnan(captured)
-    difference = xp.where(agree, xp.zeros_like(difference), difference)
+    largest_difference, magnitude = _largest(difference, xp), _largest(captured, xp)
+    if math.isfinite(largest_difference) and math.isfinite(magnitude):
+        return largest_difference, magnitude
+    both_nan = xp.isnan(recomputed) & xp.isnan(captured)
+    difference = xp.where(both_nan, xp.zeros_like(difference), difference)
     finite = xp.where(xp.isfinite(captured), captured, xp.zeros_like(captured))
     return _largest(difference, xp), _largest(finite, xp)
 
@@ -305,19 +311,19 @@ def _largest(values: Array, xp: Namespace) -> float:
     return math.inf if math.isnan(high) or math.isnan(low) else max(abs(high), abs(low))
 
 
-def _at_first_step(run: Replay, output: Any, call: Any) -> float:
+def _first_step_residual(run: Replay, output: Any, call: Any) -> float:
     """Return the relative residual of the replayed output at the recurrence's first step."""
-    first = next(run.steps())
-    one = slice(first, first + 1)
-    mask = None if call.mask is None else call.mask[:, one]
-    return residual(output[:, one, ...], call.output[:, one, ...], mask, run.xp)
+    first_step = next(run.steps())
+    step_slice = slice(first_step, first_step + 1)
+    mask = None if call.mask is None else call.mask[:, step_slice]
+    return residual(output[:, step_slice, ...], call.output[:, step_slice, ...], mask, run.xp)
 
 
-def _at_the_end(run: Replay, call: Any) -> float:
+def _final_state_residual(run: Replay, call: Any) -> float:
     """Return the relative residual of the replayed final states, compared with those that the layer returned."""
-    *_, last = run.steps()
+    *_, last_step = run.steps()
     pairs = zip(run.states, call.final_state or (), strict=False)
-    return max((residual(s[:, last, None], f[:, None], None, run.xp) for s, f in pairs), default=0.0)
+    return max((residual(s[:, last_step, None], f[:, None], None, run.xp) for s, f in pairs), default=0.0)
 
 
 def residual(recomputed: Array, captured: Array, mask: Array | None, xp: Namespace) -> float:
@@ -326,43 +332,43 @@ def residual(recomputed: Array, captured: Array, mask: Array | None, xp: Namespa
     return difference / (magnitude or 1.0)
 
 
-def refuse_another_function(call: Any, off: float) -> None:
-    """Raise an error if the residual ``off`` of a framework-run cell's first step exceeds rounding.
+def refuse_another_function(call: Any, deviation: float) -> None:
+    """Raise an error if the residual ``deviation`` of a framework-run cell's first step exceeds rounding.
 
     Rounding errors are not yet amplified at the first step.
 
     Half precision is not tested here, but by the self-checks. Raise UnsupportedError if they differ: the cell depends
     on something other than its input, state and weights, such as an attribute set by ``call`` or the training flag.
     """
-    if _is_beyond_rounding(call, off):
+    if _is_beyond_rounding(call, deviation):
         cell = f"The cell of {call.layer!r}"
-        raise UnsupportedError(no_function_of_its_own(cell, f"outputs that differ by {off:.2g} (relative)"))
+        raise UnsupportedError(no_function_of_its_own(cell, f"outputs that differ by {deviation:.2g} (relative)"))
 
 
-def refuse_other_equations(call: Any, off: float) -> None:
-    """Raise an error if the residual ``off`` of registered equations at the first step exceeds rounding.
+def refuse_other_equations(call: Any, deviation: float) -> None:
+    """Raise an error if the residual ``deviation`` of registered equations at the first step exceeds rounding.
 
     Raise UnsupportedError if the layer's output differs from the output of the equations.
     """
-    if _is_beyond_rounding(call, off):
+    if _is_beyond_rounding(call, deviation):
         cell = call.cell
         raise UnsupportedError(
             f"The equations of {type(cell).__name__} differ from {cell.registered_for} in {call.layer!r}.",
-            got=f"outputs that differ by {off:.2g} (relative)",
+            got=f"outputs that differ by {deviation:.2g} (relative)",
             expected="what the layer itself returns",
             hint="compare step with the layer's own; the order of gates and weights= in rl.cells.register",
         )
 
 
-def refuse_other_ends(call: Any, off: float, off_at_the_end: float) -> None:
+def refuse_other_ends(call: Any, deviation: float, final_deviation: float) -> None:
     """Raise an error if final states of registered equations differ although the outputs agree.
 
     Raise UnsupportedError if the layer returned its states in another order, or other states.
     """
-    if _is_beyond_rounding(call, off_at_the_end) and not _is_beyond_rounding(call, off):
+    if _is_beyond_rounding(call, final_deviation) and not _is_beyond_rounding(call, deviation):
         raise UnsupportedError(
             f"{type(call.cell).__name__} has different states than {call.cell.registered_for} in {call.layer!r}.",
-            got=f"states after the last step that differ by {off_at_the_end:.2g} (relative)",
+            got=f"states after the last step that differ by {final_deviation:.2g} (relative)",
             expected=f"{', '.join(call.cell.states)}, in this order",
             hint="the layer's states in the order of its cell, its output first",
         )
@@ -380,6 +386,6 @@ def refuse_other_states(call: Any) -> None:
         )
 
 
-def _is_beyond_rounding(call: Any, off: float) -> bool:
+def _is_beyond_rounding(call: Any, deviation: float) -> bool:
     bound = _ROUNDING.get(str(call.compute_dtype or call.output.dtype).rpartition(".")[2])
-    return bound is not None and not off <= bound
+    return bound is not None and not deviation <= bound

@@ -54,24 +54,26 @@ def rounding_of(run: Replay, result: Adjoint) -> Rounding:
     squares = xp.empty_like(_flat(run.states[0], xp)[:, :, 0])
     peaks = xp.stack([squares] * len(result.state_grads))
 
-    def work(some: slice) -> None:
-        squares[some] = sum(xp.sum(_flat(array[some], xp) ** 2, axis=-1) for array in (run.input, *run.states))
+    def measure_samples(samples: slice) -> None:
+        squares[samples] = sum(xp.sum(_flat(array[samples], xp) ** 2, axis=-1) for array in (run.input, *run.states))
         for peak, grad in zip(peaks, result.state_grads, strict=True):
-            peak[some] = xp.max(xp.abs(_flat(grad[some], xp)), axis=-1)
+            peak[samples] = xp.max(xp.abs(_flat(grad[samples], xp)), axis=-1)
 
-    for_each(work, sample_chunks(int(squares.shape[0]), math.prod(run.states[0].shape[1:])), xp=xp)
-    arrived = xp.max(peaks, axis=0)
+    for_each(measure_samples, sample_chunks(int(squares.shape[0]), math.prod(run.states[0].shape[1:])), xp=xp)
+    largest_grads = xp.max(peaks, axis=0)
     kernels = {} if run.cell.by_framework else run.cell.weights()
     rows = [_largest_row(kernels.get(name), xp) for name in ("kernel", "recurrent_kernel")]
-    terms = xp.sqrt(1.0 + squares) * arrived
+    terms = xp.sqrt(1.0 + squares) * largest_grads
     largest = float(xp.max(terms))
     if not 0.0 < largest < math.inf:
         return Rounding()
     size = largest * math.sqrt(float(xp.sum((terms / largest) ** 2)))
-    return Rounding(size, rows[0] * float(xp.max(arrived)), max(rows[1], 1.0) * _at_the_start(run, result, peaks))
+    return Rounding(
+        size, rows[0] * float(xp.max(largest_grads)), max(rows[1], 1.0) * _initial_rounding(run, result, peaks)
+    )
 
 
-def _at_the_start(run: Replay, result: Adjoint, peaks: Array) -> float:
+def _initial_rounding(run: Replay, result: Adjoint, peaks: Array) -> float:
     """Estimate the scale of rounding errors in dL/ds_0, the gradients of a layer's initial states, as one number.
 
     It is the largest of these gradients times the digits lost at all steps, as the root of the sum of squares.
@@ -80,15 +82,15 @@ def _at_the_start(run: Replay, result: Adjoint, peaks: Array) -> float:
     """
     xp = run.xp
     by_state = []
-    for first, peak in zip(result.initial_state_grad, peaks, strict=True):
-        later = xp.max(peak, axis=0)
-        later = later if run.order == "forward" else xp.flip(later)
-        by_state.append(xp.concat([xp.max(xp.abs(first))[None], later]))
+    for initial_grad, peak in zip(result.initial_state_grad, peaks, strict=True):
+        later_peaks = xp.max(peak, axis=0)
+        later_peaks = later_peaks if run.order == "forward" else xp.flip(later_peaks)
+        by_state.append(xp.concat([xp.max(xp.abs(initial_grad))[None], later_peaks]))
     sizes = xp.stack(by_state)  # (state, 1 + time)
     weakest = xp.min(xp.where(sizes > 0, sizes, xp.full_like(sizes, math.inf)), axis=0)
-    lost = xp.max(sizes, axis=0)[1:] / weakest[:-1]
-    start = float(xp.max(sizes[:, 0]))
-    return start * math.sqrt(float(xp.sum(lost * lost))) if start else 0.0
+    lost_digits = xp.max(sizes, axis=0)[1:] / weakest[:-1]
+    initial_size = float(xp.max(sizes[:, 0]))
+    return initial_size * math.sqrt(float(xp.sum(lost_digits * lost_digits))) if initial_size else 0.0
 
 
 def _flat(array: Array, xp: Any) -> Array:
@@ -100,8 +102,8 @@ def _largest_row(kernel: Array | None, xp: Any) -> float:
     """Return the largest norm of a kernel's row: the weights of one input number to all gates and positions."""
     if kernel is None or len(kernel.shape) < 2:
         return 0.0
-    others = tuple(axis for axis in range(len(kernel.shape)) if axis != len(kernel.shape) - 2)
-    return float(xp.max(xp.sqrt(xp.sum(xp.abs(kernel) ** 2, axis=others))))
+    other_axes = tuple(axis for axis in range(len(kernel.shape)) if axis != len(kernel.shape) - 2)
+    return float(xp.max(xp.sqrt(xp.sum(xp.abs(kernel) ** 2, axis=other_axes))))
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -110,11 +112,11 @@ def perturbed(run: Replay) -> Replay:
 
     In a recurrence that amplifies small differences, this trajectory deviates as any second run does.
     """
-    off, start = one_rounding(run.xp), tuple(map(one_rounding(run.xp), run.received or run.initial_state))
+    perturb, start = one_rounding(run.xp), tuple(map(one_rounding(run.xp), run.received or run.initial_state))
     scales = Scales(run.input_scale, run.state_scale)
-    again = replay(run.cell, off(run.input), start, mask=run.mask, order=run.order, scales=scales)
-    record = None if again.record is None else again.record._replace(gates=off(again.record.gates))
-    return replace(again, record=record, states=tuple(map(off, again.states)))
+    rerun = replay(run.cell, perturb(run.input), start, mask=run.mask, order=run.order, scales=scales)
+    record = None if rerun.record is None else rerun.record._replace(gates=perturb(rerun.record.gates))
+    return replace(rerun, record=record, states=tuple(map(perturb, rerun.states)))
 
 
 def replay_sensitivity(run: Replay) -> float:
@@ -124,11 +126,12 @@ def replay_sensitivity(run: Replay) -> float:
     """
     if run.record is None or not run.cell.at_once:
         return 0.0
-    off, states = one_rounding(run.xp), run.states
-    moved, still = (
-        run.cell.hidden(gates, run.before(0), states[1:], run.xp) for gates in (off(run.record.gates), run.record.gates)
+    perturb, states = one_rounding(run.xp), run.states
+    perturbed_hidden, hidden = (
+        run.cell.hidden(gates, run.before(0), states[1:], run.xp)
+        for gates in (perturb(run.record.gates), run.record.gates)
     )
-    difference, largest = distance(moved, still, run.mask, run.xp)
+    difference, largest = distance(perturbed_hidden, hidden, run.mask, run.xp)
     return difference / (largest or 1.0)
 
 
@@ -139,9 +142,9 @@ def one_rounding(xp: Any, unit: float | None = None) -> Callable[[Array], Array]
     """
     random = np.random.default_rng(0)
 
-    def moved(array: Array) -> Array:
+    def perturb(array: Array) -> Array:
         signs = 2.0 * random.integers(0, 2, size=tuple(array.shape)) - 1.0
-        like = xp.asarray(signs, dtype=array.dtype, device=device(array))
-        return array * (1.0 + like * (unit or float(xp.finfo(array.dtype).eps)))
+        sign_array = xp.asarray(signs, dtype=array.dtype, device=device(array))
+        return array * (1.0 + sign_array * (unit or float(xp.finfo(array.dtype).eps)))
 
-    return moved
+    return perturb

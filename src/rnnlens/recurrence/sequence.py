@@ -63,26 +63,26 @@ class SequenceCell:
     @property
     def parts(self) -> dict[str, Array]:
         """Coefficient arrays by name: ``decay_0``, ``decay_1``, ..., ``read``; without those that do not exist."""
-        found = {f"decay_{i}": part for i, part in enumerate(self.decay)}
-        found |= {f"write_{i}": part for i, part in enumerate(self.write)}
-        single = {name: getattr(self, name) for name in ("read", "left", "right", "initial")}
-        return found | {name: part for name, part in single.items() if part is not None}
+        arrays = {f"decay_{i}": array for i, array in enumerate(self.decay)}
+        arrays |= {f"write_{i}": array for i, array in enumerate(self.write)}
+        single_arrays = {name: getattr(self, name) for name in ("read", "left", "right", "initial")}
+        return arrays | {name: array for name, array in single_arrays.items() if array is not None}
 
     def with_parts(self, change: Callable[[Array], Any]) -> SequenceCell:
         """Return a copy with ``change`` applied to every coefficient array."""
         changed: dict[str, Any] = {}
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name in ("decay", "write"):
-                changed[one.name] = tuple(change(part) for part in value)
-            elif one.name in ("read", "left", "right", "initial") and value is not None:
-                changed[one.name] = change(value)
+        for attribute in fields(self):
+            value = getattr(self, attribute.name)
+            if attribute.name in ("decay", "write"):
+                changed[attribute.name] = tuple(change(array) for array in value)
+            elif attribute.name in ("read", "left", "right", "initial") and value is not None:
+                changed[attribute.name] = change(value)
         return replace(self, **changed)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Sizes (sample, time, *axes) of the states of all steps."""
-        shapes = [part.shape for part in (*self.decay, *self.write)]
+        shapes = [array.shape for array in (*self.decay, *self.write)]
         return tuple(max(sizes) for sizes in zip(*shapes, strict=True))
 
     @property
@@ -94,8 +94,11 @@ class SequenceCell:
     def sweep_size(self) -> int:
         """Number of values that a sweep keeps for one cotangent: states of a chunk, gradients of the coefficients."""
         samples, steps, *axes = self.shape
-        states, parts = samples * min(CHUNK, steps) * prod(axes), sum(prod(part.shape) for part in self.parts.values())
-        return 8 * states + 2 * int(parts)
+        state_values, coefficient_values = (
+            samples * min(CHUNK, steps) * prod(axes),
+            sum(prod(array.shape) for array in self.parts.values()),
+        )
+        return 8 * state_values + 2 * int(coefficient_values)
 
     @property
     def axis(self) -> int:
@@ -110,8 +113,8 @@ class SequenceCell:
 
     def decays(self) -> Array:
         """Return a_t (sample or 1, time or 1, ...), in the broadcast shape of its factors."""
-        found = _product(self.decay)
-        return namespace(found).exp(found) if self.logarithmic else found
+        decay = _product(self.decay)
+        return namespace(decay).exp(decay) if self.logarithmic else decay
 
     def writes(self) -> Array:
         """Return W_t (sample, time, *axes)."""
@@ -136,7 +139,7 @@ def run(cell: SequenceCell, start: Array) -> tuple[Array, Array]:
     for t in range(cell.steps):
         carried = _step(decay, t) * state
         if cell.left is not None and cell.right is not None:
-            carried = carried - _step(cell.left, t) * _summed(_step(cell.right, t) * carried, cell.axis)
+            carried = carried - _step(cell.left, t) * _sum_keepdims(_step(cell.right, t) * carried, cell.axis)
         state = carried + _step(write, t)
         states.append(state)
     return xp.stack(states, axis=1), state
@@ -150,12 +153,12 @@ def outputs(cell: SequenceCell, states: Array) -> Array:
 def forward(cell: SequenceCell) -> tuple[Array, list[Array], Array]:
     """Return the outputs of all steps, the states before every chunk, and the last state."""
     state = cell.start()
-    found, before = [], []
+    chunk_outputs, states_before = [], []
     for steps in chunks(cell.steps):
-        before.append(state)
+        states_before.append(state)
         states, state = run(cell.at(steps), state)
-        found.append(outputs(cell.at(steps), states))
-    return namespace(state).concat(found, axis=1), before, state
+        chunk_outputs.append(outputs(cell.at(steps), states))
+    return namespace(state).concat(chunk_outputs, axis=1), states_before, state
 
 
 @dataclass
@@ -178,44 +181,48 @@ class SequenceChunk:
         cell = self.cell
         if cell.left is None or cell.right is None:
             return self.grads
-        return self.grads - cell.right * _summed(cell.left * self.grads, cell.axis)
+        return self.grads - cell.right * _sum_keepdims(cell.left * self.grads, cell.axis)
 
     @property
     def decay_grad(self) -> Array:
         """Gradient dL/da_t in the broadcast shape of a_t."""
-        return _reduced(self.carried_grads * self.previous, self.cell.decays().shape)
+        return _sum_to_shape(self.carried_grads * self.previous, self.cell.decays().shape)
 
     @property
     def read_grad(self) -> Array:
         """Gradient dL/dC_t in the shape of C_t."""
         read = self.cell.read
         assert read is not None
-        return _reduced(self.states * _expanded(self.cell, self.direct), read.shape)
+        return _sum_to_shape(self.states * _expand_outputs(self.cell, self.direct), read.shape)
 
     def part_grads(self) -> dict[str, Array]:
         """Return gradients of all coefficient arrays at one chunk of steps, by the names of ``SequenceCell.parts``."""
-        cell, found = self.cell, {}
+        cell, grads = self.cell, {}
         decay = self.carried_grads * self.previous
         decay = decay * cell.decays() if cell.logarithmic else decay
         for name, factors, grad in (("decay", cell.decay, decay), ("write", cell.write, self.grads)):
             for i, factor in enumerate(factors):
-                others = _product([other for j, other in enumerate(factors) if j != i])
-                found[f"{name}_{i}"] = _reduced(grad * others, factor.shape)
+                other_factors = _product([other_factor for j, other_factor in enumerate(factors) if j != i])
+                grads[f"{name}_{i}"] = _sum_to_shape(grad * other_factors, factor.shape)
         if cell.read is not None:
-            found["read"] = self.read_grad
+            grads["read"] = self.read_grad
         if cell.left is not None and cell.right is not None:
             carried = cell.decays() * self.previous
-            found["left"] = -_reduced(self.grads * _summed(cell.right * carried, cell.axis), cell.left.shape)
-            found["right"] = -_reduced(carried * _summed(cell.left * self.grads, cell.axis), cell.right.shape)
-        return found
+            grads["left"] = -_sum_to_shape(self.grads * _sum_keepdims(cell.right * carried, cell.axis), cell.left.shape)
+            grads["right"] = -_sum_to_shape(
+                carried * _sum_keepdims(cell.left * self.grads, cell.axis), cell.right.shape
+            )
+        return grads
 
 
-def sweep(cell: SequenceCell, before: Sequence[Array], output_grad: Array) -> Iterator[tuple[SequenceChunk, Array]]:
+def sweep(
+    cell: SequenceCell, states_before: Sequence[Array], output_grad: Array
+) -> Iterator[tuple[SequenceChunk, Array]]:
     """Sweep back through all steps; yield chunks in reverse order, each with dL/dS before its first step.
 
     Parameters
     ----------
-    before
+    states_before
         States before every chunk, of :func:`forward`.
     output_grad : shaped as the outputs
         Direct gradient dL/dy_t.
@@ -224,20 +231,20 @@ def sweep(cell: SequenceCell, before: Sequence[Array], output_grad: Array) -> It
     ----------
     Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5: dL/dS_t = C_t^T dL/dy_t + A_{t+1}^T dL/dS_{t+1}.
     """
-    arriving: Any = 0.0
+    carried_grad: Any = 0.0
     for number, steps in reversed(list(enumerate(chunks(cell.steps)))):
-        part = cell.at(steps)
-        states, _ = run(part, before[number])
+        chunk_cell = cell.at(steps)
+        states, _ = run(chunk_cell, states_before[number])
         xp = namespace(states)
-        previous = xp.concat([before[number][:, None], states[:, :-1]], axis=1)
+        previous = xp.concat([states_before[number][:, None], states[:, :-1]], axis=1)
         direct = output_grad[:, steps]
-        driven = direct if part.read is None else part.read * _expanded(part, direct)
-        decay, grads = part.decays(), []
-        for t in range(part.steps - 1, -1, -1):
-            total = arriving + _step(driven, t)
+        state_grads = direct if chunk_cell.read is None else chunk_cell.read * _expand_outputs(chunk_cell, direct)
+        decay, grads = chunk_cell.decays(), []
+        for t in range(chunk_cell.steps - 1, -1, -1):
+            total = carried_grad + _step(state_grads, t)
             grads.append(total)
-            arriving = _before_step(part, decay, t, total)
-        yield SequenceChunk(steps, part, states, previous, xp.stack(grads[::-1], axis=1), direct), arriving
+            carried_grad = _pull_step(chunk_cell, decay, t, total)
+        yield SequenceChunk(steps, chunk_cell, states, previous, xp.stack(grads[::-1], axis=1), direct), carried_grad
 
 
 def pull_back(cell: SequenceCell, cotangent: Array) -> Iterator[Array]:
@@ -246,48 +253,48 @@ def pull_back(cell: SequenceCell, cotangent: Array) -> Iterator[Array]:
     Yield it before every step, from the last one to the first: A_t^T ... A_T^T u.
     """
     for steps in reversed(chunks(cell.steps)):
-        part = cell.at(steps)
-        decay = part.decays()
-        for t in range(part.steps - 1, -1, -1):
-            cotangent = _before_step(part, decay, t, cotangent)
+        chunk_cell = cell.at(steps)
+        decay = chunk_cell.decays()
+        for t in range(chunk_cell.steps - 1, -1, -1):
+            cotangent = _pull_step(chunk_cell, decay, t, cotangent)
             yield cotangent
 
 
-def _before_step(cell: SequenceCell, decay: Array, t: int, grad: Array) -> Array:
+def _pull_step(cell: SequenceCell, decay: Array, t: int, grad: Array) -> Array:
     """Pull the gradient of the state after step t back to the state before it: multiply by A_t^T."""
     if cell.left is not None and cell.right is not None:
-        grad = grad - _step(cell.right, t) * _summed(_step(cell.left, t) * grad, cell.axis)
+        grad = grad - _step(cell.right, t) * _sum_keepdims(_step(cell.left, t) * grad, cell.axis)
     return _step(decay, t) * grad
 
 
 def chunks(steps: int) -> list[slice]:
     """Return the slices of consecutive steps that sweeps work on."""
-    return [slice(first, min(first + CHUNK, steps)) for first in range(0, steps, CHUNK)]
+    return [slice(start, min(start + CHUNK, steps)) for start in range(0, steps, CHUNK)]
 
 
 def _product(factors: Sequence[Array]) -> Any:
-    found: Any = 1.0
+    product: Any = 1.0
     for factor in factors:
-        found = factor if isinstance(found, float) else found * factor
-    return found
+        product = factor if isinstance(product, float) else product * factor
+    return product
 
 
 def _step(array: Array, t: int) -> Array:
     return array[:, 0 if array.shape[1] == 1 else t]
 
 
-def _expanded(cell: SequenceCell, direct: Array) -> Array:
+def _expand_outputs(cell: SequenceCell, direct: Array) -> Array:
     """Insert an axis of size 1 into a cotangent of the outputs, for the state axis over which y_t = C_t S_t sums."""
     return namespace(direct).expand_dims(direct, axis=cell.axis) if cell.read is not None else direct
 
 
-def _summed(array: Array, axis: int) -> Array:
+def _sum_keepdims(array: Array, axis: int) -> Array:
     """Sum over one axis and keep it with size 1."""
     xp = namespace(array)
     return xp.expand_dims(array.sum(axis), axis=axis)
 
 
-def _reduced(array: Array, shape: Sequence[int]) -> Array:
+def _sum_to_shape(array: Array, shape: Sequence[int]) -> Array:
     """Sum an array over the axes along which ``shape`` has size 1."""
     for axis, size in enumerate(shape):
         if size == 1 and array.shape[axis] != 1:

@@ -1,6 +1,6 @@
 """Systems with a diagonal A_t, real or complex, which is never built as a matrix, and B_t in factors.
 
-The matrices of all steps are arrays ``(sample or 1, time or 1, ...)``; ``at`` selects one step, as views
+The matrices of all steps are arrays ``(sample or 1, time or 1, ...)``; ``select_step`` selects one step, as views
 ``(sample or 1, ...)``.
 """
 
@@ -38,16 +38,16 @@ class Kernels:
         #: Kernels (gate * state, feature), concatenated so that all gates need a single matrix product.
         self.stacked = namespace(coefficients).concat([kernel.T for kernel in self.kernels], axis=0)
 
-    def at(self, work: Workspace, samples: slice, t: int) -> _KernelsAt:
+    def select_step(self, work: Workspace, samples: slice, t: int) -> _KernelsAt:
         """Return B_t = ds_t/dx_t of one step as views of its factors."""
         scale = self.scale
         if scale is not None:
             scale = scale[samples] if len(scale.shape) == 2 else scale[:, samples]
         return _KernelsAt(work, at_step(self.coefficients, samples, t), self, scale)
 
-    def masked(self, work: Workspace, mask: Array) -> Kernels:
+    def with_mask(self, work: Workspace, mask: Array) -> Kernels:
         """Return a copy with B_t = 0 where ``mask`` (sample, time) is False."""
-        return Kernels(_where(work, mask, self.coefficients, 0.0), self.kernels, self.scale)
+        return Kernels(_fill_masked(work, mask, self.coefficients, 0.0), self.kernels, self.scale)
 
     def multiplications(self) -> int:
         """Return the number of multiplications by B_t = ds_t/dx_t per cotangent row, step and sample.
@@ -64,19 +64,19 @@ class Kernels:
 class _KernelsAt:
     """B of one step in factors: coefficients (sample or 1, gate, state), scale (sample, feature) or (gate, ...)."""
 
-    def __init__(self, work: Workspace, coefficients: Array, whole: Kernels, scale: Array | None) -> None:
+    def __init__(self, work: Workspace, coefficients: Array, kernels: Kernels, scale: Array | None) -> None:
         self.work, self.coefficients, self.scale = work, coefficients, scale
-        self.kernels, self.stacked = whole.kernels, whole.stacked
+        self.kernels, self.stacked = kernels.kernels, kernels.stacked
         self.per_gate = scale is not None and len(scale.shape) == 3
 
     def pull(self, rows: Array, out: Array) -> None:
         """Pull cotangent rows (sample, row, state) back to the input: write rows @ B to out (sample, row, feature)."""
         if self.per_gate or (len(self.kernels) > 1 and rows.shape[1] > 1):
-            self.work.matmul(rows, _for_each(self.matrix(), rows), out)
+            self.work.matmul(rows, _broadcast_samples(self.matrix(), rows), out)
             return
         by_gate = rows[:, :, None, :] * self.coefficients[:, None]
         side_by_side = self.work.xp.reshape(by_gate, (*rows.shape[:2], self.stacked.shape[0]))
-        self.work.matmul(side_by_side, _for_each(self.stacked[None], rows), out)
+        self.work.matmul(side_by_side, _broadcast_samples(self.stacked[None], rows), out)
         if self.scale is not None:
             out *= self.scale[:, None, :]
 
@@ -84,27 +84,27 @@ class _KernelsAt:
         """Write block (sample or 1, row, feature) @ B^T, or B^T without a block, to out (sample, row, state)."""
         for k, kernel in enumerate(self.kernels):
             scale = None if self.scale is None else (self.scale[k] if self.per_gate else self.scale)
-            seen = block if scale is None or block is None else block * scale[:, None, :]
-            into = kernel if seen is None else self.work.xp.matmul(seen, kernel)
+            scaled_block = block if scale is None or block is None else block * scale[:, None, :]
+            contribution = kernel if scaled_block is None else self.work.xp.matmul(scaled_block, kernel)
             if scale is not None and block is None:
-                into = into * scale[:, :, None]
-            into = into * self.coefficients[:, None, k]
-            out[...] = into if k == 0 else out + into
+                contribution = contribution * scale[:, :, None]
+            contribution = contribution * self.coefficients[:, None, k]
+            out[...] = contribution if k == 0 else out + contribution
 
     def matrix(self) -> Array:
         """Return B as a dense matrix (sample or 1, state, feature)."""
-        first, *others = range(len(self.kernels))
-        return sum((self._gate(k) for k in others), start=self._gate(first))
+        first_gate, *other_gates = range(len(self.kernels))
+        return sum((self._gate_matrix(k) for k in other_gates), start=self._gate_matrix(first_gate))
 
-    def _gate(self, k: int) -> Array:
+    def _gate_matrix(self, k: int) -> Array:
         states = self.coefficients.shape[2]
-        part = self.coefficients[:, k, :, None] * self.stacked[k * states : (k + 1) * states]
+        product = self.coefficients[:, k, :, None] * self.stacked[k * states : (k + 1) * states]
         if self.scale is None:
-            return part
-        return part * (self.scale[k] if self.per_gate else self.scale)[:, None, :]
+            return product
+        return product * (self.scale[k] if self.per_gate else self.scale)[:, None, :]
 
 
-def _for_each(matrices: Array, rows: Array) -> Array:
+def _broadcast_samples(matrices: Array, rows: Array) -> Array:
     """Broadcast matrices (sample or 1, n, n) to the number of samples of ``rows``, as a view."""
     count = int(rows.shape[0])
     if int(matrices.shape[0]) == count:
@@ -112,7 +112,7 @@ def _for_each(matrices: Array, rows: Array) -> Array:
     return matrices.expand(count, -1, -1) if hasattr(matrices, "expand") else matrices
 
 
-def _where(work: Workspace, mask: Array, values: Array, otherwise: float) -> Array:
+def _fill_masked(work: Workspace, mask: Array, values: Array, otherwise: float) -> Array:
     """Replace values at masked steps by a constant."""
     fill = work.zeros(*[1] * len(values.shape)) + otherwise
     return work.xp.where(mask[(..., *[None] * (len(values.shape) - 2))], values, fill)
@@ -130,13 +130,13 @@ class Diagonal:
         """Number of states: the length of the diagonal."""
         return int(self.values.shape[-1])
 
-    def at(self, samples: slice, t: int) -> Diagonal:
+    def select_step(self, samples: slice, t: int) -> Diagonal:
         """Return the diagonal of A_t at one step of some samples, as a view."""
         return Diagonal(self.work, at_step(self.values, samples, t))
 
-    def masked(self, mask: Array) -> Diagonal:
+    def with_mask(self, mask: Array) -> Diagonal:
         """Return a copy in which A_t is the identity at masked steps."""
-        return Diagonal(self.work, _where(self.work, mask, self.values, 1.0))
+        return Diagonal(self.work, _fill_masked(self.work, mask, self.values, 1.0))
 
     def pull(self, rows: Array, out: Array) -> None:
         """Multiply cotangent rows by the diagonal of A_t."""
@@ -174,24 +174,27 @@ class ComplexDiagonal:
         """Number of real and imaginary parts: two per complex state."""
         return 2 * int(self.real.shape[-1])
 
-    def at(self, samples: slice, t: int) -> ComplexDiagonal:
+    def select_step(self, samples: slice, t: int) -> ComplexDiagonal:
         """Return the complex diagonal of A_t at one step of some samples, as a view."""
         return ComplexDiagonal(self.work, at_step(self.real, samples, t), at_step(self.imaginary, samples, t))
 
-    def masked(self, mask: Array) -> ComplexDiagonal:
+    def with_mask(self, mask: Array) -> ComplexDiagonal:
         """Return a copy in which A_t is the identity, 1 + 0i, at masked steps."""
-        real, imaginary = _where(self.work, mask, self.real, 1.0), _where(self.work, mask, self.imaginary, 0.0)
+        real, imaginary = (
+            _fill_masked(self.work, mask, self.real, 1.0),
+            _fill_masked(self.work, mask, self.imaginary, 0.0),
+        )
         return ComplexDiagonal(self.work, real, imaginary)
 
     def pull(self, rows: Array, out: Array) -> None:
         """Multiply rows by the conjugate diagonal, which is the transposed real matrix."""
-        self._turn(rows, out, -self.imaginary)
+        self._multiply(rows, out, -self.imaginary)
 
     def push(self, rows: Array, out: Array) -> None:
         """Multiply rows by the complex diagonal."""
-        self._turn(rows, out, self.imaginary)
+        self._multiply(rows, out, self.imaginary)
 
-    def _turn(self, rows: Array, out: Array, imaginary: Array) -> None:
+    def _multiply(self, rows: Array, out: Array, imaginary: Array) -> None:
         units, work = int(self.real.shape[-1]), self.work
         real, imaginary = self.real[:, None, :], imaginary[:, None, :]
         x, y = rows[:, :, :units], rows[:, :, units:]
@@ -273,8 +276,8 @@ class StructuredSystem(System):
         mask: Array | None = None,
     ) -> None:
         self.work: Workspace = transition.work
-        self.transition = transition if mask is None else transition.masked(mask)
-        self.inputs = inputs if mask is None else inputs.masked(self.work, mask)
+        self.transition = transition if mask is None else transition.with_mask(mask)
+        self.inputs = inputs if mask is None else inputs.with_mask(self.work, mask)
         self.batch, self.time, self.features = batch, time, inputs.features
         self.order: Order = order
         self.rows = self.columns = transition.states
@@ -282,11 +285,14 @@ class StructuredSystem(System):
         if self.rows != inputs.states:
             raise ValueError(f"A and B differ in size: A {self.rows}, B {inputs.states}")
 
-    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> list[StructuredStep]:
-        """Return A_t = ds_t/ds_{t-1} and B_t = ds_t/dx_t at chronological steps ``first ... stop - 1``, as views."""
+    def build(self, first_step: int, stop: int, samples: slice, *, inputs: bool) -> list[StructuredStep]:
+        """Return A_t = ds_t/ds_{t-1} and B_t = ds_t/dx_t at chronological steps ``first_step ... stop - 1`` (views)."""
         return [
-            StructuredStep(self.transition.at(samples, t), self.inputs.at(self.work, samples, t) if inputs else None)
-            for t in range(first, stop)
+            StructuredStep(
+                self.transition.select_step(samples, t),
+                self.inputs.select_step(self.work, samples, t) if inputs else None,
+            )
+            for t in range(first_step, stop)
         ]
 
     def multiplications(self, inputs: bool) -> int:

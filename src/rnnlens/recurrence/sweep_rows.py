@@ -32,10 +32,10 @@ FLUSH_EVERY = 4
 class RowSink(Protocol):
     """Interface of a receiver of a sweep's values."""
 
-    def take(self, t: int, first: int, values: Array) -> None:
-        """Receive values (sample, row, n) at step t; ``first`` is the number of the first of these rows."""
+    def take(self, t: int, first_row: int, values: Array) -> None:
+        """Receive values (sample, row, n) at step t; ``first_row`` is the number of the first of these rows."""
 
-    def residue(self, t: int, values: Array) -> None:
+    def take_residue(self, t: int, values: Array) -> None:
         """Receive sums (sample, probe, n), with random signs, of the pruned rows at step t."""
 
 
@@ -74,13 +74,13 @@ class RowSource(Protocol):
     count: int
     group: int
     #: Whether rows receive cotangents at every step rather than only at the first.
-    lasting: ClassVar[bool]
+    enters_every_step: ClassVar[bool]
 
-    def first(self, t: int) -> int:
+    def first_row(self, t: int) -> int:
         """Return the number of the first row that is non-zero at step t; it never increases during the sweep."""
 
-    def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
-        """Return cotangents that rows ``first ... stop - 1`` receive at step t: (sample or 1, row, size) by state."""
+    def parts(self, t: int, first_row: int, stop: int, samples: slice) -> Mapping[int, Array]:
+        """Return cotangents for rows ``first_row ... stop - 1`` at step t: (sample or 1, row, size) by state."""
 
 
 @dataclass
@@ -100,23 +100,23 @@ class PointRows:
     times: Sequence[int]
     blocks: Mapping[int, Array]
     order: str = "forward"
-    lasting: ClassVar[bool] = False
+    enters_every_step: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self.sequence = sorted(self.times, reverse=self.order == "backward")
         self.group = int(next(iter(self.blocks.values())).shape[2])
         self.count = self.group * len(self.sequence)
         sign = -1 if self.order == "backward" else 1
-        self._ranks = [sign * t for t in self.sequence]
+        self._signed_steps = [sign * t for t in self.sequence]
         self._sign = sign
 
-    def first(self, t: int) -> int:
+    def first_row(self, t: int) -> int:
         """Return the number of the first row that enters at step t, or at a later step of the recurrence."""
-        return self.group * bisect_left(self._ranks, self._sign * t)
+        return self.group * bisect_left(self._signed_steps, self._sign * t)
 
-    def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
+    def parts(self, t: int, first_row: int, stop: int, samples: slice) -> Mapping[int, Array]:
         """Return the cotangents of the rows that enter at step t, by state index; empty if none enters."""
-        return {state: at_step(block, samples, t) for state, block in self.blocks.items()} if stop > first else {}
+        return {state: at_step(block, samples, t) for state, block in self.blocks.items()} if stop > first_row else {}
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Units:
     ----------
     times
         The step of each group of ``size`` rows.
-    moves : (sample, time) of bool, or None
+    entry_mask : (sample, time) of bool, or None
         False where no units enter; None if they enter everywhere.
     """
 
@@ -138,18 +138,18 @@ class Units:
     state: int
     size: int
     order: str = "forward"
-    moves: Array | None = None
+    entry_mask: Array | None = None
 
     @property
     def sequence(self) -> list[int]:
         """Steps at which units enter, in the order of the recurrence."""
         return sorted(self.times, reverse=self.order == "backward")
 
-    def summed(self, work: Workspace, pattern: Pattern) -> PointRows:
+    def colour_rows(self, work: Workspace, pattern: Pattern) -> PointRows:
         """Return one row per colour: the sum of the unit vectors of that colour."""
         block = work.asarray(pattern.colour == np.arange(pattern.count)[:, None])[None, None]
-        if self.moves is not None:
-            block = block * work.asarray(self.moves)[:, :, None, None]
+        if self.entry_mask is not None:
+            block = block * work.asarray(self.entry_mask)[:, :, None, None]
         return PointRows(self.times, {self.state: block}, self.order)
 
 
@@ -162,32 +162,32 @@ class FieldRows:
 
     fields: Mapping[int, Array]
     order: str = "forward"
-    lasting: ClassVar[bool] = True
+    enters_every_step: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         arrays = list(self.fields.values())
         self.count, self.group = int(arrays[0].shape[1]), 1
         time = int(arrays[0].shape[2])
-        alive = np.zeros((self.count, time), dtype=bool)
+        is_alive = np.zeros((self.count, time), dtype=bool)
         for array in arrays:
-            moved = (array != 0).any(-1).any(0)
-            alive |= on_cpu(moved)
+            is_nonzero = (array != 0).any(-1).any(0)
+            is_alive |= on_cpu(is_nonzero)
         if self.order == "backward":
-            alive = alive[:, ::-1]
-        born = np.where(alive.any(1), time - 1 - np.argmax(alive[:, ::-1], axis=1), -1)
+            is_alive = is_alive[:, ::-1]
+        last_position = np.where(is_alive.any(1), time - 1 - np.argmax(is_alive[:, ::-1], axis=1), -1)
         # The first row alive at position p of the recurrence; all rows behind it are swept too, alive or not.
-        first = np.full(time + 1, self.count)
+        first_rows = np.full(time + 1, self.count)
         for row in range(self.count - 1, -1, -1):
-            first[: born[row] + 1] = row
-        self._first, self._time = first, time
+            first_rows[: last_position[row] + 1] = row
+        self._first_rows, self._time = first_rows, time
 
-    def first(self, t: int) -> int:
+    def first_row(self, t: int) -> int:
         """Return the first row that is non-zero at step t or later in the order of the recurrence."""
-        return int(self._first[t if self.order == "forward" else self._time - 1 - t])
+        return int(self._first_rows[t if self.order == "forward" else self._time - 1 - t])
 
-    def parts(self, t: int, first: int, stop: int, samples: slice) -> Mapping[int, Array]:
-        """Return the cotangents of rows ``first ... stop - 1`` at step t, by state index."""
-        return {state: field[samples, first:stop, t] for state, field in self.fields.items()}
+    def parts(self, t: int, first_row: int, stop: int, samples: slice) -> Mapping[int, Array]:
+        """Return the cotangents of rows ``first_row ... stop - 1`` at step t, by state index."""
+        return {state: field[samples, first_row:stop, t] for state, field in self.fields.items()}
 
 
 class Pruning:
@@ -199,8 +199,8 @@ class Pruning:
     group = 1
     dropped = 0
 
-    def note(self, rows: Array, width: int, first: int, stop: int) -> None:
-        """Ignore that rows ``first ... stop - 1`` enter: no row is pruned."""
+    def record_entry(self, rows: Array, width: int, first_row: int, stop: int) -> None:
+        """Ignore that rows ``first_row ... stop - 1`` enter: no row is pruned."""
 
     def drop(self, rows: Array, width: int, start: int, stop: int) -> int:
         """Return the number after the last row to keep: ``stop`` unchanged, since no row is pruned."""
@@ -216,23 +216,23 @@ class Vanished(Pruning):
         Relative norm below which a group counts as vanished.
     group
         Number of rows that are dropped together.
-    every
+    interval
         Steps between two comparisons of norms.
     """
 
     def __init__(
-        self, work: Workspace, rtol: float, group: int, *, probes: int = 8, every: int = 8, seed: int = 0
+        self, work: Workspace, rtol: float, group: int, *, probes: int = 8, interval: int = 8, seed: int = 0
     ) -> None:
-        self.work, self.rtol, self.group, self.probes, self.every = work, rtol, group, probes, every
+        self.work, self.rtol, self.group, self.probes, self.interval = work, rtol, group, probes, interval
         self._calls = 0
-        self._start: dict[int, Array] = {}
+        self._entry_norms: dict[int, Array] = {}
         self._random = np.random.default_rng(seed)
 
-    def note(self, rows: Array, width: int, first: int, stop: int) -> None:
+    def record_entry(self, rows: Array, width: int, first_row: int, stop: int) -> None:
         """Record the norm (sample,) of each group of rows when it enters the sweep."""
-        norms = self._norms(rows[:, first:stop, :width])
+        norms = self._norms(rows[:, first_row:stop, :width])
         for i in range(norms.shape[1]):
-            self._start[first // self.group + i] = norms[:, i]
+            self._entry_norms[first_row // self.group + i] = norms[:, i]
 
     def drop(self, rows: Array, width: int, start: int, stop: int) -> int:
         """Every few calls, replace vanished rows among ``start ... stop - 1`` by random sums; return the new ``stop``.
@@ -240,28 +240,28 @@ class Vanished(Pruning):
         A row has vanished if its norm is at most ``rtol`` of that at its entry, as for all rows after it.
         """
         self._calls += 1
-        if self._calls % self.every or stop == start:
+        if self._calls % self.interval or stop == start:
             return stop
-        norms, keep = self._norms(rows[:, start:stop, :width]), stop
+        norms, new_stop = self._norms(rows[:, start:stop, :width]), stop
         for i in range(norms.shape[1] - 1, -1, -1):
             group = start // self.group + i
-            if not bool((norms[:, i] <= self.rtol * self._start[group]).all()):
+            if not bool((norms[:, i] <= self.rtol * self._entry_norms[group]).all()):
                 break
-            keep = group * self.group
-        if keep < stop:
-            self._fold(rows, width, keep, stop)
-        return keep
+            new_stop = group * self.group
+        if new_stop < stop:
+            self._fold_into_probes(rows, width, new_stop, stop)
+        return new_stop
 
     def _norms(self, rows: Array) -> Array:
         grouped = self.work.xp.reshape(rows, (rows.shape[0], -1, self.group * rows.shape[2]))
         return self.work.xp.sqrt((grouped * grouped).sum(-1))
 
-    def _fold(self, rows: Array, width: int, keep: int, stop: int) -> None:
-        gone = rows[:, keep:stop, :width]
-        signs = self.work.asarray(self._random.choice([-1.0, 1.0], size=(self.probes, stop - keep)))
-        folded = self.work.xp.matmul(signs, gone)
+    def _fold_into_probes(self, rows: Array, width: int, new_stop: int, stop: int) -> None:
+        dropped_rows = rows[:, new_stop:stop, :width]
+        signs = self.work.asarray(self._random.choice([-1.0, 1.0], size=(self.probes, stop - new_stop)))
+        probe_rows = self.work.xp.matmul(signs, dropped_rows)
         if self.active:
-            folded = folded + rows[:, stop : stop + self.probes, :width]
-        rows[:, keep : keep + self.probes, :width] = folded
+            probe_rows = probe_rows + rows[:, stop : stop + self.probes, :width]
+        rows[:, new_stop : new_stop + self.probes, :width] = probe_rows
         self.active, self.probes_alive = True, self.probes
-        self.dropped += stop - keep
+        self.dropped += stop - new_stop

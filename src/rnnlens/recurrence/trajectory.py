@@ -112,14 +112,14 @@ class Trajectory:
             raise TypeError("a cell without equations has no recorded gates")
         return self.record
 
-    def of_samples(self, some: slice) -> Self:
+    def of_samples(self, samples: slice) -> Self:
         """Return the trajectory of some samples, as views where the library supports them."""
         names = ("input", "initial_state", "states", "record", "step_output", "mask", "received", "reset")
         return replace(
             self,
-            **{name: _of_samples(getattr(self, name), some) for name in names},
-            input_scale=scale_of_samples(self.input_scale, some),
-            state_scale=scale_of_samples(self.state_scale, some),
+            **{name: _of_samples(getattr(self, name), samples) for name in names},
+            input_scale=scale_of_samples(self.input_scale, samples),
+            state_scale=scale_of_samples(self.state_scale, samples),
         )
 
     def steps(self, *, reverse: bool = False) -> Iterator[int]:
@@ -178,20 +178,22 @@ class Adjoint:
     output_cotangent: Array | None = None
     returned_grads: tuple[Array, ...] | None = None
 
-    def of_samples(self, some: slice) -> Adjoint:
+    def of_samples(self, samples: slice) -> Adjoint:
         """Return the gradients of some samples, as views where the library supports them."""
-        return Adjoint(**{one.name: _of_samples(getattr(self, one.name), some) for one in fields(self)})
+        return Adjoint(
+            **{attribute.name: _of_samples(getattr(self, attribute.name), samples) for attribute in fields(self)}
+        )
 
 
-def _of_samples(values: Any, some: slice) -> Any:
+def _of_samples(values: Any, samples: slice) -> Any:
     """Select samples from an array, a record or a tuple of arrays; None stays None."""
     if values is None:
         return None
     if isinstance(values, Record):
-        return values.at((some, ...))
+        return values.at((samples, ...))
     if isinstance(values, tuple):
-        return tuple(array[some, ...] for array in values)
-    return values[some, ...]
+        return tuple(array[samples, ...] for array in values)
+    return values[samples, ...]
 
 
 def steps(count: int, order: str, *, reverse: bool = False) -> Iterator[int]:
@@ -200,12 +202,12 @@ def steps(count: int, order: str, *, reverse: bool = False) -> Iterator[int]:
     return iter(range(count) if chronological else range(count - 1, -1, -1))
 
 
-def shift(after: Array, initial: Array, order: str, xp: Namespace) -> Array:
+def shift(states_after: Array, initial: Array, order: str, xp: Namespace) -> Array:
     """Convert states after each step to states before each step."""
-    first = initial[:, None, ...]
+    first_state = initial[:, None, ...]
     if order == "forward":
-        return xp.concat([first, after[:, :-1, ...]], axis=1)
-    return xp.concat([after[:, 1:, ...], first], axis=1)
+        return xp.concat([first_state, states_after[:, :-1, ...]], axis=1)
+    return xp.concat([states_after[:, 1:, ...], first_state], axis=1)
 
 
 def over_time(mask: Array, like: Array) -> Array:
@@ -213,13 +215,13 @@ def over_time(mask: Array, like: Array) -> Array:
     return mask[(..., *[None] * (like.ndim - mask.ndim))]
 
 
-def carried(new: Array, old: Array, mask_t: Array | None, xp: Namespace) -> Array:
+def carry_masked(new_state: Array, old_state: Array, mask_t: Array | None, xp: Namespace) -> Array:
     """Return the state after a step: the new state at real steps, the old state at masked steps."""
-    return new if mask_t is None else xp.where(over_time(mask_t, new), new, old)
+    return new_state if mask_t is None else xp.where(over_time(mask_t, new_state), new_state, old_state)
 
 
-def scale_of_samples(scale: Array | None, some: slice) -> Array | None:
+def scale_of_samples(scale: Array | None, samples: slice) -> Array | None:
     """Select samples from dropout multipliers (sample, n) or (gate, sample, n); None stays None."""
     if scale is None:
         return None
-    return scale[some, ...] if len(scale.shape) == 2 else scale[:, some, :]
+    return scale[samples, ...] if len(scale.shape) == 2 else scale[:, samples, :]

@@ -49,9 +49,9 @@ def check_adapter(adapter: Adapter, model: Any, batch: Batch, *, rtol: float = 1
     capture = adapter.capture(model, batch, CaptureRequest())
     checks: list[tuple[str, Callable[[], None]]] = [
         ("describe names every node", lambda: _check_names(adapter, model, capture)),
-        ("shapes follow the conventions", lambda: _each(capture, _check_shapes)),
+        ("shapes follow the conventions", lambda: _check_calls(capture, _check_shapes)),
         ("a second capture is the same", lambda: _check_repeatable(adapter, model, batch, capture, rtol)),
-        ("outputs replay", lambda: _each(capture, lambda call: _check_replay(call, rtol))),
+        ("outputs replay", lambda: _check_calls(capture, lambda call: _check_replay(call, rtol))),
         ("weight gradients are the reference's", lambda: _check_weights(capture, rtol)),
         ("pull back agrees with capture", lambda: _check_pullback(adapter, model, batch, capture, rtol)),
         ("less asked, less given", lambda: _check_request(adapter, model, batch, capture, rtol)),
@@ -83,46 +83,46 @@ def reference_of(call: RecurrentCall) -> Any:
         call.cell,
         np.asarray(call.input, dtype=float),
         [np.asarray(s, dtype=float) for s in call.initial_state],
-        _reaching(call),
+        _output_cotangent(call),
         mask=None if call.mask is None else np.asarray(call.mask),
         backward=call.direction == "backward",
         final_state_grad=grads,
     )
 
 
-def _reaching(call: RecurrentCall) -> Any:
+def _output_cotangent(call: RecurrentCall) -> Any:
     """Return the output's direct gradient as a cotangent of h at every step; zero where the output is a constant."""
     samples, steps = call.input.shape[:2]
     grad = np.zeros((samples, steps, call.output.shape[-1]))
     if call.output_grad is not None:
-        where = slice(None) if call.returns_sequences else _last(call)
-        grad[:, where] = np.asarray(call.output_grad)
+        time_index = slice(None) if call.returns_sequences else _last_step(call)
+        grad[:, time_index] = np.asarray(call.output_grad)
     return grad if call.output_from_state is None else grad * np.asarray(call.output_from_state)[..., None]
 
 
-def _last(call: RecurrentCall) -> int:
+def _last_step(call: RecurrentCall) -> int:
     return 0 if call.direction == "backward" else call.input.shape[1] - 1
 
 
-def _each(capture: Capture, check: Callable[[RecurrentCall], None]) -> None:
+def _check_calls(capture: Capture, check: Callable[[RecurrentCall], None]) -> None:
     for call in capture.calls:
         check(call)
 
 
-def _plain(call: RecurrentCall) -> bool:
+def _has_reference(call: RecurrentCall) -> bool:
     return not call.cell.by_framework and call.input_scale is None and call.state_scale is None
 
 
 def _check_names(adapter: Adapter, model: Any, capture: Capture) -> None:
-    known = {info.name for info in adapter.describe(model)}
+    names = {info.name for info in adapter.describe(model)}
     for call in capture.calls:
-        assert {call.layer, call.layer.rpartition("#")[0]} & known, f"{call.layer!r} is not among {sorted(known)}"
+        assert {call.layer, call.layer.rpartition("#")[0]} & names, f"{call.layer!r} is not among {sorted(names)}"
 
 
 def _check_shapes(call: RecurrentCall) -> None:
     samples, steps = call.input.shape[:2]
-    tail = (samples, steps) if call.returns_sequences else (samples,)
-    assert tuple(call.output.shape[:-1]) == tail, f"{call.layer}: output {tuple(call.output.shape)}"
+    leading_shape = (samples, steps) if call.returns_sequences else (samples,)
+    assert tuple(call.output.shape[:-1]) == leading_shape, f"{call.layer}: output {tuple(call.output.shape)}"
     sizes = call.cell.state_sizes
     assert [tuple(s.shape) for s in call.initial_state] == [(samples, n) for n in sizes], f"{call.layer}: initial_state"
     if call.mask is not None:
@@ -133,55 +133,55 @@ def _check_shapes(call: RecurrentCall) -> None:
 
 
 def _check_repeatable(adapter: Adapter, model: Any, batch: Batch, capture: Capture, rtol: float) -> None:
-    again = adapter.capture(model, batch, CaptureRequest())
-    assert [c.layer for c in again.calls] == [c.layer for c in capture.calls]
-    for old, new in zip(capture.calls, again.calls, strict=True):
-        close(new.output, old.output, rtol, f"{old.layer} output")
-        close(new.output_grad, old.output_grad, rtol, f"{old.layer} output_grad")
+    second_capture = adapter.capture(model, batch, CaptureRequest())
+    assert [c.layer for c in second_capture.calls] == [c.layer for c in capture.calls]
+    for first_call, second_call in zip(capture.calls, second_capture.calls, strict=True):
+        close(second_call.output, first_call.output, rtol, f"{first_call.layer} output")
+        close(second_call.output_grad, first_call.output_grad, rtol, f"{first_call.layer} output_grad")
 
 
 def _check_replay(call: RecurrentCall, rtol: float) -> None:
-    if not _plain(call):
+    if not _has_reference(call):
         return
     reference = reference_of(call)
     expected = reference.states[0]
     if call.output_from_state is not None:
         expected = expected * np.asarray(call.output_from_state)[..., None]
-    expected = expected if call.returns_sequences else expected[:, _last(call)]
+    expected = expected if call.returns_sequences else expected[:, _last_step(call)]
     close(call.output, expected, rtol, f"{call.layer} output")
     for i, state in enumerate(call.final_state or ()):
-        close(state, reference.states[i][:, _last(call)], rtol, f"{call.layer} final_state[{i}]")
+        close(state, reference.states[i][:, _last_step(call)], rtol, f"{call.layer} final_state[{i}]")
 
 
 def _check_weights(capture: Capture, rtol: float) -> None:
     """Check weight gradients, summed over all calls that share weights, against the framework's."""
     sums: dict[str, dict[str, Any]] = {}
-    given: dict[str, Any] = {}
-    partial = {call.weights_key for call in capture.calls if not _plain(call) or call.weight_grads is None}
+    framework_grads: dict[str, Any] = {}
+    skipped_keys = {call.weights_key for call in capture.calls if not _has_reference(call) or call.weight_grads is None}
     for call in capture.calls:
-        if call.weights_key in partial:
+        if call.weights_key in skipped_keys:
             continue
-        given[call.weights_key] = call.weight_grads
-        found = _weight_gradients(call)
-        total = sums.setdefault(call.weights_key, dict.fromkeys(found, 0.0))
-        for name, grad in found.items():
+        framework_grads[call.weights_key] = call.weight_grads
+        grads = _weight_gradients(call)
+        total = sums.setdefault(call.weights_key, dict.fromkeys(grads, 0.0))
+        for name, grad in grads.items():
             total[name] = total[name] + grad
     for key, total in sums.items():
         for name, grad in total.items():
-            close(given[key][name], grad, rtol, f"{key} {name}")
+            close(framework_grads[key][name], grad, rtol, f"{key} {name}")
 
 
 def _weight_gradients(call: RecurrentCall) -> Any:
     reference = reference_of(call)
     backward = call.direction == "backward"
-    before = []
+    states_before = []
     for i, states in enumerate(reference.states):
-        start = np.asarray(call.initial_state[i], dtype=float)[:, None]
-        parts = [states[:, 1:], start] if backward else [start, states[:, :-1]]
-        before.append(np.concatenate(parts, axis=1))
+        initial_state = np.asarray(call.initial_state[i], dtype=float)[:, None]
+        parts = [states[:, 1:], initial_state] if backward else [initial_state, states[:, :-1]]
+        states_before.append(np.concatenate(parts, axis=1))
     mask = None if call.mask is None else np.asarray(call.mask)
     x = np.asarray(call.input, dtype=float)
-    return weight_gradients(call.cell, x, before, reference.returned_grads, mask=mask)
+    return weight_gradients(call.cell, x, states_before, reference.returned_grads, mask=mask)
 
 
 def _check_pullback(adapter: Adapter, model: Any, batch: Batch, capture: Capture, rtol: float) -> None:
@@ -190,23 +190,25 @@ def _check_pullback(adapter: Adapter, model: Any, batch: Batch, capture: Capture
         index: Port("output", call.layer, direction=call.direction if call.bidirectional else None)
         for index, call in enumerate(calls)
     }
-    with adapter.pullback(model, batch, [Port("loss")], list(ports.values())) as back:
-        found = back.vjp({Port("loss"): np.ones(1)})
+    with adapter.pullback(model, batch, [Port("loss")], list(ports.values())) as pullback:
+        gradients = pullback.vjp({Port("loss"): np.ones(1)})
         for index, port in ports.items():
-            close(back.values[port], calls[index].output, rtol, f"value of {port}")
-            grad = found[port]
-            got = np.zeros(calls[index].output.shape) if grad is None else np.asarray(grad)[0]
-            close(got, calls[index].output_grad, rtol, f"gradient of {port}")
+            close(pullback.values[port], calls[index].output, rtol, f"value of {port}")
+            grad = gradients[port]
+            pulled_grad = np.zeros(calls[index].output.shape) if grad is None else np.asarray(grad)[0]
+            close(pulled_grad, calls[index].output_grad, rtol, f"gradient of {port}")
 
 
 def _check_request(adapter: Adapter, model: Any, batch: Batch, capture: Capture, rtol: float) -> None:
     name = capture.calls[-1].layer
-    less = adapter.capture(model, batch, CaptureRequest(layers=(name,), weight_grads=False))
-    assert {call.layer for call in less.calls} == {name}, f"asked for {name!r}, got {[c.layer for c in less.calls]}"
-    assert all(call.weight_grads is None for call in less.calls), "weight gradients that were not asked for"
-    forward = adapter.capture(model, batch, CaptureRequest(gradients=False))
-    assert all(call.output_grad is None for call in forward.calls), "gradients that were not asked for"
-    assert forward.loss is None, "a loss that was not asked for"
-    alone = adapter.capture(model, batch, CaptureRequest(gradients=False, loss=True))
-    assert alone.loss is not None, "no loss, though it was asked for"
-    close(alone.loss, capture.loss, rtol, "loss without gradients")
+    partial_capture = adapter.capture(model, batch, CaptureRequest(layers=(name,), weight_grads=False))
+    assert {call.layer for call in partial_capture.calls} == {name}, (
+        f"asked for {name!r}, got {[c.layer for c in partial_capture.calls]}"
+    )
+    assert all(call.weight_grads is None for call in partial_capture.calls), "weight gradients that were not asked for"
+    forward_capture = adapter.capture(model, batch, CaptureRequest(gradients=False))
+    assert all(call.output_grad is None for call in forward_capture.calls), "gradients that were not asked for"
+    assert forward_capture.loss is None, "a loss that was not asked for"
+    loss_capture = adapter.capture(model, batch, CaptureRequest(gradients=False, loss=True))
+    assert loss_capture.loss is not None, "no loss, though it was asked for"
+    close(loss_capture.loss, capture.loss, rtol, "loss without gradients")

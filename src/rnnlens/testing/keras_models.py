@@ -33,12 +33,12 @@ def stacked(keras: Any) -> Any:
 def bidirectional(keras: Any) -> Any:
     """Return a model with a masked bidirectional layer whose two directions are multiplied."""
     layers = keras.layers
-    half = layers.LSTM(2, return_sequences=True)
+    lstm = layers.LSTM(2, return_sequences=True)
     return keras.Sequential(
         [
             keras.Input((4, 2)),
             layers.Masking(),
-            layers.Bidirectional(half, merge_mode="mul", name="bi"),
+            layers.Bidirectional(lstm, merge_mode="mul", name="bi"),
             layers.Dense(2),
         ]
     )
@@ -103,8 +103,8 @@ def gradients(loss_of: LossOf, inputs: Sequence[Any], variables: Sequence[Any]) 
     import keras
 
     engine = keras.backend.backend()
-    of_engine: dict[str, Callable[..., Gradients]] = {"tensorflow": _tensorflow, "jax": _jax, "torch": _torch}
-    return of_engine[engine](loss_of, inputs, variables)
+    gradient_functions: dict[str, Callable[..., Gradients]] = {"tensorflow": _tensorflow, "jax": _jax, "torch": _torch}
+    return gradient_functions[engine](loss_of, inputs, variables)
 
 
 def _tensorflow(loss_of: LossOf, inputs: Sequence[Any], variables: Sequence[Any]) -> Gradients:
@@ -121,9 +121,9 @@ def _by_tape(loss_of: LossOf, inputs: Sequence[Any], variables: Sequence[Any]) -
     with tf.GradientTape() as tape:
         tape.watch(tensors)
         loss = loss_of(tensors)
-    found = tape.gradient(loss, [*tensors, *variables], unconnected_gradients=tf.UnconnectedGradients.ZERO)
-    found = [tf.convert_to_tensor(g).numpy() for g in found]
-    return loss.numpy(), found[: len(tensors)], found[len(tensors) :]
+    grads = tape.gradient(loss, [*tensors, *variables], unconnected_gradients=tf.UnconnectedGradients.ZERO)
+    grads = [tf.convert_to_tensor(g).numpy() for g in grads]
+    return loss.numpy(), grads[: len(tensors)], grads[len(tensors) :]
 
 
 def _jax(loss_of: LossOf, inputs: Sequence[Any], variables: Sequence[Any]) -> Gradients:
@@ -149,7 +149,7 @@ def _torch(loss_of: LossOf, inputs: Sequence[Any], variables: Sequence[Any]) -> 
     parameters = [v.value for v in variables]
     with keras.StatelessScope():
         loss = loss_of(tensors)
-    found = torch.autograd.grad(loss, [*tensors, *parameters], allow_unused=True)
-    wanted = [*tensors, *parameters]
-    arrays = [np.zeros(p.shape) if g is None else g.numpy() for g, p in zip(found, wanted, strict=True)]
+    grads = torch.autograd.grad(loss, [*tensors, *parameters], allow_unused=True)
+    differentiated = [*tensors, *parameters]
+    arrays = [np.zeros(p.shape) if g is None else g.numpy() for g, p in zip(grads, differentiated, strict=True)]
     return loss.detach().numpy(), arrays[: len(tensors)], arrays[len(tensors) :]

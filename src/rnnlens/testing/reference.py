@@ -69,7 +69,7 @@ def step(cell: Any, x: Matrix, state: Sequence[Matrix]) -> list[Matrix]:
     return equations(cell, x, state)
 
 
-def _sides(cell: Any, x: Matrix) -> tuple[list[slice], Matrix, Matrix, Any]:
+def _gate_sides(cell: Any, x: Matrix) -> tuple[list[slice], Matrix, Matrix, Any]:
     """Return each gate's slice, the input side with its bias, the recurrent kernel and the recurrent bias."""
     n, weights = cell.units, {name: np.asarray(w) for name, w in cell.weights().items()}
     gate = [slice(k * n, (k + 1) * n) for k in range(len(cell.gates))]
@@ -82,13 +82,13 @@ def _sides(cell: Any, x: Matrix) -> tuple[list[slice], Matrix, Matrix, Any]:
 
 
 def _simple_rnn(cell: Any, x: Matrix, state: Sequence[Matrix]) -> list[Matrix]:
-    _, wx, u, rb = _sides(cell, x)
+    _, wx, u, rb = _gate_sides(cell, x)
     return [ACTIVATIONS[cell.activation](wx + state[0] @ u + rb)]
 
 
 def _lstm(cell: Any, x: Matrix, state: Sequence[Matrix]) -> list[Matrix]:
     act, rec = ACTIVATIONS[cell.activation], ACTIVATIONS[cell.recurrent_activation]
-    gate, wx, u, rb = _sides(cell, x)
+    gate, wx, u, rb = _gate_sides(cell, x)
     z = wx + state[0] @ u + rb
     c = rec(z[gate[1]]) * state[1] + rec(z[gate[0]]) * act(z[gate[2]])
     out = rec(z[gate[3]]) * act(c)
@@ -97,7 +97,7 @@ def _lstm(cell: Any, x: Matrix, state: Sequence[Matrix]) -> list[Matrix]:
 
 def _gru(cell: Any, x: Matrix, state: Sequence[Matrix]) -> list[Matrix]:
     act, rec, h = ACTIVATIONS[cell.activation], ACTIVATIONS[cell.recurrent_activation], state[0]
-    gate, wx, u, rb = _sides(cell, x)
+    gate, wx, u, rb = _gate_sides(cell, x)
     if cell.reset_after:
         uh = h @ u + rb
         r = rec(wx[gate[1]] + uh[gate[1]])
@@ -123,9 +123,9 @@ def step_jacobians(cell: Cell, x: Matrix, state: Sequence[Matrix]) -> tuple[Matr
     flat = np.concatenate([*state, x]).astype(complex)
     columns = []
     for i in range(flat.shape[0]):
-        moved = flat.copy()
-        moved[i] += 1j * _STEP
-        parts = np.split(moved, np.cumsum(sizes))
+        perturbed = flat.copy()
+        perturbed[i] += 1j * _STEP
+        parts = np.split(perturbed, np.cumsum(sizes))
         columns.append(np.concatenate(step(cell, parts[-1], parts[:-1])).imag / _STEP)
     jacobian = np.stack(columns, axis=1)
     return jacobian[:, : sum(sizes)], jacobian[:, sum(sizes) :]
@@ -185,17 +185,17 @@ def bptt(
         lam = np.concatenate(
             [np.zeros(n) if final_state_grad is None else final_state_grad[i][b] for i, n in enumerate(sizes)]
         )
-        for t, before in zip(order[::-1], trajectory[::-1], strict=True):
+        for t, state_before in zip(order[::-1], trajectory[::-1], strict=True):
             lam[: sizes[0]] += output_grad[b, t]
-            real = mask is None or bool(mask[b, t])
+            is_real = mask is None or bool(mask[b, t])
             for target, total, value in zip(returned, grads, np.split(lam, np.cumsum(sizes)[:-1]), strict=True):
                 target[b, t] = total[b, t] = value
-            if real and "cell" in cell.states:
-                grads[1][b, t] += through_hidden(cell, x[b, t], before).T @ returned[0][b, t]
-            if real:
-                a, into = step_jacobians(cell, x[b, t], before)
-                result.input_grad[b, t] = into.T @ lam
-                lam = a.T @ lam
+            if is_real and "cell" in cell.states:
+                grads[1][b, t] += through_hidden(cell, x[b, t], state_before).T @ returned[0][b, t]
+            if is_real:
+                state_jacobian, input_jacobian = step_jacobians(cell, x[b, t], state_before)
+                result.input_grad[b, t] = input_jacobian.T @ lam
+                lam = state_jacobian.T @ lam
         for target, value in zip(result.initial_state_grad, np.split(lam, np.cumsum(sizes)[:-1]), strict=True):
             target[b] = value
     return result
@@ -206,11 +206,11 @@ def through_hidden(cell: Any, x: Matrix, before: Sequence[Matrix]) -> Matrix:
     act, rec = ACTIVATIONS[cell.activation], ACTIVATIONS[cell.recurrent_activation]
     n = cell.units
     c = step(cell, x, before)[1].real
-    extra = sum(np.asarray(v)[3 * n :] for v in (cell.bias, cell.recurrent_bias) if v is not None)
-    z = x @ np.asarray(cell.kernel)[:, 3 * n :] + before[0] @ np.asarray(cell.recurrent_kernel)[:, 3 * n :] + extra
+    bias = sum(np.asarray(v)[3 * n :] for v in (cell.bias, cell.recurrent_bias) if v is not None)
+    z = x @ np.asarray(cell.kernel)[:, 3 * n :] + before[0] @ np.asarray(cell.recurrent_kernel)[:, 3 * n :] + bias
     o = rec(z).real
-    moved = c[None, :] + 1j * _STEP * np.eye(n)
-    slopes = np.stack([act(row).imag for row in moved], axis=1) / _STEP
+    perturbed = c[None, :] + 1j * _STEP * np.eye(n)
+    slopes = np.stack([act(row).imag for row in perturbed], axis=1) / _STEP
     through = o[:, None] * slopes
     return through if cell.projection is None else np.asarray(cell.projection).T @ through
 
@@ -232,13 +232,13 @@ def weight_gradients(
     grads = {name: np.zeros(w.shape) for name, w in values.items()}
     for name, w in values.items():
         for index in np.ndindex(*w.shape):
-            moved = w.copy()
-            moved[index] += 1j * _STEP
-            changed = cell.holding({**values, name: moved})
+            perturbed = w.copy()
+            perturbed[index] += 1j * _STEP
+            perturbed_cell = cell.holding({**values, name: perturbed})
             for b, t in np.ndindex(*x.shape[:2]):
                 if mask is None or mask[b, t]:
-                    after = step(changed, x[b, t], [s[b, t] for s in states_before])
+                    states_after = step(perturbed_cell, x[b, t], [s[b, t] for s in states_before])
                     grads[name][index] += sum(
-                        float(c[b, t] @ (s.imag / _STEP)) for c, s in zip(state_cotangent, after, strict=True)
+                        float(c[b, t] @ (s.imag / _STEP)) for c, s in zip(state_cotangent, states_after, strict=True)
                     )
     return grads

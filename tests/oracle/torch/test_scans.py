@@ -470,8 +470,8 @@ def test_a_fault_in_the_sweep_is_found_beside_the_rounding_of_scans(name, monkey
     model, ids = build(name), tokens(12, 12)
     found = rl.gradients(model, ids, ids[:, 0], loss=loss_of, wrt="weights").certificate
     assert found.state == "passed"
-    right = sequence._before_step
-    monkeypatch.setattr(sequence, "_before_step", lambda *given: 1.01 * right(*given))
+    right = sequence._pull_step
+    monkeypatch.setattr(sequence, "_pull_step", lambda *given: 1.01 * right(*given))
     found = rl.gradients(model, ids, ids[:, 0], loss=loss_of, wrt="weights").certificate
     assert found.state == "failed"
 

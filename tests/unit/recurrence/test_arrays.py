@@ -16,9 +16,9 @@ from rnnlens.recurrence.arrays import (
     for_each,
     large_parts,
     one_thread_each,
+    raise_if_cancelled,
     row_parts,
     sample_chunks,
-    still_wanted,
     walk_parts,
 )
 
@@ -109,7 +109,7 @@ def test_other_parts_stop_when_one_fails():
         if part.start == 0:
             raise KeyboardInterrupt
         for step in range(10_000):
-            still_wanted()
+            raise_if_cancelled()
             steps.append(step)
             time.sleep(0.001)
 

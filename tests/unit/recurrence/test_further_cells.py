@@ -168,7 +168,7 @@ def test_the_linear_system_is_that_of_the_complex_step(name, masked):
     for t in range(TIME):
         rows = np.broadcast_to(np.eye(total), (BATCH, total, total)).copy()
         out = np.zeros((BATCH, total, total + FEATURES))
-        steps[t].arrive(rows, total)
+        steps[t].to_total_gradients(rows, total)
         steps[t].pull(rows, out, inputs=True)
         before = np.concatenate(run.state_before(t), axis=1)
         for b in range(BATCH):

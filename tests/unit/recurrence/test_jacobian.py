@@ -136,7 +136,7 @@ def test_a_sweep_in_blocks_equals_the_plain_product_chain(kind, order, masked, d
     source = PointRows(range(T), {0: system.work.eye(hidden)[None, None]}, order)
     sink = Collector(system.work, Extent(B, T, hidden, F), {t: t for t in range(T)})
     initial = Collector(system.work, Extent(B, T, hidden, system.state_sizes[last]), {-1: 0})
-    with system.work.quiet():
+    with system.work.no_autograd():
         BlockedSweep(system, source, Taps(input=sink, initial={last: initial}), slice(None), length).run(None)
     chronological = np.argsort(source.sequence)
     close(np.moveaxis(on_cpu(sink.result)[:, :, chronological], 1, 3), by_input[:, :, :hidden])

@@ -122,7 +122,7 @@ def unrolled(a, n, order):
 
 def pulled(system, step, rows, inputs):
     rows = rows.copy()
-    step.arrive(rows, rows.shape[1])
+    step.to_total_gradients(rows, rows.shape[1])
     out = np.full((B, rows.shape[1], system.rows + (F if inputs else 0)), np.nan)
     step.pull(rows, out, inputs=inputs)
     return out
@@ -262,7 +262,7 @@ def test_a_gated_step_is_the_matrix_that_it_stands_for():
     step.push(rows, pushed)
     close(pushed, rows @ (total @ back).swapaxes(1, 2))
     arrived = rows.copy()
-    step.arrive(arrived, 4)
+    step.to_total_gradients(arrived, 4)
     step.pull(arrived, pulled, inputs=False)
     close(pulled, rows @ total @ back)
 
@@ -370,7 +370,7 @@ def test_what_pruning_took_away_is_estimated_without_bias(structure):
     errors, estimates = [], []
     for seed in [None, *range(30)]:
         sink = Collector(system.work, Extent(B, 40, size, F), {t: t for t in range(40)})
-        pruning = None if seed is None else Vanished(system.work, 1e-2, size, probes=4, every=2, seed=seed)
+        pruning = None if seed is None else Vanished(system.work, 1e-2, size, probes=4, interval=2, seed=seed)
         reverse(system, Units(range(40), 0, size), Taps(input=sink), pruning=pruning)
         if exact is None:
             exact = sink.result

@@ -157,8 +157,8 @@ class Cell:
     @property
     def biases_add_up(self) -> bool:
         """Whether the cell has two biases of which only the sum matters."""
-        found = self.weights()
-        return "bias" in found and "recurrent_bias" in found
+        weights = self.weights()
+        return "bias" in weights and "recurrent_bias" in weights
 
     # One step.
 
@@ -171,8 +171,8 @@ class Cell:
     def through_activations(self, record: Record, grads: Sequence[Array], xp: Namespace) -> Array:
         """Pull dL/dgate, one (..., unit) array per gate, back through the activations to dL/dz (..., gate, unit)."""
         z, a = record.preactivation, record.gates
-        parts = [k.vjp(z[..., g, :], a[..., g, :], grads[g], xp) for g, k in enumerate(self.activations)]
-        return xp.stack(parts, axis=-2)
+        gate_terms = [k.vjp(z[..., g, :], a[..., g, :], grads[g], xp) for g, k in enumerate(self.activations)]
+        return xp.stack(gate_terms, axis=-2)
 
     def project(self, x: Array, scale: Scale, xp: Namespace) -> Array:
         """Compute the input side of all pre-activations, with biases: (sample, ..., n) to (sample, ..., gate * unit).
@@ -180,11 +180,11 @@ class Cell:
         A pre-activation is this input side plus the states' contribution. The default is linear in ``x``; a cell that
         overrides it must also override :meth:`input_gradient` and :meth:`input_gradients`.
         """
-        found = self.weights()
-        z = affine.project(x, found["kernel"], scale, self.parts, xp)
-        bias, other = found.get("bias"), found.get("recurrent_bias")
-        if bias is not None or other is not None:
-            z += other if bias is None else bias if other is None else bias + other
+        weights = self.weights()
+        z = affine.project(x, weights["kernel"], scale, self.parts, xp)
+        bias, recurrent_bias = weights.get("bias"), weights.get("recurrent_bias")
+        if bias is not None or recurrent_bias is not None:
+            z += recurrent_bias if bias is None else bias if recurrent_bias is None else bias + recurrent_bias
         return z
 
     def step(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
@@ -193,8 +193,8 @@ class Cell:
 
     def taken(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
         """Run :meth:`step`; if the framework differentiates the step, store the projected input in the record."""
-        record, after = self.step(projected, before, scale, xp)
-        return (record if self.autodiff is None else record._replace(inner=projected)), tuple(after)
+        record, states_after = self.step(projected, before, scale, xp)
+        return (record if self.autodiff is None else record._replace(inner=projected)), tuple(states_after)
 
     def pull_back(
         self, record: Record, before: States, after: States, cotangent: States, scale: Scale, xp: Namespace
@@ -204,14 +204,14 @@ class Cell:
         The third result is the total gradients of the new states, including paths through other states of the
         same step.
         """
-        dz, carry, _ = self._differentiator.vjp(*flattened(record, before, cotangent, xp))
-        lead = tuple(cotangent[0].shape[:-1])
+        dz, carry, _ = self._differentiator.vjp(*flatten_rows(record, before, cotangent, xp))
+        leading_shape = tuple(cotangent[0].shape[:-1])
         total = tuple(cotangent)
         if len(self.states) > 1:
-            produced = self._differentiator.produced(*flattened(record, before, cotangent, xp))
-            total = tuple(xp.reshape(part, (*lead, -1)) for part in produced)
-        back = tuple(xp.reshape(part, (*lead, -1)) for part in carry)
-        return xp.reshape(dz, (*lead, self.parts, -1)), back, total
+            produced = self._differentiator.produced(*flatten_rows(record, before, cotangent, xp))
+            total = tuple(xp.reshape(part, (*leading_shape, -1)) for part in produced)
+        previous_grads = tuple(xp.reshape(part, (*leading_shape, -1)) for part in carry)
+        return xp.reshape(dz, (*leading_shape, self.parts, -1)), previous_grads, total
 
     @property
     def _differentiator(self) -> StepDerivatives:
@@ -244,10 +244,10 @@ class Cell:
 
     def input_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return dL/dW of the weights used in :meth:`project`, except the recurrent bias, summed as in ``how``."""
-        found, flat = self.weights(), flat_gate_grad(run, result, times)
+        weights, flat = self.weights(), flat_gate_grad(run, result, times)
         grads = {"kernel": affine.outer(run.input[:, times, :], flat, run.input_scale, self.parts, how, run.xp)}
-        biases = ["bias"] if "bias" in found else []
-        biases += ["recurrent_bias"] if "recurrent_bias" in found and type(self).project is Cell.project else []
+        biases = ["bias"] if "bias" in weights else []
+        biases += ["recurrent_bias"] if "recurrent_bias" in weights and type(self).project is Cell.project else []
         return grads | dict.fromkeys(biases, affine.total(flat, how, run.xp) if biases else None)
 
     def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
@@ -255,18 +255,18 @@ class Cell:
         xp, steps = run.xp, range(run.input.shape[1])[times]
         assert result.returned_grads is not None
         cotangent = [run.at_real_steps(grad) for grad in result.returned_grads]
-        before = run.states_before()
+        states_before = run.states_before()
 
-        def pulled(at: tuple[slice, slice | int]) -> Mapping[str, Array]:
-            given = run.known_record.at(at), [b[at] for b in before], [c[at] for c in cotangent]
-            return self._differentiator.vjp(*flattened(*given, xp))[2]
+        def pull_weights(index: tuple[slice, slice | int]) -> Mapping[str, Array]:
+            step_values = run.known_record.at(index), [b[index] for b in states_before], [c[index] for c in cotangent]
+            return self._differentiator.vjp(*flatten_rows(*step_values, xp))[2]
 
         if not how.by_time:
-            found = pulled((slice(None), times))
+            grads = pull_weights((slice(None), times))
         else:
-            each = [pulled((slice(None), t)) for t in steps]
-            found = {name: xp.stack([grads[name] for grads in each]) for name in each[0]}
-        return {name: _combined(grad, how) for name, grad in found.items()}
+            step_grads = [pull_weights((slice(None), t)) for t in steps]
+            grads = {name: xp.stack([one_step[name] for one_step in step_grads]) for name in step_grads[0]}
+        return {name: _reduce_rows(grad, how) for name, grad in grads.items()}
 
     def weight_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return dL/dW of all weights by name, summed according to ``how``."""
@@ -306,12 +306,15 @@ class Cell:
     def pull_rows(self, run: Trajectory, t: int, rows: Sequence[Array]) -> list[Array]:
         """Pull cotangents of the states, one (sample, row, size) array per state, back through step t of a run."""
 
-        def wide(array: Array) -> Array:
+        def with_row_axis(array: Array) -> Array:
             return array[:, None]
 
-        record = run.known_record.map(lambda part: wide(part[:, t]))
-        before, after = [wide(s) for s in run.state_before(t)], [wide(s[:, t]) for s in run.states]
-        return list(self.pull_back(record, before, after, rows, run.state_scale, run.xp)[1])
+        record = run.known_record.map(lambda array: with_row_axis(array[:, t]))
+        states_before, states_after = (
+            [with_row_axis(s) for s in run.state_before(t)],
+            [with_row_axis(s[:, t]) for s in run.states],
+        )
+        return list(self.pull_back(record, states_before, states_after, rows, run.state_scale, run.xp)[1])
 
     def map_at(self, x: Array, xp: Namespace) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
         """Return one step with constant input x (feature,) as two float64 functions of s (n, S).
@@ -320,54 +323,58 @@ class Cell:
         """
         cell, sizes = self.with_weights(lambda w: np.asarray(w, dtype=np.float64)), self.state_sizes
         projected = cell.project(np.asarray(x, dtype=np.float64)[None], None, np)
-        cuts, total = np.cumsum(sizes)[:-1], sum(sizes)
-        basis = np.split(np.eye(total)[None], cuts, axis=2)
+        boundaries, total = np.cumsum(sizes)[:-1], sum(sizes)
+        basis = np.split(np.eye(total)[None], boundaries, axis=2)
 
-        def taken(s: Array) -> tuple[list[Array], Record, tuple[Array, ...]]:
-            before = np.split(s, cuts, 1)
-            return before, *cell.taken(np.broadcast_to(projected, (len(s), projected.shape[1])), before, None, np)
+        def run_step(s: Array) -> tuple[list[Array], Record, tuple[Array, ...]]:
+            states_before = np.split(s, boundaries, 1)
+            return states_before, *cell.taken(
+                np.broadcast_to(projected, (len(s), projected.shape[1])), states_before, None, np
+            )
 
         def step(s: Array) -> Array:
-            return np.concatenate(taken(s)[2], axis=1)
+            return np.concatenate(run_step(s)[2], axis=1)
 
         def jacobian(s: Array) -> Array:
-            before, record, after = taken(s)
-            spread = record.map(lambda part: part[:, None])
+            states_before, record, states_after = run_step(s)
+            step_record = record.map(lambda part: part[:, None])
             rows = [np.broadcast_to(b, (len(s), *b.shape[1:])) for b in basis]
-            wide = [b[:, None] for b in before], [a[:, None] for a in after]
-            pulled: tuple[Any, ...] = cell.pull_back(spread, *wide, rows, None, np)[1]
+            step_states = [b[:, None] for b in states_before], [a[:, None] for a in states_after]
+            pulled: tuple[Any, ...] = cell.pull_back(step_record, *step_states, rows, None, np)[1]
             return np.concatenate(pulled, axis=2)
 
         return step, jacobian
 
 
-def of_every_gate(cell: Cell, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
+def recurrent_kernel_gradient(
+    cell: Cell, run: Trajectory, result: Adjoint, how: Contraction, times: slice
+) -> Gradients:
     """Return the gradient of a recurrent kernel by which every gate multiplies h_{t-1}."""
-    before, flat = run.before(0)[:, times, :], flat_gate_grad(run, result, times)
-    return {"recurrent_kernel": affine.outer(before, flat, run.state_scale, cell.parts, how, run.xp)}
+    previous_hidden, flat = run.before(0)[:, times, :], flat_gate_grad(run, result, times)
+    return {"recurrent_kernel": affine.outer(previous_hidden, flat, run.state_scale, cell.parts, how, run.xp)}
 
 
-def flattened(
-    record: Record, before: States, cotangent: States, xp: Namespace
+def flatten_rows(
+    record: Record, states_before: States, cotangent: States, xp: Namespace
 ) -> tuple[Array, list[Array], list[Array]]:
     """Return W x_t, the states before the step and the cotangents of the step as matrices (n, size).
 
     The rows are all combinations of the cotangents' leading axes, along which W x_t and the states are repeated.
     """
-    lead = tuple(cotangent[0].shape[:-1])
+    leading_shape = tuple(cotangent[0].shape[:-1])
 
-    def flat(array: Array) -> Array:
-        return xp.reshape(xp.broadcast_to(array, (*lead, array.shape[-1])), (-1, array.shape[-1]))
+    def flatten(array: Array) -> Array:
+        return xp.reshape(xp.broadcast_to(array, (*leading_shape, array.shape[-1])), (-1, array.shape[-1]))
 
-    return flat(record.inner), [flat(b) for b in before], [flat(c) for c in cotangent]
+    return flatten(record.inner), [flatten(b) for b in states_before], [flatten(c) for c in cotangent]
 
 
-def _combined(grad: Array, how: Contraction) -> Array:
-    """Return a weight gradient, reduced to random combinations of its rows if ``how`` requests probes."""
-    matrix = len(grad.shape) - int(how.by_time) == 2
-    if not how.probes or not matrix:
+def _reduce_rows(grad: Array, contraction: Contraction) -> Array:
+    """Return a weight gradient, reduced to random combinations of its rows if ``contraction`` requests probes."""
+    is_matrix = len(grad.shape) - int(contraction.by_time) == 2
+    if not contraction.probes or not is_matrix:
         return grad
-    return affine.probe_rows(grad.shape[-2], grad, how) @ grad
+    return affine.probe_rows(grad.shape[-2], grad, contraction) @ grad
 
 
 def flat_gate_grad(run: Trajectory, result: Adjoint, times: slice) -> Array:

@@ -46,45 +46,47 @@ class Window:
         """Return how many zeros are padded before and after each spatial axis."""
         if self.padding == "valid":
             return [(0, 0)] * len(sizes)
-        found = []
+        paddings = []
         for size, width, stride, dilation in zip(sizes, window, self.strides, self.dilation, strict=True):
             missing = max((-(-size // stride) - 1) * stride + (width - 1) * dilation + 1 - size, 0)
-            found.append((missing // 2, missing - missing // 2))
-        return found
+            paddings.append((missing // 2, missing - missing // 2))
+        return paddings
 
-    def places(
+    def positions(
         self, sizes: Sequence[int], window: Sequence[int]
     ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
         """Return pairs: a position in the kernel window, and the slice of the padded input that it multiplies."""
         padded = [size + sum(pad) for size, pad in zip(sizes, self.pads(sizes, window), strict=True)]
         axes = list(zip(padded, window, self.strides, self.dilation, strict=True))
         counts = [(size - (width - 1) * dilation - 1) // stride + 1 for size, width, stride, dilation in axes]
-        for at in product(*(range(width) for width in window)):
-            starts = [place * dilation for place, dilation in zip(at, self.dilation, strict=True)]
-            ends = [(count - 1) * stride + 1 for count, stride in zip(counts, self.strides, strict=True)]
-            spans = zip(starts, ends, self.strides, strict=True)
-            yield at, tuple(slice(start, start + end, stride) for start, end, stride in spans)
+        for position in product(*(range(width) for width in window)):
+            starts = [offset * dilation for offset, dilation in zip(position, self.dilation, strict=True)]
+            stops = [(count - 1) * stride + 1 for count, stride in zip(counts, self.strides, strict=True)]
+            ranges = zip(starts, stops, self.strides, strict=True)
+            yield position, tuple(slice(start, start + stop, stride) for start, stop, stride in ranges)
 
 
 def convolve(x: Array, kernel: Array, window: Window, xp: Namespace) -> Array:
     """Convolve x (..., *space, n) with a kernel (*window, n, m)."""
     rank = kernel.ndim - 2
-    padded, parts = _padded(x, kernel, window, xp), window.places(x.shape[-1 - rank : -1], kernel.shape[:rank])
-    products = (padded[(..., *part, slice(None))] @ kernel[at] for at, part in parts)
-    first = next(products)
-    return sum(products, start=first)
+    padded, positions = _pad(x, kernel, window, xp), window.positions(x.shape[-1 - rank : -1], kernel.shape[:rank])
+    products = (padded[(..., *window_slice, slice(None))] @ kernel[position] for position, window_slice in positions)
+    first_product = next(products)
+    return sum(products, start=first_product)
 
 
 def convolve_back(dz: Array, kernel: Array, sizes: Sequence[int], window: Window, xp: Namespace) -> Array:
     """Pull cotangents dz (..., *space, m) of :func:`convolve` back to its input (..., *sizes, n)."""
-    rank, lead = kernel.ndim - 2, tuple(dz.shape[: dz.ndim - kernel.ndim + 1])
+    rank, leading_shape = kernel.ndim - 2, tuple(dz.shape[: dz.ndim - kernel.ndim + 1])
     pads = window.pads(sizes, kernel.shape[:rank])
-    wide = [size + sum(pad) for size, pad in zip(sizes, pads, strict=True)]
-    padded = xp.zeros((*lead, *wide, kernel.shape[-2]), dtype=dz.dtype, device=getattr(dz, "device", None))
-    for at, part in window.places(sizes, kernel.shape[:rank]):
-        padded[(..., *part, slice(None))] += dz @ kernel[at].T
-    inside = [slice(before, before + size) for (before, _), size in zip(pads, sizes, strict=True)]
-    return padded[(..., *inside, slice(None))]
+    padded_sizes = [size + sum(pad) for size, pad in zip(sizes, pads, strict=True)]
+    padded = xp.zeros(
+        (*leading_shape, *padded_sizes, kernel.shape[-2]), dtype=dz.dtype, device=getattr(dz, "device", None)
+    )
+    for position, window_slice in window.positions(sizes, kernel.shape[:rank]):
+        padded[(..., *window_slice, slice(None))] += dz @ kernel[position].T
+    interior = [slice(pad_before, pad_before + size) for (pad_before, _), size in zip(pads, sizes, strict=True)]
+    return padded[(..., *interior, slice(None))]
 
 
 def kernel_gradient(x: Array, dz: Array, kernel: Array, window: Window, by_time: bool, xp: Namespace) -> Array:
@@ -96,20 +98,20 @@ def kernel_gradient(x: Array, dz: Array, kernel: Array, window: Window, by_time:
     rank = kernel.ndim - 2
     if by_time:
         steps = range(x.shape[1])
-        each = [kernel_gradient(x[:, t : t + 1], dz[:, t : t + 1], kernel, window, False, xp) for t in steps]
-        return xp.stack(each)
-    padded, flat = _padded(x, kernel, window, xp), xp.reshape(dz, (-1, dz.shape[-1]))
-    found = xp.zeros_like(kernel)
-    for at, part in window.places(x.shape[2:-1], kernel.shape[:rank]):
-        found[at] = xp.reshape(padded[(..., *part, slice(None))], (-1, x.shape[-1])).T @ flat
-    return found
+        step_grads = [kernel_gradient(x[:, t : t + 1], dz[:, t : t + 1], kernel, window, False, xp) for t in steps]
+        return xp.stack(step_grads)
+    padded, flat = _pad(x, kernel, window, xp), xp.reshape(dz, (-1, dz.shape[-1]))
+    grad = xp.zeros_like(kernel)
+    for position, window_slice in window.positions(x.shape[2:-1], kernel.shape[:rank]):
+        grad[position] = xp.reshape(padded[(..., *window_slice, slice(None))], (-1, x.shape[-1])).T @ flat
+    return grad
 
 
-def _padded(x: Array, kernel: Array, window: Window, xp: Namespace) -> Array:
+def _pad(x: Array, kernel: Array, window: Window, xp: Namespace) -> Array:
     """Pad the spatial axes of x with zeros."""
     rank = kernel.ndim - 2
-    first = x.ndim - 1 - rank
-    for axis, pads in enumerate(window.pads(x.shape[first:-1], kernel.shape[:rank]), start=first):
+    first_axis = x.ndim - 1 - rank
+    for axis, pads in enumerate(window.pads(x.shape[first_axis:-1], kernel.shape[:rank]), start=first_axis):
         shape = list(x.shape)
         zeros = [
             xp.zeros((*shape[:axis], n, *shape[axis + 1 :]), dtype=x.dtype, device=getattr(x, "device", None))
@@ -177,12 +179,16 @@ class _ConvLSTM(LSTM):
         ones = (1,) * len(self.space)
         return Window(ones, ones, "same")
 
-    def _by_gate(self, x: Array, kernel: Array, scale: Scale, function: Callable[..., Array], xp: Namespace) -> Array:
+    def _apply_by_gate(
+        self, x: Array, kernel: Array, scale: Scale, function: Callable[..., Array], xp: Namespace
+    ) -> Array:
         """Apply ``function(x, kernel)`` to all gates at once, or gate by gate if each has its own dropout."""
         if scale is None:
             return function(x, kernel)
-        parts = [function(x * _over_time(scale[g], x), self._columns(kernel, g)) for g in range(len(self.gates))]
-        return xp.concat(parts, axis=-1)
+        gate_results = [
+            function(x * _expand_scale(scale[g], x), self._columns(kernel, g)) for g in range(len(self.gates))
+        ]
+        return xp.concat(gate_results, axis=-1)
 
     def _columns(self, array: Array, gate: int) -> Array:
         """Return the block of one gate from an array (..., gate * channel)."""
@@ -191,36 +197,42 @@ class _ConvLSTM(LSTM):
     def project(self, x: Array, scale: Scale, xp: Namespace) -> Array:
         """Compute the input side W * x_t + b of all gates: (sample, ..., *space, gate * channel)."""
         window = self._input_window
-        z = self._by_gate(x, self.kernel, scale, lambda part, kernel: convolve(part, kernel, window, xp), xp)
+        z = self._apply_by_gate(
+            x, self.kernel, scale, lambda gate_input, kernel: convolve(gate_input, kernel, window, xp), xp
+        )
         return z if self.bias is None else z + self.bias
 
     def from_hidden(self, hidden: Array, scale: Scale, xp: Namespace) -> Array:
         """Compute the recurrent side U * h_{t-1} of all gates."""
         window = self._state_window
-        return self._by_gate(
-            hidden, self.recurrent_kernel, scale, lambda part, kernel: convolve(part, kernel, window, xp), xp
+        return self._apply_by_gate(
+            hidden,
+            self.recurrent_kernel,
+            scale,
+            lambda gate_hidden, kernel: convolve(gate_hidden, kernel, window, xp),
+            xp,
         )
 
     def to_hidden(self, dz: Array, scale: Scale, xp: Namespace) -> Array:
         """Pull dL/dz (..., *space, gate * channel) back to h_{t-1}."""
         sizes = tuple(dz.shape[dz.ndim - 1 - len(self.space) : -1])
-        return self._pulled(dz, self.recurrent_kernel, sizes, scale, self._state_window, xp)
+        return self._pull_convolution(dz, self.recurrent_kernel, sizes, scale, self._state_window, xp)
 
     def input_gradient(self, x: Array, gate_grad: Array, scale: Scale, xp: Namespace) -> Array:
         """Pull dL/dz back to the input, shaped as ``x``."""
         sizes = tuple(x.shape[x.ndim - 1 - len(self.space) : -1])
-        return self._pulled(gate_grad, self.kernel, sizes, scale, self._input_window, xp)
+        return self._pull_convolution(gate_grad, self.kernel, sizes, scale, self._input_window, xp)
 
-    def _pulled(
+    def _pull_convolution(
         self, dz: Array, kernel: Array, sizes: tuple[int, ...], scale: Scale, window: Window, xp: Namespace
     ) -> Array:
         if scale is None:
             return convolve_back(dz, kernel, sizes, window, xp)
-        parts = []
+        pulled_gates = []
         for gate in range(len(self.gates)):
-            part = convolve_back(self._columns(dz, gate), self._columns(kernel, gate), sizes, window, xp)
-            parts.append(part * _over_time(scale[gate], part))
-        return sum(parts[1:], start=parts[0])
+            pulled_gate = convolve_back(self._columns(dz, gate), self._columns(kernel, gate), sizes, window, xp)
+            pulled_gates.append(pulled_gate * _expand_scale(scale[gate], pulled_gate))
+        return sum(pulled_gates[1:], start=pulled_gates[0])
 
     def input_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradients of the input kernel and of the bias."""
@@ -235,9 +247,13 @@ class _ConvLSTM(LSTM):
 
     def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradient of the recurrent kernel."""
-        flat, before = flat_gate_grad(run, result, times), run.before(0)[:, times, ...]
+        flat, previous_hidden = flat_gate_grad(run, result, times), run.before(0)[:, times, ...]
         kernel, window = self.recurrent_kernel, self._state_window
-        return {"recurrent_kernel": self._kernel_gradient(before, flat, kernel, run.state_scale, window, how, run.xp)}
+        return {
+            "recurrent_kernel": self._kernel_gradient(
+                previous_hidden, flat, kernel, run.state_scale, window, how, run.xp
+            )
+        }
 
     def _kernel_gradient(
         self,
@@ -246,18 +262,23 @@ class _ConvLSTM(LSTM):
         kernel: Array,
         scale: Scale,
         window: Window,
-        how: Contraction,
+        contraction: Contraction,
         xp: Namespace,
     ) -> Array:
         if scale is None:
-            return kernel_gradient(x, dz, kernel, window, how.by_time, xp)
-        parts = [
+            return kernel_gradient(x, dz, kernel, window, contraction.by_time, xp)
+        gate_grads = [
             kernel_gradient(
-                x * _over_time(scale[g], x), self._columns(dz, g), self._columns(kernel, g), window, how.by_time, xp
+                x * _expand_scale(scale[g], x),
+                self._columns(dz, g),
+                self._columns(kernel, g),
+                window,
+                contraction.by_time,
+                xp,
             )
             for g in range(len(self.gates))
         ]
-        return xp.concat(parts, axis=-1)
+        return xp.concat(gate_grads, axis=-1)
 
     def recurrent_terms(self, gate_grad: Array, gates: Array, before: Array) -> None:
         """Return None: the gradient of a convolution kernel is no product of two matrices."""
@@ -276,7 +297,7 @@ class _ConvLSTM(LSTM):
         )
 
 
-def _over_time(scale: Array, x: Array) -> Array:
+def _expand_scale(scale: Array, x: Array) -> Array:
     """Insert the axes of ``x`` between sample and space into dropout multipliers (sample, *space, n)."""
     return scale[(slice(None), *[None] * (x.ndim - scale.ndim))]
 

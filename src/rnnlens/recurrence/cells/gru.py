@@ -37,7 +37,7 @@ from .registry import built_in
 _GATES = 3
 
 
-def _scale_of(scale: Scale, gates: int | slice) -> Array | None:
+def _gate_scales(scale: Scale, gates: int | slice) -> Array | None:
     """Return the dropout multipliers of some gates; those of all gates if they share them."""
     return scale if scale is None or len(scale.shape) == 2 else scale[gates]
 
@@ -122,11 +122,11 @@ class GRU(Cell):
             z_n = projected[..., split:] + ur[..., 1, :] * inner
         else:
             u_ur, u_n = self._kernels()
-            recurrent = affine.project(h, u_ur, _scale_of(scale, slice(0, 2)), 2, xp)
+            recurrent = affine.project(h, u_ur, _gate_scales(scale, slice(0, 2)), 2, xp)
             z_ur = affine.split_gates(projected[..., :split] + recurrent, 2, xp)
             ur = rec.value(z_ur, xp)
             inner = None
-            z_n = projected[..., split:] + affine.project(ur[..., 1, :] * h, u_n, _scale_of(scale, 2), 1, xp)
+            z_n = projected[..., split:] + affine.project(ur[..., 1, :] * h, u_n, _gate_scales(scale, 2), 1, xp)
         n = act.value(z_n, xp)
         z = xp.concat([z_ur, z_n[..., None, :]], axis=-2)
         gates = xp.concat([ur, n[..., None, :]], axis=-2)
@@ -141,7 +141,7 @@ class GRU(Cell):
     ) -> Pulled:
         """Pull dL/dh_t back through the candidate into the reset gate, and through all three gates into h_{t-1}."""
         (lam,), (u, r, _) = cotangent, (record.gates[..., k, :] for k in range(_GATES))
-        grads, into_product = self._by_gates(record, before[0], lam, scale, xp)
+        grads, into_product = self._gate_gradients(record, before[0], lam, scale, xp)
         dz = self.through_activations(record, grads, xp)
         if self.reset_after:
             recurrent = xp.concat([dz[..., 0, :], dz[..., 1, :], dz[..., 2, :] * r], axis=-1)
@@ -149,35 +149,37 @@ class GRU(Cell):
         else:
             recurrent, kernel = affine.join_gates(dz[..., :2, :], xp), self._kernels()[0]
             carry = lam * u + into_product * r
-            carry = carry + affine.unproject(recurrent, kernel, _scale_of(scale, slice(0, 2)), 2, xp)
+            carry = carry + affine.unproject(recurrent, kernel, _gate_scales(scale, slice(0, 2)), 2, xp)
         return dz, (carry,), (lam,)
 
-    def _by_gates(
-        self, record: Record, before: Array, lam: Array, scale: Scale, xp: Namespace
+    def _gate_gradients(
+        self, record: Record, previous_hidden: Array, lam: Array, scale: Scale, xp: Namespace
     ) -> tuple[list[Array], Array]:
         """Pull dL/dh_t back to the gates: dL/du, dL/dr, dL/dn, and the gradient at the tensor that r multiplies."""
         u, _, n = (record.gates[..., k, :] for k in range(_GATES))
         by_candidate = lam * (1 - u)
         into_product = self.activations[2].vjp(record.preactivation[..., 2, :], n, by_candidate, xp)
         if not self.reset_after:
-            into_product = affine.unproject(into_product, self._kernels()[1], _scale_of(scale, 2), 1, xp)
-        by_reset = into_product * (record.inner if self.reset_after else before)
-        return [lam * (before - n), by_reset, by_candidate], into_product
+            into_product = affine.unproject(into_product, self._kernels()[1], _gate_scales(scale, 2), 1, xp)
+        by_reset = into_product * (record.inner if self.reset_after else previous_hidden)
+        return [lam * (previous_hidden - n), by_reset, by_candidate], into_product
 
     def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradients of the recurrent kernel and, with ``reset_after``, of the recurrent bias."""
         xp, scale, gates, gate_grad = run.xp, run.state_scale, run.gates, result.gate_grad
         assert gates is not None
         assert gate_grad is not None
-        before, reset, dz = run.before(0)[:, times, :], gates[:, times, 1, :], gate_grad[:, times, :, :]
+        previous_hidden, reset, dz = run.before(0)[:, times, :], gates[:, times, 1, :], gate_grad[:, times, :, :]
         if self.reset_after:
             flat = xp.concat([dz[..., 0, :], dz[..., 1, :], dz[..., 2, :] * reset], axis=-1)
-            grads = {"recurrent_kernel": affine.outer(before, flat, scale, _GATES, how, xp)}
+            grads = {"recurrent_kernel": affine.outer(previous_hidden, flat, scale, _GATES, how, xp)}
             if self.recurrent_bias is not None:
                 grads["recurrent_bias"] = affine.total(flat, how, xp)
             return grads
-        ur = affine.outer(before, affine.join_gates(dz[..., :2, :], xp), _scale_of(scale, slice(0, 2)), 2, how, xp)
-        n = affine.outer(reset * before, dz[..., 2, :], _scale_of(scale, 2), 1, how, xp)
+        ur = affine.outer(
+            previous_hidden, affine.join_gates(dz[..., :2, :], xp), _gate_scales(scale, slice(0, 2)), 2, how, xp
+        )
+        n = affine.outer(reset * previous_hidden, dz[..., 2, :], _gate_scales(scale, 2), 1, how, xp)
         return {"recurrent_kernel": xp.concat([ur, n], axis=-1)}
 
     def recurrent_terms(self, gate_grad: Array, gates: Array, before: Array) -> RecurrentTerms | None:
@@ -194,23 +196,23 @@ class GRU(Cell):
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
         """Return dL/du = dL/dh (h_{t-1} - n), dL/dn = dL/dh (1 - u), and dL/dr through n."""
-        grads = self._by_gates(run.known_record, run.before(0), result.state_grads[0], run.state_scale, run.xp)[0]
+        grads = self._gate_gradients(run.known_record, run.before(0), result.state_grads[0], run.state_scale, run.xp)[0]
         return run.xp.stack(grads, axis=2)
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """Linearise with A_t as one unit x unit block, with the update gate on its diagonal."""
         if any(activation.slope is None for activation in self.activations):
             return super().linear_system(run)
-        record, xp, kept = run.known_record, run.xp, run.known_record.gates[:, :, 0, :]
-        one = xp.ones_like(kept)
+        record, xp, update_gate = run.known_record, run.xp, run.known_record.gates[:, :, 0, :]
+        ones = xp.ones_like(update_gate)
         if not self.reset_after:
-            grads = [run.before(0) - record.gates[:, :, 2, :], one, 1 - kept]
+            grads = [run.before(0) - record.gates[:, :, 2, :], ones, 1 - update_gate]
             slopes = self.through_activations(record, grads, xp)
             return ResetBeforeSystem(self, run, slopes)
-        slopes = self.through_activations(record, self._by_gates(record, run.before(0), one, None, xp)[0], xp)
+        slopes = self.through_activations(record, self._gate_gradients(record, run.before(0), ones, None, xp)[0], xp)
         through_reset = xp.stack([slopes[:, :, 0], slopes[:, :, 1], slopes[:, :, 2] * record.gates[:, :, 1]], axis=2)
         state, inputs = ([GateTerms(slice(None), (0, 1, 2), c)] for c in (through_reset, slopes))
-        return GateSystem(self, run, state, inputs, diagonal=kept)
+        return GateSystem(self, run, state, inputs, diagonal=update_gate)
 
 
 class ResetBeforeSystem(GateSystem):
@@ -218,30 +220,30 @@ class ResetBeforeSystem(GateSystem):
 
     def __init__(self, cell: GRU, run: Trajectory, slopes: Array) -> None:
         update = GateTerms(slice(None), (0,), slopes[:, :, :1, :])
-        both = GateTerms(slice(None), (0, 2), slopes[:, :, ::2, :])
-        super().__init__(cell, run, [update], [both])
-        self.kept = run.at_real_steps(run.known_record.gates[:, :, 0, :])
+        update_and_candidate = GateTerms(slice(None), (0, 2), slopes[:, :, ::2, :])
+        super().__init__(cell, run, [update], [update_and_candidate])
+        self.update_gate = run.at_real_steps(run.known_record.gates[:, :, 0, :])
         self.candidate = run.at_real_steps(slopes[:, :, 2:, :])
         self.by_reset = run.at_real_steps(run.before(0) * slopes[:, :, 1, :])
 
-    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
-        """Linearise steps ``first ... stop - 1``, with the candidate's side through h_{t-1} and the reset gate."""
-        steps, at = super().build(first, stop, samples, inputs=inputs), (samples, slice(first, stop))
+    def build(self, first_step: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
+        """Linearise steps ``first_step ... stop - 1``, with the candidate's side through h_{t-1} and the reset gate."""
+        steps, index = super().build(first_step, stop, samples, inputs=inputs), (samples, slice(first_step, stop))
         units, xp, product = self.cell.units, self.run.xp, steps.product
-        through = self.work.empty(*product.shape[:2], units, units)
-        self.combine(through, self.candidate[at], (2,), "state", samples)
-        into_reset = through * self.by_reset[at][:, :, None, :]
-        sides = [(self.into_state[1], self.run.state_scale), (self.into_input[1], self.run.input_scale)]
-        gates = []
+        candidate_product = self.work.empty(*product.shape[:2], units, units)
+        self.combine(candidate_product, self.candidate[index], (2,), "state", samples)
+        reset_product = candidate_product * self.by_reset[index][:, :, None, :]
+        sides = [(self.state_kernels[1], self.run.state_scale), (self.input_kernels[1], self.run.input_scale)]
+        gate_products = []
         for kernel, scale in sides[: 2 if inputs else 1]:
-            of_gate = scale_of_samples(_scale_of(scale, 1), samples)
-            gate = xp.matmul(into_reset, kernel)
-            gates.append(gate if of_gate is None else gate * of_gate[:, None, None, :])
-        reset = self.run.known_record.gates[at][:, :, 1, :]
-        product[:, :, :, :units] += gates[0] + through * reset[:, :, None, :]
+            gate_scale = scale_of_samples(_gate_scales(scale, 1), samples)
+            gate_product = xp.matmul(reset_product, kernel)
+            gate_products.append(gate_product if gate_scale is None else gate_product * gate_scale[:, None, None, :])
+        reset = self.run.known_record.gates[index][:, :, 1, :]
+        product[:, :, :, :units] += gate_products[0] + candidate_product * reset[:, :, None, :]
         if inputs:
-            product[:, :, :, units:] += gates[1]
-        self.work.diagonal_add(product[:, :, :, :units], self.kept[at])
+            product[:, :, :, units:] += gate_products[1]
+        self.work.diagonal_add(product[:, :, :, :units], self.update_gate[index])
         return steps
 
 
@@ -263,14 +265,18 @@ def gru_tensorflow1(
     """
 
     def layout(named: Mapping[str, Array]) -> Gradients:
-        def of(part: str, what: str) -> Any:
-            return next(named[f"{part}{sep}{what}"] for sep in "/._" if f"{part}{sep}{what}" in named)
+        def find_weight(prefix: str, kind: str) -> Any:
+            return next(named[f"{prefix}{sep}{kind}"] for sep in "/._" if f"{prefix}{sep}{kind}" in named)
 
-        two, one, bias = of(gates, "kernel"), of(candidate, "kernel"), of(gates, "bias")
-        xp, features = array_namespace(two), two.shape[0] - units
-        whole = xp.concat([two[:, units:], two[:, :units], one], axis=-1)
-        biases = xp.concat([bias[units:], bias[:units], of(candidate, "bias")], axis=-1)
-        return {"kernel": whole[:features], "recurrent_kernel": whole[features:], "bias": biases}
+        gate_kernel, candidate_kernel, bias = (
+            find_weight(gates, "kernel"),
+            find_weight(candidate, "kernel"),
+            find_weight(gates, "bias"),
+        )
+        xp, features = array_namespace(gate_kernel), gate_kernel.shape[0] - units
+        kernels = xp.concat([gate_kernel[:, units:], gate_kernel[:, :units], candidate_kernel], axis=-1)
+        biases = xp.concat([bias[units:], bias[:units], find_weight(candidate, "bias")], axis=-1)
+        return {"kernel": kernels[:features], "recurrent_kernel": kernels[features:], "bias": biases}
 
     return layout
 
@@ -278,11 +284,11 @@ def gru_tensorflow1(
 def gru_torch(named: Mapping[str, Array]) -> Gradients:
     """Convert weight_ih, weight_hh, bias_ih, bias_hh in the layout of ``torch.nn.GRUCell``: (r, z, n), transposed."""
 
-    def ordered(array: Any) -> Array:
+    def reorder(array: Any) -> Array:
         xp, size = array_namespace(array), array.shape[0] // 3
         reset, update, candidate = (array[k * size : (k + 1) * size] for k in range(3))
         return xp.concat([update, reset, candidate], axis=0)
 
     names = {"weight_ih": "kernel", "weight_hh": "recurrent_kernel", "bias_ih": "bias", "bias_hh": "recurrent_bias"}
-    found = {name: ordered(named[key]) for key, name in names.items() if key in named}
-    return {name: array.T if len(array.shape) == 2 else array for name, array in found.items()}
+    arrays = {name: reorder(named[key]) for key, name in names.items() if key in named}
+    return {name: array.T if len(array.shape) == 2 else array for name, array in arrays.items()}

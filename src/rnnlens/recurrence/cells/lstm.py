@@ -18,7 +18,7 @@ from ..linear import System
 from ..trajectory import Adjoint, Gradients, Pulled, Record, RecurrentTerms, Scale, States, Stepped, Trajectory
 from . import affine
 from .affine import Contraction, GateSystem, GateTerms, UnitVectorSystem
-from .cell import Cell, by_name, of_every_gate
+from .cell import Cell, by_name, recurrent_kernel_gradient
 from .registry import built_in
 
 
@@ -104,17 +104,17 @@ class LSTM(Cell):
         inner = lam_h if self.projection is None else lam_h @ self.projection.T
         squashed = act.value(after[1], xp)
         total_c = lam_c + act.vjp(after[1], squashed, inner * a[..., -1, :], xp)
-        dz = self.through_activations(record, self._by_gates(a, before[1], total_c, inner * squashed), xp)
+        dz = self.through_activations(record, self._gate_gradients(a, before[1], total_c, inner * squashed), xp)
         carry_h = self.to_hidden(affine.join_gates(dz, xp), scale, xp)
         return dz, (carry_h, total_c * a[..., self.gates.index("forget"), :]), (lam_h, total_c)
 
-    def _by_gates(self, gates: Array, old: Array, by_cell: Any, by_output: Array) -> list[Array]:
+    def _gate_gradients(self, gates: Array, previous_cell: Array, by_cell: Any, by_output: Array) -> list[Array]:
         """Return dL/di = dL/dc g, dL/df = dL/dc c_{t-1}, dL/dg = dL/dc i, and dL/do, from total gradients."""
-        return [by_cell * gates[..., 2, :], by_cell * old, by_cell * gates[..., 0, :], by_output]
+        return [by_cell * gates[..., 2, :], by_cell * previous_cell, by_cell * gates[..., 0, :], by_output]
 
     def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradients of the recurrent kernel and of the projection."""
-        grads = of_every_gate(self, run, result, how, times)
+        grads = recurrent_kernel_gradient(self, run, result, how, times)
         if self.projection is not None:
             gates = run.known_record.gates
             hidden_grad = run.at_real_steps(result.state_grads[0])[:, times, :]
@@ -133,7 +133,7 @@ class LSTM(Cell):
         if self.projection is not None:
             by_hidden = by_hidden @ self.projection.T
         squashed = ACTIVATIONS[self.activation].value(run.states[1], run.xp)
-        grads = self._by_gates(run.known_record.gates, run.before(1), by_cell, by_hidden * squashed)
+        grads = self._gate_gradients(run.known_record.gates, run.before(1), by_cell, by_hidden * squashed)
         return run.xp.stack(grads, axis=-2)
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
@@ -142,12 +142,12 @@ class LSTM(Cell):
             return super().linear_system(run)
         act, gates = ACTIVATIONS[self.activation], run.known_record.gates
         squashed = act.value(run.states[1], run.xp)
-        by_gate = self._by_gates(gates, run.before(1), 1, squashed)
-        coefficients = self.through_activations(run.known_record, by_gate, run.xp)
-        of_cell = GateTerms(slice(0, self.units), (0, 1, 2), coefficients[:, :, :3, :])
-        of_hidden = GateTerms(slice(self.units, None), (3,), coefficients[:, :, 3:, :])
+        gate_slopes = self._gate_gradients(gates, run.before(1), 1, squashed)
+        coefficients = self.through_activations(run.known_record, gate_slopes, run.xp)
+        cell_terms = GateTerms(slice(0, self.units), (0, 1, 2), coefficients[:, :, :3, :])
+        hidden_terms = GateTerms(slice(self.units, None), (3,), coefficients[:, :, 3:, :])
         lift = act.vjp(run.states[1], squashed, gates[:, :, 3, :], run.xp)
-        return GateSystem(self, run, [of_cell, of_hidden], keep=gates[:, :, 1, :], lift=lift)
+        return GateSystem(self, run, [cell_terms, hidden_terms], keep=gates[:, :, 1, :], lift=lift)
 
 
 @built_in
@@ -172,10 +172,10 @@ class CIFG(LSTM):
         """Compute the states of a step other than h_t: c_t = f c_{t-1} + (1 - f) g, from the gates and c_{t-1}."""
         return (gates[..., 0, :] * before[0] + (1 - gates[..., 0, :]) * gates[..., 1, :],)
 
-    def _by_gates(self, gates: Array, old: Array, by_cell: Any, by_output: Array) -> list[Array]:
+    def _gate_gradients(self, gates: Array, previous_cell: Array, by_cell: Any, by_output: Array) -> list[Array]:
         """Return dL/df = dL/dc (c_{t-1} - g), dL/dg = dL/dc (1 - f), and dL/do."""
         f, g = gates[..., 0, :], gates[..., 1, :]
-        return [by_cell * (old - g), by_cell * (1 - f), by_output]
+        return [by_cell * (previous_cell - g), by_cell * (1 - f), by_output]
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """Linearise by pulling unit cotangents through each step."""

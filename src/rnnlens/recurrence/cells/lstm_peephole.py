@@ -16,7 +16,7 @@ from ..activations import ACTIVATIONS
 from ..trajectory import Adjoint, Gradients, Pulled, Record, Scale, States, Stepped, Trajectory
 from . import affine
 from .affine import Contraction
-from .cell import Cell, by_name, of_every_gate
+from .cell import Cell, by_name, recurrent_kernel_gradient
 from .lstm import LSTM
 from .registry import built_in
 
@@ -78,23 +78,23 @@ class PeepholeLSTM(Cell):
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         z = projected + affine.project(before[0], self.recurrent_kernel, scale, 4, xp)
         z_i, z_f, z_g, z_o = (self.gate(z, name) for name in self.gates)
-        z_i = _peeped(z_i, self.peephole_input, before[1])
-        z_f = _peeped(z_f, self.peephole_forget, before[1]) + self.forget_bias
+        z_i = _add_peephole(z_i, self.peephole_input, before[1])
+        z_f = _add_peephole(z_f, self.peephole_forget, before[1]) + self.forget_bias
         i, f, g = rec.value(z_i, xp), rec.value(z_f, xp), act.value(z_g, xp)
-        c = _clipped(f * before[1] + i * g, self.cell_clip, xp)
-        z_o = _peeped(z_o, self.peephole_output, c)
+        c = _clip(f * before[1] + i * g, self.cell_clip, xp)
+        z_o = _add_peephole(z_o, self.peephole_output, c)
         o = rec.value(z_o, xp)
         h = o * act.value(c, xp)
         if self.projection is not None:
-            h = _clipped(h @ self.projection, self.projection_clip, xp)
+            h = _clip(h @ self.projection, self.projection_clip, xp)
         return self.record([z_i, z_f, z_g, z_o], [i, f, g, o], xp), (h, c)
 
-    def _unprojected(self, gates: Array, c: Array, lam_h: Array, xp: Namespace) -> tuple[Array, Array, Array]:
+    def _unprojected_grads(self, gates: Array, c: Array, lam_h: Array, xp: Namespace) -> tuple[Array, Array, Array]:
         """Return from dL/dh the gradient of P m before clipping, dL/dm, and m = o act(c)."""
         m = gates[..., 3, :] * ACTIVATIONS[self.activation].value(c, xp)
         if self.projection is None:
             return lam_h, lam_h, m
-        lam_p = lam_h * _inside(m @ self.projection, self.projection_clip, xp)
+        lam_p = lam_h * _clip_slope(m @ self.projection, self.projection_clip, xp)
         return lam_p, lam_p @ self.projection.T, m
 
     def pull_back(
@@ -104,54 +104,62 @@ class PeepholeLSTM(Cell):
         act, rec = ACTIVATIONS[self.activation], ACTIVATIONS[self.recurrent_activation]
         (lam_h, lam_c), z, a = cotangent, record.preactivation, record.gates
         i, f, g, o = (a[..., k, :] for k in range(4))
-        _, inner, _ = self._unprojected(a, after[1], lam_h, xp)
+        _, inner, _ = self._unprojected_grads(a, after[1], lam_h, xp)
         squashed = act.value(after[1], xp)
         dz_o = rec.vjp(z[..., 3, :], o, inner * squashed, xp)
-        total_c = _peeped(lam_c + act.vjp(after[1], squashed, inner * o, xp), self.peephole_output, dz_o)
-        into_c = total_c * _inside(f * before[1] + i * g, self.cell_clip, xp)
+        total_c = _add_peephole(lam_c + act.vjp(after[1], squashed, inner * o, xp), self.peephole_output, dz_o)
+        into_c = total_c * _clip_slope(f * before[1] + i * g, self.cell_clip, xp)
         dz_i = rec.vjp(z[..., 0, :], i, into_c * g, xp)
         dz_f = rec.vjp(z[..., 1, :], f, into_c * before[1], xp)
         dz = xp.stack([dz_i, dz_f, act.vjp(z[..., 2, :], g, into_c * i, xp), dz_o], axis=-2)
         carry_h = affine.unproject(affine.join_gates(dz, xp), self.recurrent_kernel, scale, 4, xp)
-        carry_c = _peeped(_peeped(into_c * f, self.peephole_input, dz_i), self.peephole_forget, dz_f)
+        carry_c = _add_peephole(_add_peephole(into_c * f, self.peephole_input, dz_i), self.peephole_forget, dz_f)
         return dz, (carry_h, carry_c), (lam_h, total_c)
 
     def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradients of the recurrent kernel, the peepholes and the projection."""
-        grads, xp = of_every_gate(self, run, result, how, times), run.xp
+        grads, xp = recurrent_kernel_gradient(self, run, result, how, times), run.xp
         assert result.gate_grad is not None
-        dz, old, new = result.gate_grad[:, times, ...], run.before(1)[:, times, :], run.states[1][:, times, :]
-        for name, gate, seen in (("input", 0, old), ("forget", 1, old), ("output", 3, new)):
+        dz, cell_before, cell_after = (
+            result.gate_grad[:, times, ...],
+            run.before(1)[:, times, :],
+            run.states[1][:, times, :],
+        )
+        for name, gate, cell_state in (
+            ("input", 0, cell_before),
+            ("forget", 1, cell_before),
+            ("output", 3, cell_after),
+        ):
             if getattr(self, f"peephole_{name}") is not None:
-                grads[f"peephole_{name}"] = affine.total(dz[:, :, gate, :] * seen, how, xp)
+                grads[f"peephole_{name}"] = affine.total(dz[:, :, gate, :] * cell_state, how, xp)
         if self.projection is not None:
             lam_h = run.at_real_steps(result.state_grads[0])[:, times, :]
-            lam_p, _, m = self._unprojected(run.known_record.gates[:, times, ...], new, lam_h, xp)
+            lam_p, _, m = self._unprojected_grads(run.known_record.gates[:, times, ...], cell_after, lam_h, xp)
             grads["projection"] = affine.outer(m, lam_p, None, 1, how, xp)
         return grads
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
         """Return the gradients of the gates as in an LSTM, through the clipping."""
-        a, old, new, xp = run.known_record.gates, run.before(1), run.states[1], run.xp
+        a, cell_before, cell_after, xp = run.known_record.gates, run.before(1), run.states[1], run.xp
         i, f, g = (a[:, :, k] for k in range(3))
-        _, inner, _ = self._unprojected(a, new, result.state_grads[0], xp)
-        into_c = result.state_grads[1] * _inside(f * old + i * g, self.cell_clip, xp)
-        squashed = ACTIVATIONS[self.activation].value(new, xp)
-        return xp.stack([into_c * g, into_c * old, into_c * i, inner * squashed], axis=2)
+        _, inner, _ = self._unprojected_grads(a, cell_after, result.state_grads[0], xp)
+        into_c = result.state_grads[1] * _clip_slope(f * cell_before + i * g, self.cell_clip, xp)
+        squashed = ACTIVATIONS[self.activation].value(cell_after, xp)
+        return xp.stack([into_c * g, into_c * cell_before, into_c * i, inner * squashed], axis=2)
 
 
-def _peeped(z: Array, peephole: Array | None, seen: Array) -> Array:
-    return z if peephole is None else z + peephole * seen
+def _add_peephole(z: Array, peephole: Array | None, cell_state: Array) -> Array:
+    return z if peephole is None else z + peephole * cell_state
 
 
-def _clipped(value: Array, limit: float | None, xp: Namespace) -> Array:
+def _clip(value: Array, limit: float | None, xp: Namespace) -> Array:
     if limit is None:
         return value
-    edge = xp.ones_like(value) * limit
-    return xp.where(value > edge, edge, xp.where(value < -edge, -edge, value))
+    bound = xp.ones_like(value) * limit
+    return xp.where(value > bound, bound, xp.where(value < -bound, -bound, value))
 
 
-def _inside(value: Array, limit: float | None, xp: Namespace) -> Array | float:
+def _clip_slope(value: Array, limit: float | None, xp: Namespace) -> Array | float:
     """Return the derivative of clipping to +-limit: one inside the limits, zero where values were clipped."""
     if limit is None:
         return 1.0

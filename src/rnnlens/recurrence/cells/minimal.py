@@ -38,15 +38,15 @@ class _Minimal(Cell):
     def step(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:
         """Compute the gates from the projected input alone, and h_t from the gates and h_{t-1}."""
         z = affine.split_gates(projected, len(self.gates), xp)
-        parts = [k.value(z[..., g, :], xp) for g, k in enumerate(self.activations)]
-        gates = xp.stack(parts, axis=-2)
+        activated = [k.value(z[..., g, :], xp) for g, k in enumerate(self.activations)]
+        gates = xp.stack(activated, axis=-2)
         return Record(z, gates), (self.hidden(gates, before[0], (), xp),)
 
-    def _kept(self, gates: Array, value: Any) -> Array:
+    def _apply_kept_share(self, gates: Array, value: Any) -> Array:
         """Multiply a value by dh_t/dh_{t-1}."""
         raise NotImplementedError
 
-    def _by_gates(self, gates: Array, before: Array, after: Array, lam: Array) -> list[Array]:
+    def _gate_gradients(self, gates: Array, previous_hidden: Array, new_hidden: Array, lam: Array) -> list[Array]:
         """Return dL/dgate of each gate from dL/dh_t."""
         raise NotImplementedError
 
@@ -55,8 +55,8 @@ class _Minimal(Cell):
     ) -> Pulled:
         """Pull dL/dh_t back to the gates, and to h_{t-1}."""
         (lam,) = cotangent
-        dz = self.through_activations(record, self._by_gates(record.gates, before[0], after[0], lam), xp)
-        return dz, (self._kept(record.gates, lam),), (lam,)
+        dz = self.through_activations(record, self._gate_gradients(record.gates, before[0], after[0], lam), xp)
+        return dz, (self._apply_kept_share(record.gates, lam),), (lam,)
 
     def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return an empty dict: the cell has no recurrent weights."""
@@ -64,19 +64,19 @@ class _Minimal(Cell):
 
     def gate_gradient(self, run: Trajectory, result: Adjoint) -> Array:
         """Return the total gradients dL/dgate of all gates."""
-        grads = self._by_gates(run.known_record.gates, run.before(0), run.states[0], result.state_grads[0])
+        grads = self._gate_gradients(run.known_record.gates, run.before(0), run.states[0], result.state_grads[0])
         return run.xp.stack(grads, axis=2)
 
     def linear_system(self, run: Trajectory, masked_output: str = "state") -> System:
         """Linearise the recurrence with a diagonal A_t."""
         if any(activation.slope is None for activation in self.activations):
             return super().linear_system(run)
-        one = run.xp.ones_like(run.states[0])
-        grads = self._by_gates(run.known_record.gates, run.before(0), run.states[0], one)
+        ones = run.xp.ones_like(run.states[0])
+        grads = self._gate_gradients(run.known_record.gates, run.before(0), run.states[0], ones)
         slopes = self.through_activations(run.known_record, grads, run.xp)
         kernels = [affine.columns(self.kernel, g, len(self.gates)) for g in range(len(self.gates))]
         inputs = Kernels(slopes, kernels, run.input_scale)
-        return diagonal(self._kept(run.known_record.gates, 1), inputs, order=run.order, mask=run.mask)
+        return diagonal(self._apply_kept_share(run.known_record.gates, 1), inputs, order=run.order, mask=run.mask)
 
 
 @built_in
@@ -97,14 +97,14 @@ class MinGRU(_Minimal):
 
     def hidden(self, gates: Array, before: Array, others: States, xp: Namespace) -> Array:
         """Compute h_t = (1 - z) h_{t-1} + z n from the gates."""
-        return self._kept(gates, before) + gates[..., 0, :] * gates[..., 1, :]
+        return self._apply_kept_share(gates, before) + gates[..., 0, :] * gates[..., 1, :]
 
-    def _kept(self, gates: Array, value: Any) -> Array:
+    def _apply_kept_share(self, gates: Array, value: Any) -> Array:
         return (1 - gates[..., 0, :]) * value
 
-    def _by_gates(self, gates: Array, before: Array, after: Array, lam: Array) -> list[Array]:
+    def _gate_gradients(self, gates: Array, previous_hidden: Array, new_hidden: Array, lam: Array) -> list[Array]:
         """Return dL/dz = dL/dh (n - h_{t-1}) and dL/dn = dL/dh z."""
-        return [lam * (gates[..., 1, :] - before), lam * gates[..., 0, :]]
+        return [lam * (gates[..., 1, :] - previous_hidden), lam * gates[..., 0, :]]
 
 
 @built_in
@@ -127,18 +127,18 @@ class MinLSTM(_Minimal):
 
     normalised: bool = True
 
-    def _sum(self, gates: Array) -> Array | float:
+    def _gate_sum(self, gates: Array) -> Array | float:
         return gates[..., 0, :] + gates[..., 1, :] if self.normalised else 1.0
 
     def hidden(self, gates: Array, before: Array, others: States, xp: Namespace) -> Array:
         """Compute h_t = f' h_{t-1} + i' n from the gates, with f' = f / (f + i) and i' = i / (f + i)."""
-        return (gates[..., 1, :] * before + gates[..., 0, :] * gates[..., 2, :]) / self._sum(gates)
+        return (gates[..., 1, :] * before + gates[..., 0, :] * gates[..., 2, :]) / self._gate_sum(gates)
 
-    def _kept(self, gates: Array, value: Any) -> Array:
-        return value * gates[..., 1, :] / self._sum(gates)
+    def _apply_kept_share(self, gates: Array, value: Any) -> Array:
+        return value * gates[..., 1, :] / self._gate_sum(gates)
 
-    def _by_gates(self, gates: Array, before: Array, after: Array, lam: Array) -> list[Array]:
+    def _gate_gradients(self, gates: Array, previous_hidden: Array, new_hidden: Array, lam: Array) -> list[Array]:
         """Return dL/di, dL/df, dL/dn from dL/dh, of h = (f h' + i n) / (f + i) with dh/df = (h' - h) / (f + i)."""
-        total, less = self._sum(gates), after if self.normalised else 0.0
+        total, subtracted = self._gate_sum(gates), new_hidden if self.normalised else 0.0
         i, n = gates[..., 0, :], gates[..., 2, :]
-        return [lam * (n - less) / total, lam * (before - less) / total, lam * i / total]
+        return [lam * (n - subtracted) / total, lam * (previous_hidden - subtracted) / total, lam * i / total]

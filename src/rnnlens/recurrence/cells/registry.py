@@ -56,22 +56,24 @@ class Registration:
         """Rename weights or gradients from the names of a framework's layer to those of the registered cell."""
         if callable(self.weights):
             return {name: array for name, array in self.weights(by_name).items() if array is not None}
-        named = self.weights if self.weights is not None else {n: n for n in self.cell.parameters if n in by_name}
+        sources = self.weights if self.weights is not None else {n: n for n in self.cell.parameters if n in by_name}
         used: set[str] = set()
-        found = {name: self._taken(name, source, by_name, used) for name, source in named.items()}
-        if left := sorted(set(by_name) - used):
+        arrays = {name: self._select_array(name, source, by_name, used) for name, source in sources.items()}
+        if unused := sorted(set(by_name) - used):
             raise InputError(
                 f"The registration of {self.cell.kind!r} leaves out a weight of the framework's cell.",
-                got=f"weights= without {', '.join(map(repr, left))}",
+                got=f"weights= without {', '.join(map(repr, unused))}",
                 expected="every weight of the cell",
             )
-        return found
+        return arrays
 
-    def _taken(self, name: str, source: str | Sequence[str], by_name: Mapping[str, Array], used: set[str]) -> Array:
+    def _select_array(
+        self, name: str, source: str | Sequence[str], by_name: Mapping[str, Array], used: set[str]
+    ) -> Array:
         if isinstance(source, str):
-            return self._one(name, source, by_name, used)
-        parts = [self._one(name, one, by_name, used) for one in source]
-        return array_namespace(*parts).concat(parts, axis=-1)
+            return self._single_array(name, source, by_name, used)
+        gate_arrays = [self._single_array(name, part_source, by_name, used) for part_source in source]
+        return array_namespace(*gate_arrays).concat(gate_arrays, axis=-1)
 
     def single(self, name: str) -> tuple[str, bool] | None:
         """Return the framework weight that alone is the cell's weight ``name``, and whether it is transposed.
@@ -86,27 +88,27 @@ class Registration:
         return source.removesuffix(".T"), source.endswith(".T")
 
     @staticmethod
-    def _one(name: str, source: str, by_name: Mapping[str, Array], used: set[str]) -> Array:
-        key, turned = (source[:-2], True) if source.endswith(".T") and source not in by_name else (source, False)
+    def _single_array(name: str, source: str, by_name: Mapping[str, Array], used: set[str]) -> Array:
+        key, is_transposed = (source[:-2], True) if source.endswith(".T") and source not in by_name else (source, False)
         if key not in by_name:
             raise InputError(
                 f"The registration maps weight {name!r} to {key!r}, which the framework's cell does not have.",
                 hint=did_you_mean(key, by_name),
             )
         used.add(key)
-        return by_name[key].T if turned else by_name[key]
+        return by_name[key].T if is_transposed else by_name[key]
 
     def make(self, layer: Any, by_name: Mapping[str, Array]) -> Cell:
         """Create the cell with the weights and options of a framework's cell."""
-        given = {**self.arrays(by_name), **self.options(layer)}
+        arguments = {**self.arrays(by_name), **self.options(layer)}
         cell_class: Any = self.cell
         try:
-            cell: Cell = cell_class(**given)
+            cell: Cell = cell_class(**arguments)
         except TypeError as error:
             raise InputError(
                 f"{self.cell.__name__} does not accept the options registered for {type(layer).__name__}.",
                 got=str(error),
-                expected=", ".join(given),
+                expected=", ".join(arguments),
             ) from error
         _check_shapes(cell, type(layer).__name__)
         object.__setattr__(cell, "registered_for", type(layer).__name__)
@@ -169,8 +171,8 @@ def register(
     if not isinstance(layer, type):
         raise InputError("rl.cells.register takes a class.", got=repr(layer), expected="the class of the cells")
     _check_class(cell)
-    known = dict(options) if isinstance(options, Mapping) else {}
-    options_of: Callable[[Any], Mapping[str, Any]] = options if callable(options) else lambda _: known
+    fixed_options = dict(options) if isinstance(options, Mapping) else {}
+    options_of: Callable[[Any], Mapping[str, Any]] = options if callable(options) else lambda _: fixed_options
     _KINDS[cell.kind] = cell
     _REGISTERED[layer] = Registration(cell, weights, options_of)
 
@@ -202,25 +204,25 @@ def _check_class(cell: Any) -> None:
             "define both, or neither: the framework then differentiates the step",
         ),
     ]
-    for wrong, got, expected in problems:
-        if wrong:
+    for is_wrong, got, expected in problems:
+        if is_wrong:
             raise InputError(f"{cell.__name__} is not a complete cell.", got=got, expected=expected)
-    other = _KINDS.get(cell.kind)
-    if other is not None and (other.__module__, other.__qualname__) != (cell.__module__, cell.__qualname__):
-        what = f"A cell of kind {cell.kind!r} is already registered."
-        raise InputError(what, got=cell.__qualname__, expected=f"another kind than that of {other.__qualname__}")
+    existing = _KINDS.get(cell.kind)
+    if existing is not None and (existing.__module__, existing.__qualname__) != (cell.__module__, cell.__qualname__):
+        message = f"A cell of kind {cell.kind!r} is already registered."
+        raise InputError(message, got=cell.__qualname__, expected=f"another kind than that of {existing.__qualname__}")
 
 
 def _check_shapes(cell: Cell, layer: str) -> None:
     """Raise an error for weights whose rank or number of gate blocks does not fit their declared dimensions."""
     for name, value in cell.weights().items():
-        known = cell.parameters[name]
-        rank = len(known.dims) - int(GATE in known.dims)
-        gated = GATE in known.dims and int(value.shape[-1]) % len(cell.gates)
-        if len(value.shape) != rank or gated:
+        quantity = cell.parameters[name]
+        rank = len(quantity.dims) - int(GATE in quantity.dims)
+        has_uneven_gates = GATE in quantity.dims and int(value.shape[-1]) % len(cell.gates)
+        if len(value.shape) != rank or has_uneven_gates:
             raise UnsupportedError(
                 f"Weight {name!r} of {layer} does not have the shape that {type(cell).__name__} declares.",
                 got=f"shape {tuple(value.shape)}",
-                expected=f"({', '.join(known.dims)})".replace("gate, ", "gate * "),
+                expected=f"({', '.join(quantity.dims)})".replace("gate, ", "gate * "),
                 hint='in weights= of register: "name.T" for a transposed one, a tuple of names for one per gate',
             )

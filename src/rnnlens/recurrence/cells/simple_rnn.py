@@ -17,7 +17,7 @@ from ..structured import Kernels, diagonal
 from ..trajectory import Adjoint, Gradients, Pulled, Record, RecurrentTerms, Scale, States, Stepped, Trajectory
 from . import affine
 from .affine import Contraction, GateSystem, GateTerms
-from .cell import Cell, by_name, of_every_gate
+from .cell import Cell, by_name, recurrent_kernel_gradient
 from .registry import built_in
 
 RECURRENT_WEIGHT = Quantity(
@@ -73,7 +73,7 @@ class SimpleRNN(Cell):
 
     def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
         """Return the gradient of the recurrent kernel."""
-        return of_every_gate(self, run, result, how, times)
+        return recurrent_kernel_gradient(self, run, result, how, times)
 
     def recurrent_terms(self, gate_grad: Array, gates: Array, before: Array) -> RecurrentTerms | None:
         """Return dL/dz and h_{t-1}, the factors of the recurrent kernel's gradient."""

@@ -90,28 +90,31 @@ class StepCell(Cell):
         """Pull rows of cotangents back through step t, one row after the other."""
         xp = run.xp
         x, state = run.input[:, t, :], run.state_before(t)
-        nothing = xp.zeros((x.shape[0], self.output_size), dtype=x.dtype, device=device(x))
-        found = []
+        zero_output_grad = xp.zeros((x.shape[0], self.output_size), dtype=x.dtype, device=device(x))
+        row_grads = []
         for k in range(rows[0].shape[1]):
-            given = [xp.asarray(np.ascontiguousarray(r[:, k]), dtype=x.dtype, device=device(x)) for r in rows]
-            found.append(self.vjp(x, state, nothing, given)[1])
-        return [np.stack([on_cpu(f[i]) for f in found], axis=1) for i in range(len(rows))]
+            row_cotangents = [xp.asarray(np.ascontiguousarray(r[:, k]), dtype=x.dtype, device=device(x)) for r in rows]
+            row_grads.append(self.vjp(x, state, zero_output_grad, row_cotangents)[1])
+        return [np.stack([on_cpu(f[i]) for f in row_grads], axis=1) for i in range(len(rows))]
 
     def map_at(self, x: Array, xp: Namespace) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
         """Return one step with constant x (feature,), and its Jacobian, in the framework's precision."""
-        cuts, total = np.cumsum(self.state_sizes)[:-1], sum(self.state_sizes)
-        fixed, where = on_cpu(x), device(x)
+        boundaries, total = np.cumsum(self.state_sizes)[:-1], sum(self.state_sizes)
+        input_row, input_device = on_cpu(x), device(x)
 
-        def given(s: Array) -> tuple[Array, list[Array]]:
-            parts = [xp.asarray(np.ascontiguousarray(p, dtype=fixed.dtype), device=where) for p in np.split(s, cuts, 1)]
-            return xp.asarray(np.repeat(fixed[None], len(s), axis=0), device=where), parts
+        def step_arguments(s: Array) -> tuple[Array, list[Array]]:
+            states = [
+                xp.asarray(np.ascontiguousarray(p, dtype=input_row.dtype), device=input_device)
+                for p in np.split(s, boundaries, 1)
+            ]
+            return xp.asarray(np.repeat(input_row[None], len(s), axis=0), device=input_device), states
 
         def step(s: Array) -> Array:
-            _, after = self.advance(*given(s))
-            return np.concatenate([on_cpu(a).astype(np.float64) for a in after], axis=1)
+            _, states_after = self.advance(*step_arguments(s))
+            return np.concatenate([on_cpu(a).astype(np.float64) for a in states_after], axis=1)
 
         def jacobian(s: Array) -> Array:
-            by_state, _ = self.jacobian(*given(s))
+            by_state, _ = self.jacobian(*step_arguments(s))
             return on_cpu(by_state).astype(np.float64)[:, :total]
 
         return step, jacobian
@@ -127,67 +130,74 @@ class StepCellSystem(TrajectorySystem):
     def __init__(self, cell: StepCell, run: Trajectory, masked_output: str) -> None:
         super().__init__(run)
         self.cell, self.masked_output = cell, masked_output
-        self.own_output = run.step_output is not None and not cell.output_is_state
-        if self.own_output:
+        self.has_own_output = run.step_output is not None and not cell.output_is_state
+        if self.has_own_output:
             self.state_sizes = (*self.state_sizes, int(self.cell.output_size))
             self.rows = self.columns = sum(self.state_sizes)
 
-    def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
-        """Linearise the steps ``first ... stop - 1`` as dense matrices."""
-        run, xp, at = self.run, self.run.xp, (samples, slice(first, stop))
+    def build(self, first_step: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
+        """Linearise the steps ``first_step ... stop - 1`` as dense matrices."""
+        run, xp, index = self.run, self.run.xp, (samples, slice(first_step, stop))
         states = sum(int(s.shape[-1]) for s in run.states)
-        x = run.input[at]
-        fold = [xp.reshape(s[at], (-1, s.shape[-1])) for s in run.states_before()]
-        by_state, by_input = self.cell.jacobian(xp.reshape(x, (-1, x.shape[-1])), fold)
-        product = self.empty(first, stop, samples, inputs)
-        lead = product.shape[:2]
+        x = run.input[index]
+        folded_states = [xp.reshape(s[index], (-1, s.shape[-1])) for s in run.states_before()]
+        by_state, by_input = self.cell.jacobian(xp.reshape(x, (-1, x.shape[-1])), folded_states)
+        product = self.empty(first_step, stop, samples, inputs)
+        leading_shape = product.shape[:2]
         product[:, :, :, states : self.columns] = 0
-        product[:, :, :, :states] = xp.reshape(by_state[:, : self.rows], (*lead, self.rows, states))
+        product[:, :, :, :states] = xp.reshape(by_state[:, : self.rows], (*leading_shape, self.rows, states))
         if inputs:
-            product[:, :, :, self.columns :] = xp.reshape(by_input[:, : self.rows], (*lead, self.rows, self.features))
-        self.mask_product(product, at)
-        if self.own_output and run.mask is not None and self.masked_output != "output":
-            self._masked_rows(product, states, ~run.mask[at])
-        return ProductSteps(self.work, product, produced=cache(lambda: self._produced(first, stop, samples)))
+            product[:, :, :, self.columns :] = xp.reshape(
+                by_input[:, : self.rows], (*leading_shape, self.rows, self.features)
+            )
+        self.mask_product(product, index)
+        if self.has_own_output and run.mask is not None and self.masked_output != "output":
+            self._write_masked_rows(product, states, ~run.mask[index])
+        return ProductSteps(
+            self.work, product, produced_jacobian=cache(lambda: self._produced_jacobian(first_step, stop, samples))
+        )
 
-    def _produced(self, first: int, stop: int, samples: slice) -> Array:
+    def _produced_jacobian(self, first_step: int, stop: int, samples: slice) -> Array:
         """Return Jacobians of [new states, output] by each new state at the operation that computes it.
 
         Each row of the Jacobians is computed by one pull-back of a unit cotangent.
         """
-        run, xp, at = self.run, self.run.xp, (samples, slice(first, stop))
-        x = run.input[at]
-        lead, before = x.shape[:2], [xp.reshape(s[at], (-1, s.shape[-1])) for s in run.states_before()]
+        run, xp, index = self.run, self.run.xp, (samples, slice(first_step, stop))
+        x = run.input[index]
+        leading_shape, states_before = (
+            x.shape[:2],
+            [xp.reshape(s[index], (-1, s.shape[-1])) for s in run.states_before()],
+        )
         x, cell = xp.reshape(x, (-1, x.shape[-1])), self.cell
         sizes = (*(int(s.shape[-1]) for s in run.states), int(cell.output_size))
         rows = []
         for row in self.work.eye(sum(sizes))[: self.rows]:
-            parts, start = [], 0
+            cotangents, start = [], 0
             for size in sizes:
-                parts.append(xp.broadcast_to(row[start : start + size], (x.shape[0], size)))
+                cotangents.append(xp.broadcast_to(row[start : start + size], (x.shape[0], size)))
                 start += size
-            found = cell.produced(x, before, parts[-1], parts[:-1])
-            rows.append(xp.concat([xp.reshape(f, (*lead, f.shape[-1])) for f in found], axis=-1))
+            state_grads = cell.produced(x, states_before, cotangents[-1], cotangents[:-1])
+            rows.append(xp.concat([xp.reshape(f, (*leading_shape, f.shape[-1])) for f in state_grads], axis=-1))
         produced = xp.stack(rows, axis=2)
-        return produced if run.mask is None else self._not_at_masked(produced, run.mask[at])
+        return produced if run.mask is None else self._replace_masked(produced, run.mask[index])
 
-    def _not_at_masked(self, produced: Array, mask: Array) -> Array:
+    def _replace_masked(self, produced: Array, mask: Array) -> Array:
         """Replace Jacobians at masked steps: states are carried over there, and the output may repeat a state."""
         xp, states = self.run.xp, int(produced.shape[-1])
         carried = xp.zeros_like(produced)
         carried[:, :, :states] = self.work.eye(states)
-        if self.own_output and self.masked_output == "state":
+        if self.has_own_output and self.masked_output == "state":
             start = sum(self.state_sizes[: self.cell.output_state])
             size = self.state_sizes[-1]
             carried[:, :, states:, start : start + size] = self.work.eye(size)
         return xp.where(mask[:, :, None, None], produced, carried)
 
-    def _masked_rows(self, product: Array, states: int, masked: Array) -> None:
+    def _write_masked_rows(self, product: Array, states: int, masked: Array) -> None:
         """Write the output's Jacobian rows at masked steps, where the layer returns a carried state or a constant."""
         xp, rows = self.run.xp, product[:, :, states:, :]
-        new = xp.zeros_like(rows)
+        output_rows = xp.zeros_like(rows)
         if self.masked_output == "state":
             start = sum(self.state_sizes[: self.cell.output_state])
             size = self.state_sizes[-1]
-            new[:, :, :, start : start + size] = self.work.eye(size)
-        product[:, :, states:, :] = xp.where(masked[:, :, None, None], new, rows)
+            output_rows[:, :, :, start : start + size] = self.work.eye(size)
+        product[:, :, states:, :] = xp.where(masked[:, :, None, None], output_rows, rows)
