@@ -319,12 +319,12 @@ class ReplayedLayers:
         """Return whether a tensor belongs to a cell called step by step, so that the framework has it."""
         directions = self.by_layer.get(str(name.layer), [])
         kinds = ("state", "final_state", "initial_state", "input")
-        return name.what in kinds and bool(directions) and all(one.call.stepwise for one in directions)
+        return name.kind in kinds and bool(directions) and all(one.call.stepwise for one in directions)
 
     def is_output(self, name: TensorName) -> bool:
         """Return whether a state is the output of its layer at every step, computed in the framework's own dtype."""
         directions = self.by_layer.get(str(name.layer), [])
-        if name.what != "state" or len(directions) != 1 or "#" in str(name.layer):
+        if name.kind != "state" or len(directions) != 1 or "#" in str(name.layer):
             return False
         call, run = directions[0].call, directions[0].run
         is_plain = call.mask is None and call.output_from_state is None
@@ -349,9 +349,9 @@ class ReplayedLayers:
 
     def on_states(self, name: TensorName, cotangent: Array) -> list[dict[int, Array]]:
         """Return, for each direction, the cotangent of ``value(name)`` over all steps, by state index."""
-        directions, axis = self.layer(name.layer), 2 if name.what == "state" else 1
+        directions, axis = self.layer(name.layer), 2 if name.kind == "state" else 1
         parts = [cotangent] if len(directions) == 1 else list(np.moveaxis(cotangent, axis, 0))
-        if name.what != "state":  # zero at all steps but the last
+        if name.kind != "state":  # zero at all steps but the last
             lasts, parts = parts, []
             for one, last in zip(directions, lasts, strict=True):
                 whole = np.zeros(tuple(one.run.states[name.index].shape), dtype=last.dtype)
@@ -361,15 +361,15 @@ class ReplayedLayers:
 
     def gradient(self, name: TensorName, swept: Sequence[Adjoint]) -> Array:
         """Return the gradient of a tensor inside a layer from its finished sweeps."""
-        if name.what == "input":
+        if name.kind == "input":
             return np.sum([to_host(result.input_grad) for result in swept], axis=0)
         parts = []
         for one, result in zip(self.layer(name.layer), swept, strict=True):
-            if name.what == "initial_state":
+            if name.kind == "initial_state":
                 parts.append(to_host(result.initial_state_grad[name.index]))
-            elif name.what == "gate_preactivation":
+            elif name.kind == "gate_preactivation":
                 parts.append(to_host(result.gate_grad))
-            elif name.what == "gates":
+            elif name.kind == "gates":
                 parts.append(to_host(one.run.at_real_steps(one.run.cell.gate_gradient(one.run, result))))
             else:
                 parts.append(_pick(one, result.state_grads[name.index], name))
@@ -401,10 +401,10 @@ def runs(adapter: Adapter, model: Any, batch: Batch, layer: str) -> bool:
 def _pick(replayed: ReplayedCall, states: Array, name: TensorName) -> Array:
     """Select a state at all steps, or at the last step that ran, as the tensor's name requires."""
     every = to_host(states)
-    return every if name.what == "state" else every[:, replayed.last, :]
+    return every if name.kind == "state" else every[:, replayed.last, :]
 
 
 def _join(parts: list[Array], name: TensorName) -> Array:
     if len(parts) == 1:
         return parts[0]
-    return np.stack(parts, axis=1 if name.what in ("final_state", "initial_state") else 2)
+    return np.stack(parts, axis=1 if name.kind in ("final_state", "initial_state") else 2)

@@ -356,6 +356,6 @@ def assign_coordinates(layers: Iterable[LabelledLayer], given: InputCoordinates)
     """
     for layer in layers if given.leaves else ():
         given.assign_to(layer)
-        leaf = given.is_input(layer.variables["input"].values) if "input" in layer.variables else None
+        leaf = given.input_index(layer.variables["input"].values) if "input" in layer.variables else None
         if leaf is not None:
             given.assign_to(layer, (FEATURE,), leaf)

@@ -191,7 +191,7 @@ def _assign_coordinates(layers: Mapping[str, LabelledLayer], found: FoundGradien
     for layer in layers.values():
         given.assign_to(layer, (TIME,))
     for call in found.capture.calls:
-        name, leaf = call.layer.partition("#")[0], given.is_input(to_host(call.input))
+        name, leaf = call.layer.partition("#")[0], given.input_index(to_host(call.input))
         if name in layers and leaf is not None:
             given.assign_to(layers[name], (FEATURE,), leaf)
 

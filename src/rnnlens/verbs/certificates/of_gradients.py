@@ -23,7 +23,7 @@ from ...typing import Array
 from ...vocabulary import DIRECTION, GATE, SAMPLE, TIME
 from ..axes import BatchAxes, in_order
 from ..differentiation.request import BatchGradients, BatchRequest
-from ..names import TensorName, uncalled
+from ..names import TensorName, layer_of_node
 from ..request import ModelRequest
 from ..weight_gradients import FoundGradients
 from ..weight_layout import sources
@@ -88,7 +88,7 @@ def _out_of_reach(request: BatchRequest) -> str:
     """Return why gradients cannot be compared with a reference run; "" if they can."""
     if request.cotangents is not None and request.with_loss:
         return "the loss of several batches includes penalties that the model adds"
-    if not request.of_loss and any(leaf.layer is not None or leaf.what != "output" for leaf in request.leaves):
+    if not request.of_loss and any(leaf.layer is not None or leaf.kind != "output" for leaf in request.leaves):
         return f"{request.target.text} lies inside the model, where a reference run gives no value"
     if request.scale != 1.0:
         return "the loss is scaled in the backward pass, but not in the reference run"
@@ -135,7 +135,7 @@ def _compare_named(
 ) -> list[str]:
     """Compare gradients of inputs and weights by name; return the names compared. Packed inputs are skipped."""
     compared: list[str] = []
-    inputs = [name for name in request.wrt if name.what == "input" and name.layer is None]
+    inputs = [name for name in request.wrt if name.kind == "input" and name.layer is None]
     for name in inputs:
         index: int | None = name.index
         key = name.text.partition("[")[2].rstrip("]")
@@ -148,10 +148,10 @@ def _compare_named(
             if claimed is not None or reference is not None:
                 comparisons.compare(GRADIENT, name.text, [filled(claimed, reference)])
                 compared.append(name.text)
-    for layer in dict.fromkeys(str(name.layer) for name in request.wrt if name.what == "weight"):
+    for layer in dict.fromkeys(str(name.layer) for name in request.wrt if name.kind == "weight"):
         pairs = []
         for name in request.wrt:
-            if name.what == "weight" and name.layer == layer:
+            if name.kind == "weight" and name.layer == layer:
                 claimed = answer.gradients.get(name)
                 pairs += list(named_pairs(request.adapter, request.model, run, name, claimed, answer.dims.get(name)))
         comparisons.compare(WEIGHTS, layer, pairs)
@@ -213,7 +213,7 @@ def _compare_swept(
     """Compare dL/dW of sweeps with the framework's, minus ``beside`` along other paths; return the names certified."""
     known, shared = request.known, set[str]()
     for layer, directions in answer.swept.items():
-        base = uncalled(layer, known.recurrent)
+        base = layer_of_node(layer, known.recurrent)
         penalties = known.weights[base].penalties if base in known.weights else {}
         if layer != base or (regularised and penalties):
             continue
@@ -238,7 +238,7 @@ def _compare_swept(
         ):
             comparisons.left_out[UNPLACED.format(layer)] = None
             shared.add(layer)
-    inside = [n.text for n in request.wrt if n.what != "weight" and n.layer is not None and n.layer not in shared]
+    inside = [n.text for n in request.wrt if n.kind != "weight" and n.layer is not None and n.layer not in shared]
     return list(dict.fromkeys(inside))
 
 

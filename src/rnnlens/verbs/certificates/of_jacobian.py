@@ -277,7 +277,7 @@ def _claimed(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArra
 
 
 def _is_inside(name: TensorName) -> bool:
-    return name.layer is not None or name.what not in ("input", "output")
+    return name.layer is not None or name.kind not in ("input", "output")
 
 
 def _computed_in(request: JacobianRequest, plan: JacobianPlan) -> str:
@@ -390,7 +390,7 @@ def _end(plan: JacobianPlan, end: JacobianEnd, *, is_lower: bool = False) -> End
     name, inside = end.name, plan.network.inside
     is_recurrent = bool(end.within) or any(name.layer in (n, n.rpartition("#")[0]) for n in inside.by_layer)
     calls = inside.layer(name.layer) if name.layer is not None and is_recurrent else []
-    if any(one.call.mask is not None for one in calls) or (len(calls) > 1 and name.what != "output"):
+    if any(one.call.mask is not None for one in calls) or (len(calls) > 1 and name.kind != "output"):
         raise CertificateError("states of masked steps, or of two directions")
     if calls and _is_within_layer(plan, end):
         # A state that the layer returns at every step is its output.
@@ -398,7 +398,7 @@ def _end(plan: JacobianPlan, end: JacobianEnd, *, is_lower: bool = False) -> End
         if is_lower or not is_output:
             raise CertificateError("a state within a fused layer")
     states = len(calls[0].run.states) if calls else 0
-    return EndPort(Port(name.what, name.layer, name.index), end.times, states, is_lower)  # type: ignore[arg-type]
+    return EndPort(Port(name.kind, name.layer, name.index), end.times, states, is_lower)  # type: ignore[arg-type]
 
 
 def _by_pullback(request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotangent) -> ReferenceRun:
@@ -414,11 +414,11 @@ def _by_pullback(request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotan
 
 def _port(plan: JacobianPlan, end: JacobianEnd, *, is_lower: bool = False) -> Port:
     """Return the framework's port at an end; raise if it is a state within a fused layer."""
-    if end.name.what in ("input", "output"):
+    if end.name.kind in ("input", "output"):
         return end.name.port()
     found = _end(plan, end, is_lower=is_lower).port
     return Port("output", end.name.layer) if _is_within_layer(plan, end) else found
 
 
 def _is_within_layer(plan: JacobianPlan, end: JacobianEnd) -> bool:
-    return end.name.what == "state" and not plan.network.inside.is_stepwise(end.name)
+    return end.name.kind == "state" and not plan.network.inside.is_stepwise(end.name)

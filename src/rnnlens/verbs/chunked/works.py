@@ -102,7 +102,7 @@ def gradients_of_chunks(
     request, template = template_of(lambda batch: _gradients_of_template(model, chunks, arguments, batch), chunks)
     combine = _combination(request, chunks)
     work = GradientWork(_padding(request), combine, arguments, chunks.total, chunks.layouts, request.of_loss)
-    layers = dict.fromkeys(str(name.layer or name.what) for name in request.asked)
+    layers = dict.fromkeys(str(name.layer or name.kind) for name in request.asked)
     graph = ChunkGraph(model, chunks, work, f"gradients-{next(iter(layers)) if len(layers) == 1 else ''}")
     lazy = {}
     for name in request.asked:
@@ -111,7 +111,7 @@ def gradients_of_chunks(
             if SAMPLE in array.dims:
                 lazy[name.text] = graph.kept(name.text, array)
             else:
-                over = arguments.across if name.what != "weight" or arguments.per_sample else None
+                over = arguments.across if name.kind != "weight" or arguments.per_sample else None
                 scale, samples = _scale(combine, chunks.total), chunks.total if over == "mean" else 1
                 lazy[name.text] = graph.total(name.text, array, scale, samples)
     return request, lazy, template.explanation, graph
@@ -147,7 +147,7 @@ def _gradients_of_template(
                 got="measure= and lazy data",
                 hint="leave measure= out, compute, and take the norm: numpy.linalg.norm(g)",
             )
-        if name.what != "weight" and SAMPLE not in found.dims[name]:
+        if name.kind != "weight" and SAMPLE not in found.dims[name]:
             refuse_unknown("Putting chunks together", name.text, dims)
     return request, DataSetGradients(total.result(), total.dims, found.value, explanation, Certificate())
 

@@ -87,7 +87,7 @@ class Accumulator:
     def _take(self, name: TensorName, grad: Array, dims: tuple[str, ...], weight: int) -> None:
         by_sample = SAMPLE in dims
         needed = self.measure is not None or self.across is not None or self.batches > 1
-        if name.what != "weight" and not by_sample and needed:
+        if name.kind != "weight" and not by_sample and needed:
             refuse_unknown("Putting samples together", name.text, dims)
         if by_sample and self.measure is not None:
             axes, kept = list(range(grad.ndim)), [i for i, dim in enumerate(dims) if dim in _KEPT_BY_NORM]
@@ -197,9 +197,9 @@ def _of_loss(
             return _added_up(request, request.target, alike, how, batches)
         except _AnotherLossError:
             pass
-    loss = WholeLoss.of(request, batches.again(), layouts, batches.targets)
+    loss = WholeLoss.of(request, batches.iterate_again(), layouts, batches.targets)
     total = _accumulator(request, "sum")
-    for of_batch in loss.requests(request, batches.again()):
+    for of_batch in loss.requests(request, batches.iterate_again()):
         _add(of_batch, total)
     return _gathered(request.of_batch(first, request.target), total, batches, loss.value)
 

@@ -57,7 +57,7 @@ def observed_value(request: BatchRequest) -> Array:
 
 
 def _value(request: BatchRequest, leaf: TensorName, capture: Capture) -> Array:
-    if leaf.what == "loss":
+    if leaf.kind == "loss":
         return np.asarray(capture.loss)
     if request.known.is_inside(leaf):
         return ReplayedLayers.of(capture.calls).value(leaf)
@@ -135,7 +135,7 @@ class Experiments:
 
 def port_to_perturb(name: TensorName, known: Catalogue) -> Port:
     """Return the port that is perturbed to test a tensor: the weight, the input, or its layer's output."""
-    if name.what == "weight":
+    if name.kind == "weight":
         return Port("weight", str(name.layer), key=sources(known.weights[str(name.layer)])[name.key][0].key)
     if name.layer is None:
         return Port("input", index=name.index)
@@ -190,7 +190,7 @@ def _blocked(trials: Experiments, name: TensorName) -> Reason | None:
 
 def _integer_input(trials: Experiments, name: TensorName) -> Reason | None:
     leaves = data.leaves_of(trials.batch.x)
-    if name.what != "input" or name.layer is not None or name.index >= len(leaves):
+    if name.kind != "input" or name.layer is not None or name.index >= len(leaves):
         return None
     if not is_integer(leaves[name.index]):
         return None
@@ -215,7 +215,7 @@ def _masked_out(trials: Experiments, name: TensorName) -> Reason | None:
     masks = trials.masks
     for leaf in trials.request.leaves:
         mask = masks.get(str(leaf.layer))
-        if mask is None or leaf.what != "state":
+        if mask is None or leaf.kind != "state":
             continue
         steps = np.atleast_1d(np.arange(mask.shape[1])[trials.target.at.get(TIME, slice(None))])
         real = np.flatnonzero(mask.any(axis=0))
@@ -363,7 +363,7 @@ def explain(
             result.disconnected[name.text] = cause(trials(), name, exists=grad is not None)
             continue
         flag = _frozen(request, name)
-        if flag is None and name.what != "weight" and dims[name][:2] == (SAMPLE, TIME):
+        if flag is None and name.kind != "weight" and dims[name][:2] == (SAMPLE, TIME):
             zero = ~np.any(grad.reshape(*grad.shape[:2], -1), axis=2)
             flag = _partly_masked(zero, name, trials(), batches) if zero.any() else None
         if flag is not None:
@@ -373,7 +373,7 @@ def explain(
 
 def _frozen(request: BatchRequest, name: TensorName) -> Reason | None:
     """Return a reason for a weight that is not trained, although it has a gradient; else None."""
-    if name.what != "weight" or is_trainable(name, request.known):
+    if name.kind != "weight" or is_trainable(name, request.known):
         return None
     if name.key in request.known.weights[str(name.layer)].statistics:
         sentence = f"{name.text} is a running statistic of the layer, not a trained weight."

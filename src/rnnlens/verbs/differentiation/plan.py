@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...adapters.protocol import Port
-from ..names import Catalogue, TensorName, uncalled
+from ..names import Catalogue, TensorName, layer_of_node
 from ..recurrent_layers import ReplayedLayers
 from ..weight_layout import sources
 from .request import BatchRequest
@@ -56,12 +56,12 @@ class GradientPlan:
     @cached_property
     def weights(self) -> dict[TensorName, tuple[Port, ...]]:
         """Requested weights, each with the ports of the framework weights that it consists of."""
-        return {place.name: place.above for place in self.wrt if place.name.what == "weight"}
+        return {place.name: place.above for place in self.wrt if place.name.kind == "weight"}
 
     @cached_property
     def activations(self) -> tuple[TensorPlace, ...]:
         """Requested tensors that are not weights."""
-        return tuple(place for place in self.wrt if place.name.what != "weight")
+        return tuple(place for place in self.wrt if place.name.kind != "weight")
 
     @property
     def free(self) -> list[Port]:
@@ -73,7 +73,7 @@ class GradientPlan:
 def plan(request: BatchRequest, inside: ReplayedLayers) -> GradientPlan:
     """Find the ports or the sweep that differentiates each tensor of a request; ``inside`` are replayed layers."""
     outputs: tuple[Port, ...] = ()
-    if request.target.per_sample and request.leaves[0].what == "loss":
+    if request.target.per_sample and request.leaves[0].kind == "loss":
         outputs = tuple(Port("output", index=i) for i in range(max(1, len(request.known.outputs))))
     leaves = tuple(
         _at_output(name) if name in request.framework_states else _place(name, request.known, inside)
@@ -98,7 +98,7 @@ def _place(name: TensorName, known: Catalogue, inside: ReplayedLayers) -> Tensor
     stepwise = inside.is_stepwise(name)
     swept = known.is_inside(name) and not stepwise
     what = (name, swept, known.is_free(name), stepwise)
-    if name.what == "weight":
+    if name.kind == "weight":
         found = sources(known.weights[str(name.layer)])[name.key]
         ports = tuple(Port("weight", name.layer, key=source.key) for source in found)
         return TensorPlace(*what, ports, ports, ports)
@@ -107,11 +107,11 @@ def _place(name: TensorName, known: Catalogue, inside: ReplayedLayers) -> Tensor
         below = tuple(port for replayed in directions for port in replayed.below())
         above = tuple(port for replayed in directions for port in replayed.readers())
         return TensorPlace(*what, (), below, above)
-    info = known.recurrent.get(uncalled(name.layer))
-    if name.what == "output" and info is not None and info.direction == "bidirectional":
+    info = known.recurrent.get(layer_of_node(name.layer))
+    if name.kind == "output" and info is not None and info.direction == "bidirectional":
         at: tuple[Port, ...] = (name.port("forward"), name.port("backward"))
     else:
-        at = (Port(name.what, name.layer, name.index) if stepwise else name.port(),)  # type: ignore[arg-type]
+        at = (Port(name.kind, name.layer, name.index) if stepwise else name.port(),)  # type: ignore[arg-type]
     # The total gradient of a final state of a stepwise layer arrives at a port of its own.
     above = tuple(
         Port("state", port.layer, port.index, key="ending") if port.kind == "final_state" else port for port in at

@@ -15,7 +15,7 @@ from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import DIRECTION
 from ..axes import BatchAxes, in_order, refuse_coupled, refuse_steps_first, refuse_unknown
-from ..names import Catalogue, TensorName, refuse_lone_output, text_of, uncalled
+from ..names import Catalogue, TensorName, refuse_lone_output, text_of, layer_of_node
 from ..recurrent_layers import ReplayedCall, ReplayedLayers, runs, stack_directions
 from ..weight_layout import WeightSource, assemble, sources
 from .plan import GradientPlan, TensorPlace, layers_inside, plan
@@ -42,7 +42,7 @@ class SweptWeightGradients:
 
     def add_swept(self, layer: str, replayed: ReplayedCall, swept: Adjoint) -> None:
         """Add the weight gradients of a sweep through one call of a layer."""
-        name = uncalled(layer, self.known.weights)
+        name = layer_of_node(layer, self.known.weights)
         if name not in self._layers:
             return
         direction = replayed.call.direction if replayed.call.bidirectional else ""
@@ -170,7 +170,7 @@ class _Pull:
         arrived: Arrived | None = getattr(self.pullback, "known_gradients", None)
         if arrived is None:
             arrived = self._pull({port: seed[None] for port, seed in self.seeds.items()})
-        if self.target.per_sample and request.leaves[0].what != "loss" and request.start is None:
+        if self.target.per_sample and request.leaves[0].kind != "loss" and request.start is None:
             refuse_coupled(self.outside, self.seeds, self._pull)
         found = {place.name: self._activation(place, arrived) for place in self.plan.activations}
         if self.target.per_sample:
@@ -221,7 +221,7 @@ class _Pull:
             value = np.zeros(())
             for place, cotangent in zip(self.plan.leaves, request.cotangents, strict=True):
                 self._seed(place, cotangent)
-                if place.name.what == "loss":
+                if place.name.kind == "loss":
                     value = cotangent * to_host(self.pullback.values[place.name.port()])
             return value
         values = [self._value(place) for place in self.plan.leaves]
@@ -322,7 +322,7 @@ class _Pull:
 
     def _of_samples(self, port: Port, seed: Array, rows: range) -> Array:
         """Repeat a cotangent (sample, ...) once per sample of ``rows``, zero at all other samples."""
-        if self.outside.is_here(port):
+        if self.outside.has_framework_layout(port):
             refuse_unknown("per_sample=True", text_of(port), self.outside.layout(port, seed).names)
         masks = np.arange(self.samples) == np.asarray(rows)[:, None]
         return self.outside.of_samples(port, seed, masks)
@@ -338,13 +338,13 @@ def captured(request: BatchRequest) -> BatchGradients | None:
     layers = tuple(dict.fromkeys(str(name.layer) for name in request.wrt))
     capture = request.adapter.capture(request.model, request.batch, CaptureRequest(layers, weight_grads=False))
     inside = ReplayedLayers.of(capture.calls)
-    if any(name.what == "final_state" and inside.is_stepwise(name) for name in request.wrt):
+    if any(name.kind == "final_state" and inside.is_stepwise(name) for name in request.wrt):
         return None
     grads: dict[TensorName, Array | None] = {}
     swept: dict[str, list[tuple[ReplayedCall, Adjoint]]] = {}
     for name in request.wrt:
         directions = inside.layer(name.layer)
-        if name.what == "output":
+        if name.kind == "output":
             parts = [to_host(replayed.call.output_grad)[None] for replayed in directions]
             grads[name] = side_by_side(parts, request.known.space(name.layer))
         else:
@@ -362,8 +362,8 @@ def fits(request: BatchRequest) -> bool:
     if request.target.text != "loss" or request.target.per_sample or request.scale != 1.0:
         return False
     known = request.known
-    recurrent = all(uncalled(name.layer, known.recurrent) in known.recurrent for name in request.wrt)
-    return recurrent and all(name.what == "output" or known.is_inside(name) for name in request.wrt)
+    recurrent = all(layer_of_node(name.layer, known.recurrent) in known.recurrent for name in request.wrt)
+    return recurrent and all(name.kind == "output" or known.is_inside(name) for name in request.wrt)
 
 
 def side_by_side(parts: Sequence[Array | None], space: tuple[str, ...]) -> Array | None:

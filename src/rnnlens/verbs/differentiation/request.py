@@ -78,7 +78,7 @@ class GradientRequest(ModelRequest):
     @property
     def with_loss(self) -> bool:
         """Whether the target uses a loss."""
-        return any(leaf.what == "loss" for leaf in self.named or ())
+        return any(leaf.kind == "loss" for leaf in self.named or ())
 
     @property
     def of_loss(self) -> bool:
@@ -175,7 +175,7 @@ def read_request(model: Any, run: Batch, arguments: GradientArguments) -> Gradie
     known = resolved.known
     named, function, words = _target(arguments.of, known)
     asked, lone = _tensors(arguments.wrt, known)
-    if named and named[0].what == "loss" and function is None and (arguments.at or arguments.reduce is not None):
+    if named and named[0].kind == "loss" and function is None and (arguments.at or arguments.reduce is not None):
         raise InputError("The loss is one number, so at= and reduce= do not apply.", got="at= or reduce=")
     wrt = asked if arguments.clip is None else _with_all_clipped(asked, arguments, known)
     return GradientRequest(
@@ -187,7 +187,7 @@ def read_request(model: Any, run: Batch, arguments: GradientArguments) -> Gradie
         wrt=tuple(wrt),
         asked=tuple(asked),
         lone=lone,
-        scale=known.facts.loss_scale if named and named[0].what == "loss" else 1.0,
+        scale=known.facts.loss_scale if named and named[0].kind == "loss" else 1.0,
         memory=current().memory if arguments.memory is None else parse_memory(arguments.memory),
     )
 
@@ -221,7 +221,7 @@ def _target(of: Of, known: Catalogue) -> tuple[tuple[TensorName, ...] | None, Ca
     """Return the target's leaves (None for all outputs), its function or None, and its name for messages."""
     if isinstance(of, str):
         leaf = read_one(of, known)
-        if leaf.what in _NO_TARGET:
+        if leaf.kind in _NO_TARGET:
             raise UnsupportedError(
                 f"{of!r} cannot be differentiated; it can be differentiated with respect to.", expected=_OF
             )
@@ -254,7 +254,7 @@ def _tensors(wrt: str | Iterable[str], known: Catalogue) -> tuple[list[TensorNam
 
 def _with_all_clipped(asked: Sequence[TensorName], arguments: GradientArguments, known: Catalogue) -> list[TensorName]:
     """Return the requested weights, then all other trainable ones, whose gradients the global clipping norm needs."""
-    if any(name.what != "weight" for name in asked) or arguments.per_sample or arguments.measure is not None:
+    if any(name.kind != "weight" for name in asked) or arguments.per_sample or arguments.measure is not None:
         got = "clip= with other tensors, per_sample or measure"
         raise InputError("Optimizers clip the weight gradients of a whole batch.", got=got)
     return list(dict.fromkeys([*asked, *trainable(known)]))

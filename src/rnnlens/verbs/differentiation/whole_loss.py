@@ -128,7 +128,7 @@ def output_layouts(axes: ModelAxes, first: Batch, second: Batch) -> OutputLayout
         for port, fewer_rows, other in zip(ports, some.leaves, all_.leaves, strict=True)
     ]
     unknown = [(port, layout) for port, layout in zip(ports, layouts, strict=True) if port not in axes.stated]
-    axes.found |= {port: layout for port, layout in unknown if layout.sample is not None}
+    axes.found_layouts |= {port: layout for port, layout in unknown if layout.sample is not None}
     if not first.training:
         counts = axes.samples(few), axes.samples(more)
         changed = [

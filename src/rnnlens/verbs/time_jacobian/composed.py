@@ -183,7 +183,7 @@ def swept_through(
     arrived = None
     if one in wrt.within:
         arrived = work.zeros(batch, count, wrt.times or 1, wrt.size)
-        (taps.initial if wrt.what == "initial_state" else taps.states)[wrt.state] = FieldCollector(arrived)
+        (taps.initial if wrt.kind == "initial_state" else taps.states)[wrt.state] = FieldCollector(arrived)
     tally.flops += reverse(one.system, rows, taps).flops
     if isinstance(rows, PointRows) and list(rows.times) != list(rows.sequence):  # swept in another order than requested
         start = {t: i * rows.group for i, t in enumerate(rows.sequence)}
@@ -208,7 +208,7 @@ def starting_rows(tensor: OuterTensor, times: Sequence[int] | None, rows: np.nda
 def _enter(one: ReplayedCall, ends: JacobianEnds, times: Sequence[int] | None) -> PointRows:
     """Return the cotangent rows that start at a state or the output of a recurrent call, at each requested step."""
     times = [one.last] if times is None else times
-    return one.points(ends.of.state, times, ends.rows_pulled, of_output=ends.of.what == "output")
+    return one.points(ends.of.state, times, ends.rows_pulled, of_output=ends.of.kind == "output")
 
 
 def pull_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np.ndarray[Any, Any]:

@@ -117,16 +117,16 @@ class _PieceSweep:
         """Cotangent rows of a reverse sweep and the steps at which they enter."""
         one, state, readout = self.one, self.direct.state, self.direct.readout
         if self.direct.pattern is not None:
-            moves = one.output_moves() if self.ends.of.what == "output" else None
+            moves = one.output_moves() if self.ends.of.kind == "output" else None
             return Units(self.times, state, one.system.state_sizes[state], one.system.order, moves)
         block = np.eye(one.system.state_sizes[state])[None, None] if readout is None else readout
-        return one.points(state, self.times, block, of_output=self.ends.of.what == "output")
+        return one.points(state, self.times, block, of_output=self.ends.of.kind == "output")
 
     @cached_property
     def entrances(self) -> Entrances:
         """Tangent rows of a forward sweep: they enter at the input, a state or the initial state."""
         wrt, below, times = self.ends.wrt, self.direct.below, self.direct.in_times
-        if wrt.what == "initial_state":
+        if wrt.kind == "initial_state":
             return Entrances("initial", state=wrt.state)
         if below is None:
             return Entrances("state", times, state=wrt.state)
@@ -137,7 +137,7 @@ class _PieceSweep:
 
     def _taps(self, collector: Collector) -> Taps:
         wrt = self.ends.wrt
-        if wrt.what == "initial_state":
+        if wrt.kind == "initial_state":
             return Taps(initial={wrt.state: collector}, steps=frozenset())
         steps = frozenset(self.direct.in_times)
         if self.direct.below is not None:
@@ -153,7 +153,7 @@ class _PieceSweep:
 
     def _above(self, samples: slice) -> Callable[[int, Array], Array] | None:
         block = self.direct.readout
-        moves = self.one.output_moves() if self.ends.of.what == "output" else None
+        moves = self.one.output_moves() if self.ends.of.kind == "output" else None
         if block is None and moves is None:
             return None
         if block is not None:

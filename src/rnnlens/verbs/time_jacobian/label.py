@@ -99,7 +99,7 @@ class JacobianLabels:
             if times is not None and end.times is not None:
                 labels = self.inputs.find(TIME, end.times)
                 found[dim] = times if labels is None else labels[times]
-        if ends.wrt.what == "input" and ends.wrt.name.layer is None:
+        if ends.wrt.kind == "input" and ends.wrt.name.layer is None:
             found[IN_FEATURE] = self.inputs.find(FEATURE, ends.wrt.size, ends.wrt.name.index)
         if self.plan.ends.wrt.bidirectional:
             found[IN_DIRECTION] = [FORWARD, BACKWARD]

@@ -18,7 +18,7 @@ from ...results.schema import to_host
 from ...settings import must_fit
 from ...typing import Array
 from ...vocabulary import TIME
-from ..axes import ModelAxes, refusal, refuse_steps_first, refuse_unclear_steps, refuse_unknown
+from ..axes import ModelAxes, coupled_samples_error, refuse_steps_first, refuse_unclear_steps, refuse_unknown
 from ..names import TensorName, refuse_lone_output, text_of
 from ..recurrent_layers import ReplayedCall, ReplayedLayers
 from .request import JacobianEnd, JacobianRequest
@@ -202,18 +202,18 @@ def _flattened(one: ReplayedCall, memory: int) -> ReplayedCall:
 def _inner(name: TensorName, inside: ReplayedLayers, role: str) -> JacobianEnd | None:
     """Return an end that is a state inside a recurrence, where the framework has no tensor; None for other ends."""
     if inside.entangled:
-        calls = inside.by_layer.get(str(name.layer), []) if name.what == "output" else []
+        calls = inside.by_layer.get(str(name.layer), []) if name.kind == "output" else []
         if inside.is_stepwise(name) or (calls and all(replayed.call.stepwise for replayed in calls)):
             return None  # the framework has it, of a cell called step by step
-    if name.what in ("state", "final_state", "initial_state"):
+    if name.kind in ("state", "final_state", "initial_state"):
         within = inside.layer(name.layer)
         times, states = int(within[0].run.input.shape[1]), within[0].run.states
         if name.index >= len(states):
             got = f"{name.text}, state number {name.index} of {len(states)}"
             raise InputError(f"There is no {name.text}.", got=got)
-        size, count = int(states[name.index].shape[-1]), times if name.what == "state" else None
-        return JacobianEnd(name, tuple(within), None, name.what, name.index, size, count)
-    if role == "wrt" or name.what != "output" or name.layer is None:
+        size, count = int(states[name.index].shape[-1]), times if name.kind == "state" else None
+        return JacobianEnd(name, tuple(within), None, name.kind, name.index, size, count)
+    if role == "wrt" or name.kind != "output" or name.layer is None:
         return None
     if not any(node == name.layer or node.rpartition("#")[0] == name.layer for node in inside.by_layer):
         return None
@@ -227,7 +227,7 @@ def _inner(name: TensorName, inside: ReplayedLayers, role: str) -> JacobianEnd |
 
 
 def _port(name: TensorName) -> Port:
-    return Port(name.what, name.layer, name.index)  # type: ignore[arg-type]
+    return Port(name.kind, name.layer, name.index)  # type: ignore[arg-type]
 
 
 def _pullback(
@@ -261,7 +261,7 @@ def _tensors(
     for port in () if request.axes.samples_first else ends:
         layout = request.axes.layout(port, tensors[port].shape)
         if layout.coupled:
-            raise refusal("The time Jacobian", port)
+            raise coupled_samples_error("The time Jacobian", port)
         if samples > 1:
             refuse_unknown("The time Jacobian", text_of(port), layout.names)
         refuse_unclear_steps("The time Jacobian", text_of(port), layout)
@@ -297,7 +297,7 @@ def _network(
     for i, name in enumerate((request.of, request.wrt)):
         if ends[i] is None:
             tensor = around.tensors[_port(name)]
-            ends[i] = JacobianEnd(name, (), tensor.port, name.what, 0, tensor.features, tensor.times)
+            ends[i] = JacobianEnd(name, (), tensor.port, name.kind, 0, tensor.features, tensor.times)
     of, wrt = ends
     assert of is not None
     assert wrt is not None

@@ -67,7 +67,7 @@ def read_request(
     resolved = ModelRequest.resolve(model, batch, axes, ends)
     of, wrt = (read_one(text, resolved.known) for text in ends)
     for role, name in (("of", of), ("wrt", wrt)):
-        if name.what not in _ENDS[role]:
+        if name.kind not in _ENDS[role]:
             hint = "rl.gradients differentiates the loss, and by weights and gates"
             what = f"{role}={name.text!r} has no time Jacobian."
             raise UnsupportedError(what, expected=_EXAMPLES[role], hint=hint)
@@ -95,7 +95,7 @@ _EXAMPLES = {
 
 def integer_dtype(wrt: TensorName, batch: Batch) -> str | None:
     """Return the dtype of an input of the model that holds integers; None for any other tensor."""
-    if wrt.what != "input" or wrt.layer is not None:
+    if wrt.kind != "input" or wrt.layer is not None:
         return None
     leaves = arrays_of(batch.x)
     if wrt.index >= len(leaves):
@@ -119,7 +119,7 @@ class JacobianEnd:
     port: Port | None
     #: Inside a recurrence: ``"state"``, ``"final_state"``, ``"initial_state"`` or ``"output"``, and the index of the
     #: state.
-    what: str
+    kind: str
     state: int
     #: Size per step, and number of steps; None without a time axis.
     size: int

@@ -21,7 +21,7 @@ from ...layout import Layout, canonical_order
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
-from ..axes import patterns, reached, refusal
+from ..axes import patterns, reached, coupled_samples_error
 from ..chain import dense, pull_dense_rows
 from ..recurrent_layers import ReplayedLayers
 from .request import JacobianRequest
@@ -74,7 +74,7 @@ class OuterTensor:
     def opened(self, rows: Array) -> Array:
         """Convert rows from the framework's layout to (row, sample, [time,] feature)."""
         if self.layout is not None:
-            rows = _permuted(self.layout.opened(rows, self.count, lead=1), canonical_order(self.layout.names))
+            rows = _permuted(self.layout.opened(rows, self.count, leading_axes=1), canonical_order(self.layout.names))
         steps = () if self.times is None else (self.times,)
         rows = rows.reshape((rows.shape[0], self.samples, *steps, self.features))
         return (
@@ -192,7 +192,7 @@ def _refuse_coupled(found: Mapping[Port, Array | None], on: Array) -> None:
         if rows is not None and len(on):
             hit = reached(to_host(rows[len(rows) - len(on) :]), 0, 1)
             if hit.shape == on.shape and bool((hit & ~on).any()):
-                raise refusal("The time Jacobian", port)
+                raise coupled_samples_error("The time Jacobian", port)
 
 
 def _subset_rows(top: OuterTensor, axis: int) -> tuple[Array, Array]:
