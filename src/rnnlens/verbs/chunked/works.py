@@ -21,7 +21,7 @@ from ...results.checks import Certificate
 from ...settings import options
 from ...vocabulary import SAMPLE
 from ..axes import refuse_unknown
-from ..certificates.of_gradients import certify_answer
+from ..certificates.of_gradients import certify_batch
 from ..differentiation.gather import Accumulator, DataSetGradients, combination
 from ..differentiation.missing_gradient import Explanation, explain
 from ..differentiation.pull import answer
@@ -52,7 +52,7 @@ class GradientWork(ChunkWork):
         batch = batch if request.with_loss else batch.without_loss()
         part = replace(request.of_batch(batch, target), partial=rows.count < rows.total)
         found = answer(part)
-        certificate = certify_answer(part, found) if part.needs_certificate("gradients") else Certificate()
+        certificate = certify_batch(part, found) if part.needs_certificate("gradients") else Certificate()
         found.swept = {}
         total = Accumulator(self.combine, self.arguments.measure, self.arguments.across)  # type: ignore[arg-type]
         total.add(found, count=size if self.of_loss else rows.count)

@@ -19,7 +19,7 @@ from ...typing import Array
 from ...vocabulary import DIRECTION, SAMPLE, TIME
 from ..axes import refuse_unknown
 from ..batches import DataSetBatches
-from ..certificates.of_gradients import certify_answer
+from ..certificates.of_gradients import certify_batch
 from ..names import Catalogue, TensorName
 from ..weight_layout import WeightSource, sources
 from .missing_gradient import Explanation, explain
@@ -244,7 +244,7 @@ def _add(request: BatchRequest, total: Accumulator) -> BatchGradients:
     """Compute and accumulate the gradients of one batch; certify the first batch by a reference run."""
     found = answer(request)
     if total.batches == 0 and request.needs_certificate("gradients"):
-        total.certificate = certify_answer(request, found)
+        total.certificate = certify_batch(request, found)
     found.swept = {}
     total.add(found, _shapes(request.batch), request.target.picked)
     return found

@@ -23,7 +23,7 @@ from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
 from ..axes import BatchAxes
 from ..names import Catalogue, TensorName, names_behind_ids
-from ..recurrent_layers import ReplayedLayers, outputs_of, runs, stack_directions
+from ..recurrent_layers import ReplayedLayers, outputs_of, is_called, stack_directions
 from ..weight_layout import sources
 from .pull import answer
 from .request import BatchRequest, is_trainable
@@ -82,7 +82,7 @@ class Experiments:
         self._values: dict[str, Array] = {}
         self._answers: dict[tuple[str, Port], Response] = {}
         #: Whether a layer is called in this forward pass, by name.
-        self.runs = cache(partial(runs, request.adapter, request.model, request.batch))
+        self.runs = cache(partial(is_called, request.adapter, request.model, request.batch))
 
     def response(self, name: TensorName, request: BatchRequest | None = None) -> Response:
         """Return how a target, by default that of the call, changes if a tensor or its layer's output is perturbed."""

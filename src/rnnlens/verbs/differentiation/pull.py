@@ -16,7 +16,7 @@ from ...typing import Array
 from ...vocabulary import DIRECTION
 from ..axes import BatchAxes, in_order, refuse_coupled, refuse_steps_first, refuse_unknown
 from ..names import Catalogue, TensorName, refuse_lone_output, text_of, layer_of_node
-from ..recurrent_layers import ReplayedCall, ReplayedLayers, runs, stack_directions
+from ..recurrent_layers import ReplayedCall, ReplayedLayers, is_called, stack_directions
 from ..weight_layout import WeightSource, assemble, sources
 from .plan import GradientPlan, TensorPlace, layers_inside, plan
 from .request import BatchGradients, BatchRequest, KnownStart
@@ -105,7 +105,7 @@ def answer(request: BatchRequest) -> BatchGradients:
     except (LayerNotFoundError, ModelError):
         # Tensors of layers that are not called in this forward pass have no gradient.
         layers = {str(name.layer).partition("#")[0] for name in request.wrt if name.layer is not None}
-        missing = {layer for layer in layers if not runs(request.adapter, request.model, request.batch, layer)}
+        missing = {layer for layer in layers if not is_called(request.adapter, request.model, request.batch, layer)}
         absent = [name for name in request.wrt if str(name.layer).partition("#")[0] in missing]
         if not absent or len(absent) == len(request.wrt):
             raise
