@@ -81,7 +81,11 @@ def _call_error(
     unknown_name = next((name for name in kwargs if name not in parameter_names), None)
     function_name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
     argument_texts = [f"{p.name}=..." if p.kind is p.KEYWORD_ONLY else p.name for p in parameters]
-    hint = f"{function_name}({', '.join(argument_texts)})" if unknown_name is None else did_you_mean(unknown_name, parameter_names)
+    hint = (
+        f"{function_name}({', '.join(argument_texts)})"
+        if unknown_name is None
+        else did_you_mean(unknown_name, parameter_names)
+    )
     if unknown_name in _FOREIGN_ARGUMENTS and not hint.startswith("did you mean"):
         hint = _FOREIGN_ARGUMENTS[unknown_name]
     return CallError(f"{function_name} cannot be called like this: {error}.", hint=hint)
@@ -280,7 +284,10 @@ def class_weights(name: str, value: Any) -> dict[int, float]:
         expected = "a dict from class to weight, such as {0: 1.0, 1: 5.0}"
         raise InputError(f"{name}= has no entry.", got=shown(value), expected=expected)
     check_label, check_weight = whole(least=0), number(least=0)
-    return {check_label(f"{name} (a class)", key): check_weight(f"{name}[{key!r}]", class_weight) for key, class_weight in value.items()}
+    return {
+        check_label(f"{name} (a class)", key): check_weight(f"{name}[{key!r}]", class_weight)
+        for key, class_weight in value.items()
+    }
 
 
 def axes_by_name(name: str, value: Any) -> dict[str, Any]:

@@ -85,7 +85,10 @@ def plain_weights(name: str, value: Any) -> Any:
 
 def finite_states(name: str, value: Any) -> dict[str, Any]:
     """Check initial states like :func:`states`; their values must be finite."""
-    return {layer: _require_finite(f"{name}[{layer!r}]", layer_states) for layer, layer_states in states(name, value).items()}
+    return {
+        layer: _require_finite(f"{name}[{layer!r}]", layer_states)
+        for layer, layer_states in states(name, value).items()
+    }
 
 
 def _require_finite(name: str, tree: Any) -> Any:

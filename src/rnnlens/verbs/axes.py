@@ -33,7 +33,11 @@ def an_axes_table(name: str, value: Any) -> dict[str, Layout]:
 def _read_layout(argument: str, axis_names: Any) -> Layout:
     if isinstance(axis_names, Layout):  # of a call that runs the verb again
         return axis_names
-    parts = [(part,) if isinstance(part, str) else part for part in axis_names] if isinstance(axis_names, list | tuple) else []
+    parts = (
+        [(part,) if isinstance(part, str) else part for part in axis_names]
+        if isinstance(axis_names, list | tuple)
+        else []
+    )
     is_valid = all(
         isinstance(part, list | tuple) and part and all(isinstance(n, str) and n for n in part) for part in parts
     )
@@ -69,7 +73,9 @@ class ModelAxes:
     ) -> None:
         self.adapter, self.model, self.rule = adapter, model, rule or adapter
         tensors = {} if catalogue is None else {t: layout for t, layout in (stated or {}).items() if t not in DATA}
-        self.stated = {_port_of_name(text, catalogue): layout for text, layout in tensors.items() if catalogue is not None}
+        self.stated = {
+            _port_of_name(text, catalogue): layout for text, layout in tensors.items() if catalogue is not None
+        }
         self.data = {name: layout for name, layout in (stated or {}).items() if name in DATA}
         #: Layouts found by experiment, and the ports for which an experiment was made.
         self.found_layouts: dict[Port, Layout] = {}
@@ -99,7 +105,9 @@ class ModelAxes:
 
     def learn(self, batch: Batch, ports: Iterable[Port], shown_layouts: Mapping[Port, Layout] | None = None) -> None:
         """Find and store the layouts of ports that have none: ``shown_layouts``, cached for these shapes, or by experiment."""
-        new_ports = [port for port in dict.fromkeys(ports) if port not in self._learned_ports and port not in self.stated]
+        new_ports = [
+            port for port in dict.fromkeys(ports) if port not in self._learned_ports and port not in self.stated
+        ]
         if not new_ports or self.samples_first or self.adapter.samples_first:
             return
         cached, layouts = self._cached_layouts(batch), shown_layouts or {}
@@ -109,7 +117,11 @@ class ModelAxes:
             forward_batch = Batch(batch.x, training=batch.training, initial_state=batch.initial_state, seed=batch.seed)
             layouts = self.adapter.layouts(self.model, forward_batch, new_ports)
         if cached is not None:
-            cached |= {port: layout for port, layout in layouts.items() if not (layout.coupled or layout.is_uncertain or layout.order)}
+            cached |= {
+                port: layout
+                for port, layout in layouts.items()
+                if not (layout.coupled or layout.is_uncertain or layout.order)
+            }
         self.found_layouts |= layouts
         self._learned_ports |= set(new_ports)
 
@@ -175,7 +187,9 @@ def refuse_steps_first(axes: ModelAxes, batch: Batch, sizes: Iterable[Sequence[i
     if not axes.samples_first:
         return
     calls = {tuple(size) for size in sizes}
-    transposed_sizes = {(leaf.shape[1], leaf.shape[0]) for leaf in data.leaves_of(batch.x) if getattr(leaf, "ndim", 0) > 1}
+    transposed_sizes = {
+        (leaf.shape[1], leaf.shape[0]) for leaf in data.leaves_of(batch.x) if getattr(leaf, "ndim", 0) > 1
+    }
     if calls and all(samples != steps and (samples, steps) in transposed_sizes for samples, steps in calls):
         samples, steps = next(iter(calls))
         raise InputError(
@@ -196,7 +210,9 @@ def refuse_unclear_steps(operation: str, name: str, layout: Layout) -> None:
     else:
         problem = f"{axes} of {name!r} varies with the steps, but does not advance one entry per step"
         other_axis = _feature_or_unit(name)
-        flat_axes = tuple(other_axis if axis == (axes,) else axis[0] if len(axis) == 1 else axis for axis in layout.axes)
+        flat_axes = tuple(
+            other_axis if axis == (axes,) else axis[0] if len(axis) == 1 else axis for axis in layout.axes
+        )
         choices = f"axes={{{name!r}: {flat_axes}}} where it holds {other_axis}s of all steps, or {choices}"
     got = f"axes ({', '.join(layout.names)})"
     raise InputError(f"{operation} needs the axis that counts steps: {problem}.", got=got, hint=f"say {choices}")
@@ -207,9 +223,13 @@ def axes_to_type(name: str, axes: Sequence[Axis], unclear: Sequence[str]) -> str
     candidates = []
     for steps in unclear:
         replacements = {axis: _feature_or_unit(name) for axis in unclear} if len(unclear) == 2 else {}
-        renamed_axes = [tuple((replacements | {steps: TIME}).get(axis_name, axis_name) for axis_name in axis) for axis in axes]
+        renamed_axes = [
+            tuple((replacements | {steps: TIME}).get(axis_name, axis_name) for axis_name in axis) for axis in axes
+        ]
         candidates.append(tuple(axis if len(axis) > 1 else axis[0] for axis in renamed_axes))
-    return ", or ".join(f"axes={{{name!r}: {candidate}}}" for candidate in candidates if len(set(candidate)) == len(candidate))
+    return ", or ".join(
+        f"axes={{{name!r}: {candidate}}}" for candidate in candidates if len(set(candidate)) == len(candidate)
+    )
 
 
 def _feature_or_unit(name: str) -> str:
@@ -228,7 +248,11 @@ class InputCoordinates:
         """Return the labels of an axis by role and length; None if no input has them or inputs disagree."""
         leaf_labels = self._by_leaf if leaf is None else self._by_leaf[leaf : leaf + 1]
         matching_labels = [labels[dim] for labels in leaf_labels if dim in labels and len(labels[dim]) == size]
-        return matching_labels[0] if matching_labels and all(np.array_equal(matching_labels[0], other) for other in matching_labels[1:]) else None
+        return (
+            matching_labels[0]
+            if matching_labels and all(np.array_equal(matching_labels[0], other) for other in matching_labels[1:])
+            else None
+        )
 
     def assign_to(self, layer: LabelledLayer, dims: Iterable[str] = (SAMPLE, TIME), leaf: int | None = None) -> None:
         """Assign input labels to those dimensions of a layer that match in role and length."""
@@ -309,7 +333,11 @@ class BatchAxes:
             for grad, layout in zip(pull(cotangent), layouts, strict=True):
                 if name in layout.names and np.any(grad):
                     reached_by_grad = reached(layout.opened(grad, self.samples), layout.names.index(name))
-                    reached_mask = reached_by_grad if reached_mask is None or len(reached_mask) != len(reached_by_grad) else reached_mask | reached_by_grad
+                    reached_mask = (
+                        reached_by_grad
+                        if reached_mask is None or len(reached_mask) != len(reached_by_grad)
+                        else reached_mask | reached_by_grad
+                    )
             return reached_mask
 
         return xr.DataArray(result, dims=_name_followed_axes(result, reached_indices))
@@ -373,7 +401,9 @@ TRIED_AT_ONCE = 2**25
 
 
 def refuse_coupled(
-    batch_axes: BatchAxes, seeds: Mapping[Port, Array], pull: Callable[[Mapping[Port, Array]], Mapping[Port, Array | None]]
+    batch_axes: BatchAxes,
+    seeds: Mapping[Port, Array],
+    pull: Callable[[Mapping[Port, Array]], Mapping[Port, Array | None]],
 ) -> None:
     """Raise UnsupportedError, with the tensor, if cotangents of some samples are pulled back to other samples."""
     experiment = frozenset(seeds), batch_axes.samples

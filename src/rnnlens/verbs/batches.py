@@ -271,7 +271,9 @@ class DataSetBatches:
             layouts = layouts_to_cut(axes, template, *all_data)
             axes.inputs, axes.is_cut = None if layouts is None else layouts["x"], True
         return self._with_layout_of_first(
-            data.batches(*all_data[:2], sample_weight=all_data.sample_weight, batch_size=self.batch_size, layouts=layouts),
+            data.batches(
+                *all_data[:2], sample_weight=all_data.sample_weight, batch_size=self.batch_size, layouts=layouts
+            ),
             template,
         )
 

@@ -43,13 +43,22 @@ def backward_origins(observed: ObservedRun) -> Iterator[Origin]:
             yield from _recurrence_origins(replayed, _gradient_source(node.name, layer_above, is_recurrent))
         for plain_call in node.plain:
             grad = None if plain_call.output_grad is None else to_host(plain_call.output_grad)
-            nonfinite = None if grad is None else observed.first_nonfinite(Port("output", plain_call.layer), "output_grad", grad)
+            nonfinite = (
+                None
+                if grad is None
+                else observed.first_nonfinite(Port("output", plain_call.layer), "output_grad", grad)
+            )
             if nonfinite is not None and grad is not None:
-                cause, output = _gradient_source(plain_call.layer, layer_above, is_recurrent), to_host(plain_call.output)
+                cause, output = (
+                    _gradient_source(plain_call.layer, layer_above, is_recurrent),
+                    to_host(plain_call.output),
+                )
                 if output.shape == grad.shape:
                     position = tuple(np.argwhere(~np.isfinite(grad))[0])
                     cause += f", where the output is {float(output[position]):.3g}"
-                yield Origin("backward", plain_call.layer, "output_grad", nonfinite.value, nonfinite.index, fed_by=cause)
+                yield Origin(
+                    "backward", plain_call.layer, "output_grad", nonfinite.value, nonfinite.index, fed_by=cause
+                )
         for replayed in node.directions:
             yield from _weight_gradient_origins(replayed)
         layer_above, is_recurrent = node.name, bool(node.directions)
@@ -58,7 +67,11 @@ def backward_origins(observed: ObservedRun) -> Iterator[Origin]:
 
 def _gradient_source(layer: str, layer_above: str, is_recurrent: bool) -> str:
     """Name the source of a gradient at a layer; ``is_recurrent``: the layer above is, and its gradients are finite."""
-    return f"the backward pass between {layer} and {layer_above}" if is_recurrent else f"the backward pass of {layer_above}"
+    return (
+        f"the backward pass between {layer} and {layer_above}"
+        if is_recurrent
+        else f"the backward pass of {layer_above}"
+    )
 
 
 def has_nonfinite_gradient(observed: ObservedRun) -> bool:
@@ -71,7 +84,9 @@ def has_nonfinite_gradient(observed: ObservedRun) -> bool:
     if any(grad is not None and not np.all(np.isfinite(to_host(grad))) for grad in tensors):
         return True
     # The replay also shows values beyond the range of half precision, and gradients between steps only.
-    return any(_first_nonfinite_gradient(replayed) is not None for node in observed.nodes for replayed in node.directions)
+    return any(
+        _first_nonfinite_gradient(replayed) is not None for node in observed.nodes for replayed in node.directions
+    )
 
 
 def _sweep_call(replayed: ObservedCall) -> Adjoint | None:
@@ -143,14 +158,22 @@ def _weight_gradient_origins(replayed: ObservedCall) -> Iterator[Origin]:
 
 def _boundary_origins(observed: ObservedRun, source: str) -> Iterator[Origin]:
     for i, grad in enumerate(observed.capture.input_grads):
-        nonfinite = None if grad is None else observed.first_nonfinite(Port("input", index=i), "input_grad", to_host(grad))
+        nonfinite = (
+            None if grad is None else observed.first_nonfinite(Port("input", index=i), "input_grad", to_host(grad))
+        )
         if nonfinite is not None:
-            yield Origin("backward", name_of_input(observed, i), "input_grad", nonfinite.value, nonfinite.index, fed_by=source)
+            yield Origin(
+                "backward", name_of_input(observed, i), "input_grad", nonfinite.value, nonfinite.index, fed_by=source
+            )
     for name, grad in observed.capture.beside.items():
         array = None if grad is None else to_host(grad)
-        nonfinite = None if array is None else first("gradient", array, [f"axis_{i}" for i in range(array.ndim)], np.inf)
+        nonfinite = (
+            None if array is None else first("gradient", array, [f"axis_{i}" for i in range(array.ndim)], np.inf)
+        )
         if nonfinite is not None:
-            yield Origin("backward", name, "gradient", nonfinite.value, nonfinite.index, fed_by="finite gradients at the outputs")
+            yield Origin(
+                "backward", name, "gradient", nonfinite.value, nonfinite.index, fed_by="finite gradients at the outputs"
+            )
 
 
 def nonfinite_results(observed: ObservedRun) -> Mapping[str, bool]:
@@ -299,5 +322,7 @@ def _magnitude_datasets(observed: ObservedRun, origin: Origin) -> dict[str, xr.D
                     "has no gates",
                 }
                 magnitude = xr.Variable(("time",), magnitude_by_step(replayed.run, sample), attributes)
-                return {node.name: xr.Dataset({"magnitude": magnitude}, coords={"time": np.arange(magnitude.sizes["time"])})}
+                return {
+                    node.name: xr.Dataset({"magnitude": magnitude}, coords={"time": np.arange(magnitude.sizes["time"])})
+                }
     return {}

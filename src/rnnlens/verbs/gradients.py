@@ -22,8 +22,8 @@ from .axes import an_axes_table
 from .batches import DataSetBatches
 from .chunked.samples import SampleChunks
 from .chunked.works import gradients_of_chunks
-from .differentiation.gather import DataSetGradients, a_clipping, clipped, gather, rule
-from .differentiation.request import GradientArguments, GradientRequest, Of, a_target, read_request, trainable
+from .differentiation.gather import DataSetGradients, a_clipping, clip_gradients, gather, clipping_rule
+from .differentiation.request import GradientArguments, GradientRequest, Of, a_target, read_request, trainable_weights
 from .differentiation.target import Reduction, a_reduction
 from .names import TensorName, known_model
 from .request import ModelRequest, in_turn
@@ -201,7 +201,11 @@ def _scan_gradient(
     layer, quantity = tensor
     arguments_by_name = {**vars(arguments), "initial_state": run.initial_state, "batch_size": batch_size}
     unsupported = [name for name, is_changed in (("of", arguments.of != "loss"), ("at", arguments.at)) if is_changed]
-    unsupported += [n for n, v in arguments_by_name.items() if n not in ("of", "wrt", "at", "axes") and v is not None and v is not False]
+    unsupported += [
+        n
+        for n, v in arguments_by_name.items()
+        if n not in ("of", "wrt", "at", "axes") and v is not None and v is not False
+    ]
     if unsupported:
         raise UnsupportedError(
             f"A gradient with respect to the {quantity} of a whole-sequence layer is one of the loss of a batch.",
@@ -224,20 +228,22 @@ def _lazy(model: Any, run: Batch, arguments: GradientArguments, batch_size: int 
     provenance = model_request.provenance(with_loss=arguments.of == "loss")
     request, arrays, explanation, graph = gradients_of_chunks(model, chunks, arguments, _label_gradient, provenance)
     if request.lone:
-        name = request.asked[0]
+        name = request.requested[0]
         if name.text not in arrays:
             raise _disconnected_error(request, explanation.disconnected[name.text])
         return LazyArray.of(arrays[name.text], graph)
 
-    present = ((name, arrays[name.text]) for name in request.asked if name.text in arrays)
+    present = ((name, arrays[name.text]) for name in request.requested if name.text in arrays)
     datasets = _by_layer({n: (array.variable, {d: array[d].variable for d in array.coords}) for n, array in present})
     options: dict[str, Any] = {"of": request.target.text, "provenance": provenance, "notes": chunks.notes}
     return Gradients(datasets, disconnected=explanation.disconnected, **options).pending(graph)
 
 
-def _labelled_array(request: GradientRequest, gathered: DataSetGradients, provenance: Mapping[str, str]) -> LabelledArray:
+def _labelled_array(
+    request: GradientRequest, gathered: DataSetGradients, provenance: Mapping[str, str]
+) -> LabelledArray:
     """Return the single requested gradient as an array, with checks, certificate and reasons as attributes."""
-    name, explanation = request.asked[0], gathered.explanation
+    name, explanation = request.requested[0], gathered.explanation
     if name not in gathered.gradients:
         raise _disconnected_error(request, explanation.disconnected[name.text])
     array = LabelledArray(_label_gradient(request, name, gathered, provenance))
@@ -259,13 +265,15 @@ def _add_clipped(
     result: Gradients, request: GradientRequest, gathered: DataSetGradients, clip: str | Mapping[str, float]
 ) -> None:
     """Clip the gradients of all trained weights, and add the requested ones to the result as ``clipped``."""
-    weight_gradients = {name: gathered.gradients[name] for name in trainable(request.known) if name in gathered.gradients}
-    kind, threshold = rule(clip, request.known.facts)
-    clipped_gradients, norm = clipped(weight_gradients, request.known, kind, threshold)
+    weight_gradients = {
+        name: gathered.gradients[name] for name in trainable_weights(request.catalogue) if name in gathered.gradients
+    }
+    kind, threshold = clipping_rule(clip, request.catalogue.facts)
+    clipped_gradients, norm = clip_gradients(weight_gradients, request.catalogue, kind, threshold)
     with_clipped = replace(gathered, gradients={**gathered.gradients, **clipped_gradients})
     datasets = _datasets(request, with_clipped, result.provenance)
     has_sparse_rows = any("touched_rows" in v.attrs for layer in datasets.values() for v in layer.variables.values())
-    if has_sparse_rows and request.known.facts.clips_lookups_apart:
+    if has_sparse_rows and request.catalogue.facts.clips_lookups_apart:
         result.notes.append(_ROWS_APART)
     result.clip = {"kind": kind, "threshold": threshold, "norm": norm}
     result.clipped = Gradients(datasets, of=result.of, value=gathered.value, provenance=result.provenance)
@@ -279,7 +287,7 @@ def _datasets(
     request: GradientRequest, gathered: DataSetGradients, provenance: Mapping[str, str]
 ) -> dict[str, LabelledLayer]:
     """Return the labelled gradients by layer."""
-    present = (name for name in request.asked if name in gathered.gradients)
+    present = (name for name in request.requested if name in gathered.gradients)
     return _by_layer({name: _gradient_variable(request, name, gathered, provenance) for name in present})
 
 
@@ -309,7 +317,9 @@ def _rename_clashing_dims(name: str, labelled: _Labelled, other_coords: Mapping[
     def rename_dims(array: xr.Variable) -> xr.Variable:
         return xr.Variable([renamed_dims.get(dim, dim) for dim in array.dims], array.data, array.attrs)
 
-    return rename_dims(variable), {renamed_dims.get(dim, dim): rename_dims(coordinate) for dim, coordinate in coords.items()}
+    return rename_dims(variable), {
+        renamed_dims.get(dim, dim): rename_dims(coordinate) for dim, coordinate in coords.items()
+    }
 
 
 def _label_gradient(
@@ -324,13 +334,15 @@ def _gradient_variable(
 ) -> _Labelled:
     """Return one gradient as a variable, and its coordinates."""
     target_name, arguments = request.target.text, request.arguments
-    info = request.known.recurrent.get(str(name.layer).partition("#")[0])
+    info = request.catalogue.recurrent.get(str(name.layer).partition("#")[0])
     array, dims = gathered.gradients[name], gathered.dims[name]
     measure_text = "" if arguments.measure is None else f"{arguments.measure} of the "
     across_text = "" if arguments.across is None or name.kind == "weight" else f", {arguments.across} over samples"
     target = request.target
     selection_text = "".join(f", {dim}={index!r}" for dim, index in target.at.items())
-    reduction_text = "" if target.reduce is None else f"{target.reduce if isinstance(target.reduce, str) else 'weighted'} of "
+    reduction_text = (
+        "" if target.reduce is None else f"{target.reduce if isinstance(target.reduce, str) else 'weighted'} of "
+    )
     per_sample_text = " of each sample" if target.per_sample else ""
     attrs: dict[str, Any] = {
         "long_name": f"{measure_text}gradient of {target_name} with respect to {name.text}{across_text}",
@@ -339,7 +351,7 @@ def _gradient_variable(
         "tensor": name.text,
         "layer": name.layer or "model",
     }
-    is_embedding = name.kind == "weight" and name.key in request.known.weights[str(name.layer)].tables
+    is_embedding = name.kind == "weight" and name.key in request.catalogue.weights[str(name.layer)].tables
     if is_embedding and array.ndim > 1:  # how many rows of an embedding the gradient reaches
         rows = np.abs(array).reshape(-1, *array.shape[-2:]).max(axis=(0, 2))
         attrs["touched_rows"] = int(np.count_nonzero(rows))

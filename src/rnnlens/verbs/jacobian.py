@@ -179,7 +179,9 @@ def jacobian(
     refuse_without_mean(options)
     model_axes = ModelRequest.resolve(model, run, axes).axes
     batches = DataSetBatches(run, batch_size, model_axes, with_loss=False)
-    return mean_over((_batch_jacobian(model, batch, (of, wrt), options, axes), model_axes.samples(batch)) for batch in batches)
+    return mean_over(
+        (_batch_jacobian(model, batch, (of, wrt), options, axes), model_axes.samples(batch)) for batch in batches
+    )
 
 
 def _lazy(

@@ -267,10 +267,14 @@ def _weight_path(text: str, catalogue: Catalogue) -> list[TensorName]:
 
     def is_match(layer: str, key: str) -> bool:
         return any(
-            _matches(text, f"{name}{sep}{key}") for name in (layer, _last_part(layer), _stack_name(layer)) for sep in "/."
+            _matches(text, f"{name}{sep}{key}")
+            for name in (layer, _last_part(layer), _stack_name(layer))
+            for sep in "/."
         )
 
-    return [_weight_name(layer, key) for layer in catalogue.weights for key in catalogue.keys(layer) if is_match(layer, key)]
+    return [
+        _weight_name(layer, key) for layer in catalogue.weights for key in catalogue.keys(layer) if is_match(layer, key)
+    ]
 
 
 def _layer_quantity(text: str, catalogue: Catalogue) -> list[TensorName]:
@@ -281,11 +285,16 @@ def _layer_quantity(text: str, catalogue: Catalogue) -> list[TensorName]:
         return []
     if quantity == "weights":
         return [
-            _weight_name(layer, key) for layer in _matching_layers(pattern, catalogue.weights, text, catalogue) for key in catalogue.keys(layer)
+            _weight_name(layer, key)
+            for layer in _matching_layers(pattern, catalogue.weights, text, catalogue)
+            for key in catalogue.keys(layer)
         ]
     if state is not None or quantity.startswith("gate"):
         layers = _matching_layers(pattern, catalogue.recurrent, text, catalogue)
-        return [_inner_name(layer, quantity, state, catalogue.recurrent[layer_of_node(layer, catalogue.recurrent)]) for layer in layers]
+        return [
+            _inner_name(layer, quantity, state, catalogue.recurrent[layer_of_node(layer, catalogue.recurrent)])
+            for layer in layers
+        ]
     layers = _matching_layers(pattern, catalogue.layers, text, catalogue)
     return [TensorName(f"{layer}.{quantity}", quantity, layer) for layer in layers]  # type: ignore[arg-type]
 

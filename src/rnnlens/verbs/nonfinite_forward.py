@@ -123,11 +123,26 @@ def forward_origins(observed: ObservedRun) -> Iterator[Origin]:
             if nonfinite is not None:
                 # The layer's input may not be finite although all earlier layers are.
                 layer_input = observed.value_at(Port("input", plain_call.layer))
-                input_nonfinite = None if layer_input is None else observed.first_nonfinite(Port("input", plain_call.layer), "input", layer_input)
+                input_nonfinite = (
+                    None
+                    if layer_input is None
+                    else observed.first_nonfinite(Port("input", plain_call.layer), "input", layer_input)
+                )
                 if input_nonfinite is not None:
-                    cause = f"an operation of the model between layers, on {cause_below(observed, node, input_nonfinite)}"
-                    yield Origin("forward", plain_call.layer, "input", input_nonfinite.value, input_nonfinite.index, fed_by=cause)
-                yield Origin("forward", plain_call.layer, "output", nonfinite.value, nonfinite.index, fed_by=cause_below(observed, node, nonfinite))
+                    cause = (
+                        f"an operation of the model between layers, on {cause_below(observed, node, input_nonfinite)}"
+                    )
+                    yield Origin(
+                        "forward", plain_call.layer, "input", input_nonfinite.value, input_nonfinite.index, fed_by=cause
+                    )
+                yield Origin(
+                    "forward",
+                    plain_call.layer,
+                    "output",
+                    nonfinite.value,
+                    nonfinite.index,
+                    fed_by=cause_below(observed, node, nonfinite),
+                )
     for i, array in enumerate(observed.returned_outputs):
         nonfinite = observed.first_nonfinite(Port("output", index=i), "value", array)
         if nonfinite is not None:
@@ -184,7 +199,9 @@ def _cause_in_recurrence(replayed: ObservedCall, nonfinite: NonfiniteValue) -> s
     return f"{', '.join(sizes)} before the step"
 
 
-def cause_below(observed: ObservedRun, node: Node, nonfinite: NonfiniteValue, replayed: ObservedCall | None = None) -> str:
+def cause_below(
+    observed: ObservedRun, node: Node, nonfinite: NonfiniteValue, replayed: ObservedCall | None = None
+) -> str:
     """Return text on the largest value below a layer at the same sample (and step), with its source."""
     for name, port, array in observed.tensors_below(node):
         largest_value = _largest_at_sample(observed, port, array, nonfinite)
@@ -232,11 +249,15 @@ class LossOfOutputs:
         self.observed, self.outputs = observed, observed.outputs
         self.leaves = [np.asarray(leaf) for leaf in self.outputs.leaves]
 
-    def __call__(self, leaves: Sequence[Array], samples: slice = slice(None), **changed: Any) -> tuple[float, list[Any]]:
+    def __call__(
+        self, leaves: Sequence[Array], samples: slice = slice(None), **changed: Any
+    ) -> tuple[float, list[Any]]:
         """Return loss and gradients for the outputs of the samples ``samples``."""
         batch = replace(self.observed.batch, **changed)
         if samples != slice(None):
-            sample_data = {name: data.take(getattr(batch, name), samples.start, samples.stop) for name in ("y", "sample_weight")}
+            sample_data = {
+                name: data.take(getattr(batch, name), samples.start, samples.stop) for name in ("y", "sample_weight")
+            }
             batch = replace(batch, **sample_data)
         masks = [None if mask is None else mask[samples] for mask in self.outputs.masks]
         sample_outputs = Outputs(list(leaves), self.outputs.tree, masks)
@@ -349,7 +370,9 @@ def output_gradient_origin(observed: ObservedRun) -> Origin | None:
     _, gradients = loss(loss.leaves)
     for i, gradient in enumerate(gradients):
         nonfinite = (
-            None if gradient is None else observed.first_nonfinite(Port("output", index=i), "output_grad", np.asarray(gradient))
+            None
+            if gradient is None
+            else observed.first_nonfinite(Port("output", index=i), "output_grad", np.asarray(gradient))
         )
         if nonfinite is None:
             continue
@@ -365,5 +388,7 @@ def output_gradient_origin(observed: ObservedRun) -> Origin | None:
         name = "output" if len(gradients) == 1 else f"output[{i}]"
         index = observed.element(Port("output", index=i), loss.leaves[i], position)
         value = float(np.asarray(gradient)[position])
-        return Origin("backward", "loss", "output_grad", value, index, fed_by=f"{reason} in the loss: {name} {output_value:.3g}")
+        return Origin(
+            "backward", "loss", "output_grad", value, index, fed_by=f"{reason} in the loss: {name} {output_value:.3g}"
+        )
     return None

@@ -155,7 +155,7 @@ class ReplayedCall:
         """Return the call with every value inside the layer perturbed by one rounding."""
         return ReplayedCall(self.call, perturbed(self.run))
 
-    def flat(self) -> ReplayedCall:
+    def flatten_space(self) -> ReplayedCall:
         """Return the call with spatial axes and channels flattened; the call itself if it has no spatial axes."""
         if len(self.run.input.shape) == 3:
             return self
@@ -176,11 +176,13 @@ class ReplayedCall:
             final_state=flatten_states(call.final_state),
         )
         initial, flat_states = flatten_states(run.initial_state), tuple(map(flattened, run.states))
-        flat_call = ReplayedCall(call, replace(run, input=flattened(run.input), states=flat_states, initial_state=initial))
+        flat_call = ReplayedCall(
+            call, replace(run, input=flattened(run.input), states=flat_states, initial_state=initial)
+        )
         flat_call.system = self.system
         return flat_call
 
-    def output_moves(self) -> Array | None:
+    def moving_output_mask(self) -> Array | None:
         """Return a mask (sample, time) of where the output depends on the state; None for everywhere."""
         if self.call.masked_output == "zero" and self.call.mask is not None and self.run.output_is_state:
             return self.call.mask
@@ -192,13 +194,15 @@ class ReplayedCall:
         ``of_output``: they are of the layer's output, and zero where that is a constant.
         """
         block = like(block, self.run.input)
-        moving_mask = self.output_moves() if of_output else None
+        moving_mask = self.moving_output_mask() if of_output else None
         if moving_mask is not None:
-            block = self.system.work.xp.where(moving_mask[:, :, None, None], block, self.system.work.xp.zeros_like(block))
+            block = self.system.work.xp.where(
+                moving_mask[:, :, None, None], block, self.system.work.xp.zeros_like(block)
+            )
         return PointRows(list(times), {state: block}, self.system.order)
 
     @property
-    def last(self) -> int:
+    def last_step(self) -> int:
         """Time index of the step that ran last."""
         *_, last_step = self.run.steps()
         return last_step
@@ -208,24 +212,24 @@ class ReplayedCall:
         direction = self.call.direction if self.call.bidirectional else None
         return Port(kind, self.call.layer, index, direction=direction)
 
-    def above(self) -> list[Port]:
+    def upper_ports(self) -> list[Port]:
         """Return the ports where gradients of later layers enter: the output, and the returned final states."""
         states = range(len(self.call.final_state or ()))
         return [self.port("output"), *(self.port("final_state", i) for i in states)]
 
-    def readers(self) -> list[Port]:
+    def reader_ports(self) -> list[Port]:
         """Return the ports where gradients enter an uncut layer: its output, and states that the user's code reads."""
         if not self.call.between:
-            return self.above()
+            return self.upper_ports()
         states = range(len(self.run.states))
         return [self.port("output"), *(self.port("state_read", i) for i in states)]
 
-    def below(self) -> list[Port]:
+    def lower_ports(self) -> list[Port]:
         """Return the ports where gradients leave towards earlier layers: the shared input, and the initial states."""
         states = range(len(self.run.initial_state))
         return [Port("input", self.call.layer), *(self.port("initial_state", i) for i in states)]
 
-    def arrived(self) -> dict[Port, Array | None]:
+    def direct_gradients(self) -> dict[Port, Array | None]:
         """Return the captured direct gradients at the output and the final states, by port."""
         final_grads = self.call.final_state_grad or ()
         by_port = {self.port("final_state", i): grad for i, grad in enumerate(final_grads)}
@@ -286,7 +290,7 @@ class ReplayedLayers:
         return tuple(replayed for directions in self.by_layer.values() for replayed in directions)
 
     @classmethod
-    def look(cls, adapter: Adapter, model: Any, batch: Batch, layers: Iterable[str]) -> ReplayedLayers:
+    def capture_layers(cls, adapter: Adapter, model: Any, batch: Batch, layers: Iterable[str]) -> ReplayedLayers:
         """Run the model to capture and replay the given layers; without layers the model is not run."""
         layer_names = tuple(dict.fromkeys(layers))
         if not layer_names:
@@ -345,9 +349,12 @@ class ReplayedLayers:
 
     def value(self, name: TensorName) -> Array:
         """Return a state of a layer, with a direction axis for a bidirectional layer."""
-        return _join_directions([_steps_of_name(replayed, replayed.run.states[name.index], name) for replayed in self.layer(name.layer)], name)
+        return _join_directions(
+            [_steps_of_name(replayed, replayed.run.states[name.index], name) for replayed in self.layer(name.layer)],
+            name,
+        )
 
-    def on_states(self, name: TensorName, cotangent: Array) -> list[dict[int, Array]]:
+    def state_cotangents(self, name: TensorName, cotangent: Array) -> list[dict[int, Array]]:
         """Return, for each direction, the cotangent of ``value(name)`` over all steps, by state index."""
         directions, axis = self.layer(name.layer), 2 if name.kind == "state" else 1
         parts = [cotangent] if len(directions) == 1 else list(np.moveaxis(cotangent, axis, 0))
@@ -355,7 +362,7 @@ class ReplayedLayers:
             last_cotangents, parts = parts, []
             for replayed, last_cotangent in zip(directions, last_cotangents, strict=True):
                 all_steps = np.zeros(tuple(replayed.run.states[name.index].shape), dtype=last_cotangent.dtype)
-                all_steps[:, replayed.last, :] = last_cotangent
+                all_steps[:, replayed.last_step, :] = last_cotangent
                 parts.append(all_steps)
         return [{name.index: part} for part in parts]
 
@@ -370,7 +377,9 @@ class ReplayedLayers:
             elif name.kind == "gate_preactivation":
                 parts.append(to_host(adjoints.gate_grad))
             elif name.kind == "gates":
-                parts.append(to_host(replayed.run.at_real_steps(replayed.run.cell.gate_gradient(replayed.run, adjoints))))
+                parts.append(
+                    to_host(replayed.run.at_real_steps(replayed.run.cell.gate_gradient(replayed.run, adjoints)))
+                )
             else:
                 parts.append(_steps_of_name(replayed, adjoints.state_grads[name.index], name))
         return _join_directions(parts, name)
@@ -401,7 +410,7 @@ def is_called(adapter: Adapter, model: Any, batch: Batch, layer: str) -> bool:
 def _steps_of_name(replayed: ReplayedCall, states: Array, name: TensorName) -> Array:
     """Select a state at all steps, or at the last step that ran, as the tensor's name requires."""
     all_steps = to_host(states)
-    return all_steps if name.kind == "state" else all_steps[:, replayed.last, :]
+    return all_steps if name.kind == "state" else all_steps[:, replayed.last_step, :]
 
 
 def _join_directions(parts: list[Array], name: TensorName) -> Array:

@@ -100,7 +100,7 @@ class ModelRequest:
     #: The data and options of the run: one batch, or a data set.
     batch: Batch
     #: Catalogue of the model's tensors, and their layouts; both are completed while the model runs.
-    known: Catalogue
+    catalogue: Catalogue
     axes: ModelAxes
     #: Coordinates of the inputs that are DataArrays.
     coordinates: InputCoordinates
@@ -113,9 +113,13 @@ class ModelRequest:
         adapter, is_data_set = adapter_for(model), is_source(batch.x)
         catalogue = Catalogue(adapter, model, batch.x)
         if texts and not is_data_set:
-            catalogue = complete_catalogue(catalogue, batch.without_loss(), [text for text in texts if isinstance(text, str)])
+            catalogue = complete_catalogue(
+                catalogue, batch.without_loss(), [text for text in texts if isinstance(text, str)]
+            )
         model_axes = ModelAxes(adapter, model, axes, catalogue)
-        return ModelRequest(adapter, model, batch, catalogue, model_axes, InputCoordinates(() if is_data_set else batch.x, model_axes))
+        return ModelRequest(
+            adapter, model, batch, catalogue, model_axes, InputCoordinates(() if is_data_set else batch.x, model_axes)
+        )
 
     def provenance(self, *, with_loss: bool = False) -> Mapping[str, str]:
         """Return framework, version, engine, dtype and device; ``with_loss`` also the reduction of the loss."""

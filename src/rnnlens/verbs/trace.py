@@ -146,12 +146,14 @@ def trace_batch(
     part = part_to_compare(model, batch, key) if needs_certificate else None
     agreed = not batch.initial_state and has_agreed(model, (key, batch.training))
     selection = replace(requested, compares_weights=needs_certificate or current().certify != "first", part=part)
-    capture_request = selection.request(needs_certificate, topmost=agreed and (part is not None or not needs_certificate))
+    capture_request = selection.request(
+        needs_certificate, topmost=agreed and (part is not None or not needs_certificate)
+    )
     capture = request.adapter.capture(model, batch, capture_request)
     selection = replace(selection, compares_weights=selection.compares_weights and not capture.topmost)
     provenance = request.provenance(with_loss=selection.has_loss)
     claim = ReplayedValues(capture, part) if needs_certificate else None
-    layer_infos = {**request.known.recurrent, **request.known.sequences}
+    layer_infos = {**request.catalogue.recurrent, **request.catalogue.sequences}
     with nullcontext(None) if claim is None else start_reference_run(request, claim) as reference_run:
         chain = ChainGradients.of(capture, batch.x) if selection.needs_sweep else None
         datasets_of = partial(recurrent_datasets, layer_infos, capture, selection, provenance, chain=chain)
@@ -168,7 +170,9 @@ def trace_batch(
         assign_coordinates(datasets.values(), request.coordinates)
         certificate = Certificate()
         if claim is not None and reference_run is not None:
-            certificate = certify(request, claim, reference_run, partial(_perturbed_claim, datasets_of, capture), **quantity_names)
+            certificate = certify(
+                request, claim, reference_run, partial(_perturbed_claim, datasets_of, capture), **quantity_names
+            )
     if part is not None and certificate.state != "passed":
         remember_difference(model, key)
         return trace_batch(model, batch, requested, at, axes)
@@ -178,7 +182,9 @@ def trace_batch(
         chain.remember(model, (key, batch.training))
     kept_datasets: dict[str, xr.Dataset | LabelledLayer] = dict(datasets)
     if at:
-        kept_datasets |= {name: select_positions(layer.dataset(), at) for name, layer in datasets.items() if name not in scans}
+        kept_datasets |= {
+            name: select_positions(layer.dataset(), at) for name, layer in datasets.items() if name not in scans
+        }
     warn_about([*checks, *certificate.checks])
     return Trace(
         kept_datasets,

@@ -106,13 +106,19 @@ class TraceSelection:
         for name in self.layers or ():
             if not any(node == name or node.startswith((f"{name}#", f"{name}[")) for node in datasets):
                 message = f"No layer, and no call of one, is named {name!r} in this forward pass."
-                raise LayerNotFoundError(message, hint=did_you_mean(name, list(dict.fromkeys([*datasets, *known_layers]))))
+                raise LayerNotFoundError(
+                    message, hint=did_you_mean(name, list(dict.fromkeys([*datasets, *known_layers])))
+                )
         present = {name for layer in datasets.values() for name in layer.variables}
         missing = [] if self.quantities is None else sorted(self.quantities - present)
         impossible = [name for name in missing if name not in QUANTITIES]
         if impossible or (missing and not present):
             missing_name, layer = (impossible or missing)[0], next(iter(datasets), "")
-            hint = did_you_mean(missing_name, present) if present else f"rl.trace(model, x, ...)[{layer!r}] lists what there is"
+            hint = (
+                did_you_mean(missing_name, present)
+                if present
+                else f"rl.trace(model, x, ...)[{layer!r}] lists what there is"
+            )
             got = f"quantities={', '.join(missing)}"
             raise InputError(f"No layer here has {missing_name!r}.", got=got, hint=hint)
 
@@ -257,7 +263,9 @@ def recurrent_datasets(
         info = layer_infos.get(name) or layer_infos.get(name.rpartition("#")[0])
         # A certificate compares all arrays, also those that were not requested.
         arrays_by_call = [[(n, a) for n, a in traced_call.arrays.items() if a is not None] for traced_call in traced]
-        requested_arrays = [{n: a for n, a in named_arrays if claim is not None or selection.has(n)} for named_arrays in arrays_by_call]
+        requested_arrays = [
+            {n: a for n, a in named_arrays if claim is not None or selection.has(n)} for named_arrays in arrays_by_call
+        ]
         layer = labelled_layer(
             join_directions(requested_arrays),
             info={**(vars(info) if info else {}), "name": name},
@@ -307,7 +315,9 @@ def _add_to_claim(
     for call, traced_call in zip(directions, traced, strict=True):
         if traced_call.weights is None:
             continue
-        compared_call = call if part is None else replace(call, initial_state=tuple(map(part.select, call.initial_state)))
+        compared_call = (
+            call if part is None else replace(call, initial_state=tuple(map(part.select, call.initial_state)))
+        )
         claim.add_weights(
             call,
             weight_sums(layer, compared_call, slice(None) if part is None else part.slice) or traced_call.weights,
@@ -322,7 +332,9 @@ def _add_to_claim(
     if reference and claimed_gradient is not None:
         scale = max(traced_call.rounding.input for traced_call in traced)
         claim.boundaries.append(
-            BoundaryGradients(LAYER_INPUT, directions[0].layer, [(claimed_gradient, sum(map(to_host, reference)))], scale)
+            BoundaryGradients(
+                LAYER_INPUT, directions[0].layer, [(claimed_gradient, sum(map(to_host, reference)))], scale
+            )
         )
 
 

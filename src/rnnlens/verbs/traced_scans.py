@@ -59,7 +59,10 @@ def _label_scan(
 ) -> LabelledLayer:
     selection = SequenceSelection.of(call, at)
     names = [name for name in (*VALUES, *(GRADIENTS if call.output_grad is not None else ())) if requested.has(name)]
-    absent_names = [*(["gate"] if call.gate is None else []), *(["read", "read_grad"] if call.cell.read is None else [])]
+    absent_names = [
+        *(["gate"] if call.gate is None else []),
+        *(["read", "read_grad"] if call.cell.read is None else []),
+    ]
     names = [name for name in names if name not in absent_names]
     selection.refuse_large(call, names)
     pieces: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in names}
@@ -168,7 +171,9 @@ class SequenceSelection:
     def refuse_large(self, call: SequenceCall, names: Sequence[str]) -> None:
         """Raise ``TooLargeError`` if the requested arrays would not fit into the memory granted."""
         kept_sizes = {dim: len(self.positions.get(dim, ())) or size for dim, size in self.sizes.items()}
-        counts_by_name = {name: prod(kept_sizes[dim] for dim in (SAMPLE, TIME, *self.axes(call, name))) for name in names}
+        counts_by_name = {
+            name: prod(kept_sizes[dim] for dim in (SAMPLE, TIME, *self.axes(call, name))) for name in names
+        }
         size = sum(counts_by_name.values()) * int(np.dtype(str(call.output.dtype).rpartition(".")[2]).itemsize)
         largest = max(counts_by_name, key=counts_by_name.__getitem__, default="")
         message = f"The trace of {call.layer!r} would not fit into the memory granted."

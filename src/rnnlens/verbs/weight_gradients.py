@@ -52,7 +52,7 @@ def find_gradients(
     recurrent = {name for name, layer in weights.items() if layer.cells}
     if recurrent:
         # A layer whose variables are all another layer's has no entry, but a part in their gradients.
-        layer_infos = {**call.known.recurrent, **call.known.sequences}
+        layer_infos = {**call.catalogue.recurrent, **call.catalogue.sequences}
         tied = layer_infos.keys() - weights.keys()
         # The forward pass need not call every layer, but a layer that cannot be captured is refused.
         strict = any("refused" in info.options and name in recurrent | tied for name, info in layer_infos.items())
@@ -67,7 +67,9 @@ def find_gradients(
             gradients.checks += [entry.check() for entry in sums]
             gradients.scales[name] = max((entry.scale for entry in sums), default=0.0)
     other_weights = [(name, key) for name, layer in weights.items() for key in outside_cells(layer)]
-    other_gradients = _captured_other_gradients(call, gradients.capture, weights, other_weights) if other_weights else {}
+    other_gradients = (
+        _captured_other_gradients(call, gradients.capture, weights, other_weights) if other_weights else {}
+    )
     if other_gradients is None:
         loss_port, ports = Port("loss"), [Port("weight", layer, key=key) for layer, key in other_weights]
         with adapter.pullback(model, batch, [loss_port], ports) as pullback:
@@ -144,7 +146,9 @@ def _recurrent_gradients(
             scale = rounding_of(run, adjoints).weights
             sums.setdefault(call.direction, WeightSum(call, untied)).add(summed, steps, scale)
         if by_time:
-            summed = _norms_by_time(run, adjoints) if by_time == "norm" else weight_gradients(run, adjoints, by_time=True)
+            summed = (
+                _norms_by_time(run, adjoints) if by_time == "norm" else weight_gradients(run, adjoints, by_time=True)
+            )
         by_name = total.setdefault(call.direction, {})
         for name, grad in summed.items():
             if name not in by_name:

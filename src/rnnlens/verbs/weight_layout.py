@@ -65,7 +65,9 @@ def dims_of_weight(key: str, weights: LayerWeights, rank: int) -> tuple[str, ...
     """Return the axis names of a weight in results: names for known cells, positions for other layers."""
     weight_sources = sources(weights)[key]
     if weight_sources[0].direction is not None:
-        return ((DIRECTION,) if len(weight_sources) > 1 else ()) + weights.cells[weight_sources[0].direction].parameters[key].dims
+        return ((DIRECTION,) if len(weight_sources) > 1 else ()) + weights.cells[
+            weight_sources[0].direction
+        ].parameters[key].dims
     stem = key.replace("/", ".")
     return tuple(f"{stem}_axis_{i}" for i in range(rank))
 

@@ -159,9 +159,11 @@ def _batch_weights(model: Any, batch: Batch, layers: str | Iterable[str] | None,
     )
 
 
-def _measures_of_scans(request: ModelRequest, layer_weights: Mapping[str, LayerWeights]) -> dict[str, dict[str, xr.Variable]]:
+def _measures_of_scans(
+    request: ModelRequest, layer_weights: Mapping[str, LayerWeights]
+) -> dict[str, dict[str, xr.Variable]]:
     """Return the measures of whole-sequence layers on the given data, by layer; none without data."""
-    sequence_names = tuple(name for name in request.known.sequences if name in layer_weights)
+    sequence_names = tuple(name for name in request.catalogue.sequences if name in layer_weights)
     if request.batch.x is None or not sequence_names:
         return {}
     capture_request = CaptureRequest(sequence_names, gradients=False, weight_grads=False, all_must_run=False)
@@ -184,7 +186,9 @@ def _lazy(model: Any, batch: Batch, layers: str | Iterable[str] | None, by_time:
     return result.pending(graph)
 
 
-def _assign_coordinates(layers: Mapping[str, LabelledLayer], gradients: WeightGradients, coordinates: InputCoordinates) -> None:
+def _assign_coordinates(
+    layers: Mapping[str, LabelledLayer], gradients: WeightGradients, coordinates: InputCoordinates
+) -> None:
     """Assign the inputs' labels to steps, and to the features of layers that read an input directly."""
     if not coordinates.leaves or gradients.capture is None:
         return
@@ -196,7 +200,9 @@ def _assign_coordinates(layers: Mapping[str, LabelledLayer], gradients: WeightGr
             coordinates.assign_to(layers[name], (FEATURE,), leaf)
 
 
-def _select_layers(layer_weights: Mapping[str, LayerWeights], layers: str | Iterable[str] | None) -> dict[str, LayerWeights]:
+def _select_layers(
+    layer_weights: Mapping[str, LayerWeights], layers: str | Iterable[str] | None
+) -> dict[str, LayerWeights]:
     if layers is None:
         return dict(layer_weights)
     names = [layers] if isinstance(layers, str) else list(layers)
@@ -260,7 +266,9 @@ def weight_norms(
     known_dims = {str(dim): None for layer in all_weights for dim in all_weights.dataset(layer).dims}
     for dim in [over] if isinstance(over, str) else over or ():
         if dim not in known_dims:
-            raise InputError(f"No weight has a dimension {dim!r}.", got=f"over={over!r}", hint=did_you_mean(dim, known_dims))
+            raise InputError(
+                f"No weight has a dimension {dim!r}.", got=f"over={over!r}", hint=did_you_mean(dim, known_dims)
+            )
     for layer, node in all_weights.items():
         for name in node:
             if not name.endswith("_count") and name != "bias_total":

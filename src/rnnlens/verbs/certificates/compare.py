@@ -83,7 +83,9 @@ def compare_in_turn(
         if certificate.state != "failed":
             return certificate
     if not run.outputs:  # a pull-back by the adapter, which returns no outputs
-        output_run, reason = attempt(lambda: request.adapter.reference_run(request.model, request.batch, gradients=False))
+        output_run, reason = attempt(
+            lambda: request.adapter.reference_run(request.model, request.batch, gradients=False)
+        )
         if output_run is None:
             return uncompared(request, reason)
         run = replace(run, outputs=output_run.outputs)
@@ -101,7 +103,7 @@ def recheck_failure(failed: Certificate, request: ModelRequest, first_run: Refer
         failed = replace(failed, checks=checks, state="passed" if all(c.ok for c in checks) else "failed")
         if failed.state == "passed":
             return failed
-    if request.known.sequences:
+    if request.catalogue.sequences:
         failed = _with_rounding_of_scans(failed, request, first_run, dtype or "")
         if failed.state == "passed":
             return failed
@@ -110,13 +112,19 @@ def recheck_failure(failed: Certificate, request: ModelRequest, first_run: Refer
     if batch.training and _difference_of_rerun(request, first_run, seed=(batch.seed or 0) + 1) > 1e-6:
         return uncompared(request, "the model draws random numbers in training mode, and drew others in the traced run")
     unit = epsilon(request.provenance().get("dtype"))
-    relative_change = _difference_of_rerun(request, first_run, x=data.map_leaves(lambda leaf: _perturbed_leaf(leaf, unit), batch.x))
+    relative_change = _difference_of_rerun(
+        request, first_run, x=data.map_leaves(lambda leaf: _perturbed_leaf(leaf, unit), batch.x)
+    )
     if all(check.ok or check.residual <= check.bound * relative_change / unit for check in failed.checks):
-        return uncompared(request, f"the model is chaotic: rounding its input changes its outputs by {relative_change:.1g}")
+        return uncompared(
+            request, f"the model is chaotic: rounding its input changes its outputs by {relative_change:.1g}"
+        )
     return failed
 
 
-def _with_rounding_of_scans(failed: Certificate, request: ModelRequest, first_run: ReferenceRun, dtype: str) -> Certificate:
+def _with_rounding_of_scans(
+    failed: Certificate, request: ModelRequest, first_run: ReferenceRun, dtype: str
+) -> Certificate:
     """Widen the bounds of a failed certificate by what one rounding of the weights changes in the reference run.
 
     The models' own scans round more than a loop does: in chunks, with triangular inverses. A gradient that is zero but
@@ -145,7 +153,9 @@ def _with_rounding_of_scans(failed: Certificate, request: ModelRequest, first_ru
 def _largest_share(pairs: list[tuple[Array, Array]]) -> float:
     """Return the largest difference of all pairs, relative to the largest number of their second arrays."""
     size = max((float(np.abs(b).max(initial=0.0)) for _, b in pairs), default=0.0)
-    difference = max((float(np.abs(np.subtract(a, b, dtype=np.float64)).max(initial=0.0)) for a, b in pairs), default=0.0)
+    difference = max(
+        (float(np.abs(np.subtract(a, b, dtype=np.float64)).max(initial=0.0)) for a, b in pairs), default=0.0
+    )
     return difference / size if size else 0.0
 
 
@@ -195,7 +205,9 @@ class Comparisons:
             return
         dtype = self.dtype
         if not dtype:  # Python floats were converted from tensors of unknown dtype; float32 is assumed.
-            dtypes = ["float32" if isinstance(v, float) else str(_as_array(v).dtype) for pair in pair_list for v in pair]
+            dtypes = [
+                "float32" if isinstance(v, float) else str(_as_array(v).dtype) for pair in pair_list for v in pair
+            ]
             dtype = functools.reduce(coarser, dtypes)
         bound, largest = rounding_bound(dtype, self.steps), max(_largest(b) for _, b in arrays)
         unit = max(scale, underflow_unit(dtype, self.steps), largest)
@@ -246,7 +258,9 @@ def _residual(claimed: Array, reference: Array, unit: float) -> float:
         flat_claimed, flat_reference = np.atleast_1d(claimed, reference)
         rows = max(1, _PART_SIZE * len(flat_claimed) // flat_claimed.size)
         starts = range(0, len(flat_claimed), rows)
-        difference = float(np.max([np.max(np.abs(flat_claimed[i : i + rows] - flat_reference[i : i + rows])) for i in starts]))
+        difference = float(
+            np.max([np.max(np.abs(flat_claimed[i : i + rows] - flat_reference[i : i + rows])) for i in starts])
+        )
     if np.isfinite(difference) and (unit or not difference):
         return difference / unit if unit else 0.0
     return residual(

@@ -71,7 +71,9 @@ def certify_batch(request: BatchRequest, answer: BatchGradients) -> Certificate:
         """Compare without the gradients along other paths than a recurrence, as of a penalty in the user's loss."""
         capture_request = CaptureRequest(tuple(answer.swept), boundaries=True)
         capture = (
-            attempt(lambda: adapter.capture(request.model, batch, capture_request))[0] if of_loss and answer.swept else None
+            attempt(lambda: adapter.capture(request.model, batch, capture_request))[0]
+            if of_loss and answer.swept
+            else None
         )
         other_gradients = {} if capture is None else {n: g for n, g in capture.beside.items() if n not in capture.whole}
         return compared(run, other_gradients) if any(grad is not None for grad in other_gradients.values()) else None
@@ -153,9 +155,11 @@ def _compare_named(
         for name in request.wrt:
             if name.kind == "weight" and name.layer == layer:
                 claimed_gradient = answer.gradients.get(name)
-                pairs += list(named_pairs(request.adapter, request.model, run, name, claimed_gradient, answer.dims.get(name)))
+                pairs += list(
+                    named_pairs(request.adapter, request.model, run, name, claimed_gradient, answer.dims.get(name))
+                )
         comparisons.compare(WEIGHTS, layer, pairs)
-        if not (pairs or _has_location(request.adapter, request.model, layer, request.known.weights[layer])):
+        if not (pairs or _has_location(request.adapter, request.model, layer, request.catalogue.weights[layer])):
             comparisons.left_out[UNPLACED.format(layer)] = None
         compared_names += ["gradients of weights"] if pairs and "gradients of weights" not in compared_names else []
     return compared_names
@@ -164,7 +168,9 @@ def _compare_named(
 def _has_location(adapter: Adapter, model: Any, layer: str, weights: LayerWeights) -> bool:
     """Return whether the adapter finds any weight of a layer among those of its framework."""
     directions = tuple(weights.cells) if len(weights.cells) > 1 else (None,)
-    return any(adapter.place(model, layer, direction, key) is not None for key in sources(weights) for direction in directions)
+    return any(
+        adapter.place(model, layer, direction, key) is not None for key in sources(weights) for direction in directions
+    )
 
 
 def named_pairs(
@@ -211,7 +217,7 @@ def _compare_swept(
     other_gradients: Mapping[str, Any],
 ) -> list[str]:
     """Compare dL/dW of sweeps with the framework's, minus ``other_gradients`` along other paths; return the names certified."""
-    catalogue, shared_layers = request.known, set[str]()
+    catalogue, shared_layers = request.catalogue, set[str]()
     for layer, directions in answer.swept.items():
         layer_name = layer_of_node(layer, catalogue.recurrent)
         penalties = catalogue.weights[layer_name].penalties if layer_name in catalogue.weights else {}
@@ -222,29 +228,42 @@ def _compare_swept(
             call = replayed.call
             scale = math.hypot(scale, rounding_of(replayed.run, swept).weights / request.scale)
             for key, claimed_gradient in weight_gradients(replayed.run, swept, probes=PROBES).items():
-                location = request.adapter.place(request.model, layer_name, call.direction if call.bidirectional else None, key)
-                if location is None or location.tied or run.weight_grads.get(location.name) is None or key in call.computed:
+                location = request.adapter.place(
+                    request.model, layer_name, call.direction if call.bidirectional else None, key
+                )
+                if (
+                    location is None
+                    or location.tied
+                    or run.weight_grads.get(location.name) is None
+                    or key in call.computed
+                ):
                     continue
                 if _is_held_elsewhere(request, layer_name, location.name, key):
                     comparisons.left_out[f"weights of {layer}, which are shared with other layers"] = None
                     shared_layers.add(layer)
                     continue
-                reference = location.take(_subtract(run.weight_grads[location.name], other_gradients.get(location.name)))
+                reference = location.take(
+                    _subtract(run.weight_grads[location.name], other_gradients.get(location.name))
+                )
                 reference = reference if call.cell.by_framework else probed({key: reference})[key]
                 pairs.append((to_host(claimed_gradient) / request.scale, reference))
         comparisons.compare(WEIGHTS, layer, pairs, scale=scale)
         if not (
-            pairs or layer_name not in catalogue.weights or _has_location(request.adapter, request.model, layer_name, catalogue.weights[layer_name])
+            pairs
+            or layer_name not in catalogue.weights
+            or _has_location(request.adapter, request.model, layer_name, catalogue.weights[layer_name])
         ):
             comparisons.left_out[UNPLACED.format(layer)] = None
             shared_layers.add(layer)
-    inner_names = [n.text for n in request.wrt if n.kind != "weight" and n.layer is not None and n.layer not in shared_layers]
+    inner_names = [
+        n.text for n in request.wrt if n.kind != "weight" and n.layer is not None and n.layer not in shared_layers
+    ]
     return list(dict.fromkeys(inner_names))
 
 
 def _is_held_elsewhere(request: BatchRequest, layer: str, weight: str, key: str) -> bool:
     """Return whether another recurrent layer has the same framework weight, as a cell in a layer and in a loop."""
-    other_layers = (other_layer for other_layer in request.known.recurrent if other_layer != layer)
+    other_layers = (other_layer for other_layer in request.catalogue.recurrent if other_layer != layer)
     locations = (request.adapter.place(request.model, other_layer, None, key) for other_layer in other_layers)
     return any(location is not None and location.name == weight for location in locations)
 

@@ -183,12 +183,12 @@ def _through_whole_model(request: JacobianRequest, plan: JacobianPlan) -> Jacobi
     if plan.network.is_cut:
         needed_layers |= {plan.network.recurrences[number].call.layer for number in plan.network.path.recurrences}
     options = JacobianOptions(request.options.memory)
-    for of, wrt in product(read("output", request.known), read("input", request.known)):
+    for of, wrt in product(read("output", request.catalogue), read("input", request.catalogue)):
         whole_request = replace(request, of=of, wrt=wrt, options=options)
         try:
             if integer_dtype(wrt, request.batch) is not None:
                 continue
-            with open_network(whole_request, plan.network.inside) as network:
+            with open_network(whole_request, plan.network.replayed_layers) as network:
                 on_path = network.path.recurrences if network.is_cut else range(len(network.recurrences))
                 whole_plan = make_plan(options, network)
                 if needed_layers <= {network.recurrences[number].call.layer for number in on_path}:
@@ -273,7 +273,9 @@ def _compute_claim(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.Da
     if OUT_UNIT not in bare_jacobian.dims:
         signs = signs.isel({OUT_UNIT: 0})
     dims = [d for d in (OUT_TIME, OUT_UNIT) if d in bare_jacobian.dims]
-    return JacobianClaim(request, plan, plan.ends, cotangent, xr.dot(bare_jacobian, signs, dim=dims), _spread(bare_jacobian))
+    return JacobianClaim(
+        request, plan, plan.ends, cotangent, xr.dot(bare_jacobian, signs, dim=dims), _spread(bare_jacobian)
+    )
 
 
 def _is_inside_model(name: TensorName) -> bool:
@@ -294,7 +296,9 @@ def _place_cotangent(claim: JacobianClaim, value: Array) -> Array:
     named_array = _named_axes(claim, claim.request.of, np.zeros_like(value), steps=times is not None)
     if (TIME in named_array.dims) != (times is not None):
         raise CertificateError(f"an output with axes {', '.join(map(str, named_array.dims))} is not compared")
-    rows_by_step = _as_rows(named_array, UNIT).transpose(*[d for d in (TIME, SAMPLE, UNIT) if d in (*named_array.dims, UNIT)])
+    rows_by_step = _as_rows(named_array, UNIT).transpose(
+        *[d for d in (TIME, SAMPLE, UNIT) if d in (*named_array.dims, UNIT)]
+    )
     missing_dims = [d for d in claim.cotangent.dims if d not in rows_by_step.dims]
     placed = claim.cotangent.isel(dict.fromkeys(missing_dims, 0)).transpose(*rows_by_step.dims)
     rows_by_step.values[slice(None) if times is None else times] = placed.values
@@ -307,7 +311,7 @@ def _place_cotangent(claim: JacobianClaim, value: Array) -> Array:
 
 def _named_axes(claim: JacobianClaim, name: TensorName, array: Array, *, steps: bool) -> xr.DataArray:
     """Return an array with named axes; by convention the second axis is time if time is needed."""
-    if not claim.request.known.is_free(name):  # of a recurrent layer: samples first, then steps
+    if not claim.request.catalogue.is_free(name):  # of a recurrent layer: samples first, then steps
         leading_dims = (SAMPLE, TIME) if steps else (SAMPLE,)
         return xr.DataArray(array.reshape((*array.shape[: len(leading_dims)], -1)), dims=(*leading_dims, UNIT))
     batch_axes = BatchAxes(claim.plan.network.layouts, claim.plan.network.samples)
@@ -321,7 +325,10 @@ def _as_rows(named_array: xr.DataArray, last_dim: str) -> xr.DataArray:
     """Reshape to (sample, [time,] last): all axes except samples and steps become one."""
     leading_dims = [d for d in (SAMPLE, TIME) if d in named_array.dims]
     leading_array = named_array.transpose(*leading_dims, ...)
-    return xr.DataArray(leading_array.values.reshape(*(leading_array.sizes[d] for d in leading_dims), -1), dims=(*leading_dims, last_dim))
+    return xr.DataArray(
+        leading_array.values.reshape(*(leading_array.sizes[d] for d in leading_dims), -1),
+        dims=(*leading_dims, last_dim),
+    )
 
 
 def _input_gradient(claim: JacobianClaim, gradients: Sequence[Array | None], *, steps: bool) -> xr.DataArray:
@@ -387,7 +394,7 @@ def _by_reference_run(request: JacobianRequest, plan: JacobianPlan, cotangent: _
 
 def _end_port(plan: JacobianPlan, end: JacobianEnd, *, is_lower: bool = False) -> EndPort:
     """Convert an end of a Jacobian to the ``EndPort`` that an adapter finds; raise if it is no tensor per step."""
-    name, inside = end.name, plan.network.inside
+    name, inside = end.name, plan.network.replayed_layers
     is_recurrent = bool(end.within) or any(name.layer in (n, n.rpartition("#")[0]) for n in inside.by_layer)
     calls = inside.layer(name.layer) if name.layer is not None and is_recurrent else []
     if any(replayed.call.mask is not None for replayed in calls) or (len(calls) > 1 and name.kind != "output"):
@@ -409,7 +416,9 @@ def _by_pullback(request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotan
         value = np.asarray(to_host(pullback.values[of]))
         gradient = pullback.vjp({of: cotangent(value)[None]})[wrt]
         lower_value = np.asarray(to_host(pullback.values[wrt]))
-    return ReferenceRun([], input_grads=[np.zeros_like(lower_value) if gradient is None else np.asarray(to_host(gradient))[0]])
+    return ReferenceRun(
+        [], input_grads=[np.zeros_like(lower_value) if gradient is None else np.asarray(to_host(gradient))[0]]
+    )
 
 
 def _framework_port(plan: JacobianPlan, end: JacobianEnd, *, is_lower: bool = False) -> Port:
@@ -421,4 +430,4 @@ def _framework_port(plan: JacobianPlan, end: JacobianEnd, *, is_lower: bool = Fa
 
 
 def _is_within_layer(plan: JacobianPlan, end: JacobianEnd) -> bool:
-    return end.name.kind == "state" and not plan.network.inside.is_stepwise(end.name)
+    return end.name.kind == "state" and not plan.network.replayed_layers.is_stepwise(end.name)

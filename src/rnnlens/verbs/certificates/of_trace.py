@@ -189,7 +189,9 @@ class ReplayedValues:
             scales[key[0]] = max(scales.get(key[0], 0.0), mismatch(array, perturbed.weights[key]) / unit)
         boundaries = []
         for boundary, perturbed_boundary in zip(self.boundaries, perturbed.boundaries, strict=True):
-            differences = [mismatch(a, b) for (a, _), (b, _) in zip(boundary.pairs, perturbed_boundary.pairs, strict=True)]
+            differences = [
+                mismatch(a, b) for (a, _), (b, _) in zip(boundary.pairs, perturbed_boundary.pairs, strict=True)
+            ]
             boundaries.append(boundary._replace(scale=max(boundary.scale, *(size / unit for size in differences))))
         return replace(self, scales=scales, boundaries=boundaries)
 
@@ -201,7 +203,9 @@ def start_reference_run(request: ModelRequest, claim: ReplayedValues) -> Iterato
     gradients, part = _has_gradients(claim.capture), claim.part
     if part is not None:
         output_grads = [None if grad is None else part.select(to_host(grad)) for grad in claim.capture.output_grads]
-        yield lambda: attempt(lambda: adapter.reference_run(model, part.batch(batch), output_grads, gradients=gradients))
+        yield lambda: attempt(
+            lambda: adapter.reference_run(model, part.batch(batch), output_grads, gradients=gradients)
+        )
         return
     batch = _as_captured(batch, claim.capture)
     with ThreadPoolExecutor(1) as thread:
@@ -244,7 +248,10 @@ def certify(
         comparisons = _compare_all(request, claim, run)
         certificate_names = words
         if any(check.name == WEIGHTS for check in comparisons.checks):
-            certificate_names = {**words, "certified": tuple(WITH_WEIGHTS.get(name, name) for name in words["certified"])}
+            certificate_names = {
+                **words,
+                "certified": tuple(WITH_WEIGHTS.get(name, name) for name in words["certified"]),
+            }
         return comparisons.certificate(request.adapter.engine, **certificate_names)
 
     def compare_perturbed(run: ReferenceRun) -> Certificate:
@@ -299,7 +306,9 @@ def _compare_weights(comparisons: Comparisons, request: ModelRequest, claim: Rep
         location = request.adapter.place(request.model, *key)
         if location is not None:
             by_location.setdefault((location.name, location.part), []).append((key, location, array))
-    for layer in {key[0] for key in claim.weights} - {key[0] for entries in by_location.values() for key, *_ in entries}:
+    for layer in {key[0] for key in claim.weights} - {
+        key[0] for entries in by_location.values() for key, *_ in entries
+    }:
         comparisons.left_out[UNPLACED.format(layer)] = None
     computed = {name for (name, _), entries in by_location.items() if any(key in claim.computed for key, *_ in entries)}
     swept = {name for name, _ in by_location} - computed
@@ -309,7 +318,9 @@ def _compare_weights(comparisons: Comparisons, request: ModelRequest, claim: Rep
         if name in computed:
             comparisons.left_out[f"weights of {key[0]}, which the model computes from its parameters"] = None
             continue
-        if any(weight_key in claim.incomplete for weight_key, _, _ in entries) or (name in whole_names and location.tied):
+        if any(weight_key in claim.incomplete for weight_key, _, _ in entries) or (
+            name in whole_names and location.tied
+        ):
             comparisons.left_out[f"weights of {key[0]}, which are shared with other layers"] = None
             continue
         if claim.part is not None and name not in whole_names and np.any(to_host(other_gradients.get(name, 0.0))):
@@ -355,12 +366,19 @@ def weight_sums(layer: LabelledLayer, call: RecurrentCall, samples: slice) -> di
         or layer.coords[GATE].dtype.kind not in "UO"
     ):
         return None
-    dz, x = _variable_of_direction(layer, "gate_grad", call)[samples], _variable_of_direction(layer, "input", call)[samples]
+    dz, x = (
+        _variable_of_direction(layer, "gate_grad", call)[samples],
+        _variable_of_direction(layer, "input", call)[samples],
+    )
     has_received = call.received is not None
     previous_states = _variable_of_direction(layer, "previous_hidden" if has_received else "hidden", call)[samples]
     if not has_received:  # the states after each step, shifted by one in the direction of the recurrence
         initial_state = to_host(call.initial_state[0])[:, None].astype(previous_states.dtype)
-        ordered_states = [previous_states[:, 1:], initial_state] if call.direction == "backward" else [initial_state, previous_states[:, :-1]]
+        ordered_states = (
+            [previous_states[:, 1:], initial_state]
+            if call.direction == "backward"
+            else [initial_state, previous_states[:, :-1]]
+        )
         previous_states = np.concatenate(ordered_states, axis=1)
     terms = cell.recurrent_terms(dz, _variable_of_direction(layer, "gates", call)[samples], previous_states)
     if terms is None:

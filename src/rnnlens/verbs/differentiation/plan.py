@@ -70,50 +70,55 @@ class GradientPlan:
         return [*(place.name.port() for place in places if place.free), *self.outputs]
 
 
-def plan(request: BatchRequest, inside: ReplayedLayers) -> GradientPlan:
-    """Find the ports or the sweep that differentiates each tensor of a request; ``inside`` are replayed layers."""
+def plan(request: BatchRequest, replayed_layers: ReplayedLayers) -> GradientPlan:
+    """Find the ports or the sweep that differentiates each tensor of a request; ``replayed_layers`` are replayed layers."""
     outputs: tuple[Port, ...] = ()
     if request.target.per_sample and request.leaves[0].kind == "loss":
-        outputs = tuple(Port("output", index=i) for i in range(max(1, len(request.known.outputs))))
+        outputs = tuple(Port("output", index=i) for i in range(max(1, len(request.catalogue.outputs))))
     leaves = tuple(
-        _at_output(name) if name in request.framework_states else _place(name, request.known, inside)
+        _at_output(name)
+        if name in request.framework_states
+        else _place_of_tensor(name, request.catalogue, replayed_layers)
         for name in request.leaves
     )
-    return GradientPlan(leaves, tuple(_place(name, request.known, inside) for name in request.wrt), outputs)
+    return GradientPlan(
+        leaves, tuple(_place_of_tensor(name, request.catalogue, replayed_layers) for name in request.wrt), outputs
+    )
 
 
 def layers_inside(request: BatchRequest) -> list[str]:
     """Return the recurrent layers that must be captured and replayed for a gradient request."""
     names = [*(name for name in request.leaves if name not in request.framework_states), *request.wrt]
-    return [str(name.layer) for name in names if request.known.is_inside(name)]
+    return [str(name.layer) for name in names if request.catalogue.is_inside(name)]
 
 
 def _at_output(name: TensorName) -> TensorPlace:
     """Return the ``TensorPlace`` of a state that is read at its layer's output, since it equals that at every step."""
-    at = (Port("output", name.layer),)
-    return TensorPlace(name, False, False, False, at, at, at)
+    ports = (Port("output", name.layer),)
+    return TensorPlace(name, False, False, False, ports, ports, ports)
 
 
-def _place(name: TensorName, known: Catalogue, inside: ReplayedLayers) -> TensorPlace:
-    stepwise = inside.is_stepwise(name)
-    swept = known.is_inside(name) and not stepwise
-    what = (name, swept, known.is_free(name), stepwise)
+def _place_of_tensor(name: TensorName, catalogue: Catalogue, replayed_layers: ReplayedLayers) -> TensorPlace:
+    stepwise = replayed_layers.is_stepwise(name)
+    swept = catalogue.is_inside(name) and not stepwise
+    common_fields = (name, swept, catalogue.is_free(name), stepwise)
     if name.kind == "weight":
-        found = sources(known.weights[str(name.layer)])[name.key]
-        ports = tuple(Port("weight", name.layer, key=source.key) for source in found)
-        return TensorPlace(*what, ports, ports, ports)
+        weight_sources = sources(catalogue.weights[str(name.layer)])[name.key]
+        ports = tuple(Port("weight", name.layer, key=source.key) for source in weight_sources)
+        return TensorPlace(*common_fields, ports, ports, ports)
     if swept:
-        directions = inside.layer(name.layer)
-        below = tuple(port for replayed in directions for port in replayed.below())
-        above = tuple(port for replayed in directions for port in replayed.readers())
-        return TensorPlace(*what, (), below, above)
-    info = known.recurrent.get(layer_of_node(name.layer))
+        directions = replayed_layers.layer(name.layer)
+        below = tuple(port for replayed in directions for port in replayed.lower_ports())
+        above = tuple(port for replayed in directions for port in replayed.reader_ports())
+        return TensorPlace(*common_fields, (), below, above)
+    info = catalogue.recurrent.get(layer_of_node(name.layer))
     if name.kind == "output" and info is not None and info.direction == "bidirectional":
-        at: tuple[Port, ...] = (name.port("forward"), name.port("backward"))
+        own_ports: tuple[Port, ...] = (name.port("forward"), name.port("backward"))
     else:
-        at = (Port(name.kind, name.layer, name.index) if stepwise else name.port(),)  # type: ignore[arg-type]
+        own_ports = (Port(name.kind, name.layer, name.index) if stepwise else name.port(),)  # type: ignore[arg-type]
     # The total gradient of a final state of a stepwise layer arrives at a port of its own.
     above = tuple(
-        Port("state", port.layer, port.index, key="ending") if port.kind == "final_state" else port for port in at
+        Port("state", port.layer, port.index, key="ending") if port.kind == "final_state" else port
+        for port in own_ports
     )
-    return TensorPlace(*what, at, at, above)
+    return TensorPlace(*common_fields, own_ports, own_ports, above)
