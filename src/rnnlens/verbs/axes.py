@@ -104,7 +104,7 @@ class ModelAxes:
         return layout
 
     def learn(self, batch: Batch, ports: Iterable[Port], shown_layouts: Mapping[Port, Layout] | None = None) -> None:
-        """Find and store the layouts of ports that have none: ``shown_layouts``, cached for these shapes, or by experiment."""
+        """Find and store layouts of ports without one: ``shown_layouts``, cached for these shapes, or by experiment."""
         new_ports = [
             port for port in dict.fromkeys(ports) if port not in self._learned_ports and port not in self.stated
         ]
@@ -163,7 +163,7 @@ def _port_of_name(text: str, catalogue: Catalogue) -> Port:
     return name.port()
 
 
-def in_order(array: Array, names: Sequence[str], leading_axes: int = 0) -> tuple[Array, tuple[str, ...]]:
+def in_canonical_order(array: Array, names: Sequence[str], leading_axes: int = 0) -> tuple[Array, tuple[str, ...]]:
     """Transpose an array to the axis order of results: samples, steps, all other axes. Return it and the axis names."""
     order = canonical_order(names)
     if order != list(range(len(names))):
@@ -298,12 +298,12 @@ class BatchAxes:
         integer = np.asarray(array).dtype.kind in "iu"
         return self.axes.layout(port, array.shape[leading_axes:], integer=integer)
 
-    def opened(self, port: Port, array: Array, leading_axes: int = 0) -> tuple[Array, tuple[str, ...]]:
+    def split_folded(self, port: Port, array: Array, leading_axes: int = 0) -> tuple[Array, tuple[str, ...]]:
         """Split folded axes of a tensor; return it in the framework's order, with the axis names."""
         layout = self.layout(port, array, leading_axes)
         return layout.opened(array, self.samples, leading_axes), layout.names
 
-    def closed(self, port: Port, array: xr.DataArray) -> Array:
+    def fold(self, port: Port, array: xr.DataArray) -> Array:
         """Fold an opened tensor back into the framework's layout."""
         layout = self.axes.stated.get(port, self.axes.found_layouts.get(port))
         return array.values if layout is None else layout.closed(array.values)
@@ -342,9 +342,9 @@ class BatchAxes:
 
         return xr.DataArray(result, dims=_name_followed_axes(result, reached_indices))
 
-    def of_samples(self, port: Port, seed: Array, masks: Array) -> Array | None:
+    def mask_samples(self, port: Port, seed: Array, masks: Array) -> Array | None:
         """Return a cotangent once per mask (row, sample), zero at other samples; None if the sample axis is unknown."""
-        opened, names = self.opened(port, seed) if self.has_framework_layout(port) else (seed, (SAMPLE,))
+        opened, names = self.split_folded(port, seed) if self.has_framework_layout(port) else (seed, (SAMPLE,))
         if SAMPLE not in names or opened.shape[names.index(SAMPLE)] != masks.shape[1]:
             return None
         sample_axis = names.index(SAMPLE)
@@ -414,21 +414,21 @@ def refuse_coupled(
     masks = patterns(batch_axes.samples)
     for start in range(0, len(masks), size):
         rows = masks[start : start + size]
-        masked_seeds = {port: batch_axes.of_samples(port, seed, rows) for port, seed in seeds.items()}
+        masked_seeds = {port: batch_axes.mask_samples(port, seed, rows) for port, seed in seeds.items()}
         for port, gradient in pull({port: seed for port, seed in masked_seeds.items() if seed is not None}).items():
             if gradient is None or port.kind in ("weight", "loss"):
                 continue
             gradient_array = to_host(gradient)
             names: tuple[str, ...] = (SAMPLE,)
             if batch_axes.has_framework_layout(port):
-                gradient_array, names = batch_axes.opened(port, gradient_array, leading_axes=1)
+                gradient_array, names = batch_axes.split_folded(port, gradient_array, leading_axes=1)
             reached_samples = reached(gradient_array, 0, 1 + names.index(SAMPLE)) if SAMPLE in names else rows
             if reached_samples.shape == rows.shape and bool((reached_samples & ~rows).any()):
-                raise coupled_samples_error("per_sample=True", port)
+                raise refusal_of_coupling("per_sample=True", port)
     batch_axes.axes.independent.add(experiment)
 
 
-def coupled_samples_error(operation: str, port: Port) -> UnsupportedError:
+def refusal_of_coupling(operation: str, port: Port) -> UnsupportedError:
     """Create the error for a tensor whose samples depend on each other."""
     location = "the model's " + port.kind if port.layer is None else f"{port.layer}.{port.kind}"
     return UnsupportedError(

@@ -188,7 +188,7 @@ class DataSetBatches:
     """Batches of a data set; every iteration starts from the first."""
 
     #: The whole data set as the user passed it, and the options of a run.
-    whole: Batch
+    full_batch: Batch
     batch_size: int | None
     axes: ModelAxes
     #: Whether a loss is needed; without it, targets and weights are left out.
@@ -198,15 +198,15 @@ class DataSetBatches:
         start = 0
         omitted: dict[str, Any] = {} if self.with_loss else {"loss": None, "class_weight": None}
         for number, data_batch in enumerate(self._cut_batches()):
-            seed = self.whole.seed  # in training mode each batch has another one
-            stop = start + self.axes.samples(replace(self.whole, x=data_batch.x))
+            seed = self.full_batch.seed  # in training mode each batch has another one
+            stop = start + self.axes.samples(replace(self.full_batch, x=data_batch.x))
             yield replace(
-                self.whole,
+                self.full_batch,
                 x=data_batch.x,
                 y=data_batch.y if self.with_loss else None,
                 sample_weight=data_batch.sample_weight if self.with_loss else None,
-                initial_state=data.take(self.whole.initial_state, start, stop),
-                seed=seed if seed is None or not self.whole.training else seed + number,
+                initial_state=data.take(self.full_batch.initial_state, start, stop),
+                seed=seed if seed is None or not self.full_batch.training else seed + number,
                 **omitted,
             )
             start = stop
@@ -214,12 +214,12 @@ class DataSetBatches:
     @property
     def samples(self) -> int | None:
         """Number of samples, or None if it is not known without reading the data."""
-        return None if is_source(self.whole.x) else data.len_of(self.whole.x, self.axes.inputs)
+        return None if is_source(self.full_batch.x) else data.len_of(self.full_batch.x, self.axes.inputs)
 
     @property
     def count(self) -> int | None:
         """Number of batches, or None if it is not known."""
-        x = self.whole.x
+        x = self.full_batch.x
         if not self.axes.samples_first and not self.axes.is_cut:
             return None if data.is_cut(x, self.batch_size) else 1  # not known yet how the inputs lie
         inputs = self.axes.inputs
@@ -229,7 +229,7 @@ class DataSetBatches:
     @property
     def can_be_read_again(self) -> bool:
         """Whether the data can be read from the start a second time."""
-        return not hasattr(self.whole.x, "__next__")
+        return not hasattr(self.full_batch.x, "__next__")
 
     def iterate_again(self) -> Iterator[Batch]:
         """Iterate over the data from the start a second time; raise for a generator."""
@@ -244,8 +244,8 @@ class DataSetBatches:
 
     def targets(self, batches: list[Batch]) -> tuple[Any, Any]:
         """Return targets and sample weights of all samples, as the user passed them or joined from batches."""
-        if not is_source(self.whole.x):
-            return (self.whole.y, self.whole.sample_weight) if self.with_loss else (None, None)
+        if not is_source(self.full_batch.x):
+            return (self.full_batch.y, self.full_batch.sample_weight) if self.with_loss else (None, None)
         if self.axes.inputs is not None and any(layout is not None and layout.sample for layout in self.axes.inputs):
             raise UnsupportedError(
                 "The loss of this data set needs the targets of all batches, and rnnlens cannot determine their "
@@ -257,8 +257,8 @@ class DataSetBatches:
 
     def _cut_batches(self) -> Iterable[data.DataBatch]:
         """Return the batches, each cut along the sample axis; without a batch size, all data are one batch."""
-        axes, all_data = self.axes, data.DataBatch(self.whole.x, self.whole.y, self.whole.sample_weight)
-        template = replace(self.whole, x=None, y=None, sample_weight=None)
+        axes, all_data = self.axes, data.DataBatch(self.full_batch.x, self.full_batch.y, self.full_batch.sample_weight)
+        template = replace(self.full_batch, x=None, y=None, sample_weight=None)
         is_single_batch = not data.is_cut(all_data.x, self.batch_size)
         if is_single_batch and not is_source(all_data.x):
             refuse_large("The batch", [all_data.x, all_data.y], "batch_size=, fewer samples at a time")

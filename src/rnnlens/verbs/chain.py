@@ -27,7 +27,7 @@ from ..typing import Array
 from ..vocabulary import SAMPLE, TIME
 
 
-def dense(link: ChainLink, value: Array) -> tuple[Array, Array]:
+def dense_values(link: ChainLink, value: Array) -> tuple[Array, Array]:
     """Return pre-activation and output of a dense layer."""
     z = value if link.kernel is None else value @ link.kernel
     z = z if link.bias is None else z + link.bias
@@ -40,7 +40,7 @@ def pull_dense_rows(link: ChainLink, layer_input: Array, block: Array | None) ->
         units = layer_input.shape[-1] if link.kernel is None else link.kernel.shape[1]
         block = np.eye(units, dtype=layer_input.dtype)[(None,) * (layer_input.ndim - 1)]
     if link.activation != "linear":
-        z, a = (v[..., None, :] for v in dense(link, layer_input))
+        z, a = (v[..., None, :] for v in dense_values(link, layer_input))
         block = ACTIVATIONS[link.activation].vjp(z, a, block, array_namespace(z))
     return block if link.kernel is None else block @ link.kernel.T
 
@@ -50,10 +50,10 @@ def pull_back(links: Sequence[ChainLink], value: Array, cotangent: Array) -> Arr
     layers = [link for link in links if link.kind == "dense"]
     values = [value]
     for link in layers[:-1]:
-        values.append(dense(link, values[-1])[1])
+        values.append(dense_values(link, values[-1])[1])
     for link, layer_input in zip(reversed(layers), reversed(values[: len(layers)]), strict=True):
         if link.activation != "linear":
-            z, a = dense(link, layer_input)
+            z, a = dense_values(link, layer_input)
             cotangent = ACTIVATIONS[link.activation].vjp(z, a, cotangent, array_namespace(z))
         cotangent = cotangent if link.kernel is None else cotangent @ link.kernel.T
     return cotangent

@@ -24,8 +24,8 @@ from ..results.schema import to_host
 from ..typing import Array
 from ..vocabulary import SAMPLE, TIME
 from .axes import an_axes_table
-from .nonfinite_forward import output_gradient_origin, forward_origins, loss_origins, origin_of
-from .observed_run import ObservedCall, ObservedRun, data_origins, weight_origins, name_of_input
+from .nonfinite_forward import find_output_gradient, forward_origins, loss_origins, origin_of
+from .observed_run import ObservedCall, ObservedRun, find_data_origins, find_weight_origins, name_of_input
 from .recurrent_layers import sweep
 from .request import in_turn
 
@@ -34,7 +34,7 @@ def backward_origins(observed: ObservedRun) -> Iterator[Origin]:
     """Yield where gradients are first not finite, layer by layer from the top, from the last step on."""
     if not has_nonfinite_gradient(observed):
         return
-    output_origin = observed.attempt(lambda: output_gradient_origin(observed))
+    output_origin = observed.attempt(lambda: find_output_gradient(observed))
     if output_origin is not None:
         yield output_origin
     layer_above, is_recurrent = "the loss", False
@@ -284,16 +284,16 @@ def find_nonfinite(
 
 def _first_origin(observed: ObservedRun) -> tuple[Origin | None, list[str]]:
     """Return the origin of the first non-finite number, and notes on non-finite data that affect no result."""
-    weight_origin = next(weight_origins(observed), None)
+    weight_origin = next(find_weight_origins(observed), None)
     if weight_origin is not None:
         return weight_origin, []
-    data_origin = next(data_origins(observed), None)
-    if data_origin is None:
+    origin = next(find_data_origins(observed), None)
+    if origin is None:
         return next(_computed_origins(observed), None), []
     if any(nonfinite_results(observed).values()):
-        return data_origin, []
+        return origin, []
     note = (
-        f"{data_origin.layer} holds {data_origin.value} ({data_origin.sentence}), which does not affect the output: it is masked, "
+        f"{origin.layer} holds {origin.value} ({origin.sentence}), which does not affect the output: it is masked, "
         "not used, or cast to an integer, as the ids of an embedding are."
     )
     return next(_computed_origins(observed), None), [note]

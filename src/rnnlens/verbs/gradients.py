@@ -22,7 +22,7 @@ from .axes import an_axes_table
 from .batches import DataSetBatches
 from .chunked.samples import SampleChunks
 from .chunked.works import gradients_of_chunks
-from .differentiation.gather import DataSetGradients, a_clipping, clip_gradients, gather, clipping_rule
+from .differentiation.gather import DataSetGradients, a_clipping, clip_gradients, gather, rule_of_clipping
 from .differentiation.request import GradientArguments, GradientRequest, Of, a_target, read_request, trainable_weights
 from .differentiation.target import Reduction, a_reduction
 from .names import TensorName, known_model
@@ -155,7 +155,7 @@ def gradients(
     run = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
     arguments = GradientArguments(of, wrt, at or {}, reduce, per_sample, measure, across, combine, clip, memory, axes)
     if check.is_lazy((x, y, sample_weight)):
-        return _lazy(model, run, arguments, batch_size)
+        return _lazy_gradients(model, run, arguments, batch_size)
     scan_tensor = _scan_tensor(adapter_for(model), model, wrt)
     if scan_tensor is not None:
         return _scan_gradient(model, run, scan_tensor, arguments, batch_size)
@@ -221,7 +221,9 @@ def _scan_gradient(
     return array
 
 
-def _lazy(model: Any, run: Batch, arguments: GradientArguments, batch_size: int | None) -> LabelledArray | Gradients:
+def _lazy_gradients(
+    model: Any, run: Batch, arguments: GradientArguments, batch_size: int | None
+) -> LabelledArray | Gradients:
     """Return gradients of data in Dask chunks, which are computed when they are asked for."""
     model_request = ModelRequest.resolve(model, run, arguments.axes)
     chunks = SampleChunks.of(model_request.axes, run, batch_size)
@@ -268,7 +270,7 @@ def _add_clipped(
     weight_gradients = {
         name: gathered.gradients[name] for name in trainable_weights(request.catalogue) if name in gathered.gradients
     }
-    kind, threshold = clipping_rule(clip, request.catalogue.facts)
+    kind, threshold = rule_of_clipping(clip, request.catalogue.facts)
     clipped_gradients, norm = clip_gradients(weight_gradients, request.catalogue, kind, threshold)
     with_clipped = replace(gathered, gradients={**gathered.gradients, **clipped_gradients})
     datasets = _datasets(request, with_clipped, result.provenance)
@@ -336,18 +338,18 @@ def _gradient_variable(
     target_name, arguments = request.target.text, request.arguments
     info = request.catalogue.recurrent.get(str(name.layer).partition("#")[0])
     array, dims = gathered.gradients[name], gathered.dims[name]
-    measure_text = "" if arguments.measure is None else f"{arguments.measure} of the "
-    across_text = "" if arguments.across is None or name.kind == "weight" else f", {arguments.across} over samples"
+    measure = "" if arguments.measure is None else f"{arguments.measure} of the "
+    across = "" if arguments.across is None or name.kind == "weight" else f", {arguments.across} over samples"
     target = request.target
     selection_text = "".join(f", {dim}={index!r}" for dim, index in target.at.items())
     reduction_text = (
         "" if target.reduce is None else f"{target.reduce if isinstance(target.reduce, str) else 'weighted'} of "
     )
-    per_sample_text = " of each sample" if target.per_sample else ""
+    per_sample = " of each sample" if target.per_sample else ""
     attrs: dict[str, Any] = {
-        "long_name": f"{measure_text}gradient of {target_name} with respect to {name.text}{across_text}",
+        "long_name": f"{measure}gradient of {target_name} with respect to {name.text}{across}",
         "units": "loss" if target_name == "loss" else "1",
-        "definition": f"{measure_text}d {reduction_text}{target_name}{selection_text}{per_sample_text} / d {name.text}{across_text}",
+        "definition": f"{measure}d {reduction_text}{target_name}{selection_text}{per_sample} / d {name.text}{across}",
         "tensor": name.text,
         "layer": name.layer or "model",
     }

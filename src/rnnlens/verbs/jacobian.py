@@ -173,7 +173,7 @@ def jacobian(
     options = JacobianOptions(memory_limit, at or {}, reduce, measure, across, sketch, rtol, mode, out)
     run = Batch(x, training=training, initial_state=initial_state, seed=seed, frozen=frozen)
     if check.is_lazy(x):
-        return _lazy(model, run, (of, wrt), options, batch_size, axes)
+        return _lazy_result(model, run, (of, wrt), options, batch_size, axes)
     if batch_size is None and not is_source(x):
         return _batch_jacobian(model, run, (of, wrt), options, axes)
     refuse_without_mean(options)
@@ -184,7 +184,7 @@ def jacobian(
     )
 
 
-def _lazy(
+def _lazy_result(
     model: Any,
     run: Batch,
     tensor_names: tuple[str, str],

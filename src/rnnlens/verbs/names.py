@@ -147,7 +147,7 @@ class Catalogue:
         """Return whether a tensor has the framework's own layout: one of the model or of a non-recurrent layer."""
         if name.kind not in ("input", "output"):
             return False
-        return name.layer is None or layer_of_node(name.layer, self.recurrent) not in self.recurrent
+        return name.layer is None or uncalled_layer(name.layer, self.recurrent) not in self.recurrent
 
     def dims(self, name: TensorName, array: Array, *, per_sample: bool = False) -> tuple[str, ...]:
         """Return the axis names of a weight or a recurrent layer's tensor, or of its gradient."""
@@ -156,7 +156,7 @@ class Catalogue:
         if name.kind == "weight":
             sample_axes = (SAMPLE,) if per_sample else ()
             return sample_axes + dims_of_weight(name.key, self.weights[str(name.layer)], array.ndim - len(sample_axes))
-        info, space = self.recurrent.get(layer_of_node(name.layer, self.recurrent)), self.space(name.layer)
+        info, space = self.recurrent.get(uncalled_layer(name.layer, self.recurrent)), self.space(name.layer)
         if name.kind == "input":
             return dims_of(array.shape, last=FEATURE, space=space)
         is_bidirectional = info is not None and info.direction == "bidirectional"
@@ -165,7 +165,7 @@ class Catalogue:
 
     def space(self, layer: str | None) -> tuple[str, ...]:
         """Return the names of a layer's axes of space; none for layers other than convolutional recurrent ones."""
-        info = self.recurrent.get(layer_of_node(layer, self.recurrent))
+        info = self.recurrent.get(uncalled_layer(layer, self.recurrent))
         return () if info is None else cell_of_kind(info.cell).space
 
     def suggestions(self) -> Iterator[str]:
@@ -200,7 +200,7 @@ def complete_catalogue(catalogue: Catalogue, batch: Batch, texts: Sequence[str])
 
 def read(text: str, catalogue: Catalogue) -> list[TensorName]:
     """Resolve a name, a pattern (``*``, ``?``) or ``"weights"`` to at least one tensor."""
-    for attempt in (_whole_model, _weight_path, _layer_quantity):
+    for attempt in (_model_tensors, _weights_by_path, _layer_tensors):
         names = attempt(text, catalogue)
         if names:
             return names
@@ -227,13 +227,13 @@ def refuse_lone_output(names: Sequence[TensorName], count: int) -> None:
         raise InputError("The model returns several tensors.", got='"output"', expected=expected)
 
 
-def layer_of_node(layer: str | None, known_names: Collection[str] | None = None) -> str:
+def uncalled_layer(layer: str | None, known_names: Collection[str] | None = None) -> str:
     """Return the layer of a node: ``lstm`` for ``lstm#0``, unless the name itself is in ``known_names``."""
     name = str(layer)
     return name if known_names is not None and name in known_names else name.rpartition("#")[0] or name
 
 
-def _whole_model(text: str, catalogue: Catalogue) -> list[TensorName]:
+def _model_tensors(text: str, catalogue: Catalogue) -> list[TensorName]:
     if text == "weights":
         return [_weight_name(layer, key) for layer in catalogue.weights for key in catalogue.keys(layer)]
     if text == "loss":
@@ -262,7 +262,7 @@ def _indexed_name(text: str, kind: str, label_or_index: str, catalogue: Catalogu
     raise LayerNotFoundError(f"This model has no {text}.", hint=did_you_mean(label_or_index, names))
 
 
-def _weight_path(text: str, catalogue: Catalogue) -> list[TensorName]:
+def _weights_by_path(text: str, catalogue: Catalogue) -> list[TensorName]:
     """Resolve ``layer/key``, ``pattern/key`` or ``layer.key`` to weights."""
 
     def is_match(layer: str, key: str) -> bool:
@@ -277,7 +277,7 @@ def _weight_path(text: str, catalogue: Catalogue) -> list[TensorName]:
     ]
 
 
-def _layer_quantity(text: str, catalogue: Catalogue) -> list[TensorName]:
+def _layer_tensors(text: str, catalogue: Catalogue) -> list[TensorName]:
     """Resolve ``layer.hidden``, ``layer.output`` or ``layer.weights``; the layer may be a pattern."""
     pattern, dot, quantity = text.rpartition(".")
     state = _match_state(quantity)
@@ -292,7 +292,7 @@ def _layer_quantity(text: str, catalogue: Catalogue) -> list[TensorName]:
     if state is not None or quantity.startswith("gate"):
         layers = _matching_layers(pattern, catalogue.recurrent, text, catalogue)
         return [
-            _inner_name(layer, quantity, state, catalogue.recurrent[layer_of_node(layer, catalogue.recurrent)])
+            _inner_name(layer, quantity, state, catalogue.recurrent[uncalled_layer(layer, catalogue.recurrent)])
             for layer in layers
         ]
     layers = _matching_layers(pattern, catalogue.layers, text, catalogue)
@@ -344,7 +344,7 @@ def _match_state(quantity: str) -> re.Match[str] | None:
 def _matching_layers(pattern: str, names: Iterable[str], text: str, catalogue: Catalogue) -> list[str]:
     """Return the layers that ``pattern`` selects: a name, a call (``lstm#0``), a stack, a last part or ``lstm*``."""
     names = list(names)
-    if pattern in names or layer_of_node(pattern, names) in names:
+    if pattern in names or uncalled_layer(pattern, names) in names:
         return [pattern]
     matches = [name for name in names if _matches(pattern, name)]
     stack_members = [name for name in names if _stack_name(name) == pattern != name]

@@ -293,8 +293,8 @@ def _locate_loss_origin(observed: ObservedRun) -> Origin | None:
     loss = LossOfOutputs(observed)
     value, gradients = loss(loss.leaves)
     if math.isfinite(value):
-        fed = "a penalty that the model adds to its loss"
-        return Origin("loss", "loss", "value", float(observed.capture.loss or 0), fed_by=fed)
+        penalty_text = "a penalty that the model adds to its loss"
+        return Origin("loss", "loss", "value", float(observed.capture.loss or 0), fed_by=penalty_text)
     sample = loss.first_nonfinite_sample()
     samples = slice(None) if sample is None else slice(sample, sample + 1)
     if sample is not None:
@@ -364,7 +364,7 @@ def _output_value_origin(
     return Origin("loss", "loss", "value", value, index, fed_by=cause)
 
 
-def output_gradient_origin(observed: ObservedRun) -> Origin | None:
+def find_output_gradient(observed: ObservedRun) -> Origin | None:
     """Return the output value at which the derivative of a finite loss is not finite, as an origin, or None."""
     loss = LossOfOutputs(observed)
     _, gradients = loss(loss.leaves)

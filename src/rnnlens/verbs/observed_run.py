@@ -139,11 +139,13 @@ class ObservedRun:
         if is_input and data.is_packed(data.leaves_of(self.batch.x)[port.index]):
             return array, dims_of(array.shape, last=FEATURE)
         may_be_mask = is_input and port not in self._axes.stated and array.ndim == 2
-        if may_be_mask and any(other.ndim > 2 and other.shape[:2] == array.shape for other in self.inputs):
+        if may_be_mask and any(
+            other_input.ndim > 2 and other_input.shape[:2] == array.shape for other_input in self.inputs
+        ):
             return array, (SAMPLE, TIME)
         try:
             self._axes.learn(self._finite_batch, [port])
-            split_array, names = BatchAxes(self._axes, self._axes.samples(self._finite_batch)).opened(port, array)
+            split_array, names = BatchAxes(self._axes, self._axes.samples(self._finite_batch)).split_folded(port, array)
         except RnnlensError:
             split_array, names = array, ()
         if SAMPLE in names or self.adapter.samples_first:
@@ -167,11 +169,11 @@ class ObservedRun:
 
     def tensors_below(self, node: Node) -> Iterator[tuple[str, Port, Array]]:
         """Yield tensors computed before a layer ran, the nearest first: (name, port, values)."""
-        for other in reversed(self.nodes[: self.nodes.index(node)]):
-            for plain_call in other.plain_calls:
+        for earlier_node in reversed(self.nodes[: self.nodes.index(node)]):
+            for plain_call in earlier_node.plain_calls:
                 yield plain_call.layer, Port("output", plain_call.layer), to_host(plain_call.output)
-            for replayed in other.directions:
-                yield other.name, Port("output", other.name), to_host(replayed.call.output)
+            for replayed in earlier_node.directions:
+                yield earlier_node.name, Port("output", earlier_node.name), to_host(replayed.call.output)
         for i, leaf in enumerate(self.inputs):
             yield "input", Port("input", index=i), leaf
 
@@ -208,7 +210,7 @@ def _replace_nonfinite(leaf: Any) -> Any:
     return tensors.like(values, leaf)
 
 
-def weight_origins(observed: ObservedRun) -> Iterator[Origin]:
+def find_weight_origins(observed: ObservedRun) -> Iterator[Origin]:
     """Yield the origins of non-finite values in weights by layer, including values too large for the layer's dtype."""
     for layer, layer_weights in observed.adapter.weights(observed.model).items():
         dtype = getattr(observed.facts.submodules.get(layer), "dtype", "")
@@ -236,7 +238,7 @@ def weight_origins(observed: ObservedRun) -> Iterator[Origin]:
                 )
 
 
-def data_origins(observed: ObservedRun) -> Iterator[Origin]:
+def find_data_origins(observed: ObservedRun) -> Iterator[Origin]:
     """Yield the origins of non-finite values in inputs, then targets, then sample weights."""
     for i, array in enumerate(observed.inputs):
         nonfinite = observed.first_nonfinite(Port("input", index=i), "value", array)

@@ -70,9 +70,9 @@ def sweep(
     (sample, time, size) by their index. ``spend``: the pre-activations of ``run`` may be overwritten.
     """
     states, own_output = _split_output_gradient(call, run, output_grad)
-    for index, extra in (state_grad or {}).items():
+    for index, cotangent in (state_grad or {}).items():
         present = states[index]
-        states[index] = extra if present is None else present + extra
+        states[index] = cotangent if present is None else present + cotangent
     if call.cell.by_framework:
         return adjoint_custom(run, states, own_output, final_state_grad)
     return adjoint(run, states, final_state_grad, spend=spend)
@@ -123,18 +123,23 @@ def _split_output_gradient(
     states: list[Array | None] = [None] * len(run.states)
     if output_grad is None:
         return states, None
-    spread = output_grad
+    step_cotangents = output_grad
     if not call.returns_sequences:  # (sample, unit) becomes (sample, time, unit), zero except at the last step that ran
         shape = (output_grad.shape[0], run.input.shape[1], *output_grad.shape[1:])
-        spread, (*_, last_step) = run.xp.zeros_like(run.xp.broadcast_to(output_grad[:, None, ...], shape)), run.steps()
-        spread[:, last_step, ...] = output_grad
+        step_cotangents, (*_, last_step) = (
+            run.xp.zeros_like(run.xp.broadcast_to(output_grad[:, None, ...], shape)),
+            run.steps(),
+        )
+        step_cotangents[:, last_step, ...] = output_grad
     index = call.cell.output_state
     if run.output_is_state:
         if call.output_from_state is not None:
-            spread = run.xp.where(over_time(call.output_from_state, spread), spread, run.xp.zeros_like(spread))
-        states[index] = spread
+            step_cotangents = run.xp.where(
+                over_time(call.output_from_state, step_cotangents), step_cotangents, run.xp.zeros_like(step_cotangents)
+            )
+        states[index] = step_cotangents
         return states, None
-    output_cotangent, state_cotangent = unmasked_output_cotangent(run, spread, call.masked_output)
+    output_cotangent, state_cotangent = unmasked_output_cotangent(run, step_cotangents, call.masked_output)
     states[index] = state_cotangent
     return states, output_cotangent
 
@@ -261,8 +266,8 @@ class ReplayedCall:
         if not per_sample:
             return {key: to_host(grad) for key, grad in weight_gradients(self.run, swept).items()}
         samples = [slice(n, n + 1) for n in range(int(self.run.input.shape[0]))]
-        single = [weight_gradients(self.run.of_samples(sample), swept.of_samples(sample)) for sample in samples]
-        return {key: np.stack([to_host(grads[key]) for grads in single]) for key in single[0]}
+        by_sample = [weight_gradients(self.run.of_samples(sample), swept.of_samples(sample)) for sample in samples]
+        return {key: np.stack([to_host(grads[key]) for grads in by_sample]) for key in by_sample[0]}
 
 
 class ReplayedLayers:
@@ -402,7 +407,7 @@ def outputs_of(adapter: Adapter, model: Any, batch: Batch, layers: tuple[str, ..
     }
 
 
-def is_called(adapter: Adapter, model: Any, batch: Batch, layer: str) -> bool:
+def runs_layer(adapter: Adapter, model: Any, batch: Batch, layer: str) -> bool:
     """Return whether a layer is called in a forward pass."""
     return any(node.partition("#")[0] == layer for node in outputs_of(adapter, model, batch, (layer,)))
 

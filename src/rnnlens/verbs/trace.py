@@ -127,7 +127,7 @@ def trace(
     """
     batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
     selection = TraceSelection.of(layers, quantities, has_loss(model, batch))
-    verb = _lazy if check.is_lazy((x, y, sample_weight)) else trace_batch
+    verb = _lazy_trace if check.is_lazy((x, y, sample_weight)) else trace_batch
     return verb(model, batch, selection, at or {}, axes)
 
 
@@ -197,7 +197,7 @@ def trace_batch(
     )
 
 
-def _lazy(
+def _lazy_trace(
     model: Any, batch: Batch, selection: TraceSelection, at: Mapping[str, Any], axes: Mapping[str, Any] | None
 ) -> Trace:
     """Return a trace of data in Dask chunks, which is computed when it is asked for."""

@@ -21,7 +21,7 @@ from ..results.checks import Check, coarser
 from ..results.schema import LabelledLayer, describe, labelled_layer, to_host
 from ..typing import Array
 from ..vocabulary import CHANNEL, FEATURE, FORWARD, QUANTITIES, SAMPLE, SPACE, TIME, UNIT
-from .axes import BatchAxes, InputCoordinates, ModelAxes, in_order
+from .axes import BatchAxes, InputCoordinates, ModelAxes, in_canonical_order
 from .certificates.compare import INITIAL, LAYER_INPUT
 from .certificates.of_trace import (
     BoundaryGradients,
@@ -354,8 +354,8 @@ def plain_datasets(
         dims: dict[str, tuple[str, ...]] = {}
         for name, array in (("output", call.output), ("output_grad", call.output_grad)):
             if array is not None and batch_axes is not None and selection.has(name):
-                opened = batch_axes.opened(Port("output", call.layer), to_host(array))
-                arrays[name], dims[name] = in_order(*opened)
+                opened = batch_axes.split_folded(Port("output", call.layer), to_host(array))
+                arrays[name], dims[name] = in_canonical_order(*opened)
         info = {"name": call.layer}
         datasets[call.layer] = labelled_layer(arrays, info=info, provenance=provenance, bidirectional=False, dims=dims)
     return datasets

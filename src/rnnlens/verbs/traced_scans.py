@@ -238,5 +238,5 @@ def _state_size(cell: SequenceCell) -> Array:
 
 def _measure(axes: Sequence[str], values: Array, long_name: str, units: str) -> xr.Variable:
     """Label an array of a layer as an ``xarray.Variable`` with description and units, without axes of size 1."""
-    kept = [axis for axis, size in zip(axes, values.shape, strict=True) if size > 1]
-    return xr.Variable(kept, np.squeeze(values), {"long_name": long_name, "units": units})
+    kept_axes = [axis for axis, size in zip(axes, values.shape, strict=True) if size > 1]
+    return xr.Variable(kept_axes, np.squeeze(values), {"long_name": long_name, "units": units})

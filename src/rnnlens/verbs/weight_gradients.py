@@ -181,12 +181,12 @@ def _refuse_unaligned(calls: Sequence[RecurrentCall], by_time: bool | str) -> No
     sequence_calls = [call for call in calls if not call.stepwise]
     is_called_again = len(sequence_calls) > len({call.direction for call in sequence_calls})
     lengths = sorted({int(call.input.shape[1]) for call in sequence_calls})
-    measure_text = ', measure="norm"' if by_time == "norm" else ""
+    measure = ', measure="norm"' if by_time == "norm" else ""
     if is_called_again and (by_time == "norm" or (by_time and len(lengths) > 1)):
         raise UnsupportedError(
-            f"Layer {sequence_calls[0].layer.partition('#')[0]!r} is called more than once, and the calls have no common "
-            "time axis.",
-            got=f"by_time=True{measure_text} over {len(sequence_calls)} calls of {' and '.join(map(str, lengths))} steps",
+            f"Layer {sequence_calls[0].layer.partition('#')[0]!r} is called more than once, and the calls have no "
+            "common time axis.",
+            got=f"by_time=True{measure} over {len(sequence_calls)} calls of {' and '.join(map(str, lengths))} steps",
             expected="calls of one length, and by_time=True",
             hint="rl.weights(...) without by_time, or a model that calls the layer once",
         )

@@ -75,7 +75,7 @@ def dims_of_weight(key: str, weights: LayerWeights, rank: int) -> tuple[str, ...
 def assemble(
     parts: Sequence[Array], weight_sources: Sequence[WeightSource], key: str, weights: LayerWeights, leading_axes: int
 ) -> Array:
-    """Assemble one weight of a result, with axes of direction and gates, from arrays with ``leading_axes`` leading axes."""
+    """Assemble one weight, with axes of direction and gates, from arrays with ``leading_axes`` axes in front."""
     arrays = []
     for part, source in zip(parts, weight_sources, strict=True):
         array = np.asarray(part)

@@ -117,7 +117,7 @@ def weights(
         raise InputError("Gradients of weights need data.", got="x=None", hint="rl.weights(model, x, y)")
     batch = Batch(x, y, sample_weight, class_weight, loss, training, None, seed)
     if check.is_lazy((x, y, sample_weight)):
-        return _lazy(model, batch, layers, by_time, measure)
+        return _lazy_weights(model, batch, layers, by_time, measure)
     return _batch_weights(model, batch, layers, measure or by_time)
 
 
@@ -172,7 +172,9 @@ def _measures_of_scans(
     return {call.layer: scan_measures(call.cell, to_host(forward(call.cell)[2])) for call in calls}
 
 
-def _lazy(model: Any, batch: Batch, layers: str | Iterable[str] | None, by_time: bool, measure: str | None) -> Weights:
+def _lazy_weights(
+    model: Any, batch: Batch, layers: str | Iterable[str] | None, by_time: bool, measure: str | None
+) -> Weights:
     """Return weights, and their gradients of data in Dask chunks, which are computed when they are asked for."""
     if measure is not None:
         hint = "leave measure= out, compute, and take the norm over units"

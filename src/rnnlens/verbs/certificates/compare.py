@@ -57,7 +57,7 @@ def attempt(function: Callable[[], T]) -> tuple[T | None, str]:
         return None, f"the reference run of the model raised {type(error).__name__}: {first_line}"
 
 
-def uncompared(request: ModelRequest, reason: str) -> Certificate:
+def could_not_compare(request: ModelRequest, reason: str) -> Certificate:
     """Return the certificate of a result that cannot be compared."""
     return Certificate("could not", request.adapter.engine, why=reason)
 
@@ -76,7 +76,7 @@ def compare_in_turn(
     """
     run, reason = reference()
     if run is None:
-        return uncompared(request, reason)
+        return could_not_compare(request, reason)
     certificate = Certificate()
     for compare in comparisons:
         certificate = compare(run) or certificate
@@ -87,7 +87,7 @@ def compare_in_turn(
             lambda: request.adapter.reference_run(request.model, request.batch, gradients=False)
         )
         if output_run is None:
-            return uncompared(request, reason)
+            return could_not_compare(request, reason)
         run = replace(run, outputs=output_run.outputs)
     return recheck_failure(certificate, request, run, steps=steps)
 
@@ -108,15 +108,17 @@ def recheck_failure(failed: Certificate, request: ModelRequest, first_run: Refer
         if failed.state == "passed":
             return failed
     if _difference_of_rerun(request, first_run) > 1e-6:
-        return uncompared(request, "two reference runs of the model give different numbers")
+        return could_not_compare(request, "two reference runs of the model give different numbers")
     if batch.training and _difference_of_rerun(request, first_run, seed=(batch.seed or 0) + 1) > 1e-6:
-        return uncompared(request, "the model draws random numbers in training mode, and drew others in the traced run")
+        return could_not_compare(
+            request, "the model draws random numbers in training mode, and drew others in the traced run"
+        )
     unit = epsilon(request.provenance().get("dtype"))
     relative_change = _difference_of_rerun(
         request, first_run, x=data.map_leaves(lambda leaf: _perturbed_leaf(leaf, unit), batch.x)
     )
     if all(check.ok or check.residual <= check.bound * relative_change / unit for check in failed.checks):
-        return uncompared(
+        return could_not_compare(
             request, f"the model is chaotic: rounding its input changes its outputs by {relative_change:.1g}"
         )
     return failed
@@ -218,12 +220,12 @@ class Comparisons:
         else:
             self.checks.append(check)
 
-    def certificate(self, against: str, more: Iterable[Check] = (), **words: Any) -> Certificate:
-        """Return the certificate of all comparisons, with ``words`` as in :meth:`Certificate.of`."""
+    def certificate(self, against: str, further_checks: Iterable[Check] = (), **names: Any) -> Certificate:
+        """Return the certificate of all comparisons, with ``names`` as in :meth:`Certificate.of`."""
         if self.left_out and not self.checks:
             return Certificate("could not", against, why=", ".join(self.left_out))
-        words["uncertified"] = (*words.get("uncertified", ()), *self.left_out)
-        return Certificate.of(against, [*self.checks, *more], **words)
+        names["uncertified"] = (*names.get("uncertified", ()), *self.left_out)
+        return Certificate.of(against, [*self.checks, *further_checks], **names)
 
 
 def fill_missing(first: Any, second: Any) -> tuple[Any, Any]:

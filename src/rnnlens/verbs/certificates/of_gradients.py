@@ -21,13 +21,13 @@ from ...results.checks import Certificate, coarser
 from ...results.schema import LabelledLayer, to_host
 from ...typing import Array
 from ...vocabulary import DIRECTION, GATE, SAMPLE, TIME
-from ..axes import BatchAxes, in_order
+from ..axes import BatchAxes, in_canonical_order
 from ..differentiation.request import BatchGradients, BatchRequest
-from ..names import TensorName, layer_of_node
+from ..names import TensorName, uncalled_layer
 from ..request import ModelRequest
 from ..weight_gradients import WeightGradients
 from ..weight_layout import sources
-from .compare import LOSS, UNPLACED, WEIGHTS, Comparisons, attempt, compare_in_turn, uncompared, fill_missing
+from .compare import LOSS, UNPLACED, WEIGHTS, Comparisons, attempt, compare_in_turn, could_not_compare, fill_missing
 
 GRADIENT, TARGET = "reference gradient", "reference target"
 
@@ -36,7 +36,7 @@ def certify_batch(request: BatchRequest, answer: BatchGradients) -> Certificate:
     """Compare the requested gradients of one batch with one vector-Jacobian product of a reference run."""
     obstacle = _uncomparable_reason(request)
     if obstacle:
-        return uncompared(request, obstacle)
+        return could_not_compare(request, obstacle)
     adapter, of_loss, batch = request.adapter, request.of_loss, request.batch
     value: list[Array] = []
     batch_axes, steps = BatchAxes(request.axes, answer.samples), _longest_gradient(answer)
@@ -47,11 +47,11 @@ def certify_batch(request: BatchRequest, answer: BatchGradients) -> Certificate:
         value[:], cotangents_found = _evaluate_target(request, batch_axes, outputs)
         return cotangents_found
 
-    def reference() -> ReferenceRun:
+    def run_reference() -> ReferenceRun:
         output_cotangents = None if of_loss else cotangents
         return adapter.reference_run(request.model, batch, output_cotangents, regularised=regularised)
 
-    def compared(run: ReferenceRun, other_gradients: Mapping[str, Any] = MappingProxyType({})) -> Certificate:
+    def compare_all(run: ReferenceRun, other_gradients: Mapping[str, Any] = MappingProxyType({})) -> Certificate:
         comparisons = Comparisons(steps, _coarsest_dtype(request, answer))
         target: Any = run.loss if of_loss else value[0]
         if np.shape(target) == np.shape(answer.value):
@@ -67,7 +67,7 @@ def certify_batch(request: BatchRequest, answer: BatchGradients) -> Certificate:
             uncertified=tuple(resting_names) if only_values else (),
         )
 
-    def without_other_paths(run: ReferenceRun) -> Certificate | None:
+    def compare_own_paths(run: ReferenceRun) -> Certificate | None:
         """Compare without the gradients along other paths than a recurrence, as of a penalty in the user's loss."""
         capture_request = CaptureRequest(tuple(answer.swept), boundaries=True)
         capture = (
@@ -76,14 +76,14 @@ def certify_batch(request: BatchRequest, answer: BatchGradients) -> Certificate:
             else None
         )
         other_gradients = {} if capture is None else {n: g for n, g in capture.beside.items() if n not in capture.whole}
-        return compared(run, other_gradients) if any(grad is not None for grad in other_gradients.values()) else None
+        return compare_all(run, other_gradients) if any(grad is not None for grad in other_gradients.values()) else None
 
-    def divisible(run: ReferenceRun) -> Certificate | None:
+    def refuse_if_indivisible(run: ReferenceRun) -> Certificate | None:
         reason = "the loss depends directly on weights of the model, which cannot be divided among samples"
-        return uncompared(request, reason) if of_loss and not regularised and _reads_weights(request) else None
+        return could_not_compare(request, reason) if of_loss and not regularised and _reads_weights(request) else None
 
-    comparisons = [compared, without_other_paths, divisible]
-    return compare_in_turn(request, lambda: attempt(reference), comparisons, steps=steps)
+    comparisons = [compare_all, compare_own_paths, refuse_if_indivisible]
+    return compare_in_turn(request, lambda: attempt(run_reference), comparisons, steps=steps)
 
 
 def _uncomparable_reason(request: BatchRequest) -> str:
@@ -117,7 +117,7 @@ def _evaluate_target(
     if request.cotangents is not None:
         cotangents = request.cotangents
     else:
-        split_outputs = [batch_axes.opened(leaf.port(), outputs[leaf.index]) for leaf in request.leaves]
+        split_outputs = [batch_axes.split_folded(leaf.port(), outputs[leaf.index]) for leaf in request.leaves]
         values = [xr.DataArray(array, dims=names) for array, names in split_outputs]
         value, cotangents = request.evaluate(batch_axes, values)
     for leaf, cotangent in zip(request.leaves, cotangents, strict=True):
@@ -146,7 +146,7 @@ def _compare_named(
         if index is not None and index < len(run.input_grads) and not data.is_packed(leaves[index]):
             claimed_gradient, reference = answer.gradients.get(name), run.input_grads[index]
             if reference is not None:
-                reference, _ = in_order(*batch_axes.opened(name.port(), reference))
+                reference, _ = in_canonical_order(*batch_axes.split_folded(name.port(), reference))
             if claimed_gradient is not None or reference is not None:
                 comparisons.compare(GRADIENT, name.text, [fill_missing(claimed_gradient, reference)])
                 compared_names.append(name.text)
@@ -216,10 +216,10 @@ def _compare_swept(
     regularised: bool,
     other_gradients: Mapping[str, Any],
 ) -> list[str]:
-    """Compare dL/dW of sweeps with the framework's, minus ``other_gradients`` along other paths; return the names certified."""
+    """Compare dL/dW of sweeps with the framework's, minus ``other_gradients``; return the names certified."""
     catalogue, shared_layers = request.catalogue, set[str]()
     for layer, directions in answer.swept.items():
-        layer_name = layer_of_node(layer, catalogue.recurrent)
+        layer_name = uncalled_layer(layer, catalogue.recurrent)
         penalties = catalogue.weights[layer_name].penalties if layer_name in catalogue.weights else {}
         if layer != layer_name or (regularised and penalties):
             continue
@@ -296,7 +296,7 @@ def certify_weights(
     adapter, model, batch = request.adapter, request.model, request.batch
     capture, loss = gradients.capture, gradients.loss
     if capture is not None and capture.altered:
-        return uncompared(request, capture.altered)
+        return could_not_compare(request, capture.altered)
     calls = [] if capture is None else capture.calls
     lengths = [int(call.input.shape[1]) for call in calls]
     lengths += [sizes[TIME] for layer in labelled.values() if TIME in (sizes := layer.sizes)]
@@ -304,7 +304,7 @@ def certify_weights(
     other_gradients = {} if capture is None else {n: g for n, g in capture.beside.items() if n not in capture.whole}
     computed = {(call.layer.partition("#")[0], key) for call in calls for key in call.computed}
 
-    def compared(run: ReferenceRun) -> Certificate:
+    def compare_all(run: ReferenceRun) -> Certificate:
         comparisons = Comparisons(steps, dtype)
         comparisons.compare(LOSS, "", [(loss, run.loss)] if loss is not None else [])
         for layer, arrays in labelled.items():
@@ -330,7 +330,7 @@ def certify_weights(
         return comparisons.certificate(adapter.engine, certified=("loss", *weight_names), uncertified=uncertified)
 
     reference = partial(attempt, lambda: adapter.reference_run(model, batch))
-    return compare_in_turn(request, reference, [compared], steps=steps)
+    return compare_in_turn(request, reference, [compare_all], steps=steps)
 
 
 def _weight_key(name: str, weights: LayerWeights) -> str | None:

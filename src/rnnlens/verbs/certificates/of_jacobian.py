@@ -29,7 +29,7 @@ from ..time_jacobian.execute import numbers
 from ..time_jacobian.network import open_network
 from ..time_jacobian.plan import JacobianPlan, WorkCount, make_plan, plan_for
 from ..time_jacobian.request import JacobianEnd, JacobianEnds, JacobianOptions, JacobianRequest, integer_dtype
-from .compare import Comparisons, attempt, compare_in_turn, uncompared
+from .compare import Comparisons, attempt, compare_in_turn, could_not_compare
 
 #: Values of ``measure`` for which the result is linear in the rows of the Jacobian.
 LINEAR = (None, "sum", "mean")
@@ -158,7 +158,7 @@ def claim_of(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArra
     }
     for reason, applies in reasons.items():
         if applies:
-            return uncompared(request, reason)
+            return could_not_compare(request, reason)
     try:
         if not (_is_inside_model(request.of) or _is_inside_model(request.wrt)):
             return _compute_claim(request, plan, jacobian)
@@ -168,12 +168,12 @@ def claim_of(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArra
             run = pull_between(request, plan, partial(_place_cotangent, claim), bound)
             if run is not None:
                 return replace(claim, run=run)
-        return _through_whole_model(request, plan)
+        return _claim_through_model(request, plan)
     except TooLargeError:
-        return uncompared(request, "the compared rows are larger than the memory limit")
+        return could_not_compare(request, "the compared rows are larger than the memory limit")
 
 
-def _through_whole_model(request: JacobianRequest, plan: JacobianPlan) -> JacobianClaim | Certificate:
+def _claim_through_model(request: JacobianRequest, plan: JacobianPlan) -> JacobianClaim | Certificate:
     """Return the claim on an output by an input of the model, through all recurrences between two inner ends.
 
     A reference run has no tensor for inner ends. The claim sweeps the same recurrences and segments in the same order,
@@ -198,7 +198,7 @@ def _through_whole_model(request: JacobianRequest, plan: JacobianPlan) -> Jacobi
         except RnnlensError:
             continue
     inner_name = next(name for name in (request.of, request.wrt) if _is_inside_model(name))
-    return uncompared(
+    return could_not_compare(
         request, f"{inner_name.text} lies inside the model, and no floating input and output enclose its recurrences"
     )
 
@@ -226,7 +226,7 @@ def _compare_claim(claim: JacobianClaim) -> Certificate:
         has_steps = claim.ends.in_times is not None
         input_gradient = _input_gradient(claim, run.input_grads, steps=has_steps)
         if (TIME in input_gradient.dims) != has_steps:
-            return uncompared(request, "the steps of the input are not compared")
+            return could_not_compare(request, "the steps of the input are not compared")
         reference = _select_requested(input_gradient, claim.ends).transpose(*claim.pulled.dims)
         comparisons = Comparisons(most_steps, dtype)
         comparisons.compare(JACOBIAN, "", [(claim.pulled, reference)], scale=scale)
@@ -315,7 +315,7 @@ def _named_axes(claim: JacobianClaim, name: TensorName, array: Array, *, steps: 
         leading_dims = (SAMPLE, TIME) if steps else (SAMPLE,)
         return xr.DataArray(array.reshape((*array.shape[: len(leading_dims)], -1)), dims=(*leading_dims, UNIT))
     batch_axes = BatchAxes(claim.plan.network.layouts, claim.plan.network.samples)
-    split_array, dims = batch_axes.opened(name.port(), array)
+    split_array, dims = batch_axes.split_folded(name.port(), array)
     if steps and TIME not in dims and batch_axes.axes.samples_first and len(dims) > 2:
         dims = (dims[0], TIME, *dims[2:])
     return xr.DataArray(split_array, dims=dims)
@@ -366,19 +366,21 @@ def pull_between(
     """
     if plan.network.order:
         return None
-    for run in (partial(_by_layers_alone, bound), _by_reference_run, _by_pullback):
+    for run in (partial(_pull_by_layers_alone, bound), _pull_by_reference_run, _pull_by_pullback):
         with suppress(Exception):  # of the user's model, which cannot be run like that
             return run(request, plan, cotangent)
     return None
 
 
-def _by_layers_alone(bound: float, request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotangent) -> ReferenceRun:
+def _pull_by_layers_alone(
+    bound: float, request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotangent
+) -> ReferenceRun:
     """Run the user's layers between the ends alone; raise unless with them the model's own output follows."""
     of, wrt, batch, adapter = request.of, request.wrt, request.batch, request.adapter
     subnetwork = adapter.subnetwork(request.model, of.port(), wrt.port())
     if subnetwork is None or plan.ends.wrt.port is None or batch.training or batch.initial_state:
         raise CertificateError("no chain of layers that can be run alone")
-    value, pull = subnetwork(to_host(plan.network.around.values[plan.ends.wrt.port]))
+    value, pull = subnetwork(to_host(plan.network.segment_graph.values[plan.ends.wrt.port]))
     upper_network = adapter.subnetwork(request.model, Port("output"), of.port())
     output = value if upper_network is None else upper_network(value)[0]
     (model_output,) = adapter.reference_run(request.model, batch, gradients=False).outputs
@@ -387,16 +389,16 @@ def _by_layers_alone(bound: float, request: JacobianRequest, plan: JacobianPlan,
     return ReferenceRun([model_output], input_grads=pull(np.asarray(cotangent(value))))
 
 
-def _by_reference_run(request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotangent) -> ReferenceRun:
+def _pull_by_reference_run(request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotangent) -> ReferenceRun:
     of, wrt = _end_port(plan, plan.ends.of), _end_port(plan, plan.ends.wrt, is_lower=True)
     return request.adapter.reference_between(request.model, request.batch, of, wrt, cotangent)
 
 
 def _end_port(plan: JacobianPlan, end: JacobianEnd, *, is_lower: bool = False) -> EndPort:
     """Convert an end of a Jacobian to the ``EndPort`` that an adapter finds; raise if it is no tensor per step."""
-    name, inside = end.name, plan.network.replayed_layers
-    is_recurrent = bool(end.within) or any(name.layer in (n, n.rpartition("#")[0]) for n in inside.by_layer)
-    calls = inside.layer(name.layer) if name.layer is not None and is_recurrent else []
+    name, replayed_layers = end.name, plan.network.replayed_layers
+    is_recurrent = bool(end.within) or any(name.layer in (n, n.rpartition("#")[0]) for n in replayed_layers.by_layer)
+    calls = replayed_layers.layer(name.layer) if name.layer is not None and is_recurrent else []
     if any(replayed.call.mask is not None for replayed in calls) or (len(calls) > 1 and name.kind != "output"):
         raise CertificateError("states of masked steps, or of two directions")
     if calls and _is_within_layer(plan, end):
@@ -408,7 +410,7 @@ def _end_port(plan: JacobianPlan, end: JacobianEnd, *, is_lower: bool = False) -
     return EndPort(Port(name.kind, name.layer, name.index), end.times, states, is_lower)  # type: ignore[arg-type]
 
 
-def _by_pullback(request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotangent) -> ReferenceRun:
+def _pull_by_pullback(request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotangent) -> ReferenceRun:
     if not plan.network.is_cut:
         raise CertificateError("the Jacobian was computed by this pull-back")
     of, wrt = _framework_port(plan, plan.ends.of), _framework_port(plan, plan.ends.wrt, is_lower=True)

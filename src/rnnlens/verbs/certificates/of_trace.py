@@ -38,7 +38,7 @@ from .compare import (
     Comparisons,
     attempt,
     compare_in_turn,
-    uncompared,
+    could_not_compare,
     fill_missing,
     mismatch,
 )
@@ -207,7 +207,7 @@ def start_reference_run(request: ModelRequest, claim: ReplayedValues) -> Iterato
             lambda: adapter.reference_run(model, part.batch(batch), output_grads, gradients=gradients)
         )
         return
-    batch = _as_captured(batch, claim.capture)
+    batch = _batch_as_captured(batch, claim.capture)
     with ThreadPoolExecutor(1) as thread:
         prepared_run, reason = attempt(lambda: adapter.prepared_reference_run(model, batch, gradients=gradients))
         if reason:
@@ -218,7 +218,7 @@ def start_reference_run(request: ModelRequest, claim: ReplayedValues) -> Iterato
             yield thread.submit(attempt, prepared_run).result
 
 
-def _as_captured(batch: Batch, capture: Capture) -> Batch:
+def _batch_as_captured(batch: Batch, capture: Capture) -> Batch:
     """Return the batch, without targets and weights if the capture has no loss."""
     return batch if capture.loss is not None else batch.without_loss()
 
@@ -236,21 +236,21 @@ def certify(
     claim: ReplayedValues,
     reference_attempt: Attempt,
     perturbed: Callable[[], ReplayedValues],
-    **words: Any,
+    **names: Any,
 ) -> Certificate:
     """Compare replayed values with the reference run; return "could not" if that run is not reproducible itself.
 
     ``perturbed`` recomputes the replayed values with one more rounding; it is called only if the comparison fails.
-    ``words`` as in :meth:`Certificate.of`.
+    ``names`` as in :meth:`Certificate.of`.
     """
 
     def compare(run: ReferenceRun, claim: ReplayedValues = claim) -> Certificate:
         comparisons = _compare_all(request, claim, run)
-        certificate_names = words
+        certificate_names = names
         if any(check.name == WEIGHTS for check in comparisons.checks):
             certificate_names = {
-                **words,
-                "certified": tuple(WITH_WEIGHTS.get(name, name) for name in words["certified"]),
+                **names,
+                "certified": tuple(WITH_WEIGHTS.get(name, name) for name in names["certified"]),
             }
         return comparisons.certificate(request.adapter.engine, **certificate_names)
 
@@ -259,11 +259,11 @@ def certify(
 
     if claim.part is not None:
         run, reason = reference_attempt()
-        return uncompared(request, reason) if run is None else replace(compare(run), samples=str(claim.part))
-    captured_request = replace(request, batch=_as_captured(request.batch, claim.capture))
+        return could_not_compare(request, reason) if run is None else replace(compare(run), samples=str(claim.part))
+    captured_request = replace(request, batch=_batch_as_captured(request.batch, claim.capture))
     certificate = compare_in_turn(captured_request, reference_attempt, [compare, compare_perturbed], steps=claim.steps)
     alteration = claim.capture.altered
-    return uncompared(request, alteration) if alteration and certificate.state != "failed" else certificate
+    return could_not_compare(request, alteration) if alteration and certificate.state != "failed" else certificate
 
 
 def _compare_all(request: ModelRequest, claim: ReplayedValues, run: ReferenceRun) -> Comparisons:

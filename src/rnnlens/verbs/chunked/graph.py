@@ -181,7 +181,7 @@ class ChunkGraph:
         from dask import delayed
 
         return [
-            self._named(delayed(compute_chunk), "", rows.number)(*arguments)
+            self._named_task(delayed(compute_chunk), "", rows.number)(*arguments)
             for rows, arguments in zip(self.chunks.bounds, self.arguments, strict=True)
         ]
 
@@ -194,7 +194,7 @@ class ChunkGraph:
         parts = []
         for rows, result in zip(self.chunks.bounds, self.results, strict=True):
             shape = tuple(rows.count if i == axis else size for i, size in enumerate(template.shape))
-            take = self._named(delayed(take_array), f"take-{name}", rows.number)
+            take = self._named_task(delayed(take_array), f"take-{name}", rows.number)
             part = take(result, "kept", name, shape, str(template.dtype))
             parts.append(da.from_delayed(part, shape, template.dtype))
         joined = da.concatenate(parts, axis=axis)
@@ -208,9 +208,13 @@ class ChunkGraph:
 
         total: Any = None
         for rows, result in zip(self.chunks.bounds, self.results, strict=True):
-            part = self._named(delayed(take_array), f"take-{name}", rows.number)(result, "sums", name, template.shape)
-            total = part if total is None else self._named(delayed(np.add), f"sum-{name}", rows.number)(total, part)
-        total = self._named(delayed(finish_sum), f"finish-{name}", 0)(total, scale, samples, str(template.dtype))
+            part = self._named_task(delayed(take_array), f"take-{name}", rows.number)(
+                result, "sums", name, template.shape
+            )
+            total = (
+                part if total is None else self._named_task(delayed(np.add), f"sum-{name}", rows.number)(total, part)
+            )
+        total = self._named_task(delayed(finish_sum), f"finish-{name}", 0)(total, scale, samples, str(template.dtype))
         return self.label(template, da.from_delayed(total, template.shape, template.dtype))
 
     def record(self) -> Any:
@@ -219,9 +223,10 @@ class ChunkGraph:
         from dask import delayed
 
         records = [
-            self._named(delayed(ChunkValues.record), "take-checks", i)(result) for i, result in enumerate(self.results)
+            self._named_task(delayed(ChunkValues.record), "take-checks", i)(result)
+            for i, result in enumerate(self.results)
         ]
-        reduced = self._named(delayed(box_records), "checks", 0)(records, self.work.combine)
+        reduced = self._named_task(delayed(box_records), "checks", 0)(records, self.work.combine)
         return da.from_delayed(reduced, (), object)
 
     def reduced(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -241,7 +246,7 @@ class ChunkGraph:
             attrs["note"] = " ".join(dict.fromkeys(self.chunks.notes))
         return xr.DataArray(lazy, dims=template.dims, coords=coords, name=template.name, attrs=attrs)
 
-    def _named(self, function: Any, step: str, number: int) -> Callable[..., Any]:
+    def _named_task(self, function: Any, step: str, number: int) -> Callable[..., Any]:
         step_words = "-".join(part for part in re.split(r"[^a-zA-Z]+", step.split("-")[0]) if part)
         title = "-".join(part for part in (self.title, step_words) if part)
         array_name = step.partition("-")[2]

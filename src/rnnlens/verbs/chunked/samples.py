@@ -97,7 +97,7 @@ class SampleChunks:
         leaves = data.leaves_of(getattr(self.run, name))
         layouts = [None] * len(leaves) if self.layouts is None else self.layouts[name]
         for leaf, layout in zip(leaves, layouts, strict=True):
-            yield (leaf.data if isinstance(leaf, xr.DataArray) else leaf), _axis(name, layout)
+            yield (leaf.data if isinstance(leaf, xr.DataArray) else leaf), _sample_axis(name, layout)
 
     def blocks(self, name: str) -> list[Any]:
         """Return each chunk of a part: a tree of Delayed arrays; or a list of None if the part is missing."""
@@ -135,7 +135,9 @@ class SampleChunks:
         for name in _PARTS:
             leaves = data.leaves_of(getattr(self.run, name))
             pairs = zip(leaves, self.leaves(name), strict=True)
-            filled = [_labelled_like(leaf, _random(name, array, axis, count), axis) for leaf, (array, axis) in pairs]
+            filled = [
+                _labelled_like(leaf, _random_values(name, array, axis, count), axis) for leaf, (array, axis) in pairs
+            ]
             parts[name] = _with_leaves(getattr(self.run, name), filled)
         return replace(self.run, **parts, initial_state=data.take(self.run.initial_state, 0, count))
 
@@ -183,7 +185,7 @@ def _refuse_unknown_chunks(name: str, tree: Any) -> None:
             )
 
 
-def _axis(name: str, layout: Layout | None) -> int:
+def _sample_axis(name: str, layout: Layout | None) -> int:
     if layout is None or layout.sample is None:
         return 0
     axis = next(i for i, names in enumerate(layout.axes) if SAMPLE in names)
@@ -196,7 +198,7 @@ def _axis(name: str, layout: Layout | None) -> int:
     return axis
 
 
-def _random(name: str, array: Any, axis: int, count: int) -> Array:
+def _random_values(name: str, array: Any, axis: int, count: int) -> Array:
     shape = tuple(count if i == axis else size for i, size in enumerate(array.shape))
     if name == "sample_weight" or array.dtype.kind not in "f":
         return np.full(shape, name == "sample_weight", array.dtype)

@@ -294,7 +294,7 @@ def a_clipping(name: str, value: Any) -> str | dict[str, float]:
     return value
 
 
-def clipping_rule(clip: str | Mapping[str, float], facts: ModelFacts) -> tuple[str, float]:
+def rule_of_clipping(clip: str | Mapping[str, float], facts: ModelFacts) -> tuple[str, float]:
     """Return kind and threshold of the clipping: the optimizer's, or the user's as ``{"global_clipnorm": 1.0}``."""
     if isinstance(clip, Mapping):
         ((kind, threshold),) = clip.items()

@@ -23,7 +23,7 @@ from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
 from ..axes import BatchAxes
 from ..names import Catalogue, TensorName, names_behind_ids
-from ..recurrent_layers import ReplayedLayers, outputs_of, is_called, stack_directions
+from ..recurrent_layers import ReplayedLayers, outputs_of, runs_layer, stack_directions
 from ..weight_layout import sources
 from .pull import batch_gradients
 from .request import BatchRequest, is_trainable
@@ -51,7 +51,7 @@ def observed_value(request: BatchRequest) -> Array:
         value = _value(request, leaf, capture)
         names = catalogue.dims(leaf, value)
         if catalogue.is_free(leaf):
-            value, names = batch_axes.opened(leaf.port(), value)
+            value, names = batch_axes.split_folded(leaf.port(), value)
         values.append(xr.DataArray(value, dims=names))
     return np.asarray(request.evaluate(batch_axes, values)[0], dtype=np.float64)
 
@@ -82,7 +82,7 @@ class Experiments:
         self._values: dict[str, Array] = {}
         self._answers: dict[tuple[str, Port], Response] = {}
         #: Whether a layer is called in this forward pass, by name.
-        self.runs = cache(partial(is_called, request.adapter, request.model, request.batch))
+        self.runs = cache(partial(runs_layer, request.adapter, request.model, request.batch))
 
     def response(self, name: TensorName, request: BatchRequest | None = None) -> Response:
         """Return how a target, by default that of the call, changes if a tensor or its layer's output is perturbed."""
@@ -156,8 +156,8 @@ def _perturbed_input(x: Any, index: int, size: float) -> Any:
         if position != index or is_integer(leaf):
             return leaf
         array = to_host(leaf)
-        spread = float(np.sqrt(np.mean(np.square(array, dtype=np.float64)))) or 1.0
-        perturbed = array + (size * spread * np.random.default_rng(0).normal(size=array.shape)).astype(array.dtype)
+        magnitude = float(np.sqrt(np.mean(np.square(array, dtype=np.float64)))) or 1.0
+        perturbed = array + (size * magnitude * np.random.default_rng(0).normal(size=array.shape)).astype(array.dtype)
         return like(perturbed, leaf)
 
     return data.map_leaves(perturb, x)
@@ -171,19 +171,23 @@ def is_integer(leaf: Any) -> bool:
 Cause = Callable[[Experiments, TensorName], Reason | None]
 
 
-def cause(trials: Experiments, name: TensorName, *, exists: bool) -> Reason:
+def find_reason(trials: Experiments, name: TensorName, *, exists: bool) -> Reason:
     """Return why a tensor has no gradient or, if ``exists``, why its gradient is zero."""
-    causes: list[Cause] = [_integer_input, _unused_layer] if exists else [_integer_input, _blocked, _unused_layer]
+    causes: list[Cause] = (
+        [_integer_input_reason, _unused_layer_reason]
+        if exists
+        else [_integer_input_reason, _obstacle_reason, _unused_layer_reason]
+    )
     if exists:
-        causes += [_masked_out, _underflow, _relu_dead]
+        causes += [_masked_out_reason, _underflow_reason, _relu_dead_reason]
     for find_cause in causes:
         reason = find_cause(trials, name)
         if reason is not None:
             return reason
-    return _by_experiment(trials, name, exists=exists)
+    return _reason_by_experiment(trials, name, exists=exists)
 
 
-def _blocked(trials: Experiments, name: TensorName) -> Reason | None:
+def _obstacle_reason(trials: Experiments, name: TensorName) -> Reason | None:
     """Return the obstacle that the adapter finds in the model's structure."""
     request = trials.request
     target_ports = [
@@ -194,7 +198,7 @@ def _blocked(trials: Experiments, name: TensorName) -> Reason | None:
     return None if obstacle is None else Reason(name.text, obstacle.code, obstacle.sentence, obstacle.remedy)
 
 
-def _integer_input(trials: Experiments, name: TensorName) -> Reason | None:
+def _integer_input_reason(trials: Experiments, name: TensorName) -> Reason | None:
     leaves = data.leaves_of(trials.batch.x)
     if name.kind != "input" or name.layer is not None or name.index >= len(leaves):
         return None
@@ -208,7 +212,7 @@ def _integer_input(trials: Experiments, name: TensorName) -> Reason | None:
     return Reason(name.text, "integer_input", sentence, remedy or 'pass floats: x.astype("float32")')
 
 
-def _unused_layer(trials: Experiments, name: TensorName) -> Reason | None:
+def _unused_layer_reason(trials: Experiments, name: TensorName) -> Reason | None:
     layer = str(name.layer).partition("#")[0]
     if name.layer is None or trials.runs(layer):
         return None
@@ -216,7 +220,7 @@ def _unused_layer(trials: Experiments, name: TensorName) -> Reason | None:
     return Reason(name.text, "unused_layer", sentence, f"call {layer!r} in the model, or leave it out of wrt=")
 
 
-def _masked_out(trials: Experiments, name: TensorName) -> Reason | None:
+def _masked_out_reason(trials: Experiments, name: TensorName) -> Reason | None:
     """Return a reason if all steps of the target are masked, or all steps of all layers."""
     masks = trials.masks
     for leaf in trials.request.leaves:
@@ -236,7 +240,7 @@ def _masked_out(trials: Experiments, name: TensorName) -> Reason | None:
     return None
 
 
-def _underflow(trials: Experiments, name: TensorName) -> Reason | None:
+def _underflow_reason(trials: Experiments, name: TensorName) -> Reason | None:
     """Return the reason "underflow" if a half-precision gradient is 0, but not after the target is scaled up."""
     request = trials.request
     dtypes = [submodule.dtype for submodule in request.catalogue.facts.submodules.values()]
@@ -254,7 +258,7 @@ def _underflow(trials: Experiments, name: TensorName) -> Reason | None:
     return Reason(name.text, "underflow", sentence, remedy)
 
 
-def _relu_dead(trials: Experiments, name: TensorName) -> Reason | None:
+def _relu_dead_reason(trials: Experiments, name: TensorName) -> Reason | None:
     """Return a reason if a relu between tensor and target has only zero outputs on this batch."""
     dead_relu = next(((n, c) for n, c in trials.dead_relus.items() if _lies_between(trials, n, name)), None)
     if dead_relu is None:
@@ -279,7 +283,7 @@ def _lies_between(trials: Experiments, layer: str, name: TensorName) -> bool:
     return grad is not None and not np.any(grad)
 
 
-def _by_experiment(trials: Experiments, name: TensorName, *, exists: bool) -> Reason:
+def _reason_by_experiment(trials: Experiments, name: TensorName, *, exists: bool) -> Reason:
     """Perturb a tensor; return the reason for its missing or zero gradient that the target's change shows."""
     target_text = _target_as_text(trials.target)
     response = trials.response(name)
@@ -307,10 +311,10 @@ def _by_experiment(trials: Experiments, name: TensorName, *, exists: bool) -> Re
     if exists:
         sentence = f"{target_text} is connected to {name.text}, but does not change with it on this batch."
         return Reason(name.text, "no_effect", sentence, "another batch, or reduce= with weights: a sum may cancel")
-    return _not_on_path(trials, name)
+    return _not_on_path_reason(trials, name)
 
 
-def _not_on_path(trials: Experiments, name: TensorName) -> Reason:
+def _not_on_path_reason(trials: Experiments, name: TensorName) -> Reason:
     """Return the reason for a tensor that the target does not depend on; it states whether the output depends on it."""
     target_text, target = _target_as_text(trials.target), trials.target
     if name.layer is None:
@@ -372,18 +376,18 @@ def explain(
     for name in request.wrt:
         grad = gradients.get(name)
         if grad is None or not np.any(grad):
-            result.disconnected[name.text] = cause(trials(), name, exists=grad is not None)
+            result.disconnected[name.text] = find_reason(trials(), name, exists=grad is not None)
             continue
-        flag = _frozen(request, name)
+        flag = _frozen_reason(request, name)
         if flag is None and name.kind != "weight" and dims[name][:2] == (SAMPLE, TIME):
             is_zero = ~np.any(grad.reshape(*grad.shape[:2], -1), axis=2)
-            flag = _partly_masked(is_zero, name, trials(), batches) if is_zero.any() else None
+            flag = _partly_masked_reason(is_zero, name, trials(), batches) if is_zero.any() else None
         if flag is not None:
             result.flags[name.text] = flag
     return result
 
 
-def _frozen(request: BatchRequest, name: TensorName) -> Reason | None:
+def _frozen_reason(request: BatchRequest, name: TensorName) -> Reason | None:
     """Return a reason for a weight that is not trained, although it has a gradient; else None."""
     if name.kind != "weight" or is_trainable(name, request.catalogue):
         return None
@@ -396,7 +400,9 @@ def _frozen(request: BatchRequest, name: TensorName) -> Reason | None:
     return Reason(name.text, "frozen", sentence, f"make {name.layer} trainable to train it")
 
 
-def _partly_masked(is_zero: Array, name: TensorName, trials: Experiments, batches: Iterable[Batch]) -> Reason | None:
+def _partly_masked_reason(
+    is_zero: Array, name: TensorName, trials: Experiments, batches: Iterable[Batch]
+) -> Reason | None:
     """Return a reason if the gradient is exactly 0 at masked samples and steps; else None."""
     is_one_batch = len(is_zero) == trials.request.samples
     for mask in (trials.masks if is_one_batch else _masks_of_batches(trials, batches)).values():

@@ -14,11 +14,11 @@ from ...recurrence.trajectory import Adjoint
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import DIRECTION
-from ..axes import BatchAxes, in_order, refuse_coupled, refuse_steps_first, refuse_unknown
-from ..names import Catalogue, TensorName, refuse_lone_output, text_of, layer_of_node
-from ..recurrent_layers import ReplayedCall, ReplayedLayers, is_called, stack_directions
+from ..axes import BatchAxes, in_canonical_order, refuse_coupled, refuse_steps_first, refuse_unknown
+from ..names import Catalogue, TensorName, refuse_lone_output, text_of, uncalled_layer
+from ..recurrent_layers import ReplayedCall, ReplayedLayers, runs_layer, stack_directions
 from ..weight_layout import WeightSource, assemble, sources
-from .plan import GradientPlan, TensorPlace, layers_inside, plan
+from .plan import GradientPlan, TensorAccess, layers_inside, plan
 from .request import BatchGradients, BatchRequest, KnownStart
 
 #: Gradient at each port, with one leading axis K; None where no path leads there.
@@ -42,7 +42,7 @@ class SweptWeightGradients:
 
     def add_swept(self, layer: str, replayed: ReplayedCall, swept: Adjoint) -> None:
         """Add the weight gradients of a sweep through one call of a layer."""
-        name = layer_of_node(layer, self.catalogue.weights)
+        name = uncalled_layer(layer, self.catalogue.weights)
         if name not in self._layers:
             return
         direction = replayed.call.direction if replayed.call.bidirectional else ""
@@ -111,7 +111,7 @@ def batch_gradients(request: BatchRequest) -> BatchGradients:
     except (LayerNotFoundError, ModelError):
         # Tensors of layers that are not called in this forward pass have no gradient.
         layers = {str(name.layer).partition("#")[0] for name in request.wrt if name.layer is not None}
-        missing = {layer for layer in layers if not is_called(request.adapter, request.model, request.batch, layer)}
+        missing = {layer for layer in layers if not runs_layer(request.adapter, request.model, request.batch, layer)}
         absent = [name for name in request.wrt if str(name.layer).partition("#")[0] in missing]
         if not absent or len(absent) == len(request.wrt):
             raise
@@ -138,9 +138,9 @@ def _pulled_gradients(request: BatchRequest) -> BatchGradients:
         if has_several and not of_all:
             refuse_lone_output((*request.leaves, *request.wrt), count)
         if not (has_several and of_all):
-            if gradient_plan.free or request.target.per_sample or request.partial:
+            if gradient_plan.free_ports or request.target.per_sample or request.partial:
                 refuse_steps_first(request.axes, request.batch, getattr(pullback, "recurrent_sizes", ()))
-            request.axes.learn(request.batch, gradient_plan.free, getattr(pullback, "layouts", {}))
+            request.axes.learn(request.batch, gradient_plan.free_ports, getattr(pullback, "layouts", {}))
             return _Pull(request, gradient_plan, replayed_layers, pullback).run()
     # Only the run showed that the model returns several tensors, and the request is about all of them.
     request.catalogue.outputs = tuple(map(str, range(count)))
@@ -182,7 +182,7 @@ class _Pull:
             port_gradients = self._pull({port: seed[None] for port, seed in self.seeds.items()})
         if self.target.per_sample and request.leaves[0].kind != "loss" and request.start is None:
             refuse_coupled(self.batch_axes, self.seeds, self._pull)
-        gradients = {place.name: self._activation(place, port_gradients) for place in self.plan.activations}
+        gradients = {access.name: self._activation(access, port_gradients) for access in self.plan.activations}
         if self.target.per_sample:
             gradients |= self._weights_by_sample(port_gradients)
         else:
@@ -201,10 +201,10 @@ class _Pull:
             return request.start
         if not request.adapter.has_compiled_pullback(request.model):
             return None
-        if not leaf.swept:
+        if not leaf.is_swept:
             return None if leaf.stepwise else KnownStart(frozenset(), {p: np.array(s) for p, s in self.seeds.items()})
         layer = str(leaf.name.layer)
-        if not self.replayed_layers.is_output(leaf.name) or any(place.swept for place in self.plan.wrt):
+        if not self.replayed_layers.is_output(leaf.name) or any(access.is_swept for access in self.plan.wrt):
             return None
         (states,) = self.state_cotangents[layer]
         return KnownStart(frozenset([leaf.name]), {Port("output", layer): np.array(states[leaf.name.index])})
@@ -214,14 +214,14 @@ class _Pull:
     ) -> BatchGradients:
         """Return the gradients in the requested order, divided by the loss scale, with named axes."""
         batch_gradients = BatchGradients(value, self.samples, {}, {}, self.swept, start)
-        for place in self.plan.wrt:
-            name, grad = place.name, gradients[place.name]
+        for access in self.plan.wrt:
+            name, grad = access.name, gradients[access.name]
             batch_gradients.gradients[name], batch_gradients.dims[name] = None, ()
             if grad is not None:
                 grad = grad if self.request.scale == 1.0 else grad / grad.dtype.type(self.request.scale)
-                if place.free:
-                    batch_gradients.gradients[name], batch_gradients.dims[name] = in_order(
-                        *self.batch_axes.opened(name.port(), grad)
+                if access.is_free:
+                    batch_gradients.gradients[name], batch_gradients.dims[name] = in_canonical_order(
+                        *self.batch_axes.split_folded(name.port(), grad)
                     )
                 else:
                     dims = self.request.catalogue.dims(name, grad, per_sample=self.target.per_sample)
@@ -233,12 +233,12 @@ class _Pull:
         request = self.request
         if request.cotangents is not None:  # the value is the loss weighted by its cotangent, or 0 without a loss
             value = np.zeros(())
-            for place, cotangent in zip(self.plan.leaves, request.cotangents, strict=True):
-                self._seed(place, cotangent)
-                if place.name.kind == "loss":
-                    value = cotangent * to_host(self.pullback.values[place.name.port()])
+            for access, cotangent in zip(self.plan.leaves, request.cotangents, strict=True):
+                self._seed(access, cotangent)
+                if access.name.kind == "loss":
+                    value = cotangent * to_host(self.pullback.values[access.name.port()])
             return value
-        values = [self._value(place) for place in self.plan.leaves]
+        values = [self._value(access) for access in self.plan.leaves]
         if request.framework_states:
             states = values[0].values
             suspects = states[states[..., 0] == 0]
@@ -248,38 +248,38 @@ class _Pull:
         if request.start is not None:
             self.seeds |= request.start.cotangents
             return value
-        for place, cotangent in zip(self.plan.leaves, cotangents, strict=True):
-            self._seed(place, np.asarray(cotangent))
+        for access, cotangent in zip(self.plan.leaves, cotangents, strict=True):
+            self._seed(access, np.asarray(cotangent))
         return value
 
-    def _value(self, place: TensorPlace) -> xr.DataArray:
+    def _value(self, access: TensorAccess) -> xr.DataArray:
         """Return the value of a tensor of the target, with named axes."""
-        if place.swept:
-            value = self.replayed_layers.value(place.name)
+        if access.is_swept:
+            value = self.replayed_layers.value(access.name)
         else:
-            parts = [to_host(self.pullback.values[port]) for port in place.at]
-            if place.free:
-                opened, names = self.batch_axes.opened(place.name.port(), parts[0])
+            parts = [to_host(self.pullback.values[port]) for port in access.ports]
+            if access.is_free:
+                opened, names = self.batch_axes.split_folded(access.name.port(), parts[0])
                 return xr.DataArray(opened, dims=names)
-            value = stack_directions(parts, self.request.catalogue.space(place.name.layer))
-        return xr.DataArray(value, dims=self.request.catalogue.dims(place.name, value))
+            value = stack_directions(parts, self.request.catalogue.space(access.name.layer))
+        return xr.DataArray(value, dims=self.request.catalogue.dims(access.name, value))
 
-    def _seed(self, place: TensorPlace, cotangent: Array) -> None:
+    def _seed(self, access: TensorAccess, cotangent: Array) -> None:
         """Add a cotangent at the ports or states where differentiation of a tensor starts."""
         if self.request.scale != 1.0 or not cotangent.flags.writeable:
             cotangent = cotangent * np.asarray(self.request.scale, dtype=cotangent.dtype)
-        if place.swept:
-            self._add_cotangent(self.state_cotangents, place.name, cotangent)
+        if access.is_swept:
+            self._add_cotangent(self.state_cotangents, access.name, cotangent)
             return
-        if place.stepwise:
-            self._add_cotangent(self.step_cotangents, place.name, cotangent)
-        if place.free:
-            cotangent = cotangent.reshape(tuple(self.pullback.values[place.at[0]].shape))
+        if access.stepwise:
+            self._add_cotangent(self.step_cotangents, access.name, cotangent)
+        if access.is_free:
+            cotangent = cotangent.reshape(tuple(self.pullback.values[access.ports[0]].shape))
         parts: Sequence[Array] = [cotangent]
-        if len(place.at) > 1:
-            dims = self.request.catalogue.dims(place.name, cotangent)
+        if len(access.ports) > 1:
+            dims = self.request.catalogue.dims(access.name, cotangent)
             parts = list(np.moveaxis(cotangent, dims.index(DIRECTION), 0))
-        for port, part in zip(place.at, parts, strict=True):
+        for port, part in zip(access.ports, parts, strict=True):
             self.seeds[port] = self.seeds[port] + part if port in self.seeds else part
 
     def _add_cotangent(self, by_layer: dict[str, list[dict[int, Array]]], leaf: TensorName, cotangent: Array) -> None:
@@ -299,20 +299,21 @@ class _Pull:
                     self.seeds[port] = self.seeds[port] + to_host(grad) if port in self.seeds else to_host(grad)
                 self.weights.add_swept(layer, replayed, swept)
 
-    def _activation(self, place: TensorPlace, port_gradients: PortGradients) -> Array | None:
+    def _activation(self, access: TensorAccess, port_gradients: PortGradients) -> Array | None:
         """Return the gradient by an activation, a tensor that is no weight; None if no path leads there."""
-        if not place.swept:
+        if not access.is_swept:
             return stack_first_cotangents(
-                [port_gradients.get(port) for port in place.above], self.request.catalogue.space(place.name.layer)
+                [port_gradients.get(port) for port in access.upper_ports],
+                self.request.catalogue.space(access.name.layer),
             )
-        directions, layer = self.replayed_layers.layer(place.name.layer), str(place.name.layer)
+        directions, layer = self.replayed_layers.layer(access.name.layer), str(access.name.layer)
         cotangents = self.state_cotangents.get(layer) or self.step_cotangents.get(layer) or [{} for _ in directions]
         first_grads = {port: None if a is None else a[0] for port, a in port_gradients.items()}
-        if all(first_grads.get(port) is None for port in place.above) and not any(cotangents):
+        if all(first_grads.get(port) is None for port in access.upper_ports) and not any(cotangents):
             return None
         sweeps = [replayed.sweep(states, first_grads) for replayed, states in zip(directions, cotangents, strict=True)]
         self.swept[layer] = list(zip(directions, sweeps, strict=True))
-        return self.replayed_layers.gradient(place.name, sweeps)
+        return self.replayed_layers.gradient(access.name, sweeps)
 
     def _weights_by_sample(self, port_gradients: PortGradients) -> dict[TensorName, Array | None]:
         """Return weight gradients of every sample: one cotangent per sample, zero at all other samples."""
@@ -341,7 +342,7 @@ class _Pull:
         if self.batch_axes.has_framework_layout(port):
             refuse_unknown("per_sample=True", text_of(port), self.batch_axes.layout(port, seed).names)
         masks = np.arange(self.samples) == np.asarray(rows)[:, None]
-        return self.batch_axes.of_samples(port, seed, masks)
+        return self.batch_axes.mask_samples(port, seed, masks)
 
     def _pull(self, cotangents: Mapping[Port, Array]) -> PortGradients:
         return self.pullback.vjp(cotangents) if cotangents else {}
@@ -349,7 +350,7 @@ class _Pull:
 
 def captured_gradients(request: BatchRequest) -> BatchGradients | None:
     """Return gradients of the loss by recurrent outputs and states from one captured pass; None if more is needed."""
-    if not fits(request):
+    if not fits_one_capture(request):
         return None
     layers = tuple(dict.fromkeys(str(name.layer) for name in request.wrt))
     capture = request.adapter.capture(request.model, request.batch, CaptureRequest(layers, weight_grads=False))
@@ -375,12 +376,12 @@ def captured_gradients(request: BatchRequest) -> BatchGradients | None:
     return BatchGradients(np.asarray(capture.loss), request.samples, grads, dims, swept)
 
 
-def fits(request: BatchRequest) -> bool:
+def fits_one_capture(request: BatchRequest) -> bool:
     """Return whether a gradient request is the loss by outputs and states of recurrent layers only."""
     if request.target.text != "loss" or request.target.per_sample or request.scale != 1.0:
         return False
     catalogue = request.catalogue
-    are_recurrent = all(layer_of_node(name.layer, catalogue.recurrent) in catalogue.recurrent for name in request.wrt)
+    are_recurrent = all(uncalled_layer(name.layer, catalogue.recurrent) in catalogue.recurrent for name in request.wrt)
     return are_recurrent and all(name.kind == "output" or catalogue.is_inside(name) for name in request.wrt)
 
 

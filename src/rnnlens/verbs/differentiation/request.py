@@ -109,7 +109,7 @@ class GradientRequest(ModelRequest):
             value, cotangent = target.evaluate(values[0], self._differentiate)
             return value, [cotangent]
         ports = [leaf.port() if self.catalogue.is_free(leaf) else None for leaf in self.leaves]
-        arrays = [v.values if p is None else batch_axes.closed(p, v) for p, v in zip(ports, values, strict=True)]
+        arrays = [v.values if p is None else batch_axes.fold(p, v) for p, v in zip(ports, values, strict=True)]
 
         def on_list(*tensors: Any) -> Any:
             """Call the user's function with the list of all model outputs."""
@@ -173,21 +173,21 @@ def read_request(model: Any, run: Batch, arguments: GradientArguments) -> Gradie
     texts = [arguments.wrt] if isinstance(arguments.wrt, str) else list(arguments.wrt)
     resolved = ModelRequest.resolve(model, run, arguments.axes, [arguments.of, *texts])
     catalogue = resolved.catalogue
-    named, function, target_text = _read_target(arguments.of, catalogue)
+    leaves, function, target_text = _read_target(arguments.of, catalogue)
     requested, is_single = _read_tensors(arguments.wrt, catalogue)
-    if named and named[0].kind == "loss" and function is None and (arguments.at or arguments.reduce is not None):
+    if leaves and leaves[0].kind == "loss" and function is None and (arguments.at or arguments.reduce is not None):
         raise InputError("The loss is one number, so at= and reduce= do not apply.", got="at= or reduce=")
     wrt = requested if arguments.clip is None else _add_clipped_weights(requested, arguments, catalogue)
     return GradientRequest(
         **vars(resolved),
         arguments=arguments,
-        named=named,
+        named=leaves,
         function=function,
         target=Target(target_text, arguments.at, arguments.reduce, arguments.per_sample),
         wrt=tuple(wrt),
         requested=tuple(requested),
         lone=is_single,
-        scale=catalogue.facts.loss_scale if named and named[0].kind == "loss" else 1.0,
+        scale=catalogue.facts.loss_scale if leaves and leaves[0].kind == "loss" else 1.0,
         memory=current().memory if arguments.memory is None else parse_memory(arguments.memory),
     )
 

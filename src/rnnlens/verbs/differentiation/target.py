@@ -132,26 +132,23 @@ class Target:
             )
         return value, pull(np.ones_like(value))[0]
 
-    def _weights(self, selection: xr.DataArray) -> Array:
+    def _weights(self, subset: xr.DataArray) -> Array:
         """Return the weights of the reduction, broadcast to the selection; labelled ones by dimension."""
-        batch_weights = self._weights_of_batch(selection)
+        batch_weights = self._weights_of_batch(subset)
         try:
-            if isinstance(batch_weights, xr.DataArray) and set(batch_weights.dims) <= set(selection.dims):
+            if isinstance(batch_weights, xr.DataArray) and set(batch_weights.dims) <= set(subset.dims):
                 return (
-                    batch_weights.drop_vars(batch_weights.coords)
-                    .broadcast_like(selection)
-                    .transpose(*selection.dims)
-                    .values
+                    batch_weights.drop_vars(batch_weights.coords).broadcast_like(subset).transpose(*subset.dims).values
                 )
-            weights = np.asarray(batch_weights, dtype=selection.dtype)
-            np.broadcast_shapes(weights.shape, selection.shape)
-            if weights.ndim > selection.ndim:
+            weights = np.asarray(batch_weights, dtype=subset.dtype)
+            np.broadcast_shapes(weights.shape, subset.shape)
+            if weights.ndim > subset.ndim:
                 raise ValueError
         except (TypeError, ValueError):
             raise InputError(
                 "The weights of reduce= do not match the shape of the target.",
                 got=f"shape {np.shape(self.reduce)}",
-                expected=f"what broadcasts to ({sizes_of(selection)}); or one of {', '.join(REDUCTIONS)}, or a callable",
+                expected=f"what broadcasts to ({sizes_of(subset)}); or one of {', '.join(REDUCTIONS)}, or a callable",
             ) from None
         return weights
 
@@ -168,11 +165,11 @@ class Target:
         return weights if weights.shape[0] == 1 else weights[rows]
 
     def _not_one_number_text(self, selection: xr.DataArray, count: int) -> str:
-        per_sample_text = " per sample" if self.per_sample else ""
+        suffix = " per sample" if self.per_sample else ""
         return message(
-            f"{self.text} is not one number{per_sample_text}. A gradient needs one number, and rnnlens does not sum outputs "
+            f"{self.text} is not one number{suffix}. A gradient needs one number, and rnnlens does not sum outputs "
             "unless told to.",
-            got=f"({sizes_of(selection)}), {count} numbers{per_sample_text}",
+            got=f"({sizes_of(selection)}), {count} numbers{suffix}",
             expected='reduce="sum", "mean", "norm", weights or a callable; or at= to select steps and units',
             hint=f'rl.jacobian(model, x, of="{self.text}") for the derivative of each number separately'
             if not self.text.startswith("<")

@@ -68,7 +68,7 @@ class _Descent:
             }
             rows = join_rows(replayed, rows_above, self.points.get(number))
             if rows is not None and number in self.network.path.recurrences:
-                self._through(replayed, rows)
+                self._pull_through(replayed, rows)
         if wrt.port is not None and self.end_rows is None:
             self.end_rows = self.rows_by_port.get(wrt.port)
         return self.end_rows
@@ -80,7 +80,7 @@ class _Descent:
                 if replayed in of.within:
                     self.points[number] = _starting_points(replayed, self.ends, times)
             return
-        tensor, segments = network.around.tensors[of.port], network.around.below(of.port)
+        tensor, segments = network.segment_graph.tensors[of.port], network.segment_graph.lower_segments(of.port)
         rows, other_ports = self.ends.rows_pulled, set(segments)
         for number, replayed in enumerate(network.recurrences):
             output = replayed.upper_ports()[0]
@@ -91,18 +91,18 @@ class _Descent:
                 self.points[number] = replayed.points(replayed.run.output_state, start_times, block, of_output=True)
                 other_ports.discard(output)
         if other_ports:
-            field = like(starting_rows(tensor, times, rows), network.around.values[of.port])
-            self._add(network.around.through(of.port, field, other_ports))
+            field = like(starting_rows(tensor, times, rows), network.segment_graph.values[of.port])
+            self._add_rows(network.segment_graph.pull_through(of.port, field, other_ports))
 
-    def _through(self, replayed: ReplayedCall, rows: PointRows | FieldRows) -> None:
+    def _pull_through(self, replayed: ReplayedCall, rows: PointRows | FieldRows) -> None:
         lower_ports = [port for port in replayed.lower_ports() if port in self.network.path.tops]
         lower_rows, end_rows = sweep_through(replayed, rows, lower_ports, self.ends.wrt, self.tally)
         if end_rows is not None:
             self.end_rows = end_rows if self.end_rows is None else self.end_rows + end_rows
         for port, field in lower_rows.items():
-            self._add(self.network.around.through(port, field))
+            self._add_rows(self.network.segment_graph.pull_through(port, field))
 
-    def _add(self, rows_by_port: Mapping[Port, Array]) -> None:
+    def _add_rows(self, rows_by_port: Mapping[Port, Array]) -> None:
         for port, rows in rows_by_port.items():
             present_rows = self.rows_by_port.get(port)
             self.rows_by_port[port] = rows if present_rows is None else present_rows + like(rows, present_rows)
@@ -230,8 +230,8 @@ def pull_piece(part: JacobianPart, piece: JacobianPiece, tally: WorkCount) -> np
     network, wrt = part.network, part.ends.wrt
     seeds, end_rows = _seeds(part, times_of(part, piece), tally)
     for port in seeds:
-        network.around.refuse_coupled(port)
-    pulled = network.around.pull_all({port: move_axis(rows, 0, 1) for port, rows in seeds.items()})
+        network.segment_graph.refuse_coupled(port)
+    pulled = network.segment_graph.pull_all({port: move_axis(rows, 0, 1) for port, rows in seeds.items()})
     rows_by_port = {port: move_axis(rows, 0, 1) for port, rows in pulled.items() if rows is not None}
     if wrt.port is not None and wrt.port in rows_by_port:
         end_rows.append(rows_by_port[wrt.port])
@@ -251,9 +251,9 @@ def _seeds(
     part: JacobianPart, times: Sequence[int] | None, tally: WorkCount
 ) -> tuple[dict[Port, Array], list[Array | None]]:
     """Return the cotangents that the framework pulls back, by port, and those that are at the input end already."""
-    of, ends, around = part.ends.of, part.ends, part.network.around
+    of, ends, segment_graph = part.ends.of, part.ends, part.network.segment_graph
     if of.port is not None:
-        tensor = around.tensors[of.port]
+        tensor = segment_graph.tensors[of.port]
         return {of.port: starting_rows(tensor, times, ends.rows_pulled)}, []
     seeds: dict[Port, Array] = {}
     end_rows = []

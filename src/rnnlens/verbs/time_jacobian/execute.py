@@ -259,16 +259,16 @@ def _results(part: JacobianPart, tally: WorkCount, advance: Advance) -> Iterator
 
 def _result_index(plan: JacobianPlan, part: JacobianPart, piece: JacobianPiece) -> tuple[Any, ...]:
     """Return the index of a piece in the result array: a tuple of one slice per axis."""
-    places = {
+    index_by_dim = {
         SAMPLE: piece.samples,
         OUT_TIME: piece.outs,
-        DIRECTION: part.place.get(DIRECTION),
+        DIRECTION: part.direction_index.get(DIRECTION),
         OUT_UNIT: slice(None),
         IN_TIME: piece.ins,
-        IN_DIRECTION: part.place.get(IN_DIRECTION),
+        IN_DIRECTION: part.direction_index.get(IN_DIRECTION),
         IN_FEATURE: slice(None),
     }
-    return tuple(places[dim] for dim in plan.dims)
+    return tuple(index_by_dim[dim] for dim in plan.dims)
 
 
 def _without_absent_times(part: JacobianPart, values: Values) -> Values:

@@ -18,7 +18,7 @@ from ...results.schema import to_host
 from ...settings import must_fit
 from ...typing import Array
 from ...vocabulary import TIME
-from ..axes import ModelAxes, coupled_samples_error, refuse_steps_first, refuse_unclear_steps, refuse_unknown
+from ..axes import ModelAxes, refusal_of_coupling, refuse_steps_first, refuse_unclear_steps, refuse_unknown
 from ..names import TensorName, refuse_lone_output, text_of
 from ..recurrent_layers import ReplayedCall, ReplayedLayers
 from .request import JacobianEnd, JacobianRequest
@@ -50,7 +50,7 @@ class JacobianNetwork:
     #: Layouts of the tensors at the two ends.
     layouts: ModelAxes
     #: The segments between tensors outside of recurrences.
-    around: SegmentGraph = field(default_factory=SegmentGraph)
+    segment_graph: SegmentGraph = field(default_factory=SegmentGraph)
     #: Whether differentiation by the framework stops at the recurrences, which are then swept. If not, the framework
     #: differentiates through them as well.
     is_cut: bool = True
@@ -70,12 +70,12 @@ class JacobianNetwork:
             dtype: np.dtype[Any] = on_cpu(first_call.run.input[:0]).dtype
             return dtype
         assert self.of.port is not None
-        return to_host(self.around.values[self.of.port]).dtype  # type: ignore[no-any-return]
+        return to_host(self.segment_graph.values[self.of.port]).dtype  # type: ignore[no-any-return]
 
     @cached_property
     def order(self) -> tuple[int, ...]:
         """Index of each sample of the result among the recurrences' samples; empty if the order is the same."""
-        end_tensors = [self.around.tensors[end.port] for end in (self.of, self.wrt) if end.port is not None]
+        end_tensors = [self.segment_graph.tensors[end.port] for end in (self.of, self.wrt) if end.port is not None]
         orders = {tensor.layout.order for tensor in end_tensors if tensor.layout is not None}
         if len(orders) > 1:
             raise UnsupportedError(
@@ -101,7 +101,7 @@ class JacobianNetwork:
 
         def from_tensor(port: Port) -> bool:
             if port not in tensor_leads:
-                below = self.around.below(port)
+                below = self.segment_graph.lower_segments(port)
                 recurrences_lead = [from_recurrence(self.returned_by[p]) for p in below if p in self.returned_by]
                 tensor_leads[port] = self.wrt.port in below or any(recurrences_lead)
             return tensor_leads[port]
@@ -139,12 +139,12 @@ def open_network(
 ) -> Iterator[JacobianNetwork]:
     """Run the model and keep, while the context is open, what differentiation between the two ends needs.
 
-    ``replayed_layers``: replays of an earlier run, which are used again. ``perturbed``: values inside recurrent layers are
+    ``replayed_layers``: those of an earlier run, used again. ``perturbed``: values inside recurrent layers are
     perturbed by one rounding. Where recurrences read each other in a cycle, there are no cuts.
     """
     replayed_layers = _replay_all(request) if replayed_layers is None else replayed_layers
     replayed_layers = replayed_layers.map(ReplayedCall.perturbed) if perturbed else replayed_layers
-    of, wrt = _inner(request.of, replayed_layers, "of"), _inner(request.wrt, replayed_layers, "wrt")
+    of, wrt = _inner_end(request.of, replayed_layers, "of"), _inner_end(request.wrt, replayed_layers, "wrt")
     is_one_layer = of is not None and not (
         replayed_layers.entangled and any(replayed.call.between for replayed in of.within)
     )
@@ -153,19 +153,21 @@ def open_network(
             tuple(of.within), of, wrt, request.axes, replayed_layers=replayed_layers
         )  # of that layer's own samples
         return
-    outer_ports = [None if end is not None else _port(name) for end, name in ((of, request.of), (wrt, request.wrt))]
+    outer_ports = [
+        None if end is not None else _outer_port(name) for end, name in ((of, request.of), (wrt, request.wrt))
+    ]
     chain = (
         None
         if replayed_layers.entangled or request.axes.stated
         else known_chain(request, replayed_layers, outer_ports[0], outer_ports[1])
     )
     if chain is not None:
-        yield _network(request, replayed_layers, (of, wrt), chain, request.axes.with_samples_first())
+        yield _assemble_network(request, replayed_layers, (of, wrt), chain, request.axes.with_samples_first())
         return
     with _pullback(request, replayed_layers, outer_ports, wrt) as pullback:
-        tensors = _tensors(request, replayed_layers, pullback.values, outer_ports)
+        tensors = _outer_tensors(request, replayed_layers, pullback.values, outer_ports)
         segment_graph = SegmentGraph(dict(pullback.values), pullback, tensors)
-        network = _network(request, replayed_layers, (of, wrt), segment_graph, request.axes)
+        network = _assemble_network(request, replayed_layers, (of, wrt), segment_graph, request.axes)
         if replayed_layers.entangled or not network.path.is_cyclic:
             yield network
             return
@@ -193,25 +195,28 @@ def _replay_all(request: JacobianRequest) -> ReplayedLayers:
         capture.calls, capture.entangled or not capture.calls, capture.chain, first_output
     )
     if any(replayed.call.cell.space for replayed in replayed_layers.calls):
-        replayed_layers = replayed_layers.map(lambda replayed: _flattened(replayed, request.options.memory))
+        replayed_layers = replayed_layers.map(lambda replayed: _flatten_checked(replayed, request.options.memory))
     replayed_layers.samples = next(iter(capture.scanned.values()), 0)
     return replayed_layers
 
 
-def _flattened(replayed: ReplayedCall, memory: int) -> ReplayedCall:
+def _flatten_checked(replayed: ReplayedCall, memory: int) -> ReplayedCall:
     """Return a call with flattened axes of space; raise if its step matrix between two images exceeds the memory."""
     flat_call = replayed.flatten_space()
     if flat_call is not replayed:
         rows, columns = flat_call.system.rows, flat_call.system.rows + flat_call.system.features
         image_size = "x".join(str(n) for n in replayed.run.states[0].shape[2:])
         message = f"One step of {replayed.call.layer!r} is linearised as a matrix that exceeds the memory limit."
-        hint = f'smaller images, or rl.gradients(..., wrt="{replayed.call.layer}.hidden"), the total gradient at every step'
+        hint = (
+            f'smaller images, or rl.gradients(..., wrt="{replayed.call.layer}.hidden"), '
+            "the total gradient at every step"
+        )
         size = 2 * rows * columns * flat_call.system.work.itemsize
         must_fit(message, size, f"{hint} and place", got=f"states of {image_size} numbers: {{}}", limit=memory)
     return flat_call
 
 
-def _inner(name: TensorName, replayed_layers: ReplayedLayers, role: str) -> JacobianEnd | None:
+def _inner_end(name: TensorName, replayed_layers: ReplayedLayers, role: str) -> JacobianEnd | None:
     """Return an end that is a state inside a recurrence, where the framework has no tensor; None for other ends."""
     if replayed_layers.entangled:
         calls = replayed_layers.by_layer.get(str(name.layer), []) if name.kind == "output" else []
@@ -240,7 +245,7 @@ def _inner(name: TensorName, replayed_layers: ReplayedLayers, role: str) -> Jaco
     )
 
 
-def _port(name: TensorName) -> Port:
+def _outer_port(name: TensorName) -> Port:
     return Port(name.kind, name.layer, name.index)  # type: ignore[arg-type]
 
 
@@ -262,7 +267,7 @@ def _pullback(
     return request.adapter.pullback(request.model, request.batch, list(dict.fromkeys(starts)), list(stops), cut_ports)
 
 
-def _tensors(
+def _outer_tensors(
     request: JacobianRequest,
     replayed_layers: ReplayedLayers,
     values: Mapping[Port, Array],
@@ -282,7 +287,7 @@ def _tensors(
     for port in () if request.axes.samples_first else ends:
         layout = request.axes.layout(port, tensors[port].shape)
         if layout.coupled:
-            raise coupled_samples_error("The time Jacobian", port)
+            raise refusal_of_coupling("The time Jacobian", port)
         if samples > 1:
             refuse_unknown("The time Jacobian", text_of(port), layout.names)
         refuse_unclear_steps("The time Jacobian", text_of(port), layout)
@@ -306,7 +311,7 @@ def _samples_of(replayed_layers: ReplayedLayers) -> int:
     return next(iter(counts.values()), replayed_layers.samples)
 
 
-def _network(
+def _assemble_network(
     request: JacobianRequest,
     replayed_layers: ReplayedLayers,
     inner_ends: tuple[JacobianEnd | None, JacobianEnd | None],
@@ -317,7 +322,7 @@ def _network(
     ends = list(inner_ends)
     for i, name in enumerate((request.of, request.wrt)):
         if ends[i] is None:
-            tensor = segment_graph.tensors[_port(name)]
+            tensor = segment_graph.tensors[_outer_port(name)]
             ends[i] = JacobianEnd(name, (), tensor.port, name.kind, 0, tensor.features, tensor.times)
     of, wrt = ends
     assert of is not None

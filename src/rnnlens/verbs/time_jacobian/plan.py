@@ -159,7 +159,7 @@ def _on_path(network: JacobianNetwork, port: Port, wrt: Port | None) -> list[tup
     """Return the derivatives (segments) of a tensor by those tensors below it that lead to the lower end."""
     return [
         (below, segment)
-        for below, segment in network.around.below(port).items()
+        for below, segment in network.segment_graph.lower_segments(port).items()
         if below == wrt or network.returned_by.get(below) in network.path.recurrences
     ]
 
@@ -252,11 +252,11 @@ class JacobianPart:
     #: Memory of one piece besides its result.
     working_bytes: int
     #: Index along each direction axis of the result.
-    place: Mapping[str, int]
+    direction_index: Mapping[str, int]
     rtol: float | None = None
 
     def __str__(self) -> str:
-        place_text = "".join(f", {axis} {index}" for axis, index in self.place.items())
+        place_text = "".join(f", {axis} {index}" for axis, index in self.direction_index.items())
         return f"{self.route}, {self.mode}{place_text}: " + "; ".join(map(str, self.pieces))
 
 
@@ -328,7 +328,12 @@ def plan_for(
 
 
 def _plan_part(
-    network: JacobianNetwork, ends: JacobianEnds, place: Mapping[str, int], mode: str, rtol: float | None, memory: int
+    network: JacobianNetwork,
+    ends: JacobianEnds,
+    direction_index: Mapping[str, int],
+    mode: str,
+    rtol: float | None,
+    memory: int,
 ) -> JacobianPart:
     """Choose route, mode and pieces that fit into memory for the Jacobian between one direction of either end."""
     network = replace(network, of=ends.of, wrt=ends.wrt)
@@ -344,7 +349,7 @@ def _plan_part(
         if mode == "auto":
             mode = "forward" if direct.flops("forward") < direct.flops("reverse") else "reverse"
         pieces, size = direct_pieces(direct, mode, memory)
-        return JacobianPart("direct", mode, network, ends, direct, tuple(pieces), size, place, rtol)
+        return JacobianPart("direct", mode, network, ends, direct, tuple(pieces), size, direction_index, rtol)
     if rtol is not None:
         raise UnsupportedError(
             "rtol= prunes sweeps through one recurrent layer with only time-local layers around it.",
@@ -359,7 +364,7 @@ def _plan_part(
         )
     pieces, size = composed_pieces(network.recurrences, ends, memory, network.samples)
     route: Literal["composed", "uncut"] = "composed" if network.is_cut else "uncut"
-    return JacobianPart(route, "reverse", network, ends, None, tuple(pieces), size, place)
+    return JacobianPart(route, "reverse", network, ends, None, tuple(pieces), size, direction_index)
 
 
 def _too_large_error(size: int, memory: int, ends: JacobianEnds) -> TooLargeError:

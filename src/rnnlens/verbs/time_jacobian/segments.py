@@ -21,8 +21,8 @@ from ...layout import Layout, canonical_order
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
-from ..axes import patterns, reached, coupled_samples_error
-from ..chain import dense, pull_dense_rows
+from ..axes import patterns, reached, refusal_of_coupling
+from ..chain import dense_values, pull_dense_rows
 from ..recurrent_layers import ReplayedLayers
 from .request import JacobianRequest
 
@@ -61,20 +61,22 @@ class OuterTensor:
         assert self.layout is not None
         return dict(zip(self.layout.names, self.layout.sizes(self.shape, self.count), strict=True))
 
-    def closed(self, rows: Array) -> Array:
+    def to_framework(self, rows: Array) -> Array:
         """Convert rows (row, sample, [time,] feature) to the framework's layout."""
         if self.layout is not None:
             rows = rows[:, list(self.layout.order)] if self.layout.order else rows
             order = canonical_order(self.layout.names)
             sizes = list(self._sizes.values())
             rows = rows.reshape((rows.shape[0], *(sizes[i] for i in order)))
-            rows = _permuted(rows, [order.index(i) for i in range(len(order))])
+            rows = _permute_rows(rows, [order.index(i) for i in range(len(order))])
         return rows.reshape((rows.shape[0], *self.shape))
 
-    def opened(self, rows: Array) -> Array:
+    def from_framework(self, rows: Array) -> Array:
         """Convert rows from the framework's layout to (row, sample, [time,] feature)."""
         if self.layout is not None:
-            rows = _permuted(self.layout.opened(rows, self.count, leading_axes=1), canonical_order(self.layout.names))
+            rows = _permute_rows(
+                self.layout.opened(rows, self.count, leading_axes=1), canonical_order(self.layout.names)
+            )
         steps = () if self.times is None else (self.times,)
         rows = rows.reshape((rows.shape[0], self.samples, *steps, self.features))
         return (
@@ -82,7 +84,7 @@ class OuterTensor:
         )
 
 
-def _permuted(rows: Array, order: Sequence[int]) -> Array:
+def _permute_rows(rows: Array, order: Sequence[int]) -> Array:
     """Permute all axes except the first one."""
     axes = (0, *(1 + i for i in order))
     return np.transpose(rows, axes) if isinstance(rows, np.ndarray) else rows.permute(axes)
@@ -200,7 +202,7 @@ def _refuse_coupled(pulled_rows: Mapping[Port, Array | None], is_start: Array) -
         if rows is not None and len(is_start):
             reached_samples = reached(to_host(rows[len(rows) - len(is_start) :]), 0, 1)
             if reached_samples.shape == is_start.shape and bool((reached_samples & ~is_start).any()):
-                raise coupled_samples_error("The time Jacobian", port)
+                raise refusal_of_coupling("The time Jacobian", port)
 
 
 def _subset_rows(top: OuterTensor, axis: int) -> tuple[Array, Array]:
@@ -225,7 +227,7 @@ class SegmentGraph:
     segments: dict[Port, dict[Port, Segment]] = field(default_factory=dict)
     _uncoupled: set[Port] = field(default_factory=set)
 
-    def below(self, port: Port) -> Mapping[Port, Segment]:
+    def lower_segments(self, port: Port) -> Mapping[Port, Segment]:
         """Return the derivatives (segments) of a tensor by the tensors directly below it; they are probed once."""
         if port not in self.segments:
             has_pullback = self.pullback is not None
@@ -240,15 +242,15 @@ class SegmentGraph:
         """Let the framework pull cotangent rows of several tensors back together; gradients at a port are summed."""
         assert self.pullback is not None
         cotangents = {
-            port: like(self.tensors[port].closed(cotangent_rows), self.values[port])
+            port: like(self.tensors[port].to_framework(cotangent_rows), self.values[port])
             for port, cotangent_rows in rows.items()
         }
         gradients = self.pullback.vjp(cotangents)
-        return {port: None if a is None else self.tensors[port].opened(a) for port, a in gradients.items()}
+        return {port: None if a is None else self.tensors[port].from_framework(a) for port, a in gradients.items()}
 
-    def through(self, port: Port, rows: Array, only: Collection[Port] | None = None) -> dict[Port, Array]:
+    def pull_through(self, port: Port, rows: Array, only: Collection[Port] | None = None) -> dict[Port, Array]:
         """Pull cotangent rows (sample, row, [time,] feature) of a tensor back to the tensors directly below it."""
-        segments = {p: segment for p, segment in self.below(port).items() if only is None or p in only}
+        segments = {p: segment for p, segment in self.lower_segments(port).items() if only is None or p in only}
         pulled_rows = {below: segment.apply(rows) for below, segment in segments.items() if segment.kind != "through"}
         through_ports = [below for below, segment in segments.items() if segment.kind == "through"]
         if through_ports:
@@ -314,7 +316,7 @@ class _Chain:
             elif layer.kind == "table":
                 value = None
             elif value is not None and layer.kind == "dense":
-                value = dense(layer, value)[1]
+                value = dense_values(layer, value)[1]
             elif value is not None and layer.kind == "step":
                 value = value[:, layer.step]
             self.outputs.append(value)
