@@ -21,7 +21,7 @@ from ..errors import CallError, FileError, InputError, RnnlensError, did_you_mea
 from ..settings import parse_memory
 
 #: Most items that are read from an iterator, which may be endless.
-MOST = 1_000_000
+_MAX_ITEMS = 1_000_000
 #: Longest file name that common file systems accept.
 _LONGEST_NAME = 255
 
@@ -183,7 +183,7 @@ def names(name: str, value: Any) -> str | tuple[str, ...]:
     return tuple(counts)
 
 
-def listed(value: Any, most: int = MOST) -> list[Any] | None:
+def listed(value: Any, most: int = _MAX_ITEMS) -> list[Any] | None:
     """Return the items of an iterable as a list; None for strings, mappings, or more than ``most`` items."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Collection | Iterator):
         return None  # a data loader is neither of the two

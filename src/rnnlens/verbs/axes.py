@@ -59,7 +59,7 @@ _MAX_SHAPES = 64
 class ModelAxes:
     """Layouts of a model's tensors: stated by the user, else found by experiment, else by the framework's convention.
 
-    ``stated``: by the name of a tensor, which ``known`` resolves, or ``"y"`` and ``"sample_weight"``. ``rule``: the
+    ``stated``: by the name of a tensor, which ``catalogue`` resolves, or ``"y"`` and ``"sample_weight"``. ``rule``: the
     convention, by default that of the adapter.
     """
 

@@ -218,7 +218,7 @@ def _lazy_trace(
 def _perturbed_claim(datasets_of: Callable[..., Any], capture: Capture) -> ReplayedValues:
     """Replay the captured calls with each value perturbed by one rounding, for a certificate."""
     claim = ReplayedValues(capture)
-    datasets_of(claim, replayed=lambda call: perturbed(Replay.from_call(call)))
+    datasets_of(claim, replay=lambda call: perturbed(Replay.from_call(call)))
     return claim
 
 

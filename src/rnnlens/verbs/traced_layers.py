@@ -147,7 +147,7 @@ def trace_call(
     call: RecurrentCall,
     selection: TraceSelection,
     sums: dict[str, WeightSum],
-    replayed: Callable[[RecurrentCall], Replay],
+    replay: Callable[[RecurrentCall], Replay],
 ) -> TracedCall:
     """Replay a call and, with a loss, sweep back through it; add its weight gradients to ``sums``."""
     names = call.cell.state_names
@@ -156,7 +156,7 @@ def trace_call(
         arrays |= _boundary_gradients("final", names, call.final_state_grad)
     if not selection.needs_replay:
         return TracedCall(arrays, [])
-    run = replayed(call)
+    run = replay(call)
     arrays |= dict(zip(names, run.states, strict=True))
     arrays |= {"gates": run.gates, "gate_preactivation": run.preactivation}
     if call.received is not None:  # the gradient at a step's output is the total one
@@ -243,7 +243,7 @@ def recurrent_datasets(
     selection: TraceSelection,
     provenance: Mapping[str, str],
     claim: ReplayedValues | None,
-    replayed: Callable[[RecurrentCall], Replay] = Replay.from_call,
+    replay: Callable[[RecurrentCall], Replay] = Replay.from_call,
     chain: ChainGradients | None = None,
 ) -> tuple[dict[str, LabelledLayer], list[Check]]:
     """Return labelled arrays of each node in the order of the calls, and self-checks."""
@@ -256,7 +256,7 @@ def recurrent_datasets(
         directions.insert(0 if call.direction == FORWARD else len(directions), call)
     for name in nodes if chain is None else reversed(nodes):
         directions = nodes[name] if chain is None else list(map(chain.with_output_grad, nodes[name]))
-        traced = [trace_call(call, selection, sums, replayed) for call in directions]
+        traced = [trace_call(call, selection, sums, replay) for call in directions]
         if chain is not None and traced[0].arrays.get("input_grad") is not None:
             chain.pull(directions[0], traced[0].arrays["input_grad"])
         checks += [check for traced_call in traced for check in traced_call.checks]

@@ -229,7 +229,7 @@ class _Pull:
         return batch_gradients
 
     def _start(self) -> Array:
-        """Evaluate the target and store its cotangents in ``seeds`` or, inside recurrences, in ``on_states``."""
+        """Evaluate the target and store its cotangents in ``seeds`` or, inside recurrences, in ``state_cotangents``."""
         request = self.request
         if request.cotangents is not None:  # the value is the loss weighted by its cotangent, or 0 without a loss
             value = np.zeros(())

@@ -156,9 +156,8 @@ def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> 
         for port, rows in pulled_rows.items()
     ):
         features = top.features
-        unit_rows = np.zeros(
-            (features, top.samples, top.times or 1, features)
-        )  # one cotangent for each feature, on at all steps
+        # One cotangent for each feature, on at all steps.
+        unit_rows = np.zeros((features, top.samples, top.times or 1, features))
         unit_rows[np.arange(features), :, :, np.arange(features)] = 1
         unit_rows = unit_rows if top.times is not None else unit_rows[:, :, 0]
         pulled_rows = pull(top.port, np.concatenate([unit_rows, steps, samples]))
@@ -376,9 +375,8 @@ class _Chain:
     ) -> dict[Port, Segment] | None:
         """Return a tensor's derivatives down to the next recurrent layer; None if a value is unknown."""
         block, segments, step = None, {}, None
-        end_position = (
-            None if wrt is None else self._layer_position(wrt)
-        )  # what one layer returns the next is fed: one place, two names
+        # The output of one layer is the input of the next: one position, two names.
+        end_position = None if wrt is None else self._layer_position(wrt)
         for i in range(position, -2, -1):
             layer = self.layers[i] if i >= 0 else None
             is_recurrent = layer is not None and layer.kind == "recurrent"
