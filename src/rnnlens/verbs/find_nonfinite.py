@@ -41,7 +41,7 @@ def backward_origins(observed: ObservedRun) -> Iterator[Origin]:
     for node in reversed(observed.nodes):
         for replayed in node.directions:
             yield from _recurrence_origins(replayed, _gradient_source(node.name, layer_above, is_recurrent))
-        for plain_call in node.plain:
+        for plain_call in node.plain_calls:
             grad = None if plain_call.output_grad is None else to_host(plain_call.output_grad)
             nonfinite = (
                 None

@@ -117,7 +117,7 @@ def forward_origins(observed: ObservedRun) -> Iterator[Origin]:
     for node in observed.nodes:
         for replayed in node.directions:
             yield from _recurrence_origins(observed, node, replayed)
-        for plain_call in node.plain:
+        for plain_call in node.plain_calls:
             port, array = Port("output", plain_call.layer), to_host(plain_call.output)
             nonfinite = observed.first_nonfinite(port, "output", array)
             if nonfinite is not None:

@@ -74,9 +74,7 @@ class OuterTensor:
     def from_framework(self, rows: Array) -> Array:
         """Convert rows from the framework's layout to (row, sample, [time,] feature)."""
         if self.layout is not None:
-            rows = _permute_rows(
-                self.layout.opened(rows, self.count, leading_axes=1), canonical_order(self.layout.names)
-            )
+            rows = _permute_rows(self.layout.opened(rows, self.count, lead=1), canonical_order(self.layout.names))
         steps = () if self.times is None else (self.times,)
         rows = rows.reshape((rows.shape[0], self.samples, *steps, self.features))
         return (
