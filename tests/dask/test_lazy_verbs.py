@@ -323,8 +323,8 @@ def test_failed_certificates_warn_when_computed(net, monkeypatch):
         found.gradients = {name: grad * 1.5 for name, grad in found.gradients.items()}
         return found
 
-    real = works.answer
-    monkeypatch.setattr(works, "answer", broken)
+    real = works.batch_gradients
+    monkeypatch.setattr(works, "batch_gradients", broken)
     found = rl.gradients(net, lazy(X), lazy(Y), loss=MSE, wrt="input")
     with pytest.warns(rl.errors.SelfCheckWarning, match="samples 0 to 15"):
         computed = found.compute()

@@ -21,7 +21,7 @@ from ..errors import CallError, FileError, InputError, RnnlensError, did_you_mea
 from ..settings import parse_memory
 
 #: Most items that are read from an iterator, which may be endless.
-MOST = 1_000_000
+_MAX_ITEMS = 1_000_000
 #: Longest file name that common file systems accept.
 _LONGEST_NAME = 255
 
@@ -33,7 +33,7 @@ Check = Callable[[str, Any], Any]
 
 
 #: Arguments of other libraries that users may expect, each with a hint what to use instead.
-_ELSEWHERE = {
+_FOREIGN_ARGUMENTS = {
     "feed_dict": 'net = rl.tf1.graph(session, inputs={"x": placeholder}, outputs={"y": tensor}, loss=loss, '
     "targets=labels, feed={keep_prob: 1.0}) declares inputs, outputs and loss once; then rl.trace(net, x, y)",
 }
@@ -60,7 +60,7 @@ def checked(**table: Check) -> Callable[[Callable[P, R]], Callable[P, R]]:
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError as error:
-                raise _unbound(function, signature, kwargs, error) from None
+                raise _call_error(function, signature, kwargs, error) from None
             for name, value in bound.arguments.items():
                 if name in table and value is not signature.parameters[name].default:
                     bound.arguments[name] = table[name](name, value)
@@ -72,19 +72,23 @@ def checked(**table: Check) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def _unbound(
+def _call_error(
     function: Callable[..., Any], signature: inspect.Signature, kwargs: Mapping[str, Any], error: TypeError
 ) -> CallError:
     """Return the error for arguments that a function does not have, or misses."""
-    own = [p for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD and n != "self"]
-    known = [p.name for p in own]
-    strange = next((name for name in kwargs if name not in known), None)
-    called = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
-    typed = [f"{p.name}=..." if p.kind is p.KEYWORD_ONLY else p.name for p in own]
-    hint = f"{called}({', '.join(typed)})" if strange is None else did_you_mean(strange, known)
-    if strange in _ELSEWHERE and not hint.startswith("did you mean"):
-        hint = _ELSEWHERE[strange]
-    return CallError(f"{called} cannot be called like this: {error}.", hint=hint)
+    parameters = [p for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD and n != "self"]
+    parameter_names = [p.name for p in parameters]
+    unknown_name = next((name for name in kwargs if name not in parameter_names), None)
+    function_name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+    argument_texts = [f"{p.name}=..." if p.kind is p.KEYWORD_ONLY else p.name for p in parameters]
+    hint = (
+        f"{function_name}({', '.join(argument_texts)})"
+        if unknown_name is None
+        else did_you_mean(unknown_name, parameter_names)
+    )
+    if unknown_name in _FOREIGN_ARGUMENTS and not hint.startswith("did you mean"):
+        hint = _FOREIGN_ARGUMENTS[unknown_name]
+    return CallError(f"{function_name} cannot be called like this: {error}.", hint=hint)
 
 
 def switch(name: str, value: Any) -> bool:
@@ -94,12 +98,12 @@ def switch(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def one_of(*words: str) -> Check:
+def one_of(*choices: str) -> Check:
     """Return a check that accepts only the given words."""
 
     def check(name: str, value: Any) -> str:
-        if not isinstance(value, str) or value not in words:
-            raise InputError(f"{name}= is not understood.", got=shown(value), hint=did_you_mean(value, words))
+        if not isinstance(value, str) or value not in choices:
+            raise InputError(f"{name}= is not understood.", got=shown(value), hint=did_you_mean(value, choices))
         return str(value)
 
     return check
@@ -126,19 +130,19 @@ def number(
     *, least: float = -math.inf, below: float = math.inf, above: float | None = None, what: str = "is a number"
 ) -> Check:
     """Return a check that accepts finite real numbers with ``least <= number < below`` and ``number > above``."""
-    low = f"{least:g} <= " if math.isfinite(least) else "" if above is None else f"{above:g} < "
-    words = f"{low}{{name}}" + (f" < {below:g}" if math.isfinite(below) else "")
+    lower_bound = f"{least:g} <= " if math.isfinite(least) else "" if above is None else f"{above:g} < "
+    condition = f"{lower_bound}{{name}}" + (f" < {below:g}" if math.isfinite(below) else "")
 
     def check(name: str, value: Any) -> float:
-        real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+        is_real = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
         try:
-            found = float(value) if real else math.nan
+            converted = float(value) if is_real else math.nan
         except OverflowError:
-            found = math.nan
-        if not math.isfinite(found) or not least <= found < below or (above is not None and found <= above):
-            expected = "a finite number" if words == "{name}" else words.format(name=name)
+            converted = math.nan
+        if not math.isfinite(converted) or not least <= converted < below or (above is not None and converted <= above):
+            expected = "a finite number" if condition == "{name}" else condition.format(name=name)
             raise InputError(f"{name}= {what}.", got=shown(value), expected=expected)
-        return found
+        return converted
 
     return check
 
@@ -168,26 +172,26 @@ def names(name: str, value: Any) -> str | tuple[str, ...]:
     value = as_name(value)
     if isinstance(value, str):
         return text(name, value)
-    found = listed(value)
-    found = None if found is None else list(map(as_name, found))
-    if not found or not all(isinstance(one, str) and one.strip() for one in found):
-        got = "no names" if found is not None and not found else shown(value)
+    items = listed(value)
+    items = None if items is None else list(map(as_name, items))
+    if not items or not all(isinstance(item, str) and item.strip() for item in items):
+        got = "no names" if items is not None and not items else shown(value)
         raise InputError(f"{name}= names nothing.", got=got, expected="a name, or a list of names")
-    counts = Counter(map(str, found))
-    if twice := next((one for one, count in counts.items() if count > 1), None):
-        raise InputError(f"{name}= names {twice!r} twice.", got=shown(found), expected="each name once")
+    counts = Counter(map(str, items))
+    if duplicate := next((item for item, count in counts.items() if count > 1), None):
+        raise InputError(f"{name}= names {duplicate!r} twice.", got=shown(items), expected="each name once")
     return tuple(counts)
 
 
-def listed(value: Any, most: int = MOST) -> list[Any] | None:
+def listed(value: Any, most: int = _MAX_ITEMS) -> list[Any] | None:
     """Return the items of an iterable as a list; None for strings, mappings, or more than ``most`` items."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Collection | Iterator):
         return None  # a data loader is neither of the two
     try:
-        found = list(islice(value, most + 1))
+        items = list(islice(value, most + 1))
     except Exception:
         return None
-    return found if len(found) <= most else None
+    return items if len(items) <= most else None
 
 
 def memory(name: str, value: Any) -> int:
@@ -216,48 +220,48 @@ def kept_steps(name: str, value: Any) -> int | slice | list[int]:
     """Check time steps: an integer, a non-empty collection of integers, or a slice."""
     whole_number = whole()
     if isinstance(value, slice):
-        for part in (value.start, value.stop, value.step):
-            if part is not None:
-                whole_number(name, part)
+        for bound in (value.start, value.stop, value.step):
+            if bound is not None:
+                whole_number(name, bound)
         if value.step is not None and operator.index(value.step) == 0:
             raise InputError(f"{name}= is a slice with step 0.", got=shown(value))
         return value
     refuse_without_order(name, value)
-    found = value.tolist() if has_attribute(value, "tolist") and np.ndim(value) <= 1 else value
-    if isinstance(found, int):
-        return int(whole_number(name, found))
-    steps = listed(found)
-    if not steps or any(isinstance(one, bool | np.bool_) or not has_attribute(one, "__index__") for one in steps):
+    plain_value = value.tolist() if has_attribute(value, "tolist") and np.ndim(value) <= 1 else value
+    if isinstance(plain_value, int):
+        return int(whole_number(name, plain_value))
+    steps = listed(plain_value)
+    if not steps or any(isinstance(step, bool | np.bool_) or not has_attribute(step, "__index__") for step in steps):
         got = "no steps" if steps is not None and not steps else shown(value)
         raise InputError(f"{name}= names no steps.", got=got, expected="an int, a list of int, a slice")
-    return [int(whole_number(name, one)) for one in steps]
+    return [int(whole_number(name, step)) for step in steps]
 
 
 def path(name: str, value: Any) -> str:
     """Check the path of a file, and return it as a string."""
     try:
-        found = os.fspath(value)
+        path_text = os.fspath(value)
     except Exception:
-        found = None
-    if not isinstance(found, str) or not found.strip() or "\0" in found:
+        path_text = None
+    if not isinstance(path_text, str) or not path_text.strip() or "\0" in path_text:
         raise InputError(f"{name}= is the path of a file.", got=shown(value), expected="a string or a Path")
-    if max(map(len, map(os.fsencode, found.split(os.sep)))) > _LONGEST_NAME:
+    if max(map(len, map(os.fsencode, path_text.split(os.sep)))) > _LONGEST_NAME:
         expected = f"no part longer than {_LONGEST_NAME} letters"
         raise FileError(f"{name}= is too long for a file's name.", got=shown(value), expected=expected)
-    return found
+    return path_text
 
 
 def loss(name: str, value: Any) -> Any:
     """Check a loss: a callable, the name of a loss, or a list or dict of these, one per model output."""
     if isinstance(value, Mapping | list | tuple) and value:
-        for part in value.values() if isinstance(value, Mapping) else value:
-            if part is not None:
-                _one_loss(name, part)
+        for single_loss in value.values() if isinstance(value, Mapping) else value:
+            if single_loss is not None:
+                _check_loss(name, single_loss)
         return value
-    return _one_loss(name, value)
+    return _check_loss(name, value)
 
 
-def _one_loss(name: str, value: Any) -> Any:
+def _check_loss(name: str, value: Any) -> Any:
     value = as_name(value)
     if isinstance(value, type):
         raise InputError(
@@ -279,8 +283,11 @@ def class_weights(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping) or not value:
         expected = "a dict from class to weight, such as {0: 1.0, 1: 5.0}"
         raise InputError(f"{name}= has no entry.", got=shown(value), expected=expected)
-    label, weight = whole(least=0), number(least=0)
-    return {label(f"{name} (a class)", key): weight(f"{name}[{key!r}]", one) for key, one in value.items()}
+    check_label, check_weight = whole(least=0), number(least=0)
+    return {
+        check_label(f"{name} (a class)", key): check_weight(f"{name}[{key!r}]", class_weight)
+        for key, class_weight in value.items()
+    }
 
 
 def axes_by_name(name: str, value: Any) -> dict[str, Any]:
@@ -295,9 +302,9 @@ def either(*checks: Check, expected: str, what: str = "is not understood") -> Ch
     """Return a check that applies several checks in turn, and returns the result of the first that passes."""
 
     def check(name: str, value: Any) -> Any:
-        for one in checks:
+        for candidate in checks:
             try:
-                return one(name, value)
+                return candidate(name, value)
             except RnnlensError:
                 continue
         raise InputError(f"{name}= {what}.", got=shown(value), expected=expected)

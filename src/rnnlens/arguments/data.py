@@ -16,7 +16,7 @@ from ..errors import InputError, UnsupportedError, has_attribute, shape_of, show
 from ..settings import must_fit
 
 _NUMBERS = re.compile(r"(bool|u?int|float|bfloat|half|double|long|short|e?char)[0-9a-z_]*")
-_DEEPEST, _LONGEST = 32, 20_000_000
+_MAX_DEPTH, _MAX_ITEMS = 32, 20_000_000
 
 
 def one_batch(name: str, value: Any) -> Any:
@@ -39,19 +39,19 @@ def data_set(name: str, value: Any) -> Any:
         return value
     if is_instance(value, ("torch.utils.data", "Dataset")):
         hint = "torch.utils.data.DataLoader(dataset, batch_size=...)"
-        what = f"{name} is a torch Dataset, which gives single samples."
-        raise InputError(what, got=type(value).__name__, expected="batches", hint=hint)
-    found = many_examples(name, value)
-    if shape_of(found) == ():
+        message = f"{name} is a torch Dataset, which gives single samples."
+        raise InputError(message, got=type(value).__name__, expected="batches", hint=hint)
+    arrays = many_examples(name, value)
+    if shape_of(arrays) == ():
         raise InputError(f"{name} is a single number.", got="shape ()", expected="(sample, time, feature)")
-    return found
+    return arrays
 
 
 def examples(name: str, value: Any) -> Any:
     """Check numeric arrays with samples on the first axis, and that they fit into the memory granted."""
-    found = many_examples(name, value)
-    refuse_large(name, found)
-    return found
+    arrays = many_examples(name, value)
+    refuse_large(name, arrays)
+    return arrays
 
 
 def refuse_large(name: str, value: Any, hint: str = "fewer samples or steps at a time", *, share: float = 1.0) -> None:
@@ -68,12 +68,12 @@ def many_examples(name: str, value: Any) -> Any:
     _refuse_depth(name, value)
     if not any(_is_array(leaf) for leaf in _leaves(value)):
         value = _from_numbers(name, value)
-    return _each(_leaf, name, value)
+    return _map_arrays(_check_array, name, value)
 
 
 def weights_of_samples(name: str, value: Any) -> Any:
     """Check ``sample_weight=``: finite numbers with samples on the first axis, without a limit on memory."""
-    return _finite(name, plain_weights(name, value))
+    return _require_finite(name, plain_weights(name, value))
 
 
 def plain_weights(name: str, value: Any) -> Any:
@@ -85,10 +85,13 @@ def plain_weights(name: str, value: Any) -> Any:
 
 def finite_states(name: str, value: Any) -> dict[str, Any]:
     """Check initial states like :func:`states`; their values must be finite."""
-    return {layer: _finite(f"{name}[{layer!r}]", given) for layer, given in states(name, value).items()}
+    return {
+        layer: _require_finite(f"{name}[{layer!r}]", layer_states)
+        for layer, layer_states in states(name, value).items()
+    }
 
 
-def _finite(name: str, tree: Any) -> Any:
+def _require_finite(name: str, tree: Any) -> Any:
     """Raise InputError if an array of a tree has a value that is not finite; return the tree."""
     for leaf in _leaves(tree):
         if leaf is None or has_attribute(leaf, "batch_sizes"):
@@ -104,42 +107,42 @@ def _finite(name: str, tree: Any) -> Any:
 def chunked(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
     """Return a check that returns numeric lazy arrays (Dask) unchanged, and applies ``check`` to other values."""
 
-    def leaf_of(where: str, leaf: Any) -> Any:
+    def check_leaf(leaf_name: str, leaf: Any) -> Any:
         if not is_lazy(leaf):
-            return _leaf(where, leaf)
+            return _check_array(leaf_name, leaf)
         if getattr(leaf, "chunks", None) is None or not hasattr(leaf, "dtype"):
             expected = "a dask array, or a DataArray of one"
-            raise InputError(f"{where} is lazy, and no array.", got=shown(type(leaf).__name__), expected=expected)
-        _refuse_kind(where, leaf.dtype)
+            raise InputError(f"{leaf_name} is lazy, and no array.", got=shown(type(leaf).__name__), expected=expected)
+        _refuse_dtype(leaf_name, leaf.dtype)
         return leaf
 
-    def either(name: str, value: Any) -> Any:
+    def check_unless_lazy(name: str, value: Any) -> Any:
         if not is_lazy(value):
             return check(name, value)
         if shape_of(value) == ():
             raise InputError(f"{name} is a single number.", got="shape ()", expected="(sample, time, feature)")
         _refuse_depth(name, value)
-        return _each(leaf_of, name, value)
+        return _map_arrays(check_leaf, name, value)
 
-    return either
+    return check_unless_lazy
 
 
 def in_memory(name: str, value: Any) -> Any:
     """Raise InputError for a lazy array (Dask), which would be computed in this process. Nothing else is checked."""
     if is_lazy(value):
         hint = f"{name}.compute(), or fewer samples: {name}[:512].compute()"
-        what = f"{name} is lazy, and this call needs numbers: it would be computed here, all of it."
-        raise InputError(what, got=type(value).__name__, expected="an array in memory", hint=hint)
+        message = f"{name} is lazy, and this call needs numbers: it would be computed here, all of it."
+        raise InputError(message, got=type(value).__name__, expected="an array in memory", hint=hint)
     return value
 
 
 def is_lazy(tree: Any, depth: int = 0) -> bool:
     """Return whether an array, or any array in a tuple, list or dict, is backed by Dask; no data is read."""
     if isinstance(tree, Mapping | tuple | list) and not has_attribute(tree, "batch_sizes"):
-        parts = list(tree.values()) if isinstance(tree, Mapping) else tree
+        children = list(tree.values()) if isinstance(tree, Mapping) else tree
         # A long list of numbers is not gone through.
-        numbers = isinstance(tree, tuple | list) and parts and isinstance(parts[0], int | float | str)
-        return depth <= _DEEPEST and not numbers and any(is_lazy(part, depth + 1) for part in parts)
+        is_number_list = isinstance(tree, tuple | list) and children and isinstance(children[0], int | float | str)
+        return depth <= _MAX_DEPTH and not is_number_list and any(is_lazy(child, depth + 1) for child in children)
     # A DataArray has the method also without Dask; its chunks are None then.
     return hasattr(type(tree), "__dask_graph__") and getattr(tree, "chunks", ()) is not None
 
@@ -149,12 +152,12 @@ def states(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not value or not all(isinstance(layer, str) for layer in value):
         expected = 'a dict from layer to its states, such as {"lstm": [h, c]}'
         raise InputError(f"{name}= is a mapping from layer names to arrays.", got=shown(value), expected=expected)
-    found = {}
-    for layer, given in value.items():
-        arrays = examples(f"{name}[{layer!r}]", given)
+    arrays_by_layer = {}
+    for layer, layer_states in value.items():
+        arrays = examples(f"{name}[{layer!r}]", layer_states)
         shape = shape_of(arrays)  # one array of rank 3, as nested lists are, is split along its first axis
-        found[layer] = _leaves(arrays) if shape is None else list(arrays) if len(shape) == 3 else [arrays]
-    return found
+        arrays_by_layer[layer] = _leaves(arrays) if shape is None else list(arrays) if len(shape) == 3 else [arrays]
+    return arrays_by_layer
 
 
 def is_source(x: Any) -> bool:
@@ -180,8 +183,8 @@ def is_instance(x: Any, *classes: tuple[str, str]) -> bool:
     """Return whether ``x`` is of one of these classes, by module and dotted name; no module is imported."""
     for module, name in classes:
         kind: Any = sys.modules.get(module)
-        for part in name.split("."):
-            kind = getattr(kind, part, None)
+        for attribute in name.split("."):
+            kind = getattr(kind, attribute, None)
         if kind is not None and isinstance(x, kind):
             return True
     return False
@@ -207,14 +210,14 @@ def as_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
     if not _is_array(value):
         _refuse_depth(name, value)
         return _from_numbers(name, value)
-    return as_numpy(_leaf(name, value))
+    return as_numpy(_check_array(name, value))
 
 
-def _refuse_depth(name: str, value: Any, depth: int = 0, seen: list[int] | None = None) -> None:
+def _refuse_depth(name: str, value: Any, depth: int = 0, item_count: list[int] | None = None) -> None:
     """Raise InputError for lists nested too deeply, lists too long to convert, or dict keys that are no strings."""
-    seen = [0] if seen is None else seen
-    if depth > _DEEPEST:
-        expected = f"at most {_DEEPEST} nested lists"
+    item_count = [0] if item_count is None else item_count
+    if depth > _MAX_DEPTH:
+        expected = f"at most {_MAX_DEPTH} nested lists"
         raise InputError(f"{name} is nested too deeply.", got=type(value).__name__, expected=expected)
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
@@ -223,24 +226,24 @@ def _refuse_depth(name: str, value: Any, depth: int = 0, seen: list[int] | None 
         value = list(value.values())
     if not isinstance(value, tuple | list):
         return
-    seen[0] += len(value)
-    if seen[0] > _LONGEST:
+    item_count[0] += len(value)
+    if item_count[0] > _MAX_ITEMS:
         raise InputError(f"{name} is too long for a list.", got=type(value).__name__, expected="an array")
-    for part in value:
-        if isinstance(part, Mapping | tuple | list):
-            _refuse_depth(name, part, depth + 1, seen)
+    for item in value:
+        if isinstance(item, Mapping | tuple | list):
+            _refuse_depth(name, item, depth + 1, item_count)
 
 
-def _each(change: Callable[[str, Any], Any], name: str, tree: Any) -> Any:
-    """Apply ``change(name, array)`` to each array of a tree; None, numbers and strings are returned unchanged."""
+def _map_arrays(function: Callable[[str, Any], Any], name: str, tree: Any) -> Any:
+    """Apply ``function(name, array)`` to each array of a tree; None, numbers and strings are returned unchanged."""
     if isinstance(tree, Mapping):
-        return {key: _each(change, f"{name}[{key!r}]", part) for key, part in tree.items()}
+        return {key: _map_arrays(function, f"{name}[{key!r}]", child) for key, child in tree.items()}
     if isinstance(tree, tuple | list) and not has_attribute(tree, "batch_sizes"):
-        parts = [_each(change, f"{name}[{i}]", part) for i, part in enumerate(tree)]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+        children = [_map_arrays(function, f"{name}[{i}]", child) for i, child in enumerate(tree)]
+        return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
     if tree is None or isinstance(tree, int | float | bool | str):
         return tree
-    return change(name, tree)
+    return function(name, tree)
 
 
 def _leaves(tree: Any) -> list[Any]:
@@ -256,18 +259,18 @@ def _from_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
     if isinstance(value, Mapping) or value is None or (isinstance(value, tuple | list) and not _leaves(value)):
         got = "None" if value is None else shown(value)
         raise InputError(f"{name} holds no data.", got=got, expected="an array with at least 1 sample")
-    numbers = (int, float, complex, np.generic)
-    if not all(isinstance(leaf, numbers) or has_attribute(leaf, "__array__") for leaf in _leaves(value)):
+    number_types = (int, float, complex, np.generic)
+    if not all(isinstance(leaf, number_types) or has_attribute(leaf, "__array__") for leaf in _leaves(value)):
         expected = "an array, or a tuple, list or dict of arrays"
         raise InputError(f"{name} is not numeric data.", got=shown(value), expected=expected)
     try:
         array = np.asarray(value)
     except Exception:
-        what = f"{name} is not an array: its rows differ in length, or contain something other than numbers."
+        message = f"{name} is not an array: its rows differ in length, or contain something other than numbers."
         raise InputError(
-            what, got=shown(value), expected="rows of one length", hint="pad them to one length and mask"
+            message, got=shown(value), expected="rows of one length", hint="pad them to one length and mask"
         ) from None
-    _refuse_kind(name, array.dtype)
+    _refuse_dtype(name, array.dtype)
     if array.ndim == 0:
         raise InputError(f"{name} is a single number.", got=shown(value), expected="(sample, time, feature)")
     return array
@@ -278,7 +281,7 @@ def _is_array(leaf: Any) -> bool:
     return not isinstance(leaf, type) and (hasattr(type(leaf), "shape") or has_attribute(leaf, "shape"))
 
 
-def _leaf(name: str, value: Any) -> Any:
+def _check_array(name: str, value: Any) -> Any:
     """Check that an array has numeric values, and convert it to native byte order."""
     if has_attribute(value, "batch_sizes"):
         return value
@@ -290,8 +293,8 @@ def _leaf(name: str, value: Any) -> Any:
         in_memory(name, value)
     if not has_attribute(value, "dtype"):
         return _from_numbers(name, value)
-    _refuse_absent(name, value)
-    _refuse_kind(name, value.dtype)
+    _refuse_unreadable(name, value)
+    _refuse_dtype(name, value.dtype)
     if isinstance(value, np.ndarray) and not value.dtype.isnative:
         return value.astype(value.dtype.newbyteorder("="))
     if not hasattr(type(value), "__getitem__"):  # of no framework
@@ -300,17 +303,17 @@ def _leaf(name: str, value: Any) -> Any:
     return value.resolve_neg() if callable(is_negative) and is_negative() is True else value
 
 
-def _refuse_kind(name: str, dtype: Any) -> None:
-    words = str(getattr(dtype, "name", dtype)).rpartition(".")[2]
-    if words.startswith("complex") or words in ("cfloat", "cdouble"):
+def _refuse_dtype(name: str, dtype: Any) -> None:
+    dtype_name = str(getattr(dtype, "name", dtype)).rpartition(".")[2]
+    if dtype_name.startswith("complex") or dtype_name in ("cfloat", "cdouble"):
         raise UnsupportedError(
             f"{name} is complex: its imaginary part would be dropped.",
-            got=words,
+            got=dtype_name,
             expected="real numbers",
             hint="real and imaginary part as two features",
         )
-    if not _NUMBERS.fullmatch(words):
-        hint = "encode text as integer ids first" if words.startswith(("str", "object", "bytes")) else None
+    if not _NUMBERS.fullmatch(dtype_name):
+        hint = "encode text as integer ids first" if dtype_name.startswith(("str", "object", "bytes")) else None
         raise InputError(f"{name} is not numeric.", got=f"dtype {dtype}", expected="numbers", hint=hint)
 
 
@@ -322,19 +325,19 @@ def _has_a_value(variable: Any) -> bool:
         return False
 
 
-def _refuse_absent(name: str, value: Any) -> None:
+def _refuse_unreadable(name: str, value: Any) -> None:
     """Raise InputError for arrays without values, and for ragged, quantized or sparse arrays."""
     kind, is_sparse = type(value).__name__, str(getattr(value, "layout", "")).startswith("torch.sparse")
     if getattr(value, "is_meta", False) or kind in ("KerasTensor", "SymbolicTensor", "ShapeDtypeStruct", "FakeTensor"):
-        what, hint = "has a shape but no values", "a tensor with values, not a meta or symbolic tensor"
+        problem, hint = "has a shape but no values", "a tensor with values, not a meta or symbolic tensor"
     elif getattr(value, "is_nested", False) or "Ragged" in kind:
-        what, hint = "is ragged", "pad to one length and mask"
+        problem, hint = "is ragged", "pad to one length and mask"
     elif getattr(value, "is_quantized", False):
-        what, hint = "is quantized", f"{name}.dequantize()"
+        problem, hint = "is quantized", f"{name}.dequantize()"
     elif engine_of(value) == "tensorflow" and "Variable" in kind and not _has_a_value(value):
-        what, hint = "is a variable of a graph, without a value of its own", f"session.run({name})"
+        problem, hint = "is a variable of a graph, without a value of its own", f"session.run({name})"
     elif "parse" in kind or hasattr(value, "tocsr") or kind in ("BCOO", "BCSR") or is_sparse:
-        what, hint = "is sparse", f"{name}.to_dense(), .todense() or tf.sparse.to_dense({name})"
+        problem, hint = "is sparse", f"{name}.to_dense(), .todense() or tf.sparse.to_dense({name})"
     else:
         return
-    raise InputError(f"{name} {what}.", got=kind, expected="a plain array", hint=hint)
+    raise InputError(f"{name} {problem}.", got=kind, expected="a plain array", hint=hint)

@@ -18,7 +18,7 @@ from ..vocabulary import SAMPLE
 from .axes import ModelAxes
 
 #: Largest number of combinations of sample axes that are tried.
-_MOST_CHOICES = 64
+_MAX_CHOICES = 64
 _FEW, _MORE = 2, 3
 
 
@@ -35,8 +35,8 @@ def layouts_to_cut(axes: ModelAxes, template: Batch, x: Any, y: Any, sample_weig
     if inputs is None:
         return None
     count = data.size_of(data.leaves_of(x)[0], inputs[0])
-    targets = _beside(axes, template, x, inputs, y, count)
-    weights = [_weight(axes, leaf, y, targets, count) for leaf in data.leaves_of(sample_weight)]
+    targets = _target_layouts(axes, template, x, inputs, y, count)
+    weights = [_weight_layout(axes, leaf, y, targets, count) for leaf in data.leaves_of(sample_weight)]
     return {"x": inputs, "y": targets, "sample_weight": weights}
 
 
@@ -49,9 +49,9 @@ def layouts_of_inputs(axes: ModelAxes, template: Batch, x: Any) -> list[Layout |
     if all(layout is not None and layout.sample is not None for layout in stated):
         return list(stated)
     failure: Exception | None = None
-    for layouts in islice(_choices(leaves, stated), _MOST_CHOICES):
+    for layouts in islice(_layout_choices(leaves, stated), _MAX_CHOICES):
         try:
-            few, more = (_run(axes, template, _short(x, layouts, size)) for size in (_FEW, _MORE))
+            few, more = (_run(axes, template, _cut_inputs(x, layouts, size)) for size in (_FEW, _MORE))
         except ModelError as error:
             if "recurrent" in str(error):  # nothing to follow: the convention of torch, samples first
                 return None
@@ -59,12 +59,12 @@ def layouts_of_inputs(axes: ModelAxes, template: Batch, x: Any) -> list[Layout |
         except Exception as error:
             failure = failure or error
         else:
-            if _only_samples_moved(few, more):
+            if _only_samples_differ(few, more):
                 return list(layouts)
-    raise _unknown("input", [tuple(getattr(leaf, "shape", ())) for leaf in leaves], failure)
+    raise _unknown_axis_error("input", [tuple(getattr(leaf, "shape", ())) for leaf in leaves], failure)
 
 
-def _choices(leaves: Sequence[Any], stated: Sequence[Layout | None]) -> Iterator[tuple[Layout | None, ...]]:
+def _layout_choices(leaves: Sequence[Any], stated: Sequence[Layout | None]) -> Iterator[tuple[Layout | None, ...]]:
     """Yield each choice of a sample axis per input (None if packed) for which all have the same number of samples."""
     options: list[list[Layout | None]] = []
     for leaf, layout in zip(leaves, stated, strict=True):
@@ -80,79 +80,79 @@ def _choices(leaves: Sequence[Any], stated: Sequence[Layout | None]) -> Iterator
             yield layouts
 
 
-def _short(x: Any, layouts: Sequence[Layout | None], size: int) -> Any:
+def _cut_inputs(x: Any, layouts: Sequence[Layout | None], size: int) -> Any:
     """Cut the inputs to ``size`` samples; if there are fewer, repeat the first samples."""
-    each = iter(layouts)
-    return data.map_leaves(lambda leaf: _first(leaf, next(each), size), x)
+    layout_iterator = iter(layouts)
+    return data.map_leaves(lambda leaf: _cut_samples(leaf, next(layout_iterator), size), x)
 
 
-def _first(leaf: Any, layout: Layout | None, size: int) -> Any:
-    whole = data.size_of(leaf, layout)
-    some = data.samples_of(leaf, layout, 0, min(size, whole))
-    if whole >= size or layout is None or layout.sample is None:
-        return some
-    index = (slice(None),) * layout.sample + (np.arange(size) % whole,)
-    return some[index]
+def _cut_samples(leaf: Any, layout: Layout | None, size: int) -> Any:
+    sample_count = data.size_of(leaf, layout)
+    samples = data.samples_of(leaf, layout, 0, min(size, sample_count))
+    if sample_count >= size or layout is None or layout.sample is None:
+        return samples
+    index = (slice(None),) * layout.sample + (np.arange(size) % sample_count,)
+    return samples[index]
 
 
 def _run(axes: ModelAxes, template: Batch, x: Any, y: Any = None) -> Capture:
-    quiet = replace(template, x=x, y=y, sample_weight=None, class_weight=None, initial_state=None)
-    quiet = quiet if y is not None else replace(quiet, loss=None)
-    return axes.adapter.capture(axes.model, quiet, CaptureRequest(gradients=False, weight_grads=False))
+    run_batch = replace(template, x=x, y=y, sample_weight=None, class_weight=None, initial_state=None)
+    run_batch = run_batch if y is not None else replace(run_batch, loss=None)
+    return axes.adapter.capture(axes.model, run_batch, CaptureRequest(gradients=False, weight_grads=False))
 
 
-def _only_samples_moved(few: Capture, more: Capture) -> bool:
+def _only_samples_differ(few: Capture, more: Capture) -> bool:
     """Return whether two captures differ only in the number of samples: same calls and steps, outputs in proportion."""
     if len(few.calls) != len(more.calls) or len(data.leaves_of(few.outputs)) != len(data.leaves_of(more.outputs)):
         return False  # a loop over the samples calls the layer once for each
     pairs = [(tuple(a.input.shape[:2]), tuple(b.input.shape[:2])) for a, b in zip(few.calls, more.calls, strict=True)]
-    calls = all(b[0] * _FEW == a[0] * _MORE and a[1] == b[1] for a, b in pairs)
+    calls_match = all(b[0] * _FEW == a[0] * _MORE and a[1] == b[1] for a, b in pairs)
     outputs = [
         (a, b)
         for a, b in zip(data.leaves_of(few.outputs), data.leaves_of(more.outputs), strict=True)
         if getattr(a, "ndim", 0)
     ]
-    return calls and all(
+    return calls_match and all(
         data.is_packed(a) or any(n * _FEW == m * _MORE for m, n in zip(a.shape, b.shape, strict=True))
         for a, b in outputs
     )
 
 
-def _beside(
+def _target_layouts(
     axes: ModelAxes, template: Batch, x: Any, inputs: Sequence[Layout | None], y: Any, count: int
 ) -> list[Layout | None]:
     """Find the layouts of the targets: the only axis with ``count`` entries, or the one that the loss accepts."""
     leaves = data.leaves_of(y)
     if "y" in axes.data:
         return [axes.data["y"]] * len(leaves)
-    found: list[Layout | None] = []
+    layouts: list[Layout | None] = []
     for leaf in leaves:
         shape = tuple(getattr(leaf, "shape", ()))
         fitting = [_with_samples_on(axis, len(shape)) for axis, size in enumerate(shape) if size == count]
         if len(fitting) > 1 and len(leaves) == 1:
-            fitting = [layout for layout in fitting if _loss_takes(axes, template, x, inputs, y, layout)]
+            fitting = [layout for layout in fitting if _loss_accepts(axes, template, x, inputs, y, layout)]
         if len(fitting) != 1:
-            raise _unknown("y", [shape], None)
-        found.append(fitting[0])
-    return found
+            raise _unknown_axis_error("y", [shape], None)
+        layouts.append(fitting[0])
+    return layouts
 
 
-def _loss_takes(
+def _loss_accepts(
     axes: ModelAxes, template: Batch, x: Any, inputs: Sequence[Layout | None], y: Any, layout: Layout
 ) -> bool:
     """Return whether the loss accepts targets cut along this layout's sample axis, and no other number of them."""
-    works = []
+    accepted = []
     for size, targets in ((_MORE, _MORE), (_MORE, _FEW), (_FEW, _MORE)):
         try:
-            _run(axes, template, _short(x, inputs, size), _first(data.leaves_of(y)[0], layout, targets))
+            _run(axes, template, _cut_inputs(x, inputs, size), _cut_samples(data.leaves_of(y)[0], layout, targets))
         except Exception:
-            works.append(False)
+            accepted.append(False)
         else:
-            works.append(True)
-    return works == [True, False, False]
+            accepted.append(True)
+    return accepted == [True, False, False]
 
 
-def _weight(axes: ModelAxes, leaf: Any, y: Any, targets: Sequence[Layout | None], count: int) -> Layout:
+def _weight_layout(axes: ModelAxes, leaf: Any, y: Any, targets: Sequence[Layout | None], count: int) -> Layout:
     """Return the layout of the sample weights: one per sample, or the layout of the targets."""
     if "sample_weight" in axes.data:
         return axes.data["sample_weight"]
@@ -164,11 +164,11 @@ def _weight(axes: ModelAxes, leaf: Any, y: Any, targets: Sequence[Layout | None]
             return _with_samples_on(layout.sample, len(shape))
     fitting = [_with_samples_on(axis, len(shape)) for axis, size in enumerate(shape) if size == count]
     if len(fitting) != 1:
-        raise _unknown("sample_weight", [shape], None)
+        raise _unknown_axis_error("sample_weight", [shape], None)
     return fitting[0]
 
 
-def _unknown(name: str, shapes: Sequence[tuple[int, ...]], failure: Exception | None) -> RnnlensError:
+def _unknown_axis_error(name: str, shapes: Sequence[tuple[int, ...]], failure: Exception | None) -> RnnlensError:
     if isinstance(failure, RnnlensError) and isinstance(failure, InputError):
         return failure
     error = InputError(
@@ -188,7 +188,7 @@ class DataSetBatches:
     """Batches of a data set; every iteration starts from the first."""
 
     #: The whole data set as the user passed it, and the options of a run.
-    whole: Batch
+    full_batch: Batch
     batch_size: int | None
     axes: ModelAxes
     #: Whether a loss is needed; without it, targets and weights are left out.
@@ -196,30 +196,30 @@ class DataSetBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         start = 0
-        bare: dict[str, Any] = {} if self.with_loss else {"loss": None, "class_weight": None}
-        for number, cut in enumerate(self._cut()):
-            seed = self.whole.seed  # in training mode each batch has another one
-            stop = start + self.axes.samples(replace(self.whole, x=cut.x))
+        omitted: dict[str, Any] = {} if self.with_loss else {"loss": None, "class_weight": None}
+        for number, data_batch in enumerate(self._cut_batches()):
+            seed = self.full_batch.seed  # in training mode each batch has another one
+            stop = start + self.axes.samples(replace(self.full_batch, x=data_batch.x))
             yield replace(
-                self.whole,
-                x=cut.x,
-                y=cut.y if self.with_loss else None,
-                sample_weight=cut.sample_weight if self.with_loss else None,
-                initial_state=data.take(self.whole.initial_state, start, stop),
-                seed=seed if seed is None or not self.whole.training else seed + number,
-                **bare,
+                self.full_batch,
+                x=data_batch.x,
+                y=data_batch.y if self.with_loss else None,
+                sample_weight=data_batch.sample_weight if self.with_loss else None,
+                initial_state=data.take(self.full_batch.initial_state, start, stop),
+                seed=seed if seed is None or not self.full_batch.training else seed + number,
+                **omitted,
             )
             start = stop
 
     @property
     def samples(self) -> int | None:
         """Number of samples, or None if it is not known without reading the data."""
-        return None if is_source(self.whole.x) else data.len_of(self.whole.x, self.axes.inputs)
+        return None if is_source(self.full_batch.x) else data.len_of(self.full_batch.x, self.axes.inputs)
 
     @property
     def count(self) -> int | None:
         """Number of batches, or None if it is not known."""
-        x = self.whole.x
+        x = self.full_batch.x
         if not self.axes.samples_first and not self.axes.is_cut:
             return None if data.is_cut(x, self.batch_size) else 1  # not known yet how the inputs lie
         inputs = self.axes.inputs
@@ -229,9 +229,9 @@ class DataSetBatches:
     @property
     def can_be_read_again(self) -> bool:
         """Whether the data can be read from the start a second time."""
-        return not hasattr(self.whole.x, "__next__")
+        return not hasattr(self.full_batch.x, "__next__")
 
-    def again(self) -> Iterator[Batch]:
+    def iterate_again(self) -> Iterator[Batch]:
         """Iterate over the data from the start a second time; raise for a generator."""
         if not self.can_be_read_again:
             raise UnsupportedError(
@@ -244,8 +244,8 @@ class DataSetBatches:
 
     def targets(self, batches: list[Batch]) -> tuple[Any, Any]:
         """Return targets and sample weights of all samples, as the user passed them or joined from batches."""
-        if not is_source(self.whole.x):
-            return (self.whole.y, self.whole.sample_weight) if self.with_loss else (None, None)
+        if not is_source(self.full_batch.x):
+            return (self.full_batch.y, self.full_batch.sample_weight) if self.with_loss else (None, None)
         if self.axes.inputs is not None and any(layout is not None and layout.sample for layout in self.axes.inputs):
             raise UnsupportedError(
                 "The loss of this data set needs the targets of all batches, and rnnlens cannot determine their "
@@ -255,27 +255,29 @@ class DataSetBatches:
             )
         return data.join([batch.y for batch in batches]), data.join([batch.sample_weight for batch in batches])
 
-    def _cut(self) -> Iterable[data.DataBatch]:
+    def _cut_batches(self) -> Iterable[data.DataBatch]:
         """Return the batches, each cut along the sample axis; without a batch size, all data are one batch."""
-        axes, whole = self.axes, data.DataBatch(self.whole.x, self.whole.y, self.whole.sample_weight)
-        template = replace(self.whole, x=None, y=None, sample_weight=None)
-        one = not data.is_cut(whole.x, self.batch_size)
-        if one and not is_source(whole.x):
-            refuse_large("The batch", [whole.x, whole.y], "batch_size=, fewer samples at a time")
-        if one and not axes.samples_first:
+        axes, all_data = self.axes, data.DataBatch(self.full_batch.x, self.full_batch.y, self.full_batch.sample_weight)
+        template = replace(self.full_batch, x=None, y=None, sample_weight=None)
+        is_single_batch = not data.is_cut(all_data.x, self.batch_size)
+        if is_single_batch and not is_source(all_data.x):
+            refuse_large("The batch", [all_data.x, all_data.y], "batch_size=, fewer samples at a time")
+        if is_single_batch and not axes.samples_first:
             if template.initial_state is not None:  # one row may serve all samples: how many are they?
-                axes.inputs, axes.is_cut = layouts_of_inputs(axes, template, whole.x), True
-            return [whole]
+                axes.inputs, axes.is_cut = layouts_of_inputs(axes, template, all_data.x), True
+            return [all_data]
         layouts = None
-        if not is_source(whole.x):
-            layouts = layouts_to_cut(axes, template, *whole)
+        if not is_source(all_data.x):
+            layouts = layouts_to_cut(axes, template, *all_data)
             axes.inputs, axes.is_cut = None if layouts is None else layouts["x"], True
-        return self._lying_as_the_first(
-            data.batches(*whole[:2], sample_weight=whole.sample_weight, batch_size=self.batch_size, layouts=layouts),
+        return self._with_layout_of_first(
+            data.batches(
+                *all_data[:2], sample_weight=all_data.sample_weight, batch_size=self.batch_size, layouts=layouts
+            ),
             template,
         )
 
-    def _lying_as_the_first(self, batches: Iterable[data.DataBatch], template: Batch) -> Iterator[data.DataBatch]:
+    def _with_layout_of_first(self, batches: Iterable[data.DataBatch], template: Batch) -> Iterator[data.DataBatch]:
         """Yield the batches of a source, all cut along the sample axes that are found on the first one."""
         for batch in batches:
             if not self.axes.is_cut:

@@ -27,20 +27,20 @@ from ..typing import Array
 from ..vocabulary import SAMPLE, TIME
 
 
-def dense(link: ChainLink, value: Array) -> tuple[Array, Array]:
+def dense_values(link: ChainLink, value: Array) -> tuple[Array, Array]:
     """Return pre-activation and output of a dense layer."""
     z = value if link.kernel is None else value @ link.kernel
     z = z if link.bias is None else z + link.bias
     return z, ACTIVATIONS[link.activation].value(z, array_namespace(z))
 
 
-def pull_dense_rows(link: ChainLink, before: Array, block: Array | None) -> Array:
+def pull_dense_rows(link: ChainLink, layer_input: Array, block: Array | None) -> Array:
     """Pull rows (sample or 1, [time or 1,] row, unit) back from a dense layer's output to its input."""
     if block is None:
-        units = before.shape[-1] if link.kernel is None else link.kernel.shape[1]
-        block = np.eye(units, dtype=before.dtype)[(None,) * (before.ndim - 1)]
+        units = layer_input.shape[-1] if link.kernel is None else link.kernel.shape[1]
+        block = np.eye(units, dtype=layer_input.dtype)[(None,) * (layer_input.ndim - 1)]
     if link.activation != "linear":
-        z, a = (v[..., None, :] for v in dense(link, before))
+        z, a = (v[..., None, :] for v in dense_values(link, layer_input))
         block = ACTIVATIONS[link.activation].vjp(z, a, block, array_namespace(z))
     return block if link.kernel is None else block @ link.kernel.T
 
@@ -50,22 +50,22 @@ def pull_back(links: Sequence[ChainLink], value: Array, cotangent: Array) -> Arr
     layers = [link for link in links if link.kind == "dense"]
     values = [value]
     for link in layers[:-1]:
-        values.append(dense(link, values[-1])[1])
-    for link, before in zip(reversed(layers), reversed(values[: len(layers)]), strict=True):
+        values.append(dense_values(link, values[-1])[1])
+    for link, layer_input in zip(reversed(layers), reversed(values[: len(layers)]), strict=True):
         if link.activation != "linear":
-            z, a = dense(link, before)
+            z, a = dense_values(link, layer_input)
             cotangent = ACTIVATIONS[link.activation].vjp(z, a, cotangent, array_namespace(z))
         cotangent = cotangent if link.kernel is None else cotangent @ link.kernel.T
     return cotangent
 
 
 #: By model: traces whose gradients between the layers were those of the framework.
-_agreed: weakref.WeakKeyDictionary[Any, set[Hashable]] = weakref.WeakKeyDictionary()
+_agreed_keys: weakref.WeakKeyDictionary[Any, set[Hashable]] = weakref.WeakKeyDictionary()
 
 
 def has_agreed(model: Any, key: Hashable) -> bool:
     """Return whether the gradients between the layers of an earlier trace with this key were the framework's."""
-    return key in _agreed.get(model, ())
+    return key in _agreed_keys.get(model, ())
 
 
 class ChainGradients:
@@ -76,7 +76,7 @@ class ChainGradients:
 
     def __init__(self, capture: Capture, links: Sequence[ChainLink], x: Any) -> None:
         self._capture, self._x, self.agree = capture, x, True
-        self._above: dict[str, Array] = {}
+        self._output_grads_below: dict[str, Array] = {}
         self._calls = {call.layer: call for call in capture.calls}
         #: Links below a recurrent layer, down to the layer before it or to the model's input, by the layer's name.
         self._links: dict[str, list[ChainLink]] = {}
@@ -100,7 +100,7 @@ class ChainGradients:
 
     def with_output_grad(self, call: RecurrentCall) -> RecurrentCall:
         """Return a call with the output gradient that the layer above gave; with the captured one if the two differ."""
-        pulled = self._above.get(call.layer)
+        pulled = self._output_grads_below.get(call.layer)
         if pulled is None:
             return call
         if not (self._capture.topmost or _is_close(pulled, to_host(call.output_grad), int(call.input.shape[1]))):
@@ -111,27 +111,27 @@ class ChainGradients:
     def pull(self, call: RecurrentCall, input_grad: Array) -> None:
         """Pull the gradient at a swept layer's input back to the layer below or to the model's input; store it."""
         names, links = list(self._links), self._links[call.layer]
-        place = names.index(call.layer)
-        if place:
-            below = self._calls[names[place - 1]]
-            self._above[below.layer] = pull_back(links, to_host(below.output), to_host(input_grad))
+        position = names.index(call.layer)
+        if position:
+            below = self._calls[names[position - 1]]
+            self._output_grads_below[below.layer] = pull_back(links, to_host(below.output), to_host(input_grad))
         elif self._capture.topmost and self._capture.input_grads:
-            self._capture.input_grads = [self._at_the_input(links, to_host(input_grad))]
+            self._capture.input_grads = [self._input_gradient(links, to_host(input_grad))]
 
-    def _at_the_input(self, links: Sequence[ChainLink], grad: Array) -> Array | None:
+    def _input_gradient(self, links: Sequence[ChainLink], grad: Array) -> Array | None:
         """Return the gradient at the model's input in its own layout; None for an input of integers."""
         if any(link.kind == "table" for link in links):
             return None
         steps_first = bool(links) and links[0].axes[:2] == (TIME, SAMPLE)
         (leaf,) = leaves_of(self._x)
         value = to_host(leaf).astype(grad.dtype, copy=False)
-        found = pull_back(links, value.swapaxes(0, 1) if steps_first else value, grad)
-        return found.swapaxes(0, 1) if steps_first else found
+        gradient = pull_back(links, value.swapaxes(0, 1) if steps_first else value, grad)
+        return gradient.swapaxes(0, 1) if steps_first else gradient
 
     def remember(self, model: Any, key: Hashable) -> None:
         """Store that further traces with this key need the framework's gradients at the last layer alone."""
         if self.agree:
-            _agreed.setdefault(model, set()).add(key)
+            _agreed_keys.setdefault(model, set()).add(key)
 
 
 def _is_plain(call: RecurrentCall) -> bool:

@@ -24,109 +24,124 @@ from ..results.schema import to_host
 from ..typing import Array
 from ..vocabulary import SAMPLE, TIME
 from .axes import an_axes_table
-from .nonfinite_forward import gradient_at_the_outputs, in_the_forward_pass, in_the_loss, origin_of
-from .observed_run import ObservedCall, ObservedRun, in_the_data, in_the_weights, name_of_input
+from .nonfinite_forward import find_output_gradient, forward_origins, loss_origins, origin_of
+from .observed_run import ObservedCall, ObservedRun, find_data_origins, find_weight_origins, name_of_input
 from .recurrent_layers import sweep
 from .request import in_turn
 
 
-def in_the_backward_pass(observed: ObservedRun) -> Iterator[Origin]:
+def backward_origins(observed: ObservedRun) -> Iterator[Origin]:
     """Yield where gradients are first not finite, layer by layer from the top, from the last step on."""
-    if not is_sick(observed):
+    if not has_nonfinite_gradient(observed):
         return
-    at_the_outputs = observed.attempt(lambda: gradient_at_the_outputs(observed))
-    if at_the_outputs is not None:
-        yield at_the_outputs
-    above, recurrent = "the loss", False
+    output_origin = observed.attempt(lambda: find_output_gradient(observed))
+    if output_origin is not None:
+        yield output_origin
+    layer_above, is_recurrent = "the loss", False
     for node in reversed(observed.nodes):
         for replayed in node.directions:
-            yield from _in_recurrence(replayed, _source(node.name, above, recurrent))
-        for one in node.plain:
-            grad = None if one.output_grad is None else to_host(one.output_grad)
-            spot = None if grad is None else observed.first(Port("output", one.layer), "output_grad", grad)
-            if spot is not None and grad is not None:
-                fed, output = _source(one.layer, above, recurrent), to_host(one.output)
+            yield from _recurrence_origins(replayed, _gradient_source(node.name, layer_above, is_recurrent))
+        for plain_call in node.plain_calls:
+            grad = None if plain_call.output_grad is None else to_host(plain_call.output_grad)
+            nonfinite = (
+                None
+                if grad is None
+                else observed.first_nonfinite(Port("output", plain_call.layer), "output_grad", grad)
+            )
+            if nonfinite is not None and grad is not None:
+                cause, output = (
+                    _gradient_source(plain_call.layer, layer_above, is_recurrent),
+                    to_host(plain_call.output),
+                )
                 if output.shape == grad.shape:
-                    place = tuple(np.argwhere(~np.isfinite(grad))[0])
-                    fed += f", where the output is {float(output[place]):.3g}"
-                yield Origin("backward", one.layer, "output_grad", spot.value, spot.index, fed_by=fed)
+                    position = tuple(np.argwhere(~np.isfinite(grad))[0])
+                    cause += f", where the output is {float(output[position]):.3g}"
+                yield Origin(
+                    "backward", plain_call.layer, "output_grad", nonfinite.value, nonfinite.index, fed_by=cause
+                )
         for replayed in node.directions:
-            yield from _at_weights(replayed)
-        above, recurrent = node.name, bool(node.directions)
-    yield from _at_the_boundaries(observed, _source("the input", above, recurrent))
+            yield from _weight_gradient_origins(replayed)
+        layer_above, is_recurrent = node.name, bool(node.directions)
+    yield from _boundary_origins(observed, _gradient_source("the input", layer_above, is_recurrent))
 
 
-def _source(layer: str, above: str, recurrent: bool) -> str:
-    """Name the source of a gradient at a layer; ``recurrent``: the layer above is, and its gradients are finite."""
-    return f"the backward pass between {layer} and {above}" if recurrent else f"the backward pass of {above}"
+def _gradient_source(layer: str, layer_above: str, is_recurrent: bool) -> str:
+    """Name the source of a gradient at a layer; ``is_recurrent``: the layer above is, and its gradients are finite."""
+    return (
+        f"the backward pass between {layer} and {layer_above}"
+        if is_recurrent
+        else f"the backward pass of {layer_above}"
+    )
 
 
-def is_sick(observed: ObservedRun) -> bool:
+def has_nonfinite_gradient(observed: ObservedRun) -> bool:
     """Return whether any gradient of the run is not finite."""
     capture = observed.capture
     tensors: list[Any] = [*capture.input_grads, *capture.beside.values()]
     for call in capture.calls:
         tensors += [call.output_grad, *(call.final_state_grad or ()), *(call.weight_grads or {}).values()]
-    tensors += [one.output_grad for one in capture.plain]
+    tensors += [plain_call.output_grad for plain_call in capture.plain]
     if any(grad is not None and not np.all(np.isfinite(to_host(grad))) for grad in tensors):
         return True
     # The replay also shows values beyond the range of half precision, and gradients between steps only.
-    return any(_spot(replayed) is not None for node in observed.nodes for replayed in node.directions)
+    return any(
+        _first_nonfinite_gradient(replayed) is not None for node in observed.nodes for replayed in node.directions
+    )
 
 
-def _swept(replayed: ObservedCall) -> Adjoint | None:
+def _sweep_call(replayed: ObservedCall) -> Adjoint | None:
     call = replayed.call
     if call.output_grad is None:
         return None
     return sweep(call, replayed.run, call.output_grad, call.final_state_grad, call.state_grad)
 
 
-def _spot(replayed: ObservedCall) -> NonfiniteValue | None:
+def _first_nonfinite_gradient(replayed: ObservedCall) -> NonfiniteValue | None:
     """Return the first non-finite gradient of one recurrence: a direct one, else one of its sweep; else None."""
     call = replayed.call
     if call.output_grad is None:
         return None
-    direct = {"output_grad": to_host(call.output_grad)}
+    direct_grads = {"output_grad": to_host(call.output_grad)}
     if not call.returns_sequences:
-        spot = first("output_grad", direct.pop("output_grad"), ("sample", "unit"), replayed.limit)
-        if spot is not None:
-            return spot
+        nonfinite = first("output_grad", direct_grads.pop("output_grad"), ("sample", "unit"), replayed.limit)
+        if nonfinite is not None:
+            return nonfinite
     for name, grad in zip(call.cell.state_names, call.final_state_grad or (), strict=False):
-        spot = first(f"final_{name}_grad", to_host(grad), ("sample", "unit"), replayed.limit)
-        if spot is not None:
-            return spot
-    swept = _swept(replayed)
-    return None if swept is None else first_backward(replayed.run, swept, direct, replayed.limit)
+        nonfinite = first(f"final_{name}_grad", to_host(grad), ("sample", "unit"), replayed.limit)
+        if nonfinite is not None:
+            return nonfinite
+    swept = _sweep_call(replayed)
+    return None if swept is None else first_backward(replayed.run, swept, direct_grads, replayed.limit)
 
 
-def _in_recurrence(replayed: ObservedCall, source: str) -> Iterator[Origin]:
-    spot = _spot(replayed)
-    if spot is None:
+def _recurrence_origins(replayed: ObservedCall, source: str) -> Iterator[Origin]:
+    nonfinite = _first_nonfinite_gradient(replayed)
+    if nonfinite is None:
         return
-    if spot.quantity in ("output_grad", *(f"final_{name}_grad" for name in replayed.call.cell.state_names)):
-        fed = source
+    if nonfinite.quantity in ("output_grad", *(f"final_{name}_grad" for name in replayed.call.cell.state_names)):
+        cause = source
     else:
-        fed = _carried(replayed, spot)
-    yield replace(origin_of(replayed, spot, "backward"), fed_by=fed)
+        cause = _next_step_text(replayed, nonfinite)
+    yield replace(origin_of(replayed, nonfinite, "backward"), fed_by=cause)
 
 
-def _carried(replayed: ObservedCall, spot: NonfiniteValue) -> str:
+def _next_step_text(replayed: ObservedCall, nonfinite: NonfiniteValue) -> str:
     """Return text on the sizes of the state gradients of the next step, and of the recurrent kernel."""
-    swept, run, sample, t = _swept(replayed), replayed.run, spot.index[SAMPLE], spot.index[TIME]
+    swept, run, sample, t = _sweep_call(replayed), replayed.run, nonfinite.index[SAMPLE], nonfinite.index[TIME]
     assert swept is not None
-    after = t + 1 if run.order == "forward" else t - 1
+    next_step = t + 1 if run.order == "forward" else t - 1
     parts = []
-    if 0 <= after < run.input.shape[1]:
+    if 0 <= next_step < run.input.shape[1]:
         for name, grad in zip(run.cell.state_names, swept.state_grads, strict=True):
-            size = np.max(np.abs(to_host(grad)[sample, after]), initial=0.0)
-            parts.append(f"{name}_grad up to {size:.3g} at step {after}")
+            size = np.max(np.abs(to_host(grad)[sample, next_step]), initial=0.0)
+            parts.append(f"{name}_grad up to {size:.3g} at step {next_step}")
     kernel = run.cell.weights().get("recurrent_kernel")
     if kernel is not None:
         parts.append(f"recurrent_kernel up to {np.max(np.abs(to_host(kernel)), initial=0.0):.3g}")
     return ", ".join(parts)
 
 
-def _at_weights(replayed: ObservedCall) -> Iterator[Origin]:
+def _weight_gradient_origins(replayed: ObservedCall) -> Iterator[Origin]:
     """Yield origins of non-finite weight gradients of a recurrent layer whose adjoints are finite."""
     cell = replayed.call.cell
     for key, grad in (replayed.call.weight_grads or {}).items():
@@ -135,36 +150,44 @@ def _at_weights(replayed: ObservedCall) -> Iterator[Origin]:
             dims = tuple(cell.parameters[key].dims)
             gated = has_gates(cell.parameters[key])
             array = array.reshape(*array.shape[:-1], len(cell.gates), -1) if gated else array
-        spot = first(f"{key}_grad", array, dims, np.inf)
-        if spot is not None:
-            fed = "a sum over samples and steps of numbers that are finite"
-            yield replace(origin_of(replayed, spot, "backward"), fed_by=fed)
+        nonfinite = first(f"{key}_grad", array, dims, np.inf)
+        if nonfinite is not None:
+            cause = "a sum over samples and steps of numbers that are finite"
+            yield replace(origin_of(replayed, nonfinite, "backward"), fed_by=cause)
 
 
-def _at_the_boundaries(observed: ObservedRun, source: str) -> Iterator[Origin]:
+def _boundary_origins(observed: ObservedRun, source: str) -> Iterator[Origin]:
     for i, grad in enumerate(observed.capture.input_grads):
-        spot = None if grad is None else observed.first(Port("input", index=i), "input_grad", to_host(grad))
-        if spot is not None:
-            yield Origin("backward", name_of_input(observed, i), "input_grad", spot.value, spot.index, fed_by=source)
+        nonfinite = (
+            None if grad is None else observed.first_nonfinite(Port("input", index=i), "input_grad", to_host(grad))
+        )
+        if nonfinite is not None:
+            yield Origin(
+                "backward", name_of_input(observed, i), "input_grad", nonfinite.value, nonfinite.index, fed_by=source
+            )
     for name, grad in observed.capture.beside.items():
         array = None if grad is None else to_host(grad)
-        spot = None if array is None else first("gradient", array, [f"axis_{i}" for i in range(array.ndim)], np.inf)
-        if spot is not None:
-            yield Origin("backward", name, "gradient", spot.value, spot.index, fed_by="finite gradients at the outputs")
+        nonfinite = (
+            None if array is None else first("gradient", array, [f"axis_{i}" for i in range(array.ndim)], np.inf)
+        )
+        if nonfinite is not None:
+            yield Origin(
+                "backward", name, "gradient", nonfinite.value, nonfinite.index, fed_by="finite gradients at the outputs"
+            )
 
 
-def reaches(observed: ObservedRun) -> Mapping[str, bool]:
+def nonfinite_results(observed: ObservedRun) -> Mapping[str, bool]:
     """Return, for outputs, loss and gradients, whether they have non-finite values."""
-    found = {"outputs": any(not _fine(array) for array in observed.returned)}
+    has_nonfinite = {"outputs": any(not _is_finite(array) for array in observed.returned_outputs)}
     if observed.capture.loss is not None:
-        found["loss"] = not np.isfinite(observed.capture.loss)
+        has_nonfinite["loss"] = not np.isfinite(observed.capture.loss)
         grads = [*observed.capture.input_grads, *observed.capture.beside.values()]
         grads += [g for call in observed.capture.calls for g in (call.weight_grads or {}).values()]
-        found["gradients"] = any(grad is not None and not _fine(to_host(grad)) for grad in grads)
-    return found
+        has_nonfinite["gradients"] = any(grad is not None and not _is_finite(to_host(grad)) for grad in grads)
+    return has_nonfinite
 
 
-def _fine(array: Array) -> bool:
+def _is_finite(array: Array) -> bool:
     return array.dtype.kind not in "fc" or bool(np.all(np.isfinite(array)))
 
 
@@ -245,46 +268,46 @@ def find_nonfinite(
     observed = ObservedRun(adapter, model, batch, has_loss, axes)
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # threads of the recurrence have error states of their own
-        origin, notes = _first(observed)
-        reached = {} if origin is None else observed.attempt(lambda: reaches(observed)) or {}
-        dataset = {} if origin is None else _way_there(observed, origin)
-        captured = observed.attempt(lambda: observed.capture.notes) or []
+        origin, notes = _first_origin(observed)
+        reached = {} if origin is None else observed.attempt(lambda: nonfinite_results(observed)) or {}
+        dataset = {} if origin is None else _magnitude_datasets(observed, origin)
+        capture_notes = observed.attempt(lambda: observed.capture.notes) or []
     return NonFinite(
         dataset,
         origin=origin,
-        reaches=tuple(name for name, is_sick in reached.items() if is_sick),
+        reaches=tuple(name for name, is_nonfinite in reached.items() if is_nonfinite),
         looked_at=("data", "weights", "forward", *(("loss", "backward") if has_loss else ())),
         provenance=adapter.provenance(model),
-        notes=[*notes, *(note for note in captured if note.startswith(NOT_LOOKED_INTO))],
+        notes=[*notes, *(note for note in capture_notes if note.startswith(NOT_LOOKED_INTO))],
     )
 
 
-def _first(observed: ObservedRun) -> tuple[Origin | None, list[str]]:
+def _first_origin(observed: ObservedRun) -> tuple[Origin | None, list[str]]:
     """Return the origin of the first non-finite number, and notes on non-finite data that affect no result."""
-    weights = next(in_the_weights(observed), None)
-    if weights is not None:
-        return weights, []
-    given = next(in_the_data(observed), None)
-    if given is None:
-        return next(_computed(observed), None), []
-    if any(reaches(observed).values()):
-        return given, []
+    weight_origin = next(find_weight_origins(observed), None)
+    if weight_origin is not None:
+        return weight_origin, []
+    origin = next(find_data_origins(observed), None)
+    if origin is None:
+        return next(_computed_origins(observed), None), []
+    if any(nonfinite_results(observed).values()):
+        return origin, []
     note = (
-        f"{given.layer} holds {given.value} ({given.sentence}), which does not affect the output: it is masked, "
+        f"{origin.layer} holds {origin.value} ({origin.sentence}), which does not affect the output: it is masked, "
         "not used, or cast to an integer, as the ids of an embedding are."
     )
-    return next(_computed(observed), None), [note]
+    return next(_computed_origins(observed), None), [note]
 
 
-def _computed(observed: ObservedRun) -> Iterator[Origin]:
+def _computed_origins(observed: ObservedRun) -> Iterator[Origin]:
     """Yield the origins of non-finite values in the order of computation: forward pass, loss, backward pass."""
-    yield from in_the_forward_pass(observed)
+    yield from forward_origins(observed)
     if observed.has_loss:
-        yield from in_the_loss(observed)
-        yield from in_the_backward_pass(observed)
+        yield from loss_origins(observed)
+        yield from backward_origins(observed)
 
 
-def _way_there(observed: ObservedRun, origin: Origin) -> dict[str, xr.Dataset]:
+def _magnitude_datasets(observed: ObservedRun, origin: Origin) -> dict[str, xr.Dataset]:
     """Return the largest magnitude of the origin's quantity at each step of its sample, as a dataset of the layer."""
     sample = origin.index.get("sample")
     if origin.phase not in ("forward", "backward") or sample is None:
@@ -292,12 +315,14 @@ def _way_there(observed: ObservedRun, origin: Origin) -> dict[str, xr.Dataset]:
     for node in observed.nodes:
         for replayed in node.directions:
             if node.name == origin.layer and origin.direction in ("", replayed.call.direction):
-                words = {
+                attributes = {
                     "long_name": f"largest magnitude in {node.name} of sample {sample}",
                     "units": "1",
                     "definition": "maximum over gates and units of the pre-activations; of the state where the cell "
                     "has no gates",
                 }
-                size = xr.Variable(("time",), magnitude_by_step(replayed.run, sample), words)
-                return {node.name: xr.Dataset({"magnitude": size}, coords={"time": np.arange(size.sizes["time"])})}
+                magnitude = xr.Variable(("time",), magnitude_by_step(replayed.run, sample), attributes)
+                return {
+                    node.name: xr.Dataset({"magnitude": magnitude}, coords={"time": np.arange(magnitude.sizes["time"])})
+                }
     return {}

@@ -22,8 +22,8 @@ from .axes import an_axes_table
 from .batches import DataSetBatches
 from .chunked.samples import SampleChunks
 from .chunked.works import gradients_of_chunks
-from .differentiation.gather import DataSetGradients, a_clipping, clipped, gather, rule
-from .differentiation.request import GradientArguments, GradientRequest, Of, a_target, read_request, trainable
+from .differentiation.gather import DataSetGradients, a_clipping, clip_gradients, gather, rule_of_clipping
+from .differentiation.request import GradientArguments, GradientRequest, Of, a_target, read_request, trainable_weights
 from .differentiation.target import Reduction, a_reduction
 from .names import TensorName, known_model
 from .request import ModelRequest, in_turn
@@ -155,43 +155,43 @@ def gradients(
     run = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
     arguments = GradientArguments(of, wrt, at or {}, reduce, per_sample, measure, across, combine, clip, memory, axes)
     if check.is_lazy((x, y, sample_weight)):
-        return _lazy(model, run, arguments, batch_size)
-    scanned = _scan_tensor(adapter_for(model), model, wrt)
-    if scanned is not None:
-        return _scan_gradient(model, run, scanned, arguments, batch_size)
+        return _lazy_gradients(model, run, arguments, batch_size)
+    scan_tensor = _scan_tensor(adapter_for(model), model, wrt)
+    if scan_tensor is not None:
+        return _scan_gradient(model, run, scan_tensor, arguments, batch_size)
     request = read_request(model, run, arguments)
-    found = gather(request, DataSetBatches(run, batch_size, request.axes, request.with_loss))
+    data_set_gradients = gather(request, DataSetBatches(run, batch_size, request.axes, request.with_loss))
     provenance = request.provenance(with_loss=request.with_loss)
     if request.lone and clip is None:
-        return _array(request, found, provenance)
-    reasons = found.explanation
+        return _labelled_array(request, data_set_gradients, provenance)
+    reasons = data_set_gradients.explanation
     result = Gradients(
-        _datasets(request, found, provenance),
+        _datasets(request, data_set_gradients, provenance),
         of=request.target.text,
-        value=found.value,
+        value=data_set_gradients.value,
         disconnected=reasons.disconnected,
         flags=reasons.flags,
         provenance=provenance,
         notes=reasons.notes,
-        certificate=found.certificate,
+        certificate=data_set_gradients.certificate,
     )
     if clip is not None:
-        _add_clipped(result, request, found, clip)
+        _add_clipped(result, request, data_set_gradients, clip)
     return result
 
 
 def _scan_tensor(adapter: Adapter, model: Any, wrt: Any) -> tuple[str, str] | None:
     """Return layer and quantity that ``wrt`` names in a whole-sequence layer; None for any other tensor."""
-    named = (
+    match = (
         re.fullmatch(rf"(?P<layer>.+)\.(?P<quantity>{'|'.join(SCAN_QUANTITIES)})", wrt)
         if isinstance(wrt, str)
         else None
     )
-    if named is None:
+    if match is None:
         return None
-    layers, (asked, hash_, number) = list(known_model(adapter, model).sequences), named["layer"].partition("#")
-    found = [name for name in layers if name == asked or name.endswith(f".{asked}")]
-    return (f"{found[0]}{hash_}{number}", named["quantity"]) if len(found) == 1 else None
+    layers, (layer_name, hash_, number) = list(known_model(adapter, model).sequences), match["layer"].partition("#")
+    matching_layers = [name for name in layers if name == layer_name or name.endswith(f".{layer_name}")]
+    return (f"{matching_layers[0]}{hash_}{number}", match["quantity"]) if len(matching_layers) == 1 else None
 
 
 def _scan_gradient(
@@ -199,13 +199,17 @@ def _scan_gradient(
 ) -> LabelledArray:
     """Return the gradient of the loss by a state or coefficient of a scan, from a trace; refuse any other target."""
     layer, quantity = tensor
-    given = {**vars(arguments), "initial_state": run.initial_state, "batch_size": batch_size}
-    others = [name for name, is_changed in (("of", arguments.of != "loss"), ("at", arguments.at)) if is_changed]
-    others += [n for n, v in given.items() if n not in ("of", "wrt", "at", "axes") and v is not None and v is not False]
-    if others:
+    arguments_by_name = {**vars(arguments), "initial_state": run.initial_state, "batch_size": batch_size}
+    unsupported = [name for name, is_changed in (("of", arguments.of != "loss"), ("at", arguments.at)) if is_changed]
+    unsupported += [
+        n
+        for n, v in arguments_by_name.items()
+        if n not in ("of", "wrt", "at", "axes") and v is not None and v is not False
+    ]
+    if unsupported:
         raise UnsupportedError(
             f"A gradient with respect to the {quantity} of a whole-sequence layer is one of the loss of a batch.",
-            got=", ".join(f"{name}=" for name in others),
+            got=", ".join(f"{name}=" for name in unsupported),
             expected=f'rl.gradients(model, x, y, loss=..., wrt="{layer}.{quantity}")',
             hint="loss=lambda output: ..., any scalar of the output; steps are chosen by rl.trace(..., at=)",
         )
@@ -213,62 +217,68 @@ def _scan_gradient(
     run = replace(run, x=check.one_batch("x", run.x))
     result = trace_batch(model, run, TraceSelection.of(layer, name, has_loss(model, run)), {}, arguments.axes)
     array = LabelledArray(result[layer][name])
-    array.attrs |= record([check for check in result.checks if check.layer], result.certificate)
+    array.attrs |= record([self_check for self_check in result.checks if self_check.layer], result.certificate)
     return array
 
 
-def _lazy(model: Any, run: Batch, arguments: GradientArguments, batch_size: int | None) -> LabelledArray | Gradients:
+def _lazy_gradients(
+    model: Any, run: Batch, arguments: GradientArguments, batch_size: int | None
+) -> LabelledArray | Gradients:
     """Return gradients of data in Dask chunks, which are computed when they are asked for."""
-    resolved = ModelRequest.resolve(model, run, arguments.axes)
-    chunks = SampleChunks.of(resolved.axes, run, batch_size)
-    provenance = resolved.provenance(with_loss=arguments.of == "loss")
-    request, arrays, explanation, graph = gradients_of_chunks(model, chunks, arguments, _label, provenance)
+    model_request = ModelRequest.resolve(model, run, arguments.axes)
+    chunks = SampleChunks.of(model_request.axes, run, batch_size)
+    provenance = model_request.provenance(with_loss=arguments.of == "loss")
+    request, arrays, explanation, graph = gradients_of_chunks(model, chunks, arguments, _label_gradient, provenance)
     if request.lone:
-        name = request.asked[0]
+        name = request.requested[0]
         if name.text not in arrays:
-            raise _disconnected(request, explanation.disconnected[name.text])
+            raise _disconnected_error(request, explanation.disconnected[name.text])
         return LazyArray.of(arrays[name.text], graph)
 
-    found = ((name, arrays[name.text]) for name in request.asked if name.text in arrays)
-    datasets = _by_layer({n: (array.variable, {d: array[d].variable for d in array.coords}) for n, array in found})
-    words: dict[str, Any] = {"of": request.target.text, "provenance": provenance, "notes": chunks.notes}
-    return Gradients(datasets, disconnected=explanation.disconnected, **words).pending(graph)
+    present = ((name, arrays[name.text]) for name in request.requested if name.text in arrays)
+    datasets = _by_layer({n: (array.variable, {d: array[d].variable for d in array.coords}) for n, array in present})
+    options: dict[str, Any] = {"of": request.target.text, "provenance": provenance, "notes": chunks.notes}
+    return Gradients(datasets, disconnected=explanation.disconnected, **options).pending(graph)
 
 
-def _array(request: GradientRequest, found: DataSetGradients, provenance: Mapping[str, str]) -> LabelledArray:
+def _labelled_array(
+    request: GradientRequest, gathered: DataSetGradients, provenance: Mapping[str, str]
+) -> LabelledArray:
     """Return the single requested gradient as an array, with checks, certificate and reasons as attributes."""
-    name, explanation = request.asked[0], found.explanation
-    if name not in found.gradients:
-        raise _disconnected(request, explanation.disconnected[name.text])
-    array = LabelledArray(_label(request, name, found, provenance))
-    array.attrs |= record((), found.certificate)
-    for word, reasons in (("disconnected", explanation.disconnected), ("flagged", explanation.flags)):
+    name, explanation = request.requested[0], gathered.explanation
+    if name not in gathered.gradients:
+        raise _disconnected_error(request, explanation.disconnected[name.text])
+    array = LabelledArray(_label_gradient(request, name, gathered, provenance))
+    array.attrs |= record((), gathered.certificate)
+    for attribute, reasons in (("disconnected", explanation.disconnected), ("flagged", explanation.flags)):
         for reason in reasons.values():
-            array.attrs[word] = str(reason)
+            array.attrs[attribute] = str(reason)
     return array
 
 
-def _disconnected(request: GradientRequest, reason: Reason) -> DisconnectedError:
-    what = f"There is no gradient of {request.target.text} with respect to {reason.name!r} [{reason.code}]."
-    error = DisconnectedError(what, got=reason.sentence, hint=reason.remedy)
+def _disconnected_error(request: GradientRequest, reason: Reason) -> DisconnectedError:
+    message = f"There is no gradient of {request.target.text} with respect to {reason.name!r} [{reason.code}]."
+    error = DisconnectedError(message, got=reason.sentence, hint=reason.remedy)
     error.reason = reason
     return error
 
 
 def _add_clipped(
-    result: Gradients, request: GradientRequest, found: DataSetGradients, clip: str | Mapping[str, float]
+    result: Gradients, request: GradientRequest, gathered: DataSetGradients, clip: str | Mapping[str, float]
 ) -> None:
     """Clip the gradients of all trained weights, and add the requested ones to the result as ``clipped``."""
-    every = {name: found.gradients[name] for name in trainable(request.known) if name in found.gradients}
-    kind, threshold = rule(clip, request.known.facts)
-    after, norm = clipped(every, request.known, kind, threshold)
-    both = replace(found, gradients={**found.gradients, **after})
-    datasets = _datasets(request, both, result.provenance)
-    sparse = any("touched_rows" in v.attrs for layer in datasets.values() for v in layer.variables.values())
-    if sparse and request.known.facts.clips_lookups_apart:
+    weight_gradients = {
+        name: gathered.gradients[name] for name in trainable_weights(request.catalogue) if name in gathered.gradients
+    }
+    kind, threshold = rule_of_clipping(clip, request.catalogue.facts)
+    clipped_gradients, norm = clip_gradients(weight_gradients, request.catalogue, kind, threshold)
+    with_clipped = replace(gathered, gradients={**gathered.gradients, **clipped_gradients})
+    datasets = _datasets(request, with_clipped, result.provenance)
+    has_sparse_rows = any("touched_rows" in v.attrs for layer in datasets.values() for v in layer.variables.values())
+    if has_sparse_rows and request.catalogue.facts.clips_lookups_apart:
         result.notes.append(_ROWS_APART)
     result.clip = {"kind": kind, "threshold": threshold, "norm": norm}
-    result.clipped = Gradients(datasets, of=result.of, value=found.value, provenance=result.provenance)
+    result.clipped = Gradients(datasets, of=result.of, value=gathered.value, provenance=result.provenance)
 
 
 #: An array and its coordinates.
@@ -276,11 +286,11 @@ _Labelled = tuple[xr.Variable, Mapping[Any, xr.Variable]]
 
 
 def _datasets(
-    request: GradientRequest, found: DataSetGradients, provenance: Mapping[str, str]
+    request: GradientRequest, gathered: DataSetGradients, provenance: Mapping[str, str]
 ) -> dict[str, LabelledLayer]:
     """Return the labelled gradients by layer."""
-    present = (name for name in request.asked if name in found.gradients)
-    return _by_layer({name: _variable(request, name, found, provenance) for name in present})
+    present = (name for name in request.requested if name in gathered.gradients)
+    return _by_layer({name: _gradient_variable(request, name, gathered, provenance) for name in present})
 
 
 def _by_layer(labelled: Mapping[TensorName, _Labelled]) -> dict[str, LabelledLayer]:
@@ -289,62 +299,66 @@ def _by_layer(labelled: Mapping[TensorName, _Labelled]) -> dict[str, LabelledLay
     for name, array in labelled.items():
         node = name.layer or "model"
         layer = by_layer.setdefault(node, LabelledLayer({}, {}, {"layer": node}))
-        variable, coords = _with_own_axes(name.quantity, array, layer.coords)
+        variable, coords = _rename_clashing_dims(name.quantity, array, layer.coords)
         layer.variables[name.quantity.replace("/", ".")] = variable
         layer.coords |= coords
     return by_layer
 
 
-def _with_own_axes(name: str, labelled: _Labelled, others: Mapping[Any, xr.Variable]) -> _Labelled:
-    """Rename those axes of an array that have other labels, or another number of them, in ``others``."""
+def _rename_clashing_dims(name: str, labelled: _Labelled, other_coords: Mapping[Any, xr.Variable]) -> _Labelled:
+    """Rename those axes of an array that have other labels, or another number of them, in ``other_coords``."""
     variable, coords = labelled
-    clashing = {
+    renamed_dims = {
         dim: f"{name}_{dim}"
-        for dim, one in coords.items()
-        if dim in others and not np.array_equal(one.values, others[dim].values)
+        for dim, coordinate in coords.items()
+        if dim in other_coords and not np.array_equal(coordinate.values, other_coords[dim].values)
     }
-    if not clashing:
+    if not renamed_dims:
         return labelled
 
-    def renamed(one: xr.Variable) -> xr.Variable:
-        return xr.Variable([clashing.get(dim, dim) for dim in one.dims], one.data, one.attrs)
+    def rename_dims(array: xr.Variable) -> xr.Variable:
+        return xr.Variable([renamed_dims.get(dim, dim) for dim in array.dims], array.data, array.attrs)
 
-    return renamed(variable), {clashing.get(dim, dim): renamed(one) for dim, one in coords.items()}
+    return rename_dims(variable), {
+        renamed_dims.get(dim, dim): rename_dims(coordinate) for dim, coordinate in coords.items()
+    }
 
 
-def _label(
-    request: GradientRequest, name: TensorName, found: DataSetGradients, provenance: Mapping[str, str]
+def _label_gradient(
+    request: GradientRequest, name: TensorName, gathered: DataSetGradients, provenance: Mapping[str, str]
 ) -> xr.DataArray:
-    variable, coords = _variable(request, name, found, provenance)
+    variable, coords = _gradient_variable(request, name, gathered, provenance)
     return xr.DataArray(variable, coords=coords, name=name.quantity)
 
 
-def _variable(
-    request: GradientRequest, name: TensorName, found: DataSetGradients, provenance: Mapping[str, str]
+def _gradient_variable(
+    request: GradientRequest, name: TensorName, gathered: DataSetGradients, provenance: Mapping[str, str]
 ) -> _Labelled:
     """Return one gradient as a variable, and its coordinates."""
-    of, arguments = request.target.text, request.arguments
-    info = request.known.recurrent.get(str(name.layer).partition("#")[0])
-    array, dims = found.gradients[name], found.dims[name]
-    size = "" if arguments.measure is None else f"{arguments.measure} of the "
-    mean = "" if arguments.across is None or name.what == "weight" else f", {arguments.across} over samples"
+    target_name, arguments = request.target.text, request.arguments
+    info = request.catalogue.recurrent.get(str(name.layer).partition("#")[0])
+    array, dims = gathered.gradients[name], gathered.dims[name]
+    measure = "" if arguments.measure is None else f"{arguments.measure} of the "
+    across = "" if arguments.across is None or name.kind == "weight" else f", {arguments.across} over samples"
     target = request.target
-    where = "".join(f", {dim}={index!r}" for dim, index in target.at.items())
-    how = "" if target.reduce is None else f"{target.reduce if isinstance(target.reduce, str) else 'weighted'} of "
-    per = " of each sample" if target.per_sample else ""
+    selection_text = "".join(f", {dim}={index!r}" for dim, index in target.at.items())
+    reduction_text = (
+        "" if target.reduce is None else f"{target.reduce if isinstance(target.reduce, str) else 'weighted'} of "
+    )
+    per_sample = " of each sample" if target.per_sample else ""
     attrs: dict[str, Any] = {
-        "long_name": f"{size}gradient of {of} with respect to {name.text}{mean}",
-        "units": "loss" if of == "loss" else "1",
-        "definition": f"{size}d {how}{of}{where}{per} / d {name.text}{mean}",
+        "long_name": f"{measure}gradient of {target_name} with respect to {name.text}{across}",
+        "units": "loss" if target_name == "loss" else "1",
+        "definition": f"{measure}d {reduction_text}{target_name}{selection_text}{per_sample} / d {name.text}{across}",
         "tensor": name.text,
         "layer": name.layer or "model",
     }
-    looked_up = name.what == "weight" and name.key in request.known.weights[str(name.layer)].tables
-    if looked_up and array.ndim > 1:  # how many rows of an embedding the gradient reaches
+    is_embedding = name.kind == "weight" and name.key in request.catalogue.weights[str(name.layer)].tables
+    if is_embedding and array.ndim > 1:  # how many rows of an embedding the gradient reaches
         rows = np.abs(array).reshape(-1, *array.shape[-2:]).max(axis=(0, 2))
         attrs["touched_rows"] = int(np.count_nonzero(rows))
     labels = {"cell": info.cell} if info is not None and GATE in dims else {}
-    is_input = name.what == "input" and name.layer is None
+    is_input = name.kind == "input" and name.layer is None
     roles, leaf = ((SAMPLE, TIME, FEATURE), name.index) if is_input else ((SAMPLE, TIME), None)
     coords = request.coordinates.labels_of(dict(zip(dims, array.shape, strict=True)), roles, leaf)
     return labelled_variable(array, dims, attrs=attrs, coords=coords, provenance=provenance, info=labels)

@@ -36,19 +36,19 @@ __all__ = ["jacobian"]
 def a_contraction(name: str, value: Any) -> Any:
     """Check ``reduce=``: "mean", "sum", or weights of the output units."""
     if isinstance(value, str) and value in REDUCTIONS and value not in ("mean", "sum"):
-        what = f"{name}= applies before the differentiation, and {value!r} after it."
-        raise InputError(what, got=f"{name}={value!r}", hint=f"measure={value!r}")
+        message = f"{name}= applies before the differentiation, and {value!r} after it."
+        raise InputError(message, got=f"{name}={value!r}", hint=f"measure={value!r}")
     return check.one_of("mean", "sum")(name, value) if isinstance(value, str) else check.as_numbers(name, value)
 
 
 def chosen_steps(name: str, value: Any) -> dict[str, Any]:
     """Check ``at=``: steps by the dimension ``out_time`` or ``in_time``."""
-    found = check.axes_by_name(name, value)
-    for dim in found:
+    steps_by_dim = check.axes_by_name(name, value)
+    for dim in steps_by_dim:
         if dim not in (OUT_TIME, IN_TIME):
             expected = f'steps, {{"{OUT_TIME}": ..., "{IN_TIME}": ...}}; weights of output units are reduce='
             raise InputError(f"{name}= of a time Jacobian has no {dim!r}.", got=shown(value), expected=expected)
-    return {dim: check.kept_steps(f"{name}[{dim!r}]", steps) for dim, steps in found.items()}
+    return {dim: check.kept_steps(f"{name}[{dim!r}]", steps) for dim, steps in steps_by_dim.items()}
 
 
 @check.checked(
@@ -169,54 +169,56 @@ def jacobian(
     Frozen map of a scan, alpha: Ali, Zimerman, Wolf 2024, arXiv:2403.01590, eqs. 10-12.
     Random probes: Hutchinson 1990, doi:10.1080/03610919008812866.
     """
-    granted = current().memory if memory is None else parse_memory(memory)
-    options = JacobianOptions(granted, at or {}, reduce, measure, across, sketch, rtol, mode, out)
+    memory_limit = current().memory if memory is None else parse_memory(memory)
+    options = JacobianOptions(memory_limit, at or {}, reduce, measure, across, sketch, rtol, mode, out)
     run = Batch(x, training=training, initial_state=initial_state, seed=seed, frozen=frozen)
     if check.is_lazy(x):
-        return _lazy(model, run, (of, wrt), options, batch_size, axes)
+        return _lazy_result(model, run, (of, wrt), options, batch_size, axes)
     if batch_size is None and not is_source(x):
-        return _of_batch(model, run, (of, wrt), options, axes)
+        return _batch_jacobian(model, run, (of, wrt), options, axes)
     refuse_without_mean(options)
-    roles = ModelRequest.resolve(model, run, axes).axes
-    batches = DataSetBatches(run, batch_size, roles, with_loss=False)
-    return mean_over((_of_batch(model, batch, (of, wrt), options, axes), roles.samples(batch)) for batch in batches)
+    model_axes = ModelRequest.resolve(model, run, axes).axes
+    batches = DataSetBatches(run, batch_size, model_axes, with_loss=False)
+    return mean_over(
+        (_batch_jacobian(model, batch, (of, wrt), options, axes), model_axes.samples(batch)) for batch in batches
+    )
 
 
-def _lazy(
+def _lazy_result(
     model: Any,
     run: Batch,
-    ends: tuple[str, str],
+    tensor_names: tuple[str, str],
     options: JacobianOptions,
     batch_size: int | None,
     axes: Mapping[str, Any] | None,
 ) -> LabelledArray:
     """Return the time Jacobian of data in Dask chunks, which is computed when it is asked for."""
     refuse_for_chunks(options)
-    verb = partial(_of_batch, ends=ends, options=options, axes=axes)
-    by_sample = partial(_of_batch, ends=ends, options=replace(options, across=None), axes=axes)
+    verb = partial(_batch_jacobian, tensor_names=tensor_names, options=options, axes=axes)
+    by_sample = partial(_batch_jacobian, tensor_names=tensor_names, options=replace(options, across=None), axes=axes)
     mean = options.across is not None
     # A padded chunk needs the Jacobian of each sample, which is large unless it is measured.
     padding: Padding | None = None if mean and options.measure is None else "repeated"
     work = JacobianWork(padding, None, verb, by_sample, mean)
     chunks = SampleChunks.of(ModelRequest.resolve(model, run, axes).axes, run, batch_size)
-    return lazy_jacobian(model, chunks, work, ends[0].partition(".")[0])
+    return lazy_jacobian(model, chunks, work, tensor_names[0].partition(".")[0])
 
 
-def _of_batch(
-    model: Any, batch: Batch, ends: tuple[str, str], options: JacobianOptions, axes: Mapping[str, Any] | None
+def _batch_jacobian(
+    model: Any, batch: Batch, tensor_names: tuple[str, str], options: JacobianOptions, axes: Mapping[str, Any] | None
 ) -> LabelledArray:
     """Compute and certify the time Jacobian of one batch."""
     check.refuse_large("x", batch.x)
-    request = read_request(model, batch, ends, options, axes)
+    request = read_request(model, batch, tensor_names, options, axes)
     with open_network(request) as network:
         plan = make_plan(options, network)
-        found = execute(JacobianLabels(plan, request.provenance(), request.coordinates, batch.frozen), options.out)
+        result = execute(JacobianLabels(plan, request.provenance(), request.coordinates, batch.frozen), options.out)
         reductions = (options.measure, options.across, options.sketch, options.reduce is None, batch.frozen)
-        named = (request.of, request.wrt)
-        certified = options.out is not None or request.needs_certificate("jacobian", named, *reductions)
-        claim = claim_of(request, plan, found) if certified else None
+        names = (request.of, request.wrt)
+        needs_certificate = options.out is not None or request.needs_certificate("jacobian", names, *reductions)
+        claim = claim_of(request, plan, result) if needs_certificate else None
     if claim is not None:
         certificate = certify(request, claim)
-        found.attrs |= record(found.checks, certificate)
+        result.attrs |= record(result.checks, certificate)
         warn_about(certificate.checks)
-    return found
+    return result

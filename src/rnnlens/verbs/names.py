@@ -19,7 +19,7 @@ from ..typing import Array, named_leaves
 from ..vocabulary import FEATURE, SAMPLE, unnamed_states
 from .weight_layout import dims_of_weight, sources
 
-What = Literal[
+TensorKind = Literal[
     "loss", "input", "output", "state", "initial_state", "final_state", "gates", "gate_preactivation", "weight"
 ]
 
@@ -32,7 +32,7 @@ class TensorName:
     """One tensor: name in results, kind, layer, ``index`` of an input, output or state, ``key`` of a weight."""
 
     text: str
-    what: What
+    kind: TensorKind
     layer: str | None = None
     index: int = 0
     key: str = ""
@@ -40,20 +40,20 @@ class TensorName:
     @property
     def quantity(self) -> str:
         """Name of the variable in the layer's dataset."""
-        if self.what == "weight":
+        if self.kind == "weight":
             return self.key
         return self.text if self.layer is None else self.text.removeprefix(f"{self.layer}.")
 
     @property
-    def inside(self) -> bool:
+    def is_inside(self) -> bool:
         """Whether the tensor lies inside a recurrence, where the framework has no tensor for it."""
-        return self.what in ("state", "gates", "gate_preactivation")
+        return self.kind in ("state", "gates", "gate_preactivation")
 
     def port(self, direction: Literal["forward", "backward"] | None = None) -> Port:
         """Return the port of this tensor; raise ``ValueError`` if it lies inside a recurrence."""
-        if self.inside:
+        if self.is_inside:
             raise ValueError(f"{self.text} lies inside a recurrence")
-        return Port(self.what, self.layer, self.index, self.key, direction)  # type: ignore[arg-type]
+        return Port(self.kind, self.layer, self.index, self.key, direction)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -67,7 +67,7 @@ class KnownModel:
     layouts: dict[Any, dict[Port, Layout]] = field(default_factory=dict)
 
 
-_known: weakref.WeakKeyDictionary[Any, KnownModel] = weakref.WeakKeyDictionary()
+_known_models: weakref.WeakKeyDictionary[Any, KnownModel] = weakref.WeakKeyDictionary()
 
 
 def text_of(port: Port) -> str:
@@ -79,15 +79,15 @@ def text_of(port: Port) -> str:
 def known_model(adapter: Adapter, model: Any) -> KnownModel:
     """Return the facts about a model; they are kept if the adapter has a fingerprint of it."""
     fingerprint = adapter.fingerprint(model)
-    known = None if fingerprint is None else _known.get(model)
-    if known is None or known.fingerprint != fingerprint:
+    facts = None if fingerprint is None else _known_models.get(model)
+    if facts is None or facts.fingerprint != fingerprint:
         infos = {info.name: info for info in adapter.describe(model)}
         recurrent = {name: info for name, info in infos.items() if not info.is_sequence}
         sequences = {name: info for name, info in infos.items() if info.is_sequence}
-        known = KnownModel(fingerprint, recurrent, sequences=sequences)
+        facts = KnownModel(fingerprint, recurrent, sequences=sequences)
         if fingerprint is not None:
-            _known[model] = known
-    return known
+            _known_models[model] = facts
+    return facts
 
 
 class Catalogue:
@@ -98,16 +98,16 @@ class Catalogue:
 
     def __init__(self, adapter: Adapter, model: Any, x: Any = None, outputs: tuple[str, ...] = ()) -> None:
         self.adapter, self.model, self.x = adapter, model, x
-        self._kept = known_model(adapter, model)
-        self.recurrent, self.sequences = self._kept.recurrent, self._kept.sequences
+        self._model_facts = known_model(adapter, model)
+        self.recurrent, self.sequences = self._model_facts.recurrent, self._model_facts.sequences
         if outputs:
             self.outputs = outputs
 
     @cached_property
     def facts(self) -> ModelFacts:
         """Facts of the model that need no run."""
-        self._kept.facts = self._kept.facts or self.adapter.facts(self.model)
-        return self._kept.facts
+        self._model_facts.facts = self._model_facts.facts or self.adapter.facts(self.model)
+        return self._model_facts.facts
 
     @cached_property
     def outputs(self) -> tuple[str, ...]:
@@ -125,8 +125,8 @@ class Catalogue:
         x = self.x
         if isinstance(x, Mapping):
             return tuple(map(str, x))
-        several = isinstance(x, tuple | list) and not data.is_packed(x) and len(x) > 1
-        return self.facts.inputs or (tuple(map(str, range(len(x)))) if several else ())
+        has_several = isinstance(x, tuple | list) and not data.is_packed(x) and len(x) > 1
+        return self.facts.inputs or (tuple(map(str, range(len(x)))) if has_several else ())
 
     def keys(self, layer: str) -> list[str]:
         """Return the names of a layer's weights as in results."""
@@ -139,33 +139,33 @@ class Catalogue:
 
     def is_inside(self, name: TensorName) -> bool:
         """Return whether a tensor is a state, a gate or the input of a recurrent layer."""
-        if name.inside or name.what in ("initial_state", "final_state"):
+        if name.is_inside or name.kind in ("initial_state", "final_state"):
             return True
-        return name.what == "input" and name.layer is not None and not self.is_free(name)
+        return name.kind == "input" and name.layer is not None and not self.is_free(name)
 
     def is_free(self, name: TensorName) -> bool:
         """Return whether a tensor has the framework's own layout: one of the model or of a non-recurrent layer."""
-        if name.what not in ("input", "output"):
+        if name.kind not in ("input", "output"):
             return False
-        return name.layer is None or uncalled(name.layer, self.recurrent) not in self.recurrent
+        return name.layer is None or uncalled_layer(name.layer, self.recurrent) not in self.recurrent
 
     def dims(self, name: TensorName, array: Array, *, per_sample: bool = False) -> tuple[str, ...]:
         """Return the axis names of a weight or a recurrent layer's tensor, or of its gradient."""
-        if name.what == "loss" or array.ndim == 0:
+        if name.kind == "loss" or array.ndim == 0:
             return ()
-        if name.what == "weight":
-            lead = (SAMPLE,) if per_sample else ()
-            return lead + dims_of_weight(name.key, self.weights[str(name.layer)], array.ndim - len(lead))
-        info, space = self.recurrent.get(uncalled(name.layer, self.recurrent)), self.space(name.layer)
-        if name.what == "input":
+        if name.kind == "weight":
+            sample_axes = (SAMPLE,) if per_sample else ()
+            return sample_axes + dims_of_weight(name.key, self.weights[str(name.layer)], array.ndim - len(sample_axes))
+        info, space = self.recurrent.get(uncalled_layer(name.layer, self.recurrent)), self.space(name.layer)
+        if name.kind == "input":
             return dims_of(array.shape, last=FEATURE, space=space)
-        both = info is not None and info.direction == "bidirectional"
-        gate = name.what in ("gates", "gate_preactivation")
-        return dims_of(array.shape, bidirectional=both, gate=gate, space=space)
+        is_bidirectional = info is not None and info.direction == "bidirectional"
+        has_gate_axis = name.kind in ("gates", "gate_preactivation")
+        return dims_of(array.shape, bidirectional=is_bidirectional, gate=has_gate_axis, space=space)
 
     def space(self, layer: str | None) -> tuple[str, ...]:
         """Return the names of a layer's axes of space; none for layers other than convolutional recurrent ones."""
-        info = self.recurrent.get(uncalled(layer, self.recurrent))
+        info = self.recurrent.get(uncalled_layer(layer, self.recurrent))
         return () if info is None else cell_of_kind(info.cell).space
 
     def suggestions(self) -> Iterator[str]:
@@ -179,45 +179,45 @@ class Catalogue:
                 yield f"{layer}.weights"
 
 
-def completed(known: Catalogue, batch: Batch, texts: Sequence[str]) -> Catalogue:
+def complete_catalogue(catalogue: Catalogue, batch: Batch, texts: Sequence[str]) -> Catalogue:
     """Run the model if a name needs it, as a custom state does; return the catalogue with the names shown."""
-    adapter, model = known.adapter, known.model
-    quiet = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
-    asked = map(_INDEXED.fullmatch, texts)
-    if not known.outputs and any(m and m["what"] == "output" and not m["which"].isdigit() for m in asked):
-        outputs = adapter.capture(model, batch, quiet).outputs
-        known = Catalogue(adapter, model, known.x, tuple(filter(None, named_leaves(outputs))))
+    adapter, model = catalogue.adapter, catalogue.model
+    capture_request = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
+    indexed_matches = map(_INDEXED.fullmatch, texts)
+    if not catalogue.outputs and any(m and m["what"] == "output" and not m["which"].isdigit() for m in indexed_matches):
+        outputs = adapter.capture(model, batch, capture_request).outputs
+        catalogue = Catalogue(adapter, model, catalogue.x, tuple(filter(None, named_leaves(outputs))))
     try:
         for text in texts:
-            if _state(text.rpartition(".")[2]) is not None:
-                read(text, known)
+            if _match_state(text.rpartition(".")[2]) is not None:
+                read(text, catalogue)
     except LayerNotFoundError:
         with suppress(RnnlensError):  # the error is that of the name
-            adapter.capture(model, batch, quiet)
-        return Catalogue(adapter, model, known.x, vars(known).get("outputs", ()))
-    return known
+            adapter.capture(model, batch, capture_request)
+        return Catalogue(adapter, model, catalogue.x, vars(catalogue).get("outputs", ()))
+    return catalogue
 
 
-def read(text: str, known: Catalogue) -> list[TensorName]:
+def read(text: str, catalogue: Catalogue) -> list[TensorName]:
     """Resolve a name, a pattern (``*``, ``?``) or ``"weights"`` to at least one tensor."""
-    for attempt in (_whole_model, _weight_path, _layer_quantity):
-        found = attempt(text, known)
-        if found:
-            return found
-    if text in known.facts.tensors:  # the framework's name of a single tensor
+    for attempt in (_model_tensors, _weights_by_path, _layer_tensors):
+        names = attempt(text, catalogue)
+        if names:
+            return names
+    if text in catalogue.facts.tensors:  # the framework's name of a single tensor
         return [TensorName(text, "output", text)]
     raise LayerNotFoundError(
-        f"Nothing in this model is named {text!r}.", got=repr(text), hint=did_you_mean(text, known.suggestions())
+        f"Nothing in this model is named {text!r}.", got=repr(text), hint=did_you_mean(text, catalogue.suggestions())
     )
 
 
-def read_one(text: str, known: Catalogue) -> TensorName:
+def read_one(text: str, catalogue: Catalogue) -> TensorName:
     """Resolve a name to exactly one tensor; raise if it matches several."""
-    found = read(text, known)
-    if len(found) > 1:
-        listing = ", ".join(repr(name.text) for name in found)
+    matches = read(text, catalogue)
+    if len(matches) > 1:
+        listing = ", ".join(repr(name.text) for name in matches)
         raise InputError(f"{text!r} names several tensors.", got=listing, expected="one of them")
-    return found[0]
+    return matches[0]
 
 
 def refuse_lone_output(names: Sequence[TensorName], count: int) -> None:
@@ -227,141 +227,150 @@ def refuse_lone_output(names: Sequence[TensorName], count: int) -> None:
         raise InputError("The model returns several tensors.", got='"output"', expected=expected)
 
 
-def uncalled(layer: str | None, known: Collection[str] | None = None) -> str:
-    """Return the layer of a node: ``lstm`` for ``lstm#0``, unless the name itself is in ``known``."""
+def uncalled_layer(layer: str | None, known_names: Collection[str] | None = None) -> str:
+    """Return the layer of a node: ``lstm`` for ``lstm#0``, unless the name itself is in ``known_names``."""
     name = str(layer)
-    return name if known is not None and name in known else name.rpartition("#")[0] or name
+    return name if known_names is not None and name in known_names else name.rpartition("#")[0] or name
 
 
-def _whole_model(text: str, known: Catalogue) -> list[TensorName]:
+def _model_tensors(text: str, catalogue: Catalogue) -> list[TensorName]:
     if text == "weights":
-        return [_weight(layer, key) for layer in known.weights for key in known.keys(layer)]
+        return [_weight_name(layer, key) for layer in catalogue.weights for key in catalogue.keys(layer)]
     if text == "loss":
         return [TensorName(text, "loss")]
     if text in ("input", "output"):
-        names = known.inputs if text == "input" else known.outputs
+        names = catalogue.inputs if text == "input" else catalogue.outputs
         if len(names) < 2:
             return [TensorName(text, text)]  # type: ignore[arg-type]
-        found = [TensorName(f"{text}[{name}]", text, index=i) for i, name in enumerate(names)]  # type: ignore[arg-type]
-        x = known.x if text == "input" else None
+        tensors = [TensorName(f"{text}[{name}]", text, index=i) for i, name in enumerate(names)]  # type: ignore[arg-type]
+        x = catalogue.x if text == "input" else None
         values = list(x.values()) if isinstance(x, Mapping) else list(x) if isinstance(x, tuple | list) else []
         floating = [i for i, value in enumerate(values) if "float" in str(getattr(value, "dtype", ""))]
         # Ids have no gradient: among several inputs a single floating one is meant.
-        return [found[floating[0]]] if len(floating) == 1 and len(values) > 1 else found
-    indexed = _INDEXED.fullmatch(text)
-    return [] if indexed is None else [_indexed(text, indexed["what"], indexed["which"].strip("'\""), known)]
+        return [tensors[floating[0]]] if len(floating) == 1 and len(values) > 1 else tensors
+    match = _INDEXED.fullmatch(text)
+    return [] if match is None else [_indexed_name(text, match["what"], match["which"].strip("'\""), catalogue)]
 
 
-def _indexed(text: str, what: str, which: str, known: Catalogue) -> TensorName:
-    names = known.inputs if what == "input" else known.outputs
-    if which in names:
-        return TensorName(f"{what}[{which}]", what, index=names.index(which))  # type: ignore[arg-type]
-    if which.isdigit() and (not names or int(which) < len(names)):
-        label = names[int(which)] if names else which
-        return TensorName(f"{what}[{label}]", what, index=int(which))  # type: ignore[arg-type]
-    raise LayerNotFoundError(f"This model has no {text}.", hint=did_you_mean(which, names))
+def _indexed_name(text: str, kind: str, label_or_index: str, catalogue: Catalogue) -> TensorName:
+    names = catalogue.inputs if kind == "input" else catalogue.outputs
+    if label_or_index in names:
+        return TensorName(f"{kind}[{label_or_index}]", kind, index=names.index(label_or_index))  # type: ignore[arg-type]
+    if label_or_index.isdigit() and (not names or int(label_or_index) < len(names)):
+        label = names[int(label_or_index)] if names else label_or_index
+        return TensorName(f"{kind}[{label}]", kind, index=int(label_or_index))  # type: ignore[arg-type]
+    raise LayerNotFoundError(f"This model has no {text}.", hint=did_you_mean(label_or_index, names))
 
 
-def _weight_path(text: str, known: Catalogue) -> list[TensorName]:
+def _weights_by_path(text: str, catalogue: Catalogue) -> list[TensorName]:
     """Resolve ``layer/key``, ``pattern/key`` or ``layer.key`` to weights."""
 
-    def meant(layer: str, key: str) -> bool:
+    def is_match(layer: str, key: str) -> bool:
         return any(
-            _matches(text, f"{name}{sep}{key}") for name in (layer, _short(layer), _stacked(layer)) for sep in "/."
+            _matches(text, f"{name}{sep}{key}")
+            for name in (layer, _last_part(layer), _stack_name(layer))
+            for sep in "/."
         )
 
-    return [_weight(layer, key) for layer in known.weights for key in known.keys(layer) if meant(layer, key)]
+    return [
+        _weight_name(layer, key) for layer in catalogue.weights for key in catalogue.keys(layer) if is_match(layer, key)
+    ]
 
 
-def _layer_quantity(text: str, known: Catalogue) -> list[TensorName]:
+def _layer_tensors(text: str, catalogue: Catalogue) -> list[TensorName]:
     """Resolve ``layer.hidden``, ``layer.output`` or ``layer.weights``; the layer may be a pattern."""
-    pattern, dot, what = text.rpartition(".")
-    state = _state(what)
-    if not dot or (state is None and what not in _SIMPLE):
+    pattern, dot, quantity = text.rpartition(".")
+    state = _match_state(quantity)
+    if not dot or (state is None and quantity not in _SIMPLE):
         return []
-    if what == "weights":
+    if quantity == "weights":
         return [
-            _weight(layer, key) for layer in _layers(pattern, known.weights, text, known) for key in known.keys(layer)
+            _weight_name(layer, key)
+            for layer in _matching_layers(pattern, catalogue.weights, text, catalogue)
+            for key in catalogue.keys(layer)
         ]
-    if state is not None or what.startswith("gate"):
-        layers = _layers(pattern, known.recurrent, text, known)
-        return [_inner(layer, what, state, known.recurrent[uncalled(layer, known.recurrent)]) for layer in layers]
-    layers = _layers(pattern, known.layers, text, known)
-    return [TensorName(f"{layer}.{what}", what, layer) for layer in layers]  # type: ignore[arg-type]
+    if state is not None or quantity.startswith("gate"):
+        layers = _matching_layers(pattern, catalogue.recurrent, text, catalogue)
+        return [
+            _inner_name(layer, quantity, state, catalogue.recurrent[uncalled_layer(layer, catalogue.recurrent)])
+            for layer in layers
+        ]
+    layers = _matching_layers(pattern, catalogue.layers, text, catalogue)
+    return [TensorName(f"{layer}.{quantity}", quantity, layer) for layer in layers]  # type: ignore[arg-type]
 
 
-def names_behind_ids(adapter: Adapter, model: Any, batch: Batch, known: Catalogue) -> list[str]:
+def names_behind_ids(adapter: Adapter, model: Any, batch: Batch, catalogue: Catalogue) -> list[str]:
     """Run the model; name float tensors behind an input of ids: embeddings, else the inputs of recurrent layers."""
-    tables = known.facts.having("embedding")
+    tables = catalogue.facts.having("embedding")
     if not tables:
         return []
-    request = CaptureRequest((*tables, *known.recurrent), gradients=False, weight_grads=False)
+    request = CaptureRequest((*tables, *catalogue.recurrent), gradients=False, weight_grads=False)
     try:
         capture = adapter.capture(model, batch, request)
     except RnnlensError:
         return [f"{table}.output" for table in tables]
-    called = {call.layer for call in capture.plain}
-    found = [f"{table}.output" for table in tables if table in called]
-    return found or [f"{call.layer}.input" for call in capture.calls[:1]]
+    called_layers = {call.layer for call in capture.plain}
+    table_outputs = [f"{table}.output" for table in tables if table in called_layers]
+    return table_outputs or [f"{call.layer}.input" for call in capture.calls[:1]]
 
 
-def _inner(layer: str, what: str, state: re.Match[str] | None, info: LayerInfo) -> TensorName:
+def _inner_name(layer: str, quantity: str, state: re.Match[str] | None, info: LayerInfo) -> TensorName:
     """Return the name of a state or of the gates of a recurrent layer; raise if the cell has none such."""
     if state is None:
         if not cell_of_kind(info.cell).gates:
             raise LayerNotFoundError(
                 f"{layer!r} has a custom cell, whose gates are not known.",
-                got=f"{layer}.{what}",
+                got=f"{layer}.{quantity}",
                 expected=f"{layer}.hidden, {layer}.output or {layer}.weights",
             )
-        return TensorName(f"{layer}.{what}", what, layer)  # type: ignore[arg-type]
-    when = {"initial_": "initial_state", "final_": "final_state", None: "state"}[state["when"]]
+        return TensorName(f"{layer}.{quantity}", quantity, layer)  # type: ignore[arg-type]
+    kind = {"initial_": "initial_state", "final_": "final_state", None: "state"}[state["when"]]
     names = cell_of_kind(info.cell).states if info.cell in kinds() else unnamed_states(8)
     if state["state"] not in names:
         raise LayerNotFoundError(
             f"{layer!r} is a {info.cell} layer: it has no state named {state['state']!r}.",
-            got=f"{layer}.{what}",
+            got=f"{layer}.{quantity}",
             hint=", ".join(f"{layer}.{name}" for name in names),
         )
-    return TensorName(f"{layer}.{what}", when, layer, names.index(state["state"]))  # type: ignore[arg-type]
+    return TensorName(f"{layer}.{quantity}", kind, layer, names.index(state["state"]))  # type: ignore[arg-type]
 
 
-def _state(what: str) -> re.Match[str] | None:
+def _match_state(quantity: str) -> re.Match[str] | None:
     """Match ``hidden``, ``initial_cell``, ``final_state_1``: a state of any cell, at every step or at an end."""
     states = dict.fromkeys(re.escape(state) for cell in kinds().values() for state in cell.states)
-    return re.fullmatch(rf"(?P<when>initial_|final_)?(?P<state>hidden|{'|'.join(states)}|state_\d+)", what)
+    return re.fullmatch(rf"(?P<when>initial_|final_)?(?P<state>hidden|{'|'.join(states)}|state_\d+)", quantity)
 
 
-def _layers(pattern: str, names: Iterable[str], text: str, known: Catalogue) -> list[str]:
+def _matching_layers(pattern: str, names: Iterable[str], text: str, catalogue: Catalogue) -> list[str]:
     """Return the layers that ``pattern`` selects: a name, a call (``lstm#0``), a stack, a last part or ``lstm*``."""
     names = list(names)
-    if pattern in names or uncalled(pattern, names) in names:
+    if pattern in names or uncalled_layer(pattern, names) in names:
         return [pattern]
-    found = [name for name in names if _matches(pattern, name)]
-    stacked = [name for name in names if _stacked(name) == pattern != name]
-    if stacked and not found:
-        return stacked
-    found = found or [name for name in names if _matches(pattern, _short(name))]
-    found = found or [name for name in names if name.endswith(f".{pattern}")]
-    if len(found) > 1 and "*" not in pattern and "?" not in pattern:
-        listing = ", ".join(repr(name) for name in found)
+    matches = [name for name in names if _matches(pattern, name)]
+    stack_members = [name for name in names if _stack_name(name) == pattern != name]
+    if stack_members and not matches:
+        return stack_members
+    matches = matches or [name for name in names if _matches(pattern, _last_part(name))]
+    matches = matches or [name for name in names if name.endswith(f".{pattern}")]
+    if len(matches) > 1 and "*" not in pattern and "?" not in pattern:
+        listing = ", ".join(repr(name) for name in matches)
         raise LayerNotFoundError(f"{pattern!r} is the name of several layers.", got=text, expected=listing)
-    if not found:
-        hint = did_you_mean(text, known.suggestions())
+    if not matches:
+        hint = did_you_mean(text, catalogue.suggestions())
         raise LayerNotFoundError(f"Nothing in this model is named {text!r}.", got=repr(text), hint=hint)
-    return found
+    return matches
 
 
-def _short(layer: str) -> str:
+def _last_part(layer: str) -> str:
     return layer.rpartition("/")[2]
 
 
-def _stacked(layer: str) -> str:
+def _stack_name(layer: str) -> str:
     """Return the module of a stacked layer: ``lstm`` for ``lstm[0]``; any other name unchanged."""
     return re.sub(r"\[\d+\]$", "", layer)
 
 
-def _weight(layer: str, key: str) -> TensorName:
+def _weight_name(layer: str, key: str) -> TensorName:
     return TensorName(f"{layer}/{key}", "weight", layer, key=key)
 
 

@@ -23,11 +23,11 @@ from .observed_run import Node, ObservedCall, ObservedRun, name_of_input
 #: Distances from a suspected pole at which a function is evaluated; large enough for single precision.
 _DISTANCES = (1e-1, 1e-2, 1e-3)
 #: Distances used if nothing near is finite: to leave the undefined range of a function, or its overflow.
-_FAR = (1.0, 10.0, 100.0)
+_FAR_DISTANCES = (1.0, 10.0, 100.0)
 
 
-def singularity(function: Callable[[float], float], at: float) -> str:
-    """Return why a function of one number is not finite at ``at``; ``""`` if changing the number does not show it.
+def singularity(function: Callable[[float], float], point: float) -> str:
+    """Return why a function of one number is not finite at ``point``; ``""`` if changing the number does not show it.
 
     Nearer to a pole of order p values grow by 10 to the p at each of the distances 1e-1, 1e-2, 1e-3; at the end of a
     logarithm they grow by the same amount each time.
@@ -41,28 +41,28 @@ def singularity(function: Callable[[float], float], at: float) -> str:
     >>> singularity(lambda v: v * v if abs(v) < 1e19 else math.inf, 1e30)
     'overflow'
     """
-    scale = max(1.0, abs(at))
+    scale = max(1.0, abs(point))
     for side in (1.0, -1.0):
-        values = [function(at + side * distance * scale) for distance in _DISTANCES]
+        values = [function(point + side * distance * scale) for distance in _DISTANCES]
         if all(map(math.isfinite, values)):
             first, second = abs(values[1] - values[0]), abs(values[2] - values[1])
             if first == 0.0 or second < 0.5 * first:
                 return ""
             return "log of 0" if second < 2.0 * first else "division by 0"
-    far = [function(at + side * distance * scale) for distance in _FAR for side in (1.0, -1.0)]
-    if not any(map(math.isfinite, far)):
+    far_values = [function(point + side * distance * scale) for distance in _FAR_DISTANCES for side in (1.0, -1.0)]
+    if not any(map(math.isfinite, far_values)):
         return ""
-    return "log, root or power of a negative number" if math.isnan(function(at)) else "overflow"
+    return "log, root or power of a negative number" if math.isnan(function(point)) else "overflow"
 
 
-def slope(gradient: Callable[[float], float], at: float) -> str:
-    """Return why a function has no finite derivative at ``at``, from the growth of the derivative towards it.
+def slope(gradient: Callable[[float], float], point: float) -> str:
+    """Return why a function has no finite derivative at ``point``, from the growth of the derivative towards it.
 
     >>> slope(lambda v: 0.5 / math.sqrt(v) if v > 0 else math.inf, 0.0)
     'root of 0, which has no derivative there'
     """
     for side in (1.0, -1.0):
-        values = [abs(gradient(at + side * distance)) for distance in _DISTANCES]
+        values = [abs(gradient(point + side * distance)) for distance in _DISTANCES]
         if all(math.isfinite(v) and v > 0 for v in values):
             power = math.log10(values[2] / values[1])
             if 0.2 < power < 0.8:
@@ -71,36 +71,36 @@ def slope(gradient: Callable[[float], float], at: float) -> str:
     return ""
 
 
-def in_a_cell(run: Replay, spot: NonfiniteValue) -> str:
+def cause_in_cell(run: Replay, nonfinite: NonfiniteValue) -> str:
     """Return text on the input or state value that makes an unknown cell non-finite, or on the sizes of all."""
-    sample, t = spot.index[SAMPLE], spot.index[TIME]
+    sample, t = nonfinite.index[SAMPLE], nonfinite.index[TIME]
     x = on_cpu(run.input)[sample, t]
     states = [on_cpu(s)[sample] for s in run.state_before(t)]
-    parts = [("input", "feature", x), *((n, "unit", s) for n, s in zip(run.cell.state_names, states, strict=True))]
-    before = " and ".join(f"{name} up to {np.max(np.abs(v), initial=0.0):.3g}" for name, _, v in parts)
-    for name, dim, values in parts:
+    arguments = [("input", "feature", x), *((n, "unit", s) for n, s in zip(run.cell.state_names, states, strict=True))]
+    sizes_text = " and ".join(f"{name} up to {np.max(np.abs(v), initial=0.0):.3g}" for name, _, v in arguments)
+    for name, dim, values in arguments:
         order = np.argsort(np.abs(values))
         for position in map(int, dict.fromkeys([*order[:4], *order[::-1][:4]])):  # smallest and largest magnitudes
-            function = _moving(run, spot, x, states, name, position)
-            found = singularity(function, float(values[position]))
-            if found:
-                return f"{found} in the cell, with {name} {values[position]:.3g} at {dim} {position}; {before}"
-    return f"the cell's output from {before}"
+            function = _output_of_argument(run, nonfinite, x, states, name, position)
+            reason = singularity(function, float(values[position]))
+            if reason:
+                return f"{reason} in the cell, with {name} {values[position]:.3g} at {dim} {position}; {sizes_text}"
+    return f"the cell's output from {sizes_text}"
 
 
-def _moving(
-    run: Replay, spot: NonfiniteValue, x: Array, states: Sequence[Array], name: str, position: int
+def _output_of_argument(
+    run: Replay, nonfinite: NonfiniteValue, x: Array, states: Sequence[Array], name: str, position: int
 ) -> Callable[[float], float]:
-    """Return a function that maps one input or state value of a cell to the value at ``spot``."""
+    """Return a function that maps one input or state value of a cell to the value at ``nonfinite``."""
     names = list(run.cell.state_names)
 
     def function(value: float) -> float:
-        fed, held = x.copy(), [s.copy() for s in states]
-        target = fed if name == "input" else held[names.index(name)]
+        new_input, new_states = x.copy(), [s.copy() for s in states]
+        target = new_input if name == "input" else new_states[names.index(name)]
         target[position] = value
-        output, new = run.cell.advance(_like(fed[None], run), [_like(s[None], run) for s in held])  # type: ignore[attr-defined]
-        computed = output if spot.quantity == "output" else new[names.index(spot.quantity)]
-        return float(on_cpu(computed)[0, spot.index["unit"]])
+        output, next_states = run.cell.advance(_like(new_input[None], run), [_like(s[None], run) for s in new_states])  # type: ignore[attr-defined]
+        computed = output if nonfinite.quantity == "output" else next_states[names.index(nonfinite.quantity)]
+        return float(on_cpu(computed)[0, nonfinite.index["unit"]])
 
     return function
 
@@ -109,120 +109,137 @@ def _like(array: Array, run: Replay) -> Array:
     return run.xp.asarray(array, dtype=run.input.dtype, device=getattr(run.input, "device", None))
 
 
-_HALVES = ("float16", "bfloat16")
+_HALF_DTYPES = ("float16", "bfloat16")
 
 
-def in_the_forward_pass(observed: ObservedRun) -> Iterator[Origin]:
+def forward_origins(observed: ObservedRun) -> Iterator[Origin]:
     """Yield the origins of non-finite values in the forward pass: in layers by their calls, then in model outputs."""
     for node in observed.nodes:
         for replayed in node.directions:
-            yield from _in_recurrence(observed, node, replayed)
-        for one in node.plain:
-            port, array = Port("output", one.layer), to_host(one.output)
-            spot = observed.first(port, "output", array)
-            if spot is not None:
+            yield from _recurrence_origins(observed, node, replayed)
+        for plain_call in node.plain_calls:
+            port, array = Port("output", plain_call.layer), to_host(plain_call.output)
+            nonfinite = observed.first_nonfinite(port, "output", array)
+            if nonfinite is not None:
                 # The layer's input may not be finite although all earlier layers are.
-                given = observed.value_at(Port("input", one.layer))
-                inner = None if given is None else observed.first(Port("input", one.layer), "input", given)
-                if inner is not None:
-                    fed = f"an operation of the model between layers, on {below(observed, node, inner)}"
-                    yield Origin("forward", one.layer, "input", inner.value, inner.index, fed_by=fed)
-                yield Origin("forward", one.layer, "output", spot.value, spot.index, fed_by=below(observed, node, spot))
-    for i, array in enumerate(observed.returned):
-        spot = observed.first(Port("output", index=i), "value", array)
-        if spot is not None:
-            name = "output" if len(observed.returned) == 1 else f"output[{i}]"
-            fed = "an operation of the model on the outputs of its layers, which are finite"
-            yield Origin("forward", name, "value", spot.value, spot.index, fed_by=fed)
+                layer_input = observed.value_at(Port("input", plain_call.layer))
+                input_nonfinite = (
+                    None
+                    if layer_input is None
+                    else observed.first_nonfinite(Port("input", plain_call.layer), "input", layer_input)
+                )
+                if input_nonfinite is not None:
+                    cause = (
+                        f"an operation of the model between layers, on {cause_below(observed, node, input_nonfinite)}"
+                    )
+                    yield Origin(
+                        "forward", plain_call.layer, "input", input_nonfinite.value, input_nonfinite.index, fed_by=cause
+                    )
+                yield Origin(
+                    "forward",
+                    plain_call.layer,
+                    "output",
+                    nonfinite.value,
+                    nonfinite.index,
+                    fed_by=cause_below(observed, node, nonfinite),
+                )
+    for i, array in enumerate(observed.returned_outputs):
+        nonfinite = observed.first_nonfinite(Port("output", index=i), "value", array)
+        if nonfinite is not None:
+            name = "output" if len(observed.returned_outputs) == 1 else f"output[{i}]"
+            cause = "an operation of the model on the outputs of its layers, which are finite"
+            yield Origin("forward", name, "value", nonfinite.value, nonfinite.index, fed_by=cause)
 
 
-def _in_recurrence(observed: ObservedRun, node: Node, replayed: ObservedCall) -> Iterator[Origin]:
-    spot = first_forward(replayed.run, replayed.limit)
-    if spot is None:
+def _recurrence_origins(observed: ObservedRun, node: Node, replayed: ObservedCall) -> Iterator[Origin]:
+    nonfinite = first_forward(replayed.run, replayed.limit)
+    if nonfinite is None:
         return
-    origin = origin_of(replayed, spot, "forward")
-    if spot.quantity == "input":
-        origin = replace(origin, fed_by=below(observed, node, spot, replayed))
-    elif spot.quantity.startswith("initial_"):
+    origin = origin_of(replayed, nonfinite, "forward")
+    if nonfinite.quantity == "input":
+        origin = replace(origin, fed_by=cause_below(observed, node, nonfinite, replayed))
+    elif nonfinite.quantity.startswith("initial_"):
         origin = replace(origin, fed_by="the initial state of the layer")
     else:
-        origin = replace(origin, fed_by=_fed_by(replayed, spot))
+        origin = replace(origin, fed_by=_cause_in_recurrence(replayed, nonfinite))
     yield origin
 
 
-def origin_of(replayed: ObservedCall, spot: NonfiniteValue, phase: str) -> Origin:
+def origin_of(replayed: ObservedCall, nonfinite: NonfiniteValue, phase: str) -> Origin:
     """Return the origin of a value inside a recurrence, with the axis names of its quantity."""
-    call, index = replayed.call, dict(spot.index)
+    call, index = replayed.call, dict(nonfinite.index)
     gate = index.pop(GATE, None)
-    if spot.quantity.startswith("input") and "unit" in index:
+    if nonfinite.quantity.startswith("input") and "unit" in index:
         index["feature"] = index.pop("unit")
     return Origin(
         phase,  # type: ignore[arg-type]
         call.layer,
-        spot.quantity,
-        spot.value,
+        nonfinite.quantity,
+        nonfinite.value,
         index,
         gate=call.cell.gates[gate] if gate is not None and call.cell.gates else "",
         direction=call.direction if call.bidirectional else "",
-        precision=str(call.compute_dtype) if np.isfinite(spot.value) else "",
+        precision=str(call.compute_dtype) if np.isfinite(nonfinite.value) else "",
     )
 
 
-def _fed_by(replayed: ObservedCall, spot: NonfiniteValue) -> str:
+def _cause_in_recurrence(replayed: ObservedCall, nonfinite: NonfiniteValue) -> str:
     """Return text on the values behind a non-finite one: its largest term, the cell's inputs, or the states before."""
     run, call = replayed.run, replayed.call
     if call.cell.by_framework:
-        return in_a_cell(run, spot)
-    term = largest_term(run, spot) if spot.quantity == "gate_preactivation" else None
+        return cause_in_cell(run, nonfinite)
+    term = largest_term(run, nonfinite) if nonfinite.quantity == "gate_preactivation" else None
     if term is not None:
         return f"{term}, the largest of its terms"
-    before = run.state_before(spot.index[TIME])
+    states_before = run.state_before(nonfinite.index[TIME])
     sizes = [
-        f"{name} up to {np.max(np.abs(on_cpu(state)[spot.index[SAMPLE]])):.3g}"
-        for name, state in zip(call.cell.state_names, before, strict=True)
+        f"{name} up to {np.max(np.abs(on_cpu(state)[nonfinite.index[SAMPLE]])):.3g}"
+        for name, state in zip(call.cell.state_names, states_before, strict=True)
     ]
     return f"{', '.join(sizes)} before the step"
 
 
-def below(observed: ObservedRun, node: Node, spot: NonfiniteValue, replayed: ObservedCall | None = None) -> str:
+def cause_below(
+    observed: ObservedRun, node: Node, nonfinite: NonfiniteValue, replayed: ObservedCall | None = None
+) -> str:
     """Return text on the largest value below a layer at the same sample (and step), with its source."""
-    for name, port, array in observed.below(node):
-        found = _largest(observed, port, array, spot)
-        if found is None:
+    for name, port, array in observed.tensors_below(node):
+        largest_value = _largest_at_sample(observed, port, array, nonfinite)
+        if largest_value is None:
             continue
-        value, index = found
-        what = name_of_input(observed, port.index) if port.layer is None else f"{name}.output"
-        rest = ", ".join(f"{dim} {i}" for dim, i in index.items() if dim not in (TIME, SAMPLE))
-        text = f"{what} {value:.3g}" + (f" at {rest}" if rest else "")
+        value, index = largest_value
+        source = name_of_input(observed, port.index) if port.layer is None else f"{name}.output"
+        index_text = ", ".join(f"{dim} {i}" for dim, i in index.items() if dim not in (TIME, SAMPLE))
+        text = f"{source} {value:.3g}" + (f" at {index_text}" if index_text else "")
         dtype = getattr(observed.facts.submodules.get(node.name), "dtype", "")
         dtype = dtype if replayed is None or replayed.call.compute_dtype is None else str(replayed.call.compute_dtype)
-        if dtype in _HALVES and abs(value) > largest(dtype):
+        if dtype in _HALF_DTYPES and abs(value) > largest(dtype):
             return f"{text}, more than {dtype} holds ({largest(dtype):.6g})"
         return text
     return ""
 
 
-def _largest(
-    observed: ObservedRun, port: Port, array: np.ndarray, spot: NonfiniteValue
+def _largest_at_sample(
+    observed: ObservedRun, port: Port, array: np.ndarray, nonfinite: NonfiniteValue
 ) -> tuple[float, dict[str, int]] | None:
     """Return the largest value and its index at a spot's sample and step; None if the tensor is not finite."""
     array = np.asarray(array)
     if array.dtype.kind not in "fiu" or not array.size or not np.all(np.isfinite(array)):
         return None
-    index = observed.names(port, array)
-    pick = tuple(
-        spot.index[name] if name in (SAMPLE, TIME) and spot.index.get(name, size) < size else slice(None)
-        for name, size in zip(index, array.shape, strict=True)
+    dims = observed.names(port, array)
+    selection = tuple(
+        nonfinite.index[name] if name in (SAMPLE, TIME) and nonfinite.index.get(name, size) < size else slice(None)
+        for name, size in zip(dims, array.shape, strict=True)
     )
-    part = np.abs(array[pick].astype(np.float64))
-    place = np.unravel_index(int(np.argmax(part)), part.shape) if part.ndim else ()
-    free = [name for name, one in zip(index, pick, strict=True) if isinstance(one, slice)]
-    value = float(array[pick][place])
-    return value, dict(zip(free, map(int, place), strict=True))
+    magnitudes = np.abs(array[selection].astype(np.float64))
+    position = np.unravel_index(int(np.argmax(magnitudes)), magnitudes.shape) if magnitudes.ndim else ()
+    free_dims = [name for name, index in zip(dims, selection, strict=True) if isinstance(index, slice)]
+    value = float(array[selection][position])
+    return value, dict(zip(free_dims, map(int, position), strict=True))
 
 
 #: Largest number of output values that are perturbed, in the order of suspicion.
-_TRIED = 12
+_MAX_SUSPECTS = 12
 
 
 class LossOfOutputs:
@@ -232,138 +249,146 @@ class LossOfOutputs:
         self.observed, self.outputs = observed, observed.outputs
         self.leaves = [np.asarray(leaf) for leaf in self.outputs.leaves]
 
-    def __call__(self, leaves: Sequence[Array], some: slice = slice(None), **changed: Any) -> tuple[float, list[Any]]:
-        """Return loss and gradients for the outputs of the samples ``some``."""
+    def __call__(
+        self, leaves: Sequence[Array], samples: slice = slice(None), **changed: Any
+    ) -> tuple[float, list[Any]]:
+        """Return loss and gradients for the outputs of the samples ``samples``."""
         batch = replace(self.observed.batch, **changed)
-        if some != slice(None):
-            own = {name: data.take(getattr(batch, name), some.start, some.stop) for name in ("y", "sample_weight")}
-            batch = replace(batch, **own)
-        masks = [None if mask is None else mask[some] for mask in self.outputs.masks]
-        some_outputs = Outputs(list(leaves), self.outputs.tree, masks)
-        return self.observed.adapter.loss_of(self.observed.model, batch, some_outputs)
+        if samples != slice(None):
+            sample_data = {
+                name: data.take(getattr(batch, name), samples.start, samples.stop) for name in ("y", "sample_weight")
+            }
+            batch = replace(batch, **sample_data)
+        masks = [None if mask is None else mask[samples] for mask in self.outputs.masks]
+        sample_outputs = Outputs(list(leaves), self.outputs.tree, masks)
+        return self.observed.adapter.loss_of(self.observed.model, batch, sample_outputs)
 
-    def of(self, some: slice) -> tuple[float, list[Any]]:
+    def of_samples(self, samples: slice) -> tuple[float, list[Any]]:
         """Return loss and gradients of some of the samples."""
-        return self([leaf[some] for leaf in self.leaves], some)
+        return self([leaf[samples] for leaf in self.leaves], samples)
 
-    def guilty(self) -> int | None:
+    def first_nonfinite_sample(self) -> int | None:
         """Find the first sample whose own loss is not finite; None if no single sample causes it."""
         sizes = {len(leaf) for leaf in self.leaves if leaf.ndim}
-        first = [self.observed.names(Port("output", index=i), leaf)[:1] for i, leaf in enumerate(self.leaves)]
-        if len(sizes) != 1 or any(names != (SAMPLE,) for names in first):
+        first_axes = [self.observed.names(Port("output", index=i), leaf)[:1] for i, leaf in enumerate(self.leaves)]
+        if len(sizes) != 1 or any(names != (SAMPLE,) for names in first_axes):
             return None
         low, high = 0, sizes.pop()
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if not math.isfinite(self.of(slice(low, middle))[0]) else (middle, high)
-        return low if not math.isfinite(self.of(slice(low, low + 1))[0]) else None
+            low, high = (low, middle) if not math.isfinite(self.of_samples(slice(low, middle))[0]) else (middle, high)
+        return low if not math.isfinite(self.of_samples(slice(low, low + 1))[0]) else None
 
 
-def in_the_loss(observed: ObservedRun) -> Iterator[Origin]:
+def loss_origins(observed: ObservedRun) -> Iterator[Origin]:
     """Yield the output value or the sample that makes the loss non-finite, as an origin; nothing for a finite loss."""
     value = observed.capture.loss
     if value is None or math.isfinite(value):
         return
-    found = observed.attempt(lambda: _located(observed))
-    yield found or Origin("loss", "loss", "value", value, fed_by="outputs that are finite")
+    origin = observed.attempt(lambda: _locate_loss_origin(observed))
+    yield origin or Origin("loss", "loss", "value", value, fed_by="outputs that are finite")
 
 
-def _located(observed: ObservedRun) -> Origin | None:
+def _locate_loss_origin(observed: ObservedRun) -> Origin | None:
     loss = LossOfOutputs(observed)
     value, gradients = loss(loss.leaves)
     if math.isfinite(value):
-        fed = "a penalty that the model adds to its loss"
-        return Origin("loss", "loss", "value", float(observed.capture.loss or 0), fed_by=fed)
-    sample = loss.guilty()
-    some = slice(None) if sample is None else slice(sample, sample + 1)
+        penalty_text = "a penalty that the model adds to its loss"
+        return Origin("loss", "loss", "value", float(observed.capture.loss or 0), fed_by=penalty_text)
+    sample = loss.first_nonfinite_sample()
+    samples = slice(None) if sample is None else slice(sample, sample + 1)
     if sample is not None:
-        value, gradients = loss.of(some)
-    for leaf, place in _loss_suspects(loss, some, gradients):
-        why = _why(loss, some, leaf, place)
-        if why:
-            return _origin(observed, loss, sample, leaf, place, value, why)
+        value, gradients = loss.of_samples(samples)
+    for leaf, position in _loss_suspects(loss, samples, gradients):
+        reason = _singularity_reason(loss, samples, leaf, position)
+        if reason:
+            return _output_value_origin(observed, loss, sample, leaf, position, value, reason)
     # No single output value explains it.
-    sizes = [float(np.max(np.abs(output[some]), initial=0.0)) for output in observed.returned if output.ndim]
+    sizes = [float(np.max(np.abs(output[samples]), initial=0.0)) for output in observed.returned_outputs if output.ndim]
     cause = f"outputs that are finite, up to {max(sizes, default=0.0):.3g}"
-    given = [to_host(weight)[some] for weight in data.leaves_of(observed.batch.sample_weight)]
-    if math.isnan(value) and given and not any(np.any(weight) for weight in given):
+    sample_weights = [to_host(weight)[samples] for weight in data.leaves_of(observed.batch.sample_weight)]
+    if math.isnan(value) and sample_weights and not any(np.any(weight) for weight in sample_weights):
         cause = "0 divided by 0 in the loss: all its sample weights are 0"
     return Origin("loss", "loss", "value", value, {} if sample is None else {SAMPLE: sample}, fed_by=cause)
 
 
-def _loss_suspects(loss: LossOfOutputs, some: slice, gradients: Sequence[Any]) -> list[tuple[int, tuple[int, ...]]]:
+def _loss_suspects(loss: LossOfOutputs, samples: slice, gradients: Sequence[Any]) -> list[tuple[int, tuple[int, ...]]]:
     """Rank output elements to test: non-finite gradients first, then zeros and the largest values."""
-    found: list[tuple[float, int, tuple[int, ...]]] = []
+    suspects: list[tuple[float, int, tuple[int, ...]]] = []
     for i, (leaf, gradient) in enumerate(zip(loss.leaves, gradients, strict=True)):
-        part = leaf[some]
-        if gradient is None or part.dtype.kind != "f":
+        values = leaf[samples]
+        if gradient is None or values.dtype.kind != "f":
             continue
-        sick = ~np.isfinite(np.asarray(gradient))
+        is_nonfinite = ~np.isfinite(np.asarray(gradient))
         with np.errstate(all="ignore"):
-            oddness = np.abs(np.log10(np.maximum(np.abs(part.astype(np.float64)), 1e-300))) + 1e6 * sick
-        for flat in np.argsort(-oddness, axis=None, kind="stable")[:_TRIED]:
-            place = tuple(map(int, np.unravel_index(int(flat), part.shape)))
-            found.append((float(oddness[place]), i, place))
-    found.sort(key=lambda one: -one[0])
-    return [(i, place) for _, i, place in found[:_TRIED]]
+            oddness = np.abs(np.log10(np.maximum(np.abs(values.astype(np.float64)), 1e-300))) + 1e6 * is_nonfinite
+        for flat_index in np.argsort(-oddness, axis=None, kind="stable")[:_MAX_SUSPECTS]:
+            position = tuple(map(int, np.unravel_index(int(flat_index), values.shape)))
+            suspects.append((float(oddness[position]), i, position))
+    suspects.sort(key=lambda suspect: -suspect[0])
+    return [(i, position) for _, i, position in suspects[:_MAX_SUSPECTS]]
 
 
-def _why(loss: LossOfOutputs, some: slice, leaf: int, place: tuple[int, ...]) -> str:
-    leaves = [array[some].copy() for array in loss.leaves]
+def _singularity_reason(loss: LossOfOutputs, samples: slice, leaf: int, position: tuple[int, ...]) -> str:
+    leaves = [array[samples].copy() for array in loss.leaves]
 
-    def moved(value: float) -> float:
-        leaves[leaf][place] = value
-        return loss(leaves, some)[0]
+    def loss_at(value: float) -> float:
+        leaves[leaf][position] = value
+        return loss(leaves, samples)[0]
 
-    at = float(leaves[leaf][place])
-    why = singularity(moved, at)
-    leaves[leaf][place] = at
-    return why
+    original = float(leaves[leaf][position])
+    reason = singularity(loss_at, original)
+    leaves[leaf][position] = original
+    return reason
 
 
-def _origin(
+def _output_value_origin(
     observed: ObservedRun,
     loss: LossOfOutputs,
     sample: int | None,
     leaf: int,
-    place: tuple[int, ...],
+    position: tuple[int, ...],
     value: float,
-    why: str,
+    reason: str,
 ) -> Origin:
     array = loss.leaves[leaf]
-    whole = place if sample is None else (sample, *place[1:])
-    index = dict(observed.element(Port("output", index=leaf), array, whole))
+    full_position = position if sample is None else (sample, *position[1:])
+    index = dict(observed.element(Port("output", index=leaf), array, full_position))
     name = "output" if len(loss.leaves) == 1 else f"output[{leaf}]"
-    cause = f"{why} in the loss: {name} {float(array[whole]):.3g}"
+    cause = f"{reason} in the loss: {name} {float(array[full_position]):.3g}"
     targets = [to_host(leaf) for leaf in data.leaves_of(observed.batch.y)]
     if len(targets) == 1 and targets[0].shape == array.shape:
-        cause += f", target {float(targets[0][whole]):.3g}"
+        cause += f", target {float(targets[0][full_position]):.3g}"
     elif len(targets) == 1 and targets[0].shape[:1] == array.shape[:1] and targets[0][0].size == 1:
-        cause += f", target {float(targets[0][whole[0]].reshape(())):.3g}"
+        cause += f", target {float(targets[0][full_position[0]].reshape(())):.3g}"
     return Origin("loss", "loss", "value", value, index, fed_by=cause)
 
 
-def gradient_at_the_outputs(observed: ObservedRun) -> Origin | None:
+def find_output_gradient(observed: ObservedRun) -> Origin | None:
     """Return the output value at which the derivative of a finite loss is not finite, as an origin, or None."""
     loss = LossOfOutputs(observed)
     _, gradients = loss(loss.leaves)
     for i, gradient in enumerate(gradients):
-        sick = (
-            None if gradient is None else observed.first(Port("output", index=i), "output_grad", np.asarray(gradient))
+        nonfinite = (
+            None
+            if gradient is None
+            else observed.first_nonfinite(Port("output", index=i), "output_grad", np.asarray(gradient))
         )
-        if sick is None:
+        if nonfinite is None:
             continue
-        place = tuple(int(n) for n in np.argwhere(~np.isfinite(np.asarray(gradient)))[0])
+        position = tuple(int(n) for n in np.argwhere(~np.isfinite(np.asarray(gradient)))[0])
         leaves = [leaf.copy() for leaf in loss.leaves]
 
-        def derivative(value: float, i: int = i, place: Any = place, leaves: Any = leaves) -> float:
-            leaves[i][place] = value
-            return float(np.asarray(loss(leaves)[1][i])[place])
+        def derivative(value: float, i: int = i, position: Any = position, leaves: Any = leaves) -> float:
+            leaves[i][position] = value
+            return float(np.asarray(loss(leaves)[1][i])[position])
 
-        at = float(loss.leaves[i][place])
-        why = slope(derivative, at) or "the derivative of the loss"
+        output_value = float(loss.leaves[i][position])
+        reason = slope(derivative, output_value) or "the derivative of the loss"
         name = "output" if len(gradients) == 1 else f"output[{i}]"
-        index = observed.element(Port("output", index=i), loss.leaves[i], place)
-        value = float(np.asarray(gradient)[place])
-        return Origin("backward", "loss", "output_grad", value, index, fed_by=f"{why} in the loss: {name} {at:.3g}")
+        index = observed.element(Port("output", index=i), loss.leaves[i], position)
+        value = float(np.asarray(gradient)[position])
+        return Origin(
+            "backward", "loss", "output_grad", value, index, fed_by=f"{reason} in the loss: {name} {output_value:.3g}"
+        )
     return None

@@ -39,17 +39,17 @@ from .names import TensorName
 def on_host(calls: Iterable[RecurrentCall]) -> list[RecurrentCall]:
     """Convert CPU calls to NumPy; cells that the framework runs keep their tensors."""
     cells: dict[int, Cell] = {}
-    found = []
+    host_calls = []
     for call in calls:
         if not call.cell.by_framework and shared(call.input) is not None:
-            cell = cells.setdefault(id(call.cell), call.cell.with_weights(_numpy))
-            others = {f.name: map_leaves(_numpy, getattr(call, f.name)) for f in fields(call) if f.name != "cell"}
-            call = replace(call, cell=cell, **others)
-        found.append(call)
-    return found
+            cell = cells.setdefault(id(call.cell), call.cell.with_weights(_as_numpy))
+            changed = {f.name: map_leaves(_as_numpy, getattr(call, f.name)) for f in fields(call) if f.name != "cell"}
+            call = replace(call, cell=cell, **changed)
+        host_calls.append(call)
+    return host_calls
 
 
-def _numpy(value: Any) -> Any:
+def _as_numpy(value: Any) -> Any:
     """Return a tensor in the CPU's memory as a NumPy array that shares it, any other value as it is."""
     array = shared(value)
     return value if array is None else array
@@ -69,10 +69,10 @@ def sweep(
     The direct ones are those of the output, of the final states, (sample, size) each, and of states at every step,
     (sample, time, size) by their index. ``spend``: the pre-activations of ``run`` may be overwritten.
     """
-    states, own_output = _place_output(call, run, output_grad)
-    for index, extra in (state_grad or {}).items():
+    states, own_output = _split_output_gradient(call, run, output_grad)
+    for index, cotangent in (state_grad or {}).items():
         present = states[index]
-        states[index] = extra if present is None else present + extra
+        states[index] = cotangent if present is None else present + cotangent
     if call.cell.by_framework:
         return adjoint_custom(run, states, own_output, final_state_grad)
     return adjoint(run, states, final_state_grad, spend=spend)
@@ -116,27 +116,32 @@ class WeightSum:
         )
 
 
-def _place_output(
+def _split_output_gradient(
     call: RecurrentCall, run: Replay, output_grad: Array | None
 ) -> tuple[list[Array | None], Array | None]:
     """Return the output's gradient as that of the state it equals, or as that of the output if it is no state."""
     states: list[Array | None] = [None] * len(run.states)
     if output_grad is None:
         return states, None
-    spread = output_grad
+    step_cotangents = output_grad
     if not call.returns_sequences:  # (sample, unit) becomes (sample, time, unit), zero except at the last step that ran
         shape = (output_grad.shape[0], run.input.shape[1], *output_grad.shape[1:])
-        spread, (*_, last) = run.xp.zeros_like(run.xp.broadcast_to(output_grad[:, None, ...], shape)), run.steps()
-        spread[:, last, ...] = output_grad
+        step_cotangents, (*_, last_step) = (
+            run.xp.zeros_like(run.xp.broadcast_to(output_grad[:, None, ...], shape)),
+            run.steps(),
+        )
+        step_cotangents[:, last_step, ...] = output_grad
     index = call.cell.output_state
     if run.output_is_state:
         if call.output_from_state is not None:
-            spread = run.xp.where(over_time(call.output_from_state, spread), spread, run.xp.zeros_like(spread))
-        states[index] = spread
+            step_cotangents = run.xp.where(
+                over_time(call.output_from_state, step_cotangents), step_cotangents, run.xp.zeros_like(step_cotangents)
+            )
+        states[index] = step_cotangents
         return states, None
-    own, carried = unmasked_output_cotangent(run, spread, call.masked_output)
-    states[index] = carried
-    return states, own
+    output_cotangent, state_cotangent = unmasked_output_cotangent(run, step_cotangents, call.masked_output)
+    states[index] = state_cotangent
+    return states, output_cotangent
 
 
 @dataclass(eq=False)
@@ -155,32 +160,34 @@ class ReplayedCall:
         """Return the call with every value inside the layer perturbed by one rounding."""
         return ReplayedCall(self.call, perturbed(self.run))
 
-    def flat(self) -> ReplayedCall:
+    def flatten_space(self) -> ReplayedCall:
         """Return the call with spatial axes and channels flattened; the call itself if it has no spatial axes."""
         if len(self.run.input.shape) == 3:
             return self
 
-        def unfolded(array: Any) -> Any:
+        def flattened(array: Any) -> Any:
             return None if array is None else array.reshape((*array.shape[:2], -1))
 
-        def states(arrays: Any) -> Any:
+        def flatten_states(arrays: Any) -> Any:
             return None if arrays is None else tuple(array.reshape((array.shape[0], -1)) for array in arrays)
 
         call, run, sequences = self.call, self.run, self.call.returns_sequences
-        output = unfolded(call.output) if sequences else call.output.reshape((call.output.shape[0], -1))
+        output = flattened(call.output) if sequences else call.output.reshape((call.output.shape[0], -1))
         call = replace(
             call,
-            input=unfolded(call.input),
+            input=flattened(call.input),
             output=output,
-            initial_state=states(call.initial_state),
-            final_state=states(call.final_state),
+            initial_state=flatten_states(call.initial_state),
+            final_state=flatten_states(call.final_state),
         )
-        initial, every = states(run.initial_state), tuple(map(unfolded, run.states))
-        found = ReplayedCall(call, replace(run, input=unfolded(run.input), states=every, initial_state=initial))
-        found.system = self.system
-        return found
+        initial, flat_states = flatten_states(run.initial_state), tuple(map(flattened, run.states))
+        flat_call = ReplayedCall(
+            call, replace(run, input=flattened(run.input), states=flat_states, initial_state=initial)
+        )
+        flat_call.system = self.system
+        return flat_call
 
-    def output_moves(self) -> Array | None:
+    def moving_output_mask(self) -> Array | None:
         """Return a mask (sample, time) of where the output depends on the state; None for everywhere."""
         if self.call.masked_output == "zero" and self.call.mask is not None and self.run.output_is_state:
             return self.call.mask
@@ -192,63 +199,65 @@ class ReplayedCall:
         ``of_output``: they are of the layer's output, and zero where that is a constant.
         """
         block = like(block, self.run.input)
-        moves = self.output_moves() if of_output else None
-        if moves is not None:
-            block = self.system.work.xp.where(moves[:, :, None, None], block, self.system.work.xp.zeros_like(block))
+        moving_mask = self.moving_output_mask() if of_output else None
+        if moving_mask is not None:
+            block = self.system.work.xp.where(
+                moving_mask[:, :, None, None], block, self.system.work.xp.zeros_like(block)
+            )
         return PointRows(list(times), {state: block}, self.system.order)
 
     @property
-    def last(self) -> int:
+    def last_step(self) -> int:
         """Time index of the step that ran last."""
-        *_, last = self.run.steps()
-        return last
+        *_, last_step = self.run.steps()
+        return last_step
 
     def port(self, kind: Any, index: int = 0) -> Port:
         """Return a port at the boundary of this direction of the layer."""
         direction = self.call.direction if self.call.bidirectional else None
         return Port(kind, self.call.layer, index, direction=direction)
 
-    def above(self) -> list[Port]:
+    def upper_ports(self) -> list[Port]:
         """Return the ports where gradients of later layers enter: the output, and the returned final states."""
         states = range(len(self.call.final_state or ()))
         return [self.port("output"), *(self.port("final_state", i) for i in states)]
 
-    def readers(self) -> list[Port]:
+    def reader_ports(self) -> list[Port]:
         """Return the ports where gradients enter an uncut layer: its output, and states that the user's code reads."""
         if not self.call.between:
-            return self.above()
+            return self.upper_ports()
         states = range(len(self.run.states))
         return [self.port("output"), *(self.port("state_read", i) for i in states)]
 
-    def below(self) -> list[Port]:
+    def lower_ports(self) -> list[Port]:
         """Return the ports where gradients leave towards earlier layers: the shared input, and the initial states."""
         states = range(len(self.run.initial_state))
         return [Port("input", self.call.layer), *(self.port("initial_state", i) for i in states)]
 
-    def arrived(self) -> dict[Port, Array | None]:
+    def direct_gradients(self) -> dict[Port, Array | None]:
         """Return the captured direct gradients at the output and the final states, by port."""
-        final = self.call.final_state_grad or ()
-        found = {self.port("final_state", i): grad for i, grad in enumerate(final)}
-        return {self.port("output"): self.call.output_grad, **found}
+        final_grads = self.call.final_state_grad or ()
+        by_port = {self.port("final_state", i): grad for i, grad in enumerate(final_grads)}
+        return {self.port("output"): self.call.output_grad, **by_port}
 
-    def sweep(self, states: Mapping[int, Array], arrived: Mapping[Port, Array | None]) -> Adjoint:
+    def sweep(self, states: Mapping[int, Array], upper_grads: Mapping[Port, Array | None]) -> Adjoint:
         """Compute total gradients from cotangents of states and from gradients at the upper ports."""
         states = dict(states)
         for i in range(len(self.run.states)):
-            read = arrived.get(self.port("state_read", i))  # by the user's code, between the steps
-            if read is not None:
-                states[i] = like(read, states[i]) + states[i] if i in states else read
-        output = arrived.get(self.port("output"))
-        final = [arrived.get(self.port("final_state", i)) for i in range(len(self.run.states))]
-        ending = None
-        if any(f is not None for f in final):
+            read_grad = upper_grads.get(self.port("state_read", i))  # by the user's code, between the steps
+            if read_grad is not None:
+                states[i] = like(read_grad, states[i]) + states[i] if i in states else read_grad
+        output_grad = upper_grads.get(self.port("output"))
+        final_grads = [upper_grads.get(self.port("final_state", i)) for i in range(len(self.run.states))]
+        final_state_grad = None
+        if any(f is not None for f in final_grads):
             initial = self.run.initial_state
-            ending = [s * 0 if f is None else like(f, s) for f, s in zip(final, initial, strict=True)]
+            final_state_grad = [s * 0 if f is None else like(f, s) for f, s in zip(final_grads, initial, strict=True)]
         return sweep(
             self.call,
             self.run,
-            None if output is None else like(output, self.run.states[0]),
-            ending,
+            None if output_grad is None else like(output_grad, self.run.states[0]),
+            final_state_grad,
             {index: like(array, self.run.states[index]) for index, array in states.items()},
         )
 
@@ -257,8 +266,8 @@ class ReplayedCall:
         if not per_sample:
             return {key: to_host(grad) for key, grad in weight_gradients(self.run, swept).items()}
         samples = [slice(n, n + 1) for n in range(int(self.run.input.shape[0]))]
-        single = [weight_gradients(self.run.of_samples(one), swept.of_samples(one)) for one in samples]
-        return {key: np.stack([to_host(grads[key]) for grads in single]) for key in single[0]}
+        by_sample = [weight_gradients(self.run.of_samples(sample), swept.of_samples(sample)) for sample in samples]
+        return {key: np.stack([to_host(grads[key]) for grads in by_sample]) for key in by_sample[0]}
 
 
 class ReplayedLayers:
@@ -283,15 +292,15 @@ class ReplayedLayers:
     @property
     def calls(self) -> tuple[ReplayedCall, ...]:
         """All calls, in the order in which the layers ran."""
-        return tuple(one for directions in self.by_layer.values() for one in directions)
+        return tuple(replayed for directions in self.by_layer.values() for replayed in directions)
 
     @classmethod
-    def look(cls, adapter: Adapter, model: Any, batch: Batch, layers: Iterable[str]) -> ReplayedLayers:
+    def capture_layers(cls, adapter: Adapter, model: Any, batch: Batch, layers: Iterable[str]) -> ReplayedLayers:
         """Run the model to capture and replay the given layers; without layers the model is not run."""
-        wanted = tuple(dict.fromkeys(layers))
-        if not wanted:
+        layer_names = tuple(dict.fromkeys(layers))
+        if not layer_names:
             return cls({})
-        capture = adapter.capture(model, batch, CaptureRequest(wanted, gradients=False, weight_grads=False))
+        capture = adapter.capture(model, batch, CaptureRequest(layer_names, gradients=False, weight_grads=False))
         return cls.of(capture.calls, capture.entangled)
 
     @classmethod
@@ -307,24 +316,24 @@ class ReplayedLayers:
         for call in on_host(calls):
             by_layer.setdefault(call.layer, []).append(ReplayedCall(call, Replay.from_call(call)))
         for directions in by_layer.values():
-            directions.sort(key=lambda one: one.call.bidirectional and one.call.direction == "backward")
+            directions.sort(key=lambda replayed: replayed.call.bidirectional and replayed.call.direction == "backward")
         return cls(by_layer, entangled, chain, output)
 
     def map(self, change: Callable[[ReplayedCall], ReplayedCall]) -> ReplayedLayers:
         """Return the same layers with every replayed call changed."""
-        by_layer = {name: [change(one) for one in directions] for name, directions in self.by_layer.items()}
+        by_layer = {name: [change(replayed) for replayed in directions] for name, directions in self.by_layer.items()}
         return ReplayedLayers(by_layer, self.entangled, self.chain, self.output)
 
     def is_stepwise(self, name: TensorName) -> bool:
         """Return whether a tensor belongs to a cell called step by step, so that the framework has it."""
         directions = self.by_layer.get(str(name.layer), [])
         kinds = ("state", "final_state", "initial_state", "input")
-        return name.what in kinds and bool(directions) and all(one.call.stepwise for one in directions)
+        return name.kind in kinds and bool(directions) and all(replayed.call.stepwise for replayed in directions)
 
     def is_output(self, name: TensorName) -> bool:
         """Return whether a state is the output of its layer at every step, computed in the framework's own dtype."""
         directions = self.by_layer.get(str(name.layer), [])
-        if name.what != "state" or len(directions) != 1 or "#" in str(name.layer):
+        if name.kind != "state" or len(directions) != 1 or "#" in str(name.layer):
             return False
         call, run = directions[0].call, directions[0].run
         is_plain = call.mask is None and call.output_from_state is None
@@ -345,35 +354,40 @@ class ReplayedLayers:
 
     def value(self, name: TensorName) -> Array:
         """Return a state of a layer, with a direction axis for a bidirectional layer."""
-        return _join([_pick(one, one.run.states[name.index], name) for one in self.layer(name.layer)], name)
+        return _join_directions(
+            [_steps_of_name(replayed, replayed.run.states[name.index], name) for replayed in self.layer(name.layer)],
+            name,
+        )
 
-    def on_states(self, name: TensorName, cotangent: Array) -> list[dict[int, Array]]:
+    def state_cotangents(self, name: TensorName, cotangent: Array) -> list[dict[int, Array]]:
         """Return, for each direction, the cotangent of ``value(name)`` over all steps, by state index."""
-        directions, axis = self.layer(name.layer), 2 if name.what == "state" else 1
+        directions, axis = self.layer(name.layer), 2 if name.kind == "state" else 1
         parts = [cotangent] if len(directions) == 1 else list(np.moveaxis(cotangent, axis, 0))
-        if name.what != "state":  # zero at all steps but the last
-            lasts, parts = parts, []
-            for one, last in zip(directions, lasts, strict=True):
-                whole = np.zeros(tuple(one.run.states[name.index].shape), dtype=last.dtype)
-                whole[:, one.last, :] = last
-                parts.append(whole)
+        if name.kind != "state":  # zero at all steps but the last
+            last_cotangents, parts = parts, []
+            for replayed, last_cotangent in zip(directions, last_cotangents, strict=True):
+                all_steps = np.zeros(tuple(replayed.run.states[name.index].shape), dtype=last_cotangent.dtype)
+                all_steps[:, replayed.last_step, :] = last_cotangent
+                parts.append(all_steps)
         return [{name.index: part} for part in parts]
 
     def gradient(self, name: TensorName, swept: Sequence[Adjoint]) -> Array:
         """Return the gradient of a tensor inside a layer from its finished sweeps."""
-        if name.what == "input":
-            return np.sum([to_host(result.input_grad) for result in swept], axis=0)
+        if name.kind == "input":
+            return np.sum([to_host(adjoints.input_grad) for adjoints in swept], axis=0)
         parts = []
-        for one, result in zip(self.layer(name.layer), swept, strict=True):
-            if name.what == "initial_state":
-                parts.append(to_host(result.initial_state_grad[name.index]))
-            elif name.what == "gate_preactivation":
-                parts.append(to_host(result.gate_grad))
-            elif name.what == "gates":
-                parts.append(to_host(one.run.at_real_steps(one.run.cell.gate_gradient(one.run, result))))
+        for replayed, adjoints in zip(self.layer(name.layer), swept, strict=True):
+            if name.kind == "initial_state":
+                parts.append(to_host(adjoints.initial_state_grad[name.index]))
+            elif name.kind == "gate_preactivation":
+                parts.append(to_host(adjoints.gate_grad))
+            elif name.kind == "gates":
+                parts.append(
+                    to_host(replayed.run.at_real_steps(replayed.run.cell.gate_gradient(replayed.run, adjoints)))
+                )
             else:
-                parts.append(_pick(one, result.state_grads[name.index], name))
-        return _join(parts, name)
+                parts.append(_steps_of_name(replayed, adjoints.state_grads[name.index], name))
+        return _join_directions(parts, name)
 
 
 def stack_directions(parts: Sequence[Array], space: tuple[str, ...]) -> Array:
@@ -393,18 +407,18 @@ def outputs_of(adapter: Adapter, model: Any, batch: Batch, layers: tuple[str, ..
     }
 
 
-def runs(adapter: Adapter, model: Any, batch: Batch, layer: str) -> bool:
+def runs_layer(adapter: Adapter, model: Any, batch: Batch, layer: str) -> bool:
     """Return whether a layer is called in a forward pass."""
     return any(node.partition("#")[0] == layer for node in outputs_of(adapter, model, batch, (layer,)))
 
 
-def _pick(replayed: ReplayedCall, states: Array, name: TensorName) -> Array:
+def _steps_of_name(replayed: ReplayedCall, states: Array, name: TensorName) -> Array:
     """Select a state at all steps, or at the last step that ran, as the tensor's name requires."""
-    every = to_host(states)
-    return every if name.what == "state" else every[:, replayed.last, :]
+    all_steps = to_host(states)
+    return all_steps if name.kind == "state" else all_steps[:, replayed.last_step, :]
 
 
-def _join(parts: list[Array], name: TensorName) -> Array:
+def _join_directions(parts: list[Array], name: TensorName) -> Array:
     if len(parts) == 1:
         return parts[0]
-    return np.stack(parts, axis=1 if name.what in ("final_state", "initial_state") else 2)
+    return np.stack(parts, axis=1 if name.kind in ("final_state", "initial_state") else 2)

@@ -31,7 +31,7 @@ from ..recurrence.arrays import one_thread_each
 from ..settings import current
 from ..typing import arrays_of
 from .axes import InputCoordinates, ModelAxes
-from .names import Catalogue, completed
+from .names import Catalogue, complete_catalogue
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,47 +40,47 @@ _turn = threading.RLock()
 #: Whether this context runs within a call that has its turn; it holds in the threads of that call, too.
 _has_turn: ContextVar[bool] = ContextVar("has_turn", default=False)
 #: Engines that ran in this process, and engines that ran in the parent process before a fork.
-_ran: set[str] = set()
-_lost: set[str] = set()
+_ran_engines: set[str] = set()
+_lost_engines: set[str] = set()
 
 
 def in_turn(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function of a model so that only one decorated call runs at a time."""
 
     @functools.wraps(function)
-    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
+    def run_alone(*args: P.args, **kwargs: P.kwargs) -> R:
         adapter = adapter_of(args[0] if args else kwargs.get("model"))
         engine = None if adapter is None else adapter.engine
-        if engine in _lost and not needs_no_threads(engine):
+        if engine in _lost_engines and not needs_no_threads(engine):
             raise UnsupportedError(
                 f"This process was forked after {engine} had started its threads, which a fork does not copy.",
                 got="a call that would not return",
                 expected="a process started by spawn",
                 hint='multiprocessing.get_context("spawn"); plots, measures and files work here',
             )
-        reads = is_source(args[1] if len(args) > 1 else kwargs.get("x"))
+        reads_source = is_source(args[1] if len(args) > 1 else kwargs.get("x"))
         with (
             nullcontext() if _has_turn.get() else _turn,
             one_thread_each(),
             nullcontext() if _has_turn.get() else full_precision(engine),
-            global_random_states_restored() if reads else nullcontext(),
+            global_random_states_restored() if reads_source else nullcontext(),
         ):
             if engine is not None:
-                _ran.add(engine)
-            before = _has_turn.set(True)
+                _ran_engines.add(engine)
+            token = _has_turn.set(True)
             try:
                 return function(*args, **kwargs)
             finally:
-                _has_turn.reset(before)
+                _has_turn.reset(token)
 
-    return alone
+    return run_alone
 
 
 def _start_anew() -> None:
     global _turn
     _turn = threading.RLock()
-    _lost.update(_ran | running_engines())
-    _ran.clear()
+    _lost_engines.update(_ran_engines | running_engines())
+    _ran_engines.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -100,7 +100,7 @@ class ModelRequest:
     #: The data and options of the run: one batch, or a data set.
     batch: Batch
     #: Catalogue of the model's tensors, and their layouts; both are completed while the model runs.
-    known: Catalogue
+    catalogue: Catalogue
     axes: ModelAxes
     #: Coordinates of the inputs that are DataArrays.
     coordinates: InputCoordinates
@@ -110,32 +110,36 @@ class ModelRequest:
         cls, model: Any, batch: Batch, axes: Mapping[str, Layout] | None = None, texts: Iterable[Any] = ()
     ) -> ModelRequest:
         """Resolve a call on its model, stated layouts included; ``texts`` are names that may need output keys."""
-        adapter, several = adapter_for(model), is_source(batch.x)
-        known = Catalogue(adapter, model, batch.x)
-        if texts and not several:
-            known = completed(known, batch.without_loss(), [text for text in texts if isinstance(text, str)])
-        roles = ModelAxes(adapter, model, axes, known)
-        return ModelRequest(adapter, model, batch, known, roles, InputCoordinates(() if several else batch.x, roles))
+        adapter, is_data_set = adapter_for(model), is_source(batch.x)
+        catalogue = Catalogue(adapter, model, batch.x)
+        if texts and not is_data_set:
+            catalogue = complete_catalogue(
+                catalogue, batch.without_loss(), [text for text in texts if isinstance(text, str)]
+            )
+        model_axes = ModelAxes(adapter, model, axes, catalogue)
+        return ModelRequest(
+            adapter, model, batch, catalogue, model_axes, InputCoordinates(() if is_data_set else batch.x, model_axes)
+        )
 
     def provenance(self, *, with_loss: bool = False) -> Mapping[str, str]:
         """Return framework, version, engine, dtype and device; ``with_loss`` also the reduction of the loss."""
-        found = self.adapter.provenance(self.model)
+        facts = self.adapter.provenance(self.model)
         reduction = self.adapter.reduction(self.model, self.batch.loss) if with_loss else None
-        return found if reduction is None else {**found, "loss_reduction": reduction}
+        return facts if reduction is None else {**facts, "loss_reduction": reduction}
 
     def shapes(self) -> Hashable:
         """Return shapes and dtypes of the inputs."""
         return tuple((tuple(np.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in arrays_of(self.batch.x))
 
-    def needs_certificate(self, verb: str, *what: Any) -> bool:
-        """Return whether ``certify=`` requires a certificate; "first": of the first such call and ``what``."""
-        how = current().certify
-        if how == "auto":
-            how = "first" if verb == "jacobian" else "always"
-        if how != "first":
-            return how == "always"
-        known = _certified.setdefault(self.model, set())
-        key = (verb, self.batch.training, self.shapes(), *what)
-        fresh = key not in known
-        known.add(key)
-        return fresh
+    def needs_certificate(self, verb: str, *details: Any) -> bool:
+        """Return whether ``certify=`` requires a certificate; "first": of the first such call and ``details``."""
+        mode = current().certify
+        if mode == "auto":
+            mode = "first" if verb == "jacobian" else "always"
+        if mode != "first":
+            return mode == "always"
+        certified_keys = _certified.setdefault(self.model, set())
+        key = (verb, self.batch.training, self.shapes(), *details)
+        is_first = key not in certified_keys
+        certified_keys.add(key)
+        return is_first

@@ -36,7 +36,7 @@ from .chunked.samples import SampleChunks
 from .chunked.works import lazy_datasets
 from .request import ModelRequest, in_turn
 from .traced_layers import TraceSelection, assign_coordinates, plain_datasets, recurrent_datasets
-from .traced_scans import chosen_positions, selected, sequence_datasets
+from .traced_scans import chosen_positions, select_positions, sequence_datasets
 
 
 @check.checked(
@@ -127,7 +127,7 @@ def trace(
     """
     batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
     selection = TraceSelection.of(layers, quantities, has_loss(model, batch))
-    verb = _lazy if check.is_lazy((x, y, sample_weight)) else trace_batch
+    verb = _lazy_trace if check.is_lazy((x, y, sample_weight)) else trace_batch
     return verb(model, batch, selection, at or {}, axes)
 
 
@@ -137,51 +137,57 @@ def has_loss(model: Any, batch: Batch) -> bool:
 
 
 def trace_batch(
-    model: Any, batch: Batch, asked: TraceSelection, at: Mapping[str, Any], axes: Mapping[str, Any] | None
+    model: Any, batch: Batch, requested: TraceSelection, at: Mapping[str, Any], axes: Mapping[str, Any] | None
 ) -> Trace:
     """Capture, replay, sweep, label and certify one batch."""
     request = ModelRequest.resolve(model, batch, axes)
-    certified = request.needs_certificate("trace")
-    key = (asked.key(batch.loss), request.shapes())
-    part = part_to_compare(model, batch, key) if certified else None
+    needs_certificate = request.needs_certificate("trace")
+    key = (requested.key(batch.loss), request.shapes())
+    part = part_to_compare(model, batch, key) if needs_certificate else None
     agreed = not batch.initial_state and has_agreed(model, (key, batch.training))
-    selection = replace(asked, weighed=certified or current().certify != "first", part=part)
-    wanted = selection.request(certified, topmost=agreed and (part is not None or not certified))
-    capture = request.adapter.capture(model, batch, wanted)
-    selection = replace(selection, weighed=selection.weighed and not capture.topmost)
+    selection = replace(requested, compares_weights=needs_certificate or current().certify != "first", part=part)
+    capture_request = selection.request(
+        needs_certificate, topmost=agreed and (part is not None or not needs_certificate)
+    )
+    capture = request.adapter.capture(model, batch, capture_request)
+    selection = replace(selection, compares_weights=selection.compares_weights and not capture.topmost)
     provenance = request.provenance(with_loss=selection.has_loss)
-    claim = ReplayedValues(capture, part) if certified else None
-    described = {**request.known.recurrent, **request.known.sequences}
+    claim = ReplayedValues(capture, part) if needs_certificate else None
+    layer_infos = {**request.catalogue.recurrent, **request.catalogue.sequences}
     with nullcontext(None) if claim is None else start_reference_run(request, claim) as reference_run:
-        chain = ChainGradients.of(capture, batch.x) if selection.swept else None
-        datasets_of = partial(recurrent_datasets, described, capture, selection, provenance, chain=chain)
+        chain = ChainGradients.of(capture, batch.x) if selection.needs_sweep else None
+        datasets_of = partial(recurrent_datasets, layer_infos, capture, selection, provenance, chain=chain)
         datasets, checks = datasets_of(claim)
         scans: dict[str, LabelledLayer] = {}
         if capture.sequences:
-            scans, compared = sequence_datasets(described, capture.sequences, selection, provenance, at)
-            datasets, checks = {**datasets, **scans}, [*checks, *compared]
+            scans, scan_checks = sequence_datasets(layer_infos, capture.sequences, selection, provenance, at)
+            datasets, checks = {**datasets, **scans}, [*checks, *scan_checks]
         if claim is not None:
             claim.include_scans(capture.sequences)
         datasets |= plain_datasets(capture.plain, request.axes, batch, selection, provenance)
-        selection.refuse_absent(datasets, list(described))
-        words = _words(datasets, selection.has_loss, part, capture.topmost)
+        selection.refuse_absent(datasets, list(layer_infos))
+        quantity_names = _names_by_certification(datasets, selection.has_loss, part, capture.topmost)
         assign_coordinates(datasets.values(), request.coordinates)
         certificate = Certificate()
         if claim is not None and reference_run is not None:
-            certificate = certify(request, claim, reference_run, partial(_perturbed, datasets_of, capture), **words)
+            certificate = certify(
+                request, claim, reference_run, partial(_perturbed_claim, datasets_of, capture), **quantity_names
+            )
     if part is not None and certificate.state != "passed":
         remember_difference(model, key)
-        return trace_batch(model, batch, asked, at, axes)
+        return trace_batch(model, batch, requested, at, axes)
     if part is None and certificate.state == "passed":
         remember_passed(model, batch, key, capture)
-    if chain is not None and certificate.state in ("passed", "off") and all(one.ok for one in checks):
+    if chain is not None and certificate.state in ("passed", "off") and all(result.ok for result in checks):
         chain.remember(model, (key, batch.training))
-    kept: dict[str, xr.Dataset | LabelledLayer] = dict(datasets)
+    kept_datasets: dict[str, xr.Dataset | LabelledLayer] = dict(datasets)
     if at:
-        kept |= {name: selected(layer.dataset(), at) for name, layer in datasets.items() if name not in scans}
+        kept_datasets |= {
+            name: select_positions(layer.dataset(), at) for name, layer in datasets.items() if name not in scans
+        }
     warn_about([*checks, *certificate.checks])
     return Trace(
-        kept,
+        kept_datasets,
         loss=capture.loss,
         quantities=None if selection.quantities is None else sorted(selection.quantities),
         provenance=provenance,
@@ -191,7 +197,7 @@ def trace_batch(
     )
 
 
-def _lazy(
+def _lazy_trace(
     model: Any, batch: Batch, selection: TraceSelection, at: Mapping[str, Any], axes: Mapping[str, Any] | None
 ) -> Trace:
     """Return a trace of data in Dask chunks, which is computed when it is asked for."""
@@ -200,23 +206,23 @@ def _lazy(
         raise UnsupportedError("at= selects no samples of lazy data.", got=f"at={dict(at)!r}", hint=hint)
     request = ModelRequest.resolve(model, batch, axes)
     chunks = SampleChunks.of(request.axes, batch)
-    verb = partial(trace_batch, asked=selection, at=at, axes=axes)
-    found = lazy_datasets(request.adapter, model, chunks, verb, "trace", sums=False, with_loss=selection.has_loss)
-    template, datasets, graph = found
+    verb = partial(trace_batch, requested=selection, at=at, axes=axes)
+    lazy_parts = lazy_datasets(request.adapter, model, chunks, verb, "trace", sums=False, with_loss=selection.has_loss)
+    template, datasets, graph = lazy_parts
     quantities = None if selection.quantities is None else sorted(selection.quantities)
     notes = [*template.notes, *chunks.notes]
     result = Trace(datasets, quantities=quantities, provenance=template.provenance, notes=notes)
     return result.pending(graph)
 
 
-def _perturbed(datasets_of: Callable[..., Any], capture: Capture) -> ReplayedValues:
+def _perturbed_claim(datasets_of: Callable[..., Any], capture: Capture) -> ReplayedValues:
     """Replay the captured calls with each value perturbed by one rounding, for a certificate."""
     claim = ReplayedValues(capture)
-    datasets_of(claim, replayed=lambda call: perturbed(Replay.from_call(call)))
+    datasets_of(claim, replay=lambda call: perturbed(Replay.from_call(call)))
     return claim
 
 
-def _words(
+def _names_by_certification(
     datasets: Mapping[str, LabelledLayer], has_loss: bool, part: SamplePart | None, topmost: bool
 ) -> dict[str, Any]:
     """Return the names of the quantities that are certified, that rest on them, and that are not certified.
@@ -229,5 +235,5 @@ def _words(
     compared = () if topmost else ("input_grad", "initial_state_grad")
     resting = [name for name in present if name.endswith("_grad") and name not in compared]
     certified += [name for name in compared if name in present]
-    open_ends = () if part is None else ("the other samples (an earlier call compared all)",)
-    return {"certified": tuple(certified), "resting": tuple(resting), "uncertified": open_ends}
+    uncertified = () if part is None else ("the other samples (an earlier call compared all)",)
+    return {"certified": tuple(certified), "resting": tuple(resting), "uncertified": uncertified}

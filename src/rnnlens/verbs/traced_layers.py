@@ -21,7 +21,7 @@ from ..results.checks import Check, coarser
 from ..results.schema import LabelledLayer, describe, labelled_layer, to_host
 from ..typing import Array
 from ..vocabulary import CHANNEL, FEATURE, FORWARD, QUANTITIES, SAMPLE, SPACE, TIME, UNIT
-from .axes import BatchAxes, InputCoordinates, ModelAxes, in_order
+from .axes import BatchAxes, InputCoordinates, ModelAxes, in_canonical_order
 from .certificates.compare import INITIAL, LAYER_INPUT
 from .certificates.of_trace import (
     BoundaryGradients,
@@ -48,7 +48,7 @@ class TraceSelection:
     layers: tuple[str, ...] | None
     quantities: frozenset[str] | None
     has_loss: bool
-    weighed: bool = True
+    compares_weights: bool = True
     part: SamplePart | None = None
 
     @classmethod
@@ -56,17 +56,17 @@ class TraceSelection:
         cls, layers: str | Iterable[str] | None, quantities: str | Iterable[str] | None, has_loss: bool
     ) -> TraceSelection:
         """Check the arguments ``layers`` and ``quantities``."""
-        named = None if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
+        layer_names = None if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
         if quantities is None:
-            return cls(named, None, has_loss)
+            return cls(layer_names, None, has_loss)
         names = frozenset([quantities] if isinstance(quantities, str) else quantities)
         for name in sorted(names):
             if not _is_quantity(name):
                 raise InputError(f"There is no quantity {name!r}.", hint=did_you_mean(name, QUANTITIES))
             if name.endswith("_grad") and not has_loss:
-                what = f"{name!r} is a gradient of the loss, and there is no loss."
-                raise InputError(what, got="neither y nor loss", hint="pass the target: rl.trace(model, x, y)")
-        return cls(named, names, has_loss)
+                message = f"{name!r} is a gradient of the loss, and there is no loss."
+                raise InputError(message, got="neither y nor loss", hint="pass the target: rl.trace(model, x, y)")
+        return cls(layer_names, names, has_loss)
 
     def key(self, loss: Any) -> Hashable:
         """Return a value that is equal for two selections with the same loss function."""
@@ -77,12 +77,12 @@ class TraceSelection:
         return self.quantities is None or quantity in self.quantities
 
     @property
-    def replayed(self) -> bool:
+    def needs_replay(self) -> bool:
         """Whether the recurrence has to be replayed."""
         return self.quantities is None or bool(self.quantities - CAPTURED)
 
     @property
-    def swept(self) -> bool:
+    def needs_sweep(self) -> bool:
         """Whether total gradients are requested."""
         return self.quantities is None or any(name.endswith("_grad") for name in self.quantities - CAPTURED)
 
@@ -92,29 +92,35 @@ class TraceSelection:
         gradients = self.has_loss and (quantities is None or any(name.endswith("_grad") for name in quantities))
         return CaptureRequest(
             layers=self.layers,
-            inputs=self.replayed or bool((quantities or frozenset()) & {"input", "mask"}),
+            inputs=self.needs_replay or bool((quantities or frozenset()) & {"input", "mask"}),
             gradients=gradients,
-            weight_grads=gradients and self.swept and self.weighed,
+            weight_grads=gradients and self.needs_sweep and self.compares_weights,
             boundaries=certified,
             loss=self.has_loss,
             chain=True,
-            topmost=topmost and gradients and self.swept and self.layers is None,
+            topmost=topmost and gradients and self.needs_sweep and self.layers is None,
         )
 
-    def refuse_absent(self, datasets: Mapping[str, LabelledLayer], known: Sequence[str]) -> None:
+    def refuse_absent(self, datasets: Mapping[str, LabelledLayer], known_layers: Sequence[str]) -> None:
         """Raise for requested layers and quantities that are not in the result."""
         for name in self.layers or ():
             if not any(node == name or node.startswith((f"{name}#", f"{name}[")) for node in datasets):
-                what = f"No layer, and no call of one, is named {name!r} in this forward pass."
-                raise LayerNotFoundError(what, hint=did_you_mean(name, list(dict.fromkeys([*datasets, *known]))))
-        found = {name for layer in datasets.values() for name in layer.variables}
-        missing = [] if self.quantities is None else sorted(self.quantities - found)
+                message = f"No layer, and no call of one, is named {name!r} in this forward pass."
+                raise LayerNotFoundError(
+                    message, hint=did_you_mean(name, list(dict.fromkeys([*datasets, *known_layers])))
+                )
+        present = {name for layer in datasets.values() for name in layer.variables}
+        missing = [] if self.quantities is None else sorted(self.quantities - present)
         impossible = [name for name in missing if name not in QUANTITIES]
-        if impossible or (missing and not found):
-            absent, layer = (impossible or missing)[0], next(iter(datasets), "")
-            hint = did_you_mean(absent, found) if found else f"rl.trace(model, x, ...)[{layer!r}] lists what there is"
+        if impossible or (missing and not present):
+            missing_name, layer = (impossible or missing)[0], next(iter(datasets), "")
+            hint = (
+                did_you_mean(missing_name, present)
+                if present
+                else f"rl.trace(model, x, ...)[{layer!r}] lists what there is"
+            )
             got = f"quantities={', '.join(missing)}"
-            raise InputError(f"No layer here has {absent!r}.", got=got, hint=hint)
+            raise InputError(f"No layer here has {missing_name!r}.", got=got, hint=hint)
 
 
 def _is_quantity(name: str) -> bool:
@@ -122,8 +128,8 @@ def _is_quantity(name: str) -> bool:
     if name in QUANTITIES:
         return True
     states = {state for cell in kinds().values() for state in cell.states}
-    found = _BOUNDARY.fullmatch(name) or _STATE.fullmatch(name)
-    return found is not None and (found["state"] in states or re.fullmatch(r"state_\d+", found["state"]) is not None)
+    match = _BOUNDARY.fullmatch(name) or _STATE.fullmatch(name)
+    return match is not None and (match["state"] in states or re.fullmatch(r"state_\d+", match["state"]) is not None)
 
 
 @dataclass
@@ -141,36 +147,36 @@ def trace_call(
     call: RecurrentCall,
     selection: TraceSelection,
     sums: dict[str, WeightSum],
-    replayed: Callable[[RecurrentCall], Replay],
+    replay: Callable[[RecurrentCall], Replay],
 ) -> TracedCall:
     """Replay a call and, with a loss, sweep back through it; add its weight gradients to ``sums``."""
     names = call.cell.state_names
     arrays: Arrays = {"input": call.input, "mask": call.mask, "output": call.output, "output_grad": call.output_grad}
     if call.final_state_grad is not None:
-        arrays |= _boundary("final", names, call.final_state_grad)
-    if not selection.replayed:
+        arrays |= _boundary_gradients("final", names, call.final_state_grad)
+    if not selection.needs_replay:
         return TracedCall(arrays, [])
-    run = replayed(call)
+    run = replay(call)
     arrays |= dict(zip(names, run.states, strict=True))
     arrays |= {"gates": run.gates, "gate_preactivation": run.preactivation}
     if call.received is not None:  # the gradient at a step's output is the total one
         arrays |= {f"previous_{name}": state for name, state in zip(names, call.received, strict=True)}
         arrays["output_grad"] = None
     traced = TracedCall(arrays, [replay_check(call, run)])
-    if call.output_grad is None or not selection.swept:
+    if call.output_grad is None or not selection.needs_sweep:
         return traced
-    spend = not (selection.has("gate_preactivation") or selection.weighed or selection.part is not None)
+    spend = not (selection.has("gate_preactivation") or selection.compares_weights or selection.part is not None)
     result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad, spend=spend)
     if spend:
         arrays["gate_preactivation"] = None
     arrays |= {f"{name}_grad": grad for name, grad in zip(names, result.state_grads, strict=True)}
     arrays |= {"gate_grad": result.gate_grad if call.cell.gates else None, "input_grad": result.input_grad}
-    arrays |= _boundary("initial", names, result.initial_state_grad)
-    if selection.weighed:
+    arrays |= _boundary_gradients("initial", names, result.initial_state_grad)
+    if selection.compares_weights:
         _add_weights(traced, call, run, result, sums)
     if selection.part is not None:
-        some = selection.part.slice
-        run, result = run.of_samples(some), result.of_samples(some)
+        samples = selection.part.slice
+        run, result = run.of_samples(samples), result.of_samples(samples)
         traced.weights = weight_gradients(run, result, probes=PROBES)
         traced.weights_scale = rounding_of(run, result).weights
     return traced
@@ -192,11 +198,11 @@ def _add_weights(
         )
 
 
-def _boundary(when: str, names: Sequence[str], grads: Sequence[Array]) -> Arrays:
+def _boundary_gradients(end: str, names: Sequence[str], grads: Sequence[Array]) -> Arrays:
     """Name gradients of the first or last state: one stacked variable for states of one size, else one each."""
     if len({grad.shape[-1] for grad in grads}) == 1:
-        return {f"{when}_state_grad": tuple(grads)}
-    return {f"{when}_{name}_grad": grad for name, grad in zip(names, grads, strict=True)}
+        return {f"{end}_state_grad": tuple(grads)}
+    return {f"{end}_{name}_grad": grad for name, grad in zip(names, grads, strict=True)}
 
 
 #: Variables of one call by name; a tuple contains states that will be stacked.
@@ -214,11 +220,11 @@ def join_directions(directions: Sequence[Arrays]) -> dict[str, np.ndarray[Any, A
         """Stack states (sample, unit) to (sample, state, unit)."""
         return np.stack(list(map(to_host, array)), axis=1) if isinstance(array, tuple) else to_host(array)
 
-    ready = [{name: stacked(array) for name, array in replayed.items()} for replayed in directions]
-    if len(ready) == 1:
-        return ready[0]
-    first, second = ready
-    timed = next((first[known].ndim for known in ("hidden", "input") if known in first), 3)
+    host_arrays = [{name: stacked(array) for name, array in replayed.items()} for replayed in directions]
+    if len(host_arrays) == 1:
+        return host_arrays[0]
+    first, second = host_arrays
+    timed_rank = next((first[quantity].ndim for quantity in ("hidden", "input") if quantity in first), 3)
     joined: dict[str, np.ndarray[Any, Any]] = {}
     for name, array in first.items():
         if name in _SHARED:
@@ -226,18 +232,18 @@ def join_directions(directions: Sequence[Arrays]) -> dict[str, np.ndarray[Any, A
         elif name in _SUMMED:
             joined[name] = array + second[name]
         else:
-            axis = 1 if name.startswith(_WITHOUT_TIME) or array.ndim < timed else 2
+            axis = 1 if name.startswith(_WITHOUT_TIME) or array.ndim < timed_rank else 2
             joined[name] = np.stack([array, second[name]], axis=axis)
     return joined
 
 
 def recurrent_datasets(
-    described: Mapping[str, LayerInfo],
+    layer_infos: Mapping[str, LayerInfo],
     capture: Capture,
     selection: TraceSelection,
     provenance: Mapping[str, str],
     claim: ReplayedValues | None,
-    replayed: Callable[[RecurrentCall], Replay] = Replay.from_call,
+    replay: Callable[[RecurrentCall], Replay] = Replay.from_call,
     chain: ChainGradients | None = None,
 ) -> tuple[dict[str, LabelledLayer], list[Check]]:
     """Return labelled arrays of each node in the order of the calls, and self-checks."""
@@ -250,22 +256,24 @@ def recurrent_datasets(
         directions.insert(0 if call.direction == FORWARD else len(directions), call)
     for name in nodes if chain is None else reversed(nodes):
         directions = nodes[name] if chain is None else list(map(chain.with_output_grad, nodes[name]))
-        traced = [trace_call(call, selection, sums, replayed) for call in directions]
+        traced = [trace_call(call, selection, sums, replay) for call in directions]
         if chain is not None and traced[0].arrays.get("input_grad") is not None:
             chain.pull(directions[0], traced[0].arrays["input_grad"])
-        checks += [check for one in traced for check in one.checks]
-        info = described.get(name) or described.get(name.rpartition("#")[0])
+        checks += [check for traced_call in traced for check in traced_call.checks]
+        info = layer_infos.get(name) or layer_infos.get(name.rpartition("#")[0])
         # A certificate compares all arrays, also those that were not requested.
-        pairs = [[(n, a) for n, a in one.arrays.items() if a is not None] for one in traced]
-        present = [{n: a for n, a in found if claim is not None or selection.has(n)} for found in pairs]
+        arrays_by_call = [[(n, a) for n, a in traced_call.arrays.items() if a is not None] for traced_call in traced]
+        requested_arrays = [
+            {n: a for n, a in named_arrays if claim is not None or selection.has(n)} for named_arrays in arrays_by_call
+        ]
         layer = labelled_layer(
-            join_directions(present),
+            join_directions(requested_arrays),
             info={**(vars(info) if info else {}), "name": name},
             provenance=provenance,
             bidirectional=len(directions) > 1,
         )
         if claim is not None:
-            _collect(claim, layer, directions, traced)
+            _add_to_claim(claim, layer, directions, traced)
             layer.variables = {v: array for v, array in layer.variables.items() if selection.has(v)}
         if directions[0].reset is not None:
             layer.coords["reset"] = xr.Variable((SAMPLE, TIME), to_host(directions[0].reset), describe("reset"))
@@ -284,8 +292,8 @@ def _open_space(layer: LabelledLayer, shapes: Mapping[str, tuple[int, ...]]) -> 
         shape = shapes.get(stem, shapes["hidden"] if stem in ("output", "state") else None)
         if shape is not None:
             axes = zip((CHANNEL, *SPACE[len(shape) - 1]), shape, shapes["hidden"], strict=True)
-            opened = [axis if size == known else f"{stem}_{axis}" for axis, size, known in axes]
-            dims = (*array.dims[:-1], FEATURE if stem == "input" else opened[0], *opened[1:])
+            opened_axes = [axis if size == hidden_size else f"{stem}_{axis}" for axis, size, hidden_size in axes]
+            dims = (*array.dims[:-1], FEATURE if stem == "input" else opened_axes[0], *opened_axes[1:])
             del layer.variables[name]  # opened ones come last
             layer.variables[name] = xr.Variable(dims, array.values.reshape(*array.shape[:-1], *shape), array.attrs)
     layer.coords = {dim: labels for dim, labels in layer.coords.items() if dim not in (UNIT, FEATURE)}
@@ -295,34 +303,38 @@ def _open_space(layer: LabelledLayer, shapes: Mapping[str, tuple[int, ...]]) -> 
 _STEM = re.compile(r"^(previous|initial|final)_|_grad$")
 
 
-def _collect(
+def _add_to_claim(
     claim: ReplayedValues, layer: LabelledLayer, directions: Sequence[RecurrentCall], traced: Sequence[TracedCall]
 ) -> None:
     """Add the values of one layer to ``claim``, which a certificate compares; from labelled arrays where possible."""
     # Without a captured input the number of steps is unknown if only the last output is returned; units replace it.
-    timed = directions[0].output[0] if directions[0].input is None else directions[0].input[0]
-    claim.steps = max(claim.steps, int(timed.shape[0]))
+    timed_array = directions[0].output[0] if directions[0].input is None else directions[0].input[0]
+    claim.steps = max(claim.steps, int(timed_array.shape[0]))
     claim.dtype = coarser(claim.dtype, directions[0].compute_dtype or str(directions[0].output.dtype))
     part = claim.part
-    for call, one in zip(directions, traced, strict=True):
-        if one.weights is None:
+    for call, traced_call in zip(directions, traced, strict=True):
+        if traced_call.weights is None:
             continue
-        some = call if part is None else replace(call, initial_state=tuple(map(part.of, call.initial_state)))
+        compared_call = (
+            call if part is None else replace(call, initial_state=tuple(map(part.select, call.initial_state)))
+        )
         claim.add_weights(
             call,
-            weight_sums(layer, some, slice(None) if part is None else part.slice) or one.weights,
-            one.weights_scale,
+            weight_sums(layer, compared_call, slice(None) if part is None else part.slice) or traced_call.weights,
+            traced_call.weights_scale,
         )
         grads = initial_state_gradients(layer, call, call.cell.state_names)
         if call.framework_initial_state_grad is not None and grads is not None:
             pairs = zip(grads, call.framework_initial_state_grad, strict=True)
-            claim.boundaries.append(BoundaryGradients(INITIAL, call.layer, list(pairs), one.rounding.initial))
-    claimed = input_gradient(layer)
+            claim.boundaries.append(BoundaryGradients(INITIAL, call.layer, list(pairs), traced_call.rounding.initial))
+    claimed_gradient = input_gradient(layer)
     reference = [call.framework_input_grad for call in directions if call.framework_input_grad is not None]
-    if reference and claimed is not None:
-        scale = max(one.rounding.input for one in traced)
+    if reference and claimed_gradient is not None:
+        scale = max(traced_call.rounding.input for traced_call in traced)
         claim.boundaries.append(
-            BoundaryGradients(LAYER_INPUT, directions[0].layer, [(claimed, sum(map(to_host, reference)))], scale)
+            BoundaryGradients(
+                LAYER_INPUT, directions[0].layer, [(claimed_gradient, sum(map(to_host, reference)))], scale
+            )
         )
 
 
@@ -335,27 +347,27 @@ def plain_datasets(
 ) -> dict[str, LabelledLayer]:
     """Return the outputs of non-recurrent layers, with samples and time as the first axes where known."""
     axes.learn(batch, [Port("output", call.layer) for call in calls])
-    outside = BatchAxes(axes, axes.samples(batch)) if calls else None
-    found = {}
+    batch_axes = BatchAxes(axes, axes.samples(batch)) if calls else None
+    datasets = {}
     for call in calls:
         arrays: dict[str, Array] = {}
         dims: dict[str, tuple[str, ...]] = {}
         for name, array in (("output", call.output), ("output_grad", call.output_grad)):
-            if array is not None and outside is not None and selection.has(name):
-                opened = outside.opened(Port("output", call.layer), to_host(array))
-                arrays[name], dims[name] = in_order(*opened)
+            if array is not None and batch_axes is not None and selection.has(name):
+                opened = batch_axes.split_folded(Port("output", call.layer), to_host(array))
+                arrays[name], dims[name] = in_canonical_order(*opened)
         info = {"name": call.layer}
-        found[call.layer] = labelled_layer(arrays, info=info, provenance=provenance, bidirectional=False, dims=dims)
-    return found
+        datasets[call.layer] = labelled_layer(arrays, info=info, provenance=provenance, bidirectional=False, dims=dims)
+    return datasets
 
 
-def assign_coordinates(layers: Iterable[LabelledLayer], given: InputCoordinates) -> None:
+def assign_coordinates(layers: Iterable[LabelledLayer], coordinates: InputCoordinates) -> None:
     """Add the coordinates of the user's x, an ``xarray.DataArray``, to the datasets of traced layers, in place.
 
     Samples and steps of every layer get them; features only those of a layer that reads an input itself.
     """
-    for layer in layers if given.leaves else ():
-        given.assign_to(layer)
-        leaf = given.is_input(layer.variables["input"].values) if "input" in layer.variables else None
+    for layer in layers if coordinates.leaves else ():
+        coordinates.assign_to(layer)
+        leaf = coordinates.input_index(layer.variables["input"].values) if "input" in layer.variables else None
         if leaf is not None:
-            given.assign_to(layer, (FEATURE,), leaf)
+            coordinates.assign_to(layer, (FEATURE,), leaf)

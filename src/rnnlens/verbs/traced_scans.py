@@ -34,7 +34,7 @@ def chosen_positions(name: str, value: Any) -> dict[str, Any]:
 
 
 def sequence_datasets(
-    described: Mapping[str, LayerInfo],
+    layer_infos: Mapping[str, LayerInfo],
     calls: Sequence[SequenceCall],
     requested: TraceSelection,
     provenance: Mapping[str, str],
@@ -43,14 +43,14 @@ def sequence_datasets(
     """Return the labelled arrays of each scan, and the comparisons with the model's own outputs."""
     datasets, checks = {}, []
     for call in calls:
-        info = described.get(call.layer) or described.get(call.layer.rpartition("#")[0])
-        datasets[call.layer] = _labelled(call, info, requested, provenance, at)
+        info = layer_infos.get(call.layer) or layer_infos.get(call.layer.rpartition("#")[0])
+        datasets[call.layer] = _label_scan(call, info, requested, provenance, at)
         bound = rounding_bound(call.compute_dtype, call.cell.steps)
         checks.append(Check(REPLAY, call.layer, call.mismatch, bound))
     return datasets, checks
 
 
-def _labelled(
+def _label_scan(
     call: SequenceCall,
     info: LayerInfo | None,
     requested: TraceSelection,
@@ -59,50 +59,53 @@ def _labelled(
 ) -> LabelledLayer:
     selection = SequenceSelection.of(call, at)
     names = [name for name in (*VALUES, *(GRADIENTS if call.output_grad is not None else ())) if requested.has(name)]
-    absent = [*(["gate"] if call.gate is None else []), *(["read", "read_grad"] if call.cell.read is None else [])]
-    names = [name for name in names if name not in absent]
+    absent_names = [
+        *(["gate"] if call.gate is None else []),
+        *(["read", "read_grad"] if call.cell.read is None else []),
+    ]
+    names = [name for name in names if name not in absent_names]
     selection.refuse_large(call, names)
     pieces: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in names}
-    for steps, values in _chunks_back(call, any(name in GRADIENTS for name in names)):
-        kept = [t - steps.start for t in selection.times if steps.start <= t < steps.stop]
-        if kept:
+    for steps, values in _reversed_chunks(call, any(name in GRADIENTS for name in names)):
+        kept_times = [t - steps.start for t in selection.times if steps.start <= t < steps.stop]
+        if kept_times:
             for name in names:
-                pieces[name].append(selection.take(values(name), kept))
-    arrays = {name: np.concatenate(found[::-1], axis=1) for name, found in pieces.items()}
+                pieces[name].append(selection.take(values(name), kept_times))
+    arrays = {name: np.concatenate(pieces_of_name[::-1], axis=1) for name, pieces_of_name in pieces.items()}
     dims = {name: (SAMPLE, TIME, *selection.axes(call, name)) for name in names}
     attributes = {**(vars(info) if info else {}), "name": call.layer, "direction": "forward"}
     layer = labelled_layer(arrays, info=attributes, provenance=provenance, bidirectional=False, dims=dims)
-    for dim, found in selection.positions.items():
+    for dim, positions in selection.positions.items():
         if dim in layer.coords:
-            layer.coords[dim] = xr.Variable((dim,), found, layer.coords[dim].attrs)
+            layer.coords[dim] = xr.Variable((dim,), positions, layer.coords[dim].attrs)
     return layer
 
 
-def selected(dataset: xr.Dataset, at: Mapping[str, Any]) -> xr.Dataset:
+def select_positions(dataset: xr.Dataset, at: Mapping[str, Any]) -> xr.Dataset:
     """Select the positions ``at`` of the variables of a layer that runs step by step; each dimension is kept."""
     sizes = {str(dim): int(size) for dim, size in dataset.sizes.items()}
-    return dataset.isel({dim: _positions(dim, steps, sizes) for dim, steps in at.items() if dim in sizes})
+    return dataset.isel({dim: _resolve_positions(dim, steps, sizes) for dim, steps in at.items() if dim in sizes})
 
 
 Values = Callable[[str], Array]
 
 
-def _chunks_back(call: SequenceCall, swept: bool) -> Iterator[tuple[slice, Values]]:
+def _reversed_chunks(call: SequenceCall, has_sweep: bool) -> Iterator[tuple[slice, Values]]:
     """Yield chunks of steps, the last first, each with a function from the name of a quantity to its values there."""
-    _, before, _ = forward(call.cell)
-    if swept:
+    _, start_states, _ = forward(call.cell)
+    if has_sweep:
         assert call.output_grad is not None
-        for chunk, _ in sweep(call.cell, before, call.output_grad):
-            yield chunk.steps, _reader(call, chunk)
+        for chunk, _ in sweep(call.cell, start_states, call.output_grad):
+            yield chunk.steps, _value_reader(call, chunk)
         return
-    for steps, start in reversed(list(zip(chunks(call.cell.steps), before, strict=True))):
+    for steps, start in reversed(list(zip(chunks(call.cell.steps), start_states, strict=True))):
         states, _ = run(call.cell.at(steps), start)
-        yield steps, _reader(call, SequenceChunk(steps, call.cell.at(steps), states, states, states, states))
+        yield steps, _value_reader(call, SequenceChunk(steps, call.cell.at(steps), states, states, states, states))
 
 
-def _reader(call: SequenceCall, chunk: SequenceChunk) -> Values:
+def _value_reader(call: SequenceCall, chunk: SequenceChunk) -> Values:
     cell, steps = chunk.cell, chunk.steps
-    found: dict[str, Callable[[], Any]] = {
+    readers: dict[str, Callable[[], Any]] = {
         "state": lambda: chunk.states,
         "decay": cell.decays,
         "write": cell.writes,
@@ -115,7 +118,7 @@ def _reader(call: SequenceCall, chunk: SequenceChunk) -> Values:
         "read_grad": lambda: chunk.read_grad,
         "output_grad": lambda: chunk.direct,
     }
-    return lambda name: found[name]()
+    return lambda name: readers[name]()
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class SequenceSelection:
         cell = call.cell
         sizes = dict(zip((SAMPLE, TIME, *cell.axes), map(int, cell.shape), strict=True))
         contracted = None if cell.read is None else cell.axes[cell.contracted]
-        return cls({dim: _positions(dim, steps, sizes) for dim, steps in at.items()}, sizes, contracted)
+        return cls({dim: _resolve_positions(dim, steps, sizes) for dim, steps in at.items()}, sizes, contracted)
 
     @property
     def times(self) -> list[int]:
@@ -150,12 +153,12 @@ class SequenceSelection:
         shape = [max(sizes) for sizes in zip(*(f.shape for f in factors if f is not None), strict=True)]
         return tuple(dim for dim, size in zip(cell.axes, shape[2:], strict=True) if size == self.sizes[dim])
 
-    def take(self, values: Array, kept: list[int]) -> np.ndarray[Any, Any]:
+    def take(self, values: Array, times: list[int]) -> np.ndarray[Any, Any]:
         """Return the chosen steps and positions of a quantity in one chunk, as a NumPy array."""
         array = to_host(values)
-        array = array if array.shape[1] == 1 else array[:, kept]
-        if array.shape[1] == 1 and len(kept) != 1:
-            array = np.repeat(array, len(kept), axis=1)
+        array = array if array.shape[1] == 1 else array[:, times]
+        if array.shape[1] == 1 and len(times) != 1:
+            array = np.repeat(array, len(times), axis=1)
         array = np.broadcast_to(array, (self.sizes[SAMPLE], *array.shape[1:]))
         dims = [dim for dim in self.sizes if array.ndim == len(self.sizes) or dim != self.contracted]
         for axis, dim in reversed(list(enumerate(dims))):
@@ -167,71 +170,73 @@ class SequenceSelection:
 
     def refuse_large(self, call: SequenceCall, names: Sequence[str]) -> None:
         """Raise ``TooLargeError`` if the requested arrays would not fit into the memory granted."""
-        counts = {dim: len(self.positions.get(dim, ())) or size for dim, size in self.sizes.items()}
-        each = {name: prod(counts[dim] for dim in (SAMPLE, TIME, *self.axes(call, name))) for name in names}
-        size = sum(each.values()) * int(np.dtype(str(call.output.dtype).rpartition(".")[2]).itemsize)
-        largest = max(each, key=each.__getitem__, default="")
-        what = f"The trace of {call.layer!r} would not fit into the memory granted."
+        kept_sizes = {dim: len(self.positions.get(dim, ())) or size for dim, size in self.sizes.items()}
+        counts_by_name = {
+            name: prod(kept_sizes[dim] for dim in (SAMPLE, TIME, *self.axes(call, name))) for name in names
+        }
+        size = sum(counts_by_name.values()) * int(np.dtype(str(call.output.dtype).rpartition(".")[2]).itemsize)
+        largest = max(counts_by_name, key=counts_by_name.__getitem__, default="")
+        message = f"The trace of {call.layer!r} would not fit into the memory granted."
         hint = f'at={{"time": [{self.sizes[TIME] - 1}]}}, or quantities= without {largest!r}'
-        must_fit(what, size, hint, got=f"{{}} for {', '.join(names)}")
+        must_fit(message, size, hint, got=f"{{}} for {', '.join(names)}")
 
 
-def _positions(dim: str, steps: Any, sizes: Mapping[str, int]) -> list[int]:
+def _resolve_positions(dim: str, steps: Any, sizes: Mapping[str, int]) -> list[int]:
     if dim not in sizes:
-        what = f"at= has no dimension {dim!r} in a whole-sequence layer."
-        raise InputError(what, got=shown({dim: steps}), hint=did_you_mean(dim, sizes))
+        message = f"at= has no dimension {dim!r} in a whole-sequence layer."
+        raise InputError(message, got=shown({dim: steps}), hint=did_you_mean(dim, sizes))
     size = sizes[dim]
     if isinstance(steps, slice):
         return list(range(*steps.indices(size)))
-    listed = [steps] if isinstance(steps, int) else list(steps)
-    outside = [step for step in listed if not -size <= step < size]
-    if outside:
+    step_list = [steps] if isinstance(steps, int) else list(steps)
+    outside_steps = [step for step in step_list if not -size <= step < size]
+    if outside_steps:
         expected = f"{-size} to {size - 1}"
-        raise InputError(f"at={{{dim!r}: ...}} lies outside.", got=shown(outside[0]), expected=expected)
-    return sorted({step % size for step in listed})
+        raise InputError(f"at={{{dim!r}: ...}} lies outside.", got=shown(outside_steps[0]), expected=expected)
+    return sorted({step % size for step in step_list})
 
 
-def scan_measures(cell: SequenceCell, last: Array) -> dict[str, xr.Variable]:
+def scan_measures(cell: SequenceCell, last_state: Array) -> dict[str, xr.Variable]:
     """Return ``half_life``, ``state_rank`` of the last state (sample, *axes) and ``state_size`` of a scan.
 
     Each has the axes of a state along which it differs. ``state_rank`` needs two axes, ``state_size`` a readout, and
     ``half_life`` states that are not relative to a running maximum, since its change is part of their decay.
     """
-    found = {}
+    measures = {}
     if not cell.relative:
         parts = [logarithms(to_host(cell.at(steps).decays())) for steps in chunks(cell.steps)]
         half_life = half_life_of(sum(total for total, _ in parts), sum(count for _, count in parts))
-        found["half_life"] = _measure(cell.axes, half_life, "half-life of the decay", "step")
+        measures["half_life"] = _measure(cell.axes, half_life, "half-life of the decay", "step")
     if len(cell.axes) > 1:
-        rank = np.median(effective_rank(last), axis=0)
-        words = "effective rank of the last state, median over samples"
-        found["state_rank"] = xr.Variable(cell.axes[:-2], rank, {"long_name": words, "units": "1"})
+        rank = np.median(effective_rank(last_state), axis=0)
+        description = "effective rank of the last state, median over samples"
+        measures["state_rank"] = xr.Variable(cell.axes[:-2], rank, {"long_name": description, "units": "1"})
     if cell.read is not None and cell.steps > 1:
-        words = "effective state size in the middle of the first sample"
+        description = "effective state size in the middle of the first sample"
         axes = [axis for axis in cell.axes if axis != cell.axes[cell.contracted]]
-        found["state_size"] = _measure(axes, _state_size(cell), words, "1")
-    return found
+        measures["state_size"] = _measure(axes, _state_size(cell), description, "1")
+    return measures
 
 
 def _state_size(cell: SequenceCell) -> Array:
     """Count the used directions of the state along the axis that the output sums over, in the middle of sample 0."""
-    one = cell.with_parts(lambda part: to_host(part)[:1])
-    summed = one.axis
-    writes = [part for part in one.write if part.shape[summed] > 1] or list(one.write)
-    arrays = [one.decays(), writes[0], one.read, one.left, one.right]
+    sample_cell = cell.with_parts(lambda part: to_host(part)[:1])
+    summed = sample_cell.axis
+    writes = [part for part in sample_cell.write if part.shape[summed] > 1] or list(sample_cell.write)
+    arrays = [sample_cell.decays(), writes[0], sample_cell.read, sample_cell.left, sample_cell.right]
 
     def first_sample(array: Array) -> Array:
         """Return the values of sample 0 at each step, with the summed axis last."""
-        return np.moveaxis(np.broadcast_to(array[0], (one.steps, *array.shape[2:])), summed, -1)
+        return np.moveaxis(np.broadcast_to(array[0], (sample_cell.steps, *array.shape[2:])), summed, -1)
 
     decay, write, read, left, right = (None if a is None else first_sample(np.asarray(a)) for a in arrays)
     assert decay is not None
     assert write is not None
     assert read is not None
-    return effective_state_size(decay, write, read, one.steps // 2, left=left, right=right)
+    return effective_state_size(decay, write, read, sample_cell.steps // 2, left=left, right=right)
 
 
 def _measure(axes: Sequence[str], values: Array, long_name: str, units: str) -> xr.Variable:
     """Label an array of a layer as an ``xarray.Variable`` with description and units, without axes of size 1."""
-    kept = [axis for axis, size in zip(axes, values.shape, strict=True) if size > 1]
-    return xr.Variable(kept, np.squeeze(values), {"long_name": long_name, "units": units})
+    kept_axes = [axis for axis, size in zip(axes, values.shape, strict=True) if size > 1]
+    return xr.Variable(kept_axes, np.squeeze(values), {"long_name": long_name, "units": units})

@@ -38,52 +38,54 @@ def sources(weights: LayerWeights) -> dict[str, list[WeightSource]]:
     """
     if not weights.cells:
         return {key: [WeightSource(key)] for key in weights.values}
-    found: dict[str, list[WeightSource]] = {}
+    sources_by_name: dict[str, list[WeightSource]] = {}
     directions = list(weights.cells)
-    own_bias = any(key.rpartition("/")[2] == "recurrent_bias" for key in weights.values)
+    has_recurrent_bias = any(key.rpartition("/")[2] == "recurrent_bias" for key in weights.values)
     for key in weights.values:
         name, direction = key.rpartition("/")[2], directions[0]
         if len(directions) > 1:
             direction = "backward" if "backward" in key.partition("/")[0] else "forward"
         cell = weights.cells.get(direction)
         if cell is None or name not in cell.parameters:
-            found[key] = [WeightSource(key)]
-        elif name == "bias" and "recurrent_bias" in cell.weights() and not own_bias:  # both in one array
-            found.setdefault("bias", []).append(WeightSource(key, direction, 0))
-            found.setdefault("recurrent_bias", []).append(WeightSource(key, direction, 1))
+            sources_by_name[key] = [WeightSource(key)]
+        elif name == "bias" and "recurrent_bias" in cell.weights() and not has_recurrent_bias:  # both in one array
+            sources_by_name.setdefault("bias", []).append(WeightSource(key, direction, 0))
+            sources_by_name.setdefault("recurrent_bias", []).append(WeightSource(key, direction, 1))
         else:
-            found.setdefault(name, []).append(WeightSource(key, direction))
-    return found
+            sources_by_name.setdefault(name, []).append(WeightSource(key, direction))
+    return sources_by_name
 
 
 def outside_cells(weights: LayerWeights) -> dict[str, Array]:
     """Return the weights of a layer that its known cells do not use: all of them if it has none."""
-    return {key: weights.values[key] for key, (first, *_) in sources(weights).items() if first.direction is None}
+    return {key: weights.values[key] for key, (source, *_) in sources(weights).items() if source.direction is None}
 
 
 def dims_of_weight(key: str, weights: LayerWeights, rank: int) -> tuple[str, ...]:
     """Return the axis names of a weight in results: names for known cells, positions for other layers."""
-    found = sources(weights)[key]
-    if found[0].direction is not None:
-        return ((DIRECTION,) if len(found) > 1 else ()) + weights.cells[found[0].direction].parameters[key].dims
+    weight_sources = sources(weights)[key]
+    if weight_sources[0].direction is not None:
+        return ((DIRECTION,) if len(weight_sources) > 1 else ()) + weights.cells[
+            weight_sources[0].direction
+        ].parameters[key].dims
     stem = key.replace("/", ".")
     return tuple(f"{stem}_axis_{i}" for i in range(rank))
 
 
 def assemble(
-    parts: Sequence[Array], found: Sequence[WeightSource], key: str, weights: LayerWeights, lead: int
+    parts: Sequence[Array], weight_sources: Sequence[WeightSource], key: str, weights: LayerWeights, leading_axes: int
 ) -> Array:
-    """Assemble one weight of a result, with axes of direction and gates, from arrays with ``lead`` leading axes."""
+    """Assemble one weight, with axes of direction and gates, from arrays with ``leading_axes`` axes in front."""
     arrays = []
-    for part, source in zip(parts, found, strict=True):
+    for part, source in zip(parts, weight_sources, strict=True):
         array = np.asarray(part)
         if source.row is not None:
-            array = array[(slice(None),) * lead + (source.row,)]
+            array = array[(slice(None),) * leading_axes + (source.row,)]
         cell = None if source.direction is None else weights.cells[source.direction]
         if cell is not None and has_gates(cell.parameters[key]):
             array = array.reshape(*array.shape[:-1], len(cell.gates), -1)
         arrays.append(array)
-    return np.stack(arrays, axis=lead) if len(weights.cells) > 1 and len(arrays) > 1 else arrays[0]
+    return np.stack(arrays, axis=leading_axes) if len(weights.cells) > 1 and len(arrays) > 1 else arrays[0]
 
 
 Values = np.ndarray[Any, Any]
@@ -116,14 +118,14 @@ def label_cell(
         elif has_gates(cell.parameters[name]):
             parts = [part.reshape(*part.shape[:-1], len(cell.gates), -1) for part in parts]
         dims = (TIME, *dims) if by_time is True else dims
-        words = _words(name, cell, suffix, by_time)
+        attributes = _weight_attributes(name, cell, suffix, by_time)
         values = np.stack(parts) if len(order) > 1 else parts[0]
         key = f"{name}{suffix}_norm" if by_time == "norm" else name + suffix
-        labelled[key] = LabelledWeight(values, (DIRECTION, *dims) if len(order) > 1 else dims, words, cell.kind)
+        labelled[key] = LabelledWeight(values, (DIRECTION, *dims) if len(order) > 1 else dims, attributes, cell.kind)
     if cell.biases_add_up and not by_time and "recurrent_bias" in labelled:
-        both = labelled["bias"].values + labelled["recurrent_bias"].values
-        words = {"long_name": "sum of both biases", "units": "1", "definition": "bias + recurrent_bias"}
-        labelled["bias_total"] = labelled["bias"]._replace(values=both, words=words)
+        bias_sum = labelled["bias"].values + labelled["recurrent_bias"].values
+        attributes = {"long_name": "sum of both biases", "units": "1", "definition": "bias + recurrent_bias"}
+        labelled["bias_total"] = labelled["bias"]._replace(values=bias_sum, words=attributes)
     return labelled
 
 
@@ -135,12 +137,12 @@ def label_plain(values: Mapping[str, Any]) -> dict[str, LabelledWeight]:
         stem = name.removesuffix("_grad").replace("/", ".")
         dims = tuple(f"{stem}_axis_{i}" for i in range(array.ndim))
         gradient = name.endswith("_grad")
-        words = {
+        attributes = {
             "long_name": f"gradient of {stem}" if gradient else stem,
             "units": "loss" if gradient else "1",
             "definition": f"dL/d{stem}" if gradient else f"weight {stem} as the framework holds it",
         }
-        labelled[name.replace("/", ".")] = LabelledWeight(array, dims, words)
+        labelled[name.replace("/", ".")] = LabelledWeight(array, dims, attributes)
     return labelled
 
 
@@ -152,23 +154,23 @@ def weights_of_layer(
     data: dict[str, xr.Variable] = {}
     for key, entry in variables.items():
         data[key] = xr.Variable(entry.dims, entry.values, {**entry.words, **common})
-        kept = tuple(dim for dim in entry.dims if dim in (DIRECTION, GATE))
-        axes = tuple(i for i, dim in enumerate(entry.dims) if dim not in kept)
-        for what, test in (("nan", np.isnan), ("inf", np.isinf)):
-            attrs = {"long_name": f"{what} values in {key}", "units": "1", **common}
-            data[f"{key}_{what}_count"] = xr.Variable(kept, np.sum(test(entry.values), axis=axes), attrs)
+        kept_dims = tuple(dim for dim in entry.dims if dim in (DIRECTION, GATE))
+        axes = tuple(i for i, dim in enumerate(entry.dims) if dim not in kept_dims)
+        for kind, test in (("nan", np.isnan), ("inf", np.isinf)):
+            attrs = {"long_name": f"{kind} values in {key}", "units": "1", **common}
+            data[f"{key}_{kind}_count"] = xr.Variable(kept_dims, np.sum(test(entry.values), axis=axes), attrs)
     sizes = {dim: size for variable in data.values() for dim, size in variable.sizes.items()}
     cell = next((entry.cell for entry in variables.values() if entry.cell), "")
     return LabelledLayer(data, coordinates(sizes, {"cell": cell}), {"layer": name, "cell": cell})
 
 
-def _words(name: str, cell: Cell, suffix: str, by_time: bool | str) -> dict[str, str]:
-    known = weight_quantity(cell.parameters[name], gradient=bool(suffix))
-    words = {"long_name": known.long_name, "units": known.units, "definition": known.definition}
+def _weight_attributes(name: str, cell: Cell, suffix: str, by_time: bool | str) -> dict[str, str]:
+    quantity = weight_quantity(cell.parameters[name], gradient=bool(suffix))
+    attributes = {"long_name": quantity.long_name, "units": quantity.units, "definition": quantity.definition}
     if by_time == "norm":
-        words["long_name"] = f"norm of the {known.long_name} by step"
-        words["definition"] = f"Frobenius norm, per gate, of the contribution of step t to {known.definition}"
+        attributes["long_name"] = f"norm of the {quantity.long_name} by step"
+        attributes["definition"] = f"Frobenius norm, per gate, of the contribution of step t to {quantity.definition}"
     elif by_time:
-        words["long_name"] = f"{known.long_name} by step"
-        words["definition"] = f"contribution of step t to {known.definition}; its sum over time is dL/dW"
-    return words
+        attributes["long_name"] = f"{quantity.long_name} by step"
+        attributes["definition"] = f"contribution of step t to {quantity.definition}; its sum over time is dL/dW"
+    return attributes

@@ -25,7 +25,7 @@ from .chunked.samples import SampleChunks
 from .chunked.works import lazy_datasets
 from .request import ModelRequest, in_turn
 from .traced_scans import scan_measures
-from .weight_gradients import FoundGradients, find_gradients
+from .weight_gradients import WeightGradients, find_gradients
 from .weight_layout import label_cell, label_plain, outside_cells, weights_of_layer
 
 
@@ -117,96 +117,104 @@ def weights(
         raise InputError("Gradients of weights need data.", got="x=None", hint="rl.weights(model, x, y)")
     batch = Batch(x, y, sample_weight, class_weight, loss, training, None, seed)
     if check.is_lazy((x, y, sample_weight)):
-        return _lazy(model, batch, layers, by_time, measure)
-    return _of_batch(model, batch, layers, measure or by_time)
+        return _lazy_weights(model, batch, layers, by_time, measure)
+    return _batch_weights(model, batch, layers, measure or by_time)
 
 
-def _of_batch(model: Any, batch: Batch, layers: str | Iterable[str] | None, by_time: bool | str) -> Weights:
+def _batch_weights(model: Any, batch: Batch, layers: str | Iterable[str] | None, by_time: bool | str) -> Weights:
     """Label the weights and, with data, their gradients on one batch, and certify these."""
     request = ModelRequest.resolve(model, batch)
-    found = _selected(request.adapter.weights(model), layers)
+    layer_weights = _select_layers(request.adapter.weights(model), layers)
     labelled = {}
-    for name, layer in found.items():
+    for name, layer in layer_weights.items():
         cells = {direction: cell.weights() for direction, cell in layer.cells.items()}
         labelled[name] = (label_cell(cells, layer.cells) if cells else {}) | label_plain(outside_cells(layer))
-    provenance, differentiated = request.provenance(), FoundGradients()
+    provenance, weight_gradients = request.provenance(), WeightGradients()
     if batch.x is not None:
-        differentiated = find_gradients(request, found, by_time=by_time)
-        for name, gradients in differentiated.recurrent.items():
-            labelled[name] |= label_cell(gradients, found[name].cells, suffix="_grad", by_time=by_time)
-        for name, others in differentiated.others.items():
-            labelled[name] |= label_plain({f"{key}_grad": gradient for key, gradient in others.items()})
+        weight_gradients = find_gradients(request, layer_weights, by_time=by_time)
+        for name, gradients in weight_gradients.recurrent.items():
+            labelled[name] |= label_cell(gradients, layer_weights[name].cells, suffix="_grad", by_time=by_time)
+        for name, other_gradients in weight_gradients.other_layers.items():
+            labelled[name] |= label_plain({f"{key}_grad": gradient for key, gradient in other_gradients.items()})
     datasets = {name: weights_of_layer(name, variables, provenance) for name, variables in labelled.items()}
-    _assign_coordinates(datasets, differentiated, request.coordinates)
-    for name, measures in _of_scans(request, found).items():
+    _assign_coordinates(datasets, weight_gradients, request.coordinates)
+    for name, measures in _measures_of_scans(request, layer_weights).items():
         datasets[name].variables |= measures
     certificate = None if batch.x is None else Certificate()
     if batch.x is not None and request.needs_certificate("weights"):
-        certificate = certify_weights(request, found, datasets, differentiated)
-    warn_about([*differentiated.checks, *(certificate.checks if certificate else ())])
+        certificate = certify_weights(request, layer_weights, datasets, weight_gradients)
+    warn_about([*weight_gradients.checks, *(certificate.checks if certificate else ())])
     return Weights(
         datasets,
         penalties={
             f"{layer}/{name}": float(to_host(regularizer(entry.values[name])))
-            for layer, entry in found.items()
+            for layer, entry in layer_weights.items()
             for name, regularizer in entry.penalties.items()
         },
-        loss=differentiated.loss,
+        loss=weight_gradients.loss,
         provenance=provenance,
-        checks=differentiated.checks,
+        checks=weight_gradients.checks,
         certificate=certificate,
-        notes=[] if differentiated.capture is None else differentiated.capture.notes,
+        notes=[] if weight_gradients.capture is None else weight_gradients.capture.notes,
     )
 
 
-def _of_scans(request: ModelRequest, found: Mapping[str, LayerWeights]) -> dict[str, dict[str, xr.Variable]]:
+def _measures_of_scans(
+    request: ModelRequest, layer_weights: Mapping[str, LayerWeights]
+) -> dict[str, dict[str, xr.Variable]]:
     """Return the measures of whole-sequence layers on the given data, by layer; none without data."""
-    asked = tuple(name for name in request.known.sequences if name in found)
-    if request.batch.x is None or not asked:
+    sequence_names = tuple(name for name in request.catalogue.sequences if name in layer_weights)
+    if request.batch.x is None or not sequence_names:
         return {}
-    quiet = CaptureRequest(asked, gradients=False, weight_grads=False, all_must_run=False)
-    capture = request.adapter.capture(request.model, request.batch.without_loss(), quiet)
-    calls = [call for call in capture.sequences if call.layer in found]
+    capture_request = CaptureRequest(sequence_names, gradients=False, weight_grads=False, all_must_run=False)
+    capture = request.adapter.capture(request.model, request.batch.without_loss(), capture_request)
+    calls = [call for call in capture.sequences if call.layer in layer_weights]
     return {call.layer: scan_measures(call.cell, to_host(forward(call.cell)[2])) for call in calls}
 
 
-def _lazy(model: Any, batch: Batch, layers: str | Iterable[str] | None, by_time: bool, measure: str | None) -> Weights:
+def _lazy_weights(
+    model: Any, batch: Batch, layers: str | Iterable[str] | None, by_time: bool, measure: str | None
+) -> Weights:
     """Return weights, and their gradients of data in Dask chunks, which are computed when they are asked for."""
     if measure is not None:
         hint = "leave measure= out, compute, and take the norm over units"
         raise UnsupportedError("measure= is of the sum over all samples.", got="lazy data", hint=hint)
     request = ModelRequest.resolve(model, batch)
-    chunks, verb = SampleChunks.of(request.axes, batch), partial(_of_batch, layers=layers, by_time=by_time)
-    found = lazy_datasets(request.adapter, model, chunks, verb, "weights", sums=True, with_loss=True)
-    template, datasets, graph = found
+    chunks, verb = SampleChunks.of(request.axes, batch), partial(_batch_weights, layers=layers, by_time=by_time)
+    lazy_parts = lazy_datasets(request.adapter, model, chunks, verb, "weights", sums=True, with_loss=True)
+    template, datasets, graph = lazy_parts
     notes = [*template.notes, *chunks.notes]
     result = Weights(datasets, penalties=template.penalties, provenance=template.provenance, notes=notes)
     return result.pending(graph)
 
 
-def _assign_coordinates(layers: Mapping[str, LabelledLayer], found: FoundGradients, given: InputCoordinates) -> None:
+def _assign_coordinates(
+    layers: Mapping[str, LabelledLayer], gradients: WeightGradients, coordinates: InputCoordinates
+) -> None:
     """Assign the inputs' labels to steps, and to the features of layers that read an input directly."""
-    if not given.leaves or found.capture is None:
+    if not coordinates.leaves or gradients.capture is None:
         return
     for layer in layers.values():
-        given.assign_to(layer, (TIME,))
-    for call in found.capture.calls:
-        name, leaf = call.layer.partition("#")[0], given.is_input(to_host(call.input))
+        coordinates.assign_to(layer, (TIME,))
+    for call in gradients.capture.calls:
+        name, leaf = call.layer.partition("#")[0], coordinates.input_index(to_host(call.input))
         if name in layers and leaf is not None:
-            given.assign_to(layers[name], (FEATURE,), leaf)
+            coordinates.assign_to(layers[name], (FEATURE,), leaf)
 
 
-def _selected(found: Mapping[str, LayerWeights], layers: str | Iterable[str] | None) -> dict[str, LayerWeights]:
+def _select_layers(
+    layer_weights: Mapping[str, LayerWeights], layers: str | Iterable[str] | None
+) -> dict[str, LayerWeights]:
     if layers is None:
-        return dict(found)
+        return dict(layer_weights)
     names = [layers] if isinstance(layers, str) else list(layers)
     for name in names:
-        if name not in found:
-            raise LayerNotFoundError(f"No layer named {name!r} with weights.", hint=did_you_mean(name, found))
-    return {name: found[name] for name in names}
+        if name not in layer_weights:
+            raise LayerNotFoundError(f"No layer named {name!r} with weights.", hint=did_you_mean(name, layer_weights))
+    return {name: layer_weights[name] for name in names}
 
 
-def _a_history(name: str, value: Any) -> xr.Dataset:
+def _check_history(name: str, value: Any) -> xr.Dataset:
     """Check a history of norms returned by an earlier call."""
     if not isinstance(value, xr.Dataset) or not value.sizes.get("step") or value["step"].dtype.kind not in "iu":
         expected = "the result of rl.weight_norms, with a dimension step"
@@ -221,7 +229,7 @@ def _a_history(name: str, value: Any) -> xr.Dataset:
     ord=check.either(
         check.whole(least=1, most=2), check.called, expected="1, 2 or a callable", what="is no norm that is known"
     ),
-    history=_a_history,
+    history=_check_history,
     step=check.whole(),
 )
 def weight_norms(
@@ -256,26 +264,28 @@ def weight_norms(
         NaN values make their norm NaN.
     """
     row = {}
-    found = weights(model, layers=layers)
-    known = {str(dim): None for layer in found for dim in found.dataset(layer).dims}
+    all_weights = weights(model, layers=layers)
+    known_dims = {str(dim): None for layer in all_weights for dim in all_weights.dataset(layer).dims}
     for dim in [over] if isinstance(over, str) else over or ():
-        if dim not in known:
-            raise InputError(f"No weight has a dimension {dim!r}.", got=f"over={over!r}", hint=did_you_mean(dim, known))
-    for layer, node in found.items():
+        if dim not in known_dims:
+            raise InputError(
+                f"No weight has a dimension {dim!r}.", got=f"over={over!r}", hint=did_you_mean(dim, known_dims)
+            )
+    for layer, node in all_weights.items():
         for name in node:
             if not name.endswith("_count") and name != "bias_total":
                 norm = _norm(node[name], over, ord)
-                kind = getattr(ord, "__name__", "norm") if callable(ord) else f"L{ord} norm"
-                words = f"{kind} of the {node[name].attrs.get('long_name', name)}"
-                row[f"{layer}/{name}"] = norm.assign_attrs(long_name=words, units="1")
-    last = -1 if history is None else int(history["step"].values[-1])
-    new = xr.Dataset(row).expand_dims(step=[last + 1 if step is None else step])
-    return new if history is None else xr.concat([history, new], dim="step", combine_attrs="override")
+                norm_name = getattr(ord, "__name__", "norm") if callable(ord) else f"L{ord} norm"
+                long_name = f"{norm_name} of the {node[name].attrs.get('long_name', name)}"
+                row[f"{layer}/{name}"] = norm.assign_attrs(long_name=long_name, units="1")
+    last_step = -1 if history is None else int(history["step"].values[-1])
+    new_row = xr.Dataset(row).expand_dims(step=[last_step + 1 if step is None else step])
+    return new_row if history is None else xr.concat([history, new_row], dim="step", combine_attrs="override")
 
 
 def _norm(values: xr.DataArray, over: str | Iterable[str] | None, ord: Any) -> xr.DataArray:
-    wanted = {over} if isinstance(over, str) else set(over) if over is not None else set(map(str, values.dims))
-    dims = [str(dim) for dim in values.dims if dim in wanted]
+    reduced_dims = {over} if isinstance(over, str) else set(over) if over is not None else set(map(str, values.dims))
+    dims = [str(dim) for dim in values.dims if dim in reduced_dims]
     # Axes of dense kernels have other names. A weight without any of these dimensions is reduced as a whole.
     dims = dims or [str(dim) for dim in values.dims]
     if callable(ord):

@@ -8,7 +8,7 @@ from torch import nn
 
 from rnnlens.adapters.protocol import Batch, Port
 from rnnlens.verbs.differentiation.plan import layers_inside, plan
-from rnnlens.verbs.differentiation.pull import fits
+from rnnlens.verbs.differentiation.pull import fits_one_capture
 from rnnlens.verbs.differentiation.request import GradientArguments, read_request
 from rnnlens.verbs.recurrent_layers import ReplayedLayers
 
@@ -38,7 +38,7 @@ def planned(of, wrt, **options):
     )
     whole = read_request(model, batch, request)
     question = whole.of_batch(batch, whole.target)
-    inside = ReplayedLayers.look(question.adapter, model, batch, layers_inside(question))
+    inside = ReplayedLayers.capture_layers(question.adapter, model, batch, layers_inside(question))
     return question, plan(question, inside)
 
 
@@ -49,10 +49,10 @@ def places(found):
 def test_states_and_gates_are_swept_and_all_else_is_the_frameworks():
     _, found = planned("loss", ["rnn.hidden", "rnn.gates", "head.output", "input", "rnn/kernel"])
     by_name = places(found)
-    assert [name for name, place in by_name.items() if place.swept] == ["rnn.hidden", "rnn.gates"]
-    assert [name for name, place in by_name.items() if place.free] == ["head.output", "input"]
-    assert by_name["rnn.hidden"].at == ()
-    assert {port.direction for port in by_name["rnn.hidden"].above} == {"forward", "backward"}
+    assert [name for name, place in by_name.items() if place.is_swept] == ["rnn.hidden", "rnn.gates"]
+    assert [name for name, place in by_name.items() if place.is_free] == ["head.output", "input"]
+    assert by_name["rnn.hidden"].ports == ()
+    assert {port.direction for port in by_name["rnn.hidden"].upper_ports} == {"forward", "backward"}
     assert found.starts == [Port("loss")]
 
 
@@ -66,8 +66,8 @@ def test_a_weight_of_two_directions_is_two_of_the_frameworks():
 
 def test_states_of_a_loop_are_tensors_of_the_framework():
     _, found = planned("cell.final_hidden", ["cell.hidden", "cell.final_hidden"], reduce="sum")
-    assert all(place.stepwise and not place.swept for place in (*found.leaves, *found.wrt))
-    assert places(found)["cell.final_hidden"].above == (Port("state", "cell", key="ending"),)
+    assert all(place.stepwise and not place.is_swept for place in (*found.leaves, *found.wrt))
+    assert places(found)["cell.final_hidden"].upper_ports == (Port("state", "cell", key="ending"),)
 
 
 def test_the_loss_is_taken_apart_by_sample_at_the_outputs():
@@ -90,4 +90,4 @@ def test_the_loss_is_taken_apart_by_sample_at_the_outputs():
 )
 def test_the_short_way_is_for_the_loss_within_recurrent_layers(of, wrt, options, short):
     question, _ = planned(of, wrt, **options)
-    assert fits(question) is short
+    assert fits_one_capture(question) is short

@@ -46,23 +46,23 @@ UNPLACED = "weights of {}, which the adapter does not find among those of the fr
 LAYER_INPUT, INITIAL = "reference layer input gradient", "reference initial state gradient"
 
 
-def attempt(run: Callable[[], T]) -> tuple[T | None, str]:
-    """Call ``run``; return its result and "", or None and the reason for the failure."""
+def attempt(function: Callable[[], T]) -> tuple[T | None, str]:
+    """Call ``function``; return its result and "", or None and the reason for the failure."""
     try:
-        return run(), ""
+        return function(), ""
     except CertificateError as reason:
         return None, str(reason)
     except Exception as error:
-        first = next(iter(str(error).strip().splitlines()), "")
-        return None, f"the reference run of the model raised {type(error).__name__}: {first}"
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        return None, f"the reference run of the model raised {type(error).__name__}: {first_line}"
 
 
-def could_not(request: ModelRequest, why: str) -> Certificate:
+def could_not_compare(request: ModelRequest, reason: str) -> Certificate:
     """Return the certificate of a result that cannot be compared."""
-    return Certificate("could not", request.adapter.engine, why=why)
+    return Certificate("could not", request.adapter.engine, why=reason)
 
 
-def certified(
+def compare_in_turn(
     request: ModelRequest,
     reference: Callable[[], tuple[ReferenceRun | None, str]],
     comparisons: Iterable[Callable[[ReferenceRun], Certificate | None]],
@@ -74,23 +74,25 @@ def certified(
     A later comparison takes more into account than the ones before; it returns None where it has nothing to add. If
     all fail, the failure is checked again.
     """
-    run, why = reference()
+    run, reason = reference()
     if run is None:
-        return could_not(request, why)
+        return could_not_compare(request, reason)
     certificate = Certificate()
     for compare in comparisons:
         certificate = compare(run) or certificate
         if certificate.state != "failed":
             return certificate
     if not run.outputs:  # a pull-back by the adapter, which returns no outputs
-        whole, why = attempt(lambda: request.adapter.reference_run(request.model, request.batch, gradients=False))
-        if whole is None:
-            return could_not(request, why)
-        run = replace(run, outputs=whole.outputs)
+        output_run, reason = attempt(
+            lambda: request.adapter.reference_run(request.model, request.batch, gradients=False)
+        )
+        if output_run is None:
+            return could_not_compare(request, reason)
+        run = replace(run, outputs=output_run.outputs)
     return recheck_failure(certificate, request, run, steps=steps)
 
 
-def recheck_failure(failed: Certificate, request: ModelRequest, first: ReferenceRun, *, steps: int) -> Certificate:
+def recheck_failure(failed: Certificate, request: ModelRequest, first_run: ReferenceRun, *, steps: int) -> Certificate:
     """Check a failed certificate by the coarsest dtype that ran; return "could not" for a random or chaotic model."""
     adapter, batch = request.adapter, request.batch
     dtype, _ = attempt(lambda: adapter.coarsest_dtype(request.model, batch))
@@ -101,65 +103,75 @@ def recheck_failure(failed: Certificate, request: ModelRequest, first: Reference
         failed = replace(failed, checks=checks, state="passed" if all(c.ok for c in checks) else "failed")
         if failed.state == "passed":
             return failed
-    if request.known.sequences:
-        failed = _with_rounding_of_scans(failed, request, first, dtype or "")
+    if request.catalogue.sequences:
+        failed = _with_rounding_of_scans(failed, request, first_run, dtype or "")
         if failed.state == "passed":
             return failed
-    if _rerun_difference(request, first) > 1e-6:
-        return could_not(request, "two reference runs of the model give different numbers")
-    if batch.training and _rerun_difference(request, first, seed=(batch.seed or 0) + 1) > 1e-6:
-        return could_not(request, "the model draws random numbers in training mode, and drew others in the traced run")
+    if _difference_of_rerun(request, first_run) > 1e-6:
+        return could_not_compare(request, "two reference runs of the model give different numbers")
+    if batch.training and _difference_of_rerun(request, first_run, seed=(batch.seed or 0) + 1) > 1e-6:
+        return could_not_compare(
+            request, "the model draws random numbers in training mode, and drew others in the traced run"
+        )
     unit = epsilon(request.provenance().get("dtype"))
-    moved = _rerun_difference(request, first, x=data.map_leaves(lambda leaf: _perturbed_leaf(leaf, unit), batch.x))
-    if all(check.ok or check.residual <= check.bound * moved / unit for check in failed.checks):
-        return could_not(request, f"the model is chaotic: rounding its input changes its outputs by {moved:.1g}")
+    relative_change = _difference_of_rerun(
+        request, first_run, x=data.map_leaves(lambda leaf: _perturbed_leaf(leaf, unit), batch.x)
+    )
+    if all(check.ok or check.residual <= check.bound * relative_change / unit for check in failed.checks):
+        return could_not_compare(
+            request, f"the model is chaotic: rounding its input changes its outputs by {relative_change:.1g}"
+        )
     return failed
 
 
-def _with_rounding_of_scans(failed: Certificate, request: ModelRequest, first: ReferenceRun, dtype: str) -> Certificate:
+def _with_rounding_of_scans(
+    failed: Certificate, request: ModelRequest, first_run: ReferenceRun, dtype: str
+) -> Certificate:
     """Widen the bounds of a failed certificate by what one rounding of the weights changes in the reference run.
 
     The models' own scans round more than a loop does: in chunks, with triangular inverses. A gradient that is zero but
     for rounding, such as that of a router with one expert per token, differs as a whole.
     """
     unit = max(epsilon(request.provenance().get("dtype")), epsilon(dtype) if dtype else 0.0)
-    again, _ = attempt(lambda: request.adapter.rounded_run(request.model, request.batch, unit))
-    if again is None:
+    rounded_run, _ = attempt(lambda: request.adapter.rounded_run(request.model, request.batch, unit))
+    if rounded_run is None:
         return failed
     pairs: dict[str, list[tuple[Array, Array]]] = {}
-    for name, gradient in first.weight_grads.items():
-        other = again.weight_grads.get(name)
-        if gradient is not None and other is not None:
-            pairs.setdefault(name.rpartition(".")[0], []).append((to_host(other), to_host(gradient)))
-    whole = _largest_share([pair for found in pairs.values() for pair in found])
+    for name, gradient in first_run.weight_grads.items():
+        rounded_gradient = rounded_run.weight_grads.get(name)
+        if gradient is not None and rounded_gradient is not None:
+            pairs.setdefault(name.rpartition(".")[0], []).append((to_host(rounded_gradient), to_host(gradient)))
+    largest_share = _largest_share([pair for layer_pairs in pairs.values() for pair in layer_pairs])
 
-    def widened(check: Check) -> Check:
-        of_layer = check.name == WEIGHTS and check.layer in pairs
-        moved = _largest_share(pairs[check.layer]) if of_layer else whole
-        return check if check.ok else replace(check, bound=check.bound * max(1.0, moved / unit))
+    def widen(check: Check) -> Check:
+        is_layer_weights = check.name == WEIGHTS and check.layer in pairs
+        share = _largest_share(pairs[check.layer]) if is_layer_weights else largest_share
+        return check if check.ok else replace(check, bound=check.bound * max(1.0, share / unit))
 
-    checks = tuple(map(widened, failed.checks))
+    checks = tuple(map(widen, failed.checks))
     return replace(failed, checks=checks, state="passed" if all(check.ok for check in checks) else "failed")
 
 
 def _largest_share(pairs: list[tuple[Array, Array]]) -> float:
     """Return the largest difference of all pairs, relative to the largest number of their second arrays."""
     size = max((float(np.abs(b).max(initial=0.0)) for _, b in pairs), default=0.0)
-    off = max((float(np.abs(np.subtract(a, b, dtype=np.float64)).max(initial=0.0)) for a, b in pairs), default=0.0)
-    return off / size if size else 0.0
+    difference = max(
+        (float(np.abs(np.subtract(a, b, dtype=np.float64)).max(initial=0.0)) for a, b in pairs), default=0.0
+    )
+    return difference / size if size else 0.0
 
 
-def _rerun_difference(request: ModelRequest, first: ReferenceRun, **changed: Any) -> float:
+def _difference_of_rerun(request: ModelRequest, first_run: ReferenceRun, **changed: Any) -> float:
     """Run the reference with fields of the batch ``changed``; return the relative difference of outputs and loss."""
     batch = replace(request.batch, **changed)
-    again, _ = attempt(lambda: request.adapter.reference_run(request.model, batch, gradients=False))
-    if again is None:
+    second_run, _ = attempt(lambda: request.adapter.reference_run(request.model, batch, gradients=False))
+    if second_run is None:
         return 0.0
-    pairs = list(zip(again.outputs, first.outputs, strict=True))
-    if again.loss is not None and first.loss is not None:
-        pairs.append((again.loss, first.loss))
-    both = ((np.asarray(to_host(a), dtype=float), np.asarray(to_host(b), dtype=float)) for a, b in pairs)
-    return max((residual(a, b) for a, b in both), default=0.0)
+    pairs = list(zip(second_run.outputs, first_run.outputs, strict=True))
+    if second_run.loss is not None and first_run.loss is not None:
+        pairs.append((second_run.loss, first_run.loss))
+    arrays = ((np.asarray(to_host(a), dtype=float), np.asarray(to_host(b), dtype=float)) for a, b in pairs)
+    return max((residual(a, b) for a, b in arrays), default=0.0)
 
 
 def _perturbed_leaf(leaf: Any, unit: float) -> Any:
@@ -171,7 +183,7 @@ def _perturbed_leaf(leaf: Any, unit: float) -> Any:
 
 
 #: Numbers in a part of an array whose difference is taken at a time.
-_CACHED = 1 << 16
+_PART_SIZE = 1 << 16
 
 
 class Comparisons:
@@ -189,39 +201,41 @@ class Comparisons:
         If the rounding of numbers of size ``scale`` is as large as all values, agreement proves nothing; the quantity
         is then listed as not compared. A difference beyond the bound fails nevertheless.
         """
-        every = list(pairs)
-        both = [(_array(a), _array(b)) for a, b in every]
-        if not both:
+        pair_list = list(pairs)
+        arrays = [(_as_array(a), _as_array(b)) for a, b in pair_list]
+        if not arrays:
             return
-        kind = self.dtype
-        if not kind:  # Python floats were converted from tensors of unknown dtype; float32 is assumed.
-            kinds = ["float32" if isinstance(v, float) else str(_array(v).dtype) for pair in every for v in pair]
-            kind = functools.reduce(coarser, kinds)
-        bound, largest = rounding_bound(kind, self.steps), max(_largest(b) for _, b in both)
-        unit = max(scale, underflow_unit(kind, self.steps), largest)
-        check = Check(name, layer, max(_residual(a, b, unit) for a, b in both), bound)
+        dtype = self.dtype
+        if not dtype:  # Python floats were converted from tensors of unknown dtype; float32 is assumed.
+            dtypes = [
+                "float32" if isinstance(v, float) else str(_as_array(v).dtype) for pair in pair_list for v in pair
+            ]
+            dtype = functools.reduce(coarser, dtypes)
+        bound, largest = rounding_bound(dtype, self.steps), max(_largest(b) for _, b in arrays)
+        unit = max(scale, underflow_unit(dtype, self.steps), largest)
+        check = Check(name, layer, max(_residual(a, b, unit) for a, b in arrays), bound)
         if check.ok and 0.0 < largest <= bound * scale:
-            what = " ".join(part for part in (layer, name.removeprefix("reference ")) if part)
-            self.left_out[f"{what} (no larger than what rounding explains)"] = None
+            quantity = " ".join(part for part in (layer, name.removeprefix("reference ")) if part)
+            self.left_out[f"{quantity} (no larger than what rounding explains)"] = None
         else:
             self.checks.append(check)
 
-    def certificate(self, against: str, more: Iterable[Check] = (), **words: Any) -> Certificate:
-        """Return the certificate of all comparisons, with ``words`` as in :meth:`Certificate.of`."""
+    def certificate(self, against: str, further_checks: Iterable[Check] = (), **names: Any) -> Certificate:
+        """Return the certificate of all comparisons, with ``names`` as in :meth:`Certificate.of`."""
         if self.left_out and not self.checks:
             return Certificate("could not", against, why=", ".join(self.left_out))
-        words["uncertified"] = (*words.get("uncertified", ()), *self.left_out)
-        return Certificate.of(against, [*self.checks, *more], **words)
+        names["uncertified"] = (*names.get("uncertified", ()), *self.left_out)
+        return Certificate.of(against, [*self.checks, *further_checks], **names)
 
 
-def filled(one: Any, other: Any) -> tuple[Any, Any]:
+def fill_missing(first: Any, second: Any) -> tuple[Any, Any]:
     """Return two gradients, with zeros in place of one that is None."""
-    if one is None:
-        return np.zeros_like(to_host(other)), other
-    return one, np.zeros_like(to_host(one)) if other is None else other
+    if first is None:
+        return np.zeros_like(to_host(second)), second
+    return first, np.zeros_like(to_host(first)) if second is None else second
 
 
-def _array(value: Any) -> Array:
+def _as_array(value: Any) -> Array:
     array = np.asarray(to_host(value))
     return array.astype(np.float64) if array.dtype.kind in "biu" else array
 
@@ -232,9 +246,9 @@ def _largest(array: Array) -> float:
 
 
 @np.errstate(invalid="ignore")
-def mismatch(one: Array, other: Array) -> float:
+def mismatch(first: Array, second: Array) -> float:
     """Return the largest finite difference of two arrays."""
-    difference = np.abs(_array(one) - _array(other))
+    difference = np.abs(_as_array(first) - _as_array(second))
     return float(np.max(difference, where=np.isfinite(difference), initial=0.0))
 
 
@@ -243,10 +257,12 @@ def _residual(claimed: Array, reference: Array, unit: float) -> float:
         return float("inf")
     difference = 0.0
     if claimed.size:  # NaN if any is; in parts that fit the processor's cache
-        one, other = np.atleast_1d(claimed, reference)
-        rows = max(1, _CACHED * len(one) // one.size)
-        starts = range(0, len(one), rows)
-        difference = float(np.max([np.max(np.abs(one[i : i + rows] - other[i : i + rows])) for i in starts]))
+        flat_claimed, flat_reference = np.atleast_1d(claimed, reference)
+        rows = max(1, _PART_SIZE * len(flat_claimed) // flat_claimed.size)
+        starts = range(0, len(flat_claimed), rows)
+        difference = float(
+            np.max([np.max(np.abs(flat_claimed[i : i + rows] - flat_reference[i : i + rows])) for i in starts])
+        )
     if np.isfinite(difference) and (unit or not difference):
         return difference / unit if unit else 0.0
     return residual(

@@ -29,7 +29,7 @@ from ..time_jacobian.execute import numbers
 from ..time_jacobian.network import open_network
 from ..time_jacobian.plan import JacobianPlan, WorkCount, make_plan, plan_for
 from ..time_jacobian.request import JacobianEnd, JacobianEnds, JacobianOptions, JacobianRequest, integer_dtype
-from .compare import Comparisons, attempt, certified, could_not
+from .compare import Comparisons, attempt, compare_in_turn, could_not_compare
 
 #: Values of ``measure`` for which the result is linear in the rows of the Jacobian.
 LINEAR = (None, "sum", "mean")
@@ -63,48 +63,48 @@ class JacobianClaim:
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def pushed_through(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray | None) -> JacobianClaim:
+def sweep_signs(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray | None) -> JacobianClaim:
     """Sweep random signs through the plan of a measured Jacobian; check the measured values against them if given."""
     memory = request.options.memory
-    each = plan.network.samples * plan.ends.in_count * plan.ends.wrt.size * plan.dtype.itemsize
-    count = max(1, min(plan.ends.groups, PROBED_STEPS, memory // max(1, each)))
-    chosen = sorted({int(i) for i in np.linspace(plan.ends.groups - 1, 0, count).round()})
-    times = None if plan.ends.out_times is None else [plan.ends.out_times[i] for i in chosen]
+    bytes_per_row = plan.network.samples * plan.ends.in_count * plan.ends.wrt.size * plan.dtype.itemsize
+    count = max(1, min(plan.ends.groups, PROBED_STEPS, memory // max(1, bytes_per_row)))
+    positions = sorted({int(i) for i in np.linspace(plan.ends.groups - 1, 0, count).round()})
+    times = None if plan.ends.out_times is None else [plan.ends.out_times[i] for i in positions]
     # A random-sign combination of the requested rows at each chosen step: (sample, time, 1, unit).
     requested = np.eye(plan.ends.of.size) if plan.ends.projection is None else plan.ends.projection[0, 0]
-    sizes = plan.network.samples, len(chosen), len(requested)
+    sizes = plan.network.samples, len(positions), len(requested)
     weights = np.zeros((plan.network.samples, plan.ends.of.times or 1, 1, plan.ends.of.size))
     weights[:, times or [0], 0] = (2.0 * np.random.default_rng(0).integers(0, 2, size=sizes) - 1.0) @ requested
-    swept = weights[np.argsort(plan.network.order)] if plan.network.order else weights
-    ends = replace(plan.ends, weights=swept, out_times=times, measure=None, sketch=None, average=False)
+    ordered_weights = weights[np.argsort(plan.network.order)] if plan.network.order else weights
+    ends = replace(plan.ends, weights=ordered_weights, out_times=times, measure=None, sketch=None, average=False)
     modes = {part.mode for part in plan.parts}
     probe = plan_for(plan.network, ends, modes.pop() if len(modes) == 1 else "auto", None, memory, streamed=False)
     rows = xr.DataArray(numbers(probe, WorkCount()), dims=probe.dims)
-    check = () if jacobian is None else _bound(plan, jacobian, rows, chosen, _computed_in(request, plan))
+    checks = () if jacobian is None else _check_measure(plan, jacobian, rows, positions, _coarsest_dtype(request, plan))
     pulled = rows.isel({OUT_UNIT: 0})
     pulled = pulled.sum(OUT_TIME) if OUT_TIME in rows.dims else pulled
     cotangent = xr.DataArray(weights[:, :, 0].astype(plan.dtype), dims=(SAMPLE, TIME, UNIT))
     cotangent = cotangent.isel({TIME: 0 if times is None else times})
-    return JacobianClaim(request, plan, ends, cotangent, pulled, _spread(rows), True, check)
+    return JacobianClaim(request, plan, ends, cotangent, pulled, _spread(rows), True, checks)
 
 
-def _bound(
-    plan: JacobianPlan, jacobian: xr.DataArray, rows: xr.DataArray, chosen: list[int], dtype: str
+def _check_measure(
+    plan: JacobianPlan, jacobian: xr.DataArray, rows: xr.DataArray, positions: list[int], dtype: str
 ) -> tuple[Check, ...]:
     """Return the check that no row u^T J, with random signs u, exceeds sqrt(rows) times the measured norm."""
     ends = plan.ends
     if ends.sketch is not None or ends.measure is None:
         return ()
     count = ends.of.size if ends.projection is None else int(ends.projection.shape[2])
-    found = jacobian.drop_vars(list(jacobian.coords))
-    found = found.isel({OUT_TIME: chosen}) if OUT_TIME in found.dims else found
-    along = [OUT_UNIT, IN_FEATURE]
+    measured = jacobian.drop_vars(list(jacobian.coords))
+    measured = measured.isel({OUT_TIME: positions}) if OUT_TIME in measured.dims else measured
+    row_dims = [OUT_UNIT, IN_FEATURE]
     if ends.measure == "abs_mean":
-        short, limit = abs(rows).mean(along), count * found
+        row_norms, limit = abs(rows).mean(row_dims), count * measured
     else:
-        short, limit = (rows**2).sum(along) ** 0.5, count**0.5 * found
-    short = short.mean(SAMPLE) if ends.average else short
-    excess = short - limit if count > 1 else abs(short - limit)
+        row_norms, limit = (rows**2).sum(row_dims) ** 0.5, count**0.5 * measured
+    row_norms = row_norms.mean(SAMPLE) if ends.average else row_norms
+    excess = row_norms - limit if count > 1 else abs(row_norms - limit)
     scale = float(abs(limit).max()) or 1.0
     residual = max(float(excess.max()), 0.0) / scale
     return (Check(MEASURE, "", residual, rounding_bound(dtype, max((64, *plan.shape)))),)
@@ -122,7 +122,7 @@ def _signs(plan: JacobianPlan) -> xr.DataArray:
     return xr.DataArray(signs.astype(plan.dtype), dims=tuple(sizes))
 
 
-def _on_units(signs: xr.DataArray, ends: JacobianEnds) -> xr.DataArray:
+def _signs_of_units(signs: xr.DataArray, ends: JacobianEnds) -> xr.DataArray:
     """Convert signs of the Jacobian's rows to cotangents of the output units; a row may combine several units."""
     renamed = signs.rename({OUT_UNIT: UNIT, **({OUT_TIME: TIME} if OUT_TIME in signs.dims else {})})
     if ends.weights is None:
@@ -156,50 +156,50 @@ def claim_of(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArra
         "rtol= pruned rows": request.options.rtol is not None,
         "it is not made of real numbers": plan.dtype.kind != "f",
     }
-    for why, applies in reasons.items():
+    for reason, applies in reasons.items():
         if applies:
-            return could_not(request, why)
+            return could_not_compare(request, reason)
     try:
-        if not (_is_inside(request.of) or _is_inside(request.wrt)):
-            return _claimed(request, plan, jacobian)
+        if not (_is_inside_model(request.of) or _is_inside_model(request.wrt)):
+            return _compute_claim(request, plan, jacobian)
         if not (plan.ends.of.bidirectional or plan.ends.wrt.bidirectional):
-            claim = _claimed(request, plan, jacobian)
-            bound = rounding_bound(_computed_in(request, plan), max((64, *plan.shape)))
-            run = pull_between(request, plan, partial(_placed, claim), bound)
+            claim = _compute_claim(request, plan, jacobian)
+            bound = rounding_bound(_coarsest_dtype(request, plan), max((64, *plan.shape)))
+            run = pull_between(request, plan, partial(_place_cotangent, claim), bound)
             if run is not None:
                 return replace(claim, run=run)
-        return _through_whole_model(request, plan)
+        return _claim_through_model(request, plan)
     except TooLargeError:
-        return could_not(request, "the compared rows are larger than the memory limit")
+        return could_not_compare(request, "the compared rows are larger than the memory limit")
 
 
-def _through_whole_model(request: JacobianRequest, plan: JacobianPlan) -> JacobianClaim | Certificate:
+def _claim_through_model(request: JacobianRequest, plan: JacobianPlan) -> JacobianClaim | Certificate:
     """Return the claim on an output by an input of the model, through all recurrences between two inner ends.
 
     A reference run has no tensor for inner ends. The claim sweeps the same recurrences and segments in the same order,
     from the model's output to its input. The result is a certificate "could not" if no such path exists.
     """
-    needed = {one.call.layer for one in (*plan.ends.of.within, *plan.ends.wrt.within)}
+    needed_layers = {replayed.call.layer for replayed in (*plan.ends.of.within, *plan.ends.wrt.within)}
     if plan.network.is_cut:
-        needed |= {plan.network.recurrences[number].call.layer for number in plan.network.path.recurrences}
+        needed_layers |= {plan.network.recurrences[number].call.layer for number in plan.network.path.recurrences}
     options = JacobianOptions(request.options.memory)
-    for of, wrt in product(read("output", request.known), read("input", request.known)):
-        whole = replace(request, of=of, wrt=wrt, options=options)
+    for of, wrt in product(read("output", request.catalogue), read("input", request.catalogue)):
+        whole_request = replace(request, of=of, wrt=wrt, options=options)
         try:
             if integer_dtype(wrt, request.batch) is not None:
                 continue
-            with open_network(whole, plan.network.inside) as network:
+            with open_network(whole_request, plan.network.replayed_layers) as network:
                 on_path = network.path.recurrences if network.is_cut else range(len(network.recurrences))
                 whole_plan = make_plan(options, network)
-                if needed <= {network.recurrences[number].call.layer for number in on_path}:
-                    return pushed_through(whole, whole_plan, None)
+                if needed_layers <= {network.recurrences[number].call.layer for number in on_path}:
+                    return sweep_signs(whole_request, whole_plan, None)
         except TooLargeError:
             raise
         except RnnlensError:
             continue
-    inner = next(name for name in (request.of, request.wrt) if _is_inside(name))
-    return could_not(
-        request, f"{inner.text} lies inside the model, and no floating input and output enclose its recurrences"
+    inner_name = next(name for name in (request.of, request.wrt) if _is_inside_model(name))
+    return could_not_compare(
+        request, f"{inner_name.text} lies inside the model, and no floating input and output enclose its recurrences"
     )
 
 
@@ -207,39 +207,39 @@ def certify(request: JacobianRequest, claim: JacobianClaim | Certificate) -> Cer
     """Compare a claim on a requested Jacobian with the gradient at the model's input in a reference run."""
     if isinstance(claim, Certificate):
         return claim
-    certificate = _compared(claim)
+    certificate = _compare_claim(claim)
     if claim.request is request or not certificate.checks:
         return certificate
     through = f"d {claim.request.of.text} / d {claim.request.wrt.text} through the same recurrences"
     return replace(certificate, certified=(through,), resting=(f"d {request.of.text} / d {request.wrt.text}",))
 
 
-def _compared(claim: JacobianClaim) -> Certificate:
+def _compare_claim(claim: JacobianClaim) -> Certificate:
     request, plan = claim.request, claim.plan
-    dtype, longest = _computed_in(request, plan), max((64, *plan.shape))
-    words: dict[str, tuple[str, ...]] = {"certified": ("random combinations of its rows",)}
+    dtype, most_steps = _coarsest_dtype(request, plan), max((64, *plan.shape))
+    certificate_names: dict[str, tuple[str, ...]] = {"certified": ("random combinations of its rows",)}
     if claim.probed and plan.ends.measure is not None:
-        before = "random combinations of the rows before they were measured"
-        words = {"certified": (before,), "resting": (_MEASURED[plan.ends.measure],)}
+        probed_text = "random combinations of the rows before they were measured"
+        certificate_names = {"certified": (probed_text,), "resting": (_MEASURED[plan.ends.measure],)}
 
     def compare(run: ReferenceRun, scale: float = claim.spread) -> Certificate:
-        steps = claim.ends.in_times is not None
-        arrived = _arrived(claim, run.input_grads, steps=steps)
-        if (TIME in arrived.dims) != steps:
-            return could_not(request, "the steps of the input are not compared")
-        reference = _asked(arrived, claim.ends).transpose(*claim.pulled.dims)
-        comparisons = Comparisons(longest, dtype)
+        has_steps = claim.ends.in_times is not None
+        input_gradient = _input_gradient(claim, run.input_grads, steps=has_steps)
+        if (TIME in input_gradient.dims) != has_steps:
+            return could_not_compare(request, "the steps of the input are not compared")
+        reference = _select_requested(input_gradient, claim.ends).transpose(*claim.pulled.dims)
+        comparisons = Comparisons(most_steps, dtype)
         comparisons.compare(JACOBIAN, "", [(claim.pulled, reference)], scale=scale)
-        return comparisons.certificate(request.adapter.engine, claim.checks, **words)
+        return comparisons.certificate(request.adapter.engine, claim.checks, **certificate_names)
 
     def compare_perturbed(run: ReferenceRun) -> Certificate:
-        moved = _pulled(request, perturbed=True) - _pulled(request)
-        return compare(run, max(claim.spread, float(abs(moved).max()) / epsilon(dtype)))
+        change = _recomputed_product(request, perturbed=True) - _recomputed_product(request)
+        return compare(run, max(claim.spread, float(abs(change).max()) / epsilon(dtype)))
 
-    return certified(request, partial(_reference, claim), [compare, compare_perturbed], steps=longest)
+    return compare_in_turn(request, partial(_reference_attempt, claim), [compare, compare_perturbed], steps=most_steps)
 
 
-def _reference(claim: JacobianClaim) -> tuple[ReferenceRun | None, str]:
+def _reference_attempt(claim: JacobianClaim) -> tuple[ReferenceRun | None, str]:
     """Return the run of the user's model in which the cotangent is pulled back, and "", or None and the reason."""
     request = claim.request
     if claim.run is not None:
@@ -247,101 +247,108 @@ def _reference(claim: JacobianClaim) -> tuple[ReferenceRun | None, str]:
 
     def cotangents(outputs: Sequence[Array]) -> list[Array | None]:
         """Return the claim's cotangent at its own output, None at the others."""
-        return [_placed(claim, value) if i == request.of.index else None for i, value in enumerate(outputs)]
+        return [_place_cotangent(claim, value) if i == request.of.index else None for i, value in enumerate(outputs)]
 
     return attempt(partial(request.adapter.reference_run, request.model, request.batch, cotangents))
 
 
-def _pulled(request: JacobianRequest, *, perturbed: bool = False) -> xr.DataArray:
+def _recomputed_product(request: JacobianRequest, *, perturbed: bool = False) -> xr.DataArray:
     """Recompute the product of random signs and the Jacobian; ``perturbed`` rounds recurrent layers once more."""
     with open_network(request, perturbed=perturbed) as network:
         plan = make_plan(request.options, network)
         is_linear = plan.ends.measure in LINEAR
         jacobian = xr.DataArray(numbers(plan, WorkCount()), dims=plan.dims) if is_linear else None
-        return _claimed(request, plan, jacobian).pulled
+        return _compute_claim(request, plan, jacobian).pulled
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def _claimed(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray | None) -> JacobianClaim:
+def _compute_claim(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray | None) -> JacobianClaim:
     """Compute u^T J for random signs u: from the finished Jacobian if it is linear in its rows, else by a sweep."""
     if plan.ends.measure not in LINEAR or jacobian is None:
-        return pushed_through(request, plan, jacobian)
-    signs, bare = _signs(plan), jacobian.drop_vars(list(jacobian.coords))
-    cotangent = _on_units(signs, plan.ends)
-    if SAMPLE not in bare.dims:
+        return sweep_signs(request, plan, jacobian)
+    signs, bare_jacobian = _signs(plan), jacobian.drop_vars(list(jacobian.coords))
+    cotangent = _signs_of_units(signs, plan.ends)
+    if SAMPLE not in bare_jacobian.dims:
         signs = signs.isel({SAMPLE: 0})
-    if OUT_UNIT not in bare.dims:
+    if OUT_UNIT not in bare_jacobian.dims:
         signs = signs.isel({OUT_UNIT: 0})
-    dims = [d for d in (OUT_TIME, OUT_UNIT) if d in bare.dims]
-    return JacobianClaim(request, plan, plan.ends, cotangent, xr.dot(bare, signs, dim=dims), _spread(bare))
+    dims = [d for d in (OUT_TIME, OUT_UNIT) if d in bare_jacobian.dims]
+    return JacobianClaim(
+        request, plan, plan.ends, cotangent, xr.dot(bare_jacobian, signs, dim=dims), _spread(bare_jacobian)
+    )
 
 
-def _is_inside(name: TensorName) -> bool:
-    return name.layer is not None or name.what not in ("input", "output")
+def _is_inside_model(name: TensorName) -> bool:
+    return name.layer is not None or name.kind not in ("input", "output")
 
 
-def _computed_in(request: JacobianRequest, plan: JacobianPlan) -> str:
+def _coarsest_dtype(request: JacobianRequest, plan: JacobianPlan) -> str:
     """Return the coarsest dtype among those of the result, of the model and of its layers."""
-    layers = (one.call.compute_dtype for one in plan.network.recurrences)
-    others = (part.dtype for part in request.adapter.facts(request.model).submodules.values())
-    kinds = [str(plan.dtype), request.provenance().get("dtype", ""), *layers, *others]
-    return functools.reduce(coarser, (kind or "" for kind in kinds))
+    layer_dtypes = (replayed.call.compute_dtype for replayed in plan.network.recurrences)
+    submodule_dtypes = (part.dtype for part in request.adapter.facts(request.model).submodules.values())
+    dtypes = [str(plan.dtype), request.provenance().get("dtype", ""), *layer_dtypes, *submodule_dtypes]
+    return functools.reduce(coarser, (kind or "" for kind in dtypes))
 
 
-def _placed(claim: JacobianClaim, value: Array) -> Array:
+def _place_cotangent(claim: JacobianClaim, value: Array) -> Array:
     """Put the claim's cotangent into the layout of the upper end's tensor, zero at steps that were not requested."""
     times = claim.ends.out_times
-    opened = _opened(claim, claim.request.of, np.zeros_like(value), steps=times is not None)
-    if (TIME in opened.dims) != (times is not None):
-        raise CertificateError(f"an output with axes {', '.join(map(str, opened.dims))} is not compared")
-    steps_first = _as_rows(opened, UNIT).transpose(*[d for d in (TIME, SAMPLE, UNIT) if d in (*opened.dims, UNIT)])
-    lacking = [d for d in claim.cotangent.dims if d not in steps_first.dims]
-    placed = claim.cotangent.isel(dict.fromkeys(lacking, 0)).transpose(*steps_first.dims)
-    steps_first.values[slice(None) if times is None else times] = placed.values
-    lead = [d for d in (SAMPLE, TIME) if d in opened.dims]
-    moved = opened.transpose(*lead, ...)
-    rows = steps_first.transpose(*lead, UNIT).values.reshape(moved.shape)
-    cotangent: Array = moved.copy(data=rows).transpose(*opened.dims).values.reshape(value.shape)
+    named_array = _named_axes(claim, claim.request.of, np.zeros_like(value), steps=times is not None)
+    if (TIME in named_array.dims) != (times is not None):
+        raise CertificateError(f"an output with axes {', '.join(map(str, named_array.dims))} is not compared")
+    rows_by_step = _as_rows(named_array, UNIT).transpose(
+        *[d for d in (TIME, SAMPLE, UNIT) if d in (*named_array.dims, UNIT)]
+    )
+    missing_dims = [d for d in claim.cotangent.dims if d not in rows_by_step.dims]
+    placed = claim.cotangent.isel(dict.fromkeys(missing_dims, 0)).transpose(*rows_by_step.dims)
+    rows_by_step.values[slice(None) if times is None else times] = placed.values
+    leading_dims = [d for d in (SAMPLE, TIME) if d in named_array.dims]
+    leading_array = named_array.transpose(*leading_dims, ...)
+    rows = rows_by_step.transpose(*leading_dims, UNIT).values.reshape(leading_array.shape)
+    cotangent: Array = leading_array.copy(data=rows).transpose(*named_array.dims).values.reshape(value.shape)
     return cotangent
 
 
-def _opened(claim: JacobianClaim, name: TensorName, array: Array, *, steps: bool) -> xr.DataArray:
+def _named_axes(claim: JacobianClaim, name: TensorName, array: Array, *, steps: bool) -> xr.DataArray:
     """Return an array with named axes; by convention the second axis is time if time is needed."""
-    if not claim.request.known.is_free(name):  # of a recurrent layer: samples first, then steps
-        lead = (SAMPLE, TIME) if steps else (SAMPLE,)
-        return xr.DataArray(array.reshape((*array.shape[: len(lead)], -1)), dims=(*lead, UNIT))
-    outside = BatchAxes(claim.plan.network.layouts, claim.plan.network.samples)
-    whole, dims = outside.opened(name.port(), array)
-    if steps and TIME not in dims and outside.axes.samples_first and len(dims) > 2:
+    if not claim.request.catalogue.is_free(name):  # of a recurrent layer: samples first, then steps
+        leading_dims = (SAMPLE, TIME) if steps else (SAMPLE,)
+        return xr.DataArray(array.reshape((*array.shape[: len(leading_dims)], -1)), dims=(*leading_dims, UNIT))
+    batch_axes = BatchAxes(claim.plan.network.layouts, claim.plan.network.samples)
+    split_array, dims = batch_axes.split_folded(name.port(), array)
+    if steps and TIME not in dims and batch_axes.axes.samples_first and len(dims) > 2:
         dims = (dims[0], TIME, *dims[2:])
-    return xr.DataArray(whole, dims=dims)
+    return xr.DataArray(split_array, dims=dims)
 
 
-def _as_rows(opened: xr.DataArray, last: str) -> xr.DataArray:
+def _as_rows(named_array: xr.DataArray, last_dim: str) -> xr.DataArray:
     """Reshape to (sample, [time,] last): all axes except samples and steps become one."""
-    lead = [d for d in (SAMPLE, TIME) if d in opened.dims]
-    moved = opened.transpose(*lead, ...)
-    return xr.DataArray(moved.values.reshape(*(moved.sizes[d] for d in lead), -1), dims=(*lead, last))
+    leading_dims = [d for d in (SAMPLE, TIME) if d in named_array.dims]
+    leading_array = named_array.transpose(*leading_dims, ...)
+    return xr.DataArray(
+        leading_array.values.reshape(*(leading_array.sizes[d] for d in leading_dims), -1),
+        dims=(*leading_dims, last_dim),
+    )
 
 
-def _arrived(claim: JacobianClaim, gradients: Sequence[Array | None], *, steps: bool) -> xr.DataArray:
+def _input_gradient(claim: JacobianClaim, gradients: Sequence[Array | None], *, steps: bool) -> xr.DataArray:
     """Return the reference run's gradient at the lower end, (sample, [time,] feature); zeros where no path leads."""
     wrt = claim.request.wrt
-    arrived = gradients[0 if claim.run is not None else wrt.index]
-    arrived = np.zeros_like(np.asarray(arrays_of(claim.request.batch.x)[wrt.index])) if arrived is None else arrived
-    return _as_rows(_opened(claim, wrt, arrived, steps=steps), FEATURE)
+    gradient = gradients[0 if claim.run is not None else wrt.index]
+    gradient = np.zeros_like(np.asarray(arrays_of(claim.request.batch.x)[wrt.index])) if gradient is None else gradient
+    return _as_rows(_named_axes(claim, wrt, gradient, steps=steps), FEATURE)
 
 
-def _asked(arrived: xr.DataArray, ends: JacobianEnds) -> xr.DataArray:
+def _select_requested(gradient: xr.DataArray, ends: JacobianEnds) -> xr.DataArray:
     """Select steps of the gradient at the lower end, and reduce features and samples, as the Jacobian does."""
-    arrived = arrived if SAMPLE in arrived.dims else arrived.expand_dims(SAMPLE)
+    gradient = gradient if SAMPLE in gradient.dims else gradient.expand_dims(SAMPLE)
     if ends.in_times is not None:
-        arrived = arrived.isel({TIME: np.asarray(ends.in_times)}).rename({TIME: IN_TIME})
+        gradient = gradient.isel({TIME: np.asarray(ends.in_times)}).rename({TIME: IN_TIME})
     if ends.measure is not None:
-        arrived = arrived.sum(FEATURE) if ends.measure == "sum" else arrived.mean(FEATURE)
+        gradient = gradient.sum(FEATURE) if ends.measure == "sum" else gradient.mean(FEATURE)
     else:
-        arrived = arrived.rename({FEATURE: IN_FEATURE})
-    return arrived.mean(SAMPLE) if ends.average else arrived
+        gradient = gradient.rename({FEATURE: IN_FEATURE})
+    return gradient.mean(SAMPLE) if ends.average else gradient
 
 
 #: Function from the value of the upper end to its cotangent.
@@ -359,38 +366,40 @@ def pull_between(
     """
     if plan.network.order:
         return None
-    for run in (partial(_by_layers_alone, bound), _by_reference_run, _by_pullback):
+    for run in (partial(_pull_by_layers_alone, bound), _pull_by_reference_run, _pull_by_pullback):
         with suppress(Exception):  # of the user's model, which cannot be run like that
             return run(request, plan, cotangent)
     return None
 
 
-def _by_layers_alone(bound: float, request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotangent) -> ReferenceRun:
+def _pull_by_layers_alone(
+    bound: float, request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotangent
+) -> ReferenceRun:
     """Run the user's layers between the ends alone; raise unless with them the model's own output follows."""
     of, wrt, batch, adapter = request.of, request.wrt, request.batch, request.adapter
-    stretch = adapter.subnetwork(request.model, of.port(), wrt.port())
-    if stretch is None or plan.ends.wrt.port is None or batch.training or batch.initial_state:
+    subnetwork = adapter.subnetwork(request.model, of.port(), wrt.port())
+    if subnetwork is None or plan.ends.wrt.port is None or batch.training or batch.initial_state:
         raise CertificateError("no chain of layers that can be run alone")
-    value, pull = stretch(to_host(plan.network.around.values[plan.ends.wrt.port]))
-    rest = adapter.subnetwork(request.model, Port("output"), of.port())
-    end = value if rest is None else rest(value)[0]
-    (whole,) = adapter.reference_run(request.model, batch, gradients=False).outputs
-    if end.shape != whole.shape or residual(end, whole, scale=1.0) > bound:
+    value, pull = subnetwork(to_host(plan.network.segment_graph.values[plan.ends.wrt.port]))
+    upper_network = adapter.subnetwork(request.model, Port("output"), of.port())
+    output = value if upper_network is None else upper_network(value)[0]
+    (model_output,) = adapter.reference_run(request.model, batch, gradients=False).outputs
+    if output.shape != model_output.shape or residual(output, model_output, scale=1.0) > bound:
         raise CertificateError("its layers, called one after the other, give another output than the model")
-    return ReferenceRun([whole], input_grads=pull(np.asarray(cotangent(value))))
+    return ReferenceRun([model_output], input_grads=pull(np.asarray(cotangent(value))))
 
 
-def _by_reference_run(request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotangent) -> ReferenceRun:
-    of, wrt = _end(plan, plan.ends.of), _end(plan, plan.ends.wrt, is_lower=True)
+def _pull_by_reference_run(request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotangent) -> ReferenceRun:
+    of, wrt = _end_port(plan, plan.ends.of), _end_port(plan, plan.ends.wrt, is_lower=True)
     return request.adapter.reference_between(request.model, request.batch, of, wrt, cotangent)
 
 
-def _end(plan: JacobianPlan, end: JacobianEnd, *, is_lower: bool = False) -> EndPort:
+def _end_port(plan: JacobianPlan, end: JacobianEnd, *, is_lower: bool = False) -> EndPort:
     """Convert an end of a Jacobian to the ``EndPort`` that an adapter finds; raise if it is no tensor per step."""
-    name, inside = end.name, plan.network.inside
-    is_recurrent = bool(end.within) or any(name.layer in (n, n.rpartition("#")[0]) for n in inside.by_layer)
-    calls = inside.layer(name.layer) if name.layer is not None and is_recurrent else []
-    if any(one.call.mask is not None for one in calls) or (len(calls) > 1 and name.what != "output"):
+    name, replayed_layers = end.name, plan.network.replayed_layers
+    is_recurrent = bool(end.within) or any(name.layer in (n, n.rpartition("#")[0]) for n in replayed_layers.by_layer)
+    calls = replayed_layers.layer(name.layer) if name.layer is not None and is_recurrent else []
+    if any(replayed.call.mask is not None for replayed in calls) or (len(calls) > 1 and name.kind != "output"):
         raise CertificateError("states of masked steps, or of two directions")
     if calls and _is_within_layer(plan, end):
         # A state that the layer returns at every step is its output.
@@ -398,27 +407,29 @@ def _end(plan: JacobianPlan, end: JacobianEnd, *, is_lower: bool = False) -> End
         if is_lower or not is_output:
             raise CertificateError("a state within a fused layer")
     states = len(calls[0].run.states) if calls else 0
-    return EndPort(Port(name.what, name.layer, name.index), end.times, states, is_lower)  # type: ignore[arg-type]
+    return EndPort(Port(name.kind, name.layer, name.index), end.times, states, is_lower)  # type: ignore[arg-type]
 
 
-def _by_pullback(request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotangent) -> ReferenceRun:
+def _pull_by_pullback(request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotangent) -> ReferenceRun:
     if not plan.network.is_cut:
         raise CertificateError("the Jacobian was computed by this pull-back")
-    of, wrt = _port(plan, plan.ends.of), _port(plan, plan.ends.wrt, is_lower=True)
+    of, wrt = _framework_port(plan, plan.ends.of), _framework_port(plan, plan.ends.wrt, is_lower=True)
     with request.adapter.pullback(request.model, request.batch, [of], [wrt]) as pullback:
         value = np.asarray(to_host(pullback.values[of]))
-        found = pullback.vjp({of: cotangent(value)[None]})[wrt]
-        start = np.asarray(to_host(pullback.values[wrt]))
-    return ReferenceRun([], input_grads=[np.zeros_like(start) if found is None else np.asarray(to_host(found))[0]])
+        gradient = pullback.vjp({of: cotangent(value)[None]})[wrt]
+        lower_value = np.asarray(to_host(pullback.values[wrt]))
+    return ReferenceRun(
+        [], input_grads=[np.zeros_like(lower_value) if gradient is None else np.asarray(to_host(gradient))[0]]
+    )
 
 
-def _port(plan: JacobianPlan, end: JacobianEnd, *, is_lower: bool = False) -> Port:
+def _framework_port(plan: JacobianPlan, end: JacobianEnd, *, is_lower: bool = False) -> Port:
     """Return the framework's port at an end; raise if it is a state within a fused layer."""
-    if end.name.what in ("input", "output"):
+    if end.name.kind in ("input", "output"):
         return end.name.port()
-    found = _end(plan, end, is_lower=is_lower).port
-    return Port("output", end.name.layer) if _is_within_layer(plan, end) else found
+    port = _end_port(plan, end, is_lower=is_lower).port
+    return Port("output", end.name.layer) if _is_within_layer(plan, end) else port
 
 
 def _is_within_layer(plan: JacobianPlan, end: JacobianEnd) -> bool:
-    return end.name.what == "state" and not plan.network.inside.is_stepwise(end.name)
+    return end.name.kind == "state" and not plan.network.replayed_layers.is_stepwise(end.name)

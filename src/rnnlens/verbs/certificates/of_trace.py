@@ -37,9 +37,9 @@ from .compare import (
     WEIGHTS,
     Comparisons,
     attempt,
-    certified,
-    could_not,
-    filled,
+    compare_in_turn,
+    could_not_compare,
+    fill_missing,
     mismatch,
 )
 
@@ -58,11 +58,11 @@ class SamplePart:
     count: int
 
     def __str__(self) -> str:
-        last = self.stop - 1
+        last_sample = self.stop - 1
         return (
-            f"sample {last} of {self.count}"
-            if last == self.start
-            else f"samples {self.start} to {last} of {self.count}"
+            f"sample {last_sample} of {self.count}"
+            if last_sample == self.start
+            else f"samples {self.start} to {last_sample} of {self.count}"
         )
 
     @property
@@ -70,7 +70,7 @@ class SamplePart:
         """Slice of the compared samples along the sample axis."""
         return slice(self.start, self.stop)
 
-    def of(self, array: Any) -> Any:
+    def select(self, array: Any) -> Any:
         """Return the compared samples of an array whose first axis counts samples."""
         return array[self.slice]
 
@@ -80,14 +80,14 @@ class SamplePart:
 
 
 @dataclass
-class _Calls:
+class _CertifiedTraces:
     """Certified traces of one model and shapes: how many there were, and whether a part of the samples suffices."""
 
     number: int = 0
     divisible: bool = True
 
 
-_known: weakref.WeakKeyDictionary[Any, dict[Hashable, _Calls]] = weakref.WeakKeyDictionary()
+_certified_calls: weakref.WeakKeyDictionary[Any, dict[Hashable, _CertifiedTraces]] = weakref.WeakKeyDictionary()
 
 
 def part_to_compare(model: Any, batch: Batch, key: Hashable) -> SamplePart | None:
@@ -96,10 +96,10 @@ def part_to_compare(model: Any, batch: Batch, key: Hashable) -> SamplePart | Non
     ``key`` has the request and the shapes. All samples are compared at the first call for a model and key, in training
     mode, of fewer than ``FEWEST`` samples, and under ``rl.options(certify=)`` other than ``"auto"``.
     """
-    count = _samples(batch)
+    count = _divisible_samples(batch)
     if count is None or current().certify != "auto":
         return None
-    calls = _known.get(model, {}).get(key)
+    calls = _certified_calls.get(model, {}).get(key)
     if calls is None or not calls.divisible:
         return None
     calls.number += 1
@@ -110,21 +110,21 @@ def part_to_compare(model: Any, batch: Batch, key: Hashable) -> SamplePart | Non
 
 def remember_passed(model: Any, batch: Batch, key: Hashable, capture: Capture) -> None:
     """Store that all samples of a trace were certified, so that the next one may be certified with a part of them."""
-    count = _samples(batch)
+    count = _divisible_samples(batch)
     if count is None or not any(grad is not None for grad in capture.output_grads):
         return
     sizes = [call.output.shape[0] for call in capture.calls]
     sizes += [np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in capture.output_grads if leaf is not None]
     if all(size == count for size in sizes):
-        _known.setdefault(model, {}).setdefault(key, _Calls())
+        _certified_calls.setdefault(model, {}).setdefault(key, _CertifiedTraces())
 
 
 def remember_difference(model: Any, key: Hashable) -> None:
     """Store that a part of the samples differed from all of them, so that further traces compare all."""
-    _known[model][key].divisible = False
+    _certified_calls[model][key].divisible = False
 
 
-def _samples(batch: Batch) -> int | None:
+def _divisible_samples(batch: Batch) -> int | None:
     """Return the number of samples; None if a part of them cannot be run alone, or would save too little time."""
     leaves = data.leaves_of(batch.x)
     if batch.training or batch.initial_state or batch.frozen or any(data.is_packed(leaf) for leaf in leaves):
@@ -182,15 +182,17 @@ class ReplayedValues:
             self.steps = max(self.steps, call.cell.steps)
             self.dtype = coarser(self.dtype, call.compute_dtype)
 
-    def beside(self, perturbed: ReplayedValues) -> ReplayedValues:
+    def with_rounding_scales(self, perturbed: ReplayedValues) -> ReplayedValues:
         """Return a copy with rounding scales at least as large as the effect of one more rounding."""
         unit, scales = epsilon(self.dtype), dict(self.scales)
         for key, array in self.weights.items():
             scales[key[0]] = max(scales.get(key[0], 0.0), mismatch(array, perturbed.weights[key]) / unit)
         boundaries = []
-        for boundary, other in zip(self.boundaries, perturbed.boundaries, strict=True):
-            apart = [mismatch(a, b) for (a, _), (b, _) in zip(boundary.pairs, other.pairs, strict=True)]
-            boundaries.append(boundary._replace(scale=max(boundary.scale, *(size / unit for size in apart))))
+        for boundary, perturbed_boundary in zip(self.boundaries, perturbed.boundaries, strict=True):
+            differences = [
+                mismatch(a, b) for (a, _), (b, _) in zip(boundary.pairs, perturbed_boundary.pairs, strict=True)
+            ]
+            boundaries.append(boundary._replace(scale=max(boundary.scale, *(size / unit for size in differences))))
         return replace(self, scales=scales, boundaries=boundaries)
 
 
@@ -200,21 +202,23 @@ def start_reference_run(request: ModelRequest, claim: ReplayedValues) -> Iterato
     adapter, model, batch = request.adapter, request.model, request.batch
     gradients, part = _has_gradients(claim.capture), claim.part
     if part is not None:
-        given = [None if grad is None else part.of(to_host(grad)) for grad in claim.capture.output_grads]
-        yield lambda: attempt(lambda: adapter.reference_run(model, part.batch(batch), given, gradients=gradients))
+        output_grads = [None if grad is None else part.select(to_host(grad)) for grad in claim.capture.output_grads]
+        yield lambda: attempt(
+            lambda: adapter.reference_run(model, part.batch(batch), output_grads, gradients=gradients)
+        )
         return
-    batch = _as_captured(batch, claim.capture)
+    batch = _batch_as_captured(batch, claim.capture)
     with ThreadPoolExecutor(1) as thread:
-        ready, why = attempt(lambda: adapter.prepared_reference_run(model, batch, gradients=gradients))
-        if why:
-            yield lambda: (None, why)
-        elif ready is None:
+        prepared_run, reason = attempt(lambda: adapter.prepared_reference_run(model, batch, gradients=gradients))
+        if reason:
+            yield lambda: (None, reason)
+        elif prepared_run is None:
             yield lambda: attempt(lambda: adapter.reference_run(model, batch, gradients=gradients))
         else:
-            yield thread.submit(attempt, ready).result
+            yield thread.submit(attempt, prepared_run).result
 
 
-def _as_captured(batch: Batch, capture: Capture) -> Batch:
+def _batch_as_captured(batch: Batch, capture: Capture) -> Batch:
     """Return the batch, without targets and weights if the capture has no loss."""
     return batch if capture.loss is not None else batch.without_loss()
 
@@ -232,34 +236,37 @@ def certify(
     claim: ReplayedValues,
     reference_attempt: Attempt,
     perturbed: Callable[[], ReplayedValues],
-    **words: Any,
+    **names: Any,
 ) -> Certificate:
     """Compare replayed values with the reference run; return "could not" if that run is not reproducible itself.
 
     ``perturbed`` recomputes the replayed values with one more rounding; it is called only if the comparison fails.
-    ``words`` as in :meth:`Certificate.of`.
+    ``names`` as in :meth:`Certificate.of`.
     """
 
     def compare(run: ReferenceRun, claim: ReplayedValues = claim) -> Certificate:
-        comparisons = _compared(request, claim, run)
-        named = words
+        comparisons = _compare_all(request, claim, run)
+        certificate_names = names
         if any(check.name == WEIGHTS for check in comparisons.checks):
-            named = {**words, "certified": tuple(WITH_WEIGHTS.get(name, name) for name in words["certified"])}
-        return comparisons.certificate(request.adapter.engine, **named)
+            certificate_names = {
+                **names,
+                "certified": tuple(WITH_WEIGHTS.get(name, name) for name in names["certified"]),
+            }
+        return comparisons.certificate(request.adapter.engine, **certificate_names)
 
     def compare_perturbed(run: ReferenceRun) -> Certificate:
-        return compare(run, claim.beside(perturbed()))
+        return compare(run, claim.with_rounding_scales(perturbed()))
 
     if claim.part is not None:
-        run, why = reference_attempt()
-        return could_not(request, why) if run is None else replace(compare(run), samples=str(claim.part))
-    captured = replace(request, batch=_as_captured(request.batch, claim.capture))
-    certificate = certified(captured, reference_attempt, [compare, compare_perturbed], steps=claim.steps)
-    altered = claim.capture.altered
-    return could_not(request, altered) if altered and certificate.state != "failed" else certificate
+        run, reason = reference_attempt()
+        return could_not_compare(request, reason) if run is None else replace(compare(run), samples=str(claim.part))
+    captured_request = replace(request, batch=_batch_as_captured(request.batch, claim.capture))
+    certificate = compare_in_turn(captured_request, reference_attempt, [compare, compare_perturbed], steps=claim.steps)
+    alteration = claim.capture.altered
+    return could_not_compare(request, alteration) if alteration and certificate.state != "failed" else certificate
 
 
-def _compared(request: ModelRequest, claim: ReplayedValues, run: ReferenceRun) -> Comparisons:
+def _compare_all(request: ModelRequest, claim: ReplayedValues, run: ReferenceRun) -> Comparisons:
     """Compare all quantities that both the capture and the reference run have."""
     comparisons = Comparisons(claim.steps, claim.dtype)
     capture, part = claim.capture, claim.part
@@ -267,23 +274,23 @@ def _compared(request: ModelRequest, claim: ReplayedValues, run: ReferenceRun) -
         comparisons.compare(LOSS, "", [(capture.loss, run.loss)])
     outputs = [to_host(leaf) for leaf in arrays_of(capture.outputs)]
     if outputs or run.outputs:
-        same = len(outputs) == len(run.outputs)
-        pairs = list(zip(outputs, run.outputs, strict=True)) if same else [(np.inf, 1.0)]
-        if part is not None and same:
-            cut = [(part.of(a), b) for a, b in pairs if np.shape(a)[:1] == (part.count,)]
-            if len(cut) < len(pairs):
+        has_same_count = len(outputs) == len(run.outputs)
+        pairs = list(zip(outputs, run.outputs, strict=True)) if has_same_count else [(np.inf, 1.0)]
+        if part is not None and has_same_count:
+            part_pairs = [(part.select(a), b) for a, b in pairs if np.shape(a)[:1] == (part.count,)]
+            if len(part_pairs) < len(pairs):
                 comparisons.left_out["outputs without samples on their first axis"] = None
-            pairs = cut
+            pairs = part_pairs
         comparisons.compare(OUTPUTS, "", pairs)
     if not _has_gradients(capture):
         return comparisons
     if capture.input_grads:
-        sides = list(zip(arrays_of(request.batch.x), capture.input_grads, run.input_grads, strict=True))
+        input_grads = list(zip(arrays_of(request.batch.x), capture.input_grads, run.input_grads, strict=True))
         if part is not None:
-            sides = [(part.of(x), None if a is None else part.of(a), b) for x, a, b in sides]
-        sides = [(x, a, b) for x, a, b in sides if a is not None or b is not None]
-        comparisons.compare(INPUTS, "", [filled(a, b) for x, a, b in sides if not _flags(x)])
-        if any(_flags(x) for x, _, _ in sides):
+            input_grads = [(part.select(x), None if a is None else part.select(a), b) for x, a, b in input_grads]
+        input_grads = [(x, a, b) for x, a, b in input_grads if a is not None or b is not None]
+        comparisons.compare(INPUTS, "", [fill_missing(a, b) for x, a, b in input_grads if not _is_binary(x)])
+        if any(_is_binary(x) for x, _, _ in input_grads):
             comparisons.left_out["inputs whose values are only 0 and 1"] = None
     _compare_weights(comparisons, request, claim, run)
     for boundary in claim.boundaries:
@@ -293,50 +300,54 @@ def _compared(request: ModelRequest, claim: ReplayedValues, run: ReferenceRun) -
 
 def _compare_weights(comparisons: Comparisons, request: ModelRequest, claim: ReplayedValues, run: ReferenceRun) -> None:
     """Compare weight gradients with the framework's, minus the framework's gradient along other paths."""
-    beside, whole = claim.capture.beside, claim.capture.whole
-    by_place: dict[tuple[str, str], list[Any]] = {}
+    other_gradients, whole_names = claim.capture.beside, claim.capture.whole
+    by_location: dict[tuple[str, str], list[Any]] = {}
     for key, array in claim.weights.items():
-        place = request.adapter.place(request.model, *key)
-        if place is not None:
-            by_place.setdefault((place.name, place.part), []).append((key, place, array))
-    for layer in {key[0] for key in claim.weights} - {key[0] for found in by_place.values() for key, *_ in found}:
+        location = request.adapter.place(request.model, *key)
+        if location is not None:
+            by_location.setdefault((location.name, location.part), []).append((key, location, array))
+    for layer in {key[0] for key in claim.weights} - {
+        key[0] for entries in by_location.values() for key, *_ in entries
+    }:
         comparisons.left_out[UNPLACED.format(layer)] = None
-    computed = {name for (name, _), entries in by_place.items() if any(key in claim.computed for key, *_ in entries)}
-    swept = {name for name, _ in by_place} - computed
+    computed = {name for (name, _), entries in by_location.items() if any(key in claim.computed for key, *_ in entries)}
+    swept = {name for name, _ in by_location} - computed
     by_layer: dict[str, list[tuple[Any, Any]]] = {}
-    for (name, _), entries in by_place.items():
-        key, place, _ = entries[0]
+    for (name, _), entries in by_location.items():
+        key, location, _ = entries[0]
         if name in computed:
             comparisons.left_out[f"weights of {key[0]}, which the model computes from its parameters"] = None
             continue
-        if any(one in claim.incomplete for one, _, _ in entries) or (name in whole and place.tied):
+        if any(weight_key in claim.incomplete for weight_key, _, _ in entries) or (
+            name in whole_names and location.tied
+        ):
             comparisons.left_out[f"weights of {key[0]}, which are shared with other layers"] = None
             continue
-        if claim.part is not None and name not in whole and np.any(to_host(beside.get(name, 0.0))):
+        if claim.part is not None and name not in whole_names and np.any(to_host(other_gradients.get(name, 0.0))):
             comparisons.left_out[f"weights of {key[0]}, which the model also uses outside of the layer"] = None
             continue
-        total, part = run.weight_grads.get(name), None if name in whole else beside.get(name)
+        total, part = run.weight_grads.get(name), None if name in whole_names else other_gradients.get(name)
         if part is not None:  # less the framework's gradient along other paths
             total = -to_host(part) if total is None else to_host(total) - to_host(part)
-        claimed = sum(array for _, _, array in entries)
-        reference = np.zeros_like(claimed) if total is None else place.take(to_host(total))
+        claimed_gradient = sum(array for _, _, array in entries)
+        reference = np.zeros_like(claimed_gradient) if total is None else location.take(to_host(total))
         if total is not None and key in claim.probed:
             reference = to_host(probed({key[2]: reference})[key[2]])
-        by_layer.setdefault(key[0], []).append((claimed, reference))
+        by_layer.setdefault(key[0], []).append((claimed_gradient, reference))
     for layer, pairs in by_layer.items():
         comparisons.compare(WEIGHTS, layer, pairs, scale=claim.scales[layer])
     if claim.part is not None:  # gradients of the other weights were captured as sums over all samples
         return
-    unfollowed = claim.capture.inside - swept - whole
-    if any(run.weight_grads.get(name) is not None for name in unfollowed):
+    unswept = claim.capture.inside - swept - whole_names
+    if any(run.weight_grads.get(name) is not None for name in unswept):
         comparisons.left_out["weights of recurrent layers whose gradients were not requested"] = None
-    others = [name for name in beside if name in whole or name not in swept | unfollowed]
-    found = [(beside[name], run.weight_grads.get(name)) for name in others]
-    pairs = [filled(a, b) for a, b in found if a is not None or b is not None]
+    other_names = [name for name in other_gradients if name in whole_names or name not in swept | unswept]
+    gradient_pairs = [(other_gradients[name], run.weight_grads.get(name)) for name in other_names]
+    pairs = [fill_missing(a, b) for a, b in gradient_pairs if a is not None or b is not None]
     comparisons.compare(WEIGHTS, "other layers" if swept else "", pairs)
 
 
-def _flags(leaf: Any) -> bool:
+def _is_binary(leaf: Any) -> bool:
     """Return whether an input has only the values 0 and 1. Its gradient is then not compared."""
     return bool(np.all(np.isin(to_host(leaf), (0, 1))))
 
@@ -347,28 +358,35 @@ _NEEDED = {"input", "hidden", "gate_grad", "gates"}
 def weight_sums(layer: LabelledLayer, call: RecurrentCall, samples: slice) -> dict[str, Array] | None:
     """Sum dL/dW of one direction over some samples by weight name, kernels as random combinations of rows, or None."""
     cell = call.cell
-    scaled = call.input_scale is not None or call.state_scale is not None
+    is_scaled = call.input_scale is not None or call.state_scale is not None
     if (
         cell.by_framework
-        or scaled
+        or is_scaled
         or not layer.variables.keys() >= _NEEDED
         or layer.coords[GATE].dtype.kind not in "UO"
     ):
         return None
-    dz, x = _of(layer, "gate_grad", call)[samples], _of(layer, "input", call)[samples]
-    known = call.received is not None
-    before = _of(layer, "previous_hidden" if known else "hidden", call)[samples]
-    if not known:  # the states after each step, shifted by one in the direction of the recurrence
-        start = to_host(call.initial_state[0])[:, None].astype(before.dtype)
-        shifted = [before[:, 1:], start] if call.direction == "backward" else [start, before[:, :-1]]
-        before = np.concatenate(shifted, axis=1)
-    terms = cell.recurrent_terms(dz, _of(layer, "gates", call)[samples], before)
+    dz, x = (
+        _variable_of_direction(layer, "gate_grad", call)[samples],
+        _variable_of_direction(layer, "input", call)[samples],
+    )
+    has_received = call.received is not None
+    previous_states = _variable_of_direction(layer, "previous_hidden" if has_received else "hidden", call)[samples]
+    if not has_received:  # the states after each step, shifted by one in the direction of the recurrence
+        initial_state = to_host(call.initial_state[0])[:, None].astype(previous_states.dtype)
+        ordered_states = (
+            [previous_states[:, 1:], initial_state]
+            if call.direction == "backward"
+            else [initial_state, previous_states[:, :-1]]
+        )
+        previous_states = np.concatenate(ordered_states, axis=1)
+    terms = cell.recurrent_terms(dz, _variable_of_direction(layer, "gates", call)[samples], previous_states)
     if terms is None:
         return None
     recurrent_dz, operands = terms
-    products = [_outer(_probed(operand), recurrent_dz[:, :, gates]) for gates, operand in operands]
+    products = [_outer(_probe_rows(operand), recurrent_dz[:, :, gates]) for gates, operand in operands]
     sums = {
-        "kernel": _outer(_probed(x), dz),
+        "kernel": _outer(_probe_rows(x), dz),
         "bias": dz.sum(axis=(0, 1)).ravel(),
         "recurrent_kernel": np.concatenate(products, axis=1),
         "recurrent_bias": recurrent_dz.sum(axis=(0, 1)).ravel(),
@@ -376,7 +394,7 @@ def weight_sums(layer: LabelledLayer, call: RecurrentCall, samples: slice) -> di
     return {name: sums[name] for name in cell.weights()}
 
 
-def _of(layer: LabelledLayer, name: str, call: RecurrentCall) -> Array:
+def _variable_of_direction(layer: LabelledLayer, name: str, call: RecurrentCall) -> Array:
     """Return one direction of a labelled variable as (sample, time, ..., unit), with gates in the order of the cell."""
     variable = layer.variables[name]
     if DIRECTION in variable.dims:
@@ -394,7 +412,7 @@ def _labels(layer: LabelledLayer, dim: str) -> list[str]:
     return [str(label) for label in layer.coords[dim].values]
 
 
-def _probed(x: Array) -> Array:
+def _probe_rows(x: Array) -> Array:
     signs = affine.probe_rows(x.shape[-1], x, affine.Contraction(probes=PROBES))
     return x @ signs.T
 
@@ -406,17 +424,17 @@ def _outer(x: Array, dz: Array) -> Array:
 
 def input_gradient(layer: LabelledLayer) -> Array | None:
     """Return the gradient at a layer's input, (sample, time, feature); None if there is none."""
-    found = layer.variables.get("input_grad")
-    return None if found is None else np.asarray(found.transpose(SAMPLE, TIME, ..., FEATURE).values)
+    variable = layer.variables.get("input_grad")
+    return None if variable is None else np.asarray(variable.transpose(SAMPLE, TIME, ..., FEATURE).values)
 
 
 def initial_state_gradients(layer: LabelledLayer, call: RecurrentCall, names: Any) -> list[Array] | None:
     """Return the gradients at a layer's initial states, (sample, unit) each; None if one is missing."""
-    found = []
+    gradients = []
     for name in names:
-        lone = f"initial_{name}_grad"
-        if lone in layer.variables:
-            variable = layer.variables[lone]
+        variable_name = f"initial_{name}_grad"
+        if variable_name in layer.variables:
+            variable = layer.variables[variable_name]
         elif "initial_state_grad" in layer.variables:
             variable = layer.variables["initial_state_grad"]
             variable = variable.isel({STATE: _labels(layer, STATE).index(str(name))})
@@ -424,5 +442,5 @@ def initial_state_gradients(layer: LabelledLayer, call: RecurrentCall, names: An
             return None
         if DIRECTION in variable.dims:
             variable = variable.isel({DIRECTION: _labels(layer, DIRECTION).index(call.direction)})
-        found.append(np.asarray(variable.transpose(SAMPLE, ...).values))
-    return found
+        gradients.append(np.asarray(variable.transpose(SAMPLE, ...).values))
+    return gradients

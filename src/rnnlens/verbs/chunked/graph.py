@@ -76,19 +76,19 @@ class ChunkTask:
 
     def __call__(self, model: TravellingModel, rows: tuple[int, ...], *parts: Any) -> ChunkValues:
         """Compute one chunk from its arrays, in this process."""
-        place = ChunkRows(*rows)
-        how = "never"
-        if self.settings.certify == "always" or (place.number == 0 and self.settings.certify != "never"):
-            how = "always"
+        chunk = ChunkRows(*rows)
+        certify = "never"
+        if self.settings.certify == "always" or (chunk.number == 0 and self.settings.certify != "never"):
+            certify = "always"
         with (
-            naming_samples((place.start, place.stop)),
-            options(memory=self.settings.memory, compiled=self.settings.compiled, certify=how, progress=False),  # type: ignore[arg-type]
+            naming_samples((chunk.start, chunk.stop)),
+            options(memory=self.settings.memory, compiled=self.settings.compiled, certify=certify, progress=False),  # type: ignore[arg-type]
         ):
-            values = _in_turn(model.get(), self, place, parts)
+            values = _run_in_turn(model.get(), self, chunk, parts)
         for check in [*values.checks, *((values.certificate or {}).get("checks", ()))]:
             if not Check(**check).ok:
-                where = f"samples {place.start} to {place.stop - 1}"
-                warn(f"{where}: {Check(**check).sentence}", SelfCheckWarning)
+                samples_text = f"samples {chunk.start} to {chunk.stop - 1}"
+                warn(f"{samples_text}: {Check(**check).sentence}", SelfCheckWarning)
         return values
 
     def batch(self, rows: ChunkRows, parts: Sequence[Any]) -> Batch:
@@ -101,27 +101,27 @@ class ChunkTask:
         if self.padding == "weightless" and weight is None:
             weight = np.ones((rows.count, 1), "float32")
         if self.padding is not None and rows.count < self.full:
-            x, y = self._padded("x", x, rows.count), self._padded("y", y, rows.count)
-            weight = self._padded("sample_weight", weight, rows.count)
+            x, y = self._pad_to_full("x", x, rows.count), self._pad_to_full("y", y, rows.count)
+            weight = self._pad_to_full("sample_weight", weight, rows.count)
         return replace(self.options, x=x, y=y, sample_weight=weight, initial_state=states, seed=seed)
 
-    def _padded(self, name: str, tree: Any, count: int) -> Any:
+    def _pad_to_full(self, name: str, tree: Any, count: int) -> Any:
         """Pad the arrays of a chunk to full chunk size by repeating samples, with ``sample_weight`` 0 for these."""
         layouts = iter((self.layouts or {}).get(name) or [None] * len(data.leaves_of(tree)))
 
         def pad(array: Array) -> Array:
             layout = next(layouts)
             axis = 0 if layout is None or layout.sample is None else layout.sample
-            whole = np.take(array, np.arange(self.full) % count, axis=axis)
+            padded = np.take(array, np.arange(self.full) % count, axis=axis)
             if name == "sample_weight":
-                np.moveaxis(whole, axis, 0)[count:] = 0
-            return whole
+                np.moveaxis(padded, axis, 0)[count:] = 0
+            return padded
 
         return data.map_leaves(pad, tree)
 
 
 @in_turn
-def _in_turn(model: Any, task: ChunkTask, rows: ChunkRows, parts: Sequence[Any]) -> ChunkValues:
+def _run_in_turn(model: Any, task: ChunkTask, rows: ChunkRows, parts: Sequence[Any]) -> ChunkValues:
     return task.work(model, task.batch(rows, parts), rows, rows.count if task.padding is None else task.full)
 
 
@@ -135,9 +135,9 @@ class ChunkGraph:
         self.model = TravellingModel(model, digest_of, engine)
         self.title = "rnnlens-" + "-".join(part for part in re.split(r"[^a-zA-Z]+", title) if part)
         compiles_again = engine in _COMPILED and len(sizes) > 1 and not run.training and run.initial_state is None
-        bare = replace(run, x=None, y=None, sample_weight=None, initial_state=None)
+        batch_options = replace(run, x=None, y=None, sample_weight=None, initial_state=None)
         padding = work.padding if compiles_again else None
-        self.task = ChunkTask(work, bare, current(), chunks.layouts, max(sizes), padding)
+        self.task = ChunkTask(work, batch_options, current(), chunks.layouts, max(sizes), padding)
         if client() is not None:
             self.model.pack()
 
@@ -169,10 +169,10 @@ class ChunkGraph:
                 task,
                 model,
                 (rows.number, rows.start, rows.stop, rows.total),
-                *each,
+                *chunk_parts,
                 data.take(states, rows.start, rows.stop),
             )
-            for rows, each in zip(self.chunks.bounds, parts, strict=True)
+            for rows, chunk_parts in zip(self.chunks.bounds, parts, strict=True)
         ]
 
     @cached_property
@@ -181,7 +181,7 @@ class ChunkGraph:
         from dask import delayed
 
         return [
-            self._named(delayed(compute_chunk), "", rows.number)(*arguments)
+            self._named_task(delayed(compute_chunk), "", rows.number)(*arguments)
             for rows, arguments in zip(self.chunks.bounds, self.arguments, strict=True)
         ]
 
@@ -194,39 +194,44 @@ class ChunkGraph:
         parts = []
         for rows, result in zip(self.chunks.bounds, self.results, strict=True):
             shape = tuple(rows.count if i == axis else size for i, size in enumerate(template.shape))
-            take = self._named(delayed(taken), f"take-{name}", rows.number)
+            take = self._named_task(delayed(take_array), f"take-{name}", rows.number)
             part = take(result, "kept", name, shape, str(template.dtype))
             parts.append(da.from_delayed(part, shape, template.dtype))
-        whole = da.concatenate(parts, axis=axis)
-        self.names[whole.name] = name
-        return self.label(template, whole)
+        joined = da.concatenate(parts, axis=axis)
+        self.names[joined.name] = name
+        return self.label(template, joined)
 
     def total(self, name: str, template: xr.DataArray, scale: float = 1.0, samples: int = 1) -> xr.DataArray:
         """Return a lazy sum of the chunks' parts in their order, times ``scale`` and divided by ``samples``."""
         import dask.array as da
         from dask import delayed
 
-        whole: Any = None
+        total: Any = None
         for rows, result in zip(self.chunks.bounds, self.results, strict=True):
-            part = self._named(delayed(taken), f"take-{name}", rows.number)(result, "sums", name, template.shape)
-            whole = part if whole is None else self._named(delayed(np.add), f"sum-{name}", rows.number)(whole, part)
-        whole = self._named(delayed(finished), f"finish-{name}", 0)(whole, scale, samples, str(template.dtype))
-        return self.label(template, da.from_delayed(whole, template.shape, template.dtype))
+            part = self._named_task(delayed(take_array), f"take-{name}", rows.number)(
+                result, "sums", name, template.shape
+            )
+            total = (
+                part if total is None else self._named_task(delayed(np.add), f"sum-{name}", rows.number)(total, part)
+            )
+        total = self._named_task(delayed(finish_sum), f"finish-{name}", 0)(total, scale, samples, str(template.dtype))
+        return self.label(template, da.from_delayed(total, template.shape, template.dtype))
 
     def record(self) -> Any:
         """Return a dask array of one mapping: the worst self-checks and certificate of all chunks, and their value."""
         import dask.array as da
         from dask import delayed
 
-        each = [
-            self._named(delayed(ChunkValues.record), "take-checks", i)(result) for i, result in enumerate(self.results)
+        records = [
+            self._named_task(delayed(ChunkValues.record), "take-checks", i)(result)
+            for i, result in enumerate(self.results)
         ]
-        whole = self._named(delayed(boxed), "checks", 0)(each, self.work.combine)
-        return da.from_delayed(whole, (), object)
+        reduced = self._named_task(delayed(box_records), "checks", 0)(records, self.work.combine)
+        return da.from_delayed(reduced, (), object)
 
     def reduced(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Reduce the records of all chunks to checks, certificate and value."""
-        return worst_of(records, self.work.combine)
+        return reduce_records(records, self.work.combine)
 
     def label(self, template: xr.DataArray, lazy: Any) -> xr.DataArray:
         """Return a lazy array with the dimensions, coordinates and attributes of the template."""
@@ -235,19 +240,21 @@ class ChunkGraph:
             attrs = template[SAMPLE].attrs if SAMPLE in template.coords else {}
             coords[SAMPLE] = xr.Variable((SAMPLE,), self.chunks.labels(), attrs)
         attrs = dict(template.attrs)
-        for word in ("record", "certificate", "flagged", "touched_rows", "flops", "peak_bytes", "replay_residual"):
-            attrs.pop(word, None)
+        for attribute in ("record", "certificate", "flagged", "touched_rows", "flops", "peak_bytes", "replay_residual"):
+            attrs.pop(attribute, None)
         if self.chunks.notes:
             attrs["note"] = " ".join(dict.fromkeys(self.chunks.notes))
         return xr.DataArray(lazy, dims=template.dims, coords=coords, name=template.name, attrs=attrs)
 
-    def _named(self, function: Any, step: str, number: int) -> Callable[..., Any]:
-        words = "-".join(part for part in re.split(r"[^a-zA-Z]+", step.split("-")[0]) if part)
-        title = "-".join(part for part in (self.title, words) if part)
-        inner = step.partition("-")[2]
+    def _named_task(self, function: Any, step: str, number: int) -> Callable[..., Any]:
+        step_words = "-".join(part for part in re.split(r"[^a-zA-Z]+", step.split("-")[0]) if part)
+        title = "-".join(part for part in (self.title, step_words) if part)
+        array_name = step.partition("-")[2]
 
         def call(*args: Any) -> Any:
-            return function(*args, dask_key_name=(f"{title}-{self.token}", *([inner] if inner else []), number))
+            return function(
+                *args, dask_key_name=(f"{title}-{self.token}", *([array_name] if array_name else []), number)
+            )
 
         return call
 
@@ -257,47 +264,49 @@ def compute_chunk(task: ChunkTask, model: TravellingModel, rows: tuple[int, ...]
     return task(model, rows, *parts)
 
 
-def taken(
+def take_array(
     values: ChunkValues, kind: Literal["kept", "sums"], name: str, shape: tuple[int, ...], dtype: str | None = None
 ) -> Array:
     """Return one array of a chunk; raise InputError if its shape is not that of the other chunks."""
-    found: Array = getattr(values, kind)[name]
-    if found.shape != tuple(shape):
-        what = f"A chunk has another shape of {name!r} than the others, so they cannot be put together."
+    array: Array = getattr(values, kind)[name]
+    if array.shape != tuple(shape):
+        message = f"A chunk has another shape of {name!r} than the others, so they cannot be put together."
         hint = "pad all samples to one length and mask the padding"
-        raise InputError(what, got=found.shape, expected=tuple(shape), hint=hint)
-    return found if dtype is None else found.astype(dtype, copy=False)
+        raise InputError(message, got=array.shape, expected=tuple(shape), hint=hint)
+    return array if dtype is None else array.astype(dtype, copy=False)
 
 
-def finished(total: Array, scale: float, samples: int, dtype: str) -> Array:
+def finish_sum(total: Array, scale: float, samples: int, dtype: str) -> Array:
     """Multiply a sum over all chunks by ``scale / samples``, and convert it to ``dtype``."""
     return np.asarray(total * scale / samples).astype(dtype, copy=False)
 
 
-def boxed(records: Sequence[Mapping[str, Any]], combine: str | None) -> Array:
+def box_records(records: Sequence[Mapping[str, Any]], combine: str | None) -> Array:
     """Reduce the records of all chunks to one; return it as the only element of an array."""
     box = np.empty((), object)
-    box[()] = worst_of(records, combine)
+    box[()] = reduce_records(records, combine)
     return box
 
 
-def worst_of(records: Sequence[Mapping[str, Any]], combine: str | None) -> dict[str, Any]:
+def reduce_records(records: Sequence[Mapping[str, Any]], combine: str | None) -> dict[str, Any]:
     """Reduce the records of chunks: each check closest to its bound, a failed certificate first, the target's value."""
-    checks = worst(Check(**check) for one in records for check in one["checks"])
-    values: list[Any] = [one["value"] for one in records]
+    checks = worst(Check(**check) for chunk_record in records for check in chunk_record["checks"])
+    values: list[Any] = [chunk_record["value"] for chunk_record in records]
     value: Any = None
     if values[0] is not None and np.ndim(values[0]):
         value = np.concatenate(values)
     elif all(part is not None for part in values):
-        whole, weights = np.asarray(values, dtype=np.float64), [one["weight"] for one in records]
-        value = np.average(whole, weights=weights) if combine == "mean" else whole.sum()
+        totals, weights = np.asarray(values, dtype=np.float64), [chunk_record["weight"] for chunk_record in records]
+        value = np.average(totals, weights=weights) if combine == "mean" else totals.sum()
     rank = {"failed": 0, "could not": 1, "passed": 2, "off": 3}
 
-    def order(one: Mapping[str, Any]) -> tuple[int, float]:
+    def order(certificate: Mapping[str, Any]) -> tuple[int, float]:
         """Return a sort key: state of the certificate, then how close its worst comparison is to the bound."""
-        return rank[one["state"]], -max((check["residual"] / check["bound"] for check in one["checks"]), default=0.0)
+        return rank[certificate["state"]], -max(
+            (check["residual"] / check["bound"] for check in certificate["checks"]), default=0.0
+        )
 
-    certificates = [one["certificate"] for one in records if one["certificate"] is not None]
+    certificates = [chunk_record["certificate"] for chunk_record in records if chunk_record["certificate"] is not None]
     return {
         "checks": [check.to_dict() for check in checks],
         "certificate": min(certificates, key=order, default=None),

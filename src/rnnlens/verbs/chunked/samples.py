@@ -68,14 +68,14 @@ class SampleChunks:
             hint = "compute them first: one row for each sample, or one for all"
             raise UnsupportedError("initial_state= is lazy.", expected="arrays in memory", hint=hint)
         # Zeros of the same shapes, which take no memory.
-        stand_in = [
+        substitutes = [
             data.map_leaves(lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), getattr(run, name))
             for name in _PARTS
         ]
         template = replace(run, x=None, y=None, sample_weight=None)
-        layouts = layouts_to_cut(axes, template, *stand_in)
+        layouts = layouts_to_cut(axes, template, *substitutes)
         chunks = cls(run, layouts, [])
-        total = data.len_of(stand_in[0], None if layouts is None else layouts["x"])
+        total = data.len_of(substitutes[0], None if layouts is None else layouts["x"])
         sizes = chunks._sizes(batch_size)
         stops = enumerate(np.cumsum(sizes).tolist())
         chunks.bounds = [ChunkRows(i, stop - sizes[i], stop, total) for i, stop in stops]
@@ -97,7 +97,7 @@ class SampleChunks:
         leaves = data.leaves_of(getattr(self.run, name))
         layouts = [None] * len(leaves) if self.layouts is None else self.layouts[name]
         for leaf, layout in zip(leaves, layouts, strict=True):
-            yield (leaf.data if isinstance(leaf, xr.DataArray) else leaf), _axis(name, layout)
+            yield (leaf.data if isinstance(leaf, xr.DataArray) else leaf), _sample_axis(name, layout)
 
     def blocks(self, name: str) -> list[Any]:
         """Return each chunk of a part: a tree of Delayed arrays; or a list of None if the part is missing."""
@@ -107,20 +107,20 @@ class SampleChunks:
         if tree is None:
             return [None] * len(self.bounds)
         sizes = tuple(rows.count for rows in self.bounds)
-        cut = []
+        blocks_by_leaf = []
         for leaf, (array, axis) in zip(data.leaves_of(tree), self.leaves(name), strict=True):
             lazy = array if is_lazy(array) else da.from_array(np.asarray(array), chunks=-1)
             chunks = tuple(sizes if i == axis else (size,) for i, size in enumerate(lazy.shape))
             if any(len(steps) > 1 for i, steps in enumerate(lazy.chunks) if i != axis):
-                split = [i for i, steps in enumerate(lazy.chunks) if i != axis and len(steps) > 1]
+                chunked_axes = [i for i, steps in enumerate(lazy.chunks) if i != axis and len(steps) > 1]
                 names = leaf.dims if isinstance(leaf, xr.DataArray) else [f"axis {i}" for i in range(lazy.ndim)]
-                others = " and ".join(str(names[i]) for i in split)
+                axis_names = " and ".join(str(names[i]) for i in chunked_axes)
                 self.notes.append(
-                    f"{name} was in chunks along {others}, which were put together: a sample is computed whole. "
+                    f"{name} was in chunks along {axis_names}, which were put together: a sample is computed whole. "
                     "Chunks along samples alone are read without it."
                 )
-            cut.append(lazy.rechunk(chunks).to_delayed(optimize_graph=False).ravel())
-        return [_filled(tree, parts) for parts in zip(*cut, strict=True)]
+            blocks_by_leaf.append(lazy.rechunk(chunks).to_delayed(optimize_graph=False).ravel())
+        return [_with_leaves(tree, parts) for parts in zip(*blocks_by_leaf, strict=True)]
 
     def template(self, few: bool = True) -> Batch:
         """Return a batch of random data that has the dtypes, shapes and coordinates of a chunk, of few samples or all.
@@ -135,8 +135,10 @@ class SampleChunks:
         for name in _PARTS:
             leaves = data.leaves_of(getattr(self.run, name))
             pairs = zip(leaves, self.leaves(name), strict=True)
-            filled = [_like(leaf, _random(name, array, axis, count), axis) for leaf, (array, axis) in pairs]
-            parts[name] = _filled(getattr(self.run, name), filled)
+            filled = [
+                _labelled_like(leaf, _random_values(name, array, axis, count), axis) for leaf, (array, axis) in pairs
+            ]
+            parts[name] = _with_leaves(getattr(self.run, name), filled)
         return replace(self.run, **parts, initial_state=data.take(self.run.initial_state, 0, count))
 
     def labels(self) -> Array:
@@ -148,8 +150,8 @@ class SampleChunks:
 
     def _sizes(self, batch_size: int | None) -> Sequence[int]:
         """Return the chunk sizes along samples: ``batch_size=``, else those of the first lazy array."""
-        every = [*self.leaves("x"), *self.leaves("y"), *self.leaves("sample_weight")]
-        array, axis = next((array, axis) for array, axis in every if is_lazy(array))
+        arrays = [*self.leaves("x"), *self.leaves("y"), *self.leaves("sample_weight")]
+        array, axis = next((array, axis) for array, axis in arrays if is_lazy(array))
         total = array.shape[axis]
         if batch_size is None:
             sizes = [int(size) for size in array.chunks[axis] if size]
@@ -166,10 +168,10 @@ class SampleChunks:
         must_fit(f"A chunk of {largest} samples alone would not fit into the memory granted.", size, hint)
 
 
-def _filled(tree: Any, leaves: Sequence[Any]) -> Any:
+def _with_leaves(tree: Any, leaves: Sequence[Any]) -> Any:
     """Return a tree of the same structure with other leaves, given in order."""
-    each = iter(leaves)
-    return data.map_leaves(lambda _: next(each), tree)
+    leaf_iterator = iter(leaves)
+    return data.map_leaves(lambda _: next(leaf_iterator), tree)
 
 
 def _refuse_unknown_chunks(name: str, tree: Any) -> None:
@@ -183,7 +185,7 @@ def _refuse_unknown_chunks(name: str, tree: Any) -> None:
             )
 
 
-def _axis(name: str, layout: Layout | None) -> int:
+def _sample_axis(name: str, layout: Layout | None) -> int:
     if layout is None or layout.sample is None:
         return 0
     axis = next(i for i, names in enumerate(layout.axes) if SAMPLE in names)
@@ -196,18 +198,20 @@ def _axis(name: str, layout: Layout | None) -> int:
     return axis
 
 
-def _random(name: str, array: Any, axis: int, count: int) -> Array:
+def _random_values(name: str, array: Any, axis: int, count: int) -> Array:
     shape = tuple(count if i == axis else size for i, size in enumerate(array.shape))
     if name == "sample_weight" or array.dtype.kind not in "f":
         return np.full(shape, name == "sample_weight", array.dtype)
-    drawn = np.random.default_rng(0).random(shape) if name == "y" else np.random.default_rng(0).normal(size=shape)
-    return drawn.astype(array.dtype)
+    random_values = (
+        np.random.default_rng(0).random(shape) if name == "y" else np.random.default_rng(0).normal(size=shape)
+    )
+    return random_values.astype(array.dtype)
 
 
-def _like(leaf: Any, values: Array, axis: int) -> Any:
+def _labelled_like(leaf: Any, values: Array, axis: int) -> Any:
     """Return ``values`` with the dimensions and coordinates of the first samples of ``leaf``, a DataArray."""
     if not isinstance(leaf, xr.DataArray):
         return values
-    few = leaf.isel({leaf.dims[axis]: slice(0, values.shape[axis])})
-    coords = {dim: few[dim].variable for dim in few.dims if dim in few.coords}
-    return xr.DataArray(values, dims=few.dims, coords=coords)
+    first_samples = leaf.isel({leaf.dims[axis]: slice(0, values.shape[axis])})
+    coords = {dim: first_samples[dim].variable for dim in first_samples.dims if dim in first_samples.coords}
+    return xr.DataArray(values, dims=first_samples.dims, coords=coords)

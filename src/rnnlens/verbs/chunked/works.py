@@ -21,10 +21,10 @@ from ...results.checks import Certificate
 from ...settings import options
 from ...vocabulary import SAMPLE
 from ..axes import refuse_unknown
-from ..certificates.of_gradients import certify_answer
+from ..certificates.of_gradients import certify_batch
 from ..differentiation.gather import Accumulator, DataSetGradients, combination
 from ..differentiation.missing_gradient import Explanation, explain
-from ..differentiation.pull import answer
+from ..differentiation.pull import batch_gradients
 from ..differentiation.request import GradientArguments, GradientRequest, read_request
 from .graph import ChunkGraph, ChunkValues, ChunkWork, Padding
 from .samples import ChunkRows, SampleChunks
@@ -50,12 +50,14 @@ class GradientWork(ChunkWork):
             if size > rows.count:
                 target = replace(target, at={**target.at, SAMPLE: slice(0, rows.count)})
         batch = batch if request.with_loss else batch.without_loss()
-        part = replace(request.of_batch(batch, target), partial=rows.count < rows.total)
-        found = answer(part)
-        certificate = certify_answer(part, found) if part.needs_certificate("gradients") else Certificate()
-        found.swept = {}
+        batch_request = replace(request.of_batch(batch, target), partial=rows.count < rows.total)
+        gradients = batch_gradients(batch_request)
+        certificate = (
+            certify_batch(batch_request, gradients) if batch_request.needs_certificate("gradients") else Certificate()
+        )
+        gradients.swept = {}
         total = Accumulator(self.combine, self.arguments.measure, self.arguments.across)  # type: ignore[arg-type]
-        total.add(found, count=size if self.of_loss else rows.count)
+        total.add(gradients, count=size if self.of_loss else rows.count)
         return self._values(total, certificate, rows, size)
 
     def _values(self, total: Accumulator, certificate: Certificate, rows: ChunkRows, size: int) -> ChunkValues:
@@ -63,9 +65,9 @@ class GradientWork(ChunkWork):
         scale = _scale(self.combine, self.total)
         kept_arrays = {}
         for name, array in arrays.items():
-            at = total.dims[name].index(SAMPLE)
-            whole = array if scale == 1.0 else array * array.dtype.type(scale)
-            kept_arrays[name.text] = np.take(whole, range(rows.count), at) if size > rows.count else whole
+            sample_axis = total.dims[name].index(SAMPLE)
+            scaled = array if scale == 1.0 else array * array.dtype.type(scale)
+            kept_arrays[name.text] = np.take(scaled, range(rows.count), sample_axis) if size > rows.count else scaled
         value = np.asarray(total.value())
         return ChunkValues(
             kept_arrays,
@@ -102,17 +104,17 @@ def gradients_of_chunks(
     request, template = template_of(lambda batch: _gradients_of_template(model, chunks, arguments, batch), chunks)
     combine = _combination(request, chunks)
     work = GradientWork(_padding(request), combine, arguments, chunks.total, chunks.layouts, request.of_loss)
-    layers = dict.fromkeys(str(name.layer or name.what) for name in request.asked)
+    layers = dict.fromkeys(str(name.layer or name.kind) for name in request.requested)
     graph = ChunkGraph(model, chunks, work, f"gradients-{next(iter(layers)) if len(layers) == 1 else ''}")
     lazy = {}
-    for name in request.asked:
+    for name in request.requested:
         if name in template.gradients:
             array = label(request, name, template, provenance)
             if SAMPLE in array.dims:
                 lazy[name.text] = graph.kept(name.text, array)
             else:
-                over = arguments.across if name.what != "weight" or arguments.per_sample else None
-                scale, samples = _scale(combine, chunks.total), chunks.total if over == "mean" else 1
+                reduction = arguments.across if name.kind != "weight" or arguments.per_sample else None
+                scale, samples = _scale(combine, chunks.total), chunks.total if reduction == "mean" else 1
                 lazy[name.text] = graph.total(name.text, array, scale, samples)
     return request, lazy, template.explanation, graph
 
@@ -134,22 +136,22 @@ def _gradients_of_template(
     if not request.of_loss:
         count = data.len_of(batch.x, request.axes.inputs)
         target = replace(target, total=chunks.total, rows=(0, 0)).of_rows(0, count)
-    of_few = request.of_batch(batch if request.with_loss else batch.without_loss(), target)
-    found = answer(of_few)
+    few_request = request.of_batch(batch if request.with_loss else batch.without_loss(), target)
+    gradients = batch_gradients(few_request)
     total = Accumulator(None, arguments.measure, arguments.across)
-    total.add(found)
-    missing = tuple(name for name in request.wrt if found.gradients.get(name) is None)
-    explanation = explain(replace(of_few, wrt=missing), {}, {}, ()) if missing else Explanation()
+    total.add(gradients)
+    missing = tuple(name for name in request.wrt if gradients.gradients.get(name) is None)
+    explanation = explain(replace(few_request, wrt=missing), {}, {}, ()) if missing else Explanation()
     for name, dims in total.dims.items():
-        if arguments.measure is not None and SAMPLE not in found.dims[name]:
+        if arguments.measure is not None and SAMPLE not in gradients.dims[name]:
             raise UnsupportedError(
                 f"The norm of the gradient with respect to {name.text!r} is that of the sum over all samples.",
                 got="measure= and lazy data",
                 hint="leave measure= out, compute, and take the norm: numpy.linalg.norm(g)",
             )
-        if name.what != "weight" and SAMPLE not in found.dims[name]:
+        if name.kind != "weight" and SAMPLE not in gradients.dims[name]:
             refuse_unknown("Putting chunks together", name.text, dims)
-    return request, DataSetGradients(total.result(), total.dims, found.value, explanation, Certificate())
+    return request, DataSetGradients(total.result(), total.dims, gradients.value, explanation, Certificate())
 
 
 def _combination(request: GradientRequest, chunks: SampleChunks) -> str | None:
@@ -158,17 +160,17 @@ def _combination(request: GradientRequest, chunks: SampleChunks) -> str | None:
         return None
     arguments = request.arguments
     if request.of_loss and arguments.combine is None:
-        how = request.adapter.combination(request.model, request.batch)
+        combine = request.adapter.combination(request.model, request.batch)
     else:
-        how = combination(request.target, request.function is not None, arguments.combine)
-    if how is None:
+        combine = combination(request.target, request.function is not None, arguments.combine)
+    if combine is None:
         raise UnsupportedError(
             f"{request.target.text} of all samples does not follow from that of each chunk.",
             got=f"{len(chunks.bounds)} chunks, and a loss or reduction that is no known mean or sum over samples",
             expected='combine="mean" or combine="sum" if it is one of these over samples; or per_sample=True',
             hint="x.compute() and batch_size=, which evaluates any loss on the outputs of all samples",
         )
-    return how
+    return combine
 
 
 def _padding(request: GradientRequest) -> Padding | None:
@@ -177,17 +179,21 @@ def _padding(request: GradientRequest) -> Padding | None:
         return None
     if not request.with_loss:
         return "repeated"
-    own = request.arguments.combine is not None
-    return None if own or not request.adapter.ignores_weight_zero(request.model, request.batch) else "weightless"
+    has_own_combine = request.arguments.combine is not None
+    return (
+        None
+        if has_own_combine or not request.adapter.ignores_weight_zero(request.model, request.batch)
+        else "weightless"
+    )
 
 
 def refuse_other_loss(adapter: Adapter, model: Any, batch: Batch, combine: str) -> None:
     """Raise if the losses of chunks do not combine as on the substitute data, because of ignored labels for example."""
-    how = adapter.combination(model, batch)
-    if how != combine:
+    chunk_combine = adapter.combination(model, batch)
+    if chunk_combine != combine:
         raise UnsupportedError(
             "The loss of this chunk does not combine with the others: it is no plain mean or sum over its samples.",
-            got="targets that the loss ignores or weights" if how is None else f"a {how}",
+            got="targets that the loss ignores or weights" if chunk_combine is None else f"a {chunk_combine}",
             expected=f"a {combine} over samples",
             hint="x.compute() and batch_size=, which evaluates any loss on the outputs of all samples",
         )
@@ -212,16 +218,16 @@ class JacobianWork(ChunkWork):
 
     def __call__(self, model: Any, batch: Batch, rows: ChunkRows, size: int) -> ChunkValues:
         """Compute the time Jacobian of the batch of one chunk, or its part of the mean over all samples."""
-        padded = size > rows.count
-        found = (self.by_sample if padded else self.verb)(model, batch)
-        record = json.loads(found.attrs[RECORD])
+        is_padded = size > rows.count
+        jacobian = (self.by_sample if is_padded else self.verb)(model, batch)
+        record = json.loads(jacobian.attrs[RECORD])
         values = ChunkValues({}, checks=record["checks"], certificate=certificate_of(record.get("certificate")))
         if not self.mean:
-            values.kept["jacobian"] = found.values[: rows.count]
-        elif padded:
-            values.sums["jacobian"] = found.values[: rows.count].sum(axis=0, dtype=np.float64)
+            values.kept["jacobian"] = jacobian.values[: rows.count]
+        elif is_padded:
+            values.sums["jacobian"] = jacobian.values[: rows.count].sum(axis=0, dtype=np.float64)
         else:
-            values.sums["jacobian"] = found.values.astype(np.float64) * rows.count
+            values.sums["jacobian"] = jacobian.values.astype(np.float64) * rows.count
         return values
 
 
@@ -247,20 +253,20 @@ class DatasetWork(ChunkWork):
         """Compute the trace or the weight gradients of the batch of one chunk, scaled to the loss of all samples."""
         if self.combine is not None:
             refuse_other_loss(adapter_for(model), model, batch, self.combine)
-        found = self.verb(model, batch)
-        record, of_mean = found._meta(), self.combine == "mean"
+        result = self.verb(model, batch)
+        record, is_mean = result._meta(), self.combine == "mean"
         values = ChunkValues({}, checks=record["checks"], certificate=certificate_of(record["certificate"]))
-        for layer in found.layers:
-            for name, array in found.dataset(layer).data_vars.items():
+        for layer in result.layers:
+            for name, array in result.dataset(layer).data_vars.items():
                 key, numbers, is_gradient = f"{layer}/{name}", array.values, str(name).endswith("_grad")
                 if self.sums_samples and is_gradient:
-                    values.sums[key] = numbers.astype(np.float64) * (size if of_mean else 1)
+                    values.sums[key] = numbers.astype(np.float64) * (size if is_mean else 1)
                 elif not self.sums_samples:
-                    if is_gradient and of_mean:
+                    if is_gradient and is_mean:
                         numbers = numbers * numbers.dtype.type(size / rows.total)
                     values.kept[key] = np.take(numbers, range(rows.count), axis=array.dims.index(SAMPLE))
-        if found.loss is not None:
-            values.value = np.asarray(found.loss * size / rows.count if of_mean else found.loss)
+        if result.loss is not None:
+            values.value = np.asarray(result.loss * size / rows.count if is_mean else result.loss)
         values.weight = float(rows.count)
         return values
 
@@ -278,47 +284,47 @@ def lazy_datasets(
     datasets = {}
     for layer in template.layers:
         dataset = template.dataset(layer)
-        found: dict[str, xr.DataArray] = {}
+        lazy_arrays: dict[str, xr.DataArray] = {}
         for name, array in dataset.data_vars.items():
             key = f"{layer}/{name}"
             if not sums:
-                found[str(name)] = graph.kept(key, array)
+                lazy_arrays[str(name)] = graph.kept(key, array)
             elif key.endswith("_grad"):
-                found[str(name)] = graph.total(key, array, _scale(combine, chunks.total))
+                lazy_arrays[str(name)] = graph.total(key, array, _scale(combine, chunks.total))
             elif "_grad_" in key:
-                found[str(name)] = _count(found, str(name), array)
+                lazy_arrays[str(name)] = _nonfinite_count(lazy_arrays, str(name), array)
             else:  # the weights themselves
-                found[str(name)] = array
+                lazy_arrays[str(name)] = array
         coords = [coord for coord in dataset.coords.values() if SAMPLE not in coord.dims]
-        datasets[layer] = xr.Dataset(found, attrs=dataset.attrs).assign_coords(
+        datasets[layer] = xr.Dataset(lazy_arrays, attrs=dataset.attrs).assign_coords(
             {str(c.name): c.variable for c in coords}
         )
     return template, datasets, graph
 
 
-def _count(found: Mapping[str, xr.DataArray], name: str, template: xr.DataArray) -> xr.DataArray:
+def _nonfinite_count(lazy_arrays: Mapping[str, xr.DataArray], name: str, template: xr.DataArray) -> xr.DataArray:
     """Return the lazy number of NaN or infinite values of a gradient, labelled as the template."""
-    of, _, kind = name.removesuffix("_count").rpartition("_")
-    gradient = found[of]
+    gradient_name, _, kind = name.removesuffix("_count").rpartition("_")
+    gradient = lazy_arrays[gradient_name]
     test = np.isnan if kind == "nan" else np.isinf
     flags: Any = test(gradient)
-    counted: xr.DataArray = flags.sum([str(dim) for dim in gradient.dims if dim not in template.dims])
-    counted.attrs = dict(template.attrs)
-    return counted
+    count: xr.DataArray = flags.sum([str(dim) for dim in gradient.dims if dim not in template.dims])
+    count.attrs = dict(template.attrs)
+    return count
 
 
 def _combination_of_loss(adapter: Adapter, model: Any, chunks: SampleChunks) -> str | None:
     if len(chunks.bounds) == 1:
         return None
-    how = adapter.combination(model, chunks.template())
-    if how is None:
+    combine = adapter.combination(model, chunks.template())
+    if combine is None:
         raise UnsupportedError(
             "The loss of all samples does not follow from that of each chunk.",
             got=f"{len(chunks.bounds)} chunks, and a loss that is no known mean or sum over samples",
             expected="a loss of the framework with reduction mean or sum",
             hint='rl.gradients(..., combine="mean") where it is a mean; or one batch in memory: x.compute()',
         )
-    return how
+    return combine
 
 
 def certificate_of(stored: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -19,30 +19,30 @@ from ...typing import Array
 from ...vocabulary import DIRECTION, SAMPLE, TIME
 from ..axes import refuse_unknown
 from ..batches import DataSetBatches
-from ..certificates.of_gradients import certify_answer
+from ..certificates.of_gradients import certify_batch
 from ..names import Catalogue, TensorName
 from ..weight_layout import WeightSource, sources
 from .missing_gradient import Explanation, explain
-from .pull import answer
+from .pull import batch_gradients
 from .request import BatchGradients, BatchRequest, GradientRequest
 from .target import Combine, Target
 from .whole_loss import OutputLayouts, WholeLoss, output_layouts
 
 Shapes = tuple[tuple[int, ...], ...]
 
-_KEPT_BY_NORM = (SAMPLE, TIME, DIRECTION)
+_NORM_DIMS = (SAMPLE, TIME, DIRECTION)
 
 
-def combination(target: Target, by_function: bool, asked: Combine | None) -> Combine | None:
+def combination(target: Target, by_function: bool, requested: Combine | None) -> Combine | None:
     """Return how targets of batches combine to that of the data set, ``"mean"`` or ``"sum"``; None if unknown."""
-    if asked is not None:
-        return asked
+    if requested is not None:
+        return requested
     if target.per_sample:
         return "sum"
-    named = target.reduce if isinstance(target.reduce, str) else None
-    if by_function or callable(target.reduce) or named == "norm":
+    reduction = target.reduce if isinstance(target.reduce, str) else None
+    if by_function or callable(target.reduce) or reduction == "norm":
         return None
-    return "mean" if named == "mean" else "sum"
+    return "mean" if reduction == "mean" else "sum"
 
 
 class Accumulator:
@@ -57,7 +57,7 @@ class Accumulator:
         self.batches, self.samples = 0, 0
         self.certificate = Certificate()
         self.dims: dict[TensorName, tuple[str, ...]] = {}
-        self._kept: dict[TensorName, list[Array]] = {}
+        self._sample_arrays: dict[TensorName, list[Array]] = {}
         self._value: list[Array] = []
         self._sums: dict[TensorName, Array] = {}
         self._weights: list[int] = []
@@ -66,89 +66,93 @@ class Accumulator:
         #: Number of summed samples by tensor.
         self._summed: dict[TensorName, int] = {}
 
-    def add(self, answer: BatchGradients, shapes: Shapes = (), count: int | None = None) -> None:
+    def add(self, batch_gradients: BatchGradients, shapes: Shapes = (), count: int | None = None) -> None:
         """Add a batch's gradients to the sums over the batches so far; only the first ``count`` samples if given."""
         self._shapes.add(shapes)
         self.batches += 1
-        self.samples += answer.samples
+        self.samples += batch_gradients.samples
         if self.batches > 1 and self.combine is None:
             raise UnsupportedError(
                 "The target over several batches cannot be computed from the targets of each batch.",
                 got="a norm or a callable over more than one batch",
                 expected=('combine="sum" or combine="mean", if it is a sum or a mean over samples; or per_sample=True'),
             )
-        weight = answer.samples if count is None else count
+        weight = batch_gradients.samples if count is None else count
         self._weights.append(weight)
-        self._value.append(np.asarray(answer.value))
-        for name, grad in answer.gradients.items():
+        self._value.append(np.asarray(batch_gradients.value))
+        for name, grad in batch_gradients.gradients.items():
             if grad is not None:
-                self._take(name, np.asarray(grad), answer.dims[name], weight)
+                self._add_gradient(name, np.asarray(grad), batch_gradients.dims[name], weight)
 
-    def _take(self, name: TensorName, grad: Array, dims: tuple[str, ...], weight: int) -> None:
+    def _add_gradient(self, name: TensorName, grad: Array, dims: tuple[str, ...], weight: int) -> None:
         by_sample = SAMPLE in dims
-        needed = self.measure is not None or self.across is not None or self.batches > 1
-        if name.what != "weight" and not by_sample and needed:
+        needs_samples = self.measure is not None or self.across is not None or self.batches > 1
+        if name.kind != "weight" and not by_sample and needs_samples:
             refuse_unknown("Putting samples together", name.text, dims)
         if by_sample and self.measure is not None:
-            axes, kept = list(range(grad.ndim)), [i for i, dim in enumerate(dims) if dim in _KEPT_BY_NORM]
-            grad = np.sqrt(np.einsum(grad, axes, grad, axes, kept, dtype=np.float64))
-            dims = tuple(dim for dim in dims if dim in _KEPT_BY_NORM)
+            axes, kept_axes = list(range(grad.ndim)), [i for i, dim in enumerate(dims) if dim in _NORM_DIMS]
+            grad = np.sqrt(np.einsum(grad, axes, grad, axes, kept_axes, dtype=np.float64))
+            dims = tuple(dim for dim in dims if dim in _NORM_DIMS)
         if by_sample and self.across is not None:
-            at = dims.index(SAMPLE)
-            self._summed[name] = self._summed.get(name, 0) + grad.shape[at]
-            grad, dims = grad.sum(axis=at, dtype=np.float64), (*dims[:at], *dims[at + 1 :])
+            sample_axis = dims.index(SAMPLE)
+            self._summed[name] = self._summed.get(name, 0) + grad.shape[sample_axis]
+            grad, dims = grad.sum(axis=sample_axis, dtype=np.float64), (*dims[:sample_axis], *dims[sample_axis + 1 :])
         self.dims[name] = dims
         factor = weight if self.combine == "mean" else 1
         if by_sample and self.across is None:
-            self._kept.setdefault(name, []).append(grad if factor == 1 else grad * grad.dtype.type(factor))
+            self._sample_arrays.setdefault(name, []).append(grad if factor == 1 else grad * grad.dtype.type(factor))
             return
         # Many small terms are added to a large sum, so it is kept in double precision.
         weighted = grad.astype(np.float64) * factor
         if name not in self._sums:
             self._sums[name] = weighted
             return
-        self._sums[name], weighted = self._evened(name, [self._sums[name], weighted])
+        self._sums[name], weighted = self._pad_to_one_length(name, [self._sums[name], weighted])
         self._sums[name] += weighted
 
     def parts(self) -> tuple[dict[TensorName, Array], dict[TensorName, Array]]:
         """Return the contribution of one batch: arrays that keep samples, and terms of sums, both before division."""
-        return {name: arrays[0] for name, arrays in self._kept.items()}, dict(self._sums)
+        return {name: arrays[0] for name, arrays in self._sample_arrays.items()}, dict(self._sums)
 
     def result(self) -> dict[TensorName, Array]:
         """Return the gradients of the data set by tensor."""
         scale = 1.0 / max(sum(self._weights), 1) if self.combine == "mean" else 1.0
-        found: dict[TensorName, Array] = {}
-        for name, parts in self._kept.items():
-            parts = self._evened(name, parts, joined=self.dims[name].index(SAMPLE))
-            whole = np.concatenate(parts, axis=self.dims[name].index(SAMPLE)) if len(parts) > 1 else parts[0]
-            found[name] = whole if scale == 1.0 else whole * whole.dtype.type(scale)
+        gradients: dict[TensorName, Array] = {}
+        for name, parts in self._sample_arrays.items():
+            parts = self._pad_to_one_length(name, parts, joined=self.dims[name].index(SAMPLE))
+            joined = np.concatenate(parts, axis=self.dims[name].index(SAMPLE)) if len(parts) > 1 else parts[0]
+            gradients[name] = joined if scale == 1.0 else joined * joined.dtype.type(scale)
         for name, total in self._sums.items():
-            found[name] = total * scale
+            gradients[name] = total * scale
             if name in self._summed:
-                found[name] = found[name] / self._summed[name] if self.across == "mean" else found[name]
+                gradients[name] = gradients[name] / self._summed[name] if self.across == "mean" else gradients[name]
             elif self.measure is not None:
-                found[name], self.dims[name] = np.asarray(np.linalg.norm(found[name])), ()
-        return found
+                gradients[name], self.dims[name] = np.asarray(np.linalg.norm(gradients[name])), ()
+        return gradients
 
-    def _evened(self, name: TensorName, parts: list[Array], joined: int | None = None) -> list[Array]:
+    def _pad_to_one_length(self, name: TensorName, parts: list[Array], joined: int | None = None) -> list[Array]:
         """Pad arrays of packed batches with zero steps to one length, to be added, or joined along ``joined``."""
         shapes = [
             part.shape[:joined] + part.shape[joined + 1 :] if joined is not None else part.shape for part in parts
         ]
         if len(set(shapes)) < 2:
             return parts
-        at = self.dims[name].index(TIME) if TIME in self.dims[name] else None
-        others = {tuple(size for i, size in enumerate(part.shape) if i not in (at, joined)) for part in parts}
-        if at is None or len(others) > 1 or len(self._shapes) > 1:
-            first = shapes[0]
-            other = next(part.shape for part, shape in zip(parts, shapes, strict=True) if shape != first)
+        time_axis = self.dims[name].index(TIME) if TIME in self.dims[name] else None
+        other_sizes = {
+            tuple(size for i, size in enumerate(part.shape) if i not in (time_axis, joined)) for part in parts
+        }
+        if time_axis is None or len(other_sizes) > 1 or len(self._shapes) > 1:
+            first_shape = shapes[0]
+            other_shape = next(part.shape for part, shape in zip(parts, shapes, strict=True) if shape != first_shape)
             raise InputError(
                 f"Batches differ in shape, so their gradients with respect to {name.text!r} cannot be concatenated.",
-                got=f"{parts[0].shape} and {other}",
+                got=f"{parts[0].shape} and {other_shape}",
                 hint="pad all batches to one length and mask the padding, or call it batch by batch",
             )
-        longest = max(part.shape[at] for part in parts)
-        width = [[(0, longest - part.shape[at] if i == at else 0) for i in range(part.ndim)] for part in parts]
+        longest = max(part.shape[time_axis] for part in parts)
+        width = [
+            [(0, longest - part.shape[time_axis] if i == time_axis else 0) for i in range(part.ndim)] for part in parts
+        ]
         return [np.pad(part, pads) for part, pads in zip(parts, width, strict=True)]
 
     def value(self) -> Array:
@@ -173,81 +177,85 @@ class DataSetGradients:
 def gather(request: GradientRequest, batches: DataSetBatches) -> DataSetGradients:
     """Compute the gradients of all batches; explain missing gradients by experiments on the first batch."""
     arguments, stream = request.arguments, iter(batches)
-    first, second = next(stream), next(stream, None)
-    if second is None:
-        return _added_up(request, request.target, [first], None, batches)
-    layouts = output_layouts(request.axes, first, second)
-    stream = chain([first, second], stream)
+    first_batch, second_batch = next(stream), next(stream, None)
+    if second_batch is None:
+        return _accumulate(request, request.target, [first_batch], None, batches)
+    layouts = output_layouts(request.axes, first_batch, second_batch)
+    stream = chain([first_batch, second_batch], stream)
     if arguments.combine is None and request.of_loss:
-        return _of_loss(request, stream, batches, layouts)
+        return _loss_gradients(request, stream, batches, layouts)
     combine = combination(request.target, request.function is not None, arguments.combine)
     target = replace(request.target, total=batches.samples, rows=(0, 0))
-    return _added_up(request, target, stream, combine, batches)
+    return _accumulate(request, target, stream, combine, batches)
 
 
-def _of_loss(
+def _loss_gradients(
     request: GradientRequest, stream: Iterator[Batch], batches: DataSetBatches, layouts: OutputLayouts | None
 ) -> DataSetGradients:
     """Compute loss gradients of several batches: combine losses by mean or sum if valid, else use all outputs."""
-    first = next(stream)
-    how = request.adapter.combination(request.model, first)
-    if how is not None:
-        alike = _while_combining(request, chain([first], stream), how)
+    first_batch = next(stream)
+    combine = request.adapter.combination(request.model, first_batch)
+    if combine is not None:
+        combining_batches = _combining_batches(request, chain([first_batch], stream), combine)
         try:
-            return _added_up(request, request.target, alike, how, batches)
+            return _accumulate(request, request.target, combining_batches, combine, batches)
         except _AnotherLossError:
             pass
-    loss = WholeLoss.of(request, batches.again(), layouts, batches.targets)
+    loss = WholeLoss.of(request, batches.iterate_again(), layouts, batches.targets)
     total = _accumulator(request, "sum")
-    for of_batch in loss.requests(request, batches.again()):
-        _add(of_batch, total)
-    return _gathered(request.of_batch(first, request.target), total, batches, loss.value)
+    for of_batch in loss.requests(request, batches.iterate_again()):
+        _add_batch(of_batch, total)
+    return _data_set_gradients(request.of_batch(first_batch, request.target), total, batches, loss.value)
 
 
 class _AnotherLossError(Exception):
     """Error for a batch whose loss does not combine with the others in the same way."""
 
 
-def _while_combining(request: GradientRequest, batches: Iterable[Batch], how: str) -> Iterator[Batch]:
-    size = None
+def _combining_batches(request: GradientRequest, batches: Iterable[Batch], combine: str) -> Iterator[Batch]:
+    target_shapes = None
     for batch in batches:
         shapes = [tuple(leaf.shape)[1:] for leaf in data.leaves_of(batch.y) if hasattr(leaf, "shape")]
-        if size not in (None, shapes) or request.adapter.combination(request.model, batch) != how:
+        if target_shapes not in (None, shapes) or request.adapter.combination(request.model, batch) != combine:
             raise _AnotherLossError
-        size = shapes
+        target_shapes = shapes
         yield batch
 
 
-def _added_up(
+def _accumulate(
     request: GradientRequest, target: Target, stream: Iterable[Batch], combine: str | None, batches: DataSetBatches
 ) -> DataSetGradients:
     """Accumulate the gradients of all batches; ``combine`` as in :func:`combination`."""
-    first, known, total, start = None, None, _accumulator(request, combine), 0
+    first_request, known_start, total, start = None, None, _accumulator(request, combine), 0
     with Progress("gradients", batches.count) as progress:
         for batch in stream:
             stop = start + request.axes.samples(batch)
             of_batch = request.of_batch(batch, target.of_rows(start, stop))
-            if first is not None and of_batch.samples == first.samples and _shapes(batch) == _shapes(first.batch):
-                of_batch = replace(of_batch, start=known)
-            found = _add(of_batch, total)
-            known, first, start = found.start or known, first or of_batch, stop
+            if (
+                first_request is not None
+                and of_batch.samples == first_request.samples
+                and _shapes(batch) == _shapes(first_request.batch)
+            ):
+                of_batch = replace(of_batch, start=known_start)
+            gradients = _add_batch(of_batch, total)
+            known_start, first_request, start = gradients.start or known_start, first_request or of_batch, stop
             progress.advance()
-    assert first is not None
-    return _gathered(first, total, batches)
+    assert first_request is not None
+    return _data_set_gradients(first_request, total, batches)
 
 
 def _accumulator(request: GradientRequest, combine: str | None) -> Accumulator:
     return Accumulator(combine, request.arguments.measure, request.arguments.across)  # type: ignore[arg-type]
 
 
-def _add(request: BatchRequest, total: Accumulator) -> BatchGradients:
+def _add_batch(request: BatchRequest, total: Accumulator) -> BatchGradients:
     """Compute and accumulate the gradients of one batch; certify the first batch by a reference run."""
-    found = answer(request)
+    gradients = batch_gradients(request)
     if total.batches == 0 and request.needs_certificate("gradients"):
-        total.certificate = certify_answer(request, found)
-    found.swept = {}
-    total.add(found, _shapes(request.batch), request.target.picked)
-    return found
+        total.certificate = certify_batch(request, gradients)
+    gradients.swept = {}
+    total.add(gradients, _shapes(request.batch), request.target.picked)
+    return gradients
 
 
 def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
@@ -255,15 +263,15 @@ def _shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(leaf.shape[1:]) for leaf in data.leaves_of(batch.x) if hasattr(leaf, "shape"))
 
 
-def _gathered(
-    first: BatchRequest, total: Accumulator, batches: DataSetBatches, base: Array | None = None
+def _data_set_gradients(
+    first_request: BatchRequest, total: Accumulator, batches: DataSetBatches, base_value: Array | None = None
 ) -> DataSetGradients:
-    """Return accumulated gradients with explanations; ``base`` is the part of the value known without batches."""
-    found = total.result()
-    value = total.value() if base is None else base + total.value()
-    explanation = explain(first, found, total.dims, batches if batches.can_be_read_again else ())
+    """Return accumulated gradients with explanations; ``base_value`` is the part of the value known without batches."""
+    gradients = total.result()
+    value = total.value() if base_value is None else base_value + total.value()
+    explanation = explain(first_request, gradients, total.dims, batches if batches.can_be_read_again else ())
     warn_about(total.certificate.checks)
-    return DataSetGradients(found, total.dims, value, explanation, total.certificate)
+    return DataSetGradients(gradients, total.dims, value, explanation, total.certificate)
 
 
 #: Keras' names for clipping every entry, the norm of every variable, and the norm of all variables together.
@@ -286,7 +294,7 @@ def a_clipping(name: str, value: Any) -> str | dict[str, float]:
     return value
 
 
-def rule(clip: str | Mapping[str, float], facts: ModelFacts) -> tuple[str, float]:
+def rule_of_clipping(clip: str | Mapping[str, float], facts: ModelFacts) -> tuple[str, float]:
     """Return kind and threshold of the clipping: the optimizer's, or the user's as ``{"global_clipnorm": 1.0}``."""
     if isinstance(clip, Mapping):
         ((kind, threshold),) = clip.items()
@@ -303,42 +311,42 @@ def rule(clip: str | Mapping[str, float], facts: ModelFacts) -> tuple[str, float
     )
 
 
-def clipped(
-    gradients: Gradients, known: Catalogue, kind: str, threshold: float
+def clip_gradients(
+    gradients: Gradients, catalogue: Catalogue, kind: str, threshold: float
 ) -> tuple[dict[TensorName, Array], float]:
     """Clip the gradients of all trainable weights; also return the compared norm (the largest one per variable)."""
     if kind == "clipvalue":
         largest = max((float(np.abs(g).max()) for g in gradients.values() if g.size), default=0.0)
         return {name: np.clip(g, -threshold, threshold) for name, g in gradients.items()}, largest
-    norms = {variable: np.sqrt(total) for variable, total in _squares(gradients, known).items()}
+    norms = {variable: np.sqrt(total) for variable, total in _squares(gradients, catalogue).items()}
     if kind == "global_clipnorm":
-        own = [n for (layer, key), n in norms.items() if key not in known.weights[layer].uncounted]
-        norm = float(np.sqrt(sum(n**2 for n in own)))
+        counted_norms = [n for (layer, key), n in norms.items() if key not in catalogue.weights[layer].uncounted]
+        norm = float(np.sqrt(sum(n**2 for n in counted_norms)))
         factor = threshold / max(norm, threshold)
         return {name: g * g.dtype.type(factor) for name, g in gradients.items()}, norm
     factors = {variable: threshold / max(norm, threshold) for variable, norm in norms.items()}
     result = {name: np.array(g) for name, g in gradients.items()}
-    for name, index, variable in _pieces(result, known):
+    for name, index, variable in _pieces(result, catalogue):
         result[name][index] *= result[name].dtype.type(factors[variable])
     return result, float(max(norms.values(), default=0.0))
 
 
-def _squares(gradients: Gradients, known: Catalogue) -> dict[tuple[str, str], float]:
+def _squares(gradients: Gradients, catalogue: Catalogue) -> dict[tuple[str, str], float]:
     """Return the sum of squares of the gradient by framework variable."""
     totals: dict[tuple[str, str], float] = {}
-    for name, index, variable in _pieces(gradients, known):
+    for name, index, variable in _pieces(gradients, catalogue):
         piece = np.asarray(gradients[name][index], dtype=np.float64)
         totals[variable] = totals.get(variable, 0.0) + float(np.sum(piece**2))
     return totals
 
 
-def _pieces(gradients: Gradients, known: Catalogue) -> Iterator[tuple[TensorName, Any, tuple[str, str]]]:
+def _pieces(gradients: Gradients, catalogue: Catalogue) -> Iterator[tuple[TensorName, Any, tuple[str, str]]]:
     """Yield each weight gradient in the parts in which the framework stores the weight.
 
     A part is one direction of a bidirectional layer, or one of torch's two biases: (name of the gradient, index of the
     part on its first axis or ``...``, (layer, key of the framework's variable)).
     """
     for name in gradients:
-        found: list[WeightSource] = sources(known.weights[str(name.layer)])[name.key]
-        for position, source in enumerate(found):
-            yield name, position if len(found) > 1 else ..., (str(name.layer), source.key)
+        weight_sources: list[WeightSource] = sources(catalogue.weights[str(name.layer)])[name.key]
+        for position, source in enumerate(weight_sources):
+            yield name, position if len(weight_sources) > 1 else ..., (str(name.layer), source.key)

@@ -23,9 +23,9 @@ from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
 from ..axes import BatchAxes
 from ..names import Catalogue, TensorName, names_behind_ids
-from ..recurrent_layers import ReplayedLayers, outputs_of, runs, stack_directions
+from ..recurrent_layers import ReplayedLayers, outputs_of, runs_layer, stack_directions
 from ..weight_layout import sources
-from .pull import answer
+from .pull import batch_gradients
 from .request import BatchRequest, is_trainable
 from .target import Target
 
@@ -40,26 +40,26 @@ Response = Literal["smoothly", "in jumps", "not", "unknown"]
 def observed_value(request: BatchRequest) -> Array:
     """Return the value of the target, from one captured forward pass."""
     batch, with_loss = request.batch, request.with_loss
-    known, named = request.known, (str(leaf.layer) for leaf in request.leaves if leaf.layer is not None)
-    layers: tuple[str, ...] | None = tuple(dict.fromkeys(named))
+    catalogue, layer_names = request.catalogue, (str(leaf.layer) for leaf in request.leaves if leaf.layer is not None)
+    layers: tuple[str, ...] | None = tuple(dict.fromkeys(layer_names))
     if not layers:  # any layer will do, for the output of the model; None stands for all recurrent ones
-        layers = None if known.recurrent else (*known.weights, *known.layers)[:1]
-    quiet = CaptureRequest(layers, gradients=with_loss, weight_grads=False)
-    capture = request.adapter.capture(request.model, batch if with_loss else batch.without_loss(), quiet)
-    outside, values = BatchAxes(request.axes, request.samples), []
+        layers = None if catalogue.recurrent else (*catalogue.weights, *catalogue.layers)[:1]
+    capture_request = CaptureRequest(layers, gradients=with_loss, weight_grads=False)
+    capture = request.adapter.capture(request.model, batch if with_loss else batch.without_loss(), capture_request)
+    batch_axes, values = BatchAxes(request.axes, request.samples), []
     for leaf in request.leaves:
         value = _value(request, leaf, capture)
-        names = known.dims(leaf, value)
-        if known.is_free(leaf):
-            value, names = outside.opened(leaf.port(), value)
+        names = catalogue.dims(leaf, value)
+        if catalogue.is_free(leaf):
+            value, names = batch_axes.split_folded(leaf.port(), value)
         values.append(xr.DataArray(value, dims=names))
-    return np.asarray(request.evaluate(outside, values)[0], dtype=np.float64)
+    return np.asarray(request.evaluate(batch_axes, values)[0], dtype=np.float64)
 
 
 def _value(request: BatchRequest, leaf: TensorName, capture: Capture) -> Array:
-    if leaf.what == "loss":
+    if leaf.kind == "loss":
         return np.asarray(capture.loss)
-    if request.known.is_inside(leaf):
+    if request.catalogue.is_inside(leaf):
         return ReplayedLayers.of(capture.calls).value(leaf)
     if leaf.layer is None:
         return to_host(data.leaves_of(capture.outputs)[leaf.index])
@@ -69,7 +69,7 @@ def _value(request: BatchRequest, leaf: TensorName, capture: Capture) -> Array:
     outputs = [to_host(call.output) for call in capture.calls if call.layer == leaf.layer]
     if not outputs:
         raise LayerNotFoundError(f"Layer {leaf.layer!r} was not called in this forward pass.")
-    return stack_directions(outputs, request.known.space(leaf.layer))
+    return stack_directions(outputs, request.catalogue.space(leaf.layer))
 
 
 class Experiments:
@@ -82,12 +82,12 @@ class Experiments:
         self._values: dict[str, Array] = {}
         self._answers: dict[tuple[str, Port], Response] = {}
         #: Whether a layer is called in this forward pass, by name.
-        self.runs = cache(partial(runs, request.adapter, request.model, request.batch))
+        self.runs = cache(partial(runs_layer, request.adapter, request.model, request.batch))
 
     def response(self, name: TensorName, request: BatchRequest | None = None) -> Response:
         """Return how a target, by default that of the call, changes if a tensor or its layer's output is perturbed."""
         request = request or self.request
-        port = port_to_perturb(name, request.known)
+        port = port_to_perturb(name, request.catalogue)
         key = (request.target.text, port)
         if key not in self._answers:
             self._answers[key] = self._experiment(port, request)
@@ -97,8 +97,8 @@ class Experiments:
     def masks(self) -> dict[str, Array]:
         """Masks by node, of the recurrent layers that have one."""
         try:
-            wanted = CaptureRequest(None, gradients=False, weight_grads=False)
-            capture = self.request.adapter.capture(self.request.model, self.batch.without_loss(), wanted)
+            capture_request = CaptureRequest(None, gradients=False, weight_grads=False)
+            capture = self.request.adapter.capture(self.request.model, self.batch.without_loss(), capture_request)
         except RnnlensError:
             return {}
         return {call.layer: to_host(call.mask) for call in capture.calls if call.mask is not None}
@@ -106,9 +106,9 @@ class Experiments:
     @cached_property
     def dead_relus(self) -> Mapping[str, int]:
         """Relu layers whose outputs are all exactly 0, with the number of outputs."""
-        relus = self.request.known.facts.having("relu")
-        found = outputs_of(self.request.adapter, self.request.model, self.batch, relus) if relus else {}
-        return {name: int(output.size) for name, output in found.items() if output.size and not output.any()}
+        relus = self.request.catalogue.facts.having("relu")
+        outputs = outputs_of(self.request.adapter, self.request.model, self.batch, relus) if relus else {}
+        return {name: int(output.size) for name, output in outputs.items() if output.size and not output.any()}
 
     def _experiment(self, port: Port, request: BatchRequest) -> Response:
         target = request.target
@@ -116,47 +116,51 @@ class Experiments:
         request = replace(request, target=replace(target, per_sample=False, reduce=reduce))
         if target.text not in self._values:
             self._values[target.text] = observed_value(request)
-        moves = []
+        responses = []
         for size in (MUCH, LITTLE, LESS):
             if port.kind == "input":
-                moved = replace(self.batch, x=_moved_input(self.batch.x, port.index, size))
-                value = observed_value(replace(request, batch=moved))
+                perturbed_batch = replace(self.batch, x=_perturbed_input(self.batch.x, port.index, size))
+                value = observed_value(replace(request, batch=perturbed_batch))
             else:
-                with request.adapter.perturbed_port(request.model, port, size) as possible:
-                    if not possible:
+                with request.adapter.perturbed_port(request.model, port, size) as is_possible:
+                    if not is_possible:
                         return "unknown"
                     value = observed_value(request)
-            moves.append(float(np.abs(value - self._values[target.text]).max()))
-        much, little, less = moves
-        if not much and not little:
+            responses.append(float(np.abs(value - self._values[target.text]).max()))
+        large_response, small_response, smaller_response = responses
+        if not large_response and not small_response:
             return "not"
-        return "smoothly" if less and LITTLE / LESS / 3 < little / less < 3 * LITTLE / LESS else "in jumps"
+        return (
+            "smoothly"
+            if smaller_response and LITTLE / LESS / 3 < small_response / smaller_response < 3 * LITTLE / LESS
+            else "in jumps"
+        )
 
 
-def port_to_perturb(name: TensorName, known: Catalogue) -> Port:
+def port_to_perturb(name: TensorName, catalogue: Catalogue) -> Port:
     """Return the port that is perturbed to test a tensor: the weight, the input, or its layer's output."""
-    if name.what == "weight":
-        return Port("weight", str(name.layer), key=sources(known.weights[str(name.layer)])[name.key][0].key)
+    if name.kind == "weight":
+        return Port("weight", str(name.layer), key=sources(catalogue.weights[str(name.layer)])[name.key][0].key)
     if name.layer is None:
         return Port("input", index=name.index)
     return Port("output", name.layer.partition("#")[0])
 
 
-def _moved_input(x: Any, index: int, size: float) -> Any:
+def _perturbed_input(x: Any, index: int, size: float) -> Any:
     """Perturb one input of the batch by a fixed random pattern of relative size ``size``; integers stay unchanged."""
     position = -1
 
-    def move(leaf: Any) -> Any:
+    def perturb(leaf: Any) -> Any:
         nonlocal position
         position += 1
         if position != index or is_integer(leaf):
             return leaf
         array = to_host(leaf)
-        spread = float(np.sqrt(np.mean(np.square(array, dtype=np.float64)))) or 1.0
-        moved = array + (size * spread * np.random.default_rng(0).normal(size=array.shape)).astype(array.dtype)
-        return like(moved, leaf)
+        magnitude = float(np.sqrt(np.mean(np.square(array, dtype=np.float64)))) or 1.0
+        perturbed = array + (size * magnitude * np.random.default_rng(0).normal(size=array.shape)).astype(array.dtype)
+        return like(perturbed, leaf)
 
-    return data.map_leaves(move, x)
+    return data.map_leaves(perturb, x)
 
 
 def is_integer(leaf: Any) -> bool:
@@ -167,42 +171,48 @@ def is_integer(leaf: Any) -> bool:
 Cause = Callable[[Experiments, TensorName], Reason | None]
 
 
-def cause(trials: Experiments, name: TensorName, *, exists: bool) -> Reason:
+def find_reason(trials: Experiments, name: TensorName, *, exists: bool) -> Reason:
     """Return why a tensor has no gradient or, if ``exists``, why its gradient is zero."""
-    causes: list[Cause] = [_integer_input, _unused_layer] if exists else [_integer_input, _blocked, _unused_layer]
+    causes: list[Cause] = (
+        [_integer_input_reason, _unused_layer_reason]
+        if exists
+        else [_integer_input_reason, _obstacle_reason, _unused_layer_reason]
+    )
     if exists:
-        causes += [_masked_out, _underflow, _relu_dead]
-    for applies in causes:
-        reason = applies(trials, name)
+        causes += [_masked_out_reason, _underflow_reason, _relu_dead_reason]
+    for find_cause in causes:
+        reason = find_cause(trials, name)
         if reason is not None:
             return reason
-    return _by_experiment(trials, name, exists=exists)
+    return _reason_by_experiment(trials, name, exists=exists)
 
 
-def _blocked(trials: Experiments, name: TensorName) -> Reason | None:
+def _obstacle_reason(trials: Experiments, name: TensorName) -> Reason | None:
     """Return the obstacle that the adapter finds in the model's structure."""
     request = trials.request
-    of = [leaf.port() if leaf.layer is None else port_to_perturb(leaf, request.known) for leaf in request.leaves]
-    wrt = port_to_perturb(name, request.known)
-    found = request.adapter.find_obstacle(request.model, trials.batch, of, wrt)
-    return None if found is None else Reason(name.text, found.code, found.sentence, found.remedy)
+    target_ports = [
+        leaf.port() if leaf.layer is None else port_to_perturb(leaf, request.catalogue) for leaf in request.leaves
+    ]
+    lower_port = port_to_perturb(name, request.catalogue)
+    obstacle = request.adapter.find_obstacle(request.model, trials.batch, target_ports, lower_port)
+    return None if obstacle is None else Reason(name.text, obstacle.code, obstacle.sentence, obstacle.remedy)
 
 
-def _integer_input(trials: Experiments, name: TensorName) -> Reason | None:
+def _integer_input_reason(trials: Experiments, name: TensorName) -> Reason | None:
     leaves = data.leaves_of(trials.batch.x)
-    if name.what != "input" or name.layer is not None or name.index >= len(leaves):
+    if name.kind != "input" or name.layer is not None or name.index >= len(leaves):
         return None
     if not is_integer(leaves[name.index]):
         return None
-    words = dtype_name(leaves[name.index])
-    sentence = f"{name.text} holds integers ({words}): integers have no derivative."
+    dtype = dtype_name(leaves[name.index])
+    sentence = f"{name.text} holds integers ({dtype}): integers have no derivative."
     request = trials.request
-    instead = names_behind_ids(request.adapter, request.model, trials.batch, request.known)
-    remedy = " or ".join(_instead(trials.target, wrt=f'"{tensor}"') for tensor in instead)
+    alternatives = names_behind_ids(request.adapter, request.model, trials.batch, request.catalogue)
+    remedy = " or ".join(_suggested_call(trials.target, wrt=f'"{tensor}"') for tensor in alternatives)
     return Reason(name.text, "integer_input", sentence, remedy or 'pass floats: x.astype("float32")')
 
 
-def _unused_layer(trials: Experiments, name: TensorName) -> Reason | None:
+def _unused_layer_reason(trials: Experiments, name: TensorName) -> Reason | None:
     layer = str(name.layer).partition("#")[0]
     if name.layer is None or trials.runs(layer):
         return None
@@ -210,19 +220,19 @@ def _unused_layer(trials: Experiments, name: TensorName) -> Reason | None:
     return Reason(name.text, "unused_layer", sentence, f"call {layer!r} in the model, or leave it out of wrt=")
 
 
-def _masked_out(trials: Experiments, name: TensorName) -> Reason | None:
+def _masked_out_reason(trials: Experiments, name: TensorName) -> Reason | None:
     """Return a reason if all steps of the target are masked, or all steps of all layers."""
     masks = trials.masks
     for leaf in trials.request.leaves:
         mask = masks.get(str(leaf.layer))
-        if mask is None or leaf.what != "state":
+        if mask is None or leaf.kind != "state":
             continue
         steps = np.atleast_1d(np.arange(mask.shape[1])[trials.target.at.get(TIME, slice(None))])
-        real = np.flatnonzero(mask.any(axis=0))
-        if not mask[:, steps].any() and len(real):
+        unmasked_steps = np.flatnonzero(mask.any(axis=0))
+        if not mask[:, steps].any() and len(unmasked_steps):
             listing = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
             sentence = f"Every sample is masked at time {listing}: the state there is the previous one, carried over."
-            remedy = _instead(trials.target, at=f'{{"time": {int(real[0])}}}', wrt=f'"{name.text}"')
+            remedy = _suggested_call(trials.target, at=f'{{"time": {int(unmasked_steps[0])}}}', wrt=f'"{name.text}"')
             return Reason(name.text, "masked_out", sentence, remedy)
     if masks and not any(mask.any() for mask in masks.values()):
         sentence = "Every step of every sample is masked, so no input reaches a state."
@@ -230,30 +240,30 @@ def _masked_out(trials: Experiments, name: TensorName) -> Reason | None:
     return None
 
 
-def _underflow(trials: Experiments, name: TensorName) -> Reason | None:
+def _underflow_reason(trials: Experiments, name: TensorName) -> Reason | None:
     """Return the reason "underflow" if a half-precision gradient is 0, but not after the target is scaled up."""
     request = trials.request
-    dtypes = [submodule.dtype for submodule in request.known.facts.submodules.values()]
+    dtypes = [submodule.dtype for submodule in request.catalogue.facts.submodules.values()]
     dtypes.append(str(request.provenance().get("dtype", "")))
     dtype = next((dtype for dtype in dtypes if dtype in ("float16", "bfloat16")), None)
     if dtype is None:
         return None
-    lifted = replace(request, wrt=(name,), scale=request.scale * LIFT)
-    again = answer(lifted).gradients[name]
-    if again is None or not np.any(again):
+    lifted_request = replace(request, wrt=(name,), scale=request.scale * LIFT)
+    lifted_gradient = batch_gradients(lifted_request).gradients[name]
+    if lifted_gradient is None or not np.any(lifted_gradient):
         return None
-    size = float(np.abs(again).max())
+    size = float(np.abs(lifted_gradient).max())
     sentence = f"The gradient underflows in {dtype}: its largest entry, {size:.1g}, became 0 in the backward pass."
     remedy = "the same call on the model in float32; to train, a loss scale (LossScaleOptimizer, GradScaler)"
     return Reason(name.text, "underflow", sentence, remedy)
 
 
-def _relu_dead(trials: Experiments, name: TensorName) -> Reason | None:
+def _relu_dead_reason(trials: Experiments, name: TensorName) -> Reason | None:
     """Return a reason if a relu between tensor and target has only zero outputs on this batch."""
-    found = next(((n, c) for n, c in trials.dead_relus.items() if _lies_between(trials, n, name)), None)
-    if found is None:
+    dead_relu = next(((n, c) for n, c in trials.dead_relus.items() if _lies_between(trials, n, name)), None)
+    if dead_relu is None:
         return None
-    layer, count = found
+    layer, count = dead_relu
     sentence = f"All {count} outputs of the relu {layer!r} are 0 on this batch: its gradient is 0."
     remedy = f'rl.trace(model, x, layers=["{layer}"]) shows it; a lower learning rate or a leaky relu revives it'
     return Reason(name.text, "relu_dead", sentence, remedy)
@@ -265,67 +275,73 @@ def _lies_between(trials: Experiments, layer: str, name: TensorName) -> bool:
     if trials.response(output) == "not":
         return False
     target = Target(output.text, {}, "sum", per_sample=False)
-    asked = replace(trials.request, named=(output,), function=None, wrt=(name,), scale=1.0, target=target)
+    between_request = replace(trials.request, named=(output,), function=None, wrt=(name,), scale=1.0, target=target)
     try:
-        grad = answer(asked).gradients[name]
+        grad = batch_gradients(between_request).gradients[name]
     except RnnlensError:
         return False
     return grad is not None and not np.any(grad)
 
 
-def _by_experiment(trials: Experiments, name: TensorName, *, exists: bool) -> Reason:
+def _reason_by_experiment(trials: Experiments, name: TensorName, *, exists: bool) -> Reason:
     """Perturb a tensor; return the reason for its missing or zero gradient that the target's change shows."""
-    of = _quoted(trials.target)
-    answered = trials.response(name)
-    if answered == "smoothly" and not exists:
-        sentence = f"{of} depends on {name.text}, but a stop_gradient or detach in between blocks the gradient."
-        elsewhere = _instead(trials.target, wrt="<a tensor behind it>")
-        return Reason(
-            name.text, "stop_gradient", sentence, f"{elsewhere}; remove it to train {name.layer or name.text!r}"
-        )
-    if answered in ("smoothly", "in jumps"):
+    target_text = _target_as_text(trials.target)
+    response = trials.response(name)
+    if response == "smoothly" and not exists:
         sentence = (
-            f"{of} depends on {name.text} only in jumps: an argmax, a rounding, "
+            f"{target_text} depends on {name.text}, but a stop_gradient or detach in between blocks the gradient."
+        )
+        suggestion = _suggested_call(trials.target, wrt="<a tensor behind it>")
+        return Reason(
+            name.text, "stop_gradient", sentence, f"{suggestion}; remove it to train {name.layer or name.text!r}"
+        )
+    if response in ("smoothly", "in jumps"):
+        sentence = (
+            f"{target_text} depends on {name.text} only in jumps: an argmax, a rounding, "
             "a comparison or a conversion to integers lies in between."
         )
-        before = _instead(trials.target, of='"<the layer before that>.output"', at=None, wrt=f'"{name.text}"')
-        return Reason(name.text, "non_differentiable", sentence, before)
-    if answered == "unknown":
-        sentence = f"{name.text} gets no gradient from {of}; perturbing it did not show why."
-        remedy = _instead(trials.target, of='"output"', at=None, wrt=f'"{name.text}"')
+        suggested_call = _suggested_call(
+            trials.target, of='"<the layer before that>.output"', at=None, wrt=f'"{name.text}"'
+        )
+        return Reason(name.text, "non_differentiable", sentence, suggested_call)
+    if response == "unknown":
+        sentence = f"{name.text} gets no gradient from {target_text}; perturbing it did not show why."
+        remedy = _suggested_call(trials.target, of='"output"', at=None, wrt=f'"{name.text}"')
         return Reason(name.text, "unknown", sentence, remedy)
     if exists:
-        sentence = f"{of} is connected to {name.text}, but does not change with it on this batch."
+        sentence = f"{target_text} is connected to {name.text}, but does not change with it on this batch."
         return Reason(name.text, "no_effect", sentence, "another batch, or reduce= with weights: a sum may cancel")
-    return _not_on_path(trials, name)
+    return _not_on_path_reason(trials, name)
 
 
-def _not_on_path(trials: Experiments, name: TensorName) -> Reason:
+def _not_on_path_reason(trials: Experiments, name: TensorName) -> Reason:
     """Return the reason for a tensor that the target does not depend on; it states whether the output depends on it."""
-    of, target = _quoted(trials.target), trials.target
+    target_text, target = _target_as_text(trials.target), trials.target
     if name.layer is None:
-        remedy = _instead(trials.target, of='"output"', at=None, wrt=f'"{name.text}"')
-        return Reason(name.text, "not_on_path", f"{of} does not depend on {name.text}.", remedy)
-    output = replace(target, text="output", at={}, reduce="norm", per_sample=False)
-    whole = replace(trials.request, named=(TensorName("output", "output"),), function=None, scale=1.0, target=output)
-    if target.text not in ("output", "loss") and trials.response(name, whole) != "not":
-        remedy = _instead(trials.target, of='"output"', at=None, wrt=f'"{name.text}"')
-        sentence = f"{name.text} affects the output, but not {of}: the branch between them was cut off."
+        remedy = _suggested_call(trials.target, of='"output"', at=None, wrt=f'"{name.text}"')
+        return Reason(name.text, "not_on_path", f"{target_text} does not depend on {name.text}.", remedy)
+    output_target = replace(target, text="output", at={}, reduce="norm", per_sample=False)
+    output_request = replace(
+        trials.request, named=(TensorName("output", "output"),), function=None, scale=1.0, target=output_target
+    )
+    if target.text not in ("output", "loss") and trials.response(name, output_request) != "not":
+        remedy = _suggested_call(trials.target, of='"output"', at=None, wrt=f'"{name.text}"')
+        sentence = f"{name.text} affects the output, but not {target_text}: the branch between them was cut off."
         return Reason(name.text, "not_on_path", sentence, remedy)
-    sentence = f"{of} does not depend on {name.text}; nor does the output of the model on this batch."
+    sentence = f"{target_text} does not depend on {name.text}; nor does the output of the model on this batch."
     return Reason(name.text, "not_on_path", sentence, f"leave it out of wrt=, or see how {name.layer!r} is used")
 
 
-def _quoted(target: Target) -> str:
+def _target_as_text(target: Target) -> str:
     """Return the target as text: a name in quotes, or the name of a callable."""
     return target.text if target.text.startswith("<") else f'"{target.text}"'
 
 
-def _instead(target: Target, **changed: str | None) -> str:
+def _suggested_call(target: Target, **changed: str | None) -> str:
     """Return a suggested call: the user's call with some arguments changed, or left out if None."""
     reduce = None if target.reduce is None else f'"{target.reduce}"' if isinstance(target.reduce, str) else "..."
     arguments: dict[str, str | None] = {
-        "of": "..." if target.text.startswith("<") else _quoted(target),
+        "of": "..." if target.text.startswith("<") else _target_as_text(target),
         "at": str(dict(target.at)).replace("'", '"') if target.at else None,
         "reduce": reduce,
         "per_sample": "True" if target.per_sample else None,
@@ -346,7 +362,7 @@ class Explanation:
 
 def explain(
     request: BatchRequest,
-    found: Mapping[TensorName, Array],
+    gradients: Mapping[TensorName, Array],
     dims: Mapping[TensorName, tuple[str, ...]],
     batches: Iterable[Batch],
 ) -> Explanation:
@@ -358,24 +374,24 @@ def explain(
         return Experiments(request)
 
     for name in request.wrt:
-        grad = found.get(name)
+        grad = gradients.get(name)
         if grad is None or not np.any(grad):
-            result.disconnected[name.text] = cause(trials(), name, exists=grad is not None)
+            result.disconnected[name.text] = find_reason(trials(), name, exists=grad is not None)
             continue
-        flag = _frozen(request, name)
-        if flag is None and name.what != "weight" and dims[name][:2] == (SAMPLE, TIME):
-            zero = ~np.any(grad.reshape(*grad.shape[:2], -1), axis=2)
-            flag = _partly_masked(zero, name, trials(), batches) if zero.any() else None
+        flag = _frozen_reason(request, name)
+        if flag is None and name.kind != "weight" and dims[name][:2] == (SAMPLE, TIME):
+            is_zero = ~np.any(grad.reshape(*grad.shape[:2], -1), axis=2)
+            flag = _partly_masked_reason(is_zero, name, trials(), batches) if is_zero.any() else None
         if flag is not None:
             result.flags[name.text] = flag
     return result
 
 
-def _frozen(request: BatchRequest, name: TensorName) -> Reason | None:
+def _frozen_reason(request: BatchRequest, name: TensorName) -> Reason | None:
     """Return a reason for a weight that is not trained, although it has a gradient; else None."""
-    if name.what != "weight" or is_trainable(name, request.known):
+    if name.kind != "weight" or is_trainable(name, request.catalogue):
         return None
-    if name.key in request.known.weights[str(name.layer)].statistics:
+    if name.key in request.catalogue.weights[str(name.layer)].statistics:
         sentence = f"{name.text} is a running statistic of the layer, not a trained weight."
         return Reason(
             name.text, "frozen", sentence, "rl.gradients(..., training=True), which uses the statistics of the batch"
@@ -384,23 +400,25 @@ def _frozen(request: BatchRequest, name: TensorName) -> Reason | None:
     return Reason(name.text, "frozen", sentence, f"make {name.layer} trainable to train it")
 
 
-def _partly_masked(zero: Array, name: TensorName, trials: Experiments, batches: Iterable[Batch]) -> Reason | None:
+def _partly_masked_reason(
+    is_zero: Array, name: TensorName, trials: Experiments, batches: Iterable[Batch]
+) -> Reason | None:
     """Return a reason if the gradient is exactly 0 at masked samples and steps; else None."""
-    alone = len(zero) == trials.request.samples
-    for mask in (trials.masks if alone else _masks_of_all(trials, batches)).values():
-        if mask.shape == zero.shape and not mask.all() and np.all(zero[~mask]):
+    is_one_batch = len(is_zero) == trials.request.samples
+    for mask in (trials.masks if is_one_batch else _masks_of_batches(trials, batches)).values():
+        if mask.shape == is_zero.shape and not mask.all() and np.all(is_zero[~mask]):
             sentence = f"{int((~mask).sum())} of {mask.size} steps are masked: the gradient is exactly 0 there."
             return Reason(name.text, "masked_out", sentence, "g.where(mask) before taking means over time")
     return None
 
 
-def _masks_of_all(trials: Experiments, batches: Iterable[Batch]) -> dict[str, Array]:
+def _masks_of_batches(trials: Experiments, batches: Iterable[Batch]) -> dict[str, Array]:
     """Return the masks of all batches, joined by layer, for layers that have one."""
     if trials.masks_of_all is None:
         parts: dict[str, list[Array]] = {layer: [] for layer in trials.masks}
         for batch in batches if parts else ():
             for layer, mask in Experiments(replace(trials.request, batch=batch)).masks.items():
                 parts.setdefault(layer, []).append(mask)
-        alike = {layer: masks for layer, masks in parts.items() if len({mask.shape[1:] for mask in masks}) == 1}
-        trials.masks_of_all = {layer: np.concatenate(masks) for layer, masks in alike.items()}
+        joinable = {layer: masks for layer, masks in parts.items() if len({mask.shape[1:] for mask in masks}) == 1}
+        trials.masks_of_all = {layer: np.concatenate(masks) for layer, masks in joinable.items()}
     return trials.masks_of_all

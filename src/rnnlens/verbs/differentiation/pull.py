@@ -14,22 +14,22 @@ from ...recurrence.trajectory import Adjoint
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import DIRECTION
-from ..axes import BatchAxes, in_order, refuse_coupled, refuse_steps_first, refuse_unknown
-from ..names import Catalogue, TensorName, refuse_lone_output, text_of, uncalled
-from ..recurrent_layers import ReplayedCall, ReplayedLayers, runs, stack_directions
+from ..axes import BatchAxes, in_canonical_order, refuse_coupled, refuse_steps_first, refuse_unknown
+from ..names import Catalogue, TensorName, refuse_lone_output, text_of, uncalled_layer
+from ..recurrent_layers import ReplayedCall, ReplayedLayers, runs_layer, stack_directions
 from ..weight_layout import WeightSource, assemble, sources
-from .plan import GradientPlan, TensorPlace, layers_inside, plan
+from .plan import GradientPlan, TensorAccess, layers_inside, plan
 from .request import BatchGradients, BatchRequest, KnownStart
 
 #: Gradient at each port, with one leading axis K; None where no path leads there.
-Arrived = Mapping[Port, Array | None]
+PortGradients = Mapping[Port, Array | None]
 
 
 class SweptWeightGradients:
     """Sums of weight gradients from sweeps and from the framework; ``ports`` are the framework's weights by tensor."""
 
-    def __init__(self, known: Catalogue, ports: Mapping[TensorName, Sequence[Port]], *, per_sample: bool) -> None:
-        self.known, self.ports, self.per_sample = known, ports, per_sample
+    def __init__(self, catalogue: Catalogue, ports: Mapping[TensorName, Sequence[Port]], *, per_sample: bool) -> None:
+        self.catalogue, self.ports, self.per_sample = catalogue, ports, per_sample
         self._layers = {str(name.layer) for name in ports}
         self._swept: dict[tuple[str, str], list[Array]] = {}
 
@@ -37,47 +37,53 @@ class SweptWeightGradients:
     def size(self) -> int:
         """Number of entries of all requested weights."""
         distinct = dict.fromkeys(port for ports in self.ports.values() for port in ports)
-        shapes = [self.known.weights[str(port.layer)].values[port.key].shape for port in distinct]
+        shapes = [self.catalogue.weights[str(port.layer)].values[port.key].shape for port in distinct]
         return sum(int(np.prod(shape, dtype=int)) for shape in shapes)
 
     def add_swept(self, layer: str, replayed: ReplayedCall, swept: Adjoint) -> None:
         """Add the weight gradients of a sweep through one call of a layer."""
-        name = uncalled(layer, self.known.weights)
+        name = uncalled_layer(layer, self.catalogue.weights)
         if name not in self._layers:
             return
         direction = replayed.call.direction if replayed.call.bidirectional else ""
         for key, grad in replayed.weight_gradients(swept, per_sample=self.per_sample).items():
             self._swept.setdefault((name, f"{direction}/{key}".lstrip("/")), []).append(grad)
 
-    def of(self, name: TensorName, arrived: Arrived, rows: slice = slice(None)) -> Array | None:
+    def of(self, name: TensorName, port_gradients: PortGradients, rows: slice = slice(None)) -> Array | None:
         """Return the gradient of one weight, by sample for ``rows`` if ``per_sample``; None if there is none."""
-        weights = self.known.weights[str(name.layer)]
-        found = sources(weights)[name.key]
-        framework = self._arrived(name, arrived, found, weights)
-        own = self._own(name, found, weights, rows)
-        parts = [part for part in (framework, own) if part is not None]
+        weights = self.catalogue.weights[str(name.layer)]
+        weight_sources = sources(weights)[name.key]
+        framework = self._framework_part(name, port_gradients, weight_sources, weights)
+        swept = self._swept_part(name, weight_sources, weights, rows)
+        parts = [part for part in (framework, swept) if part is not None]
         if not parts:
             return None
         total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
         return total if self.per_sample else total[0]
 
-    def _arrived(
-        self, name: TensorName, arrived: Arrived, found: Sequence[WeightSource], weights: LayerWeights
+    def _framework_part(
+        self,
+        name: TensorName,
+        port_gradients: PortGradients,
+        weight_sources: Sequence[WeightSource],
+        weights: LayerWeights,
     ) -> Array | None:
         """Return the framework's part of a weight gradient, with a leading cotangent axis; None if there is none."""
-        parts = [arrived.get(port) for port in self.ports[name]]
+        parts = [port_gradients.get(port) for port in self.ports[name]]
         count = next((part.shape[0] for part in parts if part is not None), None)
         if count is None:
             return None
-        shapes = [tuple(weights.values[source.key].shape) for source in found]
+        shapes = [tuple(weights.values[source.key].shape) for source in weight_sources]
         filled = [np.zeros((count, *s)) if p is None else to_host(p) for p, s in zip(parts, shapes, strict=True)]
-        return assemble(filled, found, name.key, weights, 1)
+        return assemble(filled, weight_sources, name.key, weights, 1)
 
-    def _own(self, name: TensorName, found: Sequence[WeightSource], weights: LayerWeights, rows: slice) -> Array | None:
+    def _swept_part(
+        self, name: TensorName, weight_sources: Sequence[WeightSource], weights: LayerWeights, rows: slice
+    ) -> Array | None:
         """Return the part of a weight gradient that sweeps computed, in the layout of results with a leading axis."""
         by_direction: list[Array | None] = []
-        for source in found:
-            keys = [f"{source.direction}/{name.key}"] if len(found) > 1 or "/" in source.key else []
+        for source in weight_sources:
+            keys = [f"{source.direction}/{name.key}"] if len(weight_sources) > 1 or "/" in source.key else []
             swept = (self._swept.get((str(name.layer), key)) for key in (*keys, name.key))
             parts = next(filter(None, swept), None)
             by_direction.append(None if parts is None else np.sum(parts, axis=0))
@@ -85,56 +91,60 @@ class SweptWeightGradients:
         if present is None:
             return None
         filled = [np.zeros_like(present) if part is None else part for part in by_direction]
-        whole = [WeightSource(source.key, source.direction) for source in found]
-        own = assemble(filled, whole, name.key, weights, 1 if self.per_sample else 0)
-        return own[rows] if self.per_sample else own[None]
+        whole_sources = [WeightSource(source.key, source.direction) for source in weight_sources]
+        assembled = assemble(filled, whole_sources, name.key, weights, 1 if self.per_sample else 0)
+        return assembled[rows] if self.per_sample else assembled[None]
 
 
-def answer(request: BatchRequest) -> BatchGradients:
+def batch_gradients(request: BatchRequest) -> BatchGradients:
     """Run the model once and pull the target back to all requested tensors."""
-    found = captured(request)
-    if found is not None:
-        return found
+    gradients = captured_gradients(request)
+    if gradients is not None:
+        return gradients
     if request.start is not None:
         try:
-            return _pulled(request)
+            return _pulled_gradients(request)
         except _PaddingError:
-            return answer(replace(request, start=None))
+            return batch_gradients(replace(request, start=None))
     try:
-        return _pulled(request)
+        return _pulled_gradients(request)
     except (LayerNotFoundError, ModelError):
         # Tensors of layers that are not called in this forward pass have no gradient.
         layers = {str(name.layer).partition("#")[0] for name in request.wrt if name.layer is not None}
-        missing = {layer for layer in layers if not runs(request.adapter, request.model, request.batch, layer)}
+        missing = {layer for layer in layers if not runs_layer(request.adapter, request.model, request.batch, layer)}
         absent = [name for name in request.wrt if str(name.layer).partition("#")[0] in missing]
         if not absent or len(absent) == len(request.wrt):
             raise
         present = tuple(name for name in request.wrt if name not in absent)
-        found = _pulled(replace(request, wrt=present))
-        found.gradients |= dict.fromkeys(absent)
-        return found
+        gradients = _pulled_gradients(replace(request, wrt=present))
+        gradients.gradients |= dict.fromkeys(absent)
+        return gradients
 
 
-def _pulled(request: BatchRequest) -> BatchGradients:
-    inside = ReplayedLayers.look(request.adapter, request.model, request.batch, layers_inside(request))
-    gradient_plan = plan(request, inside)
+def _pulled_gradients(request: BatchRequest) -> BatchGradients:
+    replayed_layers = ReplayedLayers.capture_layers(
+        request.adapter, request.model, request.batch, layers_inside(request)
+    )
+    gradient_plan = plan(request, replayed_layers)
     of_all = bool(gradient_plan.outputs) or request.named is None
-    known = {} if request.start is None else {port: request.start.cotangents[port] for port in gradient_plan.starts}
+    known_cotangents = (
+        {} if request.start is None else {port: request.start.cotangents[port] for port in gradient_plan.starts}
+    )
     with request.adapter.pullback_of_known(
-        request.model, request.batch, gradient_plan.starts, gradient_plan.ends, known
+        request.model, request.batch, gradient_plan.starts, gradient_plan.ends, known_cotangents
     ) as pullback:
         count = pullback.outputs
-        several = count > 1 and not request.known.outputs
-        if several and not of_all:
+        has_several = count > 1 and not request.catalogue.outputs
+        if has_several and not of_all:
             refuse_lone_output((*request.leaves, *request.wrt), count)
-        if not (several and of_all):
-            if gradient_plan.free or request.target.per_sample or request.partial:
+        if not (has_several and of_all):
+            if gradient_plan.free_ports or request.target.per_sample or request.partial:
                 refuse_steps_first(request.axes, request.batch, getattr(pullback, "recurrent_sizes", ()))
-            request.axes.learn(request.batch, gradient_plan.free, getattr(pullback, "layouts", {}))
-            return _Pull(request, gradient_plan, inside, pullback).run()
+            request.axes.learn(request.batch, gradient_plan.free_ports, getattr(pullback, "layouts", {}))
+            return _Pull(request, gradient_plan, replayed_layers, pullback).run()
     # Only the run showed that the model returns several tensors, and the request is about all of them.
-    request.known.outputs = tuple(map(str, range(count)))
-    return _pulled(request)
+    request.catalogue.outputs = tuple(map(str, range(count)))
+    return _pulled_gradients(request)
 
 
 class _PaddingError(Exception):
@@ -148,38 +158,40 @@ class _Pull:
         self,
         request: BatchRequest,
         gradient_plan: GradientPlan,
-        inside: ReplayedLayers,
+        replayed_layers: ReplayedLayers,
         pullback: Pullback,
     ) -> None:
         self.request, self.target, self.plan = request, request.target, gradient_plan
-        self.inside, self.pullback = inside, pullback
+        self.replayed_layers, self.pullback = replayed_layers, pullback
         self.samples = request.samples
-        self.outside = BatchAxes(request.axes, self.samples)
-        self.weights = SweptWeightGradients(request.known, gradient_plan.weights, per_sample=self.target.per_sample)
+        self.batch_axes = BatchAxes(request.axes, self.samples)
+        self.weights = SweptWeightGradients(request.catalogue, gradient_plan.weights, per_sample=self.target.per_sample)
         #: Cotangents by port; those of states inside recurrences and of stepwise states by layer and direction.
         self.seeds: dict[Port, Array] = {}
-        self.on_states: dict[str, list[dict[int, Array]]] = {}
-        self.on_steps: dict[str, list[dict[int, Array]]] = {}
+        self.state_cotangents: dict[str, list[dict[int, Array]]] = {}
+        self.step_cotangents: dict[str, list[dict[int, Array]]] = {}
         self.swept: dict[str, list[tuple[ReplayedCall, Adjoint]]] = {}
 
     def run(self) -> BatchGradients:
         """Compute the derivative of the target by every requested tensor, by vector-Jacobian products."""
         request, value = self.request, self._start()
-        start = self._start_of_others()
+        start = self._start_of_later_batches()
         self._leave_recurrences()
-        arrived: Arrived | None = getattr(self.pullback, "known_gradients", None)
-        if arrived is None:
-            arrived = self._pull({port: seed[None] for port, seed in self.seeds.items()})
-        if self.target.per_sample and request.leaves[0].what != "loss" and request.start is None:
-            refuse_coupled(self.outside, self.seeds, self._pull)
-        found = {place.name: self._activation(place, arrived) for place in self.plan.activations}
+        port_gradients: PortGradients | None = getattr(self.pullback, "known_gradients", None)
+        if port_gradients is None:
+            port_gradients = self._pull({port: seed[None] for port, seed in self.seeds.items()})
+        if self.target.per_sample and request.leaves[0].kind != "loss" and request.start is None:
+            refuse_coupled(self.batch_axes, self.seeds, self._pull)
+        gradients = {access.name: self._activation(access, port_gradients) for access in self.plan.activations}
         if self.target.per_sample:
-            found |= self._weights_by_sample(arrived)
+            gradients |= self._weights_by_sample(port_gradients)
         else:
-            found |= {name: self.weights.of(name, arrived) for name in self.plan.weights}
-        return self._answer(value, found, start if all(grad is not None for grad in found.values()) else None)
+            gradients |= {name: self.weights.of(name, port_gradients) for name in self.plan.weights}
+        return self._labelled_gradients(
+            value, gradients, start if all(grad is not None for grad in gradients.values()) else None
+        )
 
-    def _start_of_others(self) -> KnownStart | None:
+    def _start_of_later_batches(self) -> KnownStart | None:
         """Return where differentiation starts in further batches of the same shapes; None if that is not known.
 
         A state that is the output of its layer is then differentiated by the framework, in the same pass as all else.
@@ -189,184 +201,191 @@ class _Pull:
             return request.start
         if not request.adapter.has_compiled_pullback(request.model):
             return None
-        if not leaf.swept:
+        if not leaf.is_swept:
             return None if leaf.stepwise else KnownStart(frozenset(), {p: np.array(s) for p, s in self.seeds.items()})
         layer = str(leaf.name.layer)
-        if not self.inside.is_output(leaf.name) or any(place.swept for place in self.plan.wrt):
+        if not self.replayed_layers.is_output(leaf.name) or any(access.is_swept for access in self.plan.wrt):
             return None
-        (states,) = self.on_states[layer]
+        (states,) = self.state_cotangents[layer]
         return KnownStart(frozenset([leaf.name]), {Port("output", layer): np.array(states[leaf.name.index])})
 
-    def _answer(
-        self, value: Array, found: Mapping[TensorName, Array | None], start: KnownStart | None
+    def _labelled_gradients(
+        self, value: Array, gradients: Mapping[TensorName, Array | None], start: KnownStart | None
     ) -> BatchGradients:
         """Return the gradients in the requested order, divided by the loss scale, with named axes."""
-        answer = BatchGradients(value, self.samples, {}, {}, self.swept, start)
-        for place in self.plan.wrt:
-            name, grad = place.name, found[place.name]
-            answer.gradients[name], answer.dims[name] = None, ()
+        batch_gradients = BatchGradients(value, self.samples, {}, {}, self.swept, start)
+        for access in self.plan.wrt:
+            name, grad = access.name, gradients[access.name]
+            batch_gradients.gradients[name], batch_gradients.dims[name] = None, ()
             if grad is not None:
                 grad = grad if self.request.scale == 1.0 else grad / grad.dtype.type(self.request.scale)
-                if place.free:
-                    answer.gradients[name], answer.dims[name] = in_order(*self.outside.opened(name.port(), grad))
+                if access.is_free:
+                    batch_gradients.gradients[name], batch_gradients.dims[name] = in_canonical_order(
+                        *self.batch_axes.split_folded(name.port(), grad)
+                    )
                 else:
-                    dims = self.request.known.dims(name, grad, per_sample=self.target.per_sample)
-                    answer.gradients[name], answer.dims[name] = grad, dims
-        return answer
+                    dims = self.request.catalogue.dims(name, grad, per_sample=self.target.per_sample)
+                    batch_gradients.gradients[name], batch_gradients.dims[name] = grad, dims
+        return batch_gradients
 
     def _start(self) -> Array:
-        """Evaluate the target and store its cotangents in ``seeds`` or, inside recurrences, in ``on_states``."""
+        """Evaluate the target and store its cotangents in ``seeds`` or, inside recurrences, in ``state_cotangents``."""
         request = self.request
         if request.cotangents is not None:  # the value is the loss weighted by its cotangent, or 0 without a loss
             value = np.zeros(())
-            for place, cotangent in zip(self.plan.leaves, request.cotangents, strict=True):
-                self._seed(place, cotangent)
-                if place.name.what == "loss":
-                    value = cotangent * to_host(self.pullback.values[place.name.port()])
+            for access, cotangent in zip(self.plan.leaves, request.cotangents, strict=True):
+                self._seed(access, cotangent)
+                if access.name.kind == "loss":
+                    value = cotangent * to_host(self.pullback.values[access.name.port()])
             return value
-        values = [self._value(place) for place in self.plan.leaves]
+        values = [self._value(access) for access in self.plan.leaves]
         if request.framework_states:
             states = values[0].values
             suspects = states[states[..., 0] == 0]
             if suspects.size and not suspects.any(axis=-1).all():  # outputs that the framework set to 0 for padding
                 raise _PaddingError
-        value, cotangents = request.evaluate(self.outside, values)
+        value, cotangents = request.evaluate(self.batch_axes, values)
         if request.start is not None:
             self.seeds |= request.start.cotangents
             return value
-        for place, cotangent in zip(self.plan.leaves, cotangents, strict=True):
-            self._seed(place, np.asarray(cotangent))
+        for access, cotangent in zip(self.plan.leaves, cotangents, strict=True):
+            self._seed(access, np.asarray(cotangent))
         return value
 
-    def _value(self, place: TensorPlace) -> xr.DataArray:
+    def _value(self, access: TensorAccess) -> xr.DataArray:
         """Return the value of a tensor of the target, with named axes."""
-        if place.swept:
-            value = self.inside.value(place.name)
+        if access.is_swept:
+            value = self.replayed_layers.value(access.name)
         else:
-            parts = [to_host(self.pullback.values[port]) for port in place.at]
-            if place.free:
-                opened, names = self.outside.opened(place.name.port(), parts[0])
+            parts = [to_host(self.pullback.values[port]) for port in access.ports]
+            if access.is_free:
+                opened, names = self.batch_axes.split_folded(access.name.port(), parts[0])
                 return xr.DataArray(opened, dims=names)
-            value = stack_directions(parts, self.request.known.space(place.name.layer))
-        return xr.DataArray(value, dims=self.request.known.dims(place.name, value))
+            value = stack_directions(parts, self.request.catalogue.space(access.name.layer))
+        return xr.DataArray(value, dims=self.request.catalogue.dims(access.name, value))
 
-    def _seed(self, place: TensorPlace, cotangent: Array) -> None:
+    def _seed(self, access: TensorAccess, cotangent: Array) -> None:
         """Add a cotangent at the ports or states where differentiation of a tensor starts."""
         if self.request.scale != 1.0 or not cotangent.flags.writeable:
             cotangent = cotangent * np.asarray(self.request.scale, dtype=cotangent.dtype)
-        if place.swept:
-            self._put(self.on_states, place.name, cotangent)
+        if access.is_swept:
+            self._add_cotangent(self.state_cotangents, access.name, cotangent)
             return
-        if place.stepwise:
-            self._put(self.on_steps, place.name, cotangent)
-        if place.free:
-            cotangent = cotangent.reshape(tuple(self.pullback.values[place.at[0]].shape))
+        if access.stepwise:
+            self._add_cotangent(self.step_cotangents, access.name, cotangent)
+        if access.is_free:
+            cotangent = cotangent.reshape(tuple(self.pullback.values[access.ports[0]].shape))
         parts: Sequence[Array] = [cotangent]
-        if len(place.at) > 1:
-            dims = self.request.known.dims(place.name, cotangent)
+        if len(access.ports) > 1:
+            dims = self.request.catalogue.dims(access.name, cotangent)
             parts = list(np.moveaxis(cotangent, dims.index(DIRECTION), 0))
-        for port, part in zip(place.at, parts, strict=True):
+        for port, part in zip(access.ports, parts, strict=True):
             self.seeds[port] = self.seeds[port] + part if port in self.seeds else part
 
-    def _put(self, on_states: dict[str, list[dict[int, Array]]], leaf: TensorName, cotangent: Array) -> None:
+    def _add_cotangent(self, by_layer: dict[str, list[dict[int, Array]]], leaf: TensorName, cotangent: Array) -> None:
         """Add a cotangent to those of the states from which a layer's sweep starts, for each direction."""
-        layer = on_states.setdefault(str(leaf.layer), [{} for _ in self.inside.layer(leaf.layer)])
-        for states, new in zip(layer, self.inside.on_states(leaf, cotangent), strict=True):
-            for index, array in new.items():
+        layer = by_layer.setdefault(str(leaf.layer), [{} for _ in self.replayed_layers.layer(leaf.layer)])
+        for states, added in zip(layer, self.replayed_layers.state_cotangents(leaf, cotangent), strict=True):
+            for index, array in added.items():
                 states[index] = states[index] + array if index in states else array
 
     def _leave_recurrences(self) -> None:
         """Sweep cotangents of states to the input and initial states of their layer, and to its weights."""
-        for layer, states in self.on_states.items():
-            for replayed, on_states in zip(self.inside.layer(layer), states, strict=True):
-                swept = replayed.sweep(on_states, {})
-                below = [swept.input_grad, *swept.initial_state_grad]
-                for port, grad in zip(replayed.below(), below, strict=True):
+        for layer, states in self.state_cotangents.items():
+            for replayed, cotangents in zip(self.replayed_layers.layer(layer), states, strict=True):
+                swept = replayed.sweep(cotangents, {})
+                lower_grads = [swept.input_grad, *swept.initial_state_grad]
+                for port, grad in zip(replayed.lower_ports(), lower_grads, strict=True):
                     self.seeds[port] = self.seeds[port] + to_host(grad) if port in self.seeds else to_host(grad)
                 self.weights.add_swept(layer, replayed, swept)
 
-    def _activation(self, place: TensorPlace, arrived: Arrived) -> Array | None:
+    def _activation(self, access: TensorAccess, port_gradients: PortGradients) -> Array | None:
         """Return the gradient by an activation, a tensor that is no weight; None if no path leads there."""
-        if not place.swept:
-            return side_by_side([arrived.get(port) for port in place.above], self.request.known.space(place.name.layer))
-        directions, layer = self.inside.layer(place.name.layer), str(place.name.layer)
-        on_states = self.on_states.get(layer) or self.on_steps.get(layer) or [{} for _ in directions]
-        flat = {port: None if a is None else a[0] for port, a in arrived.items()}
-        if all(flat.get(port) is None for port in place.above) and not any(on_states):
+        if not access.is_swept:
+            return stack_first_cotangents(
+                [port_gradients.get(port) for port in access.upper_ports],
+                self.request.catalogue.space(access.name.layer),
+            )
+        directions, layer = self.replayed_layers.layer(access.name.layer), str(access.name.layer)
+        cotangents = self.state_cotangents.get(layer) or self.step_cotangents.get(layer) or [{} for _ in directions]
+        first_grads = {port: None if a is None else a[0] for port, a in port_gradients.items()}
+        if all(first_grads.get(port) is None for port in access.upper_ports) and not any(cotangents):
             return None
-        sweeps = [replayed.sweep(states, flat) for replayed, states in zip(directions, on_states, strict=True)]
+        sweeps = [replayed.sweep(states, first_grads) for replayed, states in zip(directions, cotangents, strict=True)]
         self.swept[layer] = list(zip(directions, sweeps, strict=True))
-        return self.inside.gradient(place.name, sweeps)
+        return self.replayed_layers.gradient(access.name, sweeps)
 
-    def _weights_by_sample(self, arrived: Arrived) -> dict[TensorName, Array | None]:
+    def _weights_by_sample(self, port_gradients: PortGradients) -> dict[TensorName, Array | None]:
         """Return weight gradients of every sample: one cotangent per sample, zero at all other samples."""
         names = list(self.plan.weights)
         if not names:
             return {}
         seeds = self.seeds
         if self.plan.outputs:
-            seeds = {port: to_host(a)[0] for port in self.plan.outputs if (a := arrived.get(port)) is not None}
+            seeds = {port: to_host(a)[0] for port in self.plan.outputs if (a := port_gradients.get(port)) is not None}
         pieces: dict[TensorName, list[Array | None]] = {name: [] for name in names}
         # A pull-back keeps the cotangent of every activation on its path; eight times the seeds is the estimate.
         per_sample = 8 * (2 * self.weights.size + 8 * sum(seed.size for seed in seeds.values()))
         size = int(min(self.samples, max(1, self.request.memory // max(per_sample, 1))))
         for start in range(0, self.samples, size):
             rows = range(start, min(start + size, self.samples))
-            got = self._pull({port: self._of_samples(port, seed, rows) for port, seed in seeds.items()})
+            pulled = self._pull({port: self._repeat_by_sample(port, seed, rows) for port, seed in seeds.items()})
             for name in names:
-                pieces[name].append(self.weights.of(name, got, slice(rows.start, rows.stop)))
+                pieces[name].append(self.weights.of(name, pulled, slice(rows.start, rows.stop)))
         return {
             name: None if any(part is None for part in parts) else np.concatenate(parts)  # type: ignore[arg-type]
             for name, parts in pieces.items()
         }
 
-    def _of_samples(self, port: Port, seed: Array, rows: range) -> Array:
+    def _repeat_by_sample(self, port: Port, seed: Array, rows: range) -> Array:
         """Repeat a cotangent (sample, ...) once per sample of ``rows``, zero at all other samples."""
-        if self.outside.is_here(port):
-            refuse_unknown("per_sample=True", text_of(port), self.outside.layout(port, seed).names)
+        if self.batch_axes.has_framework_layout(port):
+            refuse_unknown("per_sample=True", text_of(port), self.batch_axes.layout(port, seed).names)
         masks = np.arange(self.samples) == np.asarray(rows)[:, None]
-        return self.outside.of_samples(port, seed, masks)
+        return self.batch_axes.mask_samples(port, seed, masks)
 
-    def _pull(self, cotangents: Mapping[Port, Array]) -> Arrived:
+    def _pull(self, cotangents: Mapping[Port, Array]) -> PortGradients:
         return self.pullback.vjp(cotangents) if cotangents else {}
 
 
-def captured(request: BatchRequest) -> BatchGradients | None:
+def captured_gradients(request: BatchRequest) -> BatchGradients | None:
     """Return gradients of the loss by recurrent outputs and states from one captured pass; None if more is needed."""
-    if not fits(request):
+    if not fits_one_capture(request):
         return None
     layers = tuple(dict.fromkeys(str(name.layer) for name in request.wrt))
     capture = request.adapter.capture(request.model, request.batch, CaptureRequest(layers, weight_grads=False))
-    inside = ReplayedLayers.of(capture.calls)
-    if any(name.what == "final_state" and inside.is_stepwise(name) for name in request.wrt):
+    replayed_layers = ReplayedLayers.of(capture.calls)
+    if any(name.kind == "final_state" and replayed_layers.is_stepwise(name) for name in request.wrt):
         return None
     grads: dict[TensorName, Array | None] = {}
     swept: dict[str, list[tuple[ReplayedCall, Adjoint]]] = {}
     for name in request.wrt:
-        directions = inside.layer(name.layer)
-        if name.what == "output":
+        directions = replayed_layers.layer(name.layer)
+        if name.kind == "output":
             parts = [to_host(replayed.call.output_grad)[None] for replayed in directions]
-            grads[name] = side_by_side(parts, request.known.space(name.layer))
+            grads[name] = stack_first_cotangents(parts, request.catalogue.space(name.layer))
         else:
-            sweeps = [replayed.sweep(replayed.call.state_grad or {}, replayed.arrived()) for replayed in directions]
+            sweeps = [
+                replayed.sweep(replayed.call.state_grad or {}, replayed.direct_gradients()) for replayed in directions
+            ]
             swept[str(name.layer)] = list(zip(directions, sweeps, strict=True))
-            grads[name] = inside.gradient(name, sweeps)
+            grads[name] = replayed_layers.gradient(name, sweeps)
     if any(grad is None or not np.any(grad) for grad in grads.values()):
         return None
-    dims = {name: request.known.dims(name, grad) for name, grad in grads.items() if grad is not None}
+    dims = {name: request.catalogue.dims(name, grad) for name, grad in grads.items() if grad is not None}
     return BatchGradients(np.asarray(capture.loss), request.samples, grads, dims, swept)
 
 
-def fits(request: BatchRequest) -> bool:
+def fits_one_capture(request: BatchRequest) -> bool:
     """Return whether a gradient request is the loss by outputs and states of recurrent layers only."""
     if request.target.text != "loss" or request.target.per_sample or request.scale != 1.0:
         return False
-    known = request.known
-    recurrent = all(uncalled(name.layer, known.recurrent) in known.recurrent for name in request.wrt)
-    return recurrent and all(name.what == "output" or known.is_inside(name) for name in request.wrt)
+    catalogue = request.catalogue
+    are_recurrent = all(uncalled_layer(name.layer, catalogue.recurrent) in catalogue.recurrent for name in request.wrt)
+    return are_recurrent and all(name.kind == "output" or catalogue.is_inside(name) for name in request.wrt)
 
 
-def side_by_side(parts: Sequence[Array | None], space: tuple[str, ...]) -> Array | None:
+def stack_first_cotangents(parts: Sequence[Array | None], space: tuple[str, ...]) -> Array | None:
     """Stack the first cotangent of each direction; zeros for a missing one, None if all are missing."""
     arrays = [None if part is None else to_host(part)[0] for part in parts]
     present = [array for array in arrays if array is not None]

@@ -60,7 +60,7 @@ class GradientRequest(ModelRequest):
     target: Target
     #: The tensors to differentiate by, and those that the user requested. Clipping needs further ones.
     wrt: tuple[TensorName, ...]
-    asked: tuple[TensorName, ...] = ()
+    requested: tuple[TensorName, ...] = ()
     #: Whether the user requested one tensor by its own name.
     lone: bool = False
     #: Loss scale: cotangents are multiplied by it, and gradients divided at the end.
@@ -73,12 +73,12 @@ class GradientRequest(ModelRequest):
     @property
     def leaves(self) -> tuple[TensorName, ...]:
         """Tensors that are the arguments of the target, such as the loss or an output."""
-        return tuple(read("output", self.known)) if self.named is None else self.named
+        return tuple(read("output", self.catalogue)) if self.named is None else self.named
 
     @property
     def with_loss(self) -> bool:
         """Whether the target uses a loss."""
-        return any(leaf.what == "loss" for leaf in self.named or ())
+        return any(leaf.kind == "loss" for leaf in self.named or ())
 
     @property
     def of_loss(self) -> bool:
@@ -93,32 +93,32 @@ class GradientRequest(ModelRequest):
     @property
     def is_linear(self) -> bool:
         """Whether the target is linear in one tensor, so that its cotangent depends on the tensor's shape alone."""
-        one = self.function is None and self.cotangents is None and len(self.leaves) == 1
-        return one and not self.with_loss and self.target.is_linear
+        is_of_one_tensor = self.function is None and self.cotangents is None and len(self.leaves) == 1
+        return is_of_one_tensor and not self.with_loss and self.target.is_linear
 
     def of_batch(self, batch: Batch, target: Target) -> BatchRequest:
         """Return the request for one batch of the data: with ``target``, the part of the target for its samples."""
         partial = is_source(self.batch.x) or self.axes.samples(batch) < self.samples
         return BatchRequest(**{**vars(self), "batch": batch, "target": target}, partial=partial)
 
-    def evaluate(self, outside: BatchAxes, values: Sequence[xr.DataArray]) -> tuple[Array, Sequence[Array]]:
+    def evaluate(self, batch_axes: BatchAxes, values: Sequence[xr.DataArray]) -> tuple[Array, Sequence[Array]]:
         """Evaluate the target on the values of its leaves; return its value and the cotangents of the leaves."""
         function, target = self.function, self.target
         if function is None:
             _check_samples(target, values[0])
             value, cotangent = target.evaluate(values[0], self._differentiate)
             return value, [cotangent]
-        ports = [leaf.port() if self.known.is_free(leaf) else None for leaf in self.leaves]
-        arrays = [v.values if p is None else outside.closed(p, v) for p, v in zip(ports, values, strict=True)]
+        ports = [leaf.port() if self.catalogue.is_free(leaf) else None for leaf in self.leaves]
+        arrays = [v.values if p is None else batch_axes.fold(p, v) for p, v in zip(ports, values, strict=True)]
 
         def on_list(*tensors: Any) -> Any:
             """Call the user's function with the list of all model outputs."""
             return function(list(tensors))
 
         result, pull = self._differentiate(on_list if self.named is None and len(arrays) > 1 else function, arrays)
-        whole = outside.named_result(result, pull, ports, arrays)
-        _check_samples(target, whole)
-        value, cotangent = target.evaluate(whole, self._differentiate)
+        named_result = batch_axes.named_result(result, pull, ports, arrays)
+        _check_samples(target, named_result)
+        value, cotangent = target.evaluate(named_result, self._differentiate)
         return value, pull(cotangent.astype(result.dtype))
 
     def _differentiate(self, function: Callable[..., Any], arrays: Sequence[Array]) -> Any:
@@ -172,22 +172,22 @@ def read_request(model: Any, run: Batch, arguments: GradientArguments) -> Gradie
     """Resolve all names of ``rl.gradients`` against the model and check the arguments."""
     texts = [arguments.wrt] if isinstance(arguments.wrt, str) else list(arguments.wrt)
     resolved = ModelRequest.resolve(model, run, arguments.axes, [arguments.of, *texts])
-    known = resolved.known
-    named, function, words = _target(arguments.of, known)
-    asked, lone = _tensors(arguments.wrt, known)
-    if named and named[0].what == "loss" and function is None and (arguments.at or arguments.reduce is not None):
+    catalogue = resolved.catalogue
+    leaves, function, target_text = _read_target(arguments.of, catalogue)
+    requested, is_single = _read_tensors(arguments.wrt, catalogue)
+    if leaves and leaves[0].kind == "loss" and function is None and (arguments.at or arguments.reduce is not None):
         raise InputError("The loss is one number, so at= and reduce= do not apply.", got="at= or reduce=")
-    wrt = asked if arguments.clip is None else _with_all_clipped(asked, arguments, known)
+    wrt = requested if arguments.clip is None else _add_clipped_weights(requested, arguments, catalogue)
     return GradientRequest(
         **vars(resolved),
         arguments=arguments,
-        named=named,
+        named=leaves,
         function=function,
-        target=Target(words, arguments.at, arguments.reduce, arguments.per_sample),
+        target=Target(target_text, arguments.at, arguments.reduce, arguments.per_sample),
         wrt=tuple(wrt),
-        asked=tuple(asked),
-        lone=lone,
-        scale=known.facts.loss_scale if named and named[0].what == "loss" else 1.0,
+        requested=tuple(requested),
+        lone=is_single,
+        scale=catalogue.facts.loss_scale if leaves and leaves[0].kind == "loss" else 1.0,
         memory=current().memory if arguments.memory is None else parse_memory(arguments.memory),
     )
 
@@ -198,68 +198,70 @@ def a_target(name: str, value: Any) -> Any:
     if isinstance(value, str):
         return text(name, value)
     parts = tuple(value) if isinstance(value, tuple | list) else (value,)
-    function, *of_what = parts or (None,)
-    is_one = callable(function) and not isinstance(function, type)
-    if not is_one or (value is not function and not of_what) or not all(isinstance(part, str) for part in of_what):
+    function, *names = parts or (None,)
+    is_function = callable(function) and not isinstance(function, type)
+    if not is_function or (value is not function and not names) or not all(isinstance(part, str) for part in names):
         expected = f"{_OF}; a callable; (callable, name, ...)"
         raise InputError(f"{name}= is not understood.", got=shown(value), expected=expected)
     return value if value is function else parts
 
 
-def trainable(known: Catalogue) -> list[TensorName]:
+def trainable_weights(catalogue: Catalogue) -> list[TensorName]:
     """Return the names of all trainable weights."""
-    return [name for name in read("weights", known) if is_trainable(name, known)]
+    return [name for name in read("weights", catalogue) if is_trainable(name, catalogue)]
 
 
-def is_trainable(name: TensorName, known: Catalogue) -> bool:
+def is_trainable(name: TensorName, catalogue: Catalogue) -> bool:
     """Return whether a weight is trained."""
-    weights = known.weights[str(name.layer)]
+    weights = catalogue.weights[str(name.layer)]
     return all(weights.trainable.get(source.key, True) for source in sources(weights)[name.key])
 
 
-def _target(of: Of, known: Catalogue) -> tuple[tuple[TensorName, ...] | None, Callable[..., Any] | None, str]:
+def _read_target(of: Of, catalogue: Catalogue) -> tuple[tuple[TensorName, ...] | None, Callable[..., Any] | None, str]:
     """Return the target's leaves (None for all outputs), its function or None, and its name for messages."""
     if isinstance(of, str):
-        leaf = read_one(of, known)
-        if leaf.what in _NO_TARGET:
+        leaf = read_one(of, catalogue)
+        if leaf.kind in _NO_TARGET:
             raise UnsupportedError(
                 f"{of!r} cannot be differentiated; it can be differentiated with respect to.", expected=_OF
             )
         return (leaf,), None, leaf.text
     if callable(of):
-        return None, of, _called(of)
-    function, *of_what = tuple(of)
-    return tuple(read_one(name, known) for name in of_what), function, _called(function)
+        return None, of, _function_text(of)
+    function, *names = tuple(of)
+    return tuple(read_one(name, catalogue) for name in names), function, _function_text(function)
 
 
-def _called(function: Callable[..., Any]) -> str:
+def _function_text(function: Callable[..., Any]) -> str:
     """Return the name of a target that is a function, for messages: ``<lambda>``, ``<mixed>``."""
     return f"<{getattr(function, '__name__', 'callable').strip('<>')}>"
 
 
-def _tensors(wrt: str | Iterable[str], known: Catalogue) -> tuple[list[TensorName], bool]:
+def _read_tensors(wrt: str | Iterable[str], catalogue: Catalogue) -> tuple[list[TensorName], bool]:
     """Return the requested tensors, and whether ``wrt`` is one name; raise if that name has several tensors."""
     texts = [wrt] if isinstance(wrt, str) else wrt
-    names = list(dict.fromkeys(name for text in texts for name in read(text, known)))
+    names = list(dict.fromkeys(name for text in texts for name in read(text, catalogue)))
     if not names:
         raise InputError("wrt= names nothing.", got=repr(wrt), hint='wrt="weights"')
     if not isinstance(wrt, str) or "*" in wrt or "?" in wrt or wrt.endswith("weights"):
         return names, False
     if len(names) > 1:
-        several = ", ".join(f'"{name.text}"' for name in names)
-        expected = f'one of {several}; or wrt=["{wrt}"] for all of them'
+        listing = ", ".join(f'"{name.text}"' for name in names)
+        expected = f'one of {listing}; or wrt=["{wrt}"] for all of them'
         raise InputError(f"{wrt!r} names several tensors.", got=f"wrt={wrt!r}", expected=expected)
     return names, True
 
 
-def _with_all_clipped(asked: Sequence[TensorName], arguments: GradientArguments, known: Catalogue) -> list[TensorName]:
+def _add_clipped_weights(
+    requested: Sequence[TensorName], arguments: GradientArguments, catalogue: Catalogue
+) -> list[TensorName]:
     """Return the requested weights, then all other trainable ones, whose gradients the global clipping norm needs."""
-    if any(name.what != "weight" for name in asked) or arguments.per_sample or arguments.measure is not None:
+    if any(name.kind != "weight" for name in requested) or arguments.per_sample or arguments.measure is not None:
         got = "clip= with other tensors, per_sample or measure"
         raise InputError("Optimizers clip the weight gradients of a whole batch.", got=got)
-    return list(dict.fromkeys([*asked, *trainable(known)]))
+    return list(dict.fromkeys([*requested, *trainable_weights(catalogue)]))
 
 
-def _check_samples(target: Target, whole: xr.DataArray) -> None:
-    if target.per_sample and target.text != "loss" and whole.ndim:
-        refuse_unknown("per_sample=True", target.text, [str(dim) for dim in whole.dims])
+def _check_samples(target: Target, value: xr.DataArray) -> None:
+    if target.per_sample and target.text != "loss" and value.ndim:
+        refuse_unknown("per_sample=True", target.text, [str(dim) for dim in value.dims])

@@ -64,8 +64,8 @@ class Target:
     @property
     def is_linear(self) -> bool:
         """Whether the cotangent depends on the shape of the tensor alone: not on its values, nor on the batch."""
-        named = self.reduce is None or (isinstance(self.reduce, str) and self.reduce in ("sum", "mean"))
-        return named and SAMPLE not in self.at
+        is_sum_or_mean = self.reduce is None or (isinstance(self.reduce, str) and self.reduce in ("sum", "mean"))
+        return is_sum_or_mean and SAMPLE not in self.at
 
     def of_rows(self, start: int, stop: int) -> Target:
         """Return the target's part on a batch with samples ``start`` to ``stop`` of ``total``."""
@@ -80,45 +80,45 @@ class Target:
                 got=f"at={dict(self.at)!r} of a source of batches",
                 hint="at= without sample, and per_sample=True",
             )
-        whole = xr.DataArray(np.zeros(self.total), dims=SAMPLE)
-        chosen = np.arange(self.total)[_index(whole, SAMPLE, self.at[SAMPLE])]
-        single = np.ndim(chosen) == 0
-        chosen = np.atleast_1d(chosen)
-        here = (chosen >= start) & (chosen < stop)
-        if single and here.any():
-            return replace(self, at={**self.at, SAMPLE: int(chosen[0]) - start}, rows=rows, picked=1)
-        at = {**self.at, SAMPLE: (chosen - start)[here]}
-        positions = tuple(map(int, np.flatnonzero(here)))
-        return replace(self, at=at, rows=rows, picked=len(positions), chosen=positions)
+        samples = xr.DataArray(np.zeros(self.total), dims=SAMPLE)
+        positions = np.arange(self.total)[_positions(samples, SAMPLE, self.at[SAMPLE])]
+        is_single = np.ndim(positions) == 0
+        positions = np.atleast_1d(positions)
+        is_in_batch = (positions >= start) & (positions < stop)
+        if is_single and is_in_batch.any():
+            return replace(self, at={**self.at, SAMPLE: int(positions[0]) - start}, rows=rows, picked=1)
+        at = {**self.at, SAMPLE: (positions - start)[is_in_batch]}
+        selected = tuple(map(int, np.flatnonzero(is_in_batch)))
+        return replace(self, at=at, rows=rows, picked=len(selected), chosen=selected)
 
-    def evaluate(self, whole: xr.DataArray, differentiate: Differentiate) -> tuple[Array, Array]:
-        """Return the target's value, a scalar or (sample,), and the cotangent of ``whole``."""
+    def evaluate(self, value: xr.DataArray, differentiate: Differentiate) -> tuple[Array, Array]:
+        """Return the target's value, a scalar or (sample,), and the cotangent of ``value``."""
         if self.picked == 0:
-            return np.zeros((0,) if self.per_sample else ()), np.zeros(whole.shape, np.result_type(whole, np.float32))
-        at = indices_of(whole, self.at, self.text)
-        chosen = whole.drop_vars(whole.coords).isel(at)
-        value, cotangent = self._reduce(chosen, differentiate)
-        dtype = np.result_type(whole.dtype, np.float32)
-        if not at:
-            return value, np.asarray(cotangent, dtype)
-        start = xr.zeros_like(whole, dtype)
-        start[at] = np.asarray(cotangent, dtype).reshape(chosen.shape)
-        return value, start.values
+            return np.zeros((0,) if self.per_sample else ()), np.zeros(value.shape, np.result_type(value, np.float32))
+        indices = indices_of(value, self.at, self.text)
+        selection = value.drop_vars(value.coords).isel(indices)
+        target_value, cotangent = self._reduce(selection, differentiate)
+        dtype = np.result_type(value.dtype, np.float32)
+        if not indices:
+            return target_value, np.asarray(cotangent, dtype)
+        full_cotangent = xr.zeros_like(value, dtype)
+        full_cotangent[indices] = np.asarray(cotangent, dtype).reshape(selection.shape)
+        return target_value, full_cotangent.values
 
-    def _reduce(self, chosen: xr.DataArray, differentiate: Differentiate) -> tuple[Array, Array]:
-        keep = (SAMPLE,) if self.per_sample and SAMPLE in chosen.dims else ()
-        axes = tuple(i for i, dim in enumerate(chosen.dims) if dim not in keep)
-        values = chosen.values
+    def _reduce(self, selection: xr.DataArray, differentiate: Differentiate) -> tuple[Array, Array]:
+        kept_dims = (SAMPLE,) if self.per_sample and SAMPLE in selection.dims else ()
+        axes = tuple(i for i, dim in enumerate(selection.dims) if dim not in kept_dims)
+        values = selection.values
         count = int(np.prod([values.shape[i] for i in axes], dtype=int))
         if callable(self.reduce):
-            return self._reduce_by_call(values, chosen.sizes[SAMPLE] if keep else None, differentiate)
+            return self._reduce_by_call(values, selection.sizes[SAMPLE] if kept_dims else None, differentiate)
         if self.reduce is None:
             if count != 1:
-                raise InputError(self._not_one_number(chosen, count))
+                raise InputError(self._not_one_number_text(selection, count))
             return values.sum(axis=axes), np.ones_like(values)
         if isinstance(self.reduce, str):
             return _reduce_by_name(values, axes, self.reduce, count)
-        weights = self._weights(chosen)
+        weights = self._weights(selection)
         return (values * weights).sum(axis=axes), np.broadcast_to(weights, values.shape)
 
     def _reduce_by_call(self, values: Array, samples: int | None, differentiate: Differentiate) -> tuple[Array, Array]:
@@ -132,42 +132,44 @@ class Target:
             )
         return value, pull(np.ones_like(value))[0]
 
-    def _weights(self, chosen: xr.DataArray) -> Array:
+    def _weights(self, subset: xr.DataArray) -> Array:
         """Return the weights of the reduction, broadcast to the selection; labelled ones by dimension."""
-        here = self._of_batch(chosen)
+        batch_weights = self._weights_of_batch(subset)
         try:
-            if isinstance(here, xr.DataArray) and set(here.dims) <= set(chosen.dims):
-                return here.drop_vars(here.coords).broadcast_like(chosen).transpose(*chosen.dims).values
-            weights = np.asarray(here, dtype=chosen.dtype)
-            np.broadcast_shapes(weights.shape, chosen.shape)
-            if weights.ndim > chosen.ndim:
+            if isinstance(batch_weights, xr.DataArray) and set(batch_weights.dims) <= set(subset.dims):
+                return (
+                    batch_weights.drop_vars(batch_weights.coords).broadcast_like(subset).transpose(*subset.dims).values
+                )
+            weights = np.asarray(batch_weights, dtype=subset.dtype)
+            np.broadcast_shapes(weights.shape, subset.shape)
+            if weights.ndim > subset.ndim:
                 raise ValueError
         except (TypeError, ValueError):
             raise InputError(
                 "The weights of reduce= do not match the shape of the target.",
                 got=f"shape {np.shape(self.reduce)}",
-                expected=f"what broadcasts to ({sizes_of(chosen)}); or one of {', '.join(REDUCTIONS)}, or a callable",
+                expected=f"what broadcasts to ({sizes_of(subset)}); or one of {', '.join(REDUCTIONS)}, or a callable",
             ) from None
         return weights
 
-    def _of_batch(self, chosen: xr.DataArray) -> Any:
+    def _weights_of_batch(self, selection: xr.DataArray) -> Any:
         """Return the user's weights of the samples of this batch."""
-        by_sample = SAMPLE in chosen.dims and np.ndim(self.reduce) == chosen.ndim
-        labelled = isinstance(self.reduce, xr.DataArray)
-        if self.rows is None or not (SAMPLE in self.reduce.dims if labelled else by_sample):
+        is_by_sample = SAMPLE in selection.dims and np.ndim(self.reduce) == selection.ndim
+        is_labelled = isinstance(self.reduce, xr.DataArray)
+        if self.rows is None or not (SAMPLE in self.reduce.dims if is_labelled else is_by_sample):
             return self.reduce
         rows = slice(*self.rows) if self.chosen is None else list(self.chosen)
-        if labelled:
+        if is_labelled:
             return self.reduce.isel({SAMPLE: rows})
         weights = np.asarray(self.reduce)
         return weights if weights.shape[0] == 1 else weights[rows]
 
-    def _not_one_number(self, chosen: xr.DataArray, count: int) -> str:
-        per = " per sample" if self.per_sample else ""
+    def _not_one_number_text(self, selection: xr.DataArray, count: int) -> str:
+        suffix = " per sample" if self.per_sample else ""
         return message(
-            f"{self.text} is not one number{per}. A gradient needs one number, and rnnlens does not sum outputs "
+            f"{self.text} is not one number{suffix}. A gradient needs one number, and rnnlens does not sum outputs "
             "unless told to.",
-            got=f"({sizes_of(chosen)}), {count} numbers{per}",
+            got=f"({sizes_of(selection)}), {count} numbers{suffix}",
             expected='reduce="sum", "mean", "norm", weights or a callable; or at= to select steps and units',
             hint=f'rl.jacobian(model, x, of="{self.text}") for the derivative of each number separately'
             if not self.text.startswith("<")
@@ -175,59 +177,59 @@ class Target:
         )
 
 
-def indices_of(whole: xr.DataArray, at: Mapping[str, Any], name: str) -> dict[str, Any]:
+def indices_of(value: xr.DataArray, at: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the positions that ``at`` selects, by dimension."""
-    found = {}
+    indices = {}
     for dim, index in at.items():
-        if dim not in whole.dims:
-            names = [str(one) for one in whole.dims]
-            unnamed = [one for one in names if one.startswith("axis_")]
-            say = dim == TIME and unnamed and not name.startswith("<")
+        if dim not in value.dims:
+            names = [str(axis) for axis in value.dims]
+            unnamed = [axis for axis in names if axis.startswith("axis_")]
+            is_unnamed_time = dim == TIME and unnamed and not name.startswith("<")
             raise InputError(
                 f"The target has no dimension {dim!r}.",
                 got=f"at={dict(at)!r}",
-                expected=f"({sizes_of(whole)})",
-                hint=f"name the axis that counts steps: {axes_to_type(name, [(one,) for one in names], unnamed)}"
-                if say
+                expected=f"({sizes_of(value)})",
+                hint=f"name the axis that counts steps: {axes_to_type(name, [(axis,) for axis in names], unnamed)}"
+                if is_unnamed_time
                 else did_you_mean(dim, names),
             )
-        found[dim] = _index(whole, dim, index)
-    return found
+        indices[dim] = _positions(value, dim, index)
+    return indices
 
 
-def _index(whole: xr.DataArray, dim: str, index: Any) -> Any:
+def _positions(value: xr.DataArray, dim: str, index: Any) -> Any:
     """Convert a selection along ``dim`` (number, list, slice, boolean mask, labels) into integer positions."""
-    size = whole.sizes[dim]
+    size = value.sizes[dim]
     if isinstance(index, slice):
-        wanted = np.arange(size)[kept_steps(f"at[{dim!r}]", index)]
+        positions = np.arange(size)[kept_steps(f"at[{dim!r}]", index)]
     else:
         refuse_without_order(f"at[{dim!r}]", index)
-        wanted = as_numpy(index) if has_attribute(index, "dtype") else np.asarray(listed(index) or index)
-    if wanted.dtype.kind in "US":
+        positions = as_numpy(index) if has_attribute(index, "dtype") else np.asarray(listed(index) or index)
+    if positions.dtype.kind in "US":
         labels = {DIRECTION: ["forward", "backward"]}.get(dim, [])
-        unknown = [label for label in np.atleast_1d(wanted) if label not in labels]
+        unknown = [label for label in np.atleast_1d(positions) if label not in labels]
         if unknown:
             raise InputError(f"{dim!r} has no {unknown[0]!r}.", expected=", ".join(labels) or "numbers")
-        wanted = np.vectorize(labels.index)(wanted)
-    if wanted.dtype == bool and wanted.ndim == 1 and wanted.size == size:
-        wanted = np.flatnonzero(wanted)
-    whole_numbers = wanted.dtype.kind in "iu" and wanted.ndim <= 1
-    if not whole_numbers or not wanted.size or wanted.min() < -size or wanted.max() >= size:
+        positions = np.vectorize(labels.index)(positions)
+    if positions.dtype == bool and positions.ndim == 1 and positions.size == size:
+        positions = np.flatnonzero(positions)
+    are_integers = positions.dtype.kind in "iu" and positions.ndim <= 1
+    if not are_integers or not positions.size or positions.min() < -size or positions.max() >= size:
         raise InputError(
-            f"at= selects {'nothing of' if not wanted.size else 'beyond'} the target along {dim!r}.",
+            f"at= selects {'nothing of' if not positions.size else 'beyond'} the target along {dim!r}.",
             got=f"{dim}={shown(index)}",
             expected=f"whole numbers from {-size} to {size - 1}",
         )
-    if np.unique(wanted % size).size < wanted.size:
-        what = f"at= selects a position along {dim!r} twice."
-        raise InputError(what, got=f"{dim}={shown(index)}", expected="each one once")
-    return int(wanted) if wanted.ndim == 0 else wanted
+    if np.unique(positions % size).size < positions.size:
+        text = f"at= selects a position along {dim!r} twice."
+        raise InputError(text, got=f"{dim}={shown(index)}", expected="each one once")
+    return int(positions) if positions.ndim == 0 else positions
 
 
-def _reduce_by_name(values: Array, axes: tuple[int, ...], how: str, count: int) -> tuple[Array, Array]:
-    if how == "sum":
+def _reduce_by_name(values: Array, axes: tuple[int, ...], reduction: str, count: int) -> tuple[Array, Array]:
+    if reduction == "sum":
         return values.sum(axis=axes), np.ones_like(values)
-    if how == "mean":
+    if reduction == "mean":
         return values.mean(axis=axes), np.full_like(values, 1.0 / max(count, 1))
     norm = np.sqrt((values**2).sum(axis=axes, keepdims=True))
     # At exactly 0 the norm has no derivative; frameworks use the subgradient 0.

@@ -37,7 +37,7 @@ class _PieceSweep:
         self.direct = replace(part.direct, in_times=part.direct.in_times[piece.ins])
         self.mode, self.rtol = part.mode, part.rtol
         self.samples, self.times = piece.samples, self.direct.times[piece.outs]
-        self.one, self.ends, self.work = self.direct.one, self.direct.ends, self.direct.one.system.work
+        self.replayed, self.ends, self.work = self.direct.replayed, self.direct.ends, self.direct.replayed.system.work
         is_reverse = self.mode == "reverse"
         self.places = {t: i for i, t in enumerate(self.direct.in_times if is_reverse else self.times)}
         sizes = (self.ends.rows, self.ends.wrt.size)
@@ -46,60 +46,68 @@ class _PieceSweep:
 
     def values(self, tally: WorkCount, advance: Advance) -> np.ndarray[Any, Any]:
         """Run the sweep; return ([sample], out step, [row], in step, [feature]), or measured and averaged values."""
-        whole = None if self.ends.average else self._collector(self.samples, None)
-        parts, done = self._parts(), {}
+        full_collector = None if self.ends.average else self._collector(self.samples, None)
+        parts, sweeps_by_start = self._parts(), {}
 
-        def one(some: slice) -> None:
-            room = None
-            if whole is not None:
-                room = whole.result[some.start - self.samples.start : some.stop - self.samples.start]
-            collector = self._collector(some, room)
+        def sweep_samples(samples: slice) -> None:
+            result_part = None
+            if full_collector is not None:
+                result_part = full_collector.result[
+                    samples.start - self.samples.start : samples.stop - self.samples.start
+                ]
+            collector = self._collector(samples, result_part)
             pruning = None if self.rtol is None else Vanished(self.work, self.rtol, self.rows)
-            tick = advance if some is parts[0] else None
+            tick = advance if samples is parts[0] else None
             if self.mode == "reverse":
                 taps = self._taps(collector)
-                cost = reverse(self.one.system, self.points, taps, samples=some, pruning=pruning, progress=tick)
+                cost = reverse(self.replayed.system, self.points, taps, samples=samples, pruning=pruning, progress=tick)
             else:
-                system, ends = self.one.system, {self.direct.state: collector}
-                reached = frozenset(self.times)
-                cost = forward(system, self.entrances, ends, reached, samples=some, pruning=pruning, progress=tick)
-            done[some.start] = (collector, cost, pruning)
+                system, ends = self.replayed.system, {self.direct.state: collector}
+                last_steps = frozenset(self.times)
+                cost = forward(
+                    system, self.entrances, ends, last_steps, samples=samples, pruning=pruning, progress=tick
+                )
+            sweeps_by_start[samples.start] = (collector, cost, pruning)
 
-        for_each(one, parts, xp=self.work.xp)
-        finished = [done[some.start] for some in parts]
+        for_each(sweep_samples, parts, xp=self.work.xp)
+        finished = [sweeps_by_start[samples.start] for samples in parts]
         for collector, cost, pruning in finished:
             tally.flops += cost.flops
             if pruning is not None:
                 tally.pruned_error_square += collector.error_squares
                 tally.pruned_rows += pruning.dropped
                 tally.pruned = True
-        result = whole.result if whole is not None else sum(collector.result for collector, _, _ in finished)
-        return self._arranged(on_cpu(result))
+        result = (
+            full_collector.result
+            if full_collector is not None
+            else sum(collector.result for collector, _, _ in finished)
+        )
+        return self._in_result_order(on_cpu(result))
 
     def _parts(self) -> list[slice]:
         """Return slices of samples for parallel sweeps; a single one with pruning, which needs all samples."""
         count = self.samples.stop - self.samples.start
         if self.rtol is not None:
             return [self.samples]
-        system = self.one.system
+        system = self.replayed.system
         # Groups of rows enter at successive steps, so that half of the rows are active on average.
         numbers = self.groups * self.rows * (system.rows + system.features) // 2
         start = self.samples.start
         return [slice(start + p.start, start + p.stop) for p in large_parts(count, numbers, xp=self.work.xp)]
 
-    def _collector(self, samples: slice, room: Array | None) -> Collector:
+    def _collector(self, samples: slice, result_part: Array | None) -> Collector:
         forward = self.mode == "forward"
         return Collector(
             self.work,
             Extent(samples.stop - samples.start, self.groups, self.rows, self.width),
             self.places,
             Reduction(self.ends.measured_by, self.ends.tail, self.ends.average),
-            readout=self._above(samples) if forward else self._below(samples),
+            readout=self._readout_above(samples) if forward else self._readout_below(samples),
             swapped=forward,
-            result=room,
+            result=result_part,
         )
 
-    def _arranged(self, result: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _in_result_order(self, result: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Put the steps into the requested order and the axes into that of the result."""
         axis = 0 if self.ends.average else 1
         if self.mode == "reverse":
@@ -107,63 +115,63 @@ class _PieceSweep:
             result = _reorder(result, [order[t] for t in self.times], axis + 1)
             return np.moveaxis(result, axis, axis + (1 if self.ends.measured_by is not None else 2))
         if self.groups > 1:
-            entered = [t for t in self.one.run.steps() if t in set(self.direct.in_times)][::-1]
-            order = {t: i for i, t in enumerate(entered)}
+            entry_steps = [t for t in self.replayed.run.steps() if t in set(self.direct.in_times)][::-1]
+            order = {t: i for i, t in enumerate(entry_steps)}
             result = _reorder(result, [order[t] for t in self.direct.in_times], axis + 1)
         return result if self.ends.measured_by is not None else np.moveaxis(result, -1, axis + 1)
 
     @cached_property
     def points(self) -> PointRows | Units:
         """Cotangent rows of a reverse sweep and the steps at which they enter."""
-        one, state, readout = self.one, self.direct.state, self.direct.readout
+        replayed, state, readout = self.replayed, self.direct.state, self.direct.readout
         if self.direct.pattern is not None:
-            moves = one.output_moves() if self.ends.of.what == "output" else None
-            return Units(self.times, state, one.system.state_sizes[state], one.system.order, moves)
-        block = np.eye(one.system.state_sizes[state])[None, None] if readout is None else readout
-        return one.points(state, self.times, block, of_output=self.ends.of.what == "output")
+            moving_mask = replayed.moving_output_mask() if self.ends.of.kind == "output" else None
+            return Units(self.times, state, replayed.system.state_sizes[state], replayed.system.order, moving_mask)
+        block = np.eye(replayed.system.state_sizes[state])[None, None] if readout is None else readout
+        return replayed.points(state, self.times, block, of_output=self.ends.of.kind == "output")
 
     @cached_property
     def entrances(self) -> Entrances:
         """Tangent rows of a forward sweep: they enter at the input, a state or the initial state."""
         wrt, below, times = self.ends.wrt, self.direct.below, self.direct.in_times
-        if wrt.what == "initial_state":
+        if wrt.kind == "initial_state":
             return Entrances("initial", state=wrt.state)
         if below is None:
             return Entrances("state", times, state=wrt.state)
         block = below.block
         if block is not None:
-            block = like(block, self.one.run.input).swapaxes(-1, -2)
+            block = like(block, self.replayed.run.input).swapaxes(-1, -2)
         return Entrances("input", times, block)
 
     def _taps(self, collector: Collector) -> Taps:
         wrt = self.ends.wrt
-        if wrt.what == "initial_state":
+        if wrt.kind == "initial_state":
             return Taps(initial={wrt.state: collector}, steps=frozenset())
         steps = frozenset(self.direct.in_times)
         if self.direct.below is not None:
             return Taps(input=collector, steps=steps)
         return Taps(states={wrt.state: collector}, steps=steps)
 
-    def _below(self, samples: slice) -> Callable[[int, Array], Array] | None:
+    def _readout_below(self, samples: slice) -> Callable[[int, Array], Array] | None:
         below = self.direct.below
         if below is None or below.block is None:
             return None
-        block = like(below.block, self.one.run.input)
+        block = like(below.block, self.replayed.run.input)
         return lambda t, values: values @ at_step(block, samples, t)
 
-    def _above(self, samples: slice) -> Callable[[int, Array], Array] | None:
+    def _readout_above(self, samples: slice) -> Callable[[int, Array], Array] | None:
         block = self.direct.readout
-        moves = self.one.output_moves() if self.ends.of.what == "output" else None
-        if block is None and moves is None:
+        moving_mask = self.replayed.moving_output_mask() if self.ends.of.kind == "output" else None
+        if block is None and moving_mask is None:
             return None
         if block is not None:
-            block = like(block, self.one.run.input)
+            block = like(block, self.replayed.run.input)
 
         def readout(t: int, values: Array) -> Array:
             if block is not None:
                 values = values @ transposed(at_step(block, samples, t))
-            if moves is not None:
-                values = values * like(moves[samples, t], values)[:, None, None]
+            if moving_mask is not None:
+                values = values * like(moving_mask[samples, t], values)[:, None, None]
             return values
 
         return readout
@@ -183,29 +191,29 @@ Values = np.ndarray[Any, Any]
 def execute(labels: JacobianLabels, out: str | PathLike[str] | None = None) -> LabelledArray:
     """Compute a planned time Jacobian and label it; write it to a file piece by piece if ``out`` is given."""
     plan, tally = labels.plan, WorkCount()
-    checks = [replay_check(one.call, one.run) for one in plan.network.recurrences]
+    checks = [replay_check(replayed.call, replayed.run) for replayed in plan.network.recurrences]
     if out is None:
-        found = labels.array(numbers(plan, tally), tally, checks)
+        result = labels.array(numbers(plan, tally), tally, checks)
     else:
         with ZarrTarget(out, labels, tally, checks) as target, Progress("time Jacobian", plan.ticks) as progress:
             for part in plan.parts:
                 _fill(target, plan, part, tally, progress.advance)
-        found = target.result()
+        result = target.result()
     warn_about(checks)
-    return found
+    return result
 
 
 def numbers(plan: JacobianPlan, tally: WorkCount) -> Values:
     """Compute all pieces of a planned time Jacobian in memory."""
     with Progress("time Jacobian", plan.ticks) as progress:
-        first = plan.parts[0]
-        if len(plan.parts) == 1 and len(first.pieces) == 1 and not plan.network.order:
-            ((_, values),) = _results(first, tally, progress.advance)
+        first_part = plan.parts[0]
+        if len(plan.parts) == 1 and len(first_part.pieces) == 1 and not plan.network.order:
+            ((_, values),) = _results(first_part, tally, progress.advance)
             return np.asarray(values, dtype=plan.dtype).reshape(plan.shape)
-        whole = np.zeros(plan.shape, dtype=plan.dtype)
+        result = np.zeros(plan.shape, dtype=plan.dtype)
         for part in plan.parts:
-            _fill(whole, plan, part, tally, progress.advance)
-        return whole
+            _fill(result, plan, part, tally, progress.advance)
+        return result
 
 
 def _fill(target: Any, plan: JacobianPlan, part: JacobianPart, tally: WorkCount, advance: Advance) -> None:
@@ -213,24 +221,26 @@ def _fill(target: Any, plan: JacobianPlan, part: JacobianPart, tally: WorkCount,
     order = () if part.ends.average else plan.network.order
     for piece, values in _results(part, tally, advance):
         if order:
-            for number, one in enumerate(range(piece.samples.start, piece.samples.stop)):
-                at = replace(piece, samples=slice(order.index(one), order.index(one) + 1))
-                target[_index(plan, part, at)] = _squeezed(part, values[number : number + 1])
+            for number, sample in enumerate(range(piece.samples.start, piece.samples.stop)):
+                sample_piece = replace(piece, samples=slice(order.index(sample), order.index(sample) + 1))
+                target[_result_index(plan, part, sample_piece)] = _without_absent_times(
+                    part, values[number : number + 1]
+                )
         else:
-            target[_index(plan, part, piece)] = _squeezed(part, values)
+            target[_result_index(plan, part, piece)] = _without_absent_times(part, values)
 
 
 def _results(part: JacobianPart, tally: WorkCount, advance: Advance) -> Iterator[tuple[JacobianPiece, Values]]:
     """Compute one part of a plan; yield each piece with its values, averaged over samples if requested."""
-    waiting: dict[tuple[int, int], Values] = {}
+    partial_sums: dict[tuple[int, int], Values] = {}
     for piece in sorted(part.pieces, key=lambda p: (p.outs.start, p.ins.start, p.samples.start)):
         if part.route == "direct":
             values = _PieceSweep(part, piece).values(tally, advance)
         else:
             advance()
-            every = {"composed": compose_piece, "uncut": pull_piece}[part.route](part, piece, tally)
+            full_rows = {"composed": compose_piece, "uncut": pull_piece}[part.route](part, piece, tally)
             ends, groups = part.ends, piece.outs.stop - piece.outs.start
-            rows = every.reshape(part.network.samples, groups, ends.rows, -1, ends.wrt.size)
+            rows = full_rows.reshape(part.network.samples, groups, ends.rows, -1, ends.wrt.size)
             rows = rows if ends.in_times is None else rows[:, :, :, ends.in_times]
             if ends.measured_by is not None:
                 steps = range(rows.shape[3])
@@ -240,31 +250,31 @@ def _results(part: JacobianPart, tally: WorkCount, advance: Advance) -> Iterator
             yield piece, values
             continue
         key = (piece.outs.start, piece.ins.start)
-        values = values if key not in waiting else waiting.pop(key) + values
+        values = values if key not in partial_sums else partial_sums.pop(key) + values
         if piece.samples.stop == part.network.samples:
             yield piece, values / part.network.samples
         else:
-            waiting[key] = values
+            partial_sums[key] = values
 
 
-def _index(plan: JacobianPlan, part: JacobianPart, piece: JacobianPiece) -> tuple[Any, ...]:
+def _result_index(plan: JacobianPlan, part: JacobianPart, piece: JacobianPiece) -> tuple[Any, ...]:
     """Return the index of a piece in the result array: a tuple of one slice per axis."""
-    places = {
+    index_by_dim = {
         SAMPLE: piece.samples,
         OUT_TIME: piece.outs,
-        DIRECTION: part.place.get(DIRECTION),
+        DIRECTION: part.direction_index.get(DIRECTION),
         OUT_UNIT: slice(None),
         IN_TIME: piece.ins,
-        IN_DIRECTION: part.place.get(IN_DIRECTION),
+        IN_DIRECTION: part.direction_index.get(IN_DIRECTION),
         IN_FEATURE: slice(None),
     }
-    return tuple(places[dim] for dim in plan.dims)
+    return tuple(index_by_dim[dim] for dim in plan.dims)
 
 
-def _squeezed(part: JacobianPart, values: Values) -> Values:
+def _without_absent_times(part: JacobianPart, values: Values) -> Values:
     """Remove the time axes of ends that have no time."""
     ends = part.ends
-    lead = 0 if ends.average else 1
-    in_axis = lead + (1 if ends.measured_by is not None else 2)
-    axes = ([lead] if ends.out_times is None else []) + ([in_axis] if ends.in_times is None else [])
+    leading_axes = 0 if ends.average else 1
+    in_axis = leading_axes + (1 if ends.measured_by is not None else 2)
+    axes = ([leading_axes] if ends.out_times is None else []) + ([in_axis] if ends.in_times is None else [])
     return np.squeeze(values, axis=tuple(axes)) if axes else values

@@ -35,35 +35,39 @@ def refuse_without_mean(options: JacobianOptions) -> None:
     refuse_for_chunks(options, "a data set")
 
 
-def refuse_for_chunks(options: JacobianOptions, of: str = "lazy data") -> None:
+def refuse_for_chunks(options: JacobianOptions, data_kind: str = "lazy data") -> None:
     """Raise UnsupportedError for Jacobian options that apply to one batch only: ``sketch``, ``rtol``, ``out``."""
     for name in ("sketch", "rtol", "out"):
         if getattr(options, name) is not None:
-            what = f"{name}= applies to one batch, not to {of}."
-            hint = 'result.save("jacobian.zarr") writes chunk by chunk' if (name, of) == ("out", "lazy data") else None
-            raise UnsupportedError(what, got=f"{name}= and {of}", expected="one batch", hint=hint)
+            message = f"{name}= applies to one batch, not to {data_kind}."
+            hint = (
+                'result.save("jacobian.zarr") writes chunk by chunk'
+                if (name, data_kind) == ("out", "lazy data")
+                else None
+            )
+            raise UnsupportedError(message, got=f"{name}= and {data_kind}", expected="one batch", hint=hint)
 
 
 def mean_over(jacobians: Iterable[tuple[LabelledArray, int]]) -> LabelledArray:
     """Average Jacobians, weighted by their numbers of samples; keep the worst check of all batches."""
-    first: LabelledArray | None = None
+    first_jacobian: LabelledArray | None = None
     total, samples, checks = np.zeros(()), 0, list[Check]()
-    for found, count in jacobians:
-        first = found if first is None else first
-        if found.shape != first.shape:
-            got, hint = f"{found.sizes} after {first.sizes}", "pad all batches to one length"
+    for jacobian, count in jacobians:
+        first_jacobian = jacobian if first_jacobian is None else first_jacobian
+        if jacobian.shape != first_jacobian.shape:
+            got, hint = f"{jacobian.sizes} after {first_jacobian.sizes}", "pad all batches to one length"
             raise InputError("Batches differ in length, so their mean is not defined.", got=got, hint=hint)
-        total, samples = total + found.values.astype(np.float64) * count, samples + count
-        checks = worst([*checks, *found.checks])
-    assert first is not None
-    mean = first.copy(data=(total / samples).astype(first.dtype))
-    compared = {(check.name, check.layer) for check in first.certificate.checks}
-    own = [check for check in checks if (check.name, check.layer) not in compared]
-    mean.attrs |= record(own, first.certificate) | {"samples": samples}
+        total, samples = total + jacobian.values.astype(np.float64) * count, samples + count
+        checks = worst([*checks, *jacobian.checks])
+    assert first_jacobian is not None
+    mean = first_jacobian.copy(data=(total / samples).astype(first_jacobian.dtype))
+    compared = {(check.name, check.layer) for check in first_jacobian.certificate.checks}
+    self_checks = [check for check in checks if (check.name, check.layer) not in compared]
+    mean.attrs |= record(self_checks, first_jacobian.certificate) | {"samples": samples}
     return LabelledArray(mean)
 
 
-_WORDS = {
+_LONG_NAMES = {
     None: "time Jacobian",
     "norm": "norm of the time Jacobian",
     "spectral": "largest singular value of the time Jacobian",
@@ -93,17 +97,17 @@ class JacobianLabels:
 
     def coords(self) -> dict[str, Any]:
         """Return the coordinates of the Jacobian's dimensions: the requested steps, and labels of the inputs."""
-        found: dict[str, Any] = {SAMPLE: self.inputs.find(SAMPLE, self.plan.network.samples)}
+        coords: dict[str, Any] = {SAMPLE: self.inputs.find(SAMPLE, self.plan.network.samples)}
         ends = self.plan.ends
         for dim, end, times in ((OUT_TIME, ends.of, ends.out_times), (IN_TIME, ends.wrt, ends.in_times)):
             if times is not None and end.times is not None:
                 labels = self.inputs.find(TIME, end.times)
-                found[dim] = times if labels is None else labels[times]
-        if ends.wrt.what == "input" and ends.wrt.name.layer is None:
-            found[IN_FEATURE] = self.inputs.find(FEATURE, ends.wrt.size, ends.wrt.name.index)
+                coords[dim] = times if labels is None else labels[times]
+        if ends.wrt.kind == "input" and ends.wrt.name.layer is None:
+            coords[IN_FEATURE] = self.inputs.find(FEATURE, ends.wrt.size, ends.wrt.name.index)
         if self.plan.ends.wrt.bidirectional:
-            found[IN_DIRECTION] = [FORWARD, BACKWARD]
-        return {dim: labels for dim, labels in found.items() if labels is not None and dim in self.plan.dims}
+            coords[IN_DIRECTION] = [FORWARD, BACKWARD]
+        return {dim: labels for dim, labels in coords.items() if labels is not None and dim in self.plan.dims}
 
     def attrs(self, tally: WorkCount, checks: Sequence[Check]) -> dict[str, Any]:
         """Return the attributes of the Jacobian's DataArray: definition, route, mode, cost and self-checks."""
@@ -111,8 +115,8 @@ class JacobianLabels:
         of, wrt = ends.of.name.text, ends.wrt.name.text
         mean = ", averaged over samples" if ends.average else ""
         units = "output units" if ends.projection is None else "the projected output units"
-        found: dict[str, Any] = {
-            "long_name": f"{_WORDS[ends.measure]}{mean}",
+        attributes: dict[str, Any] = {
+            "long_name": f"{_LONG_NAMES[ends.measure]}{mean}",
             "units": "1",
             "definition": _DEFINITIONS[ends.measure].format(of=of, wrt=wrt, units=units) + mean,
             "of": of,
@@ -126,15 +130,17 @@ class JacobianLabels:
             **record(checks),
         }
         if self.frozen:
-            found["long_name"] = f"frozen {found['long_name']}"
-            found["definition"] += "; decay, write and read of whole-sequence layers held constant (arXiv:2403.01590)"
+            attributes["long_name"] = f"frozen {attributes['long_name']}"
+            attributes["definition"] += (
+                "; decay, write and read of whole-sequence layers held constant (arXiv:2403.01590)"
+            )
         if ends.sketch is not None:
-            found["sketch"] = int(ends.sketch)
-            found["definition"] += f", estimated with {ends.sketch} random probes"
+            attributes["sketch"] = int(ends.sketch)
+            attributes["definition"] += f", estimated with {ends.sketch} random probes"
         if tally.pruned:
-            found["pruning_error"] = float(np.sqrt(tally.pruned_error_square))
-            found["pruned_rows"] = int(tally.pruned_rows)
-        return found
+            attributes["pruning_error"] = float(np.sqrt(tally.pruned_error_square))
+            attributes["pruned_rows"] = int(tally.pruned_rows)
+        return attributes
 
     def array(self, values: Any, tally: WorkCount, checks: Sequence[Check]) -> LabelledArray:
         """Label computed values; the last axis (estimate, variance) of a sketch becomes value and standard error."""
@@ -142,27 +148,27 @@ class JacobianLabels:
         if self.plan.ends.sketch is not None:
             squared, variance = values[..., 0], values[..., 1]
             values = np.sqrt(squared)
-            words = {"units": "1", "long_name": "unbiased estimate of the squared Frobenius norm"}
-            coords["norm_squared"] = xr.Variable(dims, squared, words)
-            words = {"units": "1", "long_name": "standard error of norm_squared"}
-            coords["norm_squared_stderr"] = xr.Variable(dims, np.sqrt(variance), words)
-        words = {"units": "1", "long_name": "step is not padding"}
+            attributes = {"units": "1", "long_name": "unbiased estimate of the squared Frobenius norm"}
+            coords["norm_squared"] = xr.Variable(dims, squared, attributes)
+            attributes = {"units": "1", "long_name": "standard error of norm_squared"}
+            coords["norm_squared_stderr"] = xr.Variable(dims, np.sqrt(variance), attributes)
+        attributes = {"units": "1", "long_name": "step is not padding"}
         masks = {time: mask for time, mask in self.masks().items() if {SAMPLE, time} <= set(dims)}
-        coords |= {f"{time}_mask": xr.Variable((SAMPLE, time), mask, words) for time, mask in masks.items()}
-        own, source = self.coords(), self.provenance
-        array = labelled(values, dims, name="jacobian", attrs=attrs, coords=own, provenance=source)
+        coords |= {f"{time}_mask": xr.Variable((SAMPLE, time), mask, attributes) for time, mask in masks.items()}
+        own_coords, source = self.coords(), self.provenance
+        array = labelled(values, dims, name="jacobian", attrs=attrs, coords=own_coords, provenance=source)
         return LabelledArray(array.assign_coords(coords))
 
     def masks(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return masks (sample, step) of the requested steps of either end, if some steps are padding."""
-        every = (one.run.mask for one in self.plan.network.recurrences)
-        known = [np.asarray(to_host(mask)) for mask in every if mask is not None]
-        found, ends = {}, self.plan.ends
+        call_masks = (replayed.run.mask for replayed in self.plan.network.recurrences)
+        present_masks = [np.asarray(to_host(mask)) for mask in call_masks if mask is not None]
+        masks, ends = {}, self.plan.ends
         for time, end, steps in ((OUT_TIME, ends.of, ends.out_times), (IN_TIME, ends.wrt, ends.in_times)):
-            mask = next((mask for mask in known if mask.shape[1] == end.times), None)
+            mask = next((mask for mask in present_masks if mask.shape[1] == end.times), None)
             if mask is not None and steps is not None and not mask.all():
-                found[time] = mask[:, steps].astype(bool)
-        return found
+                masks[time] = mask[:, steps].astype(bool)
+        return masks
 
 
 #: Bytes per chunk of the array on disk.
@@ -183,12 +189,12 @@ class ZarrTarget:
     ) -> None:
         if Path(path).suffix.lower() != ".zarr":
             raise FileError("out= is written in chunks.", got=str(path), expected="a path in .zarr")
-        self.path, self.asked = check_path(path), Path(path)
+        self.path, self.requested_path = check_path(path), Path(path)
         self.labels, self.tally, self.checks = labels, tally, checks
         self.shape, self.dtype = labels.plan.shape, labels.plan.dtype
 
     def __enter__(self) -> ZarrTarget:
-        with self._errors(), replacing_folder(self.path) as folder, new_recording(folder) as self.store:
+        with self._file_errors(), replacing_folder(self.path) as folder, new_recording(folder) as self.store:
             sums = self._lay_out()
         self.store = recording(self.path, sums)
         self.array = self._group()["jacobian"].with_config(_EVERY_CHUNK)
@@ -197,12 +203,12 @@ class ZarrTarget:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is not None:
             return
-        with self._errors():
-            self._note(self.array, finished=True)
+        with self._file_errors():
+            self._write_attributes(self.array, finished=True)
             self.store.seal()
 
     def __setitem__(self, index: tuple[Any, ...], values: Any) -> None:
-        with self._errors():
+        with self._file_errors():
             self.array[index] = np.asarray(values, dtype=self.dtype)
 
     def _lay_out(self) -> dict[str, str]:
@@ -215,7 +221,7 @@ class ZarrTarget:
         array = self._group().create_array(
             "jacobian", shape=self.shape, chunks=chunks, dtype=self.dtype, fill_value=np.nan, config=_EVERY_CHUNK
         )
-        self._note(array, finished=False)
+        self._write_attributes(array, finished=False)
         return self.store.sums
 
     def _template(self) -> xr.DataArray:
@@ -226,25 +232,25 @@ class ZarrTarget:
     def _group(self) -> Any:
         return zarr.open_group(self.store, mode="r+", zarr_format=2)
 
-    def _note(self, array: Any, *, finished: bool) -> None:
+    def _write_attributes(self, array: Any, *, finished: bool) -> None:
         attrs = self._template().attrs
-        plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in attrs.items()}
-        array.attrs.update({**plain, "_ARRAY_DIMENSIONS": list(self.labels.plan.dims), "finished": int(finished)})
+        plain_attrs = {key: value.item() if isinstance(value, np.generic) else value for key, value in attrs.items()}
+        array.attrs.update({**plain_attrs, "_ARRAY_DIMENSIONS": list(self.labels.plan.dims), "finished": int(finished)})
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _file_errors(self) -> Iterator[None]:
         try:
             yield
         except RnnlensError:
             raise
         except OSError as error:
-            raise FileError("The file cannot be written.", got=f"{self.asked}: {error}") from error
+            raise FileError("The file cannot be written.", got=f"{self.requested_path}: {error}") from error
 
     def result(self) -> LabelledArray:
         """Return the written Jacobian, loaded lazily."""
-        found = open_result(self.asked, lazy=True)
-        assert isinstance(found, LabelledArray)
-        return found
+        written = open_result(self.requested_path, lazy=True)
+        assert isinstance(written, LabelledArray)
+        return written
 
 
 def _chunks(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

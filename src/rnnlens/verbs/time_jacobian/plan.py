@@ -42,7 +42,7 @@ class WorkCount:
 class DirectRoute:
     """One recurrence that rows enter at single steps, to be read at its input or at a state."""
 
-    one: ReplayedCall
+    replayed: ReplayedCall
     #: Index of the state that rows enter.
     state: int
     #: (sample or 1, time or 1, row, size): matrix from the state to the rows; None for the state itself.
@@ -57,31 +57,37 @@ class DirectRoute:
     #: Sharing pattern for rows of all state units that never mix; None with a readout or without a pattern.
     pattern: Pattern | None
 
-    def alive(self) -> np.ndarray[Any, Any]:
+    def active_rows(self) -> np.ndarray[Any, Any]:
         """Return the number of active rows at each step of a reverse sweep, in the order of the sweep."""
-        run, ends = self.one.run, self.ends
+        run, ends = self.replayed.run, self.ends
         position = {t: i for i, t in enumerate(run.steps())}
-        outs, ins = sorted(position[t] for t in self.times), [position.get(t, -1) for t in self.in_times]
-        steps = np.arange(max(min(ins), 0), outs[-1] + 1)
-        found: np.ndarray[Any, Any] = ends.rows * (len(outs) - np.searchsorted(outs, steps))
-        return found[::-1]
+        out_positions, in_positions = (
+            sorted(position[t] for t in self.times),
+            [position.get(t, -1) for t in self.in_times],
+        )
+        steps = np.arange(max(min(in_positions), 0), out_positions[-1] + 1)
+        counts: np.ndarray[Any, Any] = ends.rows * (len(out_positions) - np.searchsorted(out_positions, steps))
+        return counts[::-1]
 
     def flops(self, mode: str) -> float:
         """Return the FLOPs of a sweep in a mode, ``"forward"`` or ``"reverse"``."""
-        run, system, ends = self.one.run, self.one.system, self.ends
+        run, system, ends = self.replayed.run, self.replayed.system, self.ends
         if mode == "reverse" and self.pattern is not None:
             features = 1 if self.below is None or ends.measured_by is not None else ends.wrt.size
-            return unit_flops(system, self.state, self.alive() // ends.rows, features)
+            return unit_flops(system, self.state, self.active_rows() // ends.rows, features)
         if mode == "reverse":
-            return reverse_flops(system, self.alive(), self.below is not None)
+            return reverse_flops(system, self.active_rows(), self.below is not None)
         position = {t: i for i, t in enumerate(run.steps())}
-        last, ins = max(position[t] for t in self.times), sorted(position.get(t, -1) for t in self.in_times)
-        alive = ends.wrt.size * np.searchsorted(ins, np.arange(ins[0] + 1, last + 1))
-        return forward_flops(system, int(alive.sum()), 0 if self.readout is None else ends.rows)
+        last_position, in_positions = (
+            max(position[t] for t in self.times),
+            sorted(position.get(t, -1) for t in self.in_times),
+        )
+        active_rows = ends.wrt.size * np.searchsorted(in_positions, np.arange(in_positions[0] + 1, last_position + 1))
+        return forward_flops(system, int(active_rows.sum()), 0 if self.readout is None else ends.rows)
 
     def buffer_bytes(self, mode: str) -> int:
         """Return the buffer bytes per sample for one output step (reverse) or input step (forward)."""
-        system = self.one.system
+        system = self.replayed.system
         if mode == "forward":
             return self.ends.wrt.size * (2 * system.rows + system.scratch) * system.work.itemsize
         rows, features = (self.ends.rows, system.features) if self.pattern is None else (self.pattern.count, 0)
@@ -89,57 +95,63 @@ class DirectRoute:
 
     def unit_bytes(self, mode: str) -> int:
         """Return the extra bytes per sample of a blocked reverse sweep, independent of the number of output steps."""
-        system = self.one.system
+        system = self.replayed.system
         if mode == "forward" or self.below is None or self.pattern is not None:
             return 0
-        length = plan_blocks(system, self.alive(), system.features).length
+        length = plan_blocks(system, self.active_rows(), system.features).length
         width = 3 * system.rows + (2 + length) * system.features + system.scratch
         return system.rows * width * system.work.itemsize if length else 0
 
 
 def direct_route(network: JacobianNetwork, ends: JacobianEnds) -> DirectRoute | None:
     """Return the route of a single sweep; None unless one recurrence with time-local layers is on the path."""
-    above = _from_above(network, ends)
-    if above is None:
+    start = _start_of_rows(network, ends)
+    if start is None:
         return None
-    one, state, readout, step = above
+    replayed, state, readout, step = start
     below = None
     if ends.wrt.port is not None:  # only one local segment leads from the layer's input to the lower end
-        own_input, wrt = one.below()[0], ends.wrt.port
-        found = [(port, *rest) for port in one.below() for rest in _on_path(network, port, wrt)]
-        if len(found) != 1 or found[0][:2] != (own_input, wrt) or found[0][2].kind != "local":
+        own_input, wrt = replayed.lower_ports()[0], ends.wrt.port
+        lower_segments = [
+            (port, *segment) for port in replayed.lower_ports() for segment in _on_path(network, port, wrt)
+        ]
+        if (
+            len(lower_segments) != 1
+            or lower_segments[0][:2] != (own_input, wrt)
+            or lower_segments[0][2].kind != "local"
+        ):
             return None
-        below = found[0][2]
-    elif ends.wrt.within[0] is not one:
+        below = lower_segments[0][2]
+    elif ends.wrt.within[0] is not replayed:
         return None
-    times = ends.out_times or [one.last if step is None else step]
-    pattern = one.system.pattern(state) if readout is None else None
-    return DirectRoute(one, state, readout, below, ends, times, ends.in_times or [-1], pattern)
+    times = ends.out_times or [replayed.last_step if step is None else step]
+    pattern = replayed.system.pattern(state) if readout is None else None
+    return DirectRoute(replayed, state, readout, below, ends, times, ends.in_times or [-1], pattern)
 
 
-def _from_above(
+def _start_of_rows(
     network: JacobianNetwork, ends: JacobianEnds
 ) -> tuple[ReplayedCall, int, Array | None, int | None] | None:
     """Find the recurrence, state, readout and fixed step at which cotangent rows start; None if there is none."""
     of = ends.of
     if of.port is None:
         return of.within[0], of.state, ends.weights, None
-    useful = _on_path(network, of.port, ends.wrt.port)
-    if len(useful) != 1 or useful[0][0] == ends.wrt.port:
+    segments_on_path = _on_path(network, of.port, ends.wrt.port)
+    if len(segments_on_path) != 1 or segments_on_path[0][0] == ends.wrt.port:
         return None
-    port, segment = useful[0]
-    one = network.recurrences[network.returned_by[port]]
-    if port != one.above()[0]:
+    port, segment = segments_on_path[0]
+    replayed = network.recurrences[network.returned_by[port]]
+    if port != replayed.upper_ports()[0]:
         return None
-    rows, sequences = ends.rows_pulled, one.call.returns_sequences
-    if segment.kind == "local" and sequences:
+    rows, has_sequences = ends.rows_pulled, replayed.call.returns_sequences
+    if segment.kind == "local" and has_sequences:
         identity = segment.block is None and ends.weights is None
-        return one, one.run.output_state, None if identity else segment.at_every_step(rows), None
-    if segment.kind == "step" and sequences:
-        return one, one.run.output_state, segment.at_every_step(rows), segment.step
-    if segment.kind == "flat" and not sequences:
+        return replayed, replayed.run.output_state, None if identity else segment.at_every_step(rows), None
+    if segment.kind == "step" and has_sequences:
+        return replayed, replayed.run.output_state, segment.at_every_step(rows), segment.step
+    if segment.kind == "flat" and not has_sequences:
         assert segment.block is not None
-        return one, one.run.output_state, (like(rows[:, 0], segment.block) @ segment.block)[:, None], None
+        return replayed, replayed.run.output_state, (like(rows[:, 0], segment.block) @ segment.block)[:, None], None
     return None
 
 
@@ -147,7 +159,7 @@ def _on_path(network: JacobianNetwork, port: Port, wrt: Port | None) -> list[tup
     """Return the derivatives (segments) of a tensor by those tensors below it that lead to the lower end."""
     return [
         (below, segment)
-        for below, segment in network.around.below(port).items()
+        for below, segment in network.segment_graph.lower_segments(port).items()
         if below == wrt or network.returned_by.get(below) in network.path.recurrences
     ]
 
@@ -171,21 +183,27 @@ class JacobianPiece:
 
 def direct_pieces(direct: DirectRoute, mode: str, memory: int) -> tuple[list[JacobianPiece], int]:
     """Split the direct route into chunks of samples, then of steps; also return the bytes of one chunk."""
-    ends, system = direct.ends, direct.one.system
+    ends, system = direct.ends, direct.replayed.system
     outs, ins = len(direct.times), len(direct.in_times)
-    groups, others = (outs, ins) if mode == "reverse" else (ins, outs)
+    groups, other_count = (outs, ins) if mode == "reverse" else (ins, outs)
     collected = math.prod(ends.tail) if ends.measured_by is not None else ends.rows * ends.wrt.size
-    per_group = direct.buffer_bytes(mode) + others * collected * system.work.itemsize
+    per_group = direct.buffer_bytes(mode) + other_count * collected * system.work.itemsize
     block = min(BLOCK_BUDGET, system.time * system.numbers(True) * system.work.itemsize)
     units = direct.unit_bytes(mode)
-    room = max(memory - block, per_group + units)
-    samples = max(1, min(system.batch, room // max(1, per_group * groups + units)))
-    count = groups if samples * (groups * per_group + units) <= room else max(1, (room - units) // per_group)
+    available_bytes = max(memory - block, per_group + units)
+    samples = max(1, min(system.batch, available_bytes // max(1, per_group * groups + units)))
+    count = (
+        groups
+        if samples * (groups * per_group + units) <= available_bytes
+        else max(1, (available_bytes - units) // per_group)
+    )
     pieces = []
     for rows in _slices(system.batch, samples):
         for part in _slices(groups, count):
-            whole = slice(0, others)
-            pieces.append(JacobianPiece(rows, part, whole) if mode == "reverse" else JacobianPiece(rows, whole, part))
+            all_others = slice(0, other_count)
+            pieces.append(
+                JacobianPiece(rows, part, all_others) if mode == "reverse" else JacobianPiece(rows, all_others, part)
+            )
     return pieces, int(block * min(samples, system.batch) + samples * (count * per_group + units))
 
 
@@ -194,7 +212,7 @@ def composed_pieces(
 ) -> tuple[list[JacobianPiece], int]:
     """Split the output steps into chunks whose cotangents fit into memory; also return the bytes of one chunk."""
     if recurrences:
-        systems = [one.system for one in recurrences]
+        systems = [replayed.system for replayed in recurrences]
         widest = max(system.features + 2 * system.rows + system.columns for system in systems)
         per_step = sum(system.features + system.columns for system in systems) + 2 * ends.wrt.size
         numbers = max(system.time for system in systems) * per_step + 2 * widest
@@ -234,12 +252,12 @@ class JacobianPart:
     #: Memory of one piece besides its result.
     working_bytes: int
     #: Index along each direction axis of the result.
-    place: Mapping[str, int]
+    direction_index: Mapping[str, int]
     rtol: float | None = None
 
     def __str__(self) -> str:
-        where = "".join(f", {axis} {index}" for axis, index in self.place.items())
-        return f"{self.route}, {self.mode}{where}: " + "; ".join(map(str, self.pieces))
+        place_text = "".join(f", {axis} {index}" for axis, index in self.direction_index.items())
+        return f"{self.route}, {self.mode}{place_text}: " + "; ".join(map(str, self.pieces))
 
 
 @dataclass(frozen=True)
@@ -260,8 +278,8 @@ class JacobianPlan:
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{dim} {size}" for dim, size in zip(self.dims, self.shape, strict=False))
-        head = f"d {self.ends.of.name.text} / d {self.ends.wrt.name.text}: {sizes}; {format_memory(self.peak_bytes)}"
-        return "\n".join([head, *(f"  {part}" for part in self.parts)])
+        title = f"d {self.ends.of.name.text} / d {self.ends.wrt.name.text}: {sizes}; {format_memory(self.peak_bytes)}"
+        return "\n".join([title, *(f"  {part}" for part in self.parts)])
 
 
 def make_plan(options: JacobianOptions, network: JacobianNetwork) -> JacobianPlan:
@@ -275,7 +293,7 @@ def plan_for(
     network: JacobianNetwork, ends: JacobianEnds, mode: str, rtol: float | None, memory: int, *, streamed: bool
 ) -> JacobianPlan:
     """Plan the time Jacobian between two ends; ``streamed`` results are written to disk and take no memory."""
-    possible = {
+    possible_sizes = {
         SAMPLE: None if ends.average else network.samples,
         OUT_TIME: None if ends.out_times is None else len(ends.out_times),
         DIRECTION: 2 if ends.of.bidirectional else None,
@@ -284,49 +302,54 @@ def plan_for(
         IN_DIRECTION: 2 if ends.wrt.bidirectional else None,
         IN_FEATURE: ends.wrt.size if ends.measure is None else None,
     }
-    sizes, dtype = {dim: size for dim, size in possible.items() if size is not None}, network.dtype
+    sizes, dtype = {dim: size for dim, size in possible_sizes.items() if size is not None}, network.dtype
     shape = (*sizes.values(), *ends.tail)
     size = math.prod(shape) * dtype.itemsize
     if size > memory and not streamed:
-        raise _too_large(size, memory, ends)
-    room = memory if streamed else max(memory - size, LEAST_ROOM)
+        raise _too_large_error(size, memory, ends)
+    available_bytes = memory if streamed else max(memory - size, LEAST_ROOM)
     # One part per direction of a bidirectional end.
-    sides: list[list[tuple[JacobianEnd, dict[str, int]]]] = [
-        [(replace(end, within=(one,)), {axis: i}) for i, one in enumerate(end.within)]
+    ends_by_direction: list[list[tuple[JacobianEnd, dict[str, int]]]] = [
+        [(replace(end, within=(replayed,)), {axis: i}) for i, replayed in enumerate(end.within)]
         if end.bidirectional
         else [(end, {})]
         for end, axis in ((ends.of, DIRECTION), (ends.wrt, IN_DIRECTION))
     ]
     parts = tuple(
-        _part(network, replace(ends, of=of, wrt=wrt), {**above, **below}, mode, rtol, room)
-        for (of, above), (wrt, below) in product(*sides)
+        _plan_part(network, replace(ends, of=of, wrt=wrt), {**out_place, **in_place}, mode, rtol, available_bytes)
+        for (of, out_place), (wrt, in_place) in product(*ends_by_direction)
     )
     if streamed:  # the largest result of one piece
         numbers = ends.rows * ends.wrt.size if ends.measured_by is None else 1
         size = max(part.pieces[0].count() for part in parts) * numbers * dtype.itemsize
     peak = max(part.working_bytes for part in parts) + size
-    steps = [len(part.pieces) * (1 if part.direct is None else part.direct.one.system.time) for part in parts]
+    steps = [len(part.pieces) * (1 if part.direct is None else part.direct.replayed.system.time) for part in parts]
     return JacobianPlan(network, ends, parts, tuple(sizes), shape, dtype, peak, sum(steps))
 
 
-def _part(
-    network: JacobianNetwork, ends: JacobianEnds, place: Mapping[str, int], mode: str, rtol: float | None, memory: int
+def _plan_part(
+    network: JacobianNetwork,
+    ends: JacobianEnds,
+    direction_index: Mapping[str, int],
+    mode: str,
+    rtol: float | None,
+    memory: int,
 ) -> JacobianPart:
     """Choose route, mode and pieces that fit into memory for the Jacobian between one direction of either end."""
     network = replace(network, of=ends.of, wrt=ends.wrt)
-    for one in network.recurrences:
-        size = one.system.numbers(True) * one.system.work.itemsize
+    for replayed in network.recurrences:
+        size = replayed.system.numbers(True) * replayed.system.work.itemsize
         if size > memory:  # one step of one sample, as of a convolutional cell
-            what = f"The Jacobian of one step of {one.call.layer!r} is larger than the memory limit."
+            message = f"The Jacobian of one step of {replayed.call.layer!r} is larger than the memory limit."
             hint = "rl.gradients(model, x, of=..., wrt=...) of single outputs needs no such matrix"
-            states = f"{one.system.rows} by {one.system.columns} states: {{}}"
-            must_fit(what, size, hint, got=states, limit=memory)
+            states = f"{replayed.system.rows} by {replayed.system.columns} states: {{}}"
+            must_fit(message, size, hint, got=states, limit=memory)
     direct = direct_route(network, ends) if network.is_cut else None
     if direct is not None:
         if mode == "auto":
             mode = "forward" if direct.flops("forward") < direct.flops("reverse") else "reverse"
         pieces, size = direct_pieces(direct, mode, memory)
-        return JacobianPart("direct", mode, network, ends, direct, tuple(pieces), size, place, rtol)
+        return JacobianPart("direct", mode, network, ends, direct, tuple(pieces), size, direction_index, rtol)
     if rtol is not None:
         raise UnsupportedError(
             "rtol= prunes sweeps through one recurrent layer with only time-local layers around it.",
@@ -341,10 +364,10 @@ def _part(
         )
     pieces, size = composed_pieces(network.recurrences, ends, memory, network.samples)
     route: Literal["composed", "uncut"] = "composed" if network.is_cut else "uncut"
-    return JacobianPart(route, "reverse", network, ends, None, tuple(pieces), size, place)
+    return JacobianPart(route, "reverse", network, ends, None, tuple(pieces), size, direction_index)
 
 
-def _too_large(size: int, memory: int, ends: JacobianEnds) -> TooLargeError:
+def _too_large_error(size: int, memory: int, ends: JacobianEnds) -> TooLargeError:
     """Return the error for a result that would not fit into memory, with cheaper calls as a hint."""
     hints = []
     if ends.measured_by is None:
@@ -353,8 +376,8 @@ def _too_large(size: int, memory: int, ends: JacobianEnds) -> TooLargeError:
         if ends.weights is None:
             hints.append(f'reduce="mean" ({format_memory(size // ends.rows)})')
     if ends.out_times is not None and len(ends.out_times) > 1:
-        one = f'at={{"out_time": [{ends.out_times[-1]}]}}'
-        hints.append(f"{one} ({format_memory(size // len(ends.out_times))})")
+        last_step_only = f'at={{"out_time": [{ends.out_times[-1]}]}}'
+        hints.append(f"{last_step_only} ({format_memory(size // len(ends.out_times))})")
     if not ends.average:
         hints.append('across="mean"')
     hints.append('out="jacobian.zarr", which is written in chunks')

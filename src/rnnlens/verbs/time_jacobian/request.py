@@ -46,8 +46,8 @@ class JacobianOptions:
         if self.mode == "forward":
             raise InputError("A sketch is pulled back.", got='mode="forward"', expected='"auto" or "reverse"')
         if self.out is not None:
-            what = "A sketch cannot be written in chunks."
-            raise InputError(what, got="sketch= and out=", hint="save it")
+            message = "A sketch cannot be written in chunks."
+            raise InputError(message, got="sketch= and out=", hint="save it")
 
 
 @dataclass(frozen=True)
@@ -61,25 +61,25 @@ class JacobianRequest(ModelRequest):
 
 
 def read_request(
-    model: Any, batch: Batch, ends: tuple[str, str], options: JacobianOptions, axes: Mapping[str, Any] | None
+    model: Any, batch: Batch, end_names: tuple[str, str], options: JacobianOptions, axes: Mapping[str, Any] | None
 ) -> JacobianRequest:
     """Resolve the names of the two ends on the model, and check all arguments that need no run."""
-    resolved = ModelRequest.resolve(model, batch, axes, ends)
-    of, wrt = (read_one(text, resolved.known) for text in ends)
+    resolved = ModelRequest.resolve(model, batch, axes, end_names)
+    of, wrt = (read_one(text, resolved.catalogue) for text in end_names)
     for role, name in (("of", of), ("wrt", wrt)):
-        if name.what not in _ENDS[role]:
+        if name.kind not in _ENDS[role]:
             hint = "rl.gradients differentiates the loss, and by weights and gates"
-            what = f"{role}={name.text!r} has no time Jacobian."
-            raise UnsupportedError(what, expected=_EXAMPLES[role], hint=hint)
-    kind = integer_dtype(wrt, batch)
-    if kind is not None:
-        instead = names_behind_ids(resolved.adapter, model, batch, resolved.known)
-        hint = " or ".join(f'wrt="{name}"' for name in instead) or 'x.astype("float32")'
-        got = f"{wrt.text} of dtype {kind}"
+            message = f"{role}={name.text!r} has no time Jacobian."
+            raise UnsupportedError(message, expected=_EXAMPLES[role], hint=hint)
+    integer_kind = integer_dtype(wrt, batch)
+    if integer_kind is not None:
+        alternatives = names_behind_ids(resolved.adapter, model, batch, resolved.catalogue)
+        hint = " or ".join(f'wrt="{name}"' for name in alternatives) or 'x.astype("float32")'
+        got = f"{wrt.text} of dtype {integer_kind}"
         raise InputError("Integers have no derivative.", got=got, expected="floats", hint=hint)
-    if batch.frozen and not resolved.known.sequences:
-        what = "frozen=True holds the coefficients of whole-sequence layers, and this model has none."
-        raise InputError(what, got=type(model).__name__, expected="a model with a layer of Mamba or a delta rule")
+    if batch.frozen and not resolved.catalogue.sequences:
+        message = "frozen=True holds the coefficients of whole-sequence layers, and this model has none."
+        raise InputError(message, got=type(model).__name__, expected="a model with a layer of Mamba or a delta rule")
     return JacobianRequest(**vars(resolved), of=of, wrt=wrt, options=options)
 
 
@@ -95,13 +95,13 @@ _EXAMPLES = {
 
 def integer_dtype(wrt: TensorName, batch: Batch) -> str | None:
     """Return the dtype of an input of the model that holds integers; None for any other tensor."""
-    if wrt.what != "input" or wrt.layer is not None:
+    if wrt.kind != "input" or wrt.layer is not None:
         return None
     leaves = arrays_of(batch.x)
     if wrt.index >= len(leaves):
         raise InputError(f"The model has no {wrt.text}.", got=f"{len(leaves)} inputs")
-    kind = dtype_name(leaves[wrt.index])
-    return None if "float" in kind or "complex" in kind else kind
+    dtype = dtype_name(leaves[wrt.index])
+    return None if "float" in dtype or "complex" in dtype else dtype
 
 
 Reduce = Callable[[Array], Array]
@@ -119,7 +119,7 @@ class JacobianEnd:
     port: Port | None
     #: Inside a recurrence: ``"state"``, ``"final_state"``, ``"initial_state"`` or ``"output"``, and the index of the
     #: state.
-    what: str
+    kind: str
     state: int
     #: Size per step, and number of steps; None without a time axis.
     size: int
@@ -191,14 +191,16 @@ def ends_of(of: JacobianEnd, wrt: JacobianEnd, options: JacobianOptions, samples
     measure = "norm" if options.sketch is not None else options.measure
     weights = projection
     if options.sketch is not None:
-        each = 2 * 8 * of.size * (of.times or 1) * samples
-        what, limit = "The random probes of sketch= are larger than the memory limit.", options.memory
-        hint = f"sketch={max(2, min(100, limit // each))}; without sketch= the norm is exact and often cheaper"
-        must_fit(what, options.sketch * each, hint, got=f"sketch={options.sketch}: {{}}", limit=limit)
+        bytes_per_probe = 2 * 8 * of.size * (of.times or 1) * samples
+        message, limit = "The random probes of sketch= are larger than the memory limit.", options.memory
+        hint = (
+            f"sketch={max(2, min(100, limit // bytes_per_probe))}; without sketch= the norm is exact and often cheaper"
+        )
+        must_fit(message, options.sketch * bytes_per_probe, hint, got=f"sketch={options.sketch}: {{}}", limit=limit)
         weights = probe_signs(options.sketch, of.size, of.times or 1, samples, seed=0)
     elif measure in ("sum", "mean"):
-        combined = np.sum if measure == "sum" else np.mean
-        weights = _projection(measure, of.size) if projection is None else combined(projection, axis=2, keepdims=True)
+        combine = np.sum if measure == "sum" else np.mean
+        weights = _projection(measure, of.size) if projection is None else combine(projection, axis=2, keepdims=True)
     outs = _chosen_times(options.at, OUT_TIME, of.times)
     ins = _chosen_times(options.at, IN_TIME, wrt.times)
     return JacobianEnds(of, wrt, outs, ins, projection, weights, measure, options.sketch, options.across is not None)
@@ -217,8 +219,8 @@ def _projection(reduce: Any, size: int) -> Rows:
             got=f"shape {np.shape(to_host(reduce))}",
             expected=f"({size},) or (k, {size}), finite",
         )
-    found: Rows = matrix[None, None]
-    return found
+    rows: Rows = matrix[None, None]
+    return rows
 
 
 def _chosen_times(at: Mapping[str, Any], dim: str, count: int | None) -> list[int] | None:
@@ -236,10 +238,10 @@ def _chosen_times(at: Mapping[str, Any], dim: str, count: int | None) -> list[in
             expected = f"some of the {count} steps from 0"
             raise InputError(f"{argument} names no steps.", got=repr(times), expected=expected)
         return steps
-    listed = [times] if isinstance(times, int) else list(times)
-    if not all(-count <= t < count for t in listed):
+    time_list = [times] if isinstance(times, int) else list(times)
+    if not all(-count <= t < count for t in time_list):
         raise InputError(f"{argument} names a step that does not exist.", got=repr(times), expected=f"0 to {count - 1}")
-    steps = [t % count for t in listed]
+    steps = [t % count for t in time_list]
     if len(set(steps)) < len(steps):
         raise InputError(f"{argument} names a step twice.", got=repr(times))
     return steps

@@ -21,8 +21,8 @@ from ...layout import Layout, canonical_order
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
-from ..axes import patterns, reached, refusal
-from ..chain import dense, pull_dense_rows
+from ..axes import patterns, reached, refusal_of_coupling
+from ..chain import dense_values, pull_dense_rows
 from ..recurrent_layers import ReplayedLayers
 from .request import JacobianRequest
 
@@ -61,20 +61,20 @@ class OuterTensor:
         assert self.layout is not None
         return dict(zip(self.layout.names, self.layout.sizes(self.shape, self.count), strict=True))
 
-    def closed(self, rows: Array) -> Array:
+    def to_framework(self, rows: Array) -> Array:
         """Convert rows (row, sample, [time,] feature) to the framework's layout."""
         if self.layout is not None:
             rows = rows[:, list(self.layout.order)] if self.layout.order else rows
             order = canonical_order(self.layout.names)
             sizes = list(self._sizes.values())
             rows = rows.reshape((rows.shape[0], *(sizes[i] for i in order)))
-            rows = _permuted(rows, [order.index(i) for i in range(len(order))])
+            rows = _permute_rows(rows, [order.index(i) for i in range(len(order))])
         return rows.reshape((rows.shape[0], *self.shape))
 
-    def opened(self, rows: Array) -> Array:
+    def from_framework(self, rows: Array) -> Array:
         """Convert rows from the framework's layout to (row, sample, [time,] feature)."""
         if self.layout is not None:
-            rows = _permuted(self.layout.opened(rows, self.count, lead=1), canonical_order(self.layout.names))
+            rows = _permute_rows(self.layout.opened(rows, self.count, lead=1), canonical_order(self.layout.names))
         steps = () if self.times is None else (self.times,)
         rows = rows.reshape((rows.shape[0], self.samples, *steps, self.features))
         return (
@@ -82,13 +82,13 @@ class OuterTensor:
         )
 
 
-def _permuted(rows: Array, order: Sequence[int]) -> Array:
+def _permute_rows(rows: Array, order: Sequence[int]) -> Array:
     """Permute all axes except the first one."""
     axes = (0, *(1 + i for i in order))
     return np.transpose(rows, axes) if isinstance(rows, np.ndarray) else rows.permute(axes)
 
 
-def moved(array: Array, origin: int, target: int) -> Array:
+def move_axis(array: Array, origin: int, target: int) -> Array:
     """Move one axis of an array to another position."""
     return np.moveaxis(array, origin, target) if isinstance(array, np.ndarray) else array.movedim(origin, target)
 
@@ -116,19 +116,19 @@ class Segment:
     def apply(self, rows: Array) -> Array:
         """Pull cotangent rows (sample, row, [time,] feature) through a segment of any kind but ``"through"``."""
         if self.kind == "step":
-            one = rows if self.block is None else rows @ like(self.block, rows)
-            whole = np.zeros if isinstance(rows, np.ndarray) else rows.new_zeros
-            field = whole((*one.shape[:2], self.below.times, self.below.features), dtype=one.dtype)
-            field[:, :, self.step] = one
+            step_rows = rows if self.block is None else rows @ like(self.block, rows)
+            zeros = np.zeros if isinstance(rows, np.ndarray) else rows.new_zeros
+            field = zeros((*step_rows.shape[:2], self.below.times, self.below.features), dtype=step_rows.dtype)
+            field[:, :, self.step] = step_rows
             return field
         if self.block is None:
             return rows
         if self.kind == "flat":
-            flat = rows @ like(self.block, rows)
-            tail = (self.below.features,) if self.below.times is None else (self.below.times, self.below.features)
-            return flat.reshape((*rows.shape[:2], *tail))
+            flat_rows = rows @ like(self.block, rows)
+            lower_axes = (self.below.features,) if self.below.times is None else (self.below.times, self.below.features)
+            return flat_rows.reshape((*rows.shape[:2], *lower_axes))
         # (sample, time, row, above) @ (sample, time, above, below)
-        return moved(moved(rows, 1, 2) @ like(self.block, rows), 2, 1)
+        return move_axis(move_axis(rows, 1, 2) @ like(self.block, rows), 2, 1)
 
     def at_every_step(self, rows: Array) -> Array:
         """Pull rows (sample or 1, time or 1, row, feature above) through a local segment or one of a single step."""
@@ -144,64 +144,71 @@ _MANY = 64
 def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> dict[Port, Segment]:
     """Find the derivatives of a tensor by all tensors directly below it, by pulling probe cotangents back."""
     (steps, on_steps), (samples, on_samples) = _subset_rows(top, 1), _subset_rows(top, 0)
-    found: Mapping[Port, Array | None] = {}
-    units = np.zeros((0, *steps.shape[1:]))
+    pulled_rows: Mapping[Port, Array | None] = {}
+    unit_rows = np.zeros((0, *steps.shape[1:]))
     if top.features > _MANY and len(steps):
-        found = pull(top.port, np.concatenate([steps, samples]))
+        pulled_rows = pull(top.port, np.concatenate([steps, samples]))
     # Rows that start at some steps are the first of those found: a segment may be local if they come from these alone.
-    if not found or any(
+    if not pulled_rows or any(
         rows is not None and tensors[port].times == top.times and _vanishes_elsewhere(rows[: len(on_steps)], on_steps)
-        for port, rows in found.items()
+        for port, rows in pulled_rows.items()
     ):
-        n = top.features
-        units = np.zeros((n, top.samples, top.times or 1, n))  # one cotangent for each feature, on at all steps
-        units[np.arange(n), :, :, np.arange(n)] = 1
-        units = units if top.times is not None else units[:, :, 0]
-        found = pull(top.port, np.concatenate([units, steps, samples]))
-    _refuse_coupled(found, on_samples)
-    segments = {top.port: Segment("local", top, top)} if top.port in found else {}
-    for port, rows in found.items():
+        features = top.features
+        # One cotangent for each feature, on at all steps.
+        unit_rows = np.zeros((features, top.samples, top.times or 1, features))
+        unit_rows[np.arange(features), :, :, np.arange(features)] = 1
+        unit_rows = unit_rows if top.times is not None else unit_rows[:, :, 0]
+        pulled_rows = pull(top.port, np.concatenate([unit_rows, steps, samples]))
+    _refuse_coupled(pulled_rows, on_samples)
+    segments = {top.port: Segment("local", top, top)} if top.port in pulled_rows else {}
+    for port, rows in pulled_rows.items():
         if port == top.port or rows is None or not bool((rows != 0).any()):
             continue
-        own, apart = rows[: len(units)], rows[len(units) : len(units) + len(steps)]
-        segments[port] = _probed(top, tensors[port], own, _vanishes_elsewhere(apart, on_steps))
+        pulled_units, pulled_steps = rows[: len(unit_rows)], rows[len(unit_rows) : len(unit_rows) + len(steps)]
+        segments[port] = _classified_segment(
+            top, tensors[port], pulled_units, _vanishes_elsewhere(pulled_steps, on_steps)
+        )
     return segments
 
 
-def _probed(above: OuterTensor, below: OuterTensor, rows: Array, each_step_by_itself: bool) -> Segment:
+def _classified_segment(above: OuterTensor, below: OuterTensor, rows: Array, each_step_by_itself: bool) -> Segment:
     """Return the derivative (segment) of one tensor by another from pulled-back unit cotangents, and classify it."""
     if above.times is None:
-        first = moved(rows, 0, 1)
-        return Segment("flat", above, below, first.reshape((first.shape[0], first.shape[1], -1)))
+        flat_rows = move_axis(rows, 0, 1)
+        return Segment("flat", above, below, flat_rows.reshape((flat_rows.shape[0], flat_rows.shape[1], -1)))
     if below.times != above.times or not each_step_by_itself:
         return Segment("through", above, below)
-    block = moved(rows, 0, 2)
+    block = move_axis(rows, 0, 2)
     if above.features == below.features and bool((to_host(block) == np.eye(above.features)).all()):
         return Segment("local", above, below)
-    same = block[:1, :1]
-    return Segment("local", above, below, same if bool((block == same).all()) else block)
+    one_block = block[:1, :1]
+    return Segment("local", above, below, one_block if bool((block == one_block).all()) else block)
 
 
-def _vanishes_elsewhere(rows: Array, on: Array) -> bool:
+def _vanishes_elsewhere(rows: Array, is_start: Array) -> bool:
     """Return whether rows reach only the steps at which they started; False without a time axis."""
-    return rows.ndim == 4 and rows.shape[2] == on.shape[1] and not bool((to_host(rows) * ~on[:, None, :, None]).any())
+    return (
+        rows.ndim == 4
+        and rows.shape[2] == is_start.shape[1]
+        and not bool((to_host(rows) * ~is_start[:, None, :, None]).any())
+    )
 
 
-def _refuse_coupled(found: Mapping[Port, Array | None], on: Array) -> None:
-    for port, rows in found.items():
-        if rows is not None and len(on):
-            hit = reached(to_host(rows[len(rows) - len(on) :]), 0, 1)
-            if hit.shape == on.shape and bool((hit & ~on).any()):
-                raise refusal("The time Jacobian", port)
+def _refuse_coupled(pulled_rows: Mapping[Port, Array | None], is_start: Array) -> None:
+    for port, rows in pulled_rows.items():
+        if rows is not None and len(is_start):
+            reached_samples = reached(to_host(rows[len(rows) - len(is_start) :]), 0, 1)
+            if reached_samples.shape == is_start.shape and bool((reached_samples & ~is_start).any()):
+                raise refusal_of_coupling("The time Jacobian", port)
 
 
 def _subset_rows(top: OuterTensor, axis: int) -> tuple[Array, Array]:
     """Return random rows on subsets of the samples (axis 0) or steps (1), and the subsets, which separate any two."""
     shape = (top.samples, *(() if top.times is None else (top.times,)), top.features)
     size = top.samples if axis == 0 else top.times or 1
-    on = patterns(size) if size > 1 else np.zeros((0, size), dtype=bool)
-    rows = np.random.default_rng(axis).normal(size=(len(on), *shape))
-    return rows * on.reshape(len(on), *(size if i == axis else 1 for i in range(len(shape)))), on
+    subsets = patterns(size) if size > 1 else np.zeros((0, size), dtype=bool)
+    rows = np.random.default_rng(axis).normal(size=(len(subsets), *shape))
+    return rows * subsets.reshape(len(subsets), *(size if i == axis else 1 for i in range(len(shape)))), subsets
 
 
 @dataclass
@@ -217,11 +224,11 @@ class SegmentGraph:
     segments: dict[Port, dict[Port, Segment]] = field(default_factory=dict)
     _uncoupled: set[Port] = field(default_factory=set)
 
-    def below(self, port: Port) -> Mapping[Port, Segment]:
+    def lower_segments(self, port: Port) -> Mapping[Port, Segment]:
         """Return the derivatives (segments) of a tensor by the tensors directly below it; they are probed once."""
         if port not in self.segments:
-            known = self.pullback is not None
-            self.segments[port] = probe(self.pull, self.tensors[port], self.tensors) if known else {}
+            has_pullback = self.pullback is not None
+            self.segments[port] = probe(self.pull, self.tensors[port], self.tensors) if has_pullback else {}
         return self.segments[port]
 
     def pull(self, port: Port, rows: Array) -> Mapping[Port, Array | None]:
@@ -231,50 +238,57 @@ class SegmentGraph:
     def pull_all(self, rows: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
         """Let the framework pull cotangent rows of several tensors back together; gradients at a port are summed."""
         assert self.pullback is not None
-        cotangents = {port: like(self.tensors[port].closed(some), self.values[port]) for port, some in rows.items()}
-        found = self.pullback.vjp(cotangents)
-        return {port: None if a is None else self.tensors[port].opened(a) for port, a in found.items()}
+        cotangents = {
+            port: like(self.tensors[port].to_framework(cotangent_rows), self.values[port])
+            for port, cotangent_rows in rows.items()
+        }
+        gradients = self.pullback.vjp(cotangents)
+        return {port: None if a is None else self.tensors[port].from_framework(a) for port, a in gradients.items()}
 
-    def through(self, port: Port, rows: Array, only: Collection[Port] | None = None) -> dict[Port, Array]:
+    def pull_through(self, port: Port, rows: Array, only: Collection[Port] | None = None) -> dict[Port, Array]:
         """Pull cotangent rows (sample, row, [time,] feature) of a tensor back to the tensors directly below it."""
-        segments = {p: segment for p, segment in self.below(port).items() if only is None or p in only}
-        found = {below: segment.apply(rows) for below, segment in segments.items() if segment.kind != "through"}
-        rest = [below for below, segment in segments.items() if segment.kind == "through"]
-        if rest:
-            pulled = self.pull(port, moved(rows, 0, 1))
-            arrived = {below: pulled[below] for below in rest}
-            found |= {below: like(moved(a, 0, 1), rows) for below, a in arrived.items() if a is not None}
-        return found
+        segments = {p: segment for p, segment in self.lower_segments(port).items() if only is None or p in only}
+        pulled_rows = {below: segment.apply(rows) for below, segment in segments.items() if segment.kind != "through"}
+        through_ports = [below for below, segment in segments.items() if segment.kind == "through"]
+        if through_ports:
+            pulled = self.pull(port, move_axis(rows, 0, 1))
+            lower_rows = {below: pulled[below] for below in through_ports}
+            pulled_rows |= {below: like(move_axis(a, 0, 1), rows) for below, a in lower_rows.items() if a is not None}
+        return pulled_rows
 
     def refuse_coupled(self, port: Port) -> None:
         """Raise if cotangents of some samples of a tensor reach other samples; tested once."""
         if port not in self._uncoupled:
-            rows, on = _subset_rows(self.tensors[port], 0)
-            if len(on):
-                _refuse_coupled(self.pull(port, rows), on)
+            rows, subsets = _subset_rows(self.tensors[port], 0)
+            if len(subsets):
+                _refuse_coupled(self.pull(port, rows), subsets)
             self._uncoupled.add(port)
 
 
 def known_chain(
-    request: JacobianRequest, inside: ReplayedLayers, of: Port | None, wrt: Port | None
+    request: JacobianRequest, replayed_layers: ReplayedLayers, of: Port | None, wrt: Port | None
 ) -> SegmentGraph | None:
     """Return the derivatives between recurrences of a known chain that gives the captured values; else None."""
-    layers = inside.chain or request.adapter.chain(request.model, training=request.batch.training)
-    if layers is None or any(len(both) != 1 for both in inside.by_layer.values()):
+    layers = replayed_layers.chain or request.adapter.chain(request.model, training=request.batch.training)
+    if layers is None or any(len(directions) != 1 for directions in replayed_layers.by_layer.values()):
         return None
-    chain = _Chain(layers, inside, data.leaves_of(request.batch.x))
-    return chain.graph(of, wrt) if chain.fits(inside.output) else None
+    chain = _Chain(layers, replayed_layers, data.leaves_of(request.batch.x))
+    return chain.graph(of, wrt) if chain.fits(replayed_layers.output) else None
 
 
 class _Chain:
     """A chain of known layers, with the values before and after every layer, computed from the captured outputs."""
 
-    def __init__(self, layers: Sequence[ChainLink], inside: ReplayedLayers, leaves: Sequence[Any]) -> None:
-        self.layers, self.calls = list(layers), {one.call.layer: one for one in inside.calls}
-        first = to_host(leaves[0]) if len(leaves) == 1 else None
-        self.input = None if first is None or first.dtype.kind != "f" or not self._is_plain(0) else first
-        self.before: list[Any] = []
-        self.after: list[Any] = []
+    def __init__(self, layers: Sequence[ChainLink], replayed_layers: ReplayedLayers, leaves: Sequence[Any]) -> None:
+        self.layers, self.calls = list(layers), {replayed.call.layer: replayed for replayed in replayed_layers.calls}
+        first_input = to_host(leaves[0]) if len(leaves) == 1 else None
+        self.input = (
+            None
+            if first_input is None or first_input.dtype.kind != "f" or not self._has_samples_first(0)
+            else first_input
+        )
+        self.inputs: list[Any] = []
+        self.outputs: list[Any] = []
 
     def fits(self, output: Any) -> bool:
         """Compute the values of all layers; return whether they equal the captured inputs and output."""
@@ -283,31 +297,31 @@ class _Chain:
         dtype = to_host(next(iter(self.calls.values())).call.input).dtype
         value = self.input = None if self.input is None else self.input.astype(dtype, copy=False)
         for i, layer in enumerate(self.layers):
-            self.before.append(value)
+            self.inputs.append(value)
             if layer.kind == "recurrent":
                 call = self.calls[layer.name].call
-                self.before[-1] = to_host(call.input)
-                if value is not None and not _is_close(self.before[-1], value):
+                self.inputs[-1] = to_host(call.input)
+                if value is not None and not _is_close(self.inputs[-1], value):
                     return False
-                for at in range(i - 1, -1, -1):  # an embedding returns what the layer above it is fed
-                    if self.after[at] is not None or self.layers[at].kind not in ("table", "same"):
+                for lower_index in range(i - 1, -1, -1):  # an embedding returns what the layer above it is fed
+                    if self.outputs[lower_index] is not None or self.layers[lower_index].kind not in ("table", "same"):
                         break
-                    self.after[at] = self.before[-1]
-                    if self.layers[at].kind == "table":
+                    self.outputs[lower_index] = self.inputs[-1]
+                    if self.layers[lower_index].kind == "table":
                         break
                 value = to_host(call.output)
             elif layer.kind == "table":
                 value = None
             elif value is not None and layer.kind == "dense":
-                value = dense(layer, value)[1]
+                value = dense_values(layer, value)[1]
             elif value is not None and layer.kind == "step":
                 value = value[:, layer.step]
-            self.after.append(value)
-        return value is None or output is None or not self._is_plain(-1) or _is_close(to_host(output), value)
+            self.outputs.append(value)
+        return value is None or output is None or not self._has_samples_first(-1) or _is_close(to_host(output), value)
 
-    def _is_plain(self, place: int) -> bool:
+    def _has_samples_first(self, position: int) -> bool:
         """Return whether the framework's tensor after a layer has samples first, then time."""
-        axes = self.layers[place].axes
+        axes = self.layers[position].axes
         return axes[:1] in ((), (SAMPLE,)) and (TIME not in axes or axes[1] == TIME)
 
     def graph(self, of: Port | None, wrt: Port | None) -> SegmentGraph | None:
@@ -317,68 +331,71 @@ class _Chain:
             above.is_state and wrt == Port("output", self.layers[i - 1].name) for i, above in layers
         ):
             return None  # its final state is read instead
-        starts = {} if of is None else {of: self._place(of)}
-        found, outputs = SegmentGraph({}), []
+        start_positions = {} if of is None else {of: self._layer_position(of)}
+        segment_graph, outputs = SegmentGraph({}), []
         for i, layer in layers:
             if layer.kind == "recurrent":
-                below, *initial = self.calls[layer.name].below()
-                starts[below] = i - 1
-                outputs.append(self.calls[layer.name].above()[0])
-                found.segments |= {port: {} for port in initial}
-        for port in [*starts, *([] if wrt is None else [wrt]), *outputs]:
-            place = self._place(port)
-            value = None if place is None else self.input if place < 0 else self.after[place]
+                below, *initial = self.calls[layer.name].lower_ports()
+                start_positions[below] = i - 1
+                outputs.append(self.calls[layer.name].upper_ports()[0])
+                segment_graph.segments |= {port: {} for port in initial}
+        for port in [*start_positions, *([] if wrt is None else [wrt]), *outputs]:
+            position = self._layer_position(port)
+            value = None if position is None else self.input if position < 0 else self.outputs[position]
             if value is None:
                 return None
-            found.tensors[port] = OuterTensor(port, tuple(value.shape))
-            found.values[port] = value
-        for port, place in starts.items():
-            assert place is not None
-            segments = self._segments(found.tensors, port, place, wrt)
+            segment_graph.tensors[port] = OuterTensor(port, tuple(value.shape))
+            segment_graph.values[port] = value
+        for port, position in start_positions.items():
+            assert position is not None
+            segments = self._segments(segment_graph.tensors, port, position, wrt)
             if segments is None:
                 return None
-            found.segments[port] = segments
-        return found
+            segment_graph.segments[port] = segments
+        return segment_graph
 
-    def _place(self, port: Port) -> int | None:
+    def _layer_position(self, port: Port) -> int | None:
         """Return the index of the one layer with this output port, -1 for the model's input; else None."""
         if port.index != 0:
             return None
         if port.layer is None:
-            place = -1 if port.kind == "input" else len(self.layers) - 1
-            return place if self._is_plain(max(place, 0)) else None
-        places = [i for i, layer in enumerate(self.layers) if layer.name == port.layer]
-        if len(places) != 1 or (self.layers[places[0]].kind != "recurrent" and not self._is_plain(places[0])):
+            position = -1 if port.kind == "input" else len(self.layers) - 1
+            return position if self._has_samples_first(max(position, 0)) else None
+        positions = [i for i, layer in enumerate(self.layers) if layer.name == port.layer]
+        if len(positions) != 1 or (
+            self.layers[positions[0]].kind != "recurrent" and not self._has_samples_first(positions[0])
+        ):
             return None
-        return places[0] - (0 if port.kind == "output" else 1)
+        return positions[0] - (0 if port.kind == "output" else 1)
 
     def _segments(
-        self, tensors: Mapping[Port, OuterTensor], top: Port, place: int, wrt: Port | None
+        self, tensors: Mapping[Port, OuterTensor], top: Port, position: int, wrt: Port | None
     ) -> dict[Port, Segment] | None:
         """Return a tensor's derivatives down to the next recurrent layer; None if a value is unknown."""
-        block, found, step = None, {}, None
-        end = None if wrt is None else self._place(wrt)  # what one layer returns the next is fed: one place, two names
-        for i in range(place, -2, -1):
+        block, segments, step = None, {}, None
+        # The output of one layer is the input of the next: one position, two names.
+        end_position = None if wrt is None else self._layer_position(wrt)
+        for i in range(position, -2, -1):
             layer = self.layers[i] if i >= 0 else None
-            recurrent = layer is not None and layer.kind == "recurrent"
-            reached = [wrt] if wrt is not None and i == end else []
-            reached += [Port("output", layer.name)] if layer is not None and recurrent else []
-            for port in reached:
+            is_recurrent = layer is not None and layer.kind == "recurrent"
+            reached_ports = [wrt] if wrt is not None and i == end_position else []
+            reached_ports += [Port("output", layer.name)] if layer is not None and is_recurrent else []
+            for port in reached_ports:
                 above, below, matrix = tensors[top], tensors[port], block
                 kind: Literal["step", "local", "flat"] = "step" if step is not None else "local"
                 if step is None and above.times is None:
                     kind, matrix = "flat", np.eye(above.features)[None] if block is None else block
                     matrix = np.broadcast_to(matrix, (above.samples, *matrix.shape[1:]))
-                found[port] = Segment(kind, above, below, matrix, step or 0)
-            if layer is None or recurrent or layer.kind == "table":
+                segments[port] = Segment(kind, above, below, matrix, step or 0)
+            if layer is None or is_recurrent or layer.kind == "table":
                 break
-            before = self.before[i]
+            layer_input = self.inputs[i]
             if layer.kind == "dense":
-                if before is None:
+                if layer_input is None:
                     return None
-                block = pull_dense_rows(layer, before if step is None else before[:, step], block)
+                block = pull_dense_rows(layer, layer_input if step is None else layer_input[:, step], block)
             step = layer.step if layer.kind == "step" else step
-        return found
+        return segments
 
 
 def _is_close(value: Array, computed: Array) -> bool:

@@ -83,7 +83,7 @@ def test_ends_in_no_chain_of_layers_are_certified_by_a_pull_back_between_them(ca
         warnings.simplefilter("error")
         found = asked(model, **ends)
     assert "Certified: random combinations of its rows" in str(found.attrs["certificate"])
-    monkeypatch.setattr(network, "_port", of_another_layer(network._port))
+    monkeypatch.setattr(network, "_outer_port", of_another_layer(network._outer_port))
     with pytest.warns(rl.errors.SelfCheckWarning, match="differ from the reference run of the model"):
         asked(model, **ends)
 

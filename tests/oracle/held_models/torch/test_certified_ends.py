@@ -140,8 +140,8 @@ def in_reverse(at):
 FAULTS = {
     "states one step earlier": (pullback, "boundary_of", earlier, Attentive, "decoder.hidden", "encoder.output"),
     "by states one step earlier": (pullback, "boundary_of", earlier, Attentive, "output", "decoder.hidden"),
-    "another layer's output": (network, "_port", of_another_layer, Chain, "output", "between.output"),
-    "another layer's states": (network, "_inner", states_of_another_layer, Chain, "upper.hidden", "input"),
+    "another layer's output": (network, "_outer_port", of_another_layer, Chain, "output", "between.output"),
+    "another layer's states": (network, "_inner_end", states_of_another_layer, Chain, "upper.hidden", "input"),
     "steps in reverse": (pullback.PortTable, "find", in_reverse, Attentive, "output", "encoder.output"),
 }
 

@@ -421,7 +421,14 @@ FAULTS = [
     Fault("pull-back by sample", pullback.TorchPullback, "vjp", arrived(lambda g: g * 1.01), "plain", "by sample"),
     Fault("pull-back: another input", capture, "call_model", scaled(1), "plain", "of inputs"),
     Fault("pull-back: another loss", capture, "evaluate", other_loss(lambda v: 2 * v), "stack", "of weights"),
-    Fault("pull-back: halves stacked twice", pull, "side_by_side", result(lambda g: 2 * g), "plain", "of inputs"),
+    Fault(
+        "pull-back: halves stacked twice",
+        pull,
+        "stack_first_cotangents",
+        result(lambda g: 2 * g),
+        "plain",
+        "of inputs",
+    ),
     Fault("states: last step twice", inside.ReplayedCall, "sweep", last_step_twice, "plain", "of states"),
     Fault("states: sweep 1 % larger", inside, "sweep", of_adjoint(gate_grad=lambda g: g * 1.01), "plain", "of states"),
     # The time Jacobian.
