@@ -43,7 +43,7 @@ _thread_state = threading.local()
 _cached_results: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
-def fit_process() -> None:
+def limit_process() -> None:
     """Set numbers of threads and malloc options of this worker process before an engine is imported.
 
     Libraries that are imported later use as many threads as the worker has; otherwise workers of one machine
@@ -64,7 +64,7 @@ def fit_process() -> None:
             libc.mallopt(_M_MMAP_THRESHOLD, _TRIM) or libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP)
 
 
-def fit_thread() -> None:
+def limit_thread() -> None:
     """Limit libraries that are imported already to the worker's threads; some of them keep a limit for each thread."""
     if not hasattr(_thread_state, "limits"):
         _thread_state.limits = threadpool_limits(threads_of_worker())
@@ -81,7 +81,7 @@ def threads_of_worker() -> int:
     return 1
 
 
-def kept(model: Any, token: str, compute: Callable[[], T]) -> T:
+def cached_result(model: Any, token: str, compute: Callable[[], T]) -> T:
     """Return the result of ``compute``, which is called once in this process for each model and ``token`` of a call."""
     model_results = _cached_results.setdefault(model, {})
     if token not in model_results:
@@ -93,16 +93,16 @@ def kept(model: Any, token: str, compute: Callable[[], T]) -> T:
 
 
 @contextmanager
-def naming_samples(rows: tuple[int, int]) -> Iterator[None]:
+def name_failed_samples(rows: tuple[int, int]) -> Iterator[None]:
     """Add the samples of a chunk to the message of any exception raised for it."""
     try:
         yield
     except Exception as error:
         is_rnnlens_error = isinstance(error, RnnlensError) and type(error).__module__ == RnnlensError.__module__
-        raise (type(error) if is_rnnlens_error else UserCodeError)(failed_samples(rows, error)) from None
+        raise (type(error) if is_rnnlens_error else UserCodeError)(failed_samples_text(rows, error)) from None
 
 
-def failed_samples(rows: tuple[int, int], error: Exception) -> str:
+def failed_samples_text(rows: tuple[int, int], error: Exception) -> str:
     """Return the text of an error with the samples ``rows[0]`` to ``rows[1] - 1`` for which it was raised."""
     reason = str(error).strip() or type(error).__name__
     kind = "" if isinstance(error, RnnlensError) else f"{type(error).__name__}: "
@@ -117,13 +117,13 @@ def warn(text: str, category: type[Warning]) -> None:
         warnings.warn(text, category, stacklevel=2)
 
 
-def client() -> Any:
+def current_client() -> Any:
     """Return the Dask client in use, or None; Dask is not imported."""
     distributed: Any = sys.modules.get("distributed")
     return None if distributed is None else distributed.client._get_global_client()
 
 
-def results_of(dask_client: Any, futures: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+def finished_results(dask_client: Any, futures: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
     """Yield each Dask future when it finishes, with its result or exception; cancel the others at an interrupt.
 
     A lost scheduler ends all futures that are left with the error of the connection. The scheduler is told to
@@ -174,7 +174,7 @@ class TravellingModel:
     def pack(self) -> bytes:
         """Return the model as bytes; they are made once."""
         if self._bytes is None:
-            self._bytes = packed(self._model, self._engine)
+            self._bytes = pack_model(self._model, self._engine)
             self._key = hashlib.sha256(self._bytes).hexdigest()
         return self._bytes
 
@@ -195,18 +195,18 @@ class TravellingModel:
         return ("rnnlens-model", self.digest)
 
 
-def packed(model: Any, engine: str) -> bytes:
+def pack_model(model: Any, engine: str) -> bytes:
     """Serialise a model: Keras by its own format, torch modules and others by cloudpickle."""
     package = _keras_package(model)
     if package is not None:
-        return dumps_parts(_keras_parts(model, package), model)
+        return pickle_named_parts(_keras_parts(model, package), model)
     if engine == "tensorflow":
         raise UnsupportedError(
             "A TensorFlow-1 graph belongs to its session and cannot be sent to workers.",
             got=type(model).__name__,
             hint="x.compute() a part of the data here, or load the checkpoint as a tf_keras model",
         )
-    return dumps_parts({"model": model}, model)
+    return pickle_named_parts({"model": model}, model)
 
 
 def _keras_package(model: Any) -> str | None:
@@ -263,7 +263,7 @@ def _layers(model: Any) -> list[Any]:
     return list(flatten()) if flatten is not None else [model]
 
 
-def dumps(value: Any) -> bytes:
+def pickle_value(value: Any) -> bytes:
     """Pickle a value, classes of the user's script by value, and torch modules with parametrizations by their parts."""
     cloudpickle = importlib.import_module("cloudpickle")
     stream = io.BytesIO()
@@ -281,13 +281,13 @@ def dumps(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def dumps_parts(value: Any, parts: Any, name: str = "") -> bytes:
+def pickle_named_parts(value: Any, parts: Any, name: str = "") -> bytes:
     """Pickle a value.
 
     If that fails, raise an error that names the user's object in ``parts`` that cannot be pickled.
     """
     try:
-        return dumps(value)
+        return pickle_value(value)
     except Exception as error:
         path, part_error = unpicklable_part(parts, name)
         raise _serialisation_error(path, part_error or error) from error
@@ -311,7 +311,7 @@ def unpicklable_part(value: Any, path: str = "", depth: int = 6) -> tuple[str, E
     path = path or type(value).__name__
     for name, part in _named_parts(value) if depth else ():
         try:
-            dumps(part)
+            pickle_value(part)
         except Exception as error:
             inner_path, inner_error = unpicklable_part(part, f"{path}.{name}", depth - 1)
             return inner_path, inner_error or error
@@ -347,17 +347,17 @@ def _rebuilt_model(key: str, data: bytes, is_other_process: bool) -> Any:
     with _models_lock:
         if key not in _models:
             if is_other_process:
-                fit_process()
-            _models[key] = unpacked(data)
+                limit_process()
+            _models[key] = unpack_model(data)
             while len(_models) > _MOST_MODELS:
                 _models.popitem(last=False)
         _models.move_to_end(key)
         if is_other_process:
-            fit_thread()
+            limit_thread()
         return _models[key]
 
 
-def unpacked(data: bytes) -> Any:
+def unpack_model(data: bytes) -> Any:
     """Rebuild the model that :func:`packed` serialised."""
     parts = pickle.loads(data)
     if "archive" not in parts:

@@ -90,7 +90,7 @@ def batches(
         )
 
 
-def is_cut(x: Any, batch_size: int | None) -> bool:
+def is_read_in_batches(x: Any, batch_size: int | None) -> bool:
     """Return whether ``x`` is read in batches: a source, a lazily read array, or any data with a batch size."""
     return batch_size is not None or is_source(x) or _is_lazy(x)
 
@@ -99,7 +99,7 @@ def count_batches(x: Any, batch_size: int | None = None, layouts: DataLayouts | 
     """Return how many batches :func:`batches` yields; None if that is unknown before reading."""
     if not is_source(x):
         size = batch_size or _natural_size(x, layouts)
-        return -(-len_of(x, _layouts_of(layouts, "x")) // size)
+        return -(-sample_count(x, _layouts_of(layouts, "x")) // size)
     if is_dataset(x):
         count = int(x.cardinality()) if batch_size is None else -1
         return count if count >= 0 else None
@@ -109,12 +109,12 @@ def count_batches(x: Any, batch_size: int | None = None, layouts: DataLayouts | 
         return None
 
 
-def len_of(x: Any, layouts: Sequence[Layout | None] | None = None) -> int:
+def sample_count(x: Any, layouts: Sequence[Layout | None] | None = None) -> int:
     """Return the number of samples of an array, or of the arrays in a tuple, list or dict."""
     leaves = leaves_of(x)
     if not leaves:
         raise InputError("There is no data.", got=f"{x!r}", expected="an array with at least 1 sample")
-    lengths = {size_of(leaf, layout) for leaf, layout in zip(leaves, layouts or [None] * len(leaves), strict=True)}
+    lengths = {leaf_sample_count(leaf, layout) for leaf, layout in zip(leaves, layouts or [None] * len(leaves), strict=True)}
     if len(lengths) > 1:
         raise InputError(
             "The arrays have different numbers of samples.",
@@ -127,12 +127,12 @@ def len_of(x: Any, layouts: Sequence[Layout | None] | None = None) -> int:
     return count
 
 
-def take(tree: Any, start: int, stop: int) -> Any:
+def samples_of_arrays(tree: Any, start: int, stop: int) -> Any:
     """Return samples ``start:stop`` of an array or nested arrays, repeating an array of one sample; None stays None."""
 
     def cut(leaf: Any) -> Any:
         if _sample_count(leaf) == 1:
-            return tensors.repeated(leaf, stop - start)
+            return tensors.repeat_first_axis(leaf, stop - start)
         return leaf[start:stop]
 
     return None if tree is None else map_leaves(cut, tree)
@@ -151,7 +151,7 @@ def join(trees: Sequence[Any], layouts: Sequence[Layout | None] | None = None) -
     return map_leaves(join_leaf, trees[0])
 
 
-def size_of(leaf: Any, layout: Layout | None) -> int:
+def leaf_sample_count(leaf: Any, layout: Layout | None) -> int:
     """Return the number of samples of one array: without a layout on its first axis, or its packed batch size."""
     if layout is None or layout.sample is None or is_packed(leaf):
         return _sample_count(leaf)
@@ -176,7 +176,7 @@ def samples_of(leaf: Any, layout: Layout | None, start: int, stop: int, count: i
     return leaf[start:stop] if layout is None else layout.cut(leaf, start, stop, count)
 
 
-def padded(packed: Any) -> Any:
+def pad_packed(packed: Any) -> Any:
     """Return a torch ``PackedSequence`` as a padded tensor, samples first, in the caller's order."""
     return sys.modules["torch.nn.utils.rnn"].pad_packed_sequence(packed, batch_first=True)[0]
 
@@ -195,7 +195,7 @@ def _layouts_of(layouts: DataLayouts | None, name: str) -> Sequence[Layout | Non
 
 
 def _batches_of_arrays(data: DataBatch, batch_size: int | None, layouts: DataLayouts | None) -> Iterator[DataBatch]:
-    count = len_of(data.x, _layouts_of(layouts, "x"))
+    count = sample_count(data.x, _layouts_of(layouts, "x"))
     if layouts is None:
         _check_lengths(data)
     size = batch_size or _natural_size(data.x, layouts)
@@ -206,14 +206,14 @@ def _batches_of_arrays(data: DataBatch, batch_size: int | None, layouts: DataLay
     for start in range(0, count, size):
         stop = min(start + size, count)
         yield DataBatch(
-            *(piece(getattr(data, name), _layouts_of(layouts, name), start, stop, count) for name in _PARTS)
+            *(samples_of_tree(getattr(data, name), _layouts_of(layouts, name), start, stop, count) for name in _PARTS)
         )
 
 
 _PARTS = ("x", "y", "sample_weight")
 
 
-def piece(tree: Any, layouts: Sequence[Layout | None] | None, start: int, stop: int, count: int) -> Any:
+def samples_of_tree(tree: Any, layouts: Sequence[Layout | None] | None, start: int, stop: int, count: int) -> Any:
     """Return samples ``start:stop`` of every array in a tree of ``count`` samples; None stays None."""
     if tree is None:
         return None
@@ -222,13 +222,13 @@ def piece(tree: Any, layouts: Sequence[Layout | None] | None, start: int, stop: 
 
 
 def _check_lengths(data: DataBatch) -> None:
-    count = len_of(data.x)
+    count = sample_count(data.x)
     for name in _PARTS[1:]:
         part = getattr(data, name)
-        if part is not None and len_of(part) != count:
+        if part is not None and sample_count(part) != count:
             raise InputError(
                 f"x and {name} have different numbers of samples.",
-                got=f"{count} and {len_of(part)}, the lengths of the first axes of x and {name}",
+                got=f"{count} and {sample_count(part)}, the lengths of the first axes of x and {name}",
                 hint='if another axis counts samples, name the axes: axes={"input": ("time", "sample", "feature"), '
                 f'"{name}": ("time", "sample")}}',
             )
@@ -239,7 +239,7 @@ def _natural_size(x: Any, layouts: DataLayouts | None = None) -> int:
     for leaf, layout in zip(leaves_of(x), _layouts_of(layouts, "x") or [None] * len(leaves_of(x)), strict=True):
         if _is_lazy(leaf):
             return int(leaf.chunks[0 if layout is None or layout.sample is None else layout.sample])
-    return len_of(x, _layouts_of(layouts, "x"))
+    return sample_count(x, _layouts_of(layouts, "x"))
 
 
 def _source_elements(x: Any, batch_size: int | None) -> Iterator[Any]:

@@ -124,7 +124,7 @@ def did_you_mean(name: object, names: Iterable[str]) -> str:
     return f"did you mean {closest[0]!r}? Known: {listing}" if closest else f"one of: {listing}"
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return a short description of any value for an error message, also of a large one or one whose repr fails.
 
     >>> shown("lstm"), shown(list(range(1000)))
@@ -222,7 +222,7 @@ def _shortened(value: object) -> str:
 
 
 @contextmanager
-def runs_again(cell: str) -> Iterator[None]:
+def cell_rerun_errors(cell: str) -> Iterator[None]:
     """Convert exceptions of a user's cell, run outside its model on captured steps, to UnsupportedError.
 
     Raises
@@ -236,11 +236,11 @@ def runs_again(cell: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise UnsupportedError(
-            no_function_of_its_own(cell, f"{type(error).__name__}: {_short_message(error)}")
+            impure_cell_message(cell, f"{type(error).__name__}: {_short_message(error)}")
         ) from error
 
 
-def two_layers_called(name: str) -> str:
+def duplicate_name_message(name: str) -> str:
     """Return the error message for a model with two layers of one name."""
     return message(
         f"Two different layers are called {name!r}.",
@@ -249,7 +249,7 @@ def two_layers_called(name: str) -> str:
     )
 
 
-def no_function_of_its_own(cell: str, got: str) -> str:
+def impure_cell_message(cell: str, got: str) -> str:
     """Return the error message for a cell that reads state which only exists while its model runs."""
     return message(
         f"{cell}, called again with its recorded input and state, returns other values than in the model.",

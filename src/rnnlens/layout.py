@@ -91,7 +91,7 @@ class Layout:
         return array.reshape(tuple(folded))
 
 
-def named(count: int, known_axes: dict[int, Axis], last_name: str) -> Layout:
+def layout_of_axes(count: int, known_axes: dict[int, Axis], last_name: str) -> Layout:
     """Create the layout of a tensor with ``count`` axes, some of them known.
 
     The last unknown axis is called ``last_name`` (features or units), the others ``axis_i``.

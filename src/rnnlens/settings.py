@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
-from .errors import InputError, TooLargeError, shown
+from .errors import InputError, TooLargeError, short_repr
 
 Certify = Literal["auto", "always", "first", "never"]
 
@@ -105,17 +105,17 @@ class options:  # noqa: N801 - called like a function
             new_values["memory"] = parse_memory(memory)
         if progress is not None:
             if not isinstance(progress, bool | np.bool_) and not (isinstance(progress, str) and progress == "auto"):
-                raise InputError("progress= is a switch.", got=shown(progress), expected="True, False or 'auto'")
+                raise InputError("progress= is a switch.", got=short_repr(progress), expected="True, False or 'auto'")
             new_values["progress"] = progress if isinstance(progress, str) else bool(progress)
         if certify is not None:
             if not isinstance(certify, str) or certify not in get_args(Certify):
                 choices = ", ".join(map(repr, get_args(Certify)))
-                raise InputError("certify= is no such switch.", got=shown(certify), expected=f"one of {choices}")
+                raise InputError("certify= is no such switch.", got=short_repr(certify), expected=f"one of {choices}")
             new_values["certify"] = certify
         if compiled is not None:
             if isinstance(compiled, bool) or not isinstance(compiled, int | np.integer) or compiled < 1:
                 expected = "a whole number of compiled runs, at least 1"
-                raise InputError("compiled= must be a whole number.", got=shown(compiled), expected=expected)
+                raise InputError("compiled= must be a whole number.", got=short_repr(compiled), expected=expected)
             new_values["compiled"] = int(compiled)
         self._new_values = new_values
         #: Settings to restore, one entry per ``with`` block entered; creating this object counts as the first.
@@ -147,7 +147,7 @@ def parse_memory(amount: str | int | float) -> int:
     """
     if isinstance(amount, bool) or not isinstance(amount, str | int | float | np.integer | np.floating):
         expected = 'such as "2 GiB", "500 MB" or a number of bytes'
-        raise InputError("This is not an amount of memory.", got=shown(amount), expected=expected)
+        raise InputError("This is not an amount of memory.", got=short_repr(amount), expected=expected)
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+]?[0-9]+)?)\s*([a-z]*)\s*", str(amount)[:100], re.IGNORECASE)
     unit = None if match is None else _unit_bytes(match[2])
     try:
@@ -156,7 +156,7 @@ def parse_memory(amount: str | int | float) -> int:
         size = 0
     if size <= 0:
         expected = 'such as "2 GiB", "500 MB" or a number of bytes'
-        raise InputError("This is not an amount of memory.", got=shown(amount), expected=expected)
+        raise InputError("This is not an amount of memory.", got=short_repr(amount), expected=expected)
     return size
 
 

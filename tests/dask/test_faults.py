@@ -73,7 +73,7 @@ def scheduler(request):
         yield
     else:
         with pytest.MonkeyPatch.context() as patch, dask.config.set(scheduler="threads"):
-            patch.setattr(regions, "client", lambda: None)
+            patch.setattr(regions, "current_client", lambda: None)
             yield
 
 
@@ -203,7 +203,7 @@ def test_a_client_that_was_killed_goes_on_with_what_is_missing(expected, tmp_pat
     assert 3 <= len(before) < 10
     assert not (tmp_path / "g.zarr").exists()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(regions, "client", lambda: None)
+        patch.setattr(regions, "current_client", lambda: None)
         np.testing.assert_array_equal(goes_on(of(seeded(Slow)), tmp_path / "g.zarr", before), expected)
 
 

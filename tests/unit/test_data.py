@@ -118,10 +118,10 @@ def test_zarr_is_read_chunk_by_chunk(tmp_path):
 
 def test_one_initial_state_serves_every_batch():
     state = {"lstm": [np.ones((1, 2)), np.arange(10.0)[:, None]]}
-    first, second = data.take(state, 3, 6)["lstm"]
+    first, second = data.samples_of_arrays(state, 3, 6)["lstm"]
     np.testing.assert_array_equal(first, np.ones((3, 2)))
     np.testing.assert_array_equal(second[:, 0], [3, 4, 5])
-    assert data.take(None, 0, 3) is None
+    assert data.samples_of_arrays(None, 0, 3) is None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 import rnnlens as rl
-from rnnlens.errors import FileError, InputError, LayerNotFoundError, UserCodeError, did_you_mean, raised_by, shown
+from rnnlens.errors import FileError, InputError, LayerNotFoundError, UserCodeError, did_you_mean, raised_by, short_repr
 from rnnlens.results.gradients import Gradients
 from rnnlens.settings import current
 
@@ -257,9 +257,9 @@ def test_a_result_is_asked_by_name():
 
 
 def test_values_are_shown_in_few_words():
-    assert shown(np.zeros((3, 2))) == "ndarray of shape (3, 2)"
-    assert len(shown("x" * 10_000)) < 200
-    assert len(shown([list(range(100))] * 100)) < 400
+    assert short_repr(np.zeros((3, 2))) == "ndarray of shape (3, 2)"
+    assert len(short_repr("x" * 10_000)) < 200
+    assert len(short_repr([list(range(100))] * 100)) < 400
 
 
 def test_an_error_that_cannot_be_joined_with_ours_is_ours_alone():

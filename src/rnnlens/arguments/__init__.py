@@ -16,12 +16,12 @@ from .checks import (
     anything,
     as_name,
     axes_by_name,
-    called,
+    callable_value,
     checked,
     class_weights,
     either,
     kept_steps,
-    listed,
+    as_list,
     loss,
     memory,
     names,
@@ -33,7 +33,7 @@ from .checks import (
     seed_or_none,
     switch,
     text,
-    whole,
+    integer,
 )
 from .data import (
     as_numbers,

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from ..errors import CallError, FileError, InputError, RnnlensError, did_you_mean, has_attribute, shown
+from ..errors import CallError, FileError, InputError, RnnlensError, did_you_mean, has_attribute, short_repr
 from ..settings import parse_memory
 
 #: Most items that are read from an iterator, which may be endless.
@@ -94,7 +94,7 @@ def _call_error(
 def switch(name: str, value: Any) -> bool:
     """Check that ``value`` is True or False, of Python or NumPy, and return a Python bool."""
     if not isinstance(value, bool | np.bool_):
-        raise InputError(f"{name}= is a switch.", got=shown(value), expected="True or False")
+        raise InputError(f"{name}= is a switch.", got=short_repr(value), expected="True or False")
     return bool(value)
 
 
@@ -103,13 +103,13 @@ def one_of(*choices: str) -> Check:
 
     def check(name: str, value: Any) -> str:
         if not isinstance(value, str) or value not in choices:
-            raise InputError(f"{name}= is not understood.", got=shown(value), hint=did_you_mean(value, choices))
+            raise InputError(f"{name}= is not understood.", got=short_repr(value), hint=did_you_mean(value, choices))
         return str(value)
 
     return check
 
 
-def whole(*, least: int | None = None, most: int | None = None) -> Check:
+def integer(*, least: int | None = None, most: int | None = None) -> Check:
     """Return a check that accepts integers from ``least`` to ``most``, without True and False."""
 
     def check(name: str, value: Any) -> int:
@@ -120,7 +120,7 @@ def whole(*, least: int | None = None, most: int | None = None) -> Check:
         if number is None or (least is not None and number < least) or (most is not None and number > most):
             bounds = [f"{name} >= {least}"] * (least is not None) + [f"{name} <= {most}"] * (most is not None)
             expected = ", ".join(["a whole number", *bounds])
-            raise InputError(f"{name}= is a whole number.", got=shown(value), expected=expected)
+            raise InputError(f"{name}= is a whole number.", got=short_repr(value), expected=expected)
         return number
 
     return check
@@ -141,7 +141,7 @@ def number(
             converted = math.nan
         if not math.isfinite(converted) or not least <= converted < below or (above is not None and converted <= above):
             expected = "a finite number" if condition == "{name}" else condition.format(name=name)
-            raise InputError(f"{name}= {what}.", got=shown(value), expected=expected)
+            raise InputError(f"{name}= {what}.", got=short_repr(value), expected=expected)
         return converted
 
     return check
@@ -158,12 +158,12 @@ def text(name: str, value: Any) -> str:
     """Check an argument that is a name, and return it: a string that is not empty, or a graph tensor's name."""
     value = as_name(value)
     if not isinstance(value, str) or not value.strip():
-        raise InputError(f"{name}= is a name.", got=shown(value), expected="a string")
+        raise InputError(f"{name}= is a name.", got=short_repr(value), expected="a string")
     try:
         value.encode()
     except UnicodeEncodeError:
         expected = "text that can be written to a file"
-        raise InputError(f"{name}= holds half a character.", got=shown(value), expected=expected) from None
+        raise InputError(f"{name}= holds half a character.", got=short_repr(value), expected=expected) from None
     return str(value)
 
 
@@ -172,18 +172,18 @@ def names(name: str, value: Any) -> str | tuple[str, ...]:
     value = as_name(value)
     if isinstance(value, str):
         return text(name, value)
-    items = listed(value)
+    items = as_list(value)
     items = None if items is None else list(map(as_name, items))
     if not items or not all(isinstance(item, str) and item.strip() for item in items):
-        got = "no names" if items is not None and not items else shown(value)
+        got = "no names" if items is not None and not items else short_repr(value)
         raise InputError(f"{name}= names nothing.", got=got, expected="a name, or a list of names")
     counts = Counter(map(str, items))
     if duplicate := next((item for item, count in counts.items() if count > 1), None):
-        raise InputError(f"{name}= names {duplicate!r} twice.", got=shown(items), expected="each name once")
+        raise InputError(f"{name}= names {duplicate!r} twice.", got=short_repr(items), expected="each name once")
     return tuple(counts)
 
 
-def listed(value: Any, most: int = _MAX_ITEMS) -> list[Any] | None:
+def as_list(value: Any, most: int = _MAX_ITEMS) -> list[Any] | None:
     """Return the items of an iterable as a list; None for strings, mappings, or more than ``most`` items."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Collection | Iterator):
         return None  # a data loader is neither of the two
@@ -200,7 +200,7 @@ def memory(name: str, value: Any) -> int:
 
 
 #: Check of a random seed; frameworks accept 32 bits.
-seed = whole(least=0, most=2**32 - 1)
+seed = integer(least=0, most=2**32 - 1)
 
 
 def seed_or_none(name: str, value: Any) -> int | None:
@@ -218,21 +218,21 @@ def refuse_without_order(name: str, value: Any) -> None:
 
 def kept_steps(name: str, value: Any) -> int | slice | list[int]:
     """Check time steps: an integer, a non-empty collection of integers, or a slice."""
-    whole_number = whole()
+    whole_number = integer()
     if isinstance(value, slice):
         for bound in (value.start, value.stop, value.step):
             if bound is not None:
                 whole_number(name, bound)
         if value.step is not None and operator.index(value.step) == 0:
-            raise InputError(f"{name}= is a slice with step 0.", got=shown(value))
+            raise InputError(f"{name}= is a slice with step 0.", got=short_repr(value))
         return value
     refuse_without_order(name, value)
     plain_value = value.tolist() if has_attribute(value, "tolist") and np.ndim(value) <= 1 else value
     if isinstance(plain_value, int):
         return int(whole_number(name, plain_value))
-    steps = listed(plain_value)
+    steps = as_list(plain_value)
     if not steps or any(isinstance(step, bool | np.bool_) or not has_attribute(step, "__index__") for step in steps):
-        got = "no steps" if steps is not None and not steps else shown(value)
+        got = "no steps" if steps is not None and not steps else short_repr(value)
         raise InputError(f"{name}= names no steps.", got=got, expected="an int, a list of int, a slice")
     return [int(whole_number(name, step)) for step in steps]
 
@@ -244,10 +244,10 @@ def path(name: str, value: Any) -> str:
     except Exception:
         path_text = None
     if not isinstance(path_text, str) or not path_text.strip() or "\0" in path_text:
-        raise InputError(f"{name}= is the path of a file.", got=shown(value), expected="a string or a Path")
+        raise InputError(f"{name}= is the path of a file.", got=short_repr(value), expected="a string or a Path")
     if max(map(len, map(os.fsencode, path_text.split(os.sep)))) > _LONGEST_NAME:
         expected = f"no part longer than {_LONGEST_NAME} letters"
-        raise FileError(f"{name}= is too long for a file's name.", got=shown(value), expected=expected)
+        raise FileError(f"{name}= is too long for a file's name.", got=short_repr(value), expected=expected)
     return path_text
 
 
@@ -274,7 +274,7 @@ def _check_loss(name: str, value: Any) -> Any:
         return str(value)
     if isinstance(value, str) or not callable(value):
         expected = "a function of the target and the output, in the framework's order, or the name of a loss"
-        raise InputError(f"{name}= cannot be called.", got=shown(value), expected=expected)
+        raise InputError(f"{name}= cannot be called.", got=short_repr(value), expected=expected)
     return value
 
 
@@ -282,8 +282,8 @@ def class_weights(name: str, value: Any) -> dict[int, float]:
     """Check a dict from class index to weight, such as ``{0: 1.0, 1: 5.0}``."""
     if not isinstance(value, Mapping) or not value:
         expected = "a dict from class to weight, such as {0: 1.0, 1: 5.0}"
-        raise InputError(f"{name}= has no entry.", got=shown(value), expected=expected)
-    check_label, check_weight = whole(least=0), number(least=0)
+        raise InputError(f"{name}= has no entry.", got=short_repr(value), expected=expected)
+    check_label, check_weight = integer(least=0), number(least=0)
     return {
         check_label(f"{name} (a class)", key): check_weight(f"{name}[{key!r}]", class_weight)
         for key, class_weight in value.items()
@@ -294,7 +294,7 @@ def axes_by_name(name: str, value: Any) -> dict[str, Any]:
     """Check a dict with dimension names as keys and any values, such as ``{"time": 10, "unit": [0, 1]}``."""
     if not isinstance(value, Mapping) or not all(isinstance(dim, str) for dim in value):
         expected = 'a dict by dimension, such as {"time": 10, "unit": [0, 1]}'
-        raise InputError(f"{name}= selects by dimension.", got=shown(value), expected=expected)
+        raise InputError(f"{name}= selects by dimension.", got=short_repr(value), expected=expected)
     return dict(value)
 
 
@@ -307,13 +307,13 @@ def either(*checks: Check, expected: str, what: str = "is not understood") -> Ch
                 return candidate(name, value)
             except RnnlensError:
                 continue
-        raise InputError(f"{name}= {what}.", got=shown(value), expected=expected)
+        raise InputError(f"{name}= {what}.", got=short_repr(value), expected=expected)
 
     return check
 
 
-def called(name: str, value: Any) -> Any:
+def callable_value(name: str, value: Any) -> Any:
     """Check that ``value`` is a callable object and not a class."""
     if not callable(value) or isinstance(value, type):
-        raise InputError(f"{name}= cannot be called.", got=shown(value), expected="a function")
+        raise InputError(f"{name}= cannot be called.", got=short_repr(value), expected="a function")
     return value

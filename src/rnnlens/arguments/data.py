@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..autodiff.tensors import engine_of, to_numpy
-from ..errors import InputError, UnsupportedError, has_attribute, shape_of, shown
+from ..errors import InputError, UnsupportedError, has_attribute, shape_of, short_repr
 from ..settings import must_fit
 
 _NUMBERS = re.compile(r"(bool|u?int|float|bfloat|half|double|long|short|e?char)[0-9a-z_]*")
@@ -34,7 +34,7 @@ def one_batch(name: str, value: Any) -> Any:
 def data_set(name: str, value: Any) -> Any:
     """Check that ``value`` is one batch of arrays or a source of batches, which is returned unchanged."""
     if isinstance(value, repeat | cycle | count):
-        raise InputError(f"{name} never ends.", got=shown(value), expected="batches that end")
+        raise InputError(f"{name} never ends.", got=short_repr(value), expected="batches that end")
     if is_source(value):
         return value
     if is_instance(value, ("torch.utils.data", "Dataset")):
@@ -79,7 +79,7 @@ def weights_of_samples(name: str, value: Any) -> Any:
 def plain_weights(name: str, value: Any) -> Any:
     """Check ``sample_weight=`` like :func:`weights_of_samples`; values may be NaN or infinite."""
     if has_attribute(value, "batch_sizes"):
-        raise InputError(f"{name} is a packed sequence.", got=shown(value), expected="one number per sample")
+        raise InputError(f"{name} is a packed sequence.", got=short_repr(value), expected="one number per sample")
     return many_examples(name, value)
 
 
@@ -112,7 +112,7 @@ def chunked(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
             return _check_array(leaf_name, leaf)
         if getattr(leaf, "chunks", None) is None or not hasattr(leaf, "dtype"):
             expected = "a dask array, or a DataArray of one"
-            raise InputError(f"{leaf_name} is lazy, and no array.", got=shown(type(leaf).__name__), expected=expected)
+            raise InputError(f"{leaf_name} is lazy, and no array.", got=short_repr(type(leaf).__name__), expected=expected)
         _refuse_dtype(leaf_name, leaf.dtype)
         return leaf
 
@@ -151,7 +151,7 @@ def states(name: str, value: Any) -> dict[str, Any]:
     """Check initial states, a dict from layer name to its states, and return a list of arrays for each layer."""
     if not isinstance(value, Mapping) or not value or not all(isinstance(layer, str) for layer in value):
         expected = 'a dict from layer to its states, such as {"lstm": [h, c]}'
-        raise InputError(f"{name}= is a mapping from layer names to arrays.", got=shown(value), expected=expected)
+        raise InputError(f"{name}= is a mapping from layer names to arrays.", got=short_repr(value), expected=expected)
     arrays_by_layer = {}
     for layer, layer_states in value.items():
         arrays = examples(f"{name}[{layer!r}]", layer_states)
@@ -196,7 +196,7 @@ def as_numpy(value: Any) -> np.ndarray[Any, Any]:
         array = to_numpy(value)
     except Exception as error:
         expected = "an array with values"
-        raise InputError("This cannot be read as an array.", got=shown(value), expected=expected) from error
+        raise InputError("This cannot be read as an array.", got=short_repr(value), expected=expected) from error
     if array.dtype.name.startswith(("bfloat16", "float8", "float128", "longdouble")):
         return array.astype(np.float64 if array.dtype.itemsize > 8 else np.float32)
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
@@ -221,7 +221,7 @@ def _refuse_depth(name: str, value: Any, depth: int = 0, item_count: list[int] |
         raise InputError(f"{name} is nested too deeply.", got=type(value).__name__, expected=expected)
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
-            got = ", ".join(shown(key) for key in list(value)[:3])
+            got = ", ".join(short_repr(key) for key in list(value)[:3])
             raise InputError(f"{name} is a dict whose keys are not strings.", got=got, expected='{"name": array}')
         value = list(value.values())
     if not isinstance(value, tuple | list):
@@ -257,22 +257,22 @@ def _leaves(tree: Any) -> list[Any]:
 def _from_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
     """Convert nested lists of numbers to one NumPy array, or raise InputError."""
     if isinstance(value, Mapping) or value is None or (isinstance(value, tuple | list) and not _leaves(value)):
-        got = "None" if value is None else shown(value)
+        got = "None" if value is None else short_repr(value)
         raise InputError(f"{name} holds no data.", got=got, expected="an array with at least 1 sample")
     number_types = (int, float, complex, np.generic)
     if not all(isinstance(leaf, number_types) or has_attribute(leaf, "__array__") for leaf in _leaves(value)):
         expected = "an array, or a tuple, list or dict of arrays"
-        raise InputError(f"{name} is not numeric data.", got=shown(value), expected=expected)
+        raise InputError(f"{name} is not numeric data.", got=short_repr(value), expected=expected)
     try:
         array = np.asarray(value)
     except Exception:
         message = f"{name} is not an array: its rows differ in length, or contain something other than numbers."
         raise InputError(
-            message, got=shown(value), expected="rows of one length", hint="pad them to one length and mask"
+            message, got=short_repr(value), expected="rows of one length", hint="pad them to one length and mask"
         ) from None
     _refuse_dtype(name, array.dtype)
     if array.ndim == 0:
-        raise InputError(f"{name} is a single number.", got=shown(value), expected="(sample, time, feature)")
+        raise InputError(f"{name} is a single number.", got=short_repr(value), expected="(sample, time, feature)")
     return array
 
 
@@ -288,7 +288,7 @@ def _check_array(name: str, value: Any) -> Any:
     if isinstance(value, np.ma.MaskedArray):
         expected = "plain numbers; the mask of a masked array would be dropped"
         hint = f"{name}.filled(0), and a Masking layer or lengths for what is missing"
-        raise InputError(f"{name} is a masked array.", got=shown(value), expected=expected, hint=hint)
+        raise InputError(f"{name} is a masked array.", got=short_repr(value), expected=expected, hint=hint)
     if is_lazy(value):
         in_memory(name, value)
     if not has_attribute(value, "dtype"):

@@ -53,7 +53,7 @@ def to_numpy(value: Any) -> np.ndarray[Any, Any]:
     return values.astype(np.float32) if values.dtype.kind == "V" and values.dtype.name == "bfloat16" else values
 
 
-def shared(value: Any) -> np.ndarray[Any, Any] | None:
+def shared_memory_array(value: Any) -> np.ndarray[Any, Any] | None:
     """Return the NumPy array that shares memory with a torch tensor on the CPU; None for anything else."""
     if engine_of(value) != "torch" or value.device.type != "cpu":
         return None
@@ -61,7 +61,7 @@ def shared(value: Any) -> np.ndarray[Any, Any] | None:
     return array
 
 
-def like(array: Any, reference: Any) -> Array:
+def converted_like(array: Any, reference: Any) -> Array:
     """Convert an array to the kind, dtype and device of another."""
     engine = engine_of(reference)
     if engine == "torch":
@@ -77,12 +77,12 @@ def join(arrays: Sequence[Any], axis: int) -> Array:
     return np.concatenate([np.asarray(array) for array in arrays], axis=axis)
 
 
-def flipped(array: Any, axis: int) -> Array:
+def flip(array: Any, axis: int) -> Array:
     """Reverse an array along an axis, as a copy."""
     return array.flip(axis) if engine_of(array) == "torch" else np.flip(array, axis).copy()
 
 
-def repeated(row: Any, count: int) -> Array:
+def repeat_first_axis(row: Any, count: int) -> Array:
     """Repeat an array whose first axis has length 1, without a copy."""
     if engine_of(row) == "torch":
         return row.expand(count, *row.shape[1:])

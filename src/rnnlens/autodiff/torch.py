@@ -23,7 +23,7 @@ ROWS_BUDGET = 256 * 2**20
 WORTH_A_THREAD = 2**16
 
 
-def pulled(
+def pull_gradients(
     targets: Sequence[torch.Tensor],
     sources: Sequence[torch.Tensor],
     cotangents: Sequence[torch.Tensor] | None = None,
@@ -81,10 +81,10 @@ class PullMany:
         count = len(cotangents[0])
         if self._batched and count > 1:
             try:
-                return pulled(targets, sources, cotangents, is_grads_batched=True, retain_graph=True)
+                return pull_gradients(targets, sources, cotangents, is_grads_batched=True, retain_graph=True)
             except RuntimeError:  # an operation without a batching rule: one cotangent at a time
                 self._batched = False
-        rows = [pulled(targets, sources, [c[k] for c in cotangents], retain_graph=True) for k in range(count)]
+        rows = [pull_gradients(targets, sources, [c[k] for c in cotangents], retain_graph=True) for k in range(count)]
         return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
 
 
@@ -287,7 +287,7 @@ class _TorchSteps:
         with torch.enable_grad():
             named_weights = dict(zip(weights, leaves[1 + count :], strict=True))
             output, new_states = self._function(leaves[0], leaves[1 : 1 + count], named_weights)
-            gradients = pulled([output, *new_states], leaves, [cotangents[0], *cotangents[1]])
+            gradients = pull_gradients([output, *new_states], leaves, [cotangents[0], *cotangents[1]])
         filled_gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, gradients, strict=True)]
         return (
             filled_gradients[0],
@@ -307,7 +307,7 @@ class _TorchSteps:
     def _state_gradient(state: Any, targets: list[Any], cotangents: list[Any], leaves: list[Any]) -> Any:
         if not state.requires_grad or any(state is leaf for leaf in leaves):  # passed on, not produced
             return sum(c for target, c in zip(targets, cotangents, strict=True) if target is state)
-        return pulled(targets, [state], cotangents, retain_graph=True)[0]
+        return pull_gradients(targets, [state], cotangents, retain_graph=True)[0]
 
     def jacobian(self, inputs: Any) -> Any:
         x, states, weights = inputs
@@ -317,10 +317,10 @@ class _TorchSteps:
         with torch.enable_grad():
             output, new_states = self._function(x, list(torch.split(joined_states, sizes, dim=-1)), weights)
             stacked_results = torch.cat([*new_states, output], dim=-1)
-        return tuple(rows_of(stacked_results, [joined_states, x]))
+        return tuple(jacobian_rows(stacked_results, [joined_states, x]))
 
 
-def rows_of(stacked: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def jacobian_rows(stacked: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the Jacobians (n, rows, size) of ``stacked`` (n, rows), independent along n, by each source (n, size)."""
     n, count = stacked.shape
     pull, jacobians = PullMany(), [source.new_zeros((n, count, source.shape[1])) for source in sources]

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..diagnosis import diagnose
-from ..diagnosis.findings import SHOWN_BY
+from ..diagnosis.findings import FIGURE_OF_CODE
 from ..errors import FileError, InputError, RnnlensError, did_you_mean
 from ..reporting import check_path as check_report_path
 from ..reporting import report
@@ -133,8 +133,8 @@ def finding_codes(names: Sequence[str] | None) -> list[str]:
     """Return codes of findings in capital letters; raise InputError for an unknown one."""
     codes = [code.upper() for code in names or ()]
     for code in codes:
-        if code not in SHOWN_BY:
-            raise InputError("There is no such finding.", got=code, hint=did_you_mean(code, SHOWN_BY))
+        if code not in FIGURE_OF_CODE:
+            raise InputError("There is no such finding.", got=code, hint=did_you_mean(code, FIGURE_OF_CODE))
     return codes
 
 

@@ -21,18 +21,18 @@ import xarray as xr
 from ..adapters.registry import adapter_for
 from ..arguments import anything, checked, data_set, many_examples
 from ..cluster import (
-    dumps,
-    dumps_parts,
-    fit_process,
-    fit_thread,
+    pickle_value,
+    pickle_named_parts,
+    limit_process,
+    limit_thread,
     imported_backend,
-    packed,
+    pack_model,
     propose_backend,
-    results_of,
-    unpacked,
+    finished_results,
+    unpack_model,
     use_backend,
 )
-from ..errors import CallError, InputError, did_you_mean, has_attribute, shown
+from ..errors import CallError, InputError, did_you_mean, has_attribute, short_repr
 from ..measures.intervention import USED, interval, memory_length, resampling_weights
 from ..results.diagnosis import Comparison, Diagnosis
 from ..settings import Progress
@@ -70,10 +70,10 @@ class Candidate:
     def pack(self) -> tuple[str | None, bytes]:
         """Serialise the candidate for :func:`diagnose_on_worker`; return the name of Keras' engine and the bytes."""
         if self.load is None and not is_function(self.value) and not isinstance(self.value, str | os.PathLike):
-            serialised = _SerialisedModel(packed(self.value, adapter_for(self.value).engine))
-            return self.backend, dumps(Candidate(serialised, _SerialisedModel.model, None))
+            serialised = _SerialisedModel(pack_model(self.value, adapter_for(self.value).engine))
+            return self.backend, pickle_value(Candidate(serialised, _SerialisedModel.model, None))
         parts = {"load": self.load, "model": self.value}
-        return self.backend, dumps_parts(Candidate(self.value, self.load, self.backend), parts, "arguments")
+        return self.backend, pickle_named_parts(Candidate(self.value, self.load, self.backend), parts, "arguments")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class _SerialisedModel:
     data: bytes
 
     def model(self) -> Any:
-        return unpacked(self.data)
+        return unpack_model(self.data)
 
 
 def is_function(value: Any) -> bool:
@@ -99,7 +99,7 @@ def refuse_unloadable(name: str, value: Any) -> None:
     if is_path or isinstance(value, Mapping | int | float | tuple | list) or value is None:
         raise InputError(
             f"models[{name!r}] is no model.",
-            got=shown(value),
+            got=short_repr(value),
             expected="a model, a function that returns one, the path of a .keras file, or a diagnosis",
             hint="give load=, a function that takes this value and returns the model",
         )
@@ -146,7 +146,7 @@ def _diagnose_candidate(candidate: Candidate, arguments: Mapping[str, Any]) -> O
 def _run_on_workers(
     candidates: Mapping[Any, Candidate], client: Any, arguments: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Outcome]]:
-    serialised, run_id = dumps_parts(dict(arguments), arguments, "arguments"), uuid.uuid4().hex[:8]
+    serialised, run_id = pickle_named_parts(dict(arguments), arguments, "arguments"), uuid.uuid4().hex[:8]
     # A task of its own, not scattered data: Dask makes it again when the worker that holds it is killed.
     data_future = client.submit(bytes, serialised, key=f"rnnlens-samples-{run_id}", pure=False)
     packed_candidates = {}
@@ -164,7 +164,7 @@ def _run_on_workers(
             ): task_name
             for task_name in names
         }
-        for future, outcome in results_of(client, list(futures)):
+        for future, outcome in finished_results(client, list(futures)):
             yield futures[future], outcome
 
     killed_names = []
@@ -181,13 +181,13 @@ def _run_on_workers(
 
 def diagnose_on_worker(backend: str | None, model: bytes, data: bytes) -> Outcome:
     """Rebuild one candidate model from bytes and diagnose it; this is the function of the Dask tasks."""
-    fit_process()
+    limit_process()
     propose_backend(backend)
     try:
         candidate, arguments = pickle.loads(model), pickle.loads(data)
     except Exception as error:
         return _error_text(error)
-    fit_thread()
+    limit_thread()
     return _diagnose_candidate(candidate, arguments)
 
 
@@ -201,14 +201,14 @@ _TABLE_KEYS = ("skill", "memory", "memory_1_percent", "memory_needed")
 
 def _check_function(name: str, value: Any) -> Any:
     if not callable(value):
-        raise InputError(f"{name}= is a function.", got=shown(value), expected="a function of one value")
+        raise InputError(f"{name}= is a function.", got=short_repr(value), expected="a function of one value")
     return value
 
 
 def _check_client(name: str, value: Any) -> Any:
     if not all(has_attribute(value, method) for method in ("submit", "scatter", "cancel")):
         expected, hint = "a Dask client", "from dask.distributed import Client; client=Client()"
-        raise InputError(f"{name}= is no client.", got=shown(value), expected=expected, hint=hint)
+        raise InputError(f"{name}= is no client.", got=short_repr(value), expected=expected, hint=hint)
     return value
 
 
@@ -293,7 +293,7 @@ def _models_by_name(models: Any) -> dict[Any, Any]:
         by_name = {}
     if not by_name:
         hint = 'rl.compare({"lstm": d1, "gru": d2})'
-        raise InputError("Nothing to compare.", got=shown(models), hint=hint)
+        raise InputError("Nothing to compare.", got=short_repr(models), hint=hint)
     return by_name
 
 

@@ -12,10 +12,10 @@ import xarray as xr
 from .. import data
 from ..adapters.protocol import Batch, CaptureRequest
 from ..adapters.registry import adapter_for
-from ..arguments import anything, as_numbers, checked, number, one_batch, text, whole
+from ..arguments import anything, as_numbers, checked, number, one_batch, text, integer
 from ..arguments import seed as random_seed
-from ..autodiff.tensors import like
-from ..errors import InputError, LayerNotFoundError, ModelError, did_you_mean, has_attribute, shown
+from ..autodiff.tensors import converted_like
+from ..errors import InputError, LayerNotFoundError, ModelError, did_you_mean, has_attribute, short_repr
 from ..measures.dynamics import find_points, iterate, lyapunov_spectrum, step_map
 from ..measures.dynamics import step_eigenvalues as eigenvalues_of_steps
 from ..measures.transfer import refuse_changed_states
@@ -44,8 +44,8 @@ def _numbers_or_text(name: str, value: Any) -> Any:
     model=anything,
     x=one_batch,
     layer=text,
-    count=whole(least=1),
-    samples=whole(least=1),
+    count=integer(least=1),
+    samples=integer(least=1),
     seed=random_seed,
     axes=an_axes_table,
 )
@@ -112,8 +112,8 @@ def lyapunov(
     model=anything,
     x=one_batch,
     layer=text,
-    steps=whole(least=1),
-    samples=whole(least=1),
+    steps=integer(least=1),
+    samples=integer(least=1),
     axes=an_axes_table,
 )
 @in_turn
@@ -184,8 +184,8 @@ def step_eigenvalues(
     layer=text,
     input=_numbers_or_text,
     starts=_numbers_or_text,
-    period=whole(least=1),
-    most=whole(least=1),
+    period=integer(least=1),
+    most=integer(least=1),
     noise=number(),
     tolerance=number(),
     seed=random_seed,
@@ -262,7 +262,7 @@ def fixed_points(
     name, run, _ = _replay_layer(model, x, layer, 64, axes)
     constant_input = _constant_input(input, run)
     start_states = _start_states(starts, name, run, most, noise, seed)
-    framework_input = like(constant_input, run.input) if run.cell.by_framework else constant_input
+    framework_input = converted_like(constant_input, run.input) if run.cell.by_framework else constant_input
     points = find_points(
         iterate(step_map(run.cell, framework_input, xp=run.xp), period), start_states, tolerance=tolerance
     )
@@ -314,7 +314,7 @@ def _replay_layer(
         raise InputError(f"The inputs or states of {name!r} are not finite.", got="NaN or infinity", hint=hint)
     refuse_changed_states(run)
     coordinates = InputCoordinates(x, orientation.axes)
-    sizes = {SAMPLE: data.len_of(ordered_x), TIME: int(run.input.shape[1])}
+    sizes = {SAMPLE: data.sample_count(ordered_x), TIME: int(run.input.shape[1])}
     return layer_calls[0].layer, run, {role: coordinates.find(role, size) for role, size in sizes.items()}
 
 
@@ -327,7 +327,7 @@ def _constant_input(requested: Any, run: Replay) -> Array:
         return values.mean(axis=(0, 1)) if requested == "mean" else np.zeros(n_features, dtype=values.dtype)
     is_array = has_attribute(requested, "__array__") or has_attribute(requested, "__dlpack__")
     if isinstance(requested, Mapping) or not is_array:
-        raise InputError("The input does not fit.", got=shown(requested), expected=f"({n_features},) numbers")
+        raise InputError("The input does not fit.", got=short_repr(requested), expected=f"({n_features},) numbers")
     array = np.asarray(as_numbers("input", requested), dtype=values.dtype)
     if array.shape != (n_features,):
         raise InputError("The input does not fit.", got=f"shape {array.shape}", expected=f"({n_features},)")

@@ -14,7 +14,7 @@ import numpy as np
 from .. import data
 from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, LayerInfo, RecurrentCall
 from ..adapters.registry import adapter_for
-from ..errors import InputError, ModelError, RnnlensError, shown
+from ..errors import InputError, ModelError, RnnlensError, short_repr
 from ..layout import Layout
 from ..measures.intervention import donors, score, squared_change
 from ..recurrence.replay import Replay
@@ -152,7 +152,7 @@ class Experiment:
         model_input = self.in_model_order(x)
         capture = self.adapter.capture(self.model, Batch(model_input, initial_state=initial_state), request)
         output = self.samples.orientation.canonical_output(
-            to_host(self._leaf(capture.outputs)), self.output_index, model_input, data.len_of(x)
+            to_host(self._leaf(capture.outputs)), self.output_index, model_input, data.sample_count(x)
         )
         if output.ndim == 1:
             output = output[:, None]
@@ -189,7 +189,7 @@ class Experiment:
         for value in returned:
             dtype_name = str(getattr(value, "dtype", type(value).__name__))
             if value is None or isinstance(value, str | bytes) or "complex" in dtype_name:
-                received = f"{getattr(loss, '__name__', 'loss')} returned {shown(value)}"
+                received = f"{getattr(loss, '__name__', 'loss')} returned {short_repr(value)}"
                 raise InputError("The loss returns no real number.", got=received, expected="a tensor of numbers")
 
     def _leaf(self, outputs: Any) -> Any:

@@ -38,7 +38,7 @@ UNEQUAL = 4.0
 UNDERFLOWN = 0.01
 
 #: Findings by code, each with what shows it in a report: memory in use, missed lags, state transfer, gradient, ...
-SHOWN_BY = {
+FIGURE_OF_CODE = {
     "NO_SKILL": "memory",
     "MISCALIBRATED": "memory",
     "MISSED_DEPENDENCY": "missed",

@@ -10,7 +10,7 @@ import xarray as xr
 
 from .. import data
 from ..adapters.registry import adapter_for
-from ..arguments import anything, checked, data_set, either, many_examples, text, whole
+from ..arguments import anything, checked, data_set, either, many_examples, text, integer
 from ..arguments import loss as a_loss
 from ..arguments import seed as random_seed
 from ..errors import InputError
@@ -33,11 +33,11 @@ from .samples import Orientation, read_samples
     x=data_set,
     y=many_examples,
     baseline=anything,
-    step=whole(),
-    output=either(whole(), text, expected="a whole number, or a name"),
+    step=integer(),
+    output=either(integer(), text, expected="a whole number, or a name"),
     task=text,
     loss=a_loss,
-    samples=whole(),
+    samples=integer(),
     seed=random_seed,
     axes=an_axes_table,
 )

@@ -11,7 +11,7 @@ import numpy as np
 from .. import data
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, Port
 from ..arguments.data import is_source
-from ..errors import InputError, RnnlensError, UnsupportedError, shape_of, shown
+from ..errors import InputError, RnnlensError, UnsupportedError, shape_of, short_repr
 from ..layout import Layout, canonical_order
 from ..results.schema import to_host
 from ..typing import Array
@@ -206,7 +206,7 @@ class Samples:
     @property
     def count(self) -> int:
         """Number of samples."""
-        return data.len_of(self.x)
+        return data.sample_count(self.x)
 
     def with_later_exchanged(self, begin: int, lender: Array) -> Any:
         """Return x with the steps from ``begin`` on replaced by those of another sample."""
@@ -282,7 +282,7 @@ def read_samples(x: Any, y: Any, max_samples: int, orient: Callable[[Any], Orien
     coordinates = None if len(pairs) > 1 else InputCoordinates(pairs[0][0], orientation.axes)
     ordered_pairs = [orientation.in_canonical_order(x, y) for x, y in pairs]
     x, y = ordered_pairs[0] if len(ordered_pairs) == 1 else map(_join_batches, zip(*ordered_pairs, strict=True))
-    count = data.len_of(x)
+    count = data.sample_count(x)
     if y is not None and any(leaf.shape[:1] != (count,) for leaf in data.leaves_of(y)):
         received = f"y of shape {', '.join(str(leaf.shape) for leaf in data.leaves_of(y))} for {count} samples"
         raise InputError("The target does not fit.", got=received, expected="one row for each sample")
@@ -308,7 +308,7 @@ def refuse_without_time(x: Any, *, least: int = 2) -> None:
     leaves = data.leaves_of(x)
     shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
     if not all(shapes):
-        raise InputError("x holds what has no axes.", got=shown(x), expected="arrays with samples first")
+        raise InputError("x holds what has no axes.", got=short_repr(x), expected="arrays with samples first")
     if not any(len(shape) >= 2 and min(shape[:2]) >= least for shape in shapes):
         received = ", ".join(map(str, shapes))
         message = "The data has no earlier time step" + (", or no other sample to compare with." if least > 1 else ".")
@@ -330,7 +330,7 @@ def _read_batches(source: Any, max_samples: int) -> list[tuple[Any, Any]]:
     pairs, count = [], 0
     for batch in data.batches(source, as_numpy=True):
         pairs.append((batch.x, batch.y))
-        count += data.len_of(batch.x)
+        count += data.sample_count(batch.x)
         if count >= max_samples:
             break
     return pairs

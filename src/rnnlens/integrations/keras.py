@@ -22,13 +22,13 @@ from ..adapters.keras.training_capture import (
     largest_weight,
     notes_of_training,
     record_fit,
-    steps_taken,
-    synchronised,
+    optimizer_steps,
+    synchronise_variables,
     weights_of,
-    worker,
+    process_index_and_count,
 )
 from ..adapters.registry import adapter_for
-from ..errors import InputError, TrackingWarning, message, shown
+from ..errors import InputError, TrackingWarning, message, short_repr
 from ..results.training_run import Gap
 from ..tracking.alerts import Alerts, Incidents, checked_on_nonfinite, is_finite
 from ..tracking.batches import TrainedBatch, direct_trace
@@ -237,7 +237,7 @@ class Watch(_Callback):
             return
         self._close_as_interrupted()  # closes the run of an earlier training that ended by an error or Ctrl-C
         self._training = CompiledTraining(self.model)
-        rank, workers = worker(self.model)
+        rank, workers = process_index_and_count(self.model)
         schedule = self._schedule if self._probe is not None else self._batches
         self._recorder = Recorder([], schedule, rank=rank, alerts=self._alerts)
         self._standing_notes = (f"Written by worker {rank} of {workers}, from its own samples.",) if workers > 1 else ()
@@ -357,7 +357,7 @@ class Watch(_Callback):
         if self._path is not None:
             store = Store(self._path, resume=self._resume, points=self._points, provenance=provenance)
             self._resume = True  # a second fit of the same callback goes on
-            self._start_step = store.resume_step(steps_taken(self.model))
+            self._start_step = store.resume_step(optimizer_steps(self.model))
             self._start_is_recorded = store.last_step_of("probe") == self._start_step
             sinks.insert(0, store)
 
@@ -366,7 +366,7 @@ class Watch(_Callback):
         assert probe is not None
 
         def make_record() -> TrainingRecord:
-            synchronised(self.model)
+            synchronise_variables(self.model)
             return probe.record(self.model, self._step, self._epoch)
 
         self._record(make_record, "probe", before_training=before_training)
@@ -390,7 +390,7 @@ class Watch(_Callback):
 
     def _trained_batch(self, recorded_step: RecordedStep, step: int) -> TrainedBatch:
         """Convert a captured training step to a ``TrainedBatch``, with the variables from before the step."""
-        synchronised(self.model)
+        synchronise_variables(self.model)
         data = (recorded_step.x, recorded_step.y, recorded_step.sample_weight)
         notes = notes_of_training(self.model, recorded_step)
         direct = direct_trace(self.model, recorded_step.direct, recorded_step.loss)
@@ -447,6 +447,6 @@ def _caller_of(method: str) -> Any:
 
 def _checked_probe(probe: Any, layers: Sequence[str] | None, keep: tuple[str, ...]) -> Probe:
     if not isinstance(probe, tuple | list) or not 1 <= len(probe) <= 3:
-        raise InputError("probe= is a batch.", got=shown(probe), expected="(x, y) or (x, y, sample_weight)")
+        raise InputError("probe= is a batch.", got=short_repr(probe), expected="(x, y) or (x, y, sample_weight)")
     x, y, weight = (*probe, None, None)[:3]
     return Probe(x, y, weight, layers, keep)

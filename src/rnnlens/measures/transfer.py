@@ -244,17 +244,17 @@ def decay_half_life(decay: Array) -> Array:
     Half-life of a geometric decay with rate exp(mean log a_t), as for the forget gate in Mahto et al. 2021,
     arXiv:2009.12727, eq. 3.
     """
-    return half_life_of(*logarithms(np.asarray(decay)))
+    return half_life_from_sums(*log_decay_sums(np.asarray(decay)))
 
 
-def logarithms(decay: Array) -> tuple[Array, Array]:
+def log_decay_sums(decay: Array) -> tuple[Array, Array]:
     """Return the sum of log a_t over samples and steps, and the number of its terms, of a decay (sample, time, ...)."""
     values = np.asarray(decay, dtype=np.float64)
     is_positive = values > 0
     return np.log(np.where(is_positive, values, 1.0)).sum(axis=(0, 1)), is_positive.sum(axis=(0, 1))
 
 
-def half_life_of(total: Array, count: Array) -> Array:
+def half_life_from_sums(total: Array, count: Array) -> Array:
     """Compute the half-life in steps from a sum of log a_t and the number of its terms; 0 without any."""
     mean = np.asarray(total) / np.maximum(count, 1)
     half_lives: Array = np.where(mean < 0, np.log(0.5) / np.where(mean < 0, mean, -1.0), np.inf)

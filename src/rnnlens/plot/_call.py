@@ -12,9 +12,9 @@ import numpy as np
 from matplotlib.artist import ArtistInspector
 from matplotlib.cbook import normalize_kwargs
 
-from ..arguments import Check, anything, as_numbers, listed, names, number, one_of, switch, text, whole
+from ..arguments import Check, anything, as_numbers, as_list, names, number, one_of, switch, text, integer
 from ..arguments import checked as check_arguments
-from ..errors import InputError, RnnlensError, did_you_mean, has_attribute, shown
+from ..errors import InputError, RnnlensError, did_you_mean, has_attribute, short_repr
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,7 +25,7 @@ _PANELS, _LINES, _BINS, _DELAYS = 1000, 100_000, 100_000, 1000
 
 def _check_dims(name: str, value: Any) -> tuple[str, ...]:
     """Check names of dimensions, in order; a name may occur twice."""
-    dims = listed(value)
+    dims = as_list(value)
     for dim in dims or ():
         text(name, dim)
     checked_names = names(name, list(dict.fromkeys(dims)) if dims else value)
@@ -35,24 +35,24 @@ def _check_dims(name: str, value: Any) -> tuple[str, ...]:
 def _check_text(name: str, value: Any) -> str:
     """Check that a value is a string, which may be empty."""
     if not isinstance(value, str):
-        raise InputError(f"{name}= is text.", got=shown(value), expected="a string")
+        raise InputError(f"{name}= is text.", got=short_repr(value), expected="a string")
     return value
 
 
 def check_title_pair(name: str, value: Any) -> tuple[str, str]:
     """Check that a value is a pair of titles."""
     if not isinstance(value, tuple | list) or len(value) != 2 or not all(isinstance(title, str) for title in value):
-        raise InputError(f"{name}= is two titles.", got=shown(value), expected='such as ("before", "after")')
+        raise InputError(f"{name}= is two titles.", got=short_repr(value), expected='such as ("before", "after")')
     return (value[0], value[1])
 
 
 def _check_delays(name: str, value: Any) -> Any:
     """Check lags of a task: a number, or several."""
     is_single = isinstance(value, int | float) or (has_attribute(value, "ndim") and value.ndim == 0)
-    values = [value] if is_single else listed(value, most=_DELAYS)
+    values = [value] if is_single else as_list(value, most=_DELAYS)
     delays = np.empty(0) if values == [] else None if values is None else np.asarray(as_numbers(name, values))
     if delays is None or delays.ndim > 1 or delays.dtype.kind not in "fiu" or not (delays >= 0).all():
-        raise InputError(f"{name}= are lags.", got=shown(value), expected="a few numbers from 0 on")
+        raise InputError(f"{name}= are lags.", got=short_repr(value), expected="a few numbers from 0 on")
     return delays.astype(float)
 
 
@@ -78,12 +78,12 @@ COMMON: dict[str, Check] = {
     "losses": anything,
     "epsilon": number(above=0, below=1, what="is a share"),
     "confidence": number(least=0, below=1, what="is a share"),
-    "bins": whole(least=1, most=_BINS),
-    "clip_peaks": whole(least=0),
-    "max_panels": whole(least=1, most=_PANELS),
-    "max_rows": whole(least=1, most=_PANELS),
-    "max_lines": whole(least=1, most=_LINES),
-    "page": whole(least=0),
+    "bins": integer(least=1, most=_BINS),
+    "clip_peaks": integer(least=0),
+    "max_panels": integer(least=1, most=_PANELS),
+    "max_rows": integer(least=1, most=_PANELS),
+    "max_lines": integer(least=1, most=_LINES),
+    "page": integer(least=0),
     "title": _check_text,
     "ax": anything,
     "figure": anything,
@@ -154,7 +154,7 @@ def drawing(artist: type, *, extra: Sequence[str] = (), **table: Check) -> Calla
             except Exception as error:
                 if not artist_properties:
                     raise
-                received = ", ".join(f"{name}={shown(value)}" for name, value in artist_properties.items())
+                received = ", ".join(f"{name}={short_repr(value)}" for name, value in artist_properties.items())
                 message = f"matplotlib cannot draw plot.{function.__name__} like this: {error}"
                 raise InputError(message, got=received, expected="values that matplotlib knows") from error
 

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
 
-from ..arguments import as_numbers, listed
+from ..arguments import as_numbers, as_list
 from ..arguments import path as path_of
 from ..errors import FileError, InputError
 from ._axes import DOTTED, OVER_TIME, mark_top, write_text
@@ -305,7 +305,7 @@ def _user_panels(name: str, count: int, direction_count: int, ax: Any, figure: A
     expected_count = count * direction_count
     if isinstance(ax, np.ndarray):
         ax = list(ax.flat[: expected_count + 1]) if ax.dtype == object else []
-    axes_found = [ax] if isinstance(ax, Axes) else listed(ax, most=expected_count + 1) or []
+    axes_found = [ax] if isinstance(ax, Axes) else as_list(ax, most=expected_count + 1) or []
     axes_found = [
         item for part in axes_found for item in (part if isinstance(part, list | tuple | np.ndarray) else [part])
     ]

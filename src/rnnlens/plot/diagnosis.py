@@ -15,7 +15,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.lines import Line2D
 
 from ..arguments import as_numpy, refuse_large
-from ..errors import InputError, shown
+from ..errors import InputError, short_repr
 from ..measures.profiles import carriers, lorenz, typical_first
 from ..recurrence.measures import safe_norm
 from ..results.diagnosis import Diagnosis, FixedPoints
@@ -233,7 +233,7 @@ def _read_eigenvalues(values: Any) -> tuple[Numbers, Numbers, str, str]:
     refuse_large("values", array, "fewer samples or steps", share=16 / max(array.itemsize, 1))
     if array.dtype.kind not in "cf" or array.ndim == 0 or array.size == 0:
         expected, hint = "numbers, the last axis counting modes", "rl.step_eigenvalues(model, x)"
-        raise InputError("plot.eigenvalues draws eigenvalues.", got=shown(values), expected=expected, hint=hint)
+        raise InputError("plot.eigenvalues draws eigenvalues.", got=short_repr(values), expected=expected, hint=hint)
     rows = array.reshape(-1, array.shape[-1]).astype(complex)
     return rows, np.zeros(len(rows)), "", ""
 

@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from ..arguments import one_of
 from ..errors import InputError, has_attribute
 from ..measures.profiles import gradient_reach, peak_band
-from ..recurrence.measures import real_first
+from ..recurrence.measures import real_steps_first
 from ..results.schema import with_mask
 from ..vocabulary import BACKWARD, TIME
 from . import _axes, _data, _frame, _samples
@@ -242,7 +242,7 @@ def _summarise_line(
         name: np.where(is_nonfinite, np.nan, getattr(peak_profile, name)) for name in ("median", "low", "high")
     }
     has_reach = TIME in values.dims and quantity != "output_grad"
-    reach = gradient_reach(real_first(norms[:, recurrence_order], is_real[:, recurrence_order])) if has_reach else 0
+    reach = gradient_reach(real_steps_first(norms[:, recurrence_order], is_real[:, recurrence_order])) if has_reach else 0
     zeros = int(((norms == 0) | ~is_real).all(axis=0).sum() - is_padding.sum())
     line_options |= {"bad": steps[is_nonfinite], "padded": steps[is_padding], "reset": values.coords.get("reset")}
     label = view.time_label

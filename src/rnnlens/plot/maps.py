@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 from matplotlib.image import AxesImage
 
-from ..arguments import as_numbers, whole
+from ..arguments import as_numbers, integer
 from ..errors import InputError
 from ..recurrence.measures import safe_norm
 from ..vocabulary import CHANNEL, DIRECTION, SAMPLE, SPACE, TIME
@@ -22,7 +22,7 @@ _GUESS = {5: (SAMPLE, TIME, *SPACE[2], CHANNEL)}
 _CELLS = (200, 200)
 
 
-@drawing(AxesImage, extra=_images.IMSHOW, sample=whole(least=0), channel=whole(least=0), steps=as_numbers)
+@drawing(AxesImage, extra=_images.IMSHOW, sample=integer(least=0), channel=integer(least=0), steps=as_numbers)
 def maps(
     array: Any,
     *,

@@ -16,11 +16,11 @@ from matplotlib.collections import PathCollection
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
-from ..arguments import one_of, whole
+from ..arguments import one_of, integer
 from ..errors import InputError
 from ..measures.intervention import bootstrap_interval
 from ..measures.profiles import finite_median, kept_by_gates, own_diagonal, peak_band
-from ..measures.transfer import half_life_of, logarithms
+from ..measures.transfer import half_life_from_sums, log_decay_sums
 from ..recurrence import measures
 from ..vocabulary import BACKWARD, DIRECTION, GATE, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE, TIME
 from . import _axes, _data, _frame, _images, _samples
@@ -339,7 +339,7 @@ def _draw_lifetime(ax: Any, products: Numbers, derivatives: Numbers, steps: Numb
 _ROWS, _LAGS = (200, 400), 10_000
 
 
-@drawing(AxesImage, extra=_images.IMSHOW, lags=whole(least=1, most=_LAGS))
+@drawing(AxesImage, extra=_images.IMSHOW, lags=integer(least=1, most=_LAGS))
 def decay_by_lag(
     decay: Any,
     *,
@@ -377,8 +377,8 @@ def decay_by_lag(
     if (values < 0).any() or not np.isfinite(values).all():
         received, expected = "negative or non-finite values", "numbers from 0 on"
         raise InputError("plot.decay_by_lag draws decays.", got=received, expected=expected)
-    log_sums, step_counts = (np.ravel(statistic) for statistic in logarithms(values))
-    half_life = half_life_of(log_sums, step_counts)
+    log_sums, step_counts = (np.ravel(statistic) for statistic in log_decay_sums(values))
+    half_life = half_life_from_sums(log_sums, step_counts)
     order = np.argsort(half_life)
     last_lag = lags or int(array.sizes[TIME])
     lags_drawn = np.arange(last_lag + 1)

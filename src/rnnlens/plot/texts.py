@@ -12,8 +12,8 @@ from matplotlib.collections import PatchCollection
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from ..arguments import anything, as_numbers, listed, text, whole
-from ..errors import InputError, shown
+from ..arguments import anything, as_numbers, as_list, text, integer
+from ..errors import InputError, short_repr
 from ..measures.profiles import by_own_peak, input_sensitivity, peak_band
 from ..recurrence.measures import safe_norm
 from ..vocabulary import FEATURE, GATE, IN_TIME, OUT_TIME, SAMPLE, TIME
@@ -31,7 +31,7 @@ def tokens_of(tokens: Any, count: int, figure: str) -> list[str]:
     """Return the tokens as a list of texts, a string as its letters; raise InputError unless there is one per step."""
     is_sequence = isinstance(tokens, str | Sequence) or (isinstance(tokens, np.ndarray) and tokens.ndim == 1)
     if not is_sequence or len(tokens) != count:
-        received = f"{len(tokens)} tokens" if is_sequence else shown(tokens)
+        received = f"{len(tokens)} tokens" if is_sequence else short_repr(tokens)
         raise InputError(f"plot.{figure} writes one token for each step.", got=received, expected=f"{count} of them")
     return [str(token).replace("\n", "↵").replace("\t", "→") or " " for token in tokens]
 
@@ -92,7 +92,7 @@ _SCALED = " × s.d. of the input"  # noqa: RUF001  a product in words
 _TARGET = re.compile(r"gradient of (?P<of>.+) with respect to ")
 
 
-@drawing(Line2D, shape=anything, tokens=anything, sample=whole(least=0))
+@drawing(Line2D, shape=anything, tokens=anything, sample=integer(least=0))
 def input_map(
     gradient: Any,
     x: Any = None,
@@ -276,7 +276,7 @@ def _draw_line(
     _axes.tick_steps(ax, "x", steps, margin=0.5)
 
 
-@drawing(PatchCollection, tokens=anything, units=anything, gate=text, sample=whole(least=0))
+@drawing(PatchCollection, tokens=anything, units=anything, gate=text, sample=integer(least=0))
 def unit_over_text(
     hidden: Any,
     tokens: Any,
@@ -376,9 +376,9 @@ def _selected_units(units: Any, count: int, max_units: int) -> tuple[list[int], 
     """Select the units that are drawn; also return a note if some are left out."""
     if units is None:
         return _data.select_evenly(count, max_units, "units")
-    requested_units = listed(units, most=count) if not isinstance(units, int | np.integer) else [units]
+    requested_units = as_list(units, most=count) if not isinstance(units, int | np.integer) else [units]
     if not requested_units or not all(
         isinstance(index, int | np.integer) and 0 <= index < count for index in requested_units
     ):
-        raise InputError("There is no such unit.", got=f"units={shown(units)}", expected=f"0 to {count - 1}")
+        raise InputError("There is no such unit.", got=f"units={short_repr(units)}", expected=f"0 to {count - 1}")
     return [int(index) for index in requested_units], None

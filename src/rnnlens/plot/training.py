@@ -15,7 +15,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.lines import Line2D
 
 from ..arguments import anything, as_numbers, names, number
-from ..errors import InputError, did_you_mean, has_attribute, shown
+from ..errors import InputError, did_you_mean, has_attribute, short_repr
 from ..measures.profiles import share_of_peak
 from ..vocabulary import DIRECTION, TIME
 from . import _axes, _data, _frame
@@ -84,7 +84,7 @@ def check_moments(moments: Mapping[str, float] | None, steps: Numbers) -> dict[s
         return {}
     if not isinstance(moments, Mapping):
         expected = 'names by step: {"the first digit is right": 300}'
-        raise InputError("moments= names moments of training.", got=shown(moments), expected=expected)
+        raise InputError("moments= names moments of training.", got=short_repr(moments), expected=expected)
     step_by_name = {str(name): float(as_numbers("moments", [step])[0]) for name, step in moments.items()}
     for name, step in step_by_name.items():
         if not steps.min() <= step <= steps.max():
@@ -201,7 +201,7 @@ def _refuse_no_run(run: Any, figure: str) -> None:
     is_mapping = isinstance(run, Mapping)
     if not (is_mapping and has_attribute(run, "scalars") and isinstance(run.scalars, xr.Dataset)):
         expected = 'a followed training: rl.open("runs/a.zarr")'
-        raise InputError(f"plot.{figure} draws a run.", got=shown(run), expected=expected)
+        raise InputError(f"plot.{figure} draws a run.", got=short_repr(run), expected=expected)
 
 
 def _profiles_by_panel(run: Any, layers: Any, quantity: str) -> dict[str, xr.DataArray]:

@@ -16,7 +16,7 @@ from ..errors import InputError, has_attribute
 from ..measures.profiles import lag_shares
 from ..recurrence.cells import kinds
 from ..recurrence.measures import quantiles
-from ..results.schema import weight_of
+from ..results.schema import weight_quantity_of
 from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, TIME, UNIT
 from . import _axes, _data, _frame, _images
 from ._call import drawing
@@ -84,7 +84,7 @@ def _label_weight(name: str, data: Any, figure: str, *, is_recurrent: bool) -> x
     """Label the axes of a weight; a plain array has a gate axis if its layer ``is_recurrent`` and its rank fits."""
     if isinstance(data, xr.DataArray):
         return _data.label_array(data, figure)
-    weight_info = weight_of(name.removesuffix("_grad")) if is_recurrent else None
+    weight_info = weight_quantity_of(name.removesuffix("_grad")) if is_recurrent else None
     data = _data.to_real_numpy(data, figure)
     dims = () if weight_info is None else weight_info.dims
     if weight_info is not None and data.ndim == len(dims) + 1:

@@ -154,7 +154,7 @@ def weight_gradients(
     return {name: sum((grads[name] for grads in other_parts), start=grad) for name, grad in first_part.items()}
 
 
-def probed(weights: Mapping[str, Array], probes: int = PROBES) -> dict[str, Array]:
+def probe_combinations(weights: Mapping[str, Array], probes: int = PROBES) -> dict[str, Array]:
     """Reduce weight gradients to the random combinations that ``weight_gradients(..., probes=probes)`` returns."""
     contraction = affine.Contraction(probes=probes)
     return {

@@ -253,17 +253,17 @@ class DenseStep(LinearStep):
 
     def push(self, rows: Array, out: Array) -> None:
         """Push tangent rows forward through a step: [states before] @ A^T = [states after]."""
-        self.work.matmul(rows, transposed(self.product[:, :, : self.product.shape[1]]), out)
+        self.work.matmul(rows, transpose(self.product[:, :, : self.product.shape[1]]), out)
 
     def inject(self, block: Array | None, out: Array) -> None:
         """Map input tangents to state tangents: write block @ B^T to ``out``, or B^T if the block is None."""
-        input_transposed = transposed(self.input_matrix())
+        input_transposed = transpose(self.input_matrix())
         out[...] = input_transposed if block is None else self.work.xp.matmul(block, input_transposed)
 
     def add_state_effects(self, rows: Array, state: int, columns: slice) -> None:
         """Add the effect of one new state's tangents on the other states of the same step, such as of c_t on h_t."""
         if self.produced_jacobian is not None:
-            rows[...] = transposed(self.produced_jacobian()[:, :, columns])
+            rows[...] = transpose(self.produced_jacobian()[:, :, columns])
 
     def state_gradients(self, rows: Array, state: int, columns: slice) -> Array:
         """Return the total gradients of one new state; for c_t they include the path through h_t."""
@@ -302,14 +302,14 @@ class GatedStep(LinearStep):
     def push(self, rows: Array, out: Array) -> None:
         """Push tangents [c | h] forward: h by one matrix product, c element by element."""
         units = self.keep.shape[2]
-        self.work.matmul(rows[:, :, units:], transposed(self.product[:, :, :units]), out)
+        self.work.matmul(rows[:, :, units:], transpose(self.product[:, :, :units]), out)
         self.work.add_product(out[:, :, :units], rows[:, :, :units], self.keep)
         self.work.add_product(out[:, :, units:], out[:, :, :units], self.lift)
 
     def inject(self, block: Array | None, out: Array) -> None:
         """Write the tangents of [c | h] for a block of input tangents, or for unit vectors if the block is None."""
         units = self.keep.shape[2]
-        input_transposed = transposed(self.product[:, :, units:])
+        input_transposed = transpose(self.product[:, :, units:])
         out[...] = input_transposed if block is None else self.work.xp.matmul(block, input_transposed)
         self.work.add_product(out[:, :, units:], out[:, :, :units], self.lift)
 
@@ -359,6 +359,6 @@ class ProductSystem(System):
         return self.multiplications(inputs)
 
 
-def transposed(matrices: Any) -> Array:
+def transpose(matrices: Any) -> Array:
     """Transpose (..., n, m) to (..., m, n), as a view."""
     return matrices.mT if hasattr(matrices, "mT") else matrices.swapaxes(-1, -2)

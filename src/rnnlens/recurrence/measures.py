@@ -159,7 +159,7 @@ def lag_profile(
     return xp.where(count > 0, mean, xp.full_like(mean, math.nan))
 
 
-def real_first(values: Array, where: Array) -> Array:
+def real_steps_first(values: Array, where: Array) -> Array:
     """Move the steps of ``values`` (sample, step) where ``where`` is True to the front, and fill the rest with NaN.
 
     Column n is then the n-th real step after the first, regardless of padding before or between them.

@@ -30,7 +30,7 @@ class NonfiniteValue:
     value: float
 
 
-def largest(dtype: object) -> float:
+def largest_finite(dtype: object) -> float:
     """Return the largest finite number of a dtype.
 
     >>> largest("float16"), largest("float32") > 1e38
@@ -49,7 +49,7 @@ def is_nonfinite(array: Values, limit: float) -> Values:
     return is_broken
 
 
-def any_broken(array: Values, limit: float) -> bool:
+def any_nonfinite(array: Values, limit: float) -> bool:
     """Return whether any number of an array is not finite or exceeds ``limit`` in magnitude.
 
     Real numbers are tested by their extremes. An array of flags could be larger than memory if the values are one
@@ -60,23 +60,23 @@ def any_broken(array: Values, limit: float) -> bool:
     return bool(is_nonfinite(array, limit).any())
 
 
-def first(quantity: str, array: Values, dims: Sequence[str], limit: float) -> NonfiniteValue | None:
+def find_nonfinite_value(quantity: str, array: Values, dims: Sequence[str], limit: float) -> NonfiniteValue | None:
     """Return the first number of an array, in the order of its axes, that is not finite or exceeds ``limit``."""
-    if not any_broken(array, limit):
+    if not any_nonfinite(array, limit):
         return None
     is_broken = is_nonfinite(array, limit)
     index = np.unravel_index(int(np.argmax(is_broken)), array.shape)
     return NonfiniteValue(quantity, dict(zip(dims, map(int, index), strict=True)), float(array[index]))
 
 
-def first_forward(run: Replay, limit: float) -> NonfiniteValue | None:
+def first_nonfinite_forward(run: Replay, limit: float) -> NonfiniteValue | None:
     """Return the first non-finite number in the order of computation.
 
     The initial states are searched first, then each step: input, pre-activations, gates, states, output. Masked steps
     are skipped.
     """
     for index, state in enumerate(run.initial_state):
-        found_value = first(f"initial_{run.cell.state_names[index]}", on_cpu(state), ("sample", "unit"), limit)
+        found_value = find_nonfinite_value(f"initial_{run.cell.state_names[index]}", on_cpu(state), ("sample", "unit"), limit)
         if found_value is not None:
             return found_value
     return _first_by_step(run, list(_forward(run)), limit)
@@ -113,12 +113,12 @@ def _first_by_step(
 
 def _nonfinite_at(name: str, array: Values, sample: int, t: int, limit: float) -> NonfiniteValue:
     dims = _DIMS[array.ndim]
-    found_value = first(name, array[sample, t], dims[2:], limit)
+    found_value = find_nonfinite_value(name, array[sample, t], dims[2:], limit)
     assert found_value is not None
     return NonfiniteValue(name, {"sample": sample, "time": t, **found_value.index}, found_value.value)
 
 
-def first_backward(run: Replay, adjoint: Adjoint, direct: Mapping[str, Values], limit: float) -> NonfiniteValue | None:
+def first_nonfinite_backward(run: Replay, adjoint: Adjoint, direct: Mapping[str, Values], limit: float) -> NonfiniteValue | None:
     """Return the first non-finite number in the order of BPTT.
 
     Steps are searched from the last; within a step: direct gradient, states, gates, input.

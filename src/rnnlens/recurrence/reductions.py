@@ -193,7 +193,7 @@ def probe_signs(probes: int, outputs: int, times: int, samples: int, seed: int) 
     return 2.0 * signs - 1.0
 
 
-def sketched(block: Array) -> Array:
+def sketch_statistics(block: Array) -> Array:
     """Estimate |G|_F^2 and its variance (sample, group, 2) from z^T G (sample, group, probe, in)."""
     xp = namespace(block)
     squares = xp.sum(block * block, axis=-1)

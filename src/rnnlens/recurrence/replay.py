@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from array_api_compat import array_namespace, device
 
-from ..errors import UnsupportedError, no_function_of_its_own
+from ..errors import UnsupportedError, impure_cell_message
 from ..typing import Array, Namespace
 from .arrays import for_each, sample_chunks, walk_parts
 from .cells import Cell, StepCell
@@ -342,7 +342,7 @@ def refuse_another_function(call: Any, deviation: float) -> None:
     """
     if _is_beyond_rounding(call, deviation):
         cell = f"The cell of {call.layer!r}"
-        raise UnsupportedError(no_function_of_its_own(cell, f"outputs that differ by {deviation:.2g} (relative)"))
+        raise UnsupportedError(impure_cell_message(cell, f"outputs that differ by {deviation:.2g} (relative)"))
 
 
 def refuse_other_equations(call: Any, deviation: float) -> None:

@@ -107,12 +107,12 @@ def _largest_row(kernel: Array | None, xp: Any) -> float:
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def perturbed(run: Replay) -> Replay:
+def perturbed_replay(run: Replay) -> Replay:
     """Replay a run from an input perturbed by one rounding, and perturb gates and states by one rounding each.
 
     In a recurrence that amplifies small differences, this trajectory deviates as any second run does.
     """
-    perturb, start = one_rounding(run.xp), tuple(map(one_rounding(run.xp), run.received or run.initial_state))
+    perturb, start = rounding_perturbation(run.xp), tuple(map(rounding_perturbation(run.xp), run.received or run.initial_state))
     scales = Scales(run.input_scale, run.state_scale)
     rerun = replay(run.cell, perturb(run.input), start, mask=run.mask, order=run.order, scales=scales)
     record = None if rerun.record is None else rerun.record._replace(gates=perturb(rerun.record.gates))
@@ -126,7 +126,7 @@ def replay_sensitivity(run: Replay) -> float:
     """
     if run.record is None or not run.cell.at_once:
         return 0.0
-    perturb, states = one_rounding(run.xp), run.states
+    perturb, states = rounding_perturbation(run.xp), run.states
     perturbed_hidden, hidden = (
         run.cell.hidden(gates, run.before(0), states[1:], run.xp)
         for gates in (perturb(run.record.gates), run.record.gates)
@@ -135,7 +135,7 @@ def replay_sensitivity(run: Replay) -> float:
     return difference / (largest or 1.0)
 
 
-def one_rounding(xp: Any, unit: float | None = None) -> Callable[[Array], Array]:
+def rounding_perturbation(xp: Any, unit: float | None = None) -> Callable[[Array], Array]:
     """Return a function that perturbs each number of an array by one rounding, with random signs.
 
     ``unit`` is the machine epsilon, by default that of the array.

@@ -207,7 +207,7 @@ class Pruning:
         return stop
 
 
-class Vanished(Pruning):
+class VanishedRowPruning(Pruning):
     """Pruning of the oldest groups of rows once their norms fell below ``rtol`` times their norms at entry.
 
     Parameters

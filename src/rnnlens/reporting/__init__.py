@@ -11,9 +11,9 @@ from typing import Any
 
 import xarray as xr
 
-from ..arguments import Check, anything, checked, data_set, either, listed, loss, names, seed, switch, text, whole
+from ..arguments import Check, anything, checked, data_set, either, as_list, loss, names, seed, switch, text, integer
 from ..arguments import path as path_of
-from ..errors import FileError, InputError, shown
+from ..errors import FileError, InputError, short_repr
 from ..results.base import Result
 from ..results.diagnosis import Diagnosis
 from ..verbs.axes import an_axes_table
@@ -30,7 +30,7 @@ def _check_switch_or(kind: type, expected: str) -> Check:
 
     def check_result(name: str, value: Any) -> Any:
         if not isinstance(value, kind):
-            raise InputError(f"{name}= is not understood.", got=shown(value))
+            raise InputError(f"{name}= is not understood.", got=short_repr(value))
         return value
 
     return either(switch, check_result, expected=expected)
@@ -45,7 +45,7 @@ def _check_tokens(name: str, value: Any) -> Any:
     """Check the texts of tokens: a list, or a mapping or function from number to text."""
     if not (callable(value) or isinstance(value, Mapping | Sequence)) or isinstance(value, str):
         expected = "a list or mapping from number to text, or a function"
-        raise InputError(f"{name}= gives no text.", got=shown(value), expected=expected)
+        raise InputError(f"{name}= gives no text.", got=short_repr(value), expected=expected)
     return value
 
 
@@ -57,7 +57,7 @@ def _check_tokens(name: str, value: Any) -> Any:
     baseline=anything,
     loss=loss,
     layers=names,
-    samples=whole(least=1),
+    samples=integer(least=1),
     diagnosis=_check_switch_or(Diagnosis, "True, False, or what rl.diagnose returned"),
     jacobian=_check_switch_or(xr.DataArray, "True, False, or what rl.jacobian returned"),
     tokens=_check_tokens,
@@ -184,11 +184,11 @@ def _results_in(model: Any) -> list[Any] | None:
     """Return the finished results passed in place of a model; None for a model."""
     if isinstance(model, Result | xr.DataArray):
         return [model]
-    results = listed(model) if isinstance(model, list | tuple) else None
+    results = as_list(model) if isinstance(model, list | tuple) else None
     if results is None:
         return None
     if not results or not all(isinstance(result, Result | xr.DataArray) for result in results):
-        raise InputError("This is neither a model nor results.", got=shown(model), expected="results of rnnlens")
+        raise InputError("This is neither a model nor results.", got=short_repr(model), expected="results of rnnlens")
     return results
 
 
@@ -232,6 +232,6 @@ def _call_code(
 def _argument_code(value: Any, name: str) -> str:
     """Return Python code for an argument: a plain value, a function's name, or the argument's own name."""
     if isinstance(value, str | int | float | tuple | list):
-        return shown(value) if not isinstance(value, str) else repr(value)
+        return short_repr(value) if not isinstance(value, str) else repr(value)
     function_name = str(getattr(value, "__name__", ""))
     return function_name if function_name.isidentifier() else name

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ..diagnosis.findings import SHOWN_BY
+from ..diagnosis.findings import FIGURE_OF_CODE
 from ..results.base import Result
 from ..results.checks import Check, worst_of
 from ..results.diagnosis import Diagnosis, Finding
@@ -118,7 +118,7 @@ def _float_values(array: xr.DataArray) -> Array:
 def anchor(finding: Finding, figures: Sequence[ReportFigure], tracks: Sequence[Track]) -> str:
     """Return the id of the figure that supports a finding; that of the table of measures if there is none."""
     ids = {figure.id for figure in figures}
-    shown_by = SHOWN_BY.get(finding.code, "")
+    shown_by = FIGURE_OF_CODE.get(finding.code, "")
     track_number = next((i for i, t in enumerate(tracks) if t.layer == finding.layer), len(tracks) - 1)
     transfer_id = next((f.id for f in figures if f.spec.get("layer") == finding.layer), "transfer-0")
     state_id = next((figure.id for figure in figures if figure.id.startswith(f"track-{track_number}-hidden")), "")

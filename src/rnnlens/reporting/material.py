@@ -13,7 +13,7 @@ from .. import data
 from ..adapters.protocol import Adapter, Batch, CaptureRequest
 from ..adapters.registry import adapter_for
 from ..diagnosis import diagnose
-from ..errors import InputError, RnnlensError, TooLargeError, shown
+from ..errors import InputError, RnnlensError, TooLargeError, short_repr
 from ..measures.facts import padding_share
 from ..measures.profiles import attribution
 from ..recurrence.cells import kinds
@@ -265,7 +265,7 @@ def _add_baseline(
         contents.moments.append(moment_of("baseline", baseline))
     elif isinstance(baseline, str) and baseline != "init":
         expected = '"init", another model, or a trace'
-        raise InputError("baseline= is not understood.", got=shown(baseline), expected=expected)
+        raise InputError("baseline= is not understood.", got=short_repr(baseline), expected=expected)
     else:
         other_model = adapter.reinitialised(model, request.seed) if isinstance(baseline, str) else baseline
         x, y = report_samples.select(contents.sample_positions)
@@ -307,7 +307,7 @@ def _token_texts(report_samples: ReportSamples, sample_positions: Sequence[int],
         return [[str(tokens[int(i)]) for i in row] for row in rows]
     except (KeyError, IndexError, TypeError) as error:
         expected = "a list or mapping from number to text, or a function"
-        raise InputError("tokens= has no text for a token.", got=shown(error), expected=expected) from error
+        raise InputError("tokens= has no text for a token.", got=short_repr(error), expected=expected) from error
 
 
 def _add_weights(contents: ReportContents, model: Any, request: ReportRequest) -> None:

@@ -140,7 +140,7 @@ class LazyArray(LabelledArray):  # type: ignore[no-untyped-call]
             return LabelledArray(xr.DataArray(self).compute(**kwargs))
         lazy_dataset = xr.DataArray(self).to_dataset(name="values")
         computed_datasets, chunk_record = compute_with_record({"": lazy_dataset}, tasks, **kwargs)
-        return LabelledArray(computed_datasets[""]["values"].rename(self.name).assign_attrs(record_of(chunk_record)))
+        return LabelledArray(computed_datasets[""]["values"].rename(self.name).assign_attrs(chunk_record_attrs(chunk_record)))
 
     def _repr_html_(self) -> str:
         return str(xr.DataArray(self)._repr_html_())  # type: ignore[no-untyped-call]
@@ -162,7 +162,7 @@ class LazyArray(LabelledArray):  # type: ignore[no-untyped-call]
             self.compute().save(path)
         else:
             save_chunks(
-                tree_of(self), tasks, path, lambda chunk_record, array_path: {array_path: record_of(chunk_record)}
+                tree_of(self), tasks, path, lambda chunk_record, array_path: {array_path: chunk_record_attrs(chunk_record)}
             )
 
 
@@ -186,7 +186,7 @@ def compute_with_record(
 _NOT_CERTIFIED = Certificate().sentence
 
 
-def record(checks: Iterable[Check], certificate: Certificate | None = None) -> dict[str, str]:
+def record_attrs(checks: Iterable[Check], certificate: Certificate | None = None) -> dict[str, str]:
     """Convert self-checks and a certificate to attributes for a file: all as JSON, and the certificate's sentence."""
     stored: dict[str, Any] = {"checks": [check.to_dict() for check in checks]}
     if certificate is None:
@@ -194,12 +194,12 @@ def record(checks: Iterable[Check], certificate: Certificate | None = None) -> d
     return {RECORD: json.dumps({**stored, "certificate": certificate.to_dict()}), CERTIFICATE: certificate.sentence}
 
 
-def record_of(chunk_record: Mapping[str, Any]) -> dict[str, str]:
+def chunk_record_attrs(chunk_record: Mapping[str, Any]) -> dict[str, str]:
     """Convert the reduced checks and certificate of all chunks to attributes that a file can store."""
     certificate = (
         Certificate() if chunk_record["certificate"] is None else Certificate.from_dict(chunk_record["certificate"])
     )
-    return record([Check(**check) for check in chunk_record["checks"]], certificate)
+    return record_attrs([Check(**check) for check in chunk_record["checks"]], certificate)
 
 
 def as_result(array: Any) -> Any:

@@ -24,7 +24,7 @@ import xarray as xr
 
 from ..arguments import checked
 from ..arguments import path as path_of
-from ..errors import LayerNotFoundError, did_you_mean, shown
+from ..errors import LayerNotFoundError, did_you_mean, short_repr
 from .array import aligned_text, compute_with_record
 from .checks import Certificate, Check, worst_of
 from .disk.regions import ChunkTasks
@@ -327,5 +327,5 @@ def check_name_is_text(name: object, known_names: Iterable[str], owner: str) -> 
     """Raise LayerNotFoundError if ``name`` is not a string."""
     if not isinstance(name, str):
         raise LayerNotFoundError(
-            f"Entries of {owner} are found by name.", got=shown(name), hint=did_you_mean(name, known_names)
+            f"Entries of {owner} are found by name.", got=short_repr(name), hint=did_you_mean(name, known_names)
         )

@@ -103,7 +103,7 @@ class Check:
         return asdict(self)
 
 
-def worst(checks: Iterable[Check]) -> list[Check]:
+def worst_checks(checks: Iterable[Check]) -> list[Check]:
     """Return, for each check name and layer, the check closest to its bound, or furthest beyond it."""
     worst_checks: dict[tuple[str, str], Check] = {}
     for check in checks:
@@ -220,7 +220,7 @@ def epsilon(dtype: Any) -> float:
     return _limits(dtype)[0]
 
 
-def coarser(first_dtype: str, second_dtype: str) -> str:
+def coarser_dtype(first_dtype: str, second_dtype: str) -> str:
     """Return the dtype name with fewer digits; if one name is empty, the other one.
 
     >>> coarser("float64", "torch.float32"), coarser("", "float64")
@@ -313,7 +313,7 @@ def _largest(array: Array) -> float:
     return float(xp.max(xp.where(xp.isfinite(array), xp.abs(array), xp.zeros_like(array))))
 
 
-def warn_about(checks: Iterable[Check]) -> None:
+def warn_of_failed_checks(checks: Iterable[Check]) -> None:
     """Issue one SelfCheckWarning for each failed check, at the line of user code that called rnnlens."""
     stacklevel, frame = 1, sys._getframe()
     while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("rnnlens."):

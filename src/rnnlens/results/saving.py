@@ -33,7 +33,7 @@ from ..vocabulary import SAMPLE
 from .disk import damaged_file_error, replacing_folder, write_file
 from .disk.netcdf import check_memory, sealed_parts
 from .disk.regions import ChunkTasks, finish_folder, records_of, write_regions
-from .disk.store import new_recording
+from .disk.store import new_recording_store
 from .encoding import encode
 from .schema import SCHEMA_VERSION
 
@@ -180,7 +180,7 @@ def _write_zarr(tree: xr.DataTree, target: Path) -> None:
         }
         for node in tree.subtree
     }
-    with replacing_folder(target) as folder, new_recording(folder) as store:
+    with replacing_folder(target) as folder, new_recording_store(folder) as store:
         tree.to_zarr(store, mode="w-", zarr_format=ZARR_FORMAT, consolidated=True, encoding=encoding)
         store.seal()
 

@@ -76,7 +76,7 @@ def quantity(name: str, cell: str = "") -> Quantity:
     if name in QUANTITIES:
         return QUANTITIES[name]
     stem, is_gradient = name.removesuffix("_grad"), name.endswith("_grad")
-    weight = weight_of(stem, cell)
+    weight = weight_quantity_of(stem, cell)
     if weight is not None:
         return weight_quantity(weight, gradient=is_gradient)
     border_match = _BORDER_STATE_NAME.fullmatch(name)  # used where the states of a cell differ in size
@@ -91,7 +91,7 @@ def quantity(name: str, cell: str = "") -> Quantity:
     return Quantity(name, (SAMPLE, UNIT), f"gradient of the {description}", "loss", f"dL/d{symbol}", True)
 
 
-def weight_of(name: str, cell: str = "") -> Quantity | None:
+def weight_quantity_of(name: str, cell: str = "") -> Quantity | None:
     """Return the weight quantity of that name for a kind of cell, or of any cell if the kind is unknown; else None."""
     cells = kinds()
     for cell_kind in [cells[cell]] if cell in cells else cells.values():
@@ -192,7 +192,7 @@ def labelled_layer(
     }
     variables = {
         name: xr.Variable(
-            dims_by_name[name], array, {**describe(name, cell), **common_attrs, **_dtype_attrs(arrays[name], array)}
+            dims_by_name[name], array, {**quantity_attrs(name, cell), **common_attrs, **_dtype_attrs(arrays[name], array)}
         )
         for name, array in host_arrays.items()
     }
@@ -213,7 +213,7 @@ def to_host(array: Any) -> np.ndarray[Any, Any]:
     return values.astype(np.float32) if values.dtype.kind == "V" else values
 
 
-def describe(name: str, cell: str = "") -> dict[str, str]:
+def quantity_attrs(name: str, cell: str = "") -> dict[str, str]:
     """Return the descriptive attributes of a quantity: long_name, units, definition and, where there is one, source."""
     described_quantity = quantity(name, cell)
     attrs = {
@@ -268,7 +268,7 @@ def with_mask(dataset: xr.Dataset, name: str) -> xr.DataArray:
     return dataset.set_coords("mask")[name]  # without the mask where the variable lacks its dimensions
 
 
-def labelled(
+def labelled_array(
     values: Any,
     dims: Sequence[str],
     *,
@@ -328,7 +328,7 @@ def _dims(name: str, array: np.ndarray[Any, Any], bidirectional: bool, cell: str
     if name in ("output", "output_grad"):
         candidates = [full_dims, last_step_dims, (SAMPLE,)]
         candidates += [(SAMPLE, *(f"axis_{i}" for i in range(1, array.ndim - 1)), UNIT)]
-    elif weight_of(name.removesuffix("_grad"), cell) is not None:
+    elif weight_quantity_of(name.removesuffix("_grad"), cell) is not None:
         candidates = [full_dims, (TIME, *full_dims)]
     if bidirectional:  # the direction comes after time, else after sample, else first
         dims_with_axis = [(dims, direction_axis(dims)) for dims in candidates]

@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 from .. import data
 from ..adapters.protocol import Batch
-from ..errors import InputError, did_you_mean, shown
+from ..errors import InputError, did_you_mean, short_repr
 from ..results.nonfinite import Incident
 from .batches import TrainedBatch
 from .records import TrainingRecord
@@ -89,7 +89,7 @@ def checked_stop_on(value: str | Iterable[str]) -> tuple[Finding, ...]:
     for name in findings:
         if name not in FINDINGS:
             hint = did_you_mean(str(name), FINDINGS)
-            raise InputError("stop_on= names no finding.", got=shown(name), hint=hint)
+            raise InputError("stop_on= names no finding.", got=short_repr(name), hint=hint)
     return findings  # type: ignore[return-value]
 
 
@@ -221,7 +221,7 @@ REPORT = "report"
 def checked_on_nonfinite(value: Any) -> str | None:
     """Return ``on_nonfinite=`` if it is ``None`` or ``"report"``; raise InputError for any other value."""
     if not (value is None or (isinstance(value, str) and value == REPORT)):
-        raise InputError("on_nonfinite= is not understood.", got=shown(value), expected=f"None or {REPORT!r}")
+        raise InputError("on_nonfinite= is not understood.", got=short_repr(value), expected=f"None or {REPORT!r}")
     return REPORT if value is not None else None
 
 
@@ -244,7 +244,7 @@ class Incidents:
             return None
         # A file stores packed sequences as padded ones.
         batch_data = {
-            name: data.map_leaves(lambda leaf: data.padded(leaf) if data.is_packed(leaf) else leaf, value)
+            name: data.map_leaves(lambda leaf: data.pad_packed(leaf) if data.is_packed(leaf) else leaf, value)
             for name, value in (("x", batch.x), ("y", batch.y), ("sample_weight", batch.sample_weight))
         }
         incident = Incident.of(batch_data, weights, step_info, provenance=self._provenance)

@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 import xarray as xr
 
-from ..errors import InputError, MissingDependencyError, did_you_mean, has_attribute, shown
+from ..errors import InputError, MissingDependencyError, did_you_mean, has_attribute, short_repr
 from ..typing import Array
 from ..vocabulary import DIRECTION, GATE
 from .records import Sink, TrainingRecord
@@ -302,7 +302,7 @@ def _sink(logger: Any, directory: Path) -> Sink:
         return cast(Sink, logger)
     raise InputError(
         "loggers= contains an object that is not a logger.",
-        got=f"{type(logger).__module__}.{type(logger).__qualname__}: {shown(logger)}",
+        got=f"{type(logger).__module__}.{type(logger).__qualname__}: {short_repr(logger)}",
         expected="a SummaryWriter, a run of wandb or mlflow, 'tensorboard', 'wandb', 'mlflow', "
         "or an object with write(record) and close(reason)",
     )

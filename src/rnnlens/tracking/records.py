@@ -12,7 +12,7 @@ import xarray as xr
 
 from ..errors import LayerNotFoundError
 from ..measures import dead_units, gradient_decay, gradient_reach, saturation_share
-from ..recurrence.measures import masked_mean, real_first, safe_norm
+from ..recurrence.measures import masked_mean, real_steps_first, safe_norm
 from ..results.trace import Trace
 from ..settings import options
 from ..typing import Array
@@ -154,7 +154,7 @@ def _reorder_by_lag(adjoint: Array, step_mask: Array, direction: str | None) -> 
     """Reorder the adjoint by lag from the last processed step, (sample, lag); and a mask of the lags of each sample."""
     is_backward = direction == BACKWARD
     ordered_adjoint, ordered_mask = (adjoint, step_mask) if is_backward else (adjoint[:, ::-1], step_mask[:, ::-1])
-    adjoint_by_lag = np.asarray(real_first(ordered_adjoint, ordered_mask))
+    adjoint_by_lag = np.asarray(real_steps_first(ordered_adjoint, ordered_mask))
     lag_mask = np.arange(adjoint_by_lag.shape[1])[None, :] < ordered_mask.sum(axis=1, keepdims=True)
     return adjoint_by_lag, lag_mask
 

@@ -14,7 +14,7 @@ from numcodecs import BitRound
 from zarr.codecs import BloscCodec
 
 from ..errors import FileError
-from ..results.disk.run_folder import committed, committed_count, row_sums
+from ..results.disk.run_folder import committed_values, committed_count, row_sums
 from ..results.encoding import to_paths
 from ..typing import Array
 from .records import TrainingRecord
@@ -42,7 +42,7 @@ class Rows:
         self._arrays: dict[str, zarr.Array] = {}
         if "committed" not in group:
             array_options = {"shape": (2,), "dtype": "int64", "fill_value": 0, "compressors": _COMPRESSOR}
-            group.create_array("committed", dimension_names=("number",), **array_options)[:] = committed(0)
+            group.create_array("committed", dimension_names=("number",), **array_options)[:] = committed_values(0)
         self._committed = group["committed"]
         self._count = committed_count(self._committed[:], Path(str(group.store_path)))
         self._sums: dict[str, Any] = {}
@@ -77,7 +77,7 @@ class Rows:
         if "sums" not in self._arrays:
             self._open_array("sums", sums.shape, "uint32", ("step", "array"))
         self._put("sums", sums)
-        self._committed[:] = committed(self._count + 1)
+        self._committed[:] = committed_values(self._count + 1)
         self._count += 1
         self.last_step = record.step
 
@@ -106,7 +106,7 @@ class Rows:
         kept_count = int(np.sum(self._arrays["step"][: self._count] <= step))
         dropped_count = self._count - kept_count
         if dropped_count:
-            self._committed[:] = committed(kept_count)
+            self._committed[:] = committed_values(kept_count)
             self._count = kept_count
             self._trim(kept_count)
             self.last_step = int(self._arrays["step"][-1]) if kept_count else None

@@ -9,9 +9,9 @@ from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
 
 from ..adapters.protocol import Adapter
-from ..arguments import Check, anything, called, checked, loss, names, path, switch, whole
-from ..arguments import listed as as_list
-from ..errors import InputError, LayerNotFoundError, did_you_mean, shown
+from ..arguments import Check, anything, callable_value, checked, loss, names, path, switch, integer
+from ..arguments import as_list as as_list
+from ..errors import InputError, LayerNotFoundError, did_you_mean, short_repr
 from ..verbs.traced_layers import TraceSelection
 
 POWERS = "powers of two"
@@ -40,12 +40,12 @@ class Schedule:
         if not (is_powers or _is_whole_number(self.every) or callable(self.every)):
             raise InputError(
                 "every= is no schedule.",
-                got=shown(self.every),
+                got=short_repr(self.every),
                 expected=f"a number of steps (0: never), {POWERS!r}, or a function (step, epoch) -> bool",
             )
         epochs = as_list(self.epochs)
         if epochs is None or not all(map(_is_whole_number, epochs)):
-            got = shown(self.epochs)
+            got = short_repr(self.epochs)
             raise InputError("epochs= are whole numbers from 0.", got=got, expected="such as (4, 9)")
         object.__setattr__(self, "epochs", tuple(map(int, epochs)))
 
@@ -86,14 +86,14 @@ def _possibly_empty_names(name: str, value: Any) -> Any:
 
 
 def _checked_points(name: str, value: Any) -> int | None:
-    return None if value is None else whole(least=1)(name, value)
+    return None if value is None else integer(least=1)(name, value)
 
 
 #: Check of each argument by name; others (schedule, probe, loggers) are checked where they are used.
 _CHECKS: dict[str, Check] = {
     "path": path,
     "loss": loss,
-    "on_batch": called,
+    "on_batch": callable_value,
     "quantities": names,
     "layers": names,
     "keep": _possibly_empty_names,
@@ -101,7 +101,7 @@ _CHECKS: dict[str, Check] = {
     "stop_on": _possibly_empty_names,
     "resume": switch,
     "points": _checked_points,
-    "step": whole(least=0),
+    "step": integer(least=0),
 }
 
 

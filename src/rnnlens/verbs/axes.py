@@ -10,7 +10,7 @@ import xarray as xr
 
 from .. import data
 from ..adapters.protocol import Adapter, AxisConvention, Batch, Port
-from ..errors import InputError, UnsupportedError, shown
+from ..errors import InputError, UnsupportedError, short_repr
 from ..layout import Axis, Layout, canonical_order, dims_of
 from ..results.schema import LabelledLayer, to_host
 from ..typing import Array
@@ -26,7 +26,7 @@ _EXAMPLE = 'axes={"input": ("time", "sample", "feature"), "output": (("time", "s
 def an_axes_table(name: str, value: Any) -> dict[str, Layout]:
     """Parse ``axes=``: axis names by tensor. Several names in a tuple are folded into one axis, outermost first."""
     if not isinstance(value, Mapping):
-        raise InputError(f"{name}= names the axes of tensors.", got=shown(value), expected=_EXAMPLE)
+        raise InputError(f"{name}= names the axes of tensors.", got=short_repr(value), expected=_EXAMPLE)
     return {str(tensor): _read_layout(f"{name}[{tensor!r}]", axis_names) for tensor, axis_names in value.items()}
 
 
@@ -43,11 +43,11 @@ def _read_layout(argument: str, axis_names: Any) -> Layout:
     )
     names = [name for part in parts for name in part] if is_valid else []
     if not names or len(set(names)) < len(names) or any(len(part) > 2 for part in parts):
-        raise InputError(f"{argument} is not a list of distinct axis names.", got=shown(axis_names), expected=_EXAMPLE)
+        raise InputError(f"{argument} is not a list of distinct axis names.", got=short_repr(axis_names), expected=_EXAMPLE)
     folded = [part for part in parts if len(part) > 1]
     if len(folded) > 1 or any(SAMPLE not in part for part in folded):
         raise InputError(
-            f"{argument} merges axes, but none of them is the sample axis.", got=shown(axis_names), expected=_EXAMPLE
+            f"{argument} merges axes, but none of them is the sample axis.", got=short_repr(axis_names), expected=_EXAMPLE
         )
     return Layout(tuple(tuple(part) for part in parts))
 
@@ -147,12 +147,12 @@ class ModelAxes:
         """Return the number of samples of a batch by its known layouts, else the length of its first axis."""
         leaves = data.leaves_of(batch.x)
         if self.is_cut or self.samples_first:
-            return data.len_of(batch.x, self.inputs)
+            return data.sample_count(batch.x, self.inputs)
         for port, layout in {**self.found_layouts, **self.stated}.items():
             if port.kind == "input" and port.layer is None and layout.sample is not None and not layout.is_folded:
                 return int(getattr(leaves[port.index], "shape", (1,))[layout.sample])
         sample_count = next((layout.samples for layout in self.found_layouts.values() if layout.samples), 0)
-        return sample_count or data.size_of(leaves[0], None)
+        return sample_count or data.leaf_sample_count(leaves[0], None)
 
 
 def _port_of_name(text: str, catalogue: Catalogue) -> Port:

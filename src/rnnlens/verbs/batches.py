@@ -34,7 +34,7 @@ def layouts_to_cut(axes: ModelAxes, template: Batch, x: Any, y: Any, sample_weig
     inputs = layouts_of_inputs(axes, template, x)
     if inputs is None:
         return None
-    count = data.size_of(data.leaves_of(x)[0], inputs[0])
+    count = data.leaf_sample_count(data.leaves_of(x)[0], inputs[0])
     targets = _target_layouts(axes, template, x, inputs, y, count)
     weights = [_weight_layout(axes, leaf, y, targets, count) for leaf in data.leaves_of(sample_weight)]
     return {"x": inputs, "y": targets, "sample_weight": weights}
@@ -76,7 +76,7 @@ def _layout_choices(leaves: Sequence[Any], stated: Sequence[Layout | None]) -> I
         else:
             options.append([_with_samples_on(axis, count) for axis in range(count)])
     for layouts in product(*options):
-        if len({data.size_of(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)}) == 1:
+        if len({data.leaf_sample_count(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)}) == 1:
             yield layouts
 
 
@@ -87,7 +87,7 @@ def _cut_inputs(x: Any, layouts: Sequence[Layout | None], size: int) -> Any:
 
 
 def _cut_samples(leaf: Any, layout: Layout | None, size: int) -> Any:
-    sample_count = data.size_of(leaf, layout)
+    sample_count = data.leaf_sample_count(leaf, layout)
     samples = data.samples_of(leaf, layout, 0, min(size, sample_count))
     if sample_count >= size or layout is None or layout.sample is None:
         return samples
@@ -205,7 +205,7 @@ class DataSetBatches:
                 x=data_batch.x,
                 y=data_batch.y if self.with_loss else None,
                 sample_weight=data_batch.sample_weight if self.with_loss else None,
-                initial_state=data.take(self.full_batch.initial_state, start, stop),
+                initial_state=data.samples_of_arrays(self.full_batch.initial_state, start, stop),
                 seed=seed if seed is None or not self.full_batch.training else seed + number,
                 **omitted,
             )
@@ -214,14 +214,14 @@ class DataSetBatches:
     @property
     def samples(self) -> int | None:
         """Number of samples, or None if it is not known without reading the data."""
-        return None if is_source(self.full_batch.x) else data.len_of(self.full_batch.x, self.axes.inputs)
+        return None if is_source(self.full_batch.x) else data.sample_count(self.full_batch.x, self.axes.inputs)
 
     @property
     def count(self) -> int | None:
         """Number of batches, or None if it is not known."""
         x = self.full_batch.x
         if not self.axes.samples_first and not self.axes.is_cut:
-            return None if data.is_cut(x, self.batch_size) else 1  # not known yet how the inputs lie
+            return None if data.is_read_in_batches(x, self.batch_size) else 1  # not known yet how the inputs lie
         inputs = self.axes.inputs
         layouts = None if inputs is None else {"x": inputs, "y": [], "sample_weight": []}
         return data.count_batches(x, self.batch_size, layouts)
@@ -259,7 +259,7 @@ class DataSetBatches:
         """Return the batches, each cut along the sample axis; without a batch size, all data are one batch."""
         axes, all_data = self.axes, data.DataBatch(self.full_batch.x, self.full_batch.y, self.full_batch.sample_weight)
         template = replace(self.full_batch, x=None, y=None, sample_weight=None)
-        is_single_batch = not data.is_cut(all_data.x, self.batch_size)
+        is_single_batch = not data.is_read_in_batches(all_data.x, self.batch_size)
         if is_single_batch and not is_source(all_data.x):
             refuse_large("The batch", [all_data.x, all_data.y], "batch_size=, fewer samples at a time")
         if is_single_batch and not axes.samples_first:

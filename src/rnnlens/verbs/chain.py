@@ -18,7 +18,7 @@ import numpy as np
 from array_api_compat import array_namespace
 
 from ..adapters.protocol import Capture, ChainLink, RecurrentCall
-from ..autodiff.tensors import dtype_name, like
+from ..autodiff.tensors import dtype_name, converted_like
 from ..data import leaves_of
 from ..recurrence.activations import ACTIVATIONS
 from ..results.checks import rounding_bound
@@ -106,7 +106,7 @@ class ChainGradients:
         if not (self._capture.topmost or _is_close(pulled, to_host(call.output_grad), int(call.input.shape[1]))):
             self.agree = False
             return call
-        return replace(call, output_grad=like(pulled, call.output))
+        return replace(call, output_grad=converted_like(pulled, call.output))
 
     def pull(self, call: RecurrentCall, input_grad: Array) -> None:
         """Pull the gradient at a swept layer's input back to the layer below or to the model's input; store it."""

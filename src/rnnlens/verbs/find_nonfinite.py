@@ -17,7 +17,7 @@ from .. import arguments as check
 from ..adapters.protocol import NOT_LOOKED_INTO, Batch, Port
 from ..adapters.registry import adapter_for
 from ..recurrence.cells.cell import has_gates
-from ..recurrence.nonfinite import NonfiniteValue, first, first_backward, magnitude_by_step
+from ..recurrence.nonfinite import NonfiniteValue, find_nonfinite_value, first_nonfinite_backward, magnitude_by_step
 from ..recurrence.trajectory import Adjoint
 from ..results.nonfinite import NonFinite, Origin
 from ..results.schema import to_host
@@ -103,15 +103,15 @@ def _first_nonfinite_gradient(replayed: ObservedCall) -> NonfiniteValue | None:
         return None
     direct_grads = {"output_grad": to_host(call.output_grad)}
     if not call.returns_sequences:
-        nonfinite = first("output_grad", direct_grads.pop("output_grad"), ("sample", "unit"), replayed.limit)
+        nonfinite = find_nonfinite_value("output_grad", direct_grads.pop("output_grad"), ("sample", "unit"), replayed.limit)
         if nonfinite is not None:
             return nonfinite
     for name, grad in zip(call.cell.state_names, call.final_state_grad or (), strict=False):
-        nonfinite = first(f"final_{name}_grad", to_host(grad), ("sample", "unit"), replayed.limit)
+        nonfinite = find_nonfinite_value(f"final_{name}_grad", to_host(grad), ("sample", "unit"), replayed.limit)
         if nonfinite is not None:
             return nonfinite
     swept = _sweep_call(replayed)
-    return None if swept is None else first_backward(replayed.run, swept, direct_grads, replayed.limit)
+    return None if swept is None else first_nonfinite_backward(replayed.run, swept, direct_grads, replayed.limit)
 
 
 def _recurrence_origins(replayed: ObservedCall, source: str) -> Iterator[Origin]:
@@ -150,7 +150,7 @@ def _weight_gradient_origins(replayed: ObservedCall) -> Iterator[Origin]:
             dims = tuple(cell.parameters[key].dims)
             gated = has_gates(cell.parameters[key])
             array = array.reshape(*array.shape[:-1], len(cell.gates), -1) if gated else array
-        nonfinite = first(f"{key}_grad", array, dims, np.inf)
+        nonfinite = find_nonfinite_value(f"{key}_grad", array, dims, np.inf)
         if nonfinite is not None:
             cause = "a sum over samples and steps of numbers that are finite"
             yield replace(origin_of(replayed, nonfinite, "backward"), fed_by=cause)
@@ -168,7 +168,7 @@ def _boundary_origins(observed: ObservedRun, source: str) -> Iterator[Origin]:
     for name, grad in observed.capture.beside.items():
         array = None if grad is None else to_host(grad)
         nonfinite = (
-            None if array is None else first("gradient", array, [f"axis_{i}" for i in range(array.ndim)], np.inf)
+            None if array is None else find_nonfinite_value("gradient", array, [f"axis_{i}" for i in range(array.ndim)], np.inf)
         )
         if nonfinite is not None:
             yield Origin(

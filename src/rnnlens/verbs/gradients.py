@@ -14,7 +14,7 @@ from .. import arguments as check
 from ..adapters.protocol import Adapter, Batch
 from ..adapters.registry import adapter_for
 from ..errors import DisconnectedError, UnsupportedError
-from ..results.array import LabelledArray, LazyArray, record
+from ..results.array import LabelledArray, LazyArray, record_attrs
 from ..results.gradients import Gradients, Reason
 from ..results.schema import LabelledLayer, labelled_variable
 from ..vocabulary import FEATURE, GATE, SAMPLE, TIME
@@ -54,7 +54,7 @@ _ROWS_APART = (
     across=check.one_of("mean", "sum"),
     clip=a_clipping,
     initial_state=check.finite_states,
-    batch_size=check.whole(least=1),
+    batch_size=check.integer(least=1),
     combine=check.one_of("mean", "sum"),
     memory=check.memory,
     axes=an_axes_table,
@@ -217,7 +217,7 @@ def _scan_gradient(
     run = replace(run, x=check.one_batch("x", run.x))
     result = trace_batch(model, run, TraceSelection.of(layer, name, has_loss(model, run)), {}, arguments.axes)
     array = LabelledArray(result[layer][name])
-    array.attrs |= record([self_check for self_check in result.checks if self_check.layer], result.certificate)
+    array.attrs |= record_attrs([self_check for self_check in result.checks if self_check.layer], result.certificate)
     return array
 
 
@@ -249,7 +249,7 @@ def _labelled_array(
     if name not in gathered.gradients:
         raise _disconnected_error(request, explanation.disconnected[name.text])
     array = LabelledArray(_label_gradient(request, name, gathered, provenance))
-    array.attrs |= record((), gathered.certificate)
+    array.attrs |= record_attrs((), gathered.certificate)
     for attribute, reasons in (("disconnected", explanation.disconnected), ("flagged", explanation.flags)):
         for reason in reasons.values():
             array.attrs[attribute] = str(reason)

@@ -11,10 +11,10 @@ from typing import Any, Literal
 from .. import arguments as check
 from ..adapters.protocol import Batch
 from ..arguments.data import is_source
-from ..errors import InputError, shown
+from ..errors import InputError, short_repr
 from ..recurrence.reductions import REDUCTIONS
-from ..results.array import LabelledArray, record
-from ..results.checks import warn_about
+from ..results.array import LabelledArray, record_attrs
+from ..results.checks import warn_of_failed_checks
 from ..settings import current, parse_memory
 from ..vocabulary import IN_TIME, OUT_TIME
 from .axes import an_axes_table
@@ -47,7 +47,7 @@ def chosen_steps(name: str, value: Any) -> dict[str, Any]:
     for dim in steps_by_dim:
         if dim not in (OUT_TIME, IN_TIME):
             expected = f'steps, {{"{OUT_TIME}": ..., "{IN_TIME}": ...}}; weights of output units are reduce='
-            raise InputError(f"{name}= of a time Jacobian has no {dim!r}.", got=shown(value), expected=expected)
+            raise InputError(f"{name}= of a time Jacobian has no {dim!r}.", got=short_repr(value), expected=expected)
     return {dim: check.kept_steps(f"{name}[{dim!r}]", steps) for dim, steps in steps_by_dim.items()}
 
 
@@ -60,13 +60,13 @@ def chosen_steps(name: str, value: Any) -> dict[str, Any]:
     reduce=a_contraction,
     measure=check.one_of(*REDUCTIONS),
     across=check.one_of("mean"),
-    sketch=check.whole(least=2),
+    sketch=check.integer(least=2),
     rtol=check.number(least=0, below=1, what="is a share"),
     mode=check.one_of("auto", "forward", "reverse"),
     training=check.switch,
     initial_state=check.finite_states,
     seed=check.seed,
-    batch_size=check.whole(least=1),
+    batch_size=check.integer(least=1),
     memory=check.memory,
     out=check.path,
     axes=an_axes_table,
@@ -219,6 +219,6 @@ def _batch_jacobian(
         claim = claim_of(request, plan, result) if needs_certificate else None
     if claim is not None:
         certificate = certify(request, claim)
-        result.attrs |= record(result.checks, certificate)
-        warn_about(certificate.checks)
+        result.attrs |= record_attrs(result.checks, certificate)
+        warn_of_failed_checks(certificate.checks)
     return result

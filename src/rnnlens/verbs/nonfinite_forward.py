@@ -12,7 +12,7 @@ import numpy as np
 from .. import data
 from ..adapters.protocol import Outputs, Port
 from ..recurrence.arrays import on_cpu
-from ..recurrence.nonfinite import NonfiniteValue, first_forward, largest, largest_term
+from ..recurrence.nonfinite import NonfiniteValue, first_nonfinite_forward, largest_finite, largest_term
 from ..recurrence.replay import Replay
 from ..results.nonfinite import Origin
 from ..results.schema import to_host
@@ -152,7 +152,7 @@ def forward_origins(observed: ObservedRun) -> Iterator[Origin]:
 
 
 def _recurrence_origins(observed: ObservedRun, node: Node, replayed: ObservedCall) -> Iterator[Origin]:
-    nonfinite = first_forward(replayed.run, replayed.limit)
+    nonfinite = first_nonfinite_forward(replayed.run, replayed.limit)
     if nonfinite is None:
         return
     origin = origin_of(replayed, nonfinite, "forward")
@@ -213,8 +213,8 @@ def cause_below(
         text = f"{source} {value:.3g}" + (f" at {index_text}" if index_text else "")
         dtype = getattr(observed.facts.submodules.get(node.name), "dtype", "")
         dtype = dtype if replayed is None or replayed.call.compute_dtype is None else str(replayed.call.compute_dtype)
-        if dtype in _HALF_DTYPES and abs(value) > largest(dtype):
-            return f"{text}, more than {dtype} holds ({largest(dtype):.6g})"
+        if dtype in _HALF_DTYPES and abs(value) > largest_finite(dtype):
+            return f"{text}, more than {dtype} holds ({largest_finite(dtype):.6g})"
         return text
     return ""
 
@@ -256,7 +256,7 @@ class LossOfOutputs:
         batch = replace(self.observed.batch, **changed)
         if samples != slice(None):
             sample_data = {
-                name: data.take(getattr(batch, name), samples.start, samples.stop) for name in ("y", "sample_weight")
+                name: data.samples_of_arrays(getattr(batch, name), samples.start, samples.stop) for name in ("y", "sample_weight")
             }
             batch = replace(batch, **sample_data)
         masks = [None if mask is None else mask[samples] for mask in self.outputs.masks]

@@ -24,7 +24,7 @@ from ..adapters.protocol import (
 from ..autodiff import tensors
 from ..errors import RnnlensError
 from ..layout import dims_of
-from ..recurrence.nonfinite import NonfiniteValue, any_broken, first, largest
+from ..recurrence.nonfinite import NonfiniteValue, any_nonfinite, find_nonfinite_value, largest_finite
 from ..recurrence.replay import Replay
 from ..results.nonfinite import Origin
 from ..results.schema import to_host
@@ -88,7 +88,7 @@ class ObservedRun:
         nodes_by_name: dict[str, Node] = {name: Node(name) for name in self.capture.order or self.facts.submodules}
         for call in on_host(self.capture.calls):
             dtype = call.compute_dtype or call.output.dtype
-            nodes_by_name.setdefault(call.layer, Node(call.layer)).directions.append(ObservedCall(call, largest(dtype)))
+            nodes_by_name.setdefault(call.layer, Node(call.layer)).directions.append(ObservedCall(call, largest_finite(dtype)))
         for plain_call in self.capture.plain:
             name = plain_call.layer if plain_call.layer in nodes_by_name else plain_call.layer.rpartition("[")[0]
             nodes_by_name.setdefault(name, Node(plain_call.layer)).plain_calls.append(plain_call)
@@ -112,11 +112,11 @@ class ObservedRun:
     def first_nonfinite(self, port: Port, quantity: str, array: Array, limit: float = np.inf) -> NonfiniteValue | None:
         """Find the first non-finite value of a tensor, ordered by step, then sample; None if there is none."""
         array = np.asarray(array)
-        if array.dtype.kind not in "fc" or not any_broken(array, limit):
+        if array.dtype.kind not in "fc" or not any_nonfinite(array, limit):
             return None
         split_array, names = self._split_axes(port, array)
         order = sorted(range(len(names)), key=lambda i: {TIME: 0, SAMPLE: 1}.get(names[i], 2))
-        nonfinite = first(quantity, np.transpose(split_array, order), [names[i] for i in order], limit)
+        nonfinite = find_nonfinite_value(quantity, np.transpose(split_array, order), [names[i] for i in order], limit)
         assert nonfinite is not None
         in_order = sorted(nonfinite.index, key=lambda name: {SAMPLE: 0, TIME: 1}.get(name, 2))
         return replace(nonfinite, index={name: nonfinite.index[name] for name in in_order})
@@ -198,7 +198,7 @@ class ObservedRun:
 def _as_numpy(leaf: Any) -> Array:
     """Convert an array of the data to NumPy; a packed sequence is padded, samples first in the user's order."""
     if data.is_packed(leaf):
-        return to_host(data.padded(leaf))
+        return to_host(data.pad_packed(leaf))
     return to_host(leaf)
 
 
@@ -207,21 +207,21 @@ def _replace_nonfinite(leaf: Any) -> Any:
     if data.is_packed(leaf) or np.dtype(getattr(to_host(leaf), "dtype", float)).kind != "f":
         return leaf
     values = np.clip(np.nan_to_num(to_host(leaf), nan=0.0, posinf=1.0, neginf=-1.0), -1e3, 1e3)
-    return tensors.like(values, leaf)
+    return tensors.converted_like(values, leaf)
 
 
 def find_weight_origins(observed: ObservedRun) -> Iterator[Origin]:
     """Yield the origins of non-finite values in weights by layer, including values too large for the layer's dtype."""
     for layer, layer_weights in observed.adapter.weights(observed.model).items():
         dtype = getattr(observed.facts.submodules.get(layer), "dtype", "")
-        limit = largest(dtype) if dtype in ("float16", "bfloat16") else np.inf
+        limit = largest_finite(dtype) if dtype in ("float16", "bfloat16") else np.inf
         for key, parts in sources(layer_weights).items():
             arrays = [to_host(layer_weights.values[part.key]) for part in parts]
             if any(array.dtype.kind != "f" for array in arrays):
                 continue
             array = assemble(arrays, parts, key, layer_weights, 0)
             dims = [dim.rpartition(".")[2] for dim in dims_of_weight(key, layer_weights, array.ndim)]
-            nonfinite = first(key, array, dims, limit)
+            nonfinite = find_nonfinite_value(key, array, dims, limit)
             if nonfinite is not None:
                 index = dict(nonfinite.index)
                 gate, direction = index.pop(GATE, None), index.pop(DIRECTION, None)

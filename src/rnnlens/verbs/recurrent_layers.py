@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, ChainLink, Port, RecurrentCall
-from ..autodiff.tensors import dtype_name, like, shared
+from ..autodiff.tensors import dtype_name, converted_like, shared_memory_array
 from ..errors import LayerNotFoundError, ModelError
 from ..layout import dims_of, direction_axis
 from ..recurrence.adjoint import (
@@ -27,7 +27,7 @@ from ..recurrence.adjoint import (
 from ..recurrence.cells import Cell
 from ..recurrence.linear import System
 from ..recurrence.replay import Replay
-from ..recurrence.rounding import perturbed, replay_sensitivity
+from ..recurrence.rounding import perturbed_replay, replay_sensitivity
 from ..recurrence.sweep_rows import PointRows
 from ..recurrence.trajectory import Adjoint, over_time
 from ..results.checks import CEILING, CUDNN_ACTIVATIONS, REPLAY, Check, epsilon, rounding_bound, weight_sum_check
@@ -41,7 +41,7 @@ def on_host(calls: Iterable[RecurrentCall]) -> list[RecurrentCall]:
     cells: dict[int, Cell] = {}
     host_calls = []
     for call in calls:
-        if not call.cell.by_framework and shared(call.input) is not None:
+        if not call.cell.by_framework and shared_memory_array(call.input) is not None:
             cell = cells.setdefault(id(call.cell), call.cell.with_weights(_as_numpy))
             changed = {f.name: map_leaves(_as_numpy, getattr(call, f.name)) for f in fields(call) if f.name != "cell"}
             call = replace(call, cell=cell, **changed)
@@ -51,7 +51,7 @@ def on_host(calls: Iterable[RecurrentCall]) -> list[RecurrentCall]:
 
 def _as_numpy(value: Any) -> Any:
     """Return a tensor in the CPU's memory as a NumPy array that shares it, any other value as it is."""
-    array = shared(value)
+    array = shared_memory_array(value)
     return value if array is None else array
 
 
@@ -158,7 +158,7 @@ class ReplayedCall:
 
     def perturbed(self) -> ReplayedCall:
         """Return the call with every value inside the layer perturbed by one rounding."""
-        return ReplayedCall(self.call, perturbed(self.run))
+        return ReplayedCall(self.call, perturbed_replay(self.run))
 
     def flatten_space(self) -> ReplayedCall:
         """Return the call with spatial axes and channels flattened; the call itself if it has no spatial axes."""
@@ -198,7 +198,7 @@ class ReplayedCall:
 
         ``of_output``: they are of the layer's output, and zero where that is a constant.
         """
-        block = like(block, self.run.input)
+        block = converted_like(block, self.run.input)
         moving_mask = self.moving_output_mask() if of_output else None
         if moving_mask is not None:
             block = self.system.work.xp.where(
@@ -246,19 +246,19 @@ class ReplayedCall:
         for i in range(len(self.run.states)):
             read_grad = upper_grads.get(self.port("state_read", i))  # by the user's code, between the steps
             if read_grad is not None:
-                states[i] = like(read_grad, states[i]) + states[i] if i in states else read_grad
+                states[i] = converted_like(read_grad, states[i]) + states[i] if i in states else read_grad
         output_grad = upper_grads.get(self.port("output"))
         final_grads = [upper_grads.get(self.port("final_state", i)) for i in range(len(self.run.states))]
         final_state_grad = None
         if any(f is not None for f in final_grads):
             initial = self.run.initial_state
-            final_state_grad = [s * 0 if f is None else like(f, s) for f, s in zip(final_grads, initial, strict=True)]
+            final_state_grad = [s * 0 if f is None else converted_like(f, s) for f, s in zip(final_grads, initial, strict=True)]
         return sweep(
             self.call,
             self.run,
-            None if output_grad is None else like(output_grad, self.run.states[0]),
+            None if output_grad is None else converted_like(output_grad, self.run.states[0]),
             final_state_grad,
-            {index: like(array, self.run.states[index]) for index, array in states.items()},
+            {index: converted_like(array, self.run.states[index]) for index, array in states.items()},
         )
 
     def weight_gradients(self, swept: Adjoint, *, per_sample: bool = False) -> dict[str, Array]:

@@ -15,8 +15,8 @@ from ..adapters.protocol import Batch, Capture
 from ..adapters.registry import adapter_for
 from ..errors import UnsupportedError
 from ..recurrence.replay import Replay
-from ..recurrence.rounding import perturbed
-from ..results.checks import Certificate, warn_about
+from ..recurrence.rounding import perturbed_replay
+from ..results.checks import Certificate, warn_of_failed_checks
 from ..results.schema import LabelledLayer
 from ..results.trace import Trace
 from ..settings import current
@@ -185,7 +185,7 @@ def trace_batch(
         kept_datasets |= {
             name: select_positions(layer.dataset(), at) for name, layer in datasets.items() if name not in scans
         }
-    warn_about([*checks, *certificate.checks])
+    warn_of_failed_checks([*checks, *certificate.checks])
     return Trace(
         kept_datasets,
         loss=capture.loss,
@@ -218,7 +218,7 @@ def _lazy_trace(
 def _perturbed_claim(datasets_of: Callable[..., Any], capture: Capture) -> ReplayedValues:
     """Replay the captured calls with each value perturbed by one rounding, for a certificate."""
     claim = ReplayedValues(capture)
-    datasets_of(claim, replay=lambda call: perturbed(Replay.from_call(call)))
+    datasets_of(claim, replay=lambda call: perturbed_replay(Replay.from_call(call)))
     return claim
 
 

@@ -12,13 +12,13 @@ import xarray as xr
 
 from ..adapters.protocol import Batch, Capture, CaptureRequest, LayerInfo, NonRecurrentCall, Port, RecurrentCall
 from ..errors import InputError, LayerNotFoundError, did_you_mean
-from ..recurrence.adjoint import PROBES, probed, weight_gradients
+from ..recurrence.adjoint import PROBES, probe_combinations, weight_gradients
 from ..recurrence.cells import kinds
 from ..recurrence.replay import Replay
 from ..recurrence.rounding import Rounding, rounding_of
 from ..recurrence.trajectory import Adjoint
-from ..results.checks import Check, coarser
-from ..results.schema import LabelledLayer, describe, labelled_layer, to_host
+from ..results.checks import Check, coarser_dtype
+from ..results.schema import LabelledLayer, quantity_attrs, labelled_layer, to_host
 from ..typing import Array
 from ..vocabulary import CHANNEL, FEATURE, FORWARD, QUANTITIES, SAMPLE, SPACE, TIME, UNIT
 from .axes import BatchAxes, InputCoordinates, ModelAxes, in_canonical_order
@@ -192,7 +192,7 @@ def _add_weights(
     if call.weight_grads is not None:
         key = call.weights_key or f"{call.layer}/{call.direction}"
         reference = {name: grad for name, grad in call.weight_grads.items() if name not in call.tied}
-        reference = reference if call.cell.by_framework else probed(reference)
+        reference = reference if call.cell.by_framework else probe_combinations(reference)
         sums.setdefault(key, WeightSum(call, reference)).add(
             traced.weights, int(call.input.shape[1]), traced.weights_scale
         )
@@ -276,7 +276,7 @@ def recurrent_datasets(
             _add_to_claim(claim, layer, directions, traced)
             layer.variables = {v: array for v, array in layer.variables.items() if selection.has(v)}
         if directions[0].reset is not None:
-            layer.coords["reset"] = xr.Variable((SAMPLE, TIME), to_host(directions[0].reset), describe("reset"))
+            layer.coords["reset"] = xr.Variable((SAMPLE, TIME), to_host(directions[0].reset), quantity_attrs("reset"))
         _open_space(layer, getattr(directions[0].cell, "shapes", {}))
         datasets[name] = layer
     checks += [total.check() for total in sums.values()]
@@ -310,7 +310,7 @@ def _add_to_claim(
     # Without a captured input the number of steps is unknown if only the last output is returned; units replace it.
     timed_array = directions[0].output[0] if directions[0].input is None else directions[0].input[0]
     claim.steps = max(claim.steps, int(timed_array.shape[0]))
-    claim.dtype = coarser(claim.dtype, directions[0].compute_dtype or str(directions[0].output.dtype))
+    claim.dtype = coarser_dtype(claim.dtype, directions[0].compute_dtype or str(directions[0].output.dtype))
     part = claim.part
     for call, traced_call in zip(directions, traced, strict=True):
         if traced_call.weights is None:

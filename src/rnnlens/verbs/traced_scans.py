@@ -12,9 +12,9 @@ import xarray as xr
 
 from ..adapters.protocol import LayerInfo, SequenceCall
 from ..arguments import axes_by_name, kept_steps
-from ..errors import InputError, did_you_mean, shown
+from ..errors import InputError, did_you_mean, short_repr
 from ..measures.dynamics import effective_rank
-from ..measures.transfer import effective_state_size, half_life_of, logarithms
+from ..measures.transfer import effective_state_size, half_life_from_sums, log_decay_sums
 from ..recurrence.sequence import SequenceCell, SequenceChunk, chunks, forward, run, sweep
 from ..results.checks import REPLAY, Check, rounding_bound
 from ..results.schema import LabelledLayer, labelled_layer, to_host
@@ -184,7 +184,7 @@ class SequenceSelection:
 def _resolve_positions(dim: str, steps: Any, sizes: Mapping[str, int]) -> list[int]:
     if dim not in sizes:
         message = f"at= has no dimension {dim!r} in a whole-sequence layer."
-        raise InputError(message, got=shown({dim: steps}), hint=did_you_mean(dim, sizes))
+        raise InputError(message, got=short_repr({dim: steps}), hint=did_you_mean(dim, sizes))
     size = sizes[dim]
     if isinstance(steps, slice):
         return list(range(*steps.indices(size)))
@@ -192,7 +192,7 @@ def _resolve_positions(dim: str, steps: Any, sizes: Mapping[str, int]) -> list[i
     outside_steps = [step for step in step_list if not -size <= step < size]
     if outside_steps:
         expected = f"{-size} to {size - 1}"
-        raise InputError(f"at={{{dim!r}: ...}} lies outside.", got=shown(outside_steps[0]), expected=expected)
+        raise InputError(f"at={{{dim!r}: ...}} lies outside.", got=short_repr(outside_steps[0]), expected=expected)
     return sorted({step % size for step in step_list})
 
 
@@ -204,8 +204,8 @@ def scan_measures(cell: SequenceCell, last_state: Array) -> dict[str, xr.Variabl
     """
     measures = {}
     if not cell.relative:
-        parts = [logarithms(to_host(cell.at(steps).decays())) for steps in chunks(cell.steps)]
-        half_life = half_life_of(sum(total for total, _ in parts), sum(count for _, count in parts))
+        parts = [log_decay_sums(to_host(cell.at(steps).decays())) for steps in chunks(cell.steps)]
+        half_life = half_life_from_sums(sum(total for total, _ in parts), sum(count for _, count in parts))
         measures["half_life"] = _measure(cell.axes, half_life, "half-life of the decay", "step")
     if len(cell.axes) > 1:
         rank = np.median(effective_rank(last_state), axis=0)

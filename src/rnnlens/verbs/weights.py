@@ -12,9 +12,9 @@ import xarray as xr
 from .. import arguments as check
 from ..adapters.protocol import Batch, CaptureRequest, LayerWeights
 from ..adapters.registry import adapter_for
-from ..errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, raised_by, shown
+from ..errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, raised_by, short_repr
 from ..recurrence.sequence import forward
-from ..results.checks import Certificate, warn_about
+from ..results.checks import Certificate, warn_of_failed_checks
 from ..results.gradients import Weights
 from ..results.layers import LayerTable
 from ..results.schema import LabelledLayer, to_host
@@ -143,7 +143,7 @@ def _batch_weights(model: Any, batch: Batch, layers: str | Iterable[str] | None,
     certificate = None if batch.x is None else Certificate()
     if batch.x is not None and request.needs_certificate("weights"):
         certificate = certify_weights(request, layer_weights, datasets, weight_gradients)
-    warn_about([*weight_gradients.checks, *(certificate.checks if certificate else ())])
+    warn_of_failed_checks([*weight_gradients.checks, *(certificate.checks if certificate else ())])
     return Weights(
         datasets,
         penalties={
@@ -218,7 +218,7 @@ def _check_history(name: str, value: Any) -> xr.Dataset:
     """Check a history of norms returned by an earlier call."""
     if not isinstance(value, xr.Dataset) or not value.sizes.get("step") or value["step"].dtype.kind not in "iu":
         expected = "the result of rl.weight_norms, with a dimension step"
-        raise InputError(f"{name}= is not a history of norms.", got=shown(value), expected=expected)
+        raise InputError(f"{name}= is not a history of norms.", got=short_repr(value), expected=expected)
     return value
 
 
@@ -227,10 +227,10 @@ def _check_history(name: str, value: Any) -> xr.Dataset:
     layers=check.names,
     over=check.names,
     ord=check.either(
-        check.whole(least=1, most=2), check.called, expected="1, 2 or a callable", what="is no norm that is known"
+        check.integer(least=1, most=2), check.callable_value, expected="1, 2 or a callable", what="is no norm that is known"
     ),
     history=_check_history,
-    step=check.whole(),
+    step=check.integer(),
 )
 def weight_norms(
     model: Any,

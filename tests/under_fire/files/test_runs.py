@@ -12,7 +12,7 @@ from zarr.storage import LocalStore
 
 import rnnlens as rl
 from rnnlens.errors import FileError, RnnlensError, TooLargeError
-from rnnlens.results.disk.run_folder import SUM, _digest, committed
+from rnnlens.results.disk.run_folder import SUM, _digest, committed_values
 from rnnlens.tracking.records import TrainingRecord
 from rnnlens.tracking.store import Store
 
@@ -164,7 +164,7 @@ def large_committed(run):
 def many_committed(run):
     from zarr import open_group
 
-    open_group(run, mode="r+")["probe/committed"][:] = committed(2**33)
+    open_group(run, mode="r+")["probe/committed"][:] = committed_values(2**33)
 
 
 def large_chunk(run):

@@ -445,4 +445,4 @@ def test_diagnose_prints_json_of_a_stable_layout(rnnlens, folder, module):
 
 def test_every_finding_with_a_page_can_be_named_by_fail_on():
     pages = Path(__file__).parents[3] / "docs" / "findings"
-    assert sorted(steps.SHOWN_BY) == sorted(page.stem for page in pages.glob("*.md") if page.stem != "README")
+    assert sorted(steps.FIGURE_OF_CODE) == sorted(page.stem for page in pages.glob("*.md") if page.stem != "README")

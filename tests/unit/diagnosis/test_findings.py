@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import rnnlens
-from rnnlens.diagnosis.findings import SHOWN_BY, headline
+from rnnlens.diagnosis.findings import FIGURE_OF_CODE, headline
 from rnnlens.diagnosis.memory import Interval, Memory
 
 RULES = Path(rnnlens.__file__).parent / "diagnosis" / "findings.py"
@@ -19,7 +19,7 @@ def codes_of_rules():
 
 
 def test_the_table_names_every_code_that_a_rule_gives():
-    assert codes_of_rules() == set(SHOWN_BY)
+    assert codes_of_rules() == set(FIGURE_OF_CODE)
 
 
 @pytest.mark.parametrize(

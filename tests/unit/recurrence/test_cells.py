@@ -11,7 +11,7 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from rnnlens.errors import UnsupportedError
-from rnnlens.recurrence.adjoint import adjoint, probed, weight_gradients
+from rnnlens.recurrence.adjoint import adjoint, probe_combinations, weight_gradients
 from rnnlens.recurrence.arrays import large_parts, walk_parts
 from rnnlens.recurrence.cells import Cell, IndRNN, SimpleRNN
 from rnnlens.recurrence.replay import distance, replay
@@ -122,7 +122,7 @@ def test_weight_gradients_equal_complex_step(variant, masked):
 
     summed, by_time = weight_gradients(run, result), weight_gradients(run, result, by_time=True)
 
-    combined, wanted = weight_gradients(run, result, probes=8), probed(expected, 8)
+    combined, wanted = weight_gradients(run, result, probes=8), probe_combinations(expected, 8)
     for name, want in wanted.items():
         close(combined[name], want)
         assert combined[name].shape == ((8, expected[name].shape[1]) if expected[name].ndim == 2 else want.shape)
@@ -207,7 +207,7 @@ def test_one_wrong_weight_shows_in_the_combinations_of_rows():
     whole = {"kernel": rng.normal(size=(50, 40))}
     wrong = {"kernel": whole["kernel"].copy()}
     wrong["kernel"][31, 7] += 1e-3
-    difference = probed(wrong, 8)["kernel"] - probed(whole, 8)["kernel"]
+    difference = probe_combinations(wrong, 8)["kernel"] - probe_combinations(whole, 8)["kernel"]
     np.testing.assert_allclose(np.abs(difference[:, 7]), 1e-3)
     assert not np.delete(difference, 7, axis=1).any()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rnnlens.recurrence import cells
-from rnnlens.recurrence.adjoint import adjoint, probed, weight_gradients
+from rnnlens.recurrence.adjoint import adjoint, probe_combinations, weight_gradients
 from rnnlens.recurrence.replay import replay
 
 BATCH, TIME, FEATURES, UNITS = 2, 4, 2, 3
@@ -124,7 +124,7 @@ def test_gradients_equal_the_complex_step(name, masked, order):
         expected = complex_gradient(moved, value)
         close(found[weight], expected)
         close(by_time[weight].sum(0), expected)
-        close(combined[weight], probed({weight: expected}, 8)[weight])
+        close(combined[weight], probe_combinations({weight: expected}, 8)[weight])
     spent = adjoint(run, direct, spend=True)
     np.testing.assert_array_equal(spent.gate_grad, result.gate_grad)
     np.testing.assert_array_equal(spent.input_grad, result.input_grad)

@@ -16,7 +16,7 @@ from rnnlens.recurrence.arrays import Workspace, namespace, on_cpu
 from rnnlens.recurrence.jacobian import Entrances, Taps, UnitRows, forward, reverse
 from rnnlens.recurrence.reductions import REDUCTIONS, Collector, Extent, FieldCollector, Reduction
 from rnnlens.recurrence.sweep_reverse import BlockedSweep
-from rnnlens.recurrence.sweep_rows import FieldRows, PointRows, Units, Vanished
+from rnnlens.recurrence.sweep_rows import FieldRows, PointRows, Units, VanishedRowPruning
 
 B, T, F = 2, 5, 3
 STRUCTURES = ("diagonal", "complex", "dense")
@@ -370,7 +370,7 @@ def test_what_pruning_took_away_is_estimated_without_bias(structure):
     errors, estimates = [], []
     for seed in [None, *range(30)]:
         sink = Collector(system.work, Extent(B, 40, size, F), {t: t for t in range(40)})
-        pruning = None if seed is None else Vanished(system.work, 1e-2, size, probes=4, interval=2, seed=seed)
+        pruning = None if seed is None else VanishedRowPruning(system.work, 1e-2, size, probes=4, interval=2, seed=seed)
         reverse(system, Units(range(40), 0, size), Taps(input=sink), pruning=pruning)
         if exact is None:
             exact = sink.result

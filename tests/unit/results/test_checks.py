@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rnnlens.errors import SelfCheckWarning
-from rnnlens.results.checks import Check, epsilon, residual, rounding_bound, warn_about, weight_sum_check
+from rnnlens.results.checks import Check, epsilon, residual, rounding_bound, warn_of_failed_checks, weight_sum_check
 
 
 def test_epsilon_by_name_of_any_library():
@@ -68,7 +68,7 @@ def test_weight_sums_take_the_worst_weight_and_the_scale_of_the_layer():
 def test_failed_checks_warn_with_their_sentence_and_passed_ones_do_not():
     good, bad, nan = Check("replay", "a", 1e-9, 1e-6), Check("replay", "b", 0.5, 1e-6), Check("x", "c", math.nan, 1.0)
     with pytest.warns(SelfCheckWarning) as caught:
-        warn_about([good, bad, nan])
+        warn_of_failed_checks([good, bad, nan])
     assert [str(w.message) for w in caught] == [
         "b: the replayed output differs from the captured one by 0.5 (relative); rounding explains 1e-06",
         "c: x: two computations of the same quantity differ by nan (relative); rounding explains 1",
@@ -76,7 +76,7 @@ def test_failed_checks_warn_with_their_sentence_and_passed_ones_do_not():
 
 
 def test_no_warning_without_cause(recwarn):
-    warn_about([Check("replay", "a", 0.0, 0.0)])
+    warn_of_failed_checks([Check("replay", "a", 0.0, 0.0)])
     assert not recwarn.list
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from zarr.core.buffer import default_buffer_prototype
 
-from rnnlens.results.disk.store import new_recording
+from rnnlens.results.disk.store import new_recording_store
 
 VALUE = default_buffer_prototype().buffer.from_bytes(b"content")
 
@@ -27,7 +27,7 @@ def begin_a_slow_file(store):
 
 
 def fail_while_writing(folder, stores):
-    with new_recording(folder) as store:
+    with new_recording_store(folder) as store:
         stores.append(store)
         begin_a_slow_file(store)
         raise KeyError

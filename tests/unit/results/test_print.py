@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from rnnlens.results.array import LabelledArray, aligned_text, record
+from rnnlens.results.array import LabelledArray, aligned_text, record_attrs
 
 ATTRIBUTES = {
     "long_name": "gradient of loss",
     "provenance": "engine: torch 2.13.0; dtype: float32; rnnlens: 0.1.0",
-    **record([]),
+    **record_attrs([]),
 }
 
 

@@ -7,7 +7,7 @@ from rnnlens import __version__
 from rnnlens.adapters.protocol import LayerInfo
 from rnnlens.errors import InputError
 from rnnlens.recurrence.cells import kinds
-from rnnlens.results.schema import SCHEMA_VERSION, labelled, layer_dataset, quantity
+from rnnlens.results.schema import SCHEMA_VERSION, labelled_array, layer_dataset, quantity
 from rnnlens.vocabulary import QUANTITIES
 
 SIZES = {"sample": 2, "time": 3, "feature": 4, "unit": 5, "unit_in": 5, "state": 2}
@@ -148,7 +148,7 @@ def test_a_rank_that_fits_nothing_is_refused():
 
 
 def test_an_array_without_a_layer_gets_words_and_chosen_coordinates():
-    array = labelled(
+    array = labelled_array(
         np.zeros((2, 3, 1, 4)),
         ("sample", "out_time", "out_unit", "in_time"),
         name="jacobian",

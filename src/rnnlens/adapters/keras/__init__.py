@@ -14,7 +14,7 @@ from typing import Any
 from ...errors import FileError
 from ...typing import Array
 from ..protocol import Adapter, Batch, LayerWeights, Port, Pullback
-from ..shared.registered_cells import with_composed
+from ..shared.registered_cells import pullback_with_composed
 from . import discover, losses, model_facts, variants
 from . import reference_run as reference
 from .capture import capture
@@ -73,7 +73,7 @@ class KerasAdapter(Adapter):
 
         Gradients stop at the ports ``cut``.
         """
-        return with_composed(
+        return pullback_with_composed(
             lambda targets, sources: KerasPullback(model, batch, targets, sources, cut),
             of,
             wrt,

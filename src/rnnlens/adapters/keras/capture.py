@@ -223,13 +223,13 @@ class _Assembly:
         from_state = output_from_state(layer, None if mask is None else tensors.to_numpy(mask))
         output, output_grad = call.arrays.get("output"), self._gradient(call, "output")
         if layer.go_backwards and layer.return_sequences:
-            output, output_grad = (None if a is None else tensors.flipped(a, 1) for a in (output, output_grad))
+            output, output_grad = (None if a is None else tensors.flip(a, 1) for a in (output, output_grad))
         return {
             "direction": site.direction,
             "bidirectional": site.bidirectional,
             "mask": mask,
             "output": output,
-            "output_from_state": None if from_state is None else tensors.like(from_state, mask),
+            "output_from_state": None if from_state is None else tensors.converted_like(from_state, mask),
             "masked_output": masked_output(layer, class_of(layer.cell) is not None),
             "final_state": call.tensors_of_kind("final_state") or None if layer.return_state else None,
             "output_grad": output_grad,

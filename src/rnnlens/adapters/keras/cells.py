@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...autodiff.tensors import join
-from ...errors import runs_again
+from ...errors import cell_rerun_errors
 from ...recurrence.cells import StepCell
 from ...typing import Array
 from .dialect import Dialect
@@ -99,7 +99,7 @@ class KerasStepCell(StepCell):
 
     @contextmanager
     def _state_restored(self) -> Iterator[None]:
-        with model_state_restored(self._cell, self._keras), runs_again(type(self._cell).__name__):
+        with model_state_restored(self._cell, self._keras), cell_rerun_errors(type(self._cell).__name__):
             yield
 
 

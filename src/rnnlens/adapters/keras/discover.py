@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, message, two_layers_called
+from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, message, duplicate_name_message
 from ..protocol import LayerInfo
 from .dialect import Dialect, LoopOverCell, dialect_of
 from .weights import kind_of, known_class, layer_signature
@@ -81,12 +81,12 @@ def locate_layers(model: Any) -> ModelLayers:
             continue  # it was never called: it has no weights, and no output depends on it
         layer_sites = list(_sites_of(name, layer, wrapper, model))
         if (not layer_sites or layer_sites[0].bidirectional) and other_layers.setdefault(name, layer) is not layer:
-            raise ModelError(two_layers_called(name))
+            raise ModelError(duplicate_name_message(name))
         sites.extend(layer_sites)
     owners: dict[str, Any] = {}
     for site in sites:
         if owners.setdefault(site.name, site.owner) is not site.owner:
-            raise ModelError(two_layers_called(site.name))
+            raise ModelError(duplicate_name_message(site.name))
     return ModelLayers(tuple(sites), other_layers, {root_name(model): model})
 
 

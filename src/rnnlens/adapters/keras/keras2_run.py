@@ -20,7 +20,7 @@ from tensorflow.python.trackable import data_structures
 from tf_keras.src import backend
 from tf_keras.src.layers.rnn import base_conv_lstm, base_conv_rnn, base_cudnn_rnn, gru_v1, lstm_v1
 
-from ...errors import UnsupportedError, no_function_of_its_own
+from ...errors import UnsupportedError, impure_cell_message
 from .dialect import Override
 from .discover import RecurrentSite, refuse_random
 from .hooks import LayerCall, LayerRecorder, own_errors_unchanged
@@ -306,7 +306,7 @@ def cell_weights_substituted(cell: Any, weights: Sequence[tuple[Any, Any]]) -> I
         if tensors_by_id.keys() - substituted_ids:
             missing_names = [variable.name for variable, _ in weights if id(variable) not in substituted_ids]
             raise UnsupportedError(
-                no_function_of_its_own(type(cell).__name__, f"weights not found in it: {missing_names}")
+                impure_cell_message(type(cell).__name__, f"weights not found in it: {missing_names}")
             )
         yield
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...autodiff import Engine, Memo, Tap
-from ...autodiff.tensors import dtype_name, flipped, join
+from ...autodiff.tensors import dtype_name, flip, join
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, raised_by
 from ...typing import Array
 from .. import shared
@@ -375,7 +375,7 @@ class KerasPullback:
         return self._in_time_order(port, arrays[0] if len(arrays) == 1 else join(arrays, axis=0), axis=2)
 
     def _in_time_order(self, port: Port, array: Array, axis: int) -> Array:
-        return flipped(array, axis) if port in self._tapped.reversed_ports else array
+        return flip(array, axis) if port in self._tapped.reversed_ports else array
 
     def __enter__(self) -> Pullback:
         return self

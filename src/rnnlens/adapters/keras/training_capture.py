@@ -248,14 +248,14 @@ def batches_per_execution(model: Any) -> int:
     return 1 if steps is None else int(np.asarray(steps))
 
 
-def synchronised(model: Any) -> None:
+def synchronise_variables(model: Any) -> None:
     """Copy the variables of a model that trains on JAX from the state of ``fit`` back into the model."""
     sync = getattr(model, "jax_state_sync", None)
     if sync is not None:
         sync()
 
 
-def steps_taken(model: Any) -> int:
+def optimizer_steps(model: Any) -> int:
     """Return the number of batches that the optimizer has received so far."""
     _, optimizer = optimizers(model)
     # The public attribute of Keras 3 is divided by the number of accumulated batches.
@@ -296,7 +296,7 @@ def notes_of_training(model: Any, recorded: RecordedStep) -> list[str]:
     return notes
 
 
-def worker(model: Any) -> tuple[int, int]:
+def process_index_and_count(model: Any) -> tuple[int, int]:
     """Return (number of this process, number of processes) of a distributed training; (0, 1) for a single process."""
     engine = dialect_of(model).engine.name
     if engine == "jax":

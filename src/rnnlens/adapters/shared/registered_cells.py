@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...autodiff import Engine
-from ...autodiff.tensors import like, to_numpy
+from ...autodiff.tensors import converted_like, to_numpy
 from ...recurrence.cells import Cell
 from ...recurrence.cells.registry import Registration
 from ...typing import Array, Namespace
@@ -70,7 +70,7 @@ class ComposedPullback:
         self._inner_pullback.__exit__(*exc)
 
 
-def with_composed(
+def pullback_with_composed(
     make: Callable[[Sequence[Port], Sequence[Port]], Pullback],
     of: Sequence[Port],
     wrt: Sequence[Port],
@@ -129,7 +129,7 @@ class StepAutodiff:
     def _derivative_arguments(self, projected: Array, before: Sequence[Array], cotangent: Sequence[Array]) -> Any:
         state_cotangents = [self._tensor(c) for c in cotangent]
         # The search for fixed points uses another precision than that of the weights.
-        weights = {name: self._tensor(like(w, projected)) for name, w in self._cell.weights().items()}
+        weights = {name: self._tensor(converted_like(w, projected)) for name, w in self._cell.weights().items()}
         return (self._tensor(projected), [self._tensor(b) for b in before], weights), (
             state_cotangents[0] * 0,
             state_cotangents,

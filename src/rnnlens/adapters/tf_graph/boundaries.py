@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from ...errors import InputError, LayerNotFoundError, RnnlensError, did_you_mean
-from ...layout import Layout, named
+from ...layout import Layout, layout_of_axes
 from ...typing import map_leaves
 from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Port
@@ -292,7 +292,7 @@ def find_layouts(net: Net, batch: Batch, ports: Sequence[Port]) -> dict[Port, La
         if (SAMPLE,) not in axis_names[port].values() and len(shape) == 2 and shape[0] == samples != steps:
             axis_names[port][0] = (SAMPLE,)
     last_axis_names = {port: FEATURE if port.kind == "input" else UNIT for port in layout_ports}
-    return {port: named(len(shapes[port]), axis_names[port], last_axis_names[port]) for port in layout_ports}
+    return {port: layout_of_axes(len(shapes[port]), axis_names[port], last_axis_names[port]) for port in layout_ports}
 
 
 def _shapes(opened: OpenNet, batch: Batch, ports: Sequence[Port]) -> dict[Any, tuple[int, ...]]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from ...errors import InputError, LayerNotFoundError, UnsupportedError, UserCodeError, did_you_mean, shown
+from ...errors import InputError, LayerNotFoundError, UnsupportedError, UserCodeError, did_you_mean, short_repr
 from ...typing import Array, leaves_of
 from ..protocol import Batch
 from . import keras_v1
@@ -121,7 +121,7 @@ def _as_feed(argument: str, tensor: Any, value: Any) -> Array:
     dtype = tensor.dtype.base_dtype
     array = np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
     if array.dtype.kind in "OUS" and dtype != tf.string:
-        raise InputError(f"{argument} holds no numbers.", got=shown(value), expected=f"{tensor.name} {dtype.name}")
+        raise InputError(f"{argument} holds no numbers.", got=short_repr(value), expected=f"{tensor.name} {dtype.name}")
     if not tensor.shape.is_compatible_with(array.shape):
         got, expected = f"shape {array.shape}", f"{tensor.name} {tensor.shape}"
         raise InputError(f"{argument} does not fit the graph.", got=got, expected=expected)

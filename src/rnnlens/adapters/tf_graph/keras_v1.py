@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import InputError, ModelError, UnsupportedError, message, two_layers_called
+from ...errors import InputError, ModelError, UnsupportedError, message, duplicate_name_message
 from ...typing import Array, leaves_of
 from ..protocol import Batch, LayerInfo
 from .naming import KerasNames, KerasRecurrence
@@ -64,7 +64,7 @@ def _describe_model(model: Any, graph: Any, outputs: list[Any]) -> KerasNames:
     outputs_by_layer: dict[str, tuple[str, ...]] = {}
     for name, layer, wrapper in _walk_layers(model):
         if name in outputs_by_layer:
-            raise ModelError(two_layers_called(name))
+            raise ModelError(duplicate_name_message(name))
         direction_layers = (layer.forward_layer, layer.backward_layer) if hasattr(layer, "forward_layer") else (layer,)
         recurrences += [
             _describe_recurrence(name, direction_layer, layer, wrapper)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from ...errors import InputError, UnsupportedError, has_attribute, raised_by, shown
+from ...errors import InputError, UnsupportedError, has_attribute, raised_by, short_repr
 from ...typing import Array, leaves_of
 from ..protocol import Batch
 from . import keras_v1
@@ -134,7 +134,7 @@ def _keras_loss(
 
 def _checked_scalar(value: Any) -> Any:
     if not has_attribute(value, "op") or value.shape.rank not in (None, 0):
-        got = f"shape {value.shape}" if has_attribute(value, "shape") else shown(value)
+        got = f"shape {value.shape}" if has_attribute(value, "shape") else short_repr(value)
         raise InputError("loss= has to return one number.", got=got, hint="tf.reduce_mean of it")
     return value
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...arguments import anything, checked
-from ...errors import InputError, LayerNotFoundError, UnsupportedError, has_attribute, shown
+from ...errors import InputError, LayerNotFoundError, UnsupportedError, has_attribute, short_repr
 from .sequences import FILLS, axis_before_transpose, find_user_tensor
 
 __all__ = ["Net", "graph"]
@@ -138,7 +138,7 @@ def graph(
     """
     session = raw_session(session)
     if not isinstance(feed, Mapping | None):
-        raise InputError("feed= is given by tensor.", got=shown(feed), expected="{tensor or its name: value}")
+        raise InputError("feed= is given by tensor.", got=short_repr(feed), expected="{tensor or its name: value}")
     find_tensor, find_tensors = partial(tensor_of, session.graph), partial(_equally_fed_tensors, session.graph)
     input_tensors = {
         name: find_tensors(f"inputs[{name!r}]", t) for name, t in _tensors_by_name("input", inputs).items()
@@ -201,7 +201,7 @@ def raw_session(session: Any) -> Any:
     is_usable = has_attribute(raw, "run") and has_attribute(raw, "graph")
     if not is_usable or not has_attribute(raw.graph, "get_tensor_by_name"):
         raise InputError(
-            "This is no session.", got=shown(session), expected="tf.compat.v1.Session", hint="rl.tf1.graph(sess)"
+            "This is no session.", got=short_repr(session), expected="tf.compat.v1.Session", hint="rl.tf1.graph(sess)"
         )
     refuse_closed(raw)
     return raw
@@ -239,7 +239,7 @@ def tensor_of(graph: Any, argument: str, reference: Any) -> Any:
     tensor = reference._graph_element if has_attribute(reference, "_graph_element") else reference
     if not (has_attribute(tensor, "op") and has_attribute(tensor, "graph")):
         expected = 'a tensor of the graph, or its name: "output/dense/BiasAdd:0"'
-        raise InputError(f"{argument} is no tensor.", got=shown(reference), expected=expected)
+        raise InputError(f"{argument} is no tensor.", got=short_repr(reference), expected=expected)
     if tensor.graph is not graph:
         expected = "a tensor of the session's graph"
         raise InputError(f"{argument} belongs to another graph.", got=tensor.name, expected=expected)
@@ -263,7 +263,7 @@ def _tensors_by_name(kind: str, tensors: Any) -> Mapping[str, Any]:
     if isinstance(tensors, Mapping):
         if not all(isinstance(name, str) and name for name in tensors):
             expected = f'{{"name": tensor}}: {kind}s by name'
-            raise InputError(f"{kind}s= is given by name.", got=shown(tensors), expected=expected)
+            raise InputError(f"{kind}s= is given by name.", got=short_repr(tensors), expected=expected)
         return tensors
     if kind == "output" and isinstance(tensors, list | tuple):
         return {f"output_{i}" if len(tensors) > 1 else "output": tensor for i, tensor in enumerate(tensors)}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from ...errors import InputError, UnsupportedError, raised_by, shown
+from ...errors import InputError, UnsupportedError, raised_by, short_repr
 from ...typing import Array
 from ..protocol import Batch, Port, Pullback, refuse_misfits
 from .boundaries import PortTensors, ResolvedPort, combine_gradients
@@ -106,7 +106,7 @@ def differentiate(
             value = function(*tensors)
         if not isinstance(value, tf.Tensor) or value.graph is not graph:
             expected = "a tensor, made of its arguments by TensorFlow"
-            raise InputError("The function returned no tensor.", got=shown(value), expected=expected)
+            raise InputError("The function returned no tensor.", got=short_repr(value), expected=expected)
         result = np.asarray(session.run(value))
 
     def pull(cotangent: Array) -> list[Array]:

@@ -14,10 +14,10 @@ from torch import nn
 
 from ...autodiff import engine
 from ...errors import UnsupportedError
-from ...recurrence.rounding import one_rounding
+from ...recurrence.rounding import rounding_perturbation
 from ..protocol import Adapter, Batch, Capture, CaptureRequest, LayerWeights, Port, Pullback, ReferenceRun
 from ..shared import hook_in_this_thread
-from ..shared.registered_cells import with_composed
+from ..shared.registered_cells import pullback_with_composed
 from . import axes, discover, losses
 from . import pullback as pullbacks
 from . import reference_run as reference
@@ -135,7 +135,7 @@ class TorchAdapter(Adapter):
     ) -> Pullback:
         """Run one forward pass and keep its graph, to pull cotangents back from ports ``of`` to ports ``wrt``."""
         modules = dict(named_modules(unwrap(model)))
-        return with_composed(
+        return pullback_with_composed(
             lambda of_ports, wrt_ports: TorchPullback(model, batch, of_ports, wrt_ports, cut),
             of,
             wrt,
@@ -151,7 +151,7 @@ class TorchAdapter(Adapter):
         copy = deepcopy(model)
         for weight in copy.parameters():
             if weight.is_floating_point():
-                weight.data = one_rounding(array_namespace(weight.data), unit)(weight.data)
+                weight.data = rounding_perturbation(array_namespace(weight.data), unit)(weight.data)
         return self.reference_run(copy, batch)
 
     def weights(self, model: nn.Module) -> Mapping[str, LayerWeights]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...layout import Axis, Layout, named
+from ...layout import Axis, Layout, layout_of_axes
 from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Port
 from .axis_probe import AxisPlace, AxisProbe, DirectedCall, Shape, Values, binary_patterns, entry_order
@@ -450,4 +450,4 @@ def _layout(port: Port, known_axes: _KnownAxes) -> Layout:
     last_role = FEATURE if port.kind == "input" else UNIT
     names = tuple(f"axis_{axis}" for axis in unclear)
     order = () if sample_axis is None else sample_axis.order
-    return Layout(named(len(shape), axes, last_role).axes, is_coupled, count, names, order)
+    return Layout(layout_of_axes(len(shape), axes, last_role).axes, is_coupled, count, names, order)

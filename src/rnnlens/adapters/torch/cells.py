@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ...autodiff import engine
-from ...autodiff.torch import pulled, rows_of
-from ...errors import runs_again
+from ...autodiff.torch import pull_gradients, jacobian_rows
+from ...errors import cell_rerun_errors
 from ...recurrence.cells import Cell, StepCell, registered
 from ...recurrence.cells.registry import Registration
 from ...typing import Array
@@ -142,7 +142,7 @@ class TorchStepCell(StepCell):
         with self._capture_mode():
             sources = [t.detach().requires_grad_() for t in (x, *state)]
             output, new_states = self._run(sources[0], sources[1:])
-            jacobians = rows_of(torch.cat([*new_states, output], dim=1), sources)
+            jacobians = jacobian_rows(torch.cat([*new_states, output], dim=1), sources)
         by_input, *by_state = (at_least_float32(jacobian.detach()) for jacobian in jacobians)
         return torch.cat(by_state, dim=2), by_input
 
@@ -174,7 +174,7 @@ class TorchStepCell(StepCell):
                 torch.enable_grad(),
                 eager_mode(),
                 restored_attributes(self.module),
-                runs_again(type(self.module).__name__),
+                cell_rerun_errors(type(self.module).__name__),
             ):
                 yield
         finally:
@@ -191,7 +191,7 @@ def _pull(outputs: Sequence[Tensor], sources: Sequence[Tensor], cotangents: Sequ
     """Pull cotangents of the outputs back; return one gradient per source, zeros where no path leads."""
     typed_cotangents = [c.to(out.dtype) for out, c in zip(outputs, cotangents, strict=True)]
     # A step function may read tensors that the model computed from its weights; their graph is needed again.
-    grads = pulled(outputs, sources, typed_cotangents, retain_graph=True)
+    grads = pull_gradients(outputs, sources, typed_cotangents, retain_graph=True)
     return [
         at_least_float32(torch.zeros_like(s) if g is None else g.detach()) for g, s in zip(grads, sources, strict=True)
     ]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_calls
 
 from ...errors import raised_by
-from ...layout import Axis, Layout, named
+from ...layout import Axis, Layout, layout_of_axes
 from ...recurrence.cells import GRU, LSTM, SimpleRNN
 from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Capture, CaptureRequest, ChainLink, Port, RecurrentCall
@@ -156,7 +156,7 @@ class ChainRecorder:
         layouts = {}
         for port, (axes, last_role) in axes_by_port.items():
             roles: dict[int, Axis] = {i: (axis,) for i, axis in enumerate(axes) if axis in (SAMPLE, TIME)}
-            layouts[port] = replace(named(len(axes), roles, last_role), samples=samples)
+            layouts[port] = replace(layout_of_axes(len(axes), roles, last_role), samples=samples)
         return layouts
 
     def _role_names(self, axes: Sequence[str]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from ...autodiff.torch import backward_pass, pulled
+from ...autodiff.torch import backward_pass, pull_gradients
 from ...errors import InputError, UnsupportedError, did_you_mean, raised_by
 from ...typing import Array
 from ..protocol import Batch, Outputs
@@ -330,7 +330,7 @@ def loss_of(model: nn.Module, batch: Batch, outputs: Outputs) -> tuple[float, li
         tree = map_leaves(outputs.tree, lambda value: next(remaining) if isinstance(value, Tensor) else value)
         loss = evaluate(batch, tree, model)
         assert loss is not None
-        grads_in_order = iter(pulled([loss], [*(t for t in leaves if t.requires_grad), *weights]))
+        grads_in_order = iter(pull_gradients([loss], [*(t for t in leaves if t.requires_grad), *weights]))
         grads = [next(grads_in_order) if t.requires_grad else None for t in leaves]
         if any(grad is not None for grad in grads_in_order):
             raise UnsupportedError(

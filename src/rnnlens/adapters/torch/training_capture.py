@@ -191,7 +191,7 @@ class WeightGradientCapture:
 
     def _gradient_norms(self) -> dict[int, float]:
         """Return the norm of ``.grad`` of every weight of the model, by the weight's id."""
-        grads = {id(p): entries(p.grad.detach()) for p in self._all_parameters if p.grad is not None}
+        grads = {id(p): stored_values(p.grad.detach()) for p in self._all_parameters if p.grad is not None}
         widened = {key: grad.to(torch.promote_types(grad.dtype, torch.float32)) for key, grad in grads.items()}
         norms = [torch.linalg.vector_norm(grad).cpu().double() for grad in widened.values()]
         return dict(zip(grads, torch.stack(norms).tolist() if norms else [], strict=True))
@@ -418,6 +418,6 @@ class TrainingCapture:
         queue(lambda: queue(self.weights.record_accumulated))
 
 
-def entries(grad: Tensor) -> Tensor:
+def stored_values(grad: Tensor) -> Tensor:
     """Return the values of a gradient; for a sparse one, as of embeddings, those of its stored rows."""
     return grad.coalesce().values() if grad.is_sparse else grad

@@ -20,11 +20,11 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from ...cluster import client, failed_samples, results_of
+from ...cluster import current_client, failed_samples_text, finished_results
 from ...errors import FileError, RnnlensError, UserCodeError, message
 from ...settings import Progress
 from . import replacing_folder, write_file
-from .store import recording
+from .store import recording_store
 
 #: Within a folder in progress: the folder of finished chunks' records, and the checksums of labels and metadata.
 _RECORDS_FOLDER, _LAYOUT_SUMS = ".chunks", ".labels.json"
@@ -99,7 +99,7 @@ def _write_layout(tree: xr.DataTree, folder: Path) -> None:
     """Write labels and metadata of all arrays, lazy ones without values."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    store = recording(folder)
+    store = recording_store(folder)
     for node in tree.subtree:
         dataset = node.to_dataset(inherit=False)
         encoding = dict.fromkeys(dataset.variables, _WRITE_EMPTY)
@@ -120,19 +120,19 @@ def _compute_missing(
     writers = {
         i: write(region, *tasks.arguments[i], dask_key_name=(f"{tasks.title}-write-{tasks.token}", i)) for i in missing
     }
-    dask_client, failures = client(), {}
+    dask_client, failures = current_client(), {}
     if dask_client is None:
         outcomes = _outcomes_in_process(dask, region, writers)
     else:
         futures = dict(zip(dask_client.compute(list(writers.values())), writers, strict=True))
-        outcomes = ((futures[future], outcome) for future, outcome in results_of(dask_client, list(futures)))
+        outcomes = ((futures[future], outcome) for future, outcome in finished_results(dask_client, list(futures)))
     for chunk_number, outcome in outcomes:
         progress.advance()
         if isinstance(outcome, Exception):
             _check_connection(outcome)
             _, start, stop, _ = tasks.arguments[chunk_number][2]
             kind = "worker" if type(outcome).__name__ == "KilledWorker" else "chunk"
-            reason = str(outcome) if isinstance(outcome, RnnlensError) else failed_samples((start, stop), outcome)
+            reason = str(outcome) if isinstance(outcome, RnnlensError) else failed_samples_text((start, stop), outcome)
             outcome = kind, reason
         if outcome is not None:
             failures[chunk_number] = outcome
@@ -174,7 +174,7 @@ def write_chunk(region: Region, task: Any, model: Any, row_range: tuple[int, ...
         chunk_values = task(model, row_range, *inputs)
     except Exception as error:
         return "chunk", str(error)
-    store = recording(folder)
+    store = recording_store(folder)
     try:
         group = zarr.open_group(store, mode="r+", zarr_format=2)
         for name, (path, axis) in region.destinations.items():
@@ -211,7 +211,7 @@ def finish_folder(folder: Path, target: Path, chunk_count: int, attributes: Mapp
         sums |= json.loads(_record_path(folder, chunk_number).read_text())["sums"]
     shutil.rmtree(folder / _RECORDS_FOLDER)
     (folder / _LAYOUT_SUMS).unlink()
-    store = recording(folder, sums)
+    store = recording_store(folder, sums)
     group = zarr.open_group(store, mode="r+", zarr_format=2)
     for path, attrs in attributes.items():
         node: Any = group[path.strip("/")] if path.strip("/") else group

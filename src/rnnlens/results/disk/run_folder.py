@@ -101,7 +101,7 @@ def _hash_integers(values: Array) -> Array:
         return np.asarray(values ^ (values >> np.uint64(31)))
 
 
-def committed(count: int) -> Array:
+def committed_values(count: int) -> Array:
     """Return the array ``committed``: the number of complete records, and the checksum of that number."""
     number = np.array([count], dtype=np.uint64)
     return np.array([count, _hash_integers(number + np.uint64(1)).view(np.int64)[0]], dtype=np.int64)
@@ -109,7 +109,7 @@ def committed(count: int) -> Array:
 
 def committed_count(values: Array, path: Path) -> int:
     """Return the number of complete records from the array ``committed``; raise FileError if its checksum differs."""
-    if values.shape != (2,) or values[0] < 0 or not np.array_equal(committed(int(values[0])), values):
+    if values.shape != (2,) or values[0] < 0 or not np.array_equal(committed_values(int(values[0])), values):
         raise damaged_file_error(path, "the number of its records does not match its checksum")
     return int(values[0])
 

@@ -108,18 +108,18 @@ class RecordingStore(WrapperStore):  # type: ignore[misc]
         write_file(Path(self._store.root) / MANIFEST, ["".join(lines).encode()])
 
 
-def recording(root: Path, sums: dict[str, str] | None = None) -> RecordingStore:
+def recording_store(root: Path, sums: dict[str, str] | None = None) -> RecordingStore:
     """Return a store that writes to the folder ``root``; ``sums`` are checksums recorded earlier."""
     return RecordingStore(LocalStore(root), sums)
 
 
 @contextmanager
-def new_recording(root: Path) -> Iterator[RecordingStore]:
+def new_recording_store(root: Path) -> Iterator[RecordingStore]:
     """Yield a store that writes to the new folder ``root``; after an error nothing is written there any more.
 
     Zarr writes files side by side: where one fails, others would still create the folder again after its removal.
     """
-    store = recording(root)
+    store = recording_store(root)
     try:
         yield store
     except BaseException:

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from ...errors import InputError, UnsupportedError, shown
+from ...errors import InputError, UnsupportedError, short_repr
 from ..alerts import checked_on_nonfinite, checked_stop_on
 from ..batches import DIRECT
 from ..records import NEEDED
@@ -60,7 +60,7 @@ class WatchPlan:
         if self.probe is not None:
             if not isinstance(self.probe, tuple | list) or not 1 <= len(self.probe) <= 3:
                 expected = "(x, y) or (x, y, sample_weight)"
-                raise InputError("probe= is a batch.", got=shown(self.probe), expected=expected)
+                raise InputError("probe= is a batch.", got=short_repr(self.probe), expected=expected)
             if self.loss is None:
                 raise InputError(
                     "A probe of a torch model needs a loss.",

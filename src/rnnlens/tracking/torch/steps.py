@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...adapters.protocol import Batch
 from ...adapters.registry import adapter_for
 from ...adapters.shared import hook_in_this_thread
-from ...adapters.torch.training_capture import ModuleHook, TrainingCapture, entries
+from ...adapters.torch.training_capture import ModuleHook, TrainingCapture, stored_values
 from ...errors import InputError, has_attribute
 from ...verbs.find_nonfinite import find_nonfinite
 from ..alerts import Incidents, is_finite, text_or_error
@@ -235,7 +235,7 @@ class NonfiniteCheck:
 
     def _gradients_are_finite(self) -> bool:
         """Return whether all gradients are finite. Their sum is tested first, with one device synchronisation."""
-        gradients = [entries(p.grad.detach()) for p in self._model.parameters() if p.grad is not None]
+        gradients = [stored_values(p.grad.detach()) for p in self._model.parameters() if p.grad is not None]
         sums = [gradient.float().sum() for gradient in gradients]
         total = torch.stack([partial_sum.to(sums[0].device) for partial_sum in sums]).sum() if sums else torch.zeros(())
         if bool(torch.isfinite(total)):

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from ...adapters.registry import adapter_for
 from ...adapters.torch.training_capture import TrainingCapture
-from ...errors import InputError, TrackingWarning, UnsupportedError, has_attribute, message, shown
+from ...errors import InputError, TrackingWarning, UnsupportedError, has_attribute, message, short_repr
 from ...results.training_run import Gap
 from ..alerts import Alerts, Incidents
 from ..loggers import event_folder, sinks
@@ -178,7 +178,7 @@ class TorchWatch:
     @loss.setter
     def loss(self, value: Any) -> None:
         if not (value is None or (value.numel() == 1 if has_attribute(value, "numel") else isinstance(value, Real))):
-            got = f"shape {tuple(value.shape)}" if has_attribute(value, "shape") else shown(value)
+            got = f"shape {tuple(value.shape)}" if has_attribute(value, "shape") else short_repr(value)
             raise InputError("watch.loss is one number.", got=got, hint="watch.loss = loss.mean()")
         self._loss = value
 

@@ -15,14 +15,14 @@ import numpy as np
 
 from ... import data
 from ...adapters.protocol import ReferenceRun
-from ...autodiff.tensors import like
+from ...autodiff.tensors import converted_like
 from ...errors import CertificateError
-from ...recurrence.rounding import one_rounding
+from ...recurrence.rounding import rounding_perturbation
 from ...results.checks import (
     CUDNN_ACTIVATIONS,
     Certificate,
     Check,
-    coarser,
+    coarser_dtype,
     epsilon,
     residual,
     rounding_bound,
@@ -179,7 +179,7 @@ def _perturbed_leaf(leaf: Any, unit: float) -> Any:
     if data.is_packed(leaf) or to_host(leaf).dtype.kind != "f":
         return leaf
     values: Any = to_host(leaf)
-    return like(one_rounding(np, unit)(values), leaf)
+    return converted_like(rounding_perturbation(np, unit)(values), leaf)
 
 
 #: Numbers in a part of an array whose difference is taken at a time.
@@ -210,7 +210,7 @@ class Comparisons:
             dtypes = [
                 "float32" if isinstance(v, float) else str(_as_array(v).dtype) for pair in pair_list for v in pair
             ]
-            dtype = functools.reduce(coarser, dtypes)
+            dtype = functools.reduce(coarser_dtype, dtypes)
         bound, largest = rounding_bound(dtype, self.steps), max(_largest(b) for _, b in arrays)
         unit = max(scale, underflow_unit(dtype, self.steps), largest)
         check = Check(name, layer, max(_residual(a, b, unit) for a, b in arrays), bound)

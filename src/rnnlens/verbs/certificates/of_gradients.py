@@ -15,9 +15,9 @@ import xarray as xr
 from ... import data
 from ...adapters.protocol import Adapter, CaptureRequest, LayerWeights, ReferenceRun
 from ...errors import UnsupportedError
-from ...recurrence.adjoint import PROBES, probed, weight_gradients
+from ...recurrence.adjoint import PROBES, probe_combinations, weight_gradients
 from ...recurrence.rounding import rounding_of
-from ...results.checks import Certificate, coarser
+from ...results.checks import Certificate, coarser_dtype
 from ...results.schema import LabelledLayer, to_host
 from ...typing import Array
 from ...vocabulary import DIRECTION, GATE, SAMPLE, TIME
@@ -245,7 +245,7 @@ def _compare_swept(
                 reference = location.take(
                     _subtract(run.weight_grads[location.name], other_gradients.get(location.name))
                 )
-                reference = reference if call.cell.by_framework else probed({key: reference})[key]
+                reference = reference if call.cell.by_framework else probe_combinations({key: reference})[key]
                 pairs.append((to_host(claimed_gradient) / request.scale, reference))
         comparisons.compare(WEIGHTS, layer, pairs, scale=scale)
         if not (
@@ -283,7 +283,7 @@ def _coarsest_dtype(request: BatchRequest, answer: BatchGradients) -> str:
             return name
     dtypes = [str(grad.dtype) for grad in answer.gradients.values() if grad is not None][:1]
     dtypes += [replayed.call.compute_dtype for directions in answer.swept.values() for replayed, _ in directions]
-    return functools.reduce(coarser, dtypes, "")
+    return functools.reduce(coarser_dtype, dtypes, "")
 
 
 def certify_weights(
@@ -300,7 +300,7 @@ def certify_weights(
     calls = [] if capture is None else capture.calls
     lengths = [int(call.input.shape[1]) for call in calls]
     lengths += [sizes[TIME] for layer in labelled.values() if TIME in (sizes := layer.sizes)]
-    steps, dtype = max([*lengths, 64]), functools.reduce(coarser, [call.compute_dtype for call in calls], "")
+    steps, dtype = max([*lengths, 64]), functools.reduce(coarser_dtype, [call.compute_dtype for call in calls], "")
     other_gradients = {} if capture is None else {n: g for n, g in capture.beside.items() if n not in capture.whole}
     computed = {(call.layer.partition("#")[0], key) for call in calls for key in call.computed}
 

@@ -19,7 +19,7 @@ import xarray as xr
 from ... import data
 from ...adapters.protocol import EndPort, Port, ReferenceRun
 from ...errors import CertificateError, RnnlensError, TooLargeError
-from ...results.checks import Certificate, Check, coarser, epsilon, residual, rounding_bound
+from ...results.checks import Certificate, Check, coarser_dtype, epsilon, residual, rounding_bound
 from ...results.schema import to_host
 from ...typing import Array, arrays_of
 from ...vocabulary import FEATURE, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE, TIME, UNIT
@@ -287,7 +287,7 @@ def _coarsest_dtype(request: JacobianRequest, plan: JacobianPlan) -> str:
     layer_dtypes = (replayed.call.compute_dtype for replayed in plan.network.recurrences)
     submodule_dtypes = (part.dtype for part in request.adapter.facts(request.model).submodules.values())
     dtypes = [str(plan.dtype), request.provenance().get("dtype", ""), *layer_dtypes, *submodule_dtypes]
-    return functools.reduce(coarser, (kind or "" for kind in dtypes))
+    return functools.reduce(coarser_dtype, (kind or "" for kind in dtypes))
 
 
 def _place_cotangent(claim: JacobianClaim, value: Array) -> Array:

@@ -21,9 +21,9 @@ import numpy as np
 
 from ... import data
 from ...adapters.protocol import Batch, Capture, RecurrentCall, ReferenceRun, SequenceCall
-from ...recurrence.adjoint import PROBES, probed
+from ...recurrence.adjoint import PROBES, probe_combinations
 from ...recurrence.cells import affine
-from ...results.checks import Certificate, coarser, epsilon
+from ...results.checks import Certificate, coarser_dtype, epsilon
 from ...results.schema import LabelledLayer, to_host
 from ...settings import current
 from ...typing import Array, arrays_of
@@ -76,7 +76,7 @@ class SamplePart:
 
     def batch(self, batch: Batch) -> Batch:
         """Return a batch with the inputs of the compared samples, without targets."""
-        return replace(batch.without_loss(), x=data.take(batch.x, self.start, self.stop))
+        return replace(batch.without_loss(), x=data.samples_of_arrays(batch.x, self.start, self.stop))
 
 
 @dataclass
@@ -180,7 +180,7 @@ class ReplayedValues:
         """Take steps and dtype of whole-sequence layers into account in the bounds of the comparisons."""
         for call in calls:
             self.steps = max(self.steps, call.cell.steps)
-            self.dtype = coarser(self.dtype, call.compute_dtype)
+            self.dtype = coarser_dtype(self.dtype, call.compute_dtype)
 
     def with_rounding_scales(self, perturbed: ReplayedValues) -> ReplayedValues:
         """Return a copy with rounding scales at least as large as the effect of one more rounding."""
@@ -332,7 +332,7 @@ def _compare_weights(comparisons: Comparisons, request: ModelRequest, claim: Rep
         claimed_gradient = sum(array for _, _, array in entries)
         reference = np.zeros_like(claimed_gradient) if total is None else location.take(to_host(total))
         if total is not None and key in claim.probed:
-            reference = to_host(probed({key[2]: reference})[key[2]])
+            reference = to_host(probe_combinations({key[2]: reference})[key[2]])
         by_layer.setdefault(key[0], []).append((claimed_gradient, reference))
     for layer, pairs in by_layer.items():
         comparisons.compare(WEIGHTS, layer, pairs, scale=claim.scales[layer])

@@ -17,9 +17,9 @@ from ...adapters.protocol import Batch
 from ...adapters.registry import adapter_for
 from ...arguments import weights_of_samples
 from ...autodiff.tensors import to_numpy
-from ...cluster import TravellingModel, client, naming_samples, warn
+from ...cluster import TravellingModel, current_client, name_failed_samples, warn
 from ...errors import InputError, SelfCheckWarning
-from ...results.checks import Check, worst
+from ...results.checks import Check, worst_checks
 from ...settings import Settings, current, options
 from ...typing import Array
 from ...vocabulary import SAMPLE
@@ -81,7 +81,7 @@ class ChunkTask:
         if self.settings.certify == "always" or (chunk.number == 0 and self.settings.certify != "never"):
             certify = "always"
         with (
-            naming_samples((chunk.start, chunk.stop)),
+            name_failed_samples((chunk.start, chunk.stop)),
             options(memory=self.settings.memory, compiled=self.settings.compiled, certify=certify, progress=False),  # type: ignore[arg-type]
         ):
             values = _run_in_turn(model.get(), self, chunk, parts)
@@ -138,7 +138,7 @@ class ChunkGraph:
         batch_options = replace(run, x=None, y=None, sample_weight=None, initial_state=None)
         padding = work.padding if compiles_again else None
         self.task = ChunkTask(work, batch_options, current(), chunks.layouts, max(sizes), padding)
-        if client() is not None:
+        if current_client() is not None:
             self.model.pack()
 
     @cached_property
@@ -170,7 +170,7 @@ class ChunkGraph:
                 model,
                 (rows.number, rows.start, rows.stop, rows.total),
                 *chunk_parts,
-                data.take(states, rows.start, rows.stop),
+                data.samples_of_arrays(states, rows.start, rows.stop),
             )
             for rows, chunk_parts in zip(self.chunks.bounds, parts, strict=True)
         ]
@@ -290,7 +290,7 @@ def box_records(records: Sequence[Mapping[str, Any]], combine: str | None) -> Ar
 
 def reduce_records(records: Sequence[Mapping[str, Any]], combine: str | None) -> dict[str, Any]:
     """Reduce the records of chunks: each check closest to its bound, a failed certificate first, the target's value."""
-    checks = worst(Check(**check) for chunk_record in records for check in chunk_record["checks"])
+    checks = worst_checks(Check(**check) for chunk_record in records for check in chunk_record["checks"])
     values: list[Any] = [chunk_record["value"] for chunk_record in records]
     value: Any = None
     if values[0] is not None and np.ndim(values[0]):

@@ -75,7 +75,7 @@ class SampleChunks:
         template = replace(run, x=None, y=None, sample_weight=None)
         layouts = layouts_to_cut(axes, template, *substitutes)
         chunks = cls(run, layouts, [])
-        total = data.len_of(substitutes[0], None if layouts is None else layouts["x"])
+        total = data.sample_count(substitutes[0], None if layouts is None else layouts["x"])
         sizes = chunks._sizes(batch_size)
         stops = enumerate(np.cumsum(sizes).tolist())
         chunks.bounds = [ChunkRows(i, stop - sizes[i], stop, total) for i, stop in stops]
@@ -139,7 +139,7 @@ class SampleChunks:
                 _labelled_like(leaf, _random_values(name, array, axis, count), axis) for leaf, (array, axis) in pairs
             ]
             parts[name] = _with_leaves(getattr(self.run, name), filled)
-        return replace(self.run, **parts, initial_state=data.take(self.run.initial_state, 0, count))
+        return replace(self.run, **parts, initial_state=data.samples_of_arrays(self.run.initial_state, 0, count))
 
     def labels(self) -> Array:
         """Return the sample coordinate of lazy data: that of the first DataArray that has one, else 0, 1, 2, ..."""

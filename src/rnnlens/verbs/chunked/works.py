@@ -14,7 +14,7 @@ import xarray as xr
 from ... import data
 from ...adapters.protocol import Adapter, Batch
 from ...adapters.registry import adapter_for
-from ...cluster import kept
+from ...cluster import cached_result
 from ...errors import UnsupportedError
 from ...results.array import RECORD, LazyArray
 from ...results.checks import Certificate
@@ -41,7 +41,7 @@ class GradientWork(ChunkWork):
 
     def __call__(self, model: Any, batch: Batch, rows: ChunkRows, size: int) -> ChunkValues:
         """Compute the gradients of the target on the batch of one chunk."""
-        request = kept(model, repr(self.arguments), partial(_request, model, batch, self.arguments, self.layouts))
+        request = cached_result(model, repr(self.arguments), partial(_request, model, batch, self.arguments, self.layouts))
         if self.of_loss and self.arguments.combine is None and self.combine is not None:
             refuse_other_loss(request.adapter, model, batch, self.combine)
         target = request.target
@@ -134,7 +134,7 @@ def _gradients_of_template(
     request = _request(model, batch, arguments, chunks.layouts)
     target = request.target
     if not request.of_loss:
-        count = data.len_of(batch.x, request.axes.inputs)
+        count = data.sample_count(batch.x, request.axes.inputs)
         target = replace(target, total=chunks.total, rows=(0, 0)).of_rows(0, count)
     few_request = request.of_batch(batch if request.with_loss else batch.without_loss(), target)
     gradients = batch_gradients(few_request)

@@ -12,8 +12,8 @@ import numpy as np
 from ... import data
 from ...adapters.protocol import Batch, ModelFacts
 from ...arguments import number
-from ...errors import InputError, ModelError, UnsupportedError, did_you_mean, shown
-from ...results.checks import Certificate, warn_about
+from ...errors import InputError, ModelError, UnsupportedError, did_you_mean, short_repr
+from ...results.checks import Certificate, warn_of_failed_checks
 from ...settings import Progress
 from ...typing import Array
 from ...vocabulary import DIRECTION, SAMPLE, TIME
@@ -270,7 +270,7 @@ def _data_set_gradients(
     gradients = total.result()
     value = total.value() if base_value is None else base_value + total.value()
     explanation = explain(first_request, gradients, total.dims, batches if batches.can_be_read_again else ())
-    warn_about(total.certificate.checks)
+    warn_of_failed_checks(total.certificate.checks)
     return DataSetGradients(gradients, total.dims, value, explanation, total.certificate)
 
 
@@ -286,11 +286,11 @@ def a_clipping(name: str, value: Any) -> str | dict[str, float]:
         unknown = [kind for kind in value if kind not in KINDS]
         if unknown or len(value) != 1:
             hint = did_you_mean(unknown[0] if unknown else "", KINDS)
-            raise InputError(f"{name}= takes exactly one way to clip.", got=shown(value), hint=hint)
+            raise InputError(f"{name}= takes exactly one way to clip.", got=short_repr(value), hint=hint)
         return {kind: number(above=0)(f"{name}[{kind!r}]", threshold) for kind, threshold in value.items()}
     if not isinstance(value, str) or value != "optimizer":
         expected, hint = '"optimizer" or a dict', '{"global_clipnorm": 1.0}'
-        raise InputError(f"{name}= is not a way to clip gradients.", got=shown(value), expected=expected, hint=hint)
+        raise InputError(f"{name}= is not a way to clip gradients.", got=short_repr(value), expected=expected, hint=hint)
     return value
 
 

@@ -15,7 +15,7 @@ import xarray as xr
 
 from ... import data
 from ...adapters.protocol import Batch, Capture, CaptureRequest, Port
-from ...autodiff.tensors import dtype_name, like
+from ...autodiff.tensors import dtype_name, converted_like
 from ...errors import LayerNotFoundError, RnnlensError
 from ...results.gradients import Reason
 from ...results.schema import to_host
@@ -158,7 +158,7 @@ def _perturbed_input(x: Any, index: int, size: float) -> Any:
         array = to_host(leaf)
         magnitude = float(np.sqrt(np.mean(np.square(array, dtype=np.float64)))) or 1.0
         perturbed = array + (size * magnitude * np.random.default_rng(0).normal(size=array.shape)).astype(array.dtype)
-        return like(perturbed, leaf)
+        return converted_like(perturbed, leaf)
 
     return data.map_leaves(perturb, x)
 

@@ -11,7 +11,7 @@ import xarray as xr
 from ...adapters.protocol import Batch, Port
 from ...arguments import as_name, text
 from ...arguments.data import is_source
-from ...errors import InputError, UnsupportedError, shown
+from ...errors import InputError, UnsupportedError, short_repr
 from ...layout import Layout
 from ...recurrence.trajectory import Adjoint
 from ...settings import current, parse_memory
@@ -202,7 +202,7 @@ def a_target(name: str, value: Any) -> Any:
     is_function = callable(function) and not isinstance(function, type)
     if not is_function or (value is not function and not names) or not all(isinstance(part, str) for part in names):
         expected = f"{_OF}; a callable; (callable, name, ...)"
-        raise InputError(f"{name}= is not understood.", got=shown(value), expected=expected)
+        raise InputError(f"{name}= is not understood.", got=short_repr(value), expected=expected)
     return value if value is function else parts
 
 

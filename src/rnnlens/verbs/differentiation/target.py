@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
-from ...arguments import as_numbers, as_numpy, either, kept_steps, listed, number, refuse_without_order
-from ...errors import InputError, did_you_mean, has_attribute, message, shown
+from ...arguments import as_numbers, as_numpy, either, kept_steps, as_list, number, refuse_without_order
+from ...errors import InputError, did_you_mean, has_attribute, message, short_repr
 from ...results.layers import sizes_of
 from ...typing import Array
 from ...vocabulary import DIRECTION, SAMPLE, TIME
@@ -204,7 +204,7 @@ def _positions(value: xr.DataArray, dim: str, index: Any) -> Any:
         positions = np.arange(size)[kept_steps(f"at[{dim!r}]", index)]
     else:
         refuse_without_order(f"at[{dim!r}]", index)
-        positions = as_numpy(index) if has_attribute(index, "dtype") else np.asarray(listed(index) or index)
+        positions = as_numpy(index) if has_attribute(index, "dtype") else np.asarray(as_list(index) or index)
     if positions.dtype.kind in "US":
         labels = {DIRECTION: ["forward", "backward"]}.get(dim, [])
         unknown = [label for label in np.atleast_1d(positions) if label not in labels]
@@ -217,12 +217,12 @@ def _positions(value: xr.DataArray, dim: str, index: Any) -> Any:
     if not are_integers or not positions.size or positions.min() < -size or positions.max() >= size:
         raise InputError(
             f"at= selects {'nothing of' if not positions.size else 'beyond'} the target along {dim!r}.",
-            got=f"{dim}={shown(index)}",
+            got=f"{dim}={short_repr(index)}",
             expected=f"whole numbers from {-size} to {size - 1}",
         )
     if np.unique(positions % size).size < positions.size:
         text = f"at= selects a position along {dim!r} twice."
-        raise InputError(text, got=f"{dim}={shown(index)}", expected="each one once")
+        raise InputError(text, got=f"{dim}={short_repr(index)}", expected="each one once")
     return int(positions) if positions.ndim == 0 else positions
 
 

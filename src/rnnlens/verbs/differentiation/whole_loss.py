@@ -174,8 +174,8 @@ def _do_companions_matter(
     kept_count, total = counts
     if any(layouts[i].coupled for i in changed) or any(map(data.is_packed, data.leaves_of(more.x))):
         return True
-    copies = [data.piece(more.x, axes.inputs, 0, kept_count, total)] * (1 + (total - 1) // kept_count)
-    repeated_x = data.piece(data.join(copies, axes.inputs), axes.inputs, 0, total, kept_count * len(copies))
+    copies = [data.samples_of_tree(more.x, axes.inputs, 0, kept_count, total)] * (1 + (total - 1) // kept_count)
+    repeated_x = data.samples_of_tree(data.join(copies, axes.inputs), axes.inputs, 0, total, kept_count * len(copies))
     repeated_outputs = axes.adapter.outputs_of(axes.model, replace(more, x=repeated_x).without_loss()).leaves
     rows = ((layouts[i].cut(outputs[i], 0, *counts), layouts[i].cut(repeated_outputs[i], 0, *counts)) for i in changed)
     return any(
@@ -189,8 +189,8 @@ def _batches_of_two_sizes(axes: ModelAxes, first_batch: Batch, second_batch: Bat
     count = axes.samples(first_batch)
     if count > 1:
         fewer = count // 2
-        x = data.piece(first_batch.x, axes.inputs, 0, fewer, count)
-        return replace(first_batch, x=x, initial_state=data.take(first_batch.initial_state, 0, fewer)), first_batch
+        x = data.samples_of_tree(first_batch.x, axes.inputs, 0, fewer, count)
+        return replace(first_batch, x=x, initial_state=data.samples_of_arrays(first_batch.initial_state, 0, fewer)), first_batch
     if any(map(data.is_packed, data.leaves_of(first_batch.x))):
         return first_batch, first_batch
     states = (

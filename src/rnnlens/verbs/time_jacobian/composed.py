@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...adapters.protocol import Port
-from ...autodiff.tensors import like
+from ...autodiff.tensors import converted_like
 from ...recurrence.jacobian import Taps, reverse
 from ...recurrence.reductions import FieldCollector
 from ...recurrence.sweep_rows import FieldRows, PointRows
@@ -91,7 +91,7 @@ class _Descent:
                 self.points[number] = replayed.points(replayed.run.output_state, start_times, block, of_output=True)
                 other_ports.discard(output)
         if other_ports:
-            field = like(starting_rows(tensor, times, rows), network.segment_graph.values[of.port])
+            field = converted_like(starting_rows(tensor, times, rows), network.segment_graph.values[of.port])
             self._add_rows(network.segment_graph.pull_through(of.port, field, other_ports))
 
     def _pull_through(self, replayed: ReplayedCall, rows: PointRows | FieldRows) -> None:
@@ -105,7 +105,7 @@ class _Descent:
     def _add_rows(self, rows_by_port: Mapping[Port, Array]) -> None:
         for port, rows in rows_by_port.items():
             present_rows = self.rows_by_port.get(port)
-            self.rows_by_port[port] = rows if present_rows is None else present_rows + like(rows, present_rows)
+            self.rows_by_port[port] = rows if present_rows is None else present_rows + converted_like(rows, present_rows)
 
 
 def join_rows(
@@ -118,18 +118,18 @@ def join_rows(
     if output_rows is not None and not replayed.call.returns_sequences:
         moving_mask, state = replayed.moving_output_mask(), replayed.run.output_state
         if moving_mask is not None:  # zero for samples whose last output is a constant
-            output_rows = like(output_rows, replayed.run.input)
+            output_rows = converted_like(output_rows, replayed.run.input)
             output_rows = replayed.system.work.xp.where(
                 moving_mask[:, replayed.last_step][:, None, None],
                 output_rows,
                 replayed.system.work.xp.zeros_like(output_rows),
             )
         final_rows[state] = (
-            final_rows[state] + like(output_rows, final_rows[state]) if state in final_rows else output_rows
+            final_rows[state] + converted_like(output_rows, final_rows[state]) if state in final_rows else output_rows
         )
         output_rows = None
     if output_rows is None and not read_rows and points is None and final_rows:
-        blocks = {state: like(rows, replayed.run.input)[:, None] for state, rows in final_rows.items()}
+        blocks = {state: converted_like(rows, replayed.run.input)[:, None] for state, rows in final_rows.items()}
         return PointRows([replayed.last_step], blocks, replayed.system.order)
     return (
         points
@@ -153,17 +153,17 @@ def _as_field(
 
     def add(state: int, steps: Any, rows: Array, row_slice: slice = slice(None)) -> None:
         if state not in fields and steps == slice(None) and row_slice == slice(None):
-            fields[state] = work.xp.asarray(like(rows, run.input), copy=True)
+            fields[state] = work.xp.asarray(converted_like(rows, run.input), copy=True)
             return
         if state not in fields:
             fields[state] = work.zeros(
                 replayed.system.batch, count, replayed.system.time, replayed.system.state_sizes[state]
             )
         target = fields[state][:, row_slice, steps]
-        target += like(rows, run.input)
+        target += converted_like(rows, run.input)
 
     if output_rows is not None:
-        output_rows, moving_mask = like(output_rows, run.input), replayed.moving_output_mask()
+        output_rows, moving_mask = converted_like(output_rows, run.input), replayed.moving_output_mask()
         if moving_mask is not None:
             output_rows = work.xp.where(moving_mask[:, None, :, None], output_rows, work.xp.zeros_like(output_rows))
         add(run.output_state, slice(None), output_rows)

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from ...autodiff.tensors import like
+from ...autodiff.tensors import converted_like
 from ...recurrence.arrays import at_step, for_each, large_parts, on_cpu
 from ...recurrence.jacobian import Entrances, Taps, forward, reverse
-from ...recurrence.linear import transposed
+from ...recurrence.linear import transpose
 from ...recurrence.reductions import Collector, Extent, Reduction
-from ...recurrence.sweep_rows import PointRows, Units, Vanished
+from ...recurrence.sweep_rows import PointRows, Units, VanishedRowPruning
 from ...results.array import LabelledArray
-from ...results.checks import warn_about
+from ...results.checks import warn_of_failed_checks
 from ...settings import Progress
 from ...typing import Array
 from ...vocabulary import DIRECTION, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE
@@ -56,7 +56,7 @@ class _PieceSweep:
                     samples.start - self.samples.start : samples.stop - self.samples.start
                 ]
             collector = self._collector(samples, result_part)
-            pruning = None if self.rtol is None else Vanished(self.work, self.rtol, self.rows)
+            pruning = None if self.rtol is None else VanishedRowPruning(self.work, self.rtol, self.rows)
             tick = advance if samples is parts[0] else None
             if self.mode == "reverse":
                 taps = self._taps(collector)
@@ -140,7 +140,7 @@ class _PieceSweep:
             return Entrances("state", times, state=wrt.state)
         block = below.block
         if block is not None:
-            block = like(block, self.replayed.run.input).swapaxes(-1, -2)
+            block = converted_like(block, self.replayed.run.input).swapaxes(-1, -2)
         return Entrances("input", times, block)
 
     def _taps(self, collector: Collector) -> Taps:
@@ -156,7 +156,7 @@ class _PieceSweep:
         below = self.direct.below
         if below is None or below.block is None:
             return None
-        block = like(below.block, self.replayed.run.input)
+        block = converted_like(below.block, self.replayed.run.input)
         return lambda t, values: values @ at_step(block, samples, t)
 
     def _readout_above(self, samples: slice) -> Callable[[int, Array], Array] | None:
@@ -165,13 +165,13 @@ class _PieceSweep:
         if block is None and moving_mask is None:
             return None
         if block is not None:
-            block = like(block, self.replayed.run.input)
+            block = converted_like(block, self.replayed.run.input)
 
         def readout(t: int, values: Array) -> Array:
             if block is not None:
-                values = values @ transposed(at_step(block, samples, t))
+                values = values @ transpose(at_step(block, samples, t))
             if moving_mask is not None:
-                values = values * like(moving_mask[samples, t], values)[:, None, None]
+                values = values * converted_like(moving_mask[samples, t], values)[:, None, None]
             return values
 
         return readout
@@ -199,7 +199,7 @@ def execute(labels: JacobianLabels, out: str | PathLike[str] | None = None) -> L
             for part in plan.parts:
                 _fill(target, plan, part, tally, progress.advance)
         result = target.result()
-    warn_about(checks)
+    warn_of_failed_checks(checks)
     return result
 
 

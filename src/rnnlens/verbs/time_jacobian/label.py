@@ -14,13 +14,13 @@ import xarray as xr
 import zarr
 
 from ...errors import FileError, InputError, RnnlensError, UnsupportedError
-from ...results.array import LabelledArray, record
-from ...results.checks import Check, worst
+from ...results.array import LabelledArray, record_attrs
+from ...results.checks import Check, worst_checks
 from ...results.disk import replacing_folder
-from ...results.disk.store import new_recording, recording
+from ...results.disk.store import new_recording_store, recording_store
 from ...results.opening import open as open_result
 from ...results.saving import check_path
-from ...results.schema import labelled, to_host
+from ...results.schema import labelled_array, to_host
 from ...vocabulary import BACKWARD, FEATURE, FORWARD, IN_FEATURE, IN_TIME, OUT_TIME, SAMPLE, TIME
 from ..axes import InputCoordinates
 from .plan import IN_DIRECTION, JacobianPlan, WorkCount
@@ -58,12 +58,12 @@ def mean_over(jacobians: Iterable[tuple[LabelledArray, int]]) -> LabelledArray:
             got, hint = f"{jacobian.sizes} after {first_jacobian.sizes}", "pad all batches to one length"
             raise InputError("Batches differ in length, so their mean is not defined.", got=got, hint=hint)
         total, samples = total + jacobian.values.astype(np.float64) * count, samples + count
-        checks = worst([*checks, *jacobian.checks])
+        checks = worst_checks([*checks, *jacobian.checks])
     assert first_jacobian is not None
     mean = first_jacobian.copy(data=(total / samples).astype(first_jacobian.dtype))
     compared = {(check.name, check.layer) for check in first_jacobian.certificate.checks}
     self_checks = [check for check in checks if (check.name, check.layer) not in compared]
-    mean.attrs |= record(self_checks, first_jacobian.certificate) | {"samples": samples}
+    mean.attrs |= record_attrs(self_checks, first_jacobian.certificate) | {"samples": samples}
     return LabelledArray(mean)
 
 
@@ -127,7 +127,7 @@ class JacobianLabels:
             "flops": float(tally.flops),
             "peak_bytes": int(plan.peak_bytes),
             "replay_residual": max((c.residual for c in checks), default=0.0),
-            **record(checks),
+            **record_attrs(checks),
         }
         if self.frozen:
             attributes["long_name"] = f"frozen {attributes['long_name']}"
@@ -156,7 +156,7 @@ class JacobianLabels:
         masks = {time: mask for time, mask in self.masks().items() if {SAMPLE, time} <= set(dims)}
         coords |= {f"{time}_mask": xr.Variable((SAMPLE, time), mask, attributes) for time, mask in masks.items()}
         own_coords, source = self.coords(), self.provenance
-        array = labelled(values, dims, name="jacobian", attrs=attrs, coords=own_coords, provenance=source)
+        array = labelled_array(values, dims, name="jacobian", attrs=attrs, coords=own_coords, provenance=source)
         return LabelledArray(array.assign_coords(coords))
 
     def masks(self) -> dict[str, np.ndarray[Any, Any]]:
@@ -194,9 +194,9 @@ class ZarrTarget:
         self.shape, self.dtype = labels.plan.shape, labels.plan.dtype
 
     def __enter__(self) -> ZarrTarget:
-        with self._file_errors(), replacing_folder(self.path) as folder, new_recording(folder) as self.store:
+        with self._file_errors(), replacing_folder(self.path) as folder, new_recording_store(folder) as self.store:
             sums = self._lay_out()
-        self.store = recording(self.path, sums)
+        self.store = recording_store(self.path, sums)
         self.array = self._group()["jacobian"].with_config(_EVERY_CHUNK)
         return self
 

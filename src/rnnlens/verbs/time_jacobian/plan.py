@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...adapters.protocol import Port
-from ...autodiff.tensors import like
+from ...autodiff.tensors import converted_like
 from ...errors import TooLargeError, UnsupportedError
 from ...recurrence.jacobian import forward_flops, reverse_flops, unit_flops
 from ...recurrence.linear import Pattern
@@ -151,7 +151,7 @@ def _start_of_rows(
         return replayed, replayed.run.output_state, segment.at_every_step(rows), segment.step
     if segment.kind == "flat" and not has_sequences:
         assert segment.block is not None
-        return replayed, replayed.run.output_state, (like(rows[:, 0], segment.block) @ segment.block)[:, None], None
+        return replayed, replayed.run.output_state, (converted_like(rows[:, 0], segment.block) @ segment.block)[:, None], None
     return None
 
 

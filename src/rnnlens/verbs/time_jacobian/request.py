@@ -12,7 +12,7 @@ import numpy as np
 from ...adapters.protocol import Batch, Port
 from ...autodiff.tensors import dtype_name
 from ...errors import InputError, UnsupportedError
-from ...recurrence.reductions import REDUCTIONS, probe_signs, sketched
+from ...recurrence.reductions import REDUCTIONS, probe_signs, sketch_statistics
 from ...results.schema import to_host
 from ...settings import must_fit
 from ...typing import Array, arrays_of
@@ -156,7 +156,7 @@ class JacobianEnds:
     def measured_by(self) -> Reduce | None:
         """Function that reduces a block (sample, group, out, in); None to keep it."""
         if self.sketch is not None:
-            return sketched
+            return sketch_statistics
         return None if self.measure is None else REDUCTIONS[self.measure]
 
     @property

@@ -16,7 +16,7 @@ import numpy as np
 
 from ... import data
 from ...adapters.protocol import ChainLink, Port, Pullback
-from ...autodiff.tensors import like
+from ...autodiff.tensors import converted_like
 from ...layout import Layout, canonical_order
 from ...results.schema import to_host
 from ...typing import Array
@@ -116,7 +116,7 @@ class Segment:
     def apply(self, rows: Array) -> Array:
         """Pull cotangent rows (sample, row, [time,] feature) through a segment of any kind but ``"through"``."""
         if self.kind == "step":
-            step_rows = rows if self.block is None else rows @ like(self.block, rows)
+            step_rows = rows if self.block is None else rows @ converted_like(self.block, rows)
             zeros = np.zeros if isinstance(rows, np.ndarray) else rows.new_zeros
             field = zeros((*step_rows.shape[:2], self.below.times, self.below.features), dtype=step_rows.dtype)
             field[:, :, self.step] = step_rows
@@ -124,16 +124,16 @@ class Segment:
         if self.block is None:
             return rows
         if self.kind == "flat":
-            flat_rows = rows @ like(self.block, rows)
+            flat_rows = rows @ converted_like(self.block, rows)
             lower_axes = (self.below.features,) if self.below.times is None else (self.below.times, self.below.features)
             return flat_rows.reshape((*rows.shape[:2], *lower_axes))
         # (sample, time, row, above) @ (sample, time, above, below)
-        return move_axis(move_axis(rows, 1, 2) @ like(self.block, rows), 2, 1)
+        return move_axis(move_axis(rows, 1, 2) @ converted_like(self.block, rows), 2, 1)
 
     def at_every_step(self, rows: Array) -> Array:
         """Pull rows (sample or 1, time or 1, row, feature above) through a local segment or one of a single step."""
         rows = rows[:, 0] if self.kind == "step" else rows
-        rows = rows if self.block is None else like(rows, self.block) @ self.block
+        rows = rows if self.block is None else converted_like(rows, self.block) @ self.block
         return rows[:, None] if self.kind == "step" else rows
 
 
@@ -239,7 +239,7 @@ class SegmentGraph:
         """Let the framework pull cotangent rows of several tensors back together; gradients at a port are summed."""
         assert self.pullback is not None
         cotangents = {
-            port: like(self.tensors[port].to_framework(cotangent_rows), self.values[port])
+            port: converted_like(self.tensors[port].to_framework(cotangent_rows), self.values[port])
             for port, cotangent_rows in rows.items()
         }
         gradients = self.pullback.vjp(cotangents)
@@ -253,7 +253,7 @@ class SegmentGraph:
         if through_ports:
             pulled = self.pull(port, move_axis(rows, 0, 1))
             lower_rows = {below: pulled[below] for below in through_ports}
-            pulled_rows |= {below: like(move_axis(a, 0, 1), rows) for below, a in lower_rows.items() if a is not None}
+            pulled_rows |= {below: converted_like(move_axis(a, 0, 1), rows) for below, a in lower_rows.items() if a is not None}
         return pulled_rows
 
     def refuse_coupled(self, port: Port) -> None:
