@@ -358,7 +358,7 @@ def _rebuilt_model(key: str, data: bytes, is_other_process: bool) -> Any:
 
 
 def unpack_model(data: bytes) -> Any:
-    """Rebuild the model that :func:`packed` serialised."""
+    """Rebuild the model that :func:`pack_model` serialised."""
     parts = pickle.loads(data)
     if "archive" not in parts:
         return parts["model"]

@@ -20,17 +20,17 @@ __all__ = [
     "DataLayouts",
     "batches",
     "count_batches",
-    "is_cut",
     "is_packed",
+    "is_read_in_batches",
     "join",
+    "leaf_sample_count",
     "leaves_of",
-    "len_of",
     "map_leaves",
-    "padded",
-    "piece",
+    "pad_packed",
+    "sample_count",
     "samples_of",
-    "size_of",
-    "take",
+    "samples_of_arrays",
+    "samples_of_tree",
 ]
 
 #: Layouts of the arrays of "x", "y" and "sample_weight"; None for a packed sequence.
@@ -114,7 +114,9 @@ def sample_count(x: Any, layouts: Sequence[Layout | None] | None = None) -> int:
     leaves = leaves_of(x)
     if not leaves:
         raise InputError("There is no data.", got=f"{x!r}", expected="an array with at least 1 sample")
-    lengths = {leaf_sample_count(leaf, layout) for leaf, layout in zip(leaves, layouts or [None] * len(leaves), strict=True)}
+    lengths = {
+        leaf_sample_count(leaf, layout) for leaf, layout in zip(leaves, layouts or [None] * len(leaves), strict=True)
+    }
     if len(lengths) > 1:
         raise InputError(
             "The arrays have different numbers of samples.",

@@ -235,9 +235,7 @@ def cell_rerun_errors(cell: str) -> Iterator[None]:
     except RnnlensError:
         raise
     except Exception as error:
-        raise UnsupportedError(
-            impure_cell_message(cell, f"{type(error).__name__}: {_short_message(error)}")
-        ) from error
+        raise UnsupportedError(impure_cell_message(cell, f"{type(error).__name__}: {_short_message(error)}")) from error
 
 
 def duplicate_name_message(name: str) -> str:

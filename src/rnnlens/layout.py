@@ -21,17 +21,17 @@ class Layout:
     #: for logits of shape (time * sample, unit).
     axes: tuple[Axis, ...]
     #: Whether entries of one sample depend on other samples of the batch.
-    coupled: bool = False
-    #: Number of samples of the batch on which ``coupled`` was determined; 0 if it was not tested.
+    is_coupled: bool = False
+    #: Number of samples of the batch on which ``is_coupled`` was determined; 0 if it was not tested.
     samples: int = 0
     #: Names of the axes that follow steps but are not called ``time``: several, or one that holds features as well.
-    unclear: tuple[str, ...] = ()
+    unclear_axes: tuple[str, ...] = ()
     #: For each sample of this tensor its number within the recurrent layers, if a model sorts its samples by length
     #: before them, say; empty if the order is the same.
     order: tuple[int, ...] = ()
 
     @classmethod
-    def plain(cls, names: Iterable[str]) -> Layout:
+    def of_names(cls, names: Iterable[str]) -> Layout:
         """Create a layout with one name per axis."""
         return cls(tuple((name,) for name in names))
 
@@ -60,7 +60,7 @@ class Layout:
         if self.sample is None:
             return array
         index = (slice(None),) * self.sample + (slice(start, stop),)
-        return self.closed(self.opened(array, samples)[index])
+        return self.fold(self.split_folded(array, samples)[index])
 
     def sizes(self, shape: Sequence[int], samples: int) -> tuple[int, ...]:
         """Return the length of each named axis of a tensor of shape ``shape`` with ``samples`` samples."""
@@ -70,7 +70,7 @@ class Layout:
             lengths += [size] if len(axis) == 1 else [samples if name == SAMPLE else other_length for name in axis]
         return tuple(map(int, lengths))
 
-    def opened(self, array: Array, samples: int, lead: int = 0) -> Array:
+    def split_folded(self, array: Array, samples: int, lead: int = 0) -> Array:
         """Split folded axes of an array, so that each name has its own axis.
 
         ``lead`` further axes in front are kept.
@@ -79,8 +79,8 @@ class Layout:
             return array
         return array.reshape((*array.shape[:lead], *self.sizes(array.shape[lead:], samples)))
 
-    def closed(self, array: Array, lead: int = 0) -> Array:
-        """Fold the axes of an array again: the inverse of :meth:`opened`."""
+    def fold(self, array: Array, lead: int = 0) -> Array:
+        """Fold the axes of an array again: the inverse of :meth:`split_folded`."""
         if not self.is_folded:
             return array
         sizes = [int(n) for n in array.shape]

@@ -223,7 +223,7 @@ def test_the_framework_says_how_its_tensors_lie(model, data, monkeypatch):
     import tiny_rnnlens
 
     def steps_first(port, shape, *, integer=False):
-        return Layout.plain(("time", "sample", "feature")[: len(shape)])
+        return Layout.of_names(("time", "sample", "feature")[: len(shape)])
 
     monkeypatch.setattr(tiny_rnnlens.adapter, "layout", steps_first)
     assert rl.gradients(model, *data, wrt="input").dims == ("sample", "time", "feature")

@@ -112,7 +112,9 @@ def chunked(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
             return _check_array(leaf_name, leaf)
         if getattr(leaf, "chunks", None) is None or not hasattr(leaf, "dtype"):
             expected = "a dask array, or a DataArray of one"
-            raise InputError(f"{leaf_name} is lazy, and no array.", got=short_repr(type(leaf).__name__), expected=expected)
+            raise InputError(
+                f"{leaf_name} is lazy, and no array.", got=short_repr(type(leaf).__name__), expected=expected
+            )
         _refuse_dtype(leaf_name, leaf.dtype)
         return leaf
 

@@ -21,14 +21,14 @@ import xarray as xr
 from ..adapters.registry import adapter_for
 from ..arguments import anything, checked, data_set, many_examples
 from ..cluster import (
-    pickle_value,
-    pickle_named_parts,
+    finished_results,
+    imported_backend,
     limit_process,
     limit_thread,
-    imported_backend,
     pack_model,
+    pickle_named_parts,
+    pickle_value,
     propose_backend,
-    finished_results,
     unpack_model,
     use_backend,
 )

@@ -12,7 +12,7 @@ import xarray as xr
 from .. import data
 from ..adapters.protocol import Batch, CaptureRequest
 from ..adapters.registry import adapter_for
-from ..arguments import anything, as_numbers, checked, number, one_batch, text, integer
+from ..arguments import anything, as_numbers, checked, integer, number, one_batch, text
 from ..arguments import seed as random_seed
 from ..autodiff.tensors import converted_like
 from ..errors import InputError, LayerNotFoundError, ModelError, did_you_mean, has_attribute, short_repr

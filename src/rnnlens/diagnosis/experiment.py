@@ -96,7 +96,9 @@ class Experiment:
         """Return embedded token ids (sample, time, feature); None if no embedding ran over all steps."""
         request = CaptureRequest(self.embeddings, gradients=False, weight_grads=False, all_must_run=False)
         embedding_calls = (
-            self.adapter.capture(self.model, Batch(self.in_model_order(x)), request).plain if self.embeddings else []
+            self.adapter.capture(self.model, Batch(self.in_model_order(x)), request).other_calls
+            if self.embeddings
+            else []
         )
         embeddings = (to_host(call.output) for call in embedding_calls)
         return next(

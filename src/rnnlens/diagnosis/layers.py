@@ -327,8 +327,8 @@ def _scan_transfer(cell: SequenceCell, spread: Array) -> Transfer:
 
 def _scan_attributed_steps(experiment: Experiment, capture: Capture) -> int | None:
     """Count the last steps with 95 % of the attribution to embedded ids or float input, if there are any."""
-    if capture.plain and capture.plain[0].output_grad is not None:
-        x, gradient = to_host(capture.plain[0].output), to_host(capture.plain[0].output_grad)
+    if capture.other_calls and capture.other_calls[0].output_grad is not None:
+        x, gradient = to_host(capture.other_calls[0].output), to_host(capture.other_calls[0].output_grad)
     else:
         pairs = zip(data.leaves_of(experiment.samples.x), capture.input_grads, strict=False)
         leaf_and_gradient = next(((leaf, grad) for leaf, grad in pairs if grad is not None), None)

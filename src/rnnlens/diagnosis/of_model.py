@@ -10,7 +10,7 @@ import xarray as xr
 
 from .. import data
 from ..adapters.registry import adapter_for
-from ..arguments import anything, checked, data_set, either, many_examples, text, integer
+from ..arguments import anything, checked, data_set, either, integer, many_examples, text
 from ..arguments import loss as a_loss
 from ..arguments import seed as random_seed
 from ..errors import InputError

@@ -88,14 +88,14 @@ class Orientation:
         other_axes = [i for i, name in enumerate(names) if name != SAMPLE]
         if TIME not in names and other_axes:
             names[other_axes[0]] = TIME
-        return Layout.plain(names)
+        return Layout.of_names(names)
 
     def in_canonical_order(self, x: Any, y: Any) -> tuple[Any, Any]:
         """Convert x and y to NumPy, with the sample axis first and the time axis second."""
         x, y = _to_numpy(x), _to_numpy(y)
         if self.inputs is None and "y" not in self.axes.data:
             return x, y
-        first_leaf, first_layout = data.leaves_of(x)[0], (self.inputs or [Layout.plain((SAMPLE, TIME))])[0]
+        first_leaf, first_layout = data.leaves_of(x)[0], (self.inputs or [Layout.of_names((SAMPLE, TIME))])[0]
         count, steps = (first_leaf.shape[first_layout.names.index(name)] for name in (SAMPLE, TIME))
         self.targets = [] if y is None else [self._target_layout(leaf, count, steps) for leaf in data.leaves_of(y)]
         y = None if y is None else _reorder_leaves(_to_canonical, y, self.targets)
@@ -120,7 +120,7 @@ class Orientation:
                 got=f"shape {leaf.shape} for {count} samples of {steps} steps",
                 hint='name the axes: axes={"y": ("time", "sample", "unit")}, one name for each axis',
             )
-        return Layout.plain(fitting_dims[0])
+        return Layout.of_names(fitting_dims[0])
 
     def as_given(self, x: Any) -> Any:
         """Convert x from samples first to the model's own order of axes."""
@@ -147,7 +147,7 @@ class Orientation:
                 got=f"shape {array.shape}",
                 hint='name the axes: axes={"output": ("time", "sample", "unit")}',
             )
-        canonical = _to_canonical(layout.opened(array, samples), Layout.plain(layout.names))
+        canonical = _to_canonical(layout.split_folded(array, samples), Layout.of_names(layout.names))
         return canonical[:, :, None] if set(layout.names) == {SAMPLE, TIME} else canonical
 
     def _may_have_other_axes(self, array: Array, port: Port, x: Any, samples: int) -> bool:

@@ -21,11 +21,11 @@ from ..adapters.keras.training_capture import (
     batches_per_execution,
     largest_weight,
     notes_of_training,
-    record_fit,
     optimizer_steps,
+    process_index_and_count,
+    record_fit,
     synchronise_variables,
     weights_of,
-    process_index_and_count,
 )
 from ..adapters.registry import adapter_for
 from ..errors import InputError, TrackingWarning, message, short_repr
@@ -292,13 +292,13 @@ class Watch(_Callback):
             self._batch_is_due = any(
                 self._running_recorder.is_due_by(self._batches, step, self._epoch) for step in steps
             )
-            self._train_step.wanted = self._batch_is_due or self._is_reporting
+            self._train_step.records_next = self._batch_is_due or self._is_reporting
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count the steps of the execution, and record the batch and the probe where the schedules require it."""
         if self._recorder is None:
             return
-        recorded_step, failure = (None, None) if self._train_step is None else self._train_step.taken()
+        recorded_step, failure = (None, None) if self._train_step is None else self._train_step.take_record()
         # The last execution of an epoch may have fewer steps than ``batch`` implies.
         steps_in_epoch = min(batch + 1, self.params.get("steps") or batch + 1)
         previous_step = self._step
@@ -393,9 +393,9 @@ class Watch(_Callback):
         synchronise_variables(self.model)
         data = (recorded_step.x, recorded_step.y, recorded_step.sample_weight)
         notes = notes_of_training(self.model, recorded_step)
-        direct = direct_trace(self.model, recorded_step.direct, recorded_step.loss)
+        direct = direct_trace(self.model, recorded_step.direct_gradients, recorded_step.loss)
         return TrainedBatch(
-            self.model, data, (step, self._epoch), recorded_step.before.again, notes=notes, direct=direct
+            self.model, data, (step, self._epoch), recorded_step.state_before.restored, notes=notes, direct=direct
         )
 
     def _examine(self, recorded_step: RecordedStep, step: int, logs: Any) -> None:

@@ -198,7 +198,7 @@ def step_jacobians(run: Replay) -> Iterator[Array]:
 
 def refuse_changed_states(run: Replay) -> None:
     """Raise ``UnsupportedError`` if the model changes states between steps, which step Jacobians leave out."""
-    if run.received is not None:
+    if run.start_states is not None:
         raise UnsupportedError(
             "The model's code changes the state between the steps of this loop; that change is part of each step.",
             got="a state that is scaled, mixed or reset before the next step",

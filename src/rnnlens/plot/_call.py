@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.artist import ArtistInspector
 from matplotlib.cbook import normalize_kwargs
 
-from ..arguments import Check, anything, as_numbers, as_list, names, number, one_of, switch, text, integer
+from ..arguments import Check, anything, as_list, as_numbers, integer, names, number, one_of, switch, text
 from ..arguments import checked as check_arguments
 from ..errors import InputError, RnnlensError, did_you_mean, has_attribute, short_repr
 

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
 
-from ..arguments import as_numbers, as_list
+from ..arguments import as_list, as_numbers
 from ..arguments import path as path_of
 from ..errors import FileError, InputError
 from ._axes import DOTTED, OVER_TIME, mark_top, write_text

@@ -242,7 +242,9 @@ def _summarise_line(
         name: np.where(is_nonfinite, np.nan, getattr(peak_profile, name)) for name in ("median", "low", "high")
     }
     has_reach = TIME in values.dims and quantity != "output_grad"
-    reach = gradient_reach(real_steps_first(norms[:, recurrence_order], is_real[:, recurrence_order])) if has_reach else 0
+    reach = (
+        gradient_reach(real_steps_first(norms[:, recurrence_order], is_real[:, recurrence_order])) if has_reach else 0
+    )
     zeros = int(((norms == 0) | ~is_real).all(axis=0).sum() - is_padding.sum())
     line_options |= {"bad": steps[is_nonfinite], "padded": steps[is_padding], "reset": values.coords.get("reset")}
     label = view.time_label

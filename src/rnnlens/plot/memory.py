@@ -16,7 +16,7 @@ from matplotlib.collections import PathCollection
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
-from ..arguments import one_of, integer
+from ..arguments import integer, one_of
 from ..errors import InputError
 from ..measures.intervention import bootstrap_interval
 from ..measures.profiles import finite_median, kept_by_gates, own_diagonal, peak_band

@@ -12,7 +12,7 @@ from matplotlib.collections import PatchCollection
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from ..arguments import anything, as_numbers, as_list, text, integer
+from ..arguments import anything, as_list, as_numbers, integer, text
 from ..errors import InputError, short_repr
 from ..measures.profiles import by_own_peak, input_sensitivity, peak_band
 from ..recurrence.measures import safe_norm

@@ -117,7 +117,7 @@ def _pull_back_steps(
     xp, last_step = run.xp, next(run.steps(reverse=True))
     for t in run.steps(reverse=True):
         raise_if_cancelled()
-        if run.received is not None and t != last_step:
+        if run.start_states is not None and t != last_step:
             carry = tuple(xp.zeros_like(c) for c in carry)
         carry = tuple(without_subnormal(c, xp) for c in carry)
         cotangent = tuple(c if d is None else c + d[:, t, ...] for c, d in zip(carry, direct, strict=True))
@@ -136,7 +136,7 @@ def weight_gradients(
 
     With ``by_time`` gradients have a leading time axis instead of the sum over time. For a cell with known equations,
     ``times`` restricts the sum, or that axis, to some steps, and with ``probes`` > 0 the gradients of kernels are that
-    many random combinations of their rows (:class:`affine.Contraction`), to be compared with :func:`probed`.
+    many random combinations of their rows (:class:`affine.Contraction`), compared with :func:`probe_combinations`.
     """
     if run.cell.by_framework and times == slice(None):
         return _weight_gradients_by_framework(run, result, by_time)

@@ -76,7 +76,9 @@ def first_nonfinite_forward(run: Replay, limit: float) -> NonfiniteValue | None:
     are skipped.
     """
     for index, state in enumerate(run.initial_state):
-        found_value = find_nonfinite_value(f"initial_{run.cell.state_names[index]}", on_cpu(state), ("sample", "unit"), limit)
+        found_value = find_nonfinite_value(
+            f"initial_{run.cell.state_names[index]}", on_cpu(state), ("sample", "unit"), limit
+        )
         if found_value is not None:
             return found_value
     return _first_by_step(run, list(_forward(run)), limit)
@@ -118,7 +120,9 @@ def _nonfinite_at(name: str, array: Values, sample: int, t: int, limit: float) -
     return NonfiniteValue(name, {"sample": sample, "time": t, **found_value.index}, found_value.value)
 
 
-def first_nonfinite_backward(run: Replay, adjoint: Adjoint, direct: Mapping[str, Values], limit: float) -> NonfiniteValue | None:
+def first_nonfinite_backward(
+    run: Replay, adjoint: Adjoint, direct: Mapping[str, Values], limit: float
+) -> NonfiniteValue | None:
     """Return the first non-finite number in the order of BPTT.
 
     Steps are searched from the last; within a step: direct gradient, states, gates, input.

@@ -96,7 +96,7 @@ class Replay(Trajectory):
         return replay(
             call.cell,
             call.input,
-            call.received or call.initial_state,
+            call.start_states or call.initial_state,
             mask=call.mask,
             order=call.direction,
             hidden=call.output if _output_is_hidden(call, array_namespace(call.input)) else None,
@@ -164,11 +164,11 @@ def replay(
     xp = array_namespace(x)
     run = Replay(xp, x, tuple(initial_state), (), None, None, mask, order, scales.input, scales.state, cell=cell)
     if initial_state and initial_state[0].ndim == x.ndim:
-        run.received, first_step = run.initial_state, next(run.steps())
-        run.initial_state = tuple(s[:, first_step, ...] for s in run.received)
+        run.start_states, first_step = run.initial_state, next(run.steps())
+        run.initial_state = tuple(s[:, first_step, ...] for s in run.start_states)
     if cell.by_framework:
         _run_by_framework(run)
-    elif hidden is None or not cell.at_once or run.received is not None:
+    elif hidden is None or not cell.at_once or run.start_states is not None:
         _replay_in_sequence(run)
         run.residual = 0.0 if hidden is None else residual(run.states[0], hidden, mask, xp)
     else:
@@ -185,7 +185,7 @@ def _run_by_framework(run: Replay) -> None:
     states: list[tuple[Array, ...]] = []
     outputs: list[Array] = []
     for t in run.steps():
-        state = state if run.received is None else run.state_before(t)
+        state = state if run.start_states is None else run.state_before(t)
         output, new_state = cell.advance(run.input[:, t, ...], state)
         mask_t = None if run.mask is None else run.mask[:, t]
         state = tuple(carry_masked(n, s, mask_t, xp) for n, s in zip(new_state, state, strict=True))
@@ -211,7 +211,7 @@ def _replay_in_sequence(run: Replay) -> None:
         )
 
     for t in run.steps():
-        state = state if run.received is None else run.state_before(t)
+        state = state if run.start_states is None else run.state_before(t)
         step_record, new_state = cell.taken(projected[:, t, ...], state, run.state_scale, xp)
         mask_t = None if run.mask is None else run.mask[:, t]
         state = tuple(carry_masked(n, s, mask_t, xp) for n, s in zip(new_state, state, strict=True))

@@ -71,7 +71,7 @@ class Trajectory:
     step_output : (sample, time, unit) or None
         Output at each step, before masking, of a cell run by the framework; None for cells with known equations.
     mask : (sample, time) of bool, or None; False where the states are carried over
-    received : one (sample, time, size) array per state, or None
+    start_states : one (sample, time, size) array per state, or None
         States that each step started from, if the user's code changes them between the steps; None if each step
         started from the states after the step before it.
     reset : (sample, time) of bool, or None
@@ -89,7 +89,7 @@ class Trajectory:
     order: Literal["forward", "backward"] = "forward"
     input_scale: Array | None = None
     state_scale: Array | None = None
-    received: tuple[Array, ...] | None = None
+    start_states: tuple[Array, ...] | None = None
     reset: Array | None = None
 
     @property
@@ -114,7 +114,7 @@ class Trajectory:
 
     def of_samples(self, samples: slice) -> Self:
         """Return the trajectory of some samples, as views where the library supports them."""
-        names = ("input", "initial_state", "states", "record", "step_output", "mask", "received", "reset")
+        names = ("input", "initial_state", "states", "record", "step_output", "mask", "start_states", "reset")
         return replace(
             self,
             **{name: _of_samples(getattr(self, name), samples) for name in names},
@@ -128,8 +128,8 @@ class Trajectory:
 
     def state_before(self, t: int) -> tuple[Array, ...]:
         """Return the states before step t, one (sample, size) array each."""
-        if self.received is not None:
-            return tuple(s[:, t, ...] for s in self.received)
+        if self.start_states is not None:
+            return tuple(s[:, t, ...] for s in self.start_states)
         previous = t - 1 if self.order == "forward" else t + 1
         if 0 <= previous < self.input.shape[1]:
             return tuple(s[:, previous, ...] for s in self.states)
@@ -141,8 +141,8 @@ class Trajectory:
 
     def before(self, state: int) -> Array:
         """Return the values (sample, time, size) of the state number ``state`` before each step."""
-        if self.received is not None:
-            return self.received[state]
+        if self.start_states is not None:
+            return self.start_states[state]
         return shift(self.states[state], self.initial_state[state], self.order, self.xp)
 
     def at_real_steps(self, values: Array) -> Array:

@@ -11,7 +11,7 @@ from typing import Any
 
 import xarray as xr
 
-from ..arguments import Check, anything, checked, data_set, either, as_list, loss, names, seed, switch, text, integer
+from ..arguments import Check, anything, as_list, checked, data_set, either, integer, loss, names, seed, switch, text
 from ..arguments import path as path_of
 from ..errors import FileError, InputError, short_repr
 from ..results.base import Result

@@ -140,7 +140,9 @@ class LazyArray(LabelledArray):  # type: ignore[no-untyped-call]
             return LabelledArray(xr.DataArray(self).compute(**kwargs))
         lazy_dataset = xr.DataArray(self).to_dataset(name="values")
         computed_datasets, chunk_record = compute_with_record({"": lazy_dataset}, tasks, **kwargs)
-        return LabelledArray(computed_datasets[""]["values"].rename(self.name).assign_attrs(chunk_record_attrs(chunk_record)))
+        return LabelledArray(
+            computed_datasets[""]["values"].rename(self.name).assign_attrs(chunk_record_attrs(chunk_record))
+        )
 
     def _repr_html_(self) -> str:
         return str(xr.DataArray(self)._repr_html_())  # type: ignore[no-untyped-call]
@@ -162,7 +164,10 @@ class LazyArray(LabelledArray):  # type: ignore[no-untyped-call]
             self.compute().save(path)
         else:
             save_chunks(
-                tree_of(self), tasks, path, lambda chunk_record, array_path: {array_path: chunk_record_attrs(chunk_record)}
+                tree_of(self),
+                tasks,
+                path,
+                lambda chunk_record, array_path: {array_path: chunk_record_attrs(chunk_record)},
             )
 
 

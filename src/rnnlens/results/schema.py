@@ -192,7 +192,9 @@ def labelled_layer(
     }
     variables = {
         name: xr.Variable(
-            dims_by_name[name], array, {**quantity_attrs(name, cell), **common_attrs, **_dtype_attrs(arrays[name], array)}
+            dims_by_name[name],
+            array,
+            {**quantity_attrs(name, cell), **common_attrs, **_dtype_attrs(arrays[name], array)},
         )
         for name, array in host_arrays.items()
     }
@@ -292,7 +294,7 @@ def labelled_variable(
     provenance: Mapping[str, str] | None = None,
     info: Mapping[str, Any] | None = None,
 ) -> tuple[xr.Variable, dict[Hashable, xr.Variable]]:
-    """Return a labelled variable, and its coordinates by dimension, from which :func:`labelled` makes a DataArray."""
+    """Return a labelled variable and its coordinates by dimension, the parts of :func:`labelled_array`."""
     array = to_host(values)
     all_coords = coordinates(dict(zip(dims, array.shape, strict=True)), info or {})
     for dim, labels in (coords or {}).items():

@@ -14,7 +14,7 @@ from numcodecs import BitRound
 from zarr.codecs import BloscCodec
 
 from ..errors import FileError
-from ..results.disk.run_folder import committed_values, committed_count, row_sums
+from ..results.disk.run_folder import committed_count, committed_values, row_sums
 from ..results.encoding import to_paths
 from ..typing import Array
 from .records import TrainingRecord

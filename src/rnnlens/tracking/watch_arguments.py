@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
 
 from ..adapters.protocol import Adapter
-from ..arguments import Check, anything, callable_value, checked, loss, names, path, switch, integer
+from ..arguments import Check, anything, callable_value, checked, integer, loss, names, path, switch
 from ..arguments import as_list as as_list
 from ..errors import InputError, LayerNotFoundError, did_you_mean, short_repr
 from ..verbs.traced_layers import TraceSelection

@@ -43,11 +43,15 @@ def _read_layout(argument: str, axis_names: Any) -> Layout:
     )
     names = [name for part in parts for name in part] if is_valid else []
     if not names or len(set(names)) < len(names) or any(len(part) > 2 for part in parts):
-        raise InputError(f"{argument} is not a list of distinct axis names.", got=short_repr(axis_names), expected=_EXAMPLE)
+        raise InputError(
+            f"{argument} is not a list of distinct axis names.", got=short_repr(axis_names), expected=_EXAMPLE
+        )
     folded = [part for part in parts if len(part) > 1]
     if len(folded) > 1 or any(SAMPLE not in part for part in folded):
         raise InputError(
-            f"{argument} merges axes, but none of them is the sample axis.", got=short_repr(axis_names), expected=_EXAMPLE
+            f"{argument} merges axes, but none of them is the sample axis.",
+            got=short_repr(axis_names),
+            expected=_EXAMPLE,
         )
     return Layout(tuple(tuple(part) for part in parts))
 
@@ -120,7 +124,7 @@ class ModelAxes:
             cached |= {
                 port: layout
                 for port, layout in layouts.items()
-                if not (layout.coupled or layout.is_uncertain or layout.order)
+                if not (layout.is_coupled or layout.is_uncertain or layout.order)
             }
         self.found_layouts |= layouts
         self._learned_ports |= set(new_ports)
@@ -202,10 +206,10 @@ def refuse_steps_first(axes: ModelAxes, batch: Batch, sizes: Iterable[Sequence[i
 
 def refuse_unclear_steps(operation: str, name: str, layout: Layout) -> None:
     """Raise InputError, with the layouts to choose from, where a tensor's steps cannot be told from its other axes."""
-    if not layout.unclear:
+    if not layout.unclear_axes:
         return
-    axes, choices = " and ".join(layout.unclear), axes_to_type(name, layout.axes, layout.unclear)
-    if len(layout.unclear) > 1:
+    axes, choices = " and ".join(layout.unclear_axes), axes_to_type(name, layout.axes, layout.unclear_axes)
+    if len(layout.unclear_axes) > 1:
         problem = f"{axes} of {name!r} vary with the steps of recurrent layers"
     else:
         problem = f"{axes} of {name!r} varies with the steps, but does not advance one entry per step"
@@ -301,12 +305,12 @@ class BatchAxes:
     def split_folded(self, port: Port, array: Array, leading_axes: int = 0) -> tuple[Array, tuple[str, ...]]:
         """Split folded axes of a tensor; return it in the framework's order, with the axis names."""
         layout = self.layout(port, array, leading_axes)
-        return layout.opened(array, self.samples, leading_axes), layout.names
+        return layout.split_folded(array, self.samples, leading_axes), layout.names
 
     def fold(self, port: Port, array: xr.DataArray) -> Array:
         """Fold an opened tensor back into the framework's layout."""
         layout = self.axes.stated.get(port, self.axes.found_layouts.get(port))
-        return array.values if layout is None else layout.closed(array.values)
+        return array.values if layout is None else layout.fold(array.values)
 
     def has_framework_layout(self, port: Port) -> bool:
         """Return whether a tensor has the framework's own layout, rather than a recurrent layer's (samples first)."""
@@ -323,7 +327,7 @@ class BatchAxes:
         if result.ndim == 0 or self.axes.samples_first:
             return xr.DataArray(result, dims=self.axes.rule.layout(Port("output"), result.shape).names)
         layouts = [
-            Layout.plain(dims_of(array.shape)) if port is None else self.layout(port, array)
+            Layout.of_names(dims_of(array.shape)) if port is None else self.layout(port, array)
             for port, array in zip(ports, arrays, strict=True)
         ]
 
@@ -332,7 +336,7 @@ class BatchAxes:
             reached_mask = None
             for grad, layout in zip(pull(cotangent), layouts, strict=True):
                 if name in layout.names and np.any(grad):
-                    reached_by_grad = reached(layout.opened(grad, self.samples), layout.names.index(name))
+                    reached_by_grad = reached(layout.split_folded(grad, self.samples), layout.names.index(name))
                     reached_mask = (
                         reached_by_grad
                         if reached_mask is None or len(reached_mask) != len(reached_by_grad)

@@ -24,7 +24,7 @@ _FEW, _MORE = 2, 3
 
 def _with_samples_on(axis: int | None, count: int) -> Layout:
     """Return the layout of ``count`` axes in which only the sample axis is known."""
-    return Layout.plain(SAMPLE if i == axis else f"axis_{i}" for i in range(count))
+    return Layout.of_names(SAMPLE if i == axis else f"axis_{i}" for i in range(count))
 
 
 def layouts_to_cut(axes: ModelAxes, template: Batch, x: Any, y: Any, sample_weight: Any) -> data.DataLayouts | None:

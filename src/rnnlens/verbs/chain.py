@@ -18,7 +18,7 @@ import numpy as np
 from array_api_compat import array_namespace
 
 from ..adapters.protocol import Capture, ChainLink, RecurrentCall
-from ..autodiff.tensors import dtype_name, converted_like
+from ..autodiff.tensors import converted_like, dtype_name
 from ..data import leaves_of
 from ..recurrence.activations import ACTIVATIONS
 from ..results.checks import rounding_bound
@@ -91,7 +91,7 @@ class ChainGradients:
     def of(cls, capture: Capture, x: Any) -> ChainGradients | None:
         """Return the gradients of a captured chain with the input ``x``; None for any other capture."""
         links, calls = capture.chain, capture.calls
-        if links is None or not calls or calls[-1].output_grad is None or capture.plain or capture.sequences:
+        if links is None or not calls or calls[-1].output_grad is None or capture.other_calls or capture.sequences:
             return None
         names = [link.name for link in links if link.kind == "recurrent"]
         if names != [call.layer for call in calls] or not all(map(_is_plain, calls)):
@@ -135,9 +135,9 @@ class ChainGradients:
 
 
 def _is_plain(call: RecurrentCall) -> bool:
-    special = call.bidirectional or call.stepwise or call.between or call.cell.by_framework
+    special = call.bidirectional or call.stepwise or call.reads_states_between or call.cell.by_framework
     in_half = call.compute_dtype not in ("", dtype_name(call.input))
-    return not (special or in_half) and call.received is None and call.state_grad is None
+    return not (special or in_half) and call.start_states is None and call.state_grad is None
 
 
 def _is_close(pulled: Array, captured: Array, steps: int) -> bool:

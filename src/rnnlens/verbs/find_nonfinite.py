@@ -77,10 +77,10 @@ def _gradient_source(layer: str, layer_above: str, is_recurrent: bool) -> str:
 def has_nonfinite_gradient(observed: ObservedRun) -> bool:
     """Return whether any gradient of the run is not finite."""
     capture = observed.capture
-    tensors: list[Any] = [*capture.input_grads, *capture.beside.values()]
+    tensors: list[Any] = [*capture.input_grads, *capture.outside_weight_grads.values()]
     for call in capture.calls:
         tensors += [call.output_grad, *(call.final_state_grad or ()), *(call.weight_grads or {}).values()]
-    tensors += [plain_call.output_grad for plain_call in capture.plain]
+    tensors += [plain_call.output_grad for plain_call in capture.other_calls]
     if any(grad is not None and not np.all(np.isfinite(to_host(grad))) for grad in tensors):
         return True
     # The replay also shows values beyond the range of half precision, and gradients between steps only.
@@ -103,7 +103,9 @@ def _first_nonfinite_gradient(replayed: ObservedCall) -> NonfiniteValue | None:
         return None
     direct_grads = {"output_grad": to_host(call.output_grad)}
     if not call.returns_sequences:
-        nonfinite = find_nonfinite_value("output_grad", direct_grads.pop("output_grad"), ("sample", "unit"), replayed.limit)
+        nonfinite = find_nonfinite_value(
+            "output_grad", direct_grads.pop("output_grad"), ("sample", "unit"), replayed.limit
+        )
         if nonfinite is not None:
             return nonfinite
     for name, grad in zip(call.cell.state_names, call.final_state_grad or (), strict=False):
@@ -165,10 +167,12 @@ def _boundary_origins(observed: ObservedRun, source: str) -> Iterator[Origin]:
             yield Origin(
                 "backward", name_of_input(observed, i), "input_grad", nonfinite.value, nonfinite.index, fed_by=source
             )
-    for name, grad in observed.capture.beside.items():
+    for name, grad in observed.capture.outside_weight_grads.items():
         array = None if grad is None else to_host(grad)
         nonfinite = (
-            None if array is None else find_nonfinite_value("gradient", array, [f"axis_{i}" for i in range(array.ndim)], np.inf)
+            None
+            if array is None
+            else find_nonfinite_value("gradient", array, [f"axis_{i}" for i in range(array.ndim)], np.inf)
         )
         if nonfinite is not None:
             yield Origin(
@@ -181,7 +185,7 @@ def nonfinite_results(observed: ObservedRun) -> Mapping[str, bool]:
     has_nonfinite = {"outputs": any(not _is_finite(array) for array in observed.returned_outputs)}
     if observed.capture.loss is not None:
         has_nonfinite["loss"] = not np.isfinite(observed.capture.loss)
-        grads = [*observed.capture.input_grads, *observed.capture.beside.values()]
+        grads = [*observed.capture.input_grads, *observed.capture.outside_weight_grads.values()]
         grads += [g for call in observed.capture.calls for g in (call.weight_grads or {}).values()]
         has_nonfinite["gradients"] = any(grad is not None and not _is_finite(to_host(grad)) for grad in grads)
     return has_nonfinite

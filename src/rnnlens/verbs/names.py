@@ -309,7 +309,7 @@ def names_behind_ids(adapter: Adapter, model: Any, batch: Batch, catalogue: Cata
         capture = adapter.capture(model, batch, request)
     except RnnlensError:
         return [f"{table}.output" for table in tables]
-    called_layers = {call.layer for call in capture.plain}
+    called_layers = {call.layer for call in capture.other_calls}
     table_outputs = [f"{table}.output" for table in tables if table in called_layers]
     return table_outputs or [f"{call.layer}.input" for call in capture.calls[:1]]
 

@@ -256,7 +256,8 @@ class LossOfOutputs:
         batch = replace(self.observed.batch, **changed)
         if samples != slice(None):
             sample_data = {
-                name: data.samples_of_arrays(getattr(batch, name), samples.start, samples.stop) for name in ("y", "sample_weight")
+                name: data.samples_of_arrays(getattr(batch, name), samples.start, samples.stop)
+                for name in ("y", "sample_weight")
             }
             batch = replace(batch, **sample_data)
         masks = [None if mask is None else mask[samples] for mask in self.outputs.masks]

@@ -88,8 +88,10 @@ class ObservedRun:
         nodes_by_name: dict[str, Node] = {name: Node(name) for name in self.capture.order or self.facts.submodules}
         for call in on_host(self.capture.calls):
             dtype = call.compute_dtype or call.output.dtype
-            nodes_by_name.setdefault(call.layer, Node(call.layer)).directions.append(ObservedCall(call, largest_finite(dtype)))
-        for plain_call in self.capture.plain:
+            nodes_by_name.setdefault(call.layer, Node(call.layer)).directions.append(
+                ObservedCall(call, largest_finite(dtype))
+            )
+        for plain_call in self.capture.other_calls:
             name = plain_call.layer if plain_call.layer in nodes_by_name else plain_call.layer.rpartition("[")[0]
             nodes_by_name.setdefault(name, Node(plain_call.layer)).plain_calls.append(plain_call)
         return [node for node in nodes_by_name.values() if node.directions or node.plain_calls]

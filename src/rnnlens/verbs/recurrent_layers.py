@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, ChainLink, Port, RecurrentCall
-from ..autodiff.tensors import dtype_name, converted_like, shared_memory_array
+from ..autodiff.tensors import converted_like, dtype_name, shared_memory_array
 from ..errors import LayerNotFoundError, ModelError
 from ..layout import dims_of, direction_axis
 from ..recurrence.adjoint import (
@@ -224,7 +224,7 @@ class ReplayedCall:
 
     def reader_ports(self) -> list[Port]:
         """Return the ports where gradients enter an uncut layer: its output, and states that the user's code reads."""
-        if not self.call.between:
+        if not self.call.reads_states_between:
             return self.upper_ports()
         states = range(len(self.run.states))
         return [self.port("output"), *(self.port("state_read", i) for i in states)]
@@ -252,7 +252,9 @@ class ReplayedCall:
         final_state_grad = None
         if any(f is not None for f in final_grads):
             initial = self.run.initial_state
-            final_state_grad = [s * 0 if f is None else converted_like(f, s) for f, s in zip(final_grads, initial, strict=True)]
+            final_state_grad = [
+                s * 0 if f is None else converted_like(f, s) for f, s in zip(final_grads, initial, strict=True)
+            ]
         return sweep(
             self.call,
             self.run,
@@ -338,9 +340,11 @@ class ReplayedLayers:
         call, run = directions[0].call, directions[0].run
         is_plain = call.mask is None and call.output_from_state is None
         is_plain = is_plain and call.compute_dtype in ("", str(run.states[0].dtype).removeprefix("torch."))
-        in_order = call.direction == "forward" and not (call.bidirectional or call.stepwise or call.between)
+        in_order = call.direction == "forward" and not (
+            call.bidirectional or call.stepwise or call.reads_states_between
+        )
         is_state = run.output_is_state and call.returns_sequences and name.index == call.cell.output_state
-        return is_plain and in_order and is_state and call.received is None
+        return is_plain and in_order and is_state and call.start_states is None
 
     def layer(self, name: str | None) -> list[ReplayedCall]:
         """Return the replayed calls of a layer: one, or one per direction with the forward direction first."""
@@ -402,7 +406,7 @@ def outputs_of(adapter: Adapter, model: Any, batch: Batch, layers: tuple[str, ..
         capture = adapter.capture(model, batch.without_loss(), request)
     except (LayerNotFoundError, ModelError):
         return {}
-    return {call.layer: to_host(call.output) for call in capture.plain} | {
+    return {call.layer: to_host(call.output) for call in capture.other_calls} | {
         call.layer: to_host(call.output) for call in capture.calls
     }
 

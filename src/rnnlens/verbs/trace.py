@@ -164,7 +164,7 @@ def trace_batch(
             datasets, checks = {**datasets, **scans}, [*checks, *scan_checks]
         if claim is not None:
             claim.include_scans(capture.sequences)
-        datasets |= plain_datasets(capture.plain, request.axes, batch, selection, provenance)
+        datasets |= plain_datasets(capture.other_calls, request.axes, batch, selection, provenance)
         selection.refuse_absent(datasets, list(layer_infos))
         quantity_names = _names_by_certification(datasets, selection.has_loss, part, capture.topmost)
         assign_coordinates(datasets.values(), request.coordinates)

@@ -18,7 +18,7 @@ from ..recurrence.replay import Replay
 from ..recurrence.rounding import Rounding, rounding_of
 from ..recurrence.trajectory import Adjoint
 from ..results.checks import Check, coarser_dtype
-from ..results.schema import LabelledLayer, quantity_attrs, labelled_layer, to_host
+from ..results.schema import LabelledLayer, labelled_layer, quantity_attrs, to_host
 from ..typing import Array
 from ..vocabulary import CHANNEL, FEATURE, FORWARD, QUANTITIES, SAMPLE, SPACE, TIME, UNIT
 from .axes import BatchAxes, InputCoordinates, ModelAxes, in_canonical_order
@@ -159,8 +159,8 @@ def trace_call(
     run = replay(call)
     arrays |= dict(zip(names, run.states, strict=True))
     arrays |= {"gates": run.gates, "gate_preactivation": run.preactivation}
-    if call.received is not None:  # the gradient at a step's output is the total one
-        arrays |= {f"previous_{name}": state for name, state in zip(names, call.received, strict=True)}
+    if call.start_states is not None:  # the gradient at a step's output is the total one
+        arrays |= {f"previous_{name}": state for name, state in zip(names, call.start_states, strict=True)}
         arrays["output_grad"] = None
     traced = TracedCall(arrays, [replay_check(call, run)])
     if call.output_grad is None or not selection.needs_sweep:

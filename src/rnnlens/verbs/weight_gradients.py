@@ -91,12 +91,12 @@ def _captured_other_gradients(
     """Return gradients of weights outside of known cells, as captured; None if the capture lacks one of them."""
     gradients: dict[str, dict[str, Array]] = {}
     for layer, key in other_weights:
-        location = None if capture is None else call.adapter.place(call.model, layer, None, key)
-        if capture is None or location is None or location.tied or capture.altered:
+        location = None if capture is None else call.adapter.weight_location(call.model, layer, None, key)
+        if capture is None or location is None or location.tied or capture.alteration:
             return None
-        if location.name not in capture.beside:
+        if location.name not in capture.outside_weight_grads:
             return None
-        grad = capture.beside[location.name]
+        grad = capture.outside_weight_grads[location.name]
         if grad is not None:
             gradients.setdefault(layer, {})[key] = array = location.take(to_host(grad))
             if array.shape != tuple(weights[layer].values[key].shape):

@@ -227,7 +227,10 @@ def _check_history(name: str, value: Any) -> xr.Dataset:
     layers=check.names,
     over=check.names,
     ord=check.either(
-        check.integer(least=1, most=2), check.callable_value, expected="1, 2 or a callable", what="is no norm that is known"
+        check.integer(least=1, most=2),
+        check.callable_value,
+        expected="1, 2 or a callable",
+        what="is no norm that is known",
     ),
     history=_check_history,
     step=check.integer(),

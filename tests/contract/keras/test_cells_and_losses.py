@@ -210,11 +210,11 @@ def test_layers_that_are_not_recurrent():
     ids = np.array([[1, 2, 0, 0], [3, 4, 1, 0]])
     request = CaptureRequest(layers=("head", "embedding", "rnn"))
     capture = adapter.capture(model, Batch(ids, loss=square), request)
-    shapes = {call.layer: (call.output.shape, call.output_grad.shape) for call in capture.plain}
+    shapes = {call.layer: (call.output.shape, call.output_grad.shape) for call in capture.other_calls}
     assert shapes == {"embedding": ((2, 4, 2), (2, 4, 2)), "head": ((2, 2), (2, 2))}
     np.testing.assert_array_equal(capture.calls[0].mask, ids != 0)
     reference = reference_of(capture.calls[0])
-    np.testing.assert_allclose(capture.plain[0].output_grad, reference.input_grad, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(capture.other_calls[0].output_grad, reference.input_grad, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.product

@@ -86,7 +86,7 @@ class TinyAdapter(Adapter):
     def facts(self, model):
         return protocol.ModelFacts({"rnn": protocol.Submodule(), "head": protocol.Submodule()}, loss=squared_error)
 
-    def place(self, model, layer, direction, key):
+    def weight_location(self, model, layer, direction, key):
         return protocol.WeightLocation(WEIGHTS[Port("weight", layer, key=key)], lambda gradient: gradient)
 
     def reference_run(self, model, batch, cotangents=None, *, gradients=True, regularised=False):

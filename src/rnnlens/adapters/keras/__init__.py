@@ -47,7 +47,7 @@ class KerasAdapter(Adapter):
     capture = staticmethod(capture)
     reference_run = staticmethod(reference.reference_run)
     coarsest_dtype = staticmethod(reference.coarsest_dtype)
-    place = staticmethod(reference.weight_location)
+    weight_location = staticmethod(reference.weight_location)
     outputs_of = staticmethod(losses.outputs_of)
     loss_of = staticmethod(losses.loss_of)
     combination = staticmethod(losses.combination)

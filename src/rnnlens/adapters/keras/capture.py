@@ -118,8 +118,10 @@ def _add_outer_gradients(captured: Capture, job: RunRequest, result: RunResult) 
     count = len(keras.tree.flatten(result.outputs))
     captured.output_grads = [gradients.get(f"model|output/{i}") for i in range(count)]
     names = names_of(job.model)
-    captured.beside = {names[id(v)]: gradients[f"weight|{key}"] for key, v in job.weights.items() if id(v) in names}
-    captured.whole = frozenset(captured.beside)
+    captured.outside_weight_grads = {
+        names[id(v)]: gradients[f"weight|{key}"] for key, v in job.weights.items() if id(v) in names
+    }
+    captured.full_gradient_names = frozenset(captured.outside_weight_grads)
 
 
 def _tied_variable_ids(model: Any, sites: Iterable[RecurrentSite]) -> set[int]:
@@ -160,7 +162,7 @@ class _Assembly:
         loss_value = None if loss is None else float(loss)
         return Capture(
             calls=calls,
-            plain=other_calls,
+            other_calls=other_calls,
             loss=loss_value,
             outputs=None if outputs is None else by_key(self._keras.tree.map_structure(self._engine.to_array, outputs)),
             notes=[*self._notes(loss_value), *(_no_path_notes(calls, other_calls) if request.gradients else [])],
@@ -261,8 +263,8 @@ class _Assembly:
             "final_state_grad": tuple(final_gradients) if request.gradients else None,
             "state_grad": state_gradients or None,
             "stepwise": True,
-            "between": True,
-            "received": call.tensors_of_kind("received") or None,
+            "reads_states_between": True,
+            "start_states": call.tensors_of_kind("received") or None,
         }
 
     def _equations_of(self, cell: Any) -> Any:

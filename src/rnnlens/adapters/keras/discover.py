@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, message, duplicate_name_message
+from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, duplicate_name_message, message
 from ..protocol import LayerInfo
 from .dialect import Dialect, LoopOverCell, dialect_of
 from .weights import kind_of, known_class, layer_signature

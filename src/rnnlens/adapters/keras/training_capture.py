@@ -35,7 +35,7 @@ class StateBeforeStep:
     torch_state: Any = None
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Set variables and generators to the state before the step within the block.
 
         Restore the present state on exit.
@@ -68,24 +68,24 @@ class RecordedStep:
     x: Any
     y: Any
     sample_weight: Any
-    before: StateBeforeStep
+    state_before: StateBeforeStep
     batches: int = 1
-    direct: dict[str, dict[str, Any]] = field(default_factory=dict)
+    direct_gradients: dict[str, dict[str, Any]] = field(default_factory=dict)
     loss: float | None = None
 
 
 class TrainStep:
-    """Wrapper of ``model.train_function`` during one ``fit``, which records the batch when ``wanted`` is True.
+    """Wrapper of ``model.train_function`` during one ``fit``, which records the batch when ``records_next`` is True.
 
-    Set ``wanted`` to True before an execution to record it; the execution resets it. ``recorded`` is the record of the
-    last recorded execution until :meth:`taken` returns it.
+    Set ``records_next`` to True before an execution to record it; the execution resets it. ``recorded`` is the record
+    of the last recorded execution until :meth:`take_record` returns it.
     """
 
     def __init__(self, model: Any, direct: Sequence[str] = ()) -> None:
         self._model, self._original = model, model.train_function
         self._direct = DirectGradients(model, direct, batches_per_execution(model)) if direct else None
         self._keras = dialect_of(model)
-        self.wanted = False
+        self.records_next = False
         self.recorded: RecordedStep | None = None
         self.failure: Exception | None = None
         self._batches: list[Any] = []
@@ -93,10 +93,10 @@ class TrainStep:
         model.train_function = self
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run one execution of one or several training steps, and record it if ``wanted`` is set."""
-        if not self.wanted:
+        """Run one execution of one or several training steps, and record it if ``records_next`` is set."""
+        if not self.records_next:
             return self._original(*arguments)
-        self.wanted = False
+        self.records_next = False
         batches: list[Any] = []
         try:
             state_before = self._copy_state(arguments)
@@ -110,7 +110,7 @@ class TrainStep:
             x, y, weight = (*element, None, None)[:3]
             self.recorded = RecordedStep(x, y, weight, state_before, len(batches))
             if self._direct is not None and self._direct.gradients is not None:
-                self.recorded.direct, self.recorded.loss = self._direct.gradients, self._direct.loss
+                self.recorded.direct_gradients, self.recorded.loss = self._direct.gradients, self._direct.loss
         return result
 
     def _step(self, arguments: Sequence[Any], source: Any, state_before: StateBeforeStep) -> Any:
@@ -132,7 +132,7 @@ class TrainStep:
             self._direct, self.failure = None, error
         return result
 
-    def taken(self) -> tuple[RecordedStep | None, Exception | None]:
+    def take_record(self) -> tuple[RecordedStep | None, Exception | None]:
         """Return the record of the last execution, or the error that prevented it, and delete both from this object."""
         record_and_failure = self.recorded, self.failure
         self.recorded = self.failure = None

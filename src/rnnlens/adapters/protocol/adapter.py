@@ -45,7 +45,7 @@ class AxisConvention:
         """
         is_model_input = port.kind == "input" and port.layer is None
         last_axis = FEATURE if port.kind == "input" else UNIT
-        return Layout.plain(input_dims(shape, integer) if is_model_input else dims_of(shape, last=last_axis))
+        return Layout.of_names(input_dims(shape, integer) if is_model_input else dims_of(shape, last=last_axis))
 
 
 class Adapter(AxisConvention, ABC):
@@ -101,7 +101,7 @@ class Adapter(AxisConvention, ABC):
         reduction = getattr(loss, "reduction", None)
         return None if reduction is None else str(reduction)
 
-    def place(self, model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
+    def weight_location(self, model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
         """Find by name alone the framework weight behind ``key`` of a layer; None if there is none."""
         return None
 
@@ -340,13 +340,15 @@ def _capture_by_boundaries(adapter: Adapter, model: Any, batch: Batch, request: 
             grads[port] = np.zeros(tuple(values[port].shape)) if grad is None else grad[0]
     capture = Capture([_recurrent_call(name, weights[name], values, grads, request) for name in recurrent_layers])
     capture.loss = float(values[_LOSS]) if loss_ports else None
-    capture.plain = [NonRecurrentCall(name, values[port], grads.get(port)) for name, port in other_ports.items()]
+    capture.other_calls = [NonRecurrentCall(name, values[port], grads.get(port)) for name, port in other_ports.items()]
     capture.outputs = [values[port] for port in output_ports] if len(output_ports) > 1 else values[output_ports[0]]
     if request.gradients and request.boundaries:
         capture.input_grads = [grads[port] for port in input_ports]
-        locations = {port: adapter.place(model, str(port.layer), None, port.key) for port in weight_ports}
-        capture.beside = {location.name: grads[port] for port, location in locations.items() if location is not None}
-        capture.whole = frozenset(capture.beside)
+        locations = {port: adapter.weight_location(model, str(port.layer), None, port.key) for port in weight_ports}
+        capture.outside_weight_grads = {
+            location.name: grads[port] for port, location in locations.items() if location is not None
+        }
+        capture.full_gradient_names = frozenset(capture.outside_weight_grads)
     return capture
 
 

@@ -192,10 +192,10 @@ class RecurrentCall:
     stepwise
         True if the user's own loop calls a cell step by step, or a layer whose states it changes between the steps.
         Every state is then a tensor of the framework, with a port of kind ``"state"``.
-    between
+    reads_states_between
         True if the user's code reads states between the calls that form this run. They have ports of kind
         ``"state_read"``.
-    received : one (sample, time, unit) array per state, or None
+    start_states : one (sample, time, unit) array per state, or None
         States that each step started from, if the user's code changes the states between the steps. The direct
         gradients of a step's output and states then include all paths through later steps. None if each step starts
         from the states of the step before.
@@ -237,8 +237,8 @@ class RecurrentCall:
     final_state_grad: tuple[Array, ...] | None = None
     state_grad: Mapping[int, Array] | None = None
     stepwise: bool = False
-    between: bool = False
-    received: tuple[Array, ...] | None = None
+    reads_states_between: bool = False
+    start_states: tuple[Array, ...] | None = None
     reset: Array | None = None
     resets_only: bool = False
     input_scale: Array | None = None
@@ -317,15 +317,15 @@ class Capture:
     ``scanned``: number of samples of every whole-sequence layer that ran, captured or not.
 
     With ``CaptureRequest.boundaries``, ``input_grads`` is the gradient for every leaf of x, in the leaf's own layout.
-    ``beside`` maps the framework's name of a weight to its gradient along all paths except the captured calls. For
-    weights in ``whole`` it is the full gradient, captured calls included. ``inside`` names the weights used by all
-    recurrent layers that were captured, requested or not. ``altered`` is the reason why gradients differ on purpose
-    from those of the reference run, or "". ``output_grads`` is the gradient dL/dy for every leaf of the outputs; empty
-    if the adapter does not record it.
+    ``outside_weight_grads`` maps the framework's name of a weight to its gradient along all paths except the captured
+    calls. For weights in ``full_gradient_names`` it is the full gradient, captured calls included.
+    ``recurrent_weight_names`` names the weights used by all recurrent layers that were captured, requested or not.
+    ``alteration`` is the reason why gradients differ on purpose from those of the reference run, or "".
+    ``output_grads`` is the gradient dL/dy for every leaf of the outputs; empty if the adapter does not record it.
     """
 
     calls: list[RecurrentCall]
-    plain: list[NonRecurrentCall] = field(default_factory=list)
+    other_calls: list[NonRecurrentCall] = field(default_factory=list)
     sequences: list[SequenceCall] = field(default_factory=list)
     loss: float | None = None
     outputs: Any = None
@@ -334,10 +334,10 @@ class Capture:
     order: tuple[str, ...] = ()
     input_grads: list[Array | None] = field(default_factory=list)
     output_grads: list[Array | None] = field(default_factory=list)
-    beside: Mapping[str, Array | None] = field(default_factory=dict)
-    whole: frozenset[str] = frozenset()
-    inside: frozenset[str] = frozenset()
-    altered: str = ""
+    outside_weight_grads: Mapping[str, Array | None] = field(default_factory=dict)
+    full_gradient_names: frozenset[str] = frozenset()
+    recurrent_weight_names: frozenset[str] = frozenset()
+    alteration: str = ""
     chain: list[ChainLink] | None = None
     topmost: bool = False
     scanned: Mapping[str, int] = field(default_factory=dict)

@@ -66,7 +66,7 @@ class TfGraphAdapter(Adapter):
         """Return TensorFlow's version, the kind of while loops, the dtype and the device."""
         return model_facts.provenance(net_of(model))
 
-    def place(self, model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
+    def weight_location(self, model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
         """Find the variable, and the block of rows and columns in it, that is a layer's weight."""
         return weight_location(open_net(net_of(model)), layer, direction, key)
 

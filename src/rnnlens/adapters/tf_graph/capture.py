@@ -151,7 +151,7 @@ class _CaptureBuilder:
     def capture(self) -> Capture:
         get_value, request = self.values.get, self.request
         recorded = Capture([self._recurrent_call(i, loop) for i, loop in enumerate(self.fetches.loops)])
-        recorded.plain = [
+        recorded.other_calls = [
             NonRecurrentCall(name, np.asarray(get_value(("plain", name))), get_value(("plain_grad", name)))
             for name in self.fetches.nonrecurrent
         ]
@@ -172,7 +172,7 @@ class _CaptureBuilder:
         if request.gradients and request.boundaries:
             recorded.input_grads = [get_value(("model input_grad", j)) for j in range(len(self.opened.inputs))]
             recorded.output_grads = [get_value(("model output_grad", j)) for j in range(len(self.opened.outputs))]
-            recorded.beside, recorded.whole = self._outside_weight_grads()
+            recorded.outside_weight_grads, recorded.full_gradient_names = self._outside_weight_grads()
         return recorded
 
     def _recurrent_call(self, i: int, loop: Loop) -> RecurrentCall:
@@ -211,7 +211,7 @@ class _CaptureBuilder:
             output_grad=output_grad,
             final_state_grad=final_grad if has_gradients and not unrolled else None,
             state_grad=state_grad,
-            between=unrolled,
+            reads_states_between=unrolled,
             weights_key="|".join(map(weight_name, weights.values())) or f"{loop.name}/{loop.direction}",
             weight_grads=self._weight_grads(loop) if has_gradients and self.request.weight_grads else None,
             tied=self._partly_tied_weights(loop),

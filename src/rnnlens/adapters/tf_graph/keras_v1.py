@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import InputError, ModelError, UnsupportedError, message, duplicate_name_message
+from ...errors import InputError, ModelError, UnsupportedError, duplicate_name_message, message
 from ...typing import Array, leaves_of
 from ..protocol import Batch, LayerInfo
 from .naming import KerasNames, KerasRecurrence

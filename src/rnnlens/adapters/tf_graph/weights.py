@@ -216,7 +216,7 @@ def _range_text(index_range: tuple[int, Any] | int | None) -> str:
 
 
 def weight_location(opened: OpenNet, layer: str, direction: str | None, key: str) -> WeightLocation | None:
-    """Return where a layer's weight is among the variables, as in :meth:`Adapter.place`; None if there is none."""
+    """Return where a layer's weight is among the variables, or None: see :meth:`Adapter.weight_location`."""
     layers = layers_of(opened)
     blocks = layers[layer].weight_blocks(key, direction) if layer in layers else ()
     if not blocks:

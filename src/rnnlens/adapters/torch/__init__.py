@@ -112,7 +112,7 @@ class TorchAdapter(Adapter):
     facts = staticmethod(discover.facts)
     describe = staticmethod(discover.describe)
     reference_run = staticmethod(reference.reference_run)
-    place = staticmethod(reference.place)
+    weight_location = staticmethod(reference.weight_location)
     reference_between = staticmethod(reference_between)
     layouts = staticmethod(axes.layouts)
     outputs_of = staticmethod(pullbacks.outputs_of)

@@ -332,11 +332,11 @@ class Assembler:
             final_state=_final_state(recurrence, layer, direction),
             weights_key=weights_key,
             stepwise=not owner.is_fused or recurrence.calls[-1].state_changed,
-            between=not owner.is_fused or len(recurrence.calls) > 1,
+            reads_states_between=not owner.is_fused or len(recurrence.calls) > 1,
             computed=frozenset(NAMES[slot] for slot, *indices in slots if indices == [str(layer), str(direction)]),
         )
         if recurrence.calls[-1].state_changed:  # by the user's code, between the steps
-            call.received = tuple(
+            call.start_states = tuple(
                 _copied_sequence(recurrence, lambda call_record, i=i: call_record.layer_records[layer].initial[i])  # type: ignore[misc]
                 for i in range(len(states))
             )

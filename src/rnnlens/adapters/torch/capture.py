@@ -135,21 +135,25 @@ def _capture_pass(
             gradient = _gradients(recorder, loss, [*sources, *weights.values(), *output_leaves], topmost=topmost)
         capture = _assemble_capture(recorder, requested, loss, gradient)
         capture.outputs, capture.topmost = detach_tensors(outputs), topmost
-        capture.altered = _WITH_GRADIENTS if rules.ignore_no_grad else ""
+        capture.alteration = _WITH_GRADIENTS if rules.ignore_no_grad else ""
         if gradient is not None:
             capture.input_grads = (
                 [None for _ in output_leaves] if topmost else [_copy_or_none(gradient(tensor)) for tensor in sources]
             )
             capture.output_grads = [_copy_or_none(gradient(tensor)) for tensor in output_leaves]
-            capture.beside = {
+            capture.outside_weight_grads = {
                 name: _copy_or_none(gradient(tensor)) for name, tensor in weights.items() if tensor.requires_grad
             }
             loops = [recurrence for recurrence in recorder.recurrences if recurrence.owner.step_cell is not None]
             loop_weights = {
                 id(weight) for recurrence in loops for call in recurrence.calls for weight in call.weights()
             }
-            capture.whole = frozenset(name for name, tensor in weights.items() if id(tensor) in loop_weights)
-            capture.inside = frozenset(name for name, tensor in weights.items() if id(tensor) in recorder.substitutes)
+            capture.full_gradient_names = frozenset(
+                name for name, tensor in weights.items() if id(tensor) in loop_weights
+            )
+            capture.recurrent_weight_names = frozenset(
+                name for name, tensor in weights.items() if id(tensor) in recorder.substitutes
+            )
         capture.chain = links
         if not request.gradients:  # needed only where gradients are computed later
             capture.entangled = ran_without_gradients or is_entangled(recorder.recurrences, tensors_of(outputs))

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ...autodiff import engine
-from ...autodiff.torch import pull_gradients, jacobian_rows
+from ...autodiff.torch import jacobian_rows, pull_gradients
 from ...errors import cell_rerun_errors
 from ...recurrence.cells import Cell, StepCell, registered
 from ...recurrence.cells.registry import Registration

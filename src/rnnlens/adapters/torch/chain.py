@@ -412,10 +412,10 @@ def _capture_pass(model: nn.Module, batch: Batch, request: CaptureRequest) -> Ca
         layer_weights = {id(weight) for call in requested for weight in call.weights.values()}
         parameters = dict(model.named_parameters())
         capture.input_grads, capture.output_grads = [gradients.get(id(x))], [gradients.get(id(outputs))]
-        capture.beside = {
+        capture.outside_weight_grads = {
             name: None if id(p) in layer_weights else gradients.get(id(p)) for name, p in parameters.items()
         }
-        capture.inside = frozenset(name for name, p in parameters.items() if id(p) in layer_weights)
+        capture.recurrent_weight_names = frozenset(name for name, p in parameters.items() if id(p) in layer_weights)
     return capture
 
 

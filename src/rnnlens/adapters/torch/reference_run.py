@@ -110,8 +110,8 @@ def _refuse_quadratic(model: nn.Module, x: Any) -> None:
         )
 
 
-def place(model: nn.Module, layer: str, direction: str | None, key: str) -> WeightLocation | None:
-    """Find the parameter behind a weight: see :meth:`rnnlens.adapters.protocol.Adapter.place`."""
+def weight_location(model: nn.Module, layer: str, direction: str | None, key: str) -> WeightLocation | None:
+    """Find the parameter behind a weight: see :meth:`rnnlens.adapters.protocol.Adapter.weight_location`."""
     path, _, number = layer.partition("#")[0].partition("[")
     module = dict(named_modules(unwrap(model))).get(path)
     if module is None:

@@ -67,7 +67,7 @@ class TrainingCall:
     inputs: list[Tensor] = field(default_factory=list)
     grads: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     inner_grads: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    backwards: set[int] = field(default_factory=set)
+    backward_ids: set[int] = field(default_factory=set)
     is_own_input: bool = False
 
     @property

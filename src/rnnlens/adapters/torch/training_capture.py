@@ -82,14 +82,14 @@ class WeightGradients:
 
     ``own`` is of the recorded forward passes, as this process computed it. ``accumulated`` is ``.grad`` after the last
     backward pass of the step: summed with earlier passes, and averaged over processes in distributed training.
-    ``applied`` is the gradient that the optimizer used, after clipping. ``whole`` is the gradient norm of every weight
+    ``applied`` is the gradient that the optimizer used, after clipping. ``model_norms`` is the gradient norm of every weight
     of the model by its id, before and after clipping.
     """
 
     own: dict[WeightSlot, Tensor] = field(default_factory=dict)
     accumulated: dict[WeightSlot, Tensor] = field(default_factory=dict)
     applied: dict[WeightSlot, Tensor] = field(default_factory=dict)
-    whole: dict[str, dict[int, float]] = field(default_factory=dict)
+    model_norms: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def norms(self, moved: Collection[int] | None = None) -> dict[str, float]:
         """Return Euclidean norms by the name of a scalar.
@@ -100,7 +100,7 @@ class WeightGradients:
         """
         norms_by_name = {
             norm_name: math.hypot(*(norm for key, norm in norms.items() if moved is None or key in moved))
-            for norm_name, norms in self.whole.items()
+            for norm_name, norms in self.model_norms.items()
         }
         for norm_name, grads in (("weight_grad_norm", self.accumulated), ("weight_grad_norm_clipped", self.applied)):
             for slot, grad in grads.items():
@@ -132,7 +132,7 @@ class WeightGradientCapture:
     """
 
     def __init__(self, modules: Iterable[tuple[str, Any]], all_parameters: Iterable[nn.Parameter]) -> None:
-        self.on = False
+        self.is_recording = False
         self._all_parameters = list(all_parameters)
         self._norms: dict[int, float] = {}
         self.slots: dict[int, WeightSlot] = {}
@@ -156,9 +156,9 @@ class WeightGradientCapture:
         """Remove the hooks and drop all records."""
         for handle in self._handles:
             handle.remove()
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Delete the records of a finished training step, so that its tensors can be freed."""
         self.backward_gradients, self._accumulated = {}, {}
         self.reached_parameters.clear()
@@ -171,7 +171,7 @@ class WeightGradientCapture:
 
     def record_accumulated(self) -> None:
         """Record the content of ``.grad`` after a backward pass, unless recording was switched off meanwhile."""
-        if self.on:
+        if self.is_recording:
             self._accumulated, self._norms = self._current_gradients(), self._gradient_norms()
 
     def read(self, scale: float, applied_scale: float = 1.0) -> WeightGradients:
@@ -205,7 +205,7 @@ class WeightGradientCapture:
 
     def _gradient_hook(self, key: int) -> Any:
         def hook(grad: Tensor) -> None:
-            if self.on:
+            if self.is_recording:
                 self.reached_parameters.add(key)
                 add_gradient(self.backward_gradients, key, grad)
 
@@ -247,9 +247,9 @@ class TrainingCapture:
     ) -> None:
         self.model, self.whole, self._failed = unwrap(model), whole, failed
         self.calls: list[TrainingCall] = []
-        self.forwards = self.evaluations = self.without_graph = 0
-        self.passes, self.carried = 0, False
-        self._call_count, self.backward = 0, NO_PASS
+        self.forward_calls = self.evaluation_calls = self.calls_without_graph = 0
+        self.passes, self.has_earlier_gradients = 0, False
+        self._call_count, self.last_backward_id = 0, NO_PASS
         #: Whether a backward pass of this step built a graph (``create_graph=True``), as a gradient penalty does.
         self.differentiates_gradients = False
         self._rng_states: dict[int, Tensor] = {}
@@ -262,7 +262,9 @@ class TrainingCapture:
             if not (isinstance(submodule, nn.RNNCellBase) and has_own_forward(submodule))
         ]
         known_paths = dict(self.modules)
-        self.others = [row.name for row in describe(self.model) if row.name.partition("[")[0] not in known_paths]
+        self.unrecorded_layers = [
+            row.name for row in describe(self.model) if row.name.partition("[")[0] not in known_paths
+        ]
         if layers is not None:
             requested_paths = {name.partition("[")[0] for name in layers}
             self.modules = [(path, submodule) for path, submodule in self.modules if path in requested_paths]
@@ -275,15 +277,15 @@ class TrainingCapture:
             self._handles.append(module.register_forward_hook(forward_hook, with_kwargs=True))
 
     @property
-    def on(self) -> bool:
+    def is_recording(self) -> bool:
         """Whether calls and gradients are recorded; if False, every hook returns at once."""
-        return self.weights.on
+        return self.weights.is_recording
 
-    @on.setter
-    def on(self, value: bool) -> None:
-        self.weights.on = value
+    @is_recording.setter
+    def is_recording(self, value: bool) -> None:
+        self.weights.is_recording = value
 
-    def batch(self) -> tuple[list[TrainingCall], list[str]]:
+    def recorded_calls(self) -> tuple[list[TrainingCall], list[str]]:
         """Return the calls recorded since :meth:`forget`, in the order of the forward pass, and notes about them."""
         return join_loops(sorted(self.calls, key=lambda call: call.number))
 
@@ -292,31 +294,31 @@ class TrainingCapture:
         for handle in self._handles:
             handle.remove()
         self.weights.remove()
-        self.on = False
-        self.forget()
+        self.is_recording = False
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Delete the records of a finished training step, so that its tensors can be freed."""
-        self.calls, self.passes, self.carried = [], 0, False
-        self.weights.forget()
-        self.forwards = self.evaluations = self.without_graph = 0
+        self.calls, self.passes, self.has_earlier_gradients = [], 0, False
+        self.weights.reset()
+        self.forward_calls = self.evaluation_calls = self.calls_without_graph = 0
         self.differentiates_gradients = False
 
     def _store_rng_state(self, module: Any, args: Any) -> None:
-        if self.on and self.whole and module.training and module.dropout and module.num_layers > 1:
+        if self.is_recording and self.whole and module.training and module.dropout and module.num_layers > 1:
             self._rng_states[id(module)] = torch.get_rng_state()
 
     def _record_call(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        if self.on:
+        if self.is_recording:
             record = self._record_layer if isinstance(module, nn.RNNBase) else self._record_cell
             record(path, module, args, kwargs, output)
 
     def _is_training_call(self, returned: Iterable[Tensor]) -> bool:
         """Count a call, and return whether it belongs to training: model in training mode, output with a graph."""
-        self.forwards += 1
-        self.evaluations += not self.model.training
+        self.forward_calls += 1
+        self.evaluation_calls += not self.model.training
         has_graph = any(tensor.requires_grad for tensor in returned)
-        self.without_graph += self.model.training and not has_graph
+        self.calls_without_graph += self.model.training and not has_graph
         return self.model.training and has_graph
 
     def _new_call(self, path: str, module: Any, returned: Sequence[Tensor]) -> TrainingCall:
@@ -346,7 +348,9 @@ class TrainingCapture:
         if self.whole:
             loop.inputs.append(arguments[0].detach().clone())
         capture = weakref.ref(self)
-        record_inner_gradients(loop, arguments, new_states, lambda: (recorder := capture()) is not None and recorder.on)
+        record_inner_gradients(
+            loop, arguments, new_states, lambda: (recorder := capture()) is not None and recorder.is_recording
+        )
         for index, tensor in enumerate(new_states):
             if tensor.requires_grad:
                 tensor.register_hook(self._gradient_hook(loop, (index, len(loop.steps) - 1)))
@@ -378,7 +382,7 @@ class TrainingCapture:
         def hook(grad: Tensor | None) -> None:
             recorder = capture()
             # None: only another returned tensor of this call has a gradient.
-            if grad is None or recorder is None or not recorder.on:
+            if grad is None or recorder is None or not recorder.is_recording:
                 return
             if torch.is_grad_enabled():  # within a backward pass with create_graph=True
                 recorder.differentiates_gradients = True
@@ -392,11 +396,11 @@ class TrainingCapture:
 
     def _add_gradient(self, call: TrainingCall, tensor_and_step: tuple[int, int], grad: Tensor) -> None:
         backward_id = torch._C._current_graph_task_id()
-        if backward_id != self.backward:
+        if backward_id != self.last_backward_id:
             self._begin_backward(backward_id, call)
         if call not in self.calls:
             self.calls.append(call)
-        call.backwards.add(backward_id)
+        call.backward_ids.add(backward_id)
         add_gradient(call.grads, tensor_and_step, grad)
 
     def _begin_backward(self, backward_id: int, call: TrainingCall) -> None:
@@ -404,9 +408,9 @@ class TrainingCapture:
 
         A training step may have several backward passes.
         """
-        self.backward = backward_id
+        self.last_backward_id = backward_id
         is_fresh = self.weights.is_fresh(call.module)
-        self.carried = not is_fresh if not self.passes else self.carried and not is_fresh
+        self.has_earlier_gradients = not is_fresh if not self.passes else self.has_earlier_gradients and not is_fresh
         self.passes = 1 if is_fresh else self.passes + 1
         if is_fresh:
             self.weights.reached_parameters.clear()

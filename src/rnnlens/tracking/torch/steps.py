@@ -175,11 +175,11 @@ def uncaptured_reason(capture: TrainingCapture) -> str:
             "the step differentiates a gradient again (create_graph=True, as a gradient penalty does), so the "
             f"gradient at {names} is not that of the loss alone; use a probe instead"
         )
-    if capture.forwards == 0:
+    if capture.forward_calls == 0:
         return f"{names} did not run in Python in the batches that were due"
-    if capture.evaluations == capture.forwards:
+    if capture.evaluation_calls == capture.forward_calls:
         return "the model was in evaluation mode, as in a validation: model.train()"
-    if capture.without_graph:
+    if capture.calls_without_graph:
         return f"the output of {names} does not require a gradient (torch.no_grad, or frozen weights and inputs)"
     return f"{names} got no gradient: the differentiated loss does not depend on it"
 

@@ -139,7 +139,7 @@ class TorchWatch:
             raise UnsupportedError(
                 "Batch mode records nn.RNN, nn.LSTM, nn.GRU and their cells, and none of them is among the watched "
                 "layers.",
-                got=", ".join(self._capture.others) or "no recurrent layer of torch's own",
+                got=", ".join(self._capture.unrecorded_layers) or "no recurrent layer of torch's own",
                 hint="a probe records every layer: rl.torch.watch(model, path, probe=(x, y), loss=loss)",
             )
 
@@ -153,7 +153,7 @@ class TorchWatch:
     @property
     def captures(self) -> bool:
         """True if the current or next batch is captured."""
-        return self._capture is not None and self._capture.on
+        return self._capture is not None and self._capture.is_recording
 
     @property
     def reports(self) -> bool:
@@ -226,7 +226,12 @@ class TorchWatch:
 
         With a loss scale the gradients are not yet unscaled; they are then captured when the optimizer steps.
         """
-        if self.plan.scaler is None and self._capture is not None and self._capture.on and self._capture.calls:
+        if (
+            self.plan.scaler is None
+            and self._capture is not None
+            and self._capture.is_recording
+            and self._capture.calls
+        ):
             self._captured_pass = None
             self._capture_once()
 
@@ -274,7 +279,9 @@ class TorchWatch:
         """Switch the capture of the next batch on or off, according to the schedule."""
         if self._capture is not None:
             schedule = self.plan.batch_schedule
-            self._capture.on = self._is_open and self._recorder.is_due_by(schedule, self.steps + 1, self._epoch)
+            self._capture.is_recording = self._is_open and self._recorder.is_due_by(
+                schedule, self.steps + 1, self._epoch
+            )
 
     def _before_step(self, optimizer: Any, applied_scale: float) -> None:
         # A closure runs the batch within the step, so there are no gradients to test yet.
@@ -288,7 +295,12 @@ class TorchWatch:
         After a failure there is no record.
         """
         capture = self._capture
-        if capture is None or not capture.on or not capture.calls or self._captured_pass == capture.backward:
+        if (
+            capture is None
+            or not capture.is_recording
+            or not capture.calls
+            or self._captured_pass == capture.last_backward_id
+        ):
             return
         if not capture.differentiates_gradients:
             try:
@@ -305,7 +317,7 @@ class TorchWatch:
         """Build the batch of the last backward pass, with the gradients passed to the optimizer."""
         scaler = self.plan.scaler or scaler_on_stack()
         scale = 1.0 if scaler is None else float(scaler.get_scale())
-        calls, notes = capture.batch()
+        calls, notes = capture.recorded_calls()
         batch = WatchedBatch(
             self.model,
             calls,
@@ -316,7 +328,7 @@ class TorchWatch:
             notes=[*self._standing_notes(capture), *notes],
         )
         batch.loss, batch.epoch = _as_float(self.loss), self._epoch
-        self.latest, self._captured_pass = batch, capture.backward
+        self.latest, self._captured_pass = batch, capture.last_backward_id
 
     def _standing_notes(self, capture: TrainingCapture) -> list[str]:
         notes = []
@@ -325,17 +337,17 @@ class TorchWatch:
                 f"Written by rank {self.rank} of {self.world}, from its own samples; accumulated and applied weight "
                 "gradients are those that the processes averaged."
             )
-        if capture.others and self.plan.layers is None:
-            cells = ", ".join(capture.others)
+        if capture.unrecorded_layers and self.plan.layers is None:
+            cells = ", ".join(capture.unrecorded_layers)
             notes.append(
                 f"Not recorded in batch mode, since not layers of torch itself: {cells}. A probe records them."
             )
-        if self._captured_pass not in (None, capture.backward):
+        if self._captured_pass not in (None, capture.last_backward_id):
             notes.append(
                 "Another optimizer stepped in between, after a backward pass of its own, "
                 "which is not recorded; optimizer= selects the optimizer to follow."
             )
-        if capture.carried:
+        if capture.has_earlier_gradients:
             notes.append("Weight gradients were not zeroed before the step, so they include earlier steps.")
         return notes
 
@@ -366,7 +378,7 @@ class TorchWatch:
             self._recorder.record(self.steps, lambda: record_of(batch, self.plan), source="batch")
         else:
             self._recorder.count_examined()
-        self._capture.forget()
+        self._capture.reset()
         if batch is not None and self.plan.on_batch is not None:
             self.plan.on_batch(batch)
 

@@ -69,7 +69,7 @@ class WatchedBatch(Batch):
                 f"Weight gradients are accumulated over {passes} backward passes; states and gradients are those of "
                 "the last."
             )
-        if any(len(call.backwards) > 1 for call in calls):
+        if any(len(call.backward_ids) > 1 for call in calls):
             self.notes.append("Several backward passes went through this forward; gradients are their sum.")
         if scale != 1.0:
             self.notes.append(f"The loss was scaled by {scale:g}; the gradients are divided by it.")

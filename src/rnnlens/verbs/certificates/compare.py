@@ -41,7 +41,7 @@ LOSS, OUTPUTS, INPUTS, WEIGHTS = (
     "reference input gradient",
     "reference weight gradients",
 )
-#: What is not compared of a layer whose weights an adapter does not find in its framework (`Adapter.place`).
+#: What is not compared of a layer whose weights an adapter does not find in its framework (`Adapter.weight_location`).
 UNPLACED = "weights of {}, which the adapter does not find among those of the framework"
 LAYER_INPUT, INITIAL = "reference layer input gradient", "reference initial state gradient"
 

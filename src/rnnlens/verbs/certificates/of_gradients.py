@@ -75,7 +75,11 @@ def certify_batch(request: BatchRequest, answer: BatchGradients) -> Certificate:
             if of_loss and answer.swept
             else None
         )
-        other_gradients = {} if capture is None else {n: g for n, g in capture.beside.items() if n not in capture.whole}
+        other_gradients = (
+            {}
+            if capture is None
+            else {n: g for n, g in capture.outside_weight_grads.items() if n not in capture.full_gradient_names}
+        )
         return compare_all(run, other_gradients) if any(grad is not None for grad in other_gradients.values()) else None
 
     def refuse_if_indivisible(run: ReferenceRun) -> Certificate | None:
@@ -169,7 +173,9 @@ def _has_location(adapter: Adapter, model: Any, layer: str, weights: LayerWeight
     """Return whether the adapter finds any weight of a layer among those of its framework."""
     directions = tuple(weights.cells) if len(weights.cells) > 1 else (None,)
     return any(
-        adapter.place(model, layer, direction, key) is not None for key in sources(weights) for direction in directions
+        adapter.weight_location(model, layer, direction, key) is not None
+        for key in sources(weights)
+        for direction in directions
     )
 
 
@@ -185,7 +191,7 @@ def named_pairs(
     """Yield one weight's labelled gradient, summed over samples and steps, and the framework's, for each direction."""
     has_directions = dims is not None and DIRECTION in dims
     for position, direction in enumerate(("forward", "backward") if has_directions else (None,)):
-        location = adapter.place(model, str(name.layer), direction, name.key)
+        location = adapter.weight_location(model, str(name.layer), direction, name.key)
         if location is None or location.tied:
             continue
         reference = run.weight_grads.get(location.name)
@@ -228,7 +234,7 @@ def _compare_swept(
             call = replayed.call
             scale = math.hypot(scale, rounding_of(replayed.run, swept).weights / request.scale)
             for key, claimed_gradient in weight_gradients(replayed.run, swept, probes=PROBES).items():
-                location = request.adapter.place(
+                location = request.adapter.weight_location(
                     request.model, layer_name, call.direction if call.bidirectional else None, key
                 )
                 if (
@@ -264,7 +270,7 @@ def _compare_swept(
 def _is_held_elsewhere(request: BatchRequest, layer: str, weight: str, key: str) -> bool:
     """Return whether another recurrent layer has the same framework weight, as a cell in a layer and in a loop."""
     other_layers = (other_layer for other_layer in request.catalogue.recurrent if other_layer != layer)
-    locations = (request.adapter.place(request.model, other_layer, None, key) for other_layer in other_layers)
+    locations = (request.adapter.weight_location(request.model, other_layer, None, key) for other_layer in other_layers)
     return any(location is not None and location.name == weight for location in locations)
 
 
@@ -295,13 +301,17 @@ def certify_weights(
     """Compare the labelled weight gradients with a reference run; norms of single steps are not compared."""
     adapter, model, batch = request.adapter, request.model, request.batch
     capture, loss = gradients.capture, gradients.loss
-    if capture is not None and capture.altered:
-        return could_not_compare(request, capture.altered)
+    if capture is not None and capture.alteration:
+        return could_not_compare(request, capture.alteration)
     calls = [] if capture is None else capture.calls
     lengths = [int(call.input.shape[1]) for call in calls]
     lengths += [sizes[TIME] for layer in labelled.values() if TIME in (sizes := layer.sizes)]
     steps, dtype = max([*lengths, 64]), functools.reduce(coarser_dtype, [call.compute_dtype for call in calls], "")
-    other_gradients = {} if capture is None else {n: g for n, g in capture.beside.items() if n not in capture.whole}
+    other_gradients = (
+        {}
+        if capture is None
+        else {n: g for n, g in capture.outside_weight_grads.items() if n not in capture.full_gradient_names}
+    )
     computed = {(call.layer.partition("#")[0], key) for call in calls for key in call.computed}
 
     def compare_all(run: ReferenceRun) -> Certificate:

@@ -224,7 +224,7 @@ def _batch_as_captured(batch: Batch, capture: Capture) -> Batch:
 
 
 def _has_gradients(capture: Capture) -> bool:
-    return bool(capture.input_grads or capture.beside) and not capture.altered
+    return bool(capture.input_grads or capture.outside_weight_grads) and not capture.alteration
 
 
 #: Name of what is certified where gradients of weights were compared too.
@@ -262,7 +262,7 @@ def certify(
         return could_not_compare(request, reason) if run is None else replace(compare(run), samples=str(claim.part))
     captured_request = replace(request, batch=_batch_as_captured(request.batch, claim.capture))
     certificate = compare_in_turn(captured_request, reference_attempt, [compare, compare_perturbed], steps=claim.steps)
-    alteration = claim.capture.altered
+    alteration = claim.capture.alteration
     return could_not_compare(request, alteration) if alteration and certificate.state != "failed" else certificate
 
 
@@ -300,10 +300,10 @@ def _compare_all(request: ModelRequest, claim: ReplayedValues, run: ReferenceRun
 
 def _compare_weights(comparisons: Comparisons, request: ModelRequest, claim: ReplayedValues, run: ReferenceRun) -> None:
     """Compare weight gradients with the framework's, minus the framework's gradient along other paths."""
-    other_gradients, whole_names = claim.capture.beside, claim.capture.whole
+    other_gradients, whole_names = claim.capture.outside_weight_grads, claim.capture.full_gradient_names
     by_location: dict[tuple[str, str], list[Any]] = {}
     for key, array in claim.weights.items():
-        location = request.adapter.place(request.model, *key)
+        location = request.adapter.weight_location(request.model, *key)
         if location is not None:
             by_location.setdefault((location.name, location.part), []).append((key, location, array))
     for layer in {key[0] for key in claim.weights} - {
@@ -338,7 +338,7 @@ def _compare_weights(comparisons: Comparisons, request: ModelRequest, claim: Rep
         comparisons.compare(WEIGHTS, layer, pairs, scale=claim.scales[layer])
     if claim.part is not None:  # gradients of the other weights were captured as sums over all samples
         return
-    unswept = claim.capture.inside - swept - whole_names
+    unswept = claim.capture.recurrent_weight_names - swept - whole_names
     if any(run.weight_grads.get(name) is not None for name in unswept):
         comparisons.left_out["weights of recurrent layers whose gradients were not requested"] = None
     other_names = [name for name in other_gradients if name in whole_names or name not in swept | unswept]
@@ -370,7 +370,7 @@ def weight_sums(layer: LabelledLayer, call: RecurrentCall, samples: slice) -> di
         _variable_of_direction(layer, "gate_grad", call)[samples],
         _variable_of_direction(layer, "input", call)[samples],
     )
-    has_received = call.received is not None
+    has_received = call.start_states is not None
     previous_states = _variable_of_direction(layer, "previous_hidden" if has_received else "hidden", call)[samples]
     if not has_received:  # the states after each step, shifted by one in the direction of the recurrence
         initial_state = to_host(call.initial_state[0])[:, None].astype(previous_states.dtype)

@@ -41,7 +41,9 @@ class GradientWork(ChunkWork):
 
     def __call__(self, model: Any, batch: Batch, rows: ChunkRows, size: int) -> ChunkValues:
         """Compute the gradients of the target on the batch of one chunk."""
-        request = cached_result(model, repr(self.arguments), partial(_request, model, batch, self.arguments, self.layouts))
+        request = cached_result(
+            model, repr(self.arguments), partial(_request, model, batch, self.arguments, self.layouts)
+        )
         if self.of_loss and self.arguments.combine is None and self.combine is not None:
             refuse_other_loss(request.adapter, model, batch, self.combine)
         target = request.target

@@ -290,7 +290,9 @@ def a_clipping(name: str, value: Any) -> str | dict[str, float]:
         return {kind: number(above=0)(f"{name}[{kind!r}]", threshold) for kind, threshold in value.items()}
     if not isinstance(value, str) or value != "optimizer":
         expected, hint = '"optimizer" or a dict', '{"global_clipnorm": 1.0}'
-        raise InputError(f"{name}= is not a way to clip gradients.", got=short_repr(value), expected=expected, hint=hint)
+        raise InputError(
+            f"{name}= is not a way to clip gradients.", got=short_repr(value), expected=expected, hint=hint
+        )
     return value
 
 

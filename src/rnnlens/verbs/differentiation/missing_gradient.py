@@ -15,7 +15,7 @@ import xarray as xr
 
 from ... import data
 from ...adapters.protocol import Batch, Capture, CaptureRequest, Port
-from ...autodiff.tensors import dtype_name, converted_like
+from ...autodiff.tensors import converted_like, dtype_name
 from ...errors import LayerNotFoundError, RnnlensError
 from ...results.gradients import Reason
 from ...results.schema import to_host
@@ -63,7 +63,7 @@ def _value(request: BatchRequest, leaf: TensorName, capture: Capture) -> Array:
         return ReplayedLayers.of(capture.calls).value(leaf)
     if leaf.layer is None:
         return to_host(data.leaves_of(capture.outputs)[leaf.index])
-    for call in capture.plain:
+    for call in capture.other_calls:
         if call.layer == leaf.layer:
             return to_host(call.output)
     outputs = [to_host(call.output) for call in capture.calls if call.layer == leaf.layer]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
-from ...arguments import as_numbers, as_numpy, either, kept_steps, as_list, number, refuse_without_order
+from ...arguments import as_list, as_numbers, as_numpy, either, kept_steps, number, refuse_without_order
 from ...errors import InputError, did_you_mean, has_attribute, message, short_repr
 from ...results.layers import sizes_of
 from ...typing import Array

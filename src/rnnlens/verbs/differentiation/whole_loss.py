@@ -154,7 +154,7 @@ def _layout_by_growth(layout: Layout, few: Sequence[int], more: Sequence[int], i
 
 def _do_rows_change(layout: Layout, few: Array, more: Array, counts: tuple[int, int]) -> bool:
     """Return whether an output of the same samples differs in a larger batch."""
-    if layout.coupled:
+    if layout.is_coupled:
         return True
     if layout.sample is None or not np.issubdtype(few.dtype, np.floating) or few.ndim != more.ndim:
         return False
@@ -172,7 +172,7 @@ def _do_companions_matter(
 ) -> bool:
     """Return whether outputs differ beside other samples in a batch of the same size, where rounding is the same."""
     kept_count, total = counts
-    if any(layouts[i].coupled for i in changed) or any(map(data.is_packed, data.leaves_of(more.x))):
+    if any(layouts[i].is_coupled for i in changed) or any(map(data.is_packed, data.leaves_of(more.x))):
         return True
     copies = [data.samples_of_tree(more.x, axes.inputs, 0, kept_count, total)] * (1 + (total - 1) // kept_count)
     repeated_x = data.samples_of_tree(data.join(copies, axes.inputs), axes.inputs, 0, total, kept_count * len(copies))
@@ -190,7 +190,9 @@ def _batches_of_two_sizes(axes: ModelAxes, first_batch: Batch, second_batch: Bat
     if count > 1:
         fewer = count // 2
         x = data.samples_of_tree(first_batch.x, axes.inputs, 0, fewer, count)
-        return replace(first_batch, x=x, initial_state=data.samples_of_arrays(first_batch.initial_state, 0, fewer)), first_batch
+        return replace(
+            first_batch, x=x, initial_state=data.samples_of_arrays(first_batch.initial_state, 0, fewer)
+        ), first_batch
     if any(map(data.is_packed, data.leaves_of(first_batch.x))):
         return first_batch, first_batch
     states = (
@@ -213,7 +215,7 @@ def _join_outputs(parts: list[Array], layout: Layout, counts: Sequence[int], ind
     axis = layout.sample
     if axis is None:
         return parts[0]
-    split_parts = [layout.opened(part, count) for part, count in zip(parts, counts, strict=True)]
+    split_parts = [layout.split_folded(part, count) for part, count in zip(parts, counts, strict=True)]
     if len({part.shape[:axis] + part.shape[axis + 1 :] for part in split_parts}) > 1:
         got = " and ".join(dict.fromkeys(str(part.shape) for part in parts))
         raise UnsupportedError(
@@ -221,7 +223,7 @@ def _join_outputs(parts: list[Array], layout: Layout, counts: Sequence[int], ind
             got=f"output {index} of shapes {got}",
             hint="pad all batches to one length; in torch pad_packed_sequence(..., total_length=x.shape[1])",
         )
-    return layout.closed(np.concatenate(split_parts, axis=axis))
+    return layout.fold(np.concatenate(split_parts, axis=axis))
 
 
 def _digest(tree: Any) -> list[bytes]:

@@ -105,7 +105,9 @@ class _Descent:
     def _add_rows(self, rows_by_port: Mapping[Port, Array]) -> None:
         for port, rows in rows_by_port.items():
             present_rows = self.rows_by_port.get(port)
-            self.rows_by_port[port] = rows if present_rows is None else present_rows + converted_like(rows, present_rows)
+            self.rows_by_port[port] = (
+                rows if present_rows is None else present_rows + converted_like(rows, present_rows)
+            )
 
 
 def join_rows(

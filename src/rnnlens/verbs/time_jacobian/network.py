@@ -146,7 +146,7 @@ def open_network(
     replayed_layers = replayed_layers.map(ReplayedCall.perturbed) if perturbed else replayed_layers
     of, wrt = _inner_end(request.of, replayed_layers, "of"), _inner_end(request.wrt, replayed_layers, "wrt")
     is_one_layer = of is not None and not (
-        replayed_layers.entangled and any(replayed.call.between for replayed in of.within)
+        replayed_layers.entangled and any(replayed.call.reads_states_between for replayed in of.within)
     )
     if of and wrt and is_one_layer and set(of.within) == set(wrt.within):
         yield JacobianNetwork(
@@ -286,7 +286,7 @@ def _outer_tensors(
     tensors = {port: OuterTensor(port, tuple(int(n) for n in array.shape)) for port, array in values.items()}
     for port in () if request.axes.samples_first else ends:
         layout = request.axes.layout(port, tensors[port].shape)
-        if layout.coupled:
+        if layout.is_coupled:
             raise refusal_of_coupling("The time Jacobian", port)
         if samples > 1:
             refuse_unknown("The time Jacobian", text_of(port), layout.names)

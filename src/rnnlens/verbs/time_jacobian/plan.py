@@ -151,7 +151,12 @@ def _start_of_rows(
         return replayed, replayed.run.output_state, segment.at_every_step(rows), segment.step
     if segment.kind == "flat" and not has_sequences:
         assert segment.block is not None
-        return replayed, replayed.run.output_state, (converted_like(rows[:, 0], segment.block) @ segment.block)[:, None], None
+        return (
+            replayed,
+            replayed.run.output_state,
+            (converted_like(rows[:, 0], segment.block) @ segment.block)[:, None],
+            None,
+        )
     return None
 
 

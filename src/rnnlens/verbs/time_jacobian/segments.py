@@ -74,7 +74,7 @@ class OuterTensor:
     def from_framework(self, rows: Array) -> Array:
         """Convert rows from the framework's layout to (row, sample, [time,] feature)."""
         if self.layout is not None:
-            rows = _permute_rows(self.layout.opened(rows, self.count, lead=1), canonical_order(self.layout.names))
+            rows = _permute_rows(self.layout.split_folded(rows, self.count, lead=1), canonical_order(self.layout.names))
         steps = () if self.times is None else (self.times,)
         rows = rows.reshape((rows.shape[0], self.samples, *steps, self.features))
         return (
@@ -253,7 +253,9 @@ class SegmentGraph:
         if through_ports:
             pulled = self.pull(port, move_axis(rows, 0, 1))
             lower_rows = {below: pulled[below] for below in through_ports}
-            pulled_rows |= {below: converted_like(move_axis(a, 0, 1), rows) for below, a in lower_rows.items() if a is not None}
+            pulled_rows |= {
+                below: converted_like(move_axis(a, 0, 1), rows) for below, a in lower_rows.items() if a is not None
+            }
         return pulled_rows
 
     def refuse_coupled(self, port: Port) -> None:
