@@ -220,7 +220,7 @@ def names_of(model: Any) -> dict[int, str]:
 
 
 def weight_location(model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
-    """Return the variable with the weight ``key`` of a layer, or None: see :meth:`.protocol.Adapter.weight_location`."""
+    """Return the variable of a layer's weight ``key``, or None: see :meth:`.protocol.Adapter.weight_location`."""
     root_models = [model] if layer == root_name(model) else []
     for owner in (*root_models, *_layers_at(model, layer.partition("#")[0])):
         attribute_names = ("forward_layer", "backward_layer") if direction is not None else ()

@@ -82,8 +82,8 @@ class WeightGradients:
 
     ``own`` is of the recorded forward passes, as this process computed it. ``accumulated`` is ``.grad`` after the last
     backward pass of the step: summed with earlier passes, and averaged over processes in distributed training.
-    ``applied`` is the gradient that the optimizer used, after clipping. ``model_norms`` is the gradient norm of every weight
-    of the model by its id, before and after clipping.
+    ``applied`` is the gradient that the optimizer used, after clipping. ``model_norms`` is the gradient norm of every
+    weight of the model by its id, before and after clipping.
     """
 
     own: dict[WeightSlot, Tensor] = field(default_factory=dict)
