@@ -94,7 +94,7 @@ def pullback_with_composed(
 
 
 class StepAutodiff:
-    """Autodiff of one step of a registered cell; implements :class:`rnnlens.recurrence.cells.autodiff.Autodiff`.
+    """Autodiff of one step of a registered cell; implements :class:`.recurrence.cells.cell.StepDerivatives`.
 
     Parameters
     ----------
