@@ -158,6 +158,28 @@ def bounded_memory():
         jax.clear_caches()
 
 
+@pytest.fixture
+def bfloat16_lstm():
+    """Let torch run an LSTM in bfloat16 on every processor.
+
+    oneDNN has no such kernel for processors without AVX-512, and torch raises an error there; its own kernel has no
+    such limit.
+    """
+    import torch
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        try:
+            torch.nn.LSTM(3, 6)(torch.zeros(2, 4, 3))
+        except RuntimeError:
+            has_kernel = False
+        else:
+            has_kernel = True
+    was_enabled = torch._C._get_mkldnn_enabled()  # `torch.backends.mkldnn.flags` warns of a flag for Intel's GPUs
+    torch._C._set_mkldnn_enabled(was_enabled and has_kernel)
+    yield
+    torch._C._set_mkldnn_enabled(was_enabled)
+
+
 @pytest.fixture(autouse=True)
 def close_figures():
     """Close all figures after each test."""

@@ -250,6 +250,7 @@ def test_half_precision_model():
     np.testing.assert_allclose(got["rnn"].hidden_grad.values, full["rnn"].hidden_grad.values, atol=0.05 * float(scale))
 
 
+@pytest.mark.usefixtures("bfloat16_lstm")
 def test_autocast():
     torch.manual_seed(0)
     model, (x, y) = Tagger(), data()
@@ -536,8 +537,9 @@ def test_a_packed_classifier_keeps_the_callers_order():
 
 
 def test_outputs_alone_are_those_of_a_whole_capture():
+    """In float64: in float32 torch has other kernels without gradients, whose rounding differs on some processors."""
     torch.manual_seed(0)
-    net, (x, _) = Tagger(), data()
+    net, (x, _) = Tagger().double(), data(torch.float64)
     request = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
     whole = adapter.capture(net, Batch(x), request)
     alone = adapter.capture(net, Batch(x), replace(request, calls=False))

@@ -87,7 +87,7 @@ class TestRoutes:
 
     def test_both_directions_have_a_part_each(self):
         with planned(Tagger(bidirectional=True), of="rnn.hidden") as found:
-            assert [dict(part.place) for part in found.parts] == [{"direction": 0}, {"direction": 1}]
+            assert [dict(part.direction_index) for part in found.parts] == [{"direction": 0}, {"direction": 1}]
             assert {part.route for part in found.parts} == {"direct"}
 
     def test_it_prints(self):

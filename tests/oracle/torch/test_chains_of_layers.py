@@ -171,8 +171,13 @@ def typed(kind, read, ids):
 
 def arrays(capture):
     """All arrays of a capture by their place, also None."""
-    found = {"loss": capture.loss, "outputs": capture.outputs, "order": capture.order, "inside": capture.inside}
-    found |= {f"x{i}": grad for i, grad in enumerate(capture.input_grads)} | dict(capture.beside)
+    found = {
+        "loss": capture.loss,
+        "outputs": capture.outputs,
+        "order": capture.order,
+        "inside": capture.recurrent_weight_names,
+    }
+    found |= {f"x{i}": grad for i, grad in enumerate(capture.input_grads)} | dict(capture.outside_weight_grads)
     for call in capture.calls:
         for name, value in vars(call).items():
             parts = value if isinstance(value, tuple) else [value]

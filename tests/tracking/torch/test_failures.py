@@ -222,13 +222,13 @@ def test_copies_of_a_watched_model_carry_no_hooks(tmp_path):
     x, y = data()
 
     def each(step, model, watch):
-        before = watch._capture.forwards
+        before = watch._capture.forward_calls
         for made in copies(model, x):
             out = made(x)
             torch.testing.assert_close(out, model.head(nn.LSTM.forward(model.lstm, x)[0][:, -1]))
             if not isinstance(made, torch.jit.ScriptModule):  # that has the weights of the model itself
                 mse_loss(out, y).backward()
-        assert watch._capture.forwards == before
+        assert watch._capture.forward_calls == before
 
     def watch_of(model):
         return rl.torch.watch(model, tmp_path / "a.zarr", every=1, on_nonfinite="report")

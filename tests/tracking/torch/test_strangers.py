@@ -186,6 +186,7 @@ def test_a_step_that_a_loss_scale_skips_is_none():
     assert np.isfinite(watch.latest["lstm"].output_grad).all()
 
 
+@pytest.mark.usefixtures("bfloat16_lstm")
 def test_autocast_and_a_loss_scale_at_once(tmp_path):
     """What is recorded is of the loss itself: as torch and ``rl.gradients`` have it in the same half precision."""
     torch.manual_seed(0)

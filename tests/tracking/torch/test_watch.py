@@ -390,6 +390,7 @@ def test_what_cannot_be_reported_does_not_end_training(tmp_path, monkeypatch):
         one_step(Reader(), x, lambda out: out.sum(), batches=0, on_nonfinite="report")
 
 
+@pytest.mark.usefixtures("bfloat16_lstm")
 def test_half_precision():
     model, optimizer = model_and_optimizer(lambda: Reader(num_layers=2, dropout=0.3))
     x, y = data(8)

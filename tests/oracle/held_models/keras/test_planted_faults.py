@@ -88,11 +88,11 @@ def other_loss(change):
     """Return a fault that changes the user's loss, in the capture or in the pullback only."""
 
     def plant(original):
-        def plan(model, batch):
-            loss = original.plan(model, batch)
+        def scalar_loss(model, batch):
+            loss = original.scalar_loss(model, batch)
             return lambda *args: change(loss(*args))
 
-        return types.SimpleNamespace(plan=plan)
+        return types.SimpleNamespace(scalar_loss=scalar_loss)
 
     return plant
 

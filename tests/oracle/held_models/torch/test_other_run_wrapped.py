@@ -260,6 +260,7 @@ def with_own_cell():
     return with_part(Steps(lambda cell, x, h: cell(x, h)), rnn=OwnCell())
 
 
+@pytest.mark.usefixtures("bfloat16_lstm")
 @pytest.mark.parametrize(
     "made",
     [
