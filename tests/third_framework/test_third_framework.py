@@ -47,7 +47,7 @@ def test_without_place_gradients_of_weights_are_not_certified(model, data, monke
     import tiny_rnnlens
 
     x, y = data
-    monkeypatch.setattr(tiny_rnnlens.TinyAdapter, "place", lambda *_: None)
+    monkeypatch.setattr(tiny_rnnlens.TinyAdapter, "weight_location", lambda *_: None)
     trace = rl.trace(model, x, y)
     assert "gradients at inputs" in trace.certificate.certified
     assert "gradients at inputs and weights" not in trace.certificate.certified

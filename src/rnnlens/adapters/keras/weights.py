@@ -23,12 +23,12 @@ _STATISTICS = ("moving_mean", "moving_variance")
 
 def known_class(cell: Any) -> type[Cell] | None:
     """Return the class with the equations of a cell of Keras' own type and activations; None for any other cell."""
-    cell_class = next((d.cells[type(cell)] for d in loaded_dialects() if type(cell) in d.cells), None)
-    if isinstance(cell_class, Mapping):  # a convolution: number of spatial axes -> class
-        cell_class = cell_class[cell.rank] if cell.data_format == "channels_last" else None
-    if cell_class is None or "call" in vars(cell):
+    equations = next((d.cells[type(cell)] for d in loaded_dialects() if type(cell) in d.cells), None)
+    if isinstance(equations, Mapping):  # a convolution: number of spatial axes -> class
+        equations = equations[cell.rank] if cell.data_format == "channels_last" else None
+    if equations is None or "call" in vars(cell):
         return None
-    return cell_class if all(_activation(cell, role) is not None for role in _roles(cell)) else None
+    return equations if all(_activation(cell, role) is not None for role in _roles(cell)) else None
 
 
 def class_of(cell: Any) -> type[Cell] | None:
