@@ -127,7 +127,7 @@ def did_you_mean(name: object, names: Iterable[str]) -> str:
 def short_repr(value: object) -> str:
     """Return a short description of any value for an error message, also of a large one or one whose repr fails.
 
-    >>> shown("lstm"), shown(list(range(1000)))
+    >>> short_repr("lstm"), short_repr(list(range(1000)))
     ("'lstm'", '[0, 1, 2, 3, 4, 5, ...]')
     """
     shape = shape_of(value)

@@ -1,6 +1,6 @@
 """Checks of the arguments of public functions: one table per function, applied before the function runs.
 
->>> @checked(times=whole(least=1), loud=switch)
+>>> @checked(times=integer(least=1), loud=switch)
 ... def greet(*, times=1, loud=False):
 ...     return "hello " * times
 >>> greet(times=0)

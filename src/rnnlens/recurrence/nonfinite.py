@@ -33,7 +33,7 @@ class NonfiniteValue:
 def largest_finite(dtype: object) -> float:
     """Return the largest finite number of a dtype.
 
-    >>> largest("float16"), largest("float32") > 1e38
+    >>> largest_finite("float16"), largest_finite("float32") > 1e38
     (65504.0, True)
     """
     name = str(dtype).rpartition(".")[2]

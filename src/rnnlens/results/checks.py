@@ -223,7 +223,7 @@ def epsilon(dtype: Any) -> float:
 def coarser_dtype(first_dtype: str, second_dtype: str) -> str:
     """Return the dtype name with fewer digits; if one name is empty, the other one.
 
-    >>> coarser("float64", "torch.float32"), coarser("", "float64")
+    >>> coarser_dtype("float64", "torch.float32"), coarser_dtype("", "float64")
     ('torch.float32', 'float64')
     """
     return (
