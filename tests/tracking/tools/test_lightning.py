@@ -208,6 +208,7 @@ def test_silence_says_why(tmp_path):
         fit(package, [rl.lightning.Watch(tmp_path / "a.zarr")])
 
 
+@pytest.mark.usefixtures("bfloat16_lstm")
 def test_half_precision_is_the_trainers(tmp_path):
     import lightning.pytorch as package
 
