@@ -168,10 +168,8 @@ def keep_dask_out(pycompat: Any, utils: Any) -> None:
     Nothing can be a dask array before Dask is imported, so the answer is the same. ``pycompat`` and ``utils`` are
     modules of xarray; nothing is done if this xarray looks for Dask in another way.
     """
-    known_modules, original_check = (
-        getattr(pycompat, "_cached_duck_array_modules", None),
-        getattr(utils, "is_dask_collection", None),
-    )
+    known_modules = getattr(pycompat, "_cached_duck_array_modules", None)
+    original_check = getattr(utils, "is_dask_collection", None)
     if (
         not isinstance(known_modules, dict)
         or original_check is None

@@ -94,10 +94,8 @@ def _load_keras2(path: Path, imports: Collection[str], unsafe: bool) -> Any:
     """Load a file of Keras 2 with Keras 2, where ``hard_sigmoid`` differs; refuse code in it unless ``unsafe``."""
     try:
         with _silence_libraries():
-            custom_objects, hint = (
-                _import_custom_objects(imports),
-                "pip install --no-deps tf_keras==2.21.0, with tensorflow 2.21",
-            )
+            custom_objects = _import_custom_objects(imports)
+            hint = "pip install --no-deps tf_keras==2.21.0, with tensorflow 2.21"
             keras = _import_library("tf_keras", "A model that Keras 2 wrote needs tf_keras.", hint)
             if unsafe:
                 return keras.models.load_model(path, custom_objects=custom_objects, safe_mode=False)

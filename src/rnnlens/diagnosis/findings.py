@@ -354,10 +354,8 @@ def _unequal_findings(layers: Sequence[LayerFacts]) -> Iterator[Finding]:
     gradient_sizes = {layer.name: layer.adjoint_size for layer in layers if layer.adjoint_size > 0}
     if len(gradient_sizes) < 2:
         return
-    smallest, largest = (
-        min(gradient_sizes, key=gradient_sizes.__getitem__),
-        max(gradient_sizes, key=gradient_sizes.__getitem__),
-    )
+    smallest = min(gradient_sizes, key=gradient_sizes.__getitem__)
+    largest = max(gradient_sizes, key=gradient_sizes.__getitem__)
     decades = float(np.log10(gradient_sizes[largest] / gradient_sizes[smallest]))
     if decades >= UNEQUAL:
         yield Finding(

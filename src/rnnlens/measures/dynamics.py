@@ -348,10 +348,8 @@ def marginal_curves(states: Array, eigenvalues: Array) -> tuple[Array, tuple[str
         if len(members) < FEWEST_ON_A_CURVE:
             continue
         curve[marginal[members]] = len(names)
-        path_lengths, distances = (
-            shortest_path(tree[members][:, members], directed=False),
-            distance[np.ix_(members, members)],
-        )
+        path_lengths = shortest_path(tree[members][:, members], directed=False)
+        distances = distance[np.ix_(members, members)]
         end_pair = np.unravel_index(path_lengths.argmax(), path_lengths.shape)
         is_closed = path_lengths[end_pair] > 2 * distances.max() and distances[end_pair] < 0.5 * distances.max()
         names.append("ring" if is_closed else "line")
@@ -380,11 +378,9 @@ def _descend(map_: StepMap, s: Array, target_speed: float) -> tuple[Array, Array
         is_better = trial_speed < speed[active]
         improved = active[is_better]
         is_stalled = is_better & (trial_speed > (1 - 1e-9) * speed[active])
-        s[improved], residual[improved], speed[improved] = (
-            trial[is_better],
-            trial_residual[is_better],
-            trial_speed[is_better],
-        )
+        s[improved] = trial[is_better]
+        residual[improved] = trial_residual[is_better]
+        speed[improved] = trial_speed[is_better]
         damping[active] = np.where(is_better, np.maximum(damping[active] / 5, 1e-12), damping[active] * 4)
         is_done = (speed[active] <= target_speed * 1e-6) | (damping[active] > 1e8) | is_stalled
         active = active[~is_done]

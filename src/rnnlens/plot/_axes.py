@@ -181,10 +181,8 @@ def mark_below(ax: Any, x: Numbers, values: Numbers, colour: Any = "0.3") -> Non
     if not any(text.get_gid() == "below" for text in ax.texts):
         middle = float(below_x.mean())
         middle_share = (middle - limits[0]) / (limits[1] - limits[0])
-        alignment, transform = (
-            "left" if middle_share < 0.2 else "right" if middle_share > 0.8 else "center",
-            ax.get_xaxis_transform(),
-        )
+        alignment = "left" if middle_share < 0.2 else "right" if middle_share > 0.8 else "center"
+        transform = ax.get_xaxis_transform()
         text = f"below {short_number(floor)}"
         write_text(ax, text, (middle, 0), (0, 4), over=transform, ha=alignment, va="bottom", color=colour, gid="below")
 

@@ -99,11 +99,9 @@ def _mask_of(mask: Any, array: xr.DataArray) -> Numbers:
 def _draw_row(axes: list[Any], gate: xr.DataArray, name: str, keywords: dict[str, Any]) -> None:
     """Draw activity over time, map of units by time, and saturation of one gate in a row of panels."""
     activity_ax, map_ax, saturation_ax = axes
-    values, steps, is_real = (
-        _data.numpy_by_sample(gate, TIME),
-        _data.positions(gate, TIME),
-        _samples.real_step_mask(gate),
-    )
+    values = _data.numpy_by_sample(gate, TIME)
+    steps = _data.positions(gate, TIME)
+    is_real = _samples.real_step_mask(gate)
     real_mask = None if is_real.all() else is_real[:, :, None]
     is_padding = ~is_real.any(axis=0)
     mean = (values.mean(axis=0) if real_mask is None else masked_mean(values, real_mask, axis=0)).T

@@ -273,10 +273,8 @@ def _kept_and_measured(
             dim: direction_index for dim in (DIRECTION, f"in_{DIRECTION}") if dim in jacobian_array.dims
         }
         jacobian_array = jacobian_array.isel(direction_selection)
-    gate_values, is_real = (
-        _data.numpy_by_sample(gates.sel({GATE: keeping_gate}), TIME),
-        _samples.real_step_mask(gates),
-    )
+    gate_values = _data.numpy_by_sample(gates.sel({GATE: keeping_gate}), TIME)
+    is_real = _samples.real_step_mask(gates)
     recurrence_order = slice(None, None, -1) if is_backward else slice(None)
     products = kept_by_gates(gate_values[:, recurrence_order], is_real[:, recurrence_order])[:, recurrence_order]
     source_dims = [str(d) for d in jacobian_array.dims if d not in (SAMPLE, OUT_TIME, OUT_UNIT)]

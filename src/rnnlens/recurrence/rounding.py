@@ -112,10 +112,8 @@ def perturbed_replay(run: Replay) -> Replay:
 
     In a recurrence that amplifies small differences, this trajectory deviates as any second run does.
     """
-    perturb, start = (
-        rounding_perturbation(run.xp),
-        tuple(map(rounding_perturbation(run.xp), run.start_states or run.initial_state)),
-    )
+    perturb = rounding_perturbation(run.xp)
+    start = tuple(map(rounding_perturbation(run.xp), run.start_states or run.initial_state))
     scales = Scales(run.input_scale, run.state_scale)
     rerun = replay(run.cell, perturb(run.input), start, mask=run.mask, order=run.order, scales=scales)
     record = None if rerun.record is None else rerun.record._replace(gates=perturb(rerun.record.gates))

@@ -94,10 +94,8 @@ class SequenceCell:
     def sweep_size(self) -> int:
         """Number of values that a sweep keeps for one cotangent: states of a chunk, gradients of the coefficients."""
         samples, steps, *axes = self.shape
-        state_values, coefficient_values = (
-            samples * min(CHUNK, steps) * prod(axes),
-            sum(prod(array.shape) for array in self.parts.values()),
-        )
+        state_values = samples * min(CHUNK, steps) * prod(axes)
+        coefficient_values = sum(prod(array.shape) for array in self.parts.values())
         return 8 * state_values + 2 * int(coefficient_values)
 
     @property

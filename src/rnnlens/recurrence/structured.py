@@ -180,10 +180,8 @@ class ComplexDiagonal:
 
     def with_mask(self, mask: Array) -> ComplexDiagonal:
         """Return a copy in which A_t is the identity, 1 + 0i, at masked steps."""
-        real, imaginary = (
-            _fill_masked(self.work, mask, self.real, 1.0),
-            _fill_masked(self.work, mask, self.imaginary, 0.0),
-        )
+        real = _fill_masked(self.work, mask, self.real, 1.0)
+        imaginary = _fill_masked(self.work, mask, self.imaginary, 0.0)
         return ComplexDiagonal(self.work, real, imaginary)
 
     def pull(self, rows: Array, out: Array) -> None:

@@ -254,10 +254,8 @@ def picture(url: str, id: str, scale: Scale, axes: ImageAxes, *, palette: str, l
     axis_title = Markup('<text class="axis" transform="translate(13 {}) rotate(-90)" text-anchor="middle">{}</text>')
     elements.append(axis_title.format((TOP + bottom) / 2, axes.y))
     if axes.columns:
-        column_width, column_label = (
-            _PLOT / len(axes.columns),
-            Markup('<text x="{:.1f}" y="{}" text-anchor="middle">{}</text>'),
-        )
+        column_width = _PLOT / len(axes.columns)
+        column_label = Markup('<text x="{:.1f}" y="{}" text-anchor="middle">{}</text>')
         for column, text in enumerate(axes.columns):
             elements.append(
                 column_label.format(LEFT + (column + 0.5) * column_width, bottom + 14 + column % 2 * 13, text)

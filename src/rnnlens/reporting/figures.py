@@ -218,10 +218,8 @@ def _encode_map(
     padded = None
     if mask is not None:
         sample_mask = mask[sample : sample + 1]
-        sample_values, padded = (
-            np.where(sample_mask[:, :, None], sample_values, 0.0),
-            merge_steps(sample_mask, bin_width)[0] == 0,
-        )
+        sample_values = np.where(sample_mask[:, :, None], sample_values, 0.0)
+        padded = merge_steps(sample_mask, bin_width)[0] == 0
     table = merge_steps(
         np.abs(sample_values) if palette == "size" else sample_values, bin_width, as_rms=palette == "size"
     )[0].T

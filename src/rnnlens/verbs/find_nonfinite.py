@@ -49,10 +49,8 @@ def backward_origins(observed: ObservedRun) -> Iterator[Origin]:
                 else observed.first_nonfinite(Port("output", plain_call.layer), "output_grad", grad)
             )
             if nonfinite is not None and grad is not None:
-                cause, output = (
-                    _gradient_source(plain_call.layer, layer_above, is_recurrent),
-                    to_host(plain_call.output),
-                )
+                cause = _gradient_source(plain_call.layer, layer_above, is_recurrent)
+                output = to_host(plain_call.output)
                 if output.shape == grad.shape:
                     position = tuple(np.argwhere(~np.isfinite(grad))[0])
                     cause += f", where the output is {float(output[position]):.3g}"

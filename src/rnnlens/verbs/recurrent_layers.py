@@ -126,10 +126,8 @@ def _split_output_gradient(
     step_cotangents = output_grad
     if not call.returns_sequences:  # (sample, unit) becomes (sample, time, unit), zero except at the last step that ran
         shape = (output_grad.shape[0], run.input.shape[1], *output_grad.shape[1:])
-        step_cotangents, (*_, last_step) = (
-            run.xp.zeros_like(run.xp.broadcast_to(output_grad[:, None, ...], shape)),
-            run.steps(),
-        )
+        step_cotangents = run.xp.zeros_like(run.xp.broadcast_to(output_grad[:, None, ...], shape))
+        (*_, last_step) = run.steps()
         step_cotangents[:, last_step, ...] = output_grad
     index = call.cell.output_state
     if run.output_is_state:

@@ -392,10 +392,8 @@ class StepRecorder:
         record, t = self._recorder.record, cell_run.steps
         flat = self._keras.tree.flatten(states)
         self._refuse_paths_within(cell_run, output, flat)
-        tapped_by_id, cell_run.early_state = (
-            {} if cell_run.early_state is None else {id(cell_run.early_state[0]): cell_run.early_state[1]},
-            None,
-        )
+        tapped_by_id = {} if cell_run.early_state is None else {id(cell_run.early_state[0]): cell_run.early_state[1]}
+        cell_run.early_state = None
         tapped_by_id |= {
             id(s): record(cell_run.call, f"total/{i}@{t}", s) for i, s in enumerate(flat) if id(s) not in tapped_by_id
         }

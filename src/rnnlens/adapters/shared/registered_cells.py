@@ -34,11 +34,9 @@ class ComposedPullback:
     def __init__(
         self, inner_pullback: Pullback, composed_ports: Mapping[Port, tuple[ComposedWeight, Mapping[str, Port]]]
     ) -> None:
-        self._inner_pullback, self._composed_ports, self.outputs = (
-            inner_pullback,
-            composed_ports,
-            inner_pullback.outputs,
-        )
+        self._inner_pullback = inner_pullback
+        self._composed_ports = composed_ports
+        self.outputs = inner_pullback.outputs
         self.values: Mapping[Port, Array] = dict(inner_pullback.values) | {
             port: weight.registration.arrays({n: inner_pullback.values[p] for n, p in ports.items()})[weight.name]
             for port, (weight, ports) in composed_ports.items()

@@ -179,11 +179,9 @@ def _lstm_output_steps(
 ) -> Iterator[Match]:
     """Yield LSTM steps with these gates and cell state, one for each tensor that may be the new h."""
     i, f, g, o = gates
-    affines, peepholes, biases = (
-        [_gate_map(v) for v in gates],
-        _peephole_weights(gates, previous_cell, new_cell),
-        _bias_weights(gates),
-    )
+    affines = [_gate_map(v) for v in gates]
+    peepholes = _peephole_weights(gates, previous_cell, new_cell)
+    biases = _bias_weights(gates)
     hidden_value = probe.find_value(o.numbers * apply_activation(g.activation, new_cell.numbers))
     products = _lstm_class(affines, source, state)
     if hidden_value is None or peepholes is None or biases is None or products is None:

@@ -58,10 +58,8 @@ class LoopAnalysis:
         #: Loop variable of each pair, and its columns there (None for all).
         self.pair_owners: list[tuple[LoopVariable, tuple[int, int] | None]] = []
         for variable in self.states:
-            old_value, new_value = (
-                self.probe.value_of(variable.previous_value),
-                self.probe.value_of(self.new_values[id(variable)]),
-            )
+            old_value = self.probe.value_of(variable.previous_value)
+            new_value = self.probe.value_of(self.new_values[id(variable)])
             widths = _state_widths(self.new_values[id(variable)], frame.outer)
             for start, stop in pairwise([0, *accumulate(widths)]) if len(widths) > 1 else [(0, old_value.width)]:
                 self.state_pairs.append((old_value.columns(start, stop).key, new_value.columns(start, stop).key))
@@ -186,10 +184,8 @@ def stacked_output(analysis: LoopAnalysis, hidden_key: Key) -> Output | None:
         return None
     condition, if_true, if_false = value.op.inputs
     inverted = probe.value_of(if_false).key == hidden_key
-    mask, masked_value = (
-        mask_of(condition, analysis.frame, analysis.reads),
-        value_source(if_true if inverted else if_false, outer),
-    )
+    mask = mask_of(condition, analysis.frame, analysis.reads)
+    masked_value = value_source(if_true if inverted else if_false, outer)
     selects_hidden = inverted or probe.value_of(if_true).key == hidden_key
     if not selects_hidden or mask is None or mask.inverted != inverted or not mask.agrees(analysis.mask):
         return None

@@ -41,12 +41,10 @@ class Copier:
         *,
         in_branch: bool = False,
     ) -> None:
-        self._copies, self._outer, self._substitute_outside, self._in_branch = (
-            dict(substitutes),
-            outer,
-            substitute_outside,
-            in_branch,
-        )
+        self._copies = dict(substitutes)
+        self._outer = outer
+        self._substitute_outside = substitute_outside
+        self._in_branch = in_branch
         #: Names of the operations that drew random numbers.
         self.random_names: set[str] = set()
 

@@ -92,10 +92,8 @@ def _loss_terms(net: Net, batch: Batch, outputs: Sequence[Any], count: int) -> l
     is_compiled = batch.loss is None
     loss_weights = keras_names.scales if is_compiled and keras_names.scales != () else [1.0] * len(outputs)
     if loss_weights is None:
-        problem, hint = (
-            "loss_weights of a compiled model are tensors, and samples are weighed.",
-            "loss_weights of numbers",
-        )
+        problem = "loss_weights of a compiled model are tensors, and samples are weighed."
+        hint = "loss_weights of numbers"
         raise UnsupportedError(problem, hint=hint)
     masks = [*keras_names.masks, *[None] * len(outputs)]
     losses = keras_names.loss if is_compiled else batch.loss

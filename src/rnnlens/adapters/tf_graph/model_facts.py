@@ -129,12 +129,10 @@ def select_layers(opened: OpenNet, request: CaptureRequest) -> tuple[list[Loop],
 
     If not all layers have to run, those that cannot be captured, or that have no output, are left out.
     """
-    loop_names, layers, refusal_by_layer, notes = (
-        [loop.name for loop in opened.loops],
-        layers_of(opened),
-        refusals(opened),
-        list[str](),
-    )
+    loop_names = [loop.name for loop in opened.loops]
+    layers = layers_of(opened)
+    refusal_by_layer = refusals(opened)
+    notes = list[str]()
     call_requests = []  # of the node name of a call, such as rnn#0, and the name that was requested
     for name in request.layers or ():
         calls = [loop.name for loop in opened.loops if loop.layer == name]

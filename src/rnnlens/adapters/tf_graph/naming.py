@@ -72,10 +72,8 @@ class KerasNames:
         """Return the reason for each recurrent layer that cannot be captured, by name; unused layers are left out."""
         found_layers = {loop.layer for loop in loops}
         recognised_layers = found_layers - {loop.layer for loop in loops if loop.cell.cell is None}
-        uncalled, cell_variables = (
-            self.uncalled_layers(used_variables),
-            defaultdict[tuple[str, str], set[frozenset[str]]](set),
-        )
+        uncalled = self.uncalled_layers(used_variables)
+        cell_variables = defaultdict[tuple[str, str], set[frozenset[str]]](set)
         for loop in loops:
             cell_variables[loop.layer, loop.direction].add(loop.cell.variables)
         stacked_layers = {layer for (layer, _), variable_sets in cell_variables.items() if len(variable_sets) > 1}

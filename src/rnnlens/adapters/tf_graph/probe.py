@@ -328,10 +328,8 @@ class Probe:
                 (part.key, part_block.variable, part_block.rows, convolution), *part_block.columns
             )
             self.by_key.setdefault(part.key, part)
-            total, row_offset = (
-                _add_values(total, ProbedValue(numbers, Affine({part.key: part_block}))),
-                row_offset + part.width,
-            )
+            total = _add_values(total, ProbedValue(numbers, Affine({part.key: part_block})))
+            row_offset = row_offset + part.width
         return total
 
     def _clipped_value(self, value: ProbedValue, low: float | None, high: float | None) -> ProbedValue | None:

@@ -141,10 +141,8 @@ class _BackwardPass:
             self.gradients = add_pullback(
                 graph, list(values.values()), sources, list(self.cotangents.values()), stop_tensors
             )
-        new_operations, cotangent_refs = (
-            set(graph.get_operations()) - old_operations,
-            {tensor.ref() for tensor in self.cotangents.values()},
-        )
+        new_operations = set(graph.get_operations()) - old_operations
+        cotangent_refs = {tensor.ref() for tensor in self.cotangents.values()}
         read_tensors: dict[Any, Any] = {}
         for op in new_operations:
             read_tensors |= {

@@ -161,10 +161,8 @@ class _LoopSplitter:
         keep_condition = None if analysis.condition is None else (analysis.condition[0], not analysis.condition[1])
         outer_steps = {key: recorder.steps[key] for key in sources}
         recorder.steps |= sources
-        output_tensors, state_updates = (
-            [] if output is None else [output],
-            list(zip(start_values, new_states, strict=True)),
-        )
+        output_tensors = [] if output is None else [output]
+        state_updates = list(zip(start_values, new_states, strict=True))
         outputs, steps, final_states = recorder.run(output_tensors, state_updates, substitutes, keep_condition)
         recorder.steps |= outer_steps
         loop = Loop(
@@ -254,10 +252,8 @@ class _LoopSplitter:
     def _unknown_cell_loop(self, reason: str) -> Loop:
         """Return one loop of a cell of unknown equations, with all states and with the loop's body as its step."""
         analysis, recorder = self.analysis, self.recorder
-        new_states, previous_states = (
-            [analysis.new_values[id(v)] for v in analysis.states],
-            [v.previous_value for v in analysis.states],
-        )
+        new_states = [analysis.new_values[id(v)] for v in analysis.states]
+        previous_states = [v.previous_value for v in analysis.states]
         writes = [
             w for w in analysis.writes if w.sequence is not None and w.variable.is_read and w.value.dtype.is_floating
         ]
@@ -268,10 +264,8 @@ class _LoopSplitter:
         sample_counts = {t.shape.as_list()[0] for t in (*previous_states, *step_inputs) if t.shape.rank}
         if not all(map(_is_row, previous_states)) or len(sample_counts - {None}) > 1:
             raise CannotRecordError("a state that is not (sample, unit)")
-        ranks, spaces = (
-            {t.shape.rank for t in (*previous_states, *step_inputs, output)},
-            {tuple(t.shape.as_list()[1:-1]) for t in step_inputs},
-        )
+        ranks = {t.shape.rank for t in (*previous_states, *step_inputs, output)}
+        spaces = {tuple(t.shape.as_list()[1:-1]) for t in step_inputs}
         if len(ranks) > 1 or len(spaces) > 1:
             raise CannotRecordError("images beside vectors, or inputs of several sizes")
         step = StepGraph(step_inputs, previous_states, output, new_states, analysis.frame.outer)
@@ -288,10 +282,8 @@ class _LoopSplitter:
         cell = LoopCell(
             name, int(previous_states[0].shape[-1]), body=step, unknown_reason=reason or unknown_reason(analysis)
         )
-        start_values, substitutes = (
-            [self.start_values[id(v)] for v in analysis.states],
-            {id(t): [i] for i, t in enumerate(previous_states)},
-        )
+        start_values = [self.start_values[id(v)] for v in analysis.states]
+        substitutes = {id(t): [i] for i, t in enumerate(previous_states)}
         sources, names = dict(zip(map(id, step_inputs), input_parts, strict=True)), (analysis.frame.name, step.scope)
         loop, _, final_states = self._record_cell(
             cell, names, sources, tap, (start_values, new_states, substitutes), output

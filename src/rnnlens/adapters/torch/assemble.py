@@ -304,11 +304,9 @@ class Assembler:
 
     def _call(self, recurrence: Recurrence, layer: int, name: str, direction: int) -> RecurrentCall:
         owner, first_call = recurrence.owner, recurrence.calls[0]
-        direction_name, bidirectional, states = (
-            ("forward", "backward")[direction],
-            owner.directions > 1,
-            first_call.layer_records[layer].initial,
-        )
+        direction_name = ("forward", "backward")[direction]
+        bidirectional = owner.directions > 1
+        states = first_call.layer_records[layer].initial
         weights_key, cell = self._cell(
             recurrence, layer, f"{name}/{direction_name}" if bidirectional else name, direction
         )
@@ -340,10 +338,8 @@ class Assembler:
                 _copied_sequence(recurrence, lambda call_record, i=i: call_record.layer_records[layer].initial[i])  # type: ignore[misc]
                 for i in range(len(states))
             )
-            call.reset, call.resets_only = (
-                _reset_mask(recurrence),
-                not any(call_record.mixes_states for call_record in recurrence.calls),
-            )
+            call.reset = _reset_mask(recurrence)
+            call.resets_only = not any(call_record.mixes_states for call_record in recurrence.calls)
         dtype = owner.autocast or first_call.layer_records[layer].output.dtype
         if dtype in (torch.bfloat16, torch.float16):
             call.compute_dtype = str(dtype).removeprefix("torch.")

@@ -255,10 +255,8 @@ def _find_times(
     for sequence in (sequence for sequence in _step_sequences(probe.calls) if sequence.steps > 1):
         input_gradients = probe.nonzero_gradients(sequence.input_patterns(_step_patterns(sequence.steps)))
         for port, port_axes in moving_axes.items():
-            axes, is_below = (
-                _other_axes(tuple(probe.values[port].shape), sample_axes.get(port)),
-                port in input_gradients,
-            )
+            axes = _other_axes(tuple(probe.values[port].shape), sample_axes.get(port))
+            is_below = port in input_gradients
             supports = (
                 (
                     place,
@@ -426,11 +424,9 @@ def _is_shifted(first: Values, second: Values) -> bool:
 
 def _layout(port: Port, known_axes: _KnownAxes) -> Layout:
     shape, count = known_axes.shapes[port], known_axes.sample_count
-    sample_axis, time_axis, is_coupled = (
-        known_axes.sample_axes.get(port),
-        known_axes.time_axes.get(port),
-        port in known_axes.coupled_ports,
-    )
+    sample_axis = known_axes.sample_axes.get(port)
+    time_axis = known_axes.time_axes.get(port)
+    is_coupled = port in known_axes.coupled_ports
     if sample_axis is None and is_coupled:
         sized_axes = [
             axis for axis, size in enumerate(shape) if size == count and (time_axis is None or axis != time_axis.axis)

@@ -232,11 +232,9 @@ def _run_cell(
 ) -> Any:
     """Run and record one call of a single cell; its weights are in torch's order, without or with biases."""
     user_initial = as_tuple(state)
-    last_call, continuation, start_states = (
-        recorder.last_call(owner),
-        recorder.find_continuation(owner, user_initial),
-        user_initial,
-    )
+    last_call = recorder.last_call(owner)
+    continuation = recorder.find_continuation(owner, user_initial)
+    start_states = user_initial
     if continuation is None and owner.name in recorder.initial_state and not _continues_last(last_call, user_initial):
         start_states = recorder.user_initial_states(owner.name, user_initial)
     initial = recorder.start_states(start_states, continuation)

@@ -124,12 +124,10 @@ class EnteredCall:
 
     def arguments(self) -> Arguments:
         """Return a function that puts other tensors in place of a call's input and states; it refers to no tensor."""
-        constants, input_positions, state_positions, spec = (
-            self._constants,
-            self._input_positions,
-            self._state_positions,
-            self._spec,
-        )
+        constants = self._constants
+        input_positions = self._input_positions
+        state_positions = self._state_positions
+        spec = self._spec
 
         def rebuild(x: Tensor, state: Sequence[Tensor]) -> Any:
             tensors = dict.fromkeys(input_positions, x) | dict(zip(state_positions, state, strict=True))

@@ -137,10 +137,8 @@ class TorchPullback:
         chunk_size = max(1, BUDGET // max(4 * size + 4 * self._scan_sweep_size, 1))
         chunk_grads: list[Sequence[Tensor | None]] = []
         for offset in range(0, cotangent_count, chunk_size):
-            starts, chunk = (
-                [s for s, _ in start_cotangents],
-                [c[offset : offset + chunk_size] for _, c in start_cotangents],
-            )
+            starts = [s for s, _ in start_cotangents]
+            chunk = [c[offset : offset + chunk_size] for _, c in start_cotangents]
             chunk_grads.append(self._pull_many(starts, sources, chunk))
         return [None if chunks[0] is None else torch.cat(chunks) for chunks in zip(*chunk_grads, strict=True)]
 

@@ -131,10 +131,8 @@ def layer_weights(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, LayerWe
     for path, module in modules:
         registration = registered(module)
         if registration is not None:
-            cell, is_trainable = (
-                build_cell(module, registration),
-                all(parameter.requires_grad for parameter in module.parameters()),
-            )
+            cell = build_cell(module, registration)
+            is_trainable = all(parameter.requires_grad for parameter in module.parameters())
             result[path] = LayerWeights(cell.weights(), dict.fromkeys(cell.weights(), is_trainable), {"forward": cell})
             registered_paths = (*registered_paths, f"{path}.")
             continue

@@ -310,10 +310,8 @@ class Cell:
             return array[:, None]
 
         record = run.known_record.map(lambda array: with_row_axis(array[:, t]))
-        states_before, states_after = (
-            [with_row_axis(s) for s in run.state_before(t)],
-            [with_row_axis(s[:, t]) for s in run.states],
-        )
+        states_before = [with_row_axis(s) for s in run.state_before(t)]
+        states_after = [with_row_axis(s[:, t]) for s in run.states]
         return list(self.pull_back(record, states_before, states_after, rows, run.state_scale, run.xp)[1])
 
     def map_at(self, x: Array, xp: Namespace) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:

@@ -268,11 +268,9 @@ def gru_tensorflow1(
         def find_weight(prefix: str, kind: str) -> Any:
             return next(named[f"{prefix}{sep}{kind}"] for sep in "/._" if f"{prefix}{sep}{kind}" in named)
 
-        gate_kernel, candidate_kernel, bias = (
-            find_weight(gates, "kernel"),
-            find_weight(candidate, "kernel"),
-            find_weight(gates, "bias"),
-        )
+        gate_kernel = find_weight(gates, "kernel")
+        candidate_kernel = find_weight(candidate, "kernel")
+        bias = find_weight(gates, "bias")
         xp, features = array_namespace(gate_kernel), gate_kernel.shape[0] - units
         kernels = xp.concat([gate_kernel[:, units:], gate_kernel[:, :units], candidate_kernel], axis=-1)
         biases = xp.concat([bias[units:], bias[:units], find_weight(candidate, "bias")], axis=-1)

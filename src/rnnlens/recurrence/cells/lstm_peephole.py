@@ -120,11 +120,9 @@ class PeepholeLSTM(Cell):
         """Return the gradients of the recurrent kernel, the peepholes and the projection."""
         grads, xp = recurrent_kernel_gradient(self, run, result, how, times), run.xp
         assert result.gate_grad is not None
-        dz, cell_before, cell_after = (
-            result.gate_grad[:, times, ...],
-            run.before(1)[:, times, :],
-            run.states[1][:, times, :],
-        )
+        dz = result.gate_grad[:, times, ...]
+        cell_before = run.before(1)[:, times, :]
+        cell_after = run.states[1][:, times, :]
         for name, gate, cell_state in (
             ("input", 0, cell_before),
             ("forget", 1, cell_before),

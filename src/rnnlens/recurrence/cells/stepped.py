@@ -164,10 +164,8 @@ class StepCellSystem(TrajectorySystem):
         """
         run, xp, index = self.run, self.run.xp, (samples, slice(first_step, stop))
         x = run.input[index]
-        leading_shape, states_before = (
-            x.shape[:2],
-            [xp.reshape(s[index], (-1, s.shape[-1])) for s in run.states_before()],
-        )
+        leading_shape = x.shape[:2]
+        states_before = [xp.reshape(s[index], (-1, s.shape[-1])) for s in run.states_before()]
         x, cell = xp.reshape(x, (-1, x.shape[-1])), self.cell
         sizes = (*(int(s.shape[-1]) for s in run.states), int(cell.output_size))
         rows = []

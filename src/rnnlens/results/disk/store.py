@@ -282,10 +282,8 @@ def _declared_sizes(root: Path, key: str, expected_digest: str | None, memory: i
     if min([1, *shape]) < 0 or min([1, *chunks]) < 1 or metadata.get("dimension_separator", ".") != ".":
         raise damaged_file_error(root, f"{key}: a shape of {shape} in chunks of {chunks}")
     itemsize = LABEL_BYTES if is_text else dtype.itemsize
-    chunk, count = (
-        math.prod(chunks) * itemsize,
-        math.prod(-(-length // chunk_length) for length, chunk_length in axis_chunks),
-    )
+    chunk = math.prod(chunks) * itemsize
+    count = math.prod(-(-length // chunk_length) for length, chunk_length in axis_chunks)
     return DeclaredSizes(math.prod(shape) * itemsize, chunk, count, compressor, memory if is_text else chunk)
 
 

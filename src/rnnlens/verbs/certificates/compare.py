@@ -35,12 +35,10 @@ from ..request import ModelRequest
 T = TypeVar("T")
 
 #: Names of comparisons.
-LOSS, OUTPUTS, INPUTS, WEIGHTS = (
-    "reference loss",
-    "reference outputs",
-    "reference input gradient",
-    "reference weight gradients",
-)
+LOSS = "reference loss"
+OUTPUTS = "reference outputs"
+INPUTS = "reference input gradient"
+WEIGHTS = "reference weight gradients"
 #: What is not compared of a layer whose weights an adapter does not find in its framework (`Adapter.weight_location`).
 UNPLACED = "weights of {}, which the adapter does not find among those of the framework"
 LAYER_INPUT, INITIAL = "reference layer input gradient", "reference initial state gradient"

@@ -366,10 +366,8 @@ def weight_sums(layer: LabelledLayer, call: RecurrentCall, samples: slice) -> di
         or layer.coords[GATE].dtype.kind not in "UO"
     ):
         return None
-    dz, x = (
-        _variable_of_direction(layer, "gate_grad", call)[samples],
-        _variable_of_direction(layer, "input", call)[samples],
-    )
+    dz = _variable_of_direction(layer, "gate_grad", call)[samples]
+    x = _variable_of_direction(layer, "input", call)[samples]
     has_received = call.start_states is not None
     previous_states = _variable_of_direction(layer, "previous_hidden" if has_received else "hidden", call)[samples]
     if not has_received:  # the states after each step, shifted by one in the direction of the recurrence

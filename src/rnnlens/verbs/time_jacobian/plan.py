@@ -61,10 +61,8 @@ class DirectRoute:
         """Return the number of active rows at each step of a reverse sweep, in the order of the sweep."""
         run, ends = self.replayed.run, self.ends
         position = {t: i for i, t in enumerate(run.steps())}
-        out_positions, in_positions = (
-            sorted(position[t] for t in self.times),
-            [position.get(t, -1) for t in self.in_times],
-        )
+        out_positions = sorted(position[t] for t in self.times)
+        in_positions = [position.get(t, -1) for t in self.in_times]
         steps = np.arange(max(min(in_positions), 0), out_positions[-1] + 1)
         counts: np.ndarray[Any, Any] = ends.rows * (len(out_positions) - np.searchsorted(out_positions, steps))
         return counts[::-1]
@@ -78,10 +76,8 @@ class DirectRoute:
         if mode == "reverse":
             return reverse_flops(system, self.active_rows(), self.below is not None)
         position = {t: i for i, t in enumerate(run.steps())}
-        last_position, in_positions = (
-            max(position[t] for t in self.times),
-            sorted(position.get(t, -1) for t in self.in_times),
-        )
+        last_position = max(position[t] for t in self.times)
+        in_positions = sorted(position.get(t, -1) for t in self.in_times)
         active_rows = ends.wrt.size * np.searchsorted(in_positions, np.arange(in_positions[0] + 1, last_position + 1))
         return forward_flops(system, int(active_rows.sum()), 0 if self.readout is None else ends.rows)
 
