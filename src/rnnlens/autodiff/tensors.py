@@ -163,7 +163,7 @@ class DaskOnceImported:
 
 
 def keep_dask_out(pycompat: Any, utils: Any) -> None:
-    """Keep xarray from importing Dask with the first array that it makes: it then looks only at imported modules.
+    """Patch xarray so that it does not import Dask when it creates its first array, unless Dask is imported already.
 
     Nothing can be a dask array before Dask is imported, so the answer is the same. ``pycompat`` and ``utils`` are
     modules of xarray; nothing is done if this xarray looks for Dask in another way.

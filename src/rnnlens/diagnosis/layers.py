@@ -305,7 +305,10 @@ def _state_moments(states: Array) -> Array:
 
 
 def _state_spread(moments: Array) -> Array:
-    """Return the standard deviation of each number of the state, at least 1e-3 of the median one."""
+    """Return the standard deviation of each state entry from ``moments``: count, sum and sum of squares.
+
+    Each is at least 1e-3 of the median standard deviation.
+    """
     count, total, squares = np.maximum(moments[0], 1), moments[1], moments[2]
     spread = np.sqrt(np.maximum(squares / count - (total / count) ** 2, 0.0))
     return np.maximum(spread, 1e-3 * (float(np.median(spread)) or 1.0))

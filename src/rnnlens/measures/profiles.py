@@ -215,9 +215,10 @@ def carriers(values: Array, share: float = 0.5) -> float:
 
 
 def far_out(values: Array) -> int | None:
-    """Return the index of the value farthest outside the quartiles, if it is more than three times their distance away.
+    """Return the index of the one value farthest beyond the quartiles, or None if no value is far out.
 
-    The result is None if no value is that far away, or if fewer than four values are finite.
+    A value is far out if it is more than three interquartile ranges below the lower or above the upper quartile. The
+    result is also None if fewer than four values are finite.
 
     References
     ----------

@@ -97,7 +97,7 @@ def _mask_of(mask: Any, array: xr.DataArray) -> Numbers:
 
 
 def _draw_row(axes: list[Any], gate: xr.DataArray, name: str, keywords: dict[str, Any]) -> None:
-    """Draw activity over time, map of units by time, and saturation of one gate in a row of panels."""
+    """Draw one gate in a row of three axes: its mean over time, a heatmap (unit, time), and saturation of each unit."""
     activity_ax, map_ax, saturation_ax = axes
     values = _data.numpy_by_sample(gate, TIME)
     steps = _data.positions(gate, TIME)

@@ -289,7 +289,7 @@ def _track_sizes(moment: Moment) -> list[tuple[str, int, int, int]]:
 
 
 def _token_texts(report_samples: ReportSamples, sample_positions: Sequence[int], tokens: Any) -> list[list[str]] | None:
-    """Return the text of each step of each sample with integer inputs: by ``tokens``, or the number itself."""
+    """Return the input of each sample and step as text: ``tokens`` of the integer, or the integer; None for floats."""
     if report_samples.count is None:
         return None
     leaf = np.asarray(data.leaves_of(report_samples.x)[0])

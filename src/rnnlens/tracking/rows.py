@@ -117,7 +117,7 @@ class Rows:
         self._trim(self._count)
 
     def _trim(self, count: int) -> None:
-        """Cut off incomplete rows of a killed process, and rows allocated in advance."""
+        """Shorten all arrays to ``count`` records: incomplete rows and rows allocated in advance are deleted."""
         for array in self._arrays.values():
             if array.shape[0] > count:
                 array.resize((count, *array.shape[1:]))

@@ -270,7 +270,7 @@ def _may_be_masked(model: Any) -> bool:
 
 
 def _has_own_losses(model: Any) -> bool:
-    """Return whether weight or activity regularisers add to the loss."""
+    """Return whether a Keras model has regularisers, of weights or activity, that add to its loss."""
     regularised = bool(dialect_of(model).regularizers(model))
     return regularised or any(layer.activity_regularizer is not None for layer in model._flatten_layers())
 

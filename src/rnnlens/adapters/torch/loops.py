@@ -123,7 +123,7 @@ class EnteredCall:
         self.continuation: Continuation | None = None
 
     def arguments(self) -> Arguments:
-        """Return a function that puts other tensors in place of a call's input and states; it refers to no tensor."""
+        """Return a function (x, states) that rebuilds a cell call's arguments with these; it keeps no tensor alive."""
         constants = self._constants
         input_positions = self._input_positions
         state_positions = self._state_positions

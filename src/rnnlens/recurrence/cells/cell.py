@@ -146,7 +146,7 @@ class Cell:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of the states of this instance."""
+        """Names of the cell's states in order, such as ``hidden`` and ``cell``."""
         return self.states
 
     @property

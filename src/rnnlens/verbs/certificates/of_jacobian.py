@@ -204,7 +204,10 @@ def _claim_through_model(request: JacobianRequest, plan: JacobianPlan) -> Jacobi
 
 
 def certify(request: JacobianRequest, claim: JacobianClaim | Certificate) -> Certificate:
-    """Compare a claim on a requested Jacobian with the gradient at the model's input in a reference run."""
+    """Certify a time Jacobian: compare u^T J of random signs u with what the framework pulls back to the model's input.
+
+    ``claim`` is that product, as rnnlens computed it, or a finished certificate.
+    """
     if isinstance(claim, Certificate):
         return claim
     certificate = _compare_claim(claim)
@@ -240,7 +243,10 @@ def _compare_claim(claim: JacobianClaim) -> Certificate:
 
 
 def _reference_attempt(claim: JacobianClaim) -> tuple[ReferenceRun | None, str]:
-    """Return the run of the user's model in which the cotangent is pulled back, and "", or None and the reason."""
+    """Pull the claim's cotangent back through the user's model by its framework.
+
+    Return that reference run and "", or None and the reason for its failure.
+    """
     request = claim.request
     if claim.run is not None:
         return claim.run, ""
