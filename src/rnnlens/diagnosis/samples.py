@@ -26,7 +26,7 @@ class Orientation:
 
     Parameters
     ----------
-    given
+    layouts
         Layouts declared by the user, by the name of a tensor or ``"y"``.
     """
 

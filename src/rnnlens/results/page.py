@@ -40,7 +40,7 @@ class Profile:
     ----------
     label
         Name of the curve, such as ``"|dL/dh_t|"``.
-    over
+    axis_label
         Name of the horizontal axis: ``"time step"``, ``"lag"``, ``"training step"``.
     peak
         Largest value before the curve was divided by it.

@@ -222,7 +222,7 @@ def _final_boundary(recurrence: Recurrence, index: int) -> PortTensors:
 def read_boundary(recurrence: Recurrence, layer: int, index: int, *, with_last: bool = True) -> PortTensors:
     """Return the port of a layer's state where the user's code receives it, (sample, time, unit), zero elsewhere.
 
-    ``last=False`` leaves out the state after the last call.
+    ``with_last=False`` leaves out the state after the last call.
     """
     calls = recurrence.calls if with_last else recurrence.calls[:-1]
     taps = [call.state_taps[index] for call in calls] + [None] * (len(recurrence.calls) - len(calls))

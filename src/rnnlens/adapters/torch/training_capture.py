@@ -229,11 +229,11 @@ class TrainingCapture:
     Attributes
     ----------
     calls
-        Calls that received a gradient since :meth:`forget`. A forward pass that is not differentiated, as in
+        Calls that received a gradient since :meth:`reset`. A forward pass that is not differentiated, as in
         validation, is not included.
-    backward
+    last_backward_id
         Torch's number of the last backward pass that reached a recorded layer; :data:`NO_PASS` before the first.
-    passes, carried
+    passes, has_earlier_gradients
         Number of backward passes accumulated in ``.grad``; whether ``.grad`` contained gradients from before this step.
     """
 
