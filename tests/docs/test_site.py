@@ -67,4 +67,4 @@ def masked(text: str) -> str:
     """Replace numbers, whose last digits are the machine's."""
     text = re.sub(r"\d[\d.e+-]*", "#", text)
     # Which residual is the largest depends on how the processor rounds.
-    return re.sub(r"\(([\w ]+)(?=: largest residual)|(?<=worst # )\([\w ]+\)", "(a check", text)
+    return re.sub(r"(?<=\()[\w ]+(?=: largest residual)|(?<=worst # \()[\w ]+(?=\))", "a check", text)
