@@ -41,11 +41,11 @@ def grads():
     torch.manual_seed(0)
     model = Broken()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    found = rl.gradients(model, X, of=reasons.TARGET, reduce="sum", wrt=["weights", "input", "spare_gru.hidden"])
+    gradients = rl.gradients(model, X, of=reasons.TARGET, reduce="sum", wrt=["weights", "input", "spare_gru.hidden"])
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]), "an experiment left a weight moved"
         assert parameter.requires_grad == (name != "fixed.weight")
-    return found
+    return gradients
 
 
 @pytest.mark.parametrize(
