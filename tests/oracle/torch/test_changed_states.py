@@ -118,8 +118,8 @@ def autograd_states(model, x, y):
     return stack_steps(before, lambda s: s), stack_steps(after, lambda s: s.detach()), stack_steps(after, gradient)
 
 
-def assert_close(got, expected):
-    np.testing.assert_allclose(np.asarray(got), expected, rtol=0, atol=1e-12 * max(np.abs(expected).max(), 1e-3))
+def assert_close(actual, expected):
+    np.testing.assert_allclose(np.asarray(actual), expected, rtol=0, atol=1e-12 * max(np.abs(expected).max(), 1e-3))
 
 
 @pytest.fixture(autouse=True)

@@ -115,8 +115,8 @@ def test_states_by_the_input_are_those_of_torch(model, mode):
     jacobian = rl.jacobian(model, X, of="cell.hidden", mode=mode)
     assert_close(jacobian.transpose("sample", "out_time", "in_time", "out_unit", "in_feature").values, expected)
     for measure, measure_of in MEASURES.items():
-        measured = rl.jacobian(model, X, of="cell.hidden", measure=measure, mode=mode)
-        assert_close(measured.transpose("sample", "out_time", "in_time").values, measure_of(expected), 1e-8)
+        actual = rl.jacobian(model, X, of="cell.hidden", measure=measure, mode=mode)
+        assert_close(actual.transpose("sample", "out_time", "in_time").values, measure_of(expected), 1e-8)
 
 
 @pytest.mark.parametrize("mode", ["reverse", "forward"])

@@ -95,11 +95,11 @@ def make_case(cell, layers, bidirectional, batch_first, bias, feed, dtype):
     return model, (inputs.to(dtype), *(s.to(dtype) for s in passed_states)), reference, mask
 
 
-def assert_close(got, expected, name, bound):
-    got, expected = np.asarray(got, dtype="float64"), expected.numpy()
-    assert got.shape == expected.shape, name
+def assert_close(actual, expected, name, bound):
+    actual, expected = np.asarray(actual, dtype="float64"), expected.numpy()
+    assert actual.shape == expected.shape, name
     scale = max(np.abs(expected).max(), 1e-12)
-    assert np.abs(got - expected).max() / scale <= bound, name
+    assert np.abs(actual - expected).max() / scale <= bound, name
 
 
 def check_direction(node, expected, gradient, direction, mask, bound):

@@ -216,7 +216,7 @@ def test_states_of_one_layer_beside_a_layer_with_other_samples():
     model, x = Folded().double(), torch.randn(B, 4, F, dtype=torch.float64)
     jacobian = rl.jacobian(model, x, of="sentences.hidden", wrt="sentences.hidden")
     expected = rl.jacobian(model.sentences, model.words(x.reshape(2 * B, 2, F))[1][-1].reshape(B, 2, H).detach(),
-                        of="lstm.hidden", wrt="lstm.hidden")  # fmt: skip
+                           of="lstm.hidden", wrt="lstm.hidden")  # fmt: skip
     assert jacobian.shape == (B, 2, H, 2, H)
     np.testing.assert_allclose(jacobian, expected, atol=1e-14)
     lower = rl.jacobian(model, x, of="words.hidden", wrt="words.hidden")
