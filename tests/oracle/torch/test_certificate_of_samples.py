@@ -168,10 +168,10 @@ def test_a_model_whose_first_axis_cannot_be_cut_is_certified_with_all_samples(mo
 def test_a_loss_that_reads_the_recurrent_weights_directly_passes():
     model, (x, y) = Stacked(), stacked_data()
 
-    def penalised(output, target):
+    def penalised_loss(output, target):
         return functional.mse_loss(output, target) + model.rnn.weight_hh_l0.square().sum()
 
-    certificates = [rl.trace(model, x, y, loss=penalised).certificate for _ in range(2)]
+    certificates = [rl.trace(model, x, y, loss=penalised_loss).certificate for _ in range(2)]
     assert [certificate.state for certificate in certificates] == ["passed"] * 2
     assert any("also uses outside of the layer" in quantity for quantity in certificates[1].uncertified)
 

@@ -110,15 +110,15 @@ def test_the_layer_below_is_not_reached_through_its_output_but_through_its_state
         rl.jacobian(model, x, wrt="lstm.output")
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_roles_of_axes_are_those_found_by_experiment(turned, x):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_roles_of_axes_are_those_found_by_experiment(transposed, x):
     from rnnlens.adapters.protocol import Batch, Port
     from rnnlens.adapters.torch import adapter
 
     class Turned(Reader):
         def forward(self, x):
             y = super().forward(x)
-            return y.transpose(0, 1) if turned else y
+            return y.transpose(0, 1) if transposed else y
 
     model, ports = Turned(lambda output, hidden: output).double(), [Port("output"), Port("output", "inner")]
     with adapter.pullback(model, Batch(x), [Port("output")], [Port("output", "inner")]) as pullback:

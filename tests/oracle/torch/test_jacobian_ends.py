@@ -67,13 +67,13 @@ class Loop(nn.Module):
         for t in range(x.shape[1]):
             y, state = self.step(torch.cat([x[:, t], head_output], 1) if self.feedback else x[:, t], state)
             if self.carried is not None:
-                y, state = self._perturbed(y, state, self.carried[:, t])
+                y, state = self._perturb(y, state, self.carried[:, t])
             outputs.append(y)
             head_output = self.head(y if self.zeros is None else y + self.zeros[:, t])
             heads.append(head_output)
         return torch.stack(outputs, 1), torch.stack(heads, 1)
 
-    def _perturbed(self, y, state, perturbation):
+    def _perturb(self, y, state, perturbation):
         """The first state changed, and the output with it where it is that state."""
         first = state[0] if self.count == 2 else state
         y = y + perturbation if y is first else y

@@ -210,8 +210,8 @@ def test_results_with_resets_are_saved_and_opened(tmp_path):
     trace.save(tmp_path / "trace.nc")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        opened = rl.open(tmp_path / "trace.nc")
-    assert np.array_equal(opened["cell"].hidden.reset, done)
+        reopened = rl.open(tmp_path / "trace.nc")
+    assert np.array_equal(reopened["cell"].hidden.reset, done)
 
 
 @pytest.mark.parametrize("kind", CELLS)

@@ -82,9 +82,9 @@ def test_segments_are_one_recurrence(kind, change, options):
     loss = loss_of(model(x, done, split=True), y)
     states = [step[0] for step in model.step_states]
     grads = torch.autograd.grad(loss, states)
-    compared = [("hidden", states, i) for i in range(layers)]
-    compared.append(("hidden_grad", grads, layers - 1))  # what a lower layer gives to an upper one stays in the kernel
-    for quantity, tensors, layer in compared:
+    checks = [("hidden", states, i) for i in range(layers)]
+    checks.append(("hidden_grad", grads, layers - 1))  # what a lower layer gives to an upper one stays in the kernel
+    for quantity, tensors, layer in checks:
         expected = torch.stack([tensor[layer].detach() for tensor in tensors], 1).numpy()
         actual = trace[list(trace)[layer]][quantity].values
         assert np.abs(actual - expected).max() <= 1e-13 + 1e-12 * np.abs(expected).max()

@@ -90,7 +90,7 @@ def test_every_certificate_passes(name):
     torch.manual_seed(0)
     model, y = MODELS[name](), torch.randn(B, 2)
     x = torch.randn(B, T, model.rnn.input_size)
-    loss = (lambda out, options: mse_loss(out.logits, options)) if name == "dataclass" else mse_loss
+    loss = (lambda out, target: mse_loss(out.logits, target)) if name == "dataclass" else mse_loss
     with rl.options(certify="always"):
         assert rl.trace(model, x, y, loss=loss).certificate.state == "passed"
         assert rl.weights(model, x, y, loss=loss).certificate.state == "passed"

@@ -47,7 +47,7 @@ def test_values_and_gradients_are_torchs(kind, options):
     grads = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
     weights = rl.weights(net, X, Y, loss=nn.functional.mse_loss)
-    by_time = rl.weights(net, X, Y, loss=nn.functional.mse_loss, by_time=True)
+    weights_by_time = rl.weights(net, X, Y, loss=nn.functional.mse_loss, by_time=True)
 
     names = {"kernel": "weight_ih", "recurrent_kernel": "weight_hh"}
     if options["bias"]:
@@ -56,7 +56,7 @@ def test_values_and_gradients_are_torchs(kind, options):
         (0, 1), enumerate(["", "_reverse"][: 1 + options["bidirectional"]])
     ):
         selection = {"direction": direction} if options["bidirectional"] else {}
-        node, steps = weights[f"rnn[{layer}]"], by_time[f"rnn[{layer}]"]
+        node, steps = weights[f"rnn[{layer}]"], weights_by_time[f"rnn[{layer}]"]
         for name, parameter in names.items():
             key = f"rnn.{parameter}_l{layer}{suffix}"
             np.testing.assert_array_equal(
