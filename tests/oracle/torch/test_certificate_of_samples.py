@@ -69,14 +69,14 @@ def stacked_data(samples=SAMPLES):
     return (ids, x), torch.randn(samples, 7, 2)
 
 
-def traced(model, x, y, **options):
+def run_trace(model, x, y, **options):
     return rl.trace(model, x, y, loss=functional.mse_loss, **options)
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 def test_later_traces_compare_other_samples_each_time_and_give_the_same_numbers(layer):
     model, (x, y) = Stacked(layer), stacked_data()
-    first, *later = (traced(model, x, y) for _ in range(6))
+    first, *later = (run_trace(model, x, y) for _ in range(6))
     assert (first.certificate.state, first.certificate.samples) == ("passed", "")
     assert [trace.certificate.state for trace in later] == ["passed"] * 5
     assert len({trace.certificate.samples for trace in later}) > 2
@@ -96,10 +96,10 @@ def test_a_chain_of_library_layers_is_certified_with_a_part_too():
     torch.manual_seed(0)
     model = Chain()
     x, y = torch.randn(SAMPLES, 7, 3), torch.randn(SAMPLES, 7, 2)
-    found = [traced(model, x, y).certificate for _ in range(4)]
-    assert [one.state for one in found] == ["passed"] * 4
-    assert found[0].samples == ""
-    assert all(one.samples for one in found[1:])
+    certificates = [run_trace(model, x, y).certificate for _ in range(4)]
+    assert [certificate.state for certificate in certificates] == ["passed"] * 4
+    assert certificates[0].samples == ""
+    assert all(certificate.samples for certificate in certificates[1:])
 
 
 class WithStates(Chain):
@@ -113,99 +113,103 @@ class WithStates(Chain):
 def test_outputs_without_samples_first_are_left_out_by_name():
     torch.manual_seed(0)
     model, x, y = WithStates(), torch.randn(SAMPLES, 7, 3), torch.randn(SAMPLES, 7, 2)
-    found = [rl.trace(model, x, y, loss=lambda out, y: functional.mse_loss(out[0], y)).certificate for _ in range(3)]
-    assert [one.state for one in found] == ["passed"] * 3
-    assert all("outputs without samples on their first axis" in one.uncertified for one in found[1:])
-    own = [rl.trace(model, x, loss=lambda out: out[0].sum() + out[2]).certificate for _ in range(3)]
-    assert [(one.state, one.samples) for one in own] == [("passed", "")] * 3
+    certificates = [
+        rl.trace(model, x, y, loss=lambda out, y: functional.mse_loss(out[0], y)).certificate for _ in range(3)
+    ]
+    assert [certificate.state for certificate in certificates] == ["passed"] * 3
+    assert all(
+        "outputs without samples on their first axis" in certificate.uncertified for certificate in certificates[1:]
+    )
+    unlabelled = [rl.trace(model, x, loss=lambda out: out[0].sum() + out[2]).certificate for _ in range(3)]
+    assert [(certificate.state, certificate.samples) for certificate in unlabelled] == [("passed", "")] * 3
 
 
 def test_a_later_trace_runs_the_model_twice_the_second_time_on_few_samples():
     model, (x, y) = Stacked(), stacked_data()
-    traced(model, x, y)
+    run_trace(model, x, y)
     sizes = []
     model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
-    traced(model, x, y)
+    run_trace(model, x, y)
     assert sizes == [SAMPLES, 2]
 
 
 def test_all_samples_are_compared_where_it_is_asked_for_and_in_small_batches():
     model, (x, y) = Stacked(), stacked_data()
     with rl.options(certify="always"):
-        assert [traced(model, x, y).certificate.samples for _ in range(3)] == [""] * 3
+        assert [run_trace(model, x, y).certificate.samples for _ in range(3)] == [""] * 3
     model, (x, y) = Stacked(), stacked_data(15)
-    assert [traced(model, x, y).certificate.samples for _ in range(3)] == [""] * 3
+    assert [run_trace(model, x, y).certificate.samples for _ in range(3)] == [""] * 3
 
 
 def test_all_samples_are_compared_in_training_mode():
     model, (x, y) = Stacked(), stacked_data()
-    found = [traced(model, x, y, training=True).certificate for _ in range(2)]
-    assert [(one.state, one.samples) for one in found] == [("passed", "")] * 2
+    certificates = [run_trace(model, x, y, training=True).certificate for _ in range(2)]
+    assert [(certificate.state, certificate.samples) for certificate in certificates] == [("passed", "")] * 2
 
 
 def test_other_shapes_layers_and_losses_begin_with_all_samples():
     model, (x, y) = Stacked(), stacked_data()
-    traced(model, x, y)
-    assert traced(model, x, y, layers=["rnn[1]"]).certificate.samples == ""
+    run_trace(model, x, y)
+    assert run_trace(model, x, y, layers=["rnn[1]"]).certificate.samples == ""
     assert rl.trace(model, x, y, loss=functional.l1_loss).certificate.samples == ""
     shorter = tuple(leaf[:, :5] for leaf in x)
-    assert traced(model, shorter, y[:, :5]).certificate.samples == ""
-    assert traced(model, x, y).certificate.samples != ""
+    assert run_trace(model, shorter, y[:, :5]).certificate.samples == ""
+    assert run_trace(model, x, y).certificate.samples != ""
 
 
-@pytest.mark.parametrize("make", [Centred, TimeFirst])
-def test_a_model_whose_first_axis_cannot_be_cut_is_certified_with_all_samples(make):
+@pytest.mark.parametrize("model_class", [Centred, TimeFirst])
+def test_a_model_whose_first_axis_cannot_be_cut_is_certified_with_all_samples(model_class):
     torch.manual_seed(1)
-    model, x, y = make(), torch.randn(SAMPLES, 20, 3), torch.randn(SAMPLES, 20, 1)
-    found = [traced(model, x, y).certificate for _ in range(3)]
-    assert [(one.state, one.samples) for one in found] == [("passed", "")] * 3
+    model, x, y = model_class(), torch.randn(SAMPLES, 20, 3), torch.randn(SAMPLES, 20, 1)
+    certificates = [run_trace(model, x, y).certificate for _ in range(3)]
+    assert [(certificate.state, certificate.samples) for certificate in certificates] == [("passed", "")] * 3
 
 
 def test_a_loss_that_reads_the_recurrent_weights_directly_passes():
     model, (x, y) = Stacked(), stacked_data()
 
-    def penalised(output, target):
+    def penalised_loss(output, target):
         return functional.mse_loss(output, target) + model.rnn.weight_hh_l0.square().sum()
 
-    found = [rl.trace(model, x, y, loss=penalised).certificate for _ in range(2)]
-    assert [one.state for one in found] == ["passed"] * 2
-    assert any("also uses outside of the layer" in what for what in found[1].uncertified)
+    certificates = [rl.trace(model, x, y, loss=penalised_loss).certificate for _ in range(2)]
+    assert [certificate.state for certificate in certificates] == ["passed"] * 2
+    assert any("also uses outside of the layer" in quantity for quantity in certificates[1].uncertified)
 
 
 @pytest.mark.filterwarnings("ignore::rnnlens.errors.SelfCheckWarning")
 @pytest.mark.parametrize("quantity", ["input_grad", "gate_grad"])
 def test_a_fault_in_a_later_trace_is_found(monkeypatch, quantity):
     model, (x, y) = Stacked(), stacked_data()
-    traced(model, x, y)
-    right = recurrent_layers.adjoint
+    run_trace(model, x, y)
+    adjoint = recurrent_layers.adjoint
 
-    def wrong(*args, **options):
-        result = right(*args, **options)
+    def wrong_adjoint(*args, **options):
+        result = adjoint(*args, **options)
         getattr(result, quantity)[...] *= 1.01
         return result
 
-    monkeypatch.setattr(recurrent_layers, "adjoint", wrong)
-    found = traced(model, x, y).certificate
-    assert (found.state, found.samples) == ("failed", "")
+    monkeypatch.setattr(recurrent_layers, "adjoint", wrong_adjoint)
+    certificate = run_trace(model, x, y).certificate
+    assert (certificate.state, certificate.samples) == ("failed", "")
 
 
 @pytest.mark.filterwarnings("ignore::rnnlens.errors.SelfCheckWarning")
 def test_a_fault_in_the_labels_of_a_later_trace_is_found(monkeypatch):
     model, (x, y) = Stacked(), stacked_data()
-    traced(model, x, y)
-    right = traced_layers.labelled_layer
+    run_trace(model, x, y)
+    labelled_layer = traced_layers.labelled_layer
 
-    def wrong(arrays, **options):
-        return right({**arrays, "gate_grad": np.roll(arrays["gate_grad"], 1, axis=-2)}, **options)
+    def wrongly_labelled_layer(arrays, **options):
+        return labelled_layer({**arrays, "gate_grad": np.roll(arrays["gate_grad"], 1, axis=-2)}, **options)
 
-    monkeypatch.setattr(traced_layers, "labelled_layer", wrong)
-    assert traced(model, x, y).certificate.state == "failed"
+    monkeypatch.setattr(traced_layers, "labelled_layer", wrongly_labelled_layer)
+    assert run_trace(model, x, y).certificate.state == "failed"
 
 
 def test_the_samples_compared_are_in_the_sentence_and_survive_a_file(tmp_path):
     model, (x, y) = Stacked(), stacked_data()
-    traced(model, x, y)
-    trace = traced(model, x, y)
+    run_trace(model, x, y)
+    trace = run_trace(model, x, y)
     assert f"certified against torch on {trace.certificate.samples}" in trace.certificate.sentence
     trace.save(tmp_path / "trace.nc")
     assert rl.open(tmp_path / "trace.nc").certificate == trace.certificate

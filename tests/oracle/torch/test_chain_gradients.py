@@ -46,7 +46,7 @@ CHAINS = {
     "final state": {"read": "final state"},
 }
 #: Models that are no chain: the gradients at all layers are captured.
-OTHERS = {
+NON_CHAINS = {
     "norm between": {"between": nn.LayerNorm(5)},
     "norm below": {"below": nn.LayerNorm(4)},
 }
@@ -58,25 +58,25 @@ def data(dtype=torch.float64, read="every step"):
     return torch.randn(SAMPLES, 7, 4, dtype=dtype), y if read == "every step" else y[:, 0]
 
 
-def traced(model, x, y, loss=functional.mse_loss, certify="auto", **options):
+def run_trace(model, x, y, loss=functional.mse_loss, certify="auto", **options):
     with rl.options(certify=certify):
         return rl.trace(model, x, y, loss=loss, **options)
 
 
 @pytest.fixture
-def topmost(monkeypatch):
+def topmost_flags(monkeypatch):
     """What each capture was asked for, and whether it captured gradients at the last layer alone."""
-    found, of = [], chain.ChainGradients.of.__func__
+    flags, original = [], chain.ChainGradients.of.__func__
 
-    def watched(cls, capture, x):
-        found.append(capture.topmost)
-        return of(cls, capture, x)
+    def record_flag(cls, capture, x):
+        flags.append(capture.topmost)
+        return original(cls, capture, x)
 
-    monkeypatch.setattr(chain.ChainGradients, "of", classmethod(watched))
-    return found
+    monkeypatch.setattr(chain.ChainGradients, "of", classmethod(record_flag))
+    return flags
 
 
-def by_torch(model, x, y, loss=functional.mse_loss):
+def torch_gradients(model, x, y, loss=functional.mse_loss):
     """dL/dy of the lower module and dL/dx by torch alone."""
     x = x.clone().requires_grad_()
     value = loss(model.eval()(x), y)
@@ -85,12 +85,12 @@ def by_torch(model, x, y, loss=functional.mse_loss):
 
 @pytest.mark.parametrize("certify", ["auto", "never"])
 @pytest.mark.parametrize("name", CHAINS)
-def test_later_traces_have_the_gradients_of_torch(name, certify, topmost):
+def test_later_traces_have_the_gradients_of_torch(name, certify, topmost_flags):
     options = CHAINS[name]
     model, (x, y) = Chain(**options).double(), data(read=options.get("read", "every step"))
-    first, *later = (traced(model, x, y, certify=certify) for _ in range(3))
-    assert topmost == [False, True, True]
-    output_grad, input_grad = by_torch(model, x, y)
+    first, *later = (run_trace(model, x, y, certify=certify) for _ in range(3))
+    assert topmost_flags == [False, True, True]
+    output_grad, input_grad = torch_gradients(model, x, y)
     lowest, last_of_lower = next(iter(later[0])), [node for node in later[0] if node.startswith("lower")][-1]
     for trace in later:
         assert trace.certificate.state == ("passed" if certify == "auto" else "off")
@@ -102,20 +102,22 @@ def test_later_traces_have_the_gradients_of_torch(name, certify, topmost):
                 np.testing.assert_array_equal(trace[node].dataset[key].values, values.values)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_models_are_captured_at_all_layers(name, topmost):
-    model, (x, y) = Chain(**OTHERS[name]).double(), data()
-    traces = [traced(model, x, y) for _ in range(2)]
-    assert topmost == [False, False]
-    np.testing.assert_allclose(traces[1]["lower"].output_grad.values, by_torch(model, x, y)[0], rtol=1e-9, atol=1e-14)
+@pytest.mark.parametrize("name", NON_CHAINS)
+def test_other_models_are_captured_at_all_layers(name, topmost_flags):
+    model, (x, y) = Chain(**NON_CHAINS[name]).double(), data()
+    traces = [run_trace(model, x, y) for _ in range(2)]
+    assert topmost_flags == [False, False]
+    np.testing.assert_allclose(
+        traces[1]["lower"].output_grad.values, torch_gradients(model, x, y)[0], rtol=1e-9, atol=1e-14
+    )
 
 
-def test_frozen_weights_change_no_digit(topmost):
+def test_frozen_weights_change_no_digit(topmost_flags):
     model, (x, y) = Chain(layers=2), data(torch.float32)
     for parameter in model.lower.parameters():
         parameter.requires_grad_(False)
-    first, *later = (traced(model, x, y) for _ in range(3))
-    assert topmost == [False, True, True]
+    first, *later = (run_trace(model, x, y) for _ in range(3))
+    assert topmost_flags == [False, True, True]
     assert [trace.certificate.state for trace in later] == ["passed"] * 2
     for trace in later:
         for node in first:
@@ -123,26 +125,28 @@ def test_frozen_weights_change_no_digit(topmost):
                 np.testing.assert_array_equal(trace[node].dataset[key].values, values.values)
 
 
-def test_shared_weights_of_two_modules(topmost):
+def test_shared_weights_of_two_modules(topmost_flags):
     model = Chain(between=nn.Linear(5, 4))
     model.upper = nn.LSTM(4, 5, batch_first=True)
     model.upper.weight_hh_l0 = model.lower.weight_hh_l0
     model, (x, y) = model.double(), data()
-    traces = [traced(model, x, y) for _ in range(3)]
+    traces = [run_trace(model, x, y) for _ in range(3)]
     assert [trace.certificate.state for trace in traces] == ["passed"] * 3
     for trace in traces:
-        np.testing.assert_allclose(trace["lower"].output_grad.values, by_torch(model, x, y)[0], rtol=1e-9, atol=1e-14)
+        np.testing.assert_allclose(
+            trace["lower"].output_grad.values, torch_gradients(model, x, y)[0], rtol=1e-9, atol=1e-14
+        )
 
 
-def test_dropout_that_is_active_ends_the_chain(topmost):
+def test_dropout_that_is_active_ends_the_chain(topmost_flags):
     model, (x, y) = Chain(between=nn.Dropout(0.5)).double(), data()
-    traces = [traced(model, x, y, training=True, seed=3, certify="never") for _ in range(2)]
-    assert topmost == [False, False]
+    traces = [run_trace(model, x, y, training=True, seed=3, certify="never") for _ in range(2)]
+    assert topmost_flags == [False, False]
     assert all(check.ok for trace in traces for check in trace.checks)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_loss_that_reads_a_layer_below_later_on(layers, topmost):
+def test_a_loss_that_reads_a_layer_below_later_on(layers, topmost_flags):
     model, (x, y) = Chain(layers=layers).double(), data()
     weight = 0.0
 
@@ -151,37 +155,39 @@ def test_a_loss_that_reads_a_layer_below_later_on(layers, topmost):
         return value + weight * model.steps.square().mean() if weight else value
 
     for _ in range(2):
-        traced(model, x, y, loss, certify="never")
+        run_trace(model, x, y, loss, certify="never")
     weight = 10.0
-    trace = traced(model, x, y, loss, certify="never")
-    assert topmost == [False, True, False]
-    found = trace[[node for node in trace if node.startswith("lower")][-1]].output_grad.values
-    np.testing.assert_allclose(found, by_torch(model, x, y, loss)[0], rtol=1e-9, atol=1e-14)
+    trace = run_trace(model, x, y, loss, certify="never")
+    assert topmost_flags == [False, True, False]
+    output_grad = trace[[node for node in trace if node.startswith("lower")][-1]].output_grad.values
+    np.testing.assert_allclose(output_grad, torch_gradients(model, x, y, loss)[0], rtol=1e-9, atol=1e-14)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_model_that_is_no_chain_any_more(layers, topmost):
+def test_a_model_that_is_no_chain_any_more(layers, topmost_flags):
     model, (x, y) = Chain(layers=layers).double(), data()
     for _ in range(2):
-        traced(model, x, y)
+        run_trace(model, x, y)
     model.between = nn.LayerNorm(5).double()
-    trace = traced(model, x, y)
-    assert topmost[-1] is False
+    trace = run_trace(model, x, y)
+    assert topmost_flags[-1] is False
     lower = [node for node in trace if node.startswith("lower")][-1]
-    np.testing.assert_allclose(trace[lower].output_grad.values, by_torch(model, x, y)[0], rtol=1e-9, atol=1e-14)
+    np.testing.assert_allclose(trace[lower].output_grad.values, torch_gradients(model, x, y)[0], rtol=1e-9, atol=1e-14)
 
 
-def test_new_weights_and_data_are_read(topmost):
+def test_new_weights_and_data_are_read(topmost_flags):
     model, (x, y) = Chain(between=nn.Linear(5, 5)).double(), data()
     for _ in range(2):
-        traced(model, x, y)
+        run_trace(model, x, y)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.7)
-    trace = traced(model, 2 * x, y)
-    assert topmost[-1]
+    trace = run_trace(model, 2 * x, y)
+    assert topmost_flags[-1]
     assert trace.certificate.state == "passed"
-    np.testing.assert_allclose(trace["lower"].output_grad.values, by_torch(model, 2 * x, y)[0], rtol=1e-9, atol=1e-14)
+    np.testing.assert_allclose(
+        trace["lower"].output_grad.values, torch_gradients(model, 2 * x, y)[0], rtol=1e-9, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -189,24 +195,24 @@ def test_a_later_trace_differentiates_no_recurrence(layers):
     model, (x, y) = Chain(layers=layers), data(torch.float32)
     names = []
 
-    def note(name, *grads):
+    def record_name(name, *grads):
         names.append(name)
 
     def loss(output, target):
         """Note each node of the model's graph whose backward pass runs."""
-        rest, seen = [output.grad_fn], set()
-        while rest:
-            node = rest.pop()
-            if node is not None and node not in seen:
-                seen.add(node)
-                node.register_hook(partial(note, node.name()))
-                rest.extend(following for following, _ in node.next_functions)
+        pending, visited = [output.grad_fn], set()
+        while pending:
+            node = pending.pop()
+            if node is not None and node not in visited:
+                visited.add(node)
+                node.register_hook(partial(record_name, node.name()))
+                pending.extend(next_node for next_node, _ in node.next_functions)
         return functional.mse_loss(output, target)
 
-    for whole in (True, False):
+    for full_backward in (True, False):
         names.clear()
-        traced(model, x, y, loss, certify="never")
-        assert any("Rnn" in name or "Sigmoid" in name or "Stack" in name for name in names) is whole, names
+        run_trace(model, x, y, loss, certify="never")
+        assert any("Rnn" in name or "Sigmoid" in name or "Stack" in name for name in names) is full_backward, names
         assert any("Addmm" in name or "View" in name for name in names), names
 
 
@@ -221,46 +227,52 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_in_a_later_trace_fails_its_certificate(name, monkeypatch, topmost):
+def test_a_planted_fault_in_a_later_trace_fails_its_certificate(name, monkeypatch, topmost_flags):
     module, function, spoil = FAULTS[name]
     model, (x, y) = Chain(layers=2).double(), data()
-    traced(model, x, y)
-    right = getattr(module, function)
+    run_trace(model, x, y)
+    original = getattr(module, function)
 
-    def wrong(*args, **kwargs):
-        swept = right(*args, **kwargs)
+    def spoiled(*args, **kwargs):
+        swept = original(*args, **kwargs)
         spoil(swept)
         return swept
 
-    monkeypatch.setattr(module, function, wrong)
+    monkeypatch.setattr(module, function, spoiled)
     with pytest.warns(rl.errors.SelfCheckWarning):
-        assert traced(model, x, y).certificate.state == "failed"
-    assert topmost == [False, True, False]
+        assert run_trace(model, x, y).certificate.state == "failed"
+    assert topmost_flags == [False, True, False]
 
 
-def test_a_planted_fault_between_the_layers_is_not_trusted(monkeypatch, topmost):
+def test_a_planted_fault_between_the_layers_is_not_trusted(monkeypatch, topmost_flags):
     model, (x, y) = Chain(between=nn.Linear(5, 5)).double(), data()
-    right = chain.pull_back
-    monkeypatch.setattr(chain, "pull_back", lambda *args: 1.01 * right(*args))
-    traces = [traced(model, x, y) for _ in range(2)]
-    assert topmost == [False, False]  # the first trace differed from torch
-    np.testing.assert_allclose(traces[1]["lower"].output_grad.values, by_torch(model, x, y)[0], rtol=1e-9, atol=1e-14)
+    pull_back = chain.pull_back
+    monkeypatch.setattr(chain, "pull_back", lambda *args: 1.01 * pull_back(*args))
+    traces = [run_trace(model, x, y) for _ in range(2)]
+    assert topmost_flags == [False, False]  # the first trace differed from torch
+    np.testing.assert_allclose(
+        traces[1]["lower"].output_grad.values, torch_gradients(model, x, y)[0], rtol=1e-9, atol=1e-14
+    )
 
 
-def test_a_fault_between_the_layers_that_comes_later_fails_a_part_and_all_samples_are_compared(monkeypatch, topmost):
+def test_a_fault_between_the_layers_that_comes_later_fails_a_part_and_all_samples_are_compared(
+    monkeypatch, topmost_flags
+):
     model, (x, y) = Chain(between=nn.Linear(5, 5)).double(), data()
-    traced(model, x, y)
-    right = chain.pull_back
-    monkeypatch.setattr(chain, "pull_back", lambda *args: 1.01 * right(*args))
-    trace = traced(model, x, y)
-    assert topmost == [False, True, False]
+    run_trace(model, x, y)
+    pull_back = chain.pull_back
+    monkeypatch.setattr(chain, "pull_back", lambda *args: 1.01 * pull_back(*args))
+    trace = run_trace(model, x, y)
+    assert topmost_flags == [False, True, False]
     assert (trace.certificate.state, trace.certificate.samples) == ("passed", "")
-    np.testing.assert_allclose(trace["lower"].output_grad.values, by_torch(model, x, y)[0], rtol=1e-9, atol=1e-14)
+    np.testing.assert_allclose(
+        trace["lower"].output_grad.values, torch_gradients(model, x, y)[0], rtol=1e-9, atol=1e-14
+    )
 
 
 def test_gradients_that_rest_on_the_certificate_are_called_so():
     model, (x, y) = Chain(), data(torch.float32)
-    first, later = (traced(model, x, y).certificate for _ in range(2))
+    first, later = (run_trace(model, x, y).certificate for _ in range(2))
     assert {"input_grad", "initial_state_grad"} <= set(first.certified)
     assert {"input_grad", "initial_state_grad"} <= set(later.resting)
     assert "gradients at inputs and weights" in later.certified

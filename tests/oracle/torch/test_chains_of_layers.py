@@ -11,7 +11,7 @@ from torch import nn
 import rnnlens as rl
 
 #: Reads the tensor of the head from the LSTM's output (sample, time, unit) and its final hidden states.
-READ = {
+READOUTS = {
     "last step": lambda output, hidden: output[:, -1],
     "a step by its number": lambda output, hidden: output[:, 4, :],
     "after a permutation": lambda output, hidden: output.permute(1, 0, 2)[-1],
@@ -20,7 +20,7 @@ READ = {
     "an activation before": lambda output, hidden: torch.tanh(output)[:, -1],
 }
 #: Not of a chain: each would be wrong if the step alone were read.
-OTHER = {
+NON_CHAIN_READOUTS = {
     "scaled": lambda output, hidden: 2 * output[:, -1],
     "changed in place": lambda output, hidden: output[:, -1].mul_(2),
     "first layer's state": lambda output, hidden: hidden[0],
@@ -28,17 +28,17 @@ OTHER = {
     "last step and final state": lambda output, hidden: output[:, -1] + hidden[-1],
     "another step for each sample": lambda output, hidden: output[torch.arange(len(output)), [1, 2, 3, 4]],
     "mean": lambda output, hidden: output.mean(1),
-    "hooked": lambda output, hidden: hooked(output)[:, -1],
-    "hooked afterwards": lambda output, hidden: hooked(output[:, -1]),
+    "hooked": lambda output, hidden: add_hook(output)[:, -1],
+    "hooked afterwards": lambda output, hidden: add_hook(output[:, -1]),
 }
 
 
-def hooked(tensor):
+def add_hook(tensor):
     tensor.register_hook(lambda grad: 3 * grad)
     return tensor
 
 
-def written(tensor):
+def halve_data(tensor):
     """Change a tensor's values without a change of its version."""
     tensor.data.mul_(0.5)
     return tensor
@@ -47,11 +47,11 @@ def written(tensor):
 class Reader(nn.Module):
     forwards = 0
 
-    def __init__(self, read, layers=2, batch_first=True):
+    def __init__(self, readout, layers=2, batch_first=True):
         super().__init__()
         self.lstm = nn.LSTM(3, 8, layers, batch_first=batch_first)
         self.inner, self.relu, self.head = nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2)
-        self.read = read
+        self.read = readout
 
     def forward(self, x):
         Reader.forwards += 1
@@ -63,10 +63,10 @@ class Reader(nn.Module):
         return self.head(self.relu(self.inner(self.read(output, hidden))))
 
 
-def by_torch(model, x):
+def torch_jacobian(model, x):
     """d output of each sample / d input of the same sample, (sample, unit, time, feature)."""
-    whole = torch.autograd.functional.jacobian(model, x)
-    return torch.stack([whole[i, :, i] for i in range(len(x))]).numpy()
+    full_jacobian = torch.autograd.functional.jacobian(model, x)
+    return torch.stack([full_jacobian[i, :, i] for i in range(len(x))]).numpy()
 
 
 @pytest.fixture
@@ -77,54 +77,54 @@ def x():
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("read", READ)
-def test_a_step_of_a_chain(read, layers, batch_first, x):
-    model = Reader(READ[read], layers, batch_first).double()
+@pytest.mark.parametrize("readout", READOUTS)
+def test_a_step_of_a_chain(readout, layers, batch_first, x):
+    model = Reader(READOUTS[readout], layers, batch_first).double()
     Reader.forwards = 0
     with rl.options(certify="always"):
-        found = rl.jacobian(model, x)
+        jacobian = rl.jacobian(model, x)
     assert Reader.forwards == 2
-    assert found.certificate.state == "passed"
-    np.testing.assert_allclose(found.values, by_torch(model, x), atol=1e-14)
-    if read != "final state":
+    assert jacobian.certificate.state == "passed"
+    np.testing.assert_allclose(jacobian.values, torch_jacobian(model, x), atol=1e-14)
+    if readout != "final state":
         top = "lstm" if layers == 1 else "lstm[1]"
-        below = rl.jacobian(model, x, wrt=f"{top}.output")
-        through = rl.jacobian(model, x, of=f"{top}.output", wrt="input")
-        both = np.einsum("sotu,stuif->soif", below.values, through.values)
-        np.testing.assert_allclose(both, found.values, atol=1e-14)
+        head_jacobian = rl.jacobian(model, x, wrt=f"{top}.output")
+        layer_jacobian = rl.jacobian(model, x, of=f"{top}.output", wrt="input")
+        product = np.einsum("sotu,stuif->soif", head_jacobian.values, layer_jacobian.values)
+        np.testing.assert_allclose(product, jacobian.values, atol=1e-14)
 
 
-@pytest.mark.parametrize("read", OTHER)
-def test_anything_else_goes_the_long_way(read, x):
-    model = Reader(OTHER[read]).double()
+@pytest.mark.parametrize("readout", NON_CHAIN_READOUTS)
+def test_anything_else_goes_the_long_way(readout, x):
+    model = Reader(NON_CHAIN_READOUTS[readout]).double()
     Reader.forwards = 0
     with rl.options(certify="never"):
-        found = rl.jacobian(model, x)
+        jacobian = rl.jacobian(model, x)
     assert Reader.forwards > 1
-    np.testing.assert_allclose(found.values, by_torch(model, x), atol=1e-14)
+    np.testing.assert_allclose(jacobian.values, torch_jacobian(model, x), atol=1e-14)
 
 
 def test_the_layer_below_is_not_reached_through_its_output_but_through_its_state(x):
-    model = Reader(READ["final state"], layers=1).double()
+    model = Reader(READOUTS["final state"], layers=1).double()
     with pytest.raises(rl.errors.DisconnectedError):
         rl.jacobian(model, x, wrt="lstm.output")
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_roles_of_axes_are_those_found_by_experiment(turned, x):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_roles_of_axes_are_those_found_by_experiment(transposed, x):
     from rnnlens.adapters.protocol import Batch, Port
     from rnnlens.adapters.torch import adapter
 
     class Turned(Reader):
         def forward(self, x):
             y = super().forward(x)
-            return y.transpose(0, 1) if turned else y
+            return y.transpose(0, 1) if transposed else y
 
     model, ports = Turned(lambda output, hidden: output).double(), [Port("output"), Port("output", "inner")]
     with adapter.pullback(model, Batch(x), [Port("output")], [Port("output", "inner")]) as pullback:
-        shown = pullback.layouts
-    found = adapter.layouts(model, Batch(x), ports)
-    assert {port: shown[port] for port in found} == dict(found)
+        captured_layouts = pullback.layouts
+    layouts = adapter.layouts(model, Batch(x), ports)
+    assert {port: captured_layouts[port] for port in layouts} == dict(layouts)
 
 
 class Typed(nn.Module):
@@ -132,11 +132,11 @@ class Typed(nn.Module):
 
     branch = None
 
-    def __init__(self, kind, read, ids):
+    def __init__(self, kind, readout, ids):
         super().__init__()
         self.table = nn.Embedding(7, 3) if ids else nn.Identity()
         self.lower, self.upper = kind(3, 5, batch_first=True), kind(5, 4, batch_first=True)
-        self.head, self.read = nn.Linear(4, 2), read
+        self.head, self.read = nn.Linear(4, 2), readout
 
     def forward(self, x):
         inner = self.lower(self.table(x))[0]
@@ -151,7 +151,7 @@ KINDS = {
     "LSTM": nn.LSTM,
     "GRU": nn.GRU,
     "RNN": nn.RNN,
-    "relu": lambda *sizes, **how: nn.RNN(*sizes, nonlinearity="relu", **how),
+    "relu": lambda *sizes, **options: nn.RNN(*sizes, nonlinearity="relu", **options),
 }
 BRANCHES = {
     "changed in place": lambda model, output: output.mul_(2.0),
@@ -159,86 +159,89 @@ BRANCHES = {
     "called twice": lambda model, output: (
         model.upper(model.lower(torch.ones(4, 6, 3, dtype=output.dtype))[0])[0] + output
     ),
-    "hooked": lambda model, output: hooked(output),
+    "hooked": lambda model, output: add_hook(output),
 }
 
 
-def typed(kind, read, ids):
+def make_typed(kind, readout, ids):
     torch.manual_seed(1)
     x = torch.randint(0, 7, (4, 6)) if ids else torch.randn(4, 6, 3, dtype=torch.float64)
-    return Typed(KINDS[kind], READ[read], ids).double(), x, torch.randn(4, 2, dtype=torch.float64)
+    return Typed(KINDS[kind], READOUTS[readout], ids).double(), x, torch.randn(4, 2, dtype=torch.float64)
 
 
-def arrays(capture):
+def capture_arrays(capture):
     """All arrays of a capture by their place, also None."""
-    found = {
+    arrays = {
         "loss": capture.loss,
         "outputs": capture.outputs,
         "order": capture.order,
         "inside": capture.recurrent_weight_names,
     }
-    found |= {f"x{i}": grad for i, grad in enumerate(capture.input_grads)} | dict(capture.outside_weight_grads)
+    arrays |= {f"x{i}": grad for i, grad in enumerate(capture.input_grads)} | dict(capture.outside_weight_grads)
     for call in capture.calls:
         for name, value in vars(call).items():
-            parts = value if isinstance(value, tuple) else [value]
+            values = value if isinstance(value, tuple) else [value]
             if name == "weight_grads" and value is not None:
-                parts = [value[key] for key in sorted(value)]
+                values = [value[key] for key in sorted(value)]
             if name == "cell":
-                parts = [value.kind, *value.weights().values()]
-            found |= {f"{call.layer}.{name}{i}": part for i, part in enumerate(parts)}
-    return found
+                values = [value.kind, *value.weights().values()]
+            arrays |= {f"{call.layer}.{name}{i}": item for i, item in enumerate(values)}
+    return arrays
 
 
 @pytest.mark.parametrize("boundaries", [True, False])
 @pytest.mark.parametrize("ids", [True, False])
-@pytest.mark.parametrize("read", ["a step by its number", "final state"])
+@pytest.mark.parametrize("readout", ["a step by its number", "final state"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_hooks_of_modules_capture_what_kernels_do(kind, read, ids, boundaries):
+def test_hooks_of_modules_capture_what_kernels_do(kind, readout, ids, boundaries):
     from rnnlens.adapters.protocol import Batch, CaptureRequest
     from rnnlens.adapters.torch.capture import capture
     from rnnlens.adapters.torch.chain import capture_chain
 
-    model, x, y = typed(kind, read, ids)
+    model, x, y = make_typed(kind, readout, ids)
     batch = Batch(x, y, loss=nn.functional.mse_loss, seed=0)
     request = CaptureRequest(boundaries=boundaries, loss=True)
     assert capture_chain(model, batch, request) is None
-    whole, short = arrays(capture(model, batch, request)), arrays(capture_chain(model, batch, request))
-    assert whole.keys() == short.keys()
-    for place, value in whole.items():
+    kernel_arrays, hook_arrays = (
+        capture_arrays(capture(model, batch, request)),
+        capture_arrays(capture_chain(model, batch, request)),
+    )
+    assert kernel_arrays.keys() == hook_arrays.keys()
+    for name, value in kernel_arrays.items():
         if isinstance(value, torch.Tensor):
-            torch.testing.assert_close(short[place], value, rtol=0, atol=1e-15, msg=place)
+            torch.testing.assert_close(hook_arrays[name], value, rtol=0, atol=1e-15, msg=name)
         else:
-            assert short[place] == value, place
+            assert hook_arrays[name] == value, name
 
 
-def assert_same(one, other):
-    assert list(one) == list(other)
-    for layer in one:
-        assert list(one[layer].dataset.data_vars) == list(other[layer].dataset.data_vars)
-        for name, array in one[layer].dataset.data_vars.items():
-            np.testing.assert_array_equal(array.values, other[layer].dataset[name].values, err_msg=name)
+def assert_same(actual, expected):
+    assert list(actual) == list(expected)
+    for layer in actual:
+        assert list(actual[layer].dataset.data_vars) == list(expected[layer].dataset.data_vars)
+        for name, array in actual[layer].dataset.data_vars.items():
+            np.testing.assert_array_equal(array.values, expected[layer].dataset[name].values, err_msg=name)
 
 
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_a_pass_that_is_a_chain_no_more_goes_the_long_way(branch):
-    model, x, y = typed("LSTM", "last step", ids=False)
+    model, x, y = make_typed("LSTM", "last step", ids=False)
     rl.trace(model, x, y, loss=nn.functional.mse_loss)
     Typed.branch = staticmethod(BRANCHES[branch])
     try:
-        again = rl.trace(model, x, y, loss=nn.functional.mse_loss)
-        fresh = typed("LSTM", "last step", ids=False)[0]
-        first = rl.trace(fresh, x, y, loss=nn.functional.mse_loss)
+        changed_trace = rl.trace(model, x, y, loss=nn.functional.mse_loss)
+        fresh_model = make_typed("LSTM", "last step", ids=False)[0]
+        first_trace = rl.trace(fresh_model, x, y, loss=nn.functional.mse_loss)
     finally:
         Typed.branch = None
-    assert again.certificate.state == first.certificate.state
-    assert_same(again, first)
+    assert changed_trace.certificate.state == first_trace.certificate.state
+    assert_same(changed_trace, first_trace)
 
 
 @pytest.mark.parametrize("change", ["frozen", "tied", "hook", "initial state", "autocast", "dropout"])
 def test_what_hooks_of_modules_cannot_capture_goes_the_long_way(change):
-    model, x, y = typed("RNN", "last step", ids=False)
-    ask = {"loss": nn.functional.mse_loss}
-    rl.trace(model, x, y, **ask)
+    model, x, y = make_typed("RNN", "last step", ids=False)
+    options = {"loss": nn.functional.mse_loss}
+    rl.trace(model, x, y, **options)
     if change == "frozen":
         model.lower.requires_grad_(False)
     if change == "tied":
@@ -247,14 +250,14 @@ def test_what_hooks_of_modules_cannot_capture_goes_the_long_way(change):
     if change == "hook":
         model.upper.register_forward_hook(lambda module, args, output: (2 * output[0], output[1]))
     if change == "initial state":
-        ask["initial_state"] = {"upper": [np.ones((4, 4))]}
+        options["initial_state"] = {"upper": [np.ones((4, 4))]}
     if change == "dropout":
         model.table = nn.Dropout(0.5)
-        ask["training"] = True
+        options["training"] = True
     with torch.autocast("cpu", enabled=change == "autocast"):
-        one, other = (rl.trace(model, x, y, **ask) for _ in range(2))
-    assert one.certificate.state == other.certificate.state != "failed"
-    assert_same(other, one)
+        first, second = (rl.trace(model, x, y, **options) for _ in range(2))
+    assert first.certificate.state == second.certificate.state != "failed"
+    assert_same(second, first)
 
 
 class Writer(Reader):
@@ -266,10 +269,10 @@ class Writer(Reader):
 
     def forward(self, x):
         output, _ = self.lstm(x)
-        read = self.inner(written(output) if self.when == "before it is read" else output)
+        inner = self.inner(halve_data(output) if self.when == "before it is read" else output)
         if self.when == "after it was read":
-            written(output)
-        return self.head(self.relu(read))
+            halve_data(output)
+        return self.head(self.relu(inner))
 
 
 @pytest.mark.parametrize("when", ["before it is read", "after it was read"])

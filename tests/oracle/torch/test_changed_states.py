@@ -79,51 +79,51 @@ class Loop(nn.Module):
         self.decay, self.field = nn.Parameter(torch.ones(H)), nn.Linear(H, H)
         self.head = nn.Linear(H, 2)
 
-    def forward(self, x, kept=None):
-        two = self.kind in ("lstm", "with output")
-        state = tuple(x.new_zeros(len(x), H) for _ in range(1 + two))
+    def forward(self, x, record=None):
+        two_states = self.kind in ("lstm", "with output")
+        state = tuple(x.new_zeros(len(x), H) for _ in range(1 + two_states))
         outputs = []
         for t in range(x.shape[1]):
-            returned = self.cell(x[:, t], state if two else state[0])
+            returned = self.cell(x[:, t], state if two_states else state[0])
             output, new = returned if self.kind == "with output" else (None, returned)
-            new = new if two else (new,)
-            if kept is not None:
-                kept.append([s.detach() for s in state])
-                kept.append(list(new))
+            new = new if two_states else (new,)
+            if record is not None:
+                record.append([s.detach() for s in state])
+                record.append(list(new))
                 [s.retain_grad() for s in new]
             state = tuple(self.change(self, t, old, s) for old, s in zip(state, new, strict=True))
             outputs.append(state[0] if output is None else output)
         return self.head(outputs[-1] + outputs[1])
 
 
-def built(kind, change):
+def make_case(kind, change):
     torch.manual_seed(0)
     model = Loop(kind, change).double()
     return model, torch.randn(B, T, F, dtype=torch.float64), torch.randn(B, 2, dtype=torch.float64)
 
 
-def by_autograd(model, x, y):
+def autograd_states(model, x, y):
     """States before and after each step, and the total gradients of the latter, by autograd with retain_grad."""
-    kept = []
-    nn.functional.mse_loss(model(x, kept), y).backward()
+    record = []
+    nn.functional.mse_loss(model(x, record), y).backward()
     model.zero_grad()
-    before, after = kept[::2], kept[1::2]
+    before, after = record[::2], record[1::2]
 
-    def joined(steps, of):
-        return [torch.stack([of(s) for s in column], 1).numpy() for column in zip(*steps, strict=True)]
+    def stack_steps(steps, tensor_of):
+        return [torch.stack([tensor_of(s) for s in column], 1).numpy() for column in zip(*steps, strict=True)]
 
     def gradient(s):
         return torch.zeros_like(s) if s.grad is None else s.grad
 
-    return joined(before, lambda s: s), joined(after, lambda s: s.detach()), joined(after, gradient)
+    return stack_steps(before, lambda s: s), stack_steps(after, lambda s: s.detach()), stack_steps(after, gradient)
 
 
-def same(got, expected):
-    np.testing.assert_allclose(np.asarray(got), expected, rtol=0, atol=1e-12 * max(np.abs(expected).max(), 1e-3))
+def assert_close(actual, expected):
+    np.testing.assert_allclose(np.asarray(actual), expected, rtol=0, atol=1e-12 * max(np.abs(expected).max(), 1e-3))
 
 
 @pytest.fixture(autouse=True)
-def _loud():
+def _warnings_as_errors():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -132,66 +132,66 @@ def _loud():
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", CELLS)
 def test_one_recurrence_with_the_gradients_of_the_states_that_the_cell_returned(kind, change):
-    model, x, y = built(kind, change)
+    model, x, y = make_case(kind, change)
     trace = rl.trace(model, x, y, loss=nn.functional.mse_loss)
     assert list(trace) == ["cell"]
     assert trace.certificate.state == "passed"
-    before, after, grads = by_autograd(model, x, y)
+    before, after, grads = autograd_states(model, x, y)
     layer = trace["cell"]
     names = {"lstm": ("hidden", "cell"), "with output": ("hidden", "state_1")}.get(kind, ("hidden",))
     for name, b, a, g in zip(names, before, after, grads, strict=True):
-        same(layer[f"previous_{name}"], b)
-        same(layer[name], a)
-        same(layer[f"{name}_grad"], g)
+        assert_close(layer[f"previous_{name}"], b)
+        assert_close(layer[name], a)
+        assert_close(layer[f"{name}_grad"], g)
     assert "output_grad" not in layer.dataset or kind == "with output"
-    got = rl.gradients(model, x, y, loss=nn.functional.mse_loss, wrt="cell.hidden")
-    same(got, grads[0])
-    assert got.certificate.state == "passed"
+    gradients = rl.gradients(model, x, y, loss=nn.functional.mse_loss, wrt="cell.hidden")
+    assert_close(gradients, grads[0])
+    assert gradients.certificate.state == "passed"
 
 
 def test_gates_are_those_of_the_state_that_the_cell_received():
-    model, x, y = built("gru", "decay")
+    model, x, y = make_case("gru", "decay")
     layer = rl.trace(model, x, y, loss=nn.functional.mse_loss)["cell"]
     gates = (
         (x @ model.cell.weight_ih.T + model.cell.bias_ih).detach(),
         (torch.tensor(layer.previous_hidden.values) @ model.cell.weight_hh.T + model.cell.bias_hh).detach(),
     )
     reset, update, _ = (sum(gates)).chunk(3, -1)
-    same(layer.gates.sel(gate="update"), torch.sigmoid(update).numpy())
-    same(layer.gates.sel(gate="reset"), torch.sigmoid(reset).numpy())
+    assert_close(layer.gates.sel(gate="update"), torch.sigmoid(update).numpy())
+    assert_close(layer.gates.sel(gate="reset"), torch.sigmoid(reset).numpy())
 
 
 @pytest.mark.parametrize("kind", ["gru", "lstm", "leaky"])
 def test_jacobians_and_weights_include_the_changes(kind):
-    model, x, y = built(kind, "euler")
-    whole = rl.jacobian(model, x)
+    model, x, y = make_case(kind, "euler")
+    jacobian = rl.jacobian(model, x)
     expected = [torch.autograd.functional.jacobian(lambda s: model(s[None])[0], sample).numpy() for sample in x]
-    same(whole, np.stack(expected))
-    assert whole.certificate.state == "passed"
-    kept = []
-    model(x, kept)
-    first, last = kept[1][0], kept[-1][0]
+    assert_close(jacobian, np.stack(expected))
+    assert jacobian.certificate.state == "passed"
+    record = []
+    model(x, record)
+    first, last = record[1][0], record[-1][0]
     by_first = [torch.autograd.grad(last[:, u].sum(), first, retain_graph=True)[0] for u in range(H)]
-    inside = rl.jacobian(model, x, of="cell.hidden", wrt="cell.hidden")
-    assert inside.dims == ("sample", "out_time", "out_unit", "in_time", "in_feature")
-    same(inside[:, -1, :, 0], torch.stack(by_first, 1).numpy())
+    state_jacobian = rl.jacobian(model, x, of="cell.hidden", wrt="cell.hidden")
+    assert state_jacobian.dims == ("sample", "out_time", "out_unit", "in_time", "in_feature")
+    assert_close(state_jacobian[:, -1, :, 0], torch.stack(by_first, 1).numpy())
     nn.functional.mse_loss(model(x), y).backward()
     weights = rl.weights(model, x, y, loss=nn.functional.mse_loss)
     assert weights.certificate.state == "passed"
-    own = kind == "leaky"
-    layer, name = ("cell.inner", "weight_grad") if own else ("cell", "recurrent_kernel_grad")
-    grad = model.cell.inner.weight.grad if own else model.cell.weight_hh.grad
+    is_leaky = kind == "leaky"
+    layer, name = ("cell.inner", "weight_grad") if is_leaky else ("cell", "recurrent_kernel_grad")
+    grad = model.cell.inner.weight.grad if is_leaky else model.cell.weight_hh.grad
     total = (weights[layer].dataset[name] ** 2).sum()
-    same(total, float((grad**2).sum()))
+    assert_close(total, float((grad**2).sum()))
 
 
 def test_the_users_initial_state_is_that_of_the_first_step_only():
-    model, x, y = built("gru", "zoneout")
+    model, x, y = make_case("gru", "zoneout")
     start = np.random.default_rng(0).normal(size=(B, H))
-    got = rl.trace(model, x, y, loss=nn.functional.mse_loss, initial_state={"cell": [start]})
-    before = got["cell"].previous_hidden.values
-    same(before[:, 0], start)
-    same(before[:, 1], 0.8 * got["cell"].hidden.values[:, 0])
+    trace = rl.trace(model, x, y, loss=nn.functional.mse_loss, initial_state={"cell": [start]})
+    before = trace["cell"].previous_hidden.values
+    assert_close(before[:, 0], start)
+    assert_close(before[:, 1], 0.8 * trace["cell"].hidden.values[:, 0])
 
 
 class TwoLoops(nn.Module):
@@ -268,6 +268,6 @@ def test_a_cell_whose_states_a_module_mixes_is_one_recurrence():
 
 @pytest.mark.parametrize("verb", [rl.fixed_points, rl.lyapunov, rl.step_eigenvalues])
 def test_dynamics_of_the_cell_alone_are_refused(verb):
-    model, x, _ = built("gru", "zoneout")
+    model, x, _ = make_case("gru", "zoneout")
     with pytest.raises(rl.errors.UnsupportedError, match="changes the state between the steps"):
         verb(model, x)

@@ -48,9 +48,9 @@ def test_a_difference_of_one_float32_rounding_is_a_fault_of_a_model_in_float64_a
     model, x = Mixed(dtype), torch.randn(4, 6, 3, dtype=torch.float64)
     batch = Batch(x)
     failed = Certificate.of("torch", [Check("plain outputs", "", 1e-7, 1e-14)], certified=("outputs",))
-    run = adapter_for(model).reference_run(model, batch, gradients=False)
+    reference = adapter_for(model).reference_run(model, batch, gradients=False)
     request = ModelRequest.resolve(model, batch)
-    assert recheck_failure(failed, request, run, steps=64).state == state
+    assert recheck_failure(failed, request, reference, steps=64).state == state
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -58,7 +58,7 @@ def test_batches_of_a_model_with_a_part_in_float32(seed):
     """The rounding of float32 differs with the size of a batch."""
     torch.manual_seed(seed)
     model, x, y = Mixed(torch.float32), torch.randn(37, 6, 3, dtype=torch.float64), torch.randn(37, 2).double()
-    got = rl.gradients(model, x, y, loss=nn.functional.mse_loss, wrt="weights", batch_size=5)
-    assert got.certificate.state == "passed"
+    gradients = rl.gradients(model, x, y, loss=nn.functional.mse_loss, wrt="weights", batch_size=5)
+    assert gradients.certificate.state == "passed"
     nn.functional.mse_loss(model(x), y).backward()
-    np.testing.assert_allclose(got["out"]["bias"], model.out.bias.grad, rtol=1e-5)
+    np.testing.assert_allclose(gradients["out"]["bias"], model.out.bias.grad, rtol=1e-5)

@@ -59,7 +59,7 @@ class Net(nn.Module):
         return self.head(self.rnn(x)[0][:, -1].flatten(2).mean(2))
 
 
-def built(**options):
+def make_case(**options):
     torch.manual_seed(0)
     space = {1: (7,), 2: (5, 6), 3: (3, 2, 4)}[options.get("space", 2)]
     x = torch.randn(B, T, C, *space, dtype=torch.float64)
@@ -67,7 +67,7 @@ def built(**options):
 
 
 @pytest.fixture(autouse=True)
-def _loud():
+def _warnings_as_errors():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -78,18 +78,18 @@ def _loud():
     [{"layers": 1}, {"layers": 2}, {"layers": 1, "space": 3}, {"layers": 2, "decay": 0.8}, {"layers": 2, "space": 1}],
 )
 def test_states_and_total_gradients_at_every_place(options):
-    model, x, y = built(**options)
+    model, x, y = make_case(**options)
     trace = rl.trace(model, x, y, loss=nn.functional.mse_loss)
     assert list(trace) == [f"rnn.cell_list.{i}" for i in range(options["layers"])]
     assert trace.certificate.state == "passed"
     returned = {}
 
-    def keep(cell, inputs, outputs):
+    def record_states(cell, inputs, outputs):
         for state in outputs:
             state.retain_grad()
         returned.setdefault(id(cell), []).append(outputs)
 
-    handles = [cell.register_forward_hook(keep) for cell in model.rnn.cell_list]
+    handles = [cell.register_forward_hook(record_states) for cell in model.rnn.cell_list]
     nn.functional.mse_loss(model(x), y).backward()
     for handle in handles:
         handle.remove()
@@ -102,22 +102,22 @@ def test_states_and_total_gradients_at_every_place(options):
             grads = torch.stack([torch.zeros_like(s) if s.grad is None else s.grad for s in steps], 1)
             np.testing.assert_allclose(trace[name][f"{state}_grad"], grads, atol=1e-13)
         assert trace[name]["input"].dims == ("sample", "time", "feature", *space)
-    first = rl.gradients(model, x, y, loss=nn.functional.mse_loss, wrt="rnn.cell_list.0.hidden")
+    gradients = rl.gradients(model, x, y, loss=nn.functional.mse_loss, wrt="rnn.cell_list.0.hidden")
     expected = trace["rnn.cell_list.0"].hidden_grad.values
-    np.testing.assert_allclose(first.values.reshape(expected.shape), expected, atol=1e-13)
+    np.testing.assert_allclose(gradients.values.reshape(expected.shape), expected, atol=1e-13)
 
 
 def test_weights_inputs_and_jacobians():
-    model, x, y = built(layers=2)
+    model, x, y = make_case(layers=2)
     source = x.clone().requires_grad_()
     nn.functional.mse_loss(model(source), y).backward()
-    found = rl.gradients(model, x, y, loss=nn.functional.mse_loss, wrt=["input", "weights"])
-    np.testing.assert_allclose(found["model"]["input"].values.reshape(x.shape), source.grad, atol=1e-13)
+    gradients = rl.gradients(model, x, y, loss=nn.functional.mse_loss, wrt=["input", "weights"])
+    np.testing.assert_allclose(gradients["model"]["input"].values.reshape(x.shape), source.grad, atol=1e-13)
     for i, cell in enumerate(model.rnn.cell_list):
-        layer = found[f"rnn.cell_list.{i}.conv"]
+        layer = gradients[f"rnn.cell_list.{i}.conv"]
         np.testing.assert_allclose(layer["weight"], cell.conv.weight.grad, atol=1e-12)
     weights = rl.weights(model, x, y, loss=nn.functional.mse_loss)
-    assert weights.certificate.state == found.certificate.state == "passed"
+    assert weights.certificate.state == gradients.certificate.state == "passed"
     jacobian = rl.jacobian(model, x)
     expected = [torch.autograd.functional.jacobian(lambda s: model(s[None])[0], sample).numpy() for sample in x]
     np.testing.assert_allclose(jacobian, np.stack(expected).reshape(jacobian.shape), atol=1e-13)
@@ -127,7 +127,7 @@ def test_weights_inputs_and_jacobians():
 
 def test_norms_between_images_step_by_step():
     """The norm over places and channels of every state by every earlier state and input: (out_time, in_time)."""
-    model, x, _ = built(layers=1)
+    model, x, _ = make_case(layers=1)
     calls = []
     handle = model.rnn.cell_list[0].register_forward_hook(lambda cell, inputs, outputs: calls.append(outputs[0]))
     model(source := x.clone().requires_grad_())
@@ -140,20 +140,20 @@ def test_norms_between_images_step_by_step():
             for in_time, grad in enumerate(grads[1:]):
                 expected[1, :, out_time, in_time] += (grad.flatten(1) ** 2).sum(1).numpy()
     for squares, wrt in zip(expected, ("input", "rnn.cell_list.0.hidden"), strict=True):
-        found = rl.jacobian(model, x, of="rnn.cell_list.0.hidden", wrt=wrt, measure="norm")
-        assert found.dims == ("sample", "out_time", "in_time")
-        np.testing.assert_allclose(found, np.sqrt(squares), atol=1e-13)
-        assert found.certificate.state == "passed"
+        norms = rl.jacobian(model, x, of="rnn.cell_list.0.hidden", wrt=wrt, measure="norm")
+        assert norms.dims == ("sample", "out_time", "in_time")
+        np.testing.assert_allclose(norms, np.sqrt(squares), atol=1e-13)
+        assert norms.certificate.state == "passed"
 
 
 def test_a_step_too_large_for_memory_is_refused_before_it_is_computed():
     """Step Jacobians are dense: the square of channels times places."""
     model = Net(layers=1)
-    with pytest.raises(TooLargeError) as refused:
+    with pytest.raises(TooLargeError) as error:
         rl.jacobian(model, torch.randn(1, 2, C, 25, 25), measure="norm", memory="70 MB")
-    words = " ".join(str(refused.value).split())
-    assert words.startswith("The Jacobian of one step of 'rnn.cell_list.0' is larger than the memory limit.")
-    assert "3750 by 3750 states: 71.5 MiB" in words
+    message = " ".join(str(error.value).split())
+    assert message.startswith("The Jacobian of one step of 'rnn.cell_list.0' is larger than the memory limit.")
+    assert "3750 by 3750 states: 71.5 MiB" in message
 
 
 class Terse(ConvLSTMCell):
@@ -181,11 +181,11 @@ def test_a_cell_that_ran_is_listed_whatever_its_arguments_are_called():
     assert not list(rl.layers(model))
     assert list(rl.trace(model, x, loss=torch.sum)) == ["cell"]
     assert [layer.name for layer in rl.layers(model)] == ["cell"]
-    found = rl.jacobian(model, x, of="cell.hidden", wrt="cell.hidden", measure="norm")
-    assert found.dims == ("sample", "out_time", "in_time")
+    norms = rl.jacobian(model, x, of="cell.hidden", wrt="cell.hidden", measure="norm")
+    assert norms.dims == ("sample", "out_time", "in_time")
 
 
-@pytest.mark.parametrize("verb", [rl.jacobian, lambda m, x, **ends: rl.gradients(m, x, reduce="sum", **ends)])
+@pytest.mark.parametrize("verb", [rl.jacobian, lambda m, x, **names: rl.gradients(m, x, reduce="sum", **names)])
 def test_its_states_have_names_at_the_first_call(verb):
     torch.manual_seed(0)
     model, x = Signals().double(), torch.randn(B, T, C, 7, dtype=torch.float64)

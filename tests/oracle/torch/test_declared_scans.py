@@ -12,7 +12,7 @@ from torch import nn
 import rnnlens as rl
 
 
-def parallel(a, b):
+def parallel_scan(a, b):
     """Return the states by prefix products in log space: no loop over steps."""
     total = torch.cumsum(torch.log(a), 1)
     return torch.exp(total) * torch.cumsum(b * torch.exp(-total), 1)
@@ -37,35 +37,35 @@ class MinGRU(nn.Module):
         return self.head(torch.stack(self.taps, 1))
 
 
-def of_sum(outputs):
+def last_step_loss(outputs):
     return (outputs[:, -1] ** 2).sum()
 
 
-@pytest.mark.parametrize("function", [None, parallel], ids=["sequential", "parallel"])
+@pytest.mark.parametrize("function", [None, parallel_scan], ids=["sequential", "parallel"])
 def test_states_and_total_gradients_are_those_of_a_loop(function):
     torch.manual_seed(0)
     model, x = MinGRU(function).double(), torch.randn(2, 40, 3, dtype=torch.float64)
     twin = MinGRU(by_hand=True).double()
     twin.load_state_dict(model.state_dict())
-    trace = rl.trace(model, x, loss=of_sum)
+    trace = rl.trace(model, x, loss=last_step_loss)
     assert trace.certificate.state == "passed"
-    grads = torch.autograd.grad(of_sum(twin(x)), twin.taps)
-    computed = trace["memory"]
-    for found, expected in ((computed.state, twin.taps), (computed.state_grad, grads)):
+    grads = torch.autograd.grad(last_step_loss(twin(x)), twin.taps)
+    layer = trace["memory"]
+    for actual, expected in ((layer.state, twin.taps), (layer.state_grad, grads)):
         expected = torch.stack([t.detach() for t in expected], 1).numpy()
-        assert np.abs(found.values - expected).max() <= 1e-12 * np.abs(expected).max()
+        assert np.abs(actual.values - expected).max() <= 1e-12 * np.abs(expected).max()
     assert "5 units" in repr(rl.layers(model))
-    gradients = rl.gradients(model, x, loss=of_sum, wrt="weights")
+    gradients = rl.gradients(model, x, loss=last_step_loss, wrt="weights")
     assert gradients.certificate.state == "passed"
 
 
 def test_a_wrong_function_is_named():
     torch.manual_seed(0)
-    model = MinGRU(lambda a, b: 1.1 * parallel(a, b))
+    model = MinGRU(lambda a, b: 1.1 * parallel_scan(a, b))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trace = rl.trace(model, torch.randn(2, 8, 3), loss=of_sum)
-    assert any("memory: the replayed output differs" in str(one.message) for one in caught)
+        trace = rl.trace(model, torch.randn(2, 8, 3), loss=last_step_loss)
+    assert any("memory: the replayed output differs" in str(warning.message) for warning in caught)
     assert trace.certificate.state == "failed"
 
 
@@ -73,13 +73,13 @@ def test_time_jacobian_total_and_frozen():
     torch.manual_seed(0)
     model, x = MinGRU().double(), torch.randn(2, 7, 3, dtype=torch.float64)
     axes = {"input": ("sample", "time", "feature"), "output": ("sample", "time", "unit")}
-    found = rl.jacobian(model, x, axes=axes)
+    jacobian = rl.jacobian(model, x, axes=axes)
     expected = torch.autograd.functional.jacobian(model, x).numpy()
     for sample in range(2):
-        assert np.allclose(found.values[sample], expected[sample, :, :, sample], rtol=1e-12, atol=1e-14)
-    assert found.certificate.state == "passed"
+        assert np.allclose(jacobian.values[sample], expected[sample, :, :, sample], rtol=1e-12, atol=1e-14)
+    assert jacobian.certificate.state == "passed"
     frozen = rl.jacobian(model, x, axes=axes, frozen=True)
-    assert not np.allclose(frozen, found)
+    assert not np.allclose(frozen, jacobian)
 
 
 def test_shapes_are_checked():
@@ -87,8 +87,8 @@ def test_shapes_are_checked():
         rl.torch.scan(torch.ones(1, 3, 1), torch.ones(1, 3, 2))
     with pytest.raises(rl.errors.InputError, match="initial= is one state"):
         rl.torch.scan(torch.ones(1, 3, 1), torch.ones(1, 3, 1), torch.ones(2))
-    one = torch.full((1, 3, 1), 0.5)
-    assert rl.torch.scan(one, torch.ones(1, 3, 1), torch.full((1, 1), 2.0)).flatten().tolist() == [2.0, 2.0, 2.0]
+    decay = torch.full((1, 3, 1), 0.5)
+    assert rl.torch.scan(decay, torch.ones(1, 3, 1), torch.full((1, 1), 2.0)).flatten().tolist() == [2.0, 2.0, 2.0]
 
 
 class Decaying(nn.Module):
@@ -112,5 +112,5 @@ def test_a_step_may_read_tensors_made_from_weights():
     assert trace.certificate.state == "passed"
     assert trace["loop"].hidden_grad.sizes["time"] == 6
     (expected,) = torch.autograd.grad(model(x).sum(), model.A_log)
-    found = rl.gradients(model, x, loss=torch.sum, wrt="decaying/A_log")
-    assert np.allclose(found, expected.numpy(), rtol=1e-5)
+    gradient = rl.gradients(model, x, loss=torch.sum, wrt="decaying/A_log")
+    assert np.allclose(gradient, expected.numpy(), rtol=1e-5)

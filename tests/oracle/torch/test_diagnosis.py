@@ -25,7 +25,7 @@ class Net(nn.Module):
         return self.head(h if self.sequence else h[:, -1])
 
 
-def white(samples=SAMPLES, steps=STEPS, features=1, seed=0):
+def white_noise(samples=SAMPLES, steps=STEPS, features=1, seed=0):
     return np.random.default_rng(seed).normal(size=(samples, steps, features)).astype("float32")
 
 
@@ -43,14 +43,14 @@ def shift_register(taps, *, sequence=False):
     return Net(rnn, head, sequence=sequence).eval()
 
 
-def answer(net, x):
+def model_output(net, x):
     with torch.no_grad():
         return net(torch.as_tensor(x)).numpy()
 
 
 @pytest.mark.parametrize("lag", [0, 1, 5, 17, 38])
 def test_memory_of_a_shift_register_is_exact(lag):
-    net, x = shift_register({lag: 1.0}), white()
+    net, x = shift_register({lag: 1.0}), white_noise()
     d = rl.diagnose(net, x, x[:, STEPS - 1 - lag])
     assert float(d["model"].memory) == lag + 1
     assert d["model"].memory_interval.values.tolist() == [lag + 1, lag + 1]
@@ -59,29 +59,29 @@ def test_memory_of_a_shift_register_is_exact(lag):
 
 
 def test_memory_to_the_first_step_is_censored():
-    net, x = shift_register({STEPS - 1: 1.0}), white()
+    net, x = shift_register({STEPS - 1: 1.0}), white_noise()
     d = rl.diagnose(net, x, x[:, 0])
     assert d["model"].attrs["censored"]
     assert f"all {STEPS} steps" in next(iter(d.sentences.values()))
 
 
 def test_a_little_variance_counts_at_one_percent_only():
-    net, x = shift_register({1: 1.0, 20: 0.15}), white()  # 2.2 % of the variance is 20 steps old
-    d = rl.diagnose(net, x, answer(net, x))
+    net, x = shift_register({1: 1.0, 20: 0.15}), white_noise()  # 2.2 % of the variance is 20 steps old
+    d = rl.diagnose(net, x, model_output(net, x))
     assert (float(d["model"].memory), float(d["model"].memory_1_percent)) == (2, 21)
     assert "21 at 1 % of the variance" in str(d)
 
 
 def test_without_skill_no_memory_is_spoken_of():
-    net, x = shift_register({5: 1.0}), white()
-    d = rl.diagnose(net, x, white(seed=9)[:, 0])
+    net, x = shift_register({5: 1.0}), white_noise()
+    d = rl.diagnose(net, x, white_noise(seed=9)[:, 0])
     assert "NO_SKILL" in d.codes
     assert "Memory in use unknown" in str(d)
     assert not d["model"].attrs["known"]
 
 
 def test_what_is_missed_is_named_and_the_way_there_judged():
-    x = white()
+    x = white_noise()
     y = 0.5 * x[:, -2] + 0.5 * x[:, -31]
     wide = rl.diagnose(shift_register({1: 0.5, 38: 0.0}), x, y)  # holds the last 38 inputs, reads one
     assert wide.findings[0].evidence["lag"] == 30
@@ -100,7 +100,7 @@ def test_a_latch_is_memory_and_no_vanishing():
         net.rnn.bias_ih_l0.zero_()
         net.head.weight.fill_(0.25)
         net.head.bias.zero_()
-    x = 0.02 * white()
+    x = 0.02 * white_noise()
     x[:, 0, 0] = np.where(np.random.default_rng(1).uniform(size=SAMPLES) < 0.5, -1, 1)
     d = rl.diagnose(net.eval(), x, np.sign(x[:, 0]))
     assert d["model"].attrs["censored"]
@@ -109,15 +109,15 @@ def test_a_latch_is_memory_and_no_vanishing():
 
 
 def test_sequence_outputs_are_probed_at_one_step():
-    net, x = shift_register({3: 1.0}, sequence=True), white()
-    y = answer(net, x)
+    net, x = shift_register({3: 1.0}, sequence=True), white_noise()
+    y = model_output(net, x)
     assert float(rl.diagnose(net, x, y)["model"].memory) == 4
     early = rl.diagnose(net, x, y, step=9)
     assert (float(early["model"].memory), int(early["model"].steps)) == (4, 10)
 
 
 def test_classes_by_integer_one_hot_and_probability_are_one_thing():
-    x = white()
+    x = white_noise()
     logits = shift_register({4: 5.0})
 
     class TwoClasses(nn.Module):
@@ -130,14 +130,14 @@ def test_classes_by_integer_one_hot_and_probability_are_one_thing():
             return {"logits": z, "probabilities": z.softmax(1), "log": z.log_softmax(1)}[self.form]
 
     labels = (x[:, -5, 0] > 0).astype("int64")
-    found = {
+    datasets = {
         (form, name): rl.diagnose(TwoClasses(form), x, y)["model"]
         for form in ("logits", "probabilities", "log")
         for name, y in {"integer": labels, "one-hot": np.eye(2)[labels]}.items()
     }
-    first = found["logits", "integer"]
+    first = datasets["logits", "integer"]
     assert float(first.memory) == 5
-    for model in found.values():
+    for model in datasets.values():
         np.testing.assert_allclose(model.use, first.use, rtol=1e-4)
         np.testing.assert_allclose(model.skill, first.skill, rtol=1e-4)
 
@@ -153,8 +153,8 @@ def test_exploding_and_dead_units():
         rnn.bias_ih_l0[4:] = -1
         rnn.weight_hh_l0[4:] = 0
     net = Net(rnn, nn.Linear(6, 1)).eval()
-    x = np.abs(white())
-    d = rl.diagnose(net, x, answer(net, x))
+    x = np.abs(white_noise())
+    d = rl.diagnose(net, x, model_output(net, x))
     assert {"EXPLODING", "DEAD_UNITS"} <= set(d.codes)
     assert "CHAOTIC" not in d.codes
     assert next(f for f in d.findings if f.code == "DEAD_UNITS").evidence["which"] == [4, 5]
@@ -162,14 +162,14 @@ def test_exploding_and_dead_units():
 
 def test_facts_about_the_data():
     net = Net(nn.GRU(2, 4, batch_first=True), nn.Linear(4, 1)).eval()
-    x = white(features=2)
+    x = white_noise(features=2)
     x[:, :, 1] = 0.1
     x[:, : STEPS * 3 // 4] = 0
     x[:, : STEPS * 3 // 4, 1] = 0.1
-    codes = rl.diagnose(net, x, answer(net, x)).codes
+    codes = rl.diagnose(net, x, model_output(net, x)).codes
     assert {"CONSTANT_INPUT", "PADDING_DOMINATES"} <= set(codes)
-    still = np.repeat(white(steps=1), STEPS, axis=1)
-    assert "STATIC_INPUT" in rl.diagnose(shift_register({0: 1.0}), still, still[:, -1]).codes
+    static_input = np.repeat(white_noise(steps=1), STEPS, axis=1)
+    assert "STATIC_INPUT" in rl.diagnose(shift_register({0: 1.0}), static_input, static_input[:, -1]).codes
 
 
 def test_each_layer_of_several_carries_its_part():
@@ -181,11 +181,11 @@ def test_each_layer_of_several_carries_its_part():
         def forward(self, x):
             return self.high(self.low(x))
 
-    net, x = Two().eval(), white()
+    net, x = Two().eval(), white_noise()
     d = rl.diagnose(net, x, x[:, -9])
     assert float(d["model"].memory) == 9
-    carried = {name: int(d[name].carried_memory) for name in d if name != "model"}
-    assert carried == {"low.rnn": 9, "high.rnn": 7}
+    carried_memories = {name: int(d[name].carried_memory) for name in d if name != "model"}
+    assert carried_memories == {"low.rnn": 9, "high.rnn": 7}
 
 
 def test_the_first_layer_may_embed_ids():
@@ -209,13 +209,13 @@ def test_the_first_layer_may_embed_ids():
 
 def test_baseline_is_shown_and_not_judged():
     torch.manual_seed(0)
-    net, x = shift_register({7: 1.0}), white()
+    net, x = shift_register({7: 1.0}), white_noise()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     d = rl.diagnose(net, x, x[:, -8], baseline="init")
     assert "re-initialised: " in str(d)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
-    other = rl.diagnose(net, x, x[:, -8], baseline=shift_register({2: 1.0}))
-    assert float(other["model"].memory_before) == 3
+    diagnosis = rl.diagnose(net, x, x[:, -8], baseline=shift_register({2: 1.0}))
+    assert float(diagnosis["model"].memory_before) == 3
 
 
 def test_a_model_that_cannot_be_made_anew_says_so():
@@ -228,11 +228,11 @@ def test_a_model_that_cannot_be_made_anew_says_so():
             return self.net(x) * self.scale
 
     with pytest.raises(UnsupportedError, match="cannot be re-initialised"):
-        rl.diagnose(Own(), white(), white()[:, -2], baseline="init")
+        rl.diagnose(Own(), white_noise(), white_noise()[:, -2], baseline="init")
 
 
 def test_a_loader_is_read_as_far_as_needed():
-    net, x = shift_register({3: 1.0}), white()
+    net, x = shift_register({3: 1.0}), white_noise()
     loader = torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(torch.as_tensor(x), torch.as_tensor(x[:, -4])), batch_size=100
     )
@@ -242,24 +242,24 @@ def test_a_loader_is_read_as_far_as_needed():
 
 
 def test_few_samples_are_no_ground_to_speak_on():
-    net, x = shift_register({3: 1.0}), white(40)
+    net, x = shift_register({3: 1.0}), white_noise(40)
     d = rl.diagnose(net, x, x[:, -4])
     assert "40 samples are too few" in str(d)
     assert "FEW_SAMPLES" in d.codes
 
 
 def test_saved_and_opened_it_says_the_same(tmp_path):
-    net, x = shift_register({3: 1.0}), white()
+    net, x = shift_register({3: 1.0}), white_noise()
     d = rl.diagnose(net, x, x[:, -4], baseline=shift_register({2: 1.0}))
     d.save(tmp_path / "d.nc")
-    again = rl.open(tmp_path / "d.nc")
-    assert str(again) == str(d)
-    assert again.findings == d.findings
-    assert json.loads(again.to_json()) == json.loads(d.to_json())
+    reopened = rl.open(tmp_path / "d.nc")
+    assert str(reopened) == str(d)
+    assert reopened.findings == d.findings
+    assert json.loads(reopened.to_json()) == json.loads(d.to_json())
 
 
 def test_compared_side_by_side():
-    x = white()
+    x = white_noise()
     near, far = (rl.diagnose(shift_register({lag: 1.0}), x, x[:, STEPS - 1 - lag]) for lag in (2, 12))
     c = rl.compare({"near": near, "far": far})
     assert c.table.difference.values.tolist() == [0, 10]
@@ -268,30 +268,30 @@ def test_compared_side_by_side():
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"task": "regression"}, "task= is not understood"),
         ({"x": np.zeros((100,), "float32")}, "no earlier time step"),
-        ({"x": white()[:1]}, "no other sample to compare with"),
+        ({"x": white_noise()[:1]}, "no other sample to compare with"),
         ({"y": np.zeros((3, 1))}, "The target does not fit"),
         ({"baseline": "start"}, "baseline= is not understood"),
         ({"samples": 1}, "samples= is too small"),
     ],
 )
-def test_what_does_not_fit_is_one_clear_error(change, words):
-    given = {"x": white(), "y": white()[:, 0], **change}
-    with pytest.raises(InputError, match=words):
-        rl.diagnose(shift_register({1: 1.0}), given.pop("x"), given.pop("y"), **given)
+def test_what_does_not_fit_is_one_clear_error(change, message):
+    arguments = {"x": white_noise(), "y": white_noise()[:, 0], **change}
+    with pytest.raises(InputError, match=message):
+        rl.diagnose(shift_register({1: 1.0}), arguments.pop("x"), arguments.pop("y"), **arguments)
 
 
 def test_the_dynamics_of_one_sample():
-    net, x = shift_register({3: 1.0}), white()
-    several, alone = (rl.step_eigenvalues(net, x[:count]) for count in (2, 1))
-    np.testing.assert_allclose(several.eigenvalue_real[:1], alone.eigenvalue_real, atol=1e-12)
+    net, x = shift_register({3: 1.0}), white_noise()
+    two_samples, one_sample = (rl.step_eigenvalues(net, x[:count]) for count in (2, 1))
+    np.testing.assert_allclose(two_samples.eigenvalue_real[:1], one_sample.eigenvalue_real, atol=1e-12)
 
 
 def test_the_model_is_left_as_found():
-    net, x = shift_register({3: 1.0}).train(), white()
+    net, x = shift_register({3: 1.0}).train(), white_noise()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     rl.diagnose(net, x, x[:, -4])
     rl.fixed_points(net, x)
@@ -325,7 +325,7 @@ class Loop(nn.Module):
 
 
 def test_fixed_points_of_a_cell_of_ones_own():
-    points = rl.fixed_points(Loop(), white(8, 12), layer="cell")
+    points = rl.fixed_points(Loop(), white_noise(8, 12), layer="cell")
     np.testing.assert_allclose(points.states, [[1, 1]], atol=1e-6)
     np.testing.assert_allclose(points.eigenvalues, [[0.5, 0.5]], atol=1e-6)
     assert bool(points.stable.all())

@@ -11,7 +11,7 @@ import rnnlens as rl
 from rnnlens.errors import InputError
 
 
-class Own(nn.Module):
+class KernelRNN(nn.Module):
     """One nn.RNN whose recurrent kernel is given."""
 
     def __init__(self, kernel, nonlinearity="tanh"):
@@ -32,7 +32,7 @@ X = np.random.default_rng(0).normal(size=(64, 10, 1)).astype("float32")
 
 
 def test_a_line_attractor_is_a_line_of_marginal_points():
-    net = Own(np.array([[0.5, 0.5], [0.5, 0.5]]), "relu")  # keeps the mean of two units that are not negative
+    net = KernelRNN(np.array([[0.5, 0.5], [0.5, 0.5]]), "relu")  # keeps the mean of two units that are not negative
     starts = np.random.default_rng(1).uniform(0, 3, size=(200, 2))
     points = rl.fixed_points(net, X, input="zero", starts=starts)
     assert points.curves == ["line"]
@@ -42,7 +42,7 @@ def test_a_line_attractor_is_a_line_of_marginal_points():
     assert not points.stable.any()
 
 
-def ring(units=48, gain=3.0):
+def ring_kernel(units=48, gain=3.0):
     """Cosine connections: a bump of activity that can stand anywhere (Ben-Yishai, Bar-Or, Sompolinsky 1995)."""
     angle = 2 * np.pi * np.arange(units) / units
     return gain * 2 / units * np.cos(angle[:, None] - angle[None, :])
@@ -50,15 +50,17 @@ def ring(units=48, gain=3.0):
 
 def test_a_ring_attractor_is_a_ring():
     angle = 2 * np.pi * np.arange(48) / 48
-    turn = np.random.default_rng(0).uniform(0, 2 * np.pi, size=(300, 1))
-    points = rl.fixed_points(Own(ring()), X, input="zero", starts=2 * np.cos(angle - turn), tolerance=1e-3)
+    phase = np.random.default_rng(0).uniform(0, 2 * np.pi, size=(300, 1))
+    points = rl.fixed_points(
+        KernelRNN(ring_kernel()), X, input="zero", starts=2 * np.cos(angle - phase), tolerance=1e-3
+    )
     assert "ring" in points.curves
     assert points.kinds.count("marginal") > 30
     assert "a ring of" in repr(points)
 
 
 def test_repellers_saddles_and_stable_points_have_their_names():
-    net = Own(np.diag([2.0, 3.0]))
+    net = KernelRNN(np.diag([2.0, 3.0]))
     starts = np.random.default_rng(0).uniform(-1, 1, size=(200, 2))
     points = rl.fixed_points(net, X, input="zero", starts=starts)
     kinds = points.kinds
@@ -71,14 +73,14 @@ def test_repellers_saddles_and_stable_points_have_their_names():
 
 def test_saved_points_keep_their_kinds(tmp_path):
     starts = np.random.default_rng(1).uniform(0, 3, size=(100, 2))
-    points = rl.fixed_points(Own(np.full((2, 2), 0.5), "relu"), X, input="zero", starts=starts)
+    points = rl.fixed_points(KernelRNN(np.full((2, 2), 0.5), "relu"), X, input="zero", starts=starts)
     points.save(tmp_path / "points.nc")
-    again = rl.open(tmp_path / "points.nc")
-    assert (again.kinds, again.curves) == (points.kinds, points.curves)
+    reopened = rl.open(tmp_path / "points.nc")
+    assert (reopened.kinds, reopened.curves) == (points.kinds, points.curves)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"period": 10**6}, "The search is too large"),
         ({"input": np.array([np.nan])}, "The input is not finite"),
@@ -87,14 +89,14 @@ def test_saved_points_keep_their_kinds(tmp_path):
         ({"tolerance": float("nan")}, "tolerance"),
     ],
 )
-def test_a_search_that_cannot_be_is_one_clear_error(change, words):
-    with pytest.raises(InputError, match=words):
-        rl.fixed_points(Own(np.eye(2)), X, **change)
+def test_a_search_that_cannot_be_is_one_clear_error(change, message):
+    with pytest.raises(InputError, match=message):
+        rl.fixed_points(KernelRNN(np.eye(2)), X, **change)
 
 
-def tap(lag, scale=1.0):
+def tap_network(lag, scale=1.0):
     kernel = np.diag(np.ones(13), -1)
-    net = Own(kernel)
+    net = KernelRNN(kernel)
     with torch.no_grad():
         net.rnn.weight_ih_l0[0, 0] = 0.01
         net.head.weight.zero_()
@@ -106,13 +108,13 @@ def tap(lag, scale=1.0):
 def test_comparisons_print_differences_and_no_numbers_where_memory_is_unknown():
     x = np.random.default_rng(0).normal(size=(256, 20, 1)).astype("float32")
     y = x[:, -4]
-    first, other = rl.diagnose(tap(3), x, y), rl.diagnose(tap(3), x, y + 0 * y)
-    noise = rl.diagnose(tap(3), x, np.random.default_rng(1).normal(size=(256, 1)))
-    fewer = rl.diagnose(tap(3), x[:128], y[:128])
-    printed = str(rl.compare({"a": first, "b": other, "noise": noise, "fewer": fewer}))
-    assert "memory +0 against a (95 % CI +0 to +0)" in printed
-    assert "no difference of memory, as one is unknown" in printed
-    assert "no difference of memory, as the samples are not the same" in printed
+    first, second = rl.diagnose(tap_network(3), x, y), rl.diagnose(tap_network(3), x, y + 0 * y)
+    noise = rl.diagnose(tap_network(3), x, np.random.default_rng(1).normal(size=(256, 1)))
+    fewer = rl.diagnose(tap_network(3), x[:128], y[:128])
+    text = str(rl.compare({"a": first, "b": second, "noise": noise, "fewer": fewer}))
+    assert "memory +0 against a (95 % CI +0 to +0)" in text
+    assert "no difference of memory, as one is unknown" in text
+    assert "no difference of memory, as the samples are not the same" in text
     table = rl.compare({"a": first, "noise": noise}).table
     assert np.isnan(table.memory.values[1])
     assert np.isnan(table.difference.values[1])
@@ -123,7 +125,7 @@ def test_batches_of_unequal_length_are_one_clear_error():
     x = np.random.default_rng(0).normal(size=(128, 20, 1)).astype("float32")
     batches = [(x[:64], x[:64, -4]), (x[64:, :15], x[64:, -4])]
     with pytest.raises(InputError, match="The batches differ in other axes than the number of samples"):
-        rl.diagnose(tap(3), iter(batches))
+        rl.diagnose(tap_network(3), iter(batches))
 
 
 def test_nan_born_between_two_layers_is_not_blamed_on_the_upper_one():
@@ -139,6 +141,6 @@ def test_nan_born_between_two_layers_is_not_blamed_on_the_upper_one():
 
     torch.manual_seed(0)
     x = np.random.default_rng(0).normal(size=(4, 6, 1)).astype("float32")
-    found = rl.find_nonfinite(Between(), x, np.zeros((4, 3), "float32"), loss=nn.functional.mse_loss)
-    assert found.layer == "low"
-    assert found.fed_by == "the backward pass between low and high"
+    nonfinite = rl.find_nonfinite(Between(), x, np.zeros((4, 3), "float32"), loss=nn.functional.mse_loss)
+    assert nonfinite.layer == "low"
+    assert nonfinite.fed_by == "the backward pass between low and high"

@@ -15,11 +15,11 @@ from rnnlens.errors import InputError, RnnlensError, UnsupportedError
 STEPS, SAMPLES = 24, 256
 
 
-def white(samples=SAMPLES, steps=STEPS, features=1, seed=0):
+def white_noise(samples=SAMPLES, steps=STEPS, features=1, seed=0):
     return np.random.default_rng(seed).normal(size=(samples, steps, features)).astype("float32")
 
 
-def register(units, *, features=1, batch_first=True):
+def shift_register(units, *, features=1, batch_first=True):
     """An almost linear layer that holds its last inputs, a hundredth of them, each in a unit of its own."""
     rnn = nn.RNN(features, units, batch_first=batch_first)
     with torch.no_grad():
@@ -30,7 +30,7 @@ def register(units, *, features=1, batch_first=True):
     return rnn
 
 
-def reader(taps, units):
+def linear_readout(taps, units):
     """A linear readout of some units, a row of weights for each output."""
     head = nn.Linear(units, len(taps))
     with torch.no_grad():
@@ -46,7 +46,7 @@ class TimeFirst(nn.Module):
 
     def __init__(self, lag, *, sequence=False):
         super().__init__()
-        self.rnn, self.head = register(lag + 2, batch_first=False), reader([(lag, 1.0)], lag + 2)
+        self.rnn, self.head = shift_register(lag + 2, batch_first=False), linear_readout([(lag, 1.0)], lag + 2)
         self.sequence = sequence
 
     def forward(self, x):
@@ -56,7 +56,7 @@ class TimeFirst(nn.Module):
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_time_may_come_first(sequence):
-    x = white()
+    x = white_noise()
     y = np.zeros_like(x)
     y[:, 5:] = x[:, :-5]
     target = y.transpose(1, 0, 2) if sequence else y[:, -1]
@@ -68,22 +68,22 @@ def test_time_may_come_first(sequence):
 
 
 def test_batches_with_time_first_are_read_as_such():
-    x = white(200)
+    x = white_noise(200)
     batches = [(x[i : i + 50].transpose(1, 0, 2), x[i : i + 50, -4]) for i in range(0, 200, 50)]
     d = rl.diagnose(TimeFirst(3), iter(batches))
     assert (float(d["model"].memory), d["model"].sizes["sample"]) == (4, 200)
 
 
 def test_axes_may_be_said_where_sizes_do_not_tell():
-    x = white(STEPS * 3)[:, :, :]
-    square = white(STEPS * 3, STEPS * 3)
+    x = white_noise(STEPS * 3)[:, :, :]
+    square = white_noise(STEPS * 3, STEPS * 3)
     net = TimeFirst(5, sequence=True)
     y = np.zeros_like(square)
     y[:, 5:] = square[:, :-5]
-    given, target = square.transpose(1, 0, 2), y.transpose(1, 0, 2)
+    inputs, target = square.transpose(1, 0, 2), y.transpose(1, 0, 2)
     with pytest.raises(InputError, match=r'axes=\{"y"'):
-        rl.diagnose(net, given, target)
-    d = rl.diagnose(net, given, target, axes={"y": ("time", "sample", "unit")})
+        rl.diagnose(net, inputs, target)
+    d = rl.diagnose(net, inputs, target, axes={"y": ("time", "sample", "unit")})
     assert float(d["model"].memory) == 6
     assert x.shape[0] == square.shape[0]
 
@@ -91,17 +91,17 @@ def test_axes_may_be_said_where_sizes_do_not_tell():
 @pytest.mark.parametrize("features", [1, 2, 3])
 def test_one_pass_shows_that_samples_come_first(features):
     net, passes = nn.LSTM(features, 4, batch_first=True), []
-    net.register_forward_pre_hook(lambda module, given: passes.append(len(given[0])))
-    assert Orientation(adapter_for(net), net, white(8, features=features), None).inputs is None
+    net.register_forward_pre_hook(lambda module, args: passes.append(len(args[0])))
+    assert Orientation(adapter_for(net), net, white_noise(8, features=features), None).inputs is None
     assert len(passes) == 1
 
 
 @pytest.mark.parametrize("samples", [2, 3, 4])
 def test_as_many_samples_as_a_short_run_has_steps(samples):
-    x = white(samples).transpose(1, 0, 2)
+    x = white_noise(samples).transpose(1, 0, 2)
     net = TimeFirst(5)
-    found = Orientation(adapter_for(net), net, x, None).inputs
-    assert [layout.names[:2] for layout in found] == [("time", "sample")]
+    layouts = Orientation(adapter_for(net), net, x, None).inputs
+    assert [layout.names[:2] for layout in layouts] == [("time", "sample")]
 
 
 class Packed(nn.Module):
@@ -109,7 +109,7 @@ class Packed(nn.Module):
 
     def __init__(self, lag, *, sequence=False):
         super().__init__()
-        self.rnn, self.head, self.sequence = register(lag + 2), reader([(lag, 1.0)], lag + 2), sequence
+        self.rnn, self.head, self.sequence = shift_register(lag + 2), linear_readout([(lag, 1.0)], lag + 2), sequence
 
     def forward(self, x, lengths):
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
@@ -122,7 +122,7 @@ class Packed(nn.Module):
 @pytest.mark.parametrize("longest", [STEPS, STEPS - 3])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_packed_samples_count_from_their_own_end(longest, sequence):
-    x, lengths = white(), np.random.default_rng(1).integers(9, longest + 1, SAMPLES)
+    x, lengths = white_noise(), np.random.default_rng(1).integers(9, longest + 1, SAMPLES)
     y = x[np.arange(SAMPLES), lengths - 5] if not sequence else np.roll(x, 4, axis=1)
     d = rl.diagnose(Packed(4, sequence=sequence), (x, lengths), y)
     assert float(d["model"].memory) == 5
@@ -145,7 +145,7 @@ def test_kappa_starts_at_the_step_that_is_looked_at():
         def forward(self, x):
             return self.head(self.rnn(x)[0])
 
-    net, x = Every(), white()
+    net, x = Every(), white_noise()
     # The inputs die away: what is left at a step depends on where it is.
     x *= np.linspace(3, 0, STEPS)[None, :, None].astype("float32")
     with torch.no_grad():
@@ -164,7 +164,11 @@ class Several(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.rnn, self.near, self.far = register(12), reader([(1, 1.0)], 12), reader([(1, 1.0), (9, 0.5)], 12)
+        self.rnn, self.near, self.far = (
+            shift_register(12),
+            linear_readout([(1, 1.0)], 12),
+            linear_readout([(1, 1.0), (9, 0.5)], 12),
+        )
 
     def forward(self, x):
         h = self.rnn(x)[0][:, -1]
@@ -172,13 +176,13 @@ class Several(nn.Module):
 
 
 def test_one_of_several_outputs_is_asked_for():
-    x = white()
+    x = white_noise()
     y = {"near": x[:, -2], "far": np.concatenate([x[:, -2], 0.5 * x[:, -10]], axis=1)}
     net = Several()
     memories = [float(rl.diagnose(net, x, y, output=i)["model"].memory) for i in (0, 1, "near", "far")]
     assert memories == [2, 10, 2, 10]
-    turned = dict(reversed(y.items()))
-    assert float(rl.diagnose(net, x, turned, output="far")["model"].skill) > 0.99
+    reversed_targets = dict(reversed(y.items()))
+    assert float(rl.diagnose(net, x, reversed_targets, output="far")["model"].skill) > 0.99
     with pytest.raises(InputError, match="the targets need the same names"):
         rl.diagnose(net, x, tuple(y.values()))
     with pytest.raises(InputError, match="'near', 'far'"):
@@ -201,7 +205,7 @@ def test_directions_have_seen_parts_of_different_length():
             return self.head(self.rnn(x)[0])
 
     torch.manual_seed(0)
-    net, x = Both().eval(), white()
+    net, x = Both().eval(), white_noise()
     with torch.no_grad():
         y = net(torch.as_tensor(x)).numpy()
     d = rl.diagnose(net, x, y, step=5)
@@ -217,7 +221,7 @@ class Pooled(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.rnn, self.head = register(2), nn.Linear(2, 1)
+        self.rnn, self.head = shift_register(2), nn.Linear(2, 1)
 
     def forward(self, x):
         return self.head(self.rnn(x)[0].mean(dim=1))
@@ -225,7 +229,7 @@ class Pooled(nn.Module):
 
 def test_a_pooled_layer_needs_no_recurrence_to_hear_of_an_early_step():
     torch.manual_seed(0)
-    x = white()
+    x = white_noise()
     d = rl.diagnose(Pooled(), x, x[:, 3])
     assert {"MISSED_DEPENDENCY", "PATH_OPEN"} <= set(d.codes)
     assert "VANISHING" not in d.codes
@@ -237,13 +241,13 @@ def test_a_gradient_that_is_larger_where_the_output_reads_more_is_no_explosion()
     class Uneven(nn.Module):
         def __init__(self):
             super().__init__()
-            self.rnn, self.head = register(12), reader([(1, 1.0)], 12)
+            self.rnn, self.head = shift_register(12), linear_readout([(1, 1.0)], 12)
 
         def forward(self, x):
             h = self.rnn(x)[0]
             return self.head(h[:, -9] + 1e-3 * h[:, -1])
 
-    x = white()
+    x = white_noise()
     d = rl.diagnose(Uneven(), x, x[:, -10])
     assert float(d["rnn"].growth) > 2.5
     assert "EXPLODING" not in d.codes
@@ -251,7 +255,7 @@ def test_a_gradient_that_is_larger_where_the_output_reads_more_is_no_explosion()
 
 
 def test_the_last_step_missed_is_no_matter_of_time():
-    x = white()
+    x = white_noise()
     d = rl.diagnose(TimeFirst(5), x.transpose(1, 0, 2), x[:, -6] + x[:, -1])
     assert [f.evidence.get("lag") for f in d.findings if f.code == "MISSED_DEPENDENCY"] == [0]
     assert "The input at the last step would explain" in str(d)
@@ -263,8 +267,10 @@ class Every(nn.Module):
 
     def __init__(self, lag, form):
         super().__init__()
-        self.rnn, self.form = register(lag + 2), form
-        self.head = reader([(lag, -20.0), (lag, 20.0), (0, 0.0)] if form == "classes first" else [(lag, 1.0)], lag + 2)
+        self.rnn, self.form = shift_register(lag + 2), form
+        self.head = linear_readout(
+            [(lag, -20.0), (lag, 20.0), (0, 0.0)] if form == "classes first" else [(lag, 1.0)], lag + 2
+        )
 
     def forward(self, x):
         out = self.head(self.rnn(x)[0])
@@ -273,7 +279,7 @@ class Every(nn.Module):
 
 @pytest.mark.parametrize("step", [-1, 9])
 def test_outputs_of_every_step_may_lie_as_they_like(step):
-    x = white()
+    x = white_noise()
     past = np.roll(x[:, :, 0], 4, axis=1)
     for form, y in (("classes first", (past > 0).astype("int64")), ("no units", past)):
         d = rl.diagnose(Every(4, form), x, y, step=step)
@@ -283,7 +289,7 @@ def test_outputs_of_every_step_may_lie_as_they_like(step):
 
 
 def test_logits_of_a_binary_target_are_told_from_values():
-    x = white()
+    x = white_noise()
     y = (x[:, -4] > 0).astype("float32")
     net = TimeFirst(3)
     with torch.no_grad():
@@ -294,24 +300,24 @@ def test_logits_of_a_binary_target_are_told_from_values():
 
 
 def test_packed_data_are_refused_by_name():
-    x = nn.utils.rnn.pack_padded_sequence(torch.as_tensor(white(4)), torch.tensor([5, 4, 3, 2]), batch_first=True)
+    x = nn.utils.rnn.pack_padded_sequence(torch.as_tensor(white_noise(4)), torch.tensor([5, 4, 3, 2]), batch_first=True)
     with pytest.raises(UnsupportedError, match="packed sequence"):
         rl.diagnose(nn.RNN(1, 2, batch_first=True), x, np.zeros(4))
     with pytest.raises(UnsupportedError, match="packed sequence"):
-        rl.diagnose(nn.RNN(1, 2, batch_first=True), white(4), y=x)
+        rl.diagnose(nn.RNN(1, 2, batch_first=True), white_noise(4), y=x)
 
 
 def test_what_is_no_number_is_said_and_nothing_else():
     net = TimeFirst(3)
     with torch.no_grad():
         net.rnn.weight_hh_l0[0, 0] = float("nan")
-    x = white()
+    x = white_noise()
     d = rl.diagnose(net, x.transpose(1, 0, 2), x[:, -4])
     assert d.codes == ("NONFINITE",)
     assert "Memory in use unknown" in str(d)
-    one = white()
-    one[200, 3] = np.inf
-    d = rl.diagnose(TimeFirst(3), one.transpose(1, 0, 2), white()[:, -4])
+    with_inf = white_noise()
+    with_inf[200, 3] = np.inf
+    d = rl.diagnose(TimeFirst(3), with_inf.transpose(1, 0, 2), white_noise()[:, -4])
     assert d.codes[0] == "NONFINITE"
 
 
@@ -319,10 +325,10 @@ def test_errors_of_the_model_keep_their_own_words():
     class Wrong(nn.Module):
         def __init__(self):
             super().__init__()
-            self.rnn = register(3)
+            self.rnn = shift_register(3)
 
         def forward(self, x):
             raise KeyError("no such thing")
 
     with pytest.raises(RnnlensError, match="no such thing"):
-        rl.diagnose(Wrong(), white(), white()[:, 0])
+        rl.diagnose(Wrong(), white_noise(), white_noise()[:, 0])

@@ -136,8 +136,8 @@ def test_the_best_forecaster_of_overlapping_windows_misses_nothing(rho, order):
         x, y = autoregressive(rho, seed, 512, 24, horizon)
         net = ridge_tap(0, 4, rho**horizon)
         if order == "shuffled":
-            chosen = np.random.default_rng(seed).permutation(len(x))
-            x, y = x[chosen], y[chosen]
+            permutation = np.random.default_rng(seed).permutation(len(x))
+            x, y = x[permutation], y[permutation]
         if order == "scaled":  # not its own scale any more, but still as good as the scaled last value can be
             x = x * 0.5 + 3
             net = ridge_tap(0, 4, 2 * rho**horizon)
@@ -244,21 +244,21 @@ def test_logits_within_0_and_1_are_logits_where_the_loss_says_so():
     x = rng.uniform(0.3, 0.9, size=(512, 12, 1)).astype("float32")
     y = (rng.uniform(size=(512, 1)) < 1 / (1 + np.exp(-x[:, -3]))).astype("float32")
     net = ridge_tap(2, 6)
-    seen = {}
+    skills = {}
     for name, loss in {
         "class": nn.BCEWithLogitsLoss(),
         "function": nn.functional.binary_cross_entropy_with_logits,
         "lambda": lambda o, t: nn.functional.binary_cross_entropy_with_logits(o, t),
         "probabilities": nn.BCELoss(),
     }.items():
-        seen[name] = float(rl.diagnose(net, x, y, loss=loss)["model"].skill)
+        skills[name] = float(rl.diagnose(net, x, y, loss=loss)["model"].skill)
     p = 1 / (1 + np.exp(-x[:, -3]))
     entropy = -np.mean(y * np.log(p) + (1 - y) * np.log(1 - p))
     mean = y.mean()
     expected = 1 + entropy / (mean * np.log(mean) + (1 - mean) * np.log(1 - mean))
     for name in ("class", "function", "lambda"):
-        assert seen[name] == pytest.approx(expected, abs=2e-3), name
-    assert seen["probabilities"] < seen["class"] - 0.01
+        assert skills[name] == pytest.approx(expected, abs=2e-3), name
+    assert skills["probabilities"] < skills["class"] - 0.01
 
 
 def test_what_is_lost_is_a_share_of_a_bounded_score():
@@ -277,10 +277,10 @@ def test_what_is_lost_is_a_share_of_a_bounded_score():
     x = np.random.default_rng(0).normal(size=(512, 20, 1)).astype("float32")
     y = (x[:, -1, 0] + 0.1 * x[:, -10, 0] > 0).astype("int64")
     d = rl.diagnose(Sure().eval(), x, y)
-    lost = float(d["model"].benefit.sel(context=9))
-    swapped = np.random.default_rng(1).permutation(512)
-    changed = np.mean((x[:, -1, 0] + 0.1 * x[swapped, -10, 0] > 0) != y)
-    assert lost == pytest.approx(2 * changed, abs=0.03)  # half of the answers are right by chance
+    performance_lost = float(d["model"].benefit.sel(context=9))
+    permutation = np.random.default_rng(1).permutation(512)
+    changed_share = np.mean((x[:, -1, 0] + 0.1 * x[permutation, -10, 0] > 0) != y)
+    assert performance_lost == pytest.approx(2 * changed_share, abs=0.03)  # half of the answers are right by chance
 
 
 def test_the_skill_stands_beside_the_memory():

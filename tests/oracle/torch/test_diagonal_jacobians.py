@@ -57,8 +57,8 @@ rl.cells.register(Minimal, rl.cells.MinGRU, weights={"kernel": "w", "bias": "b"}
 rl.cells.register(
     Independent, rl.cells.IndRNN, weights={"kernel": "w", "recurrent_weight": "u"}, options={"activation": "tanh"}
 )
-same = {name: name for name in ("nu", "theta", "gamma")}
-rl.cells.register(Rotating, rl.cells.LRU, weights=same | {"input_real": "re", "input_imaginary": "im"})
+mode_names = {name: name for name in ("nu", "theta", "gamma")}
+rl.cells.register(Rotating, rl.cells.LRU, weights=mode_names | {"input_real": "re", "input_imaginary": "im"})
 
 
 class Model(nn.Module):
@@ -69,13 +69,13 @@ class Model(nn.Module):
         self.below, self.cell = nn.Linear(RAW, FEATURES).double(), cell
         self.head = nn.Linear(cell.width, 2).double()
 
-    def forward(self, x, seen=None):
+    def forward(self, x, record=None):
         x, h, states = self.below(x), x.new_zeros(len(x), self.cell.width), []
         for t in range(x.shape[1]):
             h = self.cell(x[:, t], h)
             states.append(h)
-        if seen is not None:
-            seen.extend(states)
+        if record is not None:
+            record.extend(states)
         return self.head(torch.stack(states, 1))
 
 
@@ -85,14 +85,14 @@ def model(request):
     return Model(request.param())
 
 
-def blocks(model):
+def reference_blocks(model):
     """Every state by every step's input: (sample, out_time, in_time, unit, feature)."""
-    found = np.zeros((SAMPLES, STEPS, STEPS, model.cell.width, RAW))
-    x, seen = torch.tensor(X, requires_grad=True), []
-    model(x, seen)
+    blocks = np.zeros((SAMPLES, STEPS, STEPS, model.cell.width, RAW))
+    x, states = torch.tensor(X, requires_grad=True), []
+    model(x, states)
     for t, u in itertools.product(range(STEPS), range(model.cell.width)):
-        found[:, t, :, u] = torch.autograd.grad(seen[t][:, u].sum(), x, retain_graph=True)[0].numpy()
-    return found
+        blocks[:, t, :, u] = torch.autograd.grad(states[t][:, u].sum(), x, retain_graph=True)[0].numpy()
+    return blocks
 
 
 MEASURES = {
@@ -104,49 +104,51 @@ MEASURES = {
 }
 
 
-def close(found, expected, bound=1e-11):
-    assert found.shape == expected.shape
-    assert np.abs(np.asarray(found) - expected).max() <= bound * np.abs(expected).max()
+def assert_close(actual, expected, bound=1e-11):
+    assert actual.shape == expected.shape
+    assert np.abs(np.asarray(actual) - expected).max() <= bound * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("mode", ["auto", "reverse", "forward"])
 def test_states_by_the_input_are_those_of_torch(model, mode):
-    expected = blocks(model)
-    whole = rl.jacobian(model, X, of="cell.hidden", mode=mode)
-    close(whole.transpose("sample", "out_time", "in_time", "out_unit", "in_feature").values, expected)
-    for measure, of in MEASURES.items():
-        found = rl.jacobian(model, X, of="cell.hidden", measure=measure, mode=mode)
-        close(found.transpose("sample", "out_time", "in_time").values, of(expected), 1e-8)
+    expected = reference_blocks(model)
+    jacobian = rl.jacobian(model, X, of="cell.hidden", mode=mode)
+    assert_close(jacobian.transpose("sample", "out_time", "in_time", "out_unit", "in_feature").values, expected)
+    for measure, measure_of in MEASURES.items():
+        actual = rl.jacobian(model, X, of="cell.hidden", measure=measure, mode=mode)
+        assert_close(actual.transpose("sample", "out_time", "in_time").values, measure_of(expected), 1e-8)
 
 
 @pytest.mark.parametrize("mode", ["reverse", "forward"])
 def test_some_steps_and_means_over_samples_are_those_of_torch(model, mode):
-    at = {"out_time": [4, 1], "in_time": [3, 0, 1]}
-    expected = MEASURES["norm"](blocks(model))[:, [4, 1]][:, :, [3, 0, 1]]
-    found = rl.jacobian(model, X, of="cell.hidden", measure="norm", at=at, mode=mode)
-    close(found.transpose("sample", "out_time", "in_time").values, expected)
-    found = rl.jacobian(model, X, of="cell.hidden", measure="norm", at=at, across="mean", mode=mode)
-    close(found.transpose("out_time", "in_time").values, expected.mean(0))
+    steps = {"out_time": [4, 1], "in_time": [3, 0, 1]}
+    expected = MEASURES["norm"](reference_blocks(model))[:, [4, 1]][:, :, [3, 0, 1]]
+    norms = rl.jacobian(model, X, of="cell.hidden", measure="norm", at=steps, mode=mode)
+    assert_close(norms.transpose("sample", "out_time", "in_time").values, expected)
+    norms = rl.jacobian(model, X, of="cell.hidden", measure="norm", at=steps, across="mean", mode=mode)
+    assert_close(norms.transpose("out_time", "in_time").values, expected.mean(0))
 
 
 def test_readouts_and_initial_states_are_those_of_torch(model):
     x, start = torch.tensor(X, requires_grad=True), torch.zeros(SAMPLES, model.cell.width, dtype=torch.float64)
     output = model(x)
     rows = [torch.autograd.grad(output[:, t].mean(-1).sum(), x, retain_graph=True)[0] for t in range(STEPS)]
-    found = rl.jacobian(model, X, reduce="mean")
-    close(found.squeeze().transpose("sample", "out_time", "in_time", "in_feature").values, torch.stack(rows, 1).numpy())
+    jacobian = rl.jacobian(model, X, reduce="mean")
+    assert_close(
+        jacobian.squeeze().transpose("sample", "out_time", "in_time", "in_feature").values, torch.stack(rows, 1).numpy()
+    )
 
-    def ended(h):
+    def final_state(h):
         for t in range(STEPS):
             h = model.cell(model.below(torch.tensor(X))[:, t], h)
         return h.sum(0)
 
-    expected = torch.autograd.functional.jacobian(ended, start).permute(1, 0, 2).numpy()
-    found = rl.jacobian(model, X, of="cell.final_hidden", wrt="cell.initial_hidden")
-    close(np.asarray(found).reshape(expected.shape), expected)
+    expected = torch.autograd.functional.jacobian(final_state, start).permute(1, 0, 2).numpy()
+    jacobian = rl.jacobian(model, X, of="cell.final_hidden", wrt="cell.initial_hidden")
+    assert_close(np.asarray(jacobian).reshape(expected.shape), expected)
 
 
 def test_a_tolerance_leaves_out_no_more_than_it_says(model):
-    expected = MEASURES["norm"](blocks(model))
-    found = rl.jacobian(model, X, of="cell.hidden", measure="norm", rtol=1e-2, mode="reverse")
-    assert np.abs(found.transpose("sample", "out_time", "in_time").values - expected).max() <= 0.02 * expected.max()
+    expected = MEASURES["norm"](reference_blocks(model))
+    norms = rl.jacobian(model, X, of="cell.hidden", measure="norm", rtol=1e-2, mode="reverse")
+    assert np.abs(norms.transpose("sample", "out_time", "in_time").values - expected).max() <= 0.02 * expected.max()

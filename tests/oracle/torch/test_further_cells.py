@@ -15,7 +15,7 @@ FEATURES, UNITS, STEPS = 3, 4, 5
 X = np.random.default_rng(0).normal(size=(2, STEPS, FEATURES))
 
 
-class Own(nn.Module):
+class RandomParameters(nn.Module):
     """Parameters by name, drawn at random."""
 
     sizes = (UNITS,)
@@ -26,12 +26,12 @@ class Own(nn.Module):
             setattr(self, name, nn.Parameter(0.7 * torch.randn(*shape, dtype=torch.float64)))
 
 
-class Peephole(Own):
+class Peephole(RandomParameters):
     sizes = (2, UNITS)
 
     def __init__(self):
-        many = {"w": (FEATURES, 4 * UNITS), "u": (2, 4 * UNITS), "b": (4 * UNITS,), "p": (UNITS, 2)}
-        super().__init__(**many, w_i=(UNITS,), w_f=(UNITS,), w_o=(UNITS,))
+        shapes = {"w": (FEATURES, 4 * UNITS), "u": (2, 4 * UNITS), "b": (4 * UNITS,), "p": (UNITS, 2)}
+        super().__init__(**shapes, w_i=(UNITS,), w_f=(UNITS,), w_o=(UNITS,))
 
     def forward(self, x, state):
         h, c = state
@@ -42,7 +42,7 @@ class Peephole(Own):
         return torch.clamp(h @ self.p, -0.4, 0.4), c
 
 
-class Coupled(Own):
+class Coupled(RandomParameters):
     sizes = (UNITS, UNITS)
 
     def __init__(self):
@@ -55,12 +55,12 @@ class Coupled(Own):
         return torch.sigmoid(o) * torch.tanh(c), c
 
 
-class Normalised(Own):
+class Normalised(RandomParameters):
     sizes = (UNITS, UNITS)
 
     def __init__(self):
-        wide = dict.fromkeys(("g_x", "g_h", "b"), (4 * UNITS,))
-        super().__init__(w=(FEATURES, 4 * UNITS), u=(UNITS, 4 * UNITS), **wide, g_c=(UNITS,), b_c=(UNITS,))
+        shapes = dict.fromkeys(("g_x", "g_h", "b"), (4 * UNITS,))
+        super().__init__(w=(FEATURES, 4 * UNITS), u=(UNITS, 4 * UNITS), **shapes, g_c=(UNITS,), b_c=(UNITS,))
 
     def forward(self, x, state):
         h, c = state
@@ -71,7 +71,7 @@ class Normalised(Own):
         return torch.sigmoid(o) * torch.tanh(layer_norm(c, (UNITS,), self.g_c, self.b_c)), c
 
 
-class MinimalGRU(Own):
+class MinimalGRU(RandomParameters):
     def __init__(self):
         super().__init__(w_z=(FEATURES, UNITS), w_h=(FEATURES, UNITS), b_z=(UNITS,), b_h=(UNITS,))
 
@@ -80,7 +80,7 @@ class MinimalGRU(Own):
         return (1 - z) * h + z * (x @ self.w_h + self.b_h)
 
 
-class MinimalLSTM(Own):
+class MinimalLSTM(RandomParameters):
     def __init__(self):
         super().__init__(w_i=(FEATURES, UNITS), w_f=(FEATURES, UNITS), w_h=(FEATURES, UNITS))
 
@@ -89,7 +89,7 @@ class MinimalLSTM(Own):
         return f / (f + i) * h + i / (f + i) * (x @ self.w_h)
 
 
-class Linear(Own):
+class Linear(RandomParameters):
     sizes = (2 * UNITS,)
 
     def __init__(self):
@@ -103,7 +103,7 @@ class Linear(Own):
         return torch.cat([new.real, new.imag], dim=-1)
 
 
-class Independent(Own):
+class Independent(RandomParameters):
     def __init__(self):
         super().__init__(w=(FEATURES, UNITS), u=(UNITS,), b=(UNITS,))
 
@@ -111,28 +111,28 @@ class Independent(Own):
         return torch.relu(x @ self.w + self.u * h + self.b)
 
 
-class OldGRU(Own):
+class OldGRU(RandomParameters):
     """The GRUCell of TensorFlow 1, with its two matrices."""
 
     def __init__(self):
         super().__init__()
         for name, size in (("gates", 2 * UNITS), ("candidate", UNITS)):
-            part = Own(kernel=(FEATURES + UNITS, size), bias=(size,))
-            setattr(self, name, part)
+            parameters = RandomParameters(kernel=(FEATURES + UNITS, size), bias=(size,))
+            setattr(self, name, parameters)
 
     def forward(self, x, h):
-        both = torch.cat([x, h], dim=-1) @ self.gates.kernel + self.gates.bias
-        r, u = torch.sigmoid(both).chunk(2, dim=-1)
+        preactivation = torch.cat([x, h], dim=-1) @ self.gates.kernel + self.gates.bias
+        r, u = torch.sigmoid(preactivation).chunk(2, dim=-1)
         n = torch.tanh(torch.cat([x, r * h], dim=-1) @ self.candidate.kernel + self.candidate.bias)
         return u * h + (1 - u) * n
 
 
-class TorchGRU(Own):
+class TorchGRU(RandomParameters):
     """A copy of torch's own cell under another class."""
 
     def __init__(self):
-        wide = 3 * UNITS
-        super().__init__(weight_ih=(wide, FEATURES), weight_hh=(wide, UNITS), bias_ih=(wide,), bias_hh=(wide,))
+        rows = 3 * UNITS
+        super().__init__(weight_ih=(rows, FEATURES), weight_hh=(rows, UNITS), bias_ih=(rows,), bias_hh=(rows,))
 
     def forward(self, x, h):
         return torch.gru_cell(x, h, self.weight_ih, self.weight_hh, self.bias_ih, self.bias_hh)
@@ -173,13 +173,13 @@ class Model(nn.Module):
         super().__init__()
         self.cell, self.head = cell, nn.Linear(cell.sizes[0], 2).double()
 
-    def forward(self, x, seen=None):
+    def forward(self, x, record=None):
         state = tuple(x.new_full((x.shape[0], n), 0.1) for n in self.cell.sizes)
         for t in range(x.shape[1]):
             state = self.cell(x[:, t], state if len(self.cell.sizes) > 1 else state[0])
             state = state if isinstance(state, tuple) else (state,)
-            if seen is not None:
-                seen.append(state)
+            if record is not None:
+                record.append(state)
         return self.head(state[0])
 
 
@@ -193,21 +193,21 @@ def loss(output):
     return (output**2).sum() + output.sum()
 
 
-def close(computed, reference):
+def assert_close(computed, reference):
     reference = np.asarray(reference.detach() if hasattr(reference, "detach") else reference)
     np.testing.assert_allclose(np.asarray(computed), reference, rtol=1e-9, atol=1e-11)
 
 
 def test_trace_has_the_states_and_total_gradients_of_torch(model):
-    x, seen = torch.tensor(X, requires_grad=True), []
-    value = loss(model(x, seen))
+    x, states = torch.tensor(X, requires_grad=True), []
+    value = loss(model(x, states))
     trace = rl.trace(model, X, loss=loss)
-    found = trace["cell"]
+    layer = trace["cell"]
     for i, name in enumerate(("hidden", "cell")[: len(model.cell.sizes)]):
-        values = [state[i] for state in seen]
-        close(found[name], torch.stack(values, 1))
-        close(found[f"{name}_grad"], torch.stack(torch.autograd.grad(value, values, retain_graph=True), 1))
-    close(found.input_grad, torch.autograd.grad(value, x)[0])
+        values = [state[i] for state in states]
+        assert_close(layer[name], torch.stack(values, 1))
+        assert_close(layer[f"{name}_grad"], torch.stack(torch.autograd.grad(value, values, retain_graph=True), 1))
+    assert_close(layer.input_grad, torch.autograd.grad(value, x)[0])
     assert trace.certificate.state == "passed"
     assert all(check.residual <= check.bound for check in trace.checks)
 
@@ -216,38 +216,40 @@ def test_weights_and_gradients_are_those_of_torch(model):
     loss(model(torch.tensor(X))).backward()
     _, weights, _ = PAPERS[type(model.cell)]
     if not isinstance(weights, dict):  # written as a function: taken as it is, its result is what torch's own cell has
-        named = {name: p.grad.numpy() for name, p in model.cell.named_parameters()}
-        expected = weights(named)
+        named_grads = {name: p.grad.numpy() for name, p in model.cell.named_parameters()}
+        expected = weights(named_grads)
     else:
         expected = {}
-        for computed, reference in weights.items():
-            parts = [reference] if isinstance(reference, str) else reference
-            grads = [getattr(model.cell, part.removesuffix(".T")).grad for part in parts]
-            turned = [grad.T if part.endswith(".T") else grad for grad, part in zip(grads, parts, strict=True)]
-            expected[computed] = torch.cat(turned, dim=-1)
-    found = rl.weights(model, X, loss=loss, by_time=True)["cell"]
+        for weight_name, parameter_names in weights.items():
+            paths = [parameter_names] if isinstance(parameter_names, str) else parameter_names
+            grads = [getattr(model.cell, path.removesuffix(".T")).grad for path in paths]
+            transposed = [grad.T if path.endswith(".T") else grad for grad, path in zip(grads, paths, strict=True)]
+            expected[weight_name] = torch.cat(transposed, dim=-1)
+    weight_grads = rl.weights(model, X, loss=loss, by_time=True)["cell"]
     for name, grad in expected.items():
-        close(found[f"{name}_grad"].sum("time").values.reshape(grad.shape), grad)
-        close(np.asarray(rl.gradients(model, X, loss=loss, wrt=f"cell/{name}")).reshape(grad.shape), grad)
+        assert_close(weight_grads[f"{name}_grad"].sum("time").values.reshape(grad.shape), grad)
+        assert_close(np.asarray(rl.gradients(model, X, loss=loss, wrt=f"cell/{name}")).reshape(grad.shape), grad)
     norms = rl.weights(model, X, loss=loss, by_time=True, measure="norm")["cell"]
     for name, grad in expected.items():
-        squares = (found[f"{name}_grad"] ** 2).sum([d for d in found[f"{name}_grad"].dims if d not in ("time", "gate")])
-        close(norms[f"{name}_grad_norm"], squares**0.5)
+        squares = (weight_grads[f"{name}_grad"] ** 2).sum(
+            [d for d in weight_grads[f"{name}_grad"].dims if d not in ("time", "gate")]
+        )
+        assert_close(norms[f"{name}_grad_norm"], squares**0.5)
         assert np.isfinite(np.asarray(grad)).all()
 
 
 def test_the_time_jacobian_is_that_of_torch(model):
     expected = torch.autograd.functional.jacobian(model, torch.tensor(X))
-    found = rl.jacobian(model, X)
+    jacobian = rl.jacobian(model, X)
     for n in range(len(X)):
-        close(found[n].transpose("out_unit", "in_time", "in_feature"), expected[n, :, n])
-    seen = []
-    output = model(torch.tensor(X), seen)
+        assert_close(jacobian[n].transpose("out_unit", "in_time", "in_feature"), expected[n, :, n])
+    record = []
+    output = model(torch.tensor(X), record)
     for i, name in enumerate(("hidden", "cell")[: len(model.cell.sizes)]):
-        states = [state[i] for state in seen]
+        states = [state[i] for state in record]
         rows = [torch.stack(torch.autograd.grad(output[:, j].sum(), states, retain_graph=True), 1) for j in range(2)]
-        by_state = rl.jacobian(model, X, wrt=f"cell.{name}")
-        close(by_state.transpose("sample", "out_unit", "in_time", ...), torch.stack(rows, 1))
+        state_jacobian = rl.jacobian(model, X, wrt=f"cell.{name}")
+        assert_close(state_jacobian.transpose("sample", "out_unit", "in_time", ...), torch.stack(rows, 1))
 
 
 def test_dynamics_are_those_of_the_module(model):
@@ -256,6 +258,6 @@ def test_dynamics_are_those_of_the_module(model):
         after = model.cell(torch.zeros(len(s), FEATURES).double(), state if len(state) > 1 else state[0])
         return torch.cat(after, dim=-1) if isinstance(after, tuple) else after
 
-    found = rl.fixed_points(model, X, layer="cell", input="zero")
-    points = torch.tensor(found.states.values[found.fixed.values])
+    fixed_points = rl.fixed_points(model, X, layer="cell", input="zero")
+    points = torch.tensor(fixed_points.states.values[fixed_points.fixed.values])
     np.testing.assert_allclose(step(points).detach(), points, atol=1e-6)

@@ -48,7 +48,7 @@ class Model(nn.Module):
         return self.rnn(x, hx)
 
 
-def canonical(returned, module, feed):
+def canonical_layout(returned, module, feed):
     """(sample, time, unit) and (layer * direction, sample, unit) of whatever torch returned."""
     output, finals = returned
     finals = finals if isinstance(finals, tuple) else (finals,)
@@ -61,90 +61,94 @@ def canonical(returned, module, feed):
     return output, finals
 
 
-def functional(output, finals):
+def scalar_loss(output, finals):
     """A scalar in which every output and final state has a part of its own."""
 
-    def part(value):
+    def weighted_sum(value):
         weights = torch.arange(value.numel(), dtype=value.dtype).reshape(value.shape).sin()
         return (weights * value + 0.5 * value**2).sum()
 
-    return part(output) + sum(part(f) for f in finals)
+    return weighted_sum(output) + sum(weighted_sum(f) for f in finals)
 
 
-def make(cell, layers, both, first, bias, feed, dtype):
+def make_case(cell, layers, bidirectional, batch_first, bias, feed, dtype):
     torch.manual_seed(0)
     kind, options = CELLS[cell]
-    module = kind(F, H, layers, bidirectional=both, batch_first=first, bias=bias, **options).double()
+    module = kind(F, H, layers, bidirectional=bidirectional, batch_first=batch_first, bias=bias, **options).double()
     rng = np.random.default_rng(1)
     samples = 1 if feed.startswith("unbatched") else B
     x = torch.tensor(rng.normal(size=(samples, T, F)))
     sizes = [P if cell == "lstm_projected" else H, *([H] if module.mode == "LSTM" else [])]
-    shape = (layers * (1 + both), samples)
-    given = [torch.tensor(rng.normal(size=(*shape, size))) for size in sizes]
-    states = given if feed.endswith("hx") else [torch.zeros_like(s) for s in given]
+    shape = (layers * (1 + bidirectional), samples)
+    initial_states = [torch.tensor(rng.normal(size=(*shape, size))) for size in sizes]
+    states = initial_states if feed.endswith("hx") else [torch.zeros_like(s) for s in initial_states]
     lengths = torch.full((samples,), T)
     if feed.startswith("packed"):
         lengths = LENGTHS.sort(descending=True).values if feed == "packed_sorted" else LENGTHS
     mask = torch.arange(T)[None, :] < lengths[:, None]
     reference = unrolled.Unrolled(module, x, mask, states)
-    fed = x if first else x.transpose(0, 1)
-    passed = given if feed.endswith("hx") else []
+    inputs = x if batch_first else x.transpose(0, 1)
+    passed_states = initial_states if feed.endswith("hx") else []
     if feed.startswith("unbatched"):
-        fed, passed = x[0], [s[:, 0] for s in passed]
+        inputs, passed_states = x[0], [s[:, 0] for s in passed_states]
     model = Model(module.to(dtype), feed)
-    return model, (fed.to(dtype), *(s.to(dtype) for s in passed)), reference, mask
+    return model, (inputs.to(dtype), *(s.to(dtype) for s in passed_states)), reference, mask
 
 
-def compare(got, expected, name, bound):
-    got, expected = np.asarray(got, dtype="float64"), expected.numpy()
-    assert got.shape == expected.shape, name
+def assert_close(actual, expected, name, bound):
+    actual, expected = np.asarray(actual, dtype="float64"), expected.numpy()
+    assert actual.shape == expected.shape, name
     scale = max(np.abs(expected).max(), 1e-12)
-    assert np.abs(got - expected).max() / scale <= bound, name
+    assert np.abs(actual - expected).max() / scale <= bound, name
 
 
-def check_direction(node, expected, gradient, side, mask, bound):
-    def value(name):
+def check_direction(node, expected, gradient, direction, mask, bound):
+    def array_of(name):
         array = node[name]
-        return array.isel(direction=side) if "direction" in array.dims else array
+        return array.isel(direction=direction) if "direction" in array.dims else array
 
-    compare(value("hidden"), expected.seen["hidden"], "hidden", bound)
-    compare(value("output"), expected.seen["output"], "output", bound)
-    compare(value("output_grad"), unrolled.stacked(expected, "output", gradient), "output_grad", bound)
-    compare(value("hidden_grad"), unrolled.stacked(expected, "hidden", gradient), "hidden_grad", bound)
-    real = mask[:, :, None, None]
-    compare(value("gate_grad"), unrolled.gate_gradients(expected, gradient), "gate_grad", bound)
+    assert_close(array_of("hidden"), expected.values["hidden"], "hidden", bound)
+    assert_close(array_of("output"), expected.values["output"], "output", bound)
+    assert_close(
+        array_of("output_grad"), unrolled.stacked_gradients(expected, "output", gradient), "output_grad", bound
+    )
+    assert_close(
+        array_of("hidden_grad"), unrolled.stacked_gradients(expected, "hidden", gradient), "hidden_grad", bound
+    )
+    valid = mask[:, :, None, None]
+    assert_close(array_of("gate_grad"), unrolled.gate_gradients(expected, gradient), "gate_grad", bound)
     for name, prefix in (("gates", "gate"), ("gate_preactivation", "pre")):
-        compare(np.where(real, value(name), 0), unrolled.gates(expected, prefix) * real, name, bound)
-    if "cell" in expected.seen:
-        compare(value("cell"), expected.seen["cell"], "cell", bound)
+        assert_close(np.where(valid, array_of(name), 0), unrolled.gate_values(expected, prefix) * valid, name, bound)
+    if "cell" in expected.values:
+        assert_close(array_of("cell"), expected.values["cell"], "cell", bound)
         # At padding torch computes no cell state: only the state carried over is comparable.
-        compare(
-            np.where(mask[:, :, None], value("cell_grad"), 0),
-            unrolled.stacked(expected, "cell", gradient) * mask[:, :, None],
+        assert_close(
+            np.where(mask[:, :, None], array_of("cell_grad"), 0),
+            unrolled.stacked_gradients(expected, "cell", gradient) * mask[:, :, None],
             "cell_grad",
             bound,
         )
     for when, taps in (("initial", expected.state_taps), ("final", expected.final_taps)):
         states = ("hidden", "cell")[: len(taps)]
         for i, tap in enumerate(taps):
-            whole = f"{when}_state_grad"
-            name = whole if whole in node.dataset else f"{when}_{states[i]}_grad"
-            array = value(name).isel(state=i) if name == whole else value(name)
-            compare(array, gradient(tap), name, bound)
+            joint_name = f"{when}_state_grad"
+            name = joint_name if joint_name in node.dataset else f"{when}_{states[i]}_grad"
+            array = array_of(name).isel(state=i) if name == joint_name else array_of(name)
+            assert_close(array, gradient(tap), name, bound)
 
 
-def check(cell, layers, both, first, bias, feed, dtype, bound):
-    model, x, reference, mask = make(cell, layers, both, first, bias, feed, dtype)
-    loss = functional(reference.output, reference.final)
+def check(cell, layers, bidirectional, batch_first, bias, feed, dtype, bound):
+    model, x, reference, mask = make_case(cell, layers, bidirectional, batch_first, bias, feed, dtype)
+    loss = scalar_loss(reference.output, reference.final)
     gradient = reference.gradients(loss)
-    trace = rl.trace(model, x, loss=lambda returned: functional(*canonical(returned, model.rnn, feed)))
+    trace = rl.trace(model, x, loss=lambda returned: scalar_loss(*canonical_layout(returned, model.rnn, feed)))
     expected = loss.item()
     assert abs(trace.loss - expected) <= bound * max(1, abs(expected))
     for layer, row in enumerate(reference.by_direction):
         node = trace[f"rnn[{layer}]" if layers > 1 else "rnn"]
-        for side, expected in enumerate(row):
-            check_direction(node, expected, gradient, side, mask, bound)
-        compare(node.input_grad, sum(gradient(expected.x_tap) for expected in row), "input_grad", bound)
+        for direction, expected in enumerate(row):
+            check_direction(node, expected, gradient, direction, mask, bound)
+        assert_close(node.input_grad, sum(gradient(expected.x_tap) for expected in row), "input_grad", bound)
         if not mask.all():
             assert np.array_equal(node.mask.values, mask.numpy())
     assert all(c.ok for c in trace.checks)
@@ -154,15 +158,15 @@ PRODUCT = list(itertools.product(CELLS, (1, 2), (False, True), (True, False), (T
 
 
 @pytest.mark.parametrize("feed", FEEDS)
-@pytest.mark.parametrize(("cell", "layers", "both", "first", "bias"), PRODUCT)
-def test_float64(cell, layers, both, first, bias, feed):
-    check(cell, layers, both, first, bias, feed, torch.float64, 1e-10)
+@pytest.mark.parametrize(("cell", "layers", "bidirectional", "batch_first", "bias"), PRODUCT)
+def test_float64(cell, layers, bidirectional, batch_first, bias, feed):
+    check(cell, layers, bidirectional, batch_first, bias, feed, torch.float64, 1e-10)
 
 
 @pytest.mark.parametrize("feed", ["plain", "packed_hx"])
-@pytest.mark.parametrize(("cell", "layers", "both", "first", "bias"), PRODUCT)
-def test_float32(cell, layers, both, first, bias, feed):
-    check(cell, layers, both, first, bias, feed, torch.float32, 1e-4)
+@pytest.mark.parametrize(("cell", "layers", "bidirectional", "batch_first", "bias"), PRODUCT)
+def test_float32(cell, layers, bidirectional, batch_first, bias, feed):
+    check(cell, layers, bidirectional, batch_first, bias, feed, torch.float32, 1e-4)
 
 
 def test_direct_is_not_total():

@@ -23,7 +23,9 @@ P = net.random_arrays(net.WEIGHTS, 0)
 X = np.random.default_rng(1).normal(size=(net.B, net.T, net.F))
 Y = np.random.default_rng(2).normal(size=(net.B, net.OUT))
 E = net.zeros(whole=True)
-GIVEN = {name: np.random.default_rng(i).normal(size=E[name].shape) for i, name in enumerate(net.TARGETS) if name in E}
+TARGET_WEIGHTS = {
+    name: np.random.default_rng(i).normal(size=E[name].shape) for i, name in enumerate(net.TARGETS) if name in E
+}
 #: Weight name in rnnlens -> name in the network written out.
 REFERENCE_NAMES = {
     name.replace("conv1d/kernel", "conv1d/weight").replace("head/kernel", "head/weight"): name for name in net.WEIGHTS
@@ -54,7 +56,7 @@ class Net(nn.Module):
         return self.head(c[:, -1])
 
 
-def flat(array):
+def torch_layout(array):
     """(n, gate, unit) to torch's (gate * unit, n)."""
     return torch.tensor(array.reshape(array.shape[0], -1).T.copy())
 
@@ -65,19 +67,19 @@ def model():
     with torch.no_grad():
         m.conv1d.weight.copy_(torch.tensor(P["conv1d/kernel"].transpose(2, 1, 0)))
         m.conv1d.bias.copy_(torch.tensor(P["conv1d/bias"]))
-        m.lstm.weight_ih_l0.copy_(flat(P["lstm/kernel"]))
-        m.lstm.weight_hh_l0.copy_(flat(P["lstm/recurrent_kernel"]))
+        m.lstm.weight_ih_l0.copy_(torch_layout(P["lstm/kernel"]))
+        m.lstm.weight_hh_l0.copy_(torch_layout(P["lstm/recurrent_kernel"]))
         m.lstm.bias_ih_l0.copy_(torch.tensor(P["lstm/bias"].ravel()))
         m.lstm.bias_hh_l0.zero_()
-        for d, end in enumerate(("", "_reverse")):
+        for d, suffix in enumerate(("", "_reverse")):
             # torch orders the gates reset, update, candidate.
             order = [1, 0, 2]
-            getattr(m.gru, f"weight_ih_l0{end}").copy_(flat(P["gru/kernel"][d][:, order]))
-            getattr(m.gru, f"weight_hh_l0{end}").copy_(flat(P["gru/recurrent_kernel"][d][:, order]))
-            getattr(m.gru, f"bias_ih_l0{end}").copy_(torch.tensor(P["gru/bias"][d][order].ravel()))
-            getattr(m.gru, f"bias_hh_l0{end}").copy_(torch.tensor(P["gru/recurrent_bias"][d][order].ravel()))
-        m.rnn.weight_ih_l0.copy_(flat(P["rnn/kernel"]))
-        m.rnn.weight_hh_l0.copy_(flat(P["rnn/recurrent_kernel"]))
+            getattr(m.gru, f"weight_ih_l0{suffix}").copy_(torch_layout(P["gru/kernel"][d][:, order]))
+            getattr(m.gru, f"weight_hh_l0{suffix}").copy_(torch_layout(P["gru/recurrent_kernel"][d][:, order]))
+            getattr(m.gru, f"bias_ih_l0{suffix}").copy_(torch.tensor(P["gru/bias"][d][order].ravel()))
+            getattr(m.gru, f"bias_hh_l0{suffix}").copy_(torch.tensor(P["gru/recurrent_bias"][d][order].ravel()))
+        m.rnn.weight_ih_l0.copy_(torch_layout(P["rnn/kernel"]))
+        m.rnn.weight_hh_l0.copy_(torch_layout(P["rnn/recurrent_kernel"]))
         m.rnn.bias_ih_l0.copy_(torch.tensor(P["rnn/bias"].ravel()))
         m.rnn.bias_hh_l0.zero_()
         m.head.weight.copy_(torch.tensor(P["head/kernel"].T.copy()))
@@ -85,19 +87,19 @@ def model():
     return m
 
 
-def tensors(arrays):
+def leaf_tensors(arrays):
     return {name: torch.tensor(a, requires_grad=True) for name, a in arrays.items()}
 
 
-def reference(scalar):
+def reference_gradients(scalar):
     """Gradients of ``scalar(all tensors)`` by name; None where torch finds no path."""
-    p, e = tensors(P), tensors(E)
+    p, e = leaf_tensors(P), leaf_tensors(E)
     value = scalar(net.run(p, e, torch.tensor(X), torch.tensor(Y), OPS))
-    found = torch.autograd.grad(value, [*p.values(), *e.values()], allow_unused=True)
-    return value.item(), {n: None if g is None else g.numpy() for n, g in zip([*p, *e], found, strict=True)}
+    grads = torch.autograd.grad(value, [*p.values(), *e.values()], allow_unused=True)
+    return value.item(), {n: None if g is None else g.numpy() for n, g in zip([*p, *e], grads, strict=True)}
 
 
-def as_written(name, array):
+def written_layout(name, array):
     """A gradient of torch's layers in the layout of the network written out."""
     if name == "conv1d/weight":
         return array.transpose(2, 1, 0)
@@ -109,35 +111,39 @@ def check(g, expected, value):
     np.testing.assert_allclose(g.value, value, rtol=1e-10)
     scale = max(np.abs(a).max() for a in expected.values() if a is not None)
     for name in [*REFERENCE_NAMES, *net.TAPS]:
-        true = expected[REFERENCE_NAMES.get(name, name)]
-        if true is None:
+        reference = expected[REFERENCE_NAMES.get(name, name)]
+        if reference is None:
             assert name in g.disconnected, name
             continue
-        got = as_written(name, g[name].values)
-        assert got.shape == true.shape, name
-        assert np.abs(got - true).max() <= 1e-10 * scale, name
+        actual = written_layout(name, g[name].values)
+        assert actual.shape == reference.shape, name
+        assert np.abs(actual - reference).max() <= 1e-10 * scale, name
         # Not zero by being far smaller than the rest: every gradient that exists is compared by its own size too.
-        np.testing.assert_allclose(got, true, rtol=1e-8, atol=1e-13 * scale, err_msg=name)
+        np.testing.assert_allclose(actual, reference, rtol=1e-8, atol=1e-13 * scale, err_msg=name)
 
 
 @pytest.mark.parametrize("of", net.TARGETS)
 def test_every_pair_equals_autodiff(model, of):
-    weights = GIVEN.get(of, 1.0)
-    value, expected = reference(lambda out: (out[of] * torch.tensor(weights)).sum() if of != "loss" else out["loss"])
-    given = {"y": torch.tensor(Y), "loss": nn.functional.mse_loss} if of == "loss" else {"reduce": weights}
-    check(rl.gradients(model, torch.tensor(X), of=of, wrt=[*REFERENCE_NAMES, *net.TAPS], **given), expected, value)
+    weights = TARGET_WEIGHTS.get(of, 1.0)
+    value, expected = reference_gradients(
+        lambda out: (out[of] * torch.tensor(weights)).sum() if of != "loss" else out["loss"]
+    )
+    target = {"y": torch.tensor(Y), "loss": nn.functional.mse_loss} if of == "loss" else {"reduce": weights}
+    check(rl.gradients(model, torch.tensor(X), of=of, wrt=[*REFERENCE_NAMES, *net.TAPS], **target), expected, value)
 
 
 def test_callable_of_the_output(model):
-    value, expected = reference(lambda out: out["output"][:, 1].exp().sum())
+    value, expected = reference_gradients(lambda out: out["output"][:, 1].exp().sum())
     g = rl.gradients(model, torch.tensor(X), of=lambda out: out[:, 1].exp().sum(), wrt=[*REFERENCE_NAMES, *net.TAPS])
     check(g, expected, value)
 
 
 def test_callable_of_named_tensors_inside_and_outside(model):
-    def mixed(hidden, cell, by_direction, out):
+    def mixed_sum(hidden, cell, by_direction, out):
         return (hidden[:, 2] * cell[:, 3]).sum() + (by_direction[:, 1, 0] ** 2).sum() + out.sum() ** 2
 
     names = ["lstm.hidden", "lstm.cell", "gru.hidden", "output"]
-    value, expected = reference(lambda out: mixed(*(out[name] for name in names)))
-    check(rl.gradients(model, torch.tensor(X), of=(mixed, *names), wrt=[*REFERENCE_NAMES, *net.TAPS]), expected, value)
+    value, expected = reference_gradients(lambda out: mixed_sum(*(out[name] for name in names)))
+    check(
+        rl.gradients(model, torch.tensor(X), of=(mixed_sum, *names), wrt=[*REFERENCE_NAMES, *net.TAPS]), expected, value
+    )

@@ -37,15 +37,15 @@ class Broken(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def g():
+def grads():
     torch.manual_seed(0)
     model = Broken()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    found = rl.gradients(model, X, of=reasons.TARGET, reduce="sum", wrt=["weights", "input", "spare_gru.hidden"])
+    gradients = rl.gradients(model, X, of=reasons.TARGET, reduce="sum", wrt=["weights", "input", "spare_gru.hidden"])
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]), "an experiment left a weight moved"
         assert parameter.requires_grad == (name != "fixed.weight")
-    return found
+    return gradients
 
 
 @pytest.mark.parametrize(
@@ -62,43 +62,43 @@ def g():
         ("dead/weight", reasons.relu_dead("relu", 72)),
     ],
 )
-def test_each_cause_in_full(g, name, expected):
-    assert said(g.disconnected[name]) == expected
+def test_each_cause_in_full(grads, name, expected):
+    assert said(grads.disconnected[name]) == expected
     code, sentence, remedy = expected
-    assert "disconnected" in repr(g)
-    assert f"{name}: [{code}] {sentence} Try: {remedy}" in repr(g)
+    assert "disconnected" in repr(grads)
+    assert f"{name}: [{code}] {sentence} Try: {remedy}" in repr(grads)
 
 
-def test_nothing_else_is_called_disconnected(g):
+def test_nothing_else_is_called_disconnected(grads):
     connected = {"embedding/weight", "fixed/weight", "fixed/bias", "gru/kernel", "gru/recurrent_kernel", "gru/bias"}
-    assert connected | {"gru/recurrent_bias"} == set(g.tensors) - {"dead/weight", "dead/bias"}
-    assert not connected & set(g.disconnected)
+    assert connected | {"gru/recurrent_bias"} == set(grads.tensors) - {"dead/weight", "dead/bias"}
+    assert not connected & set(grads.disconnected)
 
 
-def test_frozen_weights_have_their_gradient_and_a_flag(g):
-    assert said(g.flags["fixed/weight"]) == reasons.frozen("fixed/weight", "fixed")
-    assert g["fixed"]["weight"].values.any()
-    assert set(g.flags) == {"fixed/weight"}
+def test_frozen_weights_have_their_gradient_and_a_flag(grads):
+    assert said(grads.flags["fixed/weight"]) == reasons.frozen("fixed/weight", "fixed")
+    assert grads["fixed"]["weight"].values.any()
+    assert set(grads.flags) == {"fixed/weight"}
 
 
-def test_a_missing_gradient_raises_with_its_reason_where_it_was_asked_for(g):
-    with pytest.raises(rl.errors.QuantityNotFoundError) as caught:
-        g["head"]["weight"]
+def test_a_missing_gradient_raises_with_its_reason_where_it_was_asked_for(grads):
+    with pytest.raises(rl.errors.QuantityNotFoundError) as error:
+        grads["head"]["weight"]
     code, sentence, remedy = reasons.not_on_path("head/weight")
     text = f"There is no gradient with respect to 'head/weight' [{code}].\n  got:      {sentence}\n  try:      {remedy}"
-    assert str(caught.value) == text
+    assert str(error.value) == text
 
 
 def test_one_tensor_without_a_gradient_is_an_error_with_its_reason():
     torch.manual_seed(0)
-    with pytest.raises(rl.errors.DisconnectedError) as caught:
+    with pytest.raises(rl.errors.DisconnectedError) as error:
         rl.gradients(Broken(), X, of=reasons.TARGET, reduce="sum", wrt="input")
     code, sentence, remedy = reasons.integer_input("int64")
-    assert str(caught.value) == (
+    assert str(error.value) == (
         f"There is no gradient of gru.final_hidden with respect to 'input' [{code}].\n"
         f"  got:      {sentence}\n  try:      {remedy}"
     )
-    assert said(caught.value.reason) == (code, sentence, remedy)
+    assert said(error.value.reason) == (code, sentence, remedy)
 
 
 class DeadBeside(nn.Module):

@@ -35,7 +35,7 @@ Y = torch.randn((B, 2), generator=torch.Generator().manual_seed(2), dtype=torch.
 mse = nn.functional.mse_loss
 
 
-def autograd(model, value):
+def autograd_gradients(model, value):
     """Gradients of a scalar by the names of rnnlens; LSTM weights in the layout that rl.gradients shows."""
     names = dict(model.named_parameters())
     grads = torch.autograd.grad(value, list(names.values()), allow_unused=True)
@@ -45,25 +45,25 @@ def autograd(model, value):
         "lstm.bias_ih_l0": "lstm/bias",
         "lstm.bias_hh_l0": "lstm/recurrent_bias",
     }
-    found = {}
+    gradients = {}
     for name, g in zip(names, grads, strict=True):
         if g is not None:
-            computed = rename.get(name, name.replace(".", "/"))
+            rnnlens_name = rename.get(name, name.replace(".", "/"))
             array = g.numpy()
-            found[computed] = (
+            gradients[rnnlens_name] = (
                 (array.T if array.ndim == 2 else array).reshape(*array.T.shape[:-1], 4, 4) if name in rename else array
             )
-    return found
+    return gradients
 
 
-def close(g, expected):
+def assert_close(g, expected):
     assert set(g.tensors) == set(expected)
-    for name, true in expected.items():
-        np.testing.assert_allclose(g[name].values, true, rtol=1e-9, atol=1e-13, err_msg=name)
+    for name, reference in expected.items():
+        np.testing.assert_allclose(g[name].values, reference, rtol=1e-9, atol=1e-13, err_msg=name)
 
 
 def test_weights_of_the_loss(model):
-    close(rl.gradients(model, X, Y, loss=mse), autograd(model, mse(model(X), Y)))
+    assert_close(rl.gradients(model, X, Y, loss=mse), autograd_gradients(model, mse(model(X), Y)))
 
 
 @pytest.mark.parametrize("memory", ["2 GiB", "4 KB"])
@@ -71,11 +71,11 @@ def test_shares_of_samples_in_the_loss(model, memory):
     g = rl.gradients(model, X, Y, loss=mse, per_sample=True, memory=memory)
     for n in range(B):
         share = ((model(X[n : n + 1]) - Y[n : n + 1]) ** 2).sum() / (B * 2)
-        for name, true in autograd(model, share).items():
-            np.testing.assert_allclose(g[name].isel(sample=n).values, true, rtol=1e-9, atol=1e-13)
-    close_to_sum = rl.gradients(model, X, Y, loss=mse)
+        for name, reference in autograd_gradients(model, share).items():
+            np.testing.assert_allclose(g[name].isel(sample=n).values, reference, rtol=1e-9, atol=1e-13)
+    total = rl.gradients(model, X, Y, loss=mse)
     for name in g.tensors:
-        np.testing.assert_allclose(g[name].sum("sample").values, close_to_sum[name].values, rtol=1e-9, atol=1e-13)
+        np.testing.assert_allclose(g[name].sum("sample").values, total[name].values, rtol=1e-9, atol=1e-13)
 
 
 @pytest.mark.parametrize("memory", ["2 GiB", "4 KB"])
@@ -83,10 +83,10 @@ def test_weights_by_sample_of_a_state_inside(model, memory):
     options = {"of": "lstm.hidden", "at": {"time": 3}, "reduce": "mean", "wrt": "weights"}
     g = rl.gradients(model, X, per_sample=True, memory=memory, **options)
     for n in range(B):
-        one = rl.gradients(model, X[n : n + 1], **options)
-        for name in one.tensors:
-            np.testing.assert_allclose(g[name].isel(sample=n).values, one[name].values, rtol=1e-9, atol=1e-13)
-        np.testing.assert_allclose(g.value[n], one.value, rtol=1e-12)
+        sample_grads = rl.gradients(model, X[n : n + 1], **options)
+        for name in sample_grads.tensors:
+            np.testing.assert_allclose(g[name].isel(sample=n).values, sample_grads[name].values, rtol=1e-9, atol=1e-13)
+        np.testing.assert_allclose(g.value[n], sample_grads.value, rtol=1e-12)
     assert {r.code for r in g.disconnected.values()} == {"not_on_path"}
 
 
@@ -95,12 +95,12 @@ def test_weights_by_sample_of_a_state_inside(model, memory):
 def test_batch_size_never_changes_the_numbers(model, of, batch_size):
     wrt = ["weights", "lstm.hidden", "embedding.output"]
     target = {"y": Y, "loss": mse} if of == "loss" else {"of": "output", "reduce": of}
-    whole = rl.gradients(model, X, wrt=wrt, **target)
-    pieces = rl.gradients(model, X, wrt=wrt, batch_size=batch_size, **target)
-    np.testing.assert_allclose(pieces.value, whole.value, rtol=1e-10)
-    for name in whole.tensors:
-        assert pieces[name].dims == whole[name].dims
-        np.testing.assert_allclose(pieces[name].values, whole[name].values, rtol=1e-9, atol=1e-13, err_msg=name)
+    unbatched = rl.gradients(model, X, wrt=wrt, **target)
+    batched = rl.gradients(model, X, wrt=wrt, batch_size=batch_size, **target)
+    np.testing.assert_allclose(batched.value, unbatched.value, rtol=1e-10)
+    for name in unbatched.tensors:
+        assert batched[name].dims == unbatched[name].dims
+        np.testing.assert_allclose(batched[name].values, unbatched[name].values, rtol=1e-9, atol=1e-13, err_msg=name)
 
 
 @pytest.mark.parametrize("source", ["loader", "generator", "arrays"])
@@ -111,7 +111,7 @@ def test_every_source_gives_the_same(model, source):
         "generator": lambda: (((X[i : i + 3], Y[i : i + 3]) for i in range(0, B, 3)),),
         "arrays": lambda: (X.numpy(), Y.numpy()),
     }[source]()
-    close(rl.gradients(model, *feed, loss=mse), autograd(model, mse(model(X), Y)))
+    assert_close(rl.gradients(model, *feed, loss=mse), autograd_gradients(model, mse(model(X), Y)))
 
 
 @pytest.mark.parametrize("batch_size", [2, 7])
@@ -119,38 +119,38 @@ def test_every_source_gives_the_same(model, source):
 @pytest.mark.parametrize("across", [None, "mean", "sum"])
 def test_measured_and_reduced_across_samples_on_the_way(model, measure, across, batch_size):
     options = {"of": "lstm.final_hidden", "reduce": "mean", "per_sample": True, "wrt": "embedding.output"}
-    whole = rl.gradients(model, X, **options)
+    gradients = rl.gradients(model, X, **options)
     g = rl.gradients(model, X, measure=measure, across=across, batch_size=batch_size, **options)
-    sizes = whole if measure is None else np.sqrt((whole**2).sum("unit"))
+    sizes = gradients if measure is None else np.sqrt((gradients**2).sum("unit"))
     expected = {None: sizes, "mean": sizes.mean("sample"), "sum": sizes.sum("sample")}[across]
     assert g.dims == expected.dims
     np.testing.assert_allclose(g.values, expected.values, rtol=1e-10)
 
 
 def test_norm_of_weights_is_that_of_the_data_set(model):
-    whole = rl.gradients(model, X, Y, loss=mse)
+    gradients = rl.gradients(model, X, Y, loss=mse)
     g = rl.gradients(model, X, Y, loss=mse, measure="norm", batch_size=2)
-    for name in whole.tensors:
+    for name in gradients.tensors:
         assert g[name].dims == ()
-        np.testing.assert_allclose(g[name].values, np.linalg.norm(whole[name].values), rtol=1e-10)
+        np.testing.assert_allclose(g[name].values, np.linalg.norm(gradients[name].values), rtol=1e-10)
 
 
 def test_what_batches_cannot_tell_is_refused(model):
-    with pytest.raises(UnsupportedError) as caught:
+    with pytest.raises(UnsupportedError) as error:
         rl.gradients(model, X, of="output", reduce="norm", batch_size=3)
-    assert str(caught.value) == (
+    assert str(error.value) == (
         "The target over several batches cannot be computed from the targets of each batch.\n"
         "  got:      a norm or a callable over more than one batch\n"
         '  expected: combine="sum" or combine="mean", if it is a sum or a mean over samples; or per_sample=True'
     )
-    summed = rl.gradients(model, X, of=lambda out: out.sum(), batch_size=3, combine="sum")
-    close(summed, autograd(model, model(X).sum()))
+    total = rl.gradients(model, X, of=lambda out: out.sum(), batch_size=3, combine="sum")
+    assert_close(total, autograd_gradients(model, model(X).sum()))
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "norm", "weights", "callable"])
 def test_reductions(model, reduce):
     weights = np.random.default_rng(0).normal(size=(2,))
-    computed = {"weights": weights, "callable": lambda t: t.exp().mean()}.get(reduce, reduce)
+    reduction = {"weights": weights, "callable": lambda t: t.exp().mean()}.get(reduce, reduce)
     out = model(X)
     reference = {
         "sum": out.sum,
@@ -159,9 +159,9 @@ def test_reductions(model, reduce):
         "weights": lambda: (out * torch.tensor(weights)).sum(),
         "callable": lambda: out.exp().mean(),
     }[reduce]()
-    g = rl.gradients(model, X, of="output", reduce=computed)
+    g = rl.gradients(model, X, of="output", reduce=reduction)
     np.testing.assert_allclose(g.value, reference.item(), rtol=1e-12)
-    close(g, autograd(model, reference))
+    assert_close(g, autograd_gradients(model, reference))
 
 
 def test_steps_and_units_are_selected_before_differentiation(model):
@@ -169,7 +169,7 @@ def test_steps_and_units_are_selected_before_differentiation(model):
     g = rl.gradients(
         model, X, of="lstm.hidden", at={"time": [1, -1], "unit": slice(0, 2)}, reduce="sum", wrt="lstm.weights"
     )
-    expected = autograd(model, states[:, [1, -1], :2].sum())
+    expected = autograd_gradients(model, states[:, [1, -1], :2].sum())
     for name in g.tensors:
         np.testing.assert_allclose(g[name].values, expected[name], rtol=1e-9, atol=1e-13)
 
@@ -177,17 +177,17 @@ def test_steps_and_units_are_selected_before_differentiation(model):
 @pytest.mark.parametrize("kind", ["global_clipnorm", "clipnorm", "clipvalue"])
 def test_clipping_counts_weights_that_were_not_asked_for(model, kind):
     threshold = {"global_clipnorm": 0.05, "clipnorm": 0.02, "clipvalue": 0.01}[kind]
-    true = autograd(model, mse(model(X), Y))
+    reference = autograd_gradients(model, mse(model(X), Y))
     g = rl.gradients(model, X, Y, loss=mse, wrt=["head.weights", "lstm/kernel"], clip={kind: threshold})
-    norm = np.sqrt(sum((a**2).sum() for a in true.values()))
+    norm = np.sqrt(sum((a**2).sum() for a in reference.values()))
     for name in ("head/weight", "head/bias", "lstm/kernel"):
-        own = {
-            "global_clipnorm": true[name] * min(1, threshold / norm),
-            "clipnorm": true[name] * min(1, threshold / np.linalg.norm(true[name])),
-            "clipvalue": np.clip(true[name], -threshold, threshold),
+        clipped = {
+            "global_clipnorm": reference[name] * min(1, threshold / norm),
+            "clipnorm": reference[name] * min(1, threshold / np.linalg.norm(reference[name])),
+            "clipvalue": np.clip(reference[name], -threshold, threshold),
         }[kind]
-        np.testing.assert_allclose(g.clipped[name].values, own, rtol=1e-9, atol=1e-13)
-        np.testing.assert_allclose(g[name].values, true[name], rtol=1e-9, atol=1e-13)
+        np.testing.assert_allclose(g.clipped[name].values, clipped, rtol=1e-9, atol=1e-13)
+        np.testing.assert_allclose(g[name].values, reference[name], rtol=1e-9, atol=1e-13)
     assert set(g.tensors) == {"head/weight", "head/bias", "lstm/kernel"}
 
 
@@ -207,25 +207,30 @@ def test_dropout_is_the_same_for_the_same_seed_and_the_generator_is_left_alone()
     model = Net(dropout=0.5).double()
     state = torch.get_rng_state()
     wrt = ["lstm.hidden", "embedding/weight"]
-    first, again, other = (rl.gradients(model, X, Y, loss=mse, training=True, seed=seed, wrt=wrt) for seed in (3, 3, 4))
+    first, repeated, other_seed = (
+        rl.gradients(model, X, Y, loss=mse, training=True, seed=seed, wrt=wrt) for seed in (3, 3, 4)
+    )
     assert torch.equal(state, torch.get_rng_state())
     for name in first.tensors:
-        np.testing.assert_array_equal(first[name].values, again[name].values)
-        assert not np.allclose(first[name].values, other[name].values)
+        np.testing.assert_array_equal(first[name].values, repeated[name].values)
+        assert not np.allclose(first[name].values, other_seed[name].values)
     with torch.random.fork_rng():
         torch.manual_seed(3)
         model.train()
         np.testing.assert_allclose(
-            first["embedding/weight"].values, autograd(model, mse(model(X), Y))["embedding/weight"]
+            first["embedding/weight"].values, autograd_gradients(model, mse(model(X), Y))["embedding/weight"]
         )
-    still = rl.gradients(model, X, Y, loss=mse, wrt=wrt)
-    assert not np.allclose(still["lstm.hidden"].values, first["lstm.hidden"].values)
+    without_dropout = rl.gradients(model, X, Y, loss=mse, wrt=wrt)
+    assert not np.allclose(without_dropout["lstm.hidden"].values, first["lstm.hidden"].values)
 
 
 def test_sample_weights(model):
     weight = torch.linspace(0, 2, B, dtype=torch.float64)
-    each = ((model(X) - Y) ** 2).mean(1)
-    close(rl.gradients(model, X, Y, loss=mse, sample_weight=weight), autograd(model, (weight * each).mean()))
+    sample_losses = ((model(X) - Y) ** 2).mean(1)
+    assert_close(
+        rl.gradients(model, X, Y, loss=mse, sample_weight=weight),
+        autograd_gradients(model, (weight * sample_losses).mean()),
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,9 +278,9 @@ def test_sample_weights(model):
     ],
 )
 def test_unclear_questions_are_answered_in_words(model, arguments, text):
-    with pytest.raises((InputError, UnsupportedError)) as caught:
+    with pytest.raises((InputError, UnsupportedError)) as error:
         rl.gradients(model, X, **{"wrt": "embedding.output", **arguments})
-    assert str(caught.value) == text
+    assert str(error.value) == text
 
 
 class TwoHeads(nn.Module):
@@ -296,15 +301,15 @@ def two_heads():
     return TwoHeads().double(), x
 
 
-def mixed(a, b):
+def mixed_loss(a, b):
     return (a[:, 2] ** 2).sum() + b.sin().sum()
 
 
 def test_a_callable_sees_every_output_of_a_model_that_returns_several(two_heads):
     model, x = two_heads
     x = x.requires_grad_()
-    (expected,) = torch.autograd.grad(mixed(*model(x).values()), x)
-    g = rl.gradients(model, x, of=lambda outputs: mixed(*outputs), wrt="input", batch_size=3, combine="sum")
+    (expected,) = torch.autograd.grad(mixed_loss(*model(x).values()), x)
+    g = rl.gradients(model, x, of=lambda outputs: mixed_loss(*outputs), wrt="input", batch_size=3, combine="sum")
     assert np.abs(g.values - expected.numpy()).max() <= 1e-12
     g = rl.gradients(model, x, of="output[1]", reduce="sum", wrt="input")
     (expected,) = torch.autograd.grad(model(x)["b"].sum(), x)
@@ -315,11 +320,13 @@ def test_shares_of_samples_reach_every_output(two_heads):
     model, x = two_heads
 
     def loss(outputs, target):
-        return mixed(*outputs.values()) + 0 * target.sum()
+        return mixed_loss(*outputs.values()) + 0 * target.sum()
 
     g = rl.gradients(model, x, torch.zeros(B), loss=loss, of="loss", wrt="heads.1/bias", per_sample=True)
-    each = [torch.autograd.grad(mixed(*model(x[i : i + 1]).values()), model.heads[1].bias)[0] for i in range(B)]
-    assert np.abs(g.values - torch.stack(each).numpy()).max() <= 1e-12
+    sample_grads = [
+        torch.autograd.grad(mixed_loss(*model(x[i : i + 1]).values()), model.heads[1].bias)[0] for i in range(B)
+    ]
+    assert np.abs(g.values - torch.stack(sample_grads).numpy()).max() <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -331,10 +338,10 @@ def test_shares_of_samples_reach_every_output(two_heads):
     ],
 )
 def test_one_of_several_outputs_is_never_taken_silently(two_heads, call):
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as error:
         call(*two_heads)
     text = 'The model returns several tensors.\n  got:      "output"\n  expected: "output[0]", "output[1]"'
-    assert str(caught.value) == text
+    assert str(error.value) == text
 
 
 def test_misspelt_names_are_met_with_the_closest_one(model):
@@ -353,15 +360,15 @@ class TwoInputs(nn.Module):
 
 def test_a_name_of_several_tensors_is_no_name_of_one():
     x = (torch.randn(2, 5, 3), torch.randn(2, 5, 3))
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError) as error:
         rl.gradients(TwoInputs(), x, of="output", reduce="sum", wrt="input")
-    assert str(caught.value) == (
+    assert str(error.value) == (
         "'input' names several tensors.\n"
         "  got:      wrt='input'\n"
         '  expected: one of "input[0]", "input[1]"; or wrt=["input"] for all of them'
     )
-    both = rl.gradients(TwoInputs(), x, of="output", reduce="sum", wrt=["input"])
-    assert both.tensors == ("input[0]", "input[1]")
+    gradients = rl.gradients(TwoInputs(), x, of="output", reduce="sum", wrt=["input"])
+    assert gradients.tensors == ("input[0]", "input[1]")
 
 
 class OneDict(nn.Module):
@@ -387,18 +394,18 @@ def test_the_only_input_of_real_numbers_is_the_input(model):
     x, lengths = torch.randn(3, 5, 3, dtype=torch.float64, requires_grad=True), torch.tensor([2, 5, 3])
     batch = {"x": x, "lengths": lengths} if type(model) is OneDict else (x, lengths)
     (expected,) = torch.autograd.grad((model(batch) if isinstance(batch, dict) else model(*batch)).sum(), x)
-    handed = {"x": x.detach(), "lengths": lengths} if isinstance(batch, dict) else (x.detach(), lengths)
-    found = rl.gradients(model, handed, of="output", reduce="sum", wrt="input")
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
-    jacobian = rl.jacobian(model, handed)
+    data = {"x": x.detach(), "lengths": lengths} if isinstance(batch, dict) else (x.detach(), lengths)
+    gradients = rl.gradients(model, data, of="output", reduce="sum", wrt="input")
+    np.testing.assert_allclose(gradients, expected, rtol=0, atol=1e-12)
+    jacobian = rl.jacobian(model, data)
     np.testing.assert_allclose(jacobian.sum("out_unit"), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize("normed", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
-def test_a_weight_computed_from_others_counts_once_in_the_norm_of_all(normed):
+@pytest.mark.parametrize("normalise", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+def test_a_weight_computed_from_others_counts_once_in_the_norm_of_all(normalise):
     model = nn.Sequential(nn.LSTM(3, 4, batch_first=True)).double()
-    normed(model[0], "weight_hh_l0")
+    normalise(model[0], "weight_hh_l0")
 
     def loss(out):
         return (out[0] ** 2).sum()
@@ -406,9 +413,9 @@ def test_a_weight_computed_from_others_counts_once_in_the_norm_of_all(normed):
     x = torch.randn(2, 5, 3, dtype=torch.float64)
     loss(model(x)).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-    found = rl.gradients(model, x, loss=loss, wrt="0/kernel", clip={"global_clipnorm": 0.05})
-    np.testing.assert_allclose(found.clip["norm"], norm, rtol=1e-12)
-    kernel = found.clipped["0"]["kernel"].transpose("gate", "unit", "feature").values.reshape(16, 3)
+    gradients = rl.gradients(model, x, loss=loss, wrt="0/kernel", clip={"global_clipnorm": 0.05})
+    np.testing.assert_allclose(gradients.clip["norm"], norm, rtol=1e-12)
+    kernel = gradients.clipped["0"]["kernel"].transpose("gate", "unit", "feature").values.reshape(16, 3)
     np.testing.assert_allclose(kernel, model[0].weight_ih_l0.grad, rtol=1e-5)  # torch divides by the norm + 1e-6
 
 
@@ -433,8 +440,8 @@ def test_a_parameter_that_a_subclass_adds_is_a_weight_of_the_layer():
     layer = next(iter(rl.layers(model))).name
     weights = rl.weights(model, x, loss=loss)
     np.testing.assert_array_equal(weights[layer]["scale"], [0.5, 1.0, 2.0])
-    for found in (weights[layer]["scale_grad"], rl.gradients(model, x, loss=loss, wrt="weights")[layer]["scale"]):
-        np.testing.assert_allclose(found, model.scale.grad, rtol=1e-12)
+    for actual in (weights[layer]["scale_grad"], rl.gradients(model, x, loss=loss, wrt="weights")[layer]["scale"]):
+        np.testing.assert_allclose(actual, model.scale.grad, rtol=1e-12)
     assert weights.certificate.state == "passed"
 
 
@@ -460,10 +467,10 @@ def test_streamed_states_are_those_of_each_batch_also_where_only_a_later_batch_i
         ids[3, shorter:] = 0
     options = {"of": "lstm.hidden", "reduce": "mean", "per_sample": True, "wrt": "embedding.output"}
     g = rl.gradients(model, ids, batch_size=2, **options)
-    alone = [rl.gradients(model, ids[i : i + 2], **options).values for i in (0, 2, 4)]
-    np.testing.assert_allclose(g.values, np.concatenate(alone), rtol=1e-10, atol=1e-14)
+    batch_grads = [rl.gradients(model, ids[i : i + 2], **options).values for i in (0, 2, 4)]
+    np.testing.assert_allclose(g.values, np.concatenate(batch_grads), rtol=1e-10, atol=1e-14)
     leaf = model.embedding(ids).detach().requires_grad_()
     value = model.lstm(leaf)[0].mean((1, 2)).sum()
-    (true,) = torch.autograd.grad(value, leaf)
-    full = [0, 1, 2, 4, 5]
-    np.testing.assert_allclose(g.values[full], true.numpy()[full], rtol=1e-9, atol=1e-13)
+    (reference,) = torch.autograd.grad(value, leaf)
+    unpadded = [0, 1, 2, 4, 5]
+    np.testing.assert_allclose(g.values[unpadded], reference.numpy()[unpadded], rtol=1e-9, atol=1e-13)

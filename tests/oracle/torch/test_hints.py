@@ -34,9 +34,9 @@ class Ids(nn.Module):
 def test_what_to_differentiate_by_instead_of_ids(stepwise, kind):
     model = Ids(stepwise, kind).double()
     ids = torch.randint(0, 7, (3, 5))
-    with pytest.raises(rl.errors.InputError) as refused:
+    with pytest.raises(rl.errors.InputError) as error:
         rl.jacobian(model, ids)
-    name = re.search(r'wrt="([^"]+)"', str(refused.value))[1]
+    name = re.search(r'wrt="([^"]+)"', str(error.value))[1]
     assert name == ("cell.input" if stepwise else "emb.output")
     jacobian = rl.jacobian(model, ids, wrt=name)
 
@@ -45,8 +45,8 @@ def test_what_to_differentiate_by_instead_of_ids(stepwise, kind):
 
     expected = [torch.autograd.functional.jacobian(function, v).numpy() for v in model.emb(ids).detach()]
     np.testing.assert_allclose(jacobian, np.stack(expected), atol=1e-12)
-    with pytest.raises(rl.errors.DisconnectedError) as refused:
+    with pytest.raises(rl.errors.DisconnectedError) as error:
         rl.gradients(model, ids, of="output", reduce="sum", wrt="input")
-    suggested = re.search(r"try: +(.+)", str(refused.value))[1]
-    by_steps = eval(suggested, {"rl": rl, "model": model, "x": ids})
-    assert np.abs(by_steps.values).max() > 0
+    suggestion = re.search(r"try: +(.+)", str(error.value))[1]
+    gradients = eval(suggestion, {"rl": rl, "model": model, "x": ids})
+    assert np.abs(gradients.values).max() > 0

@@ -50,9 +50,9 @@ class Loop(nn.Module):
 
     def __init__(self, cell, feedback):
         super().__init__()
-        make, self.count = CELLS[cell]
+        cell_class, self.count = CELLS[cell]
         self.feedback, self.head = feedback, nn.Linear(H, 2)
-        self.rnn = make(F + 2 if feedback else F, H)
+        self.rnn = cell_class(F + 2 if feedback else F, H)
         self.zeros = self.carried = None
 
     def step(self, x, state):
@@ -62,67 +62,69 @@ class Loop(nn.Module):
         return (state[0] if self.count == 2 else state), state
 
     def run(self, x):
-        h, said = x.new_zeros(len(x), H), x.new_zeros(len(x), 2)
+        h, head_output = x.new_zeros(len(x), H), x.new_zeros(len(x), 2)
         state, outputs, heads = (h, h) if self.count == 2 else h, [], []
         for t in range(x.shape[1]):
-            y, state = self.step(torch.cat([x[:, t], said], 1) if self.feedback else x[:, t], state)
+            y, state = self.step(torch.cat([x[:, t], head_output], 1) if self.feedback else x[:, t], state)
             if self.carried is not None:
-                y, state = self._moved(y, state, self.carried[:, t])
+                y, state = self._perturb(y, state, self.carried[:, t])
             outputs.append(y)
-            said = self.head(y if self.zeros is None else y + self.zeros[:, t])
-            heads.append(said)
+            head_output = self.head(y if self.zeros is None else y + self.zeros[:, t])
+            heads.append(head_output)
         return torch.stack(outputs, 1), torch.stack(heads, 1)
 
-    def _moved(self, y, state, by):
+    def _perturb(self, y, state, perturbation):
         """The first state changed, and the output with it where it is that state."""
         first = state[0] if self.count == 2 else state
-        y = y + by if y is first else y
-        return y, ((first + by, state[1]) if self.count == 2 else first + by)
+        y = y + perturbation if y is first else y
+        return y, ((first + perturbation, state[1]) if self.count == 2 else first + perturbation)
 
     def forward(self, x):
         return self.run(x)[1]
 
 
-def made(cell, feedback):
+def make_case(cell, feedback):
     torch.manual_seed(0)
     return Loop(cell, feedback).double(), torch.randn(B, T, F, dtype=torch.float64)
 
 
-def autograd(model, x, of, by):
+def autograd_jacobian(model, x, output_index, tap_name):
     """(sample, out time, unit, in time, feature) of what a run gives, by zeros added or by the input."""
 
     def values(v):
-        if by is not None:
-            setattr(model, by, v)
-        found = model.run(x if by is not None else v)[of]
+        if tap_name is not None:
+            setattr(model, tap_name, v)
+        output = model.run(x if tap_name is not None else v)[output_index]
         model.zeros = model.carried = None
-        return found
+        return output
 
-    start = x if by is None else torch.zeros(B, T, H, dtype=torch.float64)
+    start = x if tap_name is None else torch.zeros(B, T, H, dtype=torch.float64)
     full = torch.autograd.functional.jacobian(values, start).numpy()
     return np.stack([full[b][:, :, b] for b in range(B)])
 
 
-def agree(got, expected):
-    assert got.shape == expected.shape
+def assert_close(actual, expected):
+    assert actual.shape == expected.shape
     assert np.abs(expected).max() > 1e-3
-    assert np.abs(got.values - expected).max() <= 1e-12
+    assert np.abs(actual.values - expected).max() <= 1e-12
 
 
 @pytest.mark.parametrize("feedback", [False, True])
 @pytest.mark.parametrize("cell", CELLS)
 class TestLoops:
     def test_output_by_what_the_cell_put_out(self, cell, feedback):
-        model, x = made(cell, feedback)
-        agree(rl.jacobian(model, x, wrt="rnn.output"), autograd(model, x, 1, "zeros"))
+        model, x = make_case(cell, feedback)
+        assert_close(rl.jacobian(model, x, wrt="rnn.output"), autograd_jacobian(model, x, 1, "zeros"))
 
     def test_what_the_cell_put_out_by_its_state(self, cell, feedback):
-        model, x = made(cell, feedback)
-        agree(rl.jacobian(model, x, of="rnn.output", wrt="rnn.hidden"), autograd(model, x, 0, "carried"))
+        model, x = make_case(cell, feedback)
+        assert_close(
+            rl.jacobian(model, x, of="rnn.output", wrt="rnn.hidden"), autograd_jacobian(model, x, 0, "carried")
+        )
 
     def test_what_the_cell_put_out_by_the_input(self, cell, feedback):
-        model, x = made(cell, feedback)
-        agree(rl.jacobian(model, x, of="rnn.output"), autograd(model, x, 0, None))
+        model, x = make_case(cell, feedback)
+        assert_close(rl.jacobian(model, x, of="rnn.output"), autograd_jacobian(model, x, 0, None))
 
 
 class Single(nn.Module):
@@ -137,8 +139,8 @@ class Single(nn.Module):
         x = x[:, 0] if x.ndim == 3 else x
         if self.kind == "lstm":
             return self.head(self.rnn(x[None])[0][0])
-        found = self.rnn(x)
-        return self.head(found[0] if self.kind == "lstm cell" else found)
+        returned = self.rnn(x)
+        return self.head(returned[0] if self.kind == "lstm cell" else returned)
 
 
 @pytest.mark.parametrize("kind", ["lstm cell", "gru cell", "lstm"])
@@ -146,10 +148,10 @@ class TestSingleStep:
     def test_an_input_without_steps_has_no_in_time(self, kind):
         model, x = Single(kind).double(), torch.randn(B, F, dtype=torch.float64)
         full = torch.autograd.functional.jacobian(model, x).numpy()
-        got = rl.jacobian(model, x)
-        assert got.dims == ("sample", "out_unit", "in_feature")
-        agree(got, np.stack([full[b][:, b] for b in range(B)]))
-        assert got.attrs["certificate"].startswith("certified")
+        jacobian = rl.jacobian(model, x)
+        assert jacobian.dims == ("sample", "out_unit", "in_feature")
+        assert_close(jacobian, np.stack([full[b][:, b] for b in range(B)]))
+        assert jacobian.attrs["certificate"].startswith("certified")
 
     def test_steps_that_are_not_run_are_not_taken_for_features(self, kind):
         model, x = Single(kind).double(), torch.randn(B, T, F, dtype=torch.float64)
@@ -162,13 +164,13 @@ class TestSingleStep:
         )
         full = torch.autograd.functional.jacobian(model, x).numpy()
         expected = np.stack([full[b][:, b] for b in range(B)])
-        got = rl.jacobian(model, x, axes={"input": ("sample", "time", "feature")})
-        assert got.dims == ("sample", "out_unit", "in_time", "in_feature")
-        agree(got, expected)
-        other = rl.jacobian(model, x, axes={"input": ("sample", "region", "feature")})
-        assert other.dims == ("sample", "out_unit", "in_feature")
-        agree(other, expected.reshape(B, 2, T * F))
-        assert got.attrs["certificate"].startswith("certified")
+        jacobian = rl.jacobian(model, x, axes={"input": ("sample", "time", "feature")})
+        assert jacobian.dims == ("sample", "out_unit", "in_time", "in_feature")
+        assert_close(jacobian, expected)
+        without_time = rl.jacobian(model, x, axes={"input": ("sample", "region", "feature")})
+        assert without_time.dims == ("sample", "out_unit", "in_feature")
+        assert_close(without_time, expected.reshape(B, 2, T * F))
+        assert jacobian.attrs["certificate"].startswith("certified")
 
 
 def test_one_direction_does_not_reach_the_other():
@@ -180,14 +182,14 @@ def test_one_direction_does_not_reach_the_other():
         def forward(self, x):
             return self.rnn(x)[0]
 
-    found = rl.jacobian(Both(), torch.randn(B, T, F), of="rnn.hidden", wrt="rnn.hidden")
-    for one, other in ((0, 1), (1, 0)):
-        assert not found.isel(direction=one, in_direction=other).any()
-        assert np.allclose(found.isel(direction=one, in_direction=one, out_time=2, in_time=2), np.eye(H))
+    jacobian = rl.jacobian(Both(), torch.randn(B, T, F), of="rnn.hidden", wrt="rnn.hidden")
+    for direction, opposite in ((0, 1), (1, 0)):
+        assert not jacobian.isel(direction=direction, in_direction=opposite).any()
+        assert np.allclose(jacobian.isel(direction=direction, in_direction=direction, out_time=2, in_time=2), np.eye(H))
 
 
 def test_an_output_by_itself_is_answered_with_the_states():
-    model, x = made("gru", feedback=False)
+    model, x = make_case("gru", feedback=False)
     with pytest.raises(rl.errors.DisconnectedError) as error:
         rl.jacobian(model, x, of="rnn.output", wrt="rnn.output")
     assert str(error.value) == (
@@ -212,11 +214,11 @@ class Folded(nn.Module):
 def test_states_of_one_layer_beside_a_layer_with_other_samples():
     torch.manual_seed(0)
     model, x = Folded().double(), torch.randn(B, 4, F, dtype=torch.float64)
-    found = rl.jacobian(model, x, of="sentences.hidden", wrt="sentences.hidden")
-    alone = rl.jacobian(model.sentences, model.words(x.reshape(2 * B, 2, F))[1][-1].reshape(B, 2, H).detach(),
-                        of="lstm.hidden", wrt="lstm.hidden")  # fmt: skip
-    assert found.shape == (B, 2, H, 2, H)
-    np.testing.assert_allclose(found, alone, atol=1e-14)
+    jacobian = rl.jacobian(model, x, of="sentences.hidden", wrt="sentences.hidden")
+    expected = rl.jacobian(model.sentences, model.words(x.reshape(2 * B, 2, F))[1][-1].reshape(B, 2, H).detach(),
+                           of="lstm.hidden", wrt="lstm.hidden")  # fmt: skip
+    assert jacobian.shape == (B, 2, H, 2, H)
+    np.testing.assert_allclose(jacobian, expected, atol=1e-14)
     lower = rl.jacobian(model, x, of="words.hidden", wrt="words.hidden")
     assert lower.shape == (2 * B, 2, H, 2, H)
 
@@ -243,8 +245,8 @@ class Attending(nn.Module):
 def test_states_of_a_bidirectional_encoder_before_a_loop():
     torch.manual_seed(0)
     model, x = Attending().double(), torch.randn(B, T, F, dtype=torch.float64)
-    found = rl.jacobian(model, x, of="rnn.hidden", wrt="rnn.hidden")
-    alone = rl.jacobian(nn.Sequential(model.rnn), x, of="0.hidden", wrt="0.hidden")
-    assert found.dims == ("sample", "out_time", "direction", "out_unit", "in_time", "in_direction", "in_feature")
-    np.testing.assert_allclose(found, alone, atol=1e-14)
-    assert abs(found).max() == 1
+    jacobian = rl.jacobian(model, x, of="rnn.hidden", wrt="rnn.hidden")
+    expected = rl.jacobian(nn.Sequential(model.rnn), x, of="0.hidden", wrt="0.hidden")
+    assert jacobian.dims == ("sample", "out_time", "direction", "out_unit", "in_time", "in_direction", "in_feature")
+    np.testing.assert_allclose(jacobian, expected, atol=1e-14)
+    assert abs(jacobian).max() == 1

@@ -34,13 +34,13 @@ def x():
     return torch.randn(N, T, F, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def expected(model, x):
+def autograd_jacobian(model, x):
     """(sample, out step, unit, in step, feature) by autograd."""
-    each = [torch.autograd.functional.jacobian(lambda s: model(s[None])[0], sample) for sample in x]
-    return torch.stack(each).numpy()
+    jacobians = [torch.autograd.functional.jacobian(lambda s: model(s[None])[0], sample) for sample in x]
+    return torch.stack(jacobians).numpy()
 
 
-def pieces(x):
+def data_sources(x):
     return {
         "arrays": (x, {"batch_size": 3}),
         "one batch of all": (x, {"batch_size": N}),
@@ -52,14 +52,14 @@ def pieces(x):
 @pytest.mark.parametrize("source", ["arrays", "one batch of all", "loader", "generator"])
 @pytest.mark.parametrize("measure", [None, "norm"])
 def test_the_mean_over_all_samples_whatever_the_batches(model, x, source, measure):
-    full = expected(model, x)
+    full = autograd_jacobian(model, x)
     sizes = full if measure is None else np.sqrt((full**2).sum((2, 4)))
-    data, options = pieces(x)[source]
-    found = rl.jacobian(model, data, measure=measure, across="mean", **options)
-    np.testing.assert_allclose(found.values, sizes.mean(0), rtol=1e-9, atol=1e-13)
-    assert found.dims == rl.jacobian(model, x, measure=measure, across="mean").dims
-    assert found.attrs["samples"] == N
-    assert found.certificate.state == "passed"
+    data, options = data_sources(x)[source]
+    jacobian = rl.jacobian(model, data, measure=measure, across="mean", **options)
+    np.testing.assert_allclose(jacobian.values, sizes.mean(0), rtol=1e-9, atol=1e-13)
+    assert jacobian.dims == rl.jacobian(model, x, measure=measure, across="mean").dims
+    assert jacobian.attrs["samples"] == N
+    assert jacobian.certificate.state == "passed"
 
 
 def test_samples_on_the_second_axis(x):
@@ -68,8 +68,8 @@ def test_samples_on_the_second_axis(x):
     full = np.stack(
         [torch.autograd.functional.jacobian(lambda s: model(s[:, None])[:, 0], sample).numpy() for sample in x]
     )
-    found = rl.jacobian(model, x.transpose(0, 1).contiguous(), across="mean", batch_size=2)
-    np.testing.assert_allclose(found.values, full.mean(0), rtol=1e-9, atol=1e-13)
+    jacobian = rl.jacobian(model, x.transpose(0, 1).contiguous(), across="mean", batch_size=2)
+    np.testing.assert_allclose(jacobian.values, full.mean(0), rtol=1e-9, atol=1e-13)
 
 
 def test_refused_by_name(model, x):

@@ -35,13 +35,13 @@ class MinimalGated(nn.Module):
         return (1 - f) * h + f * torch.tanh(self.candidate(torch.cat([x, f * h], 1)))
 
 
-class Noting(nn.Module):
+class NotingCell(nn.Module):
     """A cell that tells of every state as it produces it, before it goes on to use it."""
 
     note = staticmethod(lambda index, value: value)
 
 
-class Nested(Noting):
+class Nested(NotingCell):
     """Output apart from a nested state: (input, {"fast": h, "slow": (c,)}) to (output, state)."""
 
     def __init__(self, inputs, units):
@@ -55,7 +55,7 @@ class Nested(Noting):
         return self.out(torch.cat([h, c], 1)), {"fast": h, "slow": (c,)}
 
 
-class Spread(Noting):
+class Spread(NotingCell):
     """States as arguments of their own: (x, h, c) to (h, c)."""
 
     def __init__(self, inputs, units):
@@ -68,7 +68,7 @@ class Spread(Noting):
         return self.note(0, torch.tanh(self.cell.gate(torch.cat([x, h], 1)) + c)), c
 
 
-def start(kind):
+def initial_state(kind):
     zeros = torch.zeros(B, H, dtype=torch.float64)
     return {
         "lstm": (zeros, zeros),
@@ -77,7 +77,7 @@ def start(kind):
     }.get(kind, zeros)
 
 
-def build(kind):
+def build_cell(kind):
     torch.manual_seed(0)
     if kind in KINDS:
         factory, options = KINDS[kind]
@@ -93,13 +93,13 @@ def step(cell, kind, x, state):
     return (state[0] if isinstance(state, tuple) else state), state
 
 
-def over(function, *states):
+def map_states(function, *states):
     """Apply a function to matching tensors of nested states."""
     first = states[0]
     if isinstance(first, dict):
-        return {key: over(function, *(s[key] for s in states)) for key in first}
+        return {key: map_states(function, *(s[key] for s in states)) for key in first}
     if isinstance(first, tuple | list):
-        return tuple(over(function, *parts) for parts in zip(*states, strict=True))
+        return tuple(map_states(function, *tensors) for tensors in zip(*states, strict=True))
     return function(*states)
 
 
@@ -112,45 +112,45 @@ class Loop(nn.Module):
     def __init__(self, kind, style):
         super().__init__()
         self.kind, self.style = kind, style
-        self.cell = build(kind)
+        self.cell = build_cell(kind)
 
     def forward(self, x, taps=None):
-        state, seen = start(self.kind), []
+        state, outputs = initial_state(self.kind), []
         for t in range(x.shape[1]):
             if self.style == "early" and t == 3:
                 break
             rows = slice(0, int((t < LENGTHS).sum())) if self.style == "shrink" else slice(None)
-            given = over(lambda s: s[rows], state)  # noqa: B023
+            previous = map_states(lambda s: s[rows], state)  # noqa: B023
             if self.style == "index":
-                given = over(lambda s: torch.stack([s, s])[1].clone(), state)
+                previous = map_states(lambda s: torch.stack([s, s])[1].clone(), state)
             if self.style == "detach" and t == 2:
-                given = over(lambda s: s.detach(), state)
+                previous = map_states(lambda s: s.detach(), state)
             if self.style == "scaled" and t:
-                given = over(lambda s: 0.5 * s, state)
+                previous = map_states(lambda s: 0.5 * s, state)
             if self.style == "weaker" and t:  # the same values exactly, half of the gradient
-                given = over(lambda s: s.detach() + 0.5 * (s - s.detach()), state)
-            noted = taps is not None and isinstance(self.cell, Noting)
-            if noted:
+                previous = map_states(lambda s: s.detach() + 0.5 * (s - s.detach()), state)
+            is_noting = taps is not None and isinstance(self.cell, NotingCell)
+            if is_noting:
                 taps.append(note_into(self.cell))
-            output, new = step(self.cell, self.kind, x[rows, t], given)
-            if taps is not None and not noted:
-                zeros = over(lambda s: torch.zeros_like(s, requires_grad=True), new)
-                taps.append((zeros, over(torch.detach, new)))
-                new = over(torch.add, new, zeros)
-                output = output if self.kind == "nested" else flat(new)[0]
+            output, new = step(self.cell, self.kind, x[rows, t], previous)
+            if taps is not None and not is_noting:
+                zeros = map_states(lambda s: torch.zeros_like(s, requires_grad=True), new)
+                taps.append((zeros, map_states(torch.detach, new)))
+                new = map_states(torch.add, new, zeros)
+                output = output if self.kind == "nested" else flatten_state(new)[0]
             if self.style == "where":
-                real = MASK[:, t, None]
-                new = over(lambda n, s: torch.where(real, n, s), new, state)  # noqa: B023
+                valid = MASK[:, t, None]
+                new = map_states(lambda n, s: torch.where(valid, n, s), new, state)  # noqa: B023
             if self.style == "blend":
-                real = MASK[:, t, None].double()
-                new = over(lambda n, s: real * n + (1 - real) * s, new, state)  # noqa: B023
+                valid = MASK[:, t, None].double()
+                new = map_states(lambda n, s: valid * n + (1 - valid) * s, new, state)  # noqa: B023
             if self.style in ("where", "blend"):
                 output = output * MASK[:, t, None]
             if self.style == "cells_used":
-                over(lambda s: seen.append(s.pow(2)), new)
-            seen.append(output.sin())
+                map_states(lambda s: outputs.append(s.pow(2)), new)
+            outputs.append(output.sin())
             state = new
-        return seen
+        return outputs
 
 
 def note_into(cell):
@@ -165,17 +165,17 @@ def note_into(cell):
     return zeros, values
 
 
-def loss(seen):
-    return sum(((i + 1) * part).sum() for i, part in enumerate(seen))
+def loss(outputs):
+    return sum(((i + 1) * output).sum() for i, output in enumerate(outputs))
 
 
-def flat(state):
-    found = []
-    over(found.append, state)
-    return found
+def flatten_state(state):
+    tensors = []
+    map_states(tensors.append, state)
+    return tensors
 
 
-def reference(model, x):
+def reference_gradients(model, x):
     """Total gradient of each state tensor, (sample, time, unit), zero where a sample has left the batch.
 
     The zeros added to the c_t of ``nn.LSTMCell`` sit behind h_t; what reaches c_t through h_t = o_t tanh(c_t) is added
@@ -183,11 +183,11 @@ def reference(model, x):
     """
     taps = []
     value = loss(model(x, taps))
-    zeros = [tap for state, _ in taps for tap in flat(state)]
-    pulled = iter(torch.autograd.grad(value, zeros, allow_unused=True))
+    zeros = [tap for state, _ in taps for tap in flatten_state(state)]
+    tap_grads = iter(torch.autograd.grad(value, zeros, allow_unused=True))
     columns = []
     for state, values in taps:
-        grads = [torch.zeros_like(tap) if (g := next(pulled)) is None else g for tap in flat(state)]
+        grads = [torch.zeros_like(tap) if (g := next(tap_grads)) is None else g for tap in flatten_state(state)]
         if getattr(model, "kind", "") == "lstm":
             h, c = values
             grads[1] = grads[1] + grads[0] * h / torch.tanh(c) * (1 - torch.tanh(c) ** 2)
@@ -195,33 +195,33 @@ def reference(model, x):
     return [torch.stack(column, dim=1).numpy() for column in zip(*columns, strict=True)]
 
 
-def traced(model, x, **options):
+def run_trace(model, x, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return rl.trace(model, x, loss=loss, **options)
 
 
 NAMES = {"lstm": ("hidden", "cell"), "nested": ("hidden", "state_1"), "spread": ("hidden", "state_1")}
-WHOLE = ("plain", "index", "where", "blend", "shrink", "early", "cells_used")
+ONE_RECURRENCE = ("plain", "index", "where", "blend", "shrink", "early", "cells_used")
 
 
-@pytest.mark.parametrize("style", WHOLE)
+@pytest.mark.parametrize("style", ONE_RECURRENCE)
 @pytest.mark.parametrize("kind", [*KINDS, "minimal", "nested", "spread"])
 def test_one_recurrence(kind, style):
     """Passed on as it is, through a stack, behind a mask, in a shrinking batch: the calls are one layer."""
     model = Loop(kind, style)
     x = torch.randn(B, T, F, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    expected = reference(model, x)
-    trace = traced(model, x)
+    expected = reference_gradients(model, x)
+    trace = run_trace(model, x)
     assert list(trace) == ["cell"]
     assert all(check.ok for check in trace.checks)
     names = NAMES.get(kind, ("hidden",))
-    for name, true in zip(names, expected, strict=True):
-        got = trace["cell"][f"{name}_grad"].values
+    for name, reference in zip(names, expected, strict=True):
+        actual = trace["cell"][f"{name}_grad"].values
         mask = trace["cell"].mask.values[:, :, None] if "mask" in trace["cell"].dataset else True
-        assert np.abs(true).max() > 0
+        assert np.abs(reference).max() > 0
         # At a masked step the reference tap sits on a state that was dropped; that of rnnlens on the one carried over.
-        np.testing.assert_allclose(np.where(mask, got, true), true, atol=1e-10 * np.abs(true).max())
+        np.testing.assert_allclose(np.where(mask, actual, reference), reference, atol=1e-10 * np.abs(reference).max())
     if style in ("where", "blend", "shrink"):
         assert trace["cell"].mask.values[:, : T - 1].tolist() == MASK[:, : T - 1].tolist()
 
@@ -232,15 +232,15 @@ def test_a_detached_state_starts_a_new_recurrence_and_a_scaled_one_does_not(kind
     """Nothing flows through a detached state: two nodes. A scaled one is still of the same loop. Both are exact."""
     model = Loop(kind, style)
     x = torch.randn(B, T, F, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    expected = reference(model, x)
-    trace = traced(model, x)
+    expected = reference_gradients(model, x)
+    trace = run_trace(model, x)
     assert list(trace) == (["cell#0", "cell#1"] if style == "detach" else ["cell"])
     assert all(check.ok for check in trace.checks)
-    words = "not passed on unchanged" if style == "detach" else "changes the state between its steps"
-    assert any(words in note for note in trace.notes)
-    for name, true in zip(NAMES.get(kind, ("hidden",)), expected, strict=True):
-        got = np.concatenate([trace[node][f"{name}_grad"].values for node in trace], axis=1)
-        np.testing.assert_allclose(got, true, atol=1e-10 * np.abs(true).max())
+    note_text = "not passed on unchanged" if style == "detach" else "changes the state between its steps"
+    assert any(note_text in note for note in trace.notes)
+    for name, reference in zip(NAMES.get(kind, ("hidden",)), expected, strict=True):
+        actual = np.concatenate([trace[node][f"{name}_grad"].values for node in trace], axis=1)
+        np.testing.assert_allclose(actual, reference, atol=1e-10 * np.abs(reference).max())
 
 
 def test_dropped_states_that_are_used_after_all():
@@ -249,60 +249,60 @@ def test_dropped_states_that_are_used_after_all():
     class Leaky(nn.Module):
         def __init__(self):
             super().__init__()
-            self.cell = build("gru")
+            self.cell = build_cell("gru")
 
         def forward(self, x, taps=None):
-            h, seen = start("gru"), []
+            h, outputs = initial_state("gru"), []
             for t in range(T):
                 new = self.cell(x[:, t], h)
                 if taps is not None:
                     taps.append((torch.zeros_like(new, requires_grad=True), new.detach()))
                     new = new + taps[-1][0]
-                seen.append(new.sin())
+                outputs.append(new.sin())
                 h = torch.where(MASK[:, t, None], new, h)
-            return [*seen, h]
+            return [*outputs, h]
 
     model, x = Leaky(), torch.randn(B, T, F, dtype=torch.float64)
-    expected = reference(model, x)[0]
-    trace = traced(model, x)
+    expected = reference_gradients(model, x)[0]
+    trace = run_trace(model, x)
     assert list(trace) == ["cell"]
     np.testing.assert_allclose(trace["cell"].hidden_grad.values, expected, atol=1e-10)
 
 
-@pytest.mark.parametrize("real", [[[0, 0, 1, 1, 1]] * 3, [[1, 1, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 0, 0]]])
-def test_steps_that_are_padding_for_every_sample(real):
+@pytest.mark.parametrize("valid", [[[0, 0, 1, 1, 1]] * 3, [[1, 1, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 0, 0]]])
+def test_steps_that_are_padding_for_every_sample(valid):
     """Padded in front, or padded beyond the longest sequence: still one recurrence."""
 
     class Padded(nn.Module):
         def __init__(self):
             super().__init__()
-            self.cell = build("lstm")
+            self.cell = build_cell("lstm")
 
         def forward(self, x):
-            h, c = start("lstm")
+            h, c = initial_state("lstm")
             for t in range(T):
-                m = torch.tensor(real, dtype=x.dtype)[:, t, None]
+                m = torch.tensor(valid, dtype=x.dtype)[:, t, None]
                 new_h, new_c = self.cell(x[:, t], (h, c))
                 h, c = m * new_h + (1 - m) * h, m * new_c + (1 - m) * c
             return [h]
 
-    trace = traced(Padded(), torch.randn(B, T, F, dtype=torch.float64))
+    trace = run_trace(Padded(), torch.randn(B, T, F, dtype=torch.float64))
     assert list(trace) == ["cell"]
     assert all(check.ok for check in trace.checks)
-    assert trace["cell"].mask.values[:, : T - 1].tolist() == np.array(real, dtype=bool)[:, : T - 1].tolist()
+    assert trace["cell"].mask.values[:, : T - 1].tolist() == np.array(valid, dtype=bool)[:, : T - 1].tolist()
 
 
 def test_two_calls_from_one_state_are_two_recurrences():
     class Branches(nn.Module):
         def __init__(self):
             super().__init__()
-            self.cell, self.first = build("gru"), nn.Parameter(torch.ones(B, H, dtype=torch.float64))
+            self.cell, self.first = build_cell("gru"), nn.Parameter(torch.ones(B, H, dtype=torch.float64))
 
         def forward(self, x):
             h = self.cell(x[:, 0], self.first * 1)
             return [self.cell(x[:, 1], h), self.cell(x[:, 2], h)]
 
-    trace = traced(Branches(), torch.randn(B, T, F, dtype=torch.float64))
+    trace = run_trace(Branches(), torch.randn(B, T, F, dtype=torch.float64))
     assert list(trace) == ["cell#0", "cell#1"]
     assert [trace[node].hidden.sizes["time"] for node in trace] == [2, 1]
     assert all(check.ok for check in trace.checks)
@@ -326,7 +326,7 @@ def test_a_fused_module_called_step_by_step(kind):
                 outputs.append(y)
             return torch.cat(outputs), h
 
-    class Whole(nn.Module):
+    class OneCall(nn.Module):
         def __init__(self):
             super().__init__()
             self.rnn = rnn
@@ -339,8 +339,8 @@ def test_a_fused_module_called_step_by_step(kind):
         return y.sin().sum() + sum((s**2).sum() for s in (h if isinstance(h, tuple) else (h,)))
 
     x = torch.randn(T, B, F, dtype=torch.float64)
-    steps, whole = rl.trace(Steps(), x, loss=value), rl.trace(Whole(), x, loss=value)
-    assert list(steps) == list(whole) == ["rnn[0]", "rnn[1]"]
+    steps, one_call = rl.trace(Steps(), x, loss=value), rl.trace(OneCall(), x, loss=value)
+    assert list(steps) == list(one_call) == ["rnn[0]", "rnn[1]"]
     for node in steps:
-        for name in whole[node].dataset:
-            np.testing.assert_allclose(steps[node][name].values, whole[node][name].values, atol=1e-12, err_msg=name)
+        for name in one_call[node].dataset:
+            np.testing.assert_allclose(steps[node][name].values, one_call[node][name].values, atol=1e-12, err_msg=name)

@@ -78,7 +78,7 @@ def hidden(state):
     return state[0] if isinstance(state, tuple) else state
 
 
-def truth(model, x, of, wrt):
+def reference_jacobian(model, x, of, wrt):
     """(sample, out_time, out_unit, in_time, in_feature) by one backward pass per number."""
     states = {name: [] for name in "abc" if hasattr(model, name)}
     handles = [
@@ -118,12 +118,12 @@ def test_recurrences_are_swept_in_the_order_in_which_they_read_each_other(kind, 
     torch.manual_seed(0)
     model, x = MODELS[kind]().double(), torch.randn(B, T, F, dtype=torch.float64)
     with rl.options(certify="always"):
-        found = rl.jacobian(model, x, of=of, wrt=wrt)
-    expected = truth(model, x, of, wrt)
+        jacobian = rl.jacobian(model, x, of=of, wrt=wrt)
+    expected = reference_jacobian(model, x, of, wrt)
     assert abs(expected).max() > 1e-3
-    np.testing.assert_allclose(found.values, expected, atol=1e-12)
-    assert found.certificate.state == "passed", found.certificate
-    assert found.certificate.certified == ("random combinations of its rows",)  # between the ends themselves
+    np.testing.assert_allclose(jacobian.values, expected, atol=1e-12)
+    assert jacobian.certificate.state == "passed", jacobian.certificate
+    assert jacobian.certificate.certified == ("random combinations of its rows",)  # between the ends themselves
 
 
 def test_a_wrong_order_between_ends_inside_the_model_fails_the_certificate(monkeypatch):
@@ -131,12 +131,12 @@ def test_a_wrong_order_between_ends_inside_the_model_fails_the_certificate(monke
     from rnnlens.verbs.time_jacobian.network import JacobianNetwork
 
     path = JacobianNetwork.path.func
-    by_calls = property(lambda self: replace(path(self), order=tuple(reversed(range(len(self.recurrences))))))
-    monkeypatch.setattr(JacobianNetwork, "path", by_calls)
+    reversed_path = property(lambda self: replace(path(self), order=tuple(reversed(range(len(self.recurrences))))))
+    monkeypatch.setattr(JacobianNetwork, "path", reversed_path)
     model, x = Delayed(1, False).double(), torch.randn(B, T, F, dtype=torch.float64)
     with rl.options(certify="always"), pytest.warns(rl.errors.SelfCheckWarning):
-        found = rl.jacobian(model, x, of="output", wrt="a.hidden")
-    assert found.certificate.state == "failed"
+        jacobian = rl.jacobian(model, x, of="output", wrt="a.hidden")
+    assert jacobian.certificate.state == "failed"
 
 
 @pytest.mark.parametrize(
@@ -152,6 +152,6 @@ def test_states_of_a_fused_layer_rest_on_the_whole_model(of, wrt):
             return self.head(self.lstm(x)[0])
 
     with rl.options(certify="always"):
-        found = rl.jacobian(Tagger(), torch.randn(B, T, F), of=of, wrt=wrt)
-    assert found.certificate.state == "passed", found.certificate
-    assert found.certificate.resting == (f"d {of} / d {wrt}",)
+        jacobian = rl.jacobian(Tagger(), torch.randn(B, T, F), of=of, wrt=wrt)
+    assert jacobian.certificate.state == "passed", jacobian.certificate
+    assert jacobian.certificate.resting == (f"d {of} / d {wrt}",)

@@ -20,7 +20,7 @@ from rnnlens.verbs.recurrent_layers import sweep
 X = np.random.default_rng(0).normal(size=(2, 5, 3))
 
 
-class Plain(nn.Module):
+class HandwrittenLoop(nn.Module):
     """``visible``: whether its loop is written with the one line."""
 
     def __init__(self, visible=True):
@@ -30,15 +30,15 @@ class Plain(nn.Module):
         self.W, self.U = (nn.Parameter(torch.randn(n, 4).double() / 2) for n in (3, 4))
         self.head = nn.Linear(4, 2).double()
 
-    def forward(self, x, seen=None):
+    def forward(self, x, record=None):
         W, U, h = self.W, self.U, x.new_zeros(len(x), 4)
         for t in range(x.shape[1]):
             if self.visible:
                 h = rl.torch.step(lambda x, h: torch.tanh(x @ W + h @ U), x[:, t], h)
             else:
                 h = torch.tanh(x[:, t] @ W + h @ U)
-            if seen is not None:
-                seen.append(h)
+            if record is not None:
+                record.append(h)
         return self.head(h)
 
 
@@ -46,57 +46,57 @@ def loss(output):
     return (output**2).sum() + output.sum()
 
 
-def close(computed, reference):
+def assert_close(computed, reference):
     np.testing.assert_allclose(np.asarray(computed), reference.detach().numpy(), rtol=1e-10, atol=1e-13)
 
 
 def test_the_line_changes_nothing_outside_of_rnnlens():
     x = torch.tensor(X)
-    assert torch.equal(Plain()(x), Plain(visible=False)(x))
+    assert torch.equal(HandwrittenLoop()(x), HandwrittenLoop(visible=False)(x))
 
 
 def test_states_and_gradients_are_those_of_the_loop_as_it_was():
-    model, seen, x = Plain(), [], torch.tensor(X, requires_grad=True)
-    value = loss(Plain(visible=False)(x, seen))
+    model, states, x = HandwrittenLoop(), [], torch.tensor(X, requires_grad=True)
+    value = loss(HandwrittenLoop(visible=False)(x, states))
     trace = rl.trace(model, X, loss=loss)
-    close(trace["loop"].hidden, torch.stack(seen, 1))
-    close(trace["loop"].hidden_grad, torch.stack(torch.autograd.grad(value, seen, retain_graph=True), 1))
-    close(trace["loop"].input_grad, torch.autograd.grad(value, x)[0])
+    assert_close(trace["loop"].hidden, torch.stack(states, 1))
+    assert_close(trace["loop"].hidden_grad, torch.stack(torch.autograd.grad(value, states, retain_graph=True), 1))
+    assert_close(trace["loop"].input_grad, torch.autograd.grad(value, x)[0])
     assert trace.certificate.state == "passed"
     assert "weight gradient sum" in {check.name for check in trace.checks}
 
 
 def test_its_weights_are_the_parameters_that_the_function_used():
     """Those of the head, and of what made its input, are not: the sum over steps is held against torch's."""
-    model, plain = Plain(), Plain(visible=False)
-    loss(plain(torch.tensor(X))).backward()
+    model, untouched = HandwrittenLoop(), HandwrittenLoop(visible=False)
+    loss(untouched(torch.tensor(X))).backward()
     (call,) = adapter_for(model).capture(model, Batch(X, loss=loss), CaptureRequest()).calls
     assert set(call.weight_grads) == {"W", "U"}
-    run = Replay.from_call(call)
-    computed = weight_gradients(run, sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad))
-    for name, grad in (("W", plain.W.grad), ("U", plain.U.grad)):
-        close(call.weight_grads[name], grad)
-        close(computed[name], grad)
+    replay = Replay.from_call(call)
+    computed = weight_gradients(replay, sweep(call, replay, call.output_grad, call.final_state_grad, call.state_grad))
+    for name, grad in (("W", untouched.W.grad), ("U", untouched.U.grad)):
+        assert_close(call.weight_grads[name], grad)
+        assert_close(computed[name], grad)
 
 
 def test_after_it_ran_it_has_a_name():
-    model = Plain()
+    model = HandwrittenLoop()
     assert len(rl.layers(model)) == 0
     rl.trace(model, X)
     (row,) = rl.layers(model)
     assert (row.name, row.units) == ("loop", 4)
-    seen = []
-    output = Plain(visible=False)(torch.tensor(X), seen)
-    grads = torch.autograd.grad(output.sum(), seen)
-    close(rl.gradients(model, X, of="output", reduce="sum", wrt="loop.hidden"), torch.stack(grads, 1))
+    states = []
+    output = HandwrittenLoop(visible=False)(torch.tensor(X), states)
+    grads = torch.autograd.grad(output.sum(), states)
+    assert_close(rl.gradients(model, X, of="output", reduce="sum", wrt="loop.hidden"), torch.stack(grads, 1))
     assert list(rl.trace(model, X, layers="loop").layers) == ["loop"]
 
 
 def test_the_time_jacobian():
-    expected = torch.autograd.functional.jacobian(Plain(visible=False), torch.tensor(X))
-    found = rl.jacobian(Plain(), X)
+    expected = torch.autograd.functional.jacobian(HandwrittenLoop(visible=False), torch.tensor(X))
+    jacobian = rl.jacobian(HandwrittenLoop(), X)
     for n in range(len(X)):
-        close(found[n].transpose("out_unit", "in_time", "in_feature"), expected[n, :, n])
+        assert_close(jacobian[n].transpose("out_unit", "in_time", "in_feature"), expected[n, :, n])
 
 
 def test_two_loops_two_states_and_a_name_of_its_own():
@@ -127,7 +127,7 @@ def test_two_loops_two_states_and_a_name_of_its_own():
 
 
 def test_a_step_that_is_another_function_every_time_is_refused():
-    class Changing(Plain):
+    class Changing(HandwrittenLoop):
         def forward(self, x):
             h = x.new_zeros(len(x), 4)
             for t in range(x.shape[1]):
@@ -140,7 +140,7 @@ def test_a_step_that_is_another_function_every_time_is_refused():
 
 def test_the_message_of_an_invisible_loop_names_the_line():
     with pytest.raises(errors.ModelError, match=r"h = rl\.torch\.step\(lambda x, h: torch\.tanh\(x @ W \+ h @ U\)"):
-        rl.trace(Plain(visible=False), X, loss=loss)
+        rl.trace(HandwrittenLoop(visible=False), X, loss=loss)
 
 
 def test_no_state_and_no_function_are_refused():
@@ -149,11 +149,11 @@ def test_no_state_and_no_function_are_refused():
 
 
 def test_the_model_is_let_go_and_can_be_copied():
-    model = Plain()
+    model = HandwrittenLoop()
     rl.trace(model, X, loss=loss)
     twin = copy.deepcopy(model)
     assert rl.trace(twin, X, loss=loss)["loop"].hidden.shape == (2, 5, 4)
-    gone = weakref.ref(model)
+    model_ref = weakref.ref(model)
     del model
     gc.collect()
-    assert gone() is None
+    assert model_ref() is None

@@ -20,12 +20,12 @@ mse = nn.functional.mse_loss
 class Net(nn.Module):
     """Embedding, linear, a stack of two layers, a head; and a branch that does not see the stack."""
 
-    def __init__(self, kind, both=False, packed=False):
+    def __init__(self, kind, bidirectional=False, packed=False):
         super().__init__()
         self.packed = packed
         self.emb, self.lin = nn.Embedding(7, F), nn.Linear(F, F)
-        self.rnn = KINDS[kind](F, H, 2, bidirectional=both, batch_first=True)
-        self.head, self.side = nn.Linear(H * (1 + both), 2), nn.Linear(F, 2)
+        self.rnn = KINDS[kind](F, H, 2, bidirectional=bidirectional, batch_first=True)
+        self.head, self.side = nn.Linear(H * (1 + bidirectional), 2), nn.Linear(F, 2)
         self.lin.weight.requires_grad_(False)
 
     def forward(self, ids, extra):
@@ -38,44 +38,44 @@ class Net(nn.Module):
         return self.head(y), {"side": self.side(x), "state": state}
 
 
-def build(kind, both=False, packed=False):
+def build(kind, bidirectional=False, packed=False):
     torch.manual_seed(0)
-    model = Net(kind, both, packed).double().eval()
+    model = Net(kind, bidirectional, packed).double().eval()
     return model, (torch.randint(0, 7, (B, T)), torch.randn(B, T, F, dtype=torch.float64))
 
 
-def by_hand(model, x):
+def boundaries_by_hand(model, x):
     """The same forward pass from its parts, with every boundary a tensor of its own. Layer by layer through modules."""
     ids, extra = x
     extra = extra.clone().requires_grad_()
     emb = model.emb(ids)
     lin_weight = model.lin.weight.detach().clone().requires_grad_()
-    fed = emb @ lin_weight.T + model.lin.bias + extra
-    boundaries = {"extra": extra, "emb": emb, "lin_weight": lin_weight, "in0": fed.clone()}
+    stack_input = emb @ lin_weight.T + model.lin.bias + extra
+    boundaries = {"extra": extra, "emb": emb, "lin_weight": lin_weight, "in0": stack_input.clone()}
     value, states = boundaries["in0"], []
     for layer in range(2):
-        one = type(model.rnn)(value.shape[2], H, 1, bidirectional=model.rnn.bidirectional, batch_first=True).double()
-        mine = [model.rnn.__getattr__(name) for name in model.rnn._flat_weights_names if f"_l{layer}" in name]
-        for (name, _), weight in zip(list(one.named_parameters()), mine, strict=True):
-            one._parameters[name] = weight
-        one._flat_weights = mine
+        module = type(model.rnn)(value.shape[2], H, 1, bidirectional=model.rnn.bidirectional, batch_first=True).double()
+        weights = [model.rnn.__getattr__(name) for name in model.rnn._flat_weights_names if f"_l{layer}" in name]
+        for (name, _), weight in zip(list(module.named_parameters()), weights, strict=True):
+            module._parameters[name] = weight
+        module._flat_weights = weights
         shape = (1 + model.rnn.bidirectional, B, H)
-        h0 = tuple(torch.zeros(shape, dtype=torch.float64, requires_grad=True) for _ in range(_states(model)))
+        h0 = tuple(torch.zeros(shape, dtype=torch.float64, requires_grad=True) for _ in range(state_count(model)))
         if model.packed:
             packed = pack_padded_sequence(value, torch.tensor([3, 4]), batch_first=True, enforce_sorted=False)
-            value, state = one(packed, h0 if len(h0) > 1 else h0[0])
+            value, state = module(packed, h0 if len(h0) > 1 else h0[0])
             value = pad_packed_sequence(value, batch_first=True)[0]
         else:
-            value, state = one(value, h0 if len(h0) > 1 else h0[0])
+            value, state = module(value, h0 if len(h0) > 1 else h0[0])
         state = state if isinstance(state, tuple) else (state,)
         states.append(state)
         boundaries |= {f"out{layer}": value, f"first{layer}": h0, f"last{layer}": state}
     boundaries["output"] = model.head(value)
-    boundaries["side"] = model.side(extra if model.packed else fed)
+    boundaries["side"] = model.side(extra if model.packed else stack_input)
     return boundaries
 
 
-def _states(model):
+def state_count(model):
     return 2 if isinstance(model.rnn, nn.LSTM) else 1
 
 
@@ -88,73 +88,73 @@ def layer_ports(model):
             name = f"rnn[{layer}]"
             cut = slice(d * H, (d + 1) * H)
             rows.append((Port("output", name, direction=direction), f"out{layer}", None, (..., cut)))
-            for i in range(_states(model)):
+            for i in range(state_count(model)):
                 rows.append((Port("final_state", name, i, direction=direction), f"last{layer}", i, d))
                 rows.append((Port("initial_state", name, i, direction=direction), f"first{layer}", i, d))
     return rows
 
 
 def pull_by_hand(start, cotangents, tensor):
-    pulled = [torch.autograd.grad(start, tensor, c, retain_graph=True, allow_unused=True)[0] for c in cotangents]
-    return None if pulled[0] is None else torch.stack(pulled)
+    grads = [torch.autograd.grad(start, tensor, c, retain_graph=True, allow_unused=True)[0] for c in cotangents]
+    return None if grads[0] is None else torch.stack(grads)
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_boundary_from_every_boundary_above(kind, both, packed):
-    model, x = build(kind, both, packed)
-    hand, rows = by_hand(model, x), layer_ports(model)
-    plain = [
-        (Port("input", index=1), hand["extra"]),
-        (Port("output", "emb"), hand["emb"]),
+def test_every_boundary_from_every_boundary_above(kind, bidirectional, packed):
+    model, x = build(kind, bidirectional, packed)
+    boundaries, rows = boundaries_by_hand(model, x), layer_ports(model)
+    port_tensors = [
+        (Port("input", index=1), boundaries["extra"]),
+        (Port("output", "emb"), boundaries["emb"]),
         (Port("weight", "emb", key="weight"), model.emb.weight),
-        (Port("weight", "lin", key="weight"), hand["lin_weight"]),
+        (Port("weight", "lin", key="weight"), boundaries["lin_weight"]),
         (Port("weight", "head", key="bias"), model.head.bias),
-        *([] if packed else [(Port("input", "rnn[0]"), hand["in0"])]),
+        *([] if packed else [(Port("input", "rnn[0]"), boundaries["in0"])]),
     ]
     of = [Port("output"), Port("output", index=1), *(row[0] for row in rows if row[0].kind != "initial_state")]
-    wrt = [port for port, _ in plain] + [row[0] for row in rows] + [Port("input")]
+    wrt = [port for port, _ in port_tensors] + [row[0] for row in rows] + [Port("input")]
     torch.manual_seed(1)
-    with adapter.pullback(model, Batch(x), of, wrt) as opened:
+    with adapter.pullback(model, Batch(x), of, wrt) as open_pullback:
         for port in of:
-            value = opened.values[port]
+            value = open_pullback.values[port]
             cotangents = torch.randn(3, *value.shape, dtype=torch.float64)
-            start = hand["side" if port.index else "output"]
+            start = boundaries["side" if port.index else "output"]
             if port.layer is not None:
-                _, name, index, part = next(row for row in rows if row[0] == port)
-                start = (hand[name] if index is None else hand[name][index])[part]
+                _, name, index, cut = next(row for row in rows if row[0] == port)
+                start = (boundaries[name] if index is None else boundaries[name][index])[cut]
             torch.testing.assert_close(value, start.detach(), atol=1e-12, rtol=0)
-            got = opened.vjp({port: cotangents})
-            for target, tensor in plain:
+            grads = open_pullback.vjp({port: cotangents})
+            for target, tensor in port_tensors:
                 if port.layer is None or target.layer != "rnn[0]":
-                    expect(got[target], pull_by_hand(start, cotangents, tensor), (port, target))
-            for target, name, index, part in rows:
-                tensor = hand[name] if index is None else hand[name][index]
-                true = pull_by_hand(start, cotangents, tensor)
+                    assert_grad_close(grads[target], pull_by_hand(start, cotangents, tensor), (port, target))
+            for target, name, index, cut in rows:
+                tensor = boundaries[name] if index is None else boundaries[name][index]
+                grad = pull_by_hand(start, cotangents, tensor)
                 if port.layer is not None and port.layer == target.layer and port.kind == target.kind:
                     continue  # itself
-                if packed and target.kind == "output" and true is not None:
-                    true = true * (torch.arange(T) < torch.tensor([[3], [4]]))[:, :, None]  # padding is a constant
-                true = None if true is None else true[(slice(None), *(part if isinstance(part, tuple) else (part,)))]
-                expect(got[target], true, (port, target))
-            assert got[Port("input")] is None
+                if packed and target.kind == "output" and grad is not None:
+                    grad = grad * (torch.arange(T) < torch.tensor([[3], [4]]))[:, :, None]  # padding is a constant
+                grad = None if grad is None else grad[(slice(None), *(cut if isinstance(cut, tuple) else (cut,)))]
+                assert_grad_close(grads[target], grad, (port, target))
+            assert grads[Port("input")] is None
 
 
-def expect(got, true, what):
-    if true is None or got is None:
-        missing = torch.zeros(()) if true is None else true
-        assert got is None or not got.any(), what
-        assert not missing.any(), what
+def assert_grad_close(actual, expected, label):
+    if expected is None or actual is None:
+        missing = torch.zeros(()) if expected is None else expected
+        assert actual is None or not actual.any(), label
+        assert not missing.any(), label
         return
-    scale = max(float(true.abs().max()), 1e-3)
-    torch.testing.assert_close(got, true, atol=1e-10 * scale, rtol=0, msg=str(what))
+    scale = max(float(expected.abs().max()), 1e-3)
+    torch.testing.assert_close(actual, expected, atol=1e-10 * scale, rtol=0, msg=str(label))
 
 
 def test_loss_and_every_weight():
     """dL/dW of every layer from one pull, frozen ones too, equals ``backward()``; nothing is left on the model."""
-    model, x = build("gru", both=True)
+    model, x = build("gru", bidirectional=True)
     y = torch.randn(B, T, 2, dtype=torch.float64)
 
     def loss(output, target):
@@ -162,17 +162,17 @@ def test_loss_and_every_weight():
 
     weights = adapter.weights(model)
     ports = [Port("weight", layer, key=key) for layer, entry in weights.items() for key in entry.values]
-    with adapter.pullback(model, Batch(x, y, loss=loss), [Port("loss")], ports) as opened:
-        got = opened.vjp({Port("loss"): torch.ones(1, dtype=torch.float64)})
-        assert opened.values[Port("loss")].shape == ()
+    with adapter.pullback(model, Batch(x, y, loss=loss), [Port("loss")], ports) as open_pullback:
+        grads = open_pullback.vjp({Port("loss"): torch.ones(1, dtype=torch.float64)})
+        assert open_pullback.values[Port("loss")].shape == ()
         for port in ports:
-            torch.testing.assert_close(opened.values[port], weights[port.layer].values[port.key])
+            torch.testing.assert_close(open_pullback.values[port], weights[port.layer].values[port.key])
     assert not model.lin.weight.requires_grad
     assert all(p.grad is None for p in model.parameters())
     model.lin.weight.requires_grad_(True)
     loss(model(*x), y).backward()
     for port in ports:
-        computed = got[port][0]
+        computed = grads[port][0]
         if not port.layer.startswith("rnn"):
             torch.testing.assert_close(computed, model.get_submodule(port.layer)._parameters[port.key].grad)
             continue
@@ -180,67 +180,67 @@ def test_loss_and_every_weight():
         slot = {"kernel": "weight_ih", "recurrent_kernel": "weight_hh", "bias": "bias_ih", "recurrent_bias": "bias_hh"}
         suffix = f"_l{port.layer[4]}" + ("_reverse" if direction == "backward" else "")
         r, z, n = getattr(model.rnn, slot[name] + suffix).grad.chunk(3)
-        true = torch.cat([z, r, n])
-        torch.testing.assert_close(computed, true if true.dim() == 1 else true.T)
+        expected = torch.cat([z, r, n])
+        torch.testing.assert_close(computed, expected if expected.dim() == 1 else expected.T)
 
 
 def test_unused_and_cut_off_layers_have_no_path():
     model, x = build("lstm")
     of = [Port("final_state", "rnn[1]")]
     wrt = [Port("weight", "head", key="weight"), Port("weight", "rnn[0]", key="kernel"), Port("input")]
-    with adapter.pullback(model, Batch(x), of, wrt) as opened:
-        got = opened.vjp({of[0]: torch.ones(1, B, H, dtype=torch.float64)})
-    assert got[wrt[0]] is None
-    assert got[wrt[1]].any()
-    assert got[wrt[2]] is None
+    with adapter.pullback(model, Batch(x), of, wrt) as open_pullback:
+        grads = open_pullback.vjp({of[0]: torch.ones(1, B, H, dtype=torch.float64)})
+    assert grads[wrt[0]] is None
+    assert grads[wrt[1]].any()
+    assert grads[wrt[2]] is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cut_stops_differentiation(kind):
     """With every recurrent layer cut, the head reaches the last layer's output and nothing below it."""
     model, x = build(kind)
-    hand = by_hand(model, x)
+    boundaries = boundaries_by_hand(model, x)
     cut = [Port("output", "rnn[0]"), Port("output", "rnn[1]")]
     wrt = [*cut, Port("output", "emb"), Port("input", index=1), Port("final_state", "rnn[0]")]
     cotangents = torch.randn(3, B, T, 2, dtype=torch.float64)
-    with adapter.pullback(model, Batch(x), [Port("output"), Port("input", "rnn[1]")], wrt, cut) as opened:
-        got = opened.vjp({Port("output"): cotangents})
-        expect(got[cut[1]], pull_by_hand(hand["output"], cotangents, hand["out1"]), "top")
-        assert all(got[port] is None for port in wrt if port != cut[1])
-        got = opened.vjp({Port("input", "rnn[1]"): torch.ones(2, B, T, H, dtype=torch.float64)})
-        torch.testing.assert_close(got[cut[0]], torch.ones(2, B, T, H, dtype=torch.float64))
-        assert got[Port("output", "emb")] is None
+    with adapter.pullback(model, Batch(x), [Port("output"), Port("input", "rnn[1]")], wrt, cut) as open_pullback:
+        grads = open_pullback.vjp({Port("output"): cotangents})
+        assert_grad_close(grads[cut[1]], pull_by_hand(boundaries["output"], cotangents, boundaries["out1"]), "top")
+        assert all(grads[port] is None for port in wrt if port != cut[1])
+        grads = open_pullback.vjp({Port("input", "rnn[1]"): torch.ones(2, B, T, H, dtype=torch.float64)})
+        torch.testing.assert_close(grads[cut[0]], torch.ones(2, B, T, H, dtype=torch.float64))
+        assert grads[Port("output", "emb")] is None
     uncut = [Port("output", "rnn[1]")]
-    with adapter.pullback(model, Batch(x), [Port("output")], wrt, uncut) as opened:
-        assert opened.vjp({Port("output"): cotangents})[Port("output", "rnn[0]")] is None
+    with adapter.pullback(model, Batch(x), [Port("output")], wrt, uncut) as open_pullback:
+        assert open_pullback.vjp({Port("output"): cotangents})[Port("output", "rnn[0]")] is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_and_loops_give_what_one_batch_gives(kind, monkeypatch):
-    model, x = build(kind, both=True)
+    model, x = build(kind, bidirectional=True)
     of, wrt = [Port("output")], [Port("input", index=1), Port("output", "rnn[0]", direction="backward")]
     cotangents = torch.randn(K, B, T, 2, dtype=torch.float64)
 
     def run():
-        with adapter.pullback(model, Batch(x), of, wrt) as opened:
-            return opened.vjp({of[0]: cotangents})
+        with adapter.pullback(model, Batch(x), of, wrt) as open_pullback:
+            return open_pullback.vjp({of[0]: cotangents})
 
-    whole = run()
+    reference = run()
     monkeypatch.setattr(pullback, "BUDGET", 1)
-    for port, single in run().items():
-        torch.testing.assert_close(single, whole[port])
+    for port, chunked in run().items():
+        torch.testing.assert_close(chunked, reference[port])
     monkeypatch.undo()
-    real, calls = torch.autograd.grad, []
+    original_grad, calls = torch.autograd.grad, []
 
-    def unbatched(*args, is_grads_batched=False, **options):
+    def reject_batched(*args, is_grads_batched=False, **options):
         calls.append(is_grads_batched)
         if is_grads_batched:
             raise RuntimeError("no batching rule")
-        return real(*args, **options)
+        return original_grad(*args, **options)
 
-    monkeypatch.setattr(torch.autograd, "grad", unbatched)
+    monkeypatch.setattr(torch.autograd, "grad", reject_batched)
     for port, looped in run().items():
-        torch.testing.assert_close(looped, whole[port])
+        torch.testing.assert_close(looped, reference[port])
     assert calls[0] is True
     assert calls.count(False) == K
 
@@ -264,37 +264,37 @@ def test_cells_in_a_loop_have_boundaries_too():
     model, x = Loop().double(), torch.randn(B, T, F, dtype=torch.float64)
     wrt = [Port("output", "cell"), Port("input", "cell"), Port("initial_state", "cell", 1), Port("input")]
     cotangents = torch.randn(3, B, T, H, dtype=torch.float64)
-    with adapter.pullback(model, Batch(x), [Port("output")], wrt) as opened:
-        got = opened.vjp({Port("output"): cotangents})
-        assert opened.values[wrt[0]].shape == (B, T, H)
-    torch.testing.assert_close(got[wrt[0]], cotangents)  # direct: not through the loop
-    fed = x.clone().requires_grad_()
-    torch.testing.assert_close(got[wrt[3]], pull_by_hand(model(fed), cotangents, fed))
+    with adapter.pullback(model, Batch(x), [Port("output")], wrt) as open_pullback:
+        grads = open_pullback.vjp({Port("output"): cotangents})
+        assert open_pullback.values[wrt[0]].shape == (B, T, H)
+    torch.testing.assert_close(grads[wrt[0]], cotangents)  # direct: not through the loop
+    leaf = x.clone().requires_grad_()
+    torch.testing.assert_close(grads[wrt[3]], pull_by_hand(model(leaf), cotangents, leaf))
     model.apart = True
-    output = model(fed)
-    through_the_cell = torch.stack([pull_by_hand(output, cotangents, step) for step in model.fed], dim=2)
-    torch.testing.assert_close(got[wrt[1]], through_the_cell)  # not what goes past the cell
-    assert got[wrt[2]].shape == (3, B, H)
+    output = model(leaf)
+    cell_input_grads = torch.stack([pull_by_hand(output, cotangents, step) for step in model.fed], dim=2)
+    torch.testing.assert_close(grads[wrt[1]], cell_input_grads)  # not what goes past the cell
+    assert grads[wrt[2]].shape == (3, B, H)
 
 
 def test_numpy_cotangents_and_a_closed_pullback():
     model, x = build("gru")
     port = Port("output")
-    with adapter.pullback(model, Batch(x), [port], [Port("input", index=1)]) as opened:
-        assert opened.vjp({port: np.ones((1, B, T, 2))})[Port("input", index=1)].shape == (1, B, T, F)
+    with adapter.pullback(model, Batch(x), [port], [Port("input", index=1)]) as open_pullback:
+        assert open_pullback.vjp({port: np.ones((1, B, T, 2))})[Port("input", index=1)].shape == (1, B, T, F)
     with pytest.raises(ModelError, match="closed"):
-        opened.vjp({port: np.ones((1, B, T, 2))})
+        open_pullback.vjp({port: np.ones((1, B, T, 2))})
 
 
 def test_errors_name_what_is_there():
     model, x = build("gru")
 
-    def text(error, *ports):
-        with pytest.raises(error) as caught:
+    def error_text(error_class, *ports):
+        with pytest.raises(error_class) as error:
             adapter.pullback(model, Batch(x), [Port("output")], list(ports))
-        return str(caught.value)
+        return str(error.value)
 
-    assert "did you mean 'rnn[1]'" in text(LayerNotFoundError, Port("output", "rnn[2]"))
-    assert "did you mean" in text(LayerNotFoundError, Port("weight", "head", key="kernel"))
-    assert "The model has no output 5." in text(InputError, Port("output", index=5))
-    assert "There is no loss" in text(InputError, Port("loss"))
+    assert "did you mean 'rnn[1]'" in error_text(LayerNotFoundError, Port("output", "rnn[2]"))
+    assert "did you mean" in error_text(LayerNotFoundError, Port("weight", "head", key="kernel"))
+    assert "The model has no output 5." in error_text(InputError, Port("output", index=5))
+    assert "There is no loss" in error_text(InputError, Port("loss"))

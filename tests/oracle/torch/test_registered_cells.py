@@ -20,12 +20,12 @@ class Minimal(nn.Module):
         self.into_f, self.into_n = nn.Linear(FEATURES, UNITS), nn.Linear(FEATURES, UNITS)
         self.from_f, self.from_n = nn.Linear(UNITS, UNITS, bias=False), nn.Linear(UNITS, UNITS, bias=False)
 
-    def forward(self, x, h, seen=None):
+    def forward(self, x, h, record=None):
         z_f = self.into_f(x) + self.from_f(h)
         f = torch.sigmoid(z_f)
         z_n = self.into_n(x) + self.from_n(f * h)
-        if seen is not None:
-            seen.append((z_f, z_n))
+        if record is not None:
+            record.append((z_f, z_n))
         return (1 - f) * h + f * torch.tanh(z_n)
 
 
@@ -71,10 +71,10 @@ class CoupledCell(rl.cells.Cell):
         return self.record(z, [f, n, o], xp), (o * xp.tanh(c), c)
 
 
-def of_coupled(named):
+def coupled_weights(parameters):
     """One matrix, cut in two: linear in what it is given, so that it holds for gradients as well."""
-    whole = named["both.weight"].T
-    return {"kernel": whole[:FEATURES], "recurrent_kernel": whole[FEATURES:], "bias": named["both.bias"]}
+    matrix = parameters["both.weight"].T
+    return {"kernel": matrix[:FEATURES], "recurrent_kernel": matrix[FEATURES:], "bias": parameters["both.bias"]}
 
 
 def register():
@@ -87,7 +87,7 @@ def register():
             "bias": ("into_f.bias", "into_n.bias"),
         },
     )
-    rl.cells.register(Coupled, CoupledCell, weights=of_coupled)
+    rl.cells.register(Coupled, CoupledCell, weights=coupled_weights)
 
 
 register()
@@ -98,56 +98,56 @@ class Model(nn.Module):
         super().__init__()
         self.cell, self.head, self.states = cell, nn.Linear(UNITS, 2), states
 
-    def forward(self, x, seen=None):
+    def forward(self, x, record=None):
         state = x.new_zeros(x.shape[0], UNITS)
         state = state if self.states == 1 else (state, state)
         for t in range(x.shape[1]):
             state = self.cell(x[:, t], state)
-            if seen is not None:
-                seen.append(state)
+            if record is not None:
+                record.append(state)
         return self.head(state if self.states == 1 else state[0])
 
 
 @pytest.fixture(params=["minimal", "coupled"])
 def model(request):
     torch.manual_seed(0)
-    made = Model(Minimal(), 1) if request.param == "minimal" else Model(Coupled(), 2)
-    return made.double()
+    net = Model(Minimal(), 1) if request.param == "minimal" else Model(Coupled(), 2)
+    return net.double()
 
 
 def loss(output):
     return (output**2).sum() + output.sum()
 
 
-def close(computed, reference):
+def assert_close(computed, reference):
     reference = np.asarray(reference.detach() if hasattr(reference, "detach") else reference)
     np.testing.assert_allclose(np.asarray(computed), reference, rtol=1e-10, atol=1e-12)
 
 
-def layout(model, take):
-    """What ``take`` gives of each parameter, in our layout, written out by hand."""
-    named = {name: take(p) for name, p in model.cell.named_parameters()}
+def reference_layout(model, value_of):
+    """What ``value_of`` gives of each parameter, in our layout, written out by hand."""
+    parameters = {name: value_of(p) for name, p in model.cell.named_parameters()}
     if model.states == 2:
-        whole = named["both.weight"].T
-        return {"kernel": whole[:FEATURES], "recurrent_kernel": whole[FEATURES:], "bias": named["both.bias"]}
+        matrix = parameters["both.weight"].T
+        return {"kernel": matrix[:FEATURES], "recurrent_kernel": matrix[FEATURES:], "bias": parameters["both.bias"]}
     cat = torch.cat
     return {
-        "kernel": cat([named["into_f.weight"].T, named["into_n.weight"].T], 1),
-        "recurrent_kernel": cat([named["from_f.weight"].T, named["from_n.weight"].T], 1),
-        "bias": cat([named["into_f.bias"], named["into_n.bias"]]),
+        "kernel": cat([parameters["into_f.weight"].T, parameters["into_n.weight"].T], 1),
+        "recurrent_kernel": cat([parameters["from_f.weight"].T, parameters["from_n.weight"].T], 1),
+        "bias": cat([parameters["into_f.bias"], parameters["into_n.bias"]]),
     }
 
 
 def test_states_and_their_total_gradients(model):
-    seen = []
-    value = loss(model(torch.tensor(X), seen))
+    states = []
+    value = loss(model(torch.tensor(X), states))
     trace = rl.trace(model, X, loss=loss)["cell"]
     names = ["hidden", "cell"][: model.states]
     for i, name in enumerate(names):
-        values = [s if model.states == 1 else s[i] for s in seen]
-        close(trace[name], torch.stack(values, 1))
+        values = [s if model.states == 1 else s[i] for s in states]
+        assert_close(trace[name], torch.stack(values, 1))
         grads = torch.autograd.grad(value, values, retain_graph=True)
-        close(trace[f"{name}_grad"], torch.stack(grads, 1))
+        assert_close(trace[f"{name}_grad"], torch.stack(grads, 1))
 
 
 def test_gates_and_their_gradients():
@@ -159,42 +159,42 @@ def test_gates_and_their_gradients():
     del model.cell.forward
     trace = rl.trace(model, X, loss=loss)["cell"]
     assert list(trace.gates.gate.values) == ["forget", "candidate"]
-    close(trace.gate_grad, torch.stack(grads, 2))
-    close(trace.gate_preactivation, torch.stack([torch.stack([r[g] for r in rows], 1) for g in range(2)], 2))
-    close(trace.gates.sel(gate="forget"), torch.sigmoid(torch.stack([r[0] for r in rows], 1)))
-    asked = rl.gradients(model, X, loss=loss, wrt="cell.gate_preactivation")
-    close(asked, torch.stack(grads, 2))
+    assert_close(trace.gate_grad, torch.stack(grads, 2))
+    assert_close(trace.gate_preactivation, torch.stack([torch.stack([r[g] for r in rows], 1) for g in range(2)], 2))
+    assert_close(trace.gates.sel(gate="forget"), torch.sigmoid(torch.stack([r[0] for r in rows], 1)))
+    gradients = rl.gradients(model, X, loss=loss, wrt="cell.gate_preactivation")
+    assert_close(gradients, torch.stack(grads, 2))
 
 
 def test_weights_by_gate_and_step(model):
     loss(model(torch.tensor(X))).backward()
-    values, grads = layout(model, lambda p: p.detach()), layout(model, lambda p: p.grad)
-    found = rl.weights(model, X, loss=loss, by_time=True)["cell"]
+    values, grads = reference_layout(model, lambda p: p.detach()), reference_layout(model, lambda p: p.grad)
+    weights = rl.weights(model, X, loss=loss, by_time=True)["cell"]
     for name, expected in grads.items():
-        computed = found[f"{name}_grad"]
+        computed = weights[f"{name}_grad"]
         assert computed.sizes["time"] == X.shape[1]
-        close(computed.sum("time").values.reshape(expected.shape), expected)
-        close(found[name].values.reshape(expected.shape), values[name])
-        asked = rl.gradients(model, X, loss=loss, wrt=f"cell/{name}")
-        close(np.asarray(asked).reshape(expected.shape), expected)
+        assert_close(computed.sum("time").values.reshape(expected.shape), expected)
+        assert_close(weights[name].values.reshape(expected.shape), values[name])
+        gradient = rl.gradients(model, X, loss=loss, wrt=f"cell/{name}")
+        assert_close(np.asarray(gradient).reshape(expected.shape), expected)
         for n, sample in enumerate(
             rl.gradients(model, X, of="output", reduce="sum", per_sample=True, wrt=f"cell/{name}")
         ):
             model.zero_grad()
             model(torch.tensor(X[n : n + 1])).sum().backward()
-            close(np.asarray(sample).reshape(expected.shape), layout(model, lambda p: p.grad)[name])
+            assert_close(np.asarray(sample).reshape(expected.shape), reference_layout(model, lambda p: p.grad)[name])
 
 
 def test_the_time_jacobian(model):
-    found = rl.jacobian(model, X)
+    jacobian = rl.jacobian(model, X)
     expected = torch.autograd.functional.jacobian(model, torch.tensor(X))
     for n in range(len(X)):
-        close(found[n].transpose("out_unit", "in_time", "in_feature"), expected[n, :, n])
+        assert_close(jacobian[n].transpose("out_unit", "in_time", "in_feature"), expected[n, :, n])
 
 
 def test_fixed_points_are_those_of_the_module(model):
-    found = rl.fixed_points(model, X, layer="cell", input="zero")
-    point = torch.tensor(found.states.values[found.fixed.values])
+    fixed_points = rl.fixed_points(model, X, layer="cell", input="zero")
+    point = torch.tensor(fixed_points.states.values[fixed_points.fixed.values])
     assert len(point)
 
     def step(s):
@@ -204,7 +204,9 @@ def test_fixed_points_are_those_of_the_module(model):
 
     np.testing.assert_allclose(step(point).detach(), point, atol=1e-7)
     slope = torch.autograd.functional.jacobian(step, point[:1])[0, :, 0]
-    close(abs(found.eigenvalues[found.fixed.values][0]), np.sort(abs(np.linalg.eigvals(slope)))[::-1])
+    assert_close(
+        abs(fixed_points.eigenvalues[fixed_points.fixed.values][0]), np.sort(abs(np.linalg.eigvals(slope)))[::-1]
+    )
 
 
 def test_results_are_certified_and_leave_the_model_alone(model):
@@ -227,23 +229,24 @@ class WithDropped(MinimalGated):
 
 
 @pytest.fixture
-def put_back():
+def restored_registry():
     yield
     register()
 
 
-def test_equations_of_something_else_are_refused(put_back):
-    rl.cells.register(Minimal, WithDropped, weights=layout_of)
+def test_equations_of_something_else_are_refused(restored_registry):
+    rl.cells.register(Minimal, WithDropped, weights=minimal_weights)
     with pytest.raises(errors.UnsupportedError, match="equations of WithDropped differ from Minimal in 'cell'"):
         rl.trace(Model(Minimal(), 1).double(), X, loss=loss)
 
 
-def layout_of(named):
+def minimal_weights(parameters):
     pairs = {"kernel": "into_{}.weight", "recurrent_kernel": "from_{}.weight"}
-    found = {
-        computed: np.concatenate([np.asarray(named[t.format(g)]).T for g in "fn"], 1) for computed, t in pairs.items()
+    kernels = {
+        name: np.concatenate([np.asarray(parameters[pattern.format(g)]).T for g in "fn"], 1)
+        for name, pattern in pairs.items()
     }
-    return found | {"bias": np.concatenate([np.asarray(named[f"into_{g}.bias"]) for g in "fn"])}
+    return kernels | {"bias": np.concatenate([np.asarray(parameters[f"into_{g}.bias"]) for g in "fn"])}
 
 
 @pytest.mark.parametrize(
@@ -253,7 +256,7 @@ def layout_of(named):
         ({"kernel": "into.weight"}, "does not have"),
     ],
 )
-def test_weights_that_do_not_fit_are_named(put_back, weights, text):
+def test_weights_that_do_not_fit_are_named(restored_registry, weights, text):
     rl.cells.register(Minimal, MinimalGated, weights=weights)
     with pytest.raises(errors.InputError, match=text):
         rl.layers(Model(Minimal(), 1).double())
@@ -274,10 +277,10 @@ def test_gradients_by_gate_values_ask_for_the_method():
 
 
 def test_figures_have_the_names_of_its_gates(model):
-    found = rl.weights(model, X, loss=loss)
-    places = rl.plot.weights_heatmap(found["cell"])
-    texts = {text.get_text() for ax in places for text in [*ax.texts, *ax.get_xticklabels(), ax.title]}
-    texts |= {label.get_text() for ax in places for label in ax.figure.findobj() if hasattr(label, "get_text")}
+    weights = rl.weights(model, X, loss=loss)
+    axes = rl.plot.weights_heatmap(weights["cell"])
+    texts = {text.get_text() for ax in axes for text in [*ax.texts, *ax.get_xticklabels(), ax.title]}
+    texts |= {label.get_text() for ax in axes for label in ax.figure.findobj() if hasattr(label, "get_text")}
     assert {"forget", "candidate"} <= texts
 
 
@@ -290,14 +293,14 @@ class Turned(Coupled):
 
 
 def test_states_in_another_order_are_refused():
-    rl.cells.register(Turned, CoupledCell, weights=of_coupled)
+    rl.cells.register(Turned, CoupledCell, weights=coupled_weights)
     model = Model(Turned(), 2).double()
-    model.forward = lambda x: model.head(_rolled(model.cell, x))
+    model.forward = lambda x: model.head(_unroll(model.cell, x))
     with pytest.raises(errors.UnsupportedError, match="CoupledCell has different states than Turned in 'cell'"):
         rl.trace(model, X, loss=loss)
 
 
-def _rolled(cell, x):
+def _unroll(cell, x):
     state = (x.new_zeros(len(x), UNITS),) * 2
     for t in range(x.shape[1]):
         output, state = cell(x[:, t], state)
@@ -338,51 +341,51 @@ class TwoSizesCell(rl.cells.Cell):
         return self.record([z], [h], xp), (h, 0.9 * m + xp.tanh(h @ self.into_memory))
 
 
-def of_two_sizes(named):
-    whole = named["both.weight"].T
-    kernels = {"kernel": whole[:FEATURES], "recurrent_kernel": whole[FEATURES:], "bias": named["both.bias"]}
-    return kernels | {"into_memory": named["into.weight"].T}
+def two_sizes_weights(parameters):
+    matrix = parameters["both.weight"].T
+    kernels = {"kernel": matrix[:FEATURES], "recurrent_kernel": matrix[FEATURES:], "bias": parameters["both.bias"]}
+    return kernels | {"into_memory": parameters["into.weight"].T}
 
 
-rl.cells.register(TwoSizes, TwoSizesCell, weights=of_two_sizes)
+rl.cells.register(TwoSizes, TwoSizesCell, weights=two_sizes_weights)
 
 
-class OfTwoSizes(nn.Module):
+class TwoSizesLoop(nn.Module):
     def __init__(self):
         super().__init__()
         self.cell = TwoSizes()
 
-    def forward(self, x, seen=None):
+    def forward(self, x, record=None):
         h, m = x.new_zeros(len(x), UNITS), x.new_zeros(len(x), 6)
         for t in range(x.shape[1]):
             h, m = self.cell(x[:, t], h, m)
-            if seen is not None:
-                seen.append((h, m))
+            if record is not None:
+                record.append((h, m))
         return torch.cat([h, m], -1)
 
 
 def test_states_and_weights_with_names_of_their_own():
     torch.manual_seed(0)
-    model, seen = OfTwoSizes().double(), []
-    value = loss(model(torch.tensor(X), seen))
+    model, states = TwoSizesLoop().double(), []
+    value = loss(model(torch.tensor(X), states))
     trace = rl.trace(model, X, loss=loss)
     for i, name in enumerate(("hidden", "memory")):
-        grads = torch.stack(torch.autograd.grad(value, [s[i] for s in seen], retain_graph=True), 1)
-        close(trace["cell"][f"{name}_grad"], grads)
-        close(rl.gradients(model, X, loss=loss, wrt=f"cell.{name}"), grads)
-        found = rl.jacobian(model, X, of=f"cell.{name}", wrt="input")
+        grads = torch.stack(torch.autograd.grad(value, [s[i] for s in states], retain_graph=True), 1)
+        assert_close(trace["cell"][f"{name}_grad"], grads)
+        assert_close(rl.gradients(model, X, loss=loss, wrt=f"cell.{name}"), grads)
+        jacobian = rl.jacobian(model, X, of=f"cell.{name}", wrt="input")
         for t in (0, 4):
-            rows = torch.autograd.functional.jacobian(lambda x, t=t, i=i: _seen(model, x)[t][i], torch.tensor(X))
-            close(found.isel(out_time=t, sample=1), rows[1, :, 1])
+            rows = torch.autograd.functional.jacobian(lambda x, t=t, i=i: _states_of(model, x)[t][i], torch.tensor(X))
+            assert_close(jacobian.isel(out_time=t, sample=1), rows[1, :, 1])
     value.backward()
-    own = rl.weights(model, X, loss=loss, by_time=True)["cell"].into_memory_grad
-    assert own.dims == ("time", "unit", "memory_unit")
-    close(own.sum("time"), model.cell.into.weight.grad.T)
-    asked = rl.trace(model, X, loss=loss, quantities=["memory", "memory_grad"])
-    close(asked["cell"].memory, torch.stack([s[1] for s in seen], 1))
+    memory_kernel_grad = rl.weights(model, X, loss=loss, by_time=True)["cell"].into_memory_grad
+    assert memory_kernel_grad.dims == ("time", "unit", "memory_unit")
+    assert_close(memory_kernel_grad.sum("time"), model.cell.into.weight.grad.T)
+    restricted = rl.trace(model, X, loss=loss, quantities=["memory", "memory_grad"])
+    assert_close(restricted["cell"].memory, torch.stack([s[1] for s in states], 1))
 
 
-def _seen(model, x):
-    seen = []
-    model(x, seen)
-    return seen
+def _states_of(model, x):
+    states = []
+    model(x, states)
+    return states

@@ -67,7 +67,7 @@ class Policy(nn.Module):
         self.cell, self.head = CELLS[kind](), nn.Linear(H, 2)
         self.start = nn.Parameter(torch.randn(H))
 
-    def forward(self, x, done, kept=None):
+    def forward(self, x, done, record=None):
         state = tuple(x.new_zeros(len(x), H) for _ in range(1 + (self.kind == "lstm")))
         ys = []
         for t in range(x.shape[1]):
@@ -75,10 +75,10 @@ class Policy(nn.Module):
             before = [s.detach().clone() for s in state]
             new = self.cell(x[:, t], state if self.kind == "lstm" else state[0])
             new = new if self.kind == "lstm" else (new,)
-            if kept is not None:
+            if record is not None:
                 [s.retain_grad() for s in new]
                 passed_on = tuple(s.clone() for s in new)  # c without its path through h of the same step
-                kept.append((before, new, passed_on))
+                record.append((before, new, passed_on))
                 new = passed_on
             state = new
             ys.append(self.head(new[0]))
@@ -89,7 +89,7 @@ def loss_of(outputs, y):
     return ((outputs - y) ** 2).mean()
 
 
-def built(kind, reset, seed=0):
+def make_case(kind, reset, seed=0):
     torch.manual_seed(seed)
     model = Policy(kind, reset).double()
     done = torch.zeros(B, T, dtype=torch.bool)
@@ -100,76 +100,76 @@ def built(kind, reset, seed=0):
 @pytest.mark.parametrize("reset", RESETS)
 @pytest.mark.parametrize("kind", CELLS)
 def test_one_recurrence_with_autograds_states_and_total_gradients(kind, reset):
-    model, (x, done), y = built(kind, reset)
+    model, (x, done), y = make_case(kind, reset)
     trace = rl.trace(model, (x, done), y, loss=loss_of)
     assert list(trace) == ["cell"]
     assert trace.certificate.state == "passed"
-    layer, kept = trace["cell"], []
+    layer, record = trace["cell"], []
     assert np.array_equal(layer.reset, done)
     assert np.array_equal(layer.hidden.reset, done)
-    loss_of(model(x, done, kept), y).backward()
+    loss_of(model(x, done, record), y).backward()
     names = [str(name) for name in layer if f"previous_{name}" in layer]
     assert len(names) == 1 + (kind == "lstm")
     for i, name in enumerate(names):
-        for found, expected in (
-            (layer[f"previous_{name}"], [before[i] for before, *_ in kept]),
-            (layer[name], [after[i].detach() for _, after, _ in kept]),
-            (layer[f"{name}_grad"], [after[i].grad for _, after, _ in kept]),
+        for actual, expected in (
+            (layer[f"previous_{name}"], [before[i] for before, *_ in record]),
+            (layer[name], [after[i].detach() for _, after, _ in record]),
+            (layer[f"{name}_grad"], [after[i].grad for _, after, _ in record]),
         ):
             expected = torch.stack(expected, 1).numpy()
-            assert np.abs(found.values - expected).max() <= 1e-12 * np.abs(expected).max(), name
+            assert np.abs(actual.values - expected).max() <= 1e-12 * np.abs(expected).max(), name
     assert "resets the state of some samples" in " ".join(trace.notes)
 
 
 @pytest.mark.parametrize("reset", ["times", "where", "cloned"])
 @pytest.mark.parametrize("kind", ["gru", "lstm", "own"])
 def test_weights_and_gradients_by_inputs_are_autograds(kind, reset):
-    model, (x, done), y = built(kind, reset)
+    model, (x, done), y = make_case(kind, reset)
     inputs = x.clone().requires_grad_()
     loss_of(model(inputs, done), y).backward()
     expected = [p.grad.flatten() for p in model.cell.parameters()]
     model.zero_grad(set_to_none=True)
-    found = rl.weights(model, (x, done), y, loss=loss_of)
-    layers = [found[name] for name in found if name.startswith("cell")]
-    computed = [one[f"{name}_grad"].values.ravel() for one in layers for name in one if f"{name}_grad" in one]
+    weights = rl.weights(model, (x, done), y, loss=loss_of)
+    layers = [weights[name] for name in weights if name.startswith("cell")]
+    computed = [layer[f"{name}_grad"].values.ravel() for layer in layers for name in layer if f"{name}_grad" in layer]
     # the gates of a weight stand in another order: the numbers are compared sorted
     computed, expected = np.sort(np.concatenate(computed)), np.sort(torch.cat(expected).numpy())
     assert np.abs(computed - expected).max() <= 1e-12 * np.abs(expected).max()
-    by_input = rl.gradients(model, (x, done), y, loss=loss_of, wrt="input[0]")
-    assert np.abs(by_input.values - inputs.grad.numpy()).max() <= 1e-12 * float(inputs.grad.abs().max())
+    input_grad = rl.gradients(model, (x, done), y, loss=loss_of, wrt="input[0]")
+    assert np.abs(input_grad.values - inputs.grad.numpy()).max() <= 1e-12 * float(inputs.grad.abs().max())
 
 
 @pytest.mark.parametrize("reset", ["times", "where", "masked_fill"])
 @pytest.mark.parametrize("kind", CELLS)
 def test_the_jacobian_across_a_reset_is_zero_and_autograds_elsewhere(kind, reset):
-    model, (x, done), _ = built(kind, reset)
-    found = rl.jacobian(model, (x, done), wrt="input[0]")
-    assert found.certificate.state == "passed"
+    model, (x, done), _ = make_case(kind, reset)
+    jacobian = rl.jacobian(model, (x, done), wrt="input[0]")
+    assert jacobian.certificate.state == "passed"
     inputs = x.clone().requires_grad_()
     outputs = model(inputs, done)
     for t in range(T):
         for unit in range(2):
             (grad,) = torch.autograd.grad(outputs[:, t, unit].sum(), inputs, retain_graph=True)
-            computed = found.values[:, t, unit]
+            computed = jacobian.values[:, t, unit]
             assert np.abs(computed - grad.numpy()).max() <= 1e-12
-    assert not found.values[0, 4:, :, :4].any()
-    assert not found.values[3, 7:, :, :7].any()
-    assert found.values[3, 6, :, 2].any()
+    assert not jacobian.values[0, 4:, :, :4].any()
+    assert not jacobian.values[3, 7:, :, :7].any()
+    assert jacobian.values[3, 6, :, 2].any()
 
 
 def test_a_reset_of_all_samples_and_packed_documents():
-    model, (x, done), y = built("gru", "where")
+    model, (x, done), y = make_case("gru", "where")
     done = torch.zeros_like(done)
     done[:, 5] = True
     trace = rl.trace(model, (x, done), y, loss=loss_of)
     assert list(trace) == ["cell"]
     assert np.array_equal(trace["cell"].reset, done)
-    single = rl.trace(model, (x[:1], done[:1]), y[:1], loss=loss_of)
-    assert single["cell"].hidden.sizes["time"] == T
+    one_sample = rl.trace(model, (x[:1], done[:1]), y[:1], loss=loss_of)
+    assert one_sample["cell"].hidden.sizes["time"] == T
 
 
 def test_detached_states_stay_apart_and_masked_samples_are_no_resets():
-    _, (x, done), y = built("gru", "where")
+    _, (x, done), y = make_case("gru", "where")
 
     class Truncated(Policy):
         def forward(self, x, done):
@@ -197,7 +197,7 @@ def test_detached_states_stay_apart_and_masked_samples_are_no_resets():
 
 
 def test_no_reset_leaves_the_recurrence_as_it_is():
-    model, (x, done), y = built("gru", "times")
+    model, (x, done), y = make_case("gru", "times")
     trace = rl.trace(model, (x, torch.zeros_like(done)), y, loss=loss_of)
     assert "previous_hidden" not in trace["cell"]
     assert "output_grad" in trace["cell"]
@@ -205,34 +205,34 @@ def test_no_reset_leaves_the_recurrence_as_it_is():
 
 
 def test_results_with_resets_are_saved_and_opened(tmp_path):
-    model, (x, done), y = built("lstm", "times")
+    model, (x, done), y = make_case("lstm", "times")
     trace = rl.trace(model, (x, done), y, loss=loss_of)
     trace.save(tmp_path / "trace.nc")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        opened = rl.open(tmp_path / "trace.nc")
-    assert np.array_equal(opened["cell"].hidden.reset, done)
+        reopened = rl.open(tmp_path / "trace.nc")
+    assert np.array_equal(reopened["cell"].hidden.reset, done)
 
 
 @pytest.mark.parametrize("kind", CELLS)
 def test_state_transfer_ends_at_a_reset_and_is_autograds(kind):
     """Step Jacobians between the states of a loop with resets, as rl.diagnose multiplies them."""
-    model, (x, done), y = built(kind, "where")
+    model, (x, done), y = make_case(kind, "where")
     capture = adapter_for(model).capture(model, Batch((x, done), y, loss=loss_of), CaptureRequest(weight_grads=False))
-    (run,) = [Replay.from_call(call_in_numpy(call)) for call in capture.calls]
-    found, kept = list(step_jacobians(run)), []
-    model(x, done, kept)
+    (replay,) = [Replay.from_call(call_in_numpy(call)) for call in capture.calls]
+    jacobians, record = list(step_jacobians(replay)), []
+    model(x, done, record)
     for t in range(1, T):
-        sources, targets = kept[t - 1][2], kept[t][1]
+        sources, targets = record[t - 1][2], record[t][1]
         rows = [
             torch.cat(torch.autograd.grad(target[:, unit].sum(), sources, retain_graph=True), 1)
             for target in targets
             for unit in range(H)
         ]
         expected = torch.stack(rows, 1).numpy()
-        assert np.abs(found[t] - expected).max() <= 1e-12
-        assert not found[t][done[:, t]].any()
-    log_ratio = state_transfer(run).log_ratio
+        assert np.abs(jacobians[t] - expected).max() <= 1e-12
+        assert not jacobians[t][done[:, t]].any()
+    log_ratio = state_transfer(replay).log_ratio
     assert np.isneginf(log_ratio[T - 4 :, 0]).all()
     assert np.isfinite(log_ratio[: T - 4, 0]).all()
 
@@ -241,20 +241,20 @@ def test_diagnosis_of_a_loop_with_resets():
     torch.manual_seed(0)
     model, x = Policy("gru", "times"), torch.randn(160, T, F)
     done = torch.rand(160, T, generator=torch.Generator().manual_seed(1)) < 0.1
-    found = rl.diagnose(model, (x, done), torch.randn(160, T, 2), loss=nn.functional.mse_loss)
-    assert "cell" in str(found.layers)
+    diagnosis = rl.diagnose(model, (x, done), torch.randn(160, T, 2), loss=nn.functional.mse_loss)
+    assert "cell" in str(diagnosis.layers)
 
 
 def test_figures_mark_resets():
-    model, (x, done), y = built("gru", "times")
+    model, (x, done), y = make_case("gru", "times")
     trace = rl.trace(model, (x, done), y, loss=loss_of)
     layer = trace["cell"]
-    every = [1.5, 3.5, 5.5, 6.5]
+    reset_times = [1.5, 3.5, 5.5, 6.5]
     for axes, expected in (
-        (rl.plot.heatmap(layer.hidden), every),
+        (rl.plot.heatmap(layer.hidden), reset_times),
         (rl.plot.heatmap(layer.hidden, samples="panels"), [3.5]),
-        (rl.plot.curves(layer.hidden), every),
-        (rl.plot.gradient_flow(trace), every),
+        (rl.plot.curves(layer.hidden), reset_times),
+        (rl.plot.gradient_flow(trace), reset_times),
     ):
         first = np.atleast_1d(axes)[0]
         assert sorted(line.get_xdata()[0] for line in first.get_lines() if line.get_gid() == "reset") == expected

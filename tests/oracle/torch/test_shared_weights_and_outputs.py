@@ -31,7 +31,7 @@ class Head(nn.Module):
         return self.head(self.rnn(x)[0][:, -1])
 
 
-class OfADataclass(Head):
+class ReturnsDataclass(Head):
     def forward(self, x):
         hidden, _ = self.rnn(x)
         return Returned(self.head(hidden[:, -1]), hidden)
@@ -57,31 +57,31 @@ class Itself(nn.Module):
         return weight
 
 
-def tied(names):
+def tied_model(names):
     rnn = nn.LSTM(H, H, 2, batch_first=True)
     for name in names:
         setattr(rnn, f"{name}_l1", getattr(rnn, f"{name}_l0"))
     return Head(rnn)
 
 
-def parametrised():
+def parametrised_model():
     rnn = nn.GRU(N, H, batch_first=True)
     nn.utils.parametrize.register_parametrization(rnn, "weight_hh_l0", Itself())
     return Head(rnn)
 
 
 MODELS = {
-    "dataclass": lambda: OfADataclass(nn.LSTM(N, H, batch_first=True)),
-    "one weight in two layers": lambda: tied(["weight_hh"]),
-    "all weights in two layers": lambda: tied(["weight_ih", "weight_hh", "bias_ih", "bias_hh"]),
+    "dataclass": lambda: ReturnsDataclass(nn.LSTM(N, H, batch_first=True)),
+    "one weight in two layers": lambda: tied_model(["weight_hh"]),
+    "all weights in two layers": lambda: tied_model(["weight_ih", "weight_hh", "bias_ih", "bias_hh"]),
     "functional_call": lambda: Scaled(nn.GRU(N, H, batch_first=True)),
-    "parametrisation that returns the parameter": parametrised,
+    "parametrisation that returns the parameter": parametrised_model,
     "half precision": lambda: Coarse(nn.GRU(N, H, batch_first=True)),
 }
 
 
 #: Models of which a parameter has one name in torch and two here.
-TWICE = ("one weight in two layers", "all weights in two layers", "parametrisation that returns the parameter")
+TWO_NAMES = ("one weight in two layers", "all weights in two layers", "parametrisation that returns the parameter")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -94,15 +94,15 @@ def test_every_certificate_passes(name):
     with rl.options(certify="always"):
         assert rl.trace(model, x, y, loss=loss).certificate.state == "passed"
         assert rl.weights(model, x, y, loss=loss).certificate.state == "passed"
-        found = rl.gradients(model, x, y, loss=loss, wrt="weights")
-        assert found.certificate.state == "passed"
-        ends = {"of": "output[0]"} if name == "dataclass" else {}
-        assert rl.jacobian(model, x, **ends).attrs["certificate"].startswith("certified against torch")
+        gradients = rl.gradients(model, x, y, loss=loss, wrt="weights")
+        assert gradients.certificate.state == "passed"
+        options = {"of": "output[0]"} if name == "dataclass" else {}
+        assert rl.jacobian(model, x, **options).attrs["certificate"].startswith("certified against torch")
     model.zero_grad()
     loss(model(x), y).backward()
-    if name not in TWICE:
+    if name not in TWO_NAMES:
         expected = sorted(float(p.grad.norm()) for p in model.parameters())
-        norms = sorted(float(np.linalg.norm(a.values)) for layer in found for a in found[layer].values())
+        norms = sorted(float(np.linalg.norm(a.values)) for layer in gradients for a in gradients[layer].values())
         np.testing.assert_allclose(norms, expected, rtol=1e-2 if name == "half precision" else 1e-5)
 
 
@@ -135,7 +135,7 @@ class Loop(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "ask",
+    "verb",
     [
         lambda model, x, y: rl.trace(model, x, y, loss=mse_loss),
         lambda model, x, y: rl.gradients(model, x, y, loss=mse_loss, wrt="cell.hidden"),
@@ -144,8 +144,8 @@ class Loop(nn.Module):
     ],
     ids=["trace", "gradients", "weights", "jacobian"],
 )
-def test_counters_and_containers_of_a_cell_are_restored(ask):
+def test_counters_and_containers_of_a_cell_are_restored(verb):
     model = Loop()
-    ask(model, torch.randn(B, T, N), torch.randn(B, H))
+    verb(model, torch.randn(B, T, N), torch.randn(B, H))
     cell = model.cell
     assert (cell.calls, cell.log, cell.stats, list(cell.recent), dict(cell.kinds)) == (0, [], {"calls": [0]}, [], {})

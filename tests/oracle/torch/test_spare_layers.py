@@ -71,13 +71,13 @@ def test_gradients_of_all_weights(used, spare, frozen):
         parameter.requires_grad_(not name.startswith(frozen))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = rl.gradients(model, x, y, loss=nn.functional.mse_loss, wrt="weights")
+        gradients = rl.gradients(model, x, y, loss=nn.functional.mse_loss, wrt="weights")
     for layer in ("rnn", "head"):
-        total = sum(float((np.asarray(v) ** 2).sum()) for v in found[layer].dataset.values())
+        total = sum(float((np.asarray(v) ** 2).sum()) for v in gradients[layer].dataset.values())
         assert total == pytest.approx(sum(v for name, v in expected.items() if name.startswith(layer)), rel=1e-10)
-    assert found.certificate.state == "passed"
-    assert found.disconnected
-    unused = {name for name, reason in found.disconnected.items() if reason.code == "unused_layer"}
+    assert gradients.certificate.state == "passed"
+    assert gradients.disconnected
+    unused = {name for name, reason in gradients.disconnected.items() if reason.code == "unused_layer"}
     assert unused
     assert all(name.startswith("spare") for name in unused)
     trace = rl.trace(model, x, y, loss=nn.functional.mse_loss)
@@ -100,11 +100,11 @@ def test_the_name_of_a_module_stands_for_all_of_its_stacked_layers():
     def loss(output):
         return output.sum()
 
-    found = rl.gradients(model, x, loss=loss, wrt="rnn.weights")
-    assert list(found) == ["rnn[0]", "rnn[1]"]
-    every = rl.gradients(model, x, loss=loss)
-    for layer in found:
-        assert found[layer].dataset.identical(every[layer].dataset)
+    gradients = rl.gradients(model, x, loss=loss, wrt="rnn.weights")
+    assert list(gradients) == ["rnn[0]", "rnn[1]"]
+    all_gradients = rl.gradients(model, x, loss=loss)
+    for layer in gradients:
+        assert gradients[layer].dataset.identical(all_gradients[layer].dataset)
     unused = rl.gradients(model, x, loss=loss, wrt="spare.weights").disconnected
     assert {name.partition("/")[0] for name in unused} == {"spare[0]", "spare[1]"}
     assert {reason.code for reason in unused.values()} == {"unused_layer"}

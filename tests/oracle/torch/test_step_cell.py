@@ -51,14 +51,14 @@ class Model(nn.Module):
         return torch.stack(outputs, 1)
 
 
-def zeros(*shapes):
+def zero_states(*shapes):
     return lambda n: tuple(torch.zeros(n, *shape, dtype=torch.float64) for shape in shapes)
 
 
-CELLS = {"two": (TwoStates, zeros((H,), (2, 2))), "constant": (Constant, zeros((H,), (2,)))}
+CELLS = {"two": (TwoStates, zero_states((H,), (2, 2))), "constant": (Constant, zero_states((H,), (2,)))}
 
 
-def captured(name):
+def capture_call(name):
     torch.manual_seed(0)
     cell, state = CELLS[name]
     model, x = Model(cell().double(), state), torch.randn(B, T, F, dtype=torch.float64)
@@ -67,7 +67,7 @@ def captured(name):
     return call
 
 
-def rowwise(step, x, state):
+def rowwise_jacobian(step, x, state):
     """Vector [new states, output] of one row as a function of its flat input and states."""
 
     def function(row, *states):
@@ -86,57 +86,57 @@ def rowwise(step, x, state):
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("name", CELLS)
 def test_jacobian_and_pull_backs(name, batched, monkeypatch):
-    call = captured(name)
+    call = capture_call(name)
     step = call.cell
     if not batched:
-        real = torch.autograd.grad
+        original_grad = torch.autograd.grad
 
-        def unbatched(*args, is_grads_batched=False, **options):
+        def reject_batched(*args, is_grads_batched=False, **options):
             if is_grads_batched:
                 raise RuntimeError("no batching rule")
-            return real(*args, **options)
+            return original_grad(*args, **options)
 
-        monkeypatch.setattr(torch.autograd, "grad", unbatched)
+        monkeypatch.setattr(torch.autograd, "grad", reject_batched)
     x = torch.randn(5, F, dtype=torch.float64)
     state = [torch.randn(5, size, dtype=torch.float64) for size in step.state_sizes]
-    by_state, by_input = step.jacobian(x, state)
+    state_jacobian, input_jacobian = step.jacobian(x, state)
     monkeypatch.undo()
-    true_input, true_state = rowwise(step, x, state)
-    torch.testing.assert_close(by_input, true_input)
-    torch.testing.assert_close(by_state, true_state)
+    expected_input, expected_state = rowwise_jacobian(step, x, state)
+    torch.testing.assert_close(input_jacobian, expected_input)
+    torch.testing.assert_close(state_jacobian, expected_state)
     output, new = step.advance(x, state)
     cotangents = [torch.randn_like(output), *(torch.randn_like(s) for s in new)]
     dx, ds = step.vjp(x, state, cotangents[0], cotangents[1:])
     row = torch.cat([*cotangents[1:], cotangents[0]], 1)[:, None]
-    torch.testing.assert_close(dx, (row @ true_input)[:, 0])
-    torch.testing.assert_close(torch.cat(ds, 1), (row @ true_state)[:, 0])
+    torch.testing.assert_close(dx, (row @ expected_input)[:, 0])
+    torch.testing.assert_close(torch.cat(ds, 1), (row @ expected_state)[:, 0])
 
 
 @pytest.mark.parametrize("name", CELLS)
 def test_a_jacobian_pulled_back_in_parts(name, monkeypatch):
-    step = captured(name).cell
+    step = capture_call(name).cell
     x = torch.randn(5, F, dtype=torch.float64)
     state = [torch.randn(5, size, dtype=torch.float64) for size in step.state_sizes]
-    parts, pull = [], autodiff.PullMany.__call__
-    monkeypatch.setattr(autodiff.PullMany, "__call__", lambda *given: parts.append(given) or pull(*given))
-    whole = step.jacobian(x, state)
-    assert len(parts) == 1
+    calls, pull = [], autodiff.PullMany.__call__
+    monkeypatch.setattr(autodiff.PullMany, "__call__", lambda *args: calls.append(args) or pull(*args))
+    expected = step.jacobian(x, state)
+    assert len(calls) == 1
     columns = sum(step.state_sizes) + F
-    monkeypatch.setattr(autodiff, "ROWS_BUDGET", 2 * 4 * 8 * 5 * (whole[0].shape[1] + columns))
-    in_parts = step.jacobian(x, state)
-    assert len(parts) == 1 + -(-whole[0].shape[1] // 2)  # two rows at once
-    for one, other in zip(whole, in_parts, strict=True):
-        torch.testing.assert_close(one, other)
+    monkeypatch.setattr(autodiff, "ROWS_BUDGET", 2 * 4 * 8 * 5 * (expected[0].shape[1] + columns))
+    chunked = step.jacobian(x, state)
+    assert len(calls) == 1 + -(-expected[0].shape[1] // 2)  # two rows at once
+    for reference, actual in zip(expected, chunked, strict=True):
+        torch.testing.assert_close(reference, actual)
 
 
 def test_weight_pull_back_sums_over_rows():
-    call = captured("two")
+    call = capture_call("two")
     step, x = call.cell, torch.randn(5, F, dtype=torch.float64)
     state = [torch.randn(5, size, dtype=torch.float64) for size in step.state_sizes]
     output, new = step.advance(x, state)
     cotangents = [torch.randn_like(output), *(torch.randn_like(s) for s in new)]
-    whole = step.weight_vjp(x, state, cotangents[0], cotangents[1:])
-    single = [
+    grads = step.weight_vjp(x, state, cotangents[0], cotangents[1:])
+    row_grads = [
         step.weight_vjp(
             x[i : i + 1],
             [s[i : i + 1] for s in state],
@@ -145,15 +145,15 @@ def test_weight_pull_back_sums_over_rows():
         )
         for i in range(5)
     ]
-    assert sorted(whole) == ["a.bias", "a.weight", "b.bias", "b.weight", "idle", "out.bias", "out.weight"]
-    for key, value in whole.items():
-        torch.testing.assert_close(value, sum(row[key] for row in single))
-    assert not whole["idle"].any()
+    assert sorted(grads) == ["a.bias", "a.weight", "b.bias", "b.weight", "idle", "out.bias", "out.weight"]
+    for key, value in grads.items():
+        torch.testing.assert_close(value, sum(row[key] for row in row_grads))
+    assert not grads["idle"].any()
 
 
 @pytest.mark.parametrize("name", CELLS)
 def test_a_step_repeats_what_ran(name):
-    call = captured(name)
+    call = capture_call(name)
     state = call.initial_state
     for t in range(T):
         output, state = call.cell.advance(call.input[:, t], state)

@@ -160,7 +160,7 @@ class Loop(nn.Module):
         return self.head(state[0] if isinstance(state, tuple) else state)
 
 
-SEEN = (NormedLSTM, ResidualLSTM, ScaledLSTM, SteppedGRU)
+KERNEL_SUBCLASSES = (NormedLSTM, ResidualLSTM, ScaledLSTM, SteppedGRU)
 WITH_GATES = (CalledThrough, SwappedThrough)
 CELLS = (*WITH_GATES, OwnGRUCell, SwappedCell, NormedCell, LeakyCell, CoupledCell)
 
@@ -172,31 +172,31 @@ def build(kind):
     return model, torch.randn(B, T, size, dtype=torch.float64), torch.randn(B, 2, dtype=torch.float64)
 
 
-def by_torch(model, x, y):
+def torch_gradients(model, x, y):
     x = x.clone().requires_grad_()
-    named = dict(model.named_parameters())
-    grads = torch.autograd.grad(F.mse_loss(model(x), y), [x, *named.values()], allow_unused=True)
-    return grads[0].numpy(), dict(zip(named, grads[1:], strict=True))
+    parameters = dict(model.named_parameters())
+    grads = torch.autograd.grad(F.mse_loss(model(x), y), [x, *parameters.values()], allow_unused=True)
+    return grads[0].numpy(), dict(zip(parameters, grads[1:], strict=True))
 
 
 def norms_of(gradients):
     return sorted(float(np.linalg.norm(a.values)) for layer in gradients for a in gradients[layer].values())
 
 
-@pytest.mark.parametrize("kind", [*SEEN, OwnGRU, *CELLS])
+@pytest.mark.parametrize("kind", [*KERNEL_SUBCLASSES, OwnGRU, *CELLS])
 @pytest.mark.filterwarnings("error")
 def test_gradients_by_inputs_and_weights_are_torchs(kind):
     model, x, y = build(kind)
-    by_input, by_weight = by_torch(model, x, y)
-    found = rl.gradients(model, x, y, loss=F.mse_loss, wrt="input")
-    np.testing.assert_allclose(found.values, by_input, rtol=0, atol=1e-14)
+    input_grad, weight_grads = torch_gradients(model, x, y)
+    gradients = rl.gradients(model, x, y, loss=F.mse_loss, wrt="input")
+    np.testing.assert_allclose(gradients.values, input_grad, rtol=0, atol=1e-14)
     weights = rl.gradients(model, x, y, loss=F.mse_loss, wrt="weights")
-    expected = sorted(float(grad.norm()) for grad in by_weight.values() if grad is not None)
+    expected = sorted(float(grad.norm()) for grad in weight_grads.values() if grad is not None)
     np.testing.assert_allclose(norms_of(weights), expected, rtol=1e-12)
     assert weights.certificate.state == "passed"
 
 
-@pytest.mark.parametrize("kind", [*SEEN, *CELLS])
+@pytest.mark.parametrize("kind", [*KERNEL_SUBCLASSES, *CELLS])
 @pytest.mark.filterwarnings("error")
 def test_one_recurrence_is_traced_listed_and_differentiated(kind):
     model, x, y = build(kind)
@@ -206,7 +206,7 @@ def test_one_recurrence_is_traced_listed_and_differentiated(kind):
     assert list(trace) == [name]
     assert trace.certificate.state == "passed"
     assert trace[name].hidden.shape == (B, T, H)
-    assert ("gates" in trace[name]) == (kind in (*SEEN, *WITH_GATES))
+    assert ("gates" in trace[name]) == (kind in (*KERNEL_SUBCLASSES, *WITH_GATES))
     rl.weights(model, x, y, loss=F.mse_loss)
     expected = torch.autograd.functional.jacobian(model, x)[range(B), :, range(B)].numpy()
     np.testing.assert_allclose(rl.jacobian(model, x).values, expected, rtol=0, atol=1e-14)
@@ -214,13 +214,13 @@ def test_one_recurrence_is_traced_listed_and_differentiated(kind):
 
 def test_a_layer_that_computes_its_own_steps_is_refused_by_name():
     model, x, y = build(OwnGRU)
-    for ask in (
+    for call in (
         lambda: rl.trace(model, x, y, loss=F.mse_loss),
         lambda: rl.jacobian(model, x),
         lambda: rl.gradients(model, x, y, loss=F.mse_loss, wrt="rnn.hidden"),
     ):
         with pytest.raises(rl.errors.UnsupportedError, match=r"Layer 'rnn' computes its steps in its own forward"):
-            ask()
+            call()
 
 
 def test_what_is_not_shown_of_a_model_is_noted():

@@ -45,26 +45,26 @@ def subnormal_arithmetic_works():
 
 
 @pytest.mark.parametrize(
-    "make",
+    "make_model",
     [lambda: Last(nn.LSTM), lambda: Last(nn.GRU, 2), lambda: Last(nn.RNN), ByHand],
     ids=["LSTM", "GRU", "RNN", "by hand"],
 )
-def test_they_are_zero_below_a_bound_and_right_above_it(make):
+def test_they_are_zero_below_a_bound_and_right_above_it(make_model):
     torch.manual_seed(0)
-    model, x, y = make(), torch.randn(8, STEPS, 4), torch.randint(0, 3, (8,))
-    exact = make().double()
-    exact.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
-    found = rl.trace(model, x, y, loss=nn.functional.cross_entropy)
-    truth = rl.trace(exact, x.double(), y, loss=nn.functional.cross_entropy)
-    assert all(check.ok for check in found.checks)
-    for layer in found.layers:
-        ours, theirs = found[layer].hidden_grad.values, truth[layer].hidden_grad.values
+    model, x, y = make_model(), torch.randn(8, STEPS, 4), torch.randint(0, 3, (8,))
+    exact_model = make_model().double()
+    exact_model.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
+    trace = rl.trace(model, x, y, loss=nn.functional.cross_entropy)
+    reference = rl.trace(exact_model, x.double(), y, loss=nn.functional.cross_entropy)
+    assert all(check.ok for check in trace.checks)
+    for layer in trace.layers:
+        actual, expected = trace[layer].hidden_grad.values, reference[layer].hidden_grad.values
         bound = np.finfo("float32").smallest_normal
-        lost = 4 * 96 * bound  # a gradient sums as many products, each of which may have been set to zero
-        assert np.abs(theirs).max(axis=(0, 2))[0] < bound < np.abs(theirs).max()
-        scale = np.abs(theirs).max(axis=(0, 2), keepdims=True)
-        assert (np.abs(ours - theirs) <= 1e-4 * scale + lost).all()
-        assert not ours[:, 0].any()
+        underflow = 4 * 96 * bound  # a gradient sums as many products, each of which may have been set to zero
+        assert np.abs(expected).max(axis=(0, 2))[0] < bound < np.abs(expected).max()
+        scale = np.abs(expected).max(axis=(0, 2), keepdims=True)
+        assert (np.abs(actual - expected) <= 1e-4 * scale + underflow).all()
+        assert not actual[:, 0].any()
     assert subnormal_arithmetic_works()
 
 

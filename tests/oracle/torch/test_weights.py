@@ -24,7 +24,7 @@ class Net(nn.Module):
         return self.head(self.rnn(x)[0][:, -1])
 
 
-def computed(kind, values):
+def rnnlens_layout(kind, values):
     """torch's (gate * unit, n) to (n, gate, unit), or (gate * unit,) to (gate, unit), gates in our order."""
     gates = len(ORDER[kind])
     split = values.reshape(gates, values.shape[0] // gates, *values.shape[1:])[ORDER[kind]]
@@ -34,8 +34,8 @@ def computed(kind, values):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (kind, {"bidirectional": two, "bias": bias, **extra})
-        for kind, two, bias in itertools.product(ORDER, (False, True), (False, True))
+        (kind, {"bidirectional": bidirectional, "bias": bias, **extra})
+        for kind, bidirectional, bias in itertools.product(ORDER, (False, True), (False, True))
         for extra in ([{}, {"proj_size": 3}] if kind == "LSTM" else [{}])
     ],
 )
@@ -46,8 +46,8 @@ def test_values_and_gradients_are_torchs(kind, options):
     parameters = dict(net.named_parameters())
     grads = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
-    whole = rl.weights(net, X, Y, loss=nn.functional.mse_loss)
-    by_time = rl.weights(net, X, Y, loss=nn.functional.mse_loss, by_time=True)
+    weights = rl.weights(net, X, Y, loss=nn.functional.mse_loss)
+    weights_by_time = rl.weights(net, X, Y, loss=nn.functional.mse_loss, by_time=True)
 
     names = {"kernel": "weight_ih", "recurrent_kernel": "weight_hh"}
     if options["bias"]:
@@ -55,18 +55,20 @@ def test_values_and_gradients_are_torchs(kind, options):
     for layer, (direction, suffix) in itertools.product(
         (0, 1), enumerate(["", "_reverse"][: 1 + options["bidirectional"]])
     ):
-        pick = {"direction": direction} if options["bidirectional"] else {}
-        node, steps = whole[f"rnn[{layer}]"], by_time[f"rnn[{layer}]"]
+        selection = {"direction": direction} if options["bidirectional"] else {}
+        node, steps = weights[f"rnn[{layer}]"], weights_by_time[f"rnn[{layer}]"]
         for name, parameter in names.items():
             key = f"rnn.{parameter}_l{layer}{suffix}"
-            np.testing.assert_array_equal(node[name].isel(pick), computed(kind, parameters[key].detach().numpy()))
-            expected = computed(kind, grads[key].numpy())
-            np.testing.assert_allclose(node[f"{name}_grad"].isel(pick), expected, rtol=0, atol=1e-12)
-            np.testing.assert_allclose(steps[f"{name}_grad"].sum("time").isel(pick), expected, rtol=0, atol=1e-12)
+            np.testing.assert_array_equal(
+                node[name].isel(selection), rnnlens_layout(kind, parameters[key].detach().numpy())
+            )
+            expected = rnnlens_layout(kind, grads[key].numpy())
+            np.testing.assert_allclose(node[f"{name}_grad"].isel(selection), expected, rtol=0, atol=1e-12)
+            np.testing.assert_allclose(steps[f"{name}_grad"].sum("time").isel(selection), expected, rtol=0, atol=1e-12)
         if "proj_size" in options:
             expected = grads[f"rnn.weight_hr_l{layer}{suffix}"].numpy().T
-            np.testing.assert_allclose(node["projection_grad"].isel(pick), expected, rtol=0, atol=1e-12)
-    np.testing.assert_allclose(whole["head"].weight_grad, grads["head.weight"].numpy(), rtol=0, atol=1e-12)
+            np.testing.assert_allclose(node["projection_grad"].isel(selection), expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(weights["head"].weight_grad, grads["head.weight"].numpy(), rtol=0, atol=1e-12)
 
 
 def test_two_biases_are_kept_apart_and_summed_where_a_sum_means_something():
