@@ -20,20 +20,20 @@ def total(y, out):
     return ops.sum(ops.sin(out) * (1.0 + ops.cast(ops.arange(out.shape[-1]), out.dtype)))
 
 
-def close(found, expected, rtol=1e-9):
-    np.testing.assert_allclose(np.asarray(found), expected, rtol=rtol, atol=rtol * np.abs(expected).max())
+def close(actual, expected, rtol=1e-9):
+    np.testing.assert_allclose(np.asarray(actual), expected, rtol=rtol, atol=rtol * np.abs(expected).max())
 
 
-def matches(entries, wanted, rtol=1e-8):
-    """Return whether ``wanted`` is one of the entries, or each of its two rows is (the biases of a GRU)."""
+def has_match(entries, expected, rtol=1e-8):
+    """Return whether ``expected`` is one of the entries, or each of its two rows is (the biases of a GRU)."""
 
-    def there(array):
+    def is_entry(array):
         return any(e.size == array.size and np.allclose(e.ravel(), array.ravel(), rtol, rtol / 1000) for e in entries)
 
-    return there(wanted) or (wanted.shape[0] == 2 and all(map(there, wanted)))
+    return is_entry(expected) or (expected.shape[0] == 2 and all(map(is_entry, expected)))
 
 
-def held(model, x, layers, rtol=1e-9):
+def compare_with_engine(model, x, layers, rtol=1e-9):
     """Compare loss, gradients with respect to the input and the weights of ``layers``, and the time Jacobian."""
     variables = [v for layer in layers for v in layer.trainable_variables]
     loss, (by_input,), by_weight = gradients(lambda t: total(None, model(t[0])), [x], variables)
@@ -42,10 +42,10 @@ def held(model, x, layers, rtol=1e-9):
     close(rl.gradients(model, x, loss=total, wrt="input"), by_input, rtol)
     weights = rl.weights(model, x, loss=total)
     for layer in layers:
-        found = weights[layer.name]
-        entries = [np.asarray(found[name]) for name in found if name.endswith("_grad")]
+        layer_weights = weights[layer.name]
+        entries = [np.asarray(layer_weights[name]) for name in layer_weights if name.endswith("_grad")]
         for variable in layer.trainable_variables:
-            assert matches(entries, expected[id(variable)], 10 * rtol), variable.path
+            assert has_match(entries, expected[id(variable)], 10 * rtol), variable.path
     close(rl.jacobian(model, x), jacobian(model, x), rtol)
 
 
@@ -66,12 +66,12 @@ KINDS = {"lstm": lambda **options: L.LSTM(UNITS, **options), "own": lambda **opt
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("sequences", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_jacobian_by_the_output_of_the_layer(kind, sequences, both):
-    layer = KINDS[kind](return_sequences=sequences, name=None if both else "rnn")
-    layer = L.Bidirectional(layer, name="rnn") if both else layer
+def test_jacobian_by_the_output_of_the_layer(kind, sequences, bidirectional):
+    layer = KINDS[kind](return_sequences=sequences, name=None if bidirectional else "rnn")
+    layer = L.Bidirectional(layer, name="rnn") if bidirectional else layer
     inputs = keras.Input((TIME, 2))
     output = layer(inputs)
     top = L.Dense(2, activation="tanh")(output)
@@ -112,31 +112,31 @@ class ScaledLayer(L.RNN):
         return super().call(sequences, initial_state, mask, training)
 
 
-def set_by_call(how):
-    if how == "layer":
+def model_set_by_call(variant):
+    if variant == "layer":
         inputs = keras.Input((TIME, 2))
         return keras.Model(inputs, L.Dense(2)(ScaledLayer(ScaledCell(), return_sequences=True, name="rnn")(inputs)))
-    scale = (lambda x: 0.5) if "number" in how else (lambda x: 1.0 + ops.mean(x, axis=1)[:, :1])
-    model = SetsScale(scale, leaves="left" in how)
+    scale = (lambda x: 0.5) if "number" in variant else (lambda x: 1.0 + ops.mean(x, axis=1)[:, :1])
+    model = SetsScale(scale, leaves="left" in variant)
     model(X)
     return model
 
 
 @pytest.mark.one_engine
-@pytest.mark.parametrize("how", ["number", "input", "input left", "layer"])
-def test_a_cell_that_reads_what_call_sets(how):
-    model = set_by_call(how)
+@pytest.mark.parametrize("variant", ["number", "input", "input left", "layer"])
+def test_a_cell_that_reads_what_call_sets(variant):
+    model = model_set_by_call(variant)
     expected = gradients(lambda t: total(None, model(t[0])), [X], [])[1][0]
     close(rl.gradients(model, X, loss=total, wrt="input"), expected)
-    for ask in (lambda: rl.trace(model, X, loss=total), lambda: rl.jacobian(model, X)):
+    for call in (lambda: rl.trace(model, X, loss=total), lambda: rl.jacobian(model, X)):
         with pytest.raises(UnsupportedError, match="called again with its recorded input and state"):
-            ask()
+            call()
 
 
 @pytest.mark.one_engine
 def test_a_number_that_stays_set():
-    model = set_by_call("number left")
-    held(model, X, [model.rnn])
+    model = model_set_by_call("number left")
+    compare_with_engine(model, X, [model.rnn])
 
 
 class NormCell(Cell):
@@ -169,14 +169,14 @@ def test_a_cell_that_acts_otherwise_in_training(kind):
     rnn = L.RNN(kind(), return_sequences=True, name="rnn")
     model = keras.Model(inputs, L.Dense(2)(rnn(inputs)))
     before = [np.array(ops.convert_to_numpy(v)) for v in model.variables]
-    found = rl.gradients(model, x, loss=total, wrt="input", training=True)
-    close(found, gradients(lambda t: total(None, model(t[0], training=True)), [x], [])[1][0])
-    for ask in (
+    input_grad = rl.gradients(model, x, loss=total, wrt="input", training=True)
+    close(input_grad, gradients(lambda t: total(None, model(t[0], training=True)), [x], [])[1][0])
+    for call in (
         lambda: rl.trace(model, x, loss=total, training=True),
         lambda: rl.jacobian(model, x, training=True),
     ):
         with pytest.raises(UnsupportedError, match=r"mixes the samples|called again with its recorded"):
-            ask()
+            call()
     close(rl.jacobian(model, x), jacobian(model, x))
     for variable, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(ops.convert_to_numpy(variable), value)
@@ -204,7 +204,7 @@ def test_one_recurrent_matrix_in_two_layers(kind):
     matrix = lower.cell.recurrent if kind == "own" else lower.cell.recurrent_kernel
     upper = L.RNN(TiedCell(matrix), return_sequences=True, name="upper")
     model = keras.Model(inputs, L.Dense(2)(upper(below)))
-    held(model, X, [lower, upper])
+    compare_with_engine(model, X, [lower, upper])
 
 
 @pytest.mark.one_engine
@@ -225,25 +225,27 @@ def test_half_precision_is_held_to_half_precision(kind):
 @pytest.mark.product
 @pytest.mark.parametrize("approximate", [None, True, False])
 def test_gelu(approximate):
-    def own(values):
+    def gelu_variant(values):
         return keras.activations.gelu(values, approximate=approximate)
 
     inputs = keras.Input((TIME, 2))
-    rnn = L.GRU(UNITS, activation="gelu" if approximate is None else own, return_sequences=True, name="rnn")
+    rnn = L.GRU(UNITS, activation="gelu" if approximate is None else gelu_variant, return_sequences=True, name="rnn")
     # TensorFlow's gelu has single-precision constants in float64 too, and is 5e-9 off; rnnlens has exact ones.
     coarse = keras.backend.backend() == "tensorflow"
-    held(keras.Model(inputs, L.Dense(2, activation="gelu")(rnn(inputs))), 3 * X, [rnn], 1e-7 if coarse else 1e-9)
+    compare_with_engine(
+        keras.Model(inputs, L.Dense(2, activation="gelu")(rnn(inputs))), 3 * X, [rnn], 1e-7 if coarse else 1e-9
+    )
 
 
 def shared_in_nested_models():
     """Return a model with one LSTM shared by two nested models."""
     rnn = L.LSTM(UNITS, return_sequences=True, name="rnn")
-    parts = []
+    nested_models = []
     for name in ("left", "right"):
         inner = keras.Input((TIME, 2))
-        parts.append(keras.Model(inner, L.Dense(2, activation="tanh")(rnn(inner)), name=name))
+        nested_models.append(keras.Model(inner, L.Dense(2, activation="tanh")(rnn(inner)), name=name))
     inputs = keras.Input((TIME, 2))
-    return keras.Model(inputs, parts[0](inputs) * parts[1](L.Dense(2)(inputs))), rnn
+    return keras.Model(inputs, nested_models[0](inputs) * nested_models[1](L.Dense(2)(inputs))), rnn
 
 
 def attention_over_outputs():
@@ -279,6 +281,6 @@ def test_models_as_people_combine_them(make):
     if make is stateful_own_cell:
         start = np.random.default_rng(2).normal(size=(2, UNITS))
         rnn.states[0].assign(start)
-    held(model, x, [rnn])
+    compare_with_engine(model, x, [rnn])
     if make is stateful_own_cell:
         np.testing.assert_array_equal(ops.convert_to_numpy(rnn.states[0]), start)

@@ -28,12 +28,12 @@ def reader(stateful=False, mask_zero=False):
     )
 
 
-def asked(model=None, **ends):
+def certified_jacobian(model=None, **options):
     with rl.options(certify="always"):
-        return rl.jacobian(model or reader(), IDS, **ends)
+        return rl.jacobian(model or reader(), IDS, **options)
 
 
-ENDS = {
+OPTIONS = {
     "output by words": {"wrt": "words.output"},
     "norms of a layer by words": {"of": "lower.output", "wrt": "words.output", "measure": "norm"},
     "output by a recurrent layer": {"wrt": "lower.output", "at": {"out_time": [4, 1]}},
@@ -41,10 +41,10 @@ ENDS = {
 
 
 @pytest.mark.one_engine
-@pytest.mark.parametrize("ends", ENDS)
-def test_it_passes(ends):
-    found = asked(**ENDS[ends])
-    assert str(found.attrs["certificate"]).startswith("certified against"), found.attrs["certificate"]
+@pytest.mark.parametrize("case", OPTIONS)
+def test_it_passes(case):
+    jacobian = certified_jacobian(**OPTIONS[case])
+    assert str(jacobian.attrs["certificate"]).startswith("certified against"), jacobian.attrs["certificate"]
 
 
 @pytest.mark.one_engine
@@ -53,21 +53,21 @@ def test_a_planted_fault_is_named(monkeypatch):
         original = getattr(Segment, name)
         monkeypatch.setattr(Segment, name, lambda *args, original=original: original(*args) * 1.01)
     with pytest.warns(rl.errors.SelfCheckWarning, match="differ from the reference run of the model"):
-        asked(wrt="words.output")
+        certified_jacobian(wrt="words.output")
 
 
 @pytest.mark.one_engine
 def test_states_within_a_fused_layer_of_a_model_of_ids_are_not_certified():
-    assert "lies inside the model" in str(asked(of="upper.cell", wrt="words.output").attrs["certificate"])
+    assert "lies inside the model" in str(certified_jacobian(of="upper.cell", wrt="words.output").attrs["certificate"])
 
 
-def in_a_model():
+def nested_reader():
     return keras.Sequential([reader(), layers.Dense(1)])
 
 
 NO_CHAINS = {
     "a mask": (lambda: reader(mask_zero=True), {"wrt": "words.output"}),
-    "a model in a model": (in_a_model, {"wrt": "words.output"}),
+    "a model in a model": (nested_reader, {"wrt": "words.output"}),
     "states that are the output": (reader, {"of": "upper.hidden", "wrt": "words.output"}),
 }
 
@@ -75,20 +75,20 @@ NO_CHAINS = {
 @pytest.mark.one_engine
 @pytest.mark.parametrize("case", NO_CHAINS)
 def test_ends_in_no_chain_of_layers_are_certified_by_a_pull_back_between_them(case, monkeypatch):
-    make, ends = NO_CHAINS[case]
+    make, options = NO_CHAINS[case]
     model = make()
     if len(model.layers) == 2:
-        ends = {"wrt": f"{model.layers[0].name}/words.output"}
+        options = {"wrt": f"{model.layers[0].name}/words.output"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = asked(model, **ends)
-    assert "Certified: random combinations of its rows" in str(found.attrs["certificate"])
-    monkeypatch.setattr(network, "_outer_port", of_another_layer(network._outer_port))
+        jacobian = certified_jacobian(model, **options)
+    assert "Certified: random combinations of its rows" in str(jacobian.attrs["certificate"])
+    monkeypatch.setattr(network, "_outer_port", swap_layers(network._outer_port))
     with pytest.warns(rl.errors.SelfCheckWarning, match="differ from the reference run of the model"):
-        asked(model, **ends)
+        certified_jacobian(model, **options)
 
 
-def of_another_layer(port_of):
+def swap_layers(port_of):
     """The tensor of the embedding in place of the lower layer's, and the other way round."""
     swapped = {"words": "lower", "lower": "words"}
 
@@ -105,7 +105,7 @@ def test_the_model_is_left_as_found():
     model(IDS)
     states = [keras.ops.convert_to_numpy(v).copy() for v in model.get_layer("lower").states]
     losses, nodes = len(model.losses), [len(layer._inbound_nodes) for layer in model.layers]
-    asked(model, wrt="words.output")
+    certified_jacobian(model, wrt="words.output")
     after = [keras.ops.convert_to_numpy(v) for v in model.get_layer("lower").states]
     assert all(np.array_equal(a, b) for a, b in zip(states, after, strict=True))
     assert len(model.losses) == losses

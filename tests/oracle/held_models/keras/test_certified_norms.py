@@ -17,11 +17,11 @@ def chain():
 
 def graph():
     inputs = keras.Input((5, 2))
-    both = layers.Bidirectional(layers.GRU(3, return_sequences=True))(layers.Masking()(inputs))
-    return keras.Model(inputs, layers.Dense(2)(layers.LayerNormalization()(both)) + inputs)
+    hidden = layers.Bidirectional(layers.GRU(3, return_sequences=True))(layers.Masking()(inputs))
+    return keras.Model(inputs, layers.Dense(2)(layers.LayerNormalization()(hidden)) + inputs)
 
 
-def single():
+def single_step():
     """Return a model with one time step and an input without a time axis."""
     return keras.Sequential([keras.Input((10,)), layers.Reshape((1, 10)), layers.GRU(4), layers.Dense(2)])
 
@@ -37,13 +37,17 @@ FRAMES = np.random.default_rng(1).normal(size=(3, 5, 2, 2, 1)).astype("float32")
 MODELS = {
     "chain": (chain, X),
     "graph": (graph, X),
-    "gradients by step": (single, X.reshape(3, 10)),
+    "gradients by step": (single_step, X.reshape(3, 10)),
     "frames": (frames, FRAMES),
 }
-ASKED = {"norm": {"measure": "norm"}, "magnitudes": {"measure": "abs_mean", "across": "mean"}, "sketch": {"sketch": 3}}
+MEASURES = {
+    "norm": {"measure": "norm"},
+    "magnitudes": {"measure": "abs_mean", "across": "mean"},
+    "sketch": {"sketch": 3},
+}
 
 
-def asked(model, **options):
+def certified_jacobian(model, **options):
     keras.utils.set_random_seed(0)
     make, x = MODELS[model]
     with rl.options(certify="always"):
@@ -63,9 +67,9 @@ def asked(model, **options):
     ],
 )
 def test_it_passes(model, options):
-    found = asked(model, **ASKED[options])
-    assert found.attrs["certificate"].startswith("certified against")
-    assert "before they were measured" in found.attrs["certificate"]
+    jacobian = certified_jacobian(model, **MEASURES[options])
+    assert jacobian.attrs["certificate"].startswith("certified against")
+    assert "before they were measured" in jacobian.attrs["certificate"]
 
 
 @pytest.mark.product(keep=("frames",))
@@ -75,5 +79,5 @@ def test_a_planted_fault_is_named(model, monkeypatch):
         original = getattr(Segment, name)
         monkeypatch.setattr(Segment, name, lambda *args, original=original: original(*args) * 1.01)
     with pytest.warns(rl.errors.SelfCheckWarning, match="differ from the reference run of the model"):
-        found = asked(model, measure="norm")
-    assert found.attrs["certificate"].startswith("NOT certified")
+        jacobian = certified_jacobian(model, measure="norm")
+    assert jacobian.attrs["certificate"].startswith("NOT certified")

@@ -31,23 +31,23 @@ class Config:
     inner: list = dataclasses.field(default_factory=lambda: [1.0])
 
 
-class Kept(keras.layers.Layer):
-    """A layer that multiplies by ``read(self.kept)``."""
+class GainLayer(keras.layers.Layer):
+    """A layer that multiplies by ``read_gain(self.store)``."""
 
-    def __init__(self, kept, read):
+    def __init__(self, store, read_gain):
         super().__init__()
-        self.kept, self._read = kept, read
+        self.store, self._read_gain = store, read_gain
 
     def call(self, x):
-        return x * self._read(self.kept)
+        return x * self._read_gain(self.store)
 
 
 class GainCell(keras.layers.Layer):
     state_size, output_size = 4, 4
 
-    def __init__(self, kept):
+    def __init__(self, store):
         super().__init__()
-        self.kept = kept
+        self.store = store
 
     def build(self, shape):
         self.kernel = self.add_weight(shape=(shape[-1], 4), name="kernel")
@@ -55,7 +55,7 @@ class GainCell(keras.layers.Layer):
 
     def call(self, x, states):
         h = keras.ops.tanh(x @ self.kernel + states[0] @ self.recurrent)
-        return h * self.kept.gain, [h]
+        return h * self.store.gain, [h]
 
 
 class Subclassed(keras.Model):
@@ -94,47 +94,47 @@ def total(y, out):
     return keras.ops.sum(out)
 
 
-def in_layer(kept, read, write):
-    return recurrent(Kept(kept, read)), total, lambda gain: write(kept, gain)
+def gain_in_layer(store, read_gain, write_gain):
+    return recurrent(GainLayer(store, read_gain)), total, lambda gain: write_gain(store, gain)
 
 
 def _list_of_layer():
-    layer = Kept([1.0], lambda kept: kept[0])
-    return recurrent(layer), total, lambda gain: layer.kept.__setitem__(0, gain)
+    layer = GainLayer([1.0], lambda store: store[0])
+    return recurrent(layer), total, lambda gain: layer.store.__setitem__(0, gain)
 
 
 def _dict():
-    layer = Kept({"a": {"b": 1.0}}, lambda kept: kept["a"]["b"])
-    return recurrent(layer), total, lambda gain: layer.kept["a"].__setitem__("b", gain)
+    layer = GainLayer({"a": {"b": 1.0}}, lambda store: store["a"]["b"])
+    return recurrent(layer), total, lambda gain: layer.store["a"].__setitem__("b", gain)
 
 
 def _array():
-    return in_layer(
-        np.ones(4, "float32"), lambda kept: keras.ops.convert_to_tensor(kept), lambda kept, gain: kept.fill(gain)
+    return gain_in_layer(
+        np.ones(4, "float32"), lambda store: keras.ops.convert_to_tensor(store), lambda store, gain: store.fill(gain)
     )
 
 
 def _object():
-    return in_layer(Config(), lambda kept: kept.gain, lambda kept, gain: setattr(kept, "gain", gain))
+    return gain_in_layer(Config(), lambda store: store.gain, lambda store, gain: setattr(store, "gain", gain))
 
 
 def _object_in_object():
-    return in_layer(Config(), lambda kept: kept.inner[0], lambda kept, gain: kept.inner.__setitem__(0, gain))
+    return gain_in_layer(Config(), lambda store: store.inner[0], lambda store, gain: store.inner.__setitem__(0, gain))
 
 
 def _namespace():
-    return in_layer(
-        types.SimpleNamespace(gain=1.0), lambda kept: kept.gain, lambda kept, gain: setattr(kept, "gain", gain)
+    return gain_in_layer(
+        types.SimpleNamespace(gain=1.0), lambda store: store.gain, lambda store, gain: setattr(store, "gain", gain)
     )
 
 
 def _global_one_call_away():
-    return recurrent(Kept(None, lambda kept: gain_one_call_away())), total, lambda gain: GAIN.update(value=gain)
+    return recurrent(GainLayer(None, lambda store: gain_one_call_away())), total, lambda gain: GAIN.update(value=gain)
 
 
 def _cell():
     cell = GainCell(Config())
-    return recurrent(cell=cell), total, lambda gain: setattr(cell.kept, "gain", gain)
+    return recurrent(cell=cell), total, lambda gain: setattr(cell.store, "gain", gain)
 
 
 def _model():
@@ -144,19 +144,19 @@ def _model():
 
 
 def _lambda_closure():
-    kept = {"gain": 1.0}
-    return recurrent(keras.layers.Lambda(lambda x: x * kept["gain"])), total, lambda gain: kept.update(gain=gain)
+    store = {"gain": 1.0}
+    return recurrent(keras.layers.Lambda(lambda x: x * store["gain"])), total, lambda gain: store.update(gain=gain)
 
 
 def _lambda_object():
-    kept = Config()
-    return recurrent(keras.layers.Lambda(lambda x: x * kept.inner[0])), total, lambda g: kept.inner.__setitem__(0, g)
+    store = Config()
+    return recurrent(keras.layers.Lambda(lambda x: x * store.inner[0])), total, lambda g: store.inner.__setitem__(0, g)
 
 
 def _activation():
-    kept = [1.0]
-    model = recurrent(keras.layers.Dense(4, activation=lambda x: x * kept[0]))
-    return model, total, lambda gain: kept.__setitem__(0, gain)
+    store = [1.0]
+    model = recurrent(keras.layers.Dense(4, activation=lambda x: x * store[0]))
+    return model, total, lambda gain: store.__setitem__(0, gain)
 
 
 def _loss_attribute():
@@ -181,9 +181,9 @@ def _bound_method():
 
 
 def _partial():
-    kept = {"gain": 1.0}
-    loss = functools.partial(lambda y, out, kept: keras.ops.sum(out) * kept["gain"], kept=kept)
-    return recurrent(), loss, lambda gain: kept.update(gain=gain)
+    store = {"gain": 1.0}
+    loss = functools.partial(lambda y, out, store: keras.ops.sum(out) * store["gain"], store=store)
+    return recurrent(), loss, lambda gain: store.update(gain=gain)
 
 
 def _partial_of_a_global():
@@ -192,8 +192,8 @@ def _partial_of_a_global():
 
 
 def _default_argument():
-    kept = [1.0]
-    return recurrent(), lambda y, out, k=kept: keras.ops.sum(out) * k[0], lambda gain: kept.__setitem__(0, gain)
+    store = [1.0]
+    return recurrent(), lambda y, out, k=store: keras.ops.sum(out) * k[0], lambda gain: store.__setitem__(0, gain)
 
 
 CASES = {
@@ -203,13 +203,13 @@ CASES = {
 }
 
 
-def plain_loss(model, loss, x=X):
+def reference_loss(model, loss, x=X):
     out = model(x)
     return float(keras.ops.convert_to_numpy((model.loss if loss is None else loss)(Y, out)))
 
 
 @pytest.fixture(autouse=True)
-def _gain_put_back():
+def _restored_gain():
     yield
     GAIN["value"] = 1.0
 
@@ -218,23 +218,23 @@ CERTIFIED = ("object_in_object", "lambda_closure", "compiled_loss")
 
 
 @pytest.fixture
-def certified_where_told(name):
+def certificates_by_case(name):
     """Run without certificates but for three cases: reference runs are compiled too, by the same rules."""
     with rl.options(certify="always" if name in CERTIFIED else "never"):
         yield
 
 
 @pytest.mark.product(on="jax", keep=CERTIFIED)
-@pytest.mark.usefixtures("certified_where_told")
+@pytest.mark.usefixtures("certificates_by_case")
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_trace_follows(name):
     keras.utils.set_random_seed(1)
     model, loss, change = CASES[name]()
     before = rl.trace(model, X, Y, loss=loss, layers="rnn")
-    assert before.loss == pytest.approx(plain_loss(model, loss), rel=1e-5)
+    assert before.loss == pytest.approx(reference_loss(model, loss), rel=1e-5)
     change(100.0)
     after = rl.trace(model, X, Y, loss=loss, layers="rnn")
-    assert after.loss == pytest.approx(plain_loss(model, loss), rel=1e-5)
+    assert after.loss == pytest.approx(reference_loss(model, loss), rel=1e-5)
     np.testing.assert_allclose(after["rnn"].input_grad, 100 * before["rnn"].input_grad, rtol=1e-4, atol=1e-5)
 
 
@@ -266,19 +266,19 @@ def test_a_builtin_layer_is_reconfigured():
     x = X * 3
     rl.trace(model, x, Y[:, :3], loss="mse")
 
-    def same_as_the_plain_run():
+    def matches_reference_run():
         expected = np.mean((keras.ops.convert_to_numpy(model(x)) - 1) ** 2)
         return rl.trace(model, x, Y[:, :3], loss="mse").loss == pytest.approx(float(expected), rel=1e-5)
 
     model.get_layer("head").activation = keras.activations.relu
-    assert same_as_the_plain_run()
+    assert matches_reference_run()
     model.get_layer("rnn").cell.activation = keras.activations.relu
-    assert same_as_the_plain_run()
+    assert matches_reference_run()
     model.add(keras.layers.Dense(3))
-    assert same_as_the_plain_run()
+    assert matches_reference_run()
     model.pop()
     model.get_layer("rnn").go_backwards = True
-    assert same_as_the_plain_run()
+    assert matches_reference_run()
 
 
 @pytest.mark.one_engine("jax", "torch")

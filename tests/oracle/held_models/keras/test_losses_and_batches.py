@@ -40,15 +40,15 @@ def tagger(mask):
     )
 
 
-def own(y, p):
+def mean_square(y, p):
     return ops.mean(ops.square(y - p))
 
 
-def own_sum(y, p):
+def sum_of_squares(y, p):
     return ops.sum(ops.square(y - p))
 
 
-def root(y, p):
+def root_mean_square(y, p):
     return ops.sqrt(ops.mean(ops.square(y - p)))
 
 
@@ -56,9 +56,9 @@ Loss = keras.losses
 SPARSE = "sparse_categorical_crossentropy"
 CASES = {
     "name": (regressor, X, REAL, lambda: "mse", None),
-    "function": (regressor, X, REAL, lambda: own, None),
-    "function that sums": (regressor, X, REAL, lambda: own_sum, None),
-    "root of a mean": (regressor, X, REAL, lambda: root, None),
+    "function": (regressor, X, REAL, lambda: mean_square, None),
+    "function that sums": (regressor, X, REAL, lambda: sum_of_squares, None),
+    "root of a mean": (regressor, X, REAL, lambda: root_mean_square, None),
     "sum": (regressor, X, REAL, lambda: Loss.MeanSquaredError(reduction="sum"), None),
     "sum and regularisers": (
         lambda: regressor(kernel_regularizer="l2", activity_regularizer="l1"),
@@ -99,7 +99,7 @@ CASES = {
 ALWAYS = ("sum and regularisers", "masked, weights of steps")
 
 
-def evaluated(model, x, y, weight=None):
+def evaluate_loss(model, x, y, weight=None):
     return float(model.evaluate(x, y, sample_weight=weight, batch_size=N, verbose=0))
 
 
@@ -111,7 +111,7 @@ def slope(model, x, y, weight, name, size=3e-3):
     values = []
     for sign in (1, -1):
         variable.assign(before + sign * size * direction)
-        values.append(evaluated(model, x, y, weight))
+        values.append(evaluate_loss(model, x, y, weight))
     variable.assign(before)
     return direction, (values[0] - values[1]) / (2 * size)
 
@@ -126,14 +126,16 @@ def test_the_batch_size_never_changes_the_loss(name):
     model.compile(loss=loss())
     direction, expected = slope(model, x, y, weight, "kernel")
     wrt = ["head.weights", "lstm.hidden", "lstm.weights"]
-    whole = rl.gradients(model, x, y, wrt=wrt, sample_weight=weight)
-    np.testing.assert_allclose(float(whole.value), evaluated(model, x, y, weight), rtol=2e-6)
-    np.testing.assert_allclose((whole["head"]["kernel"] * direction).sum(), expected, rtol=2e-3, atol=1e-4)
-    found = rl.gradients(model, x, y, wrt=wrt, batch_size=3, sample_weight=weight)
-    np.testing.assert_allclose(float(found.value), float(whole.value), rtol=1e-6)
+    full_grads = rl.gradients(model, x, y, wrt=wrt, sample_weight=weight)
+    np.testing.assert_allclose(float(full_grads.value), evaluate_loss(model, x, y, weight), rtol=2e-6)
+    np.testing.assert_allclose((full_grads["head"]["kernel"] * direction).sum(), expected, rtol=2e-3, atol=1e-4)
+    batched_grads = rl.gradients(model, x, y, wrt=wrt, batch_size=3, sample_weight=weight)
+    np.testing.assert_allclose(float(batched_grads.value), float(full_grads.value), rtol=1e-6)
     for layer, quantity in (("head", "kernel"), ("head", "bias"), ("lstm", "hidden"), ("lstm", "kernel")):
-        reference = whole[layer][quantity].values
-        np.testing.assert_allclose(found[layer][quantity], reference, rtol=1e-5, atol=1e-6 * abs(reference).max())
+        reference = full_grads[layer][quantity].values
+        np.testing.assert_allclose(
+            batched_grads[layer][quantity], reference, rtol=1e-5, atol=1e-6 * abs(reference).max()
+        )
 
 
 @pytest.mark.one_engine
@@ -142,7 +144,7 @@ def test_trace_and_weights_give_the_same_loss(name):
     make, x, y, loss, weight = CASES[name]
     model = make()
     model.compile(loss=loss())
-    value = evaluated(model, x, y, weight)
+    value = evaluate_loss(model, x, y, weight)
     assert rl.trace(model, x, y, sample_weight=weight).loss == pytest.approx(value, rel=2e-6)
     assert rl.weights(model, x, y, sample_weight=weight).loss == pytest.approx(value, rel=2e-6)
 
@@ -150,9 +152,9 @@ def test_trace_and_weights_give_the_same_loss(name):
 @pytest.mark.one_engine
 def test_a_loss_given_is_the_same_as_one_compiled():
     model = regressor()
-    given = rl.gradients(model, X, REAL, loss=own_sum, wrt="head.weights", batch_size=3)
-    model.compile(loss=own_sum)
-    np.testing.assert_allclose(float(given.value), evaluated(model, X, REAL), rtol=1e-6)
+    grads = rl.gradients(model, X, REAL, loss=sum_of_squares, wrt="head.weights", batch_size=3)
+    model.compile(loss=sum_of_squares)
+    np.testing.assert_allclose(float(grads.value), evaluate_loss(model, X, REAL), rtol=1e-6)
 
 
 @pytest.mark.one_engine
@@ -168,20 +170,22 @@ def test_several_outputs_with_losses_of_their_own():
     )
     y = {"tags": STEPS, "size": REAL}
     value = float(model.evaluate(IDS, y, batch_size=N, verbose=0, return_dict=True)["loss"])
-    whole = rl.gradients(model, IDS, y, wrt="weights")
-    cut = rl.gradients(model, IDS, y, wrt="weights", batch_size=3)
-    np.testing.assert_allclose([float(whole.value), float(cut.value)], value, rtol=2e-6)
+    full_grads = rl.gradients(model, IDS, y, wrt="weights")
+    batched_grads = rl.gradients(model, IDS, y, wrt="weights", batch_size=3)
+    np.testing.assert_allclose([float(full_grads.value), float(batched_grads.value)], value, rtol=2e-6)
     for layer in ("head", "size", "lstm"):
-        reference = whole[layer]["kernel"].values
-        np.testing.assert_allclose(cut[layer]["kernel"], reference, rtol=1e-5, atol=1e-6 * abs(reference).max())
+        reference = full_grads[layer]["kernel"].values
+        np.testing.assert_allclose(
+            batched_grads[layer]["kernel"], reference, rtol=1e-5, atol=1e-6 * abs(reference).max()
+        )
 
 
 @pytest.mark.one_engine
 @pytest.mark.parametrize("shape", [(N,), (N, 1)])
 def test_a_function_sees_targets_aligned_as_compile_aligns_them(shape):
     model = regressor()
-    value = rl.trace(model, X, REAL.reshape(shape), loss=own).loss
-    model.compile(loss=own)
+    value = rl.trace(model, X, REAL.reshape(shape), loss=mean_square).loss
+    model.compile(loss=mean_square)
     assert value == pytest.approx(float(model.evaluate(X, REAL.reshape(shape), verbose=0)), rel=1e-6)
     assert value == pytest.approx(float(np.mean((REAL - model.predict(X, verbose=0)) ** 2)), rel=1e-6)
 
@@ -192,12 +196,12 @@ def test_class_weights_hold_for_the_label_of_each_step(samples, one_hot):
     model = tagger(False)
     loss = "categorical_crossentropy" if one_hot else SPARSE
     model.compile(loss=loss)
-    table = {1: 0.2, 2: 3.0}
+    class_weights = {1: 0.2, 2: 3.0}
     x, labels = IDS[:samples], STEPS[:samples]
-    weights = np.vectorize(lambda label: table.get(label, 1.0))(labels)
+    weights = np.vectorize(lambda label: class_weights.get(label, 1.0))(labels)
     y = np.eye(V)[labels] if one_hot else labels
-    value = rl.trace(model, x, y, class_weight=table).loss
-    assert value == pytest.approx(evaluated(model, x, y, weights), rel=1e-6)
+    value = rl.trace(model, x, y, class_weight=class_weights).loss
+    assert value == pytest.approx(evaluate_loss(model, x, y, weights), rel=1e-6)
 
 
 @pytest.mark.one_engine
@@ -207,8 +211,8 @@ def test_one_weight_per_sample_is_not_taken_for_one_per_step():
     for samples in (T, N):
         with pytest.raises(InputError, match="A loss at every step needs one weight per sample and step"):
             rl.trace(model, IDS[:samples], STEPS[:samples], sample_weight=np.ones(samples))
-    by_sample = rl.trace(model, IDS, STEPS, sample_weight=PER_SAMPLE[:, None]).loss
-    assert by_sample == pytest.approx(evaluated(model, IDS, STEPS, np.repeat(PER_SAMPLE[:, None], T, 1)), rel=1e-6)
+    loss = rl.trace(model, IDS, STEPS, sample_weight=PER_SAMPLE[:, None]).loss
+    assert loss == pytest.approx(evaluate_loss(model, IDS, STEPS, np.repeat(PER_SAMPLE[:, None], T, 1)), rel=1e-6)
 
 
 @pytest.mark.one_engine
@@ -242,8 +246,8 @@ def test_batch_statistics_and_what_is_more_than_outputs_are_refused_over_batches
     model.compile()
     with pytest.raises(UnsupportedError, match="compute_loss"):
         rl.gradients(model, X, REAL, batch_size=3)
-    summed = rl.gradients(model, X, REAL, batch_size=3, combine="sum")
-    np.testing.assert_allclose(float(summed.value), float(rl.gradients(model, X, REAL).value), rtol=1e-6)
+    grads = rl.gradients(model, X, REAL, batch_size=3, combine="sum")
+    np.testing.assert_allclose(float(grads.value), float(rl.gradients(model, X, REAL).value), rtol=1e-6)
 
     def penalised(y, p):
         return ops.mean((y - p) ** 2) + ops.sum(model.trainable_variables[0] ** 2)

@@ -17,17 +17,17 @@ X, Y = RNG.normal(size=(N, T, F)).astype("float32"), RNG.normal(size=(N, 1)).ast
 STATE = [RNG.normal(size=(N, U)).astype("float32") for _ in range(2)]
 
 
-def made():
+def model_and_loss():
     """Return a model, and one with the same weights that takes the initial states as inputs."""
     keras.utils.set_random_seed(2)
     lstm, head = layers.LSTM(U, name="lstm"), layers.Dense(1, name="head")
     x, h, c = keras.Input((T, F)), keras.Input((U,)), keras.Input((U,))
     model = keras.Model(x, head(lstm(x)))
-    started = keras.Model([x, h, c], head(lstm(x, initial_state=[h, c])))
+    model_with_states = keras.Model([x, h, c], head(lstm(x, initial_state=[h, c])))
     model.compile(loss="mse")
 
     def loss(x=X):
-        return float(np.mean((np.asarray(keras.ops.convert_to_numpy(started([x, *STATE]))) - Y) ** 2))
+        return float(np.mean((np.asarray(keras.ops.convert_to_numpy(model_with_states([x, *STATE]))) - Y) ** 2))
 
     return model, loss
 
@@ -35,20 +35,20 @@ def made():
 @pytest.mark.one_engine
 @pytest.mark.parametrize("batch_size", [None, 3])
 def test_a_given_state_holds_for_every_verb(batch_size):
-    model, loss = made()
-    given = {"lstm": STATE}
-    assert rl.trace(model, X, Y, initial_state=given).loss == pytest.approx(loss(), rel=1e-5)
+    model, loss = model_and_loss()
+    initial_state = {"lstm": STATE}
+    assert rl.trace(model, X, Y, initial_state=initial_state).loss == pytest.approx(loss(), rel=1e-5)
     wrt = ["input", "head.weights", "lstm.hidden"]
-    found = rl.gradients(model, X, Y, initial_state=given, wrt=wrt, batch_size=batch_size)
-    assert float(found.value) == pytest.approx(loss(), rel=1e-5)
+    grads = rl.gradients(model, X, Y, initial_state=initial_state, wrt=wrt, batch_size=batch_size)
+    assert float(grads.value) == pytest.approx(loss(), rel=1e-5)
     direction = RNG.normal(size=X.shape).astype("float32")
     slope = (loss(x=X + 3e-2 * direction) - loss(x=X - 3e-2 * direction)) / 6e-2
-    assert float((found["model"]["input"] * direction).sum()) == pytest.approx(slope, rel=2e-2, abs=1e-4)
+    assert float((grads["model"]["input"] * direction).sum()) == pytest.approx(slope, rel=2e-2, abs=1e-4)
 
 
 @pytest.mark.one_engine
 def test_a_state_of_another_size_is_refused():
-    model, _ = made()
+    model, _ = model_and_loss()
     for verb in (rl.trace, rl.gradients):
         with pytest.raises(InputError):
             verb(model, X, Y, initial_state={"lstm": [STATE[0][:, :2], STATE[1]]})
@@ -60,7 +60,7 @@ def test_the_states_of_a_stateful_layer_can_be_differentiated(of):
     keras.utils.set_random_seed(2)
     lstm = layers.LSTM(U, stateful=True, return_sequences=True, name="lstm")
     model = keras.Sequential([keras.Input(batch_shape=(N, T, F)), lstm, layers.Dense(1)])
-    found = rl.gradients(model, X, of=of, reduce="sum", wrt="input")
+    input_grad = rl.gradients(model, X, of=of, reduce="sum", wrt="input")
 
     def value(x):
         lstm.reset_states()
@@ -70,4 +70,4 @@ def test_the_states_of_a_stateful_layer_can_be_differentiated(of):
 
     direction = RNG.normal(size=X.shape).astype("float32")
     slope = (value(X + 3e-2 * direction) - value(X - 3e-2 * direction)) / 6e-2
-    assert float((found * direction).sum()) == pytest.approx(slope, rel=2e-2, abs=1e-3)
+    assert float((input_grad * direction).sum()) == pytest.approx(slope, rel=2e-2, abs=1e-3)

@@ -66,17 +66,17 @@ def test_outputs_at_padding(kind, sequences, zero):
     for index, loss, summed in zip(indices, losses, sums, strict=True):
         assert float(trace.input_grad[index]) == pytest.approx(loss, rel=1e-6, abs=1e-8)
         sample, step, feature = index
-        found = jacobian[sample].isel(in_time=step, in_feature=feature).sum()
-        assert float(found) == pytest.approx(summed, rel=1e-6, abs=1e-8)
+        input_sum = jacobian[sample].isel(in_time=step, in_feature=feature).sum()
+        assert float(input_sum) == pytest.approx(summed, rel=1e-6, abs=1e-8)
 
 
 def differences(model, x, indices):
     """Return the derivatives of the loss and of the sum of the outputs by some inputs, from one run of all inputs."""
-    moved = np.tile(x, (2 * len(indices), 1, 1, 1))
-    for place, index in enumerate(indices):
-        moved[(2 * place, *index)] += 1e-6
-        moved[(2 * place + 1, *index)] -= 1e-6
-    out = keras.ops.convert_to_numpy(model(moved.reshape(-1, *x.shape[1:]))).reshape(len(moved), -1)
+    perturbed = np.tile(x, (2 * len(indices), 1, 1, 1))
+    for i, index in enumerate(indices):
+        perturbed[(2 * i, *index)] += 1e-6
+        perturbed[(2 * i + 1, *index)] -= 1e-6
+    out = keras.ops.convert_to_numpy(model(perturbed.reshape(-1, *x.shape[1:]))).reshape(len(perturbed), -1)
     values = np.sin(out).sum(-1), out.sum(-1)
     return [(value[::2] - value[1::2]) / 2e-6 for value in values]
 
@@ -117,51 +117,53 @@ def test_the_loss_keeps_the_mask(make, per_sample):
     model.compile(loss="mse")
     table = model.get_layer("table").embeddings
     wrt = ["output", "table/embeddings"]
-    found = rl.gradients(model, IDS, Y, wrt=wrt, per_sample=per_sample)
+    grads = rl.gradients(model, IDS, Y, wrt=wrt, per_sample=per_sample)
     before = np.array(keras.ops.convert_to_numpy(table))
 
-    def plain(values):
+    def loss(values):
         table.assign(values)
         return model.evaluate(IDS, Y, batch_size=3, verbose=0)
 
     for index in [(1, 0), (2, 1)]:
-        expected = by_difference(plain, before, index)
+        expected = by_difference(loss, before, index)
         table.assign(before)
-        by_table = found["table"]["embeddings"]
-        by_table = by_table.sum("sample") if per_sample else by_table
-        assert float(by_table[index]) == pytest.approx(expected, rel=1e-4, abs=1e-7)
-    out = found["model"]["output"]
-    assert float(abs(out[0, 3]).max()) > 0
-    assert float(abs(out[1, 3]).max()) == 0
+        table_grad = grads["table"]["embeddings"]
+        table_grad = table_grad.sum("sample") if per_sample else table_grad
+        assert float(table_grad[index]) == pytest.approx(expected, rel=1e-4, abs=1e-7)
+    output_grad = grads["model"]["output"]
+    assert float(abs(output_grad[0, 3]).max()) > 0
+    assert float(abs(output_grad[1, 3]).max()) == 0
 
 
 @pytest.mark.one_engine
 @pytest.mark.parametrize("backward", ["gru", "no bias", "other units"])
 def test_two_kinds_in_one_bidirectional_layer(backward):
     options = {"return_sequences": True, "go_backwards": True}
-    other = {
+    backward_layer = {
         "gru": lambda: keras.layers.GRU(UNITS, **options),
         "no bias": lambda: keras.layers.LSTM(UNITS, use_bias=False, **options),
         "other units": lambda: keras.layers.LSTM(2, **options),
     }[backward]()
-    both = keras.layers.Bidirectional(keras.layers.LSTM(UNITS, return_sequences=True), backward_layer=other, name="rnn")
-    model = keras.Sequential([keras.Input((TIME, 2)), both])
+    bidirectional = keras.layers.Bidirectional(
+        keras.layers.LSTM(UNITS, return_sequences=True), backward_layer=backward_layer, name="rnn"
+    )
+    model = keras.Sequential([keras.Input((TIME, 2)), bidirectional])
     x = RNG.normal(size=(3, TIME, 2))
     index = (1, 2, 1)
-    expected = by_difference(lambda moved: number(total(None, model(moved))), x, index)
+    expected = by_difference(lambda perturbed: number(total(None, model(perturbed))), x, index)
     assert float(rl.gradients(model, x, loss=total, wrt="input")[index]) == pytest.approx(expected, rel=1e-6)
-    shown = rl.gradients(model, x, loss=total)["rnn"]
-    weight = both.backward_layer.cell.kernel
+    layer_grads = rl.gradients(model, x, loss=total)["rnn"]
+    weight = bidirectional.backward_layer.cell.kernel
     before = np.array(keras.ops.convert_to_numpy(weight))
 
-    def plain(values):
+    def loss(values):
         weight.assign(values)
         return number(total(None, model(x)))
 
-    expected = by_difference(plain, before, (0, 0))
+    expected = by_difference(loss, before, (0, 0))
     weight.assign(before)
-    (name,) = [key for key in shown if "forward" not in key and key.endswith(".kernel")]
-    assert float(shown[name][0, 0]) == pytest.approx(expected, rel=1e-6)
+    (name,) = [key for key in layer_grads if "forward" not in key and key.endswith(".kernel")]
+    assert float(layer_grads[name][0, 0]) == pytest.approx(expected, rel=1e-6)
     np.testing.assert_array_equal(rl.weights(model)["rnn"][name], before)
     with pytest.raises(rl.errors.UnsupportedError, match="different cells"):
         rl.trace(model, x, loss=total)

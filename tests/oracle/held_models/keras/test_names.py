@@ -22,15 +22,15 @@ def total(y, out):
     return sum((i + 1.0) * keras.ops.sum(keras.ops.sin(leaf)) for i, leaf in enumerate(leaves))
 
 
-def by_weight(model, x, variable, index=(0, 0)):
+def derivative_by_weight(model, x, variable, index=(0, 0)):
     before = np.array(keras.ops.convert_to_numpy(variable))
 
-    def plain(values):
+    def loss(values):
         variable.assign(values)
         return number(total(None, model(x)))
 
     try:
-        return by_difference(plain, before, index)
+        return by_difference(loss, before, index)
     finally:
         variable.assign(before)
 
@@ -43,9 +43,9 @@ def nested(name, sequences):
 
 def two_nested():
     inputs = keras.Input((4, 2))
-    inner = nested("first", True), nested("second", False)
-    model = keras.Model(inputs, inner[1](inner[0](inputs)))
-    return model, {f"{part.name}/lstm": part.get_layer("lstm").cell for part in inner}
+    nested_models = nested("first", True), nested("second", False)
+    model = keras.Model(inputs, nested_models[1](nested_models[0](inputs)))
+    return model, {f"{nested_model.name}/lstm": nested_model.get_layer("lstm").cell for nested_model in nested_models}
 
 
 class Two(keras.Model):
@@ -62,7 +62,7 @@ class Two(keras.Model):
 def two_subclassed():
     model = Two()
     model(X)
-    return model, {f"{part.name}/lstm": part.get_layer("lstm").cell for part in model.parts}
+    return model, {f"{nested_model.name}/lstm": nested_model.get_layer("lstm").cell for nested_model in model.parts}
 
 
 @pytest.mark.one_engine
@@ -70,24 +70,26 @@ def two_subclassed():
 def test_each_nested_layer_has_its_own_gradients(make):
     model, cells = make()
     for _ in range(2):  # the second run reuses what was compiled
-        both = rl.gradients(model, X, loss=total)
+        all_grads = rl.gradients(model, X, loss=total)
         for name, cell in cells.items():
-            expected = by_weight(model, X, cell.recurrent_kernel)
-            lone = rl.gradients(model, X, loss=total, wrt=f"{name}/recurrent_kernel")
-            assert float(lone[0, 0, 0]) == pytest.approx(expected, rel=1e-5, abs=1e-9)
-            assert float(both[name]["recurrent_kernel"][0, 0, 0]) == pytest.approx(expected, rel=1e-5, abs=1e-9)
-            shown = rl.weights(model, X, loss=total)[name]["recurrent_kernel_grad"]
-            assert float(shown[0, 0, 0]) == pytest.approx(expected, rel=1e-5, abs=1e-9)
+            expected = derivative_by_weight(model, X, cell.recurrent_kernel)
+            single_grad = rl.gradients(model, X, loss=total, wrt=f"{name}/recurrent_kernel")
+            assert float(single_grad[0, 0, 0]) == pytest.approx(expected, rel=1e-5, abs=1e-9)
+            assert float(all_grads[name]["recurrent_kernel"][0, 0, 0]) == pytest.approx(expected, rel=1e-5, abs=1e-9)
+            weight_grad = rl.weights(model, X, loss=total)[name]["recurrent_kernel_grad"]
+            assert float(weight_grad[0, 0, 0]) == pytest.approx(expected, rel=1e-5, abs=1e-9)
 
 
 @pytest.mark.one_engine
 def test_the_norm_of_all_gradients_counts_each_once():
     model, _ = two_nested()
-    found = rl.gradients(model, X, loss=total, clip={"global_clipnorm": 1e-3})
+    grads = rl.gradients(model, X, loss=total, clip={"global_clipnorm": 1e-3})
     squares = sum(
-        by_weight(model, X, v, index) ** 2 for v in model.trainable_weights for index in np.ndindex(tuple(v.shape))
+        derivative_by_weight(model, X, v, index) ** 2
+        for v in model.trainable_weights
+        for index in np.ndindex(tuple(v.shape))
     )
-    assert found.clip["norm"] == pytest.approx(np.sqrt(squares), rel=1e-5)
+    assert grads.clip["norm"] == pytest.approx(np.sqrt(squares), rel=1e-5)
 
 
 @pytest.mark.one_engine
@@ -95,14 +97,14 @@ def test_a_nested_model_called_twice():
     inputs = keras.Input((4, 2))
     inner = nested("inner", True)
     model = keras.Model(inputs, inner(inner(inputs) * 2.0))
-    found = rl.gradients(model, X, loss=total, wrt="inner/lstm/recurrent_kernel")
-    expected = by_weight(model, X, inner.get_layer("lstm").cell.recurrent_kernel)
-    assert float(found[0, 0, 0]) == pytest.approx(expected, rel=1e-5)
-    nodes = rl.trace(model, X, loss=total)
-    assert {"inner/lstm#0", "inner/lstm#1"} <= set(nodes)
+    weight_grad = rl.gradients(model, X, loss=total, wrt="inner/lstm/recurrent_kernel")
+    expected = derivative_by_weight(model, X, inner.get_layer("lstm").cell.recurrent_kernel)
+    assert float(weight_grad[0, 0, 0]) == pytest.approx(expected, rel=1e-5)
+    trace = rl.trace(model, X, loss=total)
+    assert {"inner/lstm#0", "inner/lstm#1"} <= set(trace)
     index = (0, 1, 1)
-    by_input = by_difference(lambda x: number(total(None, model(x))), X, index)
-    assert float(nodes["inner/lstm#0"].input_grad[index]) == pytest.approx(by_input, rel=1e-5)
+    input_derivative = by_difference(lambda x: number(total(None, model(x))), X, index)
+    assert float(trace["inner/lstm#0"].input_grad[index]) == pytest.approx(input_derivative, rel=1e-5)
 
 
 def dict_functional():
@@ -139,36 +141,36 @@ def test_inputs_and_outputs_in_dicts(make):
     x = {"zeta": X, "alpha": RNG.normal(size=(3, 4, 2))}
     model(x)
     for name in x:
-        found = rl.gradients(model, x, loss=total, wrt=f"input[{name}]")
+        input_grad = rl.gradients(model, x, loss=total, wrt=f"input[{name}]")
         index = (1, 2, 0)
         expected = by_difference(
-            lambda moved, name=name: number(total(None, model({**x, name: moved}))), x[name], index
+            lambda perturbed, name=name: number(total(None, model({**x, name: perturbed}))), x[name], index
         )
-        assert float(found[index]) == pytest.approx(expected, rel=1e-5), name
+        assert float(input_grad[index]) == pytest.approx(expected, rel=1e-5), name
     trace = rl.trace(model, x, loss=total)
     assert trace.loss == pytest.approx(number(total(None, model(x))), rel=1e-9)
 
 
 @pytest.mark.one_engine
 @pytest.mark.parametrize("make", [dict_functional, listed_by_name, dict_subclassed])
-@pytest.mark.parametrize("out", ["width", "angle"])
-def test_an_output_by_its_key(make, out):
+@pytest.mark.parametrize("output_key", ["width", "angle"])
+def test_an_output_by_its_key(make, output_key):
     model = make()
     x = {"zeta": X, "alpha": RNG.normal(size=(3, 4, 2))}
     model(x)
 
-    def plain(moved):
-        return number(keras.ops.sum(keras.ops.convert_to_tensor(model({**x, "alpha": moved})[out])))
+    def output_sum(alpha):
+        return number(keras.ops.sum(keras.ops.convert_to_tensor(model({**x, "alpha": alpha})[output_key])))
 
-    found = rl.gradients(model, x, of=f"output[{out}]", reduce="sum", wrt="input[alpha]")
-    assert float(found[0, 1, 1]) == pytest.approx(by_difference(plain, x["alpha"], (0, 1, 1)), rel=1e-5)
+    input_grad = rl.gradients(model, x, of=f"output[{output_key}]", reduce="sum", wrt="input[alpha]")
+    assert float(input_grad[0, 1, 1]) == pytest.approx(by_difference(output_sum, x["alpha"], (0, 1, 1)), rel=1e-5)
 
 
 @pytest.mark.one_engine
 def test_layers_of_one_name_in_different_nested_models_are_listed_apart():
     model, cells = two_nested()
     assert [info.name for info in rl.layers(model)] == list(cells)
-    shown = rl.weights(model)
+    weights = rl.weights(model)
     for name, cell in cells.items():
-        values = keras.ops.convert_to_numpy(cell.kernel).reshape(shown[name]["kernel"].shape)
-        np.testing.assert_array_equal(shown[name]["kernel"], values)
+        values = keras.ops.convert_to_numpy(cell.kernel).reshape(weights[name]["kernel"].shape)
+        np.testing.assert_array_equal(weights[name]["kernel"], values)

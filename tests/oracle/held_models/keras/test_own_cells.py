@@ -29,21 +29,21 @@ class Cell(keras.layers.Layer):
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.nudge = None  # (which state, step, sample, unit, size)
+        self.perturbation = None  # (which state, step, sample, unit, size)
         self.step = 0
 
     def build(self, shape):
         self.kernel = self.add_weight(shape=(shape[-1], self.gates * UNITS), name="kernel")
         self.recurrent = self.add_weight(shape=(UNITS, self.gates * UNITS), name="recurrent")
 
-    def parts(self, x, h):
+    def gate_inputs(self, x, h):
         return keras.ops.split(x @ self.kernel + h @ self.recurrent, self.gates, axis=-1)
 
-    def produced(self, which, state):
-        if self.nudge is None or self.nudge[0] != which or self.nudge[1] != self.step:
+    def perturbed(self, state_index, state):
+        if self.perturbation is None or self.perturbation[0] != state_index or self.perturbation[1] != self.step:
             return state
         bump = np.zeros(tuple(state.shape))
-        bump[self.nudge[2:4]] = self.nudge[4]
+        bump[self.perturbation[2:4]] = self.perturbation[4]
         return state + keras.ops.convert_to_tensor(bump, dtype=state.dtype)
 
 
@@ -51,10 +51,10 @@ class LstmByHand(Cell):
     gates, state_size = 4, (UNITS, UNITS)
 
     def call(self, x, states):
-        i, f, g, o = self.parts(x, states[0])
+        i, f, g, o = self.gate_inputs(x, states[0])
         i, f, o = keras.ops.sigmoid(i), keras.ops.sigmoid(f), keras.ops.sigmoid(o)
-        c = self.produced(1, f * states[1] + i * keras.ops.tanh(g))
-        h = self.produced(0, o * keras.ops.tanh(c))
+        c = self.perturbed(1, f * states[1] + i * keras.ops.tanh(g))
+        h = self.perturbed(0, o * keras.ops.tanh(c))
         return h, [h, c]
 
 
@@ -62,7 +62,7 @@ class Gained(Cell):
     """A cell whose output is computed from the state but is not a state."""
 
     def call(self, x, states):
-        h = self.produced(0, keras.ops.tanh(self.parts(x, states[0])[0]))
+        h = self.perturbed(0, keras.ops.tanh(self.gate_inputs(x, states[0])[0]))
         return h * 2.0 + x[:, :1], [h]
 
 
@@ -70,8 +70,8 @@ class OutputFirst(Cell):
     """A cell whose state is computed from the output."""
 
     def call(self, x, states):
-        y = keras.ops.tanh(self.parts(x, states[0])[0])
-        h = self.produced(0, y * 0.5)
+        y = keras.ops.tanh(self.gate_inputs(x, states[0])[0])
+        h = self.perturbed(0, y * 0.5)
         return y, [h]
 
 
@@ -81,7 +81,7 @@ class PassedOn(Cell):
     state_size = (UNITS, UNITS)
 
     def call(self, x, states):
-        h = self.produced(0, keras.ops.tanh(self.parts(x, states[0])[0] + states[1]))
+        h = self.perturbed(0, keras.ops.tanh(self.gate_inputs(x, states[0])[0] + states[1]))
         return h, [h, states[1]]
 
 
@@ -100,15 +100,15 @@ class LayersInside(Cell):
         self.read.build((None, UNITS))
 
     def call(self, x, states):
-        m = self.produced(1, 0.7 * states[1] + self.parts(x, states[0])[0])
-        h = self.produced(0, self.mix(keras.ops.concatenate([m, x], axis=-1)))
+        m = self.perturbed(1, 0.7 * states[1] + self.gate_inputs(x, states[0])[0])
+        h = self.perturbed(0, self.mix(keras.ops.concatenate([m, x], axis=-1)))
         return self.read(h) * m[:, :2], [h, m]
 
 
 CELLS = [LstmByHand, Gained, OutputFirst, PassedOn, LayersInside]
 
 
-def plain_loss(cell, x, sequences):
+def loop_loss(cell, x, sequences):
     """Return the loss of a cell called in a Python loop."""
     states = [keras.ops.zeros((x.shape[0], UNITS)) for _ in cell.state_size]
     outputs = []
@@ -125,18 +125,18 @@ def plain_loss(cell, x, sequences):
 def test_every_state_where_it_is_computed(kind, sequences):
     cell = kind()
     model = keras.Sequential([keras.Input((TIME, 2)), keras.layers.RNN(cell, return_sequences=sequences, name="rnn")])
-    found = rl.trace(model, X, loss=total)["rnn"]
-    assert plain_loss(cell, X, sequences) == pytest.approx(float(keras.ops.convert_to_numpy(total(None, model(X)))))
-    for which in range(1 if kind is PassedOn else len(cell.state_size)):
-        name = ["hidden_grad", "state_1_grad"][which]
+    trace = rl.trace(model, X, loss=total)["rnn"]
+    assert loop_loss(cell, X, sequences) == pytest.approx(float(keras.ops.convert_to_numpy(total(None, model(X)))))
+    for state_index in range(1 if kind is PassedOn else len(cell.state_size)):
+        name = ["hidden_grad", "state_1_grad"][state_index]
         for step, sample, unit in [(TIME - 1, 0, 1), (0, 1, 2), (2, 1, 0)]:
-            ends = []
+            losses = []
             for size in (STEP, -STEP):
-                cell.nudge = (which, step, sample, unit, size)
-                ends.append(plain_loss(cell, X, sequences))
-            cell.nudge = None
-            expected = (ends[0] - ends[1]) / (2 * STEP)
-            assert float(found[name][sample, step, unit]) == pytest.approx(expected, rel=1e-6, abs=1e-8), (name, step)
+                cell.perturbation = (state_index, step, sample, unit, size)
+                losses.append(loop_loss(cell, X, sequences))
+            cell.perturbation = None
+            expected = (losses[0] - losses[1]) / (2 * STEP)
+            assert float(trace[name][sample, step, unit]) == pytest.approx(expected, rel=1e-6, abs=1e-8), (name, step)
 
 
 @pytest.mark.one_engine
@@ -145,12 +145,12 @@ def test_an_lstm_by_hand_is_the_lstm(sequences):
     cell, builtin = LstmByHand(), keras.layers.LSTM(UNITS, use_bias=False, return_sequences=sequences, name="rnn")
     inputs = keras.Input((TIME, 2))
     by_hand = keras.Model(inputs, keras.layers.RNN(cell, return_sequences=sequences, name="rnn")(inputs))
-    ours = keras.Model(inputs, builtin(inputs))
+    reference = keras.Model(inputs, builtin(inputs))
     builtin.set_weights(cell.get_weights())
-    found, expected = rl.trace(by_hand, X, loss=total)["rnn"], rl.trace(ours, X, loss=total)["rnn"]
-    np.testing.assert_allclose(found["hidden_grad"], expected["hidden_grad"], rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(found["state_1_grad"], expected["cell_grad"], rtol=1e-9, atol=1e-12)
-    for of, wrt, known in (
+    actual, expected = rl.trace(by_hand, X, loss=total)["rnn"], rl.trace(reference, X, loss=total)["rnn"]
+    np.testing.assert_allclose(actual["hidden_grad"], expected["hidden_grad"], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(actual["state_1_grad"], expected["cell_grad"], rtol=1e-9, atol=1e-12)
+    for of, wrt, builtin_wrt in (
         ("output", "state_1", "cell"),
         ("state_1", "hidden", "hidden"),
         ("state_1", "state_1", "cell"),
@@ -159,23 +159,23 @@ def test_an_lstm_by_hand_is_the_lstm(sequences):
         builtin_of = builtin_of if of == "output" else f"rnn.{builtin_of}"
         for mode in ("reverse", "forward"):
             j = rl.jacobian(by_hand, X, of=of if of == "output" else f"rnn.{of}", wrt=f"rnn.{wrt}", mode=mode)
-            k = rl.jacobian(ours, X, of=builtin_of, wrt=f"rnn.{known}", mode=mode)
+            k = rl.jacobian(reference, X, of=builtin_of, wrt=f"rnn.{builtin_wrt}", mode=mode)
             np.testing.assert_allclose(j, k, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.one_engine
 def test_stacked_cells_are_stacked_layers():
     """In stacked cells, the upper cell reads the lower cell's state of the same step."""
-    stacked = keras.layers.RNN([keras.layers.GRUCell(UNITS), keras.layers.SimpleRNNCell(UNITS)], name="rnn")
+    rnn = keras.layers.RNN([keras.layers.GRUCell(UNITS), keras.layers.SimpleRNNCell(UNITS)], name="rnn")
     inputs = keras.Input((TIME, 2))
-    one = keras.Model(inputs, stacked(inputs))
+    stacked_cells = keras.Model(inputs, rnn(inputs))
     lower = keras.layers.GRU(UNITS, return_sequences=True, name="lower")
     upper = keras.layers.SimpleRNN(UNITS, name="upper")
-    two = keras.Model(inputs, upper(lower(inputs)))
-    two.set_weights(one.get_weights())
-    found, expected = rl.trace(one, X, loss=total)["rnn"], rl.trace(two, X, loss=total)
-    np.testing.assert_allclose(found["hidden_grad"], expected["lower"]["hidden_grad"], rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(found["state_1_grad"], expected["upper"]["hidden_grad"], rtol=1e-9, atol=1e-12)
+    stacked_layers = keras.Model(inputs, upper(lower(inputs)))
+    stacked_layers.set_weights(stacked_cells.get_weights())
+    actual, expected = rl.trace(stacked_cells, X, loss=total)["rnn"], rl.trace(stacked_layers, X, loss=total)
+    np.testing.assert_allclose(actual["hidden_grad"], expected["lower"]["hidden_grad"], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(actual["state_1_grad"], expected["upper"]["hidden_grad"], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.one_engine
@@ -186,14 +186,14 @@ def test_an_output_that_equals_the_state_by_chance():
             self.gain = self.add_weight(shape=(1,), initializer="zeros", name="gain")
 
         def call(self, x, states):
-            h = keras.ops.tanh(self.parts(x, states[0])[0])
+            h = keras.ops.tanh(self.gate_inputs(x, states[0])[0])
             return h + self.gain * x[:, :1], [h]
 
     cell = Gate()
     model = keras.Sequential([keras.Input((TIME, 2)), keras.layers.RNN(cell, return_sequences=True, name="rnn")])
-    found = rl.weights(model, X, loss=total)["rnn"]["gain_grad"]
-    ends = []
+    gain_grad = rl.weights(model, X, loss=total)["rnn"]["gain_grad"]
+    losses = []
     for size in (STEP, -STEP):
         cell.gain.assign([size])
-        ends.append(float(keras.ops.convert_to_numpy(total(None, model(X)))))
-    assert float(found[0]) == pytest.approx((ends[0] - ends[1]) / (2 * STEP), rel=1e-6)
+        losses.append(float(keras.ops.convert_to_numpy(total(None, model(X)))))
+    assert float(gain_grad[0]) == pytest.approx((losses[0] - losses[1]) / (2 * STEP), rel=1e-6)

@@ -22,24 +22,24 @@ def mean_square(y, predicted):
 def model():
     keras.utils.set_random_seed(0)
     inputs = keras.Input((4, 3), dtype="float64")
-    both = layers.Bidirectional(layers.GRU(3, return_sequences=True, dtype="float64"), name="both", dtype="float64")(
-        inputs
-    )
-    above = layers.LSTM(4, name="above", dtype="float64")(both)
-    return keras.Model(inputs, layers.Dense(2, name="head", dtype="float64")(above))
+    gru_output = layers.Bidirectional(
+        layers.GRU(3, return_sequences=True, dtype="float64"), name="both", dtype="float64"
+    )(inputs)
+    lstm_output = layers.LSTM(4, name="above", dtype="float64")(gru_output)
+    return keras.Model(inputs, layers.Dense(2, name="head", dtype="float64")(lstm_output))
 
 
 @pytest.mark.one_engine
-@pytest.mark.parametrize("chosen", LAYERS, ids=str)
-def test_a_part_is_not_accused(model, chosen):
+@pytest.mark.parametrize("layer_names", LAYERS, ids=str)
+def test_a_part_is_not_accused(model, layer_names):
     for quantities in QUANTITIES:
-        if chosen == ["head"] and quantities not in (None, ["output"], ["output_grad"]):
+        if layer_names == ["head"] and quantities not in (None, ["output"], ["output_grad"]):
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            found = rl.trace(model, X, np.ones((2, 2)), loss=mean_square, layers=chosen, quantities=quantities)
-        assert np.isfinite(found.loss)
-        assert found.certificate.state == "passed", (quantities, found.certificate.sentence)
+            trace = rl.trace(model, X, np.ones((2, 2)), loss=mean_square, layers=layer_names, quantities=quantities)
+        assert np.isfinite(trace.loss)
+        assert trace.certificate.state == "passed", (quantities, trace.certificate.sentence)
 
 
 ACTIVATIONS = ["hard_sigmoid", "leaky_relu", "gelu", "sparsemax"]
@@ -53,11 +53,13 @@ def test_activations_as_the_engine_computes_them(name):
     model = keras.Model(inputs, lstm(inputs))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = rl.trace(model, X, np.ones((2, 4, 3)), loss=mean_square)
+        trace = rl.trace(model, X, np.ones((2, 4, 3)), loss=mean_square)
         jacobian = rl.jacobian(model, X)
-    assert found.certificate.state == "passed"
-    moved = np.zeros_like(X)
-    moved[:, 1, 2] = 1e-6
-    above, below = (np.asarray(keras.ops.convert_to_numpy(model(x)), float) for x in (X + moved, X - moved))
+    assert trace.certificate.state == "passed"
+    perturbation = np.zeros_like(X)
+    perturbation[:, 1, 2] = 1e-6
+    above, below = (
+        np.asarray(keras.ops.convert_to_numpy(model(x)), float) for x in (X + perturbation, X - perturbation)
+    )
     slope = (above - below) / 2e-6
     np.testing.assert_allclose(jacobian.values[..., 1, 2], slope, atol=3e-6)

@@ -21,7 +21,7 @@ ADAPTER, VERBS = "rnnlens.adapters.keras", "rnnlens.verbs"
 capture, hooks, pullback, run = (
     importlib.import_module(f"{ADAPTER}.{name}") for name in ("capture", "hooks", "pullback", "run")
 )
-jacobian, datasets, weights = (
+jacobian, traced_layers, weights = (
     importlib.import_module(f"{VERBS}.{name}") for name in ("jacobian", "traced_layers", "weights")
 )
 
@@ -67,7 +67,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 class Fault:
     """One fault: ``plant(original)`` replaces ``owner.name`` while ``call`` runs on ``model``."""
 
-    what: str
+    description: str
     owner: Any
     name: str
     plant: Callable[[Any], Any]
@@ -75,16 +75,16 @@ class Fault:
     call: str = "trace"
 
 
-def result(change):
+def change_result(change):
     return lambda original: lambda *args, **kwargs: change(original(*args, **kwargs))
 
 
-def fed(change):
+def change_input(change):
     """Return a fault that calls the model on a changed input."""
     return lambda original: lambda model, x, training: original(model, change(x), training)
 
 
-def other_loss(change):
+def change_loss(change):
     """Return a fault that changes the user's loss, in the capture or in the pullback only."""
 
     def plant(original):
@@ -97,99 +97,114 @@ def other_loss(change):
     return plant
 
 
-def variable(name, change):
-    def changed(layer):
+def change_variable(name, change):
+    def edit_layer(layer):
         if name in layer.variables:
             layer.variables[name] = layer.variables[name].copy(data=change(layer.variables[name].values))
         return layer
 
-    return result(changed)
+    return change_result(edit_layer)
 
 
-def label(name):
-    def changed(layer):
+def reverse_label(name):
+    def edit_layer(layer):
         if name in layer.coords:
             layer.coords[name] = layer.coords[name].copy(data=layer.coords[name].values[::-1])
         return layer
 
-    return result(changed)
+    return change_result(edit_layer)
 
 
-def arrived(change):
-    return result(lambda found: {port: None if g is None else change(np.asarray(g)) for port, g in found.items()})
+def change_grads(change):
+    return change_result(
+        lambda grads: {port: None if g is None else change(np.asarray(g)) for port, g in grads.items()}
+    )
 
 
-def other_gates(original):
+def reverse_gates(original):
     def faulty(grads, cells, **kwargs):
-        found = original(grads, cells, **kwargs)
-        for key, entry in found.items():
+        entries = original(grads, cells, **kwargs)
+        for key, entry in entries.items():
             if "gate" in entry.dims:
-                found[key] = entry._replace(values=np.flip(np.asarray(entry.values), entry.dims.index("gate")).copy())
-        return found
+                entries[key] = entry._replace(values=np.flip(np.asarray(entry.values), entry.dims.index("gate")).copy())
+        return entries
 
     return faulty
 
 
-def exchanged_twins(original):
+def exchange_twins(original):
     """Return a fault that exchanges the names of two layers of the same size."""
 
     def faulty(self, *args):
-        found = original(self, *args)
-        for call in found.calls:
+        captured = original(self, *args)
+        for call in captured.calls:
             call.layer = {"first/lstm": "second/lstm", "second/lstm": "first/lstm"}.get(call.layer, call.layer)
-        return found
+        return captured
 
     return faulty
 
 
-def of_jacobian(change):
-    return result(lambda array: array.copy(data=np.ascontiguousarray(change(np.asarray(array.values)))))
+def change_jacobian(change):
+    return change_result(lambda array: array.copy(data=np.ascontiguousarray(change(np.asarray(array.values)))))
 
 
-_LABELS = (datasets, "labelled_layer")
+_LABELS = (traced_layers, "labelled_layer")
 FAULTS = [
-    Fault("input 1 % larger", run, "call_model", fed(lambda x: x * 1.01)),
-    Fault("input backwards", run, "call_model", fed(lambda x: keras.ops.flip(x, 1))),
-    Fault("samples in another order", run, "call_model", fed(lambda x: keras.ops.flip(x, 0))),
-    Fault("samples for steps", run, "call_model", fed(lambda x: keras.ops.swapaxes(x, 0, 1))),
-    Fault("output 1 % larger", run, "call_model", result(lambda o: o * 1.01)),
-    Fault("output half detached", run, "call_model", result(lambda o: 0.5 * o + 0.5 * keras.ops.stop_gradient(o))),
-    Fault("loss doubled", capture, "losses", other_loss(lambda v: 2 * v)),
-    Fault("loss out of date", capture, "losses", other_loss(lambda v: v + 0.25 * v * v)),
-    Fault("loss half detached", capture, "losses", other_loss(lambda v: 0.5 * v + 0.5 * keras.ops.stop_gradient(v))),
-    Fault("names of twins exchanged", capture._Assembly, "capture", exchanged_twins, "twins"),
-    Fault("label: directions", *_LABELS, label("direction")),
-    Fault("label: gates", *_LABELS, label("gate")),
-    Fault("gate gradient: samples for steps", *_LABELS, variable("gate_grad", lambda v: np.swapaxes(v, 0, 1).copy())),
-    Fault("hidden: one step late", *_LABELS, variable("hidden", lambda v: np.roll(v, 1, axis=1))),
-    Fault("input gradient 1 % larger", *_LABELS, variable("input_grad", lambda v: v * 1.01)),
-    Fault("weights: gates", weights, "label_cell", other_gates, "stack", "weights"),
-    Fault("weights: loss doubled", capture, "losses", other_loss(lambda v: 2 * v), "stack", "weights"),
-    Fault("pull-back 1 % larger", pullback.KerasPullback, "vjp", arrived(lambda g: g * 1.01), "stack", "gradients"),
-    Fault("pull-back: loss doubled", pullback, "losses", other_loss(lambda v: 2 * v), "stack", "gradients"),
-    Fault("jacobian 1 % larger", jacobian, "execute", of_jacobian(lambda v: v * 1.01), "stack", "jacobian"),
+    Fault("input 1 % larger", run, "call_model", change_input(lambda x: x * 1.01)),
+    Fault("input backwards", run, "call_model", change_input(lambda x: keras.ops.flip(x, 1))),
+    Fault("samples in another order", run, "call_model", change_input(lambda x: keras.ops.flip(x, 0))),
+    Fault("samples for steps", run, "call_model", change_input(lambda x: keras.ops.swapaxes(x, 0, 1))),
+    Fault("output 1 % larger", run, "call_model", change_result(lambda o: o * 1.01)),
     Fault(
-        "jacobian: times transposed", jacobian, "execute", of_jacobian(lambda v: v.swapaxes(1, 3)), "stack", "jacobian"
+        "output half detached", run, "call_model", change_result(lambda o: 0.5 * o + 0.5 * keras.ops.stop_gradient(o))
+    ),
+    Fault("loss doubled", capture, "losses", change_loss(lambda v: 2 * v)),
+    Fault("loss out of date", capture, "losses", change_loss(lambda v: v + 0.25 * v * v)),
+    Fault("loss half detached", capture, "losses", change_loss(lambda v: 0.5 * v + 0.5 * keras.ops.stop_gradient(v))),
+    Fault("names of twins exchanged", capture._Assembly, "capture", exchange_twins, "twins"),
+    Fault("label: directions", *_LABELS, reverse_label("direction")),
+    Fault("label: gates", *_LABELS, reverse_label("gate")),
+    Fault(
+        "gate gradient: samples for steps",
+        *_LABELS,
+        change_variable("gate_grad", lambda v: np.swapaxes(v, 0, 1).copy()),
+    ),
+    Fault("hidden: one step late", *_LABELS, change_variable("hidden", lambda v: np.roll(v, 1, axis=1))),
+    Fault("input gradient 1 % larger", *_LABELS, change_variable("input_grad", lambda v: v * 1.01)),
+    Fault("weights: gates", weights, "label_cell", reverse_gates, "stack", "weights"),
+    Fault("weights: loss doubled", capture, "losses", change_loss(lambda v: 2 * v), "stack", "weights"),
+    Fault(
+        "pull-back 1 % larger", pullback.KerasPullback, "vjp", change_grads(lambda g: g * 1.01), "stack", "gradients"
+    ),
+    Fault("pull-back: loss doubled", pullback, "losses", change_loss(lambda v: 2 * v), "stack", "gradients"),
+    Fault("jacobian 1 % larger", jacobian, "execute", change_jacobian(lambda v: v * 1.01), "stack", "jacobian"),
+    Fault(
+        "jacobian: times transposed",
+        jacobian,
+        "execute",
+        change_jacobian(lambda v: v.swapaxes(1, 3)),
+        "stack",
+        "jacobian",
     ),
 ]
 
 
-def made(name):
+def model_and_data(name):
     rng = np.random.default_rng(0)
     return MODELS[name](), rng.normal(size=(5, 5, 4)).astype("float32"), rng.normal(size=(5, 5, 4)).astype("float32")
 
 
-def certificate_of(found):
+def certificate_of(result):
     """Return (sentence of the certificate, whether the self-checks passed)."""
-    if isinstance(found, xr.DataArray):
-        return found.attrs["certificate"], found.attrs.get("replay_residual", 0.0) < 1e-4
-    return found.certificate.sentence, all(check.ok for check in found._self_checks)
+    if isinstance(result, xr.DataArray):
+        return result.attrs["certificate"], result.attrs.get("replay_residual", 0.0) < 1e-4
+    return result.certificate.sentence, all(check.ok for check in result._self_checks)
 
 
 @pytest.mark.product(keep=("output half detached", "loss out of date", "jacobian: times transposed"))
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.description)
 def test_noticed(fault, monkeypatch):
-    model, x, y = made(fault.model)
+    model, x, y = model_and_data(fault.model)
     monkeypatch.setattr(fault.owner, fault.name, fault.plant(getattr(fault.owner, fault.name)))
     with warnings.catch_warnings(), rl.options(certify="always"):
         warnings.simplefilter("ignore", rl.errors.SelfCheckWarning)
@@ -203,6 +218,6 @@ def test_noticed(fault, monkeypatch):
 @pytest.mark.parametrize(("call", "model"), [*((call, "stack") for call in CALLS), ("trace", "twins")])
 def test_nothing_noticed_without_a_fault(call, model):
     with rl.options(certify="always"):
-        sentence, passed = certificate_of(CALLS[call](*made(model)))
+        sentence, passed = certificate_of(CALLS[call](*model_and_data(model)))
     assert passed
     assert sentence.startswith(f"certified against {keras.backend.backend()}"), sentence

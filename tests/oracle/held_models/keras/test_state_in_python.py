@@ -50,7 +50,7 @@ class CountingCell(keras.layers.Layer):
         return h, [h]
 
 
-def kept(cell):
+def python_state(cell):
     notes = cell.notes
     return (
         *(cell.calls, list(cell.sizes), notes.count, list(notes.seen["lengths"]), cell.array.tolist(), id(cell.last)),
@@ -63,7 +63,7 @@ def kept(cell):
 def test_a_cell_is_left_as_found(verb):
     cell = CountingCell()
     model = keras.Sequential([keras.Input((5, 2)), keras.layers.RNN(cell, name="rnn")])
-    before = kept(cell)
+    before = python_state(cell)
     if verb == "trace":
         rl.trace(model, X, Y, loss="mse")
     elif verb == "gradients":
@@ -72,7 +72,7 @@ def test_a_cell_is_left_as_found(verb):
         rl.jacobian(model, X)
     else:
         rl.weights(model, X, Y, loss="mse")
-    assert kept(cell) == before
+    assert python_state(cell) == before
 
 
 @pytest.mark.product
@@ -81,10 +81,10 @@ def test_also_after_an_exception(verb):
     cell = CountingCell()
     model = keras.Sequential([keras.Input((5, 2)), keras.layers.RNN(cell, name="rnn")])
     cell.raises = True
-    before = kept(cell)
+    before = python_state(cell)
     with pytest.raises(Exception, match="the cell's own error"):
         verb(model, X, Y, loss="mse")
-    assert kept(cell) == before
+    assert python_state(cell) == before
 
 
 class Counting(keras.Model):
@@ -106,42 +106,42 @@ def test_a_counter_counts_the_run_once():
     before = model.calls
     expected = np.full((3, 4), before + 1.0)  # factor in the next run of the model
     for _ in range(2):
-        found = rl.trace(model, X, Y, loss=lambda y, out: keras.ops.sum(out))
-        by_output = rl.gradients(model, X, Y, loss=lambda y, out: keras.ops.sum(out), wrt="lstm.output")
+        trace = rl.trace(model, X, Y, loss=lambda y, out: keras.ops.sum(out))
+        output_grad = rl.gradients(model, X, Y, loss=lambda y, out: keras.ops.sum(out), wrt="lstm.output")
         assert model.calls == before
-        np.testing.assert_array_equal(found["lstm"].output_grad, expected)
-        np.testing.assert_array_equal(by_output, expected)
-    assert found.loss == pytest.approx(float(keras.ops.convert_to_numpy(keras.ops.sum(model(X)))), rel=1e-5)
+        np.testing.assert_array_equal(trace["lstm"].output_grad, expected)
+        np.testing.assert_array_equal(output_grad, expected)
+    assert trace.loss == pytest.approx(float(keras.ops.convert_to_numpy(keras.ops.sum(model(X)))), rel=1e-5)
 
 
 @pytest.mark.one_engine("jax", "torch")
 def test_what_python_draws_is_drawn_anew_and_put_back():
     scale = keras.layers.Lambda(lambda x: x * random.choice([1.0, 10.0, 100.0, 1000.0]))
     model = keras.Sequential([keras.Input((5, 2)), keras.layers.LSTM(4, name="lstm"), scale])
-    seen = set()
+    factors = set()
     for seed in range(6):
         random.seed(seed)
         expected = random.choice([1.0, 10.0, 100.0, 1000.0])
         random.seed(seed)
-        found = rl.trace(model, X, Y, loss=lambda y, out: keras.ops.sum(out))
+        trace = rl.trace(model, X, Y, loss=lambda y, out: keras.ops.sum(out))
         assert random.choice([1.0, 10.0, 100.0, 1000.0]) == expected
-        np.testing.assert_array_equal(found["lstm"].output_grad, np.full((3, 4), expected))
-        seen.add(expected)
-    assert len(seen) > 1
+        np.testing.assert_array_equal(trace["lstm"].output_grad, np.full((3, 4), expected))
+        factors.add(expected)
+    assert len(factors) > 1
 
 
 @pytest.mark.one_engine("jax", "torch")
 def test_what_a_closure_counts():
-    count, seen = 0, []
+    count, counts = 0, []
 
     def counting(x):
         nonlocal count
         count += 1
-        seen.append(count)
+        counts.append(count)
         return x
 
     model = keras.Sequential([keras.Input((5, 2)), keras.layers.LSTM(4), keras.layers.Lambda(counting)])
-    before = count, list(seen)
+    before = count, list(counts)
     rl.trace(model, X, Y, loss="mse")
     rl.jacobian(model, X)
-    assert (count, seen) == before
+    assert (count, counts) == before

@@ -39,8 +39,8 @@ def sequential():
 def functional():
     inputs = keras.Input((5, 2))
     masked = layers.Masking()(inputs)
-    both = layers.Bidirectional(layers.GRU(3, return_sequences=True), name="both")(masked)
-    model = keras.Model(inputs, layers.TimeDistributed(layers.Dense(2))(layers.LayerNormalization()(both)) + inputs)
+    hidden = layers.Bidirectional(layers.GRU(3, return_sequences=True), name="both")(masked)
+    model = keras.Model(inputs, layers.TimeDistributed(layers.Dense(2))(layers.LayerNormalization()(hidden)) + inputs)
     model.compile(loss=keras.losses.Huber(delta=0.7))
     return model
 
@@ -56,21 +56,21 @@ VERBS = {
 @pytest.fixture
 def traces(monkeypatch):
     """Yield a function that returns the number of traces in a call, and the result of the call."""
-    entered, original = [], keras.StatelessScope.__enter__
-    monkeypatch.setattr(keras.StatelessScope, "__enter__", lambda scope: (entered.append(1), original(scope))[1])
+    entries, original = [], keras.StatelessScope.__enter__
+    monkeypatch.setattr(keras.StatelessScope, "__enter__", lambda scope: (entries.append(1), original(scope))[1])
 
     def count(call):
-        entered.clear()
-        found = call()
-        return len(entered), found
+        entries.clear()
+        result = call()
+        return len(entries), result
 
     with rl.options(certify="always"):
         yield count
 
 
-def plain_loss(model):
+def reference_loss(model):
     value = keras.ops.mean(keras.losses.get(model.loss)(Y, model(X)))
-    return sum(float(keras.ops.convert_to_numpy(part)) for part in (value, *model.losses))
+    return sum(float(keras.ops.convert_to_numpy(term)) for term in (value, *model.losses))
 
 
 def traced_once(model, verb, traces):
@@ -84,11 +84,11 @@ def traced_once(model, verb, traces):
 def test_the_second_call_is_not_traced_and_nothing_keeps_the_model_alive(verb, traces):
     model = sequential()
     assert traced_once(model, verb, traces)
-    gone = weakref.ref(model)
+    model_ref = weakref.ref(model)
     del model
     gc.collect()
     keras.backend.clear_session(free_memory=True)
-    assert gone() is None
+    assert model_ref() is None
 
 
 @pytest.mark.one_engine("jax", "torch")
@@ -100,17 +100,17 @@ def test_new_values_are_arguments(traces):
     model = sequential()
     VERBS["trace"](model)
     model.set_weights([1.5 * w + 0.1 for w in model.get_weights()])
-    count, found = traces(lambda: VERBS["trace"](model))
+    count, trace = traces(lambda: VERBS["trace"](model))
     assert (count == 0) == COMPILES
-    assert found.loss == pytest.approx(plain_loss(model), rel=1e-5)
-    assert "NOT" not in found.certificate.sentence
+    assert trace.loss == pytest.approx(reference_loss(model), rel=1e-5)
+    assert "NOT" not in trace.certificate.sentence
 
 
-def _cell(name, value):
+def _set_on_cell(name, value):
     return lambda model: setattr(model.get_layer("lstm").cell, name, value)
 
 
-def _replaced_call(model):
+def _replace_call(model):
     """Override the head's ``call`` by a wrapper that has the name and module of the wrapped function."""
     layer, gain = model.get_layer("head"), 3.0
     original = layer.call
@@ -118,8 +118,8 @@ def _replaced_call(model):
 
 
 SETTINGS = {
-    "activation": _cell("activation", keras.activations.relu),
-    "recurrent activation": _cell("recurrent_activation", keras.activations.hard_sigmoid),
+    "activation": _set_on_cell("activation", keras.activations.relu),
+    "recurrent activation": _set_on_cell("recurrent_activation", keras.activations.hard_sigmoid),
     "direction": lambda model: setattr(model.get_layer("lstm"), "go_backwards", True),
     "bias": lambda model: setattr(model.get_layer("head"), "use_bias", False),
     "factor of a regulariser": lambda model: setattr(model.get_layer("head").kernel.regularizer, "l2", 0.3),
@@ -127,7 +127,7 @@ SETTINGS = {
     "loss": lambda model: model.compile(loss="mae"),
     "another layer": lambda model: model.add(layers.Dense(2)),
     "a layer fewer": lambda model: model.pop(),
-    "a method": _replaced_call,
+    "a method": _replace_call,
 }
 
 
@@ -137,10 +137,10 @@ def test_a_setting_that_changes_is_traced_again(traces):
     VERBS["trace"](model)
     for name, change in SETTINGS.items():
         change(model)
-        count, found = traces(lambda: VERBS["trace"](model))
+        count, trace = traces(lambda: VERBS["trace"](model))
         assert count > 0, name
-        assert found.loss == pytest.approx(plain_loss(model), rel=1e-5), name
-        assert found.certificate.sentence.startswith("certified"), name
+        assert trace.loss == pytest.approx(reference_loss(model), rel=1e-5), name
+        assert trace.certificate.sentence.startswith("certified"), name
 
 
 @pytest.mark.one_engine("jax", "torch")
@@ -149,9 +149,9 @@ def test_a_method_of_a_class_that_changes_is_traced_again(traces, monkeypatch):
     VERBS["trace"](model)
     doubled = functools.wraps(original)(lambda self, x, training=None: 2 * original(self, x, training))
     monkeypatch.setattr(layers.Dense, "call", doubled)
-    count, found = traces(lambda: VERBS["trace"](model))
+    count, trace = traces(lambda: VERBS["trace"](model))
     assert count > 0
-    assert found.loss == pytest.approx(plain_loss(model), rel=1e-5)
+    assert trace.loss == pytest.approx(reference_loss(model), rel=1e-5)
 
 
 @pytest.mark.one_engine("jax", "torch")
@@ -159,6 +159,6 @@ def test_another_rate_of_dropout_is_traced_again(traces):
     model = sequential()
     rl.trace(model, X, Y, training=True, seed=0)
     model.get_layer("drop").rate = 0.0
-    count, found = traces(lambda: rl.trace(model, X, Y, training=True, seed=0))
+    count, trace = traces(lambda: rl.trace(model, X, Y, training=True, seed=0))
     assert count > 0
-    assert found.loss == pytest.approx(plain_loss(model), rel=1e-5)
+    assert trace.loss == pytest.approx(reference_loss(model), rel=1e-5)

@@ -22,17 +22,17 @@ def pointer(steps, *, softmax=False, head=False, time_first=False):
 
     def run(m, x):
         encoded, (h, c) = m.encoder(x.transpose(0, 1) if time_first else x)
-        h, c, context, found = h[0], c[0], encoded[:, 0] * 0, []
+        h, c, context, outputs = h[0], c[0], encoded[:, 0] * 0, []
         for _ in range(steps):
             h, c = m.decoder(context, (h, c))
             scores = m.score(torch.tanh(m.keys(encoded) + m.query(h)[:, None])).squeeze(-1)
             weights = torch.softmax(scores, -1)
             context = (weights[:, None] @ encoded)[:, 0]
-            found.append(m.head(torch.cat([h, context], -1)) if head else weights if softmax else scores)
-        return torch.stack(found, 0 if time_first else 1)
+            outputs.append(m.head(torch.cat([h, context], -1)) if head else weights if softmax else scores)
+        return torch.stack(outputs, 0 if time_first else 1)
 
-    parts = {"keys": nn.Linear(H, H), "query": nn.Linear(H, H), "score": nn.Linear(H, 1), "head": nn.Linear(2 * H, V)}
-    return made(run, encoder=nn.LSTM(F, H, batch_first=True), decoder=nn.LSTMCell(H, H), **parts)
+    modules = {"keys": nn.Linear(H, H), "query": nn.Linear(H, H), "score": nn.Linear(H, 1), "head": nn.Linear(2 * H, V)}
+    return made(run, encoder=nn.LSTM(F, H, batch_first=True), decoder=nn.LSTMCell(H, H), **modules)
 
 
 def luong(*, softmax=False):
@@ -85,22 +85,22 @@ def full_jacobian(model, leaves, index, samples_at=0, of_samples_at=0):
 
     full = torch.autograd.functional.jacobian(run, leaves[index])
     rank = model(*leaves).ndim
-    parts = [full.select(rank + samples_at, b).select(of_samples_at, b) for b in range(B)]
-    return torch.stack(parts).numpy()
+    rows = [full.select(rank + samples_at, b).select(of_samples_at, b) for b in range(B)]
+    return torch.stack(rows).numpy()
 
 
-def close(got, expected):
-    got = np.asarray(got)
-    assert got.shape == expected.shape
+def close(actual, expected):
+    actual = np.asarray(actual)
+    assert actual.shape == expected.shape
     assert np.abs(expected).max() > 1e-9
-    assert np.abs(got - expected).max() <= 1e-12
+    assert np.abs(actual - expected).max() <= 1e-12
 
 
-def told(error):
+def suggested_axes(error):
     """Every ``axes=`` that a message says to type."""
-    found = [ast.literal_eval(text) for text in re.findall(r"axes=(\{.*?\})", str(error.value))]
-    assert found
-    return found
+    suggestions = [ast.literal_eval(text) for text in re.findall(r"axes=(\{.*?\})", str(error.value))]
+    assert suggestions
+    return suggestions
 
 
 TWO = {
@@ -120,32 +120,32 @@ def test_scores_between_decoder_and_encoder_are_asked_for(name, D, T):
         with pytest.raises(rl.errors.InputError, match="axis_1 and axis_2 of 'output' vary with the steps") as error:
             rl.jacobian(model, x, wrt=wrt)
         expected = full_jacobian(model, leaves, index)
-        decoder, encoder = told(error)
+        decoder, encoder = suggested_axes(error)
         assert decoder == {"output": ("sample", "time", "unit")}
-        got = rl.jacobian(model, x, wrt=wrt, axes=decoder)
-        assert got.dims == ("sample", "out_time", "out_unit", "in_time", "in_feature")
-        close(got, expected)
+        jacobian = rl.jacobian(model, x, wrt=wrt, axes=decoder)
+        assert jacobian.dims == ("sample", "out_time", "out_unit", "in_time", "in_feature")
+        close(jacobian, expected)
         close(rl.jacobian(model, x, wrt=wrt, axes=encoder), expected.swapaxes(1, 2))
     wrt = "input[0]" if len(leaves) > 1 else "input"
-    asked = {"of": "output", "at": {"time": 0}, "reduce": "sum", "wrt": wrt}
+    options = {"of": "output", "at": {"time": 0}, "reduce": "sum", "wrt": wrt}
     with pytest.raises(rl.errors.InputError, match="name the axis that counts steps: axes=") as error:
-        rl.gradients(model, x, **asked)
-    for axes, axis in zip(told(error), (1, 2), strict=True):
+        rl.gradients(model, x, **options)
+    for axes, axis in zip(suggested_axes(error), (1, 2), strict=True):
         leaf = leaves[0].clone().requires_grad_()
-        (own,) = torch.autograd.grad(model(leaf, *leaves[1:]).select(axis, 0).sum(), leaf)
-        close(rl.gradients(model, x, axes=axes, **asked), own.numpy())
+        (input_grad,) = torch.autograd.grad(model(leaf, *leaves[1:]).select(axis, 0).sum(), leaf)
+        close(rl.gradients(model, x, axes=axes, **options), input_grad.numpy())
 
 
 def test_scores_time_first_are_named_in_the_order_of_the_tensor():
     model, x = pointer(4, time_first=True), noise(6, B, F)
     with pytest.raises(rl.errors.InputError, match="axis_0 and axis_2 of 'output'") as error:
         rl.jacobian(model, x)
-    decoder = told(error)[0]
+    decoder = suggested_axes(error)[0]
     assert decoder == {"output": ("time", "sample", "unit")}
     close(rl.jacobian(model, x, axes=decoder), full_jacobian(model, (x,), 0, 1, 1))
     with pytest.raises(rl.errors.InputError, match="name the axis") as error:
         rl.gradients(model, x, of="output", at={"time": 0}, reduce="sum", wrt="input")
-    assert told(error)[0] == decoder
+    assert suggested_axes(error)[0] == decoder
 
 
 @pytest.mark.parametrize("softmax", [False, True])
@@ -153,7 +153,7 @@ def test_scores_of_a_sequence_with_itself_are_asked_for(softmax):
     model, x = attention_to_itself(softmax=softmax), noise(B, 6, F)
     with pytest.raises(rl.errors.InputError, match="axis_1 and axis_2 of 'output' vary with the steps") as error:
         rl.jacobian(model, x)
-    close(rl.jacobian(model, x, axes=told(error)[0]), full_jacobian(model, (x,), 0))
+    close(rl.jacobian(model, x, axes=suggested_axes(error)[0]), full_jacobian(model, (x,), 0))
 
 
 @pytest.mark.parametrize(("D", "T"), LENGTHS)
@@ -162,9 +162,9 @@ def test_where_only_decoder_steps_are_apart_they_are_time(D, T):
     cases = [(pointer(D, softmax=True), (x,)), (pointer(D, head=True), (x,)), (luong(softmax=True), (x, y))]
     for model, leaves in cases:
         wrt = "input[0]" if len(leaves) > 1 else "input"
-        got = rl.jacobian(model, leaves if len(leaves) > 1 else x, wrt=wrt)
-        assert got.sizes["out_time"] == D
-        close(got, full_jacobian(model, leaves, 0))
+        jacobian = rl.jacobian(model, leaves if len(leaves) > 1 else x, wrt=wrt)
+        assert jacobian.sizes["out_time"] == D
+        close(jacobian, full_jacobian(model, leaves, 0))
 
 
 FLAT = {
@@ -183,25 +183,25 @@ def test_an_input_that_holds_all_features_of_all_steps_is_asked_for(name, steps)
     x = noise(B, steps * F + FLAT[name].get("static", 0))
     with pytest.raises(rl.errors.InputError, match="axis_1 of 'input' varies with the steps, but") as error:
         rl.jacobian(model, x)
-    features, entries = told(error)
+    features, entries = suggested_axes(error)
     expected = full_jacobian(model, (x,), 0)
-    got = rl.jacobian(model, x, axes=features)
-    assert got.dims[-1] == "in_feature"
-    assert "in_time" not in got.dims
-    close(got, expected)
+    actual = rl.jacobian(model, x, axes=features)
+    assert actual.dims[-1] == "in_feature"
+    assert "in_time" not in actual.dims
+    close(actual, expected)
     close(rl.jacobian(model, x, axes=entries)[..., 0], expected)
     leaf = x.clone().requires_grad_()
-    (own,) = torch.autograd.grad((model(leaf) ** 2).sum(), leaf)
-    got = rl.gradients(model, x, of="output", reduce=lambda y: (y**2).sum(), combine="sum", wrt="input")
-    assert "time" not in got.dims
-    close(got, own.numpy())
+    (input_grad,) = torch.autograd.grad((model(leaf) ** 2).sum(), leaf)
+    actual = rl.gradients(model, x, of="output", reduce=lambda y: (y**2).sum(), combine="sum", wrt="input")
+    assert "time" not in actual.dims
+    close(actual, input_grad.numpy())
 
 
 def test_an_output_that_holds_all_units_of_all_steps_is_asked_for():
     model, x = flat_output(), noise(B, 6, F)
     with pytest.raises(rl.errors.InputError, match="axis_1 of 'output' varies with the steps, but") as error:
         rl.jacobian(model, x)
-    close(rl.jacobian(model, x, axes=told(error)[0]), full_jacobian(model, (x,), 0))
+    close(rl.jacobian(model, x, axes=suggested_axes(error)[0]), full_jacobian(model, (x,), 0))
 
 
 CLEAR = {
@@ -217,15 +217,15 @@ CLEAR = {
 def test_axes_in_order_of_steps_are_time(name):
     run, width, shape = CLEAR[name]
     model, x = made(run, rnn=nn.GRU(width, H, batch_first=True), head=nn.Linear(H, V)), noise(*shape)
-    got = rl.jacobian(model, x)
-    assert got.sizes["in_time"] == shape[1]
-    close(got if len(shape) == 3 else got[..., 0], full_jacobian(model, (x,), 0))
+    jacobian = rl.jacobian(model, x)
+    assert jacobian.sizes["in_time"] == shape[1]
+    close(jacobian if len(shape) == 3 else jacobian[..., 0], full_jacobian(model, (x,), 0))
 
 
 def test_steps_folded_with_samples_stay_known():
     model = made(lambda m, x: m.head(m.rnn(x)[0].reshape(-1, H)), rnn=nn.LSTM(F, H), head=nn.Linear(H, V))
     x = noise(6, B, F)
     leaf = x.clone().requires_grad_()
-    (own,) = torch.autograd.grad(model(leaf).reshape(6, B, V)[2].sum(), leaf)
-    got = rl.gradients(model, x, of="output", at={"time": 2}, reduce="sum", wrt="input")
-    close(got, own.transpose(0, 1).numpy())
+    (expected,) = torch.autograd.grad(model(leaf).reshape(6, B, V)[2].sum(), leaf)
+    input_grad = rl.gradients(model, x, of="output", at={"time": 2}, reduce="sum", wrt="input")
+    close(input_grad, expected.transpose(0, 1).numpy())

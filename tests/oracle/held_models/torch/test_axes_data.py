@@ -28,16 +28,16 @@ def gradient(loss, *tensors):
     return [g.numpy() for g in torch.autograd.grad(loss, tensors)]
 
 
-def close(got, expected):
-    got = np.asarray(got)
-    assert got.shape == expected.shape
+def close(actual, expected):
+    actual = np.asarray(actual)
+    assert actual.shape == expected.shape
     assert np.abs(expected).max() > 1e-9
-    assert np.abs(got - expected).max() <= 1e-12
+    assert np.abs(actual - expected).max() <= 1e-12
 
 
 def tagger():
-    parts = {"embed": nn.Embedding(9, F), "rnn": nn.LSTM(F, H), "head": nn.Linear(H, V)}
-    return made(lambda m, x: m.head(m.rnn(m.embed(x))[0]), **parts)
+    modules = {"embed": nn.Embedding(9, F), "rnn": nn.LSTM(F, H), "head": nn.Linear(H, V)}
+    return made(lambda m, x: m.head(m.rnn(m.embed(x))[0]), **modules)
 
 
 def regressor(**options):
@@ -49,43 +49,43 @@ def sizes(request):
     return request.param
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_ids_time_first_in_batches(sizes, size):
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_ids_time_first_in_batches(sizes, batch_size):
     samples, steps = sizes
     model, generator = tagger(), torch.Generator().manual_seed(2)
     x = torch.randint(0, 9, (steps, samples), generator=generator)
     y = torch.randint(0, V, (steps, samples), generator=generator)
     (expected,) = gradient(entropy(model(x), y), model.head.bias)
-    asked = {"loss": entropy, "wrt": "head/bias", "batch_size": size}
-    close(rl.gradients(model, x, y, axes={"y": ("time", "sample")}, **asked), expected)
+    options = {"loss": entropy, "wrt": "head/bias", "batch_size": batch_size}
+    close(rl.gradients(model, x, y, axes={"y": ("time", "sample")}, **options), expected)
     folded = y.reshape(-1)
-    close(rl.gradients(model, x, folded, axes={"y": (("time", "sample"),)}, **asked), expected)
+    close(rl.gradients(model, x, folded, axes={"y": (("time", "sample"),)}, **options), expected)
     with pytest.raises(rl.errors.InputError, match="name the axes: axes="):
-        rl.gradients(model, x, folded, **asked)
+        rl.gradients(model, x, folded, **options)
     if samples != steps:
-        close(rl.gradients(model, x, y, **asked), expected)
+        close(rl.gradients(model, x, y, **options), expected)
     else:  # nothing tells one axis of these labels from the other
         with pytest.raises(rl.errors.InputError, match="name the axes: axes="):
-            rl.gradients(model, x, y, **asked)
+            rl.gradients(model, x, y, **options)
 
 
 def test_targets_time_first_are_cut_as_the_loss_takes_them(sizes):
     samples, steps = sizes
     model, x, y = regressor(), noise(steps, samples, F), noise(steps, samples, V)
     leaf = x.clone().requires_grad_()
-    expected, bias = gradient(mse(model(leaf), y), leaf, model.head.bias)
-    got = rl.gradients(model, x, y, loss=mse, wrt=["input", "head/bias"], batch_size=3)
-    close(got["model"]["input"].transpose("time", "sample", "feature"), expected)
-    close(got["head"]["bias"], bias)
+    expected, expected_bias = gradient(mse(model(leaf), y), leaf, model.head.bias)
+    gradients = rl.gradients(model, x, y, loss=mse, wrt=["input", "head/bias"], batch_size=3)
+    close(gradients["model"]["input"].transpose("time", "sample", "feature"), expected)
+    close(gradients["head"]["bias"], expected_bias)
 
     def collate(pairs):
-        return tuple(torch.stack(parts, 1) for parts in zip(*pairs, strict=True))
+        return tuple(torch.stack(values, 1) for values in zip(*pairs, strict=True))
 
     rows = TensorDataset(x.transpose(0, 1), y.transpose(0, 1))
     loader = DataLoader(rows, batch_size=3, collate_fn=collate)
-    asked = {"loss": mse, "combine": "mean"}  # how the targets of several batches lie together, nobody knows
-    close(rl.gradients(model, loader, wrt="head/bias", **asked), bias)
-    mean = rl.gradients(model, loader, wrt="input", across="mean", **asked)
+    options = {"loss": mse, "combine": "mean"}  # how the targets of several batches lie together, nobody knows
+    close(rl.gradients(model, loader, wrt="head/bias", **options), expected_bias)
+    mean = rl.gradients(model, loader, wrt="input", across="mean", **options)
     close(mean, expected.mean(1))
 
 
@@ -94,20 +94,20 @@ def test_several_inputs_whose_samples_lie_on_different_axes(sizes):
     model = made(lambda m, x, h: m.head(m.rnn(x, h)[0][-1]), rnn=nn.GRU(F, H), head=nn.Linear(H, V))
     x, h, y = noise(steps, samples, F), noise(1, samples, H), noise(samples, V)
     leaves = [x.clone().requires_grad_(), h.clone().requires_grad_()]
-    of_x, of_h = gradient(mse(model(*leaves), y), *leaves)
+    expected_x, expected_h = gradient(mse(model(*leaves), y), *leaves)
     close(
         rl.gradients(model, (x, h), y, loss=mse, wrt="input[0]", batch_size=3).transpose("time", "sample", "feature"),
-        of_x,
+        expected_x,
     )
     close(
         rl.gradients(model, (x, h), y, loss=mse, wrt="input[0]").transpose("time", "sample", "feature"),
-        of_x,
+        expected_x,
     )
-    got = rl.gradients(model, (x, h), y, loss=mse, wrt="input[1]", batch_size=3)
-    close(got.transpose("axis_0", "sample", "feature"), of_h)
+    h_grad = rl.gradients(model, (x, h), y, loss=mse, wrt="input[1]", batch_size=3)
+    close(h_grad.transpose("axis_0", "sample", "feature"), expected_h)
     full = torch.autograd.functional.jacobian(lambda v: model(v, h), x)
-    own = torch.stack([full[b][:, :, b] for b in range(samples)]).numpy()
-    close(rl.jacobian(model, (x, h), wrt="input[0]"), own)
+    expected = torch.stack([full[b][:, :, b] for b in range(samples)]).numpy()
+    close(rl.jacobian(model, (x, h), wrt="input[0]"), expected)
 
 
 def lengths_of(samples, steps):
@@ -125,29 +125,29 @@ def test_a_packed_sequence_as_the_input(sizes):
     packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
     leaf = x.clone().requires_grad_()
     (expected,) = gradient((run(leaf) ** 2).sum(), leaf)
-    got = rl.gradients(model, packed, loss=lambda out: (out**2).sum(), wrt="input")
-    assert got.dims == ("sample", "time", "feature")
-    close(got, expected)
+    input_grad = rl.gradients(model, packed, loss=lambda out: (out**2).sum(), wrt="input")
+    assert input_grad.dims == ("sample", "time", "feature")
+    close(input_grad, expected)
     full = torch.autograd.functional.jacobian(run, x)
-    own = torch.stack([full[:, b, :, b] for b in range(samples)]).numpy()
-    close(rl.jacobian(model, packed), own)
+    by_sample = torch.stack([full[:, b, :, b] for b in range(samples)]).numpy()
+    close(rl.jacobian(model, packed), by_sample)
     norms = run(leaf).transpose(0, 1).flatten(1).norm(dim=1)
-    (each,) = gradient(norms.sum(), leaf)
-    close(rl.gradients(model, packed, of="output", reduce="norm", per_sample=True, wrt="input"), each)
-    last = rl.gradients(model, packed, of="rnn.final_hidden", reduce="sum", wrt="rnn/kernel", batch_size=2)
-    whole = pack_padded_sequence(leaf, lengths, batch_first=True, enforce_sorted=False)
-    (kernel,) = gradient(model.rnn(whole)[1].sum(), model.rnn.weight_ih_l0)
+    (norm_grads,) = gradient(norms.sum(), leaf)
+    close(rl.gradients(model, packed, of="output", reduce="norm", per_sample=True, wrt="input"), norm_grads)
+    kernel_grad = rl.gradients(model, packed, of="rnn.final_hidden", reduce="sum", wrt="rnn/kernel", batch_size=2)
+    packed_leaf = pack_padded_sequence(leaf, lengths, batch_first=True, enforce_sorted=False)
+    (expected_kernel,) = gradient(model.rnn(packed_leaf)[1].sum(), model.rnn.weight_ih_l0)
     # The same numbers: our gates come in another order, and the units on another axis.
-    assert np.abs(np.sort(last.values.ravel()) - np.sort(kernel.ravel())).max() <= 1e-12
+    assert np.abs(np.sort(kernel_grad.values.ravel()) - np.sort(expected_kernel.ravel())).max() <= 1e-12
 
 
 def test_a_sequence_without_samples():
     model, x = regressor(), noise(5, F)
     leaf = x.clone().requires_grad_()
     (expected,) = gradient((model(leaf) ** 3).sum(), leaf)
-    got = rl.gradients(model, x, loss=lambda out: (out**3).sum(), wrt="input")
-    assert got.dims == ("time", "feature")
-    close(got, expected)
+    input_grad = rl.gradients(model, x, loss=lambda out: (out**3).sum(), wrt="input")
+    assert input_grad.dims == ("time", "feature")
+    close(input_grad, expected)
     full = torch.autograd.functional.jacobian(model, x).numpy()
     close(rl.jacobian(model, x), full[None])
     assert rl.trace(model, x, layers=["rnn", "head"])["head"].output.dims == ("time", "unit")
@@ -170,11 +170,11 @@ def test_words_within_sentences_within_samples(sizes):
     model, x = hierarchy(), noise(samples, sentences, 3, F)
     leaf = x.clone().requires_grad_()
     (expected,) = gradient((model(leaf) ** 2).sum(), leaf)
-    for size in (None, 2):
-        got = rl.gradients(
-            model, x, of="output", reduce=lambda y: (y**2).sum(), combine="sum", wrt="input", batch_size=size
+    for batch_size in (None, 2):
+        input_grad = rl.gradients(
+            model, x, of="output", reduce=lambda y: (y**2).sum(), combine="sum", wrt="input", batch_size=batch_size
         )
-        close(got.transpose("sample", "axis_1", "time", "feature"), expected)
+        close(input_grad.transpose("sample", "axis_1", "time", "feature"), expected)
     assert rl.trace(model, x)["words"].hidden.shape == (samples * sentences, 3, H)
     with pytest.raises(rl.errors.UnsupportedError, match="words: "):
         rl.jacobian(model, x)
@@ -198,48 +198,54 @@ def normalised(m, x):
     return m.head(m.norm(m.rnn(x)[0][-1]))
 
 
-def attended(y):
+def attend(y):
     return torch.softmax(y @ y.transpose(1, 2), -1) @ y
 
 
-def above(m, x):
-    return m.head(attended(m.rnn(x)[0]))
+def attend_above(m, x):
+    return m.head(attend(m.rnn(x)[0]))
 
 
-def above_time_first(m, x):
-    return above(m, x.transpose(0, 1)).transpose(0, 1)
+def attend_above_time_first(m, x):
+    return attend_above(m, x.transpose(0, 1)).transpose(0, 1)
 
 
-def below(m, x):
-    return m.head(m.rnn(attended(x))[0])
+def attend_below(m, x):
+    return m.head(m.rnn(attend(x))[0])
 
 
-def pooled(m, x):
+def attend_with_queries(m, x):
     """As many queries as there are steps, each looking at every step: their axis does not count time."""
     y = m.rnn(x)[0]
     return m.head(torch.softmax(m.queries.weight @ y.transpose(1, 2), -1) @ y)
 
 
-@pytest.mark.parametrize("run", [above, above_time_first, below, pooled], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "run", [attend_above, attend_above_time_first, attend_below, attend_with_queries], ids=lambda f: f.__name__
+)
 def test_attention_mixes_all_steps(run, sizes):
     samples, steps = sizes
-    parts = {"rnn": nn.GRU(F, H, batch_first=True), "head": nn.Linear(H, V), "queries": nn.Linear(H, steps, bias=False)}
-    model, x = made(run, **parts), noise(samples, steps, F)
-    data = x.transpose(0, 1).contiguous() if run is above_time_first else x
+    modules = {
+        "rnn": nn.GRU(F, H, batch_first=True),
+        "head": nn.Linear(H, V),
+        "queries": nn.Linear(H, steps, bias=False),
+    }
+    model, x = made(run, **modules), noise(samples, steps, F)
+    data = x.transpose(0, 1).contiguous() if run is attend_above_time_first else x
 
-    def seen(v):
-        return run(model, v.transpose(0, 1)).transpose(0, 1) if run is above_time_first else run(model, v)
+    def run_batch_first(v):
+        return run(model, v.transpose(0, 1)).transpose(0, 1) if run is attend_above_time_first else run(model, v)
 
-    full = torch.autograd.functional.jacobian(seen, x)
-    own = torch.stack([full[b][:, :, b] for b in range(samples)]).numpy()
-    got = rl.jacobian(model, data)
-    if run is pooled:
-        assert "out_time" not in got.dims
-        close(got, own.reshape(samples, steps * V, steps, F))
+    full = torch.autograd.functional.jacobian(run_batch_first, x)
+    expected = torch.stack([full[b][:, :, b] for b in range(samples)]).numpy()
+    jacobian = rl.jacobian(model, data)
+    if run is attend_with_queries:
+        assert "out_time" not in jacobian.dims
+        close(jacobian, expected.reshape(samples, steps * V, steps, F))
     else:
-        close(got, own)
-    traced = rl.trace(model, data, layers=["head"])["head"].output
-    assert traced.dims == ("sample", "axis_1" if run is pooled else "time", "unit")
+        close(jacobian, expected)
+    head_output = rl.trace(model, data, layers=["head"])["head"].output
+    assert head_output.dims == ("sample", "axis_1" if run is attend_with_queries else "time", "unit")
 
 
 COUPLED = {
@@ -257,13 +263,15 @@ def test_coupled_samples_have_a_gradient_together_and_none_of_their_own(name, si
     leaf = x.clone().requires_grad_()
     (expected,) = gradient((model(leaf) ** 3).sum(), leaf)
     model.eval()
-    got = rl.gradients(model, x, loss=lambda out: (out**3).sum(), wrt="input", training=training)
-    close(got.transpose("time", "sample", "feature"), expected)
+    input_grad = rl.gradients(model, x, loss=lambda out: (out**3).sum(), wrt="input", training=training)
+    close(input_grad.transpose("time", "sample", "feature"), expected)
     with pytest.raises(rl.errors.UnsupportedError, match="depend on each other"):
         rl.jacobian(model, x, training=training)
-    known = {"output": ("time", "sample", "unit")} if not training else {"output": ("sample", "unit")}
+    output_axes = {"output": ("time", "sample", "unit")} if not training else {"output": ("sample", "unit")}
     with pytest.raises(rl.errors.UnsupportedError, match="depend on each other"):
-        rl.gradients(model, x, of="output", reduce="norm", per_sample=True, wrt="input", training=training, axes=known)
+        rl.gradients(
+            model, x, of="output", reduce="norm", per_sample=True, wrt="input", training=training, axes=output_axes
+        )
 
 
 def test_what_the_user_says_of_the_axes_holds():
@@ -277,10 +285,10 @@ def test_what_the_user_says_of_the_axes_holds():
     x = torch.arange(9).reshape(3, 3)
     with pytest.raises(rl.errors.InputError, match="name the axes: axes="):
         rl.gradients(model, x, of="output", reduce="sum", wrt="head/bias", batch_size=1)
-    named = rl.trace(model, x, layers=["head"], axes={"head.output": ("time", "sample", "class")})["head"].output
-    assert named.dims == ("sample", "time", "class")
+    head_output = rl.trace(model, x, layers=["head"], axes={"head.output": ("time", "sample", "class")})["head"].output
+    assert head_output.dims == ("sample", "time", "class")
     with torch.no_grad():
-        close(named, model(x).transpose(0, 1).numpy())
+        close(head_output, model(x).transpose(0, 1).numpy())
 
 
 @pytest.mark.parametrize(
@@ -330,5 +338,5 @@ def test_a_head_that_reads_the_last_state_only(name, sizes):
     close(rl.jacobian(model, x), torch.stack([full[b][:, :, b] for b in range(samples)]).numpy())
     leaf, y = x.clone().requires_grad_(), noise(samples, V)
     (expected,) = gradient(mse(model(leaf), y), leaf)
-    got = rl.gradients(model, x, y, loss=mse, wrt="input", batch_size=3)
-    close(got.transpose("time", "sample", "feature"), expected)
+    input_grad = rl.gradients(model, x, y, loss=mse, wrt="input", batch_size=3)
+    close(input_grad.transpose("time", "sample", "feature"), expected)

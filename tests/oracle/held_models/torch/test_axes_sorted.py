@@ -23,14 +23,14 @@ class Sorting(nn.Module):
         sorted_lengths, order = lengths.sort(descending=True)
         outputs, (hidden, _) = self.lstm(pack_padded_sequence(x[order], sorted_lengths, batch_first=True))
         outputs, _ = pad_packed_sequence(outputs, batch_first=True, total_length=x.shape[1])
-        found = hidden.transpose(0, 1).flatten(1) if self.last else outputs
-        return self.head(found[order.argsort()] if self.undone else found)
+        features = hidden.transpose(0, 1).flatten(1) if self.last else outputs
+        return self.head(features[order.argsort()] if self.undone else features)
 
 
 def by_autograd(model):
     """(sample, [out_time,] out_unit, in_time, in_feature)"""
-    whole = torch.autograd.functional.jacobian(lambda x: model(x, LENGTHS), X)
-    return np.stack([whole[i, ..., i, :, :].numpy() for i in range(len(X))])
+    full = torch.autograd.functional.jacobian(lambda x: model(x, LENGTHS), X)
+    return np.stack([full[i, ..., i, :, :].numpy() for i in range(len(X))])
 
 
 @pytest.mark.parametrize(
@@ -45,20 +45,20 @@ def test_the_jacobian_has_the_order_of_the_input(bidirectional, last, options):
         expected = np.sqrt((expected**2).sum((-3, -1)))
     if "across" in options:
         expected = expected.mean(0)
-    found = rl.jacobian(model, (X, LENGTHS), **options)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-14)
-    assert found.certificate.state == "passed"
+    jacobian = rl.jacobian(model, (X, LENGTHS), **options)
+    np.testing.assert_allclose(jacobian, expected, rtol=0, atol=1e-14)
+    assert jacobian.certificate.state == "passed"
 
 
 def test_on_disk_and_of_an_inner_state(tmp_path):
     model = Sorting(False, False).double()
-    found = rl.jacobian(model, (X, LENGTHS), out=tmp_path / "jacobian.zarr")
-    np.testing.assert_allclose(found, by_autograd(model), rtol=0, atol=1e-14)
-    inner = rl.jacobian(model, (X, LENGTHS), of="lstm.hidden")
-    assert inner.certificate.state == "passed"
+    jacobian = rl.jacobian(model, (X, LENGTHS), out=tmp_path / "jacobian.zarr")
+    np.testing.assert_allclose(jacobian, by_autograd(model), rtol=0, atol=1e-14)
+    state_jacobian = rl.jacobian(model, (X, LENGTHS), of="lstm.hidden")
+    assert state_jacobian.certificate.state == "passed"
     for sample, length in enumerate(LENGTHS.tolist()):  # the steps behind the end of a sample reach nothing
-        assert np.any(inner.values[sample, :, :, length - 1] != 0)
-        assert not np.any(inner.values[sample, :, :, length:])
+        assert np.any(state_jacobian.values[sample, :, :, length - 1] != 0)
+        assert not np.any(state_jacobian.values[sample, :, :, length:])
 
 
 def test_samples_left_in_another_order_are_refused():
@@ -69,6 +69,6 @@ def test_samples_left_in_another_order_are_refused():
 def test_another_batch_of_the_same_shapes_has_an_order_of_its_own():
     model = Sorting(True, True).double()
     for lengths in (LENGTHS, torch.tensor([6, 5, 4, 2]), torch.tensor([3, 3, 6, 1])):
-        whole = torch.autograd.functional.jacobian(lambda x, lengths=lengths: model(x, lengths), X)
-        expected = np.stack([whole[i, :, i].numpy() for i in range(4)])
+        full = torch.autograd.functional.jacobian(lambda x, lengths=lengths: model(x, lengths), X)
+        expected = np.stack([full[i, :, i].numpy() for i in range(4)])
         np.testing.assert_allclose(rl.jacobian(model, (X, lengths)), expected, rtol=0, atol=1e-14)

@@ -35,7 +35,7 @@ class WithoutGradients(Plain):
             return super().forward(x)
 
 
-def traced(model, **options):
+def trace_certificate(model, **options):
     torch.manual_seed(0)
     x, y = torch.randn(3, 5, 3), torch.randn(3, 2)
     return rl.trace(model, x, y, loss=functional.mse_loss, **options).certificate
@@ -43,17 +43,17 @@ def traced(model, **options):
 
 @pytest.mark.filterwarnings("ignore::rnnlens.errors.SelfCheckWarning")
 def test_a_model_that_differs_from_itself_is_not_certified():
-    certificate = traced(Restless())
+    certificate = trace_certificate(Restless())
     assert certificate.state == "could not"
     assert "two reference runs" in certificate.why
 
 
 def test_a_forward_without_gradients_is_not_certified():
-    assert traced(WithoutGradients()).state == "could not"
+    assert trace_certificate(WithoutGradients()).state == "could not"
 
 
 def test_given_states_are_not_certified():
-    certificate = traced(Plain(), initial_state={"rnn": [torch.ones(3, 4), torch.ones(3, 4)]})
+    certificate = trace_certificate(Plain(), initial_state={"rnn": [torch.ones(3, 4), torch.ones(3, 4)]})
     assert certificate.state == "could not"
     assert "initial_state= was set" in certificate.why
 
@@ -87,7 +87,7 @@ def test_a_fault_in_saturated_units_is_found(monkeypatch):
     assert trace.certificate.state == "failed"
 
 
-def of_its_bias(cell, bias, rows=slice(None), dtype=torch.float64):
+def saturated_model(cell, bias, rows=slice(None), dtype=torch.float64):
     """The plain model with one kind of layer, so that a bias drives it to where its activations are flat."""
     torch.manual_seed(0)
     model = Plain()
@@ -97,7 +97,7 @@ def of_its_bias(cell, bias, rows=slice(None), dtype=torch.float64):
     return model.to(dtype), torch.randn(3, 30, 3, dtype=dtype), torch.randn(3, 2, dtype=dtype)
 
 
-def chaotic(gain):
+def chaotic_model(gain):
     """Above a gain of 1 (Sompolinsky, Crisanti, Sommers 1988, doi:10.1103/PhysRevLett.61.259)."""
     model = Plain()
     model.rnn, model.head = nn.RNN(3, 32, batch_first=True), nn.Linear(32, 2)
@@ -110,7 +110,7 @@ def chaotic(gain):
 @pytest.mark.parametrize(("cell", "bias", "rows"), [(nn.RNN, 8.0, slice(None)), (nn.GRU, 12.0, slice(4, 8))])
 def test_a_jacobian_of_saturated_units_is_no_fault(cell, bias, rows, measure):
     """A GRU whose update gate keeps all but 6e-6 of its state has lost five digits of what it adds."""
-    model, x, y = of_its_bias(cell, bias, rows)
+    model, x, y = saturated_model(cell, bias, rows)
     jacobian, trace = rl.jacobian(model, x, measure=measure), rl.trace(model, x, y, loss=functional.mse_loss)
     assert [result.certificate.state for result in (jacobian, trace)] == ["passed", "passed"]
     assert all(check.ok for result in (jacobian, trace) for check in result.checks)
@@ -119,22 +119,22 @@ def test_a_jacobian_of_saturated_units_is_no_fault(cell, bias, rows, measure):
 @pytest.mark.parametrize("measure", [None, "norm"])
 def test_a_fault_in_a_jacobian_of_saturated_units_is_found(monkeypatch, measure):
     """One part in a million of what is left of them."""
-    right = SimpleRNN.linear_system
+    original = SimpleRNN.linear_system
 
-    def wrong(self, *arguments):
-        system = right(self, *arguments)
+    def faulty(self, *arguments):
+        system = original(self, *arguments)
         for term in system.terms["state"]:
             term.coefficients[...] *= 1 + 1e-6
         return system
 
-    monkeypatch.setattr(SimpleRNN, "linear_system", wrong)
-    model, x, _ = of_its_bias(nn.RNN, 5.0)
+    monkeypatch.setattr(SimpleRNN, "linear_system", faulty)
+    model, x, _ = saturated_model(nn.RNN, 5.0)
     with pytest.warns(rl.errors.SelfCheckWarning):
         assert rl.jacobian(model, x, measure=measure).certificate.state == "failed"
 
 
 def test_what_rounding_explains_altogether_is_not_said_to_be_certified():
-    model, x, y = of_its_bias(nn.RNN, 8.0, dtype=torch.float32)
+    model, x, y = saturated_model(nn.RNN, 8.0, dtype=torch.float32)
     assert rl.jacobian(model, x).certificate.sentence == (
         "could not certify: jacobian (no larger than what rounding explains)"
     )
@@ -146,17 +146,17 @@ def test_what_rounding_explains_altogether_is_not_said_to_be_certified():
 def test_chaos_is_no_fault():
     """Two runs that differ by one rounding differ in all after some steps: ours goes through the very same kernels."""
     torch.manual_seed(0)
-    model, x, y = chaotic(gain=3.0), torch.randn(3, 100, 3), torch.randn(3, 2)
+    model, x, y = chaotic_model(gain=3.0), torch.randn(3, 100, 3), torch.randn(3, 2)
     trace = rl.trace(model, x, y, loss=functional.mse_loss)
-    hidden = rl.gradients(model, x, y, loss=functional.mse_loss, wrt="rnn.hidden")
+    hidden_grad = rl.gradients(model, x, y, loss=functional.mse_loss, wrt="rnn.hidden")
     jacobian = rl.jacobian(model.double(), x.double(), measure="norm")
-    assert [one.certificate.state for one in (trace, hidden, jacobian)] == ["passed", "passed", "passed"]
+    assert [result.certificate.state for result in (trace, hidden_grad, jacobian)] == ["passed", "passed", "passed"]
 
 
 def test_gradients_that_grow_beyond_all_bounds_are_no_fault():
     """Some are infinite in float32, and the others have met rounding that grew from step to step."""
     torch.manual_seed(0)
-    model = chaotic(gain=6.0)
+    model = chaotic_model(gain=6.0)
     trace = rl.trace(model, torch.randn(4, 300, 3), torch.randn(4, 2), loss=functional.mse_loss)
     assert not np.isfinite(trace["rnn"].hidden_grad).all()
     assert trace.certificate.state == "passed"
@@ -165,25 +165,25 @@ def test_gradients_that_grow_beyond_all_bounds_are_no_fault():
 def test_dropout_is_drawn_alike():
     model = Plain()
     model.rnn = nn.LSTM(3, 4, num_layers=2, dropout=0.5, batch_first=True)
-    assert traced(model, training=True, seed=3).state == "passed"
+    assert trace_certificate(model, training=True, seed=3).state == "passed"
 
 
 def test_when_it_is_asked_for():
     model = Plain()
     with rl.options(certify="never"):
-        assert traced(model).state == "off"
+        assert trace_certificate(model).state == "off"
     with rl.options(certify="first"):
-        assert [traced(model).state for _ in range(2)] == ["passed", "off"]
+        assert [trace_certificate(model).state for _ in range(2)] == ["passed", "off"]
     with rl.options(certify="always"):
-        assert [traced(model).state for _ in range(2)] == ["passed", "passed"]
+        assert [trace_certificate(model).state for _ in range(2)] == ["passed", "passed"]
 
 
 def test_a_target_inside_the_model_is_not_certified():
-    found = rl.gradients(Plain(), torch.randn(3, 5, 3), of="rnn.hidden", reduce="sum", wrt="input")
-    assert found.attrs["certificate"].startswith("could not certify: rnn.hidden lies inside")
+    input_grad = rl.gradients(Plain(), torch.randn(3, 5, 3), of="rnn.hidden", reduce="sum", wrt="input")
+    assert input_grad.attrs["certificate"].startswith("could not certify: rnn.hidden lies inside")
 
 
 def test_of_a_data_set_the_first_batch_is_certified():
     x, y = torch.randn(7, 5, 3), torch.randn(7, 2)
-    found = rl.gradients(Plain(), x, y, loss=functional.mse_loss, batch_size=3)
-    assert found.certificate.state == "passed"
+    gradients = rl.gradients(Plain(), x, y, loss=functional.mse_loss, batch_size=3)
+    assert gradients.certificate.state == "passed"

@@ -41,13 +41,13 @@ class Attentive(nn.Module):
     def forward(self, x):
         out, _ = self.encoder(x)
         h = c = x.new_zeros(len(x), U)
-        said, answers = h, []
+        output, outputs = h, []
         for _ in range(T):
-            read = (torch.softmax((out * h[:, None]).sum(-1), 1)[..., None] * out).sum(1)
-            h, c = self.decoder(torch.cat([said, read], 1), (h, c))
-            said = self.head(h)
-            answers.append(said)
-        return torch.stack(answers, 1)
+            context = (torch.softmax((out * h[:, None]).sum(-1), 1)[..., None] * out).sum(1)
+            h, c = self.decoder(torch.cat([output, context], 1), (h, c))
+            output = self.head(h)
+            outputs.append(output)
+        return torch.stack(outputs, 1)
 
 
 class Residual(nn.Module):
@@ -68,7 +68,7 @@ class Residual(nn.Module):
         return self.head(torch.stack(states, 1))
 
 
-def asked(model, of, wrt, **options):
+def certified_jacobian(model, of, wrt, **options):
     torch.manual_seed(0)
     with rl.options(certify="always"):
         return rl.jacobian(model().double(), torch.randn(B, T, U, dtype=torch.float64), of=of, wrt=wrt, **options)
@@ -91,58 +91,62 @@ ENDS = [
 @pytest.mark.parametrize("measure", [None, "norm"])
 @pytest.mark.parametrize(("model", "of", "wrt"), ENDS, ids=lambda v: getattr(v, "__name__", v))
 def test_a_right_jacobian_is_certified_between_its_own_ends(model, of, wrt, measure):
-    certificate = asked(model, of, wrt, measure=measure).certificate
+    certificate = certified_jacobian(model, of, wrt, measure=measure).certificate
     assert certificate.state == "passed"
-    assert not any("recurrences" in what for what in certificate.certified)
+    assert not any("recurrences" in quantity for quantity in certificate.certified)
 
 
-def earlier(boundary):
+def earlier_states(original):
     """The states of a loop, one step earlier: at step t the state of step t - 1."""
 
-    def of(run, layer, port):
-        found = boundary(run, layer, port)
+    def earlier_boundary(run, layer, port):
+        boundary = original(run, layer, port)
         if port.kind != "state":
-            return found
-        value, gather = found.value, found.gather
-        return replace(found, gather=lambda parts: gather(parts).roll(1, 1), compute_value=lambda: value.roll(1, 1))
+            return boundary
+        value, gather = boundary.value, boundary.gather
+        return replace(
+            boundary, gather=lambda tensors: gather(tensors).roll(1, 1), compute_value=lambda: value.roll(1, 1)
+        )
 
-    return of
+    return earlier_boundary
 
 
-def of_another_layer(port_of):
+def lower_layer_output(port_of):
     """The output of the layer below in place of the layer's own."""
     below = {"upper": "lower", "between": "lower"}
     return lambda name: replace(port_of(name), layer=below.get(name.layer, name.layer))
 
 
-def states_of_another_layer(inner):
-    def found(name, inside, role):
+def lower_layer_states(original):
+    def swapped_end(name, replayed_layers, role):
         swapped = {"upper": "lower"}.get(name.layer, name.layer)
-        end = inner(replace(name, layer=swapped), inside, role)
+        end = original(replace(name, layer=swapped), replayed_layers, role)
         return None if end is None else replace(end, name=name)
 
-    return found
+    return swapped_end
 
 
-def in_reverse(at):
+def reversed_steps(original):
     """The gradients at an encoder's outputs, last step first."""
 
     def find(self, port):
         if port == Port("output", "encoder"):
-            found = at(self, port)
-            gather = found.gather
-            return replace(found, gather=lambda parts: gather(parts).flip(1), compute_value=lambda: found.value)
-        return at(self, port)
+            boundary = original(self, port)
+            gather = boundary.gather
+            return replace(
+                boundary, gather=lambda tensors: gather(tensors).flip(1), compute_value=lambda: boundary.value
+            )
+        return original(self, port)
 
     return find
 
 
 FAULTS = {
-    "states one step earlier": (pullback, "boundary_of", earlier, Attentive, "decoder.hidden", "encoder.output"),
-    "by states one step earlier": (pullback, "boundary_of", earlier, Attentive, "output", "decoder.hidden"),
-    "another layer's output": (network, "_outer_port", of_another_layer, Chain, "output", "between.output"),
-    "another layer's states": (network, "_inner_end", states_of_another_layer, Chain, "upper.hidden", "input"),
-    "steps in reverse": (pullback.PortTable, "find", in_reverse, Attentive, "output", "encoder.output"),
+    "states one step earlier": (pullback, "boundary_of", earlier_states, Attentive, "decoder.hidden", "encoder.output"),
+    "by states one step earlier": (pullback, "boundary_of", earlier_states, Attentive, "output", "decoder.hidden"),
+    "another layer's output": (network, "_outer_port", lower_layer_output, Chain, "output", "between.output"),
+    "another layer's states": (network, "_inner_end", lower_layer_states, Chain, "upper.hidden", "input"),
+    "steps in reverse": (pullback.PortTable, "find", reversed_steps, Attentive, "output", "encoder.output"),
 }
 
 
@@ -151,7 +155,7 @@ def test_a_wrong_end_is_found(fault, monkeypatch):
     owner, name, plant, model, of, wrt = FAULTS[fault]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        asked(model, of, wrt)
+        certified_jacobian(model, of, wrt)
     monkeypatch.setattr(owner, name, plant(getattr(owner, name)))
     with pytest.warns(rl.errors.SelfCheckWarning, match="differ from the reference run of the model"):
-        asked(model, of, wrt)
+        certified_jacobian(model, of, wrt)

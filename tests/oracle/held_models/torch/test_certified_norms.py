@@ -32,12 +32,12 @@ class Loop(nn.Module):
         self.cell, self.head = nn.GRUCell(5, 4), nn.Linear(4, 2)
 
     def forward(self, x):
-        h, y, said = x.new_zeros(len(x), 4), x.new_zeros(len(x), 2), []
+        h, y, outputs = x.new_zeros(len(x), 4), x.new_zeros(len(x), 2), []
         for t in range(x.shape[1]):
             h = self.cell(torch.cat([x[:, t], y], 1), h)
             y = self.head(h)
-            said.append(y)
-        return torch.stack(said, 1)
+            outputs.append(y)
+        return torch.stack(outputs, 1)
 
 
 MODELS = {
@@ -47,7 +47,7 @@ MODELS = {
     "both directions": lambda: Net(nn.RNN, bidirectional=True),
     "feedback": Loop,
 }
-ASKED = {
+MEASURES = {
     "norm": {"measure": "norm"},
     "spectral": {"measure": "spectral", "at": {"in_time": [1, 4]}},
     "mean of magnitudes over samples": {"measure": "abs_mean", "across": "mean"},
@@ -56,69 +56,69 @@ ASKED = {
 }
 
 
-def asked(model, **options):
+def certified_jacobian(model, **options):
     torch.manual_seed(0)
-    made = model().double()
+    network = model().double()
     x = torch.randn(3, 6, 3, dtype=torch.float64)
     rows = options.pop("reduce", None)
     if rows is not None:
-        width = made(x).shape[-1]
+        width = network(x).shape[-1]
         options["reduce"] = np.array([[*row, 1.0][:width] for row in rows])
     with rl.options(certify="always"):
-        return rl.jacobian(made, x, **options)
+        return rl.jacobian(network, x, **options)
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("options", ASKED)
+@pytest.mark.parametrize("options", MEASURES)
 def test_it_passes(model, options):
-    found = asked(MODELS[model], **ASKED[options])
-    assert found.attrs["certificate"].startswith("certified against torch")
-    assert "before they were measured" in found.attrs["certificate"]
-    compared = [check for check in found.checks if check.name == "reference jacobian"]
-    assert [check.ok and check.residual < 1e-12 for check in compared] == [True]
+    jacobian = certified_jacobian(MODELS[model], **MEASURES[options])
+    assert jacobian.attrs["certificate"].startswith("certified against torch")
+    assert "before they were measured" in jacobian.attrs["certificate"]
+    reference_checks = [check for check in jacobian.checks if check.name == "reference jacobian"]
+    assert [check.ok and check.residual < 1e-12 for check in reference_checks] == [True]
 
 
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
 def test_signs_go_the_way_that_the_rows_went(mode):
-    found = asked(MODELS["one layer"], measure="norm", mode=mode)
-    assert found.mode == mode
-    assert found.attrs["certificate"].startswith("certified against torch")
+    jacobian = certified_jacobian(MODELS["one layer"], measure="norm", mode=mode)
+    assert jacobian.mode == mode
+    assert jacobian.attrs["certificate"].startswith("certified against torch")
 
 
-def larger(original):
+def scale_result(original):
     return lambda *args: original(*args) * 1.01
 
 
-def units_exchanged(original):
+def exchange_units(original):
     return lambda self, state, times, block, **options: original(self, state, times, block[..., ::-1].copy(), **options)
 
 
 FAULTS = {
-    "segments 1 % larger": (Segment, "at_every_step", larger, "one layer", "reverse"),
-    "segments 1 % larger, forward": (Segment, "at_every_step", larger, "one layer", "forward"),
-    "segments below 1 % larger": (Segment, "apply", larger, "two layers", "reverse"),
-    "units exchanged": (ReplayedCall, "points", units_exchanged, "one layer", "reverse"),
+    "segments 1 % larger": (Segment, "at_every_step", scale_result, "one layer", "reverse"),
+    "segments 1 % larger, forward": (Segment, "at_every_step", scale_result, "one layer", "forward"),
+    "segments below 1 % larger": (Segment, "apply", scale_result, "two layers", "reverse"),
+    "units exchanged": (ReplayedCall, "points", exchange_units, "one layer", "reverse"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("options", [{"measure": "norm"}, {"measure": "abs_mean", "across": "mean"}])
 def test_a_planted_fault_is_named(fault, options, monkeypatch):
-    owner, name, faulty, model, mode = FAULTS[fault]
-    monkeypatch.setattr(owner, name, faulty(getattr(owner, name)))
+    owner, name, plant, model, mode = FAULTS[fault]
+    monkeypatch.setattr(owner, name, plant(getattr(owner, name)))
     with pytest.warns(rl.errors.SelfCheckWarning, match="differ from the reference run of the model"):
-        found = asked(MODELS[model], mode=mode, **options)
-    assert found.attrs["certificate"].startswith("NOT certified")
+        jacobian = certified_jacobian(MODELS[model], mode=mode, **options)
+    assert jacobian.attrs["certificate"].startswith("NOT certified")
 
 
 @pytest.mark.parametrize("kind", ["norm", "spectral", "abs_mean"])
 @pytest.mark.parametrize(("outputs", "factor"), [(1, 0.99), (1, 1.01), (3, 0.2)])
 def test_a_wrong_measure_is_named(kind, outputs, factor, monkeypatch):
-    wrong = {**REDUCTIONS, kind: lambda block: REDUCTIONS[kind](block) * factor}
-    monkeypatch.setattr("rnnlens.verbs.time_jacobian.request.REDUCTIONS", wrong)
+    faulty_reductions = {**REDUCTIONS, kind: lambda block: REDUCTIONS[kind](block) * factor}
+    monkeypatch.setattr("rnnlens.verbs.time_jacobian.request.REDUCTIONS", faulty_reductions)
     with pytest.warns(rl.errors.SelfCheckWarning, match="contradict the measured sizes"):
-        found = asked(lambda: Net(outputs=outputs), measure=kind)
-    assert found.attrs["certificate"].startswith("NOT certified")
+        jacobian = certified_jacobian(lambda: Net(outputs=outputs), measure=kind)
+    assert jacobian.attrs["certificate"].startswith("NOT certified")
 
 
 def test_what_would_not_fit_is_not_certified():
@@ -132,11 +132,11 @@ def test_what_would_not_fit_is_not_certified():
         def forward(self, x):
             return self.rnn(x)[0]
 
-    found = rl.jacobian(Wide(), torch.randn(2, 3, 300), measure="norm", memory="1 KiB")
-    assert found.attrs["certificate"] == "could not certify: the compared rows are larger than the memory limit"
+    jacobian = rl.jacobian(Wide(), torch.randn(2, 3, 300), measure="norm", memory="1 KiB")
+    assert jacobian.attrs["certificate"] == "could not certify: the compared rows are larger than the memory limit"
 
 
 def test_a_probe_starts_at_some_of_many_steps(monkeypatch):
     monkeypatch.setattr("rnnlens.verbs.certificates.of_jacobian.PROBED_STEPS", 2)
-    found = asked(MODELS["two layers"], measure="norm")
-    assert found.attrs["certificate"].startswith("certified against torch")
+    jacobian = certified_jacobian(MODELS["two layers"], measure="norm")
+    assert jacobian.attrs["certificate"].startswith("certified against torch")

@@ -25,8 +25,8 @@ MODELS = {
     "fed_back_gru": (zoo.FedBack, "gru"),
     "attention": (zoo.Attention,),
     "input_feeding": (zoo.Attention, True),
-    **{how: (zoo.Between, how) for how in ("detach", "restart", "restart_hidden", "scale", "norm", "squash")},
-    **{how: (zoo.Between, how) for how in ("zoneout", "residual")},
+    **{change: (zoo.Between, change) for change in ("detach", "restart", "restart_hidden", "scale", "norm", "squash")},
+    **{change: (zoo.Between, change) for change in ("zoneout", "residual")},
     "siamese": (zoo.Siamese,),
     "both_ways": (zoo.BothWays,),
     "attribute": (zoo.Attribute,),
@@ -38,7 +38,7 @@ MODELS = {
 
 
 @pytest.fixture(autouse=True)
-def _silent():
+def _warnings_as_errors():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         random.seed(1)
@@ -64,17 +64,17 @@ def test_gradients(name):
         for state in states_of(taps[path]):
             expected = over_time(pull(loss(output), taps[path].zeros[state][calls]))
             close(trace[node][f"{state}_grad"], expected, f"trace of {node}.{state}")
-    for of, value, options in (("loss", loss(output), {"loss": loss}), ("output", output.sum(), {"reduce": "sum"})):
-        wanted = [f"{node}.{s}" for node, path, _ in nodes(model, taps) for s in states_of(taps[path])]
-        found = rl.gradients(model, x, of=of, wrt=["input", *wanted], **options)
-        close(found["model"]["input"], pull(value, [source])[0], f"{of} by input")
+    for target, value, options in (("loss", loss(output), {"loss": loss}), ("output", output.sum(), {"reduce": "sum"})):
+        state_names = [f"{node}.{s}" for node, path, _ in nodes(model, taps) for s in states_of(taps[path])]
+        gradients = rl.gradients(model, x, of=target, wrt=["input", *state_names], **options)
+        close(gradients["model"]["input"], pull(value, [source])[0], f"{target} by input")
         for node, path, calls in nodes(model, taps):
             for state in states_of(taps[path]):
                 expected = over_time(pull(value, taps[path].zeros[state][calls]))
                 if not expected.any():
-                    assert f"{node}.{state}" in found.disconnected
+                    assert f"{node}.{state}" in gradients.disconnected
                     continue
-                close(found[node][state], expected, f"{of} by {node}.{state}")
+                close(gradients[node][state], expected, f"{target} by {node}.{state}")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -84,23 +84,23 @@ def test_gradients_of_states(name):
     parameters = dict(model.named_parameters())
     for node, path, calls in nodes(model, taps):
         value = taps[path].values["hidden"][calls][-1].sum()
-        found = rl.gradients(model, x, of=f"{node}.final_hidden", reduce="sum", wrt=["input", "weights"])
+        gradients = rl.gradients(model, x, of=f"{node}.final_hidden", reduce="sum", wrt=["input", "weights"])
         expected = pull(value, [source])[0]
         if expected.abs().sum():
-            close(found["model"]["input"], expected, f"{node} by input")
+            close(gradients["model"]["input"], expected, f"{node} by input")
         for state in states_of(taps[path]):
             expected = over_time(pull(value, taps[path].zeros[state][calls]))
-            single = rl.gradients(model, x, of=f"{node}.final_hidden", reduce="sum", wrt=f"{node}.{state}")
-            close(single, expected, f"{node} by {state}")
+            state_grad = rl.gradients(model, x, of=f"{node}.final_hidden", reduce="sum", wrt=f"{node}.{state}")
+            close(state_grad, expected, f"{node} by {state}")
         for key, expected in zip(parameters, pull(value, list(parameters.values())), strict=True):
             layer, _, weight = key.rpartition(".")
-            compare_weight(found, layer, weight, expected, parameters[key])
+            compare_weight(gradients, layer, weight, expected, parameters[key])
 
 
-def compare_weight(found, layer, weight, expected, parameter):
+def compare_weight(gradients, layer, weight, expected, parameter):
     names = {"weight_ih": "kernel", "weight_hh": "recurrent_kernel"}
     if weight in names:
-        array = found[layer][names[weight]] if layer in found else None
+        array = gradients[layer][names[weight]] if layer in gradients else None
         if array is None or not expected.abs().any():
             return
         gates = array.sizes["gate"]
@@ -109,14 +109,14 @@ def compare_weight(found, layer, weight, expected, parameter):
             expected = expected[:, [1, 0, 2]]
         close(array, expected, f"{layer}.{weight}")
     elif weight in ("weight", "bias") and expected.abs().any():
-        close(found[layer][weight], expected.reshape(parameter.shape), f"{layer}.{weight}")
+        close(gradients[layer][weight], expected.reshape(parameter.shape), f"{layer}.{weight}")
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_time_jacobian(name):
     """Of the output by the input and by every state, and of every state by the input and by itself."""
     model, x, source, output, taps = oracle(name)
-    steps = output.dim() == 3
+    has_steps = output.dim() == 3
 
     def compare(of, wrt, value, tensors, timed=True):
         expected = rows(value, tensors)
@@ -124,18 +124,18 @@ def test_time_jacobian(name):
             with pytest.raises(DisconnectedError):
                 rl.jacobian(model, x, of=of, wrt=wrt)
             return
-        got = rl.jacobian(model, x, of=of, wrt=wrt)
+        jacobian = rl.jacobian(model, x, of=of, wrt=wrt)
         dims = ["sample", *(["out_time"] if timed else []), "out_unit", "in_time", "in_feature"]
-        close(got.transpose(*dims), expected, f"{of} by {wrt}")
+        close(jacobian.transpose(*dims), expected, f"{of} by {wrt}")
 
-    whole = rows(output, [source])[..., 0, :, :]
-    got = rl.jacobian(model, x)
-    close(got, whole, "output by input")
+    output_by_input = rows(output, [source])[..., 0, :, :]
+    jacobian = rl.jacobian(model, x)
+    close(jacobian, output_by_input, "output by input")
     for node, path, calls in nodes(model, taps):
         tap = taps[path]
         for state in states_of(tap):
             if any(g.abs().sum() for g in pull(output.sum(), tap.zeros[state][calls])):
-                compare("output", f"{node}.{state}", output, tap.zeros[state][calls], steps)
+                compare("output", f"{node}.{state}", output, tap.zeros[state][calls], has_steps)
             values = torch.stack(tap.values[state][calls], 1)
             compare(f"{node}.{state}", f"{node}.hidden", values, tap.zeros["hidden"][calls])
             by_input = rows(values, [source])[..., 0, :, :]

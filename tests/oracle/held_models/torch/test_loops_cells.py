@@ -20,69 +20,71 @@ F, H, V = zoo.F, zoo.H, zoo.V
 
 
 @pytest.fixture(autouse=True)
-def _silent():
+def _warnings_as_errors():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
 
 
-@pytest.mark.parametrize("which", ["weight_ih", "weight_hh"])
-@pytest.mark.parametrize("how", ["parametrized", "hooked"])
-def test_weight_norm_on_a_cell(how, which):
+@pytest.mark.parametrize("weight_name", ["weight_ih", "weight_hh"])
+@pytest.mark.parametrize("implementation", ["parametrized", "hooked"])
+def test_weight_norm_on_a_cell(implementation, weight_name):
     """The kernel shown is the one that the cell computes with, and so is its gradient."""
-    model, plain, x = zoo.build(zoo.FedBack), zoo.build(zoo.FedBack), zoo.batch()
+    model, reference, x = zoo.build(zoo.FedBack), zoo.build(zoo.FedBack), zoo.batch()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch would rather have the newer of the two
-        (nn.utils.parametrizations.weight_norm if how == "parametrized" else nn.utils.weight_norm)(model.cell, which)
-    twin, taps = written(plain)
+        (nn.utils.parametrizations.weight_norm if implementation == "parametrized" else nn.utils.weight_norm)(
+            model.cell, weight_name
+        )
+    twin, taps = written(reference)
     source = x.clone().requires_grad_()
     output = twin(source)
-    kernels = {"kernel": plain.cell.weight_ih, "recurrent_kernel": plain.cell.weight_hh}
+    kernels = {"kernel": reference.cell.weight_ih, "recurrent_kernel": reference.cell.weight_hh}
     targets = (
         ("loss", loss(output), {"loss": loss}),
         ("cell.final_hidden", taps["cell"].values["hidden"][-1].sum(), {"reduce": "sum"}),
     )
-    for of, value, options in targets:
-        got = rl.gradients(model, x, of=of, wrt=["cell.hidden", "weights"], **options)
-        close(got["cell"]["hidden"], over_time(pull(value, taps["cell"].zeros["hidden"])), f"{of} by hidden")
+    for target, value, options in targets:
+        gradients = rl.gradients(model, x, of=target, wrt=["cell.hidden", "weights"], **options)
+        close(gradients["cell"]["hidden"], over_time(pull(value, taps["cell"].zeros["hidden"])), f"{target} by hidden")
         for name, weight in kernels.items():
             expected = pull(value, [weight])[0].T.reshape(-1, 4, H)
-            close(got["cell"][name], expected.numpy(), f"{of} by {name}")
-    shown = rl.weights(model, x, loss=loss)
+            close(gradients["cell"][name], expected.numpy(), f"{target} by {name}")
+    weights = rl.weights(model, x, loss=loss)
     for name, weight in kernels.items():
-        close(shown["cell"][name], weight.detach().T.reshape(-1, 4, H).numpy(), name)
+        close(weights["cell"][name], weight.detach().T.reshape(-1, 4, H).numpy(), name)
         expected = pull(loss(output), [weight])[0].T.reshape(-1, 4, H)
-        close(shown["cell"][f"{name}_grad"], expected.numpy(), f"{name} gradient")
+        close(weights["cell"][f"{name}_grad"], expected.numpy(), f"{name} gradient")
     by_time = rl.weights(model, x, loss=loss, by_time=True)["cell"].recurrent_kernel_grad.sum("time")
-    close(by_time, pull(loss(output), [plain.cell.weight_hh])[0].T.reshape(-1, 4, H).numpy(), "by time")
+    close(by_time, pull(loss(output), [reference.cell.weight_hh])[0].T.reshape(-1, 4, H).numpy(), "by time")
     close(rl.jacobian(model, x), rows(output, [source])[..., 0, :, :], "output by input")
 
 
 def test_a_cell_of_ones_own_and_its_own_weights():
     """Every weight of the cell has a share in its states, and none of them is called cut off."""
     model, x = zoo.build(zoo.OwnLoop), zoo.batch()
-    _, taps = twin_run(model, x)
+    _, taps = run_twin(model, x)
     parameters = dict(model.cell.named_parameters())
-    for of, name in (("cell.final_hidden", "hidden"), ("cell.final_state_1", "state_1")):
+    for target, name in (("cell.final_hidden", "hidden"), ("cell.final_state_1", "state_1")):
         value = taps["cell"].values[name][-1].sum()
-        got = rl.gradients(model, x, of=of, reduce="sum", wrt="cell*/*")
-        assert not got.disconnected
+        gradients = rl.gradients(model, x, of=target, reduce="sum", wrt="cell*/*")
+        assert not gradients.disconnected
         for key, expected in zip(parameters, pull(value, list(parameters.values())), strict=True):
             layer, _, weight = f"cell.{key}".rpartition(".")
-            close(got[layer][weight], expected, f"{of} by {key}")
+            close(gradients[layer][weight], expected, f"{target} by {key}")
 
 
 def test_gates_of_a_cell_whose_state_comes_back():
     """Before and after their activation, of a target that is not the loss."""
     model, x = zoo.build(zoo.FedBack), zoo.batch()
-    output, taps = twin_run(model, x)
-    for of, value in (("output", output.sum()), ("cell.final_hidden", taps["cell"].values["hidden"][-1].sum())):
-        got = rl.gradients(model, x, of=of, reduce="sum", wrt="cell.gate_preactivation")
+    output, taps = run_twin(model, x)
+    for target, value in (("output", output.sum()), ("cell.final_hidden", taps["cell"].values["hidden"][-1].sum())):
+        gate_grad = rl.gradients(model, x, of=target, reduce="sum", wrt="cell.gate_preactivation")
         expected = torch.stack([torch.stack(pull(value, taps["cell"].zeros[f"z{k}"]), 1) for k in range(4)], 2)
-        close(got.transpose("sample", "time", "gate", "unit"), expected.numpy(), f"{of} by gates")
+        close(gate_grad.transpose("sample", "time", "gate", "unit"), expected.numpy(), f"{target} by gates")
 
 
-def twin_run(model, x):
+def run_twin(model, x):
     twin, taps = written(model)
     return twin(x), taps
 
@@ -137,13 +139,13 @@ class Stack(nn.Module):
         return torch.stack(outputs, 1), final
 
 
-def unrolled(model):
+def unroll_fused(model):
     twin, taps = copy.copy(model), {}
     twin._modules = dict(model._modules)
     for name in ("encoder", "decoder"):
         stack = twin._modules[name] = Stack(getattr(model, name))
-        several = len(stack.cells) > 1
-        taps |= {f"{name}[{i}]" if several else name: cell.taps for i, cell in enumerate(stack.cells)}
+        is_stacked = len(stack.cells) > 1
+        taps |= {f"{name}[{i}]" if is_stacked else name: cell.taps for i, cell in enumerate(stack.cells)}
     return twin, taps
 
 
@@ -153,31 +155,33 @@ def unrolled(model):
 def test_a_fused_module_called_step_by_step(kind, layers, read_cells):
     """Attention asked by the decoder's state, output fed back, c_t read at every step."""
     model, x = zoo.build(Decoder, kind, layers, read_cells), zoo.batch()
-    twin, taps = unrolled(model)
+    twin, taps = unroll_fused(model)
     source = x.clone().requires_grad_()
     output = twin(source)
-    names = [(node, state) for node, tap in taps.items() for state in states_of(tap)]
-    wanted = [f"{node}.{state}" for node, state in names]
-    for of, value, options in (("loss", loss(output), {"loss": loss}), ("output", output.sum(), {"reduce": "sum"})):
-        got = rl.gradients(model, x, of=of, wrt=["input", *wanted], **options)
-        close(got["model"]["input"], pull(value, [source])[0], f"{of} by input")
-        for node, state in names:
-            close(got[node][state], over_time(pull(value, taps[node].zeros[state])), f"{of} by {node}.{state}")
+    node_states = [(node, state) for node, tap in taps.items() for state in states_of(tap)]
+    state_names = [f"{node}.{state}" for node, state in node_states]
+    for target, value, options in (("loss", loss(output), {"loss": loss}), ("output", output.sum(), {"reduce": "sum"})):
+        gradients = rl.gradients(model, x, of=target, wrt=["input", *state_names], **options)
+        close(gradients["model"]["input"], pull(value, [source])[0], f"{target} by input")
+        for node, state in node_states:
+            close(
+                gradients[node][state], over_time(pull(value, taps[node].zeros[state])), f"{target} by {node}.{state}"
+            )
     close(rl.jacobian(model, x), rows(output, [source])[..., 0, :, :], "output by input")
-    for node, state in names:
+    for node, state in node_states:
         close(
             rl.jacobian(model, x, wrt=f"{node}.{state}"), rows(output, taps[node].zeros[state]), f"J by {node}.{state}"
         )
         values = torch.stack(taps[node].values[state], 1)
         close(rl.jacobian(model, x, of=f"{node}.{state}"), rows(values, [source])[..., 0, :, :], f"J of {node}.{state}")
-        within = rows(values, taps[node].zeros["hidden"])
-        close(rl.jacobian(model, x, of=f"{node}.{state}", wrt=f"{node}.hidden"), within, f"J within {node}.{state}")
-    last = taps[list(taps)[-1]].values["hidden"][-1].sum()
-    got = rl.gradients(model, x, of=f"{list(taps)[-1]}.final_hidden", reduce="sum", wrt=wanted)
-    for node, state in names:
-        expected = over_time(pull(last, taps[node].zeros[state]))
+        by_hidden = rows(values, taps[node].zeros["hidden"])
+        close(rl.jacobian(model, x, of=f"{node}.{state}", wrt=f"{node}.hidden"), by_hidden, f"J within {node}.{state}")
+    last_hidden = taps[list(taps)[-1]].values["hidden"][-1].sum()
+    gradients = rl.gradients(model, x, of=f"{list(taps)[-1]}.final_hidden", reduce="sum", wrt=state_names)
+    for node, state in node_states:
+        expected = over_time(pull(last_hidden, taps[node].zeros[state]))
         if expected.any():
-            close(got[node][state], expected, f"last state by {node}.{state}")
+            close(gradients[node][state], expected, f"last state by {node}.{state}")
 
 
 def test_a_state_that_mixes_samples_has_no_jacobian_of_each():
@@ -192,9 +196,9 @@ def test_a_state_that_mixes_samples_has_no_jacobian_of_each():
             return self.head(h)
 
     model, x = zoo.build(Centred), zoo.batch()
-    for ends in ({}, {"of": "cell.hidden"}, {"of": "cell.cell", "wrt": "cell.hidden"}):
+    for options in ({}, {"of": "cell.hidden"}, {"of": "cell.cell", "wrt": "cell.hidden"}):
         with pytest.raises(UnsupportedError, match="sample"):
-            rl.jacobian(model, x, **ends)
+            rl.jacobian(model, x, **options)
 
 
 @pytest.mark.parametrize("generator", ["random", "own", "numpy"])
@@ -212,17 +216,17 @@ def test_what_is_drawn_in_training_is_drawn_in_every_verb(generator):
                 outputs.append(y)
             return torch.stack(outputs, 1)
 
-    def begin():
+    def seed_all():
         random.seed(7)
         torch.manual_seed(7)
 
     model, x = zoo.build(Drawing, True), zoo.batch()
     model.numpy = np.random.default_rng(4)
     model.train()
-    begin()
+    seed_all()
     source = x.clone().requires_grad_()
-    output, taps = twin_run(model, source)
-    begin()
+    output, taps = run_twin(model, source)
+    seed_all()
     expected = over_time(pull(loss(output), taps["cell"].zeros["hidden"]))
     options = {"loss": loss, "training": True, "seed": 7}
     close(rl.trace(model, x, **options)["cell"].hidden_grad, expected, "trace")
@@ -231,30 +235,30 @@ def test_what_is_drawn_in_training_is_drawn_in_every_verb(generator):
     close(rl.jacobian(model, x, training=True, seed=7), rows(output, [source])[..., 0, :, :], "Jacobian")
 
 
-@pytest.mark.parametrize("how", ["detach", "residual", "scale"])
-def test_weight_gradients_by_time_of_a_loop_in_several_runs(how):
+@pytest.mark.parametrize("state_change", ["detach", "residual", "scale"])
+def test_weight_gradients_by_time_of_a_loop_in_several_runs(state_change):
     """The steps of a loop follow each other, whatever happens to the state between two of them."""
-    model, x = zoo.build(zoo.Between, how), zoo.batch()
-    output, taps = twin_run(model, x)
+    model, x = zoo.build(zoo.Between, state_change), zoo.batch()
+    output, taps = run_twin(model, x)
     weight = model.cell.weight_hh
     states = [torch.zeros(zoo.B, H, dtype=torch.float64), *taps["cell"].values["hidden"]]
-    shown = rl.weights(model, x, loss=loss, by_time=True)["cell"].recurrent_kernel_grad
-    assert shown.sizes["time"] == zoo.T
-    close(shown.sum("time"), pull(loss(output), [weight])[0].T.reshape(-1, 4, H).numpy(), "sum")
-    gates = torch.stack([torch.stack(pull(loss(output), taps["cell"].zeros[f"z{k}"]), 1) for k in range(4)], 2)
-    first = torch.einsum("bi,bgu->igu", states[1].detach(), gates[:, 1])
-    close(shown.isel(time=1), first.numpy(), "the second step")
+    weight_grads = rl.weights(model, x, loss=loss, by_time=True)["cell"].recurrent_kernel_grad
+    assert weight_grads.sizes["time"] == zoo.T
+    close(weight_grads.sum("time"), pull(loss(output), [weight])[0].T.reshape(-1, 4, H).numpy(), "sum")
+    gate_grads = torch.stack([torch.stack(pull(loss(output), taps["cell"].zeros[f"z{k}"]), 1) for k in range(4)], 2)
+    expected = torch.einsum("bi,bgu->igu", states[1].detach(), gate_grads[:, 1])
+    close(weight_grads.isel(time=1), expected.numpy(), "the second step")
     norms = rl.weights(model, x, loss=loss, by_time=True, measure="norm")["cell"].recurrent_kernel_grad_norm
-    close(norms, np.sqrt((shown.values**2).sum((1, 3))), "norms")
+    close(norms, np.sqrt((weight_grads.values**2).sum((1, 3))), "norms")
 
 
 class Tied(nn.Module):
     """Two cells that share kernels, and all or none of their biases."""
 
-    def __init__(self, whole):
+    def __init__(self, share_biases):
         super().__init__()
         self.one, self.two, self.head = nn.LSTMCell(F, H), nn.LSTMCell(F, H), nn.Linear(2 * H, V)
-        for name in ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if whole else ())):
+        for name in ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if share_biases else ())):
             setattr(self.two, name, getattr(self.one, name))
 
     def forward(self, x):
@@ -266,11 +270,11 @@ class Tied(nn.Module):
         return torch.stack(outputs, 1)
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_cells_with_tied_weights(whole):
+@pytest.mark.parametrize("share_biases", [True, False])
+def test_cells_with_tied_weights(share_biases):
     """Each with its own biases, and no alarm over what is the sum of both."""
-    model, x = zoo.build(Tied, whole), zoo.batch()
-    output, taps = twin_run(model, x)
+    model, x = zoo.build(Tied, share_biases), zoo.batch()
+    output, taps = run_twin(model, x)
     trace = rl.trace(model, x, loss=loss)
     for node in ("one", "two"):
         for state in ("hidden", "cell"):
@@ -283,95 +287,97 @@ def test_cells_with_tied_weights(whole):
             over_time(pull(taps[node].values["hidden"][-1].sum(), taps[node].zeros["hidden"])),
             f"within {node}",
         )
-        shown = rl.weights(model, x, loss=loss)[node]
-        if whole:
-            close(shown.recurrent_kernel_grad, pull(loss(output), [model.one.weight_hh])[0].T.reshape(-1, 4, H), node)
+        weights = rl.weights(model, x, loss=loss)[node]
+        if share_biases:
+            close(weights.recurrent_kernel_grad, pull(loss(output), [model.one.weight_hh])[0].T.reshape(-1, 4, H), node)
         bias = pull(loss(output), [getattr(model, node).bias_ih])[0].reshape(4, H)
-        close(shown.bias_grad, bias, f"bias of {node}")
+        close(weights.bias_grad, bias, f"bias of {node}")
 
 
 class Chunks(nn.Module):
     """A fused module over one piece of the sequence after the other; something happens to its state in between."""
 
-    def __init__(self, how):
+    def __init__(self, state_change):
         super().__init__()
-        self.how, self.encoder, self.norm = how, nn.LSTM(F, H, batch_first=True), nn.LayerNorm(H)
+        self.state_change, self.encoder, self.norm = state_change, nn.LSTM(F, H, batch_first=True), nn.LayerNorm(H)
         self.decoder, self.head = nn.GRU(H, H, batch_first=True), nn.Linear(H, V)
 
     def forward(self, x):
         state, outputs = None, []
-        for piece in x.split(2, 1):
-            if state is not None and self.how == "detach":
+        for chunk in x.split(2, 1):
+            if state is not None and self.state_change == "detach":
                 state = tuple(s.detach() for s in state)
             elif state is not None:
                 state = (self.norm(state[0]), 0.5 * state[1])
-            seen, state = self.encoder(piece, state)
-            outputs.append(seen + state[1][-1][:, None])
+            hidden, state = self.encoder(chunk, state)
+            outputs.append(hidden + state[1][-1][:, None])
         return self.head(self.decoder(torch.cat(outputs, 1))[0])
 
 
-@pytest.mark.parametrize("how", ["detach", "norm"])
-def test_a_fused_module_over_pieces_of_a_sequence(how):
-    model, x = zoo.build(Chunks, how), zoo.batch()
-    twin, taps = unrolled(model)
+@pytest.mark.parametrize("state_change", ["detach", "norm"])
+def test_a_fused_module_over_pieces_of_a_sequence(state_change):
+    model, x = zoo.build(Chunks, state_change), zoo.batch()
+    twin, taps = unroll_fused(model)
     source = x.clone().requires_grad_()
     output = twin(source)
     close(rl.jacobian(model, x), rows(output, [source])[..., 0, :, :], "output by input")
-    pieces = {f"encoder#{i}": steps for i, steps in enumerate((slice(0, 2), slice(2, 4), slice(4, 5)))}
-    for name, steps in (pieces if how == "detach" else {"encoder": slice(None)}).items():
+    chunk_steps = {f"encoder#{i}": steps for i, steps in enumerate((slice(0, 2), slice(2, 4), slice(4, 5)))}
+    for name, steps in (chunk_steps if state_change == "detach" else {"encoder": slice(None)}).items():
         for state in ("hidden", "cell"):
             zeros = taps["encoder"].zeros[state][steps]
             close(rl.jacobian(model, x, wrt=f"{name}.{state}"), rows(output, zeros), f"J by {name}.{state}")
-            got = rl.gradients(model, x, of="output", reduce="sum", wrt=f"{name}.{state}")
-            close(got, over_time(pull(output.sum(), zeros)), f"output by {name}.{state}")
+            state_grad = rl.gradients(model, x, of="output", reduce="sum", wrt=f"{name}.{state}")
+            close(state_grad, over_time(pull(output.sum(), zeros)), f"output by {name}.{state}")
 
 
 class Changed(nn.Module):
     """A library layer over pieces of the sequence, whose states are normalised or reset in between."""
 
-    def __init__(self, kind, layers, size, how):
+    def __init__(self, kind, layers, size, state_change):
         super().__init__()
-        self.size, self.how = size, how
+        self.size, self.state_change = size, state_change
         self.encoder, self.decoder = kind(F, H, layers, batch_first=True), nn.GRU(H, H, batch_first=True)
         self.norm = nn.LayerNorm(H)
         self.register_buffer("keep", torch.tensor([[1.0, 1, 0, 1, 1], [1, 1, 1, 1, 0]]))
 
     def forward(self, x):
         state, outputs, step = None, [], 0
-        for piece in x.split(self.size, 1):
+        for chunk in x.split(self.size, 1):
             if state is not None:
                 keep = self.keep[:, step, None].to(x)
-                change = self.norm if self.how == "norm" else lambda s, keep=keep: s * keep
+                change = self.norm if self.state_change == "norm" else lambda s, keep=keep: s * keep
                 state = tuple(map(change, state)) if isinstance(state, tuple) else change(state)
-            seen, state = self.encoder(piece, state)
-            outputs.append(seen)
-            step += piece.shape[1]
+            hidden, state = self.encoder(chunk, state)
+            outputs.append(hidden)
+            step += chunk.shape[1]
         return self.decoder(torch.cat(outputs, 1))[0]
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("how", ["norm", "reset"])
+@pytest.mark.parametrize("state_change", ["norm", "reset"])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("kind", "layers"), [(nn.GRU, 1), (nn.LSTM, 1), (nn.LSTM, 2)])
-def test_ends_inside_a_fused_module_whose_states_the_model_changes(kind, layers, size, how):
+def test_ends_inside_a_fused_module_whose_states_the_model_changes(kind, layers, size, state_change):
     """Time Jacobians and gradients from and to every state: the paths go through the model's own change."""
-    model, x = zoo.build(Changed, kind, layers, size, how), zoo.batch()
-    twin, taps = unrolled(model)
+    model, x = zoo.build(Changed, kind, layers, size, state_change), zoo.batch()
+    twin, taps = unroll_fused(model)
     source = x.clone().requires_grad_()
     output = twin(source)
     nodes = ("encoder",) if layers == 1 else ("encoder[0]", "encoder[1]")
-    ends = {f"{node}.{state}": taps[node] for node in nodes for state in states_of(taps[node])}
-    for name, tap in ends.items():
+    taps_by_name = {f"{node}.{state}": taps[node] for node in nodes for state in states_of(taps[node])}
+    for name, tap in taps_by_name.items():
         state = name.rpartition(".")[2]
         zeros, values = tap.zeros[state], torch.stack(tap.values[state], 1)
         close(rl.jacobian(model, x, wrt=name), rows(output, zeros), f"J output by {name}")
         close(rl.jacobian(model, x, of=name), rows(values, [source])[..., 0, :, :], f"J {name} by input")
         close(rl.jacobian(model, x, of=name, wrt=name), rows(values, zeros), f"J {name} by itself")
-        got = rl.gradients(model, x, of="output", reduce="sum", wrt=name)
-        close(got, over_time(pull(output.sum(), zeros)), f"output by {name}")
+        gradients = rl.gradients(model, x, of="output", reduce="sum", wrt=name)
+        close(gradients, over_time(pull(output.sum(), zeros)), f"output by {name}")
         for target, value in ((name, values.sum()), (name.replace(".", ".final_"), values[:, -1].sum())):
-            got = rl.gradients(model, x, of=target, reduce="sum", wrt=["input", *ends])
-            close(got["model"]["input"], pull(value, [source])[0], f"{target} by input")
-            for below, other in ends.items():
-                node, _, kept = below.rpartition(".")
-                close(got[node][kept], over_time(pull(value, other.zeros[kept])), f"{target} by {below}")
+            gradients = rl.gradients(model, x, of=target, reduce="sum", wrt=["input", *taps_by_name])
+            close(gradients["model"]["input"], pull(value, [source])[0], f"{target} by input")
+            for wrt, wrt_tap in taps_by_name.items():
+                node, _, wrt_state = wrt.rpartition(".")
+                close(
+                    gradients[node][wrt_state], over_time(pull(value, wrt_tap.zeros[wrt_state])), f"{target} by {wrt}"
+                )

@@ -13,14 +13,14 @@ from torch_loops import close, loss, over_time, pull, rows, written
 import rnnlens as rl
 
 MODELS = {
-    **{how: (zoo.Masked, how) for how in ("where", "blend", "assign")},
-    **{f"{how}_all": (zoo.Masked, how, "all") for how in ("where", "blend")},
+    **{hold: (zoo.Masked, hold) for hold in ("where", "blend", "assign")},
+    **{f"{hold}_all": (zoo.Masked, hold, "all") for hold in ("where", "blend")},
 }
 REAL = np.arange(zoo.T)[None, :] < zoo.LENGTHS.numpy()[:, None]
 
 
 @pytest.fixture(autouse=True)
-def _silent():
+def _warnings_as_errors():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -33,12 +33,12 @@ def oracle(*arguments):
     return model, x, source, twin(source), taps["cell"]
 
 
-def carried(steps):
+def carry_last_state(steps):
     """States with that of the last real step held."""
-    found = np.array(over_time(steps))
+    states = np.array(over_time(steps))
     for t in range(1, zoo.T):
-        found[~REAL[:, t], t] = found[~REAL[:, t], t - 1]
-    return found
+        states[~REAL[:, t], t] = states[~REAL[:, t], t - 1]
+    return states
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -49,12 +49,17 @@ def test_states_of_ended_samples_are_those_they_hold(name):
     assert list(trace) == ["cell"]
     assert trace["cell"].mask.values.tolist() == REAL.tolist()
     for state in ("hidden", "cell"):
-        close(trace["cell"][state], carried(tap.values[state]), state)
+        close(trace["cell"][state], carry_last_state(tap.values[state]), state)
         expected = over_time(pull(loss(output), tap.zeros[state]))
         close(np.where(REAL[..., None], trace["cell"][f"{state}_grad"], 0), expected, f"trace of {state}")
-        for of, value, options in (("loss", loss(output), {"loss": loss}), ("output", output.sum(), {"reduce": "sum"})):
-            got = rl.gradients(model, x, of=of, wrt=f"cell.{state}", **options)
-            close(np.where(REAL[..., None], got, 0), over_time(pull(value, tap.zeros[state])), f"{of} by {state}")
+        for target, value, options in (
+            ("loss", loss(output), {"loss": loss}),
+            ("output", output.sum(), {"reduce": "sum"}),
+        ):
+            gradient = rl.gradients(model, x, of=target, wrt=f"cell.{state}", **options)
+            close(
+                np.where(REAL[..., None], gradient, 0), over_time(pull(value, tap.zeros[state])), f"{target} by {state}"
+            )
     close(rl.gradients(model, x, loss=loss, wrt="input"), pull(loss(output), [source])[0], "loss by input")
 
 
@@ -64,10 +69,10 @@ def test_what_a_sample_ends_with(name):
     model, x, source, output, tap = oracle(*MODELS[name])
     for state in ("hidden", "cell"):
         last = torch.stack([tap.values[state][int(n) - 1][i] for i, n in enumerate(zoo.LENGTHS)])
-        got = rl.gradients(model, x, of=f"cell.final_{state}", reduce="sum", wrt=["input", "cell.hidden"])
-        close(got["model"]["input"], pull(last.sum(), [source])[0], f"final {state} by input")
+        gradients = rl.gradients(model, x, of=f"cell.final_{state}", reduce="sum", wrt=["input", "cell.hidden"])
+        close(gradients["model"]["input"], pull(last.sum(), [source])[0], f"final {state} by input")
         expected = over_time(pull(last.sum(), tap.zeros["hidden"]))
-        close(np.where(REAL[..., None], got["cell"]["hidden"], 0), expected, f"final {state} by hidden")
+        close(np.where(REAL[..., None], gradients["cell"]["hidden"], 0), expected, f"final {state} by hidden")
         close(
             rl.jacobian(model, x, of=f"cell.final_{state}"), rows(last, [source])[..., 0, :, :], f"J of final {state}"
         )
@@ -82,26 +87,26 @@ def test_time_jacobian(name):
     model, x, source, output, tap = oracle(*MODELS[name])
     close(rl.jacobian(model, x), rows(output, [source])[..., 0, :, :], "output by input")
     for state in ("hidden", "cell"):
-        got = rl.jacobian(model, x, wrt=f"cell.{state}").values
+        jacobian = rl.jacobian(model, x, wrt=f"cell.{state}").values
         expected = rows(output, tap.zeros[state])
-        lead = (slice(None), *[None] * (expected.ndim - 3))
-        close(np.where(REAL[(*lead, slice(None), None)], got, 0), expected, f"output by {state}")
+        leading_axes = (slice(None), *[None] * (expected.ndim - 3))
+        close(np.where(REAL[(*leading_axes, slice(None), None)], jacobian, 0), expected, f"output by {state}")
 
 
 def test_outputs_that_read_the_candidate():
     """What the cell proposed is read, what the mask left of it goes on: no step is a masked one then."""
     model, x, source, output, tap = oracle(zoo.CandidateRead)
     trace = rl.trace(model, x, loss=loss)
-    for found, expected in (("hidden", over_time(tap.values["hidden"])), ("hidden_grad", None)):
-        got = np.concatenate([trace[node][found].values for node in trace], axis=1)
-        close(got, over_time(pull(loss(output), tap.zeros["hidden"])) if expected is None else expected, found)
+    for quantity, expected in (("hidden", over_time(tap.values["hidden"])), ("hidden_grad", None)):
+        actual = np.concatenate([trace[node][quantity].values for node in trace], axis=1)
+        close(actual, over_time(pull(loss(output), tap.zeros["hidden"])) if expected is None else expected, quantity)
     close(rl.jacobian(model, x), rows(output, [source])[..., 0, :, :], "output by input")
-    got = rl.gradients(model, x, of="output", reduce="sum", wrt=[f"{node}.hidden" for node in trace])
-    joined = np.concatenate([got[node]["hidden"].values for node in trace], axis=1)
+    actual = rl.gradients(model, x, of="output", reduce="sum", wrt=[f"{node}.hidden" for node in trace])
+    joined = np.concatenate([actual[node]["hidden"].values for node in trace], axis=1)
     close(joined, over_time(pull(output.sum(), tap.zeros["hidden"])), "output by hidden")
-    last = list(trace)[-1]
-    got = rl.gradients(model, x, of=f"{last}.final_hidden", reduce="sum", wrt="input")
-    close(got, pull(tap.values["hidden"][-1].sum(), [source])[0], "last state by input")
+    last_node = list(trace)[-1]
+    actual = rl.gradients(model, x, of=f"{last_node}.final_hidden", reduce="sum", wrt="input")
+    close(actual, pull(tap.values["hidden"][-1].sum(), [source])[0], "last state by input")
 
 
 def test_an_output_gathered_at_the_last_real_step_is_no_mask():
@@ -110,11 +115,11 @@ def test_an_output_gathered_at_the_last_real_step_is_no_mask():
     class Gathered(zoo.Plain):
         def forward(self, x):
             h, c = zoo.zeros(x, zoo.H, zoo.H)
-            kept = torch.zeros_like(h)
+            last_hidden = torch.zeros_like(h)
             for t in range(x.shape[1]):
                 h, c = self.cell(x[:, t], (h, c))
-                kept = torch.where((t == lengths - 1)[:, None], h, kept)
-            return self.head(kept)
+                last_hidden = torch.where((t == lengths - 1)[:, None], h, last_hidden)
+            return self.head(last_hidden)
 
     lengths = torch.tensor([zoo.T, zoo.T - 1])
     model, x, source, output, tap = oracle(Gathered)

@@ -55,7 +55,7 @@ class Regressor(nn.Module):
         return self.head(self.gru(x)[1][-1])
 
 
-def made(kind):
+def make_model(kind):
     torch.manual_seed(3)
     return kind().double().eval()
 
@@ -67,24 +67,24 @@ def data(seed=0):
 
 def labels(*shape):
     g = torch.Generator().manual_seed(1)
-    found = torch.randint(1, V, shape, generator=g)
+    classes = torch.randint(1, V, shape, generator=g)
     if len(shape) == 2:
         for i in range(shape[0]):
-            found[i, T - i % 4 :] = PAD
+            classes[i, T - i % 4 :] = PAD
     else:
-        found[-3:] = PAD
-    return found
+        classes[-3:] = PAD
+    return classes
 
 
 REAL = torch.randn(N, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 WEIGHTS = torch.tensor([0.3, 2.0, 0.7, 1.1], dtype=torch.float64)
 
 
-def own_mean(output, target):
+def mean_square(output, target):
     return ((output - target) ** 2).mean()
 
 
-def own_masked(output, target):
+def masked_entropy(output, target):
     keep = (target != PAD).double()
     return (F.cross_entropy(output, target, reduction="none") * keep).sum() / keep.sum()
 
@@ -98,7 +98,7 @@ LOSSES = {
     "partial sum": (Regressor, REAL, functools.partial(F.mse_loss, reduction="sum")),
     "lambda sum": (Regressor, REAL, lambda o, y: ((o - y) ** 2).sum()),
     "lambda mean": (Regressor, REAL, lambda o, y: ((o - y) ** 2).mean()),
-    "own function": (Regressor, REAL, own_mean),
+    "own function": (Regressor, REAL, mean_square),
     "root of a mean": (Regressor, REAL, lambda o, y: F.mse_loss(o, y).sqrt()),
     "of the output alone": (Regressor, None, lambda o: o.pow(3).sum()),
     "correlation": (Regressor, REAL, lambda o, y: -((o - o.mean()) * (y - y.mean())).mean() / (o.std() * y.std())),
@@ -119,7 +119,7 @@ LOSSES = {
     ),
     "kl instance": (Last, F.one_hot(labels(N), V).double(), nn.KLDivLoss(reduction="batchmean")),
     "soft labels": (Last, F.one_hot(labels(N), V).double() * 0.9 + 0.025, nn.CrossEntropyLoss()),
-    "own mask": (ByClass, labels(N, T), own_masked),
+    "own mask": (ByClass, labels(N, T), masked_entropy),
     "flattened": (
         Tagger,
         labels(N, T),
@@ -138,22 +138,22 @@ def oracle(model, expression):
     return value.item(), grads
 
 
-def by_name(found):
+def head_gradients(gradients):
     """The weights under the names of torch that stand for themselves: the head."""
-    return {"head.weight": found["head"]["weight"].values, "head.bias": found["head"]["bias"].values}
+    return {"head.weight": gradients["head"]["weight"].values, "head.bias": gradients["head"]["bias"].values}
 
 
-def agrees(found, value, grads):
-    np.testing.assert_allclose(float(found.value), value, rtol=1e-10)
-    for name, grad in by_name(found).items():
-        np.testing.assert_allclose(grad, grads[name], rtol=1e-9, atol=1e-12, err_msg=name)
-    node = found["lstm"] if "lstm" in found else found["gru"]
-    rnn = "lstm" if "lstm" in found else "gru"
-    total = np.square(node["kernel"].values).sum()
-    np.testing.assert_allclose(total, np.square(grads[f"{rnn}.weight_ih_l0"]).sum(), rtol=1e-9)
+def assert_agrees(gradients, value, expected_grads):
+    np.testing.assert_allclose(float(gradients.value), value, rtol=1e-10)
+    for name, grad in head_gradients(gradients).items():
+        np.testing.assert_allclose(grad, expected_grads[name], rtol=1e-9, atol=1e-12, err_msg=name)
+    rnn_grads = gradients["lstm"] if "lstm" in gradients else gradients["gru"]
+    rnn = "lstm" if "lstm" in gradients else "gru"
+    total = np.square(rnn_grads["kernel"].values).sum()
+    np.testing.assert_allclose(total, np.square(expected_grads[f"{rnn}.weight_ih_l0"]).sum(), rtol=1e-9)
 
 
-def whole(loss):
+def loss_function(loss):
     return F.mse_loss if loss == "mse" else loss
 
 
@@ -161,15 +161,15 @@ def whole(loss):
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_batch_size_never_changes_the_loss(name, batch_size):
     kind, y, loss = LOSSES[name]
-    model, x = made(kind), data()
-    value, grads = oracle(model, lambda m: whole(loss)(m(x)) if y is None else whole(loss)(m(x), y))
-    agrees(rl.gradients(model, x, y, loss=loss, batch_size=batch_size), value, grads)
+    model, x = make_model(kind), data()
+    value, grads = oracle(model, lambda m: loss_function(loss)(m(x)) if y is None else loss_function(loss)(m(x), y))
+    assert_agrees(rl.gradients(model, x, y, loss=loss, batch_size=batch_size), value, grads)
 
 
 @pytest.mark.parametrize("name", ["sum", "lambda sum", "class weights", "ignore_index"])
 def test_trace_and_weights_give_the_same_loss(name):
     kind, y, loss = LOSSES[name]
-    model, x = made(kind), data()
+    model, x = make_model(kind), data()
     value, grads = oracle(model, lambda m: loss(m(x), y))
     assert rl.trace(model, x, y, loss=loss).loss == pytest.approx(value, rel=1e-12)
     weights = rl.weights(model, x, y, loss=loss)
@@ -180,15 +180,17 @@ def test_trace_and_weights_give_the_same_loss(name):
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_of_each_sample_and_input_are_rows_of_the_whole(name):
     kind, y, loss = LOSSES[name]
-    model, x = made(kind), data().requires_grad_()
-    value = whole(loss)(model(x)) if y is None else whole(loss)(model(x), y)
+    model, x = make_model(kind), data().requires_grad_()
+    value = loss_function(loss)(model(x)) if y is None else loss_function(loss)(model(x), y)
     (expected,) = torch.autograd.grad(value, x)
     x = x.detach()
-    found = rl.gradients(model, x, y, loss=loss, batch_size=3, wrt="input")
-    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-13)
-    shares = rl.gradients(model, x, y, loss=loss, batch_size=3, wrt="head.weights", per_sample=True)
-    summed = rl.gradients(model, x, y, loss=loss, wrt="head.weights")
-    np.testing.assert_allclose(shares["head"]["weight"].sum("sample"), summed["head"]["weight"], rtol=1e-9, atol=1e-13)
+    input_grad = rl.gradients(model, x, y, loss=loss, batch_size=3, wrt="input")
+    np.testing.assert_allclose(input_grad, expected, rtol=1e-9, atol=1e-13)
+    sample_grads = rl.gradients(model, x, y, loss=loss, batch_size=3, wrt="head.weights", per_sample=True)
+    batch_grad = rl.gradients(model, x, y, loss=loss, wrt="head.weights")
+    np.testing.assert_allclose(
+        sample_grads["head"]["weight"].sum("sample"), batch_grad["head"]["weight"], rtol=1e-9, atol=1e-13
+    )
 
 
 PER_SAMPLE = torch.rand(N, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -210,10 +212,10 @@ def reduced(name):
 )  # fmt: skip
 def test_weights_of_one_change_nothing(name, batch_size):
     kind, y, loss = LOSSES[name]
-    model, x = made(kind), data()
-    value, grads = oracle(model, lambda m: whole(loss)(m(x), y))
+    model, x = make_model(kind), data()
+    value, grads = oracle(model, lambda m: loss_function(loss)(m(x), y))
     ones = np.ones((N, T)) if y.shape == (N, T) else np.ones(N)
-    agrees(rl.gradients(model, x, y, loss=loss, sample_weight=ones, batch_size=batch_size), value, grads)
+    assert_agrees(rl.gradients(model, x, y, loss=loss, sample_weight=ones, batch_size=batch_size), value, grads)
     assert rl.trace(model, x, y, loss=loss, sample_weight=ones).loss == pytest.approx(value, rel=1e-12)
 
 
@@ -239,45 +241,51 @@ def weighted_oracle(name, model, x, y, w):
 )  # fmt: skip
 def test_weights_multiply_the_values_of_the_loss(name, w, batch_size):
     kind, y, loss = LOSSES[name]
-    model, x = made(kind), data()
+    model, x = make_model(kind), data()
     value, grads = oracle(model, lambda m: weighted_oracle(name, m, x, y, w))
-    agrees(rl.gradients(model, x, y, loss=loss, sample_weight=w, batch_size=batch_size), value, grads)
+    assert_agrees(rl.gradients(model, x, y, loss=loss, sample_weight=w, batch_size=batch_size), value, grads)
 
 
 @pytest.mark.parametrize("samples", [1, N])
 @pytest.mark.parametrize("batch_size", [None, 3])
 def test_class_weights_hold_for_the_label_of_each_step(samples, batch_size):
-    model, x, y = made(ByClass), data()[:samples], labels(N, T)[:samples]
-    table = {1: 0.2, 2: 3.0}
+    model, x, y = make_model(ByClass), data()[:samples], labels(N, T)[:samples]
+    class_weights = {1: 0.2, 2: 3.0}
     per_step = torch.ones(samples, T, dtype=torch.float64)
-    for key, weight in table.items():
+    for key, weight in class_weights.items():
         per_step[y == key] = weight
     value, grads = oracle(model, lambda m: (per_step * F.cross_entropy(m(x), y, reduction="none")).mean())
-    found = rl.gradients(model, x, y, loss=nn.CrossEntropyLoss(), class_weight=table, batch_size=batch_size)
-    agrees(found, value, grads)
+    gradients = rl.gradients(model, x, y, loss=nn.CrossEntropyLoss(), class_weight=class_weights, batch_size=batch_size)
+    assert_agrees(gradients, value, grads)
 
 
 def test_weights_that_fit_nothing_are_refused():
-    model, x, y = made(ByClass), data(), labels(N, T)
+    model, x, y = make_model(ByClass), data(), labels(N, T)
     with pytest.raises(InputError, match="sample_weight does not match the shape of the loss values"):
         rl.trace(model, x, y, loss="cross_entropy", sample_weight=torch.ones(T))
     with pytest.raises(UnsupportedError, match="computed per sample"):
-        rl.trace(model, x, y, loss=own_masked, sample_weight=torch.ones(N))
+        rl.trace(model, x, y, loss=masked_entropy, sample_weight=torch.ones(N))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 5])
-@pytest.mark.parametrize("chosen", [0, 4, -1, [5, 1], slice(1, 6, 2)])
+@pytest.mark.parametrize("selection", [0, 4, -1, [5, 1], slice(1, 6, 2)])
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
-def test_selected_samples_are_those_of_the_whole_data_set(chosen, reduce, batch_size):
-    model, x = made(Last), data()
-    picked = x.clone().requires_grad_()
-    target = getattr(model(picked)[chosen], reduce)()
-    (expected,) = torch.autograd.grad(target, picked)
-    found = rl.gradients(
-        model, x, of="output", at={"sample": chosen}, reduce=reduce, wrt=["input", "head.bias"], batch_size=batch_size
+def test_selected_samples_are_those_of_the_whole_data_set(selection, reduce, batch_size):
+    model, x = make_model(Last), data()
+    leaf = x.clone().requires_grad_()
+    target = getattr(model(leaf)[selection], reduce)()
+    (expected,) = torch.autograd.grad(target, leaf)
+    gradients = rl.gradients(
+        model,
+        x,
+        of="output",
+        at={"sample": selection},
+        reduce=reduce,
+        wrt=["input", "head.bias"],
+        batch_size=batch_size,
     )
-    np.testing.assert_allclose(found["model"]["input"], expected, rtol=1e-9, atol=1e-14)
-    np.testing.assert_allclose(float(found.value), target.item(), rtol=1e-10)
+    np.testing.assert_allclose(gradients["model"]["input"], expected, rtol=1e-9, atol=1e-14)
+    np.testing.assert_allclose(float(gradients.value), target.item(), rtol=1e-10)
 
 
 @pytest.mark.parametrize("labelled", [True, False])
@@ -285,31 +293,31 @@ def test_selected_samples_are_those_of_the_whole_data_set(chosen, reduce, batch_
 def test_weights_along_the_samples_are_cut_with_them(labelled, batch_size):
     import xarray as xr
 
-    model, x = made(Last), data()
+    model, x = make_model(Last), data()
     weights = torch.randn(N, V, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    picked = x.clone().requires_grad_()
-    (expected,) = torch.autograd.grad((weights * model(picked)).sum(), picked)
-    given = xr.DataArray(weights.numpy(), dims=("sample", "unit")) if labelled else weights.numpy()
-    found = rl.gradients(model, x, of="output", reduce=given, wrt="input", batch_size=batch_size)
-    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-14)
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad((weights * model(leaf)).sum(), leaf)
+    reduce = xr.DataArray(weights.numpy(), dims=("sample", "unit")) if labelled else weights.numpy()
+    input_grad = rl.gradients(model, x, of="output", reduce=reduce, wrt="input", batch_size=batch_size)
+    np.testing.assert_allclose(input_grad, expected, rtol=1e-9, atol=1e-14)
     if labelled:
-        alone = xr.DataArray(weights[:, 0].numpy(), dims=("sample",), coords={"sample": np.arange(N)})
-        found = rl.gradients(model, x, of="output", reduce=alone, wrt="input", batch_size=batch_size)
-        (expected,) = torch.autograd.grad((weights[:, :1] * model(picked)).sum(), picked)
-        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-14)
+        sample_weights = xr.DataArray(weights[:, 0].numpy(), dims=("sample",), coords={"sample": np.arange(N)})
+        input_grad = rl.gradients(model, x, of="output", reduce=sample_weights, wrt="input", batch_size=batch_size)
+        (expected,) = torch.autograd.grad((weights[:, :1] * model(leaf)).sum(), leaf)
+        np.testing.assert_allclose(input_grad, expected, rtol=1e-9, atol=1e-14)
 
 
 def test_sources_that_can_be_read_again_give_the_loss_of_all():
     kind, y, loss = LOSSES["own mask"]
-    model, x = made(kind), data()
+    model, x = make_model(kind), data()
     value, grads = oracle(model, lambda m: loss(m(x), y))
     loader = DataLoader(TensorDataset(x, y), batch_size=3)
-    agrees(rl.gradients(model, loader, loss=loss), value, grads)
+    assert_agrees(rl.gradients(model, loader, loss=loss), value, grads)
 
 
 def test_what_can_be_read_only_once_or_comes_in_another_order_is_refused():
     kind, y, loss = LOSSES["own mask"]
-    model, x = made(kind), data()
+    model, x = make_model(kind), data()
     with pytest.raises(UnsupportedError, match="a generator can be read only once"):
         rl.gradients(model, ((x[i : i + 3], y[i : i + 3]) for i in range(0, N, 3)), loss=loss)
     shuffled = DataLoader(TensorDataset(x, y), batch_size=3, shuffle=True)
@@ -317,10 +325,10 @@ def test_what_can_be_read_only_once_or_comes_in_another_order_is_refused():
         rl.gradients(model, shuffled, loss=loss)
     rl.gradients(model, shuffled, loss=loss, combine="mean")
     kind, y, loss = LOSSES["mean"]
-    model = made(kind)
+    model = make_model(kind)
     value, grads = oracle(model, lambda m: loss(m(x), y))
-    agrees(rl.gradients(model, ((x[i : i + 3], y[i : i + 3]) for i in range(0, N, 3)), loss=loss), value, grads)
-    agrees(rl.gradients(model, iter([(x, y)]), loss=own_mean), value, grads)
+    assert_agrees(rl.gradients(model, ((x[i : i + 3], y[i : i + 3]) for i in range(0, N, 3)), loss=loss), value, grads)
+    assert_agrees(rl.gradients(model, iter([(x, y)]), loss=mean_square), value, grads)
 
 
 class Normed(Last):
@@ -340,19 +348,19 @@ class Centred(Last):
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize(("kind", "training"), [(Normed, True), (Centred, False)])
 def test_samples_that_depend_on_each_other_are_not_cut_apart(kind, training, batch_size):
-    model, x = made(kind), data()
+    model, x = make_model(kind), data()
     for loss in ("cross_entropy", lambda o, y: F.cross_entropy(o, y, reduction="sum")):
         with pytest.raises(UnsupportedError, match="The samples depend on each other"):
             rl.gradients(model, x, labels(N), loss=loss, training=training, batch_size=batch_size)
     with pytest.raises(UnsupportedError, match="The samples depend on each other"):
         rl.gradients(model, x, of="output", reduce="sum", training=training, batch_size=batch_size)
-    whole = rl.trace(model, x, labels(N), loss="cross_entropy", training=training)
+    trace = rl.trace(model, x, labels(N), loss="cross_entropy", training=training)
     expected = F.cross_entropy(model.train(training)(x), labels(N))
-    assert whole.loss == pytest.approx(expected.item(), rel=1e-10)
+    assert trace.loss == pytest.approx(expected.item(), rel=1e-10)
 
 
 def test_a_penalty_on_the_weights_inside_the_loss_is_refused_over_batches():
-    model, x = made(Regressor), data()
+    model, x = make_model(Regressor), data()
 
     def penalised(output, target):
         return F.mse_loss(output, target, reduction="sum") + sum(p.pow(2).sum() for p in model.parameters())
@@ -371,7 +379,7 @@ class WithStates(Tagger):
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_outputs_in_a_structure_and_with_samples_on_another_axis(batch_size):
-    model, x, y = made(WithStates), data(), labels(N, T)
+    model, x, y = make_model(WithStates), data(), labels(N, T)
 
     def loss(out, target):
         return F.cross_entropy(out["logits"].flatten(0, 1), target.flatten(), ignore_index=PAD) + (
@@ -379,7 +387,7 @@ def test_outputs_in_a_structure_and_with_samples_on_another_axis(batch_size):
         )
 
     value, grads = oracle(model, lambda m: loss(m(x), y))
-    agrees(rl.gradients(model, x, y, loss=loss, batch_size=batch_size), value, grads)
+    assert_agrees(rl.gradients(model, x, y, loss=loss, batch_size=batch_size), value, grads)
 
 
 class Packing(nn.Module):
@@ -400,33 +408,33 @@ LENGTHS = torch.tensor([2, 3, 1, 5, 4, 2, 3])
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_batches_of_a_packing_model_are_padded_to_one_length(batch_size):
-    model, x, y = made(Packing), data(), labels(N)
+    model, x, y = make_model(Packing), data(), labels(N)
     wrt = ["lstm.hidden", "input[0]", "head.weights", "lstm.weights"]
     loss = nn.CrossEntropyLoss(ignore_index=PAD)
     value, grads = oracle(model, lambda m: loss(m(x, LENGTHS), y))
-    found = rl.gradients(model, (x, LENGTHS), y, loss=loss, wrt=wrt, batch_size=batch_size)
-    agrees(found, value, grads)
-    at_once = rl.gradients(model, (x, LENGTHS), y, loss=loss, wrt=wrt)
-    picked = x.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(loss(model(picked, LENGTHS), y), picked)
-    np.testing.assert_allclose(found["model"]["input[0]"], expected, rtol=1e-9, atol=1e-14)
+    batched_grads = rl.gradients(model, (x, LENGTHS), y, loss=loss, wrt=wrt, batch_size=batch_size)
+    assert_agrees(batched_grads, value, grads)
+    full_grads = rl.gradients(model, (x, LENGTHS), y, loss=loss, wrt=wrt)
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(model(leaf, LENGTHS), y), leaf)
+    np.testing.assert_allclose(batched_grads["model"]["input[0]"], expected, rtol=1e-9, atol=1e-14)
     valid = np.arange(T)[None, :] < LENGTHS.numpy()[:, None]
-    hidden, reference = found["lstm"]["hidden"].values, at_once["lstm"]["hidden"].values
+    hidden, reference = batched_grads["lstm"]["hidden"].values, full_grads["lstm"]["hidden"].values
     assert hidden.shape == reference.shape == (N, T, 6)
     np.testing.assert_allclose(hidden[valid], reference[valid], rtol=1e-9, atol=1e-14)
 
 
 @pytest.mark.parametrize("loss", ["mse", nn.L1Loss(), lambda o, y: ((o - y) ** 2).mean()])
 def test_a_target_that_broadcasts_against_the_output_is_refused(loss):
-    model, x = made(Regressor), data()
+    model, x = make_model(Regressor), data()
     with pytest.raises(InputError, match=r"broadcast"):
         rl.trace(model, x, REAL[:, 0], loss=loss)
-    aligned = rl.trace(model, x, REAL[:, 0], loss=lambda o, y: F.mse_loss(o[:, 0], y)).loss
-    assert aligned == pytest.approx(F.mse_loss(model(x), REAL).item(), rel=1e-12)
+    aligned_loss = rl.trace(model, x, REAL[:, 0], loss=lambda o, y: F.mse_loss(o[:, 0], y)).loss
+    assert aligned_loss == pytest.approx(F.mse_loss(model(x), REAL).item(), rel=1e-12)
 
 
 def test_a_loss_that_does_not_depend_on_the_model_says_so():
-    model, x = made(Regressor), data()
+    model, x = make_model(Regressor), data()
     trace = rl.trace(
         model, x, REAL, loss=lambda o, y: (o.detach() - y).pow(2).mean() + torch.ones((), requires_grad=True)
     )
@@ -459,7 +467,7 @@ def test_joined_outputs_lie_as_the_model_lays_them(folded):
         return (values * keep).sum() / keep.sum()
 
     value, grads = oracle(model, lambda m: loss(m(x), y))
-    agrees(rl.gradients(model, x, y, loss=loss, batch_size=3), value, grads)
+    assert_agrees(rl.gradients(model, x, y, loss=loss, batch_size=3), value, grads)
 
 
 class RoundsBySize(Tagger):
@@ -473,28 +481,28 @@ def test_rounding_that_goes_with_the_batch_size_is_no_dependence_between_samples
     torch.manual_seed(0)
     model = RoundsBySize().double()
     x = torch.randn(N, T, 3, dtype=torch.float64)
-    found = rl.gradients(model, x, of="output", reduce="sum", wrt="input", batch_size=3)
+    input_grad = rl.gradients(model, x, of="output", reduce="sum", wrt="input", batch_size=3)
     leaf = x.clone().requires_grad_()
     (expected,) = torch.autograd.grad(model(leaf).sum(), leaf)
-    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-14)
+    np.testing.assert_allclose(input_grad, expected, rtol=1e-10, atol=1e-14)
 
 
 def test_samples_are_tried_for_independence_once_a_data_set(monkeypatch):
     """Each trial pulls two cotangents back for each binary digit of the number of samples, a few at a time."""
-    model, x, pulls = made(Last), data(), []
-    right = pull._Pull._pull
+    model, x, cotangent_counts = make_model(Last), data(), []
+    original = pull._Pull._pull
     monkeypatch.setattr(axes, "TRIED_AT_ONCE", 1)
 
-    def counted(self, given):
-        pulls.append(len(next(iter(given.values()))))
-        return right(self, given)
+    def counting_pull(self, cotangents):
+        cotangent_counts.append(len(next(iter(cotangents.values()))))
+        return original(self, cotangents)
 
-    monkeypatch.setattr(pull._Pull, "_pull", counted)
+    monkeypatch.setattr(pull._Pull, "_pull", counting_pull)
     per_sample = {"of": "output", "wrt": "input", "reduce": "sum", "per_sample": True, "batch_size": 2}
-    found = rl.gradients(model, x, **per_sample)
-    assert pulls == [1] * (4 + 2)  # one for each of four batches, two more for the first
+    sample_grads = rl.gradients(model, x, **per_sample)
+    assert cotangent_counts == [1] * (4 + 2)  # one for each of four batches, two more for the first
     np.testing.assert_allclose(
-        found.values, rl.gradients(model, x, **{**per_sample, "batch_size": N}).values, rtol=1e-5
+        sample_grads.values, rl.gradients(model, x, **{**per_sample, "batch_size": N}).values, rtol=1e-5
     )
     with pytest.raises(UnsupportedError, match="depend on each other"):
-        rl.gradients(made(Centred), x, **per_sample)
+        rl.gradients(make_model(Centred), x, **per_sample)

@@ -37,13 +37,13 @@ def masked_fill(h, t):
     h.masked_fill_(DONE[t][:, None], 0.0)
 
 
-def once(h, t):
+def zero_once(h, t):
     if t == 3:
         with torch.no_grad():
             h.zero_()
 
 
-CHANGES = [zero_rows, zero_rows_seen_by_autograd, scale, clamp, behind_autograd, masked_fill, once]
+CHANGES = [zero_rows, zero_rows_seen_by_autograd, scale, clamp, behind_autograd, masked_fill, zero_once]
 
 
 class OwnCell(nn.Module):
@@ -66,20 +66,20 @@ class Loop(nn.Module):
     def forward(self, x):
         h = x.new_zeros(B, H)
         state = (h, torch.zeros_like(h)) if isinstance(self.cell, nn.LSTMCell) else h
-        last = 0
+        total = 0
         for t in range(T):
             state = self.cell(x[:, t], state)
-            for part in state if isinstance(state, tuple) else (state,):
-                self.change(part, t)
-            last = last + self.head(state[0] if isinstance(state, tuple) else state).sin()
-        return last
+            for tensor in state if isinstance(state, tuple) else (state,):
+                self.change(tensor, t)
+            total = total + self.head(state[0] if isinstance(state, tuple) else state).sin()
+        return total
 
 
 def mse(output, target):
     return ((output - target) ** 2).mean()
 
 
-def made(cell, change):
+def model_and_data(cell, change):
     torch.manual_seed(0)
     model = Loop(cell, change).double()
     if cell is OwnCell:
@@ -90,21 +90,21 @@ def made(cell, change):
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, OwnCell], ids=lambda c: c.__name__)
 def test_the_run_is_the_untouched_one(cell, change):
-    model, x, y = made(cell, change)
+    model, x, y = model_and_data(cell, change)
     leaf = x.clone().requires_grad_()
     loss = mse(model(leaf), y)
     weights = dict(model.named_parameters())
     expected = dict(zip(["input", *weights], torch.autograd.grad(loss, [leaf, *weights.values()]), strict=True))
     traced = rl.trace(model, x, y, loss=mse)
     assert abs(traced.loss - loss.item()) <= 1e-12
-    got = rl.gradients(model, x, y, loss=mse, wrt=["input", "head.weights"])
-    assert abs(got.value - loss.item()) <= 1e-12
-    assert np.abs(got["model"]["input"].values - expected["input"].numpy()).max() <= 1e-12
-    assert np.abs(got["head"]["weight"].values - expected["head.weight"].numpy()).max() <= 1e-12
+    gradients = rl.gradients(model, x, y, loss=mse, wrt=["input", "head.weights"])
+    assert abs(gradients.value - loss.item()) <= 1e-12
+    assert np.abs(gradients["model"]["input"].values - expected["input"].numpy()).max() <= 1e-12
+    assert np.abs(gradients["head"]["weight"].values - expected["head.weight"].numpy()).max() <= 1e-12
     # The gradient at the input by step, out of the traced recurrences: each call is one step or more of it.
     steps = [traced[node].input_grad for node in traced if node.partition("#")[0] == "cell"]
-    whole = np.concatenate([part.values for part in steps], axis=1)
-    assert np.abs(whole - expected["input"].numpy()).max() <= 1e-10
+    input_grad = np.concatenate([grad.values for grad in steps], axis=1)
+    assert np.abs(input_grad - expected["input"].numpy()).max() <= 1e-10
 
 
 def test_a_buffer_used_again_for_every_step():

@@ -42,7 +42,7 @@ class Doubling(nn.LSTM):
         return self.forward(2 * x)
 
 
-def hooked(model, pre=None, post=None, layer="rnn"):
+def add_hooks(model, pre=None, post=None, layer="rnn"):
     if pre is not None:
         getattr(model, layer).register_forward_pre_hook(pre)
     if post is not None:
@@ -50,9 +50,9 @@ def hooked(model, pre=None, post=None, layer="rnn"):
     return model
 
 
-def with_part(model, **parts):
-    for name, part in parts.items():
-        setattr(model, name, part)
+def with_modules(model, **modules):
+    for name, module in modules.items():
+        setattr(model, name, module)
     return model
 
 
@@ -79,15 +79,15 @@ class Remembering(nn.Module):
 
     def forward(self, x):
         y, state = self.rnn(x, self.state)
-        self.state = tuple(part.detach() for part in state)
+        self.state = tuple(tensor.detach() for tensor in state)
         return self.head(y[:, -1])
 
 
-def plain(rnn, x):
+def run_rnn(rnn, x):
     return rnn(x)[0]
 
 
-def autocast(rnn, x):
+def run_autocast(rnn, x):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return rnn(x)[0]
 
@@ -97,19 +97,19 @@ MODELS = {
     "checkpoint": lambda: Sequence(lambda rnn, x: checkpoint(lambda v: rnn(v)[0], x, use_reentrant=False)),
     "steps checkpointed, reentrant": lambda: Steps(lambda cell, x, h: checkpoint(cell, x, h, use_reentrant=True)),
     "steps checkpointed": lambda: Steps(lambda cell, x, h: checkpoint(cell, x, h, use_reentrant=False)),
-    "vmap above": lambda: with_part(Sequence(plain), norm=_Mapped()),
-    "batch norm in training": lambda: with_part(Sequence(plain), norm=nn.BatchNorm1d(H)),
+    "vmap above": lambda: with_modules(Sequence(run_rnn), norm=_Mapped()),
+    "batch norm in training": lambda: with_modules(Sequence(run_rnn), norm=nn.BatchNorm1d(H)),
     "forward called directly": lambda: Sequence(lambda rnn, x: rnn.forward(x)[0]),
-    "call overridden": lambda: with_part(Sequence(plain), rnn=Doubling(F, H, batch_first=True)),
+    "call overridden": lambda: with_modules(Sequence(run_rnn), rnn=Doubling(F, H, batch_first=True)),
     "part without gradients": Encoded,
     "state in an attribute": Remembering,
-    "autocast, double inside": lambda: Sequence(autocast),
-    "data parallel": lambda: nn.DataParallel(Sequence(plain)),
-    "hook replaces the output": lambda: hooked(Sequence(plain), post=lambda m, a, out: (3 * out[0], out[1])),
-    "hook replaces the input": lambda: hooked(Sequence(plain), pre=lambda m, a: (3 * a[0],)),
-    "hook of the head": lambda: hooked(Sequence(plain), layer="head", post=lambda m, a, out: out * out),
-    "gradient hook of the head": lambda: _backward_hook(Sequence(plain)),
-    "parametrised head": lambda: _parametrised(Sequence(plain)),
+    "autocast, double inside": lambda: Sequence(run_autocast),
+    "data parallel": lambda: nn.DataParallel(Sequence(run_rnn)),
+    "hook replaces the output": lambda: add_hooks(Sequence(run_rnn), post=lambda m, a, out: (3 * out[0], out[1])),
+    "hook replaces the input": lambda: add_hooks(Sequence(run_rnn), pre=lambda m, a: (3 * a[0],)),
+    "hook of the head": lambda: add_hooks(Sequence(run_rnn), layer="head", post=lambda m, a, out: out * out),
+    "gradient hook of the head": lambda: _backward_hook(Sequence(run_rnn)),
+    "parametrised head": lambda: _parametrised(Sequence(run_rnn)),
 }
 
 
@@ -145,12 +145,12 @@ def test_loss_and_gradients_are_those_of_the_untouched_model(name):
     before = copy.deepcopy(model.state_dict())
     traced = rl.trace(model, x, y, loss=mse, training=training)
     assert abs(traced.loss - loss.item()) <= 1e-12
-    got = rl.gradients(model, x, y, loss=mse, wrt=["input", "*head/*"], training=training)
-    assert np.abs(got["model"]["input"].values - leaf.grad.numpy()).max() <= 1e-12
+    gradients = rl.gradients(model, x, y, loss=mse, wrt=["input", "*head/*"], training=training)
+    assert np.abs(gradients["model"]["input"].values - leaf.grad.numpy()).max() <= 1e-12
     for path, parameter in reference.named_parameters():
         layer, _, key = path.rpartition(".")
         if layer.endswith("head"):
-            assert np.abs(got[layer][key].values - parameter.grad.numpy()).max() <= 1e-12, path
+            assert np.abs(gradients[layer][key].values - parameter.grad.numpy()).max() <= 1e-12, path
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
@@ -160,12 +160,12 @@ def test_a_layer_that_is_called_without_its_hooks_keeps_its_name(name):
     model = MODELS[name]().double()
     x, y = torch.randn(B, T, F, dtype=torch.float64), torch.randn(B, 1, dtype=torch.float64)
     mse(model(x), y).backward()
-    got = rl.gradients(model, x, y, loss=mse, wrt="rnn/bias").values  # ours: input, forget, candidate, output
-    assert np.abs(got.reshape(-1) - model.rnn.bias_ih_l0.grad.numpy()).max() <= 1e-12
+    bias_grad = rl.gradients(model, x, y, loss=mse, wrt="rnn/bias").values  # ours: input, forget, candidate, output
+    assert np.abs(bias_grad.reshape(-1) - model.rnn.bias_ih_l0.grad.numpy()).max() <= 1e-12
     assert list(rl.trace(model, x)) == ["rnn"]
 
 
-def one_sample(cell):
+def sample_runner(cell):
     def run(x):
         h = x.new_zeros(1, H)
         for t in range(T):
@@ -181,7 +181,7 @@ class MappedOverSamples(nn.Module):
         self.cell = nn.GRUCell(F, H)
 
     def forward(self, x):
-        return torch.vmap(one_sample(self.cell))(x)
+        return torch.vmap(sample_runner(self.cell))(x)
 
 
 class GradientInside(nn.Module):
@@ -192,7 +192,7 @@ class GradientInside(nn.Module):
         self.cell = nn.GRUCell(F, H)
 
     def forward(self, x):
-        return torch.stack([torch.func.grad(lambda v: one_sample(self.cell)(v).sum())(row) for row in x])
+        return torch.stack([torch.func.grad(lambda v: sample_runner(self.cell)(v).sum())(row) for row in x])
 
 
 class HookedStates(nn.Module):
@@ -212,11 +212,11 @@ class HookedStates(nn.Module):
         return h
 
 
-@pytest.mark.parametrize("made", [MappedOverSamples, GradientInside, HookedStates, lambda: HookedStates(chunks=True)])
+@pytest.mark.parametrize("make", [MappedOverSamples, GradientInside, HookedStates, lambda: HookedStates(chunks=True)])
 @pytest.mark.parametrize("verb", ["trace", "gradients", "jacobian"])
-def test_what_cannot_be_seen_is_refused_by_name(made, verb):
+def test_what_cannot_be_seen_is_refused_by_name(make, verb):
     torch.manual_seed(0)
-    model, x = made().double(), torch.randn(B, T, F, dtype=torch.float64)
+    model, x = make().double(), torch.randn(B, T, F, dtype=torch.float64)
     call = {
         "trace": lambda: rl.trace(model, x, loss=lambda out: out.sum()),
         "gradients": lambda: rl.gradients(model, x, loss=lambda out: out.sum(), wrt="input"),
@@ -257,31 +257,31 @@ class OwnCell(nn.Module):
 
 
 def with_own_cell():
-    return with_part(Steps(lambda cell, x, h: cell(x, h)), rnn=OwnCell())
+    return with_modules(Steps(lambda cell, x, h: cell(x, h)), rnn=OwnCell())
 
 
 @pytest.mark.usefixtures("bfloat16_lstm")
 @pytest.mark.parametrize(
-    "made",
+    "make",
     [
-        lambda: Sequence(plain),
-        lambda: with_part(Sequence(plain), rnn=nn.GRU(F, H, batch_first=True)),
+        lambda: Sequence(run_rnn),
+        lambda: with_modules(Sequence(run_rnn), rnn=nn.GRU(F, H, batch_first=True)),
         lambda: Steps(lambda cell, x, h: cell(x, h)),
         with_own_cell,
     ],
     ids=["LSTM", "GRU", "GRUCell", "own cell"],
 )
-def test_autocast_is_no_fault_of_the_layer_inside_it(made):
+def test_autocast_is_no_fault_of_the_layer_inside_it(make):
     """A warning is an error here: what half precision rounds is not held against anybody."""
     torch.manual_seed(0)
-    model = InHalf(made())
+    model = InHalf(make())
     x, y = torch.randn(B, T, F), torch.randn(B, 1)
     loss = mse(model(x), y)
     loss.backward()
     traced = rl.trace(model, x, y, loss=mse)
     assert abs(traced.loss - loss.item()) <= 1e-6
-    got = rl.gradients(model, x, y, loss=mse, wrt="inner.head/weight")
-    assert np.abs(got.values - model.inner.head.weight.grad.numpy()).max() <= 1e-6
+    weight_grad = rl.gradients(model, x, y, loss=mse, wrt="inner.head/weight")
+    assert np.abs(weight_grad.values - model.inner.head.weight.grad.numpy()).max() <= 1e-6
 
 
 class ChangesItsInput(nn.Module):
@@ -299,17 +299,17 @@ class ChangesItsInput(nn.Module):
 def test_a_model_that_writes_over_its_input_gets_a_copy():
     torch.manual_seed(0)
     model, x = ChangesItsInput().double(), torch.randn(B, T, F, dtype=torch.float64)
-    kept, leaf = x.clone(), x.clone().requires_grad_()
+    before, leaf = x.clone(), x.clone().requires_grad_()
 
     def untouched(v):
         return model.head(model.rnn((2 * v).clamp(-1, 1))[0])
 
     (expected,) = torch.autograd.grad((untouched(leaf) ** 2).sum(), leaf)
-    got = rl.gradients(model, x, loss=lambda out: (out**2).sum(), wrt="input")
-    assert np.abs(got.values - expected.numpy()).max() <= 1e-12
+    input_grad = rl.gradients(model, x, loss=lambda out: (out**2).sum(), wrt="input")
+    assert np.abs(input_grad.values - expected.numpy()).max() <= 1e-12
     traced = rl.trace(model, x)
-    assert np.abs(traced["rnn"].input.values - (2 * kept).clamp(-1, 1).numpy()).max() <= 1e-12
+    assert np.abs(traced["rnn"].input.values - (2 * before).clamp(-1, 1).numpy()).max() <= 1e-12
     full = torch.autograd.functional.jacobian(untouched, x)
-    own = torch.stack([full[b][:, :, b] for b in range(B)]).numpy()
-    assert np.abs(rl.jacobian(model, x).values - own).max() <= 1e-12
-    assert torch.equal(x, kept)
+    expected_jacobian = torch.stack([full[b][:, :, b] for b in range(B)]).numpy()
+    assert np.abs(rl.jacobian(model, x).values - expected_jacobian).max() <= 1e-12
+    assert torch.equal(x, before)

@@ -50,14 +50,14 @@ def test_a_part_is_not_accused(bidirectional, weight_norm):
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            found = rl.trace(model, x, y, loss=nn.functional.mse_loss, layers=layers, quantities=quantities)
-        assert found.certificate.state == "passed", (layers, quantities, found.certificate.sentence)
+            trace = rl.trace(model, x, y, loss=nn.functional.mse_loss, layers=layers, quantities=quantities)
+        assert trace.certificate.state == "passed", (layers, quantities, trace.certificate.sentence)
 
 
 def test_what_was_not_followed_is_named():
     model = Stack()
     x, y = torch.randn(2, 4, 3), torch.randn(2, 1)
-    whole = rl.trace(model, x, y, loss=nn.functional.mse_loss)
-    part = rl.trace(model, x, y, loss=nn.functional.mse_loss, quantities="output_grad")
-    assert not whole.certificate.uncertified
-    assert "not certified: weights of recurrent layers" in part.certificate.sentence
+    full_trace = rl.trace(model, x, y, loss=nn.functional.mse_loss)
+    partial_trace = rl.trace(model, x, y, loss=nn.functional.mse_loss, quantities="output_grad")
+    assert not full_trace.certificate.uncertified
+    assert "not certified: weights of recurrent layers" in partial_trace.certificate.sentence

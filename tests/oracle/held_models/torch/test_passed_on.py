@@ -12,30 +12,30 @@ STEP = 1e-6
 class PassingCell(nn.Module):
     """Its second state is the one it got ("kept"), or the first state of the step before ("delayed")."""
 
-    def __init__(self, which):
+    def __init__(self, second_state):
         super().__init__()
-        self.read, self.recur, self.which = nn.Linear(2, 3), nn.Linear(3, 3), which
+        self.read, self.recur, self.second_state = nn.Linear(2, 3), nn.Linear(3, 3), second_state
         self.bump = None
 
     def forward(self, x, states):
         h, m = states
         new = torch.tanh(self.read(x) + self.recur(h) * (1 + m))
-        second = m if self.which == "kept" else h
+        second = m if self.second_state == "kept" else h
         return new, (new, second if self.bump is None else second + self.bump)
 
 
 class Loop(nn.Module):
-    def __init__(self, which, last):
+    def __init__(self, second_state, last):
         super().__init__()
-        self.cell, self.head, self.last, self.bumps = PassingCell(which), nn.Linear(6, 2), last, {}
+        self.cell, self.head, self.last, self.bumps = PassingCell(second_state), nn.Linear(6, 2), last, {}
 
     def forward(self, x):
-        states, seen = (x.new_full((len(x), 3), 0.1), x.new_full((len(x), 3), 0.2)), []
+        states, outputs = (x.new_full((len(x), 3), 0.1), x.new_full((len(x), 3), 0.2)), []
         for t in range(x.shape[1]):
             self.cell.bump = self.bumps.get(t)
             out, states = self.cell(x[:, t], states)
-            seen.append(torch.cat([out, states[1]], 1))
-        return self.head(seen[-1] if self.last else torch.stack(seen, 1))
+            outputs.append(torch.cat([out, states[1]], 1))
+        return self.head(outputs[-1] if self.last else torch.stack(outputs, 1))
 
 
 def total(out):
@@ -43,18 +43,18 @@ def total(out):
 
 
 @pytest.mark.parametrize("last", [True, False])
-@pytest.mark.parametrize("which", ["kept", "delayed"])
-def test_a_state_that_is_passed_on(which, last):
+@pytest.mark.parametrize("second_state", ["kept", "delayed"])
+def test_a_state_that_is_passed_on(second_state, last):
     torch.manual_seed(0)
-    model, x = Loop(which, last).double(), torch.randn(2, 4, 2, dtype=torch.float64)
-    found = rl.trace(model, x, torch.zeros(1), loss=lambda out, y: total(out))["cell"]["state_1_grad"]
+    model, x = Loop(second_state, last).double(), torch.randn(2, 4, 2, dtype=torch.float64)
+    state_grad = rl.trace(model, x, torch.zeros(1), loss=lambda out, y: total(out))["cell"]["state_1_grad"]
     for t, sample, unit in [(0, 0, 1), (1, 1, 0), (2, 0, 2), (3, 1, 1)]:
-        ends = []
+        losses = []
         for size in (STEP, -STEP):
             bump = torch.zeros(2, 3, dtype=torch.float64)
             bump[sample, unit] = size
             model.bumps = {t: bump}
-            ends.append(total(model(x)).item())
+            losses.append(total(model(x)).item())
         model.bumps = {}
-        expected = (ends[0] - ends[1]) / (2 * STEP)
-        assert float(found[sample, t, unit]) == pytest.approx(expected, rel=1e-6, abs=1e-8), t
+        expected = (losses[0] - losses[1]) / (2 * STEP)
+        assert float(state_grad[sample, t, unit]) == pytest.approx(expected, rel=1e-6, abs=1e-8), t

@@ -37,7 +37,7 @@ def penalised(model):
     return lambda out, y: ((out - y) ** 2).mean() + 0.3 * sum((weight**2).sum() for weight in model.parameters())
 
 
-def bare(model):
+def unpenalised(model):
     return lambda out, y: ((out - y) ** 2).mean()
 
 
@@ -55,23 +55,25 @@ def model(request):
     return request.param().double()
 
 
-@pytest.mark.parametrize("loss", [bare, penalised])
+@pytest.mark.parametrize("loss", [unpenalised, penalised])
 def test_gradients_are_those_of_autograd(model, loss):
     parameters = dict(model.named_parameters())
     grads = torch.autograd.grad(loss(model)(model(X), Y), list(parameters.values()))
     expected = dict(zip(parameters, grads, strict=True))
-    found = rl.gradients(model, X, Y, loss=loss(model))
-    assert found.certificate.state == "passed"
-    for computed, (reference, gates, units) in PAIRS.items():
-        wanted = expected[reference].numpy()
+    gradients = rl.gradients(model, X, Y, loss=loss(model))
+    assert gradients.certificate.state == "passed"
+    for weight_path, (parameter_name, gates, units) in PAIRS.items():
+        expected_grad = expected[parameter_name].numpy()
         if gates is not None:
-            wanted = wanted.reshape(len(gates), units, -1)[list(gates)].transpose(2, 0, 1)
-        np.testing.assert_allclose(found[computed].values, wanted, rtol=1e-9, atol=1e-12, err_msg=computed)
+            expected_grad = expected_grad.reshape(len(gates), units, -1)[list(gates)].transpose(2, 0, 1)
+        np.testing.assert_allclose(
+            gradients[weight_path].values, expected_grad, rtol=1e-9, atol=1e-12, err_msg=weight_path
+        )
 
 
 @pytest.mark.filterwarnings("ignore::rnnlens.errors.SelfCheckWarning")
 def test_no_sample_has_a_share_of_a_penalty(model):
-    found = rl.gradients(model, X, Y, loss=penalised(model), per_sample=True)
-    assert found.certificate.state == "could not"
-    assert "cannot be divided among samples" in found.certificate.why
-    assert rl.gradients(model, X, Y, loss=bare(model), per_sample=True).certificate.state == "passed"
+    gradients = rl.gradients(model, X, Y, loss=penalised(model), per_sample=True)
+    assert gradients.certificate.state == "could not"
+    assert "cannot be divided among samples" in gradients.certificate.why
+    assert rl.gradients(model, X, Y, loss=unpenalised(model), per_sample=True).certificate.state == "passed"
