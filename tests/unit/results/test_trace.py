@@ -89,7 +89,7 @@ def test_a_layer_may_hold_layers_of_other_sizes():
     assert "cell" not in trace["outer/gru"]
 
 
-def absence(layer, name):
+def missing_message(layer, name):
     with pytest.raises(QuantityNotFoundError) as caught:
         getattr(layer, name)
     return text(caught)
@@ -97,23 +97,23 @@ def absence(layer, name):
 
 def test_what_is_missing_says_why():
     without_loss = Trace({"lstm": lstm_dataset().drop_vars("hidden_grad"), "gru": gru_dataset()})
-    assert absence(without_loss["lstm"], "hidden_grad") == (
+    assert missing_message(without_loss["lstm"], "hidden_grad") == (
         "'hidden_grad' was not computed for layer 'lstm': no loss was given.\n"
         "  try:      rl.trace(model, x, y, loss=...) or a compiled model"
     )
-    assert absence(without_loss["gru"], "cell") == (
+    assert missing_message(without_loss["gru"], "cell") == (
         "'cell' was not computed for layer 'gru': gru has no cell state.\n  try:      hidden or hidden_grad"
     )
-    assert absence(without_loss["lstm"], "hiden").startswith(
+    assert missing_message(without_loss["lstm"], "hiden").startswith(
         "No quantity named 'hiden' for layer 'lstm'.\n  try:      did you mean 'hidden'? Known: 'input', 'mask'"
     )
     restricted = Trace({"lstm": lstm_dataset()[["hidden"]]}, loss=1.0, quantities=["hidden"])
-    assert absence(restricted["lstm"], "gates") == (
+    assert missing_message(restricted["lstm"], "gates") == (
         "'gates' was not computed for layer 'lstm': it is not among quantities=.\n"
         "  got:      hidden\n  try:      add 'gates'"
     )
     custom = layer_dataset({"hidden": np.zeros((1, 2, 3))}, info={"name": "rnn", "kind": "RNN", "cell": "MyCell"})
-    assert absence(Trace({"rnn": custom}, loss=1.0)["rnn"], "gates") == (
+    assert missing_message(Trace({"rnn": custom}, loss=1.0)["rnn"], "gates") == (
         "'gates' was not computed for layer 'rnn': it does not exist for MyCell.\n  expected: one of: hidden"
     )
 
@@ -175,10 +175,10 @@ def test_a_layer_info_travels_with_the_layer(trace):
 
 
 def test_copies_and_pickles(trace):
-    for other in (copy.deepcopy(trace), pickle.loads(pickle.dumps(trace))):
-        assert repr(other) == repr(trace)
-        assert math.isnan(other.loss)
-        assert other["gru"].hidden.identical(trace["gru"].hidden)
+    for copied in (copy.deepcopy(trace), pickle.loads(pickle.dumps(trace))):
+        assert repr(copied) == repr(trace)
+        assert math.isnan(copied.loss)
+        assert copied["gru"].hidden.identical(trace["gru"].hidden)
 
 
 def test_one_unit_is_in_the_singular():
