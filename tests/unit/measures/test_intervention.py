@@ -37,15 +37,15 @@ def test_use_is_the_share_of_the_variance_that_is_older(x, decay):
 
 def test_no_sample_lends_to_itself_and_all_lend():
     for samples in (2, 3, 64):
-        lender = measures.donors(samples, seed=3)
-        assert sorted(lender) == list(range(samples))
-        assert (lender != np.arange(samples)).all()
+        lenders = measures.donors(samples, seed=3)
+        assert sorted(lenders) == list(range(samples))
+        assert (lenders != np.arange(samples)).all()
 
 
 def test_lenders_are_about_as_long_as_borrowers():
     lengths = np.random.default_rng(1).integers(5, 50, 200)
-    lender = measures.donors(200, lengths=lengths)
-    assert np.median(np.abs(lengths[lender] - lengths)) <= 1
+    lenders = measures.donors(200, lengths=lengths)
+    assert np.median(np.abs(lengths[lenders] - lengths)) <= 1
 
 
 @pytest.mark.parametrize(("curve", "n"), [({1: 1, 2: 1, 4: 0.01}, 4), ({1: 0.0, 2: 0.0}, 1), ({1: 1, 9: 0.5}, 10)])
@@ -103,10 +103,10 @@ def test_weights_are_shares(samples):
 
 
 def test_the_order_follows_who_lends_to_whom():
-    lender = donors(50, seed=3)
-    order = cycle(lender)
+    lenders = donors(50, seed=3)
+    order = cycle(lenders)
     assert sorted(order) == list(range(50))
-    np.testing.assert_array_equal(lender[order], np.roll(order, -1))
+    np.testing.assert_array_equal(lenders[order], np.roll(order, -1))
 
 
 def test_what_neighbours_share_is_in_the_spread():
@@ -114,9 +114,9 @@ def test_what_neighbours_share_is_in_the_spread():
     samples, repeats = 400, 30
     spreads = {"alone": [], "in blocks": []}
     for seed in range(repeats):
-        lender, contributions = donors(samples, seed=seed), np.random.default_rng(seed).normal(size=samples)
-        change = contributions + contributions[lender]
-        for name, order in (("alone", None), ("in blocks", cycle(lender))):
+        lenders, contributions = donors(samples, seed=seed), np.random.default_rng(seed).normal(size=samples)
+        change = contributions + contributions[lenders]
+        for name, order in (("alone", None), ("in blocks", cycle(lenders))):
             spreads[name].append((resampling_weights(samples, order=order, seed=seed) @ change).var() * samples)
     assert np.mean(spreads["alone"]) == pytest.approx(2, rel=0.1)
     assert np.mean(spreads["in blocks"]) == pytest.approx(4 - 2 / 4, rel=0.1)

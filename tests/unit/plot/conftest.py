@@ -85,8 +85,8 @@ def layer():
 
     def make(samples=2, steps=6, units=3, *, decay=0.5, directions=False, name="lstm"):
         rng = np.random.default_rng(0)
-        fade = decay ** np.arange(steps)[::-1].astype(float)
-        hidden = np.broadcast_to(fade[None, :, None], (samples, steps, units)).copy()
+        decay_profile = decay ** np.arange(steps)[::-1].astype(float)
+        hidden = np.broadcast_to(decay_profile[None, :, None], (samples, steps, units)).copy()
         direct = np.zeros_like(hidden)
         direct[:, -1] = hidden[:, -1]
         gates = rng.uniform(size=(samples, steps, 4, units))
@@ -220,10 +220,10 @@ def diagnosis():
             coords={"context": context, "bound": ["low", "high"]},
             attrs={"known": memory_known, "why": "", "censored": False},
         )
-        fading = 0.3 ** np.arange(41.0)
+        kappa = 0.3 ** np.arange(41.0)
         layer = xr.Dataset(
             {
-                **{name: ("lag", fading * share) for name, share in KAPPA},
+                **{name: ("lag", kappa * share) for name, share in KAPPA},
                 "timescale": ("cell_unit", np.linspace(1, 20, units)),
             }
         )

@@ -176,8 +176,8 @@ def test_kernels_share_one_symmetric_scale_and_the_bias_has_its_own(weights):
     assert {(ax.images[0].norm.vmin, ax.images[0].norm.vmax) for ax in axes[:2]} == {(-largest, largest)}
     assert axes[2].images[0].norm.vmax == abs(data.bias.values).max()
     assert len(axes[0].figure.axes) == 5  # a colour bar for the kernels, one for the bias
-    free = rl.plot.weights_heatmap(data, shared=False)
-    assert [ax.images[0].norm.vmax for ax in free] == [abs(data[name].values).max() for name in data]
+    free_axes = rl.plot.weights_heatmap(data, shared=False)
+    assert [ax.images[0].norm.vmax for ax in free_axes] == [abs(data[name].values).max() for name in data]
 
 
 def test_a_large_bias_does_not_wash_out_the_kernels(weights):
@@ -333,7 +333,7 @@ def test_missing_weights_are_red_in_title_and_panel(weights):
     data["kernel"].values[1, 2, 3] = np.nan
     for draw in (rl.plot.weights_heatmap, rl.plot.weights_histogram):
         axes = draw(data)
-        red = [ax.title.get_color() == "#c00000" for ax in axes]
-        assert red == ["NaN" in ax.get_title() for ax in axes]
-        assert sum(red) == 1
+        red_titles = [ax.title.get_color() == "#c00000" for ax in axes]
+        assert red_titles == ["NaN" in ax.get_title() for ax in axes]
+        assert sum(red_titles) == 1
         assert axes[0].figure._suptitle.get_color() == ("#c00000" if draw is rl.plot.weights_histogram else "black")

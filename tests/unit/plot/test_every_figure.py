@@ -73,7 +73,7 @@ def test_returns_axes_of_one_figure_of_its_own_and_leaves_its_input(name, cases,
     data = cases[name][0]
     before = copy.deepcopy(data)
     for argument in data:
-        for variable in variables(argument):
+        for variable in arrays_of(argument):
             variable.flags.writeable = False
     axes = getattr(rl.plot, name)(*data)
     assert isinstance(axes, np.ndarray)
@@ -83,7 +83,7 @@ def test_returns_axes_of_one_figure_of_its_own_and_leaves_its_input(name, cases,
     assert {ax.get_figure(root=True) for ax in axes} == {figure}
     assert plt.get_fignums() == []
     for left, right in zip(data, before, strict=True):
-        compare(left, right)
+        assert_identical(left, right)
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -142,7 +142,7 @@ def test_misspelt_matplotlib_keyword_is_refused_with_the_right_one(name, cases):
     assert f"did you mean {proposed!r}?" in str(caught.value)
 
 
-def variables(result):
+def arrays_of(result):
     if hasattr(result, "tree"):
         return [variable.values for node in result.tree.subtree for variable in node.data_vars.values()]
     if hasattr(result, "data_vars"):
@@ -150,11 +150,11 @@ def variables(result):
     return [result.values] if hasattr(result, "identical") else [result] if isinstance(result, np.ndarray) else []
 
 
-def compare(left, right):
+def assert_identical(left, right):
     if isinstance(left, dict):
         assert left.keys() == right.keys()
         for key in left:
-            compare(left[key], right[key])
+            assert_identical(left[key], right[key])
     elif hasattr(left, "tree"):
         assert left.tree.identical(right.tree)
     elif hasattr(left, "identical"):

@@ -23,7 +23,7 @@ def line_vertices(ax):
     return np.stack([path.vertices for path in collection.get_paths()])
 
 
-def values_drawn(ax):
+def line_values(ax):
     return line_vertices(ax)[:, :, 1]
 
 
@@ -41,7 +41,7 @@ def test_each_panel_is_the_unit_that_its_title_names(gradient, units):
     assert len(axes) == units
     for ax in axes:
         unit = int(ax.get_title().removeprefix("unit "))
-        np.testing.assert_array_equal(values_drawn(ax), data.values[:, :, unit])
+        np.testing.assert_array_equal(line_values(ax), data.values[:, :, unit])
         np.testing.assert_array_equal(line_vertices(ax)[:, :, 0], np.tile(np.arange(5), (3, 1)))
 
 
@@ -85,14 +85,14 @@ def test_many_samples_have_their_median_and_say_so(gradient, by_gid):
 def test_shared_and_free_value_axes(gradient):
     data = gradient().copy()
     data[:, :, 3] *= 10
-    shared = rl.plot.curves(data)
-    assert len({ax.get_ylim() for ax in shared}) == 1
-    free = rl.plot.curves(data, shared=False)
-    assert free[3].get_ylim()[1] > 5 * free[0].get_ylim()[1]
-    for ax in free:
+    shared_axes = rl.plot.curves(data)
+    assert len({ax.get_ylim() for ax in shared_axes}) == 1
+    free_axes = rl.plot.curves(data, shared=False)
+    assert free_axes[3].get_ylim()[1] > 5 * free_axes[0].get_ylim()[1]
+    for ax in free_axes:
         low, high = ax.get_ylim()
-        assert low < values_drawn(ax).min()
-        assert values_drawn(ax).max() < high
+        assert low < line_values(ax).min()
+        assert line_values(ax).max() < high
 
 
 def test_512_units_are_thinned_and_the_figure_says_so(gradient):
@@ -123,22 +123,22 @@ def test_gates_are_rows_named_by_the_result(layer):
         "input · unit 2",
         "forget · unit 0",
     ]
-    np.testing.assert_array_equal(values_drawn(axes[4]), data.sel(gate="forget", unit=1).values)
+    np.testing.assert_array_equal(line_values(axes[4]), data.sel(gate="forget", unit=1).values)
 
 
 def test_panel_per_sample_has_a_line_per_unit(gradient):
     data = gradient(samples=3, units=4)
     axes = rl.plot.curves(data, panel="sample")
     assert [ax.get_title() for ax in axes] == ["sample 0", "sample 1", "sample 2"]
-    np.testing.assert_array_equal(values_drawn(axes[2]), data.values[2].T)
+    np.testing.assert_array_equal(line_values(axes[2]), data.values[2].T)
 
 
 def test_directions_are_side_by_side_in_chronological_time(gradient, by_gid, text_of):
     data = gradient(directions=True)
     axes = rl.plot.curves(data)
     assert len(axes) == 8
-    np.testing.assert_array_equal(values_drawn(axes[1]), data.sel(direction="forward").values[:, :, 1])
-    np.testing.assert_array_equal(values_drawn(axes[5]), data.sel(direction="backward").values[:, :, 1])
+    np.testing.assert_array_equal(line_values(axes[1]), data.sel(direction="forward").values[:, :, 1])
+    np.testing.assert_array_equal(line_values(axes[5]), data.sel(direction="backward").values[:, :, 1])
     assert len(by_gid(axes[0].get_figure(root=True), "direction separator")) == 1
     assert {"forward", "backward"} <= set(text_of(axes).split("\n"))
 
@@ -146,8 +146,8 @@ def test_directions_are_side_by_side_in_chronological_time(gradient, by_gid, tex
 def test_as_computed_turns_only_the_backward_half(gradient, text_of):
     data = gradient(directions=True)
     axes = rl.plot.curves(data, as_computed=True)
-    np.testing.assert_array_equal(values_drawn(axes[1]), data.sel(direction="forward").values[:, :, 1])
-    np.testing.assert_array_equal(values_drawn(axes[5]), data.sel(direction="backward").values[:, ::-1, 1])
+    np.testing.assert_array_equal(line_values(axes[1]), data.sel(direction="forward").values[:, :, 1])
+    np.testing.assert_array_equal(line_values(axes[5]), data.sel(direction="backward").values[:, ::-1, 1])
     assert "as computed (from the last)" in text_of(axes)
     assert "as computed" not in text_of(rl.plot.curves(data))
 
@@ -158,7 +158,7 @@ def test_missing_values_are_gaps_crosses_and_a_count(gradient, by_gid):
     axes = rl.plot.curves(data)
     (cross,) = by_gid(axes[3], "non-finite")
     np.testing.assert_array_equal(cross.get_xdata(), [2, 4])
-    assert np.isnan(values_drawn(axes[3])[1, 2])
+    assert np.isnan(line_values(axes[3])[1, 2])
     assert by_gid(axes[0], "non-finite") == []
     assert "NaN: 1 of 60 (1.67 %), Inf: 1 of 60 (1.67 %)" in suptitle(axes)
     assert np.isfinite(axes[3].get_ylim()).all()
@@ -225,11 +225,11 @@ def test_values_without_time_are_refused_with_the_right_figure(gradient):
 
 def test_rank_decides_the_dimensions_of_plain_arrays(gradient):
     values = gradient().values
-    np.testing.assert_array_equal(values_drawn(rl.plot.curves(values)[2]), values[:, :, 2])
-    np.testing.assert_array_equal(values_drawn(rl.plot.curves(values[0])[2]), values[:1, :, 2])
-    np.testing.assert_array_equal(values_drawn(rl.plot.curves(values[0, :, 0])[0]), values[:1, :, 0])
+    np.testing.assert_array_equal(line_values(rl.plot.curves(values)[2]), values[:, :, 2])
+    np.testing.assert_array_equal(line_values(rl.plot.curves(values[0])[2]), values[:1, :, 2])
+    np.testing.assert_array_equal(line_values(rl.plot.curves(values[0, :, 0])[0]), values[:1, :, 0])
     transposed_axes = rl.plot.curves(values.T, dims=("unit", "time", "sample"))
-    np.testing.assert_array_equal(values_drawn(transposed_axes[2]), values[:, :, 2])
+    np.testing.assert_array_equal(line_values(transposed_axes[2]), values[:, :, 2])
 
 
 def test_dims_that_do_not_fit(gradient):

@@ -73,14 +73,14 @@ def test_callers_that_overlap_leave_the_number_of_threads_as_it_was():
     """The first to come in is the first to leave: it must not set back what the other still needs, nor keep it."""
     inside, leave, thread_counts = threading.Event(), threading.Event(), []
 
-    def second():
+    def hold_one_thread():
         with one_thread_each():
             inside.set()
             leave.wait(20)
             thread_counts.append(blas_threads())
 
     with threadpool_limits(2, "blas"):
-        second_thread = threading.Thread(target=second)
+        second_thread = threading.Thread(target=hold_one_thread)
         with one_thread_each():
             second_thread.start()
             assert inside.wait(20)

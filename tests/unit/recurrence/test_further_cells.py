@@ -177,14 +177,14 @@ def test_the_linear_system_is_that_of_the_complex_step(name, masked):
             if mask is not None and not mask[b, t]:
                 expected = np.concatenate([np.eye(total), np.zeros((total, FEATURES))], axis=1)
             else:
-                joined = np.concatenate([before[b], x[b, t]])
+                state_and_input = np.concatenate([before[b], x[b, t]])
                 columns = []
-                for i in range(len(joined)):
-                    perturbed = joined.astype(complex)
+                for i in range(len(state_and_input)):
+                    perturbed = state_and_input.astype(complex)
                     perturbed[i] += 1j * STEP
                     state = np.split(perturbed[None, :total], cuts, axis=1)
-                    new = cell.step(cell.project(perturbed[None, total:], None, np), state, None, np)[1]
-                    columns.append(np.concatenate(new, axis=1)[0].imag / STEP)
+                    new_states = cell.step(cell.project(perturbed[None, total:], None, np), state, None, np)[1]
+                    columns.append(np.concatenate(new_states, axis=1)[0].imag / STEP)
                 expected = np.stack(columns, axis=1)
             assert_close(out[b], expected)
 

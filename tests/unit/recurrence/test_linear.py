@@ -223,19 +223,19 @@ def test_a_sweep_in_blocks(structure, length):
 
 def test_a_complex_diagonal_against_finite_differences_of_the_complex_recurrence():
     rng, eps = np.random.default_rng(0), 0.5  # a linear recurrence: any step is small
-    magnitude, phase, into = rng.uniform(0.6, 1.0, 4), rng.uniform(0, 3, 4), rng.normal(size=(4, F, 2))
-    turn, into = magnitude * np.exp(1j * phase), into[..., 0] + 1j * into[..., 1]
+    magnitude, phase, input_weights = rng.uniform(0.6, 1.0, 4), rng.uniform(0, 3, 4), rng.normal(size=(4, F, 2))
+    rotation, input_weights = magnitude * np.exp(1j * phase), input_weights[..., 0] + 1j * input_weights[..., 1]
 
     def run(x):
         h, states = np.zeros((B, 4), complex), []
         for t in range(T):
-            h = turn * h + x[:, t] @ into.T
+            h = rotation * h + x[:, t] @ input_weights.T
             states.append(np.concatenate([h.real, h.imag], axis=1))
         return np.stack(states, axis=1)
 
     x = rng.normal(size=(B, T, F))
-    b = constant_kernels(np.concatenate([into.real, into.imag]))
-    system = complex_diagonal(turn.real[None, None], turn.imag[None, None], b)
+    b = constant_kernels(np.concatenate([input_weights.real, input_weights.imag]))
+    system = complex_diagonal(rotation.real[None, None], rotation.imag[None, None], b)
     sink = Collector(system.work, Extent(B, T, 8, F), {t: t for t in range(T)})
     reverse(system, PointRows(range(T), {0: np.eye(8)[None, None]}), Taps(input=sink))
     for k, f in itertools.product(range(T), range(F)):

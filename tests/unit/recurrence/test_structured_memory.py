@@ -66,7 +66,7 @@ def push_norms(system, ins=range(0, T, 25)):
     forward(system, Entrances("input", ins), {0: sink}, frozenset(range(T)))
 
 
-def peak(job, states, structure):
+def peak_memory(job, states, structure):
     """Largest number of bytes that were allocated at a time, beyond the system itself."""
     system = make_system(states, structure)
     tracemalloc.start()
@@ -80,7 +80,7 @@ def peak(job, states, structure):
 @pytest.mark.parametrize("structure", ["diagonal", "complex"])
 @pytest.mark.parametrize("job", [adjoint, norms, projected_jacobian, push_norms])
 def test_memory_is_linear_in_the_states(job, structure):
-    large, small = peak(job, 4096, structure), peak(job, 1024, structure)
+    large, small = peak_memory(job, 4096, structure), peak_memory(job, 1024, structure)
     assert large < 4.4 * small
     # A single dense step of this size, and the states of all steps twice over.
     assert large < 4096 * 4096 * 4
@@ -89,7 +89,7 @@ def test_memory_is_linear_in_the_states(job, structure):
 
 @pytest.mark.full
 def test_norms_of_all_pairs_of_steps_in_memory_linear_in_the_states():
-    assert peak(lambda system: norms(system, range(T)), 4096, "diagonal") < 5 * T * 4096 * 4
+    assert peak_memory(lambda system: norms(system, range(T)), 4096, "diagonal") < 5 * T * 4096 * 4
 
 
 def test_norms_of_a_long_diagonal_recurrence_in_closed_form():

@@ -15,7 +15,7 @@ from rnnlens.results.trace import Trace, TracedLayer, describe_layer
 from .conftest import gru_dataset, lstm_dataset
 
 
-def text(error):
+def message_of(error):
     return str(error.value)
 
 
@@ -48,7 +48,7 @@ def test_data_is_not_copied():
 def test_a_layer_called_twice_must_be_named_with_its_call(trace):
     with pytest.raises(LayerNotFoundError) as caught:
         trace["lstm"]
-    assert text(caught) == (
+    assert message_of(caught) == (
         "Layer 'lstm' was called more than once.\n  got:      'lstm'\n  expected: one of: 'lstm#0', 'lstm#1'"
     )
 
@@ -62,7 +62,7 @@ def test_a_short_name_of_two_nested_layers_is_refused():
     trace = Trace({name: gru_dataset(name) for name in ("a/gru", "b/gru")})
     with pytest.raises(LayerNotFoundError) as caught:
         trace["gru"]
-    assert text(caught) == (
+    assert message_of(caught) == (
         "Layer 'gru' exists more than once.\n  got:      'gru'\n  expected: one of: 'a/gru', 'b/gru'"
     )
 
@@ -71,7 +71,7 @@ def test_a_name_is_never_a_prefix():
     trace = Trace({"lstm_10": lstm_dataset("lstm_10")})
     with pytest.raises(LayerNotFoundError) as caught:
         trace["lstm_1"]
-    assert text(caught) == (
+    assert message_of(caught) == (
         "No layer named 'lstm_1' in this trace.\n  try:      did you mean 'lstm_10'? Known: 'lstm_10'"
     )
 
@@ -92,7 +92,7 @@ def test_a_layer_may_hold_layers_of_other_sizes():
 def missing_message(layer, name):
     with pytest.raises(QuantityNotFoundError) as caught:
         getattr(layer, name)
-    return text(caught)
+    return message_of(caught)
 
 
 def test_what_is_missing_says_why():

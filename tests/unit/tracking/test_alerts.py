@@ -78,9 +78,9 @@ def test_a_memory_of_two_steps_that_is_lost():
 def test_a_growing_memory_that_is_lost():
     """Its reach falls below a third of what it was last, not of what it was in the middle of its growth."""
     alerts = Alerts()
-    grown = [round(4 * 1.09**step) for step in range(32)]
-    assert not alerts_of("lstm/reach", [*grown, 8, 8, 8]).raised_alerts
-    for step, reach in enumerate([*grown, 8, 8, 8]):
+    growing_reach = [round(4 * 1.09**step) for step in range(32)]
+    assert not alerts_of("lstm/reach", [*growing_reach, 8, 8, 8]).raised_alerts
+    for step, reach in enumerate([*growing_reach, 8, 8, 8]):
         alerts.examine(TrainingRecord(step, 0, "probe", {"lstm/reach": reach, "lstm/decay": 0.9 if step < 32 else 0.2}))
     assert [(a.finding, a.step) for a in alerts.raised_alerts] == [("vanishing", 32)]
 
@@ -88,8 +88,8 @@ def test_a_growing_memory_that_is_lost():
 def test_what_two_numbers_show_is_said_once():
     alerts = Alerts()
     for step in range(20):
-        lost = step >= 12
-        scalars = {"reach": 3 if lost else 30, "decay": 0.1 if lost else 0.9, "adjoint": 1.0}
+        memory_lost = step >= 12
+        scalars = {"reach": 3 if memory_lost else 30, "decay": 0.1 if memory_lost else 0.9, "adjoint": 1.0}
         record = {f"{layer}/{name}": value for layer in ("a", "b") for name, value in scalars.items()}
         alerts.examine(TrainingRecord(step, 0, "probe", record))
     assert [(a.finding, a.name, a.step) for a in alerts.raised_alerts] == [

@@ -44,18 +44,18 @@ def kill_writer_after(seconds, path, finished_file):
     writer.stdout.close()
 
 
-@pytest.mark.parametrize("moments", [4, pytest.param(20, marks=pytest.mark.full)])
-def test_sigkill_leaves_every_complete_record(tmp_path, moments):
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.full)])
+def test_sigkill_leaves_every_complete_record(tmp_path, kills):
     """One run, killed and gone on with again and again."""
-    random = np.random.default_rng(moments)
+    random = np.random.default_rng(kills)
     path, finished_file = tmp_path / "a.zarr", tmp_path / "done"
-    for _ in range(moments):
+    for _ in range(kills):
         kill_writer_after(random.uniform(0, 0.4), str(path), str(finished_file))
         finished = [int(line) for line in finished_file.read_text().split()]
         run = rl.open(path)
         steps = run.steps.values.tolist()
         assert steps == list(range(len(steps)))
-        assert len(finished) <= len(steps) <= len(finished) + moments  # killed between a record and its line
+        assert len(finished) <= len(steps) <= len(finished) + kills  # killed between a record and its line
         if steps:  # on a busy machine the first may be killed before its first record
             np.testing.assert_allclose(run.loss, 1 / (1 + np.arange(len(steps))), rtol=1e-6)
         for step in steps[-3:]:

@@ -179,13 +179,13 @@ def test_a_thousand_records_of_two_large_layers_are_below_a_megabyte(tmp_path):
     random, count = np.random.default_rng(0), 96
     store = Store(tmp_path / "a.zarr")
     for step in range(count):
-        store.write(_of_two_layers(step, random))
+        store.write(two_layer_record(step, random))
     store.close("finished")
     size = sum(path.stat().st_size for path in (tmp_path / "a.zarr").rglob("*") if path.is_file())
     assert size / count * 1000 < 1e6
 
 
-def _of_two_layers(step, random):
+def two_layer_record(step, random):
     noise = lambda *shape: 1 + 0.05 * random.normal(size=shape)  # noqa: E731
     lags = np.exp(-np.arange(200) * (0.1 - 0.0003 * step))
     layers = {
