@@ -10,9 +10,12 @@ X = np.arange(30, dtype=np.float32).reshape(10, 3)
 Y = np.arange(10)
 
 
-def together(batches):
-    parts = list(batches)
-    return parts, [None if parts[0][i] is None else np.concatenate([np.asarray(p[i]) for p in parts]) for i in range(3)]
+def collect_batches(batches):
+    collected = list(batches)
+    return collected, [
+        None if collected[0][i] is None else np.concatenate([np.asarray(batch[i]) for batch in collected])
+        for i in range(3)
+    ]
 
 
 def tf_dataset(size):
@@ -35,9 +38,9 @@ def zarr_array(size, tmp_path):
 
 
 def test_arrays_come_whole_without_a_batch_size():
-    parts, (x, y, weight) = together(data.batches(X, Y))
-    assert len(parts) == 1
-    assert parts[0].x is X
+    batches, (x, y, weight) = collect_batches(data.batches(X, Y))
+    assert len(batches) == 1
+    assert batches[0].x is X
     assert weight is None
     np.testing.assert_array_equal(y, Y)
     np.testing.assert_array_equal(x, X)
@@ -46,35 +49,37 @@ def test_arrays_come_whole_without_a_batch_size():
 @pytest.mark.parametrize("size", [1, 3, 10, 99])
 def test_arrays_are_cut_with_all_that_belongs_to_them(size):
     weight = np.linspace(0, 1, 10)
-    parts, (x, y, w) = together(data.batches(X, Y, sample_weight=weight, batch_size=size))
-    assert len(parts) == -(-10 // size) == data.count_batches(X, size)
-    assert all(len(p.x) <= size for p in parts)
+    batches, (x, y, w) = collect_batches(data.batches(X, Y, sample_weight=weight, batch_size=size))
+    assert len(batches) == -(-10 // size) == data.count_batches(X, size)
+    assert all(len(batch.x) <= size for batch in batches)
     np.testing.assert_array_equal(x, X)
     np.testing.assert_array_equal(y, Y)
     np.testing.assert_array_equal(w, weight)
 
 
-@pytest.mark.parametrize("make", [lambda a: [a, a[:, :1]], lambda a: (a, a[:, :1]), lambda a: {"a": a, "b": a[:, :1]}])
-def test_several_inputs_are_cut_alike_and_keep_their_structure(make):
-    whole = make(X)
-    for i, part in enumerate(data.batches(whole, batch_size=4)):
-        assert type(part.x) is type(whole)
-        leaves = list(part.x.values()) if isinstance(part.x, dict) else list(part.x)
+@pytest.mark.parametrize(
+    "make_inputs", [lambda a: [a, a[:, :1]], lambda a: (a, a[:, :1]), lambda a: {"a": a, "b": a[:, :1]}]
+)
+def test_several_inputs_are_cut_alike_and_keep_their_structure(make_inputs):
+    inputs = make_inputs(X)
+    for i, batch in enumerate(data.batches(inputs, batch_size=4)):
+        assert type(batch.x) is type(inputs)
+        leaves = list(batch.x.values()) if isinstance(batch.x, dict) else list(batch.x)
         np.testing.assert_array_equal(leaves[0], X[4 * i : 4 * i + 4])
         np.testing.assert_array_equal(leaves[1], X[4 * i : 4 * i + 4, :1])
 
 
 def test_tf_dataset_yields_numpy():
-    parts, (x, y, _) = together(data.batches(tf_dataset(4)))
-    assert [len(p.x) for p in parts] == [4, 4, 2]
-    assert all(isinstance(p.x, np.ndarray) for p in parts)
+    batches, (x, y, _) = collect_batches(data.batches(tf_dataset(4)))
+    assert [len(batch.x) for batch in batches] == [4, 4, 2]
+    assert all(isinstance(batch.x, np.ndarray) for batch in batches)
     np.testing.assert_array_equal(x, X)
     np.testing.assert_array_equal(y, Y)
 
 
 def test_tf_dataset_is_rebatched():
-    parts, (x, _, _) = together(data.batches(tf_dataset(4), batch_size=5))
-    assert [len(p.x) for p in parts] == [5, 5]
+    batches, (x, _, _) = collect_batches(data.batches(tf_dataset(4), batch_size=5))
+    assert [len(batch.x) for batch in batches] == [5, 5]
     np.testing.assert_array_equal(x, X)
 
 
@@ -82,8 +87,8 @@ def test_tf_dataset_is_rebatched():
 def test_loader_yields_tensors_or_numpy(as_numpy):
     import torch
 
-    parts, (x, y, _) = together(data.batches(torch_loader(4), as_numpy=as_numpy))
-    assert isinstance(parts[0].x, np.ndarray if as_numpy else torch.Tensor)
+    batches, (x, y, _) = collect_batches(data.batches(torch_loader(4), as_numpy=as_numpy))
+    assert isinstance(batches[0].x, np.ndarray if as_numpy else torch.Tensor)
     np.testing.assert_array_equal(x, X)
     np.testing.assert_array_equal(y, Y)
     assert data.count_batches(torch_loader(4)) == 3
@@ -92,14 +97,14 @@ def test_loader_yields_tensors_or_numpy(as_numpy):
 def test_generator_of_x_of_pairs_and_of_triples():
     for element, filled in ((X, 1), ((X, Y), 2), ((X, Y, Y * 1.0), 3)):
         (batch,) = data.batches(iter([element]))
-        assert [part is not None for part in batch] == [True] * filled + [False] * (3 - filled)
+        assert [field is not None for field in batch] == [True] * filled + [False] * (3 - filled)
 
 
 def test_what_the_users_source_raises_is_named_and_keeps_its_class():
-    read = data.batches(1 / number for number in [1, 0])
-    next(read)
+    batches = data.batches(1 / number for number in [1, 0])
+    next(batches)
     with pytest.raises(ZeroDivisionError, match="division by zero") as caught:
-        next(read)
+        next(batches)
     assert isinstance(caught.value, UserCodeError)
     assert str(caught.value) == (
         "Your data set, a generator, raised ZeroDivisionError.\n  got:      division by zero\n"
@@ -109,11 +114,11 @@ def test_what_the_users_source_raises_is_named_and_keeps_its_class():
 
 def test_zarr_is_read_chunk_by_chunk(tmp_path):
     array = zarr_array(4, tmp_path)
-    parts, (x, _, _) = together(data.batches(array))
-    assert [p.x.shape[0] for p in parts] == [4, 4, 2]
+    batches, (x, _, _) = collect_batches(data.batches(array))
+    assert [batch.x.shape[0] for batch in batches] == [4, 4, 2]
     np.testing.assert_array_equal(x, X)
-    parts, (x, _, _) = together(data.batches(array, Y, batch_size=6))
-    assert [p.x.shape[0] for p in parts] == [6, 4]
+    batches, (x, _, _) = collect_batches(data.batches(array, Y, batch_size=6))
+    assert [batch.x.shape[0] for batch in batches] == [6, 4]
 
 
 def test_one_initial_state_serves_every_batch():

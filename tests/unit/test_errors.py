@@ -23,10 +23,10 @@ def test_an_error_is_formatted_like_a_message(kind):
 @pytest.mark.parametrize("kind", CLASSES)
 def test_a_pickle_keeps_the_whole_text(kind):
     error = kind("a" * 1500, got="b" * 1500, hint="c" * 3000)
-    again = pickle.loads(pickle.dumps(error))
-    assert type(again) is kind
-    assert str(again) == str(error)
-    assert len(str(again)) > 5000
+    restored = pickle.loads(pickle.dumps(error))
+    assert type(restored) is kind
+    assert str(restored) == str(error)
+    assert len(str(restored)) > 5000
 
 
 @pytest.mark.parametrize("kind", CLASSES)

@@ -29,12 +29,12 @@ LAYER = xr.Dataset(
     {"hidden_grad": (("sample", "time", "unit"), STATES), "output_grad": (("sample", "unit"), STATES[:, 0])},
     attrs={"layer": "lstm"},
 )
-BOTH = xr.DataArray(
+BOTH_DIRECTIONS = xr.DataArray(
     RNG.normal(size=(2, 5, 2, 3)),
     dims=("sample", "time", "direction", "unit"),
     coords={"direction": ["forward", "backward"]},
 )
-DRAWN = {
+FIGURE_ARGUMENTS = {
     "heatmap": {"data": STATES},
     "curves": {"data": STATES},
     "histogram": {"data": STATES},
@@ -59,7 +59,7 @@ DRAWN = {
     "decay_by_lag": {"decay": np.abs(STATES)},
 }
 DATA = {
-    "bidirectional": one(BOTH),
+    "bidirectional": one(BOTH_DIRECTIONS),
     "states": one(STATES),
     "weights": one(WEIGHTS),
     "layer": one(LAYER),
@@ -98,7 +98,7 @@ KEYWORDS = {
 }
 DIMENSIONS = {name: one(name) for name in ("sample", "unit", "time", "gate", "direction")}
 NEAR = {
-    "keyword": {f"{name} {value}": one({name: value}) for name, some in KEYWORDS.items() for value in some},
+    "keyword": {f"{name} {value}": one({name: value}) for name, values in KEYWORDS.items() for value in values},
     "ax": {"one": lambda: Figure().subplots(), "two": lambda: Figure().subplots(2)},
     "figure": {"one": Figure, "a part": lambda: Figure().subfigures(1)},
     "dims": {"right": one(("sample", "time", "unit")), "twice": one(("time",) * 3), "others": one(("a", "b", "c"))},
@@ -115,20 +115,22 @@ NEAR = {
 
 def figures() -> list[Target]:
     """Every figure with all of its arguments; ``keyword`` stands for those that are handed on to matplotlib."""
-    found = []
-    for name, drawn in DRAWN.items():
+    targets = []
+    for name, arguments in FIGURE_ARGUMENTS.items():
         function = getattr(rl.plot, name)
-        named = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        good = {argument: one(value) for argument, value in drawn.items()}
-        near = {**NEAR, **dict.fromkeys(drawn, DATA)}
-        found.append(Target(name, _with_keywords(function), good, (*named, "keyword"), near))
-    return found
+        argument_names = [
+            p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD
+        ]
+        good = {argument: one(value) for argument, value in arguments.items()}
+        near = {**NEAR, **dict.fromkeys(arguments, DATA)}
+        targets.append(Target(name, _with_keywords(function), good, (*argument_names, "keyword"), near))
+    return targets
 
 
 def _with_keywords(function):
     def drawing(keyword=None, **arguments):
-        given = keyword if isinstance(keyword, dict) and all(isinstance(name, str) for name in keyword) else {}
-        return function(**{**given, **arguments})
+        keywords = keyword if isinstance(keyword, dict) and all(isinstance(name, str) for name in keyword) else {}
+        return function(**{**keywords, **arguments})
 
     return drawing
 
@@ -161,8 +163,8 @@ def others(folder) -> list[Target]:
     ]
 
 
-def _options(**given):
-    with rl.options(**given):
+def _options(**keywords):
+    with rl.options(**keywords):
         return current()
 
 
@@ -186,13 +188,13 @@ def test_so_do_thousands(seed, tmp_path, monkeypatch):
 
 
 def test_a_drawing_of_two_directions_is_saved_whole_and_shows_itself(tmp_path):
-    drawing = rl.plot.heatmap(BOTH)
+    drawing = rl.plot.heatmap(BOTH_DIRECTIONS)
     drawing.save(tmp_path / "whole.png", dpi=40)
     drawing[0].figure.savefig(tmp_path / "idiom.png", dpi=40)
-    whole, idiom = (imread(tmp_path / f"{name}.png") for name in ("whole", "idiom"))
-    assert whole.shape == idiom.shape
-    assert (whole[:, : whole.shape[1] // 2] < 1).any()
-    assert (whole[:, whole.shape[1] // 2 :] < 1).any()
+    saved, idiom_saved = (imread(tmp_path / f"{name}.png") for name in ("whole", "idiom"))
+    assert saved.shape == idiom_saved.shape
+    assert (saved[:, : saved.shape[1] // 2] < 1).any()
+    assert (saved[:, saved.shape[1] // 2 :] < 1).any()
     assert drawing._repr_png_().startswith(b"\x89PNG")
     assert drawing[:1].figure is drawing.figure
     assert list(drawing) == [drawing[i] for i in range(len(drawing))]
@@ -203,10 +205,10 @@ def test_a_drawing_of_two_directions_is_saved_whole_and_shows_itself(tmp_path):
 
 
 def test_points_are_coloured_by_value_where_a_map_is_given():
-    (place,) = rl.plot.points(STATES[:, 0], cmap="viridis")
-    (drawn,) = (found for found in place.collections if found.get_gid() == "points")
-    assert drawn.get_cmap().name == "viridis"
-    np.testing.assert_array_equal(drawn.get_array(), STATES[:, 0].ravel())
+    (ax,) = rl.plot.points(STATES[:, 0], cmap="viridis")
+    (points,) = (collection for collection in ax.collections if collection.get_gid() == "points")
+    assert points.get_cmap().name == "viridis"
+    np.testing.assert_array_equal(points.get_array(), STATES[:, 0].ravel())
 
 
 def test_points_over_time_are_told_what_they_have_too_much():
@@ -222,16 +224,16 @@ def test_points_over_time_are_told_what_they_have_too_much():
 @pytest.mark.parametrize("keyword", [{"label": "mine"}, {"gid": "mine"}])
 @pytest.mark.parametrize("name", ["lag_profile", "gradient_flow", "weight_norms"])
 def test_a_label_or_an_id_of_ones_own_is_used(name, keyword):
-    (drawn,) = DRAWN[name].values()
-    places = getattr(rl.plot, name)(drawn, **keyword)
-    found = [line.get_label() if "label" in keyword else line.get_gid() for place in places for line in place.lines]
-    assert "mine" in found
+    (data,) = FIGURE_ARGUMENTS[name].values()
+    axes = getattr(rl.plot, name)(data, **keyword)
+    labels = [line.get_label() if "label" in keyword else line.get_gid() for ax in axes for line in ax.lines]
+    assert "mine" in labels
 
 
 def test_weights_may_be_named_by_numbers():
     for draw in (rl.plot.weights_histogram, rl.plot.weights_heatmap):
-        (place,) = draw({1: np.ones((3, 4))})
-        assert place.get_title() == "1"
+        (ax,) = draw({1: np.ones((3, 4))})
+        assert ax.get_title() == "1"
 
 
 def test_the_room_of_figures_lists_figures_only():

@@ -10,7 +10,7 @@ from rnnlens.settings import Progress, Settings, current, format_memory, options
 
 
 @pytest.fixture(autouse=True)
-def as_found():
+def default_settings():
     token = settings._CURRENT.set(Settings())
     yield
     settings._CURRENT.reset(token)
@@ -84,22 +84,22 @@ def test_a_refused_option_changes_nothing():
 
 
 def test_threads_and_tasks_do_not_disturb_each_other():
-    seen = []
+    memory_limits = []
 
     async def task():
         with options(memory=7):
             await asyncio.sleep(0)
-            seen.append(current().memory)
+            memory_limits.append(current().memory)
 
-    async def both():
+    async def run_both():
         await asyncio.gather(task(), asyncio.sleep(0))
-        seen.append(current().memory)
+        memory_limits.append(current().memory)
 
-    asyncio.run(both())
+    asyncio.run(run_both())
     thread = threading.Thread(target=lambda: options(memory=9))
     thread.start()
     thread.join()
-    assert seen == [7, Settings().memory]
+    assert memory_limits == [7, Settings().memory]
     assert current() == Settings()
 
 
@@ -108,7 +108,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def drawn(monkeypatch, stream, *, patience, progress="auto"):
+def progress_output(monkeypatch, stream, *, patience, progress="auto"):
     monkeypatch.setattr("sys.stderr", stream)
     with options(progress=progress), Progress("time Jacobian", total=2, patience=patience) as bar:
         bar.advance()
@@ -118,7 +118,7 @@ def drawn(monkeypatch, stream, *, patience, progress="auto"):
 
 def test_a_bar_appears_only_where_someone_waits_and_watches(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    assert "time Jacobian" in drawn(monkeypatch, Terminal(), patience=0.0)
-    assert drawn(monkeypatch, Terminal(), patience=60.0) == ""
-    assert drawn(monkeypatch, io.StringIO(), patience=0.0) == ""
-    assert drawn(monkeypatch, Terminal(), patience=0.0, progress=False) == ""
+    assert "time Jacobian" in progress_output(monkeypatch, Terminal(), patience=0.0)
+    assert progress_output(monkeypatch, Terminal(), patience=60.0) == ""
+    assert progress_output(monkeypatch, io.StringIO(), patience=0.0) == ""
+    assert progress_output(monkeypatch, Terminal(), patience=0.0, progress=False) == ""

@@ -13,7 +13,7 @@ from rnnlens.cli import main
 
 
 @dataclass
-class Said:
+class CommandResult:
     code: int
     out: str
     err: str
@@ -37,10 +37,10 @@ def rnnlens(folder, capsys):
     """Run ``rnnlens ...``; code and output of it."""
 
     def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             main([str(argument) for argument in arguments])
-        said = capsys.readouterr()
-        return Said(ended.value.code, said.out, said.err)
+        output = capsys.readouterr()
+        return CommandResult(exit_info.value.code, output.out, output.err)
 
     return run
 

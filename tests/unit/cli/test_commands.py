@@ -37,8 +37,8 @@ def arrays_of(path):
 
 
 def test_version_and_help(rnnlens):
-    said = rnnlens("--version")
-    assert (said.code, said.out) == (0, f"rnnlens {rl.__version__}\n")
+    result = rnnlens("--version")
+    assert (result.code, result.out) == (0, f"rnnlens {rl.__version__}\n")
     listing = rnnlens("--help").out
     for command in ("layers", "trace", "diagnose", "report", "show", "demo"):
         assert command in listing
@@ -46,44 +46,44 @@ def test_version_and_help(rnnlens):
 
 
 def test_layers_of_a_keras_file(rnnlens, keras_files):
-    said = rnnlens("layers", keras_files / "good.keras")
-    assert said.code == 0
-    assert "1 recurrent layer" in said.out
-    assert "lstm" in said.out
-    assert "last step" in said.out
-    assert said.err == ""
+    result = rnnlens("layers", keras_files / "good.keras")
+    assert result.code == 0
+    assert "1 recurrent layer" in result.out
+    assert "lstm" in result.out
+    assert "last step" in result.out
+    assert result.err == ""
 
 
 def test_trace_and_show_a_keras_file(rnnlens, folder, keras_files):
     import keras
 
-    said = rnnlens("trace", keras_files / "good.keras", "data.npz", "-o", "run.nc")
-    assert said.code == 0, said.err
-    assert said.err == "wrote run.nc\n"
+    result = rnnlens("trace", keras_files / "good.keras", "data.npz", "-o", "run.nc")
+    assert result.code == 0, result.err
+    assert result.err == "wrote run.nc\n"
     data = arrays_of(folder / "data.npz")
     model = keras.saving.load_model(keras_files / "good.keras")
     expected = rl.trace(model, data["x"], data["y"])
     saved = rl.open(folder / "run.nc")
     np.testing.assert_array_equal(saved["lstm"].hidden_grad, expected["lstm"].hidden_grad)
-    assert said.out.splitlines()[0] == repr(saved).splitlines()[0]
+    assert result.out.splitlines()[0] == repr(saved).splitlines()[0]
     for line in repr(saved).splitlines()[2:]:  # what is said beside the layers
-        assert line.strip() in said.out
-    row = next(line for line in said.out.splitlines() if line.startswith("lstm"))
+        assert line.strip() in result.out
+    row = next(line for line in result.out.splitlines() if line.startswith("lstm"))
     sizes = np.linalg.norm(saved["lstm"].hidden_grad.values.astype(float), axis=-1)
     relative = np.median(sizes / sizes.max(axis=1, keepdims=True), axis=0)
     blocks = [1 + np.log10(v / relative.max()) / 6 for v in relative]
     assert "".join("▁▂▃▄▅▆▇█"[round(share * 7)] for share in blocks) in row
     assert f"{sizes.max():.2g}" in row
-    assert rnnlens("show", "run.nc").out == said.out
+    assert rnnlens("show", "run.nc").out == result.out
     assert rnnlens("show", "run.nc", "lstm").out == f"{saved['lstm']!r}\n"
     assert "dL/dh_t" in rnnlens("show", "run.nc", "lstm.hidden_grad").out
 
 
 def test_json_for_scripts(rnnlens, folder, keras_files):
-    said = rnnlens("trace", keras_files / "good.keras", "data.npz", "-o", "run.nc", "--json")
-    told, saved = json.loads(said.out), rl.open(folder / "run.nc")
-    assert (told["schema"], told["kind"], told["loss"]) == (1, "trace", pytest.approx(saved.loss))
-    layer = told["layers"][0]
+    result = rnnlens("trace", keras_files / "good.keras", "data.npz", "-o", "run.nc", "--json")
+    summary, saved = json.loads(result.out), rl.open(folder / "run.nc")
+    assert (summary["schema"], summary["kind"], summary["loss"]) == (1, "trace", pytest.approx(saved.loss))
+    layer = summary["layers"][0]
     assert layer["name"] == "lstm"
     assert layer["variables"]["hidden"] == dict(saved["lstm"].hidden.sizes)
     curve = layer["profiles"]["all"]
@@ -91,9 +91,9 @@ def test_json_for_scripts(rnnlens, folder, keras_files):
     relative = np.median(sizes / sizes.max(axis=1, keepdims=True), axis=0)
     np.testing.assert_allclose(curve["values"], relative, rtol=1e-5)
     assert curve["peak"] == pytest.approx(sizes.max())
-    assert told["certificate"]["state"] == "passed"
-    assert all(check["ok"] for check in told["checks"])
-    assert json.loads(rnnlens("show", "run.nc", "--json").out) == told
+    assert summary["certificate"]["state"] == "passed"
+    assert all(check["ok"] for check in summary["checks"])
+    assert json.loads(rnnlens("show", "run.nc", "--json").out) == summary
     array = json.loads(rnnlens("show", "run.nc", "lstm.hidden_grad", "--json").out)
     np.testing.assert_allclose(array["values"], saved["lstm"].hidden_grad, rtol=1e-6)
     assert array["dims"] == dict(saved["lstm"].hidden_grad.sizes)
@@ -103,18 +103,18 @@ def test_json_for_scripts(rnnlens, folder, keras_files):
 
 def test_a_report_of_a_file(rnnlens, folder, keras_files):
     arguments = ("-o", "out.html", "--baseline", "init", "--no-diagnosis", "--title", "Mine")
-    said = rnnlens("report", keras_files / "good.keras", "data.npz", *arguments)
-    assert (said.code, said.err) == (0, "wrote out.html\n")
+    result = rnnlens("report", keras_files / "good.keras", "data.npz", *arguments)
+    assert (result.code, result.err) == (0, "wrote out.html\n")
     text = (folder / "out.html").read_text("utf-8")
     assert "<h1>Mine</h1>" in text
     assert "before training" in text
     rnnlens("trace", keras_files / "good.keras", "data.npz", "-o", "run.nc")
-    said = rnnlens("report", "run.nc", "--json")
-    assert json.loads(said.out) == {"report": "report.html", "bytes": (folder / "report.html").stat().st_size}
+    result = rnnlens("report", "run.nc", "--json")
+    assert json.loads(result.out) == {"report": "report.html", "bytes": (folder / "report.html").stat().st_size}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "what"),
+    ("arguments", "message"),
     [
         (("data.npz", "-o", "out.txt"), "A report is an HTML file."),
         ((), "A report of a model needs data."),
@@ -122,35 +122,35 @@ def test_a_report_of_a_file(rnnlens, folder, keras_files):
         (("data.npz", "--tokens", "none.txt"), "The tokens cannot be read."),
     ],
 )
-def test_a_report_that_cannot_be(rnnlens, folder, keras_files, arguments, what):
-    said = rnnlens("report", keras_files / "good.keras", *arguments)
-    assert said.code == 2
-    assert said.err.startswith(what)
+def test_a_report_that_cannot_be(rnnlens, folder, keras_files, arguments, message):
+    result = rnnlens("report", keras_files / "good.keras", *arguments)
+    assert result.code == 2
+    assert result.err.startswith(message)
     assert not (folder / "report.html").exists()
 
 
 @pytest.mark.parametrize("option", [("--samples", 3), ("-l", "lstm"), ("--no-diagnosis",), ("--seed", 0)])
 def test_a_saved_result_is_reported_on_as_it_is(rnnlens, folder, keras_files, option):
     rnnlens("trace", keras_files / "good.keras", "data.npz", "-o", "run.nc")
-    said = rnnlens("report", "run.nc", *option)
-    assert said.code == 2
-    assert said.err.startswith("A saved result is shown as it is.")
+    result = rnnlens("report", "run.nc", *option)
+    assert result.code == 2
+    assert result.err.startswith("A saved result is shown as it is.")
 
 
 def test_layers_of_a_report_and_weights_of_its_samples(rnnlens, folder, keras_files):
     data = arrays_of(folder / "data.npz")
     np.savez(folder / "weighed.npz", **data, sample_weight=np.ones(len(data["x"])))
     options = ("-l", "lstm,nope", "--no-diagnosis", "--no-jacobian")
-    said = rnnlens("report", keras_files / "good.keras", "weighed.npz", *options)
-    assert said.code == 2
-    assert said.err.startswith("sample_weight is left out")
-    assert "'nope'" in said.err
+    result = rnnlens("report", keras_files / "good.keras", "weighed.npz", *options)
+    assert result.code == 2
+    assert result.err.startswith("sample_weight is left out")
+    assert "'nope'" in result.err
 
 
 def test_trace_only_what_is_asked(rnnlens, folder, keras_files):
     arguments = ("-q", "hidden_grad,output", "-q", "mask", "-l", "lstm", "-n", 2, "--loss", "mae", "-o", "run.zarr")
-    said = rnnlens("trace", keras_files / "good.keras", "data.npz", *arguments)
-    assert said.code == 0, said.err
+    result = rnnlens("trace", keras_files / "good.keras", "data.npz", *arguments)
+    assert result.code == 0, result.err
     saved = rl.open(folder / "run.zarr")
     assert set(saved["lstm"]) <= {"output", "hidden_grad", "mask"}
     assert {"output", "hidden_grad"} <= set(saved["lstm"])
@@ -159,9 +159,9 @@ def test_trace_only_what_is_asked(rnnlens, folder, keras_files):
 
 def test_unsafe_content_is_refused_with_the_reason_unless_wanted(rnnlens, keras_files):
     path = keras_files / "unsafe.keras"
-    said = rnnlens("layers", path)
-    assert said.code == 2
-    assert said.err == (
+    result = rnnlens("layers", path)
+    assert result.code == 2
+    assert result.err == (
         "This model file is not loaded, because doing so could run code that it contains.\n"
         f"  got:      {path}: a Lambda layer that Keras' safe mode refuses\n"
         "  try:      --unsafe, if you trust whoever made the file\n"
@@ -171,9 +171,9 @@ def test_unsafe_content_is_refused_with_the_reason_unless_wanted(rnnlens, keras_
 
 def test_custom_classes_are_imported_where_the_user_says(rnnlens, keras_files, module):
     path = keras_files / "own.keras"
-    said = rnnlens("layers", path)
-    assert said.code == 2
-    assert said.err == (
+    result = rnnlens("layers", path)
+    assert result.code == 2
+    assert result.err == (
         "The model uses 'Unregistered', which is not known here.\n"
         f"  got:      {path}\n"
         "  try:      --import your.module, where it is defined\n"
@@ -194,17 +194,17 @@ def test_trace_a_torch_module_with_weights(rnnlens, folder, module):
     import torch
 
     name = module(TORCH)
-    own = __import__(name)
+    user_module = __import__(name)
     torch.manual_seed(1)
-    model = own.make()
+    model = user_module.make()
     torch.save(model.state_dict(), "state.pt")
     torch.save({"epoch": 3, "state_dict": model.state_dict()}, "checkpoint.pt")
     data = {key: torch.from_numpy(value) for key, value in arrays_of("data.npz").items()}
-    expected = rl.trace(model, data["x"], data["y"], loss=own.squared)
+    expected = rl.trace(model, data["x"], data["y"], loss=user_module.squared)
     losses = ("mse_loss", "mse", f"{name}:squared")
     for weights, loss in (("state.pt", losses[0]), ("checkpoint.pt", losses[1]), ("state.pt", losses[2])):
-        said = rnnlens("trace", f"{name}:make", "--weights", weights, "data.npz", "--loss", loss, "-o", "run.nc")
-        assert said.code == 0, said.err
+        result = rnnlens("trace", f"{name}:make", "--weights", weights, "data.npz", "--loss", loss, "-o", "run.nc")
+        assert result.code == 0, result.err
         saved = rl.open("run.nc")
         np.testing.assert_allclose(saved["rnn[1]"].hidden_grad, expected["rnn[1]"].hidden_grad, rtol=1e-6)
     assert "rnn[0]" in rnnlens("layers", f"{name}:model").out
@@ -216,9 +216,9 @@ def test_pickled_weights_are_refused_with_the_reason_unless_wanted(rnnlens, modu
     name = module(TORCH)
     torch.save(__import__(name).model, "whole.pt")
     arguments = ("trace", f"{name}:make", "--weights", "whole.pt", "data.npz")
-    said = rnnlens(*arguments)
-    assert said.code == 2
-    assert said.err == (
+    result = rnnlens(*arguments)
+    assert result.code == 2
+    assert result.err == (
         "This weights file is not loaded, because doing so could run code that it contains.\n"
         "  got:      whole.pt: more than tensors (torch.load with weights_only=True refuses it)\n"
         "  expected: torch.save(model.state_dict(), path)\n"
@@ -245,17 +245,17 @@ def test_factories_and_weights_that_do_not_fit(rnnlens, module, folder):
         (f"{name}:make", "--weights", "missing.pt"): "There is no such weights file.",
     }
     for arguments, line in first_lines.items():
-        said = rnnlens("layers", *arguments)
-        assert (said.code, said.err.splitlines()[0]) == (2, line)
-        assert "Traceback" not in said.err
+        result = rnnlens("layers", *arguments)
+        assert (result.code, result.err.splitlines()[0]) == (2, line)
+        assert "Traceback" not in result.err
     assert rnnlens("layers", f"{name}:make", "--weights", "broken.pt").code == 2
 
 
 def test_a_damaged_model_file(rnnlens, folder):
     (folder / "broken.keras").write_text("text")
-    said = rnnlens("layers", "broken.keras")
-    assert said.code == 2
-    assert said.err.startswith("This model file cannot be loaded.\n  got:      broken.keras: ")
+    result = rnnlens("layers", "broken.keras")
+    assert result.code == 2
+    assert result.err.startswith("This model file cannot be loaded.\n  got:      broken.keras: ")
 
 
 def test_our_errors_are_printed_without_a_traceback(rnnlens, keras_files):
@@ -269,12 +269,12 @@ def test_our_errors_are_printed_without_a_traceback(rnnlens, keras_files):
         ("show", "missing.nc"): "There is no such file.",
     }
     for arguments, line in first_lines.items():
-        said = rnnlens(*arguments)
-        assert (said.code, said.err.splitlines()[0], said.out) == (2, line, "")
-        assert "Traceback" not in said.err
-    said = rnnlens("trace", good, "data.npz", "-l", "lsmt")
-    assert said.code == 2
-    assert "did you mean 'lstm'?" in said.err
+        result = rnnlens(*arguments)
+        assert (result.code, result.err.splitlines()[0], result.out) == (2, line, "")
+        assert "Traceback" not in result.err
+    result = rnnlens("trace", good, "data.npz", "-l", "lsmt")
+    assert result.code == 2
+    assert "did you mean 'lstm'?" in result.err
 
 
 def test_show_what_is_not_there(rnnlens, folder, keras_files):
@@ -284,8 +284,8 @@ def test_show_what_is_not_there(rnnlens, folder, keras_files):
         "lstm.gates": "'gates' was not computed for layer 'lstm': it is not among quantities=.",
         "gru.hidden": "Nothing named 'gru.hidden' in this result.",
     }.items():
-        said = rnnlens("show", "run.nc", name)
-        assert (said.code, said.err.splitlines()[0]) == (2, line)
+        result = rnnlens("show", "run.nc", name)
+        assert (result.code, result.err.splitlines()[0]) == (2, line)
 
 
 def test_a_failed_self_check_is_one_yellow_line(rnnlens, keras_files, monkeypatch):
@@ -297,10 +297,10 @@ def test_a_failed_self_check_is_one_yellow_line(rnnlens, keras_files, monkeypatc
     monkeypatch.setattr("rnnlens.verbs.recurrent_layers.rounding_bound", lambda *_, **__: 0.0)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        said = rnnlens("trace", keras_files / "good.keras", "data.npz")
-    assert said.code == 0
-    assert "warning: lstm: the replayed output differs from the captured one by" in said.err
-    assert "FAILED lstm: the replayed output differs" in said.out
+        result = rnnlens("trace", keras_files / "good.keras", "data.npz")
+    assert result.code == 0
+    assert "warning: lstm: the replayed output differs from the captured one by" in result.err
+    assert "FAILED lstm: the replayed output differs" in result.out
 
 
 def test_an_interrupt_ends_with_its_own_code(rnnlens, monkeypatch):
@@ -320,7 +320,7 @@ def test_the_demo_is_handed_its_options(rnnlens, monkeypatch):
     assert kwargs == {"epochs": 2, "seed": 0}
 
 
-def engine_chosen(environment, home):
+def choose_engine(environment, home):
     code = (
         "from rnnlens.cli import models; import os, importlib.util\n"
         f"missing, present = {environment.pop('WITHOUT', '')!r}, importlib.util.find_spec\n"
@@ -328,34 +328,34 @@ def engine_chosen(environment, home):
         "models._choose_engine(announce=True); print(os.environ.get('KERAS_BACKEND'))"
     )
     clean = {"PATH": "/usr/bin:/bin", "HOME": str(home), **environment}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=clean)
-    return done.stdout.strip(), done.stderr.strip()
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=clean)
+    return completed.stdout.strip(), completed.stderr.strip()
 
 
 def test_the_engine_is_the_users_choice_else_an_installed_one_and_it_is_said(tmp_path):
-    said = "Keras runs on {} (set KERAS_BACKEND to choose)"
-    assert engine_chosen({"KERAS_BACKEND": "torch"}, tmp_path) == ("torch", "")
-    assert engine_chosen({}, tmp_path) == ("jax", said.format("jax"))
-    assert engine_chosen({"WITHOUT": "jax"}, tmp_path) == ("torch", said.format("torch"))
+    message = "Keras runs on {} (set KERAS_BACKEND to choose)"
+    assert choose_engine({"KERAS_BACKEND": "torch"}, tmp_path) == ("torch", "")
+    assert choose_engine({}, tmp_path) == ("jax", message.format("jax"))
+    assert choose_engine({"WITHOUT": "jax"}, tmp_path) == ("torch", message.format("torch"))
     (tmp_path / ".keras").mkdir()
     (tmp_path / ".keras" / "keras.json").write_text('{"backend": "tensorflow"}')
-    assert engine_chosen({}, tmp_path) == ("tensorflow", said.format("tensorflow"))
-    assert engine_chosen({"WITHOUT": "tensorflow"}, tmp_path) == ("jax", said.format("jax"))
+    assert choose_engine({}, tmp_path) == ("tensorflow", message.format("tensorflow"))
+    assert choose_engine({"WITHOUT": "tensorflow"}, tmp_path) == ("jax", message.format("jax"))
     (tmp_path / ".keras" / "keras.json").write_text("damaged")
-    assert engine_chosen({}, tmp_path) == ("jax", said.format("jax"))
+    assert choose_engine({}, tmp_path) == ("jax", message.format("jax"))
 
 
 def test_the_command_is_installed_and_runs_as_a_module(tmp_path):
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "rnnlens.cli", "show", "none.nc"],
         capture_output=True,
         text=True,
         check=False,
         cwd=tmp_path,
     )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.splitlines()[0] == "There is no such file."
+    assert completed.returncode == 2
+    assert completed.stdout == ""
+    assert completed.stderr.splitlines()[0] == "There is no such file."
 
 
 def test_a_command_leaves_no_option_behind(rnnlens, keras_files):
@@ -380,13 +380,13 @@ def test_a_keras_factory_takes_a_weights_file(rnnlens, folder, module):
     model.save_weights("model.weights.h5")
     data = arrays_of("data.npz")
     arguments = ("data.npz", "--weights", "model.weights.h5", "--loss", "mse", "-o", "run.nc")
-    said = rnnlens("trace", f"{name}:make", *arguments)
-    assert said.code == 0, said.err
+    result = rnnlens("trace", f"{name}:make", *arguments)
+    assert result.code == 0, result.err
     expected = rl.trace(model, data["x"], data["y"], loss="mse")
     np.testing.assert_array_equal(rl.open("run.nc")["lstm"].hidden_grad, expected["lstm"].hidden_grad)
-    said = rnnlens("trace", f"{name}:other", *arguments)
-    assert said.code == 2
-    assert said.err.splitlines()[0] == "The shapes of these weights do not match the model."
+    result = rnnlens("trace", f"{name}:other", *arguments)
+    assert result.code == 2
+    assert result.err.splitlines()[0] == "The shapes of these weights do not match the model."
 
 
 DIAGNOSED = """
@@ -416,17 +416,17 @@ def test_diagnose_says_what_is_used_and_fails_on_what_was_named(rnnlens, folder,
     x = rng.normal(size=(200, 12, 1)).astype("float32")
     np.savez(folder / "held_out.npz", x=x, y=x[:, -1])
     factory = f"{module(DIAGNOSED)}:make"
-    said = rnnlens("diagnose", factory, "held_out.npz", "-o", "d.nc")
-    assert said.code == 0, said.err
-    assert "the input of the last step only, of 12 steps" in said.out
+    result = rnnlens("diagnose", factory, "held_out.npz", "-o", "d.nc")
+    assert result.code == 0, result.err
+    assert "the input of the last step only, of 12 steps" in result.out
     assert rl.open(folder / "d.nc").codes == ("DEAD_UNITS", "LAST_STEP_ONLY")
     failed = rnnlens("diagnose", factory, "held_out.npz", "--fail-on", "dead_units")
     assert failed.code == 3
     assert "found: DEAD_UNITS" in failed.err
     assert rnnlens("diagnose", factory, "held_out.npz", "--fail-on", "VANISHING").code == 0
-    wrong = rnnlens("diagnose", factory, "held_out.npz", "--fail-on", "VANISHED")
-    assert wrong.code == 2
-    assert "did you mean 'VANISHING'?" in wrong.err
+    misspelt = rnnlens("diagnose", factory, "held_out.npz", "--fail-on", "VANISHED")
+    assert misspelt.code == 2
+    assert "did you mean 'VANISHING'?" in misspelt.err
 
 
 def test_diagnose_prints_json_of_a_stable_layout(rnnlens, folder, module):
@@ -434,13 +434,13 @@ def test_diagnose_prints_json_of_a_stable_layout(rnnlens, folder, module):
 
     x = np.random.default_rng(0).normal(size=(200, 12, 1)).astype("float32")
     np.savez(folder / "held_out.npz", x=x, y=x[:, -1])
-    said = rnnlens("diagnose", f"{module(DIAGNOSED)}:make", "held_out.npz", "--json")
-    whole = json.loads(said.out)
-    assert set(whole) == {"schema", "sentences", "findings", "measures", "notes", "provenance"}
-    assert whole["schema"] == 1
-    assert whole["measures"]["model"]["memory"] == 1
-    first = whole["findings"][0]
-    assert set(first) == {"code", "severity", "layer", "sentence", "evidence", "threshold", "remedy"}
+    result = rnnlens("diagnose", f"{module(DIAGNOSED)}:make", "held_out.npz", "--json")
+    document = json.loads(result.out)
+    assert set(document) == {"schema", "sentences", "findings", "measures", "notes", "provenance"}
+    assert document["schema"] == 1
+    assert document["measures"]["model"]["memory"] == 1
+    finding = document["findings"][0]
+    assert set(finding) == {"code", "severity", "layer", "sentence", "evidence", "threshold", "remedy"}
 
 
 def test_every_finding_with_a_page_can_be_named_by_fail_on():

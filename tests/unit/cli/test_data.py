@@ -31,15 +31,15 @@ def test_a_single_array_needs_no_name(save, tmp_path):
 def test_several_inputs_in_the_order_asked(save):
     path = save(a=np.zeros((2, 1)), b=np.zeros((2, 2)), t=np.ones(2), w=np.ones(2))
     data = read_data(path, ["b", "a"], ["t"], "w")
-    assert [part.shape for part in data.x] == [(2, 2), (2, 1)]
+    assert [array.shape for array in data.x] == [(2, 2), (2, 1)]
     assert data.y.shape == (2,)
     first = data.head(1)
-    assert [part.shape for part in first.x] == [(1, 2), (1, 1)]
+    assert [array.shape for array in first.x] == [(1, 2), (1, 1)]
     assert first.y.shape == first.sample_weight.shape == (1,)
     assert data.head(None) is data
 
 
-def refused(error, path, *names):
+def error_message(error, path, *names):
     with pytest.raises(error) as caught:
         read_data(path, *names)
     return str(caught.value)
@@ -47,14 +47,14 @@ def refused(error, path, *names):
 
 def test_an_unknown_array_is_named_with_the_closest(save):
     path = save(x=np.zeros(1), target=np.zeros(1))
-    assert refused(InputError, path, ["x"], ["targt"]) == (
+    assert error_message(InputError, path, ["x"], ["targt"]) == (
         f"No array named 'targt' in {path}.\n  try:      did you mean 'target'? Known: 'x', 'target'"
     )
 
 
 def test_python_objects_are_never_unpickled(save):
     path = save(x=np.array([{"a": 1}], dtype=object))
-    assert refused(FileError, path) == (
+    assert error_message(FileError, path) == (
         f"This data file cannot be read.\n"
         f"  got:      {path}: it holds Python objects, which could run code on loading\n"
         "  expected: plain arrays, saved with numpy.savez(path, x=..., y=...)"
@@ -63,7 +63,7 @@ def test_python_objects_are_never_unpickled(save):
 
 def test_files_that_are_missing_or_damaged(tmp_path):
     path = tmp_path / "data.npz"
-    assert refused(FileError, path) == (
+    assert error_message(FileError, path) == (
         f"There is no such data file.\n  got:      {path}\n  expected: a .npz file, as numpy.savez writes"
     )
     for content, reason in {
@@ -72,8 +72,8 @@ def test_files_that_are_missing_or_damaged(tmp_path):
         b"PK\x03\x04 half a zip": "File is not a zip file",
     }.items():
         path.write_bytes(content)
-        said = refused(FileError, path)
-        assert said.startswith(
+        message = error_message(FileError, path)
+        assert message.startswith(
             f"This data file cannot be read.\n  got:      {path}: {reason}\n  expected: plain arrays"
         )
 

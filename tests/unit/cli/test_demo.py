@@ -43,7 +43,7 @@ def fading(rate: float) -> Trace:
     return Trace({"gru": layer_dataset(arrays, info=info)}, loss=1.0)
 
 
-def diagnosis(*, known: bool = True, memory: float = 61, before: float = 4) -> Diagnosis:
+def diagnosis(*, memory_known: bool = True, memory: float = 61, before: float = 4) -> Diagnosis:
     """A diagnosis with these numbers."""
     model = xr.Dataset(
         {
@@ -58,34 +58,34 @@ def diagnosis(*, known: bool = True, memory: float = 61, before: float = 4) -> D
             "memory_before": before,
         },
         coords={"context": [1, 61]},
-        attrs={"known": known, "why": "", "censored": False},
+        attrs={"known": memory_known, "why": "", "censored": False},
     )
     layer = xr.Dataset({"kappa": ("lag", 0.5 ** np.arange(STEPS + 1))})
     layer = layer.assign(kappa_low=layer.kappa, kappa_high=layer.kappa)
     return Diagnosis({"model": model, "gru": layer}, sentences={"gru": "gru uses the last 61 of 64 steps."})
 
 
-def portrait(accuracy: tuple[float, float] = (0.05, 0.9), **changed: Any) -> Portrait:
-    return Portrait("gru", accuracy, diagnosis(**changed), (fading(0.5), fading(0.9)), np.array([0.9, 0.1, 0.4]))
+def portrait(accuracy: tuple[float, float] = (0.05, 0.9), **options: Any) -> Portrait:
+    return Portrait("gru", accuracy, diagnosis(**options), (fading(0.5), fading(0.9)), np.array([0.9, 0.1, 0.4]))
 
 
-def output_of(*printed: object) -> str:
+def output_of(*renderables: object) -> str:
     console = Console(width=120, record=True, file=io.StringIO())
-    for item in printed:
+    for item in renderables:
         console.print(item)
     return console.export_text()
 
 
 def test_table_shows_the_diagnosis():
-    printed = output_of(table([portrait()]))
-    for part in ("gru", "61", "60 to 61", ">= 64", "4", f"{0.5**63:.1e}", "5 % → 90 %"):
-        assert part in printed
+    text = output_of(table([portrait()]))
+    for expected in ("gru", "61", "60 to 61", ">= 64", "4", f"{0.5**63:.1e}", "5 % → 90 %"):
+        assert expected in text
 
 
 def test_no_memory_is_shown_where_it_is_unknown():
-    printed = output_of(table([portrait(known=False)]))
-    assert "unknown" in printed
-    assert "61" not in printed
+    text = output_of(table([portrait(memory_known=False)]))
+    assert "unknown" in text
+    assert "61" not in text
 
 
 def test_sentence_is_that_of_the_diagnosis():
@@ -100,10 +100,11 @@ def test_figures_show_before_and_after():
     names = [text.get_text().partition(":")[0] for text in panel.get_legend().get_texts()]
     assert names == ["before training", "after training"]
     assert panel.get_xlabel() == "steps before the answer"
-    places = {
-        text.get_text(): float(place) for place, text in zip(panel.get_xticks(), panel.get_xticklabels(), strict=True)
+    positions = {
+        text.get_text(): float(position)
+        for position, text in zip(panel.get_xticks(), panel.get_xticklabels(), strict=True)
     }
-    assert places["0"] == STEPS - 1
+    assert positions["0"] == STEPS - 1
     assert panel.get_yscale() == "log"
 
 
@@ -115,9 +116,9 @@ def test_the_picture_of_a_network_is_that_of_all_its_digits_each_by_its_own_peak
         "ratio",
     ]
     np.testing.assert_allclose(images[1].images[0].get_array()[2], 0.9 ** np.arange(STEPS)[::-1])
-    one = [ax.get_title() for ax in draw_samples(portrait()).figure.axes if ax.images]
-    assert one[0] == "before training · sample 2"  # whose loss then is not known
-    assert one[1] == "after training\nsample 2, loss 0.4 (the median)"
+    titles = [ax.get_title() for ax in draw_samples(portrait()).figure.axes if ax.images]
+    assert titles[0] == "before training · sample 2"  # whose loss then is not known
+    assert titles[1] == "after training\nsample 2, loss 0.4 (the median)"
 
 
 def test_digits_are_split_without_overlap_and_scaled():
@@ -133,17 +134,17 @@ def test_everything_at_a_reduced_size(tmp_path):
     console = Console(width=120, record=True, file=io.StringIO())
     size = {"units": 4, "epochs": 1, "train": 64}
     portraits = run(tmp_path / "figures", **size, console=console)
-    printed = console.export_text()
+    text = console.export_text()
     assert [portrait.layer for portrait in portraits] == ["simple_rnn", "gru", "lstm"]
     for portrait in portraits:
-        assert f"\n {portrait.layer} " in printed
-        assert next(iter(portrait.diagnosis.sentences.values())) in printed.replace("\n", " ")
+        assert f"\n {portrait.layer} " in text
+        assert next(iter(portrait.diagnosis.sentences.values())) in text.replace("\n", " ")
         assert (tmp_path / "figures" / f"{portrait.layer}-before-after.png").stat().st_size > 0
         assert (tmp_path / "figures" / f"{portrait.layer}-diagnosis.png").stat().st_size > 0
     assert (tmp_path / "figures" / "gradient-by-step.svg").stat().st_size > 0
-    again = run(tmp_path / "again", cells=["SimpleRNN"], **size, console=Console(quiet=True))
-    assert again[0].accuracy == portraits[0].accuracy
-    assert str(again[0].diagnosis) == str(portraits[0].diagnosis)
+    repeated = run(tmp_path / "again", cells=["SimpleRNN"], **size, console=Console(quiet=True))
+    assert repeated[0].accuracy == portraits[0].accuracy
+    assert str(repeated[0].diagnosis) == str(portraits[0].diagnosis)
 
 
 def test_nothing_to_compare_without_training(tmp_path):
@@ -152,11 +153,11 @@ def test_nothing_to_compare_without_training(tmp_path):
     assert str(caught.value) == ("Nothing to compare without training.\n  got:      epochs=0\n  expected: >= 1")
 
 
-@pytest.mark.parametrize(("chosen", "engine"), [(None, "jax"), ("torch", "torch")])
-def test_engine_is_jax_unless_the_user_chose_one(chosen, engine, monkeypatch):
+@pytest.mark.parametrize(("user_engine", "engine"), [(None, "jax"), ("torch", "torch")])
+def test_engine_is_jax_unless_the_user_chose_one(user_engine, engine, monkeypatch):
     monkeypatch.setitem(sys.modules, "keras", ModuleType("keras"))
     monkeypatch.delenv("KERAS_BACKEND")
-    if chosen:
-        monkeypatch.setenv("KERAS_BACKEND", chosen)
+    if user_engine:
+        monkeypatch.setenv("KERAS_BACKEND", user_engine)
     load_keras()
     assert os.environ["KERAS_BACKEND"] == engine

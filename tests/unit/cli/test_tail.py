@@ -21,7 +21,7 @@ from rnnlens.tracking.store import Store
 TAIL = [sys.executable, "-m", "rnnlens.cli", "tail", "--every", "0.1"]
 
 
-def write(path, records, *, pause=0.0, end=True):
+def write_run(path, records, *, pause=0.0, end=True):
     store = Store(path)
     for i in range(records):
         store.write(TrainingRecord(10 * i, 0, "probe", {"loss": 1.0 / (1 + i), "lstm/reach": float(i)}))
@@ -31,15 +31,15 @@ def write(path, records, *, pause=0.0, end=True):
     return store
 
 
-def piped(*arguments):
+def run_piped(*arguments):
     return subprocess.run([*TAIL, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_a_line_per_record_and_how_it_ended(tmp_path):
-    write(tmp_path / "a.zarr", 3)
-    told = piped(tmp_path / "a.zarr")
-    assert told.returncode == 0
-    assert told.stdout.splitlines() == [
+    write_run(tmp_path / "a.zarr", 3)
+    completed = run_piped(tmp_path / "a.zarr")
+    assert completed.returncode == 0
+    assert completed.stdout.splitlines() == [
         "step=0 epoch=0 loss=1 lstm/reach=0",
         "step=10 epoch=0 loss=0.5 lstm/reach=1",
         "step=20 epoch=0 loss=0.333333 lstm/reach=2",
@@ -48,23 +48,23 @@ def test_a_line_per_record_and_how_it_ended(tmp_path):
 
 
 def test_only_some_of_the_numbers(rnnlens):
-    write("a.zarr", 1)
+    write_run("a.zarr", 1)
     assert rnnlens("tail", "a.zarr", "--only", "loss").out.splitlines()[0] == "step=0 epoch=0 loss=1"
 
 
 def test_no_run_is_one_clear_error(rnnlens):
-    told = rnnlens("tail", "none.zarr")
-    assert told.code == 2
-    assert "There is no run here." in told.err
-    assert "--wait" in told.err
+    result = rnnlens("tail", "none.zarr")
+    assert result.code == 2
+    assert "There is no run here." in result.err
+    assert "--wait" in result.err
 
 
 def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path):
-    writer = threading.Timer(1.0, write, (tmp_path / "late.zarr", 4), {"pause": 0.2})
+    writer = threading.Timer(1.0, write_run, (tmp_path / "late.zarr", 4), {"pause": 0.2})
     writer.start()
-    told = piped(tmp_path / "late.zarr", "--wait")
+    completed = run_piped(tmp_path / "late.zarr", "--wait")
     writer.join()
-    assert told.stdout.splitlines()[-1] == "ended=finished records=4"
+    assert completed.stdout.splitlines()[-1] == "ended=finished records=4"
 
 
 #: As in a terminal: a script tells its jobs in the background, and all that they start, to ignore Ctrl-C. Undone in the
@@ -75,64 +75,64 @@ HEEDS_CTRL_C = (
 )
 
 
-def in_a_terminal(arguments, until, then):
-    """Run ``rnnlens tail`` on a pseudo-terminal; once ``until`` was shown, do ``then``; what was shown, the code."""
-    main, side = pty.openpty()
+def run_in_terminal(arguments, pattern, action):
+    """Run ``rnnlens tail`` on a pseudo-terminal; after ``pattern`` do ``action``; return output and exit code."""
+    controller, terminal = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", HEEDS_CTRL_C, "tail", "--every", "0.1", *map(str, arguments)],
-        stdin=side,
-        stdout=side,
-        stderr=side,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
         start_new_session=True,
     )
-    os.close(side)
-    shown, done, deadline = b"", False, time.time() + 60
+    os.close(terminal)
+    output, action_done, deadline = b"", False, time.time() + 60
     while time.time() < deadline:
-        if select.select([main], [], [], 0.2)[0]:
+        if select.select([controller], [], [], 0.2)[0]:
             try:
-                part = os.read(main, 65536)
+                chunk = os.read(controller, 65536)
             except OSError:
                 break
-            if not part:
+            if not chunk:
                 break
-            shown += part
-        if not done and re.search(until, shown):
-            then(process)
-            done = True
+            output += chunk
+        if not action_done and re.search(pattern, output):
+            action(process)
+            action_done = True
     code = process.wait(10)
-    os.close(main)
-    return shown.decode(), code
+    os.close(controller)
+    return output.decode(), code
 
 
 def test_a_terminal_shows_a_table_that_is_drawn_anew_and_ends_with_the_run(tmp_path):
-    writer = threading.Thread(target=write, args=(tmp_path / "a.zarr", 5), kwargs={"pause": 0.3})
+    writer = threading.Thread(target=write_run, args=(tmp_path / "a.zarr", 5), kwargs={"pause": 0.3})
     writer.start()
-    shown, code = in_a_terminal(["--wait", tmp_path / "a.zarr"], rb"never", lambda process: None)
+    output, code = run_in_terminal(["--wait", tmp_path / "a.zarr"], rb"never", lambda process: None)
     writer.join()
     assert code == 0
-    assert "5 records, step 40" in shown
-    assert "finished" in shown
-    assert re.search("█[▁-▇]+", shown)
-    assert shown.count("lstm/reach") > 1
-    assert "\x1b[?25h" in shown.rpartition("\x1b[?25l")[2]  # the cursor is back
+    assert "5 records, step 40" in output
+    assert "finished" in output
+    assert re.search("█[▁-▇]+", output)
+    assert output.count("lstm/reach") > 1
+    assert "\x1b[?25h" in output.rpartition("\x1b[?25l")[2]  # the cursor is back
 
 
 def test_ctrl_c_leaves_the_training_alone(tmp_path):
-    store = write(tmp_path / "a.zarr", 2, end=False)
-    shown, code = in_a_terminal(
+    store = write_run(tmp_path / "a.zarr", 2, end=False)
+    output, code = run_in_terminal(
         [tmp_path / "a.zarr"], rb"lstm/reach", lambda process: process.send_signal(signal.SIGINT)
     )
     assert code == 130
-    assert "Traceback" not in shown
-    assert "\x1b[?25h" in shown.rpartition("\x1b[?25l")[2]
+    assert "Traceback" not in output
+    assert "\x1b[?25h" in output.rpartition("\x1b[?25l")[2]
     store.write(TrainingRecord(20, 0, "probe", {"loss": 0.1}))
     store.close("finished")
 
 
-@pytest.mark.parametrize("words", [["--every", "0"], ["--every", "soon"]])
-def test_arguments_that_are_none(rnnlens, words):
-    write("a.zarr", 1)
-    assert rnnlens("tail", "a.zarr", *words).code == 2
+@pytest.mark.parametrize("arguments", [["--every", "0"], ["--every", "soon"]])
+def test_arguments_that_are_none(rnnlens, arguments):
+    write_run("a.zarr", 1)
+    assert rnnlens("tail", "a.zarr", *arguments).code == 2
 
 
 def test_the_loss_is_first_and_norms_of_weights_are_shown_on_request(rnnlens, tmp_path):
@@ -140,16 +140,16 @@ def test_the_loss_is_first_and_norms_of_weights_are_shown_on_request(rnnlens, tm
     scalars = {"lstm/weight_norm/kernel": 2.0, "lstm/decay": 0.9, "lstm/reach": 3.0, "loss": 1.0}
     store.write(TrainingRecord(0, 0, "probe", scalars))
     store.close("finished")
-    told = rnnlens("tail", "a.zarr").out.splitlines()[0]
-    assert told == "step=0 epoch=0 loss=1 lstm/reach=3 lstm/decay=0.9"
-    told = rnnlens("tail", "a.zarr", "--all").out.splitlines()[0]
-    assert told == "step=0 epoch=0 loss=1 lstm/reach=3 lstm/weight_norm/kernel=2 lstm/decay=0.9"
-    told = rnnlens("tail", "a.zarr", "--only", "weight_norm").out.splitlines()[0]
-    assert told == "step=0 epoch=0 lstm/weight_norm/kernel=2"
+    line = rnnlens("tail", "a.zarr").out.splitlines()[0]
+    assert line == "step=0 epoch=0 loss=1 lstm/reach=3 lstm/decay=0.9"
+    line = rnnlens("tail", "a.zarr", "--all").out.splitlines()[0]
+    assert line == "step=0 epoch=0 loss=1 lstm/reach=3 lstm/weight_norm/kernel=2 lstm/decay=0.9"
+    line = rnnlens("tail", "a.zarr", "--only", "weight_norm").out.splitlines()[0]
+    assert line == "step=0 epoch=0 lstm/weight_norm/kernel=2"
 
 
 def test_a_page_of_figures_that_grows_with_the_run(tmp_path):
-    store = write(tmp_path / "<a>.zarr", 3, end=False)
+    store = write_run(tmp_path / "<a>.zarr", 3, end=False)
     process = subprocess.Popen(
         [sys.executable, "-c", HEEDS_CTRL_C, "tail", "--every", "0.1", tmp_path / "<a>.zarr", "--serve", "--port", "0"],
         stderr=subprocess.PIPE,
@@ -157,18 +157,18 @@ def test_a_page_of_figures_that_grows_with_the_run(tmp_path):
     )
     try:
         address = re.search(r"http://127\.0\.0\.1:\d+/", process.stderr.readline()).group()
-        with urllib.request.urlopen(address, timeout=10) as answer:
-            page = answer.read().decode()
-            assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+        with urllib.request.urlopen(address, timeout=10) as response:
+            page = response.read().decode()
+            assert "default-src 'none'" in response.headers["Content-Security-Policy"]
         assert "&lt;a&gt;.zarr" in page
         assert "3 records, step 20, loss 0.3333. Being recorded." in page
-        with urllib.request.urlopen(f"{address}numbers.png?x", timeout=10) as answer:
-            assert answer.read(8) == b"\x89PNG\r\n\x1a\n"
+        with urllib.request.urlopen(f"{address}numbers.png?x", timeout=10) as response:
+            assert response.read(8) == b"\x89PNG\r\n\x1a\n"
         store.write(TrainingRecord(30, 1, "probe", {"loss": 0.25, "lstm/reach": 3.0}))
         store.close("finished")
         for _ in range(100):
-            with urllib.request.urlopen(f"{address}state", timeout=10) as answer:
-                page = answer.read().decode()
+            with urllib.request.urlopen(f"{address}state", timeout=10) as response:
+                page = response.read().decode()
             if "Ended" in page:
                 break
             time.sleep(0.1)
@@ -186,8 +186,8 @@ def test_a_page_of_figures_that_grows_with_the_run(tmp_path):
 
 
 def test_a_port_in_use_is_one_clear_error(rnnlens):
-    write("a.zarr", 1)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        told = rnnlens("tail", "a.zarr", "--serve", "--port", taken.getsockname()[1])
-    assert told.code == 2
-    assert "The port cannot be used." in told.err
+    write_run("a.zarr", 1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        result = rnnlens("tail", "a.zarr", "--serve", "--port", server.getsockname()[1])
+    assert result.code == 2
+    assert "The port cannot be used." in result.err

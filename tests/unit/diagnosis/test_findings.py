@@ -23,7 +23,7 @@ def test_the_table_names_every_code_that_a_rule_gives():
 
 
 @pytest.mark.parametrize(
-    ("benefit", "said"),
+    ("benefit", "expected"),
     [
         (1.0, "loses all of the score"),
         (0.12, "loses 12 % of the score"),
@@ -31,10 +31,10 @@ def test_the_table_names_every_code_that_a_rule_gives():
         (-0.1, "changes the prediction, but loses none of the score"),
     ],
 )
-def test_the_sentence_does_not_say_that_steps_in_use_lose_0_percent(benefit, said):
+def test_the_sentence_does_not_say_that_steps_in_use_lose_0_percent(benefit, expected):
     length = Interval(3.0, 3.0, 3.0)
-    context, lost = np.array([0, 2, 3]), np.array([1.0, benefit, 0.0])
+    context, benefits = np.array([0, 2, 3]), np.array([1.0, benefit, 0.0])
     memory = Memory(
-        10, None, True, context=context, benefit=lost, length=length, rare_length=length, needed_length=length
+        10, None, True, context=context, benefit=benefits, length=length, rare_length=length, needed_length=length
     )
-    assert f"Replacing step 3 from the end and everything older {said}." in headline(memory, None, None)
+    assert f"Replacing step 3 from the end and everything older {expected}." in headline(memory, None, None)

@@ -24,18 +24,18 @@ def run_of(cell, *, samples=6, steps=120, mask=None, order="forward", seed=1):
 
 
 def linear_cell(kernel):
-    into = np.random.default_rng(2).normal(size=(3, len(kernel)))
-    return SimpleRNN(into, kernel, activation="linear")
+    input_kernel = np.random.default_rng(2).normal(size=(3, len(kernel)))
+    return SimpleRNN(input_kernel, kernel, activation="linear")
 
 
 def random_cell(kind, units=7, features=3, **options):
     gates = {"simple_rnn": 1, "gru": 3, "lstm": 4}[kind]
-    make = np.random.default_rng(3).normal
+    normal = np.random.default_rng(3).normal
     return cells.make(
         kind,
-        make(size=(features, gates * units)),
-        0.4 * make(size=(units, gates * units)),
-        make(size=gates * units),
+        normal(size=(features, gates * units)),
+        0.4 * normal(size=(units, gates * units)),
+        normal(size=gates * units),
         **options,
     )
 
@@ -58,18 +58,18 @@ def test_a_sample_that_is_not_finite_says_nothing_of_the_others():
 
     expected = transfer_of(x)
     x[2, 70] = np.nan
-    found = transfer_of(x)
-    assert np.isnan(found.log_ratio[1:, 2]).all()
-    others = [0, 1, 3, 4, 5]
-    np.testing.assert_allclose(found.log_ratio[:40, others], expected.log_ratio[:40, others], atol=0.3)
-    np.testing.assert_allclose(found.kappa, np.median(np.exp(found.log_ratio[:, others]), axis=1))
-    assert np.isfinite(found.quartiles()).all()
-    assert found.leading_exponent()[0] == pytest.approx(expected.leading_exponent()[0], abs=0.1)
+    transfer = transfer_of(x)
+    assert np.isnan(transfer.log_ratio[1:, 2]).all()
+    other_samples = [0, 1, 3, 4, 5]
+    np.testing.assert_allclose(transfer.log_ratio[:40, other_samples], expected.log_ratio[:40, other_samples], atol=0.3)
+    np.testing.assert_allclose(transfer.kappa, np.median(np.exp(transfer.log_ratio[:, other_samples]), axis=1))
+    assert np.isfinite(transfer.quartiles()).all()
+    assert transfer.leading_exponent()[0] == pytest.approx(expected.leading_exponent()[0], abs=0.1)
     x[:, 70] = np.nan
-    nothing = transfer_of(x)
-    assert nothing.kappa[0] == 1
-    assert np.isnan(nothing.kappa[1:]).all()
-    assert nothing.growth == 0
+    all_missing = transfer_of(x)
+    assert all_missing.kappa[0] == 1
+    assert np.isnan(all_missing.kappa[1:]).all()
+    assert all_missing.growth == 0
 
 
 def test_masked_steps_carry_everything():
@@ -97,19 +97,19 @@ def test_step_jacobians_against_finite_differences(cell, order):
     for t, a in zip(run.steps(), measures.step_jacobians(run), strict=True):
         before = np.concatenate(run.state_before(t), axis=1)
 
-        def after(s, t=t):
+        def next_state(s, t=t):
             projected = cell.project(run.input[:, t], None, np)
             return np.concatenate(cell.step(projected, np.split(s, cuts, 1), None, np)[1], axis=1)
 
-        numeric = [(after(before + step * e) - after(before - step * e)) / (2 * step) for e in np.eye(size)]
+        numeric = [(next_state(before + step * e) - next_state(before - step * e)) / (2 * step) for e in np.eye(size)]
         np.testing.assert_allclose(a, np.stack(numeric, axis=2), atol=1e-8)
 
 
 @pytest.mark.parametrize("radii", [(0.9, 0.7, 0.5, 0.3), (1.1, 1.0, 0.6, 0.2)])
 def test_exponents_of_a_normal_matrix_are_those_of_its_eigenvalues(radii):
     basis = orthogonal(4)
-    found = measures.lyapunov_spectrum(run_of(linear_cell(basis @ np.diag(radii) @ basis.T), steps=400))
-    np.testing.assert_allclose(found.exponents, np.log(radii), rtol=0.02, atol=2e-3)
+    spectrum = measures.lyapunov_spectrum(run_of(linear_cell(basis @ np.diag(radii) @ basis.T), steps=400))
+    np.testing.assert_allclose(spectrum.exponents, np.log(radii), rtol=0.02, atol=2e-3)
 
 
 def test_leading_exponent_of_a_chaotic_network_against_two_trajectories():
@@ -117,7 +117,7 @@ def test_leading_exponent_of_a_chaotic_network_against_two_trajectories():
     kernel = 2.5 / units**0.5 * np.random.default_rng(5).normal(size=(units, units))
     cell = SimpleRNN(0.1 * np.random.default_rng(6).normal(size=(1, units)), kernel)
     run = run_of(cell, samples=8, steps=600)
-    found = measures.lyapunov_spectrum(run, count=3)
+    spectrum = measures.lyapunov_spectrum(run, count=3)
     # Direct: a small difference beside each trajectory, brought back to its size after every step.
     difference = 1e-8 * np.random.default_rng(7).normal(size=(8, units))
     size = np.linalg.norm(difference, axis=1, keepdims=True)
@@ -125,13 +125,13 @@ def test_leading_exponent_of_a_chaotic_network_against_two_trajectories():
     for t in run.steps():
         projected = cell.project(run.input[:, t], None, np)
         near = cell.step(projected, (run.state_before(t)[0] + difference,), None, np)[1][0]
-        moved = near - run.states[0][:, t]
-        grown = np.linalg.norm(moved, axis=1, keepdims=True)
-        rates.append(np.log(grown / size))
-        difference = moved * (size / grown)
+        difference_after = near - run.states[0][:, t]
+        size_after = np.linalg.norm(difference_after, axis=1, keepdims=True)
+        rates.append(np.log(size_after / size))
+        difference = difference_after * (size / size_after)
     direct = float(np.mean(rates[60:]))
     assert direct > 0.05
-    assert abs(found.exponents[0] - direct) < 2 * found.stderr[0] + 1e-3
+    assert abs(spectrum.exponents[0] - direct) < 2 * spectrum.stderr[0] + 1e-3
 
 
 @pytest.mark.parametrize(
@@ -159,15 +159,15 @@ def scalar_tanh(weight):
 def test_fixed_points_of_one_tanh_unit():
     """tanh(w h) = h has one solution up to w = 1, three beyond; the middle one is then unstable with slope w."""
     starts = np.linspace(-1, 1, 41)[:, None]
-    one = find_points(step_map(scalar_tanh(0.5), np.zeros(1)), starts)
-    np.testing.assert_allclose(one.states, [[0]], atol=1e-9)
-    three = find_points(step_map(scalar_tanh(2.0), np.zeros(1)), starts)
+    one_point = find_points(step_map(scalar_tanh(0.5), np.zeros(1)), starts)
+    np.testing.assert_allclose(one_point.states, [[0]], atol=1e-9)
+    three_points = find_points(step_map(scalar_tanh(2.0), np.zeros(1)), starts)
     edge = 0.957504024082275  # tanh(2 h) = h, by bisection
-    np.testing.assert_allclose(np.sort(three.states[:, 0]), [-edge, 0, edge], atol=1e-9)
-    middle = int(np.abs(three.states[:, 0]).argmin())
-    assert three.eigenvalues[middle, 0] == pytest.approx(2)
-    assert three.stable.sum() == 2
-    assert (three.speed <= 1e-16).all()
+    np.testing.assert_allclose(np.sort(three_points.states[:, 0]), [-edge, 0, edge], atol=1e-9)
+    middle = int(np.abs(three_points.states[:, 0]).argmin())
+    assert three_points.eigenvalues[middle, 0] == pytest.approx(2)
+    assert three_points.stable.sum() == 2
+    assert (three_points.speed <= 1e-16).all()
 
 
 def test_a_cycle_of_two():
@@ -182,19 +182,19 @@ def test_a_cycle_of_two():
 def test_fixed_points_of_an_lstm_are_mapped_onto_themselves():
     cell = random_cell("lstm", units=5)
     map_ = step_map(cell, np.zeros(3))
-    found = find_points(map_, np.random.default_rng(0).normal(size=(64, 10)))
-    assert found.fixed.any()
-    np.testing.assert_allclose(map_.step(found.states[found.fixed]), found.states[found.fixed], atol=1e-8)
+    points = find_points(map_, np.random.default_rng(0).normal(size=(64, 10)))
+    assert points.fixed.any()
+    np.testing.assert_allclose(map_.step(points.states[points.fixed]), points.states[points.fixed], atol=1e-8)
 
 
 def test_each_sample_may_end_at_a_step_of_its_own():
     """One tanh unit: the transfer from step s is the product of w (1 - h_t^2), t = s, s - 1, ..."""
     cell = SimpleRNN(np.ones((1, 1)), np.full((1, 1), 0.9))
     run = run_of(cell, samples=3, steps=20)
-    ends = np.array([19, 7, 12])
-    found = measures.state_transfer(run, ends=ends).log_ratio
-    assert found.shape == (21, 3)
-    for i, end in enumerate(ends):
+    end_steps = np.array([19, 7, 12])
+    log_ratio = measures.state_transfer(run, ends=end_steps).log_ratio
+    assert log_ratio.shape == (21, 3)
+    for i, end in enumerate(end_steps):
         gains = np.log(0.9 * (1 - run.states[0][i, : end + 1, 0] ** 2))[::-1]
-        np.testing.assert_allclose(found[: end + 2, i], np.append(0, np.cumsum(gains)), rtol=1e-9, atol=1e-12)
-        assert np.isnan(found[end + 2 :, i]).all()
+        np.testing.assert_allclose(log_ratio[: end + 2, i], np.append(0, np.cumsum(gains)), rtol=1e-9, atol=1e-12)
+        assert np.isnan(log_ratio[end + 2 :, i]).all()

@@ -62,8 +62,8 @@ def test_padding_that_is_masked_is_counted():
 
 def test_census():
     values = np.array([1, np.nan, np.inf, -np.inf, 0, 1e-40], dtype="float32")
-    found = measures.census(values)
-    assert (found.nan, found.infinite, found.underflow, found.count) == (1, 2, 1, 6)
+    counts = measures.census(values)
+    assert (counts.nan, counts.infinite, counts.underflow, counts.count) == (1, 2, 1, 6)
 
 
 def test_attribution_holds_where_the_input_varies():
@@ -77,16 +77,16 @@ def test_attribution_holds_where_the_input_varies():
 
 def test_band_takes_each_sample_by_its_own_peak():
     norms = np.outer([1e-6, 1.0, 1e6], 0.5 ** np.arange(5))
-    found = measures.band(norms)
-    for part in (found.low, found.median, found.high):
-        np.testing.assert_allclose(part, 0.5 ** np.arange(5))
+    band = measures.band(norms)
+    for curve in (band.low, band.median, band.high):
+        np.testing.assert_allclose(curve, 0.5 ** np.arange(5))
 
 
 def test_kernel_spectrum_of_a_rotation():
     angle = 0.3
     w = 0.9 * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-    found = measures.kernel_spectrum(w)
-    assert found.radius == pytest.approx(0.9)
-    assert found.largest_singular_value == pytest.approx(0.9)
-    assert found.departure_from_normality == pytest.approx(0, abs=1e-6)
+    spectrum = measures.kernel_spectrum(w)
+    assert spectrum.radius == pytest.approx(0.9)
+    assert spectrum.largest_singular_value == pytest.approx(0.9)
+    assert spectrum.departure_from_normality == pytest.approx(0, abs=1e-6)
     assert measures.kernel_spectrum(np.array([[0.0, 1.0], [0.0, 0.0]])).departure_from_normality == pytest.approx(1)

@@ -11,7 +11,7 @@ from rnnlens import measures
 from rnnlens.measures.intervention import cycle, donors, resampling_weights, search
 
 
-def linear(weights):
+def linear_model(weights):
     """f(x) = sum_tau w_tau x_(T - tau) for x (sample, time, 1)."""
     return lambda x: x[:, ::-1, 0] @ np.asarray(weights)[: x.shape[1], None]
 
@@ -21,31 +21,31 @@ def x():
     return np.random.default_rng(0).normal(size=(20_000, 30, 1))
 
 
-def exchanged(x, keep):
-    other = x[measures.donors(len(x))]
-    return np.concatenate([other[:, : x.shape[1] - keep], x[:, x.shape[1] - keep :]], axis=1)
+def exchange_prefix(x, keep):
+    donor_inputs = x[measures.donors(len(x))]
+    return np.concatenate([donor_inputs[:, : x.shape[1] - keep], x[:, x.shape[1] - keep :]], axis=1)
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.8, 0.95])
 def test_use_is_the_share_of_the_variance_that_is_older(x, decay):
     weights = decay ** np.arange(30)
-    f = linear(weights)
+    f = linear_model(weights)
     energy = weights**2 / (weights**2).sum()
     for keep in (1, 3, 10, 29):
-        assert measures.use(f(x), f(exchanged(x, keep))) == pytest.approx(energy[keep:].sum(), abs=0.02)
+        assert measures.use(f(x), f(exchange_prefix(x, keep))) == pytest.approx(energy[keep:].sum(), abs=0.02)
 
 
 def test_no_sample_lends_to_itself_and_all_lend():
     for samples in (2, 3, 64):
-        lender = measures.donors(samples, seed=3)
-        assert sorted(lender) == list(range(samples))
-        assert (lender != np.arange(samples)).all()
+        lenders = measures.donors(samples, seed=3)
+        assert sorted(lenders) == list(range(samples))
+        assert (lenders != np.arange(samples)).all()
 
 
 def test_lenders_are_about_as_long_as_borrowers():
     lengths = np.random.default_rng(1).integers(5, 50, 200)
-    lender = measures.donors(200, lengths=lengths)
-    assert np.median(np.abs(lengths[lender] - lengths)) <= 1
+    lenders = measures.donors(200, lengths=lengths)
+    assert np.median(np.abs(lengths[lenders] - lengths)) <= 1
 
 
 @pytest.mark.parametrize(("curve", "n"), [({1: 1, 2: 1, 4: 0.01}, 4), ({1: 0.0, 2: 0.0}, 1), ({1: 1, 9: 0.5}, 10)])
@@ -62,16 +62,16 @@ def test_a_dip_on_the_way_is_not_the_end():
 def test_the_search_finds_what_all_contexts_would(x, need, decreasing):
     weights = np.zeros(30)
     weights[need - 1] = 1
-    f, samples, probed = linear(weights), x[:500], []
+    f, samples, probed = linear_model(weights), x[:500], []
 
     def probe(keep):
         probed.append(keep)
-        change = ((f(exchanged(samples, keep)) - f(samples)) ** 2).sum(axis=1)
+        change = ((f(exchange_prefix(samples, keep)) - f(samples)) ** 2).sum(axis=1)
         return change, change
 
     variance = measures.total_variance(f(samples))
-    found = search(probe, 30, 2 * variance, (0.05, 0.01), decreasing=decreasing)
-    curve = {k: c.mean() / (2 * variance) for k, c in found.change.items()}
+    result = search(probe, 30, 2 * variance, (0.05, 0.01), decreasing=decreasing)
+    curve = {k: c.mean() / (2 * variance) for k, c in result.change.items()}
     assert measures.memory_length(curve, 30) == need
     assert len(probed) == len(set(probed)) <= 13
     # A decreasing curve is not probed further once it is 0, but at the oldest step.
@@ -103,10 +103,10 @@ def test_weights_are_shares(samples):
 
 
 def test_the_order_follows_who_lends_to_whom():
-    lender = donors(50, seed=3)
-    order = cycle(lender)
+    lenders = donors(50, seed=3)
+    order = cycle(lenders)
     assert sorted(order) == list(range(50))
-    np.testing.assert_array_equal(lender[order], np.roll(order, -1))
+    np.testing.assert_array_equal(lenders[order], np.roll(order, -1))
 
 
 def test_what_neighbours_share_is_in_the_spread():
@@ -114,9 +114,9 @@ def test_what_neighbours_share_is_in_the_spread():
     samples, repeats = 400, 30
     spreads = {"alone": [], "in blocks": []}
     for seed in range(repeats):
-        lender, parts = donors(samples, seed=seed), np.random.default_rng(seed).normal(size=samples)
-        change = parts + parts[lender]
-        for name, order in (("alone", None), ("in blocks", cycle(lender))):
+        lenders, contributions = donors(samples, seed=seed), np.random.default_rng(seed).normal(size=samples)
+        change = contributions + contributions[lenders]
+        for name, order in (("alone", None), ("in blocks", cycle(lenders))):
             spreads[name].append((resampling_weights(samples, order=order, seed=seed) @ change).var() * samples)
     assert np.mean(spreads["alone"]) == pytest.approx(2, rel=0.1)
     assert np.mean(spreads["in blocks"]) == pytest.approx(4 - 2 / 4, rel=0.1)
@@ -126,20 +126,20 @@ NAMESPACES = {"numpy": np.asarray, "torch": torch.as_tensor, "strict": array_api
 
 
 @pytest.fixture(params=NAMESPACES)
-def make(request):
+def to_array(request):
     return NAMESPACES[request.param]
 
 
-def test_bootstrap_interval_agrees_with_the_normal_approximation(make):
+def test_bootstrap_interval_agrees_with_the_normal_approximation(to_array):
     values = np.random.default_rng(4).normal(3.0, 2.0, size=(400, 2))
-    low, high = (np.from_dlpack(end) for end in measures.bootstrap_interval(make(values), axis=0, resamples=4000))
-    spread = 1.96 * values.std(axis=0) / math.sqrt(400)
-    np.testing.assert_allclose(low, values.mean(axis=0) - spread, atol=0.03)
-    np.testing.assert_allclose(high, values.mean(axis=0) + spread, atol=0.03)
+    low, high = (np.from_dlpack(end) for end in measures.bootstrap_interval(to_array(values), axis=0, resamples=4000))
+    half_width = 1.96 * values.std(axis=0) / math.sqrt(400)
+    np.testing.assert_allclose(low, values.mean(axis=0) - half_width, atol=0.03)
+    np.testing.assert_allclose(high, values.mean(axis=0) + half_width, atol=0.03)
 
 
-def test_bootstrap_interval_is_the_same_each_time_and_leaves_the_global_generator_alone(make):
-    values = make(np.arange(5.0)[:, None])
+def test_bootstrap_interval_is_the_same_each_time_and_leaves_the_global_generator_alone(to_array):
+    values = to_array(np.arange(5.0)[:, None])
     before = np.random.get_state()[1].copy()  # noqa: NPY002  # the state that must not move
     first, second = measures.bootstrap_interval(values), measures.bootstrap_interval(values)
     assert float(first[0][0]) == float(second[0][0])

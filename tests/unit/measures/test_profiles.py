@@ -21,26 +21,28 @@ def test_the_size_of_a_sample_does_not_matter(seed):
     rng = np.random.default_rng(seed)
     values, scale = rng.normal(size=(4, 5, 2)), 10.0 ** rng.uniform(-20, 20, size=(4, 1, 1))
     np.testing.assert_allclose(m.rms_of_shapes(values * scale), m.rms_of_shapes(values), rtol=1e-12)
-    for one, other in zip(*(vars(m.peak_band(np.abs(v))).values() for v in (values, values * scale)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-12)
+    for curve, scaled_curve in zip(
+        *(vars(m.peak_band(np.abs(v))).values() for v in (values, values * scale)), strict=True
+    ):
+        np.testing.assert_allclose(curve, scaled_curve, rtol=1e-12)
 
 
 def test_what_is_not_counted_does_not_matter():
     values = np.array([[1.0, 2.0, 99.0], [4.0, 1.0, 1.0]])
-    where = np.array([[True, True, False], [True, True, True]])
+    mask = np.array([[True, True, False], [True, True, True]])
     np.testing.assert_allclose(
-        m.rms_of_shapes(values, where), [np.sqrt((0.25 + 1) / 2), np.sqrt((1 + 1 / 16) / 2), 0.25]
+        m.rms_of_shapes(values, mask), [np.sqrt((0.25 + 1) / 2), np.sqrt((1 + 1 / 16) / 2), 0.25]
     )
-    np.testing.assert_allclose(m.peak_band(values, where).median, [0.75, 0.625, 0.25])
-    assert np.isnan(m.rms_of_shapes(values, where & np.array([True, True, False]))[2])
-    assert np.isnan(m.peak_band(values, where & np.array([True, True, False])).median[2])
+    np.testing.assert_allclose(m.peak_band(values, mask).median, [0.75, 0.625, 0.25])
+    assert np.isnan(m.rms_of_shapes(values, mask & np.array([True, True, False]))[2])
+    assert np.isnan(m.peak_band(values, mask & np.array([True, True, False])).median[2])
 
 
 def test_a_missing_value_stays_missing_in_the_rms_and_spoils_no_other():
     values = np.array([[1.0, np.nan, 2.0], [1.0, 1.0, 2.0]])
-    found = m.rms_of_shapes(values)
-    assert np.isnan(found).tolist() == [False, True, False]
-    assert found[[0, 2]] == pytest.approx([0.5, 1.0])
+    rms = m.rms_of_shapes(values)
+    assert np.isnan(rms).tolist() == [False, True, False]
+    assert rms[[0, 2]] == pytest.approx([0.5, 1.0])
 
 
 def test_the_typical_sample_has_the_median_loss():
@@ -81,9 +83,9 @@ def test_a_spike_at_the_last_step_neither_sets_the_decay_nor_ends_the_reach():
 
 def test_lags_of_a_gradient():
     norms = np.array([[0.0, 1.0], [0.0, 1.0], [0.0, 2.0]])
-    found = m.lag_shares(norms)
-    assert np.isnan(found[0]).all()
-    np.testing.assert_allclose(found[1], [0.5, 0.75, 1.0])
+    shares = m.lag_shares(norms)
+    assert np.isnan(shares[0]).all()
+    np.testing.assert_allclose(shares[1], [0.5, 0.75, 1.0])
     np.testing.assert_allclose(m.lag_shares(norms, runs_back=True)[1], [0.25, 0.5, 1.0])
 
 
@@ -121,15 +123,15 @@ def test_eigenvalues_of_steps_are_those_of_the_dense_jacobian():
         def forward(self, batch):
             return self.rnn(batch)[0]
 
-    found = rl.step_eigenvalues(Model(), x, steps=3)
-    assert found.time.values.tolist() == [0, 2, 5]
+    result = rl.step_eigenvalues(Model(), x, steps=3)
+    assert result.time.values.tolist() == [0, 2, 5]
     states = cell(x)[0].detach().numpy()
     w = cell.weight_hh_l0.detach().numpy()
     for sample in range(3):
-        for place, step in enumerate(found.time.values):
+        for index, step in enumerate(result.time.values):
             dense = (1 - states[sample, step, :, None] ** 2) * w  # of tanh: diag(1 - h^2) W
             expected = np.linalg.eigvals(dense)
-            values = (found.eigenvalue_real + 1j * found.eigenvalue_imag).values[sample, place]
+            values = (result.eigenvalue_real + 1j * result.eigenvalue_imag).values[sample, index]
             np.testing.assert_allclose(np.sort_complex(values), np.sort_complex(expected), atol=1e-10)
             assert (np.diff(np.abs(values)) <= 1e-12).all()
     with pytest.raises(rl.errors.LayerNotFoundError):

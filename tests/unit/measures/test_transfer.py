@@ -42,9 +42,9 @@ def test_effective_state_size_is_the_rank_of_the_block():
 
 def test_decay_products():
     decay = np.random.default_rng(2).uniform(0.5, 1, (2, 6, 3))
-    found = measures.decay_products(decay, 5, [0, 1, 3])
-    assert np.allclose(found[0], 1.0)
-    assert np.allclose(found[2], decay[:, 3] * decay[:, 4] * decay[:, 5])
+    products = measures.decay_products(decay, 5, [0, 1, 3])
+    assert np.allclose(products[0], 1.0)
+    assert np.allclose(products[2], decay[:, 3] * decay[:, 4] * decay[:, 5])
 
 
 def test_effective_state_size_of_a_delta_rule_is_the_rank_of_the_block():
@@ -59,8 +59,8 @@ def test_effective_state_size_of_a_delta_rule_is_the_rank_of_the_block():
             (np.eye(5) - np.outer(beta[t, head] * keys[t, head], keys[t, head])) @ np.diag(decay[t, head])
             for t in range(12)
         ]
-        through = lambda first, last: np.linalg.multi_dot([np.eye(5), np.eye(5), *step[first : last + 1][::-1]])  # noqa: E731, B023
-        block = [[read[t, head] @ through(k + 1, t) @ keys[k, head] for k in range(6)] for t in range(6, 12)]
+        transition = lambda first, last: np.linalg.multi_dot([np.eye(5), np.eye(5), *step[first : last + 1][::-1]])  # noqa: E731, B023
+        block = [[read[t, head] @ transition(k + 1, t) @ keys[k, head] for k in range(6)] for t in range(6, 12)]
         values = np.linalg.svd(np.array(block), compute_uv=False)
-        found = measures.effective_state_size(decay, beta * keys, read, 6, left=beta * keys, right=keys)
-        assert found[head] == (values > 1e-3 * values[0]).sum()
+        sizes = measures.effective_state_size(decay, beta * keys, read, 6, left=beta * keys, right=keys)
+        assert sizes[head] == (values > 1e-3 * values[0]).sum()

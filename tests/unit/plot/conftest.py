@@ -43,11 +43,11 @@ def render():
 def text_of():
     """All text that a figure shows."""
 
-    def read(axes):
+    def visible_text(axes):
         figure = axes[0].get_figure(root=True)
         return "\n".join(t.get_text() for t in figure.findobj(mpl.text.Text) if t.get_visible())
 
-    return read
+    return visible_text
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +55,7 @@ def gradient():
     """(sample, time, unit) with a value that tells its place: sample + time / 100 + unit / 10000."""
 
     def make(samples=3, steps=5, units=4, *, directions=False, dtype="float64"):
-        place = (
+        values = (
             np.arange(samples)[:, None, None]
             + np.arange(steps)[None, :, None] / 100
             + np.arange(units)[None, None, :] / 10000
@@ -68,12 +68,12 @@ def gradient():
         }
         if not directions:
             return xr.DataArray(
-                place.astype(dtype), dims=("sample", "time", "unit"), coords=coords, name="hidden_grad", attrs=attrs
+                values.astype(dtype), dims=("sample", "time", "unit"), coords=coords, name="hidden_grad", attrs=attrs
             )
-        both = np.stack([place, -place - 1], axis=2).astype(dtype)
+        stacked = np.stack([values, -values - 1], axis=2).astype(dtype)
         coords["direction"] = ["forward", "backward"]
         return xr.DataArray(
-            both, dims=("sample", "time", "direction", "unit"), coords=coords, name="hidden_grad", attrs=attrs
+            stacked, dims=("sample", "time", "direction", "unit"), coords=coords, name="hidden_grad", attrs=attrs
         )
 
     return make
@@ -85,8 +85,8 @@ def layer():
 
     def make(samples=2, steps=6, units=3, *, decay=0.5, directions=False, name="lstm"):
         rng = np.random.default_rng(0)
-        fade = decay ** np.arange(steps)[::-1].astype(float)
-        hidden = np.broadcast_to(fade[None, :, None], (samples, steps, units)).copy()
+        decay_profile = decay ** np.arange(steps)[::-1].astype(float)
+        hidden = np.broadcast_to(decay_profile[None, :, None], (samples, steps, units)).copy()
         direct = np.zeros_like(hidden)
         direct[:, -1] = hidden[:, -1]
         gates = rng.uniform(size=(samples, steps, 4, units))
@@ -96,10 +96,10 @@ def layer():
             hidden, direct = (np.stack([v, v[:, ::-1]], axis=2) for v in (hidden, direct))
             gates = np.stack([gates, gates[:, ::-1]], axis=2)
         gate_dims = (*dims[:-1], "gate", "unit")
-        words = {"layer": name, "units": "loss"}
+        attrs = {"layer": name, "units": "loss"}
         data = {
-            "hidden_grad": (dims, hidden, {**words, "long_name": "total gradient of the hidden state"}),
-            "output_grad": (dims, direct, {**words, "long_name": "direct gradient of the output"}),
+            "hidden_grad": (dims, hidden, {**attrs, "long_name": "total gradient of the hidden state"}),
+            "output_grad": (dims, direct, {**attrs, "long_name": "direct gradient of the output"}),
             "gates": (gate_dims, gates, {"layer": name, "units": "1", "long_name": "gate activation"}),
         }
         coords = {"gate": LSTM} | ({"direction": ["forward", "backward"]} if directions else {})
@@ -147,17 +147,17 @@ def jacobian():
 
 
 @pytest.fixture(scope="session")
-def initial():
+def initial_jacobian():
     """(sample, out_time, out_unit, in_feature): d(state)/d(initial state), a unit's own share 0.9 ** steps."""
 
     def make(samples=2, steps=6, units=3, *, directions=False):
-        own = 0.9 ** np.arange(1.0, steps + 1)[:, None, None] * np.eye(units)
-        values = np.broadcast_to(own, (samples, steps, units, units)).copy()
+        own_share = 0.9 ** np.arange(1.0, steps + 1)[:, None, None] * np.eye(units)
+        values = np.broadcast_to(own_share, (samples, steps, units, units)).copy()
         dims = ("sample", "out_time", "out_unit", "in_feature")
         if directions:
-            both = np.zeros((samples, steps, 2, units, 2, units))
-            both[:, :, 0, :, 0], both[:, :, 1, :, 1] = values, values[:, ::-1]
-            values, dims = both, ("sample", "out_time", "direction", "out_unit", "in_direction", "in_feature")
+            stacked = np.zeros((samples, steps, 2, units, 2, units))
+            stacked[:, :, 0, :, 0], stacked[:, :, 1, :, 1] = values, values[:, ::-1]
+            values, dims = stacked, ("sample", "out_time", "direction", "out_unit", "in_direction", "in_feature")
         return xr.DataArray(values, dims=dims, name="jacobian")
 
     return make
@@ -168,14 +168,14 @@ def weights_by_time():
     """Gradients of an LSTM's weights by time: step t adds ``decay ** lag`` to every entry."""
 
     def make(steps=10, units=4, *, decay=0.5, directions=False):
-        adds = decay ** np.arange(steps)[::-1]
+        increments = decay ** np.arange(steps)[::-1]
         data = {}
         for name, dims, shape in (
             ("kernel", ("feature", "gate", "unit"), (3, 4, units)),
             ("recurrent_kernel", ("unit_in", "gate", "unit"), (units, 4, units)),
             ("bias", ("gate", "unit"), (4, units)),
         ):
-            values = np.broadcast_to(adds.reshape(-1, *[1] * len(shape)), (steps, *shape)).copy()
+            values = np.broadcast_to(increments.reshape(-1, *[1] * len(shape)), (steps, *shape)).copy()
             dims = ("time", *dims)
             if directions:
                 values, dims = np.stack([values, values[::-1]]), ("direction", *dims)
@@ -200,7 +200,7 @@ def by_gid():
 def diagnosis():
     """A network that uses 11 of 40 steps and misses the one 25 steps back."""
 
-    def make(*, known=True, units=6):
+    def make(*, memory_known=True, units=6):
         context = np.array([1, 2, 4, 8, 10, 11, 16, 39])
         use = np.where(context < 11, 0.8, 1e-6)
         band = np.stack([use * 0.9, use * 1.1], axis=1)
@@ -218,12 +218,12 @@ def diagnosis():
                 "missed_threshold": 0.05,
             },
             coords={"context": context, "bound": ["low", "high"]},
-            attrs={"known": known, "why": "", "censored": False},
+            attrs={"known": memory_known, "why": "", "censored": False},
         )
-        fading = 0.3 ** np.arange(41.0)
+        kappa = 0.3 ** np.arange(41.0)
         layer = xr.Dataset(
             {
-                **{name: ("lag", fading * share) for name, share in KAPPA},
+                **{name: ("lag", kappa * share) for name, share in KAPPA},
                 "timescale": ("cell_unit", np.linspace(1, 20, units)),
             }
         )

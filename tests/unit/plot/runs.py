@@ -8,7 +8,7 @@ from rnnlens.results.training_run import TrainingRun
 STEPS = np.array([0, 50, 100, 150, 200])
 
 
-def a_run(layers=("lstm", "gru"), steps=STEPS, times=12, names=None, directions=0):
+def make_run(layers=("lstm", "gru"), steps=STEPS, times=12, names=None, directions=0):
     """Of record r at time t the profile is 10 ** -(times - 1 - t) * (r + 1): each record has its peak at the end."""
     steps = np.asarray(steps)
     shape = 10.0 ** -np.arange(times)[::-1]
@@ -18,8 +18,8 @@ def a_run(layers=("lstm", "gru"), steps=STEPS, times=12, names=None, directions=
     if directions:
         values, dims = np.stack([values, values[:, ::-1]], axis=-1), ("step", "time", "direction")
         coords |= {"direction": ["forward", "backward"]}
-    words = {"long_name": "total gradient of the hidden state by step", "units": "loss", "definition": "made up"}
-    profile = xr.DataArray(values, dims=dims, coords=coords, attrs=words)
+    attrs = {"long_name": "total gradient of the hidden state by step", "units": "loss", "definition": "made up"}
+    profile = xr.DataArray(values, dims=dims, coords=coords, attrs=attrs)
     names = names or {"loss": 1.0 / (1 + np.arange(len(steps)))}
     scalars = xr.Dataset(
         {name: ("step", np.asarray(v, dtype=float)) for name, v in names.items()},

@@ -30,14 +30,14 @@ def test_the_title_is_the_sentence(diagnosis, text_of):
 
 def test_the_headline_is_the_whole_first_sentence(diagnosis):
     d = diagnosis()
-    words = "The model depends on the last 11 of 40 steps (95 % CI 11-11; baseline: 3). Nothing else: no sign."
-    axes = rl.plot.diagnosis(type(d)({name: d[name] for name in d}, sentences={"lstm": words}))
-    assert axes.figure.get_suptitle().replace("\n", " ") == words.partition(" Nothing")[0]
+    sentences = "The model depends on the last 11 of 40 steps (95 % CI 11-11; baseline: 3). Nothing else: no sign."
+    axes = rl.plot.diagnosis(type(d)({name: d[name] for name in d}, sentences={"lstm": sentences}))
+    assert axes.figure.get_suptitle().replace("\n", " ") == sentences.partition(" Nothing")[0]
     assert axes.figure.get_supxlabel() == "Nothing else: no sign."
 
 
 def test_no_memory_is_drawn_where_it_is_unknown(diagnosis):
-    axes = rl.plot.diagnosis(diagnosis(known=False))
+    axes = rl.plot.diagnosis(diagnosis(memory_known=False))
     assert lines(axes[0], "memory") == []
     assert "memory unknown" in {text.get_text() for text in axes[0].texts}
 
@@ -67,11 +67,11 @@ def test_what_was_not_measured_has_no_panel(diagnosis):
         "Gradient surviving k steps back",
         "Time constants of the gates",
     ]
-    without = type(d)(
+    reduced = type(d)(
         {"model": d["model"].drop_vars(["missed", "missed_threshold"]), "lstm": d["lstm"].drop_vars("timescale")},
         sentences=d.sentences,
     )
-    assert [ax.get_title() for ax in rl.plot.diagnosis(without)] == [titles[0], titles[1], titles[3]]
+    assert [ax.get_title() for ax in rl.plot.diagnosis(reduced)] == [titles[0], titles[1], titles[3]]
 
 
 def test_points_of_each_kind_and_the_unstable_modes(fixed_points, render):

@@ -12,7 +12,7 @@ from rnnlens.plot.histograms import count_in_bins
 GATES = ["input", "forget", "candidate", "output"]
 
 
-def steps(ax):
+def histograms_of(ax):
     return [patch.get_data() for patch in ax.patches if isinstance(patch, StepPatch)]
 
 
@@ -26,11 +26,11 @@ def suptitle(axes):
 def test_every_value_is_counted_once(gradient):
     data = gradient()
     (ax,) = rl.plot.histogram(data, bins=7)
-    (drawn,) = steps(ax)
+    (histogram,) = histograms_of(ax)
     expected, edges = np.histogram(data.values, bins=7)
-    np.testing.assert_array_equal(drawn.values, expected)
-    np.testing.assert_allclose(drawn.edges, edges)
-    assert drawn.values.sum() == data.size
+    np.testing.assert_array_equal(histogram.values, expected)
+    np.testing.assert_allclose(histogram.edges, edges)
+    assert histogram.values.sum() == data.size
 
 
 def test_counting_in_pieces_is_counting():
@@ -46,12 +46,12 @@ def test_grid_has_the_unit_that_each_title_names(gradient):
     axes = rl.plot.histogram(data, panel="unit", shared=False, bins=4)
     for ax in axes:
         unit = int(ax.get_title().removeprefix("unit "))
-        np.testing.assert_array_equal(steps(ax)[0].values, np.histogram(data.values[:, :, unit], bins=4)[0])
+        np.testing.assert_array_equal(histograms_of(ax)[0].values, np.histogram(data.values[:, :, unit], bins=4)[0])
 
 
 def test_shared_grid_has_common_bins_and_counts(gradient):
     axes = rl.plot.histogram(gradient(), panel="unit")
-    assert len({tuple(steps(ax)[0].edges) for ax in axes}) == 1
+    assert len({tuple(histograms_of(ax)[0].edges) for ax in axes}) == 1
     assert len({ax.get_ylim() for ax in axes}) == 1
 
 
@@ -65,13 +65,13 @@ def test_rows_and_columns(gradient):
 def test_overlaid_positions_have_a_legend_in_their_colours(layer):
     data = layer().gates
     axes = rl.plot.histogram(data, overlay="gate")
-    drawn = [patch for patch in axes[0].patches if isinstance(patch, StepPatch)]
-    assert [patch.get_gid() for patch in drawn] == [f"histogram {gate}" for gate in GATES]
+    patches = [patch for patch in axes[0].patches if isinstance(patch, StepPatch)]
+    assert [patch.get_gid() for patch in patches] == [f"histogram {gate}" for gate in GATES]
     (legend,) = axes[0].figure.legends
     assert [text.get_text() for text in legend.get_texts()] == GATES
-    for patch, gate in zip(drawn, GATES, strict=True):
+    for patch, gate in zip(patches, GATES, strict=True):
         assert patch.get_data().values.sum() == data.sel(gate=gate).size
-    for patch, handle in zip(drawn, legend.legend_handles, strict=True):
+    for patch, handle in zip(patches, legend.legend_handles, strict=True):
         assert mpl.colors.same_color(patch.get_edgecolor(), handle.get_color())
 
 
@@ -84,7 +84,7 @@ def test_more_than_two_are_outlines_two_are_filled(layer):
 
 def test_a_mapping_is_overlaid_by_name(gradient):
     axes = rl.plot.histogram({"epoch 0": gradient(), "epoch 9": gradient(samples=1)})
-    assert [drawn.values.sum() for drawn in steps(axes[0])] == [60, 20]
+    assert [histogram.values.sum() for histogram in histograms_of(axes[0])] == [60, 20]
 
 
 def test_log_counts_show_single_values_beside_a_spike():
@@ -97,7 +97,7 @@ def test_log_counts_show_single_values_beside_a_spike():
 def test_clipped_peak_is_cut_and_its_count_written(by_gid):
     values = np.concatenate([np.zeros(5000), np.linspace(-1, 1, 41)])
     (ax,) = rl.plot.histogram(values, bins=10, clip_peaks=1)
-    counts = np.sort(steps(ax)[0].values)
+    counts = np.sort(histograms_of(ax)[0].values)
     assert counts[-2] < ax.get_ylim()[1] < counts[-1]
     (note,) = by_gid(ax, "clipped peak")
     assert note.get_text() == f"{counts[-1]:,} ↑"
@@ -109,7 +109,7 @@ def test_missing_values_are_left_out_and_counted_exactly(gradient):
     data[0, 0, 2] = np.nan
     data[1, 1, 2] = np.inf
     axes = rl.plot.histogram(data, panel="unit")
-    assert steps(axes[2])[0].values.sum() == 13
+    assert histograms_of(axes[2])[0].values.sum() == 13
     assert "NaN: 1 of 15 (6.67 %), Inf: 1 of 15 (6.67 %)" in axes[2].get_title()
     assert axes[0].get_title() == "unit 0"
 
@@ -118,17 +118,17 @@ def test_missing_values_are_left_out_and_counted_exactly(gradient):
 def test_single_and_missing_data_have_bins(values, render):
     axes = rl.plot.histogram(values)
     render(axes)
-    assert steps(axes[0])[0].values.sum() == np.isfinite(values).sum()
+    assert histograms_of(axes[0])[0].values.sum() == np.isfinite(values).sum()
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0])
 def test_a_constant_is_counted_not_binned(value, render, by_gid):
     axes = rl.plot.histogram(np.full(64, value))
     render(axes)
-    assert steps(axes[0]) == []
-    line, words = sorted(by_gid(axes[0], "constant"), key=lambda artist: hasattr(artist, "get_text"))
+    assert histograms_of(axes[0]) == []
+    line, label = sorted(by_gid(axes[0], "constant"), key=lambda artist: hasattr(artist, "get_text"))
     assert line.get_xdata()[0] == value
-    assert words.get_text() == f"64 x {value:g}"
+    assert label.get_text() == f"64 x {value:g}"
 
 
 def test_zero_biases_are_counted(weights, text_of):
@@ -156,9 +156,9 @@ def test_each_weight_is_drawn_at_its_row_gate_and_unit(weights, units):
     assert [ax.get_title() for ax in axes] == ["kernel", "recurrent kernel", "bias"]
     for ax in axes:
         values = data[ax.get_title().replace(" ", "_")]
-        drawn = ax.images[0].get_array().reshape(-1, 4, units)
+        picture = ax.images[0].get_array().reshape(-1, 4, units)
         for number, gate in enumerate(GATES):
-            np.testing.assert_array_equal(drawn[:, number], np.atleast_2d(values.sel(gate=gate).values))
+            np.testing.assert_array_equal(picture[:, number], np.atleast_2d(values.sel(gate=gate).values))
 
 
 def test_gates_are_separated_and_named_in_the_order_of_the_data(weights, by_gid):
@@ -172,12 +172,12 @@ def test_gates_are_separated_and_named_in_the_order_of_the_data(weights, by_gid)
 def test_kernels_share_one_symmetric_scale_and_the_bias_has_its_own(weights):
     data = weights()
     axes = rl.plot.weights_heatmap(data)
-    top = max(abs(data[name].values).max() for name in ("kernel", "recurrent_kernel"))
-    assert {(ax.images[0].norm.vmin, ax.images[0].norm.vmax) for ax in axes[:2]} == {(-top, top)}
+    largest = max(abs(data[name].values).max() for name in ("kernel", "recurrent_kernel"))
+    assert {(ax.images[0].norm.vmin, ax.images[0].norm.vmax) for ax in axes[:2]} == {(-largest, largest)}
     assert axes[2].images[0].norm.vmax == abs(data.bias.values).max()
     assert len(axes[0].figure.axes) == 5  # a colour bar for the kernels, one for the bias
-    free = rl.plot.weights_heatmap(data, shared=False)
-    assert [ax.images[0].norm.vmax for ax in free] == [abs(data[name].values).max() for name in data]
+    free_axes = rl.plot.weights_heatmap(data, shared=False)
+    assert [ax.images[0].norm.vmax for ax in free_axes] == [abs(data[name].values).max() for name in data]
 
 
 def test_a_large_bias_does_not_wash_out_the_kernels(weights):
@@ -209,8 +209,8 @@ def test_missing_weights_are_marked_counted_and_not_zeroed(weights, by_gid):
     assert np.argwhere(np.ma.getmaskarray(kernel.images[0].get_array())).tolist() == [[1, 11]]
     (cross,) = by_gid(kernel, "non-finite")
     assert (cross.get_xdata()[0], cross.get_ydata()[0]) == (11, 1)
-    top = max(np.nanmax(np.abs(data[name].values)) for name in data)
-    assert kernel.images[0].norm.vmax == top
+    largest = max(np.nanmax(np.abs(data[name].values)) for name in data)
+    assert kernel.images[0].norm.vmax == largest
 
 
 def test_directions_of_weights_are_side_by_side(weights, by_gid):
@@ -247,10 +247,10 @@ def test_weights_without_gates_are_drawn_by_their_last_axis():
 
 def test_plain_arrays_of_a_recurrent_layer_have_gates(weights):
     data = weights(directions=True)
-    plain = {name: data[name].values for name in data}
-    named, unnamed = rl.plot.weights_heatmap(data), rl.plot.weights_heatmap(plain)
-    for one, other in zip(named, unnamed, strict=True):
-        np.testing.assert_array_equal(one.images[0].get_array(), other.images[0].get_array())
+    arrays = {name: data[name].values for name in data}
+    named, unnamed = rl.plot.weights_heatmap(data), rl.plot.weights_heatmap(arrays)
+    for named_ax, unnamed_ax in zip(named, unnamed, strict=True):
+        np.testing.assert_array_equal(named_ax.images[0].get_array(), unnamed_ax.images[0].get_array())
 
 
 def test_512_units_are_merged_within_gates(weights):
@@ -290,7 +290,7 @@ def test_each_panel_is_the_gate_that_its_title_names(weights):
     for ax in axes:
         kernel, gate = ax.get_title().split(" · ")
         np.testing.assert_array_equal(
-            steps(ax)[0].values, np.histogram(data[kernel.replace(" ", "_")].sel(gate=gate).values, bins=5)[0]
+            histograms_of(ax)[0].values, np.histogram(data[kernel.replace(" ", "_")].sel(gate=gate).values, bins=5)[0]
         )
 
 
@@ -301,31 +301,31 @@ def test_share_of_nan_is_exact_per_gate_and_direction(weights):
     titles = [ax.get_title() for ax in axes]
     assert titles[12 + 3] == "kernel · output\nNaN: 1 of 2,500 (0.04 %)"
     assert [t for t in titles if "NaN" in t] == [titles[12 + 3]]
-    assert steps(axes[12 + 3])[0].values.sum() == 2499
+    assert histograms_of(axes[12 + 3])[0].values.sum() == 2499
     assert "NaN: 1 of 100,800 (0.000992 %)" in suptitle(axes)
 
 
 def test_gates_of_a_kernel_share_bins_kernels_do_not(weights):
     axes = rl.plot.weights_histogram(weights())
-    rows = [{tuple(steps(ax)[0].edges) for ax in axes[4 * i : 4 * i + 4]} for i in range(3)]
+    rows = [{tuple(histograms_of(ax)[0].edges) for ax in axes[4 * i : 4 * i + 4]} for i in range(3)]
     assert [len(row) for row in rows] == [1, 1, 1]
     assert len(set.union(*rows)) == 3
-    everywhere = rl.plot.weights_histogram(weights(), shared=True)
-    assert len({tuple(steps(ax)[0].edges) for ax in everywhere}) == 1
-    assert len({ax.get_ylim() for ax in everywhere}) == 1
+    shared_axes = rl.plot.weights_histogram(weights(), shared=True)
+    assert len({tuple(histograms_of(ax)[0].edges) for ax in shared_axes}) == 1
+    assert len({ax.get_ylim() for ax in shared_axes}) == 1
 
 
 def test_colours_that_end_before_the_values_have_pointed_bars(weights, gradient):
-    def ends(axes):
+    def colorbar_extend(axes):
         bar = next(ax for ax in axes[0].figure.axes if ax not in list(axes))
         return bar._colorbar.extend
 
     data = weights(features=20, units=30)
     data["kernel"].values[1, 0, 0] = 50.0
-    assert ends(rl.plot.weights_heatmap(data)) == "max"
-    assert ends(rl.plot.weights_heatmap(weights())) == "neither"
-    assert ends(rl.plot.heatmap(gradient() - 1, limit=0.5, samples="panels")) == "both"
-    assert ends(rl.plot.heatmap(gradient() - 1, limit=1.01, samples="panels")) == "max"
+    assert colorbar_extend(rl.plot.weights_heatmap(data)) == "max"
+    assert colorbar_extend(rl.plot.weights_heatmap(weights())) == "neither"
+    assert colorbar_extend(rl.plot.heatmap(gradient() - 1, limit=0.5, samples="panels")) == "both"
+    assert colorbar_extend(rl.plot.heatmap(gradient() - 1, limit=1.01, samples="panels")) == "max"
 
 
 def test_missing_weights_are_red_in_title_and_panel(weights):
@@ -333,7 +333,7 @@ def test_missing_weights_are_red_in_title_and_panel(weights):
     data["kernel"].values[1, 2, 3] = np.nan
     for draw in (rl.plot.weights_heatmap, rl.plot.weights_histogram):
         axes = draw(data)
-        red = [ax.title.get_color() == "#c00000" for ax in axes]
-        assert red == ["NaN" in ax.get_title() for ax in axes]
-        assert sum(red) == 1
+        red_titles = [ax.title.get_color() == "#c00000" for ax in axes]
+        assert red_titles == ["NaN" in ax.get_title() for ax in axes]
+        assert sum(red_titles) == 1
         assert axes[0].figure._suptitle.get_color() == ("#c00000" if draw is rl.plot.weights_histogram else "black")

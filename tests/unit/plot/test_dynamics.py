@@ -78,9 +78,9 @@ def test_gates_of_both_directions(layer, by_gid):
     axes = rl.plot.gates(data)
     backward = data.gates.sel(direction="backward", gate="input").values.mean(axis=0).T
     np.testing.assert_allclose(axes[13].images[0].get_array(), backward)
-    turned = rl.plot.gates(data, as_computed=True)
-    np.testing.assert_allclose(turned[13].images[0].get_array(), backward[:, ::-1])
-    np.testing.assert_allclose(turned[1].images[0].get_array(), axes[1].images[0].get_array())
+    reversed_axes = rl.plot.gates(data, as_computed=True)
+    np.testing.assert_allclose(reversed_axes[13].images[0].get_array(), backward[:, ::-1])
+    np.testing.assert_allclose(reversed_axes[1].images[0].get_array(), axes[1].images[0].get_array())
 
 
 def test_gates_need_a_gate_dimension(gradient):
@@ -108,13 +108,13 @@ def test_words_of_the_saturation_map(layer):
 # -- gradient_flow
 
 
-def ends(ax):
+def end_labels(ax):
     """What is written at the ends of the lines."""
-    found = [text.get_text().split("\n") for text in ax.texts if text.get_gid() == "end"]
-    return [": ".join([words[0], ", ".join(words[1:])]) if words[1:] else words[0] for words in found]
+    labels = [text.get_text().split("\n") for text in ax.texts if text.get_gid() == "end"]
+    return [": ".join([lines[0], ", ".join(lines[1:])]) if lines[1:] else lines[0] for lines in labels]
 
 
-def names(ax):
+def legend_labels(ax):
     """Entries of the legend."""
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
@@ -132,16 +132,16 @@ def test_the_reach_holds_95_percent_of_the_squares(layer):
     squares = 0.25 ** np.arange(30)
     reach = int(np.argmax(np.cumsum(squares) >= 0.95 * squares.sum())) + 1
     (ax,) = rl.plot.gradient_flow(layer(steps=30, decay=0.5))
-    assert names(ax)[0] == f"total, $dL/dh_t$: {reach} steps"
+    assert legend_labels(ax)[0] == f"total, $dL/dh_t$: {reach} steps"
     assert ax.get_title().replace("\n", " ") == f"lstm: {reach} steps back carry 95 % of the gradient"
 
 
 def test_neither_a_spike_nor_a_hard_sample_decides(layer):
     data = layer(samples=5, steps=30, decay=0.9)
-    (plain,) = rl.plot.gradient_flow(data)
+    (reference_ax,) = rl.plot.gradient_flow(data)
     data["hidden_grad"].values[0] = data["hidden_grad"].values[0, ::-1] * 1e4
     (ax,) = rl.plot.gradient_flow(data)
-    assert names(ax) == names(plain)
+    assert legend_labels(ax) == legend_labels(reference_ax)
     np.testing.assert_allclose(curve(ax, "hidden_grad")[1], 0.9 ** np.arange(30)[::-1])
 
 
@@ -150,16 +150,16 @@ def test_direct_gradient_of_one_step_is_a_point_and_zeros_are_counted(layer):
     _, direct = curve(ax, "output_grad")
     assert np.isnan(direct[:-1]).all()
     assert direct[-1] == 1
-    assert names(ax)[1].startswith("direct, ")
-    assert names(ax)[1].endswith(": 0 at 29 of 30 steps")
+    assert legend_labels(ax)[1].startswith("direct, ")
+    assert legend_labels(ax)[1].endswith(": 0 at 29 of 30 steps")
 
 
 def test_points_are_drawn_only_where_a_line_would_not_show(layer):
     data = layer(steps=30)
-    (lone,) = [line for line in rl.plot.gradient_flow(data)[0].lines if line.get_gid() == "output_grad"]
+    (lone_point,) = [line for line in rl.plot.gradient_flow(data)[0].lines if line.get_gid() == "output_grad"]
     data["output_grad"] = data.hidden_grad
-    (many,) = [line for line in rl.plot.gradient_flow(data)[0].lines if line.get_gid() == "output_grad"]
-    assert (lone.get_marker(), many.get_marker()) == ("o", "None")
+    (long_line,) = [line for line in rl.plot.gradient_flow(data)[0].lines if line.get_gid() == "output_grad"]
+    assert (lone_point.get_marker(), long_line.get_marker()) == ("o", "None")
 
 
 def test_vanishing_float32_gradients_do_not_underflow(layer):
@@ -172,19 +172,19 @@ def test_an_arrow_marks_where_a_line_leaves_the_axis(layer, by_gid):
     (ax,) = rl.plot.gradient_flow(layer(steps=60, decay=0.4))
     assert ax.get_ylim()[0] == 1e-6
     last = np.flatnonzero(0.4 ** np.arange(60)[::-1] < 1e-6).max()
-    marks, words = sorted(by_gid(ax, "below"), key=lambda artist: hasattr(artist, "get_text"))
+    marks, label = sorted(by_gid(ax, "below"), key=lambda artist: hasattr(artist, "get_text"))
     assert marks.get_xdata().tolist() == [last]
-    assert words.get_text() == "below 1e-6"
+    assert label.get_text() == "below 1e-6"
 
 
 def test_flow_of_the_backward_half_runs_the_other_way(layer):
     axes = rl.plot.gradient_flow(layer(steps=30, directions=True))
     assert [ax.get_title().partition(":")[0] for ax in axes] == ["lstm · forward", "lstm · backward"]
     assert (np.diff(curve(axes[1], "hidden_grad")[1]) < 0).all()
-    turned = rl.plot.gradient_flow(layer(steps=30, directions=True), as_computed=True)
-    assert (np.diff(curve(turned[1], "hidden_grad")[1]) > 0).all()
-    assert names(axes[0]) == names(axes[1]) == names(turned[1])
-    assert [ax.get_xlabel() for ax in turned] == ["time step", "time step, as computed (from the last)"]
+    reversed_axes = rl.plot.gradient_flow(layer(steps=30, directions=True), as_computed=True)
+    assert (np.diff(curve(reversed_axes[1], "hidden_grad")[1]) > 0).all()
+    assert legend_labels(axes[0]) == legend_labels(axes[1]) == legend_labels(reversed_axes[1])
+    assert [ax.get_xlabel() for ax in reversed_axes] == ["time step", "time step, as computed (from the last)"]
 
 
 def test_of_two_networks_the_first_is_grey_and_the_title_has_both_reaches(layer):
@@ -193,7 +193,7 @@ def test_of_two_networks_the_first_is_grey_and_the_title_has_both_reaches(layer)
     np.testing.assert_allclose(after.get_ydata(), 0.9 ** np.arange(30)[::-1])
     reaches = [int(np.argmax(np.cumsum(d ** (2 * np.arange(30))) >= 0.95 / (1 - d**2) * (1 - d**60))) + 1
                for d in (0.5, 0.9)]  # fmt: skip
-    assert names(ax) == [f"before: {reaches[0]} steps", f"after: {reaches[1]} steps"]
+    assert legend_labels(ax) == [f"before: {reaches[0]} steps", f"after: {reaches[1]} steps"]
     assert ax.get_title() == f"{reaches[0]} → {reaches[1]} steps back carry 95 % of the gradient"
     assert (before.get_color(), after.get_color()) == ("#8c8c8c", "#d55e00")
 
@@ -203,12 +203,12 @@ def test_names_of_a_lag_profile_stand_beside_the_panel(jacobian, render):
     ax, figure = axes[0], render(axes)
     assert ax.get_xlim() == (-0.5, 29.5)
     panel, canvas = ax.get_window_extent(), figure.bbox
-    named = [text.get_window_extent() for text in ax.texts if text.get_gid() == "end"]
-    assert len(named) == 2
-    for box in named:
+    label_boxes = [text.get_window_extent() for text in ax.texts if text.get_gid() == "end"]
+    assert len(label_boxes) == 2
+    for box in label_boxes:
         assert box.x0 >= panel.x1
         assert canvas.x0 <= box.x0 < box.x1 <= canvas.x1
-    assert not named[0].overlaps(named[1])
+    assert not label_boxes[0].overlaps(label_boxes[1])
 
 
 def test_panels_share_one_value_axis_with_ticks_at_the_left(layer, render):
@@ -217,7 +217,7 @@ def test_panels_share_one_value_axis_with_ticks_at_the_left(layer, render):
     axes = rl.plot.gradient_flow(networks)
     render(axes)
     assert [ax.get_title().partition(":")[0] for ax in axes] == ["low", "top"]
-    assert [words.partition(":")[0] for words in names(axes[0])] == ["before", "after"]
+    assert [label.partition(":")[0] for label in legend_labels(axes[0])] == ["before", "after"]
     assert [ax.yaxis.get_tick_params()["labelleft"] for ax in axes] == [True, False]
 
 
@@ -236,10 +236,10 @@ def test_flow_has_a_panel_per_layer_on_one_scale(layer):
     axes = rl.plot.gradient_flow(tree)
     assert [ax.get_title().partition(":")[0] for ax in axes] == ["low", "wide · forward", "wide · backward", "top"]
     assert len({ax.get_ylim() for ax in axes}) == 1
-    deep = xr.DataTree.from_dict({"low": layer(decay=0.5), "top": layer(decay=0.9)})
-    for node in deep.values():
+    total_only = xr.DataTree.from_dict({"low": layer(decay=0.5), "top": layer(decay=0.9)})
+    for node in total_only.values():
         del node["output_grad"]
-    assert len({ax.get_ylim() for ax in rl.plot.gradient_flow(deep, shared=False)}) > 1
+    assert len({ax.get_ylim() for ax in rl.plot.gradient_flow(total_only, shared=False)}) > 1
 
 
 def test_last_output_only_lies_at_the_last_step(layer):
@@ -271,10 +271,10 @@ def test_steps_are_marked_on_every_panel_with_time(layer, gradient, by_gid):
 
 
 def test_marks_hang_within_the_panel_below_its_title(gradient):
-    plain, marked = (rl.plot.heatmap(gradient(samples=1, steps=30)) for _ in range(2))
+    unmarked, marked = (rl.plot.heatmap(gradient(samples=1, steps=30)) for _ in range(2))
     marked.mark(14, 15)
     pictures = []
-    for axes in (plain, marked):
+    for axes in (unmarked, marked):
         canvas = FigureCanvasAgg(axes.figure)
         canvas.draw()
         pictures.append(np.asarray(canvas.buffer_rgba()).astype(int))
@@ -321,12 +321,12 @@ def test_norms_are_linear_below_one_decade_and_named_at_their_ends():
     (ax,) = rl.plot.weight_norms({"lstm/kernel": [3.0, 2.5], "lstm/bias": [2.0, 2.2]})
     assert ax.get_yscale() == "linear"
     assert ax.get_ylabel() == "norm"
-    assert ends(ax) == ["kernel", "bias"]
+    assert end_labels(ax) == ["kernel", "bias"]
     (ax,) = rl.plot.weight_norms({"lstm/kernel": [30.0, 2.5], "lstm/bias": [2.0, 0.0]})
     assert ax.get_yscale() == "log"
     assert ax.get_ylabel() == "norm, log scale"
-    (below,) = [text.get_text() for text in ax.texts if text.get_gid() == "below"]
-    assert below == "below 1"
+    (below_label,) = [text.get_text() for text in ax.texts if text.get_gid() == "below"]
+    assert below_label == "below 1"
 
 
 @pytest.mark.parametrize("bad", [{}, {"a": [1, 2], "b": [1]}, 3.0, xr.DataArray(1.0)])
@@ -381,11 +381,11 @@ def test_what_comes_after_the_output_is_hatched_and_the_last_step_ticked(jacobia
     (ax,) = rl.plot.time_jacobian(data)
     (hatched,) = by_gid(ax, "non-causal")
     path = hatched.get_paths()[0]
-    late = [(o, i) for o in range(40) for i in range(40) if path.contains_point((i, o))]
-    assert late == [(o, i) for o in range(40) for i in range(o + 1, 40)]
+    hatched_cells = [(o, i) for o in range(40) for i in range(40) if path.contains_point((i, o))]
+    assert hatched_cells == [(o, i) for o in range(40) for i in range(o + 1, 40)]
     assert (ax.get_xticks()[-1], ax.get_yticks()[-1]) == (39, 39)
-    turned = data.copy(data=data.values.transpose(0, 2, 1))
-    path = by_gid(rl.plot.time_jacobian(turned)[0], "non-causal")[0].get_paths()[0]
+    transposed = data.copy(data=data.values.transpose(0, 2, 1))
+    path = by_gid(rl.plot.time_jacobian(transposed)[0], "non-causal")[0].get_paths()[0]
     assert path.contains_point((3, 20))
     assert not path.contains_point((20, 3))
     assert by_gid(rl.plot.time_jacobian(data + 1)[0], "non-causal") == []
@@ -437,13 +437,13 @@ def test_lag_profile_of_a_geometric_jacobian(jacobian, by_gid):
     np.testing.assert_allclose(profile, 0.5 ** np.arange(20.0))
     assert by_gid(ax, "mean lag")[0].get_xdata()[0] == pytest.approx(1.0, rel=1e-4)
     assert by_gid(ax, "horizon")[0].get_xdata()[0] == 6
-    assert ends(ax) == ["mean lag 1: horizon 6"]
+    assert end_labels(ax) == ["mean lag 1: horizon 6"]
     assert "dotted: mean lag; triangle: horizon, 1 % of the peak" in suptitle([ax])
 
 
 def test_a_horizon_at_the_last_lag_is_censored(jacobian):
     (ax,) = rl.plot.lag_profile(jacobian(steps=40, decay=0.99))
-    assert ends(ax) == ["mean lag 18.2: horizon ≥ 39"]
+    assert end_labels(ax) == ["mean lag 18.2: horizon ≥ 39"]
 
 
 def test_a_hard_sample_does_not_decide_the_profile(jacobian):
@@ -470,7 +470,7 @@ def test_delays_of_the_task_are_marked(jacobian, by_gid):
 def test_lag_profiles_are_compared_by_name(jacobian):
     (ax,) = rl.plot.lag_profile({"before": jacobian(decay=0.5), "after": jacobian(decay=0.9)})
     np.testing.assert_allclose(curve(ax, "profile after")[1], 0.9 ** np.arange(6.0))
-    assert [words.split(":")[0] for words in ends(ax)] == ["before", "after"]
+    assert [label.split(":")[0] for label in end_labels(ax)] == ["before", "after"]
 
 
 def test_band_is_there_with_several_samples_only(jacobian, by_gid):
@@ -500,14 +500,14 @@ def test_before_and_after_share_one_scale_and_their_ratio_has_its_own(gradient):
             np.testing.assert_allclose(ax.images[0].get_array(), values[row].T)
     assert {(ax.images[0].norm.vmin, ax.images[0].norm.vmax) for i, ax in enumerate(axes) if i % 3 < 2} == {(-1e6, 1e6)}
     assert {(ax.images[0].norm.vmin, ax.images[0].norm.vmax) for ax in axes[2::3]} == {(-2, 2)}
-    bars = [one for one in axes[0].figure.axes if one not in list(axes)]
+    bars = [ax for ax in axes[0].figure.axes if ax not in list(axes)]
     assert [text.get_text() for text in bars[1].get_yticklabels()] == ["≤ 0.01", "0.1", "1", "10", "≥ 100"]
     assert bars[1].get_ylabel() == "times as large"
 
 
 def test_the_ratio_of_two_pictures_by_own_peaks_is_one_of_shares(gradient):
     axes = rl.plot.before_after(gradient(samples=4), gradient(samples=4) * 1e-3, samples="rms")
-    bars = [one.get_ylabel() for one in axes[0].figure.axes if one not in list(axes)]
+    bars = [ax.get_ylabel() for ax in axes[0].figure.axes if ax not in list(axes)]
     assert bars == ["RMS, share of the peak", "times the share"]
     np.testing.assert_allclose(axes[2].images[0].get_array(), 0, atol=1e-6)  # the shape is the same
 
@@ -566,8 +566,8 @@ def test_the_picture_of_a_network_is_the_rms_of_its_samples(gradient):
 def test_samples_are_named_with_their_losses_the_typical_one_first(gradient):
     axes = rl.plot.before_after(gradient(samples=5), gradient(samples=5), losses=[0.9, 0.1, 0.5, 0.2, 0.4], max_rows=5)
     assert [ax.get_title() for ax in axes[::3]][:2] == ["before · sample 4", "before · sample 3"]  # not trained yet
-    words = [ax.get_title().replace("\n", " · ") for ax in axes[1::3]]
-    assert words[:2] == ["after · sample 4, loss 0.4 (the median)", "after · sample 3, loss 0.2"]
+    titles = [ax.get_title().replace("\n", " · ") for ax in axes[1::3]]
+    assert titles[:2] == ["after · sample 4, loss 0.4 (the median)", "after · sample 3, loss 0.2"]
     np.testing.assert_allclose(axes[0].images[0].get_array(), gradient(samples=5).values[4].T)
     with pytest.raises(InputError, match="losses= has one number for each sample"):
         rl.plot.before_after(gradient(), gradient(), losses=[1.0])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from tests.unit.plot.runs import a_run
+from tests.unit.plot.runs import make_run
 
 import rnnlens as rl
 from rnnlens.errors import InputError
@@ -18,7 +18,7 @@ from rnnlens.plot._axes import short_number
 
 
 @pytest.fixture(scope="module")
-def cases(gradient, layer, weights, jacobian, diagnosis, fixed_points, initial, weights_by_time):
+def cases(gradient, layer, weights, jacobian, diagnosis, fixed_points, initial_jacobian, weights_by_time):
     """Figure name -> arguments, and a misspelt keyword with what should be proposed."""
     history = {"lstm/kernel": [3.0, 2.0, 1.0], "lstm/bias": [1.0, 1.5, 2.0]}
     return {
@@ -36,12 +36,12 @@ def cases(gradient, layer, weights, jacobian, diagnosis, fixed_points, initial, 
         "lag_profile": ([jacobian()], "linewidht", "linewidth"),
         "diagnosis": ([diagnosis()], "linewdith", "linewidth"),
         "fixed_points": ([fixed_points()], "markr", "marker"),
-        "film": ([a_run()], "edgecolr", "edgecolor"),
-        "timeline": ([a_run()], "linewdith", "linewidth"),
+        "film": ([make_run()], "edgecolr", "edgecolor"),
+        "timeline": ([make_run()], "linewdith", "linewidth"),
         "jacobian_margins": ([jacobian()], "cmapp", "cmap"),
         "gates_over_time": ([layer()], "linewdith", "linewidth"),
         "saturation_arrows": ([layer(), layer()], "colr", "color"),
-        "memory_lifetime": ([layer(), initial()], "markr", "marker"),
+        "memory_lifetime": ([layer(), initial_jacobian()], "markr", "marker"),
         "weight_lags": ([weights_by_time()], "linewdith", "linewidth"),
         "input_map": ([gradient(), gradient()], "linewdith", "linewidth"),
         "unit_over_text": ([gradient(), "words"], "cmapp", "cmap"),
@@ -72,8 +72,8 @@ def test_returns_axes_of_one_figure_of_its_own_and_leaves_its_input(name, cases,
     """Read-only input is drawn as well: nothing is written to, not even for a moment."""
     data = cases[name][0]
     before = copy.deepcopy(data)
-    for one in data:
-        for variable in variables(one):
+    for argument in data:
+        for variable in arrays_of(argument):
             variable.flags.writeable = False
     axes = getattr(rl.plot, name)(*data)
     assert isinstance(axes, np.ndarray)
@@ -83,7 +83,7 @@ def test_returns_axes_of_one_figure_of_its_own_and_leaves_its_input(name, cases,
     assert {ax.get_figure(root=True) for ax in axes} == {figure}
     assert plt.get_fignums() == []
     for left, right in zip(data, before, strict=True):
-        compare(left, right)
+        assert_identical(left, right)
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -107,18 +107,18 @@ def test_draws_into_a_subfigure_beside_other_things(name, cases):
 def test_draws_into_given_axes(name, cases, panels):
     count = panels[name]
     figure = Figure(figsize=(12, 9), layout="constrained")
-    given = figure.subplots(-(-count // 4), min(count, 4), squeeze=False).reshape(-1)[:count]
-    axes = getattr(rl.plot, name)(*cases[name][0], ax=given[0] if count == 1 else given)
-    assert list(axes) == list(given)
+    panel_axes = figure.subplots(-(-count // 4), min(count, 4), squeeze=False).reshape(-1)[:count]
+    axes = getattr(rl.plot, name)(*cases[name][0], ax=panel_axes[0] if count == 1 else panel_axes)
+    assert list(axes) == list(panel_axes)
     assert all(ax.has_data() for ax in axes)
 
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_wrong_number_of_axes_is_one_clear_error(name, cases, panels):
     count = panels[name]
-    given = list(Figure().subplots(1, count + 1))
+    too_many_axes = list(Figure().subplots(1, count + 1))
     with pytest.raises(InputError) as caught:
-        getattr(rl.plot, name)(*cases[name][0], ax=given)
+        getattr(rl.plot, name)(*cases[name][0], ax=too_many_axes)
     assert str(caught.value) == (
         f"plot.{name} needs one Axes per panel in ax=.\n"
         f"  got:      {count + 1} of type Axes\n"
@@ -135,14 +135,14 @@ def test_a_figure_that_is_none_is_refused(name, cases):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_misspelt_matplotlib_keyword_is_refused_with_the_right_one(name, cases):
-    data, wrong, right = cases[name]
+    data, misspelt, proposed = cases[name]
     with pytest.raises(InputError) as caught:
-        getattr(rl.plot, name)(*data, **{wrong: 1})
-    assert f"got:      {wrong}=" in str(caught.value)
-    assert f"did you mean {right!r}?" in str(caught.value)
+        getattr(rl.plot, name)(*data, **{misspelt: 1})
+    assert f"got:      {misspelt}=" in str(caught.value)
+    assert f"did you mean {proposed!r}?" in str(caught.value)
 
 
-def variables(result):
+def arrays_of(result):
     if hasattr(result, "tree"):
         return [variable.values for node in result.tree.subtree for variable in node.data_vars.values()]
     if hasattr(result, "data_vars"):
@@ -150,11 +150,11 @@ def variables(result):
     return [result.values] if hasattr(result, "identical") else [result] if isinstance(result, np.ndarray) else []
 
 
-def compare(left, right):
+def assert_identical(left, right):
     if isinstance(left, dict):
         assert left.keys() == right.keys()
         for key in left:
-            compare(left[key], right[key])
+            assert_identical(left[key], right[key])
     elif hasattr(left, "tree"):
         assert left.tree.identical(right.tree)
     elif hasattr(left, "identical"):
@@ -246,14 +246,18 @@ def test_a_layer_whose_attributes_raise_is_refused(layer):
 
 @pytest.mark.parametrize("name", rl.plot.__all__)
 def test_every_figure_refuses_an_object_whose_attributes_raise(name):
-    required = [one for one in signature(getattr(rl.plot, name)).parameters.values() if one.default is Parameter.empty]
+    required = [
+        parameter
+        for parameter in signature(getattr(rl.plot, name)).parameters.values()
+        if parameter.default is Parameter.empty
+    ]
     with pytest.raises(InputError):
         getattr(rl.plot, name)(*[RaisesAtEverything() for _ in required])
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "expected"),
     [(0.01, "0.01"), (-0.01, "-0.01"), (1e-4, "1e-4"), (-1e-4, "-1e-4"), (100.0, "100"), (2e-7, "2e-7")],
 )
-def test_negative_numbers_are_written_like_positive_ones(value, words):
-    assert short_number(value) == words
+def test_negative_numbers_are_written_like_positive_ones(value, expected):
+    assert short_number(value) == expected

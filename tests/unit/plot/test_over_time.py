@@ -18,13 +18,13 @@ def mosaic(data, **keywords):
     return rl.plot.heatmap(data, samples="panels", **keywords)
 
 
-def lines(ax):
-    (found,) = [c for c in ax.collections if c.get_gid() == "lines"]
-    return np.stack([path.vertices for path in found.get_paths()])
+def line_vertices(ax):
+    (collection,) = [c for c in ax.collections if c.get_gid() == "lines"]
+    return np.stack([path.vertices for path in collection.get_paths()])
 
 
-def values_drawn(ax):
-    return lines(ax)[:, :, 1]
+def line_values(ax):
+    return line_vertices(ax)[:, :, 1]
 
 
 def suptitle(axes):
@@ -41,8 +41,8 @@ def test_each_panel_is_the_unit_that_its_title_names(gradient, units):
     assert len(axes) == units
     for ax in axes:
         unit = int(ax.get_title().removeprefix("unit "))
-        np.testing.assert_array_equal(values_drawn(ax), data.values[:, :, unit])
-        np.testing.assert_array_equal(lines(ax)[:, :, 0], np.tile(np.arange(5), (3, 1)))
+        np.testing.assert_array_equal(line_values(ax), data.values[:, :, unit])
+        np.testing.assert_array_equal(line_vertices(ax)[:, :, 0], np.tile(np.arange(5), (3, 1)))
 
 
 def test_panels_take_names_from_coordinates_not_positions(gradient):
@@ -52,12 +52,12 @@ def test_panels_take_names_from_coordinates_not_positions(gradient):
 
 def test_labels_come_from_the_attributes(gradient, text_of):
     text = text_of(rl.plot.curves(gradient())).replace("\n", " ")
-    for words in (
+    for expected in (
         "lstm · total gradient of the hidden state",
         "total gradient of the hidden state [loss]",
         "time step",
     ):
-        assert words in text
+        assert expected in text
 
 
 def test_legend_names_samples_with_the_colours_of_their_lines(gradient, by_gid):
@@ -65,8 +65,8 @@ def test_legend_names_samples_with_the_colours_of_their_lines(gradient, by_gid):
     axes = rl.plot.curves(data)
     (legend,) = axes[0].figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["2", "0"]
-    (drawn,) = by_gid(axes[0], "lines")
-    for handle, colour in zip(legend.get_lines(), drawn.get_colors(), strict=True):
+    (line_collection,) = by_gid(axes[0], "lines")
+    for handle, colour in zip(legend.get_lines(), line_collection.get_colors(), strict=True):
         assert mpl.colors.same_color(handle.get_color(), colour)
 
 
@@ -85,14 +85,14 @@ def test_many_samples_have_their_median_and_say_so(gradient, by_gid):
 def test_shared_and_free_value_axes(gradient):
     data = gradient().copy()
     data[:, :, 3] *= 10
-    shared = rl.plot.curves(data)
-    assert len({ax.get_ylim() for ax in shared}) == 1
-    free = rl.plot.curves(data, shared=False)
-    assert free[3].get_ylim()[1] > 5 * free[0].get_ylim()[1]
-    for ax in free:
+    shared_axes = rl.plot.curves(data)
+    assert len({ax.get_ylim() for ax in shared_axes}) == 1
+    free_axes = rl.plot.curves(data, shared=False)
+    assert free_axes[3].get_ylim()[1] > 5 * free_axes[0].get_ylim()[1]
+    for ax in free_axes:
         low, high = ax.get_ylim()
-        assert low < values_drawn(ax).min()
-        assert values_drawn(ax).max() < high
+        assert low < line_values(ax).min()
+        assert line_values(ax).max() < high
 
 
 def test_512_units_are_thinned_and_the_figure_says_so(gradient):
@@ -123,22 +123,22 @@ def test_gates_are_rows_named_by_the_result(layer):
         "input · unit 2",
         "forget · unit 0",
     ]
-    np.testing.assert_array_equal(values_drawn(axes[4]), data.sel(gate="forget", unit=1).values)
+    np.testing.assert_array_equal(line_values(axes[4]), data.sel(gate="forget", unit=1).values)
 
 
 def test_panel_per_sample_has_a_line_per_unit(gradient):
     data = gradient(samples=3, units=4)
     axes = rl.plot.curves(data, panel="sample")
     assert [ax.get_title() for ax in axes] == ["sample 0", "sample 1", "sample 2"]
-    np.testing.assert_array_equal(values_drawn(axes[2]), data.values[2].T)
+    np.testing.assert_array_equal(line_values(axes[2]), data.values[2].T)
 
 
 def test_directions_are_side_by_side_in_chronological_time(gradient, by_gid, text_of):
     data = gradient(directions=True)
     axes = rl.plot.curves(data)
     assert len(axes) == 8
-    np.testing.assert_array_equal(values_drawn(axes[1]), data.sel(direction="forward").values[:, :, 1])
-    np.testing.assert_array_equal(values_drawn(axes[5]), data.sel(direction="backward").values[:, :, 1])
+    np.testing.assert_array_equal(line_values(axes[1]), data.sel(direction="forward").values[:, :, 1])
+    np.testing.assert_array_equal(line_values(axes[5]), data.sel(direction="backward").values[:, :, 1])
     assert len(by_gid(axes[0].get_figure(root=True), "direction separator")) == 1
     assert {"forward", "backward"} <= set(text_of(axes).split("\n"))
 
@@ -146,8 +146,8 @@ def test_directions_are_side_by_side_in_chronological_time(gradient, by_gid, tex
 def test_as_computed_turns_only_the_backward_half(gradient, text_of):
     data = gradient(directions=True)
     axes = rl.plot.curves(data, as_computed=True)
-    np.testing.assert_array_equal(values_drawn(axes[1]), data.sel(direction="forward").values[:, :, 1])
-    np.testing.assert_array_equal(values_drawn(axes[5]), data.sel(direction="backward").values[:, ::-1, 1])
+    np.testing.assert_array_equal(line_values(axes[1]), data.sel(direction="forward").values[:, :, 1])
+    np.testing.assert_array_equal(line_values(axes[5]), data.sel(direction="backward").values[:, ::-1, 1])
     assert "as computed (from the last)" in text_of(axes)
     assert "as computed" not in text_of(rl.plot.curves(data))
 
@@ -158,7 +158,7 @@ def test_missing_values_are_gaps_crosses_and_a_count(gradient, by_gid):
     axes = rl.plot.curves(data)
     (cross,) = by_gid(axes[3], "non-finite")
     np.testing.assert_array_equal(cross.get_xdata(), [2, 4])
-    assert np.isnan(values_drawn(axes[3])[1, 2])
+    assert np.isnan(line_values(axes[3])[1, 2])
     assert by_gid(axes[0], "non-finite") == []
     assert "NaN: 1 of 60 (1.67 %), Inf: 1 of 60 (1.67 %)" in suptitle(axes)
     assert np.isfinite(axes[3].get_ylim()).all()
@@ -173,11 +173,11 @@ def test_all_missing_is_still_a_figure(gradient, render):
 def test_long_lines_keep_their_spikes():
     values = np.zeros((2, 10_007))
     values[0, 4321], values[1, 10_006] = 5.0, -3.0
-    drawn, at = thin(values, np.arange(10_007), 1200)
-    assert drawn.shape[1] == len(at) <= 1300
-    assert (drawn[0].max(), drawn[1].min()) == (5.0, -3.0)
-    assert abs(at[drawn[0].argmax()] - 4321) < 20
-    assert (np.diff(at) > 0).all()
+    thinned, positions = thin(values, np.arange(10_007), 1200)
+    assert thinned.shape[1] == len(positions) <= 1300
+    assert (thinned[0].max(), thinned[1].min()) == (5.0, -3.0)
+    assert abs(positions[thinned[0].argmax()] - 4321) < 20
+    assert (np.diff(positions) > 0).all()
 
 
 def test_log_axis_is_symmetric_and_linear_near_zero(gradient):
@@ -193,9 +193,9 @@ def test_what_is_never_negative_has_a_true_log_axis_and_marks_below(gradient, by
     (ax,) = rl.plot.curves(data, log=True)
     assert ax.get_yscale() == "log"
     floor = ax.get_ylim()[0]
-    below = [line.get_xdata().tolist() for line in by_gid(ax, "below") if hasattr(line, "get_xdata")]
-    deep = np.flatnonzero(0.3 ** np.arange(40.0) < floor).tolist()
-    assert below == [deep, [5, *deep]]
+    marked_steps = [line.get_xdata().tolist() for line in by_gid(ax, "below") if hasattr(line, "get_xdata")]
+    steps_below = np.flatnonzero(0.3 ** np.arange(40.0) < floor).tolist()
+    assert marked_steps == [steps_below, [5, *steps_below]]
     assert [t.get_text() for t in by_gid(ax, "below") if hasattr(t, "get_text")] == [f"below {floor:.0e}"]
     points = rl.plot.points(data.isel(time=0), log=True)
     assert points[0].get_yscale() == "log"
@@ -213,9 +213,9 @@ def test_one_time_step_is_a_marker(gradient, by_gid, render):
 
 def test_keywords_reach_the_lines(gradient, by_gid):
     axes = rl.plot.curves(gradient(), lw=3, color="red")
-    (drawn,) = by_gid(axes[0], "lines")
-    assert drawn.get_linewidth()[0] == 3
-    assert mpl.colors.same_color(drawn.get_color()[0], "red")
+    (line_collection,) = by_gid(axes[0], "lines")
+    assert line_collection.get_linewidth()[0] == 3
+    assert mpl.colors.same_color(line_collection.get_color()[0], "red")
 
 
 def test_values_without_time_are_refused_with_the_right_figure(gradient):
@@ -225,11 +225,11 @@ def test_values_without_time_are_refused_with_the_right_figure(gradient):
 
 def test_rank_decides_the_dimensions_of_plain_arrays(gradient):
     values = gradient().values
-    np.testing.assert_array_equal(values_drawn(rl.plot.curves(values)[2]), values[:, :, 2])
-    np.testing.assert_array_equal(values_drawn(rl.plot.curves(values[0])[2]), values[:1, :, 2])
-    np.testing.assert_array_equal(values_drawn(rl.plot.curves(values[0, :, 0])[0]), values[:1, :, 0])
-    turned = rl.plot.curves(values.T, dims=("unit", "time", "sample"))
-    np.testing.assert_array_equal(values_drawn(turned[2]), values[:, :, 2])
+    np.testing.assert_array_equal(line_values(rl.plot.curves(values)[2]), values[:, :, 2])
+    np.testing.assert_array_equal(line_values(rl.plot.curves(values[0])[2]), values[:1, :, 2])
+    np.testing.assert_array_equal(line_values(rl.plot.curves(values[0, :, 0])[0]), values[:1, :, 0])
+    transposed_axes = rl.plot.curves(values.T, dims=("unit", "time", "sample"))
+    np.testing.assert_array_equal(line_values(transposed_axes[2]), values[:, :, 2])
 
 
 def test_dims_that_do_not_fit(gradient):
@@ -285,12 +285,12 @@ def test_an_array_without_labels_has_no_title(name):
 
 
 def test_steps_that_are_padding_in_every_sample_are_grey_in_the_picture_of_all(gradient):
-    real = np.arange(6) < np.array([4, 3, 2])[:, None]
-    data = gradient(samples=3, steps=6).assign_coords(mask=(("sample", "time"), real)) + 0.1
-    data = data.assign_coords(mask=(("sample", "time"), real))
+    mask = np.arange(6) < np.array([4, 3, 2])[:, None]
+    data = gradient(samples=3, steps=6).assign_coords(mask=(("sample", "time"), mask)) + 0.1
+    data = data.assign_coords(mask=(("sample", "time"), mask))
     for axes in (rl.plot.heatmap(data), rl.plot.before_after(data, data * 2, samples="rms")):
-        grey = np.ma.getmaskarray(axes[0].images[0].get_array())
-        np.testing.assert_array_equal(grey, np.broadcast_to(np.arange(6) >= 4, grey.shape))
+        grey_cells = np.ma.getmaskarray(axes[0].images[0].get_array())
+        np.testing.assert_array_equal(grey_cells, np.broadcast_to(np.arange(6) >= 4, grey_cells.shape))
         assert [line for line in axes[0].lines if line.get_gid() == "non-finite"] == []
 
 
@@ -308,12 +308,12 @@ def test_shared_scale_holds_for_all_panels_and_is_that_of_the_whole_array(gradie
 
 
 def test_one_colour_bar_when_shared_else_one_per_panel(gradient):
-    def bars(axes):
+    def count_bars(axes):
         return len(axes[0].figure.axes) - len(axes)
 
-    assert bars(mosaic(gradient())) == 1
-    assert bars(mosaic(gradient(), shared=False)) == 3
-    assert bars(mosaic(gradient(), colorbar=False)) == 0
+    assert count_bars(mosaic(gradient())) == 1
+    assert count_bars(mosaic(gradient(), shared=False)) == 3
+    assert count_bars(mosaic(gradient(), colorbar=False)) == 0
 
 
 def test_limit_fixes_the_scale(gradient):
@@ -364,8 +364,8 @@ def test_heatmap_directions_and_as_computed(gradient):
     forward, backward = rl.plot.heatmap(data)
     np.testing.assert_array_equal(forward.images[0].get_array(), data.sel(direction="forward").values[0].T)
     np.testing.assert_array_equal(backward.images[0].get_array(), data.sel(direction="backward").values[0].T)
-    turned = rl.plot.heatmap(data, as_computed=True)[1]
-    np.testing.assert_array_equal(turned.images[0].get_array(), data.sel(direction="backward").values[0, ::-1].T)
+    reversed_ax = rl.plot.heatmap(data, as_computed=True)[1]
+    np.testing.assert_array_equal(reversed_ax.images[0].get_array(), data.sel(direction="backward").values[0, ::-1].T)
 
 
 def test_axes_can_be_chosen(gradient):
@@ -383,11 +383,11 @@ def test_unknown_axis_is_refused_with_the_known_ones(gradient):
 @pytest.mark.parametrize(("rows", "columns"), [(5, 7), (12, 12), (1, 9)])
 def test_merged_cells_keep_the_largest_magnitude_with_its_sign(rows, columns):
     matrix = np.random.default_rng(0).normal(size=(rows, columns))
-    found = extreme_of_blocks(matrix, (2, 3))
-    for r in range(found.shape[0]):
-        for c in range(found.shape[1]):
+    merged = extreme_of_blocks(matrix, (2, 3))
+    for r in range(merged.shape[0]):
+        for c in range(merged.shape[1]):
             block = matrix[2 * r : 2 * r + 2, 3 * c : 3 * c + 3].ravel()
-            assert found[r, c] == block[np.abs(block).argmax()]
+            assert merged[r, c] == block[np.abs(block).argmax()]
 
 
 def test_merged_cells_do_not_swallow_nan():
@@ -428,16 +428,16 @@ def test_imshow_keywords_override(gradient):
 def test_points_lie_at_their_unit_and_value(gradient, by_gid):
     data = gradient().isel(time=-1)
     (ax,) = rl.plot.points(data)
-    (drawn,) = by_gid(ax, "points")
+    (points,) = by_gid(ax, "points")
     expected = [(unit, data.values[sample, unit]) for sample in range(3) for unit in range(4)]
-    np.testing.assert_allclose(drawn.get_offsets(), expected)
+    np.testing.assert_allclose(points.get_offsets(), expected)
     assert [t.get_text() for t in ax.get_legend().get_texts()] == ["0", "1", "2"]
 
 
 def test_512_units_and_64_samples_fit_one_panel(gradient, by_gid, render):
     axes = rl.plot.points(gradient(samples=64, units=512, steps=1).isel(time=0))
-    (drawn,) = by_gid(axes[0], "points")
-    assert len(drawn.get_offsets()) == 64 * 512
+    (points,) = by_gid(axes[0], "points")
+    assert len(points.get_offsets()) == 64 * 512
     assert "64 samples" in suptitle(axes)
     assert render(axes).get_size_inches()[0] <= 12
 
@@ -486,7 +486,7 @@ def array(*dims):
 
 
 @pytest.mark.parametrize(
-    ("draw", "words"),
+    ("draw", "expected"),
     [
         (lambda: rl.plot.curves(array("time"), panel="time"), "plot.curves has a place of its own for 'time'."),
         (lambda: rl.plot.curves(array("time", "unit"), panel="time"), "plot.curves has a place of its own for 'time'."),
@@ -504,7 +504,7 @@ def array(*dims):
         (lambda: rl.plot.before_after(array("time"), array("time")), "plot.before_after needs two dimensions."),
     ],
 )
-def test_a_dimension_in_the_wrong_place_is_named(draw, words):
+def test_a_dimension_in_the_wrong_place_is_named(draw, expected):
     with pytest.raises(InputError) as caught:
         draw()
-    assert words in str(caught.value)
+    assert expected in str(caught.value)

@@ -47,8 +47,8 @@ def test_maps_that_are_zero_have_a_plain_title():
 def test_decay_by_lag_draws_powers_sorted_by_half_life():
     decay = np.broadcast_to([0.9, 0.5, 1.0], (2, 6, 3))
     (ax,) = rl.plot.decay_by_lag(decay, lags=4)
-    shown = ax.images[0].get_array()
-    assert np.allclose(shown, np.array([0.5, 0.9, 1.0])[:, None] ** np.arange(5))
+    powers = ax.images[0].get_array()
+    assert np.allclose(powers, np.array([0.5, 0.9, 1.0])[:, None] ** np.arange(5))
     (line,) = [line for line in ax.lines if line.get_gid() == "half-life"]
     assert np.allclose(line.get_xdata()[:3], [1.0, 4.0, 4.0])  # 6.6 steps and never lie beyond the last lag
     assert "1 steps to for ever, median 6.6 steps" in suptitle([ax])

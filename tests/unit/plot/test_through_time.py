@@ -17,7 +17,7 @@ def curve(ax, gid):
     return np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
 
 
-def red(ax):
+def is_red(ax):
     return ax.spines["top"].get_edgecolor()[:3] == pytest.approx((0.7529, 0, 0), abs=1e-3)
 
 
@@ -27,12 +27,12 @@ def red(ax):
 def test_margins_are_the_profile_and_the_column_sums_of_what_is_drawn(jacobian, by_gid):
     data = jacobian(samples=3, steps=12, decay=0.7) * xr.DataArray([1.0, 5.0, 1e3], dims="sample")
     matrix, profile, columns = rl.plot.jacobian_margins(data, delays=(3, 8))
-    drawn = np.asarray(matrix.images[0].get_array())
-    np.testing.assert_allclose(drawn, jacobian(samples=1, steps=12, decay=0.7).values[0])
+    picture = np.asarray(matrix.images[0].get_array())
+    np.testing.assert_allclose(picture, jacobian(samples=1, steps=12, decay=0.7).values[0])
     lags, values = curve(profile, "profile")
     np.testing.assert_array_equal(lags, np.arange(12))
     np.testing.assert_allclose(values, 0.7 ** np.arange(12.0))
-    np.testing.assert_allclose(curve(columns, "columns")[1], drawn.sum(axis=0))
+    np.testing.assert_allclose(curve(columns, "columns")[1], picture.sum(axis=0))
     assert [line.get_ydata()[0] - line.get_xdata()[0] for line in by_gid(matrix, "delay")] == [3, 8]
     assert [line.get_xdata()[0] for line in by_gid(profile, "delay")] == [3, 8]
     assert [text.get_text() for text in by_gid(matrix, "lag")] == ["lag 3", "lag 8"]
@@ -41,12 +41,12 @@ def test_margins_are_the_profile_and_the_column_sums_of_what_is_drawn(jacobian, 
 
 def test_margins_of_the_backward_half_look_ahead(jacobian, by_gid):
     values = np.stack([jacobian(steps=8).values, jacobian(steps=8).values.transpose(0, 2, 1)])
-    both = xr.DataArray(
+    both_directions = xr.DataArray(
         values,
         dims=("direction", "sample", "out_time", "in_time"),
         coords={"direction": ["forward", "backward"]},
     )
-    axes = rl.plot.jacobian_margins(both, delays=2)
+    axes = rl.plot.jacobian_margins(both_directions, delays=2)
     for profile in (axes[1], axes[4]):
         np.testing.assert_allclose(curve(profile, "profile")[1], 0.5 ** np.arange(8.0))
     (line,) = by_gid(axes[3], "delay")
@@ -112,8 +112,8 @@ def test_arrows_lead_from_the_shares_before_to_those_after(layer, by_gid):
     for number, (ax, gate) in enumerate(zip(axes, before.gate.values, strict=True)):
         low = -0.9 if gate == "candidate" else 0.1
         shares = [
-            np.stack([(one.values > 0.9).mean(axis=(0, 1)), (one.values < low).mean(axis=(0, 1))], axis=1)
-            for one in (before.gates.isel(gate=number), after.gates.isel(gate=number))
+            np.stack([(gates.values > 0.9).mean(axis=(0, 1)), (gates.values < low).mean(axis=(0, 1))], axis=1)
+            for gates in (before.gates.isel(gate=number), after.gates.isel(gate=number))
         ]
         (arrows,) = by_gid(ax, "after")
         np.testing.assert_allclose(arrows.get_offsets(), shares[0])
@@ -130,10 +130,10 @@ def test_arrows_between_other_gates_are_refused(layer):
 # -- memory_lifetime
 
 
-def test_the_product_of_gates_lies_against_what_arrives(layer, initial, by_gid):
+def test_the_product_of_gates_lies_against_what_arrives(layer, initial_jacobian, by_gid):
     data = layer(samples=3, steps=6, units=3)
     data["gates"].values[:, :, 1] = np.array([0.9, 0.5, 0.8])
-    (ax,) = rl.plot.memory_lifetime(data, initial(samples=3))
+    (ax,) = rl.plot.memory_lifetime(data, initial_jacobian(samples=3))
     for step in (1, 3, 5):
         (points,) = by_gid(ax, f"units {step}")
         x, y = np.asarray(points.get_offsets()).T
@@ -143,28 +143,28 @@ def test_the_product_of_gates_lies_against_what_arrives(layer, initial, by_gid):
     np.testing.assert_array_equal(line.get_xdata(), line.get_ydata())
 
 
-def test_lifetimes_of_the_backward_half_count_from_the_end(layer, initial, by_gid):
+def test_lifetimes_of_the_backward_half_count_from_the_end(layer, initial_jacobian, by_gid):
     data = layer(samples=2, steps=6, units=3, directions=True)
     data["gates"].values[:, :, 1, 1] = 0.9
-    _, backward = rl.plot.memory_lifetime(data, initial(directions=True))
+    _, backward = rl.plot.memory_lifetime(data, initial_jacobian(directions=True))
     (points,) = by_gid(backward, "units 1")
     np.testing.assert_allclose(points.get_offsets(), 0.9**5)
 
 
-def test_padding_keeps_everything(layer, initial, by_gid):
+def test_padding_keeps_everything(layer, initial_jacobian, by_gid):
     data = layer(samples=1, steps=6, units=3)
     data["gates"].values[:, :, 1] = 0.9
     data["mask"] = (("sample", "time"), np.array([[True] * 2 + [False] * 4]))
-    (ax,) = rl.plot.memory_lifetime(data, initial(samples=1))
+    (ax,) = rl.plot.memory_lifetime(data, initial_jacobian(samples=1))
     (points,) = by_gid(ax, "units 5")
     np.testing.assert_allclose(points.get_offsets()[:, 0], 0.81)
 
 
-def test_what_has_no_lifetime_is_refused(layer, initial):
+def test_what_has_no_lifetime_is_refused(layer, initial_jacobian):
     with pytest.raises(InputError, match="The Jacobian does not fit the gates"):
-        rl.plot.memory_lifetime(layer(units=3), initial(units=4))
+        rl.plot.memory_lifetime(layer(units=3), initial_jacobian(units=4))
     with pytest.raises(InputError, match="No gate of this cell keeps its state"):
-        rl.plot.memory_lifetime(layer().isel(gate=[0, 2, 3]), initial())
+        rl.plot.memory_lifetime(layer().isel(gate=[0, 2, 3]), initial_jacobian())
 
 
 # -- weight_lags
@@ -182,8 +182,8 @@ def test_shares_of_a_geometric_gradient(weights_by_time, by_gid):
         f"{name}_norm": np.sqrt((array**2).sum([d for d in array.dims if d not in ("time", "gate")]))
         for name, array in weights_by_time(steps=10).items()
     }
-    measured = rl.plot.weight_lags(xr.Dataset(norms, attrs={"layer": "lstm"}))
-    np.testing.assert_allclose(curve(measured[1], "share forget")[1], expected)
+    norm_axes = rl.plot.weight_lags(xr.Dataset(norms, attrs={"layer": "lstm"}))
+    np.testing.assert_allclose(curve(norm_axes[1], "share forget")[1], expected)
 
 
 def test_lags_of_the_backward_half_count_from_the_first_step(weights_by_time):
@@ -216,15 +216,15 @@ def test_gradients_count_by_how_much_their_input_varies(by_gid):
     expected = np.median(values / values.max(axis=1, keepdims=True), axis=0)
     np.testing.assert_allclose(curve(ax, "sensitivity")[1], expected)
     assert curve(ax, "sensitivity")[1][3] == 0
-    (one,) = rl.plot.input_map(gradient, x, sample=2)
-    np.testing.assert_allclose(curve(one, "sensitivity")[1], values[2])
+    (sample_ax,) = rl.plot.input_map(gradient, x, sample=2)
+    np.testing.assert_allclose(curve(sample_ax, "sensitivity")[1], values[2])
 
 
 def test_the_bar_of_a_narrow_margin_is_as_tall_as_it(render, jacobian):
     axes = rl.plot.jacobian_margins(jacobian(steps=30))
     figure = render(axes)
     assert (axes[1].get_title(), axes[1].get_xlabel()) == ("mean by lag", "lag")
-    bar = next(one for one in figure.axes if one not in list(axes))
+    bar = next(panel for panel in figure.axes if panel not in list(axes))
     assert bar.get_window_extent().height > 0.9 * axes[1].get_window_extent().height
 
 
@@ -242,25 +242,25 @@ def test_a_gradient_of_something_else_than_the_loss_says_so():
     (ax,) = rl.plot.input_map(gradient)
     assert suptitle([ax]).startswith("model · input steps that the output depends on")
     assert ax.get_ylabel().startswith("|d output / $dx_t$|")
-    (of_loss,) = rl.plot.input_map(gradient.assign_attrs(long_name="gradient of loss with respect to input"))
-    assert suptitle([of_loss]).startswith("model · input steps that the loss depends on")
-    assert of_loss.get_ylabel().startswith("$|dL/dx_t|$")
+    (loss_ax,) = rl.plot.input_map(gradient.assign_attrs(long_name="gradient of loss with respect to input"))
+    assert suptitle([loss_ax]).startswith("model · input steps that the loss depends on")
+    assert loss_ax.get_ylabel().startswith("$|dL/dx_t|$")
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (4, 16), (16, 4)])
 def test_an_image_is_as_tall_as_its_colour_bar(shape, render):
     (ax,) = rl.plot.input_map(np.random.default_rng(0).normal(size=(3, 64, 1)), shape=shape)
     figure = render([ax])
-    bar = next(one for one in figure.axes if one is not ax)
+    bar = next(panel for panel in figure.axes if panel is not ax)
     assert ax.get_window_extent().height > 0.85 * bar.get_window_extent().height
 
 
 def test_tokens_are_shaded_by_their_gradient(by_gid):
     gradient = np.array([0.0, 1.0, 4.0, 2.0])[None, :, None]
     (ax,) = rl.plot.input_map(gradient, tokens=["a ", "long ", "short ", "end"])
-    (drawn,) = by_gid(ax, "tokens")
-    np.testing.assert_array_equal(drawn.get_array(), [0, 0.25, 1, 0.5])  # share of the peak
-    widths = [path.vertices[:, 0].max() - path.vertices[:, 0].min() for path in drawn.get_paths()]
+    (token_boxes,) = by_gid(ax, "tokens")
+    np.testing.assert_array_equal(token_boxes.get_array(), [0, 0.25, 1, 0.5])  # share of the peak
+    widths = [path.vertices[:, 0].max() - path.vertices[:, 0].min() for path in token_boxes.get_paths()]
     assert widths == [2, 5, 6, 3]
     assert "".join(text.get_text() for text in ax.texts) == "a long short end"
     with pytest.raises(InputError, match=r"one token for each step\.\n  got:      2 tokens\n  expected: 4 of them"):
@@ -284,9 +284,9 @@ def test_letters_are_shaded_by_the_state_after_them(gradient, by_gid):
     data = gradient(samples=2, steps=5, units=4) - 0.5
     axes = rl.plot.unit_over_text(data, "12345", units=[3, 1], sample=1)
     assert [ax.get_title(loc="left") for ax in axes] == ["unit 3", "unit 1"]
-    (drawn,) = by_gid(axes[0], "tokens")
-    np.testing.assert_allclose(drawn.get_array(), data.values[1, :, 3])
-    assert drawn.norm.vmin == -drawn.norm.vmax
+    (token_boxes,) = by_gid(axes[0], "tokens")
+    np.testing.assert_allclose(token_boxes.get_array(), data.values[1, :, 3])
+    assert token_boxes.norm.vmin == -token_boxes.norm.vmax
     with pytest.raises(InputError, match="There is no such unit"):
         rl.plot.unit_over_text(data, "12345", units=4)
 
@@ -317,10 +317,10 @@ def test_an_unknown_sample_of_a_text_is_refused(gradient):
 def test_a_long_text_is_broken_and_cut_with_a_note(by_gid):
     text = "word " * 1000
     axes = rl.plot.unit_over_text(np.zeros((5000, 1)), text)
-    (drawn,) = by_gid(axes[0], "tokens")
-    shown = len(drawn.get_array())
-    assert 72 * 40 - 200 < shown <= 72 * 40
-    assert f"first {shown} of 5000 tokens" in suptitle(axes)
+    (token_boxes,) = by_gid(axes[0], "tokens")
+    token_count = len(token_boxes.get_array())
+    assert 72 * 40 - 200 < token_count <= 72 * 40
+    assert f"first {token_count} of 5000 tokens" in suptitle(axes)
 
 
 # -- gradient_carriers
@@ -346,8 +346,8 @@ def test_eigenvalues_lie_in_the_plane_and_their_moduli_beside(by_gid):
     values = np.array([[1.1, 0.5j, -0.2], [0.9, 0.4j, 0.1]])
     plane, moduli = rl.plot.eigenvalues(values)
     (points,) = by_gid(plane, "eigenvalues")
-    found = np.asarray(points.get_offsets())
-    np.testing.assert_allclose(found[:, 0] + 1j * found[:, 1], values.reshape(-1))
+    offsets = np.asarray(points.get_offsets())
+    np.testing.assert_allclose(offsets[:, 0] + 1j * offsets[:, 1], values.reshape(-1))
     np.testing.assert_allclose(curve(moduli, "moduli")[1], [1.0, 0.45, 0.15])
     x, y = curve(plane, "unit circle")
     np.testing.assert_allclose(x**2 + y**2, 1)
@@ -388,29 +388,29 @@ def test_a_history_as_one_array(gradient):
 # -- all of them
 
 
-def drawn(name, samples, units, directions, fixtures):
+def draw_figure(name, samples, units, directions, fixtures):
     """The figure at a size; the forward half, the first sample and the first unit have one NaN."""
-    layer, initial, weights_by_time = fixtures
-    one = layer(samples=samples, steps=12, units=units, directions=directions)
-    one["hidden_grad"].values[(0, 3, *[0] * (one.hidden_grad.ndim - 2))] = np.nan
-    one["gates"].values[..., 1, 0][0, 3] = np.nan
-    total = one.hidden_grad
+    layer, initial_jacobian, weights_by_time = fixtures
+    traced_layer = layer(samples=samples, steps=12, units=units, directions=directions)
+    traced_layer["hidden_grad"].values[(0, 3, *[0] * (traced_layer.hidden_grad.ndim - 2))] = np.nan
+    traced_layer["gates"].values[..., 1, 0][0, 3] = np.nan
+    total = traced_layer.hidden_grad
     if name == "memory_lifetime":
-        arrived = initial(samples=samples, steps=12, units=units, directions=directions)
-        return rl.plot.memory_lifetime(one, arrived)
+        jacobian = initial_jacobian(samples=samples, steps=12, units=units, directions=directions)
+        return rl.plot.memory_lifetime(traced_layer, jacobian)
     if name == "weight_lags":
         data = weights_by_time(units=min(units, 64), directions=directions)
         data["kernel_grad"].values[(0, 3, 0, 1, 0) if directions else (3, 0, 1, 0)] = np.nan
         return rl.plot.weight_lags(data)
-    plain = total.isel(direction=0, drop=True) if directions else total
+    forward_only = total.isel(direction=0, drop=True) if directions else total
     return {
-        "gates_over_time": lambda: rl.plot.gates_over_time(one),
-        "saturation_arrows": lambda: rl.plot.saturation_arrows(one, one),
-        "input_map": lambda: rl.plot.input_map(plain),
+        "gates_over_time": lambda: rl.plot.gates_over_time(traced_layer),
+        "saturation_arrows": lambda: rl.plot.saturation_arrows(traced_layer, traced_layer),
+        "input_map": lambda: rl.plot.input_map(forward_only),
         "unit_over_text": lambda: rl.plot.unit_over_text(total, "twelve steps"),
         "gradient_carriers": lambda: rl.plot.gradient_carriers(total, np.arange(1.0, samples + 1)),
-        "norm_history": lambda: rl.plot.norm_history({0: one, 1: one}),
-        "gradient_flow": lambda: rl.plot.gradient_flow({"a": one, "b": one}),
+        "norm_history": lambda: rl.plot.norm_history({0: traced_layer, 1: traced_layer}),
+        "gradient_flow": lambda: rl.plot.gradient_flow({"a": traced_layer, "b": traced_layer}),
     }[name]()
 
 
@@ -432,9 +432,9 @@ def drawn(name, samples, units, directions, fixtures):
     ],
 )
 def test_every_size_is_drawn_and_a_nan_is_told(
-    name, samples, units, directions, layer, initial, weights_by_time, render
+    name, samples, units, directions, layer, initial_jacobian, weights_by_time, render
 ):
-    axes = drawn(name, samples, units, directions, (layer, initial, weights_by_time))
+    axes = draw_figure(name, samples, units, directions, (layer, initial_jacobian, weights_by_time))
     render(axes)
     assert "NaN: " in suptitle(axes)
     assert axes[0].get_figure(root=True)._suptitle.get_color() == "#c00000"

@@ -28,17 +28,17 @@ def blas_threads():
 
 
 def test_parts_meet_each_other_with_one_thread_for_each_product():
-    meeting, seen = threading.Barrier(2), []
+    meeting, calls = threading.Barrier(2), []
 
     def work(part):
         meeting.wait(timeout=20)
-        seen.append((part, blas_threads()))
+        calls.append((part, blas_threads()))
 
     with threadpool_limits(2, "blas"):
         for_each(work, [slice(0, 1), slice(1, 2)], xp=anp)
         assert blas_threads() == {2}
-    assert sorted(part.start for part, _ in seen) == [0, 1]
-    assert all(threads == {1} for _, threads in seen)
+    assert sorted(part.start for part, _ in calls) == [0, 1]
+    assert all(threads == {1} for _, threads in calls)
 
 
 def test_an_error_in_a_part_is_raised():
@@ -46,59 +46,61 @@ def test_an_error_in_a_part_is_raised():
         for_each(lambda part: 1 // part.start, [slice(0, 1), slice(1, 2)], xp=anp)
 
 
-@pytest.mark.parametrize("parts", [walk_parts, large_parts])
+@pytest.mark.parametrize("split", [walk_parts, large_parts])
 @pytest.mark.parametrize("batch", [1, 2, 5, 64])
-def test_parts_cover_every_sample_once(parts, batch):
+def test_parts_cover_every_sample_once(split, batch):
     with threadpool_limits(2, "blas"):
-        few, many = parts(batch, 1, xp=anp), parts(batch, 2**20, xp=anp)
+        few, many = split(batch, 1, xp=anp), split(batch, 2**20, xp=anp)
         assert len(few) == 1
         assert len(many) == min(batch, 2)
-        assert len(parts(batch, 2**20, xp=atorch)) == 1
-    for found in (few, many, list(sample_chunks(batch, 2**18))):
-        assert [i for part in found for i in range(batch)[part]] == list(range(batch))
+        assert len(split(batch, 2**20, xp=atorch)) == 1
+    for slices in (few, many, list(sample_chunks(batch, 2**18))):
+        assert [i for part in slices for i in range(batch)[part]] == list(range(batch))
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_products_take_one_thread_however_many_parts(parts):
-    seen = []
+@pytest.mark.parametrize("part_count", [1, 2])
+def test_products_take_one_thread_however_many_parts(part_count):
+    thread_counts = []
     with threadpool_limits(2, "blas"):
-        for_each(lambda part: seen.append(blas_threads()), [slice(i, i + 1) for i in range(parts)], xp=anp)
+        for_each(
+            lambda part: thread_counts.append(blas_threads()), [slice(i, i + 1) for i in range(part_count)], xp=anp
+        )
         assert blas_threads() == {2}
-    assert seen == [{1}] * parts
+    assert thread_counts == [{1}] * part_count
 
 
 def test_callers_that_overlap_leave_the_number_of_threads_as_it_was():
     """The first to come in is the first to leave: it must not set back what the other still needs, nor keep it."""
-    inside, leave, seen = threading.Event(), threading.Event(), []
+    inside, leave, thread_counts = threading.Event(), threading.Event(), []
 
-    def second():
+    def hold_one_thread():
         with one_thread_each():
             inside.set()
             leave.wait(20)
-            seen.append(blas_threads())
+            thread_counts.append(blas_threads())
 
     with threadpool_limits(2, "blas"):
-        other = threading.Thread(target=second)
+        second_thread = threading.Thread(target=hold_one_thread)
         with one_thread_each():
-            other.start()
+            second_thread.start()
             assert inside.wait(20)
-        seen.append(blas_threads())
+        thread_counts.append(blas_threads())
         leave.set()
-        other.join()
+        second_thread.join()
         assert blas_threads() == {2}
-    assert seen == [{1}, {1}]
+    assert thread_counts == [{1}, {1}]
 
 
 def test_a_part_may_deal_again():
     """It gets no further threads: those that it would wait for may wait for it."""
-    seen = []
+    parts_done = []
 
     def work(part):
-        for_each(seen.append, [part, part], xp=anp)
+        for_each(parts_done.append, [part, part], xp=anp)
 
     with threadpool_limits(2, "blas"):
         for_each(work, [slice(0, 1), slice(1, 2)], xp=anp)
-    assert len(seen) == 4
+    assert len(parts_done) == 4
 
 
 def test_other_parts_stop_when_one_fails():
@@ -151,5 +153,5 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_forked_process_makes_threads_of_its_own():
-    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "0\n"
+    completed = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=True)
+    assert completed.stdout == "0\n"

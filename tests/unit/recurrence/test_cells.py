@@ -53,7 +53,7 @@ def variants():
         }
 
 
-def data(cell, rng, masked):
+def make_inputs(cell, rng, masked):
     x = rng.normal(size=(BATCH, TIME, FEATURES))
     mask = np.array([[True, False, True, True], [False, True, True, False]]) if masked else None
     s0 = [rng.normal(size=(BATCH, n)) for n in cell.state_sizes]
@@ -62,18 +62,18 @@ def data(cell, rng, masked):
     return x, mask, s0, dy, final
 
 
-def close(actual, expected, tolerance=1e-10):
+def assert_close(actual, expected, tolerance=1e-10):
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.shape == expected.shape
     assert np.abs(actual - expected).max() <= tolerance * max(np.abs(expected).max(), 1e-300)
 
 
-def same_when_spent(run, kept, spent):
+def assert_same_when_spent(run, unspent, spent):
     """The gradients at the pre-activations may lie where these were: no number is another."""
     assert np.shares_memory(spent.gate_grad, run.record.preactivation)
     for name in ("state_grads", "initial_state_grad", "gate_grad", "input_grad"):
-        for one, other in zip(getattr(kept, name), getattr(spent, name), strict=True):
-            np.testing.assert_array_equal(one, other)
+        for unspent_grad, spent_grad in zip(getattr(unspent, name), getattr(spent, name), strict=True):
+            np.testing.assert_array_equal(unspent_grad, spent_grad)
 
 
 @pytest.mark.parametrize("variant", list(variants()), ids=lambda v: "-".join(str(x) for x in v.values()))
@@ -83,22 +83,22 @@ def same_when_spent(run, kept, spent):
 def test_adjoint_equals_dense_reference(variant, masked, order, known_hidden):
     rng = np.random.default_rng(7)
     cell = make_cell(**variant, rng=rng)
-    x, mask, s0, dy, final = data(cell, rng, masked)
+    x, mask, s0, dy, final = make_inputs(cell, rng, masked)
     expected = reference.bptt(cell, x, s0, dy, mask=mask, backward=order == "backward", final_state_grad=final)
     hidden = expected.states[0] if known_hidden else None
 
     run = replay(cell, x, s0, mask=mask, order=order, hidden=hidden)
     result = adjoint(run, dy, final)
 
-    for got, want in zip(run.states, expected.states, strict=True):
-        close(got, want)
-    for got, want in zip(result.state_grads, expected.state_grads, strict=True):
-        close(got, want)
-    for got, want in zip(result.initial_state_grad, expected.initial_state_grad, strict=True):
-        close(got, want)
-    close(result.input_grad, expected.input_grad)
+    for array, expected_array in zip(run.states, expected.states, strict=True):
+        assert_close(array, expected_array)
+    for array, expected_array in zip(result.state_grads, expected.state_grads, strict=True):
+        assert_close(array, expected_array)
+    for array, expected_array in zip(result.initial_state_grad, expected.initial_state_grad, strict=True):
+        assert_close(array, expected_array)
+    assert_close(result.input_grad, expected.input_grad)
     assert run.residual <= 1e-12
-    same_when_spent(run, result, adjoint(run, dy, final, spend=True))
+    assert_same_when_spent(run, result, adjoint(run, dy, final, spend=True))
 
 
 @pytest.mark.parametrize("variant", list(variants()), ids=lambda v: "-".join(str(x) for x in v.values()))
@@ -106,38 +106,40 @@ def test_adjoint_equals_dense_reference(variant, masked, order, known_hidden):
 def test_weight_gradients_equal_complex_step(variant, masked):
     rng = np.random.default_rng(8)
     cell = make_cell(**variant, rng=rng)
-    x, mask, s0, dy, final = data(cell, rng, masked)
+    x, mask, s0, dy, final = make_inputs(cell, rng, masked)
     run = replay(cell, x, s0, mask=mask)
     result = adjoint(run, dy, final)
     cotangent = list(result.state_grads)
     if cell.kind == "lstm":
-        through = np.zeros_like(cotangent[1])
+        through_hidden = np.zeros_like(cotangent[1])
         before = run.states_before()
         for b, t in np.ndindex(BATCH, TIME):
             if mask is None or mask[b, t]:
                 state = [s[b, t] for s in before]
-                through[b, t] = reference.through_hidden(cell, x[b, t], state).T @ cotangent[0][b, t]
-        cotangent[1] = cotangent[1] - through
+                through_hidden[b, t] = reference.through_hidden(cell, x[b, t], state).T @ cotangent[0][b, t]
+        cotangent[1] = cotangent[1] - through_hidden
     expected = reference.weight_gradients(cell, x, run.states_before(), cotangent, mask=mask)
 
     summed, by_time = weight_gradients(run, result), weight_gradients(run, result, by_time=True)
 
-    combined, wanted = weight_gradients(run, result, probes=8), probe_combinations(expected, 8)
-    for name, want in wanted.items():
-        close(combined[name], want)
-        assert combined[name].shape == ((8, expected[name].shape[1]) if expected[name].ndim == 2 else want.shape)
+    combined, expected_combined = weight_gradients(run, result, probes=8), probe_combinations(expected, 8)
+    for name, expected_grad in expected_combined.items():
+        assert_close(combined[name], expected_grad)
+        assert combined[name].shape == (
+            (8, expected[name].shape[1]) if expected[name].ndim == 2 else expected_grad.shape
+        )
     assert set(summed) == set(expected) == set(cell.weights())
-    for name, want in expected.items():
-        close(summed[name], want)
-        close(by_time[name].sum(0), want)
-        assert by_time[name].shape == (TIME, *want.shape)
+    for name, expected_grad in expected.items():
+        assert_close(summed[name], expected_grad)
+        assert_close(by_time[name].sum(0), expected_grad)
+        assert by_time[name].shape == (TIME, *expected_grad.shape)
 
 
 @pytest.mark.parametrize("variant", list(variants()), ids=lambda v: "-".join(str(x) for x in v.values()))
 def test_all_array_libraries_agree(variant):
     rng = np.random.default_rng(9)
     cell = make_cell(**variant, rng=rng)
-    x, mask, s0, dy, final = data(cell, rng, True)
+    x, mask, s0, dy, final = make_inputs(cell, rng, True)
 
     def run_with(convert):
         run = replay(cell.with_weights(convert), convert(x), [convert(s) for s in s0], mask=convert(mask))
@@ -145,10 +147,10 @@ def test_all_array_libraries_agree(variant):
         grads = weight_gradients(run, result)
         return [*run.states, run.gates, *result.state_grads, result.gate_grad, result.input_grad, *grads.values()]
 
-    plain = run_with(np.asarray)
-    for other in (run_with(torch.asarray), run_with(array_api_strict.asarray)):
-        for got, want in zip(other, plain, strict=True):
-            close(got, want, 1e-12)
+    numpy_results = run_with(np.asarray)
+    for results in (run_with(torch.asarray), run_with(array_api_strict.asarray)):
+        for actual, expected in zip(results, numpy_results, strict=True):
+            assert_close(actual, expected, 1e-12)
 
 
 @pytest.mark.parametrize("kind", ["simple_rnn", "lstm", "gru"])
@@ -157,14 +159,14 @@ def test_adjoint_with_every_activation_of_the_reference(kind, activation):
     rng = np.random.default_rng(10)
     recurrent = "sigmoid" if activation in ("softmax", "log_softmax", "linear") else activation
     cell = make_cell(kind, rng=rng, activation=activation, recurrent_activation=recurrent)
-    x, _, s0, dy, final = data(cell, rng, False)
+    x, _, s0, dy, final = make_inputs(cell, rng, False)
     expected = reference.bptt(cell, x, s0, dy, final_state_grad=final)
     run = replay(cell, x, s0)
     result = adjoint(run, dy, final)
-    for got, want in zip(result.state_grads, expected.state_grads, strict=True):
-        close(got, want)
-    close(result.input_grad, expected.input_grad)
-    same_when_spent(run, result, adjoint(run, dy, final, spend=True))
+    for state_grad, expected_grad in zip(result.state_grads, expected.state_grads, strict=True):
+        assert_close(state_grad, expected_grad)
+    assert_close(result.input_grad, expected.input_grad)
+    assert_same_when_spent(run, result, adjoint(run, dy, final, spend=True))
 
 
 def test_dropout_multipliers_per_gate_and_shared():
@@ -172,25 +174,25 @@ def test_dropout_multipliers_per_gate_and_shared():
     for kind, shape in itertools.product(("simple_rnn", "lstm", "gru"), ("shared", "per_gate")):
         cell = make_cell(kind, rng=rng, reset_after=False)
         gates = len(cell.gates)
-        lead = () if shape == "shared" else (gates,)
-        x, _, s0, dy, final = data(cell, rng, False)
+        leading_shape = () if shape == "shared" else (gates,)
+        x, _, s0, dy, final = make_inputs(cell, rng, False)
         scales = Scales(
-            rng.integers(0, 2, size=(*lead, BATCH, FEATURES)) * 2.0,
-            rng.integers(0, 2, size=(*lead, BATCH, UNITS)) * 2.0,
+            rng.integers(0, 2, size=(*leading_shape, BATCH, FEATURES)) * 2.0,
+            rng.integers(0, 2, size=(*leading_shape, BATCH, UNITS)) * 2.0,
         )
         run = replay(cell, x, s0, scales=scales)
         result = adjoint(run, dy, final)
-        moved = rng.normal(size=x.shape)
+        direction = rng.normal(size=x.shape)
 
-        def loss(shift, cell=cell, s0=s0, x=x, moved=moved, scales=scales, dy=dy, final=final):
-            other = replay(cell, x + shift * moved, s0, scales=scales)
-            return (other.states[0] * dy).sum() + sum(
-                (s[:, -1] * f).sum() for s, f in zip(other.states, final, strict=True)
+        def loss(shift, cell=cell, s0=s0, x=x, direction=direction, scales=scales, dy=dy, final=final):
+            shifted_run = replay(cell, x + shift * direction, s0, scales=scales)
+            return (shifted_run.states[0] * dy).sum() + sum(
+                (s[:, -1] * f).sum() for s, f in zip(shifted_run.states, final, strict=True)
             )
 
         slope = (loss(1e-6) - loss(-1e-6)) / 2e-6
-        close((result.input_grad * moved).sum(), slope, 1e-7)
-        close(replay(cell, x, s0, hidden=run.states[0], scales=scales).gates, run.gates, 1e-13)
+        assert_close((result.input_grad * direction).sum(), slope, 1e-7)
+        assert_close(replay(cell, x, s0, hidden=run.states[0], scales=scales).gates, run.gates, 1e-13)
 
 
 def test_a_residual_counts_nan_on_one_side_only():
@@ -204,10 +206,10 @@ def test_a_residual_counts_nan_on_one_side_only():
 
 def test_one_wrong_weight_shows_in_the_combinations_of_rows():
     rng = np.random.default_rng(12)
-    whole = {"kernel": rng.normal(size=(50, 40))}
-    wrong = {"kernel": whole["kernel"].copy()}
-    wrong["kernel"][31, 7] += 1e-3
-    difference = probe_combinations(wrong, 8)["kernel"] - probe_combinations(whole, 8)["kernel"]
+    weights = {"kernel": rng.normal(size=(50, 40))}
+    wrong_weights = {"kernel": weights["kernel"].copy()}
+    wrong_weights["kernel"][31, 7] += 1e-3
+    difference = probe_combinations(wrong_weights, 8)["kernel"] - probe_combinations(weights, 8)["kernel"]
     np.testing.assert_allclose(np.abs(difference[:, 7]), 1e-3)
     assert not np.delete(difference, 7, axis=1).any()
 
@@ -222,18 +224,18 @@ def test_large_batches_are_dealt_out_and_give_the_same():
     with threadpool_limits(2, user_api="blas"):
         assert len(walk_parts(batch, UNITS, xp=np_xp)) == 2
         assert len(large_parts(batch, time * 4 * UNITS, xp=np_xp)) == 2
-        known = replay(cell, x, s0, mask=mask, hidden=run.states[0])
-        whole = adjoint(known, dy)
-        dealt = weight_gradients(known, whole)
+        known_run = replay(cell, x, s0, mask=mask, hidden=run.states[0])
+        result = adjoint(known_run, dy)
+        dealt_grads = weight_gradients(known_run, result)
     with threadpool_limits(1, user_api="blas"):
-        for name, grad in weight_gradients(known, whole).items():
-            close(dealt[name], grad, 1e-12)
-    close(known.gates, run.gates, 1e-13)
-    for some in (slice(0, 7), slice(1495, 1505), slice(2990, 3000)):
-        part = adjoint(replay(cell, x[some], [s[some] for s in s0], mask=mask[some]), dy[some])
-        close(part.input_grad, whole.input_grad[some], 1e-13)
-        close(part.state_grads[1], whole.state_grads[1][some], 1e-13)
-        close(part.initial_state_grad[0], whole.initial_state_grad[0][some], 1e-13)
+        for name, grad in weight_gradients(known_run, result).items():
+            assert_close(dealt_grads[name], grad, 1e-12)
+    assert_close(known_run.gates, run.gates, 1e-13)
+    for samples in (slice(0, 7), slice(1495, 1505), slice(2990, 3000)):
+        partial_result = adjoint(replay(cell, x[samples], [s[samples] for s in s0], mask=mask[samples]), dy[samples])
+        assert_close(partial_result.input_grad, result.input_grad[samples], 1e-13)
+        assert_close(partial_result.state_grads[1], result.state_grads[1][samples], 1e-13)
+        assert_close(partial_result.initial_state_grad[0], result.initial_state_grad[0][samples], 1e-13)
 
 
 def test_the_reference_takes_no_cell_for_another():

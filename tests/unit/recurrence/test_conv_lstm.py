@@ -23,7 +23,7 @@ CASES = {
 }
 
 
-def by_definition(x, kernel, window):
+def convolve_by_definition(x, kernel, window):
     """The sum over places of the window, of one output number after the other."""
     rank = kernel.ndim - 2
     sizes, widths = x.shape[1:-1], kernel.shape[:rank]
@@ -33,18 +33,18 @@ def by_definition(x, kernel, window):
         for size, pad, width, stride, dilation in zip(sizes, pads, widths, window.strides, window.dilation, strict=True)
     ]
     out = np.zeros((x.shape[0], *counts, kernel.shape[-1]))
-    for at in np.ndindex(*counts):
-        for place in np.ndindex(*widths):
-            seen = [
+    for position in np.ndindex(*counts):
+        for offset in np.ndindex(*widths):
+            source = [
                 i * s + k * d - pad[0]
-                for i, s, k, d, pad in zip(at, window.strides, place, window.dilation, pads, strict=True)
+                for i, s, k, d, pad in zip(position, window.strides, offset, window.dilation, pads, strict=True)
             ]
-            if all(0 <= i < size for i, size in zip(seen, sizes, strict=True)):
-                out[(slice(None), *at)] += x[(slice(None), *seen)] @ kernel[place]
+            if all(0 <= i < size for i, size in zip(source, sizes, strict=True)):
+                out[(slice(None), *position)] += x[(slice(None), *source)] @ kernel[offset]
     return out
 
 
-def make(case, rng, *, dropout=False):
+def make_inputs(case, rng, *, dropout=False):
     rank, options = CASES[case]
     space = SPACE[rank]
     cell = CLASSES[rank](
@@ -56,11 +56,11 @@ def make(case, rng, *, dropout=False):
     x = rng.normal(size=(BATCH, TIME, *space, FEATURES))
     states = cell.project(x[:, 0], None, np).shape[1:-1]
     start = tuple(rng.normal(size=(BATCH, *states, CHANNELS)) for _ in range(2))
-    drawn = Scales(
+    scales = Scales(
         rng.integers(0, 2, size=(4, BATCH, *space, FEATURES)) * 2.0,
         rng.integers(0, 2, size=(4, BATCH, *states, CHANNELS)) * 2.0,
     )
-    return cell, x, start, drawn if dropout else Scales()
+    return cell, x, start, scales if dropout else Scales()
 
 
 def slope(function, array, rng, eps=1e-6):
@@ -72,10 +72,10 @@ def slope(function, array, rng, eps=1e-6):
 @pytest.mark.parametrize("case", CASES)
 def test_a_convolution_is_its_definition(case):
     rng = np.random.default_rng(0)
-    cell, x, _, _ = make(case, rng)
+    cell, x, _, _ = make_inputs(case, rng)
     ones = (1,) * len(cell.space)
     window = Window(cell.strides or ones, cell.dilation or ones, cell.padding)
-    expected = by_definition(x[:, 0], cell.kernel, window)
+    expected = convolve_by_definition(x[:, 0], cell.kernel, window)
     np.testing.assert_allclose(convolve(x[:, 0], cell.kernel, window, np), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -84,7 +84,7 @@ def test_a_convolution_is_its_definition(case):
 @pytest.mark.parametrize("case", CASES)
 def test_total_gradients_equal_finite_differences(case, variant, order):
     rng = np.random.default_rng(1)
-    cell, x, start, scales = make(case, rng, dropout=variant == "dropout")
+    cell, x, start, scales = make_inputs(case, rng, dropout=variant == "dropout")
     mask = np.array([[True, False, True], [True, True, False]]) if variant == "masked" else None
     direct = tuple(rng.normal(size=(BATCH, TIME, *start[0].shape[1:])) for _ in range(2))
 
@@ -94,26 +94,26 @@ def test_total_gradients_equal_finite_differences(case, variant, order):
 
     run = replay(cell, x, start, mask=mask, order=order, scales=scales)
     result = adjoint(run, direct)
-    found = {
+    gradients = {
         "x": (x, result.input_grad),
         "hidden": (start[0], result.initial_state_grad[0]),
         "carried": (start[1], result.initial_state_grad[1]),
     }
-    for name, (array, gradient) in found.items():
-        expected, direction = slope(lambda moved, name=name: loss(**{name: moved}), array, rng)
+    for name, (array, gradient) in gradients.items():
+        expected, direction = slope(lambda perturbed, name=name: loss(**{name: perturbed}), array, rng)
         np.testing.assert_allclose((gradient * direction).sum(), expected, rtol=1e-7, err_msg=name)
     weights = weight_gradients(run, result)
     assert weights.keys() == cell.weights().keys()
     by_step = weight_gradients(run, result, by_time=True)
     for name, array in cell.weights().items():
-        expected, direction = slope(lambda moved, name=name: loss(replace(cell, **{name: moved})), array, rng)
+        expected, direction = slope(lambda perturbed, name=name: loss(replace(cell, **{name: perturbed})), array, rng)
         np.testing.assert_allclose((weights[name] * direction).sum(), expected, rtol=1e-7, err_msg=name)
         np.testing.assert_allclose(by_step[name].sum(axis=0), weights[name], rtol=1e-9, atol=1e-12, err_msg=name)
 
 
 def test_gate_gradients_are_those_of_the_gates_by_themselves():
     rng = np.random.default_rng(2)
-    cell, x, start, _ = make("2d", rng)
+    cell, x, start, _ = make_inputs("2d", rng)
     direct = rng.normal(size=(BATCH, TIME, *start[0].shape[1:]))
     run = replay(cell, x, start)
     result = adjoint(run, direct)

@@ -18,7 +18,7 @@ def normal(rng, *shape):
     return rng.normal(size=shape)
 
 
-def make(name, seed=0):
+def make_cell(name, seed=0):
     rng = np.random.default_rng(seed)
     kernel, recurrent, bias = (
         lambda gates: normal(rng, FEATURES, gates * UNITS),
@@ -27,11 +27,13 @@ def make(name, seed=0):
     )
     if name in ("peephole", "peephole_clipped"):
         peepholes = {f"peephole_{g}": normal(rng, UNITS) for g in ("input", "forget", "output")}
-        plain = cells.PeepholeLSTM(kernel(4), recurrent(4, 2), bias(4), **peepholes, projection=normal(rng, UNITS, 2))
+        unclipped = cells.PeepholeLSTM(
+            kernel(4), recurrent(4, 2), bias(4), **peepholes, projection=normal(rng, UNITS, 2)
+        )
         if name == "peephole":
-            return plain
-        clipped = {"cell_clip": 0.8, "projection_clip": 0.5, "forget_bias": 1.0}
-        return cells.PeepholeLSTM(**plain.weights(), **clipped)
+            return unclipped
+        clipping = {"cell_clip": 0.8, "projection_clip": 0.5, "forget_bias": 1.0}
+        return cells.PeepholeLSTM(**unclipped.weights(), **clipping)
     return {
         "peephole_bare": lambda: cells.PeepholeLSTM(kernel(4), recurrent(4)),
         "cifg": lambda: cells.CIFG(kernel(3), recurrent(3), bias(3), bias(3)),
@@ -67,7 +69,7 @@ DIAGONAL = ("min_gru", "min_lstm", "min_lstm_plain", "ind_rnn", "lru")
 by_name = pytest.mark.parametrize("name", NAMES)
 
 
-def problem(cell, masked):
+def make_inputs(cell, masked):
     rng = np.random.default_rng(1)
     x = normal(rng, BATCH, TIME, FEATURES)
     start = [normal(rng, BATCH, n) for n in cell.state_sizes]
@@ -81,50 +83,50 @@ def loss_of(cell, x, start, direct, mask, order="forward"):
     steps = range(TIME) if order == "forward" else range(TIME - 1, -1, -1)
     for t in steps:
         _, new = cell.step(cell.project(x[:, t], None, np), state, None, np)
-        real = np.ones((BATCH, 1), bool) if mask is None else mask[:, t, None]
-        state = [np.where(real, n, s) for n, s in zip(new, state, strict=True)]
+        valid = np.ones((BATCH, 1), bool) if mask is None else mask[:, t, None]
+        state = [np.where(valid, n, s) for n, s in zip(new, state, strict=True)]
         total = total + sum((s * d[:, t]).sum() for s, d in zip(state, direct, strict=True))
     return total
 
 
 def complex_gradient(function, array):
-    found = np.zeros(array.shape)
+    gradient = np.zeros(array.shape)
     for index in np.ndindex(*array.shape):
-        moved = array.astype(complex)
-        moved[index] += 1j * STEP
-        found[index] = function(moved).imag / STEP
-    return found
+        perturbed = array.astype(complex)
+        perturbed[index] += 1j * STEP
+        gradient[index] = function(perturbed).imag / STEP
+    return gradient
 
 
-def close(ours, theirs, tolerance=1e-9):
-    ours, theirs = np.asarray(ours), np.asarray(theirs)
-    assert ours.shape == theirs.shape
-    assert np.abs(ours - theirs).max() <= tolerance * max(1.0, np.abs(theirs).max())
+def assert_close(actual, expected, tolerance=1e-9):
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.shape == expected.shape
+    assert np.abs(actual - expected).max() <= tolerance * max(1.0, np.abs(expected).max())
 
 
 @by_name
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 @pytest.mark.parametrize("order", ["forward", "backward"])
 def test_gradients_equal_the_complex_step(name, masked, order):
-    cell = make(name)
-    x, start, direct, mask = problem(cell, masked)
+    cell = make_cell(name)
+    x, start, direct, mask = make_inputs(cell, masked)
     run = replay(cell, x, tuple(start), mask=mask, order=order)
     result = adjoint(run, direct)
-    close(result.input_grad, complex_gradient(lambda v: loss_of(cell, v, start, direct, mask, order), x))
+    assert_close(result.input_grad, complex_gradient(lambda v: loss_of(cell, v, start, direct, mask, order), x))
     for i, grad in enumerate(result.initial_state_grad):
-        moved = lambda v, i=i: loss_of(cell, x, [*start[:i], v, *start[i + 1 :]], direct, mask, order)  # noqa: E731
-        close(grad, complex_gradient(moved, start[i]))
-    found = weight_gradients(run, result)
-    assert set(found) == set(cell.weights())
+        loss_at = lambda v, i=i: loss_of(cell, x, [*start[:i], v, *start[i + 1 :]], direct, mask, order)  # noqa: E731
+        assert_close(grad, complex_gradient(loss_at, start[i]))
+    weight_grads = weight_gradients(run, result)
+    assert set(weight_grads) == set(cell.weights())
     by_time = weight_gradients(run, result, by_time=True)
     combined = weight_gradients(run, result, probes=8)
-    wide = cell.with_weights(lambda w: w.astype(complex))
+    complex_cell = cell.with_weights(lambda w: w.astype(complex))
     for weight, value in cell.weights().items():
-        moved = lambda v, weight=weight: loss_of(wide.holding({weight: v}), x, start, direct, mask, order)  # noqa: E731
-        expected = complex_gradient(moved, value)
-        close(found[weight], expected)
-        close(by_time[weight].sum(0), expected)
-        close(combined[weight], probe_combinations({weight: expected}, 8)[weight])
+        loss_at = lambda v, weight=weight: loss_of(complex_cell.holding({weight: v}), x, start, direct, mask, order)  # noqa: E731
+        expected = complex_gradient(loss_at, value)
+        assert_close(weight_grads[weight], expected)
+        assert_close(by_time[weight].sum(0), expected)
+        assert_close(combined[weight], probe_combinations({weight: expected}, 8)[weight])
     spent = adjoint(run, direct, spend=True)
     np.testing.assert_array_equal(spent.gate_grad, result.gate_grad)
     np.testing.assert_array_equal(spent.input_grad, result.input_grad)
@@ -132,35 +134,35 @@ def test_gradients_equal_the_complex_step(name, masked, order):
 
 @by_name
 def test_a_replay_from_the_known_output_is_the_same(name):
-    cell = make(name)
-    x, start, _, mask = problem(cell, True)
+    cell = make_cell(name)
+    x, start, _, mask = make_inputs(cell, True)
     run = replay(cell, x, tuple(start), mask=mask)
-    again = replay(cell, x, tuple(start), mask=mask, hidden=run.states[0])
-    assert again.residual < 1e-12
-    for ours, theirs in zip(again.states, run.states, strict=True):
-        close(ours, theirs, 1e-12)
+    replayed = replay(cell, x, tuple(start), mask=mask, hidden=run.states[0])
+    assert replayed.residual < 1e-12
+    for state, expected in zip(replayed.states, run.states, strict=True):
+        assert_close(state, expected, 1e-12)
 
 
 @by_name
 def test_all_array_libraries_agree(name):
     def run_with(convert):
-        cell = make(name).with_weights(convert)
-        x, start, direct, mask = problem(make(name), True)
+        cell = make_cell(name).with_weights(convert)
+        x, start, direct, mask = make_inputs(make_cell(name), True)
         run = replay(cell, convert(x), tuple(map(convert, start)), mask=convert(mask))
         result = adjoint(run, [convert(d) for d in direct])
         return [*run.states, *result.state_grads, result.input_grad, *weight_gradients(run, result).values()]
 
-    plain = run_with(np.asarray)
-    for other in (run_with(torch.asarray), run_with(array_api_strict.asarray)):
-        for got, want in zip(other, plain, strict=True):
-            close(got, want, 1e-12)
+    numpy_results = run_with(np.asarray)
+    for results in (run_with(torch.asarray), run_with(array_api_strict.asarray)):
+        for actual, expected in zip(results, numpy_results, strict=True):
+            assert_close(actual, expected, 1e-12)
 
 
 @by_name
 @pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 def test_the_linear_system_is_that_of_the_complex_step(name, masked):
-    cell = make(name)
-    x, start, _, mask = problem(cell, masked)
+    cell = make_cell(name)
+    x, start, _, mask = make_inputs(cell, masked)
     run = replay(cell, x, tuple(start), mask=mask)
     system = run.linear_system()
     steps = system.build(0, TIME, slice(0, BATCH), inputs=True)
@@ -175,22 +177,22 @@ def test_the_linear_system_is_that_of_the_complex_step(name, masked):
             if mask is not None and not mask[b, t]:
                 expected = np.concatenate([np.eye(total), np.zeros((total, FEATURES))], axis=1)
             else:
-                joined = np.concatenate([before[b], x[b, t]])
+                state_and_input = np.concatenate([before[b], x[b, t]])
                 columns = []
-                for i in range(len(joined)):
-                    moved = joined.astype(complex)
-                    moved[i] += 1j * STEP
-                    state = np.split(moved[None, :total], cuts, axis=1)
-                    new = cell.step(cell.project(moved[None, total:], None, np), state, None, np)[1]
-                    columns.append(np.concatenate(new, axis=1)[0].imag / STEP)
+                for i in range(len(state_and_input)):
+                    perturbed = state_and_input.astype(complex)
+                    perturbed[i] += 1j * STEP
+                    state = np.split(perturbed[None, :total], cuts, axis=1)
+                    new_states = cell.step(cell.project(perturbed[None, total:], None, np), state, None, np)[1]
+                    columns.append(np.concatenate(new_states, axis=1)[0].imag / STEP)
                 expected = np.stack(columns, axis=1)
-            close(out[b], expected)
+            assert_close(out[b], expected)
 
 
 @pytest.mark.parametrize("name", DIAGONAL)
 def test_diagonal_recurrences_never_build_a_matrix(name):
-    cell = make(name)
-    x, start, _, _ = problem(cell, False)
+    cell = make_cell(name)
+    x, start, _, _ = make_inputs(cell, False)
     system = replay(cell, x, tuple(start)).linear_system()
     states = sum(cell.state_sizes)
     assert system.numbers(False) <= states
@@ -200,19 +202,19 @@ def test_diagonal_recurrences_never_build_a_matrix(name):
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("lru", "ind_rnn_softmax")])
 def test_gradients_by_gate_values_are_those_by_what_the_gates_are_made_of(name):
     """Through a smooth activation that is not saturated, dL/dz = act'(z) dL/da; the slope by the complex step."""
-    cell = make(name)
-    x, start, direct, mask = problem(cell, True)
+    cell = make_cell(name)
+    x, start, direct, mask = make_inputs(cell, True)
     run = replay(cell, x, tuple(start), mask=mask)
     result = adjoint(run, direct)
     z, a = run.preactivation, run.gates
     slopes = np.where(np.abs(a - np.tanh(z)) < 1e-12, 1 - a**2, np.where(np.abs(a - z) < 1e-12, 1.0, a * (1 - a)))
     values = np.where(MASK[:, :, None, None], cell.gate_gradient(run, result), 0)
-    close(values * slopes, result.gate_grad)
+    assert_close(values * slopes, result.gate_grad)
 
 
 @by_name
 def test_words_and_shapes_agree(name):
-    cell = make(name)
+    cell = make_cell(name)
     for weight, value in cell.weights().items():
         dims = cell.parameters[weight].dims
         assert len(value.shape) == len(dims) - ("gate" in dims)

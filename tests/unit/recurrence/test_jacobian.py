@@ -21,10 +21,10 @@ B, T, F, H = 2, 5, 3, 4
 KINDS = ("lstm", "gru_after", "gru_before", "simple_rnn", "lstm_projected", "lstm_softmax", "gru_softmax")
 
 
-def make_cell(kind, rng, to):
+def make_cell(kind, rng, convert):
     gates = {"lstm": 4, "gru": 3, "simple": 1}[kind.split("_")[0]]
     hidden = 2 if kind == "lstm_projected" else H
-    random = lambda *shape: to(0.6 * rng.normal(size=shape))  # noqa: E731
+    random = lambda *shape: convert(0.6 * rng.normal(size=shape))  # noqa: E731
     return cells.make(
         {"simple": "simple_rnn"}.get(kind.split("_")[0], kind.split("_")[0]),
         random(F, gates * H),
@@ -39,17 +39,19 @@ def make_cell(kind, rng, to):
 
 def make_run(kind, order="forward", masked=False, dropout=None, engine="numpy", x=None, seed=0):
     rng = np.random.default_rng(seed)
-    to = torch.from_numpy if engine == "torch" else np.asarray
-    cell = make_cell(kind, rng, to)
-    drawn = rng.normal(size=(B, T, F))
-    state = tuple(to(0.3 * rng.normal(size=(B, n))) for n in cell.state_sizes)
-    mask = to(np.array([[True, True, False, True, False], [False, True, True, True, True]])) if masked else None
+    convert = torch.from_numpy if engine == "torch" else np.asarray
+    cell = make_cell(kind, rng, convert)
+    random_x = rng.normal(size=(B, T, F))
+    state = tuple(convert(0.3 * rng.normal(size=(B, n))) for n in cell.state_sizes)
+    mask = convert(np.array([[True, True, False, True, False], [False, True, True, True, True]])) if masked else None
     gates = len(cell.gates)
     shapes = {None: None, "shared": (B,), "per_gate": (gates, B)}[dropout]
-    scale = [None if shapes is None else to(2.0 * (rng.random((*shapes, n)) < 0.6)) for n in (F, cell.state_sizes[0])]
+    scale = [
+        None if shapes is None else convert(2.0 * (rng.random((*shapes, n)) < 0.6)) for n in (F, cell.state_sizes[0])
+    ]
     return replay(
         cell,
-        to(drawn if x is None else x),
+        convert(random_x if x is None else x),
         state,
         mask=mask,
         order=order,
@@ -76,7 +78,7 @@ def dense_chain(run):
     return by_input, by_state, by_initial
 
 
-def close(a, b, bound=1e-12):
+def assert_close(a, b, bound=1e-12):
     a, b = np.asarray(a), np.asarray(b)
     assert a.shape == b.shape
     assert np.abs(a - b).max() <= bound * max(1.0, np.abs(b).max())
@@ -106,21 +108,21 @@ def test_reverse_and_forward_sweeps_equal_the_plain_product_chain(kind, order, m
     run = make_run(kind, order, masked, dropout, engine)
     by_input, _, by_initial = dense_chain(run)
     hidden = int(run.states[0].shape[-1])
-    close(reverse_full(run, 0, "input")[0], by_input[:, :, :hidden])
+    assert_close(reverse_full(run, 0, "input")[0], by_input[:, :, :hidden])
 
     system = run.linear_system()
     sink = Collector(system.work, Extent(B, T, F, hidden), {t: t for t in range(T)}, swapped=True)
     forward(system, Entrances("input", range(T)), {0: sink}, frozenset(range(T)))
-    got = on_cpu(sink.result)  # (sample, out_time, youngest group, feature, unit)
+    actual = on_cpu(sink.result)  # (sample, out_time, youngest group, feature, unit)
     entered = list(run.steps())
-    chronological = got[:, :, [T - 1 - entered.index(k) for k in range(T)]]
-    close(chronological.transpose(0, 1, 4, 2, 3), by_input[:, :, :hidden])
+    chronological = actual[:, :, [T - 1 - entered.index(k) for k in range(T)]]
+    assert_close(chronological.transpose(0, 1, 4, 2, 3), by_input[:, :, :hidden])
 
     initial = Collector(system.work, Extent(B, T, hidden, system.state_sizes[-1]), {-1: 0})
     source = PointRows(range(T), {0: system.work.eye(hidden)[None, None]}, order)
     reverse(system, source, Taps(initial={len(run.states) - 1: initial}))
-    got = on_cpu(initial.result)[:, 0, np.argsort(source.sequence)]
-    close(got, by_initial[:, :, :hidden, -system.state_sizes[-1] :])
+    actual = on_cpu(initial.result)[:, 0, np.argsort(source.sequence)]
+    assert_close(actual, by_initial[:, :, :hidden, -system.state_sizes[-1] :])
 
 
 @pytest.mark.parametrize("engine", ["numpy", "torch"])
@@ -139,9 +141,9 @@ def test_a_sweep_in_blocks_equals_the_plain_product_chain(kind, order, masked, d
     with system.work.no_autograd():
         BlockedSweep(system, source, Taps(input=sink, initial={last: initial}), slice(None), length).run(None)
     chronological = np.argsort(source.sequence)
-    close(np.moveaxis(on_cpu(sink.result)[:, :, chronological], 1, 3), by_input[:, :, :hidden])
-    got = on_cpu(initial.result)[:, 0, chronological]
-    close(got, by_initial[:, :, :hidden, -system.state_sizes[last] :])
+    assert_close(np.moveaxis(on_cpu(sink.result)[:, :, chronological], 1, 3), by_input[:, :, :hidden])
+    actual = on_cpu(initial.result)[:, 0, chronological]
+    assert_close(actual, by_initial[:, :, :hidden, -system.state_sizes[last] :])
 
 
 @pytest.mark.parametrize("order", ["forward", "backward"])
@@ -157,28 +159,28 @@ def test_a_sweep_in_blocks_of_chosen_steps_and_samples(order, outs, ins, length)
     sink = Collector(system.work, Extent(1, len(outs), H, F), {t: i for i, t in enumerate(ins)})
     taps = Taps(input=sink, steps=frozenset(ins))
     BlockedSweep(system, source, taps, slice(1, 2), length).run(None)
-    wanted = by_input[1:, source.sequence]
-    expected = wanted[:, :, :H] + wanted[:, :, H:].sum(2, keepdims=True)
-    close(np.moveaxis(sink.result, 1, 3), expected[:, :, :, ins])
+    selected = by_input[1:, source.sequence]
+    expected = selected[:, :, :H] + selected[:, :, H:].sum(2, keepdims=True)
+    assert_close(np.moveaxis(sink.result, 1, 3), expected[:, :, :, ins])
 
 
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("reduce", ["norm", "spectral", None])
 def test_reductions_inside_a_sweep_in_blocks(reduce, average):
     run = make_run("gru_after")
-    found = []
+    results = []
     for length in (0, 2):
         system = run.linear_system()
         source = PointRows(range(T), {0: system.work.eye(H)[None, None]})
-        places = {t: t for t in range(T)}
-        sink = Collector(system.work, Extent(B, T, H, F), places, Reduction(REDUCTIONS.get(reduce), average=average))
+        positions = {t: t for t in range(T)}
+        sink = Collector(system.work, Extent(B, T, H, F), positions, Reduction(REDUCTIONS.get(reduce), average=average))
         if length:
             BlockedSweep(system, source, Taps(input=sink), slice(None), length).run(None)
         else:
             reverse(system, source, Taps(input=sink))
-        found.append(sink.result)
-    assert np.abs(found[0]).max() > 0.01
-    close(found[1], found[0], 1e-8 if reduce == "spectral" else 1e-12)
+        results.append(sink.result)
+    assert np.abs(results[0]).max() > 0.01
+    assert_close(results[1], results[0], 1e-8 if reduce == "spectral" else 1e-12)
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru_after", "simple_rnn"])
@@ -197,8 +199,8 @@ def test_blocks_are_chosen_by_their_cost_and_the_cost_is_what_was_done(kind, row
     plan = plan_blocks(system, rows * np.arange(1, steps + 1), F)
     assert (plan.length > 0) == blocks
     assert cost.flops == 2 * B * plan.products
-    plain = rows * steps * (steps + 1) / 2 * system.rows * (system.columns + F)
-    assert plan.products < 0.9 * plain if blocks else plan.products == plain
+    plain_products = rows * steps * (steps + 1) / 2 * system.rows * (system.columns + F)
+    assert plan.products < 0.9 * plain_products if blocks else plan.products == plain_products
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -209,18 +211,18 @@ def test_state_to_state_counts_the_path_of_c_through_h(kind, masked):
     sizes = [int(s.shape[-1]) for s in run.states]
     system = run.linear_system()
     starts = np.cumsum([0, *sizes])
-    for of, wrt in itertools.product(range(len(sizes)), repeat=2):
-        expected = by_state[:, :, starts[of] : starts[of + 1], :, starts[wrt] : starts[wrt + 1]].copy()
+    for target, wrt in itertools.product(range(len(sizes)), repeat=2):
+        expected = by_state[:, :, starts[target] : starts[target + 1], :, starts[wrt] : starts[wrt + 1]].copy()
         if wrt == 1:
             # c_t as it is produced also moves h_t: d(c after t) has the extra path lift * d(h after t).
             lift = dense_lift(run)
-            hidden = by_state[:, :, starts[of] : starts[of + 1], :, : sizes[0]]
+            hidden = by_state[:, :, starts[target] : starts[target + 1], :, : sizes[0]]
             expected += np.einsum("btohm,bhmc->btohc", hidden, lift)
-        got, _ = reverse_full(run, of, wrt)
-        close(got, expected)
-        sink = Collector(system.work, Extent(B, T, sizes[wrt], sizes[of]), {t: t for t in range(T)}, swapped=True)
-        forward(system, Entrances("state", range(T), state=wrt), {of: sink}, frozenset(range(T)))
-        close(sink.result[:, :, ::-1].transpose(0, 1, 4, 2, 3), expected)
+        actual, _ = reverse_full(run, target, wrt)
+        assert_close(actual, expected)
+        sink = Collector(system.work, Extent(B, T, sizes[wrt], sizes[target]), {t: t for t in range(T)}, swapped=True)
+        forward(system, Entrances("state", range(T), state=wrt), {target: sink}, frozenset(range(T)))
+        assert_close(sink.result[:, :, ::-1].transpose(0, 1, 4, 2, 3), expected)
 
 
 def dense_lift(run):
@@ -246,7 +248,7 @@ def test_dense_chain_itself_against_finite_differences(kind):
         step = np.zeros_like(x)
         step[:, k, f] = eps
         up, down = (make_run(kind, x=x + s * step).states[0] for s in (1, -1))
-        close((up - down) / (2 * eps), by_input[:, :, :hidden, k, f], 1e-8)
+        assert_close((up - down) / (2 * eps), by_input[:, :, :hidden, k, f], 1e-8)
 
 
 @pytest.mark.parametrize("reduce", ["norm", "spectral", "sum", "mean", "abs_mean"])
@@ -261,7 +263,7 @@ def test_reductions_inside_the_sweep_equal_those_of_the_full_jacobian(kind, redu
         "mean": lambda g: g.mean((-2, -1)),
         "abs_mean": lambda g: np.abs(g).mean((-2, -1)),
     }[reduce](full)
-    close(reverse_full(run, 0, "input", reduce=reduce)[0], expected, 1e-8 if reduce == "spectral" else 1e-12)
+    assert_close(reverse_full(run, 0, "input", reduce=reduce)[0], expected, 1e-8 if reduce == "spectral" else 1e-12)
 
 
 @pytest.mark.parametrize("order", ["forward", "backward"])
@@ -273,7 +275,7 @@ def test_a_field_of_cotangents_is_pulled_back_as_the_sum_of_its_points(kind, ord
     cotangents = np.random.default_rng(1).normal(size=(B, 7, T, hidden))
     field = np.zeros((B, 7, T, F))
     reverse(system, FieldRows({0: cotangents}), Taps(input=FieldCollector(field)))
-    close(field, np.einsum("brth,bthkf->brkf", cotangents, by_input[:, :, :hidden]))
+    assert_close(field, np.einsum("brth,bthkf->brkf", cotangents, by_input[:, :, :hidden]))
 
 
 def test_chosen_steps_and_samples_only():
@@ -283,20 +285,20 @@ def test_chosen_steps_and_samples_only():
     source = PointRows([4, 1], {0: system.work.eye(H)[None, None]})
     sink = Collector(system.work, Extent(1, 2, H, F), {3: 0, 1: 1})
     cost = reverse(system, source, Taps(input=sink, steps=frozenset((3, 1))), samples=slice(1, 2))
-    close(np.moveaxis(sink.result, 1, 3), by_input[1:, [1, 4]][:, :, :H][:, :, :, [3, 1]])
-    everything = reverse_full(run, 0, "input")[1]
-    assert cost.flops < 0.5 * everything.flops
+    assert_close(np.moveaxis(sink.result, 1, 3), by_input[1:, [1, 4]][:, :, :H][:, :, :, [3, 1]])
+    full_cost = reverse_full(run, 0, "input")[1]
+    assert cost.flops < 0.5 * full_cost.flops
 
 
 def test_the_acausal_half_costs_nothing():
     run = make_run("gru_after")
     _, cost = reverse_full(run, 0, "input")
-    alive = sum(range(1, T + 1)) * H
-    assert cost.flops == 2 * B * alive * H * (H + F)
+    alive_rows = sum(range(1, T + 1)) * H
+    assert cost.flops == 2 * B * alive_rows * H * (H + F)
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru_after", "simple_rnn"])
 def test_state_columns_cover_every_state_once(kind):
     system = make_run(kind).linear_system()
-    seen = sorted(i for s in range(len(system.state_sizes)) for i in range(*state_columns(system, s).indices(99)))
-    assert seen == list(range(sum(system.state_sizes)))
+    columns = sorted(i for s in range(len(system.state_sizes)) for i in range(*state_columns(system, s).indices(99)))
+    assert columns == list(range(sum(system.state_sizes)))

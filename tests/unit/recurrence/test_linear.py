@@ -23,7 +23,7 @@ STRUCTURES = ("diagonal", "complex", "dense")
 MASK = np.array([[True, True, False, True, False], [False, True, True, True, True]])
 
 
-def numbers(structure, rng, time=T):
+def random_entries(structure, rng, time=T):
     """Random parts of a structure, and the matrices A (sample, time, state, state) written out from their meaning."""
     draw = lambda *shape: 0.9 * rng.normal(size=shape)  # noqa: E731
     if structure == "complex":
@@ -62,7 +62,7 @@ def complex_diagonal(real, imaginary, b, order="forward", mask=None):
     return structured.StructuredSystem(transition, b, int(batch), int(time), order, mask)
 
 
-def constant(b):
+def constant_kernels(b):
     """Matrices (state, feature) that are those of all samples and steps, as kernels."""
     return structured.Kernels(np.ones((1, 1, 1, len(b))), [b.T])
 
@@ -70,40 +70,40 @@ def constant(b):
 MAKE = {"diagonal": structured.diagonal, "complex": complex_diagonal, "dense": DenseSystem}
 
 
-def factors(rng, states, scale):
+def random_kernels(rng, states, scale):
     """Kernels of two gates, and the matrices (sample, time, state, feature) that they stand for."""
     coefficients, kernels = rng.normal(size=(B, T, 2, states)), [rng.normal(size=(F, states)) for _ in range(2)]
-    drop = {None: None, "shared": rng.normal(size=(B, F)), "per_gate": rng.normal(size=(2, B, F))}[scale]
-    whole = np.einsum("btgs,gfs->btgsf", coefficients, np.stack(kernels))
+    multipliers = {None: None, "shared": rng.normal(size=(B, F)), "per_gate": rng.normal(size=(2, B, F))}[scale]
+    matrices = np.einsum("btgs,gfs->btgsf", coefficients, np.stack(kernels))
     if scale == "shared":
-        whole = whole * drop[:, None, None, None]
+        matrices = matrices * multipliers[:, None, None, None]
     if scale == "per_gate":
-        whole = whole * drop.transpose(1, 0, 2)[:, None, :, None]
-    return structured.Kernels(coefficients, kernels, drop), whole.sum(2)
+        matrices = matrices * multipliers.transpose(1, 0, 2)[:, None, :, None]
+    return structured.Kernels(coefficients, kernels, multipliers), matrices.sum(2)
 
 
-def make(structure, order="forward", masked=False, scale=None, engine="numpy", seed=0):
+def make_system(structure, order="forward", masked=False, scale=None, engine="numpy", seed=0):
     """A system and its matrices A (sample, time, state, state), N (sample, time, state, feature)."""
     rng = np.random.default_rng(seed)
-    parts, a = numbers(structure, rng)
-    inputs, n = factors(rng, a.shape[2], scale)
+    entries, a = random_entries(structure, rng)
+    inputs, n = random_kernels(rng, a.shape[2], scale)
     masked = masked and structure != "dense"
-    to = torch.from_numpy if engine == "torch" else np.asarray
-    real = MASK[:, :, None, None] if masked else np.ones((B, T, 1, 1), dtype=bool)
-    a, n = np.where(real, a, np.eye(a.shape[2])), np.where(real, n, 0.0)
+    convert = torch.from_numpy if engine == "torch" else np.asarray
+    valid = MASK[:, :, None, None] if masked else np.ones((B, T, 1, 1), dtype=bool)
+    a, n = np.where(valid, a, np.eye(a.shape[2])), np.where(valid, n, 0.0)
     if structure == "dense":
-        b = to(n)
+        b = convert(n)
     else:
-        drop = None if inputs.scale is None else to(inputs.scale)
-        b = structured.Kernels(to(inputs.coefficients), [to(k) for k in inputs.kernels], drop)
-    options = {"order": order} | ({"mask": to(MASK)} if masked else {})
-    return MAKE[structure](*map(to, parts), b, **options), a, n
+        multipliers = None if inputs.scale is None else convert(inputs.scale)
+        b = structured.Kernels(convert(inputs.coefficients), [convert(k) for k in inputs.kernels], multipliers)
+    options = {"order": order} | ({"mask": convert(MASK)} if masked else {})
+    return MAKE[structure](*map(convert, entries), b, **options), a, n
 
 
-def close(found, expected, bound=1e-12):
-    found, expected = np.asarray(found), np.asarray(expected)
-    assert found.shape == expected.shape
-    assert np.abs(found - expected).max() <= bound * max(1.0, np.abs(expected).max())
+def assert_close(actual, expected, bound=1e-12):
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.shape == expected.shape
+    assert np.abs(actual - expected).max() <= bound * max(1.0, np.abs(expected).max())
 
 
 def unrolled(a, n, order):
@@ -112,15 +112,15 @@ def unrolled(a, n, order):
     by_input, by_initial = np.zeros((B, T, size, T, F)), np.zeros((B, T, size, size))
     steps = list(range(T)) if order == "forward" else list(range(T))[::-1]
     for i, t in enumerate(steps):
-        through = np.broadcast_to(np.eye(size), (B, size, size))
+        transition = np.broadcast_to(np.eye(size), (B, size, size))
         for k in reversed(steps[: i + 1]):
-            by_input[:, t, :, k] = through @ n[:, k]
-            through = through @ a[:, k]
-        by_initial[:, t] = through
+            by_input[:, t, :, k] = transition @ n[:, k]
+            transition = transition @ a[:, k]
+        by_initial[:, t] = transition
     return by_input, by_initial
 
 
-def pulled(system, step, rows, inputs):
+def pull_rows(system, step, rows, inputs):
     rows = rows.copy()
     step.to_total_gradients(rows, rows.shape[1])
     out = np.full((B, rows.shape[1], system.rows + (F if inputs else 0)), np.nan)
@@ -128,13 +128,13 @@ def pulled(system, step, rows, inputs):
     return out
 
 
-def pushed(step, rows):
+def push_rows(step, rows):
     out = np.full(rows.shape, np.nan)
     step.push(rows, out)
     return out
 
 
-def injected(system, step, block):
+def inject_block(system, step, block):
     out = np.full((B, F if block is None else block.shape[1], system.rows), np.nan)
     step.inject(block, out)
     return out
@@ -150,16 +150,16 @@ def injected(system, step, block):
     st.integers(0, 9999),
 )
 def test_a_step_is_the_matrix_that_it_stands_for(structure, masked, scale, t, count, seed):
-    system, a, n = make(structure, masked=masked, scale=scale, seed=seed)
+    system, a, n = make_system(structure, masked=masked, scale=scale, seed=seed)
     step = system.build(t, t + 1, slice(None), inputs=True)[0]
     rng = np.random.default_rng(seed + 1)
     rows, block = rng.normal(size=(B, count, system.rows)), rng.normal(size=(B, count, F))
-    close(pulled(system, step, rows, True), np.concatenate([rows @ a[:, t], rows @ n[:, t]], axis=2))
-    close(pulled(system, step, rows, False), rows @ a[:, t])
-    close(pushed(step, rows), rows @ a[:, t].swapaxes(1, 2))
-    close(injected(system, step, block), block @ n[:, t].swapaxes(1, 2))
-    close(injected(system, step, None), n[:, t].swapaxes(1, 2))
-    close(step.input_matrix(), n[:, t])
+    assert_close(pull_rows(system, step, rows, True), np.concatenate([rows @ a[:, t], rows @ n[:, t]], axis=2))
+    assert_close(pull_rows(system, step, rows, False), rows @ a[:, t])
+    assert_close(push_rows(step, rows), rows @ a[:, t].swapaxes(1, 2))
+    assert_close(inject_block(system, step, block), block @ n[:, t].swapaxes(1, 2))
+    assert_close(inject_block(system, step, None), n[:, t].swapaxes(1, 2))
+    assert_close(step.input_matrix(), n[:, t])
 
 
 @pytest.mark.parametrize("engine", ["numpy", "torch"])
@@ -168,31 +168,31 @@ def test_a_step_is_the_matrix_that_it_stands_for(structure, masked, scale, t, co
     list(itertools.product(STRUCTURES, ("forward", "backward"), (False, True), (None, "per_gate"))),
 )
 def test_time_jacobians_both_ways_and_the_adjoint_against_unrolled_products(structure, order, masked, scale, engine):
-    system, a, n = make(structure, order, masked, scale, engine)
+    system, a, n = make_system(structure, order, masked, scale, engine)
     by_input, by_initial = unrolled(a, n, order)
     for state, size in enumerate(system.state_sizes):
         columns = linear.state_columns(system, state)
         source = PointRows(range(T), {state: system.work.eye(size)[None, None]}, order)
         sink, initial = (
-            Collector(system.work, Extent(B, T, size, width), at)
-            for width, at in ((F, {t: t for t in range(T)}), (size, {-1: 0}))
+            Collector(system.work, Extent(B, T, size, width), positions)
+            for width, positions in ((F, {t: t for t in range(T)}), (size, {-1: 0}))
         )
         reverse(system, source, Taps(input=sink, initial={state: initial}))
         chronological = np.argsort(source.sequence)
-        close(np.moveaxis(on_cpu(sink.result)[:, :, chronological], 1, 3), by_input[:, :, columns])
-        close(on_cpu(initial.result)[:, 0, chronological], by_initial[:, :, columns, columns])
+        assert_close(np.moveaxis(on_cpu(sink.result)[:, :, chronological], 1, 3), by_input[:, :, columns])
+        assert_close(on_cpu(initial.result)[:, 0, chronological], by_initial[:, :, columns, columns])
         sink = Collector(system.work, Extent(B, T, F, size), {t: t for t in range(T)}, swapped=True)
         forward(system, Entrances("input", range(T)), {state: sink}, frozenset(range(T)))
         youngest = np.arange(T)[::-1] if order == "forward" else np.arange(T)
-        found = on_cpu(sink.result)[:, :, youngest]
-        close(found.transpose(0, 1, 4, 2, 3), by_input[:, :, columns])
+        blocks = on_cpu(sink.result)[:, :, youngest]
+        assert_close(blocks.transpose(0, 1, 4, 2, 3), by_input[:, :, columns])
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_field_of_cotangents_meets_the_inner_product_with_tangents(structure, masked):
     """<lambda, G dx> computed forward equals <G^T lambda, dx> computed in reverse, and both the unrolled product."""
-    system, a, n = make(structure, masked=masked)
+    system, a, n = make_system(structure, masked=masked)
     rng = np.random.default_rng(2)
     change, last = rng.normal(size=(B, T, F)), len(system.state_sizes) - 1
     cotangents = {s: rng.normal(size=(B, 1, T, size)) for s, size in enumerate(system.state_sizes)}
@@ -204,49 +204,49 @@ def test_a_field_of_cotangents_meets_the_inner_product_with_tangents(structure, 
         sink = Collector(system.work, Extent(B, T, 1, size), {t: t for t in range(T)}, swapped=True)
         forward(system, entrances, {s: sink}, frozenset(range(T)))
         total += np.einsum("btgu,btu->b", sink.result[:, :, :, 0], cotangents[s][:, 0])
-    close(np.einsum("btf,btf->b", pulled[:, 0], change), total)
+    assert_close(np.einsum("btf,btf->b", pulled[:, 0], change), total)
     by_input = unrolled(a, n, "forward")[0]
-    everything = np.concatenate([cotangents[s][:, 0] for s in range(last + 1)], axis=2)
-    close(pulled[:, 0], np.einsum("bts,btskf->bkf", everything, by_input))
+    all_cotangents = np.concatenate([cotangents[s][:, 0] for s in range(last + 1)], axis=2)
+    assert_close(pulled[:, 0], np.einsum("bts,btskf->bkf", all_cotangents, by_input))
 
 
 @pytest.mark.parametrize("length", [1, 2, 4])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_sweep_in_blocks(structure, length):
-    system, a, n = make(structure, masked=True)
+    system, a, n = make_system(structure, masked=True)
     size = system.state_sizes[0]
     source = PointRows(range(T), {0: system.work.eye(size)[None, None]})
     sink = Collector(system.work, Extent(B, T, size, F), {t: t for t in range(T)})
     BlockedSweep(system, source, Taps(input=sink), slice(None), length).run(None)
-    close(np.moveaxis(sink.result, 1, 3), unrolled(a, n, "forward")[0][:, :, :size])
+    assert_close(np.moveaxis(sink.result, 1, 3), unrolled(a, n, "forward")[0][:, :, :size])
 
 
 def test_a_complex_diagonal_against_finite_differences_of_the_complex_recurrence():
     rng, eps = np.random.default_rng(0), 0.5  # a linear recurrence: any step is small
-    magnitude, phase, into = rng.uniform(0.6, 1.0, 4), rng.uniform(0, 3, 4), rng.normal(size=(4, F, 2))
-    turn, into = magnitude * np.exp(1j * phase), into[..., 0] + 1j * into[..., 1]
+    magnitude, phase, input_weights = rng.uniform(0.6, 1.0, 4), rng.uniform(0, 3, 4), rng.normal(size=(4, F, 2))
+    rotation, input_weights = magnitude * np.exp(1j * phase), input_weights[..., 0] + 1j * input_weights[..., 1]
 
     def run(x):
         h, states = np.zeros((B, 4), complex), []
         for t in range(T):
-            h = turn * h + x[:, t] @ into.T
+            h = rotation * h + x[:, t] @ input_weights.T
             states.append(np.concatenate([h.real, h.imag], axis=1))
         return np.stack(states, axis=1)
 
     x = rng.normal(size=(B, T, F))
-    b = constant(np.concatenate([into.real, into.imag]))
-    system = complex_diagonal(turn.real[None, None], turn.imag[None, None], b)
+    b = constant_kernels(np.concatenate([input_weights.real, input_weights.imag]))
+    system = complex_diagonal(rotation.real[None, None], rotation.imag[None, None], b)
     sink = Collector(system.work, Extent(B, T, 8, F), {t: t for t in range(T)})
     reverse(system, PointRows(range(T), {0: np.eye(8)[None, None]}), Taps(input=sink))
     for k, f in itertools.product(range(T), range(F)):
         step = np.zeros_like(x)
         step[:, k, f] = eps
-        close(sink.result[:, k, :, :, f], (run(x + step) - run(x - step)) / (2 * eps))
+        assert_close(sink.result[:, k, :, :, f], (run(x + step) - run(x - step)) / (2 * eps))
 
 
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="differ in size: A 4, B 3"):
-        structured.diagonal(np.ones((1, 2, 4)), constant(np.ones((3, 2))))
+        structured.diagonal(np.ones((1, 2, 4)), constant_kernels(np.ones((3, 2))))
 
 
 def test_a_gated_step_is_the_matrix_that_it_stands_for():
@@ -254,17 +254,17 @@ def test_a_gated_step_is_the_matrix_that_it_stands_for():
     work = Workspace(anp, np.zeros(1))
     product, keep, lift = rng.normal(size=(B, 1, 6, 3)), rng.normal(size=(B, 1, 3)), rng.normal(size=(B, 1, 3))
     # From totals [dc | dh] to what is left before the step, and from what arrives to totals.
-    back, total = np.zeros((B, 6, 6)), np.tile(np.eye(6), (B, 1, 1))
-    back[:, :, units:], back[:, :units, :units] = product[:, 0], keep[:, 0, :, None] * np.eye(3)
-    total[:, units:, :units] = lift[:, 0, :, None] * np.eye(3)
+    pull_matrix, total_matrix = np.zeros((B, 6, 6)), np.tile(np.eye(6), (B, 1, 1))
+    pull_matrix[:, :, units:], pull_matrix[:, :units, :units] = product[:, 0], keep[:, 0, :, None] * np.eye(3)
+    total_matrix[:, units:, :units] = lift[:, 0, :, None] * np.eye(3)
     step, rows = linear.ProductSteps(work, product, keep, lift)[0], rng.normal(size=(B, 4, 6))
     pushed, pulled = np.zeros((B, 4, 6)), np.zeros((B, 4, 6))
     step.push(rows, pushed)
-    close(pushed, rows @ (total @ back).swapaxes(1, 2))
-    arrived = rows.copy()
-    step.to_total_gradients(arrived, 4)
-    step.pull(arrived, pulled, inputs=False)
-    close(pulled, rows @ total @ back)
+    assert_close(pushed, rows @ (total_matrix @ pull_matrix).swapaxes(1, 2))
+    total_rows = rows.copy()
+    step.to_total_gradients(total_rows, 4)
+    step.pull(total_rows, pulled, inputs=False)
+    assert_close(pulled, rows @ total_matrix @ pull_matrix)
 
 
 PATTERNED = ("diagonal", "complex")
@@ -280,11 +280,11 @@ BLOCK_NUMBERS = {
 
 def unit_jacobian(system, state, tap, reduce=None, readout=None, pruning=None, average=False, moves=None, width=F):
     """(sample, out step, in step, ...) by a sweep of all units of a state at once."""
-    size, places = system.state_sizes[state], {t: t for t in range(T)}
+    size, positions = system.state_sizes[state], {t: t for t in range(T)}
     sink = Collector(
         system.work,
         Extent(B, T, size, width),
-        places,
+        positions,
         Reduction(REDUCTIONS.get(reduce), average=average),
         readout=readout,
     )
@@ -302,53 +302,55 @@ def unit_jacobian(system, state, tap, reduce=None, readout=None, pruning=None, a
     ("structure", "order", "masked"), list(itertools.product(PATTERNED, ("forward", "backward"), (False, True)))
 )
 def test_all_units_at_once_equal_the_unrolled_product(structure, order, masked, engine):
-    system, a, n = make(structure, order, masked, engine=engine)
+    system, a, n = make_system(structure, order, masked, engine=engine)
     by_input, _ = unrolled(a, n, order)
     blocks = np.moveaxis(by_input, 2, 3)
     assert np.abs(blocks).max() > 0.1
-    for reduce, of in BLOCK_NUMBERS.items():
-        found, _ = unit_jacobian(system, 0, "input", reduce)
-        close(found, of(blocks), 1e-8 if reduce == "spectral" else 1e-12)
+    for reduce, reduction in BLOCK_NUMBERS.items():
+        jacobian, _ = unit_jacobian(system, 0, "input", reduce)
+        assert_close(jacobian, reduction(blocks), 1e-8 if reduce == "spectral" else 1e-12)
 
 
 @pytest.mark.parametrize("structure", PATTERNED)
 def test_all_units_at_once_by_states_and_by_the_initial_state(structure):
-    system, a, _ = make(structure, masked=True)
+    system, a, _ = make_system(structure, masked=True)
     states = [s for s in range(len(system.state_sizes)) if system.pattern(s) is not None]
     by_state = np.zeros((B, T, T, *a.shape[2:]))
     for t, k in itertools.combinations_with_replacement(range(T), 2):
         by_state[:, k, t] = np.eye(a.shape[2])
         for j in range(k, t, -1):
             by_state[:, k, t] = by_state[:, k, t] @ a[:, j]
-    for of, by, reduce in itertools.product(states, states, (None, "norm", "sum", "abs_mean")):
-        rows, columns = linear.state_columns(system, of), linear.state_columns(system, by)
-        found, _ = unit_jacobian(system, of, by, reduce, width=system.state_sizes[by])
-        close(found, BLOCK_NUMBERS[reduce](by_state[:, :, :, rows, columns]))
+    for out_state, in_state, reduce in itertools.product(states, states, (None, "norm", "sum", "abs_mean")):
+        rows, columns = linear.state_columns(system, out_state), linear.state_columns(system, in_state)
+        jacobian, _ = unit_jacobian(system, out_state, in_state, reduce, width=system.state_sizes[in_state])
+        assert_close(jacobian, BLOCK_NUMBERS[reduce](by_state[:, :, :, rows, columns]))
         sink = Collector(system.work, Extent(B, T, rows.stop - rows.start, columns.stop - columns.start), {-1: 0})
-        reverse(system, Units(range(T), of, rows.stop - rows.start), Taps(initial={by: sink}))
-        close(sink.result[:, 0], np.stack([(by_state[:, t, 0] @ a[:, 0])[:, rows, columns] for t in range(T)], 1))
+        reverse(system, Units(range(T), out_state, rows.stop - rows.start), Taps(initial={in_state: sink}))
+        assert_close(
+            sink.result[:, 0], np.stack([(by_state[:, t, 0] @ a[:, 0])[:, rows, columns] for t in range(T)], 1)
+        )
 
 
 @pytest.mark.parametrize("reduce", [None, "norm", "sum", "spectral"])
 @pytest.mark.parametrize("structure", PATTERNED)
 def test_all_units_at_once_seen_through_a_layer_below_averaged_and_where_they_move(structure, reduce):
-    system, a, n = make(structure)
-    by_input, below = unrolled(a, n, "forward")[0], np.random.default_rng(5).normal(size=(B, T, F, 4))
+    system, a, n = make_system(structure)
+    by_input, below_jacobian = unrolled(a, n, "forward")[0], np.random.default_rng(5).normal(size=(B, T, F, 4))
     columns = linear.state_columns(system, 0)
-    blocks = np.moveaxis(by_input[:, :, columns], 2, 3) @ below[:, None] * MASK[:, :, None, None, None]
-    readout = lambda t, values: values @ below[:, t]  # noqa: E731
+    blocks = np.moveaxis(by_input[:, :, columns], 2, 3) @ below_jacobian[:, None] * MASK[:, :, None, None, None]
+    readout = lambda t, values: values @ below_jacobian[:, t]  # noqa: E731
     bound = 1e-8 if reduce == "spectral" else 1e-12
-    found, _ = unit_jacobian(system, 0, "input", reduce, readout, moves=MASK, width=4)
-    close(found, BLOCK_NUMBERS[reduce](blocks), bound)
-    found, _ = unit_jacobian(system, 0, "input", reduce, readout, moves=MASK, width=4, average=True)
-    close(found, BLOCK_NUMBERS[reduce](blocks).sum(0), bound)
+    jacobian, _ = unit_jacobian(system, 0, "input", reduce, readout, moves=MASK, width=4)
+    assert_close(jacobian, BLOCK_NUMBERS[reduce](blocks), bound)
+    jacobian, _ = unit_jacobian(system, 0, "input", reduce, readout, moves=MASK, width=4, average=True)
+    assert_close(jacobian, BLOCK_NUMBERS[reduce](blocks).sum(0), bound)
 
 
 def test_units_reach_a_field_as_rows():
-    system, a, n = make("complex")
+    system, a, n = make_system("complex")
     field, size = np.zeros((B, T * 6, T, F)), 6
     reverse(system, Units(range(T), 0, size), Taps(input=FieldCollector(field)))
-    close(field.reshape(B, T, size, T, F), unrolled(a, n, "forward")[0])
+    assert_close(field.reshape(B, T, size, T, F), unrolled(a, n, "forward")[0])
 
 
 def test_norms_of_complex_states_do_not_cancel():
@@ -362,10 +364,10 @@ def test_norms_of_complex_states_do_not_cancel():
 @pytest.mark.parametrize("structure", PATTERNED)
 def test_what_pruning_took_away_is_estimated_without_bias(structure):
     rng = np.random.default_rng(3)
-    parts, a = numbers(structure, rng, 40)
-    parts = [0.3 * part for part in parts]
+    entries, a = random_entries(structure, rng, 40)
+    entries = [0.3 * entry for entry in entries]
     inputs = structured.Kernels(rng.normal(size=(B, 1, 1, a.shape[2])), [rng.normal(size=(F, a.shape[2]))])
-    system = MAKE[structure](*parts, inputs)
+    system = MAKE[structure](*entries, inputs)
     size, exact = system.state_sizes[0], None
     errors, estimates = [], []
     for seed in [None, *range(30)]:
@@ -385,13 +387,13 @@ def test_what_pruning_took_away_is_estimated_without_bias(structure):
 @pytest.mark.parametrize("order", ["forward", "backward"])
 @pytest.mark.parametrize("structure", PATTERNED)
 def test_moduli_are_those_of_the_eigenvalues(structure, order):
-    system, a, _ = make(structure, order, masked=True)
+    system, a, _ = make_system(structure, order, masked=True)
     expected = np.sort(np.abs(np.linalg.eigvals(a)))
-    close(np.sort(np.asarray(system.moduli())), expected)
+    assert_close(np.sort(np.asarray(system.moduli())), expected)
 
 
 def test_steps_without_common_eigenvectors_have_no_moduli():
-    assert make("dense")[0].moduli() is None
+    assert make_system("dense")[0].moduli() is None
 
 
 @dataclass
@@ -419,14 +421,16 @@ class DiagonalRun:
 @pytest.mark.parametrize("structure", ["diagonal", "complex"])
 def test_lyapunov_exponents_of_diagonal_steps_are_means_of_logarithms(structure, order):
     time = 12
-    parts, a = numbers(structure, np.random.default_rng(0), time)
-    system = MAKE[structure](*parts, constant(np.ones((a.shape[2], F))), order=order)
+    entries, a = random_entries(structure, np.random.default_rng(0), time)
+    system = MAKE[structure](*entries, constant_kernels(np.ones((a.shape[2], F))), order=order)
     run = DiagonalRun(system, np.zeros((B, time, F)), (np.zeros((B, time, a.shape[2])),), order)
-    found = lyapunov_spectrum(run, count=2, burn_in=0.25)
-    kept = a[:, 3:] if order == "forward" else a[:, :-3]
+    spectrum = lyapunov_spectrum(run, count=2, burn_in=0.25)
+    counted_steps = a[:, 3:] if order == "forward" else a[:, :-3]
     if structure == "complex":
-        real, imaginary = (np.diagonal(kept[:, :, rows, :3], axis1=2, axis2=3) for rows in (slice(3), slice(3, 6)))
+        real, imaginary = (
+            np.diagonal(counted_steps[:, :, rows, :3], axis1=2, axis2=3) for rows in (slice(3), slice(3, 6))
+        )
         logs = np.tile(np.log(np.hypot(real, imaginary)), 2)
     else:
-        logs = np.log(np.abs(np.diagonal(kept, axis1=2, axis2=3)))
-    close(found.exponents, np.sort(logs.mean(1))[:, ::-1][:, :2].mean(0))
+        logs = np.log(np.abs(np.diagonal(counted_steps, axis1=2, axis2=3)))
+    assert_close(spectrum.exponents, np.sort(logs.mean(1))[:, ::-1][:, :2].mean(0))

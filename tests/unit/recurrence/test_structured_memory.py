@@ -15,27 +15,29 @@ from rnnlens.recurrence.sweep_rows import FieldRows, PointRows, Units
 T, F = 1000, 3
 
 
-def system_of(states, structure="diagonal"):
+def make_system(states, structure="diagonal"):
     rng = np.random.default_rng(0)
-    into = structured.Kernels(
+    kernels = structured.Kernels(
         rng.random((1, T, 2, states), dtype="float32"), rng.random((2, F, states), dtype="float32")
     )
     a = rng.uniform(0.9, 1.0, size=(1, T, states)).astype("float32")
     if structure == "complex":
         real, imaginary = 0.8 * a[..., : states // 2], 0.6 * a[..., states // 2 :]
-        return structured.StructuredSystem(structured.ComplexDiagonal(Workspace(anp, a), real, imaginary), into, 1, T)
-    return structured.diagonal(a, into)
+        return structured.StructuredSystem(
+            structured.ComplexDiagonal(Workspace(anp, a), real, imaginary), kernels, 1, T
+        )
+    return structured.diagonal(a, kernels)
 
 
 def adjoint(system):
     """Of a loss at every step: by the input, by every state, by the initial state."""
-    wanted = np.ones((1, 1, T, system.state_sizes[0]), dtype="float32")
+    cotangents = np.ones((1, 1, T, system.state_sizes[0]), dtype="float32")
     taps = Taps(
         FieldCollector(np.zeros((1, 1, T, F), dtype="float32")),
-        {0: FieldCollector(np.zeros_like(wanted))},
-        {0: FieldCollector(np.zeros_like(wanted[:, :, :1]))},
+        {0: FieldCollector(np.zeros_like(cotangents))},
+        {0: FieldCollector(np.zeros_like(cotangents[:, :, :1]))},
     )
-    reverse(system, FieldRows({0: wanted}), taps)
+    reverse(system, FieldRows({0: cotangents}), taps)
 
 
 def norms(system, outs=range(0, T, 25)):
@@ -48,7 +50,7 @@ def norms(system, outs=range(0, T, 25)):
     return sink.result
 
 
-def projected(system, outs=range(0, T, 25)):
+def projected_jacobian(system, outs=range(0, T, 25)):
     """Jacobian of the mean over the units, by every step."""
     size = system.state_sizes[0]
     sink = Collector(system.work, Extent(1, len(outs), 1, F), {t: t for t in range(T)})
@@ -56,17 +58,17 @@ def projected(system, outs=range(0, T, 25)):
     return sink.result
 
 
-def pushed(system, ins=range(0, T, 25)):
+def push_norms(system, ins=range(0, T, 25)):
     """The same Jacobian the other way round: by some steps, of the norms of all."""
     size = system.state_sizes[0]
-    places = {t: t for t in range(T)}
-    sink = Collector(system.work, Extent(1, len(ins), F, size), places, Reduction(REDUCTIONS["norm"]), swapped=True)
+    positions = {t: t for t in range(T)}
+    sink = Collector(system.work, Extent(1, len(ins), F, size), positions, Reduction(REDUCTIONS["norm"]), swapped=True)
     forward(system, Entrances("input", ins), {0: sink}, frozenset(range(T)))
 
 
-def peak(job, states, structure):
+def peak_memory(job, states, structure):
     """Largest number of bytes that were allocated at a time, beyond the system itself."""
-    system = system_of(states, structure)
+    system = make_system(states, structure)
     tracemalloc.start()
     try:
         job(system)
@@ -76,9 +78,9 @@ def peak(job, states, structure):
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "complex"])
-@pytest.mark.parametrize("job", [adjoint, norms, projected, pushed])
+@pytest.mark.parametrize("job", [adjoint, norms, projected_jacobian, push_norms])
 def test_memory_is_linear_in_the_states(job, structure):
-    large, small = peak(job, 4096, structure), peak(job, 1024, structure)
+    large, small = peak_memory(job, 4096, structure), peak_memory(job, 1024, structure)
     assert large < 4.4 * small
     # A single dense step of this size, and the states of all steps twice over.
     assert large < 4096 * 4096 * 4
@@ -87,7 +89,7 @@ def test_memory_is_linear_in_the_states(job, structure):
 
 @pytest.mark.full
 def test_norms_of_all_pairs_of_steps_in_memory_linear_in_the_states():
-    assert peak(lambda system: norms(system, range(T)), 4096, "diagonal") < 5 * T * 4096 * 4
+    assert peak_memory(lambda system: norms(system, range(T)), 4096, "diagonal") < 5 * T * 4096 * 4
 
 
 def test_norms_of_a_long_diagonal_recurrence_in_closed_form():
@@ -95,7 +97,7 @@ def test_norms_of_a_long_diagonal_recurrence_in_closed_form():
     rng = np.random.default_rng(1)
     a, kernel = rng.uniform(0.99, 1.0, 50), rng.normal(size=(F, 50))
     system = structured.diagonal(np.broadcast_to(a, (1, T, 50)), structured.Kernels(np.ones((1, 1, 1, 50)), [kernel]))
-    found = norms(system, [T - 1])[0, :, 0]
+    actual = norms(system, [T - 1])[0, :, 0]
     lag = np.arange(T)[::-1, None]
     expected = np.sqrt((a ** (2 * lag) * (kernel**2).sum(0)).sum(1))
-    assert np.abs(found / expected - 1).max() < 1e-11
+    assert np.abs(actual / expected - 1).max() < 1e-11

@@ -24,11 +24,11 @@ def test_says_what_rests_on_what_and_what_is_open():
 
 def test_travels_with_a_result(trace, tmp_path):
     certificate = Certificate.of("torch", [PASSED, FAILED], certified=("loss",))
-    given = Trace(trace.tree, checks=trace.checks, certificate=certificate)
-    given.save(tmp_path / "run.nc")
-    back = rl.open(tmp_path / "run.nc")
-    assert back.certificate == certificate
-    assert back.checks[-2:] == [PASSED, FAILED]
-    for text in (repr(back), back._repr_html_()):
+    result = Trace(trace.tree, checks=trace.checks, certificate=certificate)
+    result.save(tmp_path / "run.nc")
+    loaded = rl.open(tmp_path / "run.nc")
+    assert loaded.certificate == certificate
+    assert loaded.checks[-2:] == [PASSED, FAILED]
+    for text in (repr(loaded), loaded._repr_html_()):
         assert certificate.sentence in text
         assert "lstm: weight gradients differ" in text

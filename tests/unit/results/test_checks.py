@@ -39,10 +39,10 @@ def test_residual_is_relative_to_the_largest_value_expected(library):
 
 
 def test_numbers_that_overflowed_agree_whatever_became_of_them():
-    for other in (np.inf, -np.inf, np.nan):
-        assert residual(np.array([np.inf, 1.0]), np.array([other, 1.0])) == 0.0
-        assert residual(np.array([np.inf, 1.5]), np.array([other, 1.0])) == 0.5
-        assert residual(np.array([2.0, 1.0]), np.array([other, 1.0])) == math.inf
+    for value in (np.inf, -np.inf, np.nan):
+        assert residual(np.array([np.inf, 1.0]), np.array([value, 1.0])) == 0.0
+        assert residual(np.array([np.inf, 1.5]), np.array([value, 1.0])) == 0.5
+        assert residual(np.array([2.0, 1.0]), np.array([value, 1.0])) == math.inf
 
 
 def test_a_lost_step_fails_and_rounding_passes():
@@ -57,12 +57,12 @@ def test_a_lost_step_fails_and_rounding_passes():
 
 def test_weight_sums_take_the_worst_weight_and_the_scale_of_the_layer():
     reference = {"kernel": np.array([[100.0, -3.0]]), "bias": np.array([1e-9, 0.0]), "unused": np.zeros(1)}
-    close = {"kernel": np.array([[100.0, -3.0]]), "bias": np.array([2e-9, 0.0]), "other": np.ones(1)}
-    check = weight_sum_check("lstm", close, reference, steps=4)
+    close_sums = {"kernel": np.array([[100.0, -3.0]]), "bias": np.array([2e-9, 0.0]), "other": np.ones(1)}
+    check = weight_sum_check("lstm", close_sums, reference, steps=4)
     assert check.residual == pytest.approx(1e-11)
-    wrong = {**close, "kernel": np.array([[100.0, -3.5]])}
-    assert weight_sum_check("lstm", wrong, reference, steps=4).residual == pytest.approx(0.005)
-    assert not weight_sum_check("lstm", wrong, reference, steps=4, dtype="float32").ok
+    wrong_sums = {**close_sums, "kernel": np.array([[100.0, -3.5]])}
+    assert weight_sum_check("lstm", wrong_sums, reference, steps=4).residual == pytest.approx(0.005)
+    assert not weight_sum_check("lstm", wrong_sums, reference, steps=4, dtype="float32").ok
 
 
 def test_failed_checks_warn_with_their_sentence_and_passed_ones_do_not():
@@ -85,25 +85,25 @@ def test_digits_that_underflow_are_no_fault(small, fails):
     from rnnlens.verbs.certificates.compare import Comparisons
 
     comparisons = Comparisons(500, "float32")
-    ours, theirs = np.float32([small, 0.0]), np.float32([-small, small])
-    comparisons.compare("gradient", "lstm", [(ours, theirs)])
+    traced, reference = np.float32([small, 0.0]), np.float32([-small, small])
+    comparisons.compare("gradient", "lstm", [(traced, reference)])
     assert comparisons.checks[0].ok is not fails
-    assert weight_sum_check("lstm", {"kernel": ours}, {"kernel": theirs}, steps=500).ok is not fails
+    assert weight_sum_check("lstm", {"kernel": traced}, {"kernel": reference}, steps=500).ok is not fails
 
 
-@pytest.mark.parametrize(("ours", "said"), [(0.0, "left out"), (1e-9, "left out"), (1.0, "failed")])
-def test_what_drowns_in_rounding_is_not_said_to_be_certified(ours, said):
+@pytest.mark.parametrize(("traced", "outcome"), [(0.0, "left out"), (1e-9, "left out"), (1.0, "failed")])
+def test_what_drowns_in_rounding_is_not_said_to_be_certified(traced, outcome):
     from rnnlens.verbs.certificates.compare import Comparisons
 
     comparisons = Comparisons(100, "float32")
     comparisons.compare("reference loss", "", [(2.0, 2.0)])
     comparisons.compare(
-        "reference initial state gradient", "lstm", [(np.float32([ours]), np.float32([1e-9]))], scale=1.0
+        "reference initial state gradient", "lstm", [(np.float32([traced]), np.float32([1e-9]))], scale=1.0
     )
     certificate = comparisons.certificate("torch", certified=("loss",))
-    assert certificate.state == ("failed" if said == "failed" else "passed")
+    assert certificate.state == ("failed" if outcome == "failed" else "passed")
     left_out = ("lstm initial state gradient (no larger than what rounding explains)",)
-    assert certificate.uncertified == (left_out if said == "left out" else ())
+    assert certificate.uncertified == (left_out if outcome == "left out" else ())
 
 
 def test_what_stands_out_of_rounding_is_compared():

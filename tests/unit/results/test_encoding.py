@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 
 from rnnlens.results.encoding import from_path, to_paths
 
-part = st.text(st.characters(exclude_characters="/", exclude_categories=["Cs"]), max_size=6)
-name = st.lists(part, min_size=1, max_size=3).map("/".join)
+segment = st.text(st.characters(exclude_characters="/", exclude_categories=["Cs"]), max_size=6)
+name = st.lists(segment, min_size=1, max_size=3).map("/".join)
 
 
 @given(st.lists(name, unique=True, max_size=5))

@@ -26,27 +26,27 @@ def assert_same(left, right):
     assert repr(left) == repr(right)
     assert left._meta() == right._meta() or math.isnan(left.loss)
     for name in left:
-        one, other = left.dataset(name), right.dataset(name)
-        xr.testing.assert_identical(one, other)
-        assert list(one.data_vars) == list(other.data_vars)
-        for variable in one.variables:
-            assert one[variable].dtype == other[variable].dtype, variable
-            assert one[variable].values.tobytes() == other[variable].values.tobytes(), variable
-            for key, value in one[variable].attrs.items():
-                assert type(value) is type(other[variable].attrs[key])
+        left_data, right_data = left.dataset(name), right.dataset(name)
+        xr.testing.assert_identical(left_data, right_data)
+        assert list(left_data.data_vars) == list(right_data.data_vars)
+        for variable in left_data.variables:
+            assert left_data[variable].dtype == right_data[variable].dtype, variable
+            assert left_data[variable].values.tobytes() == right_data[variable].values.tobytes(), variable
+            for key, value in left_data[variable].attrs.items():
+                assert type(value) is type(right_data[variable].attrs[key])
 
 
 @each_format
 def test_what_comes_back_is_what_went_in(trace, tmp_path, suffix):
     trace.save(tmp_path / f"run{suffix}")
-    back = opening.open(tmp_path / f"run{suffix}")
-    assert_same(trace, back)
-    assert math.isnan(back.loss)
-    assert back.checks[0] == trace.checks[0]
-    assert math.isnan(back.checks[1].residual)
-    assert back.notes == trace.notes
-    assert back.provenance == trace.provenance
-    assert back.quantities == trace.quantities
+    loaded = opening.open(tmp_path / f"run{suffix}")
+    assert_same(trace, loaded)
+    assert math.isnan(loaded.loss)
+    assert loaded.checks[0] == trace.checks[0]
+    assert math.isnan(loaded.checks[1].residual)
+    assert loaded.notes == trace.notes
+    assert loaded.provenance == trace.provenance
+    assert loaded.quantities == trace.quantities
 
 
 @each_format
@@ -54,10 +54,10 @@ def test_names_of_every_kind_survive(tmp_path, suffix):
     names = ("lstm", "lstm#3", "encoder.rnn[1]", "a/b/c", "@", "..", "50%", "späße", "two words")
     path = str(tmp_path / f"run{suffix}")
     Trace({**{name: lstm_dataset(name) for name in names}, "z": gru_dataset("z")}).save(path)
-    back = opening.open(path)
-    assert back.layers == (*names, "z")
+    loaded = opening.open(path)
+    assert loaded.layers == (*names, "z")
     for name in names:
-        assert back[name].hidden.attrs["layer"] == name
+        assert loaded[name].hidden.attrs["layer"] == name
 
 
 @each_format
@@ -115,11 +115,11 @@ def test_coordinates_of_every_dtype_survive(tmp_path, suffix, labels):
     )
     Gradients({"lstm": xr.Dataset({"hidden": array.assign_attrs(tensor="lstm.hidden")})}).save(tmp_path / f"g{suffix}")
     saving.save(saving.tree_of(array.rename("jacobian")), tmp_path / f"a{suffix}")
-    for back in (opening.open(tmp_path / f"g{suffix}")["lstm"].hidden, opening.open(tmp_path / f"a{suffix}")):
+    for loaded in (opening.open(tmp_path / f"g{suffix}")["lstm"].hidden, opening.open(tmp_path / f"a{suffix}")):
         for name in ("time", "when"):
-            assert back[name].dtype == array[name].dtype
-            np.testing.assert_array_equal(back[name].values, array[name].values)
-            assert back[name].attrs == {}
+            assert loaded[name].dtype == array[name].dtype
+            np.testing.assert_array_equal(loaded[name].values, array[name].values)
+            assert loaded[name].attrs == {}
 
 
 @each_format
@@ -139,9 +139,11 @@ def test_attributes_of_every_kind_survive(trace, tmp_path, suffix):
     }
     jacobian = xr.DataArray(np.zeros((2, 3)), dims=("sample", "lag"), attrs=attrs, name="jacobian")
     saving.save(saving.tree_of(jacobian), tmp_path / f"j{suffix}")
-    back = opening.open(tmp_path / f"j{suffix}")
-    assert back.attrs == attrs
-    assert {key: type(value) for key, value in back.attrs.items()} == {key: type(value) for key, value in attrs.items()}
+    loaded = opening.open(tmp_path / f"j{suffix}")
+    assert loaded.attrs == attrs
+    assert {key: type(value) for key, value in loaded.attrs.items()} == {
+        key: type(value) for key, value in attrs.items()
+    }
     assert jacobian.attrs == attrs
 
 
@@ -191,7 +193,7 @@ def test_a_zarr_folder_comes_back_if_the_new_one_cannot_move_in(trace, tmp_path,
             raise OSError("busy")
         rename(source, target)
 
-    monkeypatch.setattr(disk, "_swap_names", lambda one, other: False)
+    monkeypatch.setattr(disk, "_swap_names", lambda first, second: False)
     monkeypatch.setattr(os, "rename", second_fails)
     with pytest.raises(FileError, match="busy"):
         trace.save(path)
@@ -204,10 +206,10 @@ def test_a_zarr_folder_comes_back_if_the_new_one_cannot_move_in(trace, tmp_path,
 def test_no_file_stays_open(trace, tmp_path, suffix):
     path = tmp_path / f"run{suffix}"
     trace.save(path)
-    back = opening.open(path)
-    held = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _exists(fd)]
-    assert not [name for name in held if name.startswith(str(path))]
-    assert isinstance(back["gru"].hidden.variable._data, np.ndarray)
+    loaded = opening.open(path)
+    open_files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _exists(fd)]
+    assert not [name for name in open_files if name.startswith(str(path))]
+    assert isinstance(loaded["gru"].hidden.variable._data, np.ndarray)
 
 
 def _exists(fd):
@@ -216,9 +218,9 @@ def _exists(fd):
 
 def test_zarr_can_be_read_lazily_and_netcdf_cannot(trace, tmp_path):
     trace.save(tmp_path / "run.zarr")
-    back = opening.open(tmp_path / "run.zarr", lazy=True)
-    assert not isinstance(back["gru"].hidden.variable._data, np.ndarray)
-    assert_same(trace, back)
+    loaded = opening.open(tmp_path / "run.zarr", lazy=True)
+    assert not isinstance(loaded["gru"].hidden.variable._data, np.ndarray)
+    assert_same(trace, loaded)
     trace.save(tmp_path / "run.nc")
     with pytest.raises(InputError) as caught:
         opening.open(tmp_path / "run.nc", lazy=True)
@@ -227,7 +229,7 @@ def test_zarr_can_be_read_lazily_and_netcdf_cannot(trace, tmp_path):
     )
 
 
-def refused(path):
+def error_message(path):
     with pytest.raises(FileError) as caught:
         opening.open(path)
     return str(caught.value)
@@ -243,7 +245,7 @@ def test_a_file_of_a_newer_schema_is_refused(trace, tmp_path):
     stored = json.loads(attributes.read_text())
     attributes.write_text(json.dumps({**stored, "rnnlens_schema": SCHEMA_VERSION + 1, "rnnlens_version": "9.9"}))
     for suffix in SUFFIXES:
-        assert refused(tmp_path / f"run{suffix}") == (
+        assert error_message(tmp_path / f"run{suffix}") == (
             "This file was written by a newer rnnlens.\n"
             f"  got:      {tmp_path}/run{suffix}: schema {SCHEMA_VERSION + 1}, written by rnnlens 9.9\n"
             f"  expected: schema {SCHEMA_VERSION} or older\n"
@@ -253,14 +255,14 @@ def test_a_file_of_a_newer_schema_is_refused(trace, tmp_path):
 
 def test_an_array_of_a_newer_schema_is_refused(trace, tmp_path):
     trace["gru"].hidden.assign_attrs(schema=SCHEMA_VERSION + 1).to_netcdf(tmp_path / "hidden.nc")
-    assert refused(tmp_path / "hidden.nc").startswith("This file was written by a newer rnnlens.")
+    assert error_message(tmp_path / "hidden.nc").startswith("This file was written by a newer rnnlens.")
 
 
 def test_what_is_not_there_or_has_no_known_ending(tmp_path):
-    assert refused(tmp_path / "run.nc") == (
+    assert error_message(tmp_path / "run.nc") == (
         f"There is no such file.\n  got:      {tmp_path}/run.nc\n  expected: a result saved by rnnlens"
     )
-    assert refused(tmp_path / "run.pkl") == (
+    assert error_message(tmp_path / "run.pkl") == (
         f"The suffix of the path must name the format.\n  got:      {tmp_path}/run.pkl\n  expected: a path in .nc or "
         ".zarr"
     )
@@ -273,7 +275,7 @@ def test_damaged_files_give_one_clear_error(trace, tmp_path):
     trace.save(tmp_path / "run.nc")
     (tmp_path / "cut.nc").write_bytes((tmp_path / "run.nc").read_bytes()[:4000])
     for name in ("text.nc", "empty.nc", "empty.zarr", "cut.nc"):
-        text = refused(tmp_path / name).splitlines()
+        text = error_message(tmp_path / name).splitlines()
         assert text[0] == "This file cannot be read."
         assert text[1].startswith(f"  got:      {tmp_path}/{name}: ")
         assert text[2] == "  expected: a result saved by rnnlens, as netCDF (.nc) or Zarr (.zarr)"
@@ -288,13 +290,13 @@ def test_damaged_metadata_gives_one_clear_error(trace, tmp_path, meta):
             del file.attrs["rnnlens_meta"]
         else:
             file.attrs["rnnlens_meta"] = meta
-    assert refused(tmp_path / "run.nc").startswith(f"This file is damaged.\n  got:      {tmp_path}/run.nc: ")
+    assert error_message(tmp_path / "run.nc").startswith(f"This file is damaged.\n  got:      {tmp_path}/run.nc: ")
 
 
 def test_files_of_others_are_refused(tmp_path):
     xr.Dataset({"a": ("x", [1.0])}).to_netcdf(tmp_path / "other.nc")
     path = tmp_path / "other.nc"
-    assert refused(path) == (
+    assert error_message(path) == (
         f"This file was not written by rnnlens.\n  got:      {path}\n  try:      xarray.open_datatree({str(path)!r})"
     )
 
@@ -303,7 +305,7 @@ def test_an_unknown_kind_is_refused(trace, tmp_path):
     trace.save(tmp_path / "run.nc")
     with h5py.File(tmp_path / "run.nc", "a") as file:
         file.attrs["rnnlens_kind"] = "horoscope"
-    assert refused(tmp_path / "run.nc") == (
+    assert error_message(tmp_path / "run.nc") == (
         f"This version of rnnlens has no such kind of result.\n  got:      'horoscope' in {tmp_path}/run.nc\n"
         "  try:      upgrade rnnlens"
     )
@@ -327,7 +329,7 @@ def test_a_failed_save_leaves_no_view_of_the_image(trace, tmp_path, monkeypatch)
     image = io.BytesIO(b"x" * 100)
     monkeypatch.setattr(xr.DataTree, "to_netcdf", lambda *_, **__: image.getbuffer())
     monkeypatch.setattr(saving, "write_file", lambda target, parts: list(parts) and 1 / 0)
-    with pytest.raises(ZeroDivisionError) as kept:
+    with pytest.raises(ZeroDivisionError) as caught:
         trace.save(tmp_path / "a.nc")
     image.truncate(0)  # raises BufferError while there is a view
-    assert kept.value.__traceback__
+    assert caught.value.__traceback__

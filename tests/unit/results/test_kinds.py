@@ -24,17 +24,17 @@ def weights():
 
 
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
-@pytest.mark.parametrize("make", [gradients, weights])
-def test_they_come_back(make, tmp_path, suffix):
-    result = make()
+@pytest.mark.parametrize("make_result", [gradients, weights])
+def test_they_come_back(make_result, tmp_path, suffix):
+    result = make_result()
     result.save(tmp_path / f"run{suffix}")
-    back = opening.open(tmp_path / f"run{suffix}")
-    assert type(back) is type(result)
-    assert repr(back) == repr(result)
-    assert back._meta() == result._meta()
+    loaded = opening.open(tmp_path / f"run{suffix}")
+    assert type(loaded) is type(result)
+    assert repr(loaded) == repr(result)
+    assert loaded._meta() == result._meta()
     code = f"import rnnlens as rl; print(type(rl.open({str(tmp_path / f'run{suffix}')!r})).__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == type(result).__name__
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == type(result).__name__
 
 
 def test_a_new_kind_needs_a_constructor_and_its_metadata_only(tmp_path):
@@ -47,11 +47,11 @@ def test_a_new_kind_needs_a_constructor_and_its_metadata_only(tmp_path):
             return {**super()._meta(), "exponents": self.exponents}
 
     Spectrum({"b": lstm_dataset("b"), "a": lstm_dataset("a")}, exponents=[0.5, -1.0]).save(tmp_path / "run.nc")
-    back = opening.open(tmp_path / "run.nc")
-    assert isinstance(back, Spectrum)
-    assert back.exponents == [0.5, -1.0]
-    assert back.layers == ("b", "a")
-    assert back["a"].identical(back.dataset("a"))
+    loaded = opening.open(tmp_path / "run.nc")
+    assert isinstance(loaded, Spectrum)
+    assert loaded.exponents == [0.5, -1.0]
+    assert loaded.layers == ("b", "a")
+    assert loaded["a"].identical(loaded.dataset("a"))
 
 
 def test_a_kind_in_a_file_imports_nothing_of_ours_by_accident():

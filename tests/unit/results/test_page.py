@@ -25,12 +25,12 @@ def trace_of(gradient, **options):
     return Trace({"lstm": layer_dataset({"hidden_grad": gradient}, info=INFO)}, loss=0.5, **options)
 
 
-class Words(HTMLParser):
+class VisibleText(HTMLParser):
     """What a reader sees without styles."""
 
     def __init__(self, text):
         super().__init__()
-        self.said, self.tags, self._style = [], [], False
+        self.texts, self.tags, self._style = [], [], False
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
@@ -42,10 +42,10 @@ class Words(HTMLParser):
 
     def handle_data(self, data):
         if not self._style:
-            self.said.append(data)
+            self.texts.append(data)
 
     def __str__(self):
-        return " ".join(" ".join(self.said).split())
+        return " ".join(" ".join(self.texts).split())
 
 
 @pytest.fixture
@@ -63,9 +63,9 @@ def test_the_curve_is_the_median_each_sample_by_its_own_peak(gradient):
 
 
 def test_a_step_with_nan_is_nan_in_the_curve(gradient):
-    sick = np.array(gradient)
-    sick[1, 2, 0] = np.nan
-    values = dataset_curves(trace_of(sick).dataset("lstm"))[""].values
+    with_nan = np.array(gradient)
+    with_nan[1, 2, 0] = np.nan
+    values = dataset_curves(trace_of(with_nan).dataset("lstm"))[""].values
     assert np.isnan(values).tolist() == [False, False, True, False, False]
 
 
@@ -80,9 +80,9 @@ def test_a_training_is_summed_up_by_its_last_record_and_its_reach():
         {"adjoint_profile": (("step", "time"), [[1.0, 1.0, 1.0], [1.0, 10.0, 100.0]]), "reach": ("step", [3.0, 1.0])},
         coords={"step": [0, 50]},
     )
-    found = dataset_curves(records)
-    np.testing.assert_allclose(found["last record"].values, [0.01, 0.1, 1])
-    assert found["training"].blocks() == "█▃"
+    curves = dataset_curves(records)
+    np.testing.assert_allclose(curves["last record"].values, [0.01, 0.1, 1])
+    assert curves["training"].blocks() == "█▃"
 
 
 @pytest.mark.parametrize(
@@ -108,30 +108,30 @@ def test_many_steps_share_a_block_and_show_their_largest():
 
 def test_a_line_falls_where_the_curve_falls():
     line = re.search(r'<path d="([^"]+)"', svg([1.0, 0.5, 0.0], "x"))[1]
-    heights = [float(part.split()[1]) for part in re.split("[ML]", line)[1:]]
+    heights = [float(point.split()[1]) for point in re.split("[ML]", line)[1:]]
     assert heights == [1, 14, 27]
     assert 'stroke="currentColor"' in svg([1.0], "x")
 
 
 def test_at_a_glance_and_opened(gradient):
-    words = Words(trace_of(gradient)._repr_html_())
-    assert str(words).startswith("Trace: 1 layer, 3 samples, 5 time steps, loss 0.5 lstm LSTM, 4 units")
-    assert "|dL/dh_t|, peak 1e+06" in str(words)
-    assert [tag for tag, _ in words.tags].count("details") >= 2
+    page_text = VisibleText(trace_of(gradient)._repr_html_())
+    assert str(page_text).startswith("Trace: 1 layer, 3 samples, 5 time steps, loss 0.5 lstm LSTM, 4 units")
+    assert "|dL/dh_t|, peak 1e+06" in str(page_text)
+    assert [tag for tag, _ in page_text.tags].count("details") >= 2
     assert "details open" not in trace_of(gradient)._repr_html_().partition("xr-")[0]
 
 
 def test_nothing_is_loaded_and_nothing_runs(gradient):
     page = trace_of(gradient)._repr_html_()
-    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in Words(page).tags}
+    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in VisibleText(page).tags}
     assert "http" not in re.sub(r"xmlns(:\w+)?=\"[^\"]*\"", "", page)
 
 
 def test_a_failed_check_is_in_sight(gradient):
     failed = Check("weight gradient sum", "lstm", 0.5, 1e-5)
     page = trace_of(gradient, checks=[failed])._repr_html_()
-    said = page.index(html.escape(failed.sentence))
-    assert page.index('class="rl-bad"') < said < page.index("checks, notes, versions")
+    position = page.index(html.escape(failed.sentence))
+    assert page.index('class="rl-bad"') < position < page.index("checks, notes, versions")
     assert 'class="rl-bad"' not in trace_of(gradient)._repr_html_()
 
 
@@ -149,9 +149,9 @@ def test_findings_come_first():
 
 
 def test_a_summary_is_json_whatever_the_numbers(gradient):
-    sick = np.array(gradient)
-    sick[0, 0] = np.nan
-    trace = Trace({"lstm": layer_dataset({"hidden_grad": sick}, info=INFO)}, loss=float("nan"))
-    told = json.loads(json.dumps(summary_of(trace), allow_nan=False))
-    assert told["loss"] is None
-    assert told["layers"][0]["profiles"]["all"]["values"][0] is None
+    with_nan = np.array(gradient)
+    with_nan[0, 0] = np.nan
+    trace = Trace({"lstm": layer_dataset({"hidden_grad": with_nan}, info=INFO)}, loss=float("nan"))
+    summary = json.loads(json.dumps(summary_of(trace), allow_nan=False))
+    assert summary["loss"] is None
+    assert summary["layers"][0]["profiles"]["all"]["values"][0] is None

@@ -13,13 +13,13 @@ ATTRIBUTES = {
 }
 
 
-def array(shape, **attributes):
+def make_array(shape, **attributes):
     values = np.linspace(-1.0, 2.0, int(np.prod(shape))).reshape(shape)
     return LabelledArray(xr.DataArray(values, dims=("sample", "time"), attrs={**ATTRIBUTES, **attributes}))
 
 
 def test_a_large_array_is_summarised():
-    masked = array((40, 5)).assign_coords(mask=(("sample", "time"), np.arange(200).reshape(40, 5) % 4 > 0))
+    masked = make_array((40, 5)).assign_coords(mask=(("sample", "time"), np.arange(200).reshape(40, 5) % 4 > 0))
     assert str(masked).splitlines() == [
         "gradient of loss",
         "  dims         sample: 40, time: 5",
@@ -31,16 +31,18 @@ def test_a_large_array_is_summarised():
 
 
 def test_a_small_array_shows_its_numbers():
-    lines = str(array((2, 2)).round(3)).splitlines()
+    lines = str(make_array((2, 2)).round(3)).splitlines()
     assert lines[0] == "gradient of loss"
     assert not any("definition" in line for line in lines)
-    assert str(array((2, 2), definition="dL/dh_t")).splitlines()[1] == "  definition   dL/dh_t"
+    assert str(make_array((2, 2), definition="dL/dh_t")).splitlines()[1] == "  definition   dL/dh_t"
     assert lines[-2:] == ["[[-1.  0.]", " [ 1.  2.]]"]
 
 
-@pytest.mark.parametrize("change", [lambda one: one.chunk(), lambda one: one[:0], lambda one: one.drop_attrs()])
+@pytest.mark.parametrize(
+    "change", [lambda array: array.chunk(), lambda array: array[:0], lambda array: array.drop_attrs()]
+)
 def test_what_is_lazy_empty_or_without_origin_is_shown_as_xarray_shows_it(change):
-    assert repr(change(array((40, 5)))).startswith("<xarray.LabelledArray")
+    assert repr(change(make_array((40, 5)))).startswith("<xarray.LabelledArray")
 
 
 def test_a_variable_of_a_layer_folds_its_numbers_in_a_notebook(trace):

@@ -23,22 +23,22 @@ def shape(dims, cell="lstm"):
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_every_quantity_gets_its_dimensions_its_words_and_its_names(cell, bidirectional):
     arrays, expected = {}, {}
-    for name, known in QUANTITIES.items():
-        dims = known.dims
+    for name, entry in QUANTITIES.items():
+        dims = entry.dims
         if dims == QUANTITIES["state"].dims:  # of whole-sequence layers, which have no gates
             continue
         if bidirectional and name not in ("input", "mask"):
-            after = 2 if "time" in dims else 1
-            dims = (*dims[:after], "direction", *dims[after:])
+            axis = 2 if "time" in dims else 1
+            dims = (*dims[:axis], "direction", *dims[axis:])
         arrays[name], expected[name] = np.zeros(shape(dims, cell)), dims
     dataset = layer_dataset(arrays, info={**INFO, "cell": cell}, provenance={"a": "b"}, bidirectional=bidirectional)
     for name, variable in dataset.data_vars.items():
         assert variable.dims == expected[name]
-        known = QUANTITIES[name]
-        assert variable.attrs["long_name"] == known.long_name
-        assert variable.attrs["units"] == known.units
-        assert variable.attrs["definition"] == known.definition
-        assert variable.attrs.get("source", "") == known.source
+        entry = QUANTITIES[name]
+        assert variable.attrs["long_name"] == entry.long_name
+        assert variable.attrs["units"] == entry.units
+        assert variable.attrs["definition"] == entry.definition
+        assert variable.attrs.get("source", "") == entry.source
         assert variable.attrs["layer"] == "lstm"
         assert variable.attrs["schema"] == SCHEMA_VERSION
         assert variable.attrs["provenance"] == f"a: b; rnnlens: {__version__}"
@@ -85,12 +85,12 @@ def test_an_output_may_lack_time_or_be_of_any_rank(array_shape, bidirectional, d
         ("recurrent_bias", ("gate", "unit")),
     ],
 )
-@pytest.mark.parametrize(("gradient", "by_time", "both"), list(itertools.product([False, True], repeat=3)))
-def test_weights_by_gate_with_and_without_time_and_direction(name, dims, gradient, by_time, both):
-    expected = (*(("time",) if by_time else ()), *(("direction",) if both else ()), *dims)
-    full = f"{name}_grad" if gradient else name
-    dataset = layer_dataset({full: np.zeros(shape(expected))}, info=INFO, bidirectional=both)
-    assert dataset[full].dims == expected
+@pytest.mark.parametrize(("gradient", "by_time", "bidirectional"), list(itertools.product([False, True], repeat=3)))
+def test_weights_by_gate_with_and_without_time_and_direction(name, dims, gradient, by_time, bidirectional):
+    expected = (*(("time",) if by_time else ()), *(("direction",) if bidirectional else ()), *dims)
+    weight_name = f"{name}_grad" if gradient else name
+    dataset = layer_dataset({weight_name: np.zeros(shape(expected))}, info=INFO, bidirectional=bidirectional)
+    assert dataset[weight_name].dims == expected
 
 
 def test_states_of_unequal_size_have_unit_dimensions_of_their_own():

@@ -15,7 +15,7 @@ from rnnlens.results.trace import Trace, TracedLayer, describe_layer
 from .conftest import gru_dataset, lstm_dataset
 
 
-def text(error):
+def message_of(error):
     return str(error.value)
 
 
@@ -48,7 +48,7 @@ def test_data_is_not_copied():
 def test_a_layer_called_twice_must_be_named_with_its_call(trace):
     with pytest.raises(LayerNotFoundError) as caught:
         trace["lstm"]
-    assert text(caught) == (
+    assert message_of(caught) == (
         "Layer 'lstm' was called more than once.\n  got:      'lstm'\n  expected: one of: 'lstm#0', 'lstm#1'"
     )
 
@@ -62,7 +62,7 @@ def test_a_short_name_of_two_nested_layers_is_refused():
     trace = Trace({name: gru_dataset(name) for name in ("a/gru", "b/gru")})
     with pytest.raises(LayerNotFoundError) as caught:
         trace["gru"]
-    assert text(caught) == (
+    assert message_of(caught) == (
         "Layer 'gru' exists more than once.\n  got:      'gru'\n  expected: one of: 'a/gru', 'b/gru'"
     )
 
@@ -71,7 +71,7 @@ def test_a_name_is_never_a_prefix():
     trace = Trace({"lstm_10": lstm_dataset("lstm_10")})
     with pytest.raises(LayerNotFoundError) as caught:
         trace["lstm_1"]
-    assert text(caught) == (
+    assert message_of(caught) == (
         "No layer named 'lstm_1' in this trace.\n  try:      did you mean 'lstm_10'? Known: 'lstm_10'"
     )
 
@@ -89,31 +89,31 @@ def test_a_layer_may_hold_layers_of_other_sizes():
     assert "cell" not in trace["outer/gru"]
 
 
-def absence(layer, name):
+def missing_message(layer, name):
     with pytest.raises(QuantityNotFoundError) as caught:
         getattr(layer, name)
-    return text(caught)
+    return message_of(caught)
 
 
 def test_what_is_missing_says_why():
     without_loss = Trace({"lstm": lstm_dataset().drop_vars("hidden_grad"), "gru": gru_dataset()})
-    assert absence(without_loss["lstm"], "hidden_grad") == (
+    assert missing_message(without_loss["lstm"], "hidden_grad") == (
         "'hidden_grad' was not computed for layer 'lstm': no loss was given.\n"
         "  try:      rl.trace(model, x, y, loss=...) or a compiled model"
     )
-    assert absence(without_loss["gru"], "cell") == (
+    assert missing_message(without_loss["gru"], "cell") == (
         "'cell' was not computed for layer 'gru': gru has no cell state.\n  try:      hidden or hidden_grad"
     )
-    assert absence(without_loss["lstm"], "hiden").startswith(
+    assert missing_message(without_loss["lstm"], "hiden").startswith(
         "No quantity named 'hiden' for layer 'lstm'.\n  try:      did you mean 'hidden'? Known: 'input', 'mask'"
     )
     restricted = Trace({"lstm": lstm_dataset()[["hidden"]]}, loss=1.0, quantities=["hidden"])
-    assert absence(restricted["lstm"], "gates") == (
+    assert missing_message(restricted["lstm"], "gates") == (
         "'gates' was not computed for layer 'lstm': it is not among quantities=.\n"
         "  got:      hidden\n  try:      add 'gates'"
     )
     custom = layer_dataset({"hidden": np.zeros((1, 2, 3))}, info={"name": "rnn", "kind": "RNN", "cell": "MyCell"})
-    assert absence(Trace({"rnn": custom}, loss=1.0)["rnn"], "gates") == (
+    assert missing_message(Trace({"rnn": custom}, loss=1.0)["rnn"], "gates") == (
         "'gates' was not computed for layer 'rnn': it does not exist for MyCell.\n  expected: one of: hidden"
     )
 
@@ -175,10 +175,10 @@ def test_a_layer_info_travels_with_the_layer(trace):
 
 
 def test_copies_and_pickles(trace):
-    for other in (copy.deepcopy(trace), pickle.loads(pickle.dumps(trace))):
-        assert repr(other) == repr(trace)
-        assert math.isnan(other.loss)
-        assert other["gru"].hidden.identical(trace["gru"].hidden)
+    for copied in (copy.deepcopy(trace), pickle.loads(pickle.dumps(trace))):
+        assert repr(copied) == repr(trace)
+        assert math.isnan(copied.loss)
+        assert copied["gru"].hidden.identical(trace["gru"].hidden)
 
 
 def test_one_unit_is_in_the_singular():

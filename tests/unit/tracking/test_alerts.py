@@ -15,7 +15,7 @@ from rnnlens.tracking.records import TrainingRecord
 from rnnlens.tracking.watch_arguments import Schedule
 
 
-def watched(name, values, alerts=None):
+def alerts_of(name, values, alerts=None):
     alerts = alerts or Alerts()
     for step, value in enumerate(values):
         alerts.examine(TrainingRecord(step, 0, "probe", {name: value}))
@@ -29,41 +29,41 @@ def noise(count, level=1.0, spread=0.3, seed=0):
 
 @pytest.mark.parametrize("level", [1e-12, 1.0, 1e9])
 def test_no_size_is_too_large_by_itself(level):
-    assert not watched("lstm/adjoint", noise(200, level)).raised_alerts
+    assert not alerts_of("lstm/adjoint", noise(200, level)).raised_alerts
 
 
 def test_a_gradient_that_is_a_hundred_times_its_past_is_said_once_with_its_step():
-    alerts = watched("lstm/adjoint", noise(40) + noise(20, 100.0, seed=1))
+    alerts = alerts_of("lstm/adjoint", noise(40) + noise(20, 100.0, seed=1))
     assert [(a.finding, a.name, a.step) for a in alerts.raised_alerts] == [("exploding", "lstm/adjoint", 40)]
     assert alerts.raised_alerts[0].usual == pytest.approx(1.0, rel=0.3)
 
 
 def test_one_record_out_of_line_is_no_finding():
-    assert not watched("lstm/adjoint", [*noise(40), 1e4, *noise(40, seed=1)]).raised_alerts
+    assert not alerts_of("lstm/adjoint", [*noise(40), 1e4, *noise(40, seed=1)]).raised_alerts
 
 
 def test_a_gradient_that_is_not_finite_is_a_finding_at_once():
-    alerts = watched("lstm/adjoint", [*noise(10), math.inf])
+    alerts = alerts_of("lstm/adjoint", [*noise(10), math.inf])
     assert [(a.finding, a.step) for a in alerts.raised_alerts] == [("exploding", 10)]
 
 
 def test_a_slow_decline_is_no_finding():
     """As the loss falls its gradient does."""
-    assert not watched("lstm/adjoint", list(np.exp(-np.arange(200) / 20))).raised_alerts
+    assert not alerts_of("lstm/adjoint", list(np.exp(-np.arange(200) / 20))).raised_alerts
 
 
 def test_a_gradient_that_explodes_after_a_decline():
     """By which its median is far from its end, and its deviation from it as large as the jump."""
     declining = list(np.exp(-np.arange(40) / 4))
-    assert not watched("lstm/adjoint", declining).raised_alerts
-    alerts = watched("lstm/adjoint", [*declining, 1.0, 0.5])
+    assert not alerts_of("lstm/adjoint", declining).raised_alerts
+    alerts = alerts_of("lstm/adjoint", [*declining, 1.0, 0.5])
     assert [(a.finding, a.step) for a in alerts.raised_alerts] == [("exploding", 40)]
     rising = [*np.exp(np.arange(40) / 4)]
-    assert not watched("lstm/adjoint", rising).raised_alerts  # however far: a drift has no step since which it is
+    assert not alerts_of("lstm/adjoint", rising).raised_alerts  # however far: a drift has no step since which it is
 
 
 def test_a_reach_that_collapses():
-    alerts = watched("lstm/reach", [30, 31, 29, 32, 30, 33, 30, 31, 30, 30, 4, 3, 3])
+    alerts = alerts_of("lstm/reach", [30, 31, 29, 32, 30, 33, 30, 31, 30, 30, 4, 3, 3])
     assert [(a.finding, a.step) for a in alerts.raised_alerts] == [("vanishing", 10)]
 
 
@@ -78,9 +78,9 @@ def test_a_memory_of_two_steps_that_is_lost():
 def test_a_growing_memory_that_is_lost():
     """Its reach falls below a third of what it was last, not of what it was in the middle of its growth."""
     alerts = Alerts()
-    grown = [round(4 * 1.09**step) for step in range(32)]
-    assert not watched("lstm/reach", [*grown, 8, 8, 8]).raised_alerts
-    for step, reach in enumerate([*grown, 8, 8, 8]):
+    growing_reach = [round(4 * 1.09**step) for step in range(32)]
+    assert not alerts_of("lstm/reach", [*growing_reach, 8, 8, 8]).raised_alerts
+    for step, reach in enumerate([*growing_reach, 8, 8, 8]):
         alerts.examine(TrainingRecord(step, 0, "probe", {"lstm/reach": reach, "lstm/decay": 0.9 if step < 32 else 0.2}))
     assert [(a.finding, a.step) for a in alerts.raised_alerts] == [("vanishing", 32)]
 
@@ -88,8 +88,8 @@ def test_a_growing_memory_that_is_lost():
 def test_what_two_numbers_show_is_said_once():
     alerts = Alerts()
     for step in range(20):
-        lost = step >= 12
-        scalars = {"reach": 3 if lost else 30, "decay": 0.1 if lost else 0.9, "adjoint": 1.0}
+        memory_lost = step >= 12
+        scalars = {"reach": 3 if memory_lost else 30, "decay": 0.1 if memory_lost else 0.9, "adjoint": 1.0}
         record = {f"{layer}/{name}": value for layer in ("a", "b") for name, value in scalars.items()}
         alerts.examine(TrainingRecord(step, 0, "probe", record))
     assert [(a.finding, a.name, a.step) for a in alerts.raised_alerts] == [
@@ -99,31 +99,31 @@ def test_what_two_numbers_show_is_said_once():
 
 
 def test_gates_that_saturate():
-    alerts = watched("lstm/forget/near_1", [0.02, 0.03, 0.02, 0.04, 0.03, 0.02, 0.03, 0.02, 0.03, 0.8, 0.82])
+    alerts = alerts_of("lstm/forget/near_1", [0.02, 0.03, 0.02, 0.04, 0.03, 0.02, 0.03, 0.02, 0.03, 0.8, 0.82])
     assert [(a.finding, a.step) for a in alerts.raised_alerts] == [("saturated", 9)]
 
 
 def test_gates_that_learn_to_hold_a_value_are_no_finding():
     """As the update gates of a GRU whose loss just fell; half of a gate that closes altogether is one."""
     learning = [0.0] * 20 + [0.02, 0.03, 0.11, 0.18, 0.21, 0.23, 0.25, 0.27, 0.3, 0.32] + [0.33] * 10
-    assert not watched("gru/update/near_1", learning).raised_alerts
+    assert not alerts_of("gru/update/near_1", learning).raised_alerts
     closing = [0.5, 0.52, 0.49, 0.5] * 4 + [0.97, 0.98, 0.99]
-    assert [(a.finding, a.step) for a in watched("gru/update/near_1", closing).raised_alerts] == [("saturated", 16)]
+    assert [(a.finding, a.step) for a in alerts_of("gru/update/near_1", closing).raised_alerts] == [("saturated", 16)]
 
 
 def test_the_threshold_is_the_runs_own_spread():
     """What is out of the ordinary of a calm run is not of a restless one."""
     jump = math.exp(DEVIATIONS * 0.5)
-    assert watched("lstm/adjoint", noise(40, spread=0.1) + [jump] * 3).raised_alerts
-    assert not watched("lstm/adjoint", noise(40, spread=1.0) + [jump] * 3).raised_alerts
+    assert alerts_of("lstm/adjoint", noise(40, spread=0.1) + [jump] * 3).raised_alerts
+    assert not alerts_of("lstm/adjoint", noise(40, spread=1.0) + [jump] * 3).raised_alerts
 
 
 def test_a_finding_is_logged_noted_and_ends_training(caplog):
-    taken = []
+    records = []
 
     class Sink:
         def write(self, record):
-            taken.append(record)
+            records.append(record)
 
         def close(self, reason):
             pass
@@ -135,7 +135,7 @@ def test_a_finding_is_logged_noted_and_ends_training(caplog):
             recorder.write(TrainingRecord(step, 0, "probe", {"lstm/adjoint": value}))
     assert recorder.stop.startswith("exploding since step 20: lstm/adjoint is 600")
     assert caplog.messages == [recorder.stop]
-    assert [r.step for r in taken if r.notes] == [21]
+    assert [r.step for r in records if r.notes] == [21]
 
 
 def test_stop_on_names_a_finding():
@@ -160,16 +160,16 @@ def test_what_was_reported_comes_back(tmp_path, x):
     incidents = Incidents(tmp_path / "runs" / "a.zarr")
     path = incidents.report(Batch(x, np.array([1.0, np.inf])), WEIGHTS, {"step": 7, "epoch": 2, "loss": np.nan})
     assert path == tmp_path / "runs" / "a.nonfinite.nc"
-    back = rl.open(path)
-    np.testing.assert_equal(back.x, x)
-    assert type(back.x) is type(x)
-    np.testing.assert_equal(back.y, [1.0, np.inf])
-    assert back.sample_weight is None
-    np.testing.assert_equal(back.weights, WEIGHTS)
-    assert list(back.weights) == list(WEIGHTS)
-    assert (back.step, back.epoch) == (7, 2)
-    assert np.isnan(back.loss)
-    assert "step 7 of training" in repr(back)
+    loaded = rl.open(path)
+    np.testing.assert_equal(loaded.x, x)
+    assert type(loaded.x) is type(x)
+    np.testing.assert_equal(loaded.y, [1.0, np.inf])
+    assert loaded.sample_weight is None
+    np.testing.assert_equal(loaded.weights, WEIGHTS)
+    assert list(loaded.weights) == list(WEIGHTS)
+    assert (loaded.step, loaded.epoch) == (7, 2)
+    assert np.isnan(loaded.loss)
+    assert "step 7 of training" in repr(loaded)
 
 
 def test_only_the_first_is_written(tmp_path, caplog):
@@ -196,7 +196,7 @@ def test_what_is_finite():
 
 
 def test_an_error_without_words_is_told_by_its_name():
-    def ask():
+    def raise_key_error():
         raise KeyError
 
-    assert text_or_error(ask) == "its origin could not be determined (KeyError)"
+    assert text_or_error(raise_key_error) == "its origin could not be determined (KeyError)"

@@ -32,9 +32,11 @@ while True:
 """
 
 
-def killed_after(seconds, path, done):
-    here = str(Path(__file__).parent)
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, path, done, here], stdout=subprocess.PIPE, text=True)
+def kill_writer_after(seconds, path, finished_file):
+    tests_folder = str(Path(__file__).parent)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, path, finished_file, tests_folder], stdout=subprocess.PIPE, text=True
+    )
     assert writer.stdout.readline() == "ready\n"
     time.sleep(seconds)
     os.kill(writer.pid, signal.SIGKILL)
@@ -42,25 +44,25 @@ def killed_after(seconds, path, done):
     writer.stdout.close()
 
 
-@pytest.mark.parametrize("moments", [4, pytest.param(20, marks=pytest.mark.full)])
-def test_sigkill_leaves_every_complete_record(tmp_path, moments):
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.full)])
+def test_sigkill_leaves_every_complete_record(tmp_path, kills):
     """One run, killed and gone on with again and again."""
-    random = np.random.default_rng(moments)
-    path, done = tmp_path / "a.zarr", tmp_path / "done"
-    for _ in range(moments):
-        killed_after(random.uniform(0, 0.4), str(path), str(done))
-        finished = [int(line) for line in done.read_text().split()]
+    random = np.random.default_rng(kills)
+    path, finished_file = tmp_path / "a.zarr", tmp_path / "done"
+    for _ in range(kills):
+        kill_writer_after(random.uniform(0, 0.4), str(path), str(finished_file))
+        finished = [int(line) for line in finished_file.read_text().split()]
         run = rl.open(path)
         steps = run.steps.values.tolist()
         assert steps == list(range(len(steps)))
-        assert len(finished) <= len(steps) <= len(finished) + moments  # killed between a record and its line
+        assert len(finished) <= len(steps) <= len(finished) + kills  # killed between a record and its line
         if steps:  # on a busy machine the first may be killed before its first record
             np.testing.assert_allclose(run.loss, 1 / (1 + np.arange(len(steps))), rtol=1e-6)
         for step in steps[-3:]:
             profile = run["lstm"].adjoint_profile.sel(step=step).values
-            real = 7 + step % 5
-            np.testing.assert_allclose(profile[:real], 10.0 ** -np.arange(real) * (1 + step), rtol=2**-8)
-            assert np.isnan(profile[real:]).all()
+            length = 7 + step % 5
+            np.testing.assert_allclose(profile[:length], 10.0 ** -np.arange(length) * (1 + step), rtol=2**-8)
+            assert np.isnan(profile[length:]).all()
     store = Store(path)
     assert store.last_step == (steps[-1] if steps else None)
     store.close("finished")

@@ -19,27 +19,27 @@ class Broken:
         raise OSError("disk full")
 
 
-class Kept:
+class CollectingSink:
     def __init__(self):
-        self.told = []
+        self.calls = []
 
     def write(self, record):
-        self.told.append(record.step)
+        self.calls.append(record.step)
 
     def close(self, reason):
-        self.told.append(reason)
+        self.calls.append(reason)
 
 
 def test_a_sink_that_fails_keeps_nothing_from_the_others_and_ends_nothing():
-    kept = Kept()
-    recorder = Recorder([Broken(), kept], Schedule(1))
+    sink = CollectingSink()
+    recorder = Recorder([Broken(), sink], Schedule(1))
     with pytest.warns(TrackingWarning, match=r"(?s)Step 3 was not written to the logger Broken.*disk full"):
         recorder.write(TrainingRecord(3, 0, "probe", {}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
         recorder.write(TrainingRecord(4, 0, "probe", {}))
         recorder.close("finished", steps=4)
-    assert kept.told == [3, 4, "finished"]
+    assert sink.calls == [3, 4, "finished"]
     assert [(gap.where, gap.first, gap.records) for gap in recorder.gaps] == [("the logger Broken", 3, 3)]
 
 

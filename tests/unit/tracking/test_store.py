@@ -17,16 +17,16 @@ from rnnlens.tracking.records import TrainingRecord
 from rnnlens.tracking.store import Store
 
 
-def record(step, *, time=7, kind="probe", loss=None, **rest):
+def record(step, *, time=7, kind="probe", loss=None, **options):
     profile = xr.DataArray(10.0 ** -np.arange(time) * (1 + step), dims="time", attrs={"long_name": "adjoint"})
     gates = xr.DataArray(np.full((2, time), 0.25), dims=("gate", "time"), coords={"gate": ["input", "forget"]})
     scalars = {"loss": 1 / (1 + step) if loss is None else loss, "lstm/reach": float(step), "lstm/forget/near_0": 0.5}
     return TrainingRecord(
-        step, step // 10, kind, scalars, {"lstm": {"adjoint_profile": profile, "gates": gates}}, **rest
+        step, step // 10, kind, scalars, {"lstm": {"adjoint_profile": profile, "gates": gates}}, **options
     )
 
 
-def written(path, steps, **options):
+def write_run(path, steps, **options):
     store = Store(path, **options)
     for step in steps:
         store.write(record(step))
@@ -34,7 +34,7 @@ def written(path, steps, **options):
 
 
 def test_what_was_written_is_read(tmp_path):
-    written(tmp_path / "a.zarr", [0, 5, 10], provenance={"framework": "keras 3"}).close("finished")
+    write_run(tmp_path / "a.zarr", [0, 5, 10], provenance={"framework": "keras 3"}).close("finished")
     run = rl.open(tmp_path / "a.zarr")
     assert list(run) == ["lstm"]
     assert run.ended == "finished"
@@ -51,7 +51,7 @@ def test_what_was_written_is_read(tmp_path):
 
 
 def test_a_run_is_read_while_it_is_written(tmp_path):
-    store = written(tmp_path / "a.zarr", [0])
+    store = write_run(tmp_path / "a.zarr", [0])
     run = rl.open(tmp_path / "a.zarr")
     assert run.ended is None
     store.write(record(5))
@@ -60,10 +60,10 @@ def test_a_run_is_read_while_it_is_written(tmp_path):
 
 
 def test_resuming_appends(tmp_path):
-    written(tmp_path / "a.zarr", [0, 5]).close("KeyboardInterrupt")
-    again = Store(tmp_path / "a.zarr")
-    assert again.last_step == 5
-    again.write(record(10))
+    write_run(tmp_path / "a.zarr", [0, 5]).close("KeyboardInterrupt")
+    resumed = Store(tmp_path / "a.zarr")
+    assert resumed.last_step == 5
+    resumed.write(record(10))
     np.testing.assert_array_equal(rl.open(tmp_path / "a.zarr").steps, [0, 5, 10])
 
 
@@ -74,28 +74,28 @@ WRITER = (
 
 def test_two_processes_cannot_write_one_run(tmp_path):
     command = [sys.executable, "-c", WRITER, str(tmp_path / "a.zarr")]
-    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert other.stdout.readline() == "open\n"
+    writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert writer.stdout.readline() == "open\n"
     with pytest.raises(FileError, match="Another process is writing"):
         Store(tmp_path / "a.zarr")
-    other.communicate("\n")
-    written(tmp_path / "a.zarr", [0]).close("finished")
+    writer.communicate("\n")
+    write_run(tmp_path / "a.zarr", [0]).close("finished")
 
 
 def test_a_store_that_was_dropped_is_not_in_the_way(tmp_path):
-    written(tmp_path / "a.zarr", [0])
+    write_run(tmp_path / "a.zarr", [0])
     np.testing.assert_array_equal(rl.open(tmp_path / "a.zarr").steps, [0])
-    written(tmp_path / "a.zarr", [5]).close("finished")
+    write_run(tmp_path / "a.zarr", [5]).close("finished")
     np.testing.assert_array_equal(rl.open(tmp_path / "a.zarr").steps, [0, 5])
 
 
 def test_what_an_interrupted_training_left_open_is_gone_on_with(tmp_path):
-    left = written(tmp_path / "a.zarr", [0, 5])
-    again = written(tmp_path / "a.zarr", [10])
+    interrupted = write_run(tmp_path / "a.zarr", [0, 5])
+    resumed = write_run(tmp_path / "a.zarr", [10])
     np.testing.assert_array_equal(rl.open(tmp_path / "a.zarr").steps, [0, 5, 10])
     with pytest.raises(FileError, match="This run is closed"):
-        left.write(record(6))
-    again.close("finished")
+        interrupted.write(record(6))
+    resumed.close("finished")
     assert rl.open(tmp_path / "a.zarr").ended == "finished"
 
 
@@ -116,13 +116,13 @@ def test_what_the_system_refuses_is_one_error(tmp_path):
 
 
 def test_a_run_of_another_network_is_not_gone_on_with(tmp_path):
-    written(tmp_path / "a.zarr", [0, 5]).close("finished")
-    store, other = Store(tmp_path / "a.zarr"), record(10)
-    sides = xr.DataArray(np.zeros((7, 2)), dims=("time", "direction"))
-    three = xr.DataArray(np.zeros((3, 7)), dims=("gate", "time"))
-    for name, array in {"adjoint_profile": sides, "gates": three}.items():
+    write_run(tmp_path / "a.zarr", [0, 5]).close("finished")
+    store, next_record = Store(tmp_path / "a.zarr"), record(10)
+    profile_by_direction = xr.DataArray(np.zeros((7, 2)), dims=("time", "direction"))
+    three_gates = xr.DataArray(np.zeros((3, 7)), dims=("gate", "time"))
+    for name, array in {"adjoint_profile": profile_by_direction, "gates": three_gates}.items():
         with pytest.raises(FileError, match="This run was recorded from another network"):
-            store.write(replace(other, scalars={"new": 1.0}, layers={"lstm": {name: array}}))
+            store.write(replace(next_record, scalars={"new": 1.0}, layers={"lstm": {name: array}}))
     store.write(record(15, time=9))
     run = rl.open(tmp_path / "a.zarr")
     assert run.steps.values.tolist() == [0, 5, 15]
@@ -130,7 +130,7 @@ def test_a_run_of_another_network_is_not_gone_on_with(tmp_path):
 
 
 def test_a_run_of_a_newer_rnnlens_is_left_alone(tmp_path):
-    written(tmp_path / "a.zarr", [0]).close("finished")
+    write_run(tmp_path / "a.zarr", [0]).close("finished")
     root = zarr.open_group(SealedMetadata(LocalStore(tmp_path / "a.zarr")), mode="r+")
     root.attrs["rnnlens_schema"] = 99
     with pytest.raises(FileError, match="written by a newer rnnlens"):
@@ -139,14 +139,14 @@ def test_a_run_of_a_newer_rnnlens_is_left_alone(tmp_path):
 
 
 def test_a_run_is_replaced_on_request(tmp_path):
-    written(tmp_path / "a.zarr", [0, 5]).close("finished")
-    written(tmp_path / "a.zarr", [3], resume=False).close("finished")
+    write_run(tmp_path / "a.zarr", [0, 5]).close("finished")
+    write_run(tmp_path / "a.zarr", [3], resume=False).close("finished")
     np.testing.assert_array_equal(rl.open(tmp_path / "a.zarr").steps, [3])
 
 
 @pytest.mark.parametrize("suffix", ["nc", "zarr"])
 def test_a_run_is_saved_as_one_file(tmp_path, suffix):
-    written(tmp_path / "a.zarr", [0, 5, 10]).close("finished")
+    write_run(tmp_path / "a.zarr", [0, 5, 10]).close("finished")
     run = rl.open(tmp_path / "a.zarr")
     run.save(tmp_path / f"copy.{suffix}")
     copy = rl.open(tmp_path / f"copy.{suffix}")
@@ -156,7 +156,7 @@ def test_a_run_is_saved_as_one_file(tmp_path, suffix):
 
 
 def test_probe_and_batch_records_are_kept_apart(tmp_path):
-    store = written(tmp_path / "a.zarr", [0, 5])
+    store = write_run(tmp_path / "a.zarr", [0, 5])
     store.write(record(3, kind="batch"))
     store.close("finished")
     run = rl.open(tmp_path / "a.zarr")
@@ -169,9 +169,9 @@ def test_long_profiles_are_averaged_over_equal_stretches(tmp_path):
     ramp = xr.DataArray(np.arange(8.0), dims="time")
     store.write(TrainingRecord(0, 0, "probe", {}, {"lstm": {"ramp": ramp}}))
     store.close("finished")
-    kept = rl.open(tmp_path / "a.zarr")["lstm"]["ramp"].isel(step=0)
-    np.testing.assert_array_equal(kept, [0.5, 2.5, 4.5, 6.5])
-    np.testing.assert_array_equal(kept.time, [0.5, 2.5, 4.5, 6.5])
+    averaged = rl.open(tmp_path / "a.zarr")["lstm"]["ramp"].isel(step=0)
+    np.testing.assert_array_equal(averaged, [0.5, 2.5, 4.5, 6.5])
+    np.testing.assert_array_equal(averaged.time, [0.5, 2.5, 4.5, 6.5])
 
 
 def test_a_thousand_records_of_two_large_layers_are_below_a_megabyte(tmp_path):
@@ -179,13 +179,13 @@ def test_a_thousand_records_of_two_large_layers_are_below_a_megabyte(tmp_path):
     random, count = np.random.default_rng(0), 96
     store = Store(tmp_path / "a.zarr")
     for step in range(count):
-        store.write(_of_two_layers(step, random))
+        store.write(two_layer_record(step, random))
     store.close("finished")
     size = sum(path.stat().st_size for path in (tmp_path / "a.zarr").rglob("*") if path.is_file())
     assert size / count * 1000 < 1e6
 
 
-def _of_two_layers(step, random):
+def two_layer_record(step, random):
     noise = lambda *shape: 1 + 0.05 * random.normal(size=shape)  # noqa: E731
     lags = np.exp(-np.arange(200) * (0.1 - 0.0003 * step))
     layers = {
