@@ -56,7 +56,7 @@ MOST_FUNCTIONS = {"jacobian": 300, "trace": 250}
 
 
 @pytest.fixture(params=HEAD_INPUTS)
-def call(request):
+def arguments(request):
     torch.manual_seed(0)
     target = torch.randn(4, 10, 2)
     return Tagger(request.param), torch.randn(4, 10, 3), target if request.param == "every step" else target[:, 0]
@@ -71,15 +71,15 @@ def count_forwards(run):
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(("certify", "expected"), [("never", 1), ("always", 2)])
-def test_one_forward_pass_and_one_more_for_the_certificate(verb, certify, expected, call):
+def test_one_forward_pass_and_one_more_for_the_certificate(verb, certify, expected, arguments):
     with rl.options(certify=certify):
-        first = count_forwards(lambda: VERBS[verb](*call))
-        later = count_forwards(lambda: VERBS[verb](*call))
+        first = count_forwards(lambda: VERBS[verb](*arguments))
+        later = count_forwards(lambda: VERBS[verb](*arguments))
     assert (first, later) == (expected, expected)
 
 
 @pytest.mark.parametrize("verb", MOST_FILES)
-def test_files_and_functions_entered(verb, call):
+def test_files_and_functions_entered(verb, arguments):
     files, functions = set(), set()
 
     def profile(frame, event, argument):
@@ -90,10 +90,10 @@ def test_files_and_functions_entered(verb, call):
                 functions.add(code)
 
     with rl.options(certify="never"):
-        VERBS[verb](*call)
+        VERBS[verb](*arguments)
         sys.setprofile(profile)
         try:
-            VERBS[verb](*call)
+            VERBS[verb](*arguments)
         finally:
             sys.setprofile(None)
     assert len(files) <= MOST_FILES[verb], sorted(files)
