@@ -49,7 +49,7 @@ class Outcome:
     suite: Suite
     code: int
     seconds: float
-    processor: float
+    cpu_seconds: float
     output: str
 
     @property
@@ -239,7 +239,7 @@ def main() -> int:
             verdict = "FAILED" if outcome.code else "ok"
             if outcome.code:
                 print(f"\n{'=' * 30} {outcome.suite.name} {'=' * 30}\n{outcome.output}")
-            times = f"{outcome.seconds:5.0f} s{outcome.processor:5.0f} s of processor"
+            times = f"{outcome.seconds:5.0f} s{outcome.cpu_seconds:5.0f} s of processor"
             print(f"{outcome.suite.name:18}{verdict:8}{times}  {outcome.closing_line}", flush=True)
     return conclude(outcomes)
 
