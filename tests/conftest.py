@@ -43,53 +43,55 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     would run the same code three times. `one_engine` marks tests of code that does not depend on the engine; Keras 2
     counts as the engine ``tf_keras``. `only_on` marks tests of what other engines do not have.
     """
-    elsewhere = [
+    deselected = [
         item
         for item in items
         if any(os.environ["KERAS_BACKEND"] not in mark.args for mark in item.iter_markers("only_on"))
     ]
-    if elsewhere:
-        config.hook.pytest_deselected(items=elsewhere)
-        items[:] = [item for item in items if item not in elsewhere]
-    tested = os.environ.get("RNNLENS_TESTED_KERAS") or os.environ["KERAS_BACKEND"]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in deselected]
+    tested_engine = os.environ.get("RNNLENS_TESTED_KERAS") or os.environ["KERAS_BACKEND"]
     for item in items:
         for mark in item.iter_markers("one_engine"):
-            if tested not in (mark.args or ("torch",)):
+            if tested_engine not in (mark.args or ("torch",)):
                 item.add_marker("full")
-    found: dict[str, list[str]] = {}
-    wanted: dict[str, tuple[str, ...]] = {}
+    cases_of_test: dict[str, list[str]] = {}
+    kept_cases: dict[str, tuple[str, ...]] = {}
     for item in items:
         for mark in item.iter_markers("product"):
             test, case = item.nodeid.partition("[")[0], item.callspec.id
-            cases = found.setdefault(test, [])
-            keep = wanted.setdefault(test, mark.kwargs.get("keep") or (cases or [case])[0:1])
+            cases = cases_of_test.setdefault(test, [])
+            keep = kept_cases.setdefault(test, mark.kwargs.get("keep") or (cases or [case])[0:1])
             cases.append(case)
             if case not in keep and os.environ["KERAS_BACKEND"] != mark.kwargs.get("on", "torch"):
                 item.add_marker("full")
-    for item in without_new_pairs(items):
+    for item in redundant_cases(items):
         item.add_marker("full")
-    unknown = [f"{test}[{case}]" for test, keep in wanted.items() for case in keep if case not in found[test]]
+    unknown = [
+        f"{test}[{case}]" for test, keep in kept_cases.items() for case in keep if case not in cases_of_test[test]
+    ]
     if unknown and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"product(keep=) names no case: {', '.join(unknown)}")
 
 
-def without_new_pairs(items: list[pytest.Item]) -> list[pytest.Item]:
+def redundant_cases(items: list[pytest.Item]) -> list[pytest.Item]:
     """Return the cases of tests marked `pairs` that are not needed for each two values of two parameters to meet."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("pairs"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    spare: list[pytest.Item] = []
+    redundant: list[pytest.Item] = []
     for test, cases in tests.items():
         values = {case: [(name, id(value)) for name, value in case.callspec.params.items()] for case in cases}
-        left = {case: set(combinations(named, 2)) for case, named in values.items()}
+        uncovered = {case: set(combinations(parameters, 2)) for case, parameters in values.items()}
         if len(values[cases[0]]) < 3:
             raise pytest.UsageError(f"{test}: `pairs` is for products of three parameters or more")
-        while any(left.values()):
-            met = left.pop(max(left, key=lambda case: len(left[case])))
-            left = {case: pairs - met for case, pairs in left.items()}
-        spare += left
-    return spare
+        while any(uncovered.values()):
+            covered = uncovered.pop(max(uncovered, key=lambda case: len(uncovered[case])))
+            uncovered = {case: pairs - covered for case, pairs in uncovered.items()}
+        redundant += uncovered
+    return redundant
 
 
 def pytest_collection_finish():
@@ -102,9 +104,9 @@ def pytest_collection_finish():
 def pytest_runtest_protocol(item: pytest.Item):
     """On TensorFlow run oracle tests and those marked `op_by_op` eagerly, unless they are marked `compiled`."""
     marks = list(item.iter_markers("compiled"))
-    graphs = any(not mark.args or item.callspec.id in mark.args for mark in marks)
-    asked = "oracle" in item.path.parts or item.get_closest_marker("op_by_op")
-    if os.environ["KERAS_BACKEND"] != "tensorflow" or graphs or not asked:
+    is_compiled = any(not mark.args or item.callspec.id in mark.args for mark in marks)
+    runs_eagerly = "oracle" in item.path.parts or item.get_closest_marker("op_by_op")
+    if os.environ["KERAS_BACKEND"] != "tensorflow" or is_compiled or not runs_eagerly:
         context = nullcontext()
     else:
         from keras_eager import op_by_op
@@ -133,8 +135,8 @@ def pytest_make_collect_report(collector: pytest.Collector):
 
 
 #: After each so many tests, and after each test of so many seconds, :func:`bounded_memory` looks at the process.
-EVERY, LONG = 20, 5.0
-_ran = count(1)
+CHECK_INTERVAL, LONG_TEST = 20, 5.0
+_test_count = count(1)
 
 
 @pytest.fixture(autouse=True)
@@ -144,10 +146,10 @@ def bounded_memory():
     Linux grants 65,530 maps. Each program that JAX compiled takes dozens, the longest test 22,000; without maps left
     the next compilation ends the process.
     """
-    begin = time.monotonic()
+    start = time.monotonic()
     yield
     maps = Path("/proc/self/maps")
-    if not maps.exists() or (next(_ran) % EVERY and time.monotonic() - begin < LONG):
+    if not maps.exists() or (next(_test_count) % CHECK_INTERVAL and time.monotonic() - start < LONG_TEST):
         return
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     if resident > 3 * 2**30:

@@ -25,7 +25,7 @@ PROGRAM = ROOT / "tests" / "helpers" / "lowest_program.py"
 FRAMEWORKS = ("keras==3.10.0", "jax==0.7.0")
 #: The lowest TensorFlow, on Python 3.11 and in an environment of its own: it needs NumPy 1, and JAX NumPy 2.
 TENSORFLOW = ("keras==3.10.0", "tensorflow==2.16.1")
-TESTED = (
+TEST_FILES = (
     "tests/unit/results/test_files.py",
     "tests/unit/results/test_kinds.py",
     "tests/unit/results/test_layers.py",
@@ -35,39 +35,41 @@ TESTED = (
     "tests/under_fire/files/test_runs.py",
 )
 #: Deprecations are those of the newer packages that old ones meet.
-OPTIONS = ("-q", "-p", "no:cacheprovider", "-W", "default::DeprecationWarning")
+PYTEST_OPTIONS = ("-q", "-p", "no:cacheprovider", "-W", "default::DeprecationWarning")
 
 
 def main() -> int:
     """Make the environment, run the tests and the program; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", default=f"{sys.version_info.major}.{sys.version_info.minor}")
-    chosen = parser.parse_args()
-    interpreter = _interpreter(chosen.python)
+    arguments = parser.parse_args()
+    interpreter = _interpreter(arguments.python)
     if interpreter is None:
-        print(f"NOT TESTED: Python {chosen.python} is not installed")
+        print(f"NOT TESTED: Python {arguments.python} is not installed")
         return 0
-    folder = ROOT / f".venv-lowest-{chosen.python}"
+    folder = ROOT / f".venv-lowest-{arguments.python}"
     python = folder / "bin" / "python"
-    with tempfile.TemporaryDirectory() as work:
-        versions = Path(work) / "versions.txt"
-        resolve = ("pip", "compile", "-q", "--no-annotate", "--only-binary", ":all:", "--resolution", "lowest-direct")
-        _uv(*resolve, "--python-version", chosen.python, "pyproject.toml", "-o", str(versions))
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        versions = Path(temporary_folder) / "versions.txt"
+        options = ("pip", "compile", "-q", "--no-annotate", "--only-binary", ":all:", "--resolution", "lowest-direct")
+        _uv(*options, "--python-version", arguments.python, "pyproject.toml", "-o", str(versions))
         _uv("venv", "-q", "--clear", "-p", interpreter, str(folder))
         _uv("pip", "install", "-q", "-p", str(python), "-r", str(versions), "pytest>=9", "hypothesis>=6.150", "tqdm")
         print(" ".join(line for line in versions.read_text().splitlines() if "==" in line), flush=True)
         # Without XLA_FLAGS of tests/suites.py: XLA ends the process at a flag that its version does not know.
         environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
         environment["PYTHONPATH"] = str(ROOT / "src")
-        tests = subprocess.run((python, "-m", "pytest", *OPTIONS, *TESTED), cwd=ROOT, env=environment, check=False)
+        pytest_run = subprocess.run(
+            (python, "-m", "pytest", *PYTEST_OPTIONS, *TEST_FILES), cwd=ROOT, env=environment, check=False
+        )
     _uv("pip", "install", "-q", "-p", str(python), *FRAMEWORKS)  # JAX needs a newer NumPy than rnnlens
     environment["KERAS_BACKEND"] = "jax"
-    program = subprocess.run((python, PROGRAM), env=environment, check=False)
-    if chosen.python != "3.11" and not program.returncode:
+    program_run = subprocess.run((python, PROGRAM), env=environment, check=False)
+    if arguments.python != "3.11" and not program_run.returncode:
         _uv("pip", "install", "-q", "-p", str(python), "--upgrade", *(name.partition("==")[0] for name in FRAMEWORKS))
-        program = subprocess.run((python, PROGRAM), env=environment, check=False)
-    on_tensorflow = use_tensorflow(interpreter, environment) if chosen.python == "3.11" else 0
-    return tests.returncode or program.returncode or on_tensorflow
+        program_run = subprocess.run((python, PROGRAM), env=environment, check=False)
+    tensorflow_status = use_tensorflow(interpreter, environment) if arguments.python == "3.11" else 0
+    return pytest_run.returncode or program_run.returncode or tensorflow_status
 
 
 def use_tensorflow(interpreter: str, environment: dict[str, str]) -> int:
@@ -83,9 +85,9 @@ def use_tensorflow(interpreter: str, environment: dict[str, str]) -> int:
 def _interpreter(version: str) -> str | None:
     """Return the path of a Python of that version that runs, on the path or among those of pyenv; None without one."""
     pyenv = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
-    for found in (shutil.which(f"python{version}"), *map(str, pyenv)):
-        if found and not subprocess.run((found, "-c", ""), capture_output=True, check=False).returncode:
-            return found
+    for candidate in (shutil.which(f"python{version}"), *map(str, pyenv)):
+        if candidate and not subprocess.run((candidate, "-c", ""), capture_output=True, check=False).returncode:
+            return candidate
     return None
 
 

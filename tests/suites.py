@@ -29,7 +29,7 @@ from browsers import chromium  # noqa: E402
 #: In CI the tests in a browser have to run; elsewhere a missing browser is reported.
 IN_CI = bool(os.environ.get("CI"))
 BIN = Path(sys.executable).parent
-COUNTED = ("passed", "failed", "error", "errors", "skipped", "deselected", "xfailed", "xpassed")
+COUNTED_OUTCOMES = ("passed", "failed", "error", "errors", "skipped", "deselected", "xfailed", "xpassed")
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Outcome:
     suite: Suite
     code: int
     seconds: float
-    processor: float
+    cpu_seconds: float
     output: str
 
     @property
     def counts(self) -> Counter[str]:
         """Return the numbers of pytest's closing line by word: passed, failed, skipped ..."""
-        found = re.findall(r"(\d+) (\w+)", self.closing_line)
-        return Counter({word: int(number) for number, word in found if word in COUNTED})
+        matches = re.findall(r"(\d+) (\w+)", self.closing_line)
+        return Counter({category: int(number) for number, category in matches if category in COUNTED_OUTCOMES})
 
     @property
     def closing_line(self) -> str:
@@ -80,7 +80,7 @@ KERAS = (
 )
 
 
-def keras(engine: str) -> Suite:
+def keras_suite(engine: str) -> Suite:
     """Return the suite of Keras on one engine; `product` and `one_engine` choose its tests (tests/conftest.py)."""
     return Suite(f"keras-{engine}", KERAS, environment={"KERAS_BACKEND": engine})
 
@@ -88,7 +88,7 @@ def keras(engine: str) -> Suite:
 GRAPHS = ("tests/contract/tf_graph", "tests/oracle/tf_graph")
 
 
-def graphs(control_flow: str) -> Suite:
+def graph_suite(control_flow: str) -> Suite:
     """Return the suite of TensorFlow-1 graphs, whose loops are Enter and Exit operations (v1) or While (v2)."""
     return Suite(f"tf_graph-{control_flow}", GRAPHS, environment={"RNNLENS_CONTROL_FLOW": control_flow})
 
@@ -101,7 +101,7 @@ TF_KERAS = (
 
 # The longest first, so that they finish together.
 SUITES = (
-    keras("jax"),
+    keras_suite("jax"),
     Suite(
         "torch",
         (
@@ -112,14 +112,14 @@ SUITES = (
             "tests/under_fire/torch",
         ),
     ),
-    keras("tensorflow"),
-    graphs("v1"),
+    keras_suite("tensorflow"),
+    graph_suite("v1"),
     Suite(
         "core",
         ("tests/unit", "tests/property", "tests/surface", "tests/third_framework"),
         environment={"KERAS_BACKEND": "jax"},
     ),
-    keras("torch"),
+    keras_suite("torch"),
     Suite(
         "tf_keras",
         (
@@ -136,7 +136,7 @@ SUITES = (
     Suite("docs", ("tests/docs",), environment={"KERAS_BACKEND": "jax"}),
     # Without a framework at first: tests of files fork, which JAX' threads do not survive; those of commands come last.
     Suite("files", ("tests/under_fire/files", "tests/wheel", "tests/under_fire/cli")),
-    graphs("v2"),
+    graph_suite("v2"),
     # Data in Dask chunks; the cluster's workers are processes of their own.
     Suite("dask", ("tests/dask",), environment={"KERAS_BACKEND": "jax"}),
     Suite("report", ("tests/report",), environment={"KERAS_BACKEND": "torch"}, needs_browser=True),
@@ -155,14 +155,14 @@ def commands_of(suite: Suite, full: bool) -> tuple[tuple[str, ...], ...]:
     """Return the suite's own commands, or pytest on its paths."""
     if suite.commands:
         return tuple((str(BIN / command[0]), *command[1:]) for command in suite.commands)
-    wide = ("-m", "full or not full") if full else ()
+    selection = ("-m", "full or not full") if full else ()
     if suite.needs_browser and chromium() is None and not IN_CI:
-        wide = ("-m", "not browser" if full else "not browser and not full")
-    return ((sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *wide, *suite.paths),)
+        selection = ("-m", "not browser" if full else "not browser and not full")
+    return ((sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selection, *suite.paths),)
 
 
-def environment_of(suite: Suite, compiled: str) -> dict[str, str]:
-    """Return the environment of a suite; JAX keeps compiled programs in the folder ``compiled``."""
+def environment_of(suite: Suite, jax_cache: str) -> dict[str, str]:
+    """Return the environment of a suite; JAX keeps compiled programs in the folder ``jax_cache``."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -176,7 +176,7 @@ def environment_of(suite: Suite, compiled: str) -> dict[str, str]:
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
         # The same small programs come again, in other tests and in the processes that tests start.
-        "JAX_COMPILATION_CACHE_DIR": compiled,
+        "JAX_COMPILATION_CACHE_DIR": jax_cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         **suite.environment,
@@ -185,13 +185,13 @@ def environment_of(suite: Suite, compiled: str) -> dict[str, str]:
 
 def run(suite: Suite, full: bool) -> Outcome:
     """Run all commands of a suite, even after one has failed."""
-    with TemporaryDirectory() as compiled:  # of this suite alone: JAX does not lock it
-        return run_in(suite, full, environment_of(suite, compiled))
+    with TemporaryDirectory() as jax_cache:  # of this suite alone: JAX does not lock it
+        return run_in(suite, full, environment_of(suite, jax_cache))
 
 
 def run_in(suite: Suite, full: bool, environment: dict[str, str]) -> Outcome:
     """See :func:`run`."""
-    start, code, processor, output = time.perf_counter(), 0, 0.0, []
+    start, code, cpu_seconds, output = time.perf_counter(), 0, 0.0, []
     for command in commands_of(suite, full):
         process = subprocess.Popen(
             command,
@@ -203,18 +203,18 @@ def run_in(suite: Suite, full: bool, environment: dict[str, str]) -> Outcome:
             text=True,
         )
         output.append(process.stdout.read())
-        _, status, used = os.wait4(process.pid, 0)
+        _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         code = code or process.returncode
-        processor += used.ru_utime + used.ru_stime  # with the processes that it started and waited for
-    return Outcome(suite, code, time.perf_counter() - start, processor, "".join(output))
+        cpu_seconds += usage.ru_utime + usage.ru_stime  # with the processes that it started and waited for
+    return Outcome(suite, code, time.perf_counter() - start, cpu_seconds, "".join(output))
 
 
-def orphans() -> list[str]:
+def orphan_files() -> list[str]:
     """Return the test files that no suite runs."""
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
-    homes = tuple(f"{path}/" for suite in SUITES for path in suite.paths)
-    return sorted(file for file in files if not file.startswith(homes))
+    suite_paths = tuple(f"{path}/" for suite in SUITES for path in suite.paths)
+    return sorted(file for file in files if not file.startswith(suite_paths))
 
 
 def main() -> int:
@@ -222,25 +222,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--full", action="store_true", help="also the wide sweeps marked 'full'")
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(suite.name for suite in SUITES))
-    asked = parser.parse_args()
-    chosen = [
+    arguments = parser.parse_args()
+    selected = [
         suite
         for suite in SUITES
-        if suite.name in asked.suites or not (asked.suites or (suite.only_full and not asked.full))
+        if suite.name in arguments.suites or not (arguments.suites or (suite.only_full and not arguments.full))
     ]
-    if unknown := set(asked.suites) - {suite.name for suite in SUITES}:
+    if unknown := set(arguments.suites) - {suite.name for suite in SUITES}:
         parser.error(f"no suite named {', '.join(sorted(unknown))}")
 
     outcomes = []
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        for future in as_completed([pool.submit(run, suite, asked.full) for suite in chosen]):
+        for future in as_completed([pool.submit(run, suite, arguments.full) for suite in selected]):
             outcome = future.result()
             outcomes.append(outcome)
-            word = "FAILED" if outcome.code else "ok"
+            verdict = "FAILED" if outcome.code else "ok"
             if outcome.code:
                 print(f"\n{'=' * 30} {outcome.suite.name} {'=' * 30}\n{outcome.output}")
-            times = f"{outcome.seconds:5.0f} s{outcome.processor:5.0f} s of processor"
-            print(f"{outcome.suite.name:18}{word:8}{times}  {outcome.closing_line}", flush=True)
+            times = f"{outcome.seconds:5.0f} s{outcome.cpu_seconds:5.0f} s of processor"
+            print(f"{outcome.suite.name:18}{verdict:8}{times}  {outcome.closing_line}", flush=True)
     return conclude(outcomes)
 
 
@@ -250,16 +250,16 @@ def conclude(outcomes: list[Outcome]) -> int:
         for outcome in outcomes:
             if outcome.suite.needs_browser:
                 print(f"NOT TESTED: {outcome.suite.name} in a browser, for want of one: apt-get install chromium")
-    lost = orphans()
-    for path in lost:
+    orphans = orphan_files()
+    for path in orphans:
         print(f"{path}: belongs to no suite of tests/suites.py")
     total = sum((outcome.counts for outcome in outcomes), Counter())
     broken = [outcome.suite.name for outcome in outcomes if outcome.code]
     if broken:
         print(f"\nfailed suites: {', '.join(broken)}")
     failed = total["failed"] + total["error"] + total["errors"]
-    print(f"\n{total['passed']} passed, {max(failed, len(broken) + len(lost))} failed, {total['skipped']} skipped")
-    return 1 if broken or lost else 0
+    print(f"\n{total['passed']} passed, {max(failed, len(broken) + len(orphans))} failed, {total['skipped']} skipped")
+    return 1 if broken or orphans else 0
 
 
 if __name__ == "__main__":

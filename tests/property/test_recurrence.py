@@ -31,7 +31,7 @@ def problems(draw):
     return cell, x, state, mask, rng
 
 
-def close(a, b):
+def assert_close(a, b):
     np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9 * max(1.0, np.abs(b).max(initial=0.0)))
 
 
@@ -40,24 +40,24 @@ def close(a, b):
 def test_the_adjoint_is_linear_in_what_comes_from_above(problem):
     cell, x, state, mask, rng = problem
     run = replay(cell, x, state, mask=mask)
-    one, two = rng.normal(size=run.states[0].shape), rng.normal(size=run.states[0].shape)
-    both, first, second = adjoint(run, 2 * one - 3 * two), adjoint(run, one), adjoint(run, two)
-    close(both.input_grad, 2 * first.input_grad - 3 * second.input_grad)
-    close(both.gate_grad, 2 * first.gate_grad - 3 * second.gate_grad)
+    u, v = rng.normal(size=run.states[0].shape), rng.normal(size=run.states[0].shape)
+    combined, from_u, from_v = adjoint(run, 2 * u - 3 * v), adjoint(run, u), adjoint(run, v)
+    assert_close(combined.input_grad, 2 * from_u.input_grad - 3 * from_v.input_grad)
+    assert_close(combined.gate_grad, 2 * from_u.gate_grad - 3 * from_v.gate_grad)
 
 
 @settings(max_examples=60, deadline=None)
 @given(problems())
 def test_running_backwards_is_running_forwards_on_reversed_time(problem):
     cell, x, state, mask, rng = problem
-    direct = rng.normal(size=(*x.shape[:2], cell.units))
+    cotangent = rng.normal(size=(*x.shape[:2], cell.units))
     forward = replay(cell, x, state, mask=mask)
-    turned_mask = None if mask is None else mask[:, ::-1]
-    backward = replay(cell, x[:, ::-1], state, mask=turned_mask, order="backward")
-    close(backward.states[0][:, ::-1], forward.states[0])
-    one, two = adjoint(forward, direct), adjoint(backward, direct[:, ::-1])
-    close(two.input_grad[:, ::-1], one.input_grad)
-    close(two.state_grads[-1][:, ::-1], one.state_grads[-1])
+    reversed_mask = None if mask is None else mask[:, ::-1]
+    backward = replay(cell, x[:, ::-1], state, mask=reversed_mask, order="backward")
+    assert_close(backward.states[0][:, ::-1], forward.states[0])
+    forward_grads, backward_grads = adjoint(forward, cotangent), adjoint(backward, cotangent[:, ::-1])
+    assert_close(backward_grads.input_grad[:, ::-1], forward_grads.input_grad)
+    assert_close(backward_grads.state_grads[-1][:, ::-1], forward_grads.state_grads[-1])
 
 
 @settings(max_examples=60, deadline=None)
@@ -65,31 +65,31 @@ def test_running_backwards_is_running_forwards_on_reversed_time(problem):
 def test_what_is_masked_neither_moves_nor_is_moved(problem):
     cell, x, state, _, rng = problem
     mask = rng.random(x.shape[:2]) > 0.5
-    direct = rng.normal(size=(*x.shape[:2], cell.units))
+    cotangent = rng.normal(size=(*x.shape[:2], cell.units))
     run = replay(cell, x, state, mask=mask)
-    other = replay(cell, np.where(mask[:, :, None], x, 1e3), state, mask=mask)
-    np.testing.assert_array_equal(other.states[0], run.states[0])
-    result = adjoint(run, direct)
-    assert not result.input_grad[~mask].any()
-    assert not result.gate_grad[~mask].any()
+    perturbed_run = replay(cell, np.where(mask[:, :, None], x, 1e3), state, mask=mask)
+    np.testing.assert_array_equal(perturbed_run.states[0], run.states[0])
+    gradients = adjoint(run, cotangent)
+    assert not gradients.input_grad[~mask].any()
+    assert not gradients.gate_grad[~mask].any()
 
 
 @settings(max_examples=60, deadline=None)
 @given(problems())
 def test_samples_do_not_see_each_other_and_weight_gradients_add_up(problem):
     cell, x, state, mask, rng = problem
-    direct = rng.normal(size=(*x.shape[:2], cell.units))
+    cotangent = rng.normal(size=(*x.shape[:2], cell.units))
     run = replay(cell, x, state, mask=mask)
-    whole = adjoint(run, direct)
-    total = weight_gradients(run, whole)
+    batch_grads = adjoint(run, cotangent)
+    total = weight_gradients(run, batch_grads)
     sums = {name: np.zeros_like(value) for name, value in total.items()}
     for b in range(x.shape[0]):
-        one = slice(b, b + 1)
-        alone = replay(cell, x[one], [s[one] for s in state], mask=None if mask is None else mask[one])
-        result = adjoint(alone, direct[one])
-        close(result.input_grad, whole.input_grad[one])
-        for name, value in weight_gradients(alone, result).items():
+        sample = slice(b, b + 1)
+        sample_run = replay(cell, x[sample], [s[sample] for s in state], mask=None if mask is None else mask[sample])
+        sample_grads = adjoint(sample_run, cotangent[sample])
+        assert_close(sample_grads.input_grad, batch_grads.input_grad[sample])
+        for name, value in weight_gradients(sample_run, sample_grads).items():
             sums[name] += value
     for name, value in total.items():
-        close(sums[name], value)
-        close(weight_gradients(run, whole, by_time=True)[name].sum(0), value)
+        assert_close(sums[name], value)
+        assert_close(weight_gradients(run, batch_grads, by_time=True)[name].sum(0), value)

@@ -12,7 +12,7 @@ import rnnlens as rl
 
 ROOT = Path(rl.__file__).parent
 
-WITHOUT_IT = """
+PROGRAM_WITHOUT_TF1 = """
 import sys
 import rnnlens as rl
 
@@ -32,8 +32,8 @@ def test_the_entry_point_is_the_only_place_that_names_the_folder():
     assert [entry.value for entry in entry_points(group="rnnlens.adapters", name="tf1")] == [
         "rnnlens.adapters.tf_graph:adapter_of"
     ]
-    outside = [path for path in ROOT.rglob("*.py") if "tf_graph" not in path.parts]
-    assert [path.name for path in outside if "tf_graph" in path.read_text()] == []
+    other_files = [path for path in ROOT.rglob("*.py") if "tf_graph" not in path.parts]
+    assert [path.name for path in other_files if "tf_graph" in path.read_text()] == []
 
 
 def test_it_gives_its_public_module_a_name():
@@ -41,15 +41,17 @@ def test_it_gives_its_public_module_a_name():
     assert "tf1" in dir(rl)
 
 
-@pytest.mark.parametrize("leaves", [True, False])
-def test_nothing_else_changes_when_folder_and_entry_point_are_removed(tmp_path, leaves):
-    shutil.copytree(ROOT, tmp_path / "rnnlens", ignore=shutil.ignore_patterns("__pycache__", *["tf_graph"] * leaves))
-    home = tmp_path / "rnnlens-0.1.0.dist-info"
-    home.mkdir()
-    (home / "METADATA").write_text("Metadata-Version: 2.1\nName: rnnlens\nVersion: 0.1.0\n")
-    (home / "entry_points.txt").write_text(
-        "" if leaves else "[rnnlens.adapters]\ntf1 = rnnlens.adapters.tf_graph:adapter_of\n"
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_nothing_else_changes_when_folder_and_entry_point_are_removed(tmp_path, is_removed):
+    shutil.copytree(
+        ROOT, tmp_path / "rnnlens", ignore=shutil.ignore_patterns("__pycache__", *["tf_graph"] * is_removed)
     )
-    command = [sys.executable, "-c", WITHOUT_IT]
-    ran = subprocess.run(command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False)
-    assert (ran.returncode == 0) == leaves, ran.stderr
+    metadata_folder = tmp_path / "rnnlens-0.1.0.dist-info"
+    metadata_folder.mkdir()
+    (metadata_folder / "METADATA").write_text("Metadata-Version: 2.1\nName: rnnlens\nVersion: 0.1.0\n")
+    (metadata_folder / "entry_points.txt").write_text(
+        "" if is_removed else "[rnnlens.adapters]\ntf1 = rnnlens.adapters.tf_graph:adapter_of\n"
+    )
+    command = [sys.executable, "-c", PROGRAM_WITHOUT_TF1]
+    process = subprocess.run(command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert (process.returncode == 0) == is_removed, process.stderr

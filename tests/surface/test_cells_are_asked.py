@@ -9,34 +9,37 @@ from rnnlens.recurrence.cells import kinds
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "rnnlens"
 #: Where cells are written, or written once more to check them.
-THEIRS = ("recurrence/cells", "testing")
-OUTSIDE = [p for p in sorted(SOURCE.rglob("*.py")) if not p.relative_to(SOURCE).as_posix().startswith(THEIRS)]
+CELL_FOLDERS = ("recurrence/cells", "testing")
+OTHER_FILES = [p for p in sorted(SOURCE.rglob("*.py")) if not p.relative_to(SOURCE).as_posix().startswith(CELL_FOLDERS)]
 #: Names that the frameworks' own layers have for their parts are for their adapters to know.
-OF_FRAMEWORKS = ("adapters/keras/weights.py", "adapters/keras/reference_run.py", "adapters/torch/weights.py")
+FRAMEWORK_FILES = ("adapters/keras/weights.py", "adapters/keras/reference_run.py", "adapters/torch/weights.py")
 
 
-def text(path):
+def read_source(path):
     return path.read_text()
 
 
-@pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: path.relative_to(SOURCE).as_posix())
+@pytest.mark.parametrize("path", OTHER_FILES, ids=lambda path: path.relative_to(SOURCE).as_posix())
 def test_no_type_of_a_cell_is_looked_at(path):
-    found = re.findall(
-        r"is(?:instance|subclass)\([^()]*(?:\.cell|\bcell|\bCell|StepCell|LSTM\b|GRU\b)[^()]*\)", text(path)
+    type_checks = re.findall(
+        r"is(?:instance|subclass)\([^()]*(?:\.cell|\bcell|\bCell|StepCell|LSTM\b|GRU\b)[^()]*\)", read_source(path)
     )
-    of_torch = [one for one in found if "nn." in one or "keras." in one]
-    assert [one for one in found if one not in of_torch] == []
+    framework_checks = [check for check in type_checks if "nn." in check or "keras." in check]
+    assert [check for check in type_checks if check not in framework_checks] == []
     assert (
-        re.findall(r"\bcell(?:\.kind)? == \"|\.cell\.kind ==|\bkind == \"(?:lstm|gru|simple_rnn)\"", text(path)) == []
+        re.findall(r"\bcell(?:\.kind)? == \"|\.cell\.kind ==|\bkind == \"(?:lstm|gru|simple_rnn)\"", read_source(path))
+        == []
     )
 
 
-@pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: path.relative_to(SOURCE).as_posix())
+@pytest.mark.parametrize("path", OTHER_FILES, ids=lambda path: path.relative_to(SOURCE).as_posix())
 def test_no_weights_are_listed(path):
-    if path.relative_to(SOURCE).as_posix() in (*OF_FRAMEWORKS, "adapters/torch/reference_run.py", "vocabulary.py"):
+    if path.relative_to(SOURCE).as_posix() in (*FRAMEWORK_FILES, "adapters/torch/reference_run.py", "vocabulary.py"):
         return
-    listed = re.findall(r"[\[({][^\[\](){}]*\"recurrent_kernel\"[^\[\](){}]*\"bias\"[^\[\](){}]*[\])}]", text(path))
-    assert listed == []
+    weight_lists = re.findall(
+        r"[\[({][^\[\](){}]*\"recurrent_kernel\"[^\[\](){}]*\"bias\"[^\[\](){}]*[\])}]", read_source(path)
+    )
+    assert weight_lists == []
 
 
 @pytest.mark.parametrize("kind", kinds())

@@ -19,92 +19,95 @@ IMPORT_CIRCLES = set()
 
 
 @cache
-def modules(root=ROOT):
+def parse_modules(root=ROOT):
     """Source by dotted name, ``rnnlens.recurrence.cells`` of a package's ``__init__``."""
-    found = {}
+    sources = {}
     for path in sorted(root.rglob("*.py")):
-        parts = ("rnnlens", *path.relative_to(root).with_suffix("").parts)
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = (ast.parse(path.read_text()), path.name == "__init__.py")
-    return found
+        components = ("rnnlens", *path.relative_to(root).with_suffix("").parts)
+        name = ".".join(components[:-1] if components[-1] == "__init__" else components)
+        sources[name] = (ast.parse(path.read_text()), path.name == "__init__.py")
+    return sources
 
 
-def targets(node, name, is_package, known):
+def imported_modules(node, name, is_package, sources):
     """Modules of rnnlens that an import statement in the module ``name`` names; a submodule rather than its package."""
     if isinstance(node, ast.Import):
-        return {alias.name for alias in node.names if alias.name in known}
+        return {alias.name for alias in node.names if alias.name in sources}
     base = node.module or ""
     if node.level:
         parents = name.split(".") if is_package else name.split(".")[:-1]
         parents = parents[: len(parents) - node.level + 1]
         base = ".".join([*parents, *([base] if base else [])])
-    found = {f"{base}.{alias.name}" for alias in node.names} & known.keys()
-    if base in known and len(found) < len(node.names):
-        found.add(base)
-    return found
+    imported = {f"{base}.{alias.name}" for alias in node.names} & sources.keys()
+    if base in sources and len(imported) < len(node.names):
+        imported.add(base)
+    return imported
 
 
-def imports(tree):
+def import_nodes(tree):
     return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
-def imports_in_functions(known):
+def function_imports(sources):
     """Module, line and what is imported there, of every import of rnnlens within a function."""
-    found = set()
-    for name, (tree, is_package) in known.items():
+    imports = set()
+    for name, (tree, is_package) in sources.items():
         functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
-        for node in {node for function in functions for node in imports(function)}:
-            found |= {(name, node.lineno, target) for target in targets(node, name, is_package, known)}
-    return found
+        for node in {node for function in functions for node in import_nodes(function)}:
+            imports |= {(name, node.lineno, target) for target in imported_modules(node, name, is_package, sources)}
+    return imports
 
 
-def circles(known):
+def import_circles(sources):
     """Strongly connected components of more than one module (Tarjan 1972, doi:10.1137/0201010), largest first."""
     edges = {
-        name: {target for node in imports(tree) for target in targets(node, name, is_package, known)} - {name}
-        for name, (tree, is_package) in known.items()
+        name: {target for node in import_nodes(tree) for target in imported_modules(node, name, is_package, sources)}
+        - {name}
+        for name, (tree, is_package) in sources.items()
     }
-    index, low, stack, found = {}, {}, [], []
+    index, low, stack, components = {}, {}, [], []
 
     def visit(name):
         index[name] = low[name] = len(index)
         stack.append(name)
-        for other in edges[name]:
-            if other not in index:
-                visit(other)
-                low[name] = min(low[name], low[other])
-            elif other in stack:
-                low[name] = min(low[name], index[other])
+        for target in edges[name]:
+            if target not in index:
+                visit(target)
+                low[name] = min(low[name], low[target])
+            elif target in stack:
+                low[name] = min(low[name], index[target])
         if low[name] == index[name]:
-            at = stack.index(name)
-            found.append(sorted(stack[at:]))
-            del stack[at:]
+            start = stack.index(name)
+            components.append(sorted(stack[start:]))
+            del stack[start:]
 
     for name in edges:
         if name not in index:
             visit(name)
-    return sorted((part for part in found if len(part) > 1), key=len, reverse=True)
+    return sorted((component for component in components if len(component) > 1), key=len, reverse=True)
 
 
-def package(module):
+def package_of(module):
     """The package that a module belongs to, of an adapter that of its framework: ``verbs``, ``adapters.keras``."""
-    parts = module.split(".")[1:]
-    return ".".join(parts[:2] if parts[:1] == ["adapters"] else parts[:1])
+    components = module.split(".")[1:]
+    return ".".join(components[:2] if components[:1] == ["adapters"] else components[:1])
 
 
 def test_no_function_imports_rnnlens():
-    found = imports_in_functions(modules())
-    new = sorted(hit for hit in found if package(hit[0]) not in IMPORTS_IN_FUNCTIONS)
-    assert not new, f"move these imports to the top of the module: {new}"
-    assert {package(hit[0]) for hit in found} == IMPORTS_IN_FUNCTIONS, "clean: take it out of IMPORTS_IN_FUNCTIONS"
+    imports = function_imports(parse_modules())
+    unexpected = sorted(entry for entry in imports if package_of(entry[0]) not in IMPORTS_IN_FUNCTIONS)
+    assert not unexpected, f"move these imports to the top of the module: {unexpected}"
+    assert {package_of(entry[0]) for entry in imports} == IMPORTS_IN_FUNCTIONS, (
+        "clean: take it out of IMPORTS_IN_FUNCTIONS"
+    )
 
 
 def test_no_module_stands_in_an_import_circle():
-    found = circles(modules())
-    new = [circle for circle in found if not {package(name) for name in circle} <= IMPORT_CIRCLES]
-    assert not new, f"these modules import each other: {new}"
-    standing = {package(name) for circle in found for name in circle}
-    assert standing == IMPORT_CIRCLES, "clean: take it out of IMPORT_CIRCLES"
+    circles = import_circles(parse_modules())
+    unexpected = [circle for circle in circles if not {package_of(name) for name in circle} <= IMPORT_CIRCLES]
+    assert not unexpected, f"these modules import each other: {unexpected}"
+    circular_packages = {package_of(name) for circle in circles for name in circle}
+    assert circular_packages == IMPORT_CIRCLES, "clean: take it out of IMPORT_CIRCLES"
 
 
 @pytest.mark.parametrize(
@@ -118,6 +121,6 @@ def test_no_module_stands_in_an_import_circle():
 def test_a_planted_circle_is_found(tmp_path, a, b):
     for name, text in {"__init__": "", "a": a, "b": b}.items():
         (tmp_path / f"{name}.py").write_text(text)
-    known = modules(tmp_path)
-    assert circles(known) == [["rnnlens.a", "rnnlens.b"]]
-    assert imports_in_functions(known) == ({("rnnlens.b", 2, "rnnlens.a")} if "def f" in b else set())
+    sources = parse_modules(tmp_path)
+    assert import_circles(sources) == [["rnnlens.a", "rnnlens.b"]]
+    assert function_imports(sources) == ({("rnnlens.b", 2, "rnnlens.a")} if "def f" in b else set())

@@ -8,11 +8,11 @@ import pytest
 import rnnlens
 
 SOURCE = Path(rnnlens.__file__).parent
-ROOMS = ("verbs", "diagnosis", "measures", "plot", "results", "reporting", "cli")
+PACKAGES = ("verbs", "diagnosis", "measures", "plot", "results", "reporting", "cli")
 #: The command line makes models: it chooses the engine of a file, and names what a module defines.
-MAKERS = {"cli/models.py", "cli/demo.py"}
+MODEL_MAKERS = {"cli/models.py", "cli/demo.py"}
 
-SNIFFS = {
+FRAMEWORK_CHECKS = {
     "which adapter it is": r"adapter\.name\b",
     "which module a type is from": r"\.__module__",
     "what is loaded": r"sys\.modules",
@@ -22,20 +22,27 @@ SNIFFS = {
 }
 
 
-def found(pattern, text):
+def find_matches(pattern, text):
     return re.findall(pattern, text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_nobody_sniffs(room):
-    files = [path for path in (SOURCE / room).rglob("*.py") if path.relative_to(SOURCE).as_posix() not in MAKERS]
+@pytest.mark.parametrize("package", PACKAGES)
+def test_nobody_sniffs(package):
+    files = [
+        path for path in (SOURCE / package).rglob("*.py") if path.relative_to(SOURCE).as_posix() not in MODEL_MAKERS
+    ]
     assert files
     texts = {path.relative_to(SOURCE).as_posix(): path.read_text() for path in files}
-    assert [(name, what) for name, text in texts.items() for what, sniff in SNIFFS.items() if found(sniff, text)] == []
+    assert [
+        (name, check)
+        for name, text in texts.items()
+        for check, pattern in FRAMEWORK_CHECKS.items()
+        if find_matches(pattern, text)
+    ] == []
 
 
 @pytest.mark.parametrize(
-    ("what", "line"),
+    ("check", "line"),
     [
         ("which adapter it is", 'as_numpy=axes.adapter.name == "keras",'),
         ("which module a type is from", 'type(leaf).__module__.startswith("tensorflow")'),
@@ -45,5 +52,5 @@ def test_nobody_sniffs(room):
         ("the framework itself", "    import torch"),
     ],
 )
-def test_the_search_finds_what_it_looks_for(what, line):
-    assert found(SNIFFS[what], f"x = 1\n{line}\n")
+def test_the_search_finds_what_it_looks_for(check, line):
+    assert find_matches(FRAMEWORK_CHECKS[check], f"x = 1\n{line}\n")

@@ -17,11 +17,11 @@ import pytest
 import rnnlens as rl
 from rnnlens.cli.app import app
 
-MOST = 7
+MOST_PARAMETERS = 7
 SOURCE = Path(rl.__file__).parent
 
 
-def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> int:
+def parameter_count(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> int:
     """How many a caller has to do with: not the object of a method."""
     a = function.args
     names = [argument.arg for argument in (*a.posonlyargs, *a.args)]
@@ -29,40 +29,42 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) ->
     return count - (names[:1] in (["self"], ["cls"]))
 
 
-def functions(node: ast.AST, within: str = "") -> Iterator[tuple[str, int]]:
+def parameter_counts(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, int]]:
     """Every function below a node by its qualified name, and how many parameters it has."""
     for child in ast.iter_child_nodes(node):
-        name = within
+        name = prefix
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            name = f"{within}.{getattr(child, 'name', '<lambda>')}".lstrip(".")
+            name = f"{prefix}.{getattr(child, 'name', '<lambda>')}".lstrip(".")
             if not isinstance(child, ast.ClassDef):
-                yield name, parameters(child)
-        yield from functions(child, name)
+                yield name, parameter_count(child)
+        yield from parameter_counts(child, name)
 
 
-def place(value: Any) -> tuple[str, str]:
+def qualified_name(value: Any) -> tuple[str, str]:
     """Module and qualified name of a function, or of the constructor of a class."""
     function = inspect.unwrap(value)
     return function.__module__, f"{value.__qualname__}.__init__" if inspect.isclass(value) else function.__qualname__
 
 
-def public() -> set[tuple[str, str]]:
-    named = [getattr(rl, name) for name in rl.__all__]
-    rooms = [value for value in named if isinstance(value, ModuleType)]
-    named += [getattr(room, name) for room in rooms for name in getattr(room, "__all__", ())]
+def public_functions() -> set[tuple[str, str]]:
+    values = [getattr(rl, name) for name in rl.__all__]
+    modules = [value for value in values if isinstance(value, ModuleType)]
+    values += [getattr(module, name) for module in modules for name in getattr(module, "__all__", ())]
     commands = [command.callback for command in app.registered_commands]
-    return {place(value) for value in [*named, *commands] if inspect.isfunction(value) or inspect.isclass(value)}
+    return {
+        qualified_name(value) for value in [*values, *commands] if inspect.isfunction(value) or inspect.isclass(value)
+    }
 
 
-PUBLIC = public()
+PUBLIC = public_functions()
 
 
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: path.relative_to(SOURCE).as_posix())
 def test_at_most_seven_parameters(path):
-    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
-    module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-    found = functions(ast.parse(path.read_text()))
-    assert not {name: count for name, count in found if count > MOST and (module, name) not in PUBLIC}
+    components = path.relative_to(SOURCE.parent).with_suffix("").parts
+    module = ".".join(components[:-1] if components[-1] == "__init__" else components)
+    counts = parameter_counts(ast.parse(path.read_text()))
+    assert not {name: count for name, count in counts if count > MOST_PARAMETERS and (module, name) not in PUBLIC}
 
 
 def test_what_is_public_is_found():

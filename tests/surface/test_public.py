@@ -70,8 +70,8 @@ FUNCTIONS = sorted(name for name, signature in PUBLIC.items() if signature is no
 def bare_signature(function) -> str:
     """Parameters and defaults, without types."""
     signature = inspect.signature(function)
-    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
-    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    parameters = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
 
 
 def test_what_a_cell_of_ones_own_is_made_of():
@@ -100,10 +100,10 @@ def test_every_parameter_is_documented(name):
     function = getattr(rl, name)
     section = inspect.getdoc(function).partition("Parameters\n")[2]
     headings = {
-        word.strip().lstrip("*")
+        heading.strip().lstrip("*")
         for line in section.splitlines()
         if line and not line.startswith(" ")
-        for word in line.partition(":")[0].split(",")
+        for heading in line.partition(":")[0].split(",")
     }
     parameters = set(inspect.signature(function).parameters)
     assert parameters <= headings, f"undocumented: {sorted(parameters - headings)}"

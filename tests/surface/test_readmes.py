@@ -16,17 +16,17 @@ def guide_of(folder):
     return folder / "README.md" if (folder / "README.md").exists() else guide_of(folder.parent)
 
 
-def unnamed(folder):
+def missing_files(folder):
     guide = guide_of(folder)
     text = guide.read_text("utf-8")
     files = [file for file in folder.glob("*.py") if file.name != "__init__.py"]
-    here = guide.parent if guide.parent in folder.parents else folder
-    return [f.name for f in files if f"`{f.relative_to(here).as_posix()}`" not in text and f"`{f.name}`" not in text]
+    base = guide.parent if guide.parent in folder.parents else folder
+    return [f.name for f in files if f"`{f.relative_to(base).as_posix()}`" not in text and f"`{f.name}`" not in text]
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.relative_to(CODE).as_posix())
 def test_every_file_has_its_line(folder):
-    assert not unnamed(folder), f"{guide_of(folder).relative_to(ROOT)} does not name these"
+    assert not missing_files(folder), f"{guide_of(folder).relative_to(ROOT)} does not name these"
 
 
 @pytest.mark.parametrize("folder", sorted({CODE / folder.relative_to(CODE).parts[0] for folder in FOLDERS[1:]}))
@@ -37,5 +37,5 @@ def test_every_room_has_a_guide(folder):
 @pytest.mark.parametrize("guide", sorted(CODE.rglob("README.md")), ids=lambda guide: guide.parent.name)
 def test_no_line_is_about_a_file_that_is_gone(guide):
     lines = [line.split("|")[1] for line in guide.read_text("utf-8").splitlines() if line.startswith("| `")]
-    names = [part for line in lines for part in line.split("`")[1::2] if part.endswith((".py", "/"))]
+    names = [name for line in lines for name in line.split("`")[1::2] if name.endswith((".py", "/"))]
     assert not [name for name in names if not (guide.parent / name).exists()]

@@ -12,7 +12,7 @@ import rnnlens as rl
 
 CODE = str(Path(rl.__file__).parent)
 #: Parts of a function that Python calls by themselves.
-INNER = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")
+INNER_CODE = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")
 
 forwards = 0
 
@@ -20,20 +20,20 @@ forwards = 0
 class Tagger(nn.Module):
     """A library layer and a head; counts its own forward passes where nothing is restored."""
 
-    def __init__(self, read="every step"):
+    def __init__(self, head_input="every step"):
         super().__init__()
         self.lstm, self.head = nn.LSTM(3, 8, batch_first=True), nn.Linear(8, 2)
-        self.read = read
+        self.read = head_input
 
     def forward(self, x):
         global forwards
         forwards += 1
         output, (hidden, _) = self.lstm(x)
-        return self.head(READ[self.read](output, hidden))
+        return self.head(HEAD_INPUTS[self.read](output, hidden))
 
 
 #: The tensor that the head is called on.
-READ = {
+HEAD_INPUTS = {
     "every step": lambda output, hidden: output,
     "last step": lambda output, hidden: output[:, -1],
     "last step, all units": lambda output, hidden: output[:, -1, :],
@@ -55,14 +55,14 @@ MOST_FILES = {"jacobian": 45, "trace": 40}
 MOST_FUNCTIONS = {"jacobian": 300, "trace": 250}
 
 
-@pytest.fixture(params=READ)
-def call(request):
+@pytest.fixture(params=HEAD_INPUTS)
+def arguments(request):
     torch.manual_seed(0)
     target = torch.randn(4, 10, 2)
     return Tagger(request.param), torch.randn(4, 10, 3), target if request.param == "every step" else target[:, 0]
 
 
-def counted(run):
+def count_forwards(run):
     global forwards
     forwards = 0
     run()
@@ -70,30 +70,30 @@ def counted(run):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize(("certify", "most"), [("never", 1), ("always", 2)])
-def test_one_forward_pass_and_one_more_for_the_certificate(verb, certify, most, call):
+@pytest.mark.parametrize(("certify", "expected"), [("never", 1), ("always", 2)])
+def test_one_forward_pass_and_one_more_for_the_certificate(verb, certify, expected, arguments):
     with rl.options(certify=certify):
-        first = counted(lambda: VERBS[verb](*call))
-        later = counted(lambda: VERBS[verb](*call))
-    assert (first, later) == (most, most)
+        first = count_forwards(lambda: VERBS[verb](*arguments))
+        later = count_forwards(lambda: VERBS[verb](*arguments))
+    assert (first, later) == (expected, expected)
 
 
 @pytest.mark.parametrize("verb", MOST_FILES)
-def test_files_and_functions_entered(verb, call):
+def test_files_and_functions_entered(verb, arguments):
     files, functions = set(), set()
 
     def profile(frame, event, argument):
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(CODE):
             files.add(code.co_filename)
-            if code.co_name not in INNER:
+            if code.co_name not in INNER_CODE:
                 functions.add(code)
 
     with rl.options(certify="never"):
-        VERBS[verb](*call)
+        VERBS[verb](*arguments)
         sys.setprofile(profile)
         try:
-            VERBS[verb](*call)
+            VERBS[verb](*arguments)
         finally:
             sys.setprofile(None)
     assert len(files) <= MOST_FILES[verb], sorted(files)
@@ -112,13 +112,13 @@ class Rewired(Tagger):
 
 def test_what_was_found_is_forgotten_when_the_model_changes():
     model, x = Rewired(), torch.randn(4, 4, 3)
-    ask = {"of": "output", "reduce": "sum", "wrt": "head.output", "at": {"sample": 0, "time": 3}}
-    straight = rl.gradients(model, x, **ask).values
-    assert straight[0, 3].all()
+    question = {"of": "output", "reduce": "sum", "wrt": "head.output", "at": {"sample": 0, "time": 3}}
+    gradients = rl.gradients(model, x, **question).values
+    assert gradients[0, 3].all()
     model.flip = True
-    assert (rl.gradients(model, x, **ask).values != 0).any(-1).argmax() == 3
+    assert (rl.gradients(model, x, **question).values != 0).any(-1).argmax() == 3
     handle = model.lstm.register_forward_hook(lambda module, args, output: None)
-    assert counted(lambda: rl.gradients(model, x, **ask)) > 1
+    assert count_forwards(lambda: rl.gradients(model, x, **question)) > 1
     handle.remove()
 
 
@@ -128,18 +128,20 @@ def test_what_was_found_keeps_no_model_alive():
 
     model, x = Tagger(), torch.randn(4, 4, 3)
     rl.gradients(model, x, of="output", reduce="sum", wrt="input")
-    seen = weakref.ref(model)
+    reference = weakref.ref(model)
     del model
     gc.collect()
-    assert seen() is None
+    assert reference() is None
 
 
 @pytest.mark.parametrize("verb", ["trace", "gradients by weights", "weights"])
 def test_a_result_makes_datasets_when_they_are_asked_for(verb, monkeypatch):
-    made = []
+    datasets = []
     init = xr.Dataset.__init__
-    monkeypatch.setattr(xr.Dataset, "__init__", lambda self, *args, **kwargs: made.append(init(self, *args, **kwargs)))
+    monkeypatch.setattr(
+        xr.Dataset, "__init__", lambda self, *args, **kwargs: datasets.append(init(self, *args, **kwargs))
+    )
     result = VERBS[verb](Tagger(), torch.randn(4, 10, 3), torch.randn(4, 10, 2))
-    assert not made
+    assert not datasets
     assert set(result.dataset("lstm").data_vars)
-    assert made
+    assert datasets

@@ -18,15 +18,15 @@ from rnnlens.errors import LayerNotFoundError, ModelError
 from rnnlens.layout import Layout
 from rnnlens.testing import check_adapter
 
-HOME = Path(__file__).parent / "tiny"
+PACKAGE_FOLDER = Path(__file__).parent / "tiny"
 SAMPLES, STEPS, FEATURES, UNITS, OUTPUTS = 3, 5, 2, 4, 2
 TINY_STEP = 1e-30
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch):
+def installed_package(monkeypatch):
     """As ``pip install tiny`` leaves it; nothing is registered by hand."""
-    monkeypatch.syspath_prepend(str(HOME))
+    monkeypatch.syspath_prepend(str(PACKAGE_FOLDER))
 
 
 @pytest.fixture
@@ -51,37 +51,37 @@ def test_without_place_gradients_of_weights_are_not_certified(model, data, monke
     trace = rl.trace(model, x, y)
     assert "gradients at inputs" in trace.certificate.certified
     assert "gradients at inputs and weights" not in trace.certificate.certified
-    for found in (rl.weights(model, x, y), rl.gradients(model, x, y, wrt="weights")):
-        assert "gradients of weights" not in found.certificate.certified
+    for result in (rl.weights(model, x, y), rl.gradients(model, x, y, wrt="weights")):
+        assert "gradients of weights" not in result.certificate.certified
         for layer in ("rnn", "head"):
-            assert any(f"weights of {layer}, which the adapter" in name for name in found.certificate.uncertified)
-    inside = rl.gradients(model, x, y, wrt="rnn.hidden").certificate
-    assert "rnn.hidden" not in inside.resting
-    assert any("weights of rnn" in name for name in inside.uncertified)
+            assert any(f"weights of {layer}, which the adapter" in name for name in result.certificate.uncertified)
+    certificate = rl.gradients(model, x, y, wrt="rnn.hidden").certificate
+    assert "rnn.hidden" not in certificate.resting
+    assert any("weights of rnn" in name for name in certificate.uncertified)
 
 
-def unrolled(w, x, nudge=0.0, at=None):
-    """Outputs of the network, step by step, with a nudge on the hidden state at one step."""
+def forward(w, x, perturbation=0.0, perturbed_step=None):
+    """Outputs of the network, step by step, with a perturbation of the hidden state at one step."""
     h, outputs = np.zeros((len(x), UNITS)), []
     for t in range(STEPS):
-        h = np.tanh(x[:, t] @ w["W"] + h @ w["U"] + w["b"]) + (nudge if t == at else 0.0)
+        h = np.tanh(x[:, t] @ w["W"] + h @ w["U"] + w["b"]) + (perturbation if t == perturbed_step else 0.0)
         outputs.append(h @ w["V"])
     return np.stack(outputs, 1)
 
 
-def loss(w, x, y, **nudged):
-    return ((unrolled(w, x, **nudged) - y) ** 2).mean()
+def loss(w, x, y, **perturbation):
+    return ((forward(w, x, **perturbation) - y) ** 2).mean()
 
 
-def slopes(function, shape):
+def derivative(function, shape):
     """d function / d entry by the complex step (Squire, Trapp 1998), entry by entry."""
     units = np.eye(int(np.prod(shape))).reshape(-1, *shape)
-    found = np.array([np.imag(function(1j * TINY_STEP * unit)) / TINY_STEP for unit in units])
-    return found.reshape(*shape, *found.shape[1:])
+    slopes = np.array([np.imag(function(1j * TINY_STEP * unit)) / TINY_STEP for unit in units])
+    return slopes.reshape(*shape, *slopes.shape[1:])
 
 
 def test_its_folder_is_small():
-    assert sum(len(path.read_text().splitlines()) for path in HOME.glob("*.py")) <= 150
+    assert sum(len(path.read_text().splitlines()) for path in PACKAGE_FOLDER.glob("*.py")) <= 150
 
 
 def test_it_holds_the_contract(model, data):
@@ -98,10 +98,13 @@ def test_layers(model):
 def test_trace(model, data):
     x, y = data
     trace = rl.trace(model, x, y)
-    expected = [slopes(lambda d, t=t: loss(model.weights, x, y, nudge=d, at=t), (SAMPLES, UNITS)) for t in range(STEPS)]
+    expected = [
+        derivative(lambda d, t=t: loss(model.weights, x, y, perturbation=d, perturbed_step=t), (SAMPLES, UNITS))
+        for t in range(STEPS)
+    ]
     np.testing.assert_allclose(trace["rnn"].hidden_grad, np.stack(expected, 1), rtol=1e-10)
-    by_input = slopes(lambda d: loss(model.weights, x + d, y), x.shape)
-    np.testing.assert_allclose(trace["rnn"].input_grad, by_input, rtol=1e-10)
+    input_grad = derivative(lambda d: loss(model.weights, x + d, y), x.shape)
+    np.testing.assert_allclose(trace["rnn"].input_grad, input_grad, rtol=1e-10)
     assert set(trace["rnn"].dataset) >= {"hidden", "gates", "gate_grad", "output_grad", "initial_state_grad"}
     assert trace.certificate.state == "passed"
 
@@ -114,8 +117,8 @@ def test_a_part_of_a_trace(model, data):
 
 def test_trace_of_a_layer_that_is_not_recurrent(model, data):
     trace = rl.trace(model, *data, layers=["head"])
-    by_output = 2 * (unrolled(model.weights, data[0]) - data[1]) / data[1].size
-    np.testing.assert_allclose(trace["head"].output_grad, by_output, rtol=1e-10)
+    output_grad = 2 * (forward(model.weights, data[0]) - data[1]) / data[1].size
+    np.testing.assert_allclose(trace["head"].output_grad, output_grad, rtol=1e-10)
 
 
 @pytest.mark.parametrize("batch_size", [None, 1])
@@ -123,10 +126,10 @@ def test_gradients(model, data, batch_size):
     x, y = data
     g = rl.gradients(model, x, y, wrt="weights", batch_size=batch_size)
     for layer, key, name in (("rnn", "kernel", "W"), ("rnn", "recurrent_kernel", "U"), ("head", "kernel", "V")):
-        by_weight = slopes(
+        weight_grad = derivative(
             lambda d, n=name: loss({**model.weights, n: model.weights[n] + d}, x, y), model.weights[name].shape
         )
-        np.testing.assert_allclose(np.asarray(g[layer][key]).reshape(by_weight.shape), by_weight, rtol=1e-10)
+        np.testing.assert_allclose(np.asarray(g[layer][key]).reshape(weight_grad.shape), weight_grad, rtol=1e-10)
     assert g.certificate.state == "passed"
 
 
@@ -136,34 +139,34 @@ def test_gradients_of_a_state_and_of_a_function(model, data):
     assert not np.any(g.sel(time=slice(3, None)))
     assert np.all(np.any(g.sel(time=slice(None, 2)) != 0, axis=2))
     g = rl.gradients(model, x, of=lambda output: (output**2).sum(), wrt="input")
-    by_input = slopes(lambda d: (unrolled(model.weights, x + d) ** 2).sum(), x.shape)
-    np.testing.assert_allclose(g, by_input, rtol=1e-10)
+    input_grad = derivative(lambda d: (forward(model.weights, x + d) ** 2).sum(), x.shape)
+    np.testing.assert_allclose(g, input_grad, rtol=1e-10)
 
 
 def test_jacobian(model, data):
     x, _ = data
     with rl.options(certify="always"):
-        found = rl.jacobian(model, x)
-    whole = slopes(lambda d: unrolled(model.weights, x + d), x.shape)  # (sample, time, feature, sample, time, output)
-    np.testing.assert_allclose(found, np.einsum("stfsTo->sTotf", whole), rtol=1e-9, atol=1e-15)
-    assert found.attrs["certificate"].startswith("certified against tiny")
+        jacobian = rl.jacobian(model, x)
+    full = derivative(lambda d: forward(model.weights, x + d), x.shape)  # (sample, time, feature, sample, time, output)
+    np.testing.assert_allclose(jacobian, np.einsum("stfsTo->sTotf", full), rtol=1e-9, atol=1e-15)
+    assert jacobian.attrs["certificate"].startswith("certified against tiny")
 
 
 def test_weights(model, data):
     weights = rl.weights(model, *data, by_time=True)
     np.testing.assert_array_equal(np.squeeze(weights["rnn"].kernel), model.weights["W"])
     w, (x, y) = model.weights, data
-    by_weight = slopes(lambda d: loss({**w, "U": w["U"] + d}, x, y), w["U"].shape)
-    np.testing.assert_allclose(np.squeeze(weights["rnn"].recurrent_kernel_grad.sum("time")), by_weight, rtol=1e-10)
+    weight_grad = derivative(lambda d: loss({**w, "U": w["U"] + d}, x, y), w["U"].shape)
+    np.testing.assert_allclose(np.squeeze(weights["rnn"].recurrent_kernel_grad.sum("time")), weight_grad, rtol=1e-10)
     assert weights.certificate.state == "passed"
 
 
 def test_diagnose(model):
     draw = np.random.default_rng(2).normal
-    found = rl.diagnose(model, draw(size=(160, 8, FEATURES)), draw(size=(160, 8, OUTPUTS)), baseline="init")
-    assert "NO_SKILL" in found.codes  # the target is noise
-    assert {"rnn", "model"} <= set(found)
-    assert "Memory in use unknown: no better than a constant prediction" in str(found)
+    diagnosis = rl.diagnose(model, draw(size=(160, 8, FEATURES)), draw(size=(160, 8, OUTPUTS)), baseline="init")
+    assert "NO_SKILL" in diagnosis.codes  # the target is noise
+    assert {"rnn", "model"} <= set(diagnosis)
+    assert "Memory in use unknown: no better than a constant prediction" in str(diagnosis)
 
 
 def test_a_gradient_that_does_not_exist_has_a_reason(model, data):
@@ -176,8 +179,8 @@ def test_a_gradient_that_does_not_exist_has_a_reason(model, data):
 def test_files(model, data, tmp_path, suffix):
     trace = rl.trace(model, *data)
     trace.save(tmp_path / f"trace.{suffix}")
-    back = rl.open(tmp_path / f"trace.{suffix}")
-    xr.testing.assert_identical(back["rnn"].dataset, trace["rnn"].dataset)
+    opened = rl.open(tmp_path / f"trace.{suffix}")
+    xr.testing.assert_identical(opened["rnn"].dataset, trace["rnn"].dataset)
 
 
 def test_figures(model, data):
@@ -190,11 +193,11 @@ def test_figures(model, data):
 def test_the_certificate_sees_an_adapter_that_is_wrong(model, data, monkeypatch):
     import tiny_rnnlens
 
-    class Wrong(tiny_rnnlens.Pullback):
+    class WrongPullback(tiny_rnnlens.Pullback):
         def vjp(self, cotangents):
             return {port: None if g is None else g * 1.01 for port, g in super().vjp(cotangents).items()}
 
-    monkeypatch.setattr(tiny_rnnlens.adapter, "pullback", Wrong)
+    monkeypatch.setattr(tiny_rnnlens.adapter, "pullback", WrongPullback)
     with pytest.warns(rl.errors.SelfCheckWarning):
         assert rl.trace(model, *data).certificate.state == "failed"
 
@@ -231,10 +234,10 @@ def test_the_framework_says_how_its_tensors_lie(model, data, monkeypatch):
 
 
 def test_an_adapter_that_cannot_be_loaded_is_named(tmp_path, monkeypatch):
-    home = tmp_path / "broken-1.0.dist-info"
-    home.mkdir()
-    (home / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    (home / "entry_points.txt").write_text("[rnnlens.adapters]\nbroken = no_such_module:adapter\n")
+    metadata_folder = tmp_path / "broken-1.0.dist-info"
+    metadata_folder.mkdir()
+    (metadata_folder / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (metadata_folder / "entry_points.txt").write_text("[rnnlens.adapters]\nbroken = no_such_module:adapter\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModelError, match="'broken' of another package cannot be loaded"):
         rl.layers(object())
@@ -245,8 +248,8 @@ def test_the_first_number_that_is_not_finite(model, data):
     assert not rl.find_nonfinite(model, x, y)
     x = x.copy()
     x[1, 3, 0] = np.nan
-    found = rl.find_nonfinite(model, x, y)
-    assert (found.phase, found.sample, found.step) == ("data", 1, 3)
+    finding = rl.find_nonfinite(model, x, y)
+    assert (finding.phase, finding.sample, finding.step) == ("data", 1, 3)
     model.weights["U"][2, 1] = np.inf
-    found = rl.find_nonfinite(model, data[0], y)
-    assert (found.phase, found.layer) == ("weights", "rnn")
+    finding = rl.find_nonfinite(model, data[0], y)
+    assert (finding.phase, finding.layer) == ("weights", "rnn")

@@ -20,7 +20,7 @@ Y = np.random.default_rng(1).normal(size=(3, 2))
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled():
+def eager_mode():
     with eagerly():
         yield
 
@@ -51,7 +51,7 @@ class Louder(keras.layers.LSTMCell):
         return super().call(2 * inputs, states, training=training)
 
 
-def patched():
+def patched_cell():
     """Return a GRU cell with ``call`` overridden on the instance: its equations are unknown."""
     cell = keras.layers.GRUCell(3)
     original = cell.call
@@ -60,7 +60,7 @@ def patched():
 
 
 CELLS = {
-    "patched": patched,
+    "patched": patched_cell,
     "custom": lambda: Minimal(3),
     "subclass": lambda: Louder(3),
     "activation": lambda: keras.layers.SimpleRNNCell(3, activation=lambda z: keras.ops.tanh(z) * 0.5),
@@ -73,7 +73,7 @@ def rnn_model(cell, **options):
     return keras.Sequential([keras.Input((4, 2)), layer])
 
 
-def square(y_true, y_pred):
+def squared_sum(y_true, y_pred):
     return keras.ops.sum(keras.ops.square(y_pred))
 
 
@@ -82,29 +82,29 @@ def square(y_true, y_pred):
 def test_step_cells_chain_to_the_frameworks_gradients(name):
     """Backpropagation by the cell's own vjp or Jacobians gives the framework's weight and input gradients."""
     model = rnn_model(CELLS[name]())
-    (call,) = adapter.capture(model, Batch(X, loss=square), CaptureRequest()).calls
+    (call,) = adapter.capture(model, Batch(X, loss=squared_sum), CaptureRequest()).calls
     assert call.cell.by_framework
     cell, states = call.cell, [call.initial_state]
     for t in range(4):
         output, new = cell.advance(X[:, t], states[-1])
         np.testing.assert_allclose(output, call.output[:, t], rtol=1e-10, atol=1e-12)
         states.append(new)
-    with adapter.pullback(model, Batch(X, loss=square), [Port("loss")], [Port("input")]) as back:
-        wanted = back.vjp({Port("loss"): np.ones(1)})[Port("input")][0]
-    total = dict.fromkeys(call.weight_grads, 0.0)
-    lam = [np.zeros_like(s) for s in states[-1]]
+    with adapter.pullback(model, Batch(X, loss=squared_sum), [Port("loss")], [Port("input")]) as pullback:
+        input_grad = pullback.vjp({Port("loss"): np.ones(1)})[Port("input")][0]
+    weight_grads = dict.fromkeys(call.weight_grads, 0.0)
+    state_cotangents = [np.zeros_like(s) for s in states[-1]]
     for t in reversed(range(4)):
         direct = call.output_grad[:, t]
-        for key, grad in cell.weight_vjp(X[:, t], states[t], direct, lam).items():
-            total[key] = total[key] + grad
-        by_state, by_x = cell.jacobian(X[:, t], states[t])
-        stacked = np.concatenate([*lam, direct], axis=-1)
-        by_row = np.einsum("nij,ni->nj", by_state, stacked), np.einsum("nij,ni->nj", by_x, stacked)
-        x_grad, lam = cell.vjp(X[:, t], states[t], direct, lam)
-        np.testing.assert_allclose(x_grad, wanted[:, t], rtol=1e-9, atol=1e-12)
-        np.testing.assert_allclose(by_row[1], x_grad, rtol=1e-9, atol=1e-12)
-        np.testing.assert_allclose(by_row[0], np.concatenate(lam, axis=-1), rtol=1e-9, atol=1e-12)
-    for key, grad in total.items():
+        for key, grad in cell.weight_vjp(X[:, t], states[t], direct, state_cotangents).items():
+            weight_grads[key] = weight_grads[key] + grad
+        state_jacobian, x_jacobian = cell.jacobian(X[:, t], states[t])
+        cotangent = np.concatenate([*state_cotangents, direct], axis=-1)
+        pulled = np.einsum("nij,ni->nj", state_jacobian, cotangent), np.einsum("nij,ni->nj", x_jacobian, cotangent)
+        x_grad, state_cotangents = cell.vjp(X[:, t], states[t], direct, state_cotangents)
+        np.testing.assert_allclose(x_grad, input_grad[:, t], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(pulled[1], x_grad, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(pulled[0], np.concatenate(state_cotangents, axis=-1), rtol=1e-9, atol=1e-12)
+    for key, grad in weight_grads.items():
         np.testing.assert_allclose(grad, call.weight_grads[key], rtol=1e-9, atol=1e-12)
 
 
@@ -113,15 +113,15 @@ def test_step_cells_chain_to_the_frameworks_gradients(name):
 @pytest.mark.parametrize("kind", ["SimpleRNN", "LSTM", "GRU"])
 def test_dropout_multipliers_replay(kind, implementation):
     options = {} if kind == "SimpleRNN" else {"implementation": implementation}
-    recurrent = 0.4 if implementation == 1 else 0.0
-    layer = getattr(keras.layers, kind)(3, dropout=0.4, recurrent_dropout=recurrent, return_sequences=True, **options)
+    rate = 0.4 if implementation == 1 else 0.0
+    layer = getattr(keras.layers, kind)(3, dropout=0.4, recurrent_dropout=rate, return_sequences=True, **options)
     model = keras.Sequential([keras.Input((4, 2)), layer])
-    (call,) = adapter.capture(model, Batch(X, loss=square, training=True, seed=5), CaptureRequest()).calls
-    (again,) = adapter.capture(model, Batch(X, loss=square, training=True, seed=5), CaptureRequest()).calls
-    (other,) = adapter.capture(model, Batch(X, loss=square, training=True, seed=6), CaptureRequest()).calls
-    np.testing.assert_array_equal(call.output, again.output)
-    assert np.abs(call.output - other.output).max() > 0
-    if LEGACY and recurrent == 0 and kind != "SimpleRNN":  # dropout is applied to the input before the fused kernel
+    (call,) = adapter.capture(model, Batch(X, loss=squared_sum, training=True, seed=5), CaptureRequest()).calls
+    (repeated,) = adapter.capture(model, Batch(X, loss=squared_sum, training=True, seed=5), CaptureRequest()).calls
+    (other_seed,) = adapter.capture(model, Batch(X, loss=squared_sum, training=True, seed=6), CaptureRequest()).calls
+    np.testing.assert_array_equal(call.output, repeated.output)
+    assert np.abs(call.output - other_seed.output).max() > 0
+    if LEGACY and rate == 0 and kind != "SimpleRNN":  # dropout is applied to the input before the fused kernel
         assert call.input_scale is None
         assert ((call.input == 0) | np.isclose(call.input, X / 0.6)).all()
         assert (call.input == 0).any(axis=(0, 2)).tolist() != (call.input == 0).all(axis=(0, 2)).tolist()
@@ -129,8 +129,8 @@ def test_dropout_multipliers_replay(kind, implementation):
         return
     gates = {"SimpleRNN": None, "LSTM": 4, "GRU": 3}[kind] if implementation == 1 else None
     assert call.input_scale.shape == ((3, 2) if gates is None else (gates, 3, 2))
-    assert (call.state_scale is None) == (recurrent == 0)
-    if gates is None and recurrent == 0:
+    assert (call.state_scale is None) == (rate == 0)
+    if gates is None and rate == 0:
         call.input = call.input * call.input_scale[:, None]
         np.testing.assert_allclose(call.output, reference_of(call).states[0], rtol=1e-9, atol=1e-12)
 
@@ -139,14 +139,14 @@ def test_dropout_multipliers_replay(kind, implementation):
 def test_dropout_inside_an_unknown_cell_is_refused():
     model = rnn_model(keras.layers.StackedRNNCells([keras.layers.LSTMCell(2, dropout=0.5)]))
     with pytest.raises(errors.UnsupportedError) as caught:
-        adapter.capture(model, Batch(X, loss=square, training=True), CaptureRequest())
+        adapter.capture(model, Batch(X, loss=squared_sum, training=True), CaptureRequest())
     assert str(caught.value) == (
         "Layer 'rnn': dropout inside the cell StackedRNNCells cannot be replayed.\n"
         "  try:      training=False, or dropout between the layers instead of inside the cell"
     )
 
 
-def regularised():
+def regularised_model():
     layer = keras.layers.LSTM(2, kernel_regularizer="l2", activity_regularizer="l1", name="lstm")
     model = keras.Sequential([keras.Input((4, 2)), layer])
     model.compile("sgd", "mse")
@@ -156,25 +156,25 @@ def regularised():
 @pytest.mark.one_engine("torch", "tf_keras")
 @pytest.mark.parametrize("weights", [{}, {"sample_weight": np.array([1.0, 2.0, 0.0])}], ids=["plain", "weighted"])
 def test_the_compiled_loss_is_that_of_training(weights):
-    model = regularised()
+    model = regularised_model()
     capture = adapter.capture(model, Batch(X, Y, **weights), CaptureRequest())
     assert capture.loss == pytest.approx(model.evaluate(X, Y, verbose=0, **weights), rel=1e-6)
 
 
 @pytest.mark.one_engine("torch", "tf_keras")
 def test_losses_by_name_object_and_function_are_one():
-    model = regularised()
-    same = ["mse", keras.losses.MeanSquaredError(), keras.losses.mean_squared_error]
-    same.append(lambda y, p: keras.ops.mean(keras.ops.square(y - p)))
-    found = [adapter.capture(model, Batch(X, Y, loss=loss), CaptureRequest()) for loss in [None, *same]]
-    for capture in found[1:]:
-        assert capture.loss == pytest.approx(found[0].loss, rel=1e-6)
-        np.testing.assert_allclose(capture.calls[0].output_grad, found[0].calls[0].output_grad, rtol=1e-6)
+    model = regularised_model()
+    losses = ["mse", keras.losses.MeanSquaredError(), keras.losses.mean_squared_error]
+    losses.append(lambda y, p: keras.ops.mean(keras.ops.square(y - p)))
+    captures = [adapter.capture(model, Batch(X, Y, loss=loss), CaptureRequest()) for loss in [None, *losses]]
+    for capture in captures[1:]:
+        assert capture.loss == pytest.approx(captures[0].loss, rel=1e-6)
+        np.testing.assert_allclose(capture.calls[0].output_grad, captures[0].calls[0].output_grad, rtol=1e-6)
 
 
 @pytest.mark.one_engine("torch", "tf_keras")
 @pytest.mark.parametrize(
-    ("compiled", "given", "says"),
+    ("compiled_loss", "loss", "expected"),
     [
         ("mse", None, "sum_over_batch_size"),
         (lambda y, p: keras.ops.mean((y - p) ** 2, axis=-1), None, "sum_over_batch_size"),
@@ -185,22 +185,22 @@ def test_losses_by_name_object_and_function_are_one():
         ("mse", lambda y, p: keras.ops.mean((y - p) ** 2), None),
     ],
 )
-def test_how_a_loss_is_reduced_is_known_as_far_as_it_says(compiled, given, says):
+def test_how_a_loss_is_reduced_is_known_as_far_as_it_says(compiled_loss, loss, expected):
     inputs = keras.Input((2,))
     model = keras.Model(inputs, keras.layers.Dense(2, name="head")(inputs))
-    model.compile(loss=compiled)
-    assert adapter_for(model).reduction(model, given) == says
+    model.compile(loss=compiled_loss)
+    assert adapter_for(model).reduction(model, loss) == expected
 
 
 @pytest.mark.one_engine("torch", "tf_keras")
 def test_weight_gradients_are_without_the_weight_regulariser():
-    model = regularised()
+    model = regularised_model()
     grads = adapter.capture(model, Batch(X, Y), CaptureRequest()).calls[0].weight_grads
     port = Port("weight", "lstm", key="kernel")
-    with adapter.pullback(model, Batch(X, Y), [Port("loss")], [port]) as back:
-        counted = back.vjp({Port("loss"): np.ones(1)})[port][0]
+    with adapter.pullback(model, Batch(X, Y), [Port("loss")], [port]) as pullback:
+        penalised_grad = pullback.vjp({Port("loss"): np.ones(1)})[port][0]
     kernel = adapter.weights(model)["lstm"].values["kernel"]
-    np.testing.assert_allclose(counted - grads["kernel"], 2 * 0.01 * kernel, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(penalised_grad - grads["kernel"], 2 * 0.01 * kernel, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.one_engine("torch", "tf_keras")
@@ -209,7 +209,7 @@ def test_layers_that_are_not_recurrent():
     model = keras.Sequential([*layers, keras.layers.SimpleRNN(2, name="rnn"), keras.layers.Dense(2, name="head")])
     ids = np.array([[1, 2, 0, 0], [3, 4, 1, 0]])
     request = CaptureRequest(layers=("head", "embedding", "rnn"))
-    capture = adapter.capture(model, Batch(ids, loss=square), request)
+    capture = adapter.capture(model, Batch(ids, loss=squared_sum), request)
     shapes = {call.layer: (call.output.shape, call.output_grad.shape) for call in capture.other_calls}
     assert shapes == {"embedding": ((2, 4, 2), (2, 4, 2)), "head": ((2, 2), (2, 2))}
     np.testing.assert_array_equal(capture.calls[0].mask, ids != 0)
@@ -222,7 +222,7 @@ def test_layers_that_are_not_recurrent():
 def test_half_precision_comes_out_as_float32_with_a_note(policy):
     layer = keras.layers.LSTM(2, dtype=policy, return_sequences=True)
     model = keras.Sequential([keras.Input((4, 2)), layer])
-    capture = adapter.capture(model, Batch(X.astype("float32"), loss=square), CaptureRequest())
+    capture = adapter.capture(model, Batch(X.astype("float32"), loss=squared_sum), CaptureRequest())
     (call,) = capture.calls
     arrays = [call.input, call.output, call.output_grad, call.cell.kernel, *call.weight_grads.values()]
     assert {str(a.dtype) for a in arrays} <= {"float32", "float64"}
@@ -237,10 +237,12 @@ def test_given_initial_states_reach_each_direction(count):
     """Give states for both directions, forward first, or states of one direction, used for both."""
     layer = keras.layers.Bidirectional(keras.layers.LSTM(2, return_sequences=True), name="bi")
     model = keras.Sequential([keras.Input((4, 2)), layer])
-    given = [np.random.default_rng(i).normal(size=(3, 2)) for i in range(count)]
-    calls = adapter.capture(model, Batch(X, loss=square, initial_state={"bi": given}), CaptureRequest()).calls
-    for call, states in zip(calls, (given[:2], given[-2:]), strict=True):
-        np.testing.assert_array_equal(call.initial_state, states)
+    initial_states = [np.random.default_rng(i).normal(size=(3, 2)) for i in range(count)]
+    calls = adapter.capture(
+        model, Batch(X, loss=squared_sum, initial_state={"bi": initial_states}), CaptureRequest()
+    ).calls
+    for call, expected in zip(calls, (initial_states[:2], initial_states[-2:]), strict=True):
+        np.testing.assert_array_equal(call.initial_state, expected)
         assert Replay.from_call(call).residual < 1e-12
 
 
@@ -250,9 +252,9 @@ def test_a_mask_in_a_list_is_that_mask(kind):
     """A layer called with ``mask=[mask]`` is captured with that mask."""
     x, mask = keras.Input((4, 2)), keras.Input((4,), dtype="bool")
     model = keras.Model([x, mask], getattr(keras.layers, kind)(3, return_sequences=True)(x, mask=[mask]))
-    real = np.array([[1, 0, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]], dtype=bool)
-    (call,) = adapter.capture(model, Batch([X, real], loss=square), CaptureRequest()).calls
-    np.testing.assert_array_equal(call.mask, real)
+    mask_values = np.array([[1, 0, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]], dtype=bool)
+    (call,) = adapter.capture(model, Batch([X, mask_values], loss=squared_sum), CaptureRequest()).calls
+    np.testing.assert_array_equal(call.mask, mask_values)
     assert Replay.from_call(call).residual < 1e-12
 
 
@@ -275,9 +277,9 @@ def test_the_two_biases_of_a_cell_in_a_loop_by_hand_are_two_weights():
     """Each is compared with its own row of the reference run's variable."""
     model = keras.Sequential([keras.Input((4, 2)), Loop(name="loop"), keras.layers.Dense(2)])
     model.compile("sgd", "mse")
-    found = rl.gradients(model, X, Y, wrt="weights")
-    assert found["loop/cell"].bias.shape == found["loop/cell"].recurrent_bias.shape == (3, 3)
-    assert found.certificate.state == "passed"
+    gradients = rl.gradients(model, X, Y, wrt="weights")
+    assert gradients["loop/cell"].bias.shape == gradients["loop/cell"].recurrent_bias.shape == (3, 3)
+    assert gradients.certificate.state == "passed"
 
 
 @pytest.mark.product(keep=("lstm gru-True-False", "simple simple-False-True"))
@@ -290,8 +292,8 @@ def test_stacked_cells_with_a_mask_are_traced_as_keras_runs_them(kinds, backward
     layer = keras.layers.RNN(
         [classes[kind](2) for kind in kinds.split()], go_backwards=backwards, return_sequences=sequences
     )
-    after = [keras.layers.GlobalAveragePooling1D()] if sequences else []
-    model = keras.Sequential([keras.Input((4, 2)), keras.layers.Masking(0.0), layer, *after, keras.layers.Dense(2)])
+    pooling = [keras.layers.GlobalAveragePooling1D()] if sequences else []
+    model = keras.Sequential([keras.Input((4, 2)), keras.layers.Masking(0.0), layer, *pooling, keras.layers.Dense(2)])
     model.compile(loss="mse")
     x = X.copy()
     x[0, 2:] = x[1, :2] = 0

@@ -9,7 +9,7 @@ import rnnlens as rl
 SAMPLES = 32
 
 
-def chain():
+def token_model():
     """Padded token ids, a masked bidirectional LSTM and a GRU that returns its last step."""
     return keras.Sequential(
         [
@@ -22,7 +22,7 @@ def chain():
     )
 
 
-def sequences():
+def sequence_model():
     """Floats, and an output at every step."""
     return keras.Sequential(
         [keras.Input((9, 3)), keras.layers.SimpleRNN(4, return_sequences=True), keras.layers.Dense(2)]
@@ -43,20 +43,20 @@ class Centred(keras.Model):
 
 def data_of(make):
     rng = np.random.default_rng(0)
-    if make is chain:
+    if make is token_model:
         ids = rng.integers(1, 12, (SAMPLES, 9)) * (np.arange(9) < rng.integers(3, 10, (SAMPLES, 1)))
         return ids.astype("int32"), rng.standard_normal((SAMPLES, 2)).astype("float32")
-    shape = (SAMPLES, 9, 2) if make is sequences else (SAMPLES, 2)
+    shape = (SAMPLES, 9, 2) if make is sequence_model else (SAMPLES, 2)
     return rng.standard_normal((SAMPLES, 9, 3)).astype("float32"), rng.standard_normal(shape).astype("float32")
 
 
-@pytest.mark.parametrize("make", [chain, sequences])
+@pytest.mark.parametrize("make", [token_model, sequence_model])
 def test_later_traces_compare_a_part_of_the_samples(make):
     keras.utils.set_random_seed(0)
     model, (x, y) = make(), data_of(make)
     model.compile(loss="mse")
     weight = np.linspace(0.5, 1.5, SAMPLES)
-    weight = weight[:, None] if make is sequences else weight
+    weight = weight[:, None] if make is sequence_model else weight
     first, *later = (rl.trace(model, x, y, sample_weight=weight) for _ in range(3))
     assert (first.certificate.state, first.certificate.samples) == ("passed", "")
     for trace in later:
@@ -73,8 +73,8 @@ def test_a_model_that_mixes_samples_is_certified_with_all_of_them():
     model, (x, y) = Centred(), data_of(Centred)
     model.compile(loss="mse")
     model(x)
-    found = [rl.trace(model, x, y).certificate for _ in range(3)]
-    assert [(one.state, one.samples) for one in found] == [("passed", "")] * 3
+    certificates = [rl.trace(model, x, y).certificate for _ in range(3)]
+    assert [(certificate.state, certificate.samples) for certificate in certificates] == [("passed", "")] * 3
 
 
 @pytest.mark.filterwarnings("ignore::rnnlens.errors.SelfCheckWarning")
@@ -82,19 +82,19 @@ def test_a_fault_in_a_later_trace_is_found(monkeypatch):
     from rnnlens.verbs import recurrent_layers
 
     keras.utils.set_random_seed(0)
-    model, (x, y) = sequences(), data_of(sequences)
+    model, (x, y) = sequence_model(), data_of(sequence_model)
     model.compile(loss="mse")
     rl.trace(model, x, y)
-    right = recurrent_layers.adjoint
+    adjoint = recurrent_layers.adjoint
 
-    def wrong(*args, **options):
-        result = right(*args, **options)
-        result.gate_grad[...] *= 1.01
-        return result
+    def faulty_adjoint(*args, **options):
+        gradients = adjoint(*args, **options)
+        gradients.gate_grad[...] *= 1.01
+        return gradients
 
-    monkeypatch.setattr(recurrent_layers, "adjoint", wrong)
-    found = rl.trace(model, x, y).certificate
-    assert (found.state, found.samples) == ("failed", "")
+    monkeypatch.setattr(recurrent_layers, "adjoint", faulty_adjoint)
+    certificate = rl.trace(model, x, y).certificate
+    assert (certificate.state, certificate.samples) == ("failed", "")
 
 
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid"])

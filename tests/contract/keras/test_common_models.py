@@ -16,19 +16,19 @@ X = RANDOM.normal(size=(4, 5, 3))
 Y = X.sum((1, 2))[:, None]
 
 
-def compiled(model, loss="mse"):
+def compile_model(model, loss="mse"):
     model.compile("sgd", loss)
     return model
 
 
-def sequential(*layers):
-    return compiled(keras.Sequential([keras.Input((5, 3)), *layers, L.Dense(1)]))
+def sequential_model(*layers):
+    return compile_model(keras.Sequential([keras.Input((5, 3)), *layers, L.Dense(1)]))
 
 
-def normalised():
+def normalised_model():
     layer = L.Normalization()
     layer.adapt(X)
-    return sequential(layer, L.LSTM(4, name="rnn"))
+    return sequential_model(layer, L.LSTM(4, name="rnn"))
 
 
 @keras.saving.register_keras_serializable("rnnlens_tests")
@@ -74,18 +74,18 @@ class PlainCell:
     __call__ = call
 
 
-def half_precision():
+def half_precision_model():
     rnn = L.LSTM(4, return_sequences=True, name="rnn")
     model = keras.Sequential([keras.Input((5, 3)), rnn, L.Dense(3, dtype="mixed_float16"), L.GRU(3), L.Dense(1)])
-    return compiled(model)
+    return compile_model(model)
 
 
 MODELS = {
-    "Normalization": normalised,
-    "counter": lambda: sequential(Counter(), L.GRU(4, name="rnn")),
-    "trained start": lambda: sequential(L.RNN(TrainedStart(4), name="rnn")),
-    "one layer in half precision": half_precision,
-    "cell that is no layer": lambda: sequential(L.RNN(PlainCell(), name="rnn")),
+    "Normalization": normalised_model,
+    "counter": lambda: sequential_model(Counter(), L.GRU(4, name="rnn")),
+    "trained start": lambda: sequential_model(L.RNN(TrainedStart(4), name="rnn")),
+    "one layer in half precision": half_precision_model,
+    "cell that is no layer": lambda: sequential_model(L.RNN(PlainCell(), name="rnn")),
 }
 
 
@@ -105,7 +105,7 @@ def test_every_verb_passes_its_certificate(case):
 
 @pytest.mark.one_engine
 def test_weights_of_eight_bits():
-    model = sequential(L.LSTM(4, name="rnn"))
+    model = sequential_model(L.LSTM(4, name="rnn"))
     with pytest.warns(UserWarning, match="quantize"):
         model.quantize("int8")
     assert rl.weights(model, X, Y).certificate.state == "passed"
@@ -114,7 +114,7 @@ def test_weights_of_eight_bits():
 
 @pytest.mark.one_engine
 def test_a_counter_and_a_list_of_a_cell_are_restored():
-    model = sequential(L.RNN(PlainCell(), name="rnn"))
+    model = sequential_model(L.RNN(PlainCell(), name="rnn"))
     cell = model.layers[0].cell
     count, calls = cell.count, list(cell.calls)
     rl.trace(model, X, Y)
@@ -127,7 +127,7 @@ def test_a_counter_and_a_list_of_a_cell_are_restored():
 def test_inputs_by_name_in_any_order(order):
     inputs = {name: keras.Input((5, size), name=name) for name, size in (("b", 3), ("a", 2))}
     hidden = L.LSTM(4, name="rnn")(L.Concatenate()([inputs["b"], inputs["a"]]))
-    model = compiled(keras.Model([inputs["b"], inputs["a"]], L.Dense(1)(hidden)))
+    model = compile_model(keras.Model([inputs["b"], inputs["a"]], L.Dense(1)(hidden)))
     data = {name: X[..., : 3 if name == "b" else 2] for name in order}
     for name in order:
         jacobian = rl.jacobian(model, data, of="output", wrt=f"input[{name}]")
@@ -139,7 +139,7 @@ def test_inputs_by_name_in_any_order(order):
 
 @pytest.mark.compiled
 def test_the_gradient_of_a_recorded_state_is_certified():
-    model = compiled(
+    model = compile_model(
         keras.Sequential([keras.Input(batch_shape=(4, 5, 3)), L.LSTM(4, stateful=True, name="rnn"), L.Dense(1)])
     )
     model.predict(X, batch_size=4, verbose=0)
@@ -152,13 +152,13 @@ def test_the_gradient_of_a_recorded_state_is_certified():
 @pytest.mark.only_on("tensorflow")
 def test_a_loss_whose_loop_tensorflow_cannot_differentiate_from_outside():
     model = keras.Sequential([keras.Input((5, 3)), L.GRU(4, return_sequences=True, name="rnn"), L.Dense(4)])
-    compiled(model, keras.losses.CTC())
+    compile_model(model, keras.losses.CTC())
     labels = RANDOM.integers(1, 4, (4, 2))
-    found = rl.gradients(model, X, labels, of="loss", wrt="input")
-    assert found.certificate.state == "passed"
-    moved = 1e-2 * np.asarray(found) / np.linalg.norm(found)  # CTC is computed in float32
-    losses = [float(model.compute_loss(None, labels, model(X + sign * moved))) for sign in (1, -1)]
-    np.testing.assert_allclose(np.sum(np.asarray(found) * moved), (losses[0] - losses[1]) / 2, rtol=1e-2)
+    gradient = rl.gradients(model, X, labels, of="loss", wrt="input")
+    assert gradient.certificate.state == "passed"
+    perturbation = 1e-2 * np.asarray(gradient) / np.linalg.norm(gradient)  # CTC is computed in float32
+    losses = [float(model.compute_loss(None, labels, model(X + sign * perturbation))) for sign in (1, -1)]
+    np.testing.assert_allclose(np.sum(np.asarray(gradient) * perturbation), (losses[0] - losses[1]) / 2, rtol=1e-2)
 
 
 class Loop(keras.Model):
@@ -177,11 +177,11 @@ class Loop(keras.Model):
 
 @pytest.mark.one_engine
 def test_a_cell_in_the_models_own_loop_has_the_numbers_of_a_layer():
-    model = compiled(Loop())
+    model = compile_model(Loop())
     model(X)
     layer = keras.Sequential([keras.Input((5, 3)), L.LSTM(4, name="rnn"), L.Dense(1)])
     layer.set_weights(model.get_weights())
-    expected = rl.trace(compiled(layer), X, Y)["rnn"]
-    found = rl.trace(model, X, Y)["cell"]
+    expected = rl.trace(compile_model(layer), X, Y)["rnn"]
+    traced = rl.trace(model, X, Y)["cell"]
     for name in ("hidden", "cell", "gates", "hidden_grad", "cell_grad", "gate_grad", "input_grad"):
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-7)
+        np.testing.assert_allclose(traced[name], expected[name], rtol=1e-4, atol=1e-7)

@@ -32,7 +32,7 @@ def test_contract(name):
 
 @pytest.mark.one_engine("torch", "tf_keras")
 def test_a_broken_adapter_is_found_out():
-    class Upside(type(adapter)):
+    class ReversingAdapter(type(adapter)):
         def capture(self, model, batch, request):
             capture = super().capture(model, batch, request)
             for call in capture.calls:
@@ -40,19 +40,19 @@ def test_a_broken_adapter_is_found_out():
             return capture
 
     with pytest.raises(AssertionError, match=f"{PACKAGE}: outputs replay: lower output: off by"):
-        check_adapter(Upside(PACKAGE), MODELS["stacked"](keras), Batch(data(), loss=loss), rtol=1e-9)
+        check_adapter(ReversingAdapter(PACKAGE), MODELS["stacked"](keras), Batch(data(), loss=loss), rtol=1e-9)
 
 
 @pytest.mark.op_by_op
 def test_names_of_nodes():
-    def nodes(name):
+    def node_names(name):
         return [
             c.layer for c in adapter.capture(MODELS[name](keras), Batch(data()), CaptureRequest(gradients=False)).calls
         ]
 
-    assert nodes("shared") == ["rnn#0", "rnn#1"]
-    assert nodes("nested") == ["encoder/gru"]
-    assert nodes("bidirectional") == ["bi", "bi"]
+    assert node_names("shared") == ["rnn#0", "rnn#1"]
+    assert node_names("nested") == ["encoder/gru"]
+    assert node_names("bidirectional") == ["bi", "bi"]
 
 
 class Spare(keras.Model):

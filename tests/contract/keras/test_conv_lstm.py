@@ -57,7 +57,7 @@ def test_traces_and_gradients_are_certified(case):
     assert weights["conv"].kernel_grad.dims == (*window, "feature", "gate", "channel")
 
 
-def unrolled(model, x, zeros):
+def unrolled_states(model, x, zeros):
     """Return the hidden states (sample, time, ...), computed by one call of the cell per step.
 
     ``zeros`` is added to them, so that they can be differentiated.
@@ -79,7 +79,7 @@ def test_total_gradients_are_those_of_an_unrolled_copy():
     x, y = (keras.ops.convert_to_tensor(array, dtype=str(trace.hidden.dtype)) for array in (x, y))
 
     def loss(zeros):
-        flat = keras.ops.reshape(unrolled(model, x, zeros), (2, -1))
+        flat = keras.ops.reshape(unrolled_states(model, x, zeros), (2, -1))
         return keras.ops.mean((model.layers[-1](flat) - y) ** 2)
 
     shape = tuple(trace.hidden.shape)
@@ -91,11 +91,11 @@ def test_total_gradients_are_those_of_an_unrolled_copy():
 @pytest.mark.one_engine("torch", "tf_keras")
 def test_gradients_of_a_state_are_those_of_an_unrolled_copy():
     model, x, _ = build(2)
-    at = {"time": 1, "height": 0, "channel": 1}
-    found = rl.gradients(model, x, of="conv.hidden", at=at, reduce="sum", wrt="input")
-    expected = gradient(lambda x: keras.ops.sum(unrolled(model, x, [0.0] * TIME)[:, 1, 0, :, 1]), x)
-    np.testing.assert_allclose(found.values, expected, rtol=1e-4, atol=1e-7)
-    assert not np.any(found.values[:, 2])
+    selection = {"time": 1, "height": 0, "channel": 1}
+    gradients = rl.gradients(model, x, of="conv.hidden", at=selection, reduce="sum", wrt="input")
+    expected = gradient(lambda x: keras.ops.sum(unrolled_states(model, x, [0.0] * TIME)[:, 1, 0, :, 1]), x)
+    np.testing.assert_allclose(gradients.values, expected, rtol=1e-4, atol=1e-7)
+    assert not np.any(gradients.values[:, 2])
 
 
 def gradient(function, array):
@@ -121,18 +121,18 @@ def gradient(function, array):
 @pytest.mark.parametrize("rank", [1, 2])
 def test_outputs_of_bidirectional_layers_have_time_before_direction(rank):
     model, x, y = build(rank, bidirectional=True, padding="same")
-    found = rl.gradients(model, x, y, wrt="conv.output")
-    assert found.dims == ("sample", "time", "direction", *NAMES[rank], "channel")
-    assert found.certificate.state == "passed", found.certificate
-    assert found.certificate.uncertified == ("conv.output",)  # nothing that depends on it is compared
+    gradients = rl.gradients(model, x, y, wrt="conv.output")
+    assert gradients.dims == ("sample", "time", "direction", *NAMES[rank], "channel")
+    assert gradients.certificate.state == "passed", gradients.certificate
+    assert gradients.certificate.uncertified == ("conv.output",)  # nothing that depends on it is compared
     kernel = np.asarray(model.layers[-1].get_weights()[0])
     error = np.asarray(model.predict(x, verbose=0)) - y
-    merged = (error @ kernel.T).reshape(2, TIME, *SPACE[rank], 4)  # of the mean square over two samples
-    expected = np.stack([merged[..., :2], merged[..., 2:]], axis=2)
-    np.testing.assert_allclose(found.values, expected, rtol=1e-4, atol=1e-7)
+    output_grad = (error @ kernel.T).reshape(2, TIME, *SPACE[rank], 4)  # of the mean square over two samples
+    expected = np.stack([output_grad[..., :2], output_grad[..., 2:]], axis=2)
+    np.testing.assert_allclose(gradients.values, expected, rtol=1e-4, atol=1e-7)
     summed = rl.gradients(model, x, of="conv.output", wrt="conv.hidden", reduce="sum")
-    assert summed.dims == found.dims
-    assert summed.shape == found.shape
+    assert summed.dims == gradients.dims
+    assert summed.shape == gradients.shape
 
 
 @pytest.mark.one_engine("torch", "tf_keras")
@@ -162,18 +162,18 @@ def test_an_input_of_another_size_has_axes_of_its_own():
 def test_time_jacobians_by_norms_over_places_and_channels(case):
     rank, options = OPTIONS[case]
     model, x, y = build(rank, **options)
-    by_input = rl.jacobian(model, x, measure="norm")
+    input_norms = rl.jacobian(model, x, measure="norm")
     expected = gradient(lambda tensor: keras.ops.sum(model(tensor)), x)
-    assert by_input.dims == ("sample", "in_time")
-    np.testing.assert_allclose(by_input, np.sqrt((expected.reshape(2, TIME, -1) ** 2).sum(2)), rtol=1e-4)
-    assert by_input.certificate.state == "passed", by_input.certificate
-    within = rl.jacobian(model, x, of="conv.hidden", wrt="conv.hidden", measure="norm")
-    assert within.dims == ("sample", "out_time", "in_time")
-    numbers = np.prod(rl.trace(model, x, y)["conv"].hidden.shape[2:])
-    np.testing.assert_allclose(np.diagonal(within, axis1=1, axis2=2), np.sqrt(numbers), rtol=1e-6)
-    later = np.tril(np.ones((TIME, TIME)), -1) if options.get("go_backwards") else np.triu(np.ones((TIME, TIME)), 1)
-    assert not (within.values * later).any()
-    assert within.certificate.state == "passed", within.certificate
+    assert input_norms.dims == ("sample", "in_time")
+    np.testing.assert_allclose(input_norms, np.sqrt((expected.reshape(2, TIME, -1) ** 2).sum(2)), rtol=1e-4)
+    assert input_norms.certificate.state == "passed", input_norms.certificate
+    state_norms = rl.jacobian(model, x, of="conv.hidden", wrt="conv.hidden", measure="norm")
+    assert state_norms.dims == ("sample", "out_time", "in_time")
+    state_size = np.prod(rl.trace(model, x, y)["conv"].hidden.shape[2:])
+    np.testing.assert_allclose(np.diagonal(state_norms, axis1=1, axis2=2), np.sqrt(state_size), rtol=1e-6)
+    future = np.tril(np.ones((TIME, TIME)), -1) if options.get("go_backwards") else np.triu(np.ones((TIME, TIME)), 1)
+    assert not (state_norms.values * future).any()
+    assert state_norms.certificate.state == "passed", state_norms.certificate
 
 
 @pytest.mark.one_engine("torch", "tf_keras")
@@ -198,7 +198,7 @@ REFUSED = {
 @pytest.mark.one_engine("torch", "tf_keras")
 @pytest.mark.parametrize("verb", REFUSED)
 def test_what_needs_states_without_space_is_refused_by_name(verb):
-    call, words = REFUSED[verb]
+    call, message = REFUSED[verb]
     with pytest.raises(UnsupportedError) as caught:
         call(*build(2))
-    assert str(caught.value).startswith(words)
+    assert str(caught.value).startswith(message)

@@ -21,9 +21,9 @@ Y = RNG.normal(size=(4, 5, 2))
 def model():
     inputs = keras.Input((None, 3))
     hidden = keras.layers.LSTM(4, return_sequences=True, name="lstm")(inputs)
-    found = keras.Model(inputs, keras.layers.Dense(2, name="top")(hidden))
-    found.compile(loss="mse")
-    return found
+    network = keras.Model(inputs, keras.layers.Dense(2, name="top")(hidden))
+    network.compile(loss="mse")
+    return network
 
 
 class Batches(keras.utils.PyDataset):
@@ -34,7 +34,7 @@ class Batches(keras.utils.PyDataset):
         return X, Y
 
 
-WRONG = {
+WRONG_CALLS = {
     "a data set": (lambda m: rl.trace(m, Batches()), InputError, "x is a data set"),
     "a class of loss": (lambda m: rl.trace(m, X, Y, loss=keras.losses.Huber), InputError, "loss=Huber()"),
     "a class of model": (lambda m: rl.trace(keras.Model, X), ModelError, "not a model"),
@@ -54,15 +54,15 @@ WRONG = {
 
 
 @pytest.mark.one_engine
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", WRONG_CALLS)
 def test_a_wrong_argument_is_one_error_that_says_what_to_do(model, case):
-    call, kind, words = WRONG[case]
+    call, kind, phrase = WRONG_CALLS[case]
     with pytest.raises(kind) as caught:
         call(model)
-    assert words in str(caught.value)
+    assert phrase in str(caught.value)
 
 
-SAME = {
+SAME_NUMBERS = {
     "big-endian": lambda: X.astype(">f8"),
     "a torch tensor that requires grad": lambda: torch.tensor(X, requires_grad=True),
     "lists": X.tolist,
@@ -71,30 +71,30 @@ SAME = {
 
 
 @pytest.mark.product(keep=("a tensor of the engine",))
-@pytest.mark.parametrize("form", SAME)
+@pytest.mark.parametrize("form", SAME_NUMBERS)
 def test_the_same_numbers_in_another_form_give_the_same_result(model, form):
-    wanted = rl.trace(model, X, Y)["lstm"].hidden_grad
-    got = rl.trace(model, SAME[form](), Y, training=np.False_)["lstm"].hidden_grad
-    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-9)
+    expected = rl.trace(model, X, Y)["lstm"].hidden_grad
+    actual = rl.trace(model, SAME_NUMBERS[form](), Y, training=np.False_)["lstm"].hidden_grad
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.one_engine
 def test_bfloat16_of_another_framework_is_taken_as_the_numbers_that_it_holds(model):
     rounded = torch.tensor(X).bfloat16()
-    wanted = rl.trace(model, rounded.double().numpy())["lstm"].hidden
-    np.testing.assert_allclose(rl.trace(model, rounded)["lstm"].hidden, wanted, rtol=1e-2, atol=1e-2)
+    expected = rl.trace(model, rounded.double().numpy())["lstm"].hidden
+    np.testing.assert_allclose(rl.trace(model, rounded)["lstm"].hidden, expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("given", ["loss", "compiled"])
-def test_given_states_count_in_every_gradient(model, given):
+@pytest.mark.parametrize("loss_source", ["loss", "compiled"])
+def test_given_states_count_in_every_gradient(model, loss_source):
     states = [RNG.normal(size=(4, 4)) for _ in range(2)]
-    loss = {"loss": "mse"} if given == "loss" else {}
+    loss = {"loss": "mse"} if loss_source == "loss" else {}
     traced = rl.trace(model, X, Y, initial_state={"lstm": states}, **loss)
-    by_input = rl.gradients(model, X, Y, wrt=["input", "top.weights"], initial_state={"lstm": states}, **loss)
-    assert abs(by_input.value - traced.loss) < 1e-6 * abs(traced.loss)
+    gradients = rl.gradients(model, X, Y, wrt=["input", "top.weights"], initial_state={"lstm": states}, **loss)
+    assert abs(gradients.value - traced.loss) < 1e-6 * abs(traced.loss)
     assert abs(rl.trace(model, X, Y, **loss).loss - traced.loss) > 1e-3
-    np.testing.assert_allclose(by_input["input"], traced["lstm"].input_grad, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(gradients["input"], traced["lstm"].input_grad, rtol=1e-4, atol=1e-7)
 
 
 class OwnError(Exception):
@@ -107,22 +107,22 @@ def _fail(*_):
 
 @pytest.mark.one_engine
 def test_what_the_users_code_raises_says_whose_it_was_and_is_still_its_own(model):
-    for whose, call in {
+    for code_name, call in {
         "Your loss": lambda: rl.trace(model, X, Y, loss=_fail),
         "Your function": lambda: rl.gradients(model, X, of=_fail, wrt="input"),
     }.items():
         with pytest.raises(OwnError) as caught:
             call()
         assert isinstance(caught.value, UserCodeError)
-        assert str(caught.value).startswith(f"{whose} raised OwnError.")
+        assert str(caught.value).startswith(f"{code_name} raised OwnError.")
 
 
 @pytest.mark.one_engine
 def test_a_model_without_recurrence_is_shown_a_call_that_works():
-    flat = keras.Sequential([keras.Input((5, 3)), keras.layers.Dense(2)])
+    feedforward = keras.Sequential([keras.Input((5, 3)), keras.layers.Dense(2)])
     with pytest.raises(ModelError) as caught:
-        rl.jacobian(flat, X)
+        rl.jacobian(feedforward, X)
     call = str(caught.value).partition("try:")[2].partition("rl.")[2]
-    got = eval(f"rl.{call}", {"rl": rl, "model": flat, "x": X})
-    kernel = keras.ops.convert_to_numpy(flat.layers[-1].kernel)
-    np.testing.assert_allclose(got, np.broadcast_to(kernel[:, 0], X.shape), rtol=1e-6)
+    jacobian = eval(f"rl.{call}", {"rl": rl, "model": feedforward, "x": X})
+    kernel = keras.ops.convert_to_numpy(feedforward.layers[-1].kernel)
+    np.testing.assert_allclose(jacobian, np.broadcast_to(kernel[:, 0], X.shape), rtol=1e-6)

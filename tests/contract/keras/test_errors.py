@@ -12,7 +12,7 @@ from rnnlens.adapters.keras import adapter
 from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
 
 X, Y = np.ones((2, 4, 3)), np.ones((2, 2))
-NONE = CaptureRequest(gradients=False)
+OUTPUTS_ONLY = CaptureRequest(gradients=False)
 
 pytestmark = pytest.mark.one_engine
 
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.one_engine
 @pytest.fixture(scope="module")
 def model(float64):
     layers = [keras.Input((4, 3)), keras.layers.LSTM(2, name="lstm_10"), keras.layers.Dense(2, name="head")]
-    made = keras.Sequential(layers, name="net")
-    made.compile("sgd", "mse")
-    return made
+    network = keras.Sequential(layers, name="net")
+    network.compile("sgd", "mse")
+    return network
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled():
+def eager_mode():
     with eagerly():
         yield
 
@@ -34,31 +34,31 @@ def nothing_compiled():
 CASES = {
     "rank": (
         Batch(np.ones((4, 3))),
-        NONE,
+        OUTPUTS_ONLY,
         errors.InputError,
         "The rank of x does not match the model.\n  got:      x of shape (4, 3)\n  expected: (any, any, 3)",
     ),
     "features": (
         Batch(np.ones((2, 4, 5))),
-        NONE,
+        OUTPUTS_ONLY,
         errors.InputError,
         "The feature count of x does not match the model.\n  got:      x of shape (2, 4, 5)\n  expected: (any, any, 3)",
     ),
     "no samples": (
         Batch(np.ones((0, 4, 3))),
-        NONE,
+        OUTPUTS_ONLY,
         errors.InputError,
         "Batch is empty.\n  got:      x of shape (0, 4, 3)\n  expected: at least 1 sample",
     ),
     "no steps": (
         Batch(np.ones((2, 0, 3))),
-        NONE,
+        OUTPUTS_ONLY,
         errors.InputError,
         "Sequence is empty.\n  got:      x of shape (2, 0, 3)\n  expected: at least 1 time step",
     ),
     "text": (
         Batch(np.array([["a"]])),
-        NONE,
+        OUTPUTS_ONLY,
         errors.InputError,
         "x is not numeric.\n  got:      dtype <U1\n  expected: numbers\n"
         "  try:      encode text as integer ids first, for example with keras.layers.TextVectorization",
@@ -108,7 +108,7 @@ CASES = {
     ),
     "initial state": (
         Batch(X, initial_state={"lstm_10": [np.ones((2, 5)), np.ones((2, 2))]}),
-        NONE,
+        OUTPUTS_ONLY,
         errors.InputError,
         "The initial state given for 'lstm_10' has another shape than the layer's states.\n  got:      shapes [(2, "
         "5), (2, 2)]\n"
@@ -157,9 +157,9 @@ def test_what_cannot_be_traced_is_listed_and_refused_by_name(kind):
         reason = "LSTM inside TimeDistributed runs once per outer step."
     (info,) = adapter.describe(model)
     with pytest.raises(errors.UnsupportedError) as caught:
-        adapter.capture(model, Batch(np.ones((1, 4, 3, 2))), NONE)
-    first = f"Layer {info.name!r} cannot be traced: {reason}"
-    assert str(caught.value).splitlines()[0] == first == info.options["refused"]
+        adapter.capture(model, Batch(np.ones((1, 4, 3, 2))), OUTPUTS_ONLY)
+    first_line = f"Layer {info.name!r} cannot be traced: {reason}"
+    assert str(caught.value).splitlines()[0] == first_line == info.options["refused"]
 
 
 def test_loss_that_is_not_a_number_is_reported_and_not_raised(model):

@@ -18,9 +18,9 @@ def data(samples=4, steps=12):
     return rng.normal(size=(samples, steps, 3)).astype("f"), rng.normal(size=(samples, 1)).astype("f")
 
 
-def net(*parts, steps=12, loss="mse"):
+def build_net(*layers, steps=12, loss="mse"):
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((steps, 3)), *parts, L.Dense(1, name="head", dtype="float32")])
+    model = keras.Sequential([keras.Input((steps, 3)), *layers, L.Dense(1, name="head", dtype="float32")])
     model.compile(loss=loss)
     return model
 
@@ -42,20 +42,20 @@ class Dividing(keras.layers.Layer):
 
 def test_none_in_a_healthy_net_and_the_model_is_left_as_it_was():
     x, y = data()
-    model = net(L.Dense(4), L.Bidirectional(L.GRU(3)))
+    model = build_net(L.Dense(4), L.Bidirectional(L.GRU(3)))
     before = [np.array(w) for w in model.weights]
-    found = rl.find_nonfinite(model, x, y)
-    assert not found
-    assert found.sentence == "none: all values are finite (data, weights, forward, loss, backward)"
+    finding = rl.find_nonfinite(model, x, y)
+    assert not finding
+    assert finding.sentence == "none: all values are finite (data, weights, forward, loss, backward)"
     assert all(np.array_equal(old, np.array(new)) for old, new in zip(before, model.weights, strict=True))
 
 
 def test_division_in_a_custom_cell():
     x, y = data()
     x[2, 7, 0] = 0.0
-    found = rl.find_nonfinite(net(L.RNN(Dividing(), name="mine")), x, y)
-    assert (found.phase, found.layer, found.sample, found.step) == ("forward", "mine", 2, 7)
-    assert "division by 0 in the cell, with input 0 at feature 0" in found.fed_by
+    finding = rl.find_nonfinite(build_net(L.RNN(Dividing(), name="mine")), x, y)
+    assert (finding.phase, finding.layer, finding.sample, finding.step) == ("forward", "mine", 2, 7)
+    assert "division by 0 in the cell, with input 0 at feature 0" in finding.fed_by
 
 
 @pytest.mark.one_engine
@@ -64,14 +64,14 @@ def test_a_gate_that_half_precision_cannot_hold():
     x, y = data()
     x[1, 5, 2] = 5e4
     lstm = L.LSTM(4, name="lstm", dtype="mixed_float16")
-    model = net(lstm)
+    model = build_net(lstm)
     kernel = np.full((3, 16), 0.01)
     kernel[:, 4 + 2] = 4.0
     lstm.cell.kernel.assign(kernel)
-    found = rl.find_nonfinite(model, x, y)
-    assert (found.layer, found.gate, found.unit, found.sample, found.step) == ("lstm", "forget", 2, 1, 5)
-    assert found.quantity == "gate_preactivation"
-    assert "input 5e+04 at feature 2 times kernel 4" in found.fed_by
+    finding = rl.find_nonfinite(model, x, y)
+    assert (finding.layer, finding.gate, finding.unit, finding.sample, finding.step) == ("lstm", "forget", 2, 1, 5)
+    assert finding.quantity == "gate_preactivation"
+    assert "input 5e+04 at feature 2 times kernel 4" in finding.fed_by
 
 
 @pytest.mark.one_engine
@@ -82,21 +82,21 @@ def test_the_adjoint_that_overflows_is_found_at_its_step():
     """
     x, y = data()
     rnn = L.SimpleRNN(4, activation="linear", kernel_initializer="zeros", name="rnn", dtype="float32")
-    model = net(rnn)
+    model = build_net(rnn)
     rnn.cell.recurrent_kernel.assign(1000.0 * np.eye(4))
     model.get_layer("head").kernel.assign(2.0 * np.ones((4, 1)))
-    found = rl.find_nonfinite(model, x, y, loss=lambda y, p: ops.sum(p) * 1e30)
-    assert (found.phase, found.layer, found.step) == ("backward", "rnn", 8)  # 2e30, 2e33, 2e36, then 2e39
-    assert "recurrent_kernel up to 1e+03" in found.fed_by
+    finding = rl.find_nonfinite(model, x, y, loss=lambda y, p: ops.sum(p) * 1e30)
+    assert (finding.phase, finding.layer, finding.step) == ("backward", "rnn", 8)  # 2e30, 2e33, 2e36, then 2e39
+    assert "recurrent_kernel up to 1e+03" in finding.fed_by
 
 
 def test_the_loss_and_the_sample_that_it_cannot_take():
     x, y = data()
-    model = net(L.LSTM(3))
+    model = build_net(L.LSTM(3))
     model.get_layer("head").set_weights([np.zeros((3, 1)), np.zeros(1)])
-    found = rl.find_nonfinite(model, x, y, loss=lambda y, p: -ops.mean(ops.log(p)))
-    assert (found.phase, found.sample, found.unit) == ("loss", 0, 0)
-    assert "log of 0 in the loss: output 0" in found.fed_by
+    finding = rl.find_nonfinite(model, x, y, loss=lambda y, p: -ops.mean(ops.log(p)))
+    assert (finding.phase, finding.sample, finding.unit) == ("loss", 0, 0)
+    assert "log of 0 in the loss: output 0" in finding.fed_by
 
 
 @pytest.mark.one_engine
@@ -104,9 +104,9 @@ def test_padding_that_reaches_nothing_is_noted_only():
     """The layer reads only the first steps, and NaN is in the later ones."""
     x, y = data()
     x[0, 10:] = np.nan
-    found = rl.find_nonfinite(net(L.Cropping1D((0, 2)), L.LSTM(3)), x, y)
-    assert not found
-    assert "which does not affect the output" in found.notes[0]
+    finding = rl.find_nonfinite(build_net(L.Cropping1D((0, 2)), L.LSTM(3)), x, y)
+    assert not finding
+    assert "which does not affect the output" in finding.notes[0]
 
 
 @pytest.mark.only_on("jax")
@@ -116,48 +116,48 @@ def test_an_id_that_is_nan_and_is_cast_to_an_integer_is_noted_only():
     ids[1, 5] = np.nan
     model = keras.Sequential([keras.Input((12,)), L.Embedding(10, 3), L.LSTM(3), L.Dense(1)])
     model.compile(loss="mse")
-    found = rl.find_nonfinite(model, ids, y)
-    assert not found
-    assert "sample 1" in found.notes[0]
-    assert "cast to an integer" in found.notes[0]
+    finding = rl.find_nonfinite(model, ids, y)
+    assert not finding
+    assert "sample 1" in finding.notes[0]
+    assert "cast to an integer" in finding.notes[0]
 
 
 @pytest.mark.one_engine
 def test_saved_and_opened_again(tmp_path):
     x, y = data()
     x[1, 2, 0] = np.inf
-    found = rl.find_nonfinite(net(L.LSTM(3, name="lstm")), x, y)
-    found.save(tmp_path / "found.nc")
-    back = rl.open(tmp_path / "found.nc")
-    assert back.origin == found.origin
-    assert str(back) == str(found)
+    finding = rl.find_nonfinite(build_net(L.LSTM(3, name="lstm")), x, y)
+    finding.save(tmp_path / "found.nc")
+    opened = rl.open(tmp_path / "found.nc")
+    assert opened.origin == finding.origin
+    assert str(opened) == str(finding)
 
 
 def test_a_watch_writes_the_batch_and_the_weights_that_it_met(tmp_path, caplog):
     """Batch 4 contains a NaN; the written file restores that batch and its weights."""
     x, y = data(24)
     x[17, 5, 1] = np.nan
-    model = net(L.LSTM(3, name="lstm"), L.Dropout(0.0 if LEGACY else 0.2))  # Keras 2 cannot repeat random numbers
-    met = []
+    model = build_net(L.LSTM(3, name="lstm"), L.Dropout(0.0 if LEGACY else 0.2))  # Keras 2 cannot repeat random numbers
+    weights_before = []
 
-    class Before(keras.callbacks.Callback):
+    class RecordWeights(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             if batch == 4 and engine() != "jax":  # on JAX the model's weights are not current during fit
-                met.extend(np.array(w) for w in self.model.weights)
+                weights_before.extend(np.array(w) for w in self.model.weights)
 
     watch = rl.keras.Watch(tmp_path / "a.zarr", every=0, on_nonfinite="report")
     with caplog.at_level(logging.WARNING, "rnnlens"):
-        model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[Before(), watch])
+        model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[RecordWeights(), watch])
     incident = rl.open(tmp_path / "a.nonfinite.nc")
     assert incident.step == 5
     np.testing.assert_array_equal(incident.x, x[16:20])
     np.testing.assert_array_equal(incident.y, y[16:20])
-    for mine, theirs in zip(incident.weights.values(), met, strict=False):
-        np.testing.assert_array_equal(mine, theirs)
+    for written, original in zip(incident.weights.values(), weights_before, strict=False):
+        np.testing.assert_array_equal(written, original)
     assert all(np.isfinite(w).all() for w in incident.weights.values())
     model.set_weights(list(incident.weights.values()))
-    found = rl.find_nonfinite(model, incident.x, incident.y)
-    assert (found.layer, found.sample, found.step) == ("input", 1, 5)
+    finding = rl.find_nonfinite(model, incident.x, incident.y)
+    assert (finding.layer, finding.sample, finding.step) == ("input", 1, 5)
     assert "first at step 5 of sample 1: input, feature 1" in caplog.text
 
 
@@ -165,15 +165,15 @@ def test_a_finding_ends_fit(tmp_path):
     """The recurrent kernel is set to 100 times the identity at epoch 12."""
     x, y = data(8)
 
-    class Spoil(keras.callbacks.Callback):
+    class SpoilWeights(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
             if epoch == 12:
                 cell = self.model.get_layer("rnn").cell
                 cell.recurrent_kernel.assign(100.0 * np.eye(4))
 
-    model = net(L.SimpleRNN(4, name="rnn", activation="linear"))
+    model = build_net(L.SimpleRNN(4, name="rnn", activation="linear"))
     watch = rl.keras.Watch(tmp_path / "a.zarr", probe=(x, y), every=1, stop_on="exploding")
-    history = model.fit(x, y, epochs=40, verbose=0, callbacks=[Spoil(), watch])
+    history = model.fit(x, y, epochs=40, verbose=0, callbacks=[SpoilWeights(), watch])
     run = rl.open(tmp_path / "a.zarr")
     assert 12 <= len(history.epoch) <= 16
     assert run.ended == "stopped"
@@ -204,9 +204,9 @@ def test_an_operation_between_the_layers():
     model = Between()
     model(x)
     model.compile(loss="mse")
-    found = rl.find_nonfinite(model, x, y)
-    assert (found.phase, found.layer, found.quantity) == ("forward", "last", "input")
-    assert "between layers, on first.output" in found.fed_by
+    finding = rl.find_nonfinite(model, x, y)
+    assert (finding.phase, finding.layer, finding.quantity) == ("forward", "last", "input")
+    assert "between layers, on first.output" in finding.fed_by
 
 
 @pytest.mark.one_engine
@@ -216,8 +216,8 @@ def test_a_layer_that_is_refused_is_left_out_and_named():
     layers = [L.TimeDistributed(L.LSTM(3, name="inner"), name="each"), L.GRU(3, name="gru"), L.Dense(1)]
     model = keras.Sequential([keras.Input((4, 5, 3)), *layers])
     model.compile(loss="mse")
-    found = rl.find_nonfinite(model, x, y)
-    assert not found
-    assert found.notes[0].startswith("Not looked into: Layer 'each/inner'")
+    finding = rl.find_nonfinite(model, x, y)
+    assert not finding
+    assert finding.notes[0].startswith("Not looked into: Layer 'each/inner'")
     model.get_layer("each").layer.cell.bias.assign(np.full(12, np.inf))
     assert rl.find_nonfinite(model, x, y).phase == "weights"

@@ -21,23 +21,23 @@ def model():
     return model
 
 
-def assert_same(found, expected):
+def assert_same(actual, expected):
     for layer in expected:
         for key in expected[layer].dataset:
-            np.testing.assert_allclose(found[layer][key], expected[layer][key], rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(actual[layer][key], expected[layer][key], rtol=1e-9, atol=1e-12)
 
 
 def test_a_loader_is_a_data_set(model):
-    pairs = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
-    loader = torch.utils.data.DataLoader(pairs, batch_size=3)
-    found = rl.gradients(model, loader, wrt="weights")
-    assert_same(found, rl.gradients(model, X, Y, wrt="weights"))
-    assert found.certificate.state == "passed"
+    dataset = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+    loader = torch.utils.data.DataLoader(dataset, batch_size=3)
+    gradients = rl.gradients(model, loader, wrt="weights")
+    assert_same(gradients, rl.gradients(model, X, Y, wrt="weights"))
+    assert gradients.certificate.state == "passed"
 
 
 def test_tensors_are_arrays(model):
-    given = torch.tensor(X, requires_grad=True), torch.tensor(Y)
-    found = rl.gradients(model, *given, sample_weight=torch.tensor(WEIGHT), wrt="weights")
-    assert_same(found, rl.gradients(model, X, Y, sample_weight=WEIGHT, wrt="weights"))
-    assert given[0].grad is None
-    assert given[0].requires_grad
+    batch = torch.tensor(X, requires_grad=True), torch.tensor(Y)
+    gradients = rl.gradients(model, *batch, sample_weight=torch.tensor(WEIGHT), wrt="weights")
+    assert_same(gradients, rl.gradients(model, X, Y, sample_weight=WEIGHT, wrt="weights"))
+    assert batch[0].grad is None
+    assert batch[0].requires_grad

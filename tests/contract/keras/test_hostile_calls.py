@@ -36,7 +36,7 @@ class Batches(keras.utils.PyDataset):
         return np.ones((2, 5, 3)), np.ones((2, 5, 2))
 
 
-def targets(tmp_path):
+def make_cases(tmp_path):
     inputs = keras.Input((None, 3))
     hidden = keras.layers.LSTM(4, return_sequences=True, name="lstm")(inputs)
     model = keras.Model(inputs, keras.layers.Dense(2, name="top")(hidden))
@@ -48,14 +48,14 @@ def targets(tmp_path):
 
 @pytest.mark.one_engine
 def test_every_call_ends_in_a_result_or_in_one_error_of_ours(tmp_path):
-    outcomes = run(targets(tmp_path), FOREIGN, 120, 0)
+    outcomes = run(make_cases(tmp_path), FOREIGN, 120, 0)
     assert not faults(outcomes)
     assert sum(outcome.kind == "result" for outcome in outcomes) > 8  # many calls must give a result
 
 
 @pytest.mark.one_engine
 def test_every_diagnosis_ends_in_a_result_or_in_one_error_of_ours(tmp_path):
-    model, x, y = (targets(tmp_path)[1].good[name]() for name in ("model", "x", "y"))
+    model, x, y = (make_cases(tmp_path)[1].good[name]() for name in ("model", "x", "y"))
     outcomes = run(diagnoses(model, x, y), FOREIGN, 60, 0)
     assert not faults(outcomes)
     assert sum(outcome.kind == "result" for outcome in outcomes) > 5
@@ -64,14 +64,14 @@ def test_every_diagnosis_ends_in_a_result_or_in_one_error_of_ours(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(1, 3))
 def test_so_do_thousands(seed, tmp_path):
-    assert not faults(run(targets(tmp_path), FOREIGN, 1500, seed))
+    assert not faults(run(make_cases(tmp_path), FOREIGN, 1500, seed))
 
 
 def test_hostile_calls_leave_the_model_as_it_was(tmp_path):
-    cases = targets(tmp_path)
+    cases = make_cases(tmp_path)
     model = cases[0].good["model"]()
     before = [np.array(keras.ops.convert_to_numpy(variable)) for variable in model.variables]
     run(cases, FOREIGN, 30, 9)
     after = [keras.ops.convert_to_numpy(variable) for variable in model.variables]
-    assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
+    assert all(np.array_equal(old, new) for old, new in zip(before, after, strict=True))
     assert model.compiled

@@ -32,7 +32,7 @@ class Trap(keras.layers.Layer):
         return x
 
 
-def build():
+def build_model():
     inputs = keras.Input(batch_shape=(2, 4, 3))
     x = keras.layers.BatchNormalization(name="norm")(inputs)
     x = keras.layers.LSTM(3, return_sequences=True, stateful=True, dropout=0.3, recurrent_dropout=0.2, name="lstm")(x)
@@ -45,33 +45,33 @@ def build():
 
 
 @pytest.fixture(scope="module")
-def fitted():
+def fitted_model():
     """Return a trained model, shared by the tests that do not change it."""
-    model = build()
+    model = build_model()
     model.fit(X, Y, epochs=1, batch_size=2, verbose=0)
     return model
 
 
-def small():
+def small_model():
     model = keras.Sequential([keras.Input(batch_shape=(2, 4, 3)), keras.layers.LSTM(2, stateful=True, dropout=0.3)])
     model.compile("adam", "mse")
     return model
 
 
-def values(model):
+def variable_values(model):
     if LEGACY:
         metrics = [v for metric in model.metrics for v in metric.variables]
-        every = [*model.variables, *states_of(model), *metrics, *model.optimizer.variables]
+        variables = [*model.variables, *states_of(model), *metrics, *model.optimizer.variables]
     else:
-        every = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
-    return [np.array(keras.ops.convert_to_numpy(v)) for v in every]
+        variables = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
+    return [np.array(keras.ops.convert_to_numpy(v)) for v in variables]
 
 
-def attributes(model):
+def layer_attributes(model):
     return [{name: id(value) for name, value in vars(layer).items()} for layer in model._flatten_layers()]
 
 
-def process():
+def process_state():
     """Return the state of the random generators and Keras' own process-wide state."""
     import random
 
@@ -96,15 +96,15 @@ def process():
     return state
 
 
-def flags(model):
+def gradient_flags(model):
     if engine() != "torch":
         return []
     return [(v.value.requires_grad, v.value.grad) for v in model.variables]
 
 
-def everything(model):
+def complete_state(model):
     losses = [id(loss) for layer in model._flatten_layers() for loss in layer._losses]
-    return values(model), attributes(model), process(), flags(model), losses
+    return variable_values(model), layer_attributes(model), process_state(), gradient_flags(model), losses
 
 
 def assert_same(before, after):
@@ -141,14 +141,14 @@ ENDINGS = {
         "forward raises-eager, fresh",
     )
 )
-@pytest.mark.parametrize("way", ["compiled, fitted", "eager, fresh"])
+@pytest.mark.parametrize("mode", ["compiled, fitted", "eager, fresh"])
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_capture(ending, way, fitted):
-    model, compiled = fitted if "fitted" in way else build(), "compiled" in way
-    forward, loss = ENDINGS[ending]
-    model.get_layer("trap").raised = forward
-    before = everything(model)
-    batch = Batch(X, Y, training=True, seed=3, loss=None if loss is None else failing_loss(loss))
+def test_capture(ending, mode, fitted_model):
+    model, compiled = fitted_model if "fitted" in mode else build_model(), "compiled" in mode
+    forward_error, loss_error = ENDINGS[ending]
+    model.get_layer("trap").raised = forward_error
+    before = complete_state(model)
+    batch = Batch(X, Y, training=True, seed=3, loss=None if loss_error is None else failing_loss(loss_error))
 
     def capture():
         if compiled:
@@ -159,9 +159,9 @@ def test_capture(ending, way, fitted):
     if ending == "ok":
         assert len(capture().calls) == 3
     else:
-        with pytest.raises(type(forward or loss)):
+        with pytest.raises(type(forward_error or loss_error)):
             capture()
-    assert_same(before, everything(model))
+    assert_same(before, complete_state(model))
 
 
 @pytest.mark.op_by_op
@@ -169,28 +169,28 @@ def test_capture(ending, way, fitted):
 @pytest.mark.product(keep=("ok", "forward raises", "loss interrupted"))
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_pullback(ending):
-    model = build()
-    forward, loss = ENDINGS[ending]
-    model.get_layer("trap").raised = forward
-    before = everything(model)
-    batch = Batch(X, Y, training=True, loss=None if loss is None else failing_loss(loss))
+    model = build_model()
+    forward_error, loss_error = ENDINGS[ending]
+    model.get_layer("trap").raised = forward_error
+    before = complete_state(model)
+    batch = Batch(X, Y, training=True, loss=None if loss_error is None else failing_loss(loss_error))
 
-    def pull():
+    def pull_back():
         with adapter.pullback(
             model, batch, [Port("loss")], [Port("input"), Port("weight", "head", key="kernel")]
-        ) as back:
-            return back.vjp({Port("loss"): np.ones(1)})
+        ) as pullback:
+            return pullback.vjp({Port("loss"): np.ones(1)})
 
     if ending == "ok":
-        assert all(np.abs(g).sum() > 0 for g in pull().values())
+        assert all(np.abs(g).sum() > 0 for g in pull_back().values())
     else:
-        with pytest.raises(type(forward or loss)):
-            pull()
-    assert_same(before, everything(model))
+        with pytest.raises(type(forward_error or loss_error)):
+            pull_back()
+    assert_same(before, complete_state(model))
 
 
 def test_the_users_arrays_are_neither_changed_nor_shared():
-    model, x, y = build(), X.copy(), Y.copy()
+    model, x, y = build_model(), X.copy(), Y.copy()
     capture = adapter.capture(model, Batch(x, y), CaptureRequest())
     np.testing.assert_array_equal(x, X)
     arrays = [a for call in capture.calls for a in (call.input, call.output, *call.cell.weights().values())]
@@ -198,29 +198,29 @@ def test_the_users_arrays_are_neither_changed_nor_shared():
     weights = [a for call in capture.calls for a in call.cell.weights().values()]
     before = [w.copy() for w in weights]
     model.set_weights([w + 1 for w in model.get_weights()])
-    for old, now in zip(before, weights, strict=True):
-        np.testing.assert_array_equal(old, now)
+    for old, new in zip(before, weights, strict=True):
+        np.testing.assert_array_equal(old, new)
 
 
 @pytest.mark.parametrize("use", ["capture", "pullback", "failing capture"])
 def test_nothing_keeps_the_model_alive(use):
-    model = small()
+    model = small_model()
     batch = Batch(X, Y)
     if use == "capture":
         adapter.capture(model, batch, CaptureRequest())
         adapter.capture(model, batch, CaptureRequest())
     elif use == "pullback":
-        with adapter.pullback(model, batch, [Port("output")], [Port("input")]) as back:
-            back.vjp({Port("output"): np.ones((1, 2, 2))})
-        del back
+        with adapter.pullback(model, batch, [Port("output")], [Port("input")]) as pullback:
+            pullback.vjp({Port("output"): np.ones((1, 2, 2))})
+        del pullback
     else:
         with pytest.raises(StopError):
             adapter.capture(model, Batch(X, Y, loss=failing_loss(StopError())), CaptureRequest())
-    gone = weakref.ref(model)
+    reference = weakref.ref(model)
     del model
     gc.collect()
     keras.backend.clear_session(**({} if LEGACY else {"free_memory": True}))
-    assert gone() is None
+    assert reference() is None
 
 
 @pytest.mark.only_on("tensorflow")
@@ -238,12 +238,12 @@ def test_no_graph_outlives_its_model():
     assert graphs_left() == before
 
 
-def more_weight(model):
+def scale_weights(model):
     model.set_weights([1.5 * w for w in model.get_weights()])
 
 
 CHANGES = {
-    "weights": more_weight,
+    "weights": scale_weights,
     "activation": lambda model: setattr(model.get_layer("lstm").cell, "activation", keras.activations.relu),
     "flag": lambda model: setattr(model.get_layer("lstm"), "go_backwards", True),
     "rate": lambda model: setattr(model.get_layer("drop"), "rate", 0.9),
@@ -294,8 +294,8 @@ def test_an_untrained_copy_is_that_of_its_seed_and_no_generator_advances():
     hidden = keras.layers.GRU(3, dropout=0.1, name="gru")(x)
     model = keras.Model(x, keras.layers.Dense(1, name="head")(hidden))
     before = random.getstate(), np.random.get_state()[2]  # noqa: NPY002
-    first, again, other = (adapter.reinitialised(model, seed).get_weights() for seed in (0, 0, 1))
+    first, repeated, other_seed = (adapter.reinitialised(model, seed).get_weights() for seed in (0, 0, 1))
     assert (random.getstate(), np.random.get_state()[2]) == before  # noqa: NPY002
-    for one, same in zip(first, again, strict=True):
-        np.testing.assert_array_equal(one, same)
-    assert not np.array_equal(first[0], other[0])
+    for weight, repeated_weight in zip(first, repeated, strict=True):
+        np.testing.assert_array_equal(weight, repeated_weight)
+    assert not np.array_equal(first[0], other_seed[0])

@@ -37,16 +37,16 @@ def gpu(monkeypatch):
 def test_no_layer_runs_by_cudnn(verb, monkeypatch):
     """JAX cannot differentiate cuDNN's LSTM for several cotangents at once. The reference run keeps the user's way."""
 
-    def fused(*args, **kwargs):
+    def fused_kernel(*args, **kwargs):
         raise AssertionError("a fused kernel ran")
 
     for name in ("lstm", "gru"):
-        monkeypatch.setattr(backend, name, fused)
-    lstm, both = keras.layers.LSTM(4, return_sequences=True), keras.layers.Bidirectional(keras.layers.GRU(4))
-    model = network(lstm, both)
+        monkeypatch.setattr(backend, name, fused_kernel)
+    lstm, gru = keras.layers.LSTM(4, return_sequences=True), keras.layers.Bidirectional(keras.layers.GRU(4))
+    model = network(lstm, gru)
     with rl.options(certify="never"):
         VERBS[verb](model)
-    assert [layer.use_cudnn for layer in (lstm, both.forward_layer, both.backward_layer)] == ["auto"] * 3
+    assert [layer.use_cudnn for layer in (lstm, gru.forward_layer, gru.backward_layer)] == ["auto"] * 3
 
 
 @pytest.mark.only_on("jax")
@@ -54,15 +54,15 @@ def test_no_layer_runs_by_cudnn(verb, monkeypatch):
 def test_a_layer_that_cudnn_turns_round_is_refused_by_name(monkeypatch):
     """Of Keras 3.15: with cuDNN the output of a backward LSTM on JAX is in the order of the input."""
     monkeypatch.setattr(backend, "cudnn_ok", lambda *args, **kwargs: True)
-    turned = {"return_sequences": True, "go_backwards": True}
+    options = {"return_sequences": True, "go_backwards": True}
     with pytest.raises(rl.errors.UnsupportedError, match=r"'back'.*\n.*\n.*\n.*use_cudnn=False"):
-        rl.trace(network(keras.layers.LSTM(4, name="back", **turned)), X)
+        rl.trace(network(keras.layers.LSTM(4, name="back", **options)), X)
     for layer in (
-        keras.layers.LSTM(4, use_cudnn=False, **turned),
+        keras.layers.LSTM(4, use_cudnn=False, **options),
         keras.layers.LSTM(4, go_backwards=True),
-        keras.layers.GRU(4, **turned),
+        keras.layers.GRU(4, **options),
         keras.layers.Bidirectional(keras.layers.LSTM(4, return_sequences=True)),
     ):
         assert rl.trace(network(layer), X).certificate.state == "passed"
-    masked = network(keras.layers.Masking(), keras.layers.LSTM(4, **turned))
+    masked = network(keras.layers.Masking(), keras.layers.LSTM(4, **options))
     assert rl.trace(masked, X).certificate.state == "passed"

@@ -48,8 +48,8 @@ class Variant:
         return not (self.way == "bidirectional" and "stateful" in self.start)
 
     def layer(self, unroll):
-        make, options = CELLS[self.cell]
-        layer = make(
+        layer_class, options = CELLS[self.cell]
+        layer = layer_class(
             UNIT,
             use_bias=self.bias,
             return_sequences=self.sequences,
@@ -70,11 +70,11 @@ class Variant:
 PARTS = 5 if engine() == "torch" else 7
 
 
-def variants(cell, part):
+def variants(cell, part_index):
     """Return one part of the 48 variants of a cell."""
-    ways, starts = ("forward", "backward", "bidirectional"), ("zeros", "stateful", "given", "stateful_given")
-    found = [Variant(cell, *options) for options in product((True, False), ways, (True, False), starts)]
-    return found[part::PARTS]
+    directions, starts = ("forward", "backward", "bidirectional"), ("zeros", "stateful", "given", "stateful_given")
+    all_variants = [Variant(cell, *options) for options in product((True, False), directions, (True, False), starts)]
+    return all_variants[part_index::PARTS]
 
 
 def refused_by_keras(variant, masked, unroll):
@@ -97,30 +97,30 @@ class Group:
         return sum(keras.ops.sum(keras.ops.multiply(c, y)) for c, y in pairs)
 
 
-def group(cell, masked, unroll, part):
-    random = np.random.default_rng(1)
+def build_group(cell, masked, unroll, part_index):
+    rng = np.random.default_rng(1)
     x = keras.Input(batch_shape=(SAMPLE, TIME, FEATURE))
     mask = keras.Input(batch_shape=(SAMPLE, TIME), dtype="bool")
     states = [keras.Input(batch_shape=(SAMPLE, UNIT)) for _ in range(2)]
     outputs, names = [], []
-    for variant in variants(cell, part):
+    for variant in variants(cell, part_index):
         if refused_by_keras(variant, masked, unroll):
             continue
         layer = variant.layer(unroll)
         size = (2 if cell == "lstm" else 1) * (2 if variant.way == "bidirectional" else 1)
-        given = {"initial_state": (states * 2)[:size]} if "given" in variant.start else {}
-        outputs.append(keras.tree.flatten(layer(x, mask=mask if masked else None, **given)))
+        state_options = {"initial_state": (states * 2)[:size]} if "given" in variant.start else {}
+        outputs.append(keras.tree.flatten(layer(x, mask=mask if masked else None, **state_options)))
         names.append(variant.name)
     model = keras.Model([x, mask, *states], outputs)
     for v in states_of(model):
-        v.assign(random.normal(size=v.shape))
-    arrays = [random.normal(size=(SAMPLE, TIME, FEATURE)), MASK, *random.normal(size=(2, SAMPLE, UNIT))]
-    flat = [random.normal(size=t.shape) for t in keras.tree.flatten(outputs)]
-    return Group(model, arrays, flat, names)
+        v.assign(rng.normal(size=v.shape))
+    arrays = [rng.normal(size=(SAMPLE, TIME, FEATURE)), MASK, *rng.normal(size=(2, SAMPLE, UNIT))]
+    coefficients = [rng.normal(size=t.shape) for t in keras.tree.flatten(outputs)]
+    return Group(model, arrays, coefficients, names)
 
 
 @contextmanager
-def uncompiled():
+def eager_execution():
     """Run the block eagerly: compiling a graph of a hundred loops takes minutes. Compiled runs have their own tests."""
     with ExitStack() as stack:
         stack.enter_context(eagerly())
@@ -138,21 +138,21 @@ each_once = pytest.mark.product(keep=EACH_ONCE if LEGACY else EACH_ONCE[1:3])
 
 
 @pytest.fixture(scope="module", params=list(product(CELLS, (False, True), (False, True), range(PARTS))), ids=str)
-def captured(request, float64):
+def captured_group(request, float64):
     """Return the group, its capture, and the framework's own gradients."""
-    made = group(*request.param)
-    with uncompiled():
-        capture = adapter.capture(made.model, Batch(made.inputs, loss=made.loss), CaptureRequest())
-    x, mask, *states = made.inputs
+    group = build_group(*request.param)
+    with eager_execution():
+        capture = adapter.capture(group.model, Batch(group.inputs, loss=group.loss), CaptureRequest())
+    x, mask, *states = group.inputs
 
     def loss_of(tensors):
-        return made.loss(None, made.model([tensors[0], keras.ops.convert_to_tensor(mask), *tensors[1:]]))
+        return group.loss(None, group.model([tensors[0], keras.ops.convert_to_tensor(mask), *tensors[1:]]))
 
-    with uncompiled(), untouched(made.model):
-        return made, capture, gradients(loss_of, [x, *states], made.model.trainable_variables)
+    with eager_execution(), untouched(group.model):
+        return group, capture, gradients(loss_of, [x, *states], group.model.trainable_variables)
 
 
-def references(capture):
+def calls_and_references(capture):
     """Yield each call with its float64 reference, computed from the captured direct gradients."""
     for call in capture.calls:
         yield (
@@ -161,7 +161,7 @@ def references(capture):
                 call.cell,
                 call.input,
                 call.initial_state,
-                reaching_states(call),
+                state_cotangent(call),
                 mask=call.mask,
                 backward=call.direction == "backward",
                 final_state_grad=call.final_state_grad,
@@ -169,7 +169,7 @@ def references(capture):
         )
 
 
-def reaching_states(call):
+def state_cotangent(call):
     """Return the direct gradient of y as a cotangent of h, (sample, time, unit).
 
     It is zero where y does not depend on h.
@@ -184,14 +184,14 @@ def reaching_states(call):
 
 
 @each_once
-def test_every_call_is_there(captured):
-    made, capture, _ = captured
-    assert {c.layer for c in capture.calls} == set(made.names)
+def test_every_call_is_there(captured_group):
+    group, capture, _ = captured_group
+    assert {c.layer for c in capture.calls} == set(group.names)
 
 
 @each_once
-def test_outputs_and_states_replay(captured):
-    for call, reference in references(captured[1]):
+def test_outputs_and_states_replay(captured_group):
+    for call, reference in calls_and_references(captured_group[1]):
         hidden = reference.states[0]
         expected = hidden if call.output_from_state is None else hidden * call.output_from_state[..., None]
         last = 0 if call.direction == "backward" else TIME - 1
@@ -202,60 +202,60 @@ def test_outputs_and_states_replay(captured):
 
 
 @each_once
-def test_direct_gradients_are_the_coefficients_of_the_loss(captured):
-    made, capture, _ = captured
-    wanted = iter(made.coefficients)
+def test_direct_gradients_are_the_coefficients_of_the_loss(captured_group):
+    group, capture, _ = captured_group
+    coefficients = iter(group.coefficients)
     by_layer = {}
     for call in capture.calls:
         by_layer.setdefault(call.layer, []).append(call)
-    for calls in map(by_layer.get, made.names):
-        merged = next(wanted)
-        for half, call in enumerate(calls):
-            direct = merged[..., half * UNIT : (half + 1) * UNIT]
+    for calls in map(by_layer.get, group.names):
+        layer_coefficients = next(coefficients)
+        for direction_index, call in enumerate(calls):
+            direct = layer_coefficients[..., direction_index * UNIT : (direction_index + 1) * UNIT]
             # A backward layer returns its last step first; Bidirectional reverses that itself.
-            alone = call.direction == "backward" and not call.bidirectional and call.returns_sequences
-            np.testing.assert_allclose(call.output_grad, direct[:, ::-1] if alone else direct, atol=1e-12)
+            is_reversed = call.direction == "backward" and not call.bidirectional and call.returns_sequences
+            np.testing.assert_allclose(call.output_grad, direct[:, ::-1] if is_reversed else direct, atol=1e-12)
         for call in calls:
             for grad in call.final_state_grad or ():
-                np.testing.assert_allclose(grad, next(wanted), atol=1e-12)
+                np.testing.assert_allclose(grad, next(coefficients), atol=1e-12)
 
 
 @each_once
-def test_weight_gradients_are_the_frameworks(captured):
-    made, capture, (_, _, by_variable) = captured
-    by_path = {path_of(v): g for v, g in zip(made.model.trainable_variables, by_variable, strict=True)}
+def test_weight_gradients_are_the_frameworks(captured_group):
+    group, capture, (_, _, variable_grads) = captured_group
+    by_path = {path_of(v): g for v, g in zip(group.model.trainable_variables, variable_grads, strict=True)}
     for call in capture.calls:
-        marker = f"{'forward' if call.direction == 'forward' else 'backward'}_" if call.bidirectional else ""
+        prefix = f"{'forward' if call.direction == 'forward' else 'backward'}_" if call.bidirectional else ""
         expected = {
             path.split("/")[-1]: grad
             for path, grad in by_path.items()
-            if path.split("/")[0] == call.layer and (not marker or path.split("/")[1].startswith(marker))
+            if path.split("/")[0] == call.layer and (not prefix or path.split("/")[1].startswith(prefix))
         }
-        got = dict(call.weight_grads)
-        if "recurrent_bias" in got:
-            got["bias"] = np.stack([got["bias"], got.pop("recurrent_bias")])
-        assert got.keys() == expected.keys()
-        for name, grad in got.items():
+        actual = dict(call.weight_grads)
+        if "recurrent_bias" in actual:
+            actual["bias"] = np.stack([actual["bias"], actual.pop("recurrent_bias")])
+        assert actual.keys() == expected.keys()
+        for name, grad in actual.items():
             np.testing.assert_allclose(grad, expected[name], rtol=1e-10, atol=1e-12, err_msg=f"{call.layer} {name}")
 
 
 @each_once
-def test_adjoint_of_everything_captured_is_the_frameworks_input_gradient(captured):
+def test_adjoint_of_everything_captured_is_the_frameworks_input_gradient(captured_group):
     """All branches share their inputs, so an error in any mask, flag, order or state of one changes the sum."""
-    _, capture, (_, (by_x, *by_state), _) = captured
-    found, states = np.zeros_like(by_x), [np.zeros_like(g) for g in by_state]
-    for call, reference in references(capture):
-        found += reference.input_grad
-        if "given" in call.layer and not ignores_what_is_given(call.layer):
-            turn = len(reference.initial_state_grad) if call.direction == "backward" and call.bidirectional else 0
+    _, capture, (_, (x_grad, *state_grads), _) = captured_group
+    input_grad, state_sums = np.zeros_like(x_grad), [np.zeros_like(g) for g in state_grads]
+    for call, reference in calls_and_references(capture):
+        input_grad += reference.input_grad
+        if "given" in call.layer and not ignores_given_state(call.layer):
+            offset = len(reference.initial_state_grad) if call.direction == "backward" and call.bidirectional else 0
             for i, grad in enumerate(reference.initial_state_grad):
-                states[(turn + i) % 2] += grad
-    np.testing.assert_allclose(found, by_x, rtol=1e-10, atol=1e-11)
-    for got, wanted in zip(states, by_state, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-11)
+                state_sums[(offset + i) % 2] += grad
+    np.testing.assert_allclose(input_grad, x_grad, rtol=1e-10, atol=1e-11)
+    for actual, expected in zip(state_sums, state_grads, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-11)
 
 
-def ignores_what_is_given(name):
+def ignores_given_state(name):
     """Return whether Keras 2 ignores a given state: a stateful layer with a non-zero state does."""
     return LEGACY and "stateful" in name
 

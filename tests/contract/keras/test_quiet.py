@@ -31,11 +31,11 @@ def model_of(layer):
     return model
 
 
-def layer_of_one_s_own():
+def custom_layer():
     return layers.RNN(Cell(), return_sequences=True, name="rnn")
 
 
-def layer_of_keras():
+def keras_layer():
     return layers.SimpleRNN(3, return_sequences=True, name="rnn")
 
 
@@ -52,11 +52,11 @@ VERBS = {
 
 
 @pytest.mark.product
-@pytest.mark.parametrize("layer", [layer_of_keras, layer_of_one_s_own])
+@pytest.mark.parametrize("layer", [keras_layer, custom_layer])
 def test_no_verb_warns_of_arrays(layer):
     model = model_of(layer())
     for name, verb in VERBS.items():
-        with warnings.catch_warnings(record=True) as heard:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             verb(model)
-        assert not [str(one.message) for one in heard if "__array__" in str(one.message)], name
+        assert not [str(warning.message) for warning in caught if "__array__" in str(warning.message)], name

@@ -43,11 +43,11 @@ def trace(model, x, y, **options):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_dropout_between_layers_is_the_one_that_torch_draws(kind, both, packed):
+def test_dropout_between_layers_is_the_one_that_torch_draws(kind, bidirectional, packed):
     torch.manual_seed(0)
-    rnn = kind(F, H, 3, dropout=0.5, bidirectional=both)
+    rnn = kind(F, H, 3, dropout=0.5, bidirectional=bidirectional)
     x = torch.randn(T, B, F)
     if packed:
         x = pack_padded_sequence(x, torch.tensor([2, 4, 1]), enforce_sorted=False)
@@ -60,24 +60,24 @@ def test_dropout_between_layers_is_the_one_that_torch_draws(kind, both, packed):
         output, state = returned
         return [output.data if packed else output, *(state if isinstance(state, tuple) else (state,))]
 
-    for got, true in zip(tensors(capture.outputs), tensors(expected), strict=True):
-        assert torch.equal(got, true)
+    for actual, reference in zip(tensors(capture.outputs), tensors(expected), strict=True):
+        assert torch.equal(actual, reference)
     torch.manual_seed(7)
     assert torch.equal(
         tensors(adapter.capture(rnn, Batch(x, training=True), CaptureRequest(None)).outputs)[0], tensors(expected)[0]
     )
-    still = adapter.capture(rnn, Batch(x), CaptureRequest(None)).outputs
-    assert torch.equal(tensors(still)[0], tensors(rnn.eval()(x))[0])
+    eval_outputs = adapter.capture(rnn, Batch(x), CaptureRequest(None)).outputs
+    assert torch.equal(tensors(eval_outputs)[0], tensors(rnn.eval()(x))[0])
 
 
 def test_dropout_scales_direct_gradients_of_the_layer_below():
     torch.manual_seed(0)
     model, (x, y) = Tagger(num_layers=2, dropout=0.5), data()
-    got = trace(model, x, y, training=True, seed=1)
-    assert all(check.ok for check in got.checks)
-    dropped = (got["rnn[1]"].input == 0).values
+    traced = trace(model, x, y, training=True, seed=1)
+    assert all(check.ok for check in traced.checks)
+    dropped = (traced["rnn[1]"].input == 0).values
     assert 0 < dropped.mean() < 1
-    assert (got["rnn[0]"].output_grad.values[dropped] == 0).all()
+    assert (traced["rnn[0]"].output_grad.values[dropped] == 0).all()
 
 
 # Forms of models and data ---------------------------------------------------------------------------------------------
@@ -100,8 +100,8 @@ def test_a_tuple_a_dict_and_numpy():
         return out["out"].sum()
 
     reference = rl.trace(model, (x, scale), loss=loss)["rnn"].hidden_grad.values
-    for given in ([x, scale], {"a": x, "scale": scale}, (x.double().numpy(), np.float32(2)), {"scale": 2.0, "a": x}):
-        np.testing.assert_allclose(rl.trace(model, given, loss=loss)["rnn"].hidden_grad.values, reference, rtol=1e-6)
+    for inputs in ([x, scale], {"a": x, "scale": scale}, (x.double().numpy(), np.float32(2)), {"scale": 2.0, "a": x}):
+        np.testing.assert_allclose(rl.trace(model, inputs, loss=loss)["rnn"].hidden_grad.values, reference, rtol=1e-6)
 
 
 def test_a_module_called_twice_is_two_nodes_with_one_weight_gradient():
@@ -114,16 +114,16 @@ def test_a_module_called_twice_is_two_nodes_with_one_weight_gradient():
             return (self.tower(a)[1][0] * self.tower(b)[1][0]).sum(1)
 
     model, (x, _) = Towers(), data()
-    got = rl.trace(model, (x, x.flip(1)), loss=lambda out: out.sum())
-    assert list(got) == ["tower#0", "tower#1"]
+    traced = rl.trace(model, (x, x.flip(1)), loss=lambda out: out.sum())
+    assert list(traced) == ["tower#0", "tower#1"]
     capture = adapter.capture(model, Batch((x, x.flip(1)), loss=lambda out: out.sum()), CaptureRequest(None))
     first, second = capture.calls
     assert first.weights_key == second.weights_key
     model(x, x.flip(1)).sum().backward()
     r, z, n = model.tower.weight_hh_l0.grad.chunk(3)
     torch.testing.assert_close(first.weight_grads["recurrent_kernel"], torch.cat([z, r, n]).T)
-    one = rl.trace(model, (x, x.flip(1)), loss=lambda out: out.sum(), layers=["tower#1"])
-    assert list(one) == ["tower#1"]
+    second_call = rl.trace(model, (x, x.flip(1)), loss=lambda out: out.sum(), layers=["tower#1"])
+    assert list(second_call) == ["tower#1"]
 
 
 def test_modules_in_containers_functions_and_lists():
@@ -139,9 +139,9 @@ def test_modules_in_containers_functions_and_lists():
                 x, _ = rnn(x)
             return self.hidden[0](self.inner(x))[0]
 
-    got = rl.trace(Deep(), data()[0], loss=lambda out: out.sum(), layers=None)
-    assert list(got) == ["stack.0", "stack.1", "unnamed_gru_0"]
-    assert all(check.ok for check in got.checks)
+    traced = rl.trace(Deep(), data()[0], loss=lambda out: out.sum(), layers=None)
+    assert list(traced) == ["stack.0", "stack.1", "unnamed_gru_0"]
+    assert all(check.ok for check in traced.checks)
     sequential = rl.trace(nn.Sequential(nn.Linear(F, F), nn.GRU(F, H, batch_first=True)), data()[0])
     assert list(sequential) == ["1"]
     assert list(rl.trace(nn.LSTM(F, H, 2), data()[0])) == ["lstm[0]", "lstm[1]"]
@@ -150,13 +150,13 @@ def test_modules_in_containers_functions_and_lists():
 def test_plain_layers_by_name():
     torch.manual_seed(0)
     model, (x, y) = Tagger(), data()
-    got = trace(model, x, y, layers=["head", "rnn"])
+    traced = trace(model, x, y, layers=["head", "rnn"])
     out = model(x)
-    np.testing.assert_allclose(got["head"].output.values, out.detach().numpy())
+    np.testing.assert_allclose(traced["head"].output.values, out.detach().numpy())
     np.testing.assert_allclose(
-        got["head"].output_grad.values, (2 * (out - y) / out.numel()).detach().numpy(), atol=1e-7
+        traced["head"].output_grad.values, (2 * (out - y) / out.numel()).detach().numpy(), atol=1e-7
     )
-    assert list(got) == ["rnn", "head"]
+    assert list(traced) == ["rnn", "head"]
 
 
 @pytest.mark.parametrize("kind", [nn.Identity(), nn.Dropout(0.3), nn.ReLU(), nn.Tanh()], ids=repr)
@@ -190,23 +190,23 @@ def test_change_in_place_above_a_layer_does_not_reach_back():
             return self.head(y)
 
     model, (x, y) = InPlace(), data()
-    got = trace(model, x, y, layers=["rnn", "head"])
+    traced = trace(model, x, y, layers=["rnn", "head"])
     expected = nn.LSTM.forward(model.rnn, x)[0].detach().numpy()
-    np.testing.assert_allclose(got["rnn"].output.values, expected, atol=1e-7)
-    assert (got["rnn"].output_grad.values[:, 0] == 0).all()
-    assert all(check.ok for check in got.checks)
+    np.testing.assert_allclose(traced["rnn"].output.values, expected, atol=1e-7)
+    assert (traced["rnn"].output_grad.values[:, 0] == 0).all()
+    assert all(check.ok for check in traced.checks)
 
 
 def test_frozen_and_partly_frozen_models():
     model, (x, y) = Tagger(num_layers=2), data()
-    free = trace(model, x, y)
-    for some in (model.rnn.parameters(), model.parameters()):
-        for p in some:
+    unfrozen = trace(model, x, y)
+    for parameters in (model.rnn.parameters(), model.parameters()):
+        for p in parameters:
             p.requires_grad_(False)
         frozen = trace(model, x, y)
-        for node in free:
-            np.testing.assert_array_equal(frozen[node].hidden_grad.values, free[node].hidden_grad.values)
-        assert len(frozen.checks) == len(free.checks)
+        for node in unfrozen:
+            np.testing.assert_array_equal(frozen[node].hidden_grad.values, unfrozen[node].hidden_grad.values)
+        assert len(frozen.checks) == len(unfrozen.checks)
 
 
 def test_a_forward_under_no_grad_is_run_with_gradients():
@@ -216,11 +216,11 @@ def test_a_forward_under_no_grad_is_run_with_gradients():
             return super().forward(x)
 
     model, (x, y) = Decorated(), data()
-    got = trace(model, x, y)
-    assert any("no_grad" in note for note in got.notes)
-    plain = Tagger()
-    plain.load_state_dict(model.state_dict())
-    np.testing.assert_array_equal(got["rnn"].hidden_grad.values, trace(plain, x, y)["rnn"].hidden_grad.values)
+    traced = trace(model, x, y)
+    assert any("no_grad" in note for note in traced.notes)
+    undecorated = Tagger()
+    undecorated.load_state_dict(model.state_dict())
+    np.testing.assert_array_equal(traced["rnn"].hidden_grad.values, trace(undecorated, x, y)["rnn"].hidden_grad.values)
 
 
 def test_a_part_under_no_grad_gets_no_gradient_and_says_so():
@@ -231,9 +231,9 @@ def test_a_part_under_no_grad_gets_no_gradient_and_says_so():
             return self.head(y)
 
     model, (x, y) = Feature(), data()
-    got = trace(model, x, y)
-    assert (got["rnn"].hidden_grad == 0).all()
-    assert got.notes == ["No path leads from the loss to any layer asked for: every gradient is zero."]
+    traced = trace(model, x, y)
+    assert (traced["rnn"].hidden_grad == 0).all()
+    assert traced.notes == ["No path leads from the loss to any layer asked for: every gradient is zero."]
 
 
 # Dtypes ---------------------------------------------------------------------------------------------------------------
@@ -242,39 +242,41 @@ def test_a_part_under_no_grad_gets_no_gradient_and_says_so():
 def test_half_precision_model():
     torch.manual_seed(0)
     model, (x, y) = Tagger(), data()
-    full = trace(model, x, y)
-    got = trace(model.bfloat16(), x.bfloat16(), y.bfloat16())
-    assert got["rnn"].hidden.dtype == "float32"
-    assert all(check.ok for check in got.checks)
-    scale = np.abs(full["rnn"].hidden_grad).max()
-    np.testing.assert_allclose(got["rnn"].hidden_grad.values, full["rnn"].hidden_grad.values, atol=0.05 * float(scale))
+    reference = trace(model, x, y)
+    traced = trace(model.bfloat16(), x.bfloat16(), y.bfloat16())
+    assert traced["rnn"].hidden.dtype == "float32"
+    assert all(check.ok for check in traced.checks)
+    scale = np.abs(reference["rnn"].hidden_grad).max()
+    np.testing.assert_allclose(
+        traced["rnn"].hidden_grad.values, reference["rnn"].hidden_grad.values, atol=0.05 * float(scale)
+    )
 
 
 @pytest.mark.usefixtures("bfloat16_lstm")
 def test_autocast():
     torch.manual_seed(0)
     model, (x, y) = Tagger(), data()
-    full = trace(model, x, y)
+    reference = trace(model, x, y)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = trace(model, x, y)
-    assert all(check.ok for check in got.checks)
-    scale = float(np.abs(full["rnn"].hidden_grad).max())
-    np.testing.assert_allclose(got["rnn"].hidden_grad.values, full["rnn"].hidden_grad.values, atol=0.05 * scale)
+        traced = trace(model, x, y)
+    assert all(check.ok for check in traced.checks)
+    scale = float(np.abs(reference["rnn"].hidden_grad).max())
+    np.testing.assert_allclose(traced["rnn"].hidden_grad.values, reference["rnn"].hidden_grad.values, atol=0.05 * scale)
 
 
 def test_eval_stays_eval_and_training_stays_training():
-    seen = []
+    modes = []
 
     class Watching(Tagger):
         def forward(self, x):
-            seen.append((self.training, self.rnn.training))
+            modes.append((self.training, self.rnn.training))
             return super().forward(x)
 
     model, (x, y) = Watching(), data()
     with rl.options(certify="never"):
         trace(model, x, y)
         trace(model.eval(), x, y, training=True)
-    assert seen == [(False, False), (True, True)]
+    assert modes == [(False, False), (True, True)]
     assert not model.training
 
 
@@ -282,16 +284,16 @@ def test_eval_stays_eval_and_training_stays_training():
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-@pytest.mark.parametrize("both", [False, True])
-def test_initial_state_by_layer_name(kind, both):
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_initial_state_by_layer_name(kind, bidirectional):
     torch.manual_seed(0)
-    model, (x, y) = Tagger(kind, num_layers=2, bidirectional=both), data()
-    states, directions = (2 if kind is nn.LSTM else 1), 1 + both
-    given = [torch.randn(B, H) for _ in range(states * directions)]
-    got = trace(model, x, y, initial_state={"rnn[1]": given})
-    whole = [torch.zeros(2 * directions, B, H) for _ in range(states)]
-    for i, state in enumerate(given):
-        whole[i % states][directions + i // states] = state
+    model, (x, y) = Tagger(kind, num_layers=2, bidirectional=bidirectional), data()
+    state_count, direction_count = (2 if kind is nn.LSTM else 1), 1 + bidirectional
+    states = [torch.randn(B, H) for _ in range(state_count * direction_count)]
+    traced = trace(model, x, y, initial_state={"rnn[1]": states})
+    all_states = [torch.zeros(2 * direction_count, B, H) for _ in range(state_count)]
+    for i, state in enumerate(states):
+        all_states[i % state_count][direction_count + i // state_count] = state
 
     class Fed(nn.Module):
         def __init__(self):
@@ -299,11 +301,11 @@ def test_initial_state_by_layer_name(kind, both):
             self.rnn, self.head = model.rnn, model.head
 
         def forward(self, x):
-            return self.head(self.rnn(x, tuple(whole) if states > 1 else whole[0])[0])
+            return self.head(self.rnn(x, tuple(all_states) if state_count > 1 else all_states[0])[0])
 
     expected = trace(Fed(), x, y)
     for node in expected:
-        np.testing.assert_array_equal(got[node].hidden.values, expected[node].hidden.values)
+        np.testing.assert_array_equal(traced[node].hidden.values, expected[node].hidden.values)
 
 
 # Losses ---------------------------------------------------------------------------------------------------------------
@@ -314,8 +316,8 @@ def test_forms_of_a_loss():
     model, (x, y) = Tagger(), data()
     reference = trace(model, x, y)
     for loss in (nn.MSELoss(), "mse", "mse_loss", lambda output, target: ((output - target) ** 2).mean()):
-        got = trace(model, x, y, loss=loss)
-        np.testing.assert_allclose(got["rnn"].hidden_grad.values, reference["rnn"].hidden_grad.values, atol=1e-8)
+        traced = trace(model, x, y, loss=loss)
+        np.testing.assert_allclose(traced["rnn"].hidden_grad.values, reference["rnn"].hidden_grad.values, atol=1e-8)
     labels = torch.randint(0, 2, (B,))
 
     class Last(Tagger):
@@ -329,28 +331,28 @@ def test_sample_and_class_weights():
     torch.manual_seed(0)
     model, (x, y) = Tagger(), data()
     weights = np.array([0.0, 1.0, 3.0])
-    got = trace(model, x, y, sample_weight=weights)
+    traced = trace(model, x, y, sample_weight=weights)
     expected = (((model(x) - y) ** 2).mean((1, 2)) * torch.tensor(weights)).mean().item()
-    assert got.loss == pytest.approx(expected)
-    assert (got["rnn"].hidden_grad.values[0] == 0).all()
+    assert traced.loss == pytest.approx(expected)
+    assert (traced["rnn"].hidden_grad.values[0] == 0).all()
 
     class Last(Tagger):
         def forward(self, x):
             return super().forward(x)[:, -1]
 
     model, labels = Last(), torch.tensor([0, 1, 1])
-    got = rl.trace(model, x, labels, loss=nn.CrossEntropyLoss(), class_weight={0: 2.0, 1: 0.5})
-    each = nn.functional.cross_entropy(model(x), labels, reduction="none")
-    assert got.loss == pytest.approx((each * torch.tensor([2.0, 0.5, 0.5])).mean().item())
+    traced = rl.trace(model, x, labels, loss=nn.CrossEntropyLoss(), class_weight={0: 2.0, 1: 0.5})
+    sample_losses = nn.functional.cross_entropy(model(x), labels, reduction="none")
+    assert traced.loss == pytest.approx((sample_losses * torch.tensor([2.0, 0.5, 0.5])).mean().item())
     with pytest.raises(UnsupportedError, match="per sample"):
         trace(model, x, labels, loss=lambda out, target: out.sum(), sample_weight=weights)
 
 
 def test_a_loss_that_is_not_a_number_is_said():
     model, (x, y) = Tagger(), data()
-    got = trace(model, x, y, loss=lambda output, target: (output - target).sum() * float("nan"))
-    assert np.isnan(got.loss)
-    assert "The loss is nan." in got.notes
+    traced = trace(model, x, y, loss=lambda output, target: (output - target).sum() * float("nan"))
+    assert np.isnan(traced.loss)
+    assert "The loss is nan." in traced.notes
 
 
 # Refusals and errors --------------------------------------------------------------------------------------------------
@@ -389,7 +391,7 @@ def test_errors_about_the_loss():
 
 
 @pytest.mark.parametrize(
-    ("x", "words"),
+    ("x", "phrases"),
     [
         (torch.zeros(0, T, F), ["x is empty.", "shape (0, 4, 2)", "at least 1 sample"]),
         (torch.zeros(B, 0, F), ["x is empty.", "shape (3, 0, 2)", "at least 1 time step"]),
@@ -399,10 +401,10 @@ def test_errors_about_the_loss():
         ("data.npz", ["x is not numeric data.", "'data.npz'"]),
     ],
 )
-def test_errors_about_the_data(x, words):
+def test_errors_about_the_data(x, phrases):
     model = Tagger()
     text = error_text(InputError, lambda: rl.trace(model, x, loss=lambda out: out.sum()))
-    assert all(word in text for word in words), text
+    assert all(phrase in text for phrase in phrases), text
 
 
 def test_unknown_layer_and_no_layer():
@@ -525,15 +527,17 @@ def test_a_packed_classifier_keeps_the_callers_order():
     torch.manual_seed(0)
     model, (x, _) = Packed(), data()
     lengths = torch.tensor([2, 4, 3])
-    got = rl.trace(model, (x, lengths), loss=lambda out: out.sum())["rnn"]
-    assert got.mask.values.sum(1).tolist() == [2, 4, 3]
-    np.testing.assert_array_equal(np.where(got.mask.values[:, :, None], got.input.values - x.numpy(), 0), 0)
+    traced = rl.trace(model, (x, lengths), loss=lambda out: out.sum())["rnn"]
+    assert traced.mask.values.sum(1).tolist() == [2, 4, 3]
+    np.testing.assert_array_equal(np.where(traced.mask.values[:, :, None], traced.input.values - x.numpy(), 0), 0)
     for sample, length in enumerate(lengths):
-        alone = rl.trace(model, (x[sample : sample + 1], lengths[sample : sample + 1]), loss=lambda out: out.sum())
+        sample_trace = rl.trace(
+            model, (x[sample : sample + 1], lengths[sample : sample + 1]), loss=lambda out: out.sum()
+        )
         for name in ("hidden", "hidden_grad", "input_grad"):
-            computed, true = got[name].values[sample, :length], alone["rnn"][name].values[0, :length]
-            np.testing.assert_allclose(computed, true, atol=1e-6, err_msg=name)
-        assert (got.input_grad.values[sample, length:] == 0).all()
+            computed, expected = traced[name].values[sample, :length], sample_trace["rnn"][name].values[0, :length]
+            np.testing.assert_allclose(computed, expected, atol=1e-6, err_msg=name)
+        assert (traced.input_grad.values[sample, length:] == 0).all()
 
 
 def test_outputs_alone_are_those_of_a_whole_capture():
@@ -541,9 +545,9 @@ def test_outputs_alone_are_those_of_a_whole_capture():
     torch.manual_seed(0)
     net, (x, _) = Tagger().double(), data(torch.float64)
     request = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
-    whole = adapter.capture(net, Batch(x), request)
-    alone = adapter.capture(net, Batch(x), replace(request, calls=False))
-    assert whole.calls
-    assert not alone.calls
-    assert torch.equal(alone.outputs, whole.outputs)
-    assert not alone.outputs.requires_grad
+    full_capture = adapter.capture(net, Batch(x), request)
+    outputs_only = adapter.capture(net, Batch(x), replace(request, calls=False))
+    assert full_capture.calls
+    assert not outputs_only.calls
+    assert torch.equal(outputs_only.outputs, full_capture.outputs)
+    assert not outputs_only.outputs.requires_grad

@@ -46,7 +46,7 @@ def model():
     return Net()
 
 
-WRONG = {
+WRONG_CALLS = {
     "a data set": (lambda m: rl.trace(m, DataLoader(TensorDataset(torch.tensor(X)))), InputError, "is a data set"),
     "a generator": (lambda m: rl.trace(m, iter([X])), InputError, "one batch from it"),
     "all of a generator": (lambda m: rl.jacobian(m, iter([X])), InputError, 'across="mean"'),
@@ -61,7 +61,7 @@ WRONG = {
     "ragged": (lambda m: rl.trace(m, [[1.0, 2.0], [3.0]]), InputError, "rows of one length"),
     "None": (lambda m: rl.trace(m, None), InputError, "x holds no data"),
     "nothing": (lambda m: rl.trace(m, []), InputError, "x holds no data"),
-    "endless": (lambda m: rl.trace(m, _itself()), InputError, "nested too deeply"),
+    "endless": (lambda m: rl.trace(m, _endless_list()), InputError, "nested too deeply"),
     "huge x": (lambda m: rl.trace(m, np.broadcast_to(X[0, 0], (10**9, 9, 3))), TooLargeError, "at most 2 GiB"),
     "huge y": (lambda m: rl.trace(m, X, np.broadcast_to(Y[0], (10**9, 5, 2)), loss=mse), TooLargeError, "y alone"),
     "huge reduce": (
@@ -77,8 +77,8 @@ WRONG = {
     "a call": (lambda m: rl.trace(m, X, layers="lstm#0"), LayerNotFoundError, "'lstm#0'"),
     "a state": (lambda m: rl.trace(m, X, quantities="state_99"), InputError, "No layer here has 'state_99'."),
     "states of": (lambda m: rl.trace(m, X, initial_state={"no": [X]}), LayerNotFoundError, "names 'no'"),
-    "one of two states": (lambda m: rl.trace(m, X, initial_state=_states(1, 4)), InputError, "(4, 4), (4, 4)]"),
-    "wide states": (lambda m: rl.trace(m, X, initial_state=_states(2, 9)), InputError, "another shape"),
+    "one of two states": (lambda m: rl.trace(m, X, initial_state=_zero_states(1, 4)), InputError, "(4, 4), (4, 4)]"),
+    "wide states": (lambda m: rl.trace(m, X, initial_state=_zero_states(2, 9)), InputError, "another shape"),
     "no wrt": (lambda m: rl.gradients(m, X, Y, loss=mse, wrt=iter(())), InputError, "wrt= names nothing."),
     "at nothing": (lambda m: rl.gradients(m, X, of="output", at={"time": slice(9, 9)}), InputError, "selects nothing"),
     "clip": (lambda m: rl.gradients(m, X, Y, loss=mse, clip={"clipnorm": -1}), InputError, "0 < clip['clipnorm']"),
@@ -107,23 +107,23 @@ WRONG = {
 }
 
 
-def _itself():
-    found = []
-    found.append(found)
-    return found
+def _endless_list():
+    items = []
+    items.append(items)
+    return items
 
 
-def _states(count, width):
+def _zero_states(count, width):
     return {"lstm": [np.zeros((4, width), "f4")] * count}
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", WRONG_CALLS)
 def test_a_wrong_argument_is_one_error_that_says_what_to_do(model, case):
-    call, kind, words = WRONG[case]
+    call, kind, phrase = WRONG_CALLS[case]
     with pytest.raises(kind) as caught:
         call(model)
     assert isinstance(caught.value, RnnlensError)
-    assert words in str(caught.value)
+    assert phrase in str(caught.value)
     assert len(str(caught.value)) < 3000
 
 
@@ -137,7 +137,7 @@ def test_weights_that_are_one_number_repeated_are_checked_without_a_copy():
         tracemalloc.stop()
 
 
-SAME = {
+SAME_NUMBERS = {
     "big-endian": lambda: X.astype(">f8"),
     "turned round twice": lambda: X[:, ::-1][:, ::-1],
     "requires grad": lambda: torch.tensor(X, requires_grad=True),
@@ -148,25 +148,25 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("form", SAME)
+@pytest.mark.parametrize("form", SAME_NUMBERS)
 def test_the_same_numbers_in_another_form_give_the_same_result(model, form):
-    wanted = rl.trace(model, X, Y, loss=mse)["lstm"].hidden_grad
-    got = rl.trace(model, SAME[form](), Y, loss=mse, training=np.False_)["lstm"].hidden_grad
-    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-8)
+    expected = rl.trace(model, X, Y, loss=mse)["lstm"].hidden_grad
+    actual = rl.trace(model, SAME_NUMBERS[form](), Y, loss=mse, training=np.False_)["lstm"].hidden_grad
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-8)
 
 
 def test_an_iterator_of_names_is_read_once_and_used_throughout(model):
-    got = rl.gradients(model, X, Y, loss=mse, wrt=(name for name in ["lstm.hidden", "top.weights"]))
-    assert set(got.tensors) == {"lstm.hidden", "top/weight", "top/bias"}
+    gradients = rl.gradients(model, X, Y, loss=mse, wrt=(name for name in ["lstm.hidden", "top.weights"]))
+    assert set(gradients.tensors) == {"lstm.hidden", "top/weight", "top/bias"}
 
 
 def test_given_states_are_started_from(model):
-    given = [RNG.normal(size=(4, 4)).astype("f4") for _ in range(2)]
+    states = [RNG.normal(size=(4, 4)).astype("f4") for _ in range(2)]
     with torch.no_grad():
-        wanted = model.lstm(torch.tensor(X), tuple(torch.tensor(s)[None] for s in given))[0]
-    for form in (given, np.stack(given), tuple(map(torch.tensor, given))):
-        got = rl.trace(model, X, initial_state={"lstm": form})["lstm"].hidden
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+        expected = model.lstm(torch.tensor(X), tuple(torch.tensor(s)[None] for s in states))[0]
+    for form in (states, np.stack(states), tuple(map(torch.tensor, states))):
+        hidden = rl.trace(model, X, initial_state={"lstm": form})["lstm"].hidden
+        np.testing.assert_allclose(hidden, expected, rtol=1e-5, atol=1e-6)
 
 
 class OwnError(Exception):
@@ -193,13 +193,13 @@ def _fail():
     raise OwnError(7, "gone")
 
 
-@pytest.mark.parametrize("whose", STAGES)
-def test_what_the_users_code_raises_says_whose_it_was_and_is_still_its_own(model, whose):
+@pytest.mark.parametrize("code_name", STAGES)
+def test_what_the_users_code_raises_says_whose_it_was_and_is_still_its_own(model, code_name):
     with pytest.raises(OwnError) as caught:
-        STAGES[whose](model)
+        STAGES[code_name](model)
     error = caught.value
     assert isinstance(error, UserCodeError)
-    assert str(error).startswith(f"{whose}")
+    assert str(error).startswith(f"{code_name}")
     assert "raised OwnError." in str(error)
     assert "gone" in str(error)
     assert error.code == 7
@@ -228,11 +228,11 @@ def test_an_output_in_a_dict_is_asked_for_by_its_name():
     torch.manual_seed(0)
     model = Heads()
     x = torch.tensor(X, requires_grad=True)
-    (wanted,) = torch.autograd.grad(model(x)["classes"].sum(), x)
-    got = rl.gradients(model, X, of="output[classes]", reduce="sum", wrt="input")
-    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-7)
-    whole = rl.jacobian(model, X, of="output[classes]").sum("out_unit")
-    np.testing.assert_allclose(whole, wanted, rtol=1e-4, atol=1e-6)
+    (expected,) = torch.autograd.grad(model(x)["classes"].sum(), x)
+    gradients = rl.gradients(model, X, of="output[classes]", reduce="sum", wrt="input")
+    np.testing.assert_allclose(gradients, expected, rtol=1e-4, atol=1e-7)
+    jacobian = rl.jacobian(model, X, of="output[classes]").sum("out_unit")
+    np.testing.assert_allclose(jacobian, expected, rtol=1e-4, atol=1e-6)
     with pytest.raises(LayerNotFoundError, match="did you mean 'classes'"):
         rl.jacobian(model, X, of="output[class]")
 
@@ -242,34 +242,34 @@ def test_the_call_that_the_error_of_jacobian_names_works():
     with pytest.raises(ModelError) as caught:
         rl.jacobian(model, X)
     call = str(caught.value).partition("try:")[2].partition("rl.")[2]
-    got = eval(f"rl.{call}", {"rl": rl, "model": model, "x": X})
-    wanted = np.broadcast_to(model[0].weight[0].detach(), X.shape)
-    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    jacobian = eval(f"rl.{call}", {"rl": rl, "model": model, "x": X})
+    expected = np.broadcast_to(model[0].weight[0].detach(), X.shape)
+    np.testing.assert_allclose(jacobian, expected, rtol=1e-6)
 
 
 def test_a_time_jacobian_is_saved_with_its_checks(model, tmp_path):
-    found = rl.jacobian(model, X, measure="norm")
-    assert isinstance(found, xr.DataArray)
-    assert "replay" in [check.name for check in found.checks]
-    assert all(check.ok for check in found.checks)
-    found.save(tmp_path / "j.nc")
-    back = rl.open(tmp_path / "j.nc")
-    xr.testing.assert_identical(back, found)
-    assert back.mean("sample", keep_attrs=True).checks == found.checks
+    jacobian = rl.jacobian(model, X, measure="norm")
+    assert isinstance(jacobian, xr.DataArray)
+    assert "replay" in [check.name for check in jacobian.checks]
+    assert all(check.ok for check in jacobian.checks)
+    jacobian.save(tmp_path / "j.nc")
+    opened = rl.open(tmp_path / "j.nc")
+    xr.testing.assert_identical(opened, jacobian)
+    assert opened.mean("sample", keep_attrs=True).checks == jacobian.checks
     with pytest.raises(rl.errors.FileError, match=r"nc or \.zarr"):
-        found.save(tmp_path / "j.txt")
+        jacobian.save(tmp_path / "j.txt")
 
 
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
 def test_clipped_gradients_come_back_from_a_file(model, tmp_path, suffix):
-    found = rl.gradients(model, X, Y, loss=mse, clip={"global_clipnorm": 0.01})
-    found.save(tmp_path / f"g{suffix}")
-    back = rl.open(tmp_path / f"g{suffix}")
-    assert back.layers == found.layers
-    for name in found.tensors:
-        xr.testing.assert_identical(back[name], found[name])
-        xr.testing.assert_identical(back.clipped[name], found.clipped[name])
-        assert not np.array_equal(back.clipped[name], found[name])
+    gradients = rl.gradients(model, X, Y, loss=mse, clip={"global_clipnorm": 0.01})
+    gradients.save(tmp_path / f"g{suffix}")
+    opened = rl.open(tmp_path / f"g{suffix}")
+    assert opened.layers == gradients.layers
+    for name in gradients.tensors:
+        xr.testing.assert_identical(opened[name], gradients[name])
+        xr.testing.assert_identical(opened.clipped[name], gradients.clipped[name])
+        assert not np.array_equal(opened.clipped[name], gradients[name])
 
 
 class OwnCell(nn.Module):

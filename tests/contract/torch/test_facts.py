@@ -62,16 +62,16 @@ def test_a_module_without_weights_has_a_name(model):
     ids = torch.arange(10).reshape(2, 5) % 7
     g = rl.gradients(model, ids, of="output", reduce="sum", wrt="drop.output")
     slope = torch.where(model(ids) > 0, 1.0, 0.01).double()
-    open_ = (model.heads[0](model.rnn(model.table(ids))[0].double()) > 0) & (slope == 1)
-    expected = open_.double() @ model.heads[0].weight
+    passing = (model.heads[0](model.rnn(model.table(ids))[0].double()) > 0) & (slope == 1)
+    expected = passing.double() @ model.heads[0].weight
     torch.testing.assert_close(torch.tensor(g.values).double(), expected.detach(), rtol=1e-5, atol=1e-7)
 
 
 def test_named_tuples_of_arrays_stay_named_tuples():
     pair = data.DataBatch(torch.zeros(3), {"b": torch.ones(3), "a": None})
-    moved = data.map_leaves(lambda leaf: leaf + 1, pair)
-    assert type(moved) is data.DataBatch
-    assert (moved.x[0], moved.y["b"][0], moved.y["a"]) == (1, 2, None)
+    mapped = data.map_leaves(lambda leaf: leaf + 1, pair)
+    assert type(mapped) is data.DataBatch
+    assert (mapped.x[0], mapped.y["b"][0], mapped.y["a"]) == (1, 2, None)
 
 
 class Private(nn.Module):
@@ -91,10 +91,10 @@ def test_attributes_of_the_users_own_modules_are_left_alone():
 
 
 @pytest.mark.parametrize(
-    "look",
+    "verb",
     [rl.layers, rl.weights, lambda model: rl.trace(model, torch.zeros(2, 5, 3)), adapter.facts],
 )
-def test_a_module_that_waits_for_its_first_batch_is_refused_and_left_waiting(look):
+def test_a_module_that_waits_for_its_first_batch_is_refused_and_left_waiting(verb):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -105,7 +105,7 @@ def test_a_module_that_waits_for_its_first_batch_is_refused_and_left_waiting(loo
 
     model = Net()
     with pytest.raises(rl.errors.ModelError, match="'head' is not built"):
-        look(model)
+        verb(model)
     assert model.head.has_uninitialized_params()
     model(torch.zeros(2, 5, 3))
-    look(model)
+    verb(model)

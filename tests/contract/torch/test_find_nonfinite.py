@@ -31,19 +31,19 @@ def data(seed=0, samples=4, steps=20):
 
 def test_none_in_a_healthy_net():
     x, y = data()
-    found = rl.find_nonfinite(Net(), x, y, loss=mse)
-    assert not found
-    assert found.sentence.startswith("none")
-    assert found.origin is None
+    finding = rl.find_nonfinite(Net(), x, y, loss=mse)
+    assert not finding
+    assert finding.sentence.startswith("none")
+    assert finding.origin is None
 
 
 def test_a_number_in_the_data():
     x, y = data()
     x[2, 7, 1] = torch.nan
-    found = rl.find_nonfinite(Net(), x, y, loss=mse)
-    assert (found.phase, found.layer, found.sample, found.step) == ("data", "input", 2, 7)
-    assert found.origin.index["feature"] == 1
-    assert found.reaches == ("outputs", "loss", "gradients")
+    finding = rl.find_nonfinite(Net(), x, y, loss=mse)
+    assert (finding.phase, finding.layer, finding.sample, finding.step) == ("data", "input", 2, 7)
+    assert finding.origin.index["feature"] == 1
+    assert finding.reaches == ("outputs", "loss", "gradients")
 
 
 def test_a_weight_before_anything_runs():
@@ -51,9 +51,14 @@ def test_a_weight_before_anything_runs():
     net = Net()
     with torch.no_grad():
         net.rnn.weight_hh_l1[5, 2] = torch.inf  # torch: rows are gate * unit, the second gate is forget
-    found = rl.find_nonfinite(net, x, y, loss=mse)
-    assert (found.phase, found.layer, found.gate, found.quantity) == ("weights", "rnn[1]", "forget", "recurrent_kernel")
-    assert found.origin.index == {"unit_in": 2, "unit": 1}
+    finding = rl.find_nonfinite(net, x, y, loss=mse)
+    assert (finding.phase, finding.layer, finding.gate, finding.quantity) == (
+        "weights",
+        "rnn[1]",
+        "forget",
+        "recurrent_kernel",
+    )
+    assert finding.origin.index == {"unit_in": 2, "unit": 1}
 
 
 def test_the_step_at_which_a_state_overflows():
@@ -64,7 +69,7 @@ def test_the_step_at_which_a_state_overflows():
         rnn.weight_hh_l0.copy_(1e4 * torch.eye(4))
     net = nn.Sequential(rnn)
     net.forward = lambda x: rnn(x)[0][:, -1, :1]
-    found = rl.find_nonfinite(net, x, y, loss=mse)
+    finding = rl.find_nonfinite(net, x, y, loss=mse)
     h = np.zeros((4, 4))
     for step in range(20):  # in double precision, where nothing overflows
         w, u = rnn.weight_ih_l0.detach().double().numpy(), rnn.weight_hh_l0.detach().double().numpy()
@@ -73,69 +78,69 @@ def test_the_step_at_which_a_state_overflows():
         )
         if (h > np.finfo(np.float32).max).any():
             break
-    assert (found.step, found.sample) == (step, int(np.argmax((h > np.finfo(np.float32).max).any(axis=1))))
-    assert "recurrent_kernel 1e+04" in found.fed_by
+    assert (finding.step, finding.sample) == (step, int(np.argmax((h > np.finfo(np.float32).max).any(axis=1))))
+    assert "recurrent_kernel 1e+04" in finding.fed_by
 
 
 @pytest.mark.parametrize(
-    ("end", "loss", "why"),
+    ("end", "loss", "reason"),
     [
         (lambda y: torch.relu(y * 0), lambda p, y: -p.log().mean(), "log of 0"),
         (lambda y: torch.relu(y * 0), lambda p, y: (1 / p).mean(), "division by 0"),
         (lambda y: y * 0, lambda p, y: (p - 3).sqrt().mean(), "of a negative number"),
     ],
 )
-def test_what_the_loss_cannot_take(end, loss, why):
+def test_what_the_loss_cannot_take(end, loss, reason):
     x, y = data()
-    found = rl.find_nonfinite(Net(end=end), x, y, loss=loss)
-    assert (found.phase, found.layer, found.sample) == ("loss", "loss", 0)
-    assert why in found.fed_by
+    finding = rl.find_nonfinite(Net(end=end), x, y, loss=loss)
+    assert (finding.phase, finding.layer, finding.sample) == ("loss", "loss", 0)
+    assert reason in finding.fed_by
 
 
-def trained(path, *, broken, **options):
+def train_with_nan(path, *, nan_step, **options):
     """Twelve steps of SGD, of which one is fed a NaN; the weights that it met, and the incident that was written."""
     torch.manual_seed(0)
-    net, met = Net(), {}
+    net, weights = Net(), {}
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     with rl.torch.watch(net, path, every=0, on_nonfinite="report", loss=mse, **options) as watch:
         for i in range(12):
             x, y = data(i)
-            if i == broken:
+            if i == nan_step:
                 x[1, 4, 2] = torch.nan
-                met = {name: value.detach().clone() for name, value in net.state_dict().items()}
+                weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
             optimizer.zero_grad()
             loss = mse(net(x), y)
             loss.backward()
             watch.loss, watch.target = loss, y
             optimizer.step()
-    return net, met, rl.open(path.with_suffix(".nonfinite.nc"))
+    return net, weights, rl.open(path.with_suffix(".nonfinite.nc"))
 
 
 def test_a_watch_writes_the_batch_and_the_weights_that_it_met(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "rnnlens"):
-        net, met, incident = trained(tmp_path / "a.zarr", broken=7)
+        net, weights, incident = train_with_nan(tmp_path / "a.zarr", nan_step=7)
     x, y = data(7)
     x[1, 4, 2] = torch.nan
     assert incident.step == 8
     np.testing.assert_array_equal(incident.x, x.numpy())
     np.testing.assert_array_equal(incident.y, y.numpy())
-    assert list(incident.weights) == list(met)
-    for name, value in met.items():
+    assert list(incident.weights) == list(weights)
+    for name, value in weights.items():
         np.testing.assert_array_equal(incident.weights[name], value.numpy())
     assert "first at step 4 of sample 1: input, feature 2" in incident.found
     assert len(caplog.messages) == 1
     net.load_state_dict({name: torch.as_tensor(value) for name, value in incident.weights.items()})
-    found = rl.find_nonfinite(net, torch.as_tensor(incident.x), torch.as_tensor(incident.y), loss=mse)
-    assert (found.layer, found.step, found.sample) == ("input", 4, 1)
+    finding = rl.find_nonfinite(net, torch.as_tensor(incident.x), torch.as_tensor(incident.y), loss=mse)
+    assert (finding.layer, finding.step, finding.sample) == ("input", 4, 1)
 
 
 def test_a_healthy_training_writes_nothing_and_is_not_disturbed(tmp_path):
-    def weights(path):
+    def trained_weights(path):
         torch.manual_seed(0)
         net = Net()
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
-        given = {"every": 0, "on_nonfinite": "report"} if path is not None else {"every": 0}
-        with rl.torch.watch(net, path, **given):
+        options = {"every": 0, "on_nonfinite": "report"} if path is not None else {"every": 0}
+        with rl.torch.watch(net, path, **options):
             for i in range(5):
                 x, y = data(i)
                 optimizer.zero_grad()
@@ -143,6 +148,6 @@ def test_a_healthy_training_writes_nothing_and_is_not_disturbed(tmp_path):
                 optimizer.step()
         return net.state_dict()
 
-    plain, watched = weights(None), weights(tmp_path / "a.zarr")
-    assert all(torch.equal(plain[name], watched[name]) for name in plain)
+    unwatched, watched = trained_weights(None), trained_weights(tmp_path / "a.zarr")
+    assert all(torch.equal(unwatched[name], watched[name]) for name in unwatched)
     assert not (tmp_path / "a.nonfinite.nc").exists()

@@ -28,47 +28,47 @@ def series():
     return xr.DataArray(values, dims=("sample", "time", "feature"), coords=coords)
 
 
-def same(labels, expected):
+def labels_equal(labels, expected):
     return list(np.asarray(labels)) == list(np.asarray(expected))
 
 
 def test_of_a_trace(series):
-    found = rl.trace(Tagger(), series, torch.zeros(B, T, 2), loss=nn.functional.mse_loss, layers=["lstm", "head"])
-    for array in (found["lstm"].hidden, found["lstm"].hidden_grad, found["head"].output):
-        assert same(array.sample, SAMPLES)
-        assert same(array.time, DAYS)
-    assert same(found["lstm"].input.feature, BANDS)
-    assert same(found["lstm"].unit, range(H))
+    trace = rl.trace(Tagger(), series, torch.zeros(B, T, 2), loss=nn.functional.mse_loss, layers=["lstm", "head"])
+    for array in (trace["lstm"].hidden, trace["lstm"].hidden_grad, trace["head"].output):
+        assert labels_equal(array.sample, SAMPLES)
+        assert labels_equal(array.time, DAYS)
+    assert labels_equal(trace["lstm"].input.feature, BANDS)
+    assert labels_equal(trace["lstm"].unit, range(H))
 
 
 @pytest.mark.parametrize("batch_size", [None, 2])
 @pytest.mark.parametrize("wrt", ["input", "lstm.hidden"])
 def test_of_gradients(series, wrt, batch_size):
     loss, y = nn.functional.mse_loss, torch.zeros(B, T, 2)
-    found = rl.gradients(Tagger(), series, y, loss=loss, wrt=wrt, batch_size=batch_size)
-    assert same(found.sample, SAMPLES)
-    assert same(found.time, DAYS)
-    assert wrt != "input" or same(found.feature, BANDS)
+    gradients = rl.gradients(Tagger(), series, y, loss=loss, wrt=wrt, batch_size=batch_size)
+    assert labels_equal(gradients.sample, SAMPLES)
+    assert labels_equal(gradients.time, DAYS)
+    assert wrt != "input" or labels_equal(gradients.feature, BANDS)
 
 
 def test_of_a_time_jacobian(series):
-    found = rl.jacobian(Tagger(), series, at={"out_time": [-1], "in_time": slice(1, 3)})
-    assert same(found.sample, SAMPLES)
-    assert same(found.out_time, DAYS[-1:])
-    assert same(found.in_time, DAYS[1:3])
-    assert same(found.in_feature, BANDS)
-    plain = rl.jacobian(Tagger(), series.values)
-    assert same(plain.in_time, range(T))
+    jacobian = rl.jacobian(Tagger(), series, at={"out_time": [-1], "in_time": slice(1, 3)})
+    assert labels_equal(jacobian.sample, SAMPLES)
+    assert labels_equal(jacobian.out_time, DAYS[-1:])
+    assert labels_equal(jacobian.in_time, DAYS[1:3])
+    assert labels_equal(jacobian.in_feature, BANDS)
+    unlabelled = rl.jacobian(Tagger(), series.values)
+    assert labels_equal(unlabelled.in_time, range(T))
 
 
 @pytest.mark.parametrize("by_time", [False, True])
 def test_of_weights(series, by_time):
     y = torch.zeros(B, T, 2)
-    found = rl.weights(Tagger(), series, y, loss=nn.functional.mse_loss, by_time=by_time)["lstm"]
-    assert same(found.kernel.feature, BANDS)
-    assert same(found.kernel_grad.feature, BANDS)
-    assert same(found.recurrent_kernel.unit, range(H))
-    assert not by_time or same(found.recurrent_kernel_grad.time, DAYS)
+    weights = rl.weights(Tagger(), series, y, loss=nn.functional.mse_loss, by_time=by_time)["lstm"]
+    assert labels_equal(weights.kernel.feature, BANDS)
+    assert labels_equal(weights.kernel_grad.feature, BANDS)
+    assert labels_equal(weights.recurrent_kernel.unit, range(H))
+    assert not by_time or labels_equal(weights.recurrent_kernel_grad.time, DAYS)
 
 
 def test_of_weights_of_a_layer_that_reads_no_input(series):
@@ -80,11 +80,11 @@ def test_of_weights_of_a_layer_that_reads_no_input(series):
         def forward(self, x):
             return super().forward(self.below(x))
 
-    found = rl.weights(Deep(), series, torch.zeros(B, T, 2), loss=nn.functional.mse_loss)["lstm"]
-    assert same(found.kernel.feature, range(F))
+    weights = rl.weights(Deep(), series, torch.zeros(B, T, 2), loss=nn.functional.mse_loss)["lstm"]
+    assert labels_equal(weights.kernel.feature, range(F))
 
 
-def last_input(model, count, steps=12):
+def labelled_series(model, count, steps=12):
     """Samples that the model is asked to remember, labelled from 500 on."""
     values = np.random.default_rng(1).normal(size=(count, steps, F)).astype("float32")
     coords = {"sample": 500 + np.arange(count)}
@@ -98,10 +98,10 @@ def test_of_a_diagnosis(labels, count):
         def forward(self, x):
             return super().forward(x)[:, -1]
 
-    x, y = last_input(Reader(), count)
+    x, y = labelled_series(Reader(), count)
     change = rl.diagnose(Reader(), x if labels else x.values, y)["model"].change
-    chosen = np.arange(count) if count == 130 else np.sort(np.random.default_rng(0).permutation(count)[:512])
-    assert same(change.sample, chosen + 500 * labels)
+    positions = np.arange(count) if count == 130 else np.sort(np.random.default_rng(0).permutation(count)[:512])
+    assert labels_equal(change.sample, positions + 500 * labels)
 
 
 def test_a_finding_names_the_sample_by_its_label():
@@ -109,7 +109,7 @@ def test_a_finding_names_the_sample_by_its_label():
         def forward(self, x):
             return super().forward(x)[:, -1] + torch.where(x[:, :1, 0] > 5, torch.nan, 0.0)
 
-    x, y = last_input(Broken(), 130)
+    x, y = labelled_series(Broken(), 130)
     x[7, 0, 0] = 6.0
     (finding,) = [f for f in rl.diagnose(Broken(), x, y).findings if f.code == "NONFINITE"]
     assert "the first at sample 507" in finding.sentence
@@ -117,25 +117,25 @@ def test_a_finding_names_the_sample_by_its_label():
 
 
 def test_of_eigenvalues_of_steps(series):
-    found = rl.step_eigenvalues(Tagger(), series, steps=2, samples=3)
-    assert same(found.sample, SAMPLES[:3])
-    assert same(found.time, DAYS[[0, -1]])
-    assert same(rl.step_eigenvalues(Tagger(), series.values, steps=2).time, [0, T - 1])
+    eigenvalues = rl.step_eigenvalues(Tagger(), series, steps=2, samples=3)
+    assert labels_equal(eigenvalues.sample, SAMPLES[:3])
+    assert labels_equal(eigenvalues.time, DAYS[[0, -1]])
+    assert labels_equal(rl.step_eigenvalues(Tagger(), series.values, steps=2).time, [0, T - 1])
 
 
 def test_of_a_report(series, tmp_path):
     y = torch.zeros(B, T, 2)
-    keywords = {"loss": nn.functional.mse_loss, "diagnosis": False, "jacobian": False}
-    page = rl.report(Tagger(), series, y, tmp_path / "report.html", **keywords)
+    options = {"loss": nn.functional.mse_loss, "diagnosis": False, "jacobian": False}
+    page = rl.report(Tagger(), series, y, tmp_path / "report.html", **options)
     assert '"103"' in page.read_text()
 
 
 def test_they_go_through_a_file(series, tmp_path):
-    found = rl.jacobian(Tagger(), series.assign_coords(time=np.arange(T) + 1900), measure="norm")
-    found.save(tmp_path / "jacobian.nc")
-    again = rl.open(tmp_path / "jacobian.nc")
-    assert same(again.in_time, np.arange(T) + 1900)
-    assert same(again.sample, SAMPLES)
+    jacobian = rl.jacobian(Tagger(), series.assign_coords(time=np.arange(T) + 1900), measure="norm")
+    jacobian.save(tmp_path / "jacobian.nc")
+    opened = rl.open(tmp_path / "jacobian.nc")
+    assert labels_equal(opened.in_time, np.arange(T) + 1900)
+    assert labels_equal(opened.sample, SAMPLES)
 
 
 def test_units_never_take_the_labels_of_features(series):
@@ -144,8 +144,8 @@ def test_units_never_take_the_labels_of_features(series):
             super().__init__()
             self.lstm, self.head = nn.LSTM(F, F, batch_first=True), nn.Linear(F, F)
 
-    found = rl.gradients(Narrow(), series, torch.zeros(B, T, F), loss=nn.functional.mse_loss, wrt="lstm.hidden")
-    assert same(found.unit, range(F))
+    gradients = rl.gradients(Narrow(), series, torch.zeros(B, T, F), loss=nn.functional.mse_loss, wrt="lstm.hidden")
+    assert labels_equal(gradients.unit, range(F))
 
 
 def test_two_inputs_that_disagree_name_nothing(series):
@@ -153,7 +153,9 @@ def test_two_inputs_that_disagree_name_nothing(series):
         def forward(self, x, z):
             return super().forward(x + z)
 
-    other = series.assign_coords(time=DAYS + 1)
-    found = rl.gradients(Sum(), (series, other), torch.zeros(B, T, 2), loss=nn.functional.mse_loss, wrt="lstm.hidden")
-    assert same(found.sample, SAMPLES)
-    assert same(found.time, range(T))
+    shifted = series.assign_coords(time=DAYS + 1)
+    gradients = rl.gradients(
+        Sum(), (series, shifted), torch.zeros(B, T, 2), loss=nn.functional.mse_loss, wrt="lstm.hidden"
+    )
+    assert labels_equal(gradients.sample, SAMPLES)
+    assert labels_equal(gradients.time, range(T))

@@ -28,7 +28,7 @@ class Cell(nn.Module):
         return torch.tanh(self.mix(torch.cat([x, h], 1)))
 
 
-class Everything(nn.Module):
+class StatefulModel(nn.Module):
     """What a forward pass can leave behind: statistics, own attributes, random numbers, a graph, a frozen part."""
 
     def __init__(self):
@@ -57,7 +57,7 @@ class Everything(nn.Module):
         return self.head(k + torch.rand_like(k))
 
 
-def everything_of(model, x):
+def complete_state(model, x):
     return {
         "state": {name: value.clone() for name, value in model.state_dict().items()},
         "identity": {name: id(value) for name, value in (*model.named_parameters(), *model.named_buffers())},
@@ -83,13 +83,13 @@ def everything_of(model, x):
     }
 
 
-def same(a, b):
+def deep_equal(a, b):
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(deep_equal(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(deep_equal(x, y) for x, y in zip(a, b, strict=True))
     return a == b
 
 
@@ -111,51 +111,51 @@ ENDINGS = {
 }
 
 
-def traced(model, x, y, loss, training):
+def run_trace(model, x, y, loss, training):
     return rl.trace(model, x, y, loss=loss, training=training, seed=1)
 
 
-def pulled(model, x, y, loss, training):
+def run_pullback(model, x, y, loss, training):
     ports = [Port("output", "rnn[0]"), Port("weight", "rnn[0]", key="kernel"), Port("weight", "cell.mix", key="bias")]
     with adapter.pullback(model, Batch(x, y, loss=loss, training=training), [Port("loss")], ports) as pullback:
         pullback.vjp({Port("loss"): torch.ones(2)})
 
 
-@pytest.mark.parametrize("verb", [traced, pulled])
+@pytest.mark.parametrize("verb", [run_trace, run_pullback])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_as_found(verb, training, ending):
     torch.manual_seed(0)
     fail, loss, error = ENDINGS[ending]
-    model = Everything()
+    model = StatefulModel()
     x, y = torch.randn(B, T, F), torch.randn(B, 2)
     x.requires_grad_(True)
     model(x).sum().backward()
     x.grad = None
     model.memory, model.log, model.extra = "mine", ["mine"], None
     model.fail = fail
-    before = everything_of(model, x)
+    before = complete_state(model, x)
     if error is None:
         verb(model, x, y, loss, training)
     else:
         with pytest.raises(error):
             verb(model, x, y, loss, training)
-    after = everything_of(model, x)
-    for what, value in before.items():
-        assert same(value, after[what]), what
+    after = complete_state(model, x)
+    for name, value in before.items():
+        assert deep_equal(value, after[name]), name
     gc.collect()
     assert all(reference() is None for reference in _LIVE), "a tensor of the forward pass is still alive"
 
 
-@pytest.mark.parametrize("outside", [torch.no_grad, torch.inference_mode])
-def test_gradients_also_where_the_caller_turned_them_off(outside):
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_also_where_the_caller_turned_them_off(grad_mode):
     model, x = nn.GRU(F, H, batch_first=True), torch.randn(B, T, F)
     expected = rl.trace(model, x, loss=lambda out: out[0].sum())["gru"].hidden_grad.values
-    with outside():
+    with grad_mode():
         x = x.clone()
-        got = rl.trace(model, x, loss=lambda out: out[0].sum())["gru"].hidden_grad.values
+        actual = rl.trace(model, x, loss=lambda out: out[0].sum())["gru"].hidden_grad.values
         assert not torch.is_grad_enabled()
-    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_results_do_not_follow_the_users_tensors():
@@ -177,7 +177,7 @@ def test_naming_a_cell_leaves_no_trace_on_it():
     with rl.torch.cell(cell):
         assert dict(cell.__dict__) == before
     rl.torch.cell(cell)
-    gone = weakref.ref(cell)
+    reference = weakref.ref(cell)
     del cell
     gc.collect()
-    assert gone() is None
+    assert reference() is None

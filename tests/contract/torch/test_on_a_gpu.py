@@ -35,20 +35,20 @@ SETTINGS = {
 def precisions():
     """Return the newer names' settings, which can always be read."""
     backends = torch.backends
-    parts = (backends.cuda.matmul, backends.cudnn.rnn, backends.cudnn.conv)
-    return [part.fp32_precision for part in parts]
+    operations = (backends.cuda.matmul, backends.cudnn.rnn, backends.cudnn.conv)
+    return [operation.fp32_precision for operation in operations]
 
 
 @pytest.fixture
-def restored():
+def tf32_defaults():
     yield
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = True
-    for part in (torch.backends.cudnn.rnn, torch.backends.cudnn.conv):
-        part.fp32_precision = "tf32"
+    for operation in (torch.backends.cudnn.rnn, torch.backends.cudnn.conv):
+        operation.fp32_precision = "tf32"
 
 
-@pytest.mark.usefixtures("restored")
+@pytest.mark.usefixtures("tf32_defaults")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_call_computes_without_tf32_and_restores_the_setting(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -59,7 +59,7 @@ def test_a_call_computes_without_tf32_and_restores_the_setting(name, monkeypatch
     assert precisions() == before
 
 
-class Flags(TorchFunctionMode):
+class KernelFlags(TorchFunctionMode):
     """Record dropout and training mode of fused recurrences."""
 
     def __init__(self):
@@ -68,8 +68,8 @@ class Flags(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu):
-            at = 6 if isinstance(args[3], (list, tuple)) else 5
-            self.seen.append(args[at : at + 2])
+            position = 6 if isinstance(args[3], (list, tuple)) else 5
+            self.seen.append(args[position : position + 2])
         return func(*args, **(kwargs or {}))
 
 
@@ -80,12 +80,12 @@ def test_a_kernel_in_eval_mode_runs_differentiable_and_without_dropout(kind, pac
     module, x = kind(3, 4, 2, batch_first=True, dropout=0.5).eval(), torch.randn(2, 5, 3)
     if packed:
         x = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3]), batch_first=True)
-    wanted, _ = module(x)
-    with Flags() as flags, _DifferentiableKernels():
-        found, _ = module(x)
+    expected, _ = module(x)
+    with KernelFlags() as flags, _DifferentiableKernels():
+        actual, _ = module(x)
         module.train()(x)
     assert flags.seen == [(0.0, True), (0.5, True)]
-    assert torch.equal(getattr(found, "data", found), getattr(wanted, "data", wanted))
+    assert torch.equal(getattr(actual, "data", actual), getattr(expected, "data", expected))
 
 
 def test_results_where_numpy_cannot_read_a_tensor():
@@ -103,7 +103,7 @@ def test_results_where_numpy_cannot_read_a_tensor():
     packed = "tests/contract/torch/test_zoo.py::test_traced[packed_sentiment_classifier]"
     options = ["-q", "-p", "pretended_gpu", "-p", "no:cacheprovider", "-m", "not full", "--deselect", packed]
     helpers = os.pathsep.join([str(ROOT / "tests" / "helpers"), os.environ.get("PYTHONPATH", "")])
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *tests],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": helpers},
@@ -111,4 +111,4 @@ def test_results_where_numpy_cannot_read_a_tensor():
         text=True,
         check=False,
     )
-    assert found.returncode == 0, found.stdout[-3000:]
+    assert process.returncode == 0, process.stdout[-3000:]

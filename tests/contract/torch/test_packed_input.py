@@ -28,8 +28,8 @@ def test_every_trace_of_a_packed_input_has_torchs_gradients():
     for _ in range(3):  # from the second on, certificates may compare a part of the samples
         trace = rl.trace(model, x, y, loss=nn.functional.mse_loss)
         assert trace.certificate.state == "passed"
-        found = rl.gradients(model, x, y, loss=nn.functional.mse_loss)
-        np.testing.assert_allclose(found["head"]["weight"].values, expected, rtol=1e-5, atol=1e-7)
+        gradients = rl.gradients(model, x, y, loss=nn.functional.mse_loss)
+        np.testing.assert_allclose(gradients["head"]["weight"].values, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("verb", [rl.gradients, rl.diagnose])

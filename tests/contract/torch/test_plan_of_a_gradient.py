@@ -29,58 +29,58 @@ class Net(nn.Module):
         return self.head(h)
 
 
-def planned(of, wrt, **options):
+def plan_gradient(of, wrt, **options):
     torch.manual_seed(0)
     model = Net()
     batch = Batch(torch.randn(2, 5, 3), torch.randn(2, 2), loss=nn.functional.mse_loss)
-    request = GradientArguments(
+    arguments = GradientArguments(
         of, wrt, options.pop("at", {}), options.pop("reduce", None), **{"per_sample": False, **options}
     )
-    whole = read_request(model, batch, request)
-    question = whole.of_batch(batch, whole.target)
-    inside = ReplayedLayers.capture_layers(question.adapter, model, batch, layers_inside(question))
-    return question, plan(question, inside)
+    full_request = read_request(model, batch, arguments)
+    question = full_request.of_batch(batch, full_request.target)
+    inner_layers = ReplayedLayers.capture_layers(question.adapter, model, batch, layers_inside(question))
+    return question, plan(question, inner_layers)
 
 
-def places(found):
-    return {place.name.text: place for place in found.wrt}
+def accesses_by_name(gradient_plan):
+    return {access.name.text: access for access in gradient_plan.wrt}
 
 
 def test_states_and_gates_are_swept_and_all_else_is_the_frameworks():
-    _, found = planned("loss", ["rnn.hidden", "rnn.gates", "head.output", "input", "rnn/kernel"])
-    by_name = places(found)
-    assert [name for name, place in by_name.items() if place.is_swept] == ["rnn.hidden", "rnn.gates"]
-    assert [name for name, place in by_name.items() if place.is_free] == ["head.output", "input"]
+    _, gradient_plan = plan_gradient("loss", ["rnn.hidden", "rnn.gates", "head.output", "input", "rnn/kernel"])
+    by_name = accesses_by_name(gradient_plan)
+    assert [name for name, access in by_name.items() if access.is_swept] == ["rnn.hidden", "rnn.gates"]
+    assert [name for name, access in by_name.items() if access.is_free] == ["head.output", "input"]
     assert by_name["rnn.hidden"].ports == ()
     assert {port.direction for port in by_name["rnn.hidden"].upper_ports} == {"forward", "backward"}
-    assert found.starts == [Port("loss")]
+    assert gradient_plan.starts == [Port("loss")]
 
 
 def test_a_weight_of_two_directions_is_two_of_the_frameworks():
-    _, found = planned("loss", "rnn/recurrent_kernel")
-    (ports,) = found.weights.values()
+    _, gradient_plan = plan_gradient("loss", "rnn/recurrent_kernel")
+    (ports,) = gradient_plan.weights.values()
     assert len(ports) == 2
-    assert list(ports) == found.ends
+    assert list(ports) == gradient_plan.ends
     assert all(port.kind == "weight" and port.layer == "rnn" for port in ports)
 
 
 def test_states_of_a_loop_are_tensors_of_the_framework():
-    _, found = planned("cell.final_hidden", ["cell.hidden", "cell.final_hidden"], reduce="sum")
-    assert all(place.stepwise and not place.is_swept for place in (*found.leaves, *found.wrt))
-    assert places(found)["cell.final_hidden"].upper_ports == (Port("state", "cell", key="ending"),)
+    _, gradient_plan = plan_gradient("cell.final_hidden", ["cell.hidden", "cell.final_hidden"], reduce="sum")
+    assert all(access.stepwise and not access.is_swept for access in (*gradient_plan.leaves, *gradient_plan.wrt))
+    assert accesses_by_name(gradient_plan)["cell.final_hidden"].upper_ports == (Port("state", "cell", key="ending"),)
 
 
 def test_the_loss_is_taken_apart_by_sample_at_the_outputs():
-    _, whole = planned("loss", "head/weight")
-    _, shares = planned("loss", "head/weight", per_sample=True)
-    assert whole.outputs == ()
-    assert shares.outputs == (Port("output"),)
-    assert Port("output") in shares.starts
-    assert Port("output") in shares.ends
+    _, batch_plan = plan_gradient("loss", "head/weight")
+    _, sample_plan = plan_gradient("loss", "head/weight", per_sample=True)
+    assert batch_plan.outputs == ()
+    assert sample_plan.outputs == (Port("output"),)
+    assert Port("output") in sample_plan.starts
+    assert Port("output") in sample_plan.ends
 
 
 @pytest.mark.parametrize(
-    ("of", "wrt", "options", "short"),
+    ("of", "wrt", "options", "fits"),
     [
         ("loss", ["rnn.hidden", "rnn.output"], {}, True),
         ("loss", ["rnn.hidden", "input"], {}, False),
@@ -88,6 +88,6 @@ def test_the_loss_is_taken_apart_by_sample_at_the_outputs():
         ("output", "rnn.hidden", {"reduce": "sum"}, False),
     ],
 )
-def test_the_short_way_is_for_the_loss_within_recurrent_layers(of, wrt, options, short):
-    question, _ = planned(of, wrt, **options)
-    assert fits_one_capture(question) is short
+def test_the_short_way_is_for_the_loss_within_recurrent_layers(of, wrt, options, fits):
+    question, _ = plan_gradient(of, wrt, **options)
+    assert fits_one_capture(question) is fits

@@ -17,10 +17,10 @@ X = np.random.default_rng(0).normal(size=(16, 6, 3)).astype("f4")
 Y = np.random.default_rng(1).normal(size=(16, 6, 2)).astype("f4")
 LOSS = nn.functional.mse_loss
 VERBS = {
-    "trace": lambda net, **given: rl.trace(net, X, Y, loss=LOSS, **given),
-    "gradients": lambda net, **given: rl.gradients(net, X, Y, loss=LOSS, **given),
-    "weights": lambda net, **given: rl.weights(net, X, Y, loss=LOSS, **given),
-    "jacobian": lambda net, **given: rl.jacobian(net, X, **given),
+    "trace": lambda net, **options: rl.trace(net, X, Y, loss=LOSS, **options),
+    "gradients": lambda net, **options: rl.gradients(net, X, Y, loss=LOSS, **options),
+    "weights": lambda net, **options: rl.weights(net, X, Y, loss=LOSS, **options),
+    "jacobian": lambda net, **options: rl.jacobian(net, X, **options),
 }
 
 
@@ -40,7 +40,7 @@ def net():
     return Net()
 
 
-def spoiled(shape, value):
+def spoiled_array(shape, value):
     array = np.ones(shape, "f4")
     array.flat[1] = value
     return array
@@ -50,33 +50,33 @@ def spoiled(shape, value):
 def test_weights_and_states_that_are_not_finite(net, value):
     for verb in ("trace", "gradients", "weights"):
         with pytest.raises(InputError, match="sample_weight is not finite"):
-            VERBS[verb](net, sample_weight=spoiled(16, value))
+            VERBS[verb](net, sample_weight=spoiled_array(16, value))
     for verb in ("trace", "gradients", "jacobian"):
         with pytest.raises(InputError, match=r"initial_state\['lstm'\] is not finite"):
-            VERBS[verb](net, initial_state={"lstm": [spoiled((16, 4), value), np.zeros((16, 4), "f4")]})
+            VERBS[verb](net, initial_state={"lstm": [spoiled_array((16, 4), value), np.zeros((16, 4), "f4")]})
     for verb in (rl.lyapunov, rl.step_eigenvalues, rl.fixed_points):
         with pytest.raises(InputError, match="The inputs or states of 'lstm' are not finite"):
-            verb(net, spoiled(X.shape, value))
+            verb(net, spoiled_array(X.shape, value))
     with pytest.raises(InputError, match="The starts are not finite"):
-        rl.fixed_points(net, X, starts=spoiled((4, 8), value))
+        rl.fixed_points(net, X, starts=spoiled_array((4, 8), value))
     with pytest.raises(InputError, match="The input is not finite"):
-        rl.fixed_points(net, X, input=spoiled(3, value))
+        rl.fixed_points(net, X, input=spoiled_array(3, value))
 
 
 def test_weights_in_a_packed_sequence(net):
     packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
-    for call in (*VERBS.values(), lambda net, **given: rl.find_nonfinite(net, X, Y, loss=LOSS, **given)):
+    for call in (*VERBS.values(), lambda net, **options: rl.find_nonfinite(net, X, Y, loss=LOSS, **options)):
         if call is not VERBS["jacobian"]:
             with pytest.raises(InputError, match="sample_weight is a packed sequence"):
                 call(net, sample_weight=packed)
 
 
-@pytest.mark.parametrize("at", [{0, 1}, frozenset({1}), {0: 1}, iter([0]), (i for i in [0])], ids=str)
-def test_steps_without_an_order(net, at):
+@pytest.mark.parametrize("steps", [{0, 1}, frozenset({1}), {0: 1}, iter([0]), (i for i in [0])], ids=str)
+def test_steps_without_an_order(net, steps):
     with pytest.raises(InputError, match="takes numbers in an order"):
-        rl.jacobian(net, X, at={"out_time": at})
+        rl.jacobian(net, X, at={"out_time": steps})
     with pytest.raises(InputError, match="takes numbers in an order"):
-        rl.gradients(net, X, of="output", wrt="input", reduce="sum", at={"time": at})
+        rl.gradients(net, X, of="output", wrt="input", reduce="sum", at={"time": steps})
 
 
 def test_names_and_steps_given_twice(net):
@@ -85,9 +85,9 @@ def test_names_and_steps_given_twice(net):
     for verb in (rl.trace, rl.weights):
         with pytest.raises(InputError, match=r"layers= names 'lstm' twice"):
             verb(net, X, Y, loss=LOSS, layers=["lstm", "lstm"])
-    for at in ([1, 1], [0, -6], np.array([2, 2])):
+    for steps in ([1, 1], [0, -6], np.array([2, 2])):
         with pytest.raises(InputError, match="selects a position along 'time' twice"):
-            rl.gradients(net, X, of="output", wrt="input", reduce="sum", at={"time": at})
+            rl.gradients(net, X, of="output", wrt="input", reduce="sum", at={"time": steps})
 
 
 @pytest.mark.parametrize("returned", [None, "0.5", 1j, np.ones(2, complex)], ids=str)

@@ -40,42 +40,42 @@ def trace(model):
 @pytest.mark.parametrize("name", ["run.nc", "run.zarr"])
 def test_save_and_open(trace, tmp_path, name):
     trace.save(tmp_path / name)
-    again = rl.open(tmp_path / name)
-    assert list(again) == list(trace) == ["rnn[0]", "rnn[1]", "cell"]
+    opened = rl.open(tmp_path / name)
+    assert list(opened) == list(trace) == ["rnn[0]", "rnn[1]", "cell"]
     for node in trace:
         for quantity, array in trace[node].dataset.items():
-            np.testing.assert_array_equal(again[node][quantity].values, array.values)
-            assert again[node][quantity].attrs == array.attrs
-    assert again.loss == trace.loss
+            np.testing.assert_array_equal(opened[node][quantity].values, array.values)
+            assert opened[node][quantity].attrs == array.attrs
+    assert opened.loss == trace.loss
 
 
 def test_provenance_names_framework_version_dtype_and_device(trace):
     text = trace["cell"].hidden_grad.attrs["provenance"]
-    assert all(word in text for word in ("torch", torch.__version__, "float32", "cpu"))
+    assert all(term in text for term in ("torch", torch.__version__, "float32", "cpu"))
 
 
 @pytest.mark.parametrize(
-    ("loss", "says"),
+    ("loss", "reduction"),
     [(nn.MSELoss(), "mean"), (nn.MSELoss(reduction="sum"), "sum"), (nn.functional.mse_loss, None)],
 )
-def test_provenance_says_how_the_loss_is_reduced(model, loss, says):
+def test_provenance_says_how_the_loss_is_reduced(model, loss, reduction):
     x, y = torch.randn(B, T, F), torch.randn(B, 1)
-    assert rl.trace(model, x, y, loss=loss).provenance.get("loss_reduction") == says
+    assert rl.trace(model, x, y, loss=loss).provenance.get("loss_reduction") == reduction
     g = rl.gradients(model, x, y, of="loss", wrt=["cell.output"], loss=loss)
-    assert g.provenance.get("loss_reduction") == says
+    assert g.provenance.get("loss_reduction") == reduction
     assert "loss_reduction" not in rl.trace(model, x).provenance
 
 
 def test_pictures(trace):
     for draw in (rl.plot.curves, rl.plot.heatmap):
         for node in ("rnn[1]", "cell"):
-            drawn = np.atleast_1d(draw(trace[node].hidden_grad))
-            assert all(axes.has_data() for axes in drawn.ravel())
+            panels = np.atleast_1d(draw(trace[node].hidden_grad))
+            assert all(axes.has_data() for axes in panels.ravel())
 
 
 def test_table_of_layers(model):
     text = str(rl.layers(model))
-    assert all(word in text for word in ("rnn[0]", "rnn[1]", "cell", "LSTM", "GRUCell", "bidirectional"))
+    assert all(term in text for term in ("rnn[0]", "rnn[1]", "cell", "LSTM", "GRUCell", "bidirectional"))
 
 
 def test_weights_by_gate(model):
@@ -83,8 +83,8 @@ def test_weights_by_gate(model):
     assert weights["rnn[0]"].kernel.dims == ("direction", "feature", "gate", "unit")
     assert weights["cell"].recurrent_kernel.dims == ("unit_in", "gate", "unit")
     r, z, n = model.cell.weight_hh.detach().chunk(3)
-    for gate, true in {"update": z, "reset": r, "candidate": n}.items():
-        np.testing.assert_array_equal(weights["cell"].recurrent_kernel.sel(gate=gate).values, true.T.numpy())
+    for gate, expected in {"update": z, "reset": r, "candidate": n}.items():
+        np.testing.assert_array_equal(weights["cell"].recurrent_kernel.sel(gate=gate).values, expected.T.numpy())
     assert {"bias", "recurrent_bias"} <= set(weights["cell"].dataset)
 
 
@@ -101,9 +101,9 @@ def test_time_jacobian_equals_autograd():
             return self.body(x)[0]
 
     net, x = Out(), torch.randn(2, T, F, dtype=torch.float64)
-    J = rl.jacobian(net, x)
-    true = torch.autograd.functional.jacobian(lambda v: net(v).sum(0), x)
-    np.testing.assert_allclose(J.values, true.permute(2, 0, 1, 3, 4).numpy(), atol=1e-12)
+    jacobian = rl.jacobian(net, x)
+    expected = torch.autograd.functional.jacobian(lambda v: net(v).sum(0), x)
+    np.testing.assert_allclose(jacobian.values, expected.permute(2, 0, 1, 3, 4).numpy(), atol=1e-12)
 
 
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
@@ -111,17 +111,17 @@ def test_time_jacobian_equals_autograd():
 def test_a_lone_array_says_how_it_was_checked_also_from_a_file(verb, suffix, model, tmp_path):
     x = torch.randn(B, T, F, generator=torch.Generator().manual_seed(0))
     options = {"of": "output", "reduce": "sum"} if verb == "gradients" else {}
-    found = getattr(rl, verb)(model, x, wrt="input", **options)
-    assert found.certificate.state == "passed"
-    assert set(found.certificate.checks) <= set(found.checks)
-    assert any(check.name.startswith("reference") for check in found.checks)
-    assert found.provenance["framework"] == found.provenance["engine"] == f"torch {torch.__version__}"
-    made = 2 * found
-    assert (made.checks, made.certificate) == (found.checks, found.certificate)
-    found.save(tmp_path / f"array{suffix}")
-    again = rl.open(tmp_path / f"array{suffix}")
-    assert (again.checks, again.certificate, again.provenance) == (found.checks, found.certificate, found.provenance)
-    np.testing.assert_array_equal(again.values, found.values)
+    array = getattr(rl, verb)(model, x, wrt="input", **options)
+    assert array.certificate.state == "passed"
+    assert set(array.certificate.checks) <= set(array.checks)
+    assert any(check.name.startswith("reference") for check in array.checks)
+    assert array.provenance["framework"] == array.provenance["engine"] == f"torch {torch.__version__}"
+    doubled = 2 * array
+    assert (doubled.checks, doubled.certificate) == (array.checks, array.certificate)
+    array.save(tmp_path / f"array{suffix}")
+    opened = rl.open(tmp_path / f"array{suffix}")
+    assert (opened.checks, opened.certificate, opened.provenance) == (array.checks, array.certificate, array.provenance)
+    np.testing.assert_array_equal(opened.values, array.values)
 
 
 class OneByOne(nn.Module):
@@ -158,6 +158,8 @@ def test_a_layer_that_returns_several_tensors_is_traced_at_the_first_with_a_note
             return self.head(self.look(y, y, y)[0][-1])
 
     trace = rl.trace(Attending(), torch.randn(2, 5, 3), layers=["rnn", "look"])
-    wanted = "look returns 2 tensors: output is the first, of shape (5, 2, 4); not traced are those of shape (2, 5, 5)."
-    assert wanted in trace.notes
+    expected = (
+        "look returns 2 tensors: output is the first, of shape (5, 2, 4); not traced are those of shape (2, 5, 5)."
+    )
+    assert expected in trace.notes
     assert not any("returns" in note for note in rl.trace(Attending(), torch.randn(2, 5, 3), layers=["rnn"]).notes)

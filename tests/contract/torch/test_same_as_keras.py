@@ -22,10 +22,10 @@ KERAS_GATES = {"lstm": (0, 1, 2, 3), "gru": (1, 0, 2), "simple_rnn": (0,)}
 
 
 class Model(nn.Module):
-    def __init__(self, kind, both):
+    def __init__(self, kind, bidirectional):
         super().__init__()
-        self.rnn = kind(F, H, batch_first=True, bidirectional=both)
-        self.head = nn.Linear(H * (1 + both), 2)
+        self.rnn = kind(F, H, batch_first=True, bidirectional=bidirectional)
+        self.head = nn.Linear(H * (1 + bidirectional), 2)
 
     def forward(self, x):
         return self.head(self.rnn(x)[0])
@@ -36,40 +36,40 @@ def keras_weights(module, cell, suffix):
 
     def reordered(name):
         value = getattr(module, f"{name}_l0{suffix}").detach().numpy()
-        parts = np.split(value, len(KERAS_GATES[cell]))
-        return np.concatenate([parts[i] for i in KERAS_GATES[cell]])
+        gates = np.split(value, len(KERAS_GATES[cell]))
+        return np.concatenate([gates[i] for i in KERAS_GATES[cell]])
 
     bias, recurrent_bias = reordered("bias_ih"), reordered("bias_hh")
-    both = np.stack([bias, recurrent_bias]) if cell == "gru" else bias + recurrent_bias
-    return [reordered("weight_ih").T, reordered("weight_hh").T, both]
+    biases = np.stack([bias, recurrent_bias]) if cell == "gru" else bias + recurrent_bias
+    return [reordered("weight_ih").T, reordered("weight_hh").T, biases]
 
 
-@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("cell", KINDS)
-def test_one_trace(cell, both):
+def test_one_trace(cell, bidirectional):
     torch.manual_seed(0)
     kind, name, options = KINDS[cell]
-    computed = Model(kind, both)
+    torch_model = Model(kind, bidirectional)
     layer = getattr(keras.layers, name)(H, return_sequences=True, **options)
-    layer = keras.layers.Bidirectional(layer, name="rnn") if both else layer
+    layer = keras.layers.Bidirectional(layer, name="rnn") if bidirectional else layer
     layer.name = "rnn"
-    reference = keras.Sequential([keras.Input((T, F)), layer, keras.layers.Dense(2, name="head")])
-    weights = keras_weights(computed.rnn, cell, "")
-    layer.set_weights([*weights, *keras_weights(computed.rnn, cell, "_reverse")] if both else weights)
-    head = [computed.head.weight.detach().numpy().T, computed.head.bias.detach().numpy()]
-    reference.get_layer("head").set_weights(head)
-    reference.compile("sgd", "mse")
+    keras_model = keras.Sequential([keras.Input((T, F)), layer, keras.layers.Dense(2, name="head")])
+    weights = keras_weights(torch_model.rnn, cell, "")
+    layer.set_weights([*weights, *keras_weights(torch_model.rnn, cell, "_reverse")] if bidirectional else weights)
+    head_weights = [torch_model.head.weight.detach().numpy().T, torch_model.head.bias.detach().numpy()]
+    keras_model.get_layer("head").set_weights(head_weights)
+    keras_model.compile("sgd", "mse")
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(B, T, F)).astype("float32"), rng.normal(size=(B, T, 2)).astype("float32")
-    a, b = rl.trace(computed, x, y, loss=mse), rl.trace(reference, x, y)
-    assert a.loss == pytest.approx(b.loss, rel=1e-6)
-    assert list(a) == list(b) == ["rnn"]
-    shared = set(a["rnn"].dataset) & set(b["rnn"].dataset)
+    torch_trace, keras_trace = rl.trace(torch_model, x, y, loss=mse), rl.trace(keras_model, x, y)
+    assert torch_trace.loss == pytest.approx(keras_trace.loss, rel=1e-6)
+    assert list(torch_trace) == list(keras_trace) == ["rnn"]
+    shared = set(torch_trace["rnn"].dataset) & set(keras_trace["rnn"].dataset)
     assert {"hidden", "gates", "gate_preactivation", "hidden_grad", "gate_grad", "input_grad", "output_grad"} <= shared
     for quantity in sorted(shared):
-        one, other = a["rnn"][quantity], b["rnn"][quantity]
-        assert one.dims == other.dims, quantity
-        assert {k: v.values.tolist() for k, v in one.coords.items()} == {
-            k: v.values.tolist() for k, v in other.coords.items()
+        torch_array, keras_array = torch_trace["rnn"][quantity], keras_trace["rnn"][quantity]
+        assert torch_array.dims == keras_array.dims, quantity
+        assert {k: v.values.tolist() for k, v in torch_array.coords.items()} == {
+            k: v.values.tolist() for k, v in keras_array.coords.items()
         }, quantity
-        np.testing.assert_allclose(one.values, other.values, atol=1e-6, err_msg=quantity)
+        np.testing.assert_allclose(torch_array.values, keras_array.values, atol=1e-6, err_msg=quantity)

@@ -35,11 +35,11 @@ SPARES = {
 def test_weights_of_a_model_with_layers_that_do_not_run(spare, by_time):
     model = WithSpares(SPARES[spare]())
     x, y = torch.randn(B, T, F), torch.randn(B, T, 2)
-    found = rl.weights(model, x, y, loss=nn.functional.mse_loss, by_time=by_time)
+    weights = rl.weights(model, x, y, loss=nn.functional.mse_loss, by_time=by_time)
     nn.functional.mse_loss(model(x), y).backward()
-    total = found["lstm"].kernel_grad.sum("time") if by_time else found["lstm"].kernel_grad
+    total = weights["lstm"].kernel_grad.sum("time") if by_time else weights["lstm"].kernel_grad
     np.testing.assert_allclose(total.values.reshape(F, -1), model.lstm.weight_ih_l0.grad.numpy().T, atol=1e-6)
-    for name in found:
-        has_gradient = any(variable.endswith("_grad") for variable in found[name])
+    for name in weights:
+        has_gradient = any(variable.endswith("_grad") for variable in weights[name])
         assert has_gradient == (name in ("lstm", "head")), name
-    assert found.certificate.state == "passed", found.certificate
+    assert weights.certificate.state == "passed", weights.certificate

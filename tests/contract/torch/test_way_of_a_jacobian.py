@@ -39,18 +39,18 @@ QUESTIONS = {
 def test_few_files_each_entered_from_one_other(question):
     model, x = Tagger(), torch.randn(2, 5, 3)
     with rl.options(certify="always"):
-        found = trail(lambda: rl.jacobian(model, x, **QUESTIONS[question]), rl.jacobian, "model", JacobianRequest)
-    assert found.files[0] == "verbs/jacobian.py"
+        route = trail(lambda: rl.jacobian(model, x, **QUESTIONS[question]), rl.jacobian, "model", JacobianRequest)
+    assert route.files[0] == "verbs/jacobian.py"
     assert {
         "verbs/time_jacobian/request.py",
         "verbs/time_jacobian/network.py",
         "verbs/certificates/of_jacobian.py",
-    } <= set(found.files)
-    assert len(found.files) <= MOST_FILES, found.files
-    assert not found.entered_twice
+    } <= set(route.files)
+    assert len(route.files) <= MOST_FILES, route.files
+    assert not route.entered_twice
 
 
 def test_the_readme_lists_every_file():
     folder = Path(time_jacobian.__file__).parent
-    listed = re.findall(r"^\| `(\w+\.py)` \|", (folder / "README.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(file.name for file in folder.glob("*.py") if file.name != "__init__.py")
+    listed_files = re.findall(r"^\| `(\w+\.py)` \|", (folder / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed_files) == sorted(file.name for file in folder.glob("*.py") if file.name != "__init__.py")

@@ -38,7 +38,7 @@ QUESTIONS = {
 }
 
 
-def followed(arguments):
+def follow_wrt(arguments):
     torch.manual_seed(0)
     model = Net()
     x, y = torch.randn(4, 5, 3), torch.randn(4, 5, 2)
@@ -55,16 +55,16 @@ def followed(arguments):
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_few_files_each_entered_from_one_other(question):
-    found = followed(QUESTIONS[question])
-    assert found.files[0] == "verbs/gradients.py"
-    assert "verbs/differentiation/pull.py" in found.files
-    assert len(found.files) <= MOST_FILES, found.files
-    assert not found.entered_twice
+    route = follow_wrt(QUESTIONS[question])
+    assert route.files[0] == "verbs/gradients.py"
+    assert "verbs/differentiation/pull.py" in route.files
+    assert len(route.files) <= MOST_FILES, route.files
+    assert not route.entered_twice
 
 
 def test_what_has_no_gradient_is_looked_at_in_the_reasons_only():
-    found = followed({"of": "rnn.final_hidden", "reduce": "sum", "wrt": ["head/weight", "rnn/kernel"]})
-    answered = [file for file in found.files if not file.endswith("missing_gradient.py")]
-    assert len(answered) < MOST_FILES, answered
-    assert len(found.files) == len(answered) + 1
-    assert not found.entered_twice
+    route = follow_wrt({"of": "rnn.final_hidden", "reduce": "sum", "wrt": ["head/weight", "rnn/kernel"]})
+    other_files = [file for file in route.files if not file.endswith("missing_gradient.py")]
+    assert len(other_files) < MOST_FILES, other_files
+    assert len(route.files) == len(other_files) + 1
+    assert not route.entered_twice

@@ -53,8 +53,8 @@ def test_loss_and_weight_gradients_are_those_of_training(name):
     model.eval()
     torch.manual_seed(3)
     zoo.random.seed(3)
-    args, named = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), {})
-    value = loss(model(*args, **named), y)
+    args, keywords = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), {})
+    value = loss(model(*args, **keywords), y)
     value.backward()
     assert capture.loss == pytest.approx(value.item(), rel=1e-6)
     computed = {}
@@ -81,13 +81,13 @@ def test_gradients_below_a_layer_are_those_of_the_pullback(name):
         for call in calls[node]
     ]
     with adapter.pullback(model, batch, [Port("loss")], ports) as pullback:
-        pulled = pullback.vjp({Port("loss"): torch.ones(1)})
+        pulled_grads = pullback.vjp({Port("loss"): torch.ones(1)})
     for port in ports:
         call = next(c for c in calls[port.layer] if port.direction in (None, c.direction))
         run = Replay.from_call(call)
         computed = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad).initial_state_grad[0]
-        if pulled[port] is None:  # the cell started from zeros of its own
+        if pulled_grads[port] is None:  # the cell started from zeros of its own
             assert name == "minimal_gated_unit"
             continue
         scale = float(computed.abs().max()) or 1.0
-        torch.testing.assert_close(pulled[port][0], computed, atol=1e-5 * scale, rtol=0)
+        torch.testing.assert_close(pulled_grads[port][0], computed, atol=1e-5 * scale, rtol=0)

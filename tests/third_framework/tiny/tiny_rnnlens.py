@@ -15,13 +15,13 @@ KEYS = {"W": ("rnn", "kernel"), "U": ("rnn", "recurrent_kernel"), "b": ("rnn", "
 WEIGHTS = {Port("weight", layer, key=key): name for name, (layer, key) in KEYS.items()}
 
 
-def run(model, batch, cut=(), moved=None, step=0.0):
+def run(model, batch, cut=(), perturbed_port=None, step=0.0):
     """Values at every boundary of the model, one of them moved, and nothing led on from those that are cut."""
-    found = {}
+    values = {}
 
     def tap(port, value):
-        found[port] = (value.real if port in cut else value) + (step if port == moved else 0.0)
-        return found[port]
+        values[port] = (value.real if port in cut else value) + (step if port == perturbed_port else 0.0)
+        return values[port]
 
     w = {name: tap(port, model.weights[name]) for port, name in WEIGHTS.items()}
     x = tap(Port("input", "rnn"), tap(Port("input"), np.asarray(batch.x)))
@@ -33,7 +33,7 @@ def run(model, batch, cut=(), moved=None, step=0.0):
     output = tap(Port("output"), tap(Port("output", "head"), hidden @ w["V"]))
     if batch.y is not None or batch.loss is not None:
         tap(Port("loss"), np.asarray(loss_of(model, batch)(output)))
-    return found
+    return values
 
 
 def loss_of(model, batch):
@@ -51,11 +51,11 @@ class Pullback(nullcontext):
 
     def __init__(self, model, batch, of, wrt, cut=()):
         super().__init__(self)
-        self.run, self.wrt = lambda *moved: run(model, batch, cut, *moved), wrt
-        found = self.run()
-        if absent := [port for port in (*of, *wrt) if port not in found]:
+        self.run, self.wrt = lambda *perturbation: run(model, batch, cut, *perturbation), wrt
+        values = self.run()
+        if absent := [port for port in (*of, *wrt) if port not in values]:
             raise LayerNotFoundError(f"This model has no {absent[0]}.")
-        self.values = {port: found[port].real for port in (*of, *wrt)}
+        self.values = {port: values[port].real for port in (*of, *wrt)}
 
     def vjp(self, cotangents):
         rows = np.concatenate([np.reshape(c, (len(c), -1)) for c in cotangents.values()], axis=1)
@@ -63,8 +63,8 @@ class Pullback(nullcontext):
 
     def pulled(self, port, targets, rows):
         shape = self.values[port].shape
-        moved = [self.run(port, step) for step in steps(shape)]
-        slopes = [np.concatenate([found[target].imag.ravel() / STEP for target in targets]) for found in moved]
+        runs = [self.run(port, step) for step in steps(shape)]
+        slopes = [np.concatenate([values[target].imag.ravel() / STEP for target in targets]) for values in runs]
         grads = (rows @ np.stack(slopes, axis=1)).reshape(-1, *shape)
         return grads if grads.any() else None
 
@@ -101,11 +101,11 @@ class TinyAdapter(Adapter):
         return ReferenceRun([output], value, [grads.pop("x")], grads)
 
     def differentiate(self, function, arrays, model):
-        def pulled(cotangent, i):
-            moved = [function(*arrays[:i], arrays[i] + step, *arrays[i + 1 :]) for step in steps(arrays[i].shape)]
-            return np.reshape([np.sum(cotangent * value.imag / STEP) for value in moved], arrays[i].shape)
+        def pull_back(cotangent, i):
+            perturbed = [function(*arrays[:i], arrays[i] + step, *arrays[i + 1 :]) for step in steps(arrays[i].shape)]
+            return np.reshape([np.sum(cotangent * output.imag / STEP) for output in perturbed], arrays[i].shape)
 
-        return np.asarray(function(*arrays)), lambda cotangent: [pulled(cotangent, i) for i in range(len(arrays))]
+        return np.asarray(function(*arrays)), lambda cotangent: [pull_back(cotangent, i) for i in range(len(arrays))]
 
     def reinitialised(self, model, seed):
         return Elman(*model.weights["W"].shape, model.weights["V"].shape[1], seed)
