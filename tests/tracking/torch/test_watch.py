@@ -153,7 +153,7 @@ def test_an_end_in_the_middle_leaves_what_was_written(tmp_path, error):
             raise error("enough")
 
     with pytest.raises(error, match="enough"):
-        train(model, optimizer, rl.torch.watch(model, tmp_path / "a.zarr", every=2), each=stop)
+        train(model, optimizer, rl.torch.watch(model, tmp_path / "a.zarr", every=2), after_step=stop)
     assert hooks_of(model) == 0
     assert global_hooks() == (0, 0)
     run = rl.open(tmp_path / "a.zarr")
@@ -249,7 +249,7 @@ def test_a_loop_without_an_optimizer(tmp_path):
 def test_a_step_is_not_counted_twice():
     model, optimizer = model_and_optimizer()
     with pytest.raises(InputError, match="has already counted"):
-        train(model, optimizer, rl.torch.watch(model, every=1), each=lambda watch, x, y: watch.step())
+        train(model, optimizer, rl.torch.watch(model, every=1), after_step=lambda watch, x, y: watch.step())
 
 
 def test_clipping_is_recorded_as_what_it_is(tmp_path):
@@ -264,7 +264,7 @@ def test_clipping_is_recorded_as_what_it_is(tmp_path):
         norms.append(float(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]))))
 
     watch = rl.torch.watch(model, tmp_path / "a.zarr", every=1)
-    train(model, optimizer, watch, clip=0.25, each=each, loss=loss, epochs=1)
+    train(model, optimizer, watch, clip=0.25, after_step=each, loss=loss, epochs=1)
     run = rl.open(tmp_path / "a.zarr")
     applied = [run.scalars[name].values for name in run.scalars if "/weight_grad_norm_clipped/" in name]
     before = [run.scalars[name].values for name in run.scalars if "/weight_grad_norm/" in name]
@@ -462,7 +462,9 @@ def test_the_latest_batch_is_there_to_be_acted_on():
     model, optimizer = model_and_optimizer(lambda: Reader())
     seen = []
     watch = rl.torch.watch(model, every=1, quantities="output_grad")
-    train(model, optimizer, watch, each=lambda w, x, y: seen.append(float(abs(w.latest["lstm"].output_grad).max())))
+    train(
+        model, optimizer, watch, after_step=lambda w, x, y: seen.append(float(abs(w.latest["lstm"].output_grad).max()))
+    )
     assert len(seen) == 12
     assert min(seen) > 0
 
