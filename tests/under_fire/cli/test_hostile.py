@@ -26,7 +26,7 @@ def header(shape, dtype="<f8"):
     return stream.getvalue()
 
 
-def refused(error, path):
+def refusal_lines(error, path):
     start = time.perf_counter()
     with pytest.raises(error) as caught:
         read_data(path)
@@ -38,15 +38,15 @@ def refused(error, path):
 def bomb(tmp_path):
     """300 MiB of zeros in a third of one."""
     path = tmp_path / "bomb.npz"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("x.npy", "w") as part:
-        part.write(header((300 * 2**20 // 8,)))
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("x.npy", "w") as member:
+        member.write(header((300 * 2**20 // 8,)))
         for _ in range(75):
-            part.write(bytes(2**22))
+            member.write(bytes(2**22))
     return path
 
 
 def test_a_zip_bomb_is_refused_before_it_is_unpacked(bomb):
-    lines = refused(FileError, bomb)
+    lines = refusal_lines(FileError, bomb)
     assert lines[0] == "This file unpacks to far more than it holds."
     assert lines[1].endswith("that would become 300 MiB")
 
@@ -62,7 +62,7 @@ def test_as_a_model_or_as_weights_too(command, bomb, folder):
 def test_what_unpacks_to_more_than_the_memory_granted_is_refused(tmp_path):
     np.savez(tmp_path / "x.npz", x=np.zeros((1000, 1000)))
     with options(memory="1 MiB"):
-        lines = refused(TooLargeError, tmp_path / "x.npz")
+        lines = refusal_lines(TooLargeError, tmp_path / "x.npz")
         assert lines[0] == "These arrays are larger than the memory granted."
         assert lines[-1] == '  try:      --memory "8.39 MiB"'
     with options(memory="9 MiB"):
@@ -85,7 +85,7 @@ def test_a_header_that_claims_terabytes(tmp_path, suffix, shape):
     else:
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("x.npy", lie)
-    lines = refused(FileError, path)
+    lines = refusal_lines(FileError, path)
     assert lines[0] == "This data file is damaged."
     assert "1 B there" in lines[1]
 
@@ -101,9 +101,9 @@ def test_every_header_of_numpy_is_read(tmp_path):
 
 
 def test_a_folder_that_is_gone(command, folder):
-    gone = folder / "gone"
-    gone.mkdir()
-    code = f"import os; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); "
+    removed = folder / "gone"
+    removed.mkdir()
+    code = f"import os; os.chdir({str(removed)!r}); os.rmdir({str(removed)!r}); "
     for arguments in (["show", "run.nc"], ["layers", "own:make"]):
         done = subprocess.run(
             [sys.executable, "-P", "-c", code + PROGRAM, *arguments],
@@ -112,7 +112,7 @@ def test_a_folder_that_is_gone(command, folder):
             text=True,
             check=False,
         )
-        gone.mkdir()
+        removed.mkdir()
         assert (done.returncode, done.stderr.splitlines()[0]) == (2, "The current folder is gone.")
 
 
@@ -141,9 +141,9 @@ def test_the_demo_fails_before_training(command, folder):
     (folder / "file").write_text("in the way")
     done = command("demo", "-o", "file")
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, "Figures cannot be written there.")
-    for place in ("file/below", "n" * 300, "/proc/figures"):
+    for path in ("file/below", "n" * 300, "/proc/figures"):
         with pytest.raises(FileError, match="Figures cannot be written there"):
-            make_folder(folder / place)
+            make_folder(folder / path)
     assert (folder / "file").read_text() == "in the way"
 
 
@@ -164,9 +164,9 @@ def test_an_error_nobody_foresaw_is_one_line_and_code_1(command, folder):
 
 
 def test_the_codes_are_said_where_users_look(command):
-    said = " ".join(command("--help").stdout.split())
-    for words in ("0 success", "1 an unexpected error", "2 wrong arguments", "130 interrupted", "--debug"):
-        assert words in said
+    help_text = " ".join(command("--help").stdout.split())
+    for phrase in ("0 success", "1 an unexpected error", "2 wrong arguments", "130 interrupted", "--debug"):
+        assert phrase in help_text
     assert command("no-such-command").returncode == 2
     assert command("--version").returncode == 0
 
@@ -184,7 +184,7 @@ def test_a_file_of_hdf5_with_short_names_of_losses(folder):
 
 
 def test_standard_error_is_a_closed_pipe(command):
-    read, write = os.pipe()
-    os.close(read)
-    os.close(write)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    os.close(write_end)
     assert command("show", "none.nc").returncode == 2

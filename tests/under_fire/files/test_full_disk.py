@@ -10,7 +10,7 @@ import pytest
 
 import rnnlens as rl
 
-from .conftest import made, values
+from .conftest import make_trace, values
 
 SAVE = """
 resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
@@ -25,7 +25,7 @@ print("alive", values(rl.open("run{suffix}")))
 
 @pytest.mark.parametrize("limit", [100, 5_000, 60_000, 200_000, 400_000])
 def test_netcdf(python, tmp_path, limit):
-    made(1).save(tmp_path / "run.nc")
+    make_trace(1).save(tmp_path / "run.nc")
     done = python(SAVE.format(limit=limit, steps=400, suffix=".nc"))
     assert done.stdout == "The file cannot be written.\n" * 3 + "alive [1.0]\n", done.stderr
     assert done.returncode == 0
@@ -34,7 +34,7 @@ def test_netcdf(python, tmp_path, limit):
 
 @pytest.mark.parametrize("limit", [10, 100, 300, 1_000, 3_000])
 def test_zarr(python, tmp_path, limit):
-    made(1).save(tmp_path / "run.zarr")
+    make_trace(1).save(tmp_path / "run.zarr")
     done = python(SAVE.format(limit=limit, steps=400, suffix=".zarr"))
     assert done.stdout == "The file cannot be written.\n" * 3 + "alive [1.0]\n", done.stderr
     assert done.returncode == 0
@@ -43,13 +43,13 @@ def test_zarr(python, tmp_path, limit):
 
 def test_with_room_it_is_saved(python, tmp_path):
     for suffix in (".nc", ".zarr"):
-        made(1).save(tmp_path / f"run{suffix}")
+        make_trace(1).save(tmp_path / f"run{suffix}")
         done = python(SAVE.format(limit=10_000_000, steps=400, suffix=suffix))
         assert done.stdout == "alive [2.0]\n", done.stderr
 
 
 def test_too_little_memory_for_an_image(python, tmp_path):
-    made(1).save(tmp_path / "run.nc")
+    make_trace(1).save(tmp_path / "run.nc")
     code = """
         made(3).save("warm.nc")
         big = made(2, steps=60_000, layers=1)
@@ -96,7 +96,7 @@ def test_a_time_jacobian_in_pieces(python, tmp_path):
     )
     done = python(code)
     assert done.stdout == "The file cannot be written.\nalive\n", done.stderr
-    left = rl.open(tmp_path / "j.zarr")
-    assert not left.finished
-    assert left.shape == rl.open(tmp_path / "whole.zarr").shape
+    partial = rl.open(tmp_path / "j.zarr")
+    assert not partial.finished
+    assert partial.shape == rl.open(tmp_path / "whole.zarr").shape
     assert rl.open(tmp_path / "whole.zarr").finished
