@@ -23,22 +23,22 @@ def imported_decoys(folder):
 
 
 def test_a_model_file_runs_nothing_of_the_current_folder(command, decoys):
-    done = command("layers", "model.keras")
+    completed = command("layers", "model.keras")
     assert imported_decoys(decoys) == []
-    assert (done.returncode, done.stderr.splitlines()[-2]) == (2, "This model file cannot be loaded.")
+    assert (completed.returncode, completed.stderr.splitlines()[-2]) == (2, "This model file cannot be loaded.")
 
 
 def test_nor_does_it_as_a_module(decoys):
     arguments = [sys.executable, "-m", "rnnlens.cli", "layers", "model.keras"]
-    done = subprocess.run(arguments, cwd=decoys, env=environment(), capture_output=True, text=True, check=False)
+    completed = subprocess.run(arguments, cwd=decoys, env=environment(), capture_output=True, text=True, check=False)
     assert imported_decoys(decoys) == []
-    assert done.returncode == 2
+    assert completed.returncode == 2
 
 
 def test_a_factory_of_the_current_folder_is_found_after_what_is_installed(command, decoys):
     (decoys / "own.py").write_text(TORCH)
-    done = command("layers", "own:make")
-    assert (done.returncode, imported_decoys(decoys)) == (0, []), done.stderr
+    completed = command("layers", "own:make")
+    assert (completed.returncode, imported_decoys(decoys)) == (0, []), completed.stderr
 
 
 def test_what_the_user_imports_by_name_is_run(command, decoys):

@@ -141,5 +141,7 @@ def test_while_frameworks_take_their_time_to_end(start, folder):
 def test_little_is_loaded_before_ctrl_c_is_heard():
     """What Python loads for itself lies before our reach; what we load lies within it."""
     code = "import sys; before = set(sys.modules)\nimport rnnlens.cli; print(set(sys.modules) - before)"
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
-    assert eval(done.stdout) == {"rnnlens", "rnnlens.cli", "rnnlens.cli.interrupts", "__future__"}
+    completed = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert eval(completed.stdout) == {"rnnlens", "rnnlens.cli", "rnnlens.cli.interrupts", "__future__"}

@@ -84,9 +84,9 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float = 60) -> int:
-        end = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while self.poll() is None:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired("the code of a test", timeout)
             time.sleep(0.002)
         return self.returncode

@@ -238,9 +238,9 @@ for path in sorted(os.listdir("hostile")):
 
 
 def open_all(python):
-    done = python(OPENING)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    completed = python(OPENING)
+    assert completed.returncode == 0, completed.stderr[-2000:]
+    rows = [json.loads(line) for line in completed.stdout.splitlines()]
     assert [row for row in rows if row[1] not in ("FileError", "TooLargeError")] == []
     assert [row for row in rows if row[2] > 2] == []
     assert [row for row in rows if row[3] > 500] == []

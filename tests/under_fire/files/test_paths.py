@@ -33,11 +33,11 @@ def test_a_new_file_has_the_usual_ones(tmp_path, suffix, mask):
     previous_mask = os.umask(mask)
     try:
         make_trace(1).save(tmp_path / f"run{suffix}")
-        usual = tmp_path / "usual"
-        usual.mkdir() if suffix == ".zarr" else usual.touch()
+        ordinary = tmp_path / "usual"
+        ordinary.mkdir() if suffix == ".zarr" else ordinary.touch()
     finally:
         os.umask(previous_mask)
-    assert (tmp_path / f"run{suffix}").stat().st_mode == usual.stat().st_mode
+    assert (tmp_path / f"run{suffix}").stat().st_mode == ordinary.stat().st_mode
 
 
 @each_format
@@ -108,7 +108,7 @@ def test_a_folder_without_write_permission(python):
         os.chmod(outer, 0o755)
         sealed = Path(outer, "sealed")
         sealed.mkdir(mode=0o555)
-        done = python(f"""
+        completed = python(f"""
             if os.getuid() == 0:
                 os.setgid(65534); os.setuid(65534)
             for suffix in (".nc", ".zarr"):
@@ -117,7 +117,7 @@ def test_a_folder_without_write_permission(python):
                 except rl.errors.FileError as error:
                     print(str(error).splitlines()[0])
         """)
-    assert done.stdout == "This folder is not writable.\n" * 2, done.stderr
+    assert completed.stdout == "This folder is not writable.\n" * 2, completed.stderr
 
 
 @pytest.mark.parametrize("schema", ["abc", "1", 1.5, [1], None])

@@ -23,8 +23,8 @@ def read_while_replaced(start, tmp_path, suffix, seconds):
     make_trace(1).save(tmp_path / f"run{suffix}")
     process = start(REPLACING.format(suffix=suffix))
     assert process.stdout.readline() == "ready\n"
-    reads, end = [], time.monotonic() + seconds
-    while time.monotonic() < end or len(set(map(str, reads))) < 2:
+    reads, deadline = [], time.monotonic() + seconds
+    while time.monotonic() < deadline or len(set(map(str, reads))) < 2:
         trace = rl.open(tmp_path / f"run{suffix}")
         reads.append([trace.loss, *values(trace)])
     assert process.poll() is None

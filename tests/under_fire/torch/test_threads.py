@@ -115,12 +115,12 @@ def test_a_call_within_a_call_and_an_interrupted_one_hold_nobody_up(model):
         hidden_grad_of(Model())
         return LOSS(output, target)
 
-    def interrupted(output, target):
+    def interrupting_loss(output, target):
         raise KeyboardInterrupt
 
     rl.trace(model, X, Y, loss=loss)
     with pytest.raises(KeyboardInterrupt):
-        rl.trace(model, X, Y, loss=interrupted)
+        rl.trace(model, X, Y, loss=interrupting_loss)
     assert call_on_threads([lambda: hidden_grad_of(model)], workers=1)
     assert model.training
 
