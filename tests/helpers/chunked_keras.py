@@ -17,7 +17,7 @@ import rnnlens as rl
 CHUNK, COUNT, STEPS, FEATURES = 16, 51, 12, 3
 
 
-def built(package):
+def make_model(package):
     keras = importlib.import_module(package)
     keras.utils.set_random_seed(0)
     layers = keras.layers
@@ -33,15 +33,15 @@ def built(package):
     return model
 
 
-def equal_batches(model, x, y):
+def mean_over_chunks(model, x, y):
     """Return weights and their gradients as the mean over the chunks, summed in double precision and their order."""
-    total = {}
+    totals = {}
     for start in range(0, COUNT, CHUNK):
-        found = rl.weights(model, x[start : start + CHUNK], y[start : start + CHUNK])
-        for name, array in arrays(found):
-            part = array.astype("float64") * min(CHUNK, COUNT - start)
-            total[name] = total.get(name, 0) + part if is_summed(name) else array
-    return {name: (array / COUNT).astype("float32") if is_summed(name) else array for name, array in total.items()}
+        result = rl.weights(model, x[start : start + CHUNK], y[start : start + CHUNK])
+        for name, array in arrays(result):
+            chunk_sum = array.astype("float64") * min(CHUNK, COUNT - start)
+            totals[name] = totals.get(name, 0) + chunk_sum if is_summed(name) else array
+    return {name: (array / COUNT).astype("float32") if is_summed(name) else array for name, array in totals.items()}
 
 
 def is_summed(name):
@@ -67,11 +67,14 @@ def arrays(result):
         yield "values", np.asarray(result.values)
 
 
-def furthest(found, expected):
+def largest_differences(actual, expected):
     """Return by name the largest difference, relative to the largest number of the array."""
-    pairs = zip(arrays(found), arrays(expected), strict=True)
+    pairs = zip(arrays(actual), arrays(expected), strict=True)
     sizes = {name: (np.abs(a - b).max(), np.abs(b).max()) for (name, a), (_, b) in pairs}
-    return {name: float(off / largest) if largest else float(off) for name, (off, largest) in sizes.items()}
+    return {
+        name: float(difference / largest) if largest else float(difference)
+        for name, (difference, largest) in sizes.items()
+    }
 
 
 class Compilations:
@@ -81,7 +84,7 @@ class Compilations:
         self.count = 0
         if "jax" in sys.modules:
             jax = sys.modules["jax"]
-            jax.monitoring.register_event_duration_secs_listener(self._heard)
+            jax.monitoring.register_event_duration_secs_listener(self._count_event)
         if "tensorflow" in sys.modules:
             module = importlib.import_module("tensorflow.python.framework.func_graph")
             trace = module.func_graph_from_py_func
@@ -92,17 +95,17 @@ class Compilations:
 
             module.func_graph_from_py_func = counted
 
-    def _heard(self, event, duration, **_):
+    def _count_event(self, event, duration, **_):
         self.count += event.endswith("backend_compile_duration")
 
-    def of(self, run):
+    def count_during(self, run):
         before = self.count
         run()
         return self.count - before
 
 
 def main():
-    model = built(sys.argv[1])
+    model = make_model(sys.argv[1])
     rng = np.random.default_rng(0)
     x = rng.normal(size=(COUNT, STEPS, FEATURES)).astype("float32")
     y = rng.normal(size=(COUNT, 1)).astype("float32")
@@ -118,21 +121,23 @@ def main():
     report = {"apart": {}, "compiled": {}}
     compilations = Compilations()
     with dask.config.set(scheduler="synchronous"):
-        for name, (verb, plain, data, keywords, more) in calls.items():
-            result = verb(model, *data, **keywords)
-            first = compilations.of(
-                lambda verb=verb, keywords=keywords, data=data: one_chunk(model, verb, data, keywords)
+        for name, (verb, in_memory, lazy, keywords, options) in calls.items():
+            result = verb(model, *lazy, **keywords)
+            first = compilations.count_during(
+                lambda verb=verb, keywords=keywords, lazy=lazy: compute_few_chunks(model, verb, lazy, keywords)
             )
-            again = compilations.of(result.compute)
-            report["compiled"][name] = [first, again]
-            expected = equal_batches(model, x, y) if verb is rl.weights else verb(model, *plain, **keywords, **more)
-            report["apart"][name] = furthest(result.compute(), expected)
+            second = compilations.count_during(result.compute)
+            report["compiled"][name] = [first, second]
+            expected = (
+                mean_over_chunks(model, x, y) if verb is rl.weights else verb(model, *in_memory, **keywords, **options)
+            )
+            report["apart"][name] = largest_differences(result.compute(), expected)
     print(json.dumps(report))
 
 
-def one_chunk(model, verb, data, keywords):
+def compute_few_chunks(model, verb, data, keywords):
     """Compute two chunks and one of a single sample, after which every compiled function exists."""
-    verb(model, *[part[: 2 * CHUNK + 1] for part in data], **keywords).compute()
+    verb(model, *[array[: 2 * CHUNK + 1] for array in data], **keywords).compute()
 
 
 if __name__ == "__main__":

@@ -63,15 +63,15 @@ class Slow(Net):
 class KillsItsWorker(Net):
     """A network that kills its process at its first chunk, once for each file in the folder ``kills``."""
 
-    def __init__(self, kills, home):
+    def __init__(self, kills, main_pid):
         super().__init__()
-        self.kills, self.home = str(kills), home
+        self.kills, self.main_pid = str(kills), main_pid
 
     def forward(self, x):
-        if os.getpid() != self.home:
-            left = sorted(Path(self.kills).iterdir())
-            if left:
-                left[0].unlink()
+        if os.getpid() != self.main_pid:
+            remaining = sorted(Path(self.kills).iterdir())
+            if remaining:
+                remaining[0].unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(x)
 

@@ -7,19 +7,19 @@ from torch import nn
 class Model(nn.Module):
     """A module with the given forward function and submodules."""
 
-    def __init__(self, run, **parts):
+    def __init__(self, run, **submodules):
         super().__init__()
         self.run = run
-        for name, part in parts.items():
-            setattr(self, name, part)
+        for name, module in submodules.items():
+            setattr(self, name, module)
 
     def forward(self, *x):
         return self.run(self, *x)
 
 
-def made(run, **parts):
+def made(run, **submodules):
     torch.manual_seed(0)
-    return Model(run, **parts).double()
+    return Model(run, **submodules).double()
 
 
 def noise(*shape):

@@ -20,9 +20,9 @@ grappler.off()
 @pytest.fixture(autouse=True)
 def graph():
     """Give each test a new default graph."""
-    with tf.Graph().as_default() as own:
+    with tf.Graph().as_default() as new_graph:
         tf.set_random_seed(1)
-        yield own
+        yield new_graph
 
 
 @pytest.fixture

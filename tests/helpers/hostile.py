@@ -43,7 +43,7 @@ class HangError(BaseException):
     """Raised when a call exceeds its time limit; no `except Exception` can hide it."""
 
 
-class Odd:
+class RaisingRepr:
     """An object whose repr raises."""
 
     def __repr__(self) -> str:
@@ -101,22 +101,22 @@ def one_value(value: float) -> np.ndarray[Any, Any]:
     return data
 
 
-def nested(depth: int) -> list[Any]:
+def nested_list(depth: int) -> list[Any]:
     """A list in a list in a list."""
-    found: list[Any] = [1.0]
+    items: list[Any] = [1.0]
     for _ in range(depth):
-        found = [found]
-    return found
+        items = [items]
+    return items
 
 
-def endless() -> list[Any]:
+def cyclic_list() -> list[Any]:
     """A list that holds itself."""
-    found: list[Any] = []
-    found.append(found)
-    return found
+    items: list[Any] = []
+    items.append(items)
+    return items
 
 
-def _masked() -> Any:
+def _masked_array() -> Any:
     return np.ma.masked_array(np.ones((2, 5, 3)), mask=np.zeros((2, 5, 3), bool))
 
 
@@ -154,9 +154,9 @@ ANYWHERE: dict[str, Callable[[], Any]] = {
     "range": lambda: range(3),
     "huge range": lambda: range(10**12),
     "object": object,
-    "unprintable": Odd,
-    "function": lambda: lambda *given: given[0],
-    "raising function": lambda: lambda *given: 1 / 0,
+    "unprintable": RaisingRepr,
+    "function": lambda: lambda *args: args[0],
+    "raising function": lambda: lambda *args: 1 / 0,
     "a class": lambda: dict,
     "slice(5, 5)": lambda: slice(5, 5),
     "slice(None)": lambda: slice(None),
@@ -165,8 +165,8 @@ ANYWHERE: dict[str, Callable[[], Any]] = {
     "generator": lambda: (word for word in ["lstm"]),
     "empty generator": lambda: iter(()),
     "endless iterator": lambda: itertools.repeat("lstm"),
-    "deep": lambda: nested(500),
-    "itself": endless,
+    "deep": lambda: nested_list(500),
+    "itself": cyclic_list,
     "0-d": lambda: np.array(3.0),
     "empty array": lambda: np.zeros((0, 5, 3)),
     "no steps": lambda: np.zeros((2, 0, 3)),
@@ -184,7 +184,7 @@ ANYWHERE: dict[str, Callable[[], Any]] = {
     "complex": lambda: np.ones((2, 5, 3), dtype=complex),
     "NaN": lambda: np.full((2, 5, 3), np.nan),
     "infinite": lambda: np.full((2, 5, 3), np.inf),
-    "masked": _masked,
+    "masked": _masked_array,
     "objects": lambda: np.array([object(), None], dtype=object),
     "strings": lambda: np.array([["a", "b"]]),
     "dates": lambda: np.zeros((2, 5, 3), dtype="datetime64[s]"),
@@ -228,18 +228,18 @@ ANYWHERE: dict[str, Callable[[], Any]] = {
     "exception": lambda: ValueError("mine"),
     "subnormal": lambda: np.full((2, 5, 3), 1e-320),
     "largest": lambda: np.full((2, 5, 3), 3e38, "f4"),
-    "not writable": lambda: _frozen(np.ones((2, 5, 3), "f4")),
+    "not writable": lambda: _read_only(np.ones((2, 5, 3), "f4")),
     "matrix": lambda: np.ones((2, 5, 3)).view(np.recarray),
 }
 
 
 def _cyclic_dict() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    found["a"] = found
-    return found
+    items: dict[str, Any] = {}
+    items["a"] = items
+    return items
 
 
-def _frozen(array: Any) -> Any:
+def _read_only(array: Any) -> Any:
     array.flags.writeable = False
     return array
 
@@ -266,66 +266,66 @@ class Outcome:
 
 def calls(targets: list[Target], foreign: dict[str, Callable[[], Any]], count: int, seed: int) -> Iterator[Any]:
     """Yield ``count`` calls (description, function, arguments), varying every argument of every function in turn."""
-    draw = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     everywhere = {**ANYWHERE, **foreign}
     slots = [(target, argument) for target in targets for argument in target.arguments]
     for number in range(count):
         target, first = slots[number % len(slots)]
-        others = [name for name in target.arguments if name != first]
-        more = list(draw.permutation(others)[: int(draw.choice([0, 0, 0, 1, 2]))]) if others else []
-        given: dict[str, Any] = {}
-        words = []
+        other_arguments = [name for name in target.arguments if name != first]
+        more = list(rng.permutation(other_arguments)[: int(rng.choice([0, 0, 0, 1, 2]))]) if other_arguments else []
+        replaced: dict[str, Any] = {}
+        descriptions = []
         for argument in [first, *map(str, more)]:
             near = target.near.get(argument, {})
-            pool = near if near and draw.random() < 0.5 else everywhere
-            label = str(draw.choice(list(pool)))
-            given[argument] = pool[label]
-            words.append(f"{argument}={label}")
-        made = {name: make() for name, make in {**target.good, **given}.items()}
-        yield f"{target.name}({', '.join(words)})", target.function, made
+            pool = near if near and rng.random() < 0.5 else everywhere
+            label = str(rng.choice(list(pool)))
+            replaced[argument] = pool[label]
+            descriptions.append(f"{argument}={label}")
+        arguments = {name: make() for name, make in {**target.good, **replaced}.items()}
+        yield f"{target.name}({', '.join(descriptions)})", target.function, arguments
 
 
 def each_call(targets: list[Target], foreign: dict[str, Callable[[], Any]]) -> Iterator[Any]:
     """Yield calls as :func:`calls` does: every argument of every function replaced by every value, one at a time."""
     for target in targets:
         for argument in target.arguments:
-            for label, make in {**ANYWHERE, **foreign, **target.near.get(argument, {})}.items():
-                made = {name: good() for name, good in {**target.good, argument: make}.items()}
-                yield f"{target.name}({argument}={label})", target.function, made
+            for label, make_value in {**ANYWHERE, **foreign, **target.near.get(argument, {})}.items():
+                arguments = {name: make() for name, make in {**target.good, argument: make_value}.items()}
+                yield f"{target.name}({argument}={label})", target.function, arguments
 
 
-def attempt(words: str, function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
+def attempt(description: str, function: Callable[..., Any], arguments: dict[str, Any]) -> Outcome:
     """Make one call within its limits of time and memory, and return its outcome."""
 
-    def late(*_: object) -> None:
-        if time.process_time() - start > LIMIT_TRAINING_S or time.monotonic() - began >= LIMIT_WAITING_S:
+    def raise_if_hanging(*_: object) -> None:
+        if time.process_time() - cpu_start > LIMIT_TRAINING_S or time.monotonic() - wall_start >= LIMIT_WAITING_S:
             raise HangError
         signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
 
-    before, start, began = _peak(), time.process_time(), time.monotonic()
-    previous = signal.signal(signal.SIGALRM, late)
+    peak_before, cpu_start, wall_start = _peak(), time.process_time(), time.monotonic()
+    previous = signal.signal(signal.SIGALRM, raise_if_hanging)
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             function(**arguments)
-        outcome = Outcome(words, "result")
+        outcome = Outcome(description, "result")
     except rl.errors.RnnlensError as error:
-        outcome = Outcome(words, "refused" if _readable(error) else "unreadable", str(error)[:200])
+        outcome = Outcome(description, "refused" if _is_readable(error) else "unreadable", str(error)[:200])
     except HangError:
-        outcome = Outcome(words, "hang")
+        outcome = Outcome(description, "hang")
     except Exception as error:
-        outcome = Outcome(words, "own" if _of_on_batch(error) else "foreign", _where(error))
+        outcome = Outcome(description, "own" if _is_from_on_batch(error) else "foreign", _location(error))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-    if outcome.kind != "hang" and time.process_time() - start > (
-        LIMIT_TRAINING_S if "watch(" in words.lower() else LIMIT_CPU_S
+    if outcome.kind != "hang" and time.process_time() - cpu_start > (
+        LIMIT_TRAINING_S if "watch(" in description.lower() else LIMIT_CPU_S
     ):
-        return Outcome(words, "slow", f"{outcome.kind}, {outcome.where}"[:160])
-    grown = _peak() - before
-    if grown > MEMORY + ALLOWANCE:
-        return Outcome(words, "memory", f"{grown / 2**20:.0f} MiB")
+        return Outcome(description, "slow", f"{outcome.kind}, {outcome.where}"[:160])
+    growth = _peak() - peak_before
+    if growth > MEMORY + ALLOWANCE:
+        return Outcome(description, "memory", f"{growth / 2**20:.0f} MiB")
     return outcome
 
 
@@ -339,32 +339,34 @@ def run(targets: list[Target], foreign: dict[str, Callable[[], Any]], count: int
 def faults(outcomes: list[Outcome]) -> str:
     """Return the faults by place, each with its first call; empty if there are none."""
     bad = [outcome for outcome in outcomes if outcome.kind not in FINE]
-    places = Counter((outcome.kind, outcome.where) for outcome in bad)
-    first = {(outcome.kind, outcome.where): outcome.call for outcome in reversed(bad)}
-    return "\n".join(f"{count} x {kind}: {first[kind, where]}\n    {where}" for (kind, where), count in places.items())
+    counts = Counter((outcome.kind, outcome.where) for outcome in bad)
+    first_calls = {(outcome.kind, outcome.where): outcome.call for outcome in reversed(bad)}
+    return "\n".join(
+        f"{count} x {kind}: {first_calls[kind, location]}\n    {location}" for (kind, location), count in counts.items()
+    )
 
 
 def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _readable(error: Exception) -> bool:
+def _is_readable(error: Exception) -> bool:
     """Return whether an error message is neither empty nor too long to read."""
-    said = str(error)
-    return 10 < len(said) < 8000 and bool(said.splitlines()[0].strip())
+    message = str(error)
+    return 10 < len(message) < 8000 and bool(message.splitlines()[0].strip())
 
 
-def _of_on_batch(error: Exception) -> bool:
+def _is_from_on_batch(error: Exception) -> bool:
     """Return whether an error was raised while rnnlens called the user's ``on_batch``."""
-    ours = [f for f in traceback.extract_tb(error.__traceback__) if "/rnnlens/" in f.filename]
-    return bool(ours) and "on_batch(" in (ours[-1].line or "")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/rnnlens/" in f.filename]
+    return bool(frames) and "on_batch(" in (frames[-1].line or "")
 
 
-def _where(error: Exception) -> str:
+def _location(error: Exception) -> str:
     """Return the innermost rnnlens frame of an error, and the error."""
-    ours = [f for f in traceback.extract_tb(error.__traceback__) if "/rnnlens/" in f.filename]
-    place = f"{ours[-1].filename.split('/rnnlens/')[-1]}:{ours[-1].lineno}" if ours else "outside"
-    return f"{place} {type(error).__name__}: {str(error)[:160]!r}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/rnnlens/" in f.filename]
+    location = f"{frames[-1].filename.split('/rnnlens/')[-1]}:{frames[-1].lineno}" if frames else "outside"
+    return f"{location} {type(error).__name__}: {str(error)[:160]!r}"
 
 
 def one(value: Any) -> Callable[[], Any]:
@@ -372,12 +374,12 @@ def one(value: Any) -> Callable[[], Any]:
     return lambda: value
 
 
-def _each_word(*words: str) -> dict[str, Callable[[], Any]]:
-    return {word: one(word) for word in words}
+def _constants(*strings: str) -> dict[str, Callable[[], Any]]:
+    return {string: one(string) for string in strings}
 
 
 #: Names that are valid or almost valid in a model of an LSTM "lstm" and a Dense or Linear layer "top".
-NAMES = _each_word(
+NAMES = _constants(
     *("lstm", "lstm#0", "lstm#1", "top", "lstm.hidden", "lstm.cell", "lstm.gates", "lstm.output", "lstm.state_5"),
     *("lstm.final_hidden", "lstm.initial_cell", "lstm/kernel", "top.output", "*", "input[0]", "output[1]"),
     *("loss", "output", "input", "weights"),
@@ -387,7 +389,7 @@ NAMES = _each_word(
     "a set of names": lambda: {"lstm", "top"},
 }
 
-_REDUCTIONS = _each_word("sum", "mean", "norm", "spectral", "abs_mean") | {
+_REDUCTIONS = _constants("sum", "mean", "norm", "spectral", "abs_mean") | {
     "weights": lambda: np.ones(2),
     "labelled weights": lambda: xr.DataArray(np.ones(2), dims="unit"),
     "a sum": lambda: lambda tensor: tensor.sum(),
@@ -424,18 +426,18 @@ def near_verbs(x: Any, y: Any) -> dict[str, dict[str, Callable[[], Any]]]:
             "another rank": lambda: np.ones((2, 5, 2, 2)),
         },
         "loss": {
-            "raising": lambda: lambda *given: 1 / 0,
-            "a number": lambda: lambda *given: 0.5,
-            "None": lambda: lambda *given: None,
-            "a string": lambda: lambda *given: "0.5",
-            "complex": lambda: lambda *given: 1j,
-            "complex array": lambda: lambda *given: np.ones(2, complex),
-            "complex of the output": lambda: lambda *given: given[1] * 1j,
-            "a list": lambda: lambda *given: [0.5],
-            "unreadable": lambda: lambda *given: UnreadableArray(),
-            "NaN": lambda: lambda *given: given[1] * float("nan"),
+            "raising": lambda: lambda *args: 1 / 0,
+            "a number": lambda: lambda *args: 0.5,
+            "None": lambda: lambda *args: None,
+            "a string": lambda: lambda *args: "0.5",
+            "complex": lambda: lambda *args: 1j,
+            "complex array": lambda: lambda *args: np.ones(2, complex),
+            "complex of the output": lambda: lambda *args: args[1] * 1j,
+            "a list": lambda: lambda *args: [0.5],
+            "unreadable": lambda: lambda *args: UnreadableArray(),
+            "NaN": lambda: lambda *args: args[1] * float("nan"),
             "too many": lambda: lambda a, b, c, d: a,
-            "keywords only": lambda: lambda *, given: given,
+            "keywords only": lambda: lambda *, keyword: keyword,
             "l1_loss": one("l1_loss"),
             "mae": one("mae"),
             "cross_entropy": one("cross_entropy"),
@@ -451,7 +453,7 @@ def near_verbs(x: Any, y: Any) -> dict[str, dict[str, Callable[[], Any]]]:
             "zero": lambda: np.zeros(2),
         },
         "class_weight": {"by class": lambda: {0: 1.0, 1: 2.0}, "by word": lambda: {"a": 1.0}},
-        "quantities": _each_word("state_99", "hidden") | {"two": lambda: ["cell", "mask"]},
+        "quantities": _constants("state_99", "hidden") | {"two": lambda: ["cell", "mask"]},
         "initial_state": {
             "one of two": lambda: {"lstm": [np.zeros((2, 4))]},
             "two": lambda: {"lstm": [np.zeros((2, 4))] * 2},
@@ -496,7 +498,7 @@ def near_verbs(x: Any, y: Any) -> dict[str, dict[str, Callable[[], Any]]]:
         "sketch": {"5": one(5)},
         "seed": {"1": one(1)},
         "batch_size": {"1": one(1), "5": one(5)},
-        "memory": _each_word("1 KiB", "1e30 GiB", "1.2.3 MB"),
+        "memory": _constants("1 KiB", "1e30 GiB", "1.2.3 MB"),
         "by_time": {"yes": one(True), "norm": one("norm")},
         "measure": {"norm": one("norm")},
         "over": {"gate": one("gate"), "two": lambda: ["unit", "gate"]},
@@ -508,33 +510,33 @@ def near_verbs(x: Any, y: Any) -> dict[str, dict[str, Callable[[], Any]]]:
 def verbs(model: Any, x: Any, y: Any, loss: Any, folder: Path) -> list[Target]:
     """Return every verb on one model, with all of its arguments."""
     base = {"model": one(model), "x": one(x)}
-    learned = {**base, "y": one(y), "loss": one(loss)}
-    output = {**base, "of": one("output"), "reduce": one("sum"), "wrt": one("input")}
+    with_loss = {**base, "y": one(y), "loss": one(loss)}
+    output_gradient = {**base, "of": one("output"), "reduce": one("sum"), "wrt": one("input")}
     near = near_verbs(x, y)
     near["out"] = {"zarr": lambda: folder / "j.zarr", "netCDF": lambda: folder / "j.nc", "nowhere": one("/no/j.zarr")}
     cases: list[tuple[str, Any, dict[str, Any]]] = [
         ("layers", rl.layers, {"model": one(model)}),
-        ("trace", rl.trace, learned),
-        ("gradients", rl.gradients, learned),
-        ("gradients of the output", rl.gradients, output),
+        ("trace", rl.trace, with_loss),
+        ("gradients", rl.gradients, with_loss),
+        ("gradients of the output", rl.gradients, output_gradient),
         ("jacobian", rl.jacobian, base),
         ("jacobian by probes", rl.jacobian, {**base, "sketch": one(4)}),
-        ("weights", rl.weights, learned),
+        ("weights", rl.weights, with_loss),
         ("weight_norms", rl.weight_norms, {"model": one(model)}),
-        ("find_nonfinite", rl.find_nonfinite, learned),
+        ("find_nonfinite", rl.find_nonfinite, with_loss),
     ]
     return [Target(name, verb, good, tuple(inspect.signature(verb).parameters), near) for name, verb, good in cases]
 
 
 def diagnoses(model: Any, x: Any, y: Any) -> list[Target]:
     """Return ``rl.diagnose`` and the functions of its results on one model, with all of their arguments."""
-    found = rl.diagnose(model, x, y)
+    diagnosis = rl.diagnose(model, x, y)
     numbers = {str(n): one(n) for n in (-9, -5, -1, 0, 1, 4, 5, 64, 10**6, 10**20)}
     near = {
         **near_verbs(x, y),
         **dict.fromkeys(("step", "steps", "output", "samples", "count", "period", "most", "seed"), numbers),
-        "task": _each_word("classes", "binary", "values"),
-        "baseline": {"init": one("init"), "itself": one(model), "a diagnosis": one(found)},
+        "task": _constants("classes", "binary", "values"),
+        "baseline": {"init": one("init"), "itself": one(model), "a diagnosis": one(diagnosis)},
         "layer": NAMES,
         "axes": {
             "right": lambda: {"input": ("sample", "time", "feature"), "output": ("sample", "time", "unit")},
@@ -544,7 +546,7 @@ def diagnoses(model: Any, x: Any, y: Any) -> list[Target]:
             "folded": lambda: {"output": (("time", "sample"), "unit")},
         },
         "input": {
-            **_each_word("mean", "zero", "median"),
+            **_constants("mean", "zero", "median"),
             "right": lambda: np.ones(3),
             "wide": lambda: np.ones(4),
             "NaN": lambda: np.full(3, np.nan),
@@ -561,27 +563,27 @@ def diagnoses(model: Any, x: Any, y: Any) -> list[Target]:
         "noise": {"some": one(0.1), "negative": one(-1.0)},
         "tolerance": {"none": one(0.0), "all": one(1e9)},
         "models": {
-            "two": lambda: {"a": found, "b": found},
-            "one": lambda: {"a": found},
-            "by number": lambda: {1: found},
-            "a list": lambda: [found],
+            "two": lambda: {"a": diagnosis, "b": diagnosis},
+            "one": lambda: {"a": diagnosis},
+            "by number": lambda: {1: diagnosis},
+            "a list": lambda: [diagnosis],
             "a model": lambda: {"a": model},
-            "the same name": lambda: {"a": found, "a ": found, "": found},
+            "the same name": lambda: {"a": diagnosis, "a ": diagnosis, "": diagnosis},
         },
     }
     data = {"model": one(model), "x": one(x)}
     cases: list[tuple[str, Any, dict[str, Any]]] = [
         ("diagnose", rl.diagnose, {**data, "y": one(y)}),
-        ("compare", rl.compare, {"models": lambda: {"a": found}}),
+        ("compare", rl.compare, {"models": lambda: {"a": diagnosis}}),
         ("lyapunov", rl.lyapunov, data),
         ("fixed_points", rl.fixed_points, {**data, "most": one(8)}),
         ("step_eigenvalues", rl.step_eigenvalues, data),
-        ("plot.diagnosis", rl.plot.diagnosis, {"d": one(found)}),
+        ("plot.diagnosis", rl.plot.diagnosis, {"d": one(diagnosis)}),
     ]
-    near["d"] = {"itself": one(found), "another": lambda: rl.trace(model, x)}
-    return [Target(name, verb, good, _named(verb), near) for name, verb, good in cases]
+    near["d"] = {"itself": one(diagnosis), "another": lambda: rl.trace(model, x)}
+    return [Target(name, verb, good, _parameter_names(verb), near) for name, verb, good in cases]
 
 
-def _named(function: Callable[..., Any]) -> tuple[str, ...]:
+def _parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
     parameters = inspect.signature(function).parameters.values()
     return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)

@@ -33,14 +33,14 @@ def op_by_op() -> Iterator[None]:
 
     def graph(function, arguments):
         function(*tensors(arguments))  # as tracing it would
-        return lambda *given: function(*tensors(given))
+        return lambda *args: function(*tensors(args))
 
     def compiled(_, function, arguments, memo):
-        first = [function(*tensors(arguments))]
+        pending = [function(*tensors(arguments))]
 
-        def run(*given):
-            again = not first or any(one is not other for one, other in zip(given, arguments, strict=True))
-            return function(*tensors(given)) if again else first.pop()
+        def run(*args):
+            rerun = not pending or any(arg is not first_arg for arg, first_arg in zip(args, arguments, strict=True))
+            return function(*tensors(args)) if rerun else pending.pop()
 
         return run
 

@@ -27,15 +27,15 @@ def number(value: Any) -> float:
     return float(keras.ops.convert_to_numpy(value))
 
 
-def by_difference(plain: Callable[[Any], float], array: Any, index: tuple[int, ...], step: float = 1e-6) -> float:
-    """Return d plain / d array[index] by central differences."""
-    ends = []
+def by_difference(function: Callable[[Any], float], array: Any, index: tuple[int, ...], step: float = 1e-6) -> float:
+    """Return d function / d array[index] by central differences."""
+    values = []
     for size in (step, -step):
-        moved = np.array(array)
-        moved[index] += size
+        shifted = np.array(array)
+        shifted[index] += size
         with op_by_op():
-            ends.append(plain(moved))
-    return (ends[0] - ends[1]) / (2 * step)
+            values.append(function(shifted))
+    return (values[0] - values[1]) / (2 * step)
 
 
 def jacobian(function: Callable[[Any], Any], x: Any) -> Any:
@@ -61,12 +61,12 @@ def _jax(function, x):
     import jax
     import jax.numpy as jnp
 
-    def alone(a):
+    def run_stateless(a):
         with keras.StatelessScope():  # otherwise a stateful layer would keep the traced state
             return function(a)
 
-    shape = jax.eval_shape(alone, jnp.asarray(x)).shape
-    grads = jax.jit(jax.jacrev(lambda a: alone(a).sum(0)))(jnp.asarray(x))
+    shape = jax.eval_shape(run_stateless, jnp.asarray(x)).shape
+    grads = jax.jit(jax.jacrev(lambda a: run_stateless(a).sum(0)))(jnp.asarray(x))
     axis = len(shape) - 1
     return np.moveaxis(np.asarray(grads), axis, 0)
 

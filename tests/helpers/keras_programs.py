@@ -21,14 +21,14 @@ def ids(*shape: int, low: int = 1) -> Any:
     return np.random.default_rng(5).integers(low, VOCABULARY, shape).astype("int32")
 
 
-def compiled(model: Any, x: Any, y: Any, loss: Any = "mse", **options: Any) -> tuple[Any, Any, Any]:
+def compile_model(model: Any, x: Any, y: Any, loss: Any = "mse", **options: Any) -> tuple[Any, Any, Any]:
     """Build the model by a call, as its first batch does, and compile it."""
     model(x)
     model.compile("sgd", loss, **options)
     return model, x, y
 
 
-def stopped(tensor: Any) -> Any:
+def detach(tensor: Any) -> Any:
     """Return a tensor detached from its gradient."""
     return ops.stop_gradient(tensor)
 
@@ -42,7 +42,7 @@ def imdb_bidirectional_lstm():
     x = L.Bidirectional(L.LSTM(UNITS, return_sequences=True, name="low"), name="first")(x)
     x = L.Bidirectional(L.LSTM(UNITS), name="second")(x)
     model = keras.Model(inputs, L.Dense(1, activation="sigmoid")(x))
-    return compiled(model, ids(SAMPLES, STEPS), np.array([[0.0], [1.0], [1.0]]), "binary_crossentropy")
+    return compile_model(model, ids(SAMPLES, STEPS), np.array([[0.0], [1.0], [1.0]]), "binary_crossentropy")
 
 
 def text_generation_of_characters():
@@ -50,7 +50,7 @@ def text_generation_of_characters():
         [keras.Input((STEPS, VOCABULARY)), L.LSTM(UNITS, name="lstm"), L.Dense(VOCABULARY, activation="softmax")]
     )
     x = np.eye(VOCABULARY)[ids(SAMPLES, STEPS)]
-    return compiled(model, x, np.eye(VOCABULARY)[ids(SAMPLES)], "categorical_crossentropy")
+    return compile_model(model, x, np.eye(VOCABULARY)[ids(SAMPLES)], "categorical_crossentropy")
 
 
 def addition():
@@ -58,13 +58,13 @@ def addition():
     model.add(L.LSTM(UNITS, return_sequences=True, name="writer"))
     model.add(L.Dense(VOCABULARY, activation="softmax"))
     x = np.eye(VOCABULARY)[ids(SAMPLES, STEPS)]
-    return compiled(model, x, np.eye(VOCABULARY)[ids(SAMPLES, 2)], "categorical_crossentropy")
+    return compile_model(model, x, np.eye(VOCABULARY)[ids(SAMPLES, 2)], "categorical_crossentropy")
 
 
 def weather():
     inputs = L.Input(shape=(STEPS, FEATURES))
     model = keras.Model(inputs, L.Dense(1)(L.LSTM(UNITS, name="lstm")(inputs)))
-    return compiled(model, numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, 1))
+    return compile_model(model, numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, 1))
 
 
 def text_generation_with_a_gru():
@@ -82,7 +82,7 @@ def text_generation_with_a_gru():
             return (x, states) if return_state else x
 
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return compiled(Generator(), ids(SAMPLES, STEPS), ids(SAMPLES, STEPS), loss)
+    return compile_model(Generator(), ids(SAMPLES, STEPS), ids(SAMPLES, STEPS), loss)
 
 
 class CrossAttention(L.Layer):
@@ -113,7 +113,7 @@ def translation():
             return self.head(self.attention(x, context))
 
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return compiled(Translator(), [ids(SAMPLES, STEPS), ids(SAMPLES, 4)], ids(SAMPLES, 4), loss)
+    return compile_model(Translator(), [ids(SAMPLES, STEPS), ids(SAMPLES, 4)], ids(SAMPLES, 4), loss)
 
 
 class StepwiseDecoder(keras.Model):
@@ -127,16 +127,16 @@ class StepwiseDecoder(keras.Model):
 
     def call(self, x):
         memory, state = self.encoder(x)
-        given, told = x[:, -1:], []
+        inputs, outputs = x[:, -1:], []
         for _ in range(4):
-            output, state = self.gru(given, initial_state=state)
-            given = self.head(ops.concatenate([output, self.attention([output, memory])], -1))
-            told.append(given)
-        return ops.concatenate(told, 1)
+            output, state = self.gru(inputs, initial_state=state)
+            inputs = self.head(ops.concatenate([output, self.attention([output, memory])], -1))
+            outputs.append(inputs)
+        return ops.concatenate(outputs, 1)
 
 
 def translation_step_by_step():
-    return compiled(StepwiseDecoder(), numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, 4, FEATURES))
+    return compile_model(StepwiseDecoder(), numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, 4, FEATURES))
 
 
 def stateful_lstm():
@@ -149,7 +149,7 @@ def stateful_lstm():
             L.Dense(2),
         ]
     )  # fmt: skip
-    return compiled(model, numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, 2))
+    return compile_model(model, numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, 2))
 
 
 class MinimalRNNCell(L.Layer):
@@ -172,7 +172,7 @@ class MinimalRNNCell(L.Layer):
 def custom_cell():
     cells = [MinimalRNNCell(UNITS), MinimalRNNCell(UNITS + 1)]
     model = keras.Sequential([L.RNN(cells, name="rnn"), L.Dense(1)])
-    return compiled(model, numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, 1))
+    return compile_model(model, numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, 1))
 
 
 class TemporalSoftmax(L.Layer):
@@ -195,7 +195,7 @@ def masking_and_padding():
     outputs = TemporalSoftmax()(x)
     x = ids(SAMPLES, STEPS)
     x[0, 3:], x[1, 2:] = 0, 0
-    return compiled(keras.Model(inputs, outputs), x, numbers(SAMPLES, STEPS, 1))
+    return compile_model(keras.Model(inputs, outputs), x, numbers(SAMPLES, STEPS, 1))
 
 
 def masking_layer():
@@ -203,7 +203,7 @@ def masking_layer():
     model.add(L.Dense(2))
     x = numbers(SAMPLES, STEPS, FEATURES)
     x[0, 3:], x[1, 4:] = 0, 0
-    return compiled(model, x, numbers(SAMPLES, 2))
+    return compile_model(model, x, numbers(SAMPLES, 2))
 
 
 def encoder_decoder_states():
@@ -214,7 +214,7 @@ def encoder_decoder_states():
     decoder_outputs, _, _ = decoder(decoder_inputs, initial_state=[state_h, state_c])
     model = keras.Model([encoder_inputs, decoder_inputs], L.Dense(FEATURES, activation="softmax")(decoder_outputs))
     x = [numbers(SAMPLES, STEPS, FEATURES), 0.5 * numbers(SAMPLES, 4, FEATURES)]
-    return compiled(model, x, np.eye(FEATURES)[ids(SAMPLES, 4) % FEATURES], "categorical_crossentropy")
+    return compile_model(model, x, np.eye(FEATURES)[ids(SAMPLES, 4) % FEATURES], "categorical_crossentropy")
 
 
 class FeedBack(keras.Model):
@@ -241,7 +241,7 @@ class FeedBack(keras.Model):
 
 
 def autoregressive():
-    return compiled(FeedBack(), numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, 3, FEATURES))
+    return compile_model(FeedBack(), numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, 3, FEATURES))
 
 
 class ResidualWrapper(keras.Model):
@@ -256,7 +256,7 @@ class ResidualWrapper(keras.Model):
 def residual_forecast():
     inner = keras.Sequential([L.LSTM(UNITS, return_sequences=True, name="lstm"), L.Dense(FEATURES)])
     x = numbers(SAMPLES, STEPS, FEATURES)
-    return compiled(ResidualWrapper(inner), x, x[:, ::-1].copy())
+    return compile_model(ResidualWrapper(inner), x, x[:, ::-1].copy())
 
 
 # -- programs of strangers
@@ -265,9 +265,11 @@ def residual_forecast():
 def detached_halves():
     inputs = keras.Input((STEPS, FEATURES))
     low = L.LSTM(UNITS, return_sequences=True, name="low")(inputs)
-    high = L.GRU(UNITS, name="high")(L.Lambda(stopped)(low))
-    both = L.Concatenate()([high, L.GlobalAveragePooling1D()(low)])
-    return compiled(keras.Model(inputs, L.Dense(2)(both)), numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, 2))
+    high = L.GRU(UNITS, name="high")(L.Lambda(detach)(low))
+    joined = L.Concatenate()([high, L.GlobalAveragePooling1D()(low)])
+    return compile_model(
+        keras.Model(inputs, L.Dense(2)(joined)), numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, 2)
+    )
 
 
 def cut_between_chunks():
@@ -281,10 +283,10 @@ def cut_between_chunks():
 
         def call(self, x):
             first, *state = self.lstm(x[:, :3])
-            second, *_ = self.lstm(x[:, 3:], initial_state=[stopped(s) for s in state])
+            second, *_ = self.lstm(x[:, 3:], initial_state=[detach(s) for s in state])
             return self.head(ops.concatenate([first, second], 1))
 
-    return compiled(Truncated(), numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, STEPS, 2))
+    return compile_model(Truncated(), numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, STEPS, 2))
 
 
 def attention_pooling():
@@ -292,8 +294,10 @@ def attention_pooling():
     h, last = L.GRU(UNITS, return_sequences=True, return_state=True, name="gru")(inputs)
     scores = L.Dense(1, use_bias=False)(L.Activation("tanh")(L.Dense(UNITS)(h)))
     pooled = L.Dot(axes=1)([L.Softmax(axis=1)(scores), h])
-    both = L.Concatenate()([L.Flatten()(pooled), last])
-    return compiled(keras.Model(inputs, L.Dense(2)(both)), numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, 2))
+    joined = L.Concatenate()([L.Flatten()(pooled), last])
+    return compile_model(
+        keras.Model(inputs, L.Dense(2)(joined)), numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, 2)
+    )
 
 
 def siamese():
@@ -302,7 +306,7 @@ def siamese():
     a, b = shared(left), shared(right)
     model = keras.Model({"left": left, "right": right}, L.Dense(1)(L.Subtract()([a, b])))
     x = {"left": numbers(SAMPLES, STEPS, FEATURES), "right": numbers(SAMPLES, STEPS, FEATURES)[::-1].copy()}
-    return compiled(model, x, numbers(SAMPLES, 1))
+    return compile_model(model, x, numbers(SAMPLES, 1))
 
 
 def unused_head():
@@ -324,7 +328,7 @@ def unused_head():
 
     model = Two()
     model.build((None, STEPS, FEATURES))
-    return compiled(model, numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, 2))
+    return compile_model(model, numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, 2))
 
 
 class ScaledLSTM(L.LSTM):
@@ -345,12 +349,12 @@ class NormedGRUCell(L.GRUCell):
 
 def subclassed_layer():
     model = keras.Sequential([ScaledLSTM(UNITS, return_sequences=True, name="lstm"), L.Dense(2)])
-    return compiled(model, numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, STEPS, 2))
+    return compile_model(model, numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, STEPS, 2))
 
 
 def subclassed_cell():
     model = keras.Sequential([L.RNN(NormedGRUCell(UNITS), return_sequences=True, name="rnn"), L.Dense(2)])
-    return compiled(model, numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, STEPS, 2))
+    return compile_model(model, numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, STEPS, 2))
 
 
 def time_first():
@@ -362,18 +366,18 @@ def time_first():
         def call(self, x):
             return ops.transpose(self.head(self.lstm(ops.transpose(x, (1, 0, 2)))), (1, 0, 2))
 
-    return compiled(TimeFirst(), numbers(STEPS, SAMPLES, FEATURES), numbers(STEPS, SAMPLES, 2))
+    return compile_model(TimeFirst(), numbers(STEPS, SAMPLES, FEATURES), numbers(STEPS, SAMPLES, 2))
 
 
 def by_hand_both_ways():
     """A backward layer whose output is reversed by the model, and a residual connection."""
     inputs = keras.Input((STEPS, UNITS))
-    there = L.SimpleRNN(UNITS, return_sequences=True, name="there")(inputs)
-    back = L.GRU(UNITS, return_sequences=True, go_backwards=True, name="back")(inputs)
-    back = L.Lambda(lambda t: t[:, ::-1] if LEGACY else ops.flip(t, 1))(back)
-    merged = L.Add()([there, back, inputs])
+    forward = L.SimpleRNN(UNITS, return_sequences=True, name="there")(inputs)
+    backward = L.GRU(UNITS, return_sequences=True, go_backwards=True, name="back")(inputs)
+    backward = L.Lambda(lambda t: t[:, ::-1] if LEGACY else ops.flip(t, 1))(backward)
+    merged = L.Add()([forward, backward, inputs])
     model = keras.Model(inputs, L.Dense(2)(L.LayerNormalization()(merged)))
-    return compiled(model, numbers(SAMPLES, STEPS, UNITS), numbers(SAMPLES, STEPS, 2))
+    return compile_model(model, numbers(SAMPLES, STEPS, UNITS), numbers(SAMPLES, STEPS, 2))
 
 
 def generator_of_steps():
@@ -386,13 +390,13 @@ def generator_of_steps():
 
         def call(self, x):
             output, h, c = self.lstm(x)
-            told = [self.head(output)]
+            outputs = [self.head(output)]
             for _ in range(3):
-                output, h, c = self.lstm(ops.expand_dims(told[-1], 1), initial_state=[h, c])
-                told.append(self.head(output))
-            return ops.stack(told, 1)
+                output, h, c = self.lstm(ops.expand_dims(outputs[-1], 1), initial_state=[h, c])
+                outputs.append(self.head(output))
+            return ops.stack(outputs, 1)
 
-    return compiled(Generator(), numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, 4, FEATURES))
+    return compile_model(Generator(), numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, 4, FEATURES))
 
 
 def own_training_step():
@@ -409,7 +413,7 @@ def own_training_step():
         def train_step(self, *args):
             raise AssertionError("rnnlens does not train")
 
-    return compiled(Trained(), numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, STEPS, 2))
+    return compile_model(Trained(), numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, STEPS, 2))
 
 
 def several_outputs():
@@ -420,7 +424,7 @@ def several_outputs():
     y = {"tags": numbers(SAMPLES, STEPS, 2), "score": numbers(SAMPLES, 1)}
     model = keras.Model(inputs, {"tags": tags, "score": score})
     losses, weights = {"tags": "mse", "score": "mse"}, {"tags": 0.3, "score": 2.0}
-    return compiled(model, numbers(SAMPLES, STEPS, FEATURES), y, losses, loss_weights=weights)
+    return compile_model(model, numbers(SAMPLES, STEPS, FEATURES), y, losses, loss_weights=weights)
 
 
 def adapted_head():
@@ -429,7 +433,7 @@ def adapted_head():
     model(ids(SAMPLES, STEPS))
     model.layers[-1].enable_lora(2)
     model.layers[0].trainable = False
-    return compiled(model, ids(SAMPLES, STEPS), numbers(SAMPLES, 2))
+    return compile_model(model, ids(SAMPLES, STEPS), numbers(SAMPLES, 2))
 
 
 def convolutions_per_step():
@@ -437,7 +441,7 @@ def convolutions_per_step():
         [L.TimeDistributed(L.Dense(6, activation="relu")), L.Conv1D(UNITS, 3, padding="same"), L.GRU(UNITS, name="gru")]
     )
     model.add(L.Dense(2))
-    return compiled(model, numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, 2))
+    return compile_model(model, numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, 2))
 
 
 def state_in_a_variable():
@@ -452,10 +456,10 @@ def state_in_a_variable():
 
         def call(self, x):
             h, last = self.gru(x, initial_state=ops.convert_to_tensor(self.kept) * 1.0)
-            self.kept.assign(stopped(last))
+            self.kept.assign(detach(last))
             return self.head(h)
 
-    return compiled(Keeps(), numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, STEPS, 2))
+    return compile_model(Keeps(), numbers(SAMPLES, STEPS, FEATURES), numbers(SAMPLES, STEPS, 2))
 
 
 TUTORIALS = (

@@ -14,8 +14,8 @@ import numpy as np
 
 import rnnlens as rl
 
-random = np.random.default_rng(0)
-X, Y = random.normal(size=(4, 6, 3)).astype("f4"), np.zeros((4, 2), "f4")
+rng = np.random.default_rng(0)
+X, Y = rng.normal(size=(4, 6, 3)).astype("f4"), np.zeros((4, 2), "f4")
 
 
 def main() -> None:
@@ -26,11 +26,11 @@ def main() -> None:
         folder = Path(name)
         assert rl.gradients(model, X, Y, wrt="input").certificate.state == "passed"
         for verb in (rl.trace, rl.gradients, rl.weights):
-            found = verb(model, X, Y)
-            assert found.certificate.state == "passed", (verb.__name__, found.certificate)
+            result = verb(model, X, Y)
+            assert result.certificate.state == "passed", (verb.__name__, result.certificate)
             for suffix in (".nc", ".zarr"):
-                found.save(folder / f"{verb.__name__}{suffix}")
-                assert rl.open(folder / f"{verb.__name__}{suffix}").layers == found.layers
+                result.save(folder / f"{verb.__name__}{suffix}")
+                assert rl.open(folder / f"{verb.__name__}{suffix}").layers == result.layers
         assert rl.jacobian(model, X).certificate.state == "passed"
         assert not rl.find_nonfinite(model, X, Y)
         model.fit(X, Y, epochs=4, verbose=0, callbacks=[rl.keras.Watch(folder / "run.zarr", probe=(X, Y), every=1)])

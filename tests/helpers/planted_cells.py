@@ -5,10 +5,10 @@ from rnnlens.recurrence.cells import SimpleRNN
 
 def plant(monkeypatch, factor):
     """A SimpleRNN whose gate gradients are multiplied by ``factor``."""
-    right = SimpleRNN.pull_back
+    original = SimpleRNN.pull_back
 
-    def wrong(*given):
-        gates, states, own = right(*given)
-        return gates * factor, states, own
+    def scaled_pull_back(*args):
+        gates, states, direct = original(*args)
+        return gates * factor, states, direct
 
-    monkeypatch.setattr(SimpleRNN, "pull_back", wrong)
+    monkeypatch.setattr(SimpleRNN, "pull_back", scaled_pull_back)

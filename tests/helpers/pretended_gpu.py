@@ -15,15 +15,15 @@ from torch.utils._device import _device_constructors
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 FACTORIES = _device_constructors()
 #: Operations that may take tensors of both devices.
-BETWEEN = ("__get__", "__set__", "__getitem__", "__setitem__", "to", "cpu", "copy_", "index_put_", "type_as")
+MIXED_DEVICE_OPS = ("__get__", "__set__", "__getitem__", "__setitem__", "to", "cpu", "copy_", "index_put_", "type_as")
 #: Torch's own modules whose checks would refuse the pretence.
-CHECKS = ("utils/rnn.py", "fake_tensor.py")
+CHECKING_FILES = ("utils/rnn.py", "fake_tensor.py")
 
 without_functions = torch._C.DisableTorchFunction
 real_numpy, real_to, real_from_numpy = torch.Tensor.numpy, torch.Tensor.to, torch.from_numpy
 
 
-def is_by_the_library():
+def called_by_library():
     """Return whether the nearest caller that is neither torch nor a function mode is the library, and not a test."""
     frame = sys._getframe(2)
     while frame is not None:
@@ -42,66 +42,66 @@ class OnCpu(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
-        given = torch.utils._pytree.tree_leaves((args, kwargs or {}))
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs or {}))
         with without_functions():
-            places = {isinstance(leaf, OnCpu) for leaf in given if isinstance(leaf, torch.Tensor) and leaf.dim()}
-        if len(places) == 2 and name not in BETWEEN:
+            devices = {isinstance(leaf, OnCpu) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
+        if len(devices) == 2 and name not in MIXED_DEVICE_OPS:
             raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found cpu and cuda:0")
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def placed(tensor, on_cpu):
+def move_to(tensor, on_cpu):
     """Return a tensor on the CPU, or on the GPU."""
     with without_functions():
         return tensor.as_subclass(OnCpu if on_cpu else torch.Tensor) if isinstance(tensor, OnCpu) != on_cpu else tensor
 
 
 def numpy(self, *args, **kwargs):
-    if not isinstance(self, OnCpu) and is_by_the_library():
+    if not isinstance(self, OnCpu) and called_by_library():
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first.")
     with without_functions():
         return real_numpy(self.as_subclass(torch.Tensor), *args, **kwargs)
 
 
 def array(self, dtype=None, **_):
-    if not isinstance(self, OnCpu) and is_by_the_library():
+    if not isinstance(self, OnCpu) and called_by_library():
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first.")
     with without_functions():
-        found = real_numpy(self.as_subclass(torch.Tensor))
-    return found if dtype is None else found.astype(dtype)
+        values = real_numpy(self.as_subclass(torch.Tensor))
+    return values if dtype is None else values.astype(dtype)
 
 
 def cpu(self, *_, **__):
-    return placed(self, True)
+    return move_to(self, True)
 
 
 def to(self, *args, **kwargs):
-    where, rest = kwargs.pop("device", None), []
-    for given in args:
-        if isinstance(given, (torch.device, str)):
-            where = given
-        elif isinstance(given, torch.Tensor):
-            where = "cpu" if isinstance(given, OnCpu) else "cuda"
-            rest.append(given.dtype)
+    target, other_args = kwargs.pop("device", None), []
+    for arg in args:
+        if isinstance(arg, (torch.device, str)):
+            target = arg
+        elif isinstance(arg, torch.Tensor):
+            target = "cpu" if isinstance(arg, OnCpu) else "cuda"
+            other_args.append(arg.dtype)
         else:
-            rest.append(given)
-    if where is not None:
-        self = placed(self, torch.device(where).type == "cpu" and is_by_the_library())
-    if not rest and not kwargs:
+            other_args.append(arg)
+    if target is not None:
+        self = move_to(self, torch.device(target).type == "cpu" and called_by_library())
+    if not other_args and not kwargs:
         return self
     on_cpu = isinstance(self, OnCpu)
     with without_functions():
-        found = real_to(self, *rest, **kwargs)
-    return placed(found, on_cpu)
+        result = real_to(self, *other_args, **kwargs)
+    return move_to(result, on_cpu)
 
 
 def from_numpy(values):
-    return placed(real_from_numpy(values), is_by_the_library())
+    return move_to(real_from_numpy(values), called_by_library())
 
 
 def device(self):
-    checked = sys._getframe(1).f_code.co_filename.endswith(CHECKS)
-    return CPU if isinstance(self, OnCpu) or checked or self.is_meta else GPU
+    in_check = sys._getframe(1).f_code.co_filename.endswith(CHECKING_FILES)
+    return CPU if isinstance(self, OnCpu) or in_check or self.is_meta else GPU
 
 
 class Factories(TorchFunctionMode):
@@ -111,14 +111,14 @@ class Factories(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func not in FACTORIES:
             return func(*args, **kwargs)
-        where, data = kwargs.pop("device", None), args[0] if args else None
-        by_the_library = is_by_the_library()
-        found = func(*args, **kwargs)
-        if where is None and isinstance(data, torch.Tensor):
+        target, data = kwargs.pop("device", None), args[0] if args else None
+        by_library = called_by_library()
+        result = func(*args, **kwargs)
+        if target is None and isinstance(data, torch.Tensor):
             on_cpu = isinstance(data, OnCpu)
         else:
-            on_cpu = by_the_library and (where is None or torch.device(where).type == "cpu")
-        return placed(found, on_cpu) if isinstance(found, torch.Tensor) else found
+            on_cpu = by_library and (target is None or torch.device(target).type == "cpu")
+        return move_to(result, on_cpu) if isinstance(result, torch.Tensor) else result
 
 
 def pytest_configure():

@@ -5,8 +5,8 @@ from __future__ import annotations
 TARGET = "gru.final_hidden"
 
 
-def call(wrt: str, of: str = TARGET, more: str = 'reduce="sum", ') -> str:
-    return f'rl.gradients(model, x, of="{of}", {more}wrt={wrt})'
+def call(wrt: str, of: str = TARGET, options: str = 'reduce="sum", ') -> str:
+    return f'rl.gradients(model, x, of="{of}", {options}wrt={wrt})'
 
 
 def integer_input(dtype: str) -> tuple[str, str, str]:
@@ -66,11 +66,11 @@ def frozen(name: str, layer: str) -> tuple[str, str, str]:
     )
 
 
-def masked_at(time: int, real: int, name: str, of: str) -> tuple[str, str, str]:
+def masked_at(time: int, real_time: int, name: str, of: str) -> tuple[str, str, str]:
     return (
         "masked_out",
         f"Every sample is masked at time {time}: the state there is the previous one, carried over.",
-        call(f'"{name}"', of=of, more=f'at={{"time": {real}}}, reduce="sum", '),
+        call(f'"{name}"', of=of, options=f'at={{"time": {real_time}}}, reduce="sum", '),
     )
 
 

@@ -64,13 +64,13 @@ def sentences(count=24, steps=20):
     """Tokens (sample, time) with one of each key word in every sentence, padded at the end, and where the two are."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(3, 12, (count, steps), generator=generator)
-    places = []
+    key_word_steps = []
     for row, length in zip(x, torch.randint(6, steps - 2, (count,), generator=generator), strict=True):
         first, second = torch.randperm(int(length), generator=generator)[:2].tolist()
         row[first], row[second] = KEY_WORDS
         row[length:] = 0
-        places.append({first, second})
-    return x, places
+        key_word_steps.append({first, second})
+    return x, key_word_steps
 
 
 @dataclass

@@ -35,8 +35,8 @@ def mamba2(a):
     x, state, states, out = a["hidden_states"], 0.0, [], []
     group = torch.arange(x.shape[2]) // (x.shape[2] // a["B"].shape[2])
     for t in range(x.shape[1]):
-        write = torch.einsum("bhp,bhn->bhpn", dt[:, t, :, None] * x[:, t], a["B"][:, t, group])
-        state = torch.exp(dt[:, t] * a["A"])[..., None, None] * state + write
+        update = torch.einsum("bhp,bhn->bhpn", dt[:, t, :, None] * x[:, t], a["B"][:, t, group])
+        state = torch.exp(dt[:, t] * a["A"])[..., None, None] * state + update
         states.append(state)
         out.append(torch.einsum("bhpn,bhn->bhp", state, a["C"][:, t, group]))
     return states, torch.stack(out, 1)
@@ -70,36 +70,38 @@ def rg_lru(a):
 def rwkv(a):
     """Return (numerator, denominator), relative to the running maximum as in the model's cache."""
     rate, key = -torch.exp(a["time_decay"]), a["key"]
-    top, state, states = torch.full_like(key[:, 0], -1e38), 0.0, []
+    last_max, state, states = torch.full_like(key[:, 0], -1e38), 0.0, []
     for t in range(key.shape[1]):
-        new = torch.maximum(top + rate, key[:, t]).detach()
-        wrote = torch.exp(key[:, t] - new)[..., None] * torch.stack([a["value"][:, t], torch.ones_like(key[:, t])], -1)
-        state = torch.exp(top + rate - new)[..., None] * state + wrote
+        new_max = torch.maximum(last_max + rate, key[:, t]).detach()
+        update = torch.exp(key[:, t] - new_max)[..., None] * torch.stack(
+            [a["value"][:, t], torch.ones_like(key[:, t])], -1
+        )
+        state = torch.exp(last_max + rate - new_max)[..., None] * state + update
         states.append(state)
-        top = new
+        last_max = new_max
     return states, torch.stack(states, 1)
 
 
 def mlstm(a):
     """Return matrix and normaliser side by side, relative to the running maximum."""
     q, k, v = (a[name].transpose(1, 2) for name in ("query", "key", "value"))
-    write, keep = a["igate"].transpose(1, 2), functional.logsigmoid(a["fgate"]).transpose(1, 2)
-    top, state, states, out = torch.zeros_like(write[:, 0]), 0.0, [], []
+    input_gate, log_forget = a["igate"].transpose(1, 2), functional.logsigmoid(a["fgate"]).transpose(1, 2)
+    last_max, state, states, out = torch.zeros_like(input_gate[:, 0]), 0.0, [], []
     for t in range(q.shape[1]):
-        new = torch.maximum(keep[:, t] + top, write[:, t])
+        new_max = torch.maximum(log_forget[:, t] + last_max, input_gate[:, t])
         values = torch.cat([v[:, t], torch.ones_like(v[:, t, :, :1])], -1)
-        wrote = torch.exp(write[:, t] - new)[..., None, None] * k[:, t, :, :, None] * values[:, :, None]
-        state = torch.exp(keep[:, t] + top - new)[..., None, None] * state + wrote
+        update = torch.exp(input_gate[:, t] - new_max)[..., None, None] * k[:, t, :, :, None] * values[:, :, None]
+        state = torch.exp(log_forget[:, t] + last_max - new_max)[..., None, None] * state + update
         states.append(state)
         out.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t] / k.shape[-1] ** 0.5))
-        top = new
+        last_max = new_max
     return states, torch.stack(out, 1)
 
 
 def lightning(a):
     layer, x = a["self"], a["hidden_states"]
-    parts = layer.act_fn(layer.qkv_proj(x)).reshape(*x.shape[:2], layer.num_attention_heads, 3, layer.head_dim)
-    q, k, v = parts.unbind(3)
+    qkv = layer.act_fn(layer.qkv_proj(x)).reshape(*x.shape[:2], layer.num_attention_heads, 3, layer.head_dim)
+    q, k, v = qkv.unbind(3)
     state, states, out = 0.0, [], []
     for t in range(x.shape[1]):
         state = torch.exp(-layer.slope_rate) * state + k[:, t, :, :, None] * v[:, t, :, None]
@@ -115,24 +117,24 @@ LOOPS |= {"rwkv": rwkv, "mlstm": mlstm, "lightning": lightning}
 @contextmanager
 def noted_arguments(model):
     """Collect the arguments of every call of the model's own scan functions, by name, in the order of the calls."""
-    found = []
+    calls = []
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, _ in dict.fromkeys(
             scan_of(type(m)) for _, m, _ in sequence_modules(list(model.named_modules()))
         ):
-            patch.setattr(owner, name, noting(getattr(owner, name), found))
-        yield found
+            patch.setattr(owner, name, record_calls(getattr(owner, name), calls))
+        yield calls
 
 
-def noting(original, found):
+def record_calls(original, calls):
     @functools.wraps(original)
-    def noted(*args, **kwargs):
+    def wrapper(*args, **kwargs):
         bound = inspect.signature(original).bind(*args, **kwargs)
         bound.apply_defaults()
-        found.append({k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in bound.arguments.items()})
+        calls.append({k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in bound.arguments.items()})
         return original(*args, **kwargs)
 
-    return noted
+    return wrapper
 
 
 def is_float(value):

@@ -103,18 +103,18 @@ _KINDS = [kind for kind, *_ in MODELS.values()]
 
 #: The families as test cases: the first of each kind of recurrence, and with `full` all.
 CASES = [
-    pytest.param(name, marks=() if _KINDS.index(_KINDS[place]) == place else pytest.mark.full)
-    for place, name in enumerate(MODELS)
+    pytest.param(name, marks=() if _KINDS.index(_KINDS[index]) == index else pytest.mark.full)
+    for index, name in enumerate(MODELS)
 ]
 
 
 def build(name: str, *, seed: int = 0, scale: float = 0.3, **options: object) -> torch.nn.Module:
     """Return a causal language model of a family in evaluation mode."""
-    _, stem, own = MODELS[name]
+    _, class_stem, family_options = MODELS[name]
     common = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    config = getattr(hf, f"{stem}Config")(**{**common, "pad_token_id": 0, **own, **options})
+    config = getattr(hf, f"{class_stem}Config")(**{**common, "pad_token_id": 0, **family_options, **options})
     torch.manual_seed(seed)
-    model = getattr(hf, f"{stem}ForCausalLM")(config).eval()
+    model = getattr(hf, f"{class_stem}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if weight.dim() >= 2 and not key.endswith("A_log"):

@@ -34,14 +34,14 @@ def _embedding(model: Any) -> str:
 def _calls(model: Any, x: Any, y: Any) -> dict[str, Callable[[], Any]]:
     """Return one call of each verb on a model."""
     layer = rl.layers(model)[0].name
-    ends = {"of": f"{layer}.output", "wrt": f"{layer}.input", "measure": "norm"}
+    keywords = {"of": f"{layer}.output", "wrt": f"{layer}.input", "measure": "norm"}
     return {
         "layers": lambda: rl.layers(model),
         "trace": lambda: rl.trace(model, x, y, loss=loss_of),
         "gradients": lambda: rl.gradients(model, x, y, loss=loss_of, wrt=["weights", f"{_embedding(model)}.output"]),
         "by state": lambda: rl.gradients(model, x, y, loss=loss_of, wrt=f"{rl.trace(model, x).layers[0]}.state"),
-        "jacobian": lambda: rl.jacobian(model, x, **ends),
-        "frozen": lambda: rl.jacobian(model, x, frozen=True, **ends),
+        "jacobian": lambda: rl.jacobian(model, x, **keywords),
+        "frozen": lambda: rl.jacobian(model, x, frozen=True, **keywords),
         "weights": lambda: rl.weights(model, x, y, loss=loss_of),
         "find_nonfinite": lambda: rl.find_nonfinite(model, x, y, loss=loss_of),
         "diagnose": lambda: rl.diagnose(model, x, y, loss="cross_entropy"),
@@ -53,18 +53,18 @@ def _calls(model: Any, x: Any, y: Any) -> dict[str, Callable[[], Any]]:
 def outcomes(name: str) -> list[str]:
     """Return the outcome of each verb on a tiny model of a family: "works", "not certified" or "refused"."""
     model, x = build(name), tokens(12, 5)
-    found = []
+    labels = []
     for call in _calls(model, x, x[:, 0]).values():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 result = call()
         except rl.errors.RnnlensError:
-            found.append("refused")
+            labels.append("refused")
             continue
         certificate = getattr(result, "certificate", None)
-        found.append("works" if certificate is None or certificate.state != "failed" else "not certified")
-    return found
+        labels.append("works" if certificate is None or certificate.state != "failed" else "not certified")
+    return labels
 
 
 def row(name: str) -> str:

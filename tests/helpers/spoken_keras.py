@@ -25,7 +25,7 @@ class _Legacy:
         import tensorflow as tf
         import tf_keras
 
-        self._own = tf_keras
+        self._package = tf_keras
         self.Variable = tf.Variable
         self.ops = SimpleNamespace(
             sum=tf.reduce_sum, mean=tf.reduce_mean, square=tf.square, multiply=tf.multiply, sigmoid=tf.sigmoid,
@@ -39,7 +39,7 @@ class _Legacy:
         self.DTypePolicy = tf_keras.mixed_precision.Policy
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
+        return getattr(self._package, name)
 
 
 keras: Any = _Legacy() if LEGACY else importlib.import_module("keras")

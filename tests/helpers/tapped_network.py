@@ -83,8 +83,8 @@ TARGETS = (
 
 
 def random_arrays(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
-    random = np.random.default_rng(seed)
-    return {name: random.normal(0, 0.5, shape) for name, shape in shapes.items()}
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(0, 0.5, shape) for name, shape in shapes.items()}
 
 
 def zeros(*, whole: bool = False) -> dict[str, np.ndarray]:
@@ -105,8 +105,8 @@ def run(
     started = None if mask is None else ops.tensor((np.cumsum(mask, axis=1) > 0).astype("float64"))
     mask = None if mask is None else ops.tensor(mask.astype("float64"))
     x = x + e["input"]
-    before = ops.concat([x[:, :1] * 0, x[:, :-1]], 1)
-    conv = ops.tanh(before @ p["conv1d/kernel"][0] + x @ p["conv1d/kernel"][1] + p["conv1d/bias"])
+    previous = ops.concat([x[:, :1] * 0, x[:, :-1]], 1)
+    conv = ops.tanh(previous @ p["conv1d/kernel"][0] + x @ p["conv1d/kernel"][1] + p["conv1d/bias"])
     out["conv1d.output"] = conv + e["conv1d.output"]
     out |= _lstm(p, e, out["conv1d.output"], ops, mask)
     if started is not None and not held:
@@ -125,8 +125,8 @@ def run(
 def _carry(mask: Any, t: int, new: Any, old: Any) -> Any:
     if mask is None:
         return new
-    real = mask[:, t, None]
-    return new * real + old * (1 - real)
+    unmasked = mask[:, t, None]
+    return new * unmasked + old * (1 - unmasked)
 
 
 def _lstm(p: Any, e: Any, x: Any, ops: Any, mask: Any) -> dict[str, Any]:
@@ -145,8 +145,8 @@ def _lstm(p: Any, e: Any, x: Any, ops: Any, mask: Any) -> dict[str, Any]:
         new_h = o * ops.tanh(new_c)
         if mask is not None:
             # A masked step carries the state over; what is added to it is added to the state carried.
-            kept_c = c + e["lstm.cell"][:, t] + (e["lstm.final_cell"] if last else 0)
-            new_c, new_h = _carry(mask, t, new_c, kept_c), _carry(mask, t, new_h, h)
+            carried_c = c + e["lstm.cell"][:, t] + (e["lstm.final_cell"] if last else 0)
+            new_c, new_h = _carry(mask, t, new_c, carried_c), _carry(mask, t, new_h, h)
         c, h = new_c, new_h + e["lstm.hidden"][:, t] + (e["lstm.final_hidden"] if last else 0)
         hs.append(h)
         cs.append(c)

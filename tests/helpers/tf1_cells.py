@@ -76,14 +76,14 @@ def _dtype() -> Any:
 
 
 @dataclass
-class ByHand:
+class UnrolledNetwork:
     """States (h, c, ...) after each step by layer: computed at real steps, carried at masked ones."""
 
     loss: Any
     states: dict[str, list[list[Any]]]
 
 
-def feed(dtype: Any, time_major: bool = False) -> Any:
+def input_data(dtype: Any, time_major: bool = False) -> Any:
     """Return the data of both networks."""
     x = np.random.default_rng(0).normal(size=(SAMPLES, STEPS, FEATURES)).astype(dtype.as_numpy_dtype)
     return x.swapaxes(0, 1) if time_major else x
@@ -91,19 +91,19 @@ def feed(dtype: Any, time_major: bool = False) -> Any:
 
 def weighted(tensor: Any, seed: int) -> Any:
     """Return a sum that weights every number differently."""
-    draw = np.random.default_rng(seed)
-    weights = draw.normal(size=[d or SAMPLES for d in tensor.shape.as_list()])
+    rng = np.random.default_rng(seed)
+    weights = rng.normal(size=[d or SAMPLES for d in tensor.shape.as_list()])
     return tf.reduce_sum(tensor * tf.constant(weights, tensor.dtype))
 
 
-def loops(names: Any, x: Any, lengths: Any, time_major: bool, both: bool) -> Any:
+def loss_in_loops(names: Any, x: Any, lengths: Any, time_major: bool, bidirectional: bool) -> Any:
     """Return the loss of all these cells in TensorFlow's loops."""
     total = 0.0
     for name in names:
         make, _ = CELLS[name]
         with tf.variable_scope(name, initializer=tf.random_uniform_initializer(-0.7, 0.7, seed=3)):
             options: dict[str, Any] = {"dtype": x.dtype, "sequence_length": lengths, "time_major": time_major}
-            if both:
+            if bidirectional:
                 outputs, finals = tf.nn.bidirectional_dynamic_rnn(make(), make(), x, **options)
             else:
                 outputs, finals = tf.nn.dynamic_rnn(make(), x, **options)
@@ -115,88 +115,90 @@ def loops(names: Any, x: Any, lengths: Any, time_major: bool, both: bool) -> Any
     return total
 
 
-def by_hand(names: Any, x: Any, lengths: Any, time_major: bool, both: bool) -> ByHand:
+def unroll(names: Any, x: Any, lengths: Any, time_major: bool, bidirectional: bool) -> UnrolledNetwork:
     """Return the same loss, with the cells called step by step."""
-    total, found = 0.0, {}
+    total, states_by_layer = 0.0, {}
     x = tf.transpose(x, [1, 0, 2]) if time_major else x
     for name in names:
-        make, words = CELLS[name]
+        make, kinds = CELLS[name]
         with tf.variable_scope(name):
-            if not both:
+            if not bidirectional:
                 y, finals, states = _run("rnn", make(), x, lengths)
                 total += weighted(y, 1) + sum(weighted(s, 2) for s in tf.nest.flatten(finals))
-                found |= _by_layer(f"{name}/rnn", words, states)
+                states_by_layer |= _by_layer(f"{name}/rnn", kinds, states)
                 continue
             with tf.variable_scope("bidirectional_rnn"):
                 for direction in ("fw", "bw"):
-                    turned = x if direction == "fw" else _turned(x, lengths)
-                    y, finals, states = _run(direction, make(), turned, lengths)
-                    y = y if direction == "fw" else _turned(y, lengths)
+                    inputs = x if direction == "fw" else _reverse_time(x, lengths)
+                    y, finals, states = _run(direction, make(), inputs, lengths)
+                    y = y if direction == "fw" else _reverse_time(y, lengths)
                     total += weighted(y, 1) + sum(weighted(s, 2) for s in tf.nest.flatten(finals))
-                    found |= _by_layer(f"{name}/bidirectional_rnn/{direction}", words, states)
-    return ByHand(total, found)
+                    states_by_layer |= _by_layer(f"{name}/bidirectional_rnn/{direction}", kinds, states)
+    return UnrolledNetwork(total, states_by_layer)
 
 
-def _turned(x: Any, lengths: Any) -> Any:
+def _reverse_time(x: Any, lengths: Any) -> Any:
     return tf.reverse(x, [1]) if lengths is None else tf.reverse_sequence(x, lengths, seq_axis=1, batch_axis=0)
 
 
-def _run(scope: str, made: Any, x: Any, lengths: Any) -> Any:
+def _run(scope: str, rnn_cell: Any, x: Any, lengths: Any) -> Any:
     """Return outputs (sample, time, unit), the final states, and all computed states by step."""
     with tf.variable_scope(scope):
-        state, outputs, states = made.zero_state(SAMPLES, x.dtype), [], []
+        state, outputs, states = rnn_cell.zero_state(SAMPLES, x.dtype), [], []
         for t in range(STEPS):
-            y, new = made(x[:, t], state)
-            states.append([part for s in tf.nest.flatten(new) for part in _parts(s)])
+            y, new_state = rnn_cell(x[:, t], state)
+            states.append([tensor for s in tf.nest.flatten(new_state) for tensor in _split_joined(s)])
             if lengths is not None:
-                real = tf.expand_dims(t < lengths, 1)
-                y = tf.where_v2(real, y, tf.zeros_like(y))
-                new = tf.nest.map_structure(lambda s, k, real=real: tf.where_v2(real, s, k), new, state)
-            state = new
+                is_real = tf.expand_dims(t < lengths, 1)
+                y = tf.where_v2(is_real, y, tf.zeros_like(y))
+                new_state = tf.nest.map_structure(
+                    lambda s, k, is_real=is_real: tf.where_v2(is_real, s, k), new_state, state
+                )
+            state = new_state
             outputs.append(y)
     return tf.stack(outputs, 1), state, states
 
 
-def _parts(state: Any) -> list[Any]:
+def _split_joined(state: Any) -> list[Any]:
     """Split a state that joins several states."""
     if state.op.type != "ConcatV2":
         return [state]
-    return [part for joined in state.op.inputs[:-1] for part in _parts(joined)]
+    return [tensor for joined in state.op.inputs[:-1] for tensor in _split_joined(joined)]
 
 
-def _by_layer(name: str, words: tuple[str, ...], states: list[list[Any]]) -> dict[str, list[list[Any]]]:
+def _by_layer(name: str, kinds: tuple[str, ...], states: list[list[Any]]) -> dict[str, list[list[Any]]]:
     """Return h of all steps, and c if there is one, by layer; TensorFlow has c before h."""
-    found, at = {}, 0
-    for i, word in enumerate(words):
-        count = 2 if word.startswith("lstm") else 1
-        columns = [[step[at + k] for step in states] for k in range(count)][::-1]
-        found[name if len(words) == 1 else f"{name}/cell_{i}"] = columns
-        at += count
-    return found
+    states_by_layer, offset = {}, 0
+    for i, kind in enumerate(kinds):
+        count = 2 if kind.startswith("lstm") else 1
+        columns = [[step[offset + k] for step in states] for k in range(count)][::-1]
+        states_by_layer[name if len(kinds) == 1 else f"{name}/cell_{i}"] = columns
+        offset += count
+    return states_by_layer
 
 
 def of(names: Any, *, lengths: bool, time_major: bool = False, both: bool = False, dtype: Any = tf.float64) -> Any:
     """Return a network of these cells in loops, and by layer the total gradients of states, (sample, time, unit)."""
     _DTYPE[0] = dtype
-    x = feed(dtype, time_major)
+    x = input_data(dtype, time_major)
     graph, session = tf.get_default_graph(), tf.Session()
-    ph = tf.placeholder(dtype, [None if n == SAMPLES else n for n in x.shape])
-    count = tf.placeholder(tf.int32, [None])
+    x_ph = tf.placeholder(dtype, [None if n == SAMPLES else n for n in x.shape])
+    lengths_ph = tf.placeholder(tf.int32, [None])
     labels = tf.placeholder(dtype, [None])
-    loss = loops(names, ph, count if lengths else None, time_major, both) * tf.reduce_mean(labels)
+    loss = loss_in_loops(names, x_ph, lengths_ph if lengths else None, time_major, both) * tf.reduce_mean(labels)
     session.run(tf.global_variables_initializer())
     values = {v.op.name: session.run(v) for v in tf.global_variables()}
-    fed = {count: LENGTHS} if lengths else {}
-    net = rl.tf1.graph(session, inputs={"x": ph}, outputs={"loss": loss}, loss=loss, targets=labels, feed=fed)
+    feed_dict = {lengths_ph: LENGTHS} if lengths else {}
+    net = rl.tf1.graph(session, inputs={"x": x_ph}, outputs={"loss": loss}, loss=loss, targets=labels, feed=feed_dict)
     assert net.graph is graph
-    with tf.Graph().as_default(), tf.Session() as plain:
-        truth = by_hand(names, tf.constant(x), tf.constant(LENGTHS) if lengths else None, time_major, both)
+    with tf.Graph().as_default(), tf.Session() as reference_session:
+        reference = unroll(names, tf.constant(x), tf.constant(LENGTHS) if lengths else None, time_major, both)
         for variable in tf.global_variables():
-            variable.load(values[variable.op.name], plain)
+            variable.load(values[variable.op.name], reference_session)
         grads = {
-            name: [tf.stack(tf.gradients(truth.loss, column), 1) for column in columns]
-            for name, columns in truth.states.items()
+            name: [tf.stack(tf.gradients(reference.loss, column), 1) for column in columns]
+            for name, columns in reference.states.items()
         }
-        states = {name: [tf.stack(column, 1) for column in columns] for name, columns in truth.states.items()}
-        value, expected, made = plain.run([truth.loss, grads, states])
-    return net, x, float(value), expected, made
+        states = {name: [tf.stack(column, 1) for column in columns] for name, columns in reference.states.items()}
+        value, reference_grads, reference_states = reference_session.run([reference.loss, grads, states])
+    return net, x, float(value), reference_grads, reference_states

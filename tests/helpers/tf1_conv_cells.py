@@ -6,13 +6,13 @@ rnn_cell = tf.nn.rnn_cell
 CONVOLUTIONS = {1: tf.nn.conv1d, 2: tf.nn.conv2d, 3: tf.nn.conv3d}
 
 
-def convolved(args, window, channels, bias=True):
+def convolve(args, window, channels, bias=True):
     """Convolve tensors side by side with one kernel, and add a bias."""
     depth, rank = sum(int(a.shape[-1]) for a in args), len(args[0].shape)
     kernel = tf.get_variable("kernel", [*window, depth, channels], args[0].dtype)
     strides = 1 if rank == 3 else [1] * rank
-    found = CONVOLUTIONS[rank - 2](tf.concat(args, rank - 1), kernel, strides, padding="SAME")
-    return found + tf.get_variable("biases", [channels], args[0].dtype) if bias else found
+    convolution = CONVOLUTIONS[rank - 2](tf.concat(args, rank - 1), kernel, strides, padding="SAME")
+    return convolution + tf.get_variable("biases", [channels], args[0].dtype) if bias else convolution
 
 
 class ConvLSTMCell(rnn_cell.RNNCell):
@@ -22,8 +22,8 @@ class ConvLSTMCell(rnn_cell.RNNCell):
         super().__init__(name="conv_lstm_cell")
         self.shape, self.channels, self.window = list(input_shape), channels, list(window)
         self.bias, self.skip, self.forget_bias, self.peepholes = bias, skip, forget_bias, peepholes
-        returned = channels + input_shape[-1] if skip else channels
-        self._output_size = tf.TensorShape([*input_shape[:-1], returned])
+        output_channels = channels + input_shape[-1] if skip else channels
+        self._output_size = tf.TensorShape([*input_shape[:-1], output_channels])
         self._state_size = rnn_cell.LSTMStateTuple(tf.TensorShape([*input_shape[:-1], channels]), self._output_size)
 
     state_size = property(lambda self: self._state_size)
@@ -31,7 +31,7 @@ class ConvLSTMCell(rnn_cell.RNNCell):
 
     def call(self, inputs, state, scope=None):
         c, h = state
-        gates = convolved([inputs, h], self.window, 4 * self.channels, self.bias)
+        gates = convolve([inputs, h], self.window, 4 * self.channels, self.bias)
         i, g, f, o = tf.split(gates, 4, axis=len(self.shape))
         if self.peepholes:
             f += c * tf.get_variable("peephole", [*self.shape[:-1], self.channels], c.dtype)

@@ -24,8 +24,8 @@ class Graph:
         self.loss = tf.reduce_mean(tf.square(self.output - labels))
 
     def model(self, inputs):
-        used = tf.sign(tf.reduce_max(tf.abs(inputs), axis=2))
-        length = tf.cast(tf.reduce_sum(used, axis=1), tf.int32)
+        is_real = tf.sign(tf.reduce_max(tf.abs(inputs), axis=2))
+        length = tf.cast(tf.reduce_sum(is_real, axis=1), tf.int32)
         with tf.variable_scope("layer_cell"):
             hidden = tf.layers.conv1d(inputs, 2 * self.units, 5, padding="same", name="conv1d")
             hidden = tf.layers.batch_normalization(hidden, training=self.phase, name="batch_normalization")
@@ -38,5 +38,5 @@ class Graph:
         with tf.variable_scope("output"):
             flat = tf.reshape(outputs, [-1, self.units])
             output = tf.layers.dense(flat, 2, name="dense")
-            output = tf.reshape(output, [self.batch, -1, 2]) * used[:, :, None]
+            output = tf.reshape(output, [self.batch, -1, 2]) * is_real[:, :, None]
         return output, state

@@ -14,8 +14,8 @@ def sigmoid(z):
 
 def forward(w, x, h0, labels=None, bump=None):
     """Return output, every state and the loss of each sample; ``bump`` is added to the state after a step, by step."""
-    used = np.sign(np.abs(x.real).max(axis=2))
-    lengths = used.sum(axis=1).astype(int)
+    mask = np.sign(np.abs(x.real).max(axis=2))
+    lengths = mask.sum(axis=1).astype(int)
     kernel, steps = w["layer_cell/conv1d/kernel"], x.shape[1]
     padded = np.pad(x, ((0, 0), (2, 2), (0, 0)))
     z = sum(padded[:, i : i + steps] @ kernel[i] for i in range(5)) + w["layer_cell/conv1d/bias"]
@@ -28,32 +28,32 @@ def forward(w, x, h0, labels=None, bump=None):
         gates = np.concatenate([z[:, t], h], 1) @ w[cell + "gates/kernel"] + w[cell + "gates/bias"]
         r, u = np.split(sigmoid(gates), 2, axis=1)
         inner = np.concatenate([z[:, t], r * h], 1) @ w[cell + "candidate/kernel"] + w[cell + "candidate/bias"]
-        new = u * h + (1 - u) * np.tanh(inner)
-        real = (t < lengths)[:, None]
-        new = np.where(real, new, h)
+        new_h = u * h + (1 - u) * np.tanh(inner)
+        is_real = (t < lengths)[:, None]
+        new_h = np.where(is_real, new_h, h)
         if bump is not None:
-            new = new + bump.get(t, 0)
-        outputs.append(np.where(real, new, 0))
-        h = new
+            new_h = new_h + bump.get(t, 0)
+        outputs.append(np.where(is_real, new_h, 0))
+        h = new_h
         states.append(h)
-    out = (np.stack(outputs, 1) @ w["output/dense/kernel"] + w["output/dense/bias"]) * used[:, :, None]
-    each = None if labels is None else ((out - labels) ** 2).sum((1, 2)) / labels.size
-    return out, np.stack(states, 1), each
+    out = (np.stack(outputs, 1) @ w["output/dense/kernel"] + w["output/dense/bias"]) * mask[:, :, None]
+    losses = None if labels is None else ((out - labels) ** 2).sum((1, 2)) / labels.size
+    return out, np.stack(states, 1), losses
 
 
 def slope(function, values, name, direction):
     """Return the derivative of ``function(values)`` along a direction of one of the values."""
-    moved = {**values, name: values[name] + 1j * STEP * direction}
-    return np.imag(function(moved)) / STEP
+    perturbed = {**values, name: values[name] + 1j * STEP * direction}
+    return np.imag(function(perturbed)) / STEP
 
 
 def hidden_grad(w, x, h0, labels):
     """Return dL/dh_t, (sample, time, unit), by perturbing every unit of every step."""
     samples, steps, units = *x.shape[:2], h0.shape[1]
-    found = np.zeros((samples, steps, units))
+    grads = np.zeros((samples, steps, units))
     for t in range(steps):
         for k in range(units):
             bump = np.zeros((samples, units), complex)
             bump[:, k] = 1j * STEP
-            found[:, t, k] = forward(w, x, h0, labels, {t: bump})[2].imag / STEP
-    return found
+            grads[:, t, k] = forward(w, x, h0, labels, {t: bump})[2].imag / STEP
+    return grads

@@ -74,12 +74,12 @@ class TwoLayers(nn.Module):
 
     def forward(self, x):
         h, c, g = zeros(x, H, H, H)
-        seen = [g, g]
+        states = [g, g]
         for t in range(x.shape[1]):
             h, c = self.lower(x[:, t], (h, c))
             g = self.upper(torch.relu(h), g)
-            seen.append(g)
-        return torch.stack([self.head(seen[t + 2] + 0.5 * seen[t]) for t in range(x.shape[1])], 1)
+            states.append(g)
+        return torch.stack([self.head(states[t + 2] + 0.5 * states[t]) for t in range(x.shape[1])], 1)
 
 
 class UpperFirst(nn.Module):
@@ -135,43 +135,43 @@ class Attention(nn.Module):
             h, c = self.encoder(x[:, t], (h, c))
             memory.append(h)
         memory = torch.stack(memory, 1)
-        outputs, found = [], torch.zeros_like(h)
+        outputs, attended = [], torch.zeros_like(h)
         for _ in range(3):
             weights = torch.softmax((memory * h[:, None]).sum(-1), 1)
             context = (weights[:, :, None] * memory).sum(1)
-            h, c = self.decoder(torch.cat([context, found], 1) if self.feeding else context, (h, c))
-            found = torch.tanh(self.mix(torch.cat([h, context], 1)))
-            outputs.append(self.head(found))
+            h, c = self.decoder(torch.cat([context, attended], 1) if self.feeding else context, (h, c))
+            attended = torch.tanh(self.mix(torch.cat([h, context], 1)))
+            outputs.append(self.head(attended))
         return torch.stack(outputs, 1)
 
 
 class Between(nn.Module):
     """A loop that changes the state between two steps, at all of them or at one."""
 
-    def __init__(self, how):
+    def __init__(self, change):
         super().__init__()
-        self.how, self.cell, self.head, self.norm = how, nn.LSTMCell(F, H), nn.Linear(H, V), nn.LayerNorm(H)
+        self.change, self.cell, self.head, self.norm = change, nn.LSTMCell(F, H), nn.Linear(H, V), nn.LayerNorm(H)
 
     def forward(self, x):
         h, c = zeros(x, H, H)
         outputs = []
         for t in range(x.shape[1]):
-            if t == 2 and self.how == "detach":
+            if t == 2 and self.change == "detach":
                 h, c = h.detach(), c.detach()
-            if t == 2 and self.how == "restart":
+            if t == 2 and self.change == "restart":
                 h, c = zeros(x, H, H)
-            if t == 2 and self.how == "restart_hidden":
+            if t == 2 and self.change == "restart_hidden":
                 h = torch.zeros_like(h)
-            if t == 2 and self.how == "scale":
+            if t == 2 and self.change == "scale":
                 h, c = 0.5 * h, 0.5 * c
-            if t == 2 and self.how == "norm":
+            if t == 2 and self.change == "norm":
                 h = self.norm(h)
-            if t == 2 and self.how == "squash":
+            if t == 2 and self.change == "squash":
                 h, c = torch.tanh(h), torch.tanh(c)
             new_h, new_c = self.cell(x[:, t], (h, c))
-            if self.how == "zoneout":
+            if self.change == "zoneout":
                 h, c = 0.9 * new_h + 0.1 * h, 0.7 * new_c + 0.3 * c
-            elif self.how == "residual" and t == 3:
+            elif self.change == "residual" and t == 3:
                 h, c = new_h + outputs[0][1], new_c
             else:
                 h, c = new_h, new_c
@@ -181,7 +181,7 @@ class Between(nn.Module):
     @property
     def lengths(self):
         """Return the number of steps of each recurrence."""
-        return [2, 3] if self.how in ("detach", "restart") else [T]
+        return [2, 3] if self.change in ("detach", "restart") else [T]
 
 
 class Siamese(nn.Module):
@@ -193,14 +193,14 @@ class Siamese(nn.Module):
         super().__init__()
         self.cell, self.head = nn.GRUCell(F, H), nn.Linear(2 * H, V)
 
-    def one(self, x):
+    def last_state(self, x):
         (h,) = zeros(x, H)
         for t in range(x.shape[1]):
             h = self.cell(x[:, t], h)
         return h
 
     def forward(self, x):
-        a, b = self.one(x[:, :2]), self.one(x[:, 2:4])
+        a, b = self.last_state(x[:, :2]), self.last_state(x[:, 2:4])
         return self.head(torch.cat([(a - b).abs(), a * b], 1))
 
 
@@ -211,17 +211,17 @@ class BothWays(nn.Module):
         super().__init__()
         self.forth, self.back, self.head = nn.LSTMCell(F, H), nn.LSTMCell(F, H), nn.Linear(2 * H, V)
 
-    def over(self, cell, steps):
+    def run_cell(self, cell, steps):
         h, c = zeros(steps[0], H, H)
-        seen = []
+        states = []
         for step in steps:
             h, c = cell(step, (h, c))
-            seen.append(h)
-        return seen
+            states.append(h)
+        return states
 
     def forward(self, x):
         steps = list(x.unbind(1))
-        forth, back = self.over(self.forth, steps), self.over(self.back, steps[::-1])[::-1]
+        forth, back = self.run_cell(self.forth, steps), self.run_cell(self.back, steps[::-1])[::-1]
         return torch.stack([self.head(torch.cat(pair, 1)) for pair in zip(forth, back, strict=True)], 1)
 
 
@@ -253,43 +253,43 @@ class Attribute(nn.Module):
 class Masked(nn.Module):
     """Samples of unequal length: the state of an ended sample is carried on."""
 
-    def __init__(self, how="where", read="last"):
+    def __init__(self, masking="where", output="last"):
         super().__init__()
-        self.how, self.read, self.cell, self.head = how, read, nn.LSTMCell(F, H), nn.Linear(2 * H, V)
+        self.masking, self.output, self.cell, self.head = masking, output, nn.LSTMCell(F, H), nn.Linear(2 * H, V)
 
     def forward(self, x):
         h, c = zeros(x, H, H)
-        seen = []
+        outputs = []
         for t in range(x.shape[1]):
-            real = (t < LENGTHS)[:, None]
+            is_real = (t < LENGTHS)[:, None]
             new_h, new_c = self.cell(x[:, t], (h, c))
-            if self.how == "where":
-                h, c = torch.where(real, new_h, h), torch.where(real, new_c, c)
-            elif self.how == "assign":
-                rows = real[:, 0]
+            if self.masking == "where":
+                h, c = torch.where(is_real, new_h, h), torch.where(is_real, new_c, c)
+            elif self.masking == "assign":
+                rows = is_real[:, 0]
                 h, c = h.clone(), c.clone()
                 h[rows], c[rows] = new_h[rows], new_c[rows]
             else:
-                m = real.to(x.dtype)
+                m = is_real.to(x.dtype)
                 h, c = m * new_h + (1 - m) * h, new_c * m + c * (1 - m)
-            seen.append(self.head(torch.cat([h, c], 1)))
-        return seen[-1] if self.read == "last" else torch.stack(seen, 1)
+            outputs.append(self.head(torch.cat([h, c], 1)))
+        return outputs[-1] if self.output == "last" else torch.stack(outputs, 1)
 
 
 class Forced(nn.Module):
     """Teacher forcing, drawn from Python's ``random``."""
 
-    def __init__(self, own=False):
+    def __init__(self, seeded=False):
         super().__init__()
         self.cell, self.head = nn.LSTMCell(F, H), nn.Linear(H, F)
-        self.own = random.Random(3) if own else None
+        self.own = random.Random(3) if seeded else None
 
     def forward(self, x):
         h, c, y = zeros(x, H, H, F)
         outputs = []
         for t in range(x.shape[1]):
-            real = (self.own or random).random() < 0.5
-            h, c = self.cell(x[:, t] if real else y, (h, c))
+            forced = (self.own or random).random() < 0.5
+            h, c = self.cell(x[:, t] if forced else y, (h, c))
             y = self.head(h)
             outputs.append(y)
         return torch.stack(outputs, 1)

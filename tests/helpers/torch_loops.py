@@ -82,8 +82,8 @@ def written(model):
 
 def pull(value, tensors):
     """Return gradients, which are zero without a path."""
-    found = torch.autograd.grad(value, tensors, allow_unused=True, retain_graph=True)
-    return [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True)]
+    grads = torch.autograd.grad(value, tensors, allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, grads, strict=True)]
 
 
 def over_time(tensors):
@@ -94,11 +94,11 @@ def over_time(tensors):
 def rows(value, tensors):
     """Return d value / d tensors by sample, (sample, out..., step, in), of ``value`` (sample, out...)."""
     flat = value.reshape(len(value), -1)
-    found = []
+    jacobians = []
     for n in range(len(value)):
-        each = [torch.stack([g[n] for g in pull(flat[n, k], tensors)]) for k in range(flat.shape[1])]
-        found.append(torch.stack(each).reshape(*value.shape[1:], *each[0].shape))
-    return torch.stack(found).numpy()
+        gradient_rows = [torch.stack([g[n] for g in pull(flat[n, k], tensors)]) for k in range(flat.shape[1])]
+        jacobians.append(torch.stack(gradient_rows).reshape(*value.shape[1:], *gradient_rows[0].shape))
+    return torch.stack(jacobians).numpy()
 
 
 def loss(output):
@@ -109,14 +109,14 @@ def loss(output):
 
 def nodes(model, taps):
     """Yield (node of a result, path of the cell, calls) for every recurrence."""
-    found = []
+    recurrences = []
     for path, tap in taps.items():
         lengths = list(getattr(model, "lengths", [len(tap.zeros["hidden"])]))
         starts = np.cumsum([0, *lengths])
         for i, length in enumerate(lengths):
             calls = slice(int(starts[i]), int(starts[i]) + length)
-            found.append((path if len(lengths) == 1 else f"{path}#{i}", path, calls))
-    return found
+            recurrences.append((path if len(lengths) == 1 else f"{path}#{i}", path, calls))
+    return recurrences
 
 
 def states_of(tap):
@@ -124,8 +124,8 @@ def states_of(tap):
     return [name for name in ("hidden", "cell", "state_1") if name in tap.zeros]
 
 
-def close(got, expected, what):
+def close(actual, expected, label):
     """Assert equality up to float64 rounding."""
-    got, expected = np.asarray(got), np.asarray(expected)
-    assert got.shape == expected.shape, what
-    np.testing.assert_allclose(got, expected, atol=1e-9 * max(np.abs(expected).max(), 1e-3), rtol=0, err_msg=what)
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.shape == expected.shape, label
+    np.testing.assert_allclose(actual, expected, atol=1e-9 * max(np.abs(expected).max(), 1e-3), rtol=0, err_msg=label)

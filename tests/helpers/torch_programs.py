@@ -494,11 +494,11 @@ class SharedCell(nn.Module):
         self.cell, self.norm, self.head = nn.GRUCell(N, H), nn.LayerNorm(H), nn.Linear(2 * H, V)
 
     def run(self, steps):
-        h, seen = steps[0].new_zeros(len(steps[0]), H), []
+        h, outputs = steps[0].new_zeros(len(steps[0]), H), []
         for step in steps:
             h = self.cell(step, h)
-            seen.append(self.norm(h))
-        return seen
+            outputs.append(self.norm(h))
+        return outputs
 
     def forward(self, x):
         steps = list(x.unbind(1))
@@ -687,8 +687,8 @@ class OneStepLayer(nn.Module):
         zeros = x.new_zeros(1, len(x), H)
         memory, outputs = Memory(zeros, zeros), []
         for t in range(x.size(1)):
-            read = torch.softmax(memory.h[0], -1)
-            out, state = self.lstm(torch.cat([x[:, t], read], -1).unsqueeze(1), tuple(memory))
+            read_vector = torch.softmax(memory.h[0], -1)
+            out, state = self.lstm(torch.cat([x[:, t], read_vector], -1).unsqueeze(1), tuple(memory))
             memory = Memory(*state)
             outputs.append(self.head(out.squeeze(1)))
         return torch.stack(outputs, 1)

@@ -37,12 +37,12 @@ def model_and_optimizer(make=None, seed=0, lr=1e-2):
     return model, torch.optim.Adam(model.parameters(), lr=lr)
 
 
-def train(model, optimizer, watch=None, *, epochs=2, batch=16, each=None, clip=None, loss=mse_loss):
-    """A plain loop over a shuffling loader; ``each(watch, x, y)`` runs after every step."""
+def train(model, optimizer, watch=None, *, epochs=2, batch=16, after_step=None, clip=None, loss=mse_loss):
+    """A plain loop over a shuffling loader; ``after_step(watch, x, y)`` runs after every step."""
     x, y = data()
     loader = DataLoader(TensorDataset(x, y), batch_size=batch, shuffle=True)
     torch.manual_seed(11)
-    with nullcontext() if watch is None else watch as following:
+    with nullcontext() if watch is None else watch as active_watch:
         for _ in range(epochs):
             for xs, ys in loader:
                 optimizer.zero_grad()
@@ -51,11 +51,13 @@ def train(model, optimizer, watch=None, *, epochs=2, batch=16, each=None, clip=N
                 if clip is not None:
                     nn.utils.clip_grad_norm_(model.parameters(), clip)
                 optimizer.step()
-                if each is not None:
-                    each(following, xs, ys)
+                if after_step is not None:
+                    after_step(active_watch, xs, ys)
     return model
 
 
-def same_weights(one, other):
-    mine, theirs = one.state_dict(), other.state_dict()
-    return list(mine) == list(theirs) and all(torch.equal(mine[name], theirs[name]) for name in mine)
+def same_weights(first, second):
+    first_weights, second_weights = first.state_dict(), second.state_dict()
+    return list(first_weights) == list(second_weights) and all(
+        torch.equal(first_weights[name], second_weights[name]) for name in first_weights
+    )

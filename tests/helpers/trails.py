@@ -43,27 +43,27 @@ class Trail:
 def trail(call: Callable[[], Any], verb: Callable[..., Any], parameter: str, *stands_for_it: type) -> Trail:
     """Make the call, and follow what ``verb`` is given for one of its parameters."""
     code = _body(verb)
-    found = Trail(_file(code.co_filename))
-    things: dict[Any, Any] = {}
+    result = Trail(_file(code.co_filename))
+    followed: dict[Any, Any] = {}
 
     def follow(frame: FrameType, event: str, argument: Any) -> None:
         if event != "call" or (file := _file(frame.f_code.co_filename)) is None:
             return
-        if frame.f_code is code and parameter not in things:
-            things[parameter] = frame.f_locals[parameter]
+        if frame.f_code is code and parameter not in followed:
+            followed[parameter] = frame.f_locals[parameter]
             return
-        if parameter not in things or not _has(frame, things, stands_for_it):
+        if parameter not in followed or not _passes_any(frame, followed, stands_for_it):
             return
         caller = frame.f_back
         while caller is not None and _file(caller.f_code.co_filename) is None:
             caller = caller.f_back
-        above, place = caller, _file(caller.f_code.co_filename) if caller is not None else None
-        while above is not None and above.f_code is not code:
-            if (_file(above.f_code.co_filename) or "").startswith(BOUNDARY):
+        outer, caller_file = caller, _file(caller.f_code.co_filename) if caller is not None else None
+        while outer is not None and outer.f_code is not code:
+            if (_file(outer.f_code.co_filename) or "").startswith(BOUNDARY):
                 return
-            above = above.f_back
-        if above is not None and place != file and not file.startswith(BOUNDARY):
-            found.entered.setdefault(file, {})[place] = None
+            outer = outer.f_back
+        if outer is not None and caller_file != file and not file.startswith(BOUNDARY):
+            result.entered.setdefault(file, {})[caller_file] = None
 
     before = sys.getprofile()
     sys.setprofile(follow)
@@ -71,24 +71,24 @@ def trail(call: Callable[[], Any], verb: Callable[..., Any], parameter: str, *st
         call()
     finally:
         sys.setprofile(before)
-    assert parameter in things, f"{verb.__name__} was not called"
-    return found
+    assert parameter in followed, f"{verb.__name__} was not called"
+    return result
 
 
-def _has(frame: FrameType, things: dict[Any, Any], stands_for_it: tuple[type, ...]) -> bool:
+def _passes_any(frame: FrameType, followed: dict[Any, Any], stands_for_it: tuple[type, ...]) -> bool:
     """Whether the thing is among the arguments of a call, the object of a method left out."""
     code = frame.f_code
     count = code.co_argcount + code.co_kwonlyargcount
     names = list(code.co_varnames[:count])
     arguments = [frame.f_locals[name] for name in names if name not in ("self", "cls") and name in frame.f_locals]
-    rest = code.co_varnames[count : count + bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)]
-    for name in rest:
+    variadic = code.co_varnames[count : count + bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)]
+    for name in variadic:
         value = frame.f_locals.get(name, ())
         arguments += list(value.values() if isinstance(value, dict) else value)
     for argument in arguments:
         if isinstance(argument, stands_for_it):
-            things.setdefault(type(argument), argument)
-        if any(argument is thing for thing in things.values()):
+            followed.setdefault(type(argument), argument)
+        if any(argument is item for item in followed.values()):
             return True
     return False
 

@@ -16,8 +16,8 @@ from zarr.storage import LocalStore
 import rnnlens as rl
 from rnnlens.errors import TrackingWarning
 
-random = np.random.default_rng(0)
-X = random.normal(size=(20, 6, 3)).astype("float32")
+rng = np.random.default_rng(0)
+X = rng.normal(size=(20, 6, 3)).astype("float32")
 Y = X.sum((1, 2))[:, None].astype("float32")
 STEPS = 6
 
@@ -30,7 +30,7 @@ def network():
     return model
 
 
-def with_input():
+def network_with_input():
     """Built before its first batch."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((6, 3)), keras.layers.LSTM(4, name="lstm"), keras.layers.Dense(1)])
@@ -39,8 +39,8 @@ def with_input():
 
 
 def losses(*callbacks, network=network):
-    fitted = network().fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[*callbacks])
-    return fitted.history["loss"]
+    history = network().fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[*callbacks])
+    return history.history["loss"]
 
 
 class FeedBack(keras.Model):
@@ -59,7 +59,7 @@ class FeedBack(keras.Model):
         return self.dense(output)[:, :1]
 
 
-def feedback():
+def feedback_network():
     keras.utils.set_random_seed(1)
     model = FeedBack()
     model.compile("adam", "mse")
@@ -68,9 +68,9 @@ def feedback():
 
 def test_a_cell_in_a_layer_and_in_a_loop_is_followed(tmp_path):
     """The cell's weights are listed once, with the layer."""
-    plain = losses(network=feedback)
-    watched = losses(rl.keras.Watch(tmp_path / "a.zarr", probe=(X[:5], Y[:5]), every=3), network=feedback)
-    np.testing.assert_allclose(watched, plain, rtol=1e-5)
+    unwatched = losses(network=feedback_network)
+    watched = losses(rl.keras.Watch(tmp_path / "a.zarr", probe=(X[:5], Y[:5]), every=3), network=feedback_network)
+    np.testing.assert_allclose(watched, unwatched, rtol=1e-5)
     names = [str(name) for name in rl.open(tmp_path / "a.zarr").scalars]
     assert "lstm_rnn/weight_norm/kernel" in names
     assert not any(name.startswith("lstm_cell/weight_norm") for name in names)
@@ -79,8 +79,8 @@ def test_a_cell_in_a_layer_and_in_a_loop_is_followed(tmp_path):
 @pytest.mark.product(keep=("probe",))
 @pytest.mark.parametrize("mode", ["probe", "batch"])
 def test_a_model_without_input_is_followed(tmp_path, mode):
-    given = {"probe": (X[:5], Y[:5])} if mode == "probe" else {}
-    watched = losses(rl.keras.Watch(tmp_path / "a.zarr", every=2, **given))
+    probe_options = {"probe": (X[:5], Y[:5])} if mode == "probe" else {}
+    watched = losses(rl.keras.Watch(tmp_path / "a.zarr", every=2, **probe_options))
     np.testing.assert_array_equal(watched, losses())
     run = rl.open(tmp_path / "a.zarr")
     assert list(run) == ["lstm"]
@@ -96,12 +96,12 @@ def test_a_model_without_input_is_followed(tmp_path, mode):
 class Logger:
     """Raises at the records whose numbers are listed, and at its end."""
 
-    def __init__(self, wrong, close=False):
-        self.wrong, self.fails_at_close, self.records = wrong, close, 0
+    def __init__(self, failing, close=False):
+        self.failing, self.fails_at_close, self.records = failing, close, 0
 
     def write(self, record):
         self.records += 1
-        if self.records in self.wrong:
+        if self.records in self.failing:
             raise ConnectionError(f"no answer after {self.records} s")
 
     def close(self, reason):
@@ -111,31 +111,31 @@ class Logger:
 
 def watched_losses(watch, *callbacks):
     """Losses of a training that is watched, and the number of warnings of rnnlens."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = losses(watch, *callbacks, network=with_input)
-    return found, [str(one.message) for one in told if issubclass(one.category, TrackingWarning)]
+        loss_history = losses(watch, *callbacks, network=network_with_input)
+    return loss_history, [str(warning.message) for warning in caught if issubclass(warning.category, TrackingWarning)]
 
 
 @pytest.mark.one_engine
 @pytest.mark.parametrize(
-    ("wrong", "close", "missing"),
+    ("failing", "close", "missing"),
     [((1,), False, 1), ((STEPS,), False, 1), ((2, 3, 5), False, 3), ((), True, 1)],
     ids=["first record", "last record", "three in between", "close"],
 )
-def test_a_logger_that_raises_costs_its_own_records_alone(tmp_path, wrong, close, missing):
-    watch = rl.keras.Watch(tmp_path / "a.zarr", every=1, loggers=Logger(wrong, close))
-    found, told = watched_losses(watch)
-    np.testing.assert_array_equal(found, losses(network=with_input))
-    assert len(told) == 1
-    assert "the logger Logger; training goes on" in told[0]
+def test_a_logger_that_raises_costs_its_own_records_alone(tmp_path, failing, close, missing):
+    watch = rl.keras.Watch(tmp_path / "a.zarr", every=1, loggers=Logger(failing, close))
+    watched, messages = watched_losses(watch)
+    np.testing.assert_array_equal(watched, losses(network=network_with_input))
+    assert len(messages) == 1
+    assert "the logger Logger; training goes on" in messages[0]
     run = rl.open(tmp_path / "a.zarr")
     assert run.steps.values.tolist() == list(range(1, STEPS + 1))
     assert run.ended == "finished"
     (gap,) = watch.gaps if close else run.gaps
     assert (gap.where, gap.records) == ("the logger Logger", missing)
     if not close:
-        assert (gap.first, gap.last) == (min(wrong), max(wrong))
+        assert (gap.first, gap.last) == (min(failing), max(failing))
 
 
 @pytest.mark.one_engine("torch", "tf_keras")
@@ -144,27 +144,27 @@ def test_a_logger_that_raises_costs_its_own_records_alone(tmp_path, wrong, close
 @pytest.mark.parametrize("code", ["ENOSPC", "ESTALE", "EIO"])
 def test_a_disk_that_takes_nothing_leaves_the_history(tmp_path, monkeypatch, code, until):
     """Disk full, a network drive that is lost."""
-    real, broken, trained = LocalStore.set, [False], []
+    original_set, broken, batches = LocalStore.set, [False], []
 
     async def failing(self, key, value):
         if broken[0]:
             raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
-        await real(self, key, value)
+        await original_set(self, key, value)
 
     def after_step(batch, logs=None):
-        trained.append(batch)
-        broken[0] = len(trained) >= 2 and (until is None or len(trained) < until)
+        batches.append(batch)
+        broken[0] = len(batches) >= 2 and (until is None or len(batches) < until)
 
     monkeypatch.setattr(LocalStore, "set", failing)
     path = tmp_path / "a.zarr"
     breaks = keras.callbacks.LambdaCallback(on_train_batch_end=after_step)
     watch = rl.keras.Watch(path, every=1)
-    found, told = watched_losses(watch, breaks)
+    watched, messages = watched_losses(watch, breaks)
     broken[0] = False
-    np.testing.assert_array_equal(found, losses(network=with_input))
-    assert told
-    assert all("the run; training goes on" in one for one in told)
-    assert len(told) <= 2  # of a step, and of the end
+    np.testing.assert_array_equal(watched, losses(network=network_with_input))
+    assert messages
+    assert all("the run; training goes on" in message for message in messages)
+    assert len(messages) <= 2  # of a step, and of the end
     run = rl.open(path)
     if until is None:
         assert run.steps.values.tolist() == [1, 2]
@@ -175,26 +175,26 @@ def test_a_disk_that_takes_nothing_leaves_the_history(tmp_path, monkeypatch, cod
 
 
 @pytest.mark.one_engine
-@pytest.mark.parametrize("how", ["deleted", "emptied", "replaced"])
-def test_a_folder_that_is_gone_is_said_once(tmp_path, how):
-    path, trained = tmp_path / "a.zarr", []
+@pytest.mark.parametrize("removal", ["deleted", "emptied", "replaced"])
+def test_a_folder_that_is_gone_is_said_once(tmp_path, removal):
+    path, batches = tmp_path / "a.zarr", []
 
     def after_step(batch, logs=None):
-        trained.append(batch)
-        if len(trained) == 3:
-            if how == "emptied":
+        batches.append(batch)
+        if len(batches) == 3:
+            if removal == "emptied":
                 for child in path.iterdir():
                     shutil.rmtree(child) if child.is_dir() else child.unlink()
             else:
                 path.rename(tmp_path / "elsewhere")
-            if how == "replaced":
+            if removal == "replaced":
                 path.mkdir()
 
     watch = rl.keras.Watch(path, every=1)
-    found, told = watched_losses(watch, keras.callbacks.LambdaCallback(on_train_batch_end=after_step))
-    np.testing.assert_array_equal(found, losses(network=with_input))
-    assert len(told) == 1
-    assert "was removed or replaced" in told[0]
+    watched, messages = watched_losses(watch, keras.callbacks.LambdaCallback(on_train_batch_end=after_step))
+    np.testing.assert_array_equal(watched, losses(network=network_with_input))
+    assert len(messages) == 1
+    assert "was removed or replaced" in messages[0]
     assert [(gap.where, gap.first) for gap in watch.gaps] == [("the run", 4)]
     assert not path.exists() or not list(path.rglob("*"))
 
@@ -206,12 +206,12 @@ def test_a_probe_that_cannot_be_traced_is_a_gap(tmp_path, monkeypatch):
 
     monkeypatch.setattr("rnnlens.tracking.records.trace", failing)
     watch = rl.keras.Watch(tmp_path / "a.zarr", every=2, probe=(X[:5], Y[:5]))
-    found, told = watched_losses(watch)
-    np.testing.assert_array_equal(found, losses(network=with_input))
-    assert len(told) == 1
+    watched, messages = watched_losses(watch)
+    np.testing.assert_array_equal(watched, losses(network=network_with_input))
+    assert len(messages) == 1
     (gap,) = watch.gaps
     assert (gap.where, gap.first, gap.last, gap.records) == ("probe", 0, STEPS, 4)
-    assert [tuple(one) for one in rl.open(tmp_path / "a.zarr").gaps] == [tuple(gap)]
+    assert [tuple(stored_gap) for stored_gap in rl.open(tmp_path / "a.zarr").gaps] == [tuple(gap)]
 
 
 class Saving(keras.callbacks.Callback):
@@ -236,23 +236,23 @@ class Saving(keras.callbacks.Callback):
 @pytest.mark.parametrize("direct", [(), ("lstm",)], ids=["separate", "direct"])
 def test_whole_models_saved_and_copied_in_a_watch_are_models(tmp_path, direct):
     path = tmp_path / "model.keras"
-    alone, within = Saving(path), Saving(path)
-    expected = losses(alone, network=with_input)
+    plain_saving, watched_saving = Saving(path), Saving(path)
+    expected = losses(plain_saving, network=network_with_input)
     watch = rl.keras.Watch(tmp_path / "a.zarr", every=1, direct=direct)
-    found, told = watched_losses(watch, within)
-    np.testing.assert_array_equal(found, expected)
-    assert not told
+    watched, messages = watched_losses(watch, watched_saving)
+    np.testing.assert_array_equal(watched, expected)
+    assert not messages
     assert not watch.gaps
-    for mine, others in zip(within.average, alone.average, strict=True):
-        np.testing.assert_array_equal(mine, others)
+    for actual, reference in zip(watched_saving.average, plain_saving.average, strict=True):
+        np.testing.assert_array_equal(actual, reference)
     before = rl.open(tmp_path / "a.zarr").steps.size
-    for loaded, copied, weights in within.copies:
-        for made in (loaded, copied):
-            for mine, others in zip(made.get_weights(), weights, strict=True):
-                np.testing.assert_array_equal(mine, others)
-        outputs = [keras.ops.convert_to_numpy(made(X)) for made in (loaded, copied)]
+    for loaded, copied, weights in watched_saving.copies:
+        for saved_model in (loaded, copied):
+            for actual, reference in zip(saved_model.get_weights(), weights, strict=True):
+                np.testing.assert_array_equal(actual, reference)
+        outputs = [keras.ops.convert_to_numpy(saved_model(X)) for saved_model in (loaded, copied)]
         np.testing.assert_allclose(*outputs, rtol=1e-5, atol=1e-6)
-    loaded, _, _ = within.copies[-1]
+    loaded, _, _ = watched_saving.copies[-1]
     loaded.fit(X, Y, batch_size=8, verbose=0)  # goes on without a watch
     assert rl.open(tmp_path / "a.zarr").steps.size == before == STEPS
     assert pickle.loads(pickle.dumps(loaded.get_config()))
@@ -260,15 +260,15 @@ def test_whole_models_saved_and_copied_in_a_watch_are_models(tmp_path, direct):
 
 @pytest.mark.one_engine
 def test_nothing_holds_the_users_locals(tmp_path):
-    class Mine:
+    class UserObject:
         pass
 
-    mine = Mine()
-    alive = weakref.ref(mine)
-    losses(rl.keras.Watch(tmp_path / "a.zarr", every=2), network=with_input)
-    del mine
+    user_object = UserObject()
+    weak_ref = weakref.ref(user_object)
+    losses(rl.keras.Watch(tmp_path / "a.zarr", every=2), network=network_with_input)
+    del user_object
     gc.collect()
-    assert alive() is None
+    assert weak_ref() is None
 
 
 @pytest.mark.one_engine
@@ -278,8 +278,8 @@ def test_ctrl_c_is_recorded_as_interrupted(tmp_path, mode):
         if batch == 1:
             raise KeyboardInterrupt
 
-    given = {"probe": (X[:5], Y[:5])} if mode == "probe" else {}
-    watch = rl.keras.Watch(tmp_path / "a.zarr", every=1, **given)
+    probe_options = {"probe": (X[:5], Y[:5])} if mode == "probe" else {}
+    watch = rl.keras.Watch(tmp_path / "a.zarr", every=1, **probe_options)
     model = network()
     try:
         stop = keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)
@@ -304,7 +304,7 @@ def dense_and_dropout():
     return model
 
 
-PLACES = {
+PATCHED_NAMES = {
     "copies of the weights": "rnnlens.adapters.keras.training_capture.copy_of",
     "the batch handed on": "rnnlens.adapters.keras.training_capture.TrainStep._tee",
     "taps in the step": "rnnlens.adapters.keras.step_gradients._recording_loop",
@@ -314,9 +314,9 @@ PLACES = {
 
 
 @pytest.mark.product(keep=("separate-the batch handed on",) if LEGACY else ("direct-taps in the step",))
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("patched_name", PATCHED_NAMES.values(), ids=PATCHED_NAMES)
 @pytest.mark.parametrize("direct", [(), ("lstm",)], ids=["separate", "direct"])
-def test_an_error_of_ours_within_the_step_leaves_the_history(tmp_path, monkeypatch, place, direct):
+def test_an_error_of_ours_within_the_step_leaves_the_history(tmp_path, monkeypatch, patched_name, direct):
     def fit(*callbacks):
         model = dense_and_dropout()
         history = model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=[*callbacks])
@@ -327,17 +327,19 @@ def test_an_error_of_ours_within_the_step_leaves_the_history(tmp_path, monkeypat
     def failing(*_, **__):
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(place, failing)
+    monkeypatch.setattr(patched_name, failing)
     watch = rl.keras.Watch(tmp_path / "a.zarr", every=2, direct=direct)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found, trained = fit(watch)
-    np.testing.assert_array_equal(found, expected)
-    for one, other in zip(trained, weights, strict=True):
-        np.testing.assert_array_equal(one, other)
-    met = "taps" not in place and "_recording_loop" not in place and "_in_time_order" not in place
+        watched, trained = fit(watch)
+    np.testing.assert_array_equal(watched, expected)
+    for weight, reference in zip(trained, weights, strict=True):
+        np.testing.assert_array_equal(weight, reference)
+    reached = (
+        "taps" not in patched_name and "_recording_loop" not in patched_name and "_in_time_order" not in patched_name
+    )
     on_taps = bool(direct) and not LEGACY and engine() in ("torch", "tensorflow")
-    if met or on_taps:
+    if reached or on_taps:
         assert watch.gaps
         assert all("ours" in gap.reason for gap in watch.gaps)
-        assert sum(issubclass(one.category, TrackingWarning) for one in told) == 1
+        assert sum(issubclass(warning.category, TrackingWarning) for warning in caught) == 1

@@ -37,15 +37,15 @@ class Reader(keras.Model):
         return self.head(self.outer(self.inner(x)))
 
 
-class Note(keras.callbacks.Callback):
+class GradientRecorder(keras.callbacks.Callback):
     """The gradients of the trained batch, and how often user code has run by then."""
 
     def __init__(self):
         super().__init__()
-        self.runs, self.found = [], []
+        self.runs, self.records = [], []
 
-    def look(self, batch):
-        self.found.append((batch, batch.trace["inner"].hidden_grad.values, batch.gradients["inner"]["kernel"].values))
+    def record(self, batch):
+        self.records.append((batch, batch.trace["inner"].hidden_grad.values, batch.gradients["inner"]["kernel"].values))
         self.runs.append(len(TRACED))
 
 
@@ -53,17 +53,17 @@ class Note(keras.callbacks.Callback):
 def test_later_records_run_no_user_code_and_have_the_numbers_of_fresh_runs():
     keras.utils.set_random_seed(0)
     x = np.random.default_rng(0).normal(size=(24, 6, 2)).astype("float32")
-    model, note = Reader(), Note()
+    model, recorder = Reader(), GradientRecorder()
     model.compile(keras.optimizers.SGD(0.1), loss="mse")
     model(x[:4])
-    watch = rl.keras.Watch(batches=1, on_batch=note.look)
+    watch = rl.keras.Watch(batches=1, on_batch=recorder.record)
     model.fit(x, x[:, 0, :1], batch_size=4, epochs=1, verbose=0, shuffle=False, callbacks=[watch])
-    assert len(note.runs) == 6
-    assert len(set(note.runs[1:])) == 1, "user code ran again"
-    assert not np.allclose(note.found[1][1], note.found[5][1])
-    batch, hidden_grad, kernel_grad = note.found[-1]  # the training is over: these runs are traced again
+    assert len(recorder.runs) == 6
+    assert len(set(recorder.runs[1:])) == 1, "user code ran again"
+    assert not np.allclose(recorder.records[1][1], recorder.records[5][1])
+    batch, hidden_grad, kernel_grad = recorder.records[-1]  # the training is over: these runs are traced again
     before = len(TRACED)
-    with_fresh = batch.with_variables_before(lambda: rl.trace(model, batch.x, batch.y, training=True, seed=None))
+    fresh_trace = batch.with_variables_before(lambda: rl.trace(model, batch.x, batch.y, training=True, seed=None))
     assert len(TRACED) > before
-    np.testing.assert_allclose(hidden_grad, with_fresh["inner"].hidden_grad.values, rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(hidden_grad, fresh_trace["inner"].hidden_grad.values, rtol=1e-5, atol=1e-9)
     assert np.abs(kernel_grad).max() > 0

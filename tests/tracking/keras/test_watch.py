@@ -12,16 +12,16 @@ from rnnlens.errors import InputError, LayerNotFoundError, TrackingWarning, Unsu
 ENGINE = keras.backend.backend()
 STEPS, BATCH, EPOCHS = 6, 8, 2
 #: What is the same code on every engine is tested where nothing is compiled.
-once = pytest.mark.full if ENGINE != "torch" else lambda test: test
+engine_independent = pytest.mark.full if ENGINE != "torch" else lambda test: test
 #: Steps of JAX cannot be heard from within: there it is all computed anew.
-heard_within = pytest.mark.full if ENGINE == "jax" else lambda test: test
+captured_within = pytest.mark.full if ENGINE == "jax" else lambda test: test
 
 
 @pytest.fixture(scope="module")
 def data():
-    random = np.random.default_rng(0)
-    x = random.normal(size=(4 * BATCH, STEPS, 3)).astype("float32")
-    return x, random.normal(size=(4 * BATCH, 1)).astype("float32"), random.uniform(0.5, 2, 4 * BATCH).astype("float32")
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(4 * BATCH, STEPS, 3)).astype("float32")
+    return x, rng.normal(size=(4 * BATCH, 1)).astype("float32"), rng.uniform(0.5, 2, 4 * BATCH).astype("float32")
 
 
 def network(optimizer="adam", dropout=0.3, **options):
@@ -41,21 +41,21 @@ def network(optimizer="adam", dropout=0.3, **options):
     return model
 
 
-def fitted(model, data, callbacks=(), **options):
+def fit(model, data, callbacks=(), **options):
     x, y, weight = data
     keras.utils.set_random_seed(2)
-    given = {"batch_size": BATCH, "epochs": EPOCHS, "sample_weight": weight, "verbose": 0, **options}
-    history = model.fit(x, y, callbacks=list(callbacks), **given).history
+    fit_options = {"batch_size": BATCH, "epochs": EPOCHS, "sample_weight": weight, "verbose": 0, **options}
+    history = model.fit(x, y, callbacks=list(callbacks), **fit_options).history
     return [np.array(keras.ops.convert_to_numpy(v)) for v in [*model.variables, *model.optimizer.variables]], history
 
 
 @pytest.fixture(scope="module")
-def untouched(data):
+def unwatched_fit(data):
     """The training that nobody follows: its variables after it, and its history."""
-    return fitted(network(), data, validation_data=data[:2])
+    return fit(network(), data, validation_data=data[:2])
 
 
-def small(**options):
+def small_network(**options):
     """One layer: where each program is compiled several times over."""
     keras.utils.set_random_seed(1)
     lstm = keras.layers.LSTM(4, dropout=0.3, name="lstm")
@@ -64,7 +64,7 @@ def small(**options):
     return model
 
 
-def watches(path, data):
+def watch_makers(path, data):
     """One of each kind, by name."""
     x, y, _ = data
     return {
@@ -73,28 +73,29 @@ def watches(path, data):
     }
 
 
-@once  # elsewhere by tests below: what is told in them, and what is heard, is of a training that stays as it is
+# Elsewhere by tests below: what is told in them, and what is heard, is of a training that stays as it is.
+@engine_independent
 @pytest.mark.parametrize("kind", ["probe", "batch"])
-def test_training_is_not_disturbed(kind, tmp_path, data, untouched):
-    seen = []
-    lambdas = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(dict(logs)))
-    watch = watches(tmp_path / "a.zarr", data)[kind]()
-    followed, told = fitted(network(), data, [watch, lambdas], validation_data=data[:2])
-    for one, other in zip(untouched[0], followed, strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert told == untouched[1]
-    assert len(seen) == 8
+def test_training_is_not_disturbed(kind, tmp_path, data, unwatched_fit):
+    batch_logs = []
+    log_callback = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batch_logs.append(dict(logs)))
+    watch = watch_makers(tmp_path / "a.zarr", data)[kind]()
+    watched, history = fit(network(), data, [watch, log_callback], validation_data=data[:2])
+    for expected, actual in zip(unwatched_fit[0], watched, strict=True):
+        np.testing.assert_array_equal(expected, actual)
+    assert history == unwatched_fit[1]
+    assert len(batch_logs) == 8
     assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == {"probe": [0, 3, 6, 8], "batch": [2, 4, 6, 8]}[kind]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["probe", "batch"])
 def test_two_hundred_steps_are_not_disturbed(kind, tmp_path, data):
-    untouched, history = fitted(network(), data, epochs=50)
-    followed, told = fitted(network(), data, [watches(tmp_path / "a.zarr", data)[kind]()], epochs=50)
-    for one, other in zip(untouched, followed, strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert told == history
+    unwatched, unwatched_history = fit(network(), data, epochs=50)
+    watched, watched_history = fit(network(), data, [watch_makers(tmp_path / "a.zarr", data)[kind]()], epochs=50)
+    for expected, actual in zip(unwatched, watched, strict=True):
+        np.testing.assert_array_equal(expected, actual)
+    assert watched_history == unwatched_history
 
 
 class Weights(keras.callbacks.Callback):
@@ -119,28 +120,28 @@ KERNELS = {
 RATE = 0.5
 
 
-def moved_by(model, data, tolerance=1e-5, rate=RATE):
+def check_weight_updates(model, data, tolerance=1e-5, rate=RATE):
     """Train by plain descent; every weight moves by the gradient of the very batch: its masks, weights, statistics."""
-    found, states = [], Weights()
+    recorded, weights = [], Weights()
 
-    def look(batch):
-        found.append({name: np.asarray(batch.gradients[name].values) for name in KERNELS})
+    def record(batch):
+        recorded.append({name: np.asarray(batch.gradients[name].values) for name in KERNELS})
 
     before = {v.path: np.array(keras.ops.convert_to_numpy(v)) for v in model.trainable_variables}
-    fitted(model, data, [rl.keras.Watch(batches=1, on_batch=look), states])
+    fit(model, data, [rl.keras.Watch(batches=1, on_batch=record), weights])
     path_of = lambda end: next(path for path in before if path.endswith(end))  # noqa: E731
-    assert len(found) == len(states.after) == 8
-    for gradients, after in zip(found, states.after, strict=True):
+    assert len(recorded) == len(weights.after) == 8
+    for gradients, after in zip(recorded, weights.after, strict=True):
         for name, (end, shape) in KERNELS.items():
-            moved = (before[path_of(end)] - after[path_of(end)]).reshape(shape) / rate
+            update = (before[path_of(end)] - after[path_of(end)]).reshape(shape) / rate
             largest = np.abs(gradients[name]).max()
             assert largest > 1e-4
-            np.testing.assert_allclose(gradients[name], moved, rtol=0, atol=tolerance * max(1.0, largest))
+            np.testing.assert_allclose(gradients[name], update, rtol=0, atol=tolerance * max(1.0, largest))
         before = after
 
 
 def test_the_gradients_are_those_that_the_optimizer_took(data):
-    moved_by(network(keras.optimizers.SGD(RATE)), data)
+    check_weight_updates(network(keras.optimizers.SGD(RATE)), data)
 
 
 #: As users compile; torch's compiler takes minutes for a layer, and is left out there.
@@ -153,13 +154,13 @@ COMPILED = {
 
 @pytest.mark.one_engine("tensorflow", "torch")  # JAX compiles its step in any case
 @pytest.mark.product(keep=() if ENGINE == "torch" else ("jit_compile=True",))
-@pytest.mark.parametrize("how", COMPILED)
-def test_however_the_step_is_compiled(how, data):
+@pytest.mark.parametrize("compile_mode", COMPILED)
+def test_however_the_step_is_compiled(compile_mode, data):
     """On TensorFlow a compiled step draws masks of its own, so that a model with dropout is refused there."""
-    same_masks = ENGINE == "jax" or how != "jit_compile=True"
-    model = network(keras.optimizers.SGD(RATE), dropout=0.3 if same_masks else 0.0, **COMPILED[how])
-    moved_by(model, data)
-    for name, value in COMPILED[how].items():
+    same_masks = ENGINE == "jax" or compile_mode != "jit_compile=True"
+    model = network(keras.optimizers.SGD(RATE), dropout=0.3 if same_masks else 0.0, **COMPILED[compile_mode])
+    check_weight_updates(model, data)
+    for name, value in COMPILED[compile_mode].items():
         assert getattr(model, name) == value
 
 
@@ -169,57 +170,59 @@ if ENGINE != "jax":
     def test_masks_that_only_a_compiled_step_can_draw_are_refused(data):
         model = network(jit_compile=True)
         with pytest.raises(UnsupportedError, match="Layer 'lstm' draws random numbers in a compiled training step"):
-            fitted(model, data, [rl.keras.Watch(batches=1)])
+            fit(model, data, [rl.keras.Watch(batches=1)])
 
 
 @pytest.fixture(params=["mixed_float16", "mixed_bfloat16"])
-def half(request):
-    before = keras.config.dtype_policy()
+def half_policy(request):
+    previous = keras.config.dtype_policy()
     keras.config.set_dtype_policy(request.param)
     yield request.param
-    keras.config.set_dtype_policy(before)
+    keras.config.set_dtype_policy(previous)
 
 
 @pytest.mark.one_engine("jax", "torch")
 @pytest.mark.product(keep=("mixed_float16",))
-def test_half_precision_is_that_of_the_step(half, data):
+def test_half_precision_is_that_of_the_step(half_policy, data):
     """The scale on the loss is not in what is told; what rounding in half precision leaves is."""
     rate = 0.02  # a step whose scaled gradients overflow is skipped, and moves nothing
-    plain = keras.optimizers.SGD(rate)
-    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rate), initial_scale=256.0)
-    moved_by(network(scaled if half == "mixed_float16" else plain), data, tolerance=2e-2, rate=rate)
+    sgd = keras.optimizers.SGD(rate)
+    scaled_sgd = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rate), initial_scale=256.0)
+    check_weight_updates(
+        network(scaled_sgd if half_policy == "mixed_float16" else sgd), data, tolerance=2e-2, rate=rate
+    )
 
 
-@once
-def test_training_in_half_precision_is_not_disturbed(half, tmp_path, data):
-    untouched, history = fitted(network(), data)
+@engine_independent
+def test_training_in_half_precision_is_not_disturbed(half_policy, tmp_path, data):
+    unwatched, unwatched_history = fit(network(), data)
     for kind in ("probe", "batch"):
-        followed, told = fitted(network(), data, [watches(tmp_path / f"{kind}.zarr", data)[kind]()])
-        for one, other in zip(untouched, followed, strict=True):
-            np.testing.assert_array_equal(one, other)
-        assert told == history
+        watched, watched_history = fit(network(), data, [watch_makers(tmp_path / f"{kind}.zarr", data)[kind]()])
+        for expected, actual in zip(unwatched, watched, strict=True):
+            np.testing.assert_array_equal(expected, actual)
+        assert watched_history == unwatched_history
 
 
 class Penalised(keras.Model):
     """A step of somebody's own around Keras' step."""
 
-    def train_step(self, *given):
-        return super().train_step(*given)
+    def train_step(self, *args):
+        return super().train_step(*args)
 
 
-@once
+@engine_independent
 def test_a_step_of_ones_own(data):
-    inside = network(keras.optimizers.SGD(RATE))
-    model = Penalised(inside.inputs, inside.outputs)
+    inner = network(keras.optimizers.SGD(RATE))
+    model = Penalised(inner.inputs, inner.outputs)
     model.compile(keras.optimizers.SGD(RATE), "mse")
-    moved_by(model, data)
+    check_weight_updates(model, data)
 
 
-@once
+@engine_independent
 def test_batches_of_a_generator_and_weights_of_classes(tmp_path):
     """What the step was fed: ``class_weight`` is among the sample weights, whatever hands out the batches."""
-    random = np.random.default_rng(1)
-    x, labels = random.normal(size=(16, STEPS, 3)).astype("float32"), np.arange(16) % 3
+    rng = np.random.default_rng(1)
+    x, labels = rng.normal(size=(16, STEPS, 3)).astype("float32"), np.arange(16) % 3
     cost = {0: 1.0, 1: 3.0, 2: 0.5}
 
     class Batches(keras.utils.PyDataset):
@@ -236,14 +239,14 @@ def test_batches_of_a_generator_and_weights_of_classes(tmp_path):
         model.compile("sgd", "sparse_categorical_crossentropy")
         return model
 
-    seen = []
-    first = lambda step, epoch: step == 1  # noqa: E731
-    watch = rl.keras.Watch(tmp_path / "a.zarr", batches=first, on_batch=lambda batch: seen.append(batch.trace))
+    traces = []
+    first_step = lambda step, epoch: step == 1  # noqa: E731
+    watch = rl.keras.Watch(tmp_path / "a.zarr", batches=first_step, on_batch=lambda batch: traces.append(batch.trace))
     classifier().fit(Batches(), class_weight=cost, verbose=0, shuffle=False, callbacks=[watch])
     weight = np.array([cost[int(label)] for label in labels[:8]], dtype="float32")
-    alone = rl.trace(classifier(), x[:8], labels[:8], sample_weight=weight, training=True)
-    scale = float(abs(alone["gru"].hidden_grad).max())
-    np.testing.assert_allclose(seen[0]["gru"].hidden_grad, alone["gru"].hidden_grad, atol=1e-5 * scale)
+    reference = rl.trace(classifier(), x[:8], labels[:8], sample_weight=weight, training=True)
+    scale = float(abs(reference["gru"].hidden_grad).max())
+    np.testing.assert_allclose(traces[0]["gru"].hidden_grad, reference["gru"].hidden_grad, atol=1e-5 * scale)
     assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == [1]
 
     def forever():
@@ -255,11 +258,11 @@ def test_batches_of_a_generator_and_weights_of_classes(tmp_path):
     assert rl.open(tmp_path / "b.zarr").steps.values.tolist() == [2, 4]
 
 
-@once
+@engine_independent
 def test_an_end_before_its_time(tmp_path, data):
     """Early stopping is named; an error and Ctrl-C leave what was written readable, and the model its own step."""
     early = keras.callbacks.EarlyStopping(monitor="loss", min_delta=100.0, patience=0)
-    fitted(network(), data, [rl.keras.Watch(tmp_path / "a.zarr", batches=2), early], epochs=9)
+    fit(network(), data, [rl.keras.Watch(tmp_path / "a.zarr", batches=2), early], epochs=9)
     run = rl.open(tmp_path / "a.zarr")
     assert run.ended == "stopped"
     assert run.steps.values.tolist() == [2, 4, 6, 8]
@@ -270,19 +273,19 @@ def test_an_end_before_its_time(tmp_path, data):
 
     model = network()
     with pytest.raises(KeyboardInterrupt):
-        fitted(
+        fit(
             model,
             data,
             [rl.keras.Watch(tmp_path / "b.zarr", batches=1), keras.callbacks.LambdaCallback(on_train_batch_end=fail)],
         )
     assert rl.open(tmp_path / "b.zarr").steps.values.tolist() == [1, 2, 3]
-    fitted(model, data, epochs=1)
+    fit(model, data, epochs=1)
 
 
-@once
+@engine_independent
 def test_a_note_is_written_once(tmp_path, data):
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
-    fitted(network(optimizer), data, [rl.keras.Watch(tmp_path / "a.zarr", every=2)])
+    fit(network(optimizer), data, [rl.keras.Watch(tmp_path / "a.zarr", every=2)])
     notes = rl.open(tmp_path / "a.zarr").notes
     assert len([note for note in notes if "of this batch alone" in note]) == 1
 
@@ -290,22 +293,22 @@ def test_a_note_is_written_once(tmp_path, data):
 def test_direct_total_and_gates_are_of_that_batch(data):
     """Without dropout a batch can be traced by itself: from the weights that it found."""
     x, y, _ = data
-    kept = []
+    records = []
 
-    def look(batch):
-        kept.append((batch.trace, np.asarray(keras.ops.convert_to_numpy(batch.x))))
+    def record(batch):
+        records.append((batch.trace, np.asarray(keras.ops.convert_to_numpy(batch.x))))
 
     model, twin = network(dropout=0.0), network(dropout=0.0)
-    fitted(model, data, [rl.keras.Watch(batches=lambda step, epoch: step == 1, on_batch=look)])
-    ((trace, seen),) = kept
-    rows = [int(np.flatnonzero((x == row).all((1, 2)))[0]) for row in seen]
+    fit(model, data, [rl.keras.Watch(batches=lambda step, epoch: step == 1, on_batch=record)])
+    ((trace, batch_x),) = records
+    rows = [int(np.flatnonzero((x == row).all((1, 2)))[0]) for row in batch_x]
     assert rows != sorted(rows)  # shuffled
     with rl.options(certify="never"):
-        alone = rl.trace(twin, x[rows], y[rows], sample_weight=data[2][rows], training=True)
-    assert trace.loss == pytest.approx(alone.loss, rel=1e-5)
+        reference = rl.trace(twin, x[rows], y[rows], sample_weight=data[2][rows], training=True)
+    assert trace.loss == pytest.approx(reference.loss, rel=1e-5)
     for layer in ("lstm", "gru"):
         for name in ("output_grad", "hidden_grad", "gates"):
-            expected = alone[layer][name].values
+            expected = reference[layer][name].values
             np.testing.assert_allclose(trace[layer][name], expected, atol=1e-5 * np.abs(expected).max())
 
 
@@ -313,7 +316,7 @@ if ENGINE == "torch":
 
     def test_keras_itself_has_one_batch_per_execution_here(data):
         with pytest.raises(ValueError, match="steps_per_execution"):
-            fitted(small(steps_per_execution=3), data, [rl.keras.Watch(batches=1)])
+            fit(small_network(steps_per_execution=3), data, [rl.keras.Watch(batches=1)])
 
 
 if ENGINE == "tensorflow":
@@ -322,160 +325,164 @@ if ENGINE == "tensorflow":
         """A batch that is dealt to replicas is refused by name, before anything is trained; a probe changes nothing."""
         import tensorflow as tf
 
-        def spread(**options):
+        def distributed_network(**options):
             with tf.distribute.MirroredStrategy(["cpu:0"]).scope():
-                return small(**options)
+                return small_network(**options)
 
-        model = spread()
+        model = distributed_network()
         start = model.get_weights()
         with pytest.raises(UnsupportedError, match=r"(?s)under a tf.distribute strategy.*MirroredStrategy.*probe="):
-            fitted(model, data, [rl.keras.Watch(batches=1)])
+            fit(model, data, [rl.keras.Watch(batches=1)])
         for before, after in zip(start, model.get_weights(), strict=True):
             np.testing.assert_array_equal(before, after)
-        alone, history = fitted(spread(), data)
+        unwatched, unwatched_history = fit(distributed_network(), data)
         watch = rl.keras.Watch(tmp_path / "a.zarr", probe=(data[0][:5], data[1][:5]), every=4)
-        followed, told = fitted(spread(), data, [watch])
-        for one, other in zip(alone, followed, strict=True):
-            np.testing.assert_array_equal(one, other)
-        assert told == history
+        watched, watched_history = fit(distributed_network(), data, [watch])
+        for expected, actual in zip(unwatched, watched, strict=True):
+            np.testing.assert_array_equal(expected, actual)
+        assert watched_history == unwatched_history
         assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == [0, 4, 8]
 
     def test_the_step_that_tells_direct_gradients_is_compiled_once(data):
         """A later training, of another watch, runs the program of the first; a model compiled anew has its own."""
-        model, traces = small(), []
+        model, traces = small_network(), []
         step = model.train_step
-        model.train_step = lambda given: (traces.append(1), step(given))[1]
+        model.train_step = lambda batch: (traces.append(1), step(batch))[1]
 
-        def traced():
-            heard = []
-            look = lambda batch: heard.append(batch.traced(layers="lstm", quantities="output_grad"))  # noqa: E731
-            fitted(model, data, [rl.keras.Watch(batches=1, direct="lstm", on_batch=look)], epochs=1)
-            assert len(heard) == 4
-            assert float(abs(heard[-1]["lstm"].output_grad).max()) > 0
+        def count_traces():
+            captured = []
+            record = lambda batch: captured.append(batch.traced(layers="lstm", quantities="output_grad"))  # noqa: E731
+            fit(model, data, [rl.keras.Watch(batches=1, direct="lstm", on_batch=record)], epochs=1)
+            assert len(captured) == 4
+            assert float(abs(captured[-1]["lstm"].output_grad).max()) > 0
             return len(traces)
 
-        first = traced()
-        assert first > 0
-        assert traced() == first
+        first_count = count_traces()
+        assert first_count > 0
+        assert count_traces() == first_count
         model.compile("sgd", "mse")
-        assert traced() > first
+        assert count_traces() > first_count
 
 
 if ENGINE != "torch":
 
     def test_of_several_batches_per_execution_the_first_is_told(data):
-        seen = []
+        records = []
 
-        def look(batch):
-            seen.append((batch.step, float(batch.traced(quantities=["hidden"]).loss), batch.notes))
+        def record(batch):
+            records.append((batch.step, float(batch.traced(quantities=["hidden"]).loss), batch.notes))
 
-        untouched, history = fitted(small(steps_per_execution=3), data)
-        alone = []
-        fitted(small(), data, [rl.keras.Watch(batches=1, on_batch=lambda b: alone.append(b.trace.loss))])
-        followed, told = fitted(small(steps_per_execution=3), data, [rl.keras.Watch(batches=1, on_batch=look)])
-        for one, other in zip(untouched, followed, strict=True):
-            np.testing.assert_array_equal(one, other)
-        assert told == history
-        assert [step for step, _, _ in seen] == [1, 4, 5, 8]
-        np.testing.assert_allclose([loss for _, loss, _ in seen], [alone[0], alone[3], alone[4], alone[7]], rtol=1e-5)
-        assert "first of 3 batches" in seen[0][2][-1]
+        unwatched, unwatched_history = fit(small_network(steps_per_execution=3), data)
+        losses = []
+        fit(small_network(), data, [rl.keras.Watch(batches=1, on_batch=lambda b: losses.append(b.trace.loss))])
+        watched, watched_history = fit(
+            small_network(steps_per_execution=3), data, [rl.keras.Watch(batches=1, on_batch=record)]
+        )
+        for expected, actual in zip(unwatched, watched, strict=True):
+            np.testing.assert_array_equal(expected, actual)
+        assert watched_history == unwatched_history
+        assert [step for step, _, _ in records] == [1, 4, 5, 8]
+        np.testing.assert_allclose(
+            [loss for _, loss, _ in records], [losses[0], losses[3], losses[4], losses[7]], rtol=1e-5
+        )
+        assert "first of 3 batches" in records[0][2][-1]
 
 
-def test_direct_gradients_from_the_step_itself(data, untouched):
+def test_direct_gradients_from_the_step_itself(data, unwatched_fit):
     """They are those of the batch traced again, where nothing was heard; and no number of the training moves."""
     pairs = []
 
-    def look(batch):
-        heard = batch.traced(layers=["lstm", "gru"], quantities="output_grad")
-        assert (ENGINE == "jax") != any("without a second pass" in note for note in heard.notes)
-        mine = batch["lstm"].output_grad
+    def record(batch):
+        captured = batch.traced(layers=["lstm", "gru"], quantities="output_grad")
+        assert (ENGINE == "jax") != any("without a second pass" in note for note in captured.notes)
+        output_grad = batch["lstm"].output_grad
         assert ("trace" in vars(batch)) == (ENGINE == "jax")
-        np.testing.assert_array_equal(mine, (batch.trace if ENGINE == "jax" else heard)["lstm"].output_grad)
+        np.testing.assert_array_equal(output_grad, (batch.trace if ENGINE == "jax" else captured)["lstm"].output_grad)
         np.testing.assert_array_equal(batch["lstm"].hidden_grad, batch.trace["lstm"].hidden_grad)
         assert list(batch) == ["lstm", "gru"]
-        pairs.append((heard, batch.trace))
+        pairs.append((captured, batch.trace))
 
-    watch = rl.keras.Watch(batches=1, on_batch=look, direct=["lstm", "gru"])
-    followed, told = fitted(network(), data, [watch], validation_data=data[:2])
-    for one, other in zip(untouched[0], followed, strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert told == untouched[1]
+    watch = rl.keras.Watch(batches=1, on_batch=record, direct=["lstm", "gru"])
+    watched, history = fit(network(), data, [watch], validation_data=data[:2])
+    for reference, actual in zip(unwatched_fit[0], watched, strict=True):
+        np.testing.assert_array_equal(reference, actual)
+    assert history == unwatched_fit[1]
     assert len(pairs) == 8
-    for heard, again in pairs:
-        assert heard.loss == pytest.approx(again.loss, rel=1e-5)
+    for captured, retraced in pairs:
+        assert captured.loss == pytest.approx(retraced.loss, rel=1e-5)
         for layer in ("lstm", "gru"):
-            expected = again[layer].output_grad
-            assert heard[layer].output_grad.dims == expected.dims
+            expected = retraced[layer].output_grad
+            assert captured[layer].output_grad.dims == expected.dims
             scale = float(abs(expected).max())
-            np.testing.assert_allclose(heard[layer].output_grad, expected, rtol=0, atol=1e-5 * scale)
+            np.testing.assert_allclose(captured[layer].output_grad, expected, rtol=0, atol=1e-5 * scale)
 
 
-@once
+@engine_independent
 def test_before_and_after_clipping_are_both_told(tmp_path, data):
     clipping = keras.optimizers.SGD(0.1, global_clipnorm=0.05)
-    fitted(network(clipping), data, [rl.keras.Watch(tmp_path / "a.zarr", every=4)])
+    fit(network(clipping), data, [rl.keras.Watch(tmp_path / "a.zarr", every=4)])
     run = rl.open(tmp_path / "a.zarr")
     assert (run.scalar("grad_norm") > 0.05).all()
     np.testing.assert_allclose(run.scalar("grad_norm_clipped"), 0.05, rtol=1e-4)
 
 
-@once
+@engine_independent
 def test_accumulated_gradients_are_named_as_such(tmp_path, data):
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
-    fitted(network(optimizer), data, [rl.keras.Watch(tmp_path / "a.zarr", every=8)])
+    fit(network(optimizer), data, [rl.keras.Watch(tmp_path / "a.zarr", every=8)])
     assert any("of this batch alone" in note for note in rl.open(tmp_path / "a.zarr").notes)
 
 
-@once
+@engine_independent
 def test_a_second_training_goes_on_with_the_run(tmp_path, data):
     x, y, _ = data
     model, path = network(), tmp_path / "a.zarr"
-    fitted(model, data, [rl.keras.Watch(path, probe=(x[:5], y[:5]), every=4)])
-    fitted(model, data, [rl.keras.Watch(path, probe=(x[:5], y[:5]), every=4)])
+    fit(model, data, [rl.keras.Watch(path, probe=(x[:5], y[:5]), every=4)])
+    fit(model, data, [rl.keras.Watch(path, probe=(x[:5], y[:5]), every=4)])
     assert rl.open(path).steps.values.tolist() == [0, 4, 8, 12, 16]
 
 
-@once
+@engine_independent
 def test_a_model_of_before_drops_what_came_after(tmp_path, data):
     x, y, _ = data
     model, path = network(), tmp_path / "a.zarr"
-    fitted(model, data, [rl.keras.Watch(path, probe=(x[:5], y[:5]), every=4)])
+    fit(model, data, [rl.keras.Watch(path, probe=(x[:5], y[:5]), every=4)])
     model.save(tmp_path / "m.keras")
-    fitted(model, data, [rl.keras.Watch(path, probe=(x[:5], y[:5]), every=4)])
+    fit(model, data, [rl.keras.Watch(path, probe=(x[:5], y[:5]), every=4)])
     older = keras.models.load_model(tmp_path / "m.keras")
-    fitted(older, data, [rl.keras.Watch(path, probe=(x[:5], y[:5]), every=3)], epochs=1)
+    fit(older, data, [rl.keras.Watch(path, probe=(x[:5], y[:5]), every=3)], epochs=1)
     assert rl.open(path).steps.values.tolist() == [0, 4, 8, 9, 12]
 
 
-@once
+@engine_independent
 def test_nothing_recorded_is_said_once(tmp_path, data):
     x, y, _ = data
     watch = rl.keras.Watch(tmp_path / "a.zarr", probe=(x[:5], y[:5]), every=100)
-    with pytest.warns(TrackingWarning, match="8 batches were trained, and every=100 selected none") as told:
-        fitted(network(), data, [watch])
-    assert len([one for one in told if one.category is TrackingWarning]) == 1
+    with pytest.warns(TrackingWarning, match="8 batches were trained, and every=100 selected none") as caught:
+        fit(network(), data, [watch])
+    assert len([warning for warning in caught if warning.category is TrackingWarning]) == 1
 
 
 def test_off_does_nothing(tmp_path, data):
     with warnings.catch_warnings():
         warnings.simplefilter("error", TrackingWarning)
         watch = rl.keras.Watch(tmp_path / "a.zarr", probe=(data[0][:5], data[1][:5]), every=0)
-        fitted(small(), data, [watch])
+        fit(small_network(), data, [watch])
     assert not (tmp_path / "a.zarr").exists()
     assert keras.src.utils.is_default(watch.on_train_batch_end)
 
 
 def test_the_model_gets_its_step_back(tmp_path, data):
-    model = small()
-    fitted(model, data, [rl.keras.Watch(batches=1)])
+    model = small_network()
+    fit(model, data, [rl.keras.Watch(batches=1)])
     assert type(model.train_function).__module__.split(".")[0] != "rnnlens"
 
     def fail(batch):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        fitted(model, data, [rl.keras.Watch(batches=1, on_batch=fail)])
-    after, _ = fitted(model, data)
+        fit(model, data, [rl.keras.Watch(batches=1, on_batch=fail)])
+    after, _ = fit(model, data)
     assert all(np.isfinite(value).all() for value in after)
 
 
@@ -486,7 +493,7 @@ def test_what_is_no_probe(probe, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"keep": "hiden_grad"}, "no quantity"),
         ({"keep": ["hiden_grad"]}, "no quantity"),
@@ -501,64 +508,70 @@ def test_what_is_no_probe(probe, tmp_path):
         ({"batches": 1, "on_batch": 3}, "cannot be called"),
     ],
 )
-@once
-def test_what_would_be_ignored_is_refused(options, words):
-    with pytest.raises(InputError, match=f"(?s){words}"):
+@engine_independent
+def test_what_would_be_ignored_is_refused(options, message):
+    with pytest.raises(InputError, match=f"(?s){message}"):
         rl.keras.Watch(**options)
 
 
-@once
+@engine_independent
 def test_one_name_is_a_name(tmp_path, data):
     x, y, _ = data
-    fitted(network(), data, [rl.keras.Watch(tmp_path / "a.zarr", probe=(x[:5], y[:5]), every=4, keep="hidden_grad")])
+    fit(network(), data, [rl.keras.Watch(tmp_path / "a.zarr", probe=(x[:5], y[:5]), every=4, keep="hidden_grad")])
     assert rl.open(tmp_path / "a.zarr")["lstm"].hidden_grad.dims == ("step", "sample", "time", "unit")
 
 
-@once
+@engine_independent
 def test_a_layer_that_is_called_twice_has_the_gradients_of_both(data):
-    one, other, lstm = keras.Input((STEPS, 3)), keras.Input((STEPS, 3)), keras.layers.LSTM(4, name="lstm")
-    model = keras.Model([one, other], keras.layers.Dense(1)(lstm(one) + 2 * lstm(other)))
+    first_input, second_input, lstm = (
+        keras.Input((STEPS, 3)),
+        keras.Input((STEPS, 3)),
+        keras.layers.LSTM(4, name="lstm"),
+    )
+    model = keras.Model([first_input, second_input], keras.layers.Dense(1)(lstm(first_input) + 2 * lstm(second_input)))
     model.compile("sgd", "mse")
     x, y, _ = data
-    seen = []
+    traces = []
 
-    def look(batch):
-        seen.append((batch.traced(layers="lstm", quantities="output_grad"), batch.trace))
+    def record(batch):
+        traces.append((batch.traced(layers="lstm", quantities="output_grad"), batch.trace))
 
-    watch = rl.keras.Watch(batches=lambda step, epoch: step == 1, direct="lstm", on_batch=look)
+    watch = rl.keras.Watch(batches=lambda step, epoch: step == 1, direct="lstm", on_batch=record)
     model.fit([x, x[::-1]], y, batch_size=BATCH, verbose=0, callbacks=[watch])
-    told, whole = seen[0]
-    assert list(told) == list(whole) == ["lstm#0", "lstm#1"]
-    np.testing.assert_allclose(told["lstm#1"].output_grad, 2 * told["lstm#0"].output_grad, rtol=1e-5)
+    captured, full_trace = traces[0]
+    assert list(captured) == list(full_trace) == ["lstm#0", "lstm#1"]
+    np.testing.assert_allclose(captured["lstm#1"].output_grad, 2 * captured["lstm#0"].output_grad, rtol=1e-5)
 
 
-@once
+@engine_independent
 def test_a_schedule_that_counts_is_asked_once(data):
-    asked, seen = [], []
+    asked_steps, recorded_steps = [], []
 
     def every_other(step, epoch):
-        asked.append(step)
-        return len(asked) % 2 == 0
+        asked_steps.append(step)
+        return len(asked_steps) % 2 == 0
 
-    fitted(network(), data, [rl.keras.Watch(batches=every_other, on_batch=lambda batch: seen.append(batch.step))])
-    assert asked == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert seen == [2, 4, 6, 8]
+    fit(
+        network(), data, [rl.keras.Watch(batches=every_other, on_batch=lambda batch: recorded_steps.append(batch.step))]
+    )
+    assert asked_steps == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert recorded_steps == [2, 4, 6, 8]
 
 
-@once
+@engine_independent
 def test_what_cannot_begin_leaves_the_model_and_the_run(tmp_path, data):
     x, y, _ = data
     model, path = network(), tmp_path / "a.zarr"
     with pytest.raises(LayerNotFoundError, match="No layer is called 'nope'"):
-        fitted(model, data, [rl.keras.Watch(path, batches=2, layers="nope")])
+        fit(model, data, [rl.keras.Watch(path, batches=2, layers="nope")])
     assert not path.exists()
     with pytest.raises(InputError):
-        fitted(model, data, [rl.keras.Watch(path, probe=(x[:5, :, :2], y[:5]), batches=2)])
+        fit(model, data, [rl.keras.Watch(path, probe=(x[:5, :, :2], y[:5]), batches=2)])
     assert type(model.train_function).__module__.split(".")[0] != "rnnlens"
     assert rl.open(path).ended == "InputError"
 
 
-@once
+@engine_independent
 def test_a_report_that_cannot_be_written_does_not_end_training(tmp_path, data, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nonfinite.nc").mkdir()  # in the way of the report
@@ -566,4 +579,4 @@ def test_a_report_that_cannot_be_written_does_not_end_training(tmp_path, data, m
     broken = np.array(x)
     broken[0, 0, 0] = np.nan
     with pytest.warns(TrackingWarning, match="is not finite, and its incident could not be saved"):
-        fitted(network(), (broken, y, weight), [rl.keras.Watch(batches=0, on_nonfinite="report")])
+        fit(network(), (broken, y, weight), [rl.keras.Watch(batches=0, on_nonfinite="report")])

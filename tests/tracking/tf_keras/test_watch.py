@@ -31,7 +31,7 @@ class Shifted(tf_keras.__internal__.layers.BaseRandomLayer):
         return x + self._random_generator.random_uniform((1,)) if training else x
 
 
-def fitted(dropout, *callbacks):
+def fit(dropout, *callbacks):
     tf_keras.utils.set_random_seed(1)
     lstm = tf_keras.layers.LSTM(5, dropout=dropout, name="lstm")
     model = tf_keras.Sequential([tf_keras.Input((6, 3)), lstm, tf_keras.layers.Dense(1)])
@@ -43,21 +43,21 @@ def fitted(dropout, *callbacks):
 
 
 def test_a_probe_changes_nothing(tmp_path):
-    untouched, history = fitted(0.3)
-    followed, told = fitted(0.3, rl.keras.Watch(tmp_path / "a.zarr", probe=(X[:8], Y[:8]), every=3))
-    np.testing.assert_array_equal(untouched.after, followed.after)
-    assert told == history
+    unwatched, unwatched_history = fit(0.3)
+    watched, watched_history = fit(0.3, rl.keras.Watch(tmp_path / "a.zarr", probe=(X[:8], Y[:8]), every=3))
+    np.testing.assert_array_equal(unwatched.after, watched.after)
+    assert watched_history == unwatched_history
     assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == [0, 3, 6]
 
 
 @pytest.mark.op_by_op
 def test_the_gradients_are_those_that_the_optimizer_took():
-    found = []
-    watch = rl.keras.Watch(batches=1, on_batch=lambda batch: found.append(batch.gradients["lstm/kernel"].values))
-    kernels, _ = fitted(0.0, watch)
+    gradients = []
+    watch = rl.keras.Watch(batches=1, on_batch=lambda batch: gradients.append(batch.gradients["lstm/kernel"].values))
+    kernels, _ = fit(0.0, watch)
     before = kernels.before
-    assert len(found) == 8
-    for gradient, after in zip(found, kernels.after, strict=True):
+    assert len(gradients) == 8
+    for gradient, after in zip(gradients, kernels.after, strict=True):
         assert np.abs(gradient).max() > 1e-3
         np.testing.assert_allclose(gradient.reshape(before.shape), (before - after) / RATE, rtol=0, atol=1e-6)
         before = after
@@ -65,7 +65,7 @@ def test_the_gradients_are_those_that_the_optimizer_took():
 
 def test_masks_that_cannot_be_drawn_again_are_refused():
     with pytest.raises(UnsupportedError, match="Layer 'lstm' draws random numbers in training"):
-        fitted(0.3, rl.keras.Watch(batches=1))
+        fit(0.3, rl.keras.Watch(batches=1))
 
 
 def test_so_is_a_layer_that_draws_without_a_rate():
@@ -81,8 +81,8 @@ def test_a_record_of_a_short_batch_traces_no_graph(tmp_path, monkeypatch):
 
     traced = []
     graph = tensorflow._graph_function
-    monkeypatch.setattr(tensorflow, "_graph_function", lambda *given: traced.append(given) or graph(*given))
-    fitted(0.0, rl.keras.Watch(tmp_path / "a.zarr", every=1))
+    monkeypatch.setattr(tensorflow, "_graph_function", lambda *args: traced.append(args) or graph(*args))
+    fit(0.0, rl.keras.Watch(tmp_path / "a.zarr", every=1))
     run = rl.open(tmp_path / "a.zarr")
     assert run.steps.values.tolist() == list(range(1, 9))
     assert not traced

@@ -31,7 +31,7 @@ QUIET = {
 }
 
 
-def module(package, options):
+def module_class(package, options):
     class Module(package.LightningModule):
         def __init__(self):
             super().__init__()
@@ -61,26 +61,26 @@ def package(request):
     return importlib.import_module(request.param)
 
 
-def fit(package, callbacks=(), *, options=None, checkpoint=None, **trainer):
+def fit(package, callbacks=(), *, options=None, checkpoint=None, **trainer_options):
     torch.manual_seed(0)
-    model = module(package, {"num_layers": 2, "dropout": 0.3} if options is None else options)()
+    model = module_class(package, {"num_layers": 2, "dropout": 0.3} if options is None else options)()
     x, y = data(64)
     loader = DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True)
     validation = DataLoader(TensorDataset(x[:16], y[:16]), batch_size=16)
     torch.manual_seed(1)
-    maker = package.Trainer(callbacks=list(callbacks), **{"max_epochs": 3, **QUIET, **trainer})
-    maker.fit(model, loader, validation, ckpt_path=checkpoint)
-    return model, maker
+    trainer = package.Trainer(callbacks=list(callbacks), **{"max_epochs": 3, **QUIET, **trainer_options})
+    trainer.fit(model, loader, validation, ckpt_path=checkpoint)
+    return model, trainer
 
 
 @pytest.mark.parametrize("probe", [False, True], ids=["batch", "probe"])
 def test_training_is_not_disturbed(package, tmp_path, probe):
-    alone, _ = fit(package, gradient_clip_val=0.2)
+    unwatched, _ = fit(package, gradient_clip_val=0.2)
     x, y = data(8, seed=4)
     options = {"probe": (x, y), "loss": "mse"} if probe else {}
     watch = rl.lightning.Watch(tmp_path / "a.zarr", every=2, **options)
     watched, _ = fit(package, [watch], gradient_clip_val=0.2)
-    assert same_weights(alone, watched)
+    assert same_weights(unwatched, watched)
     run = rl.open(tmp_path / "a.zarr")
     assert run.steps.values.tolist() == [*([0] if probe else []), 2, 4, 6, 8, 10, 12]
     assert run.scalars["epoch"].values.tolist()[-1] == 2
@@ -94,22 +94,22 @@ def test_two_hundred_steps(tmp_path, options):
     """With metrics of the user, and a callback that looks at every batch and draws random numbers of its own."""
     import lightning.pytorch as package
 
-    class Noting(package.Callback):
+    class LossRecorder(package.Callback):
         def __init__(self):
-            self.seen = []
+            self.records = []
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            self.seen.append((float(outputs["loss"]), float(torch.rand(1))))
+            self.records.append((float(outputs["loss"]), float(torch.rand(1))))
 
-    before, after = Noting(), Noting()
-    alone, plain = fit(package, [before], max_epochs=50)
+    plain_recorder, watched_recorder = LossRecorder(), LossRecorder()
+    unwatched, plain_trainer = fit(package, [plain_recorder], max_epochs=50)
     watch = rl.lightning.Watch(tmp_path / "a.zarr", every=9, **options)
-    watched, trainer = fit(package, [watch, after], max_epochs=50)
-    assert trainer.global_step == len(after.seen) == 200
-    assert same_weights(alone, watched)
-    assert before.seen == after.seen
+    watched, trainer = fit(package, [watch, watched_recorder], max_epochs=50)
+    assert trainer.global_step == len(watched_recorder.records) == 200
+    assert same_weights(unwatched, watched)
+    assert plain_recorder.records == watched_recorder.records
     assert {"loss", "val_loss"} <= set(trainer.callback_metrics)
-    assert {k: float(v) for k, v in plain.callback_metrics.items()} == {
+    assert {k: float(v) for k, v in plain_trainer.callback_metrics.items()} == {
         k: float(v) for k, v in trainer.callback_metrics.items()
     }
 
@@ -118,21 +118,21 @@ def test_what_the_trainer_did_is_what_is_recorded(tmp_path):
     """The loss, accumulated and clipped gradients of a batch, as Lightning's own events show them."""
     import lightning.pytorch as package
 
-    seen = []
+    grad_norms = []
 
-    class Ear(package.Callback):
+    class Recorder(package.Callback):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-            seen.append(float(pl_module.net.lstm.weight_hh_l0.grad.norm()))
+            grad_norms.append(float(pl_module.net.lstm.weight_hh_l0.grad.norm()))
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             losses.append(float(outputs["loss"]))
 
     losses = []
     watch = rl.lightning.Watch(tmp_path / "a.zarr", every=1)
-    fit(package, [watch, Ear()], options={}, gradient_clip_val=0.01, accumulate_grad_batches=2, max_epochs=1)
+    fit(package, [watch, Recorder()], options={}, gradient_clip_val=0.01, accumulate_grad_batches=2, max_epochs=1)
     run = rl.open(tmp_path / "a.zarr")
-    before = run["lstm" if "lstm" in run else "net.lstm"].weight_grad_norm_recurrent_kernel
-    np.testing.assert_allclose(before, seen, rtol=1e-5)
+    recorded_norms = run["lstm" if "lstm" in run else "net.lstm"].weight_grad_norm_recurrent_kernel
+    np.testing.assert_allclose(recorded_norms, grad_norms, rtol=1e-5)
     np.testing.assert_allclose(run.scalars["grad_norm_clipped"], 0.01, rtol=1e-3)
     np.testing.assert_allclose(run.loss, [2 * loss for loss in losses[1::2]], rtol=1e-5)
     assert run.scalars["backward_passes"].values.tolist() == [2, 2]
@@ -144,7 +144,7 @@ def test_of_two_optimizers_the_one_that_moves_the_recurrent_layer_counts(tmp_pat
 
     norms = []
 
-    class Two(module(package, {})):
+    class TwoOptimizers(module_class(package, {})):
         automatic_optimization = False
 
         def training_step(self, batch, index):
@@ -156,14 +156,14 @@ def test_of_two_optimizers_the_one_that_moves_the_recurrent_layer_counts(tmp_pat
                 optimizer.step()
 
         def configure_optimizers(self):
-            rest = [*self.net.norm.parameters(), *self.net.head.parameters()]
-            return [torch.optim.SGD(rest, 0.1), torch.optim.Adam(self.net.lstm.parameters(), 1e-2)]
+            other_parameters = [*self.net.norm.parameters(), *self.net.head.parameters()]
+            return [torch.optim.SGD(other_parameters, 0.1), torch.optim.Adam(self.net.lstm.parameters(), 1e-2)]
 
     torch.manual_seed(0)
     x, y = data(64)
     loader = DataLoader(TensorDataset(x, y), batch_size=16)
     callback = rl.lightning.Watch(tmp_path / "a.zarr", every=1)
-    package.Trainer(callbacks=[callback], max_epochs=1, **QUIET).fit(Two(), loader, loader)
+    package.Trainer(callbacks=[callback], max_epochs=1, **QUIET).fit(TwoOptimizers(), loader, loader)
     run = rl.open(tmp_path / "a.zarr")
     assert run.steps.values.tolist() == [1, 2, 3, 4]
     np.testing.assert_allclose(run.scalars["grad_norm"], norms, rtol=1e-5)
@@ -178,26 +178,26 @@ def test_a_restored_training_goes_on(tmp_path):
     assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == [3, 6, 9, 12]
 
 
-@pytest.mark.parametrize("how", ["early", "error"])
-def test_an_end_before_its_time(tmp_path, how):
+@pytest.mark.parametrize("ending", ["early", "error"])
+def test_an_end_before_its_time(tmp_path, ending):
     import lightning.pytorch as package
 
-    class Ends(package.Callback):
+    class Stops(package.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if trainer.global_step == 5:
-                if how == "error":
+                if ending == "error":
                     raise RuntimeError("enough")
                 trainer.should_stop = True
 
     watch = rl.lightning.Watch(tmp_path / "a.zarr", every=2)
-    if how == "error":
+    if ending == "error":
         with pytest.raises(RuntimeError, match="enough"):
-            fit(package, [watch, Ends()])
+            fit(package, [watch, Stops()])
     else:
-        fit(package, [watch, Ends()])
+        fit(package, [watch, Stops()])
     run = rl.open(tmp_path / "a.zarr")
     assert run.steps.values.tolist() == [2, 4]
-    assert run.ended == ("RuntimeError" if how == "error" else "stopped")
+    assert run.ended == ("RuntimeError" if ending == "error" else "stopped")
     assert not any(m._forward_hooks for m in watch.watch.model.modules())
 
 
@@ -226,18 +226,18 @@ def test_the_loggers_of_the_trainer(tmp_path):
 
     logger = TensorBoardLogger(str(tmp_path), name="", version="")
     fit(package, [rl.lightning.Watch(every=4, loggers=True)], logger=logger, max_epochs=1)
-    found = EventAccumulator(str(tmp_path)).Reload()
-    assert [event.step for event in found.Scalars("rnnlens/batch/net.lstm[0]/reach")] == [4]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.step for event in events.Scalars("rnnlens/batch/net.lstm[0]/reach")] == [4]
 
 
-@pytest.mark.parametrize("through", ["the module itself", "a part of it"])
-def test_the_first_batch_that_is_not_finite_is_written(tmp_path, through):
+@pytest.mark.parametrize("called_module", ["the module itself", "a part of it"])
+def test_the_first_batch_that_is_not_finite_is_written(tmp_path, called_module):
     package = importlib.import_module("lightning.pytorch")
     torch.manual_seed(0)
-    made = module(package, {})
-    if through == "a part of it":
-        made.training_step = lambda self, batch, index: mse_loss(self.net(batch[0]), batch[1])
-    model = made()
+    model_class = module_class(package, {})
+    if called_module == "a part of it":
+        model_class.training_step = lambda self, batch, index: mse_loss(self.net(batch[0]), batch[1])
+    model = model_class()
     x, y = data(64)
     x[40, 3, 0] = torch.nan
     watch = rl.lightning.Watch(tmp_path / "a.zarr", every=0, on_nonfinite="report", loss=mse_loss)
@@ -251,5 +251,5 @@ def test_the_first_batch_that_is_not_finite_is_written(tmp_path, through):
     trained = dict(model.named_parameters())  # statistics of batches have moved with the forward pass
     assert all(np.isfinite(incident.weights[name]).all() for name in trained)
     assert np.isnan(incident.loss)
-    if through == "the module itself":
+    if called_module == "the module itself":
         assert "first at step 3 of sample 8: input" in incident.found

@@ -38,7 +38,7 @@ def records():
         )
 
 
-def fill(logger, directory):
+def write_records(logger, directory):
     (sink,) = sinks(logger, directory)
     for record in records():
         sink.write(record)
@@ -46,35 +46,37 @@ def fill(logger, directory):
     return sink
 
 
-def events(folder):
+def read_events(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0, "images": 0, "tensors": 0})
-    return found.Reload()
+    accumulator = EventAccumulator(
+        str(folder), size_guidance={"scalars": 0, "histograms": 0, "images": 0, "tensors": 0}
+    )
+    return accumulator.Reload()
 
 
-@pytest.mark.parametrize("given", ["writer", "list", "name"])
-def test_tensorboard(tmp_path, given):
-    writer = None if given == "name" else SummaryWriter(str(tmp_path / "a"))
-    fill({"writer": writer, "list": [writer], "name": "tensorboard"}[given], tmp_path / "a")
+@pytest.mark.parametrize("logger_kind", ["writer", "list", "name"])
+def test_tensorboard(tmp_path, logger_kind):
+    writer = None if logger_kind == "name" else SummaryWriter(str(tmp_path / "a"))
+    write_records({"writer": writer, "list": [writer], "name": "tensorboard"}[logger_kind], tmp_path / "a")
     if writer is not None:
         writer.add_scalar("mine", 1.0, 7)  # a writer of the user's is still open
         writer.close()
-    found = events(tmp_path / "a")
-    loss = found.Scalars("rnnlens/probe/loss")
+    events = read_events(tmp_path / "a")
+    loss = events.Scalars("rnnlens/probe/loss")
     assert [(e.step, e.value) for e in loss] == [(0, 2.0), (50, 1.5), (100, 1.0)]
-    assert [e.value for e in found.Scalars("rnnlens/probe/lstm[0]/reach")] == [7.0] * 3
-    assert np.isnan(found.Scalars("rnnlens/probe/bi/decay")[-1].value)
-    histogram = found.Histograms("rnnlens/probe/lstm[0]/gates/forget")
+    assert [e.value for e in events.Scalars("rnnlens/probe/lstm[0]/reach")] == [7.0] * 3
+    assert np.isnan(events.Scalars("rnnlens/probe/bi/decay")[-1].value)
+    histogram = events.Histograms("rnnlens/probe/lstm[0]/gates/forget")
     assert [e.step for e in histogram] == [0, 50, 100]
     assert histogram[0].histogram_value.num == 8
     assert histogram[0].histogram_value.sum == 2.0
-    assert set(found.Tags()["images"]) == {
+    assert set(events.Tags()["images"]) == {
         "rnnlens/probe/lstm[0]/film",
         "rnnlens/probe/bi/forward/film",
         "rnnlens/probe/bi/backward/film",
     }
-    film = found.Images("rnnlens/probe/lstm[0]/film")[-1]
+    film = events.Images("rnnlens/probe/lstm[0]/film")[-1]
     assert film.step == 100
     assert film.width % 8 == 0
     assert film.height % 3 == 0
@@ -98,11 +100,11 @@ def test_the_film_says_when_and_where():
 
 def test_tensorboard_of_tensorflow(tmp_path):
     tf = pytest.importorskip("tensorflow")
-    fill(tf.summary.create_file_writer(str(tmp_path)), tmp_path)
-    found = events(tmp_path)
-    values = [tf.make_ndarray(e.tensor_proto).item() for e in found.Tensors("rnnlens/probe/loss")]
+    write_records(tf.summary.create_file_writer(str(tmp_path)), tmp_path)
+    events = read_events(tmp_path)
+    values = [tf.make_ndarray(e.tensor_proto).item() for e in events.Tensors("rnnlens/probe/loss")]
     assert values == [2.0, 1.5, 1.0]
-    assert "rnnlens/probe/lstm[0]/film" in found.Tags()["tensors"]
+    assert "rnnlens/probe/lstm[0]/film" in events.Tags()["tensors"]
 
 
 @pytest.fixture
@@ -117,46 +119,46 @@ def wandb(tmp_path, monkeypatch):
     wandb.teardown()  # the next one reads its settings anew
 
 
-def chunks(data):
+def log_chunks(data):
     """Records of LevelDB's log format, in which W&B keeps a run: blocks of 32 KiB, a header of 7 bytes per piece."""
-    position, held = 7, b""
+    position, chunk = 7, b""
     while position + 7 <= len(data):
-        left = 32768 - position % 32768
-        if left < 7:
-            position += left
+        remaining = 32768 - position % 32768
+        if remaining < 7:
+            position += remaining
             continue
         _, size, kind = struct.unpack("<IHB", data[position : position + 7])
-        held += data[position + 7 : position + 7 + size]
+        chunk += data[position + 7 : position + 7 + size]
         position += 7 + size
         if kind in (1, 4):  # whole, or the last piece
-            yield held
-            held = b""
+            yield chunk
+            chunk = b""
 
 
-def rows(folder):
+def read_rows(folder):
     """What W&B has written to its own file, row by row."""
     import wandb
     from wandb.proto import wandb_internal_pb2
 
     wandb.teardown()  # its service has written everything once it has ended
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    found = []
-    for chunk in chunks(path.read_bytes()):
+    rows = []
+    for chunk in log_chunks(path.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(chunk)
         if record.WhichOneof("record_type") == "history":
-            found.append({(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item})
-    return found
+            rows.append({(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item})
+    return rows
 
 
 def test_wandb_by_name(wandb, tmp_path):
-    fill("wandb", tmp_path)
+    write_records("wandb", tmp_path)
     assert wandb.run is None  # a run that was begun here is over
-    found = [row for row in rows(tmp_path) if "rnnlens/probe/loss" in row]
-    assert [row["rnnlens/step"] for row in found] == [0, 50, 100]
-    assert [row["rnnlens/probe/loss"] for row in found] == [2.0, 1.5, 1.0]
-    assert found[0]["rnnlens/probe/lstm[0]/gates/forget._type"] == "histogram"
-    assert any(row.get("rnnlens/probe/lstm[0]/film._type") == "image-file" for row in rows(tmp_path))
+    loss_rows = [row for row in read_rows(tmp_path) if "rnnlens/probe/loss" in row]
+    assert [row["rnnlens/step"] for row in loss_rows] == [0, 50, 100]
+    assert [row["rnnlens/probe/loss"] for row in loss_rows] == [2.0, 1.5, 1.0]
+    assert loss_rows[0]["rnnlens/probe/lstm[0]/gates/forget._type"] == "histogram"
+    assert any(row.get("rnnlens/probe/lstm[0]/film._type") == "image-file" for row in read_rows(tmp_path))
 
 
 @pytest.mark.parametrize("numbered", [False, True])
@@ -164,29 +166,29 @@ def test_wandb_leaves_the_rows_of_its_user_alone(wandb, tmp_path, numbered):
     """Somebody who logs by epoch, with steps of their own, loses nothing; and is told what W&B cannot show."""
     run = wandb.init()
     (sink,) = sinks(run, tmp_path)
-    made = list(records())
+    training_records = list(records())
     for epoch in range(2):
-        for record in made:
+        for record in training_records:
             sink.write(record)
         run.log({"accuracy": 0.5 + epoch}, **({"step": epoch} if numbered else {}))
     with pytest.warns(UserWarning, match=f"{5 if numbered else 4} records came between"):
         sink.close("finished")
     run.finish()
-    found = rows(tmp_path)
-    assert [row["accuracy"] for row in found if "accuracy" in row] == [0.5, 1.5]
+    rows = read_rows(tmp_path)
+    assert [row["accuracy"] for row in rows if "accuracy" in row] == [0.5, 1.5]
     # A row with a number of its own is open until the next one.
-    assert [row["rnnlens/step"] for row in found if "rnnlens/probe/loss" in row] == [100] * (1 if numbered else 2)
+    assert [row["rnnlens/step"] for row in rows if "rnnlens/probe/loss" in row] == [100] * (1 if numbered else 2)
 
 
-@pytest.mark.parametrize("given", ["run", "name", "active"])
-def test_mlflow(tmp_path, monkeypatch, given):
+@pytest.mark.parametrize("logger_kind", ["run", "name", "active"])
+def test_mlflow(tmp_path, monkeypatch, logger_kind):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.chdir(tmp_path)
     mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
-    run = None if given == "name" else mlflow.start_run()
-    fill(run if given == "run" else "mlflow", tmp_path)
-    assert (mlflow.active_run() is None) == (given == "name")
+    run = None if logger_kind == "name" else mlflow.start_run()
+    write_records(run if logger_kind == "run" else "mlflow", tmp_path)
+    assert (mlflow.active_run() is None) == (logger_kind == "name")
     mlflow.end_run()
     client = mlflow.MlflowClient()
     (stored,) = client.search_runs([client.get_experiment_by_name("Default").experiment_id])
@@ -204,8 +206,8 @@ def test_a_whole_training(tmp_path):
     writer = SummaryWriter(str(tmp_path / "events"))
     train(model, optimizer, rl.torch.watch(model, tmp_path / "a.zarr", every=2, loggers=[writer]))
     writer.close()
-    run, found = rl.open(tmp_path / "a.zarr"), events(tmp_path / "events")
-    logged = found.Scalars("rnnlens/batch/lstm/reach")
+    run, events = rl.open(tmp_path / "a.zarr"), read_events(tmp_path / "events")
+    logged = events.Scalars("rnnlens/batch/lstm/reach")
     assert [e.step for e in logged] == run.steps.values.tolist()
     np.testing.assert_allclose([e.value for e in logged], run["lstm"].reach, rtol=1e-6)
 
@@ -214,29 +216,29 @@ def test_lightnings_own_logger(tmp_path):
     from lightning.pytorch.loggers import TensorBoardLogger
 
     logger = TensorBoardLogger(str(tmp_path), name="", version="")
-    fill(logger, tmp_path)
+    write_records(logger, tmp_path)
     logger.experiment.close()
-    assert "rnnlens/probe/loss" in events(tmp_path).Tags()["scalars"]
+    assert "rnnlens/probe/loss" in read_events(tmp_path).Tags()["scalars"]
 
 
-class Mine:
+class RecordingLogger:
     def __init__(self):
-        self.told = []
+        self.calls = []
 
     def write(self, record):
-        self.told.append(record.step)
+        self.calls.append(record.step)
 
     def close(self, reason):
-        self.told.append(reason)
+        self.calls.append(reason)
 
 
 def test_any_object_that_takes_records():
-    mine = Mine()
-    fill(mine, "")
-    assert mine.told == [0, 50, 100, "finished"]
+    logger = RecordingLogger()
+    write_records(logger, "")
+    assert logger.calls == [0, 50, 100, "finished"]
 
 
-@pytest.mark.parametrize("wrong", [3, [torch.nn.Linear(1, 1)], "tensorbord"])
-def test_what_is_no_logger(tmp_path, wrong):
+@pytest.mark.parametrize("logger", [3, [torch.nn.Linear(1, 1)], "tensorbord"])
+def test_what_is_no_logger(tmp_path, logger):
     with pytest.raises(InputError, match="logger"):
-        sinks(wrong, tmp_path)
+        sinks(logger, tmp_path)

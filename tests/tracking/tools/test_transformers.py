@@ -40,8 +40,8 @@ def rows(samples=64, broken=None):
     return [{"x": x[i], "labels": y[i]} for i in range(samples)]
 
 
-def absolute_error(told):
-    return {"error": float(np.abs(told.predictions - told.label_ids).mean())}
+def absolute_error(evaluation):
+    return {"error": float(np.abs(evaluation.predictions - evaluation.label_ids).mean())}
 
 
 def train(folder, callbacks=(), resume=None, broken=None, metrics=None, **options):
@@ -63,19 +63,19 @@ def train(folder, callbacks=(), resume=None, broken=None, metrics=None, **option
         disable_tqdm=True,
         seed=3,
     )
-    held = {} if metrics is None else {"eval_dataset": rows(16), "compute_metrics": metrics}
-    trainer = Trainer(model, arguments, train_dataset=rows(broken=broken), callbacks=list(callbacks), **held)
+    eval_options = {} if metrics is None else {"eval_dataset": rows(16), "compute_metrics": metrics}
+    trainer = Trainer(model, arguments, train_dataset=rows(broken=broken), callbacks=list(callbacks), **eval_options)
     trainer.train(resume_from_checkpoint=resume)
     return model, trainer
 
 
 @pytest.mark.parametrize("probe", [False, True], ids=["batch", "probe"])
 def test_training_is_not_disturbed(tmp_path, probe):
-    alone, _ = train(tmp_path / "t")
+    unwatched, _ = train(tmp_path / "t")
     x, y = data(8, seed=4)
     options = {"probe": {"x": x, "labels": y}} if probe else {}
     watched, _ = train(tmp_path / "t", [rl.transformers.Watch(tmp_path / "a.zarr", every=2, **options)])
-    assert same_weights(alone, watched)
+    assert same_weights(unwatched, watched)
     run = rl.open(tmp_path / "a.zarr")
     assert run.steps.values.tolist() == [*([0] if probe else []), 2, 4, 6, 8, 10, 12]
     assert run.scalars["epoch"].values.tolist()[-1] == 2
@@ -88,24 +88,26 @@ def test_training_is_not_disturbed(tmp_path, probe):
 def test_two_hundred_steps(tmp_path, probe):
     """With a metric of the user on other data, and a callback that draws random numbers of its own."""
 
-    class Noting(TrainerCallback):
+    class BiasRecorder(TrainerCallback):
         def __init__(self):
-            self.seen = []
+            self.records = []
 
         def on_step_end(self, args, state, control, model=None, **kwargs):
-            self.seen.append((float(model.head.bias.detach()), float(torch.rand(1))))
+            self.records.append((float(model.head.bias.detach()), float(torch.rand(1))))
 
-    before, after = Noting(), Noting()
-    asked = {"num_train_epochs": 50, "metrics": absolute_error, "eval_strategy": "epoch"}
-    alone, plain = train(tmp_path / "t", [before], **asked)
+    plain_recorder, watched_recorder = BiasRecorder(), BiasRecorder()
+    training_options = {"num_train_epochs": 50, "metrics": absolute_error, "eval_strategy": "epoch"}
+    unwatched, plain_trainer = train(tmp_path / "t", [plain_recorder], **training_options)
     x, y = data(8, seed=4)
     options = {"probe": {"x": x, "labels": y}} if probe else {}
     watch = rl.transformers.Watch(tmp_path / "a.zarr", every=9, **options)
-    watched, trainer = train(tmp_path / "t", [watch, after], **asked)
-    assert trainer.state.global_step == len(after.seen) == 200
-    assert same_weights(alone, watched)
-    assert before.seen == after.seen
-    errors = [[row.get("eval_error") for row in one.state.log_history] for one in (plain, trainer)]
+    watched, trainer = train(tmp_path / "t", [watch, watched_recorder], **training_options)
+    assert trainer.state.global_step == len(watched_recorder.records) == 200
+    assert same_weights(unwatched, watched)
+    assert plain_recorder.records == watched_recorder.records
+    errors = [
+        [row.get("eval_error") for row in each_trainer.state.log_history] for each_trainer in (plain_trainer, trainer)
+    ]
     assert len([error for error in errors[0] if error is not None]) == 50
     assert errors[0] == errors[1]
 
@@ -113,13 +115,13 @@ def test_two_hundred_steps(tmp_path, probe):
 def test_what_the_trainer_did_is_what_is_recorded(tmp_path):
     clipped = []
 
-    class Ear(TrainerCallback):
+    class Recorder(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
             clipped.append(float(model.lstm.weight_hh_l0.grad.norm()))
 
     watch = rl.transformers.Watch(tmp_path / "a.zarr", every=1)
     _, trainer = train(
-        tmp_path / "t", [watch, Ear()], max_grad_norm=0.05, gradient_accumulation_steps=2, num_train_epochs=1
+        tmp_path / "t", [watch, Recorder()], max_grad_norm=0.05, gradient_accumulation_steps=2, num_train_epochs=1
     )
     logs = [row for row in trainer.state.log_history if "grad_norm" in row]
     run = rl.open(tmp_path / "a.zarr")
@@ -141,11 +143,11 @@ def test_a_restored_training_goes_on(tmp_path):
 
 
 def test_an_end_before_its_time(tmp_path):
-    class Ends(TrainerCallback):
+    class Stops(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_training_stop = state.global_step == 5
 
-    train(tmp_path / "t", [rl.transformers.Watch(tmp_path / "a.zarr", every=2), Ends()])
+    train(tmp_path / "t", [rl.transformers.Watch(tmp_path / "a.zarr", every=2), Stops()])
     run = rl.open(tmp_path / "a.zarr")
     assert run.steps.values.tolist() == [2, 4]
     assert run.ended == "stopped"
@@ -174,8 +176,8 @@ def test_silence_says_why(tmp_path):
 def test_the_first_batch_that_is_not_finite_is_written(tmp_path, probe):
     """With the weights that it met, and where it begins; the loss is the one that the model itself returns."""
     x, y = data(8, seed=4)
-    looked = {"probe": {"x": x, "labels": y}} if probe else {}
-    watch = rl.transformers.Watch(tmp_path / "a.zarr", every=2 * probe, on_nonfinite="report", **looked)
+    probe_options = {"probe": {"x": x, "labels": y}} if probe else {}
+    watch = rl.transformers.Watch(tmp_path / "a.zarr", every=2 * probe, on_nonfinite="report", **probe_options)
     options = {"broken": 40, "num_train_epochs": 1, "lr_scheduler_type": "constant"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TrackingWarning)  # a probe of weights that are NaN
@@ -188,7 +190,7 @@ def test_the_first_batch_that_is_not_finite_is_written(tmp_path, probe):
     assert all(np.isfinite(weight).all() for weight in incident.weights.values())
     model = Model()
     model.load_state_dict({name: torch.as_tensor(value) for name, value in incident.weights.items()})
-    found = rl.find_nonfinite(model, incident.x, loss=lambda output: output["loss"])
-    assert (found.phase, found.sample, found.step) == ("data", sample, 3)
-    alone, _ = train(tmp_path / "t", **options, max_steps=incident.step - 1)
-    assert same_weights(alone, model)
+    nonfinite = rl.find_nonfinite(model, incident.x, loss=lambda output: output["loss"])
+    assert (nonfinite.phase, nonfinite.sample, nonfinite.step) == ("data", sample, 3)
+    retrained, _ = train(tmp_path / "t", **options, max_steps=incident.step - 1)
+    assert same_weights(retrained, model)

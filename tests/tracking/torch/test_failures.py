@@ -34,7 +34,7 @@ def data():
     return torch.randn(8, 7, 3, generator=generator), torch.randn(8, 1, generator=generator)
 
 
-def train(watch_of=None, each=None, penalty=None):
+def train(make_watch=None, before_step=None, penalty=None):
     """Losses of a short training, alone or watched; and the watch."""
     torch.manual_seed(0)
     model, (x, y) = Reader(), data()
@@ -43,22 +43,22 @@ def train(watch_of=None, each=None, penalty=None):
 
     def loop(watch):
         for step in range(STEPS):
-            if each is not None:
-                each(step, model, watch)
+            if before_step is not None:
+                before_step(step, model, watch)
             optimizer.zero_grad()
-            fed = x.clone().requires_grad_()
-            out = model(fed)
-            loss = mse_loss(out, y)
+            inputs = x.clone().requires_grad_()
+            output = model(inputs)
+            loss = mse_loss(output, y)
             if penalty is not None and penalty(step):
-                loss = loss + torch.autograd.grad(out.sum(), fed, create_graph=True)[0].pow(2).mean()
+                loss = loss + torch.autograd.grad(output.sum(), inputs, create_graph=True)[0].pow(2).mean()
             loss.backward()
             optimizer.step()
             losses.append(float(loss.detach()))
 
-    if watch_of is None:
+    if make_watch is None:
         loop(None)
         return losses, None
-    with watch_of(model) as watch:
+    with make_watch(model) as watch:
         loop(watch)
     return losses, watch
 
@@ -66,12 +66,12 @@ def train(watch_of=None, each=None, penalty=None):
 class Logger:
     """Raises at the records whose numbers are named, and at its end."""
 
-    def __init__(self, wrong, close=False):
-        self.wrong, self.fails_at_close, self.records = wrong, close, 0
+    def __init__(self, failing, close=False):
+        self.failing, self.fails_at_close, self.records = failing, close, 0
 
     def write(self, record):
         self.records += 1
-        if self.records in self.wrong:
+        if self.records in self.failing:
             raise ConnectionError(f"no answer after {self.records} s")
 
     def close(self, reason):
@@ -79,21 +79,21 @@ class Logger:
             raise ConnectionError("gone")
 
 
-def tracking_warnings(told):
-    return [one for one in told if one.category is TrackingWarning]
+def tracking_warnings(caught):
+    return [warning for warning in caught if warning.category is TrackingWarning]
 
 
 @pytest.mark.parametrize(
-    ("wrong", "close", "missing"),
+    ("failing", "close", "missing"),
     [((1,), False, 1), ((STEPS,), False, 1), ((2, 3, 5), False, 3), ((), True, 1)],
     ids=["first record", "last record", "three in between", "close"],
 )
-def test_a_logger_that_raises_costs_its_own_records_alone(tmp_path, wrong, close, missing):
-    logger = Logger(wrong, close)
-    with pytest.warns(TrackingWarning, match=r"the logger Logger; training goes on") as told:
+def test_a_logger_that_raises_costs_its_own_records_alone(tmp_path, failing, close, missing):
+    logger = Logger(failing, close)
+    with pytest.warns(TrackingWarning, match=r"the logger Logger; training goes on") as caught:
         losses, watch = train(lambda model: rl.torch.watch(model, tmp_path / "a.zarr", every=1, loggers=logger))
     assert losses == train()[0]
-    assert len(tracking_warnings(told)) == 1
+    assert len(tracking_warnings(caught)) == 1
     run = rl.open(tmp_path / "a.zarr")
     assert run.steps.values.tolist() == list(range(1, STEPS + 1))
     assert run.ended == "finished"
@@ -101,7 +101,7 @@ def test_a_logger_that_raises_costs_its_own_records_alone(tmp_path, wrong, close
     assert (gap.where, gap.records) == ("the logger Logger", missing)
     assert "ConnectionError" in gap.reason
     if not close:
-        assert (gap.first, gap.last) == (min(wrong), max(wrong))
+        assert (gap.first, gap.last) == (min(failing), max(failing))
         assert f"{missing} of the logger Logger" in repr(run)
 
 
@@ -109,36 +109,36 @@ def test_a_probe_that_cannot_be_traced_is_a_gap(tmp_path):
     def loss(output, target):
         raise ZeroDivisionError("of the loss")
 
-    def watch_of(model):
+    def make_watch(model):
         return rl.torch.watch(model, tmp_path / "a.zarr", every=2, probe=data(), loss=loss)
 
-    with pytest.warns(TrackingWarning, match=r"Step 0 was not recorded; training goes on") as told:
-        losses, watch = train(watch_of)
+    with pytest.warns(TrackingWarning, match=r"Step 0 was not recorded; training goes on") as caught:
+        losses, watch = train(make_watch)
     assert losses == train()[0]
-    assert len(tracking_warnings(told)) == 1
+    assert len(tracking_warnings(caught)) == 1
     (gap,) = watch.gaps
     assert (gap.where, gap.first, gap.last, gap.records) == ("probe", 0, STEPS, 4)
-    assert [tuple(one) for one in rl.open(tmp_path / "a.zarr").gaps] == [tuple(gap)]
+    assert [tuple(stored_gap) for stored_gap in rl.open(tmp_path / "a.zarr").gaps] == [tuple(gap)]
 
 
-@pytest.mark.parametrize("how", ["deleted", "emptied", "replaced"])
-def test_a_folder_that_is_gone_is_said_once(tmp_path, how):
+@pytest.mark.parametrize("removal", ["deleted", "emptied", "replaced"])
+def test_a_folder_that_is_gone_is_said_once(tmp_path, removal):
     path = tmp_path / "a.zarr"
 
-    def each(step, model, watch):
+    def remove_folder(step, model, watch):
         if step == 3:
-            if how == "emptied":
+            if removal == "emptied":
                 for child in path.iterdir():
                     shutil.rmtree(child) if child.is_dir() else child.unlink()
             else:
                 path.rename(tmp_path / "elsewhere")
-            if how == "replaced":
+            if removal == "replaced":
                 path.mkdir()
 
-    with pytest.warns(TrackingWarning, match="was removed or replaced") as told:
-        losses, watch = train(lambda model: rl.torch.watch(model, path, every=1), each)
+    with pytest.warns(TrackingWarning, match="was removed or replaced") as caught:
+        losses, watch = train(lambda model: rl.torch.watch(model, path, every=1), remove_folder)
     assert losses == train()[0]
-    assert len(tracking_warnings(told)) == 1
+    assert len(tracking_warnings(caught)) == 1
     assert [(gap.where, gap.first) for gap in watch.gaps] == [("the run", 4)]
     assert not list(path.rglob("*")) if path.exists() else True
 
@@ -152,23 +152,23 @@ def test_a_disk_that_takes_nothing(tmp_path, monkeypatch, until, code):
 
     from zarr.storage import LocalStore
 
-    real, broken = LocalStore.set, [False]
+    original_set, broken = LocalStore.set, [False]
 
     async def failing(self, key, value):
         if broken[0]:
             raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
-        await real(self, key, value)
+        await original_set(self, key, value)
 
-    def each(step, model, watch):
+    def set_broken(step, model, watch):
         broken[0] = step >= 2 and (until is None or step < until)
 
     monkeypatch.setattr(LocalStore, "set", failing)
     path = tmp_path / "a.zarr"
-    with pytest.warns(TrackingWarning, match=r"was not written to the run; training goes on") as told:
-        losses, watch = train(lambda model: rl.torch.watch(model, path, every=1), each)
+    with pytest.warns(TrackingWarning, match=r"was not written to the run; training goes on") as caught:
+        losses, watch = train(lambda model: rl.torch.watch(model, path, every=1), set_broken)
     broken[0] = False
     assert losses == train()[0]
-    assert {one.message.args[0].splitlines()[0].partition(" ")[2][2:] for one in tracking_warnings(told)} <= {
+    assert {warning.message.args[0].splitlines()[0].partition(" ")[2][2:] for warning in tracking_warnings(caught)} <= {
         "was not written to the run; training goes on.",
         "end of training was not closed the run; training goes on.",
     }
@@ -185,14 +185,14 @@ def test_a_disk_that_takes_nothing(tmp_path, monkeypatch, until, code):
 def test_an_error_of_a_hook_does_not_reach_the_forward_pass(tmp_path, monkeypatch):
     from rnnlens.adapters.torch import training_capture
 
-    def broken(value, *, copy):
+    def failing_copy(value, *, copy):
         raise MemoryError("no room for a copy")
 
-    monkeypatch.setattr(training_capture, "detach_tensors", broken)
-    with pytest.warns(TrackingWarning, match="no room for a copy") as told:
+    monkeypatch.setattr(training_capture, "detach_tensors", failing_copy)
+    with pytest.warns(TrackingWarning, match="no room for a copy") as caught:
         losses, watch = train(lambda model: rl.torch.watch(model, tmp_path / "a.zarr", every=1))
     assert losses == train()[0]
-    assert len(tracking_warnings(told)) == 1
+    assert len(tracking_warnings(caught)) == 1
     assert [(gap.where, gap.records) for gap in watch.gaps] == [("batch", STEPS)]
 
 
@@ -221,19 +221,19 @@ def copies(model, x):
 def test_copies_of_a_watched_model_carry_no_hooks(tmp_path):
     x, y = data()
 
-    def each(step, model, watch):
+    def check_copies(step, model, watch):
         before = watch._capture.forward_calls
-        for made in copies(model, x):
-            out = made(x)
+        for copied in copies(model, x):
+            out = copied(x)
             torch.testing.assert_close(out, model.head(nn.LSTM.forward(model.lstm, x)[0][:, -1]))
-            if not isinstance(made, torch.jit.ScriptModule):  # that has the weights of the model itself
+            if not isinstance(copied, torch.jit.ScriptModule):  # that has the weights of the model itself
                 mse_loss(out, y).backward()
         assert watch._capture.forward_calls == before
 
-    def watch_of(model):
+    def make_watch(model):
         return rl.torch.watch(model, tmp_path / "a.zarr", every=1, on_nonfinite="report")
 
-    losses, watch = train(watch_of, each)
+    losses, watch = train(make_watch, check_copies)
     assert losses == train()[0]
     assert watch.latest.passes == 1
     assert watch.latest.trace.checks
@@ -247,19 +247,19 @@ def test_nothing_holds_the_users_locals(tmp_path):
     model, (x, y) = Reader(), data()
     optimizer = torch.optim.Adam(model.parameters())
     with rl.torch.watch(model, tmp_path / "a.zarr", every=1):
-        mine = Batch()
-        alive = weakref.ref(mine)
+        user_batch = Batch()
+        weak_ref = weakref.ref(user_batch)
         mse_loss(model(x), y).backward()
         optimizer.step()
-    del mine
-    assert alive() is None
+    del user_batch
+    assert weak_ref() is None
 
 
 def test_a_gradient_penalty_is_refused_by_name(tmp_path):
     """What arrives at a layer in a double backward pass is no gradient of the loss alone."""
     path = tmp_path / "a.zarr"
-    words = r"create_graph=True.*gradient at \w+ is not that of the loss alone; use a probe instead \(3 times\)"
-    with pytest.warns(TrackingWarning, match=words):
+    message = r"create_graph=True.*gradient at \w+ is not that of the loss alone; use a probe instead \(3 times\)"
+    with pytest.warns(TrackingWarning, match=message):
         losses, _ = train(lambda model: rl.torch.watch(model, path, every=1), penalty=lambda step: step % 2 == 1)
     assert losses == train(penalty=lambda step: step % 2 == 1)[0]
     assert rl.open(path).steps.values.tolist() == [1, 3, 5]

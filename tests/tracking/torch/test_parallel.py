@@ -64,8 +64,8 @@ def folder(tmp_path_factory):
         for rank in range(2)
     ]
     for process in ranks:
-        _, said = process.communicate(timeout=240)
-        assert process.returncode == 0, said
+        _, stderr = process.communicate(timeout=240)
+        assert process.returncode == 0, stderr
     return folder
 
 
@@ -81,8 +81,8 @@ def test_own_and_averaged_gradients(folder):
     first, second = (torch.load(folder / f"rank{rank}.pt") for rank in range(2))
     assert first["samples"] == second["samples"] == 16
     norm = torch.linalg.vector_norm
-    for one in (first, second):
-        np.testing.assert_allclose(norm(one["accumulated"]), norm(one["averaged"]), rtol=1e-5)
+    for rank_results in (first, second):
+        np.testing.assert_allclose(norm(rank_results["accumulated"]), norm(rank_results["averaged"]), rtol=1e-5)
     mean = (first["own"] + second["own"]) / 2
     np.testing.assert_allclose(mean, first["accumulated"], atol=1e-6 * float(mean.abs().max()) * 10)
     assert not torch.allclose(first["own"], second["own"])

@@ -28,8 +28,8 @@ class Packed(nn.Module):
 
     def forward(self, x):
         packed = pack_padded_sequence(x, self.lengths, batch_first=True, enforce_sorted=False)
-        found, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
-        return self.head(found.sum(1) / self.lengths[:, None])
+        outputs, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
+        return self.head(outputs.sum(1) / self.lengths[:, None])
 
 
 class LastState(nn.Module):
@@ -97,7 +97,7 @@ def twin_of(model):
     return twin
 
 
-def trained(model, x, y, steps=2, path=None):
+def train_watched(model, x, y, steps=2, path=None):
     """The last captured batch, and a copy of the model from before its update."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
     with rl.torch.watch(model, path, every=1) as watch:
@@ -113,29 +113,29 @@ def trained(model, x, y, steps=2, path=None):
 def test_a_captured_batch_equals_a_trace(make):
     torch.manual_seed(0)
     model, (x, y) = make(), data(4)
-    batch, before = trained(model, x, y)
+    batch, before = train_watched(model, x, y)
     expected = rl.trace(before, x, y, loss=mse_loss, training=True)
     assert expected.certificate.state == "passed"
     captured = [name for name in expected if name in batch]
     assert captured
     for layer in captured:
         for name in ("output", "output_grad", "hidden", "gates", "hidden_grad", "gate_grad", "input_grad"):
-            mine, reference = batch[layer][name], expected[layer][name]
-            assert mine.dims == reference.dims
+            actual, reference = batch[layer][name], expected[layer][name]
+            assert actual.dims == reference.dims
             scale = max(float(abs(reference).max()), 1e-30)
-            np.testing.assert_allclose(mine.values, reference.values, atol=1e-5 * scale, err_msg=f"{layer}.{name}")
+            np.testing.assert_allclose(actual.values, reference.values, atol=1e-5 * scale, err_msg=f"{layer}.{name}")
 
 
 def test_a_direct_gradient_is_that_of_torch():
     torch.manual_seed(0)
     model, (x, y) = Translator(), data(4)
-    batch, before = trained(model, x, y)
-    seen = {}
+    batch, before = train_watched(model, x, y)
+    outputs = {}
     twin = twin_of(before)
-    twin.rnn.register_forward_hook(lambda m, a, out: seen.update(output=out[0]))
-    twin.parts["encoder"][0].register_forward_hook(lambda m, a, out: seen.update(h=out[1][0], c=out[1][1]))
+    twin.rnn.register_forward_hook(lambda m, a, out: outputs.update(output=out[0]))
+    twin.parts["encoder"][0].register_forward_hook(lambda m, a, out: outputs.update(h=out[1][0], c=out[1][1]))
     loss = mse_loss(twin(x), y)
-    output, h, c = torch.autograd.grad(loss, [seen["output"], seen["h"], seen["c"]])
+    output, h, c = torch.autograd.grad(loss, [outputs["output"], outputs["h"], outputs["c"]])
     np.testing.assert_allclose(batch["rnn"].output_grad, output, atol=1e-7)
     final = batch["parts.encoder.0"].final_state_grad
     np.testing.assert_allclose(final.values.reshape(-1), torch.stack([h[0], c[0]], 1).reshape(-1), atol=1e-7)
@@ -150,9 +150,9 @@ def test_truncated_backpropagation():
     x, y = data(4)
     with rl.torch.watch(model, every=1) as watch:
         state = None
-        for part in x.split(4, dim=1):
+        for chunk in x.split(4, dim=1):
             optimizer.zero_grad()
-            sequence, state = rnn(part, state)
+            sequence, state = rnn(chunk, state)
             state = tuple(s.detach() for s in state)
             mse_loss(head(sequence[:, -1]), y).backward()
             optimizer.step()
@@ -207,17 +207,17 @@ def test_autocast_and_a_loss_scale_at_once(tmp_path):
             scaler.step(optimizer)
             scaler.update()
     before.dropout.p = 0.0
-    batch, asked = watch.latest, ["lstm.output", "lstm.hidden", "lstm/recurrent_kernel"]
+    batch, names = watch.latest, ["lstm.output", "lstm.hidden", "lstm/recurrent_kernel"]
     assert batch.scale == 2.0**10
     with half:
         grads = torch.autograd.grad(mse_loss(before(x), y), list(before.parameters()))
-        found = rl.gradients(before, x, y, loss=mse_loss, wrt=asked, training=True)
-    assert found.certificate.state == "passed"  # within what rounding in half precision explains
+        gradients = rl.gradients(before, x, y, loss=mse_loss, wrt=names, training=True)
+    assert gradients.certificate.state == "passed"  # within what rounding in half precision explains
     captured = batch["lstm"].output_grad, batch["lstm"].hidden_grad, batch.weights["lstm"].recurrent_kernel_grad
-    for name, mine in zip(asked, captured, strict=True):
-        reference = found[name].values.reshape(mine.shape)
+    for name, actual in zip(names, captured, strict=True):
+        reference = gradients[name].values.reshape(actual.shape)
         assert np.abs(reference).max() > 1e-4
-        np.testing.assert_allclose(mine, reference, rtol=0, atol=1e-6 * np.abs(reference).max())
+        np.testing.assert_allclose(actual, reference, rtol=0, atol=1e-6 * np.abs(reference).max())
     run = rl.open(tmp_path / "a.zarr")
     assert float(run.scalars["grad_norm"][-1]) == pytest.approx(float(torch.stack([g.norm() for g in grads]).norm()))
     assert float(run.scalars["grad_norm_clipped"][-1]) == pytest.approx(0.05, rel=1e-3)
@@ -241,11 +241,11 @@ def test_a_forward_of_its_own_has_direct_gradients_and_no_replay(tmp_path):
             return self.head(self.lstm(x)[0][:, -1])
 
     torch.manual_seed(0)
-    batch, _ = trained(Model(), *data(4))
+    batch, _ = train_watched(Model(), *data(4))
     assert float(abs(batch["lstm"].output_grad).max()) > 0
     with pytest.raises(UnsupportedError, match="gives other numbers than the training step"):
         batch["lstm"].hidden_grad  # noqa: B018  the access is what is tested
-    trained(Model(), *data(4), path=tmp_path / "a.zarr")
+    train_watched(Model(), *data(4), path=tmp_path / "a.zarr")
     run = rl.open(tmp_path / "a.zarr")
     assert (run["lstm"].direct > 0).all()
     assert run.steps.values.tolist() == [1, 2]
@@ -279,8 +279,8 @@ def test_a_fused_optimizer_unscales_by_itself():
         module._forward_pre_hooks.clear()
     grad = torch.autograd.grad(mse_loss(before(x), y), before.lstm.weight_hh_l0)[0]
     weights = watch.latest.weights["lstm"]
-    for found in (weights.recurrent_kernel_grad, weights.recurrent_kernel_grad_applied):
-        assert np.linalg.norm(found) == pytest.approx(float(grad.norm()), rel=1e-4)
+    for kernel_grad in (weights.recurrent_kernel_grad, weights.recurrent_kernel_grad_applied):
+        assert np.linalg.norm(kernel_grad) == pytest.approx(float(grad.norm()), rel=1e-4)
 
 
 class CellLoop(nn.Module):
@@ -346,7 +346,7 @@ def test_cells_in_a_loop_are_captured(make):
     """Direct gradients of h and c, and all that a replay makes of them, as a trace of the weights before has them."""
     torch.manual_seed(0)
     model, (x, y) = make(), data(4)
-    batch, before = trained(model, x, y)
+    batch, before = train_watched(model, x, y)
     expected = rl.trace(before, x, y, loss=mse_loss, training=True)
     assert expected.certificate.state == "passed"
     assert list(batch) == list(expected)
@@ -355,16 +355,16 @@ def test_cells_in_a_loop_are_captured(make):
         names = {"output", "output_grad", "final_state_grad", "hidden", "cell", "gates"}
         names |= {"hidden_grad", "cell_grad", "gate_grad", "input_grad", "initial_state_grad"}
         for name in names & set(expected[layer]):
-            mine, reference = batch[layer][name], expected[layer][name]
-            assert mine.dims == reference.dims, f"{layer}.{name}"
+            actual, reference = batch[layer][name], expected[layer][name]
+            assert actual.dims == reference.dims, f"{layer}.{name}"
             scale = max(float(abs(reference).max()), 1e-30)
-            np.testing.assert_allclose(mine.values, reference.values, atol=1e-5 * scale, err_msg=f"{layer}.{name}")
+            np.testing.assert_allclose(actual.values, reference.values, atol=1e-5 * scale, err_msg=f"{layer}.{name}")
     for name, slot in {"lower": "weight_hh", "cell": "weight_hh"}.items():
         if hasattr(before, name):
             weight = getattr(getattr(before, name), slot)
             grad = torch.autograd.grad(mse_loss(before(x), y), weight)[0]
-            found = batch.weights[name].recurrent_kernel_grad
-            assert np.linalg.norm(found) == pytest.approx(float(grad.norm()), rel=1e-5)
+            kernel_grad = batch.weights[name].recurrent_kernel_grad
+            assert np.linalg.norm(kernel_grad) == pytest.approx(float(grad.norm()), rel=1e-5)
 
 
 class Chunked(CellLoop):
@@ -386,8 +386,8 @@ class Masked(CellLoop):
     def forward(self, x):
         state, states = x.new_zeros(len(x), 4), []
         for t, step in enumerate(x.unbind(1)):
-            real = (torch.arange(len(x)) + 5 > t)[:, None]
-            state = torch.where(real, self.cell(step, state), state)
+            is_real = (torch.arange(len(x)) + 5 > t)[:, None]
+            state = torch.where(is_real, self.cell(step, state), state)
             states.append(state)
         return self.head(self.lstm(torch.stack(states, 1))[0][:, -1])
 
@@ -431,19 +431,19 @@ class OwnLoop(CellLoop):
 
 def test_a_loop_in_pieces_is_captured_and_what_is_not_is_named():
     torch.manual_seed(0)
-    batch, before = trained(Chunked(), *data(4))
+    batch, before = train_watched(Chunked(), *data(4))
     expected = rl.trace(before, *data(4), loss=mse_loss, training=True)
     assert any("its 12 calls are 2 recurrences of 6 to 6 steps" in note for note in batch.notes)
     for name in ("cell#0", "cell#1"):
         reference = expected[name].hidden_grad
         np.testing.assert_allclose(batch[name].hidden_grad, reference, atol=1e-5 * float(abs(reference).max()))
-    batch, _ = trained(Masked(), *data(4))
+    batch, _ = train_watched(Masked(), *data(4))
     assert list(batch) == ["lstm"]
     assert any("cell: its state is changed between its steps" in note for note in batch.notes)
-    batch, _ = trained(Fed(), *data(4))
+    batch, _ = train_watched(Fed(), *data(4))
     assert list(batch) == ["lstm"]
     assert any("cell: its own state is also its input" in note for note in batch.notes)
-    batch, _ = trained(OwnLoop(), *data(4))
+    batch, _ = train_watched(OwnLoop(), *data(4))
     assert list(batch) == ["lstm"]
     assert any("not layers of torch itself: cell." in note for note in batch.notes)
     with pytest.raises(UnsupportedError, match="cell"):
@@ -492,18 +492,14 @@ class Adversaries(nn.Module):
     def loss_of_maker(self, noise):
         return mse_loss(self.judged(self.make(noise)), torch.ones(len(noise), 1))
 
-    def train_against(self, watched=None, followed="judge", steps=3):
+    def train_against(self, path=None, followed="judge", steps=3):
         """Weights before the last step of the one that is followed; the captured batch."""
         judge = torch.optim.Adam([*self.judge.parameters(), *self.verdict.parameters()], 1e-2)
         maker = torch.optim.Adam([*self.maker.parameters(), *self.made.parameters()], 1e-2)
         x, noise = data(8)[0], data(8, seed=9)[0]
         options = {} if followed == "judge" else {"optimizer": maker}
-        seen, before = [], {}
-        with (
-            nullcontext()
-            if watched is None
-            else rl.torch.watch(self, watched, every=1, on_batch=seen.append, **options)
-        ):
+        batches, before = [], {}
+        with nullcontext() if path is None else rl.torch.watch(self, path, every=1, on_batch=batches.append, **options):
             for _ in range(steps):
                 before["judge"] = copy.deepcopy(self.state_dict())
                 judge.zero_grad()
@@ -515,35 +511,35 @@ class Adversaries(nn.Module):
                 maker.step()
         twin = Adversaries()
         twin.load_state_dict(before[followed])
-        return seen, twin
+        return batches, twin
 
 
 @pytest.mark.parametrize("followed", ["judge", "maker"])
 def test_two_optimizers_with_backward_passes_of_their_own(tmp_path, followed):
     """Each step that counts shows the backward pass that it was taken from, not that of the other optimizer."""
     torch.manual_seed(0)
-    model, alone = Adversaries(), Adversaries()
-    alone.load_state_dict(model.state_dict())
-    alone.train_against()
-    seen, twin = model.train_against(tmp_path / "a.zarr", followed)
-    assert same_weights(model, alone)
+    model, unwatched = Adversaries(), Adversaries()
+    unwatched.load_state_dict(model.state_dict())
+    unwatched.train_against()
+    batches, twin = model.train_against(tmp_path / "a.zarr", followed)
+    assert same_weights(model, unwatched)
     layers = ["judge#0", "judge#1"] if followed == "judge" else ["maker", "judge"]
-    assert [list(batch) for batch in seen] == [layers] * 3
+    assert [list(batch) for batch in batches] == [layers] * 3
     x, noise = data(8)[0], data(8, seed=9)[0]
     loss = twin.loss_of_judge(x, noise) if followed == "judge" else twin.loss_of_maker(noise)
-    own, other = (twin.judge, twin.verdict), (twin.maker, twin.made)
-    weights = [p for part in (own if followed == "judge" else other) for p in part.parameters()]
+    judge_modules, opponent = (twin.judge, twin.verdict), (twin.maker, twin.made)
+    weights = [p for module in (judge_modules if followed == "judge" else opponent) for p in module.parameters()]
     grads = torch.autograd.grad(loss, weights)
-    expected, whole = float(grads[1].norm()), float(torch.stack([g.norm() for g in grads]).norm())
-    norms = seen[-1].norms()
-    assert norms["grad_norm"] == norms["grad_norm_clipped"] == pytest.approx(whole, rel=1e-5)
+    kernel_norm, total_norm = float(grads[1].norm()), float(torch.stack([g.norm() for g in grads]).norm())
+    norms = batches[-1].norms()
+    assert norms["grad_norm"] == norms["grad_norm_clipped"] == pytest.approx(total_norm, rel=1e-5)
     for name in (
         f"{followed}/weight_grad_norm/recurrent_kernel",
         f"{followed}/weight_grad_norm_clipped/recurrent_kernel",
     ):
-        assert norms[name] == pytest.approx(expected, rel=1e-5)
-    other = {"judge": "maker", "maker": "judge"}[followed]
-    assert (f"{other}/weight_grad_norm/recurrent_kernel" in norms) == (
+        assert norms[name] == pytest.approx(kernel_norm, rel=1e-5)
+    opponent = {"judge": "maker", "maker": "judge"}[followed]
+    assert (f"{opponent}/weight_grad_norm/recurrent_kernel" in norms) == (
         followed == "maker"
     )  # its pass goes through both
     notes = rl.open(tmp_path / "a.zarr").notes

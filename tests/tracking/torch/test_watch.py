@@ -16,12 +16,12 @@ from rnnlens.errors import CallError, InputError, LayerNotFoundError, TrackingWa
 PROBE = tuple(t[:8] for t in data(seed=5))
 
 
-def hooks_of(model):
+def count_hooks(model):
     counts = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     return sum(counts) + sum(len(p._backward_hooks or ()) for p in model.parameters())
 
 
-def global_hooks():
+def count_global_hooks():
     from torch.optim import optimizer
 
     return len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)
@@ -30,37 +30,37 @@ def global_hooks():
 @pytest.mark.parametrize("probe", [False, True], ids=["batch", "probe"])
 @pytest.mark.parametrize("every", [1, 3])
 def test_training_is_not_disturbed(tmp_path, probe, every):
-    alone = train(*model_and_optimizer(), clip=0.5, epochs=3)
+    unwatched = train(*model_and_optimizer(), clip=0.5, epochs=3)
     model, optimizer = model_and_optimizer()
     options = {"probe": PROBE, "loss": mse_loss} if probe else {}
     watch = rl.torch.watch(model, tmp_path / "a.zarr", every=every, **options)
     watched = train(model, optimizer, watch, clip=0.5, epochs=3)
-    assert same_weights(alone, watched)
-    assert hooks_of(model) == 0
-    assert global_hooks() == (0, 0)
+    assert same_weights(unwatched, watched)
+    assert count_hooks(model) == 0
+    assert count_global_hooks() == (0, 0)
     assert len(rl.open(tmp_path / "a.zarr").steps) == (18 // every) + probe
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("options", [{"probe": PROBE, "loss": mse_loss}, {"batches": 1}], ids=["probe", "batch"])
 def test_two_hundred_steps(tmp_path, options):
-    alone = train(*model_and_optimizer(), epochs=34)
+    unwatched = train(*model_and_optimizer(), epochs=34)
     model, optimizer = model_and_optimizer()
     assert same_weights(
-        alone, train(model, optimizer, rl.torch.watch(model, tmp_path / "a.zarr", every=7, **options), epochs=34)
+        unwatched, train(model, optimizer, rl.torch.watch(model, tmp_path / "a.zarr", every=7, **options), epochs=34)
     )
 
 
-def untouched(model, x, y, loss):
+def torch_gradients(model, x, y, loss):
     """dL by the output of every recurrent module and by all weights, from torch alone, in the mode of training."""
     twin = copy.deepcopy(model)
     twin.train()
-    seen = []
-    handle = twin.lstm.register_forward_hook(lambda m, a, out: seen.append(out[0]))
+    outputs = []
+    handle = twin.lstm.register_forward_hook(lambda m, a, out: outputs.append(out[0]))
     value = loss(twin(x), y)
     handle.remove()
     weights = dict(twin.named_parameters())
-    grads = torch.autograd.grad(value, [seen[0], *weights.values()])
+    grads = torch.autograd.grad(value, [outputs[0], *weights.values()])
     return grads[0], dict(zip(weights, grads[1:], strict=True))
 
 
@@ -92,25 +92,25 @@ def test_the_batch_that_was_trained_on(kind):
             optimizer.step()
             after = torch.get_rng_state()
             torch.set_rng_state(state)
-            output_grad, weight_grads = untouched(before, x, y, mse_loss)
+            output_grad, weight_grads = torch_gradients(before, x, y, mse_loss)
             torch.set_rng_state(after)
     top = [name for name in watch.latest if name.startswith("lstm")][-1]
-    found = watch.latest[top].output_grad
-    sides = (
-        output_grad.detach().numpy().reshape(*found.shape)
-        if "direction" not in found.dims
+    captured = watch.latest[top].output_grad
+    expected = (
+        output_grad.detach().numpy().reshape(*captured.shape)
+        if "direction" not in captured.dims
         else np.stack(np.split(output_grad.detach().numpy(), 2, axis=-1), axis=2)
     )
-    scale = np.abs(sides).max()
+    scale = np.abs(expected).max()
     assert scale > 0
-    np.testing.assert_allclose(found.values, sides, atol=1e-6 * scale)
+    np.testing.assert_allclose(captured.values, expected, atol=1e-6 * scale)
     weights = watch.latest.weights
     for layer in range(model.lstm.num_layers):
         node = weights[f"lstm[{layer}]" if model.lstm.num_layers > 1 else "lstm"]
         reference = weight_grads[f"lstm.weight_hh_l{layer}"].numpy()
-        mine = node.recurrent_kernel_grad
-        mine = mine.sel(direction="forward") if "direction" in mine.dims else mine
-        assert np.linalg.norm(mine.values) == pytest.approx(np.linalg.norm(reference), rel=1e-5)
+        kernel_grad = node.recurrent_kernel_grad
+        kernel_grad = kernel_grad.sel(direction="forward") if "direction" in kernel_grad.dims else kernel_grad
+        assert np.linalg.norm(kernel_grad.values) == pytest.approx(np.linalg.norm(reference), rel=1e-5)
 
 
 def test_every_number_of_the_replay_is_that_of_the_step():
@@ -125,22 +125,22 @@ def test_every_number_of_the_replay_is_that_of_the_step():
             mse_loss(model(x), y).backward()
             optimizer.step()
     reference = rl.trace(before, x, y, loss=mse_loss, training=True)
-    mine = watch.latest.trace
-    assert list(mine) == list(reference)
+    captured = watch.latest.trace
+    assert list(captured) == list(reference)
     for layer in reference:
         for name in reference[layer]:
-            a, b = mine[layer][name].values, reference[layer][name].values
+            a, b = captured[layer][name].values, reference[layer][name].values
             np.testing.assert_allclose(a, b, atol=1e-5 * max(np.abs(b).max(), 1e-30), err_msg=f"{layer}.{name}")
     grads = rl.gradients(before, x, y, loss=mse_loss, wrt="lstm[0]/kernel", training=True)
-    mine = watch.latest.weights["lstm[0]"].kernel_grad.values
-    np.testing.assert_allclose(mine.reshape(grads.shape), grads.values, atol=1e-5 * np.abs(grads.values).max())
+    captured = watch.latest.weights["lstm[0]"].kernel_grad.values
+    np.testing.assert_allclose(captured.reshape(grads.shape), grads.values, atol=1e-5 * np.abs(grads.values).max())
 
 
 def test_every_zero_leaves_no_hook(tmp_path):
     model, _ = model_and_optimizer()
     with rl.torch.watch(model, tmp_path / "a.zarr", every=0):
-        assert hooks_of(model) == 0
-        assert global_hooks() == (0, 0)
+        assert count_hooks(model) == 0
+        assert count_global_hooks() == (0, 0)
     assert not (tmp_path / "a.zarr").exists()
 
 
@@ -153,9 +153,9 @@ def test_an_end_in_the_middle_leaves_what_was_written(tmp_path, error):
             raise error("enough")
 
     with pytest.raises(error, match="enough"):
-        train(model, optimizer, rl.torch.watch(model, tmp_path / "a.zarr", every=2), each=stop)
-    assert hooks_of(model) == 0
-    assert global_hooks() == (0, 0)
+        train(model, optimizer, rl.torch.watch(model, tmp_path / "a.zarr", every=2), after_step=stop)
+    assert count_hooks(model) == 0
+    assert count_global_hooks() == (0, 0)
     run = rl.open(tmp_path / "a.zarr")
     assert run.steps.values.tolist() == [2, 4]
     assert run.ended == ("interrupted" if error is KeyboardInterrupt else "RuntimeError")
@@ -202,13 +202,13 @@ SILENT = {
 
 @pytest.mark.parametrize("case", SILENT)
 def test_silence_says_why_once(tmp_path, case):
-    prepare, options, words = SILENT[case]
+    prepare, options, message = SILENT[case]
     model, optimizer = model_and_optimizer()
     prepare(model)
-    with pytest.warns(TrackingWarning) as told:
+    with pytest.warns(TrackingWarning) as caught:
         train(model, optimizer, rl.torch.watch(model, tmp_path / "a.zarr", **options), epochs=1)
-    assert len(told) == 1
-    assert words in str(told[0].message)
+    assert len(caught) == 1
+    assert message in str(caught[0].message)
 
 
 def test_no_step_at_all_is_said():
@@ -249,7 +249,7 @@ def test_a_loop_without_an_optimizer(tmp_path):
 def test_a_step_is_not_counted_twice():
     model, optimizer = model_and_optimizer()
     with pytest.raises(InputError, match="has already counted"):
-        train(model, optimizer, rl.torch.watch(model, every=1), each=lambda watch, x, y: watch.step())
+        train(model, optimizer, rl.torch.watch(model, every=1), after_step=lambda watch, x, y: watch.step())
 
 
 def test_clipping_is_recorded_as_what_it_is(tmp_path):
@@ -259,17 +259,17 @@ def test_clipping_is_recorded_as_what_it_is(tmp_path):
     def loss(output, target):
         return mse_loss(output, target) * 50
 
-    def each(watch, x, y):
+    def record_norm(watch, x, y):
         grads = [p.grad for p in model.lstm.parameters()]
         norms.append(float(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]))))
 
     watch = rl.torch.watch(model, tmp_path / "a.zarr", every=1)
-    train(model, optimizer, watch, clip=0.25, each=each, loss=loss, epochs=1)
+    train(model, optimizer, watch, clip=0.25, after_step=record_norm, loss=loss, epochs=1)
     run = rl.open(tmp_path / "a.zarr")
     applied = [run.scalars[name].values for name in run.scalars if "/weight_grad_norm_clipped/" in name]
-    before = [run.scalars[name].values for name in run.scalars if "/weight_grad_norm/" in name]
+    unclipped = [run.scalars[name].values for name in run.scalars if "/weight_grad_norm/" in name]
     np.testing.assert_allclose(np.linalg.norm(applied, axis=0), norms, rtol=1e-5)
-    assert (np.linalg.norm(before, axis=0) > 2 * np.linalg.norm(applied, axis=0)).all()
+    assert (np.linalg.norm(unclipped, axis=0) > 2 * np.linalg.norm(applied, axis=0)).all()
     np.testing.assert_allclose(run.scalars["grad_norm_clipped"], 0.25, rtol=1e-4)
 
 
@@ -279,23 +279,23 @@ def test_accumulated_gradients_are_named(tmp_path):
     with rl.torch.watch(model, tmp_path / "a.zarr", every=1) as watch:
         for _ in range(2):
             optimizer.zero_grad()
-            for part in range(3):
-                mse_loss(model(x[part * 8 :][:8]), y[part * 8 :][:8]).backward()
-                if part == 1:
+            for i in range(3):
+                mse_loss(model(x[i * 8 :][:8]), y[i * 8 :][:8]).backward()
+                if i == 1:
                     halfway = model.lstm.weight_hh_l0.grad.clone()
             total = model.lstm.weight_hh_l0.grad.clone()
             optimizer.step()
     assert watch.latest.passes == 3
     assert any("accumulated over 3 backward passes" in note for note in rl.open(tmp_path / "a.zarr").notes)
     weights = watch.latest.weights["lstm"]
-    whole, last = weights.recurrent_kernel_grad_accumulated, weights.recurrent_kernel_grad
-    assert np.linalg.norm(whole) == pytest.approx(float(total.norm()), rel=1e-5)
-    assert np.linalg.norm(last) == pytest.approx(float((total - halfway).norm()), rel=1e-4)
+    accumulated, last_grad = weights.recurrent_kernel_grad_accumulated, weights.recurrent_kernel_grad
+    assert np.linalg.norm(accumulated) == pytest.approx(float(total.norm()), rel=1e-5)
+    assert np.linalg.norm(last_grad) == pytest.approx(float((total - halfway).norm()), rel=1e-4)
     assert watch.latest["lstm"].output_grad.sizes["sample"] == 8
 
 
 def test_a_scale_on_the_loss_is_divided_out():
-    found = []
+    results = []
     for scaled in (False, True):
         model, optimizer = model_and_optimizer()
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
@@ -309,11 +309,11 @@ def test_a_scale_on_the_loss_is_divided_out():
                 scaler.step(optimizer)
                 scaler.update()
         assert watch.latest.scale == (1024.0 if scaled else 1.0)
-        found.append((watch.latest["lstm[1]"].output_grad, watch.latest.norms(), watch.latest["lstm[0]"].hidden_grad))
-    plain, unscaled = found
-    for a, b in ((plain[0], unscaled[0]), (plain[2], unscaled[2])):
+        results.append((watch.latest["lstm[1]"].output_grad, watch.latest.norms(), watch.latest["lstm[0]"].hidden_grad))
+    reference, unscaled = results
+    for a, b in ((reference[0], unscaled[0]), (reference[2], unscaled[2])):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(abs(a).max()))
-    assert plain[1] == pytest.approx(unscaled[1], rel=1e-4)
+    assert reference[1] == pytest.approx(unscaled[1], rel=1e-4)
 
 
 class Worded(nn.Module):
@@ -343,10 +343,10 @@ def test_double_precision_stays_what_it_is():
     torch.manual_seed(0)
     model, x = Reader().double(), data()[0][:8].double()
     model.dropout.p = 0.0
-    asked = rl.trace(model, x, loss=lambda out: out.pow(2).sum(), training=True)["lstm"].hidden_grad.values
+    expected = rl.trace(model, x, loss=lambda out: out.pow(2).sum(), training=True)["lstm"].hidden_grad.values
     captured = one_step(model, x, lambda out: out.pow(2).sum()).latest.trace["lstm"].hidden_grad.values
     assert captured.dtype == np.float64
-    np.testing.assert_allclose(captured, asked, rtol=0, atol=1e-13 * np.abs(asked).max())
+    np.testing.assert_allclose(captured, expected, rtol=0, atol=1e-13 * np.abs(expected).max())
 
 
 def test_sparse_gradients_are_counted():
@@ -460,11 +460,16 @@ def test_compiled_models(backend):
 
 def test_the_latest_batch_is_there_to_be_acted_on():
     model, optimizer = model_and_optimizer(lambda: Reader())
-    seen = []
+    largest_grads = []
     watch = rl.torch.watch(model, every=1, quantities="output_grad")
-    train(model, optimizer, watch, each=lambda w, x, y: seen.append(float(abs(w.latest["lstm"].output_grad).max())))
-    assert len(seen) == 12
-    assert min(seen) > 0
+    train(
+        model,
+        optimizer,
+        watch,
+        after_step=lambda w, x, y: largest_grads.append(float(abs(w.latest["lstm"].output_grad).max())),
+    )
+    assert len(largest_grads) == 12
+    assert min(largest_grads) > 0
 
 
 REFUSED = {
@@ -498,10 +503,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(case):
-    make, options, error, words = REFUSED[case]
+    make, options, error, message = REFUSED[case]
     model = make()
-    with pytest.raises(error, match=words), rl.torch.watch(model, **options):
+    with pytest.raises(error, match=message), rl.torch.watch(model, **options):
         pass
-    assert global_hooks() == (0, 0)
+    assert count_global_hooks() == (0, 0)
     if isinstance(model, nn.Module):
-        assert hooks_of(model) == 0
+        assert count_hooks(model) == 0

@@ -18,8 +18,8 @@ HEAR_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_ha
 
 
 def environment(**extra):
-    kept = {**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "300", "NO_COLOR": "1", "KERAS_BACKEND": "jax"}
-    return {**kept, **extra}
+    variables = {**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "300", "NO_COLOR": "1", "KERAS_BACKEND": "jax"}
+    return {**variables, **extra}
 
 
 @pytest.fixture

@@ -18,30 +18,30 @@ def decoys(folder):
     return folder
 
 
-def ran(folder):
+def imported_decoys(folder):
     return sorted(path.name for path in folder.glob("ran-*"))
 
 
 def test_a_model_file_runs_nothing_of_the_current_folder(command, decoys):
-    done = command("layers", "model.keras")
-    assert ran(decoys) == []
-    assert (done.returncode, done.stderr.splitlines()[-2]) == (2, "This model file cannot be loaded.")
+    completed = command("layers", "model.keras")
+    assert imported_decoys(decoys) == []
+    assert (completed.returncode, completed.stderr.splitlines()[-2]) == (2, "This model file cannot be loaded.")
 
 
 def test_nor_does_it_as_a_module(decoys):
     arguments = [sys.executable, "-m", "rnnlens.cli", "layers", "model.keras"]
-    done = subprocess.run(arguments, cwd=decoys, env=environment(), capture_output=True, text=True, check=False)
-    assert ran(decoys) == []
-    assert done.returncode == 2
+    completed = subprocess.run(arguments, cwd=decoys, env=environment(), capture_output=True, text=True, check=False)
+    assert imported_decoys(decoys) == []
+    assert completed.returncode == 2
 
 
 def test_a_factory_of_the_current_folder_is_found_after_what_is_installed(command, decoys):
     (decoys / "own.py").write_text(TORCH)
-    done = command("layers", "own:make")
-    assert (done.returncode, ran(decoys)) == (0, []), done.stderr
+    completed = command("layers", "own:make")
+    assert (completed.returncode, imported_decoys(decoys)) == (0, []), completed.stderr
 
 
 def test_what_the_user_imports_by_name_is_run(command, decoys):
     (decoys / "custom.py").write_text("open('ran-custom', 'w').close()")
     assert command("layers", "model.keras", "--import", "custom").returncode == 2
-    assert ran(decoys) == ["ran-custom"]
+    assert imported_decoys(decoys) == ["ran-custom"]

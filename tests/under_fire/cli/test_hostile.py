@@ -26,7 +26,7 @@ def header(shape, dtype="<f8"):
     return stream.getvalue()
 
 
-def refused(error, path):
+def refusal_lines(error, path):
     start = time.perf_counter()
     with pytest.raises(error) as caught:
         read_data(path)
@@ -38,15 +38,15 @@ def refused(error, path):
 def bomb(tmp_path):
     """300 MiB of zeros in a third of one."""
     path = tmp_path / "bomb.npz"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("x.npy", "w") as part:
-        part.write(header((300 * 2**20 // 8,)))
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("x.npy", "w") as member:
+        member.write(header((300 * 2**20 // 8,)))
         for _ in range(75):
-            part.write(bytes(2**22))
+            member.write(bytes(2**22))
     return path
 
 
 def test_a_zip_bomb_is_refused_before_it_is_unpacked(bomb):
-    lines = refused(FileError, bomb)
+    lines = refusal_lines(FileError, bomb)
     assert lines[0] == "This file unpacks to far more than it holds."
     assert lines[1].endswith("that would become 300 MiB")
 
@@ -55,14 +55,17 @@ def test_as_a_model_or_as_weights_too(command, bomb, folder):
     (folder / "own.py").write_text(TORCH)
     for arguments in (("bomb.keras",), ("own:make", "--weights", "bomb.keras")):
         bomb.rename(folder / "bomb.keras") if bomb.exists() else None
-        done = command("layers", *arguments)
-        assert (done.returncode, done.stderr.splitlines()[0]) == (2, "This file unpacks to far more than it holds.")
+        completed = command("layers", *arguments)
+        assert (completed.returncode, completed.stderr.splitlines()[0]) == (
+            2,
+            "This file unpacks to far more than it holds.",
+        )
 
 
 def test_what_unpacks_to_more_than_the_memory_granted_is_refused(tmp_path):
     np.savez(tmp_path / "x.npz", x=np.zeros((1000, 1000)))
     with options(memory="1 MiB"):
-        lines = refused(TooLargeError, tmp_path / "x.npz")
+        lines = refusal_lines(TooLargeError, tmp_path / "x.npz")
         assert lines[0] == "These arrays are larger than the memory granted."
         assert lines[-1] == '  try:      --memory "8.39 MiB"'
     with options(memory="9 MiB"):
@@ -79,13 +82,13 @@ def test_only_what_is_wanted_is_read(tmp_path):
 @pytest.mark.parametrize("shape", [(2**39,), (2**20, 2**19), (2**62, 2**62)])
 def test_a_header_that_claims_terabytes(tmp_path, suffix, shape):
     path = tmp_path / f"x{suffix}"
-    lie = header(shape) + b"\0"
+    content = header(shape) + b"\0"
     if suffix == ".npy":
-        path.write_bytes(lie)
+        path.write_bytes(content)
     else:
         with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("x.npy", lie)
-    lines = refused(FileError, path)
+            archive.writestr("x.npy", content)
+    lines = refusal_lines(FileError, path)
     assert lines[0] == "This data file is damaged."
     assert "1 B there" in lines[1]
 
@@ -101,28 +104,29 @@ def test_every_header_of_numpy_is_read(tmp_path):
 
 
 def test_a_folder_that_is_gone(command, folder):
-    gone = folder / "gone"
-    gone.mkdir()
-    code = f"import os; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); "
+    removed = folder / "gone"
+    removed.mkdir()
+    code = f"import os; os.chdir({str(removed)!r}); os.rmdir({str(removed)!r}); "
     for arguments in (["show", "run.nc"], ["layers", "own:make"]):
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-P", "-c", code + PROGRAM, *arguments],
             env=environment(),
             capture_output=True,
             text=True,
             check=False,
         )
-        gone.mkdir()
-        assert (done.returncode, done.stderr.splitlines()[0]) == (2, "The current folder is gone.")
+        removed.mkdir()
+        assert (completed.returncode, completed.stderr.splitlines()[0]) == (2, "The current folder is gone.")
 
 
 @pytest.mark.parametrize("seed", [2**70, 2**32, -1])
 @pytest.mark.parametrize("arguments", [("trace", "m:f", "data.npz"), ("demo",)])
 def test_a_seed_that_no_generator_takes(arguments, seed):
-    done = CliRunner().invoke(app, [*arguments, "--seed", str(seed)])
-    assert done.exit_code == 2
+    completed = CliRunner().invoke(app, [*arguments, "--seed", str(seed)])
+    assert completed.exit_code == 2
     assert (
-        f"should be {'greater than or equal to 0' if seed < 0 else 'less than or equal to 4294967295'}" in done.output
+        f"should be {'greater than or equal to 0' if seed < 0 else 'less than or equal to 4294967295'}"
+        in completed.output
     )
 
 
@@ -131,42 +135,42 @@ def test_targets_of_the_wrong_shape(command, folder):
     x = np.zeros((5, 4, 2))
     for y in (np.zeros((5, 7)), np.array([["a"]] * 5)):
         np.savez(folder / "data.npz", x=x, y=y)
-        done = command("trace", "own:make", "data.npz", "--loss", "mse")
-        assert done.returncode == 2
-        assert "Traceback" not in done.stderr
-        assert len([line for line in done.stderr.splitlines() if not line.startswith(("  ", "warning"))]) == 1
+        completed = command("trace", "own:make", "data.npz", "--loss", "mse")
+        assert completed.returncode == 2
+        assert "Traceback" not in completed.stderr
+        assert len([line for line in completed.stderr.splitlines() if not line.startswith(("  ", "warning"))]) == 1
 
 
 def test_the_demo_fails_before_training(command, folder):
     (folder / "file").write_text("in the way")
-    done = command("demo", "-o", "file")
-    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "Figures cannot be written there.")
-    for place in ("file/below", "n" * 300, "/proc/figures"):
+    completed = command("demo", "-o", "file")
+    assert (completed.returncode, completed.stderr.splitlines()[0]) == (2, "Figures cannot be written there.")
+    for path in ("file/below", "n" * 300, "/proc/figures"):
         with pytest.raises(FileError, match="Figures cannot be written there"):
-            make_folder(folder / place)
+            make_folder(folder / path)
     assert (folder / "file").read_text() == "in the way"
 
 
 def test_an_error_nobody_foresaw_is_one_line_and_code_1(command, folder):
     (folder / "own.py").write_text("def make():\n    raise KeyError('my own')\n")
-    done = command("layers", "own:make")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.splitlines() == [
+    completed = command("layers", "own:make")
+    assert (completed.returncode, completed.stdout) == (1, "")
+    assert completed.stderr.splitlines() == [
         "An unexpected error.",
         "  got:      KeyError: 'my own'",
         "  try:      --debug shows where",
     ]
     for arguments in (("--debug", "layers", "own:make"), ("layers", "own:make", "--debug")):
-        done = command(*arguments)
-        assert done.returncode == 1
-        assert "Traceback" in done.stderr
-        assert 'own.py", line 2, in make' in done.stderr
+        completed = command(*arguments)
+        assert completed.returncode == 1
+        assert "Traceback" in completed.stderr
+        assert 'own.py", line 2, in make' in completed.stderr
 
 
 def test_the_codes_are_said_where_users_look(command):
-    said = " ".join(command("--help").stdout.split())
-    for words in ("0 success", "1 an unexpected error", "2 wrong arguments", "130 interrupted", "--debug"):
-        assert words in said
+    help_text = " ".join(command("--help").stdout.split())
+    for phrase in ("0 success", "1 an unexpected error", "2 wrong arguments", "130 interrupted", "--debug"):
+        assert phrase in help_text
     assert command("no-such-command").returncode == 2
     assert command("--version").returncode == 0
 
@@ -184,7 +188,7 @@ def test_a_file_of_hdf5_with_short_names_of_losses(folder):
 
 
 def test_standard_error_is_a_closed_pipe(command):
-    read, write = os.pipe()
-    os.close(read)
-    os.close(write)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    os.close(write_end)
     assert command("show", "none.nc").returncode == 2

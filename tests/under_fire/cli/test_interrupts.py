@@ -18,7 +18,7 @@ def make():
 """
 
 
-def slow(body):
+def slow_module(body):
     """A module whose factory says that it was reached, and stays there."""
     return SLOW.format(body=textwrap.indent(textwrap.dedent(body), "    "))
 
@@ -65,7 +65,7 @@ STUBBORN = """
 """
 
 
-def interrupted(process):
+def interrupt(process):
     """Send Ctrl-C and look at the end."""
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
@@ -75,19 +75,19 @@ def interrupted(process):
 
 @pytest.mark.parametrize("body", [SWALLOWED, TURNED, IN_A_DESTRUCTOR, IN_A_CALLBACK, STUBBORN])
 def test_wherever_it_strikes(start, folder, body):
-    (folder / "slow.py").write_text(slow(body))
+    (folder / "slow.py").write_text(slow_module(body))
     process = start("layers", "slow:make")
     assert process.stdout.readline() == "here\n"
     time.sleep(2.5 if body is IN_A_CALLBACK else 0.2)
-    interrupted(process)
+    interrupt(process)
 
 
 def test_ctrl_c_twice_says_it_once(start, folder):
-    (folder / "slow.py").write_text(slow("time.sleep(60)"))
+    (folder / "slow.py").write_text(slow_module("time.sleep(60)"))
     process = start("layers", "slow:make")
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    interrupted(process)
+    interrupt(process)
 
 
 @pytest.mark.full  # on a busy machine torch itself aborts where it is interrupted while loading
@@ -96,7 +96,7 @@ def test_from_the_first_line_on(folder):
     (folder / "own.py").write_text(TORCH)
     program = PROGRAM.replace("sys.exit(main())", "print('on', flush=True); sys.exit(main())")
     program = f"{HEAR_CTRL_C}; {program}"
-    said = []
+    outcomes = []
     for delay in (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8):
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", program, "layers", "own:make"],
@@ -110,14 +110,14 @@ def test_from_the_first_line_on(folder):
         time.sleep(delay)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
-        said.append((process.returncode, err))
-    assert said == [(130, "interrupted\n")] * 7
+        outcomes.append((process.returncode, err))
+    assert outcomes == [(130, "interrupted\n")] * 7
 
 
 def test_a_background_job_goes_on(folder):
     """A shell starts background jobs with Ctrl-C ignored."""
     code = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {PROGRAM}"
-    (folder / "slow.py").write_text(slow("time.sleep(1)"))
+    (folder / "slow.py").write_text(slow_module("time.sleep(1)"))
     arguments = [sys.executable, "-P", "-c", code, "layers", "slow:make"]
     process = subprocess.Popen(
         arguments, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -130,16 +130,18 @@ def test_a_background_job_goes_on(folder):
 
 
 def test_while_frameworks_take_their_time_to_end(start, folder):
-    last = "import atexit, time\natexit.register(lambda: (print('end', flush=True), time.sleep(60)))\n"
-    (folder / "own.py").write_text(last + TORCH)
+    exit_hook = "import atexit, time\natexit.register(lambda: (print('end', flush=True), time.sleep(60)))\n"
+    (folder / "own.py").write_text(exit_hook + TORCH)
     process = start("layers", "own:make")
     while process.stdout.readline() != "end\n":
         assert process.poll() is None
-    interrupted(process)
+    interrupt(process)
 
 
 def test_little_is_loaded_before_ctrl_c_is_heard():
     """What Python loads for itself lies before our reach; what we load lies within it."""
     code = "import sys; before = set(sys.modules)\nimport rnnlens.cli; print(set(sys.modules) - before)"
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
-    assert eval(done.stdout) == {"rnnlens", "rnnlens.cli", "rnnlens.cli.interrupts", "__future__"}
+    completed = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert eval(completed.stdout) == {"rnnlens", "rnnlens.cli", "rnnlens.cli.interrupts", "__future__"}

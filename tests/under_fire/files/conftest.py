@@ -40,7 +40,7 @@ def values(trace):
 """
 
 
-def made(value, steps=50, layers=3):
+def make_trace(value, steps=50, layers=3):
     """A trace that holds nothing but ``value``."""
     arrays = {"hidden": np.full((4, steps, 8), float(value)), "gates": np.full((4, steps, 4, 8), float(value))}
     names = [f"lstm{i}" for i in range(layers)]
@@ -48,12 +48,12 @@ def made(value, steps=50, layers=3):
 
 
 def values(trace):
-    """All numbers that occur in a trace made by :func:`made`."""
+    """All numbers that occur in a trace made by :func:`make_trace`."""
     return sorted({float(v) for name in trace for q in ("hidden", "gates") for v in np.unique(trace[name][q])})
 
 
 @dataclass
-class Done:
+class CompletedProcess:
     """How a process ended: its code, or minus the signal that ended it."""
 
     returncode: int
@@ -61,20 +61,20 @@ class Done:
     stderr: str
 
 
-class Forked:
+class ForkedProcess:
     """Code in a process of its own: a fork of this one, which has imported everything and runs no other thread's work.
 
     What ``subprocess.Popen`` has under these names, without the two seconds of a new interpreter and its imports.
     """
 
     def __init__(self, code: str, folder: Path) -> None:
-        (out, their_out), (err, their_err) = os.pipe(), os.pipe()
+        (out, child_out), (err, child_err) = os.pipe(), os.pipe()
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _run(PREAMBLE + textwrap.dedent(code), folder, their_out, their_err)
-        os.close(their_out)
-        os.close(their_err)
+            _run(PREAMBLE + textwrap.dedent(code), folder, child_out, child_err)
+        os.close(child_out)
+        os.close(child_err)
         self.stdout, self.stderr = os.fdopen(out), os.fdopen(err)
 
     def poll(self) -> int | None:
@@ -84,9 +84,9 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float = 60) -> int:
-        end = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while self.poll() is None:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired("the code of a test", timeout)
             time.sleep(0.002)
         return self.returncode
@@ -129,7 +129,7 @@ def start(tmp_path):
     started = []
 
     def run(code):
-        started.append(Forked(code, tmp_path))
+        started.append(ForkedProcess(code, tmp_path))
         return started[-1]
 
     yield run
@@ -144,6 +144,6 @@ def python(start):
     def run(code, timeout=120):
         process = start(code)
         code = process.wait(timeout)
-        return Done(code, process.stdout.read(), process.stderr.read())
+        return CompletedProcess(code, process.stdout.read(), process.stderr.read())
 
     return run

@@ -27,7 +27,7 @@ SAME, REFUSED, DIFFERENT, FOREIGN = 0, 10, 11, 12
 NAMES = {SAME: "as saved", REFUSED: "refused", DIFFERENT: "silently different", FOREIGN: "an error not ours"}
 
 
-def made() -> Trace:
+def make_trace() -> Trace:
     rng = np.random.default_rng(0)
     arrays = {name: rng.normal(size=(4, 20, 8)).astype("float32") for name in ("hidden", "cell", "hidden_grad")}
     arrays["gates"] = rng.normal(size=(4, 20, 4, 8)).astype("float16")
@@ -37,37 +37,37 @@ def made() -> Trace:
 
 def outcome(path: Path, expected: Any) -> int:
     try:
-        found = rl.open(path)
+        result = rl.open(path)
     except RnnlensError:
         return REFUSED
     except Exception:
         return FOREIGN
     if not isinstance(expected, Trace):
-        same = found.identical(expected)
-    elif same := repr(found) == repr(expected) and found._meta() == expected._meta():
-        same = all(found.dataset(name).identical(expected.dataset(name)) for name in expected)
+        same = result.identical(expected)
+    elif same := repr(result) == repr(expected) and result._meta() == expected._meta():
+        same = all(result.dataset(name).identical(expected.dataset(name)) for name in expected)
     return SAME if same else DIFFERENT
 
 
-def flip(file: Path, chance: random.Random) -> None:
+def flip(file: Path, rng: random.Random) -> None:
     content = bytearray(file.read_bytes())
-    bit = chance.randrange(8 * len(content))
+    bit = rng.randrange(8 * len(content))
     content[bit // 8] ^= 1 << bit % 8
     file.write_bytes(content)
 
 
-def one(saved: Path, chance: random.Random, expected: Any) -> str:
+def outcome_of_flip(saved: Path, rng: random.Random, expected: Any) -> str:
     """Flip one bit of a copy, each bit of all files as likely as any other, and open it in a child."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / saved.name
         shutil.copytree(saved, copy) if saved.is_dir() else shutil.copy(saved, copy)
         files = sorted(path for path in copy.rglob("*") if path.is_file() and path.stat().st_size) or [copy]
-        flip(chance.choices(files, [path.stat().st_size for path in files])[0], chance)
+        flip(rng.choices(files, [path.stat().st_size for path in files])[0], rng)
         child = os.fork()
         if child == 0:
             signal.alarm(20)
-            for quiet in (1, 2):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), quiet)
+            for stream in (1, 2):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
             os._exit(outcome(copy, expected))
         _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
@@ -76,8 +76,8 @@ def one(saved: Path, chance: random.Random, expected: Any) -> str:
 
 
 def main(suffix: str, count: int, seed: int, *, unsealed: bool) -> Counter[str]:
-    chance = random.Random(seed)
-    expected: Any = made()
+    rng = random.Random(seed)
+    expected: Any = make_trace()
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / f"run{suffix}"
         if unsealed:  # as another program would write it
@@ -85,7 +85,7 @@ def main(suffix: str, count: int, seed: int, *, unsealed: bool) -> Counter[str]:
             expected.to_netcdf(saved) if suffix == ".nc" else expected.to_dataset().to_zarr(saved, zarr_format=2)
         else:
             expected.save(saved)
-        return Counter(one(saved, chance, expected) for _ in range(count))
+        return Counter(outcome_of_flip(saved, rng, expected) for _ in range(count))
 
 
 if __name__ == "__main__":

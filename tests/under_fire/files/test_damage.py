@@ -15,18 +15,18 @@ sys.path.pop(0)
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # the child reads a file and ends
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
 def test_flips(suffix):
-    found = flips.main(suffix, 25, seed=1, unsealed=False)
-    assert sum(found.values()) == 25
-    assert set(found) <= {"refused", "as saved"}
-    assert found["refused"] > 12
+    outcomes = flips.main(suffix, 25, seed=1, unsealed=False)
+    assert sum(outcomes.values()) == 25
+    assert set(outcomes) <= {"refused", "as saved"}
+    assert outcomes["refused"] > 12
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
 def test_many_flips(suffix):
-    found = sum((flips.main(suffix, 500, seed=seed, unsealed=False) for seed in (2, 3)), Counter())
-    print(suffix, found)
-    assert set(found) <= {"refused", "as saved"}
+    outcomes = sum((flips.main(suffix, 500, seed=seed, unsealed=False) for seed in (2, 3)), Counter())
+    print(suffix, outcomes)
+    assert set(outcomes) <= {"refused", "as saved"}
 
 
 @pytest.mark.full
@@ -34,7 +34,7 @@ def test_many_flips(suffix):
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
 def test_flips_in_what_another_program_wrote(suffix):
     """Without a checksum other numbers cannot be told, and HDF5 may take the process down; nothing else happens."""
-    found = flips.main(suffix, 100, seed=7, unsealed=True)
-    print(suffix, found)
-    assert not {"an error not ours", "hung"} & set(found)
-    assert found["refused"] > 10
+    outcomes = flips.main(suffix, 100, seed=7, unsealed=True)
+    print(suffix, outcomes)
+    assert not {"an error not ours", "hung"} & set(outcomes)
+    assert outcomes["refused"] > 10

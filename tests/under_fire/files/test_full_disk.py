@@ -10,7 +10,7 @@ import pytest
 
 import rnnlens as rl
 
-from .conftest import made, values
+from .conftest import make_trace, values
 
 SAVE = """
 resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
@@ -25,31 +25,31 @@ print("alive", values(rl.open("run{suffix}")))
 
 @pytest.mark.parametrize("limit", [100, 5_000, 60_000, 200_000, 400_000])
 def test_netcdf(python, tmp_path, limit):
-    made(1).save(tmp_path / "run.nc")
-    done = python(SAVE.format(limit=limit, steps=400, suffix=".nc"))
-    assert done.stdout == "The file cannot be written.\n" * 3 + "alive [1.0]\n", done.stderr
-    assert done.returncode == 0
+    make_trace(1).save(tmp_path / "run.nc")
+    completed = python(SAVE.format(limit=limit, steps=400, suffix=".nc"))
+    assert completed.stdout == "The file cannot be written.\n" * 3 + "alive [1.0]\n", completed.stderr
+    assert completed.returncode == 0
     assert os.listdir(tmp_path) == ["run.nc"]
 
 
 @pytest.mark.parametrize("limit", [10, 100, 300, 1_000, 3_000])
 def test_zarr(python, tmp_path, limit):
-    made(1).save(tmp_path / "run.zarr")
-    done = python(SAVE.format(limit=limit, steps=400, suffix=".zarr"))
-    assert done.stdout == "The file cannot be written.\n" * 3 + "alive [1.0]\n", done.stderr
-    assert done.returncode == 0
+    make_trace(1).save(tmp_path / "run.zarr")
+    completed = python(SAVE.format(limit=limit, steps=400, suffix=".zarr"))
+    assert completed.stdout == "The file cannot be written.\n" * 3 + "alive [1.0]\n", completed.stderr
+    assert completed.returncode == 0
     assert os.listdir(tmp_path) == ["run.zarr"]
 
 
 def test_with_room_it_is_saved(python, tmp_path):
     for suffix in (".nc", ".zarr"):
-        made(1).save(tmp_path / f"run{suffix}")
-        done = python(SAVE.format(limit=10_000_000, steps=400, suffix=suffix))
-        assert done.stdout == "alive [2.0]\n", done.stderr
+        make_trace(1).save(tmp_path / f"run{suffix}")
+        completed = python(SAVE.format(limit=10_000_000, steps=400, suffix=suffix))
+        assert completed.stdout == "alive [2.0]\n", completed.stderr
 
 
 def test_too_little_memory_for_an_image(python, tmp_path):
-    made(1).save(tmp_path / "run.nc")
+    make_trace(1).save(tmp_path / "run.nc")
     code = """
         made(3).save("warm.nc")
         big = made(2, steps=60_000, layers=1)
@@ -62,9 +62,11 @@ def test_too_little_memory_for_an_image(python, tmp_path):
         made(4).save("small.nc")
         print("alive")
     """
-    done = python(code)
-    assert done.stdout == "A netCDF file of this result is larger than the memory limit.\nalive\n", done.stderr
-    assert done.returncode == 0
+    completed = python(code)
+    assert completed.stdout == "A netCDF file of this result is larger than the memory limit.\nalive\n", (
+        completed.stderr
+    )
+    assert completed.returncode == 0
     assert values(rl.open(tmp_path / "run.nc")) == [1.0]
     assert values(rl.open(tmp_path / "small.nc")) == [4.0]
 
@@ -94,9 +96,9 @@ def test_a_time_jacobian_in_pieces(python, tmp_path):
         print("alive")
         """
     )
-    done = python(code)
-    assert done.stdout == "The file cannot be written.\nalive\n", done.stderr
-    left = rl.open(tmp_path / "j.zarr")
-    assert not left.finished
-    assert left.shape == rl.open(tmp_path / "whole.zarr").shape
+    completed = python(code)
+    assert completed.stdout == "The file cannot be written.\nalive\n", completed.stderr
+    partial = rl.open(tmp_path / "j.zarr")
+    assert not partial.finished
+    assert partial.shape == rl.open(tmp_path / "whole.zarr").shape
     assert rl.open(tmp_path / "whole.zarr").finished

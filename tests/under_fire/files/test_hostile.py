@@ -22,7 +22,7 @@ from rnnlens.results.disk.store import MANIFEST, read_manifest
 from rnnlens.results.saving import root_attrs, save, tree_of
 from rnnlens.results.trace import Trace
 
-from .conftest import made, values
+from .conftest import make_trace, values
 
 MARKS = root_attrs("dataset", {})
 SECRET = b"what is in another file" * 10
@@ -41,7 +41,7 @@ def circle(file):
     inner["back"] = file["a"]
 
 
-def twice(file):
+def hard_link(file):
     file["x"] = np.ones(3)
     file["y"] = file["x"]
 
@@ -52,8 +52,8 @@ def soft_link(file):
 
 
 def external_link(file):
-    with h5py.File("other.h5", "w") as other:
-        other["x"] = np.ones(3)
+    with h5py.File("other.h5", "w") as other_file:
+        other_file["x"] = np.ones(3)
     file["x"] = h5py.ExternalLink("other.h5", "/x")
 
 
@@ -63,9 +63,9 @@ def external_storage(file):
     file.create_dataset("x", shape=(len(SECRET),), dtype="u1", external=[("secret", 0, len(SECRET))])
 
 
-def virtual(file):
-    with h5py.File("other.h5", "w") as other:
-        other["x"] = np.ones(3)
+def virtual_dataset(file):
+    with h5py.File("other.h5", "w") as other_file:
+        other_file["x"] = np.ones(3)
     layout = h5py.VirtualLayout((3,), "f8")
     layout[:] = h5py.VirtualSource("other.h5", "x", (3,))
     file.create_virtual_dataset("x", layout)
@@ -80,11 +80,11 @@ def many_labels(file):
     file.create_dataset("x", shape=(2**27,), dtype=h5py.string_dtype(), chunks=(2**16,), compression="gzip")
 
 
-def deep(file):
+def deep_groups(file):
     file.create_group("/".join("g" * 1000))
 
 
-def objects(file):
+def object_references(file):
     file.create_dataset("x", shape=(3,), dtype=h5py.ref_dtype)
 
 
@@ -108,15 +108,15 @@ NETCDF = [
     chunked_and_empty,
     moderately_large_and_empty,
     circle,
-    twice,
+    hard_link,
     soft_link,
     external_link,
     external_storage,
-    virtual,
+    virtual_dataset,
     bomb_in_a_chunk,
     many_labels,
-    deep,
-    objects,
+    deep_groups,
+    object_references,
     deep_json,
     deep_meta,
     huge_text,
@@ -124,21 +124,21 @@ NETCDF = [
 ]
 
 
-def array(root, **changed):
-    found = json.loads((root / "x" / ".zarray").read_text())
-    (root / "x" / ".zarray").write_text(json.dumps({**found, **changed}))
+def change_array(root, **changed):
+    metadata = json.loads((root / "x" / ".zarray").read_text())
+    (root / "x" / ".zarray").write_text(json.dumps({**metadata, **changed}))
 
 
 def claims_terabytes(root):
-    array(root, shape=[2**31], chunks=[1000])
+    change_array(root, shape=[2**31], chunks=[1000])
 
 
 def claims_a_large_chunk(root):
-    array(root, chunks=[2**31])
+    change_array(root, chunks=[2**31])
 
 
 def lacks_most(root):
-    array(root, shape=[2**27], chunks=[1000])
+    change_array(root, shape=[2**27], chunks=[1000])
 
 
 def lacks_one(root):
@@ -160,7 +160,7 @@ def holds_a_pipe(root):
 
 
 def pickles(root):
-    array(root, dtype="|O", filters=[{"id": "pickle"}])
+    change_array(root, dtype="|O", filters=[{"id": "pickle"}])
 
 
 def unpacks_to_gigabytes(root):
@@ -170,12 +170,12 @@ def unpacks_to_gigabytes(root):
 
 
 def unpacks_to_terabytes(root):
-    array(root, compressor={"id": "zstd", "level": 1})
+    change_array(root, compressor={"id": "zstd", "level": 1})
     (root / "x" / "0").write_bytes(b"\x28\xb5\x2f\xfd\xe0" + (2**40).to_bytes(8, "little") + bytes(10))
 
 
-def negative(root):
-    array(root, shape=[-5])
+def has_negative_shape(root):
+    change_array(root, shape=[-5])
 
 
 def is_deep(root):
@@ -205,7 +205,7 @@ ZARR = [
     pickles,
     unpacks_to_gigabytes,
     unpacks_to_terabytes,
-    negative,
+    has_negative_shape,
     is_deep,
     has_deep_json,
     has_huge_json,
@@ -213,13 +213,13 @@ ZARR = [
 ]
 
 
-def resealed(root):
+def rewrite_manifest(root):
     """A list of checksums that fits what is there: whoever makes a hostile file makes that too."""
-    kept = read_manifest(root)
-    for key in kept:
+    digests = read_manifest(root)
+    for key in digests:
         if (root / key).is_file():
-            kept[key] = hashlib.sha256((root / key).read_bytes()).hexdigest()
-    (root / MANIFEST).write_text("".join(f"{digest}  {key}\n" for key, digest in kept.items()))
+            digests[key] = hashlib.sha256((root / key).read_bytes()).hexdigest()
+    (root / MANIFEST).write_text("".join(f"{digest}  {key}\n" for key, digest in digests.items()))
 
 
 OPENING = """
@@ -238,9 +238,9 @@ for path in sorted(os.listdir("hostile")):
 
 
 def open_all(python):
-    done = python(OPENING)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    completed = python(OPENING)
+    assert completed.returncode == 0, completed.stderr[-2000:]
+    rows = [json.loads(line) for line in completed.stdout.splitlines()]
     assert [row for row in rows if row[1] not in ("FileError", "TooLargeError")] == []
     assert [row for row in rows if row[2] > 2] == []
     assert [row for row in rows if row[3] > 500] == []
@@ -261,35 +261,35 @@ def test_zarr(python, tmp_path):
     (tmp_path / "hostile").mkdir()
     saved = tmp_path / "saved.zarr"
     save_in_three_chunks(saved)
-    made_so = 0
+    file_count = 0
     for build in ZARR:
         for seal in (False, True):
             root = tmp_path / "hostile" / f"{build.__name__}-{seal}.zarr"
             shutil.copytree(saved, root)
             build(root)
             if seal:
-                resealed(root)
-            made_so += 1
-    assert len(open_all(python)) == made_so
+                rewrite_manifest(root)
+            file_count += 1
+    assert len(open_all(python)) == file_count
 
 
 def save_in_three_chunks(path):
-    found = xr.Dataset({"x": ("t", np.arange(3000.0))})
-    found["x"].encoding["chunks"] = (1000,)
-    save(tree_of(found), path)
+    dataset = xr.Dataset({"x": ("t", np.arange(3000.0))})
+    dataset["x"].encoding["chunks"] = (1000,)
+    save(tree_of(dataset), path)
     assert sorted(p.name for p in (path / "x").iterdir() if p.name.isdigit()) == ["0", "1", "2"]
 
 
 def test_the_limit_is_the_users(tmp_path):
     for suffix in (".nc", ".zarr"):
-        made(1, steps=4000, layers=1).save(tmp_path / f"run{suffix}")
+        make_trace(1, steps=4000, layers=1).save(tmp_path / f"run{suffix}")
         with pytest.raises(TooLargeError) as caught:
             rl.open(tmp_path / f"run{suffix}", memory="4 MiB")
-        said = str(caught.value).splitlines()
-        assert said[0] == "This file is larger than the memory limit."
-        assert said[1].startswith(f"  got:      {tmp_path}/run{suffix}: arrays of 4.9")
-        assert said[2] == "  expected: at most 4 MiB (memory=)"
-        assert said[3].startswith('  try:      memory="5.')
+        lines = str(caught.value).splitlines()
+        assert lines[0] == "This file is larger than the memory limit."
+        assert lines[1].startswith(f"  got:      {tmp_path}/run{suffix}: arrays of 4.9")
+        assert lines[2] == "  expected: at most 4 MiB (memory=)"
+        assert lines[3].startswith('  try:      memory="5.')
         with rl.options(memory="4 MiB"), pytest.raises(TooLargeError):
             rl.open(tmp_path / f"run{suffix}")
         assert values(rl.open(tmp_path / f"run{suffix}", memory="6 MiB")) == [1.0]
@@ -298,7 +298,7 @@ def test_the_limit_is_the_users(tmp_path):
 
 
 def test_a_damaged_part_is_found_also_when_it_is_read_later(tmp_path):
-    made(1).save(tmp_path / "run.zarr")
+    make_trace(1).save(tmp_path / "run.zarr")
     lazy = rl.open(tmp_path / "run.zarr", lazy=True)
     chunk = next((tmp_path / "run.zarr" / "lstm0" / "hidden").glob("[0-9]*"))
     content = bytearray(chunk.read_bytes())
@@ -314,7 +314,7 @@ def test_a_damaged_part_is_found_also_when_it_is_read_later(tmp_path):
 def test_zeros_and_nan_are_written_too(tmp_path):
     """Zarr leaves out chunks of nothing but the fill value; then one that is lost could not be told from them."""
     for value in (0.0, np.nan):
-        made(value).save(tmp_path / "run.zarr")
+        make_trace(value).save(tmp_path / "run.zarr")
         assert np.array_equal(values(rl.open(tmp_path / "run.zarr"))[0], value, equal_nan=True)
         next((tmp_path / "run.zarr" / "lstm0" / "hidden").glob("[0-9]*")).unlink()
         with pytest.raises(FileError, match="missing"):
@@ -322,19 +322,19 @@ def test_zeros_and_nan_are_written_too(tmp_path):
 
 
 def test_a_checksum_that_was_cut_off_is_missed(tmp_path):
-    made(1).save(tmp_path / "run.nc")
+    make_trace(1).save(tmp_path / "run.nc")
     content = (tmp_path / "run.nc").read_bytes()
     (tmp_path / "run.nc").write_bytes(content[:-20])
     with pytest.raises(FileError, match="its checksum is missing"):
         rl.open(tmp_path / "run.nc")
-    made(1).save(tmp_path / "run.zarr")
+    make_trace(1).save(tmp_path / "run.zarr")
     (tmp_path / "run.zarr" / MANIFEST).unlink()
     with pytest.raises(FileError, match="its checksum is missing"):
         rl.open(tmp_path / "run.zarr")
 
 
 def test_others_read_our_files_and_sha256sum_checks_them(tmp_path):
-    trace = made(1)
+    trace = make_trace(1)
     trace.save(tmp_path / "run.nc")
     trace.save(tmp_path / "run.zarr")
     for path, engine in ((tmp_path / "run.nc", "h5netcdf"), (tmp_path / "run.zarr", "zarr")):
@@ -346,7 +346,7 @@ def test_others_read_our_files_and_sha256sum_checks_them(tmp_path):
 
 @pytest.mark.parametrize("name", ["two\nlines", "back\\slash", "\x85\u2028", "späße"])
 def test_names_of_layers_survive_the_list(tmp_path, name):
-    trace = Trace({name: made(1).dataset("lstm0")})
+    trace = Trace({name: make_trace(1).dataset("lstm0")})
     trace.save(tmp_path / "run.zarr")
     assert rl.open(tmp_path / "run.zarr").layers == (name,)
 
@@ -354,9 +354,9 @@ def test_names_of_layers_survive_the_list(tmp_path, name):
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
 def test_what_could_not_be_opened_again_is_not_saved(tmp_path, suffix):
     """JSON of megabytes takes seconds to read; nothing that rnnlens computes has such attributes."""
-    long = xr.Dataset(attrs={"long": list(range(1_000_000))})
+    dataset = xr.Dataset(attrs={"long": list(range(1_000_000))})
     with pytest.raises(InputError, match="'long'"):
-        save(tree_of(long), tmp_path / f"run{suffix}")
+        save(tree_of(dataset), tmp_path / f"run{suffix}")
     assert os.listdir(tmp_path) == []
 
 

@@ -11,7 +11,7 @@ import pytest
 import rnnlens as rl
 from rnnlens.results import disk
 
-from .conftest import made, values
+from .conftest import make_trace, values
 from .test_full_disk import JACOBIAN
 
 SAVING = """
@@ -29,27 +29,27 @@ def kill_while_saving(start, suffix, delay):
     process.wait()
 
 
-def kills(start, tmp_path, suffix, count):
-    made(1, steps=400).save(tmp_path / f"run{suffix}")
-    chance = random.Random(0)
+def kill_repeatedly(start, tmp_path, suffix, count):
+    make_trace(1, steps=400).save(tmp_path / f"run{suffix}")
+    rng = random.Random(0)
     for _ in range(count):
-        kill_while_saving(start, suffix, chance.uniform(0, 0.4))
-        found = values(rl.open(tmp_path / f"run{suffix}"))
-        assert len(found) == 1
+        kill_while_saving(start, suffix, rng.uniform(0, 0.4))
+        stored = values(rl.open(tmp_path / f"run{suffix}"))
+        assert len(stored) == 1
         assert len(os.listdir(tmp_path)) <= 2, "what the one before left was removed"
-    made(1).save(tmp_path / f"run{suffix}")
+    make_trace(1).save(tmp_path / f"run{suffix}")
     assert os.listdir(tmp_path) == [f"run{suffix}"]
 
 
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
 def test_kills(start, tmp_path, suffix):
-    kills(start, tmp_path, suffix, 3)
+    kill_repeatedly(start, tmp_path, suffix, 3)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
 def test_many_kills(start, tmp_path, suffix):
-    kills(start, tmp_path, suffix, 50)
+    kill_repeatedly(start, tmp_path, suffix, 50)
 
 
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
@@ -68,7 +68,7 @@ def test_what_another_process_is_writing_just_now_is_left_alone(start, tmp_path,
         """
     )
     assert process.stdout.readline() == "writing\n"
-    made(1).save(tmp_path / f"run{suffix}")
+    make_trace(1).save(tmp_path / f"run{suffix}")
     assert len(os.listdir(tmp_path)) == 3, "the other's two, and ours"
     (tmp_path / "go on").touch()
     assert process.wait(timeout=30) == 0, process.stderr.read()
@@ -91,7 +91,7 @@ def test_killed_between_two_names(start, tmp_path, python):
         os.rename = killed_at_second
         made(2).save("run.zarr")
     """
-    for reader in (rl.open, made(1).save):
+    for reader in (rl.open, make_trace(1).save):
         assert python(code).returncode == -signal.SIGKILL
         assert not (tmp_path / "run.zarr").exists()
         reader(tmp_path / "run.zarr")
@@ -108,7 +108,7 @@ def test_names_are_swapped_in_one_step_here(tmp_path):
 
 
 def test_a_time_jacobian_killed_at_any_piece_stays_readable(start, tmp_path):
-    whole = None
+    earlier = None
     for delay in (0.0, 0.3):
         process = start(JACOBIAN + 'print("ready", flush=True)\nrl.jacobian(model, x, out="j.zarr", memory="1 KiB")\n')
         assert process.stdout.readline() == "ready\n"
@@ -118,12 +118,12 @@ def test_a_time_jacobian_killed_at_any_piece_stays_readable(start, tmp_path):
         time.sleep(delay)
         process.kill()
         process.wait()
-        left = rl.open(tmp_path / "j.zarr")
-        there = np.isfinite(left.values)
-        assert left.dims == ("sample", "out_time", "out_unit", "in_time", "in_feature")
-        assert left.sizes["sample"] == 6
-        assert bool(left.finished) == bool(there.all())
-        if whole is not None:
-            both = there & np.isfinite(whole)
-            np.testing.assert_array_equal(left.values[both], whole[both])
-        whole = left.values
+        partial = rl.open(tmp_path / "j.zarr")
+        finite = np.isfinite(partial.values)
+        assert partial.dims == ("sample", "out_time", "out_unit", "in_time", "in_feature")
+        assert partial.sizes["sample"] == 6
+        assert bool(partial.finished) == bool(finite.all())
+        if earlier is not None:
+            both_finite = finite & np.isfinite(earlier)
+            np.testing.assert_array_equal(partial.values[both_finite], earlier[both_finite])
+        earlier = partial.values

@@ -11,7 +11,7 @@ import pytest
 import rnnlens as rl
 from rnnlens.errors import FileError, InputError
 
-from .conftest import made, values
+from .conftest import make_trace, values
 
 each_format = pytest.mark.parametrize("suffix", [".nc", ".zarr"])
 
@@ -20,9 +20,9 @@ each_format = pytest.mark.parametrize("suffix", [".nc", ".zarr"])
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o755, 0o700])
 def test_permissions_stay(tmp_path, suffix, mode):
     path = tmp_path / f"run{suffix}"
-    made(1).save(path)
+    make_trace(1).save(path)
     path.chmod(mode)
-    made(2).save(path)
+    make_trace(2).save(path)
     assert stat.S_IMODE(path.stat().st_mode) == mode
     assert values(rl.open(path)) == [2.0]
 
@@ -30,33 +30,33 @@ def test_permissions_stay(tmp_path, suffix, mode):
 @each_format
 @pytest.mark.parametrize("mask", [0o022, 0o077])
 def test_a_new_file_has_the_usual_ones(tmp_path, suffix, mask):
-    before = os.umask(mask)
+    previous_mask = os.umask(mask)
     try:
-        made(1).save(tmp_path / f"run{suffix}")
-        usual = tmp_path / "usual"
-        usual.mkdir() if suffix == ".zarr" else usual.touch()
+        make_trace(1).save(tmp_path / f"run{suffix}")
+        ordinary = tmp_path / "usual"
+        ordinary.mkdir() if suffix == ".zarr" else ordinary.touch()
     finally:
-        os.umask(before)
-    assert (tmp_path / f"run{suffix}").stat().st_mode == usual.stat().st_mode
+        os.umask(previous_mask)
+    assert (tmp_path / f"run{suffix}").stat().st_mode == ordinary.stat().st_mode
 
 
 @each_format
 def test_a_link_is_written_through(tmp_path, suffix):
     (tmp_path / "there").mkdir()
     (tmp_path / "here").mkdir()
-    real, link, second = (
+    target, link, second_link = (
         tmp_path / "there" / f"real{suffix}",
         tmp_path / "here" / f"run{suffix}",
         tmp_path / f"l{suffix}",
     )
-    link.symlink_to(real)  # to nothing, at first
-    second.symlink_to(link)
-    for value, path in ((1, link), (2, second), (3, real)):
-        made(value).save(path)
+    link.symlink_to(target)  # to nothing, at first
+    second_link.symlink_to(link)
+    for value, path in ((1, link), (2, second_link), (3, target)):
+        make_trace(value).save(path)
         assert link.is_symlink()
-        assert second.is_symlink()
-        assert not real.is_symlink()
-        assert values(rl.open(link)) == values(rl.open(second)) == values(rl.open(real)) == [float(value)]
+        assert second_link.is_symlink()
+        assert not target.is_symlink()
+        assert values(rl.open(link)) == values(rl.open(second_link)) == values(rl.open(target)) == [float(value)]
     assert sorted(os.listdir(tmp_path)) == sorted(["here", f"l{suffix}", "there"])
 
 
@@ -70,17 +70,17 @@ def test_names_that_no_file_can_have(tmp_path, suffix, monkeypatch):
         loop,
     ):
         with pytest.raises(FileError):
-            made(1).save(path)
+            make_trace(1).save(path)
         with pytest.raises(FileError):
             rl.open(path)
     for nonsense in (3, None, [tmp_path], tmp_path / f"n\0n{suffix}"):
         with pytest.raises(InputError):
-            made(1).save(nonsense)
+            make_trace(1).save(nonsense)
         with pytest.raises(InputError):
             rl.open(nonsense)
     longest = tmp_path / ("n" * (255 - len(suffix)) + suffix)
-    made(1).save(longest)
-    made(2).save(longest)
+    make_trace(1).save(longest)
+    make_trace(2).save(longest)
     assert values(rl.open(longest)) == [2.0]
 
 
@@ -88,13 +88,13 @@ def test_names_that_no_file_can_have(tmp_path, suffix, monkeypatch):
 def test_what_may_not_be_written_or_read(tmp_path, suffix, monkeypatch):
     """The tests may run as root, who may do anything; so the system is made to refuse."""
     path = tmp_path / f"run{suffix}"
-    made(1).save(path)
+    make_trace(1).save(path)
 
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    writes = "mkdir" if suffix == ".zarr" else "open"
-    for name, call in ((writes, lambda: made(2).save(path)), ("stat", lambda: rl.open(path))):
+    write_call = "mkdir" if suffix == ".zarr" else "open"
+    for name, call in ((write_call, lambda: make_trace(2).save(path)), ("stat", lambda: rl.open(path))):
         with monkeypatch.context() as patch:
             patch.setattr(os, name, refuse)
             with pytest.raises(FileError, match="Permission denied"):
@@ -108,7 +108,7 @@ def test_a_folder_without_write_permission(python):
         os.chmod(outer, 0o755)
         sealed = Path(outer, "sealed")
         sealed.mkdir(mode=0o555)
-        done = python(f"""
+        completed = python(f"""
             if os.getuid() == 0:
                 os.setgid(65534); os.setuid(65534)
             for suffix in (".nc", ".zarr"):
@@ -117,14 +117,14 @@ def test_a_folder_without_write_permission(python):
                 except rl.errors.FileError as error:
                     print(str(error).splitlines()[0])
         """)
-    assert done.stdout == "This folder is not writable.\n" * 2, done.stderr
+    assert completed.stdout == "This folder is not writable.\n" * 2, completed.stderr
 
 
 @pytest.mark.parametrize("schema", ["abc", "1", 1.5, [1], None])
 def test_a_schema_that_is_none(tmp_path, schema):
     import h5py
 
-    hidden = made(1)["lstm0"].hidden.assign_attrs(schema=json.dumps(schema) if schema in ([1], None) else schema)
+    hidden = make_trace(1)["lstm0"].hidden.assign_attrs(schema=json.dumps(schema) if schema in ([1], None) else schema)
     hidden.to_netcdf(tmp_path / "run.nc", encoding={})
     with h5py.File(tmp_path / "run.nc") as file:
         assert "schema" in file["hidden"].attrs

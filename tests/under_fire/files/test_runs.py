@@ -26,7 +26,7 @@ def record(step, kind="probe"):
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory):
+def intact_run(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "good.zarr"
     store = Store(path)
     for step in range(COUNT):
@@ -37,28 +37,28 @@ def good(tmp_path_factory):
 
 
 @pytest.fixture
-def run(good, tmp_path):
-    shutil.copytree(good, tmp_path / "a.zarr")
+def run(intact_run, tmp_path):
+    shutil.copytree(intact_run, tmp_path / "a.zarr")
     return tmp_path / "a.zarr"
 
 
-def everything(run):
+def all_numbers(run):
     """All numbers of a run, both kinds of records."""
-    both = [run, run.batch, run.refresh()]
-    return [np.nan_to_num(array.values, nan=-7.0) for one in both for array in everything_of(one)]
+    views = [run, run.batch, run.refresh()]
+    return [np.nan_to_num(array.values, nan=-7.0) for view in views for array in arrays_of(view)]
 
 
-def everything_of(run):
+def arrays_of(run):
     yield from run.scalars.data_vars.values()
     yield from (run.scalars[name] for name in ("step", "epoch", "written"))
     yield from run["lstm"].dataset.data_vars.values()
 
 
-def words(run):
-    return run.notes, run.ended, run.provenance, list(run), run.gaps, [array.attrs for array in everything_of(run)]
+def all_texts(run):
+    return run.notes, run.ended, run.provenance, list(run), run.gaps, [array.attrs for array in arrays_of(run)]
 
 
-def resealed(path, change):
+def reseal(path, change):
     """Change metadata as one would who knows how its checksum is made."""
     metadata = json.loads(path.read_bytes())
     metadata["attributes"].pop(SUM)
@@ -68,38 +68,40 @@ def resealed(path, change):
 
 
 @pytest.mark.parametrize("seed", [*range(40), *(pytest.param(s, marks=pytest.mark.full) for s in range(40, 240))])
-def test_a_flipped_bit_is_never_another_number(good, run, seed):
-    random = np.random.default_rng(seed)
+def test_a_flipped_bit_is_never_another_number(intact_run, run, seed):
+    rng = np.random.default_rng(seed)
     files = sorted(path for path in run.rglob("*") if path.is_file())
-    file = files[random.integers(len(files))]
+    file = files[rng.integers(len(files))]
     content = bytearray(file.read_bytes())
-    content[random.integers(len(content))] ^= 1 << random.integers(8)
+    content[rng.integers(len(content))] ^= 1 << rng.integers(8)
     file.write_bytes(content)
-    expected = rl.open(good)
+    expected = rl.open(intact_run)
     try:
-        found = rl.open(run)
-        numbers = everything(found)
+        opened = rl.open(run)
+        numbers = all_numbers(opened)
     except FileError:
         pass
     else:
-        assert words(found) == words(expected)
-        for one, other in zip(numbers, everything(expected), strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert all_texts(opened) == all_texts(expected)
+        for actual, reference in zip(numbers, all_numbers(expected), strict=True):
+            np.testing.assert_array_equal(actual, reference)
 
 
-def test_a_damaged_row_is_named_and_left_out_on_request(good, run):
+def test_a_damaged_row_is_named_and_left_out_on_request(intact_run, run):
     chunk = run / "probe" / "layers" / "lstm" / "adjoint_profile" / "c" / "0" / "0"
     content = chunk.read_bytes()
     chunk.write_bytes(content[: len(content) // 2])
     with pytest.raises(FileError, match=r"64 of 70 probe records do not match.*layers/lstm/adjoint_profile"):
         rl.open(run)
-    rest = rl.open(run, skip_damaged=True)
-    assert rest.steps.values.tolist() == list(range(64, 70))
-    np.testing.assert_array_equal(rest["lstm"].adjoint_profile[:, :5], rl.open(good)["lstm"].adjoint_profile[64:, :5])
-    (gap,) = rest.gaps
+    remaining = rl.open(run, skip_damaged=True)
+    assert remaining.steps.values.tolist() == list(range(64, 70))
+    np.testing.assert_array_equal(
+        remaining["lstm"].adjoint_profile[:, :5], rl.open(intact_run)["lstm"].adjoint_profile[64:, :5]
+    )
+    (gap,) = remaining.gaps
     assert (gap.where, gap.first, gap.last, gap.records) == ("the run", 0, 63, 64)
-    assert rest.refresh().steps.size == 6
-    assert rest.batch.steps.size == COUNT
+    assert remaining.refresh().steps.size == 6
+    assert remaining.batch.steps.size == COUNT
 
 
 def test_one_value_that_changed_costs_its_row_alone(run):
@@ -107,8 +109,8 @@ def test_one_value_that_changed_costs_its_row_alone(run):
 
     array = zarr.open_group(run, mode="r+")["probe/scalars"]
     array[5, 0] = 0.25
-    rest = rl.open(run, skip_damaged=True)
-    assert rest.steps.values.tolist() == [step for step in range(COUNT) if step != 5]
+    remaining = rl.open(run, skip_damaged=True)
+    assert remaining.steps.values.tolist() == [step for step in range(COUNT) if step != 5]
 
 
 def test_an_array_whose_metadata_is_damaged_is_left_out(run):
@@ -116,10 +118,10 @@ def test_an_array_whose_metadata_is_damaged_is_left_out(run):
     file.write_bytes(file.read_bytes().replace(b"time", b"tine", 1))
     with pytest.raises(FileError, match="does not match its checksum"):
         rl.open(run)
-    rest = rl.open(run, skip_damaged=True)
-    assert rest.steps.size == COUNT
-    assert "adjoint_profile" not in rest["lstm"]
-    assert "adjoint_profile" in rest.gaps[0].reason
+    remaining = rl.open(run, skip_damaged=True)
+    assert remaining.steps.size == COUNT
+    assert "adjoint_profile" not in remaining["lstm"]
+    assert "adjoint_profile" in remaining.gaps[0].reason
 
 
 @pytest.mark.parametrize("folder", ["layers/lstm/adjoint_profile", "scalars", "sums", "epoch"])
@@ -149,16 +151,16 @@ def link_out(run):
 
 
 def large_attribute(run):
-    resealed(run / "zarr.json", lambda m: m["attributes"].update(words="a" * 200 * 2**20))
+    reseal(run / "zarr.json", lambda m: m["attributes"].update(words="a" * 200 * 2**20))
 
 
 def many_names(run):
     names = [f"a{i}" for i in range(200_000)]
-    resealed(run / "probe" / "zarr.json", lambda m: m["attributes"].update(arrays=names))
+    reseal(run / "probe" / "zarr.json", lambda m: m["attributes"].update(arrays=names))
 
 
 def large_committed(run):
-    resealed(run / "probe" / "committed" / "zarr.json", lambda m: m.update(shape=[2**28]))
+    reseal(run / "probe" / "committed" / "zarr.json", lambda m: m.update(shape=[2**28]))
 
 
 def many_committed(run):
@@ -171,7 +173,7 @@ def large_chunk(run):
     def change(metadata):
         metadata["shape"], metadata["chunk_grid"]["configuration"]["chunk_shape"] = [2**27], [2**27]
 
-    resealed(run / "probe" / "step" / "zarr.json", change)
+    reseal(run / "probe" / "step" / "zarr.json", change)
 
 
 def blosc_bomb(run):
@@ -182,17 +184,17 @@ def blosc_bomb(run):
 
 
 def large_row(run):
-    resealed(
+    reseal(
         run / "probe" / "layers" / "lstm" / "adjoint_profile" / "zarr.json",
         lambda m: m.update(shape=[COUNT, 2**22]),
     )
 
 
 def deep_folders(run):
-    deep = run
+    folder = run
     for _ in range(80):
-        deep = deep / "a"
-    deep.mkdir(parents=True)
+        folder = folder / "a"
+    folder.mkdir(parents=True)
 
 
 def nested_json(run):
@@ -221,12 +223,12 @@ def test_hostile_runs_are_refused_at_once(run, harm):
     import resource
 
     harm(run)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    used = time.process_time()
+    memory_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
     with pytest.raises(RnnlensError):
         rl.open(run)
-    assert time.process_time() - used < 2
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 * 2**10
+    assert time.process_time() - start < 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_before < 500 * 2**10
 
 
 def test_memory_holds_for_every_view(run):
@@ -248,14 +250,14 @@ def test_a_reader_is_not_disturbed_by_its_writer(tmp_path, monkeypatch):
     """Files are replaced between the reads of one ``rl.open``: the records that were complete are read all the same."""
     from rnnlens.results.disk import run_folder
 
-    store, steps, real = Store(tmp_path / "a.zarr"), iter(range(10_000)), run_folder._read_plain_file
+    store, steps, read_plain_file = Store(tmp_path / "a.zarr"), iter(range(10_000)), run_folder._read_plain_file
     store.write(record(next(steps)))
 
-    def meanwhile(root, key, most):
+    def write_and_read(root, key, max_bytes):
         store.write(record(next(steps)))
-        return real(root, key, most)
+        return read_plain_file(root, key, max_bytes)
 
-    monkeypatch.setattr(run_folder, "_read_plain_file", meanwhile)
+    monkeypatch.setattr(run_folder, "_read_plain_file", write_and_read)
     for _ in range(6):
         run = rl.open(tmp_path / "a.zarr")
         assert run.steps.values.tolist() == list(range(run.steps.size))

@@ -12,19 +12,19 @@ COMPILES = keras.backend.backend() == "jax"
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def compilations(monkeypatch):
     """What was compiled since it was looked at last."""
     count, executable = [], Memo.executable
     monkeypatch.setattr(
         Memo, "executable", lambda memo, trace, make: executable(memo, trace, lambda: [count.append(1), make()][1])
     )
 
-    def since():
-        found = len(count)
+    def count_since_last():
+        total = len(count)
         count.clear()
-        return found
+        return total
 
-    return since
+    return count_since_last
 
 
 @pytest.fixture
@@ -39,21 +39,21 @@ def cycle(model, lengths):
         rl.trace(model, np.ones((1, length, 1), "float32"), quantities="hidden")
 
 
-def test_many_lengths_compile_once_each(model, compiled):
+def test_many_lengths_compile_once_each(model, compilations):
     with rl.options(certify="never"):
         cycle(model, range(3, 13))
-        assert compiled() == 10 * COMPILES
+        assert compilations() == 10 * COMPILES
         cycle(model, range(3, 13))
-        assert compiled() == 0
+        assert compilations() == 0
 
 
-def test_the_bound_is_the_users_and_the_least_used_goes(model, compiled):
+def test_the_bound_is_the_users_and_the_least_used_goes(model, compilations):
     with rl.options(certify="never", compiled=2):
         cycle(model, [3, 4, 3, 5])  # 4 goes
-        assert compiled() == 3 * COMPILES
+        assert compilations() == 3 * COMPILES
         cycle(model, [3])
-        assert compiled() == 0
+        assert compilations() == 0
         cycle(model, [4])
-        assert compiled() == COMPILES
+        assert compilations() == COMPILES
     with pytest.raises(rl.errors.InputError, match="compiled= must be a whole number"):
         rl.options(compiled=0)

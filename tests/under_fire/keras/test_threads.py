@@ -20,11 +20,11 @@ class Between(keras.layers.Layer):
     """Does something on its way, if it is told to."""
 
     def call(self, x):
-        WAY.pop()() if WAY else None
+        CALLBACKS.pop()() if CALLBACKS else None
         return x
 
 
-WAY = []
+CALLBACKS = []
 
 
 def build(rnn=None):
@@ -44,41 +44,41 @@ def model():
     return build()
 
 
-def traced(model, **options):
+def hidden_grad_of(model, **options):
     return rl.trace(model, X, Y, **options)["rnn"].hidden_grad.values
 
 
-def on_threads(calls, workers=6):
+def call_on_threads(calls, workers=6):
     with ThreadPoolExecutor(workers) as pool:
         return [future.result(timeout=300) for future in [pool.submit(call) for call in calls]]
 
 
 @pytest.mark.one_engine("tensorflow", "torch")
 def test_one_model_and_one_that_shares_a_layer(model):
-    other = build(model.get_layer("rnn"))
+    sharing_model = build(model.get_layer("rnn"))
     calls = [
-        lambda: traced(model),
-        lambda: traced(model, training=True, seed=7),
-        lambda: traced(other),
+        lambda: hidden_grad_of(model),
+        lambda: hidden_grad_of(model, training=True, seed=7),
+        lambda: hidden_grad_of(sharing_model),
         lambda: rl.jacobian(model, X, of="rnn.hidden", measure="norm").values,
     ]
-    alone = [call() for call in calls]
-    for i, found in enumerate(on_threads(calls * TIMES)):
-        np.testing.assert_array_equal(found, alone[i % 4])
-    for layer in (*model._flatten_layers(), *other._flatten_layers()):
+    expected = [call() for call in calls]
+    for i, actual in enumerate(call_on_threads(calls * TIMES)):
+        np.testing.assert_array_equal(actual, expected[i % 4])
+    for layer in (*model._flatten_layers(), *sharing_model._flatten_layers()):
         assert not {"call", "inner_loop", "_get_regularization_losses"} & vars(layer).keys()
 
 
 def test_the_users_own_forward_in_another_thread_is_neither_heard_nor_changed(model):
     """It runs while our methods are on the layers: in the middle of our own forward pass."""
-    expected, seen = np.asarray(keras.ops.convert_to_numpy(model(X[:2]))), []
+    expected, thread_results = np.asarray(keras.ops.convert_to_numpy(model(X[:2]))), []
 
-    def theirs():
-        seen.append(keras.ops.convert_to_numpy(model(X[:2])))
-        seen.append(float(sum(keras.ops.convert_to_numpy(loss) for loss in model.losses)))
+    def run_forward():
+        thread_results.append(keras.ops.convert_to_numpy(model(X[:2])))
+        thread_results.append(float(sum(keras.ops.convert_to_numpy(loss) for loss in model.losses)))
 
-    def on_the_way():
-        thread = threading.Thread(target=theirs)
+    def start_thread():
+        thread = threading.Thread(target=run_forward)
         thread.start()
         thread.join(60)
 
@@ -86,37 +86,37 @@ def test_the_users_own_forward_in_another_thread_is_neither_heard_nor_changed(mo
         return keras.ops.mean(keras.ops.square(y - output))
 
     penalty = float(sum(keras.ops.convert_to_numpy(loss) for loss in model.losses))
-    WAY.append(on_the_way)
-    found = rl.trace(model, X, Y, loss=loss, layers=["rnn", "dense"])
-    alone = rl.trace(model, X, Y, loss=loss, layers=["rnn", "dense"])
-    np.testing.assert_allclose(seen[0], expected, rtol=1e-6)
-    assert seen[1] == pytest.approx(penalty)
-    assert found.layers == alone.layers
-    np.testing.assert_allclose(found["rnn"].hidden_grad, alone["rnn"].hidden_grad, rtol=1e-5, atol=1e-8)
+    CALLBACKS.append(start_thread)
+    trace = rl.trace(model, X, Y, loss=loss, layers=["rnn", "dense"])
+    reference = rl.trace(model, X, Y, loss=loss, layers=["rnn", "dense"])
+    np.testing.assert_allclose(thread_results[0], expected, rtol=1e-6)
+    assert thread_results[1] == pytest.approx(penalty)
+    assert trace.layers == reference.layers
+    np.testing.assert_allclose(trace["rnn"].hidden_grad, reference["rnn"].hidden_grad, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.op_by_op
 def test_the_users_own_forward_passes_beside_our_calls(model):
-    expected, stop, wrong = np.asarray(keras.ops.convert_to_numpy(model(X))), threading.Event(), []
+    expected, stop, failures = np.asarray(keras.ops.convert_to_numpy(model(X))), threading.Event(), []
 
-    def theirs():
+    def run_forward_passes():
         while not stop.is_set():
             try:
                 time.sleep(0.01)
-                found = keras.ops.convert_to_numpy(model(X))
-                if not np.allclose(found, expected, rtol=1e-5):
-                    wrong.append(found)
+                output = keras.ops.convert_to_numpy(model(X))
+                if not np.allclose(output, expected, rtol=1e-5):
+                    failures.append(output)
             except Exception as error:
-                wrong.append(error)
+                failures.append(error)
 
-    alone = traced(model)
-    thread = threading.Thread(target=theirs)
+    reference = hidden_grad_of(model)
+    thread = threading.Thread(target=run_forward_passes)
     thread.start()
     try:
-        results = [traced(model) for _ in range(3)]
+        results = [hidden_grad_of(model) for _ in range(3)]
     finally:
         stop.set()
         thread.join(60)
-    assert not wrong
-    for found in results:
-        np.testing.assert_array_equal(found, alone)
+    assert not failures
+    for hidden_grad in results:
+        np.testing.assert_array_equal(hidden_grad, reference)

@@ -18,25 +18,25 @@ def numbers(seed):
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     model = nn.LSTM(3, 4, batch_first=True)
-    found = rl.trace(model, X, loss=lambda output: output[0].square().mean())
-    layer = found[found.layers[0]]
+    trace = rl.trace(model, X, loss=lambda output: output[0].square().mean())
+    layer = trace[trace.layers[0]]
     return (
         layer.hidden_grad.values,
         rl.jacobian(model, X, of="output[0]", measure="norm").values,
-        found.certificate.state,
+        trace.certificate.state,
     )
 
 
-def pooled(seeds):
+def run_in_pool(seeds):
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         return list(pool.map(numbers, seeds))
 
 
 @pytest.mark.full
 def test_numbers_of_other_processes_are_those_of_this_one():
-    for (gradient, jacobian, state), (here, jacobian_here, _) in zip(
-        pooled([0, 1, 2]), map(numbers, [0, 1, 2]), strict=True
+    for (gradient, jacobian, state), (expected_gradient, expected_jacobian, _) in zip(
+        run_in_pool([0, 1, 2]), map(numbers, [0, 1, 2]), strict=True
     ):
-        np.testing.assert_array_equal(gradient, here)
-        np.testing.assert_array_equal(jacobian, jacobian_here)
+        np.testing.assert_array_equal(gradient, expected_gradient)
+        np.testing.assert_array_equal(jacobian, expected_jacobian)
         assert state == "passed"

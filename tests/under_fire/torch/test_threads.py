@@ -32,96 +32,96 @@ X, Y = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(1)), torch.z
 LOSS = nn.functional.mse_loss
 
 
-def traced(model, **options):
+def hidden_grad_of(model, **options):
     return rl.trace(model, X, Y, loss=LOSS, **options)["rnn"].hidden_grad.values
 
 
-def on_threads(calls, workers=6):
+def call_on_threads(calls, workers=6):
     with ThreadPoolExecutor(workers) as pool:
         return [future.result(timeout=120) for future in [pool.submit(call) for call in calls]]
 
 
 def test_one_model(model):
     verbs = {
-        "trace": lambda: traced(model),
-        "dropout": lambda: traced(model, training=True, seed=7),
+        "trace": lambda: hidden_grad_of(model),
+        "dropout": lambda: hidden_grad_of(model, training=True, seed=7),
         "gradients": lambda: rl.gradients(model, X, Y, loss=LOSS, wrt="rnn.hidden").values,
         "jacobian": lambda: rl.jacobian(model, X, measure="norm").values,
     }
-    alone = {name: call() for name, call in verbs.items()}
+    expected = {name: call() for name, call in verbs.items()}
     names = [*verbs] * 6
-    for name, found in zip(names, on_threads([verbs[name] for name in names]), strict=True):
-        np.testing.assert_array_equal(found, alone[name], err_msg=name)
+    for name, actual in zip(names, call_on_threads([verbs[name] for name in names]), strict=True):
+        np.testing.assert_array_equal(actual, expected[name], err_msg=name)
     assert all(module.training for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_two_models_that_share_a_layer(model):
-    other = Model(model.rnn, dropout=0.0).eval()
+    sharing_model = Model(model.rnn, dropout=0.0).eval()
     model.rnn.train()
-    calls = [lambda: traced(model), lambda: traced(other)] * 8
-    alone = [traced(model), traced(other)]
-    for i, found in enumerate(on_threads(calls)):
-        np.testing.assert_array_equal(found, alone[i % 2])
+    calls = [lambda: hidden_grad_of(model), lambda: hidden_grad_of(sharing_model)] * 8
+    expected = [hidden_grad_of(model), hidden_grad_of(sharing_model)]
+    for i, actual in enumerate(call_on_threads(calls)):
+        np.testing.assert_array_equal(actual, expected[i % 2])
     assert model.drop.training
     assert model.rnn.training
-    assert not other.drop.training
+    assert not sharing_model.drop.training
 
 
 def test_models_of_their_own_with_dropout_by_seed():
     """The generators are one for the process."""
     torch.manual_seed(3)
     models = [Model() for _ in range(6)]
-    calls = [lambda m=m, s=s: traced(m, training=True, seed=s) for s, m in enumerate(models)]
-    alone = [call() for call in calls]
+    calls = [lambda m=m, s=s: hidden_grad_of(m, training=True, seed=s) for s, m in enumerate(models)]
+    results = [call() for call in calls]
     before = torch.get_rng_state()
-    for found, expected in zip(on_threads(calls * 3), alone * 3, strict=True):
-        np.testing.assert_array_equal(found, expected)
+    for actual, expected in zip(call_on_threads(calls * 3), results * 3, strict=True):
+        np.testing.assert_array_equal(actual, expected)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_users_own_forward_in_another_thread_is_neither_recorded_nor_changed(model):
     """It runs while our hooks are on the model: in the middle of our own forward pass."""
     model.eval()
-    expected, seen, reference = model(X[:2]), [], threading.local()
+    expected, outputs, thread_local = model(X[:2]), [], threading.local()
 
-    def between(module, args, output):
-        if getattr(reference, "own", False) or seen:
+    def start_forward(module, args, output):
+        if getattr(thread_local, "own", False) or outputs:
             return
-        seen.append(None)  # once
+        outputs.append(None)  # once
         thread = threading.Thread(target=forward)
         thread.start()
         thread.join(60)
 
     def forward():
-        reference.own = True
-        seen.append(model(X[:2]))
+        thread_local.own = True
+        outputs.append(model(X[:2]))
 
-    alone = rl.trace(model, X, Y, loss=LOSS, layers=["rnn", "drop"])
-    handle = model.head.register_forward_pre_hook(lambda module, args: between(module, args, None))
+    reference = rl.trace(model, X, Y, loss=LOSS, layers=["rnn", "drop"])
+    handle = model.head.register_forward_pre_hook(lambda module, args: start_forward(module, args, None))
     try:
-        found = rl.trace(model, X, Y, loss=LOSS, layers=["rnn", "drop"])
+        trace = rl.trace(model, X, Y, loss=LOSS, layers=["rnn", "drop"])
     finally:
         handle.remove()
-    assert torch.equal(seen[1], expected)
-    assert seen[1].requires_grad
-    assert found.layers == alone.layers
-    np.testing.assert_array_equal(found["rnn"].hidden_grad, alone["rnn"].hidden_grad)
-    np.testing.assert_array_equal(found["drop"].output, alone["drop"].output)
+    assert torch.equal(outputs[1], expected)
+    assert outputs[1].requires_grad
+    assert trace.layers == reference.layers
+    np.testing.assert_array_equal(trace["rnn"].hidden_grad, reference["rnn"].hidden_grad)
+    np.testing.assert_array_equal(trace["drop"].output, reference["drop"].output)
 
 
 def test_a_call_within_a_call_and_an_interrupted_one_hold_nobody_up(model):
     def loss(output, target):
-        traced(Model())
+        hidden_grad_of(Model())
         return LOSS(output, target)
 
-    def interrupted(output, target):
+    def interrupting_loss(output, target):
         raise KeyboardInterrupt
 
     rl.trace(model, X, Y, loss=loss)
     with pytest.raises(KeyboardInterrupt):
-        rl.trace(model, X, Y, loss=interrupted)
-    assert on_threads([lambda: traced(model)], workers=1)
+        rl.trace(model, X, Y, loss=interrupting_loss)
+    assert call_on_threads([lambda: hidden_grad_of(model)], workers=1)
     assert model.training
 
 
@@ -129,11 +129,11 @@ def test_a_call_within_a_call_and_an_interrupted_one_hold_nobody_up(model):
 def test_the_users_own_training_in_another_thread_goes_on_as_alone():
     """A call may say that weights changed under its hands; the training beside it is never the worse for it."""
 
-    def trained(steps, beside):
+    def train(steps, concurrent):
         torch.manual_seed(5)
         model = Model(dropout=0.0).train()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        losses, thread = [], threading.Thread(target=beside, args=(model,))
+        losses, thread = [], threading.Thread(target=concurrent, args=(model,))
         thread.start()
         for _ in range(steps):
             optimizer.zero_grad()
@@ -144,20 +144,20 @@ def test_the_users_own_training_in_another_thread_goes_on_as_alone():
         thread.join(120)
         return model, losses
 
-    ended = []
+    results = []
 
-    def computed(model):
+    def compute(model):
         for _ in range(8):
             try:
-                ended.append(traced(model))
+                results.append(hidden_grad_of(model))
             except rl.errors.RnnlensError as error:
-                ended.append(error)
+                results.append(error)
 
-    (alone, expected), (model, losses) = trained(300, lambda model: None), trained(300, computed)
-    assert len(ended) == 8, "one ended in an error of somebody else"
+    (unwatched, expected), (model, losses) = train(300, lambda model: None), train(300, compute)
+    assert len(results) == 8, "one ended in an error of somebody else"
     assert losses == expected
-    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
-        assert torch.equal(one, other)
-        assert torch.equal(one.grad, other.grad)
+    for parameter, reference in zip(model.parameters(), unwatched.parameters(), strict=True):
+        assert torch.equal(parameter, reference)
+        assert torch.equal(parameter.grad, reference.grad)
     assert all(module.training for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
