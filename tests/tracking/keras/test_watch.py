@@ -13,8 +13,6 @@ ENGINE = keras.backend.backend()
 STEPS, BATCH, EPOCHS = 6, 8, 2
 #: What is the same code on every engine is tested where nothing is compiled.
 engine_independent = pytest.mark.full if ENGINE != "torch" else lambda test: test
-#: Steps of JAX cannot be heard from within: there it is all computed anew.
-captured_within = pytest.mark.full if ENGINE == "jax" else lambda test: test
 
 
 @pytest.fixture(scope="module")
