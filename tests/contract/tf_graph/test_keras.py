@@ -40,7 +40,7 @@ def build_model(rnn_layer, steps=6, features=4, loss="mse", outputs=2):
     return model
 
 
-def rnn(w, x, bump=None):
+def rnn_states(w, x, bump=None):
     """States of a SimpleRNN."""
     h, states = np.zeros((len(x), w[1].shape[0]), x.dtype), []
     for t in range(x.shape[1]):
@@ -50,7 +50,7 @@ def rnn(w, x, bump=None):
     return np.stack(states, 1)
 
 
-def gru(w, x, bump=None, reset_after=True):
+def gru_states(w, x, bump=None, reset_after=True):
     """States of a GRU as Keras 2 has it: update, reset, candidate."""
     n, states = w[1].shape[0], []
     h = np.zeros((len(x), n), x.dtype)
@@ -70,7 +70,7 @@ def gru(w, x, bump=None, reset_after=True):
     return np.stack(states, 1)
 
 
-def lstm(w, x, bump=None):
+def lstm_states(w, x, bump=None):
     """States h of an LSTM."""
     n, states = w[1].shape[0], []
     h = c = np.zeros((len(x), n), x.dtype)
@@ -84,10 +84,10 @@ def lstm(w, x, bump=None):
 
 
 KINDS = {
-    "rnn": (layers.SimpleRNN, rnn, {}),
-    "gru": (layers.GRU, gru, {}),
-    "gru, reset before": (layers.GRU, lambda *a: gru(*a, reset_after=False), {"reset_after": False}),
-    "lstm": (layers.LSTM, lstm, {}),
+    "rnn": (layers.SimpleRNN, rnn_states, {}),
+    "gru": (layers.GRU, gru_states, {}),
+    "gru, reset before": (layers.GRU, lambda *a: gru_states(*a, reset_after=False), {"reset_after": False}),
+    "lstm": (layers.LSTM, lstm_states, {}),
 }
 
 
@@ -145,10 +145,10 @@ def test_two_directions_and_one_layer_above():
     trace = rl.trace(model, X, y)
 
     def loss(bump, direction):
-        forward = gru(w[0:3], X.astype(complex), bump if direction == "forward" else None)
+        forward = gru_states(w[0:3], X.astype(complex), bump if direction == "forward" else None)
         backward = {5 - t: b for t, b in bump.items()} if direction == "backward" else None
-        backward = gru(w[3:6], X[:, ::-1].astype(complex), backward)[:, ::-1]
-        out = gru(w[6:9], np.concatenate([forward, backward], 2))[:, -1] @ w[9] + w[10]
+        backward = gru_states(w[3:6], X[:, ::-1].astype(complex), backward)[:, ::-1]
+        out = gru_states(w[6:9], np.concatenate([forward, backward], 2))[:, -1] @ w[9] + w[10]
         return ((out - y) ** 2).sum(1) / y.size
 
     for direction in ("forward", "backward"):
@@ -198,7 +198,7 @@ def test_masked_steps_pass_the_state_on():
     y = np.random.default_rng(1).normal(size=(3, 2))
     trace = rl.trace(model, x, y)
     assert trace["r"].mask.values.sum(1).tolist() == [4, 2, 6]
-    last_states = np.stack([gru(w, x[n : n + 1, :length])[0, -1] for n, length in enumerate((4, 2, 6))])
+    last_states = np.stack([gru_states(w, x[n : n + 1, :length])[0, -1] for n, length in enumerate((4, 2, 6))])
     np.testing.assert_allclose(trace["r"].hidden[:, -1], last_states, atol=1e-13)
     direct = 2 * (last_states @ kernel + bias - y) / y.size @ kernel.T
     np.testing.assert_allclose(trace["r"].output_grad, direct, atol=1e-13)
@@ -212,9 +212,9 @@ def test_a_penalty_on_the_kernel_is_no_part_of_what_came_through_time():
     assert trace.certificate.state == "passed"
     kernel = model.get_weights()[0]
     penalised_grad = rl.gradients(model, X, y, wrt="r/kernel")
-    unpenalised = build_model(layers.LSTM(3, name="r"))
-    unpenalised.set_weights(model.get_weights())
-    unpenalised_grad = rl.gradients(unpenalised, X, y, wrt="r/kernel")
+    unpenalised_model = build_model(layers.LSTM(3, name="r"))
+    unpenalised_model.set_weights(model.get_weights())
+    unpenalised_grad = rl.gradients(unpenalised_model, X, y, wrt="r/kernel")
     np.testing.assert_allclose(
         (penalised_grad - unpenalised_grad).values.reshape(kernel.shape), 0.02 * kernel, atol=1e-14
     )
@@ -256,7 +256,7 @@ def test_samples_are_weighed_and_so_are_outputs(losses, scales):
     trace = rl.trace(model, X, list(y.values()), sample_weight=list(weight.values()))
 
     def loss(bump):
-        h = rnn(w, X.astype(complex), bump)[:, -1]
+        h = rnn_states(w, X.astype(complex), bump)[:, -1]
         output_losses = {name: ((h @ heads[name][0] + heads[name][1] - y[name]) ** 2).mean(1) for name in y}
         return sum(factor[name] * weight[name] * output_losses[name] for name in y) / 3
 
@@ -372,7 +372,7 @@ def test_steps_in_the_graph_below_a_loop():
     assert list(rl.trace(model, X)) == ["below", "above", "last"]
 
     def last_state(x):
-        return rnn(w[6:9], rnn(w[3:6], rnn(w[0:3], x)))[:, -1]
+        return rnn_states(w[6:9], rnn_states(w[3:6], rnn_states(w[0:3], x)))[:, -1]
 
     truth = np.zeros((3, 2, 6, 4))
     for t in range(6):
@@ -422,7 +422,7 @@ def test_a_cell_in_a_layer_is_named_by_what_it_is():
     assert trace.certificate.state == "passed"
     assert list(trace["r"].gates.gate.values) == ["input", "forget", "candidate", "output"]
     weights = tf.keras.backend.get_session().run(layer.cell.weights)
-    np.testing.assert_allclose(trace["r"].hidden, lstm(weights, X), atol=1e-13)
+    np.testing.assert_allclose(trace["r"].hidden, lstm_states(weights, X), atol=1e-13)
 
 
 def stacked_states(w, x, bump):
@@ -526,7 +526,7 @@ def test_a_layer_that_nobody_calls_is_left_out_by_name():
     assert trace.notes == ["Left out, since outputs and loss do not depend on it: never, both, unused."]
     by_name = {v.name.removesuffix(":0").partition("/")[2]: model.get_weights()[i] for i, v in enumerate(model.weights)}
     w = [by_name[f"one/lstm_cell/{key}"] for key in ("kernel", "recurrent_kernel", "bias")]
-    truth = total_gradients(lstm, w, [by_name["head/kernel"], by_name["head/bias"]], X, y, 5, last=True)
+    truth = total_gradients(lstm_states, w, [by_name["head/kernel"], by_name["head/bias"]], X, y, 5, last=True)
     np.testing.assert_allclose(trace["one"].hidden_grad, truth, atol=1e-13)
     assert {row.name for row in rl.layers(model)} == {"one", "never", "both", "unused"}
     with pytest.raises(rl.errors.LayerNotFoundError, match="never"):
@@ -574,7 +574,7 @@ def test_a_loss_of_ones_own_and_one_that_the_model_adds(compiled):
     assert trace.certificate.state == "passed"
 
     def loss(bump):
-        h = gru(w, X.astype(complex), bump)
+        h = gru_states(w, X.astype(complex), bump)
         penalty = 0.3 * (h**2).sum((1, 2)) / h.size
         return penalty + (compiled and ((y - h @ kernel - bias) ** 4).sum((1, 2)) / y.size)
 

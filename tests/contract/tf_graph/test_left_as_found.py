@@ -107,10 +107,10 @@ def test_training_and_noise_go_on_as_if_nobody_had_looked(small_net):
 
     with tf.Session() as fresh_session:  # its kernels are those of a fresh session
         fresh_session.run(tf.global_variables_initializer())
-        fresh = [fresh_session.run(noise) for _ in range(10)]
+        fresh_noise = [fresh_session.run(noise) for _ in range(10)]
     alone_noise, alone_weights = train_five_steps(call_verbs=False)
     watched_noise, watched_weights = train_five_steps(call_verbs=True)
-    assert [*alone_noise, *watched_noise] == fresh
+    assert [*alone_noise, *watched_noise] == fresh_noise
     for expected, actual in zip(alone_weights, watched_weights, strict=True):
         np.testing.assert_array_equal(expected, actual)
 

@@ -172,13 +172,13 @@ def make_group(variants, masked, unroll, session):
     loss = tf.add_n(terms, name="loss")
     # Before anything is run: a While that was run has no place any more for what its gradient needs.
     gradients = tf.gradients(loss, [x, *states, *model.trainable_weights], unconnected_gradients="zero")
-    recorded = [v for layer in _stateful(model) for v in tf.nest.flatten(layer.states)]
+    recorded = [v for layer in _stateful_layers(model) for v in tf.nest.flatten(layer.states)]
     for v in {id(v): v for v in (*model.weights, *recorded)}.values():
         session.run(v.initializer)
         v.load(random.normal(size=v.shape), session)
     branches = [
-        _branch(variant, layer, own_coefficients, arrays[2:], session)
-        for variant, (layer, _), own_coefficients in zip(variants, calls, coefficients, strict=True)
+        _make_branch(variant, layer, branch_coefficients, arrays[2:], session)
+        for variant, (layer, _), branch_coefficients in zip(variants, calls, coefficients, strict=True)
     ]
     return Group(model, session, arrays, branches, loss, gradients, masked)
 
@@ -190,11 +190,11 @@ def _call_layer(variant, unroll, x, mask, states):
     return layer, tf.nest.flatten(layer(x, mask=mask, **options))
 
 
-def _stateful(model):
+def _stateful_layers(model):
     return [layer for layer in model._flatten_layers() if getattr(layer, "stateful", False) and hasattr(layer, "cell")]
 
 
-def _branch(variant, layer, coefficients, given_states, session):
+def _make_branch(variant, layer, coefficients, given_states, session):
     direction_layers = [layer.forward_layer, layer.backward_layer] if variant.direction == "bidirectional" else [layer]
     count = 2 if variant.cell == "lstm" else 1
     output, *finals = coefficients

@@ -94,10 +94,10 @@ def test_a_cell_is_known_by_its_equations(step):
     state_count = 2 if step.__name__.startswith("lstm") else 1
     start = (zero, tf.identity(zero)) if state_count == 2 else zero
     with tf.variable_scope("cell", reuse=tf.AUTO_REUSE):
-        scanned = tf.scan(
+        states = tf.scan(
             lambda s, x: step(x, *s) if state_count == 2 else step(x, s), tf.transpose(x, [1, 0, 2]), initializer=start
         )
-    output = scanned[0] if state_count == 2 else scanned
+    output = states[0] if state_count == 2 else states
     with tf.Session() as session:
         session.run(tf.global_variables_initializer())
         (row,) = rl.layers(rl.tf1.graph(session, inputs=x, outputs=output))

@@ -25,11 +25,11 @@ def test_a_recorded_state_wins_over_a_given_one_as_soon_as_it_is_not_zero():
     start_state = RANDOM.normal(size=(3, 4))
     first = rl.trace(model, [X, start_state])["rnn"]
     np.testing.assert_allclose(first.hidden, model([X, start_state]), rtol=1e-12)  # and now a state is recorded
-    recorded = layer.states[0].numpy()
+    recorded_state = layer.states[0].numpy()
     second = rl.trace(model, [X, start_state])["rnn"]
-    np.testing.assert_array_equal(layer.states[0].numpy(), recorded)
+    np.testing.assert_array_equal(layer.states[0].numpy(), recorded_state)
     kernel, recurrent, bias = layer.get_weights()
-    state, expected = recorded, []
+    state, expected = recorded_state, []
     for t in range(5):
         state = np.tanh(X[:, t] @ kernel + state @ recurrent + bias)
         expected.append(state)

@@ -109,20 +109,20 @@ class Attention(Loop):
         return ops.stack(predictions, 1)
 
 
-def gru():
+def gru_cell():
     return L.GRUCell(UNITS, name="cell")
 
 
 MODELS = {
     "LSTM": Loop,
-    "GRU": lambda: Loop(gru()),
+    "GRU": lambda: Loop(gru_cell()),
     "simple": lambda: Loop(L.SimpleRNNCell(UNITS, name="cell")),
     "own cell": lambda: Loop(OwnCell(UNITS, name="cell")),
     "masked LSTM": Masked,
-    "masked GRU": lambda: Masked(gru()),
+    "masked GRU": lambda: Masked(gru_cell()),
     "fed back": FeedbackLoop,
     "attention": Attention,
-    "attention GRU": lambda: Attention(gru()),
+    "attention GRU": lambda: Attention(gru_cell()),
 }
 
 

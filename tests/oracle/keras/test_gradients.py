@@ -73,7 +73,7 @@ def autodiff(function, *arguments):
     return float(value), {k: np.asarray(g) for k, g in gradients.items()}
 
 
-def reference(scalar, mask=None):
+def reference_gradients(scalar, mask=None):
     x = X if mask is None else X * mask[:, :, None]
 
     def function(tensors, x, y):
@@ -123,7 +123,7 @@ def masked_model():
     return build(masking=True)
 
 
-def check(g, expected, value):
+def check_gradients(g, expected, value):
     np.testing.assert_allclose(g.value, value, rtol=1e-10)
     scale = max(np.abs(a).max() for a in expected.values())
     for name, expected_grad in expected.items():
@@ -148,8 +148,8 @@ def make_target(of):
 @pytest.mark.parametrize("of", ["loss", *(pytest.param(of, marks=pytest.mark.full) for of in net.TARGETS[1:])])
 def test_every_pair_equals_autodiff(model, of):
     scalar, target = make_target(of)
-    value, expected = reference(scalar)
-    check(rl.gradients(model, X, of=of, wrt=ALL, **target), expected, value)
+    value, expected = reference_gradients(scalar)
+    check_gradients(rl.gradients(model, X, of=of, wrt=ALL, **target), expected, value)
 
 
 @pytest.mark.product(keep=("masked",))
@@ -164,27 +164,27 @@ def test_all_targets_together_equal_autodiff(model, masked_model, mask):
             for of, t in zip(names, tensors, strict=True)
         )
 
-    value, expected = reference(lambda out: weighted_sum(*(out[of] for of in names)), mask)
+    value, expected = reference_gradients(lambda out: weighted_sum(*(out[of] for of in names)), mask)
     x, tested_model = (X, model) if mask is None else (X * mask[:, :, None], masked_model)
-    check(rl.gradients(tested_model, x, of=(weighted_sum, *names), wrt=ALL), expected, value)
+    check_gradients(rl.gradients(tested_model, x, of=(weighted_sum, *names), wrt=ALL), expected, value)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("of", net.TARGETS)
 def test_every_pair_equals_autodiff_under_masks(masked_model, of):
     scalar, target = make_target(of)
-    value, expected = reference(scalar, MASK)
-    check(rl.gradients(masked_model, X * MASK[:, :, None], of=of, wrt=ALL, **target), expected, value)
+    value, expected = reference_gradients(scalar, MASK)
+    check_gradients(rl.gradients(masked_model, X * MASK[:, :, None], of=of, wrt=ALL, **target), expected, value)
 
 
 def test_loss_and_what_recurrent_layers_carry_come_from_one_captured_pass(masked_model):
     """Loss and recurrent quantities of one capture, as callbacks request them, against the reference."""
     names = ["lstm.hidden", "lstm.cell", "lstm.output", "lstm.gates", "lstm.input", "gru.hidden", "gru.output"]
     names += ["gru.initial_hidden", "rnn.final_hidden", "rnn.output"]
-    value, expected = reference(lambda out: out["loss"], MASK)
+    value, expected = reference_gradients(lambda out: out["loss"], MASK)
     g = rl.gradients(masked_model, X * MASK[:, :, None], Y, wrt=names)
     assert set(g.tensors) == set(names)
-    check(g, {name: expected[name] for name in names}, value)
+    check_gradients(g, {name: expected[name] for name in names}, value)
 
 
 @pytest.mark.one_engine
@@ -192,8 +192,8 @@ def test_callable_of_the_output(model):
     def function(out):
         return keras.ops.sum(keras.ops.exp(out[:, 1]))
 
-    value, expected = reference(lambda out: function(out["output"]))
-    check(rl.gradients(model, X, of=function, wrt=ALL), expected, value)
+    value, expected = reference_gradients(lambda out: function(out["output"]))
+    check_gradients(rl.gradients(model, X, of=function, wrt=ALL), expected, value)
 
 
 class TwoHeads(keras.Model):

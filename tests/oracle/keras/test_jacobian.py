@@ -21,7 +21,7 @@ CELLS = {
 }
 
 
-def data(masked=False):
+def make_data(masked=False):
     x = np.random.default_rng(0).normal(size=(B, T, F))
     if masked:
         x[0, [0, 2]] = 0
@@ -43,7 +43,7 @@ def assert_close(actual, expected):
     assert np.abs(actual.values - expected).max() <= 1e-10 * np.abs(expected).max()
 
 
-def branch(x, h, cell, direction, bias, stateful_start, sequences):
+def branch_output(x, h, cell, direction, bias, stateful_start, sequences):
     """Return the output of one recurrent layer with one combination of options."""
     cls, options = CELLS[cell]
     name = f"{direction}_{'bias' if bias else 'nobias'}_{'given' if stateful_start else 'zeros'}"
@@ -65,11 +65,11 @@ def branch(x, h, cell, direction, bias, stateful_start, sequences):
 @pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("cell", CELLS)
 def test_every_combination_of_options_at_once(cell, masked, sequences):
-    x = data(masked)
+    x = make_data(masked)
     inputs = keras.Input((T, F))
     h = layers.Masking()(inputs) if masked else inputs
     product = itertools.product(("forward", "backward", "both"), (True, False), (False, True))
-    outputs = [branch(inputs, h, cell, *options, sequences) for options in product]
+    outputs = [branch_output(inputs, h, cell, *options, sequences) for options in product]
     model = perturb_weights(keras.Model(inputs, layers.Concatenate()(outputs)))
     # Three random mixtures of all units depend on each unit and take less time to differentiate.
     mixture = np.random.default_rng(3).normal(size=(3, model.output_shape[-1]))
@@ -92,7 +92,7 @@ def sequential(*stack):
 def test_states_of_a_layer_by_what_feeds_it_and_by_an_earlier_layer(cell):
     below = layers.LSTM(3, return_sequences=True, name="below")
     model = sequential(below, make_rnn(cell, return_sequences=True), layers.Dense(2))
-    x = data()
+    x = make_data()
     expected = framework_jacobian(lambda a: model.layers[1](model.layers[0](a)), x)
     assert_close(rl.jacobian(model, x, of="rnn.hidden"), expected)
     assert_close(rl.jacobian(model, x, of="rnn.output"), expected)
@@ -110,7 +110,7 @@ def test_states_of_a_layer_by_what_feeds_it_and_by_an_earlier_layer(cell):
 @pytest.mark.one_engine
 def test_chronological_states_of_a_layer_that_runs_backwards():
     model = sequential(make_rnn("lstm", return_sequences=True, go_backwards=True))
-    x = data()
+    x = make_data()
     expected = framework_jacobian(lambda a: model.layers[0](a), x)[:, ::-1]
     assert_close(rl.jacobian(model, x, of="rnn.hidden"), expected)
     assert_close(
@@ -123,7 +123,7 @@ def test_chronological_states_of_a_layer_that_runs_backwards():
 @pytest.mark.one_engine
 def test_both_directions_of_a_bidirectional_state():
     model = sequential(layers.Bidirectional(make_rnn("gru", return_sequences=True), name="both"))
-    x = data()
+    x = make_data()
     expected = framework_jacobian(lambda a: model.layers[0](a), x)
     states = rl.jacobian(model, x, of="both.hidden")
     assert states.dims == ("sample", "out_time", "direction", "out_unit", "in_time", "in_feature")
@@ -157,7 +157,7 @@ def test_a_custom_cell_whose_output_is_no_state(masked):
     model = sequential(
         *mask, layers.RNN(TwoStateCell(), return_sequences=True, name="rnn"), layers.Dense(2, activation="tanh")
     )
-    x = data(masked)
+    x = make_data(masked)
     assert_close(rl.jacobian(model, x), framework_jacobian(lambda a: model(a), x))
 
 
@@ -184,7 +184,7 @@ BODIES = {
 def test_whole_models(body):
     inputs = keras.Input((T, F))
     model = perturb_weights(keras.Model(inputs, BODIES[body](inputs)))
-    x = data()
+    x = make_data()
     assert_close(rl.jacobian(model, x), framework_jacobian(lambda a: model(a), x))
 
 
@@ -193,7 +193,7 @@ def test_whole_models(body):
 def test_whole_models_against_finite_differences(body):
     inputs = keras.Input((T, F))
     model = perturb_weights(keras.Model(inputs, BODIES[body](inputs)))
-    x, eps = data(), 1e-6
+    x, eps = make_data(), 1e-6
     jacobian = rl.jacobian(model, x).values
     for k, f in itertools.product(range(T), range(F)):
         step = np.zeros_like(x)
@@ -229,7 +229,7 @@ CHAINS = {
 @pytest.mark.product(keep=("tagger", "classifier"))
 @pytest.mark.parametrize("chain", CHAINS)
 def test_a_chain_known_by_its_types_is_not_asked_and_gives_the_same(chain, monkeypatch):
-    model, x = sequential(*CHAINS[chain]()), data()
+    model, x = sequential(*CHAINS[chain]()), make_data()
     expected = framework_jacobian(lambda a: model(a), x)
     with monkeypatch.context() as patch:
         patch.setattr("rnnlens.verbs.time_jacobian.network._pullback", lambda *a: pytest.fail("asked the framework"))
@@ -246,5 +246,5 @@ class TwiceDense(layers.Dense):
 
 
 def test_a_subclass_of_a_known_layer_is_not_taken_for_it():
-    model, x = sequential(layers.LSTM(H, return_sequences=True), TwiceDense(2)), data()
+    model, x = sequential(layers.LSTM(H, return_sequences=True), TwiceDense(2)), make_data()
     assert_close(rl.jacobian(model, x), framework_jacobian(lambda a: model(a), x))

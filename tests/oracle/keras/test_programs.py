@@ -315,9 +315,9 @@ def test_states_gates_and_total_gradients(name):
             gate_order = {"input": 0, "forget": 1, "cell": 2, "output": 3}
             labels = [str(g) for g in trace[nodes[0]].gates.gate.values]
             dims = trace[nodes[0]].gates.dims
-            arranged = np.moveaxis(traced["gates"], dims.index("gate"), 2)
+            traced_gates = np.moveaxis(traced["gates"], dims.index("gate"), 2)
             assert_close(
-                arranged, expected_gates[:, :, [gate_order.get(label, i) for i, label in enumerate(labels)]], layer
+                traced_gates, expected_gates[:, :, [gate_order.get(label, i) for i, label in enumerate(labels)]], layer
             )
     for variable, before in zip(model.variables, saved_values, strict=True):
         variable.assign(before)

@@ -85,7 +85,7 @@ class Variant:
         return cells.make(self.kind, reset_after=getattr(cell, "reset_after", True), **arrays)
 
 
-def variants(cell, unroll, rng):
+def make_variants(cell, unroll, rng):
     combinations = itertools.product(*[(False, True) if flag != "unroll" else (unroll,) for flag in FLAGS])
     return [
         variant for variant in (Variant(cell, flags, rng) for flags in combinations) if not keras_fails(variant.flags)
@@ -145,13 +145,13 @@ def expected_gradients(variant, index, x, output):
     states = reference.bptt(cell, x, s0, np.zeros_like(direct), mask=mask, backward=backward).states
     reaches_state = np.ones((BATCH, TIME, 1), dtype=bool)
     if variant.flags["sequences"]:
-        returned = chronological(output[..., units], variant, index)
-        reaches_state = (np.abs(returned - states[0]) < 1e-4).all(axis=-1, keepdims=True)
+        outputs = chronological(output[..., units], variant, index)
+        reaches_state = (np.abs(outputs - states[0]) < 1e-4).all(axis=-1, keepdims=True)
         # For an unrolled backward loop, TensorFlow zeroes the mirror image of the masked steps.
-        mirrored = (
+        is_mirrored = (
             keras.backend.backend() == "tensorflow" and variant.flags["unroll"] and variant.flags["bidirectional"]
         )
-        assert mask is None or mirrored or reaches_state[mask].all(), (variant.name, "replays")
+        assert mask is None or is_mirrored or reaches_state[mask].all(), (variant.name, "replays")
         if mask is not None and (variant.flags["unroll"] or keras.backend.backend() != "jax"):
             # Zeros before the first real step are constants, even if the initial state is zero too.
             reaches_state[before_first_real_step(mask, backward)] = False
@@ -166,8 +166,8 @@ def zeroes_masked_steps(variant, index):
 
     They are constants, even where the state is zero too.
     """
-    ignored = keras.backend.backend() in ("jax", "tensorflow") and variant.flags["unroll"]
-    return variant.direction_layers[index].zero_output_for_mask and variant.flags["sequences"] and not ignored
+    is_ignored = keras.backend.backend() in ("jax", "tensorflow") and variant.flags["unroll"]
+    return variant.direction_layers[index].zero_output_for_mask and variant.flags["sequences"] and not is_ignored
 
 
 def before_first_real_step(mask, backward):
@@ -180,8 +180,8 @@ def assert_close(actual, expected, tolerance, label):
     actual = np.asarray(actual, dtype="float64")
     assert actual.shape == expected.shape, label
     scale = max(np.abs(expected).max(), 1e-12)
-    worst = float(np.abs(actual - expected).max())
-    assert worst <= tolerance * scale, label
+    max_error = float(np.abs(actual - expected).max())
+    assert max_error <= tolerance * scale, label
 
 
 def keras_outputs(model, inputs, group):
@@ -235,7 +235,7 @@ def cases():
 def test_every_option_product(cell, unroll, dtype):
     tolerance = {"float64": 1e-10, "float32": 1e-4}[dtype]
     rng = np.random.default_rng(5)
-    group = variants(cell, unroll, rng)
+    group = make_variants(cell, unroll, rng)
     model = build(group, dtype)
     for variant in group:
         variant.set_states(rng)

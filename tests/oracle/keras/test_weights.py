@@ -44,7 +44,7 @@ def direction_layers(model, bidirectional):
     return [layer.forward_layer, layer.backward_layer] if bidirectional else [layer]
 
 
-def split(cell, name, flat):
+def split_by_gate(cell, name, flat):
     """Return a weight of Keras as (..., gate, unit) arrays by name; the biases of a GRU are two entries."""
     gates = {"SimpleRNNCell": 1, "LSTMCell": 4, "GRUCell": 3}[type(cell).__name__]
     shaped = flat.reshape(*flat.shape[:-1], gates, flat.shape[-1] // gates)
@@ -70,19 +70,19 @@ def test_values_and_gradients_are_the_frameworks(kind, options, bidirectional):
     for index, layer in enumerate(direction_layers(model, bidirectional)):
         selection = {"direction": index} if bidirectional else {}
         for variable in layer.cell.trainable_variables:
-            values = split(layer.cell, variable.name, numpy_of(variable))
-            gradients = split(layer.cell, variable.name, expected[variable.path])
+            values = split_by_gate(layer.cell, variable.name, numpy_of(variable))
+            gradients = split_by_gate(layer.cell, variable.name, expected[variable.path])
             for name, value in values.items():
                 np.testing.assert_array_equal(weights[name].isel(selection), value)
                 grad = weights[f"{name}_grad"].isel(selection)
                 np.testing.assert_allclose(grad, gradients[name], rtol=0, atol=1e-12)
-                steps = by_time[f"{name}_grad"].isel(selection)
-                assert steps.dims == ("time", *grad.dims)
-                np.testing.assert_allclose(steps.sum("time"), gradients[name], rtol=0, atol=1e-12)
-                reduced_dims = [dim for dim in steps.dims if dim not in ("time", "gate")]
+                grad_by_time = by_time[f"{name}_grad"].isel(selection)
+                assert grad_by_time.dims == ("time", *grad.dims)
+                np.testing.assert_allclose(grad_by_time.sum("time"), gradients[name], rtol=0, atol=1e-12)
+                reduced_dims = [dim for dim in grad_by_time.dims if dim not in ("time", "gate")]
                 norm = norms[f"{name}_grad_norm"].isel(selection)
                 assert norm.dims == ("time", "gate")
-                np.testing.assert_allclose(norm, np.sqrt((steps**2).sum(reduced_dims)), rtol=1e-12)
+                np.testing.assert_allclose(norm, np.sqrt((grad_by_time**2).sum(reduced_dims)), rtol=1e-12)
 
 
 def test_other_layers_and_penalties():

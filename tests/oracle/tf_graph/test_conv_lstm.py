@@ -21,36 +21,36 @@ def cell_of(rank, **options):
     return ConvLSTMCell([*SPACE[rank], FEATURES], CHANNELS, [3] * rank, **options)
 
 
-def data(rank):
+def make_data(rank):
     random = np.random.default_rng(0)
     return random.normal(size=(SAMPLES, STEPS, *SPACE[rank], FEATURES))
 
 
-def fed_state(rank):
+def make_initial_state(rank):
     return np.random.default_rng(5).normal(size=(2, SAMPLES, *SPACE[rank], CHANNELS))
 
 
-def head(outputs, final):
+def loss_of(outputs, final_state):
     weights = tf.constant(np.random.default_rng(1).normal(size=outputs.shape[1:].as_list()), outputs.dtype)
-    return tf.reduce_sum(outputs * weights) + tf.reduce_sum(tf.square(final[0])) + tf.reduce_sum(final[1])
+    return tf.reduce_sum(outputs * weights) + tf.reduce_sum(tf.square(final_state[0])) + tf.reduce_sum(final_state[1])
 
 
 class ConvLSTMCase:
     """A network with a convolutional LSTM as users write it, and the same computed step by step in another graph."""
 
     def __init__(self, rank, loop, lengths=None, initial=False, norms=False, **options):
-        self.x, self.rank = data(rank), rank
+        self.x, self.rank = make_data(rank), rank
         x = tf.placeholder(tf.float64, [None, *self.x.shape[1:]])
-        counts, states = tf.placeholder(tf.int32, [None]), tf.placeholder(tf.float64, fed_state(rank).shape)
+        counts, states = tf.placeholder(tf.int32, [None]), tf.placeholder(tf.float64, make_initial_state(rank).shape)
         start = rnn_cell.LSTMStateTuple(states[0], states[1]) if initial else None
         with tf.variable_scope("net", initializer=tf.random_uniform_initializer(-0.5, 0.5, seed=3)):
-            outputs, final = LOOPS[loop](cell_of(rank, **options), x, counts if lengths else None, start)
+            outputs, final_state = LOOPS[loop](cell_of(rank, **options), x, counts if lengths else None, start)
         outputs.set_shape([None, STEPS, *SPACE[rank], outputs.shape[-1]])
-        loss = head(outputs, final)
+        loss = loss_of(outputs, final_state)
         self.session = tf.Session()
         self.session.run(tf.global_variables_initializer())
         self.values = [self.session.run(v) for v in tf.global_variables()]
-        feed = ({counts: lengths} if lengths else {}) | ({states: fed_state(rank)} if initial else {})
+        feed = ({counts: lengths} if lengths else {}) | ({states: make_initial_state(rank)} if initial else {})
         self.net = rl.tf1.graph(self.session, inputs={"x": x}, outputs={"y": outputs}, loss=loss, feed=feed)
         self.layer = "net" if loop == "python" else "net/rnn"
         self._by_hand(lengths, initial, norms, options)
@@ -61,7 +61,11 @@ class ConvLSTMCase:
             x, outputs, step_states = tf.constant(self.x), [], []
             with tf.variable_scope("net"):
                 cell = cell_of(self.rank, **options)
-                state = rnn_cell.LSTMStateTuple(*tf.unstack(tf.constant(fed_state(self.rank)))) if initial else None
+                state = (
+                    rnn_cell.LSTMStateTuple(*tf.unstack(tf.constant(make_initial_state(self.rank))))
+                    if initial
+                    else None
+                )
                 state = cell.zero_state(SAMPLES, tf.float64) if state is None else state
                 for t in range(STEPS):
                     output, new = cell(x[:, t], state)
@@ -74,7 +78,7 @@ class ConvLSTMCase:
                         )
                     outputs.append(output)
                     state = new
-            loss = head(tf.stack(outputs, 1), state)
+            loss = loss_of(tf.stack(outputs, 1), state)
             for variable, value in zip(tf.global_variables(), self.values, strict=True):
                 variable.load(value, session)
             state_grads = tf.gradients(loss, [s for step in step_states for s in step], unconnected_gradients="zero")
@@ -254,7 +258,7 @@ def test_layers_of_keras_without_eager_execution(options):
             layer_class = getattr(keras.layers, f"ConvLSTM{rank}D")
             hidden = layer_class(CHANNELS, 2, name="conv", return_sequences=True, **options)(inputs)
             model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(hidden)))
-            x, y = data(rank), np.random.default_rng(2).normal(size=(SAMPLES, 1))
+            x, y = make_data(rank), np.random.default_rng(2).normal(size=(SAMPLES, 1))
             # First: control flow v2 takes no gradients of a loop that is already in a session.
             dx = tf.gradients(tf.reduce_mean(tf.square(model.output - y)), model.inputs[0])[0]
             model.compile("sgd", "mse")
@@ -279,7 +283,7 @@ def test_steps_that_a_condition_skips_are_refused_by_name():
     session.run(tf.global_variables_initializer())
     net = rl.tf1.graph(session, inputs={"x": x}, outputs={"y": y}, loss=tf.reduce_sum(y), feed={counts: LENGTHS})
     with pytest.raises(rl.errors.UnsupportedError, match=r"(?s)passed by under a condition.*dynamic_rnn"):
-        rl.trace(net, data(2))
+        rl.trace(net, make_data(2))
 
 
 UNROLLED = pytest.mark.parametrize(("loop", "options"), [("static", {"skip": True}), ("python", {"peepholes": True})])
@@ -309,12 +313,12 @@ def test_beside_another_recurrence_they_are_listed_and_left_out_by_name(loop, op
         "net/above": None,
         name: f"The steps of '{name}' are unrolled, and their equations are unknown.",
     }
-    trace = rl.trace(net, data(1))
+    trace = rl.trace(net, make_data(1))
     assert (list(trace), trace.certificate.state) == (["net/above"], "passed")
     assert f"Left out: The steps of '{name}' are unrolled, and their equations are unknown." in trace.notes
     with pytest.raises(rl.errors.UnsupportedError, match=rf"(?s)'{name}'.*dynamic_rnn"):
-        rl.trace(net, data(1), layers=[name])
-    grads = rl.gradients(net, data(1), wrt=["input", "weights"])
-    truth = session.run(gradients, {x: data(1)})
+        rl.trace(net, make_data(1), layers=[name])
+    grads = rl.gradients(net, make_data(1), wrt=["input", "weights"])
+    truth = session.run(gradients, {x: make_data(1)})
     for array, expected in zip((grads["model"]["input"], *grads[name].values()), truth, strict=False):
         assert_close(array.values, expected)

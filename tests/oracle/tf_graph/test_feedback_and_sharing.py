@@ -160,9 +160,9 @@ def test_both_inputs_of_a_siamese_network_are_calls_of_one_layer():
     truth, clipped_truth = net.session.run([gradients, clipped], {x: data["x"], z: data["z"]})
     by_weight = rl.gradients(net, data, wrt="weights")
     assert len(gradient_arrays(by_weight)) == 3
-    assert norm(by_weight) == pytest.approx(np.sqrt(sum((g**2).sum() for g in truth)), rel=1e-12)
+    assert global_norm(by_weight) == pytest.approx(np.sqrt(sum((g**2).sum() for g in truth)), rel=1e-12)
     by_step = rl.gradients(net, data, wrt="weights", clip={"global_clipnorm": 0.5})
-    assert norm(by_step.clipped) == pytest.approx(np.sqrt(sum((g**2).sum() for g in clipped_truth)), rel=1e-12)
+    assert global_norm(by_step.clipped) == pytest.approx(np.sqrt(sum((g**2).sum() for g in clipped_truth)), rel=1e-12)
     bias = truth[1].reshape(4, UNITS)[[0, 2, 1, 3]]  # TensorFlow's order is input, candidate, forget, output
     np.testing.assert_allclose(by_weight["encoder/rnn/bias"].values, bias, rtol=1e-10, atol=1e-13)
     assert rl.weights(net, data).certificate.state == "passed"
@@ -172,7 +172,7 @@ def gradient_arrays(gradients):
     return [gradients[layer][key].values for layer in gradients for key in gradients[layer]]
 
 
-def norm(gradients):
+def global_norm(gradients):
     return np.sqrt(sum(float((values**2).sum()) for values in gradient_arrays(gradients)))
 
 
@@ -192,7 +192,7 @@ def test_truncated_backpropagation_runs_one_cell_in_several_loops():
     by_weight = rl.gradients(net, data, wrt="weights")
     assert len(gradient_arrays(by_weight)) == 3
     expected = net.session.run(truth, {x: data})
-    assert norm(by_weight) == pytest.approx(np.sqrt(sum((g**2).sum() for g in expected)), rel=1e-12)
+    assert global_norm(by_weight) == pytest.approx(np.sqrt(sum((g**2).sum() for g in expected)), rel=1e-12)
     assert rl.trace(net, data).certificate.state == "passed"
 
 
