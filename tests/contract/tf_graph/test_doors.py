@@ -120,8 +120,8 @@ def test_wrong_parts_of_a_net(network, options, message):
 
 def test_variables_without_values(network):
     _sess, x, _y, _state, out, _loss = network
-    with tf.Session() as fresh, pytest.raises(rl.errors.ModelError, match="no value in this session"):
-        rl.trace(rl.tf1.graph(fresh, inputs=x, outputs=out), X)
+    with tf.Session() as fresh_session, pytest.raises(rl.errors.ModelError, match="no value in this session"):
+        rl.trace(rl.tf1.graph(fresh_session, inputs=x, outputs=out), X)
 
 
 def test_a_queue_is_neither_emptied_nor_waited_for(graph):

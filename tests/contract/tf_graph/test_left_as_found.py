@@ -84,11 +84,11 @@ def test_200_calls_take_no_more_memory(small_net):
         for _ in range(30):
             call()
         gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - first
+        growth = tracemalloc.get_traced_memory()[0] - first
         tracemalloc.stop()
     assert graph.version == version
     assert {key: (len(copy.graph.get_operations()), len(copy.built_tensors)) for key, copy in copies.items()} == sizes
-    assert grown < 60_000  # 2 kB a call; one result takes ten times that
+    assert growth < 60_000  # 2 kB a call; one result takes ten times that
 
 
 def test_training_and_noise_go_on_as_if_nobody_had_looked(small_net):

@@ -172,8 +172,8 @@ def make_group(variants, masked, unroll, session):
     loss = tf.add_n(terms, name="loss")
     # Before anything is run: a While that was run has no place any more for what its gradient needs.
     gradients = tf.gradients(loss, [x, *states, *model.trainable_weights], unconnected_gradients="zero")
-    recorded = [v for layer in _stateful_layers(model) for v in tf.nest.flatten(layer.states)]
-    for v in {id(v): v for v in (*model.weights, *recorded)}.values():
+    recorded_states = [v for layer in _stateful_layers(model) for v in tf.nest.flatten(layer.states)]
+    for v in {id(v): v for v in (*model.weights, *recorded_states)}.values():
         session.run(v.initializer)
         v.load(random.normal(size=v.shape), session)
     branches = [

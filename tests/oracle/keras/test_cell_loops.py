@@ -300,7 +300,7 @@ def test_a_cell_in_a_layer_and_in_a_loop_has_one_entry_per_variable():
 class TwoSequences(Loop):
     """One cell over two sequences, each from zero states."""
 
-    def call(self, x, added=None):
+    def call(self, x, offsets=None):
         last_outputs = []
         for sequence in (x, 2 * x):
             states = self.states(x)

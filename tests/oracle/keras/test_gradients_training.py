@@ -133,13 +133,15 @@ def test_the_loss_scale_of_mixed_precision_is_undone():
         return model
 
     x, y = np.full((2, 3), 0.01, "float32"), np.zeros((2, 1), "float32")
-    full = rl.gradients(network("float32", "sgd"), x, y)
-    half = rl.gradients(network("mixed_float16", keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())), x, y)
-    assert not half.disconnected
+    in_float32 = rl.gradients(network("float32", "sgd"), x, y)
+    in_float16 = rl.gradients(
+        network("mixed_float16", keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())), x, y
+    )
+    assert not in_float16.disconnected
     unscaled = rl.gradients(network("mixed_float16", "sgd"), x, y)
     assert {reason.code for reason in unscaled.disconnected.values()} == {"underflow"}
-    for name in full.tensors:
-        np.testing.assert_allclose(half[name].values, full[name].values, rtol=2e-2, err_msg=name)
+    for name in in_float32.tensors:
+        np.testing.assert_allclose(in_float16[name].values, in_float32[name].values, rtol=2e-2, err_msg=name)
 
 
 @pytest.mark.compiled

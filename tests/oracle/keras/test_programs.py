@@ -267,7 +267,7 @@ def test_states_gates_and_total_gradients(name):
     model, x, y = program(name)
     saved_values = [keras.ops.convert_to_numpy(v).copy() for v in model.variables]
     rnn_layers = [la for la in model._flatten_layers() if isinstance(la, keras.layers.RNN)]
-    wrapped = [la for wrapper in model._flatten_layers() if isinstance(wrapper, keras.layers.Bidirectional)
+    wrapped_layers = [la for wrapper in model._flatten_layers() if isinstance(wrapper, keras.layers.Bidirectional)
              for la in (wrapper.forward_layer, wrapper.backward_layer)]  # fmt: skip
     trace = rl.trace(model, x, y)
     with pytest.MonkeyPatch.context() as patch:
@@ -276,7 +276,7 @@ def test_states_gates_and_total_gradients(name):
         cells = {
             la.name: CellRecorder(la.cell)
             for la in rnn_layers
-            if la not in wrapped and hasattr(la.cell, "recurrent_kernel")
+            if la not in wrapped_layers and hasattr(la.cell, "recurrent_kernel")
         }
         value = model.compute_loss(x, y, model(x))
         for recorder in cells.values():

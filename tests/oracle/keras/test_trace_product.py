@@ -171,8 +171,8 @@ def zeroes_masked_steps(variant, index):
 
 
 def before_first_real_step(mask, backward):
-    ordered = mask[:, ::-1] if backward else mask
-    before = np.cumsum(ordered, axis=1) == 0
+    mask_in_order = mask[:, ::-1] if backward else mask
+    before = np.cumsum(mask_in_order, axis=1) == 0
     return before[:, ::-1] if backward else before
 
 

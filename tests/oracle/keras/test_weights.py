@@ -44,10 +44,10 @@ def direction_layers(model, bidirectional):
     return [layer.forward_layer, layer.backward_layer] if bidirectional else [layer]
 
 
-def split_by_gate(cell, name, flat):
+def split_by_gate(cell, name, array):
     """Return a weight of Keras as (..., gate, unit) arrays by name; the biases of a GRU are two entries."""
     gates = {"SimpleRNNCell": 1, "LSTMCell": 4, "GRUCell": 3}[type(cell).__name__]
-    shaped = flat.reshape(*flat.shape[:-1], gates, flat.shape[-1] // gates)
+    shaped = array.reshape(*array.shape[:-1], gates, array.shape[-1] // gates)
     if name == "bias" and shaped.ndim == 3:
         return {"bias": shaped[0], "recurrent_bias": shaped[1]}
     return {name: shaped}
@@ -198,9 +198,9 @@ def test_a_variable_of_a_layer_that_is_made_of_layers():
 class Holder(keras.Model):
     """A model whose own variables scale what its layer returns; they stand by themselves, in a list and in a dict."""
 
-    def __init__(self, rest, name):
+    def __init__(self, inner, name):
         super().__init__(name=name)
-        self.rest = rest
+        self.rest = inner
         self.alone = keras.Variable(RNG.normal(size=3), name="alone")
         self.listed = [keras.Variable(RNG.normal(size=3), name="twice") for _ in range(2)]
         self.named = {"a": keras.Variable(RNG.normal(size=3), name="kernel")}  # the name of a layer's variable
