@@ -11,7 +11,7 @@ from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = sorted((ROOT / "examples" / "legacy").glob("[a-e]_*_graph.py"))
-SAID = {
+EXPECTED_LINES = {
     "a": ["mean of the last hidden state: equal", "mean of all hidden states: equal", "[integer_input]"],
     "b": ["hidden gradient after the last batch: equal"],
     "c": ["d output[10] / d input: equal"],
@@ -31,15 +31,15 @@ def cases():
 
 @pytest.mark.parametrize(("script", "dtype"), list(cases()))
 def test_an_answer_is_equal_to_its_oracle(script, dtype):
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, script, "--dtype", dtype],
         env={**os.environ, "MPLBACKEND": "Agg", "TF_CPP_MIN_LOG_LEVEL": "3"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert all(sentence in done.stdout for sentence in SAID[script.name[0]]), done.stdout
+    assert process.returncode == 0, process.stderr
+    assert all(sentence in process.stdout for sentence in EXPECTED_LINES[script.name[0]]), process.stdout
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)

@@ -11,11 +11,11 @@ X = np.random.default_rng(0).normal(size=(SAMPLES, STEPS, FEATURES))
 Y = np.random.default_rng(1).normal(size=(SAMPLES, 2))
 
 
-def traced_three_times(samples=None, centred=False):
+def trace_three_times(samples=None, centred=False):
     """Certificates of three traces of a GRU whose placeholders have a free or a fixed number of samples."""
     x, y = tf.placeholder(tf.float64, [samples, STEPS, FEATURES]), tf.placeholder(tf.float64, [samples, 2])
-    read = x - tf.reduce_mean(x, axis=0, keepdims=True) if centred else x
-    _, state = tf.nn.dynamic_rnn(tf.nn.rnn_cell.GRUCell(5), read, dtype=tf.float64)
+    rnn_input = x - tf.reduce_mean(x, axis=0, keepdims=True) if centred else x
+    _, state = tf.nn.dynamic_rnn(tf.nn.rnn_cell.GRUCell(5), rnn_input, dtype=tf.float64)
     head = tf.layers.dense(state, 2, name="head")
     loss = tf.reduce_mean(tf.square(head - y))
     with tf.Session() as session:
@@ -25,14 +25,14 @@ def traced_three_times(samples=None, centred=False):
 
 
 def test_later_traces_compare_a_part_of_the_samples():
-    first, *later = traced_three_times()
+    first, *later = trace_three_times()
     assert (first.state, first.samples) == ("passed", "")
-    assert [one.state for one in later] == ["passed", "passed"]
-    assert all(one.samples.endswith(f"of {SAMPLES}") for one in later)
-    assert all("reference weight gradients" in {check.name for check in one.checks} for one in later)
+    assert [certificate.state for certificate in later] == ["passed", "passed"]
+    assert all(certificate.samples.endswith(f"of {SAMPLES}") for certificate in later)
+    assert all("reference weight gradients" in {check.name for check in certificate.checks} for certificate in later)
 
 
 @pytest.mark.parametrize("options", [{"samples": SAMPLES}, {"centred": True}], ids=["fixed", "centred"])
 def test_a_graph_that_cannot_be_cut_is_certified_with_all_samples(options):
-    found = traced_three_times(**options)
-    assert [(one.state, one.samples) for one in found] == [("passed", "")] * 3
+    certificates = trace_three_times(**options)
+    assert [(certificate.state, certificate.samples) for certificate in certificates] == [("passed", "")] * 3

@@ -13,15 +13,15 @@ RNN = "lstm_model/rnn"
 
 
 @pytest.fixture
-def asked(graph):
+def net_and_data(graph):
     """The graph, finalised after its variables were set; the net, data and the values of all weights."""
     g = Graph()
     random = np.random.default_rng(0)
     sess = tf.Session()
     sess.run(tf.global_variables_initializer())
     for variable in tf.global_variables():
-        size = random.normal(size=variable.shape.as_list()) * 0.5
-        variable.load(np.abs(size) + 0.5 if "variance" in variable.name else size, sess)
+        values = random.normal(size=variable.shape.as_list()) * 0.5
+        variable.load(np.abs(values) + 0.5 if "variance" in variable.name else values, sess)
     graph.finalize()
     x = random.normal(size=(5, STEPS, 6)) * (np.arange(STEPS)[None, :, None] < np.array(LENGTHS)[:, None, None])
     y, h0 = random.normal(size=(5, STEPS, 2)), random.normal(size=(5, 8))
@@ -39,25 +39,25 @@ def asked(graph):
     sess.close()
 
 
-def close(mine, truth, bound=1e-12):
-    assert np.shape(mine) == np.shape(truth)
-    assert np.abs(np.asarray(mine) - truth).max() <= bound * max(1.0, np.abs(truth).max())
+def assert_close(actual, expected, bound=1e-12):
+    assert np.shape(actual) == np.shape(expected)
+    assert np.abs(np.asarray(actual) - expected).max() <= bound * max(1.0, np.abs(expected).max())
 
 
-def test_trace_gives_the_total_gradient_of_every_state(asked):
-    net, x, y, h0, w = asked
+def test_trace_gives_the_total_gradient_of_every_state(net_and_data):
+    net, x, y, h0, w = net_and_data
     trace = rl.trace(net, x, y)
     truth = by_hand.hidden_grad(w, x, h0, y)
-    real = np.arange(STEPS)[None] < np.array(LENGTHS)[:, None]
+    is_valid = np.arange(STEPS)[None] < np.array(LENGTHS)[:, None]
     states = by_hand.forward(w, x, h0, y)[1]
-    close(trace[RNN].hidden.values, states)
-    close(trace[RNN].hidden_grad.values[real], truth[real])
+    assert_close(trace[RNN].hidden.values, states)
+    assert_close(trace[RNN].hidden_grad.values[is_valid], truth[is_valid])
     assert trace.loss == pytest.approx(by_hand.forward(w, x, h0, y)[2].sum(), rel=1e-13)
     assert trace.certificate.state == "passed"
 
 
-def test_new_state_by_every_weight_before_it(asked):
-    net, x, _, h0, w = asked
+def test_new_state_by_every_weight_before_it(net_and_data):
+    net, x, _, h0, w = net_and_data
     g = rl.gradients(net, x, of=f"{RNN}.final_hidden", reduce="sum", wrt="weights")
     random = np.random.default_rng(3)
 
@@ -65,15 +65,15 @@ def test_new_state_by_every_weight_before_it(asked):
         return by_hand.forward(values, x, h0)[1][:, -1].sum()
 
     for name in ("conv1d/kernel", "conv1d/bias", "batch_normalization/gamma", "batch_normalization/beta"):
-        full = f"layer_cell/{name}"
-        direction = random.normal(size=w[full].shape)
-        close(np.sum(g[full].values * direction), by_hand.slope(new_state, w, full, direction))
+        path = f"layer_cell/{name}"
+        direction = random.normal(size=w[path].shape)
+        assert_close(np.sum(g[path].values * direction), by_hand.slope(new_state, w, path, direction))
     assert {"output/dense/kernel", "output/dense/bias"} <= set(g.disconnected)
 
 
-def test_weights_of_the_cell_by_gate(asked):
+def test_weights_of_the_cell_by_gate(net_and_data):
     """TensorFlow has reset and update side by side, and the input above the state: ours are cut out of them."""
-    net, x, y, h0, w = asked
+    net, x, y, h0, w = net_and_data
     g = rl.gradients(net, x, y, wrt=f"{RNN}.weights")
     cell, random = f"{RNN}/gru_cell/", np.random.default_rng(4)
 
@@ -87,49 +87,49 @@ def test_weights_of_the_cell_by_gate(asked):
             ("reset", "gates", slice(0, 8)),
             ("candidate", "candidate", slice(0, 8)),
         ):
-            full = f"{cell}{variable}/kernel"
-            direction = np.zeros_like(w[full])
+            path = f"{cell}{variable}/kernel"
+            direction = np.zeros_like(w[path])
             direction[rows, columns] = random.normal(size=direction[rows, columns].shape)
-            mine = (grad.sel(gate=gate).values * direction[rows, columns]).sum()
-            close(mine, by_hand.slope(loss, w, full, direction))
+            actual = (grad.sel(gate=gate).values * direction[rows, columns]).sum()
+            assert_close(actual, by_hand.slope(loss, w, path, direction))
 
 
-def test_the_input_that_a_cond_chooses_is_one_input(asked):
-    net, x, y, h0, w = asked
+def test_the_input_that_a_cond_chooses_is_one_input(net_and_data):
+    net, x, y, h0, w = net_and_data
     g = rl.gradients(net, x, y, wrt="input")
-    real = np.abs(x).sum(2) > 0
-    direction = np.random.default_rng(5).normal(size=x.shape) * real[:, :, None]
+    is_valid = np.abs(x).sum(2) > 0
+    direction = np.random.default_rng(5).normal(size=x.shape) * is_valid[:, :, None]
     truth = np.imag(by_hand.forward(w, x + 1j * by_hand.STEP * direction, h0, y)[2].sum()) / by_hand.STEP
-    close((g.values * direction).sum(), truth)
+    assert_close((g.values * direction).sum(), truth)
     assert g.certificate.state == "passed"
 
 
-def test_time_jacobian_of_the_recurrence(asked):
-    net, x, _, h0, w = asked
+def test_time_jacobian_of_the_recurrence(net_and_data):
+    net, x, _, h0, w = net_and_data
     J = rl.jacobian(net, x, of=f"{RNN}.output", wrt=f"{RNN}.input")
     trace = rl.trace(net, x)
     z = trace[RNN].input.values
-    moved, unit = 3, 2
+    in_time, unit = 3, 2
 
-    def out(values):
-        return step_by_step(w, values, h0)
+    def output(values):
+        return outputs_by_hand(w, values, h0)
 
     bump = np.zeros(z.shape, complex)
-    bump[:, moved, unit] = 1j * by_hand.STEP
-    truth = out(z + bump).imag / by_hand.STEP
-    real = np.arange(STEPS)[None] < np.array(LENGTHS)[:, None]  # at padding the state is carried
-    close(J.sel(in_time=moved).values[..., unit][real], truth[real])
+    bump[:, in_time, unit] = 1j * by_hand.STEP
+    truth = output(z + bump).imag / by_hand.STEP
+    is_valid = np.arange(STEPS)[None] < np.array(LENGTHS)[:, None]  # at padding the state is carried
+    assert_close(J.sel(in_time=in_time).values[..., unit][is_valid], truth[is_valid])
 
 
-def step_by_step(w, z, h0):
+def outputs_by_hand(w, z, h0):
     """The recurrence alone, from its input."""
     cell, h, outputs = f"{RNN}/gru_cell/", h0.astype(complex), np.zeros((*z.shape[:2], 8), complex)
     for t in range(z.shape[1]):
         r, u = np.split(
             by_hand.sigmoid(np.concatenate([z[:, t], h], 1) @ w[cell + "gates/kernel"] + w[cell + "gates/bias"]), 2, 1
         )
-        inner = np.concatenate([z[:, t], r * h], 1) @ w[cell + "candidate/kernel"] + w[cell + "candidate/bias"]
-        real = (t < np.array(LENGTHS))[:, None]
-        h = np.where(real, u * h + (1 - u) * np.tanh(inner), h)
-        outputs[:, t] = np.where(real, h, 0)
+        preactivation = np.concatenate([z[:, t], r * h], 1) @ w[cell + "candidate/kernel"] + w[cell + "candidate/bias"]
+        is_valid = (t < np.array(LENGTHS))[:, None]
+        h = np.where(is_valid, u * h + (1 - u) * np.tanh(preactivation), h)
+        outputs[:, t] = np.where(is_valid, h, 0)
     return outputs

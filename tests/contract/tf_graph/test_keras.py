@@ -30,17 +30,17 @@ def sigmoid(z):
     return 1 / (1 + np.exp(-z))
 
 
-def built(inner, steps=6, features=4, loss="mse", outputs=2):
+def build_model(rnn_layer, steps=6, features=4, loss="mse", outputs=2):
     """A functional model, compiled, its variables at random values that are given to it."""
     inputs = keras.Input((steps, features))
-    model = keras.Model(inputs, layers.Dense(outputs, name="head")(inner(inputs)))
+    model = keras.Model(inputs, layers.Dense(outputs, name="head")(rnn_layer(inputs)))
     model.compile("sgd", loss)
     random = np.random.default_rng(7)
     model.set_weights([0.5 * random.normal(size=w.shape) for w in model.get_weights()])
     return model
 
 
-def rnn(w, x, bump=None):
+def rnn_states(w, x, bump=None):
     """States of a SimpleRNN."""
     h, states = np.zeros((len(x), w[1].shape[0]), x.dtype), []
     for t in range(x.shape[1]):
@@ -50,7 +50,7 @@ def rnn(w, x, bump=None):
     return np.stack(states, 1)
 
 
-def gru(w, x, bump=None, reset_after=True):
+def gru_states(w, x, bump=None, reset_after=True):
     """States of a GRU as Keras 2 has it: update, reset, candidate."""
     n, states = w[1].shape[0], []
     h = np.zeros((len(x), n), x.dtype)
@@ -70,7 +70,7 @@ def gru(w, x, bump=None, reset_after=True):
     return np.stack(states, 1)
 
 
-def lstm(w, x, bump=None):
+def lstm_states(w, x, bump=None):
     """States h of an LSTM."""
     n, states = w[1].shape[0], []
     h = c = np.zeros((len(x), n), x.dtype)
@@ -84,25 +84,25 @@ def lstm(w, x, bump=None):
 
 
 KINDS = {
-    "rnn": (layers.SimpleRNN, rnn, {}),
-    "gru": (layers.GRU, gru, {}),
-    "gru, reset before": (layers.GRU, lambda *a: gru(*a, reset_after=False), {"reset_after": False}),
-    "lstm": (layers.LSTM, lstm, {}),
+    "rnn": (layers.SimpleRNN, rnn_states, {}),
+    "gru": (layers.GRU, gru_states, {}),
+    "gru, reset before": (layers.GRU, lambda *a: gru_states(*a, reset_after=False), {"reset_after": False}),
+    "lstm": (layers.LSTM, lstm_states, {}),
 }
 
 
-def total(step, w, head, x, y, units, last):
+def total_gradients(step, w, head, x, y, units, last):
     """dL/dh_t of the mean squared error, every unit of every step moved by itself."""
-    found = np.zeros((*x.shape[:2], units))
+    grads = np.zeros((*x.shape[:2], units))
     for t in range(x.shape[1]):
         for k in range(units):
             bump = np.zeros((len(x), units), complex)
             bump[:, k] = 1j * STEP
             h = step(w, x.astype(complex), {t: bump})
             out = (h[:, -1] if last else h) @ head[0] + head[1]
-            each = ((out - y) ** 2).reshape(len(x), -1).sum(1) / y.size
-            found[:, t, k] = each.imag / STEP
-    return found
+            sample_losses = ((out - y) ** 2).reshape(len(x), -1).sum(1) / y.size
+            grads[:, t, k] = sample_losses.imag / STEP
+    return grads
 
 
 @pytest.mark.parametrize("reset_after", [True, False])
@@ -111,7 +111,7 @@ def test_a_cell_is_known_by_any_activation(recurrent, reset_after):
     layer = layers.GRU(
         5, activation="hard_sigmoid", recurrent_activation=recurrent, reset_after=reset_after, return_sequences=True
     )
-    model = built(layer)
+    model = build_model(layer)
     trace = rl.trace(model, X, np.random.default_rng(1).normal(size=(3, 6, 2)))
     assert [row.cell for row in rl.layers(model)] == ["gru"]
     assert trace.certificate.state == "passed"
@@ -123,11 +123,11 @@ def test_a_cell_is_known_by_any_activation(recurrent, reset_after):
 @pytest.mark.parametrize("kind", KINDS)
 def test_total_gradient_of_every_state(kind, last):
     layer, step, options = KINDS[kind]
-    model = built(layer(5, return_sequences=not last, name="r", **options))
+    model = build_model(layer(5, return_sequences=not last, name="r", **options))
     y = np.random.default_rng(1).normal(size=(3, 2) if last else (3, 6, 2))
     trace = rl.trace(model, X, y)
     *w, kernel, bias = model.get_weights()
-    truth = total(step, w, (kernel, bias), X, y, 5, last)
+    truth = total_gradients(step, w, (kernel, bias), X, y, 5, last)
     np.testing.assert_allclose(trace["r"].hidden_grad.values, truth, atol=1e-13)
     assert trace["r"].output_grad.dims == (("sample", "unit") if last else ("sample", "time", "unit"))
     assert trace.certificate.state == "passed"
@@ -137,18 +137,18 @@ def test_total_gradient_of_every_state(kind, last):
 def test_two_directions_and_one_layer_above():
     """The network of quick starts: a bidirectional GRU, a GRU above it; each direction against the complex step."""
     inputs = keras.Input((6, 4))
-    inner = layers.Bidirectional(layers.GRU(3, return_sequences=True), name="bi")(inputs)
-    model = keras.Model(inputs, layers.Dense(2)(layers.GRU(2, name="top")(inner)))
+    bidirectional = layers.Bidirectional(layers.GRU(3, return_sequences=True), name="bi")(inputs)
+    model = keras.Model(inputs, layers.Dense(2)(layers.GRU(2, name="top")(bidirectional)))
     model.compile("adam", "mse")
     w = model.get_weights()
     y = np.random.default_rng(1).normal(size=(3, 2))
     trace = rl.trace(model, X, y)
 
     def loss(bump, direction):
-        there = gru(w[0:3], X.astype(complex), bump if direction == "forward" else None)
-        back = {5 - t: b for t, b in bump.items()} if direction == "backward" else None
-        back = gru(w[3:6], X[:, ::-1].astype(complex), back)[:, ::-1]
-        out = gru(w[6:9], np.concatenate([there, back], 2))[:, -1] @ w[9] + w[10]
+        forward = gru_states(w[0:3], X.astype(complex), bump if direction == "forward" else None)
+        backward = {5 - t: b for t, b in bump.items()} if direction == "backward" else None
+        backward = gru_states(w[3:6], X[:, ::-1].astype(complex), backward)[:, ::-1]
+        out = gru_states(w[6:9], np.concatenate([forward, backward], 2))[:, -1] @ w[9] + w[10]
         return ((out - y) ** 2).sum(1) / y.size
 
     for direction in ("forward", "backward"):
@@ -156,8 +156,8 @@ def test_two_directions_and_one_layer_above():
             bump = np.zeros((3, 3), complex)
             bump[:, unit] = 1j * STEP
             truth = loss({t: bump}, direction).imag / STEP
-            mine = trace["bi"].hidden_grad.sel(direction=direction, unit=unit).isel(time=t)
-            np.testing.assert_allclose(mine, truth, atol=1e-14)
+            actual = trace["bi"].hidden_grad.sel(direction=direction, unit=unit).isel(time=t)
+            np.testing.assert_allclose(actual, truth, atol=1e-14)
     assert [info.direction for info in rl.layers(model)] == ["bidirectional", "forward"]
 
 
@@ -183,14 +183,14 @@ def test_stateful_with_an_embedding_that_is_frozen():
     np.testing.assert_allclose(J.values, truth, atol=1e-13)
     with pytest.raises(rl.errors.DisconnectedError, match="integer_input"):
         rl.gradients(model, data, of="r.output", reduce="mean", wrt="input")
-    again = model.predict(data, batch_size=3)  # goes on from where predict, not we, left it
-    np.testing.assert_allclose(again[:, 0], np.tanh(z[:, 0] @ w[0] + before @ w[1] + w[2]), atol=1e-12)
+    continued = model.predict(data, batch_size=3)  # goes on from where predict, not we, left it
+    np.testing.assert_allclose(continued[:, 0], np.tanh(z[:, 0] @ w[0] + before @ w[1] + w[2]), atol=1e-12)
 
 
 def test_masked_steps_pass_the_state_on():
     inputs = keras.Input((6, 4))
-    masked = layers.Masking()(inputs)
-    model = keras.Model(inputs, layers.Dense(2)(layers.GRU(3, name="r")(masked)))
+    rnn_input = layers.Masking()(inputs)
+    model = keras.Model(inputs, layers.Dense(2)(layers.GRU(3, name="r")(rnn_input)))
     model.compile("sgd", "mse")
     *w, kernel, bias = model.get_weights()
     x = X.copy()
@@ -198,37 +198,39 @@ def test_masked_steps_pass_the_state_on():
     y = np.random.default_rng(1).normal(size=(3, 2))
     trace = rl.trace(model, x, y)
     assert trace["r"].mask.values.sum(1).tolist() == [4, 2, 6]
-    ends = np.stack([gru(w, x[n : n + 1, :length])[0, -1] for n, length in enumerate((4, 2, 6))])
-    np.testing.assert_allclose(trace["r"].hidden[:, -1], ends, atol=1e-13)
-    direct = 2 * (ends @ kernel + bias - y) / y.size @ kernel.T
+    last_states = np.stack([gru_states(w, x[n : n + 1, :length])[0, -1] for n, length in enumerate((4, 2, 6))])
+    np.testing.assert_allclose(trace["r"].hidden[:, -1], last_states, atol=1e-13)
+    direct = 2 * (last_states @ kernel + bias - y) / y.size @ kernel.T
     np.testing.assert_allclose(trace["r"].output_grad, direct, atol=1e-13)
     assert trace.certificate.state == "passed"
 
 
 def test_a_penalty_on_the_kernel_is_no_part_of_what_came_through_time():
-    model = built(layers.LSTM(3, kernel_regularizer="l2", name="r"))
+    model = build_model(layers.LSTM(3, kernel_regularizer="l2", name="r"))
     y = np.random.default_rng(1).normal(size=(3, 2))
     trace = rl.trace(model, X, y)
     assert trace.certificate.state == "passed"
     kernel = model.get_weights()[0]
-    whole = rl.gradients(model, X, y, wrt="r/kernel")
-    bare = built(layers.LSTM(3, name="r"))
-    bare.set_weights(model.get_weights())
-    plain = rl.gradients(bare, X, y, wrt="r/kernel")
-    np.testing.assert_allclose((whole - plain).values.reshape(kernel.shape), 0.02 * kernel, atol=1e-14)
+    penalised_grad = rl.gradients(model, X, y, wrt="r/kernel")
+    unpenalised_model = build_model(layers.LSTM(3, name="r"))
+    unpenalised_model.set_weights(model.get_weights())
+    unpenalised_grad = rl.gradients(unpenalised_model, X, y, wrt="r/kernel")
+    np.testing.assert_allclose(
+        (penalised_grad - unpenalised_grad).values.reshape(kernel.shape), 0.02 * kernel, atol=1e-14
+    )
 
 
 def test_a_loss_that_was_not_compiled_and_weights_of_samples():
-    model = built(layers.SimpleRNN(3, name="r"))
+    model = build_model(layers.SimpleRNN(3, name="r"))
     y = np.random.default_rng(1).normal(size=(3, 2))
     weight = np.array([1.0, 0.0, 3.0])
-    weighed = rl.trace(model, X, y, sample_weight=weight)
+    weighted_trace = rl.trace(model, X, y, sample_weight=weight)
     out = model.predict(X)
-    assert weighed.loss == pytest.approx((((out - y) ** 2).mean(1) * weight).mean())
-    assert not weighed["r"].hidden_grad[1].values.any()
-    absolute = rl.trace(model, X, y, loss="mae")
-    assert absolute.loss == pytest.approx(np.abs(out - y).mean())
-    assert absolute.certificate.state == "passed"
+    assert weighted_trace.loss == pytest.approx((((out - y) ** 2).mean(1) * weight).mean())
+    assert not weighted_trace["r"].hidden_grad[1].values.any()
+    mae_trace = rl.trace(model, X, y, loss="mae")
+    assert mae_trace.loss == pytest.approx(np.abs(out - y).mean())
+    assert mae_trace.certificate.state == "passed"
 
 
 @pytest.mark.parametrize(
@@ -254,9 +256,9 @@ def test_samples_are_weighed_and_so_are_outputs(losses, scales):
     trace = rl.trace(model, X, list(y.values()), sample_weight=list(weight.values()))
 
     def loss(bump):
-        h = rnn(w, X.astype(complex), bump)[:, -1]
-        each = {name: ((h @ heads[name][0] + heads[name][1] - y[name]) ** 2).mean(1) for name in y}
-        return sum(factor[name] * weight[name] * each[name] for name in y) / 3
+        h = rnn_states(w, X.astype(complex), bump)[:, -1]
+        output_losses = {name: ((h @ heads[name][0] + heads[name][1] - y[name]) ** 2).mean(1) for name in y}
+        return sum(factor[name] * weight[name] * output_losses[name] for name in y) / 3
 
     assert trace.loss == pytest.approx(loss(None).real.sum(), rel=1e-12)
     for t, unit in ((0, 1), (5, 4)):
@@ -282,13 +284,13 @@ def test_dropout_acts_in_training_and_is_drawn_by_seed():
     model.compile("sgd", "mse")
     model.predict(X)
     y = np.zeros((3, 6, 3))
-    still = rl.trace(model, X, y)["r"].output_grad
-    one, same = (rl.trace(model, X, y, training=True, seed=1)["r"].output_grad for _ in range(2))
-    other = rl.trace(model, X, y, training=True, seed=2)["r"].output_grad
-    np.testing.assert_array_equal(one, same)
-    assert not np.allclose(one, other)
-    assert still.values.all()
-    assert not one.values.all()
+    without_dropout = rl.trace(model, X, y)["r"].output_grad
+    first, same_seed = (rl.trace(model, X, y, training=True, seed=1)["r"].output_grad for _ in range(2))
+    other_seed = rl.trace(model, X, y, training=True, seed=2)["r"].output_grad
+    np.testing.assert_array_equal(first, same_seed)
+    assert not np.allclose(first, other_seed)
+    assert without_dropout.values.all()
+    assert not first.values.all()
 
 
 def test_nothing_is_added_and_no_value_moves(graph):
@@ -302,8 +304,8 @@ def test_nothing_is_added_and_no_value_moves(graph):
     rl.gradients(model, X, y, wrt="weights")
     rl.weights(model, X, y)
     assert graph.version == version
-    for one, two in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, two)
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
 
 
 def test_a_model_without_values_says_how_to_get_them():
@@ -356,7 +358,7 @@ def test_a_cell_of_ones_own_in_a_subclass_after_fit():
             states.append(h)
         return np.stack(states, 1)
 
-    truth = total(step, None, head, X, y, 5, last=False)
+    truth = total_gradients(step, None, head, X, y, 5, last=False)
     np.testing.assert_allclose(trace["mine"].hidden_grad.values, truth, atol=1e-13)
 
 
@@ -369,30 +371,30 @@ def test_steps_in_the_graph_below_a_loop():
     w = model.get_weights()
     assert list(rl.trace(model, X)) == ["below", "above", "last"]
 
-    def last(x):
-        return rnn(w[6:9], rnn(w[3:6], rnn(w[0:3], x)))[:, -1]
+    def last_state(x):
+        return rnn_states(w[6:9], rnn_states(w[3:6], rnn_states(w[0:3], x)))[:, -1]
 
     truth = np.zeros((3, 2, 6, 4))
     for t in range(6):
         for k in range(4):
-            moved = X.astype(complex)
-            moved[:, t, k] += 1j * STEP
-            truth[:, :, t, k] = last(moved).imag / STEP
-    found = rl.jacobian(model, X)
-    assert found.certificate.state == "passed"
-    np.testing.assert_allclose(found, truth, atol=1e-14)
+            perturbed = X.astype(complex)
+            perturbed[:, t, k] += 1j * STEP
+            truth[:, :, t, k] = last_state(perturbed).imag / STEP
+    jacobian = rl.jacobian(model, X)
+    assert jacobian.certificate.state == "passed"
+    np.testing.assert_allclose(jacobian, truth, atol=1e-14)
 
 
 @pytest.mark.parametrize("sequences", [False, True])
 @pytest.mark.parametrize("backwards", [False, True])
 def test_the_direct_gradient_of_steps_in_the_graph_is_that_of_a_loop(sequences, backwards):
     options = {"return_sequences": sequences, "go_backwards": backwards, "name": "r"}
-    one, other = (built(layers.LSTM(3, unroll=unroll, **options)) for unroll in (True, False))
+    unrolled_model, loop_model = (build_model(layers.LSTM(3, unroll=unroll, **options)) for unroll in (True, False))
     y = np.random.default_rng(1).normal(size=(3, 6, 2) if sequences else (3, 2))
-    mine, theirs = rl.trace(one, X, y)["r"], rl.trace(other, X, y)["r"]
-    assert abs(theirs.output_grad).max() > 0
+    unrolled, looped = rl.trace(unrolled_model, X, y)["r"], rl.trace(loop_model, X, y)["r"]
+    assert abs(looped.output_grad).max() > 0
     for name in ("output_grad", "hidden_grad", "cell_grad"):
-        np.testing.assert_allclose(getattr(mine, name), getattr(theirs, name), atol=1e-14, err_msg=name)
+        np.testing.assert_allclose(getattr(unrolled, name), getattr(looped, name), atol=1e-14, err_msg=name)
 
 
 def test_layers_of_one_name_are_refused():
@@ -414,16 +416,16 @@ def test_layers_of_one_name_are_refused():
 def test_a_cell_in_a_layer_is_named_by_what_it_is():
     """The labels of states and gates are those of the cell that was found, not of the layer around it."""
     layer = layers.RNN(layers.LSTMCell(3, dropout=0.3), return_sequences=True, name="r")
-    model = built(layer)
+    model = build_model(layer)
     assert [(row.name, row.cell) for row in rl.layers(model)] == [("r", "lstm")]
     trace = rl.trace(model, X, np.zeros((3, 6, 2)))
     assert trace.certificate.state == "passed"
     assert list(trace["r"].gates.gate.values) == ["input", "forget", "candidate", "output"]
     weights = tf.keras.backend.get_session().run(layer.cell.weights)
-    np.testing.assert_allclose(trace["r"].hidden, lstm(weights, X), atol=1e-13)
+    np.testing.assert_allclose(trace["r"].hidden, lstm_states(weights, X), atol=1e-13)
 
 
-def stacked(w, x, bump):
+def stacked_states(w, x, bump):
     """States of a GRU and an Elman network above it, in one cell; ``bump`` by step and number of the state."""
     first, second, states = np.zeros((len(x), 3), complex), np.zeros((len(x), 2), complex), []
     for t in range(x.shape[1]):
@@ -442,7 +444,7 @@ def _gru_step(w, x, h):
 def test_stacked_cells_are_one_recurrence():
     """As eagerly: one layer with the states of all its cells, fed what the layer is fed."""
     cells = [layers.GRUCell(3), layers.SimpleRNNCell(2)]
-    model = built(layers.RNN(cells, return_sequences=True, name="r"))
+    model = build_model(layers.RNN(cells, return_sequences=True, name="r"))
     y = np.random.default_rng(1).normal(size=(3, 6, 2))
     trace = rl.trace(model, X, y)
     assert trace.certificate.state == "passed"
@@ -450,7 +452,7 @@ def test_stacked_cells_are_one_recurrence():
     *w, kernel, bias = model.get_weights()
 
     def loss(bump):
-        out = np.stack([second for _, second in stacked(w, X.astype(complex), bump)], 1) @ kernel + bias
+        out = np.stack([second for _, second in stacked_states(w, X.astype(complex), bump)], 1) @ kernel + bias
         return ((out - y) ** 2).reshape(3, -1).sum(1) / y.size
 
     for state, (name, units) in enumerate((("hidden", 3), ("state_1", 2))):
@@ -465,13 +467,13 @@ def test_stacked_cells_are_one_recurrence():
 
 @pytest.mark.parametrize("rate", ["dropout", "recurrent_dropout"])
 def test_stacked_cells_that_drop_states_are_refused_by_name(rate):
-    model = built(layers.RNN([layers.LSTMCell(3), layers.GRUCell(2, **{rate: 0.3})], name="r"))
+    model = build_model(layers.RNN([layers.LSTMCell(3), layers.GRUCell(2, **{rate: 0.3})], name="r"))
     with pytest.raises(rl.errors.UnsupportedError, match="Layer 'r' cannot be traced: its states are dropped"):
         rl.trace(model, X, np.zeros((3, 2)))
 
 
 def test_stacked_cells_that_are_unrolled_are_refused_by_name():
-    model = built(layers.RNN([layers.LSTMCell(3), layers.SimpleRNNCell(2)], unroll=True, name="r"))
+    model = build_model(layers.RNN([layers.LSTMCell(3), layers.SimpleRNNCell(2)], unroll=True, name="r"))
     with pytest.raises(rl.errors.UnsupportedError, match="Layer 'r' cannot be traced: it stacks cells"):
         rl.trace(model, X, np.zeros((3, 2)))
 
@@ -481,11 +483,11 @@ def test_stacked_cells_that_are_unrolled_are_refused_by_name():
 def test_states_that_are_dropped_in_training_are_seen_outside_of_it(kind, dropout):
     layer, step, options = KINDS[kind]
     rates = {"recurrent_dropout": 0.3, "dropout": dropout}
-    model = built(layer(5, return_sequences=True, name="r", **rates, **options))
+    model = build_model(layer(5, return_sequences=True, name="r", **rates, **options))
     y = np.random.default_rng(1).normal(size=(3, 6, 2))
     trace = rl.trace(model, X, y)
     *w, kernel, bias = model.get_weights()
-    truth = total(step, w, (kernel, bias), X, y, 5, last=False)
+    truth = total_gradients(step, w, (kernel, bias), X, y, 5, last=False)
     np.testing.assert_allclose(trace["r"].hidden_grad.values, truth, atol=1e-13)
     assert trace.certificate.state == "passed"
     with pytest.raises(rl.errors.UnsupportedError, match="cannot be looked into in training: its states are dropped"):
@@ -495,7 +497,7 @@ def test_states_that_are_dropped_in_training_are_seen_outside_of_it(kind, dropou
 @pytest.mark.parametrize("training", [False, True])
 def test_states_that_are_dropped_in_unrolled_steps_are_refused(training):
     """What is done outside of training is read off loops alone."""
-    model = built(layers.LSTM(3, recurrent_dropout=0.3, unroll=True, name="r"))
+    model = build_model(layers.LSTM(3, recurrent_dropout=0.3, unroll=True, name="r"))
     with pytest.raises(rl.errors.UnsupportedError, match="Layer 'r' cannot be traced: its states are dropped"):
         rl.trace(model, X, np.zeros((3, 2)), training=training)
 
@@ -524,7 +526,7 @@ def test_a_layer_that_nobody_calls_is_left_out_by_name():
     assert trace.notes == ["Left out, since outputs and loss do not depend on it: never, both, unused."]
     by_name = {v.name.removesuffix(":0").partition("/")[2]: model.get_weights()[i] for i, v in enumerate(model.weights)}
     w = [by_name[f"one/lstm_cell/{key}"] for key in ("kernel", "recurrent_kernel", "bias")]
-    truth = total(lstm, w, [by_name["head/kernel"], by_name["head/bias"]], X, y, 5, last=True)
+    truth = total_gradients(lstm_states, w, [by_name["head/kernel"], by_name["head/bias"]], X, y, 5, last=True)
     np.testing.assert_allclose(trace["one"].hidden_grad, truth, atol=1e-13)
     assert {row.name for row in rl.layers(model)} == {"one", "never", "both", "unused"}
     with pytest.raises(rl.errors.LayerNotFoundError, match="never"):
@@ -536,8 +538,8 @@ def test_a_layer_that_nobody_calls_is_left_out_by_name():
 def test_a_loss_on_the_returned_state_alone(kind, sequences):
     """What comes from above goes to the state that the layer returned, not to its output, which nobody reads."""
     layer, step, _ = KINDS[kind]
-    returned = layer(5, return_sequences=sequences, return_state=True, name="r")
-    model = built(lambda inputs: returned(inputs)[1])
+    rnn_layer = layer(5, return_sequences=sequences, return_state=True, name="r")
+    model = build_model(lambda inputs: rnn_layer(inputs)[1])
     y = np.random.default_rng(1).normal(size=(3, 2))
     trace = rl.trace(model, X, y)
     *w, kernel, bias = model.get_weights()
@@ -548,7 +550,9 @@ def test_a_loss_on_the_returned_state_alone(kind, sequences):
     np.testing.assert_allclose(trace["r"].output, states if sequences else states[:, -1], atol=1e-13)
     assert trace["r"].output_grad.dims == (("sample", "time", "unit") if sequences else ("sample", "unit"))
     assert not trace["r"].output_grad.values.any()
-    np.testing.assert_allclose(trace["r"].hidden_grad, total(step, w, (kernel, bias), X, y, 5, last=True), atol=1e-13)
+    np.testing.assert_allclose(
+        trace["r"].hidden_grad, total_gradients(step, w, (kernel, bias), X, y, 5, last=True), atol=1e-13
+    )
     assert trace.certificate.state == "passed"
 
 
@@ -570,9 +574,9 @@ def test_a_loss_of_ones_own_and_one_that_the_model_adds(compiled):
     assert trace.certificate.state == "passed"
 
     def loss(bump):
-        h = gru(w, X.astype(complex), bump)
-        added = 0.3 * (h**2).sum((1, 2)) / h.size
-        return added + (compiled and ((y - h @ kernel - bias) ** 4).sum((1, 2)) / y.size)
+        h = gru_states(w, X.astype(complex), bump)
+        penalty = 0.3 * (h**2).sum((1, 2)) / h.size
+        return penalty + (compiled and ((y - h @ kernel - bias) ** 4).sum((1, 2)) / y.size)
 
     assert trace.loss == pytest.approx(loss({}).real.sum(), rel=1e-12)
     for t in range(6):
@@ -588,17 +592,19 @@ def test_dropout_in_a_stack_of_two_directions_changes_nothing_outside_of_trainin
     """Names, order and numbers are those of the same stack without."""
 
     def stack(rate):
-        def inner(x):
+        def build_layers(x):
             x = layers.Bidirectional(layers.LSTM(3, return_sequences=True, dropout=rate), name="one")(x)
             return layers.Bidirectional(layers.GRU(2, dropout=rate), name="two")(layers.Dropout(rate)(x))
 
-        return built(inner)
+        return build_model(build_layers)
 
     y = np.random.default_rng(1).normal(size=(3, 2))
-    mine, without = (rl.trace(stack(rate), X, y) for rate in (0.3, 0.0))
-    assert mine.certificate.state == without.certificate.state == "passed"
-    assert list(mine) == list(without) == ["one", "two"]
-    for name in without:
-        assert set(mine[name]) == set(without[name])
-        for quantity in without[name]:
-            np.testing.assert_allclose(mine[name][quantity], without[name][quantity], atol=1e-14, err_msg=quantity)
+    with_dropout, without_dropout = (rl.trace(stack(rate), X, y) for rate in (0.3, 0.0))
+    assert with_dropout.certificate.state == without_dropout.certificate.state == "passed"
+    assert list(with_dropout) == list(without_dropout) == ["one", "two"]
+    for name in without_dropout:
+        assert set(with_dropout[name]) == set(without_dropout[name])
+        for quantity in without_dropout[name]:
+            np.testing.assert_allclose(
+                with_dropout[name][quantity], without_dropout[name][quantity], atol=1e-14, err_msg=quantity
+            )

@@ -14,7 +14,7 @@ open_net = importlib.import_module("rnnlens.adapters.tf_graph.open_net")
 
 
 @pytest.fixture
-def small(graph):
+def small_net(graph):
     """A recurrence with noise at its input, a random operation without a seed, and training."""
     x = tf.placeholder(tf.float64, [None, None, 3], name="x")
     y = tf.placeholder(tf.float64, [None, 2], name="y")
@@ -32,7 +32,7 @@ def small(graph):
 DATA = np.random.default_rng(0).normal(size=(3, 5, 3)), np.random.default_rng(1).normal(size=(3, 2))
 
 
-def every_verb(net):
+def run_every_verb(net):
     rl.layers(net)
     rl.trace(net, *DATA)
     rl.gradients(net, *DATA, wrt=["weights", "input", "rnn.hidden"])
@@ -40,13 +40,13 @@ def every_verb(net):
     rl.weights(net, *DATA)
 
 
-def test_nothing_is_added_to_the_graph(small):
-    graph, sess, net, _ = small
+def test_nothing_is_added_to_the_graph(small_net):
+    graph, sess, net, _ = small_net
     before = graph.as_graph_def(add_shapes=True).SerializeToString(deterministic=True)
     collections = {name: list(graph.get_collection(name)) for name in graph.get_all_collection_keys()}
     version, seed = graph.version, graph.seed
     with sess.as_default():
-        every_verb(net)
+        run_every_verb(net)
         assert tf.get_default_session() is sess
     assert tf.get_default_graph() is graph
     assert (graph.version, graph.seed) == (version, seed)
@@ -55,15 +55,15 @@ def test_nothing_is_added_to_the_graph(small):
     assert {name: list(graph.get_collection(name)) for name in graph.get_all_collection_keys()} == collections
 
 
-def test_a_finalised_graph_stays_so(small):
-    graph, _, net, _ = small
+def test_a_finalised_graph_stays_so(small_net):
+    graph, _, net, _ = small_net
     graph.finalize()
-    every_verb(net)
+    run_every_verb(net)
     assert graph.finalized
 
 
-def test_200_calls_take_no_more_memory(small):
-    graph, _, net, _ = small
+def test_200_calls_take_no_more_memory(small_net):
+    graph, _, net, _ = small_net
 
     def call():
         rl.trace(net, *DATA, quantities=["hidden_grad"])
@@ -84,39 +84,39 @@ def test_200_calls_take_no_more_memory(small):
         for _ in range(30):
             call()
         gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - first
+        growth = tracemalloc.get_traced_memory()[0] - first
         tracemalloc.stop()
     assert graph.version == version
     assert {key: (len(copy.graph.get_operations()), len(copy.built_tensors)) for key, copy in copies.items()} == sizes
-    assert grown < 60_000  # 2 kB a call; one result takes ten times that
+    assert growth < 60_000  # 2 kB a call; one result takes ten times that
 
 
-def test_training_and_noise_go_on_as_if_nobody_had_looked(small):
-    _, sess, net, (x, y, noise, train) = small
+def test_training_and_noise_go_on_as_if_nobody_had_looked(small_net):
+    _, sess, net, (x, y, noise, train) = small_net
     saved = sess.run(tf.global_variables())
 
-    def five(look):
+    def train_five_steps(call_verbs):
         for variable, value in zip(tf.global_variables(), saved, strict=True):
             variable.load(value, sess)
-        drawn = []
+        noise_values = []
         for _ in range(5):
-            drawn.append(sess.run([noise, train], {x: DATA[0], y: DATA[1]})[0])
-            if look:
-                every_verb(net)
-        return drawn, sess.run(tf.trainable_variables())
+            noise_values.append(sess.run([noise, train], {x: DATA[0], y: DATA[1]})[0])
+            if call_verbs:
+                run_every_verb(net)
+        return noise_values, sess.run(tf.trainable_variables())
 
-    with tf.Session() as other:  # its kernels are those of a fresh session
-        other.run(tf.global_variables_initializer())
-        fresh = [other.run(noise) for _ in range(10)]
-    drawn, alone = five(look=False)
-    watched, looked_at = five(look=True)
-    assert [*drawn, *watched] == fresh
-    for one, two in zip(alone, looked_at, strict=True):
-        np.testing.assert_array_equal(one, two)
+    with tf.Session() as fresh_session:  # its kernels are those of a fresh session
+        fresh_session.run(tf.global_variables_initializer())
+        fresh_noise = [fresh_session.run(noise) for _ in range(10)]
+    alone_noise, alone_weights = train_five_steps(call_verbs=False)
+    watched_noise, watched_weights = train_five_steps(call_verbs=True)
+    assert [*alone_noise, *watched_noise] == fresh_noise
+    for expected, actual in zip(alone_weights, watched_weights, strict=True):
+        np.testing.assert_array_equal(expected, actual)
 
 
-def test_the_present_values_are_looked_at(small):
-    _, sess, net, (x, y, _, train) = small
+def test_the_present_values_are_looked_at(small_net):
+    _, sess, net, (x, y, _, train) = small_net
     first = rl.trace(net, *DATA).loss
     for _ in range(5):
         sess.run(train, {x: DATA[0], y: DATA[1]})
@@ -124,8 +124,8 @@ def test_the_present_values_are_looked_at(small):
     assert rl.trace(net, *DATA).loss < first
 
 
-def test_a_graph_that_grows_is_copied_again_and_the_old_copy_is_dropped(small):
-    graph, _, net, _ = small
+def test_a_graph_that_grows_is_copied_again_and_the_old_copy_is_dropped(small_net):
+    graph, _, net, _ = small_net
     rl.layers(net)
     with graph.as_default():
         tf.constant(1.0)
@@ -133,8 +133,8 @@ def test_a_graph_that_grows_is_copied_again_and_the_old_copy_is_dropped(small):
     assert {key[0] for key in open_net._COPIES[graph]} == {graph.version}
 
 
-def test_after_an_exception_too(small):
-    graph, _, net, (_x, *_) = small
+def test_after_an_exception_too(small_net):
+    graph, _, net, (_x, *_) = small_net
     version = graph.version
     with pytest.raises(rl.errors.InputError, match="does not fit the graph"):
         rl.trace(net, DATA[0][:, :, :2], DATA[1])

@@ -27,7 +27,7 @@ CELLS = {
     "gru_after": (keras.layers.GRU, {"reset_after": True}),
     "gru_before": (keras.layers.GRU, {"reset_after": False}),
 }
-WAYS, STARTS = ("forward", "backward", "bidirectional"), ("zeros", "stateful", "given", "stateful_given")
+DIRECTIONS, STARTS = ("forward", "backward", "bidirectional"), ("zeros", "stateful", "given", "stateful_given")
 #: Also a sample that is all padding.
 MASK = np.array([[False, True, False, True], [True, True, False, False], [False] * 4])
 
@@ -36,37 +36,39 @@ MASK = np.array([[False, True, False, True], [True, True, False, False], [False]
 class Variant:
     cell: str
     bias: bool
-    way: str
+    direction: str
     sequences: bool
     start: str
 
     @property
     def name(self):
-        return "-".join(map(str, (self.cell, "bias" if self.bias else "nobias", self.way, self.sequences, self.start)))
+        return "-".join(
+            map(str, (self.cell, "bias" if self.bias else "nobias", self.direction, self.sequences, self.start))
+        )
 
     @property
-    def halves(self):
-        return ("forward", "backward") if self.way == "bidirectional" else (self.way,)
+    def directions(self):
+        return ("forward", "backward") if self.direction == "bidirectional" else (self.direction,)
 
     @property
     def returns_state(self):
         """Keras cannot build a bidirectional layer that is stateful and returns its state."""
-        return not (self.way == "bidirectional" and "stateful" in self.start)
+        return not (self.direction == "bidirectional" and "stateful" in self.start)
 
     def layer(self, unroll):
-        make, options = CELLS[self.cell]
-        layer = make(
+        layer_class, options = CELLS[self.cell]
+        layer = layer_class(
             UNIT,
             use_bias=self.bias,
             return_sequences=self.sequences,
             return_state=self.returns_state,
             stateful="stateful" in self.start,
-            go_backwards=self.way == "backward",
+            go_backwards=self.direction == "backward",
             unroll=unroll,
             name=self.name,
             **options,
         )
-        return keras.layers.Bidirectional(layer, name=self.name) if self.way == "bidirectional" else layer
+        return keras.layers.Bidirectional(layer, name=self.name) if self.direction == "bidirectional" else layer
 
 
 @dataclass
@@ -83,20 +85,20 @@ class Branch:
     def name(self):
         return self.variant.name
 
-    def reference(self, half, x, mask, session) -> Reference:
+    def reference(self, index, x, mask, session) -> Reference:
         """The float64 reference of one direction."""
         return bptt(
-            self.cell(half, session),
+            self.cell(index, session),
             x,
-            [np.asarray(s) for s in self.starts[half]],
-            self.reaching(half, mask),
+            [np.asarray(s) for s in self.starts[index]],
+            self.state_grad(index, mask),
             mask=mask,
-            backward=self.variant.halves[half] == "backward",
-            final_state_grad=self.finals[half],
+            backward=self.variant.directions[index] == "backward",
+            final_state_grad=self.finals[index],
         )
 
-    def cell(self, half, session):
-        kernel, recurrent, *bias = session.run(list(self.layers[half].cell.weights))
+    def cell(self, index, session):
+        kernel, recurrent, *bias = session.run(list(self.layers[index].cell.weights))
         bias = bias[0] if bias else None
         if self.variant.cell == "simple_rnn":
             return SimpleRNN(kernel, recurrent, bias)
@@ -107,26 +109,28 @@ class Branch:
         outer, inner = (None, None) if bias is None else bias
         return GRU(kernel, recurrent, outer, inner, reset_after=True)
 
-    def direct(self, half):
+    def direct_grad(self, index):
         """Coefficients of what one direction returns, in the order of time."""
-        given = self.output[..., half * UNIT : (half + 1) * UNIT]
-        return given[:, ::-1] if self.variant.way == "backward" and self.variant.sequences else given
+        coefficients = self.output[..., index * UNIT : (index + 1) * UNIT]
+        return (
+            coefficients[:, ::-1] if self.variant.direction == "backward" and self.variant.sequences else coefficients
+        )
 
-    def reaching(self, half, mask):
+    def state_grad(self, index, mask):
         """What the loss brings to the states, (sample, time, unit): nothing where a constant is returned for them."""
         grad = np.zeros((SAMPLE, TIME, UNIT))
         if self.variant.sequences:
-            grad[:] = self.direct(half)
+            grad[:] = self.direct_grad(index)
         else:
-            grad[:, 0 if self.variant.halves[half] == "backward" else TIME - 1] = self.direct(half)
-        return grad if mask is None else grad * self.follows(half, mask)[..., None]
+            grad[:, 0 if self.variant.directions[index] == "backward" else TIME - 1] = self.direct_grad(index)
+        return grad if mask is None else grad * self.reaches_state(index, mask)[..., None]
 
-    def follows(self, half, mask):
+    def reaches_state(self, index, mask):
         """Where the output moves with the state: Keras 2 returns zeros before the first step that is not masked, and
         at every masked step of a bidirectional layer that returns all steps."""
-        turn = -1 if self.variant.halves[half] == "backward" else 1
-        follows = (mask[:, ::turn].cumsum(1) > 0)[:, ::turn]
-        return follows & mask if self.variant.way == "bidirectional" and self.variant.sequences else follows
+        step = -1 if self.variant.directions[index] == "backward" else 1
+        is_reached = (mask[:, ::step].cumsum(1) > 0)[:, ::step]
+        return is_reached & mask if self.variant.direction == "bidirectional" and self.variant.sequences else is_reached
 
 
 @dataclass
@@ -151,59 +155,59 @@ class Group:
     def run_gradients(self):
         """By the inputs that are floats, and by variable: TensorFlow's, in the user's own graph."""
         feed = dict(zip(self.model.inputs, self.arrays, strict=True))
-        found = self.session.run(self.gradients, feed)
-        return found[:3], {v.name: g for v, g in zip(self.model.trainable_weights, found[3:], strict=True)}
+        gradients = self.session.run(self.gradients, feed)
+        return gradients[:3], {v.name: g for v, g in zip(self.model.trainable_weights, gradients[3:], strict=True)}
 
 
-def group(variants, masked, unroll, session):
+def make_group(variants, masked, unroll, session):
     random = np.random.default_rng(1)
     x = keras.Input(batch_shape=(SAMPLE, TIME, FEATURE))
     mask = keras.Input(batch_shape=(SAMPLE, TIME), dtype="bool")
     states = [keras.Input(batch_shape=(SAMPLE, UNIT)) for _ in range(2)]
     arrays = [random.normal(size=(SAMPLE, TIME, FEATURE)), MASK, *random.normal(size=(2, SAMPLE, UNIT))]
-    calls = [_called(variant, unroll, x, mask if masked else None, states) for variant in variants]
-    model = keras.Model([x, mask, *states], [returned for _, returned in calls])
-    coefficients = [[random.normal(size=t.shape) for t in returned] for _, returned in calls]
-    parts = [tf.reduce_sum(c * t) for c, t in zip(chain(*coefficients), model.outputs, strict=True)]
-    loss = tf.add_n(parts, name="loss")
+    calls = [_call_layer(variant, unroll, x, mask if masked else None, states) for variant in variants]
+    model = keras.Model([x, mask, *states], [outputs for _, outputs in calls])
+    coefficients = [[random.normal(size=t.shape) for t in outputs] for _, outputs in calls]
+    terms = [tf.reduce_sum(c * t) for c, t in zip(chain(*coefficients), model.outputs, strict=True)]
+    loss = tf.add_n(terms, name="loss")
     # Before anything is run: a While that was run has no place any more for what its gradient needs.
     gradients = tf.gradients(loss, [x, *states, *model.trainable_weights], unconnected_gradients="zero")
-    recorded = [v for layer in _stateful(model) for v in tf.nest.flatten(layer.states)]
-    for v in {id(v): v for v in (*model.weights, *recorded)}.values():
+    recorded_states = [v for layer in _stateful_layers(model) for v in tf.nest.flatten(layer.states)]
+    for v in {id(v): v for v in (*model.weights, *recorded_states)}.values():
         session.run(v.initializer)
         v.load(random.normal(size=v.shape), session)
     branches = [
-        _branch(variant, layer, own, arrays[2:], session)
-        for variant, (layer, _), own in zip(variants, calls, coefficients, strict=True)
+        _make_branch(variant, layer, branch_coefficients, arrays[2:], session)
+        for variant, (layer, _), branch_coefficients in zip(variants, calls, coefficients, strict=True)
     ]
     return Group(model, session, arrays, branches, loss, gradients, masked)
 
 
-def _called(variant, unroll, x, mask, states):
+def _call_layer(variant, unroll, x, mask, states):
     layer = variant.layer(unroll)
-    size = (2 if variant.cell == "lstm" else 1) * len(variant.halves)
-    given = {"initial_state": (states * 2)[:size]} if "given" in variant.start else {}
-    return layer, tf.nest.flatten(layer(x, mask=mask, **given))
+    size = (2 if variant.cell == "lstm" else 1) * len(variant.directions)
+    options = {"initial_state": (states * 2)[:size]} if "given" in variant.start else {}
+    return layer, tf.nest.flatten(layer(x, mask=mask, **options))
 
 
-def _stateful(model):
+def _stateful_layers(model):
     return [layer for layer in model._flatten_layers() if getattr(layer, "stateful", False) and hasattr(layer, "cell")]
 
 
-def _branch(variant, layer, coefficients, given, session):
-    halves = [layer.forward_layer, layer.backward_layer] if variant.way == "bidirectional" else [layer]
+def _make_branch(variant, layer, coefficients, given_states, session):
+    direction_layers = [layer.forward_layer, layer.backward_layer] if variant.direction == "bidirectional" else [layer]
     count = 2 if variant.cell == "lstm" else 1
     output, *finals = coefficients
     starts = []
-    for i, half in enumerate(halves):
+    for i, direction_layer in enumerate(direction_layers):
         if "stateful" in variant.start:  # Keras 2 starts from what is recorded as soon as that is not all zero
-            starts.append(session.run(tf.nest.flatten(half.states)))
+            starts.append(session.run(tf.nest.flatten(direction_layer.states)))
         elif "given" in variant.start:
-            starts.append([given[(i * count + k) % 2] for k in range(count)])
+            starts.append([given_states[(i * count + k) % 2] for k in range(count)])
         else:
             starts.append([np.zeros((SAMPLE, UNIT))] * count)
-    ends = [finals[i * count : (i + 1) * count] or None for i in range(len(halves))]
-    return Branch(variant, halves, starts, output, ends)
+    final_coefficients = [finals[i * count : (i + 1) * count] or None for i in range(len(direction_layers))]
+    return Branch(variant, direction_layers, starts, output, final_coefficients)
 
 
 @pytest.fixture
@@ -217,8 +221,8 @@ def session(graph):
     keras.backend.set_floatx("float32")
 
 
-def close(got, expected, what):
-    np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-10, err_msg=what)
+def assert_close(actual, expected, label):
+    np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-10, err_msg=label)
 
 
 def is_refused(masked, unroll):
@@ -226,69 +230,73 @@ def is_refused(masked, unroll):
     return masked and unroll
 
 
-def check(made):
+def check_group(group):
     """States, total gradients, and those of all weights and inputs."""
-    trace = made.trace()
-    by_x, *by_states = [np.zeros_like(a) for a in (made.arrays[0], *made.arrays[2:])]
-    for branch in made.branches:
-        references = [branch.reference(i, made.arrays[0], made.mask, made.session) for i in range(len(branch.layers))]
+    trace = group.trace()
+    by_x, *by_states = [np.zeros_like(a) for a in (group.arrays[0], *group.arrays[2:])]
+    for branch in group.branches:
+        references = [
+            branch.reference(i, group.arrays[0], group.mask, group.session) for i in range(len(branch.layers))
+        ]
         check_node(trace[branch.name], branch, references)
         by_x += trace[branch.name].input_grad.values
         for i, reference in enumerate(references if branch.variant.start == "given" else []):
             for k, grad in enumerate(reference.initial_state_grad):
                 by_states[(i * len(references[0].initial_state_grad) + k) % 2] += grad
-    (wanted, *wanted_states), by_variable = made.run_gradients()
-    close(by_x, wanted, "input")
-    for got, grad in zip(by_states, wanted_states, strict=True):
-        close(got, grad, "given states")
-    weights = rl.weights(made.model, made.arrays, loss=made.loss.name)
-    for branch in made.branches:
-        for half, layer in enumerate(branch.layers):
-            check_weights(weights[branch.name], half, {v.name: by_variable[v.name] for v in layer.cell.weights})
+    (input_grad, *state_grads), by_variable = group.run_gradients()
+    assert_close(by_x, input_grad, "input")
+    for actual, grad in zip(by_states, state_grads, strict=True):
+        assert_close(actual, grad, "given states")
+    weights = rl.weights(group.model, group.arrays, loss=group.loss.name)
+    for branch in group.branches:
+        for index, layer in enumerate(branch.layers):
+            check_weights(weights[branch.name], index, {v.name: by_variable[v.name] for v in layer.cell.weights})
 
 
-def check_weights(node, half, expected):
+def check_weights(node, index, expected):
     """What is swept through time, against TensorFlow's own."""
     for name, grad in expected.items():
         key = name.rpartition("/")[2].removesuffix(":0")
-        got = [node[f"{key}_grad"]]
+        actual = [node[f"{key}_grad"]]
         if f"recurrent_{key}_grad" in node and key == "bias":
-            got.append(node["recurrent_bias_grad"])
-        close(np.stack([of_half(array, half) for array in got]).reshape(grad.shape), grad, name)
+            actual.append(node["recurrent_bias_grad"])
+        assert_close(np.stack([at_direction(array, index) for array in actual]).reshape(grad.shape), grad, name)
 
 
 def check_node(node, branch, references):
     """States, and their total gradients, at every step of every direction."""
     names = ("hidden", "cell") if branch.variant.cell == "lstm" else ("hidden",)
-    for half, reference in enumerate(references):
+    for index, reference in enumerate(references):
         for name, states, grads in zip(names, reference.states, reference.state_grads, strict=True):
-            where = f"{branch.name} {branch.variant.halves[half]} {name}"
-            close(of_half(node[name], half), states, where)
-            close(of_half(node[f"{name}_grad"], half), grads, f"{where}_grad")
-        close(of_half(node["initial_state_grad"], half), np.stack(reference.initial_state_grad, 1), branch.name)
+            label = f"{branch.name} {branch.variant.directions[index]} {name}"
+            assert_close(at_direction(node[name], index), states, label)
+            assert_close(at_direction(node[f"{name}_grad"], index), grads, f"{label}_grad")
+        assert_close(
+            at_direction(node["initial_state_grad"], index), np.stack(reference.initial_state_grad, 1), branch.name
+        )
 
 
-def of_half(array, half):
-    return array.isel(direction=half) if "direction" in array.dims else array
+def at_direction(array, index):
+    return array.isel(direction=index) if "direction" in array.dims else array
 
 
-def refuses(made):
-    for branch in made.branches:
+def check_refused(group):
+    for branch in group.branches:
         with pytest.raises(rl.errors.UnsupportedError, match=f"Layer '{branch.name}' cannot be traced"):
-            made.trace(layers=branch.name)
+            group.trace(layers=branch.name)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "nobias"])
 @pytest.mark.parametrize("unroll", [False, True], ids=["loop", "unrolled"])
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("cell", CELLS)
-def test_equal_or_refused_by_name(session, cell, masked, unroll, bias, way):
-    variants = [Variant(cell, bias, way, *options) for options in product((True, False), STARTS)]
-    made = group(variants, masked, unroll, session)
+def test_equal_or_refused_by_name(session, cell, masked, unroll, bias, direction):
+    variants = [Variant(cell, bias, direction, *options) for options in product((True, False), STARTS)]
+    group = make_group(variants, masked, unroll, session)
     with rl.options(certify="never"):  # what is compared here is more
-        (refuses if is_refused(masked, unroll) else check)(made)
+        (check_refused if is_refused(masked, unroll) else check_group)(group)
 
 
 @pytest.mark.parametrize(
@@ -302,17 +310,17 @@ def test_equal_or_refused_by_name(session, cell, masked, unroll, bias, way):
     ids=lambda value: getattr(value, "name", None),
 )
 def test_one_of_each_cell(session, variant, masked, unroll):
-    made = group([variant], masked, unroll, session)
-    check(made)
-    assert made.trace().certificate.state == "passed"
+    group = make_group([variant], masked, unroll, session)
+    check_group(group)
+    assert group.trace().certificate.state == "passed"
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_masked_and_unrolled_is_refused_by_name(session, way):
-    made = group([Variant("lstm", True, way, True, "zeros")], True, True, session)
-    refuses(made)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_masked_and_unrolled_is_refused_by_name(session, direction):
+    group = make_group([Variant("lstm", True, direction, True, "zeros")], True, True, session)
+    check_refused(group)
     with pytest.raises(rl.errors.UnsupportedError, match="unroll=True, with a mask"):
-        made.trace()
+        group.trace()
 
 
 def test_a_mask_that_comes_with_the_input_is_as_good(session):

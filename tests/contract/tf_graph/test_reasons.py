@@ -11,23 +11,23 @@ def python_double(x):
     return 2 * x
 
 
-def in_python(x):
-    made = tf.py_function(python_double, [x], tf.float64)
-    made.set_shape(x.shape)
-    return made
+def py_function_double(x):
+    doubled = tf.py_function(python_double, [x], tf.float64)
+    doubled.set_shape(x.shape)
+    return doubled
 
 
 def stop(x):
     return tf.stop_gradient(x)
 
 
-def through_python(x):
-    made = tf.numpy_function(python_double, [x], tf.float64)
-    made.set_shape(x.shape)
-    return made
+def numpy_function_double(x):
+    doubled = tf.numpy_function(python_double, [x], tf.float64)
+    doubled.set_shape(x.shape)
+    return doubled
 
 
-def through_integers(x):
+def one_hot_of_argmax(x):
     return tf.one_hot(tf.argmax(x, -1), 3, dtype=tf.float64)
 
 
@@ -35,28 +35,28 @@ def cast_and_back(x):
     return tf.cast(tf.cast(x, tf.int32), tf.float64)
 
 
-def rounded(x):
+def round_off(x):
     return tf.round(x)
 
 
-def compared(x):
+def compare_with_zero(x):
     return tf.where(x > 0, tf.ones_like(x), tf.zeros_like(x))
 
 
 CASES = {
     "stop_gradient": stop,
-    "py_func": through_python,
-    "integers_on_the_way": through_integers,
-    "non_differentiable": rounded,
+    "py_func": numpy_function_double,
+    "integers_on_the_way": one_hot_of_argmax,
+    "non_differentiable": round_off,
 }
-MORE = {"integers_on_the_way": cast_and_back, "non_differentiable": compared}
+MORE_CASES = {"integers_on_the_way": cast_and_back, "non_differentiable": compare_with_zero}
 
 
-def net_of(between):
-    """A recurrence over what ``between`` makes of a linear map of x."""
+def net_of(transform):
+    """A recurrence over what ``transform`` makes of a linear map of x."""
     x = tf.placeholder(tf.float64, [None, 4, 3], name="x")
     h = tf.layers.dense(x, 3, name="below")
-    _, state = tf.nn.dynamic_rnn(tf.nn.rnn_cell.GRUCell(2), between(h), dtype=tf.float64)
+    _, state = tf.nn.dynamic_rnn(tf.nn.rnn_cell.GRUCell(2), transform(h), dtype=tf.float64)
     out = tf.layers.dense(state, 2, name="head")
     # Before the session: control flow v2 takes no gradients of a loop that is already in one.
     dx = tf.gradients(out, x)[0]
@@ -68,9 +68,9 @@ def net_of(between):
 DATA = np.random.default_rng(0).normal(size=(2, 4, 3))
 
 
-@pytest.mark.parametrize(("code", "between"), [*CASES.items(), *MORE.items()])
-def test_a_reason_where_tensorflow_gives_none(code, between):
-    net, dx = net_of(between)
+@pytest.mark.parametrize(("code", "transform"), [*CASES.items(), *MORE_CASES.items()])
+def test_a_reason_where_tensorflow_gives_none(code, transform):
+    net, dx = net_of(transform)
     assert dx is None
     g = rl.gradients(net, DATA, of="output", reduce="sum", wrt=["input", "below/kernel", "rnn/kernel"])
     assert g.disconnected["input"].code == code
@@ -79,9 +79,9 @@ def test_a_reason_where_tensorflow_gives_none(code, between):
     assert g.disconnected["input"].remedy
 
 
-@pytest.mark.parametrize("between", [tf.identity, tf.nn.relu, in_python])
-def test_no_reason_where_there_is_a_gradient(between):
-    net, dx = net_of(between)
+@pytest.mark.parametrize("transform", [tf.identity, tf.nn.relu, py_function_double])
+def test_no_reason_where_there_is_a_gradient(transform):
+    net, dx = net_of(transform)
     assert dx is not None
     assert not rl.gradients(net, DATA, of="output", reduce="sum", wrt=["input"]).disconnected
 
@@ -119,20 +119,20 @@ def test_integer_ids_and_what_to_ask_for_instead(graph):
 def test_a_loop_without_back_propagation(v1):
     x = tf.placeholder(tf.float64, [None, 3], name="x")
     w = tf.get_variable("w", [3, 3], tf.float64)
-    made = tf.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, tf.tanh(h @ w)), (0, x), back_prop=False)[1]
+    output = tf.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, tf.tanh(h @ w)), (0, x), back_prop=False)[1]
     sess = tf.Session()
     sess.run(tf.global_variables_initializer())
-    net = rl.tf1.graph(sess, inputs=x, outputs=made)
+    net = rl.tf1.graph(sess, inputs=x, outputs=output)
     g = rl.gradients(net, DATA[0], of="output", reduce="sum", wrt=["input"])
-    assert tf.gradients(made, x)[0] is None
+    assert tf.gradients(output, x)[0] is None
     assert g.disconnected["input"].code == ("no_back_prop" if v1 else "stop_gradient")
 
 
 def test_a_value_that_goes_through_a_variable(graph):
     x = tf.placeholder(tf.float64, [2, 3], name="x")
-    kept = tf.get_variable("kept", [2, 3], tf.float64, trainable=False)
-    tf.assign(kept, 2 * x)
-    out = tf.layers.dense(kept + 0.0, 2)
+    variable = tf.get_variable("kept", [2, 3], tf.float64, trainable=False)
+    tf.assign(variable, 2 * x)
+    out = tf.layers.dense(variable + 0.0, 2)
     sess = tf.Session()
     sess.run(tf.global_variables_initializer())
     net = rl.tf1.graph(sess, inputs=x, outputs=out)

@@ -58,15 +58,15 @@ def elman_times_a_number(x, h):
     return 0.999 * elman(x, h)
 
 
-def lstm(x, h, c, output=lambda o, new, old: o * tanh(new), joined=lambda i, f, g, c: f * c + i * g):
+def lstm(x, h, c, output=lambda o, new, old: o * tanh(new), combine=lambda i, f, g, c: f * c + i * g):
     z = affine(x, h, "gates", 4)
     i, f, o = tf.split(sigmoid(z[:, : 3 * UNITS]), 3, 1)
-    new = joined(i, f, tanh(z[:, -UNITS:]), c)
+    new = combine(i, f, tanh(z[:, -UNITS:]), c)
     return output(o, new, c), new
 
 
 def lstm_of_a_sum(x, h, c):
-    return lstm(x, h, c, joined=lambda i, f, g, c: tf.add_n([g * i, c * f]))
+    return lstm(x, h, c, combine=lambda i, f, g, c: tf.add_n([g * i, c * f]))
 
 
 def lstm_that_puts_out_the_old_state(x, h, c):
@@ -74,7 +74,7 @@ def lstm_that_puts_out_the_old_state(x, h, c):
 
 
 def lstm_of_coupled_gates(x, h, c):
-    return lstm(x, h, c, joined=lambda i, f, g, c: f * c + (1 - f) * g)
+    return lstm(x, h, c, combine=lambda i, f, g, c: f * c + (1 - f) * g)
 
 
 CELLS = {
@@ -91,13 +91,13 @@ def test_a_cell_is_known_by_its_equations(step):
     x = tf.placeholder(tf.float64, [None, 4, FEATURES], name="x")
     zero = tf.zeros([tf.shape(x)[0], UNITS], tf.float64)
     zero.set_shape([None, UNITS])
-    states = 2 if step.__name__.startswith("lstm") else 1
-    start = (zero, tf.identity(zero)) if states == 2 else zero
+    state_count = 2 if step.__name__.startswith("lstm") else 1
+    start = (zero, tf.identity(zero)) if state_count == 2 else zero
     with tf.variable_scope("cell", reuse=tf.AUTO_REUSE):
-        ends = tf.scan(
-            lambda s, x: step(x, *s) if states == 2 else step(x, s), tf.transpose(x, [1, 0, 2]), initializer=start
+        states = tf.scan(
+            lambda s, x: step(x, *s) if state_count == 2 else step(x, s), tf.transpose(x, [1, 0, 2]), initializer=start
         )
-    output = ends[0] if states == 2 else ends
+    output = states[0] if state_count == 2 else states
     with tf.Session() as session:
         session.run(tf.global_variables_initializer())
         (row,) = rl.layers(rl.tf1.graph(session, inputs=x, outputs=output))

@@ -12,7 +12,7 @@ Y = np.random.default_rng(1).normal(size=(SAMPLES, 2))
 
 
 @pytest.fixture(params=["any number of steps", "a fixed number of steps"])
-def parts(request):
+def net_and_gradients(request):
     """A net, and TensorFlow's gradient of its loss by its input."""
     steps = None if request.param.startswith("any") else STEPS
     x, y = tf.placeholder(tf.float64, [steps, None, FEATURES]), tf.placeholder(tf.float64, [None, 2])
@@ -27,46 +27,48 @@ def parts(request):
         yield net, session.run(truth, {x: X, y: Y}), session.run(rows, {x: X})
 
 
-def test_gradients(parts):
-    net, truth, _ = parts
+def test_gradients(net_and_gradients):
+    net, truth, _ = net_and_gradients
     by_input = rl.gradients(net, X, Y, wrt="input")
     assert by_input.dims == ("sample", "time", "feature")
     np.testing.assert_allclose(by_input.values, truth.swapaxes(0, 1), rtol=1e-10, atol=1e-14)
     assert rl.trace(net, X, Y).certificate.state == "passed"
 
 
-def test_gradients_in_batches(parts):
-    net, _, _ = parts
-    whole = rl.gradients(net, X, of="output[head]", reduce="sum", wrt="input")
-    parts = rl.gradients(net, X, of="output[head]", reduce="sum", wrt="input", batch_size=2)
-    rounding = 1e-14 * np.abs(whole.values).max()  # of sums in which an element cancels
-    np.testing.assert_allclose(parts.values, whole.values, rtol=1e-12, atol=rounding)
+def test_gradients_in_batches(net_and_gradients):
+    net, _, _ = net_and_gradients
+    one_batch = rl.gradients(net, X, of="output[head]", reduce="sum", wrt="input")
+    net_and_gradients = rl.gradients(net, X, of="output[head]", reduce="sum", wrt="input", batch_size=2)
+    rounding = 1e-14 * np.abs(one_batch.values).max()  # of sums in which an element cancels
+    np.testing.assert_allclose(net_and_gradients.values, one_batch.values, rtol=1e-12, atol=rounding)
 
 
-def test_time_jacobian(parts):
-    net, _, rows = parts
+def test_time_jacobian(net_and_gradients):
+    net, _, rows = net_and_gradients
     jacobian = rl.jacobian(net, X, of="output[head]", wrt="input")
     assert jacobian.attrs["certificate"].startswith("certified")
     for unit, row in enumerate(rows):
-        mine = jacobian.isel(out_unit=unit).transpose("sample", "in_time", "in_feature")
-        np.testing.assert_allclose(mine.values, row.swapaxes(0, 1), rtol=1e-10, atol=1e-14)
+        actual = jacobian.isel(out_unit=unit).transpose("sample", "in_time", "in_feature")
+        np.testing.assert_allclose(actual.values, row.swapaxes(0, 1), rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize("turned", [False, True], ids=["fed with samples first", "fed with time first"])
-def test_transpositions_on_the_way_to_the_loop(turned):
+@pytest.mark.parametrize("time_first", [False, True], ids=["fed with samples first", "fed with time first"])
+def test_transpositions_on_the_way_to_the_loop(time_first):
     """Which axis counts steps is that of what is fed, not that of what the loop reads."""
     x, y = tf.placeholder(tf.float64, [None, None, FEATURES]), tf.placeholder(tf.float64, [None, 2])
-    given = tf.layers.dense(tf.transpose(x, [1, 0, 2]), 6, tf.tanh, name="below")
+    rnn_input = tf.layers.dense(tf.transpose(x, [1, 0, 2]), 6, tf.tanh, name="below")
     cell = tf.nn.rnn_cell.BasicRNNCell(5)
-    _, state = tf.nn.dynamic_rnn(cell, given, dtype=tf.float64, time_major=not turned)
+    _, state = tf.nn.dynamic_rnn(cell, rnn_input, dtype=tf.float64, time_major=not time_first)
     head = tf.layers.dense(state, 2, name="head")
     loss = tf.reduce_mean(tf.square(head - y))
     truth = tf.gradients(loss, x)[0]
-    data = X if turned else X.swapaxes(0, 1)
+    data = X if time_first else X.swapaxes(0, 1)
     with tf.Session() as session:
         session.run(tf.global_variables_initializer())
         net = rl.tf1.graph(session, inputs=x, outputs=head, loss=loss, targets=y)
         by_input = rl.gradients(net, data, Y, wrt="input")
         expected = session.run(truth, {x: data, y: Y})
     assert dict(by_input.sizes) == {"sample": SAMPLES, "time": STEPS, "feature": FEATURES}
-    np.testing.assert_allclose(by_input.values, expected.swapaxes(0, 1) if turned else expected, rtol=1e-10, atol=1e-14)
+    np.testing.assert_allclose(
+        by_input.values, expected.swapaxes(0, 1) if time_first else expected, rtol=1e-10, atol=1e-14
+    )

@@ -22,14 +22,14 @@ def test_a_recorded_state_wins_over_a_given_one_as_soon_as_it_is_not_zero():
     inputs, start = keras.Input(batch_shape=(3, 5, 2)), keras.Input(batch_shape=(3, 4))
     layer = keras.layers.SimpleRNN(4, stateful=True, return_sequences=True, name="rnn")
     model = keras.Model([inputs, start], layer(inputs, initial_state=start))
-    given = RANDOM.normal(size=(3, 4))
-    first = rl.trace(model, [X, given])["rnn"]
-    np.testing.assert_allclose(first.hidden, model([X, given]), rtol=1e-12)  # and now a state is recorded
-    recorded = layer.states[0].numpy()
-    second = rl.trace(model, [X, given])["rnn"]
-    np.testing.assert_array_equal(layer.states[0].numpy(), recorded)
+    start_state = RANDOM.normal(size=(3, 4))
+    first = rl.trace(model, [X, start_state])["rnn"]
+    np.testing.assert_allclose(first.hidden, model([X, start_state]), rtol=1e-12)  # and now a state is recorded
+    recorded_state = layer.states[0].numpy()
+    second = rl.trace(model, [X, start_state])["rnn"]
+    np.testing.assert_array_equal(layer.states[0].numpy(), recorded_state)
     kernel, recurrent, bias = layer.get_weights()
-    state, expected = recorded, []
+    state, expected = recorded_state, []
     for t in range(5):
         state = np.tanh(X[:, t] @ kernel + state @ recurrent + bias)
         expected.append(state)
@@ -46,19 +46,19 @@ def test_hard_sigmoid_is_that_of_keras_2(kind):
     assert trace.certificate.state == "passed"
     assert all(check.residual <= check.bound for check in trace.checks)
     gates = np.asarray(trace["rnn"].dataset.gates)
-    pre = np.asarray(trace["rnn"].dataset.gate_preactivation)
-    which = 0  # the input gate of an LSTM, the update gate of a GRU
-    np.testing.assert_allclose(gates[:, :, which], np.clip(0.2 * pre[:, :, which] + 0.5, 0, 1), rtol=1e-12)
-    assert (np.abs(pre[:, :, which]) > 2.5).any()
+    preactivations = np.asarray(trace["rnn"].dataset.gate_preactivation)
+    gate = 0  # the input gate of an LSTM, the update gate of a GRU
+    np.testing.assert_allclose(gates[:, :, gate], np.clip(0.2 * preactivations[:, :, gate] + 0.5, 0, 1), rtol=1e-12)
+    assert (np.abs(preactivations[:, :, gate]) > 2.5).any()
 
 
 REFUSED = {
-    "changed activation": lambda: changed(),
-    "constants": lambda: constants(),
-    "own call": lambda: own_call(),
-    "CuDNN": lambda: cudnn(),
+    "changed activation": lambda: changed_activation_model(),
+    "constants": lambda: constants_model(),
+    "own call": lambda: own_call_model(),
+    "CuDNN": lambda: cudnn_model(),
 }
-SAYS = {
+MESSAGES = {
     "changed activation": "Layer 'rnn' cannot be traced: LSTM was built for tanh and sigmoid",
     "constants": "Layer 'rnn' cannot be traced: RNN hands constants to its cell.",
     "own call": "Layer 'rnn' cannot be traced: Doubled has a call of its own.",
@@ -66,7 +66,7 @@ SAYS = {
 }
 
 
-def changed():
+def changed_activation_model():
     layer = keras.layers.LSTM(3, name="rnn")
     layer.cell.activation = keras.activations.relu
     return keras.Sequential([keras.Input((5, 2)), layer])
@@ -80,7 +80,7 @@ class WithConstants(keras.layers.Layer):
         return new, [new]
 
 
-def constants():
+def constants_model():
     inputs, constant = keras.Input((5, 2)), keras.Input((2,))
     return keras.Model([inputs, constant], keras.layers.RNN(WithConstants(), name="rnn")(inputs, constants=constant))
 
@@ -90,11 +90,11 @@ class Doubled(keras.layers.GRU):
         return super().call(2 * inputs, **kwargs)
 
 
-def own_call():
+def own_call_model():
     return keras.Sequential([keras.Input((5, 2)), Doubled(3, name="rnn")])
 
 
-def cudnn():
+def cudnn_model():
     layer = tf.compat.v1.keras.layers.CuDNNLSTM(3, name="rnn")
     layer.build((None, 5, 2))
     model = keras.Sequential([layer])
@@ -102,10 +102,10 @@ def cudnn():
     return model
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_right_is_refused_by_name(what):
-    with pytest.raises(errors.UnsupportedError, match=SAYS[what]):
-        rl.trace(REFUSED[what](), X, layers=["rnn"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_right_is_refused_by_name(name):
+    with pytest.raises(errors.UnsupportedError, match=MESSAGES[name]):
+        rl.trace(REFUSED[name](), X, layers=["rnn"])
 
 
 def test_ragged_input_is_refused_by_name():
@@ -131,20 +131,22 @@ def test_keras_3_is_not_loaded_for_a_model_of_keras_2():
 def test_time_as_the_first_axis_changes_nothing_in_results(kind, backwards):
     """The same weights, run with samples first."""
     options = {"return_sequences": True, "go_backwards": backwards, "name": "rnn"}
-    first = getattr(keras.layers, kind)(3, time_major=True, **options)
-    turn = lambda: keras.layers.Lambda(lambda t: tf.transpose(t, [1, 0, 2]))  # noqa: E731
-    model = keras.Sequential([keras.Input((5, 2)), turn(), first, turn()])
-    plain = keras.Sequential([keras.Input((5, 2)), getattr(keras.layers, kind)(3, **options)])
-    plain.set_weights(model.get_weights())
+    time_major_layer = getattr(keras.layers, kind)(3, time_major=True, **options)
+    swap_axes = lambda: keras.layers.Lambda(lambda t: tf.transpose(t, [1, 0, 2]))  # noqa: E731
+    model = keras.Sequential([keras.Input((5, 2)), swap_axes(), time_major_layer, swap_axes()])
+    batch_major_model = keras.Sequential([keras.Input((5, 2)), getattr(keras.layers, kind)(3, **options)])
+    batch_major_model.set_weights(model.get_weights())
 
     def loss(y_true, y_pred):
         return tf.reduce_sum(tf.constant(np.arange(45.0).reshape(3, 5, 3)) * y_pred)
 
-    got, wanted = rl.trace(model, X, loss=loss)["rnn"], rl.trace(plain, X, loss=loss)["rnn"]
+    actual, expected = rl.trace(model, X, loss=loss)["rnn"], rl.trace(batch_major_model, X, loss=loss)["rnn"]
     for name in ("input", "hidden", "output_grad", "hidden_grad", "input_grad"):
-        np.testing.assert_allclose(getattr(got, name), getattr(wanted, name), rtol=1e-12, err_msg=name)
+        np.testing.assert_allclose(getattr(actual, name), getattr(expected, name), rtol=1e-12, err_msg=name)
     by_input = rl.gradients(model, X, of="rnn.output", reduce="sum", wrt="rnn.input")
-    np.testing.assert_allclose(by_input, rl.gradients(plain, X, of="rnn.output", reduce="sum", wrt="rnn.input"))
+    np.testing.assert_allclose(
+        by_input, rl.gradients(batch_major_model, X, of="rnn.output", reduce="sum", wrt="rnn.input")
+    )
 
 
 def test_a_version_that_nobody_tested_is_refused_by_name(monkeypatch):

@@ -51,18 +51,18 @@ class Loop(keras.Model):
         sizes = self.cell.state_size
         return [zeros(x) for _ in (sizes if isinstance(sizes, (list, tuple)) else [sizes])]
 
-    def step(self, x, states, added, t):
+    def step(self, x, states, offsets, t):
         output, new = self.cell(x, states)
-        if added is None:
+        if offsets is None:
             return output, new
-        moved = new[0] + added[:, t]
-        output = ops.concatenate([moved, moved * moved], -1) if isinstance(self.cell, OwnCell) else moved
-        return output, [moved, *new[1:]]
+        hidden = new[0] + offsets[:, t]
+        output = ops.concatenate([hidden, hidden * hidden], -1) if isinstance(self.cell, OwnCell) else hidden
+        return output, [hidden, *new[1:]]
 
-    def call(self, x, added=None):
+    def call(self, x, offsets=None):
         states, outputs = self.states(x), []
         for t in range(x.shape[1]):
-            output, states = self.step(x[:, t], states, added, t)
+            output, states = self.step(x[:, t], states, offsets, t)
             outputs.append(output)
         return self.head(outputs[-1] + outputs[1]) + sum(states)[:, :2]
 
@@ -70,24 +70,24 @@ class Loop(keras.Model):
 class Masked(Loop):
     """Samples that keep their states at some of the steps."""
 
-    def call(self, x, added=None):
+    def call(self, x, offsets=None):
         states = self.states(x)
         for t in range(x.shape[1]):
-            output, new = self.step(x[:, t], states, added, t)
+            output, new = self.step(x[:, t], states, offsets, t)
             states = [ops.where(x[:, t, :1] > -0.5, a, b) for a, b in zip(new, states, strict=True)]
         return self.head(output + states[0])
 
 
-class FedBack(Loop):
+class FeedbackLoop(Loop):
     """What the model predicts is the input of the next step."""
 
-    def call(self, x, added=None):
-        states, given, told = self.states(x), x[:, 0], []
+    def call(self, x, offsets=None):
+        states, step_input, predictions = self.states(x), x[:, 0], []
         for t in range(STEPS):
-            output, states = self.step(given, states, added, t)
-            told.append(self.head(output))
-            given = ops.concatenate([told[-1], x[:, t, 2:]], -1)
-        return ops.stack(told, 1)
+            output, states = self.step(step_input, states, offsets, t)
+            predictions.append(self.head(output))
+            step_input = ops.concatenate([predictions[-1], x[:, t, 2:]], -1)
+        return ops.stack(predictions, 1)
 
 
 class Attention(Loop):
@@ -98,35 +98,35 @@ class Attention(Loop):
         self.encoder = L.GRU(UNITS, return_sequences=True, return_state=True, name="encoder")
         self.query = L.Dense(UNITS, name="query")
 
-    def call(self, x, added=None):
+    def call(self, x, offsets=None):
         memory, state = self.encoder(x)
-        states, told = [state, *self.states(x)[1:]], []
+        states, predictions = [state, *self.states(x)[1:]], []
         for t in range(STEPS):
             scores = ops.sum(ops.expand_dims(self.query(states[0]), 1) * memory, -1)
             context = ops.sum(ops.expand_dims(ops.softmax(scores), -1) * memory, 1)
-            output, states = self.step(ops.concatenate([context, x[:, t]], -1), states, added, t)
-            told.append(self.head(output))
-        return ops.stack(told, 1)
+            output, states = self.step(ops.concatenate([context, x[:, t]], -1), states, offsets, t)
+            predictions.append(self.head(output))
+        return ops.stack(predictions, 1)
 
 
-def gru():
+def gru_cell():
     return L.GRUCell(UNITS, name="cell")
 
 
 MODELS = {
     "LSTM": Loop,
-    "GRU": lambda: Loop(gru()),
+    "GRU": lambda: Loop(gru_cell()),
     "simple": lambda: Loop(L.SimpleRNNCell(UNITS, name="cell")),
     "own cell": lambda: Loop(OwnCell(UNITS, name="cell")),
     "masked LSTM": Masked,
-    "masked GRU": lambda: Masked(gru()),
-    "fed back": FedBack,
+    "masked GRU": lambda: Masked(gru_cell()),
+    "fed back": FeedbackLoop,
     "attention": Attention,
-    "attention GRU": lambda: Attention(gru()),
+    "attention GRU": lambda: Attention(gru_cell()),
 }
 
 
-def built(name):
+def make_model_and_data(name):
     model = MODELS[name]()
     rng = np.random.default_rng(0)
     x = rng.normal(size=(3, STEPS, 3))
@@ -155,22 +155,22 @@ def gradient(function, array):
     return tape.gradient(value, tensor).numpy()
 
 
-def loss(model, x, y, added=None):
-    return ops.mean((model.call(x, added) - ops.convert_to_tensor(y)) ** 2)
+def loss(model, x, y, offsets=None):
+    return ops.mean((model.call(x, offsets) - ops.convert_to_tensor(y)) ** 2)
 
 
 @pytest.mark.product(keep=("masked GRU",) if engine() == "jax" else ("masked GRU", "attention"))
 @pytest.mark.parametrize("name", MODELS)
 def test_a_loop_over_a_cell_is_one_recurrence(name):
-    model, x, y = built(name)
-    expected = gradient(lambda added: loss(model, ops.convert_to_tensor(x), y, added), np.zeros((3, STEPS, UNITS)))
+    model, x, y = make_model_and_data(name)
+    expected = gradient(lambda offsets: loss(model, ops.convert_to_tensor(x), y, offsets), np.zeros((3, STEPS, UNITS)))
     trace = rl.trace(model, x, y)
     assert trace.certificate.state == "passed", trace.certificate
     assert "cell" in [layer.name for layer in rl.layers(model)]
-    found = trace["cell"]
+    cell_trace = trace["cell"]
     if name != "own cell":
-        assert found.gates.sizes["time"] == STEPS
-    np.testing.assert_allclose(found.hidden_grad, expected, rtol=1e-9, atol=1e-13)
+        assert cell_trace.gates.sizes["time"] == STEPS
+    np.testing.assert_allclose(cell_trace.hidden_grad, expected, rtol=1e-9, atol=1e-13)
     total = rl.gradients(model, x, y, of="loss", wrt="cell.hidden")
     assert total.certificate.state == "passed", total.certificate
     np.testing.assert_allclose(total, expected, rtol=1e-9, atol=1e-13)
@@ -178,35 +178,38 @@ def test_a_loop_over_a_cell_is_one_recurrence(name):
     assert by_input.sizes["time"] == STEPS
     weights = rl.weights(model, x, y)
     assert weights.certificate.state == "passed", weights.certificate
-    every = rl.gradients(model, x, y, of="loss", wrt="weights")
-    assert every.certificate.state == "passed", every.certificate
+    weight_grads = rl.gradients(model, x, y, of="loss", wrt="weights")
+    assert weight_grads.certificate.state == "passed", weight_grads.certificate
 
 
 @pytest.mark.product(keep=("masked GRU",))
 @pytest.mark.parametrize("name", ["LSTM", "masked GRU", "attention"])
 def test_time_jacobians_through_a_loop_are_those_of_the_whole_model(name):
-    model, x, _ = built(name)
-    found = rl.jacobian(model, x, of="output", wrt="input")
-    assert found.certificate.state == "passed", found.certificate
-    inside = rl.jacobian(model, x, of="output", wrt="cell.hidden")
-    each = (0,) * (len(np.shape(model(x[:1]))) - 1)
+    model, x, _ = make_model_and_data(name)
+    jacobian = rl.jacobian(model, x, of="output", wrt="input")
+    assert jacobian.certificate.state == "passed", jacobian.certificate
+    state_jacobian = rl.jacobian(model, x, of="output", wrt="cell.hidden")
+    entry = (0,) * (len(np.shape(model(x[:1]))) - 1)
 
-    def one(added):
-        return ops.sum(model.call(ops.convert_to_tensor(x), added)[(slice(None), *each)])
+    def sum_of_entry(offsets):
+        return ops.sum(model.call(ops.convert_to_tensor(x), offsets)[(slice(None), *entry)])
 
     np.testing.assert_allclose(
-        np.asarray(inside)[(slice(None), *each)], gradient(one, np.zeros((3, STEPS, UNITS))), rtol=1e-9, atol=1e-13
+        np.asarray(state_jacobian)[(slice(None), *entry)],
+        gradient(sum_of_entry, np.zeros((3, STEPS, UNITS))),
+        rtol=1e-9,
+        atol=1e-13,
     )
 
 
-def written(model, x, added):
+def output_by_equations(model, x, offsets):
     """Return the output of a Loop over an LSTMCell by its equations, with numbers added to the cell states."""
     h = c = zeros(x)
     outputs, cell = [], model.cell
     for t in range(STEPS):
         z = ops.matmul(x[:, t], cell.kernel) + ops.matmul(h, cell.recurrent_kernel) + cell.bias
         i, f, g, o = ops.split(z, 4, axis=1)
-        c = ops.sigmoid(f) * c + ops.sigmoid(i) * ops.tanh(g) + added[:, t]
+        c = ops.sigmoid(f) * c + ops.sigmoid(i) * ops.tanh(g) + offsets[:, t]
         h = ops.sigmoid(o) * ops.tanh(c)
         outputs.append(h)
     return model.head(outputs[-1] + outputs[1]) + (h + c)[:, :2]
@@ -216,31 +219,36 @@ def written(model, x, added):
 def test_gradients_by_cell_states_include_the_hidden_state_of_the_same_step(implementation):
     model = Loop(L.LSTMCell(UNITS, name="cell", implementation=implementation))
     rng = np.random.default_rng(0)
-    x, y, none = rng.normal(size=(3, STEPS, 3)), rng.normal(size=(3, 2)), np.zeros((3, STEPS, UNITS))
+    x, y, zero_offsets = rng.normal(size=(3, STEPS, 3)), rng.normal(size=(3, 2)), np.zeros((3, STEPS, UNITS))
     model(ops.convert_to_tensor(x))
     model.compile("sgd", "mse")
-    one = gradient(lambda added: ops.sum(written(model, ops.convert_to_tensor(x), added)[:, 0]), none)
-    assert np.all(one[:, -1])
-    found = rl.jacobian(model, x, wrt="cell.cell")
-    np.testing.assert_allclose(np.asarray(found)[:, 0], one, rtol=1e-9, atol=1e-13)
-    found = rl.gradients(model, x, of="output", at={"unit": 0}, reduce="sum", wrt="cell.cell")
-    np.testing.assert_allclose(found, one, rtol=1e-9, atol=1e-13)
-    one = gradient(
-        lambda a: ops.mean((written(model, ops.convert_to_tensor(x), a) - ops.convert_to_tensor(y)) ** 2), none
+    expected = gradient(
+        lambda offsets: ops.sum(output_by_equations(model, ops.convert_to_tensor(x), offsets)[:, 0]), zero_offsets
+    )
+    assert np.all(expected[:, -1])
+    actual = rl.jacobian(model, x, wrt="cell.cell")
+    np.testing.assert_allclose(np.asarray(actual)[:, 0], expected, rtol=1e-9, atol=1e-13)
+    actual = rl.gradients(model, x, of="output", at={"unit": 0}, reduce="sum", wrt="cell.cell")
+    np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-13)
+    expected = gradient(
+        lambda offsets: ops.mean(
+            (output_by_equations(model, ops.convert_to_tensor(x), offsets) - ops.convert_to_tensor(y)) ** 2
+        ),
+        zero_offsets,
     )
     for options in ({}, {"per_sample": True}):
-        found = rl.gradients(model, x, y, wrt="cell.cell", **options)
-        np.testing.assert_allclose(found, one, rtol=1e-9, atol=1e-13)
+        actual = rl.gradients(model, x, y, wrt="cell.cell", **options)
+        np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-13)
 
 
 def test_paths_within_a_step_of_a_cell_of_ones_own_are_refused_by_name():
-    model, x, y = built("own cell")
+    model, x, y = make_model_and_data("own cell")
     assert rl.gradients(model, x, y, wrt="cell.hidden").certificate.state == "passed"
     with pytest.raises(rl.errors.UnsupportedError, match="may compute its output or another state from this one"):
         rl.jacobian(model, x, wrt="cell.hidden")
 
 
-class FeedBack(keras.Model):
+class Forecaster(keras.Model):
     """The forecaster of TensorFlow's tutorial on time series: a layer warms up, and a loop over its cell goes on."""
 
     def __init__(self, steps=3):
@@ -252,15 +260,15 @@ class FeedBack(keras.Model):
 
     def call(self, x, training=None):
         output, *state = self.lstm_rnn(x)
-        told = [self.dense(output)]
+        predictions = [self.dense(output)]
         for _ in range(1, self.steps):
-            output, state = self.lstm_cell(told[-1], states=state, training=training)
-            told.append(self.dense(output))
-        return ops.stack(told, 1)
+            output, state = self.lstm_cell(predictions[-1], states=state, training=training)
+            predictions.append(self.dense(output))
+        return ops.stack(predictions, 1)
 
 
 def test_a_cell_in_a_layer_and_in_a_loop_has_one_entry_per_variable():
-    model, rng = FeedBack(), np.random.default_rng(0)
+    model, rng = Forecaster(), np.random.default_rng(0)
     x, y = rng.normal(size=(3, STEPS, 3)), rng.normal(size=(3, 3, 3))
     model(x)
     model.compile("sgd", "mse")
@@ -289,21 +297,21 @@ def test_a_cell_in_a_layer_and_in_a_loop_has_one_entry_per_variable():
     np.testing.assert_allclose(np.sqrt(sum(float((value**2).sum()) for value in values)), 1e-3, rtol=1e-6)
 
 
-class Two(Loop):
+class TwoSequences(Loop):
     """One cell over two sequences, each from zero states."""
 
-    def call(self, x, added=None):
-        ends = []
-        for part in (x, 2 * x):
+    def call(self, x, offsets=None):
+        last_outputs = []
+        for sequence in (x, 2 * x):
             states = self.states(x)
             for t in range(STEPS):
-                output, states = self.cell(part[:, t], states)
-            ends.append(output)
-        return self.head(ends[0] * ends[1])
+                output, states = self.cell(sequence[:, t], states)
+            last_outputs.append(output)
+        return self.head(last_outputs[0] * last_outputs[1])
 
 
 def test_each_sequence_is_a_recurrence_of_its_own():
-    model, rng = Two(), np.random.default_rng(0)
+    model, rng = TwoSequences(), np.random.default_rng(0)
     x, y = rng.normal(size=(3, STEPS, 3)), rng.normal(size=(3, 2))
     model(x)
     model.compile("sgd", "mse")
@@ -320,7 +328,7 @@ def test_a_loop_that_the_engine_compiles_is_run_eagerly_or_refused_by_name():
             if engine() == "jax":
                 import jax
 
-                states = jax.lax.scan(lambda s, part: (self.cell(part, s)[1], None), self.states(x), x.swapaxes(0, 1))
+                states = jax.lax.scan(lambda s, x_t: (self.cell(x_t, s)[1], None), self.states(x), x.swapaxes(0, 1))
                 return self.head(states[0][0])
             import tensorflow as tf
 
@@ -342,7 +350,7 @@ def test_a_loop_that_the_engine_compiles_is_run_eagerly_or_refused_by_name():
         rl.trace(model, x, np.zeros((2, 2)))
 
 
-class Stepped(keras.Model):
+class StepByStep(keras.Model):
     """A layer with one step a call; ``change`` says what happens to the states before each step."""
 
     def __init__(self, layer, change=lambda states, done: states, masked=False):
@@ -350,7 +358,7 @@ class Stepped(keras.Model):
         self.rnn, self.change, self.masked = layer, change, masked
         self.head = L.Dense(2, name="head")
 
-    def call(self, inputs, added=None):
+    def call(self, inputs, offsets=None):
         x, done = inputs[..., :3], inputs[..., 3:]
         sizes = self.rnn.cell.state_size
         count = len(sizes) if isinstance(sizes, (list, tuple)) else 1
@@ -359,26 +367,26 @@ class Stepped(keras.Model):
             states = self.change(states, done[:, t])
             options = {"mask": done[:, t] < 0.5} if self.masked else {}
             output, *new = self.rnn(x[:, t : t + 1], initial_state=states, **options)
-            if added is not None:
-                moved = new[0] + added[:, t]
+            if offsets is not None:
+                hidden = new[0] + offsets[:, t]
                 output = (
-                    moved if not isinstance(self.rnn.cell, OwnCell) else ops.concatenate([moved, moved * moved], -1)
+                    hidden if not isinstance(self.rnn.cell, OwnCell) else ops.concatenate([hidden, hidden * hidden], -1)
                 )
-                new = [moved, *new[1:]]
+                new = [hidden, *new[1:]]
             states = new
             outputs.append(self.head(output))
         return ops.stack(outputs, 1)
 
 
-def reset(states, done):
+def reset_to_zero(states, done):
     return [state * (1 - done) for state in states]
 
 
-def mixed(states, done):
+def scale_and_shift(states, done):
     return [0.9 * state + 0.1 for state in states]
 
 
-def kept(states, done):
+def reset_to_half(states, done):
     return [ops.where(done > 0.5, ops.ones_like(state) / 2, state) for state in states]
 
 
@@ -391,21 +399,23 @@ def lstm_layer():
 
 
 STEPPED = {
-    "GRU reset": lambda: Stepped(gru_layer(), reset),
-    "GRU mixed": lambda: Stepped(gru_layer(), mixed),
-    "LSTM mixed": lambda: Stepped(lstm_layer(), mixed),
-    "LSTM kept": lambda: Stepped(lstm_layer(), kept),
+    "GRU reset": lambda: StepByStep(gru_layer(), reset_to_zero),
+    "GRU mixed": lambda: StepByStep(gru_layer(), scale_and_shift),
+    "LSTM mixed": lambda: StepByStep(lstm_layer(), scale_and_shift),
+    "LSTM kept": lambda: StepByStep(lstm_layer(), reset_to_half),
 }
 if not LEGACY:
     STEPPED |= {
-        "own cell": lambda: Stepped(L.RNN(OwnCell(UNITS, name="own"), return_state=True, name="rnn")),
-        "own cell reset": lambda: Stepped(L.RNN(OwnCell(UNITS, name="own"), return_state=True, name="rnn"), reset),
+        "own cell": lambda: StepByStep(L.RNN(OwnCell(UNITS, name="own"), return_state=True, name="rnn")),
+        "own cell reset": lambda: StepByStep(
+            L.RNN(OwnCell(UNITS, name="own"), return_state=True, name="rnn"), reset_to_zero
+        ),
     }
 #: In tf_keras the calls of a layer with masks stay apart.
 MASKED = ("GRU", "LSTM") if LEGACY else ("GRU", "LSTM", "own cell")
 
 
-def built_of(model):
+def compile_with_data(model):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(3, STEPS, 4))
     x[..., 3] = rng.random((3, STEPS)) < 0.4
@@ -418,11 +428,11 @@ def built_of(model):
 @pytest.mark.product(keep=("GRU reset",))
 @pytest.mark.parametrize("name", STEPPED)
 def test_states_that_the_code_changes_are_one_recurrence(name):
-    model, x, y = built_of(STEPPED[name]())
+    model, x, y = compile_with_data(STEPPED[name]())
     trace = rl.trace(model, x, y)
     assert list(trace) == ["rnn"]
     assert trace.certificate.state == "passed", trace.certificate
-    expected = gradient(lambda added: loss(model, ops.convert_to_tensor(x), y, added), np.zeros((3, STEPS, UNITS)))
+    expected = gradient(lambda offsets: loss(model, ops.convert_to_tensor(x), y, offsets), np.zeros((3, STEPS, UNITS)))
     np.testing.assert_allclose(trace["rnn"].hidden_grad, expected, rtol=1e-9, atol=1e-13)
     total = rl.gradients(model, x, y, wrt="rnn.hidden")
     assert total.certificate.state == "passed", total.certificate
@@ -436,14 +446,14 @@ def test_states_that_the_code_changes_are_one_recurrence(name):
 @pytest.mark.product(keep=("GRU mixed",))
 @pytest.mark.parametrize("name", [name for name in STEPPED if "own" not in name])
 def test_time_jacobians_through_changed_states(name):
-    model, x, _ = built_of(STEPPED[name]())
-    found = rl.jacobian(model, x)
-    assert found.certificate.state == "passed", found.certificate
-    one = gradient(lambda inputs: ops.sum(model.call(inputs)[:, -1, 0]), x)
-    np.testing.assert_allclose(found[:, -1, 0], one, rtol=1e-9, atol=1e-13)
-    inside, zeros = rl.jacobian(model, x, wrt="rnn.hidden"), np.zeros((3, STEPS, UNITS))
-    one = gradient(lambda added: ops.sum(model.call(ops.convert_to_tensor(x), added)[:, -1, 0]), zeros)
-    np.testing.assert_allclose(inside[:, -1, 0], one, rtol=1e-9, atol=1e-13)
+    model, x, _ = compile_with_data(STEPPED[name]())
+    jacobian = rl.jacobian(model, x)
+    assert jacobian.certificate.state == "passed", jacobian.certificate
+    expected = gradient(lambda inputs: ops.sum(model.call(inputs)[:, -1, 0]), x)
+    np.testing.assert_allclose(jacobian[:, -1, 0], expected, rtol=1e-9, atol=1e-13)
+    state_jacobian, zero_offsets = rl.jacobian(model, x, wrt="rnn.hidden"), np.zeros((3, STEPS, UNITS))
+    expected = gradient(lambda offsets: ops.sum(model.call(ops.convert_to_tensor(x), offsets)[:, -1, 0]), zero_offsets)
+    np.testing.assert_allclose(state_jacobian[:, -1, 0], expected, rtol=1e-9, atol=1e-13)
 
 
 @pytest.mark.product(keep=MASKED[1:2])
@@ -453,21 +463,21 @@ def test_a_mask_for_each_step_keeps_the_states_of_masked_samples(name):
     layer = {"GRU": gru_layer, "LSTM": lstm_layer}.get(
         name, lambda: L.RNN(OwnCell(UNITS, name="own"), return_state=True, name="rnn")
     )
-    model, x, y = built_of(Stepped(layer(), masked=True))
+    model, x, y = compile_with_data(StepByStep(layer(), masked=True))
     trace = rl.trace(model, x, y)
     assert trace.certificate.state == "passed", trace.certificate
     if LEGACY:
         assert list(trace) == [f"rnn#{t}" for t in range(STEPS)]
         return
     assert list(trace) == ["rnn"]
-    state, received = trace["rnn"].hidden, trace["rnn"].previous_hidden
+    hidden, previous = trace["rnn"].hidden, trace["rnn"].previous_hidden
     is_masked = x[:, :-1, 3] > 0.5
-    np.testing.assert_allclose(received[:, 1:].values[is_masked], received[:, :-1].values[is_masked])
-    np.testing.assert_allclose(received[:, 1:].values[~is_masked], state[:, :-1].values[~is_masked])
+    np.testing.assert_allclose(previous[:, 1:].values[is_masked], previous[:, :-1].values[is_masked])
+    np.testing.assert_allclose(previous[:, 1:].values[~is_masked], hidden[:, :-1].values[~is_masked])
     assert rl.weights(model, x, y).certificate.state == "passed"
 
 
-class Apart(keras.Model):
+class SeparateCalls(keras.Model):
     """Each step starts from zero."""
 
     def __init__(self):
@@ -479,7 +489,7 @@ class Apart(keras.Model):
 
 
 def test_calls_that_do_not_continue_each_other_stay_apart():
-    model, rng = Apart(), np.random.default_rng(0)
+    model, rng = SeparateCalls(), np.random.default_rng(0)
     x, y = rng.normal(size=(3, STEPS, 3)), rng.normal(size=(3, 3, 2))
     model(ops.convert_to_tensor(x))
     model.compile("sgd", "mse")

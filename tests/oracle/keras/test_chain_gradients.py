@@ -43,16 +43,16 @@ def data_of(name):
 
 
 @pytest.fixture
-def topmost(monkeypatch):
+def topmost_flags(monkeypatch):
     """Whether each capture has gradients at the last layer alone."""
-    found, of = [], chain.ChainGradients.of.__func__
+    flags, original = [], chain.ChainGradients.of.__func__
 
-    def watched(cls, capture, x):
-        found.append(capture.topmost)
-        return of(cls, capture, x)
+    def record_topmost(cls, capture, x):
+        flags.append(capture.topmost)
+        return original(cls, capture, x)
 
-    monkeypatch.setattr(chain.ChainGradients, "of", classmethod(watched))
-    return found
+    monkeypatch.setattr(chain.ChainGradients, "of", classmethod(record_topmost))
+    return flags
 
 
 CHAINS = ("plain", "dense", "dropout", "dense below", "last step")
@@ -62,28 +62,28 @@ OTHERS = ("masked", "norm", "bidirectional", "penalty")
 
 @pytest.mark.product(on="jax", keep=("dense", "last step", "masked"))
 @pytest.mark.parametrize("name", [*CHAINS, *OTHERS])
-def test_later_traces_have_the_gradients_of_the_framework(name, topmost):
+def test_later_traces_have_the_gradients_of_the_framework(name, topmost_flags):
     model, (x, y) = model_of(name), data_of(name)
     trace = [rl.trace(model, x, y) for _ in range(3)][-1]
     is_short = name in CHAINS and keras.backend.backend() != "torch"
-    assert topmost == [False, True, True] if is_short else not any(topmost)
+    assert topmost_flags == [False, True, True] if is_short else not any(topmost_flags)
     assert trace.certificate.state == "passed"
-    wanted = rl.gradients(model, x, y, wrt="lower.output").values  # by the framework, without a sweep
-    found = trace["lower"].output_grad.values.reshape(wanted.shape)
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6 * np.abs(wanted).max())
+    expected = rl.gradients(model, x, y, wrt="lower.output").values  # by the framework, without a sweep
+    actual = trace["lower"].output_grad.values.reshape(expected.shape)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6 * np.abs(expected).max())
     with rl.options(certify="always"):
-        whole = rl.trace(model, x, y)
-    for node in whole:
-        for key, values in whole[node].dataset.data_vars.items():
+        full_check = rl.trace(model, x, y)
+    for node in full_check:
+        for key, values in full_check[node].dataset.data_vars.items():
             np.testing.assert_array_equal(trace[node].dataset[key].values, values.values)
 
 
 @pytest.mark.only_on("jax", "tensorflow")
-def test_a_planted_fault_in_a_later_trace_is_found(monkeypatch, topmost):
+def test_a_planted_fault_in_a_later_trace_is_found(monkeypatch, topmost_flags):
     model, (x, y) = model_of("dense"), data_of("dense")
     rl.trace(model, x, y)
-    right = chain.pull_back
-    monkeypatch.setattr(chain, "pull_back", lambda *args: 1.01 * right(*args))
+    original = chain.pull_back
+    monkeypatch.setattr(chain, "pull_back", lambda *args: 1.01 * original(*args))
     trace = rl.trace(model, x, y)
-    assert topmost == [False, True, False]  # the part failed, and all samples were compared with all gradients captured
+    assert topmost_flags == [False, True, False]  # the part failed: all samples were compared, all gradients captured
     assert (trace.certificate.state, trace.certificate.samples) == ("passed", "")

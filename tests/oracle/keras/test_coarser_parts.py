@@ -16,8 +16,8 @@ L, ops = keras.layers, keras.ops
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
 def test_the_coarsest_dtype_of_an_operation_is_found(dtype):
     x = ops.convert_to_tensor(np.ones((2, 3)), dtype="float64")
-    found = engine(engine_name()).coarsest_dtype(lambda x: ops.cast(ops.cast(x, dtype) * 2, "float64"), (x,))
-    assert found == dtype
+    coarsest = engine(engine_name()).coarsest_dtype(lambda x: ops.cast(ops.cast(x, dtype) * 2, "float64"), (x,))
+    assert coarsest == dtype
 
 
 @pytest.mark.one_engine("jax", "torch")

@@ -21,8 +21,8 @@ def shift_register(lag, *, masked=False, steps=STEPS):
     units = lag + 2
     rnn = keras.layers.SimpleRNN(units, activation="linear", name="rnn")
     inputs = keras.Input((steps, 1))
-    fed = keras.layers.Masking(mask_value=0.0)(inputs) if masked else inputs
-    model = keras.Model(inputs, keras.layers.Dense(1, name="head")(rnn(fed)))
+    rnn_input = keras.layers.Masking(mask_value=0.0)(inputs) if masked else inputs
+    model = keras.Model(inputs, keras.layers.Dense(1, name="head")(rnn(rnn_input)))
     kernel, recurrent = np.zeros((1, units)), np.diag(np.ones(units - 1), 1)
     kernel[0, 0] = 1
     rnn.set_weights([kernel, recurrent, np.zeros(units)])
@@ -49,8 +49,8 @@ def test_memory_of_a_shift_register_is_exact(x, lag):
 @pytest.mark.one_engine
 def test_samples_of_unequal_length_count_from_their_own_end(x):
     lengths = np.random.default_rng(1).integers(8, STEPS + 1, SAMPLES)
-    real = np.arange(STEPS)[None] < lengths[:, None]
-    x = np.where(real[:, :, None], x, 0.0).astype("float32")
+    is_valid = np.arange(STEPS)[None] < lengths[:, None]
+    x = np.where(is_valid[:, :, None], x, 0.0).astype("float32")
     y = x[np.arange(SAMPLES), lengths - 4]
     assert float(rl.diagnose(shift_register(3, masked=True), x, y)["model"].memory) == 4
 
@@ -67,10 +67,10 @@ def test_fixed_points_and_exponents(x):
     model = keras.Sequential([keras.Input((STEPS, 1)), keras.layers.SimpleRNN(1, name="rnn"), keras.layers.Dense(1)])
     model.get_layer("rnn").set_weights([np.full((1, 1), 0.3), np.full((1, 1), 2.0), np.zeros(1)])
     points = rl.fixed_points(model, x, input="zero")
-    found = points.states.values[points.stable.values][:, 0]
-    np.testing.assert_allclose(np.sort(found), [-0.957504024082275, 0.957504024082275], atol=1e-7)
-    still = rl.lyapunov(shift_register(3), x[:4])
-    assert still.exponent.size == 5
+    stable_states = points.states.values[points.stable.values][:, 0]
+    np.testing.assert_allclose(np.sort(stable_states), [-0.957504024082275, 0.957504024082275], atol=1e-7)
+    spectrum = rl.lyapunov(shift_register(3), x[:4])
+    assert spectrum.exponent.size == 5
 
 
 def test_fixed_points_of_a_cell_of_ones_own(x):

@@ -33,7 +33,9 @@ X = np.random.default_rng(1).normal(size=(net.B, net.T, net.F))
 Y = np.random.default_rng(2).normal(size=(net.B, net.OUT))
 #: Padding on the right, a hole, and padding on the left.
 MASK = np.array([[1, 1, 1, 1, 0], [1, 0, 1, 1, 1], [0, 0, 1, 1, 1]], dtype=bool)
-GIVEN = {name: np.random.default_rng(i).normal(size=E[name].shape) for i, name in enumerate(net.TARGETS) if name in E}
+TARGET_WEIGHTS = {
+    name: np.random.default_rng(i).normal(size=E[name].shape) for i, name in enumerate(net.TARGETS) if name in E
+}
 ALL = [*net.WEIGHTS, *net.TAPS]
 
 
@@ -49,29 +51,29 @@ def autodiff(function, *arguments):
 
     A gradient without a path is zero.
     """
-    tensors, *rest = keras.tree.map_structure(keras.ops.convert_to_tensor, arguments)
+    tensors, *constants = keras.tree.map_structure(keras.ops.convert_to_tensor, arguments)
     if ENGINE == "jax":
         with op_by_op():
-            value, found = jax.value_and_grad(function)(tensors, *rest)
+            value, gradients = jax.value_and_grad(function)(tensors, *constants)
     elif ENGINE == "tensorflow":
         import tensorflow as tf
 
         with tf.GradientTape() as tape:
             tape.watch(tensors)
-            value = function(tensors, *rest)
-        found = tape.gradient(value, tensors, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+            value = function(tensors, *constants)
+        gradients = tape.gradient(value, tensors, unconnected_gradients=tf.UnconnectedGradients.ZERO)
     else:
         import torch
 
         tensors = {k: a.detach().requires_grad_() for k, a in tensors.items()}
-        value = function(tensors, *rest)
+        value = function(tensors, *constants)
         grads = torch.autograd.grad(value, list(tensors.values()), allow_unused=True, materialize_grads=True)
-        found = dict(zip(tensors, grads, strict=True))
+        gradients = dict(zip(tensors, grads, strict=True))
         value = value.detach()
-    return float(value), {k: np.asarray(g) for k, g in found.items()}
+    return float(value), {k: np.asarray(g) for k, g in gradients.items()}
 
 
-def reference(scalar, mask=None):
+def reference_gradients(scalar, mask=None):
     x = X if mask is None else X * mask[:, :, None]
 
     def function(tensors, x, y):
@@ -100,15 +102,15 @@ def build(masking):
 def weights_of(layer):
     """Return the weights of a layer in the layout of Keras."""
 
-    def flat(name):
+    def flat_array(name):
         array = P[f"{layer}/{name}"]
         return array if layer in ("conv1d", "head") else array.reshape(*array.shape[:-2], -1)
 
     if layer != "gru":
         names = [name for name in ("kernel", "recurrent_kernel", "bias") if f"{layer}/{name}" in P]
-        return [flat(name) for name in names]
-    biases = np.stack([flat("bias"), flat("recurrent_bias")], axis=1)
-    return [a[d] for d in range(2) for a in (flat("kernel"), flat("recurrent_kernel"), biases)]
+        return [flat_array(name) for name in names]
+    biases = np.stack([flat_array("bias"), flat_array("recurrent_bias")], axis=1)
+    return [a[d] for d in range(2) for a in (flat_array("kernel"), flat_array("recurrent_kernel"), biases)]
 
 
 @pytest.fixture(scope="module")
@@ -121,22 +123,22 @@ def masked_model():
     return build(masking=True)
 
 
-def check(g, expected, value):
+def check_gradients(g, expected, value):
     np.testing.assert_allclose(g.value, value, rtol=1e-10)
     scale = max(np.abs(a).max() for a in expected.values())
-    for name, true in expected.items():
-        if not true.any():
+    for name, expected_grad in expected.items():
+        if not expected_grad.any():
             assert name in g.disconnected, name
             assert name not in g.tensors or not g[name].values.any(), name
             continue
-        got = g[name].values
-        assert got.shape == true.shape, name
-        assert np.abs(got - true).max() <= 1e-10 * scale, name
-        np.testing.assert_allclose(got, true, rtol=1e-8, atol=1e-13 * scale, err_msg=name)
+        actual = g[name].values
+        assert actual.shape == expected_grad.shape, name
+        assert np.abs(actual - expected_grad).max() <= 1e-10 * scale, name
+        np.testing.assert_allclose(actual, expected_grad, rtol=1e-8, atol=1e-13 * scale, err_msg=name)
 
 
-def question_about(of):
-    weights = GIVEN.get(of, np.ones(()))
+def make_target(of):
+    weights = TARGET_WEIGHTS.get(of, np.ones(()))
     return (lambda out: keras.ops.sum(out[of] * keras.ops.convert_to_tensor(weights))), {"y": Y} if of == "loss" else {
         "reduce": weights
     }
@@ -145,43 +147,44 @@ def question_about(of):
 @pytest.mark.compiled("loss")
 @pytest.mark.parametrize("of", ["loss", *(pytest.param(of, marks=pytest.mark.full) for of in net.TARGETS[1:])])
 def test_every_pair_equals_autodiff(model, of):
-    scalar, target = question_about(of)
-    value, expected = reference(scalar)
-    check(rl.gradients(model, X, of=of, wrt=ALL, **target), expected, value)
+    scalar, target = make_target(of)
+    value, expected = reference_gradients(scalar)
+    check_gradients(rl.gradients(model, X, of=of, wrt=ALL, **target), expected, value)
 
 
 @pytest.mark.product(keep=("masked",))
 @pytest.mark.parametrize("mask", [None, MASK], ids=["unmasked", "masked"])
 def test_all_targets_together_equal_autodiff(model, masked_model, mask):
     """The sum of all targets with random weights is wrong if any one pair is wrong."""
-    names = [of for of in net.TARGETS if of in GIVEN]
+    names = [of for of in net.TARGETS if of in TARGET_WEIGHTS]
 
-    def together(*tensors):
+    def weighted_sum(*tensors):
         return sum(
-            keras.ops.sum(t * keras.ops.convert_to_tensor(GIVEN[of])) for of, t in zip(names, tensors, strict=True)
+            keras.ops.sum(t * keras.ops.convert_to_tensor(TARGET_WEIGHTS[of]))
+            for of, t in zip(names, tensors, strict=True)
         )
 
-    value, expected = reference(lambda out: together(*(out[of] for of in names)), mask)
-    x, which = (X, model) if mask is None else (X * mask[:, :, None], masked_model)
-    check(rl.gradients(which, x, of=(together, *names), wrt=ALL), expected, value)
+    value, expected = reference_gradients(lambda out: weighted_sum(*(out[of] for of in names)), mask)
+    x, tested_model = (X, model) if mask is None else (X * mask[:, :, None], masked_model)
+    check_gradients(rl.gradients(tested_model, x, of=(weighted_sum, *names), wrt=ALL), expected, value)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("of", net.TARGETS)
 def test_every_pair_equals_autodiff_under_masks(masked_model, of):
-    scalar, target = question_about(of)
-    value, expected = reference(scalar, MASK)
-    check(rl.gradients(masked_model, X * MASK[:, :, None], of=of, wrt=ALL, **target), expected, value)
+    scalar, target = make_target(of)
+    value, expected = reference_gradients(scalar, MASK)
+    check_gradients(rl.gradients(masked_model, X * MASK[:, :, None], of=of, wrt=ALL, **target), expected, value)
 
 
 def test_loss_and_what_recurrent_layers_carry_come_from_one_captured_pass(masked_model):
     """Loss and recurrent quantities of one capture, as callbacks request them, against the reference."""
     names = ["lstm.hidden", "lstm.cell", "lstm.output", "lstm.gates", "lstm.input", "gru.hidden", "gru.output"]
     names += ["gru.initial_hidden", "rnn.final_hidden", "rnn.output"]
-    value, expected = reference(lambda out: out["loss"], MASK)
+    value, expected = reference_gradients(lambda out: out["loss"], MASK)
     g = rl.gradients(masked_model, X * MASK[:, :, None], Y, wrt=names)
     assert set(g.tensors) == set(names)
-    check(g, {name: expected[name] for name in names}, value)
+    check_gradients(g, {name: expected[name] for name in names}, value)
 
 
 @pytest.mark.one_engine
@@ -189,8 +192,8 @@ def test_callable_of_the_output(model):
     def function(out):
         return keras.ops.sum(keras.ops.exp(out[:, 1]))
 
-    value, expected = reference(lambda out: function(out["output"]))
-    check(rl.gradients(model, X, of=function, wrt=ALL), expected, value)
+    value, expected = reference_gradients(lambda out: function(out["output"]))
+    check_gradients(rl.gradients(model, X, of=function, wrt=ALL), expected, value)
 
 
 class TwoHeads(keras.Model):
@@ -211,12 +214,12 @@ def test_a_callable_sees_every_output_of_a_subclassed_model():
     model = TwoHeads()
     model(X)
 
-    def mixed(outputs):
+    def scalar_of_outputs(outputs):
         first, second = outputs
         return keras.ops.sum(first[:, 2] ** 2) + keras.ops.sum(keras.ops.sin(second))
 
-    value, expected = autodiff(lambda tensors: mixed(model(tensors["x"])), {"x": X})
-    g = rl.gradients(model, X, of=mixed, wrt=["input", "second/bias"])
+    value, expected = autodiff(lambda tensors: scalar_of_outputs(model(tensors["x"])), {"x": X})
+    g = rl.gradients(model, X, of=scalar_of_outputs, wrt=["input", "second/bias"])
     assert np.abs(expected["x"]).max() > 0.01
     np.testing.assert_allclose(g.value, value, rtol=1e-10)
     np.testing.assert_allclose(g["model"]["input"], expected["x"], rtol=1e-9, atol=1e-12)

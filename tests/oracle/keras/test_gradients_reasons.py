@@ -46,11 +46,11 @@ def model():
 @pytest.fixture(scope="module")
 def g(model):
     before = [np.array(w) for w in model.get_weights()]
-    found = rl.gradients(model, X, of=reasons.TARGET, reduce="sum", wrt=["weights", "input"])
+    grads = rl.gradients(model, X, of=reasons.TARGET, reduce="sum", wrt=["weights", "input"])
     for old, new in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(old, new, err_msg="an experiment left a weight moved")
     assert all("call" not in vars(layer) for layer in model.layers)
-    return found
+    return grads
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ def test_masked_steps_all_of_them_or_some():
     x[:, 0] = x[1, 3] = 0
     model = keras.Sequential([keras.Input((4, 3)), layers.Masking(), layers.LSTM(2, name="lstm")])
     names = ["input", "lstm.input"]
-    some = rl.gradients(model, x, of="lstm.hidden", reduce="sum", wrt=names)
+    partly_masked = rl.gradients(model, x, of="lstm.hidden", reduce="sum", wrt=names)
     for name in names:
-        assert said(some.flags[name]) == reasons.masked_in_part(3, 8)
-    none = rl.gradients(model, x, of="lstm.hidden", at={"time": 0}, reduce="sum", wrt=names)
+        assert said(partly_masked.flags[name]) == reasons.masked_in_part(3, 8)
+    fully_masked = rl.gradients(model, x, of="lstm.hidden", at={"time": 0}, reduce="sum", wrt=names)
     for name in names:
-        assert said(none.disconnected[name]) == reasons.masked_at(0, 1, name, "lstm.hidden")
-        assert not none[name].values.any()
+        assert said(fully_masked.disconnected[name]) == reasons.masked_at(0, 1, name, "lstm.hidden")
+        assert not fully_masked[name].values.any()
 
 
 @pytest.mark.one_engine

@@ -35,40 +35,40 @@ def build(optimizer, dropout=0.0):
     return model
 
 
-def step(model, **how):
+def training_step_change(model, **options):
     """Return the weight change of one training step with learning rate 1, in the layout of ``rl.gradients``."""
     before = rl.weights(model)
-    model.train_on_batch(X, Y, **how)
+    model.train_on_batch(X, Y, **options)
     after = rl.weights(model)
     pairs = [("embedding", "embeddings"), ("head", "kernel"), ("head", "bias")]
     pairs += [("gru", key) for key in ("kernel", "recurrent_kernel", "bias", "recurrent_bias")]
     return {f"{layer}/{key}": before[layer][key].values - after[layer][key].values for layer, key in pairs}
 
 
-def close(g, expected):
-    for name, true in expected.items():
-        np.testing.assert_allclose(g[name].values, true, rtol=2e-4, atol=2e-6, err_msg=name)
+def assert_close(g, expected):
+    for name, expected_grad in expected.items():
+        np.testing.assert_allclose(g[name].values, expected_grad, rtol=2e-4, atol=2e-6, err_msg=name)
 
 
 @pytest.mark.product
 @pytest.mark.parametrize(
-    ("clip", "how"),
+    ("clip", "options"),
     [
         ({"global_clipnorm": 0.05}, {"sample_weight": np.linspace(0, 2, B)}),
         ({"clipnorm": 0.03}, {"class_weight": {0: 0.5, 1: 3.0}}),
         ({"clipvalue": 0.01}, {}),
     ],
 )
-def test_regularised_weighted_masked_and_clipped_as_a_training_step_is(clip, how):
+def test_regularised_weighted_masked_and_clipped_as_a_training_step_is(clip, options):
     model = build(keras.optimizers.SGD(1.0, **clip))
-    g = rl.gradients(model, X, Y, clip="optimizer", **how)
+    g = rl.gradients(model, X, Y, clip="optimizer", **options)
     assert g.clip["kind"] == next(iter(clip))
-    close(g.clipped, step(model, **how))
-    free = build(keras.optimizers.SGD(1.0))
-    close(rl.gradients(free, X, Y, **how), step(free, **how))
+    assert_close(g.clipped, training_step_change(model, **options))
+    unclipped_model = build(keras.optimizers.SGD(1.0))
+    assert_close(rl.gradients(unclipped_model, X, Y, **options), training_step_change(unclipped_model, **options))
     # In one case the first sample has weight 0, so its rows do not change.
-    touched = np.count_nonzero(X) - (T if "sample_weight" in how else 0)
-    assert g["embedding/embeddings"].attrs["touched_rows"] == touched
+    touched_rows = np.count_nonzero(X) - (T if "sample_weight" in options else 0)
+    assert g["embedding/embeddings"].attrs["touched_rows"] == touched_rows
 
 
 @pytest.mark.one_engine
@@ -88,12 +88,12 @@ def test_dropout_follows_the_seed_and_the_models_own_generator_stays():
     model = build("sgd", dropout=0.5)
     before = [np.array(keras.ops.convert_to_numpy(v)) for v in model.variables]
     options = {"training": True, "wrt": ["gru.hidden", "embedding/embeddings"]}
-    first, again, other = (rl.gradients(model, X, Y, seed=seed, **options) for seed in (3, 3, 4))
-    still = rl.gradients(model, X, Y, wrt=options["wrt"])
+    first, same_seed, other_seed = (rl.gradients(model, X, Y, seed=seed, **options) for seed in (3, 3, 4))
+    without_dropout = rl.gradients(model, X, Y, wrt=options["wrt"])
     for name in first.tensors:
-        np.testing.assert_array_equal(first[name].values, again[name].values)
-        assert not np.allclose(first[name].values, other[name].values)
-        assert not np.allclose(first[name].values, still[name].values)
+        np.testing.assert_array_equal(first[name].values, same_seed[name].values)
+        assert not np.allclose(first[name].values, other_seed[name].values)
+        assert not np.allclose(first[name].values, without_dropout[name].values)
     for old, variable in zip(before, model.variables, strict=True):
         np.testing.assert_array_equal(old, keras.ops.convert_to_numpy(variable))
 
@@ -104,23 +104,23 @@ def test_every_source_and_batch_size_gives_the_same(tmp_path):
     import zarr
 
     model = build("sgd")
-    stored = zarr.create_array(tmp_path / "x.zarr", shape=X.shape, chunks=(3, T), dtype="i4")
-    stored[:] = X
-    pairs = tf.data.Dataset.from_tensor_slices((X, Y)).batch(3)
+    zarr_array = zarr.create_array(tmp_path / "x.zarr", shape=X.shape, chunks=(3, T), dtype="i4")
+    zarr_array[:] = X
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(3)
     wrt = ["weights", "gru.hidden", "embedding.output"]
-    whole = rl.gradients(model, X, Y, wrt=wrt)
-    feeds = {
+    reference = rl.gradients(model, X, Y, wrt=wrt)
+    sources = {
         "pieces": ((X, Y), {"batch_size": 3}),
-        "tf.data": ((pairs,), {}),
-        "zarr": ((stored, Y), {}),
+        "tf.data": ((dataset,), {}),
+        "zarr": ((zarr_array, Y), {}),
         "generator": (((pair for pair in [(X[:3], Y[:3]), (X[3:], Y[3:])]),), {}),
     }
-    for feed, (data, how) in feeds.items():
-        g = rl.gradients(model, *data, wrt=wrt, **how)
-        assert g.tensors == whole.tensors
-        for name in whole.tensors:
+    for source, (data, options) in sources.items():
+        g = rl.gradients(model, *data, wrt=wrt, **options)
+        assert g.tensors == reference.tensors
+        for name in reference.tensors:
             np.testing.assert_allclose(
-                g[name].values, whole[name].values, rtol=1e-4, atol=1e-7, err_msg=f"{feed} {name}"
+                g[name].values, reference[name].values, rtol=1e-4, atol=1e-7, err_msg=f"{source} {name}"
             )
 
 
@@ -133,13 +133,15 @@ def test_the_loss_scale_of_mixed_precision_is_undone():
         return model
 
     x, y = np.full((2, 3), 0.01, "float32"), np.zeros((2, 1), "float32")
-    full = rl.gradients(network("float32", "sgd"), x, y)
-    half = rl.gradients(network("mixed_float16", keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())), x, y)
-    assert not half.disconnected
+    in_float32 = rl.gradients(network("float32", "sgd"), x, y)
+    in_float16 = rl.gradients(
+        network("mixed_float16", keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())), x, y
+    )
+    assert not in_float16.disconnected
     unscaled = rl.gradients(network("mixed_float16", "sgd"), x, y)
     assert {reason.code for reason in unscaled.disconnected.values()} == {"underflow"}
-    for name in full.tensors:
-        np.testing.assert_allclose(half[name].values, full[name].values, rtol=2e-2, err_msg=name)
+    for name in in_float32.tensors:
+        np.testing.assert_allclose(in_float16[name].values, in_float32[name].values, rtol=2e-2, err_msg=name)
 
 
 @pytest.mark.compiled
@@ -152,14 +154,14 @@ def test_a_stream_of_states_is_swept_once_and_gives_the_numbers_of_one_batch(kin
     )
     sweeps = []
     sweep = ReplayedCall.sweep
-    monkeypatch.setattr(ReplayedCall, "sweep", lambda call, *given: sweeps.append(0) or sweep(call, *given))
+    monkeypatch.setattr(ReplayedCall, "sweep", lambda call, *args: sweeps.append(0) or sweep(call, *args))
     ids = np.random.default_rng(0).integers(0, 30, (9, T)).astype("int32")
     options = {"of": of, "reduce": "mean", "wrt": "embedding.output", "per_sample": True}
-    whole = rl.gradients(model, ids, **options)
+    reference = rl.gradients(model, ids, **options)
     sweeps.clear()
     stream = rl.gradients(model, ids, batch_size=2, **options)
-    np.testing.assert_allclose(stream.values, whole.values, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(stream.values, reference.values, rtol=1e-4, atol=1e-7)
     # Where the engine compiles, of the five batches the first is swept, and the last, which is shorter.
-    swept = 5 if keras.backend.backend() == "torch" else 2
-    assert len(sweeps) == (swept if of == "rnn.hidden" else 0)
-    assert np.abs(whole.values).max() > 1e-3
+    expected_sweeps = 5 if keras.backend.backend() == "torch" else 2
+    assert len(sweeps) == (expected_sweeps if of == "rnn.hidden" else 0)
+    assert np.abs(reference.values).max() > 1e-3

@@ -21,7 +21,7 @@ CELLS = {
 }
 
 
-def data(masked=False):
+def make_data(masked=False):
     x = np.random.default_rng(0).normal(size=(B, T, F))
     if masked:
         x[0, [0, 2]] = 0
@@ -29,21 +29,21 @@ def data(masked=False):
     return x
 
 
-def shaken(model):
+def perturb_weights(model):
     """Add random numbers to all weights of a model, so that biases and both directions affect the result."""
     rng = np.random.default_rng(2)
     model.set_weights([w + 0.5 * rng.normal(size=w.shape) for w in model.get_weights()])
     return model
 
 
-def agree(got, expected):
-    assert got.shape == expected.shape
-    assert np.isfinite(got.values).all()
+def assert_close(actual, expected):
+    assert actual.shape == expected.shape
+    assert np.isfinite(actual.values).all()
     assert np.abs(expected).max() > 1e-3
-    assert np.abs(got.values - expected).max() <= 1e-10 * np.abs(expected).max()
+    assert np.abs(actual.values - expected).max() <= 1e-10 * np.abs(expected).max()
 
 
-def branch(x, h, cell, direction, bias, stateful_start, sequences):
+def branch_output(x, h, cell, direction, bias, stateful_start, sequences):
     """Return the output of one recurrent layer with one combination of options."""
     cls, options = CELLS[cell]
     name = f"{direction}_{'bias' if bias else 'nobias'}_{'given' if stateful_start else 'zeros'}"
@@ -54,9 +54,9 @@ def branch(x, h, cell, direction, bias, stateful_start, sequences):
         layer = layers.Bidirectional(cls(H, return_sequences=sequences, use_bias=bias, **options), name=name)
     if not stateful_start:
         return layer(h)
-    first = x[:, 1]
+    step_input = x[:, 1]
     count = (2 if direction == "both" else 1) * (2 if cell == "lstm" else 1)
-    state = [layers.Dense(H, name=f"{name}_start{i}")(first) for i in range(count)]
+    state = [layers.Dense(H, name=f"{name}_start{i}")(step_input) for i in range(count)]
     return layer(h, initial_state=state)
 
 
@@ -65,74 +65,74 @@ def branch(x, h, cell, direction, bias, stateful_start, sequences):
 @pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("cell", CELLS)
 def test_every_combination_of_options_at_once(cell, masked, sequences):
-    x = data(masked)
+    x = make_data(masked)
     inputs = keras.Input((T, F))
     h = layers.Masking()(inputs) if masked else inputs
     product = itertools.product(("forward", "backward", "both"), (True, False), (False, True))
-    outputs = [branch(inputs, h, cell, *options, sequences) for options in product]
-    model = shaken(keras.Model(inputs, layers.Concatenate()(outputs)))
+    outputs = [branch_output(inputs, h, cell, *options, sequences) for options in product]
+    model = perturb_weights(keras.Model(inputs, layers.Concatenate()(outputs)))
     # Three random mixtures of all units depend on each unit and take less time to differentiate.
     mixture = np.random.default_rng(3).normal(size=(3, model.output_shape[-1]))
     columns = keras.ops.convert_to_tensor(mixture.T)
     expected = framework_jacobian(lambda a: keras.ops.matmul(model(a), columns), x)
-    agree(rl.jacobian(model, x, reduce=mixture), expected)
+    assert_close(rl.jacobian(model, x, reduce=mixture), expected)
 
 
-def run_layer(cell, **options):
+def make_rnn(cell, **options):
     cls, extra = CELLS[cell]
     return cls(H, name="rnn", **extra, **options)
 
 
-def sequential(*parts):
-    return shaken(keras.Sequential([keras.Input((T, F)), *parts]))
+def sequential(*stack):
+    return perturb_weights(keras.Sequential([keras.Input((T, F)), *stack]))
 
 
 @pytest.mark.product
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
 def test_states_of_a_layer_by_what_feeds_it_and_by_an_earlier_layer(cell):
     below = layers.LSTM(3, return_sequences=True, name="below")
-    model = sequential(below, run_layer(cell, return_sequences=True), layers.Dense(2))
-    x = data()
+    model = sequential(below, make_rnn(cell, return_sequences=True), layers.Dense(2))
+    x = make_data()
     expected = framework_jacobian(lambda a: model.layers[1](model.layers[0](a)), x)
-    agree(rl.jacobian(model, x, of="rnn.hidden"), expected)
-    agree(rl.jacobian(model, x, of="rnn.output"), expected)
-    agree(rl.jacobian(model, x, of="rnn.final_hidden"), expected[:, -1])
+    assert_close(rl.jacobian(model, x, of="rnn.hidden"), expected)
+    assert_close(rl.jacobian(model, x, of="rnn.output"), expected)
+    assert_close(rl.jacobian(model, x, of="rnn.final_hidden"), expected[:, -1])
     y = keras.ops.convert_to_numpy(below(x))
-    for fed in ("below.output", "rnn.input"):  # two names of one tensor
-        agree(rl.jacobian(model, x, of="rnn.hidden", wrt=fed), framework_jacobian(model.layers[1], y))
+    for wrt in ("below.output", "rnn.input"):  # two names of one tensor
+        assert_close(rl.jacobian(model, x, of="rnn.hidden", wrt=wrt), framework_jacobian(model.layers[1], y))
     # The Jacobian with respect to a state includes the paths through later steps of the layer below.
     hidden = rl.jacobian(model, x, of="below.hidden", wrt="below.hidden").values
     direct = rl.jacobian(model, x, of="rnn.hidden", wrt="below.output").values
     total = np.einsum("btoku,bkuls->btols", direct, hidden)
-    agree(rl.jacobian(model, x, of="rnn.hidden", wrt="below.hidden"), total)
+    assert_close(rl.jacobian(model, x, of="rnn.hidden", wrt="below.hidden"), total)
 
 
 @pytest.mark.one_engine
 def test_chronological_states_of_a_layer_that_runs_backwards():
-    model = sequential(run_layer("lstm", return_sequences=True, go_backwards=True))
-    x = data()
+    model = sequential(make_rnn("lstm", return_sequences=True, go_backwards=True))
+    x = make_data()
     expected = framework_jacobian(lambda a: model.layers[0](a), x)[:, ::-1]
-    agree(rl.jacobian(model, x, of="rnn.hidden"), expected)
-    agree(
+    assert_close(rl.jacobian(model, x, of="rnn.hidden"), expected)
+    assert_close(
         rl.jacobian(model, x, of="rnn.hidden", at={"out_time": [3, 0, 1], "in_time": [2, -1]}),
         expected[:, [3, 0, 1]][..., [2, 3], :],
     )
-    agree(rl.jacobian(model, x), expected[:, ::-1])
+    assert_close(rl.jacobian(model, x), expected[:, ::-1])
 
 
 @pytest.mark.one_engine
 def test_both_directions_of_a_bidirectional_state():
-    model = sequential(layers.Bidirectional(run_layer("gru", return_sequences=True), name="both"))
-    x = data()
-    whole = framework_jacobian(lambda a: model.layers[0](a), x)
+    model = sequential(layers.Bidirectional(make_rnn("gru", return_sequences=True), name="both"))
+    x = make_data()
+    expected = framework_jacobian(lambda a: model.layers[0](a), x)
     states = rl.jacobian(model, x, of="both.hidden")
     assert states.dims == ("sample", "out_time", "direction", "out_unit", "in_time", "in_feature")
-    agree(states.sel(direction="forward"), whole[:, :, :H])
-    agree(states.sel(direction="backward"), whole[:, :, H:])
-    agree(rl.jacobian(model, x, of="both.output"), whole)
+    assert_close(states.sel(direction="forward"), expected[:, :, :H])
+    assert_close(states.sel(direction="backward"), expected[:, :, H:])
+    assert_close(rl.jacobian(model, x, of="both.output"), expected)
 
 
-class Doubled(layers.Layer):
+class TwoStateCell(layers.Layer):
     """A cell with two states and an output that is none of them."""
 
     def __init__(self, **kwargs):
@@ -155,10 +155,10 @@ class Doubled(layers.Layer):
 def test_a_custom_cell_whose_output_is_no_state(masked):
     mask = [layers.Masking()] if masked else []
     model = sequential(
-        *mask, layers.RNN(Doubled(), return_sequences=True, name="rnn"), layers.Dense(2, activation="tanh")
+        *mask, layers.RNN(TwoStateCell(), return_sequences=True, name="rnn"), layers.Dense(2, activation="tanh")
     )
-    x = data(masked)
-    agree(rl.jacobian(model, x), framework_jacobian(lambda a: model(a), x))
+    x = make_data(masked)
+    assert_close(rl.jacobian(model, x), framework_jacobian(lambda a: model(a), x))
 
 
 BODIES = {
@@ -183,27 +183,27 @@ BODIES = {
 @pytest.mark.parametrize("body", BODIES)
 def test_whole_models(body):
     inputs = keras.Input((T, F))
-    model = shaken(keras.Model(inputs, BODIES[body](inputs)))
-    x = data()
-    agree(rl.jacobian(model, x), framework_jacobian(lambda a: model(a), x))
+    model = perturb_weights(keras.Model(inputs, BODIES[body](inputs)))
+    x = make_data()
+    assert_close(rl.jacobian(model, x), framework_jacobian(lambda a: model(a), x))
 
 
 @pytest.mark.product
 @pytest.mark.parametrize("body", ["residual_and_normalised", "attention", "two_stacked_then_last"])
 def test_whole_models_against_finite_differences(body):
     inputs = keras.Input((T, F))
-    model = shaken(keras.Model(inputs, BODIES[body](inputs)))
-    x, eps = data(), 1e-6
-    got = rl.jacobian(model, x).values
+    model = perturb_weights(keras.Model(inputs, BODIES[body](inputs)))
+    x, eps = make_data(), 1e-6
+    jacobian = rl.jacobian(model, x).values
     for k, f in itertools.product(range(T), range(F)):
         step = np.zeros_like(x)
         step[:, k, f] = eps
         up, down = (keras.ops.convert_to_numpy(keras.ops.stop_gradient(model(x + s * step))) for s in (1, -1))
-        assert np.abs((up - down) / (2 * eps) - got[..., k, f]).max() < 1e-7
+        assert np.abs((up - down) / (2 * eps) - jacobian[..., k, f]).max() < 1e-7
 
 
 def test_an_integer_input_is_told_to_ask_for_the_embedding():
-    model = keras.Sequential([keras.Input((T,), dtype="int32"), layers.Embedding(5, F, name="table"), run_layer("gru")])
+    model = keras.Sequential([keras.Input((T,), dtype="int32"), layers.Embedding(5, F, name="table"), make_rnn("gru")])
     ids = np.array([[1, 2, 3, 4], [4, 3, 2, 1]], dtype="int32")
     with pytest.raises(rl.errors.InputError) as error:
         rl.jacobian(model, ids)
@@ -214,8 +214,8 @@ def test_an_integer_input_is_told_to_ask_for_the_embedding():
         '  try:      wrt="table.output"'
     )
     vectors = keras.ops.convert_to_numpy(model.layers[0](ids))
-    for fed in ("table.output", "rnn.input"):
-        agree(rl.jacobian(model, ids, wrt=fed), framework_jacobian(lambda a: model.layers[1](a), vectors))
+    for wrt in ("table.output", "rnn.input"):
+        assert_close(rl.jacobian(model, ids, wrt=wrt), framework_jacobian(lambda a: model.layers[1](a), vectors))
 
 
 CHAINS = {
@@ -229,13 +229,13 @@ CHAINS = {
 @pytest.mark.product(keep=("tagger", "classifier"))
 @pytest.mark.parametrize("chain", CHAINS)
 def test_a_chain_known_by_its_types_is_not_asked_and_gives_the_same(chain, monkeypatch):
-    model, x = sequential(*CHAINS[chain]()), data()
+    model, x = sequential(*CHAINS[chain]()), make_data()
     expected = framework_jacobian(lambda a: model(a), x)
     with monkeypatch.context() as patch:
         patch.setattr("rnnlens.verbs.time_jacobian.network._pullback", lambda *a: pytest.fail("asked the framework"))
-        agree(rl.jacobian(model, x), expected)
+        assert_close(rl.jacobian(model, x), expected)
     monkeypatch.setattr("rnnlens.verbs.time_jacobian.network.known_chain", lambda *a: None)
-    agree(rl.jacobian(model, x), expected)
+    assert_close(rl.jacobian(model, x), expected)
 
 
 class TwiceDense(layers.Dense):
@@ -246,5 +246,5 @@ class TwiceDense(layers.Dense):
 
 
 def test_a_subclass_of_a_known_layer_is_not_taken_for_it():
-    model, x = sequential(layers.LSTM(H, return_sequences=True), TwiceDense(2)), data()
-    agree(rl.jacobian(model, x), framework_jacobian(lambda a: model(a), x))
+    model, x = sequential(layers.LSTM(H, return_sequences=True), TwiceDense(2)), make_data()
+    assert_close(rl.jacobian(model, x), framework_jacobian(lambda a: model(a), x))

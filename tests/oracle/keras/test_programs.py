@@ -14,31 +14,31 @@ import rnnlens as rl
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.op_by_op]
 
 #: Keras 2 has no LoRA; a subclass with a call of its own is refused by name there (docs/LIMITATIONS.md).
-OF_KERAS_3 = ("subclassed layer", "adapted head") if LEGACY else ()
-PROGRAMS = {name: make for name, make in keras_programs.PROGRAMS.items() if name not in OF_KERAS_3}
+KERAS_3_ONLY = ("subclassed layer", "adapted head") if LEGACY else ()
+PROGRAMS = {name: make for name, make in keras_programs.PROGRAMS.items() if name not in KERAS_3_ONLY}
 every_program = pytest.mark.parametrize("name", PROGRAMS)
 TIME_FIRST = {"input": ("time", "sample", "feature"), "output": ("time", "sample", "unit")}
 #: On tf_keras ten programs, on JAX and TensorFlow one, on torch all.
-OF_KERAS_2 = (
+QUICK_ON_KERAS_2 = (
     *("imdb bidirectional lstm", "addition", "translation step by step", "stateful lstm", "custom cell"),
     *("residual forecast", "cut between chunks", "attention pooling", "by hand both ways", "state in a variable"),
 )
-few = pytest.mark.product(keep=OF_KERAS_2 if LEGACY else ("autoregressive",))
+few_programs = pytest.mark.product(keep=QUICK_ON_KERAS_2 if LEGACY else ("autoregressive",))
 
 
 def leaves_of(x):
     return list(x.values()) if isinstance(x, dict) else list(x) if isinstance(x, list) else [x]
 
 
-def rebuilt(x, leaves):
+def restructure(x, leaves):
     return dict(zip(x, leaves, strict=True)) if isinstance(x, dict) else leaves if isinstance(x, list) else leaves[0]
 
 
-def floats_of(x):
+def float_indices(x):
     return [i for i, leaf in enumerate(leaves_of(x)) if leaf.dtype.kind == "f"]
 
 
-def names_of(x):
+def input_names(x):
     """Names of the inputs in rnnlens."""
     names = list(x) if isinstance(x, dict) else ["a", "b"][: len(x)] if isinstance(x, list) else [None]
     return ["input" if name is None else f"input[{name}]" for name in names]
@@ -50,7 +50,7 @@ def program(name):
     return PROGRAMS[name]()
 
 
-def differentiated(function, arrays):
+def value_and_grads(function, arrays):
     """Return the value of a function of tensors, a scalar, and its gradients."""
     if engine() == "jax":
         import jax
@@ -79,34 +79,34 @@ def weights_of(model):
     return [v for v in model.weights if v.name.partition(":")[0] not in ("rnn_state", "Variable")]
 
 
-def by_variables(model, x, y):
+def loss_and_grads(model, x, y):
     """Return the loss and its gradients by the float inputs and by the weights."""
     if LEGACY:
         import tensorflow as tf
 
-        held = [v.numpy() for v in model.variables]
+        saved_values = [v.numpy() for v in model.variables]
         inputs = [tf.constant(leaf) for leaf in leaves_of(x)]
         with untouched(model), tf.GradientTape() as tape:
-            tape.watch([*(inputs[i] for i in floats_of(x)), *weights_of(model)])  # frozen weights, too
-            given = rebuilt(x, inputs)
-            value = model.compute_loss(given, tf.nest.map_structure(tf.constant, y), model(given))
-        sources = [*(inputs[i] for i in floats_of(x)), *weights_of(model)]
+            tape.watch([*(inputs[i] for i in float_indices(x)), *weights_of(model)])  # frozen weights, too
+            model_input = restructure(x, inputs)
+            value = model.compute_loss(model_input, tf.nest.map_structure(tf.constant, y), model(model_input))
+        sources = [*(inputs[i] for i in float_indices(x)), *weights_of(model)]
         grads = tape.gradient(value, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        for variable, before in zip(model.variables, held, strict=True):
+        for variable, before in zip(model.variables, saved_values, strict=True):
             variable.assign(before)
         return float(value), [tf.convert_to_tensor(g).numpy() for g in grads]
-    floats, variables = floats_of(x), weights_of(model)
+    indices, variables = float_indices(x), weights_of(model)
 
     def loss(leaves):
         inputs = list(leaves_of(x))
-        for i, leaf in zip(floats, leaves, strict=False):
+        for i, leaf in zip(indices, leaves, strict=False):
             inputs[i] = leaf
-        with keras.StatelessScope(zip(variables, leaves[len(floats) :], strict=True)):
-            given = rebuilt(x, inputs)
-            return model.compute_loss(given, y, model(given))
+        with keras.StatelessScope(zip(variables, leaves[len(indices) :], strict=True)):
+            model_input = restructure(x, inputs)
+            return model.compute_loss(model_input, y, model(model_input))
 
     values = [keras.ops.convert_to_numpy(v) for v in variables]
-    return differentiated(loss, [*(leaves_of(x)[i] for i in floats), *values])
+    return value_and_grads(loss, [*(leaves_of(x)[i] for i in indices), *values])
 
 
 def output_shape(model, x):
@@ -117,96 +117,98 @@ def output_shape(model, x):
         return tuple(model(x).shape)
 
 
-def close(ours, theirs, what=""):
-    ours, theirs = np.asarray(ours), np.asarray(theirs)
-    assert ours.shape == theirs.shape, what
-    np.testing.assert_allclose(ours, theirs, rtol=1e-7, atol=1e-10 * max(1, np.abs(theirs).max()), err_msg=str(what))
+def assert_close(actual, expected, label=""):
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.shape == expected.shape, label
+    np.testing.assert_allclose(
+        actual, expected, rtol=1e-7, atol=1e-10 * max(1, np.abs(expected).max()), err_msg=str(label)
+    )
 
 
-@few
+@few_programs
 @every_program
 def test_gradients_of_the_loss(name):
     model, x, y = program(name)
-    value, grads = by_variables(model, x, y)
-    inputs = [names_of(x)[i] for i in floats_of(x)]
+    value, expected_grads = loss_and_grads(model, x, y)
+    inputs = [input_names(x)[i] for i in float_indices(x)]
     axes = TIME_FIRST if name == "time first" else None
-    for tensor, expected in zip(inputs, grads, strict=False):
-        ours = rl.gradients(model, x, y, wrt=tensor, axes=axes)
-        assert ours.certificate.state == "passed", ours.certificate
-        close(ours, expected if axes is None else expected.swapaxes(0, 1), tensor)
-    ours = rl.gradients(model, x, y, wrt="weights")
-    assert ours.certificate.state == "passed", ours.certificate
+    for tensor, expected in zip(inputs, expected_grads, strict=False):
+        gradients = rl.gradients(model, x, y, wrt=tensor, axes=axes)
+        assert gradients.certificate.state == "passed", gradients.certificate
+        assert_close(gradients, expected if axes is None else expected.swapaxes(0, 1), tensor)
+    gradients = rl.gradients(model, x, y, wrt="weights")
+    assert gradients.certificate.state == "passed", gradients.certificate
     assert np.isclose(rl.trace(model, x, y).loss, value)
-    found = sum(float((np.asarray(g) ** 2).sum()) for layer in ours.values() for g in layer.values())
-    close(found, sum(float((g**2).sum()) for g in grads[len(inputs) :]))
+    squared_norm = sum(float((np.asarray(g) ** 2).sum()) for layer in gradients.values() for g in layer.values())
+    assert_close(squared_norm, sum(float((g**2).sum()) for g in expected_grads[len(inputs) :]))
 
 
-@few
+@few_programs
 @every_program
 def test_weights_by_gate(name):
     model, x, y = program(name)
-    _, grads = by_variables(model, x, y)
-    found = rl.weights(model, x, y)
-    assert found.certificate.state == "passed", found.certificate
-    ours = sum(
-        float((np.asarray(found[layer][key]) ** 2).sum())
-        for layer in found
-        for key in found[layer]
+    _, expected_grads = loss_and_grads(model, x, y)
+    weights = rl.weights(model, x, y)
+    assert weights.certificate.state == "passed", weights.certificate
+    squared_norm = sum(
+        float((np.asarray(weights[layer][key]) ** 2).sum())
+        for layer in weights
+        for key in weights[layer]
         if key.endswith("_grad") and key != "bias_total_grad"
     )
-    close(ours, sum(float((g**2).sum()) for g in grads[len(floats_of(x)) :]))
+    assert_close(squared_norm, sum(float((g**2).sum()) for g in expected_grads[len(float_indices(x)) :]))
 
 
-@few
+@few_programs
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if "several outputs" not in name])
 def test_time_jacobians(name):
     model, x, _ = program(name)
-    if not floats_of(x) or name == "time first":  # ids have no derivative
+    if not float_indices(x) or name == "time first":  # ids have no derivative
         return
-    for i in floats_of(x):
-        ours = rl.jacobian(model, x, wrt=names_of(x)[i])
-        assert ours.certificate.state == "passed", ours.certificate
-        signs = np.random.default_rng(0).choice([-1.0, 1.0], ours.shape[1 : len(output_shape(model, x))])
+    for i in float_indices(x):
+        jacobian = rl.jacobian(model, x, wrt=input_names(x)[i])
+        assert jacobian.certificate.state == "passed", jacobian.certificate
+        signs = np.random.default_rng(0).choice([-1.0, 1.0], jacobian.shape[1 : len(output_shape(model, x))])
 
-        def combined(leaves, i=i, signs=signs):
+        def signed_sum(leaves, i=i, signs=signs):
             inputs = list(leaves_of(x))
             inputs[i] = leaves[0]
             inputs = [keras.ops.convert_to_tensor(leaf) for leaf in inputs]
             if LEGACY:
                 with untouched(model):
-                    return keras.ops.sum(model(rebuilt(x, inputs)) * signs)
+                    return keras.ops.sum(model(restructure(x, inputs)) * signs)
             with keras.StatelessScope():
-                return keras.ops.sum(model(rebuilt(x, inputs)) * keras.ops.convert_to_tensor(signs))
+                return keras.ops.sum(model(restructure(x, inputs)) * keras.ops.convert_to_tensor(signs))
 
-        _, (expected,) = differentiated(combined, [leaves_of(x)[i]])
-        close(np.tensordot(np.asarray(ours), signs, (range(1, 1 + signs.ndim), range(signs.ndim))), expected)
+        _, (expected,) = value_and_grads(signed_sum, [leaves_of(x)[i]])
+        assert_close(np.tensordot(np.asarray(jacobian), signs, (range(1, 1 + signs.ndim), range(signs.ndim))), expected)
 
 
 @pytest.mark.one_engine("torch", "tf_keras")
 def test_samples_on_another_axis_are_asked_for():
     model, x, _ = program("time first")
-    with pytest.raises(rl.errors.InputError, match="step along the first axis of the input") as refused:
+    with pytest.raises(rl.errors.InputError, match="step along the first axis of the input") as error:
         rl.jacobian(model, x)
-    assert '"input": ("time", "sample", "feature")' in str(refused.value)
-    ours = rl.jacobian(model, x, axes=TIME_FIRST)
-    assert ours.certificate.state == "passed", ours.certificate
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], ours.shape[1:3])
+    assert '"input": ("time", "sample", "feature")' in str(error.value)
+    jacobian = rl.jacobian(model, x, axes=TIME_FIRST)
+    assert jacobian.certificate.state == "passed", jacobian.certificate
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], jacobian.shape[1:3])
 
-    def combined(leaves):
+    def signed_sum(leaves):
         combination = keras.ops.convert_to_tensor(signs[:, None])
         if LEGACY:
             return keras.ops.sum(model(keras.ops.convert_to_tensor(leaves[0])) * combination)
         with keras.StatelessScope():
             return keras.ops.sum(model(keras.ops.convert_to_tensor(leaves[0])) * combination)
 
-    _, (expected,) = differentiated(combined, [x])
-    close(np.tensordot(np.asarray(ours), signs, ((1, 2), (0, 1))).swapaxes(0, 1), expected)
+    _, (expected,) = value_and_grads(signed_sum, [x])
+    assert_close(np.tensordot(np.asarray(jacobian), signs, ((1, 2), (0, 1))).swapaxes(0, 1), expected)
 
 
 @pytest.mark.one_engine("torch", "tf_keras")
 def test_gradients_of_samples_on_another_axis_are_asked_for_too():
     model, x, y = program("time first")
-    _, grads = by_variables(model, x, y)
+    _, expected_grads = loss_and_grads(model, x, y)
     for arguments in (
         {"wrt": "input"},
         {"wrt": "weights", "batch_size": 2},
@@ -215,18 +217,18 @@ def test_gradients_of_samples_on_another_axis_are_asked_for_too():
     ):
         with pytest.raises(rl.errors.InputError, match="step along the first axis of the input"):
             rl.gradients(model, x, y, **arguments)
-    ours = rl.gradients(model, x, y, wrt="input", axes=TIME_FIRST)
-    assert (ours.dims, ours.certificate.state) == (("sample", "time", "feature"), "passed")
-    close(np.asarray(ours).swapaxes(0, 1), grads[0])
-    whole = rl.gradients(model, x, y, wrt="weights")  # of one batch: the numbers do not depend on names of axes
-    assert whole.certificate.state == "passed"
-    one = rl.gradients(model, x, y, wrt="lstm.weights", per_sample=True, axes=TIME_FIRST)
-    each = np.asarray(one["lstm"]["kernel"])
-    assert each.shape[0] == x.shape[1]
-    close(each.sum(0), np.asarray(whole["lstm"]["kernel"]))
+    input_grad = rl.gradients(model, x, y, wrt="input", axes=TIME_FIRST)
+    assert (input_grad.dims, input_grad.certificate.state) == (("sample", "time", "feature"), "passed")
+    assert_close(np.asarray(input_grad).swapaxes(0, 1), expected_grads[0])
+    weight_grads = rl.gradients(model, x, y, wrt="weights")  # of one batch: the numbers do not depend on names of axes
+    assert weight_grads.certificate.state == "passed"
+    sample_grads = rl.gradients(model, x, y, wrt="lstm.weights", per_sample=True, axes=TIME_FIRST)
+    kernel_grads = np.asarray(sample_grads["lstm"]["kernel"])
+    assert kernel_grads.shape[0] == x.shape[1]
+    assert_close(kernel_grads.sum(0), np.asarray(weight_grads["lstm"]["kernel"]))
 
 
-class Heard:
+class CellRecorder:
     """Calls of a cell, with numbers that were added to its new hidden state: their gradients are the total ones."""
 
     def __init__(self, cell):
@@ -237,14 +239,14 @@ class Heard:
         import torch
 
         _, new = self.original(inputs, states, training=training)
-        added = torch.zeros_like(new[0], requires_grad=True)
-        moved = new[0] + added
-        self.calls.append((inputs, states[0], moved, added))
-        return moved, [moved, *new[1:]]
+        offset = torch.zeros_like(new[0], requires_grad=True)
+        hidden = new[0] + offset
+        self.calls.append((inputs, states[0], hidden, offset))
+        return hidden, [hidden, *new[1:]]
 
 
-def same_state(one, after):
-    return after[1] is not None and np.array_equal(one[1].detach(), after[1].detach())
+def same_state(call, next_call):
+    return next_call[1] is not None and np.array_equal(call[1].detach(), next_call[1].detach())
 
 
 def gates_of(cell, x, h):
@@ -263,47 +265,59 @@ def test_states_gates_and_total_gradients(name):
     import torch
 
     model, x, y = program(name)
-    kept = [keras.ops.convert_to_numpy(v).copy() for v in model.variables]
-    found = [la for la in model._flatten_layers() if isinstance(la, keras.layers.RNN)]
-    inner = [la for pair in model._flatten_layers() if isinstance(pair, keras.layers.Bidirectional)
-             for la in (pair.forward_layer, pair.backward_layer)]  # fmt: skip
+    saved_values = [keras.ops.convert_to_numpy(v).copy() for v in model.variables]
+    rnn_layers = [la for la in model._flatten_layers() if isinstance(la, keras.layers.RNN)]
+    wrapped_layers = [la for wrapper in model._flatten_layers() if isinstance(wrapper, keras.layers.Bidirectional)
+             for la in (wrapper.forward_layer, wrapper.backward_layer)]  # fmt: skip
     trace = rl.trace(model, x, y)
     with pytest.MonkeyPatch.context() as patch:
-        for layer in found:
+        for layer in rnn_layers:
             patch.setattr(type(layer), "inner_loop", keras.layers.RNN.inner_loop)  # no fused kernel
-        cells = {la.name: Heard(la.cell) for la in found if la not in inner and hasattr(la.cell, "recurrent_kernel")}
+        cells = {
+            la.name: CellRecorder(la.cell)
+            for la in rnn_layers
+            if la not in wrapped_layers and hasattr(la.cell, "recurrent_kernel")
+        }
         value = model.compute_loss(x, y, model(x))
-        for heard in cells.values():
-            del vars(heard.cell)["call"]
-    for layer, heard in cells.items():
+        for recorder in cells.values():
+            del vars(recorder.cell)["call"]
+    for layer, recorder in cells.items():
         nodes = sorted(node for node in trace if node.split("/")[-1].partition("#")[0] == layer)
         if name == "autoregressive":
             nodes = ["lstm_rnn", "lstm_cell"]
-        if not heard.calls:
+        if not recorder.calls:
             assert nodes == []
             continue
-        backwards = next(la for la in found if la.name == layer).go_backwards
-        turn = (lambda a: a[:, ::-1]) if backwards else (lambda a: a)
+        backwards = next(la for la in rnn_layers if la.name == layer).go_backwards
+        chronological = (lambda a: a[:, ::-1]) if backwards else (lambda a: a)
         # Keras on torch runs the first step once more, for the shape of its output.
-        steps = [one for one, after in zip(heard.calls, [*heard.calls[1:], [None] * 2]) if not same_state(one, after)]  # noqa: B905
-        xs, hs, states, added = zip(*steps, strict=True)
-        grads = torch.autograd.grad(value, added, retain_graph=True, allow_unused=True)
-        grads = [torch.zeros_like(a) if g is None else g for g, a in zip(grads, added, strict=True)]
+        steps = [
+            call
+            for call, next_call in zip(recorder.calls, [*recorder.calls[1:], [None] * 2])  # noqa: B905
+            if not same_state(call, next_call)
+        ]
+        xs, hs, states, offsets = zip(*steps, strict=True)
+        grads = torch.autograd.grad(value, offsets, retain_graph=True, allow_unused=True)
+        grads = [torch.zeros_like(a) if g is None else g for g, a in zip(grads, offsets, strict=True)]
 
-        def join(parts, turn=turn):
-            return turn(np.stack([p.detach().numpy() for p in parts], 1))
+        def stack_steps(tensors, chronological=chronological):
+            return chronological(np.stack([p.detach().numpy() for p in tensors], 1))
 
-        ours = {key: np.concatenate([np.asarray(trace[node][key]) for node in nodes], 1) for key in trace[nodes[0]]
+        traced = {key: np.concatenate([np.asarray(trace[node][key]) for node in nodes], 1) for key in trace[nodes[0]]
                 if key in ("hidden", "hidden_grad", "h", "h_grad", "gates")}  # fmt: skip
-        close(ours.get("hidden", ours.get("h")), join(states), layer)
-        close(ours.get("hidden_grad", ours.get("h_grad")), join(grads), layer)
-        if type(heard.cell) is keras.layers.LSTMCell:
-            gates = [gates_of(heard.cell, a.detach().numpy(), h.detach().numpy()) for a, h in zip(xs, hs, strict=True)]
-            theirs = turn(np.stack(gates, 1))
-            order = {"input": 0, "forget": 1, "cell": 2, "output": 3}
+        assert_close(traced.get("hidden", traced.get("h")), stack_steps(states), layer)
+        assert_close(traced.get("hidden_grad", traced.get("h_grad")), stack_steps(grads), layer)
+        if type(recorder.cell) is keras.layers.LSTMCell:
+            gates = [
+                gates_of(recorder.cell, a.detach().numpy(), h.detach().numpy()) for a, h in zip(xs, hs, strict=True)
+            ]
+            expected_gates = chronological(np.stack(gates, 1))
+            gate_order = {"input": 0, "forget": 1, "cell": 2, "output": 3}
             labels = [str(g) for g in trace[nodes[0]].gates.gate.values]
             dims = trace[nodes[0]].gates.dims
-            arranged = np.moveaxis(ours["gates"], dims.index("gate"), 2)
-            close(arranged, theirs[:, :, [order.get(label, i) for i, label in enumerate(labels)]], layer)
-    for variable, before in zip(model.variables, kept, strict=True):
+            traced_gates = np.moveaxis(traced["gates"], dims.index("gate"), 2)
+            assert_close(
+                traced_gates, expected_gates[:, :, [gate_order.get(label, i) for i, label in enumerate(labels)]], layer
+            )
+    for variable, before in zip(model.variables, saved_values, strict=True):
         variable.assign(before)

@@ -76,12 +76,12 @@ def loss(y_true, y_pred):
     return ops.sum(ops.square(y_pred)) + ops.sum(y_pred)
 
 
-def by_hand(cell, x, taps, moves, mask):
-    """Return the loss of a loop over the cell, with ``taps`` added to pre-activations and ``moves`` to states."""
+def loss_by_hand(cell, x, taps, offsets, mask):
+    """Return the loss of a loop over the cell, with ``taps`` added to pre-activations and ``offsets`` to states."""
     h = c = ops.zeros((len(X), UNITS), dtype="float64")
     for t in range(STEPS):
-        new, (_, further) = cell.call(x[:, t], [h, c], taps[:, t])
-        h, c = ops.where(mask[:, t], new, h) + moves[:, t], ops.where(mask[:, t], further, c)
+        new_hidden, (_, new_cell) = cell.call(x[:, t], [h, c], taps[:, t])
+        h, c = ops.where(mask[:, t], new_hidden, h) + offsets[:, t], ops.where(mask[:, t], new_cell, c)
     return loss(None, h)
 
 
@@ -90,27 +90,29 @@ def test_a_registered_cell_is_traced_as_one_of_ours():
     model, x = build(keras.layers.RNN(Coupled(UNITS, dtype="float64"), name="rnn", dtype="float64"), masked=True)
     cell = model.layers[-1].cell
     mask = MASK.astype(bool)
-    taps, moves = np.zeros((2, STEPS, 3 * UNITS)), np.zeros((2, STEPS, UNITS))
+    taps, offsets = np.zeros((2, STEPS, 3 * UNITS)), np.zeros((2, STEPS, UNITS))
 
-    def of(tensors):
-        return by_hand(cell, *tensors, mask)
+    def loss_of(tensors):
+        return loss_by_hand(cell, *tensors, mask)
 
-    _, (dx, dz, dh), weights = keras_models.gradients(of, [x, taps, moves], [cell.w, cell.u, cell.b])
+    _, (dx, dz, dh), expected_grads = keras_models.gradients(loss_of, [x, taps, offsets], [cell.w, cell.u, cell.b])
     trace = rl.trace(model, x, loss=loss)
-    found = trace["rnn"]
-    assert list(found.gates.gate.values) == list(GATES)
-    np.testing.assert_allclose(found.gate_grad.values.reshape(dz.shape), dz, rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(found.hidden_grad, dh, rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(found.input_grad, dx, rtol=1e-9, atol=1e-12)
+    rnn_trace = trace["rnn"]
+    assert list(rnn_trace.gates.gate.values) == list(GATES)
+    np.testing.assert_allclose(rnn_trace.gate_grad.values.reshape(dz.shape), dz, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(rnn_trace.hidden_grad, dh, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(rnn_trace.input_grad, dx, rtol=1e-9, atol=1e-12)
     assert trace.certificate.state == "passed"
     names = ("kernel", "recurrent_kernel", "bias")
-    shown = rl.weights(model, x, loss=loss, by_time=True)["rnn"]
-    asked = rl.gradients(model, x, loss=loss, wrt=[f"rnn/{name}" for name in names])["rnn"]
-    for name, expected in zip(names, weights, strict=True):
-        ours = shown[f"{name}_grad"]
-        assert ours.sizes["gate"] == 3
-        np.testing.assert_allclose(ours.sum("time").values.reshape(expected.shape), expected, rtol=1e-9, atol=1e-12)
-        np.testing.assert_allclose(asked[name].values.reshape(expected.shape), expected, rtol=1e-9, atol=1e-12)
+    weights_by_time = rl.weights(model, x, loss=loss, by_time=True)["rnn"]
+    weight_grads = rl.gradients(model, x, loss=loss, wrt=[f"rnn/{name}" for name in names])["rnn"]
+    for name, expected in zip(names, expected_grads, strict=True):
+        grad_by_time = weights_by_time[f"{name}_grad"]
+        assert grad_by_time.sizes["gate"] == 3
+        np.testing.assert_allclose(
+            grad_by_time.sum("time").values.reshape(expected.shape), expected, rtol=1e-9, atol=1e-12
+        )
+        np.testing.assert_allclose(weight_grads[name].values.reshape(expected.shape), expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.one_engine
@@ -120,14 +122,14 @@ def test_both_directions_and_the_time_jacobian():
     (row,) = rl.layers(model)
     assert (row.cell, row.units, row.direction) == ("coupled_input_forget", UNITS, "bidirectional")
     assert rl.trace(model, x, loss=loss).certificate.state == "passed"
-    found = rl.gradients(model, x, loss=loss, wrt=["both/kernel", "both.cell"])
-    assert found["both"]["kernel"].dims == ("direction", "feature", "gate", "unit")
-    moved = rl.jacobian(model, x)
-    rng, size = np.random.default_rng(1), 1e-6
-    push = rng.normal(size=x.shape)
-    ends = [ops.convert_to_numpy(model(x + sign * size * push)) for sign in (1, -1)]
-    ours = np.einsum("souf,suf->so", moved.transpose("sample", "out_unit", "in_time", "in_feature").values, push)
-    np.testing.assert_allclose(ours, (ends[0] - ends[1]) / (2 * size), rtol=1e-6, atol=1e-8)
+    grads = rl.gradients(model, x, loss=loss, wrt=["both/kernel", "both.cell"])
+    assert grads["both"]["kernel"].dims == ("direction", "feature", "gate", "unit")
+    jacobian = rl.jacobian(model, x)
+    rng, eps = np.random.default_rng(1), 1e-6
+    tangent = rng.normal(size=x.shape)
+    outputs = [ops.convert_to_numpy(model(x + sign * eps * tangent)) for sign in (1, -1)]
+    jvp = np.einsum("souf,suf->so", jacobian.transpose("sample", "out_unit", "in_time", "in_feature").values, tangent)
+    np.testing.assert_allclose(jvp, (outputs[0] - outputs[1]) / (2 * eps), rtol=1e-6, atol=1e-8)
 
 
 class Wrong(CoupledEquations):

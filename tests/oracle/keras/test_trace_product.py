@@ -43,19 +43,19 @@ class Variant:
         }
         if self.kind == "gru":
             options["reset_after"] = cell.endswith("after")
-        make = LAYERS[self.kind]
+        layer_class = LAYERS[self.kind]
         if self.flags["bidirectional"]:
-            other = make(UNITS, name="second", **{**options, "go_backwards": not self.flags["backwards"]})
+            second = layer_class(UNITS, name="second", **{**options, "go_backwards": not self.flags["backwards"]})
             self.layer = keras.layers.Bidirectional(
-                make(UNITS, name="first", **options), backward_layer=other, name=self.name
+                layer_class(UNITS, name="first", **options), backward_layer=second, name=self.name
             )
-            self.halves = [self.layer.forward_layer, self.layer.backward_layer]
+            self.direction_layers = [self.layer.forward_layer, self.layer.backward_layer]
         else:
-            self.layer = make(UNITS, name=self.name, **options)
-            self.halves = [self.layer]
+            self.layer = layer_class(UNITS, name=self.name, **options)
+            self.direction_layers = [self.layer]
         self.states = 2 if self.kind == "lstm" else 1
-        self.given = [rng.normal(size=(BATCH, UNITS)) for _ in range(self.states * len(self.halves))]
-        width = UNITS * len(self.halves)
+        self.initial_states = [rng.normal(size=(BATCH, UNITS)) for _ in range(self.states * len(self.direction_layers))]
+        width = UNITS * len(self.direction_layers)
         self.functional = rng.normal(size=(BATCH, TIME, width) if self.flags["sequences"] else (BATCH, width))
 
     def call(self, x, mask, states):
@@ -63,20 +63,20 @@ class Variant:
         return self.layer(x, mask=mask if self.flags["mask"] else None, **extra)
 
     def set_states(self, rng):
-        for half in self.halves:
-            for state in half.states or ():
+        for layer in self.direction_layers:
+            for state in layer.states or ():
                 state.assign(rng.normal(size=state.shape))
 
-    def initial(self, index):
-        half = self.halves[index]
+    def initial_state(self, index):
+        layer = self.direction_layers[index]
         if self.flags["initial_state"]:
-            return self.given[index * self.states : (index + 1) * self.states]
+            return self.initial_states[index * self.states : (index + 1) * self.states]
         if self.flags["stateful"]:
-            return [keras.ops.convert_to_numpy(s.value).astype("float64") for s in half.states]
+            return [keras.ops.convert_to_numpy(s.value).astype("float64") for s in layer.states]
         return [np.zeros((BATCH, UNITS))] * self.states
 
-    def known(self, index):
-        cell = self.halves[index].cell
+    def reference_cell(self, index):
+        cell = self.direction_layers[index].cell
         arrays = {
             w.name: keras.ops.convert_to_numpy(w.value).astype("float64") for w in cell.weights if "seed" not in w.name
         }
@@ -85,9 +85,11 @@ class Variant:
         return cells.make(self.kind, reset_after=getattr(cell, "reset_after", True), **arrays)
 
 
-def variants(cell, unroll, rng):
-    flags = itertools.product(*[(False, True) if flag != "unroll" else (unroll,) for flag in FLAGS])
-    return [variant for variant in (Variant(cell, chosen, rng) for chosen in flags) if not keras_fails(variant.flags)]
+def make_variants(cell, unroll, rng):
+    combinations = itertools.product(*[(False, True) if flag != "unroll" else (unroll,) for flag in FLAGS])
+    return [
+        variant for variant in (Variant(cell, flags, rng) for flags in combinations) if not keras_fails(variant.flags)
+    ]
 
 
 def keras_fails(flags):
@@ -100,7 +102,10 @@ def build(group, dtype):
     x = keras.Input(batch_shape=(BATCH, TIME, FEATURES), dtype=dtype, name="x")
     mask = keras.Input(batch_shape=(BATCH, TIME), dtype="bool", name="mask")
     states = [
-        [keras.Input(batch_shape=(BATCH, UNITS), dtype=dtype, name=f"{v.name}_s{i}") for i in range(len(v.given))]
+        [
+            keras.Input(batch_shape=(BATCH, UNITS), dtype=dtype, name=f"{v.name}_s{i}")
+            for i in range(len(v.initial_states))
+        ]
         if v.flags["initial_state"]
         else []
         for v in group
@@ -119,77 +124,77 @@ def chronological(values, variant, index):
     more.
     """
     computed = values[:, ::-1] if index == 1 else values
-    return computed[:, ::-1] if variant.halves[index].go_backwards else computed
+    return computed[:, ::-1] if variant.direction_layers[index].go_backwards else computed
 
 
-def expected(variant, index, x, output):
+def expected_gradients(variant, index, x, output):
     """Return the direct gradient of one direction in chronological order, its states, and the total gradients.
 
     The output of Keras at a masked step depends on engine and option: the state, the previous output, or zero. If it is
     not the state, the direct gradient there does not reach the state.
     """
-    backward = variant.halves[index].go_backwards
-    cell, s0 = variant.known(index), variant.initial(index)
+    backward = variant.direction_layers[index].go_backwards
+    cell, s0 = variant.reference_cell(index), variant.initial_state(index)
     mask = MASK if variant.flags["mask"] else None
-    half = slice(index * UNITS, (index + 1) * UNITS)
+    units = slice(index * UNITS, (index + 1) * UNITS)
     direct = np.zeros((BATCH, TIME, UNITS))
     if variant.flags["sequences"]:
-        direct = chronological(variant.functional[..., half], variant, index)
+        direct = chronological(variant.functional[..., units], variant, index)
     else:
-        direct[:, 0 if backward else -1] = variant.functional[..., half]
+        direct[:, 0 if backward else -1] = variant.functional[..., units]
     states = reference.bptt(cell, x, s0, np.zeros_like(direct), mask=mask, backward=backward).states
-    follows = np.ones((BATCH, TIME, 1), dtype=bool)
+    reaches_state = np.ones((BATCH, TIME, 1), dtype=bool)
     if variant.flags["sequences"]:
-        returned = chronological(output[..., half], variant, index)
-        follows = (np.abs(returned - states[0]) < 1e-4).all(axis=-1, keepdims=True)
+        outputs = chronological(output[..., units], variant, index)
+        reaches_state = (np.abs(outputs - states[0]) < 1e-4).all(axis=-1, keepdims=True)
         # For an unrolled backward loop, TensorFlow zeroes the mirror image of the masked steps.
-        mirrored = (
+        is_mirrored = (
             keras.backend.backend() == "tensorflow" and variant.flags["unroll"] and variant.flags["bidirectional"]
         )
-        assert mask is None or mirrored or follows[mask].all(), (variant.name, "replays")
+        assert mask is None or is_mirrored or reaches_state[mask].all(), (variant.name, "replays")
         if mask is not None and (variant.flags["unroll"] or keras.backend.backend() != "jax"):
             # Zeros before the first real step are constants, even if the initial state is zero too.
-            follows[before_first_real_step(mask, backward)] = False
-    if mask is not None and zeroes_what_is_masked(variant, index):
-        follows[~mask] = False
-    full = reference.bptt(cell, x, s0, direct * follows, mask=mask, backward=backward)
-    return direct, states, full
+            reaches_state[before_first_real_step(mask, backward)] = False
+    if mask is not None and zeroes_masked_steps(variant, index):
+        reaches_state[~mask] = False
+    total = reference.bptt(cell, x, s0, direct * reaches_state, mask=mask, backward=backward)
+    return direct, states, total
 
 
-def zeroes_what_is_masked(variant, index):
+def zeroes_masked_steps(variant, index):
     """Return whether a direction of a bidirectional layer returns zeros at masked steps.
 
     They are constants, even where the state is zero too.
     """
-    ignored = keras.backend.backend() in ("jax", "tensorflow") and variant.flags["unroll"]
-    return variant.halves[index].zero_output_for_mask and variant.flags["sequences"] and not ignored
+    is_ignored = keras.backend.backend() in ("jax", "tensorflow") and variant.flags["unroll"]
+    return variant.direction_layers[index].zero_output_for_mask and variant.flags["sequences"] and not is_ignored
 
 
 def before_first_real_step(mask, backward):
-    ran = mask[:, ::-1] if backward else mask
-    before = np.cumsum(ran, axis=1) == 0
+    mask_in_order = mask[:, ::-1] if backward else mask
+    before = np.cumsum(mask_in_order, axis=1) == 0
     return before[:, ::-1] if backward else before
 
 
-def close(actual, wanted, tolerance, what):
+def assert_close(actual, expected, tolerance, label):
     actual = np.asarray(actual, dtype="float64")
-    assert actual.shape == wanted.shape, what
-    scale = max(np.abs(wanted).max(), 1e-12)
-    worst = float(np.abs(actual - wanted).max())
-    assert worst <= tolerance * scale, what
+    assert actual.shape == expected.shape, label
+    scale = max(np.abs(expected).max(), 1e-12)
+    max_error = float(np.abs(actual - expected).max())
+    assert max_error <= tolerance * scale, label
 
 
-def returned(model, inputs, group):
+def keras_outputs(model, inputs, group):
     """Return the outputs of Keras itself, and restore the states of stateful layers."""
-    variables = [state for v in group for half in v.halves for state in half.states or ()]
-    kept = [(state, keras.ops.convert_to_numpy(state.value)) for state in variables]
+    variables = [state for v in group for layer in v.direction_layers for state in layer.states or ()]
+    saved = [(state, keras.ops.convert_to_numpy(state.value)) for state in variables]
     outputs = [keras.ops.convert_to_numpy(o) for o in model(inputs)]
-    for state, value in kept:
+    for state, value in saved:
         state.assign(value)
     return outputs
 
 
-def linear(functionals, outputs):
+def linear_loss(functionals, outputs):
     return sum(keras.ops.sum(f * o) for f, o in zip(functionals, outputs, strict=True))
 
 
@@ -230,26 +235,27 @@ def cases():
 def test_every_option_product(cell, unroll, dtype):
     tolerance = {"float64": 1e-10, "float32": 1e-4}[dtype]
     rng = np.random.default_rng(5)
-    group = variants(cell, unroll, rng)
+    group = make_variants(cell, unroll, rng)
     model = build(group, dtype)
     for variant in group:
         variant.set_states(rng)
     x = rng.normal(size=(BATCH, TIME, FEATURES)).astype(dtype)
-    given = [s.astype(dtype) for v in group if v.flags["initial_state"] for s in v.given]
-    states = {v.name: [v.initial(i) for i in range(len(v.halves))] for v in group}
+    initial_states = [s.astype(dtype) for v in group if v.flags["initial_state"] for s in v.initial_states]
+    states = {v.name: [v.initial_state(i) for i in range(len(v.direction_layers))] for v in group}
 
-    outputs = dict(zip(states, returned(model, [x, MASK, *given], group), strict=True))
-    wanted = {
-        v.name: [expected(v, i, x.astype("float64"), outputs[v.name]) for i in range(len(v.halves))] for v in group
+    outputs = dict(zip(states, keras_outputs(model, [x, MASK, *initial_states], group), strict=True))
+    expected = {
+        v.name: [expected_gradients(v, i, x.astype("float64"), outputs[v.name]) for i in range(len(v.direction_layers))]
+        for v in group
     }
 
-    trace = rl.trace(model, [x, MASK, *given], [v.functional.astype(dtype) for v in group], loss=linear)
+    trace = rl.trace(model, [x, MASK, *initial_states], [v.functional.astype(dtype) for v in group], loss=linear_loss)
 
     assert set(trace.layers) == {v.name for v in group}
     assert all(check.ok for check in trace.checks)
     for variant in group:
-        compare(variant, trace[variant.name], wanted[variant.name], tolerance)
-        after = [variant.initial(i) for i in range(len(variant.halves))]
+        compare(variant, trace[variant.name], expected[variant.name], tolerance)
+        after = [variant.initial_state(i) for i in range(len(variant.direction_layers))]
         assert np.array_equal(np.array(after), np.array(states[variant.name])), "a state advanced"
 
 
@@ -264,18 +270,20 @@ def test_the_product_leaves_out_only_what_keras_itself_cannot_run(dtype):
         assert layer(x, mask=keras.ops.convert_to_tensor(MASK)).shape == (BATCH, 2)
 
 
-def compare(variant, traced, wanted, tolerance):
-    directions = ["backward" if half.go_backwards else "forward" for half in variant.halves]
-    total_input = sum(full.input_grad for _, _, full in wanted)
-    close(traced.input_grad, total_input, tolerance, (variant.name, "input_grad"))
+def compare(variant, traced, expected, tolerance):
+    directions = ["backward" if layer.go_backwards else "forward" for layer in variant.direction_layers]
+    total_input = sum(total.input_grad for _, _, total in expected)
+    assert_close(traced.input_grad, total_input, tolerance, (variant.name, "input_grad"))
     names = ["hidden", "cell"][: variant.states]
-    for direction, (direct, states, full) in zip(directions, wanted, strict=True):
-        half = traced.dataset.sel(direction=direction) if len(wanted) > 1 else traced.dataset
-        for name, state, grad in zip(names, states, full.state_grads, strict=True):
-            close(half[name], state, tolerance, (variant.name, direction, name))
-            close(half[f"{name}_grad"], grad, tolerance, (variant.name, direction, f"{name}_grad"))
-        initial = np.stack(full.initial_state_grad, axis=1)
-        close(half["initial_state_grad"], initial, tolerance, (variant.name, direction, "initial_state_grad"))
+    for direction, (direct, states, total) in zip(directions, expected, strict=True):
+        direction_trace = traced.dataset.sel(direction=direction) if len(expected) > 1 else traced.dataset
+        for name, state, grad in zip(names, states, total.state_grads, strict=True):
+            assert_close(direction_trace[name], state, tolerance, (variant.name, direction, name))
+            assert_close(direction_trace[f"{name}_grad"], grad, tolerance, (variant.name, direction, f"{name}_grad"))
+        initial = np.stack(total.initial_state_grad, axis=1)
+        assert_close(
+            direction_trace["initial_state_grad"], initial, tolerance, (variant.name, direction, "initial_state_grad")
+        )
         if not variant.flags["sequences"]:
             direct = direct[:, 0 if direction == "backward" else -1]
-        close(half["output_grad"], direct, tolerance, (variant.name, direction, "output_grad"))
+        assert_close(direction_trace["output_grad"], direct, tolerance, (variant.name, direction, "output_grad"))

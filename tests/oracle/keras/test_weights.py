@@ -35,19 +35,19 @@ def data_gradients(model):
         return keras.ops.mean((model(tensors[0]) - keras.ops.convert_to_tensor(Y)) ** 2)
 
     variables = model.trainable_variables
-    _, _, found = keras_models.gradients(loss, [X], variables)
-    return {v.path: g for v, g in zip(variables, found, strict=True)}
+    _, _, gradients = keras_models.gradients(loss, [X], variables)
+    return {v.path: g for v, g in zip(variables, gradients, strict=True)}
 
 
-def halves(model, bidirectional):
+def direction_layers(model, bidirectional):
     layer = model.get_layer("rnn")
     return [layer.forward_layer, layer.backward_layer] if bidirectional else [layer]
 
 
-def split(cell, name, flat):
+def split_by_gate(cell, name, array):
     """Return a weight of Keras as (..., gate, unit) arrays by name; the biases of a GRU are two entries."""
     gates = {"SimpleRNNCell": 1, "LSTMCell": 4, "GRUCell": 3}[type(cell).__name__]
-    shaped = flat.reshape(*flat.shape[:-1], gates, flat.shape[-1] // gates)
+    shaped = array.reshape(*array.shape[:-1], gates, array.shape[-1] // gates)
     if name == "bias" and shaped.ndim == 3:
         return {"bias": shaped[0], "recurrent_bias": shaped[1]}
     return {name: shaped}
@@ -63,26 +63,26 @@ def test_values_and_gradients_are_the_frameworks(kind, options, bidirectional):
     model = make_model(kind, bidirectional=bidirectional, **options)
     expected = data_gradients(model)
 
-    found = rl.weights(model, X, Y)["rnn"]
+    weights = rl.weights(model, X, Y)["rnn"]
     by_time = rl.weights(model, X, Y, by_time=True)["rnn"]
     norms = rl.weights(model, X, Y, by_time=True, measure="norm")["rnn"]
 
-    for index, half in enumerate(halves(model, bidirectional)):
-        pick = {"direction": index} if bidirectional else {}
-        for variable in half.cell.trainable_variables:
-            values = split(half.cell, variable.name, numpy_of(variable))
-            gradients = split(half.cell, variable.name, expected[variable.path])
+    for index, layer in enumerate(direction_layers(model, bidirectional)):
+        selection = {"direction": index} if bidirectional else {}
+        for variable in layer.cell.trainable_variables:
+            values = split_by_gate(layer.cell, variable.name, numpy_of(variable))
+            gradients = split_by_gate(layer.cell, variable.name, expected[variable.path])
             for name, value in values.items():
-                np.testing.assert_array_equal(found[name].isel(pick), value)
-                grad = found[f"{name}_grad"].isel(pick)
+                np.testing.assert_array_equal(weights[name].isel(selection), value)
+                grad = weights[f"{name}_grad"].isel(selection)
                 np.testing.assert_allclose(grad, gradients[name], rtol=0, atol=1e-12)
-                steps = by_time[f"{name}_grad"].isel(pick)
-                assert steps.dims == ("time", *grad.dims)
-                np.testing.assert_allclose(steps.sum("time"), gradients[name], rtol=0, atol=1e-12)
-                over = [dim for dim in steps.dims if dim not in ("time", "gate")]
-                norm = norms[f"{name}_grad_norm"].isel(pick)
+                grad_by_time = by_time[f"{name}_grad"].isel(selection)
+                assert grad_by_time.dims == ("time", *grad.dims)
+                np.testing.assert_allclose(grad_by_time.sum("time"), gradients[name], rtol=0, atol=1e-12)
+                reduced_dims = [dim for dim in grad_by_time.dims if dim not in ("time", "gate")]
+                norm = norms[f"{name}_grad_norm"].isel(selection)
                 assert norm.dims == ("time", "gate")
-                np.testing.assert_allclose(norm, np.sqrt((steps**2).sum(over)), rtol=1e-12)
+                np.testing.assert_allclose(norm, np.sqrt((grad_by_time**2).sum(reduced_dims)), rtol=1e-12)
 
 
 def test_other_layers_and_penalties():
@@ -135,10 +135,10 @@ def test_results_are_saved_and_opened(tmp_path):
     model = make_model("lstm", bidirectional=True)
     result = rl.weights(model, X, Y)
     result.save(tmp_path / "w.nc")
-    again = rl.open(tmp_path / "w.nc")
-    assert type(again) is type(result)
-    assert again["rnn"].dataset.identical(result["rnn"].dataset)
-    assert again.penalties == result.penalties
+    opened = rl.open(tmp_path / "w.nc")
+    assert type(opened) is type(result)
+    assert opened["rnn"].dataset.identical(result["rnn"].dataset)
+    assert opened.penalties == result.penalties
 
 
 def test_nothing_of_the_model_changes():
@@ -188,19 +188,19 @@ def test_a_variable_of_a_layer_that_is_made_of_layers():
     model.compile(loss="mse")
     expected = data_gradients(model)[model.get_layer("mixed").decay.path]
     assert abs(expected).max() > 1e-6
-    found = rl.gradients(model, X, Y, wrt="weights")
-    assert list(found["mixed"]) == ["decay"]
-    assert set(found) == {"mixed/inner", "mixed", "head"}
-    np.testing.assert_allclose(found["mixed"]["decay"], expected, rtol=1e-9)
+    grads = rl.gradients(model, X, Y, wrt="weights")
+    assert list(grads["mixed"]) == ["decay"]
+    assert set(grads) == {"mixed/inner", "mixed", "head"}
+    np.testing.assert_allclose(grads["mixed"]["decay"], expected, rtol=1e-9)
     np.testing.assert_allclose(rl.weights(model, X, Y)["mixed"]["decay_grad"], expected, rtol=1e-9)
 
 
 class Holder(keras.Model):
     """A model whose own variables scale what its layer returns; they stand by themselves, in a list and in a dict."""
 
-    def __init__(self, rest, name):
+    def __init__(self, inner, name):
         super().__init__(name=name)
-        self.rest = rest
+        self.rest = inner
         self.alone = keras.Variable(RNG.normal(size=3), name="alone")
         self.listed = [keras.Variable(RNG.normal(size=3), name="twice") for _ in range(2)]
         self.named = {"a": keras.Variable(RNG.normal(size=3), name="kernel")}  # the name of a layer's variable
@@ -211,14 +211,14 @@ class Holder(keras.Model):
         self.scale = self.add_weight(shape=(3,), initializer="random_normal", name="scale")
         self.built = True
 
-    def own(self):
+    def own_variables(self):
         first, second = self.listed
-        named = {"alone": self.alone, "twice": first, "twice#2": second, "kernel": self.named["a"]}
-        return {**named, "scale": self.scale, "fixed": self.fixed}
+        by_name = {"alone": self.alone, "twice": first, "twice#2": second, "kernel": self.named["a"]}
+        return {**by_name, "scale": self.scale, "fixed": self.fixed}
 
     def call(self, x):
         x = self.rest(x)
-        for factor in self.own().values():
+        for factor in self.own_variables().values():
             x = x * factor
         return x
 
@@ -239,20 +239,24 @@ def test_variables_of_a_model_beside_its_layers(nested):
 
     _, _, grads = keras_models.gradients(loss, [X], model.trainable_variables)
     expected = {id(v): g for v, g in zip(model.trainable_variables, grads, strict=True)}
-    found, weights = rl.gradients(model, X, target, wrt="weights"), rl.weights(model, X, target)
+    weight_grads, weights = rl.gradients(model, X, target, wrt="weights"), rl.weights(model, X, target)
     for name, holder in holders.items():
-        own = holder.own()
-        assert set(found[name]) == set(own) == {key for key in weights[name] if f"{key}_grad" in weights[name]}
-        for key, variable in own.items():
+        variables = holder.own_variables()
+        assert (
+            set(weight_grads[name])
+            == set(variables)
+            == {key for key in weights[name] if f"{key}_grad" in weights[name]}
+        )
+        for key, variable in variables.items():
             np.testing.assert_array_equal(weights[name][key], numpy_of(variable))
             if key != "fixed":
                 assert np.any(expected[id(variable)])
-                np.testing.assert_allclose(found[name][key], expected[id(variable)], rtol=1e-8)
+                np.testing.assert_allclose(weight_grads[name][key], expected[id(variable)], rtol=1e-8)
                 np.testing.assert_allclose(weights[name][f"{key}_grad"], expected[id(variable)], rtol=1e-8)
-        assert f"{name}/fixed is frozen" in str(found)
-    assert set(found) == {*holders, "lstm/lstm" if nested else "lstm"}
+        assert f"{name}/fixed is frozen" in str(weight_grads)
+    assert set(weight_grads) == {*holders, "lstm/lstm" if nested else "lstm"}
     norm = np.sqrt(sum((g**2).sum() for g in grads))
     assert norm > 1e-9
     layer = "lstm/lstm" if nested else "lstm"
     clipped = rl.gradients(model, X, target, wrt=f"{layer}/kernel", clip="optimizer").clipped
-    np.testing.assert_allclose(clipped[layer]["kernel"], found[layer]["kernel"] * (1e-9 / norm), rtol=1e-8)
+    np.testing.assert_allclose(clipped[layer]["kernel"], weight_grads[layer]["kernel"] * (1e-9 / norm), rtol=1e-8)

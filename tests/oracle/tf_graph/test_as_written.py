@@ -16,39 +16,39 @@ LENGTHS = [5, 3, 1]
 DATA = np.random.default_rng(0).normal(size=(SAMPLES, STEPS, FEATURES))
 
 
-class Written:
+class LayerRunner:
     """Runs cells in loops of TensorFlow's, or by hand: then the states after each step are kept, by layer."""
 
     def __init__(self, by_hand):
         self.by_hand, self.states = by_hand, {}
 
-    def rnn(self, name, make, x, lengths=None, initial=None, scope="rnn"):
-        made = make()
+    def rnn(self, name, make_cell, x, lengths=None, initial=None, scope="rnn"):
+        rnn_cell = make_cell()
         if not self.by_hand:
             dtype = x.dtype if initial is None else None
-            return tf.nn.dynamic_rnn(made, x, lengths, initial, dtype=dtype, scope=scope)
+            return tf.nn.dynamic_rnn(rnn_cell, x, lengths, initial, dtype=dtype, scope=scope)
         with tf.variable_scope(scope):
-            state = made.zero_state(SAMPLES, x.dtype) if initial is None else initial
+            state = rnn_cell.zero_state(SAMPLES, x.dtype) if initial is None else initial
             outputs, states = [], []
             for t in range(x.shape[1]):
-                output, new = made(x[:, t], state)
+                output, new = rnn_cell(x[:, t], state)
                 states.append(tf.nest.flatten(new))
                 if lengths is not None:
-                    real = tf.expand_dims(t < lengths, 1)
-                    output = tf.where_v2(real, output, tf.zeros_like(output))
-                    new = tf.nest.map_structure(lambda n, o, real=real: tf.where_v2(real, n, o), new, state)
+                    is_valid = tf.expand_dims(t < lengths, 1)
+                    output = tf.where_v2(is_valid, output, tf.zeros_like(output))
+                    new = tf.nest.map_structure(lambda n, o, is_valid=is_valid: tf.where_v2(is_valid, n, o), new, state)
                 state = new
                 outputs.append(output)
             self.states[name] = states, lengths is not None
             return tf.stack(outputs, 1), state
 
-    def loop(self, name, x, count, read):
+    def loop(self, name, x, count, read_step):
         """An Elman network in a while loop of its own, the input read step by step."""
         shapes = {"W": [FEATURES, UNITS], "V": [UNITS, UNITS], "b": [UNITS]}
         w = {key: tf.get_variable(key, shape, x.dtype) for key, shape in shapes.items()}
 
-        def step(now, h):
-            return tf.tanh(tf.matmul(now, w["W"]) + tf.matmul(h, w["V"]) + w["b"])
+        def step(x_t, h):
+            return tf.tanh(tf.matmul(x_t, w["W"]) + tf.matmul(h, w["V"]) + w["b"])
 
         zero = tf.zeros([SAMPLES, UNITS], x.dtype)
         if self.by_hand:
@@ -59,11 +59,11 @@ class Written:
             return tf.stack(states[1:], 1)
 
         def body(t, h, outputs):
-            h = step(read(t), h)
+            h = step(read_step(t), h)
             return t + 1, h, outputs.write(t, h)
 
-        given = (0, zero, tf.TensorArray(x.dtype, count))
-        outputs = tf.transpose(tf.while_loop(lambda t, *_: t < count, body, given)[2].stack(), [1, 0, 2])
+        loop_vars = (0, zero, tf.TensorArray(x.dtype, count))
+        outputs = tf.transpose(tf.while_loop(lambda t, *_: t < count, body, loop_vars)[2].stack(), [1, 0, 2])
         outputs.set_shape([SAMPLES, count, UNITS])
         return outputs
 
@@ -100,15 +100,18 @@ def attention_after(run, x, lengths):
 
 def shared_by_two(run, x, lengths):
     """One encoder for two inputs: one set of variables, two loops."""
-    ends = []
-    for given in (x, 0.5 * x[:, ::-1]):
-        with tf.variable_scope("encoder", reuse=bool(ends)):
-            ends.append(
-                run.rnn(f"shared_by_two/encoder/rnn#{len(ends)}", lambda: cell.BasicLSTMCell(UNITS), given, lengths)[
-                    1
-                ].h
+    final_states = []
+    for sequence in (x, 0.5 * x[:, ::-1]):
+        with tf.variable_scope("encoder", reuse=bool(final_states)):
+            final_states.append(
+                run.rnn(
+                    f"shared_by_two/encoder/rnn#{len(final_states)}",
+                    lambda: cell.BasicLSTMCell(UNITS),
+                    sequence,
+                    lengths,
+                )[1].h
             )
-    return weighted(tf.abs(ends[0] - ends[1]), 1)
+    return weighted(tf.abs(final_states[0] - final_states[1]), 1)
 
 
 def scopes_of_one_name(run, x, lengths):
@@ -139,8 +142,8 @@ def encoder_decoder(run, x, lengths):
 
 def chosen_by_a_condition(run, x, lengths):
     training = tf.placeholder_with_default(True, [])
-    given = tf.cond(training, lambda: 2.0 * x, lambda: x)
-    outputs, _ = run.rnn("chosen_by_a_condition/rnn", lambda: cell.GRUCell(UNITS), given, lengths)
+    inputs = tf.cond(training, lambda: 2.0 * x, lambda: x)
+    outputs, _ = run.rnn("chosen_by_a_condition/rnn", lambda: cell.GRUCell(UNITS), inputs, lengths)
     return weighted(tf.cond(training, lambda: outputs[:, 0], lambda: outputs[:, 1]), 1)
 
 
@@ -149,11 +152,11 @@ def carries_its_state_over(run, x, lengths):
 
     A resource: TensorFlow differentiates a reference variable as it is after it was set.
     """
-    drawn = tf.random_normal_initializer(seed=3)
-    held = tf.get_variable("held", [SAMPLES, UNITS], x.dtype, drawn, trainable=False, use_resource=True)
-    start = tf.identity(held)
+    initializer = tf.random_normal_initializer(seed=3)
+    saved_state = tf.get_variable("held", [SAMPLES, UNITS], x.dtype, initializer, trainable=False, use_resource=True)
+    start = tf.identity(saved_state)
     outputs, state = run.rnn("carries_its_state_over/rnn", lambda: cell.GRUCell(UNITS), x, initial=start)
-    with tf.control_dependencies([tf.assign(held, state)]):
+    with tf.control_dependencies([tf.assign(saved_state, state)]):
         return weighted(tf.identity(outputs), 1)
 
 
@@ -176,10 +179,10 @@ MODELS = (
 )
 
 
-def built(by_hand):
+def build_models(by_hand):
     """The loss of all models, what is fed, and the states that are tensors."""
     x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
-    lengths, run = tf.placeholder(tf.int32, [None]), Written(by_hand)
+    lengths, run = tf.placeholder(tf.int32, [None]), LayerRunner(by_hand)
     losses = []
     for model in MODELS:
         uniform = tf.random_uniform_initializer(-0.9, 0.9, seed=len(losses))
@@ -188,22 +191,22 @@ def built(by_hand):
     return tf.add_n(losses), x, lengths, run.states
 
 
-def by_hand(values):
+def states_by_hand(values):
     """By layer: states and total gradients, (sample, time, unit) each, by TensorFlow; and whether it has lengths."""
     with tf.Graph().as_default(), tf.Session() as session:
-        loss, x, lengths, layers = built(by_hand=True)
+        loss, x, lengths, layers = build_models(by_hand=True)
         for variable in tf.global_variables():
             variable.load(values[variable.op.name], session)
-        asked = {}
+        fetches = {}
         for name, (steps, masked) in layers.items():
             columns = list(map(list, zip(*steps, strict=True)))
             grads = [tf.gradients(loss, column, unconnected_gradients="zero") for column in columns]
-            asked[name] = [tf.stack(c, 1) for c in columns], [tf.stack(g, 1) for g in grads], tf.constant(masked)
-        return session.run(asked, {x: DATA, lengths: LENGTHS})
+            fetches[name] = [tf.stack(c, 1) for c in columns], [tf.stack(g, 1) for g in grads], tf.constant(masked)
+        return session.run(fetches, {x: DATA, lengths: LENGTHS})
 
 
 def test_every_state_of_every_model():
-    loss, x, lengths, _ = built(by_hand=False)
+    loss, x, lengths, _ = build_models(by_hand=False)
     session = tf.Session()
     session.run(tf.global_variables_initializer())
     values = {variable.op.name: session.run(variable) for variable in tf.global_variables()}
@@ -212,23 +215,25 @@ def test_every_state_of_every_model():
     assert trace.certificate.state == "passed"
     for variable in tf.global_variables():
         np.testing.assert_array_equal(session.run(variable), values[variable.op.name])
-    for name, (states, grads, masked) in by_hand(values).items():
+    for name, (states, grads, masked) in states_by_hand(values).items():
         nodes = sorted(node for node in trace if node == name or node.startswith(f"{name}/cell_"))
         names = ("cell", "hidden") if len(states) > len(nodes) else ("hidden",)
         assert len(states) == len(nodes) * len(names), name
-        real = np.arange(states[0].shape[1]) < (np.array(LENGTHS)[:, None] if masked else STEPS)
-        real = np.broadcast_to(real, states[0].shape[:2])
-        found = [trace[node][quantity] for node in nodes for quantity in names]
-        total = [trace[node][f"{quantity}_grad"] for node in nodes for quantity in names]
-        for mine, truth in zip([*found, *total], [*states, *grads], strict=True):
-            np.testing.assert_allclose(mine.values[real], truth[real], rtol=1e-10, atol=1e-12, err_msg=name)
+        is_valid = np.arange(states[0].shape[1]) < (np.array(LENGTHS)[:, None] if masked else STEPS)
+        is_valid = np.broadcast_to(is_valid, states[0].shape[:2])
+        traced_states = [trace[node][quantity] for node in nodes for quantity in names]
+        traced_grads = [trace[node][f"{quantity}_grad"] for node in nodes for quantity in names]
+        for actual, expected in zip([*traced_states, *traced_grads], [*states, *grads], strict=True):
+            np.testing.assert_allclose(
+                actual.values[is_valid], expected[is_valid], rtol=1e-10, atol=1e-12, err_msg=name
+            )
 
 
 def test_a_loop_that_ends_before_what_it_reads_is_refused():
     """The steps of a TensorArray are not known to the last; where the tensor is indexed, they are."""
     x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
     steps = tf.TensorArray(x.dtype, STEPS).unstack(tf.transpose(x, [1, 0, 2]))
-    loss = tf.reduce_sum(Written(by_hand=False).loop("", x, STEPS - 2, steps.read))
+    loss = tf.reduce_sum(LayerRunner(by_hand=False).loop("", x, STEPS - 2, steps.read))
     with tf.Session() as session:
         session.run(tf.global_variables_initializer())
         with pytest.raises(rl.errors.UnsupportedError, match="does not run through all steps"):
@@ -260,7 +265,7 @@ def test_the_jacobian_of_a_residual_stack_that_runs_backward():
     session = tf.Session()
     session.run(tf.global_variables_initializer())
     data = np.random.default_rng(0).normal(size=(2, 5, 3))
-    found = rl.jacobian(rl.tf1.graph(session, inputs=x, outputs=backward), data)
-    truth = session.run(rows, {x: data}).reshape(2, 5, 3, 5, 3)
-    np.testing.assert_allclose(found, truth, rtol=1e-9, atol=1e-12)
-    assert found.certificate.state == "passed"
+    jacobian = rl.jacobian(rl.tf1.graph(session, inputs=x, outputs=backward), data)
+    expected = session.run(rows, {x: data}).reshape(2, 5, 3, 5, 3)
+    np.testing.assert_allclose(jacobian, expected, rtol=1e-9, atol=1e-12)
+    assert jacobian.certificate.state == "passed"

@@ -34,9 +34,9 @@ class Skewed(Crossed):
 
     def call(self, x, state):
         below, above = state
-        new, _ = self.lower(x, below)
+        new_below, _ = self.lower(x, below)
         above, _ = self.upper(below, above)
-        return above, (new, above)
+        return above, (new_below, above)
 
 
 class OldOutput(Crossed):
@@ -44,12 +44,12 @@ class OldOutput(Crossed):
 
     def call(self, x, state):
         below, above = state
-        new, _ = self.lower(x, below)
-        newer, _ = self.upper(new, above)
-        return newer + below, (new, newer)
+        new_below, _ = self.lower(x, below)
+        new_above, _ = self.upper(new_below, above)
+        return new_above + below, (new_below, new_above)
 
 
-def stepped(cell, x):
+def run_step_by_step(cell, x):
     state, outputs, states = cell.zero_state(SAMPLES, tf.float64), [], []
     for t in range(STEPS):
         output, state = cell(x[:, t], state)
@@ -68,27 +68,27 @@ def net_of(x, outputs):
     return rl.tf1.graph(session, inputs={"x": x}, outputs={"y": outputs}, loss=loss_of(outputs))
 
 
-def truth(make, values):
+def reference_results(make, values):
     """Return states, dL/ds, dL/dx and d(state)/dx of every step, of the same cell called step by step."""
     with tf.Graph().as_default(), tf.Session() as session:
         x = tf.constant(X)
         with tf.variable_scope("net/rnn"):
-            outputs, states = stepped(make(), x)
+            outputs, states = run_step_by_step(make(), x)
         for variable in tf.global_variables():
             variable.load(values[variable.op.name], session)
         loss = loss_of(outputs)
         columns, zero = [list(column) for column in zip(*states, strict=True)], "zero"
         by_state = [tf.gradients(loss, column, unconnected_gradients=zero) for column in columns]
-        numbers = [[tf.reduce_sum(s[:, unit]) for s, _ in states] for unit in range(UNITS)]
-        by_input = [[tf.gradients(number, x)[0] for number in column] for column in numbers]
+        unit_sums = [[tf.reduce_sum(s[:, unit]) for s, _ in states] for unit in range(UNITS)]
+        by_input = [[tf.gradients(unit_sum, x)[0] for unit_sum in column] for column in unit_sums]
         start = states[0][1]
-        by_start = [[tf.gradients(n, start, unconnected_gradients=zero)[0] for n in column] for column in numbers]
+        by_start = [[tf.gradients(n, start, unconnected_gradients=zero)[0] for n in column] for column in unit_sums]
         fetches = [[tf.stack(column, 1) for column in columns], [tf.stack(g, 1) for g in by_state]]
         return session.run([*fetches, tf.gradients(loss, x)[0], by_input, by_start])
 
 
-def close(array, expected):
-    np.testing.assert_allclose(array, expected, rtol=1e-10, atol=1e-13)
+def assert_close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.parametrize("make", [Crossed, Skewed, OldOutput])
@@ -98,42 +98,45 @@ def test_states_gradients_and_jacobians_of_a_loop(make):
         outputs, _ = tf.nn.dynamic_rnn(make(), x, dtype=tf.float64)
     net = net_of(x, outputs)
     values = {v.op.name: net.session.run(v) for v in tf.global_variables()}
-    states, grads, by_x, by_input, by_start = truth(make, values)
+    states, grads, by_x, by_input, by_start = reference_results(make, values)
     trace = rl.trace(net, X)
     assert trace.certificate.state == "passed", trace.certificate
     assert list(trace) == ["net/rnn"]
     for name, state, grad in zip(("hidden", "state_1"), states, grads, strict=True):
-        close(trace["net/rnn"][name], state)
-        close(trace["net/rnn"][f"{name}_grad"], grad)
-    close(rl.gradients(net, X, wrt="input"), by_x)
-    found = rl.jacobian(net, X, of="net/rnn.hidden", wrt="input")
-    close(found.values, np.moveaxis(np.array(by_input), (0, 1, 2), (2, 1, 0)))
-    across = rl.jacobian(net, X, of="net/rnn.hidden", wrt="net/rnn.state_1", at={"in_time": 0})
-    close(across.values.reshape(SAMPLES, STEPS, UNITS, UNITS), np.moveaxis(np.array(by_start), (0, 1, 2), (2, 1, 0)))
-    assert found.certificate.state == across.certificate.state == "passed"
+        assert_close(trace["net/rnn"][name], state)
+        assert_close(trace["net/rnn"][f"{name}_grad"], grad)
+    assert_close(rl.gradients(net, X, wrt="input"), by_x)
+    jacobian = rl.jacobian(net, X, of="net/rnn.hidden", wrt="input")
+    assert_close(jacobian.values, np.moveaxis(np.array(by_input), (0, 1, 2), (2, 1, 0)))
+    cross_jacobian = rl.jacobian(net, X, of="net/rnn.hidden", wrt="net/rnn.state_1", at={"in_time": 0})
+    assert_close(
+        cross_jacobian.values.reshape(SAMPLES, STEPS, UNITS, UNITS),
+        np.moveaxis(np.array(by_start), (0, 1, 2), (2, 1, 0)),
+    )
+    assert jacobian.certificate.state == cross_jacobian.certificate.state == "passed"
 
 
 def test_cells_side_by_side_in_one_scope_are_named_by_their_own():
     """Two cells of a Python loop; they were two calls of one layer, whose weight gradients differed."""
     x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
     with tf.variable_scope("net/rnn", initializer=tf.random_uniform_initializer(-1, 1, seed=3)):
-        outputs, _ = stepped(Crossed(), x)
+        outputs, _ = run_step_by_step(Crossed(), x)
     net = net_of(x, outputs)
     values = {v.op.name: net.session.run(v) for v in tf.global_variables()}
-    states, grads, *_ = truth(Crossed, values)
+    states, grads, *_ = reference_results(Crossed, values)
     trace = rl.trace(net, X)
     assert trace.certificate.state == "passed", trace.certificate
     assert list(trace) == ["net/rnn/crossed/lower", "net/rnn/crossed/upper"]
     for layer, state, grad in zip(trace.values(), states, grads, strict=True):
-        close(layer.hidden, state)
-        close(layer.hidden_grad, grad)
+        assert_close(layer.hidden, state)
+        assert_close(layer.hidden_grad, grad)
 
 
 def test_a_copy_that_is_dropped_while_it_is_used_still_runs(monkeypatch):
     """After many questions to one graph a new copy is made in the middle of a time Jacobian."""
     x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
     with tf.variable_scope("net", initializer=tf.random_uniform_initializer(-1, 1, seed=3)):
-        net = net_of(x, stepped(Crossed(), x)[0])
+        net = net_of(x, run_step_by_step(Crossed(), x)[0])
     monkeypatch.setattr(open_net, "_MOST_BUILT", 0)
     upper = rl.layers(net)[-1].name
     assert rl.jacobian(net, X, of=f"{upper}.hidden", wrt="input").certificate.state == "passed"

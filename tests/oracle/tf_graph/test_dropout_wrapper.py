@@ -12,7 +12,7 @@ cells = tf.nn.rnn_cell
 SAMPLES, STEPS, FEATURES, UNITS = 3, 5, 4, 4
 X = np.random.default_rng(0).normal(size=(SAMPLES, STEPS, FEATURES))
 KINDS = {"gru": cells.GRUCell, "lstm": cells.LSTMCell, "simple_rnn": cells.BasicRNNCell}
-AROUND = {
+WRAPPINGS = {
     "alone": lambda make: make(),
     "stack": lambda make: cells.MultiRNNCell([make(), make()]),
     "residual": lambda make: cells.ResidualWrapper(make()),
@@ -22,7 +22,7 @@ AROUND = {
 DROPPED = [d for d in product((False, True), repeat=3) if any(d)]
 
 
-def built(kind, around, dropped, variational, keep):
+def build_net(kind, wrapping, dropped, variational, keep):
     """Input, loss, session and the gradients of TensorFlow by input and variables, which are made before any run."""
     x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES], name="x")
     names = [f"{name}_keep_prob" for name in ("input", "state", "output")]
@@ -35,7 +35,7 @@ def built(kind, around, dropped, variational, keep):
         )
 
     lengths = tf.constant([5, 3, 4])
-    outputs, state = tf.nn.dynamic_rnn(AROUND[around](make), x, sequence_length=lengths, dtype=tf.float64)
+    outputs, state = tf.nn.dynamic_rnn(WRAPPINGS[wrapping](make), x, sequence_length=lengths, dtype=tf.float64)
     weights = tf.constant(np.random.default_rng(1).normal(size=(SAMPLES, STEPS, UNITS)))
     loss = tf.reduce_sum(weights * outputs) + tf.add_n([tf.reduce_sum(s**2) for s in tf.nest.flatten(state)])
     variables = tf.trainable_variables()
@@ -45,9 +45,9 @@ def built(kind, around, dropped, variational, keep):
     return x, outputs, loss, session, dict(zip(["x", *(v.op.name for v in variables)], gradients, strict=True))
 
 
-CASES = list(product(KINDS, AROUND, DROPPED, (False, True)))
+CASES = list(product(KINDS, WRAPPINGS, DROPPED, (False, True)))
 #: One of each kind of option under every run of the tests; the whole product with all that is ``full``.
-SOME = [
+QUICK_CASES = [
     *(("gru", "alone", (True, True, False), variational) for variational in (False, True)),
     ("lstm", "stack", (True, True, True), False),
     ("lstm", "residual", (False, True, False), True),
@@ -55,47 +55,49 @@ SOME = [
 ]
 
 
-def known_where_all_is_kept(kind, around, dropped, variational):
+def check_all_kept(kind, wrapping, dropped, variational):
     """With keep probabilities of 1 a cell has its gates and its own input; all gradients are TensorFlow's."""
     keep = tf.placeholder(tf.float64, [], name="keep")
-    x, outputs, loss, session, gradients = built(kind, around, dropped, variational, keep)
+    x, outputs, loss, session, gradients = build_net(kind, wrapping, dropped, variational, keep)
     net = rl.tf1.graph(session, inputs=x, outputs=outputs, loss=loss, feed={keep: 1.0})
     layers = [row.name for row in rl.layers(net)]
-    assert [row.cell for row in rl.layers(net)] == [kind] * (2 if "stack" in around else 1)
+    assert [row.cell for row in rl.layers(net)] == [kind] * (2 if "stack" in wrapping else 1)
     trace = rl.trace(net, X)
     assert trace.certificate.state == "passed"
     truth = session.run(gradients, {x: X, keep: 1.0})
     for layer in layers:
         assert "gates" in trace[layer]
         assert trace[layer].input_grad.shape == X.shape
-    if around == "alone":
+    if wrapping == "alone":
         np.testing.assert_allclose(trace[layers[0]].input_grad, truth["x"], rtol=1e-10, atol=1e-12)
     by_weight = rl.gradients(net, X, of="loss", wrt="weights")
-    first = truth[next(name for name in truth if name.endswith("kernel"))]
-    mine = by_weight[f"{layers[0]}/kernel"].values
-    assert np.abs(np.sort(mine[:, 0 if mine.ndim == 2 else slice(None)].ravel())).sum() > 0
-    assert np.isclose(np.abs(mine).sum(), np.abs(of_inputs(kind, truth, first)).sum(), rtol=1e-10)
+    kernel_grad = truth[next(name for name in truth if name.endswith("kernel"))]
+    actual = by_weight[f"{layers[0]}/kernel"].values
+    assert np.abs(np.sort(actual[:, 0 if actual.ndim == 2 else slice(None)].ravel())).sum() > 0
+    assert np.isclose(np.abs(actual).sum(), np.abs(input_rows(kind, truth, kernel_grad)).sum(), rtol=1e-10)
 
 
-def of_inputs(kind, truth, first):
+def input_rows(kind, truth, kernel_grad):
     """The rows of the first cell's kernels that its input meets."""
     if kind != "gru":
-        return first[:FEATURES]
+        return kernel_grad[:FEATURES]
     scope = next(name for name in truth if name.endswith("gates/kernel")).removesuffix("gates/kernel")
-    return np.concatenate([truth[f"{scope}{part}/kernel"][:FEATURES] for part in ("gates", "candidate")], 1)
+    return np.concatenate(
+        [truth[f"{scope}{kernel_name}/kernel"][:FEATURES] for kernel_name in ("gates", "candidate")], 1
+    )
 
 
-def exact_or_refused_where_some_is_dropped(kind, around, dropped, variational):
+def check_some_dropped(kind, wrapping, dropped, variational):
     """What is dropped with a mask per step can be recorded but of states: those are refused, with a way around."""
-    x, outputs, loss, session, _ = built(kind, around, dropped, variational, 0.6)
+    x, outputs, loss, session, _ = build_net(kind, wrapping, dropped, variational, 0.6)
     net = rl.tf1.graph(session, inputs=x, outputs=outputs, loss=loss)
-    _, state, _ = dropped
-    if state and not variational:
+    _, drops_state, _ = dropped
+    if drops_state and not variational:
         with pytest.raises(rl.errors.UnsupportedError, match="random numbers that are drawn anew") as refusal:
             rl.trace(net, X)
         assert "keep probability of 1" in str(refusal.value)
         return
-    if around == "stack of residual" and dropped == (True, False, True) and not variational:
+    if wrapping == "stack of residual" and dropped == (True, False, True) and not variational:
         # The mask of the lower cell's output is a part of both cells' steps, and two runs would draw two masks.
         with pytest.raises(rl.errors.UnsupportedError, match="random numbers that are used in several places"):
             rl.trace(net, X)
@@ -105,25 +107,25 @@ def exact_or_refused_where_some_is_dropped(kind, around, dropped, variational):
     for row in rl.layers(net):
         assert trace[row.name].input_grad.shape == X.shape
         if "unknown cell" in row.options:
-            assert state
+            assert drops_state
             assert any(row.options["unknown cell"] in note for note in trace.notes)
         else:
             assert row.cell == kind
 
 
-@pytest.mark.parametrize("case", SOME, ids=str)
+@pytest.mark.parametrize("case", QUICK_CASES, ids=str)
 def test_known_where_all_is_kept(case):
-    known_where_all_is_kept(*case)
+    check_all_kept(*case)
 
 
-@pytest.mark.parametrize("case", SOME, ids=str)
+@pytest.mark.parametrize("case", QUICK_CASES, ids=str)
 def test_exact_or_refused_where_some_is_dropped(case):
-    exact_or_refused_where_some_is_dropped(*case)
+    check_some_dropped(*case)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("check", [known_where_all_is_kept, exact_or_refused_where_some_is_dropped])
+@pytest.mark.parametrize("check", [check_all_kept, check_some_dropped])
 def test_all_options(check, case):
     check(*case)
 
@@ -136,12 +138,12 @@ class Leaky(cells.BasicRNNCell):
         return new, new
 
 
-@pytest.mark.parametrize("around", ["alone", "stack"])
-def test_a_cell_of_ones_own_where_all_is_kept(around, monkeypatch):
+@pytest.mark.parametrize("wrapping", ["alone", "stack"])
+def test_a_cell_of_ones_own_where_all_is_kept(wrapping, monkeypatch):
     """Dropout that drops nothing is no random number in the step of a cell with unknown equations."""
     monkeypatch.setitem(KINDS, "own", Leaky)
     keep = tf.placeholder_with_default(tf.constant(0.5, tf.float64), [], name="keep")
-    x, outputs, loss, session, gradients = built("own", around, (True, True, True), False, keep)
+    x, outputs, loss, session, gradients = build_net("own", wrapping, (True, True, True), False, keep)
     net = rl.tf1.graph(session, inputs=x, outputs=outputs, loss=loss, feed={keep: 1.0})
     trace = rl.trace(net, X)
     assert trace.certificate.state == "passed"
@@ -155,7 +157,7 @@ def test_a_cell_of_ones_own_where_all_is_kept(around, monkeypatch):
 def test_another_value_is_another_cell():
     """One graph, two nets: what one sets its rate to does not count for the other."""
     keep = tf.placeholder(tf.float64, [], name="keep")
-    x, outputs, loss, session, _ = built("gru", "alone", (True, True, False), True, keep)
+    x, outputs, loss, session, _ = build_net("gru", "alone", (True, True, False), True, keep)
     kinds = []
     for value in (1.0, 0.6, 0.999, 1.0):
         net = rl.tf1.graph(session, inputs=x, outputs=outputs, loss=loss, feed={keep: value})
@@ -167,7 +169,7 @@ def test_another_value_is_another_cell():
 def test_a_rate_in_a_variable_is_read_at_every_call():
     """Another value of the variable is another cell."""
     keep = tf.get_variable("keep", [], tf.float64, tf.ones_initializer(), trainable=False)
-    x, outputs, loss, session, _ = built("gru", "alone", (True, True, False), False, keep)
+    x, outputs, loss, session, _ = build_net("gru", "alone", (True, True, False), False, keep)
     net = rl.tf1.graph(session, inputs=x, outputs=outputs, loss=loss)
     assert "gates" in rl.trace(net, X)["rnn"]
     keep.load(0.5, session)

@@ -17,17 +17,17 @@ def net_of(x, outputs, loss, **options):
     return rl.tf1.graph(session, inputs=x, outputs=outputs, loss=loss, **options)
 
 
-def decoder(make):
+def build_decoder(make):
     """A cell that is fed what a dense layer makes of its last output; the states after each step, flat."""
     x = tf.placeholder(tf.float64, [SAMPLES, FEATURES])
     with tf.variable_scope("m"):
-        cell, given, states, outputs = make(), x, [], []
+        cell, step_input, states, outputs = make(), x, [], []
         state = cell.zero_state(SAMPLES, tf.float64)
         for t in range(STEPS):
-            output, state = cell(given, state)
-            given = tf.layers.dense(output, FEATURES, name="head", reuse=t > 0)
+            output, state = cell(step_input, state)
+            step_input = tf.layers.dense(output, FEATURES, name="head", reuse=t > 0)
             states.append(tf.nest.flatten(state))
-            outputs.append(given)
+            outputs.append(step_input)
     outputs = tf.stack(outputs, 1)
     return x, states, outputs, tf.reduce_sum(outputs**2)
 
@@ -46,19 +46,19 @@ DECODERS = {
 def test_outputs_that_are_fed_back(name):
     """Every state is a tensor of the user's graph, so TensorFlow gives its total gradient itself."""
     make, layers = DECODERS[name]
-    x, states, outputs, loss = decoder(make)
+    x, states, outputs, loss = build_decoder(make)
     columns = list(zip(*states, strict=True))
-    truth = [tf.stack(tf.gradients(loss, column), 1) for column in columns]
+    gradients = [tf.stack(tf.gradients(loss, column), 1) for column in columns]
     net, data = net_of(x, outputs, loss), DRAW(size=(SAMPLES, FEATURES))
     trace = rl.trace(net, data)
     assert trace.certificate.state == "passed"
-    found = [trace[layer][f"{quantity}_grad"].values for layer, quantities in layers for quantity in quantities]
-    for mine, expected in zip(found, net.session.run(truth, {x: data}), strict=True):
-        np.testing.assert_allclose(mine, expected, rtol=1e-10, atol=1e-13)
+    total_grads = [trace[layer][f"{quantity}_grad"].values for layer, quantities in layers for quantity in quantities]
+    for actual, expected in zip(total_grads, net.session.run(gradients, {x: data}), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-13)
 
 
 def test_a_time_jacobian_through_what_is_fed_back():
-    x, states, outputs, loss = decoder(DECODERS["gru"][0])
+    x, states, outputs, loss = build_decoder(DECODERS["gru"][0])
     hidden = [state[0] for state in states]
     rows = [[tf.gradients(outputs[:, t, 1], h, unconnected_gradients="zero")[0] for h in hidden] for t in range(STEPS)]
     net, data = net_of(x, outputs, loss), DRAW(size=(SAMPLES, FEATURES))
@@ -68,7 +68,7 @@ def test_a_time_jacobian_through_what_is_fed_back():
 
 
 @pytest.mark.parametrize(
-    ("read", "projection"),
+    ("read_steps", "projection"),
     [
         ([-1], None),
         ([0, 1, 2], 2),
@@ -78,7 +78,7 @@ def test_a_time_jacobian_through_what_is_fed_back():
         ),
     ],
 )
-def test_a_cell_state_that_the_head_reads(read, projection):
+def test_a_cell_state_that_the_head_reads(read_steps, projection):
     """The head reads the cell state of some steps, besides the last hidden state; all are tensors of the graph."""
     x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
     with tf.variable_scope("m"):
@@ -87,17 +87,19 @@ def test_a_cell_state_that_the_head_reads(read, projection):
         for t in range(STEPS):
             _, state = cell(x[:, t], state)
             states.append(state)
-    y = tf.layers.dense(tf.concat([*(states[t].c for t in read), state.h], 1), 2)
+    y = tf.layers.dense(tf.concat([*(states[t].c for t in read_steps), state.h], 1), 2)
     net, data = net_of({"x": x}, y, None), DRAW(size=(SAMPLES, STEPS, FEATURES))
-    ends = {"input": None, "m.hidden": [s.h for s in states], "m.cell": [s.c for s in states]}
-    for wrt, tensors in ends.items():
-        found = rl.jacobian(net, data, wrt=wrt)
-        by = [tf.stack(tf.gradients(y[:, k], tensors), 1) if tensors else tf.gradients(y[:, k], x)[0] for k in range(2)]
-        truth = net.session.run(tf.stack(by, 1), {x: data})
-        np.testing.assert_allclose(found.transpose("sample", "out_unit", ...).values, truth, rtol=1e-10, atol=1e-13)
-        summed = rl.gradients(net, data, of="output", wrt=wrt, reduce="sum")
-        np.testing.assert_allclose(summed.values, truth.sum(1), rtol=1e-10, atol=1e-13)
-        assert {found.certificate.state, summed.certificate.state} == {"passed"}
+    sources = {"input": None, "m.hidden": [s.h for s in states], "m.cell": [s.c for s in states]}
+    for wrt, tensors in sources.items():
+        jacobian = rl.jacobian(net, data, wrt=wrt)
+        unit_grads = [
+            tf.stack(tf.gradients(y[:, k], tensors), 1) if tensors else tf.gradients(y[:, k], x)[0] for k in range(2)
+        ]
+        truth = net.session.run(tf.stack(unit_grads, 1), {x: data})
+        np.testing.assert_allclose(jacobian.transpose("sample", "out_unit", ...).values, truth, rtol=1e-10, atol=1e-13)
+        summed_grad = rl.gradients(net, data, of="output", wrt=wrt, reduce="sum")
+        np.testing.assert_allclose(summed_grad.values, truth.sum(1), rtol=1e-10, atol=1e-13)
+        assert {jacobian.certificate.state, summed_grad.certificate.state} == {"passed"}
 
 
 @pytest.mark.parametrize("projection", [None, 2])
@@ -115,36 +117,38 @@ def test_only_the_last_cell_state_is_read(projection):
     net, data = net_of(x, state.c, loss), DRAW(size=(SAMPLES, STEPS, FEATURES))
     trace = rl.trace(net, data)
     assert trace.certificate.state == "passed"
-    session, hidden = net.session, trace["m"]["hidden_grad"].values
+    session, hidden_grad = net.session, trace["m"]["hidden_grad"].values
     np.testing.assert_array_equal(trace["m"]["hidden"][:, -1].values, session.run(state.h, {x: data}))
     np.testing.assert_allclose(
         trace["m"]["cell_grad"].values, session.run(tf.stack(by_cell, 1), {x: data}), rtol=1e-10, atol=1e-13
     )
-    np.testing.assert_allclose(hidden[:, :-1], session.run(tf.stack(by_hidden, 1), {x: data}), rtol=1e-10, atol=1e-13)
-    assert not hidden[:, -1].any()
-    found, truth = rl.gradients(net, data, wrt="input"), session.run(tf.gradients(loss, x), {x: data})
-    np.testing.assert_allclose(found.values, truth[0], rtol=1e-10, atol=1e-13)
+    np.testing.assert_allclose(
+        hidden_grad[:, :-1], session.run(tf.stack(by_hidden, 1), {x: data}), rtol=1e-10, atol=1e-13
+    )
+    assert not hidden_grad[:, -1].any()
+    input_grad, truth = rl.gradients(net, data, wrt="input"), session.run(tf.gradients(loss, x), {x: data})
+    np.testing.assert_allclose(input_grad.values, truth[0], rtol=1e-10, atol=1e-13)
 
 
 def test_feedback_of_a_state_that_is_no_output_is_refused():
     x = tf.placeholder(tf.float64, [SAMPLES, UNITS])
-    cell, given = cells.BasicLSTMCell(UNITS), x
+    cell, step_input = cells.BasicLSTMCell(UNITS), x
     state = cell.zero_state(SAMPLES, tf.float64)
     for _ in range(STEPS):
-        _, state = cell(given, state)
-        given = tf.tanh(state.c)
-    net = net_of(x, given, tf.reduce_sum(given))
+        _, state = cell(step_input, state)
+        step_input = tf.tanh(state.c)
+    net = net_of(x, step_input, tf.reduce_sum(step_input))
     with pytest.raises(rl.errors.UnsupportedError, match="a state that is not their output"):
         rl.trace(net, DRAW(size=(SAMPLES, UNITS)))
 
 
 def test_both_inputs_of_a_siamese_network_are_calls_of_one_layer():
     x, z = (tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES], name=name) for name in "xz")
-    ends = []
-    for i, given in enumerate((x, z)):
+    encodings = []
+    for i, sequence in enumerate((x, z)):
         with tf.variable_scope("encoder", reuse=i > 0):
-            ends.append(tf.nn.dynamic_rnn(cells.BasicLSTMCell(UNITS), given, dtype=tf.float64)[1].h)
-    outputs = ends[0] - ends[1]
+            encodings.append(tf.nn.dynamic_rnn(cells.BasicLSTMCell(UNITS), sequence, dtype=tf.float64)[1].h)
+    outputs = encodings[0] - encodings[1]
     loss = tf.reduce_sum(outputs**2)
     variables = tf.trainable_variables()
     gradients = tf.gradients(loss, variables)
@@ -153,23 +157,23 @@ def test_both_inputs_of_a_siamese_network_are_calls_of_one_layer():
     data = {"x": DRAW(size=(SAMPLES, STEPS, FEATURES)), "z": DRAW(size=(SAMPLES, STEPS, FEATURES))}
     assert [(row.name, row.options["calls"]) for row in rl.layers(net)] == [("encoder/rnn", 2)]
     assert list(rl.trace(net, data)) == ["encoder/rnn#0", "encoder/rnn#1"]
-    truth, after = net.session.run([gradients, clipped], {x: data["x"], z: data["z"]})
+    truth, clipped_truth = net.session.run([gradients, clipped], {x: data["x"], z: data["z"]})
     by_weight = rl.gradients(net, data, wrt="weights")
-    assert len(entries(by_weight)) == 3
-    assert norm(by_weight) == pytest.approx(np.sqrt(sum((g**2).sum() for g in truth)), rel=1e-12)
+    assert len(gradient_arrays(by_weight)) == 3
+    assert global_norm(by_weight) == pytest.approx(np.sqrt(sum((g**2).sum() for g in truth)), rel=1e-12)
     by_step = rl.gradients(net, data, wrt="weights", clip={"global_clipnorm": 0.5})
-    assert norm(by_step.clipped) == pytest.approx(np.sqrt(sum((g**2).sum() for g in after)), rel=1e-12)
+    assert global_norm(by_step.clipped) == pytest.approx(np.sqrt(sum((g**2).sum() for g in clipped_truth)), rel=1e-12)
     bias = truth[1].reshape(4, UNITS)[[0, 2, 1, 3]]  # TensorFlow's order is input, candidate, forget, output
     np.testing.assert_allclose(by_weight["encoder/rnn/bias"].values, bias, rtol=1e-10, atol=1e-13)
     assert rl.weights(net, data).certificate.state == "passed"
 
 
-def entries(found):
-    return [found[layer][key].values for layer in found for key in found[layer]]
+def gradient_arrays(gradients):
+    return [gradients[layer][key].values for layer in gradients for key in gradients[layer]]
 
 
-def norm(found):
-    return np.sqrt(sum(float((values**2).sum()) for values in entries(found)))
+def global_norm(gradients):
+    return np.sqrt(sum(float((values**2).sum()) for values in gradient_arrays(gradients)))
 
 
 def test_truncated_backpropagation_runs_one_cell_in_several_loops():
@@ -186,19 +190,19 @@ def test_truncated_backpropagation_runs_one_cell_in_several_loops():
     truth = tf.gradients(loss, tf.trainable_variables())
     net, data = net_of(x, outputs, loss), DRAW(size=(SAMPLES, 8, FEATURES))
     by_weight = rl.gradients(net, data, wrt="weights")
-    assert len(entries(by_weight)) == 3
+    assert len(gradient_arrays(by_weight)) == 3
     expected = net.session.run(truth, {x: data})
-    assert norm(by_weight) == pytest.approx(np.sqrt(sum((g**2).sum() for g in expected)), rel=1e-12)
+    assert global_norm(by_weight) == pytest.approx(np.sqrt(sum((g**2).sum() for g in expected)), rel=1e-12)
     assert rl.trace(net, data).certificate.state == "passed"
 
 
 def test_a_loop_in_a_branch_is_refused_by_name():
     x, switch = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES]), tf.placeholder(tf.bool, [])
 
-    def encoded():
+    def encode():
         return tf.nn.dynamic_rnn(cells.GRUCell(UNITS), x, dtype=tf.float64)[1]
 
-    outputs = tf.cond(switch, encoded, lambda: tf.zeros([SAMPLES, UNITS], tf.float64))
+    outputs = tf.cond(switch, encode, lambda: tf.zeros([SAMPLES, UNITS], tf.float64))
     loss = tf.reduce_sum(outputs**2)
     truth = tf.gradients(loss, x)[0]
     net, data = net_of(x, outputs, loss, feed={switch: True}), DRAW(size=(SAMPLES, STEPS, FEATURES))

@@ -8,70 +8,70 @@ from tf1_cells import CELLS, LENGTHS, STEPS
 
 import rnnlens as rl
 
-REAL = np.arange(STEPS)[None] < np.array(LENGTHS)[:, None]
+IS_VALID = np.arange(STEPS)[None] < np.array(LENGTHS)[:, None]
 
 
-def close(mine, truth, bound):
-    assert np.shape(mine) == np.shape(truth)
-    assert np.abs(np.asarray(mine) - truth).max() <= bound * max(1.0, np.abs(truth).max())
+def assert_close(actual, expected, bound):
+    assert np.shape(actual) == np.shape(expected)
+    assert np.abs(np.asarray(actual) - expected).max() <= bound * max(1.0, np.abs(expected).max())
 
 
-def compare(names, *, lengths, bound=1e-12, **how):
+def compare(names, *, lengths, bound=1e-12, **options):
     """Kinds, states and total gradients of every layer; weights by the certificate, which is TensorFlow's own run."""
-    net, x, loss, grads, states = tf1_cells.of(names, lengths=lengths, **how)
+    net, x, loss, grads, states = tf1_cells.of(names, lengths=lengths, **options)
     trace = rl.trace(net, x, np.ones(tf1_cells.SAMPLES))
     assert trace.loss == pytest.approx(loss, rel=bound)
     if "dropout_of_one" not in names:  # draws random numbers, though they do not count
         assert trace.certificate.state == "passed"
-    words = {row.name: row.cell for row in rl.layers(net)}
-    real = REAL if lengths else np.ones_like(REAL)
+    layer_cells = {row.name: row.cell for row in rl.layers(net)}
+    is_valid = IS_VALID if lengths else np.ones_like(IS_VALID)
     for name, truth in grads.items():
         for quantity, grad, state in zip(("hidden", "cell"), truth, states[name], strict=False):
-            mine, total = (_of(trace, words, name, q) for q in (quantity, f"{quantity}_grad"))
-            close(mine[real], _chronological(state, name, lengths)[real], bound)
-            close(total[real], _chronological(grad, name, lengths)[real], bound)
-    return words
+            traced, traced_grad = (_layer_quantity(trace, layer_cells, name, q) for q in (quantity, f"{quantity}_grad"))
+            assert_close(traced[is_valid], _chronological(state, name, lengths)[is_valid], bound)
+            assert_close(traced_grad[is_valid], _chronological(grad, name, lengths)[is_valid], bound)
+    return layer_cells
 
 
-def _of(trace, words, name, quantity):
+def _layer_quantity(trace, layer_cells, name, quantity):
     """A quantity of a layer, or of one direction of it."""
-    if name in words:
+    if name in layer_cells:
         return trace[name][quantity].values
-    stem, _, half = name.rpartition("/")
-    return trace[stem][quantity].sel(direction={"fw": "forward", "bw": "backward"}[half]).values
+    stem, _, direction = name.rpartition("/")
+    return trace[stem][quantity].sel(direction={"fw": "forward", "bw": "backward"}[direction]).values
 
 
 def _chronological(steps, name, lengths):
     """What ran backwards, in the order of time: each sample is turned round by itself."""
     if "/bw" not in name:
         return steps
-    turned = steps.copy()
+    reversed_steps = steps.copy()
     for sample, count in enumerate(LENGTHS if lengths else [STEPS] * len(LENGTHS)):
-        turned[sample, :count] = steps[sample, :count][::-1]
-    return turned
+        reversed_steps[sample, :count] = steps[sample, :count][::-1]
+    return reversed_steps
 
 
 @pytest.mark.parametrize("names", [("gru", "lstm_all"), ("stack_joined", "own")])
 def test_states_of_loops(names):
     """Loops as they stand, and loops that are taken apart: each layer of a stack by itself."""
-    words = compare(names, lengths=True)
+    layer_cells = compare(names, lengths=True)
     for name in names:
         kinds = CELLS[name][1]
         layers = [f"{name}/rnn"] if len(kinds) == 1 else [f"{name}/rnn/cell_{i}" for i in range(len(kinds))]
-        assert kinds == ("unknown",) or tuple(words[layer] for layer in layers) == kinds
+        assert kinds == ("unknown",) or tuple(layer_cells[layer] for layer in layers) == kinds
 
 
 def test_both_directions():
     """One layer, two directions, each turned round by the lengths."""
-    words = compare(("basic_lstm",), lengths=True, both=True)
-    assert words == {"basic_lstm/bidirectional_rnn": "lstm"}
+    layer_cells = compare(("basic_lstm",), lengths=True, both=True)
+    assert layer_cells == {"basic_lstm/bidirectional_rnn": "lstm"}
 
 
 def test_two_stacks_are_no_layer_of_two_directions():
     """The second cell of each stack reads what the first of the same stack put out."""
-    words = compare(("stack",), lengths=True, both=True)
-    halves = [f"stack/bidirectional_rnn/{half}/cell_{i}" for half in ("fw", "bw") for i in range(2)]
-    assert words == dict(zip(halves, ["gru", "lstm"] * 2, strict=True))
+    layer_cells = compare(("stack",), lengths=True, both=True)
+    names = [f"stack/bidirectional_rnn/{direction}/cell_{i}" for direction in ("fw", "bw") for i in range(2)]
+    assert layer_cells == dict(zip(names, ["gru", "lstm"] * 2, strict=True))
 
 
 @pytest.mark.full

@@ -30,25 +30,25 @@ class Program:
     states: dict[str, list[Any]] = field(default_factory=dict)
 
 
-def numbers(name="x", steps=STEPS):
+def float_input(name="x", steps=STEPS):
     return tf.placeholder(tf.float64, [SAMPLES, steps, FEATURES], name=name)
 
 
-def ids():
+def id_input():
     return tf.placeholder(tf.int32, [SAMPLES, STEPS], name="ids")
 
 
-def embedded(words):
-    return tf.nn.embedding_lookup(tf.get_variable("embedding", [WORDS, FEATURES], tf.float64), words)
+def embed_words(word_ids):
+    return tf.nn.embedding_lookup(tf.get_variable("embedding", [WORDS, FEATURES], tf.float64), word_ids)
 
 
 def penn_treebank():
     """The language model of the tutorial: two LSTMs with dropout, unrolled by a Python loop, and a softmax."""
-    words, keep = ids(), tf.placeholder_with_default(tf.constant(1.0, tf.float64), [])
+    word_ids, keep = id_input(), tf.placeholder_with_default(tf.constant(1.0, tf.float64), [])
     stack = cells.MultiRNNCell(
         [cells.DropoutWrapper(cells.BasicLSTMCell(UNITS, forget_bias=0.0), output_keep_prob=keep) for _ in range(2)]
     )
-    inputs, state = tf.nn.dropout(embedded(words), keep_prob=keep), stack.zero_state(SAMPLES, tf.float64)
+    inputs, state = tf.nn.dropout(embed_words(word_ids), keep_prob=keep), stack.zero_state(SAMPLES, tf.float64)
     outputs, states = [], []
     with tf.variable_scope("RNN"):
         for t in range(STEPS):
@@ -63,12 +63,12 @@ def penn_treebank():
     )
     below, above = (f"RNN/multi_rnn_cell/cell_{i}" for i in range(2))
     logits = tf.reshape(logits, [SAMPLES, STEPS, WORDS])
-    return Program({"ids": words}, logits, [below, above], {keep: 1.0}, {f"{below}.hidden": states})
+    return Program({"ids": word_ids}, logits, [below, above], {keep: 1.0}, {f"{below}.hidden": states})
 
 
 def classifier():
     """Sequences of several lengths, dropout around the cell, the last relevant output, a dense layer."""
-    x, keep, lengths = numbers(), tf.placeholder(tf.float64, []), tf.constant([4, 2])
+    x, keep, lengths = float_input(), tf.placeholder(tf.float64, []), tf.constant([4, 2])
     cell = cells.DropoutWrapper(cells.GRUCell(UNITS), input_keep_prob=keep, output_keep_prob=keep)
     outputs, _ = tf.nn.dynamic_rnn(cell, x, sequence_length=lengths, dtype=tf.float64, scope="encoder")
     last = tf.gather_nd(outputs, tf.stack([tf.range(SAMPLES), lengths - 1], axis=1))
@@ -76,7 +76,7 @@ def classifier():
 
 
 def both_directions():
-    x = numbers()
+    x = float_input()
     cell = [cells.LSTMCell(UNITS) for _ in range(2)]
     outputs, _ = tf.nn.bidirectional_dynamic_rnn(*cell, x, sequence_length=tf.constant([4, 3]), dtype=tf.float64)
     return Program({"x": x}, tf.layers.dense(tf.concat(outputs, 2), 2), ["bidirectional_rnn"])
@@ -84,9 +84,9 @@ def both_directions():
 
 def translation():
     """An encoder, and a decoder in a Python loop that attends to it and is fed what it said."""
-    x = numbers()
+    x = float_input()
     memory, state = tf.nn.dynamic_rnn(cells.GRUCell(UNITS), x, dtype=tf.float64, scope="encoder")
-    keys, given, outputs = tf.layers.dense(memory, UNITS, use_bias=False, name="keys"), tf.zeros_like(x[:, 0]), []
+    keys, step_input, outputs = tf.layers.dense(memory, UNITS, use_bias=False, name="keys"), tf.zeros_like(x[:, 0]), []
     with tf.variable_scope("decoder"):
         cell = cells.GRUCell(UNITS)
         for t in range(3):
@@ -94,14 +94,14 @@ def translation():
             v = tf.get_variable("v", [UNITS], tf.float64) if t == 0 else v  # noqa: F821
             weights = tf.nn.softmax(tf.reduce_sum(v * tf.tanh(keys + query[:, None]), 2))
             context = tf.reduce_sum(weights[:, :, None] * memory, 1)
-            output, state = cell(tf.concat([given, context], 1), state)
-            given = tf.layers.dense(output, FEATURES, name="said", reuse=t > 0)
-            outputs.append(given)
+            output, state = cell(tf.concat([step_input, context], 1), state)
+            step_input = tf.layers.dense(output, FEATURES, name="said", reuse=t > 0)
+            outputs.append(step_input)
     return Program({"x": x}, tf.stack(outputs, 1), ["encoder", "decoder"])
 
 
 def residual_stack():
-    x = numbers()
+    x = float_input()
     layers = [cells.LSTMCell(UNITS), *(cells.ResidualWrapper(cells.LSTMCell(UNITS)) for _ in range(2))]
     outputs, _ = tf.nn.dynamic_rnn(cells.MultiRNNCell(layers), x, dtype=tf.float64)
     return Program({"x": x}, tf.layers.dense(outputs, 2), [f"rnn/cell_{i}" for i in range(3)])
@@ -109,13 +109,13 @@ def residual_stack():
 
 def sampling():
     """A character model that is primed, and then fed the character that it gave the highest score."""
-    x, cell, states = numbers(), cells.BasicRNNCell(UNITS), []
+    x, cell, states = float_input(), cells.BasicRNNCell(UNITS), []
     state = cell.zero_state(SAMPLES, tf.float64)
     letters = tf.get_variable("letters", [FEATURES, FEATURES], tf.float64)
     with tf.variable_scope("chars"):
         for t in range(STEPS + 2):
-            given = x[:, t] if t < STEPS else tf.nn.embedding_lookup(letters, tf.argmax(scores, 1))  # noqa: F821
-            output, state = cell(given, state)
+            step_input = x[:, t] if t < STEPS else tf.nn.embedding_lookup(letters, tf.argmax(scores, 1))  # noqa: F821
+            output, state = cell(step_input, state)
             states.append(state)
             scores = tf.layers.dense(output, FEATURES, name="scores", reuse=t > 0)
     return Program({"x": x}, scores, ["chars"], states={"chars.hidden": states})
@@ -123,7 +123,7 @@ def sampling():
 
 def scanned():
     """A recurrence of one's own in `tf.scan`, time first."""
-    x = numbers()
+    x = float_input()
     w = tf.get_variable("w", [FEATURES, UNITS], tf.float64)
     u = tf.get_variable("u", [UNITS, UNITS], tf.float64)
     states = tf.scan(
@@ -136,7 +136,7 @@ def scanned():
 
 def while_loop():
     """A recurrence of one's own in `tf.while_loop`, with a TensorArray for its outputs."""
-    x = numbers()
+    x = float_input()
     w = tf.get_variable("w", [FEATURES + UNITS, UNITS], tf.float64)
     array = tf.TensorArray(tf.float64, STEPS).unstack(tf.transpose(x, [1, 0, 2]))
 
@@ -151,16 +151,16 @@ def while_loop():
 
 def siamese():
     """Two inputs, one encoder with shared variables, and the distance of what they end in."""
-    x, z, ends = numbers("x"), numbers("z", 3), []
-    for given in (x, z):
+    x, z, final_states = float_input("x"), float_input("z", 3), []
+    for sequence in (x, z):
         with tf.variable_scope("encoder", reuse=tf.AUTO_REUSE):
-            ends.append(tf.nn.dynamic_rnn(cells.LSTMCell(UNITS), given, dtype=tf.float64)[1].h)
-    return Program({"x": x, "z": z}, tf.abs(ends[0] - ends[1]), ["encoder/rnn"])
+            final_states.append(tf.nn.dynamic_rnn(cells.LSTMCell(UNITS), sequence, dtype=tf.float64)[1].h)
+    return Program({"x": x, "z": z}, tf.abs(final_states[0] - final_states[1]), ["encoder/rnn"])
 
 
 def keras_layers():
     """Layers of Keras, called on placeholders of a graph that is no Keras model."""
-    x = numbers()
+    x = float_input()
     hidden = keras.layers.LSTM(UNITS, return_sequences=True, dtype="float64")(x)
     last = keras.layers.GRU(UNITS, dtype="float64")(hidden)
     return Program({"x": x}, keras.layers.Dense(2, dtype="float64")(last), ["lstm", "gru"])
@@ -176,7 +176,7 @@ PROGRAMS = {
 
 
 @dataclass
-class Built:
+class BuiltProgram:
     """A program in a session: the net, data, and what `tf.gradients` says of the user's own tensors."""
 
     program: Program
@@ -186,83 +186,85 @@ class Built:
 
 
 @functools.cache
-def built(name):
+def build_case(name):
     with tf.Graph().as_default():
         tf.set_random_seed(1)
         program = PROGRAMS[name]()
-        y, given = program.output, {n: t for n, t in program.inputs.items() if t.dtype.is_floating}
+        y, float_inputs = program.output, {n: t for n, t in program.inputs.items() if t.dtype.is_floating}
         loss = tf.reduce_mean(y**2)
         flat, variables = tf.reshape(y, [SAMPLES, -1]), tf.trainable_variables()
-        ends = {n: [t] for n, t in given.items()} | program.states
+        sources = {n: [t] for n, t in float_inputs.items()} | program.states
         size = int(flat.shape[1])
-        wanted = {"loss": loss, "weights": [tf.convert_to_tensor(g) for g in tf.gradients(loss, variables)]}
-        wanted |= {("grad", n): _by(loss, ts) for n, ts in ends.items()}
-        wanted |= {("rows", n): tf.stack([_by(flat[:, k], ts) for k in range(size)], 1) for n, ts in ends.items()}
+        fetches = {"loss": loss, "weights": [tf.convert_to_tensor(g) for g in tf.gradients(loss, variables)]}
+        fetches |= {("grad", n): _gradient(loss, ts) for n, ts in sources.items()}
+        fetches |= {
+            ("rows", n): tf.stack([_gradient(flat[:, k], ts) for k in range(size)], 1) for n, ts in sources.items()
+        }
         session = tf.Session()
         session.run(tf.global_variables_initializer())
         net = rl.tf1.graph(session, inputs=program.inputs, outputs={"y": y}, loss=loss, feed=program.feed)
         draw = np.random.default_rng(0)
         shapes = {n: t.shape.as_list() for n, t in program.inputs.items()}
-        data = {n: draw.normal(size=s) if n in given else draw.integers(0, WORDS, s) for n, s in shapes.items()}
-        truth = session.run(wanted, {program.inputs[n]: data[n] for n in data} | program.feed)
-    return Built(program, net, data if len(data) > 1 else next(iter(data.values())), truth)
+        data = {n: draw.normal(size=s) if n in float_inputs else draw.integers(0, WORDS, s) for n, s in shapes.items()}
+        truth = session.run(fetches, {program.inputs[n]: data[n] for n in data} | program.feed)
+    return BuiltProgram(program, net, data if len(data) > 1 else next(iter(data.values())), truth)
 
 
-def _by(target, tensors):
-    found = tf.gradients(target, tensors, unconnected_gradients="zero")
-    return found[0] if len(found) == 1 else tf.stack(found, 1)
+def _gradient(target, tensors):
+    gradients = tf.gradients(target, tensors, unconnected_gradients="zero")
+    return gradients[0] if len(gradients) == 1 else tf.stack(gradients, 1)
 
 
-def close(mine, truth):
-    np.testing.assert_allclose(mine, truth, rtol=1e-9, atol=1e-12)
+def assert_close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-12)
 
 
-def names(one):
+def wrt_names_of(case):
     """Names of what a program is differentiated by, as they are asked for and as the truth has them."""
-    given = {n: n for n in one.program.states}
-    floats = [n for n, t in one.program.inputs.items() if t.dtype.is_floating]
-    return given | {(f"input[{n}]" if len(floats) > 1 else "input"): n for n in floats}
+    wrt_names = {n: n for n in case.program.states}
+    floats = [n for n, t in case.program.inputs.items() if t.dtype.is_floating]
+    return wrt_names | {(f"input[{n}]" if len(floats) > 1 else "input"): n for n in floats}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_layers(name):
-    one = built(name)
-    assert [layer.name for layer in rl.layers(one.net)] == one.program.layers
+    case = build_case(name)
+    assert [layer.name for layer in rl.layers(case.net)] == case.program.layers
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_trace(name):
-    one = built(name)
-    trace = rl.trace(one.net, one.data)
+    case = build_case(name)
+    trace = rl.trace(case.net, case.data)
     assert trace.certificate.state == "passed"
-    close(trace.loss, one.truth["loss"])
-    for asked, n in names(one).items():
-        if n in one.program.states:
-            layer, _, state = asked.rpartition(".")
-            close(trace[layer][f"{state}_grad"].values, one.truth["grad", n])
+    assert_close(trace.loss, case.truth["loss"])
+    for wrt, n in wrt_names_of(case).items():
+        if n in case.program.states:
+            layer, _, state = wrt.rpartition(".")
+            assert_close(trace[layer][f"{state}_grad"].values, case.truth["grad", n])
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients(name):
-    one = built(name)
-    for asked, n in names(one).items():
-        found = rl.gradients(one.net, one.data, wrt=asked)
-        close(found.values, one.truth["grad", n])
-        assert found.certificate.state == "passed"
-    found = rl.gradients(one.net, one.data, wrt="weights")
-    mine = [gradient.values for layer in found for gradient in found[layer].dataset.values()]
-    close(sum((g**2).sum() for g in mine), sum((g**2).sum() for g in one.truth["weights"]))
+    case = build_case(name)
+    for wrt, n in wrt_names_of(case).items():
+        grads = rl.gradients(case.net, case.data, wrt=wrt)
+        assert_close(grads.values, case.truth["grad", n])
+        assert grads.certificate.state == "passed"
+    grads = rl.gradients(case.net, case.data, wrt="weights")
+    weight_grads = [gradient.values for layer in grads for gradient in grads[layer].dataset.values()]
+    assert_close(sum((g**2).sum() for g in weight_grads), sum((g**2).sum() for g in case.truth["weights"]))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_jacobian(name):
-    one = built(name)
-    for asked, n in names(one).items():
-        found = rl.jacobian(one.net, one.data, of="output", wrt=asked)
-        truth = one.truth["rows", n]
-        out = [d for d in found.dims if d.startswith("out_")]
-        rest = [d for d in found.dims if d not in ("sample", *out)]
-        close(found.transpose("sample", *out, *rest).values.reshape(truth.shape), truth)
-        assert found.certificate.state == (
-            "passed" if n not in one.program.states or name == "sampling" else "could not"
+    case = build_case(name)
+    for wrt, n in wrt_names_of(case).items():
+        jacobian = rl.jacobian(case.net, case.data, of="output", wrt=wrt)
+        truth = case.truth["rows", n]
+        out_dims = [d for d in jacobian.dims if d.startswith("out_")]
+        in_dims = [d for d in jacobian.dims if d not in ("sample", *out_dims)]
+        assert_close(jacobian.transpose("sample", *out_dims, *in_dims).values.reshape(truth.shape), truth)
+        assert jacobian.certificate.state == (
+            "passed" if n not in case.program.states or name == "sampling" else "could not"
         )

@@ -64,14 +64,14 @@ UNROLLED = {
 }
 
 
-def built(model, seed=0):
+def build_model(model, seed=0):
     """x, states and loss of a model, in the present graph."""
     x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
     with tf.variable_scope("m", initializer=tf.random_uniform_initializer(-0.8, 0.8, seed=seed)):
-        found = model(x)
-    outputs = tf.stack(found, 1) if isinstance(found, list) else found
+        states = model(x)
+    outputs = tf.stack(states, 1) if isinstance(states, list) else states
     weights = np.random.default_rng(1).normal(size=[d or 1 for d in outputs.shape.as_list()])
-    return x, found, outputs, tf.reduce_sum(outputs * weights)
+    return x, states, outputs, tf.reduce_sum(outputs * weights)
 
 
 def net_of(x, outputs, loss):
@@ -89,7 +89,7 @@ ONES = np.ones(SAMPLES)
 @pytest.mark.parametrize("model", UNROLLED, ids=lambda model: model.__name__)
 def test_unrolled(model):
     """Every state is a tensor of the user's graph, so TensorFlow says its total gradient itself."""
-    x, states, outputs, loss = built(model)
+    x, states, outputs, loss = build_model(model)
     net = net_of(x, outputs, loss)
     name, kind = UNROLLED[model]
     trace = rl.trace(net, DATA, ONES)
@@ -141,27 +141,27 @@ LOOPS = {
 @pytest.mark.parametrize("model", LOOPS, ids=lambda model: model.__name__)
 def test_loops(model):
     """Held against finite differences in the user's own session, by the input."""
-    x, _, outputs, loss = built(model)
+    x, _, outputs, loss = build_model(model)
     net = net_of(x, outputs, loss)
     assert {row.name: row.cell for row in rl.layers(net)} == LOOPS[model]
     trace = rl.trace(net, DATA, ONES)
     assert trace.certificate.state == "passed"
-    first = next(iter(LOOPS[model]))
-    grad, size = trace[first].input_grad.values, 1e-6
+    first_layer = next(iter(LOOPS[model]))
+    grad, eps = trace[first_layer].input_grad.values, 1e-6
     if model is encoder_and_decoder:
         grad = grad + np.pad(trace["m/decoder"].input_grad.values, [(0, 0), (0, 1), (0, 0)])
-    for at in [(0, 0, 0), (1, 2, 1), (2, 4, 2)]:
-        moved = [DATA.copy(), DATA.copy()]
-        moved[0][at] += size
-        moved[1][at] -= size
-        up, down = (net.session.run(loss, {x: m}) for m in moved)
-        assert grad[at] == pytest.approx((up - down) / (2 * size), rel=1e-6, abs=1e-8)
+    for index in [(0, 0, 0), (1, 2, 1), (2, 4, 2)]:
+        inputs = [DATA.copy(), DATA.copy()]
+        inputs[0][index] += eps
+        inputs[1][index] -= eps
+        up, down = (net.session.run(loss, {x: m}) for m in inputs)
+        assert grad[index] == pytest.approx((up - down) / (2 * eps), rel=1e-6, abs=1e-8)
 
 
 def test_dropout_is_drawn_once_and_replayed():
     """With random masks at both sides: what arrives at the states is what a sweep by hand makes of the same run."""
-    made = cell.DropoutWrapper(cell.BasicRNNCell(UNITS), input_keep_prob=0.6, output_keep_prob=0.5)
-    x, _, outputs, _ = built(lambda x: tf.nn.dynamic_rnn(made, x, dtype=x.dtype)[0])
+    dropout_cell = cell.DropoutWrapper(cell.BasicRNNCell(UNITS), input_keep_prob=0.6, output_keep_prob=0.5)
+    x, _, outputs, _ = build_model(lambda x: tf.nn.dynamic_rnn(dropout_cell, x, dtype=x.dtype)[0])
     net = net_of(x, outputs, tf.reduce_sum(outputs))
     trace = rl.trace(net, DATA, ONES)
     layer = trace["m/rnn"]
@@ -182,53 +182,57 @@ def test_dropout_is_drawn_once_and_replayed():
 
 def test_where_numbers_are_drawn_a_copy_runs_one_step_at_a_time(graph):
     """A loop that runs ahead draws for a later step first, whenever that is ready first."""
-    made = cell.DropoutWrapper(cell.BasicRNNCell(UNITS), input_keep_prob=0.6)
-    built(lambda x: tf.nn.dynamic_rnn(made, x, dtype=x.dtype)[0])
-    assert at_once(graph) == {32}
+    dropout_cell = cell.DropoutWrapper(cell.BasicRNNCell(UNITS), input_keep_prob=0.6)
+    build_model(lambda x: tf.nn.dynamic_rnn(dropout_cell, x, dtype=x.dtype)[0])
+    assert parallel_iterations(graph) == {32}
     copy = import_definition(seed_definition(export_definition(graph), 0))
     with copy.as_default():  # the loop of the gradient, too
-        ends = [op.outputs[0] for op in copy.get_operations() if op.type in ("TensorArrayGatherV3", "TensorListStack")]
-        assert tf.gradients(ends[-1], copy.get_operation_by_name("Placeholder").outputs)[0] is not None
-    assert at_once(copy) == {1}
+        loop_outputs = [
+            op.outputs[0] for op in copy.get_operations() if op.type in ("TensorArrayGatherV3", "TensorListStack")
+        ]
+        assert tf.gradients(loop_outputs[-1], copy.get_operation_by_name("Placeholder").outputs)[0] is not None
+    assert parallel_iterations(copy) == {1}
 
 
-def at_once(graph):
+def parallel_iterations(graph):
     """How many steps of a loop may be under way."""
     loops = [op.node_def for op in graph.get_operations() if op.type in ("Enter", "While", "StatelessWhile")]
     return {node.attr["parallel_iterations"].i for node in loops}
 
 
-def scanned(step, x):
+def scan_states(step, x):
     """All states of ``tf.scan``."""
     start = tf.zeros([SAMPLES, UNITS], x.dtype)
     return tf.transpose(tf.scan(step, tf.transpose(x, [1, 0, 2]), initializer=start), [1, 0, 2])
 
 
-def looped(step, x):
+def while_loop_states(step, x):
     """All states of a while loop that reads and writes arrays."""
-    read = tf.TensorArray(x.dtype, STEPS).unstack(tf.transpose(x, [1, 0, 2]))
-    written, start = tf.TensorArray(x.dtype, STEPS), tf.zeros([SAMPLES, UNITS], x.dtype)
+    inputs = tf.TensorArray(x.dtype, STEPS).unstack(tf.transpose(x, [1, 0, 2]))
+    outputs, start = tf.TensorArray(x.dtype, STEPS), tf.zeros([SAMPLES, UNITS], x.dtype)
 
-    def body(t, h, written):
-        h = step(h, read.read(t))
+    def body(t, h, outputs):
+        h = step(h, inputs.read(t))
         h.set_shape([SAMPLES, UNITS])
-        return t + 1, h, written.write(t, h)
+        return t + 1, h, outputs.write(t, h)
 
-    _, _, written = tf.while_loop(lambda t, *_: t < STEPS, body, (0, start, written))
-    return tf.transpose(tf.ensure_shape(written.stack(), [STEPS, SAMPLES, UNITS]), [1, 0, 2])
+    _, _, outputs = tf.while_loop(lambda t, *_: t < STEPS, body, (0, start, outputs))
+    return tf.transpose(tf.ensure_shape(outputs.stack(), [STEPS, SAMPLES, UNITS]), [1, 0, 2])
 
 
-@pytest.mark.parametrize(("loop", "within"), [(scanned, False), (looped, False), (scanned, True)])
-def test_a_variable_that_a_step_reads_twice_has_the_sum_of_both_gradients(loop, within):
+@pytest.mark.parametrize(
+    ("loop", "reads_in_step"), [(scan_states, False), (while_loop_states, False), (scan_states, True)]
+)
+def test_a_variable_that_a_step_reads_twice_has_the_sum_of_both_gradients(loop, reads_in_step):
     """Of two tensors with the value of one variable, the gradient by the last one alone was its gradient."""
     x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
     with tf.variable_scope("m", initializer=tf.random_uniform_initializer(-0.8, 0.8, seed=0), use_resource=True):
         w, u = tf.get_variable("w", [FEATURES, UNITS], x.dtype), tf.get_variable("u", [UNITS, UNITS], x.dtype)
-        reads = [u.read_value(), u.read_value()]
+        shared_reads = [u.read_value(), u.read_value()]
 
-        def step(h, now):
-            first, second = [u.read_value(), u.read_value()] if within else reads
-            return tf.tanh(tf.matmul(now, w) + tf.sin(tf.matmul(h, first)) + tf.matmul(h * h, second))
+        def step(h, x_t):
+            first, second = [u.read_value(), u.read_value()] if reads_in_step else shared_reads
+            return tf.tanh(tf.matmul(x_t, w) + tf.sin(tf.matmul(h, first)) + tf.matmul(h * h, second))
 
         outputs = loop(step, x)
     loss = tf.reduce_sum(outputs * np.random.default_rng(1).normal(size=(SAMPLES, STEPS, UNITS)))
@@ -238,12 +242,12 @@ def test_a_variable_that_a_step_reads_twice_has_the_sum_of_both_gradients(loop, 
     assert "unknown cell" in row.options
     by_loss, by_state = net.session.run([by_loss, by_state], {x: DATA})
     target = {"of": f"{row.name}.hidden", "at": {"time": 3}, "reduce": "sum"}
-    inside = rl.gradients(net, DATA, wrt=[f"{row.name}/w", f"{row.name}/u"], **target)  # by the sweep through the steps
-    whole, weights = rl.gradients(net, DATA, ONES, wrt="weights"), rl.weights(net, DATA, ONES)
+    sweep_grads = rl.gradients(net, DATA, wrt=[f"{row.name}/w", f"{row.name}/u"], **target)  # by the sweep over steps
+    weight_grads, weights = rl.gradients(net, DATA, ONES, wrt="weights"), rl.weights(net, DATA, ONES)
     for name, of_loss, of_state in zip("wu", by_loss, by_state, strict=True):
         for array, truth in (
-            (inside[row.name][name], of_state),
-            (whole[row.name][name], of_loss),
+            (sweep_grads[row.name][name], of_state),
+            (weight_grads[row.name][name], of_loss),
             (weights[row.name][f"{name}_grad"], of_loss),
         ):
             np.testing.assert_allclose(array.values, truth, rtol=0, atol=1e-12)
@@ -294,15 +298,15 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name):
-    model, words = REFUSED[name]
-    x, _, outputs, loss = built(model)
+    model, message = REFUSED[name]
+    x, _, outputs, loss = build_model(model)
     net = net_of(x, outputs, loss)
-    with pytest.raises(UnsupportedError, match=words) as refusal:
+    with pytest.raises(UnsupportedError, match=message) as refusal:
         rl.trace(net, DATA, ONES)
     assert "try:" in str(refusal.value)
 
 
 def test_a_condition_within_the_step():
     """Is run with the step, in either control flow."""
-    x, _, outputs, loss = built(lambda x: tf.nn.dynamic_rnn(Either(), x, dtype=x.dtype)[0])
+    x, _, outputs, loss = build_model(lambda x: tf.nn.dynamic_rnn(Either(), x, dtype=x.dtype)[0])
     assert rl.trace(net_of(x, outputs, loss), DATA, ONES).certificate.state == "passed"

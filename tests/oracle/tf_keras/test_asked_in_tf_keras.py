@@ -9,7 +9,7 @@ import pytest
 
 LEGACY = Path(__file__).resolve().parents[3] / "examples" / "legacy"
 SCRIPTS = sorted(LEGACY.glob("[a-e]_*_eager.py"))
-SAID = {
+EXPECTED_LINES = {
     "a": ["mean of the last hidden state: equal", "mean of all hidden states: equal", "by the ids: "],
     "b": ["training is the same without, to the last bit", "batch 15: direct", "batch 15: total"],
     "c": ["d output[10] / d input: equal", "norms of the whole map: equal"],
@@ -28,21 +28,21 @@ def test_all_but_that_of_a_graph_are_there():
     ids=lambda script: script.stem,
 )
 def test_an_answer_is_equal_to_its_oracle(script, dtype):
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, script, "--dtype", dtype],
         env={**os.environ, "MPLBACKEND": "Agg", "TF_CPP_MIN_LOG_LEVEL": "3"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert all(sentence in done.stdout for sentence in SAID[script.name[0]]), done.stdout
+    assert process.returncode == 0, process.stderr
+    assert all(sentence in process.stdout for sentence in EXPECTED_LINES[script.name[0]]), process.stdout
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_at_most_six_lines_are_ours(script):
-    lines, ours, inside = script.read_text().splitlines(), 0, False
+    lines, count, in_block = script.read_text().splitlines(), 0, False
     for line in lines:
-        inside = (inside or line == "# rnnlens") and line != "# ---"
-        ours += (inside and line != "# rnnlens") or line.endswith("# rnnlens")
-    assert 0 < ours <= 6
+        in_block = (in_block or line == "# rnnlens") and line != "# ---"
+        count += (in_block and line != "# rnnlens") or line.endswith("# rnnlens")
+    assert 0 < count <= 6

@@ -17,7 +17,7 @@ X = RANDOM.normal(size=(6, 5, 3)).astype("float32")
 Y = RANDOM.normal(size=(6, 2)).astype("float32")
 
 
-def passed(result):
+def check_passed(result):
     assert result.certificate.state == "passed", result.certificate
     return result
 
@@ -31,7 +31,7 @@ def test_several_outputs_their_weights_and_metrics_that_stay_as_they_were():
     y = {"a": Y, "b": RANDOM.normal(size=(6, 5, 1)).astype("float32")}
     expected = model.evaluate(X, y, verbose=0)[0]
     before = [v.numpy() for metric in model.metrics for v in metric.variables]
-    trace = passed(rl.trace(model, X, y))
+    trace = check_passed(rl.trace(model, X, y))
     assert float(trace.loss) == pytest.approx(expected, rel=1e-5)
     after = [v.numpy() for metric in model.metrics for v in metric.variables]
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
@@ -42,17 +42,19 @@ def test_weights_of_samples_and_of_classes(weights):
     model = keras.Sequential([keras.Input((5, 3)), L.GRU(4, name="gru"), L.Dense(3, activation="softmax")])
     model.compile(keras.optimizers.legacy.SGD(0.0), "sparse_categorical_crossentropy")
     y = np.array([0, 1, 2, 2, 1, 0])
-    given = {"sample_weight": RANDOM.random(6), "class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}[weights]
-    fitted = model.fit(X, y, batch_size=6, verbose=0, **{weights: given}).history["loss"][0]
-    assert float(passed(rl.trace(model, X, y, **{weights: given})).loss) == pytest.approx(fitted, rel=1e-5)
+    weight_values = {"sample_weight": RANDOM.random(6), "class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}[weights]
+    fitted_loss = model.fit(X, y, batch_size=6, verbose=0, **{weights: weight_values}).history["loss"][0]
+    assert float(check_passed(rl.trace(model, X, y, **{weights: weight_values})).loss) == pytest.approx(
+        fitted_loss, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["legacy", "new"])
 def test_clipping_as_the_optimizer_does_it(optimizer):
     """One step of SGD at a rate of 1 moves each weight by the clipped gradient."""
-    make = keras.optimizers.legacy.SGD if optimizer == "legacy" else keras.optimizers.SGD
+    optimizer_class = keras.optimizers.legacy.SGD if optimizer == "legacy" else keras.optimizers.SGD
     model = keras.Sequential([keras.Input((5, 3)), L.GRU(4, name="gru"), L.Dense(2, name="head")])
-    model.compile(make(1.0, clipnorm=0.01), "mse")
+    model.compile(optimizer_class(1.0, clipnorm=0.01), "mse")
     clipped = rl.gradients(model, X, Y, wrt="weights", clip="optimizer").clipped
     before = model.get_layer("head").kernel.numpy()
     model.train_on_batch(X, Y)
@@ -71,10 +73,10 @@ class Batches(keras.utils.Sequence):
 def test_a_sequence_of_keras_2_is_a_data_set():
     model = keras.Sequential([keras.Input((5, 3)), L.SimpleRNN(4, name="rnn"), L.Dense(2)])
     model.compile("sgd", "mse")
-    found = rl.gradients(model, Batches(), wrt="weights")
+    grads = rl.gradients(model, Batches(), wrt="weights")
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(keras.losses.mean_squared_error(Y, model(X)))
-    np.testing.assert_allclose(found["rnn"].kernel[:, 0], tape.gradient(loss, model.layers[0].cell.kernel), rtol=1e-4)
+    np.testing.assert_allclose(grads["rnn"].kernel[:, 0], tape.gradient(loss, model.layers[0].cell.kernel), rtol=1e-4)
 
 
 CELLS = {
@@ -88,15 +90,15 @@ CELLS = {
 def test_cells_as_people_write_them(name):
     model = keras.Sequential([keras.Input((5, 3)), L.RNN(CELLS[name](), name="rnn"), L.Dense(2)])
     model.compile("sgd", "mse")
-    passed(rl.trace(model, X, Y))
+    check_passed(rl.trace(model, X, Y))
 
 
 def test_half_precision_is_shown_as_float32():
-    half = L.LSTM(4, dtype="mixed_bfloat16", return_sequences=True, name="lstm")
-    model = keras.Sequential([keras.Input((5, 3)), half, L.GRU(2, dtype="float32")])
-    trace = passed(rl.trace(model, X, Y, loss="mse"))
+    lstm = L.LSTM(4, dtype="mixed_bfloat16", return_sequences=True, name="lstm")
+    model = keras.Sequential([keras.Input((5, 3)), lstm, L.GRU(2, dtype="float32")])
+    trace = check_passed(rl.trace(model, X, Y, loss="mse"))
     assert trace["lstm"].hidden_grad.dtype in ("float32", "float64")
-    np.testing.assert_allclose(trace["lstm"].hidden, np.array(tf.cast(half(X), "float32")), atol=0.01)
+    np.testing.assert_allclose(trace["lstm"].hidden, np.array(tf.cast(lstm(X), "float32")), atol=0.01)
 
 
 @pytest.mark.parametrize("steps", [64, pytest.param(0, marks=pytest.mark.full)], ids=["op by op", "traced"])
@@ -110,8 +112,10 @@ def test_dropout_in_training_is_that_of_the_model_run_plainly(steps, monkeypatch
     tf.random.set_seed(5)
     expected = tf.random.normal((2,)).numpy()
     tf.random.set_seed(5)
-    first, again, other = (passed(rl.trace(model, X, Y, training=True, seed=seed)).loss for seed in (3, 3, 4))
-    assert first == again != other
+    first, same_seed, other_seed = (
+        check_passed(rl.trace(model, X, Y, training=True, seed=seed)).loss for seed in (3, 3, 4)
+    )
+    assert first == same_seed != other_seed
     np.testing.assert_array_equal(tf.random.normal((2,)), expected)  # the user's own numbers go on as they would
 
 
@@ -135,14 +139,14 @@ def test_a_subclassed_model_through_every_verb(eagerly):
     model.compile("adam", "mse", run_eagerly=eagerly)
     model.fit(X, Y, verbose=0)
     assert [row.name for row in rl.layers(model)] == ["bi", "gru"]
-    passed(rl.trace(model, X, Y))
-    passed(rl.gradients(model, X, Y, wrt=["input", "weights"]))
-    passed(rl.weights(model, X, Y))
+    check_passed(rl.trace(model, X, Y))
+    check_passed(rl.gradients(model, X, Y, wrt=["input", "weights"]))
+    check_passed(rl.weights(model, X, Y))
     with tf.GradientTape() as tape:
-        watched = tf.constant(X)
-        tape.watch(watched)
-        y = model(watched)
-    np.testing.assert_allclose(rl.jacobian(model, X), tape.batch_jacobian(y, watched), rtol=1e-4, atol=1e-7)
+        inputs = tf.constant(X)
+        tape.watch(inputs)
+        y = model(inputs)
+    np.testing.assert_allclose(rl.jacobian(model, X), tape.batch_jacobian(y, inputs), rtol=1e-4, atol=1e-7)
 
 
 def test_see_rnns_quick_start_network():
@@ -153,7 +157,7 @@ def test_see_rnns_quick_start_network():
     model.compile("adam", "mse")
     x, y = RANDOM.normal(size=(8, 20, 4)).astype("float32"), RANDOM.normal(size=(8, 4)).astype("float32")
     model.train_on_batch(x, y)
-    trace = passed(rl.trace(model, x, y))["lstm"]
+    trace = check_passed(rl.trace(model, x, y))["lstm"]
 
     value = keras.Model(model.inputs, hidden)(x)
     with tf.GradientTape() as tape:
@@ -166,14 +170,14 @@ def test_see_rnns_quick_start_network():
     taps = tf.zeros((20, 8, 7), tf.float64)
     with tf.GradientTape() as tape:
         tape.watch(taps)
-        states = unrolled(tf.constant(x, tf.float64), *weights[:3], taps)
-        last = unrolled(tf.stack(states, 1), *weights[3:6])[-1]
+        states = lstm_states(tf.constant(x, tf.float64), *weights[:3], taps)
+        last = lstm_states(tf.stack(states, 1), *weights[3:6])[-1]
         loss = tf.reduce_mean((last @ weights[6] + weights[7] - y) ** 2)
     total = tf.transpose(tape.gradient(loss, taps), [1, 0, 2]).numpy()
     np.testing.assert_allclose(trace.hidden_grad, total, atol=1e-5 * np.abs(total).max())
 
 
-def unrolled(x, kernel, recurrent, bias, taps=None):
+def lstm_states(x, kernel, recurrent, bias, taps=None):
     """An LSTM by its equations, something that is zero added to each state."""
     h = c = tf.zeros((x.shape[0], recurrent.shape[0]), tf.float64)
     states = []
