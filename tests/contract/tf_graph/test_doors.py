@@ -152,8 +152,8 @@ def test_several_batches_are_one(network):
     sess, x, y, _state, out, loss = network
     net = rl.tf1.graph(sess, inputs=x, outputs=out, loss=loss, targets=y)
     one_batch = rl.gradients(net, X, of="output", reduce="sum", wrt="rnn/kernel")
-    network = rl.gradients(net, X, of="output", reduce="sum", wrt="rnn/kernel", batch_size=1)
-    np.testing.assert_allclose(network, one_batch, rtol=1e-12)
+    in_batches = rl.gradients(net, X, of="output", reduce="sum", wrt="rnn/kernel", batch_size=1)
+    np.testing.assert_allclose(in_batches, one_batch, rtol=1e-12)
 
 
 def test_a_variable_in_no_scope_is_no_layer_to_look_into(network):

@@ -38,9 +38,9 @@ def test_gradients(net_and_gradients):
 def test_gradients_in_batches(net_and_gradients):
     net, _, _ = net_and_gradients
     one_batch = rl.gradients(net, X, of="output[head]", reduce="sum", wrt="input")
-    net_and_gradients = rl.gradients(net, X, of="output[head]", reduce="sum", wrt="input", batch_size=2)
+    in_batches = rl.gradients(net, X, of="output[head]", reduce="sum", wrt="input", batch_size=2)
     rounding = 1e-14 * np.abs(one_batch.values).max()  # of sums in which an element cancels
-    np.testing.assert_allclose(net_and_gradients.values, one_batch.values, rtol=1e-12, atol=rounding)
+    np.testing.assert_allclose(in_batches.values, one_batch.values, rtol=1e-12, atol=rounding)
 
 
 def test_time_jacobian(net_and_gradients):
