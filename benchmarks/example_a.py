@@ -127,7 +127,7 @@ def main() -> int:
         return 0
     count = 96 if args.small else args.sequences
     third, full = stream_in_process(count // 3, args.small), stream_in_process(count, args.small)
-    rnnlens_seconds, jax_seconds = throughput(args.small, args.rounds)
+    rl_seconds, jax_seconds = throughput(args.small, args.rounds)
     batch = load_example().BATCH
     gib = 1024**3
     fits = full["peak"] < LIMIT and full["peak"] < 1.1 * third["peak"]
@@ -135,13 +135,13 @@ def main() -> int:
     verdict = f"bar: < 4 GiB and flat: {'met' if fits else 'MISSED'}"
     print(f"memory, {count} sequences   {full['peak'] / gib:5.2f} GiB   {verdict}")
     print(f"streamed             {count / full['seconds']:8.1f} sequences/s, compilation included")
-    print(f"rl.gradients         {batch / rnnlens_seconds:8.1f} sequences/s")
+    print(f"rl.gradients         {batch / rl_seconds:8.1f} sequences/s")
     print(
-        f"JAX's own, compiled  {batch / jax_seconds:8.1f} sequences/s   ratio of times {rnnlens_seconds / jax_seconds:.2f}"
+        f"JAX's own, compiled  {batch / jax_seconds:8.1f} sequences/s   ratio of times {rl_seconds / jax_seconds:.2f}"
     )
     name = f"rl.gradients, {count} sequences of 1403 steps, Keras on JAX"
     collect(
-        Row("Streaming", name, rnnlens_seconds / jax_seconds, "x", "the same gradient in compiled JAX", 1.5),
+        Row("Streaming", name, rl_seconds / jax_seconds, "x", "the same gradient in compiled JAX", 1.5),
         Row("Streaming", f"{name}: memory", full["peak"] / gib, "GiB", "", 1.0),
     )
     return 0 if fits else 1
