@@ -372,10 +372,10 @@ def test_a_save_with_a_failed_chunk_keeps_the_others_and_goes_on(tmp_path):
 def test_a_full_disk_is_one_clear_error(net, tmp_path, monkeypatch):
     from rnnlens.results.disk import regions
 
-    def full_for_records(path, contents):
+    def full_for_records(path, parts):
         if path.suffix == ".json" and path.stem.isdigit():
             raise OSError(28, "No space left on device")
-        write_file(path, contents)
+        write_file(path, parts)
 
     write_file = regions.write_file
 
