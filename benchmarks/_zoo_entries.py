@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _zoo_calibration import LAG, Drawn, Tap, overfitted
+from _zoo_calibration import LAG, SampledTask, Tap, train_overfitted
 from _zoo_nets import (
     Linear,
     Net,
@@ -483,14 +483,14 @@ def _calibration() -> Iterator[Entry]:
 
 def make_overfitted(entry: Entry) -> tuple[Any, Any]:
     """A network that has learned its training samples by heart."""
-    task = Drawn(entry.options["kind"])
-    return overfitted(task, entry.seed), task
+    task = SampledTask(entry.options["kind"])
+    return train_overfitted(task, entry.seed), task
 
 
 def make_tap(entry: Entry) -> tuple[Any, Any]:
     """A network of one tap; of a forecast, the best one there is."""
     o = entry.options
-    task = Drawn(o["kind"], o.get("rho", 0.0), o.get("horizon", 0))
+    task = SampledTask(o["kind"], o.get("rho", 0.0), o.get("horizon", 0))
     return Tap(0 if o["kind"] == "forecast" else LAG, o["scale"], o["offset"]).eval(), task
 
 

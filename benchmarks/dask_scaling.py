@@ -33,7 +33,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-from _summary import COLLECT, Row, collect, collected
+from _summary import COLLECT, Row, collect, read_rows
 
 HERE = Path(__file__).parent
 FEATURES, UNITS, CHUNK = 8, 64, 125
@@ -298,7 +298,7 @@ def main():
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(os.environ.setdefault(COLLECT, str(Path(folder) / "rows")))
-        before = len(collected(path))
+        before = len(read_rows(path))
         for part in args.only:
             backend = {"keras-torch": "torch", "tf_keras": "tensorflow", "tensorflow": "tensorflow"}.get(part, "jax")
             environment = {**os.environ, **ONE_THREAD, "KERAS_BACKEND": backend}
@@ -307,7 +307,7 @@ def main():
             failed += subprocess.run(command, env=environment, check=False).returncode != 0
         from speed import show
 
-        show(collected(path)[before:])
+        show(read_rows(path)[before:])
     return failed
 
 

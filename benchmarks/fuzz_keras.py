@@ -288,7 +288,7 @@ def check_batches(model, x, y):
     if x.dtype.kind == "i":
         return None
     # In batches, as the framework rounds them: parts that Keras computes in float32 differ by the size of a batch.
-    batch_grads = [(reference(model, x[part], y[part])[1], len(x[part])) for part in (slice(3), slice(3, None))]
+    batch_grads = [(reference(model, x[rows], y[rows])[1], len(x[rows])) for rows in (slice(3), slice(3, None))]
     by_input = np.concatenate([np.asarray(grad) * (count / len(x)) for grad, count in batch_grads])
     computed = rl.gradients(model, x, y, wrt="input", batch_size=3)
     assert_close("gradients in batches: input", computed, by_input)

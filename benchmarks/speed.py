@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from _summary import COLLECT, Row, collect, collected
+from _summary import COLLECT, Row, collect, read_rows
 from rich.console import Console
 from rich.table import Table
 
@@ -67,7 +67,7 @@ def cells_of(row: Row) -> tuple[str, ...]:
     """Return the cells of a row of the table."""
     bar = "" if row.bar is None else f"{'≥' if row.at_least else '≤'} {figure(row.bar, row.unit)}"
     met = {None: "", True: "met", False: "**missed**"}[row.is_met]
-    return row.group, row.what, figure(row.value, row.unit), row.peer, bar, met
+    return row.group, row.call, figure(row.value, row.unit), row.peer, bar, met
 
 
 HEADINGS = ("", "call", "measured", "beside", "bar", "")
@@ -110,12 +110,12 @@ def main() -> int:
         for script, options in ((script, SCRIPTS[script]) for script in args.only):
             print(f"\n{script}", flush=True)
             command = [sys.executable, str(HERE / script), *options, *(["--small"] if args.small else [])]
-            before = len(collected(path))
+            before = len(read_rows(path))
             subprocess.run(command, check=False)
-            failed += [script] if len(collected(path)) == before else []
+            failed += [script] if len(read_rows(path)) == before else []
         if args.demo:
             time_demo()
-        rows = collected(path)
+        rows = read_rows(path)
     show(rows)
     if args.write:
         write(rows)

@@ -22,12 +22,12 @@ def expected():
     return rl.gradients(seeded(Net), X, Y, loss=MSE, wrt="input", batch_size=CHUNK).values
 
 
-def lazy(array):
+def to_dask(array):
     return da.from_array(array, chunks=(CHUNK, *array.shape[1:]))
 
 
 def input_gradients(net, x=X):
-    return rl.gradients(net, lazy(x), lazy(Y), loss=MSE, wrt="input")
+    return rl.gradients(net, to_dask(x), to_dask(Y), loss=MSE, wrt="input")
 
 
 def state_of_worker():
@@ -52,7 +52,7 @@ def test_equal_bit_for_bit_and_each_worker_rebuilds_the_model_once(client, expec
 
 def test_sums_over_chunks_are_equal_bit_for_bit(client):
     net = seeded(Net)
-    computed = rl.gradients(net, lazy(X), lazy(Y), loss=MSE).compute()
+    computed = rl.gradients(net, to_dask(X), to_dask(Y), loss=MSE).compute()
     streamed = rl.gradients(net, X, Y, loss=MSE, batch_size=CHUNK)
     for tensor in streamed.tensors:
         np.testing.assert_array_equal(computed[tensor].values, streamed[tensor].values)

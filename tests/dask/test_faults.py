@@ -35,12 +35,12 @@ def expected():
     return rl.gradients(seeded(Net), X, Y, loss=MSE, wrt="input", batch_size=CHUNK).values
 
 
-def lazy(array):
+def to_dask(array):
     return da.from_array(array, chunks=(CHUNK, *array.shape[1:]))
 
 
 def input_gradients(net, x=X):
-    return rl.gradients(net, lazy(x) if isinstance(x, np.ndarray) else x, lazy(Y), loss=MSE, wrt="input")
+    return rl.gradients(net, to_dask(x) if isinstance(x, np.ndarray) else x, to_dask(Y), loss=MSE, wrt="input")
 
 
 def chunks_written(folder):
@@ -97,7 +97,7 @@ def test_data_that_cannot_be_read_names_its_samples_and_loses_nothing(scheduler,
         return block
 
     result = input_gradients(
-        seeded(Net), lazy(X).map_blocks(read_block, dtype="float32", meta=np.empty((0, 0, 0), "float32"))
+        seeded(Net), to_dask(X).map_blocks(read_block, dtype="float32", meta=np.empty((0, 0, 0), "float32"))
     )
     message = r"1 of 10 chunks(.|\n)*Samples 32 to 47 failed: OSError: no such block"
     with pytest.raises(rl.errors.UserCodeError, match=message):
@@ -124,7 +124,7 @@ def test_a_second_save_at_once_computes_what_failed_though_the_client_is_busy(cl
             client.loop.call_later(0.01, keep_busy)
 
     result = input_gradients(
-        seeded(Net), lazy(X).map_blocks(read_block, dtype="float32", meta=np.empty((0, 0, 0), "float32"))
+        seeded(Net), to_dask(X).map_blocks(read_block, dtype="float32", meta=np.empty((0, 0, 0), "float32"))
     )
     client.loop.add_callback(keep_busy)
     with pytest.raises(rl.errors.UserCodeError):

@@ -28,7 +28,7 @@ def net():
     return seeded(Net)
 
 
-def lazy(array, chunk=CHUNK):
+def to_dask(array, chunk=CHUNK):
     return da.from_array(array, chunks=(chunk, *array.shape[1:]))
 
 
@@ -61,14 +61,14 @@ GRADIENTS = {
 @pytest.mark.parametrize("keywords", GRADIENTS.values(), ids=GRADIENTS)
 def test_gradients_are_those_of_the_streaming_call_bit_for_bit(net, keywords):
     expected = rl.gradients(net, labelled(X), Y, batch_size=CHUNK, **keywords)
-    result = rl.gradients(net, labelled(lazy(X)), lazy(Y), **keywords)
+    result = rl.gradients(net, labelled(to_dask(X)), to_dask(Y), **keywords)
     assert result.chunks is not None
     assert_same(result.compute(), expected)
 
 
 def test_gradients_of_all_weights_have_value_and_certificate(net):
     expected = rl.gradients(net, X, Y, loss=MSE, batch_size=CHUNK)
-    result = rl.gradients(net, lazy(X), Y, loss=MSE)
+    result = rl.gradients(net, to_dask(X), Y, loss=MSE)
     assert "lazy" in repr(result)
     computed = result.compute()
     for tensor in expected.tensors:
@@ -89,13 +89,13 @@ JACOBIANS = {
 @pytest.mark.parametrize("keywords", JACOBIANS.values(), ids=JACOBIANS)
 def test_time_jacobians_are_those_in_memory_bit_for_bit(net, keywords):
     batches = {"batch_size": CHUNK} if "across" in keywords else {}
-    result = rl.jacobian(net, labelled(lazy(X)), **keywords)
+    result = rl.jacobian(net, labelled(to_dask(X)), **keywords)
     assert_same(result.compute(), rl.jacobian(net, labelled(X), **batches, **keywords))
     assert result.compute().checks
 
 
 def test_weights_are_those_in_memory(net):
-    expected, result = rl.weights(net, X, Y, loss=MSE), rl.weights(net, lazy(X), lazy(Y), loss=MSE)
+    expected, result = rl.weights(net, X, Y, loss=MSE), rl.weights(net, to_dask(X), to_dask(Y), loss=MSE)
     assert result["lstm"].kernel_grad.chunks is not None
     repr(result)
     computed = result.compute()
@@ -109,7 +109,7 @@ def test_weights_are_those_in_memory(net):
 
 def test_traces_are_those_in_memory(net):
     expected = rl.trace(net, labelled(X), Y, loss=MSE)
-    computed = rl.trace(net, labelled(lazy(X)), lazy(Y), loss=MSE).compute()
+    computed = rl.trace(net, labelled(to_dask(X)), to_dask(Y), loss=MSE).compute()
     assert computed.loss == pytest.approx(expected.loss, rel=1e-6)
     assert computed.certificate.state == "passed"
     for layer in expected:
@@ -163,18 +163,18 @@ def test_there_is_one_task_for_each_chunk_and_its_name_says_what_it_does(net):
 
     names = []
     with Keys():
-        rl.gradients(net, lazy(X), lazy(Y), loss=MSE, wrt="lstm.hidden").compute()
+        rl.gradients(net, to_dask(X), to_dask(Y), loss=MSE, wrt="lstm.hidden").compute()
     tasks = [dask.utils.key_split(name) for name in names]
     assert tasks.count("rnnlens-gradients-lstm") == 4
 
 
 CALLS = {
-    "gradients": lambda net: rl.gradients(net, lazy(X), lazy(Y), loss=MSE, wrt="input"),
-    "gradients of all weights": lambda net: rl.gradients(net, lazy(X), lazy(Y), loss=MSE),
-    "sum over samples": lambda net: rl.gradients(net, lazy(X), lazy(Y), loss=MSE, wrt="input", across="sum"),
-    "jacobian": lambda net: rl.jacobian(net, lazy(X), across="mean", measure="norm"),
-    "weights": lambda net: rl.weights(net, lazy(X), lazy(Y), loss=MSE),
-    "trace": lambda net: rl.trace(net, lazy(X), lazy(Y), loss=MSE),
+    "gradients": lambda net: rl.gradients(net, to_dask(X), to_dask(Y), loss=MSE, wrt="input"),
+    "gradients of all weights": lambda net: rl.gradients(net, to_dask(X), to_dask(Y), loss=MSE),
+    "sum over samples": lambda net: rl.gradients(net, to_dask(X), to_dask(Y), loss=MSE, wrt="input", across="sum"),
+    "jacobian": lambda net: rl.jacobian(net, to_dask(X), across="mean", measure="norm"),
+    "weights": lambda net: rl.weights(net, to_dask(X), to_dask(Y), loss=MSE),
+    "trace": lambda net: rl.trace(net, to_dask(X), to_dask(Y), loss=MSE),
 }
 
 
@@ -195,7 +195,7 @@ def test_each_chunk_is_computed_once(net, call, monkeypatch):
 @pytest.mark.parametrize("verb", ["gradients", "weights", "trace"])
 def test_a_loss_that_does_not_combine_is_refused(net, verb):
     with pytest.raises(rl.errors.UnsupportedError, match="does not follow from that of each chunk"):
-        getattr(rl, verb)(net, lazy(X), lazy(Y), loss=lambda a, b: ((a - b) ** 2).mean())
+        getattr(rl, verb)(net, to_dask(X), to_dask(Y), loss=lambda a, b: ((a - b) ** 2).mean())
 
 
 def test_labels_that_the_loss_ignores_are_refused_at_their_chunk():
@@ -206,7 +206,9 @@ def test_labels_that_the_loss_ignores_are_refused_at_their_chunk():
 
     labels = np.arange(50) % 4
     labels[20] = -100
-    lazily = rl.gradients(seeded(Classes), lazy(X), lazy(labels), loss=torch.nn.functional.cross_entropy, wrt="input")
+    lazily = rl.gradients(
+        seeded(Classes), to_dask(X), to_dask(labels), loss=torch.nn.functional.cross_entropy, wrt="input"
+    )
     with pytest.raises(rl.errors.UnsupportedError, match="Samples 16 to 31 failed: The loss of this chunk"):
         lazily.compute()
 
@@ -221,13 +223,13 @@ REFUSED = {
 @pytest.mark.parametrize(("keywords", "message"), REFUSED.values(), ids=REFUSED)
 def test_options_that_need_all_samples_are_refused(net, keywords, message):
     with pytest.raises(rl.errors.UnsupportedError, match=message):
-        rl.gradients(net, lazy(X), lazy(Y), loss=MSE, **keywords)
+        rl.gradients(net, to_dask(X), to_dask(Y), loss=MSE, **keywords)
 
 
 @pytest.mark.parametrize("option", [{"out": "j.zarr"}, {"rtol": 1e-3}, {"sketch": 4}])
 def test_options_of_one_jacobian_are_refused(net, option):
     with pytest.raises(rl.errors.UnsupportedError, match="applies to one batch"):
-        rl.jacobian(net, lazy(X), measure="norm", **option)
+        rl.jacobian(net, to_dask(X), measure="norm", **option)
 
 
 @pytest.mark.parametrize(
@@ -236,12 +238,12 @@ def test_options_of_one_jacobian_are_refused(net, option):
 @pytest.mark.parametrize("wrap", [labelled, lambda x: x, lambda x: (x,)], ids=["DataArray", "dask", "tuple"])
 def test_verbs_that_need_numbers_say_what_to_do(net, verb, wrap):
     with pytest.raises(rl.errors.InputError, match=r"is lazy, and this call needs numbers(.|\n)*\.compute\(\)"):
-        getattr(rl, verb)(net, wrap(lazy(X)))
+        getattr(rl, verb)(net, wrap(to_dask(X)))
 
 
 def test_steps_in_chunks_are_put_together_with_a_note(net):
     x = labelled(da.from_array(X, chunks=(CHUNK, 5, F)))
-    result = rl.gradients(net, x, lazy(Y), loss=MSE, wrt="input")
+    result = rl.gradients(net, x, to_dask(Y), loss=MSE, wrt="input")
     assert "in chunks along time" in result.attrs["note"]
     assert_same(result.compute(), rl.gradients(net, labelled(X), Y, loss=MSE, wrt="input", batch_size=CHUNK))
 
@@ -251,17 +253,17 @@ def test_chunks_of_any_sizes(net, chunks):
     x = da.from_array(X[:, :, :], chunks=(tuple(c for c in chunks if c), T, F))
     if 0 in chunks:
         x = da.concatenate([x[:0], x[:25], x[:0], x[25:]])
-    result = rl.gradients(net, x, lazy(Y), loss=MSE, wrt="input")
+    result = rl.gradients(net, x, to_dask(Y), loss=MSE, wrt="input")
     assert_same(result.compute(), rl.gradients(net, X, Y, loss=MSE, wrt="input", batch_size=max(chunks)))
 
 
 HOSTILE = {
-    "unknown sizes": (lambda: lazy(X)[da.from_array(X[:, 0, 0] > 0, chunks=CHUNK)], "chunks of unknown sizes"),
-    "no samples": (lambda: lazy(X)[:0], "Batch is empty"),
-    "objects": (lambda: lazy(X.astype(object)), "is not numeric"),
-    "complex": (lambda: lazy(X.astype(complex)), "is complex"),
-    "a number": (lambda: lazy(X).sum(), "is a single number"),
-    "fewer targets": (lambda: (lazy(X), Y[:49]), "which axis of y counts samples"),
+    "unknown sizes": (lambda: to_dask(X)[da.from_array(X[:, 0, 0] > 0, chunks=CHUNK)], "chunks of unknown sizes"),
+    "no samples": (lambda: to_dask(X)[:0], "Batch is empty"),
+    "objects": (lambda: to_dask(X.astype(object)), "is not numeric"),
+    "complex": (lambda: to_dask(X.astype(complex)), "is complex"),
+    "a number": (lambda: to_dask(X).sum(), "is a single number"),
+    "fewer targets": (lambda: (to_dask(X), Y[:49]), "which axis of y counts samples"),
     "a Delayed": (lambda: dask.delayed(X), "is not numeric"),
 }
 
@@ -269,7 +271,7 @@ HOSTILE = {
 @pytest.mark.parametrize(("make", "message"), HOSTILE.values(), ids=HOSTILE)
 def test_hostile_data_are_refused_before_anything_runs(net, make, message):
     data = make()
-    x, y = data if isinstance(data, tuple) else (data, lazy(Y))
+    x, y = data if isinstance(data, tuple) else (data, to_dask(Y))
     with pytest.raises(rl.errors.RnnlensError, match=message):
         rl.gradients(net, x, y, loss=MSE, wrt="input")
 
@@ -277,7 +279,7 @@ def test_hostile_data_are_refused_before_anything_runs(net, make, message):
 def test_nan_in_one_chunk_stays_there(net):
     x = X.copy()
     x[20] = np.nan
-    gradients = rl.gradients(net, lazy(x), of="output", reduce="sum", wrt="input").compute()
+    gradients = rl.gradients(net, to_dask(x), of="output", reduce="sum", wrt="input").compute()
     bad = np.isnan(gradients.values).any(axis=(1, 2))
     assert bad.tolist() == [i == 20 for i in range(50)]
 
@@ -287,20 +289,20 @@ def test_weights_of_samples_of_every_chunk_are_finite(net, verb):
     weights = np.ones(50)
     weights[20] = np.nan
     options = {"wrt": "input"} if verb == "gradients" else {}
-    result = getattr(rl, verb)(net, lazy(X), lazy(Y), loss="mse", sample_weight=lazy(weights), **options)
+    result = getattr(rl, verb)(net, to_dask(X), to_dask(Y), loss="mse", sample_weight=to_dask(weights), **options)
     with pytest.raises(rl.errors.InputError, match="sample_weight is not finite"):
         result.compute()
 
 
 def test_a_chunk_beyond_the_memory_is_refused(net):
     with rl.options(memory=1000), pytest.raises(rl.errors.TooLargeError, match="A chunk of 16 samples"):
-        rl.gradients(net, lazy(X), lazy(Y), loss=MSE, wrt="input")
+        rl.gradients(net, to_dask(X), to_dask(Y), loss=MSE, wrt="input")
 
 
 def test_an_exception_names_the_samples_of_its_chunk():
     x = X.copy()
     x[40] = 5e3
-    result = rl.gradients(seeded(RaisesForLargeInput), lazy(x), lazy(Y), loss=MSE, wrt="input")
+    result = rl.gradients(seeded(RaisesForLargeInput), to_dask(x), to_dask(Y), loss=MSE, wrt="input")
     with pytest.raises(rl.errors.UserCodeError, match=r"Samples 32 to 47 failed: (.|\n)*an input is too large"):
         result.compute()
     assert np.isfinite(result[:32].values).all()
@@ -308,7 +310,7 @@ def test_an_exception_names_the_samples_of_its_chunk():
 
 def test_weights_that_change_before_computing_are_noticed():
     net = seeded(Net)
-    result = rl.gradients(net, lazy(X), lazy(Y), loss=MSE, wrt="input")
+    result = rl.gradients(net, to_dask(X), to_dask(Y), loss=MSE, wrt="input")
     with torch.no_grad():
         net.out.bias += 1
     with pytest.raises(rl.errors.ModelError, match="weights changed after this lazy result was made"):
@@ -325,7 +327,7 @@ def test_failed_certificates_warn_when_computed(net, monkeypatch):
 
     original = works.batch_gradients
     monkeypatch.setattr(works, "batch_gradients", wrong_gradients)
-    result = rl.gradients(net, lazy(X), lazy(Y), loss=MSE, wrt="input")
+    result = rl.gradients(net, to_dask(X), to_dask(Y), loss=MSE, wrt="input")
     with pytest.warns(rl.errors.SelfCheckWarning, match="samples 0 to 15"):
         computed = result.compute()
     assert computed.certificate.state == "failed"
@@ -334,12 +336,12 @@ def test_failed_certificates_warn_when_computed(net, monkeypatch):
 def test_saving_by_regions_and_opening(net, tmp_path):
     path = tmp_path / "g.zarr"
     expected = rl.gradients(net, labelled(X), Y, loss=MSE, wrt="input", batch_size=CHUNK)
-    rl.gradients(net, labelled(lazy(X)), lazy(Y), loss=MSE, wrt="input").save(path)
+    rl.gradients(net, labelled(to_dask(X)), to_dask(Y), loss=MSE, wrt="input").save(path)
     opened = rl.open(path)
     assert_same(opened, expected)
     assert opened.certificate.state == "passed"
     assert [entry.name for entry in tmp_path.iterdir()] == ["g.zarr"]
-    traced = rl.trace(net, labelled(lazy(X)), lazy(Y), loss=MSE)
+    traced = rl.trace(net, labelled(to_dask(X)), to_dask(Y), loss=MSE)
     traced.save(path)
     assert rl.open(path).loss == pytest.approx(traced.compute().loss)
 
@@ -351,7 +353,7 @@ def test_a_save_with_a_failed_chunk_keeps_the_others_and_goes_on(tmp_path):
     data = da.from_array(X, chunks=(CHUNK, T, F)).map_blocks(
         lambda block: np.where(switch["bad"] & (block == X[40, 0, 0]), 5e3, block).astype("float32"), dtype="float32"
     )
-    result = rl.gradients(net, data, lazy(Y), loss=MSE, wrt="input")
+    result = rl.gradients(net, data, to_dask(Y), loss=MSE, wrt="input")
     with pytest.raises(rl.errors.UserCodeError, match=r"1 of 4 chunks(.|\n)*Samples 32 to 47"):
         result.save(tmp_path / "g.zarr")
     assert not (tmp_path / "g.zarr").exists()
@@ -379,7 +381,7 @@ def test_a_full_disk_is_one_clear_error(net, tmp_path, monkeypatch):
 
     write_file = regions.write_file
 
-    result = rl.gradients(net, lazy(X), lazy(Y), loss=MSE, wrt="input")
+    result = rl.gradients(net, to_dask(X), to_dask(Y), loss=MSE, wrt="input")
     with monkeypatch.context() as patch:
         patch.setattr(regions, "write_file", full_for_records)
         with pytest.raises(rl.errors.FileError, match=r"4 of 4 chunks(.|\n)*No space left on device(.|\n)*goes on"):
@@ -389,7 +391,7 @@ def test_a_full_disk_is_one_clear_error(net, tmp_path, monkeypatch):
 
 
 def test_xarray_writes_the_same_numbers_by_chunks(net, tmp_path):
-    result = rl.gradients(net, labelled(lazy(X)), lazy(Y), loss=MSE, wrt="input")
+    result = rl.gradients(net, labelled(to_dask(X)), to_dask(Y), loss=MSE, wrt="input")
     result.to_zarr(tmp_path / "g.zarr", zarr_format=2, consolidated=False)
     opened = xr.open_dataarray(tmp_path / "g.zarr", engine="zarr", consolidated=False, chunks={})
     assert opened.chunks[0] == (16, 16, 16, 2)

@@ -47,7 +47,7 @@ CASES = {
 }
 
 
-def lazy(array):
+def to_dask(array):
     return None if array is None else da.from_array(array, chunks=(CHUNK, *array.shape[1:]))
 
 
@@ -62,9 +62,9 @@ def test_the_numbers_are_those_of_the_streaming_call(case):
     make, y, keywords, weights = CASES[case]
     model = make()
     streamed = rl.gradients(model, X, y, batch_size=CHUNK, **keywords, **weights)
-    lazy_weights = {name: lazy(value) for name, value in weights.items()}
+    lazy_weights = {name: to_dask(value) for name, value in weights.items()}
     with dask.config.set(scheduler="synchronous"):
-        chunked = rl.gradients(model, lazy(X), lazy(y), **keywords, **lazy_weights).compute()
+        chunked = rl.gradients(model, to_dask(X), to_dask(y), **keywords, **lazy_weights).compute()
     np.testing.assert_allclose(chunked.value, streamed.value, rtol=1e-6)
     for name in streamed.tensors:
         expected = streamed[name].values

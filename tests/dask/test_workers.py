@@ -28,12 +28,12 @@ def start_workers(workers, threads, **config):
         yield client
 
 
-def lazy(array):
+def to_dask(array):
     return da.from_array(array, chunks=(CHUNK, *array.shape[1:]))
 
 
 def input_gradients(net):
-    return rl.gradients(net, lazy(X), lazy(Y), loss=MSE, wrt="input")
+    return rl.gradients(net, to_dask(X), to_dask(Y), loss=MSE, wrt="input")
 
 
 def count_bytes():
@@ -112,7 +112,7 @@ def test_threads_memory_and_names_of_tasks_of_a_worker(monkeypatch):
         pages = 50 * (4 << 20) // resource.getpagesize()
         (before,) = client.run(page_faults).values()
         for make in NAMES.values():
-            make(seeded(Net), lazy(X), lazy(Y)).compute()
+            make(seeded(Net), to_dask(X), to_dask(Y)).compute()
         (after,) = client.run(page_faults).values()
         threads = client.submit(thread_counts).result()
         counts = client.run_on_scheduler(
