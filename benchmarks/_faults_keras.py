@@ -44,48 +44,50 @@ class Closed(keras.layers.Layer):
         return shape
 
 
-def data(rng: np.random.Generator) -> tuple[Any, Any]:
+def make_data(rng: np.random.Generator) -> tuple[Any, Any]:
     samples, steps = int(rng.integers(3, 8)), int(rng.integers(9, 16))
     return rng.normal(size=(samples, steps, 3)).astype("f"), rng.normal(size=(samples, 2)).astype("f")
 
 
-def place(rng: np.random.Generator, x: Any) -> tuple[int, int, int]:
+def random_index(rng: np.random.Generator, x: Any) -> tuple[int, int, int]:
     return tuple(int(rng.integers(size)) for size in x.shape)  # type: ignore[return-value]
 
 
-def net(rng: np.random.Generator, steps: int, *, middle: Any = None, end: Any = None, policy: str = "float32") -> Any:
+def make_net(
+    rng: np.random.Generator, steps: int, *, middle: Any = None, end: Any = None, policy: str = "float32"
+) -> Any:
     """Dense (or a mask), recurrent, Dense; Sequential or functional, with other options each time."""
     keras.utils.set_random_seed(int(rng.integers(2**31)))
     units = int(rng.integers(3, 8))
     kind = KINDS[str(rng.choice(list(KINDS)))]
-    made = kind(units, dtype=policy, name="cell")
+    layer_or_wrapper = kind(units, dtype=policy, name="cell")
     if rng.random() < 0.3:
-        made = kl.Bidirectional(kind(units, dtype=policy), name="cell", dtype=policy)
-    recurrent = middle or [made]
+        layer_or_wrapper = kl.Bidirectional(kind(units, dtype=policy), name="cell", dtype=policy)
+    recurrent = middle or [layer_or_wrapper]
     first = kl.Masking(dtype=policy) if rng.random() < 0.2 else kl.Dense(4, dtype=policy, name="inp")
-    parts = [*([] if middle else [first]), *recurrent, kl.Dense(2, name="head", dtype=policy), *(end or [])]
+    model_layers = [*([] if middle else [first]), *recurrent, kl.Dense(2, name="head", dtype=policy), *(end or [])]
     if rng.random() < 0.5:
-        model = keras.Sequential([keras.Input((steps, 3)), *parts])
+        model = keras.Sequential([keras.Input((steps, 3)), *model_layers])
     else:
         start = out = keras.Input((steps, 3))
-        for part in parts:
-            out = part(out)
+        for layer in model_layers:
+            out = layer(out)
         model = keras.Model(start, out)
     model.compile(loss="mse")
     return model
 
 
 def bad_input(rng: np.random.Generator) -> Fault:
-    x, y = data(rng)
-    sample, step, feature = place(rng, x)
+    x, y = make_data(rng)
+    sample, step, feature = random_index(rng, x)
     x[sample, step, feature] = rng.choice([np.nan, np.inf, -np.inf])
     expected = {"phase": "data", "layer": "input", "sample": sample, "step": step, "feature": feature}
-    return Fault("bad input value", net(rng, x.shape[1]), x, y, {}, expected)
+    return Fault("bad input value", make_net(rng, x.shape[1]), x, y, {}, expected)
 
 
 def bad_weight(rng: np.random.Generator) -> Fault:
-    x, y = data(rng)
-    model = net(rng, x.shape[1])
+    x, y = make_data(rng)
+    model = make_net(rng, x.shape[1])
     variable = model.weights[int(rng.integers(len(model.weights)))]
     value = np.array(variable)
     value.flat[int(rng.integers(value.size))] = rng.choice([np.nan, np.inf])
@@ -96,30 +98,30 @@ def bad_weight(rng: np.random.Generator) -> Fault:
 
 def exploding_state(rng: np.random.Generator) -> Fault:
     """A linear RNN whose recurrent kernel makes its state overflow, at the step that double precision says."""
-    x, y = data(rng)
+    x, y = make_data(rng)
     units, gain = int(rng.integers(3, 7)), float(10 ** rng.uniform(4.2, 6))
     rnn = kl.SimpleRNN(units, activation=str(rng.choice(["linear", "relu"])), name="cell", dtype="float32")
-    model = net(rng, x.shape[1], middle=[rnn])
+    model = make_net(rng, x.shape[1], middle=[rnn])
     rnn.cell.recurrent_kernel.assign(gain * np.eye(units))
     h, kernel = np.zeros((len(x), units)), np.array(rnn.cell.kernel, dtype=np.float64)
     for step in range(x.shape[1]):
         z = x[:, step] @ kernel + gain * h
         h = z if rnn.activation is keras.activations.linear else np.maximum(z, 0)
-        over = (np.abs(z) > LARGEST).any(axis=1)
-        if over.any():
+        overflowed = (np.abs(z) > LARGEST).any(axis=1)
+        if overflowed.any():
             break
     else:
         return exploding_state(rng)
-    expected = {"phase": "forward", "layer": "cell", "step": step, "sample": int(np.argmax(over))}
+    expected = {"phase": "forward", "layer": "cell", "step": step, "sample": int(np.argmax(overflowed))}
     return Fault("exploding weights", model, x, y, {}, expected, ("recurrent_kernel",))
 
 
 def exploding_adjoint(rng: np.random.Generator) -> Fault:
     """A linear RNN whose state stays 0 and whose gradient overflows on the way back."""
-    x, y = data(rng)
+    x, y = make_data(rng)
     steps, units, gain = x.shape[1], int(rng.integers(3, 7)), float(10 ** rng.uniform(2, 4))
     rnn = kl.SimpleRNN(units, activation="linear", name="cell", kernel_initializer="zeros", dtype="float32")
-    model = net(rng, steps, middle=[rnn])
+    model = make_net(rng, steps, middle=[rnn])
     rnn.cell.recurrent_kernel.assign(gain * np.eye(units))
     head = model.get_layer("head")
     head.kernel.assign(np.ones((units, 2)))
@@ -128,81 +130,81 @@ def exploding_adjoint(rng: np.random.Generator) -> Fault:
     def loss(y_true: Any, y_pred: Any) -> Any:
         return ops.sum(y_pred) * scale
 
-    lam, back = 2.0 * scale, 0
+    lam, steps_back = 2.0 * scale, 0
     while lam <= LARGEST:
-        lam, back = lam * gain, back + 1
-    expected = {"phase": "backward", "layer": "cell", "step": steps - 1 - back, "sample": 0}
-    if steps - 1 - back < 0:
+        lam, steps_back = lam * gain, steps_back + 1
+    expected = {"phase": "backward", "layer": "cell", "step": steps - 1 - steps_back, "sample": 0}
+    if steps - 1 - steps_back < 0:
         return exploding_adjoint(rng)
     return Fault("exploding adjoint", model, x, y, {"loss": loss}, expected, ("recurrent_kernel",))
 
 
 def half_overflow(rng: np.random.Generator) -> Fault:
     """mixed_float16: an input that no half holds, or one whose product with a weight does not fit."""
-    x, y = data(rng)
-    sample, step, feature = place(rng, x)
+    x, y = make_data(rng)
+    sample, step, feature = random_index(rng, x)
     if rng.random() < 0.5:
         x[sample, step, feature] = float(rng.uniform(7e4, 1e6))
         middle = [KINDS[str(rng.choice(list(KINDS)))](4, dtype="mixed_float16", name="cell")]
-        model = net(rng, x.shape[1], middle=middle, policy="mixed_float16")
+        model = make_net(rng, x.shape[1], middle=middle, policy="mixed_float16")
         expected = {"phase": "forward", "layer": "cell", "quantity": "input", "feature": feature}
-        words: tuple[str, ...] = (f"feature {feature}", "more than float16 holds")
+        causes: tuple[str, ...] = (f"feature {feature}", "more than float16 holds")
     else:
         x[sample, step, feature] = float(rng.uniform(3e4, 6e4))
         kind = str(rng.choice(["lstm", "gru"]))
         layer = KINDS[kind](4, dtype="mixed_float16", name="cell")
-        model = net(rng, x.shape[1], middle=[layer], policy="mixed_float16")
+        model = make_net(rng, x.shape[1], middle=[layer], policy="mixed_float16")
         kernel = 0.01 * np.ones_like(np.array(layer.cell.kernel))
         gate, unit = int(rng.integers(4 if kind == "lstm" else 3)), int(rng.integers(4))
         kernel[:, gate * 4 + unit] = 4.0
         layer.cell.kernel.assign(kernel)
         names = ("input", "forget", "candidate", "output") if kind == "lstm" else ("update", "reset", "candidate")
         expected = {"phase": "forward", "layer": "cell", "gate": names[gate], "unit": unit}
-        words = (f"feature {feature}", "times kernel 4")
-    return Fault("overflow in half", model, x, y, {}, {**expected, "sample": sample, "step": step}, words)
+        causes = (f"feature {feature}", "times kernel 4")
+    return Fault("overflow in half", model, x, y, {}, {**expected, "sample": sample, "step": step}, causes)
 
 
 def log_of_zero(rng: np.random.Generator) -> Fault:
-    x, y = data(rng)
+    x, y = make_data(rng)
     sample, unit = int(rng.integers(len(y))), int(rng.integers(2))
     gate = np.ones((len(y), 2), "f")
     gate[sample, unit] = 0.0
-    how = str(rng.choice(["log", "divide", "root"]))
+    operation = str(rng.choice(["log", "divide", "root"]))
     losses = {
         "log": lambda y, p: -ops.mean(ops.log(p)),
         "divide": lambda y, p: ops.mean(ops.abs(y) / p),
         "root": lambda y, p: ops.mean(ops.sqrt(p)),
     }
-    model = net(rng, x.shape[1], end=[Closed(gate)])
-    words = {"log": "log of 0", "divide": "division by 0", "root": "root of 0"}[how]
-    phase = "backward" if how == "root" else "loss"
+    model = make_net(rng, x.shape[1], end=[Closed(gate)])
+    cause = {"log": "log of 0", "divide": "division by 0", "root": "root of 0"}[operation]
+    phase = "backward" if operation == "root" else "loss"
     expected = {"phase": phase, "layer": "loss", "sample": sample, "unit": unit}
-    return Fault("log 0 and the like", model, x, y, {"loss": losses[how]}, expected, (words,))
+    return Fault("log 0 and the like", model, x, y, {"loss": losses[operation]}, expected, (cause,))
 
 
 def division_in_a_cell(rng: np.random.Generator) -> Fault:
-    x, y = data(rng)
-    sample, step, _ = place(rng, x)
+    x, y = make_data(rng)
+    sample, step, _ = random_index(rng, x)
     x[sample, step, 0] = 0.0
-    model = net(rng, x.shape[1], middle=[kl.RNN(Dividing(int(rng.integers(3, 7))), name="cell")])
+    model = make_net(rng, x.shape[1], middle=[kl.RNN(Dividing(int(rng.integers(3, 7))), name="cell")])
     expected = {"phase": "forward", "layer": "cell", "sample": sample, "step": step}
     return Fault("division in a custom cell", model, x, y, {}, expected, ("division by 0", "feature 0"))
 
 
 def mask_of_a_sample(rng: np.random.Generator) -> Fault:
     """A mask of floats that the model multiplies with, or weights of samples in the loss."""
-    x, y = data(rng)
-    sample, step, _ = place(rng, x)
+    x, y = make_data(rng)
+    sample, step, _ = random_index(rng, x)
     if rng.random() < 0.4:
         weight = np.ones(len(x), "f")
         weight[sample] = np.nan
         expected = {"phase": "data", "layer": "sample_weight", "sample": sample}
-        return Fault("NaN in a sample's mask", net(rng, x.shape[1]), x, y, {"sample_weight": weight}, expected)
+        return Fault("NaN in a sample's mask", make_net(rng, x.shape[1]), x, y, {"sample_weight": weight}, expected)
     mask = np.ones(x.shape[:2], "f")
     mask[sample, step] = np.nan
-    start, given = keras.Input(x.shape[1:], name="sequence"), keras.Input(x.shape[1:2], name="mask")
-    inner = net(rng, x.shape[1])
-    model = keras.Model([start, given], inner(start * given[:, :, None]))
+    sequence, mask_input = keras.Input(x.shape[1:], name="sequence"), keras.Input(x.shape[1:2], name="mask")
+    inner = make_net(rng, x.shape[1])
+    model = keras.Model([sequence, mask_input], inner(sequence * mask_input[:, :, None]))
     model.compile(loss="mse")
     expected = {"phase": "data", "layer": "input[mask]", "sample": sample, "step": step}
     return Fault("NaN in a sample's mask", model, [x, mask], y, {}, expected)
@@ -211,15 +213,15 @@ def mask_of_a_sample(rng: np.random.Generator) -> Fault:
 def healthy(rng: np.random.Generator) -> Fault:
     """Nets that are well, also with large inputs, in half precision, of a cell of the user's own."""
     kind = str(rng.choice(["plain", "large", "cell", "half", "padded", "training"]))
-    x, y = data(rng)
+    x, y = make_data(rng)
     if kind == "cell":
         x = x + np.sign(x) * 0.1
-        return Fault("healthy", net(rng, x.shape[1], middle=[kl.RNN(Dividing(4), name="cell")]), x, y)
+        return Fault("healthy", make_net(rng, x.shape[1], middle=[kl.RNN(Dividing(4), name="cell")]), x, y)
     if kind == "padded":
         x[0, 4:] = 0.0
     if kind == "large":
         x = x * 1e6
-    model = net(rng, x.shape[1], policy="mixed_float16" if kind == "half" else "float32")
+    model = make_net(rng, x.shape[1], policy="mixed_float16" if kind == "half" else "float32")
     return Fault("healthy", model, x, y, {"training": kind == "training"})
 
 

@@ -31,12 +31,12 @@ class Net(nn.Module):
 
     def __init__(self, rng: np.random.Generator, cell: Any = None, end: Any = None, **options: Any) -> None:
         super().__init__()
-        self.first = bool(rng.random() < 0.7)
-        made = cell or rng.choice(["RNN", "LSTM", "GRU"])
+        self.batch_first = bool(rng.random() < 0.7)
+        cell_name = cell or rng.choice(["RNN", "LSTM", "GRU"])
         options = {"num_layers": int(rng.integers(1, 3)), "bidirectional": bool(rng.random() < 0.3)} | options
         units = int(rng.integers(3, 9))
         self.inp = nn.Linear(3, 4)
-        self.rnn = getattr(nn, str(made))(4, units, batch_first=self.first, **options)
+        self.rnn = getattr(nn, str(cell_name))(4, units, batch_first=self.batch_first, **options)
         self.head = nn.Linear(units * (2 if options["bidirectional"] else 1), 2)
         self.end = end
 
@@ -45,7 +45,7 @@ class Net(nn.Module):
         if mask is not None:
             h = h * mask[:, :, None]
         h = self.rnn(h)[0]
-        y = self.head(h[:, -1] if self.first else h[-1])
+        y = self.head(h[:, -1] if self.batch_first else h[-1])
         return y if self.end is None else self.end(y)
 
 
@@ -72,66 +72,79 @@ class Loop(nn.Module):
         return self.head(h)
 
 
-def data(rng: np.random.Generator, first: bool = True, features: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+def make_data(
+    rng: np.random.Generator, batch_first: bool = True, features: int = 3
+) -> tuple[torch.Tensor, torch.Tensor]:
     samples, steps = int(rng.integers(3, 9)), int(rng.integers(10, 31))
     if samples == steps:
         steps += 1
-    x = rng.normal(size=(samples, steps, features) if first else (steps, samples, features))
+    x = rng.normal(size=(samples, steps, features) if batch_first else (steps, samples, features))
     return torch.tensor(x, dtype=torch.float32), torch.tensor(rng.normal(size=(samples, 2)), dtype=torch.float32)
 
 
-def place(rng: np.random.Generator, x: torch.Tensor, first: bool) -> tuple[int, int, int]:
+def random_index(rng: np.random.Generator, x: torch.Tensor, batch_first: bool) -> tuple[int, int, int]:
     """A random (sample, step, feature)."""
-    samples, steps = x.shape[:2] if first else x.shape[:2][::-1]
+    samples, steps = x.shape[:2] if batch_first else x.shape[:2][::-1]
     return int(rng.integers(samples)), int(rng.integers(steps)), int(rng.integers(x.shape[2]))
 
 
 def bad_input(rng: np.random.Generator) -> Fault:
     net = Net(rng)
-    x, y = data(rng, net.first)
-    sample, step, feature = place(rng, x, net.first)
-    x[(sample, step, feature) if net.first else (step, sample, feature)] = float(rng.choice([np.nan, np.inf, -np.inf]))
+    x, y = make_data(rng, net.batch_first)
+    sample, step, feature = random_index(rng, x, net.batch_first)
+    x[(sample, step, feature) if net.batch_first else (step, sample, feature)] = float(
+        rng.choice([np.nan, np.inf, -np.inf])
+    )
     expected = {"phase": "data", "layer": "input", "sample": sample, "step": step, "feature": feature}
     return Fault("bad input value", net, x, y, {"loss": MSE}, expected)
 
 
 def bad_weight(rng: np.random.Generator) -> Fault:
     net = Net(rng)
-    x, y = data(rng, net.first)
+    x, y = make_data(rng, net.batch_first)
     names = [name for name, p in net.named_parameters() if p.ndim == 2]
     name = str(rng.choice(names))
     weight = dict(net.named_parameters())[name]
     with torch.no_grad():
         weight[int(rng.integers(len(weight))), int(rng.integers(weight.shape[1]))] = float(rng.choice([np.nan, np.inf]))
-    module, _, own = name.rpartition(".")
-    layer = module if not own.startswith("weight_") or net.rnn.num_layers == 1 else f"rnn[{own.partition('_l')[2][0]}]"
+    module, _, weight_key = name.rpartition(".")
+    layer = (
+        module
+        if not weight_key.startswith("weight_") or net.rnn.num_layers == 1
+        else f"rnn[{weight_key.partition('_l')[2][0]}]"
+    )
     return Fault("weight not finite", net, x, y, {"loss": MSE}, {"phase": "weights", "layer": layer})
 
 
 def exploding_state(rng: np.random.Generator) -> Fault:
     """A relu RNN whose recurrent kernel makes its state overflow, at the step that double precision says."""
-    rnn = Net(rng, "RNN", nonlinearity="relu", num_layers=1, bidirectional=False)
-    x, y = data(rng, rnn.first)
+    net = Net(rng, "RNN", nonlinearity="relu", num_layers=1, bidirectional=False)
+    x, y = make_data(rng, net.batch_first)
     with torch.no_grad():
         gain = float(10 ** rng.uniform(3, 5))
-        rnn.rnn.weight_hh_l0.copy_(gain * torch.eye(rnn.rnn.hidden_size))
-    h = np.zeros((x.shape[0 if rnn.first else 1], rnn.rnn.hidden_size))
-    w = {name: p.detach().double().numpy() for name, p in rnn.named_parameters()}
-    steps = x.shape[1 if rnn.first else 0]
+        net.rnn.weight_hh_l0.copy_(gain * torch.eye(net.rnn.hidden_size))
+    h = np.zeros((x.shape[0 if net.batch_first else 1], net.rnn.hidden_size))
+    w = {name: p.detach().double().numpy() for name, p in net.named_parameters()}
+    steps = x.shape[1 if net.batch_first else 0]
     for step in range(steps):
-        now = (x[:, step] if rnn.first else x[step]).double().numpy() @ w["inp.weight"].T + w["inp.bias"]
-        z = now @ w["rnn.weight_ih_l0"].T + h @ w["rnn.weight_hh_l0"].T + w["rnn.bias_ih_l0"] + w["rnn.bias_hh_l0"]
+        projected = (x[:, step] if net.batch_first else x[step]).double().numpy() @ w["inp.weight"].T + w["inp.bias"]
+        z = (
+            projected @ w["rnn.weight_ih_l0"].T
+            + h @ w["rnn.weight_hh_l0"].T
+            + w["rnn.bias_ih_l0"]
+            + w["rnn.bias_hh_l0"]
+        )
         h = np.maximum(z, 0)
-        over = (np.abs(z) > LARGEST).any(axis=1)
-        if over.any():
+        overflowed = (np.abs(z) > LARGEST).any(axis=1)
+        if overflowed.any():
             break
     else:
         return exploding_state(rng)
-    expected = {"phase": "forward", "layer": "rnn", "step": step, "sample": int(np.argmax(over))}
-    return Fault("exploding weights", rnn, x, y, {"loss": MSE}, expected, ("recurrent_kernel",))
+    expected = {"phase": "forward", "layer": "rnn", "step": step, "sample": int(np.argmax(overflowed))}
+    return Fault("exploding weights", net, x, y, {"loss": MSE}, expected, ("recurrent_kernel",))
 
 
-class Read(nn.Module):
+class ZeroStateRNN(nn.Module):
     """All steps of a linear-in-effect RNN whose states stay 0, so that only what goes backwards grows."""
 
     def __init__(self, gain: float, units: int) -> None:
@@ -151,10 +164,10 @@ class Read(nn.Module):
 def exploding_adjoint(rng: np.random.Generator) -> Fault:
     """The state stays finite, its gradient overflows on the way back, at the step that double precision says."""
     gain, units = float(10 ** rng.uniform(2.5, 3.5)), int(rng.integers(3, 7))
-    net = Read(gain, units)
+    net = ZeroStateRNN(gain, units)
     with torch.no_grad():
         net.head.weight.fill_(1.0)
-    x, _ = data(rng)
+    x, _ = make_data(rng)
     # As many steps as the state, which starts at 1e-30 and grows by the gain, fits in; the loss makes up for the rest.
     steps = int(min(x.shape[1], np.log(1e38 / 1e-29) / np.log(gain)))
     x = torch.abs(x[:, :steps])
@@ -164,21 +177,21 @@ def exploding_adjoint(rng: np.random.Generator) -> Fault:
     def loss(p: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return ((p - p.detach()) * scale).sum()
 
-    lam, back = 2.0 * scale, 0
+    lam, steps_back = 2.0 * scale, 0
     while lam <= LARGEST:
-        lam, back = lam * gain, back + 1
-    expected = {"phase": "backward", "layer": "rnn", "step": steps - 1 - back, "sample": 0}
+        lam, steps_back = lam * gain, steps_back + 1
+    expected = {"phase": "backward", "layer": "rnn", "step": steps - 1 - steps_back, "sample": 0}
     return Fault("exploding adjoint", net, x, y, {"loss": loss}, expected, ("recurrent_kernel",))
 
 
 def half_overflow(rng: np.random.Generator) -> Fault:
     """A half-precision net fed a number whose product with a weight no half can hold."""
     net = Net(rng, num_layers=1, bidirectional=False).half()
-    x, y = data(rng, net.first)
-    sample, step, feature = place(rng, x, net.first)
+    x, y = make_data(rng, net.batch_first)
+    sample, step, feature = random_index(rng, x, net.batch_first)
     with torch.no_grad():
         net.inp.weight.copy_(torch.full_like(net.inp.weight, 2.0))
-    x[(sample, step, feature) if net.first else (step, sample, feature)] = float(rng.uniform(4e4, 6e4))
+    x[(sample, step, feature) if net.batch_first else (step, sample, feature)] = float(rng.uniform(4e4, 6e4))
     expected = {"phase": "forward", "layer": "inp", "sample": sample, "step": step}
     return Fault("overflow in half", net, x.half(), y.half(), {"loss": MSE}, expected, (f"feature {feature}",))
 
@@ -192,36 +205,36 @@ def autocast_overflow(rng: np.random.Generator) -> Fault:
                 return super().forward(x).float()
 
     net = Cast(rng, num_layers=1, bidirectional=False)
-    x, y = data(rng, net.first)
-    sample, step, feature = place(rng, x, net.first)
-    x[(sample, step, feature) if net.first else (step, sample, feature)] = 3.2e5
+    x, y = make_data(rng, net.batch_first)
+    sample, step, feature = random_index(rng, x, net.batch_first)
+    x[(sample, step, feature) if net.batch_first else (step, sample, feature)] = 3.2e5
     expected = {"phase": "forward", "layer": "inp", "sample": sample, "step": step}
     return Fault("overflow in half", net, x, y, {"loss": MSE}, expected, (f"feature {feature}",))
 
 
 def log_of_zero(rng: np.random.Generator) -> Fault:
     net = Net(rng)
-    x, y = data(rng, net.first)
+    x, y = make_data(rng, net.batch_first)
     sample, unit = int(rng.integers(len(y))), int(rng.integers(2))
     gate = torch.ones(len(y), 2)
     gate[sample, unit] = 0.0
     net.end = lambda out: torch.sigmoid(out) * gate
-    how = str(rng.choice(["log", "divide", "root"]))
+    operation = str(rng.choice(["log", "divide", "root"]))
     losses = {
         "log": lambda p, y: -(torch.log(p)).mean(),
         "divide": lambda p, y: (y.abs() / p).mean(),
         "root": lambda p, y: torch.sqrt(p).mean(),
     }
-    words = {"log": "log of 0", "divide": "division by 0", "root": "root of 0"}[how]
-    phase = "backward" if how == "root" else "loss"
+    cause = {"log": "log of 0", "divide": "division by 0", "root": "root of 0"}[operation]
+    phase = "backward" if operation == "root" else "loss"
     expected = {"phase": phase, "layer": "loss", "sample": sample, "unit": unit}
-    return Fault("log 0 and the like", net, x, y, {"loss": losses[how]}, expected, (words,))
+    return Fault("log 0 and the like", net, x, y, {"loss": losses[operation]}, expected, (cause,))
 
 
 def division_in_a_cell(rng: np.random.Generator) -> Fault:
     net = Loop(int(rng.integers(3, 7)))
-    x, y = data(rng)
-    sample, step, _ = place(rng, x, True)
+    x, y = make_data(rng)
+    sample, step, _ = random_index(rng, x, True)
     x[sample, step, 0] = 0.0
     expected = {"phase": "forward", "layer": "cell", "sample": sample, "step": step}
     return Fault("division in a custom cell", net, x, y, {"loss": MSE}, expected, ("division by 0", "feature 0"))
@@ -230,10 +243,10 @@ def division_in_a_cell(rng: np.random.Generator) -> Fault:
 def mask_of_a_sample(rng: np.random.Generator) -> Fault:
     """A mask of floats that the model multiplies with, or weights of samples in the loss."""
     net = Net(rng)
-    net.first = True
+    net.batch_first = True
     net.rnn.batch_first = True
-    x, y = data(rng)
-    sample, step, _ = place(rng, x, True)
+    x, y = make_data(rng)
+    sample, step, _ = random_index(rng, x, True)
     mask = torch.ones(x.shape[:2])
     mask[sample, step:] = 0.0
     mask[sample, step] = torch.nan
@@ -246,13 +259,13 @@ def healthy(rng: np.random.Generator) -> Fault:
     kind = str(rng.choice(["plain", "large", "cell", "half", "masked", "trained-like"]))
     if kind == "cell":
         net: Any = Loop(5)
-        x, y = data(rng)
+        x, y = make_data(rng)
         x = x + torch.sign(x) * 0.1
         return Fault("healthy", net, x, y, {"loss": MSE})
     net = Net(rng)
     if kind == "masked":
-        net.first = net.rnn.batch_first = True
-    x, y = data(rng, net.first)
+        net.batch_first = net.rnn.batch_first = True
+    x, y = make_data(rng, net.batch_first)
     if kind == "large":
         x = x * 1e6
     if kind == "trained-like":

@@ -22,22 +22,22 @@ class WrongError(Exception):
     """A number of rnnlens that differs from the framework's."""
 
 
-def same(what: str, ours: Any, theirs: Any, bound: float) -> None:
+def assert_close(label: str, actual: Any, expected: Any, bound: float) -> None:
     """Compare two arrays, relative to the largest number of the reference."""
-    a, b = np.asarray(ours, dtype=float), np.asarray(theirs, dtype=float)
+    a, b = np.asarray(actual, dtype=float), np.asarray(expected, dtype=float)
     if a.shape != b.shape:
-        raise WrongError(f"{what}: shape {a.shape}, framework {b.shape}")
+        raise WrongError(f"{label}: shape {a.shape}, framework {b.shape}")
     mismatch = np.max(np.abs(a - b), initial=0.0) / max(np.max(np.abs(b), initial=0.0), 1e-12)
     if not mismatch < bound:
-        raise WrongError(f"{what}: off by {mismatch:.1e}")
+        raise WrongError(f"{label}: off by {mismatch:.1e}")
 
 
-def squares(result: Any) -> float:
+def sum_of_squares(result: Any) -> float:
     """Return the sum of squares of all gradients by weights."""
     return sum(float((np.asarray(array) ** 2).sum()) for layer in result for array in result[layer].dataset.values())
 
 
-def outcome(check: Callable[[], Any], weights: Callable[[], Mapping[str, Any]]) -> tuple[str, str]:
+def run_check(check: Callable[[], Any], weights: Callable[[], Mapping[str, Any]]) -> tuple[str, str]:
     """Run one check; return what became of it, and a sentence. ``weights`` returns the state of the user's model.
 
     A check returns a certificate, or None if it does not apply to the model: "no check".
@@ -52,9 +52,9 @@ def outcome(check: Callable[[], Any], weights: Callable[[], Mapping[str, Any]]) 
     except rl.errors.RnnlensError as error:
         return "refused", str(error).replace("\n", " ")[:200]
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{last.filename.rsplit('/', 2)[-1]}:{last.lineno}"
-        return "foreign", f"{type(error).__name__}: {str(error)[:120]} ({where})"
+        last_frame = traceback.extract_tb(error.__traceback__)[-1]
+        location = f"{last_frame.filename.rsplit('/', 2)[-1]}:{last_frame.lineno}"
+        return "foreign", f"{type(error).__name__}: {str(error)[:120]} ({location})"
     if any(not np.array_equal(value, np.asarray(weights()[name])) for name, value in before.items()):
         return "altered", "weights or buffers changed"
     if certificate is None:
@@ -71,22 +71,22 @@ class Table:
         self._counts: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in checks}
         self._show_all = show_all
 
-    def add(self, number: int, name: str, became: str, sentence: str, choices: Mapping[str, Any]) -> None:
+    def add(self, number: int, name: str, outcome: str, sentence: str, choices: Mapping[str, Any]) -> None:
         """Count one outcome, and print it if it is not right."""
-        self._counts[name][became] += 1
-        if became not in ("right", "no check") or self._show_all:
-            shown = {key: value for key, value in choices.items() if value not in (False, "none")}
-            print(f"{number} {name} {became.upper()}: {sentence}\n      {shown}", flush=True)
+        self._counts[name][outcome] += 1
+        if outcome not in ("right", "no check") or self._show_all:
+            notable_choices = {key: value for key, value in choices.items() if value not in (False, "none")}
+            print(f"{number} {name} {outcome.upper()}: {sentence}\n      {notable_choices}", flush=True)
 
     def finish(self) -> int:
         """Print the table; return 1 if anything was accused, wrong, foreign or altered."""
         print(f"\n{'':12}" + "".join(f"{kind:>10}" for kind in KINDS))
-        for name, counted in self._counts.items():
-            print(f"{name:12}" + "".join(f"{counted[kind]:>10}" for kind in KINDS))
-        return int(any(counted[kind] for counted in self._counts.values() for kind in BAD))
+        for name, counts in self._counts.items():
+            print(f"{name:12}" + "".join(f"{counts[kind]:>10}" for kind in KINDS))
+        return int(any(counts[kind] for counts in self._counts.values() for kind in BAD))
 
 
-def parsed(document: str, count: int) -> argparse.ArgumentParser:
+def make_parser(document: str, count: int) -> argparse.ArgumentParser:
     """Return a parser with the arguments that all fuzz scripts have."""
     parser = argparse.ArgumentParser(description=document.splitlines()[0])
     parser.add_argument("--count", type=int, default=count)
@@ -96,15 +96,15 @@ def parsed(document: str, count: int) -> argparse.ArgumentParser:
     return parser
 
 
-def numbers(arguments: argparse.Namespace) -> Iterator[int]:
+def model_numbers(arguments: argparse.Namespace) -> Iterator[int]:
     """Yield the numbers of the models to draw, as many as fit into the time; print how many there were."""
     if arguments.only is not None:
         yield arguments.only
         return
-    end, drawn = time.monotonic() + arguments.seconds, 0
+    deadline, count = time.monotonic() + arguments.seconds, 0
     for number in range(arguments.count):
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             break
         yield number
-        drawn += 1
-    print(f"{drawn} models")
+        count += 1
+    print(f"{count} models")

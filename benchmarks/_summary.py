@@ -17,7 +17,7 @@ class Row:
 
     Attributes
     ----------
-    group, what
+    group, call
         Heading in the table, and the measured call.
     value, unit
         The figure: a ratio (``"x"``), ``"ms"``, ``"s"`` or ``"GiB"``.
@@ -30,7 +30,7 @@ class Row:
     """
 
     group: str
-    what: str
+    call: str
     value: float
     unit: str
     peer: str = ""
@@ -52,7 +52,7 @@ def collect(*rows: Row) -> None:
             file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
 
 
-def collected(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[Row]:
     """Return the rows of a file, in the order in which they were measured."""
     if not path.exists():
         return []

@@ -15,7 +15,7 @@ STEPS, LAG = 16, 4
 
 
 @dataclass
-class Drawn:
+class SampledTask:
     """A task whose targets are not a function of the inputs: they are drawn together, and kept until they are read."""
 
     kind: str
@@ -24,7 +24,7 @@ class Drawn:
     features: int = 1
     outputs: int = 1
     sequence: bool = False
-    drawn: list[Array] = field(default_factory=list)
+    targets: list[Array] = field(default_factory=list)
 
     def draw(self, samples: int, seed: int) -> Array:
         """Draw inputs (sample, time, feature), and the targets that :meth:`ideal` returns."""
@@ -40,12 +40,12 @@ class Drawn:
         else:
             y = signal + 0.7 * rng.normal(size=(samples, 1))
             y = y + 0.8 * x[:, -1 - 2 * LAG] if self.kind == "two lags" else y
-        self.drawn = [np.asarray(y, dtype=np.float32)]
+        self.targets = [np.asarray(y, dtype=np.float32)]
         return x
 
     def ideal(self, x: Array) -> Array:
         """Return the targets of the inputs drawn last."""
-        return self.drawn[0]
+        return self.targets[0]
 
     def _windows(self, rng: np.random.Generator, samples: int) -> tuple[Array, Array]:
         series = rng.normal(size=samples + STEPS + self.horizon + 300)
@@ -56,7 +56,7 @@ class Drawn:
         return x, series[STEPS + self.horizon - 1 :][:samples, None]
 
 
-def overfitted(task: Drawn, seed: int) -> Net:
+def train_overfitted(task: SampledTask, seed: int) -> Net:
     """Train on so few samples that the noise is learned by heart."""
     torch.manual_seed(seed)
     count = 96 if task.kind == "noise" else 256

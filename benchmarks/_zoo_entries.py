@@ -14,23 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _zoo_calibration import LAG, Drawn, Tap, overfitted
+from _zoo_calibration import LAG, SampledTask, Tap, train_overfitted
 from _zoo_nets import (
     Linear,
     Net,
     Stacked,
     Utterances,
-    gated,
+    gated_net,
     growing_relu,
     kill,
     latch,
     random_gru,
     random_tanh,
-    start,
+    set_initial_weights,
     train,
 )
 from _zoo_registers import PROBLEMS, Register
-from _zoo_tasks import TASKS, Task, needed
+from _zoo_tasks import TASKS, Task, needed_memory
 
 KEPT = Path(__file__).resolve().parent.parent / ".benchmarks" / "zoo"
 FAULTS = ("NO_SKILL", "MISSED_DEPENDENCY", "VANISHING", "EXPLODING", "CHAOTIC", "DEAD_UNITS", "NONFINITE")
@@ -87,21 +87,30 @@ class Entry:
     @property
     def graded(self) -> bool:
         """Whether it is there for its memory, and not for its inputs, units, dynamics or numbers."""
-        others = ("random tanh", "random gru", "growing relu", "no numbers", "silence", "coupled", "dressed", "cut off")
-        return self.name not in others
+        ungraded = (
+            "random tanh",
+            "random gru",
+            "growing relu",
+            "no numbers",
+            "silence",
+            "coupled",
+            "dressed",
+            "cut off",
+        )
+        return self.name not in ungraded
 
 
-def trained(entry: Entry) -> tuple[Any, Task]:
+def train_or_load(entry: Entry) -> tuple[Any, Task]:
     """A trained network, from where it was kept or trained now."""
     o = dict(entry.options)
     task = TASKS[o["task"]](*o.get("arguments", ()), **o.get("keywords", {}))
     torch.manual_seed(entry.seed)
     relu = {"nonlinearity": "relu"} if o.get("relu") else {}
-    shape = Utterances if o["task"] == "vowels" else Net
-    net = shape(
+    network_class = Utterances if o["task"] == "vowels" else Net
+    net = network_class(
         o["cell"], task.features, task.outputs, o.get("units", 32), sequence=task.sequence, **o.get("net", {}), **relu
     )
-    start(net, o["cell"], o.get("start", ""))
+    set_initial_weights(net, o["cell"], o.get("start", ""))
     key = hashlib.sha256(json.dumps([entry.base or entry.name, entry.seed, o], sort_keys=True).encode()).hexdigest()[
         :16
     ]
@@ -133,15 +142,15 @@ def entries() -> Iterator[Entry]:
     yield from _calibration()
 
 
-def _entry(name: str, seed: int, task: str, cell: str, iterations: int, **rest: Any) -> Entry:
-    memory, truth, missing = rest.pop("memory", None), rest.pop("truth", {}), rest.pop("missing", None)
-    options = {"task": task, "cell": cell, "iterations": iterations, **rest}
-    return Entry(name, seed, trained, options, memory, truth, missing)
+def _entry(name: str, seed: int, task: str, cell: str, iterations: int, **extra: Any) -> Entry:
+    memory, truth, missing = extra.pop("memory", None), extra.pop("truth", {}), extra.pop("missing", None)
+    options = {"task": task, "cell": cell, "iterations": iterations, **extra}
+    return Entry(name, seed, train_or_load, options, memory, truth, missing)
 
 
 def _recall() -> Iterator[Entry]:
     for cell in ("lstm", "gru"):
-        for lag, iterations, how in ((3, 200, ""), (10, 450, "keep 1"), (25, 700, "keep 3")):
+        for lag, iterations, initial in ((3, 200, ""), (10, 450, "keep 1"), (25, 700, "keep 3")):
             for seed in range(6):
                 yield _entry(
                     "recall, solved",
@@ -150,7 +159,7 @@ def _recall() -> Iterator[Entry]:
                     cell,
                     iterations,
                     arguments=[lag],
-                    start=how,
+                    start=initial,
                     memory=lag + 1,
                     truth=HEALTHY,
                 )
@@ -178,7 +187,7 @@ def _recall() -> Iterator[Entry]:
         yield _entry(
             "recall, solved", seed, "recall", "rnn", 300, arguments=[3], start="orthogonal 1", memory=4, truth=HEALTHY
         )
-    for cell, how in (("rnn", "orthogonal 0.4"), ("lstm", "keep -1")):
+    for cell, initial in (("rnn", "orthogonal 0.4"), ("lstm", "keep -1")):
         for seed in range(6):
             truth = {
                 "MISSED_DEPENDENCY": True,
@@ -188,34 +197,34 @@ def _recall() -> Iterator[Entry]:
                 "CHAOTIC": False,
             }
             yield _entry(
-                "recall, vanishing", seed, "recall", cell, 250, arguments=[25], start=how, truth=truth, missing=25
+                "recall, vanishing", seed, "recall", cell, 250, arguments=[25], start=initial, truth=truth, missing=25
             )
 
 
 def _other_tasks() -> Iterator[Entry]:
-    adding = needed(TASKS["adding"]())
+    adding = needed_memory(TASKS["adding"]())
     for seed in range(4):
         for cell in ("lstm", "gru"):
             yield _entry("adding", seed, "adding", cell, 1200, start="keep 3", memory=adding, truth=HEALTHY)
         yield _entry("two lags", seed, "two lags", "gru", 800, start="keep 3", memory=41, truth=HEALTHY)
-        cut = {"MISSED_DEPENDENCY": True, "VANISHING": False, "NO_SKILL": False, "CHAOTIC": False}
+        truncated = {"MISSED_DEPENDENCY": True, "VANISHING": False, "NO_SKILL": False, "CHAOTIC": False}
         yield _entry(
-            "two lags, truncated", seed, "two lags", "gru", 400, start="keep 4", window=10, truth=cut, missing=40
+            "two lags, truncated", seed, "two lags", "gru", 400, start="keep 4", window=10, truth=truncated, missing=40
         )
-        gone = {"MISSED_DEPENDENCY": True, "VANISHING": True, "NO_SKILL": False, "CHAOTIC": False}
+        vanishing = {"MISSED_DEPENDENCY": True, "VANISHING": True, "NO_SKILL": False, "CHAOTIC": False}
         yield _entry(
-            "two lags, vanishing", seed, "two lags", "rnn", 400, start="orthogonal 0.4", truth=gone, missing=40
+            "two lags, vanishing", seed, "two lags", "rnn", 400, start="orthogonal 0.4", truth=vanishing, missing=40
         )
         for alpha in (0.5, 0.8, 0.93):
-            n = needed(TASKS["exponential"](alpha))
+            n = needed_memory(TASKS["exponential"](alpha))
             for cell in ("gru", "rnn"):
                 yield _entry(
                     "exponential mean", seed, "exponential", cell, 400, arguments=[alpha], memory=n, truth=HEALTHY
                 )
         for cell in ("lstm", "gru"):
-            for words in ({}, {"smooth": 0.9}, {"classes": True}):
+            for keywords in ({}, {"smooth": 0.9}, {"classes": True}):
                 truth = {**HEALTHY, "LAST_STEP_ONLY": True}
-                yield _entry("last step", seed, "last", cell, 200, keywords=words, memory=1, truth=truth)
+                yield _entry("last step", seed, "last", cell, 200, keywords=keywords, memory=1, truth=truth)
         for lag in (4, 10):
             yield _entry("echo", seed, "echo", "gru", 600, arguments=[lag], memory=lag + 1, truth=HEALTHY)
         truth = {"MISSED_DEPENDENCY": True, "VANISHING": False, "CHAOTIC": False}
@@ -232,7 +241,7 @@ def _other_tasks() -> Iterator[Entry]:
             missing=10,
         )
     for share in (0.1, 0.3):
-        n = needed(TASKS["rare"](share))
+        n = needed_memory(TASKS["rare"](share))
         for seed in range(2):
             yield _entry(
                 "rare need", seed, "rare", "gru", 900, arguments=[share], start="keep 3", memory=n, truth=HEALTHY
@@ -344,35 +353,35 @@ def _inputs_and_units() -> Iterator[Entry]:
 
 
 def _built() -> Iterator[Entry]:
-    quiet = {**SOUND, "NO_SKILL": False, "MISSED_DEPENDENCY": False}
+    sound = {**SOUND, "NO_SKILL": False, "MISSED_DEPENDENCY": False}
     for seed in range(4):
         for radius, condition in product((0.5, 0.7, 0.9, 0.95), (1.0, 30.0)):
             o = {"radius": radius, "condition": condition, "steps": 100}
-            truth = {code: quiet[code] for code in ("CHAOTIC", "NO_SKILL", "MISSED_DEPENDENCY")}
-            yield Entry("linear", seed, linear, o, FOLLOWS, truth, noise=0.05)
+            truth = {code: sound[code] for code in ("CHAOTIC", "NO_SKILL", "MISSED_DEPENDENCY")}
+            yield Entry("linear", seed, make_linear, o, FOLLOWS, truth, noise=0.05)
         for tau, cell in product((1, 4, 16, 48), ("lstm", "gru")):
             o = {"tau": tau, "cell": cell, "steps": 150}
-            yield Entry("gates set", seed, by_gate, o, FOLLOWS, quiet, noise=0.05)
+            yield Entry("gates set", seed, make_gated, o, FOLLOWS, sound, noise=0.05)
         for weight in (1.5, 2.0, 3.0):
             truth = {"NO_SKILL": False, "VANISHING": False, "MISSED_DEPENDENCY": False, "CHAOTIC": False}
-            yield Entry("latch", seed, latched, {"weight": weight, "steps": 60}, 60, truth)
+            yield Entry("latch", seed, make_latch, {"weight": weight, "steps": 60}, 60, truth)
     for seed, cell in product(range(6), ("lstm", "gru", "rnn")):
         truth = {"NO_SKILL": True, "CHAOTIC": False, "EXPLODING": False}
-        yield Entry("untrained", seed, untrained, {"cell": cell}, None, truth)
+        yield Entry("untrained", seed, make_untrained, {"cell": cell}, None, truth)
 
 
 def _dynamics() -> Iterator[Entry]:
     """Growing, chaotic, and near to either: whether chaotic is told by two trajectories, not by us."""
     for seed, gain in [*product(range(8), (0.5, 0.9)), *product(range(18), (2.0, 2.5))]:
         o = {"gain": gain, "units": 64, "steps": 200}
-        yield Entry("random tanh", seed, tanh, o, None, {"CHAOTIC": gain > 1, "EXPLODING": gain > 1}, noise=0.05)
+        yield Entry("random tanh", seed, make_tanh, o, None, {"CHAOTIC": gain > 1, "EXPLODING": gain > 1}, noise=0.05)
     for seed in range(10):
         for radius in (1.02, 1.15, 1.2, 1.3):
             truth = {"EXPLODING": radius > 1.02, "CHAOTIC": False}
-            yield Entry("growing relu", seed, relu, {"radius": radius, "steps": 60}, None, truth, noise=0.05)
+            yield Entry("growing relu", seed, make_relu, {"radius": radius, "steps": 60}, None, truth, noise=0.05)
     for seed, gain in product(range(4), (1.0, 8.0)):
         o = {"gain": gain, "units": 48, "steps": 200}
-        yield Entry("random gru", seed, gru, o, None, {"CHAOTIC": gain > 4, "EXPLODING": gain > 4}, noise=0.05)
+        yield Entry("random gru", seed, make_gru, o, None, {"CHAOTIC": gain > 4, "EXPLODING": gain > 4}, noise=0.05)
 
 
 def _inputs() -> Iterator[Entry]:
@@ -388,9 +397,9 @@ def _inputs() -> Iterator[Entry]:
     for seed, (dress, code), cell in product(range(20), flaws.items(), ("lstm", "gru")):
         if seed >= 10 and code not in ("CONSTANT_INPUT", "STATIC_INPUT"):
             continue
-        truth = {other: other == code for other in ("PADDING_DOMINATES", "CONSTANT_INPUT", "STATIC_INPUT")}
+        truth = {flaw: flaw == code for flaw in ("PADDING_DOMINATES", "CONSTANT_INPUT", "STATIC_INPUT")}
         o = {"tau": (4, 16)[seed // 2 % 2], "cell": cell, "steps": 40, "dress": dress, "features": 2}
-        yield Entry("dressed", seed, by_gate, o, None, {**truth, "CHAOTIC": False}, noise=0.05)
+        yield Entry("dressed", seed, make_gated, o, None, {**truth, "CHAOTIC": False}, noise=0.05)
 
 
 def _dead() -> Iterator[Entry]:
@@ -398,23 +407,25 @@ def _dead() -> Iterator[Entry]:
     dead = {"DEAD_UNITS": True}
     for seed, cell, share in product(range(6), ("lstm", "gru"), (0.1, 0.4)):
         o = {"task": "recall", "cell": cell, "iterations": 200, "arguments": [3], "start": ""}
-        yield Entry("cut off", seed, trained, o, None, dead, None, 0.0, "recall, solved", {"kill": share})
+        yield Entry("cut off", seed, train_or_load, o, None, dead, None, 0.0, "recall, solved", {"kill": share})
     for seed, alpha, share in product(range(4), (0.5, 0.8, 0.93), (0.1, 0.4)):
         o = {"task": "exponential", "cell": "rnn", "iterations": 400, "arguments": [alpha]}
-        yield Entry("cut off", seed, trained, o, None, dead, None, 0.0, "exponential mean", {"kill": share})
+        yield Entry("cut off", seed, train_or_load, o, None, dead, None, 0.0, "exponential mean", {"kill": share})
 
 
 def _numbers() -> Iterator[Entry]:
     """States that are no numbers, or smaller than their dtype holds in full; layers whose gradients are far apart."""
     for seed in range(10):
-        for how in ("radius 8", "weight", "input", "finite"):
-            yield Entry("no numbers", seed, broken, {"how": how, "steps": 60}, None, {"NONFINITE": how != "finite"})
+        for fault in ("radius 8", "weight", "input", "finite"):
+            yield Entry(
+                "no numbers", seed, make_nonfinite, {"how": fault, "steps": 60}, None, {"NONFINITE": fault != "finite"}
+            )
         for tau, cell in product((0.3, 1, 16, 60), ("lstm", "gru")):
             o = {"tau": tau, "cell": cell, "steps": 240, "dress": "silence"}
-            yield Entry("silence", seed, by_gate, o, None, {"UNDERFLOW": tau < 16})
+            yield Entry("silence", seed, make_gated, o, None, {"UNDERFLOW": tau < 16})
         for cell, coupling in product(("lstm", "rnn"), (1.0, 0.01, 1e-6, 1e-7)):
             o = {"cell": cell, "coupling": coupling, "steps": 30}
-            yield Entry("coupled", seed, coupled, o, None, {"UNEQUAL_LAYERS": coupling < 1e-4})
+            yield Entry("coupled", seed, make_coupled, o, None, {"UNEQUAL_LAYERS": coupling < 1e-4})
 
 
 def _registers() -> Iterator[Entry]:
@@ -442,100 +453,102 @@ def _registers() -> Iterator[Entry]:
         truth = dict(HEALTHY) if healthy else {**SOUND, "MISSED_DEPENDENCY": True, "VANISHING": "gone" in name}
         # A register holds whatever reaches it: of a cotangent on its units all arrives, none beyond.
         lag = None if healthy else arguments[1]
-        yield Entry("register", seed, register, o, FOLLOWS if healthy else None, truth, lag)
+        yield Entry("register", seed, make_register, o, FOLLOWS if healthy else None, truth, lag)
         if name in ("value", "xor", "counting", "seldom", "lognormal") and arguments[-1] < 100:
             yield Entry(
-                "register, few samples", seed, register, o, FOLLOWS, truth, None, samples=(64, 96)[seed // 2 % 2]
+                "register, few samples", seed, make_register, o, FOLLOWS, truth, None, samples=(64, 96)[seed // 2 % 2]
             )
 
 
 def _calibration() -> Iterator[Entry]:
     """Errors that are no missed dependency, and one that is, on a wrong scale; the best forecasts of one series."""
-    fine = dict.fromkeys(("MISSED_DEPENDENCY", "VANISHING", "PATH_OPEN", "CHAOTIC", "EXPLODING"), False)
+    calibrated = dict.fromkeys(("MISSED_DEPENDENCY", "VANISHING", "PATH_OPEN", "CHAOTIC", "EXPLODING"), False)
     for seed in range(20):
-        yield Entry("noise target", seed, by_heart, {"kind": "noise"}, None, {**fine, "NO_SKILL": True})
-        yield Entry("overfitted", seed, by_heart, {"kind": "recall"}, None, {**fine, "MISCALIBRATED": True})
-        wrong = {**fine, "MISCALIBRATED": True, "NO_SKILL": False}
+        yield Entry("noise target", seed, make_overfitted, {"kind": "noise"}, None, {**calibrated, "NO_SKILL": True})
+        yield Entry(
+            "overfitted", seed, make_overfitted, {"kind": "recall"}, None, {**calibrated, "MISCALIBRATED": True}
+        )
+        miscalibrated = {**calibrated, "MISCALIBRATED": True, "NO_SKILL": False}
         o = {"kind": "recall", "scale": (1.3, 1.6)[seed // 2 % 2], "offset": 0.0}
-        yield Entry("off in scale", seed, tap, o, None, wrong)
+        yield Entry("off in scale", seed, make_tap, o, None, miscalibrated)
         o = {"kind": "classes", "scale": 4.0, "offset": -6.0 + (3.0, 4.1)[seed // 2 % 2]}
-        yield Entry("weighted classes", seed, tap, o, None, wrong)
+        yield Entry("weighted classes", seed, make_tap, o, None, miscalibrated)
         truth = {"MISSED_DEPENDENCY": True, "VANISHING": False, "MISCALIBRATED": True}
         o = {"kind": "two lags", "scale": 1.6, "offset": 0.0}
-        yield Entry("missed, off in scale", seed, tap, o, None, truth, 2 * LAG)
+        yield Entry("missed, off in scale", seed, make_tap, o, None, truth, 2 * LAG)
         for rho, horizon in product((0.9, 0.97), (1, 3, 5)):
             o = {"kind": "forecast", "rho": rho, "horizon": horizon, "scale": rho**horizon, "offset": 0.0}
-            yield Entry("forecast", seed, tap, o, 1, {**HEALTHY, "LAST_STEP_ONLY": True, "NO_SKILL": False})
+            yield Entry("forecast", seed, make_tap, o, 1, {**HEALTHY, "LAST_STEP_ONLY": True, "NO_SKILL": False})
 
 
-def by_heart(entry: Entry) -> tuple[Any, Any]:
+def make_overfitted(entry: Entry) -> tuple[Any, Any]:
     """A network that has learned its training samples by heart."""
-    task = Drawn(entry.options["kind"])
-    return overfitted(task, entry.seed), task
+    task = SampledTask(entry.options["kind"])
+    return train_overfitted(task, entry.seed), task
 
 
-def tap(entry: Entry) -> tuple[Any, Any]:
+def make_tap(entry: Entry) -> tuple[Any, Any]:
     """A network of one tap; of a forecast, the best one there is."""
     o = entry.options
-    task = Drawn(o["kind"], o.get("rho", 0.0), o.get("horizon", 0))
+    task = SampledTask(o["kind"], o.get("rho", 0.0), o.get("horizon", 0))
     return Tap(0 if o["kind"] == "forecast" else LAG, o["scale"], o["offset"]).eval(), task
 
 
-def register(entry: Entry) -> tuple[Any, Task]:
+def make_register(entry: Entry) -> tuple[Any, Task]:
     """A register that computes the task exactly."""
     problem = PROBLEMS[entry.options["problem"]](*entry.options["arguments"])
-    net = Register(problem.task.features, problem.length, problem.read, sequence=problem.task.sequence)
+    net = Register(problem.task.features, problem.length, problem.readout, sequence=problem.task.sequence)
     return net.eval(), problem.task
 
 
-def linear(entry: Entry) -> tuple[Any, None]:
+def make_linear(entry: Entry) -> tuple[Any, None]:
     """A linear network; its memory in closed form."""
     o = entry.options
     return Linear(12, 1, o["radius"], entry.seed, condition=o["condition"]), None
 
 
-def by_gate(entry: Entry) -> tuple[Any, None]:
+def make_gated(entry: Entry) -> tuple[Any, None]:
     """Fixed gates."""
     o = entry.options
-    return gated(o["cell"], o["tau"], seed=entry.seed, features=o.get("features", 1)), None
+    return gated_net(o["cell"], o["tau"], seed=entry.seed, features=o.get("features", 1)), None
 
 
-def latched(entry: Entry) -> tuple[Any, None]:
+def make_latch(entry: Entry) -> tuple[Any, None]:
     """A hand-made latch."""
     return latch(entry.options["weight"], seed=entry.seed), None
 
 
-def tanh(entry: Entry) -> tuple[Any, None]:
+def make_tanh(entry: Entry) -> tuple[Any, None]:
     """A random tanh network."""
     return random_tanh(entry.options["gain"], entry.options["units"], entry.seed), None
 
 
-def gru(entry: Entry) -> tuple[Any, None]:
+def make_gru(entry: Entry) -> tuple[Any, None]:
     """A random GRU."""
     return random_gru(entry.options["gain"], entry.options["units"], entry.seed), None
 
 
-def relu(entry: Entry) -> tuple[Any, None]:
+def make_relu(entry: Entry) -> tuple[Any, None]:
     """A growing relu network."""
     return growing_relu(entry.options["radius"], 12, entry.seed), None
 
 
-def broken(entry: Entry) -> tuple[Any, None]:
+def make_nonfinite(entry: Entry) -> tuple[Any, None]:
     """A network whose states stop being numbers, by growth or by a weight; or one whose input holds one NaN."""
-    how = entry.options["how"]
-    net = growing_relu(8.0 if how == "radius 8" else 0.8, 12, entry.seed)
-    if how == "weight":
+    fault = entry.options["how"]
+    net = growing_relu(8.0 if fault == "radius 8" else 0.8, 12, entry.seed)
+    if fault == "weight":
         with torch.no_grad():
             net.rnn.weight_hh_l0[entry.seed, 3] = float("nan")
     return net, None
 
 
-def coupled(entry: Entry) -> tuple[Any, None]:
+def make_coupled(entry: Entry) -> tuple[Any, None]:
     """Two layers, the second of which hardly hears the first."""
     return Stacked(entry.options["cell"], entry.options["coupling"], entry.seed).eval(), None
 
 
-def untrained(entry: Entry) -> tuple[Any, Task]:
+def make_untrained(entry: Entry) -> tuple[Any, Task]:
     """As the framework makes it."""
     task = TASKS["recall"](10)
     torch.manual_seed(100 + entry.seed)

@@ -64,16 +64,16 @@ class Stacked(Net):
             self.rnn.weight_ih_l1.mul_(coupling)
 
 
-def start(net: Net, cell: str, how: str) -> None:
+def set_initial_weights(net: Net, cell: str, scheme: str) -> None:
     """Weights to start from: the framework's, orthogonal with a gain, or a bias on the gate that keeps the state."""
     units = net.rnn.hidden_size
     with torch.no_grad():
         for name, weight in net.rnn.named_parameters():
-            if how.startswith("orthogonal") and name.startswith("weight_hh"):
+            if scheme.startswith("orthogonal") and name.startswith("weight_hh"):
                 for block in weight.split(units):
-                    nn.init.orthogonal_(block, float(how.split()[1]))
-            if how.startswith("keep") and name.startswith("bias_ih"):
-                value = float(how.split()[1])
+                    nn.init.orthogonal_(block, float(scheme.split()[1]))
+            if scheme.startswith("keep") and name.startswith("bias_ih"):
+                value = float(scheme.split()[1])
                 gate = {"lstm": slice(units, 2 * units), "gru": slice(units, 2 * units)}.get(cell)
                 if gate is not None:
                     weight[gate] = value
@@ -106,12 +106,12 @@ def train(
 
 def _truncated(net: Net, x: torch.Tensor, window: int) -> torch.Tensor:
     if net.sequence:
-        state, parts = None, []
-        for start_ in range(0, x.shape[1], window):
-            h, state = net.rnn(x[:, start_ : start_ + window], state)
+        state, outputs = None, []
+        for first in range(0, x.shape[1], window):
+            h, state = net.rnn(x[:, first : first + window], state)
             state = tuple(s.detach() for s in state) if isinstance(state, tuple) else state.detach()
-            parts.append(net.head(h))
-        return torch.cat(parts, dim=1)
+            outputs.append(net.head(h))
+        return torch.cat(outputs, dim=1)
     with torch.no_grad():
         _, state = net.rnn(x[:, :-window])
     h, _ = net.rnn(x[:, -window:], state)
@@ -179,7 +179,7 @@ def latch(weight: float, units: int = 8, seed: int = 0) -> Net:
     return net.eval()
 
 
-def gated(cell: str, tau: float, units: int = 16, seed: int = 0, features: int = 1) -> Net:
+def gated_net(cell: str, tau: float, units: int = 16, seed: int = 0, features: int = 1) -> Net:
     """An LSTM or GRU whose keeping gate has one value, so that its memory fades as exp(-t / tau)."""
     net = Net(cell, features, 1, units)
     keep = math.exp(-1 / tau)

@@ -17,19 +17,19 @@ from torch import nn
 
 Array = np.ndarray[Any, Any]
 #: Reads a window (sample, lag, feature), newest first; the same for arrays and tensors.
-Read = Callable[[Any], Any]
+Readout = Callable[[Any], Any]
 
 LIFT = 40.0
 
 
 class Register(nn.Module):
-    """``read`` of the last ``length`` inputs."""
+    """``readout`` of the last ``length`` inputs."""
 
-    def __init__(self, features: int, length: int, read: Read, *, sequence: bool = False) -> None:
+    def __init__(self, features: int, length: int, readout: Readout, *, sequence: bool = False) -> None:
         super().__init__()
         units = length * features
         self.rnn = nn.RNN(features, units, batch_first=True, nonlinearity="relu")
-        self.length, self.features, self.read, self.sequence = length, features, read, sequence
+        self.length, self.features, self.readout, self.sequence = length, features, readout, sequence
         with torch.no_grad():
             for weight in self.rnn.parameters():
                 weight.zero_()
@@ -41,9 +41,9 @@ class Register(nn.Module):
         """(sample, time, feature) to (sample, output), or with time."""
         h = self.rnn(x)[0]
         if not self.sequence:
-            return self.read(h[:, -1].reshape(len(x), self.length, self.features) - LIFT)
+            return self.readout(h[:, -1].reshape(len(x), self.length, self.features) - LIFT)
         windows = h.reshape(-1, self.length, self.features) - LIFT
-        return self.read(windows).reshape(len(x), x.shape[1], -1)
+        return self.readout(windows).reshape(len(x), x.shape[1], -1)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Problem:
     Attributes
     ----------
     task
-    read
+    readout
         The answer that the network gives: logits for classes.
     length
         Of the register.
@@ -64,7 +64,7 @@ class Problem:
     """
 
     task: Task
-    read: Read
+    readout: Readout
     length: int
     missing: int | None = None
     reached: bool = False
@@ -75,20 +75,20 @@ def signs(count: int, steps: int, seed: int) -> Array:
     return np.random.default_rng(seed).choice(np.float32([-1, 1]), (count, steps, 1))
 
 
-def normal(count: int, steps: int, seed: int) -> Array:
+def gaussian(count: int, steps: int, seed: int) -> Array:
     """Gaussian noise."""
     return np.random.default_rng(seed).normal(size=(count, steps, 1)).astype(np.float32)
 
 
-def heavy(count: int, steps: int, seed: int) -> Array:
+def heavy_tailed(count: int, steps: int, seed: int) -> Array:
     """Student's t with 3 degrees of freedom, cut at 35: few samples carry most of the variance."""
     x = np.random.default_rng(seed).standard_t(3, size=(count, steps, 1))
     return np.clip(x, -35, 35).astype(np.float32)
 
 
-def smooth(count: int, steps: int, seed: int) -> Array:
+def autoregressive(count: int, steps: int, seed: int) -> Array:
     """An autoregressive input, 0.8 a step."""
-    x = normal(count, steps, seed)
+    x = gaussian(count, steps, seed)
     for t in range(1, steps):
         x[:, t] = 0.8 * x[:, t - 1] + 0.6 * x[:, t]
     return x
@@ -99,46 +99,46 @@ def _stack(first: Any, second: Any) -> Any:
     return kind.stack([first, second], 1)
 
 
-def _classes(score: Callable[[Any], Any]) -> tuple[Read, Callable[[Array], Array]]:
+def _classes(score: Callable[[Any], Any]) -> tuple[Readout, Callable[[Array], Array]]:
     """Logits of two classes by a score, and the class that it says."""
     return lambda w: _stack(-score(w), score(w)), lambda w: (score(w) > 0).astype(np.int64)
 
 
 def _task(
-    draw: Callable[[int, int, int], Array], ideal: Callable[[Array], Array], steps: int, lag: int, **rest: Any
+    draw: Callable[[int, int, int], Array], ideal: Callable[[Array], Array], steps: int, lag: int, **options: Any
 ) -> Task:
-    kind, outputs = rest.get("kind", "values"), rest.get("outputs", 1)
+    kind, outputs = options.get("kind", "values"), options.get("outputs", 1)
     return Task(lambda count, seed: draw(count, steps, seed), lambda x: ideal(x[:, ::-1]), kind, 1, outputs, steps, lag)
 
 
 def xor(near: int, far: int, steps: int) -> Problem:
     """Whether two inputs differ."""
-    read, ideal = _classes(lambda w: -4 * w[:, near, 0] * w[:, far, 0])
-    return Problem(_task(signs, ideal, steps, far, kind="classes", outputs=2), read, far + 1)
+    readout, ideal = _classes(lambda w: -4 * w[:, near, 0] * w[:, far, 0])
+    return Problem(_task(signs, ideal, steps, far, kind="classes", outputs=2), readout, far + 1)
 
 
 def parity(count: int, steps: int) -> Problem:
     """Of the last ``count`` signs."""
-    read, ideal = _classes(lambda w: -4 * w[:, :count, 0].prod(1))
-    return Problem(_task(signs, ideal, steps, count - 1, kind="classes", outputs=2), read, count)
+    readout, ideal = _classes(lambda w: -4 * w[:, :count, 0].prod(1))
+    return Problem(_task(signs, ideal, steps, count - 1, kind="classes", outputs=2), readout, count)
 
 
 def counting(count: int, steps: int) -> Problem:
     """How many of the last ``count`` inputs are 1."""
 
-    def read(w: Any) -> Any:
+    def readout(w: Any) -> Any:
         return 0.5 * (1 + w[:, :count]).sum(1)
 
-    return Problem(_task(signs, read, steps, count - 1), read, count)
+    return Problem(_task(signs, readout, steps, count - 1), readout, count)
 
 
 def value(draw: Callable[[int, int, int], Array], lag: int, steps: int) -> Problem:
     """The value of one lag, reproduced to rounding."""
 
-    def read(w: Any) -> Any:
+    def readout(w: Any) -> Any:
         return w[:, lag]
 
-    return Problem(_task(draw, read, steps, lag), read, lag + 1)
+    return Problem(_task(draw, readout, steps, lag), readout, lag + 1)
 
 
 def lognormal(lag: int, steps: int) -> Problem:
@@ -147,27 +147,27 @@ def lognormal(lag: int, steps: int) -> Problem:
     def ideal(w: Array) -> Array:
         return np.exp(w[:, lag])
 
-    return Problem(_task(normal, ideal, steps, lag), lambda w: w[:, lag].exp(), lag + 1)
+    return Problem(_task(gaussian, ideal, steps, lag), lambda w: w[:, lag].exp(), lag + 1)
 
 
-def seldom(lag: int, steps: int) -> Problem:
+def rare_value(lag: int, steps: int) -> Problem:
     """Whether a value is among the largest 4 %."""
-    read, ideal = _classes(lambda w: 12 * (w[:, lag, 0] - 1.75))
-    return Problem(_task(normal, ideal, steps, lag, kind="classes", outputs=2), read, lag + 1)
+    readout, ideal = _classes(lambda w: 12 * (w[:, lag, 0] - 1.75))
+    return Problem(_task(gaussian, ideal, steps, lag, kind="classes", outputs=2), readout, lag + 1)
 
 
 def pair(near: int, far: int, steps: int) -> Problem:
     """Two values as two outputs."""
 
-    def read(w: Any) -> Any:
+    def readout(w: Any) -> Any:
         return _stack(w[:, near, 0], w[:, far, 0])
 
-    return Problem(_task(normal, read, steps, far, outputs=2), read, far + 1)
+    return Problem(_task(gaussian, readout, steps, far, outputs=2), readout, far + 1)
 
 
-def copied(lag: int, steps: int) -> Problem:
+def delayed_copy(lag: int, steps: int) -> Problem:
     """Every input again, ``lag`` steps later: the output is a sequence."""
-    inner = value(normal, lag, steps)
+    inner = value(gaussian, lag, steps)
 
     def ideal(x: Array) -> Array:
         y = np.zeros_like(x)
@@ -175,16 +175,16 @@ def copied(lag: int, steps: int) -> Problem:
         return y
 
     task = Task(inner.task.draw, ideal, "values", 1, 1, steps, lag, sequence=True)
-    return Problem(task, inner.read, lag + 1)
+    return Problem(task, inner.readout, lag + 1)
 
 
-def half_heard(near: int, far: int, steps: int, *, reached: bool) -> Problem:
+def half_read_sum(near: int, far: int, steps: int, *, reached: bool) -> Problem:
     """The sum of two values, of which the network reads the near one; it holds the far one, or cannot."""
 
     def ideal(w: Array) -> Array:
         return w[:, near] + w[:, far]
 
-    task = _task(normal, ideal, steps, far)
+    task = _task(gaussian, ideal, steps, far)
     return Problem(task, lambda w: w[:, near], far + 3 if reached else near + 2, far, reached)
 
 
@@ -192,13 +192,13 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {
     "xor": xor,
     "parity": parity,
     "counting": counting,
-    "value": lambda lag, steps: value(normal, lag, steps),
-    "heavy tails": lambda lag, steps: value(heavy, lag, steps),
-    "smooth input": lambda lag, steps: value(smooth, lag, steps),
+    "value": lambda lag, steps: value(gaussian, lag, steps),
+    "heavy tails": lambda lag, steps: value(heavy_tailed, lag, steps),
+    "smooth input": lambda lag, steps: value(autoregressive, lag, steps),
     "lognormal": lognormal,
-    "seldom": seldom,
+    "seldom": rare_value,
     "pair": pair,
-    "copied": copied,
-    "half heard, held": lambda near, far, steps: half_heard(near, far, steps, reached=True),
-    "half heard, gone": lambda near, far, steps: half_heard(near, far, steps, reached=False),
+    "copied": delayed_copy,
+    "half heard, held": lambda near, far, steps: half_read_sum(near, far, steps, reached=True),
+    "half heard, gone": lambda near, far, steps: half_read_sum(near, far, steps, reached=False),
 }

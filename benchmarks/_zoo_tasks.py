@@ -127,16 +127,16 @@ def padded(task: Task, share: float, *, before: bool) -> Task:
     """The same with zeros around: a share of the whole length, at its beginning or its end."""
     extra = round(task.steps * share / (1 - share))
 
-    def around(x: Array) -> Array:
+    def pad(x: Array) -> Array:
         width = ((0, 0), (extra, 0) if before else (0, extra), (0, 0))
         return np.pad(x, width)
 
-    def inner(x: Array) -> Array:
+    def unpad(x: Array) -> Array:
         return x[:, extra:] if before else x[:, : task.steps]
 
     return Task(
-        lambda count, seed: around(task.draw(count, seed)),
-        lambda x: task.ideal(inner(x)),
+        lambda count, seed: pad(task.draw(count, seed)),
+        lambda x: task.ideal(unpad(x)),
         task.kind,
         task.features,
         task.outputs,
@@ -183,23 +183,23 @@ def rare(share: float = 0.1, lag: int = 30, steps: int = 50) -> Task:
     return Task(draw, ideal, "values", 2, 1, steps, lag)
 
 
-def needed(task: Task, count: int = 4000, level: float = 0.05) -> int:
+def needed_memory(task: Task, count: int = 4000, level: float = 0.05) -> int:
     """The memory that a perfect network uses, by the same exchange of prefixes."""
-    x, other = task.draw(count, 1), task.draw(count, 2)
+    x, donors = task.draw(count, 1), task.draw(count, 2)
 
-    def answer(x: Array) -> Array:
+    def target_of(x: Array) -> Array:
         y = task.ideal(x)
         if task.sequence:
             y = y[:, -1]
         return np.eye(task.outputs)[y] if task.kind == "classes" else y
 
-    f = answer(x)
-    above = 0
+    targets = target_of(x)
+    longest = 0
     for k in range(1, task.steps):
-        swapped = np.concatenate([other[:, : task.steps - k], x[:, task.steps - k :]], axis=1)
-        if ((answer(swapped) - f) ** 2).sum(axis=1).mean() > level * 2 * f.var(axis=0).sum():
-            above = k
-    return above + 1
+        swapped = np.concatenate([donors[:, : task.steps - k], x[:, task.steps - k :]], axis=1)
+        if ((target_of(swapped) - targets) ** 2).sum(axis=1).mean() > level * 2 * targets.var(axis=0).sum():
+            longest = k
+    return longest + 1
 
 
 def digits() -> Task:
@@ -211,13 +211,13 @@ def digits() -> Task:
 
     def draw(count: int, seed: int) -> Array:
         # The last 360 are held out; a seed beyond a million asks for those.
-        some = np.arange(len(images) - 360, len(images)) if seed >= 10**6 else np.arange(len(images) - 360)
-        return images[np.random.default_rng(seed).choice(some, count)]
+        indices = np.arange(len(images) - 360, len(images)) if seed >= 10**6 else np.arange(len(images) - 360)
+        return images[np.random.default_rng(seed).choice(indices, count)]
 
     keys = {image.tobytes(): int(name) for image, name in zip(images, names, strict=True)}
 
     def ideal(x: Array) -> Array:
-        return np.array([keys[np.ascontiguousarray(one).tobytes()] for one in x])
+        return np.array([keys[np.ascontiguousarray(image).tobytes()] for image in x])
 
     return Task(draw, ideal, "classes", 1, 10, 64, 63)
 
@@ -234,9 +234,9 @@ def characters(steps: int = 60) -> Task:
     def draw(count: int, seed: int) -> Array:
         low, high = (split, len(codes)) if seed >= 10**6 else (0, split)
         first = np.random.default_rng(seed).integers(low, high - steps - 1, count)
-        pieces = codes[first[:, None] + np.arange(steps + 1)]
-        x = np.eye(40, dtype=np.float32)[pieces[:, :-1]]
-        following[x.tobytes()] = pieces[:, -1]
+        windows = codes[first[:, None] + np.arange(steps + 1)]
+        x = np.eye(40, dtype=np.float32)[windows[:, :-1]]
+        following[x.tobytes()] = windows[:, -1]
         return x
 
     following: dict[bytes, Array] = {}
@@ -252,7 +252,7 @@ def vowels() -> Task:
 
     The recordings lie in the package aeon (``pip install --no-deps aeon``), whose code is not run.
     """
-    train, test = (_utterances(f"JapaneseVowels_{part}.ts") for part in ("TRAIN", "TEST"))
+    train, test = (_utterances(f"JapaneseVowels_{split}.ts") for split in ("TRAIN", "TEST"))
     names = {x.tobytes(): name for x, name in zip(*map(np.concatenate, zip(train, test, strict=True)), strict=True)}
 
     def draw(count: int, seed: int) -> Array:
@@ -260,7 +260,7 @@ def vowels() -> Task:
         return x[np.random.default_rng(seed).choice(len(x), count)]
 
     def ideal(x: Array) -> Array:
-        return np.array([names[np.ascontiguousarray(one).tobytes()] for one in x])
+        return np.array([names[np.ascontiguousarray(utterance).tobytes()] for utterance in x])
 
     return Task(draw, ideal, "classes", 12, 9, 29, 28)
 
@@ -275,7 +275,7 @@ def _utterances(file: str, steps: int = 29) -> tuple[Array, Array]:
     x, speakers = np.zeros((len(lines), steps, 12), np.float32), np.empty(len(lines), np.int64)
     for i, line in enumerate(lines):
         *series, speaker = line.split(":")
-        values = np.array([one.split(",") for one in series], np.float32).T
+        values = np.array([coefficient.split(",") for coefficient in series], np.float32).T
         x[i, : len(values)], speakers[i] = values, int(speaker) - 1
     return x, speakers
 

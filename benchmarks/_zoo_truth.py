@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from _zoo_entries import FOLLOWS, Entry, trained
+from _zoo_entries import FOLLOWS, Entry, train_or_load
 from _zoo_nets import Net
-from _zoo_tasks import Task, needed, white
+from _zoo_tasks import Task, needed_memory, white
 
 Array = np.ndarray[Any, Any]
 
@@ -20,32 +20,32 @@ def data_for(entry: Entry, net: Any, task: Task | None, samples: int, stream: in
         x = task.draw(samples, seed)
         return x, task.ideal(x)
     o = entry.options
-    x = dressed(white(o["steps"], o.get("features", 1))(samples, seed), o.get("dress", ""))
+    x = add_flaw(white(o["steps"], o.get("features", 1))(samples, seed), o.get("dress", ""))
     if entry.name == "latch":
         x *= 0.02
         x[:, 0, 0] = np.where(np.random.default_rng(seed).uniform(size=samples) < 0.5, -1, 1)
     if o.get("how") == "input":
         x[seed % 7, o["steps"] // 2] = np.nan
-    y = answer(net, x)
+    y = predict(net, x)
     noise = np.random.default_rng(seed + 1).normal(size=y.shape)
     y = y + entry.noise * y.std() * noise if np.isfinite(y).all() else noise
     return x, y.astype(np.float32)
 
 
-def answer(net: Any, x: Array) -> Array:
+def predict(net: Any, x: Array) -> Array:
     """What the network says."""
     with torch.no_grad():
-        found: Array = net(torch.as_tensor(x)).numpy()
-    return found
+        output: Array = net(torch.as_tensor(x)).numpy()
+    return output
 
 
-def dressed(x: Array, dress: str) -> Array:
+def add_flaw(x: Array, dress: str) -> Array:
     """Inputs with one known flaw."""
-    what, _, share = dress.rpartition(" ")
+    kind, _, share = dress.rpartition(" ")
     steps = x.shape[1]
-    if what == "padded before":
+    if kind == "padded before":
         x[:, : round(float(share) * steps)] = 0
-    elif what == "padded behind":
+    elif kind == "padded behind":
         x[:, steps - round(float(share) * steps) :] = 0
     elif dress == "constant":
         x[:, :, 1] = 0.7
@@ -65,7 +65,7 @@ def known_memory(entry: Entry, net: Any, task: Task | None, steps: int) -> int |
     if entry.name == "linear":
         return int(net.memory(steps))
     if task is not None:
-        return needed(task)
+        return needed_memory(task)
     energy = np.exp(-2 * np.arange(steps) / entry.options["tau"])
     return int(np.argmax(1 - np.cumsum(energy) / energy.sum() <= 0.05)) + 1
 
@@ -73,7 +73,7 @@ def known_memory(entry: Entry, net: Any, task: Task | None, steps: int) -> int |
 def truth_of(entry: Entry, net: Any, task: Task | None) -> dict[str, bool]:
     """What is true of the network, looked up where its making does not settle it."""
     truth = dict(entry.truth)
-    if "DEAD_UNITS" in truth and entry.make is trained and task is not None and not task.sequence:
+    if "DEAD_UNITS" in truth and entry.make is train_or_load and task is not None and not task.sequence:
         truth["DEAD_UNITS"] = really_dead(net, task, entry.seed)
     if entry.name in ("random tanh", "random gru"):
         growth = separation(net, white(entry.options["steps"])(16, 77 + entry.seed))
@@ -97,14 +97,14 @@ def separation(net: Net, x: Array) -> float:
     """
     rnn, inputs = net.rnn.double(), torch.as_tensor(x).double()
     state = torch.zeros(1, len(x), rnn.hidden_size).double()
-    apart = torch.randn(state.shape, generator=torch.Generator().manual_seed(0)).double()
+    difference = torch.randn(state.shape, generator=torch.Generator().manual_seed(0)).double()
     total = torch.zeros(len(x)).double()
     with torch.no_grad():
         for t in range(x.shape[1]):
-            near = state + 1e-7 * apart / apart.norm(dim=-1, keepdim=True)
+            near = state + 1e-7 * difference / difference.norm(dim=-1, keepdim=True)
             state, near = (rnn(inputs[:, t : t + 1], s)[1] for s in (state, near))
-            apart = near - state
+            difference = near - state
             if t >= x.shape[1] // 10:
-                total += torch.log(apart.norm(dim=-1)[0] / 1e-7)
+                total += torch.log(difference.norm(dim=-1)[0] / 1e-7)
     net.float()
     return float(total.mean()) * x.shape[1] / (x.shape[1] - x.shape[1] // 10)

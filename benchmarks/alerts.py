@@ -33,7 +33,7 @@ class Net(nn.Module):
         return self.head(self.rnn(x)[0][:, -1])
 
 
-def batch(task: str, rng: np.random.Generator, samples: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_batch(task: str, rng: np.random.Generator, samples: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Add two marked numbers; recall the first; smooth the past (a task of short memory)."""
     x = rng.uniform(size=(samples, steps, 2))
     if task == "adding":
@@ -47,14 +47,14 @@ def batch(task: str, rng: np.random.Generator, samples: int, steps: int) -> tupl
     return torch.tensor(x, dtype=torch.float32), torch.tensor(y[:, None], dtype=torch.float32)
 
 
-def broken(net: Net, how: str, rng: np.random.Generator) -> None:
+def break_net(net: Net, fault: str, rng: np.random.Generator) -> None:
     """Break a net as it is known to happen."""
     cell, units = net.rnn, net.rnn.hidden_size
     with torch.no_grad():
-        if how == "exploding":
+        if fault == "exploding":
             cell.weight_hh_l0.mul_(6.0)
             net.head.weight.mul_(10.0)
-        elif how == "vanishing":
+        elif fault == "vanishing":
             cell.weight_hh_l0.mul_(0.02)
             if isinstance(cell, nn.LSTM):
                 cell.bias_hh_l0[units : 2 * units] -= 6.0
@@ -64,11 +64,11 @@ def broken(net: Net, how: str, rng: np.random.Generator) -> None:
             cell.bias_hh_l0[: 2 * units] += torch.tensor(rng.choice([-9.0, 9.0]), dtype=torch.float32)
 
 
-def training(seed: int, records: int, every: int, how: str = "") -> tuple[list[TrainingRecord], int]:
+def record_training(seed: int, records: int, interval: int, fault: str = "") -> tuple[list[TrainingRecord], int]:
     """One training, as its records; the step at which it was broken."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
-    cell = str(rng.choice(["lstm", "gru", "rnn"] if how != "saturated" else ["lstm", "gru"]))
+    cell = str(rng.choice(["lstm", "gru", "rnn"] if fault != "saturated" else ["lstm", "gru"]))
     task = str(rng.choice(["adding", "recall", "smooth"]))
     units, steps = int(rng.integers(8, 25)), int(rng.integers(15, 41))
     net = Net(cell, units)
@@ -78,24 +78,24 @@ def training(seed: int, records: int, every: int, how: str = "") -> tuple[list[T
         if rng.random() < 0.7
         else torch.optim.SGD(net.parameters(), lr=10 * rate)
     )
-    probe, found = batch(task, rng, 16, steps), []
-    at = int(rng.integers(records // 2, records - 5)) if how else records
+    probe, trace_records = draw_batch(task, rng, 16, steps), []
+    broken_at = int(rng.integers(records // 2, records - 5)) if fault else records
     for i in range(records):
-        if i == at:
-            broken(net, how, rng)
+        if i == broken_at:
+            break_net(net, fault, rng)
         with rl.options(certify="never"):
             scalars, _ = summary(rl.trace(net, *probe, loss=nn.functional.mse_loss))
-        found.append(TrainingRecord(i * every, 0, "probe", scalars))
-        for _ in range(every):
-            x, y = batch(task, rng, 32, steps)
+        trace_records.append(TrainingRecord(i * interval, 0, "probe", scalars))
+        for _ in range(interval):
+            x, y = draw_batch(task, rng, 32, steps)
             optimizer.zero_grad()
             nn.functional.mse_loss(net(x), y).backward()
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             optimizer.step()
-    return found, at * every
+    return trace_records, broken_at * interval
 
 
-def watched(records: list[TrainingRecord]) -> list[Alert]:
+def raised_alerts(records: list[TrainingRecord]) -> list[Alert]:
     """What is found in the records of one training."""
     alerts = Alerts()
     for record in records:
@@ -103,23 +103,29 @@ def watched(records: list[TrainingRecord]) -> list[Alert]:
     return alerts.raised_alerts
 
 
-def healthy(first: int, seeds: int, records: int, every: int) -> None:
+def report_false_alarms(first: int, seeds: int, records: int, interval: int) -> None:
     """False alarms."""
-    found = {seed: watched(training(seed, records, every)[0]) for seed in range(first, first + seeds)}
-    false = [(seed, alert.sentence) for seed, alerts in found.items() for alert in alerts]
-    print(f"healthy: {len({seed for seed, _ in false})} of {seeds} trainings alarmed, {seeds * records} records")
-    for seed, sentence in false:
+    alerts_by_seed = {
+        seed: raised_alerts(record_training(seed, records, interval)[0]) for seed in range(first, first + seeds)
+    }
+    false_alarms = [(seed, alert.sentence) for seed, alerts in alerts_by_seed.items() for alert in alerts]
+    print(f"healthy: {len({seed for seed, _ in false_alarms})} of {seeds} trainings alarmed, {seeds * records} records")
+    for seed, sentence in false_alarms:
         print(f"    {seed}: {sentence}")
 
 
-def faults(how: str, first: int, seeds: int, records: int, every: int) -> None:
+def report_detection(fault: str, first: int, seeds: int, records: int, interval: int) -> None:
     """Of trainings that were broken, how many were found, and how soon."""
-    late = []
+    delays = []
     for seed in range(first + 1000, first + 1000 + seeds):
-        made, at = training(seed, records, every, how)
-        steps = [alert.step for alert in watched(made) if alert.finding == how and alert.step >= at]
-        late += [(min(steps) - at) // every] if steps else []
-    print(f"{how}: found in {len(late)} of {seeds}, first {np.median(late) if late else np.nan:.0f} records after")
+        run_records, broken_at = record_training(seed, records, interval, fault)
+        steps = [
+            alert.step for alert in raised_alerts(run_records) if alert.finding == fault and alert.step >= broken_at
+        ]
+        delays += [(min(steps) - broken_at) // interval] if steps else []
+    print(
+        f"{fault}: found in {len(delays)} of {seeds}, first {np.median(delays) if delays else np.nan:.0f} records after"
+    )
 
 
 def main() -> None:
@@ -134,9 +140,9 @@ def main() -> None:
     logging.getLogger("rnnlens").setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")
     seeds, records = (3, 30) if args.small else (args.seeds, args.records)
-    healthy(args.first, seeds, records, args.every)
-    for how in ("exploding", "vanishing", "saturated"):
-        faults(how, args.first, seeds, records, args.every)
+    report_false_alarms(args.first, seeds, records, args.every)
+    for fault in ("exploding", "vanishing", "saturated"):
+        report_detection(fault, args.first, seeds, records, args.every)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ BAR = 2.0
 
 
 @contextmanager
-def burners(count):
+def busy_processes(count):
     """So many other processes, each busy all the time."""
     running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
@@ -100,12 +100,12 @@ def main():
             timed(function, 2)
             idle = None
             for busy in (0, 1, 2):
-                with burners(busy):
+                with busy_processes(busy):
                     seconds = timed(function, repeat)
                 idle = idle or float(np.median(seconds))
                 ratio = max(seconds) / idle
-                mark = f"{ratio:.3g}" + (f" <= {BAR:g} {'ok' if ratio <= BAR else 'MISSED'}" if busy == 1 else "")
-                table.add_row(name, call, str(busy), f"{np.median(seconds):.4f}", f"{max(seconds):.4f}", mark)
+                verdict = f"{ratio:.3g}" + (f" <= {BAR:g} {'ok' if ratio <= BAR else 'MISSED'}" if busy == 1 else "")
+                table.add_row(name, call, str(busy), f"{np.median(seconds):.4f}", f"{max(seconds):.4f}", verdict)
     Console(width=120).print(table)
 
 

@@ -53,74 +53,74 @@ def code_lines(text: str, tree: ast.Module) -> int:
     return len(lines - docstrings)
 
 
-def imported(node: ast.Import | ast.ImportFrom, module: str, known: set[str]) -> set[str]:
+def imported_modules(node: ast.Import | ast.ImportFrom, module: str, module_names: set[str]) -> set[str]:
     """Modules of ours that an import statement names: a submodule rather than its package."""
 
-    def real(name: str) -> str | None:
-        return name if name in known else f"{name}.__init__" if f"{name}.__init__" in known else None
+    def resolve(name: str) -> str | None:
+        return name if name in module_names else f"{name}.__init__" if f"{name}.__init__" in module_names else None
 
     if isinstance(node, ast.Import):
-        return {found for alias in node.names if (found := real(alias.name))}
+        return {resolved for alias in node.names if (resolved := resolve(alias.name))}
     base = node.module or ""
     if node.level:
         parents = module.split(".")[: -node.level]
         base = ".".join([*parents, *([node.module] if node.module else [])])
-    submodules = {found for alias in node.names if (found := real(f"{base}.{alias.name}"))}
-    own = real(base)
-    return submodules | ({own} if own and len(submodules) < len(node.names) else set())
+    submodules = {resolved for alias in node.names if (resolved := resolve(f"{base}.{alias.name}"))}
+    package = resolve(base)
+    return submodules | ({package} if package and len(submodules) < len(node.names) else set())
 
 
-def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+def find_cycles(edges: dict[str, set[str]]) -> list[list[str]]:
     """Strongly connected components of more than one module (Kosaraju's algorithm)."""
     order: list[str] = []
-    seen: set[str] = set()
+    visited: set[str] = set()
 
-    def finish(start: str, graph: dict[str, set[str]], done: list[str]) -> None:
+    def finish(start: str, graph: dict[str, set[str]], finished: list[str]) -> None:
         stack = [(start, iter(graph.get(start, ())))]
-        seen.add(start)
+        visited.add(start)
         while stack:
-            rest = stack[-1][1]
-            following = next((n for n in rest if n not in seen), None)
+            neighbours = stack[-1][1]
+            following = next((n for n in neighbours if n not in visited), None)
             if following is None:
-                done.append(stack.pop()[0])
+                finished.append(stack.pop()[0])
             else:
-                seen.add(following)
+                visited.add(following)
                 stack.append((following, iter(graph.get(following, ()))))
 
     for name in edges:
-        if name not in seen:
+        if name not in visited:
             finish(name, edges, order)
     backwards: dict[str, set[str]] = defaultdict(set)
     for name, targets in edges.items():
         for target in targets:
             backwards[target].add(name)
-    seen.clear()
-    found = []
+    visited.clear()
+    components = []
     for name in reversed(order):
-        if name not in seen:
-            part: list[str] = []
-            finish(name, backwards, part)
-            found.append(sorted(part))
-    return [part for part in found if len(part) > 1]
+        if name not in visited:
+            component: list[str] = []
+            finish(name, backwards, component)
+            components.append(sorted(component))
+    return [component for component in components if len(component) > 1]
 
 
 def count(texts: dict[str, str]) -> dict[str, object]:
     """All counts of the text, by the words of the table."""
     trees = {name: ast.parse(text) for name, text in texts.items()}
-    known = set(texts)
+    module_names = set(texts)
     lengths: list[int] = []
-    top: list[str] = []
+    top_level: list[str] = []
     classes: dict[str, set[str]] = defaultdict(set)
     names: Counter[str] = Counter()
     edges: dict[str, set[str]] = {}
-    inner = 0
+    inner_imports = 0
     for name, tree in trees.items():
         edges[name] = set()
-        top += [node.name for node in tree.body if isinstance(node, _FUNCTIONS)]
+        top_level += [node.name for node in tree.body if isinstance(node, _FUNCTIONS)]
         for node in ast.walk(tree):
             if isinstance(node, _FUNCTIONS):
                 lengths.append((node.end_lineno or node.lineno) - node.lineno + 1)
-                inner += sum(bool(isinstance(n, ast.Import | ast.ImportFrom)) for n in ast.walk(node))
+                inner_imports += sum(bool(isinstance(n, ast.Import | ast.ImportFrom)) for n in ast.walk(node))
             elif isinstance(node, ast.ClassDef):
                 classes[node.name].add(name)
             elif isinstance(node, ast.Name):
@@ -128,10 +128,10 @@ def count(texts: dict[str, str]) -> dict[str, object]:
             elif isinstance(node, ast.Attribute):
                 names[node.attr] += 1
             elif isinstance(node, ast.Import | ast.ImportFrom):
-                edges[name] |= imported(node, name, known) - {name}
+                edges[name] |= imported_modules(node, name, module_names) - {name}
     importers = Counter(target for targets in edges.values() for target in targets)
     lengths.sort()
-    rings = circles(edges)
+    cycles = find_cycles(edges)
     return {
         "modules": len(texts),
         "lines": sum(len(text.splitlines()) for text in texts.values()),
@@ -139,20 +139,20 @@ def count(texts: dict[str, str]) -> dict[str, object]:
         "functions": len(lengths),
         "function length, median": lengths[len(lengths) // 2],
         "function length, 95th percentile": lengths[int(0.95 * len(lengths))],
-        "functions used once": sum(names[name] == 1 for name in top),
+        "functions used once": sum(names[name] == 1 for name in top_level),
         "modules of one neighbour": sum(n == 1 for name, n in importers.items() if not name.endswith("__init__")),
         "files under 40 lines": sum(
             len(text.splitlines()) < 40 for name, text in texts.items() if not name.endswith("__init__")
         ),
         "longest file": max(len(text.splitlines()) for text in texts.values()),
-        "imports inside functions": inner,
-        "import cycles": len(rings),
-        "modules in the largest cycle": max(map(len, rings), default=0),
+        "imports inside functions": inner_imports,
+        "import cycles": len(cycles),
+        "modules in the largest cycle": max(map(len, cycles), default=0),
         "class names with several meanings": sum(len(owners) > 1 for owners in classes.values()),
     }
 
 
-def entered(verbs: list[str]) -> dict[str, str]:
+def entered_code(verbs: list[str]) -> dict[str, str]:
     """Files and functions of ours entered by each verb on nn.LSTM + Linear, and forward passes of the model."""
     import torch
 
@@ -175,7 +175,7 @@ def entered(verbs: list[str]) -> dict[str, str]:
         "weights": lambda net: rl.weights(net, x, y, loss=loss),
         "jacobian": lambda net: rl.jacobian(net, x),
     }
-    home, found = str(Path(rl.__file__).parent), {}
+    home, rows = str(Path(rl.__file__).parent), {}
     for verb in verbs:
         for certify in ("never", "always"):
             with rl.options(certify=certify):
@@ -193,11 +193,15 @@ def entered(verbs: list[str]) -> dict[str, str]:
                     calls[verb](net)
                 finally:
                     sys.setprofile(None)
-            named = {(file, name) for file, name in functions if not name.endswith(("<genexpr>", "<listcomp>"))}
+            named_functions = {
+                (file, name) for file, name in functions if not name.endswith(("<genexpr>", "<listcomp>"))
+            }
             files = len({file for file, _ in functions})
-            word = "certified" if certify == "always" else "uncertified"
-            found[f"{verb}, {word}"] = f"{files} files, {len(named)} functions, {entries[Net.forward.__code__]} forward"
-    return found
+            state = "certified" if certify == "always" else "uncertified"
+            rows[f"{verb}, {state}"] = (
+                f"{files} files, {len(named_functions)} functions, {entries[Net.forward.__code__]} forward"
+            )
+    return rows
 
 
 def main() -> None:
@@ -206,13 +210,13 @@ def main() -> None:
     parser.add_argument("--at", help="a git revision; the working tree by default")
     parser.add_argument("--verbs", action="store_true", help="also what each verb enters (needs torch; working tree)")
     parser.add_argument("--under", default="rnnlens", help="only modules of this package, such as rnnlens.recurrence")
-    given = parser.parse_args()
-    texts = {name: text for name, text in sources(given.at).items() if name.startswith(given.under)}
+    args = parser.parse_args()
+    texts = {name: text for name, text in sources(args.at).items() if name.startswith(args.under)}
     rows = count(texts)
-    if given.verbs:
+    if args.verbs:
         sys.path.insert(0, str(ROOT / "src"))
-        rows |= entered(["trace", "gradients", "weights", "jacobian"])
-    print(f"| {given.under} at {given.at or 'the working tree'} | |\n|---|---|")
+        rows |= entered_code(["trace", "gradients", "weights", "jacobian"])
+    print(f"| {args.under} at {args.at or 'the working tree'} | |\n|---|---|")
     for name, value in rows.items():
         print(f"| {name} | {value} |")
 

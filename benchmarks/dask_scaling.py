@@ -33,7 +33,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-from _summary import COLLECT, Row, collect, collected
+from _summary import COLLECT, Row, collect, read_rows
 
 HERE = Path(__file__).parent
 FEATURES, UNITS, CHUNK = 8, 64, 125
@@ -82,7 +82,7 @@ def keras_model(package, steps):
     return model, {"wrt": "input"}
 
 
-def blocks(count, steps):
+def lazy_data(count, steps):
     """Sequences drawn on the workers, chunk by chunk: they are nowhere held whole."""
     import dask.array as da
 
@@ -91,13 +91,13 @@ def blocks(count, steps):
     return x, rng.normal(size=(count, 1), chunks=(CHUNK, 1)).astype("float32")
 
 
-def seconds_of(run):
+def run_timed(run):
     start = time.perf_counter()
     return run(), time.perf_counter() - start
 
 
-def clusters(opened, *workers, saturation=1.1):
-    """Return a client for each number of workers, closed with ``opened``; idle workers cost nothing.
+def clusters(stack, *workers, saturation=1.1):
+    """Return a client for each number of workers, closed with ``stack``; idle workers cost nothing.
 
     ``saturation``: how many tasks that load data a worker is sent at a time, by its threads; 1.1 is Dask's own.
     """
@@ -107,12 +107,12 @@ def clusters(opened, *workers, saturation=1.1):
     clients = []
     with dask.config.set({"distributed.scheduler.worker-saturation": saturation}):
         for count in workers:
-            cluster = opened.enter_context(LocalCluster(n_workers=count, threads_per_worker=1, dashboard_address=":0"))
-            clients.append(opened.enter_context(Client(cluster, set_as_default=False)))
+            cluster = stack.enter_context(LocalCluster(n_workers=count, threads_per_worker=1, dashboard_address=":0"))
+            clients.append(stack.enter_context(Client(cluster, set_as_default=False)))
     return clients
 
 
-def engine(name, small):
+def compare_engine(name, small):
     """Compare numbers on one engine and, where it has a bar, time in interleaved rounds."""
     import rnnlens as rl
 
@@ -122,53 +122,70 @@ def engine(name, small):
     model, keywords = (
         torch_model() if name == "torch" else keras_model("tf_keras" if name == "tf_keras" else "keras", steps)
     )
-    x, y = blocks(count, steps)
-    here = x.compute(scheduler="synchronous"), y.compute(scheduler="synchronous")
-    found, apart = {}, []
-    with ExitStack() as opened:
-        clients = dict(zip((1, 2), clusters(opened, 1, 2), strict=True))
+    x, y = lazy_data(count, steps)
+    arrays = x.compute(scheduler="synchronous"), y.compute(scheduler="synchronous")
+    timings, mismatches = {}, []
+    with ExitStack() as stack:
+        clients = dict(zip((1, 2), clusters(stack, 1, 2), strict=True))
         if timed:
-            clients |= {AHEAD: clusters(opened, 1, saturation=8)[0]}
+            clients |= {AHEAD: clusters(stack, 1, saturation=8)[0]}
         lazy = {}
         for workers, client in clients.items():
             with client.as_current():
                 lazy[workers] = rl.gradients(model, x, y, **keywords)
                 lazy[workers][: CHUNK * 8].compute()  # workers import, rebuild and compile
-        rl.gradients(model, here[0][:CHUNK], here[1][:CHUNK], **keywords)
+        rl.gradients(model, arrays[0][:CHUNK], arrays[1][:CHUNK], **keywords)
         for _ in range(rounds):
-            plain, alone = seconds_of(lambda: rl.gradients(model, *here, batch_size=CHUNK, **keywords).values)
-            found.setdefault(0, []).append(alone)
+            reference, reference_seconds = run_timed(
+                lambda: rl.gradients(model, *arrays, batch_size=CHUNK, **keywords).values
+            )
+            timings.setdefault(0, []).append(reference_seconds)
             for workers, client in clients.items():
                 with client.as_current():
-                    values, seconds = seconds_of(lambda workers=workers: lazy[workers].compute().values)
-                found.setdefault(workers, []).append(seconds)
-                apart.append(float(np.abs(values - plain).max() / np.abs(plain).max()))
-    collect(Row(name, "largest difference", max(apart), "", "the plain call", bar=0.0 if name == "torch" else 1e-6))
+                    values, seconds = run_timed(lambda workers=workers: lazy[workers].compute().values)
+                timings.setdefault(workers, []).append(seconds)
+                mismatches.append(float(np.abs(values - reference).max() / np.abs(reference).max()))
+    collect(
+        Row(name, "largest difference", max(mismatches), "", "the plain call", bar=0.0 if name == "torch" else 1e-6)
+    )
     if timed:
-        plain, one = found[0], found[1]
+        reference, single_worker = timings[0], timings[1]
 
-        def times(slow, fast):
+        def median_ratio(slow, fast):
             return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
 
-        each = statistics.median(one) / count
-        link = here[0].nbytes * 2 / count
+        per_sequence = statistics.median(single_worker) / count
+        bytes_per_sequence = arrays[0].nbytes * 2 / count
         collect(
-            Row(name, "one worker", times(one, plain), "x", "the plain call", bar=1.15),
-            Row(name, "one worker, data sent ahead", times(found[AHEAD], plain), "x", "the plain call", bar=1.15),
+            Row(name, "one worker", median_ratio(single_worker, reference), "x", "the plain call", bar=1.15),
+            Row(
+                name,
+                "one worker, data sent ahead",
+                median_ratio(timings[AHEAD], reference),
+                "x",
+                "the plain call",
+                bar=1.15,
+            ),
             Row(
                 name,
                 "two workers",
-                times(one, found[2]),
+                median_ratio(single_worker, timings[2]),
                 "x",
                 "one worker, times as fast",
                 bar=SCALING[name],
                 at_least=True,
             ),
-            Row(name, "a sequence on one worker", 1000 * each, "ms", f"{link / 1000:.1f} kB read and written"),
+            Row(
+                name,
+                "a sequence on one worker",
+                1000 * per_sequence,
+                "ms",
+                f"{bytes_per_sequence / 1000:.1f} kB read and written",
+            ),
         )
 
 
-def memory(small):
+def compare_memory(small):
     """Compare the client's resident memory while few and many sequences are reduced over samples."""
     import psutil
 
@@ -181,11 +198,11 @@ def memory(small):
         while not done.wait(0.02):
             largest[count] = max(largest.get(count, 0), process.memory_info().rss)
 
-    with ExitStack() as opened:
-        (client,) = clusters(opened, 2)
-        opened.enter_context(client.as_current())
+    with ExitStack() as stack:
+        (client,) = clusters(stack, 2)
+        stack.enter_context(client.as_current())
         for count in (0, 1000, 2000 if small else 20_000):
-            x, y = blocks(count or 1000, 20 if small else 100)
+            x, y = lazy_data(count or 1000, 20 if small else 100)
             done = threading.Event()
             watcher = threading.Thread(target=watch)
             watcher.start()
@@ -193,8 +210,8 @@ def memory(small):
             done.set()
             watcher.join()
     few, many = largest[1000], largest[count]
-    what = f"client, {count:,} sequences ({many / 2**20:.0f} MiB)"
-    collect(Row("memory", what, many / few, "x", "1,000 sequences", bar=1.1))
+    label = f"client, {count:,} sequences ({many / 2**20:.0f} MiB)"
+    collect(Row("memory", label, many / few, "x", "1,000 sequences", bar=1.1))
 
 
 def count_models():
@@ -224,17 +241,17 @@ def model_bytes(small):
     import rnnlens as rl
 
     model, keywords = torch_model(units=64 if small else 512)
-    with ExitStack() as opened:
-        opened.enter_context(dask.config.set({"distributed.scheduler.active-memory-manager.start": False}))
-        (client,) = clusters(opened, 2)
-        opened.enter_context(client.as_current())
+    with ExitStack() as stack:
+        stack.enter_context(dask.config.set({"distributed.scheduler.active-memory-manager.start": False}))
+        (client,) = clusters(stack, 2)
+        stack.enter_context(client.as_current())
         client.run(count_models)
-        x, y = blocks(16 * CHUNK, 4)
+        x, y = lazy_data(16 * CHUNK, 4)
         lazy = rl.gradients(model, x, y, **keywords)
         lazy.compute()
-        most = max(sum(found) for found in client.run(sizes_of_models).values())
+        received = max(sum(sizes) for sizes in client.run(sizes_of_models).values())
     size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    collect(Row("bytes", f"model of {size / 1e6:.1f} MB, by worker", most / size, "x", "its weights", bar=1.05))
+    collect(Row("bytes", f"model of {size / 1e6:.1f} MB, by worker", received / size, "x", "its weights", bar=1.05))
 
 
 def full_size():
@@ -255,16 +272,16 @@ def full_size():
     with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster):
         start = time.perf_counter()
         lazy = rl.gradients(model, ids, **target, wrt="embedding.output", measure="norm", across="mean")
-        found = lazy.compute()
+        mean_norms = lazy.compute()
         seconds = time.perf_counter() - start
-    assert found.dims == ("time",)
-    assert np.isfinite(found.values).all()
-    few = rl.gradients(model, ids[:64].compute(), **target, wrt="embedding.output", measure="norm", batch_size=32)
-    again = rl.gradients(model, ids[:64], **target, wrt="embedding.output", measure="norm").compute(scheduler="sync")
-    apart = float(np.abs(few.values - again.values).max() / np.abs(few.values).max())
+    assert mean_norms.dims == ("time",)
+    assert np.isfinite(mean_norms.values).all()
+    streamed = rl.gradients(model, ids[:64].compute(), **target, wrt="embedding.output", measure="norm", batch_size=32)
+    chunked = rl.gradients(model, ids[:64], **target, wrt="embedding.output", measure="norm").compute(scheduler="sync")
+    mismatch = float(np.abs(streamed.values - chunked.values).max() / np.abs(streamed.values).max())
     collect(
         Row("full size", "9600 x 1403, 200 units, two workers", seconds, "s"),
-        Row("full size", "largest difference, 64 sequences", apart, "", "the plain call", bar=1e-6),
+        Row("full size", "largest difference, 64 sequences", mismatch, "", "the plain call", bar=1e-6),
     )
 
 
@@ -273,24 +290,24 @@ def main():
     parser.add_argument("--small", action="store_true", help="toy sizes, to see that it runs")
     parser.add_argument("--only", nargs="+", choices=[*PARTS, "full-size"], default=PARTS, help="these parts")
     parser.add_argument("--part", choices=[*PARTS, "full-size"], help="this part, in this process")
-    asked = parser.parse_args()
-    if asked.part:
-        parts = {"memory": memory, "bytes": model_bytes, "full-size": lambda small: full_size()}
-        parts.get(asked.part, lambda small: engine(asked.part, small))(asked.small)
+    args = parser.parse_args()
+    if args.part:
+        runners = {"memory": compare_memory, "bytes": model_bytes, "full-size": lambda small: full_size()}
+        runners.get(args.part, lambda small: compare_engine(args.part, small))(args.small)
         return 0
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(os.environ.setdefault(COLLECT, str(Path(folder) / "rows")))
-        before = len(collected(path))
-        for part in asked.only:
+        before = len(read_rows(path))
+        for part in args.only:
             backend = {"keras-torch": "torch", "tf_keras": "tensorflow", "tensorflow": "tensorflow"}.get(part, "jax")
             environment = {**os.environ, **ONE_THREAD, "KERAS_BACKEND": backend}
-            command = [sys.executable, __file__, "--part", part, *(["--small"] if asked.small else [])]
+            command = [sys.executable, __file__, "--part", part, *(["--small"] if args.small else [])]
             print(f"\n{part}", flush=True)
             failed += subprocess.run(command, env=environment, check=False).returncode != 0
         from speed import show
 
-        show(collected(path)[before:])
+        show(read_rows(path)[before:])
     return failed
 
 

@@ -51,59 +51,66 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def diagnosis(units: int, batch: int, steps: int, rounds: int) -> None:
+def time_diagnosis(units: int, batch: int, steps: int, rounds: int) -> None:
     """The whole of it and its parts, each as a multiple of a training pass in the same rounds."""
     torch.manual_seed(0)
     net, rng = Stack(units, 32), np.random.default_rng(0)
     x = rng.normal(size=(batch, steps, 32)).astype("float32")
-    given = torch.as_tensor(x)
+    inputs = torch.as_tensor(x)
     with torch.no_grad():
         # Its own teacher, so that it has skill, and everything that a diagnosis has is measured.
         net.head.weight *= 50
-        net.head.bias -= net(given).mean(dim=0)
-        wanted = net(given).argmax(dim=1)
-    y = wanted.numpy()
+        net.head.bias -= net(inputs).mean(dim=0)
+        labels = net(inputs).argmax(dim=1)
+    y = labels.numpy()
 
     def framework() -> None:
         net.zero_grad()
-        nn.functional.cross_entropy(net(given), wanted).backward()
+        nn.functional.cross_entropy(net(inputs), labels).backward()
 
-    def experiment() -> Experiment:
-        made = Experiment(net, read_samples(x, y, 512, lambda batch: Orientation(adapter_for(net), net, batch, None)))
-        _ = made.replays, made.prediction
-        return made
+    def make_experiment() -> Experiment:
+        fresh = Experiment(net, read_samples(x, y, 512, lambda batch: Orientation(adapter_for(net), net, batch, None)))
+        _ = fresh.replays, fresh.prediction
+        return fresh
 
-    ready = experiment()
-    if not measure_memory(ready).is_known:
+    prepared = make_experiment()
+    if not measure_memory(prepared).is_known:
         raise SystemExit("The network has no skill: not all parts would be measured.")
-    parts: dict[str, Callable[[], object]] = {
-        "capture and replay": experiment,
-        "use, benefit, skill": lambda: measure_memory(ready),
-        "missed": lambda: measure_missed(ready),
-        "state transfer, adjoint, attribution": lambda: measure_layers(ready),
-        "memory carried by each layer": lambda: measure_carried(ready),
+    calls: dict[str, Callable[[], object]] = {
+        "capture and replay": make_experiment,
+        "use, benefit, skill": lambda: measure_memory(prepared),
+        "missed": lambda: measure_missed(prepared),
+        "state transfer, adjoint, attribution": lambda: measure_layers(prepared),
+        "memory carried by each layer": lambda: measure_carried(prepared),
         "rl.diagnose": lambda: rl.diagnose(net, x, y),
     }
-    times: dict[str, list[float]] = {name: [] for name in ("framework", *parts)}
-    for function in (framework, parts["rl.diagnose"]):
+    times: dict[str, list[float]] = {name: [] for name in ("framework", *calls)}
+    for function in (framework, calls["rl.diagnose"]):
         function()
     for _ in range(rounds):
         times["framework"].append(seconds(framework))
-        for name, part in parts.items():
-            times[name].append(seconds(part))
-    unit = statistics.median(times["framework"])
-    print(f"\nLSTM 2 x {units}, B = {batch}, T = {steps}; one forward and backward pass of torch: {unit:.3f} s")
-    for name in parts:
+        for name, call in calls.items():
+            times[name].append(seconds(call))
+    pass_seconds = statistics.median(times["framework"])
+    print(f"\nLSTM 2 x {units}, B = {batch}, T = {steps}; one forward and backward pass of torch: {pass_seconds:.3f} s")
+    for name in calls:
         median = statistics.median(times[name])
-        bar = f"   bar {BAR:g}: {'met' if median <= BAR * unit else 'MISSED'}" if name == "rl.diagnose" else ""
-        print(f"{name:40}{median:9.3f} s{median / unit:9.2f} passes{bar}")
+        bar = f"   bar {BAR:g}: {'met' if median <= BAR * pass_seconds else 'MISSED'}" if name == "rl.diagnose" else ""
+        print(f"{name:40}{median:9.3f} s{median / pass_seconds:9.2f} passes{bar}")
         if name == "rl.diagnose":
             collect(
-                Row("Diagnosis", f"{name}, T {steps}", median / unit, "x", "forward and backward pass of torch", BAR)
+                Row(
+                    "Diagnosis",
+                    f"{name}, T {steps}",
+                    median / pass_seconds,
+                    "x",
+                    "forward and backward pass of torch",
+                    BAR,
+                )
             )
 
 
-def lyapunov(kind: str, units: int, steps: int, samples: int, rounds: int) -> None:
+def time_lyapunov(kind: str, units: int, steps: int, samples: int, rounds: int) -> None:
     """The spectrum against the QR factorisations that it contains."""
     rng = np.random.default_rng(0)
     gates, states = {"rnn": (1, 1), "lstm": (4, 2)}[kind]
@@ -117,11 +124,11 @@ def lyapunov(kind: str, units: int, steps: int, samples: int, rounds: int) -> No
         for _ in range(steps):
             np.linalg.qr(matrices)
 
-    ours, theirs = [], []
+    spectrum_times, qr_times = [], []
     for _ in range(rounds):
-        theirs.append(seconds(factorisations))
-        ours.append(seconds(lambda: lyapunov_spectrum(run)))
-    a, b = statistics.median(ours), statistics.median(theirs)
+        qr_times.append(seconds(factorisations))
+        spectrum_times.append(seconds(lambda: lyapunov_spectrum(run)))
+    a, b = statistics.median(spectrum_times), statistics.median(qr_times)
     print(f"\nLyapunov spectrum, {kind} of {units} units, {steps} steps, {samples} samples")
     verdict = "met" if a <= QR_BAR * b else "MISSED"
     print(f"ours {a:.2f} s, its QR factorisations {b:.2f} s: {a / b:.2f}   bar {QR_BAR:g}: {verdict}")
@@ -149,7 +156,7 @@ def pulses(count: int, steps: int, rng: np.random.Generator) -> tuple[torch.Tens
     return torch.as_tensor(x, dtype=torch.float32), torch.as_tensor(y, dtype=torch.float32)
 
 
-def flip_flop(iterations: int, rounds: int) -> None:
+def check_flip_flop(iterations: int, rounds: int) -> None:
     """The fixed points of a trained flip-flop: one stable point for each of the eight memories."""
     torch.manual_seed(0)
     net, rng = FlipFlop(), np.random.default_rng(0)
@@ -162,7 +169,7 @@ def flip_flop(iterations: int, rounds: int) -> None:
         optimizer.step()
     x, y = pulses(64, 40, rng)
     error = float(nn.functional.mse_loss(net(x), y))
-    taken = [seconds(lambda: rl.fixed_points(net, x, input="zero", most=512)) for _ in range(rounds + 1)][1:]
+    times = [seconds(lambda: rl.fixed_points(net, x, input="zero", most=512)) for _ in range(rounds + 1)][1:]
     points = rl.fixed_points(net, x, input="zero", most=512)
     stable = points.states[np.asarray(points.stable)]
     with torch.no_grad():
@@ -171,7 +178,7 @@ def flip_flop(iterations: int, rounds: int) -> None:
     speed = float(np.max(np.asarray(points.data.speed)[np.asarray(points.fixed)], initial=0.0))
     print(f"\nFixed points of a 3-bit flip-flop, GRU of 16 units, 512 starts (mean squared error {error:.4f})")
     print(f"{int(np.sum(points.fixed))} fixed, {len(stable)} stable, for {memories} of 8 memories, in ", end="")
-    print(f"{statistics.median(taken):.2f} s; largest |F(h) - h|^2 / 2 {speed:.0e}   bar 8, 1e-16: ", end="")
+    print(f"{statistics.median(times):.2f} s; largest |F(h) - h|^2 / 2 {speed:.0e}   bar 8, 1e-16: ", end="")
     print("met" if memories == 8 and speed <= 1e-16 else "MISSED")
 
 
@@ -180,15 +187,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a toy size, to see that it runs")
     parser.add_argument("--passes", action="store_true", help="only the passes of rl.diagnose")
-    asked = parser.parse_args()
-    small = asked.small
+    args = parser.parse_args()
+    small = args.small
     warnings.simplefilter("ignore")
-    diagnosis(*((16, 64, 20, 1) if small else (256, 64, 500, 3)))
-    if asked.passes:
+    time_diagnosis(*((16, 64, 20, 1) if small else (256, 64, 500, 3)))
+    if args.passes:
         return 0
     for kind in ("rnn", "lstm"):
-        lyapunov(kind, *((8, 50, 2, 1) if small else (64, 1000, 16, 3)))
-    flip_flop(*((20, 1) if small else (1500, 3)))
+        time_lyapunov(kind, *((8, 50, 2, 1) if small else (64, 1000, 16, 3)))
+    check_flip_flop(*((20, 1) if small else (1500, 3)))
     return 0
 
 

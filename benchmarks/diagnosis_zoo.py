@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _zoo_entries import KEPT, Entry, entries, trained
+from _zoo_entries import KEPT, Entry, entries, train_or_load
 from _zoo_tasks import Task
 from _zoo_truth import data_for, known_memory, truth_of
 
@@ -42,14 +42,14 @@ ALARMS = {
 NOISY = ("noise target", "overfitted", "off in scale", "weighted classes", "missed, off in scale", "forecast")
 
 
-def examine(task: tuple[Entry, int, bool]) -> dict[str, Any]:
+def examine(job: tuple[Entry, int, bool]) -> dict[str, Any]:
     """Diagnose one network, and with ``covering`` see how often the interval of its n holds."""
-    entry, samples, covering = task
+    entry, samples, covering = job
     samples = entry.samples or samples
     torch.set_num_threads(1)
-    net, origin = entry.make(entry)
-    truth = truth_of(entry, net, origin)
-    x, y = data_for(entry, net, origin, samples)
+    net, task = entry.make(entry)
+    truth = truth_of(entry, net, task)
+    x, y = data_for(entry, net, task, samples)
     begin = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -57,9 +57,9 @@ def examine(task: tuple[Entry, int, bool]) -> dict[str, Any]:
         d = rl.diagnose(net, x, y, samples=samples, loss=loss)
     seconds = time.perf_counter() - begin
     model = d["model"]
-    found = {f.code: f.evidence for f in d.findings}
+    evidence = {f.code: f.evidence for f in d.findings}
     layers = [d[name] for name in d if name != "model"]
-    spoken = bool(model.attrs["known"])
+    is_known = bool(model.attrs["known"])
     return {
         "key": entry.key,
         "name": entry.name,
@@ -68,14 +68,14 @@ def examine(task: tuple[Entry, int, bool]) -> dict[str, Any]:
         "samples": samples,
         "truth": truth,
         "missing": entry.missing,
-        "known": known_memory(entry, net, origin, x.shape[1]),
+        "known": known_memory(entry, net, task, x.shape[1]),
         "n": float(model.memory),
         "interval": [float(v) for v in model.memory_interval],
-        "spoken": spoken,
-        "covered": coverage(entry, net, origin, samples) if spoken and covering else None,
+        "spoken": is_known,
+        "covered": coverage(entry, net, task, samples) if is_known and covering else None,
         "skill": float(model.skill) if "skill" in model else float("nan"),
         "codes": list(d.codes),
-        "lag": found.get("MISSED_DEPENDENCY", {}).get("lag"),
+        "lag": evidence.get("MISSED_DEPENDENCY", {}).get("lag"),
         "effect": float(model.missed_effect) if "missed_effect" in model else float("nan"),
         "growth": max(float(np.max(layer.growth)) for layer in layers),
         "lambda": [float(np.max(layer.lambda_1)) for layer in layers],
@@ -89,7 +89,7 @@ def examine(task: tuple[Entry, int, bool]) -> dict[str, Any]:
 def coverage(entry: Entry, net: Any, task: Task | None, samples: int) -> dict[str, Any]:
     """How often the interval of n, each time from other samples, holds the n of very many."""
 
-    def memory(count: int, stream: int) -> Memory:
+    def memory_of(count: int, stream: int) -> Memory:
         x, y = data_for(entry, net, task, count, stream)
         return measure_memory(
             Experiment(
@@ -99,12 +99,12 @@ def coverage(entry: Entry, net: Any, task: Task | None, samples: int) -> dict[st
             )
         )
 
-    n = memory(POPULATION, 1).length.value
-    found = [memory(samples, 2 + again).length for again in range(REPEATS)]
+    n = memory_of(POPULATION, 1).length.value
+    lengths = [memory_of(samples, 2 + repeat).length for repeat in range(REPEATS)]
     return {
         "n": n,
-        "held": [bool(one.low <= n <= one.high) for one in found],
-        "intervals": [[one.value, one.low, one.high] for one in found],
+        "held": [bool(length.low <= n <= length.high) for length in lengths],
+        "intervals": [[length.value, length.low, length.high] for length in lengths],
     }
 
 
@@ -134,37 +134,37 @@ def table(rows: list[dict[str, Any]], title: str) -> None:
         rates = [a / (a + b) for a, b in ((tp, fn), (tn, fp)) if a + b]
         print(f"{code:22}{sum(rates) / max(len(rates), 1):8.3f}{tp:5}{fn:5}{fp:5}{tn:5}")
     healthy = [r for r in rows if r["known"] is not None and (r["skill"] >= SOLVED or r["name"] == "forecast")]
-    right = [abs(r["n"] - r["known"]) <= max(1, 0.1 * r["known"]) for r in healthy]
-    print(f"n within max(1, 10 %) of the known memory: {_share(right)}")
-    covered = [held for r in rows if r["covered"] for held in r["covered"]["held"]]
+    memory_matches = [abs(r["n"] - r["known"]) <= max(1, 0.1 * r["known"]) for r in healthy]
+    print(f"n within max(1, 10 %) of the known memory: {_share(memory_matches)}")
+    covered = [holds for r in rows if r["covered"] for holds in r["covered"]["held"]]
     if covered:
         print(f"95 % interval holds the n of {POPULATION} other samples: {_share(covered)}")
-    named = [r["lag"] == r["missing"] for r in rows if r["missing"] is not None and r["lag"] is not None]
-    print(f"missed step named exactly: {_share(named)}")
+    lag_matches = [r["lag"] == r["missing"] for r in rows if r["missing"] is not None and r["lag"] is not None]
+    print(f"missed step named exactly: {_share(lag_matches)}")
     sound = [r for r in healthy if r["truth"].get("MISSED_DEPENDENCY") is False]
     print(f"false alarms on healthy solved networks: {_share([bool(ALARMS & set(r['codes'])) for r in sound])}")
 
 
-def _share(found: list[bool]) -> str:
-    return f"{sum(found)} of {len(found)} ({sum(found) / max(len(found), 1):.1%})"
+def _share(flags: list[bool]) -> str:
+    return f"{sum(flags)} of {len(flags)} ({sum(flags) / max(len(flags), 1):.1%})"
 
 
-def wrong(rows: list[dict[str, Any]]) -> None:
+def print_errors(rows: list[dict[str, Any]]) -> None:
     """Every network that was judged or measured wrongly."""
     for row in rows:
         truth = applicable(row)
-        bad = [c for c, value in truth.items() if value != (c in row["codes"])]
-        off = (
+        wrong = [c for c, value in truth.items() if value != (c in row["codes"])]
+        memory_off = (
             row["known"] is not None
             and (row["skill"] >= SOLVED or row["name"] == "forecast")
             and abs(row["n"] - row["known"]) > max(1, 0.1 * row["known"])
         )
-        missed = row["covered"] and sum(row["covered"]["held"]) < REPEATS - 1
-        if missed:
+        interval_missed = row["covered"] and sum(row["covered"]["held"]) < REPEATS - 1
+        if interval_missed:
             print(f"  {row['name']} {row['options']} seed {row['seed']}: interval {row['covered']}")
-        if bad or off:
+        if wrong or memory_off:
             print(
-                f"  {row['name']} {row['options']} seed {row['seed']}: wrong {bad}, n {row['n']} for {row['known']}, "
+                f"  {row['name']} {row['options']} seed {row['seed']}: wrong {wrong}, n {row['n']} for {row['known']}, "
                 f"skill {row['skill']:.2f}, effect {row['effect']:.3f}, growth {row['growth']:.1f}, {row['codes']}"
             )
 
@@ -184,37 +184,37 @@ def main() -> int:
     )
     parser.add_argument("--resume", action="store_true", help="go on where a run was broken off")
     parser.add_argument("--train-only", action="store_true")
-    asked = parser.parse_args()
-    chosen = [e for e in entries() if not asked.small or (e.make is not trained and e.seed < 2)]
-    chosen = [e for e in chosen if e.seed < asked.seeds and not e.name.startswith(asked.without)]
-    chosen = [e for e in chosen if e.options.get("iterations", 0) <= asked.most_iterations]
-    chosen = [e for e in chosen if e.name.startswith(asked.only) and (e.graded or not asked.coverage)]
-    if asked.train_only:
+    args = parser.parse_args()
+    selected = [e for e in entries() if not args.small or (e.make is not train_or_load and e.seed < 2)]
+    selected = [e for e in selected if e.seed < args.seeds and not e.name.startswith(args.without)]
+    selected = [e for e in selected if e.options.get("iterations", 0) <= args.most_iterations]
+    selected = [e for e in selected if e.name.startswith(args.only) and (e.graded or not args.coverage)]
+    if args.train_only:
         torch.set_num_threads(1)
-        for i, entry in enumerate(e for e in chosen if e.make is trained):
-            trained(entry)
+        for i, entry in enumerate(e for e in selected if e.make is train_or_load):
+            train_or_load(entry)
             print(i, entry.name, entry.seed, flush=True)
         return 0
     KEPT.mkdir(parents=True, exist_ok=True)
-    path = KEPT / f"rows-{asked.samples}{'-coverage' * asked.coverage}{asked.only}.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if asked.resume and path.exists() else []
-    there = {row["key"] for row in rows}
+    path = KEPT / f"rows-{args.samples}{'-coverage' * args.coverage}{args.only}.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if args.resume and path.exists() else []
+    finished_keys = {row["key"] for row in rows}
     # Those held out first: a run that is broken off has them.
-    left = sorted((e for e in chosen if e.key not in there), key=lambda e: e.seed % 2)
-    work = [(e, asked.samples, asked.coverage) for e in left]
-    with path.open("a" if asked.resume else "w") as file:
-        for row in _examined(work, asked.jobs):
+    remaining = sorted((e for e in selected if e.key not in finished_keys), key=lambda e: e.seed % 2)
+    work = [(e, args.samples, args.coverage) for e in remaining]
+    with path.open("a" if args.resume else "w") as file:
+        for row in _examine_all(work, args.jobs):
             rows.append(row)
             print(json.dumps(row), file=file, flush=True)
-    table([r for r in rows if r["seed"] % 2 == 0], f"{asked.samples} samples, even seeds (held out)")
-    table([r for r in rows if r["seed"] % 2 == 1], f"{asked.samples} samples, odd seeds (thresholds were set here)")
+    table([r for r in rows if r["seed"] % 2 == 0], f"{args.samples} samples, even seeds (held out)")
+    table([r for r in rows if r["seed"] % 2 == 1], f"{args.samples} samples, odd seeds (thresholds were set here)")
     print("\njudged or measured wrongly:")
-    wrong(rows)
+    print_errors(rows)
     print(f"median seconds of a diagnosis: {np.median([r['seconds'] for r in rows]):.2f}")
     return 0
 
 
-def _examined(work: list[tuple[Entry, int, bool]], jobs: int) -> Iterator[dict[str, Any]]:
+def _examine_all(work: list[tuple[Entry, int, bool]], jobs: int) -> Iterator[dict[str, Any]]:
     if jobs == 1:
         yield from map(examine, work)
         return

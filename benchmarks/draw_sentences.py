@@ -31,10 +31,10 @@ def sentences(text: str) -> Iterator[str]:
     """Split prose into sentences of at least four words."""
     for block in re.split(r"\n\s*\n|\n(?=[-|#>] ?)", text):
         line = re.sub(r"\s+", " ", block).strip(" |-#>")
-        yield from (part for part in END.split(line) if len(part.split()) >= 4)
+        yield from (sentence for sentence in END.split(line) if len(sentence.split()) >= 4)
 
 
-def of_pages() -> Iterator[tuple[str, str]]:
+def page_sentences() -> Iterator[tuple[str, str]]:
     """Yield place and sentence of the README and the pages."""
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         if path.name not in GENERATED:
@@ -42,24 +42,26 @@ def of_pages() -> Iterator[tuple[str, str]]:
                 yield path.relative_to(ROOT).as_posix(), sentence
 
 
-def of_messages() -> Iterator[tuple[str, str]]:
+def message_texts() -> Iterator[tuple[str, str]]:
     """Yield place and text of errors, warnings and options of the command line."""
     for path in sorted((ROOT / "src").rglob("*.py")):
         source = path.read_text("utf-8")
         for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
             name = ast.unparse(call.func).rpartition(".")[2]
             if MESSAGES.match(name) or name in ("message", "Option", "Argument", "warn"):
-                for part in [*call.args[:1], *(keyword.value for keyword in call.keywords)]:
-                    if isinstance(part, ast.Constant | ast.JoinedStr) and len(ast.unparse(part).split()) >= 4:
-                        yield path.relative_to(ROOT).as_posix(), ast.unparse(part)
+                for argument in [*call.args[:1], *(keyword.value for keyword in call.keywords)]:
+                    if isinstance(argument, ast.Constant | ast.JoinedStr) and len(ast.unparse(argument).split()) >= 4:
+                        yield path.relative_to(ROOT).as_posix(), ast.unparse(argument)
 
 
-def of_docstrings() -> Iterator[tuple[str, str]]:
+def docstring_sentences() -> Iterator[tuple[str, str]]:
     """Yield name and sentence of the docstrings of public functions and classes."""
-    named = {f"rl.{name}": getattr(rl, name) for name in rl.__all__}
-    rooms = {name: value for name, value in named.items() if isinstance(value, ModuleType)}
-    named |= {f"{room}.{name}": getattr(value, name) for room, value in rooms.items() for name in dir(value)}
-    for name, value in named.items():
+    public_names = {f"rl.{name}": getattr(rl, name) for name in rl.__all__}
+    modules = {name: value for name, value in public_names.items() if isinstance(value, ModuleType)}
+    public_names |= {
+        f"{module}.{name}": getattr(value, name) for module, value in modules.items() for name in dir(value)
+    }
+    for name, value in public_names.items():
         if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__.startswith("rnnlens"):
             for sentence in sentences(inspect.getdoc(value) or ""):
                 yield name, sentence
@@ -70,11 +72,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=25)
     parser.add_argument("--count", type=int, default=100)
-    chosen = parser.parse_args()
-    everything = sorted({*of_pages(), *of_messages(), *of_docstrings()})
-    print(f"{chosen.count} of {len(everything)} sentences, seed {chosen.seed}")
-    for place, sentence in random.Random(chosen.seed).sample(everything, chosen.count):
-        print(f"{place}: {sentence}")
+    args = parser.parse_args()
+    everything = sorted({*page_sentences(), *message_texts(), *docstring_sentences()})
+    print(f"{args.count} of {len(everything)} sentences, seed {args.seed}")
+    for source, sentence in random.Random(args.seed).sample(everything, args.count):
+        print(f"{source}: {sentence}")
 
 
 if __name__ == "__main__":

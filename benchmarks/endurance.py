@@ -34,7 +34,7 @@ def resident() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
-def held() -> tuple[int, int]:
+def open_resources() -> tuple[int, int]:
     """Open descriptors and threads."""
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
@@ -64,7 +64,7 @@ def leaks(calls: int) -> bool:
     mse = torch.nn.functional.mse_loss
     folder = Path(tempfile.mkdtemp())
 
-    def watched(net: Any) -> None:
+    def watch_training(net: Any) -> None:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         with rl.torch.watch(net, folder / "a.zarr", every=1, resume=False):
             for _ in range(3):
@@ -89,9 +89,9 @@ def leaks(calls: int) -> bool:
         "diagnose": lambda net: rl.diagnose(net, x, y),
         "fixed_points": lambda net: rl.fixed_points(net, x, most=16),
     }
-    good = True
+    all_passed = True
     print(f"{'':18}{'calls':>6}{'MiB':>8}{'fds':>5}{'threads':>8}{'models left':>12}")
-    for name, verb in {**verbs, "watch": watched}.items():
+    for name, verb in {**verbs, "watch": watch_training}.items():
         count = 20 if name == "watch" else calls
         models: list[Any] = []
         for number in range(count):
@@ -101,15 +101,18 @@ def leaks(calls: int) -> bool:
             del net
             if number == count // 10:
                 gc.collect()
-                memory, start = resident(), held()
+                memory, resources = resident(), open_resources()
         gc.collect()
         alive = sum(model() is not None for model in models)
-        grown, more = resident() - memory, [now - then for now, then in zip(held(), start, strict=True)]
-        fine = grown < 16 and max(more) <= 0 and not alive
-        good &= fine
-        words = "" if fine else "  NOT MET"
-        print(f"{name:18}{count:6}{grown:8.1f}{more[0]:5}{more[1]:8}{alive:12}{words}", flush=True)
-    return good
+        grown_mib, added = (
+            resident() - memory,
+            [after - before for after, before in zip(open_resources(), resources, strict=True)],
+        )
+        passed = grown_mib < 16 and max(added) <= 0 and not alive
+        all_passed &= passed
+        verdict = "" if passed else "  NOT MET"
+        print(f"{name:18}{count:6}{grown_mib:8.1f}{added[0]:5}{added[1]:8}{alive:12}{verdict}", flush=True)
+    return all_passed
 
 
 def records(count: int) -> bool:
@@ -163,11 +166,11 @@ def checksums(count: int) -> bool:
 
     profile = xr.DataArray(np.linspace(0, 1, 64), dims="time")
     layers = {f"lstm_{i}": {"adjoint_profile": profile, "direct": profile} for i in range(2)}
-    put = rows.Rows._put
+    original_put = rows.Rows._put
 
     def put_all_but_sums(self: rows.Rows, path: str, values: Any) -> None:
         if path != "sums":
-            put(self, path, values)
+            original_put(self, path, values)
 
     unsealed = [
         patch.object(store, "SealedMetadata", lambda inner: inner),
@@ -176,31 +179,31 @@ def checksums(count: int) -> bool:
         patch.object(rows.Rows, "_put", put_all_but_sums),
     ]
 
-    def appended(sealed: bool) -> float:
+    def append_records(sealed: bool) -> float:
         with tempfile.TemporaryDirectory() as folder:
-            written = store.Store(Path(folder) / "a.zarr")
+            run_store = store.Store(Path(folder) / "a.zarr")
             start = time.process_time()
             for step in range(count):
-                written.write(TrainingRecord(step, 0, "probe", {"loss": 1.0 / (step + 1)}, layers))
-            taken = time.process_time() - start
+                run_store.write(TrainingRecord(step, 0, "probe", {"loss": 1.0 / (step + 1)}, layers))
+            seconds = time.process_time() - start
             if sealed:
-                written.close("finished")
-        return taken
+                run_store.close("finished")
+        return seconds
 
-    taken: dict[bool, list[float]] = {True: [], False: []}
+    times: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(5):
-        taken[True].append(appended(True) / count)
-        for one in unsealed:
-            one.start()
+        times[True].append(append_records(True) / count)
+        for patcher in unsealed:
+            patcher.start()
         try:
-            taken[False].append(appended(False) / count)
+            times[False].append(append_records(False) / count)
         finally:
-            for one in unsealed:
-                one.stop()
-    with_sums, without = (statistics.median(taken[sealed]) for sealed in (True, False))
-    plain = overhead.torch_loop(overhead.sizes(small=False, engine="torch-loop"), Path("unused"))["plain"]
-    plain(1)
-    _, step = overhead.timed(plain, 4)
+            for patcher in unsealed:
+                patcher.stop()
+    with_sums, without = (statistics.median(times[sealed]) for sealed in (True, False))
+    train = overhead.torch_loop(overhead.sizes(small=False, engine="torch-loop"), Path("unused"))["plain"]
+    train(1)
+    _, step = overhead.seconds_per_batch(train, 4)
     share = (with_sums - without) / (50 * step)
     print(f"{1e3 * with_sums:.2f} ms of processor time per record with checksums, {1e3 * without:.2f} ms without;")
     print(f"ratio {with_sums / without:.2f}; of 50 steps of training ({50 * step:.1f} s) checksums take {share:.5f}")
@@ -228,9 +231,9 @@ print(word, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**1
 """
 
 
-def memory_held() -> bool:
+def memory_peaks() -> bool:
     """The measured peak of calls beside the memory that they were granted, each in a process of its own."""
-    good = True
+    all_passed = True
     cases = {
         "jacobian(net, x, measure='norm')": [(4, 200, 4, 64), (16, 400, 4, 64), (64, 400, 4, 64)],
         "jacobian(net, x)": [(4, 100, 4, 16), (16, 200, 4, 64)],
@@ -240,16 +243,16 @@ def memory_held() -> bool:
     for verb, sizes in cases.items():
         for batch, steps, units, granted in sizes:
             command = [sys.executable, "-c", PEAK.replace("{verb}", verb), *map(str, (batch, steps, units, granted))]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            word, _, peak = (done.stdout.strip() or "nothing -1").rpartition(" ")
-            fine = done.returncode == 0 and float(peak) <= 1.5 * granted
-            good &= fine
-            words = "" if fine else f"  NOT MET {done.stderr[-200:]}"
+            completed = subprocess.run(command, capture_output=True, text=True, check=False)
+            ended, _, peak = (completed.stdout.strip() or "nothing -1").rpartition(" ")
+            passed = completed.returncode == 0 and float(peak) <= 1.5 * granted
+            all_passed &= passed
+            verdict = "" if passed else f"  NOT MET {completed.stderr[-200:]}"
             print(
-                f"{verb:60} B={batch:3} T={steps:6} {granted:4} MiB granted, {float(peak):7.1f} used, {word}{words}",
+                f"{verb:60} B={batch:3} T={steps:6} {granted:4} MiB granted, {float(peak):7.1f} used, {ended}{verdict}",
                 flush=True,
             )
-    return good
+    return all_passed
 
 
 def main() -> int:
@@ -259,15 +262,15 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--small", action="store_true")
-    chosen = parser.parse_args()
-    calls, count = (20, 1000) if chosen.small else (chosen.calls, chosen.count)
-    measured = {
+    args = parser.parse_args()
+    calls, count = (20, 1000) if args.small else (args.calls, args.count)
+    measures = {
         "leaks": lambda: leaks(calls),
         "records": lambda: records(count),
-        "memory": memory_held,
-        "checksums": lambda: checksums(10 if chosen.small else 100),
+        "memory": memory_peaks,
+        "checksums": lambda: checksums(10 if args.small else 100),
     }
-    return 0 if measured[chosen.what]() else 1
+    return 0 if measures[args.what]() else 1
 
 
 if __name__ == "__main__":

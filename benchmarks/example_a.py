@@ -37,7 +37,7 @@ LIMIT = 4 * 1024**3
 BATCHES = 10
 
 
-def example():
+def load_example():
     """The example itself, as a module."""
     sys.path.insert(0, str(EXAMPLES))
     path = next(EXAMPLES.glob("a_*.py"))
@@ -55,7 +55,7 @@ def stream(count: int, small: bool) -> None:
     """Stream ``count`` sequences and print the high-water mark of this process."""
     import numpy as np
 
-    a = example()
+    a = load_example()
     steps, dimensions, units = sizes(small)
     model = a.build(steps, dimensions, units)
     start = np.random.default_rng(2).normal(size=(1, units)).astype("float32")
@@ -65,10 +65,10 @@ def stream(count: int, small: bool) -> None:
     print(json.dumps({"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "seconds": seconds}))
 
 
-def own_process(count: int, small: bool) -> dict[str, float]:
+def stream_in_process(count: int, small: bool) -> dict[str, float]:
     command = [sys.executable, __file__, "--stream", str(count), *(["--small"] if small else [])]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    completed = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 def throughput(small: bool, rounds: int) -> tuple[float, float]:
@@ -77,7 +77,7 @@ def throughput(small: bool, rounds: int) -> tuple[float, float]:
     import jax.numpy as jnp
     import numpy as np
 
-    a = example()
+    a = load_example()
     steps, dimensions, units = sizes(small)
     model = a.build(steps, dimensions, units)
     start = np.random.default_rng(2).normal(size=(1, units)).astype("float32")
@@ -86,7 +86,7 @@ def throughput(small: bool, rounds: int) -> tuple[float, float]:
     table = jnp.asarray(model.get_layer("embedding").get_weights()[0])
 
     @jax.jit
-    def own(ids):
+    def jax_gradient(ids):
         def mean_hidden(embedded):
             def step(h, x):
                 h = jnp.tanh(x @ kernel + h @ recurrent + bias)
@@ -98,17 +98,17 @@ def throughput(small: bool, rounds: int) -> tuple[float, float]:
 
         return jnp.linalg.norm(jax.grad(mean_hidden)(table[ids]), axis=-1).mean(axis=0)
 
-    def ours():
+    def rnnlens_norms():
         return a.gradient(model, iter(data), start).values
 
-    def theirs():
-        return np.mean([np.asarray(own(ids)) for ids in data], axis=0)
+    def jax_norms():
+        return np.mean([np.asarray(jax_gradient(ids)) for ids in data], axis=0)
 
-    reference, first = theirs(), ours()
-    np.testing.assert_allclose(first, reference, rtol=1e-3, atol=1e-3 * reference.max())
+    reference, computed = jax_norms(), rnnlens_norms()
+    np.testing.assert_allclose(computed, reference, rtol=1e-3, atol=1e-3 * reference.max())
     times = {"ours": [], "own": []}
     for _ in range(rounds):
-        for name, call in (("ours", ours), ("own", theirs)):
+        for name, call in (("ours", rnnlens_norms), ("own", jax_norms)):
             began = time.perf_counter()
             call()
             times[name].append(time.perf_counter() - began)
@@ -121,26 +121,28 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=960)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stream", type=int, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.stream:
-        stream(asked.stream, asked.small)
+    args = parser.parse_args()
+    if args.stream:
+        stream(args.stream, args.small)
         return 0
-    count = 96 if asked.small else asked.sequences
-    third, whole = own_process(count // 3, asked.small), own_process(count, asked.small)
-    ours, own = throughput(asked.small, asked.rounds)
-    batch = example().BATCH
+    count = 96 if args.small else args.sequences
+    third, full = stream_in_process(count // 3, args.small), stream_in_process(count, args.small)
+    rl_seconds, jax_seconds = throughput(args.small, args.rounds)
+    batch = load_example().BATCH
     gib = 1024**3
-    fits = whole["peak"] < LIMIT and whole["peak"] < 1.1 * third["peak"]
+    fits = full["peak"] < LIMIT and full["peak"] < 1.1 * third["peak"]
     print(f"memory, {count // 3} sequences   {third['peak'] / gib:5.2f} GiB")
     verdict = f"bar: < 4 GiB and flat: {'met' if fits else 'MISSED'}"
-    print(f"memory, {count} sequences   {whole['peak'] / gib:5.2f} GiB   {verdict}")
-    print(f"streamed             {count / whole['seconds']:8.1f} sequences/s, compilation included")
-    print(f"rl.gradients         {batch / ours:8.1f} sequences/s")
-    print(f"JAX's own, compiled  {batch / own:8.1f} sequences/s   ratio of times {ours / own:.2f}")
+    print(f"memory, {count} sequences   {full['peak'] / gib:5.2f} GiB   {verdict}")
+    print(f"streamed             {count / full['seconds']:8.1f} sequences/s, compilation included")
+    print(f"rl.gradients         {batch / rl_seconds:8.1f} sequences/s")
+    print(
+        f"JAX's own, compiled  {batch / jax_seconds:8.1f} sequences/s   ratio of times {rl_seconds / jax_seconds:.2f}"
+    )
     name = f"rl.gradients, {count} sequences of 1403 steps, Keras on JAX"
     collect(
-        Row("Streaming", name, ours / own, "x", "the same gradient in compiled JAX", 1.5),
-        Row("Streaming", f"{name}: memory", whole["peak"] / gib, "GiB", "", 1.0),
+        Row("Streaming", name, rl_seconds / jax_seconds, "x", "the same gradient in compiled JAX", 1.5),
+        Row("Streaming", f"{name}: memory", full["peak"] / gib, "GiB", "", 1.0),
     )
     return 0 if fits else 1
 

@@ -65,21 +65,21 @@ def jacobian(samples: int, steps: int) -> xr.DataArray:
 
 def training(records: int, steps: int) -> TrainingRun:
     """A run of two layers whose gradient reaches further with every record."""
-    at = np.arange(records) * 50
+    record_steps = np.arange(records) * 50
     lag = np.arange(steps)[None, ::-1]
     profile = np.exp(-lag / (1 + 0.02 * np.arange(records)[:, None]))
-    coords = {"step": at, "time": np.arange(steps)}
+    coords = {"step": record_steps, "time": np.arange(steps)}
     layers = {f"lstm_{i}": xr.Dataset({"adjoint_profile": (("step", "time"), profile)}, coords) for i in range(2)}
-    names = ["loss", *(f"lstm_{i}/{what}" for i in range(2) for what in ("reach", "adjoint", "forget/near_1"))]
+    names = ["loss", *(f"lstm_{i}/{measure}" for i in range(2) for measure in ("reach", "adjoint", "forget/near_1"))]
     scalars = {name: ("step", np.exp(-np.arange(records) / 300)) for name in names}
-    return TrainingRun(layers, xr.Dataset(scalars, {"step": at, "epoch": ("step", at // 1000)}))
+    return TrainingRun(layers, xr.Dataset(scalars, {"step": record_steps, "epoch": ("step", record_steps // 1000)}))
 
 
 def cases(samples: int, steps: int, units: int) -> dict[str, Callable[[], Any]]:
     p: Any = rl.plot
-    total, other = gradient(samples, steps, units, 0), gradient(samples, steps, units, 1)
-    both = layer(total)
-    one, jac = weights(units), jacobian(samples, steps)
+    total, second_total = gradient(samples, steps, units, 0), gradient(samples, steps, units, 1)
+    traced = layer(total)
+    layer_weights, jac = weights(units), jacobian(samples, steps)
     run = training(1000, 64)
     modes = 0.9 * np.exp(1j * np.linspace(0, 6, samples * units)).reshape(samples, units)
     history = {f"layer{i}/kernel": np.exp(-np.arange(1000) / 300) + i for i in range(12)}
@@ -88,30 +88,30 @@ def cases(samples: int, steps: int, units: int) -> dict[str, Callable[[], Any]]:
         "curves, log": lambda: p.curves(total, log=True),
         "heatmap": lambda: p.heatmap(total),
         "heatmap, 64 panels": lambda: p.heatmap(total, max_panels=64),
-        "heatmap of gates": lambda: p.heatmap(both.gates, max_panels=4),
+        "heatmap of gates": lambda: p.heatmap(traced.gates, max_panels=4),
         "maps": lambda: p.maps(total.values.reshape(samples, steps, 16, -1, 8)),
         "points": lambda: p.points(total.isel(time=-1)),
         "histogram": lambda: p.histogram(total, log=True),
         "histogram, panel per unit": lambda: p.histogram(total, panel="unit"),
-        "histogram of gates, overlaid": lambda: p.histogram(both.gates, overlay="gate"),
-        "weights_heatmap": lambda: p.weights_heatmap(one),
-        "weights_histogram": lambda: p.weights_histogram(one),
-        "gates": lambda: p.gates(both),
-        "gradient_flow": lambda: p.gradient_flow(both),
+        "histogram of gates, overlaid": lambda: p.histogram(traced.gates, overlay="gate"),
+        "weights_heatmap": lambda: p.weights_heatmap(layer_weights),
+        "weights_histogram": lambda: p.weights_histogram(layer_weights),
+        "gates": lambda: p.gates(traced),
+        "gradient_flow": lambda: p.gradient_flow(traced),
         "weight_norms": lambda: p.weight_norms(history),
         "time_jacobian": lambda: p.time_jacobian(jac),
         "lag_profile": lambda: p.lag_profile(jac),
-        "before_after": lambda: p.before_after(total, other),
-        "before_after, RMS": lambda: p.before_after(total, other, samples="rms"),
+        "before_after": lambda: p.before_after(total, second_total),
+        "before_after, RMS": lambda: p.before_after(total, second_total, samples="rms"),
         "jacobian_margins": lambda: p.jacobian_margins(jac),
-        "gates_over_time": lambda: p.gates_over_time(both),
-        "saturation_arrows": lambda: p.saturation_arrows(both, both),
-        "input_map": lambda: p.input_map(total, other),
+        "gates_over_time": lambda: p.gates_over_time(traced),
+        "saturation_arrows": lambda: p.saturation_arrows(traced, traced),
+        "input_map": lambda: p.input_map(total, second_total),
         "gradient_carriers": lambda: p.gradient_carriers(total, np.arange(1.0, samples + 1)),
         "eigenvalues": lambda: p.eigenvalues(modes),
         "film": lambda: p.film(run),
         "timeline": lambda: p.timeline(run),
-        "norm_history": lambda: p.norm_history({0: total, 1: other}),
+        "norm_history": lambda: p.norm_history({0: total, 1: second_total}),
         "total_and_frozen": lambda: p.total_and_frozen(jac, jac),
         "decay_by_lag": lambda: p.decay_by_lag(abs(total)),
     }
@@ -129,13 +129,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("samples", 64), ("steps", 1000), ("units", 512), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
-    print(f"{given.samples} samples, {given.steps} steps, {given.units} units; data to PNG, {given.repeats} times")
+    args = parser.parse_args()
+    print(f"{args.samples} samples, {args.steps} steps, {args.units} units; data to PNG, {args.repeats} times")
     print(f"{'figure':<30} {'median s':>9} {'largest s':>10} {'processor s':>12}")
     slow = []
-    for name, draw in cases(given.samples, given.steps, given.units).items():
-        took = [seconds(draw) for _ in range(given.repeats)]
-        clock, processor = (sorted(column) for column in zip(*took, strict=True))
+    for name, draw in cases(args.samples, args.steps, args.units).items():
+        timings = [seconds(draw) for _ in range(args.repeats)]
+        clock, processor = (sorted(column) for column in zip(*timings, strict=True))
         slow += [name] if processor[-1] > BAR else []
         print(f"{name:<30} {statistics.median(clock):>9.2f} {clock[-1]:>10.2f} {processor[-1]:>12.2f}", flush=True)
     print(f"more than {BAR:g} s of processor time: {', '.join(slow) or 'none'}")

@@ -101,19 +101,19 @@ class Subclassed(keras.Model):
 def draw_layers(choose):
     """Return the layers of a model, first to last."""
     layers = []
-    ids = choose("input", ["numbers", "numbers", "ids", "masked"])
-    if ids == "ids":
+    input_kind = choose("input", ["numbers", "numbers", "ids", "masked"])
+    if input_kind == "ids":
         layers.append(L.Embedding(11, FEATURES, mask_zero=choose("mask zero", [True, False])))
-    if ids == "masked":
+    if input_kind == "masked":
         layers.append(L.Masking())
     count = choose("parts", [1, 1, 2])
     # Over all steps of a masked model Keras would mask the loss as well, which the reference does not.
-    pool = choose("pool", ["last", "mean", "max"] + ["all"] * (ids == "numbers"))
+    pool = choose("pool", ["last", "mean", "max"] + ["all"] * (input_kind == "numbers"))
     for i in range(count):
         sequences = i < count - 1 or pool != "last"
         kinds = ["LSTM", "GRU", "SimpleRNN", "RNN of LSTMCell", "stack", "leaky"]
         # A mask does not reach the segments.
-        kind = choose(f"{i} kind", kinds + ["segments", "segments"] * (ids == "numbers"))
+        kind = choose(f"{i} kind", kinds + ["segments", "segments"] * (input_kind == "numbers"))
         units = choose(f"{i} units", [FEATURES, 5])
         options = {"return_sequences": sequences, "go_backwards": choose(f"{i} backwards", [False, False, True])}
         if kind == "segments":
@@ -160,19 +160,19 @@ def draw_model(number, seed):
 
     keras.utils.set_random_seed(number)
     layers = draw_layers(choose)
-    made = choose("made", ["no Input", "no Input", "Input", "functional", "subclass"])
+    build_style = choose("made", ["no Input", "no Input", "Input", "functional", "subclass"])
     integer = choices["input"] == "ids"
     shape, dtype = ((STEPS,), "int32") if integer else ((STEPS, FEATURES), None)
-    if made == "functional":
+    if build_style == "functional":
         x = keras.Input(choose("steps", [shape, (None, *shape[1:])]), dtype=dtype)
         y = x
         for layer in layers:
             y = layer(y)
         model = keras.Model(x, y)
-    elif made == "subclass":
+    elif build_style == "subclass":
         model = Subclassed(layers, choose("unused", [False, True]))
     else:
-        model = keras.Sequential(([keras.Input(shape, dtype=dtype)] if made == "Input" else []) + layers)
+        model = keras.Sequential(([keras.Input(shape, dtype=dtype)] if build_style == "Input" else []) + layers)
     rng = np.random.default_rng(number)
     x = rng.integers(0, 11, (SAMPLES, STEPS)) if integer else rng.normal(size=(SAMPLES, STEPS, FEATURES))
     if choices["input"] == "masked":
@@ -180,17 +180,17 @@ def draw_model(number, seed):
     if integer:
         x[:, 0] = 3
     x = x.astype("int32" if integer else "float64")
-    wanted = model(x)
-    y = rng.normal(size=tuple(wanted.shape))
+    output = model(x)
+    y = rng.normal(size=tuple(output.shape))
     model.compile("sgd", "mse")
     if choose("fitted", [True, False]):
         model.fit(np.repeat(x, 2, axis=0), np.repeat(y, 2, axis=0), batch_size=8, epochs=1, verbose=0)
     return model, x, y, choices
 
 
-def same(what, ours, theirs):
+def assert_close(label, actual, expected):
     """Compare two arrays; Keras computes some of it in float32, also under a policy of float64."""
-    _fuzz.same(what, ours, theirs, 1e-6)
+    _fuzz.assert_close(label, actual, expected, 1e-6)
 
 
 def reference(model, x, y):
@@ -219,9 +219,9 @@ def reference(model, x, y):
     else:
         compiled = compiled_reference(model, integer)
         trained = [v.value for v in model.trainable_variables]
-        rest = [v.value for v in model.non_trainable_variables]
-        loss, found = compiled(x, trained, rest, y)
-        grads = [*found[: 0 if integer else 1], *found[-1]]
+        other_variables = [v.value for v in model.non_trainable_variables]
+        loss, jax_grads = compiled(x, trained, other_variables, y)
+        grads = [*jax_grads[: 0 if integer else 1], *jax_grads[-1]]
     squares = sum(float((np.asarray(g) ** 2).sum()) for g in grads[0 if integer else 1 :] if g is not None)
     return float(loss), None if integer else grads[0], squares
 
@@ -235,8 +235,8 @@ def compiled_reference(model, integer):
     import jax
     import jax.numpy as jnp
 
-    def run(leaf, weights, rest, y):
-        return jnp.mean((model.stateless_call(weights, rest, leaf, training=False)[0] - y) ** 2)
+    def run(leaf, weights, other_variables, y):
+        return jnp.mean((model.stateless_call(weights, other_variables, leaf, training=False)[0] - y) ** 2)
 
     return jax.jit(jax.value_and_grad(run, (1,) if integer else (0, 1)))
 
@@ -256,13 +256,13 @@ def reference_jacobian(model, x):
         with tf.GradientTape(persistent=True) as tape:
             tape.watch(leaf)
             y = model(leaf, training=False)
-        whole = tape.jacobian(y, leaf, experimental_use_pfor=False).numpy()
-        return np.stack([np.take(whole[n], n, axis=whole[n].ndim - x.ndim) for n in range(len(x))])
+        full_jacobian = tape.jacobian(y, leaf, experimental_use_pfor=False).numpy()
+        return np.stack([np.take(full_jacobian[n], n, axis=full_jacobian[n].ndim - x.ndim) for n in range(len(x))])
     import jax
 
     trained = [v.value for v in model.trainable_variables]
-    rest = [v.value for v in model.non_trainable_variables]
-    run = lambda sample: model.stateless_call(trained, rest, sample[None], training=False)[0][0]  # noqa: E731
+    other_variables = [v.value for v in model.non_trainable_variables]
+    run = lambda sample: model.stateless_call(trained, other_variables, sample[None], training=False)[0][0]  # noqa: E731
     jacobian = jax.jit(jax.jacrev(run))
     return np.stack([np.asarray(jacobian(sample)) for sample in jax.numpy.asarray(x)])
 
@@ -270,16 +270,16 @@ def reference_jacobian(model, x):
 def check_trace(model, x, y):
     trace = rl.trace(model, x, y)
     loss, _, _ = reference(model, x, y)
-    same("trace: loss", trace.loss, loss)
+    assert_close("trace: loss", trace.loss, loss)
     return trace.certificate
 
 
 def check_gradients(model, x, y):
     _, by_input, squares = reference(model, x, y)
     if by_input is not None:
-        same("gradients: input", rl.gradients(model, x, y, wrt="input"), by_input)
+        assert_close("gradients: input", rl.gradients(model, x, y, wrt="input"), by_input)
     result = rl.gradients(model, x, y, wrt="weights")
-    same("gradients: norm of all weights", _fuzz.squares(result), squares)
+    assert_close("gradients: norm of all weights", _fuzz.sum_of_squares(result), squares)
     return result.certificate
 
 
@@ -288,19 +288,19 @@ def check_batches(model, x, y):
     if x.dtype.kind == "i":
         return None
     # In batches, as the framework rounds them: parts that Keras computes in float32 differ by the size of a batch.
-    parts = [(reference(model, x[part], y[part])[1], len(x[part])) for part in (slice(3), slice(3, None))]
-    by_input = np.concatenate([np.asarray(part) * (count / len(x)) for part, count in parts])
-    ours = rl.gradients(model, x, y, wrt="input", batch_size=3)
-    same("gradients in batches: input", ours, by_input)
-    return ours.certificate
+    batch_grads = [(reference(model, x[rows], y[rows])[1], len(x[rows])) for rows in (slice(3), slice(3, None))]
+    by_input = np.concatenate([np.asarray(grad) * (count / len(x)) for grad, count in batch_grads])
+    computed = rl.gradients(model, x, y, wrt="input", batch_size=3)
+    assert_close("gradients in batches: input", computed, by_input)
+    return computed.certificate
 
 
 def check_jacobian(model, x, y):
     if x.dtype.kind == "i":
         return None
-    ours = rl.jacobian(model, x)
-    same("jacobian", ours, reference_jacobian(model, x))
-    return ours.certificate
+    computed = rl.jacobian(model, x)
+    assert_close("jacobian", computed, reference_jacobian(model, x))
+    return computed.certificate
 
 
 CHECKS = {"trace": check_trace, "gradients": check_gradients, "batches": check_batches, "jacobian": check_jacobian}
@@ -308,7 +308,7 @@ CHECKS = {"trace": check_trace, "gradients": check_gradients, "batches": check_b
 
 def main() -> int:
     """Draw the models, and print a table and every model that is not right."""
-    parser = _fuzz.parsed(__doc__, 100)
+    parser = _fuzz.make_parser(__doc__, 100)
     parser.add_argument("--tf-keras", action="store_true")
     arguments = parser.parse_args()
     if LEGACY:
@@ -321,7 +321,7 @@ def main() -> int:
 
             jax.config.update("jax_enable_x64", True)
     table = _fuzz.Table(CHECKS, arguments.only is not None)
-    for number in _fuzz.numbers(arguments):
+    for number in _fuzz.model_numbers(arguments):
         try:
             model, x, y, choices = draw_model(number, arguments.seed)
             reference(model, x, y)
@@ -331,7 +331,7 @@ def main() -> int:
         for name, check in CHECKS.items():
             run = functools.partial(check, model, x, y)
             weights = lambda: dict(enumerate(model.get_weights()))  # noqa: E731, B023  called at once
-            table.add(number, name, *_fuzz.outcome(run, weights), choices)
+            table.add(number, name, *_fuzz.run_check(run, weights), choices)
         keras.backend.clear_session()
     return table.finish()
 

@@ -35,14 +35,14 @@ from scan_models import MODELS, VOCABULARY, build, tokens
 BOUNDS = {"float64": (1e-10, 1e-5), "float32": (1e-4, 1e-4), "bfloat16": (float("inf"), float("inf"))}
 
 
-def same_or_nearer(what: str, compute: Callable[[Any], Any], model: Any, theirs: Any, bound: float) -> Any:
+def compare_or_explain(label: str, compute: Callable[[Any], Any], model: Any, reference: Any, bound: float) -> Any:
     """Return ``compute(model)``, after a comparison of its numbers with the untouched model's."""
-    ours, result = compute(model)
+    values, result = compute(model)
     try:
-        _fuzz.same(what, ours, theirs, bound)
+        _fuzz.assert_close(label, values, reference, bound)
     except _fuzz.WrongError as error:
         exact, _ = compute(copy.deepcopy(model).double())
-        if np.abs(np.subtract(ours, exact)).max() > np.abs(np.subtract(theirs, exact)).max():
+        if np.abs(np.subtract(values, exact)).max() > np.abs(np.subtract(reference, exact)).max():
             raise
         print(f"      {error}; the model itself is farther from float64")
     return result
@@ -68,8 +68,8 @@ def draw_model(number: int, seed: int) -> tuple[torch.nn.Module, dict[str, Any],
     ids = tokens(choose("samples", [1, 3]), choose("steps", [2, 7, 33, 40]), seed=number)
     x: dict[str, Any] = {"input_ids": ids}
     if name not in ("rwkv", "xlstm", "recurrent_gemma") and choose("padded", [False, True]):
-        short = torch.arange(len(ids))[:, None] % 3
-        x["attention_mask"] = (torch.arange(ids.shape[1])[None] >= short.clamp(max=ids.shape[1] - 1)).long()
+        padding = torch.arange(len(ids))[:, None] % 3
+        x["attention_mask"] = (torch.arange(ids.shape[1])[None] >= padding.clamp(max=ids.shape[1] - 1)).long()
     return model, x, ids[:, 0], choices
 
 
@@ -87,34 +87,38 @@ def check_trace(model: Any, x: dict[str, Any], labels: torch.Tensor, bounds: tup
         trace = rl.trace(model, x, labels, loss=loss_of)
     kinds = {row.name: row.cell for row in rl.layers(model)}
     for layer, arguments in zip(trace, calls[: len(trace)], strict=True):
-        found = trace[layer]
-        wide = {k: v.double() if is_float(v) else v for k, v in arguments.items()}
-        leaves = {k: v.requires_grad_() for k, v in wide.items() if is_float(v)}
+        traced = trace[layer]
+        doubles = {k: v.double() if is_float(v) else v for k, v in arguments.items()}
+        leaves = {k: v.requires_grad_() for k, v in doubles.items() if is_float(v)}
         with torch.enable_grad():
-            states, out = LOOPS[kinds[layer.partition("#")[0]]]({**wide, **leaves})
-            cotangent = torch.tensor(found.output_grad.values, dtype=torch.float64)
+            states, out = LOOPS[kinds[layer.partition("#")[0]]]({**doubles, **leaves})
+            cotangent = torch.tensor(traced.output_grad.values, dtype=torch.float64)
             grads = torch.autograd.grad((out * cotangent).sum(), states)
         for name, reference in (("state", states), ("state_grad", grads)):
             expected = torch.stack([t.detach() for t in reference], 1).numpy()
-            _fuzz.same(f"{layer} {name}", found[name], expected, bounds[0])
+            _fuzz.assert_close(f"{layer} {name}", traced[name], expected, bounds[0])
     return trace.certificate
 
 
 def check_gradients(model: Any, x: dict[str, Any], labels: torch.Tensor, bounds: tuple[float, float]) -> Any:
-    own = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    grads = torch.autograd.grad(loss_of(model(**x, use_cache=False), labels), list(own.values()), allow_unused=True)
+    parameters = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    grads = torch.autograd.grad(
+        loss_of(model(**x, use_cache=False), labels), list(parameters.values()), allow_unused=True
+    )
     expected = {
-        name: float((grad.double() ** 2).sum()) for name, grad in zip(own, grads, strict=True) if grad is not None
+        name: float((grad.double() ** 2).sum())
+        for name, grad in zip(parameters, grads, strict=True)
+        if grad is not None
     }
 
-    def norms(one: Any) -> tuple[list[float], Any]:
-        result = rl.gradients(one, x, labels, loss=loss_of, wrt="weights")
-        return _norms({name: _found_squares(result, name) for name in expected}), result
+    def norms(net: Any) -> tuple[list[float], Any]:
+        result = rl.gradients(net, x, labels, loss=loss_of, wrt="weights")
+        return _norms({name: _traced_squares(result, name) for name in expected}), result
 
-    return same_or_nearer("norms of weight gradients", norms, model, _norms(expected), bounds[1]).certificate
+    return compare_or_explain("norms of weight gradients", norms, model, _norms(expected), bounds[1]).certificate
 
 
-def _found_squares(result: Any, name: str) -> float:
+def _traced_squares(result: Any, name: str) -> float:
     """Return the sum of squares of the gradient of one parameter."""
     layer, _, key = name.rpartition(".")
     return float((result[layer].dataset[key].astype("float64") ** 2).sum())
@@ -128,16 +132,16 @@ def check_jacobian(model: Any, x: dict[str, Any], labels: torch.Tensor, bounds: 
     del labels
     logit = np.eye(1, VOCABULARY, 5)[0]
 
-    def row(one: Any) -> tuple[Any, Any]:
-        ends = {"of": "output", "wrt": f"{embedding_of(one)}.output"}
-        found = rl.jacobian(one, x, **ends, reduce=logit, at={"out_time": [-1]})
-        return np.asarray(found.values, dtype=float)[:, 0, 0], found
+    def row(net: Any) -> tuple[Any, Any]:
+        target = {"of": "output", "wrt": f"{embedding_of(net)}.output"}
+        jacobian = rl.jacobian(net, x, **target, reduce=logit, at={"out_time": [-1]})
+        return np.asarray(jacobian.values, dtype=float)[:, 0, 0], jacobian
 
     values = model.get_input_embeddings()(x["input_ids"]).detach().requires_grad_()
-    rest = {key: value for key, value in x.items() if key != "input_ids"}
-    outputs = model(inputs_embeds=values, use_cache=False, **rest).logits
+    other_inputs = {key: value for key, value in x.items() if key != "input_ids"}
+    outputs = model(inputs_embeds=values, use_cache=False, **other_inputs).logits
     (grad,) = torch.autograd.grad(outputs[:, -1, 5].sum(), values)
-    return same_or_nearer("logit by embeddings", row, model, grad.double().numpy(), bounds[1]).certificate
+    return compare_or_explain("logit by embeddings", row, model, grad.double().numpy(), bounds[1]).certificate
 
 
 CHECKS = {"trace": check_trace, "gradients": check_gradients, "jacobian": check_jacobian}
@@ -145,16 +149,16 @@ CHECKS = {"trace": check_trace, "gradients": check_gradients, "jacobian": check_
 
 def main() -> int:
     """Draw the models, and print a table and every model that is not right."""
-    arguments = _fuzz.parsed(__doc__ or "", 40).parse_args()
+    arguments = _fuzz.make_parser(__doc__ or "", 40).parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     table = _fuzz.Table(CHECKS, arguments.only is not None)
-    for number in _fuzz.numbers(arguments):
+    for number in _fuzz.model_numbers(arguments):
         model, x, labels, choices = draw_model(number, arguments.seed)
         for name, check in CHECKS.items():
             run = functools.partial(check, model, x, labels, BOUNDS[choices["dtype"]])
             weights = lambda: {key: value.double() for key, value in model.state_dict().items()}  # noqa: B023, E731
-            table.add(number, name, *_fuzz.outcome(run, weights), choices)
+            table.add(number, name, *_fuzz.run_check(run, weights), choices)
     return table.finish()
 
 

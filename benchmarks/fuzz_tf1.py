@@ -104,44 +104,46 @@ def draw_cell(choose, i, keep):
 
 def run_cell(choose, i, make, z, lengths):
     """Return the outputs (sample, time, unit) of one recurrence, and its last states."""
-    way = choose(f"{i} way", ["dynamic", "dynamic", "dynamic", "both ways", "time major", "static", "loop", "raw_rnn"])
-    given = lengths if choose(f"{i} lengths", [False, False, True]) else None
+    runner = choose(
+        f"{i} way", ["dynamic", "dynamic", "dynamic", "both ways", "time major", "static", "loop", "raw_rnn"]
+    )
+    used_lengths = lengths if choose(f"{i} lengths", [False, False, True]) else None
     with tf.variable_scope(f"rec_{i}"):
-        if way == "both ways":
-            both, states = tf.nn.bidirectional_dynamic_rnn(make(), make(), z, given, dtype=tf.float64)
-            return tf.concat(both, -1), states
-        if way == "time major":
-            turned = tf.transpose(z, [1, 0, 2])
-            outputs, state = tf.nn.dynamic_rnn(make(), turned, given, dtype=tf.float64, time_major=True)
+        if runner == "both ways":
+            directions, states = tf.nn.bidirectional_dynamic_rnn(make(), make(), z, used_lengths, dtype=tf.float64)
+            return tf.concat(directions, -1), states
+        if runner == "time major":
+            time_major = tf.transpose(z, [1, 0, 2])
+            outputs, state = tf.nn.dynamic_rnn(make(), time_major, used_lengths, dtype=tf.float64, time_major=True)
             return tf.transpose(outputs, [1, 0, 2]), state
-        if way == "static":
+        if runner == "static":
             outputs, state = tf.nn.static_rnn(make(), tf.unstack(z, STEPS, axis=1), dtype=tf.float64)
             return tf.stack(outputs, axis=1), state
-        if way == "loop":
+        if runner == "loop":
             cell, outputs = make(), []
             state = cell.zero_state(SAMPLES, tf.float64)
             for t in range(STEPS):
                 output, state = cell(z[:, t], state)
                 outputs.append(output)
             return tf.stack(outputs, axis=1), state
-        if way == "raw_rnn":
-            return raw(make(), z)
-        return tf.nn.dynamic_rnn(make(), z, given, dtype=tf.float64)
+        if runner == "raw_rnn":
+            return run_raw_rnn(make(), z)
+        return tf.nn.dynamic_rnn(make(), z, used_lengths, dtype=tf.float64)
 
 
-def raw(cell, z):
+def run_raw_rnn(cell, z):
     """Run a cell in `tf.nn.raw_rnn`, as attention decoders did."""
     array = tf.TensorArray(tf.float64, STEPS).unstack(tf.transpose(z, [1, 0, 2]))
 
-    def step(time, output, state, loop):
-        following = cell.zero_state(SAMPLES, tf.float64) if output is None else state
+    def step(time, output, state, loop_state):
+        next_state = cell.zero_state(SAMPLES, tf.float64) if output is None else state
         finished = time >= tf.fill([SAMPLES], STEPS)
         width = int(z.shape[2])
-        read = tf.cond(
+        step_input = tf.cond(
             tf.reduce_all(finished), lambda: tf.zeros([SAMPLES, width], tf.float64), lambda: array.read(time)
         )
-        read.set_shape([SAMPLES, width])
-        return finished, read, following, output, None
+        step_input.set_shape([SAMPLES, width])
+        return finished, step_input, next_state, output, None
 
     outputs, state, _ = tf.nn.raw_rnn(cell, step)
     return tf.transpose(outputs.stack(), [1, 0, 2]), state
@@ -193,54 +195,54 @@ def draw_model(number, seed):
     if choose("penalty", [False, False, True]):
         loss += 0.01 * tf.add_n([tf.nn.l2_loss(v) for v in tf.trainable_variables()])
     variables = tf.trainable_variables()
-    by = tf.gradients(loss, [*([] if kind == "ids" else [x]), *variables])
-    wanted = {"loss": loss, "x": None if kind == "ids" else by[0], "weights": by[kind != "ids" :]}
+    grads = tf.gradients(loss, [*([] if kind == "ids" else [x]), *variables])
+    tensors = {"loss": loss, "x": None if kind == "ids" else grads[0], "weights": grads[kind != "ids" :]}
     if kind != "ids":
         flat = tf.reshape(output, [SAMPLES, -1])
-        wanted["rows"] = [tf.gradients(flat[:, k], x)[0] for k in range(int(flat.shape[1]))]
+        tensors["rows"] = [tf.gradients(flat[:, k], x)[0] for k in range(int(flat.shape[1]))]
     session = tf.Session()
     session.run(tf.global_variables_initializer())
     net = rl.tf1.graph(session, inputs={"x": x}, outputs={"y": output}, loss=loss, targets=target, feed={keep: 1.0})
-    truth = rng.normal(size=tuple(map(int, output.shape)))
-    feed = {x: data, target: truth}
-    theirs = {name: session.run(t, feed) for name, t in wanted.items() if t is not None and name != "weights"}
-    dense = [tf.convert_to_tensor(g) for g in wanted["weights"] if g is not None]
-    theirs["weights"] = sum(float((g**2).sum()) for g in session.run(dense, feed))
-    return net, data, truth, theirs, choices
+    targets = rng.normal(size=tuple(map(int, output.shape)))
+    feed = {x: data, target: targets}
+    expected = {name: session.run(t, feed) for name, t in tensors.items() if t is not None and name != "weights"}
+    dense = [tf.convert_to_tensor(g) for g in tensors["weights"] if g is not None]
+    expected["weights"] = sum(float((g**2).sum()) for g in session.run(dense, feed))
+    return net, data, targets, expected, choices
 
 
-def same(what, ours, theirs):
+def assert_close(label, actual, expected):
     """Compare two arrays in float64."""
-    _fuzz.same(what, ours, theirs, 1e-8)
+    _fuzz.assert_close(label, actual, expected, 1e-8)
 
 
-def check_trace(net, x, y, theirs):
+def check_trace(net, x, y, expected):
     trace = rl.trace(net, x, y)
-    same("trace: loss", trace.loss, theirs["loss"])
+    assert_close("trace: loss", trace.loss, expected["loss"])
     return trace.certificate
 
 
-def check_gradients(net, x, y, theirs):
-    if "x" in theirs:
-        same("gradients: input", rl.gradients(net, x, y, wrt="input"), theirs["x"])
+def check_gradients(net, x, y, expected):
+    if "x" in expected:
+        assert_close("gradients: input", rl.gradients(net, x, y, wrt="input"), expected["x"])
     result = rl.gradients(net, x, y, wrt="weights")
-    same("gradients: norm of all weights", _fuzz.squares(result), theirs["weights"])
+    assert_close("gradients: norm of all weights", _fuzz.sum_of_squares(result), expected["weights"])
     return result.certificate
 
 
-def check_states(net, x, y, theirs):
+def check_states(net, x, y, expected):
     """The total gradient of the first layer's state; its certificate holds the gradients by weights that follow."""
     layers = [row for row in rl.layers(net) if "left out" not in row.options]  # written out, of no known cell
     return rl.gradients(net, x, y, wrt=f"{layers[0].name}.hidden").certificate if layers else None
 
 
-def check_jacobian(net, x, y, theirs):
-    if "rows" not in theirs:
+def check_jacobian(net, x, y, expected):
+    if "rows" not in expected:
         return None
-    ours = rl.jacobian(net, x)
-    rows = np.stack(theirs["rows"], axis=1)
-    same("jacobian", np.asarray(ours).reshape(rows.shape), rows)
-    return ours.certificate
+    computed = rl.jacobian(net, x)
+    rows = np.stack(expected["rows"], axis=1)
+    assert_close("jacobian", np.asarray(computed).reshape(rows.shape), rows)
+    return computed.certificate
 
 
 CHECKS = {"trace": check_trace, "gradients": check_gradients, "states": check_states, "jacobian": check_jacobian}
@@ -248,25 +250,25 @@ CHECKS = {"trace": check_trace, "gradients": check_gradients, "states": check_st
 
 def main() -> int:
     """Draw the models, and print a table and every model that is not right."""
-    arguments = _fuzz.parsed(__doc__, 60).parse_args()
+    arguments = _fuzz.make_parser(__doc__, 60).parse_args()
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})  # a graph is run once or twice
     if os.environ.get("RNNLENS_CONTROL_FLOW", "v1") == "v1":
         tf.disable_v2_behavior()
     else:
         tf.disable_eager_execution()
     table = _fuzz.Table(CHECKS, arguments.only is not None)
-    for number in _fuzz.numbers(arguments):
+    for number in _fuzz.model_numbers(arguments):
         with tf.Graph().as_default():
             try:
-                net, x, y, theirs, choices = draw_model(number, arguments.seed)
+                net, x, y, expected, choices = draw_model(number, arguments.seed)
             except (ValueError, TypeError) as error:
                 print(f"{number} not a model of TensorFlow: {type(error).__name__}: {str(error)[:150]}")
                 continue
             variables = {v.op.name: v for v in tf.global_variables()}
             for name, check in CHECKS.items():
-                run = functools.partial(check, net, x, y, theirs)
+                run = functools.partial(check, net, x, y, expected)
                 weights = functools.partial(net.session.run, variables)
-                table.add(number, name, *_fuzz.outcome(run, weights), choices)
+                table.add(number, name, *_fuzz.run_check(run, weights), choices)
             net.session.close()
     return table.finish()
 

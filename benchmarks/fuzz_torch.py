@@ -148,13 +148,13 @@ class Segmented(nn.Module):
         self.register_buffer("noise", torch.randn(STEPS, 1, units))
 
     def changed(self, state: torch.Tensor, t: int, x: torch.Tensor) -> torch.Tensor:
-        some = (x[:, t, 0] > 0).to(state)[None, :, None]
+        kept_samples = (x[:, t, 0] > 0).to(state)[None, :, None]
         return {
             "none": lambda: state,
             "norm": lambda: self.norm(state),
             "decay": lambda: state * self.decay,
             "reset": lambda: state * float(t % 4 != 0),
-            "reset of some": lambda: state * some,
+            "reset of some": lambda: state * kept_samples,
             "detach": lambda: state.detach() if t == 2 * self.segment else state,
             "noise": lambda: state + 0.1 * self.noise[t],
         }[self.change]()
@@ -255,8 +255,8 @@ class Stranger(nn.Module):
         for part in self.parts:
             x = part(x)
             if x.shape[-1] == self.norm.normalized_shape[0]:
-                known = {"norm": self.norm, "dropout": self.drop, "relu": torch.relu}
-                between = known.get(self.between, nn.Identity())(x)
+                modules = {"norm": self.norm, "dropout": self.drop, "relu": torch.relu}
+                between = modules.get(self.between, nn.Identity())(x)
                 x = x + between if self.residual else between
         if self.shared:
             x = self.parts[-1](x) if x.shape[-1] == FEATURES else x
@@ -287,14 +287,14 @@ def data_for(model: Stranger, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         if model.ids
         else torch.randn(*shape, FEATURES, generator=generator, dtype=torch.float64)
     )
-    wanted = (SAMPLES, STEPS, 2) if model.pool == "all" else (SAMPLES, 2)
-    return x, torch.randn(*wanted, generator=generator, dtype=torch.float64)
+    target_shape = (SAMPLES, STEPS, 2) if model.pool == "all" else (SAMPLES, 2)
+    return x, torch.randn(*target_shape, generator=generator, dtype=torch.float64)
 
 
-def same(what: str, computed: Any, from_torch: Any, model: Stranger) -> None:
+def assert_close(label: str, actual: Any, expected: Any, model: Stranger) -> None:
     """Compare two arrays in float64."""
-    _fuzz.same(
-        what, computed, from_torch, TOLERANCE["float32 part" if "float32 part" in model.choices.values() else "float64"]
+    _fuzz.assert_close(
+        label, actual, expected, TOLERANCE["float32 part" if "float32 part" in model.choices.values() else "float64"]
     )
 
 
@@ -303,8 +303,8 @@ def reference(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.
     leaf = x.clone().requires_grad_(not model.ids)
     with torch.enable_grad():
         loss = loss_of(model(leaf), y)
-        wanted = ([] if model.ids else [leaf]) + list(model.parameters())
-        grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+        leaves = ([] if model.ids else [leaf]) + list(model.parameters())
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
     return loss.detach(), [*([None] if model.ids else []), *grads]
 
 
@@ -312,7 +312,7 @@ def check_trace(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
     """Compare loss and input gradients of a trace."""
     trace = rl.trace(model, x, y, loss=loss_of)
     loss, _ = reference(model, x, y)
-    same("trace: loss", trace.loss, loss, model)
+    assert_close("trace: loss", trace.loss, loss, model)
     return trace.certificate
 
 
@@ -320,12 +320,12 @@ def check_gradients(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
     """Compare the gradients by input and weights."""
     _, (by_input, *by_weight) = reference(model, x, y)
     if not model.ids:
-        same("gradients: input", rl.gradients(model, x, y, loss=loss_of, wrt="input"), by_input, model)
+        assert_close("gradients: input", rl.gradients(model, x, y, loss=loss_of, wrt="input"), by_input, model)
     result = rl.gradients(model, x, y, loss=loss_of, wrt="weights")
     if any(value for name, value in model.choices.items() if name.endswith("parametrised")):
         return result.certificate  # rnnlens gives the gradient of the weight, autograd that of what it is made from
     total = sum(float((grad**2).sum()) for grad in by_weight if grad is not None)
-    same("gradients: norm of all weights", _fuzz.squares(result), total, model)
+    assert_close("gradients: norm of all weights", _fuzz.sum_of_squares(result), total, model)
     return result.certificate
 
 
@@ -337,55 +337,55 @@ def check_weights(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
     _, (_, *by_weight) = reference(model, x, y)
     total = sum(float((grad**2).sum()) for grad in by_weight if grad is not None)
     grads = [array for layer in result for name, array in result[layer].items() if name.endswith("_grad")]
-    same("weights: norm of all gradients", sum(float((array**2).sum()) for array in grads), total, model)
+    assert_close("weights: norm of all gradients", sum(float((array**2).sum()) for array in grads), total, model)
     return result.certificate
 
 
 def check_states(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
     """Compare the total gradient of the first loop's state with autograd's at the tensors that its cell returned."""
-    loops = [(i, part) for i, part in enumerate(model.parts) if isinstance(part, Loop) and "detach" not in part.habit]
+    loops = [(i, loop) for i, loop in enumerate(model.parts) if isinstance(loop, Loop) and "detach" not in loop.habit]
     if not loops or model.shared:
         return None
-    i, part = loops[0]
+    i, loop = loops[0]
     computed = rl.gradients(model, x, y, loss=loss_of, wrt=f"parts.{i}.cell.hidden")
     taps: list[torch.Tensor] = []
 
-    def returned(module, inputs, output):
+    def record_state(module, inputs, output):
         taps.append(output[0] if isinstance(output, tuple) else output)
         return (taps[-1].clone(), *output[1:]) if isinstance(output, tuple) else taps[-1].clone()
 
-    handle = part.cell.register_forward_hook(returned)
+    handle = loop.cell.register_forward_hook(record_state)
     with torch.enable_grad():
         loss = loss_of(model(x), y)
     handle.remove()
     grads = torch.autograd.grad(loss, taps, allow_unused=True)
     filled = [torch.zeros_like(tap) if grad is None else grad for tap, grad in zip(taps, grads, strict=True)]
-    same("gradients: hidden", computed, torch.stack(filled, 1), model)
+    assert_close("gradients: hidden", computed, torch.stack(filled, 1), model)
     return computed.certificate
 
 
 def check_layers(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
     """Compare the gradients at the outputs of layers without recurrence with autograd's at zeros added there."""
     kinds = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Embedding, Attention)
-    named = [(name, m) for name, m in model.named_modules() if isinstance(m, kinds) and ".cell" not in name]
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, kinds) and ".cell" not in name]
     taps: dict[str, list[torch.Tensor]] = {}
 
     def add_zero(name, module, inputs, output):
         taps.setdefault(name, []).append(torch.zeros_like(output, requires_grad=True))
         return output + taps[name][-1]
 
-    handles = [module.register_forward_hook(functools.partial(add_zero, name)) for name, module in named]
+    handles = [module.register_forward_hook(functools.partial(add_zero, name)) for name, module in layers]
     with torch.enable_grad():
         loss = loss_of(model(x), y)
     for handle in handles:
         handle.remove()
     trace = rl.trace(model, x, y, loss=loss_of, layers=list(taps))
-    for name, several in taps.items():
-        for i, grad in enumerate(torch.autograd.grad(loss, several, retain_graph=True)):
-            number = f"#{i}" if len(several) > 1 else ""
+    for name, zeros in taps.items():
+        for i, grad in enumerate(torch.autograd.grad(loss, zeros, retain_graph=True)):
+            number = f"#{i}" if len(zeros) > 1 else ""
             if isinstance(model.get_submodule(name.rpartition(".")[0]), Segmented):  # (layer, sample, unit)
                 grad = grad.transpose(0, 1)
-            same(f"trace: {name}{number}", trace[f"{name}{number}"].output_grad, grad, model)
+            assert_close(f"trace: {name}{number}", trace[f"{name}{number}"].output_grad, grad, model)
     return trace.certificate
 
 
@@ -393,15 +393,15 @@ def check_jacobian(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
     """Compare the time Jacobian of the first output by the input."""
     if model.ids:
         return None
-    of = {"tensor": "output", "tuple": "output[0]", "dict": "output[y]"}[model.returns]
-    computed = rl.jacobian(model, x, of=of)
+    target = {"tensor": "output", "tuple": "output[0]", "dict": "output[y]"}[model.returns]
+    computed = rl.jacobian(model, x, of=target)
 
     def function(sample: torch.Tensor) -> torch.Tensor:
         out = model(sample[None])
         return (out["y"] if isinstance(out, dict) else out[0] if isinstance(out, tuple) else out)[0]
 
     from_torch = np.stack([torch.autograd.functional.jacobian(function, sample).numpy() for sample in x])
-    same("jacobian", computed, from_torch, model)
+    assert_close("jacobian", computed, from_torch, model)
     return computed.certificate
 
 
@@ -409,24 +409,24 @@ def check_inner(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
     """Compare the Jacobian of the last loop's states by the output of the part before it, or by the input."""
     # A detached state starts a recurrence of its own, cell#1.
     loops = [i for i, part in enumerate(model.parts) if isinstance(part, Loop) and "detach" not in part.habit]
-    before = loops[-1] - 1 if loops else 0
-    if not loops or model.shared or (before < 0 and model.ids):
+    below_index = loops[-1] - 1 if loops else 0
+    if not loops or model.shared or (below_index < 0 and model.ids):
         return None
-    below = model.parts[before] if before >= 0 else None
+    below = model.parts[below_index] if below_index >= 0 else None
     if below is not None and not isinstance(below, Loop | Fused | Segmented):
         return None
     cell, lower, upper = model.parts[loops[-1]].cell, [], []
 
-    def tapped(module, inputs, output):
+    def record_input(module, inputs, output):
         lower.append(output.clone() if below is not None else None)
         return lower[-1].clone()
 
-    def returned(module, inputs, output):
+    def record_state(module, inputs, output):
         upper.append(output[0] if isinstance(output, tuple) else output)
         return tuple(o.clone() for o in output) if isinstance(output, tuple) else output.clone()
 
-    handles = [cell.register_forward_hook(returned)]
-    handles += [below.register_forward_hook(tapped)] if below is not None else []
+    handles = [cell.register_forward_hook(record_state)]
+    handles += [below.register_forward_hook(record_input)] if below is not None else []
     source = x.clone().requires_grad_(not model.ids)
     with torch.enable_grad():
         model(source)
@@ -436,10 +436,10 @@ def check_inner(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
     start = source if below is None else lower[0]
     rows = [torch.autograd.grad(n, start, retain_graph=True, allow_unused=True)[0] for n in states.flatten(1).sum(0)]
     rows = [torch.zeros_like(start) if row is None else row for row in rows]
-    wrt = "input" if below is None else f"parts.{before}.output"
+    wrt = "input" if below is None else f"parts.{below_index}.output"
     computed = rl.jacobian(model, x, of=f"parts.{loops[-1]}.cell.hidden", wrt=wrt)
     expected = torch.stack(rows, 1).reshape(len(x), *states.shape[1:], *start.shape[1:])
-    same(f"jacobian: cell.hidden by {wrt}", computed, expected, model)
+    assert_close(f"jacobian: cell.hidden by {wrt}", computed, expected, model)
     return computed.certificate
 
 
@@ -456,16 +456,16 @@ CHECKS = {
 
 def main() -> int:
     """Draw the models, and print a table and every model that is not right."""
-    arguments = _fuzz.parsed(__doc__, 300).parse_args()
+    arguments = _fuzz.make_parser(__doc__, 300).parse_args()
     torch.set_num_threads(1)
     table = _fuzz.Table(CHECKS, arguments.only is not None)
-    numbers = _fuzz.numbers(arguments)
+    numbers = _fuzz.model_numbers(arguments)
     for number in numbers:
         torch.manual_seed(arguments.seed * 100_000 + number)
         model = Stranger(random.Random(f"{arguments.seed} {number}")).double().eval()
-        for part in model.parts:
-            if isinstance(part, Loop) and part.habit == "float32 part":
-                part.field.float()
+        for layer in model.parts:
+            if isinstance(layer, Loop) and layer.habit == "float32 part":
+                layer.field.float()
         x, y = data_for(model, number)
         try:
             reference(model, x, y)
@@ -474,7 +474,7 @@ def main() -> int:
             continue
         for name, check in CHECKS.items():
             run = functools.partial(check, model, x, y)
-            table.add(number, name, *_fuzz.outcome(run, model.state_dict), model.choices)
+            table.add(number, name, *_fuzz.run_check(run, model.state_dict), model.choices)
     return table.finish()
 
 

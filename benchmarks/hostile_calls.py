@@ -98,12 +98,12 @@ def torch_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], An
     torch.manual_seed(0)
     model = Net()
 
-    def training(**given):
+    def train_watched(**options):
         """Two steps of a training that is watched, of a model of its own."""
         with torch.random.fork_rng():
             net = Net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        with rl.torch.watch(given.pop("model", net), **given):
+        with rl.torch.watch(options.pop("model", net), **options):
             for _ in range(2):
                 optimizer.zero_grad()
                 nn.functional.mse_loss(net(torch.as_tensor(X)), torch.as_tensor(Y)).backward()
@@ -122,10 +122,10 @@ def torch_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], An
         )
 
     targets = [*verbs(model, X, Y, nn.functional.mse_loss, folder), *diagnoses(model, X, Y)]
-    targets += [report_target(model, folder), watch_target("torch.watch", training, rl.torch.watch, folder)]
+    targets += [report_target(model, folder), watch_target("torch.watch", train_watched, rl.torch.watch, folder)]
     for name in ("cell", "step"):
         function = getattr(rl.torch, name)
-        good = {"function": one(lambda *given: given), "x": one(X), "forward": one(lambda *given: given)}
+        good = {"function": one(lambda *args: args), "x": one(X), "forward": one(lambda *args: args)}
         good = {argument: value for argument, value in good.items() if argument in parameters(function)}
         targets.append(Target(f"torch.{name}", function, good, parameters(function)))
     adapter = Target("check_adapter", rl.testing.check_adapter, {}, ("adapter", "model", "batch", "rtol"))
@@ -166,9 +166,9 @@ def keras_case(folder: Path, legacy: bool) -> tuple[list[Any], dict[str, Any], C
     }
     model = build()
 
-    def training(**given):
+    def fit_watched(**options):
         """Two steps of ``fit`` that is watched, of a model of its own."""
-        build().fit(X, Y, batch_size=1, epochs=1, verbose=0, callbacks=[rl.keras.Watch(**given)])
+        build().fit(X, Y, batch_size=1, epochs=1, verbose=0, callbacks=[rl.keras.Watch(**options)])
 
     def state():
         return (
@@ -180,7 +180,7 @@ def keras_case(folder: Path, legacy: bool) -> tuple[list[Any], dict[str, Any], C
         )
 
     targets = [*verbs(model, X, Y, "mse", folder), *diagnoses(model, X, Y), report_target(model, folder)]
-    return [*targets, watch_target("keras.Watch", training, rl.keras.Watch, folder)], values, state
+    return [*targets, watch_target("keras.Watch", fit_watched, rl.keras.Watch, folder)], values, state
 
 
 def tensors(keras: Any, legacy: bool) -> dict[str, Callable[[], Any]]:
@@ -244,15 +244,15 @@ def tf1_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], Any]
             np.random.get_state()[1].tobytes(),  # noqa: NPY002  the one that may be changed
         )
 
-    describe = {"session": one(session), "inputs": one(x), "outputs": one(out), "loss": one(loss), "targets": one(y)}
-    tensor = {"x:0": one("x:0"), "no tensor": one("nowhere:0"), "op": one("x")}
-    tensor |= {"list": lambda: [x, x], "dict": lambda: {1: x}}
-    near: dict[str, Any] = dict.fromkeys(("inputs", "outputs", "loss", "targets"), tensor)
+    arguments = {"session": one(session), "inputs": one(x), "outputs": one(out), "loss": one(loss), "targets": one(y)}
+    near_tensors = {"x:0": one("x:0"), "no tensor": one("nowhere:0"), "op": one("x")}
+    near_tensors |= {"list": lambda: [x, x], "dict": lambda: {1: x}}
+    near: dict[str, Any] = dict.fromkeys(("inputs", "outputs", "loss", "targets"), near_tensors)
     near["feed"] = {"phase": lambda: {"phase": True}, "x": lambda: {x: X}, "words": lambda: {x: "words"}}
     targets = [*verbs(net, X, Y, None, folder), *diagnoses(net, X, Y), report_target(net, folder)]
     for target in targets:
         target.good.pop("loss", None)
-    return [*targets, Target("tf1.graph", rl.tf1.graph, describe, parameters(rl.tf1.graph), near)], values, state
+    return [*targets, Target("tf1.graph", rl.tf1.graph, arguments, parameters(rl.tf1.graph), near)], values, state
 
 
 def _closed_session() -> Any:
@@ -266,17 +266,17 @@ def _closed_session() -> Any:
 def plain_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], Any]]:
     """Targets that need no framework: figures, files, options, results."""
     os.chdir(folder)
-    import test_hostile_calls as plain
+    import test_hostile_calls as unit_tests
 
-    return [*plain.figures(), *plain.others(folder)], {}, lambda: ()
+    return [*unit_tests.figures(), *unit_tests.others(folder)], {}, lambda: ()
 
 
 def parameters(function: Any) -> tuple[str, ...]:
     """Names of the parameters that can be given by name."""
     import inspect
 
-    found = inspect.signature(function).parameters.values()
-    return tuple(p.name for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL, p.POSITIONAL_ONLY))
+    signature_params = inspect.signature(function).parameters.values()
+    return tuple(p.name for p in signature_params if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL, p.POSITIONAL_ONLY))
 
 
 def report_target(model: Any, folder: Path) -> Any:
@@ -290,11 +290,11 @@ def report_target(model: Any, folder: Path) -> Any:
     return Target("report", rl.report, good, parameters(rl.report), near_verbs(X, Y))
 
 
-def watch_target(name: str, training: Any, public: Any, folder: Path) -> Any:
+def watch_target(name: str, training: Any, public_watch: Any, folder: Path) -> Any:
     """A short training that is watched, with all arguments of the watch."""
     from hostile import Target, one
 
-    names = tuple(argument for argument in parameters(public) if argument not in ("self", "model"))
+    names = tuple(argument for argument in parameters(public_watch) if argument not in ("self", "model"))
     path = folder / f"{name}.zarr"
     near = {
         "path": {"none": one(None), "zarr": one(path), "netCDF": one(folder / "a.nc"), "nowhere": one("/proc/a.zarr")},
@@ -330,7 +330,7 @@ def main() -> int:
     parser.add_argument("--each", action="store_true", help="every argument replaced by every value, one at a time")
     parser.add_argument("--only", default="", help="targets whose names contain this")
     parser.add_argument("--small", action="store_true", help="60 calls")
-    chosen = parser.parse_args()
+    args = parser.parse_args()
     warnings.simplefilter("ignore")
     cases = {
         "torch": torch_case,
@@ -341,16 +341,16 @@ def main() -> int:
     }
     resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_DATA, LIMIT_DATA))  # a fault must not stop other processes
     with tempfile.TemporaryDirectory() as folder:
-        targets, values, state = cases[chosen.engine](Path(folder))
-        targets = [target for target in targets if chosen.only in target.name]
+        targets, values, state = cases[args.engine](Path(folder))
+        targets = [target for target in targets if args.only in target.name]
         from hostile import calls, each_call
 
-        drawn = calls(targets, values, 60 if chosen.small else chosen.count, chosen.seed)
-        outcomes = make(each_call(targets, values) if chosen.each else drawn, state)
-    return summary(outcomes)
+        drawn_calls = calls(targets, values, 60 if args.small else args.count, args.seed)
+        outcomes = make_calls(each_call(targets, values) if args.each else drawn_calls, state)
+    return print_summary(outcomes)
 
 
-def make(calls: Iterable[Any], state: Callable[[], Any]) -> list[Any]:
+def make_calls(calls: Iterable[Any], state: Callable[[], Any]) -> list[Any]:
     """Make calls, each followed by a look at the model."""
     from hostile import FINE, MEMORY, Outcome, attempt
 
@@ -373,7 +373,7 @@ def make(calls: Iterable[Any], state: Callable[[], Any]) -> list[Any]:
     return outcomes
 
 
-def summary(outcomes: list[Any]) -> int:
+def print_summary(outcomes: list[Any]) -> int:
     """Print how often calls ended in each way, by function, and return the exit status."""
     from hostile import faults
 
@@ -381,8 +381,8 @@ def summary(outcomes: list[Any]) -> int:
     by_function: dict[str, Counter[str]] = {}
     for outcome in outcomes:
         by_function.setdefault(outcome.call.partition("(")[0], Counter())[outcome.kind] += 1
-    for function, found in by_function.items():
-        print(f"{function:28}" + "  ".join(f"{kind} {number}" for kind, number in found.most_common()))
+    for function, counts in by_function.items():
+        print(f"{function:28}" + "  ".join(f"{kind} {number}" for kind, number in counts.most_common()))
     print(", ".join(f"{kind} {number}" for kind, number in kinds.most_common()))
     if bad := faults(outcomes):
         print(bad)

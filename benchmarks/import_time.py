@@ -22,8 +22,8 @@ CASES = {
 def seconds(code: str) -> float:
     """Time of one import in a process of its own."""
     script = f"import time; start = time.perf_counter(); {code}; print(time.perf_counter() - start)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return float(done.stdout)
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return float(completed.stdout)
 
 
 def main() -> None:
@@ -34,11 +34,11 @@ def main() -> None:
     codes = {PEER: PEER, **CASES}
     for code in codes.values():
         seconds(code)  # compiles what has no bytecode yet
-    taken = {label: [] for label in codes}
+    times = {label: [] for label in codes}
     for _ in range(rounds):
         for label, code in codes.items():
-            taken[label].append(seconds(code))
-    medians = {label: statistics.median(values) for label, values in taken.items()}
+            times[label].append(seconds(code))
+    medians = {label: statistics.median(values) for label, values in times.items()}
     print(f"{'':36}{'median':>10}{'ratio':>8}   bar (medians of {rounds}, fresh processes, interleaved)")
     print(f"{PEER:36}{medians[PEER]:9.3f}s{1:8.2f}")
     for label in CASES:

@@ -24,17 +24,17 @@ import rnnlens as rl
 
 def wrong(fault: Any) -> str:
     """What a result says otherwise than the fault is; ``""`` where it is right."""
-    found = rl.find_nonfinite(fault.model, fault.x, fault.y, **fault.options)
+    fault_found = rl.find_nonfinite(fault.model, fault.x, fault.y, **fault.options)
     if not fault.expected:
-        return str(found.sentence) if found else ""
-    if not found:
+        return str(fault_found.sentence) if fault_found else ""
+    if not fault_found:
         return "none"
-    said = {**found.origin.index, "step": found.step, "sample": found.sample}
+    reported = {**fault_found.origin.index, "step": fault_found.step, "sample": fault_found.sample}
     for name, value in fault.expected.items():
-        if (said[name] if name in said else getattr(found, name, None)) != value:
-            return f"{name}: {value} is right, and it says {found.sentence}"
-    missing = [word for word in fault.words if word not in (found.fed_by or "")]
-    return f"without {missing}: {found.sentence}" if missing else ""
+        if (reported[name] if name in reported else getattr(fault_found, name, None)) != value:
+            return f"{name}: {value} is right, and it says {fault_found.sentence}"
+    missing = [cause for cause in fault.words if cause not in (fault_found.fed_by or "")]
+    return f"without {missing}: {fault_found.sentence}" if missing else ""
 
 
 def faults(framework: str, count: int, seed: int = 0) -> Iterator[Any]:
@@ -66,16 +66,16 @@ def main() -> None:
         tally.setdefault(fault.kind, []).append(wrong(fault))
     engine = os.environ.get("KERAS_BACKEND", "tensorflow") if args.framework == "keras" else "torch"
     print(f"{args.framework} on {engine}")
-    for kind, told in tally.items():
-        print(f"  {kind:<28} {sum(not one for one in told):>4} of {len(told)}")
-        for one in filter(None, told):
-            print(f"      {one}")
-    named = sum(not one for told in tally.values() for one in told)
-    print(f"  {'all':<28} {named:>4} of {planted}: {named / planted:.1%}, bar 95 %")
-    alarms = [one for fault in healthy(args.framework, well, args.seed) if (one := wrong(fault))]
+    for kind, errors in tally.items():
+        print(f"  {kind:<28} {sum(not error for error in errors):>4} of {len(errors)}")
+        for error in filter(None, errors):
+            print(f"      {error}")
+    named_count = sum(not error for errors in tally.values() for error in errors)
+    print(f"  {'all':<28} {named_count:>4} of {planted}: {named_count / planted:.1%}, bar 95 %")
+    alarms = [error for fault in healthy(args.framework, well, args.seed) if (error := wrong(fault))]
     print(f"  {'healthy, none said':<28} {well - len(alarms):>4} of {well}, bar all")
-    for one in alarms:
-        print(f"      {one}")
+    for error in alarms:
+        print(f"      {error}")
 
 
 if __name__ == "__main__":

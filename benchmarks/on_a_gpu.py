@@ -28,7 +28,7 @@ class Reader(nn.Module):
         return self.head(self.rnn(x)[0][:, -1])
 
 
-def measured(call: Callable[[], object], rounds: int) -> tuple[float, int]:
+def measure(call: Callable[[], object], rounds: int) -> tuple[float, int]:
     """Return the median of seconds and the peak of bytes of a call that has run before."""
     call()
     torch.cuda.reset_peak_memory_stats()
@@ -42,13 +42,13 @@ def measured(call: Callable[[], object], rounds: int) -> tuple[float, int]:
     return statistics.median(seconds), torch.cuda.max_memory_allocated()
 
 
-def row(units: int, steps: int) -> None:
+def print_row(units: int, steps: int) -> None:
     model, loss = Reader(units).cuda(), nn.functional.cross_entropy
     x, y = torch.randn(64, steps, 32, device="cuda"), torch.randint(0, 3, (64,), device="cuda")
 
-    def own() -> None:
-        given = x.clone().requires_grad_()
-        torch.autograd.grad(loss(model(given), y), [given, *model.parameters()])
+    def framework_pass() -> None:
+        leaf = x.clone().requires_grad_()
+        torch.autograd.grad(loss(model(leaf), y), [leaf, *model.parameters()])
 
     def uncertified() -> None:
         with rl.options(certify="never"):
@@ -61,12 +61,13 @@ def row(units: int, steps: int) -> None:
         "weights": lambda: rl.weights(model, x, y, loss=loss),
         "jacobian": lambda: rl.jacobian(model, x[:2, :50]),
     }
-    plain, peak = measured(own, 7)
-    print(f"{units} units, {steps} steps: torch's own pass {1e3 * plain:.1f} ms")
+    one_pass, pass_peak = measure(framework_pass, 7)
+    print(f"{units} units, {steps} steps: torch's own pass {1e3 * one_pass:.1f} ms")
     for name, call in verbs.items():
-        seconds, memory = measured(call, 3)
+        seconds, memory = measure(call, 3)
         print(
-            f"  {name:22}{1e3 * seconds:8.0f} ms  {seconds / plain:6.1f} passes  memory {memory / peak:.1f}", flush=True
+            f"  {name:22}{1e3 * seconds:8.0f} ms  {seconds / one_pass:6.1f} passes  memory {memory / pass_peak:.1f}",
+            flush=True,
         )
 
 
@@ -75,7 +76,7 @@ def main() -> None:
         print("no CUDA device: nothing measured")
         return
     for units, steps in ((16, 20),) if "--small" in sys.argv else ((256, 100), (512, 400)):
-        row(units, steps)
+        print_row(units, steps)
 
 
 if __name__ == "__main__":

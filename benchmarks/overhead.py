@@ -79,19 +79,19 @@ def torch_loop(size: dict[str, int], folder: Path) -> dict[str, Training]:
             loss(model(x), y).backward()
             optimizer.step()
 
-    def watched(path: str | None, **options) -> Training:
+    def watched_training(path: str | None, **options) -> Training:
         def run(steps: int) -> None:
-            where = None if path is None else folder / path
-            with rl.torch.watch(model, where, resume=False, step=0, **options):
+            store = None if path is None else folder / path
+            with rl.torch.watch(model, store, resume=False, step=0, **options):
                 loop(steps)
 
         return run
 
     return {
         "plain": loop,
-        "every=0": watched("never.zarr", every=0),
-        PROBE: watched("probe.zarr", every=size["steps"] // 2, probe=(x, y), loss=loss),
-        "output_grad of every batch": watched(
+        "every=0": watched_training("never.zarr", every=0),
+        PROBE: watched_training("probe.zarr", every=size["steps"] // 2, probe=(x, y), loss=loss),
+        "output_grad of every batch": watched_training(
             None, every=1, quantities="output_grad", on_batch=lambda batch: batch["lstm"].output_grad
         ),
     }
@@ -116,36 +116,38 @@ def keras_fit(size: dict[str, int], folder: Path) -> dict[str, Training]:
         rows = slice(0, steps * size["batch"])
         model.fit(x[rows], y[rows], batch_size=size["batch"], epochs=1, verbose=0, callbacks=list(callbacks))
 
-    def direct(batch) -> None:
+    def read_direct(batch) -> None:
         batch.traced(layers="lstm", quantities="output_grad")["lstm"].output_grad  # noqa: B018  it is looked at
 
-    def probed(steps: int) -> None:
+    def fit_with_probe(steps: int) -> None:
         fit(steps, rl.keras.Watch(folder / "probe.zarr", probe=probe, every=size["steps"] // 2, resume=False))
 
     return {
         "plain": fit,
         "every=0": lambda steps: fit(steps, rl.keras.Watch(folder / "never.zarr", probe=probe, every=0)),
-        PROBE: probed,
-        "output_grad of every batch": lambda steps: fit(steps, rl.keras.Watch(every=1, on_batch=direct, direct="lstm")),
+        PROBE: fit_with_probe,
+        "output_grad of every batch": lambda steps: fit(
+            steps, rl.keras.Watch(every=1, on_batch=read_direct, direct="lstm")
+        ),
     }
 
 
-def timed(run: Training, steps: int) -> Seconds:
+def seconds_per_batch(run: Training, steps: int) -> Seconds:
     """Of one batch of a training of ``steps``."""
     clock, processor = time.perf_counter(), time.process_time()
     run(steps)
     return (time.perf_counter() - clock) / steps, (time.process_time() - processor) / steps
 
 
-def ratio(taken: Seconds, before: Seconds, after: Seconds) -> Seconds:
+def ratio(watched: Seconds, before: Seconds, after: Seconds) -> Seconds:
     """A training by the mean of the plain ones before and after it."""
-    return 2 * taken[0] / (before[0] + after[0]), 2 * taken[1] / (before[1] + after[1])
+    return 2 * watched[0] / (before[0] + after[0]), 2 * watched[1] / (before[1] + after[1])
 
 
-def over(pair: Seconds, steps: int, batches: int) -> Seconds:
+def extrapolate(ratios: Seconds, steps: int, batches: int) -> Seconds:
     """The ratios of a training of ``batches`` with ``every=50``, from those of one of ``steps`` with three records."""
     records = (batches // 50 + 1) / 3
-    return 1 + (pair[0] - 1) * steps * records / batches, 1 + (pair[1] - 1) * steps * records / batches
+    return 1 + (ratios[0] - 1) * steps * records / batches, 1 + (ratios[1] - 1) * steps * records / batches
 
 
 def measure(engine: str, small: bool) -> None:
@@ -154,40 +156,42 @@ def measure(engine: str, small: bool) -> None:
     size = sizes(small, engine)
     try:
         runs = (torch_loop if engine == "torch-loop" else keras_fit)(size, folder)
-        plain = runs.pop("plain")
-        found: dict[str, list[Seconds]] = {name: [] for name in BARS}
-        for run in (plain, *runs.values()):
+        unwatched = runs.pop("plain")
+        ratios: dict[str, list[Seconds]] = {name: [] for name in BARS}
+        for run in (unwatched, *runs.values()):
             run(size["steps"] // 2)
         for _ in range(2 if small else ROUNDS):
-            beside = [timed(plain, size["beside"])]
+            unwatched_times = [seconds_per_batch(unwatched, size["beside"])]
             for name, run in runs.items():
-                taken = timed(run, size["steps"])
-                beside.append(timed(plain, size["beside"]))
-                pair = ratio(taken, *beside[-2:])
-                found[name].append(over(pair, size["steps"], 100) if name == PROBE else pair)
+                watched_time = seconds_per_batch(run, size["steps"])
+                unwatched_times.append(seconds_per_batch(unwatched, size["beside"]))
+                pair = ratio(watched_time, *unwatched_times[-2:])
+                ratios[name].append(extrapolate(pair, size["steps"], 100) if name == PROBE else pair)
                 if name == PROBE:
-                    found[LONG].append(over(pair, size["steps"], 1000))
-            found["plain"].append(ratio(beside[1], beside[0], beside[2]))
+                    ratios[LONG].append(extrapolate(pair, size["steps"], 1000))
+            ratios["plain"].append(ratio(unwatched_times[1], unwatched_times[0], unwatched_times[2]))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    for name, pairs in found.items():
+    for name, pairs in ratios.items():
         bar = None if small or (engine == "jax" and "every batch" in name) else BARS[name]
         clock, processor = ([pair[i] for pair in pairs] for i in (0, 1))
-        middle = statistics.median(clock)
-        said = "" if bar is None else f"at most {bar}: {'met' if middle <= bar else 'NOT MET'}"
+        median = statistics.median(clock)
+        verdict = "" if bar is None else f"at most {bar}: {'met' if median <= bar else 'NOT MET'}"
         spread = f"({min(clock):.3f} to {max(clock):.3f})"
-        print(f"{engine:12}{name:28}{middle:8.3f}  {spread:18}{statistics.median(processor):10.3f}  {said}", flush=True)
+        print(
+            f"{engine:12}{name:28}{median:8.3f}  {spread:18}{statistics.median(processor):10.3f}  {verdict}", flush=True
+        )
         if name != "plain":
-            collect(Row("Watching", f"{name}, {engine}", middle, "x", "the same training, not watched", bar))
+            collect(Row("Watching", f"{name}, {engine}", median, "x", "the same training, not watched", bar))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a toy, to see that it runs")
     parser.add_argument("--engine", choices=ENGINES, help="only this one, in this process")
-    asked = parser.parse_args()
-    if asked.engine:
-        measure(asked.engine, asked.small)
+    args = parser.parse_args()
+    if args.engine:
+        measure(args.engine, args.small)
         return 0
     print(f"{'':40}{'ratio':>8}  {'(rounds)':18}{'processor':>10}")
     failed = 0
@@ -195,7 +199,7 @@ def main() -> int:
         environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
         if engine != "torch-loop":
             environment["KERAS_BACKEND"] = engine
-        command = [sys.executable, __file__, "--engine", engine, *(["--small"] if asked.small else [])]
+        command = [sys.executable, __file__, "--engine", engine, *(["--small"] if args.small else [])]
         failed += subprocess.run(command, env=environment, check=False).returncode != 0
     return failed
 

@@ -17,7 +17,7 @@ import time
 import warnings
 
 
-def measure(what: str, steps: int) -> None:
+def measure(quantity: str, steps: int) -> None:
     import torch
     from transformers import MambaConfig, MambaForCausalLM
 
@@ -32,35 +32,37 @@ def measure(what: str, steps: int) -> None:
         return torch.nn.functional.cross_entropy(outputs.logits[:, -1], labels)  # type: ignore[attr-defined]
 
     def trace(x: torch.Tensor) -> None:
-        wanted = ["state", "state_grad"]
+        quantities = ["state", "state_grad"]
         with rl.options(certify="never"):
-            rl.trace(model, x, x[:, 0], loss=loss_of, at={"time": [0, -2, -1]}, quantities=wanted)
+            rl.trace(model, x, x[:, 0], loss=loss_of, at={"time": [0, -2, -1]}, quantities=quantities)
 
     def lags(x: torch.Tensor) -> None:
         layer = rl.layers(model)[0].name
-        ends = {"of": f"{layer}.output", "wrt": f"{layer}.input", "measure": "norm", "sketch": 8}
-        places = [x.shape[1] * part // 4 - 1 for part in (1, 2, 3, 4)]
+        options = {"of": f"{layer}.output", "wrt": f"{layer}.input", "measure": "norm", "sketch": 8}
+        out_steps = [x.shape[1] * quarter // 4 - 1 for quarter in (1, 2, 3, 4)]
         with rl.options(certify="never"):
-            rl.jacobian(model, x, **ends, at={"out_time": places})
+            rl.jacobian(model, x, **options, at={"out_time": out_steps})
 
-    run = {"states": trace, "lags": lags}[what]
+    run = {"states": trace, "lags": lags}[quantity]
     run(ids[:, :8])
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     run(ids)
     seconds = time.perf_counter() - start
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
-    print(f"{what:7s} {steps:6d} {seconds:9.2f} {peak:10.0f}", flush=True)
+    print(f"{quantity:7s} {steps:6d} {seconds:9.2f} {peak:10.0f}", flush=True)
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--one"]:
         measure(sys.argv[2], int(sys.argv[3]))
         return
-    given = [one for one in sys.argv[1:] if one != "--small"] or (["64"] if "--small" in sys.argv else [])
+    step_counts = [argument for argument in sys.argv[1:] if argument != "--small"] or (
+        ["64"] if "--small" in sys.argv else []
+    )
     print(f"{'what':7s} {'steps':>6s} {'seconds':>9s} {'peak MiB':>10s}", flush=True)
-    for what in ("states", "lags"):
-        for steps in given or ("256", "512", "1024", "2048"):
-            subprocess.run([sys.executable, __file__, "--one", what, steps], check=True)
+    for quantity in ("states", "lags"):
+        for steps in step_counts or ("256", "512", "1024", "2048"):
+            subprocess.run([sys.executable, __file__, "--one", quantity, steps], check=True)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ def by_torch(model: torch.nn.Module, ids: torch.Tensor) -> np.ndarray:
     return grad.double().numpy()
 
 
-def apart(found: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.abs(found - expected).max() / np.abs(expected).max())
+def error(actual: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
 def main() -> None:
@@ -47,10 +47,10 @@ def main() -> None:
     print(f"{'model':18s} {'rnnlens to float64':>19s} {'model to float64':>17s} {'rnnlens to model':>17s}")
     for name in sys.argv[1:] or MODELS:
         ids = tokens(2, 40)
-        ours, theirs = (run(build(name, scale=0.15), ids) for run in (by_rnnlens, by_torch))
+        traced, reference = (run(build(name, scale=0.15), ids) for run in (by_rnnlens, by_torch))
         exact = by_rnnlens(build(name, scale=0.15).double(), ids)
         print(
-            f"{name:18s} {apart(ours, exact):19.1e} {apart(theirs, exact):17.1e} {apart(ours, theirs):17.1e}",
+            f"{name:18s} {error(traced, exact):19.1e} {error(reference, exact):17.1e} {error(traced, reference):17.1e}",
             flush=True,
         )
 

@@ -48,11 +48,11 @@ def torch_calls() -> dict[str, Callable[[], object]]:
     model, x, y = Net(), torch.randn(2, 10, 4), torch.randn(2, 10, 1)
     loss = nn.functional.mse_loss
 
-    def own() -> None:
+    def framework_pass() -> None:
         model.zero_grad()
         loss(model(x), y).backward()
 
-    return {"the framework's pass": own, **verbs(model, (x, y), {"loss": loss})}
+    return {"the framework's pass": framework_pass, **verbs(model, (x, y), {"loss": loss})}
 
 
 def keras_calls() -> dict[str, Callable[[], object]]:
@@ -78,29 +78,31 @@ def verbs(model, data, options) -> dict[str, Callable[[], object]]:
     }
 
 
-def measure(engine: str, rounds: int, where: bool) -> None:
+def measure(engine: str, rounds: int, show_profile: bool) -> None:
     """Print the median of each call, or its profile by module."""
     calls = torch_calls() if engine == "torch" else keras_calls()
     for call in calls.values():
         for _ in range(4):
             call()
-    if where:
+    if show_profile:
         for name, call in calls.items():
             print(f"\n{engine}: {name}\n{profile(call, rounds)}")
         return
-    taken: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
             start = time.perf_counter()
             call()
-            taken[name].append(1000 * (time.perf_counter() - start))
-    for name, values in taken.items():
-        middle = statistics.median(values)
+            times[name].append(1000 * (time.perf_counter() - start))
+    for name, values in times.items():
+        median = statistics.median(values)
         bar = None if name == "the framework's pass" else LAYERS_BAR if name == "rl.layers" else BARS[engine]
-        row = Row("Small calls", f"{name}, {engine}", middle, "ms", bar=bar)
+        row = Row("Small calls", f"{name}, {engine}", median, "ms", bar=bar)
         collect(row)
-        said = "" if bar is None else f"bar {bar:g}: {'met' if row.is_met else 'MISSED'}"
-        print(f"{engine:12}{name:26}{middle:8.2f} ms   ({min(values):.2f} to {max(values):.2f})   {said}", flush=True)
+        verdict = "" if bar is None else f"bar {bar:g}: {'met' if row.is_met else 'MISSED'}"
+        print(
+            f"{engine:12}{name:26}{median:8.2f} ms   ({min(values):.2f} to {max(values):.2f})   {verdict}", flush=True
+        )
 
 
 def profile(call: Callable[[], object], rounds: int) -> str:
@@ -111,11 +113,11 @@ def profile(call: Callable[[], object], rounds: int) -> str:
         call()
     profiler.disable()
     shares: Counter[str] = Counter()
-    for (file, _, _), (_, _, own, _, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
-        at = file.partition("/rnnlens/")[2]
-        shares["/".join(at.split("/")[:2]) if at else "frameworks and libraries"] += own
-    whole = sum(shares.values())
-    return "\n".join(f"  {name:40}{100 * own / whole:5.1f} %" for name, own in shares.most_common(12))
+    for (file, _, _), (_, _, own_seconds, _, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
+        folder = file.partition("/rnnlens/")[2]
+        shares["/".join(folder.split("/")[:2]) if folder else "frameworks and libraries"] += own_seconds
+    total = sum(shares.values())
+    return "\n".join(f"  {name:40}{100 * own_seconds / total:5.1f} %" for name, own_seconds in shares.most_common(12))
 
 
 def main() -> int:
@@ -124,9 +126,9 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="few rounds, to see that it runs")
     parser.add_argument("--engine", choices=ENGINES, help="only this one, in this process")
     parser.add_argument("--where", action="store_true", help="where the time goes")
-    asked = parser.parse_args()
-    if asked.engine:
-        measure(asked.engine, 3 if asked.small else 50, asked.where)
+    args = parser.parse_args()
+    if args.engine:
+        measure(args.engine, 3 if args.small else 50, args.where)
         return 0
     failed = 0
     for engine in ENGINES:

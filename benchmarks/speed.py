@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from _summary import COLLECT, Row, collect, collected
+from _summary import COLLECT, Row, collect, read_rows
 from rich.console import Console
 from rich.table import Table
 
@@ -67,7 +67,7 @@ def cells_of(row: Row) -> tuple[str, ...]:
     """Return the cells of a row of the table."""
     bar = "" if row.bar is None else f"{'≥' if row.at_least else '≤'} {figure(row.bar, row.unit)}"
     met = {None: "", True: "met", False: "**missed**"}[row.is_met]
-    return row.group, row.what, figure(row.value, row.unit), row.peer, bar, met
+    return row.group, row.call, figure(row.value, row.unit), row.peer, bar, met
 
 
 HEADINGS = ("", "call", "measured", "beside", "bar", "")
@@ -85,12 +85,12 @@ def show(rows: list[Row]) -> None:
 
 def write(rows: list[Row]) -> None:
     """Write rows into the table between its two marks in docs/performance.md; rows that were not measured stay."""
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    known, after = rest.split(END, 1)
-    lines = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in known.strip().splitlines()[2:]]
-    measured = {cells[:2]: cells for cells in map(cells_of, rows)}
-    kept = [measured.pop((cells[0], cells[1]), tuple(cells)) for cells in lines]
-    table = [HEADINGS, ("---",) * len(HEADINGS), *kept, *measured.values()]
+    before, tail = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    old_table, after = tail.split(END, 1)
+    lines = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in old_table.strip().splitlines()[2:]]
+    new_rows = {cells[:2]: cells for cells in map(cells_of, rows)}
+    old_rows = [new_rows.pop((cells[0], cells[1]), tuple(cells)) for cells in lines]
+    table = [HEADINGS, ("---",) * len(HEADINGS), *old_rows, *new_rows.values()]
     text = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
     PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
 
@@ -102,22 +102,22 @@ def main() -> int:
     parser.add_argument("--demo", action="store_true", help="also make demo in a fresh clone")
     parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
     parser.add_argument("--only", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS), help="some of the scripts")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     failed = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows"
         os.environ[COLLECT] = str(path)
-        for script, options in ((script, SCRIPTS[script]) for script in asked.only):
+        for script, options in ((script, SCRIPTS[script]) for script in args.only):
             print(f"\n{script}", flush=True)
-            command = [sys.executable, str(HERE / script), *options, *(["--small"] if asked.small else [])]
-            before = len(collected(path))
+            command = [sys.executable, str(HERE / script), *options, *(["--small"] if args.small else [])]
+            before = len(read_rows(path))
             subprocess.run(command, check=False)
-            failed += [script] if len(collected(path)) == before else []
-        if asked.demo:
+            failed += [script] if len(read_rows(path)) == before else []
+        if args.demo:
             time_demo()
-        rows = collected(path)
+        rows = read_rows(path)
     show(rows)
-    if asked.write:
+    if args.write:
         write(rows)
     if failed:
         print(f"printed no figure: {', '.join(failed)}")

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from _summary import Row, collect
-from example_a import example
+from example_a import load_example
 
 ENGINES = {
     "tensorflow": "Keras on TensorFlow",
@@ -31,7 +31,7 @@ ENGINES = {
 }
 BATCH, VOCABULARY, BAR = 32, 500, 1.5
 
-Own = Callable[[np.ndarray], np.ndarray]
+BatchGradient = Callable[[np.ndarray], np.ndarray]
 
 
 def keras_model(keras: Any, steps: int, dimensions: int, units: int) -> Any:
@@ -42,7 +42,7 @@ def keras_model(keras: Any, steps: int, dimensions: int, units: int) -> Any:
     return keras.Model(ids, rnn(embedded))
 
 
-def on_tensorflow(keras: Any, sizes: tuple[int, int, int], start: np.ndarray) -> tuple[Any, Own]:
+def tensorflow_case(keras: Any, sizes: tuple[int, int, int], start: np.ndarray) -> tuple[Any, BatchGradient]:
     """A Keras model on TensorFlow, and the compiled gradient of one batch."""
     import tensorflow as tf
 
@@ -58,36 +58,36 @@ def on_tensorflow(keras: Any, sizes: tuple[int, int, int], start: np.ndarray) ->
             value = tf.reduce_sum(tf.reduce_mean(states, (1, 2)))
         return tf.reduce_mean(tf.norm(tape.gradient(value, embedded), axis=-1), 0)
 
-    def own(ids: np.ndarray) -> np.ndarray:
+    def batch_gradient(ids: np.ndarray) -> np.ndarray:
         if keras.__name__ == "tf_keras":  # starts from initial_state only where the recorded state is zero
             model.get_layer("rnn").reset_states()
         return gradient(tf.constant(ids)).numpy()
 
-    return model, own
+    return model, batch_gradient
 
 
-def on_torch(model: Any, embed: Callable[[Any], Any], states_of: Callable[[Any], Any]) -> tuple[Any, Own]:
+def torch_case(model: Any, embed: Callable[[Any], Any], states_of: Callable[[Any], Any]) -> tuple[Any, BatchGradient]:
     """A model on torch, and the gradient of one batch."""
     import torch
 
-    def own(ids: np.ndarray) -> np.ndarray:
+    def batch_gradient(ids: np.ndarray) -> np.ndarray:
         embedded = embed(torch.as_tensor(ids)).detach().requires_grad_()
         (grad,) = torch.autograd.grad(states_of(embedded).mean((1, 2)).sum(), embedded)
         return grad.norm(dim=-1).mean(0).numpy()
 
-    return model, own
+    return model, batch_gradient
 
 
-def built(engine: str, sizes: tuple[int, int, int], start: np.ndarray) -> tuple[Any, Own]:
+def build(engine: str, sizes: tuple[int, int, int], start: np.ndarray) -> tuple[Any, BatchGradient]:
     """The model of an engine, and the framework's own gradient of one batch."""
     if engine == "tf_keras":
         import tf_keras
 
-        return on_tensorflow(tf_keras, sizes, start)
+        return tensorflow_case(tf_keras, sizes, start)
     if engine == "tensorflow":
         import keras
 
-        return on_tensorflow(keras, sizes, start)
+        return tensorflow_case(keras, sizes, start)
     import torch
 
     state = torch.as_tensor(start).expand(BATCH, -1).contiguous()
@@ -95,7 +95,7 @@ def built(engine: str, sizes: tuple[int, int, int], start: np.ndarray) -> tuple[
         import keras
 
         model = keras_model(keras, *sizes)
-        return on_torch(model, model.get_layer("embedding"), lambda e: model.get_layer("rnn")(e, initial_state=state))
+        return torch_case(model, model.get_layer("embedding"), lambda e: model.get_layer("rnn")(e, initial_state=state))
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:
@@ -107,7 +107,7 @@ def built(engine: str, sizes: tuple[int, int, int], start: np.ndarray) -> tuple[
             return self.rnn(self.embedding(ids))[0]
 
     net = Net()
-    return on_torch(net, net.embedding, lambda e: net.rnn(e, state[None])[0])
+    return torch_case(net, net.embedding, lambda e: net.rnn(e, state[None])[0])
 
 
 def measure(engine: str, small: bool, batches: int, rounds: int) -> None:
@@ -117,17 +117,17 @@ def measure(engine: str, small: bool, batches: int, rounds: int) -> None:
     random = np.random.default_rng(1)
     kind = np.int64 if engine == "module" else np.int32
     data = [random.integers(0, VOCABULARY, (BATCH, sizes[0])).astype(kind) for _ in range(batches)]
-    model, own = built(engine, sizes, start)
-    gradient = example().gradient
+    model, batch_gradient = build(engine, sizes, start)
+    gradient = load_example().gradient
 
-    def ours() -> np.ndarray:
+    def rnnlens_norms() -> np.ndarray:
         return gradient(model, iter(data), start).values
 
-    def theirs() -> np.ndarray:
-        return np.mean([own(ids) for ids in data], axis=0)
+    def framework_norms() -> np.ndarray:
+        return np.mean([batch_gradient(ids) for ids in data], axis=0)
 
-    calls, reference = {"ours": ours, "own": theirs}, theirs()
-    np.testing.assert_allclose(ours(), reference, rtol=1e-3, atol=1e-3 * reference.max())
+    calls, reference = {"ours": rnnlens_norms, "own": framework_norms}, framework_norms()
+    np.testing.assert_allclose(rnnlens_norms(), reference, rtol=1e-3, atol=1e-3 * reference.max())
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -146,9 +146,9 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engine", choices=list(ENGINES))
-    asked = parser.parse_args()
-    if asked.engine:
-        measure(asked.engine, asked.small, asked.batches, asked.rounds)
+    args = parser.parse_args()
+    if args.engine:
+        measure(args.engine, args.small, args.batches, args.rounds)
         return 0
     failed = 0
     for engine in ENGINES:

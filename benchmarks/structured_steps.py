@@ -49,15 +49,15 @@ def system_of(name: str, samples: int, states: int, steps: int) -> structured.St
     def draw(*shape: int) -> np.ndarray:
         return rng.uniform(0.95, 1.0, size=(samples, steps, *shape)).astype("float32")
 
-    into = structured.Kernels(draw(2, states), rng.normal(size=(2, FEATURES, states)).astype("float32"))
+    input_kernels = structured.Kernels(draw(2, states), rng.normal(size=(2, FEATURES, states)).astype("float32"))
     if name == "complex":
         turn = draw(states // 2)
         transition = structured.ComplexDiagonal(Workspace(anp, turn), 0.8 * turn, 0.6 * turn)
-        return structured.StructuredSystem(transition, into, samples, steps)
-    return structured.diagonal(draw(states), into)
+        return structured.StructuredSystem(transition, input_kernels, samples, steps)
+    return structured.diagonal(draw(states), input_kernels)
 
 
-class WrittenOut(linear.ProductSystem):
+class DenseSystem(linear.ProductSystem):
     """The same numbers as product matrices, made in blocks of steps as a sweep gets to them."""
 
     def __init__(self, system: structured.StructuredSystem) -> None:
@@ -78,18 +78,18 @@ class WrittenOut(linear.ProductSystem):
 def adjoint(system: linear.System) -> None:
     """Of a loss at every step."""
     size = system.state_sizes[0]
-    wanted = np.ones((system.batch, 1, system.time, size), dtype="float32")
+    cotangents = np.ones((system.batch, 1, system.time, size), dtype="float32")
     by_input = np.zeros((system.batch, 1, system.time, FEATURES), dtype="float32")
-    taps = Taps(FieldCollector(by_input), {0: FieldCollector(np.zeros_like(wanted))})
-    reverse(system, FieldRows({0: wanted}), taps)
+    taps = Taps(FieldCollector(by_input), {0: FieldCollector(np.zeros_like(cotangents))})
+    reverse(system, FieldRows({0: cotangents}), taps)
 
 
 def norms(system: linear.System) -> None:
     """Of all units, by every pair of steps."""
     size, times = system.state_sizes[0], range(system.time)
-    places = {t: t for t in times}
+    row_of_step = {t: t for t in times}
     sink = Collector(
-        system.work, Extent(system.batch, len(times), size, FEATURES), places, Reduction(REDUCTIONS["norm"])
+        system.work, Extent(system.batch, len(times), size, FEATURES), row_of_step, Reduction(REDUCTIONS["norm"])
     )
     if system.pattern(0) is not None:
         reverse(system, Units(times, 0, size), Taps(input=sink))
@@ -117,19 +117,21 @@ def seconds(job: Callable[[linear.System], None], system: linear.System) -> floa
 
 def compare(name: str, states: int, steps: int, rounds: int) -> bool:
     """Print the ratios of one structure; whether the bar is kept."""
-    kept = True
+    bars_met = True
     for title, job in JOBS.items():
-        ours = system_of(name, SAMPLES[title], states, steps)
-        peer = WrittenOut(ours)
-        job(ours)
+        system = system_of(name, SAMPLES[title], states, steps)
+        peer = DenseSystem(system)
+        job(system)
         job(peer)
-        spent = [(seconds(job, ours), seconds(job, peer)) for _ in range(rounds)]
-        own, dense = (statistics.median(column) for column in zip(*spent, strict=True))
+        times = [(seconds(job, system), seconds(job, peer)) for _ in range(rounds)]
+        sparse, dense = (statistics.median(column) for column in zip(*times, strict=True))
         barred = name == "diagonal" and title != "projected"
         bar = f"(bar {BAR:.0f} x)" if barred else ""
-        print(f"{name:15} {title:10} {own * 1e3:9.1f} ms   dense {dense * 1e3:9.1f} ms   {dense / own:7.1f} x {bar}")
-        kept &= not barred or dense / own >= BAR
-    return kept
+        print(
+            f"{name:15} {title:10} {sparse * 1e3:9.1f} ms   dense {dense * 1e3:9.1f} ms   {dense / sparse:7.1f} x {bar}"
+        )
+        bars_met &= not barred or dense / sparse >= BAR
+    return bars_met
 
 
 def status(field: str) -> int:
@@ -160,13 +162,15 @@ def main() -> int:
         print(json.dumps(peak(options.peak, states, steps)))
         return 0
     small, short = (64, 20) if options.small else (256, 100)
-    kept = [compare(name, small, short, options.rounds) for name in STRUCTURES]
+    bars_met = [compare(name, small, short, options.rounds) for name in STRUCTURES]
     unit = steps * states * 4
     for title in JOBS:
         command = [sys.executable, __file__, "--peak", title, *(["--small"] if options.small else [])]
-        mark = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        print(f"memory  {title:10} of {states} states at {steps} steps: {mark / unit:5.1f} x the states of all steps")
-    return 0 if all(kept) or options.small else 1
+        highest = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        print(
+            f"memory  {title:10} of {states} states at {steps} steps: {highest / unit:5.1f} x the states of all steps"
+        )
+    return 0 if all(bars_met) or options.small else 1
 
 
 if __name__ == "__main__":

@@ -46,12 +46,12 @@ def timed(function, repeat):
 
 def extra_memory(function):
     """Highest resident memory while it runs, above what it was before, in bytes."""
-    process, stop, seen = psutil.Process(), threading.Event(), [0]
+    process, stop, highest = psutil.Process(), threading.Event(), [0]
     before = process.memory_info().rss
 
     def watch():
         while not stop.wait(0.002):
-            seen[0] = max(seen[0], process.memory_info().rss)
+            highest[0] = max(highest[0], process.memory_info().rss)
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -60,7 +60,7 @@ def extra_memory(function):
     finally:
         stop.set()
         thread.join()
-    return max(seen[0] - before, 0)
+    return max(highest[0] - before, 0)
 
 
 class Case:
@@ -131,11 +131,11 @@ class Case:
     def jax_jacobian(self, transform, norm=False):
         run = self.jax_function()
 
-        def one(x):
+        def sample_jacobian(x):
             full = transform(run)(x)
             return jnp.sqrt((full**2).sum((1, 3))) if norm else full
 
-        return jax.jit(jax.vmap(one))
+        return jax.jit(jax.vmap(sample_jacobian))
 
 
 def jax_best(case, repeat, norm, transforms=("jacfwd", "jacrev")):
@@ -146,10 +146,10 @@ def jax_best(case, repeat, norm, transforms=("jacfwd", "jacrev")):
         function = case.jax_jacobian(getattr(jax, name), norm)
         start = time.perf_counter()
         result = jax.block_until_ready(function(x))
-        first = time.perf_counter() - start
+        first_call = time.perf_counter() - start
         steady = timed(lambda function=function: jax.block_until_ready(function(x)), repeat)
         if best is None or steady < best[0]:
-            best = (steady, first, name, np.asarray(result))
+            best = (steady, first_call, name, np.asarray(result))
     return best
 
 
@@ -170,7 +170,7 @@ def products_only(case, repeat):
     return timed(sweep, repeat)
 
 
-def bounds(value, bar, larger=True):
+def ratio_with_bar(value, bar, larger=True):
     """A ratio with its bar, marked."""
     good = value >= bar if larger else value <= bar
     return f"{value:.3g} {'>=' if larger else '<='} {bar:g} {'ok' if good else 'MISSED'}"
@@ -187,13 +187,13 @@ def batch_jacobian(model, x):
     return tape.batch_jacobian(y, x)
 
 
-def in_fresh_process(who, samples, steps):
+def memory_in_process(implementation, samples, steps):
     """Extra memory of one call, after a first one on a single sample, where nothing else has run before."""
-    command = [sys.executable, __file__, "--memory-of", who, str(samples), str(steps)]
+    command = [sys.executable, __file__, "--memory-of", implementation, str(samples), str(steps)]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
-def jax_by_itself(case):
+def jax_seconds_alone(case):
     """Steady-state seconds where nothing else runs: beside other frameworks' threads JAX stalls now and then."""
     shape = (*case.x.shape[:2], case.units, case.x.shape[2], case.outputs)
     command = [sys.executable, __file__, "--jax-of", case.kind, *map(str, shape)]
@@ -205,88 +205,108 @@ def print_jax(kind, *shape):
     print(jax_best(case, 51, norm=False, transforms=("jacfwd",))[0])
 
 
-def print_memory(who, samples, steps):
+def print_memory(implementation, samples, steps):
     case = Case("lstm", int(samples), int(steps), 32, 1, 1)
     call = {
         "ours": lambda x: rl.jacobian(case.keras, x),
         "theirs": lambda x: batch_jacobian(case.keras, tf.constant(x)),
     }
-    call[who](case.x[:1])
-    print(extra_memory(lambda: call[who](case.x)))
+    call[implementation](case.x[:1])
+    print(extra_memory(lambda: call[implementation](case.x)))
 
 
-def against_batch_jacobian(case, repeat, rows):
+def compare_batch_jacobian(case, repeat, rows):
     model, x = case.keras, tf.constant(case.x)
 
-    def theirs():
+    def peer_call():
         return batch_jacobian(model, x)
 
-    reference = theirs().numpy()
-    ours = rl.jacobian(model, case.x)
-    agree(ours.values, reference.reshape(ours.shape))
-    seconds, other = timed(lambda: rl.jacobian(model, case.x), max(repeat, 11)), timed(theirs, repeat)
-    collect(_speed_up(case, other / seconds, "TensorFlow's batch_jacobian", 200))
-    memory, other_memory = (in_fresh_process(who, *case.x.shape[:2]) for who in ("ours", "theirs"))
-    rows.append((case.name, "TF batch_jacobian", other, seconds, bounds(other / seconds, 200)))
-    share = memory / max(other_memory, 1)
-    text = f"extra memory {memory / 2**20:.1f} / {other_memory / 2**20:.1f} MiB"
-    rows.append((case.name, text, None, None, bounds(share, 0.1, larger=False)))
+    reference = peer_call().numpy()
+    jacobian = rl.jacobian(model, case.x)
+    check_agreement(jacobian.values, reference.reshape(jacobian.shape))
+    seconds, peer_seconds = timed(lambda: rl.jacobian(model, case.x), max(repeat, 11)), timed(peer_call, repeat)
+    collect(_speed_up(case, peer_seconds / seconds, "TensorFlow's batch_jacobian", 200))
+    memory, peer_memory = (
+        memory_in_process(implementation, *case.x.shape[:2]) for implementation in ("ours", "theirs")
+    )
+    rows.append((case.name, "TF batch_jacobian", peer_seconds, seconds, ratio_with_bar(peer_seconds / seconds, 200)))
+    share = memory / max(peer_memory, 1)
+    text = f"extra memory {memory / 2**20:.1f} / {peer_memory / 2**20:.1f} MiB"
+    rows.append((case.name, text, None, None, ratio_with_bar(share, 0.1, larger=False)))
     return seconds
 
 
-def against_jax(case, repeat, rows, bar, *, norm=False, first_call=False, also_torch=False):
+def compare_jax(case, repeat, rows, bar, *, norm=False, first_call=False, also_torch=False):
     options = {"measure": "norm"} if norm else {}
     rl.jacobian(case.keras, case.x, **options)
-    ours = rl.jacobian(case.keras, case.x, **options)
+    jacobian = rl.jacobian(case.keras, case.x, **options)
     steady, first, name, result = jax_best(case, repeat, norm, ("jacfwd",) if first_call else ("jacfwd", "jacrev"))
-    agree(ours.values, result)
+    check_agreement(jacobian.values, result)
     if first_call:
-        steady = jax_by_itself(case)
+        steady = jax_seconds_alone(case)
     seconds = timed(lambda: rl.jacobian(case.keras, case.x, **options), repeat)
     if first_call:
-        rows.append((case.name, f"JAX {name}, first call", first, seconds, bounds(first / seconds, 5)))
+        rows.append((case.name, f"JAX {name}, first call", first, seconds, ratio_with_bar(first / seconds, 5)))
         name += ", by itself"
     collect(_speed_up(case, steady / seconds, f"JAX {name}", bar))
     rows.append(
-        (case.name, f"JAX {name}", steady, seconds, bounds(steady / seconds, bar) if bar else f"{steady / seconds:.3g}")
+        (
+            case.name,
+            f"JAX {name}",
+            steady,
+            seconds,
+            ratio_with_bar(steady / seconds, bar) if bar else f"{steady / seconds:.3g}",
+        )
     )
     if also_torch:
         model, x = case.torch_model(), torch.from_numpy(case.x)
         rl.jacobian(model, x, **options)
-        other = timed(lambda: rl.jacobian(model, x, **options), repeat)
-        rows.append((case.name + " torch", f"JAX {name}", steady, other, f"{steady / other:.3g}"))
+        torch_seconds = timed(lambda: rl.jacobian(model, x, **options), repeat)
+        rows.append((case.name + " torch", f"JAX {name}", steady, torch_seconds, f"{steady / torch_seconds:.3g}"))
     return seconds
 
 
-def agree(ours, theirs):
+def check_agreement(actual, expected):
     """float32: relative to the largest entry."""
-    error = np.abs(ours - theirs).max() / np.abs(theirs).max()
+    error = np.abs(actual - expected).max() / np.abs(expected).max()
     if not error < 2e-4:
         raise SystemExit(f"results differ by {error:.2g}")
 
 
-def against_products(case, repeat, rows):
+def compare_products(case, repeat, rows):
     rl.jacobian(case.keras, case.x, measure="norm", mode="reverse")
     seconds = timed(lambda: rl.jacobian(case.keras, case.x, measure="norm", mode="reverse"), repeat)
-    alone = products_only(case, repeat)
-    rows.append((case.name, "its matrix products alone", alone, seconds, bounds(seconds / alone, 2, larger=False)))
+    product_seconds = products_only(case, repeat)
+    rows.append(
+        (
+            case.name,
+            "its matrix products alone",
+            product_seconds,
+            seconds,
+            ratio_with_bar(seconds / product_seconds, 2, larger=False),
+        )
+    )
 
 
-def doubled(repeat, rows):
-    found = []
+def double_steps(repeat, rows):
+    timings = []
     for steps in (200, 400):
         case = Case("lstm", 4, steps, 64, 8, 8)
         result = rl.jacobian(case.keras, case.x, measure="norm")
-        found.append((timed(lambda case=case: rl.jacobian(case.keras, case.x, measure="norm"), repeat), result.nbytes))
-    (short, small), (long, large) = found
-    rows.append(("lstm B=4 T=200 to 400 H=64", "itself: time", short, long, bounds(long / short, 4.4, larger=False)))
+        timings.append(
+            (timed(lambda case=case: rl.jacobian(case.keras, case.x, measure="norm"), repeat), result.nbytes)
+        )
+    (short, small), (long, large) = timings
+    rows.append(
+        ("lstm B=4 T=200 to 400 H=64", "itself: time", short, long, ratio_with_bar(long / short, 4.4, larger=False))
+    )
     rows.append(
         (
             "lstm B=4 T=200 to 400 H=64",
             "itself: memory of the result",
             None,
             None,
-            bounds(large / small, 4.4, larger=False),
+            ratio_with_bar(large / small, 4.4, larger=False),
         )
     )
 
@@ -302,7 +322,9 @@ def long_sketch(rows, steps):
 
     memory = extra_memory(call)
     name = f"lstm B=1 T={steps} H=128 F=8 of hidden, sketch=8"
-    rows.append((name, f"{memory / 2**20:.0f} MiB extra", None, result[1], bounds(memory / 2**30, 1, larger=False)))
+    rows.append(
+        (name, f"{memory / 2**20:.0f} MiB extra", None, result[1], ratio_with_bar(memory / 2**30, 1, larger=False))
+    )
 
 
 def main():
@@ -318,30 +340,30 @@ def main():
     if arguments.memory_of:
         return print_memory(*arguments.memory_of)
     repeat, rows = (1 if arguments.small else arguments.repeat), []
-    half = 4 if arguments.small else 1
+    divisor = 4 if arguments.small else 1
 
-    def block(name):
+    def is_selected(name):
         return arguments.only in name
 
-    if block("small"):
-        small = Case("lstm", 10, 100 // half, 32, 1, 1)
-        against_jax(small, max(repeat, 11), rows, 1, first_call=True, also_torch=True)
-        against_batch_jacobian(small, repeat, rows)
+    if is_selected("small"):
+        small = Case("lstm", 10, 100 // divisor, 32, 1, 1)
+        compare_jax(small, max(repeat, 11), rows, 1, first_call=True, also_torch=True)
+        compare_batch_jacobian(small, repeat, rows)
         for kind in ("gru", "simple_rnn"):
-            against_jax(Case(kind, 10, 100 // half, 32, 1, 1), max(repeat, 11), rows, None, first_call=True)
-    if block("medium"):
+            compare_jax(Case(kind, 10, 100 // divisor, 32, 1, 1), max(repeat, 11), rows, None, first_call=True)
+    if is_selected("medium"):
         for kind in GATES:
-            case = Case(kind, 16, 100 // half, 64, 8, 8)
-            against_jax(case, repeat, rows, 3 if kind == "lstm" else None, also_torch=True)
-    if block("large"):
+            case = Case(kind, 16, 100 // divisor, 64, 8, 8)
+            compare_jax(case, repeat, rows, 3 if kind == "lstm" else None, also_torch=True)
+    if is_selected("large"):
         for kind in GATES:
-            case = Case(kind, 8, 200 // half, 128, 16, 16)
-            against_jax(case, repeat, rows, 4 if kind == "lstm" else None, norm=True, also_torch=True)
-            against_products(case, repeat, rows)
-    if block("doubled"):
-        doubled(repeat, rows)
-    if block("sketch"):
-        long_sketch(rows, 2000 // half**2)
+            case = Case(kind, 8, 200 // divisor, 128, 16, 16)
+            compare_jax(case, repeat, rows, 4 if kind == "lstm" else None, norm=True, also_torch=True)
+            compare_products(case, repeat, rows)
+    if is_selected("doubled"):
+        double_steps(repeat, rows)
+    if is_selected("sketch"):
+        long_sketch(rows, 2000 // divisor**2)
     return show(rows)
 
 
@@ -349,8 +371,8 @@ def show(rows):
     table = Table(title=f"time Jacobian, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     for column in ("case", "against", "theirs (s)", "ours (s)", "ratio and bar"):
         table.add_column(column)
-    for name, other, theirs, ours, ratio in rows:
-        table.add_row(name, other, *("" if s is None else f"{s:.4f}" for s in (theirs, ours)), ratio)
+    for name, peer, peer_seconds, our_seconds, ratio in rows:
+        table.add_row(name, peer, *("" if s is None else f"{s:.4f}" for s in (peer_seconds, our_seconds)), ratio)
     Console(width=150).print(table)
 
 

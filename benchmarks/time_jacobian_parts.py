@@ -50,36 +50,36 @@ def peak(size=1536, repeat=7):
 
 
 @contextmanager
-def counted(spent):
+def count_seconds(seconds):
     """Add up the time in each part; parts within parts count once, for the outer one."""
-    saved, inside = [], []
+    originals, active = [], []
 
     def wrap(part, function):
         def timed(*args, **kwargs):
-            if inside:
+            if active:
                 return function(*args, **kwargs)
-            inside.append(part)
+            active.append(part)
             start = time.thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                spent[part] += time.thread_time() - start
-                inside.pop()
+                seconds[part] += time.thread_time() - start
+                active.pop()
 
         return timed
 
-    for part, places in PARTS.items():
-        for owner, name in places:
-            saved.append((owner, name, getattr(owner, name)))
+    for part, methods in PARTS.items():
+        for owner, name in methods:
+            originals.append((owner, name, getattr(owner, name)))
             setattr(owner, name, wrap(part, getattr(owner, name)))
     try:
         yield
     finally:
-        for owner, name, function in saved:
+        for owner, name, function in originals:
             setattr(owner, name, function)
 
 
-def run_of(kind, samples, steps, units, features):
+def make_run(kind, samples, steps, units, features):
     """A run with weights as they are initialised by default, of zero mean and the variance of Glorot's rule."""
     rng, gates = np.random.default_rng(0), GATES[kind]
 
@@ -97,9 +97,9 @@ def run_of(kind, samples, steps, units, features):
 
 
 def measure(kind, samples, steps, units, features, outputs):
-    run = run_of(kind, samples, steps, units, features)
+    run = make_run(kind, samples, steps, units, features)
     head = np.random.default_rng(1).normal(size=(1, 1, outputs, units)).astype("float32")
-    spent = Counter()
+    part_seconds = Counter()
 
     def sweep():
         system = run.linear_system()
@@ -115,25 +115,27 @@ def measure(kind, samples, steps, units, features, outputs):
     start = time.thread_time()
     cost = sweep()
     total = time.thread_time() - start
-    with counted(spent):
+    with count_seconds(part_seconds):
         sweep()
-    return total, cost.flops, spent
+    return total, cost.flops, part_seconds
 
 
 def main():
     shrink = 4 if "--small" in sys.argv else 1
-    best = peak()
-    table = Table(title=f"reverse sweep, measure='norm', one thread; matrix-product peak {best:.0f} GFlop/s (float32)")
+    peak_speed = peak()
+    table = Table(
+        title=f"reverse sweep, measure='norm', one thread; matrix-product peak {peak_speed:.0f} GFlop/s (float32)"
+    )
     for column in ("case", "CPU s", "GFlop/s", "of peak", *PARTS):
         table.add_column(column)
     for kind in GATES:
         for shape in ((10, 100, 32, 1, 1), (16, 100, 64, 8, 8), (8, 200, 128, 16, 16)):
             samples, steps, units, features, outputs = shape[0], shape[1] // shrink, *shape[2:]
-            total, flops, spent = measure(kind, samples, steps, units, features, outputs)
-            speed, whole = flops / total / 1e9, sum(spent.values())
-            shares = [f"{100 * spent[part] / whole:.0f} %" for part in PARTS]
+            total, flops, part_seconds = measure(kind, samples, steps, units, features, outputs)
+            speed, counted = flops / total / 1e9, sum(part_seconds.values())
+            shares = [f"{100 * part_seconds[part] / counted:.0f} %" for part in PARTS]
             name = f"{kind} B={samples} T={steps} H={units} F=O={features}"
-            table.add_row(name, f"{total:.4f}", f"{speed:.0f}", f"{100 * speed / best:.0f} %", *shares)
+            table.add_row(name, f"{total:.4f}", f"{speed:.0f}", f"{100 * speed / peak_speed:.0f} %", *shares)
     Console(width=150).print(table)
 
 

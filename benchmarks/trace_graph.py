@@ -54,24 +54,24 @@ def measure(rounds: int) -> None:
         call()
         return time.perf_counter() - start
 
-    def plain() -> None:
+    def trace_uncertified() -> None:
         with rl.options(certify="never"):
             rl.trace(net, x, y)
 
-    first = seconds(lambda: rl.trace(net, x, y))
+    first_call = seconds(lambda: rl.trace(net, x, y))
     calls = {"run": lambda: sess.run([g.loss, *gradients], feed), "trace": lambda: rl.trace(net, x, y)}
-    calls["trace, not certified"] = plain
+    calls["trace, not certified"] = trace_uncertified
     for call in calls.values():
         call()
     times = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
             times[name].append(seconds(call))
-    middle = {name: statistics.median(values) for name, values in times.items()}
-    found = {name: middle[name] / middle["run"] for name in ("trace", "trace, not certified")}
-    found["first call, seconds"] = first
-    print(f"control flow {os.environ['RNNLENS_CONTROL_FLOW']}: session.run takes {1000 * middle['run']:.1f} ms")
-    for name, value in found.items():
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    ratios = {name: medians[name] / medians["run"] for name in ("trace", "trace, not certified")}
+    ratios["first call, seconds"] = first_call
+    print(f"control flow {os.environ['RNNLENS_CONTROL_FLOW']}: session.run takes {1000 * medians['run']:.1f} ms")
+    for name, value in ratios.items():
         unit, peer = ("s", "") if name.startswith("first") else ("x", "one session.run of loss and gradients")
         flow = os.environ["RNNLENS_CONTROL_FLOW"]
         collect(
@@ -86,13 +86,13 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="two rounds, to see that it runs")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--control-flow", nargs="+", choices=["v1", "v2"], default=["v1", "v2"])
-    asked = parser.parse_args()
+    args = parser.parse_args()
     if "RNNLENS_MEASURING" in os.environ:
-        measure(asked.rounds)
+        measure(args.rounds)
         return
-    for flow in asked.control_flow:
+    for flow in args.control_flow:
         environment = {"RNNLENS_CONTROL_FLOW": flow, "RNNLENS_MEASURING": "1", "TF_USE_LEGACY_KERAS": "1"}
-        command = [sys.executable, __file__, "--rounds", str(2 if asked.small else asked.rounds)]
+        command = [sys.executable, __file__, "--rounds", str(2 if args.small else args.rounds)]
         subprocess.run(command, env={**os.environ, **environment}, check=True)
 
 

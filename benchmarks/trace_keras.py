@@ -65,15 +65,15 @@ def tensorflow_peers(model, x, y):
         return tape.gradient(loss, model.trainable_weights)
 
     @tf.function
-    def upward(x, y):
-        between = upper(lower(x))
+    def upper_gradient(x, y):
+        lower_output = upper(lower(x))
         with tf.GradientTape() as tape:
-            tape.watch(between)
-            loss = tf.reduce_mean((head(between) - y) ** 2)
-        return tape.gradient(loss, between)
+            tape.watch(lower_output)
+            loss = tf.reduce_mean((head(lower_output) - y) ** 2)
+        return tape.gradient(loss, lower_output)
 
     x, y = tf.constant(x), tf.constant(y)
-    return (lambda: [g.numpy() for g in backward(x, y)]), (lambda: upward(x, y).numpy())
+    return (lambda: [g.numpy() for g in backward(x, y)]), (lambda: upper_gradient(x, y).numpy())
 
 
 def jax_peers(model, x, y):
@@ -82,17 +82,17 @@ def jax_peers(model, x, y):
 
     lower, upper, head = model.layers
     values = [w.value for w in model.trainable_variables]
-    others = [w.value for w in model.non_trainable_variables]
+    non_trainable = [w.value for w in model.non_trainable_variables]
 
     def loss_of(values):
-        return ((model.stateless_call(values, others, x)[0] - y) ** 2).mean()
+        return ((model.stateless_call(values, non_trainable, x)[0] - y) ** 2).mean()
 
-    def above(between):
-        return ((head(between) - y) ** 2).mean()
+    def loss_above(lower_output):
+        return ((head(lower_output) - y) ** 2).mean()
 
     backward = jax.jit(jax.value_and_grad(loss_of))
-    upward = jax.jit(lambda x: jax.grad(above)(upper(lower(x))))
-    return (lambda: jax.block_until_ready(backward(values))), (lambda: jax.block_until_ready(upward(x)))
+    upper_gradient = jax.jit(lambda x: jax.grad(loss_above)(upper(lower(x))))
+    return (lambda: jax.block_until_ready(backward(values))), (lambda: jax.block_until_ready(upper_gradient(x)))
 
 
 def jobs(small: bool) -> dict:
@@ -121,13 +121,13 @@ def jobs(small: bool) -> dict:
 
 def time_all(small: bool, rounds: int) -> dict[str, float]:
     """Median seconds of each job, interleaved."""
-    todo = jobs(small)
-    seconds = {name: [] for name in todo}
-    for turn in range(rounds + 1):
-        for name, job in todo.items():
+    calls = jobs(small)
+    seconds = {name: [] for name in calls}
+    for round_number in range(rounds + 1):
+        for name, job in calls.items():
             start = time.perf_counter()
             job()
-            if turn:
+            if round_number:
                 seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
@@ -148,18 +148,21 @@ def _status(field: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def ask(engine: str, small: bool, *task: str) -> dict:
+def run_task(engine: str, small: bool, *task: str) -> dict:
     """Run one task of this file in a process of its own."""
     command = [sys.executable, __file__, *(["--small"] if small else []), "--task", *task]
     environment = {**os.environ, "KERAS_BACKEND": engine, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    completed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 def compare(engine: str, small: bool, rounds: int) -> None:
     """Print one table."""
-    seconds = ask(engine, small, "time", str(rounds))
-    own, trace = ask(engine, small, "memory", "framework"), ask(engine, small, "memory", "full trace")
+    seconds = run_task(engine, small, "time", str(rounds))
+    framework, trace_memory = (
+        run_task(engine, small, "memory", "framework"),
+        run_task(engine, small, "memory", "full trace"),
+    )
     pairs = {"full trace": "framework", "full trace, not certified": "framework"}
     pairs |= {"upper output_grad": "framework, from the upper layer up"}
     print(f"\n{engine}")
@@ -168,10 +171,10 @@ def compare(engine: str, small: bool, rounds: int) -> None:
         ratio = seconds[name] / seconds[peer]
         print(f"{name:26}{seconds[name]:10.3f} s{seconds[peer]:10.3f} s{ratio:8.2f}{BARS[name]:8.1f}")
         collect(Row("Trace, LSTM 2 x 256", f"{name}, Keras on {engine}", ratio, "x", peer, BARS[name]))
-    extra = (trace["peak"] - own["peak"]) / trace["returned"]
+    extra = (trace_memory["peak"] - framework["peak"]) / trace_memory["returned"]
     print(
-        f"{'memory':26}{trace['peak']:8.0f} MiB{own['peak']:8.0f} MiB{extra:8.2f}{BARS['memory']:8.1f}"
-        f"   ratio: (ours - framework's) / {trace['returned']:.0f} MiB returned"
+        f"{'memory':26}{trace_memory['peak']:8.0f} MiB{framework['peak']:8.0f} MiB{extra:8.2f}{BARS['memory']:8.1f}"
+        f"   ratio: (ours - framework's) / {trace_memory['returned']:.0f} MiB returned"
     )
 
 
@@ -182,13 +185,13 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a toy, to see that it runs")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--task", nargs=2, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.task:
-        kind, argument = asked.task
-        print(json.dumps(time_all(asked.small, int(argument)) if kind == "time" else high_water(asked.small, argument)))
+    args = parser.parse_args()
+    if args.task:
+        kind, argument = args.task
+        print(json.dumps(time_all(args.small, int(argument)) if kind == "time" else high_water(args.small, argument)))
         return
-    for engine in asked.engines:
-        compare(engine, asked.small, asked.rounds)
+    for engine in args.engines:
+        compare(engine, args.small, args.rounds)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ def options(question: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=question, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="the size of the question, not of a test")
     parser.add_argument("--out", type=Path, default=Path("example-output"), help="folder for the figure")
-    chosen = parser.parse_args()
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    return chosen
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    return arguments
 
 
 def save(axes: Any, path: Path) -> None:

@@ -62,23 +62,25 @@ def gradient(model: keras.Model, data, start: np.ndarray, **target) -> xr.DataAr
 
 def main() -> None:
     """Two gradients, one figure."""
-    chosen = options(__doc__)
-    count, steps, dimensions, units = (9600, 1403, 100, 200) if chosen.full else (64, 120, 20, 32)
+    args = options(__doc__)
+    count, steps, dimensions, units = (9600, 1403, 100, 200) if args.full else (64, 120, 20, 32)
     keras.utils.set_random_seed(0)
     model = build(steps, dimensions, units)
     start = np.random.default_rng(2).normal(size=(1, units)).astype("float32")
 
-    every = gradient(model, sequences(count, steps), start)
-    last = gradient(model, sequences(count, steps), start, at={"time": -1})
+    all_steps = gradient(model, sequences(count, steps), start)
+    last_step = gradient(model, sequences(count, steps), start, at={"time": -1})
 
-    both = xr.concat([every, last], xr.Variable("target", ["all steps", "last step"]), combine_attrs="override")
-    both.attrs["long_name"] = "norm of d mean(hidden) / d embedded input"
+    both_targets = xr.concat(
+        [all_steps, last_step], xr.Variable("target", ["all steps", "last step"]), combine_attrs="override"
+    )
+    both_targets.attrs["long_name"] = "norm of d mean(hidden) / d embedded input"
     figure = plt.figure(figsize=(9, 4), layout="constrained")
-    ax = rl.plot.curves(both, log=True, title=f"{count} sequences", figure=figure)
-    save(ax, chosen.out / "a_hidden_states.png")
+    ax = rl.plot.curves(both_targets, log=True, title=f"{count} sequences", figure=figure)
+    save(ax, args.out / "a_hidden_states.png")
 
-    reach = int((last > 0.01 * last.max()).sum())
-    print(f"{count} sequences of {steps} steps, one number per step: {every.sizes}")
+    reach = int((last_step > 0.01 * last_step.max()).sum())
+    print(f"{count} sequences of {steps} steps, one number per step: {all_steps.sizes}")
     print(f"The last state still feels {reach} of {steps} steps (gradient above 1 % of the largest).")
 
 

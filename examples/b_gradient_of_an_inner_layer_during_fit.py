@@ -74,7 +74,7 @@ class ShakeWhatHearsNothing(keras.callbacks.Callback):
         self.noise: list[float] = []
         self.random = np.random.default_rng(0)
 
-    def look(self, batch) -> None:
+    def record_batch(self, batch) -> None:
         """One number per time step: the norm over samples and units; and what the layer's output gets from above."""
         inner = batch.traced(layers="inner", quantities=["output_grad", "hidden_grad"])["inner"]
         self.profiles.append(np.sqrt((inner.hidden_grad**2).sum(["sample", "unit"])))
@@ -104,15 +104,15 @@ def adding_problem(count: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
 
 def main() -> None:
     """Train, watch, draw."""
-    chosen = options(__doc__)
-    units, steps, epochs, count = (64, 50, 60, 4096) if chosen.full else (8, 12, 2, 128)
+    args = options(__doc__)
+    units, steps, epochs, count = (64, 50, 60, 4096) if args.full else (8, 12, 2, 128)
     keras.utils.set_random_seed(0)
     x, y = adding_problem(count, steps)
     model = Adder(units)
     model.compile(optimizer=keras.optimizers.Adam(3e-3), loss="mse")
     model(x[:1])
-    shaker, path = ShakeWhatHearsNothing(), chosen.out / "b_inner_layer.zarr"
-    watch = rl.keras.Watch(path, batches=1, on_batch=shaker.look, layers=["inner"], resume=False)
+    shaker, path = ShakeWhatHearsNothing(), args.out / "b_inner_layer.zarr"
+    watch = rl.keras.Watch(path, batches=1, on_batch=shaker.record_batch, layers=["inner"], resume=False)
     history = model.fit(x, y, batch_size=64, epochs=epochs, verbose=0, callbacks=[watch, shaker])
 
     profile = xr.concat(shaker.profiles, "batch")
@@ -120,7 +120,7 @@ def main() -> None:
     picked.attrs["long_name"] = "norm of dL/dh_t of the inner layer"
     figure = plt.figure(figsize=(9, 4), layout="constrained")
     ax = rl.plot.curves(picked, log=True, title="from the first batch to the last", figure=figure)
-    save(ax, chosen.out / "b_inner_layer.png")
+    save(ax, args.out / "b_inner_layer.png")
 
     first, final = profile[0], profile[-1]
     losses = history.history["loss"]

@@ -31,8 +31,8 @@ def running_mean(count: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
 
 def main() -> None:
     """Train a little, ask, draw."""
-    chosen = options(__doc__)
-    samples, steps, units, epochs = (10, 100, 32, 40) if chosen.full else (4, 20, 8, 30)
+    args = options(__doc__)
+    samples, steps, units, epochs = (10, 100, 32, 40) if args.full else (4, 20, 8, 30)
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [
@@ -62,7 +62,7 @@ def main() -> None:
     rows = row.mean("sample").rename(in_time="time", in_feature="feature")
     rows.attrs["long_name"] = "d output[10] / d input, mean over samples"
     rl.plot.curves(rows, figure=right, title="what moves output step 10")
-    save(figure.axes, chosen.out / "c_output_step_10.png")
+    save(figure.axes, args.out / "c_output_step_10.png")
 
 
 if __name__ == "__main__":

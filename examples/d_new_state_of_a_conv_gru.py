@@ -24,11 +24,11 @@ import rnnlens as rl
 def build(units: int) -> keras.Model:
     """Batch size and length are open: None."""
     x = keras.Input((None, 6))
-    real = keras.ops.any(x != 0, axis=-1)  # Conv1D passes no mask on, so the GRU is given it
+    mask = keras.ops.any(x != 0, axis=-1)  # Conv1D passes no mask on, so the GRU is given it
     y = keras.layers.Conv1D(2 * units, 5, padding="causal", name="conv1d")(x)
     y = keras.layers.BatchNormalization(name="batch_norm")(y)
     y = keras.layers.ReLU(name="relu")(y)
-    y = keras.layers.GRU(units, dropout=0.2, name="gru")(y, mask=real)
+    y = keras.layers.GRU(units, dropout=0.2, name="gru")(y, mask=mask)
     return keras.Model(x, keras.layers.Dense(1, name="head")(y))
 
 
@@ -42,8 +42,8 @@ def ragged(count: int, longest: int) -> np.ndarray:
 
 def main() -> None:
     """Ask, read the reasons, draw."""
-    chosen = options(__doc__)
-    samples, steps, units = (64, 400, 128) if chosen.full else (5, 20, 8)
+    args = options(__doc__)
+    samples, steps, units = (64, 400, 128) if args.full else (5, 20, 8)
     keras.utils.set_random_seed(0)
     model = build(units)
 
@@ -61,9 +61,9 @@ def main() -> None:
     )
 
     gru = g["gru"].dataset
-    named = gru.rename({name: f"{name}_grad" for name in gru.data_vars})
-    axes = rl.plot.weights_heatmap(named, grad=True, title="gradient of the new state, by gate")
-    save(axes, chosen.out / "d_new_state.png")
+    grads = gru.rename({name: f"{name}_grad" for name in gru.data_vars})
+    axes = rl.plot.weights_heatmap(grads, grad=True, title="gradient of the new state, by gate")
+    save(axes, args.out / "d_new_state.png")
 
 
 if __name__ == "__main__":

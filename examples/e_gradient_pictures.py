@@ -58,29 +58,29 @@ def share(gradient) -> float:
 
 def main() -> None:
     """Four figures."""
-    chosen = options(__doc__)
-    units, steps, few, many = (256, 100, 20, 200) if chosen.full else (6, 30, 5, 60)
+    args = options(__doc__)
+    units, steps, few, many = (256, 100, 20, 200) if args.full else (6, 30, 5, 60)
     x, y = data(512, steps)
-    shown = x[:16], y[:16]
+    batch = x[:16], y[:16]
 
     keras.utils.set_random_seed(0)
     one_way = build(LSTM(units, name="lstm"), steps)
     for iterations in (few, many):
         train(one_way, x, y, iterations)
-        g = rl.gradients(one_way, *shown, of="loss", wrt="lstm.hidden")
+        g = rl.gradients(one_way, *batch, of="loss", wrt="lstm.hidden")
         print(f"one way, {iterations} more iterations: first step over last {share(g):.2g}")
-        save(rl.plot.curves(g.isel(unit=slice(6)), log=True), chosen.out / f"e_1d_one_way_{iterations}_iterations.png")
-    last = rl.gradients(one_way, *shown, of="loss", wrt="lstm.output")
+        save(rl.plot.curves(g.isel(unit=slice(6)), log=True), args.out / f"e_1d_one_way_{iterations}_iterations.png")
+    last = rl.gradients(one_way, *batch, of="loss", wrt="lstm.output")
     spread = float(last.std("sample").mean() / abs(last).mean())
     print(f"last step only: {dict(last.sizes)}; the spread over samples is {spread:.2g} of the mean size")
-    save(rl.plot.points(last), chosen.out / "e_0d_last_step.png")
+    save(rl.plot.points(last), args.out / "e_0d_last_step.png")
 
     both_ways = build(keras.layers.Bidirectional(GRU(units), name="both"), steps)
     train(both_ways, x, y, few)
-    g = rl.gradients(both_ways, *shown, of="loss", wrt="both.hidden")
+    g = rl.gradients(both_ways, *batch, of="loss", wrt="both.hidden")
     forward, backward = (share(g.sel(direction=d)) for d in ("forward", "backward"))
     print(f"both ways: first step over last, forward half {forward:.2g}, backward half {backward:.2g}")
-    save(rl.plot.heatmap(g.mean("sample", keep_attrs=True)), chosen.out / "e_2d_both_ways.png")
+    save(rl.plot.heatmap(g.mean("sample", keep_attrs=True)), args.out / "e_2d_both_ways.png")
 
 
 if __name__ == "__main__":

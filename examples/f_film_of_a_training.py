@@ -40,8 +40,8 @@ class Accuracy(keras.callbacks.Callback):
         """Once per record."""
         step = self.watch.record.step
         if step not in self.by_step:
-            named = np.asarray(self.model.predict_on_batch(self.x)).argmax(axis=1)
-            self.by_step[step] = float(np.mean(named == self.y))
+            predicted = np.asarray(self.model.predict_on_batch(self.x)).argmax(axis=1)
+            self.by_step[step] = float(np.mean(predicted == self.y))
 
     def on_train_begin(self, logs=None) -> None:
         """Before training."""
@@ -68,19 +68,19 @@ def often_at_first(step: int, epoch: int) -> bool:
 def moments(run, accuracy: xr.DataArray) -> dict[str, int]:
     """Up to four moments of a training, by what its numbers did; one that never came is left out."""
     reach = run["gru"].reach
-    came = {
+    reached = {
         "as initialised": reach >= 0,
         "the gradient reaches half of the image": reach >= 32,
         "it reaches the first row of pixels": reach > 64 - 8,
         "three of four digits are right": accuracy >= 0.75,
     }
-    return {name: int(run.steps[int(when.values.argmax())]) for name, when in came.items() if bool(when.any())}
+    return {name: int(run.steps[int(when.values.argmax())]) for name, when in reached.items() if bool(when.any())}
 
 
 def main() -> None:
     """Train, watch, draw."""
-    chosen = options(__doc__)
-    units, epochs, every, count = (32, 80, often_at_first, 1400) if chosen.full else (8, 2, 4, 320)
+    args = options(__doc__)
+    units, epochs, every, count = (32, 80, often_at_first, 1400) if args.full else (8, 2, 4, 320)
     keras.utils.set_random_seed(0)
     x, y = digits()
     held_x, held_y = x[1400:], y[1400:]
@@ -90,21 +90,21 @@ def main() -> None:
     model.compile(keras.optimizers.Adam(3e-3, clipnorm=1.0), loss)
 
     # `rnnlens tail example-output/f_run.zarr` shows it while it runs.
-    path = (chosen.out if chosen.full else Path(tempfile.mkdtemp())) / "f_run.zarr"
+    path = (args.out if args.full else Path(tempfile.mkdtemp())) / "f_run.zarr"
     watch = rl.keras.Watch(path, probe=(held_x[:32], held_y[:32]), every=every, resume=False)
-    noted = Accuracy(watch, held_x, held_y)
-    model.fit(x[:count], y[:count], batch_size=32, epochs=epochs, verbose=0, callbacks=[watch, noted])
+    recorder = Accuracy(watch, held_x, held_y)
+    model.fit(x[:count], y[:count], batch_size=32, epochs=epochs, verbose=0, callbacks=[watch, recorder])
 
     run = rl.open(path)
-    accuracy = xr.DataArray([noted.by_step[int(s)] for s in run.steps], {"step": run.steps.values}, name="accuracy")
-    named = moments(run, accuracy)
+    accuracy = xr.DataArray([recorder.by_step[int(s)] for s in run.steps], {"step": run.steps.values}, name="accuracy")
+    milestones = moments(run, accuracy)
     figure = plt.figure(figsize=(9, 5), layout="constrained")
-    save(rl.plot.film(run, below=accuracy, moments=named, figure=figure), chosen.out / "f_film.png")
-    save(rl.plot.timeline(run, ["loss", "*/reach", "gru/*/near_*"], moments=named), chosen.out / "f_timeline.png")
+    save(rl.plot.film(run, below=accuracy, moments=milestones, figure=figure), args.out / "f_film.png")
+    save(rl.plot.timeline(run, ["loss", "*/reach", "gru/*/near_*"], moments=milestones), args.out / "f_timeline.png")
 
     print(f"{run.steps.size} records of {int(run.steps[-1])} steps; accuracy {accuracy.values[-1]:.0%}")
-    print(f"{len(named)} of 4 moments came:")
-    for name, step in named.items():
+    print(f"{len(milestones)} of 4 moments came:")
+    for name, step in milestones.items():
         reach = float(run["gru"].reach.sel(step=step))
         right = float(accuracy.sel(step=step))
         print(f"step {step:>5}  {name}: the gradient reaches {reach:.0f} of 64 steps, {right:.0%} are right")

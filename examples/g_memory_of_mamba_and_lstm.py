@@ -65,30 +65,30 @@ def train(model: nn.Module, steps: int) -> float:
         return float((logits(model, ids).argmax(1) == symbol).float().mean())
 
 
-chosen = options(__doc__)
+args = options(__doc__)
 torch.manual_seed(0)
 config = MambaConfig(vocab_size=2 * SYMBOLS, hidden_size=16, state_size=8, num_hidden_layers=1, use_cache=False)
 models = {"Mamba": (MambaForCausalLM(config), "backbone.embeddings"), "LSTM": (Recall(), "embedding")}
 ids, _ = batch(4, torch.Generator().manual_seed(3))
 figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
 for name, (model, embedding) in models.items():
-    accuracy = train(model, 700 if chosen.full else 20)
-    ends = {"of": "output", "wrt": f"{embedding}.output", "measure": "norm", "at": {"out_time": [-1]}, "across": "mean"}
-    maps = {"total": rl.jacobian(model, ids, **ends)}
+    accuracy = train(model, 700 if args.full else 20)
+    spec = {"of": "output", "wrt": f"{embedding}.output", "measure": "norm", "at": {"out_time": [-1]}, "across": "mean"}
+    maps = {"total": rl.jacobian(model, ids, **spec)}
     if name == "Mamba":
-        maps["coefficients held"] = rl.jacobian(model, ids, frozen=True, **ends)
-    for which, found in maps.items():
-        axes.semilogy(np.arange(STEPS), found.values[0], "--" if which != "total" else "-", label=f"{name}, {which}")
+        maps["coefficients held"] = rl.jacobian(model, ids, frozen=True, **spec)
+    for kind, J in maps.items():
+        axes.semilogy(np.arange(STEPS), J.values[0], "--" if kind != "total" else "-", label=f"{name}, {kind}")
     share = float(maps["total"].values[0, 0] / maps["total"].values[0].sum())
-    told = f"{name}: recalls {accuracy:.0%}; the symbol's step has {share:.0%} of the answer's sensitivity to the past"
+    text = f"{name}: recalls {accuracy:.0%}; the symbol's step has {share:.0%} of the answer's sensitivity to the past"
     if name == "Mamba":
         layer = rl.trace(model, ids, layers="backbone.layers.0.mixer")["backbone.layers.0.mixer"]
         half = rl.measures.decay_half_life(layer.decay)
-        held = float(maps["coefficients held"].values[0, 0] / maps["total"].values[0, 0])
-        told += (
-            f"; half of its states decay within {np.median(half):.1f} steps, and the frozen map shows {held:.2f} of it"
+        ratio = float(maps["coefficients held"].values[0, 0] / maps["total"].values[0, 0])
+        text += (
+            f"; half of its states decay within {np.median(half):.1f} steps, and the frozen map shows {ratio:.2f} of it"
         )
-    print(f"{told}.")
+    print(f"{text}.")
 axes.set(xlabel="step of the input", ylabel="|d answer / d embedding|")
 axes.legend()
-save(axes, chosen.out / "g_memory.png")
+save(axes, args.out / "g_memory.png")

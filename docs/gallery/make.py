@@ -33,15 +33,15 @@ def save(axes: Any, path: Path) -> int:
 
 def main(page: Path = DOCS / "gallery.md") -> int:
     """Run the page; the number of pictures that are too large."""
-    space: dict[str, Any] = {}
+    namespace: dict[str, Any] = {}
     too_large = 0
-    for part in PART.finditer(page.read_text(encoding="utf-8")):
-        if part["code"] is not None:
-            exec(compile(part["code"], str(page), "exec"), space)
+    for block in PART.finditer(page.read_text(encoding="utf-8")):
+        if block["code"] is not None:
+            exec(compile(block["code"], str(page), "exec"), namespace)
             continue
-        size = save(space["axes"], DOCS / part["picture"])
+        size = save(namespace["axes"], DOCS / block["picture"])
         too_large += size > LARGEST
-        sys.stdout.write(f"{part['picture']}  {size / 1000:.0f} kB\n")
+        sys.stdout.write(f"{block['picture']}  {size / 1000:.0f} kB\n")
     return too_large
 
 

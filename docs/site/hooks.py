@@ -20,7 +20,7 @@ OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+(\w[^)]*)\)")
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Write links that lead out of docs/ as text, since the site does not hold their targets."""
     depth = page.file.src_uri.count("/")
-    return OUTSIDE.sub(lambda found: found[0] if found[0].count("../") <= depth else as_text(found), markdown)
+    return OUTSIDE.sub(lambda link: link[0] if link[0].count("../") <= depth else as_text(link), markdown)
 
 
 def as_text(link: re.Match[str]) -> str:
@@ -30,8 +30,8 @@ def as_text(link: re.Match[str]) -> str:
 
 def on_page_content(content: str, **_: Any) -> str:
     """Write formulas as MathML, which browsers draw without a script, and name the column in each cell of a table."""
-    content = FORMULA.sub(lambda found: drawn(html.unescape(found[2]), block=found[1] == "div"), content)
-    return TABLE.sub(lambda found: labelled(found[0]), content)
+    content = FORMULA.sub(lambda match: as_mathml(html.unescape(match[2]), block=match[1] == "div"), content)
+    return TABLE.sub(lambda match: label_cells(match[0]), content)
 
 
 def on_post_page(output: str, **_: Any) -> str:
@@ -41,17 +41,17 @@ def on_post_page(output: str, **_: Any) -> str:
     )
 
 
-def labelled(table: str) -> str:
+def label_cells(table: str) -> str:
     """Give each cell of a table the heading of its column, which the style sheet shows on narrow screens."""
     heads = [html.escape(re.sub("<[^>]+>", "", head)) for head in re.findall(r"<th[^>]*>(.*?)</th>", table, re.DOTALL)]
 
-    def row(found: re.Match[str]) -> str:
+    def row(match: re.Match[str]) -> str:
         left = iter(heads)
-        return re.sub(r"<td", lambda _: f'<td data-label="{next(left, "")}"', found[0])
+        return re.sub(r"<td", lambda _: f'<td data-label="{next(left, "")}"', match[0])
 
     return re.sub(r"<tr>.*?</tr>", row, table, flags=re.DOTALL)
 
 
-def drawn(formula: str, *, block: bool) -> str:
+def as_mathml(formula: str, *, block: bool) -> str:
     """One formula."""
     return convert(formula, display="block" if block else "inline")

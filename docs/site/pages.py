@@ -32,7 +32,7 @@ REFERENCE = ROOT / "docs" / "reference.md"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "start.md")
 
 #: A comment that names a file, and the block of code below it.
-SHOWN = re.compile(r"(<!-- file: (\S+) -->\n+```)(\w*)\n.*?\n```", re.DOTALL)
+FILE_BLOCK = re.compile(r"(<!-- file: (\S+) -->\n+```)(\w*)\n.*?\n```", re.DOTALL)
 
 SECTIONS = (
     ("Looking into a model", ""),
@@ -52,12 +52,12 @@ SECTIONS = (
 def reference_page() -> str:
     """Return the page that documents every public name, from its signature and docstring."""
     parts = ["# Reference: every public function\n\n`import rnnlens as rl`. Nothing else is public."]
-    for title, room in SECTIONS:
-        holder = getattr(rnnlens, room) if room else rnnlens
+    for title, module in SECTIONS:
+        holder = getattr(rnnlens, module) if module else rnnlens
         parts.append(f"## {title}")
-        if room and (introduction := inspect.getdoc(holder)):
+        if module and (introduction := inspect.getdoc(holder)):
             parts.append(plain_markdown(introduction.split("\n\n")[0]))
-        parts += [entry(f"rl.{room}.{name}" if room else f"rl.{name}", thing) for name, thing in documented(holder)]
+        parts += [entry(f"rl.{module}.{name}" if module else f"rl.{name}", value) for name, value in documented(holder)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -65,29 +65,29 @@ def documented(holder: Any) -> list[tuple[str, Any]]:
     """Return the public classes and functions of ``rnnlens`` or of one of its modules."""
     names = getattr(holder, "__all__", None)
     if names is None:
-        names = [name for name, thing in vars(holder).items() if getattr(thing, "__module__", None) == holder.__name__]
-    things = [(name, getattr(holder, name)) for name in names if not name.startswith("_")]
+        names = [name for name, value in vars(holder).items() if getattr(value, "__module__", None) == holder.__name__]
+    members = [(name, getattr(holder, name)) for name in names if not name.startswith("_")]
     return [
-        (name, thing)
-        for name, thing in things
-        if not isinstance(thing, ModuleType) and (inspect.isclass(thing) or inspect.isroutine(thing))
+        (name, value)
+        for name, value in members
+        if not isinstance(value, ModuleType) and (inspect.isclass(value) or inspect.isroutine(value))
     ]
 
 
-def entry(title: str, thing: Any) -> str:
+def entry(title: str, value: Any) -> str:
     """Return the Markdown of one public name: heading, signature, docstring, and the methods of a class."""
-    parts = [f"### {title}", f"```text\n{signature(title, thing)}\n```", *docstring_parts(thing)]
-    if inspect.isclass(thing) and not issubclass(thing, BaseException):
-        methods = [(n, m) for n, m in vars(thing).items() if not n.startswith("_") and inspect.getdoc(m)]
+    parts = [f"### {title}", f"```text\n{signature(title, value)}\n```", *docstring_parts(value)]
+    if inspect.isclass(value) and not issubclass(value, BaseException):
+        methods = [(n, m) for n, m in vars(value).items() if not n.startswith("_") and inspect.getdoc(m)]
         lines = [f"- `{name}`: {first_sentence(method)}" for name, method in methods]
         parts += ["**Methods and properties**", "\n".join(lines)] if lines else []
     return "\n\n".join(parts)
 
 
-def signature(title: str, thing: Any) -> str:
+def signature(title: str, value: Any) -> str:
     """Return the call with each argument on a line of its own where it is long."""
     try:
-        parameters = list(inspect.signature(thing).parameters.values())
+        parameters = list(inspect.signature(value).parameters.values())
     except (TypeError, ValueError):
         return title
     texts = [str(p.replace(annotation=inspect.Parameter.empty)) for p in parameters if p.name != "self"]
@@ -98,15 +98,15 @@ def signature(title: str, thing: Any) -> str:
     return line if len(line) <= 100 else f"{title}(\n    " + ",\n    ".join(texts) + ",\n)"
 
 
-def docstring_parts(thing: Any) -> Iterator[str]:
+def docstring_parts(member: Any) -> Iterator[str]:
     """Yield the sections of a numpydoc docstring as Markdown."""
-    text = inspect.getdoc(thing) or ""
+    text = inspect.getdoc(member) or ""
     for section in griffe.Docstring(text).parse("numpy", warn_unknown_params=False, warnings=False):
         kind, value = section.kind.value, section.value
         if kind == "text":
             yield plain_markdown(value)
         elif kind == "examples":
-            yield "```text\n" + "\n\n".join(piece for _, piece in value) + "\n```"
+            yield "```text\n" + "\n\n".join(text_part for _, text_part in value) + "\n```"
         elif kind == "admonition":
             yield f"**{section.title}**\n\n{plain_markdown(value.contents)}"
         elif isinstance(value, list):
@@ -115,8 +115,8 @@ def docstring_parts(thing: Any) -> Iterator[str]:
 
 def items(elements: list[Any]) -> Iterator[str]:
     """Yield parameters, return values or errors as lines of a list, those that share a description as one."""
-    for description, together in itertools.groupby(elements, key=lambda one: " ".join(one.description.split())):
-        names = [getattr(one, "name", None) or str(one.annotation or "") for one in together]
+    for description, together in itertools.groupby(elements, key=lambda element: " ".join(element.description.split())):
+        names = [getattr(element, "name", None) or str(element.annotation or "") for element in together]
         yield f"- {', '.join(f'`{name}`' for name in names)}: {plain_markdown(description)}"
 
 
@@ -126,25 +126,25 @@ def plain_markdown(text: str) -> str:
     return re.sub(r"``([^`]+)``", r"`\1`", text).replace("rnnlens.", "rl.").strip()
 
 
-def first_sentence(thing: Any) -> str:
+def first_sentence(value: Any) -> str:
     """Return the first line of a docstring."""
-    return plain_markdown((inspect.getdoc(thing) or "").split("\n\n")[0].replace("\n", " "))
+    return plain_markdown((inspect.getdoc(value) or "").split("\n\n")[0].replace("\n", " "))
 
 
 def with_files(page: str) -> str:
     """Replace each block of a page that shows a file by the file."""
-    return SHOWN.sub(lambda found: f"{found[1]}{found[3]}\n{(ROOT / found[2]).read_text().rstrip()}\n```", page)
+    return FILE_BLOCK.sub(lambda match: f"{match[1]}{match[3]}\n{(ROOT / match[2]).read_text().rstrip()}\n```", page)
 
 
 def record_outputs() -> None:
     """Run each script of docs/start that has a recorded output, in a folder of its own, and record it again."""
-    for recorded in sorted((ROOT / "docs" / "start").glob("*.txt")):
+    for output_file in sorted((ROOT / "docs" / "start").glob("*.txt")):
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, str(recorded.with_suffix(".py"))]
-            done = subprocess.run(
+            command = [sys.executable, str(output_file.with_suffix(".py"))]
+            completed = subprocess.run(
                 command, cwd=folder, env={**os.environ, "COLUMNS": "120"}, text=True, capture_output=True, check=True
             )
-        recorded.write_text(done.stdout)
+        output_file.write_text(completed.stdout)
 
 
 def main() -> None:

@@ -18,10 +18,10 @@ def chosen_dtype(question: str | None) -> str:
     return str(parser.parse_args().dtype)
 
 
-def hold(what: str, got: Any, oracle: Any, dtype: str) -> None:
+def hold(label: str, actual: Any, oracle: Any, dtype: str) -> None:
     """Print how far an answer is from its oracle; end with an error where that is too far."""
-    got, oracle = np.asarray(got, dtype=np.float64), np.asarray(oracle)
-    assert got.shape == oracle.shape, (what, got.shape, oracle.shape)
-    off = float(np.abs(got - oracle).max() / np.abs(oracle).max())
-    assert off < BOUNDS[dtype], f"{what} is off by {off:.1e}"
-    print(f"{what}: equal to the oracle ({off:.0e}, allowed {BOUNDS[dtype]:.0e})")
+    actual, oracle = np.asarray(actual, dtype=np.float64), np.asarray(oracle)
+    assert actual.shape == oracle.shape, (label, actual.shape, oracle.shape)
+    error = float(np.abs(actual - oracle).max() / np.abs(oracle).max())
+    assert error < BOUNDS[dtype], f"{label} is off by {error:.1e}"
+    print(f"{label}: equal to the oracle ({error:.0e}, allowed {BOUNDS[dtype]:.0e})")

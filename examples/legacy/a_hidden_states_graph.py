@@ -51,11 +51,11 @@ for t in range(input_length):
 
 def by_hand(weight):
     """The adjoint of h_t = tanh(W x_t + U h_{t-1} + b); ``weight`` of each h_t in the mean."""
-    carry, found = np.zeros((batch_size, units)), np.zeros(x.shape)
+    carry, gradient = np.zeros((batch_size, units)), np.zeros(x.shape)
     for t in reversed(range(input_length)):
         through = (carry + weight[t]) * (1 - states[t] ** 2)
-        found[:, t], carry = through @ W.T, through @ U.T
-    return found
+        gradient[:, t], carry = through @ W.T, through @ U.T
+    return gradient
 
 
 only_last = np.zeros(input_length)

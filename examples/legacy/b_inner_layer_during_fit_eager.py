@@ -56,13 +56,13 @@ class MyModel(tf.keras.Model):
 
 x = np.random.default_rng(0).normal(size=(10, 6, 3)).astype(dtype)
 y = np.random.default_rng(1).normal(size=(10, 4)).astype(dtype)
-kept, weights = [], []
+traces, weights = [], []
 
 
 class Keep(tf.keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         weights.append([w.astype(np.float64) for w in self.model.get_weights()])
-        kept.append(rl.trace(self.model, x[batch : batch + 1], y[batch : batch + 1])["minimalrnn"])  # rnnlens
+        traces.append(rl.trace(self.model, x[batch : batch + 1], y[batch : batch + 1])["minimalrnn"])  # rnnlens
 
 
 def train(callbacks):
@@ -75,19 +75,19 @@ def train(callbacks):
     return model, history.history
 
 
-watched, history = train([Keep()])
-alone, without = train([])
-assert history == without
-assert all(np.array_equal(a, b) for a, b in zip(watched.get_weights(), alone.get_weights(), strict=True))
-print(f"{len(kept)} batches watched; training is the same without, to the last bit")
+watched_model, history = train([Keep()])
+plain_model, plain_history = train([])
+assert history == plain_history
+assert all(np.array_equal(a, b) for a, b in zip(watched_model.get_weights(), plain_model.get_weights(), strict=True))
+print(f"{len(traces)} batches watched; training is the same without, to the last bit")
 
-for number in (0, 5, len(kept) - 1):  # h_t = x_t K + h_{t-1} R, y = h_T D + d: every gradient in closed form
+for number in (0, 5, len(traces) - 1):  # h_t = x_t K + h_{t-1} R, y = h_T D + d: every gradient in closed form
     K, R, D, d = weights[number]
-    one, wanted = x[number % 8].astype(np.float64), y[number % 8]
+    inputs, target = x[number % 8].astype(np.float64), y[number % 8]
     h = np.zeros(2)
-    for step in one:
+    for step in inputs:
         h = step @ K + h @ R
-    direct = (2 * (h @ D + d - wanted) / 4) @ D.T
+    direct = (2 * (h @ D + d - target) / 4) @ D.T
     through = [direct @ np.linalg.matrix_power(R.T, 5 - t) for t in range(6)]
-    hold(f"batch {number}: direct, at the layer's output", kept[number].output_grad[0], direct, dtype)
-    hold(f"batch {number}: total, at every hidden state", kept[number].hidden_grad[0], through, dtype)
+    hold(f"batch {number}: direct, at the layer's output", traces[number].output_grad[0], direct, dtype)
+    hold(f"batch {number}: total, at every hidden state", traces[number].hidden_grad[0], through, dtype)

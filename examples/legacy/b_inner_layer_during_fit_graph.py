@@ -58,14 +58,14 @@ class MyModel(tf_keras.Model):
 
 x = np.random.default_rng(0).normal(size=(2, 6, 4)).astype(dtype)
 y = np.random.default_rng(1).normal(size=(2, 4)).astype(dtype)  # was: (2, 4, 1)
-model, kept = MyModel(2), []
+model, traces = MyModel(2), []
 model.compile(optimizer="sgd", loss="mse")
 
 
 class Keep(tf_keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         # rnnlens
-        kept.append(rl.trace(self.model, x, y, layers=["minimalrnn"])["minimalrnn"])
+        traces.append(rl.trace(self.model, x, y, layers=["minimalrnn"])["minimalrnn"])
         # ---
 
 
@@ -78,7 +78,7 @@ for t in range(6):
     h = x[:, t] @ kernel + h @ recurrent
     states.append(h)
 carry, truth = 2 * (h @ head + bias - y) / y.size @ head.T, np.zeros((2, 6, 2))
-hold("direct gradient after the last batch", kept[-1].output_grad, carry, dtype)
+hold("direct gradient after the last batch", traces[-1].output_grad, carry, dtype)
 for t in reversed(range(6)):
     truth[:, t], carry = carry, carry @ recurrent.T
-hold("hidden gradient after the last batch", kept[-1].hidden_grad, truth, dtype)
+hold("hidden gradient after the last batch", traces[-1].hidden_grad, truth, dtype)

@@ -55,11 +55,11 @@ def forward(inputs):
     return np.stack(outputs, axis=1)
 
 
-whole = np.zeros((10, 15, 15))  # d output[t] / d input[k], by the complex step
+jacobian = np.zeros((10, 15, 15))  # d output[t] / d input[k], by the complex step
 for k in range(15):
-    moved = x.numpy().astype(complex)
-    moved[:, k] += 1e-30j
-    whole[:, :, k] = forward(moved)[..., 0].imag / 1e-30
-hold("d output[10] / d input", row[:, 0, 0, :, 0], whole[:, 10], dtype)
-hold("norms of the whole map", lags, np.abs(whole), dtype)
+    perturbed = x.numpy().astype(complex)
+    perturbed[:, k] += 1e-30j
+    jacobian[:, :, k] = forward(perturbed)[..., 0].imag / 1e-30
+hold("d output[10] / d input", row[:, 0, 0, :, 0], jacobian[:, 10], dtype)
+hold("norms of the whole map", lags, np.abs(jacobian), dtype)
 print(f"output 10 is moved most by input step {int(np.asarray(strongest).ravel()[0])}")

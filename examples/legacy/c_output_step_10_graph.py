@@ -54,8 +54,8 @@ def output_10(x):
 truth = np.zeros(x.shape)
 for t in range(steps):
     for k in range(features):
-        moved = x.astype(complex)
-        moved[:, t, k] += 1e-30j
-        truth[:, t, k] = output_10(moved).imag / 1e-30
+        perturbed = x.astype(complex)
+        perturbed[:, t, k] += 1e-30j
+        truth[:, t, k] = output_10(perturbed).imag / 1e-30
 hold("d output[10] / d input", row.values.reshape(truth.shape), truth, dtype)
 print("strongest step by feature:", strongest.values.ravel())

@@ -83,12 +83,12 @@ def by_hand(w):
 
 def derivative(name):
     """By every entry of one variable."""
-    found = np.zeros(w[name].size)
-    for i in range(found.size):
-        moved = w[name].astype(complex)
-        moved.ravel()[i] += 1e-30j
-        found[i] = by_hand({**w, name: moved}).imag / 1e-30
-    return found.reshape(w[name].shape)
+    gradient = np.zeros(w[name].size)
+    for i in range(gradient.size):
+        perturbed = w[name].astype(complex)
+        perturbed.ravel()[i] += 1e-30j
+        gradient[i] = by_hand({**w, name: perturbed}).imag / 1e-30
+    return gradient.reshape(w[name].shape)
 
 
 for name in ("conv1d/kernel", "conv1d/bias", "batch_normalization/gamma", "batch_normalization/beta"):

@@ -56,11 +56,11 @@ def gru(w, x, bump):
 
 def loss(direction, t, unit):
     """The loss of each sample, one unit of one state of one direction moved by a complex step."""
-    moved = np.zeros((len(x), 6), complex)
-    moved[:, unit] = 1e-30j
-    there = gru(w[0:3], x, {t: moved} if direction == 0 else {})
-    back = gru(w[3:6], x[:, ::-1], {9 - t: moved} if direction == 1 else {})[:, ::-1]
-    top = gru(w[6:9], np.concatenate([there, back], 2), {})[:, -1]
+    perturbation = np.zeros((len(x), 6), complex)
+    perturbation[:, unit] = 1e-30j
+    forward = gru(w[0:3], x, {t: perturbation} if direction == 0 else {})
+    backward = gru(w[3:6], x[:, ::-1], {9 - t: perturbation} if direction == 1 else {})[:, ::-1]
+    top = gru(w[6:9], np.concatenate([forward, backward], 2), {})[:, -1]
     return ((top @ w[9] + w[10] - y) ** 2).sum(1) / y.size, top
 
 

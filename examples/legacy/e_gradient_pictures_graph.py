@@ -66,11 +66,11 @@ def gru(w, x, rec, bump):
 
 def loss(direction, t, unit):
     """The loss of each sample, one unit of one state of one direction moved by a complex step."""
-    moved = np.zeros((len(x), 6), complex)
-    moved[:, unit] = 1e-30j
-    there = gru(halves[0], x, gate, {t: moved} if direction == 0 else {})
-    back = gru(halves[1], x[:, ::-1], gate, {9 - t: moved} if direction == 1 else {})[:, ::-1]
-    top = gru(w[6:9], np.concatenate([there, back], 2), lambda z: 1 / (1 + np.exp(-z)), {})
+    perturbation = np.zeros((len(x), 6), complex)
+    perturbation[:, unit] = 1e-30j
+    forward = gru(halves[0], x, gate, {t: perturbation} if direction == 0 else {})
+    backward = gru(halves[1], x[:, ::-1], gate, {9 - t: perturbation} if direction == 1 else {})[:, ::-1]
+    top = gru(w[6:9], np.concatenate([forward, backward], 2), lambda z: 1 / (1 + np.exp(-z)), {})
     return ((top[:, -1] @ w[9] + w[10] - y) ** 2).sum(1) / y.size
 
 

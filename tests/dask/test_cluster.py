@@ -22,12 +22,12 @@ def expected():
     return rl.gradients(seeded(Net), X, Y, loss=MSE, wrt="input", batch_size=CHUNK).values
 
 
-def lazy(array):
+def to_dask(array):
     return da.from_array(array, chunks=(CHUNK, *array.shape[1:]))
 
 
-def of(net, x=X):
-    return rl.gradients(net, lazy(x), lazy(Y), loss=MSE, wrt="input")
+def input_gradients(net, x=X):
+    return rl.gradients(net, to_dask(x), to_dask(Y), loss=MSE, wrt="input")
 
 
 def state_of_worker():
@@ -40,11 +40,11 @@ def state_of_worker():
 
 
 def test_equal_bit_for_bit_and_each_worker_rebuilds_the_model_once(client, expected):
-    found = of(seeded(Net))
-    computed = found.compute()
+    result = input_gradients(seeded(Net))
+    computed = result.compute()
     np.testing.assert_array_equal(computed.values, expected)
     assert computed.certificate.state == "passed"
-    found.compute()
+    result.compute()
     states = client.run(state_of_worker).values()
     assert [(models, threads) for models, threads, _ in states] == [(1, 1), (1, 1)]
     assert os.getpid() not in [process for _, _, process in states]
@@ -52,33 +52,33 @@ def test_equal_bit_for_bit_and_each_worker_rebuilds_the_model_once(client, expec
 
 def test_sums_over_chunks_are_equal_bit_for_bit(client):
     net = seeded(Net)
-    computed = rl.gradients(net, lazy(X), lazy(Y), loss=MSE).compute()
-    plain = rl.gradients(net, X, Y, loss=MSE, batch_size=CHUNK)
-    for tensor in plain.tensors:
-        np.testing.assert_array_equal(computed[tensor].values, plain[tensor].values)
+    computed = rl.gradients(net, to_dask(X), to_dask(Y), loss=MSE).compute()
+    streamed = rl.gradients(net, X, Y, loss=MSE, batch_size=CHUNK)
+    for tensor in streamed.tensors:
+        np.testing.assert_array_equal(computed[tensor].values, streamed[tensor].values)
 
 
 def test_modules_with_parametrizations_travel(client):
     net = seeded(Net)
     net.lstm = torch.nn.utils.parametrizations.weight_norm(net.lstm, "weight_hh_l0")
-    plain = rl.gradients(net, X, Y, loss=MSE, wrt="input", batch_size=CHUNK).values
-    np.testing.assert_array_equal(of(net).compute().values, plain)
+    streamed = rl.gradients(net, X, Y, loss=MSE, wrt="input", batch_size=CHUNK).values
+    np.testing.assert_array_equal(input_gradients(net).compute().values, streamed)
 
 
 def test_a_part_that_cannot_travel_is_named(client):
     net = seeded(Net)
     net.source = (number for number in range(3))
     with pytest.raises(rl.errors.UnsupportedError, match=r"Net\.source cannot be serialised"):
-        of(net)
+        input_gradients(net)
 
 
 def test_an_exception_names_its_samples_and_loses_nothing_of_the_others(client, tmp_path):
     x = X.copy()
     x[40] = 5e3
-    found = of(seeded(RaisesForLargeInput), x)
+    result = input_gradients(seeded(RaisesForLargeInput), x)
     with pytest.raises(rl.errors.UserCodeError, match="Samples 32 to 47 failed"):
-        found.compute()
+        result.compute()
     with pytest.raises(rl.errors.UserCodeError, match=r"1 of 10 chunks(.|\n)*Samples 32 to 47"):
-        found.save(tmp_path / "g.zarr")
+        result.save(tmp_path / "g.zarr")
     (folder,) = tmp_path.iterdir()
     assert len(list((folder / ".chunks").iterdir())) == 9

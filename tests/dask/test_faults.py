@@ -35,12 +35,12 @@ def expected():
     return rl.gradients(seeded(Net), X, Y, loss=MSE, wrt="input", batch_size=CHUNK).values
 
 
-def lazy(array):
+def to_dask(array):
     return da.from_array(array, chunks=(CHUNK, *array.shape[1:]))
 
 
-def of(net, x=X):
-    return rl.gradients(net, lazy(x) if isinstance(x, np.ndarray) else x, lazy(Y), loss=MSE, wrt="input")
+def input_gradients(net, x=X):
+    return rl.gradients(net, to_dask(x) if isinstance(x, np.ndarray) else x, to_dask(Y), loss=MSE, wrt="input")
 
 
 def chunks_written(folder):
@@ -48,20 +48,20 @@ def chunks_written(folder):
     return {record.name: record.stat().st_mtime_ns for record in folder.glob(".*.unfinished/.chunks/*.json")}
 
 
-def goes_on(result, path, before):
+def resume_save(result, path, before):
     """Save a result again; assert that no chunk of ``before`` is written once more, and return the saved numbers."""
-    kept = {}
+    written = {}
 
-    def complete(folder, *rest):
-        kept.update(chunks_written(folder.parent))
-        return real(folder, *rest)
+    def record_and_finish(folder, *args):
+        written.update(chunks_written(folder.parent))
+        return finish_folder(folder, *args)
 
-    real = regions.finish_folder
+    finish_folder = regions.finish_folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rnnlens.results.saving.finish_folder", complete)
+        patch.setattr("rnnlens.results.saving.finish_folder", record_and_finish)
         result.save(path)
-    assert len(kept) == COUNT // CHUNK
-    assert {name: kept[name] for name in before} == before
+    assert len(written) == COUNT // CHUNK
+    assert {name: written[name] for name in before} == before
     return rl.open(path).values
 
 
@@ -83,7 +83,7 @@ def test_the_first_of_several_failing_chunks_is_named_whichever_ends_first(sched
     with pytest.raises(
         rl.errors.UserCodeError, match=r"2 of 10 chunks(.|\n)*Samples 32 to 47 failed: (.|\n)*an input is too large"
     ):
-        of(seeded(RaisesForLargeInput), x).save(tmp_path / "g.zarr")
+        input_gradients(seeded(RaisesForLargeInput), x).save(tmp_path / "g.zarr")
     assert len(chunks_written(tmp_path)) == 8
 
 
@@ -91,19 +91,21 @@ def test_data_that_cannot_be_read_names_its_samples_and_loses_nothing(scheduler,
     broken = tmp_path / "broken"
     broken.touch()
 
-    def read(block, block_info=None):
+    def read_block(block, block_info=None):
         if block_info and block_info[0]["chunk-location"][0] == 2 and broken.exists():
             raise OSError("no such block")
         return block
 
-    result = of(seeded(Net), lazy(X).map_blocks(read, dtype="float32", meta=np.empty((0, 0, 0), "float32")))
-    words = r"1 of 10 chunks(.|\n)*Samples 32 to 47 failed: OSError: no such block"
-    with pytest.raises(rl.errors.UserCodeError, match=words):
+    result = input_gradients(
+        seeded(Net), to_dask(X).map_blocks(read_block, dtype="float32", meta=np.empty((0, 0, 0), "float32"))
+    )
+    message = r"1 of 10 chunks(.|\n)*Samples 32 to 47 failed: OSError: no such block"
+    with pytest.raises(rl.errors.UserCodeError, match=message):
         result.save(tmp_path / "g.zarr")
     before = chunks_written(tmp_path)
     assert len(before) == 9
     broken.unlink()
-    np.testing.assert_array_equal(goes_on(result, tmp_path / "g.zarr", before), expected)
+    np.testing.assert_array_equal(resume_save(result, tmp_path / "g.zarr", before), expected)
 
 
 def test_a_second_save_at_once_computes_what_failed_though_the_client_is_busy(client, expected, tmp_path):
@@ -111,7 +113,7 @@ def test_a_second_save_at_once_computes_what_failed_though_the_client_is_busy(cl
     broken = tmp_path / "broken"
     broken.touch()
 
-    def read(block, block_info=None):
+    def read_block(block, block_info=None):
         if block_info and block_info[0]["chunk-location"][0] == 2 and broken.exists():
             raise OSError("no such block")
         return block
@@ -121,7 +123,9 @@ def test_a_second_save_at_once_computes_what_failed_though_the_client_is_busy(cl
         if broken.exists():
             client.loop.call_later(0.01, keep_busy)
 
-    result = of(seeded(Net), lazy(X).map_blocks(read, dtype="float32", meta=np.empty((0, 0, 0), "float32")))
+    result = input_gradients(
+        seeded(Net), to_dask(X).map_blocks(read_block, dtype="float32", meta=np.empty((0, 0, 0), "float32"))
+    )
     client.loop.add_callback(keep_busy)
     with pytest.raises(rl.errors.UserCodeError):
         result.save(tmp_path / "g.zarr")
@@ -136,8 +140,8 @@ def limit_files(size):
 
 
 def test_a_disk_that_is_full_for_one_worker(client, expected, tmp_path):
-    result, (full, _) = of(seeded(Slow)), client.scheduler_info()["workers"]
-    client.run(limit_files, 100, workers=[full])
+    result, (full_worker, _) = input_gradients(seeded(Slow)), client.scheduler_info()["workers"]
+    client.run(limit_files, 100, workers=[full_worker])
     try:
         with pytest.raises(rl.errors.FileError, match=r"of 10 chunks(.|\n)*File too large(.|\n)*goes on"):
             result.save(tmp_path / "g.zarr")
@@ -145,15 +149,15 @@ def test_a_disk_that_is_full_for_one_worker(client, expected, tmp_path):
         client.run(limit_files, -1)
     before = chunks_written(tmp_path)
     assert 0 < len(before) < 10
-    np.testing.assert_array_equal(goes_on(result, tmp_path / "g.zarr", before), expected)
+    np.testing.assert_array_equal(resume_save(result, tmp_path / "g.zarr", before), expected)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 10))])
 def test_a_worker_killed_at_a_random_moment_changes_no_number(client, expected, tmp_path, seed):
     """At a random moment of a run of about a second; every second run is saved by regions."""
-    chance = random.Random(seed)
-    moment, worker = chance.uniform(0.0, 0.7), chance.randrange(2)
-    result, pids = of(seeded(Slow)), sorted(client.run(os.getpid).values())
+    rng = random.Random(seed)
+    moment, worker = rng.uniform(0.0, 0.7), rng.randrange(2)
+    result, pids = input_gradients(seeded(Slow)), sorted(client.run(os.getpid).values())
     killer = threading.Timer(moment, os.kill, (pids[worker], signal.SIGKILL))
     killer.start()
     try:
@@ -197,53 +201,53 @@ def test_a_client_that_was_killed_goes_on_with_what_is_missing(expected, tmp_pat
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HELPERS), *filter(None, sys.path)])}
-    ended = subprocess.run([sys.executable, program, tmp_path, "0"], env=environment, timeout=120)
-    assert ended.returncode == -signal.SIGKILL
+    completed = subprocess.run([sys.executable, program, tmp_path, "0"], env=environment, timeout=120)
+    assert completed.returncode == -signal.SIGKILL
     before = chunks_written(tmp_path)
     assert 3 <= len(before) < 10
     assert not (tmp_path / "g.zarr").exists()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(regions, "current_client", lambda: None)
-        np.testing.assert_array_equal(goes_on(of(seeded(Slow)), tmp_path / "g.zarr", before), expected)
+        np.testing.assert_array_equal(resume_save(input_gradients(seeded(Slow)), tmp_path / "g.zarr", before), expected)
 
 
 @pytest.fixture
-def started(tmp_path):
+def client_and_pid(tmp_path):
     """Start a scheduler and a worker as programs of their own; return a client and the scheduler's process."""
     file = tmp_path / "scheduler.json"
     common = ["--scheduler-file", str(file), "--no-dashboard"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HELPERS), *filter(None, sys.path)])}
-    running = []
-    for module, more in (
+    processes = []
+    for module, options in (
         ("distributed.cli.dask_scheduler", ["--host", "127.0.0.1", "--port", "0"]),
         ("distributed.cli.dask_worker", ["--nthreads", "1", "--death-timeout", "60"]),
     ):
-        command = [sys.executable, "-W", "ignore", "-m", module, *more, *common]
-        running.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
+        command = [sys.executable, "-W", "ignore", "-m", module, *options, *common]
+        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
         while not file.exists():
             time.sleep(0.05)
-    yield Client(scheduler_file=str(file), timeout=30), running[0].pid
-    for process in reversed(running):
+    yield Client(scheduler_file=str(file), timeout=30), processes[0].pid
+    for process in reversed(processes):
         process.terminate()
         process.wait(timeout=30)
 
 
-def test_a_lost_scheduler_is_one_clear_error_and_the_save_goes_on(expected, tmp_path, started, cluster):
-    result = of(seeded(Slow))
+def test_a_lost_scheduler_is_one_clear_error_and_the_save_goes_on(expected, tmp_path, client_and_pid, cluster):
+    result = input_gradients(seeded(Slow))
 
-    def kill():
+    def kill_scheduler():
         while len(chunks_written(tmp_path)) < 3:
             time.sleep(0.005)
-        os.kill(scheduler, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
 
-    first, scheduler = started
-    killer = threading.Thread(target=kill)
+    own_client, pid = client_and_pid
+    killer = threading.Thread(target=kill_scheduler)
     killer.start()
-    words = r"connection to the Dask scheduler was lost(.|\n)*goes on"
-    with first, pytest.raises(rl.errors.FileError, match=words):
+    message = r"connection to the Dask scheduler was lost(.|\n)*goes on"
+    with own_client, pytest.raises(rl.errors.FileError, match=message):
         result.save(tmp_path / "g.zarr")
     killer.join()
     before = chunks_written(tmp_path)
     assert 3 <= len(before) < 10
     with Client(cluster):
-        np.testing.assert_array_equal(goes_on(result, tmp_path / "g.zarr", before), expected)
+        np.testing.assert_array_equal(resume_save(result, tmp_path / "g.zarr", before), expected)

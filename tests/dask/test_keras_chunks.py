@@ -26,14 +26,16 @@ def test_equal_to_results_in_memory_and_compiled_once(package, engine):
     legacy = {"TF_USE_LEGACY_KERAS": "1"} if package == "tf_keras" else {}
     environment = {**os.environ, "KERAS_BACKEND": engine, "PYTHONWARNINGS": "ignore", **legacy}
     command = [sys.executable, str(PROGRAM), package]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stderr
-    report = json.loads(run.stdout.splitlines()[-1])
-    apart = {f"{call}: {name}": value for call, each in report["apart"].items() for name, value in each.items()}
-    assert len(apart) > 40
-    assert {"gradients by weights: value", "weights: loss", "trace: loss"} <= apart.keys()
-    assert {name: value for name, value in apart.items() if not value <= BAR} == {}
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert completed.returncode == 0, completed.stderr
+    report = json.loads(completed.stdout.splitlines()[-1])
+    mismatches = {
+        f"{call}: {name}": value for call, values in report["apart"].items() for name, value in values.items()
+    }
+    assert len(mismatches) > 40
+    assert {"gradients by weights: value", "weights: loss", "trace: loss"} <= mismatches.keys()
+    assert {name: value for name, value in mismatches.items() if not value <= BAR} == {}
     compiled = report["compiled"]
-    assert {name: again for name, (_, again) in compiled.items()} == dict.fromkeys(compiled, 0)
+    assert {name: recompiled for name, (_, recompiled) in compiled.items()} == dict.fromkeys(compiled, 0)
     compiles = package == "keras" and engine != "torch"  # tf_keras runs operation by operation
     assert (compiled["gradients by input"][0] > 0) == compiles

@@ -34,26 +34,26 @@ def checkpoints(tmp_path_factory):
     return paths
 
 
-def restored(path):
+def load_net(path):
     net = Net()
     net.load_state_dict(torch.load(path, weights_only=True))
     return net
 
 
 def test_checkpoints_on_workers_give_the_table_of_one_process(client, checkpoints):
-    here = rl.compare(checkpoints, X, Y, load=restored, samples=128)
-    there = rl.compare(checkpoints, X, Y, load=restored, samples=128, client=client)
-    assert list(here.table["name"].values) == ["epoch-0", "epoch-1", "epoch-2"]
-    assert here.table.drop_vars("error").identical(there.table.drop_vars("error"))
-    one = rl.diagnose(restored(checkpoints[1]), X, Y, samples=128)
-    assert there.diagnoses["epoch-1"].to_json() == one.to_json()
-    assert list(there.diagnoses) == ["epoch-0", "epoch-1"]
-    for found in (here, there):
-        errors = [str(error) for error in found.table["error"].values]
+    local = rl.compare(checkpoints, X, Y, load=load_net, samples=128)
+    distributed = rl.compare(checkpoints, X, Y, load=load_net, samples=128, client=client)
+    assert list(local.table["name"].values) == ["epoch-0", "epoch-1", "epoch-2"]
+    assert local.table.drop_vars("error").identical(distributed.table.drop_vars("error"))
+    diagnosis = rl.diagnose(load_net(checkpoints[1]), X, Y, samples=128)
+    assert distributed.diagnoses["epoch-1"].to_json() == diagnosis.to_json()
+    assert list(distributed.diagnoses) == ["epoch-0", "epoch-1"]
+    for comparison in (local, distributed):
+        errors = [str(error) for error in comparison.table["error"].values]
         assert errors[:2] == ["", ""]
         assert errors[2].startswith("UnpicklingError: ")
-        assert "2 diagnoses, 1 failed" in str(found)
-        assert "epoch-2  failed: UnpicklingError: " in str(found)
+        assert "2 diagnoses, 1 failed" in str(comparison)
+        assert "epoch-2  failed: UnpicklingError: " in str(comparison)
 
 
 def test_models_functions_and_diagnoses_may_be_mixed(client):
@@ -61,16 +61,18 @@ def test_models_functions_and_diagnoses_may_be_mixed(client):
     net.lstm = torch.nn.utils.parametrizations.weight_norm(net.lstm, "weight_hh_l0")
     broken = seeded(Net)
     broken.source = (number for number in range(3))
-    first = rl.diagnose(seeded(Net), X, Y)
-    models = {"known": first, "normed": net, "wide": lambda: seeded(Net, 12), "broken": broken}
-    here = rl.compare(models, X, Y)
-    there = rl.compare(models, X, Y, client=client)
-    assert there.diagnoses["known"] is first
-    assert str(there.table["error"].values[3]).startswith("UnsupportedError: Not everything can be sent to workers: ")
-    assert "Net.source" in str(there.table["error"].values[3])
-    assert here.table["error"].values[3] == ""
-    few = {"name": ["known", "normed", "wide"]}
-    assert here.table.sel(few).drop_vars("error").identical(there.table.sel(few).drop_vars("error"))
+    diagnosis = rl.diagnose(seeded(Net), X, Y)
+    models = {"known": diagnosis, "normed": net, "wide": lambda: seeded(Net, 12), "broken": broken}
+    local = rl.compare(models, X, Y)
+    distributed = rl.compare(models, X, Y, client=client)
+    assert distributed.diagnoses["known"] is diagnosis
+    assert str(distributed.table["error"].values[3]).startswith(
+        "UnsupportedError: Not everything can be sent to workers: "
+    )
+    assert "Net.source" in str(distributed.table["error"].values[3])
+    assert local.table["error"].values[3] == ""
+    rows = {"name": ["known", "normed", "wide"]}
+    assert local.table.sel(rows).drop_vars("error").identical(distributed.table.sel(rows).drop_vars("error"))
 
 
 def test_a_model_that_kills_its_worker_is_a_row(checkpoints, tmp_path):
@@ -78,10 +80,10 @@ def test_a_model_that_kills_its_worker_is_a_row(checkpoints, tmp_path):
 
     def load(number):
         if number != 1:
-            return restored(checkpoints[0])
-        return KillsItsWorker(tmp_path, home)
+            return load_net(checkpoints[0])
+        return KillsItsWorker(tmp_path, pid)
 
-    home = os.getpid()
+    pid = os.getpid()
     for number in range(4):
         (tmp_path / str(number)).touch()
     options = {"threads_per_worker": 1, "dashboard_address": ":0"}
@@ -90,10 +92,10 @@ def test_a_model_that_kills_its_worker_is_a_row(checkpoints, tmp_path):
         LocalCluster(n_workers=1, **options) as cluster,
         Client(cluster, set_as_default=False) as client,
     ):
-        found = rl.compare([0, 1, 2], X, Y, load=load, client=client)
-    errors = found.table["error"].values
+        comparison = rl.compare([0, 1, 2], X, Y, load=load, client=client)
+    errors = comparison.table["error"].values
     assert [str(error).partition(":")[0] for error in errors] == ["", "KilledWorker", ""]
-    assert found.diagnoses["0"].to_json() == found.diagnoses["2"].to_json()
+    assert comparison.diagnoses["0"].to_json() == comparison.diagnoses["2"].to_json()
 
 
 def test_keras_files_run_on_the_engine_of_the_client(client, tmp_path):
@@ -105,27 +107,27 @@ def test_keras_files_run_on_the_engine_of_the_client(client, tmp_path):
         model.compile(loss="mse")
         model.save(tmp_path / f"seed-{seed}.keras")
     paths = sorted(tmp_path.iterdir())
-    here = rl.compare(paths, X, Y)
-    there = rl.compare(paths, X, Y, client=client)
-    assert here.table["error"].values.tolist() == ["", ""]
-    assert there.diagnoses["seed-1"].provenance == here.diagnoses["seed-1"].provenance
+    local = rl.compare(paths, X, Y)
+    distributed = rl.compare(paths, X, Y, client=client)
+    assert local.table["error"].values.tolist() == ["", ""]
+    assert distributed.diagnoses["seed-1"].provenance == local.diagnoses["seed-1"].provenance
     for name in ("skill", "memory", "difference"):
-        np.testing.assert_allclose(there.table[name], here.table[name], rtol=1e-6)
+        np.testing.assert_allclose(distributed.table[name], local.table[name], rtol=1e-6)
 
 
 def test_the_table_of_failures_alone(tmp_path):
     def load(seed):
         raise OSError(f"no checkpoint of seed {seed}")
 
-    found = rl.compare([3, 4], X, Y, load=load)
-    assert "0 diagnoses, 2 failed" in str(found)
-    assert found.table["error"].values.tolist() == [
+    comparison = rl.compare([3, 4], X, Y, load=load)
+    assert "0 diagnoses, 2 failed" in str(comparison)
+    assert comparison.table["error"].values.tolist() == [
         "OSError: no checkpoint of seed 3",
         "OSError: no checkpoint of seed 4",
     ]
-    assert np.isnan(found.table["skill"].values).all()
-    found.save(tmp_path / "c.zarr")
-    assert str(rl.open(tmp_path / "c.zarr")) == str(found)
+    assert np.isnan(comparison.table["skill"].values).all()
+    comparison.save(tmp_path / "c.zarr")
+    assert str(rl.open(tmp_path / "c.zarr")) == str(comparison)
 
 
 REFUSED = {
@@ -137,15 +139,15 @@ REFUSED = {
     "a wrong value": (lambda net: rl.compare([net], X, Y, samples="x"), "samples= is a whole number"),
     "no client": (lambda net: rl.compare([net], X, Y, client="localhost:8786"), "client= is no client"),
     "no function": (lambda net: rl.compare([1], X, Y, load=Net()(torch.tensor(X[:1]))), "load= is a function"),
-    "equal names": (lambda net: rl.compare([1, 1], X, Y, load=restored), "Two models have the same name"),
+    "equal names": (lambda net: rl.compare([1, 1], X, Y, load=load_net), "Two models have the same name"),
     "x that cannot travel": (
-        lambda net: rl.compare([net], X, Y, client=Nowhere(), loss=Unpicklable()),
+        lambda net: rl.compare([net], X, Y, client=UnusedClient(), loss=Unpicklable()),
         r"arguments\.loss",
     ),
 }
 
 
-class Nowhere:
+class UnusedClient:
     """A client that is never used."""
 
     submit = scatter = cancel = staticmethod(lambda *_, **__: pytest.fail("was used"))
@@ -161,7 +163,7 @@ class Unpicklable:
         raise TypeError("cannot pickle this loss")
 
 
-@pytest.mark.parametrize(("call", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_compared_is_refused(call, words):
-    with pytest.raises(rl.errors.RnnlensError, match=words):
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_compared_is_refused(call, message):
+    with pytest.raises(rl.errors.RnnlensError, match=message):
         call(seeded(Net))

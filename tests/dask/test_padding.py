@@ -17,7 +17,7 @@ LABELS = RNG.integers(0, 2, (COUNT, 1))
 WEIGHTS = RNG.uniform(0.5, 2.0, COUNT).astype("float32")
 
 
-def built(loss="mse", steps=False, **options):
+def build_model(loss="mse", steps=False, **options):
     keras.utils.set_random_seed(0)
     layers = keras.layers
     gru = layers.GRU(3, return_sequences=steps, name="gru", **options)
@@ -31,23 +31,23 @@ def mean_of_squares(y, output):
 
 
 CASES = {
-    "loss": (built, Y, {}, {}),
-    "sum": (lambda: built(keras.losses.MeanSquaredError(reduction="sum")), Y, {}, {}),
-    "loss of every step": (lambda: built(steps=True), BY_STEP, {}, {}),
-    "sample weights": (built, Y, {}, {"sample_weight": WEIGHTS}),
-    "class weights": (lambda: built("binary_crossentropy"), LABELS, {"class_weight": {0: 1.0, 1: 3.0}}, {}),
-    "regulariser": (lambda: built(kernel_regularizer=keras.regularizers.L2(0.1)), Y, {}, {}),
-    "activity": (lambda: built(activity_regularizer=keras.regularizers.L2(0.1)), Y, {}, {}),
-    "function": (built, Y, {"loss": mean_of_squares, "combine": "mean"}, {}),
-    "input of a loss": (built, Y, {"wrt": ["input", "gru.hidden"]}, {}),
-    "output": (built, None, {"of": "output", "reduce": "mean", "wrt": ["gru/kernel", "input"]}, {}),
-    "each output": (built, None, {"of": "output", "reduce": "sum", "per_sample": True, "wrt": ["gru/bias"]}, {}),
-    "weighted outputs": (built, None, {"of": "output", "reduce": WEIGHTS[:, None], "wrt": ["gru/kernel"]}, {}),
-    "mean over samples": (built, None, {"of": "output", "reduce": "sum", "wrt": ["input"], "across": "mean"}, {}),
+    "loss": (build_model, Y, {}, {}),
+    "sum": (lambda: build_model(keras.losses.MeanSquaredError(reduction="sum")), Y, {}, {}),
+    "loss of every step": (lambda: build_model(steps=True), BY_STEP, {}, {}),
+    "sample weights": (build_model, Y, {}, {"sample_weight": WEIGHTS}),
+    "class weights": (lambda: build_model("binary_crossentropy"), LABELS, {"class_weight": {0: 1.0, 1: 3.0}}, {}),
+    "regulariser": (lambda: build_model(kernel_regularizer=keras.regularizers.L2(0.1)), Y, {}, {}),
+    "activity": (lambda: build_model(activity_regularizer=keras.regularizers.L2(0.1)), Y, {}, {}),
+    "function": (build_model, Y, {"loss": mean_of_squares, "combine": "mean"}, {}),
+    "input of a loss": (build_model, Y, {"wrt": ["input", "gru.hidden"]}, {}),
+    "output": (build_model, None, {"of": "output", "reduce": "mean", "wrt": ["gru/kernel", "input"]}, {}),
+    "each output": (build_model, None, {"of": "output", "reduce": "sum", "per_sample": True, "wrt": ["gru/bias"]}, {}),
+    "weighted outputs": (build_model, None, {"of": "output", "reduce": WEIGHTS[:, None], "wrt": ["gru/kernel"]}, {}),
+    "mean over samples": (build_model, None, {"of": "output", "reduce": "sum", "wrt": ["input"], "across": "mean"}, {}),
 }
 
 
-def lazy(array):
+def to_dask(array):
     return None if array is None else da.from_array(array, chunks=(CHUNK, *array.shape[1:]))
 
 
@@ -61,11 +61,11 @@ FEW = ("loss of every step", "sample weights", "regulariser", "weighted outputs"
 def test_the_numbers_are_those_of_the_streaming_call(case):
     make, y, keywords, weights = CASES[case]
     model = make()
-    plain = rl.gradients(model, X, y, batch_size=CHUNK, **keywords, **weights)
-    chunked = {name: lazy(value) for name, value in weights.items()}
+    streamed = rl.gradients(model, X, y, batch_size=CHUNK, **keywords, **weights)
+    lazy_weights = {name: to_dask(value) for name, value in weights.items()}
     with dask.config.set(scheduler="synchronous"):
-        found = rl.gradients(model, lazy(X), lazy(y), **keywords, **chunked).compute()
-    np.testing.assert_allclose(found.value, plain.value, rtol=1e-6)
-    for name in plain.tensors:
-        expected = plain[name].values
-        np.testing.assert_allclose(found[name].values, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
+        chunked = rl.gradients(model, to_dask(X), to_dask(y), **keywords, **lazy_weights).compute()
+    np.testing.assert_allclose(chunked.value, streamed.value, rtol=1e-6)
+    for name in streamed.tensors:
+        expected = streamed[name].values
+        np.testing.assert_allclose(chunked[name].values, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())

@@ -27,11 +27,11 @@ def test_two_ranks_write_the_gradient_of_all_samples(tmp_path):
     ]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
 
-    names = {}
-    exec(model, names)
+    namespace = {}
+    exec(model, namespace)
     torch.manual_seed(0)
     x = np.random.default_rng(0).normal(size=(400, 20, 3)).astype("float32")
     y = x[:, -1, :1]
-    expected = rl.gradients(names["Reader"](), x, y, loss=torch.nn.functional.mse_loss, wrt="input").values
-    found = zarr.open_array(tmp_path / "ranks.zarr")[:]
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())
+    expected = rl.gradients(namespace["Reader"](), x, y, loss=torch.nn.functional.mse_loss, wrt="input").values
+    gradients = zarr.open_array(tmp_path / "ranks.zarr")[:]
+    np.testing.assert_allclose(gradients, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max())

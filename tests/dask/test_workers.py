@@ -21,19 +21,19 @@ pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark
 
 
 @contextmanager
-def started(workers, threads, **config):
+def start_workers(workers, threads, **config):
     """Start workers with the given configuration of Dask, and yield their client."""
     options = {"n_workers": workers, "threads_per_worker": threads, "dashboard_address": ":0", "memory_limit": "4GiB"}
     with dask.config.set(config), LocalCluster(**options) as cluster, Client(cluster) as client:
         yield client
 
 
-def lazy(array):
+def to_dask(array):
     return da.from_array(array, chunks=(CHUNK, *array.shape[1:]))
 
 
-def of(net):
-    return rl.gradients(net, lazy(X), lazy(Y), loss=MSE, wrt="input")
+def input_gradients(net):
+    return rl.gradients(net, to_dask(X), to_dask(Y), loss=MSE, wrt="input")
 
 
 def count_bytes():
@@ -56,17 +56,17 @@ def bytes_of_models():
 
 def test_the_model_travels_once_to_each_worker():
     # Dask's memory manager drops copies that no waiting task needs, and sends them again.
-    with started(2, 1, **{"distributed.scheduler.active-memory-manager.start": False}) as client:
+    with start_workers(2, 1, **{"distributed.scheduler.active-memory-manager.start": False}) as client:
         net = seeded(Net, 256)
         client.run(count_bytes)
-        result = of(net)
+        result = input_gradients(net)
         size = len(result._tasks.model.pack())
         assert size > 4 * sum(weight.numel() for weight in net.parameters())
         result.compute()
         assert list(client.run(bytes_of_models).values()) == [[size]] * 2
 
 
-def threads_here():
+def thread_counts():
     """Return the threads of torch, and of every BLAS and OpenMP library in this thread of this process."""
     import torch
     from threadpoolctl import threadpool_info
@@ -75,13 +75,13 @@ def threads_here():
     return {"torch": torch.get_num_threads(), **libraries}
 
 
-def started_with_four_threads(monkeypatch, threads):
+def start_with_four_threads(monkeypatch, threads):
     """Start one worker of ``threads`` threads, whose libraries would use four."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     variables = {"OMP_NUM_THREADS": 4}  # and Dask's own, which the C library reads when a process starts
     method = {"distributed.worker.multiprocessing-method": "spawn"}
-    return started(1, threads, **method, **{"distributed.nanny.pre-spawn-environ": variables})
+    return start_workers(1, threads, **method, **{"distributed.nanny.pre-spawn-environ": variables})
 
 
 def page_faults():
@@ -108,13 +108,13 @@ def test_threads_memory_and_names_of_tasks_of_a_worker(monkeypatch):
 
     Dask's nanny has freed memory returned to the system at once, which is slow.
     """
-    with started_with_four_threads(monkeypatch, 1) as client:
+    with start_with_four_threads(monkeypatch, 1) as client:
         pages = 50 * (4 << 20) // resource.getpagesize()
         (before,) = client.run(page_faults).values()
         for make in NAMES.values():
-            make(seeded(Net), lazy(X), lazy(Y)).compute()
+            make(seeded(Net), to_dask(X), to_dask(Y)).compute()
         (after,) = client.run(page_faults).values()
-        found = client.submit(threads_here).result()
+        threads = client.submit(thread_counts).result()
         counts = client.run_on_scheduler(
             lambda dask_scheduler: {
                 name: prefix.state_counts["memory"] for name, prefix in dask_scheduler.task_prefixes.items()
@@ -122,12 +122,12 @@ def test_threads_memory_and_names_of_tasks_of_a_worker(monkeypatch):
         )
     assert before > 0.3 * pages  # pages of 4 KiB, and some larger ones
     assert after < 0.1 * before
-    assert found == dict.fromkeys(found, 1)
+    assert threads == dict.fromkeys(threads, 1)
     assert {name: counts.get(name) for name in NAMES} == dict.fromkeys(NAMES, 10)
 
 
 def test_libraries_use_as_many_threads_as_the_worker_has(monkeypatch):
-    with started_with_four_threads(monkeypatch, 2) as client:
-        of(seeded(Net)).compute()
-        found = client.submit(threads_here).result()
-    assert found == dict.fromkeys(found, 2)
+    with start_with_four_threads(monkeypatch, 2) as client:
+        input_gradients(seeded(Net)).compute()
+        threads = client.submit(thread_counts).result()
+    assert threads == dict.fromkeys(threads, 2)

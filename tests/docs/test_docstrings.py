@@ -10,8 +10,8 @@ import pytest
 
 import rnnlens
 
-FOUND = [found.name for found in pkgutil.walk_packages(rnnlens.__path__, "rnnlens.")]
-MODULES = ["rnnlens", *(name for name in FOUND if not name.endswith("__main__"))]  # which would run on import
+SUBMODULES = [module.name for module in pkgutil.walk_packages(rnnlens.__path__, "rnnlens.")]
+MODULES = ["rnnlens", *(name for name in SUBMODULES if not name.endswith("__main__"))]  # which would run on import
 LENIENT_ABOUT_SPACE = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 

@@ -49,13 +49,13 @@ def instead_of_training(fit):
     """
     random = np.random.default_rng(0)
 
-    def moved(model, *data, callbacks=None, **options):
+    def substitute_fit(model, *data, callbacks=None, **options):
         if callbacks:
             fit(model, *data, callbacks=callbacks, **{**options, "epochs": 1})
         else:
             model.set_weights([w + random.normal(scale=0.05, size=w.shape) for w in model.get_weights()])
 
-    return moved
+    return substitute_fit
 
 
 # Lightning 2.6 asks torch's trees in a way that torch 2.13 has replaced; it is Lightning's to change.
@@ -108,8 +108,8 @@ def test_commands_exist(document):
 
 
 def test_documents_were_found():
-    found = {path.relative_to(ROOT).as_posix() for path in DOCUMENTS}
-    assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/LIMITATIONS.md"} <= found
+    paths = {path.relative_to(ROOT).as_posix() for path in DOCUMENTS}
+    assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/LIMITATIONS.md"} <= paths
 
 
 def test_index_names_every_page():

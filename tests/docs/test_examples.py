@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("[a-g]_*.py"))
 
 #: The sentence that each prints at the end, and the figures it draws.
-SAID = {
+OUTPUTS = {
     "a": ("The last state still feels", {"a_hidden_states.png"}),
     "b": ("4 batches watched", {"b_inner_layer.png", "b_inner_layer.zarr"}),
     "c": ("output 10 is moved most by input step", {"c_output_step_10.png"}),
@@ -42,20 +42,20 @@ def test_all_seven_are_there():
 ON_TENSORFLOW = "bd"
 
 
-def printed_apart(script, folder):
+def output_of_process(script, folder):
     environment = {key: value for key, value in os.environ.items() if key != "KERAS_BACKEND"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, script, "--out", folder],
         env={**environment, "MPLBACKEND": "Agg", "TF_CPP_MIN_LOG_LEVEL": "3"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
-def printed_here(script, folder):
+def output_in_process(script, folder):
     output = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), redirect_stdout(output):
         patch.syspath_prepend(EXAMPLES)
@@ -71,9 +71,11 @@ def printed_here(script, folder):
     ids=lambda script: script.stem,
 )
 def test_example_runs_and_draws(script, tmp_path):
-    printed = printed_apart(script, tmp_path) if script.name[0] in ON_TENSORFLOW else printed_here(script, tmp_path)
-    sentence, figures = SAID[script.name[0]]
-    assert sentence in printed
+    output = (
+        output_of_process(script, tmp_path) if script.name[0] in ON_TENSORFLOW else output_in_process(script, tmp_path)
+    )
+    sentence, figures = OUTPUTS[script.name[0]]
+    assert sentence in output
     assert {path.name for path in tmp_path.iterdir()} == figures
     assert all(path.stat().st_size > 5000 for path in tmp_path.iterdir() if path.is_file())
 

@@ -36,7 +36,7 @@ def seeds(tmp_path, monkeypatch):
     keras.utils.set_random_seed(0)
 
 
-def drawn(path):
+def is_picture(path):
     return path.stat().st_size > 5000
 
 
@@ -49,7 +49,7 @@ def test_vanishing_in_two_layers_of_an_lstm(tmp_path):
         size = np.sqrt((trace[name].hidden_grad ** 2).sum("unit")).mean("sample")
         assert float(size[0] / size[-1]) < 1e-3, "an untrained LSTM forgets within 60 steps"
     rl.plot.gradient_flow(trace).save("flow.png")
-    assert drawn(tmp_path / "flow.png")
+    assert is_picture(tmp_path / "flow.png")
 
 
 def test_a_padded_keras_classifier():
@@ -84,10 +84,10 @@ def test_which_inputs_move_output_step_10():
             return self.head(self.gru(x)[0])
 
     model, x = Tagger(), torch.randn(3, 20, 3)
-    row = rl.jacobian(model, x, at={"out_time": [10]})
-    assert row.dims == ("sample", "out_time", "out_unit", "in_time", "in_feature")
-    truth = torch.autograd.functional.jacobian(lambda one: model(one[None])[0, 10], x[0])
-    np.testing.assert_allclose(row[0, 0], truth, atol=1e-6)
+    jacobian = rl.jacobian(model, x, at={"out_time": [10]})
+    assert jacobian.dims == ("sample", "out_time", "out_unit", "in_time", "in_feature")
+    reference = torch.autograd.functional.jacobian(lambda sample: model(sample[None])[0, 10], x[0])
+    np.testing.assert_allclose(jacobian[0, 0], reference, atol=1e-6)
 
 
 def test_gates_over_a_sentence(tmp_path):
@@ -97,7 +97,7 @@ def test_gates_over_a_sentence(tmp_path):
     lstm = rl.trace(model, x)["lstm"]
     rl.plot.unit_over_text(lstm.gates, text, gate="forget", units=[0, 3]).save("gates.png")
     assert lstm.gates.sel(gate="forget").shape == (1, len(text), 6)
-    assert drawn(tmp_path / "gates.png")
+    assert is_picture(tmp_path / "gates.png")
 
 
 def test_a_fit_without_input_is_followed():
@@ -118,8 +118,8 @@ def test_the_first_number_that_is_not_finite():
     model, x, y = Reader(), torch.randn(6, 9, 2), torch.randn(6, 1)
     assert not rl.find_nonfinite(model, x, y, loss=mse)
     x[4, 3, 1] = torch.nan
-    found = rl.find_nonfinite(model, x, y, loss=mse)
-    assert (found.phase, found.sample, found.step) == ("data", 4, 3)
+    fault = rl.find_nonfinite(model, x, y, loss=mse)
+    assert (fault.phase, fault.sample, fault.step) == ("data", 4, 3)
 
 
 def test_a_leaky_network_of_ones_own():
@@ -160,11 +160,14 @@ def test_the_command_line(tmp_path):
     model.compile("adam", "mse")
     model.save("model.keras")
     np.savez("data.npz", x=np.ones((4, 8, 2), "float32"), y=np.ones((4, 1), "float32"))
-    for arguments, words in ((["layers", "model.keras"], "gru"), (["trace", "model.keras", "data.npz"], "hidden_grad")):
+    for arguments, column in (
+        (["layers", "model.keras"], "gru"),
+        (["trace", "model.keras", "data.npz"], "hidden_grad"),
+    ):
         command = [sys.executable, "-m", "rnnlens.cli", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert words in done.stdout or "GRU" in done.stdout
+        completed = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert completed.returncode == 0, completed.stderr
+        assert column in completed.stdout or "GRU" in completed.stdout
 
 
 def test_a_notebook():
@@ -175,8 +178,8 @@ def test_a_notebook():
     try:
         shell.user_ns.update(rl=rl, model=Reader(layers=1), x=torch.randn(4, 10, 2), y=torch.randn(4, 1), loss=mse)
         assert shell.run_cell("trace = rl.trace(model, x, y, loss=loss)").success
-        shown = shell.run_cell("trace").result
-        assert "<details" in shown._repr_html_()
+        result = shell.run_cell("trace").result
+        assert "<details" in result._repr_html_()
         figure = shell.run_cell("rl.plot.gradient_flow(trace)").result
         assert figure[0].figure.axes
         assert shell.run_cell("trace['lstm'].hidden_grad").success
@@ -241,11 +244,11 @@ def test_a_notebook_in_a_kernel_of_its_own(tmp_path):
         "import nbclient, nbformat; n = nbformat.read('first.ipynb', 4);"
         "nbclient.NotebookClient(n, timeout=300, kernel_name='python3').execute(); nbformat.write(n, 'done.ipynb')"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
     cells = nbformat.read("done.ipynb", 4).cells
-    shown = [cell.outputs[-1].data if cell.outputs else {} for cell in cells]
-    assert "<strong>Trace" in shown[1]["text/html"]
-    assert "time step →" in shown[1]["text/html"]
-    assert "total gradient" in shown[2]["text/html"]
-    assert len(shown[3]["image/png"]) > 10_000
+    displays = [cell.outputs[-1].data if cell.outputs else {} for cell in cells]
+    assert "<strong>Trace" in displays[1]["text/html"]
+    assert "time step →" in displays[1]["text/html"]
+    assert "total gradient" in displays[2]["text/html"]
+    assert len(displays[3]["image/png"]) > 10_000

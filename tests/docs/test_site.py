@@ -19,7 +19,7 @@ SCRIPTS = sorted((ROOT / "docs" / "start").glob("*.py"))
 SLOW = ("recall_jax", "recall_tensorflow")
 
 
-def pages():
+def load_pages():
     spec = importlib.util.spec_from_file_location("pages", ROOT / "docs" / "site" / "pages.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -27,16 +27,19 @@ def pages():
 
 
 def test_reference_has_a_section_for_every_public_module():
-    assert {room for _, room in pages().SECTIONS if room} == {*rnnlens._SUBMODULES, "tf1"}  # joined by its entry point
+    assert {module for _, module in load_pages().SECTIONS if module} == {
+        *rnnlens._SUBMODULES,
+        "tf1",
+    }  # joined by its entry point
 
 
 def test_reference_is_that_of_the_code():
-    assert (ROOT / "docs" / "reference.md").read_text() == pages().reference_page(), "run `make pages`"
+    assert (ROOT / "docs" / "reference.md").read_text() == load_pages().reference_page(), "run `make pages`"
 
 
 def test_pages_show_the_files_that_they_name():
-    for page in pages().PAGES:
-        assert page.read_text() == pages().with_files(page.read_text()), "run `make pages`"
+    for page in load_pages().PAGES:
+        assert page.read_text() == load_pages().with_files(page.read_text()), "run `make pages`"
 
 
 @pytest.mark.parametrize(
@@ -45,22 +48,22 @@ def test_pages_show_the_files_that_they_name():
     ids=lambda path: path.stem,
 )
 def test_scripts_run_and_print_what_the_pages_show(script, tmp_path):
-    printed = run_script(script, tmp_path)
+    output = run_script(script, tmp_path)
     if script.stem.startswith("recall"):
-        assert re.search(r"\blast 15 of 20 steps", printed)  # the known answer
+        assert re.search(r"\blast 15 of 20 steps", output)  # the known answer
         assert (tmp_path / "gradient.png").stat().st_size > 10_000
     recorded = script.with_suffix(".txt")
     if recorded.exists():
-        assert masked(printed) == masked(recorded.read_text())
+        assert masked(output) == masked(recorded.read_text())
 
 
 def run_script(script: Path, folder: Path) -> str:
     environment = {**os.environ, "KERAS_BACKEND": "torch", "COLUMNS": "120"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, script], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 def masked(text: str) -> str:

@@ -29,11 +29,11 @@ def batch():
 @pytest.fixture(scope="session")
 def model():
     torch.manual_seed(1)
-    made = Classifier()
+    classifier = Classifier()
     with torch.no_grad():  # unlike a fresh one, with which it is compared
-        for name, weight in made.rnn.named_parameters():
+        for name, weight in classifier.rnn.named_parameters():
             weight.add_(0.5 if "bias_ih" in name else 0.0)
-    return made
+    return classifier
 
 
 @pytest.fixture(scope="session")
@@ -48,10 +48,10 @@ def page(model, batch, tmp_path_factory):
 def report_of(tmp_path):
     """Return a function that writes a report and reads it back."""
 
-    def make(*arguments, **options) -> Page:
+    def write_report(*arguments, **options) -> Page:
         return Page(rl.report(*arguments, path=tmp_path / "r.html", **options))
 
-    return make
+    return write_report
 
 
 @pytest.fixture(scope="session")
@@ -59,10 +59,12 @@ def site(tmp_path_factory):
     """Build the site without a warning, and return its folder."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    root, quiet = Path(__file__).resolve().parents[2], {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    built = subprocess.run(command, cwd=root, env=quiet, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
-    assert re.findall(r"^.*WARNING +-.*$", built.stderr, re.MULTILINE) == []  # MkDocs' own form, not that of TensorFlow
+    root, environment = Path(__file__).resolve().parents[2], {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    completed = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
+    assert (
+        re.findall(r"^.*WARNING +-.*$", completed.stderr, re.MULTILINE) == []
+    )  # MkDocs' own form, not that of TensorFlow
     return folder
 
 
@@ -74,9 +76,9 @@ def browser():
     path = chromium()
     assert path is not None, "no Chromium: apt-get install chromium"
     with sync_playwright() as player:
-        running = player.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield running
-        running.close()
+        instance = player.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield instance
+        instance.close()
 
 
 @pytest.fixture
@@ -89,7 +91,7 @@ def reader(browser, page, tmp_path):
         contexts.append(context)
         sheet = context.new_page()
         sheet.set_default_timeout(60_000)  # milliseconds: a busy machine is no fault of a page
-        sheet.on("console", lambda said: complaints.append(said.text))
+        sheet.on("console", lambda message: complaints.append(message.text))
         sheet.on("pageerror", lambda error: complaints.append(str(error)))
         sheet.on("requestfailed", lambda request: complaints.append(f"asked for {request.url}"))
         sheet.goto((path or page.path).as_uri())

@@ -20,9 +20,9 @@ VIEWS = {
 
 def violations(sheet):
     return [
-        f"{found['id']}: {found['help']} ({node['html'][:120]}: {node['failureSummary']})"
-        for found in Axe().run(sheet).response["violations"]
-        for node in found["nodes"]
+        f"{rule['id']}: {rule['help']} ({node['html'][:120]}: {node['failureSummary']})"
+        for rule in Axe().run(sheet).response["violations"]
+        for node in rule["nodes"]
     ]
 
 

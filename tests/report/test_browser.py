@@ -19,7 +19,7 @@ pytestmark = pytest.mark.browser
 LOSS = nn.functional.cross_entropy
 
 
-def shown(sheet, id):
+def show_figure(sheet, id):
     """Unfold a figure, bring it into the window and wait until the script has drawn it."""
     figure = sheet.locator(f"#{id}")
     figure.evaluate("figure => { const fold = figure.closest('details'); if (fold) fold.open = true; }")
@@ -28,7 +28,7 @@ def shown(sheet, id):
     return figure
 
 
-def point(sheet, figure, across, down):
+def move_pointer(sheet, figure, across, down):
     """Move the pointer to a share of the plot's width and height, inside its axes."""
     figure.locator(".plot > svg").scroll_into_view_if_needed()
     box = figure.locator(".plot > svg").bounding_box()
@@ -39,72 +39,72 @@ def point(sheet, figure, across, down):
     return x, y
 
 
-def until(sheet, expression, argument=None):
+def wait_until(sheet, expression, argument=None):
     """Wait for something to be true; the page forbids what Playwright's own waiting does (``unsafe-eval``)."""
-    end = time.monotonic() + 5
+    deadline = time.monotonic() + 5
     while not sheet.evaluate(expression, argument):
-        assert time.monotonic() < end, f"never true: {expression}"
+        assert time.monotonic() < deadline, f"never true: {expression}"
         sheet.wait_for_timeout(20)
 
 
-def legend(figure):
+def legend_text(figure):
     return figure.locator(".legend").inner_text()
 
 
-def number(text):
+def last_number(text):
     return float(re.search(r"(-?[\d.]+(?:e[-+]?\d+)?)\s*$", text.strip())[1])
 
 
-def drawn(figure):
+def svg_of(figure):
     return figure.locator(".plot > svg").evaluate("svg => svg.outerHTML")
 
 
-def saved(sheet, figure, kind):
-    with sheet.expect_download() as waiting:
+def save_figure(sheet, figure, kind):
+    with sheet.expect_download() as download:
         figure.locator(f"button.{kind}").click()
-    return waiting.value.suggested_filename, waiting.value.path().read_text("utf-8")
+    return download.value.suggested_filename, download.value.path().read_text("utf-8")
 
 
 def test_a_cursor_shows_the_values_of_the_typical_sample(reader, page, model, batch):
     sheet = reader()
-    figure = shown(sheet, "track-1-gradient")
+    figure = show_figure(sheet, "track-1-gradient")
     trace, typical = rl.trace(model, *batch, loss=LOSS), page.data["typical"]
-    want = np.linalg.norm(trace["rnn[1]"].hidden_grad.values[typical].astype(float), axis=-1)
+    expected = np.linalg.norm(trace["rnn[1]"].hidden_grad.values[typical].astype(float), axis=-1)
     for step in (0, 5, 11):
-        point(sheet, figure, (step + 0.5) / 12, 0.5)
-        until(sheet, f"document.getElementById('readout').innerText.includes('step {step}')")
-        found = number(figure.locator(".legend .key").first.inner_text())
-        assert found == pytest.approx(want[step], rel=0.01)
+        move_pointer(sheet, figure, (step + 0.5) / 12, 0.5)
+        wait_until(sheet, f"document.getElementById('readout').innerText.includes('step {step}')")
+        actual = last_number(figure.locator(".legend .key").first.inner_text())
+        assert actual == pytest.approx(expected[step], rel=0.01)
 
 
 def test_one_cursor_stands_in_every_panel(reader):
     sheet = reader()
     ids = ("input-size", "track-0-gradient", "track-0-hidden", "track-0-cell", "track-0-gates", "track-0-gate-gradient",
            "track-1-gradients")  # fmt: skip
-    figures = [shown(sheet, id) for id in ids]
-    point(sheet, figures[-1], 7.5 / 12, 0.5)
-    until(sheet, "document.getElementById('readout').innerText.includes('step 7')")
-    places = []
+    figures = [show_figure(sheet, id) for id in ids]
+    move_pointer(sheet, figures[-1], 7.5 / 12, 0.5)
+    wait_until(sheet, "document.getElementById('readout').innerText.includes('step 7')")
+    positions = []
     for figure in figures:
         path = figure.locator(".cursor").get_attribute("d")
         width = figure.locator(".plot > svg").bounding_box()["width"]
-        places.append((float(re.match(r"M([\d.]+)", path)[1]) - 62) / (width - 74))
-    assert places == pytest.approx([7.5 / 12] * len(ids), abs=0.01)
+        positions.append((float(re.match(r"M([\d.]+)", path)[1]) - 62) / (width - 74))
+    assert positions == pytest.approx([7.5 / 12] * len(ids), abs=0.01)
 
 
 def test_the_hardest_sample_is_one_click_away(reader, page, model, batch):
     sheet = reader()
-    figure = shown(sheet, "track-1-gradient")
-    before = drawn(figure)
+    figure = show_figure(sheet, "track-1-gradient")
+    before = svg_of(figure)
     sheet.click(".pick-hardest")
-    until(sheet, "old => document.querySelector('#track-1-gradient .plot > svg').outerHTML !== old", before)
+    wait_until(sheet, "old => document.querySelector('#track-1-gradient .plot > svg').outerHTML !== old", before)
     hardest = page.data["hardest"]
     assert f"sample {hardest}, loss" in sheet.inner_text("#readout")
-    point(sheet, figure, 3.5 / 12, 0.5)
-    until(sheet, "document.getElementById('readout').innerText.includes('step 3')")
+    move_pointer(sheet, figure, 3.5 / 12, 0.5)
+    wait_until(sheet, "document.getElementById('readout').innerText.includes('step 3')")
     gradient = rl.trace(model, *batch, loss=LOSS)["rnn[1]"].hidden_grad.values[hardest, 3]
-    found = number(figure.locator(".legend .key").first.inner_text())
-    assert found == pytest.approx(np.linalg.norm(gradient.astype(float)), rel=0.01)
+    actual = last_number(figure.locator(".legend .key").first.inner_text())
+    assert actual == pytest.approx(np.linalg.norm(gradient.astype(float)), rel=0.01)
 
 
 def test_the_picker_goes_by_loss(reader, page):
@@ -115,32 +115,32 @@ def test_the_picker_goes_by_loss(reader, page):
     assert int(sheet.input_value("#sample")) == page.data["typical"]
     sheet.select_option("#sample", str(values[3]))
     # The page draws the choice in its next frame.
-    until(sheet, "text => document.getElementById('readout').innerText.includes(text)", f"sample {values[3]},")
+    wait_until(sheet, "text => document.getElementById('readout').innerText.includes(text)", f"sample {values[3]},")
 
 
 def test_a_unit_lights_up_everywhere(reader, model, batch, page):
     sheet = reader()
-    others = ["track-0-gradients", "track-0-cell", "track-0-gate-units", "track-0-weights", "track-0-kernel"]
-    figures = [shown(sheet, id) for id in others]
-    hidden = shown(sheet, "track-0-hidden")
-    x, y = point(sheet, hidden, 4.5 / 12, 2.5 / 6)
+    figure_ids = ["track-0-gradients", "track-0-cell", "track-0-gate-units", "track-0-weights", "track-0-kernel"]
+    figures = [show_figure(sheet, id) for id in figure_ids]
+    hidden = show_figure(sheet, "track-0-hidden")
+    x, y = move_pointer(sheet, hidden, 4.5 / 12, 2.5 / 6)
     sheet.mouse.click(x, y)
-    until(sheet, "document.querySelectorAll('#track-0-weights .unit').length === 1")
+    wait_until(sheet, "document.querySelectorAll('#track-0-weights .unit').length === 1")
     for figure in figures:
         boxes = figure.locator(".unit").evaluate_all(
             "all => all.map(r => [+r.getAttribute('y'), +r.getAttribute('height')])"
         )
-        tall = figure.locator(".plot > svg").evaluate("svg => svg.viewBox.baseVal.height")
+        plot_height = figure.locator(".plot > svg").evaluate("svg => svg.viewBox.baseVal.height")
         top, height = boxes[0]
-        assert (top + height / 2 - 8) / (tall - 42) == pytest.approx(2.5 / 6, abs=0.02)
+        assert (top + height / 2 - 8) / (plot_height - 42) == pytest.approx(2.5 / 6, abs=0.02)
     value = rl.trace(model, *batch, loss=LOSS)["rnn[0]"].hidden.values[page.data["typical"], 4, 2]
-    assert "unit 2, step 4" in legend(hidden)
-    assert number(hidden.locator(".legend span").first.inner_text()) == pytest.approx(value, abs=0.01)
+    assert "unit 2, step 4" in legend_text(hidden)
+    assert last_number(hidden.locator(".legend span").first.inner_text()) == pytest.approx(value, abs=0.01)
     row = figures[3].locator(".legend").inner_text()
-    want = np.linalg.norm(model.rnn.weight_ih_l0.detach().numpy()[2])  # the input gate of unit 2
-    assert f"W input {want:.2g}"[:-1] in row
-    assert shown(sheet, "track-0-gradient").locator(".single").count() == 2
-    assert shown(sheet, "track-1-hidden").locator(".unit").count() == 0  # units of another layer are others
+    expected = np.linalg.norm(model.rnn.weight_ih_l0.detach().numpy()[2])  # the input gate of unit 2
+    assert f"W input {expected:.2g}"[:-1] in row
+    assert show_figure(sheet, "track-0-gradient").locator(".single").count() == 2
+    assert show_figure(sheet, "track-1-hidden").locator(".unit").count() == 0  # units of another layer are others
 
 
 PIXELS = """async image => {
@@ -156,11 +156,11 @@ PIXELS = """async image => {
 
 def test_sorting_moves_rows(reader, page):
     sheet = reader()
-    figure = shown(sheet, "track-0-hidden")
-    before, image = drawn(figure), figure.locator("image")
+    figure = show_figure(sheet, "track-0-hidden")
+    before, image = svg_of(figure), figure.locator("image")
     rows = np.array(image.evaluate(PIXELS)).reshape(6, -1)
     sheet.select_option("#sort", "norm")
-    until(sheet, "old => document.querySelector('#track-0-hidden .plot > svg').outerHTML !== old", before)
+    wait_until(sheet, "old => document.querySelector('#track-0-hidden .plot > svg').outerHTML !== old", before)
     order = np.argsort(-np.array(page.data["tracks"][0]["keys"]["norm"]), kind="stable")
     names = figure.locator(".plot > svg text[text-anchor=end]").all_text_contents()
     assert [int(name) for name in names] == [int(unit) for unit in order][:: 6 // len(names)]
@@ -169,46 +169,48 @@ def test_sorting_moves_rows(reader, page):
 
 def test_a_row_of_the_time_jacobian_colours_the_input(reader, model, batch, page):
     sheet = reader()
-    figure = shown(sheet, "jacobian")
+    figure = show_figure(sheet, "jacobian")
     strip = sheet.locator("#strip")
     assert "Coloured by |dL/dx_t|" in sheet.inner_text("#input-section")  # of the shown sample, until a row is clicked
     before = strip.evaluate("c => c.toDataURL()")
-    x, y = point(sheet, figure, 2.5 / 12, 5.5 / 12)
+    x, y = move_pointer(sheet, figure, 2.5 / 12, 5.5 / 12)
     sheet.mouse.click(x, y)
-    until(sheet, "document.getElementById('strip').dataset.row === '5'")
+    wait_until(sheet, "document.getElementById('strip').dataset.row === '5'")
     assert strip.evaluate("c => c.toDataURL()") != before
     assert "mean over 8 samples, output step 5" in sheet.inner_text("#input-section")
     pixels = strip.evaluate("c => Array.from(c.getContext('2d').getImageData(0, 0, c.width, 1).data)")
     alpha = pixels[3::4]
     assert alpha[:6] == [255] * 6  # what can move output step 5
     assert max(alpha[6:]) < 255  # what comes later
-    assert "output step 5, input step 2" in legend(figure)
+    assert "output step 5, input step 2" in legend_text(figure)
 
 
 @pytest.mark.parametrize("declared", [True, False])
 def test_the_words_that_the_answer_hangs_on_are_the_hottest(reader, tmp_path, declared):
     """The gate of this cell opens for two words only; nothing else in a sentence, padding included, can matter."""
-    x, places = sentences()
+    x, key_steps = sentences()
     y = torch.randn(len(x), 1, generator=torch.Generator().manual_seed(1))
-    words = ["<pad>", "yes", "no", *(f"word{i}" for i in range(3, 12))]
+    tokens = ["<pad>", "yes", "no", *(f"word{i}" for i in range(3, 12))]
     model = Sentences(masked=declared)
     path = rl.report(
-        model, x, y, tmp_path / "r.html", loss=nn.functional.mse_loss, tokens=words, diagnosis=False, jacobian=True
+        model, x, y, tmp_path / "r.html", loss=nn.functional.mse_loss, tokens=tokens, diagnosis=False, jacobian=True
     )
     sheet = reader(path)
     for sample in Page(path).data["order"]:
         sheet.select_option("#sample", str(sample))
-        until(sheet, "index => document.querySelector('.strip .words').innerText.includes(`sample ${index},`)", sample)
+        wait_until(
+            sheet, "index => document.querySelector('.strip .words').innerText.includes(`sample ${index},`)", sample
+        )
         spans = sheet.locator("#tokens span")
         heat = spans.evaluate_all("all => all.map(span => Number(span.dataset.share || 0))")
-        assert set(np.argsort(heat)[-2:]) == places[sample]
-        assert all(int(x[sample, place]) in KEY_WORDS for place in places[sample])
+        assert set(np.argsort(heat)[-2:]) == key_steps[sample]
+        assert all(int(x[sample, step]) in KEY_WORDS for step in key_steps[sample])
         padded = spans.evaluate_all("all => all.map(span => span.className.includes('pad'))")
-        assert padded == [bool(declared and word == 0) for word in x[sample]]
+        assert padded == [bool(declared and token_id == 0) for token_id in x[sample]]
     note = sheet.locator("#input-section .intro").inner_text()
     if declared:
         assert note == "Padding is hatched."
-        figure = shown(sheet, "track-0-hidden")
+        figure = show_figure(sheet, "track-0-hidden")
         assert figure.locator("rect.padding").count() == 17 - int((x[sample] != 0).sum())  # the longest has 17 steps
     else:
         assert "No mask was declared: the network reads these steps as input." in note
@@ -221,7 +223,7 @@ def test_the_contents_stay_in_sight_and_lead_everywhere(reader):
         "Findings", "Memory", "Input", "Time Jacobian", "rnn[0]", "rnn[1]", "How this was made",
     ]  # fmt: skip
     links.nth(5).click()
-    until(sheet, "scrollY > 500")
+    wait_until(sheet, "scrollY > 500")
     assert sheet.locator("nav.toc").bounding_box()["y"] == pytest.approx(0, abs=1)
     assert 0 < sheet.locator("#track-1").bounding_box()["y"] < 300
 
@@ -233,14 +235,14 @@ def test_the_first_panels_are_open_and_a_link_opens_the_others(reader):
     assert not sheet.locator("#track-0-cell").is_visible()
     assert "Cell state" in sheet.locator("#track-0 details.more > summary").inner_text()
     sheet.evaluate("location.hash = 'track-0-cell'")
-    until(sheet, "document.getElementById('track-0-cell').checkVisibility()")
+    wait_until(sheet, "document.getElementById('track-0-cell').checkVisibility()")
 
 
 def test_panels_side_by_side_are_equally_tall(reader):
     sheet = reader()
     for pair in (("track-0-gradient", "track-0-gates"), ("input-size", "input"), ("missed", "transfer-0")):
-        boxes = [shown(sheet, id).bounding_box() for id in pair]
-        plots = [shown(sheet, id).locator(".plot > svg").bounding_box() for id in pair]
+        boxes = [show_figure(sheet, id).bounding_box() for id in pair]
+        plots = [show_figure(sheet, id).locator(".plot > svg").bounding_box() for id in pair]
         assert boxes[0]["height"] == pytest.approx(boxes[1]["height"], abs=1)
         assert plots[0]["height"] == pytest.approx(plots[1]["height"], abs=1)
 
@@ -248,31 +250,31 @@ def test_panels_side_by_side_are_equally_tall(reader):
 def test_the_slider_shows_its_number_and_thresholds_their_names(reader):
     sheet = reader()
     sheet.locator("#time").fill("7")
-    until(sheet, "document.querySelector('#controls output').textContent === '7'")
-    assert "99 % of chance" in shown(sheet, "missed").locator(".plot > svg").text_content()
+    wait_until(sheet, "document.querySelector('#controls output').textContent === '7'")
+    assert "99 % of chance" in show_figure(sheet, "missed").locator(".plot > svg").text_content()
 
 
 def test_the_switch_shows_the_baseline(reader, model, batch, page):
     sheet = reader()
-    figure = shown(sheet, "track-0-gates")
-    point(sheet, figure, 6.5 / 12, 0.5)
-    until(sheet, "document.getElementById('readout').innerText.includes('step 6')")
+    figure = show_figure(sheet, "track-0-gates")
+    move_pointer(sheet, figure, 6.5 / 12, 0.5)
+    wait_until(sheet, "document.getElementById('readout').innerText.includes('step 6')")
     after = figure.locator(".legend .key").nth(1).inner_text()
     sheet.click("#moments button:nth-child(2)")
-    until(sheet, "old => !document.querySelector('#track-0-gates .legend').innerText.includes(old)", after)
+    wait_until(sheet, "old => !document.querySelector('#track-0-gates .legend').innerText.includes(old)", after)
     before = figure.locator(".legend .key").nth(1).inner_text()
     assert before.startswith("forget = ")
-    assert number(before) == pytest.approx(0.5, abs=0.1)  # small fresh weights: every gate half open
+    assert last_number(before) == pytest.approx(0.5, abs=0.1)  # small fresh weights: every gate half open
     assert page.data["moments"] == ["after training", "before training"]
 
 
 @pytest.mark.parametrize("button", ["linear", "by own peak"])
 def test_axes_switch(reader, button):
     sheet = reader()
-    figure = shown(sheet, "track-0-gradient")
-    before = drawn(figure)
+    figure = show_figure(sheet, "track-0-gradient")
+    before = svg_of(figure)
     sheet.get_by_role("button", name=button, exact=True).click()
-    until(sheet, "old => document.querySelector('#track-0-gradient .plot > svg').outerHTML !== old", before)
+    wait_until(sheet, "old => document.querySelector('#track-0-gradient .plot > svg').outerHTML !== old", before)
     texts = figure.locator(".plot > svg text").all_text_contents()
     if button == "linear":
         ticks = [float(t) for t in figure.locator(".plot > svg text[text-anchor=end]").all_text_contents()]
@@ -283,17 +285,17 @@ def test_axes_switch(reader, button):
 
 def test_numbers_are_saved(reader, model, batch, page):
     sheet = reader()
-    name, text = saved(sheet, shown(sheet, "track-0-cell"), "csv")
+    name, text = save_figure(sheet, show_figure(sheet, "track-0-cell"), "csv")
     assert name == "track-0-cell.csv"
     rows = list(csv.reader(io.StringIO(text)))
     assert rows[0] == ["unit", *map(str, range(12))]
-    want = rl.trace(model, *batch, loss=LOSS)["rnn[0]"].cell.values[page.data["typical"]].T
-    np.testing.assert_allclose(np.array(rows[1:], dtype=float)[:, 1:], want, atol=np.abs(want).max() / 100)
+    expected = rl.trace(model, *batch, loss=LOSS)["rnn[0]"].cell.values[page.data["typical"]].T
+    np.testing.assert_allclose(np.array(rows[1:], dtype=float)[:, 1:], expected, atol=np.abs(expected).max() / 100)
 
 
 def test_a_figure_is_saved_as_it_looks(reader):
     sheet = reader()
-    name, text = saved(sheet, shown(sheet, "track-0-gradient"), "svg")
+    name, text = save_figure(sheet, show_figure(sheet, "track-0-gradient"), "svg")
     assert name == "track-0-gradient.svg"
     assert text.startswith("<svg ")
     assert "stroke: rgb(31, 111, 235)" in text  # colours are written out: there is no style sheet in the file
@@ -315,9 +317,9 @@ def test_it_is_read_without_scripts(reader):
 
 def test_it_prints(reader):
     sheet = reader()
-    paper = sheet.pdf(format="A4", print_background=True)
-    assert paper.startswith(b"%PDF")
-    assert 3 <= len(re.findall(rb"/Type\s*/Page\b(?!s)", paper)) <= 20
+    pdf = sheet.pdf(format="A4", print_background=True)
+    assert pdf.startswith(b"%PDF")
+    assert 3 <= len(re.findall(rb"/Type\s*/Page\b(?!s)", pdf)) <= 20
     sheet.emulate_media(media="print")
     assert not sheet.locator("#controls").is_visible()
     assert sheet.locator("#track-0-gradient svg").first.is_visible()
@@ -327,31 +329,31 @@ def test_it_prints(reader):
 def test_words_can_be_read_in_both_schemes(reader, scheme):
     sheet = reader(color_scheme=scheme)
 
-    def luminance(selector, what):
-        colour = sheet.locator(selector).first.evaluate(f"node => getComputedStyle(node).{what}")
+    def luminance(selector, css_property):
+        colour = sheet.locator(selector).first.evaluate(f"node => getComputedStyle(node).{css_property}")
         channels = [int(c) / 255 for c in re.findall(r"\d+", colour)[:3]]
         linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    ground = luminance("body", "backgroundColor")
-    assert (ground < 0.1) == (scheme == "dark")
+    background = luminance("body", "backgroundColor")
+    assert (background < 0.1) == (scheme == "dark")
     for selector in (".sentence", ".facts", ".badge", "figcaption .words", "a.evidence-link", "#controls label"):
-        light, dark = sorted((luminance(selector, "color"), ground), reverse=True)
+        light, dark = sorted((luminance(selector, "color"), background), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 4.5, selector  # WCAG 2.1, level AA
 
 
 def test_the_theme_is_switched_by_hand(reader):
     sheet = reader(color_scheme="light")
-    ground = "getComputedStyle(document.body).backgroundColor"
-    before = sheet.evaluate(ground)
+    background = "getComputedStyle(document.body).backgroundColor"
+    before = sheet.evaluate(background)
     sheet.click(".theme")
-    assert sheet.evaluate(ground) != before
+    assert sheet.evaluate(background) != before
 
 
 @pytest.mark.parametrize("width", [1440, 820, 360])
 def test_nothing_is_wider_than_the_window(reader, width):
     sheet = reader(viewport={"width": width, "height": 800})
-    shown(sheet, "track-1-kernel")
+    show_figure(sheet, "track-1-kernel")
     assert sheet.evaluate("document.documentElement.scrollWidth") <= width
 
 
@@ -359,7 +361,7 @@ def test_arrow_keys_move_the_cursor(reader):
     sheet = reader()
     for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "ArrowRight"):
         sheet.keyboard.press(key)
-    until(sheet, "document.getElementById('readout').innerText.includes('step 2')")
+    wait_until(sheet, "document.getElementById('readout').innerText.includes('step 2')")
 
 
 def test_names_of_the_user_run_nothing(reader, batch, tmp_path):
@@ -374,16 +376,16 @@ def test_names_of_the_user_run_nothing(reader, batch, tmp_path):
             return self.head(next(iter(self.layers.values()))(self.embedding(x))[0][:, -1])
 
     x = torch.randint(0, 9, (8, 5), generator=torch.Generator().manual_seed(0))
-    words = [f"<img src=x onerror=\"document.title='taken'\">{i}" for i in range(9)]
+    tokens = [f"<img src=x onerror=\"document.title='taken'\">{i}" for i in range(9)]
     y = torch.arange(8) % 3
-    path = rl.report(Tokens(), x, y, tmp_path / "r.html", loss=LOSS, tokens=words, title=HOSTILE, diagnosis=False)
+    path = rl.report(Tokens(), x, y, tmp_path / "r.html", loss=LOSS, tokens=tokens, title=HOSTILE, diagnosis=False)
     sheet = reader(path)
-    figure = shown(sheet, "track-0-hidden")
-    point(sheet, figure, 0.5, 0.5)
+    figure = show_figure(sheet, "track-0-hidden")
+    move_pointer(sheet, figure, 0.5, 0.5)
     assert sheet.title() == HOSTILE
     assert "<script>" in sheet.inner_text("h1")
     typical = Page(path).data["typical"]
-    assert sheet.locator("#tokens span").all_text_contents() == [words[int(i)] for i in x[typical]]
+    assert sheet.locator("#tokens span").all_text_contents() == [tokens[int(i)] for i in x[typical]]
     assert sheet.locator("#tokens img").count() == 0
 
 
@@ -393,13 +395,13 @@ def test_two_directions_and_nan_are_drawn(reader, batch, tmp_path):
         model.rnn.weight_hh_l1_reverse[0, 0] = float("nan")
     path = rl.report(model, *batch, tmp_path / "r.html", loss=LOSS, diagnosis=False)
     sheet = reader(path)
-    sick = shown(sheet, "track-3-hidden")
+    figure = show_figure(sheet, "track-3-hidden")
     trace, typical = rl.trace(model, *batch, loss=LOSS), Page(path).data["typical"]
     grads = [trace["rnn[1]"][name].sel(direction="backward").values[typical] for name in ("hidden_grad", "cell_grad")]
     broken = sum((~np.isfinite(grad).all(axis=-1)).sum() for grad in grads)
-    assert shown(sheet, "track-3-gradient").locator(".broken").count() == broken > 20
-    x, y = point(sheet, sick, 0.04, 0.04)  # the unit whose gate is NaN, at the step that runs last
+    assert show_figure(sheet, "track-3-gradient").locator(".broken").count() == broken > 20
+    x, y = move_pointer(sheet, figure, 0.04, 0.04)  # the unit whose gate is NaN, at the step that runs last
     sheet.mouse.click(x, y)
-    until(sheet, "document.querySelector('#track-3-hidden .legend').innerText.includes('unit 0, step 0')")
-    assert "NaN or infinite" in legend(sick)
+    wait_until(sheet, "document.querySelector('#track-3-hidden .legend').innerText.includes('unit 0, step 0')")
+    assert "NaN or infinite" in legend_text(figure)
     assert "rnn[1] · backward" in sheet.inner_text("#track-3 h2")

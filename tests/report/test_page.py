@@ -25,11 +25,11 @@ class Tags(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.found, self.words, self._inside = [], [], ""
+        self.tags, self.texts, self._inside = [], [], ""
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        self.found.append((tag, dict(attrs)))
+        self.tags.append((tag, dict(attrs)))
         self._inside = tag
 
     def handle_endtag(self, tag):
@@ -37,19 +37,19 @@ class Tags(HTMLParser):
 
     def handle_data(self, data):
         if self._inside not in ("script", "style"):
-            self.words.append(data)
+            self.texts.append(data)
 
 
-def curve(held, row, levels=65_000):
+def curve(encoded, row, levels=65_000):
     """Values of one row of a curve, decoded here once more."""
-    codes = np.frombuffer(base64.b64decode(held["rows"]), "<u2").reshape(-1, held["width"])[row].astype(float)
-    low, high, log = held["scale"]
+    codes = np.frombuffer(base64.b64decode(encoded["rows"]), "<u2").reshape(-1, encoded["width"])[row].astype(float)
+    low, high, log = encoded["scale"]
     value = low + codes / levels * (high - low)
     return np.where(codes > 0, 10**value, 0.0) if log else value
 
 
 def test_nothing_comes_from_elsewhere(page):
-    tags = Tags(page.text).found
+    tags = Tags(page.text).tags
     addresses = [v for _, a in tags for k, v in a.items() if k in ("src", "href", "action", "data", "srcset") and v]
     assert addresses
     assert [a for a in addresses if not a.startswith(("#", "data:image/png;base64,"))] == []
@@ -63,55 +63,55 @@ def test_curves_are_the_gradients_of_the_trace(page, model, batch):
     trace = rl.trace(model, *batch, loss=LOSS)
     for number, layer in enumerate(trace.layers):
         figure = page.figure(f"track-{number}-gradient")
-        want = np.linalg.norm(trace[layer].hidden_grad.values.astype(float), axis=-1)
-        held = figure["lines"][0]["moments"][0]
+        expected = np.linalg.norm(trace[layer].hidden_grad.values.astype(float), axis=-1)
+        encoded = figure["lines"][0]["moments"][0]
         for row, sample in enumerate(figure["samples"]):
-            np.testing.assert_allclose(curve(held, row), want[sample], rtol=1e-3)
+            np.testing.assert_allclose(curve(encoded, row), expected[sample], rtol=1e-3)
 
 
 def test_the_gradients_of_the_gates_are_those_of_the_trace(page, model, batch):
     trace = rl.trace(model, *batch, loss=LOSS)
     for number, layer in enumerate(trace.layers):
         figure = page.figure(f"track-{number}-gate-gradient")
-        want = np.linalg.norm(trace[layer].gate_grad.values.astype(float), axis=-1)
+        expected = np.linalg.norm(trace[layer].gate_grad.values.astype(float), axis=-1)
         names = [f"|dL/dz_t| {gate}" for gate in trace[layer].gate.values]
         assert [line["name"] for line in figure["lines"]] == names
-        for place, line in enumerate(figure["lines"]):
+        for gate_index, line in enumerate(figure["lines"]):
             for row, sample in enumerate(figure["samples"]):
-                np.testing.assert_allclose(curve(line["moments"][0], row), want[sample, :, place], rtol=1e-3)
+                np.testing.assert_allclose(curve(line["moments"][0], row), expected[sample, :, gate_index], rtol=1e-3)
 
 
 def test_bands_are_median_and_quartiles_over_all_samples(page, model, batch):
     trace = rl.trace(model, *batch, loss=LOSS)
-    held = page.figure("track-0-gates")["lines"][1]["moments"][0]
-    want = np.quantile(trace["rnn[0]"].gates.sel(gate="forget").mean("unit").values, [0.25, 0.5, 0.75], axis=0)
-    found = [curve({**held, "rows": held["band"]}, row) for row in range(3)]
-    np.testing.assert_allclose(found, want, atol=1e-5)
+    encoded = page.figure("track-0-gates")["lines"][1]["moments"][0]
+    expected = np.quantile(trace["rnn[0]"].gates.sel(gate="forget").mean("unit").values, [0.25, 0.5, 0.75], axis=0)
+    actual = [curve({**encoded, "rows": encoded["band"]}, row) for row in range(3)]
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_maps_are_pictures_that_hold_the_values(page, model, batch):
     trace = rl.trace(model, *batch, loss=LOSS)
     figure, sample = page.figure("track-1-cell"), str(page.data["typical"])
     low, high, log = figure["choices"][0]["moments"][0][sample][1]
-    url = next(a["href"] for tag, a in Tags(page.text).found if tag == "image" and a.get("id") == "track-1-cell-0")
+    url = next(a["href"] for tag, a in Tags(page.text).tags if tag == "image" and a.get("id") == "track-1-cell-0")
     codes = np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))), dtype=float)
-    want = trace["rnn[1]"].cell.values[int(sample)].T
+    expected = trace["rnn[1]"].cell.values[int(sample)].T
     assert not log
-    np.testing.assert_allclose(low + codes / 250 * (high - low), want, atol=(high - low) / 400)
+    np.testing.assert_allclose(low + codes / 250 * (high - low), expected, atol=(high - low) / 400)
 
 
 def test_samples_are_sorted_by_their_own_loss(page, model, batch):
     x, y = batch
-    want = LOSS(model(x), y, reduction="none").detach().numpy()
-    found = [sample["loss"] for sample in page.data["samples"]]
-    np.testing.assert_allclose(found, want, rtol=1e-4)
-    assert page.data["order"] == list(np.argsort(want, kind="stable"))
-    assert page.data["hardest"] == int(want.argmax())
-    assert page.data["easiest"] == int(want.argmin())
-    assert page.data["typical"] == int(np.argsort(want, kind="stable")[(len(want) - 1) // 2])
+    expected = LOSS(model(x), y, reduction="none").detach().numpy()
+    actual = [sample["loss"] for sample in page.data["samples"]]
+    np.testing.assert_allclose(actual, expected, rtol=1e-4)
+    assert page.data["order"] == list(np.argsort(expected, kind="stable"))
+    assert page.data["hardest"] == int(expected.argmax())
+    assert page.data["easiest"] == int(expected.argmin())
+    assert page.data["typical"] == int(np.argsort(expected, kind="stable")[(len(expected) - 1) // 2])
 
 
-def passes(network, batch, report_of, **options):
+def report_and_passes(network, batch, report_of, **options):
     """The report of a network, and how often its forward was called for it."""
     count = []
     handle = network.register_forward_hook(lambda *_: count.append(1))
@@ -121,8 +121,8 @@ def passes(network, batch, report_of, **options):
 
 
 def test_the_losses_of_all_samples_take_one_pass_beside_two_samples_run_alone(report_of, batch):
-    _, few = passes(Classifier(), batch, report_of, samples=4)
-    _, many = passes(Classifier(), batch, report_of, samples=40)
+    _, few = report_and_passes(Classifier(), batch, report_of, samples=4)
+    _, many = report_and_passes(Classifier(), batch, report_of, samples=40)
     assert many == few
 
 
@@ -141,8 +141,8 @@ def test_outputs_that_cannot_be_cut_into_samples_give_the_same_losses(report_of,
 
     network = TimeFirst()
     page = report_of(network, x, target, loss=loss, diagnosis=False, jacobian=False)
-    want = [float(loss(network(x[i : i + 1]), target[i : i + 1]).detach()) for i in range(len(x))]
-    np.testing.assert_allclose([sample["loss"] for sample in page.data["samples"]], want, rtol=1e-4)
+    expected = [float(loss(network(x[i : i + 1]), target[i : i + 1]).detach()) for i in range(len(x))]
+    np.testing.assert_allclose([sample["loss"] for sample in page.data["samples"]], expected, rtol=1e-4)
 
 
 def test_where_samples_mix_each_has_the_loss_that_it_has_alone(report_of, batch):
@@ -155,68 +155,68 @@ def test_where_samples_mix_each_has_the_loss_that_it_has_alone(report_of, batch)
 
     x, y = batch
     network = Mixing()
-    page, count = passes(network, batch, report_of)
-    want = [float(LOSS(network(x[i : i + 1]), y[i : i + 1]).detach()) for i in range(len(x))]
-    np.testing.assert_allclose([sample["loss"] for sample in page.data["samples"]], want, rtol=1e-4)
+    page, count = report_and_passes(network, batch, report_of)
+    expected = [float(LOSS(network(x[i : i + 1]), y[i : i + 1]).detach()) for i in range(len(x))]
+    np.testing.assert_allclose([sample["loss"] for sample in page.data["samples"]], expected, rtol=1e-4)
     assert count >= len(x)
 
 
 def test_units_sort_by_the_norm_of_their_weights(page, model):
-    found = page.data["tracks"][0]["keys"]["norm"]
+    actual = page.data["tracks"][0]["keys"]["norm"]
     rows = [model.rnn.weight_ih_l0, model.rnn.weight_hh_l0]
-    want = np.sqrt(sum((w.detach().numpy().reshape(4, 6, -1) ** 2).sum((0, 2)) for w in rows))
-    np.testing.assert_allclose(found, want, rtol=1e-3)
+    expected = np.sqrt(sum((w.detach().numpy().reshape(4, 6, -1) ** 2).sum((0, 2)) for w in rows))
+    np.testing.assert_allclose(actual, expected, rtol=1e-3)
 
 
 def test_units_sort_by_the_share_of_saturated_gates(page, model, batch):
     gates = rl.trace(model, *batch, loss=LOSS)["rnn[0]"].gates.values
-    want = ((gates < 0.1) | (gates > 0.9)).mean(axis=(0, 1, 2))
-    np.testing.assert_allclose(page.data["tracks"][0]["keys"]["saturation"], want, rtol=1e-3)
+    expected = ((gates < 0.1) | (gates > 0.9)).mean(axis=(0, 1, 2))
+    np.testing.assert_allclose(page.data["tracks"][0]["keys"]["saturation"], expected, rtol=1e-3)
 
 
 def test_the_time_jacobian_is_the_one_of_the_verb(page, model, batch):
     figure = page.figure("jacobian")
-    typical = page.data["order"]
+    order = page.data["order"]
     assert figure["causal"] is True
-    url = next(a["href"] for tag, a in Tags(page.text).found if tag == "image" and a.get("id") == "jacobian-0")
+    url = next(a["href"] for tag, a in Tags(page.text).tags if tag == "image" and a.get("id") == "jacobian-0")
     codes = np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))), dtype=float)
     low, high, _ = figure["scale"]
-    places = [(len(typical) - 1) // 2, len(typical) - 1, 0, *(round((len(typical) - 1) * k / 4) for k in (1, 2, 3))]
-    places += [round((len(typical) - 1) * k / 8) for k in range(1, 8)]
-    chosen = [typical[place] for place in dict.fromkeys(places)][:8]
-    found = rl.jacobian(model, batch[0][chosen], of="rnn[1].hidden", measure="norm", across="mean").values
-    lower = np.tril(np.ones_like(found, dtype=bool))
-    ratio = 10 ** (low + codes / 250 * (high - low)) / np.where(lower, found, 1)
+    positions = [(len(order) - 1) // 2, len(order) - 1, 0, *(round((len(order) - 1) * k / 4) for k in (1, 2, 3))]
+    positions += [round((len(order) - 1) * k / 8) for k in range(1, 8)]
+    samples = [order[position] for position in dict.fromkeys(positions)][:8]
+    norms = rl.jacobian(model, batch[0][samples], of="rnn[1].hidden", measure="norm", across="mean").values
+    lower = np.tril(np.ones_like(norms, dtype=bool))
+    ratio = 10 ** (low + codes / 250 * (high - low)) / np.where(lower, norms, 1)
     np.testing.assert_allclose(ratio[lower], 1, rtol=10 ** ((high - low) / 400) - 1)
 
 
 def test_findings_are_linked_to_what_shows_them(page, model, batch):
-    words = Tags(page.text)
-    ids = {a["id"] for _, a in words.found if "id" in a}
-    links = [a["href"][1:] for tag, a in words.found if tag == "a" and a.get("class") == "evidence-link"]
+    parsed = Tags(page.text)
+    ids = {a["id"] for _, a in parsed.tags if "id" in a}
+    links = [a["href"][1:] for tag, a in parsed.tags if tag == "a" and a.get("class") == "evidence-link"]
     diagnosis = rl.diagnose(model, *batch, loss=LOSS, baseline="init")
     assert len(links) == len(diagnosis.findings) > 0
     assert set(links) <= ids
     for finding in diagnosis.findings:
-        assert finding.sentence in " ".join(" ".join(words.words).split())
+        assert finding.sentence in " ".join(" ".join(parsed.texts).split())
 
 
 def test_how_it_was_made_can_be_made_again(page):
-    words = " ".join(Tags(page.text).words)
-    assert "rl.report(model, x, y, path=" in words
-    assert "baseline='init'" in words
-    assert "seed=0" in words
-    assert f"torch {torch.__version__}" in words
-    assert rl.__version__ in words
+    text = " ".join(Tags(page.text).texts)
+    assert "rl.report(model, x, y, path=" in text
+    assert "baseline='init'" in text
+    assert "seed=0" in text
+    assert f"torch {torch.__version__}" in text
+    assert rl.__version__ in text
 
 
 def test_badges_say_the_residual(page, model, batch):
     with rl.options(certify="always"):  # the page's trace was the first of the model: certified with all samples
         trace = rl.trace(model, *batch, loss=LOSS)
-    words = " ".join(" ".join(Tags(page.text).words).split())
-    assert "self-checks passed" in words
-    assert f"certified against {trace.certificate.against}" in words
-    assert f"largest residual {trace.certificate.worst.residual:.1g}" in words
+    text = " ".join(" ".join(Tags(page.text).texts).split())
+    assert "self-checks passed" in text
+    assert f"certified against {trace.certificate.against}" in text
+    assert f"largest residual {trace.certificate.worst.residual:.1g}" in text
 
 
 def test_names_from_the_user_are_text(report_of, batch):
@@ -230,9 +230,9 @@ def test_names_from_the_user_are_text(report_of, batch):
             return self.head(next(iter(self.layers.values()))(x)[0][:, -1])
 
     page = report_of(Model(), *batch, loss=LOSS, title=HOSTILE)
-    tags = Tags(page.text).found
+    tags = Tags(page.text).tags
     assert len([tag for tag, _ in tags if tag == "script"]) == 2  # the data, and ours
-    assert "taken" in " ".join(Tags(page.text).words)
+    assert "taken" in " ".join(Tags(page.text).texts)
     assert "<script>document" not in page.text
 
 
@@ -256,35 +256,35 @@ def test_tokens_are_text(report_of):
 
 def test_what_is_left_out_is_said(report_of, batch):
     page = report_of(Classifier(), *batch, loss=LOSS, samples=5, diagnosis=False, jacobian=False)
-    words = " ".join(Tags(page.text).words)
-    assert "5 of 40 samples, the first, are shown." in words
-    assert "was not diagnosed" in words
+    text = " ".join(Tags(page.text).texts)
+    assert "5 of 40 samples, the first, are shown." in text
+    assert "was not diagnosed" in text
 
 
 def test_without_a_target_there_is_no_loss_and_it_says_so(report_of, batch):
     page = report_of(Classifier(), batch[0])
-    words = " ".join(" ".join(Tags(page.text).words).split())
-    assert "There is no loss, so there are no gradients in this report." in words
-    assert "Samples are not sorted by loss: no target was given." in words
+    text = " ".join(" ".join(Tags(page.text).texts).split())
+    assert "There is no loss, so there are no gradients in this report." in text
+    assert "Samples are not sorted by loss: no target was given." in text
     assert not [figure for figure in page.data["figures"] if "gradient" in figure["id"]]
 
 
 def test_nan_is_counted_and_shown_as_nothing_else(report_of, batch):
-    sick = Classifier()
+    nan_model = Classifier()
     with torch.no_grad():
-        sick.rnn.weight_hh_l1[0, 0] = float("nan")
-    page = report_of(sick, *batch, loss=LOSS, jacobian=False)
-    words = " ".join(Tags(page.text).words)
-    assert "values of this sample are NaN or infinite: red." in words
+        nan_model.rnn.weight_hh_l1[0, 0] = float("nan")
+    page = report_of(nan_model, *batch, loss=LOSS, jacobian=False)
+    text = " ".join(Tags(page.text).texts)
+    assert "values of this sample are NaN or infinite: red." in text
     assert page.data["samples"][0]["loss"] is None
 
 
 @pytest.mark.parametrize(
-    ("path", "what"),
+    ("path", "message"),
     [("r.txt", "A report is an HTML file."), ("nowhere/r.html", "There is no such folder.")],
 )
-def test_a_path_that_cannot_be_is_refused_first(tmp_path, path, what):
-    with pytest.raises(rl.errors.FileError, match=what):
+def test_a_path_that_cannot_be_is_refused_first(tmp_path, path, message):
+    with pytest.raises(rl.errors.FileError, match=message):
         rl.report(object(), path=tmp_path / path)
 
 
@@ -299,7 +299,7 @@ def test_a_baseline_of_another_shape_is_refused(tmp_path, batch):
 
 
 @pytest.mark.parametrize(
-    ("given", "what"),
+    ("options", "message"),
     [
         ({"diagnosis": "yes"}, "diagnosis= is not understood"),
         ({"jacobian": 3}, "jacobian= is not understood"),
@@ -307,9 +307,9 @@ def test_a_baseline_of_another_shape_is_refused(tmp_path, batch):
         ({"tokens": ["a"], "diagnosis": False, "jacobian": False}, "tokens= is for inputs of integers"),
     ],
 )
-def test_what_would_be_ignored_is_refused(tmp_path, batch, given, what):
-    with pytest.raises(rl.errors.InputError, match=what):
-        rl.report(Classifier(), *batch, tmp_path / "r.html", loss=LOSS, **given)
+def test_what_would_be_ignored_is_refused(tmp_path, batch, options, message):
+    with pytest.raises(rl.errors.InputError, match=message):
+        rl.report(Classifier(), *batch, tmp_path / "r.html", loss=LOSS, **options)
 
 
 def test_the_code_beside_a_figure_gives_it(page, model, batch):
@@ -338,6 +338,6 @@ def test_a_sample_that_is_not_finite_is_kept_out_of_the_time_jacobian(report_of,
     x[3, 7, 1] = float("nan")
     page = report_of(model, x, batch[1], loss=LOSS)
     assert "The time Jacobian is that of samples whose states are finite." in page.text
-    url = next(a["href"] for tag, a in Tags(page.text).found if tag == "image" and a.get("id") == "jacobian-0")
+    url = next(a["href"] for tag, a in Tags(page.text).tags if tag == "image" and a.get("id") == "jacobian-0")
     codes = np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))))
     assert codes.max() <= 250  # above are padding and what is not finite

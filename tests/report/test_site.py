@@ -22,14 +22,14 @@ def index(site):
 
 def test_the_reference_has_every_public_name(site):
     page = (site / "reference.html").read_text()
-    things = {name: getattr(rnnlens, name) for name in rnnlens.__all__}
-    names = [f"rl.{name}" for name, thing in things.items() if inspect.isclass(thing) or inspect.isroutine(thing)]
+    members = {name: getattr(rnnlens, name) for name in rnnlens.__all__}
+    names = [f"rl.{name}" for name, member in members.items() if inspect.isclass(member) or inspect.isroutine(member)]
     assert len(names) > 10
     assert [name for name in names if f">{name}<" not in page] == []
 
 
 @pytest.mark.parametrize(
-    ("words", "page"),
+    ("query", "page"),
     [
         ("vanishing gradient LSTM visualise Keras", "how-to/vanishing-gradients.html"),
         ("exploding gradients PyTorch", "how-to/vanishing-gradients.html"),
@@ -42,8 +42,8 @@ def test_the_reference_has_every_public_name(site):
         ("backpropagation through time formula adjoint", "mathematics.html"),
     ],
 )
-def test_search_leads_to_the_page(index, words, page):
-    best = [found["ref"].split("#")[0] for found in index.search(words)[:3]]
+def test_search_leads_to_the_page(index, query, page):
+    best = [hit["ref"].split("#")[0] for hit in index.search(query)[:3]]
     assert page in best
 
 

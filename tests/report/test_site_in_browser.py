@@ -13,7 +13,7 @@ VIEWS = {
 
 
 @pytest.fixture
-def opened(browser, site):
+def page_opener(browser, site):
     """Open a page of the site from disk; the page and the list of its requests."""
     contexts = []
 
@@ -31,19 +31,19 @@ def opened(browser, site):
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_has_no_violations_and_asks_nobody_else(opened, name, view):
-    sheet, requests = opened(name, **VIEWS[view])
-    found = Axe().run(sheet).response["violations"]
-    broken = [
-        f"{rule['id']}: {node['html'][:150]}: {node['failureSummary']}" for rule in found for node in rule["nodes"]
+def test_a_page_has_no_violations_and_asks_nobody_else(page_opener, name, view):
+    sheet, requests = page_opener(name, **VIEWS[view])
+    violations = Axe().run(sheet).response["violations"]
+    messages = [
+        f"{rule['id']}: {node['html'][:150]}: {node['failureSummary']}" for rule in violations for node in rule["nodes"]
     ]
-    assert broken == []
+    assert messages == []
     assert all(url.startswith(("file:", "data:")) for url in requests)
     assert sheet.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 
 
-def test_search_works_from_disk(opened):
-    sheet, requests = opened("index.html")
+def test_search_works_from_disk(page_opener):
+    sheet, requests = page_opener("index.html")
     sheet.focus(".md-search__input")
     sheet.get_by_text("Type to start searching").wait_for(state="attached")  # the index is ready
     sheet.locator(".md-search__input").press_sequentially("vanishing gradient")

@@ -15,7 +15,7 @@ def suites(monkeypatch):
     """tests/suites.py on a machine without a browser."""
     monkeypatch.setattr("shutil.which", lambda name: None)
 
-    def load(ci):
+    def load_suites(ci):
         monkeypatch.setenv("CI", "1") if ci else monkeypatch.delenv("CI", raising=False)
         spec = importlib.util.spec_from_file_location("suites", SUITES)
         module = importlib.util.module_from_spec(spec)
@@ -23,7 +23,7 @@ def suites(monkeypatch):
         spec.loader.exec_module(module)
         return module
 
-    return load
+    return load_suites
 
 
 def report_suite(module):
@@ -42,6 +42,6 @@ def test_it_is_said_by_name(suites, capsys):
 def test_in_ci_the_tests_run_and_fail(suites, capsys):
     module = suites(ci=True)
     suite = report_suite(module)
-    assert not any("not browser" in word for word in module.commands_of(suite, False)[0])
+    assert not any("not browser" in argument for argument in module.commands_of(suite, False)[0])
     module.conclude([module.Outcome(suite, 1, 1.0, 1.0, "1 failed in 1s")])
     assert "NOT TESTED" not in capsys.readouterr().out

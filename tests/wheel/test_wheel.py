@@ -18,29 +18,29 @@ UV = Path(sys.executable).parent / "uv"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    place = tmp_path_factory.mktemp("wheel")
-    run(UV, "build", "--quiet", "--wheel", "--out-dir", place, ROOT)
-    (made,) = place.glob("rnnlens-*.whl")
-    return made
+    folder = tmp_path_factory.mktemp("wheel")
+    run(UV, "build", "--quiet", "--wheel", "--out-dir", folder, ROOT)
+    (path,) = folder.glob("rnnlens-*.whl")
+    return path
 
 
 @pytest.fixture(scope="module")
-def clean(wheel, tmp_path_factory) -> Path:
+def wheel_python(wheel, tmp_path_factory) -> Path:
     """Return the Python of an environment that has the wheel and its dependencies, and no framework."""
-    place = tmp_path_factory.mktemp("clean")
-    python = place / "bin" / "python"
-    run(UV, "venv", "--quiet", "--clear", "--python", sys.executable, place)
+    folder = tmp_path_factory.mktemp("clean")
+    python = folder / "bin" / "python"
+    run(UV, "venv", "--quiet", "--clear", "--python", sys.executable, folder)
     run(UV, "pip", "install", "--quiet", "--python", python, wheel)
     return python
 
 
 def run(*command: object) -> str:
     """Run a command outside the checkout, whose code would be found first, and return its output."""
-    done = subprocess.run(
-        [str(part) for part in command], cwd="/", env=isolated(), capture_output=True, text=True, check=False
+    completed = subprocess.run(
+        [str(argument) for argument in command], cwd="/", env=isolated(), capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed.stdout
 
 
 def isolated() -> dict[str, str]:
@@ -49,14 +49,16 @@ def isolated() -> dict[str, str]:
 
 
 def test_wheel_holds_every_file_of_the_package(wheel):
-    there = set(zipfile.ZipFile(wheel).namelist())
-    ours = [path for path in (SOURCE / "rnnlens").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert len(ours) > 200
-    assert [path for path in ours if path.relative_to(SOURCE).as_posix() not in there] == []
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    source_files = [
+        path for path in (SOURCE / "rnnlens").rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    ]
+    assert len(source_files) > 200
+    assert [path for path in source_files if path.relative_to(SOURCE).as_posix() not in packed] == []
 
 
-def test_installs_and_runs_without_any_framework(clean):
-    assert run(clean.parent / "rnnlens", "--version").startswith("rnnlens 0.1.0")
+def test_installs_and_runs_without_any_framework(wheel_python):
+    assert run(wheel_python.parent / "rnnlens", "--version").startswith("rnnlens 0.1.0")
     program = (
         "import sys, numpy as np, rnnlens as rl\n"
         "frameworks = {'keras', 'tensorflow', 'torch', 'jax'}\n"
@@ -64,4 +66,4 @@ def test_installs_and_runs_without_any_framework(clean):
         "axes = rl.plot.heatmap(np.random.default_rng(0).normal(size=(4, 20, 3)))\n"
         "print(len(rl.measures.lag_profile(np.ones((1, 5, 5)))), sorted(frameworks & set(sys.modules)))\n"
     )
-    assert run(clean, "-W", "error", "-c", program).strip().endswith("[]")
+    assert run(wheel_python, "-W", "error", "-c", program).strip().endswith("[]")
