@@ -28,7 +28,7 @@ from torch.nn import functional
 import rnnlens as rl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
-from scan_loops import LOOPS, is_float, noted_arguments
+from scan_loops import LOOPS, is_float, record_arguments
 from scan_models import MODELS, VOCABULARY, build, tokens
 
 #: Largest difference from the loop and from the untouched model, relative to the largest number, by dtype.
@@ -83,7 +83,7 @@ def embedding_of(model: Any) -> str:
 
 
 def check_trace(model: Any, x: dict[str, Any], labels: torch.Tensor, bounds: tuple[float, float]) -> Any:
-    with noted_arguments(model) as calls:
+    with record_arguments(model) as calls:
         trace = rl.trace(model, x, labels, loss=loss_of)
     kinds = {row.name: row.cell for row in rl.layers(model)}
     for layer, arguments in zip(trace, calls[: len(trace)], strict=True):

@@ -52,7 +52,7 @@ Y = np.zeros((2, 5, 2), "f4")
 def torch_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], Any]]:
     """Targets, values of torch, and the state of the model."""
     import torch
-    from hostile import Target, diagnoses, one, verbs
+    from hostile import Target, constant, diagnosis_targets, verb_targets
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -121,15 +121,15 @@ def torch_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], An
             torch.is_grad_enabled(),
         )
 
-    targets = [*verbs(model, X, Y, nn.functional.mse_loss, folder), *diagnoses(model, X, Y)]
+    targets = [*verb_targets(model, X, Y, nn.functional.mse_loss, folder), *diagnosis_targets(model, X, Y)]
     targets += [report_target(model, folder), watch_target("torch.watch", train_watched, rl.torch.watch, folder)]
     for name in ("cell", "step"):
         function = getattr(rl.torch, name)
-        good = {"function": one(lambda *args: args), "x": one(X), "forward": one(lambda *args: args)}
+        good = {"function": constant(lambda *args: args), "x": constant(X), "forward": constant(lambda *args: args)}
         good = {argument: value for argument, value in good.items() if argument in parameters(function)}
         targets.append(Target(f"torch.{name}", function, good, parameters(function)))
     adapter = Target("check_adapter", rl.testing.check_adapter, {}, ("adapter", "model", "batch", "rtol"))
-    adapter.good = {"adapter": one(_adapter(model)), "model": one(model), "batch": lambda: _batch(X, Y)}
+    adapter.good = {"adapter": constant(_adapter(model)), "model": constant(model), "batch": lambda: _batch(X, Y)}
     return [*targets, adapter], values, state
 
 
@@ -139,7 +139,7 @@ def keras_case(folder: Path, legacy: bool) -> tuple[list[Any], dict[str, Any], C
         import tf_keras as keras
     else:
         import keras
-    from hostile import diagnoses, verbs
+    from hostile import diagnosis_targets, verb_targets
 
     import rnnlens as rl
 
@@ -179,7 +179,7 @@ def keras_case(folder: Path, legacy: bool) -> tuple[list[Any], dict[str, Any], C
             model.compiled if not legacy else model._is_compiled,
         )
 
-    targets = [*verbs(model, X, Y, "mse", folder), *diagnoses(model, X, Y), report_target(model, folder)]
+    targets = [*verb_targets(model, X, Y, "mse", folder), *diagnosis_targets(model, X, Y), report_target(model, folder)]
     return [*targets, watch_target("keras.Watch", fit_watched, rl.keras.Watch, folder)], values, state
 
 
@@ -211,7 +211,7 @@ def tf1_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], Any]
     """Targets, values of TensorFlow and the state of the session, for a graph of control flow v1."""
     os.environ["TF_USE_LEGACY_KERAS"] = "1"
     import tensorflow.compat.v1 as tf
-    from hostile import Target, diagnoses, one, verbs
+    from hostile import Target, constant, diagnosis_targets, verb_targets
 
     import rnnlens as rl
 
@@ -226,13 +226,13 @@ def tf1_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], Any]
     session.run(tf.global_variables_initializer())
     net = rl.tf1.graph(session, inputs=x, outputs=out, loss=loss, targets=y)
     values = {
-        "placeholder": one(x),
-        "output": one(out),
-        "loss tensor": one(loss),
-        "session": one(session),
+        "placeholder": constant(x),
+        "output": constant(out),
+        "loss tensor": constant(loss),
+        "session": constant(session),
         "graph": tf.Graph,
-        "variable": one(tf.global_variables()[0]),
-        "operation": one(out.op),
+        "variable": constant(tf.global_variables()[0]),
+        "operation": constant(out.op),
         "closed session": _closed_session,
         "loader of other lengths": lambda: iter([(X, Y), (X[:, :4], Y[:, :4])]),
     }
@@ -244,12 +244,18 @@ def tf1_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], Any]
             np.random.get_state()[1].tobytes(),  # noqa: NPY002  the one that may be changed
         )
 
-    arguments = {"session": one(session), "inputs": one(x), "outputs": one(out), "loss": one(loss), "targets": one(y)}
-    near_tensors = {"x:0": one("x:0"), "no tensor": one("nowhere:0"), "op": one("x")}
+    arguments = {
+        "session": constant(session),
+        "inputs": constant(x),
+        "outputs": constant(out),
+        "loss": constant(loss),
+        "targets": constant(y),
+    }
+    near_tensors = {"x:0": constant("x:0"), "no tensor": constant("nowhere:0"), "op": constant("x")}
     near_tensors |= {"list": lambda: [x, x], "dict": lambda: {1: x}}
     near: dict[str, Any] = dict.fromkeys(("inputs", "outputs", "loss", "targets"), near_tensors)
     near["feed"] = {"phase": lambda: {"phase": True}, "x": lambda: {x: X}, "words": lambda: {x: "words"}}
-    targets = [*verbs(net, X, Y, None, folder), *diagnoses(net, X, Y), report_target(net, folder)]
+    targets = [*verb_targets(net, X, Y, None, folder), *diagnosis_targets(net, X, Y), report_target(net, folder)]
     for target in targets:
         target.good.pop("loss", None)
     return [*targets, Target("tf1.graph", rl.tf1.graph, arguments, parameters(rl.tf1.graph), near)], values, state
@@ -281,31 +287,41 @@ def parameters(function: Any) -> tuple[str, ...]:
 
 def report_target(model: Any, folder: Path) -> Any:
     """``rl.report`` without its longest parts."""
-    from hostile import Target, near_verbs, one
+    from hostile import Target, constant, near_values
 
     import rnnlens as rl
 
-    good = {"model": one(model), "x": one(X), "y": one(Y), "path": one(str(folder / "r.html"))}
-    good |= {"diagnosis": one(False), "jacobian": one(False)}
-    return Target("report", rl.report, good, parameters(rl.report), near_verbs(X, Y))
+    good = {"model": constant(model), "x": constant(X), "y": constant(Y), "path": constant(str(folder / "r.html"))}
+    good |= {"diagnosis": constant(False), "jacobian": constant(False)}
+    return Target("report", rl.report, good, parameters(rl.report), near_values(X, Y))
 
 
 def watch_target(name: str, training: Any, public_watch: Any, folder: Path) -> Any:
     """A short training that is watched, with all arguments of the watch."""
-    from hostile import Target, one
+    from hostile import Target, constant
 
     names = tuple(argument for argument in parameters(public_watch) if argument not in ("self", "model"))
     path = folder / f"{name}.zarr"
     near = {
-        "path": {"none": one(None), "zarr": one(path), "netCDF": one(folder / "a.nc"), "nowhere": one("/proc/a.zarr")},
-        "probe": {"right": one((X, Y)), "of x": one((X,)), "turned": one((Y, X)), "NaN": one((X * np.nan, Y))},
-        "every": {"powers": one("powers of two"), "raises": lambda: lambda step, epoch: 1 / 0, "1": one(1)},
-        "keep": {"hidden": one("hidden"), "two": one(["hidden_grad", "cell"])},
-        "stop_on": {"right": one("exploding"), "two": one(["exploding", "saturated"])},
-        "on_nonfinite": {"report": one("report")},
-        "points": {"none": one(None), "1": one(1)},
+        "path": {
+            "none": constant(None),
+            "zarr": constant(path),
+            "netCDF": constant(folder / "a.nc"),
+            "nowhere": constant("/proc/a.zarr"),
+        },
+        "probe": {
+            "right": constant((X, Y)),
+            "of x": constant((X,)),
+            "turned": constant((Y, X)),
+            "NaN": constant((X * np.nan, Y)),
+        },
+        "every": {"powers": constant("powers of two"), "raises": lambda: lambda step, epoch: 1 / 0, "1": constant(1)},
+        "keep": {"hidden": constant("hidden"), "two": constant(["hidden_grad", "cell"])},
+        "stop_on": {"right": constant("exploding"), "two": constant(["exploding", "saturated"])},
+        "on_nonfinite": {"report": constant("report")},
+        "points": {"none": constant(None), "1": constant(1)},
     }
-    good = {"path": one(path), "resume": one(False), "every": one(1)}
+    good = {"path": constant(path), "resume": constant(False), "every": constant(1)}
     return Target(name, training, good, names, near)
 
 

@@ -32,7 +32,7 @@ def pytest_configure():
     if os.environ["KERAS_BACKEND"] == "tensorflow":
         import grappler
 
-        grappler.off()
+        grappler.disable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,7 +6,7 @@ import dask.array as da
 import numpy as np
 import pytest
 import torch
-from chunked_models import Net, RaisesForLargeInput, samples, seeded
+from chunked_models import Net, RaisesForLargeInput, make_seeded, samples
 
 import rnnlens as rl
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark
 
 @pytest.fixture(scope="module")
 def expected():
-    return rl.gradients(seeded(Net), X, Y, loss=MSE, wrt="input", batch_size=CHUNK).values
+    return rl.gradients(make_seeded(Net), X, Y, loss=MSE, wrt="input", batch_size=CHUNK).values
 
 
 def to_dask(array):
@@ -40,7 +40,7 @@ def state_of_worker():
 
 
 def test_equal_bit_for_bit_and_each_worker_rebuilds_the_model_once(client, expected):
-    result = input_gradients(seeded(Net))
+    result = input_gradients(make_seeded(Net))
     computed = result.compute()
     np.testing.assert_array_equal(computed.values, expected)
     assert computed.certificate.state == "passed"
@@ -51,7 +51,7 @@ def test_equal_bit_for_bit_and_each_worker_rebuilds_the_model_once(client, expec
 
 
 def test_sums_over_chunks_are_equal_bit_for_bit(client):
-    net = seeded(Net)
+    net = make_seeded(Net)
     computed = rl.gradients(net, to_dask(X), to_dask(Y), loss=MSE).compute()
     streamed = rl.gradients(net, X, Y, loss=MSE, batch_size=CHUNK)
     for tensor in streamed.tensors:
@@ -59,14 +59,14 @@ def test_sums_over_chunks_are_equal_bit_for_bit(client):
 
 
 def test_modules_with_parametrizations_travel(client):
-    net = seeded(Net)
+    net = make_seeded(Net)
     net.lstm = torch.nn.utils.parametrizations.weight_norm(net.lstm, "weight_hh_l0")
     streamed = rl.gradients(net, X, Y, loss=MSE, wrt="input", batch_size=CHUNK).values
     np.testing.assert_array_equal(input_gradients(net).compute().values, streamed)
 
 
 def test_a_part_that_cannot_travel_is_named(client):
-    net = seeded(Net)
+    net = make_seeded(Net)
     net.source = (number for number in range(3))
     with pytest.raises(rl.errors.UnsupportedError, match=r"Net\.source cannot be serialised"):
         input_gradients(net)
@@ -75,7 +75,7 @@ def test_a_part_that_cannot_travel_is_named(client):
 def test_an_exception_names_its_samples_and_loses_nothing_of_the_others(client, tmp_path):
     x = X.copy()
     x[40] = 5e3
-    result = input_gradients(seeded(RaisesForLargeInput), x)
+    result = input_gradients(make_seeded(RaisesForLargeInput), x)
     with pytest.raises(rl.errors.UserCodeError, match="Samples 32 to 47 failed"):
         result.compute()
     with pytest.raises(rl.errors.UserCodeError, match=r"1 of 10 chunks(.|\n)*Samples 32 to 47"):

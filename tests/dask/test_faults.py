@@ -16,7 +16,7 @@ import dask.array as da
 import numpy as np
 import pytest
 import torch
-from chunked_models import Net, RaisesForLargeInput, Slow, samples, seeded
+from chunked_models import Net, RaisesForLargeInput, Slow, make_seeded, samples
 from dask.distributed import Client
 
 import rnnlens as rl
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark
 
 @pytest.fixture(scope="module")
 def expected():
-    return rl.gradients(seeded(Net), X, Y, loss=MSE, wrt="input", batch_size=CHUNK).values
+    return rl.gradients(make_seeded(Net), X, Y, loss=MSE, wrt="input", batch_size=CHUNK).values
 
 
 def to_dask(array):
@@ -83,7 +83,7 @@ def test_the_first_of_several_failing_chunks_is_named_whichever_ends_first(sched
     with pytest.raises(
         rl.errors.UserCodeError, match=r"2 of 10 chunks(.|\n)*Samples 32 to 47 failed: (.|\n)*an input is too large"
     ):
-        input_gradients(seeded(RaisesForLargeInput), x).save(tmp_path / "g.zarr")
+        input_gradients(make_seeded(RaisesForLargeInput), x).save(tmp_path / "g.zarr")
     assert len(chunks_written(tmp_path)) == 8
 
 
@@ -97,7 +97,7 @@ def test_data_that_cannot_be_read_names_its_samples_and_loses_nothing(scheduler,
         return block
 
     result = input_gradients(
-        seeded(Net), to_dask(X).map_blocks(read_block, dtype="float32", meta=np.empty((0, 0, 0), "float32"))
+        make_seeded(Net), to_dask(X).map_blocks(read_block, dtype="float32", meta=np.empty((0, 0, 0), "float32"))
     )
     message = r"1 of 10 chunks(.|\n)*Samples 32 to 47 failed: OSError: no such block"
     with pytest.raises(rl.errors.UserCodeError, match=message):
@@ -124,7 +124,7 @@ def test_a_second_save_at_once_computes_what_failed_though_the_client_is_busy(cl
             client.loop.call_later(0.01, keep_busy)
 
     result = input_gradients(
-        seeded(Net), to_dask(X).map_blocks(read_block, dtype="float32", meta=np.empty((0, 0, 0), "float32"))
+        make_seeded(Net), to_dask(X).map_blocks(read_block, dtype="float32", meta=np.empty((0, 0, 0), "float32"))
     )
     client.loop.add_callback(keep_busy)
     with pytest.raises(rl.errors.UserCodeError):
@@ -140,7 +140,7 @@ def limit_files(size):
 
 
 def test_a_disk_that_is_full_for_one_worker(client, expected, tmp_path):
-    result, (full_worker, _) = input_gradients(seeded(Slow)), client.scheduler_info()["workers"]
+    result, (full_worker, _) = input_gradients(make_seeded(Slow)), client.scheduler_info()["workers"]
     client.run(limit_files, 100, workers=[full_worker])
     try:
         with pytest.raises(rl.errors.FileError, match=r"of 10 chunks(.|\n)*File too large(.|\n)*goes on"):
@@ -157,7 +157,7 @@ def test_a_worker_killed_at_a_random_moment_changes_no_number(client, expected, 
     """At a random moment of a run of about a second; every second run is saved by regions."""
     rng = random.Random(seed)
     moment, worker = rng.uniform(0.0, 0.7), rng.randrange(2)
-    result, pids = input_gradients(seeded(Slow)), sorted(client.run(os.getpid).values())
+    result, pids = input_gradients(make_seeded(Slow)), sorted(client.run(os.getpid).values())
     killer = threading.Timer(moment, os.kill, (pids[worker], signal.SIGKILL))
     killer.start()
     try:
@@ -175,7 +175,7 @@ def test_a_worker_killed_at_a_random_moment_changes_no_number(client, expected, 
 PROGRAM = """
     import os, signal, sys, threading, time
     import dask, dask.array as da
-    from chunked_models import Slow, samples, seeded
+    from chunked_models import Slow, samples, make_seeded
     import rnnlens as rl
     import torch
 
@@ -186,7 +186,7 @@ PROGRAM = """
 
     def main():
         x, y = (da.from_array(part, chunks=(16, *part.shape[1:])) for part in samples(160))
-        result = rl.gradients(seeded(Slow), x, y, loss=torch.nn.functional.mse_loss, wrt="input")
+        result = rl.gradients(make_seeded(Slow), x, y, loss=torch.nn.functional.mse_loss, wrt="input")
         threading.Thread(target=end_after_three_chunks, daemon=True).start()
         result.save(folder / "g.zarr")
 
@@ -208,7 +208,9 @@ def test_a_client_that_was_killed_goes_on_with_what_is_missing(expected, tmp_pat
     assert not (tmp_path / "g.zarr").exists()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(regions, "current_client", lambda: None)
-        np.testing.assert_array_equal(resume_save(input_gradients(seeded(Slow)), tmp_path / "g.zarr", before), expected)
+        np.testing.assert_array_equal(
+            resume_save(input_gradients(make_seeded(Slow)), tmp_path / "g.zarr", before), expected
+        )
 
 
 @pytest.fixture
@@ -233,7 +235,7 @@ def client_and_pid(tmp_path):
 
 
 def test_a_lost_scheduler_is_one_clear_error_and_the_save_goes_on(expected, tmp_path, client_and_pid, cluster):
-    result = input_gradients(seeded(Slow))
+    result = input_gradients(make_seeded(Slow))
 
     def kill_scheduler():
         while len(chunks_written(tmp_path)) < 3:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from chunked_models import F, Net, RaisesForLargeInput, T, TimeMajor, labelled, samples, seeded
+from chunked_models import F, Net, RaisesForLargeInput, T, TimeMajor, labelled_array, make_seeded, samples
 from dask.callbacks import Callback
 
 import rnnlens as rl
@@ -25,7 +25,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def net():
-    return seeded(Net)
+    return make_seeded(Net)
 
 
 def to_dask(array, chunk=CHUNK):
@@ -60,8 +60,8 @@ GRADIENTS = {
 
 @pytest.mark.parametrize("keywords", GRADIENTS.values(), ids=GRADIENTS)
 def test_gradients_are_those_of_the_streaming_call_bit_for_bit(net, keywords):
-    expected = rl.gradients(net, labelled(X), Y, batch_size=CHUNK, **keywords)
-    result = rl.gradients(net, labelled(to_dask(X)), to_dask(Y), **keywords)
+    expected = rl.gradients(net, labelled_array(X), Y, batch_size=CHUNK, **keywords)
+    result = rl.gradients(net, labelled_array(to_dask(X)), to_dask(Y), **keywords)
     assert result.chunks is not None
     assert_same(result.compute(), expected)
 
@@ -89,8 +89,8 @@ JACOBIANS = {
 @pytest.mark.parametrize("keywords", JACOBIANS.values(), ids=JACOBIANS)
 def test_time_jacobians_are_those_in_memory_bit_for_bit(net, keywords):
     batches = {"batch_size": CHUNK} if "across" in keywords else {}
-    result = rl.jacobian(net, labelled(to_dask(X)), **keywords)
-    assert_same(result.compute(), rl.jacobian(net, labelled(X), **batches, **keywords))
+    result = rl.jacobian(net, labelled_array(to_dask(X)), **keywords)
+    assert_same(result.compute(), rl.jacobian(net, labelled_array(X), **batches, **keywords))
     assert result.compute().checks
 
 
@@ -108,20 +108,20 @@ def test_weights_are_those_in_memory(net):
 
 
 def test_traces_are_those_in_memory(net):
-    expected = rl.trace(net, labelled(X), Y, loss=MSE)
-    computed = rl.trace(net, labelled(to_dask(X)), to_dask(Y), loss=MSE).compute()
+    expected = rl.trace(net, labelled_array(X), Y, loss=MSE)
+    computed = rl.trace(net, labelled_array(to_dask(X)), to_dask(Y), loss=MSE).compute()
     assert computed.loss == pytest.approx(expected.loss, rel=1e-6)
     assert computed.certificate.state == "passed"
     for layer in expected:
         actual, reference = computed.dataset(layer), expected.dataset(layer)
         assert set(actual.variables) == set(reference.variables)
         xr.testing.assert_allclose(actual, reference, rtol=1e-5, atol=1e-8)
-        np.testing.assert_array_equal(actual["sample"], labelled(X)["sample"])
-        np.testing.assert_array_equal(actual["time"], labelled(X)["time"])
+        np.testing.assert_array_equal(actual["sample"], labelled_array(X)["sample"])
+        np.testing.assert_array_equal(actual["time"], labelled_array(X)["time"])
 
 
 def test_samples_may_lie_on_another_axis():
-    net, axes = seeded(TimeMajor), {"input": ("time", "sample", "feature")}
+    net, axes = make_seeded(TimeMajor), {"input": ("time", "sample", "feature")}
     x = np.ascontiguousarray(X.swapaxes(0, 1))
     lazily = da.from_array(x, chunks=(T, CHUNK, F))
     expected = rl.gradients(net, x, Y, loss=MSE, wrt="input", batch_size=CHUNK)
@@ -207,7 +207,7 @@ def test_labels_that_the_loss_ignores_are_refused_at_their_chunk():
     labels = np.arange(50) % 4
     labels[20] = -100
     lazily = rl.gradients(
-        seeded(Classes), to_dask(X), to_dask(labels), loss=torch.nn.functional.cross_entropy, wrt="input"
+        make_seeded(Classes), to_dask(X), to_dask(labels), loss=torch.nn.functional.cross_entropy, wrt="input"
     )
     with pytest.raises(rl.errors.UnsupportedError, match="Samples 16 to 31 failed: The loss of this chunk"):
         lazily.compute()
@@ -235,17 +235,17 @@ def test_options_of_one_jacobian_are_refused(net, option):
 @pytest.mark.parametrize(
     "verb", ["diagnose", "find_nonfinite", "report", "lyapunov", "step_eigenvalues", "fixed_points"]
 )
-@pytest.mark.parametrize("wrap", [labelled, lambda x: x, lambda x: (x,)], ids=["DataArray", "dask", "tuple"])
+@pytest.mark.parametrize("wrap", [labelled_array, lambda x: x, lambda x: (x,)], ids=["DataArray", "dask", "tuple"])
 def test_verbs_that_need_numbers_say_what_to_do(net, verb, wrap):
     with pytest.raises(rl.errors.InputError, match=r"is lazy, and this call needs numbers(.|\n)*\.compute\(\)"):
         getattr(rl, verb)(net, wrap(to_dask(X)))
 
 
 def test_steps_in_chunks_are_put_together_with_a_note(net):
-    x = labelled(da.from_array(X, chunks=(CHUNK, 5, F)))
+    x = labelled_array(da.from_array(X, chunks=(CHUNK, 5, F)))
     result = rl.gradients(net, x, to_dask(Y), loss=MSE, wrt="input")
     assert "in chunks along time" in result.attrs["note"]
-    assert_same(result.compute(), rl.gradients(net, labelled(X), Y, loss=MSE, wrt="input", batch_size=CHUNK))
+    assert_same(result.compute(), rl.gradients(net, labelled_array(X), Y, loss=MSE, wrt="input", batch_size=CHUNK))
 
 
 @pytest.mark.parametrize("chunks", [(50,), (1,) * 50, (20, 7, 23), (0, 25, 0, 25)], ids=str)
@@ -302,14 +302,14 @@ def test_a_chunk_beyond_the_memory_is_refused(net):
 def test_an_exception_names_the_samples_of_its_chunk():
     x = X.copy()
     x[40] = 5e3
-    result = rl.gradients(seeded(RaisesForLargeInput), to_dask(x), to_dask(Y), loss=MSE, wrt="input")
+    result = rl.gradients(make_seeded(RaisesForLargeInput), to_dask(x), to_dask(Y), loss=MSE, wrt="input")
     with pytest.raises(rl.errors.UserCodeError, match=r"Samples 32 to 47 failed: (.|\n)*an input is too large"):
         result.compute()
     assert np.isfinite(result[:32].values).all()
 
 
 def test_weights_that_change_before_computing_are_noticed():
-    net = seeded(Net)
+    net = make_seeded(Net)
     result = rl.gradients(net, to_dask(X), to_dask(Y), loss=MSE, wrt="input")
     with torch.no_grad():
         net.out.bias += 1
@@ -335,19 +335,19 @@ def test_failed_certificates_warn_when_computed(net, monkeypatch):
 
 def test_saving_by_regions_and_opening(net, tmp_path):
     path = tmp_path / "g.zarr"
-    expected = rl.gradients(net, labelled(X), Y, loss=MSE, wrt="input", batch_size=CHUNK)
-    rl.gradients(net, labelled(to_dask(X)), to_dask(Y), loss=MSE, wrt="input").save(path)
+    expected = rl.gradients(net, labelled_array(X), Y, loss=MSE, wrt="input", batch_size=CHUNK)
+    rl.gradients(net, labelled_array(to_dask(X)), to_dask(Y), loss=MSE, wrt="input").save(path)
     opened = rl.open(path)
     assert_same(opened, expected)
     assert opened.certificate.state == "passed"
     assert [entry.name for entry in tmp_path.iterdir()] == ["g.zarr"]
-    traced = rl.trace(net, labelled(to_dask(X)), to_dask(Y), loss=MSE)
+    traced = rl.trace(net, labelled_array(to_dask(X)), to_dask(Y), loss=MSE)
     traced.save(path)
     assert rl.open(path).loss == pytest.approx(traced.compute().loss)
 
 
 def test_a_save_with_a_failed_chunk_keeps_the_others_and_goes_on(tmp_path):
-    x, net = X.copy(), seeded(RaisesForLargeInput)
+    x, net = X.copy(), make_seeded(RaisesForLargeInput)
     x[40] = 5e3
     switch = {"bad": True}
     data = da.from_array(X, chunks=(CHUNK, T, F)).map_blocks(
@@ -391,7 +391,7 @@ def test_a_full_disk_is_one_clear_error(net, tmp_path, monkeypatch):
 
 
 def test_xarray_writes_the_same_numbers_by_chunks(net, tmp_path):
-    result = rl.gradients(net, labelled(to_dask(X)), to_dask(Y), loss=MSE, wrt="input")
+    result = rl.gradients(net, labelled_array(to_dask(X)), to_dask(Y), loss=MSE, wrt="input")
     result.to_zarr(tmp_path / "g.zarr", zarr_format=2, consolidated=False)
     opened = xr.open_dataarray(tmp_path / "g.zarr", engine="zarr", consolidated=False, chunks={})
     assert opened.chunks[0] == (16, 16, 16, 2)

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from chunked_models import KillsItsWorker, Net, samples, seeded
+from chunked_models import KillsItsWorker, Net, make_seeded, samples
 from dask.distributed import Client, LocalCluster
 
 import rnnlens as rl
@@ -57,12 +57,12 @@ def test_checkpoints_on_workers_give_the_table_of_one_process(client, checkpoint
 
 
 def test_models_functions_and_diagnoses_may_be_mixed(client):
-    net = seeded(Net)
+    net = make_seeded(Net)
     net.lstm = torch.nn.utils.parametrizations.weight_norm(net.lstm, "weight_hh_l0")
-    broken = seeded(Net)
+    broken = make_seeded(Net)
     broken.source = (number for number in range(3))
-    diagnosis = rl.diagnose(seeded(Net), X, Y)
-    models = {"known": diagnosis, "normed": net, "wide": lambda: seeded(Net, 12), "broken": broken}
+    diagnosis = rl.diagnose(make_seeded(Net), X, Y)
+    models = {"known": diagnosis, "normed": net, "wide": lambda: make_seeded(Net, 12), "broken": broken}
     local = rl.compare(models, X, Y)
     distributed = rl.compare(models, X, Y, client=client)
     assert distributed.diagnoses["known"] is diagnosis
@@ -166,4 +166,4 @@ class Unpicklable:
 @pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_compared_is_refused(call, message):
     with pytest.raises(rl.errors.RnnlensError, match=message):
-        call(seeded(Net))
+        call(make_seeded(Net))

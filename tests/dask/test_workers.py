@@ -8,7 +8,7 @@ import dask.array as da
 import numpy as np
 import pytest
 import torch
-from chunked_models import Net, samples, seeded
+from chunked_models import Net, make_seeded, samples
 from dask.distributed import Client, LocalCluster
 
 import rnnlens as rl
@@ -57,7 +57,7 @@ def bytes_of_models():
 def test_the_model_travels_once_to_each_worker():
     # Dask's memory manager drops copies that no waiting task needs, and sends them again.
     with start_workers(2, 1, **{"distributed.scheduler.active-memory-manager.start": False}) as client:
-        net = seeded(Net, 256)
+        net = make_seeded(Net, 256)
         client.run(count_bytes)
         result = input_gradients(net)
         size = len(result._tasks.model.pack())
@@ -112,7 +112,7 @@ def test_threads_memory_and_names_of_tasks_of_a_worker(monkeypatch):
         pages = 50 * (4 << 20) // resource.getpagesize()
         (before,) = client.run(page_faults).values()
         for make in NAMES.values():
-            make(seeded(Net), to_dask(X), to_dask(Y)).compute()
+            make(make_seeded(Net), to_dask(X), to_dask(Y)).compute()
         (after,) = client.run(page_faults).values()
         threads = client.submit(thread_counts).result()
         counts = client.run_on_scheduler(
@@ -128,6 +128,6 @@ def test_threads_memory_and_names_of_tasks_of_a_worker(monkeypatch):
 
 def test_libraries_use_as_many_threads_as_the_worker_has(monkeypatch):
     with start_with_four_threads(monkeypatch, 2) as client:
-        input_gradients(seeded(Net)).compute()
+        input_gradients(make_seeded(Net)).compute()
         threads = client.submit(thread_counts).result()
     assert threads == dict.fromkeys(threads, 2)

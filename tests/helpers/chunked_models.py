@@ -76,7 +76,7 @@ class KillsItsWorker(Net):
         return super().forward(x)
 
 
-def seeded(kind, *arguments):
+def make_seeded(kind, *arguments):
     torch.manual_seed(0)
     return kind(*arguments)
 
@@ -86,6 +86,6 @@ def samples(count, seed=0):
     return rng.normal(size=(count, T, F)).astype("float32"), rng.normal(size=(count, 1)).astype("float32")
 
 
-def labelled(x):
+def labelled_array(x):
     coords = {"sample": 100 + np.arange(x.shape[0]), "time": np.arange(x.shape[1]) * 0.01}
     return xr.DataArray(x, dims=("sample", "time", "feature"), coords=coords)

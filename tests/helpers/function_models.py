@@ -17,7 +17,7 @@ class Model(nn.Module):
         return self.run(self, *x)
 
 
-def made(run, **submodules):
+def make_model(run, **submodules):
     torch.manual_seed(0)
     return Model(run, **submodules).double()
 

@@ -14,7 +14,7 @@ if CONTROL_FLOW == "v1":
 else:
     tf.disable_eager_execution()
 tf.get_logger().setLevel("ERROR")
-grappler.off()
+grappler.disable()
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def v1() -> bool:
     return CONTROL_FLOW == "v1"
 
 
-def under_v1(*names: str):
+def mark_full_under_v2(*names: str):
     """Return a hook that marks tests as ``full`` under v2: once a loop is read, the code is the same for both.
 
     ``names`` are parts of the names of files and tests; they run under v1, and under both with all that is ``full``.

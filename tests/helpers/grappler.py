@@ -1,7 +1,7 @@
 """Switch TensorFlow's graph optimiser off: for a graph that runs once or twice it costs more than it saves."""
 
 
-def off() -> None:
+def disable() -> None:
     """Disable the optimiser in this process, sessions included."""
     import tensorflow as tf
 

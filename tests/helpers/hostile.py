@@ -59,7 +59,7 @@ class UnreadableArray:
         raise RuntimeError("no values")
 
 
-class OnlyArray:
+class RaisingArray:
     """An object whose conversion to an array raises."""
 
     def __array__(self, dtype=None, copy=None):
@@ -73,7 +73,7 @@ class WrongArray:
         return "no array"
 
 
-class Raising:
+class RaisesOnAnyUse:
     """An object that raises at each attribute, item, iteration and comparison."""
 
     def __getattr__(self, name):
@@ -219,9 +219,9 @@ ANYWHERE: dict[str, Callable[[], Any]] = {
     "one NaN": lambda: one_value(np.nan),
     "one infinity": lambda: one_value(np.inf),
     "unreadable array": UnreadableArray,
-    "only __array__, raising": OnlyArray,
+    "only __array__, raising": RaisingArray,
     "wrong __array__": WrongArray,
-    "raises at everything": Raising,
+    "raises at everything": RaisesOnAnyUse,
     "Ellipsis": lambda: ...,
     "NotImplemented": lambda: NotImplemented,
     "a module": lambda: np,
@@ -329,7 +329,7 @@ def attempt(description: str, function: Callable[..., Any], arguments: dict[str,
     return outcome
 
 
-def run(targets: list[Target], foreign: dict[str, Callable[[], Any]], count: int, seed: int) -> list[Outcome]:
+def run_calls(targets: list[Target], foreign: dict[str, Callable[[], Any]], count: int, seed: int) -> list[Outcome]:
     """Make all calls one after another, and return their outcomes."""
     with rl.options(memory=MEMORY, progress=False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -369,13 +369,13 @@ def _location(error: Exception) -> str:
     return f"{location} {type(error).__name__}: {str(error)[:160]!r}"
 
 
-def one(value: Any) -> Callable[[], Any]:
+def constant(value: Any) -> Callable[[], Any]:
     """Return a function that always returns the given value."""
     return lambda: value
 
 
 def _constants(*strings: str) -> dict[str, Callable[[], Any]]:
-    return {string: one(string) for string in strings}
+    return {string: constant(string) for string in strings}
 
 
 #: Names that are valid or almost valid in a model of an LSTM "lstm" and a Dense or Linear layer "top".
@@ -397,7 +397,7 @@ _REDUCTIONS = _constants("sum", "mean", "norm", "spectral", "abs_mean") | {
 }
 
 
-def near_verbs(x: Any, y: Any) -> dict[str, dict[str, Callable[[], Any]]]:
+def near_values(x: Any, y: Any) -> dict[str, dict[str, Callable[[], Any]]]:
     """Return valid and almost valid values by argument, for data (2, 5, 3) and targets (2, 5, 2)."""
     names = dict.fromkeys(("of", "wrt", "layers"), NAMES)
     return {
@@ -438,9 +438,9 @@ def near_verbs(x: Any, y: Any) -> dict[str, dict[str, Callable[[], Any]]]:
             "NaN": lambda: lambda *args: args[1] * float("nan"),
             "too many": lambda: lambda a, b, c, d: a,
             "keywords only": lambda: lambda *, keyword: keyword,
-            "l1_loss": one("l1_loss"),
-            "mae": one("mae"),
-            "cross_entropy": one("cross_entropy"),
+            "l1_loss": constant("l1_loss"),
+            "mae": constant("mae"),
+            "cross_entropy": constant("cross_entropy"),
         },
         "sample_weight": {
             "ones": lambda: np.ones(2),
@@ -490,53 +490,57 @@ def near_verbs(x: Any, y: Any) -> dict[str, dict[str, Callable[[], Any]]]:
             "unreadable": lambda: {"time": UnreadableArray()},
         },
         "clip": {
-            "optimizer": one("optimizer"),
+            "optimizer": constant("optimizer"),
             "negative": lambda: {"clipnorm": -1},
             "norm": lambda: {"global_clipnorm": 1.0},
             "word": lambda: {"clipvalue": "a"},
         },
-        "sketch": {"5": one(5)},
-        "seed": {"1": one(1)},
-        "batch_size": {"1": one(1), "5": one(5)},
+        "sketch": {"5": constant(5)},
+        "seed": {"1": constant(1)},
+        "batch_size": {"1": constant(1), "5": constant(5)},
         "memory": _constants("1 KiB", "1e30 GiB", "1.2.3 MB"),
-        "by_time": {"yes": one(True), "norm": one("norm")},
-        "measure": {"norm": one("norm")},
-        "over": {"gate": one("gate"), "two": lambda: ["unit", "gate"]},
+        "by_time": {"yes": constant(True), "norm": constant("norm")},
+        "measure": {"norm": constant("norm")},
+        "over": {"gate": constant("gate"), "two": lambda: ["unit", "gate"]},
         "ord": {"largest": lambda: np.max},
         "history": {"empty": xr.Dataset, "words": lambda: xr.Dataset(coords={"step": ["a"]})},
     }
 
 
-def verbs(model: Any, x: Any, y: Any, loss: Any, folder: Path) -> list[Target]:
+def verb_targets(model: Any, x: Any, y: Any, loss: Any, folder: Path) -> list[Target]:
     """Return every verb on one model, with all of its arguments."""
-    base = {"model": one(model), "x": one(x)}
-    with_loss = {**base, "y": one(y), "loss": one(loss)}
-    output_gradient = {**base, "of": one("output"), "reduce": one("sum"), "wrt": one("input")}
-    near = near_verbs(x, y)
-    near["out"] = {"zarr": lambda: folder / "j.zarr", "netCDF": lambda: folder / "j.nc", "nowhere": one("/no/j.zarr")}
+    base = {"model": constant(model), "x": constant(x)}
+    with_loss = {**base, "y": constant(y), "loss": constant(loss)}
+    output_gradient = {**base, "of": constant("output"), "reduce": constant("sum"), "wrt": constant("input")}
+    near = near_values(x, y)
+    near["out"] = {
+        "zarr": lambda: folder / "j.zarr",
+        "netCDF": lambda: folder / "j.nc",
+        "nowhere": constant("/no/j.zarr"),
+    }
     cases: list[tuple[str, Any, dict[str, Any]]] = [
-        ("layers", rl.layers, {"model": one(model)}),
+        ("layers", rl.layers, {"model": constant(model)}),
         ("trace", rl.trace, with_loss),
         ("gradients", rl.gradients, with_loss),
         ("gradients of the output", rl.gradients, output_gradient),
         ("jacobian", rl.jacobian, base),
-        ("jacobian by probes", rl.jacobian, {**base, "sketch": one(4)}),
+        ("jacobian by probes", rl.jacobian, {**base, "sketch": constant(4)}),
         ("weights", rl.weights, with_loss),
-        ("weight_norms", rl.weight_norms, {"model": one(model)}),
+        ("weight_norms", rl.weight_norms, {"model": constant(model)}),
         ("find_nonfinite", rl.find_nonfinite, with_loss),
     ]
     return [Target(name, verb, good, tuple(inspect.signature(verb).parameters), near) for name, verb, good in cases]
 
 
-def diagnoses(model: Any, x: Any, y: Any) -> list[Target]:
+def diagnosis_targets(model: Any, x: Any, y: Any) -> list[Target]:
     """Return ``rl.diagnose`` and the functions of its results on one model, with all of their arguments."""
     diagnosis = rl.diagnose(model, x, y)
-    numbers = {str(n): one(n) for n in (-9, -5, -1, 0, 1, 4, 5, 64, 10**6, 10**20)}
+    numbers = {str(n): constant(n) for n in (-9, -5, -1, 0, 1, 4, 5, 64, 10**6, 10**20)}
     near = {
-        **near_verbs(x, y),
+        **near_values(x, y),
         **dict.fromkeys(("step", "steps", "output", "samples", "count", "period", "most", "seed"), numbers),
         "task": _constants("classes", "binary", "values"),
-        "baseline": {"init": one("init"), "itself": one(model), "a diagnosis": one(diagnosis)},
+        "baseline": {"init": constant("init"), "itself": constant(model), "a diagnosis": constant(diagnosis)},
         "layer": NAMES,
         "axes": {
             "right": lambda: {"input": ("sample", "time", "feature"), "output": ("sample", "time", "unit")},
@@ -560,8 +564,8 @@ def diagnoses(model: Any, x: Any, y: Any) -> list[Target]:
             "a trace": lambda: rl.trace(model, x),
             "by another name": lambda: {"gru": 1},
         },
-        "noise": {"some": one(0.1), "negative": one(-1.0)},
-        "tolerance": {"none": one(0.0), "all": one(1e9)},
+        "noise": {"some": constant(0.1), "negative": constant(-1.0)},
+        "tolerance": {"none": constant(0.0), "all": constant(1e9)},
         "models": {
             "two": lambda: {"a": diagnosis, "b": diagnosis},
             "one": lambda: {"a": diagnosis},
@@ -571,16 +575,16 @@ def diagnoses(model: Any, x: Any, y: Any) -> list[Target]:
             "the same name": lambda: {"a": diagnosis, "a ": diagnosis, "": diagnosis},
         },
     }
-    data = {"model": one(model), "x": one(x)}
+    data = {"model": constant(model), "x": constant(x)}
     cases: list[tuple[str, Any, dict[str, Any]]] = [
-        ("diagnose", rl.diagnose, {**data, "y": one(y)}),
+        ("diagnose", rl.diagnose, {**data, "y": constant(y)}),
         ("compare", rl.compare, {"models": lambda: {"a": diagnosis}}),
         ("lyapunov", rl.lyapunov, data),
-        ("fixed_points", rl.fixed_points, {**data, "most": one(8)}),
+        ("fixed_points", rl.fixed_points, {**data, "most": constant(8)}),
         ("step_eigenvalues", rl.step_eigenvalues, data),
-        ("plot.diagnosis", rl.plot.diagnosis, {"d": one(diagnosis)}),
+        ("plot.diagnosis", rl.plot.diagnosis, {"d": constant(diagnosis)}),
     ]
-    near["d"] = {"itself": one(diagnosis), "another": lambda: rl.trace(model, x)}
+    near["d"] = {"itself": constant(diagnosis), "another": lambda: rl.trace(model, x)}
     return [Target(name, verb, good, _parameter_names(verb), near) for name, verb, good in cases]
 
 

@@ -11,7 +11,7 @@ from rnnlens.adapters.keras import run
 
 
 @contextmanager
-def eagerly() -> Iterator[None]:
+def eager_captures() -> Iterator[None]:
     """Run every capture within the block uncompiled, as the first capture of a model."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "memo_for", lambda *_: None)

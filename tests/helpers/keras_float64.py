@@ -11,7 +11,7 @@ from spoken_keras import LEGACY, engine, floatx, keras, set_floats
 import rnnlens as rl
 
 
-def lift() -> None:
+def enable_float64() -> None:
     """Enable float64 in this process; call it before the engine computes anything."""
     if engine() != "tensorflow":
         from keras.src.backend.common import dtypes
@@ -24,7 +24,7 @@ def lift() -> None:
 
 
 @contextmanager
-def floats(dtype: str) -> Iterator[None]:
+def default_float(dtype: str) -> Iterator[None]:
     """Set Keras' default float dtype within the block, that of losses included."""
     before, policy = floatx(), None if LEGACY else keras.config.dtype_policy()
     set_floats(dtype)
@@ -37,7 +37,7 @@ def floats(dtype: str) -> Iterator[None]:
 @pytest.fixture
 def float64() -> Iterator[None]:
     """Compute in float64 with seeded weights."""
-    with floats("float64"):
+    with default_float("float64"):
         keras.utils.set_random_seed(1)
         yield
 

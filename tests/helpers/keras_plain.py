@@ -11,7 +11,7 @@ import numpy as np
 
 
 @contextmanager
-def op_by_op() -> Iterator[None]:
+def without_jit() -> Iterator[None]:
     """Disable compilation within the block: JAX would compile the loop of a recurrent layer anew at every call."""
     if keras.backend.backend() != "jax":
         yield
@@ -22,18 +22,20 @@ def op_by_op() -> Iterator[None]:
         yield
 
 
-def number(value: Any) -> float:
+def to_float(value: Any) -> float:
     """Return a tensor of one element as a float."""
     return float(keras.ops.convert_to_numpy(value))
 
 
-def by_difference(function: Callable[[Any], float], array: Any, index: tuple[int, ...], step: float = 1e-6) -> float:
+def central_difference(
+    function: Callable[[Any], float], array: Any, index: tuple[int, ...], step: float = 1e-6
+) -> float:
     """Return d function / d array[index] by central differences."""
     values = []
     for size in (step, -step):
         shifted = np.array(array)
         shifted[index] += size
-        with op_by_op():
+        with without_jit():
             values.append(function(shifted))
     return (values[0] - values[1]) / (2 * step)
 

@@ -3,7 +3,7 @@
 from rnnlens.recurrence.cells import SimpleRNN
 
 
-def plant(monkeypatch, factor):
+def plant_scaled_gradient(monkeypatch, factor):
     """A SimpleRNN whose gate gradients are multiplied by ``factor``."""
     original = SimpleRNN.pull_back
 

@@ -90,5 +90,5 @@ def underflow(size: str, dtype: str = "float16") -> tuple[str, str, str]:
     )
 
 
-def said(reason) -> tuple[str, str, str]:
+def reason_texts(reason) -> tuple[str, str, str]:
     return reason.code, reason.sentence, reason.remedy

@@ -115,7 +115,7 @@ LOOPS |= {"rwkv": rwkv, "mlstm": mlstm, "lightning": lightning}
 
 
 @contextmanager
-def noted_arguments(model):
+def record_arguments(model):
     """Collect the arguments of every call of the model's own scan functions, by name, in the order of the calls."""
     calls = []
     with pytest.MonkeyPatch.context() as patch:

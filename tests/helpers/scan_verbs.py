@@ -67,12 +67,12 @@ def outcomes(name: str) -> list[str]:
     return labels
 
 
-def row(name: str) -> str:
+def table_row(name: str) -> str:
     """Return one line of the table."""
     return f"| {name} | {' | '.join(outcomes(name))} |"
 
 
-def head() -> str:
+def table_head() -> str:
     """Return the heading of the table."""
     model = build("mamba")
     verbs = [f"`{verb}`" if " " not in verb else verb for verb in _calls(model, tokens(2, 3), None)]
@@ -80,6 +80,6 @@ def head() -> str:
 
 
 if __name__ == "__main__":
-    table = "\n".join([head(), *map(row, MODELS)])
+    table = "\n".join([table_head(), *map(table_row, MODELS)])
     PAGE.write_text(TABLE.sub(lambda match: match[1] + table, PAGE.read_text()))
     print(table)

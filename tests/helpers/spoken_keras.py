@@ -50,7 +50,7 @@ def engine() -> str:
     return "tensorflow" if LEGACY else str(keras.backend.backend())
 
 
-def the_adapter() -> Any:
+def keras_adapter() -> Any:
     """Return the adapter of this Keras."""
     package = importlib.import_module("rnnlens.adapters.keras")
     return package.legacy if LEGACY else package.adapter
@@ -70,7 +70,7 @@ def states_of(model: Any) -> list[Any]:
 
 
 @contextmanager
-def untouched(model: Any) -> Iterator[None]:
+def restored_states(model: Any) -> Iterator[None]:
     """Restore the states of stateful layers after the block; Keras 3 has scopes for that."""
     states = [*states_of(model), *model.non_trainable_variables] if LEGACY else []
     before = [v.numpy() for v in states]

@@ -87,19 +87,25 @@ def random_arrays(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np
     return {name: rng.normal(0, 0.5, shape) for name, shape in shapes.items()}
 
 
-def zeros(*, whole: bool = False) -> dict[str, np.ndarray]:
-    """Return one zero per tap; with ``whole`` the last recurrent layer returns all of its steps."""
-    shapes = {**TAPS, "rnn.output": (B, T, R)} if whole else TAPS
+def zero_taps(*, return_sequences: bool = False) -> dict[str, np.ndarray]:
+    """Return one zero per tap; with ``return_sequences`` the last recurrent layer returns all of its steps."""
+    shapes = {**TAPS, "rnn.output": (B, T, R)} if return_sequences else TAPS
     return {name: np.zeros(shape) for name, shape in shapes.items()}
 
 
-def run(
-    p: dict[str, Any], e: dict[str, Any], x: Any, y: Any, ops: Any, mask: np.ndarray | None = None, held: bool = True
+def run_network(
+    p: dict[str, Any],
+    e: dict[str, Any],
+    x: Any,
+    y: Any,
+    ops: Any,
+    mask: np.ndarray | None = None,
+    holds_initial_state: bool = True,
 ) -> dict[str, Any]:
     """Return all tensors by name, from weights ``p`` and zeros ``e``.
 
-    ``ops`` has tensor, tanh, sigmoid, mean, stack(list, axis) and concat(list, axis). ``held``: before the first real
-    step a layer puts out its initial state (Keras on JAX), not zeros (Keras on TensorFlow and torch).
+    ``ops`` has tensor, tanh, sigmoid, mean, stack(list, axis) and concat(list, axis). ``holds_initial_state``: before
+    the first real step a layer puts out its initial state (Keras on JAX), not zeros (Keras on TensorFlow and torch).
     """
     out: dict[str, Any] = {}
     started = None if mask is None else ops.tensor((np.cumsum(mask, axis=1) > 0).astype("float64"))
@@ -109,7 +115,7 @@ def run(
     conv = ops.tanh(previous @ p["conv1d/kernel"][0] + x @ p["conv1d/kernel"][1] + p["conv1d/bias"])
     out["conv1d.output"] = conv + e["conv1d.output"]
     out |= _lstm(p, e, out["conv1d.output"], ops, mask)
-    if started is not None and not held:
+    if started is not None and not holds_initial_state:
         out["lstm.output"] = out["lstm.hidden"] * started[:, :, None] + e["lstm.output"]
     out |= _gru(p, e, out["lstm.output"], ops, mask)
     gru_output = out["gru.output"]

@@ -89,7 +89,7 @@ def input_data(dtype: Any, time_major: bool = False) -> Any:
     return x.swapaxes(0, 1) if time_major else x
 
 
-def weighted(tensor: Any, seed: int) -> Any:
+def weighted_sum(tensor: Any, seed: int) -> Any:
     """Return a sum that weights every number differently."""
     rng = np.random.default_rng(seed)
     weights = rng.normal(size=[d or SAMPLES for d in tensor.shape.as_list()])
@@ -110,8 +110,8 @@ def loss_in_loops(names: Any, x: Any, lengths: Any, time_major: bool, bidirectio
                 outputs = [outputs]
         if time_major:
             outputs = [tf.transpose(y, [1, 0, 2]) for y in outputs]
-        total += sum(weighted(y, 1) for y in outputs)
-        total += sum(weighted(s, 2) for s in tf.nest.flatten(finals))
+        total += sum(weighted_sum(y, 1) for y in outputs)
+        total += sum(weighted_sum(s, 2) for s in tf.nest.flatten(finals))
     return total
 
 
@@ -124,7 +124,7 @@ def unroll(names: Any, x: Any, lengths: Any, time_major: bool, bidirectional: bo
         with tf.variable_scope(name):
             if not bidirectional:
                 y, finals, states = _run("rnn", make(), x, lengths)
-                total += weighted(y, 1) + sum(weighted(s, 2) for s in tf.nest.flatten(finals))
+                total += weighted_sum(y, 1) + sum(weighted_sum(s, 2) for s in tf.nest.flatten(finals))
                 states_by_layer |= _by_layer(f"{name}/rnn", kinds, states)
                 continue
             with tf.variable_scope("bidirectional_rnn"):
@@ -132,7 +132,7 @@ def unroll(names: Any, x: Any, lengths: Any, time_major: bool, bidirectional: bo
                     inputs = x if direction == "fw" else _reverse_time(x, lengths)
                     y, finals, states = _run(direction, make(), inputs, lengths)
                     y = y if direction == "fw" else _reverse_time(y, lengths)
-                    total += weighted(y, 1) + sum(weighted(s, 2) for s in tf.nest.flatten(finals))
+                    total += weighted_sum(y, 1) + sum(weighted_sum(s, 2) for s in tf.nest.flatten(finals))
                     states_by_layer |= _by_layer(f"{name}/bidirectional_rnn/{direction}", kinds, states)
     return UnrolledNetwork(total, states_by_layer)
 
@@ -177,7 +177,9 @@ def _by_layer(name: str, kinds: tuple[str, ...], states: list[list[Any]]) -> dic
     return states_by_layer
 
 
-def of(names: Any, *, lengths: bool, time_major: bool = False, both: bool = False, dtype: Any = tf.float64) -> Any:
+def network_with_reference(
+    names: Any, *, lengths: bool, time_major: bool = False, both: bool = False, dtype: Any = tf.float64
+) -> Any:
     """Return a network of these cells in loops, and by layer the total gradients of states, (sample, time, unit)."""
     _DTYPE[0] = dtype
     x = input_data(dtype, time_major)

@@ -41,7 +41,7 @@ def forward(w, x, h0, labels=None, bump=None):
     return out, np.stack(states, 1), losses
 
 
-def slope(function, values, name, direction):
+def derivative(function, values, name, direction):
     """Return the derivative of ``function(values)`` along a direction of one of the values."""
     perturbed = {**values, name: values[name] + 1j * STEP * direction}
     return np.imag(function(perturbed)) / STEP

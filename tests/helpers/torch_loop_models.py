@@ -16,7 +16,7 @@ def zeros(x, *sizes):
     return [x.new_zeros(len(x), size) for size in sizes]
 
 
-class Plain(nn.Module):
+class PlainLoop(nn.Module):
     """The textbook loop over a cell."""
 
     def __init__(self, kind="lstm"):
@@ -145,7 +145,7 @@ class Attention(nn.Module):
         return torch.stack(outputs, 1)
 
 
-class Between(nn.Module):
+class ChangesState(nn.Module):
     """A loop that changes the state between two steps, at all of them or at one."""
 
     def __init__(self, change):
@@ -204,7 +204,7 @@ class Siamese(nn.Module):
         return self.head(torch.cat([(a - b).abs(), a * b], 1))
 
 
-class BothWays(nn.Module):
+class BidirectionalLoop(nn.Module):
     """A bidirectional loop: one of two cells runs from the last step."""
 
     def __init__(self):
@@ -237,7 +237,7 @@ class Block(nn.Module):
         return self.norm(self.h)
 
 
-class Attribute(nn.Module):
+class StateInAttribute(nn.Module):
     """A loop whose state is an attribute of a submodule's submodule."""
 
     def __init__(self):
@@ -250,7 +250,7 @@ class Attribute(nn.Module):
         return torch.stack([self.head(self.blocks[0](x[:, t])) for t in range(x.shape[1])], 1)
 
 
-class Masked(nn.Module):
+class MaskedLoop(nn.Module):
     """Samples of unequal length: the state of an ended sample is carried on."""
 
     def __init__(self, masking="where", output="last"):
@@ -276,7 +276,7 @@ class Masked(nn.Module):
         return outputs[-1] if self.output == "last" else torch.stack(outputs, 1)
 
 
-class Forced(nn.Module):
+class TeacherForced(nn.Module):
     """Teacher forcing, drawn from Python's ``random``."""
 
     def __init__(self, seeded=False):

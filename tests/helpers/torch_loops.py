@@ -26,7 +26,7 @@ class Taps:
         return value
 
 
-class Written(nn.Module):
+class WrittenOutCell(nn.Module):
     """An ``nn.LSTMCell``, ``nn.GRUCell`` or ``nn.RNNCell`` in plain operations, on the same parameters."""
 
     def __init__(self, cell):
@@ -57,7 +57,7 @@ class Written(nn.Module):
         return h, c
 
 
-def written(model):
+def write_out_cells(model):
     """Return a copy of the model with its cells written out, and their taps by the cell's path.
 
     The copy shares the parameters of the original. Cells of one's own have a method ``note(name, value)`` for every
@@ -68,7 +68,7 @@ def written(model):
     for path, module in list(twin.named_modules()):
         if type(module) in (nn.LSTMCell, nn.GRUCell, nn.RNNCell):
             parent, _, name = path.rpartition(".")
-            replacement = Written(module)
+            replacement = WrittenOutCell(module)
             if parent and isinstance(twin.get_submodule(parent), nn.ModuleList):
                 twin.get_submodule(parent)[int(name)] = replacement
             else:
@@ -80,34 +80,36 @@ def written(model):
     return twin, taps
 
 
-def pull(value, tensors):
+def gradients_or_zero(value, tensors):
     """Return gradients, which are zero without a path."""
     grads = torch.autograd.grad(value, tensors, allow_unused=True, retain_graph=True)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, grads, strict=True)]
 
 
-def over_time(tensors):
+def stack_steps(tensors):
     """Stack one tensor per step into (sample, time, unit)."""
     return torch.stack(list(tensors), dim=1).detach().numpy()
 
 
-def rows(value, tensors):
+def jacobian_rows(value, tensors):
     """Return d value / d tensors by sample, (sample, out..., step, in), of ``value`` (sample, out...)."""
     flat = value.reshape(len(value), -1)
     jacobians = []
     for n in range(len(value)):
-        gradient_rows = [torch.stack([g[n] for g in pull(flat[n, k], tensors)]) for k in range(flat.shape[1])]
+        gradient_rows = [
+            torch.stack([g[n] for g in gradients_or_zero(flat[n, k], tensors)]) for k in range(flat.shape[1])
+        ]
         jacobians.append(torch.stack(gradient_rows).reshape(*value.shape[1:], *gradient_rows[0].shape))
     return torch.stack(jacobians).numpy()
 
 
-def loss(output):
+def weighted_loss(output):
     """Return a sum that weights every entry of the output differently."""
     weights = torch.linspace(0.5, 2.0, output[0].numel(), dtype=output.dtype).reshape(output.shape[1:])
     return (weights * output).sin().sum()
 
 
-def nodes(model, taps):
+def recurrences_of(model, taps):
     """Yield (node of a result, path of the cell, calls) for every recurrence."""
     recurrences = []
     for path, tap in taps.items():
@@ -124,7 +126,7 @@ def states_of(tap):
     return [name for name in ("hidden", "cell", "state_1") if name in tap.zeros]
 
 
-def close(actual, expected, label):
+def assert_close(actual, expected, label):
     """Assert equality up to float64 rounding."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.shape == expected.shape, label

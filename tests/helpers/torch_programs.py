@@ -62,7 +62,7 @@ def leaves(output: Any) -> list[torch.Tensor]:
     return [leaf for value in values if value is not None for leaf in leaves(value)]
 
 
-def wave(output: Any) -> torch.Tensor:
+def wave_loss(output: Any) -> torch.Tensor:
     """Return a loss in which every number of the first output has another weight."""
     first = leaves(output)[0]
     return (first * torch.cos(torch.arange(first.numel(), dtype=first.dtype)).reshape(first.shape)).sum()

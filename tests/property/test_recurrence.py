@@ -18,7 +18,7 @@ def problems(draw):
     batch, time, features, units = (draw(st.integers(1, n)) for n in (3, 6, 3, 4))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     width = GATES[kind] * units
-    cell = cells.make(
+    cell = cells.make_cell(
         kind,
         rng.normal(size=(features, width)),
         rng.normal(size=(units, width)) * draw(st.sampled_from([0.1, 1.0, 3.0])),

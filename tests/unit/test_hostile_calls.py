@@ -7,7 +7,7 @@ import inspect
 import numpy as np
 import pytest
 import xarray as xr
-from hostile import Target, faults, one, run
+from hostile import Target, constant, faults, run_calls
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
@@ -59,12 +59,12 @@ FIGURE_ARGUMENTS = {
     "decay_by_lag": {"decay": np.abs(STATES)},
 }
 DATA = {
-    "bidirectional": one(BOTH_DIRECTIONS),
-    "states": one(STATES),
-    "weights": one(WEIGHTS),
-    "layer": one(LAYER),
-    "jacobian": one(JACOBIAN),
-    "gates": one(GATES),
+    "bidirectional": constant(BOTH_DIRECTIONS),
+    "states": constant(STATES),
+    "weights": constant(WEIGHTS),
+    "layer": constant(LAYER),
+    "jacobian": constant(JACOBIAN),
+    "gates": constant(GATES),
     "steps of one sample": lambda: xr.DataArray(STATES[0], dims=("time", "unit")),
     "one unit": lambda: xr.DataArray(STATES[:, :, 0], dims=("sample", "time")),
     "a sequence": lambda: xr.DataArray(STATES[0, :, 0], dims="time"),
@@ -96,20 +96,24 @@ KEYWORDS = {
     "visible": [False],
     "nothing": [1],
 }
-DIMENSIONS = {name: one(name) for name in ("sample", "unit", "time", "gate", "direction")}
+DIMENSIONS = {name: constant(name) for name in ("sample", "unit", "time", "gate", "direction")}
 NEAR = {
-    "keyword": {f"{name} {value}": one({name: value}) for name, values in KEYWORDS.items() for value in values},
+    "keyword": {f"{name} {value}": constant({name: value}) for name, values in KEYWORDS.items() for value in values},
     "ax": {"one": lambda: Figure().subplots(), "two": lambda: Figure().subplots(2)},
     "figure": {"one": Figure, "a part": lambda: Figure().subfigures(1)},
-    "dims": {"right": one(("sample", "time", "unit")), "twice": one(("time",) * 3), "others": one(("a", "b", "c"))},
+    "dims": {
+        "right": constant(("sample", "time", "unit")),
+        "twice": constant(("time",) * 3),
+        "others": constant(("a", "b", "c")),
+    },
     "panel": DIMENSIONS | {"two": lambda: ["sample", "unit"]},
     "x": DIMENSIONS,
     "y": DIMENSIONS,
     "overlay": DIMENSIONS,
     "mask": {"all": lambda: np.ones((2, 5), bool), "none": lambda: np.zeros((2, 5), bool)},
-    "samples": {"panels": one("panels")},
-    "clip_peaks": {"many": one(10**6)},
-    "title": {"no formula": one("$\\frac{")},
+    "samples": {"panels": constant("panels")},
+    "clip_peaks": {"many": constant(10**6)},
+    "title": {"no formula": constant("$\\frac{")},
 }
 
 
@@ -121,7 +125,7 @@ def figures() -> list[Target]:
         argument_names = [
             p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD
         ]
-        good = {argument: one(value) for argument, value in arguments.items()}
+        good = {argument: constant(value) for argument, value in arguments.items()}
         near = {**NEAR, **dict.fromkeys(arguments, DATA)}
         targets.append(Target(name, _with_keywords(function), good, (*argument_names, "keyword"), near))
     return targets
@@ -141,15 +145,15 @@ def others(folder) -> list[Target]:
     result = Gradients({"lstm": xr.Dataset({"hidden": array})})
     picture = rl.plot.heatmap(STATES[:1])
     paths = {
-        "netCDF": one(folder / "a.nc"),
-        "Zarr": one(folder / "a.zarr"),
-        "picture": one(folder / "a.png"),
-        "nowhere": one(folder / "no" / "a.nc"),
-        "a folder": one(folder),
-        "unknown": one(folder / "a.xyz"),
-        "long": one(folder / f"{'a' * 300}.nc"),
-        "device": one("/dev/null"),
-        "not to be written": one("/proc/a.nc"),
+        "netCDF": constant(folder / "a.nc"),
+        "Zarr": constant(folder / "a.zarr"),
+        "picture": constant(folder / "a.png"),
+        "nowhere": constant(folder / "no" / "a.nc"),
+        "a folder": constant(folder),
+        "unknown": constant(folder / "a.xyz"),
+        "long": constant(folder / f"{'a' * 300}.nc"),
+        "device": constant("/dev/null"),
+        "not to be written": constant("/proc/a.nc"),
     }
     near = {"path": paths}
     return [
@@ -157,9 +161,9 @@ def others(folder) -> list[Target]:
         Target("result.save", result.save, {"path": paths["netCDF"]}, ("path",), near),
         Target("open", rl.open, {"path": paths["netCDF"]}, ("path", "lazy", "memory"), near),
         Target("options", _options, {}, ("memory", "progress", "certify")),
-        Target("result[...]", lambda name: result[name], {"name": one("lstm")}, ("name",)),
-        Target("layer[...]", lambda name: result["lstm"][name], {"name": one("hidden")}, ("name",)),
-        Target("did_you_mean", lambda name: did_you_mean(name, ["lstm"]), {"name": one("lstn")}, ("name",)),
+        Target("result[...]", lambda name: result[name], {"name": constant("lstm")}, ("name",)),
+        Target("layer[...]", lambda name: result["lstm"][name], {"name": constant("hidden")}, ("name",)),
+        Target("did_you_mean", lambda name: did_you_mean(name, ["lstm"]), {"name": constant("lstn")}, ("name",)),
     ]
 
 
@@ -169,14 +173,14 @@ def _options(**keywords):
 
 
 def test_every_figure_is_drawn_or_refused_in_words():
-    outcomes = run(figures(), {}, 300, 0)
+    outcomes = run_calls(figures(), {}, 300, 0)
     assert not faults(outcomes)
     assert sum(outcome.kind == "result" for outcome in outcomes) > 30
 
 
 def test_files_options_and_results_answer_in_words(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert not faults(run(others(tmp_path), {}, 400, 0))
+    assert not faults(run_calls(others(tmp_path), {}, 400, 0))
     assert current().memory == 2 * 1024**3
 
 
@@ -184,7 +188,7 @@ def test_files_options_and_results_answer_in_words(tmp_path, monkeypatch):
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_so_do_thousands(seed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert not faults(run([*figures(), *others(tmp_path)], {}, 2000, seed))
+    assert not faults(run_calls([*figures(), *others(tmp_path)], {}, 2000, seed))
 
 
 def test_a_drawing_of_two_directions_is_saved_whole_and_shows_itself(tmp_path):

@@ -8,16 +8,16 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import pytest
-from keras_float64 import floats, lift
+from keras_float64 import default_float, enable_float64
 from spoken_keras import keras
 
-lift()
+enable_float64()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def float64():
     """Set Keras' default float dtype to float64."""
-    with floats("float64"):
+    with default_float("float64"):
         yield
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from keras_eager import eagerly
-from spoken_keras import LEGACY, keras, the_adapter
+from keras_eager import eager_captures
+from spoken_keras import LEGACY, keras, keras_adapter
 
 import rnnlens as rl
 from rnnlens import errors
@@ -14,14 +14,14 @@ from rnnlens.adapters.registry import adapter_for
 from rnnlens.recurrence.replay import Replay
 from rnnlens.testing.adapter_contract import reference_of
 
-adapter = the_adapter()
+adapter = keras_adapter()
 X = np.random.default_rng(0).normal(size=(3, 4, 2))
 Y = np.random.default_rng(1).normal(size=(3, 2))
 
 
 @pytest.fixture(autouse=True)
 def eager_mode():
-    with eagerly():
+    with eager_captures():
         yield
 
 

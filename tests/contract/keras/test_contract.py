@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from spoken_keras import PACKAGE, keras, the_adapter
+from spoken_keras import PACKAGE, keras, keras_adapter
 
 from rnnlens.adapters.protocol import Batch, CaptureRequest
 from rnnlens.testing import check_adapter
 from rnnlens.testing.keras_models import MODELS
 
-adapter = the_adapter()
+adapter = keras_adapter()
 
 
 def loss(y_true, y_pred):

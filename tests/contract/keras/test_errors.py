@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-from keras_eager import eagerly
+from keras_eager import eager_captures
 
 from rnnlens import errors
 from rnnlens.adapters.keras import adapter
@@ -27,7 +27,7 @@ def model(float64):
 
 @pytest.fixture(autouse=True)
 def eager_mode():
-    with eagerly():
+    with eager_captures():
         yield
 
 

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import torch
-from hostile import diagnoses, faults, run, verbs
+from hostile import diagnosis_targets, faults, run_calls, verb_targets
 
 pytestmark = pytest.mark.op_by_op
 
@@ -43,12 +43,12 @@ def make_cases(tmp_path):
     # Run eagerly: compiled programs are tested elsewhere.
     model.compile(loss="mse", run_eagerly=True)
     x = np.random.default_rng(0).normal(size=(2, 5, 3)).astype("f4")
-    return verbs(model, x, np.zeros((2, 5, 2), "f4"), "mse", tmp_path)
+    return verb_targets(model, x, np.zeros((2, 5, 2), "f4"), "mse", tmp_path)
 
 
 @pytest.mark.one_engine
 def test_every_call_ends_in_a_result_or_in_one_error_of_ours(tmp_path):
-    outcomes = run(make_cases(tmp_path), FOREIGN, 120, 0)
+    outcomes = run_calls(make_cases(tmp_path), FOREIGN, 120, 0)
     assert not faults(outcomes)
     assert sum(outcome.kind == "result" for outcome in outcomes) > 8  # many calls must give a result
 
@@ -56,7 +56,7 @@ def test_every_call_ends_in_a_result_or_in_one_error_of_ours(tmp_path):
 @pytest.mark.one_engine
 def test_every_diagnosis_ends_in_a_result_or_in_one_error_of_ours(tmp_path):
     model, x, y = (make_cases(tmp_path)[1].good[name]() for name in ("model", "x", "y"))
-    outcomes = run(diagnoses(model, x, y), FOREIGN, 60, 0)
+    outcomes = run_calls(diagnosis_targets(model, x, y), FOREIGN, 60, 0)
     assert not faults(outcomes)
     assert sum(outcome.kind == "result" for outcome in outcomes) > 5
 
@@ -64,14 +64,14 @@ def test_every_diagnosis_ends_in_a_result_or_in_one_error_of_ours(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(1, 3))
 def test_so_do_thousands(seed, tmp_path):
-    assert not faults(run(make_cases(tmp_path), FOREIGN, 1500, seed))
+    assert not faults(run_calls(make_cases(tmp_path), FOREIGN, 1500, seed))
 
 
 def test_hostile_calls_leave_the_model_as_it_was(tmp_path):
     cases = make_cases(tmp_path)
     model = cases[0].good["model"]()
     before = [np.array(keras.ops.convert_to_numpy(variable)) for variable in model.variables]
-    run(cases, FOREIGN, 30, 9)
+    run_calls(cases, FOREIGN, 30, 9)
     after = [keras.ops.convert_to_numpy(variable) for variable in model.variables]
     assert all(np.array_equal(old, new) for old, new in zip(before, after, strict=True))
     assert model.compiled

@@ -8,13 +8,13 @@ import weakref
 
 import numpy as np
 import pytest
-from keras_eager import eagerly
+from keras_eager import eager_captures
 from left_behind import graphs_left
-from spoken_keras import LEGACY, engine, keras, states_of, the_adapter
+from spoken_keras import LEGACY, engine, keras, keras_adapter, states_of
 
 from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
 
-adapter = the_adapter()
+adapter = keras_adapter()
 X = np.random.default_rng(0).normal(size=(2, 4, 3))
 Y = np.random.default_rng(1).normal(size=(2, 2))
 
@@ -153,7 +153,7 @@ def test_capture(ending, mode, fitted_model):
     def capture():
         if compiled:
             return adapter.capture(model, batch, CaptureRequest())
-        with eagerly():
+        with eager_captures():
             return adapter.capture(model, batch, CaptureRequest())
 
     if ending == "ok":
@@ -269,7 +269,7 @@ def test_a_compiled_run_follows_every_change_of_the_model():
         if LEGACY and name in ("activation", "dtype"):  # "activation" is refused (tests/contract/tf_keras)
             continue  # "dtype" cannot be set in Keras 2
         change(model)
-        with eagerly():
+        with eager_captures():
             expected = loss()
         assert loss() == pytest.approx(expected, rel=1e-12), name
         assert abs(expected - before) > 1e-10, name

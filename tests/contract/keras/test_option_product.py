@@ -12,14 +12,14 @@ from itertools import product
 
 import numpy as np
 import pytest
-from keras_eager import eagerly
-from spoken_keras import LEGACY, engine, keras, path_of, states_of, the_adapter, untouched
+from keras_eager import eager_captures
+from spoken_keras import LEGACY, engine, keras, keras_adapter, path_of, restored_states, states_of
 
 from rnnlens.adapters.protocol import Batch, CaptureRequest
 from rnnlens.testing.keras_models import gradients
 from rnnlens.testing.reference import bptt
 
-adapter = the_adapter()
+adapter = keras_adapter()
 SAMPLE, TIME, FEATURE, UNIT = 2, 4, 2, 2
 CELLS = {
     "simple_rnn": (keras.layers.SimpleRNN, {}),
@@ -123,7 +123,7 @@ def build_group(cell, masked, unroll, part_index):
 def eager_execution():
     """Run the block eagerly: compiling a graph of a hundred loops takes minutes. Compiled runs have their own tests."""
     with ExitStack() as stack:
-        stack.enter_context(eagerly())
+        stack.enter_context(eager_captures())
         if engine() == "jax":
             import jax
 
@@ -148,7 +148,7 @@ def captured_group(request, float64):
     def loss_of(tensors):
         return group.loss(None, group.model([tensors[0], keras.ops.convert_to_tensor(mask), *tensors[1:]]))
 
-    with eager_execution(), untouched(group.model):
+    with eager_execution(), restored_states(group.model):
         return group, capture, gradients(loss_of, [x, *states], group.model.trainable_variables)
 
 

@@ -67,7 +67,7 @@ def test_new_state_by_every_weight_before_it(net_and_data):
     for name in ("conv1d/kernel", "conv1d/bias", "batch_normalization/gamma", "batch_normalization/beta"):
         path = f"layer_cell/{name}"
         direction = random.normal(size=w[path].shape)
-        assert_close(np.sum(g[path].values * direction), by_hand.slope(new_state, w, path, direction))
+        assert_close(np.sum(g[path].values * direction), by_hand.derivative(new_state, w, path, direction))
     assert {"output/dense/kernel", "output/dense/bias"} <= set(g.disconnected)
 
 
@@ -91,7 +91,7 @@ def test_weights_of_the_cell_by_gate(net_and_data):
             direction = np.zeros_like(w[path])
             direction[rows, columns] = random.normal(size=direction[rows, columns].shape)
             actual = (grad.sel(gate=gate).values * direction[rows, columns]).sum()
-            assert_close(actual, by_hand.slope(loss, w, path, direction))
+            assert_close(actual, by_hand.derivative(loss, w, path, direction))
 
 
 def test_the_input_that_a_cond_chooses_is_one_input(net_and_data):

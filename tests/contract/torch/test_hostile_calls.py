@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hostile import diagnoses, faults, run, verbs
+from hostile import diagnosis_targets, faults, run_calls, verb_targets
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -44,19 +44,19 @@ FOREIGN = {
 def make_cases(tmp_path):
     torch.manual_seed(0)
     x = np.random.default_rng(0).normal(size=(2, 5, 3)).astype("f4")
-    return verbs(Net(), x, np.zeros((2, 5, 2), "f4"), nn.functional.mse_loss, tmp_path)
+    return verb_targets(Net(), x, np.zeros((2, 5, 2), "f4"), nn.functional.mse_loss, tmp_path)
 
 
 @pytest.mark.parametrize("seed", [0])
 def test_every_call_ends_in_a_result_or_in_one_error_of_ours(seed, tmp_path):
-    outcomes = run(make_cases(tmp_path), FOREIGN, 700, seed)
+    outcomes = run_calls(make_cases(tmp_path), FOREIGN, 700, seed)
     assert not faults(outcomes)
     assert sum(outcome.kind == "result" for outcome in outcomes) > 70  # many go through the door, and further
 
 
 def test_every_diagnosis_ends_in_a_result_or_in_one_error_of_ours(tmp_path):
     model, x, y = (make_cases(tmp_path)[1].good[name]() for name in ("model", "x", "y"))
-    outcomes = run(diagnoses(model, x, y), FOREIGN, 320, 0)
+    outcomes = run_calls(diagnosis_targets(model, x, y), FOREIGN, 320, 0)
     assert not faults(outcomes)
     assert sum(outcome.kind == "result" for outcome in outcomes) > 40
 
@@ -65,13 +65,13 @@ def test_every_diagnosis_ends_in_a_result_or_in_one_error_of_ours(tmp_path):
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_so_do_thousands_of_diagnoses(seed, tmp_path):
     model, x, y = (make_cases(tmp_path)[1].good[name]() for name in ("model", "x", "y"))
-    assert not faults(run(diagnoses(model, x, y), FOREIGN, 1500, seed))
+    assert not faults(run_calls(diagnosis_targets(model, x, y), FOREIGN, 1500, seed))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_so_do_thousands(seed, tmp_path):
-    assert not faults(run(make_cases(tmp_path), FOREIGN, 2000, seed))
+    assert not faults(run_calls(make_cases(tmp_path), FOREIGN, 2000, seed))
 
 
 def test_hostile_calls_leave_the_model_and_the_process_as_they_were(tmp_path):
@@ -81,7 +81,7 @@ def test_hostile_calls_leave_the_model_and_the_process_as_they_were(tmp_path):
     training_flags = [module.training for module in model.modules()]
     hook_counts = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
     random_state = torch.get_rng_state()
-    run(cases, {}, 150, 9)
+    run_calls(cases, {}, 150, 9)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert [module.training for module in model.modules()] == training_flags
     assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()] == hook_counts

@@ -7,7 +7,7 @@ from itertools import repeat
 import numpy as np
 import pytest
 import torch
-from hostile import OnlyArray, Raising, UnreadableArray
+from hostile import RaisesOnAnyUse, RaisingArray, UnreadableArray
 from torch import nn
 
 import rnnlens as rl
@@ -109,7 +109,9 @@ def test_steps_beyond_what_there_is(net):
         rl.jacobian(net, X, at={"out_time": 10**20})
 
 
-@pytest.mark.parametrize("value", [UnreadableArray(), OnlyArray(), Raising()], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value", [UnreadableArray(), RaisingArray(), RaisesOnAnyUse()], ids=lambda value: type(value).__name__
+)
 def test_objects_whose_conversion_raises(net, value):
     for call in (
         lambda: rl.trace(net, value, Y, loss=LOSS),

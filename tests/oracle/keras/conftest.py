@@ -1,7 +1,7 @@
 """Fixture for float64 on each engine, for the test files that request it."""
 
-from keras_float64 import float64, lift, uncertified
+from keras_float64 import enable_float64, float64, uncertified
 
 __all__ = ["float64", "uncertified"]
 
-lift()
+enable_float64()

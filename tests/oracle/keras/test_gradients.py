@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import pytest
 import tapped_network as net
-from keras_float64 import floats
-from keras_plain import op_by_op
+from keras_float64 import default_float
+from keras_plain import without_jit
 
 import rnnlens as rl
 
@@ -28,7 +28,7 @@ OPS = SimpleNamespace(
     concat=lambda a, i: keras.ops.concatenate(a, axis=i),
 )
 P = net.random_arrays(net.WEIGHTS, 0)
-E = net.zeros()
+E = net.zero_taps()
 X = np.random.default_rng(1).normal(size=(net.B, net.T, net.F))
 Y = np.random.default_rng(2).normal(size=(net.B, net.OUT))
 #: Padding on the right, a hole, and padding on the left.
@@ -42,7 +42,7 @@ ALL = [*net.WEIGHTS, *net.TAPS]
 @pytest.fixture(scope="module", autouse=True)
 def double_precision():
     """Set Keras' default dtype to float64, in which losses are computed for any model."""
-    with floats("float64"):
+    with default_float("float64"):
         yield
 
 
@@ -53,7 +53,7 @@ def autodiff(function, *arguments):
     """
     tensors, *constants = keras.tree.map_structure(keras.ops.convert_to_tensor, arguments)
     if ENGINE == "jax":
-        with op_by_op():
+        with without_jit():
             value, gradients = jax.value_and_grad(function)(tensors, *constants)
     elif ENGINE == "tensorflow":
         import tensorflow as tf
@@ -77,7 +77,7 @@ def reference_gradients(scalar, mask=None):
     x = X if mask is None else X * mask[:, :, None]
 
     def function(tensors, x, y):
-        return scalar(net.run(tensors, tensors, x, y, OPS, mask, held=ENGINE == "jax"))
+        return scalar(net.run_network(tensors, tensors, x, y, OPS, mask, holds_initial_state=ENGINE == "jax"))
 
     return autodiff(function, {**P, **E}, x, Y)
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import reasons
-from reasons import said
+from reasons import reason_texts
 
 import rnnlens as rl
 
@@ -66,7 +66,7 @@ def g(model):
     ],
 )
 def test_each_cause_in_full(g, name, expected):
-    assert said(g.disconnected[name]) == expected
+    assert reason_texts(g.disconnected[name]) == expected
     code, sentence, remedy = expected
     assert "disconnected" in repr(g)
     assert f"{name}: [{code}] {sentence} Try: {remedy}" in repr(g)
@@ -79,7 +79,7 @@ def test_nothing_else_is_called_disconnected(g):
 
 
 def test_frozen_weights_have_their_gradient_and_a_flag(g):
-    assert said(g.flags["fixed/kernel"]) == reasons.frozen("fixed/kernel", "fixed")
+    assert reason_texts(g.flags["fixed/kernel"]) == reasons.frozen("fixed/kernel", "fixed")
     assert g["fixed"]["kernel"].values.any()
     assert set(g.flags) == {"fixed/kernel", "fixed/bias"}
 
@@ -104,10 +104,10 @@ def test_masked_steps_all_of_them_or_some():
     names = ["input", "lstm.input"]
     partly_masked = rl.gradients(model, x, of="lstm.hidden", reduce="sum", wrt=names)
     for name in names:
-        assert said(partly_masked.flags[name]) == reasons.masked_in_part(3, 8)
+        assert reason_texts(partly_masked.flags[name]) == reasons.masked_in_part(3, 8)
     fully_masked = rl.gradients(model, x, of="lstm.hidden", at={"time": 0}, reduce="sum", wrt=names)
     for name in names:
-        assert said(fully_masked.disconnected[name]) == reasons.masked_at(0, 1, name, "lstm.hidden")
+        assert reason_texts(fully_masked.disconnected[name]) == reasons.masked_at(0, 1, name, "lstm.hidden")
         assert not fully_masked[name].values.any()
 
 
@@ -120,6 +120,6 @@ def test_underflow_of_half_precision():
     model = keras.Sequential([keras.Input((2,), dtype="float16"), first, last])
     x = np.full((2, 2), 2e-4, dtype="float16")
     g = rl.gradients(model, x, of="output", reduce="sum", wrt=["first/kernel", "first/bias"])
-    assert said(g.disconnected["first/kernel"]) == reasons.underflow("6e-09")
+    assert reason_texts(g.disconnected["first/kernel"]) == reasons.underflow("6e-09")
     assert not g["first/kernel"].values.any()
     np.testing.assert_allclose(g["first/bias"].values, 3e-5, rtol=0.1)

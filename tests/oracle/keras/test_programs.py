@@ -7,7 +7,7 @@ from functools import cache
 import keras_programs
 import numpy as np
 import pytest
-from spoken_keras import LEGACY, engine, keras, untouched
+from spoken_keras import LEGACY, engine, keras, restored_states
 
 import rnnlens as rl
 
@@ -86,7 +86,7 @@ def loss_and_grads(model, x, y):
 
         saved_values = [v.numpy() for v in model.variables]
         inputs = [tf.constant(leaf) for leaf in leaves_of(x)]
-        with untouched(model), tf.GradientTape() as tape:
+        with restored_states(model), tf.GradientTape() as tape:
             tape.watch([*(inputs[i] for i in float_indices(x)), *weights_of(model)])  # frozen weights, too
             model_input = restructure(x, inputs)
             value = model.compute_loss(model_input, tf.nest.map_structure(tf.constant, y), model(model_input))
@@ -111,7 +111,7 @@ def loss_and_grads(model, x, y):
 
 def output_shape(model, x):
     if LEGACY:
-        with untouched(model):
+        with restored_states(model):
             return tuple(model(x).shape)
     with keras.StatelessScope():  # a stateful layer does not go on from here
         return tuple(model(x).shape)
@@ -175,7 +175,7 @@ def test_time_jacobians(name):
             inputs[i] = leaves[0]
             inputs = [keras.ops.convert_to_tensor(leaf) for leaf in inputs]
             if LEGACY:
-                with untouched(model):
+                with restored_states(model):
                     return keras.ops.sum(model(restructure(x, inputs)) * signs)
             with keras.StatelessScope():
                 return keras.ops.sum(model(restructure(x, inputs)) * keras.ops.convert_to_tensor(signs))

@@ -11,7 +11,7 @@ import cells
 import keras
 import numpy as np
 import pytest
-from keras_float64 import floats
+from keras_float64 import default_float
 
 import rnnlens as rl
 from rnnlens.testing import reference
@@ -82,7 +82,7 @@ class Variant:
         }
         if self.kind == "gru" and cell.reset_after and self.flags["bias"]:
             arrays["bias"], arrays["recurrent_bias"] = arrays["bias"]
-        return cells.make(self.kind, reset_after=getattr(cell, "reset_after", True), **arrays)
+        return cells.make_cell(self.kind, reset_after=getattr(cell, "reset_after", True), **arrays)
 
 
 def make_variants(cell, unroll, rng):
@@ -201,7 +201,7 @@ def linear_loss(functionals, outputs):
 @pytest.fixture
 def dtype(request):
     """Set the default float dtype of Keras during a test."""
-    with floats(request.param), jax_without_float64() if request.param == "float32" else nullcontext():
+    with default_float(request.param), jax_without_float64() if request.param == "float32" else nullcontext():
         yield request.param
 
 

@@ -1,10 +1,10 @@
 """Each test has its own graph; tests that do not depend on the control flow run under v1 alone."""
 
-from graph_mode import graph, under_v1, v1
+from graph_mode import graph, mark_full_under_v2, v1
 
 __all__ = ["graph", "v1"]
 
-pytest_collection_modifyitems = under_v1(
+pytest_collection_modifyitems = mark_full_under_v2(
     "test_dropout_wrapper.py",
     "test_conv_lstm.py::test_layers_of_keras",
     "test_conv_lstm.py::test_the_layer_of_keras",

@@ -6,7 +6,7 @@ By hand means one step after the other: then every state is a tensor, of which T
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
-from tf1_cells import weighted
+from tf1_cells import weighted_sum
 
 import rnnlens as rl
 
@@ -70,16 +70,16 @@ class LayerRunner:
 
 def tensor_array(run, x, lengths):
     steps = tf.TensorArray(x.dtype, STEPS).unstack(tf.transpose(x, [1, 0, 2]))
-    return weighted(run.loop("tensor_array", x, STEPS, steps.read), 1)
+    return weighted_sum(run.loop("tensor_array", x, STEPS, steps.read), 1)
 
 
 def index(run, x, lengths):
-    return weighted(run.loop("index", x, STEPS, lambda t: x[:, t]), 1)
+    return weighted_sum(run.loop("index", x, STEPS, lambda t: x[:, t]), 1)
 
 
 def index_of_some(run, x, lengths):
     """Ends before its input does; the index is asked for by ``tf.gather``."""
-    return weighted(run.loop("index_of_some", x, STEPS - 2, lambda t: tf.gather(x, t, axis=1)), 1)
+    return weighted_sum(run.loop("index_of_some", x, STEPS - 2, lambda t: tf.gather(x, t, axis=1)), 1)
 
 
 def stacked_dropout(run, x, lengths):
@@ -89,13 +89,13 @@ def stacked_dropout(run, x, lengths):
         return cell.MultiRNNCell([cell.DropoutWrapper(cell.LSTMCell(UNITS), output_keep_prob=keep) for _ in range(2)])
 
     outputs, state = run.rnn("stacked_dropout/rnn", make, x, lengths)
-    return weighted(outputs, 1) + weighted(state[1].h, 2)
+    return weighted_sum(outputs, 1) + weighted_sum(state[1].h, 2)
 
 
 def attention_after(run, x, lengths):
     outputs, _ = run.rnn("attention_after/rnn", lambda: cell.GRUCell(UNITS), x, lengths)
     score = tf.reduce_sum(tf.tanh(tf.layers.dense(outputs, UNITS)), 2)
-    return weighted(tf.reduce_sum(outputs * tf.nn.softmax(score)[:, :, None], 1), 1)
+    return weighted_sum(tf.reduce_sum(outputs * tf.nn.softmax(score)[:, :, None], 1), 1)
 
 
 def shared_by_two(run, x, lengths):
@@ -111,7 +111,7 @@ def shared_by_two(run, x, lengths):
                     lengths,
                 )[1].h
             )
-    return weighted(tf.abs(final_states[0] - final_states[1]), 1)
+    return weighted_sum(tf.abs(final_states[0] - final_states[1]), 1)
 
 
 def scopes_of_one_name(run, x, lengths):
@@ -131,20 +131,20 @@ def masked_mean(run, x, lengths):
 
 def last_relevant(run, x, lengths):
     outputs, _ = run.rnn("last_relevant/rnn", lambda: cell.LSTMCell(UNITS, num_proj=2), x, lengths)
-    return weighted(tf.gather_nd(outputs, tf.stack([tf.range(SAMPLES), lengths - 1], 1)), 1)
+    return weighted_sum(tf.gather_nd(outputs, tf.stack([tf.range(SAMPLES), lengths - 1], 1)), 1)
 
 
 def encoder_decoder(run, x, lengths):
     _, thought = run.rnn("encoder_decoder/e", lambda: cell.LSTMCell(UNITS), x, lengths, scope="e")
     outputs, _ = run.rnn("encoder_decoder/d", lambda: cell.LSTMCell(UNITS), x[:, :-1], initial=thought, scope="d")
-    return weighted(tf.nn.softmax(tf.layers.dense(outputs, 3)), 1)
+    return weighted_sum(tf.nn.softmax(tf.layers.dense(outputs, 3)), 1)
 
 
 def chosen_by_a_condition(run, x, lengths):
     training = tf.placeholder_with_default(True, [])
     inputs = tf.cond(training, lambda: 2.0 * x, lambda: x)
     outputs, _ = run.rnn("chosen_by_a_condition/rnn", lambda: cell.GRUCell(UNITS), inputs, lengths)
-    return weighted(tf.cond(training, lambda: outputs[:, 0], lambda: outputs[:, 1]), 1)
+    return weighted_sum(tf.cond(training, lambda: outputs[:, 0], lambda: outputs[:, 1]), 1)
 
 
 def carries_its_state_over(run, x, lengths):
@@ -157,19 +157,19 @@ def carries_its_state_over(run, x, lengths):
     start = tf.identity(saved_state)
     outputs, state = run.rnn("carries_its_state_over/rnn", lambda: cell.GRUCell(UNITS), x, initial=start)
     with tf.control_dependencies([tf.assign(saved_state, state)]):
-        return weighted(tf.identity(outputs), 1)
+        return weighted_sum(tf.identity(outputs), 1)
 
 
 def looked_up(run, x, lengths):
     ids = tf.cast(tf.floor(3 * tf.abs(x[..., 0])), tf.int32) % 7
     rows = tf.nn.embedding_lookup(tf.get_variable("table", [7, FEATURES], x.dtype), ids)
-    return weighted(run.rnn("looked_up/rnn", lambda: cell.LSTMCell(UNITS, use_peepholes=True), rows, lengths)[0], 1)
+    return weighted_sum(run.rnn("looked_up/rnn", lambda: cell.LSTMCell(UNITS, use_peepholes=True), rows, lengths)[0], 1)
 
 
 def residual_layers(run, x, lengths):
     below, _ = run.rnn("residual_layers/a", lambda: cell.LSTMCell(FEATURES), x, lengths, scope="a")
     above, _ = run.rnn("residual_layers/b", lambda: cell.LSTMCell(FEATURES), x + below, lengths, scope="b")
-    return weighted(below + above, 1)
+    return weighted_sum(below + above, 1)
 
 
 MODELS = (

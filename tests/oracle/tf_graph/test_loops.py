@@ -18,7 +18,7 @@ def assert_close(actual, expected, bound):
 
 def compare(names, *, lengths, bound=1e-12, **options):
     """Kinds, states and total gradients of every layer; weights by the certificate, which is TensorFlow's own run."""
-    net, x, loss, grads, states = tf1_cells.of(names, lengths=lengths, **options)
+    net, x, loss, grads, states = tf1_cells.network_with_reference(names, lengths=lengths, **options)
     trace = rl.trace(net, x, np.ones(tf1_cells.SAMPLES))
     assert trace.loss == pytest.approx(loss, rel=bound)
     if "dropout_of_one" not in names:  # draws random numbers, though they do not count

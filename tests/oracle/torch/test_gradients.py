@@ -22,7 +22,7 @@ P = net.random_arrays(net.WEIGHTS, 0)
 # torch's LSTM and RNN have a second bias, which the network written out does not need: it is zero.
 X = np.random.default_rng(1).normal(size=(net.B, net.T, net.F))
 Y = np.random.default_rng(2).normal(size=(net.B, net.OUT))
-E = net.zeros(whole=True)
+E = net.zero_taps(return_sequences=True)
 TARGET_WEIGHTS = {
     name: np.random.default_rng(i).normal(size=E[name].shape) for i, name in enumerate(net.TARGETS) if name in E
 }
@@ -94,7 +94,7 @@ def leaf_tensors(arrays):
 def reference_gradients(scalar):
     """Gradients of ``scalar(all tensors)`` by name; None where torch finds no path."""
     p, e = leaf_tensors(P), leaf_tensors(E)
-    value = scalar(net.run(p, e, torch.tensor(X), torch.tensor(Y), OPS))
+    value = scalar(net.run_network(p, e, torch.tensor(X), torch.tensor(Y), OPS))
     grads = torch.autograd.grad(value, [*p.values(), *e.values()], allow_unused=True)
     return value.item(), {n: None if g is None else g.numpy() for n, g in zip([*p, *e], grads, strict=True)}
 

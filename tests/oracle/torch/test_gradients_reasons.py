@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import reasons
 import torch
-from reasons import said
+from reasons import reason_texts
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -63,7 +63,7 @@ def grads():
     ],
 )
 def test_each_cause_in_full(grads, name, expected):
-    assert said(grads.disconnected[name]) == expected
+    assert reason_texts(grads.disconnected[name]) == expected
     code, sentence, remedy = expected
     assert "disconnected" in repr(grads)
     assert f"{name}: [{code}] {sentence} Try: {remedy}" in repr(grads)
@@ -76,7 +76,7 @@ def test_nothing_else_is_called_disconnected(grads):
 
 
 def test_frozen_weights_have_their_gradient_and_a_flag(grads):
-    assert said(grads.flags["fixed/weight"]) == reasons.frozen("fixed/weight", "fixed")
+    assert reason_texts(grads.flags["fixed/weight"]) == reasons.frozen("fixed/weight", "fixed")
     assert grads["fixed"]["weight"].values.any()
     assert set(grads.flags) == {"fixed/weight"}
 
@@ -98,7 +98,7 @@ def test_one_tensor_without_a_gradient_is_an_error_with_its_reason():
         f"There is no gradient of gru.final_hidden with respect to 'input' [{code}].\n"
         f"  got:      {sentence}\n  try:      {remedy}"
     )
-    assert said(error.value.reason) == (code, sentence, remedy)
+    assert reason_texts(error.value.reason) == (code, sentence, remedy)
 
 
 class DeadBeside(nn.Module):
@@ -143,8 +143,8 @@ class Packed(nn.Module):
 def test_masked_steps_are_flagged():
     torch.manual_seed(0)
     g = rl.gradients(Packed(), torch.randn(3, 4, 2), of="output", reduce="sum", wrt=["gru.input", "inner.output"])
-    assert said(g.flags["gru.input"]) == reasons.masked_in_part(3, 12)
-    assert said(g.flags["inner.output"]) == reasons.masked_in_part(3, 12)
+    assert reason_texts(g.flags["gru.input"]) == reasons.masked_in_part(3, 12)
+    assert reason_texts(g.flags["inner.output"]) == reasons.masked_in_part(3, 12)
     assert not g.disconnected
 
 
@@ -155,6 +155,6 @@ def test_underflow_of_half_precision():
         model[1].weight.fill_(1.5e-5)
     x = torch.full((2, 2), 2e-4, dtype=torch.float16)
     g = rl.gradients(model, x, of="output", reduce="sum", wrt=["0/weight", "0/bias"])
-    assert said(g.disconnected["0/weight"]) == reasons.underflow("6e-09")
+    assert reason_texts(g.disconnected["0/weight"]) == reasons.underflow("6e-09")
     assert not g["0/weight"].values.any()
     assert np.allclose(g["0/bias"].values, 3e-5, rtol=0.1)

@@ -38,7 +38,7 @@ def call_model(model, x):
 
 
 def loss_of(output, target=None):
-    return torch_programs.wave(output)
+    return torch_programs.wave_loss(output)
 
 
 def record_calls(model, x, path):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from scan_loops import LOOPS, is_float, noted_arguments
+from scan_loops import LOOPS, is_float, record_arguments
 from scan_models import CASES, MODELS, build, tokens
 from torch.nn import functional
 
@@ -44,7 +44,7 @@ def embedding_of(model):
 
 
 def scan_arguments(model, ids):
-    with noted_arguments(model) as calls, torch.no_grad():
+    with record_arguments(model) as calls, torch.no_grad():
         model(ids, use_cache=False)
     return [{k: v.double() if is_float(v) else v for k, v in arguments.items()} for arguments in calls]
 
@@ -58,7 +58,7 @@ def test_total_gradients_of_states_are_those_of_a_loop_in_float64(name, slow):
     for key, weight in model.named_parameters():
         if slow and key.endswith("A_log"):
             torch.nn.init.constant_(weight, -6.0)
-    with rl.options(certify="never"), noted_arguments(model) as calls:
+    with rl.options(certify="never"), record_arguments(model) as calls:
         trace = rl.trace(model, ids, ids[:, 0], loss=loss_of)
     assert len(trace) == len(calls)
     for layer, arguments in zip(trace, calls, strict=True):

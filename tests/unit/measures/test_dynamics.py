@@ -31,7 +31,7 @@ def linear_cell(kernel):
 def random_cell(kind, units=7, features=3, **options):
     gates = {"simple_rnn": 1, "gru": 3, "lstm": 4}[kind]
     normal = np.random.default_rng(3).normal
-    return cells.make(
+    return cells.make_cell(
         kind,
         normal(size=(features, gates * units)),
         0.4 * normal(size=(units, gates * units)),

@@ -24,7 +24,7 @@ BATCH, TIME, FEATURES, UNITS = 2, 4, 2, 3
 def make_cell(kind, *, reset_after=True, bias=True, recurrent_bias=False, projection=False, rng, **activations):
     gates = {"simple_rnn": 1, "lstm": 4, "gru": 3}[kind] * UNITS
     hidden = 2 if projection else UNITS
-    return cells.make(
+    return cells.make_cell(
         kind,
         kernel=rng.normal(size=(FEATURES, gates)),
         recurrent_kernel=rng.normal(size=(hidden, gates)) * 0.7,

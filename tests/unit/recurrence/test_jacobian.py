@@ -25,7 +25,7 @@ def make_cell(kind, rng, convert):
     gates = {"lstm": 4, "gru": 3, "simple": 1}[kind.split("_")[0]]
     hidden = 2 if kind == "lstm_projected" else H
     random = lambda *shape: convert(0.6 * rng.normal(size=shape))  # noqa: E731
-    return cells.make(
+    return cells.make_cell(
         {"simple": "simple_rnn"}.get(kind.split("_")[0], kind.split("_")[0]),
         random(F, gates * H),
         random(hidden, gates * H),

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from planted_cells import plant
+from planted_cells import plant_scaled_gradient
 
 import rnnlens as rl
 
@@ -30,6 +30,6 @@ def test_it_is_told_from_a_fault():
 
 
 def test_a_fault_of_a_steady_network_stays_one(monkeypatch):
-    plant(monkeypatch, 1 + 1e-3)
+    plant_scaled_gradient(monkeypatch, 1 + 1e-3)
     with pytest.warns(rl.errors.SelfCheckWarning):
         assert rl.weights(*network(0.9)).certificate.state == "failed"

@@ -7,7 +7,7 @@ compared with central differences of the unchanged model's loss, in float64.
 import keras
 import numpy as np
 import pytest
-from keras_plain import by_difference, number
+from keras_plain import central_difference, to_float
 
 import rnnlens as rl
 
@@ -125,7 +125,7 @@ def test_the_loss_keeps_the_mask(make, per_sample):
         return model.evaluate(IDS, Y, batch_size=3, verbose=0)
 
     for index in [(1, 0), (2, 1)]:
-        expected = by_difference(loss, before, index)
+        expected = central_difference(loss, before, index)
         table.assign(before)
         table_grad = grads["table"]["embeddings"]
         table_grad = table_grad.sum("sample") if per_sample else table_grad
@@ -150,7 +150,7 @@ def test_two_kinds_in_one_bidirectional_layer(backward):
     model = keras.Sequential([keras.Input((TIME, 2)), bidirectional])
     x = RNG.normal(size=(3, TIME, 2))
     index = (1, 2, 1)
-    expected = by_difference(lambda perturbed: number(total(None, model(perturbed))), x, index)
+    expected = central_difference(lambda perturbed: to_float(total(None, model(perturbed))), x, index)
     assert float(rl.gradients(model, x, loss=total, wrt="input")[index]) == pytest.approx(expected, rel=1e-6)
     layer_grads = rl.gradients(model, x, loss=total)["rnn"]
     weight = bidirectional.backward_layer.cell.kernel
@@ -158,9 +158,9 @@ def test_two_kinds_in_one_bidirectional_layer(backward):
 
     def loss(values):
         weight.assign(values)
-        return number(total(None, model(x)))
+        return to_float(total(None, model(x)))
 
-    expected = by_difference(loss, before, (0, 0))
+    expected = central_difference(loss, before, (0, 0))
     weight.assign(before)
     (name,) = [key for key in layer_grads if "forward" not in key and key.endswith(".kernel")]
     assert float(layer_grads[name][0, 0]) == pytest.approx(expected, rel=1e-6)

@@ -6,7 +6,7 @@ Results are compared with finite differences of the unchanged model's loss, for 
 import keras
 import numpy as np
 import pytest
-from keras_plain import by_difference, number
+from keras_plain import central_difference, to_float
 
 import rnnlens as rl
 
@@ -27,10 +27,10 @@ def derivative_by_weight(model, x, variable, index=(0, 0)):
 
     def loss(values):
         variable.assign(values)
-        return number(total(None, model(x)))
+        return to_float(total(None, model(x)))
 
     try:
-        return by_difference(loss, before, index)
+        return central_difference(loss, before, index)
     finally:
         variable.assign(before)
 
@@ -103,7 +103,7 @@ def test_a_nested_model_called_twice():
     trace = rl.trace(model, X, loss=total)
     assert {"inner/lstm#0", "inner/lstm#1"} <= set(trace)
     index = (0, 1, 1)
-    input_derivative = by_difference(lambda x: number(total(None, model(x))), X, index)
+    input_derivative = central_difference(lambda x: to_float(total(None, model(x))), X, index)
     assert float(trace["inner/lstm#0"].input_grad[index]) == pytest.approx(input_derivative, rel=1e-5)
 
 
@@ -143,12 +143,12 @@ def test_inputs_and_outputs_in_dicts(make):
     for name in x:
         input_grad = rl.gradients(model, x, loss=total, wrt=f"input[{name}]")
         index = (1, 2, 0)
-        expected = by_difference(
-            lambda perturbed, name=name: number(total(None, model({**x, name: perturbed}))), x[name], index
+        expected = central_difference(
+            lambda perturbed, name=name: to_float(total(None, model({**x, name: perturbed}))), x[name], index
         )
         assert float(input_grad[index]) == pytest.approx(expected, rel=1e-5), name
     trace = rl.trace(model, x, loss=total)
-    assert trace.loss == pytest.approx(number(total(None, model(x))), rel=1e-9)
+    assert trace.loss == pytest.approx(to_float(total(None, model(x))), rel=1e-9)
 
 
 @pytest.mark.one_engine
@@ -160,10 +160,10 @@ def test_an_output_by_its_key(make, output_key):
     model(x)
 
     def output_sum(alpha):
-        return number(keras.ops.sum(keras.ops.convert_to_tensor(model({**x, "alpha": alpha})[output_key])))
+        return to_float(keras.ops.sum(keras.ops.convert_to_tensor(model({**x, "alpha": alpha})[output_key])))
 
     input_grad = rl.gradients(model, x, of=f"output[{output_key}]", reduce="sum", wrt="input[alpha]")
-    assert float(input_grad[0, 1, 1]) == pytest.approx(by_difference(output_sum, x["alpha"], (0, 1, 1)), rel=1e-5)
+    assert float(input_grad[0, 1, 1]) == pytest.approx(central_difference(output_sum, x["alpha"], (0, 1, 1)), rel=1e-5)
 
 
 @pytest.mark.one_engine

@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from function_models import made, noise
+from function_models import make_model, noise
 from torch import nn
 
 import rnnlens as rl
@@ -32,7 +32,7 @@ def pointer(steps, *, softmax=False, head=False, time_first=False):
         return torch.stack(outputs, 0 if time_first else 1)
 
     modules = {"keys": nn.Linear(H, H), "query": nn.Linear(H, H), "score": nn.Linear(H, 1), "head": nn.Linear(2 * H, V)}
-    return made(run, encoder=nn.LSTM(F, H, batch_first=True), decoder=nn.LSTMCell(H, H), **modules)
+    return make_model(run, encoder=nn.LSTM(F, H, batch_first=True), decoder=nn.LSTMCell(H, H), **modules)
 
 
 def luong(*, softmax=False):
@@ -44,7 +44,7 @@ def luong(*, softmax=False):
         return torch.softmax(scores, -1) if softmax else scores
 
     recurrent = {name: nn.LSTM(F, H, batch_first=True) for name in ("encoder", "decoder")}
-    return made(run, keys=nn.Linear(H, H), **recurrent)
+    return make_model(run, keys=nn.Linear(H, H), **recurrent)
 
 
 def attention_to_itself(*, softmax):
@@ -53,7 +53,7 @@ def attention_to_itself(*, softmax):
         scores = y @ m.keys(y).transpose(1, 2)
         return torch.softmax(scores, -1) if softmax else scores
 
-    return made(run, rnn=nn.LSTM(F, H, batch_first=True), keys=nn.Linear(H, H))
+    return make_model(run, rnn=nn.LSTM(F, H, batch_first=True), keys=nn.Linear(H, H))
 
 
 def reshaped(steps, *, feature_first=False, static=0, repeated=False, last=False):
@@ -70,11 +70,13 @@ def reshaped(steps, *, feature_first=False, static=0, repeated=False, last=False
         return m.head(y[:, -1] if last else y)
 
     width = F + (static if repeated else 0)
-    return made(run, rnn=nn.LSTM(width, H, batch_first=True), head=nn.Linear(H, V))
+    return make_model(run, rnn=nn.LSTM(width, H, batch_first=True), head=nn.Linear(H, V))
 
 
 def flat_output():
-    return made(lambda m, x: m.head(m.rnn(x)[0]).flatten(1), rnn=nn.GRU(F, H, batch_first=True), head=nn.Linear(H, V))
+    return make_model(
+        lambda m, x: m.head(m.rnn(x)[0]).flatten(1), rnn=nn.GRU(F, H, batch_first=True), head=nn.Linear(H, V)
+    )
 
 
 def full_jacobian(model, leaves, index, samples_at=0, of_samples_at=0):
@@ -216,14 +218,14 @@ CLEAR = {
 @pytest.mark.parametrize("name", CLEAR)
 def test_axes_in_order_of_steps_are_time(name):
     run, width, shape = CLEAR[name]
-    model, x = made(run, rnn=nn.GRU(width, H, batch_first=True), head=nn.Linear(H, V)), noise(*shape)
+    model, x = make_model(run, rnn=nn.GRU(width, H, batch_first=True), head=nn.Linear(H, V)), noise(*shape)
     jacobian = rl.jacobian(model, x)
     assert jacobian.sizes["in_time"] == shape[1]
     close(jacobian if len(shape) == 3 else jacobian[..., 0], full_jacobian(model, (x,), 0))
 
 
 def test_steps_folded_with_samples_stay_known():
-    model = made(lambda m, x: m.head(m.rnn(x)[0].reshape(-1, H)), rnn=nn.LSTM(F, H), head=nn.Linear(H, V))
+    model = make_model(lambda m, x: m.head(m.rnn(x)[0].reshape(-1, H)), rnn=nn.LSTM(F, H), head=nn.Linear(H, V))
     x = noise(6, B, F)
     leaf = x.clone().requires_grad_()
     (expected,) = torch.autograd.grad(model(leaf).reshape(6, B, V)[2].sum(), leaf)

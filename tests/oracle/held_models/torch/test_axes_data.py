@@ -6,7 +6,7 @@ What is answered equals autograd of the untouched model on the whole data set; w
 import numpy as np
 import pytest
 import torch
-from function_models import made, noise
+from function_models import make_model, noise
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset
@@ -37,11 +37,11 @@ def close(actual, expected):
 
 def tagger():
     modules = {"embed": nn.Embedding(9, F), "rnn": nn.LSTM(F, H), "head": nn.Linear(H, V)}
-    return made(lambda m, x: m.head(m.rnn(m.embed(x))[0]), **modules)
+    return make_model(lambda m, x: m.head(m.rnn(m.embed(x))[0]), **modules)
 
 
 def regressor(**options):
-    return made(lambda m, x: m.head(m.rnn(x)[0]), rnn=nn.GRU(F, H, **options), head=nn.Linear(H, V))
+    return make_model(lambda m, x: m.head(m.rnn(x)[0]), rnn=nn.GRU(F, H, **options), head=nn.Linear(H, V))
 
 
 @pytest.fixture(params=[(4, 3), (4, 4)], ids=["sizes differ", "sizes equal"])
@@ -91,7 +91,7 @@ def test_targets_time_first_are_cut_as_the_loss_takes_them(sizes):
 
 def test_several_inputs_whose_samples_lie_on_different_axes(sizes):
     samples, steps = sizes
-    model = made(lambda m, x, h: m.head(m.rnn(x, h)[0][-1]), rnn=nn.GRU(F, H), head=nn.Linear(H, V))
+    model = make_model(lambda m, x, h: m.head(m.rnn(x, h)[0][-1]), rnn=nn.GRU(F, H), head=nn.Linear(H, V))
     x, h, y = noise(steps, samples, F), noise(1, samples, H), noise(samples, V)
     leaves = [x.clone().requires_grad_(), h.clone().requires_grad_()]
     expected_x, expected_h = gradient(mse(model(*leaves), y), *leaves)
@@ -116,7 +116,7 @@ def lengths_of(samples, steps):
 
 def test_a_packed_sequence_as_the_input(sizes):
     samples, steps = sizes
-    model = made(lambda m, x: m.head(pad_packed_sequence(m.rnn(x)[0])[0]), rnn=nn.GRU(F, H), head=nn.Linear(H, V))
+    model = make_model(lambda m, x: m.head(pad_packed_sequence(m.rnn(x)[0])[0]), rnn=nn.GRU(F, H), head=nn.Linear(H, V))
     x, lengths = noise(samples, steps, F), lengths_of(samples, steps)
 
     def run(padded):
@@ -162,7 +162,7 @@ def hierarchy():
         return m.head(m.sentences(inner.reshape(samples, sentences, -1))[0])
 
     recurrent = {"batch_first": True}
-    return made(run, words=nn.GRU(F, H, **recurrent), sentences=nn.GRU(H, H, **recurrent), head=nn.Linear(H, V))
+    return make_model(run, words=nn.GRU(F, H, **recurrent), sentences=nn.GRU(H, H, **recurrent), head=nn.Linear(H, V))
 
 
 def test_words_within_sentences_within_samples(sizes):
@@ -230,7 +230,7 @@ def test_attention_mixes_all_steps(run, sizes):
         "head": nn.Linear(H, V),
         "queries": nn.Linear(H, steps, bias=False),
     }
-    model, x = made(run, **modules), noise(samples, steps, F)
+    model, x = make_model(run, **modules), noise(samples, steps, F)
     data = x.transpose(0, 1).contiguous() if run is attend_above_time_first else x
 
     def run_batch_first(v):
@@ -249,9 +249,9 @@ def test_attention_mixes_all_steps(run, sizes):
 
 
 COUPLED = {
-    "centred": lambda: made(centred, rnn=nn.LSTM(F, H), head=nn.Linear(H, V)),
-    "centred in the loop": lambda: made(centred_in_the_loop, rnn=nn.GRUCell(F, H), head=nn.Linear(H, V)),
-    "batch norm": lambda: made(normalised, rnn=nn.LSTM(F, H), norm=nn.BatchNorm1d(H), head=nn.Linear(H, V)),
+    "centred": lambda: make_model(centred, rnn=nn.LSTM(F, H), head=nn.Linear(H, V)),
+    "centred in the loop": lambda: make_model(centred_in_the_loop, rnn=nn.GRUCell(F, H), head=nn.Linear(H, V)),
+    "batch norm": lambda: make_model(normalised, rnn=nn.LSTM(F, H), norm=nn.BatchNorm1d(H), head=nn.Linear(H, V)),
 }
 
 
@@ -276,7 +276,7 @@ def test_coupled_samples_have_a_gradient_together_and_none_of_their_own(name, si
 
 def test_what_the_user_says_of_the_axes_holds():
     """Here the batch is fixed in the model, so that no smaller one can tell how its integers lie."""
-    model = made(
+    model = make_model(
         lambda m, x: m.head(m.rnn(m.embed(x).reshape(3, 3, F))[0]),
         embed=nn.Embedding(9, F),
         rnn=nn.LSTM(F, H),
@@ -333,7 +333,7 @@ ONLY_STATES = {
 def test_a_head_that_reads_the_last_state_only(name, sizes):
     samples, steps = sizes
     run, rnn = ONLY_STATES[name]
-    model, x = made(run, rnn=rnn, head=nn.Linear(H, V)), noise(steps, samples, F)
+    model, x = make_model(run, rnn=rnn, head=nn.Linear(H, V)), noise(steps, samples, F)
     full = torch.autograd.functional.jacobian(model, x)
     close(rl.jacobian(model, x), torch.stack([full[b][:, :, b] for b in range(samples)]).numpy())
     leaf, y = x.clone().requires_grad_(), noise(samples, V)

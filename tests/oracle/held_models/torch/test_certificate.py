@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from planted_cells import plant
+from planted_cells import plant_scaled_gradient
 from torch import nn
 from torch.nn import functional
 
@@ -81,7 +81,7 @@ def test_a_fault_in_saturated_units_is_found(monkeypatch):
     model.rnn = nn.RNN(3, 4, batch_first=True).double()
     with torch.no_grad():
         model.rnn.bias_ih_l0[:] = 4.0
-    plant(monkeypatch, 1 + 1e-6)
+    plant_scaled_gradient(monkeypatch, 1 + 1e-6)
     with pytest.warns(rl.errors.SelfCheckWarning):
         trace = rl.trace(model, torch.randn(3, 5, 3).double(), torch.randn(3, 2).double(), loss=functional.mse_loss)
     assert trace.certificate.state == "failed"

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch_loop_models as zoo
-from torch_loops import close, loss, over_time, pull, rows, written
+from torch_loops import assert_close, gradients_or_zero, jacobian_rows, stack_steps, weighted_loss, write_out_cells
 
 import rnnlens as rl
 
 MODELS = {
-    **{hold: (zoo.Masked, hold) for hold in ("where", "blend", "assign")},
-    **{f"{hold}_all": (zoo.Masked, hold, "all") for hold in ("where", "blend")},
+    **{hold: (zoo.MaskedLoop, hold) for hold in ("where", "blend", "assign")},
+    **{f"{hold}_all": (zoo.MaskedLoop, hold, "all") for hold in ("where", "blend")},
 }
 REAL = np.arange(zoo.T)[None, :] < zoo.LENGTHS.numpy()[:, None]
 
@@ -28,14 +28,14 @@ def _warnings_as_errors():
 
 def oracle(*arguments):
     model, x = zoo.build(*arguments), zoo.batch()
-    twin, taps = written(model)
+    twin, taps = write_out_cells(model)
     source = x.clone().requires_grad_()
     return model, x, source, twin(source), taps["cell"]
 
 
 def carry_last_state(steps):
     """States with that of the last real step held."""
-    states = np.array(over_time(steps))
+    states = np.array(stack_steps(steps))
     for t in range(1, zoo.T):
         states[~REAL[:, t], t] = states[~REAL[:, t], t - 1]
     return states
@@ -45,22 +45,28 @@ def carry_last_state(steps):
 def test_states_of_ended_samples_are_those_they_hold(name):
     """At the last step as at any other."""
     model, x, source, output, tap = oracle(*MODELS[name])
-    trace = rl.trace(model, x, loss=loss)
+    trace = rl.trace(model, x, loss=weighted_loss)
     assert list(trace) == ["cell"]
     assert trace["cell"].mask.values.tolist() == REAL.tolist()
     for state in ("hidden", "cell"):
-        close(trace["cell"][state], carry_last_state(tap.values[state]), state)
-        expected = over_time(pull(loss(output), tap.zeros[state]))
-        close(np.where(REAL[..., None], trace["cell"][f"{state}_grad"], 0), expected, f"trace of {state}")
+        assert_close(trace["cell"][state], carry_last_state(tap.values[state]), state)
+        expected = stack_steps(gradients_or_zero(weighted_loss(output), tap.zeros[state]))
+        assert_close(np.where(REAL[..., None], trace["cell"][f"{state}_grad"], 0), expected, f"trace of {state}")
         for target, value, options in (
-            ("loss", loss(output), {"loss": loss}),
+            ("loss", weighted_loss(output), {"loss": weighted_loss}),
             ("output", output.sum(), {"reduce": "sum"}),
         ):
             gradient = rl.gradients(model, x, of=target, wrt=f"cell.{state}", **options)
-            close(
-                np.where(REAL[..., None], gradient, 0), over_time(pull(value, tap.zeros[state])), f"{target} by {state}"
+            assert_close(
+                np.where(REAL[..., None], gradient, 0),
+                stack_steps(gradients_or_zero(value, tap.zeros[state])),
+                f"{target} by {state}",
             )
-    close(rl.gradients(model, x, loss=loss, wrt="input"), pull(loss(output), [source])[0], "loss by input")
+    assert_close(
+        rl.gradients(model, x, loss=weighted_loss, wrt="input"),
+        gradients_or_zero(weighted_loss(output), [source])[0],
+        "loss by input",
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -70,49 +76,59 @@ def test_what_a_sample_ends_with(name):
     for state in ("hidden", "cell"):
         last = torch.stack([tap.values[state][int(n) - 1][i] for i, n in enumerate(zoo.LENGTHS)])
         gradients = rl.gradients(model, x, of=f"cell.final_{state}", reduce="sum", wrt=["input", "cell.hidden"])
-        close(gradients["model"]["input"], pull(last.sum(), [source])[0], f"final {state} by input")
-        expected = over_time(pull(last.sum(), tap.zeros["hidden"]))
-        close(np.where(REAL[..., None], gradients["cell"]["hidden"], 0), expected, f"final {state} by hidden")
-        close(
-            rl.jacobian(model, x, of=f"cell.final_{state}"), rows(last, [source])[..., 0, :, :], f"J of final {state}"
+        assert_close(gradients["model"]["input"], gradients_or_zero(last.sum(), [source])[0], f"final {state} by input")
+        expected = stack_steps(gradients_or_zero(last.sum(), tap.zeros["hidden"]))
+        assert_close(np.where(REAL[..., None], gradients["cell"]["hidden"], 0), expected, f"final {state} by hidden")
+        assert_close(
+            rl.jacobian(model, x, of=f"cell.final_{state}"),
+            jacobian_rows(last, [source])[..., 0, :, :],
+            f"J of final {state}",
         )
     for state in ("hidden", "cell"):
-        grads = pull(loss(output), tap.zeros[state])
+        grads = gradients_or_zero(weighted_loss(output), tap.zeros[state])
         expected = torch.stack([grads[int(n) - 1][i] for i, n in enumerate(zoo.LENGTHS)])
-        close(rl.gradients(model, x, loss=loss, wrt=f"cell.final_{state}"), expected, f"loss by final {state}")
+        assert_close(
+            rl.gradients(model, x, loss=weighted_loss, wrt=f"cell.final_{state}"), expected, f"loss by final {state}"
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_time_jacobian(name):
     model, x, source, output, tap = oracle(*MODELS[name])
-    close(rl.jacobian(model, x), rows(output, [source])[..., 0, :, :], "output by input")
+    assert_close(rl.jacobian(model, x), jacobian_rows(output, [source])[..., 0, :, :], "output by input")
     for state in ("hidden", "cell"):
         jacobian = rl.jacobian(model, x, wrt=f"cell.{state}").values
-        expected = rows(output, tap.zeros[state])
+        expected = jacobian_rows(output, tap.zeros[state])
         leading_axes = (slice(None), *[None] * (expected.ndim - 3))
-        close(np.where(REAL[(*leading_axes, slice(None), None)], jacobian, 0), expected, f"output by {state}")
+        assert_close(np.where(REAL[(*leading_axes, slice(None), None)], jacobian, 0), expected, f"output by {state}")
 
 
 def test_outputs_that_read_the_candidate():
     """What the cell proposed is read, what the mask left of it goes on: no step is a masked one then."""
     model, x, source, output, tap = oracle(zoo.CandidateRead)
-    trace = rl.trace(model, x, loss=loss)
-    for quantity, expected in (("hidden", over_time(tap.values["hidden"])), ("hidden_grad", None)):
+    trace = rl.trace(model, x, loss=weighted_loss)
+    for quantity, expected in (("hidden", stack_steps(tap.values["hidden"])), ("hidden_grad", None)):
         actual = np.concatenate([trace[node][quantity].values for node in trace], axis=1)
-        close(actual, over_time(pull(loss(output), tap.zeros["hidden"])) if expected is None else expected, quantity)
-    close(rl.jacobian(model, x), rows(output, [source])[..., 0, :, :], "output by input")
+        assert_close(
+            actual,
+            stack_steps(gradients_or_zero(weighted_loss(output), tap.zeros["hidden"]))
+            if expected is None
+            else expected,
+            quantity,
+        )
+    assert_close(rl.jacobian(model, x), jacobian_rows(output, [source])[..., 0, :, :], "output by input")
     actual = rl.gradients(model, x, of="output", reduce="sum", wrt=[f"{node}.hidden" for node in trace])
     joined = np.concatenate([actual[node]["hidden"].values for node in trace], axis=1)
-    close(joined, over_time(pull(output.sum(), tap.zeros["hidden"])), "output by hidden")
+    assert_close(joined, stack_steps(gradients_or_zero(output.sum(), tap.zeros["hidden"])), "output by hidden")
     last_node = list(trace)[-1]
     actual = rl.gradients(model, x, of=f"{last_node}.final_hidden", reduce="sum", wrt="input")
-    close(actual, pull(tap.values["hidden"][-1].sum(), [source])[0], "last state by input")
+    assert_close(actual, gradients_or_zero(tap.values["hidden"][-1].sum(), [source])[0], "last state by input")
 
 
 def test_an_output_gathered_at_the_last_real_step_is_no_mask():
     """The recurrence runs on through the padding: its states there are what it computed."""
 
-    class Gathered(zoo.Plain):
+    class Gathered(zoo.PlainLoop):
         def forward(self, x):
             h, c = zoo.zeros(x, zoo.H, zoo.H)
             last_hidden = torch.zeros_like(h)
@@ -123,8 +139,12 @@ def test_an_output_gathered_at_the_last_real_step_is_no_mask():
 
     lengths = torch.tensor([zoo.T, zoo.T - 1])
     model, x, source, output, tap = oracle(Gathered)
-    trace = rl.trace(model, x, loss=loss)
+    trace = rl.trace(model, x, loss=weighted_loss)
     assert "mask" not in trace["cell"].dataset
-    close(trace["cell"].hidden, over_time(tap.values["hidden"]), "hidden")
-    close(trace["cell"].hidden_grad, over_time(pull(loss(output), tap.zeros["hidden"])), "hidden gradient")
-    close(rl.jacobian(model, x), rows(output, [source])[..., 0, :, :], "output by input")
+    assert_close(trace["cell"].hidden, stack_steps(tap.values["hidden"]), "hidden")
+    assert_close(
+        trace["cell"].hidden_grad,
+        stack_steps(gradients_or_zero(weighted_loss(output), tap.zeros["hidden"])),
+        "hidden gradient",
+    )
+    assert_close(rl.jacobian(model, x), jacobian_rows(output, [source])[..., 0, :, :], "output by input")
