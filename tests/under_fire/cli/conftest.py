@@ -1,4 +1,4 @@
-"""The command line as a process of its own, in a folder of its own."""
+"""Fixtures that run ``rnnlens`` in a new process, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[3] / "src"
-#: What the installed command does.
+#: The program of the installed command.
 PROGRAM = "import sys; from rnnlens.cli import main; sys.exit(main())"
-#: A process that was itself started in the background hands its deafness to Ctrl-C on.
+#: Enables Ctrl-C: a process started in the background ignores it, and its children inherit that.
 HEAR_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 
 
@@ -31,7 +31,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def command(folder):
-    """Run ``rnnlens ...`` to its end."""
+    """Provide a function that runs ``rnnlens ...`` to its end and returns the completed process."""
 
     def run(*arguments, cwd=folder, timeout=60, **extra):
         return subprocess.run(
@@ -49,7 +49,7 @@ def command(folder):
 
 @pytest.fixture
 def start(folder):
-    """Start ``rnnlens ...`` and leave it running; it does not outlive the test."""
+    """Provide a function that starts ``rnnlens ...`` and returns the process, which is killed after the test."""
     started = []
 
     def run(*arguments, **extra):

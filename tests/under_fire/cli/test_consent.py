@@ -1,4 +1,4 @@
-"""A model file is data: nothing that lies beside it is run, unless the user named it."""
+"""Loading a model file runs no code from the same folder, unless the user names that code."""
 
 import subprocess
 import sys

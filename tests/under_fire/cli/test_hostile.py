@@ -1,4 +1,4 @@
-"""Bombs, lies and slips of the hand: one clear error each, at once, and no traceback unless asked for."""
+"""Decompression bombs, false headers and user errors: one clear error at once, and a traceback only with --debug."""
 
 import io
 import os
@@ -36,7 +36,7 @@ def refusal_lines(error, path):
 
 @pytest.fixture
 def bomb(tmp_path):
-    """300 MiB of zeros in a third of one."""
+    """Provide an npz file of a third of a MiB that unpacks to 300 MiB of zeros."""
     path = tmp_path / "bomb.npz"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("x.npy", "w") as member:
         member.write(header((300 * 2**20 // 8,)))

@@ -1,4 +1,4 @@
-"""Ctrl-C says "interrupted", ends with 130, and shows nothing else."""
+"""Ctrl-C ends the command with exit code 130 and prints only "interrupted"."""
 
 import signal
 import subprocess
@@ -19,7 +19,7 @@ def make():
 
 
 def slow_module(body):
-    """A module whose factory says that it was reached, and stays there."""
+    """Return the code of a module whose factory prints "here" and then runs ``body``, which takes long."""
     return SLOW.format(body=textwrap.indent(textwrap.dedent(body), "    "))
 
 
@@ -55,7 +55,7 @@ IN_A_CALLBACK = """
     jax.block_until_ready(jax.jit(lambda x: jax.pure_callback(slow, jax.ShapeDtypeStruct((), np.float32), x))(1.0))
 """
 
-#: Catches all there is, again and again, as a worker loop does.
+#: Catches every exception in a loop, as worker loops do.
 STUBBORN = """
     for _ in range(600):
         try:
@@ -66,7 +66,7 @@ STUBBORN = """
 
 
 def interrupt(process):
-    """Send Ctrl-C and look at the end."""
+    """Send Ctrl-C, check the exit code and stderr, and return stdout."""
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (130, "interrupted\n")
@@ -90,9 +90,9 @@ def test_ctrl_c_twice_says_it_once(start, folder):
     interrupt(process)
 
 
-@pytest.mark.full  # on a busy machine torch itself aborts where it is interrupted while loading
+@pytest.mark.full  # on a busy machine torch aborts if it is interrupted while loading
 def test_from_the_first_line_on(folder):
-    """From the first line of ours on; before it, Python itself and its import system are still starting."""
+    """Ctrl-C works from the first line of rnnlens on; before it, Python and its import system are still starting."""
     (folder / "own.py").write_text(TORCH)
     program = PROGRAM.replace("sys.exit(main())", "print('on', flush=True); sys.exit(main())")
     program = f"{HEAR_CTRL_C}; {program}"
@@ -115,7 +115,7 @@ def test_from_the_first_line_on(folder):
 
 
 def test_a_background_job_goes_on(folder):
-    """A shell starts background jobs with Ctrl-C ignored."""
+    """Ctrl-C does not end a job that a shell started in the background, with Ctrl-C ignored."""
     code = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {PROGRAM}"
     (folder / "slow.py").write_text(slow_module("time.sleep(1)"))
     arguments = [sys.executable, "-P", "-c", code, "layers", "slow:make"]
@@ -139,7 +139,7 @@ def test_while_frameworks_take_their_time_to_end(start, folder):
 
 
 def test_little_is_loaded_before_ctrl_c_is_heard():
-    """What Python loads for itself lies before our reach; what we load lies within it."""
+    """Before Ctrl-C is handled, rnnlens loads three modules; what Python loads itself cannot be changed."""
     code = "import sys; before = set(sys.modules)\nimport rnnlens.cli; print(set(sys.modules) - before)"
     completed = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""Small results, and processes that save them and may be ended in any way."""
+"""Helpers and fixtures: small results, and processes that save them and can be killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rnnlens.results.trace import Trace
 
 INFO = {"name": "lstm", "kind": "LSTM", "cell": "lstm", "units": 8, "direction": "forward"}
 
-#: What every process begins with: ``made(value, steps)`` is a trace that holds nothing but ``value``.
+#: Start of every process's code: ``made(value, steps)`` returns a trace in which every number is ``value``.
 PREAMBLE = """
 import json, os, resource, signal, sys, time
 import numpy as np
@@ -41,20 +41,20 @@ def values(trace):
 
 
 def make_trace(value, steps=50, layers=3):
-    """A trace that holds nothing but ``value``."""
+    """Return a trace in which every number is ``value``."""
     arrays = {"hidden": np.full((4, steps, 8), float(value)), "gates": np.full((4, steps, 4, 8), float(value))}
     names = [f"lstm{i}" for i in range(layers)]
     return Trace({name: layer_dataset(arrays, info={**INFO, "name": name}) for name in names}, loss=float(value))
 
 
 def values(trace):
-    """All numbers that occur in a trace made by :func:`make_trace`."""
+    """Return the sorted distinct numbers of a trace of :func:`make_trace`."""
     return sorted({float(v) for name in trace for q in ("hidden", "gates") for v in np.unique(trace[name][q])})
 
 
 @dataclass
 class CompletedProcess:
-    """How a process ended: its code, or minus the signal that ended it."""
+    """Result of an ended process; ``returncode`` is its exit code, or minus the signal that ended it."""
 
     returncode: int
     stdout: str
@@ -62,9 +62,9 @@ class CompletedProcess:
 
 
 class ForkedProcess:
-    """Code in a process of its own: a fork of this one, which has imported everything and runs no other thread's work.
+    """Code in a fork of this process, which has imported all modules and runs no other threads.
 
-    What ``subprocess.Popen`` has under these names, without the two seconds of a new interpreter and its imports.
+    Its interface is a part of ``subprocess.Popen``'s; a fork saves two seconds for a new interpreter and its imports.
     """
 
     def __init__(self, code: str, folder: Path) -> None:
@@ -106,7 +106,7 @@ class ForkedProcess:
 
 
 def _run(code: str, folder: Path, out: int, err: int) -> None:
-    """In the child: to its end, and never back into pytest."""
+    """Run code in the child process and exit, without returning to pytest."""
     status = 1
     try:
         os.dup2(out, 1)
@@ -125,7 +125,7 @@ def _run(code: str, folder: Path, out: int, err: int) -> None:
 
 @pytest.fixture
 def start(tmp_path):
-    """Start code in a process of its own, which does not outlive the test."""
+    """Provide a function that starts code in a new process, which is killed after the test."""
     started = []
 
     def run(code):
@@ -139,7 +139,7 @@ def start(tmp_path):
 
 @pytest.fixture
 def python(start):
-    """Run code in a process of its own, to its end; it prints less than a pipe holds."""
+    """Provide a function that runs code in a new process to its end; its output must fit into a pipe's buffer."""
 
     def run(code, timeout=120):
         process = start(code)

@@ -1,4 +1,4 @@
-"""What single flipped bits do to a saved result: each in a process of its own, since some take the process down.
+"""Count the outcomes of single flipped bits in a saved result, each in a new process, since some crash it.
 
 python flips.py FORMAT COUNT SEED [unsealed]
 """
@@ -57,7 +57,7 @@ def flip(file: Path, rng: random.Random) -> None:
 
 
 def outcome_of_flip(saved: Path, rng: random.Random, expected: Any) -> str:
-    """Flip one bit of a copy, each bit of all files as likely as any other, and open it in a child."""
+    """Flip one bit of a copy, uniformly over the bits of all files, and return the outcome of opening it in a child."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / saved.name
         shutil.copytree(saved, copy) if saved.is_dir() else shutil.copy(saved, copy)

@@ -1,6 +1,6 @@
-"""A disk that is full in the middle of a save: one clear error, the process alive, the old file as it was.
+"""A disk that is full during a save: one clear error, the process continues, and the old file is unchanged.
 
-The limit is the system's own on the size of a file, which needs no disk of a particular size and no privileges.
+The tests use the system's limit on the size of a file, which needs no disk of a particular size and no privileges.
 """
 
 import os

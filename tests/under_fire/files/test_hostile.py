@@ -1,6 +1,6 @@
-"""Files that claim, hide or lead elsewhere: an error of ours, at once, before anything is read.
+"""Files with false sizes, hidden contents or links to elsewhere: an rnnlens error at once, before data are read.
 
-All of them are opened in one process, whose largest size shows what reading them took.
+All of them are opened in one process, whose peak memory shows what reading them took.
 """
 
 import hashlib
@@ -214,7 +214,7 @@ ZARR = [
 
 
 def rewrite_manifest(root):
-    """A list of checksums that fits what is there: whoever makes a hostile file makes that too."""
+    """Rewrite the list of checksums to match the files, as the author of a hostile file would."""
     digests = read_manifest(root)
     for key in digests:
         if (root / key).is_file():
@@ -312,7 +312,7 @@ def test_a_damaged_part_is_found_also_when_it_is_read_later(tmp_path):
 
 
 def test_zeros_and_nan_are_written_too(tmp_path):
-    """Zarr leaves out chunks of nothing but the fill value; then one that is lost could not be told from them."""
+    """Chunks of only the fill value are written, unlike Zarr's default, so that a lost chunk is noticed."""
     for value in (0.0, np.nan):
         make_trace(value).save(tmp_path / "run.zarr")
         assert np.array_equal(values(rl.open(tmp_path / "run.zarr"))[0], value, equal_nan=True)
@@ -353,7 +353,7 @@ def test_names_of_layers_survive_the_list(tmp_path, name):
 
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
 def test_what_could_not_be_opened_again_is_not_saved(tmp_path, suffix):
-    """JSON of megabytes takes seconds to read; nothing that rnnlens computes has such attributes."""
+    """Saving refuses megabytes of attributes, whose JSON takes seconds to read; no result of rnnlens has them."""
     dataset = xr.Dataset(attrs={"long": list(range(1_000_000))})
     with pytest.raises(InputError, match="'long'"):
         save(tree_of(dataset), tmp_path / f"run{suffix}")

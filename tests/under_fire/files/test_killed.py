@@ -1,4 +1,4 @@
-"""Processes killed while they save: old or new, nothing in between, and nothing left behind for good."""
+"""Processes killed during a save: the file is the old or the new one, and the next save removes leftovers."""
 
 import os
 import random
@@ -54,7 +54,7 @@ def test_many_kills(start, tmp_path, suffix):
 
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
 def test_what_another_process_is_writing_just_now_is_left_alone(start, tmp_path, suffix):
-    """The other stands still between its first byte and its last."""
+    """A save does not remove the temporary files of another process that is in the middle of its own save."""
     process = start(
         f"""
         made(1).save("other{suffix}")
@@ -77,7 +77,7 @@ def test_what_another_process_is_writing_just_now_is_left_alone(start, tmp_path,
 
 
 def test_killed_between_two_names(start, tmp_path, python):
-    """Where two names cannot be swapped in one step, the old folder gets its name back."""
+    """If names cannot be swapped in one step and a save is killed in between, the old folder gets its name back."""
     code = """
         from rnnlens.results import disk
         disk._swap_names = lambda one, other: False
@@ -99,7 +99,7 @@ def test_killed_between_two_names(start, tmp_path, python):
 
 
 def test_names_are_swapped_in_one_step_here(tmp_path):
-    """The system of the tests can; were it otherwise the tests above would test less than they say."""
+    """This system swaps two names in one step; without that, the other tests here would test less than they state."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"was-{name}").touch()

@@ -1,4 +1,4 @@
-"""What locks do: readers are never kept out by our writers, nor writers by each other; leftovers are told from work."""
+"""File locks: writers block neither readers nor each other, and leftovers are distinguished from running saves."""
 
 import errno
 import fcntl
@@ -14,7 +14,7 @@ from rnnlens.results import disk
 
 from .conftest import make_trace, values
 
-#: A writer that stands still where the new file has its name and the save has not ended.
+#: A writer that pauses when the new file has its name, before the save ends.
 STANDS_AT_THE_END = """
     from rnnlens.results import disk
     real = {function}
@@ -44,7 +44,7 @@ def test_readers_and_writers_beside_a_writer_that_has_not_ended(start, tmp_path,
 
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
 def test_who_clears_up_too_late_does_not_keep_readers_out(tmp_path, suffix, monkeypatch):
-    """One that saw a leftover, locks it when it has become the result, and stands there."""
+    """Readers are not blocked if a cleaner locks a supposed leftover after it became the result, and pauses there."""
     path = tmp_path / f"run{suffix}"
     make_trace(1).save(path)
     leftover_seen, file_named, removing, release = (threading.Event() for _ in range(4))
@@ -108,7 +108,7 @@ def test_taken_for_a_leftover_as_soon_as_it_was_born(tmp_path, suffix, moment, m
 
 
 def test_a_program_that_writes_the_file_itself(start, tmp_path):
-    """It locks the file, which the error says; a save leaves alone what it has open."""
+    """While another program writes a file, opening it raises an error that says so; a save keeps its open file."""
     path = tmp_path / "run.nc"
     make_trace(1)["lstm0"].hidden.to_netcdf(path)
     writer = start(
@@ -134,7 +134,7 @@ def test_a_program_that_writes_the_file_itself(start, tmp_path):
 @pytest.mark.parametrize("swaps", [True, False])
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
 def test_where_folders_cannot_be_locked(tmp_path, suffix, swaps, monkeypatch):
-    """Saving works; what a killed process left cannot be told from what another writes, and stays."""
+    """Without folder locks saving works, and leftovers stay: they could be the files of a running save."""
 
     def refuse(*_):
         raise OSError(errno.EBADF, "Bad file descriptor")

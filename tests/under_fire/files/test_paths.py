@@ -1,4 +1,4 @@
-"""Permissions, links and names of files stay what the user made them."""
+"""Saving keeps the permissions, links and names of files that the user set."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_a_link_is_written_through(tmp_path, suffix):
         tmp_path / "here" / f"run{suffix}",
         tmp_path / f"l{suffix}",
     )
-    link.symlink_to(target)  # to nothing, at first
+    link.symlink_to(target)  # its target does not exist yet
     second_link.symlink_to(link)
     for value, path in ((1, link), (2, second_link), (3, target)):
         make_trace(value).save(path)
@@ -86,7 +86,7 @@ def test_names_that_no_file_can_have(tmp_path, suffix, monkeypatch):
 
 @each_format
 def test_what_may_not_be_written_or_read(tmp_path, suffix, monkeypatch):
-    """The tests may run as root, who may do anything; so the system is made to refuse."""
+    """A missing permission raises a FileError; it is simulated, since the tests may run as root."""
     path = tmp_path / f"run{suffix}"
     make_trace(1).save(path)
 
@@ -103,7 +103,7 @@ def test_what_may_not_be_written_or_read(tmp_path, suffix, monkeypatch):
 
 
 def test_a_folder_without_write_permission(python):
-    # Not below pytest's own folder, which other runs of pytest close to all but their owner.
+    # Not below pytest's own folder, which other runs of pytest make accessible to its owner only.
     with tempfile.TemporaryDirectory() as outer:
         os.chmod(outer, 0o755)
         sealed = Path(outer, "sealed")

@@ -1,4 +1,4 @@
-"""Readers while the file is replaced again and again: all of one result, or an error; never some of each."""
+"""Readers of a file that is replaced repeatedly get all of one result, or an error, but never a mixture."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Runs of followed trainings, damaged or made to do harm: one error of ours, within a moment; the rest stays."""
+"""Recorded training runs that are damaged or hostile: one rnnlens error at once; intact records stay readable."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def run(intact_run, tmp_path):
 
 
 def all_numbers(run):
-    """All numbers of a run, both kinds of records."""
+    """Return the arrays of a run for both kinds of records, with NaN replaced by -7."""
     views = [run, run.batch, run.refresh()]
     return [np.nan_to_num(array.values, nan=-7.0) for view in views for array in arrays_of(view)]
 
@@ -59,7 +59,7 @@ def all_texts(run):
 
 
 def reseal(path, change):
-    """Change metadata as one would who knows how its checksum is made."""
+    """Change metadata and write the matching checksum, as an attacker would."""
     metadata = json.loads(path.read_bytes())
     metadata["attributes"].pop(SUM)
     change(metadata)
@@ -247,7 +247,7 @@ def test_memory_holds_for_every_view(run):
 
 
 def test_a_reader_is_not_disturbed_by_its_writer(tmp_path, monkeypatch):
-    """Files are replaced between the reads of one ``rl.open``: the records that were complete are read all the same."""
+    """``rl.open`` reads all complete records even if the writer replaces files between its reads."""
     from rnnlens.results.disk import run_folder
 
     store, steps, read_plain_file = Store(tmp_path / "a.zarr"), iter(range(10_000)), run_folder._read_plain_file

@@ -1,4 +1,4 @@
-"""In a process forked after calls were made, verbs say at once that they cannot run; figures and files work."""
+"""In a process forked after calls were made, verbs raise an error at once; figures and files work."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Lengths of sequences that come again are compiled once each, as far as the bound allows; then the oldest go."""
+"""Each sequence length is compiled once; above the bound, the least recently used compiled function is dropped."""
 
 import keras
 import numpy as np
@@ -7,13 +7,13 @@ import pytest
 import rnnlens as rl
 from rnnlens.autodiff import Memo
 
-#: Only JAX compiles apart from tracing, where it can be counted.
+#: Compilations are counted only on JAX, where they are separate from tracing.
 COMPILES = keras.backend.backend() == "jax"
 
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """What was compiled since it was looked at last."""
+    """Provide a function that returns the number of compilations since its last call."""
     count, executable = [], Memo.executable
     monkeypatch.setattr(
         Memo, "executable", lambda memo, trace, make: executable(memo, trace, lambda: [count.append(1), make()][1])
@@ -49,7 +49,7 @@ def test_many_lengths_compile_once_each(model, compilations):
 
 def test_the_bound_is_the_users_and_the_least_used_goes(model, compilations):
     with rl.options(certify="never", compiled=2):
-        cycle(model, [3, 4, 3, 5])  # 4 goes
+        cycle(model, [3, 4, 3, 5])  # drops 4
         assert compilations() == 3 * COMPILES
         cycle(model, [3])
         assert compilations() == 0

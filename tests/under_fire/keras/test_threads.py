@@ -1,4 +1,4 @@
-"""One model, many threads: every result is that of a call made alone, and the model is as it was found."""
+"""One model used by many threads: each result equals that of a single call, and the model is unchanged."""
 
 import threading
 import time
@@ -12,12 +12,12 @@ import rnnlens as rl
 
 X = np.random.default_rng(0).normal(size=(4, 6, 3)).astype("float32")
 Y = np.zeros((4, 2), "float32")
-#: Each call traces the model anew: where that takes long, it is made once beside the others.
+#: Repetitions of each call; only one where tracing, which each call repeats, takes long.
 TIMES = 2 if keras.backend.backend() == "torch" else 1
 
 
 class Between(keras.layers.Layer):
-    """Does something on its way, if it is told to."""
+    """A layer that removes and calls the last of CALLBACKS, if there is one."""
 
     def call(self, x):
         CALLBACKS.pop()() if CALLBACKS else None
@@ -70,7 +70,7 @@ def test_one_model_and_one_that_shares_a_layer(model):
 
 
 def test_the_users_own_forward_in_another_thread_is_neither_heard_nor_changed(model):
-    """It runs while our methods are on the layers: in the middle of our own forward pass."""
+    """A forward pass in another thread, during a capture that replaced the layers' methods, gives its usual result."""
     expected, thread_results = np.asarray(keras.ops.convert_to_numpy(model(X[:2]))), []
 
     def run_forward():

@@ -1,4 +1,4 @@
-"""A process forked after calls were made answers, or says at once that it cannot."""
+"""A process forked after calls were made returns results, or raises an error at once."""
 
 import os
 import subprocess
@@ -41,7 +41,7 @@ print(alone, child_after_calls())
 
 
 def test_the_child_draws_and_calls_or_refuses(tmp_path):
-    """torch's threads are lost; with one there are none to lose."""
+    """A forked child has lost torch's threads, so verbs refuse; they work if the parent used one thread."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CODE],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

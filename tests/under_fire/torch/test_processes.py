@@ -1,4 +1,4 @@
-"""Processes of a pool, started anew, give the numbers of a call in this process, to the last bit."""
+"""Calls in spawned processes of a pool give the same numbers as in this process, to the last bit."""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
@@ -14,7 +14,7 @@ X = np.random.default_rng(0).normal(size=(3, 6, 3)).astype("f4")
 
 
 def numbers(seed):
-    """Total gradients, time Jacobian and kernel gradient of a small model."""
+    """Return the hidden gradients, the norms of the time Jacobian and the certificate's state of a small model."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     model = nn.LSTM(3, 4, batch_first=True)

@@ -1,4 +1,4 @@
-"""One model, many threads: every result is that of a call made alone, and the model is as it was found."""
+"""One model used by many threads: each result equals that of a single call, and the model is unchanged."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -69,7 +69,7 @@ def test_two_models_that_share_a_layer(model):
 
 
 def test_models_of_their_own_with_dropout_by_seed():
-    """The generators are one for the process."""
+    """Calls with seeds on several threads equal single calls, though the process has only one generator."""
     torch.manual_seed(3)
     models = [Model() for _ in range(6)]
     calls = [lambda m=m, s=s: hidden_grad_of(m, training=True, seed=s) for s, m in enumerate(models)]
@@ -81,14 +81,14 @@ def test_models_of_their_own_with_dropout_by_seed():
 
 
 def test_the_users_own_forward_in_another_thread_is_neither_recorded_nor_changed(model):
-    """It runs while our hooks are on the model: in the middle of our own forward pass."""
+    """A forward pass in another thread, during a capture with hooks on the model, gives its usual result."""
     model.eval()
     expected, outputs, thread_local = model(X[:2]), [], threading.local()
 
     def start_forward(module, args, output):
         if getattr(thread_local, "own", False) or outputs:
             return
-        outputs.append(None)  # once
+        outputs.append(None)  # start one thread only
         thread = threading.Thread(target=forward)
         thread.start()
         thread.join(60)
@@ -127,7 +127,7 @@ def test_a_call_within_a_call_and_an_interrupted_one_hold_nobody_up(model):
 
 @pytest.mark.filterwarnings("ignore::rnnlens.errors.SelfCheckWarning")
 def test_the_users_own_training_in_another_thread_goes_on_as_alone():
-    """A call may say that weights changed under its hands; the training beside it is never the worse for it."""
+    """Training in another thread is unchanged by concurrent calls, which may raise that weights changed meanwhile."""
 
     def train(steps, concurrent):
         torch.manual_seed(5)

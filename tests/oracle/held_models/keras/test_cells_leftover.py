@@ -164,7 +164,7 @@ class Noisier(Cell):
 @pytest.mark.one_engine
 @pytest.mark.parametrize("kind", [NormCell, Noisier])
 def test_a_cell_that_acts_otherwise_in_training(kind):
-    x = np.random.default_rng(3).normal(size=(5, TIME, 2))  # batch normalisation of two samples would give 1 and -1
+    x = np.random.default_rng(3).normal(size=(5, TIME, 2))  # five samples: batch normalisation of two gives 1 and -1
     inputs = keras.Input((TIME, 2))
     rnn = L.RNN(kind(), return_sequences=True, name="rnn")
     model = keras.Model(inputs, L.Dense(2)(rnn(inputs)))

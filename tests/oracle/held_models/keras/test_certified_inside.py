@@ -89,7 +89,7 @@ def test_ends_in_no_chain_of_layers_are_certified_by_a_pull_back_between_them(ca
 
 
 def swap_layers(port_of):
-    """The tensor of the embedding in place of the lower layer's, and the other way round."""
+    """Return a fault that exchanges the tensors of the embedding and of the lower layer."""
     swapped = {"words": "lower", "lower": "words"}
 
     def port(name):

@@ -219,7 +219,7 @@ CERTIFIED = ("object_in_object", "lambda_closure", "compiled_loss")
 
 @pytest.fixture
 def certificates_by_case(name):
-    """Run without certificates but for three cases: reference runs are compiled too, by the same rules."""
+    """Certify only the three cases of CERTIFIED; reference runs are compiled by the same rules as other runs."""
     with rl.options(certify="always" if name in CERTIFIED else "never"):
         yield
 

@@ -21,7 +21,7 @@ def network(gain):
 
 
 def test_it_is_told_from_a_fault():
-    """The layer returns only its last step; the replay of the others follows another trajectory."""
+    """A chaotic layer that returns one step gives "could not", not "failed": its replay takes another trajectory."""
     with pytest.warns(rl.errors.SelfCheckWarning, match="the sum over time"):
         certificate = rl.weights(*network(3.0)).certificate
     assert certificate.state == "could not"

@@ -49,7 +49,7 @@ def two_nested():
 
 
 class Two(keras.Model):
-    """A model with two blocks of the same code as attributes."""
+    """A model with a list of two nested models of the same code."""
 
     def __init__(self):
         super().__init__()

@@ -165,7 +165,7 @@ def test_an_lstm_by_hand_is_the_lstm(sequences):
 
 @pytest.mark.one_engine
 def test_stacked_cells_are_stacked_layers():
-    """In stacked cells, the upper cell reads the lower cell's state of the same step."""
+    """Stacked cells have the state gradients of stacked layers: the upper cell reads the lower's current state."""
     rnn = keras.layers.RNN([keras.layers.GRUCell(UNITS), keras.layers.SimpleRNNCell(UNITS)], name="rnn")
     inputs = keras.Input((TIME, 2))
     stacked_cells = keras.Model(inputs, rnn(inputs))

@@ -1,1 +1,1 @@
-"""Models of plain torch, as their authors run them: nothing is set up for them here."""
+"""Tests of plain torch models need no fixtures or settings."""

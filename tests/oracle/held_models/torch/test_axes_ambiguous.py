@@ -1,6 +1,6 @@
-"""Tensors of which two axes vary with the steps, or one axis holds more than steps: asked for, and right once said.
+"""If two axes vary with the steps, or one axis holds more than steps, an error asks for ``axes=``.
 
-With the ``axes=`` of the message the numbers equal autograd of the untouched model.
+With the ``axes=`` that the message suggests, results equal autograd of the untouched model.
 """
 
 import ast
@@ -18,7 +18,7 @@ B, F, H, V = 3, 2, 5, 4
 
 
 def pointer(steps, *, softmax=False, head=False, time_first=False):
-    """An LSTM encoder, an LSTMCell decoder, and additive attention: scores, weights of attention, or outputs."""
+    """Return an LSTM encoder and LSTMCell decoder with additive attention; its output: scores, weights or logits."""
 
     def run(m, x):
         encoded, (h, c) = m.encoder(x.transpose(0, 1) if time_first else x)
@@ -36,7 +36,7 @@ def pointer(steps, *, softmax=False, head=False, time_first=False):
 
 
 def luong(*, softmax=False):
-    """Multiplicative attention between two LSTMs."""
+    """Return two LSTMs with multiplicative attention, whose output is scores or attention weights."""
 
     def run(m, x, y):
         encoded, state = m.encoder(x)
@@ -57,7 +57,7 @@ def attention_to_itself(*, softmax):
 
 
 def reshaped(steps, *, feature_first=False, static=0, repeated=False, last=False):
-    """(sample, step * feature) that the forward reshapes; some features that do not change may stand in front."""
+    """Return a model that reshapes (sample, step * feature); ``static`` constant features may be in front."""
 
     def run(m, x):
         front, series = x[:, :static], x[:, static:]
@@ -80,7 +80,7 @@ def flat_output():
 
 
 def full_jacobian(model, leaves, index, samples_at=0, of_samples_at=0):
-    """(sample, *output, *input) of one input, each sample by itself."""
+    """Return the Jacobian (sample, *output, *input) by one input, within each sample."""
 
     def run(leaf):
         return model(*leaves[:index], leaf, *leaves[index + 1 :])
@@ -99,7 +99,7 @@ def close(actual, expected):
 
 
 def suggested_axes(error):
-    """Every ``axes=`` that a message says to type."""
+    """Return every ``axes=`` that an error message suggests."""
     suggestions = [ast.literal_eval(text) for text in re.findall(r"axes=(\{.*?\})", str(error.value))]
     assert suggestions
     return suggestions

@@ -1,6 +1,6 @@
-"""Data sets whose samples do not come first, packed and unbatched sequences, folded and coupled samples.
+"""Data sets whose first axis is not the samples, packed and unbatched sequences, folded and coupled samples.
 
-What is answered equals autograd of the untouched model on the whole data set; what cannot be told is asked for.
+Results equal autograd of the untouched model on the whole data set; an error asks for ambiguous axes.
 """
 
 import numpy as np
@@ -64,7 +64,7 @@ def test_ids_time_first_in_batches(sizes, batch_size):
         rl.gradients(model, x, folded, **options)
     if samples != steps:
         close(rl.gradients(model, x, y, **options), expected)
-    else:  # nothing tells one axis of these labels from the other
+    else:  # the two axes of these labels cannot be distinguished
         with pytest.raises(rl.errors.InputError, match="name the axes: axes="):
             rl.gradients(model, x, y, **options)
 
@@ -83,7 +83,7 @@ def test_targets_time_first_are_cut_as_the_loss_takes_them(sizes):
 
     rows = TensorDataset(x.transpose(0, 1), y.transpose(0, 1))
     loader = DataLoader(rows, batch_size=3, collate_fn=collate)
-    options = {"loss": mse, "combine": "mean"}  # how the targets of several batches lie together, nobody knows
+    options = {"loss": mse, "combine": "mean"}  # how targets of several batches are joined is unknown
     close(rl.gradients(model, loader, wrt="head/bias", **options), expected_bias)
     mean = rl.gradients(model, loader, wrt="input", across="mean", **options)
     close(mean, expected.mean(1))
@@ -137,7 +137,7 @@ def test_a_packed_sequence_as_the_input(sizes):
     kernel_grad = rl.gradients(model, packed, of="rnn.final_hidden", reduce="sum", wrt="rnn/kernel", batch_size=2)
     packed_leaf = pack_padded_sequence(leaf, lengths, batch_first=True, enforce_sorted=False)
     (expected_kernel,) = gradient(model.rnn(packed_leaf)[1].sum(), model.rnn.weight_ih_l0)
-    # The same numbers: our gates come in another order, and the units on another axis.
+    # Sorted, since rnnlens has the gates in another order and the units on another axis.
     assert np.abs(np.sort(kernel_grad.values.ravel()) - np.sort(expected_kernel.ravel())).max() <= 1e-12
 
 
@@ -215,7 +215,7 @@ def attend_below(m, x):
 
 
 def attend_with_queries(m, x):
-    """As many queries as there are steps, each looking at every step: their axis does not count time."""
+    """Attend to all steps with as many queries as there are steps; the axis of the queries is not time."""
     y = m.rnn(x)[0]
     return m.head(torch.softmax(m.queries.weight @ y.transpose(1, 2), -1) @ y)
 
@@ -275,7 +275,7 @@ def test_coupled_samples_have_a_gradient_together_and_none_of_their_own(name, si
 
 
 def test_what_the_user_says_of_the_axes_holds():
-    """Here the batch is fixed in the model, so that no smaller one can tell how its integers lie."""
+    """``axes=`` is used where axes cannot be inferred: the batch size is fixed, so no smaller batch can be tried."""
     model = make_model(
         lambda m, x: m.head(m.rnn(m.embed(x).reshape(3, 3, F))[0]),
         embed=nn.Embedding(9, F),

@@ -1,4 +1,4 @@
-"""The output of a recurrent layer, both directions, as either end of a time Jacobian; time first, as torch has it."""
+"""The output of a recurrent layer, both directions, as either end of a time Jacobian, in torch's time-first layout."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ class TwoLayers(nn.Module):
 
 
 def sample_jacobians(function, x):
-    """(sample, out step, out unit, in step, in feature) of a function of (step, sample, feature)."""
+    """Return Jacobians (sample, out step, out unit, in step, in feature) of a function of (step, sample, feature)."""
     full = torch.autograd.functional.jacobian(function, x)
     return torch.stack([full[:, b, :, :, b] for b in range(B)]).numpy()
 

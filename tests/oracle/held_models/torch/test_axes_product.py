@@ -1,7 +1,7 @@
-"""Which axis of a torch tensor counts samples, and which steps: every verb against autograd of the untouched model.
+"""Inference of the sample and time axes of torch tensors: every verb against autograd of the untouched model.
 
-Each model is written beside the two ways between its own tensors and (sample, time, feature), by hand. The sizes are
-once all different, and once all equal, where only the model itself can tell one axis from another.
+Each model has hand-written conversions between its own layout and (sample, time, feature). The sizes are all different
+in one run, and all equal in another, where the axes can be inferred only from runs of the model.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def channels_first(x):
 
 @dataclass
 class Case:
-    """A forward, and the ways from (sample, time, feature) to its input, and back from its output and first layer."""
+    """A forward function, with conversions from (sample, time, feature) to its input and back from its outputs."""
 
     forward: Callable
     make_modules: Callable
@@ -155,7 +155,7 @@ def case(request, sizes):
 
 
 def output_of(model, case, x):
-    """The output as (sample, time, unit) or (sample, unit), of an input (sample, time, feature)."""
+    """Return the output (sample, time, unit) or (sample, unit) for an input (sample, time, feature)."""
     return case.from_output(model(case.to_input(x)))
 
 

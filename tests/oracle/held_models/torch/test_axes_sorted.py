@@ -1,4 +1,4 @@
-"""Models that sort their samples by length before the recurrent layer, and undo it behind."""
+"""Models that sort their samples by length before the recurrent layer and restore the order after it."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ class Sorting(nn.Module):
 
 
 def by_autograd(model):
-    """(sample, [out_time,] out_unit, in_time, in_feature)"""
+    """Return the Jacobian (sample, [out_time,] out_unit, in_time, in_feature) by autograd."""
     full = torch.autograd.functional.jacobian(lambda x: model(x, LENGTHS), X)
     return np.stack([full[i, ..., i, :, :].numpy() for i in range(len(X))])
 
@@ -56,7 +56,7 @@ def test_on_disk_and_of_an_inner_state(tmp_path):
     np.testing.assert_allclose(jacobian, by_autograd(model), rtol=0, atol=1e-14)
     state_jacobian = rl.jacobian(model, (X, LENGTHS), of="lstm.hidden")
     assert state_jacobian.certificate.state == "passed"
-    for sample, length in enumerate(LENGTHS.tolist()):  # the steps behind the end of a sample reach nothing
+    for sample, length in enumerate(LENGTHS.tolist()):  # padding steps have no influence
         assert np.any(state_jacobian.values[sample, :, :, length - 1] != 0)
         assert not np.any(state_jacobian.values[sample, :, :, length:])
 

@@ -1,4 +1,4 @@
-"""What a certificate says where it cannot be given, and when it is not asked for."""
+"""Certificates that pass despite rounding, fail at small faults, cannot be given, or are switched off."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ class Plain(nn.Module):
 
 
 class Restless(Plain):
-    """Draws from a generator that nobody can put back."""
+    """A model that draws from a generator whose state cannot be restored."""
 
     def forward(self, x):
         import secrets
@@ -62,7 +62,7 @@ def test_given_states_are_not_certified():
     ("verb", "cell"), [(rl.trace, nn.RNN), (rl.trace, nn.LSTM), (rl.weights, nn.RNN), (rl.weights, nn.GRU)]
 )
 def test_saturated_units_are_no_fault(verb, cell):
-    """1 - h^2 of a unit at 1 - 1e-7 has nine digits, and so has all that is made of it."""
+    """The certificate passes although 1 - h^2 at h = 1 - 1e-7, and all computed from it, has only nine digits."""
     torch.manual_seed(0)
     model = Plain().double()
     model.rnn = cell(3, 4, batch_first=True).double()
@@ -75,7 +75,7 @@ def test_saturated_units_are_no_fault(verb, cell):
 
 
 def test_a_fault_in_saturated_units_is_found(monkeypatch):
-    """One part in a million of what is left of them."""
+    """The certificate fails if the small gradient through saturated units is scaled by 1 + 1e-6."""
     torch.manual_seed(0)
     model = Plain().double()
     model.rnn = nn.RNN(3, 4, batch_first=True).double()
@@ -88,7 +88,7 @@ def test_a_fault_in_saturated_units_is_found(monkeypatch):
 
 
 def saturated_model(cell, bias, rows=slice(None), dtype=torch.float64):
-    """The plain model with one kind of layer, so that a bias drives it to where its activations are flat."""
+    """Return a model whose bias saturates its units, inputs (sample, time, feature) and targets (sample, unit)."""
     torch.manual_seed(0)
     model = Plain()
     model.rnn = cell(3, 4, batch_first=True)
@@ -98,7 +98,7 @@ def saturated_model(cell, bias, rows=slice(None), dtype=torch.float64):
 
 
 def chaotic_model(gain):
-    """Above a gain of 1 (Sompolinsky, Crisanti, Sommers 1988, doi:10.1103/PhysRevLett.61.259)."""
+    """Return an RNN, chaotic if gain > 1 (Sompolinsky, Crisanti, Sommers 1988, doi:10.1103/PhysRevLett.61.259)."""
     model = Plain()
     model.rnn, model.head = nn.RNN(3, 32, batch_first=True), nn.Linear(32, 2)
     with torch.no_grad():
@@ -109,7 +109,7 @@ def chaotic_model(gain):
 @pytest.mark.parametrize("measure", [None, "norm"])
 @pytest.mark.parametrize(("cell", "bias", "rows"), [(nn.RNN, 8.0, slice(None)), (nn.GRU, 12.0, slice(4, 8))])
 def test_a_jacobian_of_saturated_units_is_no_fault(cell, bias, rows, measure):
-    """A GRU whose update gate keeps all but 6e-6 of its state has lost five digits of what it adds."""
+    """Certificates pass for a GRU whose update gate keeps all but 6e-6 of the state: what it adds loses five digits."""
     model, x, y = saturated_model(cell, bias, rows)
     jacobian, trace = rl.jacobian(model, x, measure=measure), rl.trace(model, x, y, loss=functional.mse_loss)
     assert [result.certificate.state for result in (jacobian, trace)] == ["passed", "passed"]
@@ -118,7 +118,7 @@ def test_a_jacobian_of_saturated_units_is_no_fault(cell, bias, rows, measure):
 
 @pytest.mark.parametrize("measure", [None, "norm"])
 def test_a_fault_in_a_jacobian_of_saturated_units_is_found(monkeypatch, measure):
-    """One part in a million of what is left of them."""
+    """The certificate fails if the Jacobian of a saturated RNN's step by its state is scaled by 1 + 1e-6."""
     original = SimpleRNN.linear_system
 
     def faulty(self, *arguments):
@@ -144,7 +144,7 @@ def test_what_rounding_explains_altogether_is_not_said_to_be_certified():
 
 
 def test_chaos_is_no_fault():
-    """Two runs that differ by one rounding differ in all after some steps: ours goes through the very same kernels."""
+    """Certificates pass though chaos amplifies any rounding difference: both runs execute exactly the same kernels."""
     torch.manual_seed(0)
     model, x, y = chaotic_model(gain=3.0), torch.randn(3, 100, 3), torch.randn(3, 2)
     trace = rl.trace(model, x, y, loss=functional.mse_loss)
@@ -154,7 +154,7 @@ def test_chaos_is_no_fault():
 
 
 def test_gradients_that_grow_beyond_all_bounds_are_no_fault():
-    """Some are infinite in float32, and the others have met rounding that grew from step to step."""
+    """A certificate passes if some gradients are infinite in float32 and rounding grew at each step in the others."""
     torch.manual_seed(0)
     model = chaotic_model(gain=6.0)
     trace = rl.trace(model, torch.randn(4, 300, 3), torch.randn(4, 2), loss=functional.mse_loss)

@@ -1,6 +1,6 @@
-"""Certificates of time Jacobians between ends inside the model: a wrong end is found, and right ones pass.
+"""Certificates of time Jacobians between ends inside the model: wrong ends fail, and right ones pass.
 
-The Jacobian from output to input is right under each of these faults: only a pull-back between the ends shows them.
+The Jacobian from output to input is right under each of these faults: only a pullback between the ends shows them.
 """
 
 import warnings
@@ -31,7 +31,7 @@ class Chain(nn.Module):
 
 
 class Attentive(nn.Module):
-    """A decoder cell that reads the encoder's outputs and its own answer."""
+    """A decoder cell that reads attention over the encoder's outputs and its own previous output."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Attentive(nn.Module):
 
 
 class Residual(nn.Module):
-    """A layer that returns its input, which is read beside it, and a state changed in place."""
+    """A model with an identity layer whose input is also used directly, and a loop that changes its state in place."""
 
     def __init__(self):
         super().__init__()
@@ -97,7 +97,7 @@ def test_a_right_jacobian_is_certified_between_its_own_ends(model, of, wrt, meas
 
 
 def earlier_states(original):
-    """The states of a loop, one step earlier: at step t the state of step t - 1."""
+    """Return a fault that replaces the state of a loop at step t by that of step t - 1."""
 
     def earlier_boundary(run, layer, port):
         boundary = original(run, layer, port)
@@ -112,7 +112,7 @@ def earlier_states(original):
 
 
 def lower_layer_output(port_of):
-    """The output of the layer below in place of the layer's own."""
+    """Return a fault that replaces a layer's output by that of the layer below."""
     below = {"upper": "lower", "between": "lower"}
     return lambda name: replace(port_of(name), layer=below.get(name.layer, name.layer))
 
@@ -127,7 +127,7 @@ def lower_layer_states(original):
 
 
 def reversed_steps(original):
-    """The gradients at an encoder's outputs, last step first."""
+    """Return a fault that reverses the steps of the gradients at the encoder's outputs."""
 
     def find(self, port):
         if port == Port("output", "encoder"):

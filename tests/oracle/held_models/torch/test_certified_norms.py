@@ -1,4 +1,4 @@
-"""A time Jacobian that was measured, by norms, is certified by what was measured."""
+"""Certificates of a time Jacobian computed as norms: they check the values before the norms are taken."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from rnnlens.verbs.time_jacobian.segments import Segment
 
 
 class Net(nn.Module):
-    """Recurrent layers with a head at every step, or at the last."""
+    """Recurrent layers with a head at every step, or only at the last."""
 
     def __init__(self, cell=nn.LSTM, outputs=3, last=False, **options):
         super().__init__()
@@ -25,7 +25,7 @@ class Net(nn.Module):
 
 
 class Loop(nn.Module):
-    """A cell that gets what it said before, through a head."""
+    """A cell whose input includes its previous output, computed by a head."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Loops of cells, against the same loops with every cell written out in plain operations."""
+"""Loops of cells, compared with autograd of the same loops with every cell written out in plain operations."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def oracle(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients(name):
-    """Of the loss and of the output, by states and input; a trace says the same."""
+    """Gradients of loss and output with respect to states and input equal autograd's, also in a trace."""
     model, x, source, output, taps = oracle(name)
     trace = rl.trace(model, x, loss=weighted_loss)
     for node, path, calls in recurrences_of(model, taps):
@@ -94,7 +94,7 @@ def test_gradients(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_states(name):
-    """Of each recurrence's last hidden state, by every state, the input and all weights."""
+    """Gradients of each final hidden state with respect to every state, the input and all weights equal autograd's."""
     model, x, source, _output, taps = oracle(name)
     parameters = dict(model.named_parameters())
     for node, path, calls in recurrences_of(model, taps):
@@ -129,7 +129,7 @@ def compare_weight(gradients, layer, weight, expected, parameter):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_time_jacobian(name):
-    """Of the output by the input and by every state, and of every state by the input and by itself."""
+    """Jacobians of the output by input and states, and of each state by input and hidden state, equal autograd's."""
     model, x, source, output, taps = oracle(name)
     has_steps = output.dim() == 3
 

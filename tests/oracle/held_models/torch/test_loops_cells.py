@@ -1,4 +1,4 @@
-"""Loops around what is no plain cell: normalised weights, cells of one's own, fused modules called step by step."""
+"""Loops of other cells than torch's plain ones: normalised weights, custom cells, fused modules called by step."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def _warnings_as_errors():
 @pytest.mark.parametrize("weight_name", ["weight_ih", "weight_hh"])
 @pytest.mark.parametrize("implementation", ["parametrized", "hooked"])
 def test_weight_norm_on_a_cell(implementation, weight_name):
-    """The kernel shown is the one that the cell computes with, and so is its gradient."""
+    """With weight normalisation, kernels and their gradients are those of the normalised kernel that the cell uses."""
     model, reference, x = zoo.build(zoo.FedBack), zoo.build(zoo.FedBack), zoo.batch()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch would rather have the newer of the two
+        warnings.simplefilter("ignore")  # torch deprecates nn.utils.weight_norm
         (nn.utils.parametrizations.weight_norm if implementation == "parametrized" else nn.utils.weight_norm)(
             model.cell, weight_name
         )
@@ -78,7 +78,7 @@ def test_weight_norm_on_a_cell(implementation, weight_name):
 
 
 def test_a_cell_of_ones_own_and_its_own_weights():
-    """Every weight of the cell has a share in its states, and none of them is called cut off."""
+    """Gradients of a custom cell's final states by its weights equal autograd's; no weight counts as disconnected."""
     model, x = zoo.build(zoo.OwnLoop), zoo.batch()
     _, taps = run_twin(model, x)
     parameters = dict(model.cell.named_parameters())
@@ -92,7 +92,7 @@ def test_a_cell_of_ones_own_and_its_own_weights():
 
 
 def test_gates_of_a_cell_whose_state_comes_back():
-    """Before and after their activation, of a target that is not the loss."""
+    """Gradients of output and final state (no loss) by the gate preactivations of a cell with output feedback."""
     model, x = zoo.build(zoo.FedBack), zoo.batch()
     output, taps = run_twin(model, x)
     for target, value in (("output", output.sum()), ("cell.final_hidden", taps["cell"].values["hidden"][-1].sum())):
@@ -109,7 +109,7 @@ def run_twin(model, x):
 
 
 class Decoder(nn.Module):
-    """An encoder in one call, a decoder called step by step that asks with its own state and reads what it wrote."""
+    """An encoder called once, and a decoder called at each step with attention by its state and its previous output."""
 
     def __init__(self, kind, layers, read_cells):
         super().__init__()
@@ -132,7 +132,7 @@ class Decoder(nn.Module):
 
 
 class Stack(nn.Module):
-    """A fused module as a loop over cells that are written out; they share its parameters."""
+    """A loop of written-out cells that computes a fused module and shares its parameters."""
 
     def __init__(self, rnn):
         super().__init__()
@@ -172,7 +172,7 @@ def unroll_fused(model):
     ("kind", "layers", "read_cells"), [(nn.GRU, 1, False), (nn.LSTM, 1, True), (nn.LSTM, 2, True), (nn.GRU, 2, False)]
 )
 def test_a_fused_module_called_step_by_step(kind, layers, read_cells):
-    """Attention asked by the decoder's state, output fed back, c_t read at every step."""
+    """Gradients and time Jacobians of a fused decoder with attention, output feedback and c_t read at every step."""
     model, x = zoo.build(Decoder, kind, layers, read_cells), zoo.batch()
     twin, taps = unroll_fused(model)
     source = x.clone().requires_grad_()
@@ -217,7 +217,7 @@ def test_a_fused_module_called_step_by_step(kind, layers, read_cells):
 
 
 def test_a_state_that_mixes_samples_has_no_jacobian_of_each():
-    """Refused by name, whether the ends are boundaries of the model or states."""
+    """An error that names samples refuses time Jacobians from or to the model's boundaries or states."""
 
     class Centred(zoo.PlainLoop):
         def forward(self, x):
@@ -235,7 +235,7 @@ def test_a_state_that_mixes_samples_has_no_jacobian_of_each():
 
 @pytest.mark.parametrize("generator", ["random", "own", "numpy"])
 def test_what_is_drawn_in_training_is_drawn_in_every_verb(generator):
-    """Teacher forcing and dropout between the steps: the path is the one that the model itself takes by that seed."""
+    """With a seed, each verb has the teacher forcing and dropout of a run of the model with the same seed."""
 
     class Drawing(zoo.TeacherForced):
         def forward(self, x):
@@ -275,7 +275,7 @@ def test_what_is_drawn_in_training_is_drawn_in_every_verb(generator):
 
 @pytest.mark.parametrize("state_change", ["detach", "residual", "scale"])
 def test_weight_gradients_by_time_of_a_loop_in_several_runs(state_change):
-    """The steps of a loop follow each other, whatever happens to the state between two of them."""
+    """Weight gradients by time cover all steps of a loop in order, though the model changes the state between steps."""
     model, x = zoo.build(zoo.ChangesState, state_change), zoo.batch()
     output, taps = run_twin(model, x)
     weight = model.cell.weight_hh
@@ -316,7 +316,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("share_biases", [True, False])
 def test_cells_with_tied_weights(share_biases):
-    """Each with its own biases, and no alarm over what is the sum of both."""
+    """Cells with tied weights have their own states, gates and biases; summed gradients of tied weights do not warn."""
     model, x = zoo.build(Tied, share_biases), zoo.batch()
     output, taps = run_twin(model, x)
     trace = rl.trace(model, x, loss=weighted_loss)
@@ -343,7 +343,7 @@ def test_cells_with_tied_weights(share_biases):
 
 
 class Chunks(nn.Module):
-    """A fused module over one piece of the sequence after the other; something happens to its state in between."""
+    """A fused module called on successive chunks, whose states are detached, or normalised and halved, in between."""
 
     def __init__(self, state_change):
         super().__init__()
@@ -381,7 +381,7 @@ def test_a_fused_module_over_pieces_of_a_sequence(state_change):
 
 
 class Changed(nn.Module):
-    """A library layer over pieces of the sequence, whose states are normalised or reset in between."""
+    """A library layer called on successive chunks, whose states are normalised or reset in between."""
 
     def __init__(self, kind, layers, size, state_change):
         super().__init__()
@@ -408,7 +408,7 @@ class Changed(nn.Module):
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("kind", "layers"), [(nn.GRU, 1), (nn.LSTM, 1), (nn.LSTM, 2)])
 def test_ends_inside_a_fused_module_whose_states_the_model_changes(kind, layers, size, state_change):
-    """Time Jacobians and gradients from and to every state: the paths go through the model's own change."""
+    """Time Jacobians and gradients from and to every state include the model's changes of the state between chunks."""
     model, x = zoo.build(Changed, kind, layers, size, state_change), zoo.batch()
     twin, taps = unroll_fused(model)
     source = x.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""Loops that hold ended samples back, against the same loops with every cell written out in plain operations."""
+"""Loops that mask ended samples, compared with autograd of the same loops with every cell written out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def oracle(*arguments):
 
 
 def carry_last_state(steps):
-    """States with that of the last real step held."""
+    """Return states (sample, time, unit) that repeat each sample's last real state after its end."""
     states = np.array(stack_steps(steps))
     for t in range(1, zoo.T):
         states[~REAL[:, t], t] = states[~REAL[:, t], t - 1]
@@ -43,7 +43,7 @@ def carry_last_state(steps):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_states_of_ended_samples_are_those_they_hold(name):
-    """At the last step as at any other."""
+    """States after a sample's end repeat its last real state; gradients at real steps equal autograd's."""
     model, x, source, output, tap = oracle(*MODELS[name])
     trace = rl.trace(model, x, loss=weighted_loss)
     assert list(trace) == ["cell"]
@@ -71,7 +71,7 @@ def test_states_of_ended_samples_are_those_they_hold(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_sample_ends_with(name):
-    """The last state of a sample is that of its own last step: as a target, and by it."""
+    """The final state of a sample is that of its own last step, as target and as ``wrt=``."""
     model, x, source, output, tap = oracle(*MODELS[name])
     for state in ("hidden", "cell"):
         last = torch.stack([tap.values[state][int(n) - 1][i] for i, n in enumerate(zoo.LENGTHS)])
@@ -104,7 +104,7 @@ def test_time_jacobian(name):
 
 
 def test_outputs_that_read_the_candidate():
-    """What the cell proposed is read, what the mask left of it goes on: no step is a masked one then."""
+    """If outputs read the new state before it is masked, no step is masked: states and gradients equal autograd's."""
     model, x, source, output, tap = oracle(zoo.CandidateRead)
     trace = rl.trace(model, x, loss=weighted_loss)
     for quantity, expected in (("hidden", stack_steps(tap.values["hidden"])), ("hidden_grad", None)):
@@ -126,7 +126,7 @@ def test_outputs_that_read_the_candidate():
 
 
 def test_an_output_gathered_at_the_last_real_step_is_no_mask():
-    """The recurrence runs on through the padding: its states there are what it computed."""
+    """If only the output is gathered at the last real step, there is no mask: states in the padding are as computed."""
 
     class Gathered(zoo.PlainLoop):
         def forward(self, x):

@@ -1,4 +1,4 @@
-"""The loss of a data set is that of all samples as one batch, whatever the batch size, the loss and its weights.
+"""The loss of a data set equals that of all samples as one batch, for each batch size, loss and weighting.
 
 The oracle is the user's own expression on all samples, differentiated by torch on the untouched model in float64.
 """
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812 - as everybody calls it
+from torch.nn import functional as F  # noqa: N812 - the usual name
 from torch.utils.data import DataLoader, TensorDataset
 
 import rnnlens as rl
@@ -22,7 +22,7 @@ PAD = 0
 
 
 class Tagger(nn.Module):
-    """Logits at every step."""
+    """An LSTM that returns logits (sample, time, class)."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ class Tagger(nn.Module):
 
 
 class ByClass(Tagger):
-    """Logits with the classes on the axis where torch's losses look for them."""
+    """A tagger that returns logits (sample, class, time), as torch's losses expect them."""
 
     def forward(self, x):
         return super().forward(x).transpose(1, 2)
@@ -129,7 +129,7 @@ LOSSES = {
 
 
 def oracle(model, expression):
-    """Loss, and its gradient by every weight, by plain autograd."""
+    """Return the loss and its gradient by every parameter, by plain autograd."""
     model.zero_grad()
     value = expression(model)
     value.backward()
@@ -139,7 +139,7 @@ def oracle(model, expression):
 
 
 def head_gradients(gradients):
-    """The weights under the names of torch that stand for themselves: the head."""
+    """Return the gradients of the head, whose weights have torch's layout, under torch's names."""
     return {"head.weight": gradients["head"]["weight"].values, "head.bias": gradients["head"]["bias"].values}
 
 
@@ -220,7 +220,7 @@ def test_weights_of_one_change_nothing(name, batch_size):
 
 
 def weighted_oracle(name, model, x, y, w):
-    """Each value times its weight, over what torch divides the unweighted ones by."""
+    """Return the sum of weighted values, divided by the divisor that torch uses for unweighted values."""
     out = model(x)
     if name == "sum":
         return (w[:, None] * (out - y) ** 2).sum()
@@ -370,7 +370,7 @@ def test_a_penalty_on_the_weights_inside_the_loss_is_refused_over_batches():
 
 
 class WithStates(Tagger):
-    """Returns what its LSTM returns: h_n and c_n have their samples on the second axis."""
+    """A tagger that also returns h_n and c_n, whose second axis is the samples."""
 
     def forward(self, x):
         out, (h, c) = self.lstm(x)
@@ -391,7 +391,7 @@ def test_outputs_in_a_structure_and_with_samples_on_another_axis(batch_size):
 
 
 class Packing(nn.Module):
-    """Takes lengths, packs, and pads again to the longest of the batch."""
+    """A model that packs its inputs by lengths and returns logits (sample, class) of the last hidden states."""
 
     def __init__(self):
         super().__init__()
@@ -442,7 +442,7 @@ def test_a_loss_that_does_not_depend_on_the_model_says_so():
 
 
 class TimeFirst(nn.Module):
-    """torch's default layout; ``folded`` returns the logits of all steps of all samples one below the other."""
+    """A tagger in torch's time-first layout; if ``folded``, it returns logits (time * sample, class)."""
 
     def __init__(self, folded=False):
         super().__init__()
@@ -471,7 +471,7 @@ def test_joined_outputs_lie_as_the_model_lays_them(folded):
 
 
 class RoundsBySize(Tagger):
-    """Rounds otherwise in batches of another size, as kernels do; in truth no sample depends on another."""
+    """A tagger whose rounding depends on the batch size, as with some kernels; its samples are independent."""
 
     def forward(self, x):
         return super().forward(x) + 1e-9 * len(x)
@@ -488,7 +488,7 @@ def test_rounding_that_goes_with_the_batch_size_is_no_dependence_between_samples
 
 
 def test_samples_are_tried_for_independence_once_a_data_set(monkeypatch):
-    """Each trial pulls two cotangents back for each binary digit of the number of samples, a few at a time."""
+    """Independence is tested on one batch: two cotangents per binary digit of its sample count, a few at a time."""
     model, x, cotangent_counts = make_model(Last), data(), []
     original = pull._Pull._pull
     monkeypatch.setattr(axes, "TRIED_AT_ONCE", 1)
@@ -500,7 +500,7 @@ def test_samples_are_tried_for_independence_once_a_data_set(monkeypatch):
     monkeypatch.setattr(pull._Pull, "_pull", counting_pull)
     per_sample = {"of": "output", "wrt": "input", "reduce": "sum", "per_sample": True, "batch_size": 2}
     sample_grads = rl.gradients(model, x, **per_sample)
-    assert cotangent_counts == [1] * (4 + 2)  # one for each of four batches, two more for the first
+    assert cotangent_counts == [1] * (4 + 2)  # one pullback per batch, and two for the test
     np.testing.assert_allclose(
         sample_grads.values, rl.gradients(model, x, **{**per_sample, "batch_size": N}).values, rtol=1e-5
     )

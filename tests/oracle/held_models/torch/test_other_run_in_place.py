@@ -1,4 +1,4 @@
-"""States that the user's code changes in place between two steps: loss and gradients are those of the untouched run."""
+"""Loss and gradients equal autograd's if the user's code changes states in place between two steps."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ CHANGES = [zero_rows, zero_rows_seen_by_autograd, scale, clamp, behind_autograd,
 
 
 class OwnCell(nn.Module):
-    """A cell that nobody knows, which keeps none of what it returns for its backward pass."""
+    """A custom cell whose backward pass saves none of its returned tensors."""
 
     def __init__(self, features, units):
         super().__init__()
@@ -101,14 +101,14 @@ def test_the_run_is_the_untouched_one(cell, change):
     assert abs(gradients.value - loss.item()) <= 1e-12
     assert np.abs(gradients["model"]["input"].values - expected["input"].numpy()).max() <= 1e-12
     assert np.abs(gradients["head"]["weight"].values - expected["head.weight"].numpy()).max() <= 1e-12
-    # The gradient at the input by step, out of the traced recurrences: each call is one step or more of it.
+    # Each traced call covers one or more steps, so their input gradients are joined.
     steps = [traced[node].input_grad for node in traced if node.partition("#")[0] == "cell"]
     input_grad = np.concatenate([grad.values for grad in steps], axis=1)
     assert np.abs(input_grad - expected["input"].numpy()).max() <= 1e-10
 
 
 def test_a_buffer_used_again_for_every_step():
-    """One tensor is written over and over: what the layer saw at step t is not what the tensor holds at the end."""
+    """If one buffer is overwritten at each step, a trace has the inputs and states of each step, not the last ones."""
 
     class Buffered(nn.Module):
         def __init__(self):

@@ -1,6 +1,6 @@
 """Models whose forward runs in an unusual way: checkpoints, transforms, hooks, direct calls, batch statistics.
 
-What is answered equals torch's own backward pass of the untouched model; what cannot be seen is refused by name.
+Results equal torch's own backward pass of the untouched model; an error names what cannot be captured.
 """
 
 import copy
@@ -57,7 +57,7 @@ def with_modules(model, **modules):
 
 
 class Encoded(Sequence):
-    """A part that is not trained runs without gradients."""
+    """A model whose frozen encoder runs without gradients."""
 
     def __init__(self):
         super().__init__(lambda rnn, x: rnn(x)[0])
@@ -70,7 +70,7 @@ class Encoded(Sequence):
 
 
 class Remembering(nn.Module):
-    """Keeps its state in an attribute from call to call."""
+    """A model that keeps its state in an attribute from call to call."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +160,7 @@ def test_a_layer_that_is_called_without_its_hooks_keeps_its_name(name):
     model = MODELS[name]().double()
     x, y = torch.randn(B, T, F, dtype=torch.float64), torch.randn(B, 1, dtype=torch.float64)
     mse(model(x), y).backward()
-    bias_grad = rl.gradients(model, x, y, loss=mse, wrt="rnn/bias").values  # ours: input, forget, candidate, output
+    bias_grad = rl.gradients(model, x, y, loss=mse, wrt="rnn/bias").values  # ordered input, forget, candidate, output
     assert np.abs(bias_grad.reshape(-1) - model.rnn.bias_ih_l0.grad.numpy()).max() <= 1e-12
     assert list(rl.trace(model, x)) == ["rnn"]
 
@@ -196,7 +196,7 @@ class GradientInside(nn.Module):
 
 
 class HookedStates(nn.Module):
-    """Halves the gradient at every step, as a hand-written clipping does."""
+    """A model with hooks that halve the gradient of each state, like hand-written clipping."""
 
     def __init__(self, chunks=False):
         super().__init__()
@@ -236,7 +236,7 @@ def test_a_checkpoint_is_a_checkpoint_again_afterwards():
 
 
 class InHalf(nn.Module):
-    """Computes inside autocast, whatever the dtype around it."""
+    """A wrapper that runs a model in bfloat16 autocast and returns float32."""
 
     def __init__(self, inner):
         super().__init__()
@@ -272,7 +272,7 @@ def with_own_cell():
     ids=["LSTM", "GRU", "GRUCell", "own cell"],
 )
 def test_autocast_is_no_fault_of_the_layer_inside_it(make):
-    """A warning is an error here: what half precision rounds is not held against anybody."""
+    """Half-precision rounding of a model in autocast gives no self-check warning (warnings are errors here)."""
     torch.manual_seed(0)
     model = InHalf(make())
     x, y = torch.randn(B, T, F), torch.randn(B, 1)

@@ -1,4 +1,4 @@
-"""A trace of some layers, of some quantities: certified like the whole of it, and never accused."""
+"""Certificates of a trace of some layers or quantities: they pass without a warning and name what they omit."""
 
 import itertools
 import warnings

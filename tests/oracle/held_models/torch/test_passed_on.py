@@ -1,4 +1,4 @@
-"""States that a cell of one's own hands on as they came: counted where they leave the step."""
+"""Gradients of a custom cell's second state that is passed on unchanged: taken where the state leaves the step."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ STEP = 1e-6
 
 
 class PassingCell(nn.Module):
-    """Its second state is the one it got ("kept"), or the first state of the step before ("delayed")."""
+    """A cell whose second state is the incoming one ("kept"), or the first state of the previous step ("delayed")."""
 
     def __init__(self, second_state):
         super().__init__()

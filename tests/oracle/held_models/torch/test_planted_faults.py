@@ -1,7 +1,7 @@
-"""Faults planted in rnnlens that its self-checks pass: the certificate has to notice each, and nothing without them.
+"""Faults planted in rnnlens that self-checks pass: the certificate must fail for each, and pass without them.
 
-Each is data: what to replace by what, on which model, and which call shows it. A model is run plainly by torch in the
-same call, so that the faulty part and the certificate never agree by being the same code.
+Each fault is data: what to replace by what, on which model, and which call shows it. The reference run of the model by
+torch happens in the same call, and shares no code with the faulty part.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ pull, recurrent_layers, jacobian, calls, datasets, weights = (
 
 
 class Stack(nn.Module):
-    """A bidirectional LSTM, two GRUs of one size, a Dense layer at every step; 5 samples, 5 steps, 4 features."""
+    """A bidirectional LSTM, two GRUs of one size, a Dense layer at every step; for 5 samples, 5 steps, 4 features."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ class Plain(nn.Module):
 
 
 class Loop(nn.Module):
-    """An LSTM cell in a loop that fades the state a little at every step."""
+    """An LSTM cell in a loop, with a Dense layer at every step."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +81,7 @@ class Loop(nn.Module):
 
 
 class Two(nn.Module):
-    """Two inputs of one shape into one LSTM."""
+    """An LSTM that reads the difference of two inputs of one shape."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +125,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """``plant(original)`` in place of ``owner.name`` while ``call`` runs on ``model``."""
+    """One fault: ``plant(original)`` replaces ``owner.name`` while ``call`` runs on ``model``."""
 
     description: str
     owner: Any
@@ -136,12 +136,12 @@ class Fault:
 
 
 def change_result(change):
-    """What the original returns, changed."""
+    """Return a fault that changes the result of the original."""
     return lambda original: lambda *args, **kwargs: change(original(*args, **kwargs))
 
 
 def change_argument(index, change):
-    """The original, fed another argument."""
+    """Return a fault that changes one argument of the original."""
 
     def plant(original):
         def faulty(*args, **kwargs):
@@ -153,7 +153,7 @@ def change_argument(index, change):
 
 
 def change_variable(name, change):
-    """One variable of every labelled layer, changed."""
+    """Return a fault that changes one variable of every labelled layer."""
 
     def edit_layer(layer):
         if name in layer.variables:
@@ -164,7 +164,7 @@ def change_variable(name, change):
 
 
 def reorder_label(name, order):
-    """The labels of one axis in another order."""
+    """Return a fault that reorders the labels of one axis."""
 
     def edit_layer(layer):
         if name in layer.coords:
@@ -175,7 +175,7 @@ def reorder_label(name, order):
 
 
 def change_captured(change):
-    """All that the captured backward pass brought, changed."""
+    """Return a fault that changes all gradients of the captured backward pass."""
 
     def plant(original):
         def faulty(*args, **options):
@@ -188,7 +188,7 @@ def change_captured(change):
 
 
 def scale_both_sides(factor):
-    """What arrives at outputs and weights of recurrent layers, changed alike."""
+    """Return a fault that scales the gradients at outputs, final states and weights of recurrent layers alike."""
 
     def plant(original):
         def faulty(self):
@@ -205,7 +205,7 @@ def scale_both_sides(factor):
 
 
 def zero_first_steps(steps):
-    """A sequence whose first steps are nothing."""
+    """Return a function that sets the first steps of a sequence to zero."""
 
     def change(values):
         values = np.array(values)
@@ -234,23 +234,23 @@ def swap_axes(values):
 
 
 def change_grads(change):
-    """Gradients at every port, changed."""
+    """Return a fault that changes the gradients at every port."""
     return change_result(lambda grads: {port: None if g is None else change(g) for port, g in grads.items()})
 
 
 def exchange_inputs(grads):
-    """Gradients of the two inputs of a model, exchanged."""
+    """Exchange the gradients of the two inputs of a model."""
     inputs = sorted((p for p in grads if p.kind == "input"), key=lambda p: p.index)
     return {**grads, inputs[0]: grads[inputs[1]], inputs[1]: grads[inputs[0]]}
 
 
 def change_adjoint(**changes):
-    """A sweep's result, changed."""
+    """Return a fault that changes fields of a sweep's result."""
     return change_result(lambda a: replace(a, **{name: change(getattr(a, name)) for name, change in changes.items()}))
 
 
 def repeat_last_step(original):
-    """The gradient at the last output is counted again at the last state."""
+    """Return a fault that adds the gradient at the last output also at the last state."""
 
     def faulty(self, states, upper_grads):
         output = upper_grads.get(self.port("output"))
@@ -279,7 +279,7 @@ def exchange_directions(reorder):
 
 
 def scale_weights(factor, slots=()):
-    """Weights that layers run with, and are replayed with, are not the user's."""
+    """Return a fault that scales the weights that layers run and are replayed with."""
 
     def plant(original):
         def faulty(self, owner, slot, weight):
@@ -298,7 +298,7 @@ def force_training(original):
 
 
 def change_loss(change):
-    """The loss that is captured is not the user's."""
+    """Return a fault that changes the captured loss."""
     return change_result(lambda value: None if value is None else change(value))
 
 
@@ -333,7 +333,7 @@ def change_jacobian(change):
 
 _TRACE, _WEIGHTS, _JACOBIAN = (datasets, "labelled_layer"), (weights, "label_cell"), (jacobian, "execute")
 FAULTS = [
-    # The captured run is another one.
+    # The captured run.
     Fault("input 1 % larger", capture, "call_model", scale_argument(1)),
     Fault("input shifted", capture, "call_model", change_argument(1, lambda x: x + 0.01)),
     Fault("input backwards", capture, "call_model", change_argument(1, lambda x: x.flip(1))),
@@ -369,7 +369,7 @@ FAULTS = [
     Fault("biases left out", record.CallRecorder, "weight_substitute", scale_weights(0.0, ("bias",)), "stack"),
     Fault("initial states left out", fused, "_initial_states", change_result(lambda s: tuple(0 * t for t in s))),
     Fault("initial states exchanged", fused, "_initial_states", change_result(lambda s: (s[1], s[0]))),
-    # The loss, or what it brought, is another one.
+    # The loss and its captured gradients.
     Fault("loss doubled", capture, "evaluate", change_loss(lambda v: 2 * v)),
     Fault("loss 1 % larger", capture, "evaluate", change_loss(lambda v: 1.01 * v)),
     Fault("loss half detached", capture, "evaluate", change_loss(lambda v: 0.5 * v + 0.5 * v.detach())),
@@ -474,7 +474,7 @@ FAULTS = [
 
 
 def certificate_of(result):
-    """(sentence, whether the self-checks passed)."""
+    """Return (sentence of the certificate, whether the self-checks passed)."""
     if isinstance(result, xr.DataArray):
         return result.attrs["certificate"], result.attrs.get("replay_residual", 0.0) < 1e-4
     return result.certificate.sentence, all(check.ok for check in result._self_checks)

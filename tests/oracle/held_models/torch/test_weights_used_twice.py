@@ -1,4 +1,4 @@
-"""Weights of recurrent layers that also act elsewhere: in a penalty within the loss, or in the model itself."""
+"""Weights of recurrent layers that are also used elsewhere: in a penalty of the loss, or in the model."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ X, Y = torch.randn(4, 5, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.
 
 
 class Stack(nn.Module):
-    """An LSTM, a bidirectional GRU and a loop of a cell."""
+    """An LSTM, a bidirectional GRU and a GRUCell in a loop."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,7 @@ class Stack(nn.Module):
 
 
 class Tied(Stack):
-    """Its head multiplies with rows of a recurrent kernel."""
+    """A stack whose output also depends directly on weights of the LSTM and of the cell."""
 
     def forward(self, x):
         return nn.functional.linear(super().forward(x), self.lstm.weight_hh_l0[:2, :2]) + self.cell.weight_ih.sum()
