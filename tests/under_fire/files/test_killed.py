@@ -99,7 +99,7 @@ def test_killed_between_two_names(start, tmp_path, python):
 
 
 def test_names_are_swapped_in_one_step_here(tmp_path):
-    """This system swaps two names in one step; without that, the other tests here would test less than they state."""
+    """The test system can swap two names in one step; the tests above rely on it to test what they state."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"was-{name}").touch()

@@ -108,7 +108,7 @@ def test_taken_for_a_leftover_as_soon_as_it_was_born(tmp_path, suffix, moment, m
 
 
 def test_a_program_that_writes_the_file_itself(start, tmp_path):
-    """While another program writes a file, opening it raises an error that says so; a save keeps its open file."""
+    """Opening a file that another program writes gives an error that says so; saving leaves its open file unchanged."""
     path = tmp_path / "run.nc"
     make_trace(1)["lstm0"].hidden.to_netcdf(path)
     writer = start(

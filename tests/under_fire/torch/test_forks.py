@@ -41,7 +41,7 @@ print(alone, child_after_calls())
 
 
 def test_the_child_draws_and_calls_or_refuses(tmp_path):
-    """A forked child has lost torch's threads, so verbs refuse; they work if the parent used one thread."""
+    """A forked child has lost torch's threads, so verbs raise an error; they work if the parent used one thread."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CODE],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

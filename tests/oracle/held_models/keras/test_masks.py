@@ -71,7 +71,7 @@ def test_outputs_at_padding(kind, sequences, zero):
 
 
 def differences(model, x, indices):
-    """Return the derivatives of the loss and of the output sum by some inputs, from one run on all perturbed inputs."""
+    """Return the derivatives of the loss and of the output sum by the inputs at ``indices``, from one batched run."""
     perturbed = np.tile(x, (2 * len(indices), 1, 1, 1))
     for i, index in enumerate(indices):
         perturbed[(2 * i, *index)] += 1e-6

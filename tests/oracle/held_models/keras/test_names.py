@@ -17,7 +17,7 @@ X = RNG.normal(size=(3, 4, 2))
 
 
 def total(y, out):
-    """Return a scalar of all outputs, each with its own factor."""
+    """Return the sum of the sines of all outputs, each output weighted by its own factor."""
     leaves = [out[key] for key in sorted(out)] if isinstance(out, dict) else keras.tree.flatten(out)
     return sum((i + 1.0) * keras.ops.sum(keras.ops.sin(leaf)) for i, leaf in enumerate(leaves))
 

@@ -27,7 +27,7 @@ jacobian, traced_layers, weights = (
 
 
 def stack():
-    """Return a masked bidirectional LSTM, a GRU and a Dense layer at each step."""
+    """Return a bidirectional LSTM, a GRU and a Dense layer at each step."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [

@@ -80,7 +80,7 @@ def flat_output():
 
 
 def full_jacobian(model, leaves, index, samples_at=0, of_samples_at=0):
-    """Return the Jacobian (sample, *output, *input) by one input, within each sample."""
+    """Return the Jacobian (sample, *output, *input) of each sample's output by its own part of one input."""
 
     def run(leaf):
         return model(*leaves[:index], leaf, *leaves[index + 1 :])

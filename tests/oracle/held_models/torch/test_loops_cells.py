@@ -217,7 +217,7 @@ def test_a_fused_module_called_step_by_step(kind, layers, read_cells):
 
 
 def test_a_state_that_mixes_samples_has_no_jacobian_of_each():
-    """An error that names samples refuses time Jacobians from or to the model's boundaries or states."""
+    """If a state mixes samples, time Jacobians from or to the model's boundaries or states raise UnsupportedError."""
 
     class Centred(zoo.PlainLoop):
         def forward(self, x):

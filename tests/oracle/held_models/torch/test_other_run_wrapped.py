@@ -160,7 +160,7 @@ def test_a_layer_that_is_called_without_its_hooks_keeps_its_name(name):
     model = MODELS[name]().double()
     x, y = torch.randn(B, T, F, dtype=torch.float64), torch.randn(B, 1, dtype=torch.float64)
     mse(model(x), y).backward()
-    bias_grad = rl.gradients(model, x, y, loss=mse, wrt="rnn/bias").values  # ordered input, forget, candidate, output
+    bias_grad = rl.gradients(model, x, y, loss=mse, wrt="rnn/bias").values  # gates: input, forget, candidate, output
     assert np.abs(bias_grad.reshape(-1) - model.rnn.bias_ih_l0.grad.numpy()).max() <= 1e-12
     assert list(rl.trace(model, x)) == ["rnn"]
 

@@ -52,7 +52,7 @@ class Stack(nn.Module):
 
 
 class Plain(nn.Module):
-    """One LSTM and a Dense layer at every step."""
+    """An LSTM with learned initial states, dropout, and a Dense layer at every step."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +81,7 @@ class Loop(nn.Module):
 
 
 class Two(nn.Module):
-    """An LSTM that reads the difference of two inputs of one shape."""
+    """An LSTM that reads a weighted difference of two inputs of one shape."""
 
     def __init__(self):
         super().__init__()
@@ -136,12 +136,12 @@ class Fault:
 
 
 def change_result(change):
-    """Return a fault that changes the result of the original."""
+    """Return a fault that changes the result of the original function."""
     return lambda original: lambda *args, **kwargs: change(original(*args, **kwargs))
 
 
 def change_argument(index, change):
-    """Return a fault that changes one argument of the original."""
+    """Return a fault that changes one argument of the original function."""
 
     def plant(original):
         def faulty(*args, **kwargs):
