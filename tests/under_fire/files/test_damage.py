@@ -33,7 +33,7 @@ def test_many_flips(suffix):
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
 def test_flips_in_what_another_program_wrote(suffix):
-    """Without a checksum changed numbers stay unnoticed and HDF5 may crash; nothing hangs or raises a foreign error."""
+    """Without a checksum changed numbers go unnoticed and HDF5 may crash; other errors are rnnlens', nothing hangs."""
     outcomes = flips.main(suffix, 100, seed=7, unsealed=True)
     print(suffix, outcomes)
     assert not {"an error not ours", "hung"} & set(outcomes)

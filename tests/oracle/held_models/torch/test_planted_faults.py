@@ -279,7 +279,7 @@ def exchange_directions(reorder):
 
 
 def scale_weights(factor, slots=()):
-    """Return a fault that scales the weights that layers run and are replayed with."""
+    """Return a fault that scales the weights of layers in the captured run and in the replay."""
 
     def plant(original):
         def faulty(self, owner, slot, weight):
