@@ -13,7 +13,7 @@ import rnnlens as rl
 
 
 def parallel_scan(a, b):
-    """Return the states by prefix products in log space: no loop over steps."""
+    """Return the states by prefix products in log space, without a loop over steps."""
     total = torch.cumsum(torch.log(a), 1)
     return torch.exp(total) * torch.cumsum(b * torch.exp(-total), 1)
 

@@ -1,4 +1,4 @@
-"""Each cause of a missing gradient is provoked in torch, and explained in full."""
+"""Each cause of a missing gradient, provoked in torch, with the full text of its explanation."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ X = torch.randint(0, 11, (3, 6), generator=torch.Generator().manual_seed(1))
 
 
 class Broken(nn.Module):
-    """Every way to lose a gradient on the way to one GRU."""
+    """A model in which each branch into one GRU loses the gradient for a different reason."""
 
     def __init__(self):
         super().__init__()
