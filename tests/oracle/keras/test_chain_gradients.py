@@ -15,7 +15,7 @@ layers = keras.layers
 
 
 def model_of(name):
-    """Return a model of two recurrent layers with other layers chosen by name; "penalty" adds a path to the loss."""
+    """Return a model of two recurrent layers and other layers by name; "penalty" also penalises the lower output."""
     masked, last = name == "masked", name == "last step"
     below = [layers.Embedding(9, 4, mask_zero=True)] if masked else [layers.Dense(4)] if name == "dense below" else []
     between = {"dense": [layers.Dense(5, activation="tanh"), layers.Dense(3)], "dropout": [layers.Dropout(0.5)]}
@@ -85,5 +85,5 @@ def test_a_planted_fault_in_a_later_trace_is_found(monkeypatch, topmost_flags):
     original = chain.pull_back
     monkeypatch.setattr(chain, "pull_back", lambda *args: 1.01 * original(*args))
     trace = rl.trace(model, x, y)
-    assert topmost_flags == [False, True, False]  # the partial check failed: all samples compared, all gradients captured
+    assert topmost_flags == [False, True, False]  # partial check failed: all samples compared, all layers captured
     assert (trace.certificate.state, trace.certificate.samples) == ("passed", "")

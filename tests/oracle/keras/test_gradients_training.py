@@ -1,4 +1,4 @@
-"""``rl.gradients`` against the weight change of one training step: losses as in training, any data source."""
+"""``rl.gradients`` equals the weight change of one training step, for losses as in training and any data source."""
 
 import keras
 import numpy as np

@@ -13,7 +13,7 @@ import rnnlens as rl
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.op_by_op]
 
-#: Keras 2 has no LoRA; a subclass with a call of its own is refused by name there (docs/LIMITATIONS.md).
+#: Keras 2 has no LoRA; a layer subclass that overrides call is refused by name there (docs/LIMITATIONS.md).
 KERAS_3_ONLY = ("subclassed layer", "adapted head") if LEGACY else ()
 PROGRAMS = {name: make for name, make in keras_programs.PROGRAMS.items() if name not in KERAS_3_ONLY}
 every_program = pytest.mark.parametrize("name", PROGRAMS)

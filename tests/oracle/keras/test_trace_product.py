@@ -93,7 +93,7 @@ def make_variants(cell, unroll, rng):
 
 
 def keras_fails(flags):
-    """Return whether Keras 3.15 fails: on torch it cannot reverse the mask of an unrolled loop."""
+    """Return whether Keras 3.15 fails with the flags: on torch it cannot reverse the mask of an unrolled loop."""
     runs_backwards = flags["backwards"] or flags["bidirectional"]
     return keras.backend.backend() == "torch" and flags["unroll"] and flags["mask"] and runs_backwards
 

@@ -166,7 +166,7 @@ def test_mistakes_are_explained():
 
 
 class Mixed(keras.layers.Layer):
-    """A layer made of layers, with a variable of its own that scales the state between two segments."""
+    """A layer that contains an LSTM, and a variable that scales the LSTM's states between two segments."""
 
     def __init__(self):
         super().__init__(name="mixed")

@@ -12,7 +12,7 @@ from rnnlens.errors import InputError
 
 
 class KernelRNN(nn.Module):
-    """One nn.RNN whose recurrent kernel is given."""
+    """An nn.RNN with the given recurrent kernel; all its other weights are zero."""
 
     def __init__(self, kernel, nonlinearity="tanh"):
         super().__init__()

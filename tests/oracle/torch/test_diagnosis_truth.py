@@ -262,7 +262,7 @@ def test_logits_within_0_and_1_are_logits_where_the_loss_says_so():
 
 
 def test_what_is_lost_is_a_share_of_a_bounded_score():
-    """If an older input decides 4 % of a classifier's answers, the loss is twice that, as half are right by chance."""
+    """If an older input decides 4 % of the classes, twice as much skill is lost, as half are right by chance."""
 
     class Sure(nn.Module):
         def __init__(self):

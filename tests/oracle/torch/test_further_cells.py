@@ -128,7 +128,7 @@ class OldGRU(RandomParameters):
 
 
 class TorchGRU(RandomParameters):
-    """A copy of ``nn.GRUCell`` in a class of its own."""
+    """A copy of ``nn.GRUCell`` that is no subclass of it."""
 
     def __init__(self):
         rows = 3 * UNITS

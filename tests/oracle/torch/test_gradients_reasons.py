@@ -102,7 +102,7 @@ def test_one_tensor_without_a_gradient_is_an_error_with_its_reason():
 
 
 class DeadBeside(nn.Module):
-    """A dead relu on one branch; on the other a factor of 0."""
+    """A GRU whose input is the sum of x, a branch with a dead ReLU and a branch times 0."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The calls that error messages suggest run and give the right result."""
+"""The arguments and calls that error messages suggest run and return gradients."""
 
 import re
 

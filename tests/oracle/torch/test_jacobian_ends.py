@@ -200,7 +200,7 @@ def test_an_output_by_itself_is_answered_with_the_states():
 
 
 class Folded(nn.Module):
-    """A hierarchical model: the lower layer's batch are words of all sentences, the upper layer's steps sentences."""
+    """A hierarchical model: the lower layer reads the words of all sentences as one batch, the upper one sentences."""
 
     def __init__(self):
         super().__init__()

@@ -154,7 +154,7 @@ class Loop(nn.Module):
 
 
 def note_into(cell):
-    """Make the cell's next step add zeros to its states; return lists that it fills with zeros and states."""
+    """Make the cell's next step add zeros to its states; return the lists that it fills with zeros and states."""
     zeros, values = [None, None], [None, None]
 
     def note(index, value):

@@ -108,7 +108,7 @@ def test_states_and_their_total_gradients(name, path):
 
 
 def jacobian_start(program, model, x):
-    """Return the output and the tensors to differentiate by: one list for all steps, or one per step."""
+    """Return the model's output and the tensors to differentiate it by: one list for all steps, or one per step."""
     if program.wrt.startswith("input"):
         first, *other_inputs = x if isinstance(x, tuple) else (x,)
         leaf = first.clone().requires_grad_()

@@ -328,7 +328,7 @@ class Leaky(torch.nn.Module):
 
 
 def test_diagnosis_of_a_scan_in_closed_form():
-    """Of the output variance 4/3 + 1, (1/4)^k 4/3 is due to lags from k on: 14 % for k = 1, 3.6 % for k = 2."""
+    """Lags from k on cause (1/4)^k 4/3 of the output variance 4/3 + 1: 14 % for k = 1, 3.6 % for k = 2; memory is 2."""
     model, x = Leaky(), torch.randn(512, 10, 2, generator=torch.Generator().manual_seed(0))
     diagnosis = rl.diagnose(model, x, model(x), loss="mse")
     layer, powers = diagnosis["scan"], 0.5 ** np.arange(10)

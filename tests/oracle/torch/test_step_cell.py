@@ -1,4 +1,4 @@
-"""The derivatives of a custom cell's single step, against torch's own Jacobian, one row at a time (float64)."""
+"""Derivatives of a single step of a custom cell equal torch's Jacobian of each sample (float64)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Subclasses of torch's layers and cells with a forward of their own, against torch's autograd on the same model."""
+"""Subclasses of torch's layers and cells that override forward, against torch's autograd on the same model."""
 
 from __future__ import annotations
 
