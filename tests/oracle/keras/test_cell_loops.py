@@ -1,6 +1,7 @@
-"""Loops of a model's own code over a cell: one recurrence, whose numbers are those of the engine's own autodiff.
+"""Python loops over a Keras cell are traced as one recurrence, with the gradients of the engine's own autodiff.
 
-Each model takes numbers to add to the hidden states of its cell: the gradient by them is the total gradient of a state.
+Each model can add offsets to the hidden states of its cell: the gradient with respect to an offset is the total
+gradient of that state.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def zeros(x, units=UNITS):
 
 
 class OwnCell(L.Layer):
-    """h' = tanh(W x + U h), with an output of its own."""
+    """A cell h' = tanh(W x + U h) whose output is [h', h' * h']."""
 
     def __init__(self, units, **options):
         super().__init__(**options)
@@ -41,7 +42,7 @@ class OwnCell(L.Layer):
 
 
 class Loop(keras.Model):
-    """A cell over the steps; the subclasses say what goes on between them."""
+    """A Python loop over one cell; subclasses change what happens between the steps."""
 
     def __init__(self, cell=None, **options):
         super().__init__(**options)
@@ -68,7 +69,7 @@ class Loop(keras.Model):
 
 
 class Masked(Loop):
-    """Samples that keep their states at some of the steps."""
+    """A loop with a mask: a sample keeps its states where its first feature is at most -0.5."""
 
     def call(self, x, offsets=None):
         states = self.states(x)
@@ -79,7 +80,7 @@ class Masked(Loop):
 
 
 class FeedbackLoop(Loop):
-    """What the model predicts is the input of the next step."""
+    """A loop in which each prediction is part of the next step's input."""
 
     def call(self, x, offsets=None):
         states, step_input, predictions = self.states(x), x[:, 0], []
@@ -91,7 +92,7 @@ class FeedbackLoop(Loop):
 
 
 class Attention(Loop):
-    """An encoder layer, and a decoder cell whose state asks for the encoder's steps."""
+    """A GRU encoder, and a loop over a decoder cell that attends to the encoder's outputs."""
 
     def __init__(self, cell=None):
         super().__init__(cell, name="translator")
@@ -249,7 +250,7 @@ def test_paths_within_a_step_of_a_cell_of_ones_own_are_refused_by_name():
 
 
 class Forecaster(keras.Model):
-    """The forecaster of TensorFlow's tutorial on time series: a layer warms up, and a loop over its cell goes on."""
+    """Autoregressive forecaster of TensorFlow's time series tutorial: an RNN layer, then a loop over the same cell."""
 
     def __init__(self, steps=3):
         super().__init__()
@@ -282,7 +283,7 @@ def test_a_cell_in_a_layer_and_in_a_loop_has_one_entry_per_variable():
         rtol=1e-9,
         atol=1e-13,
     )
-    for state in ("lstm_rnn.hidden", "lstm_cell.hidden"):  # the sweep of one has its own part of the cell's dL/dW
+    for state in ("lstm_rnn.hidden", "lstm_cell.hidden"):  # each sweep computes its own part of the cell's dL/dW
         total = rl.gradients(model, x, y, of="loss", wrt=state)
         assert total.certificate.state == "passed", total.certificate
         assert state not in total.certificate.resting
@@ -337,7 +338,7 @@ def test_a_loop_that_the_engine_compiles_is_run_eagerly_or_refused_by_name():
             )
             return self.head(states[1])
 
-    if engine() == "torch":  # it has no such loops
+    if engine() == "torch":  # Keras on torch has no compiled loop
         return
     model, x = Compiled(), np.zeros((2, STEPS, 3))
     model.cell.build((None, 3))
@@ -351,7 +352,7 @@ def test_a_loop_that_the_engine_compiles_is_run_eagerly_or_refused_by_name():
 
 
 class StepByStep(keras.Model):
-    """A layer with one step a call; ``change`` says what happens to the states before each step."""
+    """A layer called on one step at a time; ``change`` is applied to the states before each step."""
 
     def __init__(self, layer, change=lambda states, done: states, masked=False):
         super().__init__()
@@ -411,7 +412,7 @@ if not LEGACY:
             L.RNN(OwnCell(UNITS, name="own"), return_state=True, name="rnn"), reset_to_zero
         ),
     }
-#: In tf_keras the calls of a layer with masks stay apart.
+#: In tf_keras, masked calls of a layer are not joined into one recurrence: each call is a node.
 MASKED = ("GRU", "LSTM") if LEGACY else ("GRU", "LSTM", "own cell")
 
 
@@ -478,7 +479,7 @@ def test_a_mask_for_each_step_keeps_the_states_of_masked_samples(name):
 
 
 class SeparateCalls(keras.Model):
-    """Each step starts from zero."""
+    """A GRU called on one step at a time, each time from zero states."""
 
     def __init__(self):
         super().__init__()

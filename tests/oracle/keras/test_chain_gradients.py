@@ -1,6 +1,6 @@
-"""Later traces of a Keras model that is a chain of layers: the framework differentiates no recurrence.
+"""Later traces of a Keras chain of layers do not differentiate the recurrences with the framework.
 
-The gradients are compared with those of a model that has the layers above alone, by the framework.
+The gradients at the lower layer's output must equal the framework's own.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ layers = keras.layers
 
 
 def model_of(name):
-    """Two recurrent layers, with layers below, between and above by name; "penalty" has a second path to the loss."""
+    """Return a model of two recurrent layers and other layers by name; "penalty" also penalises the lower output."""
     masked, last = name == "masked", name == "last step"
     below = [layers.Embedding(9, 4, mask_zero=True)] if masked else [layers.Dense(4)] if name == "dense below" else []
     between = {"dense": [layers.Dense(5, activation="tanh"), layers.Dense(3)], "dropout": [layers.Dropout(0.5)]}
@@ -44,7 +44,7 @@ def data_of(name):
 
 @pytest.fixture
 def topmost_flags(monkeypatch):
-    """Whether each capture has gradients at the last layer alone."""
+    """Provide a list that records whether each capture has gradients only at the last layer."""
     flags, original = [], chain.ChainGradients.of.__func__
 
     def record_topmost(cls, capture, x):
@@ -85,5 +85,5 @@ def test_a_planted_fault_in_a_later_trace_is_found(monkeypatch, topmost_flags):
     original = chain.pull_back
     monkeypatch.setattr(chain, "pull_back", lambda *args: 1.01 * original(*args))
     trace = rl.trace(model, x, y)
-    assert topmost_flags == [False, True, False]  # the part failed: all samples were compared, all gradients captured
+    assert topmost_flags == [False, True, False]  # partial check failed: all samples compared, all layers captured
     assert (trace.certificate.state, trace.certificate.samples) == ("passed", "")

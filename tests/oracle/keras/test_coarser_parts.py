@@ -1,4 +1,4 @@
-"""Models in float64 of which Keras computes a part in float32: the dtype of that part is found on each engine."""
+"""Float64 Keras models that compute a part in float32: the dtype of that part is detected on each engine."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Each (of, wrt) pair of docs/gradients.md against the engine's gradient of the same network as plain code."""
+"""Each (of, wrt) pair of docs/gradients.md against the engine's gradient of the same network in plain operations."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ P = net.random_arrays(net.WEIGHTS, 0)
 E = net.zero_taps()
 X = np.random.default_rng(1).normal(size=(net.B, net.T, net.F))
 Y = np.random.default_rng(2).normal(size=(net.B, net.OUT))
-#: Padding on the right, a hole, and padding on the left.
+#: Padding on the right, a masked step in the middle, padding on the left.
 MASK = np.array([[1, 1, 1, 1, 0], [1, 0, 1, 1, 1], [0, 0, 1, 1, 1]], dtype=bool)
 TARGET_WEIGHTS = {
     name: np.random.default_rng(i).normal(size=E[name].shape) for i, name in enumerate(net.TARGETS) if name in E
@@ -41,7 +41,7 @@ ALL = [*net.WEIGHTS, *net.TAPS]
 
 @pytest.fixture(scope="module", autouse=True)
 def double_precision():
-    """Set Keras' default dtype to float64, in which losses are computed for any model."""
+    """Set Keras' default dtype to float64, because Keras computes the loss of any model in the default dtype."""
     with default_float("float64"):
         yield
 
@@ -49,7 +49,7 @@ def double_precision():
 def autodiff(function, *arguments):
     """Return value and gradients of ``function(dict of tensors, ...)`` with respect to the dict.
 
-    A gradient without a path is zero.
+    The gradient is zero for tensors that the value does not depend on.
     """
     tensors, *constants = keras.tree.map_structure(keras.ops.convert_to_tensor, arguments)
     if ENGINE == "jax":
@@ -155,7 +155,7 @@ def test_every_pair_equals_autodiff(model, of):
 @pytest.mark.product(keep=("masked",))
 @pytest.mark.parametrize("mask", [None, MASK], ids=["unmasked", "masked"])
 def test_all_targets_together_equal_autodiff(model, masked_model, mask):
-    """The sum of all targets with random weights is wrong if any one pair is wrong."""
+    """Gradients of a randomly weighted sum of all targets equal autodiff's; an error in any one pair would show."""
     names = [of for of in net.TARGETS if of in TARGET_WEIGHTS]
 
     def weighted_sum(*tensors):
@@ -178,7 +178,7 @@ def test_every_pair_equals_autodiff_under_masks(masked_model, of):
 
 
 def test_loss_and_what_recurrent_layers_carry_come_from_one_captured_pass(masked_model):
-    """Loss and recurrent quantities of one capture, as callbacks request them, against the reference."""
+    """Gradients of the loss by recurrent quantities, all from one capture as in callbacks, equal the reference."""
     names = ["lstm.hidden", "lstm.cell", "lstm.output", "lstm.gates", "lstm.input", "gru.hidden", "gru.output"]
     names += ["gru.initial_hidden", "rnn.final_hidden", "rnn.output"]
     value, expected = reference_gradients(lambda out: out["loss"], MASK)
@@ -197,7 +197,7 @@ def test_callable_of_the_output(model):
 
 
 class TwoHeads(keras.Model):
-    """A subclassed model with two outputs, known only after a run."""
+    """A subclassed model whose two outputs are known only after a call."""
 
     def __init__(self):
         super().__init__()

@@ -13,7 +13,7 @@ layers = keras.layers
 
 
 class Broken(keras.Model):
-    """A subclassed model, without a graph, with each cause of a missing gradient on a path to one GRU."""
+    """A subclassed model (no Keras graph); each branch into its GRU loses the gradient for a different reason."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""``rl.gradients`` against the weight change of one training step: losses as in training, any data source."""
+"""``rl.gradients`` equals the weight change of one training step, for losses as in training and any data source."""
 
 import keras
 import numpy as np
@@ -161,7 +161,7 @@ def test_a_stream_of_states_is_swept_once_and_gives_the_numbers_of_one_batch(kin
     sweeps.clear()
     stream = rl.gradients(model, ids, batch_size=2, **options)
     np.testing.assert_allclose(stream.values, reference.values, rtol=1e-4, atol=1e-7)
-    # Where the engine compiles, of the five batches the first is swept, and the last, which is shorter.
+    # Where the engine compiles, only the first of five batches is swept, and the last one, which is shorter.
     expected_sweeps = 5 if keras.backend.backend() == "torch" else 2
     assert len(sweeps) == (expected_sweeps if of == "rnn.hidden" else 0)
     assert np.abs(reference.values).max() > 1e-3

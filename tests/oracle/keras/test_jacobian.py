@@ -133,7 +133,7 @@ def test_both_directions_of_a_bidirectional_state():
 
 
 class TwoStateCell(layers.Layer):
-    """A cell with two states and an output that is none of them."""
+    """A cell with two states whose output is neither of them."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -239,7 +239,7 @@ def test_a_chain_known_by_its_types_is_not_asked_and_gives_the_same(chain, monke
 
 
 class TwiceDense(layers.Dense):
-    """A subclass of Dense that computes something else."""
+    """A subclass of Dense whose call computes something else than Dense does."""
 
     def call(self, x, training=None):
         return 2 * super().call(x) + keras.ops.roll(x[..., :1], 1, axis=1)

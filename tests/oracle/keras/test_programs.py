@@ -1,4 +1,4 @@
-"""Whole programs as tutorials and strangers write them, held against the engine's autodiff of the untouched model."""
+"""Whole Keras programs from tutorials and public code, against the engine's autodiff of the unmodified model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import rnnlens as rl
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.op_by_op]
 
-#: Keras 2 has no LoRA; a subclass with a call of its own is refused by name there (docs/LIMITATIONS.md).
+#: Keras 2 has no LoRA; a layer subclass that overrides call is refused by name there (docs/LIMITATIONS.md).
 KERAS_3_ONLY = ("subclassed layer", "adapted head") if LEGACY else ()
 PROGRAMS = {name: make for name, make in keras_programs.PROGRAMS.items() if name not in KERAS_3_ONLY}
 every_program = pytest.mark.parametrize("name", PROGRAMS)
 TIME_FIRST = {"input": ("time", "sample", "feature"), "output": ("time", "sample", "unit")}
-#: On tf_keras ten programs, on JAX and TensorFlow one, on torch all.
+#: The quick run tests these ten programs on tf_keras, one on JAX and TensorFlow, and all on torch.
 QUICK_ON_KERAS_2 = (
     *("imdb bidirectional lstm", "addition", "translation step by step", "stateful lstm", "custom cell"),
     *("residual forecast", "cut between chunks", "attention pooling", "by hand both ways", "state in a variable"),
@@ -39,7 +39,7 @@ def float_indices(x):
 
 
 def input_names(x):
-    """Names of the inputs in rnnlens."""
+    """Return the names of the inputs in rnnlens."""
     names = list(x) if isinstance(x, dict) else ["a", "b"][: len(x)] if isinstance(x, list) else [None]
     return ["input" if name is None else f"input[{name}]" for name in names]
 
@@ -51,7 +51,7 @@ def program(name):
 
 
 def value_and_grads(function, arrays):
-    """Return the value of a function of tensors, a scalar, and its gradients."""
+    """Return the value and the gradients of a scalar function of tensors."""
     if engine() == "jax":
         import jax
 
@@ -75,12 +75,12 @@ def value_and_grads(function, arrays):
 
 
 def weights_of(model):
-    """Return the weights, frozen ones too; states of stateful layers are none."""
+    """Return all weights, frozen ones too, without the states of stateful layers."""
     return [v for v in model.weights if v.name.partition(":")[0] not in ("rnn_state", "Variable")]
 
 
 def loss_and_grads(model, x, y):
-    """Return the loss and its gradients by the float inputs and by the weights."""
+    """Return the loss and its gradients with respect to the float inputs and the weights."""
     if LEGACY:
         import tensorflow as tf
 
@@ -113,7 +113,7 @@ def output_shape(model, x):
     if LEGACY:
         with restored_states(model):
             return tuple(model(x).shape)
-    with keras.StatelessScope():  # a stateful layer does not go on from here
+    with keras.StatelessScope():  # keeps the states of stateful layers unchanged
         return tuple(model(x).shape)
 
 
@@ -220,7 +220,7 @@ def test_gradients_of_samples_on_another_axis_are_asked_for_too():
     input_grad = rl.gradients(model, x, y, wrt="input", axes=TIME_FIRST)
     assert (input_grad.dims, input_grad.certificate.state) == (("sample", "time", "feature"), "passed")
     assert_close(np.asarray(input_grad).swapaxes(0, 1), expected_grads[0])
-    weight_grads = rl.gradients(model, x, y, wrt="weights")  # of one batch: the numbers do not depend on names of axes
+    weight_grads = rl.gradients(model, x, y, wrt="weights")  # one batch: the numbers do not depend on the axis names
     assert weight_grads.certificate.state == "passed"
     sample_grads = rl.gradients(model, x, y, wrt="lstm.weights", per_sample=True, axes=TIME_FIRST)
     kernel_grads = np.asarray(sample_grads["lstm"]["kernel"])
@@ -229,7 +229,7 @@ def test_gradients_of_samples_on_another_axis_are_asked_for_too():
 
 
 class CellRecorder:
-    """Calls of a cell, with numbers that were added to its new hidden state: their gradients are the total ones."""
+    """Recorder of cell calls; adds a zero to each new hidden state, whose gradient is the state's total gradient."""
 
     def __init__(self, cell):
         self.cell, self.calls, self.original = cell, [], cell.call
@@ -250,7 +250,7 @@ def same_state(call, next_call):
 
 
 def gates_of(cell, x, h):
-    """Gates of one step of a Keras LSTM, in its own order, after the equations."""
+    """Return the gates (sample, gate, unit) of one Keras LSTM step by its equations, in the order of Keras."""
     weights = [keras.ops.convert_to_numpy(v) for v in (cell.kernel, cell.recurrent_kernel, cell.bias)]
     rows = (x @ weights[0] + h @ weights[1] + weights[2]).reshape(len(x), 4, -1)
     gates = 1 / (1 + np.exp(-rows))
@@ -261,7 +261,7 @@ def gates_of(cell, x, h):
 @pytest.mark.only_on("torch")
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if "mask" not in name])
 def test_states_gates_and_total_gradients(name):
-    """A torch layer of Keras calls its cell at each step, so that each state can be moved."""
+    """The trace equals autograd; on torch, Keras calls the cell at each step, so a zero can be added to each state."""
     import torch
 
     model, x, y = program(name)
@@ -290,7 +290,7 @@ def test_states_gates_and_total_gradients(name):
             continue
         backwards = next(la for la in rnn_layers if la.name == layer).go_backwards
         chronological = (lambda a: a[:, ::-1]) if backwards else (lambda a: a)
-        # Keras on torch runs the first step once more, for the shape of its output.
+        # Keras on torch runs the first step twice, to get the shape of its output.
         steps = [
             call
             for call, next_call in zip(recorder.calls, [*recorder.calls[1:], [None] * 2])  # noqa: B905

@@ -1,4 +1,4 @@
-"""A user's cell with registered equations, in Keras 3 and ``tf_keras``, against the gradient of a loop by hand."""
+"""A custom cell with registered equations, in Keras 3 and ``tf_keras``, against autodiff of a hand-written loop."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
 """``rl.trace`` with all combinations of Keras options, against a dense reference and the engine's autodiff.
 
 Many layers share one model. Its loss is a fixed linear function of the output of each layer, so the direct gradient of
-each is known, and each layer is traced as if it were alone.
+each is known, and each layer is traced as if it were the only one.
 """
 
 import itertools
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.usefixtures("uncertified")
 BATCH, TIME, FEATURES, UNITS = 3, 4, 2, 2
 FLAGS = ("mask", "backwards", "stateful", "initial_state", "sequences", "bidirectional", "unroll", "bias")
 CELLS = ("simple_rnn", "lstm", "gru_after", "gru_before")
-# A hole, padding on the left, and on the right.
+# A masked step in the middle; padding on both sides; padding on the left.
 MASK = np.array([[1, 0, 1, 1], [0, 1, 1, 0], [0, 0, 1, 1]], dtype=bool)
 LAYERS = {"simple_rnn": keras.layers.SimpleRNN, "lstm": keras.layers.LSTM, "gru": keras.layers.GRU}
 
 
 class Variant:
-    """One layer with one combination of options, and what the reference needs of it."""
+    """One layer with one combination of options, and the data that the reference needs."""
 
     def __init__(self, cell, flags, rng):
         self.kind = cell.partition("_")[0] if cell.startswith("gru") else cell
@@ -93,7 +93,7 @@ def make_variants(cell, unroll, rng):
 
 
 def keras_fails(flags):
-    """Return whether Keras 3.15 fails: on torch it cannot reverse the mask of an unrolled loop."""
+    """Return whether Keras 3.15 fails with the flags: on torch it cannot reverse the mask of an unrolled loop."""
     runs_backwards = flags["backwards"] or flags["bidirectional"]
     return keras.backend.backend() == "torch" and flags["unroll"] and flags["mask"] and runs_backwards
 
@@ -164,7 +164,7 @@ def expected_gradients(variant, index, x, output):
 def zeroes_masked_steps(variant, index):
     """Return whether a direction of a bidirectional layer returns zeros at masked steps.
 
-    They are constants, even where the state is zero too.
+    These zeros are constants and pass no gradient on, even where the state is zero too.
     """
     is_ignored = keras.backend.backend() in ("jax", "tensorflow") and variant.flags["unroll"]
     return variant.direction_layers[index].zero_output_for_mask and variant.flags["sequences"] and not is_ignored

@@ -166,7 +166,7 @@ def test_mistakes_are_explained():
 
 
 class Mixed(keras.layers.Layer):
-    """A layer made of layers, with a variable of its own that scales the state between two segments."""
+    """A layer that contains an LSTM, and a variable that scales the LSTM's states between two segments."""
 
     def __init__(self):
         super().__init__(name="mixed")
@@ -196,7 +196,7 @@ def test_a_variable_of_a_layer_that_is_made_of_layers():
 
 
 class Holder(keras.Model):
-    """A model whose own variables scale what its layer returns; they stand by themselves, in a list and in a dict."""
+    """A model with variables as attributes, in a list and in a dict; each scales the output of its layer."""
 
     def __init__(self, inner, name):
         super().__init__(name=name)
@@ -225,7 +225,7 @@ class Holder(keras.Model):
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_variables_of_a_model_beside_its_layers(nested):
-    model = Holder(keras.layers.LSTM(3, name="lstm"), "lstm")  # the model's name is its layer's
+    model = Holder(keras.layers.LSTM(3, name="lstm"), "lstm")  # model and layer have the same name
     holders = {"lstm_": model}
     if nested:
         inner, model = model, Holder(model, "outer")

@@ -1,4 +1,4 @@
-"""Traces after the first are certified with a part of the samples, and with all where a part shows a difference."""
+"""Traces after the first are certified on some of the samples, and on all samples if those show a difference."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ SAMPLES = 32
 
 
 class Stacked(nn.Module):
-    """An embedding beside a float input, two bidirectional layers, and a head at every step."""
+    """Embedded ids and a float input, two bidirectional layers, and a head at every step."""
 
     def __init__(self, layer=nn.LSTM):
         super().__init__()
@@ -29,7 +29,7 @@ class Stacked(nn.Module):
 
 
 class Chain(nn.Module):
-    """Well-known layers one after the other."""
+    """A chain of library layers: an LSTM and a linear head."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ def test_a_chain_of_library_layers_is_certified_with_a_part_too():
 
 
 class WithStates(Chain):
-    """A model that returns its final states as torch does, layers first, and a number."""
+    """A model that returns outputs, final states (layer, sample, unit) as torch does, and a scalar."""
 
     def forward(self, x):
         steps, states = self.rnn(x)

@@ -1,6 +1,6 @@
-"""Later traces of a chain of layers, which take no backward pass of torch through the recurrences.
+"""Later traces of a chain of layers run no backward pass of torch through the recurrences.
 
-The numbers are those of torch's own differentiation of the untouched model in float64.
+The gradients must equal autograd's on the unmodified model in float64.
 """
 
 from functools import partial
@@ -33,7 +33,7 @@ class Chain(nn.Module):
         return self.head({"every step": output, "last step": output[:, -1], "final state": hidden[-1]}[self.read])
 
 
-#: Chains, some of which were captured by hooks alone (one layer a module), others by torch's kernels.
+#: Chains, some captured only by module hooks (one layer per module), others at torch's kernels.
 CHAINS = {
     "plain": {},
     "stacked": {"layers": 2},
@@ -65,7 +65,7 @@ def run_trace(model, x, y, loss=functional.mse_loss, certify="auto", **options):
 
 @pytest.fixture
 def topmost_flags(monkeypatch):
-    """What each capture was asked for, and whether it captured gradients at the last layer alone."""
+    """Provide a list that records whether each capture has gradients only at the last layer."""
     flags, original = [], chain.ChainGradients.of.__func__
 
     def record_flag(cls, capture, x):
@@ -77,7 +77,7 @@ def topmost_flags(monkeypatch):
 
 
 def torch_gradients(model, x, y, loss=functional.mse_loss):
-    """dL/dy of the lower module and dL/dx by torch alone."""
+    """Return dL/dy of the lower module and dL/dx by autograd."""
     x = x.clone().requires_grad_()
     value = loss(model.eval()(x), y)
     return [grad.numpy() for grad in torch.autograd.grad(value, [model.steps, x])]
@@ -199,7 +199,7 @@ def test_a_later_trace_differentiates_no_recurrence(layers):
         names.append(name)
 
     def loss(output, target):
-        """Note each node of the model's graph whose backward pass runs."""
+        """Return the loss, and hook each node of the graph to record its name when its backward pass runs."""
         pending, visited = [output.grad_fn], set()
         while pending:
             node = pending.pop()

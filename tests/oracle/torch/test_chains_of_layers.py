@@ -1,6 +1,6 @@
-"""Time Jacobians of models that call library layers one after the other, also on single steps of what they return.
+"""Time Jacobians of chains of library layers, also chains that read a single step of a layer's output.
 
-Such a chain is read off the captured pass. The numbers are those of torch's own differentiation of the user's model.
+The chain is derived from the captured pass; the Jacobians must equal autograd's on the unmodified model.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from torch import nn
 
 import rnnlens as rl
 
-#: Reads the tensor of the head from the LSTM's output (sample, time, unit) and its final hidden states.
+#: Functions that return the head's input, given the LSTM's output (sample, time, unit) and final hidden states.
 READOUTS = {
     "last step": lambda output, hidden: output[:, -1],
     "a step by its number": lambda output, hidden: output[:, 4, :],
@@ -19,7 +19,7 @@ READOUTS = {
     "contiguous copy": lambda output, hidden: output.transpose(0, 1).contiguous()[6],
     "an activation before": lambda output, hidden: torch.tanh(output)[:, -1],
 }
-#: Not of a chain: each would be wrong if the step alone were read.
+#: Readouts that are no chain: the Jacobian would be wrong if only the step were read.
 NON_CHAIN_READOUTS = {
     "scaled": lambda output, hidden: 2 * output[:, -1],
     "changed in place": lambda output, hidden: output[:, -1].mul_(2),
@@ -39,7 +39,7 @@ def add_hook(tensor):
 
 
 def halve_data(tensor):
-    """Change a tensor's values without a change of its version."""
+    """Halve a tensor in place through ``.data``, which leaves its version counter unchanged."""
     tensor.data.mul_(0.5)
     return tensor
 
@@ -64,7 +64,7 @@ class Reader(nn.Module):
 
 
 def torch_jacobian(model, x):
-    """d output of each sample / d input of the same sample, (sample, unit, time, feature)."""
+    """Return the Jacobian (sample, unit, time, feature) of each sample's output by its own input, by autograd."""
     full_jacobian = torch.autograd.functional.jacobian(model, x)
     return torch.stack([full_jacobian[i, :, i] for i in range(len(x))]).numpy()
 
@@ -128,7 +128,7 @@ def test_roles_of_axes_are_those_found_by_experiment(transposed, x):
 
 
 class Typed(nn.Module):
-    """Layers of one kind after an embedding or numbers, and a head that reads a step; ``branch`` changes the pass."""
+    """Two recurrent layers on ids or floats, and a head on one step; ``branch`` changes the forward pass."""
 
     branch = None
 
@@ -170,7 +170,7 @@ def make_typed(kind, readout, ids):
 
 
 def capture_arrays(capture):
-    """All arrays of a capture by their place, also None."""
+    """Return all arrays of a capture by name, None included."""
     arrays = {
         "loss": capture.loss,
         "outputs": capture.outputs,
@@ -261,7 +261,7 @@ def test_what_hooks_of_modules_cannot_capture_goes_the_long_way(change):
 
 
 class Writer(Reader):
-    """Writes to the LSTM's output through ``.data``, which no version counter shows."""
+    """A model that writes to the LSTM's output through ``.data``, which changes no version counter."""
 
     def __init__(self, when):
         super().__init__(None, layers=1)
@@ -280,7 +280,7 @@ def test_a_write_that_changes_no_version_is_seen(when, x):
     model = Writer(when).double()
     leaf = x.clone().requires_grad_()
     expected = torch.autograd.grad(model(leaf).square().mean(), leaf)[0].numpy()
-    for _ in range(2):  # a chain of the first pass would be captured by hooks of its modules in the second
+    for _ in range(2):  # if the first pass were taken for a chain, the second would use module hooks
         trace = rl.trace(model, x, loss=lambda output: output.square().mean())
         np.testing.assert_allclose(trace["lstm"].input_grad.values, expected, rtol=0, atol=1e-15)
         assert trace.certificate.state == "passed"

@@ -1,4 +1,4 @@
-"""Loops over cells whose state the model's code changes between the steps: one recurrence, and autograd's numbers."""
+"""Loops that change a cell's state between steps are traced as one recurrence, with the gradients of autograd."""
 
 import warnings
 
@@ -13,7 +13,7 @@ B, T, F, H = 3, 6, 4, 5
 
 
 class Leaky(nn.Module):
-    """h' = (1 - a) h + a tanh(W x + U h), with a in (0, 1) a weight."""
+    """A leaky cell h' = (1 - a) h + a tanh(W x + U h), where a in (0, 1) is a weight."""
 
     def __init__(self):
         super().__init__()
@@ -49,13 +49,13 @@ def random_zoneout(model, t, old, new):
 
 
 def decay(model, t, old, new):
-    """GRU-D: a decay by the time since the last observation; none at step 2."""
+    """Decay the state by the time since the last observation, as GRU-D does; no decay at step 2."""
     gamma = torch.exp(-torch.relu(model.decay * torch.tensor([0.5, 0.1, -1.0, 0.7, 0.3, 0.2])[t]))
     return new * gamma
 
 
 def euler(model, t, old, new):
-    """GRU-ODE: a few steps of Euler's method between two observations."""
+    """Advance the state by two Euler steps between two observations, as GRU-ODE does."""
     for _ in range(2):
         new = new + 0.1 * torch.tanh(model.field(new))
     return new
@@ -103,7 +103,7 @@ def make_case(kind, change):
 
 
 def autograd_states(model, x, y):
-    """States before and after each step, and the total gradients of the latter, by autograd with retain_grad."""
+    """Return the states before and after each step, and the total gradients of the latter by retain_grad."""
     record = []
     nn.functional.mse_loss(model(x, record), y).backward()
     model.zero_grad()
@@ -195,7 +195,7 @@ def test_the_users_initial_state_is_that_of_the_first_step_only():
 
 
 class TwoLoops(nn.Module):
-    """Encoder and decoder with one cell, and a bridge between them."""
+    """An encoder loop and a decoder loop over one cell, with a dense layer between them."""
 
     def __init__(self, change):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models in float64 of which a part computes in float32 or less: right, and not accused; wholly float64: as strict."""
+"""Float64 models with a part in float32 or coarser pass their certificates; pure float64 models are held strictly."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from rnnlens.verbs.request import ModelRequest
 
 
 class Mixed(nn.Module):
-    """A head that computes in a dtype of its own."""
+    """A float64 GRU whose head has one layer in another dtype."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -55,7 +55,7 @@ def test_a_difference_of_one_float32_rounding_is_a_fault_of_a_model_in_float64_a
 
 @pytest.mark.parametrize("seed", range(3))
 def test_batches_of_a_model_with_a_part_in_float32(seed):
-    """The rounding of float32 differs with the size of a batch."""
+    """Gradients over batches pass the certificate, although float32 rounding depends on the batch size."""
     torch.manual_seed(seed)
     model, x, y = Mixed(torch.float32), torch.randn(37, 6, 3, dtype=torch.float64), torch.randn(37, 2).double()
     gradients = rl.gradients(model, x, y, loss=nn.functional.mse_loss, wrt="weights", batch_size=5)

@@ -1,4 +1,4 @@
-"""A convolutional LSTM written by hand, as it is found all over GitHub: states, gradients, weights, Jacobians."""
+"""States, gradients, weights and Jacobians of a hand-written convolutional LSTM as is common on GitHub."""
 
 import warnings
 
@@ -30,7 +30,7 @@ class ConvLSTMCell(nn.Module):
 
 
 class ConvLSTM(nn.Module):
-    """Layers of cells, each over all steps."""
+    """Stacked ConvLSTM cells; each runs over all steps before the next one."""
 
     def __init__(self, layers, space=2, decay=1.0):
         super().__init__()
@@ -126,7 +126,7 @@ def test_weights_inputs_and_jacobians():
 
 
 def test_norms_between_images_step_by_step():
-    """The norm over places and channels of every state by every earlier state and input: (out_time, in_time)."""
+    """State Jacobian norms over pixels and channels (out_time, in_time), by input and by state, equal autograd's."""
     model, x, _ = make_case(layers=1)
     calls = []
     handle = model.rnn.cell_list[0].register_forward_hook(lambda cell, inputs, outputs: calls.append(outputs[0]))
@@ -147,7 +147,7 @@ def test_norms_between_images_step_by_step():
 
 
 def test_a_step_too_large_for_memory_is_refused_before_it_is_computed():
-    """Step Jacobians are dense: the square of channels times places."""
+    """A dense step Jacobian of (channels x pixels)^2 entries above the memory limit raises TooLargeError."""
     model = Net(layers=1)
     with pytest.raises(TooLargeError) as error:
         rl.jacobian(model, torch.randn(1, 2, C, 25, 25), measure="norm", memory="70 MB")
@@ -157,7 +157,7 @@ def test_a_step_too_large_for_memory_is_refused_before_it_is_computed():
 
 
 class Terse(ConvLSTMCell):
-    """The name of the second argument does not say that it is a state."""
+    """A cell whose second argument is a state, but is not named as one."""
 
     def forward(self, x, st):
         return super().forward(x, st)

@@ -13,13 +13,13 @@ import rnnlens as rl
 
 
 def parallel_scan(a, b):
-    """Return the states by prefix products in log space: no loop over steps."""
+    """Return the states by prefix products in log space, without a loop over steps."""
     total = torch.cumsum(torch.log(a), 1)
     return torch.exp(total) * torch.cumsum(b * torch.exp(-total), 1)
 
 
 class MinGRU(nn.Module):
-    """Feng et al. 2024, arXiv:2410.01201, section 3.1: h_t = (1 - z_t) h_{t-1} + z_t n_t."""
+    """The minGRU h_t = (1 - z_t) h_{t-1} + z_t n_t of Feng et al. 2024, arXiv:2410.01201, section 3.1."""
 
     def __init__(self, function=None, by_hand=False):
         super().__init__()
@@ -92,7 +92,7 @@ def test_shapes_are_checked():
 
 
 class Decaying(nn.Module):
-    """A loop whose step reads A = -exp(A_log), which is no parameter itself."""
+    """A loop whose step reads the tensor A = -exp(A_log), computed from the parameter A_log."""
 
     def __init__(self):
         super().__init__()

@@ -30,7 +30,7 @@ def white_noise(samples=SAMPLES, steps=STEPS, features=1, seed=0):
 
 
 def shift_register(taps, *, sequence=False):
-    """An almost linear network that holds the last inputs, each in a unit of its own, and reads some of them."""
+    """Return an almost linear network whose units store the last inputs and whose head reads some of them."""
     units = max(taps) + 1
     rnn, head = nn.RNN(1, units, batch_first=True), nn.Linear(units, 1)
     with torch.no_grad():
@@ -66,7 +66,7 @@ def test_memory_to_the_first_step_is_censored():
 
 
 def test_a_little_variance_counts_at_one_percent_only():
-    net, x = shift_register({1: 1.0, 20: 0.15}), white_noise()  # 2.2 % of the variance is 20 steps old
+    net, x = shift_register({1: 1.0, 20: 0.15}), white_noise()  # 2.2 % of the variance is from 20 steps back
     d = rl.diagnose(net, x, model_output(net, x))
     assert (float(d["model"].memory), float(d["model"].memory_1_percent)) == (2, 21)
     assert "21 at 1 % of the variance" in str(d)
@@ -83,7 +83,7 @@ def test_without_skill_no_memory_is_spoken_of():
 def test_what_is_missed_is_named_and_the_way_there_judged():
     x = white_noise()
     y = 0.5 * x[:, -2] + 0.5 * x[:, -31]
-    wide = rl.diagnose(shift_register({1: 0.5, 38: 0.0}), x, y)  # holds the last 38 inputs, reads one
+    wide = rl.diagnose(shift_register({1: 0.5, 38: 0.0}), x, y)  # stores the last 38 inputs, reads one
     assert wide.findings[0].evidence["lag"] == 30
     assert {"MISSED_DEPENDENCY", "PATH_OPEN"} <= set(wide.codes)
     short = rl.diagnose(shift_register({1: 0.5}), x, y)
@@ -302,7 +302,7 @@ def test_the_model_is_left_as_found():
 
 
 class Spring(nn.RNNCellBase):
-    """A cell of its own: two states, pulled towards 1."""
+    """A custom cell of two units, h' = h + p (1 - h), with its fixed point at 1."""
 
     def __init__(self):
         super().__init__(1, 2, False, num_chunks=1)

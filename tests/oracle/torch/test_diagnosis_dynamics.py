@@ -12,7 +12,7 @@ from rnnlens.errors import InputError
 
 
 class KernelRNN(nn.Module):
-    """One nn.RNN whose recurrent kernel is given."""
+    """An nn.RNN with the given recurrent kernel; all its other weights are zero."""
 
     def __init__(self, kernel, nonlinearity="tanh"):
         super().__init__()
@@ -43,7 +43,7 @@ def test_a_line_attractor_is_a_line_of_marginal_points():
 
 
 def ring_kernel(units=48, gain=3.0):
-    """Cosine connections: a bump of activity that can stand anywhere (Ben-Yishai, Bar-Or, Sompolinsky 1995)."""
+    """Return cosine connections, which have a ring of fixed points (Ben-Yishai, Bar-Or, Sompolinsky 1995)."""
     angle = 2 * np.pi * np.arange(units) / units
     return gain * 2 / units * np.cos(angle[:, None] - angle[None, :])
 
@@ -130,7 +130,7 @@ def test_batches_of_unequal_length_are_one_clear_error():
 
 def test_nan_born_between_two_layers_is_not_blamed_on_the_upper_one():
     class Between(nn.Module):
-        """The gradient of a square root of 0 is infinite, and times 0 it is NaN."""
+        """Two GRUs with sqrt(0 * h ** 2) between them: the infinite gradient of sqrt at 0, times 0, is NaN."""
 
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""``rl.diagnose`` on models and data as others write them, of known memory: all are shift registers at heart."""
+"""``rl.diagnose`` on layouts of models and data found in practice, with shift registers of known memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def white_noise(samples=SAMPLES, steps=STEPS, features=1, seed=0):
 
 
 def shift_register(units, *, features=1, batch_first=True):
-    """An almost linear layer that holds its last inputs, a hundredth of them, each in a unit of its own."""
+    """Return an almost linear nn.RNN whose units store the last inputs, scaled by 0.01."""
     rnn = nn.RNN(features, units, batch_first=batch_first)
     with torch.no_grad():
         for weight in rnn.parameters():
@@ -31,7 +31,7 @@ def shift_register(units, *, features=1, batch_first=True):
 
 
 def linear_readout(taps, units):
-    """A linear readout of some units, a row of weights for each output."""
+    """Return a linear layer with one (unit, weight) pair per output."""
     head = nn.Linear(units, len(taps))
     with torch.no_grad():
         head.weight.zero_()
@@ -42,7 +42,7 @@ def linear_readout(taps, units):
 
 
 class TimeFirst(nn.Module):
-    """Everything (time, sample, ...), as ``nn.RNN`` has it unless told otherwise."""
+    """A model with inputs and outputs (time, sample, ...), the default layout of ``nn.RNN``."""
 
     def __init__(self, lag, *, sequence=False):
         super().__init__()
@@ -63,7 +63,7 @@ def test_time_may_come_first(sequence):
     d = rl.diagnose(TimeFirst(5, sequence=sequence), x.transpose(1, 0, 2), target)
     assert (float(d["model"].memory), int(d["model"].steps)) == (6, STEPS)
     assert float(d["model"].skill) > 0.99
-    # Of the seven units six hold what will be read: the first of them five steps before it is.
+    # The head reads the input of lag 5, so the adjoint is non-zero for lags 0 to 5 and zero from lag 6 on.
     assert d["rnn"].adjoint.values.argmin() == 6
 
 
@@ -105,7 +105,7 @@ def test_as_many_samples_as_a_short_run_has_steps(samples):
 
 
 class Packed(nn.Module):
-    """Packs by a length for each sample, and returns all outputs, or the last."""
+    """A model that packs by sample lengths and returns all outputs or the last one."""
 
     def __init__(self, lag, *, sequence=False):
         super().__init__()
@@ -131,7 +131,7 @@ def test_packed_samples_count_from_their_own_end(longest, sequence):
 
 
 def test_kappa_starts_at_the_step_that_is_looked_at():
-    """One tanh unit: its transfer from step s is the product of w (1 - h_t^2), written out here."""
+    """Kappa of one tanh unit, counted back from the chosen step, is the product of w (1 - h_t^2) over the steps."""
     torch.manual_seed(0)
     rnn, head, w = nn.RNN(1, 1, batch_first=True), nn.Linear(1, 1), 0.8
     with torch.no_grad():
@@ -146,7 +146,7 @@ def test_kappa_starts_at_the_step_that_is_looked_at():
             return self.head(self.rnn(x)[0])
 
     net, x = Every(), white_noise()
-    # The inputs die away: what is left at a step depends on where it is.
+    # The inputs decay with time, so kappa depends on the step that it starts from.
     x *= np.linspace(3, 0, STEPS)[None, :, None].astype("float32")
     with torch.no_grad():
         h, y = rnn(torch.as_tensor(x))[0].numpy()[:32, :, 0], net(torch.as_tensor(x)).numpy()
@@ -160,7 +160,7 @@ def test_kappa_starts_at_the_step_that_is_looked_at():
 
 
 class Several(nn.Module):
-    """A dict of outputs, of which the second reads further back."""
+    """A model with a dict of two outputs; the second one reads an older input."""
 
     def __init__(self):
         super().__init__()
@@ -194,7 +194,7 @@ def test_one_of_several_outputs_is_asked_for():
 
 
 def test_directions_have_seen_parts_of_different_length():
-    """At a step of a sequence the one half has seen what is before it, the other what is behind."""
+    """At step 5, kappa covers the steps up to 5 in the forward direction and those from 5 on in the backward one."""
 
     class Both(nn.Module):
         def __init__(self):
@@ -217,7 +217,7 @@ def test_directions_have_seen_parts_of_different_length():
 
 
 class Pooled(nn.Module):
-    """Mean over time of a layer that forgets at once: every step reaches the output without the recurrence."""
+    """The mean over time of a layer with short memory: every step reaches the output without the recurrence."""
 
     def __init__(self):
         super().__init__()
@@ -236,7 +236,7 @@ def test_a_pooled_layer_needs_no_recurrence_to_hear_of_an_early_step():
 
 
 def test_a_gradient_that_is_larger_where_the_output_reads_more_is_no_explosion():
-    """The output reads the state of 8 steps before a thousand times as strongly as the last; nothing grows."""
+    """The output reads the state 8 steps back with 1000 times the weight of the last one; this is not EXPLODING."""
 
     class Uneven(nn.Module):
         def __init__(self):
@@ -263,7 +263,7 @@ def test_the_last_step_missed_is_no_matter_of_time():
 
 
 class Every(nn.Module):
-    """Classes at every step before the steps, as ``nn.CrossEntropyLoss`` takes them; or one number for each step."""
+    """Outputs (sample, class, time), as ``nn.CrossEntropyLoss`` expects them, or one number per step."""
 
     def __init__(self, lag, form):
         super().__init__()

@@ -1,4 +1,4 @@
-"""``rl.diagnose`` on networks of which a plausible sentence is wrong: overfitted, off in scale, forecasts, counters."""
+"""``rl.diagnose`` where a plausible statement is wrong: overfitted, mis-scaled, forecasting, counting networks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Gru(nn.Module):
 
 
 def noisy_recall(count, seed, steps=12):
-    """The input of five steps ago in noise of 0.7."""
+    """Return noise inputs, and as targets the fifth-last input plus noise of standard deviation 0.7."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(count, steps, 1)).astype("float32")
     return x, (x[:, -5] + 0.7 * rng.normal(size=(count, 1))).astype("float32")
@@ -38,7 +38,7 @@ def train(net, x, y, loss, iterations):
 
 
 def ridge_tap(lag, units, scale=1.0):
-    """An almost linear network whose output is ``scale`` times the input of ``lag`` steps ago."""
+    """Return an almost linear network whose output is ``scale`` times the input ``lag`` steps back."""
     net = Gru(1, 1)
     net.rnn, net.head = nn.RNN(1, units, batch_first=True), nn.Linear(units, 1)
     with torch.no_grad():
@@ -95,7 +95,7 @@ def test_what_is_missed_on_a_wrong_scale_is_missed_all_the_same():
 
 @pytest.mark.parametrize("form", ["binary", "classes"])
 def test_a_classifier_of_weighted_classes_has_skill(form):
-    """The best logits for the class of the input of three steps ago, and the offset of a weight of 60."""
+    """Optimal logits for the input 3 steps back, shifted by a class weight of 60, are MISCALIBRATED, not NO_SKILL."""
 
     class Weighted(nn.Module):
         def __init__(self):
@@ -138,7 +138,7 @@ def test_the_best_forecaster_of_overlapping_windows_misses_nothing(rho, order):
         if order == "shuffled":
             permutation = np.random.default_rng(seed).permutation(len(x))
             x, y = x[permutation], y[permutation]
-        if order == "scaled":  # not its own scale any more, but still as good as the scaled last value can be
+        if order == "scaled":  # input and target have other scales; the forecast is still the best one
             x = x * 0.5 + 3
             net = ridge_tap(0, 4, 2 * rho**horizon)
             y = y + 6 * rho**horizon
@@ -148,7 +148,7 @@ def test_the_best_forecaster_of_overlapping_windows_misses_nothing(rho, order):
 
 
 class Forecast(nn.Module):
-    """All three steps of the forecast read the input of 2, 3 and 4 steps before the last."""
+    """A three-step forecast; its steps read the inputs 2, 3 and 4 steps before the last."""
 
     def __init__(self):
         super().__init__()
@@ -186,7 +186,7 @@ def test_the_later_steps_that_a_backward_direction_uses_are_named():
 
 def test_a_network_that_counts_steps_does_not_use_the_last_step_only():
     class Counter(nn.Module):
-        """The last input, and the number of real steps; the recurrence adds one at each."""
+        """The last input plus 0.1 times the number of real steps, which the recurrence counts."""
 
         def __init__(self):
             super().__init__()
@@ -212,7 +212,7 @@ def test_a_network_that_counts_steps_does_not_use_the_last_step_only():
 
 def test_a_heads_memory_is_not_credited_to_the_layer():
     class Flatten(nn.Module):
-        """No recurrence at all; the head reads the output of every step."""
+        """A layer with zero recurrent weights, and a head that reads the output of every step."""
 
         def __init__(self):
             super().__init__()
@@ -262,7 +262,7 @@ def test_logits_within_0_and_1_are_logits_where_the_loss_says_so():
 
 
 def test_what_is_lost_is_a_share_of_a_bounded_score():
-    """A sure classifier of the last input that uses a little of an older one: 4 % of the answers change."""
+    """If an older input decides 4 % of the classes, twice as much skill is lost, as half are right by chance."""
 
     class Sure(nn.Module):
         def __init__(self):
@@ -291,7 +291,7 @@ def test_the_skill_stands_beside_the_memory():
 
 def test_the_state_of_a_cell_of_ones_own_is_exchanged_where_the_model_takes_one_length_only():
     class Leaky(nn.RNNCellBase):
-        """Keeps 0.65 of its state at each step."""
+        """A cell h' = 0.65 h + x."""
 
         def __init__(self):
             super().__init__(1, 3, False, num_chunks=1)

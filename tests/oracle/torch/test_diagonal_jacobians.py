@@ -1,4 +1,4 @@
-"""Time Jacobians of recurrences whose steps are diagonal, all units at once, against torch's own differentiation."""
+"""Time Jacobians of recurrences with diagonal steps, computed for all units at once, against autograd."""
 
 import itertools
 
@@ -86,7 +86,7 @@ def model(request):
 
 
 def reference_blocks(model):
-    """Every state by every step's input: (sample, out_time, in_time, unit, feature)."""
+    """Return the Jacobian of all states by the input (sample, out_time, in_time, unit, feature) by autograd."""
     blocks = np.zeros((SAMPLES, STEPS, STEPS, model.cell.width, RAW))
     x, states = torch.tensor(X, requires_grad=True), []
     model(x, states)

@@ -1,6 +1,6 @@
-"""Cells from papers as their users write them in torch, registered in one line, against torch's own differentiation.
+"""Cells from papers, written as torch modules and registered in one line, against autograd.
 
-The modules are written after the papers, apart from the equations that are held against them.
+The modules follow the papers and share no code with the equations that are tested.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ X = np.random.default_rng(0).normal(size=(2, STEPS, FEATURES))
 
 
 class RandomParameters(nn.Module):
-    """Parameters by name, drawn at random."""
+    """A module of randomly drawn parameters, given by name and shape."""
 
     sizes = (UNITS,)
 
@@ -128,7 +128,7 @@ class OldGRU(RandomParameters):
 
 
 class TorchGRU(RandomParameters):
-    """A copy of torch's own cell under another class."""
+    """A copy of ``nn.GRUCell`` that is no subclass of it."""
 
     def __init__(self):
         rows = 3 * UNITS
@@ -215,7 +215,7 @@ def test_trace_has_the_states_and_total_gradients_of_torch(model):
 def test_weights_and_gradients_are_those_of_torch(model):
     loss(model(torch.tensor(X))).backward()
     _, weights, _ = PAPERS[type(model.cell)]
-    if not isinstance(weights, dict):  # written as a function: taken as it is, its result is what torch's own cell has
+    if not isinstance(weights, dict):  # a function: its result on torch's gradients is the expected value
         named_grads = {name: p.grad.numpy() for name, p in model.cell.named_parameters()}
         expected = weights(named_grads)
     else:

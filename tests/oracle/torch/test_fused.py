@@ -1,4 +1,4 @@
-"""Every option of torch's fused recurrences, in full product, against the recurrence written out and differentiated."""
+"""All combinations of options of torch's fused recurrences, against an unrolled loop differentiated by autograd."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FEEDS = ("plain", "hx", "unbatched", "unbatched_hx", "packed", "packed_sorted", 
 
 
 class Model(nn.Module):
-    """The module alone, fed in one of the ways that torch allows; returns what it returns."""
+    """Wrapper that calls a recurrent module with plain, unbatched or packed input, with or without initial states."""
 
     def __init__(self, module, feed):
         super().__init__()
@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 
 def canonical_layout(returned, module, feed):
-    """(sample, time, unit) and (layer * direction, sample, unit) of whatever torch returned."""
+    """Return torch's output as (sample, time, unit) and its final states as (layer * direction, sample, unit)."""
     output, finals = returned
     finals = finals if isinstance(finals, tuple) else (finals,)
     if isinstance(output, PackedSequence):
@@ -62,7 +62,7 @@ def canonical_layout(returned, module, feed):
 
 
 def scalar_loss(output, finals):
-    """A scalar in which every output and final state has a part of its own."""
+    """Return a scalar that weights every output and final state differently."""
 
     def weighted_sum(value):
         weights = torch.arange(value.numel(), dtype=value.dtype).reshape(value.shape).sin()
@@ -121,7 +121,7 @@ def check_direction(node, expected, gradient, direction, mask, bound):
         assert_close(np.where(valid, array_of(name), 0), unrolled.gate_values(expected, prefix) * valid, name, bound)
     if "cell" in expected.values:
         assert_close(array_of("cell"), expected.values["cell"], "cell", bound)
-        # At padding torch computes no cell state: only the state carried over is comparable.
+        # torch computes no cell state at padding, so the gradients are compared at real steps only.
         assert_close(
             np.where(mask[:, :, None], array_of("cell_grad"), 0),
             unrolled.stacked_gradients(expected, "cell", gradient) * mask[:, :, None],
@@ -170,7 +170,7 @@ def test_float32(cell, layers, bidirectional, batch_first, bias, feed):
 
 
 def test_direct_is_not_total():
-    """A last-step loss reaches one step of the output from above and every step of the state through time."""
+    """With a loss on the last output, the direct gradient is non-zero at one step, the total gradient at every step."""
     torch.manual_seed(0)
 
     class Last(nn.Module):

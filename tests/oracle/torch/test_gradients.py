@@ -1,4 +1,4 @@
-"""Every (of, wrt) pair of docs/gradients.md against torch's own differentiation of the same network, written out."""
+"""Every (of, wrt) pair of docs/gradients.md against autograd on the same network in plain operations."""
 
 from types import SimpleNamespace
 
@@ -19,21 +19,21 @@ OPS = SimpleNamespace(
     concat=lambda a, i: torch.cat(a, dim=i),
 )
 P = net.random_arrays(net.WEIGHTS, 0)
-# torch's LSTM and RNN have a second bias, which the network written out does not need: it is zero.
+# torch's LSTM and RNN have a second bias, the reference network has not: it is zero.
 X = np.random.default_rng(1).normal(size=(net.B, net.T, net.F))
 Y = np.random.default_rng(2).normal(size=(net.B, net.OUT))
 E = net.zero_taps(return_sequences=True)
 TARGET_WEIGHTS = {
     name: np.random.default_rng(i).normal(size=E[name].shape) for i, name in enumerate(net.TARGETS) if name in E
 }
-#: Weight name in rnnlens -> name in the network written out.
+#: Weight name in rnnlens -> name in the reference network.
 REFERENCE_NAMES = {
     name.replace("conv1d/kernel", "conv1d/weight").replace("head/kernel", "head/weight"): name for name in net.WEIGHTS
 }
 
 
 class Causal(nn.Conv1d):
-    """(sample, time, feature) in and out, looking at the step before."""
+    """A causal convolution of width 2 with input and output (sample, time, feature)."""
 
     def forward(self, x):
         padded = nn.functional.pad(x.mT, (1, 0))
@@ -57,7 +57,7 @@ class Net(nn.Module):
 
 
 def torch_layout(array):
-    """(n, gate, unit) to torch's (gate * unit, n)."""
+    """Convert weights (n, gate, unit) to torch's layout (gate * unit, n)."""
     return torch.tensor(array.reshape(array.shape[0], -1).T.copy())
 
 
@@ -92,7 +92,7 @@ def leaf_tensors(arrays):
 
 
 def reference_gradients(scalar):
-    """Gradients of ``scalar(all tensors)`` by name; None where torch finds no path."""
+    """Return the value and the gradients by name of ``scalar(all tensors)``; None where torch finds no path."""
     p, e = leaf_tensors(P), leaf_tensors(E)
     value = scalar(net.run_network(p, e, torch.tensor(X), torch.tensor(Y), OPS))
     grads = torch.autograd.grad(value, [*p.values(), *e.values()], allow_unused=True)
@@ -100,14 +100,14 @@ def reference_gradients(scalar):
 
 
 def written_layout(name, array):
-    """A gradient of torch's layers in the layout of the network written out."""
+    """Convert a gradient of torch's layers to the layout of the reference network."""
     if name == "conv1d/weight":
         return array.transpose(2, 1, 0)
     return array.T if name == "head/weight" else array
 
 
 def check(g, expected, value):
-    # The value is compared first: a gradient of something else could still be close to zero.
+    # Compare the value first: gradients of another scalar could be close to zero as well.
     np.testing.assert_allclose(g.value, value, rtol=1e-10)
     scale = max(np.abs(a).max() for a in expected.values() if a is not None)
     for name in [*REFERENCE_NAMES, *net.TAPS]:
@@ -118,7 +118,7 @@ def check(g, expected, value):
         actual = written_layout(name, g[name].values)
         assert actual.shape == reference.shape, name
         assert np.abs(actual - reference).max() <= 1e-10 * scale, name
-        # Not zero by being far smaller than the rest: every gradient that exists is compared by its own size too.
+        # Compare each gradient relative to its own size too: the bound above is too loose for small gradients.
         np.testing.assert_allclose(actual, reference, rtol=1e-8, atol=1e-13 * scale, err_msg=name)
 
 

@@ -1,4 +1,4 @@
-"""Each cause of a missing gradient is provoked in torch, and explained in full."""
+"""Each cause of a missing gradient, provoked in torch, with the full text of its explanation."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ X = torch.randint(0, 11, (3, 6), generator=torch.Generator().manual_seed(1))
 
 
 class Broken(nn.Module):
-    """Every way to lose a gradient on the way to one GRU."""
+    """A model in which each branch into one GRU loses the gradient for a different reason."""
 
     def __init__(self):
         super().__init__()
@@ -102,7 +102,7 @@ def test_one_tensor_without_a_gradient_is_an_error_with_its_reason():
 
 
 class DeadBeside(nn.Module):
-    """A dead relu on one branch; on the other a factor of 0."""
+    """A GRU whose input is the sum of x, a branch with a dead ReLU and a branch times 0."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""rl.gradients on torch: per sample, over a stream of batches, as training counts it; against torch itself."""
+"""``rl.gradients`` on torch against autograd: per sample, over batches, and with the options of training."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ mse = nn.functional.mse_loss
 
 
 def autograd_gradients(model, value):
-    """Gradients of a scalar by the names of rnnlens; LSTM weights in the layout that rl.gradients shows."""
+    """Return the gradients of a scalar by rnnlens name, LSTM weights in the layout of rl.gradients."""
     names = dict(model.named_parameters())
     grads = torch.autograd.grad(value, list(names.values()), allow_unused=True)
     rename = {
@@ -372,7 +372,7 @@ def test_a_name_of_several_tensors_is_no_name_of_one():
 
 
 class OneDict(nn.Module):
-    """Takes a whole batch of a data loader as its one argument."""
+    """A model whose only argument is a batch of a data loader, a dict."""
 
     def __init__(self):
         super().__init__()
@@ -420,7 +420,7 @@ def test_a_weight_computed_from_others_counts_once_in_the_norm_of_all(normalise)
 
 
 class Scaled(nn.LSTM):
-    """A library layer with a parameter of its own."""
+    """An nn.LSTM with an additional parameter that scales its input."""
 
     def __init__(self, *sizes, **options):
         super().__init__(*sizes, **options)
@@ -446,7 +446,7 @@ def test_a_parameter_that_a_subclass_adds_is_a_weight_of_the_layer():
 
 
 class Packs(nn.Module):
-    """Packs every sample up to its first 0."""
+    """A model that packs each sample up to its first id 0."""
 
     def __init__(self):
         super().__init__()

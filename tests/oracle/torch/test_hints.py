@@ -1,4 +1,4 @@
-"""A message that says what to type: what it says is typed, and works."""
+"""The arguments and calls that error messages suggest run and return gradients."""
 
 import re
 
@@ -11,7 +11,7 @@ import rnnlens as rl
 
 
 class Ids(nn.Module):
-    """Token ids, embedded all at once or one per step of a loop."""
+    """A model of token ids, embedded all at once or step by step in a loop."""
 
     def __init__(self, stepwise, library):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The time Jacobian of torch models against autograd, in float64; what the call promises of memory, files, errors."""
+"""Time Jacobians of torch models against autograd in float64; memory limits, files and errors of the call."""
 
 import functools
 import itertools
@@ -32,7 +32,7 @@ class Tagger(nn.Module):
 
 
 class Last(Tagger):
-    """The head at the last step only."""
+    """A recurrent layer with a head at the last step only."""
 
     def forward(self, x):
         return self.head(self.rnn(x)[0][:, -1])
@@ -49,7 +49,7 @@ def data(samples=B, time_first=False):
 
 
 def autograd_jacobian(function, x, time_first=False):
-    """(sample, ..., in time, feature)."""
+    """Return the Jacobian (sample, ..., in time, feature) of each sample by its own input, by autograd."""
     full = torch.autograd.functional.jacobian(function, x).detach().numpy()
     if time_first:
         full = np.moveaxis(full, [1, full.ndim - 2], [0, full.ndim - 3])
@@ -233,7 +233,7 @@ def test_a_sketch_is_unbiased_and_knows_its_error():
     causal = np.tril(np.ones((T, T), bool))
     error = (sketch.norm_squared - exact).values[:, causal]
     stderr = sketch.norm_squared_stderr.values[:, causal]
-    # Signs are shared by all inputs of one (sample, out_time): 200 independent means; no bias lies within 4 sigma.
+    # All inputs of one (sample, out_time) share their signs: 200 independent means, unbiased if within 4 sigma.
     by_target = (sketch.norm_squared - exact).sum("in_time").values.ravel()
     assert abs(by_target.mean()) < 4 * by_target.std() / np.sqrt(by_target.size)
     assert (np.abs(error) <= 3 * stderr + 1e-12).mean() > 0.9
@@ -260,7 +260,7 @@ def long_sequence(cell):
 )
 @pytest.mark.parametrize("measure", [None, "norm"])
 def test_more_rows_than_the_state_has_numbers(cell, options, measure):
-    """Long enough for a sweep in blocks."""
+    """On a sequence long enough for a sweep in blocks, the Jacobian equals autograd's and costs fewer FLOPs."""
     model, x, expected = long_sequence(cell)
     steps = options.get("at", {})
     expected = expected[:, steps.get("out_time", slice(None))][:, :, :, steps.get("in_time", slice(None))]
@@ -273,7 +273,7 @@ def test_more_rows_than_the_state_has_numbers(cell, options, measure):
 @pytest.mark.parametrize("least_room", [10_000, 30_000, 60_000])
 @pytest.mark.parametrize("measure", [None, "norm"])
 def test_chunks_of_a_sweep_in_blocks(measure, least_room, monkeypatch):
-    """In chunks too small for blocks, in chunks with blocks, and the mean over samples streamed through both."""
+    """Chunks too small for blocks and chunks with blocks leave the Jacobian and its mean over samples unchanged."""
     model, x, _ = long_sequence("lstm")
     unchunked = rl.jacobian(model, x, measure=measure, mode="reverse")
     monkeypatch.setattr("rnnlens.verbs.time_jacobian.plan.LEAST_ROOM", least_room)
@@ -382,7 +382,7 @@ def test_nothing_leads_upwards():
 
 
 class WideAttention(torch.nn.Module):
-    """More features between the layers than of which all unit cotangents are pulled at once."""
+    """Two GRUs with 80 features between them: too many to pull all unit cotangents back at once."""
 
     def __init__(self, mixes):
         super().__init__()

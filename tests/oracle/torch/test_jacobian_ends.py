@@ -1,6 +1,6 @@
-"""Ends of a time Jacobian as strangers choose them: cells of their own in loops of their own, models of a single step.
+"""Time Jacobians between ends that users choose: custom cells in custom loops, and models of a single step.
 
-Held against autograd on the same model, with zeros added where the end lies.
+The reference is autograd on the same model, with zeros added at the chosen end.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ B, T, F, H = 3, 5, 3, 4
 
 
 class OwnCell(nn.Module):
-    """A cell of the user's own, whose state is what it puts out."""
+    """A custom cell whose output is its state."""
 
     def __init__(self, features, units):
         super().__init__()
@@ -26,7 +26,7 @@ class OwnCell(nn.Module):
 
 
 class OwnPair(OwnCell):
-    """A cell of the user's own with two states, which puts out something else."""
+    """A custom cell with two states, whose output is neither of them."""
 
     def forward(self, x, state):
         h, c = state
@@ -43,9 +43,9 @@ CELLS = {
 
 
 class Loop(nn.Module):
-    """Any of these in a loop, with a head at every step that the next step may get.
+    """One of the cells in a loop with a head at every step; with ``feedback``, the next step reads the head's output.
 
-    ``zeros``: added to what each step puts out, and ``carried`` to the first state that it hands on.
+    ``zeros`` are added to the output of each step, ``carried`` to the first state that it passes on.
     """
 
     def __init__(self, cell, feedback):
@@ -74,7 +74,7 @@ class Loop(nn.Module):
         return torch.stack(outputs, 1), torch.stack(heads, 1)
 
     def _perturb(self, y, state, perturbation):
-        """The first state changed, and the output with it where it is that state."""
+        """Add a perturbation to the first state, and to the output if that is the same tensor."""
         first = state[0] if self.count == 2 else state
         y = y + perturbation if y is first else y
         return y, ((first + perturbation, state[1]) if self.count == 2 else first + perturbation)
@@ -89,7 +89,7 @@ def make_case(cell, feedback):
 
 
 def autograd_jacobian(model, x, output_index, tap_name):
-    """(sample, out time, unit, in time, feature) of what a run gives, by zeros added or by the input."""
+    """Return the Jacobian (sample, out time, unit, in time, feature) of a run, by added zeros or by the input."""
 
     def values(v):
         if tap_name is not None:
@@ -128,7 +128,7 @@ class TestLoops:
 
 
 class Single(nn.Module):
-    """One step, of an input with or without an axis of steps."""
+    """A model of a single step, whose input may or may not have a time axis."""
 
     def __init__(self, kind):
         super().__init__()
@@ -200,7 +200,7 @@ def test_an_output_by_itself_is_answered_with_the_states():
 
 
 class Folded(nn.Module):
-    """Words of all sentences are one batch of the lower layer; sentences are the steps of the upper one."""
+    """A hierarchical model: the lower layer reads the words of all sentences as one batch, the upper one sentences."""
 
     def __init__(self):
         super().__init__()
@@ -224,7 +224,7 @@ def test_states_of_one_layer_beside_a_layer_with_other_samples():
 
 
 class Attending(nn.Module):
-    """A bidirectional encoder, and a decoder's loop that reads it by attention and reads its own output."""
+    """A bidirectional encoder, and a decoder loop that attends to it and reads its own output."""
 
     def __init__(self):
         super().__init__()

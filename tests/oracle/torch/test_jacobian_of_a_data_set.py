@@ -35,7 +35,7 @@ def x():
 
 
 def autograd_jacobian(model, x):
-    """(sample, out step, unit, in step, feature) by autograd."""
+    """Return the Jacobian (sample, out step, unit, in step, feature) by autograd."""
     jacobians = [torch.autograd.functional.jacobian(lambda s: model(s[None])[0], sample) for sample in x]
     return torch.stack(jacobians).numpy()
 

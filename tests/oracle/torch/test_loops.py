@@ -23,7 +23,7 @@ MASK = torch.arange(T)[None, :] < LENGTHS[:, None]
 
 
 class MinimalGated(nn.Module):
-    """Zhou et al. 2016, arXiv:1603.09420, eqs. 7-9: one gate."""
+    """The minimal gated unit of Zhou et al. 2016, arXiv:1603.09420, eqs. 7-9."""
 
     def __init__(self, inputs, units):
         super().__init__()
@@ -36,13 +36,13 @@ class MinimalGated(nn.Module):
 
 
 class NotingCell(nn.Module):
-    """A cell that tells of every state as it produces it, before it goes on to use it."""
+    """A cell that replaces each new state by ``note(index, state)`` before it uses the state."""
 
     note = staticmethod(lambda index, value: value)
 
 
 class Nested(NotingCell):
-    """Output apart from a nested state: (input, {"fast": h, "slow": (c,)}) to (output, state)."""
+    """A cell with a nested state: (input, {"fast": h, "slow": (c,)}) to (output, state)."""
 
     def __init__(self, inputs, units):
         super().__init__()
@@ -56,7 +56,7 @@ class Nested(NotingCell):
 
 
 class Spread(NotingCell):
-    """States as arguments of their own: (x, h, c) to (h, c)."""
+    """A cell that takes its states as separate arguments: (x, h, c) to (h, c)."""
 
     def __init__(self, inputs, units):
         super().__init__()
@@ -86,7 +86,7 @@ def build_cell(kind):
 
 
 def step(cell, kind, x, state):
-    """Output and next state, whatever the form of the cell."""
+    """Return the output and the next state of any of the cells."""
     if kind == "nested":
         return cell(x, state)
     state = cell(x, *state) if kind == "spread" else cell(x, state)
@@ -104,9 +104,9 @@ def map_states(function, *states):
 
 
 class Loop(nn.Module):
-    """One cell in a loop, in each of the ways in which people pass the state on.
+    """One cell in a loop; ``style`` is the way in which the state is passed to the next step.
 
-    ``taps``: a list to which a zero per step is appended and added to the state, for the reference.
+    ``taps``: a list to which the zeros added to the state at each step are appended, for the reference.
     """
 
     def __init__(self, kind, style):
@@ -154,7 +154,7 @@ class Loop(nn.Module):
 
 
 def note_into(cell):
-    """Zeros that are added to the states of the next step as it produces them; filled when it runs."""
+    """Make the cell's next step add zeros to its states; return the lists that it fills with zeros and states."""
     zeros, values = [None, None], [None, None]
 
     def note(index, value):
@@ -176,10 +176,10 @@ def flatten_state(state):
 
 
 def reference_gradients(model, x):
-    """Total gradient of each state tensor, (sample, time, unit), zero where a sample has left the batch.
+    """Return the total gradient (sample, time, unit) of each state tensor, zero where a sample has left the batch.
 
-    The zeros added to the c_t of ``nn.LSTMCell`` sit behind h_t; what reaches c_t through h_t = o_t tanh(c_t) is added
-    here.
+    The zeros are added to the c_t of ``nn.LSTMCell`` after h_t is computed, so the gradient through
+    h_t = o_t tanh(c_t) is added here.
     """
     taps = []
     value = loss(model(x, taps))
@@ -208,7 +208,7 @@ ONE_RECURRENCE = ("plain", "index", "where", "blend", "shrink", "early", "cells_
 @pytest.mark.parametrize("style", ONE_RECURRENCE)
 @pytest.mark.parametrize("kind", [*KINDS, "minimal", "nested", "spread"])
 def test_one_recurrence(kind, style):
-    """Passed on as it is, through a stack, behind a mask, in a shrinking batch: the calls are one layer."""
+    """The calls are one layer if the state is passed unchanged, by a stack, by a mask or in a shrinking batch."""
     model = Loop(kind, style)
     x = torch.randn(B, T, F, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = reference_gradients(model, x)
@@ -220,7 +220,7 @@ def test_one_recurrence(kind, style):
         actual = trace["cell"][f"{name}_grad"].values
         mask = trace["cell"].mask.values[:, :, None] if "mask" in trace["cell"].dataset else True
         assert np.abs(reference).max() > 0
-        # At a masked step the reference tap sits on a state that was dropped; that of rnnlens on the one carried over.
+        # At masked steps the reference is the gradient of the dropped state, that of rnnlens of the state carried over.
         np.testing.assert_allclose(np.where(mask, actual, reference), reference, atol=1e-10 * np.abs(reference).max())
     if style in ("where", "blend", "shrink"):
         assert trace["cell"].mask.values[:, : T - 1].tolist() == MASK[:, : T - 1].tolist()
@@ -229,7 +229,7 @@ def test_one_recurrence(kind, style):
 @pytest.mark.parametrize("style", ["detach", "scaled", "weaker"])
 @pytest.mark.parametrize("kind", [*KINDS, "minimal", "nested", "spread"])
 def test_a_detached_state_starts_a_new_recurrence_and_a_scaled_one_does_not(kind, style):
-    """Nothing flows through a detached state: two nodes. A scaled one is still of the same loop. Both are exact."""
+    """A detached state splits the loop into two nodes, a scaled state does not; gradients are exact in both cases."""
     model = Loop(kind, style)
     x = torch.randn(B, T, F, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = reference_gradients(model, x)
@@ -244,7 +244,7 @@ def test_a_detached_state_starts_a_new_recurrence_and_a_scaled_one_does_not(kind
 
 
 def test_dropped_states_that_are_used_after_all():
-    """A mask keeps the old state, but the loss also reads the new one: a change of the state then, and still exact."""
+    """If the loss reads a state that a mask drops, the mask counts as a state change; the gradients are exact."""
 
     class Leaky(nn.Module):
         def __init__(self):
@@ -271,7 +271,7 @@ def test_dropped_states_that_are_used_after_all():
 
 @pytest.mark.parametrize("valid", [[[0, 0, 1, 1, 1]] * 3, [[1, 1, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 0, 0]]])
 def test_steps_that_are_padding_for_every_sample(valid):
-    """Padded in front, or padded beyond the longest sequence: still one recurrence."""
+    """Padding before all sequences, or after the longest one, does not split the recurrence."""
 
     class Padded(nn.Module):
         def __init__(self):
@@ -310,7 +310,7 @@ def test_two_calls_from_one_state_are_two_recurrences():
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_fused_module_called_step_by_step(kind):
-    """``output, h = rnn(x_t, h)``: the calls continue each other, and equal one call over the whole sequence."""
+    """Calls ``output, h = rnn(x_t, h)`` are one recurrence, with the numbers of one call on the whole sequence."""
     torch.manual_seed(0)
     rnn = kind(F, H, 2).double()
 

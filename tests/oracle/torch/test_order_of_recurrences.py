@@ -1,6 +1,6 @@
-"""Time Jacobians of loops in which a recurrence reads another one that is called after it, or an earlier state of it.
+"""Time Jacobians of loops in which a cell reads a cell called after it, or an earlier state of another cell.
 
-The truth is torch's own differentiation of the untouched model, with hooks that do nothing but look.
+The reference is autograd on the unmodified model, with hooks that only record.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ B, T, F, H = 2, 6, 3, 4
 
 
 class Delayed(nn.Module):
-    """``b`` reads the state that ``a`` had ``delay`` steps ago; which of them is called first makes no difference."""
+    """A loop in which ``b`` reads the state of ``a`` from ``delay`` steps back, whichever is called first."""
 
     def __init__(self, delay, lower_first, cell=nn.GRUCell):
         super().__init__()
@@ -42,7 +42,7 @@ class Delayed(nn.Module):
 
 
 class FirstReadsLater(nn.Module):
-    """The cell that is called first reads the state of the one that is called after it."""
+    """A loop in which the cell called first reads the last state of the cell called second."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ class FirstReadsLater(nn.Module):
 
 
 class Tower(nn.Module):
-    """Three cells, called from the top down, each of which reads the one below as it was a step ago."""
+    """Three cells, called from the top down; each reads the previous state of the one below."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ def hidden(state):
 
 
 def reference_jacobian(model, x, of, wrt):
-    """(sample, out_time, out_unit, in_time, in_feature) by one backward pass per number."""
+    """Return the Jacobian (sample, out_time, out_unit, in_time, in_feature), one backward pass per output entry."""
     states = {name: [] for name in "abc" if hasattr(model, name)}
     handles = [
         getattr(model, name).register_forward_hook(lambda m, i, o, name=name: states[name].append(hidden(o)))
@@ -127,7 +127,7 @@ def test_recurrences_are_swept_in_the_order_in_which_they_read_each_other(kind, 
 
 
 def test_a_wrong_order_between_ends_inside_the_model_fails_the_certificate(monkeypatch):
-    """Rows that descend in the order of the first calls are lost where the one called first reads the other."""
+    """A sweep in the wrong order of two recurrences loses rows, and the certificate fails."""
     from rnnlens.verbs.time_jacobian.network import JacobianNetwork
 
     path = JacobianNetwork.path.func

@@ -1,4 +1,4 @@
-"""Loops without a module per step, made visible by one line, against torch's differentiation of them as they were."""
+"""Loops without a module per step, made visible by ``rl.torch.step``, against autograd on the plain loops."""
 
 import copy
 import gc
@@ -21,7 +21,7 @@ X = np.random.default_rng(0).normal(size=(2, 5, 3))
 
 
 class HandwrittenLoop(nn.Module):
-    """``visible``: whether its loop is written with the one line."""
+    """An RNN loop without modules; ``visible``: whether its steps go through ``rl.torch.step``."""
 
     def __init__(self, visible=True):
         super().__init__()
@@ -67,7 +67,7 @@ def test_states_and_gradients_are_those_of_the_loop_as_it_was():
 
 
 def test_its_weights_are_the_parameters_that_the_function_used():
-    """Those of the head, and of what made its input, are not: the sum over steps is held against torch's."""
+    """A step's weights are W and U, not those of other layers; their gradients summed over steps equal torch's."""
     model, untouched = HandwrittenLoop(), HandwrittenLoop(visible=False)
     loss(untouched(torch.tensor(X))).backward()
     (call,) = adapter_for(model).capture(model, Batch(X, loss=loss), CaptureRequest()).calls

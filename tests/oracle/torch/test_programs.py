@@ -1,4 +1,4 @@
-"""Whole programs of tutorials and of strangers: every verb against autograd on the untouched model, in float64."""
+"""Whole programs from tutorials and public code: every verb against autograd on the unmodified model in float64."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def loss_of(output, target=None):
 
 
 def record_calls(model, x, path):
-    """The model's output, and the tensors that a module returned, call by call; the model goes on with copies."""
+    """Return the model's output and the tensors that a module returned per call; the model continues with copies."""
     calls = []
 
     def hook(module, inputs, output):
@@ -108,7 +108,7 @@ def test_states_and_their_total_gradients(name, path):
 
 
 def jacobian_start(program, model, x):
-    """The model's output, and the tensors that the Jacobian starts at: one list for all steps, or one per step."""
+    """Return the model's output and the tensors to differentiate it by: one list for all steps, or one per step."""
     if program.wrt.startswith("input"):
         first, *other_inputs = x if isinstance(x, tuple) else (x,)
         leaf = first.clone().requires_grad_()
@@ -119,7 +119,7 @@ def jacobian_start(program, model, x):
 
 
 def autograd_jacobian(output, steps, samples):
-    """The Jacobian (sample, ..., ...) of an output whose samples do not mix."""
+    """Return the Jacobian (sample, ..., ...) of an output whose samples do not depend on each other."""
     flat, leaf = output.reshape(samples, -1), steps[0][0]
     rows = []
     for column in flat.sum(0):
@@ -149,7 +149,7 @@ def test_time_jacobians(name):
 
 
 class NestedOutput(nn.Module):
-    """Returns a dict, a dataclass or a named tuple with parts that are nested or None."""
+    """A model that returns a dict, a dataclass or a named tuple with parts that are nested or None."""
 
     def __init__(self, form):
         super().__init__()

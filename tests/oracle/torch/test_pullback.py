@@ -1,4 +1,4 @@
-"""Cotangents between any two boundaries, against torch's autograd on the model taken apart by hand (float64)."""
+"""Vector-Jacobian products between any two layer boundaries, against autograd on the model rebuilt from its parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ mse = nn.functional.mse_loss
 
 
 class Net(nn.Module):
-    """Embedding, linear, a stack of two layers, a head; and a branch that does not see the stack."""
+    """Embedding, linear layer, two stacked recurrent layers, head; and a branch that bypasses the stack."""
 
     def __init__(self, kind, bidirectional=False, packed=False):
         super().__init__()
@@ -45,7 +45,7 @@ def build(kind, bidirectional=False, packed=False):
 
 
 def boundaries_by_hand(model, x):
-    """The same forward pass from its parts, with every boundary a tensor of its own. Layer by layer through modules."""
+    """Run the forward pass one layer per module, and return the tensor at each layer boundary by name."""
     ids, extra = x
     extra = extra.clone().requires_grad_()
     emb = model.emb(ids)
@@ -80,7 +80,7 @@ def state_count(model):
 
 
 def layer_ports(model):
-    """Port, how to find it by hand, and how to cut a half out of it."""
+    """Return rows (port, boundary name, index in that boundary, index of the direction) of the recurrent layers."""
     rows = []
     by_direction = [("forward", 0), ("backward", 1)] if model.rnn.bidirectional else [(None, 0)]
     for layer in range(2):
@@ -134,7 +134,7 @@ def test_every_boundary_from_every_boundary_above(kind, bidirectional, packed):
                 tensor = boundaries[name] if index is None else boundaries[name][index]
                 grad = pull_by_hand(start, cotangents, tensor)
                 if port.layer is not None and port.layer == target.layer and port.kind == target.kind:
-                    continue  # itself
+                    continue  # the port itself
                 if packed and target.kind == "output" and grad is not None:
                     grad = grad * (torch.arange(T) < torch.tensor([[3], [4]]))[:, :, None]  # padding is a constant
                 grad = None if grad is None else grad[(slice(None), *(cut if isinstance(cut, tuple) else (cut,)))]
@@ -153,7 +153,7 @@ def assert_grad_close(actual, expected, label):
 
 
 def test_loss_and_every_weight():
-    """dL/dW of every layer from one pull, frozen ones too, equals ``backward()``; nothing is left on the model."""
+    """dL/dW of every layer, frozen ones too, from one vjp equals ``backward()``; the model stays unchanged."""
     model, x = build("gru", bidirectional=True)
     y = torch.randn(B, T, 2, dtype=torch.float64)
 
@@ -197,7 +197,7 @@ def test_unused_and_cut_off_layers_have_no_path():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cut_stops_differentiation(kind):
-    """With every recurrent layer cut, the head reaches the last layer's output and nothing below it."""
+    """With every recurrent layer cut, the output has a gradient at the last layer's output and none below it."""
     model, x = build(kind)
     boundaries = boundaries_by_hand(model, x)
     cut = [Port("output", "rnn[0]"), Port("output", "rnn[1]")]
@@ -273,7 +273,7 @@ def test_cells_in_a_loop_have_boundaries_too():
     model.apart = True
     output = model(leaf)
     cell_input_grads = torch.stack([pull_by_hand(output, cotangents, step) for step in model.fed], dim=2)
-    torch.testing.assert_close(grads[wrt[1]], cell_input_grads)  # not what goes past the cell
+    torch.testing.assert_close(grads[wrt[1]], cell_input_grads)  # without the path that bypasses the cell
     assert grads[wrt[2]].shape == (3, B, H)
 
 

@@ -1,4 +1,4 @@
-"""Cells of a user's own whose equations were registered, against torch's differentiation of the untouched module."""
+"""Custom cells with registered equations, against autograd on the unmodified module."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ class MinimalGated(rl.cells.Cell):
 
 
 class Coupled(nn.Module):
-    """Two states, one matrix for input and state together; c_t moves the h_t of its own step."""
+    """A cell with two states and one matrix for input and state; h_t depends on c_t of the same step."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ class CoupledCell(rl.cells.Cell):
 
 
 def coupled_weights(parameters):
-    """One matrix, cut in two: linear in what it is given, so that it holds for gradients as well."""
+    """Split the joint matrix into kernel and recurrent kernel; a linear map, so it applies to gradients too."""
     matrix = parameters["both.weight"].T
     return {"kernel": matrix[:FEATURES], "recurrent_kernel": matrix[FEATURES:], "bias": parameters["both.bias"]}
 
@@ -125,7 +125,7 @@ def assert_close(computed, reference):
 
 
 def reference_layout(model, value_of):
-    """What ``value_of`` gives of each parameter, in our layout, written out by hand."""
+    """Return ``value_of(parameter)`` for each parameter in the layout of rnnlens, written out by hand."""
     parameters = {name: value_of(p) for name, p in model.cell.named_parameters()}
     if model.states == 2:
         matrix = parameters["both.weight"].T
@@ -219,7 +219,7 @@ def test_results_are_certified_and_leave_the_model_alone(model):
 
 
 class WithDropped(MinimalGated):
-    """The old state is scaled twice: not the equations of the module."""
+    """Equations that are not those of the module: the new state is scaled by 0.9."""
 
     kind = "minimal_wrong"
 
@@ -285,7 +285,7 @@ def test_figures_have_the_names_of_its_gates(model):
 
 
 class Turned(Coupled):
-    """Its states in the other order."""
+    """``Coupled`` with its two states in the other order."""
 
     def forward(self, x, state):
         h, c = super().forward(x, (state[1], state[0]))
@@ -308,7 +308,7 @@ def _unroll(cell, x):
 
 
 class TwoSizes(nn.Module):
-    """A memory of another size, which sees the new hidden state of its own step."""
+    """A cell with a second state of another size, which depends on the new hidden state of the same step."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Resets of some samples inside a sequence: one recurrence with one time axis, held against autograd."""
+"""Loops that reset some samples inside a sequence are one recurrence with one time axis, equal to autograd."""
 
 import warnings
 
@@ -132,7 +132,7 @@ def test_weights_and_gradients_by_inputs_are_autograds(kind, reset):
     weights = rl.weights(model, (x, done), y, loss=loss_of)
     layers = [weights[name] for name in weights if name.startswith("cell")]
     computed = [layer[f"{name}_grad"].values.ravel() for layer in layers for name in layer if f"{name}_grad" in layer]
-    # the gates of a weight stand in another order: the numbers are compared sorted
+    # the gates of a weight are in another order, so the numbers are compared sorted
     computed, expected = np.sort(np.concatenate(computed)), np.sort(torch.cat(expected).numpy())
     assert np.abs(computed - expected).max() <= 1e-12 * np.abs(expected).max()
     input_grad = rl.gradients(model, (x, done), y, loss=loss_of, wrt="input[0]")
@@ -216,7 +216,7 @@ def test_results_with_resets_are_saved_and_opened(tmp_path):
 
 @pytest.mark.parametrize("kind", CELLS)
 def test_state_transfer_ends_at_a_reset_and_is_autograds(kind):
-    """Step Jacobians between the states of a loop with resets, as rl.diagnose multiplies them."""
+    """Step Jacobians of a loop with resets, as used by rl.diagnose, equal autograd's and are zero at resets."""
     model, (x, done), y = make_case(kind, "where")
     capture = adapter_for(model).capture(model, Batch((x, done), y, loss=loss_of), CaptureRequest(weight_grads=False))
     (replay,) = [Replay.from_call(call_in_numpy(call)) for call in capture.calls]

@@ -1,4 +1,4 @@
-"""Every verb on every family of whole-sequence layers: what the table of docs/how-to/hugging-face.md says."""
+"""Every verb on every family of whole-sequence layers does what the table of docs/how-to/hugging-face.md states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole-sequence layers of Hugging Face models, held against loops written from the papers and torch's autograd.
+"""Whole-sequence layers of Hugging Face models, against loops written from the papers and torch's autograd.
 
 The loops read the arguments of the model's own scan function and share no code with the package.
 """
@@ -114,7 +114,7 @@ def test_jacobian_of_a_logit_by_embeddings_is_autograds(name):
     "name", ["mamba", "mamba2", "qwen3_next", "kimi_linear", "recurrent_gemma", "rwkv", "xlstm", "minimax"]
 )
 def test_frozen_map_is_the_matrix_of_the_scan(name):
-    """With its coefficients held constant a layer has another map, as causal as the total one."""
+    """With coefficients held constant (frozen), a layer's Jacobian norms differ from the total ones and are causal."""
     model, ids = build(name), tokens(1, 7)
     layer = rl.layers(model)[0].name
     total = rl.jacobian(model, ids, of=f"{layer}.output", wrt=f"{layer}.input", measure="norm")
@@ -126,7 +126,7 @@ def test_frozen_map_is_the_matrix_of_the_scan(name):
 
 
 def test_frozen_map_of_mamba_in_closed_form():
-    """alpha[t, k] = C_t (prod_{k < i <= t} a_i) dt_k B_k; arXiv:2403.01590, eq. 11; held at the scan's own boundary."""
+    """The scan's frozen Jacobian is alpha[t, k] = C_t (prod_{k < i <= t} a_i) dt_k B_k; arXiv:2403.01590, eq. 11."""
     model, ids = build("mamba").double(), tokens(1, 6)
     (arguments, *_) = scan_arguments(model, ids)
     dt = functional.softplus(arguments["dt"] + arguments["delta_bias"][:, None])[0]
@@ -147,7 +147,7 @@ def test_frozen_map_of_mamba_in_closed_form():
 
 
 def test_gradients_of_coefficients_are_autograds():
-    """The backward of the linear-time scan, by every coefficient, against autograd through the loop."""
+    """The backward pass of the linear-time scan equals autograd through the loop, for every coefficient."""
     for name in ("mamba", "mamba2", "qwen3_next", "kimi_linear", "xlstm"):
         model, ids = build(name).double(), tokens(2, 37)
         (arguments, *_) = scan_arguments(model, ids)
@@ -320,7 +320,7 @@ def test_nonfinite_numbers_are_looked_for():
 
 
 class Leaky(torch.nn.Module):
-    """Two channels that forget: s_t = a s_{t-1} + x_t with a = 1/2 and 0; the output is the sum of both."""
+    """Two leaky channels s_t = a s_{t-1} + x_t with a = 1/2 and a = 0; the output is the sum of both."""
 
     def forward(self, x):
         decay = torch.tensor([0.5, 0.0], dtype=x.dtype).expand_as(x)
@@ -328,7 +328,7 @@ class Leaky(torch.nn.Module):
 
 
 def test_diagnosis_of_a_scan_in_closed_form():
-    """Of the variance 4/3 + 1 of its output, (1/4)^k 4/3 is due to lags from k on: 14 % from 1, 3.6 % from 2."""
+    """Lags from k on cause (1/4)^k 4/3 of the output variance 4/3 + 1: 14 % for k = 1, 3.6 % for k = 2; memory is 2."""
     model, x = Leaky(), torch.randn(512, 10, 2, generator=torch.Generator().manual_seed(0))
     diagnosis = rl.diagnose(model, x, model(x), loss="mse")
     layer, powers = diagnosis["scan"], 0.5 ** np.arange(10)
@@ -416,7 +416,7 @@ def test_states_of_rwkv_are_those_of_the_models_cache():
 
 
 def my_leaky_scan(x, keep):
-    """A third party's scan: s_t = keep s_{t-1} + x_t."""
+    """Return the states s_t = keep s_{t-1} + x_t of a third party's scan."""
     state, states = torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
         state = keep * state + x[:, t]
@@ -469,7 +469,7 @@ def test_a_report_draws_states_and_gradients_by_channel(tmp_path):
 
 @pytest.mark.parametrize("name", ["mamba", "qwen3_next", "minimax"])
 def test_a_fault_in_the_sweep_is_found_beside_the_rounding_of_scans(name, monkeypatch):
-    """The router of minimax has a gradient that is zero but for rounding; a fault of one percent is none of that."""
+    """A sweep that is wrong by 1 % fails the certificate; minimax's router gradient, zero up to rounding, passes."""
     model, ids = build(name), tokens(12, 12)
     certificate = rl.gradients(model, ids, ids[:, 0], loss=loss_of, wrt="weights").certificate
     assert certificate.state == "passed"

@@ -1,4 +1,4 @@
-"""Library layers called for one segment of the sequence after the other: one recurrence, held against autograd."""
+"""Library layers called on one segment of the sequence after another are one recurrence, equal to autograd."""
 
 from itertools import pairwise
 
@@ -30,7 +30,7 @@ KINDS = {"gru": nn.GRU, "lstm": nn.LSTM, "rnn": nn.RNN}
 
 
 class Segments(nn.Module):
-    """The state is changed at the borders of segments, as recurrent policies do."""
+    """A layer called segment by segment; the state is changed between segments, as in recurrent policies."""
 
     def __init__(self, kind, change, layers=1, batch_first=False, dropout=0.0):
         super().__init__()
@@ -83,7 +83,7 @@ def test_segments_are_one_recurrence(kind, change, options):
     states = [step[0] for step in model.step_states]
     grads = torch.autograd.grad(loss, states)
     checks = [("hidden", states, i) for i in range(layers)]
-    checks.append(("hidden_grad", grads, layers - 1))  # what a lower layer gives to an upper one stays in the kernel
+    checks.append(("hidden_grad", grads, layers - 1))  # a lower layer's states stay inside the kernel
     for quantity, tensors, layer in checks:
         expected = torch.stack([tensor[layer].detach() for tensor in tensors], 1).numpy()
         actual = trace[list(trace)[layer]][quantity].values
@@ -114,7 +114,7 @@ def test_the_jacobian_across_segments_is_autograds():
 
 def test_layers_that_read_their_own_output_stay_calls_of_their_own():
     class Repeated(nn.Module):
-        """The layer runs over its own output; a changed state goes along."""
+        """A layer that is called three times on its own output, each time from half of its last state."""
 
         def __init__(self):
             super().__init__()
@@ -132,7 +132,7 @@ def test_layers_that_read_their_own_output_stay_calls_of_their_own():
 
 
 def test_dropout_between_stacked_layers_keeps_segments_apart_in_training():
-    """A step at a time, other random numbers would be drawn."""
+    """Segments with active dropout are not joined: a replay step by step would draw other random numbers."""
     model, (x, done), y = make_case("gru", "reset", layers=2, dropout=0.5)
     trace = rl.trace(model, (x, done), y, loss=loss_of, training=True)
     assert list(trace) == [f"rnn[{i}]#{k}" for k in range(3) for i in range(2)]
@@ -142,7 +142,7 @@ def test_dropout_between_stacked_layers_keeps_segments_apart_in_training():
 @pytest.mark.parametrize("change", ["reset", "detached"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_initial_state_is_that_of_the_first_segment(kind, change, monkeypatch):
-    """Not of the segments that start from what the one before returned."""
+    """A given initial state replaces that of the first segment, not the states passed between segments."""
     monkeypatch.setitem(CHANGES, "detached", lambda h, t, done: h.detach())
     model, (x, done), y = make_case(kind, change)
     starts = [torch.randn(B, H, dtype=torch.float64) for _ in range(1 + (kind == "lstm"))]

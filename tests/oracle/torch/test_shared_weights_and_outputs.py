@@ -1,4 +1,4 @@
-"""Returned dataclasses, shared and computed weights, one layer in half precision: certificates pass."""
+"""Certificates pass for returned dataclasses, shared and computed weights, and a layer in half precision."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ MODELS = {
 }
 
 
-#: Models of which a parameter has one name in torch and two here.
+#: Models with a parameter that has one name in torch and two in rnnlens.
 TWO_NAMES = ("one weight in two layers", "all weights in two layers", "parametrisation that returns the parameter")
 
 

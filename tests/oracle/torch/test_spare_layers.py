@@ -1,4 +1,4 @@
-"""A recurrent layer that the forward does not call, trained or frozen, beside those that it calls: torch's numbers."""
+"""Gradients equal autograd's if forward does not call one of the recurrent layers, trained or frozen."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""The derivatives of a custom cell's single step, against torch's own Jacobian, one row at a time (float64)."""
+"""Derivatives of a single step of a custom cell equal torch's Jacobian of each sample (float64)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ B, T, F, H = 3, 4, 2, 3
 
 
 class TwoStates(nn.Module):
-    """Different sizes, an output of its own, a state that is no vector, and a weight that does nothing."""
+    """A cell with two states of different shapes (one a matrix), a separate output and an unused weight."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ class TwoStates(nn.Module):
 
 
 class Constant(nn.Module):
-    """The second state never changes and the first ignores the input."""
+    """A cell whose second state never changes and whose first state ignores the input."""
 
     def forward(self, x, state):
         h, k = state
@@ -68,7 +68,7 @@ def capture_call(name):
 
 
 def rowwise_jacobian(step, x, state):
-    """Vector [new states, output] of one row as a function of its flat input and states."""
+    """Return d[new states, output] / d input and / d state, (sample, row, column), one sample at a time."""
 
     def function(row, *states):
         args, kwargs = step.form.call(
@@ -162,7 +162,7 @@ def test_a_step_repeats_what_ran(name):
 
 
 def test_a_cell_that_starts_without_a_state():
-    """``state=None`` at the first call is read as zeros only if the cell says the same of zeros."""
+    """``state=None`` at the first call counts as zeros only if the cell returns the same for zeros."""
 
     class Lazy(nn.Module):
         def __init__(self, start):

@@ -1,4 +1,4 @@
-"""Subclasses of torch's layers and cells with a forward of their own, against torch's autograd on the same model."""
+"""Subclasses of torch's layers and cells that override forward, against torch's autograd on the same model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ B, T, N, H = 3, 5, 4, 6
 
 
 class NormedLSTM(nn.LSTM):
-    """Layer norm behind the layer."""
+    """An nn.LSTM with layer norm on its output."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -26,7 +26,7 @@ class NormedLSTM(nn.LSTM):
 
 
 class ResidualLSTM(nn.LSTM):
-    """A path beside the layer, and nothing but the output."""
+    """An nn.LSTM with a linear skip path, which returns the output without the states."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -37,7 +37,7 @@ class ResidualLSTM(nn.LSTM):
 
 
 class ScaledLSTM(nn.LSTM):
-    """Weight drop as it is mostly written: the kernel called with weights computed from the parameters."""
+    """Weight drop in its usual form: the kernel is called with weights computed from the parameters."""
 
     def forward(self, x, state=None):
         zeros = x.new_zeros(self.num_layers, len(x), self.hidden_size)
@@ -47,7 +47,7 @@ class ScaledLSTM(nn.LSTM):
 
 
 class SteppedGRU(nn.GRU):
-    """A loop of its own over torch's kernel of one step."""
+    """A GRU that loops over torch's single-step kernel."""
 
     def forward(self, x, state=None):
         h, outputs = x.new_zeros(len(x), self.hidden_size), []
@@ -59,7 +59,7 @@ class SteppedGRU(nn.GRU):
 
 
 class OwnGRU(nn.GRU):
-    """A loop and equations of its own."""
+    """A subclass of nn.GRU with its own loop and equations."""
 
     def forward(self, x, state=None):
         h, outputs = x.new_zeros(len(x), self.hidden_size), []
@@ -73,21 +73,21 @@ class OwnGRU(nn.GRU):
 
 
 class CalledThrough(nn.GRUCell):
-    """Nothing of its own."""
+    """A subclass of nn.GRUCell whose forward only calls the parent's."""
 
     def forward(self, x, h=None):
         return super().forward(x, h)
 
 
 class SwappedThrough(nn.RNNCell):
-    """State first; of equal sizes no shape tells the two apart."""
+    """An nn.RNNCell that takes the state first; with equal sizes, shapes do not tell state from input."""
 
     def forward(self, state, x):
         return super().forward(x, state)
 
 
 class OwnGRUCell(nn.GRUCell):
-    """Other equations than torch's."""
+    """A subclass of nn.GRUCell with other equations than torch's."""
 
     def forward(self, x, h):
         r, z, n = F.linear(x, self.weight_ih, self.bias_ih).chunk(3, 1)
@@ -97,7 +97,7 @@ class OwnGRUCell(nn.GRUCell):
 
 
 class SwappedCell(nn.GRUCell):
-    """State first, and equations of its own."""
+    """A subclass of nn.GRUCell that takes the state first, with its own equations."""
 
     def forward(self, h, x):
         gates = F.linear(x, self.weight_ih, self.bias_ih) + F.linear(h, self.weight_hh, self.bias_hh)
@@ -105,7 +105,7 @@ class SwappedCell(nn.GRUCell):
 
 
 class NormedCell(nn.LSTMCell):
-    """Layer norm on the state that is passed on."""
+    """An nn.LSTMCell with layer norm on the hidden state that is passed on."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -117,14 +117,14 @@ class NormedCell(nn.LSTMCell):
 
 
 class LeakyCell(nn.RNNCell):
-    """A leak around torch's step."""
+    """A leaky cell: half the old state plus half of torch's step."""
 
     def forward(self, x, h):
         return 0.5 * h + 0.5 * super().forward(x, h)
 
 
 class CoupledCell(nn.LSTMCell):
-    """Output apart from the state, (h, (h, c)), with the input gate coupled to the forget gate."""
+    """A subclass of nn.LSTMCell that returns (h, (h, c)), with coupled input and forget gates."""
 
     def forward(self, x, state):
         h, c = state

@@ -14,7 +14,7 @@ STEPS = 320
 
 
 class Last(nn.Module):
-    """An untrained recurrent network that is read at the last step."""
+    """An untrained recurrent network with a head at the last step."""
 
     def __init__(self, kind, layers=1):
         super().__init__()
@@ -26,7 +26,7 @@ class Last(nn.Module):
 
 
 class ByHand(nn.Module):
-    """The same with a cell that is differentiated by torch."""
+    """An untrained RNN loop whose step is differentiated by torch, with a head at the last step."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ def test_they_are_zero_below_a_bound_and_right_above_it(make_model):
     for layer in trace.layers:
         actual, expected = trace[layer].hidden_grad.values, reference[layer].hidden_grad.values
         bound = np.finfo("float32").smallest_normal
-        underflow = 4 * 96 * bound  # a gradient sums as many products, each of which may have been set to zero
+        underflow = 4 * 96 * bound  # a gradient sums 4 * 96 products, each of which may have been set to zero
         assert np.abs(expected).max(axis=(0, 2))[0] < bound < np.abs(expected).max()
         scale = np.abs(expected).max(axis=(0, 2), keepdims=True)
         assert (np.abs(actual - expected) <= 1e-4 * scale + underflow).all()

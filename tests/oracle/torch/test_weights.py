@@ -1,4 +1,4 @@
-"""rl.weights on torch: our gates, both biases, gradients equal to autograd's, by timestep too."""
+"""``rl.weights`` on torch: gate order, both biases, and gradients equal to autograd's, also by time step."""
 
 import itertools
 
@@ -25,7 +25,7 @@ class Net(nn.Module):
 
 
 def rnnlens_layout(kind, values):
-    """torch's (gate * unit, n) to (n, gate, unit), or (gate * unit,) to (gate, unit), gates in our order."""
+    """Convert torch's (gate * unit, n) to (n, gate, unit) and (gate * unit,) to (gate, unit), gates as in rnnlens."""
     gates = len(ORDER[kind])
     split = values.reshape(gates, values.shape[0] // gates, *values.shape[1:])[ORDER[kind]]
     return np.moveaxis(split, -1, 0) if split.ndim == 3 else split

@@ -1,7 +1,7 @@
-"""Torch's recurrences written out step by step in plain operations, with a zero added wherever a gradient is wanted.
+"""Torch's recurrences, unrolled in plain operations, with a zero added wherever a gradient is wanted.
 
-Nothing of rnnlens is used: the gradient with respect to an added zero is the total derivative there, by torch's own
-autodiff. Samples run with a mask, so packed batches are plain ones whose ended samples stand still.
+Nothing of rnnlens is used: the gradient with respect to an added zero is the total derivative there, by autograd.
+Packed batches run with a mask: a sample that has ended keeps its state.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def gate_values(direction, prefix):
 
 
 class Unrolled:
-    """``nn.RNN/LSTM/GRU`` in float64: ``by_direction[layer][direction]``, ``output`` and final states as torch's."""
+    """An unrolled ``nn.RNN/LSTM/GRU``: ``by_direction[layer][direction]``, and ``output`` and ``final`` as in torch."""
 
     def __init__(self, module, x, mask, states):
         kind = {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn"}[type(module).__name__]
@@ -110,7 +110,7 @@ class Unrolled:
         self.final = [torch.stack(column) for column in zip(*finals, strict=True)]
 
     def gradients(self, loss):
-        """Differentiate with respect to every added zero, in place."""
+        """Differentiate the loss by every added zero, and return a function from a zero to its gradient."""
         directions = [direction for row in self.by_direction for direction in row]
         taps = [tap for direction in directions for column in direction.taps.values() for tap in column]
         boundary_taps = [
