@@ -1,4 +1,4 @@
-"""Words of a time Jacobian that are easily taken for each other."""
+"""A time Jacobian's ``measure=`` and ``reduce=`` are easily confused: the error names the right one."""
 
 import numpy as np
 import pytest

@@ -64,7 +64,7 @@ def seq2seq_with_attention():
             return self.gru(self.embedding(source))
 
     class Attention(nn.Module):
-        """Bahdanau et al. 2014, arXiv:1409.0473, section 3.1."""
+        """Additive attention: Bahdanau et al. 2014, arXiv:1409.0473, section 3.1."""
 
         def __init__(self, hidden):
             super().__init__()
@@ -187,7 +187,7 @@ def many_to_one():
 @entry
 def lightning_style_module():
     class LitRegressor(nn.Module):
-        """Laid out as a LightningModule is; the trainer is not needed to look inside."""
+        """Model with the methods of a LightningModule, which rnnlens reads without Lightning's trainer."""
 
         def __init__(self):
             super().__init__()
@@ -303,7 +303,7 @@ def independent_rnn():
 @entry
 def peephole_lstm():
     class PeepholeCell(nn.Module):
-        """Gers, Schmidhuber 2000: gates also see the cell state."""
+        """LSTM cell whose gates also read the cell state (Gers, Schmidhuber 2000)."""
 
         def __init__(self, inputs, units):
             super().__init__()
@@ -398,7 +398,7 @@ def reinforcement_learning_step_loop():
         return -(chosen * (returns - values.detach())).mean() + functional.mse_loss(values, returns)
 
     dones = torch.zeros(BATCH, STEPS)
-    dones[1, 3] = 1  # an episode that ends: the state of one sample is wiped, the others go on
+    dones[1, 3] = 1  # an episode ends: the state of one sample is reset, those of the others are kept
     return ActorCritic(), (series(), dones), torch.randn(BATCH, STEPS), loss, ["rnn"]
 
 
