@@ -234,7 +234,7 @@ def test_half_precision_comes_out_as_float32_with_a_note(policy):
 @pytest.mark.one_engine("torch", "tf_keras")
 @pytest.mark.parametrize("count", [2, 4])
 def test_given_initial_states_reach_each_direction(count):
-    """Initial states for both directions (forward first), or for one direction and used for both, reach each call."""
+    """Initial states are given for both directions (forward first), or for one direction and used for both."""
     layer = keras.layers.Bidirectional(keras.layers.LSTM(2, return_sequences=True), name="bi")
     model = keras.Sequential([keras.Input((4, 2)), layer])
     initial_states = [np.random.default_rng(i).normal(size=(3, 2)) for i in range(count)]

@@ -111,7 +111,7 @@ def test_padding_that_reaches_nothing_is_noted_only():
 
 @pytest.mark.only_on("jax")
 def test_an_id_that_is_nan_and_is_cast_to_an_integer_is_noted_only():
-    """A NaN id is only noted: Keras casts it, and JAX reads some row of the table; TensorFlow and torch raise an error."""
+    """A NaN id that Keras casts is only noted: JAX reads some row of the table; TensorFlow and torch raise an error."""
     ids, y = np.ones((4, 12), "f"), np.zeros((4, 1), "f")
     ids[1, 5] = np.nan
     model = keras.Sequential([keras.Input((12,)), L.Embedding(10, 3), L.LSTM(3), L.Dense(1)])

@@ -35,7 +35,7 @@ def gpu(monkeypatch):
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("verb", VERBS)
 def test_no_layer_runs_by_cudnn(verb, monkeypatch):
-    """Only reference runs use cuDNN, as the user set it: JAX has no gradient of its LSTM for several cotangents at once."""
+    """No verb uses cuDNN, except its reference run: JAX cannot differentiate cuDNN's LSTM for several cotangents."""
 
     def fused_kernel(*args, **kwargs):
         raise AssertionError("a fused kernel ran")
