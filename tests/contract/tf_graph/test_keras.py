@@ -1,4 +1,4 @@
-"""tf_keras models without eager mode: gradients equal NumPy's complex step, and the models stay unchanged."""
+"""tf_keras models without eager mode: gradients equal complex-step derivatives in NumPy; models stay unchanged."""
 
 import numpy as np
 import pytest
@@ -135,7 +135,7 @@ def test_total_gradient_of_every_state(kind, last):
 
 
 def test_two_directions_and_one_layer_above():
-    """Each direction of a bidirectional GRU below another GRU (as in quick starts) has the complex step's gradients."""
+    """Gradients of a bidirectional GRU below a GRU (as in quick starts) equal each direction's complex step."""
     inputs = keras.Input((6, 4))
     bidirectional = layers.Bidirectional(layers.GRU(3, return_sequences=True), name="bi")(inputs)
     model = keras.Model(inputs, layers.Dense(2)(layers.GRU(2, name="top")(bidirectional)))
@@ -162,7 +162,7 @@ def test_two_directions_and_one_layer_above():
 
 
 def test_stateful_with_an_embedding_that_is_frozen():
-    """Jacobians start from the recorded state and keep it; they exist by embeddings, and by integer ids they do not."""
+    """A Jacobian by embeddings starts from the recorded state and keeps it; gradients by integer ids are refused."""
     ids = keras.Input(batch_shape=(3, 6), dtype="int32")
     embedded = layers.Embedding(9, 4, trainable=False, name="embedding")(ids)
     hidden = layers.SimpleRNN(5, stateful=True, return_sequences=True, name="r")(embedded)

@@ -126,7 +126,7 @@ class Branch:
         return grad if mask is None else grad * self.reaches_state(index, mask)[..., None]
 
     def reaches_state(self, index, mask):
-        """Return where (sample, time) the output depends on the state.
+        """Return a mask (sample, time) of the outputs that depend on the state.
 
         Keras 2 returns zeros before the first valid step, and at every masked step of a bidirectional layer that
         returns all steps.

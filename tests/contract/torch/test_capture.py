@@ -161,7 +161,7 @@ def test_plain_layers_by_name():
 
 @pytest.mark.parametrize("kind", [nn.Identity(), nn.Dropout(0.3), nn.ReLU(), nn.Tanh()], ids=repr)
 def test_a_layer_beside_a_residual_path_has_the_gradient_of_its_own_output(kind):
-    """A layer that returns its input tensor (Identity, Dropout in eval) has its own gradient beside a skip connection."""
+    """A layer that returns its input tensor (Identity, Dropout in eval) has its own gradient beside a skip path."""
     torch.manual_seed(0)
 
     class Residual(nn.Module):

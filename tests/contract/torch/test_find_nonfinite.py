@@ -1,4 +1,4 @@
-"""The search for the first non-finite number in torch models locates it where it was planted or NumPy has it."""
+"""The search for the first non-finite number in torch models locates it where it was planted or NumPy overflows."""
 
 import logging
 

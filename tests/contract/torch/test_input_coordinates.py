@@ -1,4 +1,4 @@
-"""Coordinates of a DataArray survive into every result whose axes count the same thing."""
+"""Results have the coordinates of an input DataArray on all axes that count the same samples, steps or features."""
 
 import numpy as np
 import pytest

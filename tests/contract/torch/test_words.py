@@ -1,4 +1,4 @@
-"""A time Jacobian's ``measure=`` and ``reduce=`` are easily confused: the error names the right one."""
+"""``rl.jacobian`` with a measure such as "norm" in ``reduce=`` raises an error that names ``measure=``."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Recurrent models written the way people write them. Each builder returns (model, x, y, loss, nodes)."""
+"""Recurrent torch models as users write them; each builder returns (model, x, y, loss, names of the nodes)."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def vae_rnn():
 
 
 class MinimalGatedUnit(nn.Module):
-    """Zhou et al. 2016, arXiv:1603.09420, eqs. 7-9."""
+    """Minimal gated unit: Zhou et al. 2016, arXiv:1603.09420, eqs. 7-9."""
 
     def __init__(self, inputs, units):
         super().__init__()
@@ -272,7 +272,7 @@ def minimal_gated_unit():
 @entry
 def independent_rnn():
     class IndRNNCell(nn.Module):
-        """Li et al. 2018, arXiv:1803.04831, eq. 1: the recurrent weight is a vector."""
+        """IndRNN cell, whose recurrent weight is a vector: Li et al. 2018, arXiv:1803.04831, eq. 1."""
 
         def __init__(self, inputs, units):
             super().__init__()

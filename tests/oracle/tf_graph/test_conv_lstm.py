@@ -199,7 +199,7 @@ def test_cells_that_differ_in_a_detail_have_states_and_no_gates(rank, options):
 
 
 def test_the_layer_of_keras_with_the_same_weights_has_the_same_results(graph):
-    """A Keras ConvLSTM2D in a separate graph without eager mode has the results of the user's cell of equal weights."""
+    """Keras' ConvLSTM2D, in a separate graph without eager mode, and the user's cell have equal results."""
     case = ConvLSTMCase(2, "dynamic")
     kernel, bias = case.values
     order = [columns for gate in (0, 2, 1, 3) for columns in range(gate * CHANNELS, (gate + 1) * CHANNELS)]

@@ -1,4 +1,4 @@
-"""``DropoutWrapper`` with each option around each cell: recognised if it keeps all units, else exact or refused."""
+"""``DropoutWrapper`` with each option around each cell: recognised if nothing is dropped, else exact or refused."""
 
 from itertools import product
 

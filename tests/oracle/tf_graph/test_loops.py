@@ -37,7 +37,7 @@ def compare(names, *, lengths, bound=1e-12, **options):
 
 
 def _layer_quantity(trace, layer_cells, name, quantity):
-    """Return a quantity of a layer, or of one direction of it."""
+    """Return a traced array (sample, step, unit) of a layer, or of one direction of it (name/fw, name/bw)."""
     if name in layer_cells:
         return trace[name][quantity].values
     stem, _, direction = name.rpartition("/")
@@ -45,7 +45,7 @@ def _layer_quantity(trace, layer_cells, name, quantity):
 
 
 def _chronological(steps, name, lengths):
-    """Return steps in order of time: those of a backward direction are reversed within each sample's length."""
+    """Return steps in order of time: a backward direction's steps are reversed within each sample's length."""
     if "/bw" not in name:
         return steps
     reversed_steps = steps.copy()

@@ -19,8 +19,8 @@ SAMPLES, STEPS, FEATURES, UNITS, WORDS = 2, 4, 3, 3, 7
 class Program:
     """Tensors of a program: inputs, output (the loss is its mean square), and other feeds.
 
-    ``states``: tensors of the user's graph with a layer's state at every step, by name; gradients by these replace
-    gradients by the input if the input is integers.
+    ``states``: tensors of the user's graph with a layer's state at every step, by name. Gradients by these are compared
+    besides those by float inputs; with integer inputs, instead of them.
     """
 
     inputs: dict[str, Any]
