@@ -287,7 +287,10 @@ def test_the_two_biases_of_a_cell_in_a_loop_by_hand_are_two_weights():
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("kinds", ["lstm gru", "gru lstm", "simple simple"])
 def test_stacked_cells_with_a_mask_are_traced_as_keras_runs_them(kinds, backwards, sequences):
-    """Masked stacked cells are traced on every engine; at masked steps Keras returns a state, the last output or zeros."""
+    """Stacked cells with a mask are traced as each engine runs them.
+
+    At masked steps, also before the first valid one, Keras returns a state, the last output or zeros, by engine.
+    """
     classes = {"lstm": keras.layers.LSTMCell, "gru": keras.layers.GRUCell, "simple": keras.layers.SimpleRNNCell}
     layer = keras.layers.RNN(
         [classes[kind](2) for kind in kinds.split()], go_backwards=backwards, return_sequences=sequences

@@ -72,7 +72,7 @@ def test_new_state_by_every_weight_before_it(net_and_data):
 
 
 def test_weights_of_the_cell_by_gate(net_and_data):
-    """Weight gradients by gate are blocks of TensorFlow's kernel gradients (columns reset, update; rows input, state)."""
+    """Weight gradients by gate are blocks of TensorFlow's kernels (columns: reset, update; rows: input, state)."""
     net, x, y, h0, w = net_and_data
     g = rl.gradients(net, x, y, wrt=f"{RNN}.weights")
     cell, random = f"{RNN}/gru_cell/", np.random.default_rng(4)

@@ -1,4 +1,4 @@
-"""Facts that the adapter reports about a torch module without running it, and their use by verbs."""
+"""Facts that the adapter reports about a torch module without running it, and how verbs use them."""
 
 import pytest
 import torch
