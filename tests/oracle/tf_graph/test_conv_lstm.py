@@ -300,7 +300,7 @@ def test_unrolled_cells_that_differ_in_a_detail_are_refused_by_name_and_the_erro
 
 @UNROLLED
 def test_beside_another_recurrence_they_are_listed_and_left_out_by_name(loop, options):
-    """Beside a GRU, unrolled unknown cells are listed and noted as left out; once they were missing without a note."""
+    """Beside a GRU, unrolled unknown cells are left out, and the list of layers and the trace's notes name them."""
     x, name = tf.placeholder(tf.float64, [SAMPLES, STEPS, *SPACE[1], FEATURES]), NAMES_OF_UNROLLED[loop]
     with tf.variable_scope("net"):
         outputs, _ = LOOPS[loop](cell_of(1, **options), x, None, None)

@@ -117,7 +117,7 @@ def test_states_gradients_and_jacobians_of_a_loop(make):
 
 
 def test_cells_side_by_side_in_one_scope_are_named_by_their_own():
-    """Two cells of one scope are two layers; once they were two calls of one layer, whose weight gradients differed."""
+    """Two cells of one scope are two layers, not two calls of one layer with different weight gradients."""
     x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
     with tf.variable_scope("net/rnn", initializer=tf.random_uniform_initializer(-1, 1, seed=3)):
         outputs, _ = run_step_by_step(Crossed(), x)

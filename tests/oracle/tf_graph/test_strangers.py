@@ -224,7 +224,7 @@ def while_loop_states(step, x):
     ("loop", "reads_in_step"), [(scan_states, False), (while_loop_states, False), (scan_states, True)]
 )
 def test_a_variable_that_a_step_reads_twice_has_the_sum_of_both_gradients(loop, reads_in_step):
-    """If a step reads a variable twice, its gradient is the sum over both reads; once only the last read counted."""
+    """If a step reads a variable twice, its gradient is the sum over both reads, not that of the last read only."""
     x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
     with tf.variable_scope("m", initializer=tf.random_uniform_initializer(-0.8, 0.8, seed=0), use_resource=True):
         w, u = tf.get_variable("w", [FEATURES, UNITS], x.dtype), tf.get_variable("u", [UNITS, UNITS], x.dtype)
