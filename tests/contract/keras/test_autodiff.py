@@ -1,4 +1,4 @@
-"""Taps and vector-Jacobian products of an autodiff engine, without Keras layers, against closed-form derivatives."""
+"""Taps and vector-Jacobian products of an autodiff engine, without Keras layers, equal closed-form derivatives."""
 
 import gc
 import weakref
@@ -51,7 +51,7 @@ def test_the_gradient_of_two_taps_is_freed(autodiff_engine):
 @pytest.mark.only_on("tensorflow")
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_no_graph_outlives_its_program(autodiff_engine, in_graph):
-    """``in_graph``: the gradient is taken in the graph, where TensorFlow cannot take it of the compiled graph."""
+    """No graph outlives its program, also if TensorFlow can take its gradients only inside the graph (``in_graph``)."""
 
     def run():
         linear = autodiff_engine.linearise(chained_taps, tensors(X), Memo())

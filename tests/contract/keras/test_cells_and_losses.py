@@ -234,7 +234,7 @@ def test_half_precision_comes_out_as_float32_with_a_note(policy):
 @pytest.mark.one_engine("torch", "tf_keras")
 @pytest.mark.parametrize("count", [2, 4])
 def test_given_initial_states_reach_each_direction(count):
-    """Give states for both directions, forward first, or states of one direction, used for both."""
+    """Initial states are given for both directions (forward first), or for one direction and used for both."""
     layer = keras.layers.Bidirectional(keras.layers.LSTM(2, return_sequences=True), name="bi")
     model = keras.Sequential([keras.Input((4, 2)), layer])
     initial_states = [np.random.default_rng(i).normal(size=(3, 2)) for i in range(count)]
@@ -274,7 +274,7 @@ class Loop(keras.layers.Layer):
 
 @pytest.mark.one_engine("torch", "tf_keras")
 def test_the_two_biases_of_a_cell_in_a_loop_by_hand_are_two_weights():
-    """Each is compared with its own row of the reference run's variable."""
+    """The two biases of a GRU cell are two weights, each compared with its row of the reference run's variable."""
     model = keras.Sequential([keras.Input((4, 2)), Loop(name="loop"), keras.layers.Dense(2)])
     model.compile("sgd", "mse")
     gradients = rl.gradients(model, X, Y, wrt="weights")
@@ -287,7 +287,10 @@ def test_the_two_biases_of_a_cell_in_a_loop_by_hand_are_two_weights():
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("kinds", ["lstm gru", "gru lstm", "simple simple"])
 def test_stacked_cells_with_a_mask_are_traced_as_keras_runs_them(kinds, backwards, sequences):
-    """At masked steps, also before the first real one, Keras returns a state, the last output or zeros, by engine."""
+    """Stacked cells with a mask are traced as each engine runs them.
+
+    At masked steps, also before the first valid one, Keras returns a state, the last output or zeros, by engine.
+    """
     classes = {"lstm": keras.layers.LSTMCell, "gru": keras.layers.GRUCell, "simple": keras.layers.SimpleRNNCell}
     layer = keras.layers.RNN(
         [classes[kind](2) for kind in kinds.split()], go_backwards=backwards, return_sequences=sequences

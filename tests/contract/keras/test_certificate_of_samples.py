@@ -1,4 +1,4 @@
-"""Traces of a Keras model after the first are certified with a part of the samples, and with all where they differ."""
+"""Later traces of a Keras model are certified with part of the samples, or with all if that part's values differ."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ SAMPLES = 32
 
 
 def token_model():
-    """Padded token ids, a masked bidirectional LSTM and a GRU that returns its last step."""
+    """Return a model of padded token ids, a masked bidirectional LSTM and a GRU that returns its last step."""
     return keras.Sequential(
         [
             keras.Input((9,), dtype="int32"),
@@ -23,7 +23,7 @@ def token_model():
 
 
 def sequence_model():
-    """Floats, and an output at every step."""
+    """Return a model with float inputs and an output at every step."""
     return keras.Sequential(
         [keras.Input((9, 3)), keras.layers.SimpleRNN(4, return_sequences=True), keras.layers.Dense(2)]
     )
@@ -99,7 +99,7 @@ def test_a_fault_in_a_later_trace_is_found(monkeypatch):
 
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
 def test_a_cross_entropy_is_computed_as_keras_does(activation):
-    """Saturated outputs: of probabilities Keras clips the loss, of the logits behind them it does not."""
+    """The loss of saturated outputs equals Keras' own, which it clips for probabilities but not for their logits."""
     keras.utils.set_random_seed(0)
     rng = np.random.default_rng(1)
     units = 4 if activation == "softmax" else 1

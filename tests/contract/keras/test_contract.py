@@ -1,4 +1,4 @@
-"""The public contract check on compiled user models, and its findings about a broken adapter."""
+"""The public contract check passes for compiled user models and reports a broken adapter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ConvLSTM layers against the framework's own gradients of an unrolled copy and of the model itself."""
+"""Gradients of ConvLSTM layers equal the framework's own, of an unrolled copy and of the model itself."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Search for the first non-finite number in models of Keras 3 and ``tf_keras``, and the use of it by a watch."""
+"""The search for the first non-finite number in Keras 3 and ``tf_keras`` models, also as a watch uses it."""
 
 import logging
 
@@ -60,7 +60,7 @@ def test_division_in_a_custom_cell():
 
 @pytest.mark.one_engine
 def test_a_gate_that_half_precision_cannot_hold():
-    """Only the forget gate of unit 2 overflows in float16."""
+    """A float16 overflow is located by gate and unit: here only the forget gate of unit 2 overflows."""
     x, y = data()
     x[1, 5, 2] = 5e4
     lstm = L.LSTM(4, name="lstm", dtype="mixed_float16")
@@ -76,9 +76,9 @@ def test_a_gate_that_half_precision_cannot_hold():
 
 @pytest.mark.one_engine
 def test_the_adjoint_that_overflows_is_found_at_its_step():
-    """The gradient of a linear RNN grows by 1000 per step back from 2e30 at the last step, 11.
+    """An overflowing gradient is located at its step: it grows by 1000 per step back from 2e30 at the last step, 11.
 
-    The state is 0 throughout.
+    The RNN is linear, and its state is 0 throughout.
     """
     x, y = data()
     rnn = L.SimpleRNN(4, activation="linear", kernel_initializer="zeros", name="rnn", dtype="float32")
@@ -101,7 +101,7 @@ def test_the_loss_and_the_sample_that_it_cannot_take():
 
 @pytest.mark.one_engine
 def test_padding_that_reaches_nothing_is_noted_only():
-    """The layer reads only the first steps, and NaN is in the later ones."""
+    """NaN in steps that a cropping layer removes is only noted, since the recurrent layer does not read them."""
     x, y = data()
     x[0, 10:] = np.nan
     finding = rl.find_nonfinite(build_net(L.Cropping1D((0, 2)), L.LSTM(3)), x, y)
@@ -111,7 +111,7 @@ def test_padding_that_reaches_nothing_is_noted_only():
 
 @pytest.mark.only_on("jax")
 def test_an_id_that_is_nan_and_is_cast_to_an_integer_is_noted_only():
-    """Keras casts float ids, and JAX reads some row of the table where TensorFlow and torch raise an error."""
+    """A NaN id that Keras casts is only noted: JAX reads some row of the table; TensorFlow and torch raise an error."""
     ids, y = np.ones((4, 12), "f"), np.zeros((4, 1), "f")
     ids[1, 5] = np.nan
     model = keras.Sequential([keras.Input((12,)), L.Embedding(10, 3), L.LSTM(3), L.Dense(1)])
@@ -134,7 +134,7 @@ def test_saved_and_opened_again(tmp_path):
 
 
 def test_a_watch_writes_the_batch_and_the_weights_that_it_met(tmp_path, caplog):
-    """Batch 4 contains a NaN; the written file restores that batch and its weights."""
+    """If batch 4 contains a NaN, the watch writes that batch and the weights before it, and the file restores both."""
     x, y = data(24)
     x[17, 5, 1] = np.nan
     model = build_net(L.LSTM(3, name="lstm"), L.Dropout(0.0 if LEGACY else 0.2))  # Keras 2 cannot repeat random numbers
@@ -162,7 +162,7 @@ def test_a_watch_writes_the_batch_and_the_weights_that_it_met(tmp_path, caplog):
 
 
 def test_a_finding_ends_fit(tmp_path):
-    """The recurrent kernel is set to 100 times the identity at epoch 12."""
+    """A watch with ``stop_on`` ends ``fit`` when gradients explode: at epoch 12 the recurrent kernel becomes 100 I."""
     x, y = data(8)
 
     class SpoilWeights(keras.callbacks.Callback):

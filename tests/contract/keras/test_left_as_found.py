@@ -225,7 +225,7 @@ def test_nothing_keeps_the_model_alive(use):
 
 @pytest.mark.only_on("tensorflow")
 def test_no_graph_outlives_its_model():
-    """The input of the model is that of the layer, with the same gradient, which a tape of TensorFlow may keep."""
+    """No graph outlives its model, though model and layer share an input gradient, which a TensorFlow tape may keep."""
 
     def run():
         model = keras.Sequential([keras.Input((4, 3)), keras.layers.LSTM(2), keras.layers.Dense(2)])

@@ -1,4 +1,4 @@
-"""What a GPU asks for, tested without one: layers run without cuDNN, and are left as they were found."""
+"""GPU behaviour, tested without a GPU: layers run without cuDNN, and their ``use_cudnn`` is restored."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gpu(monkeypatch):
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("verb", VERBS)
 def test_no_layer_runs_by_cudnn(verb, monkeypatch):
-    """JAX cannot differentiate cuDNN's LSTM for several cotangents at once. The reference run keeps the user's way."""
+    """No verb uses cuDNN, except its reference run: JAX cannot differentiate cuDNN's LSTM for several cotangents."""
 
     def fused_kernel(*args, **kwargs):
         raise AssertionError("a fused kernel ran")
@@ -52,7 +52,7 @@ def test_no_layer_runs_by_cudnn(verb, monkeypatch):
 @pytest.mark.only_on("jax")
 @pytest.mark.usefixtures("gpu")
 def test_a_layer_that_cudnn_turns_round_is_refused_by_name(monkeypatch):
-    """Of Keras 3.15: with cuDNN the output of a backward LSTM on JAX is in the order of the input."""
+    """Backward LSTMs on JAX with cuDNN are refused: Keras 3.15 returns their outputs in the order of the input."""
     monkeypatch.setattr(backend, "cudnn_ok", lambda *args, **kwargs: True)
     options = {"return_sequences": True, "go_backwards": True}
     with pytest.raises(rl.errors.UnsupportedError, match=r"'back'.*\n.*\n.*\n.*use_cudnn=False"):

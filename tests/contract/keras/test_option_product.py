@@ -44,7 +44,7 @@ class Variant:
 
     @property
     def returns_state(self):
-        """Whether the layer returns its state; Keras cannot build one that is bidirectional and stateful and does."""
+        """Return whether the layer returns its state; Keras cannot build a stateful bidirectional layer that does."""
         return not (self.way == "bidirectional" and "stateful" in self.start)
 
     def layer(self, unroll):
@@ -66,7 +66,7 @@ class Variant:
         return layer
 
 
-#: Number of parts; each part has every value of every option, since 5 and 7 divide no number of values.
+#: Number of parts; each part has every value of every option, since no option has 5 or 7 values, or a multiple.
 PARTS = 5 if engine() == "torch" else 7
 
 
@@ -131,7 +131,7 @@ def eager_execution():
         yield
 
 
-#: Without all combinations: on Keras 2 each cell once and each kind of run once; on JAX and TensorFlow both kinds of
+#: Quick runs: on Keras 2 each cell once and each kind of run once; on JAX and TensorFlow both kinds of
 #: loop under a mask, where the engines differ.
 EACH_ONCE = tuple(map(str, zip(CELLS, (False, True, True, False), (True, False, True, False), range(4), strict=True)))
 each_once = pytest.mark.product(keep=EACH_ONCE if LEGACY else EACH_ONCE[1:3])
@@ -241,7 +241,7 @@ def test_weight_gradients_are_the_frameworks(captured_group):
 
 @each_once
 def test_adjoint_of_everything_captured_is_the_frameworks_input_gradient(captured_group):
-    """All branches share their inputs, so an error in any mask, flag, order or state of one changes the sum."""
+    """Replayed gradients of all branches sum to the framework's: an error in one's mask, flag, order or state shows."""
     _, capture, (_, (x_grad, *state_grads), _) = captured_group
     input_grad, state_sums = np.zeros_like(x_grad), [np.zeros_like(g) for g in state_grads]
     for call, reference in calls_and_references(capture):

@@ -1,4 +1,4 @@
-"""One planted fault of each kind in a Keras network, and healthy networks: a part of the benchmark."""
+"""Each kind of planted fault in a Keras network is named, and healthy networks have none (part of the benchmark)."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Warnings of NumPy about Keras variables do not reach the caller of a verb."""
+"""No verb shows NumPy's ``__array__`` warnings about Keras variables to its caller."""
 
 import warnings
 

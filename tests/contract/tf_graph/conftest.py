@@ -1,4 +1,4 @@
-"""Each test has its own graph; tests that do not depend on the control flow run under v1 alone."""
+"""Each test has its own graph; tests that do not depend on the control flow run under v2 only in full runs."""
 
 from graph_mode import graph, mark_full_under_v2, v1
 
@@ -9,7 +9,7 @@ pytest_collection_modifyitems = mark_full_under_v2(
     "test_keras.py",
     "test_200_calls_take_no_more_memory",
     "test_a_reason_where_tensorflow_gives_none",
-    # Reasons between the loop and the target, and unrolled steps: no loop is read for them.
+    # Missing gradients between loop and target, and unrolled steps: these tests read no loop.
     "test_no_reason_where_there_is_a_gradient",
     "test_the_one_that_was_asked_for_raises",
     "test_integer_ids_and_what_to_ask_for_instead",

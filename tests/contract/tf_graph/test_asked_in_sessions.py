@@ -1,4 +1,4 @@
-"""Every question that was asked of a session runs as it was asked, and ends by holding its answer against NumPy."""
+"""Each session script of examples/legacy compares its results with NumPy, and the page on TensorFlow 1 runs."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ EXPECTED_LINES = {
     "d": ["conv1d/kernel: equal", "batch_normalization/gamma: equal", "GRU, update gate: equal"],
     "e": ["total gradient, both directions: equal"],
 }
-#: One of each control flow by default: each of the others is the same code, run once more.
+#: The script that quick runs include, under each control flow; the others run the same code once more.
 QUICK = ("d_new_state_graph",)
 
 

@@ -1,4 +1,4 @@
-"""Traces of a TensorFlow-1 graph after the first are certified with a part of the samples, where it can be cut."""
+"""After the first trace of a TensorFlow 1 graph, certificates use part of the samples if the batch can be split."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ Y = np.random.default_rng(1).normal(size=(SAMPLES, 2))
 
 
 def trace_three_times(samples=None, centred=False):
-    """Certificates of three traces of a GRU whose placeholders have a free or a fixed number of samples."""
+    """Return the certificates of three traces of a GRU with a free or a fixed number of samples."""
     x, y = tf.placeholder(tf.float64, [samples, STEPS, FEATURES]), tf.placeholder(tf.float64, [samples, 2])
     rnn_input = x - tf.reduce_mean(x, axis=0, keepdims=True) if centred else x
     _, state = tf.nn.dynamic_rnn(tf.nn.rnn_cell.GRUCell(5), rnn_input, dtype=tf.float64)

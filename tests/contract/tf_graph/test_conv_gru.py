@@ -1,4 +1,4 @@
-"""A graph as it was asked about, Conv1D, batch normalisation, GRU over sequences of several lengths: against NumPy."""
+"""Results for a user's graph (Conv1D, batch normalisation, GRU, sequences of several lengths) equal NumPy's."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ RNN = "lstm_model/rnn"
 
 @pytest.fixture
 def net_and_data(graph):
-    """The graph, finalised after its variables were set; the net, data and the values of all weights."""
+    """Provide net, x, y, initial state and weights of a graph that was finalised after its variables were set."""
     g = Graph()
     random = np.random.default_rng(0)
     sess = tf.Session()
@@ -72,7 +72,7 @@ def test_new_state_by_every_weight_before_it(net_and_data):
 
 
 def test_weights_of_the_cell_by_gate(net_and_data):
-    """TensorFlow has reset and update side by side, and the input above the state: ours are cut out of them."""
+    """Weight gradients by gate are blocks of TensorFlow's kernels (columns: reset, update; rows: input, state)."""
     net, x, y, h0, w = net_and_data
     g = rl.gradients(net, x, y, wrt=f"{RNN}.weights")
     cell, random = f"{RNN}/gru_cell/", np.random.default_rng(4)
@@ -117,12 +117,12 @@ def test_time_jacobian_of_the_recurrence(net_and_data):
     bump = np.zeros(z.shape, complex)
     bump[:, in_time, unit] = 1j * by_hand.STEP
     truth = output(z + bump).imag / by_hand.STEP
-    is_valid = np.arange(STEPS)[None] < np.array(LENGTHS)[:, None]  # at padding the state is carried
+    is_valid = np.arange(STEPS)[None] < np.array(LENGTHS)[:, None]  # at padding the state is carried over
     assert_close(J.sel(in_time=in_time).values[..., unit][is_valid], truth[is_valid])
 
 
 def outputs_by_hand(w, z, h0):
-    """The recurrence alone, from its input."""
+    """Return the outputs (sample, step, unit) of the GRU, computed from its input z."""
     cell, h, outputs = f"{RNN}/gru_cell/", h0.astype(complex), np.zeros((*z.shape[:2], 8), complex)
     for t in range(z.shape[1]):
         r, u = np.split(

@@ -1,4 +1,4 @@
-"""What a graph cannot be asked is refused, by name and with what to do instead; tensors go wherever names go."""
+"""Wrong calls on a graph are refused by name, with what to do instead; tensors are accepted wherever names are."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ X, Y = np.random.default_rng(0).normal(size=(2, 4, 3)), np.random.default_rng(1)
 
 @pytest.fixture
 def network(graph):
-    """Placeholders, state, output, loss and a session."""
+    """Provide session, x, y, state, output and loss of a GRU."""
     x, y = tf.placeholder(tf.float64, [None, None, 3], name="x"), tf.placeholder(tf.float64, [None, 2], name="y")
     _, state = tf.nn.dynamic_rnn(tf.nn.rnn_cell.GRUCell(2), x, dtype=tf.float64)
     out = tf.layers.dense(state, 2, name="head")
@@ -84,7 +84,7 @@ def test_a_placeholder_that_is_not_fed_is_named(network):
 
 
 def test_a_session_without_a_net(network):
-    """Whichever way it is called, the answer is how to make one."""
+    """A verb called on a session, with data or ``feed_dict=``, raises an error that shows how to make a net."""
     sess, x, y, *_ = network
     calls = {
         rl.errors.CallError: lambda: rl.trace(sess, feed_dict={x: X, y: Y}),
@@ -175,7 +175,7 @@ def test_a_variable_in_no_scope_is_no_layer_to_look_into(network):
 def test_a_loop_that_is_refused_is_left_out_of_a_search_and_named(network):
     sess, x, *_ = network
 
-    def step(state, x_t):  # a state that is no (sample, unit) numbers
+    def step(state, x_t):  # a state whose axes are not (sample, unit)
         hidden, summed = tf.unstack(state)
         hidden = tf.tanh(x_t[:, :2] + hidden)
         return tf.stack([hidden, summed + hidden])

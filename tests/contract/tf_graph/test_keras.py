@@ -1,4 +1,4 @@
-"""tf_keras models of a disabled eager mode: against NumPy, by the complex step, and left as they were found."""
+"""tf_keras models without eager mode: gradients equal complex-step derivatives in NumPy; models stay unchanged."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from tf_keras import layers
 
 import rnnlens as rl
 
-#: Keras says so of every predict and evaluate in a graph.
+#: Keras warns of it at every predict and evaluate in a graph.
 pytestmark = pytest.mark.filterwarnings("ignore:`Model.state_updates`:UserWarning")
 
 STEP = 1e-30
@@ -17,7 +17,7 @@ X = np.random.default_rng(0).normal(size=(3, 6, 4))
 
 @pytest.fixture(autouse=True)
 def float64(graph):
-    """Keras' own graph is the default one, and computes in float64."""
+    """Set Keras to float64, and provide the session of the test's graph."""
     keras.backend.set_floatx("float64")
     session = tf.Session(graph=graph)
     tf.keras.backend.set_session(session)
@@ -31,7 +31,7 @@ def sigmoid(z):
 
 
 def build_model(rnn_layer, steps=6, features=4, loss="mse", outputs=2):
-    """A functional model, compiled, its variables at random values that are given to it."""
+    """Return a compiled functional model whose variables have random values."""
     inputs = keras.Input((steps, features))
     model = keras.Model(inputs, layers.Dense(outputs, name="head")(rnn_layer(inputs)))
     model.compile("sgd", loss)
@@ -41,7 +41,7 @@ def build_model(rnn_layer, steps=6, features=4, loss="mse", outputs=2):
 
 
 def rnn_states(w, x, bump=None):
-    """States of a SimpleRNN."""
+    """Return the states (sample, step, unit) of a SimpleRNN; ``bump`` (step to array) is added to them."""
     h, states = np.zeros((len(x), w[1].shape[0]), x.dtype), []
     for t in range(x.shape[1]):
         h = np.tanh(x[:, t] @ w[0] + h @ w[1] + w[2])
@@ -51,7 +51,7 @@ def rnn_states(w, x, bump=None):
 
 
 def gru_states(w, x, bump=None, reset_after=True):
-    """States of a GRU as Keras 2 has it: update, reset, candidate."""
+    """Return the states (sample, step, unit) of a GRU with Keras 2's gates: update, reset, candidate."""
     n, states = w[1].shape[0], []
     h = np.zeros((len(x), n), x.dtype)
     inner = w[2][0] if reset_after else w[2]
@@ -71,7 +71,7 @@ def gru_states(w, x, bump=None, reset_after=True):
 
 
 def lstm_states(w, x, bump=None):
-    """States h of an LSTM."""
+    """Return the states h (sample, step, unit) of an LSTM."""
     n, states = w[1].shape[0], []
     h = c = np.zeros((len(x), n), x.dtype)
     for t in range(x.shape[1]):
@@ -92,7 +92,7 @@ KINDS = {
 
 
 def total_gradients(step, w, head, x, y, units, last):
-    """dL/dh_t of the mean squared error, every unit of every step moved by itself."""
+    """Return dL/dh_t (sample, step, unit) of the mean squared error, by a complex step in each unit of each step."""
     grads = np.zeros((*x.shape[:2], units))
     for t in range(x.shape[1]):
         for k in range(units):
@@ -135,7 +135,7 @@ def test_total_gradient_of_every_state(kind, last):
 
 
 def test_two_directions_and_one_layer_above():
-    """The network of quick starts: a bidirectional GRU, a GRU above it; each direction against the complex step."""
+    """Gradients of a bidirectional GRU below a GRU (as in quick starts) equal each direction's complex step."""
     inputs = keras.Input((6, 4))
     bidirectional = layers.Bidirectional(layers.GRU(3, return_sequences=True), name="bi")(inputs)
     model = keras.Model(inputs, layers.Dense(2)(layers.GRU(2, name="top")(bidirectional)))
@@ -162,7 +162,7 @@ def test_two_directions_and_one_layer_above():
 
 
 def test_stateful_with_an_embedding_that_is_frozen():
-    """The recorded state is started from, and kept; ids cannot be differentiated by, what they look up can."""
+    """A Jacobian by embeddings starts from the recorded state and keeps it; gradients by integer ids are refused."""
     ids = keras.Input(batch_shape=(3, 6), dtype="int32")
     embedded = layers.Embedding(9, 4, trainable=False, name="embedding")(ids)
     hidden = layers.SimpleRNN(5, stateful=True, return_sequences=True, name="r")(embedded)
@@ -183,7 +183,7 @@ def test_stateful_with_an_embedding_that_is_frozen():
     np.testing.assert_allclose(J.values, truth, atol=1e-13)
     with pytest.raises(rl.errors.DisconnectedError, match="integer_input"):
         rl.gradients(model, data, of="r.output", reduce="mean", wrt="input")
-    continued = model.predict(data, batch_size=3)  # goes on from where predict, not we, left it
+    continued = model.predict(data, batch_size=3)  # continues from the state after predict, not after rnnlens
     np.testing.assert_allclose(continued[:, 0], np.tanh(z[:, 0] @ w[0] + before @ w[1] + w[2]), atol=1e-12)
 
 
@@ -316,7 +316,7 @@ def test_a_model_without_values_says_how_to_get_them():
 
 
 class Minimal(layers.Layer):
-    """A cell of one's own."""
+    """Custom cell with h' = W x + U sin(h)."""
 
     def __init__(self, units, **kwargs):
         super().__init__(**kwargs)
@@ -363,7 +363,7 @@ def test_a_cell_of_ones_own_in_a_subclass_after_fit():
 
 
 def test_steps_in_the_graph_below_a_loop():
-    """Recurrences are gone through in the order in which they feed each other, however each of them is run."""
+    """Unrolled layers and loops are processed in the order in which they feed each other, with exact Jacobians."""
     inputs = keras.Input((6, 4))
     below = layers.SimpleRNN(3, return_sequences=True, unroll=True, name="below")(inputs)
     above = layers.SimpleRNN(2, return_sequences=True, name="above")(below)
@@ -414,7 +414,7 @@ def test_layers_of_one_name_are_refused():
 
 
 def test_a_cell_in_a_layer_is_named_by_what_it_is():
-    """The labels of states and gates are those of the cell that was found, not of the layer around it."""
+    """An ``RNN`` layer with an LSTMCell is an LSTM: its states and gates have the labels of the cell."""
     layer = layers.RNN(layers.LSTMCell(3, dropout=0.3), return_sequences=True, name="r")
     model = build_model(layer)
     assert [(row.name, row.cell) for row in rl.layers(model)] == [("r", "lstm")]
@@ -426,7 +426,7 @@ def test_a_cell_in_a_layer_is_named_by_what_it_is():
 
 
 def stacked_states(w, x, bump):
-    """States of a GRU and an Elman network above it, in one cell; ``bump`` by step and number of the state."""
+    """Return the pair of states per step of a GRU and an Elman network above it; ``bump`` by (step, state number)."""
     first, second, states = np.zeros((len(x), 3), complex), np.zeros((len(x), 2), complex), []
     for t in range(x.shape[1]):
         first = _gru_step(w[:3], x[:, t], first) + bump.get((t, 0), 0)
@@ -442,7 +442,7 @@ def _gru_step(w, x, h):
 
 
 def test_stacked_cells_are_one_recurrence():
-    """As eagerly: one layer with the states of all its cells, fed what the layer is fed."""
+    """As in eager mode, stacked cells are one layer with the states of all its cells and the layer's input."""
     cells = [layers.GRUCell(3), layers.SimpleRNNCell(2)]
     model = build_model(layers.RNN(cells, return_sequences=True, name="r"))
     y = np.random.default_rng(1).normal(size=(3, 6, 2))
@@ -496,14 +496,14 @@ def test_states_that_are_dropped_in_training_are_seen_outside_of_it(kind, dropou
 
 @pytest.mark.parametrize("training", [False, True])
 def test_states_that_are_dropped_in_unrolled_steps_are_refused(training):
-    """What is done outside of training is read off loops alone."""
+    """Unrolled recurrent dropout is refused, even outside of training: only loops show what is computed there."""
     model = build_model(layers.LSTM(3, recurrent_dropout=0.3, unroll=True, name="r"))
     with pytest.raises(rl.errors.UnsupportedError, match="Layer 'r' cannot be traced: its states are dropped"):
         rl.trace(model, X, np.zeros((3, 2)), training=training)
 
 
 class Spare(keras.Model):
-    """Two of its recurrent layers are never called, a third is called and used by nobody."""
+    """Model with two recurrent layers that are never called, and a third whose output is not used."""
 
     def __init__(self):
         super().__init__()
@@ -536,7 +536,7 @@ def test_a_layer_that_nobody_calls_is_left_out_by_name():
 @pytest.mark.parametrize("sequences", [False, True])
 @pytest.mark.parametrize("kind", ["gru", "lstm"])
 def test_a_loss_on_the_returned_state_alone(kind, sequences):
-    """What comes from above goes to the state that the layer returned, not to its output, which nobody reads."""
+    """The gradient arrives at the returned state only; the layer's output has none."""
     layer, step, _ = KINDS[kind]
     rnn_layer = layer(5, return_sequences=sequences, return_state=True, name="r")
     model = build_model(lambda inputs: rnn_layer(inputs)[1])
@@ -557,7 +557,7 @@ def test_a_loss_on_the_returned_state_alone(kind, sequences):
 
 
 def fourth_power(y, out):
-    """A loss of one's own."""
+    """Return a custom loss: the mean fourth power of the error."""
     return tf.reduce_mean((y - out) ** 4, axis=-1)
 
 
@@ -589,7 +589,7 @@ def test_a_loss_of_ones_own_and_one_that_the_model_adds(compiled):
 
 @pytest.mark.full
 def test_dropout_in_a_stack_of_two_directions_changes_nothing_outside_of_training():
-    """Names, order and numbers are those of the same stack without."""
+    """Outside of training, a bidirectional stack with dropout has the names, order and values of one without."""
 
     def stack(rate):
         def build_layers(x):

@@ -1,4 +1,4 @@
-"""What 200 calls leave behind in the user's graph, session, process and in our memory: nothing."""
+"""Calls leave the user's graph, session and process unchanged, and 200 of them do not increase memory."""
 
 import gc
 import importlib
@@ -15,7 +15,7 @@ open_net = importlib.import_module("rnnlens.adapters.tf_graph.open_net")
 
 @pytest.fixture
 def small_net(graph):
-    """A recurrence with noise at its input, a random operation without a seed, and training."""
+    """Provide graph, session, net and (x, y, noise, train) of an RNN with a random operation and Adam."""
     x = tf.placeholder(tf.float64, [None, None, 3], name="x")
     y = tf.placeholder(tf.float64, [None, 2], name="y")
     noise = tf.random.uniform([], dtype=tf.float64, seed=5, name="noise")
@@ -69,7 +69,7 @@ def test_200_calls_take_no_more_memory(small_net):
         rl.trace(net, *DATA, quantities=["hidden_grad"])
 
     rl.trace(net, *DATA)
-    with rl.options(certify="never"):  # which asks for less, and is another question to the graph
+    with rl.options(certify="never"):  # these traces need fewer tensors, and so another copy of the graph
         for _ in range(3):
             call()
     copies = open_net._COPIES[graph]
@@ -88,7 +88,7 @@ def test_200_calls_take_no_more_memory(small_net):
         tracemalloc.stop()
     assert graph.version == version
     assert {key: (len(copy.graph.get_operations()), len(copy.built_tensors)) for key, copy in copies.items()} == sizes
-    assert growth < 60_000  # 2 kB a call; one result takes ten times that
+    assert growth < 60_000  # 2 kB a call; one result is ten times larger
 
 
 def test_training_and_noise_go_on_as_if_nobody_had_looked(small_net):
@@ -105,7 +105,7 @@ def test_training_and_noise_go_on_as_if_nobody_had_looked(small_net):
                 run_every_verb(net)
         return noise_values, sess.run(tf.trainable_variables())
 
-    with tf.Session() as fresh_session:  # its kernels are those of a fresh session
+    with tf.Session() as fresh_session:  # a fresh session starts the random operation anew
         fresh_session.run(tf.global_variables_initializer())
         fresh_noise = [fresh_session.run(noise) for _ in range(10)]
     alone_noise, alone_weights = train_five_steps(call_verbs=False)

@@ -1,9 +1,9 @@
-"""Every cell with every option, eager disabled: equal to a float64 reference of what was fed, or refused by name.
+"""Every cell with every option, without eager mode: results equal a float64 reference, or the layer is refused by name.
 
-The variants of a group are branches of one model, so that one trace serves them all. The loss is linear in what the
-layers return, with known random coefficients: these *are* the direct gradients. The reference reads the weights off the
-layers, the states and all else off what the test itself fed; gradients of weights and inputs are those of TensorFlow in
-the user's own graph.
+The variants of a group are branches of one model, so that one trace covers them all. The loss is linear in the outputs
+of the layers, with known random coefficients: these *are* the direct gradients. The reference takes the weights from
+the layers, and states and inputs from the arrays of the test; gradients of weights and inputs are compared with
+TensorFlow's in the user's own graph.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CELLS = {
     "gru_before": (keras.layers.GRU, {"reset_after": False}),
 }
 DIRECTIONS, STARTS = ("forward", "backward", "bidirectional"), ("zeros", "stateful", "given", "stateful_given")
-#: Also a sample that is all padding.
+#: The last sample is all padding.
 MASK = np.array([[False, True, False, True], [True, True, False, False], [False] * 4])
 
 
@@ -52,7 +52,7 @@ class Variant:
 
     @property
     def returns_state(self):
-        """Keras cannot build a bidirectional layer that is stateful and returns its state."""
+        """Return whether the layer returns its state; Keras cannot build a stateful bidirectional layer that does."""
         return not (self.direction == "bidirectional" and "stateful" in self.start)
 
     def layer(self, unroll):
@@ -73,7 +73,7 @@ class Variant:
 
 @dataclass
 class Branch:
-    """One variant in a model: its layers, what they start from, and the coefficients of what they return."""
+    """One variant in a model: its layers, their initial states, and the loss coefficients of their outputs."""
 
     variant: Variant
     layers: list
@@ -86,7 +86,7 @@ class Branch:
         return self.variant.name
 
     def reference(self, index, x, mask, session) -> Reference:
-        """The float64 reference of one direction."""
+        """Return the float64 reference of one direction."""
         return bptt(
             self.cell(index, session),
             x,
@@ -110,14 +110,14 @@ class Branch:
         return GRU(kernel, recurrent, outer, inner, reset_after=True)
 
     def direct_grad(self, index):
-        """Coefficients of what one direction returns, in the order of time."""
+        """Return the loss coefficients of one direction's outputs, in order of time."""
         coefficients = self.output[..., index * UNIT : (index + 1) * UNIT]
         return (
             coefficients[:, ::-1] if self.variant.direction == "backward" and self.variant.sequences else coefficients
         )
 
     def state_grad(self, index, mask):
-        """What the loss brings to the states, (sample, time, unit): nothing where a constant is returned for them."""
+        """Return the direct gradient of the states (sample, time, unit): zero where the output is a constant."""
         grad = np.zeros((SAMPLE, TIME, UNIT))
         if self.variant.sequences:
             grad[:] = self.direct_grad(index)
@@ -126,8 +126,11 @@ class Branch:
         return grad if mask is None else grad * self.reaches_state(index, mask)[..., None]
 
     def reaches_state(self, index, mask):
-        """Where the output moves with the state: Keras 2 returns zeros before the first step that is not masked, and
-        at every masked step of a bidirectional layer that returns all steps."""
+        """Return a mask (sample, time) of the outputs that depend on the state.
+
+        Keras 2 returns zeros before the first valid step, and at every masked step of a bidirectional layer that
+        returns all steps.
+        """
         step = -1 if self.variant.directions[index] == "backward" else 1
         is_reached = (mask[:, ::step].cumsum(1) > 0)[:, ::step]
         return is_reached & mask if self.variant.direction == "bidirectional" and self.variant.sequences else is_reached
@@ -135,7 +138,7 @@ class Branch:
 
 @dataclass
 class Group:
-    """One model with a branch per variant, what it is fed, and its loss as a tensor."""
+    """One model with a branch per variant, its input arrays, and its loss as a tensor."""
 
     model: keras.Model
     session: tf.Session
@@ -153,7 +156,7 @@ class Group:
         return rl.trace(self.model, self.arrays, loss=self.loss.name, **options)
 
     def run_gradients(self):
-        """By the inputs that are floats, and by variable: TensorFlow's, in the user's own graph."""
+        """Return TensorFlow's gradients in the user's own graph: by float inputs (list) and by variable name (dict)."""
         feed = dict(zip(self.model.inputs, self.arrays, strict=True))
         gradients = self.session.run(self.gradients, feed)
         return gradients[:3], {v.name: g for v, g in zip(self.model.trainable_weights, gradients[3:], strict=True)}
@@ -170,7 +173,7 @@ def make_group(variants, masked, unroll, session):
     coefficients = [[random.normal(size=t.shape) for t in outputs] for _, outputs in calls]
     terms = [tf.reduce_sum(c * t) for c, t in zip(chain(*coefficients), model.outputs, strict=True)]
     loss = tf.add_n(terms, name="loss")
-    # Before anything is run: a While that was run has no place any more for what its gradient needs.
+    # Before any run: TensorFlow cannot add to a While that was run the outputs that its gradient needs.
     gradients = tf.gradients(loss, [x, *states, *model.trainable_weights], unconnected_gradients="zero")
     recorded_states = [v for layer in _stateful_layers(model) for v in tf.nest.flatten(layer.states)]
     for v in {id(v): v for v in (*model.weights, *recorded_states)}.values():
@@ -200,7 +203,7 @@ def _make_branch(variant, layer, coefficients, given_states, session):
     output, *finals = coefficients
     starts = []
     for i, direction_layer in enumerate(direction_layers):
-        if "stateful" in variant.start:  # Keras 2 starts from what is recorded as soon as that is not all zero
+        if "stateful" in variant.start:  # Keras 2 starts from the recorded state unless it is all zero
             starts.append(session.run(tf.nest.flatten(direction_layer.states)))
         elif "given" in variant.start:
             starts.append([given_states[(i * count + k) % 2] for k in range(count)])
@@ -214,7 +217,7 @@ def _make_branch(variant, layer, coefficients, given_states, session):
 def session(graph):
     keras.backend.set_floatx("float64")
     config = tf.ConfigProto()
-    config.graph_options.rewrite_options.disable_meta_optimizer = True  # rewriting hundreds of loops takes the time
+    config.graph_options.rewrite_options.disable_meta_optimizer = True  # rewriting hundreds of loops is slow
     with tf.Session(graph=graph, config=config) as session:
         tf.keras.backend.set_session(session)
         yield session
@@ -226,12 +229,12 @@ def assert_close(actual, expected, label):
 
 
 def is_refused(masked, unroll):
-    """What rnnlens refuses by name."""
+    """Return whether rnnlens refuses a layer, given whether it is masked and unrolled: it does if both hold."""
     return masked and unroll
 
 
 def check_group(group):
-    """States, total gradients, and those of all weights and inputs."""
+    """Check states, total gradients, and the gradients of all weights and inputs."""
     trace = group.trace()
     by_x, *by_states = [np.zeros_like(a) for a in (group.arrays[0], *group.arrays[2:])]
     for branch in group.branches:
@@ -254,7 +257,7 @@ def check_group(group):
 
 
 def check_weights(node, index, expected):
-    """What is swept through time, against TensorFlow's own."""
+    """Check one direction's weight gradients, summed over time, against TensorFlow's own."""
     for name, grad in expected.items():
         key = name.rpartition("/")[2].removesuffix(":0")
         actual = [node[f"{key}_grad"]]
@@ -264,7 +267,7 @@ def check_weights(node, index, expected):
 
 
 def check_node(node, branch, references):
-    """States, and their total gradients, at every step of every direction."""
+    """Check states and their total gradients at every step of every direction."""
     names = ("hidden", "cell") if branch.variant.cell == "lstm" else ("hidden",)
     for index, reference in enumerate(references):
         for name, states, grads in zip(names, reference.states, reference.state_grads, strict=True):
@@ -295,7 +298,7 @@ def check_refused(group):
 def test_equal_or_refused_by_name(session, cell, masked, unroll, bias, direction):
     variants = [Variant(cell, bias, direction, *options) for options in product((True, False), STARTS)]
     group = make_group(variants, masked, unroll, session)
-    with rl.options(certify="never"):  # what is compared here is more
+    with rl.options(certify="never"):  # the comparisons here cover more
         (check_refused if is_refused(masked, unroll) else check_group)(group)
 
 

@@ -1,4 +1,4 @@
-"""Where TensorFlow says None, the reason is read off the graph: a reason exactly where ``tf.gradients`` gives none."""
+"""A missing gradient has a reason, read from the graph, exactly where ``tf.gradients`` returns None."""
 
 import numpy as np
 import pytest
@@ -53,12 +53,12 @@ MORE_CASES = {"integers_on_the_way": cast_and_back, "non_differentiable": compar
 
 
 def net_of(transform):
-    """A recurrence over what ``transform`` makes of a linear map of x."""
+    """Return a net whose recurrence reads ``transform`` of a linear map of x, and TensorFlow's d(out)/dx."""
     x = tf.placeholder(tf.float64, [None, 4, 3], name="x")
     h = tf.layers.dense(x, 3, name="below")
     _, state = tf.nn.dynamic_rnn(tf.nn.rnn_cell.GRUCell(2), transform(h), dtype=tf.float64)
     out = tf.layers.dense(state, 2, name="head")
-    # Before the session: control flow v2 takes no gradients of a loop that is already in one.
+    # Before the session: under control flow v2, a loop that is already in one has no gradients.
     dx = tf.gradients(out, x)[0]
     sess = tf.Session()
     sess.run(tf.global_variables_initializer())

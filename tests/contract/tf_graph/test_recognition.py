@@ -1,4 +1,4 @@
-"""Cells are known by their equations, however these are written; a step that differs in one term is not known."""
+"""Cells are recognised by their equations in any notation; a step that differs in one term is not recognised."""
 
 import pytest
 import tensorflow.compat.v1 as tf
@@ -14,7 +14,7 @@ def weight(name, *shape):
 
 
 def affine(x, h, name, gates=1):
-    """W x + U h + b of some gates side by side, from two products."""
+    """Return W x + U h + b (sample, gate * unit) for gates side by side, from two products."""
     kernel, recurrent = weight(f"{name}_w", FEATURES, gates * UNITS), weight(f"{name}_u", UNITS, gates * UNITS)
     return tf.matmul(x, kernel) + tf.matmul(h, recurrent) + weight(f"{name}_b", gates * UNITS)
 

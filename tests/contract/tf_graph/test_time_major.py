@@ -1,4 +1,4 @@
-"""Graphs that are fed (time, sample, feature): every verb names their axes, as it does of any other framework."""
+"""Graphs fed with (time, sample, feature): results of every verb have named axes, in the usual order."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ Y = np.random.default_rng(1).normal(size=(SAMPLES, 2))
 
 @pytest.fixture(params=["any number of steps", "a fixed number of steps"])
 def net_and_gradients(request):
-    """A net, and TensorFlow's gradient of its loss by its input."""
+    """Provide a net, and TensorFlow's gradients of its loss and of each output unit by its input."""
     steps = None if request.param.startswith("any") else STEPS
     x, y = tf.placeholder(tf.float64, [steps, None, FEATURES]), tf.placeholder(tf.float64, [None, 2])
     outputs, state = tf.nn.dynamic_rnn(tf.nn.rnn_cell.GRUCell(5), x, dtype=tf.float64, time_major=True)
@@ -39,7 +39,7 @@ def test_gradients_in_batches(net_and_gradients):
     net, _, _ = net_and_gradients
     one_batch = rl.gradients(net, X, of="output[head]", reduce="sum", wrt="input")
     in_batches = rl.gradients(net, X, of="output[head]", reduce="sum", wrt="input", batch_size=2)
-    rounding = 1e-14 * np.abs(one_batch.values).max()  # of sums in which an element cancels
+    rounding = 1e-14 * np.abs(one_batch.values).max()  # of sums whose terms cancel
     np.testing.assert_allclose(in_batches.values, one_batch.values, rtol=1e-12, atol=rounding)
 
 
@@ -54,7 +54,7 @@ def test_time_jacobian(net_and_gradients):
 
 @pytest.mark.parametrize("time_first", [False, True], ids=["fed with samples first", "fed with time first"])
 def test_transpositions_on_the_way_to_the_loop(time_first):
-    """Which axis counts steps is that of what is fed, not that of what the loop reads."""
+    """The time axis is that of the fed array, even if the graph transposes it before the loop."""
     x, y = tf.placeholder(tf.float64, [None, None, FEATURES]), tf.placeholder(tf.float64, [None, 2])
     rnn_input = tf.layers.dense(tf.transpose(x, [1, 0, 2]), 6, tf.tanh, name="below")
     cell = tf.nn.rnn_cell.BasicRNNCell(5)

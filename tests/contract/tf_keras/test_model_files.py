@@ -1,4 +1,4 @@
-"""Files that Keras 2 wrote, through the command line's reader: the same model again, and nothing of the file is run."""
+"""Keras 2 files in the command line's reader: the loaded model equals the saved one, and no code of the file runs."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_saved_graph_is_no_configuration(tmp_path):
     model.save(path, save_format="tf")
     metadata = saved_metadata_pb2.SavedMetadata()
     metadata.ParseFromString((path / "keras_metadata.pb").read_bytes())
-    for node in metadata.nodes:  # a model that was subclassed says another class
+    for node in metadata.nodes:  # a subclassed model has another class name
         node.metadata = node.metadata.replace('"class_name": "Sequential"', '"class_name": "Subclassed"')
     (path / "keras_metadata.pb").write_bytes(metadata.SerializeToString())
     with pytest.raises(errors.FileError, match="a subclassed model, Subclassed, is in there as graphs only"):

@@ -1,4 +1,4 @@
-"""What Keras 2 does otherwise than Keras 3, held to TensorFlow's own tape and to NumPy; and what is refused by name."""
+"""Behaviour in which Keras 2 differs from Keras 3: results equal TensorFlow's and NumPy's, or are refused by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_recorded_state_wins_over_a_given_one_as_soon_as_it_is_not_zero():
     model = keras.Model([inputs, start], layer(inputs, initial_state=start))
     start_state = RANDOM.normal(size=(3, 4))
     first = rl.trace(model, [X, start_state])["rnn"]
-    np.testing.assert_allclose(first.hidden, model([X, start_state]), rtol=1e-12)  # and now a state is recorded
+    np.testing.assert_allclose(first.hidden, model([X, start_state]), rtol=1e-12)  # this call records a state
     recorded_state = layer.states[0].numpy()
     second = rl.trace(model, [X, start_state])["rnn"]
     np.testing.assert_array_equal(layer.states[0].numpy(), recorded_state)
@@ -129,7 +129,7 @@ def test_keras_3_is_not_loaded_for_a_model_of_keras_2():
 @pytest.mark.parametrize("backwards", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("kind", ["LSTM", "SimpleRNN"])
 def test_time_as_the_first_axis_changes_nothing_in_results(kind, backwards):
-    """The same weights, run with samples first."""
+    """A ``time_major`` layer has the results of a batch-major layer with the same weights."""
     options = {"return_sequences": True, "go_backwards": backwards, "name": "rnn"}
     time_major_layer = getattr(keras.layers, kind)(3, time_major=True, **options)
     swap_axes = lambda: keras.layers.Lambda(lambda t: tf.transpose(t, [1, 0, 2]))  # noqa: E731
@@ -160,7 +160,7 @@ def test_a_version_that_nobody_tested_is_refused_by_name(monkeypatch):
 
 
 def test_a_model_compiled_without_a_loss_says_so():
-    """As those with a train_step of their own are."""
+    """A model compiled without a loss, as with a custom ``train_step``, raises an error unless ``loss=`` is given."""
     model = keras.Sequential([keras.Input((5, 2)), keras.layers.GRU(3), keras.layers.Dense(1)])
     model.compile("sgd")
     with pytest.raises(errors.ModelError, match="was compiled without a loss"):
@@ -169,7 +169,7 @@ def test_a_model_compiled_without_a_loss_says_so():
 
 
 def test_an_untrained_copy_has_the_loss_of_the_model(tmp_path):
-    """Keras 2 clones a model without what ``compile`` was given."""
+    """A report's re-initialised copy has the model's loss, although Keras 2 clones a model without its ``compile``."""
     model = keras.Sequential([keras.Input((5, 2)), keras.layers.LSTM(3, name="lstm"), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     path = rl.report(model, X, Y, tmp_path / "r.html", baseline="init", diagnosis=False, jacobian=False)

@@ -1,4 +1,4 @@
-"""What a capture promises beyond numbers: forms of models and data, dropout, dtypes, names, notes, refusals."""
+"""Captures of torch models beyond their values: forms of models and data, dropout, dtypes, names, notes, refusals."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_plain_layers_by_name():
 
 @pytest.mark.parametrize("kind", [nn.Identity(), nn.Dropout(0.3), nn.ReLU(), nn.Tanh()], ids=repr)
 def test_a_layer_beside_a_residual_path_has_the_gradient_of_its_own_output(kind):
-    """Identity, and Dropout in evaluation, return the tensor that they were given, which is used beside them too."""
+    """A layer that returns its input tensor (Identity, Dropout in eval) has its own gradient beside a skip path."""
     torch.manual_seed(0)
 
     class Residual(nn.Module):
@@ -541,7 +541,10 @@ def test_a_packed_classifier_keeps_the_callers_order():
 
 
 def test_outputs_alone_are_those_of_a_whole_capture():
-    """In float64: in float32 torch has other kernels without gradients, whose rounding differs on some processors."""
+    """Outputs captured without calls equal those of a full capture.
+
+    In float64: in float32, torch's kernels without gradients round differently on some processors.
+    """
     torch.manual_seed(0)
     net, (x, _) = Tagger().double(), data(torch.float64)
     request = CaptureRequest(inputs=False, gradients=False, weight_grads=False)

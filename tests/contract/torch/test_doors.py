@@ -1,4 +1,4 @@
-"""What a user may get wrong in a call on a torch model: said in words, before anything runs; nothing is dropped."""
+"""Wrong arguments in calls on a torch model: each gives an error before anything runs, and none is ignored."""
 
 from __future__ import annotations
 

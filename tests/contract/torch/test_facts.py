@@ -1,4 +1,4 @@
-"""What the adapter says of a module without running it, and what verbs make of that."""
+"""Facts that the adapter reports about a torch module without running it, and how verbs use them."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from rnnlens.adapters.torch import adapter
 
 
 class Tagger(nn.Module):
-    """Two 2-D weights called ``weight``; one of them is a table."""
+    """Model with two 2-D weights called ``weight``, one of which is an embedding table."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ def test_named_tuples_of_arrays_stay_named_tuples():
 
 
 class Private(nn.Module):
-    """A module of the user's own, with an attribute that rnnlens does not use."""
+    """A user's module with a property ``nonlinearity`` that raises an error."""
 
     @property
     def nonlinearity(self):

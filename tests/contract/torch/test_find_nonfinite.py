@@ -1,4 +1,4 @@
-"""The first number that is not finite in torch models, against where it was planted or a loop of NumPy has it."""
+"""The search for the first non-finite number in torch models locates it where it was planted or NumPy overflows."""
 
 import logging
 
@@ -98,7 +98,7 @@ def test_what_the_loss_cannot_take(end, loss, reason):
 
 
 def train_with_nan(path, *, nan_step, **options):
-    """Twelve steps of SGD, of which one is fed a NaN; the weights that it met, and the incident that was written."""
+    """Train 12 SGD steps with a NaN at ``nan_step``; return net, weights before that step, and the written incident."""
     torch.manual_seed(0)
     net, weights = Net(), {}
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)

@@ -1,4 +1,4 @@
-"""Coordinates of a DataArray survive into every result whose axes count the same thing."""
+"""Results have the coordinates of an input DataArray on all axes that count the same samples, steps or features."""
 
 import numpy as np
 import pytest
@@ -85,7 +85,7 @@ def test_of_weights_of_a_layer_that_reads_no_input(series):
 
 
 def labelled_series(model, count, steps=12):
-    """Samples that the model is asked to remember, labelled from 500 on."""
+    """Return x with sample labels from 500 on, and y: the first two features of its last step."""
     values = np.random.default_rng(1).normal(size=(count, steps, F)).astype("float32")
     coords = {"sample": 500 + np.arange(count)}
     return xr.DataArray(values, dims=("sample", "time", "feature"), coords=coords), values[:, -1, :2]

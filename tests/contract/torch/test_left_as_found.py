@@ -1,4 +1,4 @@
-"""The model, its tensors, the random states and the flags are as before: after success, errors and an interrupt."""
+"""Model, tensors, random states and flags are restored after success, errors and interrupts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Cell(nn.Module):
 
 
 class StatefulModel(nn.Module):
-    """What a forward pass can leave behind: statistics, own attributes, random numbers, a graph, a frozen part."""
+    """Model whose forward changes statistics, attributes and random states and keeps a graph; one part is frozen."""
 
     def __init__(self):
         super().__init__()
@@ -159,7 +159,7 @@ def test_gradients_also_where_the_caller_turned_them_off(grad_mode):
 
 
 def test_results_do_not_follow_the_users_tensors():
-    """Weights and inputs that change afterwards do not change the result."""
+    """A trace does not change if the user's weights and inputs change afterwards."""
     model, x = nn.LSTM(F, H, batch_first=True), torch.randn(B, T, F)
     trace = rl.trace(model, x, loss=lambda out: out[0].sum())
     before = {name: value.values.copy() for name, value in trace["lstm"].dataset.items()}

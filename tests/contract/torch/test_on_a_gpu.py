@@ -1,4 +1,4 @@
-"""What a GPU asks for, tested without one: the settings of a call, and arrays that NumPy cannot read where they lie."""
+"""GPU behaviour, tested without a GPU: precision settings during a call, and tensors that NumPy cannot read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rnnlens.autodiff import engine
 
 ROOT = Path(__file__).resolve().parents[3]
 
-#: How programs allow TF32: by the names before torch 2.9 and after, and by both.
+#: Ways to allow TF32: by the names before torch 2.9, by the names since, and by both.
 SETTINGS = {
     "as torch is": lambda: None,
     "high": lambda: torch.set_float32_matmul_precision("high"),
@@ -33,7 +33,7 @@ SETTINGS = {
 
 
 def precisions():
-    """Return the newer names' settings, which can always be read."""
+    """Return the ``fp32_precision`` settings, which can always be read."""
     backends = torch.backends
     operations = (backends.cuda.matmul, backends.cudnn.rnn, backends.cudnn.conv)
     return [operation.fp32_precision for operation in operations]
@@ -60,7 +60,7 @@ def test_a_call_computes_without_tf32_and_restores_the_setting(name, monkeypatch
 
 
 class KernelFlags(TorchFunctionMode):
-    """Record dropout and training mode of fused recurrences."""
+    """Mode that records (dropout rate, training flag) of each call of a fused RNN kernel."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +89,7 @@ def test_a_kernel_in_eval_mode_runs_differentiable_and_without_dropout(kind, pac
 
 
 def test_results_where_numpy_cannot_read_a_tensor():
-    """Tests of every verb again, with tensors that refuse NumPy and each other's device until they are copied."""
+    """Tests of every verb pass on pretended GPU tensors, which NumPy and other devices cannot read without a copy."""
     oracle, one_length = "tests/oracle/torch", "exchanged_where_the_model_takes_one_length_only"
     tests = [
         "tests/contract/torch/test_zoo.py::test_traced",
@@ -99,7 +99,7 @@ def test_results_where_numpy_cannot_read_a_tensor():
         f"{oracle}/test_jacobian.py::test_chunks_of_a_sweep_in_blocks",
         f"{oracle}/test_diagnosis_truth.py::test_the_state_of_a_cell_of_ones_own_is_{one_length}",
     ]
-    # Lengths of packed sequences have to lie on the CPU, and here all that a test makes does not.
+    # Packed sequences need lengths on the CPU, and here every tensor of a test is on the pretended GPU.
     packed = "tests/contract/torch/test_zoo.py::test_traced[packed_sentiment_classifier]"
     options = ["-q", "-p", "pretended_gpu", "-p", "no:cacheprovider", "-m", "not full", "--deselect", packed]
     helpers = os.pathsep.join([str(ROOT / "tests" / "helpers"), os.environ.get("PYTHONPATH", "")])

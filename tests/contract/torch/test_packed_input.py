@@ -1,4 +1,4 @@
-"""A model whose input is a packed sequence: every trace of it, and what is left of a data set's random states."""
+"""Traces of packed sequences have torch's gradients, and a shuffling loader leaves torch's random state unchanged."""
 
 import numpy as np
 import pytest

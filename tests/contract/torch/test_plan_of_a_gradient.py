@@ -1,4 +1,4 @@
-"""The plan of a gradient is data: where every tensor of a question is met, before anything is differentiated."""
+"""The plan of a gradient is data: how each tensor's gradient is obtained, before anything is differentiated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rnnlens.verbs.recurrent_layers import ReplayedLayers
 
 
 class Net(nn.Module):
-    """A bidirectional GRU, a loop of a cell, a linear layer."""
+    """Model of a bidirectional GRU, a GRU cell in a loop, and a linear layer."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The plan of a time Jacobian is data: which route, which way, in which pieces; made without computing anything."""
+"""The plan of a time Jacobian is data (route, mode, pieces), made without computing any Jacobian."""
 
 from contextlib import contextmanager
 
@@ -18,7 +18,7 @@ B, T, F, H = 3, 5, 3, 4
 
 
 class Tagger(nn.Module):
-    """Recurrent layers with a head at every step."""
+    """LSTM layers with a linear head at every step."""
 
     def __init__(self, outputs=2, layers=1, **options):
         super().__init__()
@@ -30,7 +30,7 @@ class Tagger(nn.Module):
 
 
 class Feedback(nn.Module):
-    """A cell that is fed what it said before, through a head."""
+    """GRU cell that is fed its previous output, computed by a linear head."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""One fault of each kind, planted in a torch net, and nets that are well: the first of what the benchmark counts."""
+"""Each kind of planted fault in a torch network is named, and healthy networks have none (part of the benchmark)."""
 
 import sys
 from pathlib import Path

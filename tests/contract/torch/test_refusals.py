@@ -1,4 +1,4 @@
-"""Arguments that mean nothing are refused by name; arguments in a form that is seldom met give the same numbers."""
+"""Meaningless arguments are refused by name; arguments in a rare form give the same values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes after the trace works on torch results as on any: tables, files, pictures, weights, Jacobians."""
+"""Tables, files, figures, weights and Jacobians work on torch results as on those of other frameworks."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_lone_array_says_how_it_was_checked_also_from_a_file(verb, suffix, mod
 
 
 class OneByOne(nn.Module):
-    """The layer is called for one sample after the other."""
+    """Model that calls its LSTM once per sample."""
 
     def __init__(self):
         super().__init__()
@@ -136,7 +136,7 @@ class OneByOne(nn.Module):
 
 
 def test_a_report_of_a_loop_over_the_samples(tmp_path):
-    """Each call of the layer has one sample, and other data has other numbers of calls."""
+    """A report works if a layer is called once per sample, so that the number of calls depends on the data."""
     torch.manual_seed(0)
     path = rl.report(OneByOne(), torch.randn(B, T, F), torch.randn(B, T, 1), tmp_path / "a.html",
                      loss=nn.functional.mse_loss, diagnosis=False)  # fmt: skip

@@ -17,7 +17,7 @@ KINDS = {
     "gru": (nn.GRU, "GRU", {"reset_after": True}),
     "simple_rnn": (nn.RNN, "SimpleRNN", {}),
 }
-#: Keras' gates in torch's order.
+#: For each gate in Keras' order, its position in torch's.
 KERAS_GATES = {"lstm": (0, 1, 2, 3), "gru": (1, 0, 2), "simple_rnn": (0,)}
 
 
@@ -32,7 +32,7 @@ class Model(nn.Module):
 
 
 def keras_weights(module, cell, suffix):
-    """Kernel, recurrent kernel and bias as Keras holds them, from torch's tensors."""
+    """Return kernel, recurrent kernel and bias in Keras' layout, from torch's tensors."""
 
     def reordered(name):
         value = getattr(module, f"{name}_l0{suffix}").detach().numpy()

@@ -1,4 +1,4 @@
-"""The way of ``wrt`` through ``rl.gradients``: few files, each entered from one other; functions of few parameters."""
+"""``rl.gradients`` passes ``wrt`` through at most 9 files, each called from one other file."""
 
 from __future__ import annotations
 

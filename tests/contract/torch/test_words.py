@@ -1,4 +1,4 @@
-"""Words of a time Jacobian that are easily taken for each other."""
+"""``rl.jacobian`` with a measure such as "norm" in ``reduce=`` raises an error that names ``measure=``."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Models as people write them: each traced, each self-check within bounds, total gradients against torch's own."""
+"""Common torch models: each is traced, its self-checks are within bounds, and its gradients equal torch's own."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_traced(name):
 
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_loss_and_weight_gradients_are_those_of_training(name):
-    """What the trace says of dL/dW is what ``loss.backward()`` would put into ``.grad``."""
+    """The captured loss and the norm of dL/dW equal those of ``loss.backward()``."""
     model, x, y, loss, _ = build(name)
     capture = adapter.capture(model, Batch(x, y, loss=loss, seed=3), CaptureRequest(None))
     model.eval()
@@ -69,7 +69,7 @@ def test_loss_and_weight_gradients_are_those_of_training(name):
 
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_gradients_below_a_layer_are_those_of_the_pullback(name):
-    """The sweep through a layer, started from direct gradients, gives what torch gives at the layer's initial state."""
+    """Backpropagation through a layer from its direct gradients gives torch's gradient of its initial state."""
     model, x, y, loss, nodes = build(name)
     batch = Batch(x, y, loss=loss, seed=3)
     calls = {}
@@ -86,7 +86,7 @@ def test_gradients_below_a_layer_are_those_of_the_pullback(name):
         call = next(c for c in calls[port.layer] if port.direction in (None, c.direction))
         run = Replay.from_call(call)
         computed = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad).initial_state_grad[0]
-        if pulled_grads[port] is None:  # the cell started from zeros of its own
+        if pulled_grads[port] is None:  # the cell created its initial zeros itself
             assert name == "minimal_gated_unit"
             continue
         scale = float(computed.abs().max()) or 1.0

@@ -1,4 +1,4 @@
-"""Recurrent models written the way people write them. Each builder returns (model, x, y, loss, nodes)."""
+"""Recurrent torch models as users write them; each builder returns (model, x, y, loss, names of the nodes)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def seq2seq_with_attention():
             return self.gru(self.embedding(source))
 
     class Attention(nn.Module):
-        """Bahdanau et al. 2014, arXiv:1409.0473, section 3.1."""
+        """Additive attention: Bahdanau et al. 2014, arXiv:1409.0473, section 3.1."""
 
         def __init__(self, hidden):
             super().__init__()
@@ -187,7 +187,7 @@ def many_to_one():
 @entry
 def lightning_style_module():
     class LitRegressor(nn.Module):
-        """Laid out as a LightningModule is; the trainer is not needed to look inside."""
+        """Model with the methods of a LightningModule, which rnnlens reads without Lightning's trainer."""
 
         def __init__(self):
             super().__init__()
@@ -239,7 +239,7 @@ def vae_rnn():
 
 
 class MinimalGatedUnit(nn.Module):
-    """Zhou et al. 2016, arXiv:1603.09420, eqs. 7-9."""
+    """Minimal gated unit: Zhou et al. 2016, arXiv:1603.09420, eqs. 7-9."""
 
     def __init__(self, inputs, units):
         super().__init__()
@@ -272,7 +272,7 @@ def minimal_gated_unit():
 @entry
 def independent_rnn():
     class IndRNNCell(nn.Module):
-        """Li et al. 2018, arXiv:1803.04831, eq. 1: the recurrent weight is a vector."""
+        """IndRNN cell, whose recurrent weight is a vector: Li et al. 2018, arXiv:1803.04831, eq. 1."""
 
         def __init__(self, inputs, units):
             super().__init__()
@@ -303,7 +303,7 @@ def independent_rnn():
 @entry
 def peephole_lstm():
     class PeepholeCell(nn.Module):
-        """Gers, Schmidhuber 2000: gates also see the cell state."""
+        """LSTM cell whose gates also read the cell state (Gers, Schmidhuber 2000)."""
 
         def __init__(self, inputs, units):
             super().__init__()
@@ -398,7 +398,7 @@ def reinforcement_learning_step_loop():
         return -(chosen * (returns - values.detach())).mean() + functional.mse_loss(values, returns)
 
     dones = torch.zeros(BATCH, STEPS)
-    dones[1, 3] = 1  # an episode that ends: the state of one sample is wiped, the others go on
+    dones[1, 3] = 1  # an episode ends: the state of one sample is reset, those of the others are kept
     return ActorCritic(), (series(), dones), torch.randn(BATCH, STEPS), loss, ["rnn"]
 
 

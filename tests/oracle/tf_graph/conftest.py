@@ -1,4 +1,4 @@
-"""Each test has its own graph; tests that do not depend on the control flow run under v1 alone."""
+"""Each test has its own graph; tests that do not depend on the control flow run under v2 only in full runs."""
 
 from graph_mode import graph, mark_full_under_v2, v1
 

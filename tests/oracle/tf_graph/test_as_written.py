@@ -1,6 +1,6 @@
-"""Models as people write them, all of them in one graph: every state of every layer, against the same written by hand.
+"""Common models, all in one graph: every state and total gradient equals that of the same models unrolled by hand.
 
-By hand means one step after the other: then every state is a tensor, of which TensorFlow says the total gradient.
+Unrolled by hand, every state is a tensor, so that TensorFlow computes its total gradient.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ DATA = np.random.default_rng(0).normal(size=(SAMPLES, STEPS, FEATURES))
 
 
 class LayerRunner:
-    """Runs cells in loops of TensorFlow's, or by hand: then the states after each step are kept, by layer."""
+    """Runner of cells in TensorFlow's loops or, ``by_hand``, step by step; then it keeps the states by layer."""
 
     def __init__(self, by_hand):
         self.by_hand, self.states = by_hand, {}
@@ -43,7 +43,7 @@ class LayerRunner:
             return tf.stack(outputs, 1), state
 
     def loop(self, name, x, count, read_step):
-        """An Elman network in a while loop of its own, the input read step by step."""
+        """Return the outputs of an Elman network in a while loop that reads its input by ``read_step``."""
         shapes = {"W": [FEATURES, UNITS], "V": [UNITS, UNITS], "b": [UNITS]}
         w = {key: tf.get_variable(key, shape, x.dtype) for key, shape in shapes.items()}
 
@@ -78,7 +78,7 @@ def index(run, x, lengths):
 
 
 def index_of_some(run, x, lengths):
-    """Ends before its input does; the index is asked for by ``tf.gather``."""
+    """Return the loss of a loop that ends two steps before its input, which it reads by ``tf.gather``."""
     return weighted_sum(run.loop("index_of_some", x, STEPS - 2, lambda t: tf.gather(x, t, axis=1)), 1)
 
 
@@ -99,7 +99,7 @@ def attention_after(run, x, lengths):
 
 
 def shared_by_two(run, x, lengths):
-    """One encoder for two inputs: one set of variables, two loops."""
+    """Return the loss of one encoder for two inputs: one set of variables, two loops."""
     final_states = []
     for sequence in (x, 0.5 * x[:, ::-1]):
         with tf.variable_scope("encoder", reuse=bool(final_states)):
@@ -148,9 +148,9 @@ def chosen_by_a_condition(run, x, lengths):
 
 
 def carries_its_state_over(run, x, lengths):
-    """Starts from a variable, and leaves its last state there for the next batch.
+    """Return the loss of a GRU that starts from a variable and stores its last state there for the next batch.
 
-    A resource: TensorFlow differentiates a reference variable as it is after it was set.
+    The variable is a resource: TensorFlow differentiates a reference variable with its value after the assignment.
     """
     initializer = tf.random_normal_initializer(seed=3)
     saved_state = tf.get_variable("held", [SAMPLES, UNITS], x.dtype, initializer, trainable=False, use_resource=True)
@@ -180,7 +180,7 @@ MODELS = (
 
 
 def build_models(by_hand):
-    """The loss of all models, what is fed, and the states that are tensors."""
+    """Return the summed loss of all models, x, lengths, and (only ``by_hand``) the states by layer."""
     x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
     lengths, run = tf.placeholder(tf.int32, [None]), LayerRunner(by_hand)
     losses = []
@@ -192,7 +192,7 @@ def build_models(by_hand):
 
 
 def states_by_hand(values):
-    """By layer: states and total gradients, (sample, time, unit) each, by TensorFlow; and whether it has lengths."""
+    """Return by layer TensorFlow's states and total gradients (sample, time, unit), and whether it has lengths."""
     with tf.Graph().as_default(), tf.Session() as session:
         loss, x, lengths, layers = build_models(by_hand=True)
         for variable in tf.global_variables():
@@ -230,7 +230,7 @@ def test_every_state_of_every_model():
 
 
 def test_a_loop_that_ends_before_what_it_reads_is_refused():
-    """The steps of a TensorArray are not known to the last; where the tensor is indexed, they are."""
+    """A loop that stops before its TensorArray ends is refused, since the last steps are unknown."""
     x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
     steps = tf.TensorArray(x.dtype, STEPS).unstack(tf.transpose(x, [1, 0, 2]))
     loss = tf.reduce_sum(LayerRunner(by_hand=False).loop("", x, STEPS - 2, steps.read))
@@ -241,7 +241,7 @@ def test_a_loop_that_ends_before_what_it_reads_is_refused():
 
 
 def test_a_penalty_in_the_loss_does_not_accuse_gradients_of_states():
-    """The loss reaches the kernel past the loop as well; its gradient there is no part of the sweep."""
+    """State gradients pass their certificate despite an L2 penalty, which reaches the kernel outside the loop."""
     x = tf.placeholder(tf.float64, [3, 5, 2], name="x")
     outputs, _ = tf.nn.dynamic_rnn(tf.nn.rnn_cell.GRUCell(4), x, dtype=tf.float64)
     loss = tf.reduce_sum(outputs**2) + 0.01 * tf.add_n([tf.nn.l2_loss(v) for v in tf.trainable_variables()])
@@ -254,7 +254,7 @@ def test_a_penalty_in_the_loss_does_not_accuse_gradients_of_states():
 
 
 def test_the_jacobian_of_a_residual_stack_that_runs_backward():
-    """The lower cell is read by the upper one and by the output, against the order of time."""
+    """The Jacobian of a backward residual stack is exact: the upper cell and the output both read the lower cell."""
     x = tf.placeholder(tf.float64, [2, 5, 3], name="x")
 
     def make():

@@ -1,6 +1,6 @@
-"""Convolutional LSTMs in graphs of users: states, gates, total gradients, weights and time Jacobians.
+"""Convolutional LSTMs in users' graphs: states, gates, total gradients, weight gradients and time Jacobians.
 
-Against TensorFlow's gradients of the same cell called step by step in another graph, and against the layer of Keras.
+They equal TensorFlow's gradients of the same cell called step by step in another graph, and those of the Keras layer.
 """
 
 import numpy as np
@@ -86,7 +86,7 @@ class ConvLSTMCase:
             self.c_grad, self.h_grad = (np.stack(session.run(state_grads[i::2]), 1) for i in range(2))
             self.x_grad = session.run(tf.gradients(loss, x)[0])
             self.weight_grads = session.run(tf.gradients(loss, tf.global_variables()))
-            self.norms = np.zeros((SAMPLES, STEPS, STEPS))  # of h after each step by x at each step
+            self.norms = np.zeros((SAMPLES, STEPS, STEPS))  # squared norms of dh/dx: (sample, step of h, step of x)
             for t, (_, h) in enumerate(step_states if norms else []):
                 for total in tf.unstack(tf.reshape(tf.reduce_sum(h, 0), [-1])):
                     squares = np.square(session.run(tf.gradients(total, x)[0]))
@@ -175,7 +175,7 @@ NATIVE = [
 
 @pytest.mark.parametrize(("rank", "options"), NATIVE)
 def test_cells_that_differ_in_a_detail_have_states_and_no_gates(rank, options):
-    """A skip connection, a forget bias without a variable, a weight of its own at each place."""
+    """With a skip connection, a forget bias that is no variable, or peephole weights per pixel, there are no gates."""
     case = ConvLSTMCase(rank, "dynamic", **options)
     trace = rl.trace(case.net, case.x)
     assert trace.certificate.state == "passed", trace.certificate
@@ -199,7 +199,7 @@ def test_cells_that_differ_in_a_detail_have_states_and_no_gates(rank, options):
 
 
 def test_the_layer_of_keras_with_the_same_weights_has_the_same_results(graph):
-    """In a graph of its own, through the adapter of Keras models without eager execution."""
+    """Keras' ConvLSTM2D, in a separate graph without eager mode, and the user's cell have equal results."""
     case = ConvLSTMCase(2, "dynamic")
     kernel, bias = case.values
     order = [columns for gate in (0, 2, 1, 3) for columns in range(gate * CHANNELS, (gate + 1) * CHANNELS)]
@@ -259,7 +259,7 @@ def test_layers_of_keras_without_eager_execution(options):
             hidden = layer_class(CHANNELS, 2, name="conv", return_sequences=True, **options)(inputs)
             model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(hidden)))
             x, y = make_data(rank), np.random.default_rng(2).normal(size=(SAMPLES, 1))
-            # First: control flow v2 takes no gradients of a loop that is already in a session.
+            # Before any run: under control flow v2, a loop that is already in a session has no gradients.
             dx = tf.gradients(tf.reduce_mean(tf.square(model.output - y)), model.inputs[0])[0]
             model.compile("sgd", "mse")
             model.get_weights()
@@ -300,7 +300,7 @@ def test_unrolled_cells_that_differ_in_a_detail_are_refused_by_name_and_the_erro
 
 @UNROLLED
 def test_beside_another_recurrence_they_are_listed_and_left_out_by_name(loop, options):
-    """Neither the trace nor the list of layers named them."""
+    """Beside a GRU, unrolled unknown cells are left out, and the list of layers and the trace's notes name them."""
     x, name = tf.placeholder(tf.float64, [SAMPLES, STEPS, *SPACE[1], FEATURES]), NAMES_OF_UNROLLED[loop]
     with tf.variable_scope("net"):
         outputs, _ = LOOPS[loop](cell_of(1, **options), x, None, None)

@@ -1,4 +1,4 @@
-"""Cells of one loop that read each other's previous states: gradients and time Jacobians go through all of them."""
+"""Two cells of one loop read each other's previous states: gradients and time Jacobians include all these paths."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ X = np.random.default_rng(0).normal(size=(SAMPLES, STEPS, FEATURES))
 
 
 class Crossed(cells.RNNCell):
-    """The lower cell reads what the upper one returned at the step before."""
+    """Two GRU cells; the lower one reads the upper one's output of the previous step."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ class Crossed(cells.RNNCell):
 
 
 class Skewed(Crossed):
-    """The upper cell reads what the lower one returned at the step before."""
+    """Two GRU cells; the upper one reads the lower one's output of the previous step."""
 
     def call(self, x, state):
         below, above = state
@@ -40,7 +40,7 @@ class Skewed(Crossed):
 
 
 class OldOutput(Crossed):
-    """The output of a step is computed from the state before it."""
+    """Two GRU cells; a step's output includes the lower cell's previous state."""
 
     def call(self, x, state):
         below, above = state
@@ -69,7 +69,7 @@ def net_of(x, outputs):
 
 
 def reference_results(make, values):
-    """Return states, dL/ds, dL/dx and d(state)/dx of every step, of the same cell called step by step."""
+    """Return states, dL/ds, dL/dx, dh/dx and dh/d(first upper state) of the same cell called step by step."""
     with tf.Graph().as_default(), tf.Session() as session:
         x = tf.constant(X)
         with tf.variable_scope("net/rnn"):
@@ -117,7 +117,7 @@ def test_states_gradients_and_jacobians_of_a_loop(make):
 
 
 def test_cells_side_by_side_in_one_scope_are_named_by_their_own():
-    """Two cells of a Python loop; they were two calls of one layer, whose weight gradients differed."""
+    """Two cells of one scope are two layers, not two calls of one layer with different weight gradients."""
     x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
     with tf.variable_scope("net/rnn", initializer=tf.random_uniform_initializer(-1, 1, seed=3)):
         outputs, _ = run_step_by_step(Crossed(), x)
@@ -133,7 +133,7 @@ def test_cells_side_by_side_in_one_scope_are_named_by_their_own():
 
 
 def test_a_copy_that_is_dropped_while_it_is_used_still_runs(monkeypatch):
-    """After many questions to one graph a new copy is made in the middle of a time Jacobian."""
+    """A time Jacobian passes although the graph's copy is replaced midway, as happens after many calls."""
     x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
     with tf.variable_scope("net", initializer=tf.random_uniform_initializer(-1, 1, seed=3)):
         net = net_of(x, run_step_by_step(Crossed(), x)[0])

@@ -1,4 +1,4 @@
-"""``DropoutWrapper`` with each of its options around each cell: known where it keeps all, else exact or refused."""
+"""``DropoutWrapper`` with each option around each cell: recognised if nothing is dropped, else exact or refused."""
 
 from itertools import product
 
@@ -23,7 +23,7 @@ DROPPED = [d for d in product((False, True), repeat=3) if any(d)]
 
 
 def build_net(kind, wrapping, dropped, variational, keep):
-    """Input, loss, session and the gradients of TensorFlow by input and variables, which are made before any run."""
+    """Return x, outputs, loss, session and TensorFlow's gradients by x and variables, built before any run."""
     x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES], name="x")
     names = [f"{name}_keep_prob" for name in ("input", "state", "output")]
     options = {name: keep for name, is_dropped in zip(names, dropped, strict=True) if is_dropped}
@@ -46,7 +46,7 @@ def build_net(kind, wrapping, dropped, variational, keep):
 
 
 CASES = list(product(KINDS, WRAPPINGS, DROPPED, (False, True)))
-#: One of each kind of option under every run of the tests; the whole product with all that is ``full``.
+#: One case of each kind of option for every run; the whole product runs with the tests marked ``full``.
 QUICK_CASES = [
     *(("gru", "alone", (True, True, False), variational) for variational in (False, True)),
     ("lstm", "stack", (True, True, True), False),
@@ -56,7 +56,7 @@ QUICK_CASES = [
 
 
 def check_all_kept(kind, wrapping, dropped, variational):
-    """With keep probabilities of 1 a cell has its gates and its own input; all gradients are TensorFlow's."""
+    """Check that with keep probabilities of 1 a cell has gates and its own input, and TensorFlow's gradients."""
     keep = tf.placeholder(tf.float64, [], name="keep")
     x, outputs, loss, session, gradients = build_net(kind, wrapping, dropped, variational, keep)
     net = rl.tf1.graph(session, inputs=x, outputs=outputs, loss=loss, feed={keep: 1.0})
@@ -78,7 +78,7 @@ def check_all_kept(kind, wrapping, dropped, variational):
 
 
 def input_rows(kind, truth, kernel_grad):
-    """The rows of the first cell's kernels that its input meets."""
+    """Return the rows of the first cell's kernels that multiply its input."""
     if kind != "gru":
         return kernel_grad[:FEATURES]
     scope = next(name for name in truth if name.endswith("gates/kernel")).removesuffix("gates/kernel")
@@ -88,7 +88,7 @@ def input_rows(kind, truth, kernel_grad):
 
 
 def check_some_dropped(kind, wrapping, dropped, variational):
-    """What is dropped with a mask per step can be recorded but of states: those are refused, with a way around."""
+    """Check that a mask per step is traced for inputs and outputs, and refused for states, with a workaround."""
     x, outputs, loss, session, _ = build_net(kind, wrapping, dropped, variational, 0.6)
     net = rl.tf1.graph(session, inputs=x, outputs=outputs, loss=loss)
     _, drops_state, _ = dropped
@@ -131,7 +131,7 @@ def test_all_options(check, case):
 
 
 class Leaky(cells.BasicRNNCell):
-    """h' = (h + tanh(W [x, h])) / 2: no cell of the library."""
+    """Custom cell with h' = (h + tanh(W [x, h])) / 2."""
 
     def call(self, x, h):
         new = (h + super().call(x, h)[0]) / 2
@@ -140,7 +140,7 @@ class Leaky(cells.BasicRNNCell):
 
 @pytest.mark.parametrize("wrapping", ["alone", "stack"])
 def test_a_cell_of_ones_own_where_all_is_kept(wrapping, monkeypatch):
-    """Dropout that drops nothing is no random number in the step of a cell with unknown equations."""
+    """A custom cell with dropout wrappers is traced at keep probabilities of 1 and refused at 0.5."""
     monkeypatch.setitem(KINDS, "own", Leaky)
     keep = tf.placeholder_with_default(tf.constant(0.5, tf.float64), [], name="keep")
     x, outputs, loss, session, gradients = build_net("own", wrapping, (True, True, True), False, keep)
@@ -155,7 +155,7 @@ def test_a_cell_of_ones_own_where_all_is_kept(wrapping, monkeypatch):
 
 
 def test_another_value_is_another_cell():
-    """One graph, two nets: what one sets its rate to does not count for the other."""
+    """If nets of one graph feed different keep probabilities, each is recognised by its own value."""
     keep = tf.placeholder(tf.float64, [], name="keep")
     x, outputs, loss, session, _ = build_net("gru", "alone", (True, True, False), True, keep)
     kinds = []
@@ -167,7 +167,7 @@ def test_another_value_is_another_cell():
 
 
 def test_a_rate_in_a_variable_is_read_at_every_call():
-    """Another value of the variable is another cell."""
+    """With the keep probability in a variable, a net has gates at 1 and is refused as soon as it is set to 0.5."""
     keep = tf.get_variable("keep", [], tf.float64, tf.ones_initializer(), trainable=False)
     x, outputs, loss, session, _ = build_net("gru", "alone", (True, True, False), False, keep)
     net = rl.tf1.graph(session, inputs=x, outputs=outputs, loss=loss)

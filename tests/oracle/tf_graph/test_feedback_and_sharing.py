@@ -1,4 +1,4 @@
-"""Recurrences that are more than one chain of steps: outputs fed back, one cell run twice, loops in branches."""
+"""Recurrences beyond one chain of steps: outputs fed back, one cell in several loops, loops in branches."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def net_of(x, outputs, loss, **options):
 
 
 def build_decoder(make):
-    """A cell that is fed what a dense layer makes of its last output; the states after each step, flat."""
+    """Build a cell fed with a dense layer of its last output; return x, flat states per step, outputs and loss."""
     x = tf.placeholder(tf.float64, [SAMPLES, FEATURES])
     with tf.variable_scope("m"):
         cell, step_input, states, outputs = make(), x, [], []
@@ -44,7 +44,7 @@ DECODERS = {
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_outputs_that_are_fed_back(name):
-    """Every state is a tensor of the user's graph, so TensorFlow gives its total gradient itself."""
+    """Total gradients of a cell with feedback equal ``tf.gradients`` of the loss by the user's own state tensors."""
     make, layers = DECODERS[name]
     x, states, outputs, loss = build_decoder(make)
     columns = list(zip(*states, strict=True))
@@ -79,7 +79,7 @@ def test_a_time_jacobian_through_what_is_fed_back():
     ],
 )
 def test_a_cell_state_that_the_head_reads(read_steps, projection):
-    """The head reads the cell state of some steps, besides the last hidden state; all are tensors of the graph."""
+    """Jacobians and gradients are exact if the head reads cell states of some steps besides the last hidden state."""
     x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
     with tf.variable_scope("m"):
         cell, states = cells.LSTMCell(UNITS, num_proj=projection), []
@@ -104,7 +104,7 @@ def test_a_cell_state_that_the_head_reads(read_steps, projection):
 
 @pytest.mark.parametrize("projection", [None, 2])
 def test_only_the_last_cell_state_is_read(projection):
-    """The last output is in the graph, and nothing depends on it: the last step counts all the same."""
+    """The last step counts if only its cell state is read: its output is in the graph, but no loss depends on it."""
     x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
     with tf.variable_scope("m"):
         cell, states = cells.LSTMCell(UNITS, num_proj=projection), []

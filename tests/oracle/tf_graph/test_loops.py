@@ -1,4 +1,4 @@
-"""Cells in TensorFlow's loops: recognised, replayed and swept, against the same cells called step by step."""
+"""Cells in TensorFlow's loops: kinds, states and total gradients equal those of the same cells called step by step."""
 
 import numpy as np
 import pytest
@@ -17,11 +17,14 @@ def assert_close(actual, expected, bound):
 
 
 def compare(names, *, lengths, bound=1e-12, **options):
-    """Kinds, states and total gradients of every layer; weights by the certificate, which is TensorFlow's own run."""
+    """Check states and total gradients of every layer; return the cell kinds by layer.
+
+    Weight gradients are covered by the certificate, whose reference run is TensorFlow's own.
+    """
     net, x, loss, grads, states = tf1_cells.network_with_reference(names, lengths=lengths, **options)
     trace = rl.trace(net, x, np.ones(tf1_cells.SAMPLES))
     assert trace.loss == pytest.approx(loss, rel=bound)
-    if "dropout_of_one" not in names:  # draws random numbers, though they do not count
+    if "dropout_of_one" not in names:  # draws random numbers, although all units are kept
         assert trace.certificate.state == "passed"
     layer_cells = {row.name: row.cell for row in rl.layers(net)}
     is_valid = IS_VALID if lengths else np.ones_like(IS_VALID)
@@ -34,7 +37,7 @@ def compare(names, *, lengths, bound=1e-12, **options):
 
 
 def _layer_quantity(trace, layer_cells, name, quantity):
-    """A quantity of a layer, or of one direction of it."""
+    """Return a traced array (sample, step, unit) of a layer, or of one direction of it (name/fw, name/bw)."""
     if name in layer_cells:
         return trace[name][quantity].values
     stem, _, direction = name.rpartition("/")
@@ -42,7 +45,7 @@ def _layer_quantity(trace, layer_cells, name, quantity):
 
 
 def _chronological(steps, name, lengths):
-    """What ran backwards, in the order of time: each sample is turned round by itself."""
+    """Return steps in order of time: a backward direction's steps are reversed within each sample's length."""
     if "/bw" not in name:
         return steps
     reversed_steps = steps.copy()
@@ -53,7 +56,7 @@ def _chronological(steps, name, lengths):
 
 @pytest.mark.parametrize("names", [("gru", "lstm_all"), ("stack_joined", "own")])
 def test_states_of_loops(names):
-    """Loops as they stand, and loops that are taken apart: each layer of a stack by itself."""
+    """The loop of a single cell is one layer; the loop of a stack is split into one layer per cell."""
     layer_cells = compare(names, lengths=True)
     for name in names:
         kinds = CELLS[name][1]
@@ -62,13 +65,13 @@ def test_states_of_loops(names):
 
 
 def test_both_directions():
-    """One layer, two directions, each turned round by the lengths."""
+    """A bidirectional RNN is one layer, whose backward direction is reversed within each sample's length."""
     layer_cells = compare(("basic_lstm",), lengths=True, both=True)
     assert layer_cells == {"basic_lstm/bidirectional_rnn": "lstm"}
 
 
 def test_two_stacks_are_no_layer_of_two_directions():
-    """The second cell of each stack reads what the first of the same stack put out."""
+    """Two stacks of opposite directions are four layers: each upper cell reads only its own stack's lower outputs."""
     layer_cells = compare(("stack",), lengths=True, both=True)
     names = [f"stack/bidirectional_rnn/{direction}/cell_{i}" for direction in ("fw", "bw") for i in range(2)]
     assert layer_cells == dict(zip(names, ["gru", "lstm"] * 2, strict=True))
@@ -81,6 +84,6 @@ def test_two_stacks_are_no_layer_of_two_directions():
 @pytest.mark.parametrize("dtype", [tf.float64, tf.float32], ids=["f64", "f32"])
 @pytest.mark.parametrize("name", CELLS)
 def test_product(name, lengths, time_major, both, dtype):
-    """Every cell and wrapper under every option."""
+    """States and gradients equal the reference for every cell and wrapper under every option."""
     bound = 1e-12 if dtype == tf.float64 else 1e-4
     compare((name,), lengths=lengths, time_major=time_major, both=both, dtype=dtype, bound=bound)

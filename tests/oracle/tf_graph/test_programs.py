@@ -1,4 +1,4 @@
-"""Ten programs as they were written for TensorFlow 1: every verb against `tf.gradients` of the untouched graph."""
+"""Ten programs in TensorFlow 1 style: results of every verb equal `tf.gradients` of the untouched graph."""
 
 import functools
 from dataclasses import dataclass, field
@@ -17,10 +17,10 @@ SAMPLES, STEPS, FEATURES, UNITS, WORDS = 2, 4, 3, 3, 7
 
 @dataclass
 class Program:
-    """What a program builds: its inputs, its output (its loss is the mean square), and what else is fed.
+    """Tensors of a program: inputs, output (the loss is its mean square), and other feeds.
 
-    ``states``: tensors of the user's graph that are the states of a layer at every step, by name; these are
-    differentiated by where the input is integers.
+    ``states``: tensors of the user's graph with a layer's state at every step, by name. Gradients by these are compared
+    besides those by float inputs; with integer inputs, instead of them.
     """
 
     inputs: dict[str, Any]
@@ -43,7 +43,7 @@ def embed_words(word_ids):
 
 
 def penn_treebank():
-    """The language model of the tutorial: two LSTMs with dropout, unrolled by a Python loop, and a softmax."""
+    """Build the PTB tutorial's language model: two LSTMs with dropout, unrolled by a Python loop, and a softmax."""
     word_ids, keep = id_input(), tf.placeholder_with_default(tf.constant(1.0, tf.float64), [])
     stack = cells.MultiRNNCell(
         [cells.DropoutWrapper(cells.BasicLSTMCell(UNITS, forget_bias=0.0), output_keep_prob=keep) for _ in range(2)]
@@ -67,7 +67,7 @@ def penn_treebank():
 
 
 def classifier():
-    """Sequences of several lengths, dropout around the cell, the last relevant output, a dense layer."""
+    """Build a classifier: sequences of several lengths, a dropout wrapper, the last valid output, a dense layer."""
     x, keep, lengths = float_input(), tf.placeholder(tf.float64, []), tf.constant([4, 2])
     cell = cells.DropoutWrapper(cells.GRUCell(UNITS), input_keep_prob=keep, output_keep_prob=keep)
     outputs, _ = tf.nn.dynamic_rnn(cell, x, sequence_length=lengths, dtype=tf.float64, scope="encoder")
@@ -83,7 +83,7 @@ def both_directions():
 
 
 def translation():
-    """An encoder, and a decoder in a Python loop that attends to it and is fed what it said."""
+    """Build an encoder, and a decoder in a Python loop that attends to it and is fed its own previous output."""
     x = float_input()
     memory, state = tf.nn.dynamic_rnn(cells.GRUCell(UNITS), x, dtype=tf.float64, scope="encoder")
     keys, step_input, outputs = tf.layers.dense(memory, UNITS, use_bias=False, name="keys"), tf.zeros_like(x[:, 0]), []
@@ -108,7 +108,7 @@ def residual_stack():
 
 
 def sampling():
-    """A character model that is primed, and then fed the character that it gave the highest score."""
+    """Build a character model that is primed, then fed the character with the highest score."""
     x, cell, states = float_input(), cells.BasicRNNCell(UNITS), []
     state = cell.zero_state(SAMPLES, tf.float64)
     letters = tf.get_variable("letters", [FEATURES, FEATURES], tf.float64)
@@ -122,7 +122,7 @@ def sampling():
 
 
 def scanned():
-    """A recurrence of one's own in `tf.scan`, time first."""
+    """Build a custom recurrence in `tf.scan`, time axis first."""
     x = float_input()
     w = tf.get_variable("w", [FEATURES, UNITS], tf.float64)
     u = tf.get_variable("u", [UNITS, UNITS], tf.float64)
@@ -135,7 +135,7 @@ def scanned():
 
 
 def while_loop():
-    """A recurrence of one's own in `tf.while_loop`, with a TensorArray for its outputs."""
+    """Build a custom recurrence in `tf.while_loop`, with a TensorArray for its outputs."""
     x = float_input()
     w = tf.get_variable("w", [FEATURES + UNITS, UNITS], tf.float64)
     array = tf.TensorArray(tf.float64, STEPS).unstack(tf.transpose(x, [1, 0, 2]))
@@ -150,7 +150,7 @@ def while_loop():
 
 
 def siamese():
-    """Two inputs, one encoder with shared variables, and the distance of what they end in."""
+    """Build one encoder with shared variables for two inputs, and the distance of its final states."""
     x, z, final_states = float_input("x"), float_input("z", 3), []
     for sequence in (x, z):
         with tf.variable_scope("encoder", reuse=tf.AUTO_REUSE):
@@ -159,7 +159,7 @@ def siamese():
 
 
 def keras_layers():
-    """Layers of Keras, called on placeholders of a graph that is no Keras model."""
+    """Build Keras layers that are called on placeholders, without a Keras model."""
     x = float_input()
     hidden = keras.layers.LSTM(UNITS, return_sequences=True, dtype="float64")(x)
     last = keras.layers.GRU(UNITS, dtype="float64")(hidden)
@@ -177,7 +177,7 @@ PROGRAMS = {
 
 @dataclass
 class BuiltProgram:
-    """A program in a session: the net, data, and what `tf.gradients` says of the user's own tensors."""
+    """A program in a session: its net, its data, and the results of `tf.gradients` for the user's own tensors."""
 
     program: Program
     net: Any
@@ -220,7 +220,7 @@ def assert_close(actual, expected):
 
 
 def wrt_names_of(case):
-    """Names of what a program is differentiated by, as they are asked for and as the truth has them."""
+    """Return the names of the tensors to differentiate by: as passed to ``wrt``, mapped to their keys in ``truth``."""
     wrt_names = {n: n for n in case.program.states}
     floats = [n for n, t in case.program.inputs.items() if t.dtype.is_floating]
     return wrt_names | {(f"input[{n}]" if len(floats) > 1 else "input"): n for n in floats}

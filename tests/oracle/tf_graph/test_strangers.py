@@ -1,4 +1,4 @@
-"""Graphs as they were written from 2016 to 2018: recognised, equal to TensorFlow's gradients, or refused by name."""
+"""Graphs in the style of 2016 to 2018: cells are recognised and gradients equal TensorFlow's, or they are refused."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ SAMPLES, STEPS, FEATURES, UNITS = 3, 5, 3, 4
 
 
 def lstm_with_a_variable_per_gate(x):
-    """Twelve variables, a Python loop, the input sliced once per gate."""
+    """Return the states of an LSTM in a Python loop: twelve variables, and the input sliced once per gate."""
     h = c = tf.zeros([SAMPLES, UNITS], x.dtype)
     shapes = {"W": [FEATURES, UNITS], "U": [UNITS, UNITS], "b": [UNITS]}
     w = {k + g: tf.get_variable(k + g, shape, x.dtype) for k, shape in shapes.items() for g in "ifoc"}
@@ -27,7 +27,7 @@ def lstm_with_a_variable_per_gate(x):
 
 
 def char_rnn(x):
-    """An unrolled Elman network, its bias one row."""
+    """Return the states of an unrolled Elman network whose bias has shape (1, unit)."""
     w = tf.get_variable("Wxh", [FEATURES, UNITS], x.dtype)
     u, b = tf.get_variable("Whh", [UNITS, UNITS], x.dtype), tf.get_variable("bh", [1, UNITS], x.dtype)
     h, states = tf.zeros([SAMPLES, UNITS], x.dtype), []
@@ -38,7 +38,7 @@ def char_rnn(x):
 
 
 def penn_treebank(x):
-    """The tutorial's loop: variables made at the first step, then shared; the layer looked at is the upper one."""
+    """Return the upper states of the PTB tutorial's loop: variables are created at the first step, then reused."""
     stack = cell.MultiRNNCell([cell.BasicLSTMCell(UNITS, forget_bias=0.0) for _ in range(2)])
     state, states = stack.zero_state(SAMPLES, x.dtype), []
     with tf.variable_scope("RNN"):
@@ -51,7 +51,7 @@ def penn_treebank(x):
 
 
 def static(x):
-    """``static_rnn`` of a GRU, begun from what a dense layer makes of the input."""
+    """Return the outputs of a GRU in ``static_rnn`` whose initial state is a dense layer of the input's mean."""
     start = tf.layers.dense(tf.reduce_mean(x, 1), UNITS)
     return tf.nn.static_rnn(cell.GRUCell(UNITS), tf.unstack(x, axis=1), initial_state=start)[0]
 
@@ -65,7 +65,7 @@ UNROLLED = {
 
 
 def build_model(model, seed=0):
-    """x, states and loss of a model, in the present graph."""
+    """Build a model in the default graph; return x, states, stacked states and loss."""
     x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
     with tf.variable_scope("m", initializer=tf.random_uniform_initializer(-0.8, 0.8, seed=seed)):
         states = model(x)
@@ -88,7 +88,7 @@ ONES = np.ones(SAMPLES)
 
 @pytest.mark.parametrize("model", UNROLLED, ids=lambda model: model.__name__)
 def test_unrolled(model):
-    """Every state is a tensor of the user's graph, so TensorFlow says its total gradient itself."""
+    """Total gradients of unrolled cells equal ``tf.gradients`` of the loss by the user's own state tensors."""
     x, states, outputs, loss = build_model(model)
     net = net_of(x, outputs, loss)
     name, kind = UNROLLED[model]
@@ -101,7 +101,7 @@ def test_unrolled(model):
 
 
 def scan_of_an_lstm(x):
-    """``tf.scan`` over a tuple, all gates in one product."""
+    """Return the states of an LSTM in ``tf.scan`` with state (h, c) and all gates in one product."""
     w = tf.get_variable("W", [FEATURES, 4 * UNITS], x.dtype)
     u = tf.get_variable("U", [UNITS, 4 * UNITS], x.dtype)
 
@@ -116,13 +116,13 @@ def scan_of_an_lstm(x):
 
 
 def encoder_and_decoder(x):
-    """The last state of one is the first of the other."""
+    """Return the outputs of a decoder that starts from the last state of an encoder."""
     _, thought = tf.nn.dynamic_rnn(cell.GRUCell(UNITS), x, dtype=x.dtype, scope="encoder")
     return tf.nn.dynamic_rnn(cell.GRUCell(UNITS), x[:, :-1], initial_state=thought, scope="decoder")[0]
 
 
 class Either(cell.RNNCell):
-    """Another activation in training than in use."""
+    """Cell with tanh in training and ReLU otherwise, chosen by a ``tf.cond``."""
 
     state_size = output_size = UNITS
 
@@ -140,7 +140,7 @@ LOOPS = {
 
 @pytest.mark.parametrize("model", LOOPS, ids=lambda model: model.__name__)
 def test_loops(model):
-    """Held against finite differences in the user's own session, by the input."""
+    """Input gradients of loops equal finite differences of the loss in the user's own session."""
     x, _, outputs, loss = build_model(model)
     net = net_of(x, outputs, loss)
     assert {row.name: row.cell for row in rl.layers(net)} == LOOPS[model]
@@ -159,13 +159,13 @@ def test_loops(model):
 
 
 def test_dropout_is_drawn_once_and_replayed():
-    """With random masks at both sides: what arrives at the states is what a sweep by hand makes of the same run."""
+    """With random input and output masks, total gradients equal a backward pass by hand over the recorded states."""
     dropout_cell = cell.DropoutWrapper(cell.BasicRNNCell(UNITS), input_keep_prob=0.6, output_keep_prob=0.5)
     x, _, outputs, _ = build_model(lambda x: tf.nn.dynamic_rnn(dropout_cell, x, dtype=x.dtype)[0])
     net = net_of(x, outputs, tf.reduce_sum(outputs))
     trace = rl.trace(net, DATA, ONES)
     layer = trace["m/rnn"]
-    assert trace.certificate.state == "passed"  # the plain run draws the same masks, in the order of the steps
+    assert trace.certificate.state == "passed"  # the reference run draws the same masks, step by step
     kernel, _ = net.session.run(tf.global_variables())
     recurrent, h = kernel[FEATURES:], layer.hidden.values
     assert set(np.unique(layer.output_grad.values)) == {0.0, 2.0}
@@ -181,12 +181,12 @@ def test_dropout_is_drawn_once_and_replayed():
 
 
 def test_where_numbers_are_drawn_a_copy_runs_one_step_at_a_time(graph):
-    """A loop that runs ahead draws for a later step first, whenever that is ready first."""
+    """Copied loops with random ops run one step at a time; in parallel, a later step may draw its numbers first."""
     dropout_cell = cell.DropoutWrapper(cell.BasicRNNCell(UNITS), input_keep_prob=0.6)
     build_model(lambda x: tf.nn.dynamic_rnn(dropout_cell, x, dtype=x.dtype)[0])
     assert parallel_iterations(graph) == {32}
     copy = import_definition(seed_definition(export_definition(graph), 0))
-    with copy.as_default():  # the loop of the gradient, too
+    with copy.as_default():  # include the gradient's loop
         loop_outputs = [
             op.outputs[0] for op in copy.get_operations() if op.type in ("TensorArrayGatherV3", "TensorListStack")
         ]
@@ -195,19 +195,19 @@ def test_where_numbers_are_drawn_a_copy_runs_one_step_at_a_time(graph):
 
 
 def parallel_iterations(graph):
-    """How many steps of a loop may be under way."""
+    """Return the set of ``parallel_iterations`` of all loops in the graph."""
     loops = [op.node_def for op in graph.get_operations() if op.type in ("Enter", "While", "StatelessWhile")]
     return {node.attr["parallel_iterations"].i for node in loops}
 
 
 def scan_states(step, x):
-    """All states of ``tf.scan``."""
+    """Return all states (sample, step, unit) of ``tf.scan``."""
     start = tf.zeros([SAMPLES, UNITS], x.dtype)
     return tf.transpose(tf.scan(step, tf.transpose(x, [1, 0, 2]), initializer=start), [1, 0, 2])
 
 
 def while_loop_states(step, x):
-    """All states of a while loop that reads and writes arrays."""
+    """Return all states (sample, step, unit) of a while loop that reads and writes TensorArrays."""
     inputs = tf.TensorArray(x.dtype, STEPS).unstack(tf.transpose(x, [1, 0, 2]))
     outputs, start = tf.TensorArray(x.dtype, STEPS), tf.zeros([SAMPLES, UNITS], x.dtype)
 
@@ -224,7 +224,7 @@ def while_loop_states(step, x):
     ("loop", "reads_in_step"), [(scan_states, False), (while_loop_states, False), (scan_states, True)]
 )
 def test_a_variable_that_a_step_reads_twice_has_the_sum_of_both_gradients(loop, reads_in_step):
-    """Of two tensors with the value of one variable, the gradient by the last one alone was its gradient."""
+    """If a step reads a variable twice, its gradient is the sum over both reads, not that of the last read only."""
     x = tf.placeholder(tf.float64, [SAMPLES, STEPS, FEATURES])
     with tf.variable_scope("m", initializer=tf.random_uniform_initializer(-0.8, 0.8, seed=0), use_resource=True):
         w, u = tf.get_variable("w", [FEATURES, UNITS], x.dtype), tf.get_variable("u", [UNITS, UNITS], x.dtype)
@@ -242,7 +242,7 @@ def test_a_variable_that_a_step_reads_twice_has_the_sum_of_both_gradients(loop, 
     assert "unknown cell" in row.options
     by_loss, by_state = net.session.run([by_loss, by_state], {x: DATA})
     target = {"of": f"{row.name}.hidden", "at": {"time": 3}, "reduce": "sum"}
-    sweep_grads = rl.gradients(net, DATA, wrt=[f"{row.name}/w", f"{row.name}/u"], **target)  # by the sweep over steps
+    sweep_grads = rl.gradients(net, DATA, wrt=[f"{row.name}/w", f"{row.name}/u"], **target)  # swept over the steps
     weight_grads, weights = rl.gradients(net, DATA, ONES, wrt="weights"), rl.weights(net, DATA, ONES)
     for name, of_loss, of_state in zip("wu", by_loss, by_state, strict=True):
         for array, truth in (
@@ -255,7 +255,7 @@ def test_a_variable_that_a_step_reads_twice_has_the_sum_of_both_gradients(loop, 
 
 
 class Attention(cell.RNNCell):
-    """Looks at all steps of the input at every step."""
+    """Cell that attends to all steps of the input at every step."""
 
     state_size = output_size = UNITS
 
@@ -271,7 +271,7 @@ class Attention(cell.RNNCell):
 
 
 class Inner(cell.RNNCell):
-    """Solves an equation by a loop of its own."""
+    """Cell that solves an equation by a while loop inside its step."""
 
     state_size = output_size = UNITS
 
@@ -307,6 +307,6 @@ def test_refused_by_name(name):
 
 
 def test_a_condition_within_the_step():
-    """Is run with the step, in either control flow."""
+    """A cell with a ``tf.cond`` in its step is traced, under control flow v1 and v2."""
     x, _, outputs, loss = build_model(lambda x: tf.nn.dynamic_rnn(Either(), x, dtype=x.dtype)[0])
     assert rl.trace(net_of(x, outputs, loss), DATA, ONES).certificate.state == "passed"

@@ -1,4 +1,4 @@
-"""``tf_keras`` and TensorFlow without Keras 3; float64 for the files that ask for it."""
+"""Fixtures for ``tf_keras`` on TensorFlow, without Keras 3: fixed seeds, and float64 on request."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ __all__ = ["float64"]
 
 @pytest.fixture(autouse=True)
 def seeds():
-    """The same weights every time."""
+    """Set the random seeds, so that every test has the same weights."""
     tf_keras.utils.set_random_seed(0)

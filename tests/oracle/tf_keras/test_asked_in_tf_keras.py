@@ -1,4 +1,4 @@
-"""Every question runs as it was asked, in a process of its own, and ends by holding its answer against NumPy."""
+"""Each eager script of examples/legacy runs in a process of its own and compares its results with NumPy."""
 
 import os
 import subprocess

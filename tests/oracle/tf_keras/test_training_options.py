@@ -1,4 +1,4 @@
-"""Losses as training counts them, cells and models as people write them: held to tf_keras itself, and to NumPy."""
+"""Training losses, clipping, dropout, and common cells and models: results equal those of tf_keras and NumPy."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_weights_of_samples_and_of_classes(weights):
 
 @pytest.mark.parametrize("optimizer", ["legacy", "new"])
 def test_clipping_as_the_optimizer_does_it(optimizer):
-    """One step of SGD at a rate of 1 moves each weight by the clipped gradient."""
+    """Clipped gradients equal the change of the weights in one step of SGD at a learning rate of 1."""
     optimizer_class = keras.optimizers.legacy.SGD if optimizer == "legacy" else keras.optimizers.SGD
     model = keras.Sequential([keras.Input((5, 3)), L.GRU(4, name="gru"), L.Dense(2, name="head")])
     model.compile(optimizer_class(1.0, clipnorm=0.01), "mse")
@@ -103,7 +103,7 @@ def test_half_precision_is_shown_as_float32():
 
 @pytest.mark.parametrize("steps", [64, pytest.param(0, marks=pytest.mark.full)], ids=["op by op", "traced"])
 def test_dropout_in_training_is_that_of_the_model_run_plainly(steps, monkeypatch):
-    """In cells, per gate; in the fused kernel, at every step; between layers."""
+    """Traces with dropout per gate, in the fused kernel and between layers are certified and repeat with the seed."""
     monkeypatch.setattr(importlib.import_module("rnnlens.adapters.keras.keras2"), "_MAX_EAGER_STEPS", steps)
     lstm = L.LSTM(4, dropout=0.3, recurrent_dropout=0.2, return_sequences=True, name="lstm")
     layers = [lstm, L.Dropout(0.5), L.GRU(3, dropout=0.4, name="gru"), L.GaussianNoise(0.1), L.Dense(2)]
@@ -116,11 +116,11 @@ def test_dropout_in_training_is_that_of_the_model_run_plainly(steps, monkeypatch
         check_passed(rl.trace(model, X, Y, training=True, seed=seed)).loss for seed in (3, 3, 4)
     )
     assert first == same_seed != other_seed
-    np.testing.assert_array_equal(tf.random.normal((2,)), expected)  # the user's own numbers go on as they would
+    np.testing.assert_array_equal(tf.random.normal((2,)), expected)  # the user's random stream is unchanged
 
 
 class Subclassed(keras.Model):
-    """Two ways deep, and not told whether it trains."""
+    """Model of a bidirectional LSTM and a GRU whose ``call`` has no ``training`` argument."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ def test_a_subclassed_model_through_every_verb(eagerly):
 
 
 def test_see_rnns_quick_start_network():
-    """Direct gradients to the tape on the split model, 1e-5; total ones to states that are tapped in float64."""
+    """Direct gradients equal a tape's on the split model, total ones those of tapped float64 states (both 1e-5)."""
     inputs = keras.Input(batch_shape=(8, 20, 4))
     hidden = L.LSTM(7, return_sequences=True, name="lstm")(inputs)
     model = keras.Model(inputs, L.Dense(4, name="head")(L.LSTM(5, name="last")(hidden)))
@@ -178,7 +178,7 @@ def test_see_rnns_quick_start_network():
 
 
 def lstm_states(x, kernel, recurrent, bias, taps=None):
-    """An LSTM by its equations, something that is zero added to each state."""
+    """Return the list of states h (sample, unit) of an LSTM by its equations; ``taps`` (zeros) are added to them."""
     h = c = tf.zeros((x.shape[0], recurrent.shape[0]), tf.float64)
     states = []
     for t in range(x.shape[1]):
