@@ -148,7 +148,7 @@ def jacobian():
 
 @pytest.fixture(scope="session")
 def initial_jacobian():
-    """Return a function that makes d(state)/d(initial state) = 0.9 ** steps * I (sample, out_time, out_unit, in_feature)."""
+    """Return a function that makes d(state)/d(initial state): 0.9**t * I (sample, out_time, out_unit, in_feature)."""
 
     def make(samples=2, steps=6, units=3, *, directions=False):
         own_share = 0.9 ** np.arange(1.0, steps + 1)[:, None, None] * np.eye(units)

@@ -331,5 +331,5 @@ def test_a_failed_save_leaves_no_view_of_the_image(trace, tmp_path, monkeypatch)
     monkeypatch.setattr(saving, "write_file", lambda target, parts: list(parts) and 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
         trace.save(tmp_path / "a.nc")
-    image.truncate(0)  # raises BufferError while there is a view
+    image.truncate(0)  # raises BufferError if a view is open
     assert caught.value.__traceback__

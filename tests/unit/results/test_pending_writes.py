@@ -1,4 +1,4 @@
-"""Files that Zarr still writes when another file of the same folder has failed."""
+"""Files that Zarr is still writing when another file of the same folder has failed."""
 
 import asyncio
 import threading
