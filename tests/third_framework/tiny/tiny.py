@@ -18,7 +18,7 @@ class Elman:
         return np.stack(states[1:], 1) @ w["V"], states
 
     def backward(self, x, dy):
-        """Backpropagation through time: gradients by the names of the weights, and by "x"."""
+        """Return the gradients of backpropagation through time by name of the weight, and "x" for the input."""
         w, states = self.weights, self.forward(x)[1]
         grads = {name: np.zeros_like(value) for name, value in {**w, "x": x}.items()}
         dh = np.zeros_like(states[0])
