@@ -33,7 +33,7 @@ def to_dask(array, chunk=CHUNK):
 
 
 def assert_same(actual, expected):
-    """Assert equal numbers, names, labels and attributes, except attributes of a single batch."""
+    """Assert equal numbers, names, labels and attributes, except attributes that refer to a single batch."""
     assert actual.dtype == expected.dtype
     bare_actual = xr.DataArray(actual).drop_attrs()
     xr.testing.assert_identical(bare_actual, xr.DataArray(expected).drop_attrs())

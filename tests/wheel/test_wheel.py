@@ -44,7 +44,7 @@ def run(*command: object) -> str:
 
 
 def isolated() -> dict[str, str]:
-    """Return the environment without the variables that point into a checkout."""
+    """Return the environment variables without PYTHONPATH and VIRTUAL_ENV, which may point into a checkout."""
     return {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
 
 

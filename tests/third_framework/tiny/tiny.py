@@ -4,7 +4,7 @@ import numpy as np
 
 
 class Elman:
-    """h_t = tanh(x_t W + h_{t-1} U + b), y_t = h_t V; (sample, time, feature) to (sample, time, output)."""
+    """Elman RNN: h_t = tanh(x_t W + h_{t-1} U + b), y_t = h_t V; (sample, time, feature) to (sample, time, output)."""
 
     def __init__(self, features, units, outputs, seed=0):
         draw = np.random.default_rng(seed).normal

@@ -1,4 +1,4 @@
-"""The demo: its numbers from known gradients, its sentences from its numbers, and a complete run at a reduced size."""
+"""``rnnlens demo``: figures from known gradients, sentences from given numbers, a complete run at a reduced size."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_bootstrap_interval_agrees_with_the_normal_approximation(to_array):
 
 def test_bootstrap_interval_is_the_same_each_time_and_leaves_the_global_generator_alone(to_array):
     values = to_array(np.arange(5.0)[:, None])
-    before = np.random.get_state()[1].copy()  # noqa: NPY002  # the state that must not move
+    before = np.random.get_state()[1].copy()  # noqa: NPY002  # must not change
     first, second = measures.bootstrap_interval(values), measures.bootstrap_interval(values)
     assert float(first[0][0]) == float(second[0][0])
     np.testing.assert_array_equal(np.random.get_state()[1], before)  # noqa: NPY002

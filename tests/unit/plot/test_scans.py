@@ -17,7 +17,7 @@ def suptitle(axes):
 
 
 def two_maps():
-    """Return a total map (sample, out, in), and a frozen one that is half of it at lag 0 and a tenth at lag 3."""
+    """Return a total map (sample, out_time, in_time), and a frozen one: half of it at lag 0, a tenth at lag 3."""
     lag = np.arange(4)[:, None] - np.arange(4)[None, :]
     total = np.where(lag >= 0, 2.0, 0.0) * np.array([1.0, 3.0])[:, None, None]
     share = np.where(lag == 0, 0.5, np.where(lag == 3, 0.1, 0.3))

@@ -1,4 +1,4 @@
-"""Structured step matrices against the same matrices written densely, and whole sweeps against unrolled products."""
+"""Structured step matrices against the same matrices in dense form, and whole sweeps against unrolled products."""
 
 import itertools
 from dataclasses import dataclass

@@ -51,7 +51,7 @@ def norms(system, outs=range(0, T, 25)):
 
 
 def projected_jacobian(system, outs=range(0, T, 25)):
-    """Return the Jacobian of the mean over the units by the input of every step."""
+    """Return the Jacobian (sample, in step, out step, ...) of the units' mean by the reverse sweep."""
     size = system.state_sizes[0]
     sink = Collector(system.work, Extent(1, len(outs), 1, F), {t: t for t in range(T)})
     reverse(system, PointRows(outs, {0: np.full((1, 1, 1, size), 1 / size, dtype="float32")}), Taps(input=sink))

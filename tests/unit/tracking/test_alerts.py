@@ -76,7 +76,7 @@ def test_a_memory_of_two_steps_that_is_lost():
 
 
 def test_a_growing_memory_that_is_lost():
-    """The decay reveals the loss: the reach falls below a third of its last values, not of its median while growing."""
+    """The decay shows that memory is lost; the reach stays above a third of its median, taken while it was growing."""
     alerts = Alerts()
     growing_reach = [round(4 * 1.09**step) for step in range(32)]
     assert not alerts_of("lstm/reach", [*growing_reach, 8, 8, 8]).raised_alerts
@@ -104,7 +104,7 @@ def test_gates_that_saturate():
 
 
 def test_gates_that_learn_to_hold_a_value_are_no_finding():
-    """Update gates of a GRU that learn to saturate for a third raise no alert; a rise from a half to 0.97 does."""
+    """Learning to saturate a third of a GRU's update gates raises no alert; a rise from a half to 97 % does."""
     learning = [0.0] * 20 + [0.02, 0.03, 0.11, 0.18, 0.21, 0.23, 0.25, 0.27, 0.3, 0.32] + [0.33] * 10
     assert not alerts_of("gru/update/near_1", learning).raised_alerts
     closing = [0.5, 0.52, 0.49, 0.5] * 4 + [0.97, 0.98, 0.99]
