@@ -111,7 +111,7 @@ def test_every_parameter_is_documented(name):
 
 def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'rnnlens' has no attribute 'tarce'"):
-        rl.tarce  # noqa: B018  the access is what is tested
+        rl.tarce  # noqa: B018  the access is tested
 
 
 def test_version_is_that_of_the_package():

@@ -115,7 +115,6 @@ def end_labels(ax):
 
 
 def legend_labels(ax):
-
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
