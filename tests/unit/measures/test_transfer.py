@@ -48,7 +48,7 @@ def test_decay_products():
 
 
 def test_effective_state_size_of_a_delta_rule_is_the_rank_of_the_block():
-    """In A_t = (I - beta k k^T) diag(a), a second write to a key (beta = 1) replaces the first and adds no rank."""
+    """In A_t = (I - beta k k^T) diag(a) with beta = 1, a second write to the same key replaces the first."""
     rng = np.random.default_rng(3)
     decay, read, keys = rng.uniform(0.5, 1, (12, 2, 5)), rng.normal(size=(12, 2, 5)), rng.normal(size=(12, 2, 5))
     keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
