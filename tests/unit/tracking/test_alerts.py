@@ -76,7 +76,7 @@ def test_a_memory_of_two_steps_that_is_lost():
 
 
 def test_a_growing_memory_that_is_lost():
-    """The decay shows that memory is lost: the reach falls below a third of its last values, not of its median so far."""
+    """The decay shows that memory is lost: the reach falls below a third of its last values, not of its median."""
     alerts = Alerts()
     growing_reach = [round(4 * 1.09**step) for step in range(32)]
     assert not alerts_of("lstm/reach", [*growing_reach, 8, 8, 8]).raised_alerts
