@@ -1,4 +1,4 @@
-"""Two workers for the tests on a cluster, forked from a process that has imported torch and rnnlens."""
+"""Fixtures of a Dask cluster: two workers, forked from a process that has imported torch and rnnlens."""
 
 from multiprocessing import forkserver
 
@@ -7,7 +7,7 @@ import pytest
 from dask.distributed import Client, LocalCluster
 from distributed.utils import get_mp_context
 
-#: Imported once, in the fork server, and not by each worker (torch imports sympy). None starts a thread.
+#: Modules imported once, by the fork server (torch imports sympy); none of them starts a thread.
 IMPORTED = (
     "distributed",
     "torch",
@@ -24,7 +24,7 @@ def forked_workers():
     with dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}):
         get_mp_context().set_forkserver_preload(list(IMPORTED))
         yield
-    forkserver._forkserver._stop()  # waits for it: its processor time is that of the suite
+    forkserver._forkserver._stop()  # waits for the server, so that its CPU time counts for the suite
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +37,6 @@ def cluster(forked_workers):
 
 @pytest.fixture(scope="module")
 def client(cluster):
-    """Connect to the two workers; it is Dask's default client while the tests of one file run."""
+    """Connect a client to the two workers; it is Dask's default client for all tests of one file."""
     with Client(cluster) as client:
         yield client

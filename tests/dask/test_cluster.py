@@ -1,4 +1,4 @@
-"""Lazy results on a cluster of two spawned workers: equal numbers, one model a worker, kills, errors, warnings."""
+"""Lazy results on a cluster of two workers: numbers equal to those in memory, one model per worker, errors."""
 
 import os
 
@@ -31,7 +31,7 @@ def input_gradients(net, x=X):
 
 
 def state_of_worker():
-    """Models kept, threads of torch, and the process of a worker."""
+    """Return the number of models kept, the threads of torch and the process id of a worker."""
     import torch
 
     from rnnlens import cluster

@@ -1,4 +1,4 @@
-"""Faults of a cluster while a lazy result is computed or saved: one clear error, nothing of the other chunks lost."""
+"""Faults while a lazy result is computed or saved on a cluster: one clear error, and no other chunk is lost."""
 
 import os
 import random
@@ -44,12 +44,12 @@ def input_gradients(net, x=X):
 
 
 def chunks_written(folder):
-    """Return the records of finished chunks of an unfinished save, with the time at which each was written."""
+    """Return the modification times of the records of finished chunks of an unfinished save, by name."""
     return {record.name: record.stat().st_mtime_ns for record in folder.glob(".*.unfinished/.chunks/*.json")}
 
 
 def resume_save(result, path, before):
-    """Save a result again; assert that no chunk of ``before`` is written once more, and return the saved numbers."""
+    """Save a result again, assert that no chunk in ``before`` is rewritten, and return the saved values."""
     written = {}
 
     def record_and_finish(folder, *args):
@@ -67,7 +67,7 @@ def resume_save(result, path, before):
 
 @pytest.fixture(params=["here", "cluster"])
 def scheduler(request):
-    """Chunks are computed by threads of this process, or by the workers of a cluster."""
+    """Compute chunks in threads of this process, or on the workers of a cluster."""
     if request.param == "cluster":
         request.getfixturevalue("client")
         yield
@@ -109,7 +109,7 @@ def test_data_that_cannot_be_read_names_its_samples_and_loses_nothing(scheduler,
 
 
 def test_a_second_save_at_once_computes_what_failed_though_the_client_is_busy(client, expected, tmp_path):
-    """The scheduler keeps a failed task until it is told to forget it, and the client's event loop may be late."""
+    """An immediate second save recomputes failed chunks, though a busy client is late to release the failed tasks."""
     broken = tmp_path / "broken"
     broken.touch()
 
@@ -135,7 +135,7 @@ def test_a_second_save_at_once_computes_what_failed_though_the_client_is_busy(cl
 
 
 def limit_files(size):
-    """Limit the size of the files that this worker writes, as a full disk does; -1 for no limit."""
+    """Limit the size of files that this worker writes, to simulate a full disk; -1 for no limit."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
@@ -154,7 +154,7 @@ def test_a_disk_that_is_full_for_one_worker(client, expected, tmp_path):
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 10))])
 def test_a_worker_killed_at_a_random_moment_changes_no_number(client, expected, tmp_path, seed):
-    """At a random moment of a run of about a second; every second run is saved by regions."""
+    """Killing a worker at a random moment (of about a second) changes no number; odd seeds compute, even ones save."""
     rng = random.Random(seed)
     moment, worker = rng.uniform(0.0, 0.7), rng.randrange(2)
     result, pids = input_gradients(make_seeded(Slow)), sorted(client.run(os.getpid).values())
@@ -215,7 +215,7 @@ def test_a_client_that_was_killed_goes_on_with_what_is_missing(expected, tmp_pat
 
 @pytest.fixture
 def client_and_pid(tmp_path):
-    """Start a scheduler and a worker as programs of their own; return a client and the scheduler's process."""
+    """Start a scheduler and a worker as separate programs; return a client and the scheduler's process id."""
     file = tmp_path / "scheduler.json"
     common = ["--scheduler-file", str(file), "--no-dashboard"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HELPERS), *filter(None, sys.path)])}

@@ -1,4 +1,4 @@
-"""Lazy results of Keras models on each engine, in a process of its own: numbers, and compilations of the last chunk."""
+"""Lazy results of Keras models, one process per engine: numbers, and no recompilation for the smaller last chunk."""
 
 import json
 import os
@@ -37,5 +37,5 @@ def test_equal_to_results_in_memory_and_compiled_once(package, engine):
     assert {name: value for name, value in mismatches.items() if not value <= BAR} == {}
     compiled = report["compiled"]
     assert {name: recompiled for name, (_, recompiled) in compiled.items()} == dict.fromkeys(compiled, 0)
-    compiles = package == "keras" and engine != "torch"  # tf_keras runs operation by operation
+    compiles = package == "keras" and engine != "torch"  # tf_keras runs eagerly
     assert (compiled["gradients by input"][0] > 0) == compiles

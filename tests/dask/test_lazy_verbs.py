@@ -1,4 +1,4 @@
-"""Verbs of data in Dask chunks against the same verbs in memory: numbers, labels, laziness, refusals."""
+"""Verbs on Dask arrays against the same verbs in memory: numbers, labels, laziness, refused arguments."""
 
 import dask
 import dask.array as da
@@ -33,7 +33,7 @@ def to_dask(array, chunk=CHUNK):
 
 
 def assert_same(actual, expected):
-    """Equal in every number, name and label; attributes apart from those of one batch."""
+    """Assert equal numbers, names, labels and attributes, except attributes that refer to a single batch."""
     assert actual.dtype == expected.dtype
     bare_actual = xr.DataArray(actual).drop_attrs()
     xr.testing.assert_identical(bare_actual, xr.DataArray(expected).drop_attrs())
@@ -180,7 +180,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_each_chunk_is_computed_once(net, call, monkeypatch):
-    """Dask fuses a task into what needs it: once into the numbers and once into the checks, if it sees them apart."""
+    """Each chunk is computed once, although Dask could fuse its task both into the numbers and into the checks."""
     first_rows, original = [], graph.compute_chunk
 
     def compute_chunk(task, model, rows, *args):

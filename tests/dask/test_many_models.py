@@ -1,4 +1,4 @@
-"""``rl.compare`` of models that it diagnoses first: here, and each as a task on two workers, with failures as rows."""
+"""``rl.compare`` diagnoses several models in this process or as tasks on two workers; a failure becomes a row."""
 
 import os
 
@@ -24,7 +24,7 @@ def client(cluster):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Paths of three state dicts, the last of them damaged."""
+    """Return the paths of three state dicts, the last of them damaged."""
     folder = tmp_path_factory.mktemp("checkpoints")
     paths = [folder / f"epoch-{number}.pt" for number in range(3)]
     for seed, path in enumerate(paths):
@@ -148,7 +148,7 @@ REFUSED = {
 
 
 class UnusedClient:
-    """A client that is never used."""
+    """Client that fails the test when it is used."""
 
     submit = scatter = cancel = staticmethod(lambda *_, **__: pytest.fail("was used"))
 

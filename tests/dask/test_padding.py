@@ -1,4 +1,4 @@
-"""A last, smaller chunk on an engine that compiles: the numbers of the streaming call, whatever the loss."""
+"""A smaller last chunk, padded for a compiled engine, has the numbers of the streaming call for every loss."""
 
 import dask
 import dask.array as da
@@ -51,7 +51,7 @@ def to_dask(array):
     return None if array is None else da.from_array(array, chunks=(CHUNK, *array.shape[1:]))
 
 
-#: Each compiles for seconds: one of each kind of padding, the others with make test-full.
+#: One case per kind of padding, as each compiles for seconds; `make test-full` runs all.
 FEW = ("loss of every step", "sample weights", "regulariser", "weighted outputs")
 
 

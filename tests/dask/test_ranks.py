@@ -1,4 +1,4 @@
-"""The recipe for a job of several ranks, as the documentation has it, on two ranks."""
+"""The documented recipe for a job of several ranks, run on two ranks."""
 
 import os
 import re

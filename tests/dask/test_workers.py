@@ -1,4 +1,4 @@
-"""Worker processes: bytes of the model that reach each, threads, memory of the C library, names of tasks."""
+"""Worker processes: how often the model is sent, threads, memory of the C library, names of tasks."""
 
 import resource
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ def input_gradients(net):
 
 
 def count_bytes():
-    """Let this process record the size of every model that it unpickles."""
+    """Record the size of every model that this process unpickles."""
     from rnnlens import cluster
 
     def unpickled(self, state):
@@ -67,7 +67,7 @@ def test_the_model_travels_once_to_each_worker():
 
 
 def thread_counts():
-    """Return the threads of torch, and of every BLAS and OpenMP library in this thread of this process."""
+    """Return the numbers of threads of torch and of each BLAS and OpenMP library, as set in this thread."""
     import torch
     from threadpoolctl import threadpool_info
 
@@ -76,16 +76,16 @@ def thread_counts():
 
 
 def start_with_four_threads(monkeypatch, threads):
-    """Start one worker of ``threads`` threads, whose libraries would use four."""
+    """Start one worker of ``threads`` threads whose libraries use four threads by default."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    variables = {"OMP_NUM_THREADS": 4}  # and Dask's own, which the C library reads when a process starts
+    variables = {"OMP_NUM_THREADS": 4}  # beside Dask's own, read by the C library when a process starts
     method = {"distributed.worker.multiprocessing-method": "spawn"}
     return start_workers(1, threads, **method, **{"distributed.nanny.pre-spawn-environ": variables})
 
 
 def page_faults():
-    """Return how many pages are mapped anew while arrays of 4 MiB are made and freed 50 times, after a first time."""
+    """Return the page faults of allocating and freeing an array of 4 MiB 50 times, after a warm-up."""
     for _ in range(2):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for _ in range(50):
@@ -104,9 +104,9 @@ NAMES = {
 
 
 def test_threads_memory_and_names_of_tasks_of_a_worker(monkeypatch):
-    """The libraries use one thread, freed memory is kept for the next chunk, and each chunk is one named task.
+    """On a worker, libraries use one thread, freed memory is reused by the next chunk, each chunk is one named task.
 
-    Dask's nanny has freed memory returned to the system at once, which is slow.
+    Dask's nanny sets the C library to return freed memory to the system at once, which is slow.
     """
     with start_with_four_threads(monkeypatch, 1) as client:
         pages = 50 * (4 << 20) // resource.getpagesize()
@@ -120,7 +120,7 @@ def test_threads_memory_and_names_of_tasks_of_a_worker(monkeypatch):
                 name: prefix.state_counts["memory"] for name, prefix in dask_scheduler.task_prefixes.items()
             }
         )
-    assert before > 0.3 * pages  # pages of 4 KiB, and some larger ones
+    assert before > 0.3 * pages  # not all: some pages are larger than 4 KiB
     assert after < 0.1 * before
     assert threads == dict.fromkeys(threads, 1)
     assert {name: counts.get(name) for name in NAMES} == dict.fromkeys(NAMES, 10)

@@ -1,4 +1,4 @@
-"""Every example in a docstring runs and prints what it says."""
+"""Every example in a docstring runs and prints the output that it shows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import rnnlens
 
 SUBMODULES = [module.name for module in pkgutil.walk_packages(rnnlens.__path__, "rnnlens.")]
-MODULES = ["rnnlens", *(name for name in SUBMODULES if not name.endswith("__main__"))]  # which would run on import
+MODULES = ["rnnlens", *(name for name in SUBMODULES if not name.endswith("__main__"))]  # __main__ runs on import
 LENIENT_ABOUT_SPACE = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 

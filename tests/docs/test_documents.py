@@ -1,4 +1,4 @@
-"""Documents: Python snippets run, commands and links exist."""
+"""Python snippets in documents run; commands and links exist."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SNIPPETS = Sybil(parsers=[PythonCodeBlockParser(), SkipParser()])
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"")
-#: python under another label would escape the test below.
+#: Labels that no block may have: the test below runs blocks labelled "python" only.
 OTHER_NAMES_OF_PYTHON = {"py", "python3", "pycon", "ipython"}
-#: Control flow is chosen once per process: the suite tf_graph-v1 runs tensorflow-1.md, and -v2 with `make test-full`.
-#: start.md shows files, which test_site.py runs.
+#: Documents run elsewhere. TensorFlow's control flow is set once per process: the suite tf_graph-v1 runs
+#: tensorflow-1.md, and -v2 with `make test-full`. start.md shows files, which test_site.py runs.
 ELSEWHERE = {ROOT / "docs" / "tensorflow-1.md", ROOT / "docs" / "start.md"}
 
-#: The page that trains for a hundred epochs; `make gallery` draws its pictures.
+#: Page whose snippets train for a hundred epochs; `make gallery` draws its pictures.
 GALLERY = ROOT / "docs" / "gallery.md"
 
 by_name = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -32,7 +32,7 @@ by_name = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.r
 
 @pytest.fixture
 def fresh_keras():
-    """Automatic layer names start anew, as in a process of the reader's own."""
+    """Reset Keras' automatic layer names, as in a new process."""
     if keras := sys.modules.get("keras"):
         keras.utils.clear_session()
 
@@ -45,7 +45,7 @@ def run_snippets(document):
 def instead_of_training(fit):
     """Return a substitute for ``fit``: one epoch if it has callbacks, else a random change of the weights.
 
-    Each of the gallery's networks would be compiled for a training whose outcome only its pictures show.
+    This avoids compiling and training each network of the gallery, whose result is seen only in its pictures.
     """
     random = np.random.default_rng(0)
 
@@ -58,9 +58,9 @@ def instead_of_training(fit):
     return substitute_fit
 
 
-# Lightning 2.6 asks torch's trees in a way that torch 2.13 has replaced; it is Lightning's to change.
+# Lightning 2.6 uses a function of torch's pytrees that torch 2.13 deprecates.
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
-# Lightning advises on the number of workers of a loader.
+# Lightning warns about the number of workers of a loader.
 @pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
 @pytest.mark.parametrize(
     "document",

@@ -1,4 +1,4 @@
-"""Every example runs at its reduced size, and leaves the figure that answers its question."""
+"""Every example runs at its reduced size, prints its sentence and writes its figures."""
 
 import io
 import os
@@ -14,7 +14,7 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("[a-g]_*.py"))
 
-#: The sentence that each prints at the end, and the figures it draws.
+#: By example, its last printed sentence and the files that it writes.
 OUTPUTS = {
     "a": ("The last state still feels", {"a_hidden_states.png"}),
     "b": ("4 batches watched", {"b_inner_layer.png", "b_inner_layer.zarr"}),
@@ -38,7 +38,7 @@ def test_all_seven_are_there():
     assert [script.name[0] for script in SCRIPTS] == list("abcdefg")
 
 
-#: Examples that choose TensorFlow need a process of their own; the others run in this one, which has JAX and torch.
+#: Examples on TensorFlow run in separate processes; the others run in this one, which has JAX and torch.
 ON_TENSORFLOW = "bd"
 
 

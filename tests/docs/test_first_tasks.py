@@ -1,4 +1,4 @@
-"""Ten tasks of a new user, each as its page shows it, on a model that the page does not have."""
+"""Tasks of a new user, each done as its page shows, but on another model than that of the page."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ mse = nn.functional.mse_loss
 
 
 class Reader(nn.Module):
-    """Two layers; a head that reads the last step."""
+    """Two-layer LSTM with a linear head on the last step."""
 
     def __init__(self, features=2, units=8, layers=2):
         super().__init__()
@@ -171,7 +171,7 @@ def test_the_command_line(tmp_path):
 
 
 def test_a_notebook():
-    """A figure as the last expression of a cell is shown once; results have tables that fold."""
+    """In IPython a result has a folding HTML table, and a figure may be the last expression of a cell."""
     from IPython.core.interactiveshell import InteractiveShell
 
     shell = InteractiveShell.instance()
@@ -188,11 +188,11 @@ def test_a_notebook():
         plt.close("all")
 
 
-# Lightning 2.6 asks torch's trees in a way that torch 2.13 has replaced; it is Lightning's to change.
+# Lightning 2.6 uses a function of torch's pytrees that torch 2.13 deprecates.
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
 def test_lightning_with_tensorboard(tmp_path):
-    """Records go to the run and to the writer that the reader has."""
+    """A Lightning training writes records both to the run and to the user's TensorBoard writer."""
     import lightning.pytorch as lightning
     from torch.utils.tensorboard import SummaryWriter
 
@@ -235,7 +235,7 @@ CELLS = (
 
 
 def test_a_notebook_in_a_kernel_of_its_own(tmp_path):
-    """how-to/notebook.md: results show themselves, and a figure is the last expression of a cell."""
+    """how-to/notebook.md: in a Jupyter kernel, results and figures are shown as the last expression of a cell."""
     import nbformat
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])

@@ -1,4 +1,4 @@
-"""Pages that are written from the code are up to date, and the scripts of the first page print what it shows."""
+"""Generated pages are up to date, and the scripts of the first page print the output that it shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import rnnlens
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "docs" / "start").glob("*.py"))
-#: The same task in frameworks that compile for longer than they train: with `make test-full`.
+#: Scripts in frameworks that compile for longer than they train: run by `make test-full` only.
 SLOW = ("recall_jax", "recall_tensorflow")
 
 
@@ -30,7 +30,7 @@ def test_reference_has_a_section_for_every_public_module():
     assert {module for _, module in load_pages().SECTIONS if module} == {
         *rnnlens._SUBMODULES,
         "tf1",
-    }  # joined by its entry point
+    }  # tf1 is registered by an entry point
 
 
 def test_reference_is_that_of_the_code():
@@ -67,7 +67,7 @@ def run_script(script: Path, folder: Path) -> str:
 
 
 def masked(text: str) -> str:
-    """Replace numbers, whose last digits are the machine's."""
+    """Replace all numbers, whose last digits depend on the machine."""
     text = re.sub(r"\d[\d.e+-]*", "#", text)
-    # Which residual is the largest depends on how the processor rounds.
+    # Which residual is the largest depends on rounding.
     return re.sub(r"(?<=\()[\w ]+(?=: largest residual)|(?<=worst # \()[\w ]+(?=\))", "a check", text)

@@ -1,4 +1,4 @@
-"""What must hold of every recurrence, whatever its sizes, weights and masks."""
+"""Properties of the adjoint and the replay of RNN, LSTM and GRU for random sizes, weights and masks."""
 
 import cells
 import numpy as np
@@ -13,7 +13,7 @@ GATES = {"simple_rnn": 1, "lstm": 4, "gru": 3}
 
 @st.composite
 def problems(draw):
-    """A cell with data, initial state, mask and cotangents."""
+    """Draw a cell with data, initial state, mask, and a random generator for cotangents."""
     kind = draw(st.sampled_from(sorted(GATES)))
     batch, time, features, units = (draw(st.integers(1, n)) for n in (3, 6, 3, 4))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))

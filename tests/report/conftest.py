@@ -1,4 +1,4 @@
-"""The report of a small network and the site, each built once."""
+"""Fixtures that build the report of a small network and the site once, and start a browser."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import rnnlens as rl
 
 @pytest.fixture(scope="session")
 def batch():
-    """(x, y): 40 samples of 12 steps, 3 features and 3 classes; y is the sign of the first step."""
+    """Return x (40 samples, 12 steps, 3 features) and y, the class (0 to 2) of the first feature at the first step."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(40, 12, 3)).astype("float32")
     return torch.tensor(x), torch.tensor(np.digitize(x[:, 0, 0], [-0.5, 0.5]))
@@ -30,7 +30,7 @@ def batch():
 def model():
     torch.manual_seed(1)
     classifier = Classifier()
-    with torch.no_grad():  # unlike a fresh one, with which it is compared
+    with torch.no_grad():  # must differ from the re-initialised model
         for name, weight in classifier.rnn.named_parameters():
             weight.add_(0.5 if "bias_ih" in name else 0.0)
     return classifier
@@ -38,7 +38,7 @@ def model():
 
 @pytest.fixture(scope="session")
 def page(model, batch, tmp_path_factory):
-    """Return the report of the model beside a re-initialised copy."""
+    """Return the report of the model, with a re-initialised copy as baseline."""
     path = tmp_path_factory.mktemp("report") / "report.html"
     rl.report(model, *batch, path=path, loss=nn.functional.cross_entropy, baseline="init", title="A small LSTM")
     return Page(path)
@@ -56,7 +56,7 @@ def report_of(tmp_path):
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
-    """Build the site without a warning, and return its folder."""
+    """Build the site, assert that MkDocs does not warn, and return its folder."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     root, environment = Path(__file__).resolve().parents[2], {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -64,13 +64,13 @@ def site(tmp_path_factory):
     assert completed.returncode == 0, completed.stderr
     assert (
         re.findall(r"^.*WARNING +-.*$", completed.stderr, re.MULTILINE) == []
-    )  # MkDocs' own form, not that of TensorFlow
+    )  # MkDocs' format of warnings, not TensorFlow's
     return folder
 
 
 @pytest.fixture(scope="session")
 def browser():
-    """Start Chromium under Playwright; fail without it, since `make test` itself names what it leaves out."""
+    """Start Chromium under Playwright; fail if there is none, since `make test` leaves these tests out without one."""
     from playwright.sync_api import sync_playwright
 
     path = chromium()
@@ -83,14 +83,14 @@ def browser():
 
 @pytest.fixture
 def reader(browser, page, tmp_path):
-    """Return a function that opens a report from disk, offline; any complaint of the browser fails the test."""
+    """Return a function that opens a report from disk, offline; errors and console messages fail the test."""
     complaints, contexts = [], []
 
     def open_(path=None, **options):
         context = browser.new_context(**{"offline": True, "viewport": {"width": 1280, "height": 900}, **options})
         contexts.append(context)
         sheet = context.new_page()
-        sheet.set_default_timeout(60_000)  # milliseconds: a busy machine is no fault of a page
+        sheet.set_default_timeout(60_000)  # milliseconds: long enough for a busy machine
         sheet.on("console", lambda message: complaints.append(message.text))
         sheet.on("pageerror", lambda error: complaints.append(str(error)))
         sheet.on("requestfailed", lambda request: complaints.append(f"asked for {request.url}"))

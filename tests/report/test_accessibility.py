@@ -1,4 +1,4 @@
-"""The rules of axe-core on the pages that rnnlens makes: the report, and the page of ``rnnlens tail --serve``."""
+"""Pages made by rnnlens (the report, and that of ``rnnlens tail --serve``) satisfy the rules of axe-core."""
 
 import threading
 

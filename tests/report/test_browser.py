@@ -1,4 +1,4 @@
-"""What a person does with a report, in a real Chromium: open it offline, pick, point, click, switch, save, print."""
+"""Use of a report in Chromium: opening it offline, choosing samples, pointing, clicking, saving, printing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOSS = nn.functional.cross_entropy
 
 
 def show_figure(sheet, id):
-    """Unfold a figure, bring it into the window and wait until the script has drawn it."""
+    """Unfold a figure, scroll to it, wait until the script has drawn it, and return it."""
     figure = sheet.locator(f"#{id}")
     figure.evaluate("figure => { const fold = figure.closest('details'); if (fold) fold.open = true; }")
     figure.scroll_into_view_if_needed()
@@ -29,7 +29,7 @@ def show_figure(sheet, id):
 
 
 def move_pointer(sheet, figure, across, down):
-    """Move the pointer to a share of the plot's width and height, inside its axes."""
+    """Move the pointer to the given fractions of the axes' width and height; return its x and y."""
     figure.locator(".plot > svg").scroll_into_view_if_needed()
     box = figure.locator(".plot > svg").bounding_box()
     left, right, top, bottom = 62, 12, 8, 34
@@ -40,7 +40,7 @@ def move_pointer(sheet, figure, across, down):
 
 
 def wait_until(sheet, expression, argument=None):
-    """Wait for something to be true; the page forbids what Playwright's own waiting does (``unsafe-eval``)."""
+    """Wait until an expression is true; Playwright's own waiting needs ``unsafe-eval``, which the page forbids."""
     deadline = time.monotonic() + 5
     while not sheet.evaluate(expression, argument):
         assert time.monotonic() < deadline, f"never true: {expression}"
@@ -114,7 +114,7 @@ def test_the_picker_goes_by_loss(reader, page):
     assert losses == sorted(losses)
     assert int(sheet.input_value("#sample")) == page.data["typical"]
     sheet.select_option("#sample", str(values[3]))
-    # The page draws the choice in its next frame.
+    # The page redraws in its next frame.
     wait_until(sheet, "text => document.getElementById('readout').innerText.includes(text)", f"sample {values[3]},")
 
 
@@ -137,10 +137,10 @@ def test_a_unit_lights_up_everywhere(reader, model, batch, page):
     assert "unit 2, step 4" in legend_text(hidden)
     assert last_number(hidden.locator(".legend span").first.inner_text()) == pytest.approx(value, abs=0.01)
     row = figures[3].locator(".legend").inner_text()
-    expected = np.linalg.norm(model.rnn.weight_ih_l0.detach().numpy()[2])  # the input gate of unit 2
+    expected = np.linalg.norm(model.rnn.weight_ih_l0.detach().numpy()[2])  # weights of the input gate of unit 2
     assert f"W input {expected:.2g}"[:-1] in row
     assert show_figure(sheet, "track-0-gradient").locator(".single").count() == 2
-    assert show_figure(sheet, "track-1-hidden").locator(".unit").count() == 0  # units of another layer are others
+    assert show_figure(sheet, "track-1-hidden").locator(".unit").count() == 0  # no unit of another layer is selected
 
 
 PIXELS = """async image => {
@@ -171,7 +171,7 @@ def test_a_row_of_the_time_jacobian_colours_the_input(reader, model, batch, page
     sheet = reader()
     figure = show_figure(sheet, "jacobian")
     strip = sheet.locator("#strip")
-    assert "Coloured by |dL/dx_t|" in sheet.inner_text("#input-section")  # of the shown sample, until a row is clicked
+    assert "Coloured by |dL/dx_t|" in sheet.inner_text("#input-section")  # the shown sample's, until a row is clicked
     before = strip.evaluate("c => c.toDataURL()")
     x, y = move_pointer(sheet, figure, 2.5 / 12, 5.5 / 12)
     sheet.mouse.click(x, y)
@@ -180,14 +180,14 @@ def test_a_row_of_the_time_jacobian_colours_the_input(reader, model, batch, page
     assert "mean over 8 samples, output step 5" in sheet.inner_text("#input-section")
     pixels = strip.evaluate("c => Array.from(c.getContext('2d').getImageData(0, 0, c.width, 1).data)")
     alpha = pixels[3::4]
-    assert alpha[:6] == [255] * 6  # what can move output step 5
-    assert max(alpha[6:]) < 255  # what comes later
+    assert alpha[:6] == [255] * 6  # input steps that affect output step 5
+    assert max(alpha[6:]) < 255  # later input steps
     assert "output step 5, input step 2" in legend_text(figure)
 
 
 @pytest.mark.parametrize("declared", [True, False])
 def test_the_words_that_the_answer_hangs_on_are_the_hottest(reader, tmp_path, declared):
-    """The gate of this cell opens for two words only; nothing else in a sentence, padding included, can matter."""
+    """In a cell whose gate opens for two words only, these are the two most highlighted; padding is not."""
     x, key_steps = sentences()
     y = torch.randn(len(x), 1, generator=torch.Generator().manual_seed(1))
     tokens = ["<pad>", "yes", "no", *(f"word{i}" for i in range(3, 12))]
@@ -211,7 +211,7 @@ def test_the_words_that_the_answer_hangs_on_are_the_hottest(reader, tmp_path, de
     if declared:
         assert note == "Padding is hatched."
         figure = show_figure(sheet, "track-0-hidden")
-        assert figure.locator("rect.padding").count() == 17 - int((x[sample] != 0).sum())  # the longest has 17 steps
+        assert figure.locator("rect.padding").count() == 17 - int((x[sample] != 0).sum())  # padded to 17 steps
     else:
         assert "No mask was declared: the network reads these steps as input." in note
 
@@ -264,7 +264,7 @@ def test_the_switch_shows_the_baseline(reader, model, batch, page):
     wait_until(sheet, "old => !document.querySelector('#track-0-gates .legend').innerText.includes(old)", after)
     before = figure.locator(".legend .key").nth(1).inner_text()
     assert before.startswith("forget = ")
-    assert last_number(before) == pytest.approx(0.5, abs=0.1)  # small fresh weights: every gate half open
+    assert last_number(before) == pytest.approx(0.5, abs=0.1)  # small initial weights: every gate is near 0.5
     assert page.data["moments"] == ["after training", "before training"]
 
 
@@ -298,7 +298,7 @@ def test_a_figure_is_saved_as_it_looks(reader):
     name, text = save_figure(sheet, show_figure(sheet, "track-0-gradient"), "svg")
     assert name == "track-0-gradient.svg"
     assert text.startswith("<svg ")
-    assert "stroke: rgb(31, 111, 235)" in text  # colours are written out: there is no style sheet in the file
+    assert "stroke: rgb(31, 111, 235)" in text  # colours are explicit, as the file has no style sheet
     assert "var(" not in text
     assert "dL/dh_t" not in text or "<text" in text
 
@@ -310,7 +310,7 @@ def test_it_is_read_without_scripts(reader):
     for id in ("track-0-gradient", "track-1-hidden", "jacobian", "input-size"):
         assert sheet.locator(f"#{id} svg.static").first.is_visible()
     assert sheet.locator("#track-0-gradient path.line").count() == 2
-    assert sheet.locator("#track-0-gate-units image").count() == 4  # every gate, since nobody can switch
+    assert sheet.locator("#track-0-gate-units image").count() == 4  # every gate: nothing switches without scripts
     assert not sheet.locator("#controls").is_visible()
     assert "picks samples" in sheet.inner_text("footer")
 
@@ -339,7 +339,7 @@ def test_words_can_be_read_in_both_schemes(reader, scheme):
     assert (background < 0.1) == (scheme == "dark")
     for selector in (".sentence", ".facts", ".badge", "figcaption .words", "a.evidence-link", "#controls label"):
         light, dark = sorted((luminance(selector, "color"), background), reverse=True)
-        assert (light + 0.05) / (dark + 0.05) >= 4.5, selector  # WCAG 2.1, level AA
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, selector  # minimum contrast of WCAG 2.1, level AA
 
 
 def test_the_theme_is_switched_by_hand(reader):
@@ -400,7 +400,7 @@ def test_two_directions_and_nan_are_drawn(reader, batch, tmp_path):
     grads = [trace["rnn[1]"][name].sel(direction="backward").values[typical] for name in ("hidden_grad", "cell_grad")]
     broken = sum((~np.isfinite(grad).all(axis=-1)).sum() for grad in grads)
     assert show_figure(sheet, "track-3-gradient").locator(".broken").count() == broken > 20
-    x, y = move_pointer(sheet, figure, 0.04, 0.04)  # the unit whose gate is NaN, at the step that runs last
+    x, y = move_pointer(sheet, figure, 0.04, 0.04)  # the unit whose gate is NaN, at the last step backward
     sheet.mouse.click(x, y)
     wait_until(sheet, "document.querySelector('#track-3-hidden .legend').innerText.includes('unit 0, step 0')")
     assert "NaN or infinite" in legend_text(figure)

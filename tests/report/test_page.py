@@ -1,4 +1,4 @@
-"""What is in the file, without a browser: numbers, words, and nothing from elsewhere."""
+"""Content of the report file, without a browser: numbers, text, and no resource from another address."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOSS = nn.functional.cross_entropy
 
 
 class Tags(HTMLParser):
-    """Every tag with its attributes, and the text of no script."""
+    """Parser that collects all tags with attributes, and the text outside scripts."""
 
     def __init__(self, text):
         super().__init__()
@@ -41,7 +41,7 @@ class Tags(HTMLParser):
 
 
 def curve(encoded, row, levels=65_000):
-    """Values of one row of a curve, decoded here once more."""
+    """Return the values of one row of an encoded curve, by a decoder independent of the page's script."""
     codes = np.frombuffer(base64.b64decode(encoded["rows"]), "<u2").reshape(-1, encoded["width"])[row].astype(float)
     low, high, log = encoded["scale"]
     value = low + codes / levels * (high - low)
@@ -112,7 +112,7 @@ def test_samples_are_sorted_by_their_own_loss(page, model, batch):
 
 
 def report_and_passes(network, batch, report_of, **options):
-    """The report of a network, and how often its forward was called for it."""
+    """Return the report of a network, and the number of forward passes that it took."""
     count = []
     handle = network.register_forward_hook(lambda *_: count.append(1))
     page = report_of(network, *batch, loss=LOSS, diagnosis=False, jacobian=False, **options)
@@ -128,7 +128,7 @@ def test_the_losses_of_all_samples_take_one_pass_beside_two_samples_run_alone(re
 
 def test_outputs_that_cannot_be_cut_into_samples_give_the_same_losses(report_of, batch):
     class TimeFirst(Classifier):
-        """Returns scores of every step, time before samples."""
+        """Classifier that returns scores of every step (time, sample, class)."""
 
         def forward(self, x):
             return self.head(self.rnn(x)[0]).transpose(0, 1)
@@ -147,7 +147,7 @@ def test_outputs_that_cannot_be_cut_into_samples_give_the_same_losses(report_of,
 
 def test_where_samples_mix_each_has_the_loss_that_it_has_alone(report_of, batch):
     class Mixing(Classifier):
-        """Subtracts the mean over the batch from its outputs."""
+        """Classifier that subtracts a share of the batch mean from its outputs, so that samples affect each other."""
 
         def forward(self, x):
             scores = super().forward(x)
@@ -211,7 +211,7 @@ def test_how_it_was_made_can_be_made_again(page):
 
 
 def test_badges_say_the_residual(page, model, batch):
-    with rl.options(certify="always"):  # the page's trace was the first of the model: certified with all samples
+    with rl.options(certify="always"):  # as for the page: it had the first trace of this model
         trace = rl.trace(model, *batch, loss=LOSS)
     text = " ".join(" ".join(Tags(page.text).texts).split())
     assert "self-checks passed" in text
@@ -231,7 +231,7 @@ def test_names_from_the_user_are_text(report_of, batch):
 
     page = report_of(Model(), *batch, loss=LOSS, title=HOSTILE)
     tags = Tags(page.text).tags
-    assert len([tag for tag, _ in tags if tag == "script"]) == 2  # the data, and ours
+    assert len([tag for tag, _ in tags if tag == "script"]) == 2  # the data and the page's own script
     assert "taken" in " ".join(Tags(page.text).texts)
     assert "<script>document" not in page.text
 
@@ -313,7 +313,7 @@ def test_what_would_be_ignored_is_refused(tmp_path, batch, options, message):
 
 
 def test_the_code_beside_a_figure_gives_it(page, model, batch):
-    """All but the report itself: it is made by the same call as the one that is tested."""
+    """The code shown beside each figure runs; only the call of ``rl.report``, which made the page, is left out."""
     (x, y), loss = batch, LOSS
     trace = rl.trace(model, x, y, loss=loss)
     codes = re.findall("<code>(rl[.].*?)</code>", page.text)
@@ -340,4 +340,4 @@ def test_a_sample_that_is_not_finite_is_kept_out_of_the_time_jacobian(report_of,
     assert "The time Jacobian is that of samples whose states are finite." in page.text
     url = next(a["href"] for tag, a in Tags(page.text).tags if tag == "image" and a.get("id") == "jacobian-0")
     codes = np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))))
-    assert codes.max() <= 250  # above are padding and what is not finite
+    assert codes.max() <= 250  # larger codes are padding and non-finite values

@@ -1,4 +1,4 @@
-"""The built site: no warning, every public name, and search results for the words of its readers."""
+"""The built site has no warning and every public name, and its search finds the words that users type."""
 
 from __future__ import annotations
 

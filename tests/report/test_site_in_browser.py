@@ -1,4 +1,4 @@
-"""The site, opened from disk: rules of axe-core, search, and no request to any other address."""
+"""The site, opened from disk in a browser: rules of axe-core, search, and no request to another address."""
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -14,7 +14,7 @@ VIEWS = {
 
 @pytest.fixture
 def page_opener(browser, site):
-    """Open a page of the site from disk; the page and the list of its requests."""
+    """Return a function that opens a page of the site from disk and returns it with the list of its requests."""
     contexts = []
 
     def open_page(name, **options):
@@ -45,7 +45,7 @@ def test_a_page_has_no_violations_and_asks_nobody_else(page_opener, name, view):
 def test_search_works_from_disk(page_opener):
     sheet, requests = page_opener("index.html")
     sheet.focus(".md-search__input")
-    sheet.get_by_text("Type to start searching").wait_for(state="attached")  # the index is ready
+    sheet.get_by_text("Type to start searching").wait_for(state="attached")  # shown when the index is ready
     sheet.locator(".md-search__input").press_sequentially("vanishing gradient")
     sheet.wait_for_selector(".md-search-result__item a")
     assert sheet.locator(".md-search-result__item a").count() > 3

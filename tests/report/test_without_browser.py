@@ -1,4 +1,4 @@
-"""Where no browser is to be had, the run says what it did not test; in CI it fails instead."""
+"""Without a browser, `make test` names the tests that it left out; in CI it fails instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SUITES = Path(__file__).resolve().parents[1] / "suites.py"
 
 @pytest.fixture
 def suites(monkeypatch):
-    """tests/suites.py on a machine without a browser."""
+    """Return a function that imports tests/suites.py as on a machine without a browser, in CI or not."""
     monkeypatch.setattr("shutil.which", lambda name: None)
 
     def load_suites(ci):

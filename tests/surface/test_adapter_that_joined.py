@@ -1,4 +1,4 @@
-"""Adapters that join by an entry point: TensorFlow-1 graphs can leave the repository without a change elsewhere."""
+"""The adapter of TensorFlow-1 graphs is registered by an entry point only: it can be removed with no other change."""
 
 import shutil
 import subprocess

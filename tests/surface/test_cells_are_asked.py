@@ -1,4 +1,4 @@
-"""What there is to say of a cell, its class says: nobody looks at its type, and nobody else lists its parts."""
+"""Properties of a cell are defined by its class: other code neither checks the type of a cell nor lists its weights."""
 
 import re
 from pathlib import Path
@@ -8,10 +8,10 @@ import pytest
 from rnnlens.recurrence.cells import kinds
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "rnnlens"
-#: Where cells are written, or written once more to check them.
+#: Folders that define cells, or define them again to check them.
 CELL_FOLDERS = ("recurrence/cells", "testing")
 OTHER_FILES = [p for p in sorted(SOURCE.rglob("*.py")) if not p.relative_to(SOURCE).as_posix().startswith(CELL_FOLDERS)]
-#: Names that the frameworks' own layers have for their parts are for their adapters to know.
+#: Adapters, which may list the weight names of their framework's layers.
 FRAMEWORK_FILES = ("adapters/keras/weights.py", "adapters/keras/reference_run.py", "adapters/torch/weights.py")
 
 

@@ -1,4 +1,4 @@
-"""What is loaded when: nothing until it is used, and never a framework that the user did not load."""
+"""Modules are imported at first use only, and a framework never unless the user imported it."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ trace = Trace({"lstm": layer_dataset({"hidden": np.zeros((2, 3, 4))}, info=info)
 
 
 def loaded_modules(code, *modules):
-    """Which of the modules a fresh process has loaded after running the code."""
+    """Return those of the modules that a new process has imported after running the code."""
     script = f"{code}\nimport json, sys\nprint(json.dumps([m for m in {list(modules)!r} if m in sys.modules]))"
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return json.loads(process.stdout.splitlines()[-1])

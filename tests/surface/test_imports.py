@@ -1,4 +1,4 @@
-"""Imports of rnnlens in its source stand at the top of a module and in no circle: read from the text alone."""
+"""Imports of rnnlens within its source are at the top of a module and form no circle, by the source text."""
 
 import ast
 from functools import cache
@@ -10,17 +10,17 @@ import rnnlens
 
 ROOT = Path(rnnlens.__file__).parent
 
-#: Packages in which functions still import modules of rnnlens. Every other package is clean and stays so: a package
-#: that is listed without need has to be taken out.
+#: Packages whose functions still import modules of rnnlens; no other package may. A package without these imports must
+#: be removed from the set.
 IMPORTS_IN_FUNCTIONS = {"cli"}
 
-#: Packages with import circles, those by imports under TYPE_CHECKING included; as above.
+#: Packages with import circles, imports under TYPE_CHECKING included; the same rules hold.
 IMPORT_CIRCLES = set()
 
 
 @cache
 def parse_modules(root=ROOT):
-    """Source by dotted name, ``rnnlens.recurrence.cells`` of a package's ``__init__``."""
+    """Return by dotted name the syntax tree of each module, and whether it is the ``__init__`` of a package."""
     sources = {}
     for path in sorted(root.rglob("*.py")):
         components = ("rnnlens", *path.relative_to(root).with_suffix("").parts)
@@ -30,7 +30,7 @@ def parse_modules(root=ROOT):
 
 
 def imported_modules(node, name, is_package, sources):
-    """Modules of rnnlens that an import statement in the module ``name`` names; a submodule rather than its package."""
+    """Return modules of rnnlens that an import in module ``name`` loads; a submodule rather than its package."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names if alias.name in sources}
     base = node.module or ""
@@ -49,7 +49,7 @@ def import_nodes(tree):
 
 
 def function_imports(sources):
-    """Module, line and what is imported there, of every import of rnnlens within a function."""
+    """Return (module, line, imported module) of every import of rnnlens within a function."""
     imports = set()
     for name, (tree, is_package) in sources.items():
         functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
@@ -59,7 +59,7 @@ def function_imports(sources):
 
 
 def import_circles(sources):
-    """Strongly connected components of more than one module (Tarjan 1972, doi:10.1137/0201010), largest first."""
+    """Return strongly connected components of several modules (Tarjan 1972, doi:10.1137/0201010), largest first."""
     edges = {
         name: {target for node in import_nodes(tree) for target in imported_modules(node, name, is_package, sources)}
         - {name}
@@ -88,7 +88,7 @@ def import_circles(sources):
 
 
 def package_of(module):
-    """The package that a module belongs to, of an adapter that of its framework: ``verbs``, ``adapters.keras``."""
+    """Return the package of a module, for adapters that of the framework: ``verbs``, ``adapters.keras``."""
     components = module.split(".")[1:]
     return ".".join(components[:2] if components[:1] == ["adapters"] else components[:1])
 

@@ -1,4 +1,4 @@
-"""What a framework, its models and its tensors are is known by its adapter and its engine: nobody else looks."""
+"""Only adapters and engines inspect frameworks, their models and their tensors."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ import rnnlens
 
 SOURCE = Path(rnnlens.__file__).parent
 PACKAGES = ("verbs", "diagnosis", "measures", "plot", "results", "reporting", "cli")
-#: The command line makes models: it chooses the engine of a file, and names what a module defines.
+#: The command line builds models: it chooses the engine for a file, and lists what a module defines.
 MODEL_MAKERS = {"cli/models.py", "cli/demo.py"}
 
 FRAMEWORK_CHECKS = {

@@ -1,6 +1,6 @@
-"""Behind the public functions nothing takes more than seven parameters: what belongs together travels in one object.
+"""Functions that are not public have at most seven parameters: related values are passed as one object.
 
-Public is what a user calls: the names of rnnlens, those of the modules among them, the commands of the command line.
+Public functions are those in ``rnnlens`` and in its public modules, and the commands of the command line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SOURCE = Path(rl.__file__).parent
 
 
 def parameter_count(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> int:
-    """How many a caller has to do with: not the object of a method."""
+    """Return the number of parameters that a caller passes, without ``self`` and ``cls``."""
     a = function.args
     names = [argument.arg for argument in (*a.posonlyargs, *a.args)]
     count = len(names) + len(a.kwonlyargs) + (a.vararg is not None) + (a.kwarg is not None)
@@ -30,7 +30,7 @@ def parameter_count(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambd
 
 
 def parameter_counts(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Every function below a node by its qualified name, and how many parameters it has."""
+    """Yield the qualified name and the number of parameters of every function below a node."""
     for child in ast.iter_child_nodes(node):
         name = prefix
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -41,7 +41,7 @@ def parameter_counts(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, int
 
 
 def qualified_name(value: Any) -> tuple[str, str]:
-    """Module and qualified name of a function, or of the constructor of a class."""
+    """Return the module and qualified name of a function, or of the constructor of a class."""
     function = inspect.unwrap(value)
     return function.__module__, f"{value.__qualname__}.__init__" if inspect.isclass(value) else function.__qualname__
 

@@ -1,4 +1,4 @@
-"""The public surface, pinned: a name or a signature that changes must change here and in the changelog too."""
+"""The public names and signatures are pinned: a change must be made here and in the changelog too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import rnnlens as rl
 
 CHANGELOG = Path(__file__).resolve().parents[2] / "CHANGELOG.md"
 
-#: Functions with their parameters and defaults; rooms (modules) with None.
+#: Functions with their parameters and defaults; modules with None.
 PUBLIC = {
     "cells": None,
     "compare": "(models, x=None, y=None, *, load=None, client=None, **keywords)",
@@ -68,7 +68,7 @@ FUNCTIONS = sorted(name for name, signature in PUBLIC.items() if signature is no
 
 
 def bare_signature(function) -> str:
-    """Parameters and defaults, without types."""
+    """Return the parameters and defaults of a function, without types."""
     signature = inspect.signature(function)
     parameters = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
     return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
@@ -111,7 +111,7 @@ def test_every_parameter_is_documented(name):
 
 def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'rnnlens' has no attribute 'tarce'"):
-        rl.tarce  # noqa: B018  the access is what is tested
+        rl.tarce  # noqa: B018  the access is tested
 
 
 def test_version_is_that_of_the_package():

@@ -1,4 +1,4 @@
-"""Every file has its line in the README of its folder, or of the nearest folder above that has one."""
+"""Every source file is described in the README of its folder, or of the nearest parent folder that has one."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ FOLDERS = sorted({file.parent for file in CODE.rglob("*.py")})
 
 
 def guide_of(folder):
-    """The document that says what is in a folder; the whole package has the one on where things are."""
+    """Return the document that describes a folder: the nearest README, or docs/architecture.md for the package."""
     if folder == CODE:
         return ROOT / "docs" / "architecture.md"
     return folder / "README.md" if (folder / "README.md").exists() else guide_of(folder.parent)

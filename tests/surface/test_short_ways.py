@@ -1,4 +1,4 @@
-"""What a verb takes on a plain model: forward passes of the user's model, and files and functions of ours entered."""
+"""Cost of a verb on a plain model: forward passes of the model, and files and functions of rnnlens entered."""
 
 import sys
 from pathlib import Path
@@ -11,14 +11,14 @@ from torch import nn
 import rnnlens as rl
 
 CODE = str(Path(rl.__file__).parent)
-#: Parts of a function that Python calls by themselves.
+#: Code objects within a function, which are not counted as functions.
 INNER_CODE = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")
 
 forwards = 0
 
 
 class Tagger(nn.Module):
-    """A library layer and a head; counts its own forward passes where nothing is restored."""
+    """LSTM and linear head; counts its forward passes in a global, since rnnlens restores attributes of the model."""
 
     def __init__(self, head_input="every step"):
         super().__init__()
@@ -32,7 +32,7 @@ class Tagger(nn.Module):
         return self.head(HEAD_INPUTS[self.read](output, hidden))
 
 
-#: The tensor that the head is called on.
+#: Tensors that the head can be applied to.
 HEAD_INPUTS = {
     "every step": lambda output, hidden: output,
     "last step": lambda output, hidden: output[:, -1],
@@ -50,7 +50,7 @@ VERBS = {
     "jacobian": lambda m, x, y: rl.jacobian(m, x),
     "jacobian by states": lambda m, x, y: rl.jacobian(m, x, wrt="lstm.hidden"),
 }
-#: At most, without certificate.
+#: Largest number of files entered without a certificate; below, of functions.
 MOST_FILES = {"jacobian": 45, "trace": 40}
 MOST_FUNCTIONS = {"jacobian": 300, "trace": 250}
 
@@ -101,7 +101,7 @@ def test_files_and_functions_entered(verb, arguments):
 
 
 class Rewired(Tagger):
-    """Puts steps first after ``flip`` is set: the roles of the output's axes change, weights and shapes do not."""
+    """Tagger that returns steps first once ``flip`` is set: axes are swapped; shapes and weights remain."""
 
     flip = False
 

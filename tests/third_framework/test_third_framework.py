@@ -1,7 +1,7 @@
-"""The contract is enough: a framework that rnnlens never heard of has every verb, through its adapter alone.
+"""An adapter is all that every verb needs for a framework unknown to rnnlens.
 
-``tiny/`` is a package as others would install it: a framework, its adapter, and the entry point that names it. What it
-returns is held against derivatives that nothing of rnnlens took part in: complex steps through plain loops.
+``tiny/`` is an installable package: a framework, its adapter, and the entry point that names the adapter. Results are
+compared with derivatives by complex steps through plain loops, computed without rnnlens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TINY_STEP = 1e-30
 
 @pytest.fixture(autouse=True)
 def installed_package(monkeypatch):
-    """As ``pip install tiny`` leaves it; nothing is registered by hand."""
+    """Put the package on the Python path, as ``pip install tiny`` would; nothing is registered by hand."""
     monkeypatch.syspath_prepend(str(PACKAGE_FOLDER))
 
 
@@ -43,7 +43,7 @@ def data():
 
 
 def test_without_place_gradients_of_weights_are_not_certified(model, data, monkeypatch):
-    """A fault in them passes then, so the certificate must say that they were not compared."""
+    """If the adapter gives no location of weights, the certificate lists their gradients as not compared."""
     import tiny_rnnlens
 
     x, y = data
@@ -61,7 +61,7 @@ def test_without_place_gradients_of_weights_are_not_certified(model, data, monke
 
 
 def forward(w, x, perturbation=0.0, perturbed_step=None):
-    """Outputs of the network, step by step, with a perturbation of the hidden state at one step."""
+    """Return outputs (sample, time, output) of the network with the hidden state perturbed at one step."""
     h, outputs = np.zeros((len(x), UNITS)), []
     for t in range(STEPS):
         h = np.tanh(x[:, t] @ w["W"] + h @ w["U"] + w["b"]) + (perturbation if t == perturbed_step else 0.0)
@@ -74,7 +74,7 @@ def loss(w, x, y, **perturbation):
 
 
 def derivative(function, shape):
-    """d function / d entry by the complex step (Squire, Trapp 1998), entry by entry."""
+    """Return the derivative by each entry (*shape, *output) by the complex step (Squire, Trapp 1998)."""
     units = np.eye(int(np.prod(shape))).reshape(-1, *shape)
     slopes = np.array([np.imag(function(1j * TINY_STEP * unit)) / TINY_STEP for unit in units])
     return slopes.reshape(*shape, *slopes.shape[1:])
@@ -172,7 +172,7 @@ def test_diagnose(model):
 def test_a_gradient_that_does_not_exist_has_a_reason(model, data):
     g = rl.gradients(model, data[0], of="rnn.output", reduce="sum", wrt=["head/kernel", "rnn/kernel"])
     assert list(g.disconnected) == ["head/kernel"]
-    assert g.disconnected["head/kernel"].code == "unknown"  # nothing can be moved here to see what depends on it
+    assert g.disconnected["head/kernel"].code == "unknown"  # finding it needs an adapter that can perturb the model
 
 
 @pytest.mark.parametrize("suffix", ["nc", "zarr"])
@@ -222,7 +222,7 @@ def test_a_model_of_nobody_is_refused():
 
 
 def test_the_framework_says_how_its_tensors_lie(model, data, monkeypatch):
-    """A framework with steps first: its rule is all that has to be known."""
+    """The layout that the adapter returns, here with steps first, sets the dimensions of a result."""
     import tiny_rnnlens
 
     def steps_first(port, shape, *, integer=False):

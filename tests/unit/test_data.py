@@ -1,4 +1,4 @@
-"""Data sources of every kind become the same batches."""
+"""Every kind of data source yields the same batches."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Errors format what, got, expected and hint, and a pickle keeps their whole text."""
+"""Errors print their message, got, expected and hint, and keep this text when pickled."""
 
 import inspect
 import pickle

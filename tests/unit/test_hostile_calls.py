@@ -1,4 +1,4 @@
-"""Whatever a user gives a figure, a file, an option or a result: something drawn or found, or one clear error."""
+"""Figures, files, options and results, called with arbitrary arguments, return a result or raise one clear error."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ NEAR = {
 
 
 def figures() -> list[Target]:
-    """Every figure with all of its arguments; ``keyword`` stands for those that are handed on to matplotlib."""
+    """Return a target for each figure with all its arguments; ``keyword`` is one that is passed on to matplotlib."""
     targets = []
     for name, arguments in FIGURE_ARGUMENTS.items():
         function = getattr(rl.plot, name)
@@ -140,7 +140,7 @@ def _with_keywords(function):
 
 
 def others(folder) -> list[Target]:
-    """Files, options, results and drawings."""
+    """Return targets that save and open files, set options, index results and save drawings."""
     array = xr.DataArray(STATES, dims=("sample", "time", "unit"), attrs={"tensor": "lstm.hidden"})
     result = Gradients({"lstm": xr.Dataset({"hidden": array})})
     picture = rl.plot.heatmap(STATES[:1])

@@ -1,4 +1,4 @@
-"""A framework that is too old is refused by name, before an adapter is imported."""
+"""A framework whose version is too old is refused by name, before its adapter is imported."""
 
 import sys
 from types import SimpleNamespace

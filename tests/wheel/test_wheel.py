@@ -1,4 +1,4 @@
-"""The wheel builds, contains every file that the code reads, and runs with its declared dependencies alone."""
+"""The wheel builds, contains every file of the package, and runs with only its declared dependencies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel_python(wheel, tmp_path_factory) -> Path:
-    """Return the Python of an environment that has the wheel and its dependencies, and no framework."""
+    """Return the Python of a new environment with the wheel and its dependencies, and without a framework."""
     folder = tmp_path_factory.mktemp("clean")
     python = folder / "bin" / "python"
     run(UV, "venv", "--quiet", "--clear", "--python", sys.executable, folder)
@@ -35,7 +35,7 @@ def wheel_python(wheel, tmp_path_factory) -> Path:
 
 
 def run(*command: object) -> str:
-    """Run a command outside the checkout, whose code would be found first, and return its output."""
+    """Run a command outside the checkout, so that the installed code is imported, and return its output."""
     completed = subprocess.run(
         [str(argument) for argument in command], cwd="/", env=isolated(), capture_output=True, text=True, check=False
     )
@@ -44,7 +44,7 @@ def run(*command: object) -> str:
 
 
 def isolated() -> dict[str, str]:
-    """Return the environment without the variables that point into a checkout."""
+    """Return the environment variables without PYTHONPATH and VIRTUAL_ENV, which may point into a checkout."""
     return {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
 
 

@@ -4,7 +4,7 @@ import numpy as np
 
 
 class Elman:
-    """h_t = tanh(x_t W + h_{t-1} U + b), y_t = h_t V; (sample, time, feature) to (sample, time, output)."""
+    """Elman RNN: h_t = tanh(x_t W + h_{t-1} U + b), y_t = h_t V; (sample, time, feature) to (sample, time, output)."""
 
     def __init__(self, features, units, outputs, seed=0):
         draw = np.random.default_rng(seed).normal
@@ -18,7 +18,7 @@ class Elman:
         return np.stack(states[1:], 1) @ w["V"], states
 
     def backward(self, x, dy):
-        """Backpropagation through time: gradients by the names of the weights, and by "x"."""
+        """Return the gradients of backpropagation through time by name of the weight, and "x" for the input."""
         w, states = self.weights, self.forward(x)[1]
         grads = {name: np.zeros_like(value) for name, value in {**w, "x": x}.items()}
         dh = np.zeros_like(states[0])

@@ -1,4 +1,4 @@
-"""What rnnlens is told of tiny. Boundaries are differentiated by the complex step (Squire, Trapp 1998): exact."""
+"""Adapter of rnnlens for tiny. Derivatives are exact, by the complex step (Squire, Trapp 1998)."""
 
 from contextlib import nullcontext
 
@@ -16,7 +16,7 @@ WEIGHTS = {Port("weight", layer, key=key): name for name, (layer, key) in KEYS.i
 
 
 def run(model, batch, cut=(), perturbed_port=None, step=0.0):
-    """Values at every boundary of the model, one of them moved, and nothing led on from those that are cut."""
+    """Return values at every port, with ``step`` added at one; ports in ``cut`` pass on no imaginary part."""
     values = {}
 
     def tap(port, value):
@@ -42,7 +42,7 @@ def loss_of(model, batch):
 
 
 def steps(shape):
-    """An imaginary step for each entry of an array."""
+    """Return one imaginary step (entry, *shape) for each entry of an array."""
     return 1j * STEP * np.eye(int(np.prod(shape))).reshape(-1, *shape)
 
 

@@ -1,4 +1,4 @@
-"""The command line in this process, on files in a folder of its own."""
+"""Fixtures that run the command line in this process, in a temporary folder with data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CommandResult:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder to work in; what the command line adds to the path is taken off again."""
+    """Change to a temporary folder that holds data.npz and is on the Python path; restore ``sys.path`` afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setenv("COLUMNS", "200")
@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def rnnlens(folder, capsys):
-    """Run ``rnnlens ...``; code and output of it."""
+    """Return a function that runs ``rnnlens ...`` and returns its exit code and output."""
 
     def run(*arguments):
         with pytest.raises(SystemExit) as exit_info:
@@ -47,7 +47,7 @@ def rnnlens(folder, capsys):
 
 @pytest.fixture
 def module(folder, request):
-    """Write a module for this test; a name of its own, since modules stay loaded."""
+    """Return a function that writes a module and returns its name, unique to this test since modules stay imported."""
 
     def write(code):
         name = f"own_{abs(hash(request.node.nodeid))}"

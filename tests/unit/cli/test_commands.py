@@ -15,7 +15,7 @@ from .conftest import TORCH
 
 @pytest.fixture(scope="module")
 def keras_files(tmp_path_factory):
-    """A good model, one with a Lambda layer, one with a class that is known nowhere else."""
+    """Save a loadable Keras model, one with a Lambda layer, and one with an unregistered class; return the folder."""
     import keras
 
     class Unregistered(keras.layers.Layer):
@@ -66,7 +66,7 @@ def test_trace_and_show_a_keras_file(rnnlens, folder, keras_files):
     saved = rl.open(folder / "run.nc")
     np.testing.assert_array_equal(saved["lstm"].hidden_grad, expected["lstm"].hidden_grad)
     assert result.out.splitlines()[0] == repr(saved).splitlines()[0]
-    for line in repr(saved).splitlines()[2:]:  # what is said beside the layers
+    for line in repr(saved).splitlines()[2:]:  # the lines after the title and the layer
         assert line.strip() in result.out
     row = next(line for line in result.out.splitlines() if line.startswith("lstm"))
     sizes = np.linalg.norm(saved["lstm"].hidden_grad.values.astype(float), axis=-1)

@@ -1,4 +1,4 @@
-"""The demo: its numbers from known gradients, its words from its numbers, and the whole of it at a reduced size."""
+"""``rnnlens demo``: figures from known gradients, sentences from given numbers, a complete run at a reduced size."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEPS = 64
 
 
 def fading(rate: float) -> Trace:
-    """A trace whose total gradient shrinks by ``rate`` with every step back, and whose input gradient is the same."""
+    """Return a trace whose total gradient and input gradient are multiplied by ``rate`` with every step back."""
     norm = rate ** np.arange(STEPS)[::-1]
     arrays = {
         "hidden_grad": np.tile(norm[None, :, None], (3, 1, 4)),
@@ -44,7 +44,7 @@ def fading(rate: float) -> Trace:
 
 
 def diagnosis(*, memory_known: bool = True, memory: float = 61, before: float = 4) -> Diagnosis:
-    """A diagnosis with these numbers."""
+    """Return a diagnosis with the given numbers of steps in memory, after and ``before`` training."""
     model = xr.Dataset(
         {
             "use": ("context", [0.9, 0.01]),
@@ -117,7 +117,7 @@ def test_the_picture_of_a_network_is_that_of_all_its_digits_each_by_its_own_peak
     ]
     np.testing.assert_allclose(images[1].images[0].get_array()[2], 0.9 ** np.arange(STEPS)[::-1])
     titles = [ax.get_title() for ax in draw_samples(portrait()).figure.axes if ax.images]
-    assert titles[0] == "before training · sample 2"  # whose loss then is not known
+    assert titles[0] == "before training · sample 2"  # its loss before training is unknown
     assert titles[1] == "after training\nsample 2, loss 0.4 (the median)"
 
 

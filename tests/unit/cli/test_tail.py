@@ -1,4 +1,4 @@
-"""``rnnlens tail``: a run that grows, seen in a pipe and in a terminal."""
+"""``rnnlens tail`` of a run that is being written: output in a pipe and in a terminal."""
 
 import os
 import pty
@@ -67,8 +67,8 @@ def test_a_run_that_does_not_exist_yet_is_waited_for(tmp_path):
     assert completed.stdout.splitlines()[-1] == "ended=finished records=4"
 
 
-#: As in a terminal: a script tells its jobs in the background, and all that they start, to ignore Ctrl-C. Undone in the
-#: new process itself, and not between fork and exec, where the threads of a framework in this one are not to be met.
+#: Restores Ctrl-C as in a terminal: background jobs of a shell script inherit an ignored SIGINT. The new process does
+#: so, since code between fork and exec (preexec_fn) is unsafe beside threads of a framework in this process.
 HEEDS_CTRL_C = (
     "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     "runpy.run_module('rnnlens.cli', run_name='__main__', alter_sys=True)"
@@ -76,7 +76,7 @@ HEEDS_CTRL_C = (
 
 
 def run_in_terminal(arguments, pattern, action):
-    """Run ``rnnlens tail`` on a pseudo-terminal; after ``pattern`` do ``action``; return output and exit code."""
+    """Run ``rnnlens tail`` on a pseudo-terminal, call ``action`` after ``pattern``; return output and exit code."""
     controller, terminal = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", HEEDS_CTRL_C, "tail", "--every", "0.1", *map(str, arguments)],
@@ -114,7 +114,7 @@ def test_a_terminal_shows_a_table_that_is_drawn_anew_and_ends_with_the_run(tmp_p
     assert "finished" in output
     assert re.search("█[▁-▇]+", output)
     assert output.count("lstm/reach") > 1
-    assert "\x1b[?25h" in output.rpartition("\x1b[?25l")[2]  # the cursor is back
+    assert "\x1b[?25h" in output.rpartition("\x1b[?25l")[2]  # the cursor is shown again
 
 
 def test_ctrl_c_leaves_the_training_alone(tmp_path):

@@ -1,4 +1,4 @@
-"""The sentence of a diagnosis; the table of findings names every code that a rule gives."""
+"""The headline of a diagnosis, and the table of findings, which lists every code that a rule returns."""
 
 import ast
 from pathlib import Path

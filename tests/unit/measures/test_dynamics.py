@@ -1,4 +1,4 @@
-"""State transfer, exponents and fixed points, against linear recurrences, finite differences and hand calculation."""
+"""State transfer, Lyapunov exponents and fixed points against linear cells, finite differences and hand calculation."""
 
 import cells
 import numpy as np
@@ -44,7 +44,7 @@ def random_cell(kind, units=7, features=3, **options):
 def test_transfer_of_a_scaled_rotation(rate):
     transfer = measures.state_transfer(run_of(linear_cell(rate * orthogonal(16))))
     exponent, error = transfer.leading_exponent()
-    # In units of the spread of each unit the norm is another one: the ratio varies a little around rate ** lag.
+    # The norm is in units of each unit's spread: the ratio varies a little around rate ** lag.
     assert np.exp(exponent) == pytest.approx(rate, rel=0.02)
     assert error < 0.01
     assert transfer.kappa[60] == pytest.approx(rate**60, rel=0.5)
@@ -118,7 +118,7 @@ def test_leading_exponent_of_a_chaotic_network_against_two_trajectories():
     cell = SimpleRNN(0.1 * np.random.default_rng(6).normal(size=(1, units)), kernel)
     run = run_of(cell, samples=8, steps=600)
     spectrum = measures.lyapunov_spectrum(run, count=3)
-    # Direct: a small difference beside each trajectory, brought back to its size after every step.
+    # Direct: follow a small perturbation of each trajectory, rescaled to its size after every step.
     difference = 1e-8 * np.random.default_rng(7).normal(size=(8, units))
     size = np.linalg.norm(difference, axis=1, keepdims=True)
     rates = []
@@ -157,12 +157,12 @@ def scalar_tanh(weight):
 
 
 def test_fixed_points_of_one_tanh_unit():
-    """tanh(w h) = h has one solution up to w = 1, three beyond; the middle one is then unstable with slope w."""
+    """tanh(w h) = h has one solution for w <= 1 and three for w > 1; the middle one is then unstable with slope w."""
     starts = np.linspace(-1, 1, 41)[:, None]
     one_point = find_points(step_map(scalar_tanh(0.5), np.zeros(1)), starts)
     np.testing.assert_allclose(one_point.states, [[0]], atol=1e-9)
     three_points = find_points(step_map(scalar_tanh(2.0), np.zeros(1)), starts)
-    edge = 0.957504024082275  # tanh(2 h) = h, by bisection
+    edge = 0.957504024082275  # solution of tanh(2 h) = h by bisection
     np.testing.assert_allclose(np.sort(three_points.states[:, 0]), [-edge, 0, edge], atol=1e-9)
     middle = int(np.abs(three_points.states[:, 0]).argmin())
     assert three_points.eigenvalues[middle, 0] == pytest.approx(2)
@@ -188,7 +188,7 @@ def test_fixed_points_of_an_lstm_are_mapped_onto_themselves():
 
 
 def test_each_sample_may_end_at_a_step_of_its_own():
-    """One tanh unit: the transfer from step s is the product of w (1 - h_t^2), t = s, s - 1, ..."""
+    """With an end step per sample, the transfer of one tanh unit is the product of w (1 - h_t^2) from there back."""
     cell = SimpleRNN(np.ones((1, 1)), np.full((1, 1), 0.9))
     run = run_of(cell, samples=3, steps=20)
     end_steps = np.array([19, 7, 12])

@@ -1,4 +1,4 @@
-"""ModelFacts about data, states and gates, each counted by hand."""
+"""Facts about data, states and gates, each counted by hand."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Memory by exchange of prefixes against closed forms of linear predictions; resampling weights."""
+"""Memory by exchanged prefixes, against closed forms for linear predictions; resampling weights."""
 
 import math
 
@@ -12,7 +12,7 @@ from rnnlens.measures.intervention import cycle, donors, resampling_weights, sea
 
 
 def linear_model(weights):
-    """f(x) = sum_tau w_tau x_(T - tau) for x (sample, time, 1)."""
+    """Return the model f(x) = sum_tau w_tau x_(T - tau) for x (sample, time, 1)."""
     return lambda x: x[:, ::-1, 0] @ np.asarray(weights)[: x.shape[1], None]
 
 
@@ -74,14 +74,14 @@ def test_the_search_finds_what_all_contexts_would(x, need, decreasing):
     curve = {k: c.mean() / (2 * variance) for k, c in result.change.items()}
     assert measures.memory_length(curve, 30) == need
     assert len(probed) == len(set(probed)) <= 13
-    # A decreasing curve is not probed further once it is 0, but at the oldest step.
+    # Once a decreasing curve is 0, only the oldest step is probed further.
     assert 29 in probed
     assert (16 in probed) == (need > 8 or not decreasing)
 
 
 def test_skill_and_benefit_by_hand():
     assert measures.skill(np.array([0.1, 0.3]), np.array([1.0, 1.0])) == pytest.approx(0.8)
-    # y alternates; f is right by half of it, with the older inputs exchanged by a tenth.
+    # y alternates; the prediction is 0.5 y, and 0.1 y with older inputs exchanged.
     y = np.array([[1.0], [-1.0], [1.0], [-1.0]])
     assert measures.benefit(y, 0.5 * y, 0.1 * y) == pytest.approx(0.8)
     assert measures.benefit(y, 0.5 * y, np.ones((4, 1))) == pytest.approx(1.0)
@@ -110,7 +110,7 @@ def test_the_order_follows_who_lends_to_whom():
 
 
 def test_what_neighbours_share_is_in_the_spread():
-    """Each sample's change is the sum of two parts, its own and its lender's: the mean of n has variance 4 / n."""
+    """Resampling in blocks includes the covariance with the sample that lends the prefix: variance 4 / n, not 2 / n."""
     samples, repeats = 400, 30
     spreads = {"alone": [], "in blocks": []}
     for seed in range(repeats):
@@ -140,7 +140,7 @@ def test_bootstrap_interval_agrees_with_the_normal_approximation(to_array):
 
 def test_bootstrap_interval_is_the_same_each_time_and_leaves_the_global_generator_alone(to_array):
     values = to_array(np.arange(5.0)[:, None])
-    before = np.random.get_state()[1].copy()  # noqa: NPY002  # the state that must not move
+    before = np.random.get_state()[1].copy()  # noqa: NPY002  # must not change
     first, second = measures.bootstrap_interval(values), measures.bootstrap_interval(values)
     assert float(first[0][0]) == float(second[0][0])
     np.testing.assert_array_equal(np.random.get_state()[1], before)  # noqa: NPY002

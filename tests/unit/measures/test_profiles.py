@@ -1,4 +1,4 @@
-"""From samples to one picture, reach and decay, lags of dL/dW, lifetimes, eigenvalues of steps: closed forms."""
+"""RMS over samples, reach and decay, lags of dL/dW, lifetimes and eigenvalues of steps, against closed forms."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ m = rl.measures
 
 
 def test_rms_of_shapes_by_hand():
-    values = np.array([[3.0, -6.0], [40.0, 10.0], [0.0, 0.0]])  # the last has no gradient, and counts in no mean
+    values = np.array([[3.0, -6.0], [40.0, 10.0], [0.0, 0.0]])  # the last sample, without gradient, is not counted
     np.testing.assert_allclose(m.rms_of_shapes(values), [np.sqrt((0.25 + 1) / 2), np.sqrt((1 + 1 / 16) / 2)])
 
 
@@ -62,7 +62,7 @@ def test_only_what_is_far_out_is_an_outlier():
     assert m.far_out(normal) is None
     assert m.far_out([*normal, 20.0]) == 200
     assert m.far_out([*normal, -20.0, np.nan]) == 200
-    assert m.far_out([1.0, 1.0, 1.0, 1.0, 2.0]) is None  # without a distance of quartiles there is no measure of far
+    assert m.far_out([1.0, 1.0, 1.0, 1.0, 2.0]) is None  # the quartiles are equal
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.9, 1.0])
@@ -78,7 +78,7 @@ def test_a_spike_at_the_last_step_neither_sets_the_decay_nor_ends_the_reach():
     norms[0, 0] = 1.5
     assert m.gradient_decay(norms) == pytest.approx(0.95, abs=1e-3)
     assert m.gradient_reach(norms) > 20
-    assert rl.measures.half_life(norms[0]) < 9  # what the spike does to a half-life
+    assert rl.measures.half_life(norms[0]) < 9  # the spike shortens the half-life
 
 
 def test_lags_of_a_gradient():
@@ -129,7 +129,7 @@ def test_eigenvalues_of_steps_are_those_of_the_dense_jacobian():
     w = cell.weight_hh_l0.detach().numpy()
     for sample in range(3):
         for index, step in enumerate(result.time.values):
-            dense = (1 - states[sample, step, :, None] ** 2) * w  # of tanh: diag(1 - h^2) W
+            dense = (1 - states[sample, step, :, None] ** 2) * w  # tanh: diag(1 - h^2) W
             expected = np.linalg.eigvals(dense)
             values = (result.eigenvalue_real + 1j * result.eigenvalue_imag).values[sample, index]
             np.testing.assert_allclose(np.sort_complex(values), np.sort_complex(expected), atol=1e-10)

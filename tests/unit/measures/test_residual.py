@@ -1,4 +1,4 @@
-"""The test of the residual: finds what was planted, and nothing where nothing is."""
+"""The residual test: detects a planted dependency on a past step, and none in noise."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def test_says_nothing_of_noise():
 
 
 def test_does_not_see_a_parity_over_two_steps():
-    """As the documentation says: no finding is no proof."""
+    """The residual test misses the product of two steps, as documented: a negative result is no proof."""
     x = np.sign(noise(2000, 20, 1))
     y = x[:, 3] * x[:, 12]
     result = measures.missed_dependency(y, x, float(y.var()))

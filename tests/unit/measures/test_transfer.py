@@ -1,4 +1,4 @@
-"""Measures of whole-sequence layers, held against closed forms."""
+"""Measures of whole-sequence layers against closed forms."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def test_effective_state_size_counts_used_directions():
     rng = np.random.default_rng(0)
     decay, read = np.full((40, 1), 0.9) * np.ones(6), rng.normal(size=(40, 6))
     basis = rng.normal(size=(2, 6))
-    write = rng.normal(size=(40, 2)) @ basis  # all writes lie in a plane
+    write = rng.normal(size=(40, 2)) @ basis  # all write vectors lie in a plane
     assert measures.effective_state_size(decay, write, read, 20) == 2
     assert measures.effective_state_size(decay, rng.normal(size=(40, 6)), read, 20) == 6
-    assert measures.effective_state_size(decay, rng.normal(size=(40, 6)), read, 3) == 3  # as many as past steps
+    assert measures.effective_state_size(decay, rng.normal(size=(40, 6)), read, 3) == 3  # limited by 3 past steps
 
 
 def test_effective_state_size_is_the_rank_of_the_block():
@@ -48,11 +48,11 @@ def test_decay_products():
 
 
 def test_effective_state_size_of_a_delta_rule_is_the_rank_of_the_block():
-    """A_t = (I - beta k k^T) diag(a): a key written twice with beta = 1 replaces what was there."""
+    """In A_t = (I - beta k k^T) diag(a) with beta = 1, a second write to the same key replaces the first."""
     rng = np.random.default_rng(3)
     decay, read, keys = rng.uniform(0.5, 1, (12, 2, 5)), rng.normal(size=(12, 2, 5)), rng.normal(size=(12, 2, 5))
     keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
-    keys[6:, 1] = keys[5, 1]  # head 1: from step 5 on one key alone
+    keys[6:, 1] = keys[5, 1]  # head 1: a single key from step 5 on
     beta = np.ones((12, 2, 1))
     for head in range(2):
         step = [

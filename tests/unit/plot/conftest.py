@@ -1,4 +1,4 @@
-"""Synthetic results with known content, and the rules that every figure keeps."""
+"""Fixtures for tests of figures: synthetic results with known values, and checks that apply to every figure."""
 
 import io
 
@@ -15,7 +15,7 @@ LSTM = ["input", "forget", "candidate", "output"]
 
 @pytest.fixture(autouse=True)
 def leave_matplotlib_alone(monkeypatch):
-    """No figure is shown, registered or left open, and no global setting changes."""
+    """Fail if a test shows a figure, leaves one open in pyplot, or changes matplotlib's rcParams."""
 
     def forbidden(*args, **kwargs):
         raise AssertionError("show() was called")
@@ -29,7 +29,7 @@ def leave_matplotlib_alone(monkeypatch):
 
 @pytest.fixture
 def render():
-    """Draw for real: layout warnings are errors, and text positions are known afterwards."""
+    """Return a function that renders a figure as PNG, so that layout warnings are raised and text positions are set."""
 
     def draw(axes):
         figure = axes[0].get_figure(root=True)
@@ -41,7 +41,7 @@ def render():
 
 @pytest.fixture
 def text_of():
-    """All text that a figure shows."""
+    """Return a function that joins all visible text of a figure."""
 
     def visible_text(axes):
         figure = axes[0].get_figure(root=True)
@@ -52,7 +52,7 @@ def text_of():
 
 @pytest.fixture(scope="session")
 def gradient():
-    """(sample, time, unit) with a value that tells its place: sample + time / 100 + unit / 10000."""
+    """Return a function that makes distinct values sample + time / 100 + unit / 10000 (sample, time, unit)."""
 
     def make(samples=3, steps=5, units=4, *, directions=False, dtype="float64"):
         values = (
@@ -81,7 +81,7 @@ def gradient():
 
 @pytest.fixture(scope="session")
 def layer():
-    """A layer of a trace: gates, direct and total gradients that decay by ``decay`` per step from the end."""
+    """Return a function that makes a traced layer: gates, and gradients multiplied by ``decay`` per step back."""
 
     def make(samples=2, steps=6, units=3, *, decay=0.5, directions=False, name="lstm"):
         rng = np.random.default_rng(0)
@@ -110,7 +110,7 @@ def layer():
 
 @pytest.fixture(scope="session")
 def weights():
-    """Weights of an LSTM: every value tells kernel, row, gate and unit."""
+    """Return a function that makes weights of an LSTM in which every entry has a value of its own."""
 
     def make(features=3, units=4, *, directions=False):
         def fill(offset, *shape):
@@ -131,7 +131,7 @@ def weights():
 
 @pytest.fixture(scope="session")
 def jacobian():
-    """(sample, out_time, in_time) with norm ``decay ** lag``; 0 where the input comes after the output."""
+    """Return a function that makes norms ``decay ** lag`` (sample, out_time, in_time); 0 for later inputs."""
 
     def make(samples=2, steps=6, *, decay=0.5):
         lag = np.arange(steps)[:, None] - np.arange(steps)
@@ -148,7 +148,7 @@ def jacobian():
 
 @pytest.fixture(scope="session")
 def initial_jacobian():
-    """(sample, out_time, out_unit, in_feature): d(state)/d(initial state), a unit's own share 0.9 ** steps."""
+    """Return a function that makes d(state)/d(initial state): 0.9**t * I (sample, out_time, out_unit, in_feature)."""
 
     def make(samples=2, steps=6, units=3, *, directions=False):
         own_share = 0.9 ** np.arange(1.0, steps + 1)[:, None, None] * np.eye(units)
@@ -165,7 +165,7 @@ def initial_jacobian():
 
 @pytest.fixture(scope="session")
 def weights_by_time():
-    """Gradients of an LSTM's weights by time: step t adds ``decay ** lag`` to every entry."""
+    """Return a function that makes per-step gradients of an LSTM's weights: ``decay ** lag`` in every entry."""
 
     def make(steps=10, units=4, *, decay=0.5, directions=False):
         increments = decay ** np.arange(steps)[::-1]
@@ -188,7 +188,7 @@ def weights_by_time():
 
 @pytest.fixture
 def by_gid():
-    """Artists of one Axes (or figure) that carry a gid."""
+    """Return a function that lists the artists of an Axes or figure with the given gid."""
 
     def find(owner, gid):
         return list(owner.findobj(lambda artist: artist.get_gid() == gid))
@@ -198,7 +198,7 @@ def by_gid():
 
 @pytest.fixture(scope="session")
 def diagnosis():
-    """A network that uses 11 of 40 steps and misses the one 25 steps back."""
+    """Return a function that makes a diagnosis: the network uses 11 of 40 steps and misses the one 25 steps back."""
 
     def make(*, memory_known=True, units=6):
         context = np.array([1, 2, 4, 8, 10, 11, 16, 39])
@@ -238,7 +238,7 @@ KAPPA = (("kappa", 1.0), ("kappa_low", 0.5), ("kappa_high", 2.0))
 
 @pytest.fixture(scope="session")
 def fixed_points():
-    """Two stable points and a saddle between them, on a line in three dimensions."""
+    """Return a function that makes two stable fixed points and a saddle between them, on a line in state space."""
 
     def make():
         states = np.array([[-1.0, 0, 0], [0.0, 0, 0], [1.0, 0, 0]])

@@ -1,4 +1,4 @@
-"""A made-up run with known profiles, as ``rl.open`` returns it."""
+"""A synthetic training run with known profiles, of the type that ``rl.open`` returns."""
 
 import numpy as np
 import xarray as xr
@@ -9,7 +9,7 @@ STEPS = np.array([0, 50, 100, 150, 200])
 
 
 def make_run(layers=("lstm", "gru"), steps=STEPS, times=12, names=None, directions=0):
-    """Of record r at time t the profile is 10 ** -(times - 1 - t) * (r + 1): each record has its peak at the end."""
+    """Return a run whose profile at record r and time t is 10 ** -(times - 1 - t) * (r + 1), so largest at the end."""
     steps = np.asarray(steps)
     shape = 10.0 ** -np.arange(times)[::-1]
     values = (np.arange(len(steps)) + 1.0)[:, None] * shape[None, :]

@@ -1,4 +1,4 @@
-"""What the figures of a diagnosis and of fixed points draw."""
+"""Figures of a diagnosis and of fixed points: drawn values, titles and markers."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def test_the_missed_step_is_the_highest(diagnosis):
     (collection,) = [c for c in ax.collections if c.get_gid() == "missed"]
     heights = [segment[1, 1] for segment in collection.get_segments()]
     assert int(np.argmax(heights)) == 25
-    np.testing.assert_allclose(heights[25], 0.4 / 0.05)  # as a share of the threshold
+    np.testing.assert_allclose(heights[25], 0.4 / 0.05)  # in units of the threshold
     assert ax.get_ylim()[1] > 8
 
 

@@ -1,4 +1,4 @@
-"""histogram, weights_histogram, weights_heatmap: counts, shares and places are exact."""
+"""histogram, weights_histogram, weights_heatmap: counts, shares and positions are exact."""
 
 import matplotlib as mpl
 import numpy as np

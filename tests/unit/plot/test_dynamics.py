@@ -1,4 +1,4 @@
-"""gates, gradient_flow, weight_norms, time_jacobian, lag_profile, before_after."""
+"""Drawn values of gates, gradient_flow, weight_norms, time_jacobian, lag_profile, before_after."""
 
 import math
 
@@ -109,13 +109,12 @@ def test_words_of_the_saturation_map(layer):
 
 
 def end_labels(ax):
-    """What is written at the ends of the lines."""
+    """Return the text at the end of each line."""
     labels = [text.get_text().split("\n") for text in ax.texts if text.get_gid() == "end"]
     return [": ".join([lines[0], ", ".join(lines[1:])]) if lines[1:] else lines[0] for lines in labels]
 
 
 def legend_labels(ax):
-    """Entries of the legend."""
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
@@ -509,7 +508,7 @@ def test_the_ratio_of_two_pictures_by_own_peaks_is_one_of_shares(gradient):
     axes = rl.plot.before_after(gradient(samples=4), gradient(samples=4) * 1e-3, samples="rms")
     bars = [ax.get_ylabel() for ax in axes[0].figure.axes if ax not in list(axes)]
     assert bars == ["RMS, share of the peak", "times the share"]
-    np.testing.assert_allclose(axes[2].images[0].get_array(), 0, atol=1e-6)  # the shape is the same
+    np.testing.assert_allclose(axes[2].images[0].get_array(), 0, atol=1e-6)  # log10 of the ratio of the shapes
 
 
 @pytest.mark.parametrize("floor", [0.05, 6.4e-5, 1e-9])
@@ -565,7 +564,7 @@ def test_the_picture_of_a_network_is_the_rms_of_its_samples(gradient):
 
 def test_samples_are_named_with_their_losses_the_typical_one_first(gradient):
     axes = rl.plot.before_after(gradient(samples=5), gradient(samples=5), losses=[0.9, 0.1, 0.5, 0.2, 0.4], max_rows=5)
-    assert [ax.get_title() for ax in axes[::3]][:2] == ["before · sample 4", "before · sample 3"]  # not trained yet
+    assert [ax.get_title() for ax in axes[::3]][:2] == ["before · sample 4", "before · sample 3"]  # losses: after only
     titles = [ax.get_title().replace("\n", " · ") for ax in axes[1::3]]
     assert titles[:2] == ["after · sample 4, loss 0.4 (the median)", "after · sample 3, loss 0.2"]
     np.testing.assert_allclose(axes[0].images[0].get_array(), gradient(samples=5).values[4].T)

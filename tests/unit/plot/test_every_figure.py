@@ -1,4 +1,4 @@
-"""What all figures have in common: own or given paper, untouched input, checked keywords, taught errors."""
+"""Rules for every figure: new or given Axes, input left unchanged, checked keywords, errors with a suggestion."""
 
 import copy
 import subprocess
@@ -19,7 +19,7 @@ from rnnlens.plot._axes import short_number
 
 @pytest.fixture(scope="module")
 def cases(gradient, layer, weights, jacobian, diagnosis, fixed_points, initial_jacobian, weights_by_time):
-    """Figure name -> arguments, and a misspelt keyword with what should be proposed."""
+    """Return, by name of the figure, its arguments, a misspelt keyword and the correction to be proposed."""
     history = {"lstm/kernel": [3.0, 2.0, 1.0], "lstm/bias": [1.0, 1.5, 2.0]}
     return {
         "curves": ([gradient()], "linewdith", "linewidth"),
@@ -63,13 +63,13 @@ def test_the_cases_cover_every_figure(cases):
 
 @pytest.fixture(scope="module")
 def panels(cases):
-    """Number of panels of each figure."""
+    """Return the number of panels by name of the figure."""
     return {name: len(getattr(rl.plot, name)(*cases[name][0])) for name in FIGURES}
 
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_returns_axes_of_one_figure_of_its_own_and_leaves_its_input(name, cases, render):
-    """Read-only input is drawn as well: nothing is written to, not even for a moment."""
+    """Figures of read-only arrays are drawn: no input is modified, even temporarily."""
     data = cases[name][0]
     before = copy.deepcopy(data)
     for argument in data:
@@ -233,7 +233,7 @@ def test_the_smallest_of_numbers_have_a_logarithmic_scale(tmp_path, name, shape,
 
 
 class RaisesAtEverything:
-    """An object of which every unknown attribute raises."""
+    """Object that raises OSError on access to any unknown attribute."""
 
     def __getattr__(self, name):
         raise OSError(name)

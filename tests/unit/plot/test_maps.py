@@ -1,4 +1,4 @@
-"""``plot.maps``: the drawn pictures are the norm over channels, or one channel, of the chosen steps."""
+"""``plot.maps`` draws the norm over channels, or one channel, at the chosen steps."""
 
 import numpy as np
 import pytest

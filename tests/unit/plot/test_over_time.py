@@ -1,4 +1,4 @@
-"""curves, heatmap, points: what was drawn is what was given, under its own name."""
+"""curves, heatmap, points: the drawn values and labels are those of the data."""
 
 import matplotlib as mpl
 import numpy as np
@@ -14,7 +14,7 @@ from rnnlens.plot.curves import thin
 
 
 def mosaic(data, **keywords):
-    """A panel for each sample."""
+    """Draw a heatmap with one panel per sample."""
     return rl.plot.heatmap(data, samples="panels", **keywords)
 
 
@@ -75,7 +75,7 @@ def test_one_sample_needs_no_legend(gradient):
 
 
 def test_many_samples_have_their_median_and_say_so(gradient, by_gid):
-    data = gradient(samples=20) ** 3  # a few large samples do not move it
+    data = gradient(samples=20) ** 3  # cubed: a few samples are much larger than the others
     axes = rl.plot.curves(data)
     (median,) = by_gid(axes[2], "median")
     np.testing.assert_allclose(median.get_ydata(), np.median(data.values[:, :, 2], axis=0))
@@ -280,7 +280,7 @@ def test_an_array_without_labels_has_no_title(name):
     values = np.random.default_rng(0).normal(size=(2, 5) if name == "points" else (2, 6, 5))
     axes = mosaic(values) if name == "heatmap" else getattr(rl.plot, name)(values)
     assert axes[0].figure.get_suptitle() == ""
-    if name == "heatmap":  # what was done with the samples has to be said
+    if name == "heatmap":  # the reduction over samples must be named
         assert rl.plot.heatmap(values)[0].figure.get_suptitle() == "values, RMS over 2 samples, each by its own peak"
 
 

@@ -1,4 +1,4 @@
-"""Figures of whole-sequence layers: what they draw and say."""
+"""Figures of whole-sequence layers: drawn values and titles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def suptitle(axes):
 
 
 def two_maps():
-    """A total map, and a frozen one that is half of it at lag 0 and a tenth at lag 3."""
+    """Return a total map (sample, out_time, in_time), and a frozen one: half of it at lag 0, a tenth at lag 3."""
     lag = np.arange(4)[:, None] - np.arange(4)[None, :]
     total = np.where(lag >= 0, 2.0, 0.0) * np.array([1.0, 3.0])[:, None, None]
     share = np.where(lag == 0, 0.5, np.where(lag == 3, 0.1, 0.3))
@@ -50,7 +50,7 @@ def test_decay_by_lag_draws_powers_sorted_by_half_life():
     powers = ax.images[0].get_array()
     assert np.allclose(powers, np.array([0.5, 0.9, 1.0])[:, None] ** np.arange(5))
     (line,) = [line for line in ax.lines if line.get_gid() == "half-life"]
-    assert np.allclose(line.get_xdata()[:3], [1.0, 4.0, 4.0])  # 6.6 steps and never lie beyond the last lag
+    assert np.allclose(line.get_xdata()[:3], [1.0, 4.0, 4.0])  # 6.6 and infinity are drawn at the last lag
     assert "1 steps to for ever, median 6.6 steps" in suptitle([ax])
 
 

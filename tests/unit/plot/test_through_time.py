@@ -1,4 +1,4 @@
-"""Figures of what flows through time: margins, gates, lifetimes, lags of dL/dW, inputs, texts, samples, eigenvalues."""
+"""Figures over time: Jacobian margins, gates, lifetimes, lags of dL/dW, inputs, texts, samples, eigenvalues."""
 
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ def test_one_output_step_is_a_line_with_margins(jacobian, render):
 def test_the_title_names_the_steps_that_carry_the_jacobian(jacobian):
     data = jacobian(samples=1, steps=20, decay=0.5) * 0 + np.tril(np.ones((20, 20))) * 1e-6
     data[..., 2], data[..., 6] = 5.0, 3.0
-    assert suptitle(rl.plot.time_jacobian(data)).startswith("input steps 2") is False  # step 2 alone carries 62 %
+    assert suptitle(rl.plot.time_jacobian(data)).startswith("input steps 2") is False  # step 2 carries 62 %
     assert suptitle(rl.plot.time_jacobian(data)).startswith("input step 2 carries 62% of the time Jacobian")
     data[..., 6], data[..., 9] = 5.0, 5.0
     assert suptitle(rl.plot.time_jacobian(data)).startswith("input steps 2 and 6 carry 67% of the time Jacobian")
@@ -385,11 +385,11 @@ def test_a_history_as_one_array(gradient):
         rl.plot.norm_history({0: gradient(), 1: gradient(steps=4)})
 
 
-# -- all of them
+# -- all figures
 
 
 def draw_figure(name, samples, units, directions, fixtures):
-    """The figure at a size; the forward half, the first sample and the first unit have one NaN."""
+    """Draw a figure from data of this size, with one NaN in the first sample, unit and direction."""
     layer, initial_jacobian, weights_by_time = fixtures
     traced_layer = layer(samples=samples, steps=12, units=units, directions=directions)
     traced_layer["hidden_grad"].values[(0, 3, *[0] * (traced_layer.hidden_grad.ndim - 2))] = np.nan

@@ -1,4 +1,4 @@
-"""``film`` and ``timeline``: what was drawn of a run whose numbers are known."""
+"""``film`` and ``timeline`` of a run with known values: drawn values, axes and markers."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def test_a_panel_per_layer_and_the_loss_below():
 
 
 def test_each_record_is_divided_by_its_own_peak():
-    """The last step is the peak of every record, though the records grow; each step back is a tenth."""
+    """Records that grow in training are drawn alike: 1 at their last step, a tenth of that for each step back."""
     values = mesh(rl.plot.film(make_run(times=4))[0]).get_array()
     np.testing.assert_allclose(values, np.outer([1e-3, 1e-2, 1e-1, 1.0], np.ones(len(STEPS))))
 
@@ -72,7 +72,7 @@ def test_moments_are_marked_in_every_panel_and_named():
     for ax in axes:
         assert [line.get_xdata()[0] for line in ax.lines if line.get_gid() == "moment"] == [60, 150]
     assert [text.get_text() for text in axes[0].texts if text.get_gid() == "moment"] == ["1 it begins", "2 it can"]
-    unordered = rl.plot.film(make_run(), moments={"it can": 150, "it begins": 60})  # numbered by time
+    unordered = rl.plot.film(make_run(), moments={"it can": 150, "it begins": 60})  # numbered in order of step
     assert [text.get_text() for text in unordered[0].texts if text.get_gid() == "moment"] == ["1 it begins", "2 it can"]
 
 
@@ -150,7 +150,7 @@ def test_what_is_not_finite_is_marked():
 
 
 def test_a_gradient_that_does_not_fade_is_no_fault():
-    """Where it is largest at its far end there is no fall to be told: a name without a line, and no red frame."""
+    """A decay that is NaN because the gradient does not fade has a legend entry, no line and no red marker."""
     names = {"bi/forward/decay": [0.9, 0.8, np.nan, 0.7, 0.6], "bi/backward/decay": [np.nan] * 5}
     (ax,) = rl.plot.timeline(make_run(names=names))
     assert [line.get_label() for line in ax.lines] == ["bi forward", "bi backward (does not fade)"]
@@ -162,7 +162,7 @@ def test_a_gradient_that_does_not_fade_is_no_fault():
 def test_many_names_stand_beside_the_panel(user_axes):
     names = {f"lstm/{gate}/near_0": [0.5] * 5 for gate in "abcdefg"}
     (ax,) = rl.plot.timeline(make_run(names=names), ax=[Figure().add_subplot()] if user_axes else None)
-    for _ in range(2):  # the layout settles
+    for _ in range(2):  # the layout needs two passes
         ax.figure.draw_without_rendering()
     legend = ax.get_legend()
     assert [text.get_text() for text in legend.get_texts()] == [f"lstm {gate}" for gate in "abcdefg"]

@@ -1,4 +1,4 @@
-"""Every activation that Keras ships: values against Keras' formulas in torch, slopes against torch autograd."""
+"""Every activation of Keras: values against Keras' formulas in torch, derivatives against torch autograd."""
 
 import array_api_compat.numpy as np_xp
 import numpy as np
@@ -29,9 +29,9 @@ ORACLE = {
     "gelu": fn.gelu,
     "sparse_sigmoid": lambda x: fn.hardtanh(x) / 2 + 0.5,
     "exponential": torch.exp,
-    # torch's own hardsigmoid holds 1/6 in single precision.
+    # torch.nn.functional.hardsigmoid rounds 1/6 to single precision.
     "hard_sigmoid": lambda x: torch.clip(x / 6 + 0.5, 0, 1),
-    # Keras 2's is another function than that of Keras 3.
+    # The hard sigmoid of Keras 2 differs from that of Keras 3.
     "hard_sigmoid_keras2": lambda x: torch.clip(0.2 * x + 0.5, 0, 1),
     "hard_silu": lambda x: x * torch.clip(x / 6 + 0.5, 0, 1),
     "hard_tanh": fn.hardtanh,
@@ -40,7 +40,7 @@ ORACLE = {
     "softmax": lambda x: torch.softmax(x, -1),
     "log_softmax": lambda x: torch.log_softmax(x, -1),
 }
-#: Every smooth piece of every activation, and no kink.
+#: Points in every smooth interval of every activation, none at a kink.
 POINTS = np.array([[-7.3, -3.1, -1.7, -0.8, -0.3], [0.2, 0.7, 1.9, 3.4, 7.7], [40.0, -40.0, 0.01, -0.01, 2.4]])
 
 

@@ -1,4 +1,4 @@
-"""Samples dealt to threads: they do run side by side, and every sample is taken once."""
+"""Samples are distributed over threads: parts run in parallel, and each sample is processed once."""
 
 import subprocess
 import sys
@@ -70,7 +70,7 @@ def test_products_take_one_thread_however_many_parts(part_count):
 
 
 def test_callers_that_overlap_leave_the_number_of_threads_as_it_was():
-    """The first to come in is the first to leave: it must not set back what the other still needs, nor keep it."""
+    """Two overlapping callers limit BLAS to one thread; only when the last one ends is the former number restored."""
     inside, leave, thread_counts = threading.Event(), threading.Event(), []
 
     def hold_one_thread():
@@ -92,7 +92,7 @@ def test_callers_that_overlap_leave_the_number_of_threads_as_it_was():
 
 
 def test_a_part_may_deal_again():
-    """It gets no further threads: those that it would wait for may wait for it."""
+    """A nested for_each runs in its caller's thread: waiting for other threads could deadlock."""
     parts_done = []
 
     def work(part):
@@ -104,7 +104,7 @@ def test_a_part_may_deal_again():
 
 
 def test_other_parts_stop_when_one_fails():
-    """So do they when the caller is interrupted: what waits for them ends in the same place."""
+    """An exception in one part, KeyboardInterrupt included, cancels the other parts."""
     steps = []
 
     def work(part):

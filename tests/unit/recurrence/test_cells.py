@@ -1,4 +1,4 @@
-"""Replay and adjoint of the known cells against a dense complex-step reference, over the product of their options."""
+"""Replay and adjoint of RNN, LSTM and GRU cells with all their options, against a dense complex-step reference."""
 
 import itertools
 
@@ -69,7 +69,7 @@ def assert_close(actual, expected, tolerance=1e-10):
 
 
 def assert_same_when_spent(run, unspent, spent):
-    """The gradients at the pre-activations may lie where these were: no number is another."""
+    """Assert that ``spend=True``, which overwrites the pre-activations by their gradients, changes no gradient."""
     assert np.shares_memory(spent.gate_grad, run.record.preactivation)
     for name in ("state_grads", "initial_state_grad", "gate_grad", "input_grad"):
         for unspent_grad, spent_grad in zip(getattr(unspent, name), getattr(spent, name), strict=True):

@@ -24,7 +24,7 @@ CASES = {
 
 
 def convolve_by_definition(x, kernel, window):
-    """The sum over places of the window, of one output number after the other."""
+    """Return the convolution (sample, *space, channel), summed over the window for each output position."""
     rank = kernel.ndim - 2
     sizes, widths = x.shape[1:-1], kernel.shape[:rank]
     pads = window.pads(sizes, widths)
@@ -64,7 +64,7 @@ def make_inputs(case, rng, *, dropout=False):
 
 
 def slope(function, array, rng, eps=1e-6):
-    """Derivative of a number in a random direction, and the direction."""
+    """Return the derivative of a scalar function in a random direction by finite differences, and that direction."""
     direction = rng.normal(size=array.shape)
     return (function(array + eps * direction) - function(array - eps * direction)) / (2 * eps), direction
 

@@ -1,4 +1,4 @@
-"""The cells besides those of every framework: derivatives against the complex step in float64, and structure."""
+"""Cells beyond RNN, LSTM and GRU: derivatives against the complex step in float64, and the structure of the steps."""
 
 import array_api_strict
 import numpy as np
@@ -78,7 +78,7 @@ def make_inputs(cell, masked):
 
 
 def loss_of(cell, x, start, direct, mask, order="forward"):
-    """The sum of all states, weighted."""
+    """Return the sum of all states, weighted by ``direct``, of a loop over the steps."""
     state, total = list(start), 0.0
     steps = range(TIME) if order == "forward" else range(TIME - 1, -1, -1)
     for t in steps:
@@ -201,7 +201,7 @@ def test_diagonal_recurrences_never_build_a_matrix(name):
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("lru", "ind_rnn_softmax")])
 def test_gradients_by_gate_values_are_those_by_what_the_gates_are_made_of(name):
-    """Through a smooth activation that is not saturated, dL/dz = act'(z) dL/da; the slope by the complex step."""
+    """For unsaturated smooth activations dL/dz = act'(z) dL/da, with gate gradients dL/da and pre-activations z."""
     cell = make_cell(name)
     x, start, direct, mask = make_inputs(cell, True)
     run = replay(cell, x, tuple(start), mask=mask)

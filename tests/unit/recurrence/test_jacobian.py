@@ -1,4 +1,4 @@
-"""The engineered sweeps against plain products of dense per-step matrices, and those against finite differences."""
+"""Optimised Jacobian sweeps against products of dense per-step matrices, and these against finite differences."""
 
 import itertools
 
@@ -60,7 +60,7 @@ def make_run(kind, order="forward", masked=False, dropout=None, engine="numpy", 
 
 
 def dense_chain(run):
-    """State after t by input at k, by state after k, and by the initial state, as plain products: all (..., S, ...)."""
+    """Return d(state after t)/d(input k, state after k, initial state) as dense products: (sample, t, state, ...)."""
     block = UnitVectorSystem(run.cell, run).build(0, T, slice(None), inputs=True)
     product = np.asarray(block.product)
     size = sum(int(s.shape[-1]) for s in run.states)
@@ -113,7 +113,7 @@ def test_reverse_and_forward_sweeps_equal_the_plain_product_chain(kind, order, m
     system = run.linear_system()
     sink = Collector(system.work, Extent(B, T, F, hidden), {t: t for t in range(T)}, swapped=True)
     forward(system, Entrances("input", range(T)), {0: sink}, frozenset(range(T)))
-    actual = on_cpu(sink.result)  # (sample, out_time, youngest group, feature, unit)
+    actual = on_cpu(sink.result)  # (sample, out_time, in_time last read first, feature, unit)
     entered = list(run.steps())
     chronological = actual[:, :, [T - 1 - entered.index(k) for k in range(T)]]
     assert_close(chronological.transpose(0, 1, 4, 2, 3), by_input[:, :, :hidden])
@@ -214,7 +214,7 @@ def test_state_to_state_counts_the_path_of_c_through_h(kind, masked):
     for target, wrt in itertools.product(range(len(sizes)), repeat=2):
         expected = by_state[:, :, starts[target] : starts[target + 1], :, starts[wrt] : starts[wrt + 1]].copy()
         if wrt == 1:
-            # c_t as it is produced also moves h_t: d(c after t) has the extra path lift * d(h after t).
+            # c_t also changes h_t: its gradient has the additional path (dh_t/dc_t) * d(h after t).
             lift = dense_lift(run)
             hidden = by_state[:, :, starts[target] : starts[target + 1], :, : sizes[0]]
             expected += np.einsum("btohm,bhmc->btohc", hidden, lift)
@@ -226,7 +226,7 @@ def test_state_to_state_counts_the_path_of_c_through_h(kind, masked):
 
 
 def dense_lift(run):
-    """dh_t/dc_t (sample, time, hidden, unit); zero at masked steps."""
+    """Return dh_t/dc_t of an LSTM (sample, time, hidden, unit); zero at masked steps."""
     c, o = run.states[1], run.gates[:, :, 3, :]
     if run.cell.activation == "tanh":
         local = np.eye(H) * (o * (1 - np.tanh(c) ** 2))[..., None]

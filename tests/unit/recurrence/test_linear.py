@@ -1,4 +1,4 @@
-"""Every structure of step against the dense matrices that it stands for, and whole sweeps against unrolled products."""
+"""Structured step matrices against the same matrices in dense form, and whole sweeps against unrolled products."""
 
 import itertools
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ MASK = np.array([[True, True, False, True, False], [False, True, True, True, Tru
 
 
 def random_entries(structure, rng, time=T):
-    """Random parts of a structure, and the matrices A (sample, time, state, state) written out from their meaning."""
+    """Return random arrays of a structured matrix, and the dense matrices A (sample, time, state, state)."""
     draw = lambda *shape: 0.9 * rng.normal(size=shape)  # noqa: E731
     if structure == "complex":
         z = draw(B, time, 3) + 1j * draw(B, time, 3)
@@ -41,7 +41,7 @@ def random_entries(structure, rng, time=T):
 
 
 class DenseSystem(linear.ProductSystem):
-    """A recurrence of given matrices A (sample, time, state, state) and B (sample, time, state, feature)."""
+    """Linear recurrence of dense matrices A (sample, time, state, state) and B (sample, time, state, feature)."""
 
     def __init__(self, a, b, order="forward", mask=None):
         self.work = Workspace(namespace(a), a)
@@ -56,14 +56,14 @@ class DenseSystem(linear.ProductSystem):
 
 
 def complex_diagonal(real, imaginary, b, order="forward", mask=None):
-    """A complex diagonal as the LRU makes it, with numbers that may be those of all samples and steps."""
+    """Return the system of a complex diagonal, as of an LRU; entries (1, 1, unit) apply to all samples and steps."""
     transition = structured.ComplexDiagonal(Workspace(namespace(real), real), real, imaginary)
     batch, time = (B, T) if real.shape[:2] == (1, 1) else real.shape[:2]
     return structured.StructuredSystem(transition, b, int(batch), int(time), order, mask)
 
 
 def constant_kernels(b):
-    """Matrices (state, feature) that are those of all samples and steps, as kernels."""
+    """Return kernels of one matrix (state, feature) that applies to all samples and steps."""
     return structured.Kernels(np.ones((1, 1, 1, len(b))), [b.T])
 
 
@@ -71,7 +71,7 @@ MAKE = {"diagonal": structured.diagonal, "complex": complex_diagonal, "dense": D
 
 
 def random_kernels(rng, states, scale):
-    """Kernels of two gates, and the matrices (sample, time, state, feature) that they stand for."""
+    """Return the kernels of two gates, and the equal dense matrices (sample, time, state, feature)."""
     coefficients, kernels = rng.normal(size=(B, T, 2, states)), [rng.normal(size=(F, states)) for _ in range(2)]
     multipliers = {None: None, "shared": rng.normal(size=(B, F)), "per_gate": rng.normal(size=(2, B, F))}[scale]
     matrices = np.einsum("btgs,gfs->btgsf", coefficients, np.stack(kernels))
@@ -83,7 +83,7 @@ def random_kernels(rng, states, scale):
 
 
 def make_system(structure, order="forward", masked=False, scale=None, engine="numpy", seed=0):
-    """A system and its matrices A (sample, time, state, state), N (sample, time, state, feature)."""
+    """Return a system and its matrices A (sample, time, state, state), N (sample, time, state, feature)."""
     rng = np.random.default_rng(seed)
     entries, a = random_entries(structure, rng)
     inputs, n = random_kernels(rng, a.shape[2], scale)
@@ -107,7 +107,7 @@ def assert_close(actual, expected, bound=1e-12):
 
 
 def unrolled(a, n, order):
-    """States after t by the input at k and by the initial states, multiplied out: (sample, t, state, k, ...)."""
+    """Return d(state after t) by the input at k (sample, t, state, k, feature) and by the initial state."""
     size = a.shape[2]
     by_input, by_initial = np.zeros((B, T, size, T, F)), np.zeros((B, T, size, size))
     steps = list(range(T)) if order == "forward" else list(range(T))[::-1]
@@ -191,7 +191,7 @@ def test_time_jacobians_both_ways_and_the_adjoint_against_unrolled_products(stru
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_a_field_of_cotangents_meets_the_inner_product_with_tangents(structure, masked):
-    """<lambda, G dx> computed forward equals <G^T lambda, dx> computed in reverse, and both the unrolled product."""
+    """<lambda, G dx> by the forward sweep equals <G^T lambda, dx> by the reverse sweep; G^T as the unrolled product."""
     system, a, n = make_system(structure, masked=masked)
     rng = np.random.default_rng(2)
     change, last = rng.normal(size=(B, T, F)), len(system.state_sizes) - 1
@@ -222,7 +222,7 @@ def test_a_sweep_in_blocks(structure, length):
 
 
 def test_a_complex_diagonal_against_finite_differences_of_the_complex_recurrence():
-    rng, eps = np.random.default_rng(0), 0.5  # a linear recurrence: any step is small
+    rng, eps = np.random.default_rng(0), 0.5  # the recurrence is linear: finite differences are exact for any step
     magnitude, phase, input_weights = rng.uniform(0.6, 1.0, 4), rng.uniform(0, 3, 4), rng.normal(size=(4, F, 2))
     rotation, input_weights = magnitude * np.exp(1j * phase), input_weights[..., 0] + 1j * input_weights[..., 1]
 
@@ -253,7 +253,7 @@ def test_a_gated_step_is_the_matrix_that_it_stands_for():
     rng, units = np.random.default_rng(0), 3
     work = Workspace(anp, np.zeros(1))
     product, keep, lift = rng.normal(size=(B, 1, 6, 3)), rng.normal(size=(B, 1, 3)), rng.normal(size=(B, 1, 3))
-    # From totals [dc | dh] to what is left before the step, and from what arrives to totals.
+    # pull_matrix: total gradients [dc | dh] to those before the step; total_matrix: direct to total gradients.
     pull_matrix, total_matrix = np.zeros((B, 6, 6)), np.tile(np.eye(6), (B, 1, 1))
     pull_matrix[:, :, units:], pull_matrix[:, :units, :units] = product[:, 0], keep[:, 0, :, None] * np.eye(3)
     total_matrix[:, units:, :units] = lift[:, 0, :, None] * np.eye(3)
@@ -279,7 +279,7 @@ BLOCK_NUMBERS = {
 
 
 def unit_jacobian(system, state, tap, reduce=None, readout=None, pruning=None, average=False, moves=None, width=F):
-    """(sample, out step, in step, ...) by a sweep of all units of a state at once."""
+    """Return the Jacobian (sample, out step, in step, ...) by one sweep of all units of a state, and its collector."""
     size, positions = system.state_sizes[state], {t: t for t in range(T)}
     sink = Collector(
         system.work,
@@ -354,9 +354,9 @@ def test_units_reach_a_field_as_rows():
 
 
 def test_norms_of_complex_states_do_not_cancel():
-    """A unit that has turned by a quarter moves its real part by nothing; its square must not be a difference."""
+    """After a quarter turn the real part has derivative 0; a difference of squares would leave a rounding error."""
     turn = np.exp(0.5j * np.pi)
-    rows = np.array([[turn.real, -turn.imag], [0.0, 0.0]])[None, None]  # of the real part; the imaginary one is zero
+    rows = np.array([[turn.real, -turn.imag], [0.0, 0.0]])[None, None]  # row of the real part; imaginary: 0
     pattern = structured.ComplexDiagonal(Workspace(anp, rows), rows[..., :1], rows[..., 1:]).pattern()
     assert UnitRows(rows, pattern, np.array([[[1.0], [0.0]]])).norms().item() < 1e-15
 
@@ -398,7 +398,7 @@ def test_steps_without_common_eigenvectors_have_no_moduli():
 
 @dataclass
 class DiagonalRun:
-    """As much of a run as an exponent is made of."""
+    """Substitute for a run, with the attributes that ``lyapunov_spectrum`` reads."""
 
     system: object
     input: np.ndarray

@@ -1,4 +1,4 @@
-"""Measures against closed forms, on NumPy, torch and the strict array-API namespace."""
+"""Measures against closed forms, on NumPy, torch and array-api-strict."""
 
 import math
 
@@ -161,7 +161,7 @@ def test_horizon_of_nothing_is_minus_one(to_array):
 
 def test_mean_lag_of_a_geometric_profile(to_array):
     mean_lag = float(measures.mean_lag(to_array(0.5 ** np.arange(60.0))))
-    assert mean_lag == pytest.approx(1.0, abs=1e-12)  # a / (1 - a)
+    assert mean_lag == pytest.approx(1.0, abs=1e-12)  # a / (1 - a) with a = 0.5
 
 
 def test_covering_lag_of_a_flat_profile(to_array):

@@ -1,4 +1,4 @@
-"""A diagonal recurrence of thousands of states: its adjoint and its time Jacobians grow in memory as the states do."""
+"""Adjoint and time Jacobians of a diagonal recurrence with thousands of states: memory is linear in the states."""
 
 import tracemalloc
 
@@ -30,7 +30,7 @@ def make_system(states, structure="diagonal"):
 
 
 def adjoint(system):
-    """Of a loss at every step: by the input, by every state, by the initial state."""
+    """Run the adjoint of a loss at every step: gradients of the input, every state and the initial state."""
     cotangents = np.ones((1, 1, T, system.state_sizes[0]), dtype="float32")
     taps = Taps(
         FieldCollector(np.zeros((1, 1, T, F), dtype="float32")),
@@ -41,7 +41,7 @@ def adjoint(system):
 
 
 def norms(system, outs=range(0, T, 25)):
-    """Frobenius norm of the Jacobian of all units, by every step."""
+    """Return Frobenius norms (sample, in step, out step) of the Jacobian of all units by the reverse sweep."""
     size = system.state_sizes[0]
     sink = Collector(
         system.work, Extent(1, len(outs), size, F), {t: t for t in range(T)}, Reduction(REDUCTIONS["norm"])
@@ -51,7 +51,7 @@ def norms(system, outs=range(0, T, 25)):
 
 
 def projected_jacobian(system, outs=range(0, T, 25)):
-    """Jacobian of the mean over the units, by every step."""
+    """Return the Jacobian (sample, in step, out step, ...) of the units' mean by the reverse sweep."""
     size = system.state_sizes[0]
     sink = Collector(system.work, Extent(1, len(outs), 1, F), {t: t for t in range(T)})
     reverse(system, PointRows(outs, {0: np.full((1, 1, 1, size), 1 / size, dtype="float32")}), Taps(input=sink))
@@ -59,7 +59,7 @@ def projected_jacobian(system, outs=range(0, T, 25)):
 
 
 def push_norms(system, ins=range(0, T, 25)):
-    """The same Jacobian the other way round: by some steps, of the norms of all."""
+    """Compute Frobenius norms of the Jacobian of all steps by the inputs of ``ins`` in a forward sweep."""
     size = system.state_sizes[0]
     positions = {t: t for t in range(T)}
     sink = Collector(system.work, Extent(1, len(ins), F, size), positions, Reduction(REDUCTIONS["norm"]), swapped=True)
@@ -67,7 +67,7 @@ def push_norms(system, ins=range(0, T, 25)):
 
 
 def peak_memory(job, states, structure):
-    """Largest number of bytes that were allocated at a time, beyond the system itself."""
+    """Return the peak of allocated bytes while the job runs, without those of the system."""
     system = make_system(states, structure)
     tracemalloc.start()
     try:
@@ -82,7 +82,7 @@ def peak_memory(job, states, structure):
 def test_memory_is_linear_in_the_states(job, structure):
     large, small = peak_memory(job, 4096, structure), peak_memory(job, 1024, structure)
     assert large < 4.4 * small
-    # A single dense step of this size, and the states of all steps twice over.
+    # Less than one dense step matrix, and than 5 copies of the states of all steps.
     assert large < 4096 * 4096 * 4
     assert large < 5 * T * 4096 * 4
 
@@ -93,7 +93,7 @@ def test_norms_of_all_pairs_of_steps_in_memory_linear_in_the_states():
 
 
 def test_norms_of_a_long_diagonal_recurrence_in_closed_form():
-    """h_t = a h_{t-1} + x_t: the block of lag tau is a^tau times the kernel."""
+    """For h_t = a h_{t-1} + K x_t the Jacobian block of lag tau is a^tau times the kernel K."""
     rng = np.random.default_rng(1)
     a, kernel = rng.uniform(0.99, 1.0, 50), rng.normal(size=(F, 50))
     system = structured.diagonal(np.broadcast_to(a, (1, T, 50)), structured.Kernels(np.ones((1, 1, 1, 50)), [kernel]))

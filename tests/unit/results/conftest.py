@@ -1,4 +1,4 @@
-"""Small traces with every kind of variable that a file must bring back."""
+"""Small traces with every kind of variable that a file must restore."""
 
 from __future__ import annotations
 

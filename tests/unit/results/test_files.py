@@ -325,11 +325,11 @@ def test_nothing_but_a_zarr_store_is_ever_replaced_by_one(trace, tmp_path):
 
 
 def test_a_failed_save_leaves_no_view_of_the_image(trace, tmp_path, monkeypatch):
-    """CPython 3.12.1 crashes when a BytesIO with open views is collected, and 3.13.0 reports an error."""
+    """No view of the BytesIO stays open: CPython 3.12.1 crashes when it is then collected, 3.13.0 reports an error."""
     image = io.BytesIO(b"x" * 100)
     monkeypatch.setattr(xr.DataTree, "to_netcdf", lambda *_, **__: image.getbuffer())
     monkeypatch.setattr(saving, "write_file", lambda target, parts: list(parts) and 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
         trace.save(tmp_path / "a.nc")
-    image.truncate(0)  # raises BufferError while there is a view
+    image.truncate(0)  # raises BufferError if a view is open
     assert caught.value.__traceback__

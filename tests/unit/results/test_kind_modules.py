@@ -1,4 +1,4 @@
-"""A saved result is opened in a process that has not imported the module of its kind."""
+"""The class of a saved result is looked up in a process that has not imported the module of its kind."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import rnnlens.results
 
-#: Looks each kind up in a fork of its own, in which no module of a kind was imported.
+#: Looks each kind up in a separate fork, which has imported no module of a kind.
 CODE = """
 import os, sys
 from rnnlens.results.base import result_class
@@ -25,7 +25,7 @@ for kind in sys.argv[1:]:
 
 
 def kinds():
-    """Return every kind that a class of the package registers, from the source."""
+    """Return every kind that a class of the package registers, read from the source."""
     folder = Path(rnnlens.results.__file__).parent
     return sorted({k for file in folder.rglob("*.py") for k in re.findall(r'class .*kind="(\w+)"', file.read_text())})
 

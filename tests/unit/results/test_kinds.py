@@ -1,4 +1,4 @@
-"""Results of every kind come back as what they were, also where nobody has imported their class yet."""
+"""Results of every kind are restored from files with their class, also where it has not been imported yet."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Results in a notebook: what is seen at once, what opens, and nothing from elsewhere."""
+"""HTML of results in a notebook: visible and folded parts, and no resource from another address."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def trace_of(gradient, **options):
 
 
 class VisibleText(HTMLParser):
-    """What a reader sees without styles."""
+    """Parser that collects the tags of a page and its text without style sheets."""
 
     def __init__(self, text):
         super().__init__()
@@ -50,9 +50,9 @@ class VisibleText(HTMLParser):
 
 @pytest.fixture
 def gradient():
-    """(sample, time, unit): it shrinks tenfold with every step back; samples differ a millionfold in size."""
+    """Return a gradient (sample, time, unit), a tenth for each step back; the samples have sizes 1, 1e6 and 1e-3."""
     sizes = np.array([1.0, 1e6, 1e-3])[:, None, None] * 10.0 ** -np.arange(5.0)[::-1][None, :, None]
-    return np.broadcast_to(sizes, (3, 5, 4)) / 2  # the norm over 4 units is the size
+    return np.broadcast_to(sizes, (3, 5, 4)) / 2  # the norm over 4 equal units is the size
 
 
 def test_the_curve_is_the_median_each_sample_by_its_own_peak(gradient):

@@ -1,4 +1,4 @@
-"""Files that Zarr still writes when another file of the same folder has failed."""
+"""A failed save waits for files that Zarr is still writing to the folder, and starts no further file."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""What ``print`` shows of results: no line is wider than the terminal, and large arrays are summarised."""
+"""Printed results: no line is wider than the terminal, and large arrays are summarised."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def test_a_variable_of_a_layer_folds_its_numbers_in_a_notebook(trace):
     assert type(hidden) is LabelledArray
     page = hidden._repr_html_()
     assert page.index("<strong>hidden state</strong>") < page.index("<details>") < page.index("xr-wrap")
-    assert "certificate" not in page + repr(hidden)  # that of the whole trace is the trace's
+    assert "certificate" not in page + repr(hidden)  # it belongs to the trace, not to one variable
 
 
 @pytest.mark.parametrize("columns", [40, 100])

@@ -1,4 +1,4 @@
-"""Alerts: a number is held against the run's own past. The first batch that is not finite: to a file and back."""
+"""Alerts compare a scalar with the past of its run; the first non-finite batch is saved to a file and restored."""
 
 import logging
 import math
@@ -23,7 +23,7 @@ def alerts_of(name, values, alerts=None):
 
 
 def noise(count, level=1.0, spread=0.3, seed=0):
-    """Numbers whose logarithm is normal, as norms of gradients are."""
+    """Return log-normal numbers, which is how norms of gradients are distributed."""
     return list(level * np.exp(spread * np.random.default_rng(seed).normal(size=count)))
 
 
@@ -48,18 +48,18 @@ def test_a_gradient_that_is_not_finite_is_a_finding_at_once():
 
 
 def test_a_slow_decline_is_no_finding():
-    """As the loss falls its gradient does."""
+    """A gradient that decreases steadily, as it does while the loss falls, raises no alert."""
     assert not alerts_of("lstm/adjoint", list(np.exp(-np.arange(200) / 20))).raised_alerts
 
 
 def test_a_gradient_that_explodes_after_a_decline():
-    """By which its median is far from its end, and its deviation from it as large as the jump."""
+    """An explosion is found after a decline, although the decline makes the deviation as large as the jump."""
     declining = list(np.exp(-np.arange(40) / 4))
     assert not alerts_of("lstm/adjoint", declining).raised_alerts
     alerts = alerts_of("lstm/adjoint", [*declining, 1.0, 0.5])
     assert [(a.finding, a.step) for a in alerts.raised_alerts] == [("exploding", 40)]
     rising = [*np.exp(np.arange(40) / 4)]
-    assert not alerts_of("lstm/adjoint", rising).raised_alerts  # however far: a drift has no step since which it is
+    assert not alerts_of("lstm/adjoint", rising).raised_alerts  # however large: a drift has no first step
 
 
 def test_a_reach_that_collapses():
@@ -68,7 +68,7 @@ def test_a_reach_that_collapses():
 
 
 def test_a_memory_of_two_steps_that_is_lost():
-    """Its reach has no third to fall to."""
+    """The loss of a memory of two steps is found by its decay, since a reach of 2 cannot fall to a third."""
     alerts = Alerts()
     for step, (reach, decay) in enumerate([(2, 0.6), (2, 0.62), (3, 0.61)] * 4 + [(1, 0.02), (1, 0.03), (1, 0.03)]):
         alerts.examine(TrainingRecord(step, 0, "probe", {"lstm/reach": reach, "lstm/decay": decay}))
@@ -76,7 +76,7 @@ def test_a_memory_of_two_steps_that_is_lost():
 
 
 def test_a_growing_memory_that_is_lost():
-    """Its reach falls below a third of what it was last, not of what it was in the middle of its growth."""
+    """The decay shows that memory is lost: the reach falls below a third of its last values, not of its median."""
     alerts = Alerts()
     growing_reach = [round(4 * 1.09**step) for step in range(32)]
     assert not alerts_of("lstm/reach", [*growing_reach, 8, 8, 8]).raised_alerts
@@ -104,7 +104,7 @@ def test_gates_that_saturate():
 
 
 def test_gates_that_learn_to_hold_a_value_are_no_finding():
-    """As the update gates of a GRU whose loss just fell; half of a gate that closes altogether is one."""
+    """Learning to saturate a third of a GRU's update gates raises no alert; a rise from a half to 97 % does."""
     learning = [0.0] * 20 + [0.02, 0.03, 0.11, 0.18, 0.21, 0.23, 0.25, 0.27, 0.3, 0.32] + [0.33] * 10
     assert not alerts_of("gru/update/near_1", learning).raised_alerts
     closing = [0.5, 0.52, 0.49, 0.5] * 4 + [0.97, 0.98, 0.99]
@@ -112,7 +112,7 @@ def test_gates_that_learn_to_hold_a_value_are_no_finding():
 
 
 def test_the_threshold_is_the_runs_own_spread():
-    """What is out of the ordinary of a calm run is not of a restless one."""
+    """The same jump raises an alert in a run with small spread, and none in a run with large spread."""
     jump = math.exp(DEVIATIONS * 0.5)
     assert alerts_of("lstm/adjoint", noise(40, spread=0.1) + [jump] * 3).raised_alerts
     assert not alerts_of("lstm/adjoint", noise(40, spread=1.0) + [jump] * 3).raised_alerts

@@ -1,4 +1,4 @@
-"""A writer is killed at random moments: what it had finished is there, and nothing else."""
+"""A writer is killed at random moments: the run contains every complete record and nothing else."""
 
 import os
 import shutil
@@ -46,7 +46,7 @@ def kill_writer_after(seconds, path, finished_file):
 
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.full)])
 def test_sigkill_leaves_every_complete_record(tmp_path, kills):
-    """One run, killed and gone on with again and again."""
+    """A run whose writer is killed and resumed several times has every complete record with its values."""
     random = np.random.default_rng(kills)
     path, finished_file = tmp_path / "a.zarr", tmp_path / "done"
     for _ in range(kills):
@@ -55,8 +55,8 @@ def test_sigkill_leaves_every_complete_record(tmp_path, kills):
         run = rl.open(path)
         steps = run.steps.values.tolist()
         assert steps == list(range(len(steps)))
-        assert len(finished) <= len(steps) <= len(finished) + kills  # killed between a record and its line
-        if steps:  # on a busy machine the first may be killed before its first record
+        assert len(finished) <= len(steps) <= len(finished) + kills  # a kill may fall between a record and its line
+        if steps:  # on a busy machine the first kill may precede the first record
             np.testing.assert_allclose(run.loss, 1 / (1 + np.arange(len(steps))), rtol=1e-6)
         for step in steps[-3:]:
             profile = run["lstm"].adjoint_profile.sel(step=step).values

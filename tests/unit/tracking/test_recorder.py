@@ -1,4 +1,4 @@
-"""Records go to every sink, whatever one of them does."""
+"""Records are written to every sink, also when one of them fails."""
 
 import warnings
 
@@ -36,7 +36,7 @@ def test_a_sink_that_fails_keeps_nothing_from_the_others_and_ends_nothing():
     with pytest.warns(TrackingWarning, match=r"(?s)Step 3 was not written to the logger Broken.*disk full"):
         recorder.write(TrainingRecord(3, 0, "probe", {}))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # said once
+        warnings.simplefilter("error")  # only the first failure warns
         recorder.write(TrainingRecord(4, 0, "probe", {}))
         recorder.close("finished", steps=4)
     assert sink.calls == [3, 4, "finished"]

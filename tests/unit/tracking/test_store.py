@@ -1,4 +1,4 @@
-"""A run on disk: what was written is what is read, whatever happened to the writer."""
+"""A run on disk is read as it was written, also after its writer was interrupted or dropped."""
 
 import subprocess
 import sys
@@ -175,7 +175,7 @@ def test_long_profiles_are_averaged_over_equal_stretches(tmp_path):
 
 
 def test_a_thousand_records_of_two_large_layers_are_below_a_megabyte(tmp_path):
-    """Profiles and scalars as they come from two layers of 256 units on 200 steps; some of them, for time."""
+    """1,000 records of two layers (256 units, 200 steps) take less than 1 MB, extrapolated from 96 to save time."""
     random, count = np.random.default_rng(0), 96
     store = Store(tmp_path / "a.zarr")
     for step in range(count):
