@@ -83,7 +83,7 @@ def test_tensorboard(tmp_path, logger_kind):
 
 
 def test_the_film_says_when_and_where():
-    """The film image has one row per record, the first on top: brightest at its peak in time, black where it is zero."""
+    """The film image has a row per record, the first on top: brightest at its peak in time, black where it is zero."""
     from rnnlens.tracking.loggers import Film
 
     film = Film()

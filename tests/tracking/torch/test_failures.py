@@ -256,7 +256,7 @@ def test_nothing_holds_the_users_locals(tmp_path):
 
 
 def test_a_gradient_penalty_is_refused_by_name(tmp_path):
-    """Steps with a gradient penalty are not recorded: their second backward pass mixes other gradients with the loss's."""
+    """Steps with a gradient penalty are not recorded: their double backward pass adds other gradients to the loss's."""
     path = tmp_path / "a.zarr"
     message = r"create_graph=True.*gradient at \w+ is not that of the loss alone; use a probe instead \(3 times\)"
     with pytest.warns(TrackingWarning, match=message):
