@@ -289,7 +289,7 @@ def test_a_note_is_written_once(tmp_path, data):
 
 
 def test_direct_total_and_gates_are_of_that_batch(data):
-    """Without dropout, recorded gradients and gates equal ``rl.trace`` of the batch with the weights it was run with."""
+    """Recorded gradients and gates equal ``rl.trace`` of the batch with the weights before the step (no dropout)."""
     x, y, _ = data
     records = []
 
