@@ -97,7 +97,7 @@ def bad_weight(rng: np.random.Generator) -> Fault:
 
 
 def exploding_state(rng: np.random.Generator) -> Fault:
-    """A linear or relu RNN whose recurrent kernel makes its state overflow; a float64 loop gives the expected step."""
+    """Return a linear or relu RNN whose recurrent kernel makes its state overflow, at the step that float64 gives."""
     x, y = make_data(rng)
     units, gain = int(rng.integers(3, 7)), float(10 ** rng.uniform(4.2, 6))
     rnn = kl.SimpleRNN(units, activation=str(rng.choice(["linear", "relu"])), name="cell", dtype="float32")
@@ -117,7 +117,7 @@ def exploding_state(rng: np.random.Generator) -> Fault:
 
 
 def exploding_adjoint(rng: np.random.Generator) -> Fault:
-    """A linear RNN whose state stays 0 and whose gradient overflows in the backward pass."""
+    """Return a linear RNN whose state stays 0 and whose gradient overflows in the backward pass."""
     x, y = make_data(rng)
     steps, units, gain = x.shape[1], int(rng.integers(3, 7)), float(10 ** rng.uniform(2, 4))
     rnn = kl.SimpleRNN(units, activation="linear", name="cell", kernel_initializer="zeros", dtype="float32")
@@ -140,7 +140,7 @@ def exploding_adjoint(rng: np.random.Generator) -> Fault:
 
 
 def half_overflow(rng: np.random.Generator) -> Fault:
-    """A mixed_float16 network with an input beyond float16, or one whose product with a weight is beyond it."""
+    """Return a mixed_float16 network with an input beyond float16, or whose product with a weight is beyond it."""
     x, y = make_data(rng)
     sample, step, feature = random_index(rng, x)
     if rng.random() < 0.5:
@@ -192,7 +192,7 @@ def division_in_a_cell(rng: np.random.Generator) -> Fault:
 
 
 def mask_of_a_sample(rng: np.random.Generator) -> Fault:
-    """A network with a NaN in a float mask that multiplies its input, or in the sample weights of the loss."""
+    """Return a network with a NaN in a float mask that multiplies its input, or in the loss's sample weights."""
     x, y = make_data(rng)
     sample, step, _ = random_index(rng, x)
     if rng.random() < 0.4:
@@ -211,7 +211,7 @@ def mask_of_a_sample(rng: np.random.Generator) -> Fault:
 
 
 def healthy(rng: np.random.Generator) -> Fault:
-    """Healthy networks, also with large or padded inputs, in half precision, or with a user-defined cell."""
+    """Return a healthy network, also with large or padded inputs, in half precision, or with a user-defined cell."""
     kind = str(rng.choice(["plain", "large", "cell", "half", "padded", "training"]))
     x, y = make_data(rng)
     if kind == "cell":

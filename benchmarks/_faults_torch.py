@@ -117,7 +117,7 @@ def bad_weight(rng: np.random.Generator) -> Fault:
 
 
 def exploding_state(rng: np.random.Generator) -> Fault:
-    """A relu RNN whose recurrent kernel makes its state overflow; a float64 loop gives the expected step."""
+    """Return a relu RNN whose recurrent kernel makes its state overflow, at the step that float64 gives."""
     net = Net(rng, "RNN", nonlinearity="relu", num_layers=1, bidirectional=False)
     x, y = make_data(rng, net.batch_first)
     with torch.no_grad():
@@ -162,7 +162,7 @@ class ZeroStateRNN(nn.Module):
 
 
 def exploding_adjoint(rng: np.random.Generator) -> Fault:
-    """An RNN with finite states whose gradient overflows in the backward pass; float64 gives the expected step."""
+    """Return an RNN with finite states whose gradient overflows backwards, at the step that float64 gives."""
     gain, units = float(10 ** rng.uniform(2.5, 3.5)), int(rng.integers(3, 7))
     net = ZeroStateRNN(gain, units)
     with torch.no_grad():
@@ -185,7 +185,7 @@ def exploding_adjoint(rng: np.random.Generator) -> Fault:
 
 
 def half_overflow(rng: np.random.Generator) -> Fault:
-    """A half-precision network with an input whose product with a weight is beyond float16."""
+    """Return a half-precision network with an input whose product with a weight is beyond float16."""
     net = Net(rng, num_layers=1, bidirectional=False).half()
     x, y = make_data(rng, net.batch_first)
     sample, step, feature = random_index(rng, x, net.batch_first)
@@ -197,7 +197,7 @@ def half_overflow(rng: np.random.Generator) -> Fault:
 
 
 def autocast_overflow(rng: np.random.Generator) -> Fault:
-    """A network under autocast whose first layer's product is beyond float16."""
+    """Return a network under autocast whose first layer's product is beyond float16."""
 
     class Cast(Net):
         def forward(self, x: torch.Tensor, mask: Any = None) -> torch.Tensor:
@@ -241,7 +241,7 @@ def division_in_a_cell(rng: np.random.Generator) -> Fault:
 
 
 def mask_of_a_sample(rng: np.random.Generator) -> Fault:
-    """A network with a NaN in a float mask that multiplies its hidden input."""
+    """Return a network with a NaN in a float mask that multiplies its hidden input."""
     net = Net(rng)
     net.batch_first = True
     net.rnn.batch_first = True
@@ -255,7 +255,7 @@ def mask_of_a_sample(rng: np.random.Generator) -> Fault:
 
 
 def healthy(rng: np.random.Generator) -> Fault:
-    """Healthy networks, also with large or masked inputs, weights times 3, half precision or a user-defined cell."""
+    """Return a healthy network, also with large or masked inputs, large weights, half precision or a user cell."""
     kind = str(rng.choice(["plain", "large", "cell", "half", "masked", "trained-like"]))
     if kind == "cell":
         net: Any = Loop(5)

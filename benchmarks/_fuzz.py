@@ -19,7 +19,7 @@ BAD = ("accused", "wrong", "foreign", "altered")
 
 
 class WrongError(Exception):
-    """A number of rnnlens differs from the framework's."""
+    """Raised when a number of rnnlens differs from the framework's."""
 
 
 def assert_close(label: str, actual: Any, expected: Any, bound: float) -> None:

@@ -1,4 +1,4 @@
-"""Networks whose errors are no missed dependency: overfitted, wrong scale, weighted classes, optimal forecasts."""
+"""Networks with errors other than a missed dependency: overfitted, wrong scale, weighted classes, best forecasts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS, LAG = 16, 4
 
 @dataclass
 class SampledTask:
-    """A task whose targets contain noise: ``draw`` stores them for ``ideal``."""
+    """A task with random targets: ``draw`` stores them and ``ideal`` returns them."""
 
     kind: str
     rho: float = 0.0

@@ -86,7 +86,7 @@ class Entry:
 
     @property
     def graded(self) -> bool:
-        """Whether the entry tests the memory n, rather than findings on inputs, units, dynamics or numbers."""
+        """Whether the network's memory is checked, rather than findings on inputs, units, dynamics or numbers."""
         ungraded = (
             "random tanh",
             "random gru",
@@ -429,7 +429,7 @@ def _numbers() -> Iterator[Entry]:
 
 
 def _registers() -> Iterator[Entry]:
-    """Yield registers that solve tasks of every kind exactly, on many samples and on few."""
+    """Yield shift-register networks that solve tasks exactly, diagnosed on many samples and on few."""
     problems: list[tuple[str, list[int], bool]] = [
         ("xor", [2, 14, 40], True),
         ("xor", [0, 6, 10], True),
@@ -488,14 +488,14 @@ def make_overfitted(entry: Entry) -> tuple[Any, Any]:
 
 
 def make_tap(entry: Entry) -> tuple[Any, Any]:
-    """Return a network that reads one lag, and its task; for a forecast it is the optimal predictor."""
+    """Return a network that reads the input at one lag, and its task; for a forecast it is the optimal predictor."""
     o = entry.options
     task = SampledTask(o["kind"], o.get("rho", 0.0), o.get("horizon", 0))
     return Tap(0 if o["kind"] == "forecast" else LAG, o["scale"], o["offset"]).eval(), task
 
 
 def make_register(entry: Entry) -> tuple[Any, Task]:
-    """Return a register that computes the task exactly, and the task."""
+    """Return a shift-register network that computes the task exactly, and the task."""
     problem = PROBLEMS[entry.options["problem"]](*entry.options["arguments"])
     net = Register(problem.task.features, problem.length, problem.readout, sequence=problem.task.sequence)
     return net.eval(), problem.task

@@ -112,19 +112,19 @@ def _task(
 
 
 def xor(near: int, far: int, steps: int) -> Problem:
-    """Classify whether two inputs differ in sign."""
+    """Return a problem: classify whether the signs at two lags differ."""
     readout, ideal = _classes(lambda w: -4 * w[:, near, 0] * w[:, far, 0])
     return Problem(_task(signs, ideal, steps, far, kind="classes", outputs=2), readout, far + 1)
 
 
 def parity(count: int, steps: int) -> Problem:
-    """Classify the parity of the last ``count`` signs."""
+    """Return a problem: classify the parity of the last ``count`` signs."""
     readout, ideal = _classes(lambda w: -4 * w[:, :count, 0].prod(1))
     return Problem(_task(signs, ideal, steps, count - 1, kind="classes", outputs=2), readout, count)
 
 
 def counting(count: int, steps: int) -> Problem:
-    """Count how many of the last ``count`` inputs are 1."""
+    """Return a problem: count how many of the last ``count`` inputs are 1."""
 
     def readout(w: Any) -> Any:
         return 0.5 * (1 + w[:, :count]).sum(1)
@@ -133,7 +133,7 @@ def counting(count: int, steps: int) -> Problem:
 
 
 def value(draw: Callable[[int, int, int], Array], lag: int, steps: int) -> Problem:
-    """Reproduce the input at one lag, up to rounding."""
+    """Return a problem: reproduce the input at one lag, up to rounding."""
 
     def readout(w: Any) -> Any:
         return w[:, lag]
@@ -142,7 +142,7 @@ def value(draw: Callable[[int, int, int], Array], lag: int, steps: int) -> Probl
 
 
 def lognormal(lag: int, steps: int) -> Problem:
-    """Return the exponential of the input at one lag, a target with a heavy tail."""
+    """Return a problem: the exponential of the input at one lag, a target with a heavy tail."""
 
     def ideal(w: Array) -> Array:
         return np.exp(w[:, lag])
@@ -151,13 +151,13 @@ def lognormal(lag: int, steps: int) -> Problem:
 
 
 def rare_value(lag: int, steps: int) -> Problem:
-    """Classify whether the input at one lag is among the largest 4 %."""
+    """Return a problem: classify whether the input at one lag is among the largest 4 %."""
     readout, ideal = _classes(lambda w: 12 * (w[:, lag, 0] - 1.75))
     return Problem(_task(gaussian, ideal, steps, lag, kind="classes", outputs=2), readout, lag + 1)
 
 
 def pair(near: int, far: int, steps: int) -> Problem:
-    """Return the inputs at two lags as two outputs."""
+    """Return a problem: output the inputs at two lags."""
 
     def readout(w: Any) -> Any:
         return _stack(w[:, near, 0], w[:, far, 0])
@@ -166,7 +166,7 @@ def pair(near: int, far: int, steps: int) -> Problem:
 
 
 def delayed_copy(lag: int, steps: int) -> Problem:
-    """Return the input sequence delayed by ``lag`` steps."""
+    """Return a problem: output the input sequence delayed by ``lag`` steps."""
     inner = value(gaussian, lag, steps)
 
     def ideal(x: Array) -> Array:
@@ -179,7 +179,7 @@ def delayed_copy(lag: int, steps: int) -> Problem:
 
 
 def half_read_sum(near: int, far: int, steps: int, *, reached: bool) -> Problem:
-    """Return the sum of two lags, of which the network reads only the near one; ``reached``: it stores the far one."""
+    """Return a problem: add two lags; the network reads only the near one and stores the far one if ``reached``."""
 
     def ideal(w: Array) -> Array:
         return w[:, near] + w[:, far]

@@ -49,7 +49,7 @@ SYMBOLS = 4
 
 
 def recall(lag: int, steps: int = 60) -> Task:
-    """Recall the flagged symbol, ``lag`` steps before the last; all others are distractors."""
+    """Return a task: recall the flagged symbol, ``lag`` steps before the last; all others are distractors."""
 
     def draw(count: int, seed: int) -> Array:
         symbols = np.random.default_rng(seed).integers(0, SYMBOLS, (count, steps))
@@ -65,7 +65,7 @@ def recall(lag: int, steps: int = 60) -> Task:
 
 
 def adding(steps: int = 50) -> Task:
-    """Add two marked numbers, one in each half (Hochreiter, Schmidhuber 1997, experiment 4)."""
+    """Return a task: add two marked numbers, one in each half (Hochreiter, Schmidhuber 1997, experiment 4)."""
 
     def draw(count: int, seed: int) -> Array:
         rng = np.random.default_rng(seed)
@@ -87,13 +87,13 @@ def white(steps: int, features: int = 1) -> Callable[[int, int], Array]:
 
 
 def exponential_mean(alpha: float, steps: int = 60) -> Task:
-    """Return sum_tau alpha^tau x_(T - tau), whose lag profile has a closed form."""
+    """Return a task with output sum_tau alpha^tau x_(T - tau), whose lag profile has a closed form."""
     weights = (alpha ** np.arange(steps)[::-1] * np.sqrt(1 - alpha**2)).astype(np.float32)
     return Task(white(steps), lambda x: x[:, :, 0] @ weights[:, None], "values", 1, 1, steps, steps - 1)
 
 
 def last_step(steps: int = 60, smooth: float = 0.0, classes: bool = False) -> Task:
-    """Return the last value of white or autocorrelated input: no older input is needed."""
+    """Return a task with the last value of white or autocorrelated input as output: no older input is needed."""
 
     def draw(count: int, seed: int) -> Array:
         x = white(steps)(count, seed)
@@ -107,13 +107,13 @@ def last_step(steps: int = 60, smooth: float = 0.0, classes: bool = False) -> Ta
 
 
 def two_lags(near: int = 2, far: int = 40, steps: int = 60) -> Task:
-    """Return the sum of two values, one near and one far."""
+    """Return a task: add the inputs at two lags, one near and one far."""
     scale = np.float32(0.5**0.5)
     return Task(white(steps), lambda x: scale * (x[:, -1 - near] + x[:, -1 - far]), "values", 1, 1, steps, far)
 
 
 def echo(lag: int, steps: int = 40) -> Task:
-    """Return at every step the input ``lag`` steps before."""
+    """Return a task: output at every step the input ``lag`` steps before."""
 
     def ideal(x: Array) -> Array:
         y = np.zeros_like(x)
@@ -124,7 +124,7 @@ def echo(lag: int, steps: int = 40) -> Task:
 
 
 def padded(task: Task, share: float, *, before: bool) -> Task:
-    """Pad a task's inputs with zeros at the beginning or the end, up to a share of the whole length."""
+    """Return a task with zeros added at the beginning or the end of the inputs, up to a share of the whole length."""
     extra = round(task.steps * share / (1 - share))
 
     def pad(x: Array) -> Array:
@@ -146,7 +146,7 @@ def padded(task: Task, share: float, *, before: bool) -> Task:
 
 
 def with_constant(task: Task) -> Task:
-    """Add a constant feature to a task's inputs."""
+    """Return a task with a constant feature added to its inputs."""
 
     def draw(count: int, seed: int) -> Array:
         x = task.draw(count, seed)
@@ -158,7 +158,7 @@ def with_constant(task: Task) -> Task:
 
 
 def static(steps: int = 30) -> Task:
-    """Return the input, which has the same value at every step."""
+    """Return a task with the same input value at every step, which is also the output."""
 
     def draw(count: int, seed: int) -> Array:
         x = np.random.default_rng(seed).normal(size=(count, 1, 1)).astype(np.float32)
@@ -168,7 +168,7 @@ def static(steps: int = 30) -> Task:
 
 
 def rare(share: float = 0.1, lag: int = 30, steps: int = 50) -> Task:
-    """Return the last value, but for samples flagged at the last step the value ``lag`` steps before."""
+    """Return a task: the last value, but for samples flagged at the last step the value ``lag`` steps before."""
 
     def draw(count: int, seed: int) -> Array:
         rng = np.random.default_rng(seed)
@@ -184,7 +184,7 @@ def rare(share: float = 0.1, lag: int = 30, steps: int = 50) -> Task:
 
 
 def needed_memory(task: Task, count: int = 4000, level: float = 0.05) -> int:
-    """Return the memory that a perfect network uses, by exchanging prefixes between samples."""
+    """Return how many steps a perfect network needs for the task, by exchanging prefixes between samples."""
     x, donors = task.draw(count, 1), task.draw(count, 2)
 
     def target_of(x: Array) -> Array:
@@ -203,7 +203,7 @@ def needed_memory(task: Task, count: int = 4000, level: float = 0.05) -> int:
 
 
 def digits() -> Task:
-    """Classify scikit-learn's handwritten digits, pixel by pixel: real data with an unknown memory."""
+    """Return a task: classify scikit-learn's handwritten digits, pixel by pixel (real data; needed memory unknown)."""
     from sklearn.datasets import load_digits
 
     pixels, names = load_digits(return_X_y=True)
@@ -223,7 +223,7 @@ def digits() -> Task:
 
 
 def characters(steps: int = 60) -> Task:
-    """Predict the next character of the documentation that ships with Python."""
+    """Return a task: predict the next character of the documentation that ships with Python."""
     import pydoc_data.topics
 
     text = "".join(pydoc_data.topics.topics.values())
@@ -248,9 +248,10 @@ def characters(steps: int = 60) -> Task:
 
 
 def vowels() -> Task:
-    """Classify the speaker in Japanese Vowels (Kudo, Toyama, Shimbo 1999): 9 speakers, 7 to 29 steps, zeros at the end.
+    """Return a task: classify the speaker in Japanese Vowels (Kudo, Toyama, Shimbo 1999).
 
-    The recordings are in the package aeon (``pip install --no-deps aeon``), whose code is not run.
+    Nine speakers, 7 to 29 steps each, padded with zeros at the end. The recordings are in the package aeon
+    (``pip install --no-deps aeon``), whose code is not run.
     """
     train, test = (_utterances(f"JapaneseVowels_{split}.ts") for split in ("TRAIN", "TEST"))
     names = {x.tobytes(): name for x, name in zip(*map(np.concatenate, zip(train, test, strict=True)), strict=True)}

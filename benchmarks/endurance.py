@@ -116,7 +116,7 @@ def leaks(calls: int) -> bool:
 
 
 def records(count: int) -> bool:
-    """Append ``count`` records to a run, then open it; return whether the tenths take equal processor time."""
+    """Append ``count`` records to a run and open it; return whether time per record and memory stay flat."""
     import xarray as xr
 
     import rnnlens as rl

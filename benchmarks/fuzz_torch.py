@@ -309,7 +309,7 @@ def reference(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.
 
 
 def check_trace(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """Compare the loss of a trace."""
+    """Compare the loss of ``rl.trace`` with the reference."""
     trace = rl.trace(model, x, y, loss=loss_of)
     loss, _ = reference(model, x, y)
     assert_close("trace: loss", trace.loss, loss, model)

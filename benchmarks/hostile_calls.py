@@ -50,7 +50,7 @@ Y = np.zeros((2, 5, 2), "f4")
 
 
 def torch_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], Any]]:
-    """Return targets, torch values to try, and a function that returns the model's state."""
+    """Return the functions to call, torch values to try, and a function that returns the model's state."""
     import torch
     from hostile import Target, constant, diagnosis_targets, verb_targets
     from torch import nn
@@ -134,7 +134,7 @@ def torch_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], An
 
 
 def keras_case(folder: Path, legacy: bool) -> tuple[list[Any], dict[str, Any], Callable[[], Any]]:
-    """Return targets, Keras values to try, and a function that returns the model's state, on this process's engine."""
+    """Return the functions to call, Keras values to try, and a function that returns the model's state."""
     if legacy:
         import tf_keras as keras
     else:
@@ -208,7 +208,7 @@ def tensors(keras: Any, legacy: bool) -> dict[str, Callable[[], Any]]:
 
 
 def tf1_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], Any]]:
-    """Return targets, TensorFlow values to try, and a function that returns a session's state (control flow v1)."""
+    """Return the functions to call, TensorFlow values to try, and a function that returns the session's state (v1)."""
     os.environ["TF_USE_LEGACY_KERAS"] = "1"
     import tensorflow.compat.v1 as tf
     from hostile import Target, constant, diagnosis_targets, verb_targets
@@ -270,7 +270,7 @@ def _closed_session() -> Any:
 
 
 def plain_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], Any]]:
-    """Return targets that need no framework: figures, files, options, results."""
+    """Return the functions that need no framework: figures, files, options, results."""
     os.chdir(folder)
     import test_hostile_calls as unit_tests
 
@@ -286,7 +286,7 @@ def parameters(function: Any) -> tuple[str, ...]:
 
 
 def report_target(model: Any, folder: Path) -> Any:
-    """Return ``rl.report`` as a target, without its slowest parts."""
+    """Return ``rl.report`` as a function to call, without its slowest parts."""
     from hostile import Target, constant, near_values
 
     import rnnlens as rl
@@ -297,7 +297,7 @@ def report_target(model: Any, folder: Path) -> Any:
 
 
 def watch_target(name: str, training: Any, public_watch: Any, folder: Path) -> Any:
-    """Return a short watched training as a target, with all arguments of the watch."""
+    """Return a short watched training as a function to call, with all arguments of the watch."""
     from hostile import Target, constant
 
     names = tuple(argument for argument in parameters(public_watch) if argument not in ("self", "model"))
@@ -367,7 +367,7 @@ def main() -> int:
 
 
 def make_calls(calls: Iterable[Any], state: Callable[[], Any]) -> list[Any]:
-    """Make calls; after each, compare the model's state with that before."""
+    """Make the calls, and report any that changes the model's state; return the outcomes."""
     from hostile import FINE, MEMORY, Outcome, attempt
 
     import rnnlens as rl

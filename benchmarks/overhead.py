@@ -46,7 +46,7 @@ Training = Callable[[int], None]
 
 
 def sizes(small: bool, engine: str) -> dict[str, int]:
-    """Return units, samples per batch and time steps, batches per training, and per plain training ("beside")."""
+    """Return model and batch sizes, batches per training, and per plain training next to it ("beside")."""
     if small:
         return {"units": 8, "batch": 4, "time": 10, "steps": 4, "beside": 2}
     steps = 2 if engine == "torch" else 20

@@ -179,7 +179,7 @@ def compare(engine: str, small: bool, rounds: int) -> None:
 
 
 def main() -> None:
-    """Run one task in this process, or print the tables."""
+    """Run one task in this process if given, else print a table for each engine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engines", nargs="*", default=["tensorflow", "jax"])
     parser.add_argument("--small", action="store_true", help="a toy, to see that it runs")

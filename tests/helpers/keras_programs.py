@@ -96,7 +96,7 @@ class CrossAttention(L.Layer):
 
 
 def translation():
-    """A translator whose decoder calls the GRU once over all target steps."""
+    """Return a translator whose decoder calls the GRU once over all target steps."""
 
     class Translator(keras.Model):
         def __init__(self):
@@ -207,7 +207,7 @@ def masking_layer():
 
 
 def encoder_decoder_states():
-    """A model of two input sequences: the encoder's state is the decoder's initial state."""
+    """Return a model of two input sequences: the encoder's state is the decoder's initial state."""
     encoder_inputs, decoder_inputs = keras.Input((None, FEATURES), name="a"), keras.Input((None, FEATURES), name="b")
     _, state_h, state_c = L.LSTM(UNITS, return_state=True, name="encoder")(encoder_inputs)
     decoder = L.LSTM(UNITS, return_sequences=True, return_state=True, name="decoder")
@@ -273,7 +273,7 @@ def detached_halves():
 
 
 def cut_between_chunks():
-    """Truncated backpropagation inside a model: the state continues, its gradient is stopped."""
+    """Return a model with truncated backpropagation: the state continues, its gradient is stopped."""
 
     class Truncated(keras.Model):
         def __init__(self):
@@ -370,7 +370,7 @@ def time_first():
 
 
 def by_hand_both_ways():
-    """A backward layer whose output is reversed by the model, and a residual connection."""
+    """Return a model that reverses the output of a backward layer, with a residual connection."""
     inputs = keras.Input((STEPS, UNITS))
     forward = L.SimpleRNN(UNITS, return_sequences=True, name="there")(inputs)
     backward = L.GRU(UNITS, return_sequences=True, go_backwards=True, name="back")(inputs)
@@ -381,7 +381,7 @@ def by_hand_both_ways():
 
 
 def generator_of_steps():
-    """A layer that is called on its own output, with its two states passed back each time."""
+    """Return a model that calls a layer on its own output, with its two states passed back each time."""
 
     class Generator(keras.Model):
         def __init__(self):
@@ -400,7 +400,7 @@ def generator_of_steps():
 
 
 def own_training_step():
-    """A model with its own ``train_step``, which must not be called; its loss is that of `compute_loss`."""
+    """Return a model with its own ``train_step``, which must not be called; its loss is that of `compute_loss`."""
 
     class Trained(keras.Model):
         def __init__(self):
@@ -428,7 +428,7 @@ def several_outputs():
 
 
 def adapted_head():
-    """LoRA on a dense layer, above an embedding whose table is frozen."""
+    """Return a model with LoRA on a dense layer, above an embedding whose table is frozen."""
     model = keras.Sequential([L.Embedding(VOCABULARY, FEATURES), L.LSTM(UNITS, name="lstm"), L.Dense(2)])
     model(ids(SAMPLES, STEPS))
     model.layers[-1].enable_lora(2)
@@ -445,7 +445,7 @@ def convolutions_per_step():
 
 
 def state_in_a_variable():
-    """A model that stores its state in a variable and starts the next batch from it."""
+    """Return a model that stores its state in a variable and starts the next batch from it."""
 
     class Keeps(keras.Model):
         def __init__(self):

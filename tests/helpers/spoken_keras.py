@@ -71,7 +71,7 @@ def states_of(model: Any) -> list[Any]:
 
 @contextmanager
 def restored_states(model: Any) -> Iterator[None]:
-    """Restore the states of stateful layers after the block; on Keras 3 by a scope."""
+    """Restore the states of stateful Keras 2 layers after the block; Keras 3 has scopes for that."""
     states = [*states_of(model), *model.non_trainable_variables] if LEGACY else []
     before = [v.numpy() for v in states]
     yield

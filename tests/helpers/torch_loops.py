@@ -1,4 +1,4 @@
-"""References for loops of cells: the cells' equations in plain operations, with a zero added wherever a gradient is due.
+"""References for loops of cells: their equations in plain operations, with a zero added wherever a gradient is due.
 
 The gradient with respect to an added zero is the total derivative there, by torch's own autodiff, without rnnlens.
 """

@@ -594,7 +594,7 @@ class Zoneout(nn.Module):
 
 
 class SkipConnections(nn.Module):
-    """Residual GRU layers; the head also reads the input."""
+    """GRU layers with residual connections; the head also reads the input."""
 
     def __init__(self):
         super().__init__()
@@ -711,7 +711,7 @@ class MaskedLoop(nn.Module):
 
 
 class LearnedStart(nn.Module):
-    """Initial states that are learned, plus a projection of static features."""
+    """A GRUCell loop with a learned initial state, plus a projection of static features."""
 
     def __init__(self):
         super().__init__()

@@ -31,7 +31,7 @@ def network():
 
 
 def network_with_input():
-    """Return the same LSTM, built before its first batch."""
+    """Return a compiled LSTM with ``Input``, which is built before its first batch."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((6, 3)), keras.layers.LSTM(4, name="lstm"), keras.layers.Dense(1)])
     model.compile("adam", "mse")
