@@ -1,4 +1,4 @@
-"""Keras nets, on whichever engine runs, with one planted fault each, and where it is; and healthy ones."""
+"""Keras networks on any engine with one planted fault of known origin each, and healthy networks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = {"rnn": kl.SimpleRNN, "lstm": kl.LSTM, "gru": kl.GRU}
 
 
 class Dividing(keras.layers.Layer):
-    """A cell of the user's own that divides by what it was fed."""
+    """A user-defined cell that divides by its input."""
 
     def __init__(self, units: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -31,7 +31,7 @@ class Dividing(keras.layers.Layer):
 
 
 class Closed(keras.layers.Layer):
-    """Probabilities, of which some are 0."""
+    """Sigmoid outputs multiplied by a 0/1 gate, so that some probabilities are 0."""
 
     def __init__(self, gate: Any) -> None:
         super().__init__(name="closed")
@@ -56,7 +56,7 @@ def random_index(rng: np.random.Generator, x: Any) -> tuple[int, int, int]:
 def make_net(
     rng: np.random.Generator, steps: int, *, middle: Any = None, end: Any = None, policy: str = "float32"
 ) -> Any:
-    """Dense (or a mask), recurrent, Dense; Sequential or functional, with other options each time."""
+    """Build a random network: Dense or Masking, recurrent layer, Dense; Sequential or functional."""
     keras.utils.set_random_seed(int(rng.integers(2**31)))
     units = int(rng.integers(3, 8))
     kind = KINDS[str(rng.choice(list(KINDS)))]
@@ -97,7 +97,7 @@ def bad_weight(rng: np.random.Generator) -> Fault:
 
 
 def exploding_state(rng: np.random.Generator) -> Fault:
-    """A linear RNN whose recurrent kernel makes its state overflow, at the step that double precision says."""
+    """Return a linear or relu RNN whose recurrent kernel makes its state overflow, at the step that float64 gives."""
     x, y = make_data(rng)
     units, gain = int(rng.integers(3, 7)), float(10 ** rng.uniform(4.2, 6))
     rnn = kl.SimpleRNN(units, activation=str(rng.choice(["linear", "relu"])), name="cell", dtype="float32")
@@ -117,7 +117,7 @@ def exploding_state(rng: np.random.Generator) -> Fault:
 
 
 def exploding_adjoint(rng: np.random.Generator) -> Fault:
-    """A linear RNN whose state stays 0 and whose gradient overflows on the way back."""
+    """Return a linear RNN whose state stays 0 and whose gradient overflows in the backward pass."""
     x, y = make_data(rng)
     steps, units, gain = x.shape[1], int(rng.integers(3, 7)), float(10 ** rng.uniform(2, 4))
     rnn = kl.SimpleRNN(units, activation="linear", name="cell", kernel_initializer="zeros", dtype="float32")
@@ -140,7 +140,7 @@ def exploding_adjoint(rng: np.random.Generator) -> Fault:
 
 
 def half_overflow(rng: np.random.Generator) -> Fault:
-    """mixed_float16: an input that no half holds, or one whose product with a weight does not fit."""
+    """Return a mixed_float16 network with an input beyond float16, or whose product with a weight is beyond it."""
     x, y = make_data(rng)
     sample, step, feature = random_index(rng, x)
     if rng.random() < 0.5:
@@ -192,7 +192,7 @@ def division_in_a_cell(rng: np.random.Generator) -> Fault:
 
 
 def mask_of_a_sample(rng: np.random.Generator) -> Fault:
-    """A mask of floats that the model multiplies with, or weights of samples in the loss."""
+    """Return a network with a NaN in a float mask that multiplies its input, or in the loss's sample weights."""
     x, y = make_data(rng)
     sample, step, _ = random_index(rng, x)
     if rng.random() < 0.4:
@@ -211,7 +211,7 @@ def mask_of_a_sample(rng: np.random.Generator) -> Fault:
 
 
 def healthy(rng: np.random.Generator) -> Fault:
-    """Nets that are well, also with large inputs, in half precision, of a cell of the user's own."""
+    """Return a healthy network, also with large or padded inputs, in half precision, or with a user-defined cell."""
     kind = str(rng.choice(["plain", "large", "cell", "half", "padded", "training"]))
     x, y = make_data(rng)
     if kind == "cell":

@@ -1,4 +1,4 @@
-"""Torch nets with one planted fault each, and where it is; and healthy ones."""
+"""Torch networks with one planted fault of known origin each, and healthy networks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass
 class Fault:
-    """A call of ``rl.find_nonfinite``, and what its result has to say: attributes, index, words of ``fed_by``."""
+    """A call of ``rl.find_nonfinite`` with its expected result: attributes, index, and words of ``fed_by``."""
 
     kind: str
     model: Any
@@ -27,7 +27,7 @@ class Fault:
 
 
 class Net(nn.Module):
-    """Linear, recurrent, linear; the data lies as ``batch_first`` says."""
+    """Linear, recurrent, linear; the data layout follows ``batch_first``."""
 
     def __init__(self, rng: np.random.Generator, cell: Any = None, end: Any = None, **options: Any) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 
 class Cell(nn.Module):
-    """A cell of the user's own that divides by what it was fed."""
+    """A user-defined cell that divides by its input."""
 
     def __init__(self, units: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def make_data(
 
 
 def random_index(rng: np.random.Generator, x: torch.Tensor, batch_first: bool) -> tuple[int, int, int]:
-    """A random (sample, step, feature)."""
+    """Return a random (sample, step, feature)."""
     samples, steps = x.shape[:2] if batch_first else x.shape[:2][::-1]
     return int(rng.integers(samples)), int(rng.integers(steps)), int(rng.integers(x.shape[2]))
 
@@ -117,7 +117,7 @@ def bad_weight(rng: np.random.Generator) -> Fault:
 
 
 def exploding_state(rng: np.random.Generator) -> Fault:
-    """A relu RNN whose recurrent kernel makes its state overflow, at the step that double precision says."""
+    """Return a relu RNN whose recurrent kernel makes its state overflow, at the step that float64 gives."""
     net = Net(rng, "RNN", nonlinearity="relu", num_layers=1, bidirectional=False)
     x, y = make_data(rng, net.batch_first)
     with torch.no_grad():
@@ -145,7 +145,7 @@ def exploding_state(rng: np.random.Generator) -> Fault:
 
 
 class ZeroStateRNN(nn.Module):
-    """All steps of a linear-in-effect RNN whose states stay 0, so that only what goes backwards grows."""
+    """A relu RNN with states near 0 and the recurrent kernel ``gain`` times identity: only the gradient grows large."""
 
     def __init__(self, gain: float, units: int) -> None:
         super().__init__()
@@ -162,13 +162,13 @@ class ZeroStateRNN(nn.Module):
 
 
 def exploding_adjoint(rng: np.random.Generator) -> Fault:
-    """The state stays finite, its gradient overflows on the way back, at the step that double precision says."""
+    """Return an RNN with finite states whose gradient overflows backwards, at the step that float64 gives."""
     gain, units = float(10 ** rng.uniform(2.5, 3.5)), int(rng.integers(3, 7))
     net = ZeroStateRNN(gain, units)
     with torch.no_grad():
         net.head.weight.fill_(1.0)
     x, _ = make_data(rng)
-    # As many steps as the state, which starts at 1e-30 and grows by the gain, fits in; the loss makes up for the rest.
+    # As many steps as the state, which starts at 1e-30 and grows by the gain, stays finite; the loss adds the rest.
     steps = int(min(x.shape[1], np.log(1e38 / 1e-29) / np.log(gain)))
     x = torch.abs(x[:, :steps])
     y = torch.zeros(len(x), 2)
@@ -185,7 +185,7 @@ def exploding_adjoint(rng: np.random.Generator) -> Fault:
 
 
 def half_overflow(rng: np.random.Generator) -> Fault:
-    """A half-precision net fed a number whose product with a weight no half can hold."""
+    """Return a half-precision network with an input whose product with a weight is beyond float16."""
     net = Net(rng, num_layers=1, bidirectional=False).half()
     x, y = make_data(rng, net.batch_first)
     sample, step, feature = random_index(rng, x, net.batch_first)
@@ -197,7 +197,7 @@ def half_overflow(rng: np.random.Generator) -> Fault:
 
 
 def autocast_overflow(rng: np.random.Generator) -> Fault:
-    """A net under autocast, whose first layer's product is beyond float16."""
+    """Return a network under autocast whose first layer's product is beyond float16."""
 
     class Cast(Net):
         def forward(self, x: torch.Tensor, mask: Any = None) -> torch.Tensor:
@@ -241,7 +241,7 @@ def division_in_a_cell(rng: np.random.Generator) -> Fault:
 
 
 def mask_of_a_sample(rng: np.random.Generator) -> Fault:
-    """A mask of floats that the model multiplies with, or weights of samples in the loss."""
+    """Return a network with a NaN in a float mask that multiplies its hidden input."""
     net = Net(rng)
     net.batch_first = True
     net.rnn.batch_first = True
@@ -255,7 +255,7 @@ def mask_of_a_sample(rng: np.random.Generator) -> Fault:
 
 
 def healthy(rng: np.random.Generator) -> Fault:
-    """Nets that are well: also with large inputs, saturated gates, packed or padded data, and outputs at rest."""
+    """Return a healthy network, also with large or masked inputs, large weights, half precision or a user cell."""
     kind = str(rng.choice(["plain", "large", "cell", "half", "masked", "trained-like"]))
     if kind == "cell":
         net: Any = Loop(5)

@@ -1,4 +1,4 @@
-"""What the fuzz scripts share: how numbers are compared, and how the outcomes of checks are counted and printed."""
+"""Shared parts of the fuzz scripts: comparison of numbers, and counts of the outcomes of checks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ BAD = ("accused", "wrong", "foreign", "altered")
 
 
 class WrongError(Exception):
-    """A number of rnnlens that differs from the framework's."""
+    """Raised when a number of rnnlens differs from the framework's."""
 
 
 def assert_close(label: str, actual: Any, expected: Any, bound: float) -> None:
-    """Compare two arrays, relative to the largest number of the reference."""
+    """Compare two arrays, relative to the reference's largest absolute value."""
     a, b = np.asarray(actual, dtype=float), np.asarray(expected, dtype=float)
     if a.shape != b.shape:
         raise WrongError(f"{label}: shape {a.shape}, framework {b.shape}")
@@ -33,12 +33,12 @@ def assert_close(label: str, actual: Any, expected: Any, bound: float) -> None:
 
 
 def sum_of_squares(result: Any) -> float:
-    """Return the sum of squares of all gradients by weights."""
+    """Return the sum of squares of all weight gradients."""
     return sum(float((np.asarray(array) ** 2).sum()) for layer in result for array in result[layer].dataset.values())
 
 
 def run_check(check: Callable[[], Any], weights: Callable[[], Mapping[str, Any]]) -> tuple[str, str]:
-    """Run one check; return what became of it, and a sentence. ``weights`` returns the state of the user's model.
+    """Run one check; return its outcome and a sentence. ``weights`` returns the state of the user's model.
 
     A check returns a certificate, or None if it does not apply to the model: "no check".
     """
@@ -87,7 +87,7 @@ class Table:
 
 
 def make_parser(document: str, count: int) -> argparse.ArgumentParser:
-    """Return a parser with the arguments that all fuzz scripts have."""
+    """Return a parser with the arguments common to all fuzz scripts."""
     parser = argparse.ArgumentParser(description=document.splitlines()[0])
     parser.add_argument("--count", type=int, default=count)
     parser.add_argument("--seed", type=int, default=0)
@@ -97,7 +97,7 @@ def make_parser(document: str, count: int) -> argparse.ArgumentParser:
 
 
 def model_numbers(arguments: argparse.Namespace) -> Iterator[int]:
-    """Yield the numbers of the models to draw, as many as fit into the time; print how many there were."""
+    """Yield the numbers of the models to draw until the time is over; print their count."""
     if arguments.only is not None:
         yield arguments.only
         return

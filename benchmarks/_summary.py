@@ -1,4 +1,4 @@
-"""Rows of the summary that ``speed.py`` prints, handed over by the benchmarks that it runs."""
+"""Rows of the summary that ``speed.py`` prints, passed on by the benchmarks that it runs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-#: Environment variable with the file that collects the rows; without it nothing is collected.
+#: Environment variable with the path of the file that collects the rows; without it nothing is collected.
 COLLECT = "RNNLENS_BENCHMARK_ROWS"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured figure: what it is of, its peer, and its bar.
+    """One measured figure with its peer and its bar.
 
     Attributes
     ----------
@@ -22,11 +22,11 @@ class Row:
     value, unit
         The figure: a ratio (``"x"``), ``"ms"``, ``"s"`` or ``"GiB"``.
     peer
-        What it is a ratio to, or beside what it was measured.
+        The call that a ratio is relative to, or that was measured for comparison.
     bar
         The limit; None for a figure without one.
     at_least
-        Whether the figure must be at least the bar, as a speed-up; else at most.
+        Whether the figure must be at least the bar, as a speed-up must; else at most.
     """
 
     group: str
@@ -46,14 +46,14 @@ class Row:
 
 
 def collect(*rows: Row) -> None:
-    """Append rows to the summary that is being made, if there is one."""
+    """Append rows to the collecting file, if there is one."""
     if path := os.environ.get(COLLECT):
         with Path(path).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a file, in the order in which they were measured."""
+    """Return the rows of a file in the order of measurement."""
     if not path.exists():
         return []
     return [Row(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]

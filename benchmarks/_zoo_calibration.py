@@ -1,4 +1,4 @@
-"""Networks whose errors are no missed dependency: overfitted, off in scale, weighted classes, best forecasts."""
+"""Networks with errors other than a missed dependency: overfitted, wrong scale, weighted classes, best forecasts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS, LAG = 16, 4
 
 @dataclass
 class SampledTask:
-    """A task whose targets are not a function of the inputs: they are drawn together, and kept until they are read."""
+    """A task with random targets: ``draw`` stores them and ``ideal`` returns them."""
 
     kind: str
     rho: float = 0.0
@@ -57,7 +57,7 @@ class SampledTask:
 
 
 def train_overfitted(task: SampledTask, seed: int) -> Net:
-    """Train on so few samples that the noise is learned by heart."""
+    """Train a GRU on so few samples that it memorises their noise."""
     torch.manual_seed(seed)
     count = 96 if task.kind == "noise" else 256
     x = torch.as_tensor(task.draw(count, seed))
@@ -71,7 +71,7 @@ def train_overfitted(task: SampledTask, seed: int) -> Net:
 
 
 class Tap(nn.Module):
-    """An almost linear network: ``scale`` times the input of ``lag`` steps ago, plus ``offset``."""
+    """An almost linear network: ``scale`` times the input ``lag`` steps ago, plus ``offset``."""
 
     def __init__(self, lag: int, scale: float, offset: float = 0.0) -> None:
         super().__init__()
@@ -86,5 +86,5 @@ class Tap(nn.Module):
             self.head.bias.fill_(offset)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(sample, time, feature) to (sample, 1)."""
+        """Map (sample, time, feature) to (sample, 1)."""
         return self.head(self.rnn(x)[0][:, -1])

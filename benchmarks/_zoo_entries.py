@@ -1,6 +1,6 @@
-"""The networks of the zoo: what is known of each, and how it is made.
+"""The networks of the zoo: how each is made, and which findings are right for it.
 
-What was trained is kept in .benchmarks/zoo and found there again.
+Trained networks are cached in .benchmarks/zoo.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ CAUTIONS = (
     "MISCALIBRATED",
 )
 HEALTHY = dict.fromkeys((*FAULTS, *CAUTIONS, "LAST_STEP_ONLY"), False)
-#: What a network without a target that matters is still known not to have.
+#: Findings that are wrong also for a network whose target does not matter.
 SOUND = {
     code: False
     for code in HEALTHY
     if code not in ("NO_SKILL", "MISSED_DEPENDENCY", "VANISHING", "LAST_STEP_ONLY", "MISCALIBRATED")
 }
-#: As `Entry.memory`: it follows from the network or the task.
+#: Value of `Entry.memory`: the memory is computed from the network or the task.
 FOLLOWS = -1
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One network.
+    """A network of the zoo with its known properties.
 
     Attributes
     ----------
     memory
-        The n that is known, for a solved network; None where there is none, ``FOLLOWS`` where it is computed.
+        The known memory n of a solved network; None if there is none, ``FOLLOWS`` if it is computed.
     truth
         By code: whether the finding is right. Codes that are not named are not counted.
     missing
-        The lag that is missed, where it is known.
+        The lag that the network misses, where it is known.
     base, change
-        The entry whose trained weights are taken, and what is done to them after training.
+        The name of the entry whose trained weights are used, and the change made to them after training.
     samples
-        How many it is diagnosed on, where it is not what was asked for.
+        Number of samples to diagnose it on, if it differs from the requested number.
     """
 
     name: str
@@ -81,12 +81,12 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """What tells it from all others."""
+        """Return a string that identifies the entry."""
         return json.dumps([self.name, self.seed, self.options, self.change, self.samples], sort_keys=True)
 
     @property
     def graded(self) -> bool:
-        """Whether it is there for its memory, and not for its inputs, units, dynamics or numbers."""
+        """Whether the network's memory is checked, rather than findings on inputs, units, dynamics or numbers."""
         ungraded = (
             "random tanh",
             "random gru",
@@ -101,7 +101,7 @@ class Entry:
 
 
 def train_or_load(entry: Entry) -> tuple[Any, Task]:
-    """A trained network, from where it was kept or trained now."""
+    """Return the trained network, from the cache or trained now, and its task."""
     o = dict(entry.options)
     task = TASKS[o["task"]](*o.get("arguments", ()), **o.get("keywords", {}))
     torch.manual_seed(entry.seed)
@@ -128,7 +128,7 @@ def train_or_load(entry: Entry) -> tuple[Any, Task]:
 
 
 def entries() -> Iterator[Entry]:
-    """All networks."""
+    """Yield all networks."""
     yield from _recall()
     yield from _other_tasks()
     yield from _real()
@@ -371,7 +371,7 @@ def _built() -> Iterator[Entry]:
 
 
 def _dynamics() -> Iterator[Entry]:
-    """Growing, chaotic, and near to either: whether chaotic is told by two trajectories, not by us."""
+    """Yield networks with growing or chaotic dynamics, and stable ones; `truth_of` tests chaos by two trajectories."""
     for seed, gain in [*product(range(8), (0.5, 0.9)), *product(range(18), (2.0, 2.5))]:
         o = {"gain": gain, "units": 64, "steps": 200}
         yield Entry("random tanh", seed, make_tanh, o, None, {"CHAOTIC": gain > 1, "EXPLODING": gain > 1}, noise=0.05)
@@ -385,7 +385,7 @@ def _dynamics() -> Iterator[Entry]:
 
 
 def _inputs() -> Iterator[Entry]:
-    """Networks of set gates on inputs with one known flaw, and on the same inputs without."""
+    """Yield networks of fixed gates on inputs with one known flaw, and on inputs without."""
     flaws = {
         "padded before 0.7": "PADDING_DOMINATES",
         "padded behind 0.6": "PADDING_DOMINATES",
@@ -403,7 +403,7 @@ def _inputs() -> Iterator[Entry]:
 
 
 def _dead() -> Iterator[Entry]:
-    """Trained networks of which some units were cut off."""
+    """Yield trained networks with some units cut off."""
     dead = {"DEAD_UNITS": True}
     for seed, cell, share in product(range(6), ("lstm", "gru"), (0.1, 0.4)):
         o = {"task": "recall", "cell": cell, "iterations": 200, "arguments": [3], "start": ""}
@@ -414,7 +414,7 @@ def _dead() -> Iterator[Entry]:
 
 
 def _numbers() -> Iterator[Entry]:
-    """States that are no numbers, or smaller than their dtype holds in full; layers whose gradients are far apart."""
+    """Yield networks with non-finite or subnormal states, and two-layer ones with gradients of very unequal size."""
     for seed in range(10):
         for fault in ("radius 8", "weight", "input", "finite"):
             yield Entry(
@@ -429,7 +429,7 @@ def _numbers() -> Iterator[Entry]:
 
 
 def _registers() -> Iterator[Entry]:
-    """Exact functions of the last inputs, tasks of every kind, on many samples and on few."""
+    """Yield shift-register networks that solve tasks exactly, diagnosed on many samples and on few."""
     problems: list[tuple[str, list[int], bool]] = [
         ("xor", [2, 14, 40], True),
         ("xor", [0, 6, 10], True),
@@ -451,7 +451,7 @@ def _registers() -> Iterator[Entry]:
     for seed, (name, arguments, healthy) in product(range(4), problems):
         o = {"problem": name, "arguments": arguments}
         truth = dict(HEALTHY) if healthy else {**SOUND, "MISSED_DEPENDENCY": True, "VANISHING": "gone" in name}
-        # A register holds whatever reaches it: of a cotangent on its units all arrives, none beyond.
+        # A register passes the full cotangent to every input that it stores, and none to older ones.
         lag = None if healthy else arguments[1]
         yield Entry("register", seed, make_register, o, FOLLOWS if healthy else None, truth, lag)
         if name in ("value", "xor", "counting", "seldom", "lognormal") and arguments[-1] < 100:
@@ -461,7 +461,7 @@ def _registers() -> Iterator[Entry]:
 
 
 def _calibration() -> Iterator[Entry]:
-    """Errors that are no missed dependency, and one that is, on a wrong scale; the best forecasts of one series."""
+    """Yield networks with errors that are no missed dependency, one with both, and optimal forecasts of a series."""
     calibrated = dict.fromkeys(("MISSED_DEPENDENCY", "VANISHING", "PATH_OPEN", "CHAOTIC", "EXPLODING"), False)
     for seed in range(20):
         yield Entry("noise target", seed, make_overfitted, {"kind": "noise"}, None, {**calibrated, "NO_SKILL": True})
@@ -482,59 +482,59 @@ def _calibration() -> Iterator[Entry]:
 
 
 def make_overfitted(entry: Entry) -> tuple[Any, Any]:
-    """A network that has learned its training samples by heart."""
+    """Return a network that has memorised its training samples, and its task."""
     task = SampledTask(entry.options["kind"])
     return train_overfitted(task, entry.seed), task
 
 
 def make_tap(entry: Entry) -> tuple[Any, Any]:
-    """A network of one tap; of a forecast, the best one there is."""
+    """Return a network that reads the input at one lag, and its task; for a forecast it is the optimal predictor."""
     o = entry.options
     task = SampledTask(o["kind"], o.get("rho", 0.0), o.get("horizon", 0))
     return Tap(0 if o["kind"] == "forecast" else LAG, o["scale"], o["offset"]).eval(), task
 
 
 def make_register(entry: Entry) -> tuple[Any, Task]:
-    """A register that computes the task exactly."""
+    """Return a shift-register network that computes the task exactly, and the task."""
     problem = PROBLEMS[entry.options["problem"]](*entry.options["arguments"])
     net = Register(problem.task.features, problem.length, problem.readout, sequence=problem.task.sequence)
     return net.eval(), problem.task
 
 
 def make_linear(entry: Entry) -> tuple[Any, None]:
-    """A linear network; its memory in closed form."""
+    """Return a linear network, whose memory has a closed form."""
     o = entry.options
     return Linear(12, 1, o["radius"], entry.seed, condition=o["condition"]), None
 
 
 def make_gated(entry: Entry) -> tuple[Any, None]:
-    """Fixed gates."""
+    """Return an LSTM or GRU with fixed gates."""
     o = entry.options
     return gated_net(o["cell"], o["tau"], seed=entry.seed, features=o.get("features", 1)), None
 
 
 def make_latch(entry: Entry) -> tuple[Any, None]:
-    """A hand-made latch."""
+    """Return a latch: a tanh network with two stable states."""
     return latch(entry.options["weight"], seed=entry.seed), None
 
 
 def make_tanh(entry: Entry) -> tuple[Any, None]:
-    """A random tanh network."""
+    """Return a tanh network with random weights."""
     return random_tanh(entry.options["gain"], entry.options["units"], entry.seed), None
 
 
 def make_gru(entry: Entry) -> tuple[Any, None]:
-    """A random GRU."""
+    """Return a GRU with random weights."""
     return random_gru(entry.options["gain"], entry.options["units"], entry.seed), None
 
 
 def make_relu(entry: Entry) -> tuple[Any, None]:
-    """A growing relu network."""
+    """Return a relu network whose state grows."""
     return growing_relu(entry.options["radius"], 12, entry.seed), None
 
 
 def make_nonfinite(entry: Entry) -> tuple[Any, None]:
-    """A network whose states stop being numbers, by growth or by a weight; or one whose input holds one NaN."""
+    """Return a relu network that is non-finite by growth, a NaN weight, or a NaN that `data_for` puts in the input."""
     fault = entry.options["how"]
     net = growing_relu(8.0 if fault == "radius 8" else 0.8, 12, entry.seed)
     if fault == "weight":
@@ -544,12 +544,12 @@ def make_nonfinite(entry: Entry) -> tuple[Any, None]:
 
 
 def make_coupled(entry: Entry) -> tuple[Any, None]:
-    """Two layers, the second of which hardly hears the first."""
+    """Return a two-layer network whose second layer receives the first one's output scaled by ``coupling``."""
     return Stacked(entry.options["cell"], entry.options["coupling"], entry.seed).eval(), None
 
 
 def make_untrained(entry: Entry) -> tuple[Any, Task]:
-    """As the framework makes it."""
+    """Return a network with the framework's initial weights, and the recall task."""
     task = TASKS["recall"](10)
     torch.manual_seed(100 + entry.seed)
     return Net(entry.options["cell"], task.features, task.outputs).eval(), task

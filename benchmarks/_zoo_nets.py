@@ -1,4 +1,4 @@
-"""Networks of known condition: trained from a seed, or built by formula, in torch."""
+"""Torch networks of known condition: trained from a seed, or built by formula."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Net(nn.Module):
-    """A recurrent network with a linear readout, of the last step or of every step."""
+    """A recurrent network with a linear readout of the last step (bidirectional: of the mean) or of every step."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Net(nn.Module):
         self.sequence, self.pooled = sequence, bidirectional
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(sample, time, feature) to (sample, output), or with time for sequences."""
+        """Map (sample, time, feature) to (sample, output), or to (sample, time, output) for sequences."""
         h = self.rnn(x)[0]
         if not self.sequence:
             h = h.mean(dim=1) if self.pooled else h[:, -1]
@@ -44,10 +44,10 @@ class Net(nn.Module):
 
 
 class Utterances(Net):
-    """A network that reads sequences of unequal length, packed: the state after the last step that is not all zero."""
+    """A network on packed sequences of different lengths: reads the state after the last step that is not all zero."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(sample, time, feature), padded behind, to (sample, output)."""
+        """Map (sample, time, feature), zero-padded at the end, to (sample, output)."""
         lengths = (x != 0).any(dim=2).sum(dim=1).cpu()
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         final = self.rnn(packed)[1]
@@ -55,7 +55,7 @@ class Utterances(Net):
 
 
 class Stacked(Net):
-    """Two layers, untrained; the second hears the first only ``coupling`` times as much."""
+    """An untrained two-layer network; the second layer's input weights are multiplied by ``coupling``."""
 
     def __init__(self, cell: str, coupling: float, seed: int) -> None:
         torch.manual_seed(seed)
@@ -65,7 +65,7 @@ class Stacked(Net):
 
 
 def set_initial_weights(net: Net, cell: str, scheme: str) -> None:
-    """Weights to start from: the framework's, orthogonal with a gain, or a bias on the gate that keeps the state."""
+    """Set initial weights: the framework's, orthogonal with a gain, or with a bias on the gate that keeps the state."""
     units = net.rnn.hidden_size
     with torch.no_grad():
         for name, weight in net.rnn.named_parameters():
@@ -80,14 +80,14 @@ def set_initial_weights(net: Net, cell: str, scheme: str) -> None:
 
 
 def loss_of(task: Task, raw: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Cross entropy or mean squared error."""
+    """Return the cross-entropy (classes) or the mean squared error."""
     return nn.functional.cross_entropy(raw, y) if task.kind == "classes" else nn.functional.mse_loss(raw, y)
 
 
 def train(
     net: Net, task: Task, seed: int, iterations: int, *, rate: float = 5e-3, window: int | None = None, batch: int = 64
 ) -> None:
-    """Adam with clipped gradients; ``window``: backpropagation through time is cut that many steps before the end."""
+    """Train by Adam with clipped gradients; with ``window``, backpropagation is truncated to that many steps."""
     optimizer = torch.optim.Adam(net.parameters(), rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, iterations, rate / 20)
     net.train()
@@ -119,7 +119,7 @@ def _truncated(net: Net, x: torch.Tensor, window: int) -> torch.Tensor:
 
 
 class Linear(nn.Module):
-    """h_t = A h_(t-1) + B x_t, y = C h_T: everything about it is known in closed form."""
+    """A linear RNN, h_t = A h_(t-1) + B x_t, y = C h_T, whose properties have closed forms."""
 
     def __init__(self, units: int, features: int, radius: float, seed: int, *, condition: float = 1.0) -> None:
         super().__init__()
@@ -137,14 +137,14 @@ class Linear(nn.Module):
             self.head.weight.copy_(torch.as_tensor(self.c))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Read out after the last step."""
+        """Map (sample, time, feature) to (sample, 1), read after the last step."""
         h = x.new_zeros(x.shape[0], self.a.shape[0])
         for t in range(x.shape[1]):
             h = self.cell(x[:, t], h)
         return self.head(h)
 
     def memory(self, steps: int, level: float = 0.05) -> int:
-        """n in closed form: the energy of the impulse response older than n, over all of it."""
+        """Return n in closed form: at most ``level`` of the impulse response's energy is older than n steps."""
         response, row = [], self.c
         for _ in range(steps):
             response.append(float(np.sum((row @ self.b) ** 2)))
@@ -155,7 +155,7 @@ class Linear(nn.Module):
 
 
 class _LinearCell(nn.RNNCellBase):
-    """A cell of its own, stepped by a loop."""
+    """A user-defined linear cell, stepped by a loop."""
 
     def __init__(self, features: int, units: int) -> None:
         super().__init__(features, units, False, num_chunks=1)
@@ -166,7 +166,7 @@ class _LinearCell(nn.RNNCellBase):
 
 
 def latch(weight: float, units: int = 8, seed: int = 0) -> Net:
-    """A tanh network that holds the sign of a strong input for good: two stable states, no gradient between them."""
+    """Return a tanh network that stores the sign of a strong input: two stable states without gradient between them."""
     net = Net("rnn", 1, 1, units)
     rng = np.random.default_rng(seed)
     with torch.no_grad():
@@ -180,7 +180,7 @@ def latch(weight: float, units: int = 8, seed: int = 0) -> Net:
 
 
 def gated_net(cell: str, tau: float, units: int = 16, seed: int = 0, features: int = 1) -> Net:
-    """An LSTM or GRU whose keeping gate has one value, so that its memory fades as exp(-t / tau)."""
+    """Return an LSTM or GRU whose state-keeping gate is constant: its memory decays as exp(-t / tau)."""
     net = Net(cell, features, 1, units)
     keep = math.exp(-1 / tau)
     bias = math.log(keep / (1 - keep))
@@ -201,7 +201,7 @@ def gated_net(cell: str, tau: float, units: int = 16, seed: int = 0, features: i
 
 
 def random_tanh(gain: float, units: int, seed: int) -> Net:
-    """Sompolinsky's network: recurrent weights of standard deviation gain / sqrt(units)."""
+    """Return Sompolinsky's network: recurrent weights of standard deviation gain / sqrt(units)."""
     net = Net("rnn", 1, 1, units)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -214,7 +214,7 @@ def random_tanh(gain: float, units: int, seed: int) -> Net:
 
 
 def random_gru(gain: float, units: int, seed: int) -> Net:
-    """A GRU whose recurrent weights are ``gain`` / sqrt(units)."""
+    """Return a GRU with recurrent weights of standard deviation gain / sqrt(units)."""
     net = Net("gru", 1, 1, units)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -225,7 +225,7 @@ def random_gru(gain: float, units: int, seed: int) -> Net:
 
 
 def growing_relu(radius: float, units: int, seed: int) -> Net:
-    """A relu network with positive weights and a spectral radius above 1: state and gradient grow."""
+    """Return a relu network with positive weights and a given spectral radius; above 1 its states grow."""
     net = Net("rnn", 1, 1, units, nonlinearity="relu")
     rng = np.random.default_rng(seed)
     kernel = np.abs(rng.normal(size=(units, units)))
@@ -237,7 +237,7 @@ def growing_relu(radius: float, units: int, seed: int) -> Net:
 
 
 def kill(net: Net, share: float, seed: int) -> int:
-    """Cut a share of the units off: no input and no state reaches them, so that they stand still."""
+    """Cut a share of the units off from input and state, so that they are constant; return their number."""
     units = net.rnn.hidden_size
     dead = np.random.default_rng(seed).permutation(units)[: round(share * units)]
     with torch.no_grad():

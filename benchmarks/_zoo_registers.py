@@ -1,7 +1,7 @@
-"""Networks that hold their last inputs, each in a unit of its own, and compute any function of them: exact, untrained.
+"""Untrained networks that store their last inputs, one per unit, and compute a given function of them exactly.
 
-A shift register in a relu layer: unit (lag, feature) holds the input of that lag, lifted so that it is never negative.
-What the network uses and what it cannot reach follow from the function and the length of the register.
+A shift register in a relu layer: unit (lag, feature) stores the input of that lag, plus an offset that keeps it
+positive. The used and the unreachable lags follow from the function and the register's length.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from _zoo_tasks import Task
 from torch import nn
 
 Array = np.ndarray[Any, Any]
-#: Reads a window (sample, lag, feature), newest first; the same for arrays and tensors.
+#: Function of a window (sample, lag, feature), newest first, for arrays and tensors.
 Readout = Callable[[Any], Any]
 
 LIFT = 40.0
 
 
 class Register(nn.Module):
-    """``readout`` of the last ``length`` inputs."""
+    """A network that returns ``readout`` of its last ``length`` inputs."""
 
     def __init__(self, features: int, length: int, readout: Readout, *, sequence: bool = False) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Register(nn.Module):
             self.rnn.weight_hh_l0[features:, : units - features] = torch.eye(units - features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(sample, time, feature) to (sample, output), or with time."""
+        """Map (sample, time, feature) to (sample, output), or to (sample, time, output) for sequences."""
         h = self.rnn(x)[0]
         if not self.sequence:
             return self.readout(h[:, -1].reshape(len(x), self.length, self.features) - LIFT)
@@ -48,19 +48,19 @@ class Register(nn.Module):
 
 @dataclass(frozen=True)
 class Problem:
-    """A task and what a register answers to it.
+    """A task and a register's solution to it.
 
     Attributes
     ----------
     task
     readout
-        The answer that the network gives: logits for classes.
+        The network's output as a function of the window: logits for classes.
     length
-        Of the register.
+        Number of stored lags.
     missing
         The lag that the task needs and the network does not read, if any.
     reached
-        Whether the register holds that lag.
+        Whether the register stores that lag.
     """
 
     task: Task
@@ -71,23 +71,23 @@ class Problem:
 
 
 def signs(count: int, steps: int, seed: int) -> Array:
-    """-1 and 1."""
+    """Return random -1 and 1, (sample, time, 1)."""
     return np.random.default_rng(seed).choice(np.float32([-1, 1]), (count, steps, 1))
 
 
 def gaussian(count: int, steps: int, seed: int) -> Array:
-    """Gaussian noise."""
+    """Return Gaussian noise, (sample, time, 1)."""
     return np.random.default_rng(seed).normal(size=(count, steps, 1)).astype(np.float32)
 
 
 def heavy_tailed(count: int, steps: int, seed: int) -> Array:
-    """Student's t with 3 degrees of freedom, cut at 35: few samples carry most of the variance."""
+    """Return Student's t with 3 degrees of freedom, clipped at 35: few samples carry most of the variance."""
     x = np.random.default_rng(seed).standard_t(3, size=(count, steps, 1))
     return np.clip(x, -35, 35).astype(np.float32)
 
 
 def autoregressive(count: int, steps: int, seed: int) -> Array:
-    """An autoregressive input, 0.8 a step."""
+    """Return an autoregressive input with coefficient 0.8 and unit variance."""
     x = gaussian(count, steps, seed)
     for t in range(1, steps):
         x[:, t] = 0.8 * x[:, t - 1] + 0.6 * x[:, t]
@@ -100,7 +100,7 @@ def _stack(first: Any, second: Any) -> Any:
 
 
 def _classes(score: Callable[[Any], Any]) -> tuple[Readout, Callable[[Array], Array]]:
-    """Logits of two classes by a score, and the class that it says."""
+    """Return the logits of two classes and the true class as functions of a window, from a score."""
     return lambda w: _stack(-score(w), score(w)), lambda w: (score(w) > 0).astype(np.int64)
 
 
@@ -112,19 +112,19 @@ def _task(
 
 
 def xor(near: int, far: int, steps: int) -> Problem:
-    """Whether two inputs differ."""
+    """Return a problem: classify whether the signs at two lags differ."""
     readout, ideal = _classes(lambda w: -4 * w[:, near, 0] * w[:, far, 0])
     return Problem(_task(signs, ideal, steps, far, kind="classes", outputs=2), readout, far + 1)
 
 
 def parity(count: int, steps: int) -> Problem:
-    """Of the last ``count`` signs."""
+    """Return a problem: classify the parity of the last ``count`` signs."""
     readout, ideal = _classes(lambda w: -4 * w[:, :count, 0].prod(1))
     return Problem(_task(signs, ideal, steps, count - 1, kind="classes", outputs=2), readout, count)
 
 
 def counting(count: int, steps: int) -> Problem:
-    """How many of the last ``count`` inputs are 1."""
+    """Return a problem: count how many of the last ``count`` inputs are 1."""
 
     def readout(w: Any) -> Any:
         return 0.5 * (1 + w[:, :count]).sum(1)
@@ -133,7 +133,7 @@ def counting(count: int, steps: int) -> Problem:
 
 
 def value(draw: Callable[[int, int, int], Array], lag: int, steps: int) -> Problem:
-    """The value of one lag, reproduced to rounding."""
+    """Return a problem: reproduce the input at one lag, up to rounding."""
 
     def readout(w: Any) -> Any:
         return w[:, lag]
@@ -142,7 +142,7 @@ def value(draw: Callable[[int, int, int], Array], lag: int, steps: int) -> Probl
 
 
 def lognormal(lag: int, steps: int) -> Problem:
-    """The exponential of a value: a target with a heavy tail."""
+    """Return a problem: the exponential of the input at one lag, a target with a heavy tail."""
 
     def ideal(w: Array) -> Array:
         return np.exp(w[:, lag])
@@ -151,13 +151,13 @@ def lognormal(lag: int, steps: int) -> Problem:
 
 
 def rare_value(lag: int, steps: int) -> Problem:
-    """Whether a value is among the largest 4 %."""
+    """Return a problem: classify whether the input at one lag is among the largest 4 %."""
     readout, ideal = _classes(lambda w: 12 * (w[:, lag, 0] - 1.75))
     return Problem(_task(gaussian, ideal, steps, lag, kind="classes", outputs=2), readout, lag + 1)
 
 
 def pair(near: int, far: int, steps: int) -> Problem:
-    """Two values as two outputs."""
+    """Return a problem: output the inputs at two lags."""
 
     def readout(w: Any) -> Any:
         return _stack(w[:, near, 0], w[:, far, 0])
@@ -166,7 +166,7 @@ def pair(near: int, far: int, steps: int) -> Problem:
 
 
 def delayed_copy(lag: int, steps: int) -> Problem:
-    """Every input again, ``lag`` steps later: the output is a sequence."""
+    """Return a problem: output the input sequence delayed by ``lag`` steps."""
     inner = value(gaussian, lag, steps)
 
     def ideal(x: Array) -> Array:
@@ -179,7 +179,7 @@ def delayed_copy(lag: int, steps: int) -> Problem:
 
 
 def half_read_sum(near: int, far: int, steps: int, *, reached: bool) -> Problem:
-    """The sum of two values, of which the network reads the near one; it holds the far one, or cannot."""
+    """Return a problem: add two lags; the network reads only the near one and stores the far one if ``reached``."""
 
     def ideal(w: Array) -> Array:
         return w[:, near] + w[:, far]

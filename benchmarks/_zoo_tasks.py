@@ -1,7 +1,7 @@
-"""Tasks with known dependencies: generators of (x, y), the prediction of a perfect network, and how it is scored.
+"""Tasks with known dependencies: generators of x, and the outputs of a perfect network.
 
-Every task gives ``ideal(x)``, what a perfect network would answer to any input, also one whose prefix was exchanged.
-The memory that the task needs follows from it by the same exchange, without any network.
+``ideal(x)`` of a task is the output of a perfect network for any input, also one with an exchanged prefix. The memory
+that the task needs follows from it by that exchange, without a network.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """One task.
+    """A task with known dependencies.
 
     Attributes
     ----------
     draw
-        (count, seed) to x (sample, time, feature).
+        Maps (count, seed) to x (sample, time, feature).
     ideal
-        x to the target (sample, ...): integers for classes.
+        Maps x to the target (sample, ...): integers for classes.
     kind
         "classes" or "values".
     outputs
         Number of classes or values.
     lag
-        The farthest lag that matters, where there is one.
+        The largest lag that matters, if there is one.
     """
 
     draw: Callable[[int, int], Array]
@@ -49,7 +49,7 @@ SYMBOLS = 4
 
 
 def recall(lag: int, steps: int = 60) -> Task:
-    """The flagged symbol, ``lag`` steps before the last; all others are distractors."""
+    """Return a task: recall the flagged symbol, ``lag`` steps before the last; all others are distractors."""
 
     def draw(count: int, seed: int) -> Array:
         symbols = np.random.default_rng(seed).integers(0, SYMBOLS, (count, steps))
@@ -65,7 +65,7 @@ def recall(lag: int, steps: int = 60) -> Task:
 
 
 def adding(steps: int = 50) -> Task:
-    """The sum of two marked numbers, one in each half (Hochreiter, Schmidhuber 1997, experiment 4)."""
+    """Return a task: add two marked numbers, one in each half (Hochreiter, Schmidhuber 1997, experiment 4)."""
 
     def draw(count: int, seed: int) -> Array:
         rng = np.random.default_rng(seed)
@@ -82,18 +82,18 @@ def adding(steps: int = 50) -> Task:
 
 
 def white(steps: int, features: int = 1) -> Callable[[int, int], Array]:
-    """Gaussian noise."""
+    """Return a generator of Gaussian noise (sample, time, feature)."""
     return lambda count, seed: np.random.default_rng(seed).normal(size=(count, steps, features)).astype(np.float32)
 
 
 def exponential_mean(alpha: float, steps: int = 60) -> Task:
-    """sum_tau alpha^tau x_(T - tau): a profile in closed form."""
+    """Return a task with output sum_tau alpha^tau x_(T - tau), whose lag profile has a closed form."""
     weights = (alpha ** np.arange(steps)[::-1] * np.sqrt(1 - alpha**2)).astype(np.float32)
     return Task(white(steps), lambda x: x[:, :, 0] @ weights[:, None], "values", 1, 1, steps, steps - 1)
 
 
 def last_step(steps: int = 60, smooth: float = 0.0, classes: bool = False) -> Task:
-    """The last value, of white or of smooth input: nothing older is needed."""
+    """Return a task with the last value of white or autocorrelated input as output: no older input is needed."""
 
     def draw(count: int, seed: int) -> Array:
         x = white(steps)(count, seed)
@@ -107,13 +107,13 @@ def last_step(steps: int = 60, smooth: float = 0.0, classes: bool = False) -> Ta
 
 
 def two_lags(near: int = 2, far: int = 40, steps: int = 60) -> Task:
-    """The sum of two values, one near and one far."""
+    """Return a task: add the inputs at two lags, one near and one far."""
     scale = np.float32(0.5**0.5)
     return Task(white(steps), lambda x: scale * (x[:, -1 - near] + x[:, -1 - far]), "values", 1, 1, steps, far)
 
 
 def echo(lag: int, steps: int = 40) -> Task:
-    """Every output is the input ``lag`` steps before: a sequence."""
+    """Return a task: output at every step the input ``lag`` steps before."""
 
     def ideal(x: Array) -> Array:
         y = np.zeros_like(x)
@@ -124,7 +124,7 @@ def echo(lag: int, steps: int = 40) -> Task:
 
 
 def padded(task: Task, share: float, *, before: bool) -> Task:
-    """The same with zeros around: a share of the whole length, at its beginning or its end."""
+    """Return a task with zeros added at the beginning or the end of the inputs, up to a share of the whole length."""
     extra = round(task.steps * share / (1 - share))
 
     def pad(x: Array) -> Array:
@@ -146,7 +146,7 @@ def padded(task: Task, share: float, *, before: bool) -> Task:
 
 
 def with_constant(task: Task) -> Task:
-    """The same with one more feature that never varies."""
+    """Return a task with a constant feature added to its inputs."""
 
     def draw(count: int, seed: int) -> Array:
         x = task.draw(count, seed)
@@ -158,7 +158,7 @@ def with_constant(task: Task) -> Task:
 
 
 def static(steps: int = 30) -> Task:
-    """One number at every step."""
+    """Return a task with the same input value at every step, which is also the output."""
 
     def draw(count: int, seed: int) -> Array:
         x = np.random.default_rng(seed).normal(size=(count, 1, 1)).astype(np.float32)
@@ -168,7 +168,7 @@ def static(steps: int = 30) -> Task:
 
 
 def rare(share: float = 0.1, lag: int = 30, steps: int = 50) -> Task:
-    """Mostly the last value; of some samples, flagged at the last step, the value ``lag`` steps before."""
+    """Return a task: the last value, but for samples flagged at the last step the value ``lag`` steps before."""
 
     def draw(count: int, seed: int) -> Array:
         rng = np.random.default_rng(seed)
@@ -184,7 +184,7 @@ def rare(share: float = 0.1, lag: int = 30, steps: int = 50) -> Task:
 
 
 def needed_memory(task: Task, count: int = 4000, level: float = 0.05) -> int:
-    """The memory that a perfect network uses, by the same exchange of prefixes."""
+    """Return how many steps a perfect network needs for the task, by exchanging prefixes between samples."""
     x, donors = task.draw(count, 1), task.draw(count, 2)
 
     def target_of(x: Array) -> Array:
@@ -203,14 +203,14 @@ def needed_memory(task: Task, count: int = 4000, level: float = 0.05) -> int:
 
 
 def digits() -> Task:
-    """scikit-learn's handwritten digits, pixel by pixel: real data, whose need nobody knows."""
+    """Return a task: classify scikit-learn's handwritten digits, pixel by pixel (real data; needed memory unknown)."""
     from sklearn.datasets import load_digits
 
     pixels, names = load_digits(return_X_y=True)
     images = ((pixels - pixels.mean()) / pixels.std()).astype(np.float32)[:, :, None]
 
     def draw(count: int, seed: int) -> Array:
-        # The last 360 are held out; a seed beyond a million asks for those.
+        # The last 360 images are held out, for seeds of 10**6 and above.
         indices = np.arange(len(images) - 360, len(images)) if seed >= 10**6 else np.arange(len(images) - 360)
         return images[np.random.default_rng(seed).choice(indices, count)]
 
@@ -223,7 +223,7 @@ def digits() -> Task:
 
 
 def characters(steps: int = 60) -> Task:
-    """The next character of the documentation of Python that ships with it."""
+    """Return a task: predict the next character of the documentation that ships with Python."""
     import pydoc_data.topics
 
     text = "".join(pydoc_data.topics.topics.values())
@@ -248,9 +248,10 @@ def characters(steps: int = 60) -> Task:
 
 
 def vowels() -> Task:
-    """Japanese Vowels (Kudo, Toyama, Shimbo 1999): nine speakers, 7 to 29 steps each, zeros behind.
+    """Return a task: classify the speaker in Japanese Vowels (Kudo, Toyama, Shimbo 1999).
 
-    The recordings lie in the package aeon (``pip install --no-deps aeon``), whose code is not run.
+    Nine speakers, 7 to 29 steps each, padded with zeros at the end. The recordings are in the package aeon
+    (``pip install --no-deps aeon``), whose code is not run.
     """
     train, test = (_utterances(f"JapaneseVowels_{split}.ts") for split in ("TRAIN", "TEST"))
     names = {x.tobytes(): name for x, name in zip(*map(np.concatenate, zip(train, test, strict=True)), strict=True)}
@@ -266,7 +267,7 @@ def vowels() -> Task:
 
 
 def _utterances(file: str, steps: int = 29) -> tuple[Array, Array]:
-    """(sample, step, coefficient) and the speaker of each, from a file of the UEA archive."""
+    """Return recordings (sample, step, coefficient) and speakers (sample,) from a file of the UEA archive."""
     package = find_spec("aeon")
     if package is None or not package.submodule_search_locations:
         raise SystemExit("The spoken vowels lie in the package aeon: pip install --no-deps aeon")

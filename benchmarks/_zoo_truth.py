@@ -1,4 +1,4 @@
-"""What is known of a network of the zoo without rnnlens: its data, its memory, what its states do on many samples."""
+"""Known properties of the zoo's networks, computed without rnnlens: data, memory, and states on many samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = np.ndarray[Any, Any]
 
 
 def data_for(entry: Entry, net: Any, task: Task | None, samples: int, stream: int = 0) -> tuple[Array, Array]:
-    """Held-out samples, others for each ``stream``. A network built by formula is its own teacher, up to some noise."""
+    """Return held-out samples (x, y) of a stream; a network without a task is its own teacher, plus noise."""
     seed = 10**6 + 1000 * stream + entry.seed
     if task is not None:
         x = task.draw(samples, seed)
@@ -33,14 +33,14 @@ def data_for(entry: Entry, net: Any, task: Task | None, samples: int, stream: in
 
 
 def predict(net: Any, x: Array) -> Array:
-    """What the network says."""
+    """Return the network's output."""
     with torch.no_grad():
         output: Array = net(torch.as_tensor(x)).numpy()
     return output
 
 
 def add_flaw(x: Array, dress: str) -> Array:
-    """Inputs with one known flaw."""
+    """Apply one named flaw to the inputs."""
     kind, _, share = dress.rpartition(" ")
     steps = x.shape[1]
     if kind == "padded before":
@@ -59,7 +59,7 @@ def add_flaw(x: Array, dress: str) -> Array:
 
 
 def known_memory(entry: Entry, net: Any, task: Task | None, steps: int) -> int | None:
-    """n in closed form, or by exchange in the task itself, where it is not given."""
+    """Return the known n: as given, in closed form, or by exchanging prefixes in the task."""
     if entry.memory != FOLLOWS:
         return entry.memory
     if entry.name == "linear":
@@ -71,7 +71,7 @@ def known_memory(entry: Entry, net: Any, task: Task | None, steps: int) -> int |
 
 
 def truth_of(entry: Entry, net: Any, task: Task | None) -> dict[str, bool]:
-    """What is true of the network, looked up where its making does not settle it."""
+    """Return the right findings of a network by code; dead units and chaos are measured."""
     truth = dict(entry.truth)
     if "DEAD_UNITS" in truth and entry.make is train_or_load and task is not None and not task.sequence:
         truth["DEAD_UNITS"] = really_dead(net, task, entry.seed)
@@ -79,21 +79,21 @@ def truth_of(entry: Entry, net: Any, task: Task | None) -> dict[str, bool]:
         growth = separation(net, white(entry.options["steps"])(16, 77 + entry.seed))
         truth["CHAOTIC"] = bool(growth > np.log(100))
         if 0.3 < growth / np.log(100) < 2:
-            truth = {}  # neither
+            truth = {}  # too near the threshold to count as either
     return truth
 
 
 def really_dead(net: Any, task: Task, seed: int) -> bool:
-    """Whether some unit has one value at every step of many other samples."""
+    """Whether some unit is constant over all steps of 2048 other samples."""
     with torch.no_grad():
         h = net.rnn(torch.as_tensor(task.draw(2048, 77 + seed)))[0]
     return bool((h.amax(dim=(0, 1)) == h.amin(dim=(0, 1))).any())
 
 
 def separation(net: Net, x: Array) -> float:
-    """Log of how far two states, hardly apart, go from each other until the last step; brought near after each step.
+    """Return how much two nearby states separate until the last step, as a log; rescaled after each step.
 
-    Benettin, Galgani, Strelcyn 1976, doi:10.1103/PhysRevA.14.2338. In double precision, by torch alone.
+    Benettin, Galgani, Strelcyn 1976, doi:10.1103/PhysRevA.14.2338. In float64, by torch only.
     """
     rnn, inputs = net.rnn.double(), torch.as_tensor(x).double()
     state = torch.zeros(1, len(x), rnn.hidden_size).double()

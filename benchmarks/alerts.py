@@ -1,10 +1,10 @@
-"""Alerts during training: false alarms on healthy trainings, misses on trainings that are broken on purpose.
+"""Alerts during training: false alarms on healthy trainings, and misses on trainings with a planted fault.
 
     python benchmarks/alerts.py --small
 
-Healthy: LSTM, GRU and tanh RNN on three tasks with Adam or SGD, sizes and learning rates drawn by the seed. Broken, at
-a step drawn by the seed: the recurrent kernel made larger (exploding), made small (vanishing), the biases of the gates
-pushed away (saturated); training goes on after that. The peer is the same data with a fixed threshold.
+Healthy: LSTM, GRU and tanh RNN on three tasks with Adam or SGD, sizes and learning rates drawn by the seed. Faults, at
+a step drawn by the seed: the recurrent kernel is enlarged (exploding) or made small (vanishing), or the gates' biases
+are shifted (saturated); training continues after that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 def draw_batch(task: str, rng: np.random.Generator, samples: int, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add two marked numbers; recall the first; smooth the past (a task of short memory)."""
+    """Return a batch (x, y): the sum of two marked numbers, the first number, or an exponentially weighted sum."""
     x = rng.uniform(size=(samples, steps, 2))
     if task == "adding":
         x[:, :, 1] = 0
@@ -48,7 +48,7 @@ def draw_batch(task: str, rng: np.random.Generator, samples: int, steps: int) ->
 
 
 def break_net(net: Net, fault: str, rng: np.random.Generator) -> None:
-    """Break a net as it is known to happen."""
+    """Plant a fault: enlarge or shrink the recurrent weights, or saturate the gates."""
     cell, units = net.rnn, net.rnn.hidden_size
     with torch.no_grad():
         if fault == "exploding":
@@ -65,7 +65,7 @@ def break_net(net: Net, fault: str, rng: np.random.Generator) -> None:
 
 
 def record_training(seed: int, records: int, interval: int, fault: str = "") -> tuple[list[TrainingRecord], int]:
-    """One training, as its records; the step at which it was broken."""
+    """Return the records of one training and the step at which the fault was planted."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     cell = str(rng.choice(["lstm", "gru", "rnn"] if fault != "saturated" else ["lstm", "gru"]))
@@ -96,7 +96,7 @@ def record_training(seed: int, records: int, interval: int, fault: str = "") -> 
 
 
 def raised_alerts(records: list[TrainingRecord]) -> list[Alert]:
-    """What is found in the records of one training."""
+    """Return the alerts raised by the records of one training."""
     alerts = Alerts()
     for record in records:
         alerts.examine(record)
@@ -104,7 +104,7 @@ def raised_alerts(records: list[TrainingRecord]) -> list[Alert]:
 
 
 def report_false_alarms(first: int, seeds: int, records: int, interval: int) -> None:
-    """False alarms."""
+    """Print how many healthy trainings raised alerts."""
     alerts_by_seed = {
         seed: raised_alerts(record_training(seed, records, interval)[0]) for seed in range(first, first + seeds)
     }
@@ -115,7 +115,7 @@ def report_false_alarms(first: int, seeds: int, records: int, interval: int) -> 
 
 
 def report_detection(fault: str, first: int, seeds: int, records: int, interval: int) -> None:
-    """Of trainings that were broken, how many were found, and how soon."""
+    """Print in how many faulty trainings the fault was found, and how soon."""
     delays = []
     for seed in range(first + 1000, first + 1000 + seeds):
         run_records, broken_at = record_training(seed, records, interval, fault)

@@ -1,9 +1,9 @@
-"""What a call takes while somebody else works: the worst of 30 beside the median on an idle machine, in one run.
+"""Duration of a call while other processes compute: the worst of 30, relative to the median on an idle machine.
 
     python benchmarks/busy.py [--small] [--repeat 30]
 
-A process that does nothing but count takes one core, then two. On a machine of two cores the fair share of one thread
-is then a half and a third; what is above that is waiting of threads for each other.
+One, then two other processes compute all the time. On a machine of two cores the fair share of one thread is then a
+half and a third; anything above that is waiting of threads for each other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BAR = 2.0
 
 @contextmanager
 def busy_processes(count):
-    """So many other processes, each busy all the time."""
+    """Run ``count`` other processes that compute all the time, within the block."""
     running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         time.sleep(0.5 if count else 0)
@@ -43,7 +43,7 @@ def busy_processes(count):
 
 
 def timed(function, repeat):
-    """Seconds of each call."""
+    """Return the seconds of each call."""
     seconds = []
     for _ in range(repeat):
         start = time.perf_counter()
@@ -53,7 +53,7 @@ def timed(function, repeat):
 
 
 def calls(samples, steps, units, features, outputs):
-    """The verbs on one LSTM, in Keras and in torch."""
+    """Return the verbs on one LSTM, in Keras and in torch, as functions by name."""
     x = np.random.default_rng(0).normal(size=(samples, steps, features)).astype("float32")
     y = np.zeros((samples, steps, outputs), "float32")
     keras.utils.set_random_seed(0)

@@ -1,4 +1,4 @@
-"""Count the size of the source, and the files and functions of it that a verb enters.
+"""Count the size of the source, and the files and functions that each verb enters.
 
     python benchmarks/count_code.py                 # the working tree
     python benchmarks/count_code.py --at ac84298    # the source of another revision, its text only
@@ -26,7 +26,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def sources(revision: str | None) -> dict[str, str]:
-    """Text of every module by dotted name; ``.__init__`` marks a package's own."""
+    """Return the text of every module by dotted name; a package's own module ends in ``.__init__``."""
     if revision is None:
         texts = {str(p.relative_to(ROOT / "src")): p.read_text() for p in (ROOT / "src" / "rnnlens").rglob("*.py")}
     else:
@@ -38,7 +38,7 @@ def sources(revision: str | None) -> dict[str, str]:
 
 
 def code_lines(text: str, tree: ast.Module) -> int:
-    """Number of lines with code on them."""
+    """Return the number of lines with code on them."""
     docstrings: set[int] = set()
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -54,7 +54,7 @@ def code_lines(text: str, tree: ast.Module) -> int:
 
 
 def imported_modules(node: ast.Import | ast.ImportFrom, module: str, module_names: set[str]) -> set[str]:
-    """Modules of ours that an import statement names: a submodule rather than its package."""
+    """Return the rnnlens modules that an import statement names: a submodule rather than its package."""
 
     def resolve(name: str) -> str | None:
         return name if name in module_names else f"{name}.__init__" if f"{name}.__init__" in module_names else None
@@ -71,7 +71,7 @@ def imported_modules(node: ast.Import | ast.ImportFrom, module: str, module_name
 
 
 def find_cycles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Strongly connected components of more than one module (Kosaraju's algorithm)."""
+    """Return the strongly connected components of more than one module (Kosaraju's algorithm)."""
     order: list[str] = []
     visited: set[str] = set()
 
@@ -105,7 +105,7 @@ def find_cycles(edges: dict[str, set[str]]) -> list[list[str]]:
 
 
 def count(texts: dict[str, str]) -> dict[str, object]:
-    """All counts of the text, by the words of the table."""
+    """Return all counts of the source by their title in the table."""
     trees = {name: ast.parse(text) for name, text in texts.items()}
     module_names = set(texts)
     lengths: list[int] = []
@@ -153,7 +153,7 @@ def count(texts: dict[str, str]) -> dict[str, object]:
 
 
 def entered_code(verbs: list[str]) -> dict[str, str]:
-    """Files and functions of ours entered by each verb on nn.LSTM + Linear, and forward passes of the model."""
+    """Return per verb the rnnlens files and functions entered on nn.LSTM + Linear, and the model's forward passes."""
     import torch
 
     import rnnlens as rl
@@ -179,7 +179,7 @@ def entered_code(verbs: list[str]) -> dict[str, str]:
     for verb in verbs:
         for certify in ("never", "always"):
             with rl.options(certify=certify):
-                calls[verb](Net())  # modules that are loaded on first use do not count
+                calls[verb](Net())  # modules that are imported on first use do not count
                 net, entries, functions = Net(), Counter(), set()
 
                 def note(frame: object, event: str, argument: object, entries=entries, functions=functions) -> None:
@@ -205,7 +205,7 @@ def entered_code(verbs: list[str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Print one table."""
+    """Print the counts as one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--at", help="a git revision; the working tree by default")
     parser.add_argument("--verbs", action="store_true", help="also what each verb enters (needs torch; working tree)")

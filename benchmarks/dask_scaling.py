@@ -4,19 +4,20 @@
     python benchmarks/dask_scaling.py --only full-size                 # 9600 sequences of 1403 steps, stateful
 
 Two LSTM layers of 64 units, 6000 sequences of 100 steps and 8 features in chunks of 125, the gradient of the loss with
-respect to the input. Every part runs in a process of its own, with one thread; the plain call, one worker and two
-workers take turns, and ratios are medians over rounds.
+respect to the input. Every part runs in its own process, with one thread; the plain call, one worker and two workers
+alternate, and ratios are medians over rounds.
 
 equality
     Largest difference from the plain call, relative to the largest number. Bars: 0 on torch, 1e-6 on Keras.
 overhead, scaling
-    One worker at most 1.15 times the plain call, with Dask's own settings and where the scheduler sends the tasks that
-    load data ahead (``worker-saturation``); two workers at least 1.6 times as fast as one on torch, 1.4 on JAX.
+    One worker at most 1.15 times the plain call, with Dask's default settings and with a ``worker-saturation`` of 8, by
+    which the scheduler sends data-loading tasks ahead; two workers at least 1.6 times as fast as one on torch, 1.4 on
+    JAX.
 memory
-    Largest resident memory of the client, scheduler included, while 20,000 sequences are reduced over samples, beside
-    1,000. Bar: 1.1.
+    Largest resident memory of the client, including the scheduler, while 20,000 sequences are reduced over samples,
+    relative to 1,000. Bar: 1.1.
 bytes
-    Bytes of the model that each worker unpickles, beside the size of the model. Bar: 1.
+    Bytes of the model that each worker unpickles, relative to the size of its weights. Bar: 1.05.
 """
 
 import argparse
@@ -38,9 +39,9 @@ from _summary import COLLECT, Row, collect, read_rows
 HERE = Path(__file__).parent
 FEATURES, UNITS, CHUNK = 8, 64, 125
 ENGINES = ("torch", "jax", "keras-torch", "tensorflow", "tf_keras")
-#: The place of one worker to which the tasks that load data are sent ahead, beside those of one and two workers.
+#: Key of the client whose one worker is sent data-loading tasks ahead; other keys are numbers of workers.
 AHEAD = "ahead"
-#: Bars of the ratio of one worker to two; the other engines are compared in their numbers alone.
+#: Bars of the time of one worker over that of two; other engines are compared only in their numbers.
 SCALING = {"torch": 1.6, "jax": 1.4}
 PARTS = (*ENGINES, "memory", "bytes")
 ONE_THREAD = {
@@ -83,7 +84,7 @@ def keras_model(package, steps):
 
 
 def lazy_data(count, steps):
-    """Sequences drawn on the workers, chunk by chunk: they are nowhere held whole."""
+    """Return (x, y) as Dask arrays drawn chunk by chunk on the workers, never as a whole."""
     import dask.array as da
 
     rng = da.random.default_rng(1)
@@ -99,7 +100,7 @@ def run_timed(run):
 def clusters(stack, *workers, saturation=1.1):
     """Return a client for each number of workers, closed with ``stack``; idle workers cost nothing.
 
-    ``saturation``: how many tasks that load data a worker is sent at a time, by its threads; 1.1 is Dask's own.
+    ``saturation``: number of data-loading tasks that a worker is sent at a time, per thread; Dask's default is 1.1.
     """
     import dask
     from dask.distributed import Client, LocalCluster
@@ -113,7 +114,7 @@ def clusters(stack, *workers, saturation=1.1):
 
 
 def compare_engine(name, small):
-    """Compare numbers on one engine and, where it has a bar, time in interleaved rounds."""
+    """Compare numbers on one engine and, if it has a bar, time in interleaved rounds."""
     import rnnlens as rl
 
     timed = name in SCALING
@@ -133,7 +134,7 @@ def compare_engine(name, small):
         for workers, client in clients.items():
             with client.as_current():
                 lazy[workers] = rl.gradients(model, x, y, **keywords)
-                lazy[workers][: CHUNK * 8].compute()  # workers import, rebuild and compile
+                lazy[workers][: CHUNK * 8].compute()  # workers import, rebuild and compile before timing
         rl.gradients(model, arrays[0][:CHUNK], arrays[1][:CHUNK], **keywords)
         for _ in range(rounds):
             reference, reference_seconds = run_timed(
@@ -186,7 +187,7 @@ def compare_engine(name, small):
 
 
 def compare_memory(small):
-    """Compare the client's resident memory while few and many sequences are reduced over samples."""
+    """Compare the client's resident memory between reductions of few and of many sequences."""
     import psutil
 
     import rnnlens as rl
@@ -215,7 +216,7 @@ def compare_memory(small):
 
 
 def count_models():
-    """Let this worker record the size of every model that it unpickles."""
+    """Make this worker record the size of every model that it unpickles."""
     from rnnlens import cluster
 
     def unpickled(self, state):
@@ -232,9 +233,9 @@ def sizes_of_models():
 
 
 def model_bytes(small):
-    """Compare the bytes of the model that a worker unpickles with the size of the model.
+    """Compare the bytes of the model that a worker unpickles with the size of its weights.
 
-    Without Dask's memory manager, which drops copies that no waiting task needs, and sends them again.
+    Dask's memory manager is off, because it drops copies that no waiting task needs and sends them again.
     """
     import dask
 
@@ -255,7 +256,7 @@ def model_bytes(small):
 
 
 def full_size():
-    """Compute the gradient of 9600 sequences of 1403 steps of a stateful model, one number for each step."""
+    """Compute the gradient of 9600 sequences of 1403 steps of a stateful model, one norm per step."""
     import dask.array as da
     from dask.distributed import Client, LocalCluster
 

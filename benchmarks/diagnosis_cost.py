@@ -1,7 +1,8 @@
-"""What ``rl.diagnose`` costs, by part, in forward and backward passes of torch; the Lyapunov spectrum against its QR;
-the fixed points of a 3-bit flip-flop.
+"""Cost of ``rl.diagnose`` and its parts in forward and backward passes of torch.
 
 python benchmarks/diagnosis_cost.py [--small] [--passes]
+
+Also: the Lyapunov spectrum against its QR factorisations, and the fixed points of a 3-bit flip-flop.
 """
 
 from __future__ import annotations
@@ -40,25 +41,25 @@ class Stack(nn.Module):
         self.rnn, self.head = nn.LSTM(features, units, 2, batch_first=True), nn.Linear(units, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(sample, time, feature) to (sample, class)."""
+        """Map (sample, time, feature) to (sample, class)."""
         return self.head(self.rnn(x)[0][:, -1])
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """One run."""
+    """Return the seconds of one run."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
 
 
 def time_diagnosis(units: int, batch: int, steps: int, rounds: int) -> None:
-    """The whole of it and its parts, each as a multiple of a training pass in the same rounds."""
+    """Time ``rl.diagnose`` and its parts, as multiples of a training pass in the same rounds."""
     torch.manual_seed(0)
     net, rng = Stack(units, 32), np.random.default_rng(0)
     x = rng.normal(size=(batch, steps, 32)).astype("float32")
     inputs = torch.as_tensor(x)
     with torch.no_grad():
-        # Its own teacher, so that it has skill, and everything that a diagnosis has is measured.
+        # Labels are the network's own predictions: it has skill, so every part of a diagnosis runs.
         net.head.weight *= 50
         net.head.bias -= net(inputs).mean(dim=0)
         labels = net(inputs).argmax(dim=1)
@@ -111,7 +112,7 @@ def time_diagnosis(units: int, batch: int, steps: int, rounds: int) -> None:
 
 
 def time_lyapunov(kind: str, units: int, steps: int, samples: int, rounds: int) -> None:
-    """The spectrum against the QR factorisations that it contains."""
+    """Time the Lyapunov spectrum against the QR factorisations that it contains."""
     rng = np.random.default_rng(0)
     gates, states = {"rnn": (1, 1), "lstm": (4, 2)}[kind]
     kernels = rng.normal(size=(1, gates * units)), 1.5 / units**0.5 * rng.normal(size=(units, gates * units))
@@ -135,19 +136,19 @@ def time_lyapunov(kind: str, units: int, steps: int, samples: int, rounds: int) 
 
 
 class FlipFlop(nn.Module):
-    """A GRU that holds three bits: each output is the sign of the last pulse of its input."""
+    """A GRU that stores three bits: each output is the sign of the last pulse of its input."""
 
     def __init__(self, units: int = 16) -> None:
         super().__init__()
         self.gru, self.head = nn.GRU(3, units, batch_first=True), nn.Linear(units, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(sample, time, pulse) to (sample, time, bit)."""
+        """Map (sample, time, pulse) to (sample, time, bit)."""
         return self.head(self.gru(x)[0])
 
 
 def pulses(count: int, steps: int, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rare pulses of -1 and 1, and the last of each."""
+    """Return rare pulses of -1 and 1, and the last pulse of each bit, both (sample, time, bit)."""
     x = rng.choice([-1.0, 0.0, 1.0], p=[0.05, 0.9, 0.05], size=(count, steps, 3))
     x[:, 0] = rng.choice([-1.0, 1.0], size=(count, 3))
     y = x.copy()
@@ -157,7 +158,7 @@ def pulses(count: int, steps: int, rng: np.random.Generator) -> tuple[torch.Tens
 
 
 def check_flip_flop(iterations: int, rounds: int) -> None:
-    """The fixed points of a trained flip-flop: one stable point for each of the eight memories."""
+    """Check that a trained flip-flop has one stable fixed point for each of its eight memories."""
     torch.manual_seed(0)
     net, rng = FlipFlop(), np.random.default_rng(0)
     optimizer = torch.optim.Adam(net.parameters(), 1e-2)

@@ -1,10 +1,10 @@
-"""``rl.diagnose`` on networks whose condition is known: which memory they use, what they miss, and why.
+"""``rl.diagnose`` on networks of known condition: the memory that they use, what they miss, and why.
 
     python benchmarks/diagnosis_zoo.py [--small] [--jobs N] [--samples 512] [--coverage] [--only NAME]
 
-Networks are trained from a seed or built by formula; what was trained is kept in .benchmarks/zoo and found there again.
-The thresholds of ``rnnlens.diagnose`` were set on odd seeds; the table counts the even ones, and the odd ones beside.
-The spoken vowels lie in the package aeon: ``pip install --no-deps aeon``.
+Networks are trained from a seed or built by formula; trained ones are cached in .benchmarks/zoo. The thresholds of
+``rnnlens.diagnose`` were set on odd seeds; the first table counts even seeds, the second odd ones. The spoken vowels
+are in the package aeon: ``pip install --no-deps aeon``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from rnnlens.diagnosis.memory import Memory, measure_memory
 from rnnlens.diagnosis.samples import Orientation, read_samples
 
 SOLVED = 0.95
-#: Samples that stand for all there are, and how often an interval is drawn anew, when its coverage is counted.
+#: Samples taken as the population, and number of intervals drawn, when coverage is counted.
 POPULATION, REPEATS = 2048, 4
-#: What no healthy solved network may be told.
+#: Findings that count as false alarms for a healthy solved network.
 ALARMS = {
     *("MISSED_DEPENDENCY", "VANISHING", "PATH_OPEN", "EXPLODING", "CHAOTIC", "DEAD_UNITS", "NONFINITE", "NO_SKILL"),
     *("UNDERFLOW", "UNEQUAL_LAYERS", "MISCALIBRATED"),
@@ -43,7 +43,7 @@ NOISY = ("noise target", "overfitted", "off in scale", "weighted classes", "miss
 
 
 def examine(job: tuple[Entry, int, bool]) -> dict[str, Any]:
-    """Diagnose one network, and with ``covering`` see how often the interval of its n holds."""
+    """Diagnose one network; with ``covering``, also count how often the interval of n contains the population's n."""
     entry, samples, covering = job
     samples = entry.samples or samples
     torch.set_num_threads(1)
@@ -87,7 +87,7 @@ def examine(job: tuple[Entry, int, bool]) -> dict[str, Any]:
 
 
 def coverage(entry: Entry, net: Any, task: Task | None, samples: int) -> dict[str, Any]:
-    """How often the interval of n, each time from other samples, holds the n of very many."""
+    """Return the n of many samples, and for each interval from other samples whether it contains that n."""
 
     def memory_of(count: int, stream: int) -> Memory:
         x, y = data_for(entry, net, task, count, stream)
@@ -109,21 +109,21 @@ def coverage(entry: Entry, net: Any, task: Task | None, samples: int) -> dict[st
 
 
 def applicable(row: dict[str, Any]) -> dict[str, bool]:
-    """What is true of a network as it came out: one that was to solve its task and did not is none of the healthy."""
+    """Return the right findings for a network as trained; one that did not solve its task does not count as healthy."""
     truth = dict(row["truth"])
     if row["name"] in NOISY:
         return truth
     if truth.get("MISSED_DEPENDENCY") is False and row["skill"] < SOLVED and row["name"] != "untrained":
         return {code: value for code, value in truth.items() if code in ("CHAOTIC", "STATIC_INPUT", "CONSTANT_INPUT")}
     if truth.get("MISSED_DEPENDENCY") is True and row["skill"] > 0.5 and row["name"].startswith(("recall", "echo")):
-        return {}  # it learned the task all the same
+        return {}  # it learned the task in spite of the handicap
     if truth.get("NO_SKILL") is True and row["skill"] > 0.02:
         truth.pop("NO_SKILL")
     return truth
 
 
 def table(rows: list[dict[str, Any]], title: str) -> None:
-    """Balanced accuracy by code, and how often n is right."""
+    """Print balanced accuracy by code, and how often n is right."""
     print(f"\n{title}: {len(rows)} networks")
     print(f"{'code':22}{'BA':>8}{'tp':>5}{'fn':>5}{'fp':>5}{'tn':>5}")
     codes = list(dict.fromkeys(code for row in rows for code in row["truth"]))
@@ -150,7 +150,7 @@ def _share(flags: list[bool]) -> str:
 
 
 def print_errors(rows: list[dict[str, Any]]) -> None:
-    """Every network that was judged or measured wrongly."""
+    """Print every network with a wrong finding or a wrong n."""
     for row in rows:
         truth = applicable(row)
         wrong = [c for c, value in truth.items() if value != (c in row["codes"])]
@@ -170,7 +170,7 @@ def print_errors(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Examine all networks, print the table."""
+    """Examine all networks and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="the networks built by formula, of two seeds")
     parser.add_argument("--seeds", type=int, default=100, help="seeds below this one")
@@ -199,7 +199,7 @@ def main() -> int:
     path = KEPT / f"rows-{args.samples}{'-coverage' * args.coverage}{args.only}.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if args.resume and path.exists() else []
     finished_keys = {row["key"] for row in rows}
-    # Those held out first: a run that is broken off has them.
+    # Held-out seeds first, so that an interrupted run has them.
     remaining = sorted((e for e in selected if e.key not in finished_keys), key=lambda e: e.seed % 2)
     work = [(e, args.samples, args.coverage) for e in remaining]
     with path.open("a" if args.resume else "w") as file:

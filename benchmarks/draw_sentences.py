@@ -2,7 +2,7 @@
 
 User text is the README and the pages of docs/ (without code, tables of contents, the generated reference and the
 changelog), the messages of errors and warnings, the help of the command line, and the docstrings of public functions.
-Each sentence is printed with its place. The test of a sentence: it can be understood by itself, once read.
+Each sentence is printed with its place. A good sentence is understood when read once, without its neighbours.
 
     python benchmarks/draw_sentences.py --seed 25 --count 100
 """

@@ -1,4 +1,4 @@
-"""Many calls, many watches, many records, long sequences: memory, descriptors and threads before and after.
+"""Many calls, watches and records, and long sequences: memory, file descriptors and threads before and after.
 
     python benchmarks/endurance.py leaks --calls 300       # of each verb, on torch; and 20 watches
     python benchmarks/endurance.py records --count 100000  # of one run: time and memory to append and to open
@@ -6,9 +6,9 @@
     python benchmarks/endurance.py checksums               # appending records with checksums, by appending them without
 
 Bars: after a warm-up of a tenth of the calls the memory grows by less than 16 MiB, descriptors and threads not at all,
-and every model is collected; the last tenth of the records takes at most twice as long as the first; the measured peak
-is at most 1.5 times the memory that was granted, beyond what the process held before; checksums add at most 0.05 to
-the training of ``benchmarks/overhead.py`` that is recorded every 50 steps.
+and every model is collected; the last tenth of the records takes at most twice as long as the first; the measured peak,
+above what the process used before, is at most 1.5 times the granted memory; checksums add at most 0.05 to the training
+of ``benchmarks/overhead.py`` that is recorded every 50 steps.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ import numpy as np
 
 
 def resident() -> float:
-    """Memory of this process now, in MiB."""
+    """Return the resident memory of this process in MiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
 def open_resources() -> tuple[int, int]:
-    """Open descriptors and threads."""
+    """Return the number of open file descriptors and of threads."""
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
 def network(torch: Any) -> Any:
-    """An LSTM with a linear layer on every step."""
+    """Return an LSTM with a linear layer on every step."""
 
     class Net(torch.nn.Module):
         def __init__(self):
@@ -55,7 +55,7 @@ def network(torch: Any) -> Any:
 
 
 def leaks(calls: int) -> bool:
-    """Call each verb ``calls`` times, with a new model each; then watch 20 trainings."""
+    """Call each verb ``calls`` times with new models, then watch 20 trainings; return whether the bars are met."""
     import torch
 
     import rnnlens as rl
@@ -116,7 +116,7 @@ def leaks(calls: int) -> bool:
 
 
 def records(count: int) -> bool:
-    """Append ``count`` records to a run, then open it; time of the first and of the last tenth, in processor time."""
+    """Append ``count`` records to a run and open it; return whether time per record and memory stay flat."""
     import xarray as xr
 
     import rnnlens as rl
@@ -153,7 +153,7 @@ def records(count: int) -> bool:
 
 
 def checksums(count: int) -> bool:
-    """Append records with and without checksums in turn; print what they add to a training with ``every=50``."""
+    """Compare the processor time of appending records with and without checksums; return whether the bar is met."""
     import statistics
     from functools import partial
     from unittest.mock import patch
@@ -232,7 +232,7 @@ print(word, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**1
 
 
 def memory_peaks() -> bool:
-    """The measured peak of calls beside the memory that they were granted, each in a process of its own."""
+    """Compare the measured memory peak of calls, each in its own process, with the granted memory."""
     all_passed = True
     cases = {
         "jacobian(net, x, measure='norm')": [(4, 200, 4, 64), (16, 400, 4, 64), (64, 400, 4, 64)],
@@ -256,7 +256,7 @@ def memory_peaks() -> bool:
 
 
 def main() -> int:
-    """Run one of the four, and return 1 if a bar was missed."""
+    """Run one of the four measurements, and return 1 if a bar was missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", nargs="?", choices=("leaks", "records", "memory", "checksums"), default="leaks")
     parser.add_argument("--calls", type=int, default=300)

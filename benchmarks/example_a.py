@@ -1,18 +1,17 @@
-"""Example a at full size per sequence: memory at any number of sequences, throughput beside the framework's own.
+"""Example a at full sequence length: memory for any number of sequences, and throughput against JAX.
 
     python benchmarks/example_a.py [--small] [--sequences 960] [--rounds 5]
 
 A stateful SimpleRNN of 200 units over a frozen embedding, 1403 steps, 100 dimensions, batches of 32, random initial
-state. Asked for: the gradient of the mean hidden state with respect to the embedded input, one number per step.
+state. Computed: the gradient of the mean hidden state with respect to the embedded input, one norm per step.
 
 memory
-    High-water mark of a process of its own that streams all sequences through ``rl.gradients``, and of one that streams
-    a third of them. Bar: below 4 GiB, and no more for all than for a third, but for what settles in the first batches
-    (10 %).
+    Peak memory of a process that streams all sequences through ``rl.gradients``, and of one that streams a third of
+    them. Bar: below 4 GiB, and at most 1.1 times as much for all as for a third (the first batches allocate buffers).
 throughput
-    Sequences per second of ``rl.gradients`` over a data set of ten batches, the first of which is certified, beside
-    those of JAX's own compiled gradient of the same number over the same batches, in one process, after one round that
-    compiles. Bar: 1.5 times as long.
+    Sequences per second of ``rl.gradients`` over a data set of ten batches, the first of which is certified, against
+    JAX's compiled gradient of the same number over the same batches, in one process, after one round that compiles.
+    Bar: 1.5 times as long.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ BATCHES = 10
 
 
 def load_example():
-    """The example itself, as a module."""
+    """Import and return the example as a module."""
     sys.path.insert(0, str(EXAMPLES))
     path = next(EXAMPLES.glob("a_*.py"))
     spec = importlib.util.spec_from_file_location("example_a", path)
@@ -52,7 +51,7 @@ def sizes(small: bool) -> tuple[int, int, int]:
 
 
 def stream(count: int, small: bool) -> None:
-    """Stream ``count`` sequences and print the high-water mark of this process."""
+    """Stream ``count`` sequences and print this process's peak memory."""
     import numpy as np
 
     a = load_example()
@@ -72,7 +71,7 @@ def stream_in_process(count: int, small: bool) -> dict[str, float]:
 
 
 def throughput(small: bool, rounds: int) -> tuple[float, float]:
-    """Seconds per batch of a data set of ``BATCHES``, ours and JAX's own, medians of interleaved rounds."""
+    """Return seconds per batch over ``BATCHES`` batches, of rnnlens and of JAX, as medians of interleaved rounds."""
     import jax
     import jax.numpy as jnp
     import numpy as np

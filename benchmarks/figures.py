@@ -1,9 +1,9 @@
-"""How long every figure takes, from data to PNG, at 64 samples, 1000 steps and 512 units.
+"""Time of every figure, from data to PNG, at 64 samples, 1000 steps and 512 units.
 
     OMP_NUM_THREADS=2 python benchmarks/figures.py [--samples 64 --steps 1000 --units 512]
 
-Each figure is made three times; the table shows median and largest time on the clock, and the largest processor time,
-which other work on the machine does not stretch. The bar is 5 s.
+Each figure is made three times; the table shows median and largest wall-clock time, and the largest processor time,
+which other work on the machine does not increase. The bar is 5 s.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def jacobian(samples: int, steps: int) -> xr.DataArray:
 
 
 def training(records: int, steps: int) -> TrainingRun:
-    """A run of two layers whose gradient reaches further with every record."""
+    """Return a run of two layers in which the gradient reaches further back with every record."""
     record_steps = np.arange(records) * 50
     lag = np.arange(steps)[None, ::-1]
     profile = np.exp(-lag / (1 + 0.02 * np.arange(records)[:, None]))
@@ -118,7 +118,7 @@ def cases(samples: int, steps: int, units: int) -> dict[str, Callable[[], Any]]:
 
 
 def seconds(draw: Callable[[], Any]) -> tuple[float, float]:
-    """On the clock, and of this process on the processor (the same on a quiet machine: drawing is one thread)."""
+    """Return wall-clock seconds and processor seconds of one figure; drawing uses one thread."""
     start, used = time.perf_counter(), time.process_time()
     axes = draw()
     axes[0].get_figure(root=True).savefig(io.BytesIO(), format="png")

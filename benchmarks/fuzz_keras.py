@@ -3,8 +3,8 @@
     KERAS_BACKEND=torch python benchmarks/fuzz_keras.py --count 100     # or jax, tensorflow
     python benchmarks/fuzz_keras.py --tf-keras --count 60
 
-Models are drawn by their number, as in `fuzz_torch.py`, which says how outcomes are counted. Half of them are fitted
-for a batch first, as their users fit them. The reference is the engine's gradient of the same loss by a plain call.
+Models are drawn by their number; `fuzz_torch.py` explains how outcomes are counted. Half of them are fitted for a batch
+first, as their users fit them. The reference is the engine's gradient of the same loss by a plain call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STEPS, SAMPLES, FEATURES = 6, 4, 3
 
 @keras.utils.register_keras_serializable("fuzz")
 class LeakyCell(L.Layer):
-    """h' = (1 - a) h + a tanh(W x + U h)."""
+    """A leaky cell, h' = (1 - a) h + a tanh(W x + U h) with a = 0.3."""
 
     def __init__(self, units, **options):
         super().__init__(**options)
@@ -53,7 +53,7 @@ class LeakyCell(L.Layer):
 
 
 class Segments(L.Layer):
-    """A layer called on one segment of the sequence after the other, its states changed in between."""
+    """A layer called on consecutive segments of the sequence, with its states changed in between."""
 
     def __init__(self, inner, segment, change, last):
         super().__init__()
@@ -85,7 +85,7 @@ class Segments(L.Layer):
 
 
 class Subclassed(keras.Model):
-    """A model that is written as a class, its layers called in `call`."""
+    """A subclassed model that calls its layers in `call`."""
 
     def __init__(self, parts, unused):
         super().__init__()
@@ -99,7 +99,7 @@ class Subclassed(keras.Model):
 
 
 def draw_layers(choose):
-    """Return the layers of a model, first to last."""
+    """Return the layers of a random model, first to last."""
     layers = []
     input_kind = choose("input", ["numbers", "numbers", "ids", "masked"])
     if input_kind == "ids":
@@ -107,12 +107,12 @@ def draw_layers(choose):
     if input_kind == "masked":
         layers.append(L.Masking())
     count = choose("parts", [1, 1, 2])
-    # Over all steps of a masked model Keras would mask the loss as well, which the reference does not.
+    # With masks, "all" would also mask the loss in Keras, which the reference does not.
     pool = choose("pool", ["last", "mean", "max"] + ["all"] * (input_kind == "numbers"))
     for i in range(count):
         sequences = i < count - 1 or pool != "last"
         kinds = ["LSTM", "GRU", "SimpleRNN", "RNN of LSTMCell", "stack", "leaky"]
-        # A mask does not reach the segments.
+        # Segments receive no mask.
         kind = choose(f"{i} kind", kinds + ["segments", "segments"] * (input_kind == "numbers"))
         units = choose(f"{i} units", [FEATURES, 5])
         options = {"return_sequences": sequences, "go_backwards": choose(f"{i} backwards", [False, False, True])}
@@ -138,7 +138,7 @@ def draw_layers(choose):
 
 
 def draw_segments(choose, i, units, sequences):
-    """Return a library layer, or a layer of stacked cells, that runs segment by segment."""
+    """Return a random library layer, or a layer of stacked cells, that runs segment by segment."""
     name = choose(f"{i} layer", ["LSTM", "GRU", "SimpleRNN", "stack"])
     options = {"return_sequences": True, "return_state": True}
     stack = [L.GRUCell(units), L.LSTMCell(units)]
@@ -150,7 +150,7 @@ def draw_segments(choose, i, units, sequences):
 
 
 def draw_model(number, seed):
-    """Return a model, its batch, and what was chosen for it."""
+    """Return a random model, its x and y, and the choices made for it."""
     draw = random.Random(f"{seed} {number}")
     choices: dict[str, Any] = {}
 
@@ -189,12 +189,12 @@ def draw_model(number, seed):
 
 
 def assert_close(label, actual, expected):
-    """Compare two arrays; Keras computes some of it in float32, also under a policy of float64."""
+    """Compare two arrays within 1e-6; Keras computes parts in float32, also under a policy of float64."""
     _fuzz.assert_close(label, actual, expected, 1e-6)
 
 
 def reference(model, x, y):
-    """Return the loss, its gradient by x (None for ids), and the sum of squares of all weight gradients."""
+    """Return the loss, its gradient with respect to x (None for ids), and the sum of all squared weight gradients."""
     integer = x.dtype.kind == "i"
     backend = "tensorflow" if LEGACY else keras.backend.backend()
     if backend == "torch":
@@ -228,9 +228,9 @@ def reference(model, x, y):
 
 @functools.lru_cache(1)
 def compiled_reference(model, integer):
-    """Return loss and gradients of a model as one JAX function, compiled as Keras runs a model.
+    """Return loss and gradients of a model as one JAX function, compiled as Keras compiles a model.
 
-    What it computes in float32, such as LayerNormalization, then rounds alike.
+    Layers that compute in float32, such as LayerNormalization, then round in the same way.
     """
     import jax
     import jax.numpy as jnp
@@ -242,7 +242,7 @@ def compiled_reference(model, integer):
 
 
 def reference_jacobian(model, x):
-    """Return the Jacobian of each sample's output by its input, by the engine's own function for it."""
+    """Return the Jacobian of each sample's output with respect to its input, (sample, *out, *in), by the engine."""
     backend = "tensorflow" if LEGACY else keras.backend.backend()
     if backend == "torch":
         import torch
@@ -284,10 +284,10 @@ def check_gradients(model, x, y):
 
 
 def check_batches(model, x, y):
-    """A batch size that leaves a short last batch gives the gradients of the whole."""
+    """Compare gradients computed in batches, of which the last is shorter, with the reference."""
     if x.dtype.kind == "i":
         return None
-    # In batches, as the framework rounds them: parts that Keras computes in float32 differ by the size of a batch.
+    # The reference uses the same batches: parts that Keras computes in float32 round differently by batch size.
     batch_grads = [(reference(model, x[rows], y[rows])[1], len(x[rows])) for rows in (slice(3), slice(3, None))]
     by_input = np.concatenate([np.asarray(grad) * (count / len(x)) for grad, count in batch_grads])
     computed = rl.gradients(model, x, y, wrt="input", batch_size=3)
@@ -307,7 +307,7 @@ CHECKS = {"trace": check_trace, "gradients": check_gradients, "batches": check_b
 
 
 def main() -> int:
-    """Draw the models, and print a table and every model that is not right."""
+    """Draw the models; print a table and every model that is not right."""
     parser = _fuzz.make_parser(__doc__, 100)
     parser.add_argument("--tf-keras", action="store_true")
     arguments = parser.parse_args()

@@ -2,11 +2,11 @@
 
     python benchmarks/fuzz_scans.py --count 40 --seed 0
 
-Models are drawn by their number, as in `fuzz_torch.py`, which says how outcomes are counted: a family, its sizes, tied
+Models are drawn by their number; `fuzz_torch.py` explains how outcomes are counted. Drawn are a family, its sizes, tied
 embeddings, padding, dtype, slow or usual decays. States and total gradients of every scan are compared with a loop over
 the arguments that the model's own scan function received; gradients and Jacobians of the whole model with autograd of
-the untouched model. It computes its scans in float32 also where it is float64, in chunks; where it is farther than the
-bound from rnnlens, the one that is farther from rnnlens in float64 is wrong.
+the untouched model. That model computes its scans in float32, in chunks, also if it is float64. If it differs from
+rnnlens by more than the bound, the one that is farther from rnnlens in float64 counts as wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BOUNDS = {"float64": (1e-10, 1e-5), "float32": (1e-4, 1e-4), "bfloat16": (float(
 
 
 def compare_or_explain(label: str, compute: Callable[[Any], Any], model: Any, reference: Any, bound: float) -> Any:
-    """Return ``compute(model)``, after a comparison of its numbers with the untouched model's."""
+    """Return the result of ``compute(model)``; raise if it differs from the reference and is farther from float64."""
     values, result = compute(model)
     try:
         _fuzz.assert_close(label, values, reference, bound)
@@ -49,7 +49,7 @@ def compare_or_explain(label: str, compute: Callable[[Any], Any], model: Any, re
 
 
 def draw_model(number: int, seed: int) -> tuple[torch.nn.Module, dict[str, Any], torch.Tensor, dict[str, Any]]:
-    """Return a model, its inputs, its labels, and what was chosen for it."""
+    """Return a random model, its inputs, its labels, and the choices made for it."""
     draw, choices = random.Random(f"{seed} {number}"), {}
 
     def choose(name: str, options: list[Any]) -> Any:
@@ -148,7 +148,7 @@ CHECKS = {"trace": check_trace, "gradients": check_gradients, "jacobian": check_
 
 
 def main() -> int:
-    """Draw the models, and print a table and every model that is not right."""
+    """Draw the models; print a table and every model that is not right."""
     arguments = _fuzz.make_parser(__doc__ or "", 40).parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

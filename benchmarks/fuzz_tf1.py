@@ -1,9 +1,9 @@
-"""Compare every verb with `tf.gradients` on random TensorFlow-1 graphs, written as programs of 2017 write them.
+"""Compare every verb with `tf.gradients` on random TensorFlow-1 graphs in the style of 2017 programs.
 
     RNNLENS_CONTROL_FLOW=v1 python benchmarks/fuzz_tf1.py --count 60     # or v2
 
-Models are drawn by their number, as in `fuzz_torch.py`, which says how outcomes are counted. The reference is
-`tf.gradients` in the user's own graph and session, in float64.
+Models are drawn by their number; `fuzz_torch.py` explains how outcomes are counted. The reference is `tf.gradients` in
+the user's own graph and session, in float64.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ cells = tf.nn.rnn_cell
 
 
 class LeakyCell(cells.RNNCell):
-    """h' = (1 - a) h + a tanh(W x + U h)."""
+    """A leaky cell, h' = (1 - a) h + a tanh(W x + U h) with a = 0.3."""
 
     def __init__(self, units):
         super().__init__()
@@ -47,7 +47,7 @@ class LeakyCell(cells.RNNCell):
 
 
 class OwnGRU(cells.RNNCell):
-    """A GRU as a student writes it: two kernels, no reset of the bias, its own scope."""
+    """A user-written GRU: input and recurrent kernels in a variable scope of its own, and no recurrent bias."""
 
     def __init__(self, units):
         super().__init__()
@@ -83,7 +83,7 @@ KINDS = {
 
 
 def draw_cell(choose, i, keep):
-    """Return a constructor of one cell, with the wrappers that were drawn."""
+    """Return a constructor of one random cell with its wrapper."""
     kind, units = choose(f"{i} kind", list(KINDS)), choose(f"{i} units", [FEATURES, 5])
     wrapper = choose(f"{i} wrapper", ["none", "none", "dropout", "all dropouts", "residual", "stack", "device"])
 
@@ -150,7 +150,7 @@ def run_raw_rnn(cell, z):
 
 
 def draw_model(number, seed):
-    """Build a model in the default graph; return its net, data, the user's own tensors and what was chosen."""
+    """Build a random model in the default graph; return its net, data, targets, expected values and choices."""
     draw = random.Random(f"{seed} {number}")
     choices: dict[str, Any] = {}
 
@@ -212,7 +212,7 @@ def draw_model(number, seed):
 
 
 def assert_close(label, actual, expected):
-    """Compare two arrays in float64."""
+    """Compare two arrays within 1e-8."""
     _fuzz.assert_close(label, actual, expected, 1e-8)
 
 
@@ -231,8 +231,8 @@ def check_gradients(net, x, y, expected):
 
 
 def check_states(net, x, y, expected):
-    """The total gradient of the first layer's state; its certificate holds the gradients by weights that follow."""
-    layers = [row for row in rl.layers(net) if "left out" not in row.options]  # written out, of no known cell
+    """Return the certificate of the first layer's total state gradient; it compares the resulting weight gradients."""
+    layers = [row for row in rl.layers(net) if "left out" not in row.options]  # without unrolled unknown cells
     return rl.gradients(net, x, y, wrt=f"{layers[0].name}.hidden").certificate if layers else None
 
 
@@ -249,9 +249,9 @@ CHECKS = {"trace": check_trace, "gradients": check_gradients, "states": check_st
 
 
 def main() -> int:
-    """Draw the models, and print a table and every model that is not right."""
+    """Draw the models; print a table and every model that is not right."""
     arguments = _fuzz.make_parser(__doc__, 60).parse_args()
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})  # a graph is run once or twice
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})  # each graph runs only once or twice
     if os.environ.get("RNNLENS_CONTROL_FLOW", "v1") == "v1":
         tf.disable_v2_behavior()
     else:

@@ -2,7 +2,7 @@
 
     python benchmarks/fuzz_torch.py --count 300 --seed 0
 
-Each model is drawn from the parts below by its number, so that `--only 17` builds the seventeenth again. The reference
+Each model is drawn from the parts below by its number, so that `--only 17` builds number 17 again. The reference
 is autograd on the user's untouched model in float64. A model counts as *right*, *refused* (an error of rnnlens, listed
 with its first sentence), *accused* (right numbers, failed certificate), *wrong* or *foreign* (another exception).
 """
@@ -26,14 +26,14 @@ import rnnlens as rl
 STEPS, SAMPLES, FEATURES, UNITS = 6, 4, 3, 5
 HABITS = ["none", "none", "feedback", "zoneout", "detach", "scale", "random zoneout", "decay", "euler", "in place"]
 HABITS += ["mixed by a module", "detach every two", "float32 part"]
-#: Changes of the states of a library layer between its calls.
+#: Changes to the states of a library layer between its calls.
 CHANGES = ["none", "norm", "decay", "reset", "reset of some", "detach", "noise"]
-#: Largest accepted difference. A part in float32 rounds differently in batches of another size.
+#: Largest accepted difference by dtype; a part in float32 rounds differently in batches of another size.
 TOLERANCE = {"float64": 1e-8, "float32 part": 1e-4}
 
 
 class LeakyCell(nn.Module):
-    """h' = (1 - a) h + a tanh(W x + U h)."""
+    """A leaky cell, h' = (1 - a) h + a tanh(W x + U h)."""
 
     def __init__(self, inputs: int, units: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class OwnGRUCell(nn.GRUCell):
 
 
 class Loop(nn.Module):
-    """A cell called in a Python loop, with a habit of strangers."""
+    """A cell called in a Python loop, with one user-written change of its state, input or output (``habit``)."""
 
     def __init__(self, cell: nn.Module, units: int, habit: str, *, two_states: bool, backward: bool) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Loop(nn.Module):
                 h = self.cell(step, h)
             if self.habit == "zoneout":
                 h = 0.2 * before + 0.8 * h
-            if self.habit == "random zoneout":  # one draw for all samples: the reference runs them one by one
+            if self.habit == "random zoneout":  # one mask for all samples: the reference runs them one by one
                 mask = torch.bernoulli(torch.full_like(h[:1], 0.3), generator=torch.Generator().manual_seed(t))
                 h = mask * before + (1 - mask) * h
             if self.decay is not None:  # as in GRU-D; none at every third step
@@ -117,7 +117,7 @@ class Loop(nn.Module):
 
 
 class Fused(nn.Module):
-    """A library layer, its sequence output taken."""
+    """A library layer of which the model uses only the sequence output."""
 
     def __init__(self, layer: nn.Module, initial: str, units: int) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Fused(nn.Module):
 
 
 class Segmented(nn.Module):
-    """A library layer called on one segment of the sequence after the other, its states changed in between."""
+    """A library layer called on consecutive segments of the sequence, with its states changed in between."""
 
     def __init__(self, layer: nn.Module, units: int, segment: int, change: str) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Attention(nn.Module):
 
 
 class Stranger(nn.Module):
-    """Recurrent parts one after the other, what stands between them, and a head."""
+    """A random user model: recurrent parts in sequence, operations between them, and a head."""
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class Stranger(nn.Module):
 
 
 def loss_of(output: Any, target: torch.Tensor) -> torch.Tensor:
-    """Mean squared error of the first output."""
+    """Return the mean squared error of the first output."""
     first = output["y"] if isinstance(output, dict) else output[0] if isinstance(output, tuple) else output
     return nn.functional.mse_loss(first, target)
 
@@ -299,7 +299,7 @@ def assert_close(label: str, actual: Any, expected: Any, model: Stranger) -> Non
 
 
 def reference(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Return the loss and its gradients by the input and all parameters, by autograd alone."""
+    """Return the loss and its gradients with respect to input and parameters, by autograd."""
     leaf = x.clone().requires_grad_(not model.ids)
     with torch.enable_grad():
         loss = loss_of(model(leaf), y)
@@ -309,7 +309,7 @@ def reference(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.
 
 
 def check_trace(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """Compare loss and input gradients of a trace."""
+    """Compare the loss of ``rl.trace`` with the reference."""
     trace = rl.trace(model, x, y, loss=loss_of)
     loss, _ = reference(model, x, y)
     assert_close("trace: loss", trace.loss, loss, model)
@@ -317,23 +317,23 @@ def check_trace(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
 
 
 def check_gradients(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """Compare the gradients by input and weights."""
+    """Compare the gradients with respect to input and weights."""
     _, (by_input, *by_weight) = reference(model, x, y)
     if not model.ids:
         assert_close("gradients: input", rl.gradients(model, x, y, loss=loss_of, wrt="input"), by_input, model)
     result = rl.gradients(model, x, y, loss=loss_of, wrt="weights")
     if any(value for name, value in model.choices.items() if name.endswith("parametrised")):
-        return result.certificate  # rnnlens gives the gradient of the weight, autograd that of what it is made from
+        return result.certificate  # rnnlens: by the weight itself; autograd: by its parametrisation
     total = sum(float((grad**2).sum()) for grad in by_weight if grad is not None)
     assert_close("gradients: norm of all weights", _fuzz.sum_of_squares(result), total, model)
     return result.certificate
 
 
 def check_weights(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """Compare the gradients that stand beside the weights."""
+    """Compare the gradients that ``rl.weights`` returns with the weights."""
     result = rl.weights(model, x, y, loss=loss_of)
     if any(value for name, value in model.choices.items() if name.endswith("parametrised")):
-        return result.certificate  # as for the gradients
+        return result.certificate  # see check_gradients
     _, (_, *by_weight) = reference(model, x, y)
     total = sum(float((grad**2).sum()) for grad in by_weight if grad is not None)
     grads = [array for layer in result for name, array in result[layer].items() if name.endswith("_grad")]
@@ -365,7 +365,7 @@ def check_states(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
 
 
 def check_layers(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """Compare the gradients at the outputs of layers without recurrence with autograd's at zeros added there."""
+    """Compare gradients at outputs of non-recurrent layers with autograd's at zeros added there."""
     kinds = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Embedding, Attention)
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, kinds) and ".cell" not in name]
     taps: dict[str, list[torch.Tensor]] = {}
@@ -383,14 +383,14 @@ def check_layers(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
     for name, zeros in taps.items():
         for i, grad in enumerate(torch.autograd.grad(loss, zeros, retain_graph=True)):
             number = f"#{i}" if len(zeros) > 1 else ""
-            if isinstance(model.get_submodule(name.rpartition(".")[0]), Segmented):  # (layer, sample, unit)
+            if isinstance(model.get_submodule(name.rpartition(".")[0]), Segmented):  # dims (layer, sample, unit)
                 grad = grad.transpose(0, 1)
             assert_close(f"trace: {name}{number}", trace[f"{name}{number}"].output_grad, grad, model)
     return trace.certificate
 
 
 def check_jacobian(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """Compare the time Jacobian of the first output by the input."""
+    """Compare the time Jacobian of the first output with respect to the input."""
     if model.ids:
         return None
     target = {"tensor": "output", "tuple": "output[0]", "dict": "output[y]"}[model.returns]
@@ -406,7 +406,7 @@ def check_jacobian(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
 
 
 def check_inner(model: Stranger, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """Compare the Jacobian of the last loop's states by the output of the part before it, or by the input."""
+    """Compare the Jacobian of the last loop's states with respect to the output of the part before it, or the input."""
     # A detached state starts a recurrence of its own, cell#1.
     loops = [i for i, part in enumerate(model.parts) if isinstance(part, Loop) and "detach" not in part.habit]
     below_index = loops[-1] - 1 if loops else 0
@@ -455,7 +455,7 @@ CHECKS = {
 
 
 def main() -> int:
-    """Draw the models, and print a table and every model that is not right."""
+    """Draw the models; print a table and every model that is not right."""
     arguments = _fuzz.make_parser(__doc__, 300).parse_args()
     torch.set_num_threads(1)
     table = _fuzz.Table(CHECKS, arguments.only is not None)

@@ -1,4 +1,4 @@
-"""Call every public function with values that fit nowhere, or almost, and count how the calls end.
+"""Call every public function with invalid or almost valid values, and count how the calls end.
 
     python benchmarks/hostile_calls.py torch --count 3000 --seed 1
     KERAS_BACKEND=torch python benchmarks/hostile_calls.py keras --count 1500      # or jax, tensorflow
@@ -6,16 +6,16 @@
     python benchmarks/hostile_calls.py tf1 --count 600
     python benchmarks/hostile_calls.py plain --count 5000                          # figures, files, options, results
 
-A call is a good one in which one to three arguments are replaced, drawn by the seed; with ``--each`` every argument is
+A call is a valid one in which one to three arguments are replaced, drawn by the seed; with ``--each`` every argument is
 replaced by every value, one at a time. Each call ends as one of
 
     result       a result
     refused      one error of rnnlens, with a text of at most 8000 characters
     own          an error of the user's on_batch, which rnnlens does not catch
-    foreign      an error of something else
-    unreadable   an error of rnnlens without a text, or with an endless one
+    foreign      an error of another package
+    unreadable   an error of rnnlens without a text, or with a longer one
     hang         more than 60 s by the clock and 30 s of processor time, or more than 600 s by the clock
-    slow         more than 5 s of processor time; 30 s for a training that is watched, which is compiled anew
+    slow         more than 5 s of processor time; 30 s for a watched training, which is compiled anew
     memory       more than 576 MiB beyond what was used before
     altered      after the call, weights, flags, hooks, gradients or random states of the model differ
 
@@ -42,7 +42,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "helpers"), str(ROOT / "tests" / "unit")]
 
-#: Bytes of data that the process may hold.
+#: Limit of this process's data memory in bytes.
 LIMIT_DATA = 6 * 2**30
 ENGINES = ("torch", "keras", "tf_keras", "tf1", "plain")
 X = np.random.default_rng(0).normal(size=(2, 5, 3)).astype("f4")
@@ -50,7 +50,7 @@ Y = np.zeros((2, 5, 2), "f4")
 
 
 def torch_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], Any]]:
-    """Targets, values of torch, and the state of the model."""
+    """Return the functions to call, torch values to try, and a function that returns the model's state."""
     import torch
     from hostile import Target, constant, diagnosis_targets, verb_targets
     from torch import nn
@@ -99,7 +99,7 @@ def torch_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], An
     model = Net()
 
     def train_watched(**options):
-        """Two steps of a training that is watched, of a model of its own."""
+        """Train a new model for two watched steps."""
         with torch.random.fork_rng():
             net = Net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -117,7 +117,7 @@ def torch_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], An
             *(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in modules),
             *(p.requires_grad and p.grad is None for p in model.parameters()),
             torch.get_rng_state().numpy().tobytes(),
-            np.random.get_state()[1].tobytes(),  # noqa: NPY002  the one that may be changed
+            np.random.get_state()[1].tobytes(),  # noqa: NPY002  the global state must not change
             torch.is_grad_enabled(),
         )
 
@@ -134,7 +134,7 @@ def torch_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], An
 
 
 def keras_case(folder: Path, legacy: bool) -> tuple[list[Any], dict[str, Any], Callable[[], Any]]:
-    """Targets, values of Keras and the state of the model, on the engine of this process."""
+    """Return the functions to call, Keras values to try, and a function that returns the model's state."""
     if legacy:
         import tf_keras as keras
     else:
@@ -167,7 +167,7 @@ def keras_case(folder: Path, legacy: bool) -> tuple[list[Any], dict[str, Any], C
     model = build()
 
     def fit_watched(**options):
-        """Two steps of ``fit`` that is watched, of a model of its own."""
+        """Run two watched steps of ``fit`` on a new model."""
         build().fit(X, Y, batch_size=1, epochs=1, verbose=0, callbacks=[rl.keras.Watch(**options)])
 
     def state():
@@ -175,7 +175,7 @@ def keras_case(folder: Path, legacy: bool) -> tuple[list[Any], dict[str, Any], C
             *(np.array(numpy_of(variable)).tobytes() for variable in model.variables),
             *(layer.trainable for layer in model.layers),
             *(len(vars(layer)) for layer in model.layers),
-            np.random.get_state()[1].tobytes(),  # noqa: NPY002  the one that may be changed
+            np.random.get_state()[1].tobytes(),  # noqa: NPY002  the global state must not change
             model.compiled if not legacy else model._is_compiled,
         )
 
@@ -184,7 +184,7 @@ def keras_case(folder: Path, legacy: bool) -> tuple[list[Any], dict[str, Any], C
 
 
 def tensors(keras: Any, legacy: bool) -> dict[str, Callable[[], Any]]:
-    """Tensors of the engine, as they fit nowhere."""
+    """Return tensors of the engine that are invalid for most arguments."""
     if legacy or keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
@@ -208,7 +208,7 @@ def tensors(keras: Any, legacy: bool) -> dict[str, Callable[[], Any]]:
 
 
 def tf1_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], Any]]:
-    """Targets, values of TensorFlow and the state of the session, for a graph of control flow v1."""
+    """Return the functions to call, TensorFlow values to try, and a function that returns the session's state (v1)."""
     os.environ["TF_USE_LEGACY_KERAS"] = "1"
     import tensorflow.compat.v1 as tf
     from hostile import Target, constant, diagnosis_targets, verb_targets
@@ -241,7 +241,7 @@ def tf1_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], Any]
         return (
             *(value.tobytes() for value in session.run(tf.global_variables())),
             session.graph.version,
-            np.random.get_state()[1].tobytes(),  # noqa: NPY002  the one that may be changed
+            np.random.get_state()[1].tobytes(),  # noqa: NPY002  the global state must not change
         )
 
     arguments = {
@@ -270,7 +270,7 @@ def _closed_session() -> Any:
 
 
 def plain_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], Any]]:
-    """Targets that need no framework: figures, files, options, results."""
+    """Return the functions that need no framework: figures, files, options, results."""
     os.chdir(folder)
     import test_hostile_calls as unit_tests
 
@@ -278,7 +278,7 @@ def plain_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], An
 
 
 def parameters(function: Any) -> tuple[str, ...]:
-    """Names of the parameters that can be given by name."""
+    """Return the names of the parameters that can be given by name."""
     import inspect
 
     signature_params = inspect.signature(function).parameters.values()
@@ -286,7 +286,7 @@ def parameters(function: Any) -> tuple[str, ...]:
 
 
 def report_target(model: Any, folder: Path) -> Any:
-    """``rl.report`` without its longest parts."""
+    """Return ``rl.report`` as a function to call, without its slowest parts."""
     from hostile import Target, constant, near_values
 
     import rnnlens as rl
@@ -297,7 +297,7 @@ def report_target(model: Any, folder: Path) -> Any:
 
 
 def watch_target(name: str, training: Any, public_watch: Any, folder: Path) -> Any:
-    """A short training that is watched, with all arguments of the watch."""
+    """Return a short watched training as a function to call, with all arguments of the watch."""
     from hostile import Target, constant
 
     names = tuple(argument for argument in parameters(public_watch) if argument not in ("self", "model"))
@@ -355,7 +355,7 @@ def main() -> int:
         "tf1": tf1_case,
         "plain": plain_case,
     }
-    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_DATA, LIMIT_DATA))  # a fault must not stop other processes
+    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_DATA, LIMIT_DATA))  # protects other processes
     with tempfile.TemporaryDirectory() as folder:
         targets, values, state = cases[args.engine](Path(folder))
         targets = [target for target in targets if args.only in target.name]
@@ -367,7 +367,7 @@ def main() -> int:
 
 
 def make_calls(calls: Iterable[Any], state: Callable[[], Any]) -> list[Any]:
-    """Make calls, each followed by a look at the model."""
+    """Make the calls, and report any that changes the model's state; return the outcomes."""
     from hostile import FINE, MEMORY, Outcome, attempt
 
     import rnnlens as rl
@@ -376,7 +376,7 @@ def make_calls(calls: Iterable[Any], state: Callable[[], Any]) -> list[Any]:
     start = time.time()
     with rl.options(memory=MEMORY, progress=False):
         for number, call in enumerate(calls, 1):
-            before = state()  # after the values were made, which may draw random numbers
+            before = state()  # read now, because creating values may draw random numbers
             outcomes.append(attempt(*call))
             if (after := state()) != before:
                 different = [index for index, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]]

@@ -1,7 +1,7 @@
-"""How long ``import rnnlens`` takes, against importing what every result is made of: NumPy and xarray.
+"""Time of ``import rnnlens``, against importing NumPy and xarray, which every result needs.
 
-Each import runs in a fresh process; the time is taken inside it, so that starting Python does not count. Beside the
-bare import, the same with the public functions loaded, as the first call of any of them does.
+Each import runs in a fresh process, which measures the time itself, so that starting Python does not count. Also
+measured: the import with the public functions loaded, as the first call of any of them does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CASES = {
 
 
 def seconds(code: str) -> float:
-    """Time of one import in a process of its own."""
+    """Return the seconds of one import in its own process."""
     script = f"import time; start = time.perf_counter(); {code}; print(time.perf_counter() - start)"
     completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return float(completed.stdout)
@@ -33,7 +33,7 @@ def main() -> None:
     rounds = 5 if parser.parse_args().small else 15
     codes = {PEER: PEER, **CASES}
     for code in codes.values():
-        seconds(code)  # compiles what has no bytecode yet
+        seconds(code)  # compiles missing bytecode
     times = {label: [] for label in codes}
     for _ in range(rounds):
         for label, code in codes.items():

@@ -1,11 +1,11 @@
-"""``rl.find_nonfinite`` on nets with one planted fault each, and on healthy ones.
+"""``rl.find_nonfinite`` on networks with one planted fault each, and on healthy ones.
 
     python benchmarks/nonfinite_faults.py --small
     KERAS_BACKEND=jax python benchmarks/nonfinite_faults.py --framework keras
 
-What was planted is the peer: where it was put, or where a loop in double precision says that single precision ends. A
-fault counts as named if phase, layer, sample, step (and gate, unit, feature, where the fault has one) are right, and if
-``fed_by`` has the words that say why. The bar: 95 % of the faults, and "none" on every healthy net.
+The expected origin is where the fault was planted, or where a loop in float64 exceeds the range of float32. A fault
+counts as named if phase, layer, sample, step (and gate, unit, feature, where the fault has one) are right, and if
+``fed_by`` has the words of the cause. The bar: 95 % of the faults, and "none" on every healthy network.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import rnnlens as rl
 
 
 def wrong(fault: Any) -> str:
-    """What a result says otherwise than the fault is; ``""`` where it is right."""
+    """Return how a result differs from the planted fault; ``""`` if it is right."""
     fault_found = rl.find_nonfinite(fault.model, fault.x, fault.y, **fault.options)
     if not fault.expected:
         return str(fault_found.sentence) if fault_found else ""
@@ -38,14 +38,14 @@ def wrong(fault: Any) -> str:
 
 
 def faults(framework: str, count: int, seed: int = 0) -> Iterator[Any]:
-    """So many faults of a framework, kind after kind, each with a seed of its own."""
+    """Yield ``count`` faults of a framework, cycling through the kinds, each with its own seed."""
     module = importlib.import_module(f"_faults_{framework}")
     for i in range(count):
         yield module.FAULTS[i % len(module.FAULTS)](np.random.default_rng([seed, i]))
 
 
 def healthy(framework: str, count: int, seed: int = 0) -> Iterator[Any]:
-    """So many healthy nets."""
+    """Yield ``count`` healthy networks."""
     module = importlib.import_module(f"_faults_{framework}")
     for i in range(count):
         yield module.healthy(np.random.default_rng([seed, 10_000 + i]))

@@ -1,4 +1,4 @@
-"""Verbs on a CUDA device against torch's own forward and backward pass there: medians and peaks of memory, as ratios.
+"""Verbs on a CUDA device against torch's forward and backward pass there: medians and memory peaks, as ratios.
 
     python benchmarks/on_a_gpu.py [--small]
 
@@ -29,7 +29,7 @@ class Reader(nn.Module):
 
 
 def measure(call: Callable[[], object], rounds: int) -> tuple[float, int]:
-    """Return the median of seconds and the peak of bytes of a call that has run before."""
+    """Return the median seconds and the peak bytes of a call, after warm-up."""
     call()
     torch.cuda.reset_peak_memory_stats()
     seconds = []

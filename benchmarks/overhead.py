@@ -1,19 +1,19 @@
-"""What following a training costs, beside the same training that nobody follows.
+"""Cost of watching a training, relative to the same training without a watch.
 
     python benchmarks/overhead.py [--small] [--engine torch-loop|torch|jax|tensorflow]
 
 An LSTM of 256 units on batches of 64 sequences of 200 steps: a plain loop in torch, and ``fit`` of Keras on each
-engine, each in a process of its own, of at most four minutes. Trainings take turns, after one round that compiles: each
-way of following stands between two plain trainings, and a ratio is its time per batch by theirs. So are ratios of
-processor time, which other processes disturb less. A training has 20 batches (Keras on torch, where one takes seconds:
-2); the opening of a run, and what compiling a step once more for a training takes, count. The training with a probe
-makes three records within that, as one of 100 batches does with ``every=50``. Its ratio is told for 100 batches, where
-the record before the first is a third of the cost, and for 1000, where it is one of 21: a third of what the three
-records and the opening took beyond a plain training, times the records, spread over so many.
+engine, each in its own process, of at most four minutes. Trainings alternate, after one round that compiles: each
+watched training runs between two plain ones, and a ratio is its time per batch over their mean. Ratios of processor
+time, which other processes disturb less, are computed in the same way. A training has 20 batches (Keras on torch, where
+one takes seconds: 2); opening the run and compiling the step again count. The training with a probe makes three
+records, as one of 100 batches does with ``every=50``. Its ratio is extrapolated to 100 batches, where the record before
+the first batch is a third of the cost, and to 1000, where it is one of 21: a third of the time that the three records
+and the opening took beyond a plain training, times the number of records, divided by the number of batches.
 
-Bars: a probe every 50 steps at most 1.05 of 100 batches and 1.02 of 1000; direct gradients of the layer, of every
-batch, at most 1.5 (torch and TensorFlow; stated for JAX); ``every=0`` within the noise of the plain training between
-two others, in the first row.
+Bars: a probe every 50 steps at most 1.05 for 100 batches and 1.02 for 1000; direct gradients of the layer, of every
+batch, at most 1.5 (torch and TensorFlow; only reported for JAX); ``every=0`` within the noise of the plain training
+between two others, which the first row shows.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ PROBE = "probe, every=50, of 100"
 LONG = "probe, every=50, of 1000"
 BARS = {"plain": None, "every=0": None, PROBE: 1.05, LONG: 1.02, "output_grad of every batch": 1.5}
 
-#: Seconds of one batch by the clock, and of the processor.
+#: Wall-clock seconds and processor seconds of one batch.
 Seconds = tuple[float, float]
-#: A training of so many batches.
+#: Function that trains for a number of batches.
 Training = Callable[[int], None]
 
 
 def sizes(small: bool, engine: str) -> dict[str, int]:
-    """Units, samples per batch, steps in time; batches per training, and of the plain ones beside it."""
+    """Return model and batch sizes, batches per training, and per plain training next to it ("beside")."""
     if small:
         return {"units": 8, "batch": 4, "time": 10, "steps": 4, "beside": 2}
     steps = 2 if engine == "torch" else 20
@@ -54,7 +54,7 @@ def sizes(small: bool, engine: str) -> dict[str, int]:
 
 
 def torch_loop(size: dict[str, int], folder: Path) -> dict[str, Training]:
-    """Trainings of the same module by one plain loop."""
+    """Return trainings of one module by a plain torch loop, by name."""
     import torch
 
     class Net(torch.nn.Module):
@@ -98,7 +98,7 @@ def torch_loop(size: dict[str, int], folder: Path) -> dict[str, Training]:
 
 
 def keras_fit(size: dict[str, int], folder: Path) -> dict[str, Training]:
-    """Trainings of the same compiled model by ``fit``."""
+    """Return trainings of one compiled model by ``fit``, by name."""
     import keras
     import numpy as np
 
@@ -117,7 +117,7 @@ def keras_fit(size: dict[str, int], folder: Path) -> dict[str, Training]:
         model.fit(x[rows], y[rows], batch_size=size["batch"], epochs=1, verbose=0, callbacks=list(callbacks))
 
     def read_direct(batch) -> None:
-        batch.traced(layers="lstm", quantities="output_grad")["lstm"].output_grad  # noqa: B018  it is looked at
+        batch.traced(layers="lstm", quantities="output_grad")["lstm"].output_grad  # noqa: B018  the access computes it
 
     def fit_with_probe(steps: int) -> None:
         fit(steps, rl.keras.Watch(folder / "probe.zarr", probe=probe, every=size["steps"] // 2, resume=False))
@@ -133,25 +133,25 @@ def keras_fit(size: dict[str, int], folder: Path) -> dict[str, Training]:
 
 
 def seconds_per_batch(run: Training, steps: int) -> Seconds:
-    """Of one batch of a training of ``steps``."""
+    """Return the time per batch of a training of ``steps`` batches."""
     clock, processor = time.perf_counter(), time.process_time()
     run(steps)
     return (time.perf_counter() - clock) / steps, (time.process_time() - processor) / steps
 
 
 def ratio(watched: Seconds, before: Seconds, after: Seconds) -> Seconds:
-    """A training by the mean of the plain ones before and after it."""
+    """Return the times of a watched training over the mean of the plain ones before and after it."""
     return 2 * watched[0] / (before[0] + after[0]), 2 * watched[1] / (before[1] + after[1])
 
 
 def extrapolate(ratios: Seconds, steps: int, batches: int) -> Seconds:
-    """The ratios of a training of ``batches`` with ``every=50``, from those of one of ``steps`` with three records."""
+    """Extrapolate ratios of a training with three records to one of ``batches`` batches with ``every=50``."""
     records = (batches // 50 + 1) / 3
     return 1 + (ratios[0] - 1) * steps * records / batches, 1 + (ratios[1] - 1) * steps * records / batches
 
 
 def measure(engine: str, small: bool) -> None:
-    """All trainings in turn; a row for each."""
+    """Time all trainings of an engine in turn, and print a row for each."""
     folder = Path(tempfile.mkdtemp(prefix="overhead-"))
     size = sizes(small, engine)
     try:

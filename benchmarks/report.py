@@ -1,9 +1,9 @@
-"""Reports: how large the file is, and how long a browser takes until it answers.
+"""Size of ``rl.report`` files, and the time until a browser shows and updates them.
 
-The digits of the demo in 64 steps, and an LSTM of two layers of 256 units on 64 samples of 500 steps, the second with a
-baseline as well. The bars: 2 MB, and 1 second in Chromium. Each is written, then opened from the disk five times in a
-fresh page; the time is the median until the first figures are drawn. "Answers": from a click on "hardest" until every
-figure in the window is drawn anew.
+Reports of the digits of the demo in 64 steps, and of an LSTM of two layers of 256 units on 64 samples of 500 steps,
+also with a baseline. The bars: 2 MB, and 1 second in Chromium. Each report is opened from the disk five times in a
+fresh page. "Opens": median time until the first figures are drawn. "Answers": median time from a click on "hardest"
+until every figure in the window is drawn anew.
 
     python benchmarks/report.py [--small]
 """
@@ -26,12 +26,12 @@ from torch import nn
 import rnnlens as rl
 
 MEGABYTE = 1e6
-#: Seconds to write the report of the model of 2 x 256 units.
+#: Largest number of seconds for writing the report of the 2 x 256-unit model.
 REPORT_BAR = 20.0
 
 
 class Network(nn.Module):
-    """LSTM layers that are read at the last step."""
+    """LSTM layers with a readout of the last step."""
 
     def __init__(self, features: int, units: int, layers: int, classes: int):
         super().__init__()
@@ -43,7 +43,7 @@ class Network(nn.Module):
 
 
 def digits_model() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """A network after two passes over the digits, and the held-out ones."""
+    """Return a network after two epochs on the digits, and held-out digits (x, y)."""
     from sklearn.datasets import load_digits
 
     pixels, names = load_digits(return_X_y=True)
@@ -59,14 +59,14 @@ def digits_model() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 
 def large_model() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """Two layers of 256 units, 64 samples of 500 steps of noise: nothing in it is easy to compress."""
+    """Return an untrained network of two 256-unit layers, and noise (64, 500, 8), which does not compress well."""
     rng = np.random.default_rng(0)
     x = torch.tensor(rng.normal(size=(64, 500, 8)).astype("float32"))
     return Network(8, 256, 2, 4), x, torch.tensor(rng.integers(0, 4, 64))
 
 
 def load_times(path: Path) -> tuple[float, float]:
-    """Seconds until the first figures are drawn, and from a click to the last figure in the window."""
+    """Return the seconds until the first figures are drawn, and from a click to the last figure in the window."""
     from playwright.sync_api import sync_playwright
 
     browser = shutil.which("chromium") or shutil.which("google-chrome")
@@ -94,13 +94,13 @@ def load_times(path: Path) -> tuple[float, float]:
 
 
 def main() -> int:
-    """Print the table; the exit code says whether the bars hold."""
+    """Print the table; return 1 if a bar is missed."""
     torch.manual_seed(0)
     print(f"{'network':34}{'size':>9}{'opens in':>12}{'answers in':>12}{'written in':>12}")
     bars_hold = True
     networks: tuple[Any, ...] = (
         ("digits, LSTM of 64", digits_model, {"baseline": "init"}),
-        # These were never trained: there is nothing to find.
+        # These networks are untrained: a diagnosis would find nothing.
         ("2 x 256, 64 x 500", large_model, {"diagnosis": False}),
         ("2 x 256, 64 x 500, with baseline", large_model, {"diagnosis": False, "jacobian": False, "baseline": "init"}),
     )

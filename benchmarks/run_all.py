@@ -1,8 +1,8 @@
-"""Runs every benchmark of this folder, one after the other, each in a process of its own.
+"""Run every benchmark of this folder in turn, each in its own process.
 
     python benchmarks/run_all.py [--small]
 
-``--small`` asks each benchmark for its toy size: to see that it runs, not how fast.
+``--small`` runs each benchmark at its toy size: to see that it works, not how fast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 def main() -> int:
-    """Run them all, also after one failed; the number of failures."""
+    """Run all, also after one has failed; return the number of failures."""
     failed = []
     for script in sorted(HERE.glob("*.py")):
         if script.name.startswith(("_", "fuzz_", "count_", "hostile_", "speed")) or script == Path(__file__):

@@ -1,9 +1,9 @@
-"""Cost of one Mamba layer of mamba-130m's width (768, 24,576 states) by the number of steps: time and peak memory.
+"""Time and peak memory of one Mamba layer of mamba-130m's width (768, 24,576 states) by the number of steps.
 
     PYTHONPATH=src python benchmarks/scan_growth.py [steps ...]
 
-Each length runs in a process of its own, without a certificate. *states*: states and dL/dS_t of one layer at three
-steps; bar at 1024 steps: 10 s and 1 GiB. *lags*: norms of the layer's time Jacobian from four output steps, which make
+Each length runs in its own process, without a certificate. *states*: states and dL/dS_t of one layer at three
+steps; bar at 1024 steps: 10 s and 1 GiB. *lags*: norms of the layer's time Jacobian from four output steps, which give
 a lag profile without T x T numbers, by 8 random probes; bar at 1024 steps: 2 GiB. The peak is that of the whole process
 above what it had before the call.
 """

@@ -1,10 +1,10 @@
-"""Rounding of whole-sequence layers in float32: rnnlens and the untouched Hugging Face model, each against float64.
+"""Rounding errors of whole-sequence layers in float32: rnnlens and the untouched Hugging Face model, against float64.
 
     PYTHONPATH=src:tests/helpers python benchmarks/scan_rounding.py
 
-The quantity is the gradient of a loss by the embeddings, through all layers. Errors are the largest difference relative
-to the largest value. The reference is rnnlens in float64, whose scans tests/oracle/torch/test_scans.py holds to loops
-from the papers within 1e-12.
+The quantity is the gradient of a loss with respect to the embeddings, through all layers. Errors are the largest
+difference relative to the largest value. The reference is rnnlens in float64, whose scans equal loops from the papers
+within 1e-12 (tests/oracle/torch/test_scans.py).
 """
 
 from __future__ import annotations

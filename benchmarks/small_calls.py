@@ -1,10 +1,10 @@
-"""The fixed cost of a call: verbs on a model so small that nothing is computed, in milliseconds, in steady state.
+"""Fixed cost of a call: verbs on a model with almost no computation, in milliseconds, in steady state.
 
     python benchmarks/small_calls.py [--small] [--engine torch|jax|tensorflow] [--where]
 
-An LSTM of 8 units and a dense layer, 2 samples of 10 steps. The first calls, which compile and find axes, are not
-counted; medians of the rest. Beside each stands the framework's own forward and backward pass of the same model.
-``--where`` prints instead, per verb, the modules of rnnlens in which the processor spends its time.
+An LSTM of 8 units and a dense layer, 2 samples of 10 steps. The first calls, which compile and detect axes, are not
+counted; the table shows medians of the rest, and the framework's own forward and backward pass of the same model.
+``--where`` prints instead, per verb, the modules of rnnlens in which processor time is spent.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from _summary import Row, collect
 import rnnlens as rl
 
 ENGINES = ("torch", "jax", "tensorflow")
-#: Milliseconds of a verb, and of rl.layers.
+#: Largest number of milliseconds of a verb, by engine, and of rl.layers.
 BARS = {"torch": 5.0, "jax": 5.0, "tensorflow": 10.0}
 LAYERS_BAR = 1.0
 
 
 def torch_calls() -> dict[str, Callable[[], object]]:
-    """Calls on a torch module."""
+    """Return calls on a torch module by name."""
     import torch
     from torch import nn
 
@@ -56,7 +56,7 @@ def torch_calls() -> dict[str, Callable[[], object]]:
 
 
 def keras_calls() -> dict[str, Callable[[], object]]:
-    """Calls on a Keras model."""
+    """Return calls on a Keras model by name."""
     import keras
 
     model = keras.Sequential([keras.Input((10, 4)), keras.layers.LSTM(8, return_sequences=True), keras.layers.Dense(1)])
@@ -67,7 +67,7 @@ def keras_calls() -> dict[str, Callable[[], object]]:
 
 
 def verbs(model, data, options) -> dict[str, Callable[[], object]]:
-    """The verbs with the arguments that a user types first."""
+    """Return the verbs by name, with the arguments of a typical first call."""
     x, y = data
     return {
         "rl.layers": lambda: rl.layers(model),
@@ -106,7 +106,7 @@ def measure(engine: str, rounds: int, show_profile: bool) -> None:
 
 
 def profile(call: Callable[[], object], rounds: int) -> str:
-    """Return the share of each folder of rnnlens, and of the rest, in the processor time of a call."""
+    """Return the share of processor time in each folder of rnnlens, and in the rest, as text."""
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(rounds):
@@ -121,7 +121,7 @@ def profile(call: Callable[[], object], rounds: int) -> str:
 
 
 def main() -> int:
-    """Measure every engine in a process of its own."""
+    """Measure every engine in its own process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="few rounds, to see that it runs")
     parser.add_argument("--engine", choices=ENGINES, help="only this one, in this process")

@@ -1,10 +1,10 @@
-"""One table of everything that has to be fast: ours, its peer, its bar, and whether it is met; under 20 minutes.
+"""One table of all speed figures: rnnlens, its peer, its bar, and whether it is met; under 20 minutes.
 
     python benchmarks/speed.py [--small] [--demo] [--write] [--only SCRIPT ...]
 
-Runs the benchmarks that measure speed one after the other and collects their figures. ``--demo`` also times ``make
-demo`` in a fresh clone, installation included. ``--write`` puts the table into docs/performance.md, where rows of
-scripts that ``--only`` leaves out stay as they are.
+Runs the benchmarks that measure speed in turn and collects their figures. ``--demo`` also times ``make demo`` in a
+fresh clone, installation included. ``--write`` puts the table into docs/performance.md, where rows of scripts that
+``--only`` leaves out stay as they are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAGE = HERE.parent / "docs" / "performance.md"
 BEGIN, END = "<!-- begin: benchmarks/speed.py --write -->", "<!-- end -->"
 DEMO_BAR = 100.0
 
-#: Scripts in the order of the table, with their options beside ``--small``.
+#: Scripts in the order of the table, with their options besides ``--small``.
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "trace_torch.py": ("--device", "cpu"),
     "trace_keras.py": (),
@@ -42,7 +42,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
 
 
 def time_demo() -> None:
-    """Time ``make demo`` in a clone of the last commit, from nothing to the opened report."""
+    """Time ``make demo`` in a clone of the last commit, up to the opened report."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["git", "clone", "-q", str(HERE.parent), folder], check=True)
         start = time.perf_counter()

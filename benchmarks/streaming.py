@@ -1,11 +1,12 @@
-"""Streamed gradients on every framework, beside the framework's own gradient of the same number over the same batches.
+"""Streamed gradients on every framework, against the framework's own gradient of the same number over the same batches.
 
     python benchmarks/streaming.py [--small] [--batches 10] [--rounds 3] [--engine NAME]
 
 A SimpleRNN of 200 units over a frozen embedding of 100 dimensions, 1403 steps, batches of 32, random initial state, as
-in `example_a.py`, which has JAX and the memory. Asked for: the gradient of the mean state by the embedded input, as one
-norm per step. Each framework runs in a process of its own. The first batch, which is certified and swept, is counted;
-one round that compiles is not. Medians of interleaved rounds; the two results are compared before. Bar: 1.5.
+in `example_a.py`, which measures JAX and the memory. Computed: the gradient of the mean state with respect to the
+embedded input, as one norm per step. Each framework runs in its own process. The first batch, which is certified and
+swept, is counted; one round that compiles is not. Medians of interleaved rounds, after the two results are compared.
+Bar: 1.5.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ BatchGradient = Callable[[np.ndarray], np.ndarray]
 
 
 def keras_model(keras: Any, steps: int, dimensions: int, units: int) -> Any:
-    """A stateful SimpleRNN over a frozen embedding."""
+    """Return a stateful SimpleRNN over a frozen embedding."""
     ids = keras.Input(batch_shape=(BATCH, steps), dtype="int32")
     embedded = keras.layers.Embedding(VOCABULARY, dimensions, trainable=False, name="embedding")(ids)
     rnn = keras.layers.SimpleRNN(units, stateful=True, return_sequences=True, name="rnn")
@@ -43,7 +44,7 @@ def keras_model(keras: Any, steps: int, dimensions: int, units: int) -> Any:
 
 
 def tensorflow_case(keras: Any, sizes: tuple[int, int, int], start: np.ndarray) -> tuple[Any, BatchGradient]:
-    """A Keras model on TensorFlow, and the compiled gradient of one batch."""
+    """Return a Keras model on TensorFlow, and a function for the compiled gradient of one batch."""
     import tensorflow as tf
 
     model = keras_model(keras, *sizes)
@@ -59,7 +60,7 @@ def tensorflow_case(keras: Any, sizes: tuple[int, int, int], start: np.ndarray) 
         return tf.reduce_mean(tf.norm(tape.gradient(value, embedded), axis=-1), 0)
 
     def batch_gradient(ids: np.ndarray) -> np.ndarray:
-        if keras.__name__ == "tf_keras":  # starts from initial_state only where the recorded state is zero
+        if keras.__name__ == "tf_keras":  # uses initial_state only where the recorded state is zero
             model.get_layer("rnn").reset_states()
         return gradient(tf.constant(ids)).numpy()
 
@@ -67,7 +68,7 @@ def tensorflow_case(keras: Any, sizes: tuple[int, int, int], start: np.ndarray) 
 
 
 def torch_case(model: Any, embed: Callable[[Any], Any], states_of: Callable[[Any], Any]) -> tuple[Any, BatchGradient]:
-    """A model on torch, and the gradient of one batch."""
+    """Return a torch model, and a function for the gradient of one batch."""
     import torch
 
     def batch_gradient(ids: np.ndarray) -> np.ndarray:
@@ -79,7 +80,7 @@ def torch_case(model: Any, embed: Callable[[Any], Any], states_of: Callable[[Any
 
 
 def build(engine: str, sizes: tuple[int, int, int], start: np.ndarray) -> tuple[Any, BatchGradient]:
-    """The model of an engine, and the framework's own gradient of one batch."""
+    """Return the model of an engine, and the framework's own gradient of one batch as a function."""
     if engine == "tf_keras":
         import tf_keras
 
@@ -111,7 +112,7 @@ def build(engine: str, sizes: tuple[int, int, int], start: np.ndarray) -> tuple[
 
 
 def measure(engine: str, small: bool, batches: int, rounds: int) -> None:
-    """Print and collect how many times as long as the framework's own gradients ours take."""
+    """Print and collect the ratio of rnnlens' time to the framework's."""
     sizes = (60, 10, 16) if small else (1403, 100, 200)
     start = np.random.default_rng(2).normal(size=(1, sizes[2])).astype("float32")
     random = np.random.default_rng(1)

@@ -1,20 +1,20 @@
-"""Sweeps of recurrences whose steps are not dense, against the dense way of the same numbers: time and memory.
+"""Sweeps of recurrences with diagonal steps, against dense products of the same numbers: time and memory.
 
     OMP_NUM_THREADS=1 python benchmarks/structured_steps.py [--small] [--rounds 5]
 
-The dense way is that of a cell of unknown structure: the unit vectors are pulled back through each step, which makes
-its product matrix, and rows are multiplied with it. 256 states, 100 steps, float32, 8 input features:
+The dense sweep is that of a cell of unknown structure: the unit vectors are pulled back through each step, which gives
+its product matrix, and rows are multiplied by it. 256 states, 100 steps, float32, 8 input features:
 
 adjoint
-    a loss at every step, by input and states, of 16 samples
+    gradient of a loss at every step, with respect to input and states, of 16 samples
 norms
-    Frobenius norm of the time Jacobian of all states, by every pair of steps, of 2 samples
+    Frobenius norm of the time Jacobian of all states, for every pair of steps, of 2 samples
 projected
     the time Jacobian of the mean over the states, of 16 samples; without a bar, since most of it is the product of each
-    row with B, which both ways have to take
+    row with B, which both sweeps compute
 
-Times are medians of interleaved rounds after one that warms up. Memory is the high-water mark of a process of its own
-above what it held before, of one sample of a diagonal recurrence of 4096 states at 1000 steps.
+Times are medians of interleaved rounds after one warm-up. Memory is the peak of one job's process above its start, for
+one sample of a diagonal recurrence of 4096 states at 1000 steps.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STRUCTURES = ("diagonal", "complex")
 
 
 def system_of(name: str, samples: int, states: int, steps: int) -> structured.StructuredSystem:
-    """A recurrence that neither explodes nor vanishes at once."""
+    """Return a random recurrence whose states neither explode nor vanish quickly."""
     rng = np.random.default_rng(0)
 
     def draw(*shape: int) -> np.ndarray:
@@ -58,7 +58,7 @@ def system_of(name: str, samples: int, states: int, steps: int) -> structured.St
 
 
 class DenseSystem(linear.ProductSystem):
-    """The same numbers as product matrices, made in blocks of steps as a sweep gets to them."""
+    """The same recurrence as dense product matrices, built in blocks of steps during a sweep."""
 
     def __init__(self, system: structured.StructuredSystem) -> None:
         self.system, self.work, self.batch, self.time = system, system.work, system.batch, system.time
@@ -66,7 +66,7 @@ class DenseSystem(linear.ProductSystem):
         self.features, self.order, self.state_sizes = system.features, system.order, system.state_sizes
 
     def build(self, first: int, stop: int, samples: slice, *, inputs: bool) -> linear.ProductSteps:
-        """Unit vectors, pulled back."""
+        """Build product matrices by pulling back unit vectors."""
         count, width = len(range(self.batch)[samples]), self.rows + (self.features if inputs else 0)
         product = self.work.empty(count, stop - first, self.rows, width)
         unit = np.broadcast_to(self.work.eye(self.rows), (count, self.rows, self.rows))
@@ -76,7 +76,7 @@ class DenseSystem(linear.ProductSystem):
 
 
 def adjoint(system: linear.System) -> None:
-    """Of a loss at every step."""
+    """Compute the gradient of a loss at every step."""
     size = system.state_sizes[0]
     cotangents = np.ones((system.batch, 1, system.time, size), dtype="float32")
     by_input = np.zeros((system.batch, 1, system.time, FEATURES), dtype="float32")
@@ -85,7 +85,7 @@ def adjoint(system: linear.System) -> None:
 
 
 def norms(system: linear.System) -> None:
-    """Of all units, by every pair of steps."""
+    """Compute the norm of the time Jacobian of all units, for every pair of steps."""
     size, times = system.state_sizes[0], range(system.time)
     row_of_step = {t: t for t in times}
     sink = Collector(
@@ -98,7 +98,7 @@ def norms(system: linear.System) -> None:
 
 
 def projected(system: linear.System) -> None:
-    """Of the mean over the units."""
+    """Compute the time Jacobian of the mean over the units."""
     size, times = system.state_sizes[0], range(system.time)
     sink = Collector(system.work, Extent(system.batch, len(times), 1, FEATURES), {t: t for t in times})
     reverse(system, PointRows(times, {0: np.full((1, 1, 1, size), 1 / size, dtype="float32")}), Taps(input=sink))
@@ -108,7 +108,7 @@ JOBS: dict[str, Callable[[linear.System], None]] = {"adjoint": adjoint, "norms":
 
 
 def seconds(job: Callable[[linear.System], None], system: linear.System) -> float:
-    """One run."""
+    """Return the seconds of one run."""
     with one_thread_each():
         start = time.perf_counter()
         job(system)
@@ -116,7 +116,7 @@ def seconds(job: Callable[[linear.System], None], system: linear.System) -> floa
 
 
 def compare(name: str, states: int, steps: int, rounds: int) -> bool:
-    """Print the ratios of one structure; whether the bar is kept."""
+    """Print the time ratios of one structure; return whether the bar is met."""
     bars_met = True
     for title, job in JOBS.items():
         system = system_of(name, SAMPLES[title], states, steps)
@@ -135,23 +135,23 @@ def compare(name: str, states: int, steps: int, rounds: int) -> bool:
 
 
 def status(field: str) -> int:
-    """Bytes that this process holds, or held at most."""
+    """Return a memory field of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def peak(title: str, states: int, steps: int) -> int:
-    """High-water mark of one job in this process, above what it held before."""
+    """Return the peak memory of one job in this process, above its start, in bytes."""
     JOBS[title](system_of("diagonal", 1, 16, 10))
     system = system_of("diagonal", 1, states, steps)
-    Path("/proc/self/clear_refs").write_text("5")  # forget the high-water mark of the imports
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak, which includes the imports
     before = status("VmRSS")
     JOBS[title](system)
     return status("VmHWM") - before
 
 
 def main() -> int:
-    """Measure and print; 1 if a bar is missed."""
+    """Measure and print; return 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a toy size: to see that it runs, not how fast")
     parser.add_argument("--rounds", type=int, default=5)

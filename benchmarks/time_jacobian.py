@@ -1,9 +1,9 @@
-"""The time Jacobian against what people use today: ratios in one run, medians.
+"""The time Jacobian against TensorFlow's batch_jacobian and JAX: ratios in one run, medians.
 
     python benchmarks/time_jacobian.py [--small] [--repeat 5] [--only NAME]
 
-Ours is the whole call, ``rl.jacobian(model, x)``, on a Keras model on TensorFlow (on torch where it says so): running
-the model, linearising, sweeping, labelling. JAX is given a hand-written cell in ``lax.scan``, the fastest form it has.
+Measured is the whole call, ``rl.jacobian(model, x)``, on a Keras model on TensorFlow (on torch where stated): running
+the model, linearising, sweeping, labelling. JAX runs a hand-written cell in ``lax.scan``, its fastest form.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GATES = {"lstm": 4, "gru": 3, "simple_rnn": 1}
 
 
 def timed(function, repeat):
-    """Median seconds."""
+    """Return the median seconds of repeated calls."""
     seconds = []
     for _ in range(repeat):
         start = time.perf_counter()
@@ -45,7 +45,7 @@ def timed(function, repeat):
 
 
 def extra_memory(function):
-    """Highest resident memory while it runs, above what it was before, in bytes."""
+    """Return the highest resident memory during a call, above that before it, in bytes."""
     process, stop, highest = psutil.Process(), threading.Event(), [0]
     before = process.memory_info().rss
 
@@ -64,7 +64,7 @@ def extra_memory(function):
 
 
 class Case:
-    """One model, in every framework, with the same weights."""
+    """One model with the same weights in Keras and JAX; the torch model has its own."""
 
     def __init__(self, kind, samples, steps, units, features, outputs):
         self.kind, self.units, self.outputs = kind, units, outputs
@@ -97,7 +97,7 @@ class Case:
         return Model(self.x.shape[2], self.units, self.outputs)
 
     def jax_function(self):
-        """(time, feature) to (time, output), for one sample."""
+        """Return a function from (time, feature) to (time, output), for one sample."""
         kind, units = self.kind, self.units
         W, U, b, C, d = self.weights
 
@@ -139,7 +139,7 @@ class Case:
 
 
 def jax_best(case, repeat, norm, transforms=("jacfwd", "jacrev")):
-    """Steady-state seconds and compile seconds of the faster of JAX's two modes, and its result."""
+    """Return steady-state seconds, compile seconds, mode and result of the faster of JAX's two modes."""
     best = None
     x = jnp.asarray(case.x)
     for name in transforms:
@@ -154,7 +154,7 @@ def jax_best(case, repeat, norm, transforms=("jacfwd", "jacrev")):
 
 
 def products_only(case, repeat):
-    """The matrix products of one reverse sweep, alone: same shapes, same library."""
+    """Time only the matrix products of one reverse sweep: same shapes, same library."""
     samples, steps, features = case.x.shape
     units, rows = case.units, case.outputs
     inner = 2 * units if case.kind == "lstm" else units
@@ -171,7 +171,7 @@ def products_only(case, repeat):
 
 
 def ratio_with_bar(value, bar, larger=True):
-    """A ratio with its bar, marked."""
+    """Return a ratio with its bar and verdict as text."""
     good = value >= bar if larger else value <= bar
     return f"{value:.3g} {'>=' if larger else '<='} {bar:g} {'ok' if good else 'MISSED'}"
 
@@ -188,13 +188,13 @@ def batch_jacobian(model, x):
 
 
 def memory_in_process(implementation, samples, steps):
-    """Extra memory of one call, after a first one on a single sample, where nothing else has run before."""
+    """Return the extra memory of one call in its own process, after a first call on a single sample."""
     command = [sys.executable, __file__, "--memory-of", implementation, str(samples), str(steps)]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
 def jax_seconds_alone(case):
-    """Steady-state seconds where nothing else runs: beside other frameworks' threads JAX stalls now and then."""
+    """Return JAX's steady-state seconds in its own process: other frameworks' threads stall it at times."""
     shape = (*case.x.shape[:2], case.units, case.x.shape[2], case.outputs)
     command = [sys.executable, __file__, "--jax-of", case.kind, *map(str, shape)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
@@ -267,7 +267,7 @@ def compare_jax(case, repeat, rows, bar, *, norm=False, first_call=False, also_t
 
 
 def check_agreement(actual, expected):
-    """float32: relative to the largest entry."""
+    """Raise if float32 results differ by more than 2e-4, relative to the largest entry."""
     error = np.abs(actual - expected).max() / np.abs(expected).max()
     if not error < 2e-4:
         raise SystemExit(f"results differ by {error:.2g}")

@@ -1,4 +1,4 @@
-"""Where a sweep's time goes, against the matrix-product peak of this machine: CPU time of one thread.
+"""Time of the parts of a sweep, against the matrix-product peak of this machine: CPU time of one thread.
 
     OMP_NUM_THREADS=1 python benchmarks/time_jacobian_parts.py [--small]
 
@@ -39,7 +39,7 @@ PARTS = {
 
 
 def peak(size=1536, repeat=7):
-    """GFlop/s of one large float32 matrix product."""
+    """Return the speed of one large float32 matrix product in GFlop/s."""
     a, out = np.ones((size, size), "float32"), np.empty((size, size), "float32")
     seconds = []
     for _ in range(repeat):
@@ -51,7 +51,7 @@ def peak(size=1536, repeat=7):
 
 @contextmanager
 def count_seconds(seconds):
-    """Add up the time in each part; parts within parts count once, for the outer one."""
+    """Add up the time in each part within the block; nested parts count only for the outer one."""
     originals, active = [], []
 
     def wrap(part, function):
@@ -80,7 +80,7 @@ def count_seconds(seconds):
 
 
 def make_run(kind, samples, steps, units, features):
-    """A run with weights as they are initialised by default, of zero mean and the variance of Glorot's rule."""
+    """Return a replay with default initial weights, of zero mean and the variance of Glorot's rule."""
     rng, gates = np.random.default_rng(0), GATES[kind]
 
     def draw(*shape):

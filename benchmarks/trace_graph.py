@@ -22,7 +22,7 @@ BARS = {"trace": 2.5, "trace, not certified": 2.5, "first call, seconds": 10.0}
 
 
 def measure(rounds: int) -> None:
-    """One control flow, in a process of its own."""
+    """Measure one control flow, in its own process."""
     import numpy as np
     import tensorflow.compat.v1 as tf
 
@@ -81,7 +81,7 @@ def measure(rounds: int) -> None:
 
 
 def main() -> None:
-    """Each control flow in turn."""
+    """Measure each control flow in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="two rounds, to see that it runs")
     parser.add_argument("--rounds", type=int, default=9)

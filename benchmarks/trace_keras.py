@@ -11,8 +11,8 @@ upper output_grad
     ``rl.trace(..., layers=["upper"], quantities=["output_grad"])`` against a compiled forward pass and the gradient
     from the upper layer's output on; without the certificate.
 
-Times are medians of interleaved rounds after one round that compiles. Memory is the high-water mark of a process of its
-own, above what it held before the first call; a full trace may need the framework's own plus 1.5 times what it returns.
+Times are medians of interleaved rounds after one round that compiles. Memory is the peak of a process above its memory
+before the first call; a full trace may need the framework's own plus 1.5 times what it returns.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BARS = {"full trace": 2.5, "full trace, not certified": 1.8, "upper output_grad"
 
 
 def build(small: bool):
-    """Model and batch; the same in every process."""
+    """Return the model and the batch (x, y), equal in every process."""
     import keras
     import numpy as np
 
@@ -53,7 +53,7 @@ def build(small: bool):
 
 
 def tensorflow_peers(model, x, y):
-    """Compiled forward and backward passes in TensorFlow; each waits for its result."""
+    """Return compiled forward and backward passes in TensorFlow; each waits for its result."""
     import tensorflow as tf
 
     lower, upper, head = model.layers
@@ -77,7 +77,7 @@ def tensorflow_peers(model, x, y):
 
 
 def jax_peers(model, x, y):
-    """Compiled forward and backward passes in JAX; each waits for its result."""
+    """Return compiled forward and backward passes in JAX; each waits for its result."""
     import jax
 
     lower, upper, head = model.layers
@@ -96,7 +96,7 @@ def jax_peers(model, x, y):
 
 
 def jobs(small: bool) -> dict:
-    """Name -> what is called, in this process's engine."""
+    """Return the timed calls by name, on this process's engine."""
     import keras
 
     import rnnlens as rl
@@ -120,7 +120,7 @@ def jobs(small: bool) -> dict:
 
 
 def time_all(small: bool, rounds: int) -> dict[str, float]:
-    """Median seconds of each job, interleaved."""
+    """Return the median seconds of each job over interleaved rounds."""
     calls = jobs(small)
     seconds = {name: [] for name in calls}
     for round_number in range(rounds + 1):
@@ -133,9 +133,9 @@ def time_all(small: bool, rounds: int) -> dict[str, float]:
 
 
 def high_water(small: bool, name: str) -> dict[str, float]:
-    """MiB above the resident set before the first call, and MiB returned."""
+    """Return MiB of peak memory above that before the first call, and MiB returned."""
     job = jobs(small)[name]
-    Path("/proc/self/clear_refs").write_text("5")  # forget the high-water mark of the imports
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak, which includes the imports
     before = _status("VmRSS")
     result = job()
     peak = _status("VmHWM") - before
@@ -149,7 +149,7 @@ def _status(field: str) -> float:
 
 
 def run_task(engine: str, small: bool, *task: str) -> dict:
-    """Run one task of this file in a process of its own."""
+    """Run one task of this file in its own process."""
     command = [sys.executable, __file__, *(["--small"] if small else []), "--task", *task]
     environment = {**os.environ, "KERAS_BACKEND": engine, "TF_CPP_MIN_LOG_LEVEL": "3"}
     completed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -157,7 +157,7 @@ def run_task(engine: str, small: bool, *task: str) -> dict:
 
 
 def compare(engine: str, small: bool, rounds: int) -> None:
-    """Print one table."""
+    """Print the table of one engine."""
     seconds = run_task(engine, small, "time", str(rounds))
     framework, trace_memory = (
         run_task(engine, small, "memory", "framework"),
@@ -179,7 +179,7 @@ def compare(engine: str, small: bool, rounds: int) -> None:
 
 
 def main() -> None:
-    """Either one task in this process, or the tables."""
+    """Run one task in this process if given, else print a table for each engine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engines", nargs="*", default=["tensorflow", "jax"])
     parser.add_argument("--small", action="store_true", help="a toy, to see that it runs")

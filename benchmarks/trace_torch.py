@@ -10,8 +10,8 @@ full trace
 upper output_grad
     ``rl.trace(..., layers=["rnn[1]"], quantities=["output_grad"])`` against the same.
 
-Times are medians of interleaved rounds after one round that warms up. Memory is the high-water mark of a process of its
-own above what it held before the first call. Without a CUDA device the CUDA rows say so.
+Times are medians of interleaved rounds after one warm-up. Memory is the peak of a process above its memory before the
+first call. Without a CUDA device, a line says that CUDA was not measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PARTS = ("torch", "full", "uncertified", "upper")
 
 
 def build(small: bool, device: str):
-    """Model and batch; the same in every process."""
+    """Return the model and the batch (x, y), equal in every process."""
     import torch
     from torch import nn
 
@@ -52,7 +52,7 @@ def build(small: bool, device: str):
 
 
 def jobs(small: bool, device: str):
-    """What is timed, by name; each waits for its result and leaves nothing behind."""
+    """Return the timed calls by name; each waits for its result and leaves no garbage."""
     import torch
 
     import rnnlens as rl
@@ -87,7 +87,7 @@ def jobs(small: bool, device: str):
 
 
 def median_seconds(small: bool, device: str, rounds: int):
-    """Median seconds by part."""
+    """Return the median seconds of each part."""
     calls = jobs(small, device)
     seconds = {name: [] for name in PARTS}
     for index in range(rounds + 1):
@@ -100,7 +100,7 @@ def median_seconds(small: bool, device: str, rounds: int):
 
 
 def peak(small: bool, job_name: str) -> tuple[int, int]:
-    """Bytes above the start at the highest point of one call, and bytes that it returned; in a process of its own."""
+    """Return the peak bytes of one call above its start, and the bytes that it returned."""
     import psutil
 
     job = jobs(small, "cpu")[job_name]
@@ -122,7 +122,7 @@ def peak(small: bool, job_name: str) -> tuple[int, int]:
 
 
 def report(device: str, rows: dict[str, float]) -> bool:
-    """Print the ratios; whether the bar is kept."""
+    """Print the ratios; return whether the bar is met."""
     full, upper = rows["full"] / rows["torch"], rows["upper"] / rows["torch"]
     print(f"{device:5}  torch forward + backward  {rows['torch']:8.3f} s")
     print(f"{device:5}  full trace                {rows['full']:8.3f} s   {full:5.2f} x   (bar {BAR} x)")
@@ -163,7 +163,7 @@ def report_memory(small: bool) -> None:
 
 
 def main() -> int:
-    """Measure and print; 1 if a bar is missed."""
+    """Measure and print; return 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a toy size: to see that it runs, not how fast")
     parser.add_argument("--rounds", type=int, default=5)

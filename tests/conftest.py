@@ -1,4 +1,4 @@
-"""Settings of every suite: one framework engine per process, no window, skips fail, figures are closed."""
+"""Settings of every suite: one framework engine per process, no plot windows, skips fail, figures are closed."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 gc.set_threshold(100_000, 20, 100)
 
-# A busy machine is no fault of a test: no limits of time.
+# No deadlines: tests take longer on a busy machine.
 settings.register_profile("rnnlens", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rnnlens")
 
-#: Set by tests/suites.py. A framework that should be there and is not must fail, not skip.
+#: Set by tests/suites.py: a missing framework must fail the tests, not skip them.
 SKIP_IS_FAILURE = os.environ.get("RNNLENS_SKIP_IS_FAILURE") == "1"
 
 
 def pytest_configure():
-    """Switch TensorFlow's graph optimiser off before tests are collected; helpers can be imported by now."""
+    """Switch TensorFlow's graph optimiser off before tests are collected; from here on helpers can be imported."""
     if os.environ["KERAS_BACKEND"] == "tensorflow":
         import grappler
 
@@ -39,9 +39,9 @@ def pytest_configure():
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
     """Mark as ``full`` the tests that another engine runs in the default run, and deselect those of other engines.
 
-    A `product` runs whole on one engine; the others run one case, or those in which they differ: the remaining cases
-    would run the same code three times. `one_engine` marks tests of code that does not depend on the engine; Keras 2
-    counts as the engine ``tf_keras``. `only_on` marks tests of what other engines do not have.
+    Tests marked `product` run in all cases on one engine; the others run one case, or those in which they differ: the
+    remaining cases would run the same code three times. `one_engine` marks tests of code that does not depend on the
+    engine; Keras 2 counts as the engine ``tf_keras``. `only_on` marks tests of features that other engines lack.
     """
     deselected = [
         item
@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def redundant_cases(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the cases of tests marked `pairs` that are not needed for each two values of two parameters to meet."""
+    """Return redundant cases of tests marked `pairs`: the others cover every pair of values of two parameters."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("pairs"):
@@ -95,7 +95,7 @@ def redundant_cases(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def pytest_collection_finish():
-    """Exempt the frameworks' millions of objects from garbage collection, also from that of a test."""
+    """Exempt all objects that exist after collection, millions of them in frameworks, from garbage collection."""
     gc.collect()
     gc.freeze()
 
@@ -134,14 +134,14 @@ def pytest_make_collect_report(collector: pytest.Collector):
     return report
 
 
-#: After each so many tests, and after each test of so many seconds, :func:`bounded_memory` looks at the process.
+#: :func:`bounded_memory` checks the process after every so many tests, and after a test of so many seconds.
 CHECK_INTERVAL, LONG_TEST = 20, 5.0
 _test_count = count(1)
 
 
 @pytest.fixture(autouse=True)
 def bounded_memory():
-    """Collect what earlier tests left, once it takes much: gigabytes of graphs, or a quarter of a process' memory maps.
+    """Collect garbage when earlier tests left more than 3 GiB of memory, or a quarter of the process' memory maps.
 
     Linux grants 65,530 maps. Each program that JAX compiled takes dozens, the longest test 22,000; without maps left
     the next compilation ends the process.
@@ -164,8 +164,8 @@ def bounded_memory():
 def bfloat16_lstm():
     """Let torch run an LSTM in bfloat16 on every processor.
 
-    oneDNN has no such kernel for processors without AVX-512, and torch raises an error there; its own kernel has no
-    such limit.
+    oneDNN has no bfloat16 LSTM kernel for processors without AVX-512, so that torch raises an error there; torch's own
+    kernel runs on all.
     """
     import torch
 

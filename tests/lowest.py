@@ -3,9 +3,9 @@
     python tests/lowest.py [--python 3.12]
 
 uv resolves the dependencies with ``--resolution lowest-direct``, of versions that have a wheel for this Python, and
-installs them into ``.venv-lowest-3.11`` with the newest pytest. Run there: saving and opening of results and of
-followed trainings, without any framework; and with the lowest Keras on the lowest JAX and TensorFlow every verb and a
-``fit``. Above Python 3.11, for which JAX 0.10 is the last, the same with the newest Keras and JAX.
+installs them into ``.venv-lowest-3.11`` with the newest pytest. Tests of saving and opening results and watched
+trainings run there without any framework; every verb and a ``fit`` run with the lowest Keras on the lowest JAX and
+TensorFlow, and above Python 3.11, for which JAX 0.10 is the last, also with the newest Keras and JAX.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UV = Path(sys.executable).parent / "uv"
 PROGRAM = ROOT / "tests" / "helpers" / "lowest_program.py"
 #: Lowest versions of frameworks with which every verb works; docs/reliability.md states them.
 FRAMEWORKS = ("keras==3.10.0", "jax==0.7.0")
-#: The lowest TensorFlow, on Python 3.11 and in an environment of its own: it needs NumPy 1, and JAX NumPy 2.
+#: The lowest TensorFlow, on Python 3.11 in its own environment: it needs NumPy 1, and JAX NumPy 2.
 TENSORFLOW = ("keras==3.10.0", "tensorflow==2.16.1")
 TEST_FILES = (
     "tests/unit/results/test_files.py",
@@ -34,7 +34,7 @@ TEST_FILES = (
     "tests/unit/tracking/test_recorder.py",
     "tests/under_fire/files/test_runs.py",
 )
-#: Deprecations are those of the newer packages that old ones meet.
+#: Old packages cause deprecation warnings of the newer ones that they use.
 PYTEST_OPTIONS = ("-q", "-p", "no:cacheprovider", "-W", "default::DeprecationWarning")
 
 
@@ -56,7 +56,7 @@ def main() -> int:
         _uv("venv", "-q", "--clear", "-p", interpreter, str(folder))
         _uv("pip", "install", "-q", "-p", str(python), "-r", str(versions), "pytest>=9", "hypothesis>=6.150", "tqdm")
         print(" ".join(line for line in versions.read_text().splitlines() if "==" in line), flush=True)
-        # Without XLA_FLAGS of tests/suites.py: XLA ends the process at a flag that its version does not know.
+        # Without XLA_FLAGS of tests/suites.py: XLA ends the process at a flag that its version does not have.
         environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
         environment["PYTHONPATH"] = str(ROOT / "src")
         pytest_run = subprocess.run(
@@ -83,7 +83,7 @@ def use_tensorflow(interpreter: str, environment: dict[str, str]) -> int:
 
 
 def _interpreter(version: str) -> str | None:
-    """Return the path of a Python of that version that runs, on the path or among those of pyenv; None without one."""
+    """Return the path of a Python of that version that runs, from PATH or pyenv; None if there is none."""
     pyenv = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
     for candidate in (shutil.which(f"python{version}"), *map(str, pyenv)):
         if candidate and not subprocess.run((candidate, "-c", ""), capture_output=True, check=False).returncode:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 from browsers import chromium  # noqa: E402
 
-#: In CI the tests in a browser have to run; elsewhere a missing browser is reported.
+#: In CI, browser tests must run; elsewhere a missing browser is only reported.
 IN_CI = bool(os.environ.get("CI"))
 BIN = Path(sys.executable).parent
 COUNTED_OUTCOMES = ("passed", "failed", "error", "errors", "skipped", "deselected", "xfailed", "xpassed")
@@ -54,7 +54,7 @@ class Outcome:
 
     @property
     def counts(self) -> Counter[str]:
-        """Return the numbers of pytest's closing line by word: passed, failed, skipped ..."""
+        """Return the numbers of pytest's last line by outcome: passed, failed, skipped ..."""
         matches = re.findall(r"(\d+) (\w+)", self.closing_line)
         return Counter({category: int(number) for number, category in matches if category in COUNTED_OUTCOMES})
 
@@ -93,13 +93,13 @@ def graph_suite(control_flow: str) -> Suite:
     return Suite(f"tf_graph-{control_flow}", GRAPHS, environment={"RNNLENS_CONTROL_FLOW": control_flow})
 
 
-#: The contract of Keras 3 that Keras 2 has to keep too: the same files, on ``tests/helpers/spoken_keras.py``.
+#: Tests of Keras 3 that Keras 2 also has to pass, by ``tests/helpers/spoken_keras.py``.
 TF_KERAS = (
     *("option_product", "contract", "cells_and_losses", "left_as_found", "find_nonfinite", "models_without_input"),
     *("conv_lstm", "certificate_of_samples"),
 )
 
-# The longest first, so that they finish together.
+# The longest first, so that all cores finish at about the same time.
 SUITES = (
     keras_suite("jax"),
     Suite(
@@ -130,20 +130,20 @@ SUITES = (
             "tests/oracle/keras/test_programs.py",
             "tests/tracking/keras/test_failures.py",
         ),
-        # KERAS_BACKEND chooses which cases of a product are run, see tests/conftest.py.
+        # KERAS_BACKEND chooses which cases of a product run, see tests/conftest.py.
         environment={"RNNLENS_TESTED_KERAS": "tf_keras", "TF_USE_LEGACY_KERAS": "1", "KERAS_BACKEND": "tensorflow"},
     ),
     Suite("docs", ("tests/docs",), environment={"KERAS_BACKEND": "jax"}),
-    # Without a framework at first: tests of files fork, which JAX' threads do not survive; those of commands come last.
+    # Tests of files come first, without a framework: they fork, which JAX' threads do not survive. Commands come last.
     Suite("files", ("tests/under_fire/files", "tests/wheel", "tests/under_fire/cli")),
     graph_suite("v2"),
-    # Data in Dask chunks; the cluster's workers are processes of their own.
+    # Data in Dask chunks; the cluster's workers run in their own processes.
     Suite("dask", ("tests/dask",), environment={"KERAS_BACKEND": "jax"}),
     Suite("report", ("tests/report",), environment={"KERAS_BACKEND": "torch"}, needs_browser=True),
     Suite("lint", commands=LINT),
-    # Trainers and loggers of others: their imports are slow, and what they warn of is their own.
+    # Other packages' trainers and loggers: slow imports, and warnings of their own.
     Suite("tools", ("tests/tracking/tools",)),
-    # The lowest versions that pyproject.toml allows, in an environment of their own: of each Python that is found.
+    # The lowest versions that pyproject.toml allows, each Python version in its own environment.
     *(
         Suite(f"lowest-{version}", commands=(("python", "tests/lowest.py", "--python", version),), only_full=True)
         for version in ("3.11", "3.12", "3.13")
@@ -162,20 +162,20 @@ def commands_of(suite: Suite, full: bool) -> tuple[tuple[str, ...], ...]:
 
 
 def environment_of(suite: Suite, jax_cache: str) -> dict[str, str]:
-    """Return the environment of a suite; JAX keeps compiled programs in the folder ``jax_cache``."""
+    """Return the environment of a suite; JAX stores compiled programs in the folder ``jax_cache``."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",  # threads that wait in a loop take the core of the other suite
+        "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads must not occupy the other suite's core
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "MPLBACKEND": "Agg",
         "RNNLENS_SKIP_IS_FAILURE": "1",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # no test needs an installed plugin
-        "PYTHONDONTWRITEBYTECODE": "",  # each module is compiled once, not in every process that imports it
-        # Many small programs are compiled and run once: what XLA would gain by optimising costs more than it saves.
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # no test needs other plugins
+        "PYTHONDONTWRITEBYTECODE": "",  # cache bytecode, so that modules are compiled only once
+        # Many small programs are compiled and run once: XLA's optimisation costs more than it saves.
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
-        # The same small programs come again, in other tests and in the processes that tests start.
+        # The same small programs are compiled again by other tests and by processes that tests start.
         "JAX_COMPILATION_CACHE_DIR": jax_cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -185,12 +185,12 @@ def environment_of(suite: Suite, jax_cache: str) -> dict[str, str]:
 
 def run(suite: Suite, full: bool) -> Outcome:
     """Run all commands of a suite, even after one has failed."""
-    with TemporaryDirectory() as jax_cache:  # of this suite alone: JAX does not lock it
+    with TemporaryDirectory() as jax_cache:  # one per suite: JAX does not lock it
         return run_in(suite, full, environment_of(suite, jax_cache))
 
 
 def run_in(suite: Suite, full: bool, environment: dict[str, str]) -> Outcome:
-    """See :func:`run`."""
+    """Run all commands of a suite in the given environment, even after one has failed."""
     start, code, cpu_seconds, output = time.perf_counter(), 0, 0.0, []
     for command in commands_of(suite, full):
         process = subprocess.Popen(
@@ -206,7 +206,7 @@ def run_in(suite: Suite, full: bool, environment: dict[str, str]) -> Outcome:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         code = code or process.returncode
-        cpu_seconds += usage.ru_utime + usage.ru_stime  # with the processes that it started and waited for
+        cpu_seconds += usage.ru_utime + usage.ru_stime  # including its child processes
     return Outcome(suite, code, time.perf_counter() - start, cpu_seconds, "".join(output))
 
 

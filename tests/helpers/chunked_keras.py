@@ -1,4 +1,4 @@
-"""A program: lazy results of a Keras model against the same verbs in memory, and compilations, printed as JSON.
+"""Program that compares lazy results of a Keras model with in-memory ones, counts compilations, and prints JSON.
 
 KERAS_BACKEND=jax python tests/helpers/chunked_keras.py keras
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 import rnnlens as rl
 
-#: The last chunk has 3 samples, of which 16 is no multiple.
+#: COUNT is no multiple of CHUNK: the last chunk has 3 samples.
 CHUNK, COUNT, STEPS, FEATURES = 16, 51, 12, 3
 
 
@@ -34,7 +34,7 @@ def make_model(package):
 
 
 def mean_over_chunks(model, x, y):
-    """Return weights and their gradients as the mean over the chunks, summed in double precision and their order."""
+    """Return weights and gradients as the mean over chunks, summed in float64 in the order of the chunks."""
     totals = {}
     for start in range(0, COUNT, CHUNK):
         result = rl.weights(model, x[start : start + CHUNK], y[start : start + CHUNK])
@@ -49,7 +49,7 @@ def is_summed(name):
 
 
 def arrays(result):
-    """Yield the name and the numbers of every float array of a result, and of the value of its target."""
+    """Yield the name and values of every float array of a result, and of its loss or target value."""
     for name in ("loss", "value"):
         if getattr(result, name, None) is not None and not hasattr(result, "dims"):
             yield name, np.asarray(getattr(result, name))
@@ -68,7 +68,7 @@ def arrays(result):
 
 
 def largest_differences(actual, expected):
-    """Return by name the largest difference, relative to the largest number of the array."""
+    """Return the largest difference by name, relative to the largest number of the array."""
     pairs = zip(arrays(actual), arrays(expected), strict=True)
     sizes = {name: (np.abs(a - b).max(), np.abs(b).max()) for (name, a), (_, b) in pairs}
     return {
@@ -136,7 +136,7 @@ def main():
 
 
 def compute_few_chunks(model, verb, data, keywords):
-    """Compute two chunks and one of a single sample, after which every compiled function exists."""
+    """Compute two full chunks and one of a single sample, after which every function has been compiled."""
     verb(model, *[array[: 2 * CHUNK + 1] for array in data], **keywords).compute()
 
 

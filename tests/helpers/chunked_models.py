@@ -32,7 +32,7 @@ class TimeMajor(Net):
 
 
 class RaisesForLargeInput(Net):
-    """A network that raises for an input above 1000, and a second later for one above 10,000."""
+    """A network that raises at once for an input above 1000, and a second later for one above 10,000."""
 
     def forward(self, x):
         largest = float(x.detach().max())
@@ -43,7 +43,7 @@ class RaisesForLargeInput(Net):
 
 
 class WrongOnWorkers(Net):
-    """A network whose output differs while hooks are set: its certificate has to fail."""
+    """A network whose output changes at every second call, so that its certificate fails."""
 
     calls = 0
 

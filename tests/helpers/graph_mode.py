@@ -1,4 +1,4 @@
-"""One control flow per process: ``RNNLENS_CONTROL_FLOW=v1`` (the default) or ``v2``; never eager."""
+"""Settings of a test process for one TensorFlow control flow, ``RNNLENS_CONTROL_FLOW=v1`` (default) or ``v2``."""
 
 import os
 
@@ -27,14 +27,14 @@ def graph():
 
 @pytest.fixture
 def v1() -> bool:
-    """Return whether loops are Enter and Exit operations instead of While."""
+    """Return whether loops are Enter and Exit operations (v1), not While (v2)."""
     return CONTROL_FLOW == "v1"
 
 
 def mark_full_under_v2(*names: str):
-    """Return a hook that marks tests as ``full`` under v2: once a loop is read, the code is the same for both.
+    """Return a hook that marks tests as ``full`` under v2, where most code after reading the loop is the same.
 
-    ``names`` are parts of the names of files and tests; they run under v1, and under both with all that is ``full``.
+    ``names`` are parts of the names of files and tests; they run under v1, and in a full run under both.
     """
 
     def pytest_collection_modifyitems(items):

@@ -1,7 +1,7 @@
-"""Calls as a hostile or absent-minded user makes them: seeded, over every argument of every verb, figure and file.
+"""Seeded calls with invalid values, for every argument of every verb, figure and file function.
 
-A call is a good one in which a few arguments were replaced. Whatever was replaced, it must end in a result or in one
-error of rnnlens, soon, and without taking more memory than it was granted.
+A call is a valid one in which a few arguments are replaced. It must end in a result or in one error of rnnlens, soon,
+and must not take more memory than it was granted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import xarray as xr
 
 import rnnlens as rl
 
-#: Wall-clock seconds after which a call counts as hanging: while it computes, and while it waits (busy machine).
+#: Wall-clock seconds after which a call hangs: if it uses the processor, and if it waits on a busy machine.
 LIMIT_S, LIMIT_WAITING_S = 60, 600
 #: Processor seconds allowed for one call, and for a short watched training that is compiled anew each time.
 LIMIT_CPU_S, LIMIT_TRAINING_S = 5.0, 30.0
@@ -51,7 +51,7 @@ class RaisingRepr:
 
 
 class UnreadableArray:
-    """An array by its shape and dtype whose values cannot be read."""
+    """An object with the shape and dtype of an array whose values cannot be read."""
 
     shape, dtype, ndim, size = (2, 5, 3), np.dtype("f4"), 3, 30
 
@@ -67,7 +67,7 @@ class RaisingArray:
 
 
 class WrongArray:
-    """An object whose conversion returns no array."""
+    """An object whose conversion to an array returns a string."""
 
     def __array__(self, dtype=None, copy=None):
         return "no array"
@@ -95,14 +95,14 @@ class RaisesOnAnyUse:
 
 
 def one_value(value: float) -> np.ndarray[Any, Any]:
-    """Data (2, 5, 3) in which one value of the second sample is replaced."""
+    """Return data (2, 5, 3) of ones in which one value of the second sample is replaced."""
     data = np.ones((2, 5, 3))
     data[1, 2, 0] = value
     return data
 
 
 def nested_list(depth: int) -> list[Any]:
-    """A list in a list in a list."""
+    """Return lists nested ``depth`` times."""
     items: list[Any] = [1.0]
     for _ in range(depth):
         items = [items]
@@ -110,7 +110,7 @@ def nested_list(depth: int) -> list[Any]:
 
 
 def cyclic_list() -> list[Any]:
-    """A list that holds itself."""
+    """Return a list that contains itself."""
     items: list[Any] = []
     items.append(items)
     return items

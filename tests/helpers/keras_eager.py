@@ -12,7 +12,7 @@ from rnnlens.adapters.keras import run
 
 @contextmanager
 def eager_captures() -> Iterator[None]:
-    """Run every capture within the block uncompiled, as the first capture of a model."""
+    """Run every capture within the block uncompiled, as the first capture of a model is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "memo_for", lambda *_: None)
         yield
@@ -32,7 +32,7 @@ def op_by_op() -> Iterator[None]:
         return tf.nest.map_structure(lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), arguments)
 
     def graph(function, arguments):
-        function(*tensors(arguments))  # as tracing it would
+        function(*tensors(arguments))  # tracing would convert them, too
         return lambda *args: function(*tensors(args))
 
     def compiled(_, function, arguments, memo):

@@ -1,4 +1,4 @@
-"""Keras in float64 on every engine (by default JAX and torch round to float32), and tests without certificates."""
+"""Keras in float64 on every engine (by default JAX and torch round to float32), and a switch for certificates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def default_float(dtype: str) -> Iterator[None]:
 
 @pytest.fixture
 def float64() -> Iterator[None]:
-    """Compute in float64 with seeded weights."""
+    """Compute in float64 with seeded weights, within the block."""
     with default_float("float64"):
         keras.utils.set_random_seed(1)
         yield
@@ -44,6 +44,6 @@ def float64() -> Iterator[None]:
 
 @pytest.fixture
 def uncertified() -> Iterator[None]:
-    """Disable certificates on engines that would compile the reference run: the test itself compares more."""
+    """Disable certificates on engines that would compile the reference run; the test compares more numbers itself."""
     with rl.options(certify="auto" if engine() == "torch" else "never"):
         yield

@@ -42,7 +42,7 @@ def central_difference(
 
 def jacobian(function: Callable[[Any], Any], x: Any) -> Any:
     """Return the Jacobian of each sample, (sample, *out, *in), of a function that does not mix samples."""
-    with keras.StatelessScope():  # a stateful layer does not go on from where a row left it
+    with keras.StatelessScope():  # keeps a stateful layer from continuing at the state of the previous row
         return {"tensorflow": _tensorflow, "jax": _jax, "torch": _torch}[keras.backend.backend()](function, x)
 
 

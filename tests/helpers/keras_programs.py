@@ -1,4 +1,4 @@
-"""Keras programs as tutorials and strangers write them: each function returns (model, x, y)."""
+"""Keras programs from tutorials and in the style of users: each function returns (model, x, y)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SAMPLES, STEPS, FEATURES, UNITS, VOCABULARY = 3, 5, 3, 4, 7
 
 
 def numbers(*shape: int) -> Any:
-    """Return normal numbers, equal at each call."""
+    """Return normally distributed numbers, equal at each call."""
     return np.random.default_rng(len(shape)).normal(size=shape)
 
 
@@ -29,7 +29,7 @@ def compile_model(model: Any, x: Any, y: Any, loss: Any = "mse", **options: Any)
 
 
 def detach(tensor: Any) -> Any:
-    """Return a tensor detached from its gradient."""
+    """Return the tensor without its gradient."""
     return ops.stop_gradient(tensor)
 
 
@@ -96,7 +96,7 @@ class CrossAttention(L.Layer):
 
 
 def translation():
-    """A translator whose decoder calls the GRU once over all target steps."""
+    """Return a translator whose decoder calls the GRU once over all target steps."""
 
     class Translator(keras.Model):
         def __init__(self):
@@ -117,7 +117,7 @@ def translation():
 
 
 class StepwiseDecoder(keras.Model):
-    """A model that calls a GRU layer once per step, with that step and the last state."""
+    """A model that calls a GRU layer once per step, on that step's input and the last state."""
 
     def __init__(self):
         super().__init__()
@@ -207,7 +207,7 @@ def masking_layer():
 
 
 def encoder_decoder_states():
-    """A model of two input sequences, whose encoder's state is the decoder's initial state."""
+    """Return a model of two input sequences: the encoder's state is the decoder's initial state."""
     encoder_inputs, decoder_inputs = keras.Input((None, FEATURES), name="a"), keras.Input((None, FEATURES), name="b")
     _, state_h, state_c = L.LSTM(UNITS, return_state=True, name="encoder")(encoder_inputs)
     decoder = L.LSTM(UNITS, return_sequences=True, return_state=True, name="decoder")
@@ -259,7 +259,7 @@ def residual_forecast():
     return compile_model(ResidualWrapper(inner), x, x[:, ::-1].copy())
 
 
-# -- programs of strangers
+# -- programs in the style of users
 
 
 def detached_halves():
@@ -273,7 +273,7 @@ def detached_halves():
 
 
 def cut_between_chunks():
-    """Truncated backpropagation inside a model: the state is carried on, its gradient is cut."""
+    """Return a model with truncated backpropagation: the state continues, its gradient is stopped."""
 
     class Truncated(keras.Model):
         def __init__(self):
@@ -332,7 +332,7 @@ def unused_head():
 
 
 class ScaledLSTM(L.LSTM):
-    """A layer subclass whose call changes the input and the output."""
+    """A layer subclass whose call scales the input and the output."""
 
     def call(self, sequences, initial_state=None, mask=None, training=False):
         return 2.0 * super().call(0.5 * sequences, initial_state=initial_state, mask=mask, training=training)
@@ -370,7 +370,7 @@ def time_first():
 
 
 def by_hand_both_ways():
-    """A backward layer whose output is reversed by the model, and a residual connection."""
+    """Return a model that reverses the output of a backward layer, with a residual connection."""
     inputs = keras.Input((STEPS, UNITS))
     forward = L.SimpleRNN(UNITS, return_sequences=True, name="there")(inputs)
     backward = L.GRU(UNITS, return_sequences=True, go_backwards=True, name="back")(inputs)
@@ -381,7 +381,7 @@ def by_hand_both_ways():
 
 
 def generator_of_steps():
-    """A layer that is called on its own output, with its two states given back each time."""
+    """Return a model that calls a layer on its own output, with its two states passed back each time."""
 
     class Generator(keras.Model):
         def __init__(self):
@@ -400,7 +400,7 @@ def generator_of_steps():
 
 
 def own_training_step():
-    """Train by this step, whose loss is that of `compute_loss`."""
+    """Return a model with its own ``train_step``, which must not be called; its loss is that of `compute_loss`."""
 
     class Trained(keras.Model):
         def __init__(self):
@@ -428,7 +428,7 @@ def several_outputs():
 
 
 def adapted_head():
-    """LoRA on a dense layer and an embedding whose table is frozen."""
+    """Return a model with LoRA on a dense layer, above an embedding whose table is frozen."""
     model = keras.Sequential([L.Embedding(VOCABULARY, FEATURES), L.LSTM(UNITS, name="lstm"), L.Dense(2)])
     model(ids(SAMPLES, STEPS))
     model.layers[-1].enable_lora(2)
@@ -445,7 +445,7 @@ def convolutions_per_step():
 
 
 def state_in_a_variable():
-    """A model that stores its state, and starts the next batch from it."""
+    """Return a model that stores its state in a variable and starts the next batch from it."""
 
     class Keeps(keras.Model):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""A program that uses every verb on a Keras model, with whichever versions are installed; fails if one is not right."""
+"""Program that uses every verb on a Keras model, with the installed versions; fails if a result is wrong."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ X, Y = rng.normal(size=(4, 6, 3)).astype("f4"), np.zeros((4, 2), "f4")
 
 
 def main() -> None:
-    """Run the verbs, save and open what they return, and watch a training."""
+    """Run the verbs, save and open their results, and watch a training."""
     model = keras.Sequential([keras.Input((6, 3)), keras.layers.LSTM(5, name="lstm"), keras.layers.Dense(2)])
     model.compile(loss="mse", optimizer="sgd")
     with tempfile.TemporaryDirectory() as name:

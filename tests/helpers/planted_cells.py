@@ -4,7 +4,7 @@ from rnnlens.recurrence.cells import SimpleRNN
 
 
 def plant_scaled_gradient(monkeypatch, factor):
-    """A SimpleRNN whose gate gradients are multiplied by ``factor``."""
+    """Multiply the gate gradients of SimpleRNN by ``factor`` for one test."""
     original = SimpleRNN.pull_back
 
     def scaled_pull_back(*args):

@@ -1,7 +1,7 @@
-"""pytest plugin: every tensor pretends to lie on a GPU until it is copied to the CPU.
+"""pytest plugin that simulates a GPU: every tensor is reported on the GPU until it is copied to the CPU.
 
-A tensor that a test makes lies on the GPU, one that the library makes where it says. NumPy cannot read a tensor of the
-GPU, and no operation takes tensors of both. All is computed on the CPU.
+Tensors created by a test are on the GPU, those created by the library on the device it states. NumPy cannot read GPU
+tensors, and operations refuse tensors on both devices. All is computed on the CPU.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch.utils._device import _device_constructors
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 FACTORIES = _device_constructors()
-#: Operations that may take tensors of both devices.
+#: Operations that may take tensors on both devices.
 MIXED_DEVICE_OPS = ("__get__", "__set__", "__getitem__", "__setitem__", "to", "cpu", "copy_", "index_put_", "type_as")
-#: Torch's own modules whose checks would refuse the pretence.
+#: Torch's own modules whose checks would fail on a simulated GPU tensor.
 CHECKING_FILES = ("utils/rnn.py", "fake_tensor.py")
 
 without_functions = torch._C.DisableTorchFunction
@@ -24,7 +24,7 @@ real_numpy, real_to, real_from_numpy = torch.Tensor.numpy, torch.Tensor.to, torc
 
 
 def called_by_library():
-    """Return whether the nearest caller that is neither torch nor a function mode is the library, and not a test."""
+    """Return whether the library, not a test, is the nearest caller apart from torch and function modes."""
     frame = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
@@ -37,7 +37,7 @@ def called_by_library():
 
 
 class OnCpu(torch.Tensor):
-    """A tensor on the CPU; results computed from it are, too."""
+    """A tensor on the simulated CPU; results computed from it are on the CPU, too."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -51,7 +51,7 @@ class OnCpu(torch.Tensor):
 
 
 def move_to(tensor, on_cpu):
-    """Return a tensor on the CPU, or on the GPU."""
+    """Return the tensor on the simulated CPU or GPU."""
     with without_functions():
         return tensor.as_subclass(OnCpu if on_cpu else torch.Tensor) if isinstance(tensor, OnCpu) != on_cpu else tensor
 
@@ -105,7 +105,7 @@ def device(self):
 
 
 class Factories(TorchFunctionMode):
-    """Function mode in which a new tensor lies where it is said to; without a device, where its maker's do."""
+    """Function mode that puts new tensors on the stated device; without one, on the device of their data or creator."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})

@@ -1,4 +1,4 @@
-"""The full text of rl.gradients for each cause of a missing gradient."""
+"""Expected texts of ``rl.gradients`` for each cause of a missing gradient: code, sentence and remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small networks, and a report read back from its file."""
+"""Small networks for reports, and a report read back from its file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOSTILE = "<script>document.title='taken'</script>"
 
 
 class Classifier(nn.Module):
-    """An LSTM of two layers with a read-out of its last step."""
+    """A two-layer LSTM with a readout of its last step."""
 
     def __init__(self, units=6, **options):
         super().__init__()
@@ -26,12 +26,12 @@ class Classifier(nn.Module):
         return self.head(self.rnn(x)[0][:, -1])
 
 
-#: Tokens for which the gate of ``Sentences`` opens.
+#: Tokens at which ``Sentences`` updates its state.
 KEY_WORDS = (1, 2)
 
 
 class Sentences(nn.Module):
-    """A GRU of one unit that keeps its state at every token (update gate 0.9997) but at two key words (0.5).
+    """A GRU of one unit that keeps its state at every token (update gate 0.9997) except at two key words (0.5).
 
     dh_T/dx_t is about 1e-3 of its peak at all other tokens, by construction. Token 0 is padding; ``masked`` packs it.
     """
@@ -61,7 +61,7 @@ class Sentences(nn.Module):
 
 
 def sentences(count=24, steps=20):
-    """Tokens (sample, time) with one of each key word in every sentence, padded at the end, and where the two are."""
+    """Return padded tokens (sample, time) with one of each key word per sentence, and the key words' steps."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(3, 12, (count, steps), generator=generator)
     key_word_steps = []
@@ -75,7 +75,7 @@ def sentences(count=24, steps=20):
 
 @dataclass
 class Page:
-    """A report: its path, its text and its numbers."""
+    """A report file with its text and its numbers."""
 
     path: Path
 

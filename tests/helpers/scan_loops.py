@@ -1,4 +1,4 @@
-"""Loops of whole-sequence layers, written from their papers, and the arguments of a model's own scan calls.
+"""Loops of whole-sequence layers, written from their papers, and a recorder of the arguments of a model's scan calls.
 
 The loops share no code with the package: they read the arguments of the model's scan function by name and return the
 states, a list with one tensor per step, and the outputs (sample, time, ...).
@@ -68,7 +68,7 @@ def rg_lru(a):
 
 
 def rwkv(a):
-    """Return (numerator, denominator), relative to the running maximum as in the model's cache."""
+    """Return states (numerator, denominator) and outputs, relative to the running maximum as in the model's cache."""
     rate, key = -torch.exp(a["time_decay"]), a["key"]
     last_max, state, states = torch.full_like(key[:, 0], -1e38), 0.0, []
     for t in range(key.shape[1]):
@@ -83,7 +83,7 @@ def rwkv(a):
 
 
 def mlstm(a):
-    """Return matrix and normaliser side by side, relative to the running maximum."""
+    """Return states with matrix and normaliser side by side, and outputs, relative to the running maximum."""
     q, k, v = (a[name].transpose(1, 2) for name in ("query", "key", "value"))
     input_gate, log_forget = a["igate"].transpose(1, 2), functional.logsigmoid(a["fgate"]).transpose(1, 2)
     last_max, state, states, out = torch.zeros_like(input_gate[:, 0]), 0.0, [], []
@@ -116,7 +116,7 @@ LOOPS |= {"rwkv": rwkv, "mlstm": mlstm, "lightning": lightning}
 
 @contextmanager
 def record_arguments(model):
-    """Collect the arguments of every call of the model's own scan functions, by name, in the order of the calls."""
+    """Record the arguments of every call of the model's own scan functions, by name, in the order of the calls."""
     calls = []
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, _ in dict.fromkeys(

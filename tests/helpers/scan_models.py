@@ -1,7 +1,7 @@
-"""Tiny Hugging Face models with whole-sequence layers, built from configurations: nothing is downloaded.
+"""Tiny Hugging Face models with whole-sequence layers, built from configurations without a download.
 
-The weights are drawn large enough that the recurrence matters: with the library's own initialisation its part of the
-output, and with it an error in it, would vanish in rounding.
+The weights are large enough that the recurrence matters: with the library's initialisation its part of the output, and
+with it an error in it, would vanish in rounding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DELTA = {
 }
 _KIMI = {"linear_head_dim": 4, "linear_num_heads": 3, "head_dim": 8, "mlp_layer_types": ["dense", "dense"]}
 
-#: Name of the family in results, class of the model, and what its configuration needs beyond the common sizes.
+#: By family: the kind of recurrence in results, the stem of the Hugging Face class names, and configuration options.
 MODELS = {
     "mamba": ("mamba", "Mamba", {"state_size": 4, "time_step_rank": 4}),
     "falcon_mamba": ("mamba", "FalconMamba", {"state_size": 4, "time_step_rank": 4}),
@@ -101,7 +101,7 @@ MODELS = {
 
 _KINDS = [kind for kind, *_ in MODELS.values()]
 
-#: The families as test cases: the first of each kind of recurrence, and with `full` all.
+#: The families as test cases: the first of each kind of recurrence runs always, the others only with `full`.
 CASES = [
     pytest.param(name, marks=() if _KINDS.index(_KINDS[index]) == index else pytest.mark.full)
     for index, name in enumerate(MODELS)
@@ -120,7 +120,7 @@ def build(name: str, *, seed: int = 0, scale: float = 0.3, **options: object) ->
             if weight.dim() >= 2 and not key.endswith("A_log"):
                 weight.normal_(0.0, scale)
         if name == "rwkv":
-            model(tokens(1, 2))  # its first evaluation pass rescales the weights
+            model(tokens(1, 2))  # RWKV's first evaluation pass rescales the weights
     return model
 
 

@@ -1,4 +1,4 @@
-"""The table of docs/how-to/hugging-face.md: which verbs work on which family of whole-sequence layers.
+"""The table of docs/how-to/hugging-face.md: the verbs that work on each family of whole-sequence layers.
 
 python tests/helpers/scan_verbs.py      # write the table into the page
 """

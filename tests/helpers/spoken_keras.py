@@ -1,6 +1,6 @@
-"""The Keras that this process tests: Keras 3, or the package that ``RNNLENS_TESTED_KERAS`` names.
+"""The Keras package under test: Keras 3, or the package that ``RNNLENS_TESTED_KERAS`` names.
 
-Tests that both have to pass write Keras 3; what Keras 2 has under other names is named here.
+Tests that both have to pass are written for Keras 3; this module gives Keras 2 the same names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LEGACY = PACKAGE == "tf_keras"
 
 
 class _Legacy:
-    """``tf_keras`` under the names of Keras 3."""
+    """``tf_keras`` with the names of Keras 3."""
 
     def __init__(self) -> None:
         import tensorflow as tf
@@ -46,12 +46,12 @@ keras: Any = _Legacy() if LEGACY else importlib.import_module("keras")
 
 
 def engine() -> str:
-    """Return the engine of this Keras."""
+    """Return the engine of the Keras under test."""
     return "tensorflow" if LEGACY else str(keras.backend.backend())
 
 
 def keras_adapter() -> Any:
-    """Return the adapter of this Keras."""
+    """Return the rnnlens adapter of the Keras under test."""
     package = importlib.import_module("rnnlens.adapters.keras")
     return package.legacy if LEGACY else package.adapter
 
@@ -71,7 +71,7 @@ def states_of(model: Any) -> list[Any]:
 
 @contextmanager
 def restored_states(model: Any) -> Iterator[None]:
-    """Restore the states of stateful layers after the block; Keras 3 has scopes for that."""
+    """Restore the states of stateful Keras 2 layers after the block; Keras 3 has scopes for that."""
     states = [*states_of(model), *model.non_trainable_variables] if LEGACY else []
     before = [v.numpy() for v in states]
     yield
@@ -91,4 +91,4 @@ def set_floats(dtype: str) -> None:
         keras.mixed_precision.set_global_policy(dtype)
     else:
         keras.config.set_floatx(dtype)
-        keras.config.set_dtype_policy(dtype)  # Keras keeps the policy that the first layer of the process was given
+        keras.config.set_dtype_policy(dtype)  # Keras keeps the policy of the process's first layer

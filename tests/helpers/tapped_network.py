@@ -1,7 +1,7 @@
-"""A small recurrent network written step by step, with a zero added at every tensor that has a name in rnnlens.
+"""A small recurrent network written step by step, with a zero added at every tensor that rnnlens names.
 
-The gradient of anything with respect to such a zero is the gradient with respect to the tensor, and plain automatic
-differentiation of any framework finds it. conv1d (causal, tanh) -> lstm -> bidirectional gru -> simple rnn -> head.
+The gradient with respect to an added zero is the gradient with respect to the tensor, which any framework's autodiff
+computes. conv1d (causal, tanh) -> lstm -> bidirectional gru -> simple rnn -> head.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ TAPS = {
     "output": (B, OUT),
 }
 
-#: Names of all targets that can be differentiated.
+#: Names of all tensors whose gradients can be computed (``of=``).
 TARGETS = (
     "loss",
     "output",
@@ -88,7 +88,7 @@ def random_arrays(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np
 
 
 def zero_taps(*, return_sequences: bool = False) -> dict[str, np.ndarray]:
-    """Return one zero per tap; with ``return_sequences`` the last recurrent layer returns all of its steps."""
+    """Return one zero array per tap; with ``return_sequences`` the last recurrent layer returns all of its steps."""
     shapes = {**TAPS, "rnn.output": (B, T, R)} if return_sequences else TAPS
     return {name: np.zeros(shape) for name, shape in shapes.items()}
 
@@ -105,7 +105,7 @@ def run_network(
     """Return all tensors by name, from weights ``p`` and zeros ``e``.
 
     ``ops`` has tensor, tanh, sigmoid, mean, stack(list, axis) and concat(list, axis). ``holds_initial_state``: before
-    the first real step a layer puts out its initial state (Keras on JAX), not zeros (Keras on TensorFlow and torch).
+    the first real step a layer outputs its initial state (Keras on JAX), not zeros (Keras on TensorFlow and torch).
     """
     out: dict[str, Any] = {}
     started = None if mask is None else ops.tensor((np.cumsum(mask, axis=1) > 0).astype("float64"))
@@ -150,7 +150,7 @@ def _lstm(p: Any, e: Any, x: Any, ops: Any, mask: Any) -> dict[str, Any]:
         new_c = f * c + i * g + e["lstm.cell"][:, t] + (e["lstm.final_cell"] if last else 0)
         new_h = o * ops.tanh(new_c)
         if mask is not None:
-            # A masked step carries the state over; what is added to it is added to the state carried.
+            # A masked step carries the state over; a zero added to the step is added to the carried state.
             carried_c = c + e["lstm.cell"][:, t] + (e["lstm.final_cell"] if last else 0)
             new_c, new_h = _carry(mask, t, new_c, carried_c), _carry(mask, t, new_h, h)
         c, h = new_c, new_h + e["lstm.hidden"][:, t] + (e["lstm.final_hidden"] if last else 0)
@@ -184,7 +184,7 @@ def _gru(p: Any, e: Any, x: Any, ops: Any, mask: Any) -> dict[str, Any]:
         directions.append(ops.stack([states[t] for t in range(T)], 1))
         finals.append(h)
     hidden = ops.stack(directions, 2)
-    # Keras' bidirectional layers put out zeros at masked steps, not the state carried over.
+    # Keras' bidirectional layers output zeros at masked steps, not the carried state.
     output = hidden if mask is None else hidden * mask[:, :, None, None]
     return {"gru.hidden": hidden, "gru.final_hidden": ops.stack(finals, 1), "gru.output": output + e["gru.output"]}
 

@@ -1,7 +1,7 @@
-"""Cells of TensorFlow 1 in a loop of TensorFlow's, and the same cells called one step after the other by hand.
+"""TensorFlow-1 cells in TensorFlow's loops, and the same cells called step by step.
 
-The second is the oracle: nothing of it goes through a loop, so that every state is a tensor whose gradient TensorFlow
-gives. Both have the same variables, by name.
+The step-by-step network is the oracle: it has no loop, so that every state is a tensor that TensorFlow can
+differentiate. Both networks have the same variables, by name.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ LENGTHS = [6, 3, 1, 5]
 
 
 class Leaky(cell.RNNCell):
-    """A cell of unknown equations: masked recurrent weights, and three sub-steps in each step."""
+    """A cell of a type unknown to rnnlens: masked recurrent weights, and three sub-steps in each step."""
 
     def __init__(self, units: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Leaky(cell.RNNCell):
         return 2 * h, h
 
 
-#: By name: a function that makes the cell, and the rnnlens name of each of its layers.
+#: By name: a constructor of the cell, and the rnnlens kind of each of its layers.
 CELLS: Mapping[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "rnn": (lambda: cell.BasicRNNCell(4), ("simple_rnn",)),
     "rnn_relu": (lambda: cell.BasicRNNCell(4, activation=tf.nn.relu), ("simple_rnn",)),
@@ -77,14 +77,14 @@ def _dtype() -> Any:
 
 @dataclass
 class UnrolledNetwork:
-    """States (h, c, ...) after each step by layer: computed at real steps, carried at masked ones."""
+    """States (h, c, ...) by layer and step, before masking, and the loss."""
 
     loss: Any
     states: dict[str, list[list[Any]]]
 
 
 def input_data(dtype: Any, time_major: bool = False) -> Any:
-    """Return the data of both networks."""
+    """Return the input of both networks, (sample, time, feature) or time-major."""
     x = np.random.default_rng(0).normal(size=(SAMPLES, STEPS, FEATURES)).astype(dtype.as_numpy_dtype)
     return x.swapaxes(0, 1) if time_major else x
 
@@ -97,7 +97,7 @@ def weighted_sum(tensor: Any, seed: int) -> Any:
 
 
 def loss_in_loops(names: Any, x: Any, lengths: Any, time_major: bool, bidirectional: bool) -> Any:
-    """Return the loss of all these cells in TensorFlow's loops."""
+    """Return the loss of the named cells in TensorFlow's loops."""
     total = 0.0
     for name in names:
         make, _ = CELLS[name]
@@ -116,7 +116,7 @@ def loss_in_loops(names: Any, x: Any, lengths: Any, time_major: bool, bidirectio
 
 
 def unroll(names: Any, x: Any, lengths: Any, time_major: bool, bidirectional: bool) -> UnrolledNetwork:
-    """Return the same loss, with the cells called step by step."""
+    """Return the loss and the states of the named cells, called step by step."""
     total, states_by_layer = 0.0, {}
     x = tf.transpose(x, [1, 0, 2]) if time_major else x
     for name in names:
@@ -142,7 +142,7 @@ def _reverse_time(x: Any, lengths: Any) -> Any:
 
 
 def _run(scope: str, rnn_cell: Any, x: Any, lengths: Any) -> Any:
-    """Return outputs (sample, time, unit), the final states, and all computed states by step."""
+    """Return outputs (sample, time, unit), the final states, and the computed states of every step."""
     with tf.variable_scope(scope):
         state, outputs, states = rnn_cell.zero_state(SAMPLES, x.dtype), [], []
         for t in range(STEPS):
@@ -160,14 +160,14 @@ def _run(scope: str, rnn_cell: Any, x: Any, lengths: Any) -> Any:
 
 
 def _split_joined(state: Any) -> list[Any]:
-    """Split a state that joins several states."""
+    """Return the parts of a state that concatenates several states."""
     if state.op.type != "ConcatV2":
         return [state]
     return [tensor for joined in state.op.inputs[:-1] for tensor in _split_joined(joined)]
 
 
 def _by_layer(name: str, kinds: tuple[str, ...], states: list[list[Any]]) -> dict[str, list[list[Any]]]:
-    """Return h of all steps, and c if there is one, by layer; TensorFlow has c before h."""
+    """Return h of all steps, and c if there is one, by layer; TensorFlow orders c before h."""
     states_by_layer, offset = {}, 0
     for i, kind in enumerate(kinds):
         count = 2 if kind.startswith("lstm") else 1
@@ -180,7 +180,10 @@ def _by_layer(name: str, kinds: tuple[str, ...], states: list[list[Any]]) -> dic
 def network_with_reference(
     names: Any, *, lengths: bool, time_major: bool = False, both: bool = False, dtype: Any = tf.float64
 ) -> Any:
-    """Return a network of these cells in loops, and by layer the total gradients of states, (sample, time, unit)."""
+    """Return a network of these cells in loops with its input, and the reference loss, state gradients and states.
+
+    Reference gradients and states are (sample, time, unit) by layer.
+    """
     _DTYPE[0] = dtype
     x = input_data(dtype, time_major)
     graph, session = tf.get_default_graph(), tf.Session()

@@ -1,4 +1,4 @@
-"""Convolutional cells as users of TensorFlow 1 keep them in their own code, since ``tf.contrib`` is gone."""
+"""Convolutional cells as in user code for TensorFlow 1, because ``tf.contrib`` no longer exists."""
 
 import tensorflow.compat.v1 as tf
 
@@ -7,7 +7,7 @@ CONVOLUTIONS = {1: tf.nn.conv1d, 2: tf.nn.conv2d, 3: tf.nn.conv3d}
 
 
 def convolve(args, window, channels, bias=True):
-    """Convolve tensors side by side with one kernel, and add a bias."""
+    """Return the convolution of concatenated tensors with one kernel, plus a bias."""
     depth, rank = sum(int(a.shape[-1]) for a in args), len(args[0].shape)
     kernel = tf.get_variable("kernel", [*window, depth, channels], args[0].dtype)
     strides = 1 if rank == 3 else [1] * rank
@@ -16,7 +16,7 @@ def convolve(args, window, channels, bias=True):
 
 
 class ConvLSTMCell(rnn_cell.RNNCell):
-    """An LSTM with convolutions, by one kernel for input and state, gates i, g, f, o."""
+    """A convolutional LSTM with one kernel for input and state; gates i, g, f, o."""
 
     def __init__(self, input_shape, channels, window, *, bias=True, skip=False, forget_bias=1.0, peepholes=False):
         super().__init__(name="conv_lstm_cell")

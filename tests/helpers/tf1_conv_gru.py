@@ -1,4 +1,4 @@
-"""A TensorFlow-1 network: Conv1D, batch normalisation, GRU with dropout over sequences of any length, head."""
+"""A TensorFlow-1 network: Conv1D, batch normalisation, GRU with dropout over sequences of any length, dense head."""
 
 import tensorflow.compat.v1 as tf
 
@@ -6,7 +6,7 @@ BATCH, FEATURES, UNITS = 5, 6, 8
 
 
 class Graph:
-    """The graph: placeholders of data, phase and dropout rate, and any number of steps."""
+    """The network's graph, with placeholders for data, phase and dropout rate, and any number of steps."""
 
     def __init__(self, wrapped=True, units=UNITS, dtype=tf.float64, features=FEATURES, batch=BATCH):
         self.units, self.batch, self.wrapped = units, batch, wrapped

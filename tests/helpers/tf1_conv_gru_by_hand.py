@@ -1,6 +1,6 @@
-"""The graph of ``tf1_conv_gru`` in NumPy, step by step, and its derivatives by the complex step (Squire, Trapp 1998).
+"""The graph of ``tf1_conv_gru`` in NumPy, and its derivatives by the complex step (Squire, Trapp 1998).
 
-No autodiff, no TensorFlow: what the numbers of rnnlens are held against, exact to the last digits of float64.
+The reference for rnnlens: no autodiff, no TensorFlow, exact to the last digits of float64.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ def sigmoid(z):
 
 
 def forward(w, x, h0, labels=None, bump=None):
-    """Return output, every state and the loss of each sample; ``bump`` is added to the state after a step, by step."""
+    """Return output, all states and the loss of each sample; ``bump`` maps steps to arrays added to the state."""
     mask = np.sign(np.abs(x.real).max(axis=2))
     lengths = mask.sum(axis=1).astype(int)
     kernel, steps = w["layer_cell/conv1d/kernel"], x.shape[1]
@@ -42,7 +42,7 @@ def forward(w, x, h0, labels=None, bump=None):
 
 
 def derivative(function, values, name, direction):
-    """Return the derivative of ``function(values)`` along a direction of one of the values."""
+    """Return the derivative of ``function(values)`` along a direction of the named value."""
     perturbed = {**values, name: values[name] + 1j * STEP * direction}
     return np.imag(function(perturbed)) / STEP
 

@@ -1,4 +1,4 @@
-"""Recurrent loops as users write them in torch: (sample, time, feature) to one tensor, without mixing samples."""
+"""Recurrent loops in the style of user code in torch: (sample, time, feature) to one tensor, without mixing samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def zeros(x, *sizes):
 
 
 class PlainLoop(nn.Module):
-    """The textbook loop over a cell."""
+    """A plain loop over a cell."""
 
     def __init__(self, kind="lstm"):
         super().__init__()
@@ -50,7 +50,7 @@ class LastCell(nn.Module):
 
 
 class CellsRead(nn.Module):
-    """A loop whose outputs all read c_t."""
+    """A loop whose head reads h_t and c_t at every step."""
 
     def __init__(self):
         super().__init__()
@@ -185,7 +185,7 @@ class ChangesState(nn.Module):
 
 
 class Siamese(nn.Module):
-    """One cell over two halves of the input, each from zero states."""
+    """One cell applied to two parts of the input, each time from zero states."""
 
     lengths = (2, 2)
 
@@ -226,7 +226,7 @@ class BidirectionalLoop(nn.Module):
 
 
 class Block(nn.Module):
-    """A step module with a norm around a cell of its own."""
+    """A step module with a layer norm around an LSTMCell, which keeps its state in attributes."""
 
     def __init__(self):
         super().__init__()
@@ -251,7 +251,7 @@ class StateInAttribute(nn.Module):
 
 
 class MaskedLoop(nn.Module):
-    """Samples of unequal length: the state of an ended sample is carried on."""
+    """Samples of different lengths: the state of an ended sample is carried over."""
 
     def __init__(self, masking="where", output="last"):
         super().__init__()
@@ -277,7 +277,7 @@ class MaskedLoop(nn.Module):
 
 
 class TeacherForced(nn.Module):
-    """Teacher forcing, drawn from Python's ``random``."""
+    """Teacher forcing at random steps, drawn by Python's ``random``."""
 
     def __init__(self, seeded=False):
         super().__init__()
@@ -296,7 +296,7 @@ class TeacherForced(nn.Module):
 
 
 class OwnLstm(nn.Module):
-    """An LSTM cell written out; ``note`` is called with every tensor that a test may need."""
+    """An LSTM cell in plain operations; ``note`` is called with every tensor that a test may need."""
 
     note = staticmethod(lambda name, value: value)
 
@@ -314,7 +314,7 @@ class OwnLstm(nn.Module):
 
 
 class OwnLoop(nn.Module):
-    """A user's cell whose states are kept in a dict, all of them read at every step."""
+    """A loop over a user-written LSTM cell; the head reads all states of every step, or only h."""
 
     def __init__(self, read_all=True):
         super().__init__()

@@ -1,6 +1,6 @@
-"""Loops of cells stated again by hand: every module of a cell replaced by its equations, with a zero added wherever a
-gradient is wanted. The gradient with respect to an added zero is the total derivative there, by torch's own autodiff.
-Nothing of rnnlens is used.
+"""References for loops of cells: their equations in plain operations, with a zero added wherever a gradient is due.
+
+The gradient with respect to an added zero is the total derivative there, by torch's own autodiff, without rnnlens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class Taps:
-    """Added zeros and values by quantity, in the order of the calls."""
+    """Added zeros, and the values that they were added to, by quantity in the order of the calls."""
 
     def __init__(self):
         self.zeros, self.values = {}, {}
@@ -60,7 +60,7 @@ class WrittenOutCell(nn.Module):
 def write_out_cells(model):
     """Return a copy of the model with its cells written out, and their taps by the cell's path.
 
-    The copy shares the parameters of the original. Cells of one's own have a method ``note(name, value)`` for every
+    The copy shares the parameters of the original. User-written cells have a method ``note(name, value)`` for every
     tensor of interest.
     """
     memo = {id(p): p for p in model.parameters()}
@@ -81,7 +81,7 @@ def write_out_cells(model):
 
 
 def gradients_or_zero(value, tensors):
-    """Return gradients, which are zero without a path."""
+    """Return gradients of a value; zero for tensors that it does not depend on."""
     grads = torch.autograd.grad(value, tensors, allow_unused=True, retain_graph=True)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, grads, strict=True)]
 
@@ -92,7 +92,7 @@ def stack_steps(tensors):
 
 
 def jacobian_rows(value, tensors):
-    """Return d value / d tensors by sample, (sample, out..., step, in), of ``value`` (sample, out...)."""
+    """Return the Jacobian d value / d tensors, (sample, out..., step, in), of ``value`` (sample, out...)."""
     flat = value.reshape(len(value), -1)
     jacobians = []
     for n in range(len(value)):
@@ -110,7 +110,7 @@ def weighted_loss(output):
 
 
 def recurrences_of(model, taps):
-    """Yield (node of a result, path of the cell, calls) for every recurrence."""
+    """Return (name in a result, path of the cell, slice of its calls) for every recurrence."""
     recurrences = []
     for path, tap in taps.items():
         lengths = list(getattr(model, "lengths", [len(tap.zeros["hidden"])]))

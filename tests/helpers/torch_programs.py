@@ -1,4 +1,4 @@
-"""Whole torch programs as tutorials and other people write them, each with its data and its loss."""
+"""Whole torch programs from tutorials and in the style of users, each with its data and its loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ B, T, N, H, V = 3, 5, 4, 6, 7
 
 @dataclass
 class Program:
-    """One model, its input and its loss.
+    """A model with its input, its loss, and the layers and states of its trace.
 
     Attributes
     ----------
@@ -26,7 +26,7 @@ class Program:
     layers
         Layers of a trace, in the order of the calls.
     states
-        Modules of which every call is one step of one recurrence; with each the returned tensors that are its state.
+        Modules of which every call is one step of one recurrence, with the indices of the returned state tensors.
     wrt, of
         Input of the Jacobian ("input", the output of a module that runs once, or a state), and its output.
     arranged
@@ -63,7 +63,7 @@ def leaves(output: Any) -> list[torch.Tensor]:
 
 
 def wave_loss(output: Any) -> torch.Tensor:
-    """Return a loss in which every number of the first output has another weight."""
+    """Return a loss that weights every number of the first output differently."""
     first = leaves(output)[0]
     return (first * torch.cos(torch.arange(first.numel(), dtype=first.dtype)).reshape(first.shape)).sum()
 
@@ -123,7 +123,7 @@ class BahdanauAttention(nn.Module):
 
 
 class AttnDecoderRNN(nn.Module):
-    """``carry``: how the state goes from step to step."""
+    """A decoder with attention; ``carry`` selects how the state is passed from step to step."""
 
     def __init__(self, hidden_size, output_size, carry="hidden", layers=1, kind=nn.GRU):
         super().__init__()
@@ -172,7 +172,7 @@ class Translation(nn.Module):
 
 
 class WordByWord(nn.Module):
-    """The tutorial's first form: one sentence, of which the encoder too is called word by word."""
+    """A translator of one sentence that calls the encoder and the decoder word by word."""
 
     def __init__(self):
         super().__init__()
@@ -193,7 +193,7 @@ class WordByWord(nn.Module):
 
 
 class WordLanguageModel(nn.Module):
-    """A time-major language model with tied weights, whose hidden state is argument and result."""
+    """A time-major language model with tied weights, whose hidden state is an argument and a result."""
 
     def __init__(self):
         super().__init__()
@@ -214,7 +214,7 @@ def repackage_hidden(h):
 
 
 class LSTMTagger(nn.Module):
-    """A model without batch_first, of sentences (sample, time)."""
+    """A tagger of sentences (sample, time) with a time-major LSTM."""
 
     def __init__(self):
         super().__init__()
@@ -227,7 +227,7 @@ class LSTMTagger(nn.Module):
 
 
 class Sequence(nn.Module):
-    """The sine forecaster: two cells, and predictions that are fed back."""
+    """The sine forecaster of PyTorch's examples: two cells, with predictions fed back as inputs."""
 
     def __init__(self):
         super().__init__()
@@ -308,7 +308,7 @@ class RecurrentPolicy(nn.Module):
 
 
 class LitForecaster(nn.Module):
-    """A module shaped as in Lightning: hyperparameters, a network, training steps beside forward."""
+    """A module with the structure of Lightning's: hyperparameters, a network, and training steps besides forward."""
 
     def __init__(self, hidden=H, lr=1e-3):
         super().__init__()
@@ -387,11 +387,11 @@ TUTORIALS = {
 }
 
 
-# Programs of strangers.
+# Programs in the style of users.
 
 
 class ChunkedCell(nn.Module):
-    """A loop detached between chunks, whose head reads the last state only."""
+    """A loop detached between chunks, whose head reads only the last state."""
 
     def __init__(self):
         super().__init__()
@@ -407,7 +407,7 @@ class ChunkedCell(nn.Module):
 
 
 class OutputFedBack(nn.Module):
-    """A loop in which each prediction is part of the next input, through a layer norm."""
+    """A loop in which each prediction, made through a layer norm, is part of the next input."""
 
     def __init__(self):
         super().__init__()
@@ -446,7 +446,7 @@ class AdditiveAttention(nn.Module):
 
 
 class PointerNetwork(nn.Module):
-    """Log-probabilities over the positions of the encoder: (sample, decoder step, encoder position)."""
+    """A pointer network: log-probabilities (sample, decoder step, encoder position)."""
 
     def __init__(self):
         super().__init__()
@@ -466,7 +466,7 @@ class PointerNetwork(nn.Module):
 
 
 class StatesInPlace(nn.Module):
-    """All states in one tensor (sample, layer, unit), written in place."""
+    """Stacked cells with all states in one tensor (sample, layer, unit), written in place."""
 
     def __init__(self):
         super().__init__()
@@ -487,7 +487,7 @@ class StatesInPlace(nn.Module):
 
 
 class SharedCell(nn.Module):
-    """One cell forward and backward in time, one layer norm for both."""
+    """One cell, run forward and backward in time, with one layer norm for both directions."""
 
     def __init__(self):
         super().__init__()
@@ -507,7 +507,7 @@ class SharedCell(nn.Module):
 
 
 class MyGRU(nn.GRU):
-    """A subclass with its own forward."""
+    """A GRU subclass with its own forward: dropout on the input, a residual on the output."""
 
     def forward(self, x, hx=None):
         out, h = super().forward(functional.dropout(x, 0.3, self.training), hx)
@@ -594,7 +594,7 @@ class Zoneout(nn.Module):
 
 
 class SkipConnections(nn.Module):
-    """Residual GRU layers, the input concatenated to the last."""
+    """GRU layers with residual connections; the head also reads the input."""
 
     def __init__(self):
         super().__init__()
@@ -611,7 +611,7 @@ class SkipConnections(nn.Module):
 
 
 class Compiled(nn.Module):
-    """The feature extractor and the cell are compiled."""
+    """A network with a compiled feature extractor and a compiled cell."""
 
     def __init__(self):
         super().__init__()
@@ -657,7 +657,7 @@ class Checkpointed(nn.Module):
 
 
 class FastWeights(nn.Module):
-    """The head and the cell run with weights that the model computes."""
+    """A cell run with weights that the model computes, by ``functional_call``."""
 
     def __init__(self):
         super().__init__()
@@ -677,7 +677,7 @@ class Memory(NamedTuple):
 
 
 class OneStepLayer(nn.Module):
-    """A library LSTM as a cell: inputs (sample, 1, feature), the state in a named tuple."""
+    """A library LSTM called once per step on (sample, 1, feature), with its state in a named tuple."""
 
     def __init__(self):
         super().__init__()
@@ -695,7 +695,7 @@ class OneStepLayer(nn.Module):
 
 
 class MaskedLoop(nn.Module):
-    """Sequences of several lengths: ended samples keep their state."""
+    """Sequences of different lengths: ended samples keep their state."""
 
     def __init__(self):
         super().__init__()
@@ -711,7 +711,7 @@ class MaskedLoop(nn.Module):
 
 
 class LearnedStart(nn.Module):
-    """Learned initial states, a projection of the static features added."""
+    """A GRUCell loop with a learned initial state, plus a projection of static features."""
 
     def __init__(self):
         super().__init__()
@@ -728,7 +728,7 @@ class LearnedStart(nn.Module):
 
 
 class GatedState(nn.Module):
-    """A learned gate scales the state before every step; attention pools the states."""
+    """A learned gate scales the state before every step; the head reads an attention-weighted mean of the states."""
 
     def __init__(self):
         super().__init__()

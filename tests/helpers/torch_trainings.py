@@ -1,4 +1,4 @@
-"""Trainings in torch as strangers write them, to be run with and without a watch."""
+"""Torch trainings in the style of users, to be run with and without a watch."""
 
 from contextlib import nullcontext
 
@@ -11,7 +11,7 @@ STEPS = 12
 
 
 class Reader(nn.Module):
-    """Stacked LSTM with dropout between its layers and behind them, batch statistics, a linear head."""
+    """A stacked LSTM with dropout, batch normalisation and a linear head."""
 
     def __init__(self, kind=nn.LSTM, units=6, **options):
         super().__init__()
@@ -38,7 +38,7 @@ def model_and_optimizer(make=None, seed=0, lr=1e-2):
 
 
 def train(model, optimizer, watch=None, *, epochs=2, batch=16, after_step=None, clip=None, loss=mse_loss):
-    """A plain loop over a shuffling loader; ``after_step(watch, x, y)`` runs after every step."""
+    """Train by a plain loop over a shuffling loader; ``after_step(watch, x, y)`` runs after every step."""
     x, y = data()
     loader = DataLoader(TensorDataset(x, y), batch_size=batch, shuffle=True)
     torch.manual_seed(11)

@@ -1,13 +1,12 @@
-"""Which files of rnnlens a call goes through with one thing in hand, and from which file each of them is entered.
+"""Record the files of rnnlens to which a call passes a followed object, and the files from which each is entered.
 
-What counts, exactly:
+Rules:
 
-* The thing is the value of one parameter in the body of a public function, and after that the first object of each of
-  the types that stand for it (the request that it became, the plan made of that).
-* A file is entered where a function in it is called with the thing among its arguments (also within its ``*args``),
-  and the function of ours that called it, seen through anything that is not ours, lies in another file.
-* The boundary of the adapters ends the trail: nothing below a function of ``rnnlens.adapters`` counts. Nor do methods
-  of the thing itself: to read it is to enter nothing.
+* The followed object is the value of one parameter in the body of a public function, and then the first object of each
+  of the types that replace it (the request made from it, the plan made from the request).
+* A file is entered when a function in it is called with the followed object among its arguments (also in ``*args``)
+  and the calling rnnlens function, ignoring other packages in between, is in another file.
+* Nothing below a function of ``rnnlens.adapters`` counts, and no method of the object itself.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ BOUNDARY = "adapters/"
 
 
 class Trail:
-    """The files entered, each with the files from which it was, in the order of first entry."""
+    """Files entered, in the order of first entry, each with the files from which it was entered."""
 
     def __init__(self, start: str) -> None:
         self.entered: dict[str, dict[str, None]] = {start: {}}
@@ -36,12 +35,12 @@ class Trail:
 
     @property
     def entered_twice(self) -> dict[str, list[str]]:
-        """Files that were entered from more than one other file."""
+        """Return the files that were entered from more than one other file."""
         return {file: list(callers) for file, callers in self.entered.items() if len(callers) > 1}
 
 
 def trail(call: Callable[[], Any], verb: Callable[..., Any], parameter: str, *stands_for_it: type) -> Trail:
-    """Make the call, and follow what ``verb`` is given for one of its parameters."""
+    """Make the call, and return the trail of the value that ``verb`` is given for ``parameter``."""
     code = _body(verb)
     result = Trail(_file(code.co_filename))
     followed: dict[Any, Any] = {}
@@ -76,7 +75,7 @@ def trail(call: Callable[[], Any], verb: Callable[..., Any], parameter: str, *st
 
 
 def _passes_any(frame: FrameType, followed: dict[Any, Any], stands_for_it: tuple[type, ...]) -> bool:
-    """Whether the thing is among the arguments of a call, the object of a method left out."""
+    """Return whether a followed object is among the arguments of a call, apart from ``self`` and ``cls``."""
     code = frame.f_code
     count = code.co_argcount + code.co_kwonlyargcount
     names = list(code.co_varnames[:count])
@@ -94,14 +93,14 @@ def _passes_any(frame: FrameType, followed: dict[Any, Any], stands_for_it: tuple
 
 
 def _body(verb: Callable[..., Any]) -> CodeType:
-    """The code of a function within its decorators."""
+    """Return the code of a function without its decorators."""
     while hasattr(verb, "__wrapped__"):
         verb = verb.__wrapped__
     return verb.__code__
 
 
 def _file(path: str) -> str | None:
-    """A file of rnnlens relative to its root; None for any other."""
+    """Return a file of rnnlens relative to its root; None for any other file."""
     try:
         return Path(path).relative_to(ROOT).as_posix()
     except ValueError:

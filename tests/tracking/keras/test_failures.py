@@ -1,4 +1,4 @@
-"""Whatever fails in a watch, ``fit`` returns its History; a model without ``Input`` is followed."""
+"""Failures in a Keras watch do not interrupt ``fit``; a model without ``Input`` is recorded."""
 
 import errno
 import gc
@@ -23,7 +23,7 @@ STEPS = 6
 
 
 def network():
-    """Without ``Input``: the commonest program there is."""
+    """Return a compiled LSTM without ``Input``, as most user programs define it: its first batch builds it."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.layers.LSTM(4, name="lstm"), keras.layers.Dense(1)])
     model.compile("adam", "mse")
@@ -31,7 +31,7 @@ def network():
 
 
 def network_with_input():
-    """Built before its first batch."""
+    """Return a compiled LSTM with ``Input``, which is built before its first batch."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((6, 3)), keras.layers.LSTM(4, name="lstm"), keras.layers.Dense(1)])
     model.compile("adam", "mse")
@@ -44,7 +44,7 @@ def losses(*callbacks, network=network):
 
 
 class FeedBack(keras.Model):
-    """TensorFlow's tutorial on time series: a layer warms up, and a loop over its cell goes on."""
+    """An LSTM layer for warm-up and a loop over its cell, as in TensorFlow's tutorial on time series."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ def feedback_network():
 
 
 def test_a_cell_in_a_layer_and_in_a_loop_is_followed(tmp_path):
-    """The cell's weights are listed once, with the layer."""
+    """Weights of a cell that a layer and a loop share are recorded once, under the layer's name."""
     unwatched = losses(network=feedback_network)
     watched = losses(rl.keras.Watch(tmp_path / "a.zarr", probe=(X[:5], Y[:5]), every=3), network=feedback_network)
     np.testing.assert_allclose(watched, unwatched, rtol=1e-5)
@@ -90,11 +90,11 @@ def test_a_model_without_input_is_followed(tmp_path, mode):
     assert steps[-3:] == [2, 4, 6]
     late = any("built by its first batch" in note for note in run.notes)
     if mode == "probe":
-        assert steps[0] == int(late)  # of the weights before training, or of those that the first step left
+        assert steps[0] == int(late)  # step 0, of the initial weights, is missing where they do not exist yet
 
 
 class Logger:
-    """Raises at the records whose numbers are listed, and at its end."""
+    """A logger that raises at the listed records and, optionally, when it is closed."""
 
     def __init__(self, failing, close=False):
         self.failing, self.fails_at_close, self.records = failing, close, 0
@@ -110,7 +110,7 @@ class Logger:
 
 
 def watched_losses(watch, *callbacks):
-    """Losses of a training that is watched, and the number of warnings of rnnlens."""
+    """Return the losses of a watched training and the messages of the TrackingWarnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loss_history = losses(watch, *callbacks, network=network_with_input)
@@ -143,7 +143,7 @@ def test_a_logger_that_raises_costs_its_own_records_alone(tmp_path, failing, clo
 @pytest.mark.parametrize("until", [4, None], ids=["for a while", "until the end"])
 @pytest.mark.parametrize("code", ["ENOSPC", "ESTALE", "EIO"])
 def test_a_disk_that_takes_nothing_leaves_the_history(tmp_path, monkeypatch, code, until):
-    """Disk full, a network drive that is lost."""
+    """``fit`` returns its usual losses while run files cannot be written (full disk, lost network drive, I/O error)."""
     original_set, broken, batches = LocalStore.set, [False], []
 
     async def failing(self, key, value):
@@ -164,7 +164,7 @@ def test_a_disk_that_takes_nothing_leaves_the_history(tmp_path, monkeypatch, cod
     np.testing.assert_array_equal(watched, losses(network=network_with_input))
     assert messages
     assert all("the run; training goes on" in message for message in messages)
-    assert len(messages) <= 2  # of a step, and of the end
+    assert len(messages) <= 2  # one about a step, one about closing the run
     run = rl.open(path)
     if until is None:
         assert run.steps.values.tolist() == [1, 2]
@@ -215,7 +215,7 @@ def test_a_probe_that_cannot_be_traced_is_a_gap(tmp_path, monkeypatch):
 
 
 class Saving(keras.callbacks.Callback):
-    """Saves the whole model, and copies it, in the middle of training; keeps an average of the weights."""
+    """A callback that after each step saves, reloads and clones the model, and keeps an average of its weights."""
 
     def __init__(self, path):
         super().__init__()
@@ -253,7 +253,7 @@ def test_whole_models_saved_and_copied_in_a_watch_are_models(tmp_path, direct):
         outputs = [keras.ops.convert_to_numpy(saved_model(X)) for saved_model in (loaded, copied)]
         np.testing.assert_allclose(*outputs, rtol=1e-5, atol=1e-6)
     loaded, _, _ = watched_saving.copies[-1]
-    loaded.fit(X, Y, batch_size=8, verbose=0)  # goes on without a watch
+    loaded.fit(X, Y, batch_size=8, verbose=0)  # trains without a watch
     assert rl.open(tmp_path / "a.zarr").steps.size == before == STEPS
     assert pickle.loads(pickle.dumps(loaded.get_config()))
 
@@ -289,7 +289,7 @@ def test_ctrl_c_is_recorded_as_interrupted(tmp_path, mode):
     gc.collect()
     run = rl.open(tmp_path / "a.zarr")
     assert run.ended == "interrupted"
-    late = mode == "batch" and engine() == "tensorflow"  # where the first batch makes the weights
+    late = mode == "batch" and engine() == "tensorflow"  # this batch creates the weights: not recorded
     assert run.steps.values.tolist()[-2:] == ([2] if late else [1, 2])
     assert type(model.train_function).__module__.split(".")[0] != "rnnlens"
     model.fit(X, Y, batch_size=8, verbose=0, callbacks=[watch])
@@ -298,7 +298,7 @@ def test_ctrl_c_is_recorded_as_interrupted(tmp_path, mode):
 
 def dense_and_dropout():
     keras.utils.set_random_seed(1)
-    dropout = [] if LEGACY else [keras.layers.Dropout(0.5)]  # refused in batches of tf_keras
+    dropout = [] if LEGACY else [keras.layers.Dropout(0.5)]  # dropout in batches of tf_keras is refused
     model = keras.Sequential([keras.Input((6, 3)), keras.layers.LSTM(4, name="lstm"), *dropout, keras.layers.Dense(1)])
     model.compile("adam", "mse")
     return model

@@ -1,4 +1,4 @@
-"""Code of the user's own layers is traced once for all records of a compiled training, not once for each."""
+"""User layers are traced once for all records of a compiled training, not once per record."""
 
 import keras
 import numpy as np
@@ -10,7 +10,7 @@ TRACED = []
 
 
 class Leaky(keras.layers.Layer):
-    """h_t = 0.8 h_{t-1} + tanh(W [x_t, h_{t-1}]), and a note of each time that the step's code runs."""
+    """A leaky cell, h_t = 0.8 h_{t-1} + tanh(W [x_t, h_{t-1}]), that counts how often Python runs its step."""
 
     def __init__(self, units):
         super().__init__()
@@ -38,7 +38,7 @@ class Reader(keras.Model):
 
 
 class GradientRecorder(keras.callbacks.Callback):
-    """The gradients of the trained batch, and how often user code has run by then."""
+    """A recorder of each trained batch's gradients and of how often user code has run by then."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ class GradientRecorder(keras.callbacks.Callback):
         self.runs.append(len(TRACED))
 
 
-@pytest.mark.only_on("tensorflow")  # JAX keeps what is compiled in any case
+@pytest.mark.only_on("tensorflow")  # JAX caches compiled programs in any case
 def test_later_records_run_no_user_code_and_have_the_numbers_of_fresh_runs():
     keras.utils.set_random_seed(0)
     x = np.random.default_rng(0).normal(size=(24, 6, 2)).astype("float32")
@@ -61,7 +61,7 @@ def test_later_records_run_no_user_code_and_have_the_numbers_of_fresh_runs():
     assert len(recorder.runs) == 6
     assert len(set(recorder.runs[1:])) == 1, "user code ran again"
     assert not np.allclose(recorder.records[1][1], recorder.records[5][1])
-    batch, hidden_grad, kernel_grad = recorder.records[-1]  # the training is over: these runs are traced again
+    batch, hidden_grad, kernel_grad = recorder.records[-1]  # after training: new calls trace user code
     before = len(TRACED)
     fresh_trace = batch.with_variables_before(lambda: rl.trace(model, batch.x, batch.y, training=True, seed=None))
     assert len(TRACED) > before

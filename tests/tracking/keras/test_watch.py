@@ -1,4 +1,4 @@
-"""Training that is followed is the training that there would have been, and what is told of it is what happened."""
+"""A Keras watch leaves training unchanged bit for bit, and what it records belongs to the batches that were trained."""
 
 import warnings
 
@@ -11,7 +11,7 @@ from rnnlens.errors import InputError, LayerNotFoundError, TrackingWarning, Unsu
 
 ENGINE = keras.backend.backend()
 STEPS, BATCH, EPOCHS = 6, 8, 2
-#: What is the same code on every engine is tested where nothing is compiled.
+#: Marks tests of code that is the same on every engine: the default run uses torch, which compiles nothing.
 engine_independent = pytest.mark.full if ENGINE != "torch" else lambda test: test
 
 
@@ -23,7 +23,7 @@ def data():
 
 
 def network(optimizer="adam", dropout=0.3, **options):
-    """A model of users: dropout between and inside the layers, a batch statistic, a penalty, metrics."""
+    """Return a compiled LSTM and GRU with dropout, recurrent dropout, batch normalisation, a penalty and metrics."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential(
         [
@@ -49,12 +49,12 @@ def fit(model, data, callbacks=(), **options):
 
 @pytest.fixture(scope="module")
 def unwatched_fit(data):
-    """The training that nobody follows: its variables after it, and its history."""
+    """Provide the variables and the history of a training without a watch."""
     return fit(network(), data, validation_data=data[:2])
 
 
 def small_network(**options):
-    """One layer: where each program is compiled several times over."""
+    """Return a compiled one-layer LSTM, for tests that compile several programs."""
     keras.utils.set_random_seed(1)
     lstm = keras.layers.LSTM(4, dropout=0.3, name="lstm")
     model = keras.Sequential([keras.Input((STEPS, 3)), lstm, keras.layers.Dense(1)])
@@ -63,7 +63,7 @@ def small_network(**options):
 
 
 def watch_makers(path, data):
-    """One of each kind, by name."""
+    """Return the constructors of a probe watch and of a batch watch by name."""
     x, y, _ = data
     return {
         "probe": lambda: rl.keras.Watch(path, probe=(x[:5], y[:5]), every=3, epochs=(1,)),
@@ -71,7 +71,7 @@ def watch_makers(path, data):
     }
 
 
-# Elsewhere by tests below: what is told in them, and what is heard, is of a training that stays as it is.
+# On the other engines, the tests below compare recorded gradients with the updates of an undisturbed training.
 @engine_independent
 @pytest.mark.parametrize("kind", ["probe", "batch"])
 def test_training_is_not_disturbed(kind, tmp_path, data, unwatched_fit):
@@ -97,7 +97,7 @@ def test_two_hundred_steps_are_not_disturbed(kind, tmp_path, data):
 
 
 class Weights(keras.callbacks.Callback):
-    """The trainable weights after every step."""
+    """A callback that keeps the trainable weights after every step."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ class Weights(keras.callbacks.Callback):
         self.after.append({v.path: np.array(keras.ops.convert_to_numpy(v)) for v in self.model.trainable_variables})
 
 
-#: Where each weight lies that gradients are held against: the end of its path, its shape by gate.
+#: By name of a gradient: the end of its weight's path, and the weight's shape with gates on an axis of their own.
 KERNELS = {
     "lstm/kernel": ("lstm/lstm_cell/kernel", (3, 4, 5)),
     "gru/recurrent_kernel": ("gru/gru_cell/recurrent_kernel", (4, 3, 4)),
@@ -119,7 +119,7 @@ RATE = 0.5
 
 
 def check_weight_updates(model, data, tolerance=1e-5, rate=RATE):
-    """Train by plain descent; every weight moves by the gradient of the very batch: its masks, weights, statistics."""
+    """Check after every SGD step that each weight moved by -rate times its gradient recorded for that batch."""
     recorded, weights = [], Weights()
 
     def record(batch):
@@ -142,7 +142,7 @@ def test_the_gradients_are_those_that_the_optimizer_took(data):
     check_weight_updates(network(keras.optimizers.SGD(RATE)), data)
 
 
-#: As users compile; torch's compiler takes minutes for a layer, and is left out there.
+#: Ways in which users compile; torch's compiler takes minutes for one layer and is left out.
 COMPILED = {
     "op by op": {"run_eagerly": True},
     "jit_compile=False": {"jit_compile": False},
@@ -154,7 +154,7 @@ COMPILED = {
 @pytest.mark.product(keep=() if ENGINE == "torch" else ("jit_compile=True",))
 @pytest.mark.parametrize("compile_mode", COMPILED)
 def test_however_the_step_is_compiled(compile_mode, data):
-    """On TensorFlow a compiled step draws masks of its own, so that a model with dropout is refused there."""
+    """Recorded gradients match the updates of eager and compiled steps (XLA on TensorFlow: only without dropout)."""
     same_masks = ENGINE == "jax" or compile_mode != "jit_compile=True"
     model = network(keras.optimizers.SGD(RATE), dropout=0.3 if same_masks else 0.0, **COMPILED[compile_mode])
     check_weight_updates(model, data)
@@ -163,7 +163,7 @@ def test_however_the_step_is_compiled(compile_mode, data):
 
 
 if ENGINE != "jax":
-    # torch's compiler warns of what it imports itself.
+    # torch's compiler causes this warning by its own imports.
     @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
     def test_masks_that_only_a_compiled_step_can_draw_are_refused(data):
         model = network(jit_compile=True)
@@ -182,8 +182,8 @@ def half_policy(request):
 @pytest.mark.one_engine("jax", "torch")
 @pytest.mark.product(keep=("mixed_float16",))
 def test_half_precision_is_that_of_the_step(half_policy, data):
-    """The scale on the loss is not in what is told; what rounding in half precision leaves is."""
-    rate = 0.02  # a step whose scaled gradients overflow is skipped, and moves nothing
+    """Recorded gradients in half precision match the updates within rounding; the loss scale is divided out."""
+    rate = 0.02  # a step whose scaled gradients overflow is skipped and changes no weight
     sgd = keras.optimizers.SGD(rate)
     scaled_sgd = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rate), initial_scale=256.0)
     check_weight_updates(
@@ -202,7 +202,7 @@ def test_training_in_half_precision_is_not_disturbed(half_policy, tmp_path, data
 
 
 class Penalised(keras.Model):
-    """A step of somebody's own around Keras' step."""
+    """A model with its own ``train_step``, which calls that of Keras."""
 
     def train_step(self, *args):
         return super().train_step(*args)
@@ -218,7 +218,7 @@ def test_a_step_of_ones_own(data):
 
 @engine_independent
 def test_batches_of_a_generator_and_weights_of_classes(tmp_path):
-    """What the step was fed: ``class_weight`` is among the sample weights, whatever hands out the batches."""
+    """``class_weight`` enters the recorded gradients as sample weights, and batches may come from a generator."""
     rng = np.random.default_rng(1)
     x, labels = rng.normal(size=(16, STEPS, 3)).astype("float32"), np.arange(16) % 3
     cost = {0: 1.0, 1: 3.0, 2: 0.5}
@@ -258,7 +258,7 @@ def test_batches_of_a_generator_and_weights_of_classes(tmp_path):
 
 @engine_independent
 def test_an_end_before_its_time(tmp_path, data):
-    """Early stopping is named; an error and Ctrl-C leave what was written readable, and the model its own step."""
+    """Early stopping is recorded as "stopped"; after Ctrl-C the run can be read and the model can train again."""
     early = keras.callbacks.EarlyStopping(monitor="loss", min_delta=100.0, patience=0)
     fit(network(), data, [rl.keras.Watch(tmp_path / "a.zarr", batches=2), early], epochs=9)
     run = rl.open(tmp_path / "a.zarr")
@@ -289,7 +289,7 @@ def test_a_note_is_written_once(tmp_path, data):
 
 
 def test_direct_total_and_gates_are_of_that_batch(data):
-    """Without dropout a batch can be traced by itself: from the weights that it found."""
+    """Recorded gradients and gates equal ``rl.trace`` of the batch with the weights before the step (no dropout)."""
     x, y, _ = data
     records = []
 
@@ -300,7 +300,7 @@ def test_direct_total_and_gates_are_of_that_batch(data):
     fit(model, data, [rl.keras.Watch(batches=lambda step, epoch: step == 1, on_batch=record)])
     ((trace, batch_x),) = records
     rows = [int(np.flatnonzero((x == row).all((1, 2)))[0]) for row in batch_x]
-    assert rows != sorted(rows)  # shuffled
+    assert rows != sorted(rows)  # fit has shuffled the rows
     with rl.options(certify="never"):
         reference = rl.trace(twin, x[rows], y[rows], sample_weight=data[2][rows], training=True)
     assert trace.loss == pytest.approx(reference.loss, rel=1e-5)
@@ -320,7 +320,7 @@ if ENGINE == "torch":
 if ENGINE == "tensorflow":
 
     def test_a_strategy_of_tensorflow(tmp_path, data):
-        """A batch that is dealt to replicas is refused by name, before anything is trained; a probe changes nothing."""
+        """Under a tf.distribute strategy, recording batches is refused before training; a probe changes nothing."""
         import tensorflow as tf
 
         def distributed_network(**options):
@@ -342,7 +342,7 @@ if ENGINE == "tensorflow":
         assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == [0, 4, 8]
 
     def test_the_step_that_tells_direct_gradients_is_compiled_once(data):
-        """A later training, of another watch, runs the program of the first; a model compiled anew has its own."""
+        """With ``direct=``, a second watch reuses the compiled training step; ``model.compile`` makes a new one."""
         model, traces = small_network(), []
         step = model.train_step
         model.train_step = lambda batch: (traces.append(1), step(batch))[1]
@@ -387,7 +387,7 @@ if ENGINE != "torch":
 
 
 def test_direct_gradients_from_the_step_itself(data, unwatched_fit):
-    """They are those of the batch traced again, where nothing was heard; and no number of the training moves."""
+    """Gradients captured in the step by ``direct=`` equal those of a replay, and training is unchanged bit for bit."""
     pairs = []
 
     def record(batch):
@@ -572,7 +572,7 @@ def test_what_cannot_begin_leaves_the_model_and_the_run(tmp_path, data):
 @engine_independent
 def test_a_report_that_cannot_be_written_does_not_end_training(tmp_path, data, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "nonfinite.nc").mkdir()  # in the way of the report
+    (tmp_path / "nonfinite.nc").mkdir()  # a folder at the report's path, so that saving fails
     x, y, weight = data
     broken = np.array(x)
     broken[0, 0, 0] = np.nan

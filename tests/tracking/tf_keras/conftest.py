@@ -1,4 +1,4 @@
-"""``tf_keras``, without Keras 3."""
+"""Settings: TensorFlow uses ``tf_keras`` (Keras 2) instead of Keras 3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same watch follows ``fit`` of tf_keras, whose dropout cannot be drawn again."""
+"""The Keras watch records ``fit`` of tf_keras; layers with dropout are refused because masks cannot be drawn again."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ RATE = 0.5
 
 
 class Kernels(tf_keras.callbacks.Callback):
-    """The kernel of the first layer after every step."""
+    """A callback that keeps the first layer's kernel after every step."""
 
     def __init__(self):
         super().__init__()
@@ -25,7 +25,7 @@ class Kernels(tf_keras.callbacks.Callback):
 
 
 class Shifted(tf_keras.__internal__.layers.BaseRandomLayer):
-    """Data moved by chance, as layers for augmentation do."""
+    """A layer that adds a random shift in training, as augmentation layers do."""
 
     def call(self, x, training=None):
         return x + self._random_generator.random_uniform((1,)) if training else x
@@ -76,7 +76,7 @@ def test_so_is_a_layer_that_draws_without_a_rate():
 
 
 def test_a_record_of_a_short_batch_traces_no_graph(tmp_path, monkeypatch):
-    """Tracing a graph takes seconds, at each record anew."""
+    """Recording a step of an 8-sample batch traces no TensorFlow graph, which would take seconds per record."""
     from rnnlens.autodiff import tensorflow
 
     traced = []

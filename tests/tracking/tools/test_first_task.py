@@ -1,4 +1,4 @@
-"""A new user's Lightning module with a TensorBoard logger, followed as docs/following-training.md shows."""
+"""A Lightning module with a TensorBoard logger is recorded by the program of docs/following-training.md."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import nn
 
 import rnnlens as rl
 
-#: Lightning's own warnings of its loader, and of torch's trees.
+#: Warnings that Lightning itself causes: about its data loader, and about torch's pytree module.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),

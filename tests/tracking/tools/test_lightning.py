@@ -1,4 +1,4 @@
-"""Lightning's own trainer, followed by a callback, under both of the names that the package has."""
+"""The Lightning callback records training under both package names, ``lightning.pytorch`` and ``pytorch_lightning``."""
 
 import importlib
 
@@ -14,10 +14,10 @@ import rnnlens as rl
 from rnnlens.errors import TrackingWarning
 
 pytestmark = [
-    # Lightning advises on the number of workers of a loader, and on what a GPU would do.
+    # Lightning recommends more data-loader workers and the use of a GPU.
     pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*GPU available but not used:UserWarning"),
-    # Lightning 2.6 asks torch's trees in a way that torch 2.13 has replaced.
+    # Lightning 2.6 uses a call of torch's pytree module that torch 2.13 deprecates.
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
 ]
 
@@ -91,7 +91,7 @@ def test_training_is_not_disturbed(package, tmp_path, probe):
 @pytest.mark.full
 @pytest.mark.parametrize("options", [{"probe": data(8, seed=4), "loss": "mse"}, {}], ids=["probe", "batch"])
 def test_two_hundred_steps(tmp_path, options):
-    """With metrics of the user, and a callback that looks at every batch and draws random numbers of its own."""
+    """200 steps are unchanged bit for bit, with user metrics and a callback that draws random numbers."""
     import lightning.pytorch as package
 
     class LossRecorder(package.Callback):
@@ -115,7 +115,7 @@ def test_two_hundred_steps(tmp_path, options):
 
 
 def test_what_the_trainer_did_is_what_is_recorded(tmp_path):
-    """The loss, accumulated and clipped gradients of a batch, as Lightning's own events show them."""
+    """The recorded loss and the accumulated, clipped gradients equal those that Lightning's callbacks see."""
     import lightning.pytorch as package
 
     grad_norms = []
@@ -139,7 +139,7 @@ def test_what_the_trainer_did_is_what_is_recorded(tmp_path):
 
 
 def test_of_two_optimizers_the_one_that_moves_the_recurrent_layer_counts(tmp_path):
-    """And the norm of the gradient is that of its weights, whatever the other one, which is named first, holds."""
+    """Steps and gradient norm are those of the optimizer with the recurrent weights, also if it is listed second."""
     import lightning.pytorch as package
 
     norms = []
@@ -248,7 +248,7 @@ def test_the_first_batch_that_is_not_finite_is_written(tmp_path, called_module):
     assert incident.step == 3
     np.testing.assert_array_equal(incident.x, x[32:48].numpy())
     np.testing.assert_array_equal(incident.y, y[32:48].numpy())
-    trained = dict(model.named_parameters())  # statistics of batches have moved with the forward pass
+    trained = dict(model.named_parameters())  # buffers excluded: the forward pass updated the batch statistics with NaN
     assert all(np.isfinite(incident.weights[name]).all() for name in trained)
     assert np.isnan(incident.loss)
     if called_module == "the module itself":

@@ -1,4 +1,4 @@
-"""Records in TensorBoard, Weights & Biases and MLflow, read back by their own readers; nothing leaves the machine."""
+"""Records written to TensorBoard, Weights & Biases and MLflow are read back by their own readers, without a network."""
 
 import json
 import struct
@@ -60,7 +60,7 @@ def test_tensorboard(tmp_path, logger_kind):
     writer = None if logger_kind == "name" else SummaryWriter(str(tmp_path / "a"))
     write_records({"writer": writer, "list": [writer], "name": "tensorboard"}[logger_kind], tmp_path / "a")
     if writer is not None:
-        writer.add_scalar("mine", 1.0, 7)  # a writer of the user's is still open
+        writer.add_scalar("mine", 1.0, 7)  # a writer made by the user is still open
         writer.close()
     events = read_events(tmp_path / "a")
     loss = events.Scalars("rnnlens/probe/loss")
@@ -83,7 +83,7 @@ def test_tensorboard(tmp_path, logger_kind):
 
 
 def test_the_film_says_when_and_where():
-    """Brightest at the peak of each record, black where there is nothing; the first record on top."""
+    """The film image has a row per record, the first on top: brightest at its peak in time, black where it is zero."""
     from rnnlens.tracking.loggers import Film
 
     film = Film()
@@ -116,11 +116,11 @@ def wandb(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield wandb
     wandb.finish()
-    wandb.teardown()  # the next one reads its settings anew
+    wandb.teardown()  # the next initialisation reads its settings anew
 
 
 def log_chunks(data):
-    """Records of LevelDB's log format, in which W&B keeps a run: blocks of 32 KiB, a header of 7 bytes per piece."""
+    """Yield records of LevelDB's log format, used in W&B run files: blocks of 32 KiB, a 7-byte header per piece."""
     position, chunk = 7, b""
     while position + 7 <= len(data):
         remaining = 32768 - position % 32768
@@ -130,17 +130,17 @@ def log_chunks(data):
         _, size, kind = struct.unpack("<IHB", data[position : position + 7])
         chunk += data[position + 7 : position + 7 + size]
         position += 7 + size
-        if kind in (1, 4):  # whole, or the last piece
+        if kind in (1, 4):  # a whole record, or its last piece
             yield chunk
             chunk = b""
 
 
 def read_rows(folder):
-    """What W&B has written to its own file, row by row."""
+    """Return the history rows of W&B's own run file."""
     import wandb
     from wandb.proto import wandb_internal_pb2
 
-    wandb.teardown()  # its service has written everything once it has ended
+    wandb.teardown()  # W&B's service has written everything once it has ended
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     rows = []
     for chunk in log_chunks(path.read_bytes()):
@@ -153,7 +153,7 @@ def read_rows(folder):
 
 def test_wandb_by_name(wandb, tmp_path):
     write_records("wandb", tmp_path)
-    assert wandb.run is None  # a run that was begun here is over
+    assert wandb.run is None  # a run that the logger started has ended
     loss_rows = [row for row in read_rows(tmp_path) if "rnnlens/probe/loss" in row]
     assert [row["rnnlens/step"] for row in loss_rows] == [0, 50, 100]
     assert [row["rnnlens/probe/loss"] for row in loss_rows] == [2.0, 1.5, 1.0]
@@ -163,7 +163,7 @@ def test_wandb_by_name(wandb, tmp_path):
 
 @pytest.mark.parametrize("numbered", [False, True])
 def test_wandb_leaves_the_rows_of_its_user_alone(wandb, tmp_path, numbered):
-    """Somebody who logs by epoch, with steps of their own, loses nothing; and is told what W&B cannot show."""
+    """Rows that the user logs to the same W&B run are kept; a warning counts the records that W&B drops."""
     run = wandb.init()
     (sink,) = sinks(run, tmp_path)
     training_records = list(records())
@@ -176,7 +176,7 @@ def test_wandb_leaves_the_rows_of_its_user_alone(wandb, tmp_path, numbered):
     run.finish()
     rows = read_rows(tmp_path)
     assert [row["accuracy"] for row in rows if "accuracy" in row] == [0.5, 1.5]
-    # A row with a number of its own is open until the next one.
+    # A row with an explicit step stays open until the next step is logged.
     assert [row["rnnlens/step"] for row in rows if "rnnlens/probe/loss" in row] == [100] * (1 if numbered else 2)
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face's own Trainer, followed by a callback."""
+"""The Hugging Face callback records trainings by ``transformers.Trainer``."""
 
 import warnings
 
@@ -13,13 +13,13 @@ import rnnlens as rl
 from rnnlens.errors import TrackingWarning
 
 pytestmark = [
-    # The Trainer asks its loader to pin memory, which without a GPU torch warns of.
+    # The Trainer pins memory in its data loader; without a GPU torch warns of it.
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
 ]
 
 
 class Model(nn.Module):
-    """As the Trainer wants it: labels in, loss and predictions out."""
+    """A stacked LSTM with the Trainer's interface: takes labels, returns loss and logits."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +86,7 @@ def test_training_is_not_disturbed(tmp_path, probe):
 @pytest.mark.full
 @pytest.mark.parametrize("probe", [False, True], ids=["batch", "probe"])
 def test_two_hundred_steps(tmp_path, probe):
-    """With a metric of the user on other data, and a callback that draws random numbers of its own."""
+    """200 steps are unchanged bit for bit, with a user metric and a callback that draws random numbers."""
 
     class BiasRecorder(TrainerCallback):
         def __init__(self):
@@ -133,7 +133,7 @@ def test_what_the_trainer_did_is_what_is_recorded(tmp_path):
 
 
 def test_a_restored_training_goes_on(tmp_path):
-    """From the checkpoint of step 6: what was recorded of weights behind it is recorded anew."""
+    """Resuming from the checkpoint of step 6 discards the record of step 8 and records steps 8, 10 and 12 again."""
     options = {"save_strategy": "steps", "save_steps": 6}
     train(tmp_path / "t", [rl.transformers.Watch(tmp_path / "a.zarr", every=2)], num_train_epochs=2, **options)
     assert rl.open(tmp_path / "a.zarr").steps.values.tolist() == [2, 4, 6, 8]
@@ -174,13 +174,13 @@ def test_silence_says_why(tmp_path):
 
 @pytest.mark.parametrize("probe", [False, True], ids=["report alone", "when there is a probe"])
 def test_the_first_batch_that_is_not_finite_is_written(tmp_path, probe):
-    """With the weights that it met, and where it begins; the loss is the one that the model itself returns."""
+    """The first batch with a NaN is saved with the weights before it, the model's own loss and where the NaN begins."""
     x, y = data(8, seed=4)
     probe_options = {"probe": {"x": x, "labels": y}} if probe else {}
     watch = rl.transformers.Watch(tmp_path / "a.zarr", every=2 * probe, on_nonfinite="report", **probe_options)
     options = {"broken": 40, "num_train_epochs": 1, "lr_scheduler_type": "constant"}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TrackingWarning)  # a probe of weights that are NaN
+        warnings.simplefilter("ignore", TrackingWarning)  # the probe is traced with weights that are NaN
         train(tmp_path / "t", [watch], **options)
     incident = rl.open(tmp_path / "a.nonfinite.nc")
     assert np.isnan(incident.loss)

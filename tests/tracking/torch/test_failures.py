@@ -1,4 +1,4 @@
-"""Whatever fails in a watch, training goes on, one warning says what is missing, and the model stays a model."""
+"""Failures in a torch watch do not stop training: one warning names the missing records; the model can be copied."""
 
 import copy
 import io
@@ -35,7 +35,7 @@ def data():
 
 
 def train(make_watch=None, before_step=None, penalty=None):
-    """Losses of a short training, alone or watched; and the watch."""
+    """Return the losses of a short training, with a watch if ``make_watch`` is given, and the watch or None."""
     torch.manual_seed(0)
     model, (x, y) = Reader(), data()
     optimizer = torch.optim.Adam(model.parameters())
@@ -64,7 +64,7 @@ def train(make_watch=None, before_step=None, penalty=None):
 
 
 class Logger:
-    """Raises at the records whose numbers are named, and at its end."""
+    """A logger that raises at the listed records and, optionally, when it is closed."""
 
     def __init__(self, failing, close=False):
         self.failing, self.fails_at_close, self.records = failing, close, 0
@@ -146,7 +146,7 @@ def test_a_folder_that_is_gone_is_said_once(tmp_path, removal):
 @pytest.mark.parametrize("until", [4, None], ids=["for a while", "until the end"])
 @pytest.mark.parametrize("code", ["ENOSPC", "ESTALE", "EIO"])
 def test_a_disk_that_takes_nothing(tmp_path, monkeypatch, until, code):
-    """Disk full, a network drive that is lost."""
+    """Training continues while run files cannot be written (full disk, lost network drive, I/O error)."""
     import errno
     import os
 
@@ -205,7 +205,7 @@ def test_what_on_batch_raises_is_the_users(tmp_path):
 
 
 def copies(model, x):
-    """Copies of a model in all the ways that people make them, each with what it returns."""
+    """Yield copies of a model by deepcopy, pickle, torch.save, AveragedModel and torch.jit.trace."""
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
@@ -214,8 +214,8 @@ def copies(model, x):
     yield torch.load(buffer, weights_only=False)
     yield torch.optim.swa_utils.AveragedModel(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of what it traces
-        yield torch.jit.trace(model, x, check_trace=False)  # a check runs the model itself once more
+        warnings.simplefilter("ignore")  # warnings of torch.jit
+        yield torch.jit.trace(model, x, check_trace=False)  # a check would run the model once more
 
 
 def test_copies_of_a_watched_model_carry_no_hooks(tmp_path):
@@ -226,7 +226,7 @@ def test_copies_of_a_watched_model_carry_no_hooks(tmp_path):
         for copied in copies(model, x):
             out = copied(x)
             torch.testing.assert_close(out, model.head(nn.LSTM.forward(model.lstm, x)[0][:, -1]))
-            if not isinstance(copied, torch.jit.ScriptModule):  # that has the weights of the model itself
+            if not isinstance(copied, torch.jit.ScriptModule):  # a traced module shares the model's weights
                 mse_loss(out, y).backward()
         assert watch._capture.forward_calls == before
 
@@ -256,7 +256,7 @@ def test_nothing_holds_the_users_locals(tmp_path):
 
 
 def test_a_gradient_penalty_is_refused_by_name(tmp_path):
-    """What arrives at a layer in a double backward pass is no gradient of the loss alone."""
+    """Steps with a gradient penalty are not recorded: their double backward pass adds other gradients to the loss's."""
     path = tmp_path / "a.zarr"
     message = r"create_graph=True.*gradient at \w+ is not that of the loss alone; use a probe instead \(3 times\)"
     with pytest.warns(TrackingWarning, match=message):

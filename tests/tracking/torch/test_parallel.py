@@ -1,4 +1,4 @@
-"""Two processes that train together: the first writes, and says so; what was averaged is named as averaged."""
+"""In two DistributedDataParallel processes rank 0 records, and notes name averaged gradients as averaged."""
 
 import os
 import subprocess
@@ -89,6 +89,6 @@ def test_own_and_averaged_gradients(folder):
 
 
 def test_training_together_is_not_disturbed(folder):
-    """Every sample weighs the same, so that two processes train as one does on all of them."""
+    """Watched DistributedDataParallel training leaves equal weights in both processes."""
     first, second = (torch.load(folder / f"rank{rank}.pt")["weights"] for rank in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,4 +1,4 @@
-"""Models and loops as strangers write them: captured gradients are compared with ``torch.autograd`` of a copy."""
+"""Gradients captured from varied user models and training loops equal those of ``torch.autograd`` on a copy."""
 
 import copy
 from contextlib import nullcontext
@@ -17,7 +17,7 @@ from rnnlens.errors import TrackingWarning, UnsupportedError
 
 
 class Packed(nn.Module):
-    """Sentences of unlike length, not sorted."""
+    """A bidirectional GRU on packed, unsorted sequences of different lengths."""
 
     lengths = torch.tensor([5, 12, 3, 9])
 
@@ -33,7 +33,7 @@ class Packed(nn.Module):
 
 
 class LastState(nn.Module):
-    """Time first; what is above reads the last state of the upper layer, not the output."""
+    """A time-first stacked LSTM whose loss reads only the last h and c of the upper layer."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class LastState(nn.Module):
 
 
 class Translator(nn.Module):
-    """An encoder hands its states to a decoder, deep inside other modules."""
+    """An encoder LSTM, nested in ModuleDict and ModuleList, that passes its final state to a decoder."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ class Translator(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """The layer runs again in the backward pass, to save memory."""
+    """An LSTM under activation checkpointing: it runs again in the backward pass."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ class Checkpointed(nn.Module):
 
 
 class Tuned(nn.Module):
-    """Weights that are computed from others, a frozen layer below, in-place work above."""
+    """An RNN with weight normalisation (computed weights), a frozen GRU below it and in-place operations above it."""
 
     def __init__(self):
         super().__init__()
@@ -91,14 +91,14 @@ MODELS = [Packed, LastState, Translator, Checkpointed, Tuned]
 
 
 def twin_of(model):
-    """The same weights in a model of its own: one that ran with computed weights cannot be copied."""
+    """Return a new model with the same weights; deepcopy fails once a model has run with computed weights."""
     twin = type(model)()
     twin.load_state_dict(model.state_dict())
     return twin
 
 
 def train_watched(model, x, y, steps=2, path=None):
-    """The last captured batch, and a copy of the model from before its update."""
+    """Return the last captured batch and a copy of the model from before that batch's update."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
     with rl.torch.watch(model, path, every=1) as watch:
         for _ in range(steps):
@@ -142,7 +142,7 @@ def test_a_direct_gradient_is_that_of_torch():
 
 
 def test_truncated_backpropagation():
-    """Chunks of one sequence: states go on detached, every chunk is a step; and undetached, two chunks in one step."""
+    """Each chunk with a detached state is one step; two chunks with an undetached state are two calls in one step."""
     torch.manual_seed(0)
     rnn, head = nn.LSTM(3, 5, batch_first=True), nn.Linear(5, 1)
     model = nn.ModuleDict({"rnn": rnn, "head": head})
@@ -188,7 +188,7 @@ def test_a_step_that_a_loss_scale_skips_is_none():
 
 @pytest.mark.usefixtures("bfloat16_lstm")
 def test_autocast_and_a_loss_scale_at_once(tmp_path):
-    """What is recorded is of the loss itself: as torch and ``rl.gradients`` have it in the same half precision."""
+    """Recorded gradients are those of the unscaled loss, as torch and ``rl.gradients`` compute them in bfloat16."""
     torch.manual_seed(0)
     model, (x, y) = Reader(), data(8)
     model.dropout.p = 0.0
@@ -212,7 +212,7 @@ def test_autocast_and_a_loss_scale_at_once(tmp_path):
     with half:
         grads = torch.autograd.grad(mse_loss(before(x), y), list(before.parameters()))
         gradients = rl.gradients(before, x, y, loss=mse_loss, wrt=names, training=True)
-    assert gradients.certificate.state == "passed"  # within what rounding in half precision explains
+    assert gradients.certificate.state == "passed"  # passes within the rounding error of half precision
     captured = batch["lstm"].output_grad, batch["lstm"].hidden_grad, batch.weights["lstm"].recurrent_kernel_grad
     for name, actual in zip(names, captured, strict=True):
         reference = gradients[name].values.reshape(actual.shape)
@@ -224,7 +224,7 @@ def test_autocast_and_a_loss_scale_at_once(tmp_path):
 
 
 class Loud(nn.LSTM):
-    """A layer of its own making: what it returns is not what torch's kernel does."""
+    """An LSTM subclass that scales its output, so that it differs from torch's kernel."""
 
     def forward(self, x):
         sequence, state = super().forward(x)
@@ -257,7 +257,7 @@ def test_gradients_of_an_earlier_step_are_named():
     model, (x, y) = Reader(), data(8)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with rl.torch.watch(model, every=1) as watch:
-        for _ in range(2):  # nobody sets them to zero
+        for _ in range(2):  # without zero_grad()
             mse_loss(model(x), y).backward()
             optimizer.step()
     assert any("not zeroed" in note for note in watch.latest.notes)
@@ -284,7 +284,7 @@ def test_a_fused_optimizer_unscales_by_itself():
 
 
 class CellLoop(nn.Module):
-    """Cells in a loop below a fused layer: the state goes on, and every state is read by what is above."""
+    """An LSTMCell in a loop, below a fused LSTM that reads every state."""
 
     kind = nn.LSTMCell
 
@@ -309,7 +309,7 @@ class RNNLoop(CellLoop):
 
 
 class Decoder(nn.Module):
-    """Two cells, one above the other, that start from learned states; the last states alone are read."""
+    """Two stacked cells with learned initial states; the loss reads only the last states."""
 
     def __init__(self):
         super().__init__()
@@ -326,7 +326,7 @@ class Decoder(nn.Module):
 
 
 class Attentive(nn.Module):
-    """What the cell is fed depends on the state that it was in."""
+    """A GRUCell with attention: its input depends on its previous state."""
 
     def __init__(self):
         super().__init__()
@@ -343,7 +343,7 @@ class Attentive(nn.Module):
 
 @pytest.mark.parametrize("make", [CellLoop, GRULoop, RNNLoop, Decoder, Attentive])
 def test_cells_in_a_loop_are_captured(make):
-    """Direct gradients of h and c, and all that a replay makes of them, as a trace of the weights before has them."""
+    """Direct gradients of h and c and all replayed quantities equal ``rl.trace`` with the weights before the update."""
     torch.manual_seed(0)
     model, (x, y) = make(), data(4)
     batch, before = train_watched(model, x, y)
@@ -368,7 +368,7 @@ def test_cells_in_a_loop_are_captured(make):
 
 
 class Chunked(CellLoop):
-    """The state goes on, detached in the middle."""
+    """A cell loop that detaches its state in the middle."""
 
     def forward(self, x):
         state, total = None, 0.0
@@ -379,7 +379,7 @@ class Chunked(CellLoop):
 
 
 class Masked(CellLoop):
-    """Samples of unlike length: the state is mixed with the one before at every step."""
+    """A GRUCell loop with padding: samples that have ended keep their state, by ``torch.where`` at every step."""
 
     kind = nn.GRUCell
 
@@ -393,7 +393,7 @@ class Masked(CellLoop):
 
 
 class Fed(CellLoop):
-    """The state is the next input as well."""
+    """A GRUCell loop whose input is its own state."""
 
     def __init__(self):
         super().__init__()
@@ -406,7 +406,7 @@ class Fed(CellLoop):
 
 
 class Own(nn.Module):
-    """A cell of somebody's own."""
+    """A user-written recurrent cell."""
 
     def __init__(self):
         super().__init__()
@@ -451,7 +451,7 @@ def test_a_loop_in_pieces_is_captured_and_what_is_not_is_named():
 
 
 def test_a_loop_of_cells_trains_as_it_would(tmp_path):
-    """Bit for bit; and a validation in between leaves nothing alive."""
+    """Watched and unwatched weights are equal bit for bit; a forward pass without backward is not counted."""
     trainings = []
     for path in (None, tmp_path / "a.zarr"):
         torch.manual_seed(0)
@@ -462,7 +462,7 @@ def test_a_loop_of_cells_trains_as_it_would(tmp_path):
             for _ in range(20):
                 optimizer.zero_grad()
                 mse_loss(model(x), y).backward()
-                model(x)  # nobody differentiates it
+                model(x)  # no backward pass through this call
                 optimizer.step()
         trainings.append(model)
     assert same_weights(*trainings)
@@ -473,7 +473,7 @@ def test_a_loop_of_cells_trains_as_it_would(tmp_path):
 
 
 class Adversaries(nn.Module):
-    """Two networks that train against each other, each with an optimizer of its own."""
+    """A generator (maker) and a discriminator (judge), each with its own optimizer."""
 
     def __init__(self):
         super().__init__()
@@ -493,7 +493,7 @@ class Adversaries(nn.Module):
         return mse_loss(self.judged(self.make(noise)), torch.ones(len(noise), 1))
 
     def train_against(self, path=None, followed="judge", steps=3):
-        """Weights before the last step of the one that is followed; the captured batch."""
+        """Train both; return the captured batches and a copy with the weights before the last step of ``followed``."""
         judge = torch.optim.Adam([*self.judge.parameters(), *self.verdict.parameters()], 1e-2)
         maker = torch.optim.Adam([*self.maker.parameters(), *self.made.parameters()], 1e-2)
         x, noise = data(8)[0], data(8, seed=9)[0]
@@ -516,7 +516,7 @@ class Adversaries(nn.Module):
 
 @pytest.mark.parametrize("followed", ["judge", "maker"])
 def test_two_optimizers_with_backward_passes_of_their_own(tmp_path, followed):
-    """Each step that counts shows the backward pass that it was taken from, not that of the other optimizer."""
+    """Each recorded step shows its own optimizer's backward pass, not that of the other optimizer."""
     torch.manual_seed(0)
     model, unwatched = Adversaries(), Adversaries()
     unwatched.load_state_dict(model.state_dict())
@@ -541,13 +541,13 @@ def test_two_optimizers_with_backward_passes_of_their_own(tmp_path, followed):
     opponent = {"judge": "maker", "maker": "judge"}[followed]
     assert (f"{opponent}/weight_grad_norm/recurrent_kernel" in norms) == (
         followed == "maker"
-    )  # its pass goes through both
+    )  # the maker's backward pass goes through both networks
     notes = rl.open(tmp_path / "a.zarr").notes
     assert any("Another optimizer stepped in between" in note for note in notes) == (followed == "judge")
 
 
 def test_a_training_that_goes_on_in_evaluation_mode_is_named(tmp_path):
-    """Nobody called model.train() after the validation: some batches are there, and why the others are not is said."""
+    """If ``model.train()`` is missing after a validation, a warning says why the later batches are not recorded."""
     torch.manual_seed(0)
     model, (x, y) = Reader(), data(8)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -564,7 +564,7 @@ def test_a_training_that_goes_on_in_evaluation_mode_is_named(tmp_path):
 
 
 def test_a_layer_in_evaluation_mode_within_a_training():
-    """Its dropout does not act: neither in the step nor in the replay."""
+    """A layer in evaluation mode applies no dropout, neither in the training step nor in the replay."""
     torch.manual_seed(0)
     model, (x, y) = Reader(num_layers=2, dropout=0.5), data(8)
     model.dropout.p = 0.0

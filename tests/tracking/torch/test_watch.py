@@ -1,4 +1,4 @@
-"""A plain loop in torch is followed: nothing of it changes, and captured gradients are those of torch."""
+"""A torch watch leaves a plain training loop unchanged; its captured gradients equal those of ``torch.autograd``."""
 
 import copy
 import warnings
@@ -52,7 +52,7 @@ def test_two_hundred_steps(tmp_path, options):
 
 
 def torch_gradients(model, x, y, loss):
-    """dL by the output of every recurrent module and by all weights, from torch alone, in the mode of training."""
+    """Return dL/d(output of the recurrent module) and dL/d(weights by name) by autograd, in training mode."""
     twin = copy.deepcopy(model)
     twin.train()
     outputs = []
@@ -114,7 +114,7 @@ def test_the_batch_that_was_trained_on(kind):
 
 
 def test_every_number_of_the_replay_is_that_of_the_step():
-    """Without anything random: ``rl.trace`` of the weights before the update says the same."""
+    """Without randomness, all replayed quantities equal ``rl.trace`` with the weights before the update."""
     model, optimizer = model_and_optimizer(lambda: Reader(num_layers=2), lr=0.05)
     model.dropout.p = 0.0
     x, y = data(16)
@@ -173,7 +173,7 @@ def test_a_second_training_goes_on_in_the_same_run(tmp_path):
 
 
 def test_a_validation_is_no_training():
-    """Somebody looks at a validation batch between the backward pass and the step, also at its gradients."""
+    """Validation passes between backward and step, also with gradients, are not captured."""
     model, optimizer = model_and_optimizer()
     (x, y), (xv, yv) = data(16), data(8, seed=9)
     with rl.torch.watch(model, every=1) as watch:
@@ -186,7 +186,7 @@ def test_a_validation_is_no_training():
             with torch.no_grad():
                 model(xv)
             model.train()
-            model(xv)  # a forward that nobody differentiates
+            model(xv)  # a forward pass without backward
             optimizer.step()
     assert list(watch.latest) == ["lstm[1]"]
     assert watch.latest["lstm[1]"].output_grad.sizes["sample"] == 16
@@ -317,7 +317,7 @@ def test_a_scale_on_the_loss_is_divided_out():
 
 
 class Worded(nn.Module):
-    """A table of words with sparse gradients, below a recurrent layer."""
+    """An embedding with sparse gradients below an LSTM."""
 
     def __init__(self):
         super().__init__()
@@ -329,7 +329,7 @@ class Worded(nn.Module):
 
 
 def one_step(model, x, loss, **options):
-    """One step of plain gradient descent, watched."""
+    """Take one watched step of plain SGD; return the watch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with rl.torch.watch(model, every=1, **options) as watch:
         value = loss(model(x))
@@ -383,7 +383,7 @@ def test_the_loss_is_one_number():
 
 def test_what_cannot_be_reported_does_not_end_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "nonfinite.nc").mkdir()  # in the way of the report
+    (tmp_path / "nonfinite.nc").mkdir()  # a folder at the report's path, so that saving fails
     x = data()[0][:8].clone()
     x[0, 0, 0] = torch.nan
     with pytest.warns(TrackingWarning, match="Step 1 is not finite, and its incident could not be saved"):
@@ -405,7 +405,7 @@ def test_half_precision():
 
 
 def test_two_optimizers_and_several_forwards(tmp_path):
-    """A siamese step: one layer runs twice, and two optimizers each have a part of the model."""
+    """With one layer called twice and two optimizers, a step is counted once and both calls are captured."""
     torch.manual_seed(0)
     model = Reader()
     first = torch.optim.SGD(model.head.parameters(), 0.1)
@@ -449,7 +449,7 @@ def test_compiled_models(backend):
     x, y = data(8)
     compiled = torch.compile(model, backend=backend)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of how it compiles
+        warnings.simplefilter("ignore")  # warnings of torch.compile
         with rl.torch.watch(compiled, every=1) as watch:
             for _ in range(2):
                 optimizer.zero_grad()
