@@ -66,9 +66,8 @@ def adapter_of(model: Any) -> Adapter | None:
             adapter: Adapter = getattr(importlib.import_module(adapter_module), name)
             if adapter.owns(model):
                 return adapter
-    return next(filter(None, (_adapter_of_entry(entry, model) for entry in _used_entries)), None) or _find_new_adapter(
-        model
-    )
+    used_adapters = (_adapter_of_entry(entry, model) for entry in _used_entries)
+    return next(filter(None, used_adapters), None) or _find_new_adapter(model)
 
 
 def refuse_old(package: str) -> None:

@@ -158,12 +158,10 @@ class _JaxProgram:
         JAX omits operations without a path from a pull-back, so that a dependence in its jaxpr is a path.
         """
         template = {n: _no_cotangent(t.shape, t.dtype) for n, t in self.targets.items()}
-        closed_jaxpr, gradients = jax.make_jaxpr(lambda cotangents: self._pull(cotangents)[0], return_shape=True)(
-            template
-        )
-        reached = _reached_results(
-            closed_jaxpr.jaxpr, [name in names for name in sorted(template)]
-        )  # as JAX flattens a dict
+        make_jaxpr = jax.make_jaxpr(lambda cotangents: self._pull(cotangents)[0], return_shape=True)
+        closed_jaxpr, gradients = make_jaxpr(template)
+        is_target = [name in names for name in sorted(template)]  # JAX flattens a dict in the order of its sorted keys
+        reached = _reached_results(closed_jaxpr.jaxpr, is_target)
         return {key for key, is_reached in zip(sorted(gradients), reached, strict=True) if is_reached}
 
 

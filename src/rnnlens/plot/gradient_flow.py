@@ -279,9 +279,8 @@ def _draw_lines(ax: Any, lines: Sequence[FadingLine], keywords: Mapping[str, Any
     """Draw median and band of each line, padding, and an arrow where a line falls below the axis."""
     for fading_line in lines:
         positive_median = np.where(fading_line.median > 0, fading_line.median, np.nan)
-        has_lone_points = int(np.isfinite(positive_median).sum()) <= max(
-            3, len(positive_median) // 8
-        )  # points would not show as a line
+        # Points would not show as a line.
+        has_lone_points = int(np.isfinite(positive_median).sum()) <= max(3, len(positive_median) // 8)
         style = {"color": fading_line.colour, "linestyle": fading_line.style, "linewidth": 2.2, "markersize": 4}
         style |= {"marker": "o" if has_lone_points else None, "label": fading_line.legend_label, "gid": fading_line.gid}
         ax.plot(fading_line.steps, positive_median, **{**style, **keywords})
@@ -311,9 +310,8 @@ def _draw_arrow_below(ax: Any, fading_line: FadingLine) -> None:
     if not inner_edges:
         return
     if not any(text.get_gid() == "below" for text in ax.texts):
-        line_rises = (
-            inner_edges[-1] + 1 < len(is_below) and fading_line.median[inner_edges[-1] + 1] >= floor
-        )  # the text is under the line
+        # The text is under the line.
+        line_rises = inner_edges[-1] + 1 < len(is_below) and fading_line.median[inner_edges[-1] + 1] >= floor
         offset, alignment = ((12, 2), "left") if line_rises else ((-12, 2), "right")
         style: dict[str, Any] = {"over": ax.get_xaxis_transform(), "color": "0.3", "bbox": _axes.TEXT_BOX, "zorder": 5}
         point = (float(fading_line.steps[inner_edges[-1]]), 0)

@@ -223,9 +223,8 @@ def _sensitivity(array: xr.DataArray, x: Any) -> tuple[Numbers, str | None]:
     if len(inputs) > 1:
         return input_sensitivity(gradient_values, inputs), None
     step_deviations = np.broadcast_to(inputs[0].std(axis=0), gradient_values.shape[1:])
-    spread_samples = np.stack(
-        [inputs[0] - step_deviations, inputs[0] + step_deviations]
-    )  # two samples of that standard deviation
+    # Two samples of that standard deviation.
+    spread_samples = np.stack([inputs[0] - step_deviations, inputs[0] + step_deviations])
     return input_sensitivity(gradient_values, spread_samples), "one sample: s.d. over its steps"
 
 

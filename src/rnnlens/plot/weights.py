@@ -240,9 +240,8 @@ def _common_limit(kernels: list[Kernel]) -> tuple[float, str | None]:
     (upper_quantile,) = quantiles(magnitudes[np.isfinite(magnitudes)], q=(0.995,), axis=0) if largest else (0.0,)
     if not upper_quantile or largest <= 2 * upper_quantile:
         return largest, None
-    return float(
-        upper_quantile
-    ), f"colours end at {upper_quantile:.2g}, the 99.5 % quantile of magnitudes; largest {largest:.3g}"
+    note = f"colours end at {upper_quantile:.2g}, the 99.5 % quantile of magnitudes; largest {largest:.3g}"
+    return float(upper_quantile), note
 
 
 def _cell_limits(kernel: Kernel) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -119,9 +119,8 @@ def _sum_along_diagonals(square: Array, xp: Namespace) -> Array:
     flipped = xp.flip(square, axis=-1)  # column j is in_time T - 1 - j
     padded = xp.concat([flipped, xp.zeros_like(flipped)], axis=-1)
     flat = xp.reshape(padded, (*batch_shape, 2 * length * length))[..., :-length]
-    sheared = xp.reshape(
-        flat, (*batch_shape, length, 2 * length - 1)
-    )  # row t is shifted right by t, to column T - 1 + lag
+    # Row t is shifted right by t, to column T - 1 + lag.
+    sheared = xp.reshape(flat, (*batch_shape, length, 2 * length - 1))
     return xp.sum(sheared[..., length - 1 :], axis=-2)
 
 

@@ -18,7 +18,7 @@ from ..results.base import Result
 from ..results.diagnosis import Diagnosis
 from ..verbs.axes import an_axes_table
 from ..verbs.request import in_turn
-from .material import ReportContents, material_of_model, material_of_results
+from .contents import ReportContents, contents_of_model, contents_of_results
 from .page import ReportOrigin, render
 from .samples import ReportRequest
 
@@ -138,12 +138,12 @@ def report(
     if results is not None:
         if x is not None or y is not None:
             raise InputError("A finished result takes no data.", got="x or y beside it", hint="leave them out")
-        contents, code = material_of_results(results), f"rl.report(result, path={str(path)!r})"
+        contents, code = contents_of_results(results), f"rl.report(result, path={str(path)!r})"
     else:
         if x is None:
             raise InputError("A report of a model needs data.", got="x=None", hint="rl.report(model, x, y)")
         names = (layers,) if isinstance(layers, str) else None if layers is None else tuple(layers)
-        contents = material_of_model(
+        contents = contents_of_model(
             model,
             ReportRequest(x, y, baseline, loss, names, samples, diagnosis, jacobian, tokens, seed, axes),
         )

@@ -18,8 +18,8 @@ from ..results.schema import with_version
 from ..typing import Array
 from ..vocabulary import BACKWARD, DIRECTION, FORWARD
 from . import draw
+from .contents import ReportContents
 from .figures import MAX_KERNEL_UNITS, Caption, PagePlan, ReportFigure
-from .material import ReportContents
 from .tracks import Track
 
 

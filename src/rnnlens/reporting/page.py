@@ -19,6 +19,7 @@ from ..results.gradients import Weights
 from ..typing import Array
 from ..vocabulary import DIRECTION, GATE, UNIT, UNIT_IN
 from . import evidence
+from .contents import ReportContents
 from .draw import palette_colours
 from .figures import (
     MAX_KERNEL_UNITS,
@@ -33,7 +34,6 @@ from .figures import (
     maps,
     unit_map,
 )
-from .material import ReportContents
 from .samples import Ranking
 from .tracks import Track, norms, sort_keys, symbol
 
@@ -345,8 +345,8 @@ def render(contents: ReportContents, report_origin: ReportOrigin) -> str:
     script = "\n".join(["'use strict';", "(function () {", *(_asset(f"{name}.js") for name in _SCRIPTS), "})();"])
     tracks = contents.moments[0].tracks if contents.moments else []
     context = {
-        "made": report_origin,
-        "material": contents,
+        "origin": report_origin,
+        "contents": contents,
         "sections": sections,
         "findings": evidence.findings(contents.diagnosis, all_figures, tracks),
         "sentences": {} if contents.diagnosis is None else contents.diagnosis.sentences,

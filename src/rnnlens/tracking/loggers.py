@@ -277,9 +277,8 @@ def sinks(loggers: Any, directory: str | Path) -> list[Sink]:
     """
     if loggers is None:
         return []
-    logger_list = (
-        loggers if isinstance(loggers, list | tuple | set) else [loggers]
-    )  # a run of mlflow can be iterated, too
+    # A run of mlflow can be iterated, too.
+    logger_list = loggers if isinstance(loggers, list | tuple | set) else [loggers]
     return [_sink(logger, Path(directory)) for logger in logger_list]
 
 

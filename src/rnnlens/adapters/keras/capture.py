@@ -247,9 +247,8 @@ class _Assembly:
         state_gradients: dict[int, Array] = {}
         final_gradients: list[Array] = []
         for i, state in enumerate(final_states):
-            grad: Any = self._gradient(
-                call, f"state/{i}"
-            )  # the gradient of a state that is the output is at the output
+            # The gradient of a state that is the output is at the output.
+            grad: Any = self._gradient(call, f"state/{i}")
             final_gradients.append(state * 0 if grad is None else grad[:, -1])
             if grad is not None:
                 state_gradients[i] = grad.clone() if hasattr(grad, "clone") else np.array(grad)

@@ -272,9 +272,8 @@ def state_restored(model: Any, variables: Sequence[Any]) -> Iterator[None]:
     values = [(v, v.read_value()) for v in variables if v.dtype.is_floating or v.dtype.is_integer or v.dtype.is_bool]
     layers = list(model._flatten_layers()) if isinstance(model, tf_keras.layers.Layer) else []
     losses = [(layer, list(layer._eager_losses)) for layer in layers]
-    generator = getattr(
-        context.context(), "_rng", None
-    )  # exists once a seed was set; layers of the user may draw from it
+    # Exists once a seed was set; layers of the user may draw from it.
+    generator = getattr(context.context(), "_rng", None)
     state = None if generator is None else generator.getstate()
     try:
         yield

@@ -106,9 +106,8 @@ class _ReferenceFunction:
         convert = self.job.keras.ops.convert_to_tensor
         if not callable(cotangents):
             return [None if c is None else convert(c) for c in cotangents]
-        with model_state_restored(
-            self.job.model, self.job.keras, self.job.batch.seed
-        ):  # the next run starts from the same states
+        # The next run starts from the same states.
+        with model_state_restored(self.job.model, self.job.keras, self.job.batch.seed):
             _, values = self._run("forward", self.program)
         cotangent_arrays = cotangents([self._array(t) for t in values])
         return [None if c is None else convert(c, dtype=t.dtype) for t, c in zip(values, cotangent_arrays, strict=True)]

@@ -56,10 +56,10 @@ def chronological_tensor(loop: Loop, boundary: LoopBoundary) -> Any:
         sequence = tf.transpose(steps, [1, 0, *range(2, steps.shape.rank or 3)])
     else:
         sequence = tf.stack(boundary.tensors, axis=1)
-    if loop.direction == "backward" and loop.turned_by is None:
+    if loop.direction == "backward" and loop.reversed_lengths is None:
         sequence = tf.reverse(sequence, [1])
     elif loop.direction == "backward":
-        sequence = tf.reverse_sequence(sequence, tf.cast(loop.turned_by, tf.int64), seq_axis=1, batch_axis=0)
+        sequence = tf.reverse_sequence(sequence, tf.cast(loop.reversed_lengths, tf.int64), seq_axis=1, batch_axis=0)
     return _flatten_space(loop, sequence, 2)
 
 
@@ -124,9 +124,8 @@ class PortTensors:
                 f"{port.kind} of the bidirectional layer {port.layer!r} exists once per direction.",
                 hint='direction="forward" or direction="backward"',
             )
-        direction_ports = tuple(
-            boundary_port(loop, port) for loop in loops
-        )  # one tensor, which they read in opposite orders
+        # One tensor, which they read in opposite orders.
+        direction_ports = tuple(boundary_port(loop, port) for loop in loops)
         return ResolvedPort(direction_ports[0].value, (), direction_ports=direction_ports)
 
     def _locate_tensor(self, port: Port) -> ResolvedPort:

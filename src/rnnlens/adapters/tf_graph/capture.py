@@ -72,7 +72,7 @@ class _Fetches:
                     tensors |= {
                         (i, "outer", j): tensor for j, tensor in enumerate(loop.cell.body.outer_tensors.values())
                     }
-            tensors |= {("plain", name): resolved.value for name, resolved in self.nonrecurrent.items()}
+            tensors |= {("nonrecurrent", name): resolved.value for name, resolved in self.nonrecurrent.items()}
             tensors |= {("model output", j): tensor for j, tensor in enumerate(opened.outputs)}
             if request.gradients or request.loss:
                 tensors["loss"] = loss_in(opened.net, opened.copy, batch).tensor
@@ -83,7 +83,7 @@ class _Fetches:
         """Add gradients at all boundaries and weights, in one backward pass and another one for each unrolled loop."""
         graph, loss = opened.copy.graph, self.tensors["loss"]
         resolved_ports: dict[Any, ResolvedPort] = {
-            ("plain_grad", name): resolved for name, resolved in self.nonrecurrent.items()
+            ("nonrecurrent_grad", name): resolved for name, resolved in self.nonrecurrent.items()
         }
         for i, loop in enumerate(self.loops):
             ports: dict[Any, Port] = {}
@@ -103,7 +103,7 @@ class _Fetches:
             resolved_ports |= {
                 ("model output_grad", j): port_tensors(Port("output", index=j)) for j in range(len(opened.outputs))
             }
-        zero_keys = {key for key in resolved_ports if key[0] == "plain_grad" or key[1] in _ALWAYS}
+        zero_keys = {key for key in resolved_ports if key[0] == "nonrecurrent_grad" or key[1] in _ALWAYS}
         self.tensors |= {key: tf.zeros_like(resolved_ports[key].value) for key in zero_keys}
         weight_blocks = {
             weight_name(p): p for loop in self.loops if request.weight_grads for p in weights_of(loop).values()
@@ -116,7 +116,7 @@ class _Fetches:
         # Gradients that reach the cells' variables outside of their loops: of penalties, and of other layers.
         cell_variables = {name for loop in self.loops for name in loop.cell.variables}
         outside_ports = {
-            ("beside", name): resolved
+            ("outside", name): resolved
             for name, resolved in weight_ports.items()
             if ("weight", name) in self.tensors
             and cell_variables.intersection(block.variable for block in resolved.blocks)
@@ -132,7 +132,7 @@ def _state_dependent_steps(loop: Loop, mask: Array) -> Array | None:
         return mask
     if loop.masked_output == "state" or loop.cell.body is not None:
         return None
-    if loop.turned_by is not None:  # a reversed loop runs the padding last
+    if loop.reversed_lengths is not None:  # a reversed loop runs the padding last
         return np.broadcast_to(mask.any(axis=1, keepdims=True), mask.shape)
     order = -1 if loop.direction == "backward" else 1  # masked steps repeat the output, zero up to the first real step
     return (mask[:, ::order].cumsum(axis=1) > 0)[:, ::order]
@@ -152,7 +152,9 @@ class _CaptureBuilder:
         get_value, request = self.values.get, self.request
         recorded = Capture([self._recurrent_call(i, loop) for i, loop in enumerate(self.fetches.loops)])
         recorded.other_calls = [
-            NonRecurrentCall(name, np.asarray(get_value(("plain", name))), get_value(("plain_grad", name)))
+            NonRecurrentCall(
+                name, np.asarray(get_value(("nonrecurrent", name))), get_value(("nonrecurrent_grad", name))
+            )
             for name in self.fetches.nonrecurrent
         ]
         recorded.entangled = not request.gradients and any(loop.carried_states for loop in self.fetches.loops)
@@ -239,7 +241,7 @@ class _CaptureBuilder:
         gradients = {}
         for key, blocks in weights_of(loop).items():
             full_gradient, outside_gradient = (
-                self.values.get((kind, weight_name(blocks))) for kind in ("weight", "beside")
+                self.values.get((kind, weight_name(blocks))) for kind in ("weight", "outside")
             )
             full_gradient = (
                 np.zeros_like(assemble_weight(blocks, self.variables)) if full_gradient is None else full_gradient
@@ -250,10 +252,9 @@ class _CaptureBuilder:
     def _outside_weight_grads(self) -> tuple[dict[str, Array | None], frozenset[str]]:
         """Return weight gradients along paths outside of the recorded loops, and the names of those that are full."""
         names = all_weights(self.opened)
-        outside_gradients = {name: self.values["beside", name] for name in names if ("beside", name) in self.values}
-        return {name: self.values.get(("weight", name)) for name in names} | outside_gradients, frozenset(names) - set(
-            outside_gradients
-        )
+        outside_gradients = {name: self.values["outside", name] for name in names if ("outside", name) in self.values}
+        gradients = {name: self.values.get(("weight", name)) for name in names} | outside_gradients
+        return gradients, frozenset(names) - set(outside_gradients)
 
     def _partly_tied_weights(self, loop: Loop) -> frozenset[str]:
         """Return the weights of a loop that share only a part of their variables with another layer."""

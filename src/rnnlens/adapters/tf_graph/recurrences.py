@@ -149,7 +149,7 @@ class Loop:
     #: ``"backward"`` if the input is reversed in time before the loop.
     direction: Literal["forward", "backward"] = "forward"
     #: Backward: (sample,) number of steps of each sample that are reversed, later steps stay; None for all.
-    turned_by: Any = None
+    reversed_lengths: Any = None
     #: Whether it is one direction of a bidirectional layer; the loop of the other one has the same name.
     bidirectional: bool = False
     #: Whether the user's input and output tensors have time as the first axis.

@@ -177,15 +177,15 @@ def find_user_tensor(sequence: Any) -> tuple[Any, dict[str, Any]]:
 
     Returns that tensor, and the direction, the lengths of the reversal and the axis order as arguments of ``Loop``.
     """
-    tensor, axis, arguments = sequence, 0, {"direction": "forward", "turned_by": None}
+    tensor, axis, arguments = sequence, 0, {"direction": "forward", "reversed_lengths": None}
     while True:
         op, forward = tensor.op, arguments["direction"] == "forward"
         if op.type == "Transpose" and (input_axis := axis_before_transpose(op, axis)) is not None:
             axis = input_axis
         elif op.type == "ReverseSequence" and op.get_attr("seq_dim") == axis and forward:
-            arguments = {"direction": "backward", "turned_by": op.inputs[1]}
+            arguments = {"direction": "backward", "reversed_lengths": op.inputs[1]}
         elif op.type == "ReverseV2" and _reverses_axis(op, axis) and forward:
-            arguments = {"direction": "backward", "turned_by": None}
+            arguments = {"direction": "backward", "reversed_lengths": None}
         elif op.type != "Identity":
             return tensor, arguments | {"time_major": axis == 0}
         tensor = op.inputs[0]

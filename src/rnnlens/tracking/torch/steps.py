@@ -87,9 +87,8 @@ class Steps:
         )
         if counting_optimizer is None or is_preferred:
             self.counting_optimizer = weakref.ref(optimizer)
-            self._step_is_counted = (
-                counting_optimizer is not None
-            )  # the previous counting optimizer has counted this step
+            # The previous counting optimizer has counted this step.
+            self._step_is_counted = counting_optimizer is not None
         self._seen_optimizers[optimizer] = bool(weights & self._recurrent_weights)
 
     def _add_hooks(self, optimizer: Any) -> None:

@@ -149,9 +149,8 @@ def open_network(
         replayed_layers.entangled and any(replayed.call.reads_states_between for replayed in of.within)
     )
     if of and wrt and is_one_layer and set(of.within) == set(wrt.within):
-        yield JacobianNetwork(
-            tuple(of.within), of, wrt, request.axes, replayed_layers=replayed_layers
-        )  # of that layer's own samples
+        # Of that layer's own samples.
+        yield JacobianNetwork(tuple(of.within), of, wrt, request.axes, replayed_layers=replayed_layers)
         return
     outer_ports = [
         None if end is not None else _outer_port(name) for end, name in ((of, request.of), (wrt, request.wrt))

@@ -129,7 +129,7 @@ _DRAWN_QUANTITIES = (
 )
 
 
-def material_of_model(model: Any, request: ReportRequest) -> ReportContents:
+def contents_of_model(model: Any, request: ReportRequest) -> ReportContents:
     """Trace a model and its baseline on the same samples, rank these, and compute all contents of the report."""
     adapter = adapter_for(model)
     report_samples, inseparable_reason = read_report_samples(adapter, model, request.x, request.y, request.axes)
@@ -146,7 +146,7 @@ def material_of_model(model: Any, request: ReportRequest) -> ReportContents:
     return contents
 
 
-def material_of_results(results: Sequence[Any]) -> ReportContents:
+def contents_of_results(results: Sequence[Any]) -> ReportContents:
     """Collect the contents of a report from finished results, as far as they allow."""
     contents = ReportContents()
     for result in results:
