@@ -79,7 +79,8 @@ def start_with_four_threads(monkeypatch, threads):
     """Start one worker of ``threads`` threads whose libraries use four threads by default."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    variables = {"OMP_NUM_THREADS": 4}  # beside Dask's own, read by the C library when a process starts
+    # Read by the C library when a process starts. They replace Dask's own, of which the threshold is one.
+    variables = {"MALLOC_TRIM_THRESHOLD_": 65536, "OMP_NUM_THREADS": 4}
     method = {"distributed.worker.multiprocessing-method": "spawn"}
     return start_workers(1, threads, **method, **{"distributed.nanny.pre-spawn-environ": variables})
 
