@@ -188,3 +188,18 @@ def close_figures():
     yield
     if pyplot := sys.modules.get("matplotlib.pyplot"):
         pyplot.close("all")
+
+
+@pytest.fixture
+def topmost_flags(monkeypatch: pytest.MonkeyPatch):
+    """Provide a list that records whether each capture has gradients only at the last layer."""
+    from rnnlens.verbs.chain import ChainGradients
+
+    flags, original = [], ChainGradients.of.__func__
+
+    def record_flag(cls, capture, x):
+        flags.append(capture.topmost)
+        return original(cls, capture, x)
+
+    monkeypatch.setattr(ChainGradients, "of", classmethod(record_flag))
+    return flags

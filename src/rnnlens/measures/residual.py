@@ -161,7 +161,10 @@ def _standardise(x: Array) -> Array:
 
 
 def _association(features: Array, residuals: Array) -> Array:
-    """Sum squared covariances of features and residuals at each step: (set, sample, output) to (set, time)."""
+    """Sum the squared covariances of residuals and the features of each step, over features and outputs.
+
+    ``features`` is (time, sample, feature) and ``residuals`` (set, sample, output); the result is (set, time).
+    """
     sets, samples, outputs = residuals.shape
     rows = residuals.transpose(0, 2, 1).reshape(sets * outputs, samples) / samples
     association = np.empty((sets, len(features)))

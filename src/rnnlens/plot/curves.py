@@ -177,10 +177,10 @@ def _finish_axes(
 
 
 def _drawn_lines(ax: Any) -> Iterator[tuple[Numbers, Numbers, Any]]:
-    """Yield steps, values and colour of each line in a panel."""
-    for collection in (
-        drawn_collection for drawn_collection in ax.collections if drawn_collection.get_gid() == "lines"
-    ):
+    """Yield (steps, values, colour) of each curve that has been drawn in a panel, read from its artists."""
+    for collection in ax.collections:
+        if collection.get_gid() != "lines":
+            continue
         colours = collection.get_colors()
         for i, path in enumerate(collection.get_paths()):
             x, values = np.asarray(path.vertices).T

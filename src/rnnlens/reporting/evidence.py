@@ -116,7 +116,7 @@ def _float_values(array: xr.DataArray) -> Array:
 
 
 def anchor(finding: Finding, figures: Sequence[ReportFigure], tracks: Sequence[Track]) -> str:
-    """Return the id of the figure that supports a finding; that of the table of measures if there is none."""
+    """Return the HTML id to which a finding links: that of its figure in the report, or of the table of measures."""
     ids = {figure.id for figure in figures}
     shown_by = FIGURE_OF_CODE.get(finding.code, "")
     track_number = next((i for i, t in enumerate(tracks) if t.layer == finding.layer), len(tracks) - 1)

@@ -127,7 +127,7 @@ def _split_output_gradient(
     if not call.returns_sequences:  # (sample, unit) becomes (sample, time, unit), zero except at the last step that ran
         shape = (output_grad.shape[0], run.input.shape[1], *output_grad.shape[1:])
         step_cotangents = run.xp.zeros_like(run.xp.broadcast_to(output_grad[:, None, ...], shape))
-        (*_, last_step) = run.steps()
+        *_, last_step = run.steps()
         step_cotangents[:, last_step, ...] = output_grad
     index = call.cell.output_state
     if run.output_is_state:
@@ -216,7 +216,7 @@ class ReplayedCall:
         return Port(kind, self.call.layer, index, direction=direction)
 
     def upper_ports(self) -> list[Port]:
-        """Return the ports where gradients of later layers enter: the output, and the returned final states."""
+        """Return the tensors that later layers read from this layer, as ports: its output and returned final states."""
         states = range(len(self.call.final_state or ()))
         return [self.port("output"), *(self.port("final_state", i) for i in states)]
 

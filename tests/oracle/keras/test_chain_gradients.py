@@ -42,19 +42,6 @@ def data_of(name):
     return rng.standard_normal((SAMPLES, 7, 3)).astype("float32"), y
 
 
-@pytest.fixture
-def topmost_flags(monkeypatch):
-    """Provide a list that records whether each capture has gradients only at the last layer."""
-    flags, original = [], chain.ChainGradients.of.__func__
-
-    def record_topmost(cls, capture, x):
-        flags.append(capture.topmost)
-        return original(cls, capture, x)
-
-    monkeypatch.setattr(chain.ChainGradients, "of", classmethod(record_topmost))
-    return flags
-
-
 CHAINS = ("plain", "dense", "dropout", "dense below", "last step")
 #: Models in which the gradients at all layers are captured.
 OTHERS = ("masked", "norm", "bidirectional", "penalty")

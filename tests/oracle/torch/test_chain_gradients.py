@@ -63,19 +63,6 @@ def run_trace(model, x, y, loss=functional.mse_loss, certify="auto", **options):
         return rl.trace(model, x, y, loss=loss, **options)
 
 
-@pytest.fixture
-def topmost_flags(monkeypatch):
-    """Provide a list that records whether each capture has gradients only at the last layer."""
-    flags, original = [], chain.ChainGradients.of.__func__
-
-    def record_flag(cls, capture, x):
-        flags.append(capture.topmost)
-        return original(cls, capture, x)
-
-    monkeypatch.setattr(chain.ChainGradients, "of", classmethod(record_flag))
-    return flags
-
-
 def torch_gradients(model, x, y, loss=functional.mse_loss):
     """Return dL/dy of the lower module and dL/dx by autograd."""
     x = x.clone().requires_grad_()

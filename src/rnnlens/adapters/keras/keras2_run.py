@@ -313,7 +313,7 @@ def cell_weights_substituted(cell: Any, weights: Sequence[tuple[Any, Any]]) -> I
 def _substitute_variables(
     value: Any, tensors_by_id: dict[int, Any], dtype: str | None, substituted_ids: set[int]
 ) -> Any:
-    """Replace the variables in ``value``, also nested ones, by their tensors in ``tensors_by_id``; return the result.
+    """Return a value, or nested lists and dicts, with each ``tf.Variable`` replaced by the tensor given for its ``id``.
 
     The ids of replaced variables are added to ``substituted_ids``. A value without such variables is returned as it is.
     """

@@ -124,7 +124,7 @@ class PortTensors:
                 f"{port.kind} of the bidirectional layer {port.layer!r} exists once per direction.",
                 hint='direction="forward" or direction="backward"',
             )
-        # One tensor, which they read in opposite orders.
+        # Both directions read the same tensor, in opposite orders.
         direction_ports = tuple(boundary_port(loop, port) for loop in loops)
         return ResolvedPort(direction_ports[0].value, (), direction_ports=direction_ports)
 

@@ -26,7 +26,7 @@ class Loss:
 
 
 def is_built_loss(net: Net, batch: Batch) -> bool:
-    """Return whether the loss must be built in the copy of the graph, as it is no tensor of the user's graph."""
+    """Return whether the loss of a batch must be added to the copied graph, as no tensor of the user computes it."""
     if batch.loss is None:  # or samples have weights, for which a compiled Keras model has no placeholder
         is_weighted = batch.sample_weight is not None or batch.class_weight is not None
         return is_weighted and net.keras is not None and not net.keras.weights

@@ -329,7 +329,7 @@ class Probe:
             )
             self.by_key.setdefault(part.key, part)
             total = _add_values(total, ProbedValue(numbers, Affine({part.key: part_block})))
-            row_offset = row_offset + part.width
+            row_offset += part.width
         return total
 
     def _clipped_value(self, value: ProbedValue, low: float | None, high: float | None) -> ProbedValue | None:

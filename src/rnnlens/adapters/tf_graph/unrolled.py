@@ -254,7 +254,7 @@ def _start_readers(step: Match, step_readers: dict[Key, Readers]) -> list[Reader
 
 
 def _step_readers(probe: Probe, step: Match) -> dict[Key, Readers]:
-    """Return the operations, with input numbers, by which a step reads its input and its previous states."""
+    """Return, for the input and each previous state of an unrolled step, the (operation, input number) that read it."""
     boundary = {id(t): key for key in (step.source, *step.previous_states) for t in probe.tensors[key]}
     readers_by_key: dict[Key, list[tuple[Any, int]]] = {key: [] for key in boundary.values()}
 

@@ -258,7 +258,7 @@ def _results(part: JacobianPart, tally: WorkCount, advance: Advance) -> Iterator
 
 
 def _result_index(plan: JacobianPlan, part: JacobianPart, piece: JacobianPiece) -> tuple[Any, ...]:
-    """Return the index of a piece in the result array: a tuple of one slice per axis."""
+    """Return where a computed block of the time Jacobian belongs in the result array, an index or slice per axis."""
     index_by_dim = {
         SAMPLE: piece.samples,
         OUT_TIME: piece.outs,

@@ -149,7 +149,7 @@ def open_network(
         replayed_layers.entangled and any(replayed.call.reads_states_between for replayed in of.within)
     )
     if of and wrt and is_one_layer and set(of.within) == set(wrt.within):
-        # Of that layer's own samples.
+        # Both ends are in one layer: the network is that layer only, with its own samples.
         yield JacobianNetwork(tuple(of.within), of, wrt, request.axes, replayed_layers=replayed_layers)
         return
     outer_ports = [
