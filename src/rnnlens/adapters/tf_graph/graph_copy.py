@@ -211,7 +211,7 @@ class GraphCopy:
         return dict(zip(fetches, results, strict=True))
 
     def is_steady(self, tensors: Sequence[Any], feed: Mapping[Any, Any]) -> bool:
-        """Return whether a repeated run showed, at the present rates, that random draws do not change the tensors."""
+        """Return whether tensors did not change when the graph ran twice at these rates, so that dropout is off."""
         return self._steady_by_key.get(self._steady_key(tensors, feed), False)
 
     def _steady_key(self, tensors: Sequence[Any], feed: Mapping[Any, Any]) -> Hashable:

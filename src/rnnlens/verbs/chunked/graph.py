@@ -45,7 +45,7 @@ class ChunkValues:
     weight: float = 1.0
 
     def record(self) -> dict[str, Any]:
-        """Return checks, certificate and value without the arrays."""
+        """Return the result of a chunk without its arrays: checks, certificate and value of the target."""
         return {"checks": self.checks, "certificate": self.certificate, "value": self.value, "weight": self.weight}
 
 
@@ -301,7 +301,7 @@ def reduce_records(records: Sequence[Mapping[str, Any]], combine: str | None) ->
     rank = {"failed": 0, "could not": 1, "passed": 2, "off": 3}
 
     def order(certificate: Mapping[str, Any]) -> tuple[int, float]:
-        """Return a sort key: state of the certificate, then how close its worst comparison is to the bound."""
+        """Return the sort key of a certificate: its state, then how close its worst comparison is to the bound."""
         return rank[certificate["state"]], -max(
             (check["residual"] / check["bound"] for check in certificate["checks"]), default=0.0
         )

@@ -160,7 +160,7 @@ class JacobianLabels:
         return LabelledArray(array.assign_coords(coords))
 
     def masks(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return masks (sample, step) of the requested steps by time axis, False at padding; none where nothing is padded."""
+        """Return masks (sample, step) of the requested steps by time axis, False at padding; none without padding."""
         call_masks = (replayed.run.mask for replayed in self.plan.network.recurrences)
         present_masks = [np.asarray(to_host(mask)) for mask in call_masks if mask is not None]
         masks, ends = {}, self.plan.ends
