@@ -23,8 +23,11 @@ from ._data import Numbers, finite_range
 #: Colour of NaN and infinite values. Neither map contains this grey.
 MISSING = "#7a7a7a"
 
-#: Colours of lines: Okabe and Ito 2008, "Color Universal Design", without its yellow.
-CYCLE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#7f5fa8")
+#: Colours of lines: Okabe and Ito 2008, "Color Universal Design", without its yellow. A single line is ``BLUE``.
+BLUE, ORANGE, GREEN, PINK, LIGHT_BLUE = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9"
+CYCLE = (BLUE, ORANGE, GREEN, PINK, LIGHT_BLUE, "#e69f00", "#000000", "#7f5fa8")
+#: Colour of lines at 0, at 1 or at a limit, which are no data.
+REFERENCE_GREY = "#909090"
 
 _BLUE_WHITE_ORANGE = ("#08306b", "#1f6fb4", "#8fc1e3", "#ffffff", "#fdb978", "#dd6b10", "#7f2704")
 
@@ -338,4 +341,4 @@ def mark_top(ax: Any, x: float, gid: str) -> None:
 
 def draw_zero_line(ax: Any) -> None:
     """Draw a thin line at 0 behind the data."""
-    ax.axhline(0, color="#909090", linewidth=0.6, zorder=0.5, gid="zero")
+    ax.axhline(0, color=REFERENCE_GREY, linewidth=0.6, zorder=0.5, gid="zero")

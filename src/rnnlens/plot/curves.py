@@ -147,7 +147,7 @@ def _draw_lines(
     thinned_values, thinned_x = thin(finite_values, x, most_points)
     has_many = count > _axes.MOST_NAMED
     style: dict[str, Any] = {"linewidth": 0.6 if has_many else 1.1, "alpha": max(0.15, 4 / count) if has_many else 1.0}
-    style["color"] = "#0072b2" if has_many else _axes.line_colours(count)
+    style["color"] = _axes.BLUE if has_many else _axes.line_colours(count)
     segments = np.stack([np.broadcast_to(thinned_x, thinned_values.shape), thinned_values], axis=2)
     _axes.draw_zero_line(ax)
     collection = LineCollection(list(segments), **{"gid": "lines", **style, **keywords})
@@ -302,7 +302,7 @@ def _scatter(ax: Any, x: Numbers, values: Numbers, keywords: dict[str, Any]) -> 
         style["c"] = finite_values  # a colour map without values to map would be ignored
     elif not _COLOUR_KEYWORDS & set(keywords):
         point_colours = np.repeat(np.array(_axes.line_colours(count), dtype=object), units).tolist()
-        style["color"] = ["#0072b2"] if has_many else point_colours
+        style["color"] = [_axes.BLUE] if has_many else point_colours
         style["alpha"] = max(0.25, 6 / count) if has_many else 0.9
     _axes.draw_zero_line(ax)
     offsets = np.broadcast_to(x, values.shape).reshape(-1)

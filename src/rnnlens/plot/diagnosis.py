@@ -24,7 +24,6 @@ from . import _axes, _data, _frame, _samples
 from ._call import drawing
 from ._data import Numbers
 
-_BLUE, _GREEN, _ORANGE, _PINK = "#0072b2", "#009e73", "#d55e00", "#cc79a7"
 #: Lower end of the axis as a share of the gradient; smaller shares are marked by an arrow.
 FLOOR = 1e-5
 _THRESHOLD = {"color": "0.45", "linewidth": 0.9, "linestyle": ":"}
@@ -101,7 +100,7 @@ def _draw_over_context(ax: Any, model: xr.Dataset, name: str, colour: str, keywo
 def _draw_use(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
     """Draw the use of older steps, with the 5 % threshold and the memory in use."""
     if _is_measured(model, "use"):
-        _draw_over_context(ax, model, "use", _BLUE, keywords)
+        _draw_over_context(ax, model, "use", _axes.BLUE, keywords)
         ax.axhline(0.05, **_THRESHOLD)
         _axes.write_text(ax, "5 %", (0, 0.05), (3, 2), over=ax.get_yaxis_transform(), ha="left", va="baseline")
     ax.set(ylabel="use (share of the variance)", title="Use of older steps")
@@ -127,7 +126,7 @@ def _draw_use(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
 
 def _draw_benefit(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
     """Draw the performance lost when older steps are exchanged."""
-    _draw_over_context(ax, model, "benefit", _GREEN, keywords)
+    _draw_over_context(ax, model, "benefit", _axes.GREEN, keywords)
     ax.set(ylabel="benefit (share of the score)", title="Performance lost when older steps are replaced")
     top = float(np.nanmax(model["benefit"].values))
     ax.set_ylim(-0.05, min(max(top, 1.0), 1.5) * 1.1)
@@ -138,7 +137,7 @@ def _draw_benefit(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
 def _draw_residual_test(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
     """Draw the covariance of errors and past inputs by lag, relative to the threshold of the test."""
     shares = model["missed"].values / float(model["missed_threshold"])
-    ax.vlines(np.arange(shares.size), 0, shares, color=_ORANGE, linewidth=1.4, gid="missed")
+    ax.vlines(np.arange(shares.size), 0, shares, color=_axes.ORANGE, linewidth=1.4, gid="missed")
     ax.axhline(1, **_THRESHOLD)
     _axes.write_text(ax, "threshold: 99 % of chance", (1, 1), (-2, 2), over=ax.get_yaxis_transform(), va="baseline")
     ax.set_ylim(0, max(float(shares.max()), 1.0) * 1.2)
@@ -148,7 +147,10 @@ def _draw_residual_test(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) ->
 
 def _draw_gradient(ax: Any, layer_data: xr.Dataset, keywords: dict[str, Any]) -> None:
     """Draw the gradient surviving k steps back: of a random cotangent of the final state, and of the loss."""
-    curves = (("kappa", _BLUE, "of any final state (state transfer)"), ("adjoint", _PINK, "of the loss, by own peak"))
+    curves = (
+        ("kappa", _axes.BLUE, "of any final state (state transfer)"),
+        ("adjoint", _axes.PINK, "of the loss, by own peak"),
+    )
     for name, colour, label in curves:
         if name in layer_data:
             style = {"label": label, "gid": name, "color": colour, "linewidth": 1.8, **keywords}
@@ -178,14 +180,14 @@ def _draw_time_constants(ax: Any, layer_data: xr.Dataset, keywords: dict[str, An
     """Draw the time constant of each unit's keeping gate, in ascending order."""
     values = np.sort(layer_data["timescale"].values)
     finite_values = np.where(np.isfinite(values), values, np.nan)
-    style = {"color": _BLUE, "marker": ".", "markersize": 5, "linewidth": 0.8}
+    style = {"color": _axes.BLUE, "marker": ".", "markersize": 5, "linewidth": 0.8}
     ax.plot(np.arange(values.size), finite_values, **{"gid": "timescale", **style, **keywords})
     _axes.set_log_axis(ax)
     ax.set(xlabel="unit, in ascending order", ylabel="steps", title="Time constants of the gates")
     _axes.tick_whole_numbers(ax.xaxis)
 
 
-_TIME_COLOURS = LinearSegmentedColormap.from_list("rnnlens.order", ("#56b4e9", "#0072b2", "#08306b"))
+_TIME_COLOURS = LinearSegmentedColormap.from_list("rnnlens.order", (_axes.LIGHT_BLUE, _axes.BLUE, "#08306b"))
 
 
 @drawing(PathCollection, extra=("marker", "s"))
@@ -251,7 +253,7 @@ def _draw_complex_plane(
     size = float(np.clip(9000 / max(1, values.size), 3, 18))
     style: dict[str, Any] = {"s": size, "alpha": 0.6, "linewidth": 0, "zorder": 2, "gid": "eigenvalues"}
     style["rasterized"] = values.size > 2000  # a vector file would list them one by one
-    style |= {"c": value_times[is_finite], "cmap": _TIME_COLOURS} if time_label else {"color": "#0072b2"}
+    style |= {"c": value_times[is_finite], "cmap": _TIME_COLOURS} if time_label else {"color": _axes.BLUE}
     scatter = ax.scatter(values.real[is_finite], values.imag[is_finite], **{**style, **keywords})
     if time_label and len(np.unique(row_times)) > 1:
         ax.figure.colorbar(scatter, ax=[ax], fraction=0.08, pad=0.02).set_label(time_label)
@@ -274,17 +276,17 @@ def _draw_moduli(ax: Any, values: Numbers) -> None:
     rank = np.arange(1, values.shape[1] + 1)
     ax.axhline(1, color="0.4", linewidth=0.9)
     if len(moduli):
-        _axes.draw_band(ax, rank, moduli.min(axis=0), moduli.max(axis=0), "#0072b2", gid="range")
+        _axes.draw_band(ax, rank, moduli.min(axis=0), moduli.max(axis=0), _axes.BLUE, gid="range")
         style = {"marker": "." if len(rank) < 40 else None, "linewidth": 1.2, "gid": "moduli"}
-        ax.plot(rank, np.median(moduli, axis=0), color="#0072b2", **style)
+        ax.plot(rank, np.median(moduli, axis=0), color=_axes.BLUE, **style)
     ax.set(xlabel="mode, largest first", ylabel="modulus")
     ax.set_ylim(0, None)
     ax.set_xlim(0.5, len(rank) + 0.5)
 
 
 _KINDS = (
-    *(("stable", "#0072b2", "o"), ("saddle", "#d55e00", "X"), ("repeller", "#cc79a7", "D")),
-    *(("marginal", "#009e73", "s"), ("slow", "0.5", ".")),
+    *(("stable", _axes.BLUE, "o"), ("saddle", _axes.ORANGE, "X"), ("repeller", _axes.PINK, "D")),
+    *(("marginal", _axes.GREEN, "s"), ("slow", "0.5", ".")),
 )
 
 
@@ -358,7 +360,7 @@ def _draw_unstable_modes(ax: Any, points: FixedPoints, projected_points: Any, ax
         for mode in np.flatnonzero(np.abs(values[i]) > 1):
             mode_arrow = (vectors[i, :, mode].real @ axes) * 0.05 * span * min(float(np.abs(values[i, mode])), 3.0)
             arrow_ends = np.stack([projected_points[i] - mode_arrow, projected_points[i] + mode_arrow])
-            ax.plot(*arrow_ends.T, color="#d55e00", linewidth=0.9, alpha=0.7, zorder=2, gid="mode")
+            ax.plot(*arrow_ends.T, color=_axes.ORANGE, linewidth=0.9, alpha=0.7, zorder=2, gid="mode")
 
 
 @drawing(PathCollection, extra=("marker", "s"))
@@ -407,7 +409,7 @@ def _scatter(ax: Any, losses: Numbers, norms: Numbers, names: list[str], keyword
     is_finite = np.isfinite(losses) & np.isfinite(norms)
     limits = [_log_limits(values[is_finite]) for values in (losses, norms)]
     clipped = [np.maximum(values[is_finite], low) for values, (low, _) in zip((losses, norms), limits, strict=True)]
-    style = {"s": float(np.clip(1200 / max(1, len(norms)), 6, 30)), "color": "#0072b2", "alpha": 0.6, "linewidth": 0}
+    style = {"s": float(np.clip(1200 / max(1, len(norms)), 6, 30)), "color": _axes.BLUE, "alpha": 0.6, "linewidth": 0}
     ax.scatter(*clipped, **{"gid": "samples", "clip_on": False, **style, **keywords})
     ax.set(xlim=limits[0], ylim=limits[1], xlabel="loss of the sample", ylabel="norm of its gradient")
     for axis in ("x", "y"):
@@ -455,6 +457,6 @@ def _draw_lorenz_curve(ax: Any, norms: Numbers) -> None:
     gradient_shares = lorenz(norms)
     sample_shares = np.linspace(0, 1, len(gradient_shares))
     ax.plot([0, 1], [0, 1], color="0.5", linewidth=0.8, linestyle="--", gid="equal")
-    ax.plot(sample_shares, gradient_shares, color="#d55e00", linewidth=1.5, gid="lorenz")
-    _axes.draw_band(ax, sample_shares, gradient_shares, sample_shares, "#d55e00", alpha=0.12, gid=None)
+    ax.plot(sample_shares, gradient_shares, color=_axes.ORANGE, linewidth=1.5, gid="lorenz")
+    _axes.draw_band(ax, sample_shares, gradient_shares, sample_shares, _axes.ORANGE, alpha=0.12, gid=None)
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="share of the samples, least first", ylabel="share of the gradient")

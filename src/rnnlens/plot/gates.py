@@ -106,8 +106,8 @@ def _draw_row(axes: list[Any], gate: xr.DataArray, name: str, keywords: dict[str
     is_padding = ~is_real.any(axis=0)
     mean = (values.mean(axis=0) if real_mask is None else masked_mean(values, real_mask, axis=0)).T
     low, high = quantiles(mean, q=(0.1, 0.9), axis=0)
-    _axes.draw_band(activity_ax, steps, low, high, "#56b4e9", alpha=0.45)
-    activity_ax.plot(steps, finite_mean(mean, axis=0), color="#0072b2", linewidth=1.2, gid="mean")
+    _axes.draw_band(activity_ax, steps, low, high, _axes.LIGHT_BLUE, alpha=0.45)
+    activity_ax.plot(steps, finite_mean(mean, axis=0), color=_axes.BLUE, linewidth=1.2, gid="mean")
     _axes.mark_nonfinite(activity_ax, steps[~np.isfinite(values).all(axis=(0, 2)) & ~is_padding])
     top = max(1.0, _data.largest_magnitude(values))
     bottom = -top if name == "candidate" or top > 1 else 0.0
@@ -118,8 +118,8 @@ def _draw_row(axes: list[Any], gate: xr.DataArray, name: str, keywords: dict[str
     matrix = _images.Matrix(mean, steps, np.arange(len(mean)), np.broadcast_to(is_padding, mean.shape))
     _images.colour_bar([map_ax], _images.draw_image(map_ax, matrix, style=style, cell_limits=CELLS))
     shut, opened = saturation_share(values, axis=(0, 1), low=_saturation_ends(name)[0], high=0.9, where=real_mask)
-    style = {"s": float(np.clip(2500 / len(mean), 6, 30)), "color": "#d55e00", "alpha": 0.55, "linewidth": 0}
-    saturation_ax.plot([0, 1], [1, 0], color="#909090", linewidth=0.8, gid="limit")
+    style = {"s": float(np.clip(2500 / len(mean), 6, 30)), "color": _axes.ORANGE, "alpha": 0.55, "linewidth": 0}
+    saturation_ax.plot([0, 1], [1, 0], color=_axes.REFERENCE_GREY, linewidth=0.8, gid="limit")
     saturation_ax.scatter(opened, shut, **{"gid": "saturation", "clip_on": False, **style, **keywords})
     saturation_ax.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
 
@@ -299,11 +299,11 @@ def _saturation_shares(gate: xr.DataArray, name: str) -> Numbers:
 
 def _draw_saturation(ax: Any, before: Numbers, after: Numbers, gate: str, keywords: dict[str, Any]) -> None:
     """Draw an arrow per unit, with a ring at its start."""
-    ax.plot([0, 1], [1, 0], color="#909090", linewidth=0.8, gid="limit")
+    ax.plot([0, 1], [1, 0], color=_axes.REFERENCE_GREY, linewidth=0.8, gid="limit")
     size = float(np.clip(900 / len(before), 3, 18))
-    ax.scatter(*before.T, s=size, facecolor="none", edgecolor="#0072b2", linewidth=0.7, clip_on=False, gid="before")
+    ax.scatter(*before.T, s=size, facecolor="none", edgecolor=_axes.BLUE, linewidth=0.7, clip_on=False, gid="before")
     change = after - before
-    style = {"color": "#d55e00", "alpha": 0.75 if len(before) <= 64 else 0.4, "width": 0.007, "zorder": 3}
+    style = {"color": _axes.ORANGE, "alpha": 0.75 if len(before) <= 64 else 0.4, "width": 0.007, "zorder": 3}
     style |= {"angles": "xy", "scale_units": "xy", "scale": 1.0, "gid": "after"}
     arrows = ax.quiver(*before.T, *change.T, **{**style, **keywords})
     arrows.set_clip_on(False)

@@ -24,12 +24,12 @@ from ._data import Numbers
 
 #: Gradients that are drawn for each layer that has them: label, colour, line style.
 GRADIENTS = {
-    "hidden_grad": ("total, $dL/dh_t$", "#0072b2", "-"),
-    "cell_grad": ("total, $dL/dc_t$", "#009e73", "-"),
-    "output_grad": ("direct, $\\partial{}L/\\partial{}y_t$", "#d55e00", "--"),
+    "hidden_grad": ("total, $dL/dh_t$", _axes.BLUE, "-"),
+    "cell_grad": ("total, $dL/dc_t$", _axes.GREEN, "-"),
+    "output_grad": ("direct, $\\partial{}L/\\partial{}y_t$", _axes.ORANGE, "--"),
 }
 #: Styles if there are two lines: before, in grey, and after.
-_PAIR = ("#8c8c8c", "#d55e00")
+_PAIR = ("#8c8c8c", _axes.ORANGE)
 #: Lower end of the value axis as a share of the peak; smaller shares are marked by an arrow.
 FLOOR = 1e-6
 #: Width in inches of the user's figure below which panels are stacked.

@@ -49,7 +49,7 @@ def draw_panel(ax: Any, content: Mapping[str, Numbers], edges: Numbers, keywords
     lowest, value = _data.finite_range(first_values) or (0.0, 1.0)
     if not has_several and lowest == value and first_values.size > 1:
         count = int(np.isfinite(first_values).sum())
-        ax.axvline(value, color="#0072b2", linewidth=1.4, gid="constant")
+        ax.axvline(value, color=_axes.BLUE, linewidth=1.4, gid="constant")
         point, transform = (value, 0.5), ax.get_xaxis_transform()
         _axes.write_text(
             ax, f"{count:,} x {value:g}", point, (4, 0), over=transform, ha="left", fontsize="small", gid="constant"

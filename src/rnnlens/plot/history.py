@@ -303,8 +303,8 @@ def _draw_history(
     low, middle, high = np.array([row[2] for row in rows]).T
     size_ax = axes[1]
     size_ax.tick_params(labelsize="small")
-    size_ax.fill_betweenx(row_positions, low, high, color="#0072b2", alpha=0.2, linewidth=0, gid="band")
-    size_ax.plot(middle, row_positions, "o-", color="#0072b2", markersize=3, linewidth=1.2, gid="size")
+    size_ax.fill_betweenx(row_positions, low, high, color=_axes.BLUE, alpha=0.2, linewidth=0, gid="band")
+    size_ax.plot(middle, row_positions, "o-", color=_axes.BLUE, markersize=3, linewidth=1.2, gid="size")
     size_ax.set(ylim=axes[0].get_ylim(), yticks=[], xlabel="peak")
     positive_sizes = np.array([low, middle, high])
     positive_sizes = positive_sizes[np.isfinite(positive_sizes) & (positive_sizes > 0)]

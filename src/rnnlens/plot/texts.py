@@ -264,8 +264,8 @@ def _draw_line(
 ) -> None:
     """Draw values over steps as a line with its band."""
     median, low, high = ([np.where(band_part > 0, band_part, np.nan) for band_part in bands]) if log else bands
-    style = {"color": "#0072b2", "linewidth": 1.3, "gid": "sensitivity", "marker": "o" if len(steps) == 1 else None}
-    _axes.draw_band(ax, steps, low, high, "#0072b2")
+    style = {"color": _axes.BLUE, "linewidth": 1.3, "gid": "sensitivity", "marker": "o" if len(steps) == 1 else None}
+    _axes.draw_band(ax, steps, low, high, _axes.BLUE)
     ax.plot(steps, median, **{**style, **keywords})
     _axes.mark_nonfinite(ax, steps[~np.isfinite(bands[0])])
     if log:

@@ -206,11 +206,11 @@ def _draw_only_row(ax: Any, row: Numbers, is_padding: Numbers, steps: Numbers, *
     _samples.shade_padding(ax, steps, is_padding)
     is_positive = log and _axes.is_positive(row)
     shown_values = np.where(is_nonfinite | ((row == 0) & is_positive), np.nan, row)
-    ax.plot(steps, shown_values, color="#0072b2", linewidth=1.3, marker="." if len(steps) < 80 else None, gid="row")
+    ax.plot(steps, shown_values, color=_axes.BLUE, linewidth=1.3, marker="." if len(steps) < 80 else None, gid="row")
     _axes.tick_steps(ax, "x", steps, margin=0.5)
     if is_positive:
         _axes.set_value_axis(ax, row, log=True)
-        _axes.mark_below(ax, steps, np.where(is_padding, np.nan, row), "#0072b2")
+        _axes.mark_below(ax, steps, np.where(is_padding, np.nan, row), _axes.BLUE)
     else:
         _axes.draw_zero_line(ax)
 
@@ -315,7 +315,7 @@ def _draw_margin(ax: Any, x: Numbers, values: Numbers, log: bool, *, gid: str) -
     """Draw the values of a margin as a line, and set its value axis."""
     positive_values = values[np.isfinite(values) & (values > 0)]
     shown_values = np.where(values > 0, values, np.nan) if log else values
-    ax.plot(x, shown_values, color="#0072b2", linewidth=1.2, gid=gid)
+    ax.plot(x, shown_values, color=_axes.BLUE, linewidth=1.2, gid=gid)
     if not log:
         ax.set_ylim(0, None)
     elif positive_values.size:

@@ -359,6 +359,6 @@ def _draw_weight_lags(ax: Any, norms: xr.DataArray, runs_back: bool, delays: Num
         text = "no share: " + ", ".join(undefined_gates)
         _axes.write_text(ax, text, (0.97, 0.05), over="axes fraction", va="baseline", gid="silent")
     _axes.mark_delays(ax, delays)
-    ax.axhline(1, color="#909090", linewidth=0.6, zorder=0.5)
+    ax.axhline(1, color=_axes.REFERENCE_GREY, linewidth=0.6, zorder=0.5)
     ax.set_ylim(-0.03, 1.05)
     _axes.tick_steps(ax, "x", lags, time=False, margin=0.5)

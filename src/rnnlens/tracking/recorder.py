@@ -84,7 +84,13 @@ class Recorder:
         before_training: bool = False,
         source: str = "probe",
     ) -> None:
-        """Pass the result of ``make_record`` to every sink; errors become gaps, wrong arguments only later."""
+        """Pass the result of ``make_record`` to every sink. An error becomes a gap in the record of the training.
+
+        Raises
+        ------
+        InputError, LayerNotFoundError
+            If the arguments of the watch do not fit, and ``before_training``.
+        """
         try:
             self.write(make_record())
         except Exception as error:

@@ -75,7 +75,7 @@ def sweep_signs(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataA
     sizes = plan.network.samples, len(positions), len(requested)
     weights = np.zeros((plan.network.samples, plan.ends.of.times or 1, 1, plan.ends.of.size))
     weights[:, times or [0], 0] = (2.0 * np.random.default_rng(0).integers(0, 2, size=sizes) - 1.0) @ requested
-    ordered_weights = weights[np.argsort(plan.network.order)] if plan.network.order else weights
+    ordered_weights = weights[np.argsort(plan.network.sample_order)] if plan.network.sample_order else weights
     ends = replace(plan.ends, weights=ordered_weights, out_times=times, measure=None, sketch=None, average=False)
     modes = {part.mode for part in plan.parts}
     probe = plan_for(plan.network, ends, modes.pop() if len(modes) == 1 else "auto", None, memory, streamed=False)
@@ -370,7 +370,7 @@ def pull_between(
     by its pull-back without cuts, unless the Jacobian was computed by that. None if the framework has no tensor at an
     end, as for states in a fused layer.
     """
-    if plan.network.order:
+    if plan.network.sample_order:
         return None
     for run in (partial(_pull_by_layers_alone, bound), _pull_by_reference_run, _pull_by_pullback):
         with suppress(Exception):  # of the user's model, which cannot be run like that

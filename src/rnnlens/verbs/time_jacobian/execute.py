@@ -207,7 +207,7 @@ def numbers(plan: JacobianPlan, tally: WorkCount) -> Values:
     """Compute all pieces of a planned time Jacobian in memory."""
     with Progress("time Jacobian", plan.ticks) as progress:
         first_part = plan.parts[0]
-        if len(plan.parts) == 1 and len(first_part.pieces) == 1 and not plan.network.order:
+        if len(plan.parts) == 1 and len(first_part.pieces) == 1 and not plan.network.sample_order:
             ((_, values),) = _results(first_part, tally, progress.advance)
             return np.asarray(values, dtype=plan.dtype).reshape(plan.shape)
         result = np.zeros(plan.shape, dtype=plan.dtype)
@@ -218,7 +218,7 @@ def numbers(plan: JacobianPlan, tally: WorkCount) -> Values:
 
 def _fill(target: Any, plan: JacobianPlan, part: JacobianPart, tally: WorkCount, advance: Advance) -> None:
     """Compute all pieces of a part of the Jacobian, and write each to its place in ``target``."""
-    order = () if part.ends.average else plan.network.order
+    order = () if part.ends.average else plan.network.sample_order
     for piece, values in _results(part, tally, advance):
         if order:
             for number, sample in enumerate(range(piece.samples.start, piece.samples.stop)):

@@ -73,7 +73,7 @@ class JacobianNetwork:
         return to_host(self.segment_graph.values[self.of.port]).dtype  # type: ignore[no-any-return]
 
     @cached_property
-    def order(self) -> tuple[int, ...]:
+    def sample_order(self) -> tuple[int, ...]:
         """Index of each sample of the result among the recurrences' samples; empty if the order is the same."""
         end_tensors = [self.segment_graph.tensors[end.port] for end in (self.of, self.wrt) if end.port is not None]
         orders = {tensor.layout.order for tensor in end_tensors if tensor.layout is not None}
