@@ -16,6 +16,7 @@ from report_pages import HOSTILE, Classifier
 from torch import nn
 
 import rnnlens as rl
+from rnnlens.reporting.tracks import sort_keys, tracks_of
 
 LOSS = nn.functional.cross_entropy
 
@@ -341,3 +342,18 @@ def test_a_sample_that_is_not_finite_is_kept_out_of_the_time_jacobian(report_of,
     url = next(a["href"] for tag, a in Tags(page.text).tags if tag == "image" and a.get("id") == "jacobian-0")
     codes = np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))))
     assert codes.max() <= 250  # larger codes are padding and non-finite values
+
+
+def test_units_are_sorted_by_the_gate_that_keeps_their_state():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gru, self.head = nn.GRU(3, 5, batch_first=True), nn.Linear(5, 4)
+
+        def forward(self, x):
+            return self.head(self.gru(x)[1][-1])
+
+    trace = rl.trace(Net(), torch.randn(6, 7, 3), torch.arange(6) % 4, loss=LOSS)
+    (track,) = tracks_of(trace)
+    expected = rl.measures.gate_timescale(trace["gru"].gates.sel(gate="update").values)
+    np.testing.assert_allclose(sort_keys(track, None)["timescale"], expected)

@@ -197,8 +197,6 @@ def _set_axes(ax: Any, profiles: Sequence[_LagProfile], delays: Numbers, *, outs
     _axes.name_ends(ax, line_ends, outside=outside)
 
 
-#: Gates that keep a state, in the order of preference.
-KEEPING = ("forget", "update")
 #: Shares below this one are drawn at the border.
 _DEEPEST = 1e-12
 
@@ -214,7 +212,9 @@ def memory_lifetime(
     figure: Any = None,
     **point: Any,
 ) -> Any:
-    """Draw, unit by unit, the product of its forget gates against the measured dc_t/dc_0.
+    """Draw, unit by unit, the product of the gates that keep a state against the measured dc_t/dc_0.
+
+    Of a GRU, whose update gate keeps the hidden state, it is dh_t/dh_0.
 
     The product is the share of the initial state that the gates alone would keep. On the dashed line the measured
     derivative equals the product. Points above or below it show the effect of the gates' own dependence on the state.
@@ -223,7 +223,8 @@ def memory_lifetime(
     Parameters
     ----------
     layer : (sample, time, gate, unit), also with direction
-        A layer of a trace with a ``forget`` gate (LSTM) or an ``update`` gate (GRU); its mask is applied.
+        A layer of a trace, whose cell has a gate that is the share of the state that a step keeps: ``forget`` of an
+        LSTM, ``update`` of a GRU. The attribute ``keeping`` of the gates names it. The mask is applied.
     jacobian : (sample, out_time, out_unit, in_feature)
         ``rl.jacobian(model, x, of="lstm.cell", wrt="lstm.initial_cell")`` of the same batch; of a GRU ``hidden`` and
         ``initial_hidden``. ``at={"out_time": [...]}`` restricts it to some steps.
@@ -236,9 +237,9 @@ def memory_lifetime(
     """
     gates = _data.label_array(_data.layer_variable(layer, "gates", "memory_lifetime", masked=True), "memory_lifetime")
     _data.require_dim(gates, GATE, "memory_lifetime")
-    keeping_gate = next((name for name in KEEPING if name in _data.names_of(gates, GATE)), None)
-    if keeping_gate is None:
-        expected = "a forget gate (LSTM) or an update gate (GRU)"
+    keeping_gate = gates.attrs.get("keeping")
+    if keeping_gate not in _data.names_of(gates, GATE):
+        expected = "a forget gate (LSTM), an update gate (GRU), or the gate that a cell of yours names in `keeping`"
         received = f"gates {', '.join(_data.names_of(gates, GATE))}"
         raise InputError("No gate of this cell keeps its state.", got=received, expected=expected)
     jacobian_array = _data.label_array(jacobian, "memory_lifetime", guess={4: (SAMPLE, OUT_TIME, OUT_UNIT, IN_FEATURE)})
@@ -249,7 +250,7 @@ def memory_lifetime(
             gates, jacobian_array, keeping_gate, direction_index if direction else None, max_steps=max_lines
         )
         _draw_lifetime(panel_ax, products, derivatives, steps, point)
-    symbol = "c" if keeping_gate == "forget" else "h"
+    symbol = "c" if str(jacobian_array.attrs.get("of", "")).endswith(".cell") else "h"
     x_label = f"product of the {keeping_gate} gates up to t"
     panels.label_axes(x_label, f"$|\\partial{{}}{symbol}_t/\\partial{{}}{symbol}_0|$ of the same unit")
     default_title = _data.layer_title(gates.attrs, "memory lifetime")
@@ -264,7 +265,7 @@ def memory_lifetime(
 def _kept_and_measured(
     gates: xr.DataArray, jacobian_array: xr.DataArray, keeping_gate: str, direction_index: int | None, *, max_steps: int
 ) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the products of forget gates and the measured derivatives, (step, unit) each, and the steps."""
+    """Return the products of the keeping gate and the measured derivatives, (step, unit) each, and the steps."""
     is_backward = direction_index is not None and _data.names_of(gates, DIRECTION)[direction_index] == BACKWARD
     is_backward = is_backward or (direction_index is None and gates.attrs.get("direction") == BACKWARD)
     if direction_index is not None:

@@ -32,6 +32,8 @@ class Track:
     gates: Array | None = None
     gate_gradients: Array | None = None
     gate_names: tuple[str, ...] = ()
+    #: Name of the gate that is the share of the state that a step keeps, or None.
+    keeping_gate: str | None = None
     #: (sample, time) of bool, False where a step is padding, or None.
     mask: Array | None = None
     #: Name of the last axis of the arrays.
@@ -96,6 +98,7 @@ def _track(name: str, dataset: xr.Dataset, direction: str) -> Track:
         variable, is_sample_time = str(key), array.dims[:2] == (SAMPLE, TIME)
         if variable == "gates" and is_sample_time:
             track.gates, track.gate_names = array.values, tuple(map(str, dataset[GATE].values))
+            track.keeping_gate = array.attrs.get("keeping")
         elif variable == "gate_grad" and is_sample_time:
             track.gate_gradients = array.values
         elif variable == "mask":
@@ -122,7 +125,7 @@ def sort_keys(track: Track, kernels: Array | None) -> dict[str, Array]:
 
     ``reach``: mean distance in steps, from the end at which the recurrence of the layer ends, of the gradient of the
     hidden state; ``saturation``: share of (sample, time, gate) below 0.1 or above 0.9; ``norm`` of the unit's weights,
-    ``kernels`` (unit,); ``timescale`` of its forget gate.
+    ``kernels`` (unit,); ``timescale`` of the gate that keeps its state.
     """
     keys: dict[str, Array] = {}
     state = next(iter(track.gradients), None)
@@ -135,9 +138,9 @@ def sort_keys(track: Track, kernels: Array | None) -> dict[str, Array]:
         step_mask = None if track.mask is None else track.mask[:, :, None, None]
         low_share, high_share = saturation_share(np.asarray(track.gates), axis=(0, 1, 2), where=step_mask)
         keys["saturation"] = low_share + high_share
-        if "forget" in track.gate_names:
-            forget_gate = np.asarray(track.gates)[:, :, track.gate_names.index("forget")]
-            keys["timescale"] = gate_timescale(forget_gate, track.mask)
+        if track.keeping_gate is not None:
+            kept_shares = np.asarray(track.gates)[:, :, track.gate_names.index(track.keeping_gate)]
+            keys["timescale"] = gate_timescale(kept_shares, track.mask)
     if kernels is not None and len(kernels) == track.units:
         keys["norm"] = kernels
     return {name: value for name, value in keys.items() if len(value) == track.units}

@@ -198,6 +198,8 @@ def labelled_layer(
         )
         for name, array in host_arrays.items()
     }
+    if "gates" in variables and (keeping_gate := cell_of_kind(cell).keeping):
+        variables["gates"].attrs["keeping"] = keeping_gate
     size_by_dim = {dim: size for variable in variables.values() for dim, size in variable.sizes.items()}
     return LabelledLayer(variables, coordinates(size_by_dim, info_fields), _layer_attrs(info_fields))
 

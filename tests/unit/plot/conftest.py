@@ -100,7 +100,7 @@ def layer():
         data = {
             "hidden_grad": (dims, hidden, {**attrs, "long_name": "total gradient of the hidden state"}),
             "output_grad": (dims, direct, {**attrs, "long_name": "direct gradient of the output"}),
-            "gates": (gate_dims, gates, {"layer": name, "units": "1", "long_name": "gate activation"}),
+            "gates": (gate_dims, gates, {**attrs, "units": "1", "long_name": "gate activation", "keeping": "forget"}),
         }
         coords = {"gate": LSTM} | ({"direction": ["forward", "backward"]} if directions else {})
         return xr.Dataset(data, coords=coords, attrs={"layer": name, "cell": "lstm"})
@@ -158,7 +158,7 @@ def initial_jacobian():
             stacked = np.zeros((samples, steps, 2, units, 2, units))
             stacked[:, :, 0, :, 0], stacked[:, :, 1, :, 1] = values, values[:, ::-1]
             values, dims = stacked, ("sample", "out_time", "direction", "out_unit", "in_direction", "in_feature")
-        return xr.DataArray(values, dims=dims, name="jacobian")
+        return xr.DataArray(values, dims=dims, name="jacobian", attrs={"of": "lstm.cell"})
 
     return make
 

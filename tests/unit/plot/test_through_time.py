@@ -165,6 +165,10 @@ def test_what_has_no_lifetime_is_refused(layer, initial_jacobian):
         rl.plot.memory_lifetime(layer(units=3), initial_jacobian(units=4))
     with pytest.raises(InputError, match="No gate of this cell keeps its state"):
         rl.plot.memory_lifetime(layer().isel(gate=[0, 2, 3]), initial_jacobian())
+    other_cell = layer()
+    del other_cell["gates"].attrs["keeping"]
+    with pytest.raises(InputError, match="No gate of this cell keeps its state"):
+        rl.plot.memory_lifetime(other_cell, initial_jacobian())
 
 
 # -- weight_lags

@@ -52,6 +52,15 @@ def test_every_quantity_gets_its_dimensions_its_words_and_its_names(cell, bidire
         assert dataset[dim].attrs["long_name"]
 
 
+@pytest.mark.parametrize(
+    ("cell", "keeping"), [("lstm", "forget"), ("gru", "update"), ("min_lstm", None), ("min_gru", None)]
+)
+def test_gates_name_the_one_that_keeps_the_state(cell, keeping):
+    gates = np.zeros((2, 3, len(kinds()[cell].gates), 5))
+    dataset = layer_dataset({"gates": gates}, info={**INFO, "cell": cell})
+    assert dataset["gates"].attrs.get("keeping") == keeping
+
+
 def test_arrays_are_not_copied():
     arrays = {"hidden": np.zeros((2, 3, 5)), "mask": np.ones((2, 3), bool), "gates": np.zeros((2, 3, 4, 5))}
     dataset = layer_dataset(arrays, info=INFO)
