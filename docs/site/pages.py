@@ -19,8 +19,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import griffe
@@ -30,6 +31,8 @@ import rnnlens
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs" / "reference.md"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "start.md")
+#: Types of the members of a class that are documented with it.
+METHODS = (FunctionType, property, cached_property, classmethod, staticmethod)
 
 #: A comment that names a file, and the block of code below it.
 FILE_BLOCK = re.compile(r"(<!-- file: (\S+) -->\n+```)(\w*)\n.*?\n```", re.DOTALL)
@@ -78,7 +81,8 @@ def entry(title: str, value: Any) -> str:
     """Return the Markdown of one public name: heading, signature, docstring, and the methods of a class."""
     parts = [f"### {title}", f"```text\n{signature(title, value)}\n```", *docstring_parts(value)]
     if inspect.isclass(value) and not issubclass(value, BaseException):
-        methods = [(n, m) for n, m in vars(value).items() if not n.startswith("_") and inspect.getdoc(m)]
+        members = [(name, member) for name, member in vars(value).items() if not name.startswith("_")]
+        methods = [(name, member) for name, member in members if isinstance(member, METHODS) and inspect.getdoc(member)]
         lines = [f"- `{name}`: {first_sentence(method)}" for name, method in methods]
         parts += ["**Methods and properties**", "\n".join(lines)] if lines else []
     return "\n\n".join(parts)
@@ -114,10 +118,25 @@ def docstring_parts(member: Any) -> Iterator[str]:
 
 
 def items(elements: list[Any]) -> Iterator[str]:
-    """Yield parameters, return values or errors as lines of a list, those that share a description as one."""
-    for description, together in itertools.groupby(elements, key=lambda element: " ".join(element.description.split())):
-        names = [getattr(element, "name", None) or str(element.annotation or "") for element in together]
-        yield f"- {', '.join(f'`{name}`' for name in names)}: {plain_markdown(description)}"
+    """Yield parameters, return values or errors as lines of a list, those that share type and description as one."""
+    for (type_text, description), together in itertools.groupby(elements, key=type_and_description):
+        names = [getattr(element, "name", None) for element in together]
+        name_text = ", ".join(f"`{name}`" for name in names if name)
+        if not name_text:
+            head = type_text if " " in type_text else f"`{type_text}`"
+        else:
+            head = (
+                f"{name_text} {type_text}"
+                if type_text.startswith("(")
+                else ", ".join(filter(None, [name_text, type_text]))
+            )
+        yield f"- {head}: {description}" if description else f"- {head}"
+
+
+def type_and_description(element: Any) -> tuple[str, str]:
+    """Return the type (of an array its axes) and the description of a parameter, return value or error."""
+    annotation = "" if element.annotation is None else " ".join(str(element.annotation).split())
+    return plain_markdown(annotation), plain_markdown(" ".join(element.description.split()))
 
 
 def plain_markdown(text: str) -> str:

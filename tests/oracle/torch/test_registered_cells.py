@@ -213,6 +213,8 @@ def test_results_are_certified_and_leave_the_model_alone(model):
     before = {name: p.clone() for name, p in model.state_dict().items()}
     trace = rl.trace(model, X, loss=loss)
     assert trace.certificate.state == "passed"
+    assert "gradients at inputs and other weights" in trace.certificate.certified
+    assert any(quantity.startswith("weights of cell, ") for quantity in trace.certificate.uncertified)
     assert all(check.residual <= check.bound for check in trace.checks)
     assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())

@@ -76,7 +76,7 @@ class TinyAdapter(Adapter):
         return isinstance(model, Elman)
 
     def describe(self, model):
-        return [protocol.LayerInfo("rnn", "Elman", "simple_rnn", len(model.weights["b"]), "forward", True)]
+        return [protocol.LayerInfo("rnn", "Elman", "simple_rnn", len(model.weights["b"]), "forward", True, False)]
 
     def weights(self, model):
         cell = SimpleRNN(*(model.weights[name].copy() for name in "WUb"))

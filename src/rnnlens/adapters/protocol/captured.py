@@ -371,8 +371,9 @@ class ReferenceRun:
     """Results of the user's model run by its framework alone: no hooks, no cuts, the framework's own differentiation.
 
     ``outputs`` and ``input_grads`` have one entry per leaf of the outputs and of x. ``weight_grads`` uses the
-    framework's names and layout. A gradient is None if no path leads there. ``input_names`` are the keys of x in the
-    order of its leaves, if x is a dict.
+    framework's names, and its layout, which ``WeightLocation.take`` turns into that of ``Adapter.weights``.
+    With the inherited ``capture`` it has the layout of ``Adapter.weights`` itself. A gradient is None if no
+    path leads there. ``input_names`` are the keys of x in the order of its leaves, if x is a dict.
     """
 
     outputs: list[Array]

@@ -14,6 +14,7 @@ from ...typing import Array
 class LayerInfo:
     """One recurrent layer of a model; a row of ``rl.layers(model)``.
 
+    ``masked``: whether a mask reaches the layer; False in a framework without masks; None if it depends on the data.
     ``state_axes``: names and sizes of the axes of a whole-sequence layer's state; empty for all other layers.
     """
 
@@ -125,8 +126,9 @@ class Obstacle:
 class WeightLocation:
     """The framework weight behind a weight of rnnlens: its name, and the function that reorders its gradient.
 
-    ``take`` maps the framework's gradient to the layout of rnnlens. ``part`` distinguishes weights of rnnlens that
-    share one framework weight. ``tied`` is True if the framework's weight has more than one name.
+    ``take`` maps the gradient in ``ReferenceRun.weight_grads`` to the layout of rnnlens; with the inherited
+    ``capture`` it returns it unchanged. ``part`` distinguishes weights of rnnlens that share one framework
+    weight. ``tied`` is True if the framework's weight has more than one name.
     """
 
     name: str

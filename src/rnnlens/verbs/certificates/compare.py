@@ -41,6 +41,11 @@ INPUTS = "reference input gradient"
 WEIGHTS = "reference weight gradients"
 #: What is not compared of a layer whose weights an adapter does not find in its framework (`Adapter.weight_location`).
 UNPLACED = "weights of {}, which the adapter does not find among those of the framework"
+#: Names of what is certified, where some weights were compared and others were not.
+WITH_OTHER_WEIGHTS = {
+    "gradients of weights": "gradients of other weights",
+    "gradients at inputs and weights": "gradients at inputs and other weights",
+}
 LAYER_INPUT, INITIAL = "reference layer input gradient", "reference initial state gradient"
 
 
@@ -223,6 +228,8 @@ class Comparisons:
         if self.left_out and not self.checks:
             return Certificate("could not", against, why=", ".join(self.left_out))
         names["uncertified"] = (*names.get("uncertified", ()), *self.left_out)
+        if any(name.startswith("weights of ") for name in self.left_out):
+            names["certified"] = tuple(WITH_OTHER_WEIGHTS.get(name, name) for name in names["certified"])
         return Certificate.of(against, [*self.checks, *further_checks], **names)
 
 
