@@ -199,6 +199,8 @@ def _set_axes(ax: Any, profiles: Sequence[_LagProfile], delays: Numbers, *, outs
 
 #: Shares below this one are drawn at the border.
 _DEEPEST = 1e-12
+#: Symbols of the two ends of a Jacobian between states, by the name of the state.
+_STATE_SYMBOLS = {"cell": "c", "initial_cell": "c", "hidden": "h", "initial_hidden": "h"}
 
 
 @drawing(PathCollection, extra=("marker", "s"))
@@ -250,9 +252,10 @@ def memory_lifetime(
             gates, jacobian_array, keeping_gate, direction_index if direction else None, max_steps=max_lines
         )
         _draw_lifetime(panel_ax, products, derivatives, steps, point)
-    symbol = "c" if str(jacobian_array.attrs.get("of", "")).endswith(".cell") else "h"
+    states = [str(jacobian_array.attrs.get(end, "")).rpartition(".")[2] for end in ("of", "wrt")]
+    upper, lower = (_STATE_SYMBOLS.get(state, "s") for state in states)
     x_label = f"product of the {keeping_gate} gates up to t"
-    panels.label_axes(x_label, f"$|\\partial{{}}{symbol}_t/\\partial{{}}{symbol}_0|$ of the same unit")
+    panels.label_axes(x_label, f"$|\\partial{{}}{upper}_t/\\partial{{}}{lower}_0|$ of the same unit")
     default_title = _data.layer_title(gates.attrs, "memory lifetime")
     count = gates.sizes.get(SAMPLE, 1)
     median_note = f"median over {count} samples, a point per unit" if count > 1 else "a point per unit"

@@ -189,6 +189,8 @@ def labelled_layer(
         "layer": str(info_fields["name"]),
         "schema": SCHEMA_VERSION,
         "provenance": provenance_line(provenance),
+        # Of a layer that runs backward, the direction stands beside every array: its recurrence ends at the first step.
+        **({DIRECTION: BACKWARD} if info_fields.get("direction") == BACKWARD else {}),
     }
     variables = {
         name: xr.Variable(

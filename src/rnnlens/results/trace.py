@@ -50,11 +50,13 @@ class TracedLayer(LayerView):
         problem = f"{name!r} was not computed for layer {self.name!r}"
         attrs = self.dataset.attrs
         cell = str(attrs.get("cell") or attrs.get("kind") or "layer")
-        if name not in QUANTITIES and not name.startswith(("state_", "initial_", "final_")):
+        states = cell_of_kind(cell).states
+        is_state = name.removesuffix("_grad") in states or name.startswith(("state_", "initial_", "final_"))
+        if name not in QUANTITIES and not is_state:
             hint = did_you_mean(name, self)
             return message(f"No quantity named {name!r} for layer {self.name!r}.", hint=hint)
-        if name in ("cell", "cell_grad") and "cell" not in cell_of_kind(cell).states:
-            return message(f"{problem}: {cell} has no cell state.", hint="hidden or hidden_grad")
+        if name in ("cell", "cell_grad") and "cell" not in states:
+            return message(f"{problem}: {cell} has no cell state.", expected=f"one of: {', '.join(self)}")
         if quantity(name).needs_loss and self._loss is None:
             return message(f"{problem}: no loss was given.", hint="rl.trace(model, x, y, loss=...) or a compiled model")
         if self._requested_quantities is not None and name not in self._requested_quantities:

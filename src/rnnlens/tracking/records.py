@@ -105,7 +105,7 @@ def summary(trace: Trace, *, keep: Collection[str] = ()) -> tuple[dict[str, floa
             dataset = layer.dataset if direction is None else layer.dataset.sel({DIRECTION: direction})
             values = {str(quantity): array for quantity, array in dataset.data_vars.items()}
             prefix = name if direction is None else f"{name}/{direction}"
-            measures, direction_profiles = _measures(values, mask, direction)
+            measures, direction_profiles = _measures(values, mask, direction or dataset.attrs.get(DIRECTION))
             for kind, profile in direction_profiles.items():
                 profiles.setdefault(kind, []).append(profile)
             scalars |= {f"{prefix}/{key}": number for key, number in measures.items()}
@@ -141,7 +141,7 @@ def _measures(
         )
     if hidden is not None and hidden.dims == (SAMPLE, TIME, UNIT):
         scalars["dead_units"] = float(dead_units(hidden.values, mask).mean())
-    if gates is not None and gates.dims == (SAMPLE, TIME, GATE, UNIT):
+    if gates is not None and gates.dims[:3] == (SAMPLE, TIME, GATE) and gates.ndim == 4:  # units, or cell units
         unit_mean = gates.values.mean(axis=-1).astype(np.float64)
         step_mask = np.ones(unit_mean.shape[:2], dtype=bool) if mask is None else mask
         gates_over_time = np.moveaxis(np.asarray(masked_mean(unit_mean, step_mask[:, :, None], axis=0)), 0, -1)

@@ -318,8 +318,9 @@ def _inner_name(layer: str, quantity: str, state: re.Match[str] | None, info: La
     """Return the name of a state or of the gates of a recurrent layer; raise if the cell has none such."""
     if state is None:
         if not cell_of_kind(info.cell).gates:
+            reason = "a cell without gates" if info.cell in kinds() else "a custom cell, whose gates are not known"
             raise LayerNotFoundError(
-                f"{layer!r} has a custom cell, whose gates are not known.",
+                f"{layer!r} has {reason}.",
                 got=f"{layer}.{quantity}",
                 expected=f"{layer}.hidden, {layer}.output or {layer}.weights",
             )

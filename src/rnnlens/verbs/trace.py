@@ -13,7 +13,7 @@ import xarray as xr
 from .. import arguments as check
 from ..adapters.protocol import Batch, Capture
 from ..adapters.registry import adapter_for
-from ..errors import UnsupportedError
+from ..errors import InputError, UnsupportedError, did_you_mean
 from ..recurrence.replay import Replay
 from ..recurrence.rounding import perturbed_replay
 from ..results.checks import Certificate, warn_of_failed_checks
@@ -182,6 +182,11 @@ def trace_batch(
         chain.remember(model, (key, batch.training))
     kept_datasets: dict[str, xr.Dataset | LabelledLayer] = dict(datasets)
     if at:
+        known_dims = {str(dim) for layer in datasets.values() for dim in layer.sizes}
+        for dim in at:
+            if dim not in known_dims:
+                problem = f"at= has a dimension {dim!r} that no traced layer has."
+                raise InputError(problem, got=f"at={dict(at)!r}", hint=did_you_mean(dim, known_dims))
         kept_datasets |= {
             name: select_positions(layer.dataset(), at) for name, layer in datasets.items() if name not in scans
         }

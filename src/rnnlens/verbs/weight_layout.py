@@ -92,12 +92,13 @@ Values = np.ndarray[Any, Any]
 
 
 class LabelledWeight(NamedTuple):
-    """Values with dimension names, descriptive texts, and the kind of cell."""
+    """Values with dimension names, descriptive texts, the kind of cell, and its direction if it has only one."""
 
     values: Values
     dims: tuple[str, ...]
     words: Mapping[str, str]
     cell: str = ""
+    direction: str = ""
 
 
 def label_cell(
@@ -121,7 +122,9 @@ def label_cell(
         attributes = _weight_attributes(name, cell, suffix, by_time)
         values = np.stack(parts) if len(order) > 1 else parts[0]
         key = f"{name}{suffix}_norm" if by_time == "norm" else name + suffix
-        labelled[key] = LabelledWeight(values, (DIRECTION, *dims) if len(order) > 1 else dims, attributes, cell.kind)
+        lone_direction = order[0] if len(order) == 1 else ""
+        dims = dims if lone_direction else (DIRECTION, *dims)
+        labelled[key] = LabelledWeight(values, dims, attributes, cell.kind, lone_direction)
     if cell.biases_add_up and not by_time and "recurrent_bias" in labelled:
         bias_sum = labelled["bias"].values + labelled["recurrent_bias"].values
         attributes = {"long_name": "sum of both biases", "units": "1", "definition": "bias + recurrent_bias"}
@@ -160,8 +163,12 @@ def weights_of_layer(
             attrs = {"long_name": f"{kind} values in {key}", "units": "1", **common}
             data[f"{key}_{kind}_count"] = xr.Variable(kept_dims, np.sum(test(entry.values), axis=axes), attrs)
     sizes = {dim: size for variable in data.values() for dim, size in variable.sizes.items()}
-    cell = next((entry.cell for entry in variables.values() if entry.cell), "")
-    return LabelledLayer(data, coordinates(sizes, {"cell": cell}), {"layer": name, "cell": cell})
+    first_weight = next((entry for entry in variables.values() if entry.cell), None)
+    cell = "" if first_weight is None else first_weight.cell
+    attrs = {"layer": name, "cell": cell}
+    if first_weight is not None and first_weight.direction:
+        attrs[DIRECTION] = first_weight.direction
+    return LabelledLayer(data, coordinates(sizes, {"cell": cell}), attrs)
 
 
 def _weight_attributes(name: str, cell: Cell, suffix: str, by_time: bool | str) -> dict[str, str]:

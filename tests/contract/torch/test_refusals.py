@@ -146,3 +146,10 @@ def test_the_flag_of_a_negative_sign_changes_no_number(net):
         rl.trace(net, X, Y, loss=LOSS, sample_weight=negative[:, 0, 0]).loss,
         rl.trace(net, X, Y, loss=LOSS, sample_weight=X[:, 0, 0]).loss,
     )
+
+
+def test_a_trace_is_not_cut_along_a_dimension_that_no_layer_has(net):
+    assert rl.trace(net, X, at={"unit": [0], "time": -1})["lstm"].hidden.shape == (16, 1, 1)
+    with pytest.raises(InputError, match="at= has a dimension 'units' that no traced layer has") as caught:
+        rl.trace(net, X, at={"units": [0]})
+    assert "did you mean 'unit'" in str(caught.value)

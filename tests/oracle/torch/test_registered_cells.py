@@ -385,6 +385,10 @@ def test_states_and_weights_with_names_of_their_own():
     assert_close(memory_kernel_grad.sum("time"), model.cell.into.weight.grad.T)
     restricted = rl.trace(model, X, loss=loss, quantities=["memory", "memory_grad"])
     assert_close(restricted["cell"].memory, torch.stack([s[1] for s in states], 1))
+    with pytest.raises(rl.errors.QuantityNotFoundError, match=r"'memory_grad' was not computed .*: no loss was given"):
+        _ = rl.trace(model, X)["cell"].memory_grad
+    with pytest.raises(rl.errors.QuantityNotFoundError, match="it is not among quantities="):
+        _ = rl.trace(model, X, loss=loss, quantities=["hidden"])["cell"].memory
 
 
 def _states_of(model, x):

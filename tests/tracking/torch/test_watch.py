@@ -12,6 +12,7 @@ from torch_trainings import Reader, data, model_and_optimizer, same_weights, tra
 
 import rnnlens as rl
 from rnnlens.errors import CallError, InputError, LayerNotFoundError, TrackingWarning, UnsupportedError
+from rnnlens.tracking.records import summary
 
 PROBE = tuple(t[:8] for t in data(seed=5))
 
@@ -77,6 +78,14 @@ class Projected(Reader):
     def __init__(self):
         super().__init__(units=6)
         self.lstm = nn.LSTM(3, 9, batch_first=True, proj_size=6)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
+def test_gates_of_a_projected_layer_are_recorded():
+    model, _ = model_and_optimizer(Projected)
+    scalars, profiles = summary(rl.trace(model, *data(16), loss=mse_loss))
+    assert {"lstm/forget/near_0", "lstm/forget/near_1"} <= scalars.keys()
+    assert profiles["lstm"]["gates"].dims == ("gate", "time")
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")

@@ -158,7 +158,7 @@ def initial_jacobian():
             stacked = np.zeros((samples, steps, 2, units, 2, units))
             stacked[:, :, 0, :, 0], stacked[:, :, 1, :, 1] = values, values[:, ::-1]
             values, dims = stacked, ("sample", "out_time", "direction", "out_unit", "in_direction", "in_feature")
-        return xr.DataArray(values, dims=dims, name="jacobian", attrs={"of": "lstm.cell"})
+        return xr.DataArray(values, dims=dims, name="jacobian", attrs={"of": "lstm.cell", "wrt": "lstm.initial_cell"})
 
     return make
 

@@ -102,7 +102,8 @@ def test_what_is_missing_says_why():
         "  try:      rl.trace(model, x, y, loss=...) or a compiled model"
     )
     assert missing_message(without_loss["gru"], "cell") == (
-        "'cell' was not computed for layer 'gru': gru has no cell state.\n  try:      hidden or hidden_grad"
+        "'cell' was not computed for layer 'gru': gru has no cell state.\n"
+        f"  expected: one of: {', '.join(without_loss['gru'])}"
     )
     assert missing_message(without_loss["lstm"], "hiden").startswith(
         "No quantity named 'hiden' for layer 'lstm'.\n  try:      did you mean 'hidden'? Known: 'input', 'mask'"
