@@ -213,8 +213,11 @@ _SHARED, _SUMMED = frozenset({"input", "mask"}), frozenset({"input_grad"})
 _WITHOUT_TIME = ("initial_", "final_")
 
 
-def join_directions(directions: Sequence[Arrays]) -> dict[str, np.ndarray[Any, Any]]:
-    """Stack the arrays of two directions on an axis after time, or after sample without a time axis."""
+def join_directions(directions: Sequence[Arrays], space: Sequence[str] = ()) -> dict[str, np.ndarray[Any, Any]]:
+    """Stack the arrays of two directions on an axis after time, or after sample without a time axis.
+
+    ``space``: names of the spatial axes of the states.
+    """
 
     def stacked(array: Any) -> np.ndarray[Any, Any]:
         """Stack states (sample, unit) to (sample, state, unit)."""
@@ -224,7 +227,7 @@ def join_directions(directions: Sequence[Arrays]) -> dict[str, np.ndarray[Any, A
     if len(host_arrays) == 1:
         return host_arrays[0]
     first, second = host_arrays
-    timed_rank = next((first[quantity].ndim for quantity in ("hidden", "input") if quantity in first), 3)
+    timed_rank = next((first[quantity].ndim for quantity in ("hidden", "input") if quantity in first), 3 + len(space))
     joined: dict[str, np.ndarray[Any, Any]] = {}
     for name, array in first.items():
         if name in _SHARED:
@@ -267,7 +270,7 @@ def recurrent_datasets(
             {n: a for n, a in named_arrays if claim is not None or selection.has(n)} for named_arrays in arrays_by_call
         ]
         layer = labelled_layer(
-            join_directions(requested_arrays),
+            join_directions(requested_arrays, directions[0].cell.space),
             info={**(vars(info) if info else {}), "name": name},
             provenance=provenance,
             bidirectional=len(directions) > 1,

@@ -141,6 +141,11 @@ def test_bidirectional_layers_have_a_direction():
     trace = rl.trace(model, x, y)
     assert trace.certificate.state == "passed", trace.certificate
     assert trace["conv"].hidden_grad.dims == ("sample", "time", "direction", "height", "width", "channel")
+    last_step_model, x, y = build(2, bidirectional=True, padding="same", return_sequences=False)
+    with rl.options(certify="never"):
+        last_output = rl.trace(last_step_model, x, y, quantities="output")["conv"].output
+    assert last_output.dims == ("sample", "direction", "height", "width", "channel")
+    assert last_output.sizes["height"] == SPACE[2][0]
 
 
 @pytest.mark.one_engine("torch", "tf_keras")
