@@ -92,7 +92,10 @@ class Diagnosis(Result, kind="diagnosis"):
         return tuple(dict.fromkeys(finding.code for finding in self.findings))
 
     def to_json(self) -> str:
-        """Return JSON in a stable layout: schema, sentences, findings, scalar measures, notes, provenance."""
+        """Return JSON in a stable layout: schema, sentences, findings, scalar measures, notes, provenance.
+
+        Numbers that are not finite are null.
+        """
         measures = {
             name: {str(k): to_strict_json(v.item()) for k, v in self.dataset(name).data_vars.items() if v.ndim == 0}
             for name in self
@@ -100,7 +103,7 @@ class Diagnosis(Result, kind="diagnosis"):
         document = {
             "schema": SCHEMA,
             "sentences": self.sentences,
-            "findings": [asdict(finding) for finding in self.findings],
+            "findings": to_strict_json([asdict(finding) for finding in self.findings]),
             "measures": measures,
             "notes": self.notes,
             "provenance": self.provenance,

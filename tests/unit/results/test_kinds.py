@@ -1,12 +1,17 @@
 """Results of every kind are restored from files with their class, also where it has not been imported yet."""
 
+import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+from rnnlens.cli import console
+from rnnlens.cli.steps import summary_of
 from rnnlens.results import opening
 from rnnlens.results.base import Result, result_class
+from rnnlens.results.diagnosis import Diagnosis, Finding
 from rnnlens.results.gradients import Gradients, Reason, Weights
 
 from .conftest import lstm_dataset, normal
@@ -65,3 +70,17 @@ def test_the_data_of_a_result_is_not_copied():
     dataset = lstm_dataset()
     dataset["hidden"].values = values
     assert Weights({"lstm": dataset}).dataset("lstm")["hidden"].values is values
+
+
+def test_evidence_of_findings_is_strict_json(capsys):
+    evidence = {"growth": np.float32(2.5), "of the output": float("nan"), "stderr": np.float64("inf"), "steps": 30}
+    finding = Finding("EXPLODING", "fault", "lstm", "Gradients grow.", evidence)
+    diagnosis = Diagnosis({"lstm": lstm_dataset()}, findings=[finding])
+    expected = {"growth": 2.5, "of the output": None, "stderr": None, "steps": 30}
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    assert json.loads(diagnosis.to_json(), parse_constant=refuse)["findings"][0]["evidence"] == expected
+    console.print_json(summary_of(diagnosis))  # `rnnlens diagnose --json`
+    assert json.loads(capsys.readouterr().out)["findings"][0]["evidence"] == expected
