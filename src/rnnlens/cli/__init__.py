@@ -1,7 +1,8 @@
 """The command line: ``rnnlens layers``, ``trace``, ``diagnose``, ``report``, ``show``, ``tail``, ``demo``.
 
-Exit codes: 0 for success, 1 for an unexpected error, 2 for wrong arguments and for input that rnnlens refuses, 3 for a
-finding named by ``diagnose --fail-on``, 130 for Ctrl-C. A traceback is shown with ``--debug`` only.
+Exit codes: 0 for success, 1 for an unexpected error, 2 for wrong arguments, input that rnnlens refuses and errors of
+the model or its loss on the data, 3 for a finding named by ``diagnose --fail-on``, 130 for Ctrl-C. A traceback is
+shown with ``--debug`` only.
 """
 
 from __future__ import annotations

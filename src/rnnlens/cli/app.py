@@ -26,8 +26,8 @@ LARGEST_SEED = 2**32 - 1
 FINDING_PRESENT = 3
 #: Description of the exit codes in ``--help``.
 EXIT_CODES = (
-    "Exit codes: 0 success; 1 an unexpected error; 2 wrong arguments, or input that is refused with a reason; "
-    "3 a finding named with --fail-on; 130 interrupted."
+    "Exit codes: 0 success; 1 an unexpected error; 2 wrong arguments, input that is refused, or an error of the model "
+    "or its loss, with the reason; 3 a finding named with --fail-on; 130 interrupted."
 )
 
 app = typer.Typer(
