@@ -357,3 +357,10 @@ def test_units_are_sorted_by_the_gate_that_keeps_their_state():
     (track,) = tracks_of(trace)
     expected = rl.measures.gate_timescale(trace["gru"].gates.sel(gate="update").values)
     np.testing.assert_allclose(sort_keys(track, None)["timescale"], expected)
+
+
+def test_a_trace_without_the_gate_that_keeps_the_state_makes_a_page(report_of, batch):
+    trace = rl.trace(Classifier(), *batch, loss=LOSS, at={"gate": [0]})
+    page = report_of(trace)
+    assert [line["name"] for line in page.figure("track-0-gates")["lines"]] == ["input"]
+    assert set(page.data["tracks"][0]["keys"]) == {"reach", "saturation"}

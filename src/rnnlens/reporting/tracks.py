@@ -138,7 +138,7 @@ def sort_keys(track: Track, kernels: Array | None) -> dict[str, Array]:
         step_mask = None if track.mask is None else track.mask[:, :, None, None]
         low_share, high_share = saturation_share(np.asarray(track.gates), axis=(0, 1, 2), where=step_mask)
         keys["saturation"] = low_share + high_share
-        if track.keeping_gate is not None:
+        if track.keeping_gate in track.gate_names:  # a trace may have only some of the gates, selected by at=
             kept_shares = np.asarray(track.gates)[:, :, track.gate_names.index(track.keeping_gate)]
             keys["timescale"] = gate_timescale(kept_shares, track.mask)
     if kernels is not None and len(kernels) == track.units:
