@@ -8,6 +8,7 @@ import io
 import re
 from html.parser import HTMLParser
 
+import keras
 import numpy as np
 import pytest
 import torch
@@ -364,3 +365,23 @@ def test_a_trace_without_the_gate_that_keeps_the_state_makes_a_page(report_of, b
     page = report_of(trace)
     assert [line["name"] for line in page.figure("track-0-gates")["lines"]] == ["input"]
     assert set(page.data["tracks"][0]["keys"]) == {"reach", "saturation"}
+
+
+@pytest.mark.parametrize("drawn", [[], ["gru"]], ids=["alone", "below a GRU"])
+def test_a_convolutional_layer_is_left_out_and_the_page_says_why(report_of, drawn):
+    above = [keras.layers.TimeDistributed(keras.layers.Flatten()), keras.layers.GRU(3, name="gru")] if drawn else []
+    conv = keras.layers.ConvLSTM2D(2, 3, return_sequences=bool(drawn), name="conv")
+    layers = [keras.Input((4, 5, 4, 2)), conv, *above, keras.layers.Flatten(), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse")
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(6, 4, 5, 4, 2)).astype("f"), rng.normal(size=(6, 1)).astype("f")
+    sentence = "Layer 'conv' is not drawn: its states have axes of space (height, width)"
+    for page in (report_of(model, x, y), report_of(rl.trace(model, x, y))):
+        assert html.unescape(page.text).count(sentence) == 1
+        assert [track["layer"] for track in page.data["tracks"]] == drawn
+    page = report_of(model, x, y)
+    assert ("No time Jacobian: no layer is drawn over time." in page.text) == (not drawn)
+    if drawn:
+        assert {"input", "jacobian", "track-0-gates"} <= {figure["id"] for figure in page.data["figures"]}
+        assert "rl.plot.heatmap(trace['gru'].input)" in html.unescape(page.text)
