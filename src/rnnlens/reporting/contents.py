@@ -25,7 +25,7 @@ from ..typing import Array
 from ..verbs.trace import trace
 from ..verbs.weights import layers as find_layers
 from ..verbs.weights import weights
-from ..vocabulary import QUANTITIES, SAMPLE, SPACE
+from ..vocabulary import SAMPLE, SPACE
 from .samples import (
     Ranking,
     ReportRequest,
@@ -233,20 +233,18 @@ def _add_trace(
 
 
 def _trace_quantities(model: Any, x: Any, y: Any, request: ReportRequest) -> Trace:
-    """Trace states, gates and gradients; also states of registered cells."""
+    """Trace what the page draws; all quantities where a cell has states of other names than hidden and cell."""
     trace_options: dict[str, Any] = {
         "layers": request.layers,
         "loss": request.loss,
         "seed": request.seed,
         "axes": request.axes,
     }
-    if all(info.cell in kinds() for info in find_layers(model)):  # other cells: the state names are unknown
-        states = {state for cell in kinds().values() for state in cell.states if state in QUANTITIES}
-        quantity_names = [*_DRAWN_QUANTITIES, *states, *(f"{state}_grad" for state in states)]
+    cells = [kinds().get(info.cell) for info in find_layers(model)]
+    # A trace in which the layer of a state does not run refuses the state's name, unless it is hidden or cell.
+    if all(cell is not None and {"hidden", "cell"} >= set(cell.states) for cell in cells):
         has_loss = y is not None or request.loss is not None
-        trace_options["quantities"] = list(
-            dict.fromkeys(name for name in quantity_names if has_loss or not name.endswith("_grad"))
-        )
+        trace_options["quantities"] = [name for name in _DRAWN_QUANTITIES if has_loss or not name.endswith("_grad")]
     return trace(model, x, y, **trace_options)
 
 

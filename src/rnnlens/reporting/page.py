@@ -169,6 +169,9 @@ def _gradient_figures(tracks: Sequence[Track], track_steps: TrackSteps) -> list[
         f"Norm over {row_name}s of the total gradient, which includes the path through the layer's own recurrence."
     )
     title, code = "Gradient of the loss through time", f"rl.plot.gradient_flow(trace[{layer}])"
+    if row_name != "unit":  # a whole-sequence layer
+        all_axes = [row_name, *tracks[0].normed_axes]
+        code = f"rl.plot.curves((trace[{layer}]['state_grad'] ** 2).sum({all_axes!r}) ** 0.5, log=True)"
     norms_by_curve = {
         name: [norms(track.gradients[state]) for track in tracks] for name, state in state_by_curve.items()
     }
