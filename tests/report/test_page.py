@@ -8,6 +8,7 @@ import io
 import re
 from html.parser import HTMLParser
 
+import keras
 import numpy as np
 import pytest
 import torch
@@ -357,3 +358,77 @@ def test_units_are_sorted_by_the_gate_that_keeps_their_state():
     (track,) = tracks_of(trace)
     expected = rl.measures.gate_timescale(trace["gru"].gates.sel(gate="update").values)
     np.testing.assert_allclose(sort_keys(track, None)["timescale"], expected)
+
+
+def test_a_trace_without_the_gate_that_keeps_the_state_makes_a_page(report_of, batch):
+    trace = rl.trace(Classifier(), *batch, loss=LOSS, at={"gate": [0]})
+    page = report_of(trace)
+    assert [line["name"] for line in page.figure("track-0-gates")["lines"]] == ["input"]
+    assert set(page.data["tracks"][0]["keys"]) == {"reach", "saturation"}
+
+
+@pytest.mark.parametrize("drawn", [[], ["gru"]], ids=["alone", "below a GRU"])
+def test_a_convolutional_layer_is_left_out_and_the_page_says_why(report_of, drawn):
+    above = [keras.layers.TimeDistributed(keras.layers.Flatten()), keras.layers.GRU(3, name="gru")] if drawn else []
+    conv = keras.layers.ConvLSTM2D(2, 3, return_sequences=bool(drawn), name="conv")
+    layers = [keras.Input((4, 5, 4, 2)), conv, *above, keras.layers.Flatten(), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse")
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(6, 4, 5, 4, 2)).astype("f"), rng.normal(size=(6, 1)).astype("f")
+    sentence = "Layer 'conv' is not drawn: its states have axes of space (height, width)"
+    for page in (report_of(model, x, y), report_of(rl.trace(model, x, y))):
+        assert html.unescape(page.text).count(sentence) == 1
+        assert [track["layer"] for track in page.data["tracks"]] == drawn
+    page = report_of(model, x, y)
+    assert ("No time Jacobian: no layer is drawn over time." in page.text) == (not drawn)
+    if drawn:
+        assert {"input", "jacobian", "track-0-gates"} <= {figure["id"] for figure in page.data["figures"]}
+        assert "rl.plot.heatmap(trace['gru'].input)" in html.unescape(page.text)
+
+
+class Leaky(nn.Module):
+    """A cell of two states: a leaky memory, and its tanh."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.u = nn.Linear(3, 10), nn.Linear(5, 10, bias=False)
+
+    def forward(self, x, hidden, memory):
+        keep, new = (self.w(x) + self.u(hidden)).chunk(2, -1)
+        memory = torch.sigmoid(keep) * memory + (1 - torch.sigmoid(keep)) * torch.tanh(new)
+        return torch.tanh(memory), memory
+
+
+class LeakyCell(rl.cells.Cell):
+    kind, gates, states, keeping = "leaky_of_the_report", ("keep", "new"), ("hidden", "memory"), "keep"
+    parameters = rl.cells.by_name(rl.cells.KERNEL, rl.cells.RECURRENT_KERNEL, rl.cells.BIAS)
+
+    def step(self, projected, before, scale, xp):
+        hidden, memory = before
+        z = [self.gate(projected + hidden @ self.recurrent_kernel, name) for name in self.gates]
+        keep, new = rl.cells.sigmoid(z[0], xp), xp.tanh(z[1])
+        memory = keep * memory + (1 - keep) * new
+        return self.record(z, [keep, new], xp), (xp.tanh(memory), memory)
+
+
+def test_states_of_a_registered_cell_are_drawn(report_of, batch):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.head, self.spare = Leaky(), nn.Linear(5, 3), nn.LSTM(3, 2)
+
+        def forward(self, x):
+            hidden = memory = x.new_zeros(len(x), 5)
+            for t in range(x.shape[1]):
+                hidden, memory = self.cell(x[:, t], hidden, memory)
+            return self.head(hidden)
+
+    names = {"kernel": "w.weight.T", "recurrent_kernel": "u.weight.T", "bias": "w.bias"}
+    rl.cells.register(Leaky, LeakyCell, weights=names)
+    page = report_of(Net(), *batch, loss=LOSS, samples=8, diagnosis=False, jacobian=False)
+    gradients = page.figure("track-0-gradient")["lines"]
+    assert [line["name"] for line in gradients] == ["|dL/dh_t|", "|dL/dmemory_t|"]
+    assert {"track-0-hidden", "track-0-memory"} <= {figure["id"] for figure in page.data["figures"]}
+    page = report_of(Net(), batch[0], samples=8, diagnosis=False, jacobian=False)
+    assert {"track-0-hidden", "track-0-memory"} <= {figure["id"] for figure in page.data["figures"]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,22 +12,23 @@ import xarray as xr
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
 
-from ..arguments import one_of
-from ..errors import InputError, has_attribute
+from ..errors import InputError, did_you_mean, has_attribute
 from ..measures.profiles import gradient_reach, peak_band
 from ..recurrence.measures import real_steps_first
 from ..results.schema import with_mask
-from ..vocabulary import BACKWARD, TIME
+from ..vocabulary import BACKWARD, DIRECTION, QUANTITIES, SAMPLE, TIME
 from . import _axes, _data, _frame, _samples
 from ._call import drawing
 from ._data import Numbers
 
-#: Gradients that are drawn for each layer that has them: label, colour, line style.
+#: Gradients with words of their own, drawn for each layer that has them: label, colour, line style.
 GRADIENTS = {
     "hidden_grad": ("total, $dL/dh_t$", _axes.BLUE, "-"),
     "cell_grad": ("total, $dL/dc_t$", _axes.GREEN, "-"),
     "output_grad": ("direct, $\\partial{}L/\\partial{}y_t$", _axes.ORANGE, "--"),
 }
+#: Colours of the total gradients of other states, in turn.
+_STATE_COLOURS = (_axes.PINK, _axes.LIGHT_BLUE, *_axes.CYCLE[5:])
 #: Styles if there are two lines: before, in grey, and after.
 _PAIR = ("#8c8c8c", _axes.ORANGE)
 #: Lower end of the value axis as a share of the peak; smaller shares are marked by an arrow.
@@ -79,7 +80,7 @@ def _step_text(count: int) -> str:
 PanelLines = dict[tuple[str, str | None], list[FadingLine]]
 
 
-@drawing(Line2D, quantity=one_of(*GRADIENTS))
+@drawing(Line2D)
 def gradient_flow(
     trace: Any,
     *,
@@ -104,9 +105,10 @@ def gradient_flow(
     trace
         A trace made with a loss, or one layer of it: its direct and total gradients. Or a mapping from names to traces
         or layers (networks, or moments of a training): a line for each; of two, the first is grey. Layers have
-        ``hidden_grad``, ``cell_grad`` (sample, time, unit) or ``output_grad`` (also without time).
+        ``hidden_grad``, ``cell_grad`` or the gradient of another state (sample, time, unit), or ``output_grad`` (also
+        without time). Layers whose gradients have other axes, as those that run whole sequences, are not drawn.
     quantity
-        Gradient to compare: ``"hidden_grad"``, ``"cell_grad"`` or ``"output_grad"``.
+        Gradient to compare: ``"hidden_grad"``, ``"cell_grad"``, that of another state, or ``"output_grad"``.
 
     Returns
     -------
@@ -120,8 +122,9 @@ def gradient_flow(
         else _lines_of_networks(networks or {}, quantity, as_computed)
     )
     if not lines_by_panel:
-        expected, hint = " or ".join(GRADIENTS), "trace with a loss: rl.trace(model, x, y)"
-        raise InputError("plot.gradient_flow found no gradient.", expected=expected, hint=hint)
+        raise _no_lines_error(
+            [layers] if layers is not None else (networks or {}).values(), quantity if networks else None
+        )
     panels = _open_panels(list(lines_by_panel), ax, figure)
     all_values = np.concatenate(
         [
@@ -152,6 +155,12 @@ def gradient_flow(
     notes = dict.fromkeys(
         note for lines in lines_by_panel.values() for fading_line in lines for note in fading_line.notes
     )
+    drawn_layers = {layer for layer, _ in lines_by_panel}
+    notes |= {
+        f"{layer} is not drawn: its gradients are not over (sample, time, unit)": None
+        for layer, dataset in (layers or {}).items()
+        if _styles(dataset) and layer not in drawn_layers
+    }
     reading_note = (
         "median over samples, each by its own peak; band: quartiles; steps: how many carry 95 % of the gradient"
     )
@@ -178,7 +187,7 @@ def _lines_of_network(layers: Mapping[str, xr.Dataset], as_computed: bool) -> Pa
     """Return the lines to draw for one network, by panel (layer, direction): one for each kind of gradient."""
     lines_by_panel: PanelLines = {}
     for layer, dataset in layers.items():
-        for quantity, (label, colour, style) in GRADIENTS.items():
+        for quantity, (label, colour, style) in _styles(dataset).items():
             for direction, fading_line in _gradient_lines(
                 dataset, quantity, as_computed, label=label, colour=colour, style=style
             ):
@@ -202,14 +211,56 @@ def _lines_of_networks(
     return lines_by_panel
 
 
+def _styles(dataset: xr.Dataset) -> dict[str, tuple[str, str, str]]:
+    """Return label, colour and line style of each gradient of a layer: of its states, hidden first, and the direct."""
+    direct = "output_grad"
+    other_states = {
+        "state_grad": "total, $dL/dS_t$",
+        **{
+            str(name): f"total, dL/d{str(name).removesuffix('_grad')}_t"
+            for name, array in dataset.data_vars.items()
+            if str(name).endswith("_grad") and name not in QUANTITIES and {SAMPLE, TIME} <= set(array.dims)
+        },
+    }
+    colours = _STATE_COLOURS * len(other_states)
+    styles = {name: style for name, style in GRADIENTS.items() if name != direct}
+    styles |= {name: (label, colour, "-") for (name, label), colour in zip(other_states.items(), colours, strict=False)}
+    return {name: style for name, style in {**styles, direct: GRADIENTS[direct]}.items() if name in dataset}
+
+
+def _is_over_units(array: xr.DataArray) -> bool:
+    unit = _data.unit_dim(array)
+    return unit is not None and set(array.dims) <= {SAMPLE, TIME, DIRECTION, unit}
+
+
+def _no_lines_error(networks: Iterable[Mapping[str, xr.Dataset]], quantity: str | None) -> InputError:
+    """Return the error for layers without a gradient that can be drawn; ``quantity``: the one to compare, if any."""
+    arrays = [
+        (layer, dataset[name]) for layers in networks for layer, dataset in layers.items() for name in _styles(dataset)
+    ]
+    undrawn_arrays = [(layer, array) for layer, array in arrays if quantity in (None, array.name)]
+    names = quantity or "hidden_grad, cell_grad, the gradient of another state, or output_grad"
+    if not undrawn_arrays:
+        hint = did_you_mean(quantity, {str(array.name) for _, array in arrays}) if quantity else None
+        hint = hint or "trace with a loss: rl.trace(model, x, y)"
+        return InputError("plot.gradient_flow found no gradient.", expected=names, hint=hint)
+    layer, array = undrawn_arrays[0]
+    other_dims = [str(dim) for dim in array.dims if dim not in (SAMPLE, TIME, DIRECTION)]
+    return InputError(
+        "plot.gradient_flow draws gradients over (sample, time, unit).",
+        got=f"{array.name} ({', '.join(map(str, array.dims))}) of {layer}",
+        expected=f"{names}: dimensions with 'unit' among them",
+        hint=f"rl.plot.curves((trace[{layer!r}].{array.name} ** 2).sum({other_dims}) ** 0.5, log=True) draws its norm",
+    )
+
+
 def _gradient_lines(
     dataset: xr.Dataset, quantity: str, as_computed: bool, **line_options: str
 ) -> Iterator[tuple[str | None, FadingLine]]:
-    """Yield direction and line of one gradient of a layer; nothing if the layer does not have it."""
-    if quantity not in dataset:
+    """Yield direction and line of one gradient of a layer; nothing if the layer does not have it over units."""
+    if quantity not in _styles(dataset) or not _is_over_units(dataset[quantity]):
         return
     array = _data.label_array(with_mask(dataset, quantity), "gradient_flow")
-    _data.require_dim(array, _data.unit_dim(array) or "unit", "gradient_flow")
     nonfinite_note, *padding_notes = _samples.notes_of(array)
     layer = str(dataset.attrs.get("layer", ""))
     quantity_name = ", ".join(part for part in (layer, _data.value_label(array).split(" [")[0]) if part)

@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 
 from ..typing import Array
+from ..vocabulary import CHANNEL, FEATURE, GATE, SAMPLE, TIME, UNIT
 from .arrays import on_cpu
 from .cells import affine
+from .cells.cell import Cell
 from .replay import Replay
 from .trajectory import Adjoint
 
 #: NumPy arrays; arrays of other libraries are converted for the search.
 Values = np.ndarray[Any, Any]
 
-#: Dimension names of a recurrence's arrays, by rank.
-_DIMS = {2: ("sample", "unit"), 3: ("sample", "time", "unit"), 4: ("sample", "time", "gate", "unit")}
+_GATE_QUANTITIES = ("gates", "gate_preactivation", "gate_preactivation_grad")
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,9 @@ def first_nonfinite_forward(run: Replay, limit: float) -> NonfiniteValue | None:
     are skipped.
     """
     for index, state in enumerate(run.initial_state):
-        found_value = find_nonfinite_value(
-            f"initial_{run.cell.state_names[index]}", on_cpu(state), ("sample", "unit"), limit
-        )
+        name, values = f"initial_{run.cell.state_names[index]}", on_cpu(state)
+        dims = (SAMPLE, *_dims_of_step(name, values.ndim - 1, run.cell))
+        found_value = find_nonfinite_value(name, values, dims, limit)
         if found_value is not None:
             return found_value
     return _first_by_step(run, list(_forward(run)), limit)
@@ -109,15 +110,19 @@ def _first_by_step(
         for (name, array), is_broken in zip(cpu_arrays, broken_steps, strict=True):
             if is_broken[:, t].any():
                 sample = int(np.argmax(is_broken[:, t]))
-                return _nonfinite_at(name, array, sample, t, limit)
+                dims = _dims_of_step(name, array.ndim - 2, run.cell)
+                found_value = find_nonfinite_value(name, array[sample, t], dims, limit)
+                assert found_value is not None
+                return NonfiniteValue(name, {SAMPLE: sample, TIME: t, **found_value.index}, found_value.value)
     return None
 
 
-def _nonfinite_at(name: str, array: Values, sample: int, t: int, limit: float) -> NonfiniteValue:
-    dims = _DIMS[array.ndim]
-    found_value = find_nonfinite_value(name, array[sample, t], dims[2:], limit)
-    assert found_value is not None
-    return NonfiniteValue(name, {"sample": sample, "time": t, **found_value.index}, found_value.value)
+def _dims_of_step(quantity: str, rank: int, cell: Cell) -> tuple[str, ...]:
+    """Return the dimension names of a quantity of one sample at one step: space, gate, and unit, channel or feature."""
+    last = FEATURE if quantity in ("input", "input_grad") else CHANNEL if cell.space else UNIT
+    dims = (*cell.space, *((GATE,) if quantity in _GATE_QUANTITIES else ()), last)
+    # A cell that only the framework knows may have values of any rank.
+    return dims if len(dims) == rank else (*(f"axis_{i}" for i in range(1, rank)), last)[:rank]
 
 
 def first_nonfinite_backward(
@@ -127,7 +132,7 @@ def first_nonfinite_backward(
 
     Steps are searched from the last; within a step: direct gradient, states, gates, input.
 
-    ``direct``: direct gradients (sample, time, unit) by name.
+    ``direct``: direct gradients (sample, time, ..., unit) by name.
     """
     named: list[tuple[str, Any]] = list(direct.items())
     named += [(f"{n}_grad", g) for n, g in zip(run.cell.state_names, adjoint.state_grads, strict=True)]
@@ -162,9 +167,9 @@ def largest_term(run: Replay, nonfinite: NonfiniteValue) -> Term | None:
     kernel, recurrent = weights.get("kernel"), weights.get("recurrent_kernel")
     if kernel is None or len(kernel.shape) != 2:
         return None
-    column = index.get("gate", 0) * run.cell.units + index["unit"]
-    previous_state = run.state_before(index["time"])[0][index["sample"]]
-    sums = [("input", run.input[index["sample"], index["time"]], kernel)]
+    column = index.get(GATE, 0) * run.cell.units + index[UNIT]
+    previous_state = run.state_before(index[TIME])[0][index[SAMPLE]]
+    sums = [("input", run.input[index[SAMPLE], index[TIME]], kernel)]
     if recurrent is not None and len(recurrent.shape) == 2:
         sums.append((run.cell.state_names[0], previous_state, recurrent))
     terms = [Term("bias", 0, 1.0, float(b[column])) for b in _biases(weights, column)]
@@ -187,5 +192,6 @@ def magnitude_by_step(run: Replay, sample: int) -> Values:
     """Return the largest magnitude (time,) of one sample's pre-activations, or of its states without gates."""
     values = run.states[-1] if run.record is None else affine.join_gates(run.record.preactivation, run.xp)
     with np.errstate(all="ignore"):
-        magnitudes: Values = np.max(np.abs(on_cpu(values)[sample]), axis=-1)
+        by_step = np.abs(on_cpu(values)[sample])
+        magnitudes: Values = np.max(by_step, axis=tuple(range(1, by_step.ndim)))
     return magnitudes

@@ -25,7 +25,7 @@ from ..typing import Array
 from ..verbs.trace import trace
 from ..verbs.weights import layers as find_layers
 from ..verbs.weights import weights
-from ..vocabulary import QUANTITIES, SAMPLE
+from ..vocabulary import SAMPLE, SPACE
 from .samples import (
     Ranking,
     ReportRequest,
@@ -47,6 +47,8 @@ class Moment:
     name: str
     tracks: list[Track]
     loss: float | None = None
+    #: First layer whose input is (sample, time, feature), its input, and the gradient of the loss by it.
+    input_layer: str = ""
     input: Array | None = None
     input_gradient: Array | None = None
 
@@ -156,6 +158,7 @@ def contents_of_results(results: Sequence[Any]) -> ReportContents:
                 continue
             contents.trace = result
             contents.moments.insert(0, moment_of("this model", result))
+            contents.left_out += _undrawn_layers(result, contents.moments[0].tracks)
         elif isinstance(result, Diagnosis):
             contents.diagnosis = result
         elif isinstance(result, Weights):
@@ -181,11 +184,26 @@ def contents_of_results(results: Sequence[Any]) -> ReportContents:
 def moment_of(name: str, trace: Trace) -> Moment:
     """Convert a trace to the form used by the report."""
     tracks = tracks_of(trace)
-    first_dataset = next((trace.dataset(layer) for layer in trace.layers if "input" in trace.dataset(layer)), None)
-    if first_dataset is None:
-        return Moment(name, tracks, trace.loss)
-    gradient = first_dataset["input_grad"].values if "input_grad" in first_dataset else None
-    return Moment(name, tracks, trace.loss, first_dataset["input"].values, gradient)
+    for layer in trace.layers:
+        dataset = trace.dataset(layer)
+        if "input" in dataset and dataset["input"].ndim == 3:  # the input of a convolutional layer is an image
+            gradient = dataset["input_grad"].values if "input_grad" in dataset else None
+            return Moment(name, tracks, trace.loss, layer, dataset["input"].values, gradient)
+    return Moment(name, tracks, trace.loss)
+
+
+def _undrawn_layers(trace: Trace, tracks: Sequence[Track]) -> list[str]:
+    """Return a sentence about each layer that has no track because its states have axes of space."""
+    sentences, drawn_layers = [], {track.layer for track in tracks}
+    for layer in trace.layers:
+        dataset = trace.dataset(layer)
+        space = [dim for dim in SPACE[3] if dim in dataset.dims]
+        if space and layer not in drawn_layers:
+            sentences.append(
+                f"Layer {layer!r} is not drawn: its states have axes of space ({', '.join(space)}), and the maps here "
+                f"are of units over time. rl.plot.maps(trace[{layer!r}].hidden) draws them as pictures."
+            )
+    return sentences
 
 
 def _add_trace(
@@ -205,6 +223,7 @@ def _add_trace(
             sample_indices = sample_indices[: len(sample_indices) // 2]
     contents.moments.append(moment_of("this model", contents.trace))
     tracks = contents.moments[0].tracks
+    contents.left_out += _undrawn_layers(contents.trace, tracks)
     if report_samples.count is None:
         sample_indices = list(range(tracks[0].samples if tracks else 0))
     elif len(sample_indices) < sample_count:
@@ -214,20 +233,18 @@ def _add_trace(
 
 
 def _trace_quantities(model: Any, x: Any, y: Any, request: ReportRequest) -> Trace:
-    """Trace states, gates and gradients; also states of registered cells."""
+    """Trace what the page draws; all quantities where a cell has states of other names than hidden and cell."""
     trace_options: dict[str, Any] = {
         "layers": request.layers,
         "loss": request.loss,
         "seed": request.seed,
         "axes": request.axes,
     }
-    if all(info.cell in kinds() for info in find_layers(model)):  # other cells: the state names are unknown
-        states = {state for cell in kinds().values() for state in cell.states if state in QUANTITIES}
-        quantity_names = [*_DRAWN_QUANTITIES, *states, *(f"{state}_grad" for state in states)]
+    cells = [kinds().get(info.cell) for info in find_layers(model)]
+    # A trace in which the layer of a state does not run refuses the state's name, unless it is hidden or cell.
+    if all(cell is not None and {"hidden", "cell"} >= set(cell.states) for cell in cells):
         has_loss = y is not None or request.loss is not None
-        trace_options["quantities"] = list(
-            dict.fromkeys(name for name in quantity_names if has_loss or not name.endswith("_grad"))
-        )
+        trace_options["quantities"] = [name for name in _DRAWN_QUANTITIES if has_loss or not name.endswith("_grad")]
     return trace(model, x, y, **trace_options)
 
 
@@ -324,7 +341,10 @@ def _add_time_map(
     if isinstance(request.jacobian, xr.DataArray):
         contents.time_map = map_of_array(request.jacobian)
         return
-    if not request.jacobian or not contents.moments[0].tracks or contents.ranking is None:
+    if not request.jacobian:
+        return
+    if not contents.moments[0].tracks or contents.ranking is None:
+        contents.left_out.append("No time Jacobian: no layer is drawn over time.")
         return
     finite_samples = (
         [contents.sample_positions[i] for i in _finite_indices(contents)[:8]]

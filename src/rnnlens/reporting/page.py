@@ -100,7 +100,7 @@ def sections_of(contents: ReportContents, plan: PagePlan | None) -> list[Section
 def _input_section(contents: ReportContents, plan: PagePlan) -> Section:
     """Return the section of the network's input and the gradient of the loss at it."""
     moments, figures = contents.moments, []
-    first_moment, layer = moments[0], repr(moments[0].tracks[0].layer)
+    first_moment, layer = moments[0], repr(moments[0].input_layer)
     track_steps = TrackSteps(plan, 0, [moment.tracks[0].mask for moment in moments])
     sensitivities = [moment.sensitivity for moment in moments if moment.sensitivity is not None]
     if len(sensitivities) == len(moments) and first_moment.input is not None:
@@ -118,7 +118,7 @@ def _input_section(contents: ReportContents, plan: PagePlan) -> Section:
 
 def _input_figure(layer: str, inputs: Sequence[Array], track_steps: TrackSteps) -> ReportFigure:
     """Return a figure of the input: few features as curves, more as a map."""
-    sentence, feature_count = "Input of the first recurrent layer at each step.", inputs[0].shape[-1]
+    sentence, feature_count = f"Input of layer {layer} at each step.", inputs[0].shape[-1]
     if feature_count <= _MAX_CURVES:
         curves_by_name = {f"feature {i}": [values[:, :, i] for values in inputs] for i in range(feature_count)}
         caption = Caption("input", "Input", sentence, f"rl.plot.curves(trace[{layer}].input)")
@@ -169,6 +169,9 @@ def _gradient_figures(tracks: Sequence[Track], track_steps: TrackSteps) -> list[
         f"Norm over {row_name}s of the total gradient, which includes the path through the layer's own recurrence."
     )
     title, code = "Gradient of the loss through time", f"rl.plot.gradient_flow(trace[{layer}])"
+    if row_name != "unit":  # a whole-sequence layer
+        all_axes = [row_name, *tracks[0].normed_axes]
+        code = f"rl.plot.curves((trace[{layer}]['state_grad'] ** 2).sum({all_axes!r}) ** 0.5, log=True)"
     norms_by_curve = {
         name: [norms(track.gradients[state]) for track in tracks] for name, state in state_by_curve.items()
     }

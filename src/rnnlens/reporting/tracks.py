@@ -71,7 +71,10 @@ def symbol(state: str) -> str:
 
 
 def tracks_of(trace: Trace) -> list[Track]:
-    """Return one track for each layer and direction of a trace, layers in the order of their calls."""
+    """Return one track for each layer and direction of a trace, layers in the order of their calls.
+
+    A layer whose states have axes of space has none: no map of units over time holds them.
+    """
     tracks = []
     for name in trace.layers:
         dataset = trace.dataset(name)
@@ -96,10 +99,11 @@ def _track(name: str, dataset: xr.Dataset, direction: str) -> Track:
         return track
     for key, array in dataset.data_vars.items():
         variable, is_sample_time = str(key), array.dims[:2] == (SAMPLE, TIME)
-        if variable == "gates" and is_sample_time:
+        is_by_gate = array.dims[:3] == (SAMPLE, TIME, GATE) and array.ndim == 4
+        if variable == "gates" and is_by_gate:
             track.gates, track.gate_names = array.values, tuple(map(str, dataset[GATE].values))
             track.keeping_gate = array.attrs.get("keeping")
-        elif variable == "gate_grad" and is_sample_time:
+        elif variable == "gate_grad" and is_by_gate:
             track.gate_gradients = array.values
         elif variable == "mask":
             track.mask = np.asarray(array.values, dtype=bool)
@@ -138,7 +142,7 @@ def sort_keys(track: Track, kernels: Array | None) -> dict[str, Array]:
         step_mask = None if track.mask is None else track.mask[:, :, None, None]
         low_share, high_share = saturation_share(np.asarray(track.gates), axis=(0, 1, 2), where=step_mask)
         keys["saturation"] = low_share + high_share
-        if track.keeping_gate is not None:
+        if track.keeping_gate in track.gate_names:  # a trace may have only some of the gates, selected by at=
             kept_shares = np.asarray(track.gates)[:, :, track.gate_names.index(track.keeping_gate)]
             keys["timescale"] = gate_timescale(kept_shares, track.mask)
     if kernels is not None and len(kernels) == track.units:

@@ -31,7 +31,8 @@ class Origin:
     value
         The number. It is finite if it only overflows the precision of its layer.
     index
-        Position by dimension: ``{"sample": 12, "time": 37, "unit": 5}``.
+        Position by dimension: ``{"sample": 12, "time": 37, "unit": 5}``; in a convolutional layer with ``height``,
+        ``width`` and ``channel``.
     fed_by
         Inputs of the computation that gave the number, in words.
     gate, direction

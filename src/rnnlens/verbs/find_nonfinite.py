@@ -16,13 +16,14 @@ import xarray as xr
 from .. import arguments as check
 from ..adapters.protocol import NOT_LOOKED_INTO, Batch, Port
 from ..adapters.registry import adapter_for
+from ..layout import with_space
 from ..recurrence.cells.cell import has_gates
 from ..recurrence.nonfinite import NonfiniteValue, find_nonfinite_value, first_nonfinite_backward, magnitude_by_step
 from ..recurrence.trajectory import Adjoint
 from ..results.nonfinite import NonFinite, Origin
 from ..results.schema import to_host
 from ..typing import Array
-from ..vocabulary import SAMPLE, TIME
+from ..vocabulary import SAMPLE, TIME, UNIT
 from .axes import an_axes_table
 from .nonfinite_forward import find_output_gradient, forward_origins, loss_origins, origin_of
 from .observed_run import ObservedCall, ObservedRun, find_data_origins, find_weight_origins, name_of_input
@@ -100,14 +101,13 @@ def _first_nonfinite_gradient(replayed: ObservedCall) -> NonfiniteValue | None:
     if call.output_grad is None:
         return None
     direct_grads = {"output_grad": to_host(call.output_grad)}
+    dims = with_space((SAMPLE, UNIT), call.cell.space)
     if not call.returns_sequences:
-        nonfinite = find_nonfinite_value(
-            "output_grad", direct_grads.pop("output_grad"), ("sample", "unit"), replayed.limit
-        )
+        nonfinite = find_nonfinite_value("output_grad", direct_grads.pop("output_grad"), dims, replayed.limit)
         if nonfinite is not None:
             return nonfinite
     for name, grad in zip(call.cell.state_names, call.final_state_grad or (), strict=False):
-        nonfinite = find_nonfinite_value(f"final_{name}_grad", to_host(grad), ("sample", "unit"), replayed.limit)
+        nonfinite = find_nonfinite_value(f"final_{name}_grad", to_host(grad), dims, replayed.limit)
         if nonfinite is not None:
             return nonfinite
     swept = _sweep_call(replayed)

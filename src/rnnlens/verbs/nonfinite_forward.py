@@ -166,11 +166,9 @@ def _recurrence_origins(observed: ObservedRun, node: Node, replayed: ObservedCal
 
 
 def origin_of(replayed: ObservedCall, nonfinite: NonfiniteValue, phase: str) -> Origin:
-    """Return the origin of a value inside a recurrence, with the axis names of its quantity."""
+    """Return the origin of a value inside a recurrence."""
     call, index = replayed.call, dict(nonfinite.index)
     gate = index.pop(GATE, None)
-    if nonfinite.quantity.startswith("input") and "unit" in index:
-        index["feature"] = index.pop("unit")
     return Origin(
         phase,  # type: ignore[arg-type]
         call.layer,

@@ -90,6 +90,64 @@ def test_the_adjoint_that_overflows_is_found_at_its_step():
     assert "recurrent_kernel up to 1e+03" in finding.fed_by
 
 
+def build_conv_lstm(*layers, return_sequences=False):
+    """Return a model of a ConvLSTM2D (2 channels, height 5, width 4) whose kernels and biases are 0, and its data."""
+    zeros = {"kernel_initializer": "zeros", "recurrent_initializer": "zeros", "unit_forget_bias": False}
+    conv = L.ConvLSTM2D(2, 3, padding="same", return_sequences=return_sequences, **zeros, name="conv", dtype="float32")
+    model = keras.Sequential([keras.Input((6, 5, 4, 1)), conv, *layers])
+    model.compile(loss="mse")
+    return model, conv.cell, np.random.default_rng(0).normal(size=(3, 6, 5, 4, 1)).astype("f")
+
+
+def with_value(shape, position, value):
+    array = np.zeros(shape, "f")
+    array[position] = value
+    return array
+
+
+PLACE = {"sample": 1, "height": 3, "width": 1, "channel": 1}
+
+
+@pytest.mark.one_engine
+def test_the_place_in_a_convolutional_layer_that_overflows():
+    """Only the forget gate (the second) of channel 1 reads the input, and 1e30 times 1e30 overflows."""
+    model, cell, x = build_conv_lstm(L.Flatten(), L.Dense(1))
+    cell.kernel.assign(with_value((3, 3, 1, 8), (1, 1, 0, 3), 1e30))
+    x[1, 2, 3, 1, 0] = 1e30
+    finding = rl.find_nonfinite(model, x, np.zeros((3, 1)))
+    assert (finding.phase, finding.layer, finding.quantity) == ("forward", "conv", "gate_preactivation")
+    assert (finding.gate, finding.origin.index) == ("forget", {**PLACE, "time": 2})
+    assert "height 3, width 1, channel 1 (pre-activation inf)" in finding.sentence
+    assert finding["conv"].magnitude.dims == ("time",)
+    assert np.isinf(finding["conv"].magnitude[2])
+
+
+@pytest.mark.one_engine
+def test_the_place_in_a_convolutional_layer_whose_adjoint_overflows():
+    """All states are 0, so that dL/dh_t grows by 1000 per step back: 4000 times the slopes 0.5 of the gates o and i."""
+    model, cell, x = build_conv_lstm(L.Flatten(), L.Dense(1, name="head"))
+    kernel = with_value((3, 3, 2, 8), (1, 1, 1, 5), 4000.0)  # the candidate, the third of the gates
+    cell.recurrent_kernel.assign(kernel)
+    model.get_layer("head").kernel.assign(with_value((40, 1), ((3 * 4 + 1) * 2 + 1, 0), 2.0))
+    y = with_value((3, 1), (1, 0), 1e30)
+    finding = rl.find_nonfinite(model, x, y, loss=lambda y, p: ops.sum(y * p))
+    assert (finding.phase, finding.layer, finding.quantity) == ("backward", "conv", "hidden_grad")
+    assert finding.origin.index == {**PLACE, "time": 2}  # 2e30 at step 5, 2e33, 2e36, then 2e39
+    assert "recurrent_kernel up to 4e+03" in finding.fed_by
+
+
+@pytest.mark.one_engine
+@pytest.mark.parametrize("steps", [(), (6,)], ids=["last step", "all steps"])
+def test_the_place_at_which_the_gradient_above_a_convolutional_layer_overflows(steps):
+    model, _, x = build_conv_lstm(L.Dense(1, name="head"), return_sequences=bool(steps))
+    model.get_layer("head").kernel.assign(with_value((2, 1), (1, 0), 1e10))
+    y = with_value((3, *steps, 5, 4, 1), (1, *([4] if steps else []), 3, 1, 0), 1e30)
+    finding = rl.find_nonfinite(model, x, y, loss=lambda y, p: ops.sum(y * p))
+    assert (finding.phase, finding.layer, finding.quantity) == ("backward", "conv", "output_grad")
+    assert finding.origin.index == {**PLACE, **({"time": 4} if steps else {})}
+    assert finding.fed_by == "the backward pass of head"
+
+
 def test_the_loss_and_the_sample_that_it_cannot_take():
     x, y = data()
     model = build_net(L.LSTM(3))

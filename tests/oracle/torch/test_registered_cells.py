@@ -267,6 +267,8 @@ def test_weights_that_do_not_fit_are_named(restored_registry, weights, text):
 def test_what_a_class_leaves_out_is_named():
     with pytest.raises(errors.InputError, match="no step"):
         rl.cells.register(Minimal, type("Empty", (rl.cells.Cell,), {"kind": "empty"}))
+    with pytest.raises(errors.InputError, match=r"keeping = 'forgets'\n.*in gates = \('forget', 'candidate'\)"):
+        rl.cells.register(Minimal, type("Mine", (MinimalGated,), {"kind": "mine", "keeping": "forgets"}))
     with pytest.raises(errors.InputError, match="kind 'lstm' is already registered"):
         rl.cells.register(Minimal, type("Mine", (MinimalGated,), {"kind": "lstm"}))
     with pytest.raises(errors.InputError, match="takes a class"):

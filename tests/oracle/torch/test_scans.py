@@ -5,6 +5,8 @@ The loops read the arguments of the model's own scan function and share no code 
 
 from __future__ import annotations
 
+import html
+import re
 import sys
 import threading
 from types import SimpleNamespace
@@ -461,10 +463,14 @@ def test_a_third_party_registers_its_family(monkeypatch):
 
 def test_a_report_draws_states_and_gradients_by_channel(tmp_path):
     model, ids = build("mamba"), tokens(64, 12)
-    page = rl.report(model, ids, ids[:, 0], loss=loss_of, path=tmp_path / "report.html").read_text()
+    page = html.unescape(rl.report(model, ids, ids[:, 0], loss=loss_of, path=tmp_path / "report.html").read_text())
     assert "MambaMixer, 32 channels" in page
     assert "Gradient by channel" in page
     assert "Norm of the state of each channel" in page
+    trace = rl.trace(model, ids, ids[:, 0], loss=loss_of)
+    codes = re.findall(r"<code>(rl\.plot.*trace\[.*)</code>", page)
+    assert any("curves((trace" in code for code in codes)
+    assert all(eval(code, {"rl": rl, "trace": trace}) is not None for code in codes)
 
 
 @pytest.mark.parametrize("name", ["mamba", "qwen3_next", "minimax"])

@@ -289,6 +289,33 @@ def test_a_trace_without_loss_has_no_flow(layer):
         rl.plot.gradient_flow(np.zeros((2, 3, 4)))
 
 
+def with_memory(data, decay):
+    """Add a state ``memory`` whose gradient is multiplied by ``decay`` per step back."""
+    memory = data.hidden_grad * 0 + decay ** np.arange(data.sizes["time"])[::-1][:, None]
+    return data.assign(memory_grad=memory, memory=memory, initial_memory_grad=memory.isel(time=0))
+
+
+def test_states_of_other_names_have_a_line_after_the_hidden_state(layer):
+    (ax,) = rl.plot.gradient_flow(with_memory(layer(steps=30, decay=0.5), 0.9))
+    names = [label.partition(":")[0] for label in legend_labels(ax)]
+    assert names[:2] == ["total, $dL/dh_t$", "total, dL/dmemory_t"]
+    lines = [line for line in ax.lines if line.get_gid().endswith("_grad")]
+    assert [line.get_gid() for line in lines] == ["hidden_grad", "memory_grad", "output_grad"]
+    assert len({line.get_color() for line in lines}) == 3
+    np.testing.assert_allclose(curve(ax, "memory_grad")[1], 0.9 ** np.arange(30)[::-1])
+
+
+def test_networks_are_compared_by_the_gradient_of_any_state(layer):
+    networks = {"a": with_memory(layer(), 0.9), "b": with_memory(layer(), 0.8)}
+    (ax,) = rl.plot.gradient_flow(networks, quantity="memory_grad")
+    drawn = [line.get_ydata() for line in ax.lines if line.get_gid() == "memory_grad"]
+    np.testing.assert_allclose(drawn, [0.9 ** np.arange(6)[::-1], 0.8 ** np.arange(6)[::-1]])
+    with pytest.raises(InputError, match=r"found no gradient[\s\S]*memory_grad"):
+        rl.plot.gradient_flow(networks, quantity="memori_grad")
+    with pytest.raises(InputError, match="found no gradient"):
+        rl.plot.gradient_flow(networks, quantity="gates")
+
+
 # -- weight_norms
 
 

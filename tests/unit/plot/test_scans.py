@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import xarray as xr
@@ -22,6 +24,35 @@ def two_maps():
     total = np.where(lag >= 0, 2.0, 0.0) * np.array([1.0, 3.0])[:, None, None]
     share = np.where(lag == 0, 0.5, np.where(lag == 3, 0.1, 0.3))
     return xr.DataArray(total, dims=MAP), xr.DataArray(total * share, dims=MAP)
+
+
+def whole_sequence_layer(with_output=True):
+    """Return a layer of 3 samples, 7 steps, 4 channels and 2 state units, as a trace of Mamba has it."""
+    rng, dims = np.random.default_rng(0), ("sample", "time", "channel", "state_unit")
+    states = {name: (dims, rng.normal(size=(3, 7, 4, 2))) for name in ("state", "state_grad")}
+    output = {"output_grad": (dims[:3], rng.normal(size=(3, 7, 4)))} if with_output else {}
+    return xr.Dataset({**states, **output}, attrs={"layer": "mixer"})
+
+
+@pytest.mark.parametrize("with_output", [True, False])
+@pytest.mark.parametrize("options", [None, {"quantity": "state_grad"}], ids=["one", "two networks"])
+def test_the_flow_of_a_whole_sequence_layer_is_refused_with_a_call_that_works(with_output, options):
+    layer = whole_sequence_layer(with_output)
+    with pytest.raises(InputError, match=r"draws gradients over \(sample, time, unit\)") as caught:
+        rl.plot.gradient_flow(layer) if options is None else rl.plot.gradient_flow({"a": layer, "b": layer}, **options)
+    assert "state_grad (sample, time, channel, state_unit) of mixer" in str(caught.value)
+    code = re.search(r"rl\.plot\.curves\(.*log=True\)", str(caught.value))[0]
+    assert len(eval(code, {"rl": rl, "trace": {"mixer": layer}})) == 1
+
+
+def test_the_flow_of_layers_says_which_is_not_drawn():
+    over_units = whole_sequence_layer().output_grad.rename(channel="unit")
+    layers = {"mixer": whole_sequence_layer(), "lstm": xr.Dataset({"hidden_grad": over_units})}
+    axes = rl.plot.gradient_flow(layers["lstm"])
+    assert "mixer" not in suptitle(axes)
+    axes = rl.plot.gradient_flow(xr.DataTree.from_dict(layers))
+    assert [ax.get_title().partition(":")[0] for ax in axes] == ["lstm"]
+    assert "mixer is not drawn: its gradients are not over (sample, time, unit)" in suptitle(axes)
 
 
 def test_total_and_frozen_share_a_scale_and_are_compared_by_lag():

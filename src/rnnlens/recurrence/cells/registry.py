@@ -187,6 +187,11 @@ def _check_class(cell: Any) -> None:
         (not cell.parameters, "no parameters", "parameters = rl.cells.by_name(rl.cells.KERNEL, ...)"),
         (len(set(cell.gates)) < len(cell.gates), f"gates = {cell.gates}", "names that differ"),
         (
+            cell.keeping is not None and cell.keeping not in cell.gates,
+            f"keeping = {cell.keeping!r}",
+            f"a name in gates = {cell.gates}, or None",
+        ),
+        (
             not cell.states
             or cell.states[0] != "hidden"
             or bool(set(cell.states) & (set(QUANTITIES) - {"hidden", "cell"})),
