@@ -338,7 +338,7 @@ def _constant_input(requested: Any, run: Replay) -> Array:
 
 def _start_states(starts: Any, name: str, run: Replay, max_starts: int, noise: float, seed: int) -> Array:
     state_size = sum(int(s.shape[-1]) for s in run.states)
-    arrays_given = run.states if starts is None else _states_from_trace(starts, name, len(run.states))
+    arrays_given = run.states if starts is None else _states_from_trace(starts, name, run)
     arrays = [np.atleast_2d(np.asarray(to_host(s))) for s in arrays_given]
     shapes = ", ".join(str(array.shape) for array in arrays) or "nothing"
     if sum(array.shape[-1] for array in arrays) != state_size or len({array.shape[:-1] for array in arrays}) > 1:
@@ -366,12 +366,17 @@ def _start_states(starts: Any, name: str, run: Replay, max_starts: int, noise: f
     return start_states + noise * start_states.std() * rng.normal(size=start_states.shape)
 
 
-def _states_from_trace(starts: Any, name: str, count: int) -> list[Any]:
+def _states_from_trace(starts: Any, name: str, run: Replay) -> list[Any]:
     """Return starting states of a layer, from a trace or a mapping like one; any other value as the only array."""
     if not isinstance(starts, Mapping):
         return [starts]
     layer_result: Any = starts.get(name)
-    if not has_attribute(layer_result, "data_vars"):
-        received = ", ".join(map(str, starts)) or "nothing"
-        raise InputError(f"There are no states of {name!r} among the starts.", got=received, expected="a trace")
-    return [layer_result[quantity] for quantity in ("hidden", "cell") if quantity in layer_result][:count]
+    dataset = getattr(layer_result, "dataset", layer_result)
+    names = run.cell.state_names
+    if not isinstance(dataset, xr.Dataset) or not all(state in dataset for state in names):
+        received = ", ".join(map(str, starts if not isinstance(dataset, xr.Dataset) else dataset.data_vars))
+        message = f"There are no states of {name!r} among the starts."
+        raise InputError(message, got=received or "nothing", expected=f"a trace with {' and '.join(names)}")
+    if "direction" in dataset.dims:
+        dataset = dataset.sel(direction=run.order)
+    return [dataset[state] for state in names]

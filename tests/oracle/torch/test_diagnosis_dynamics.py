@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from torch import nn
 
 import rnnlens as rl
@@ -77,6 +80,51 @@ def test_saved_points_keep_their_kinds(tmp_path):
     points.save(tmp_path / "points.nc")
     reopened = rl.open(tmp_path / "points.nc")
     assert (reopened.kinds, reopened.curves) == (points.kinds, points.curves)
+
+
+class LastStep(nn.Module):
+    """A recurrent layer of torch with a head on its last step."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer(1, 3, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x)[0][:, -1].sum(-1, keepdim=True)
+
+
+BIDIRECTIONAL = partial(nn.LSTM, bidirectional=True)
+
+
+def side_by_side(trace, names, **direction):
+    """Return the states of a traced layer at all samples and steps, (start, state)."""
+    states = [trace["layer"][name].sel(direction).values for name in names]
+    return np.concatenate([values.reshape(-1, values.shape[-1]) for values in states], axis=1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "names", "direction"),
+    [
+        (nn.LSTM, ("hidden", "cell"), {}),
+        (nn.GRU, ("hidden",), {}),
+        (BIDIRECTIONAL, ("hidden", "cell"), {"direction": "forward"}),
+    ],
+)
+def test_starts_from_a_trace_are_its_states(layer, names, direction):
+    torch.manual_seed(0)
+    model = LastStep(layer)
+    trace = rl.trace(model, X)
+    from_trace = rl.fixed_points(model, X, starts=trace)
+    from_arrays = rl.fixed_points(model, X, starts=side_by_side(trace, names, **direction))
+    xr.testing.assert_equal(from_trace.data, from_arrays.data)
+    xr.testing.assert_equal(rl.fixed_points(model, X, starts=trace.tree).data, from_arrays.data)
+
+
+def test_starts_from_a_trace_without_a_state_name_what_is_missing():
+    model = LastStep(nn.LSTM)
+    trace = rl.trace(model, X, quantities=["hidden"])
+    with pytest.raises(InputError, match=r"(?s)no states of 'layer'.*got: +hidden.*a trace with hidden and cell"):
+        rl.fixed_points(model, X, starts=trace)
 
 
 @pytest.mark.parametrize(
