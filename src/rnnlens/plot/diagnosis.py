@@ -19,7 +19,7 @@ from ..errors import InputError, short_repr
 from ..measures.profiles import carriers, lorenz, typical_first
 from ..recurrence.measures import safe_norm
 from ..results.diagnosis import Diagnosis, FixedPoints
-from ..vocabulary import SAMPLE, TIME
+from ..vocabulary import DIRECTION, SAMPLE, TIME
 from . import _axes, _data, _frame, _samples
 from ._call import drawing
 from ._data import Numbers
@@ -195,7 +195,8 @@ def eigenvalues(values: Any, *, title: str | None = None, ax: Any = None, figure
     """Draw the eigenvalues of step Jacobians in the complex plane, with the unit circle.
 
     A mode on the circle is kept from step to step, one at 0 is forgotten at once, one outside grows. Later steps are
-    darker. A second panel has the moduli of all modes, largest first: median and range over samples and steps.
+    darker. A second panel has the moduli of all modes, largest first: median and range over samples and steps. Both
+    directions of a bidirectional layer are drawn together; ``values.sel(direction="backward")`` is one of them.
 
     Parameters
     ----------
@@ -230,7 +231,10 @@ def _read_eigenvalues(values: Any) -> tuple[Numbers, Numbers, str, str]:
         if all_eigenvalues.dims[-2:-1] == (TIME,):
             row_times = np.broadcast_to(_data.positions(all_eigenvalues, TIME), row_times.shape)
         rows = all_eigenvalues.values.reshape(-1, all_eigenvalues.shape[-1])
-        return rows, row_times.reshape(-1), "time step", str(values.attrs.get("layer", ""))
+        layer_name = str(values.attrs.get("layer", ""))
+        if DIRECTION in values.coords:
+            layer_name = f"{layer_name} ({' and '.join(np.atleast_1d(values[DIRECTION].values))})"
+        return rows, row_times.reshape(-1), "time step", layer_name
     array = as_numpy(values.values if isinstance(values, xr.DataArray) else values)
     refuse_large("values", array, "fewer samples or steps", share=16 / max(array.itemsize, 1))
     if array.dtype.kind not in "cf" or array.ndim == 0 or array.size == 0:
