@@ -38,6 +38,8 @@ class LayerFacts:
 
     Attributes
     ----------
+    bidirectional
+        Whether the layer has another direction, with facts of its own and the same name.
     adjoint_norms : (sample, lag)
         Norm of the output's total gradient at the hidden state; None if unknown.
     state_norms : (time,)
@@ -60,7 +62,13 @@ class LayerFacts:
     timescale: Array | None = None
     stuck_shut: Array | None = None
     stuck_open: Array | None = None
+    bidirectional: bool = False
     scan: Mapping[str, xr.Variable] = field(default_factory=dict)
+
+    @property
+    def half(self) -> str:
+        """Which half of a bidirectional layer this is, as ``"backward half"``; empty for any other layer."""
+        return f"{self.direction} half" if self.bidirectional else ""
 
     @cached_property
     def adjoint(self) -> Band | None:
@@ -213,6 +221,7 @@ def _layer_facts(call: RecurrentCall, run: Replay, gradient: Array | None, final
         timescale=timescale,
         stuck_shut=shut,
         stuck_open=opened,
+        bidirectional=call.bidirectional,
     )
 
 

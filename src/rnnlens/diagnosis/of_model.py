@@ -16,7 +16,7 @@ from ..arguments import seed as random_seed
 from ..errors import InputError
 from ..measures.residual import Missed
 from ..results.diagnosis import Diagnosis
-from ..results.schema import to_host
+from ..results.schema import concat_directions, to_host
 from ..typing import Array
 from ..verbs.axes import an_axes_table
 from ..verbs.request import in_turn
@@ -95,7 +95,8 @@ def diagnose(
     -------
     Diagnosis
         ``print(d)`` shows the sentences and the findings. ``d["lstm"]`` and ``d["model"]`` are Datasets of measures
-        with their intervals. ``d.findings`` lists the findings with evidence, threshold and remedy.
+        with their intervals; of a bidirectional layer measures have a first axis ``direction``: forward, backward.
+        ``d.findings`` lists the findings with evidence, threshold and remedy.
 
     Raises
     ------
@@ -288,7 +289,7 @@ def layer_dataset(facts: Sequence[LayerFacts], carried_memory: CarriedMemory | N
         datasets = [
             d.pad({dim: (0, n)}) if n and dim in d.dims else d for d, n in zip(datasets, padding_lengths, strict=True)
         ]
-    dataset = datasets[0] if len(facts) == 1 else xr.concat(datasets, dim="direction", combine_attrs="override")
+    dataset = concat_directions(datasets)
     if carried_memory is not None:
         long_name = (
             "use of the layer's state by "

@@ -19,7 +19,7 @@ from ..errors import InputError, short_repr
 from ..measures.profiles import carriers, lorenz, typical_first
 from ..recurrence.measures import safe_norm
 from ..results.diagnosis import Diagnosis, FixedPoints
-from ..vocabulary import DIRECTION, SAMPLE, TIME
+from ..vocabulary import BACKWARD, DIRECTION, FORWARD, SAMPLE, TIME
 from . import _axes, _data, _frame, _samples
 from ._call import drawing
 from ._data import Numbers
@@ -47,24 +47,31 @@ def diagnosis(
 
     Returns
     -------
-    1-D array of Axes: use, benefit, residual test, gradient, time constants, without those that were not measured
+    1-D array of Axes: use, benefit, residual test, gradient, time constants, without those that were not measured;
+    gradient and time constants of a bidirectional layer are two panels each, of the forward and the backward half
     """
     if not isinstance(d, Diagnosis):
         hint = "rl.plot.diagnosis(rl.diagnose(model, x, y))"
         raise InputError("plot.diagnosis draws a diagnosis.", got=type(d).__name__, hint=hint)
     model = d["model"]
     layer_data = d[layer or next(name for name in d if name != "model")]
-    layer_data = layer_data.isel(direction=0) if "direction" in layer_data.dims else layer_data
+    halves = (
+        [layer_data.assign_coords(direction=[FORWARD, BACKWARD]).isel(direction=i) for i in range(2)]
+        if DIRECTION in layer_data.dims
+        else [layer_data]
+    )
     drawings: list[tuple[Callable[[Any, xr.Dataset, dict[str, Any]], None], xr.Dataset]] = [(_draw_use, model)]
     drawings += [(_draw_benefit, model)] * _is_measured(model, "benefit")
     drawings += [(_draw_residual_test, model)] * ("missed" in model)
-    drawings += [(_draw_gradient, layer_data)] * any(name in layer_data for name in ("kappa", "adjoint"))
-    drawings += [(_draw_time_constants, layer_data)] * ("timescale" in layer_data)
+    drawings += [(_draw_gradient, half) for half in halves if "kappa" in half or "adjoint" in half]
+    drawings += [(_draw_time_constants, half) for half in halves if "timescale" in half]
     columns = len(drawings) if len(drawings) < 4 else 2 if len(drawings) == 4 else 3
     shape = (-(-len(drawings) // columns), columns)
     panels = _frame.open_panels("diagnosis", len(drawings), ax, figure, size=(4.0, 2.8), margin=(0.6, 1.0), shape=shape)
     for panel_ax, (draw_panel, panel_data) in zip(panels.axes, drawings, strict=True):
         draw_panel(panel_ax, panel_data, line)
+        if DIRECTION in panel_data.coords:
+            panel_ax.set_title(f"{panel_ax.get_title()}, {panel_data[DIRECTION].item()} half")
         panel_ax.title.set_fontsize("medium")
     sentence = next(iter(d.sentences.values()))
     headline, *other_sentences = re.split(r"(?<=\.)\s+(?=[A-Z])", sentence, maxsplit=1)

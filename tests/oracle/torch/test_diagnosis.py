@@ -160,6 +160,49 @@ def test_exploding_and_dead_units():
     assert next(f for f in d.findings if f.code == "DEAD_UNITS").evidence["which"] == [4, 5]
 
 
+class MeanOfBoth(nn.Module):
+    """A bidirectional LSTM with a head on the mean over its steps; the backward half can be dead, or read faintly."""
+
+    def __init__(self, *, dead=False, faint=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm, self.head = nn.LSTM(1, 3, batch_first=True, bidirectional=True), nn.Linear(6, 1)
+        with torch.no_grad():
+            for name, weight in self.lstm.named_parameters():
+                weight *= 0.0 if dead and name.endswith("_reverse") else 1.0
+            self.head.weight[:, 3:] *= faint
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0].mean(1))
+
+
+@pytest.fixture(scope="module")
+def half_dead():
+    net, x = MeanOfBoth(dead=True).eval(), white_noise(128, 8)
+    return rl.diagnose(net, x, model_output(net, x))
+
+
+def test_a_finding_about_one_half_says_which(half_dead):
+    (finding,) = [finding for finding in half_dead.findings if finding.code == "DEAD_UNITS"]
+    assert finding.layer == "lstm"
+    assert finding.sentence == "Backward half: 3 of 3 units are dead: their value does not vary."
+
+
+def test_measures_of_both_halves_have_their_labels(half_dead, tmp_path):
+    half_dead.save(tmp_path / "d.nc")
+    for d in (half_dead, rl.open(tmp_path / "d.nc")):
+        assert d["lstm"].dead.sel(direction="forward").values.tolist() == [False] * 3
+        assert d["lstm"].dead.sel(direction="backward").values.tolist() == [True] * 3
+
+
+def test_unequal_halves_of_a_layer_are_told_apart():
+    net, x = MeanOfBoth(faint=1e-6).eval(), white_noise(128, 8)
+    (finding,) = [f for f in rl.diagnose(net, x, model_output(net, x)).findings if f.code == "UNEQUAL_LAYERS"]
+    assert finding.layer == "lstm"
+    assert finding.sentence.startswith("Backward half: Its total gradient is ")
+    assert finding.sentence.endswith("smaller than that of lstm, forward half.")
+
+
 def test_facts_about_the_data():
     net = Net(nn.GRU(2, 4, batch_first=True), nn.Linear(4, 1)).eval()
     x = white_noise(features=2)
