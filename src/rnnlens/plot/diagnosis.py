@@ -36,7 +36,8 @@ def diagnosis(
     """Draw the measurements of a diagnosis, a panel for each that was made.
 
     Use of older steps over the number of steps kept, with the memory in use; the benefit of these steps; the residual
-    test by lag; the gradient that survives k steps back, median and quartiles; time constants of the gates.
+    test by lag; the gradient that survives k steps back, of any final state and of a random projection of the output,
+    median and quartiles; time constants of the gates.
 
     Parameters
     ----------
@@ -153,10 +154,10 @@ def _draw_residual_test(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) ->
 
 
 def _draw_gradient(ax: Any, layer_data: xr.Dataset, keywords: dict[str, Any]) -> None:
-    """Draw the gradient surviving k steps back: of a random cotangent of the final state, and of the loss."""
+    """Draw the gradient surviving k steps back: of any final state, and of a random projection of the output."""
     curves = (
         ("kappa", _axes.BLUE, "of any final state (state transfer)"),
-        ("adjoint", _axes.PINK, "of the loss, by own peak"),
+        ("adjoint", _axes.PINK, "of the output, by own peak"),
     )
     for name, colour, label in curves:
         if name in layer_data:

@@ -75,6 +75,15 @@ def test_what_was_not_measured_has_no_panel(diagnosis):
     assert [ax.get_title() for ax in rl.plot.diagnosis(reduced)] == [titles[0], titles[1], titles[3]]
 
 
+def test_the_adjoint_is_that_of_the_output(diagnosis):
+    d = diagnosis()
+    profile = d["lstm"].kappa.values
+    adjoint = {f"adjoint{end}": ("lag_out", profile) for end in ("", "_low", "_high")}
+    ax = rl.plot.diagnosis(type(d)({"model": d["model"], "lstm": d["lstm"].assign(adjoint)}, sentences=d.sentences))[3]
+    (curve,) = lines(ax, "adjoint")
+    assert curve.get_label() == "of the output, by own peak"
+
+
 @pytest.mark.parametrize("labels", [{"direction": ["forward", "backward"]}, {}])
 def test_each_half_of_a_bidirectional_layer_has_its_panels(diagnosis, labels, render):
     d = diagnosis()
