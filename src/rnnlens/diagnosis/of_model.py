@@ -116,7 +116,7 @@ def diagnose(
     experiment = Experiment(model, batch, step, output, task, loss if loss is not None else _compiled_loss(model), seed)
     experiment.refuse_loss(loss)
     memory = measure_memory(experiment)
-    baseline_result = _measure_baseline(baseline, experiment)
+    named_baseline = _measure_baseline(baseline, experiment)
     residual_test = measure_missed(experiment)
     layers, attributed_steps = measure_layers(experiment)
     scans, attributed_by_scans = measure_scans(experiment)
@@ -131,22 +131,14 @@ def diagnose(
         xr.DataArray(experiment.prediction, {"sample": batch.labels}, ("sample", "unit")),
     )
     carried_by_layer, reason = measure_carried(experiment) if memory.is_known else ({}, "")
-    datasets = {
-        MODEL: model_dataset(
-            memory,
-            residual_test,
-            attributed_steps,
-            None if baseline_result is None else baseline_result[1],
-            batch.labels,
-        )
-    }
+    datasets = {MODEL: model_dataset(memory, residual_test, attributed_steps, named_baseline, batch.labels)}
     for name in dict.fromkeys(layer.name for layer in layers):
         datasets[name] = layer_dataset([layer for layer in layers if layer.name == name], carried_by_layer.get(name))
     sentences = {name: layer_sentence(name, carried_memory) for name, carried_memory in carried_by_layer.items()}
     sentences |= {scan.name: scan_sentence(scan) for scan in scans if "half_life" in scan.scan}
     return Diagnosis(
         datasets,
-        sentences={"the model": headline(memory, baseline_result, residual_test), **sentences},
+        sentences={"the model": headline(memory, named_baseline, residual_test), **sentences},
         findings=rule_findings,
         provenance=experiment.adapter.provenance(model),
         notes=_notes(memory, residual_test, reason if experiment.replays else "", layers_alone=bool(carried_by_layer)),
@@ -223,7 +215,7 @@ def model_dataset(
     memory: Memory,
     residual_test: Missed | None,
     attributed_steps: int | None,
-    baseline_memory: Memory | None,
+    named_baseline: tuple[str, Memory] | None,
     samples: Array,
 ) -> xr.Dataset:
     """Label the measures of the model: curves over ``context``, lengths with intervals, skill, residual test by lag."""
@@ -265,19 +257,19 @@ def model_dataset(
         variables["attributed_memory"] = _variable(
             (), attributed_steps, "steps that hold 95 % of the attribution", "step"
         )
-    if baseline_memory is not None:
+    coords = {"context": memory.context, "bound": BOUNDS}
+    if named_baseline is not None:
+        name, baseline_memory = named_baseline
         variables |= _interval_variables(
-            "memory_before", baseline_memory.length, "memory in use before training, n at 5 %"
+            "memory_before", baseline_memory.length, f"memory in use of the {name} model, n at 5 %"
         )
         variables["use_before"] = _variable(
-            ("context_before",), baseline_memory.use, "use of older inputs before training", "share"
+            ("context_before",), baseline_memory.use, f"use of older inputs by the {name} model", "share of variance"
         )
+        coords["context_before"] = baseline_memory.context
     dataset = xr.Dataset(variables, attrs={"known": memory.is_known, "why": memory.reason, "censored": memory.censored})
-    coords = {"context": memory.context, "bound": BOUNDS}
     if memory.change.size:
         coords["sample"] = samples
-    if baseline_memory is not None:
-        coords["context_before"] = baseline_memory.context
     return dataset.assign_coords(coords)
 
 

@@ -256,9 +256,12 @@ def test_baseline_is_shown_and_not_judged():
     before = {name: value.clone() for name, value in net.state_dict().items()}
     d = rl.diagnose(net, x, x[:, -8], baseline="init")
     assert "re-initialised: " in str(d)
+    assert d["model"].memory_before.long_name == "memory in use of the re-initialised model, n at 5 %"
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     diagnosis = rl.diagnose(net, x, x[:, -8], baseline=shift_register({2: 1.0}))
     assert float(diagnosis["model"].memory_before) == 3
+    assert diagnosis["model"].memory_before.long_name == "memory in use of the baseline model, n at 5 %"
+    assert diagnosis["model"].use_before.long_name == "use of older inputs by the baseline model"
 
 
 def test_a_model_that_cannot_be_made_anew_says_so():
