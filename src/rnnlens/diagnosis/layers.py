@@ -46,6 +46,9 @@ class LayerFacts:
         Mean norm of the state, in the order of the recurrence.
     against_vanishing
         Remedy against a vanishing gradient in this kind of layer.
+    gates
+        Names of the gates that are a share between 0 and 1, in the order of ``stuck_shut`` and ``stuck_open``, which
+        are (gate, unit).
     scan
         Labelled measures of a whole-sequence layer alone: half-life, effective state size and rank.
     """
@@ -60,6 +63,7 @@ class LayerFacts:
     state_norms: Array
     dead: Array = field(default_factory=lambda: np.zeros(0, dtype=bool))
     timescale: Array | None = None
+    gates: tuple[str, ...] = ()
     stuck_shut: Array | None = None
     stuck_open: Array | None = None
     bidirectional: bool = False
@@ -204,8 +208,11 @@ def _layer_facts(call: RecurrentCall, run: Replay, gradient: Array | None, final
         adjoint_norms = reorder_by_lag(_norms(gradient), order, final_steps)
     mask = None if run.mask is None else np.asarray(to_host(run.mask), dtype=bool)
     states = np.concatenate([to_host(s) for s in run.states], axis=-1)
-    shut, opened = (None, None) if run.gates is None else stuck_gates(to_host(run.gates), mask)
-    timescale = None
+    shares = tuple(gate for gate in run.cell.gates if gate not in run.cell.proposals)
+    shut = opened = timescale = None
+    if shares and run.gates is not None:
+        share_indices = [run.cell.gates.index(gate) for gate in shares]
+        shut, opened = stuck_gates(to_host(run.gates)[:, :, share_indices], mask)
     if run.cell.keeping is not None and run.gates is not None:
         timescale = gate_timescale(to_host(run.gates)[:, :, run.cell.gates.index(run.cell.keeping)], mask)
     return LayerFacts(
@@ -219,6 +226,7 @@ def _layer_facts(call: RecurrentCall, run: Replay, gradient: Array | None, final
         state_norms=_norms(states[:, order[::-1]]).mean(axis=0),
         dead=dead_units(to_host(run.states[0]), mask),
         timescale=timescale,
+        gates=shares,
         stuck_shut=shut,
         stuck_open=opened,
         bidirectional=call.bidirectional,

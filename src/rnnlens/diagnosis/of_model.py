@@ -16,10 +16,11 @@ from ..arguments import seed as random_seed
 from ..errors import InputError
 from ..measures.residual import Missed
 from ..results.diagnosis import Diagnosis
-from ..results.schema import concat_directions, to_host
+from ..results.schema import concat_directions, coordinates, to_host
 from ..typing import Array
 from ..verbs.axes import an_axes_table
 from ..verbs.request import in_turn
+from ..vocabulary import GATE
 from .carried import CarriedMemory, measure_carried
 from .experiment import Experiment
 from .findings import MODEL, findings, headline, layer_sentence
@@ -336,6 +337,7 @@ def _facts_dataset(facts: LayerFacts) -> xr.Dataset:
     if facts.stuck_shut is not None and facts.stuck_open is not None:
         variables["stuck_shut"] = _variable(("gate", "cell_unit"), facts.stuck_shut, "gates nearly always shut", "1")
         variables["stuck_open"] = _variable(("gate", "cell_unit"), facts.stuck_open, "gates nearly always open", "1")
+        variables["gate"] = coordinates({GATE: len(facts.gates)}, {"gates": facts.gates})[GATE]
     return xr.Dataset(variables)
 
 

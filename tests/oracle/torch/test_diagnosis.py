@@ -160,6 +160,30 @@ def test_exploding_and_dead_units():
     assert next(f for f in d.findings if f.code == "DEAD_UNITS").evidence["which"] == [4, 5]
 
 
+@pytest.mark.parametrize(
+    ("layer", "gates"), [(nn.LSTM, ["input", "forget", "output"]), (nn.GRU, ["update", "reset"]), (nn.RNN, None)]
+)
+def test_a_proposal_for_the_state_is_no_gate_that_is_shut(layer, gates):
+    rnn = layer(1, 3, batch_first=True)
+    with torch.no_grad():
+        for name, weight in rnn.named_parameters():
+            weight.fill_(-3.0 if name.startswith("bias") else 0.001)  # all gates near 0, all candidates near -1
+    net, x = Net(rnn, nn.Linear(3, 1)).eval(), white_noise(128, 8)
+    measures = rl.diagnose(net, x, x[:, -1])["rnn"]
+    if gates is None:
+        assert "stuck_shut" not in measures
+    else:
+        assert measures.gate.values.tolist() == gates
+        assert measures.stuck_shut.all()
+        assert not measures.stuck_open.any()
+
+
+def test_a_cell_names_its_proposals(monkeypatch):
+    monkeypatch.setattr(rl.cells.LSTM, "proposals", ("candidate", "output"))
+    net, x = Net(nn.LSTM(1, 3, batch_first=True), nn.Linear(3, 1)).eval(), white_noise(128, 8)
+    assert rl.diagnose(net, x, x[:, -1])["rnn"].gate.values.tolist() == ["input", "forget"]
+
+
 class MeanOfBoth(nn.Module):
     """A bidirectional LSTM with a head on the mean over its steps; the backward half can be dead, or read faintly."""
 
