@@ -144,7 +144,8 @@ def _draw_benefit(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
 
 def _draw_residual_test(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
     """Draw the covariance of errors and past inputs by lag, relative to the threshold of the test."""
-    shares = model["missed"].values / float(model["missed_threshold"])
+    threshold = float(model["missed_threshold"])  # 0 where the model makes no errors
+    shares = model["missed"].values / (threshold or 1.0)
     ax.vlines(np.arange(shares.size), 0, shares, color=_axes.ORANGE, linewidth=1.4, gid="missed")
     ax.axhline(1, **_THRESHOLD)
     _axes.write_text(ax, "threshold: 99 % of chance", (1, 1), (-2, 2), over=ax.get_yaxis_transform(), va="baseline")

@@ -58,6 +58,14 @@ def test_the_missed_step_is_the_highest(diagnosis):
     assert ax.get_ylim()[1] > 8
 
 
+def test_a_model_without_errors_misses_nothing(diagnosis):
+    d = diagnosis()
+    model = d["model"].assign(missed=d["model"].missed * 0, missed_threshold=0.0)
+    ax = rl.plot.diagnosis(type(d)({"model": model, "lstm": d["lstm"]}, sentences=d.sentences))[2]
+    (collection,) = [c for c in ax.collections if c.get_gid() == "missed"]
+    assert all(segment[1, 1] == 0 for segment in collection.get_segments())
+
+
 def test_what_was_not_measured_has_no_panel(diagnosis):
     d = diagnosis()
     titles = [ax.get_title() for ax in rl.plot.diagnosis(d)]
