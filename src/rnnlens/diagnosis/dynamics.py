@@ -21,7 +21,7 @@ from ..measures.dynamics import step_eigenvalues as eigenvalues_of_steps
 from ..measures.transfer import refuse_changed_states
 from ..recurrence.replay import Replay
 from ..results.diagnosis import FixedPoints
-from ..results.schema import to_host
+from ..results.schema import concat_directions, to_host
 from ..typing import Array
 from ..verbs.axes import InputCoordinates, an_axes_table
 from ..verbs.request import in_turn
@@ -62,6 +62,8 @@ def lyapunov(
 ) -> xr.Dataset:
     """Compute the finite-time Lyapunov spectrum of a recurrent layer along its trajectories.
 
+    The two directions of a bidirectional layer are two recurrences, and each has a spectrum.
+
     Parameters
     ----------
     model, x
@@ -81,7 +83,7 @@ def lyapunov(
     -------
     Dataset
         ``exponent (index,)`` in 1 / step, descending; ``stderr (index,)``; ``kaplan_yorke``, the dimension of the
-        attractor.
+        attractor. Of a bidirectional layer each has a first axis ``direction``: forward, backward.
 
     Raises
     ------
@@ -92,7 +94,12 @@ def lyapunov(
     ----------
     Vogt et al. 2022, arXiv:2006.14123, algorithm 1. Kaplan, Yorke 1979, doi:10.1007/BFb0064319.
     """
-    name, run, _ = _replay_layer(model, x, layer, samples, axes)
+    name, runs, _ = _replay_layer(model, x, layer, samples, axes)
+    return concat_directions([_spectrum_dataset(name, run, count, seed) for run in runs])
+
+
+def _spectrum_dataset(name: str, run: Replay, count: int | None, seed: int) -> xr.Dataset:
+    """Compute and label the Lyapunov spectrum of one direction of a layer."""
     state_size = sum(int(s.shape[-1]) for s in run.states)
     if count is not None and count > state_size:
         raise InputError("count= is beyond the states.", got=f"count={count}", expected=f"at most {state_size}")
@@ -129,7 +136,8 @@ def step_eigenvalues(
     """Compute the eigenvalues of a recurrent layer's step Jacobians along its trajectories.
 
     A_t = ds_t/ds_(t-1) maps a small change of the state, with all states of a cell concatenated, over one step. Modes
-    with eigenvalues near the unit circle are kept, near 0 forgotten, and outside amplified.
+    with eigenvalues near the unit circle are kept, near 0 forgotten, and outside amplified. The two directions of a
+    bidirectional layer are two recurrences, and each has its own eigenvalues.
 
     Parameters
     ----------
@@ -147,7 +155,8 @@ def step_eigenvalues(
     Returns
     -------
     Dataset
-        ``eigenvalue_real`` and ``eigenvalue_imag`` (sample, time, mode), largest modulus first.
+        ``eigenvalue_real`` and ``eigenvalue_imag`` (sample, time, mode), largest modulus first. Of a bidirectional
+        layer both have a first axis ``direction``: forward, backward.
 
     Raises
     ------
@@ -158,23 +167,29 @@ def step_eigenvalues(
     ----------
     Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, section 2.1.
     """
-    name, run, labels = _replay_layer(model, x, layer, samples, axes)
-    length = int(run.input.shape[1])
+    name, runs, labels = _replay_layer(model, x, layer, samples, axes)
+    length = int(runs[0].input.shape[1])
     step_indices = sorted({round(step) for step in np.linspace(length - 1, 0, min(steps, length))})
-    eigenvalues = eigenvalues_of_steps(run, step_indices)
     coords: dict[str, Any] = {"time": ("time", step_indices, {"long_name": "time step"})}
     if (step_labels := labels[TIME]) is not None:
         coords["time"] = step_labels[step_indices]
     if (sample_labels := labels[SAMPLE]) is not None:
         coords["sample"] = sample_labels[:samples]
+    return concat_directions([_eigenvalue_dataset(name, run, step_indices, coords) for run in runs])
+
+
+def _eigenvalue_dataset(name: str, run: Replay, step_indices: list[int], coords: Mapping[str, Any]) -> xr.Dataset:
+    """Compute and label the eigenvalues of the step Jacobians of one direction of a layer."""
+    eigenvalues = eigenvalues_of_steps(run, step_indices)
     dims, units = ("sample", "time", "mode"), {"units": "1"}
+    state_sizes = [int(s.shape[-1]) for s in run.states]
     return xr.Dataset(
         {
             "eigenvalue_real": (dims, eigenvalues.real, {"long_name": "real part of the eigenvalue", **units}),
             "eigenvalue_imag": (dims, eigenvalues.imag, {"long_name": "imaginary part of the eigenvalue", **units}),
         },
         coords=coords,
-        attrs={"layer": name, "steps": length, "state_sizes": [int(s.shape[-1]) for s in run.states]},
+        attrs={"layer": name, "steps": int(run.input.shape[1]), "state_sizes": state_sizes},
     )
 
 
@@ -208,6 +223,8 @@ def fixed_points(
 ) -> FixedPoints:
     """Find the fixed points F(s, x) = s of a recurrent layer under a constant input, and classify them.
 
+    Of a bidirectional layer the forward half is examined; a note of the result says so.
+
     Parameters
     ----------
     model
@@ -238,8 +255,9 @@ def fixed_points(
     -------
     FixedPoints
         ``states``, ``eigenvalues``, ``eigenvectors``, ``kinds`` (stable, saddle, repeller, marginal, slow), ``curves``
-        (lines and rings of marginal points), ``stable``, ``fixed``, ``data`` (speed, number of starts). Known cells are
-        solved in float64, custom cells in the precision of the framework.
+        (lines and rings of marginal points), ``stable``, ``fixed``, ``data`` (speed, number of starts; in ``attrs`` the
+        ``direction`` that was examined). Known cells are solved in float64, custom cells in the precision of the
+        framework.
 
     Raises
     ------
@@ -259,7 +277,7 @@ def fixed_points(
     if period * most > MOST_STEPS:
         received = f"period={period}, most={most}"
         raise InputError("The search is too large.", got=received, expected=f"period * most <= {MOST_STEPS}")
-    name, run, _ = _replay_layer(model, x, layer, 64, axes)
+    name, (run, *other_runs), _ = _replay_layer(model, x, layer, 64, axes)
     constant_input = _constant_input(input, run)
     start_states = _start_states(starts, name, run, most, noise, seed)
     framework_input = converted_like(constant_input, run.input) if run.cell.by_framework else constant_input
@@ -283,19 +301,24 @@ def fixed_points(
         },
         attrs={
             "layer": name,
+            "direction": run.order,
             "period": period,
             "input": constant_input.tolist(),
             "state_sizes": state_sizes,
             "curves": ", ".join(points.curves),
         },
     )
-    return FixedPoints({name: dataset}, provenance=adapter_for(model).provenance(model))
+    notes = [f"The {other.order} half of {name!r} was not examined." for other in other_runs]
+    return FixedPoints({name: dataset}, provenance=adapter_for(model).provenance(model), notes=notes)
 
 
 def _replay_layer(
     model: Any, x: Any, layer: str | None, max_samples: int, axes: Mapping[str, Any] | None
-) -> tuple[str, Replay, dict[str, Array | None]]:
-    """Replay a recurrent layer on the first ``max_samples``; return its name, the replay, sample and step labels."""
+) -> tuple[str, list[Replay], dict[str, Array | None]]:
+    """Replay a recurrent layer on the first ``max_samples`` samples.
+
+    Return its name, a replay of each of its directions, the forward one first, and labels of samples and steps.
+    """
     adapter = adapter_for(model)
     refuse_without_time(x, least=1)
     orientation = Orientation(adapter, model, x, axes)
@@ -308,14 +331,16 @@ def _replay_layer(
     layer_calls = [call for call in calls if layer in (None, call.layer)]
     if not layer_calls or (layer is None and len(names) > 1):
         raise LayerNotFoundError("Which recurrent layer?", got=f"layer={layer!r}", hint=did_you_mean(str(layer), names))
-    run = Replay.from_call(call_in_numpy(layer_calls[0]))
-    if not all(np.isfinite(to_host(values)).all() for values in (run.input, *run.states)):
-        name, hint = layer_calls[0].layer, "rl.find_nonfinite(model, x) finds the first one"
-        raise InputError(f"The inputs or states of {name!r} are not finite.", got="NaN or infinity", hint=hint)
-    refuse_changed_states(run)
+    name = layer_calls[0].layer
+    runs = [Replay.from_call(call_in_numpy(call)) for call in layer_calls]
+    for run in runs:
+        if not all(np.isfinite(to_host(values)).all() for values in (run.input, *run.states)):
+            hint = "rl.find_nonfinite(model, x) finds the first one"
+            raise InputError(f"The inputs or states of {name!r} are not finite.", got="NaN or infinity", hint=hint)
+        refuse_changed_states(run)
     coordinates = InputCoordinates(x, orientation.axes)
-    sizes = {SAMPLE: data.sample_count(ordered_x), TIME: int(run.input.shape[1])}
-    return layer_calls[0].layer, run, {role: coordinates.find(role, size) for role, size in sizes.items()}
+    sizes = {SAMPLE: data.sample_count(ordered_x), TIME: int(runs[0].input.shape[1])}
+    return name, runs, {role: coordinates.find(role, size) for role, size in sizes.items()}
 
 
 def _constant_input(requested: Any, run: Replay) -> Array:
@@ -338,7 +363,7 @@ def _constant_input(requested: Any, run: Replay) -> Array:
 
 def _start_states(starts: Any, name: str, run: Replay, max_starts: int, noise: float, seed: int) -> Array:
     state_size = sum(int(s.shape[-1]) for s in run.states)
-    arrays_given = run.states if starts is None else _states_from_trace(starts, name, len(run.states))
+    arrays_given = run.states if starts is None else _states_from_trace(starts, name, run)
     arrays = [np.atleast_2d(np.asarray(to_host(s))) for s in arrays_given]
     shapes = ", ".join(str(array.shape) for array in arrays) or "nothing"
     if sum(array.shape[-1] for array in arrays) != state_size or len({array.shape[:-1] for array in arrays}) > 1:
@@ -366,12 +391,17 @@ def _start_states(starts: Any, name: str, run: Replay, max_starts: int, noise: f
     return start_states + noise * start_states.std() * rng.normal(size=start_states.shape)
 
 
-def _states_from_trace(starts: Any, name: str, count: int) -> list[Any]:
+def _states_from_trace(starts: Any, name: str, run: Replay) -> list[Any]:
     """Return starting states of a layer, from a trace or a mapping like one; any other value as the only array."""
     if not isinstance(starts, Mapping):
         return [starts]
     layer_result: Any = starts.get(name)
-    if not has_attribute(layer_result, "data_vars"):
-        received = ", ".join(map(str, starts)) or "nothing"
-        raise InputError(f"There are no states of {name!r} among the starts.", got=received, expected="a trace")
-    return [layer_result[quantity] for quantity in ("hidden", "cell") if quantity in layer_result][:count]
+    dataset = getattr(layer_result, "dataset", layer_result)
+    names = run.cell.state_names
+    if not isinstance(dataset, xr.Dataset) or not all(state in dataset for state in names):
+        received = ", ".join(map(str, starts if not isinstance(dataset, xr.Dataset) else dataset.data_vars))
+        message = f"There are no states of {name!r} among the starts."
+        raise InputError(message, got=received or "nothing", expected=f"a trace with {' and '.join(names)}")
+    if "direction" in dataset.dims:
+        dataset = dataset.sel(direction=run.order)
+    return [dataset[state] for state in names]

@@ -164,6 +164,11 @@ def findings(
     return sorted(unsorted_findings, key=lambda finding: _ORDER[finding.severity])
 
 
+def _half_prefix(layer: LayerFacts) -> str:
+    """Return the start of a sentence about one half of a bidirectional layer; empty for any other layer."""
+    return f"{layer.half.capitalize()}: " if layer.half else ""
+
+
 def _skill_findings(memory: Memory) -> Iterator[Finding]:
     if memory.skill is None or not np.isfinite(memory.skill.raw.value):
         return
@@ -234,8 +239,8 @@ def _missed_findings(memory: Memory, residual_test: Missed | None, layers: Seque
             "VANISHING",
             "fault",
             layer.name,
-            f"No training signal reaches that input: the state transfer over {lag} {_step_noun(lag)} is "
-            f"{transfer:.1e}.",
+            f"{_half_prefix(layer)}No training signal reaches that input: the state transfer over {lag} "
+            f"{_step_noun(lag)} is {transfer:.1e}.",
             evidence,
             f"missed, and kappa at the missed step < {VANISHED:g}",
             layer.against_vanishing,
@@ -245,8 +250,8 @@ def _missed_findings(memory: Memory, residual_test: Missed | None, layers: Seque
             "PATH_OPEN",
             "fault",
             layer.name,
-            f"A training signal reaches that input (state transfer over {lag} {_step_noun(lag)}: {transfer:.1g}), so a "
-            "vanishing gradient is not the reason.",
+            f"{_half_prefix(layer)}A training signal reaches that input (state transfer over {lag} {_step_noun(lag)}: "
+            f"{transfer:.1g}), so a vanishing gradient is not the reason.",
             evidence,
             f"missed, and kappa at the missed step >= {VANISHED:g}",
             _OVERFITTED
@@ -282,7 +287,7 @@ def _nonfinite_findings(layers: Sequence[LayerFacts], prediction: xr.DataArray) 
             "NONFINITE",
             "fault",
             layer.name,
-            f"{nan} of {count} numbers of the state are NaN, {infinite} infinite.",
+            f"{_half_prefix(layer)}{nan} of {count} numbers of the state are NaN, {infinite} infinite.",
             {"nan": nan, "infinite": infinite, "count": count},
             "any",
             _REPAIR,
@@ -315,7 +320,7 @@ def _dynamics_findings(memory: Memory, layers: Sequence[LayerFacts]) -> Iterator
                 "EXPLODING",
                 "fault",
                 layer.name,
-                f"Gradients grow backwards in time, by {growth:.1f} decades within {steps} steps.",
+                f"{_half_prefix(layer)}Gradients grow backwards in time, by {growth:.1f} decades within {steps} steps.",
                 {"growth": growth, "of the output": layer.growth, "lambda_1": rate, "stderr": error},
                 f">= {EXPLODED:g} decades",
                 "clip the norm of the gradient (arXiv:1211.5063), a smaller recurrent kernel, or a gated cell.",
@@ -328,7 +333,8 @@ def _dynamics_findings(memory: Memory, layers: Sequence[LayerFacts]) -> Iterator
                 "UNDERFLOW",
                 "caution",
                 layer.name,
-                f"{_percent(subnormal / count)} of the state is subnormal, too small for its dtype.",
+                f"{_half_prefix(layer)}{_percent(subnormal / count)} of the state is subnormal, too small for its "
+                "dtype.",
                 {"underflow": subnormal, "count": count},
                 f"> {_percent(UNDERFLOWN)}",
                 "compute in a wider dtype, or scale the state.",
@@ -341,8 +347,9 @@ def _chaos_finding(layer: LayerFacts, rate: float, error: float, steps: int) -> 
         "CHAOTIC",
         "fault",
         layer.name,
-        f"The state is chaotic: small differences grow by a factor of {np.exp(rate):.3g} per step (leading exponent "
-        f"{rate:.3f} +- {error:.3f}) while the state stays bounded, so inputs cannot be recovered {steps} steps later.",
+        f"{_half_prefix(layer)}The state is chaotic: small differences grow by a factor of {np.exp(rate):.3g} per step "
+        f"(leading exponent {rate:.3f} +- {error:.3f}) while the state stays bounded, so inputs cannot be "
+        f"recovered {steps} steps later.",
         {"lambda_1": rate, "stderr": error, "steps": steps},
         "(lambda_1 - 2 standard errors) T > ln 100, and the state is bounded",
         "a smaller gain of the recurrent kernel (spectral radius towards 1; Sompolinsky, Crisanti, Sommers 1988), or a "
@@ -351,18 +358,18 @@ def _chaos_finding(layer: LayerFacts, rate: float, error: float, steps: int) -> 
 
 
 def _unequal_findings(layers: Sequence[LayerFacts]) -> Iterator[Finding]:
-    gradient_sizes = {layer.name: layer.adjoint_size for layer in layers if layer.adjoint_size > 0}
-    if len(gradient_sizes) < 2:
+    by_size = sorted((layer for layer in layers if layer.adjoint_size > 0), key=lambda layer: layer.adjoint_size)
+    if len(by_size) < 2:
         return
-    smallest = min(gradient_sizes, key=gradient_sizes.__getitem__)
-    largest = max(gradient_sizes, key=gradient_sizes.__getitem__)
-    decades = float(np.log10(gradient_sizes[largest] / gradient_sizes[smallest]))
+    smallest, largest = by_size[0], by_size[-1]
+    decades = float(np.log10(largest.adjoint_size / smallest.adjoint_size))
     if decades >= UNEQUAL:
+        largest_name = f"{largest.name}, {largest.half}" if largest.half else largest.name
         yield Finding(
             "UNEQUAL_LAYERS",
             "caution",
-            smallest,
-            f"Its total gradient is {decades:.1f} decades smaller than that of {largest}.",
+            smallest.name,
+            f"{_half_prefix(smallest)}Its total gradient is {decades:.1f} decades smaller than that of {largest_name}.",
             {"decades": decades},
             f">= {UNEQUAL:g} decades between layers",
             "normalisation or residual connections between the layers, or one learning rate per layer.",
@@ -377,7 +384,7 @@ def _unit_findings(layers: Sequence[LayerFacts]) -> Iterator[Finding]:
                 "DEAD_UNITS",
                 "fault",
                 layer.name,
-                f"{count} of {layer.dead.size} units are dead: their value does not vary.",
+                f"{_half_prefix(layer)}{count} of {layer.dead.size} units are dead: their value does not vary.",
                 {"dead": count, "units": int(layer.dead.size), "which": np.flatnonzero(layer.dead).tolist()},
                 "spread over samples and steps <= 1e-4 of the median unit's",
                 "with relu a lower learning rate, a leaky activation or another initialisation; else fewer units.",

@@ -38,12 +38,17 @@ class LayerFacts:
 
     Attributes
     ----------
+    bidirectional
+        Whether the layer has another direction, with facts of its own and the same name.
     adjoint_norms : (sample, lag)
         Norm of the output's total gradient at the hidden state; None if unknown.
     state_norms : (time,)
         Mean norm of the state, in the order of the recurrence.
     against_vanishing
         Remedy against a vanishing gradient in this kind of layer.
+    gates
+        Names of the gates that are a share between 0 and 1, in the order of ``stuck_shut`` and ``stuck_open``, which
+        are (gate, unit).
     scan
         Labelled measures of a whole-sequence layer alone: half-life, effective state size and rank.
     """
@@ -58,9 +63,16 @@ class LayerFacts:
     state_norms: Array
     dead: Array = field(default_factory=lambda: np.zeros(0, dtype=bool))
     timescale: Array | None = None
+    gates: tuple[str, ...] = ()
     stuck_shut: Array | None = None
     stuck_open: Array | None = None
+    bidirectional: bool = False
     scan: Mapping[str, xr.Variable] = field(default_factory=dict)
+
+    @property
+    def half(self) -> str:
+        """Which half of a bidirectional layer this is, as ``"backward half"``; empty for any other layer."""
+        return f"{self.direction} half" if self.bidirectional else ""
 
     @cached_property
     def adjoint(self) -> Band | None:
@@ -196,8 +208,11 @@ def _layer_facts(call: RecurrentCall, run: Replay, gradient: Array | None, final
         adjoint_norms = reorder_by_lag(_norms(gradient), order, final_steps)
     mask = None if run.mask is None else np.asarray(to_host(run.mask), dtype=bool)
     states = np.concatenate([to_host(s) for s in run.states], axis=-1)
-    shut, opened = (None, None) if run.gates is None else stuck_gates(to_host(run.gates), mask)
-    timescale = None
+    shares = tuple(gate for gate in run.cell.gates if gate not in run.cell.proposals)
+    shut = opened = timescale = None
+    if shares and run.gates is not None:
+        share_indices = [run.cell.gates.index(gate) for gate in shares]
+        shut, opened = stuck_gates(to_host(run.gates)[:, :, share_indices], mask)
     if run.cell.keeping is not None and run.gates is not None:
         timescale = gate_timescale(to_host(run.gates)[:, :, run.cell.gates.index(run.cell.keeping)], mask)
     return LayerFacts(
@@ -211,8 +226,10 @@ def _layer_facts(call: RecurrentCall, run: Replay, gradient: Array | None, final
         state_norms=_norms(states[:, order[::-1]]).mean(axis=0),
         dead=dead_units(to_host(run.states[0]), mask),
         timescale=timescale,
+        gates=shares,
         stuck_shut=shut,
         stuck_open=opened,
+        bidirectional=call.bidirectional,
     )
 
 

@@ -16,10 +16,11 @@ from ..arguments import seed as random_seed
 from ..errors import InputError
 from ..measures.residual import Missed
 from ..results.diagnosis import Diagnosis
-from ..results.schema import to_host
+from ..results.schema import concat_directions, coordinates, to_host
 from ..typing import Array
 from ..verbs.axes import an_axes_table
 from ..verbs.request import in_turn
+from ..vocabulary import GATE
 from .carried import CarriedMemory, measure_carried
 from .experiment import Experiment
 from .findings import MODEL, findings, headline, layer_sentence
@@ -95,7 +96,8 @@ def diagnose(
     -------
     Diagnosis
         ``print(d)`` shows the sentences and the findings. ``d["lstm"]`` and ``d["model"]`` are Datasets of measures
-        with their intervals. ``d.findings`` lists the findings with evidence, threshold and remedy.
+        with their intervals; of a bidirectional layer measures have a first axis ``direction``: forward, backward.
+        ``d.findings`` lists the findings with evidence, threshold and remedy.
 
     Raises
     ------
@@ -115,7 +117,7 @@ def diagnose(
     experiment = Experiment(model, batch, step, output, task, loss if loss is not None else _compiled_loss(model), seed)
     experiment.refuse_loss(loss)
     memory = measure_memory(experiment)
-    baseline_result = _measure_baseline(baseline, experiment)
+    named_baseline = _measure_baseline(baseline, experiment)
     residual_test = measure_missed(experiment)
     layers, attributed_steps = measure_layers(experiment)
     scans, attributed_by_scans = measure_scans(experiment)
@@ -130,22 +132,14 @@ def diagnose(
         xr.DataArray(experiment.prediction, {"sample": batch.labels}, ("sample", "unit")),
     )
     carried_by_layer, reason = measure_carried(experiment) if memory.is_known else ({}, "")
-    datasets = {
-        MODEL: model_dataset(
-            memory,
-            residual_test,
-            attributed_steps,
-            None if baseline_result is None else baseline_result[1],
-            batch.labels,
-        )
-    }
+    datasets = {MODEL: model_dataset(memory, residual_test, attributed_steps, named_baseline, batch.labels)}
     for name in dict.fromkeys(layer.name for layer in layers):
         datasets[name] = layer_dataset([layer for layer in layers if layer.name == name], carried_by_layer.get(name))
     sentences = {name: layer_sentence(name, carried_memory) for name, carried_memory in carried_by_layer.items()}
     sentences |= {scan.name: scan_sentence(scan) for scan in scans if "half_life" in scan.scan}
     return Diagnosis(
         datasets,
-        sentences={"the model": headline(memory, baseline_result, residual_test), **sentences},
+        sentences={"the model": headline(memory, named_baseline, residual_test), **sentences},
         findings=rule_findings,
         provenance=experiment.adapter.provenance(model),
         notes=_notes(memory, residual_test, reason if experiment.replays else "", layers_alone=bool(carried_by_layer)),
@@ -222,7 +216,7 @@ def model_dataset(
     memory: Memory,
     residual_test: Missed | None,
     attributed_steps: int | None,
-    baseline_memory: Memory | None,
+    named_baseline: tuple[str, Memory] | None,
     samples: Array,
 ) -> xr.Dataset:
     """Label the measures of the model: curves over ``context``, lengths with intervals, skill, residual test by lag."""
@@ -264,19 +258,19 @@ def model_dataset(
         variables["attributed_memory"] = _variable(
             (), attributed_steps, "steps that hold 95 % of the attribution", "step"
         )
-    if baseline_memory is not None:
+    coords = {"context": memory.context, "bound": BOUNDS}
+    if named_baseline is not None:
+        name, baseline_memory = named_baseline
         variables |= _interval_variables(
-            "memory_before", baseline_memory.length, "memory in use before training, n at 5 %"
+            "memory_before", baseline_memory.length, f"memory in use of the {name} model, n at 5 %"
         )
         variables["use_before"] = _variable(
-            ("context_before",), baseline_memory.use, "use of older inputs before training", "share"
+            ("context_before",), baseline_memory.use, f"use of older inputs by the {name} model", "share of variance"
         )
+        coords["context_before"] = baseline_memory.context
     dataset = xr.Dataset(variables, attrs={"known": memory.is_known, "why": memory.reason, "censored": memory.censored})
-    coords = {"context": memory.context, "bound": BOUNDS}
     if memory.change.size:
         coords["sample"] = samples
-    if baseline_memory is not None:
-        coords["context_before"] = baseline_memory.context
     return dataset.assign_coords(coords)
 
 
@@ -288,7 +282,7 @@ def layer_dataset(facts: Sequence[LayerFacts], carried_memory: CarriedMemory | N
         datasets = [
             d.pad({dim: (0, n)}) if n and dim in d.dims else d for d, n in zip(datasets, padding_lengths, strict=True)
         ]
-    dataset = datasets[0] if len(facts) == 1 else xr.concat(datasets, dim="direction", combine_attrs="override")
+    dataset = concat_directions(datasets)
     if carried_memory is not None:
         long_name = (
             "use of the layer's state by "
@@ -343,6 +337,7 @@ def _facts_dataset(facts: LayerFacts) -> xr.Dataset:
     if facts.stuck_shut is not None and facts.stuck_open is not None:
         variables["stuck_shut"] = _variable(("gate", "cell_unit"), facts.stuck_shut, "gates nearly always shut", "1")
         variables["stuck_open"] = _variable(("gate", "cell_unit"), facts.stuck_open, "gates nearly always open", "1")
+        variables["gate"] = coordinates({GATE: len(facts.gates)}, {"gates": facts.gates})[GATE]
     return xr.Dataset(variables)
 
 

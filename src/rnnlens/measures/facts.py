@@ -57,8 +57,9 @@ def stuck_gates(
 ) -> tuple[Array, Array]:
     """Find gates that are nearly always shut, and nearly always open: two arrays (gate, unit) of bool.
 
-    ``gates`` is (sample, time, gate, unit). Shut means below ``margin``, and open above 1 - ``margin``, at a share of
-    at least ``share`` of all samples and steps. This is no fault: networks with such gates solve tasks.
+    ``gates`` is (sample, time, gate, unit), without proposals for the new state, such as an LSTM's candidate. Shut
+    means below ``margin``, and open above 1 - ``margin``, at a share of at least ``share`` of all samples and steps.
+    This is no fault: networks with such gates solve tasks.
     """
     values = np.asarray(gates)
     rows = values.reshape(-1, *values.shape[2:]) if mask is None else values[np.asarray(mask, dtype=bool)]

@@ -19,7 +19,7 @@ from ..errors import InputError, short_repr
 from ..measures.profiles import carriers, lorenz, typical_first
 from ..recurrence.measures import safe_norm
 from ..results.diagnosis import Diagnosis, FixedPoints
-from ..vocabulary import SAMPLE, TIME
+from ..vocabulary import BACKWARD, DIRECTION, FORWARD, SAMPLE, TIME
 from . import _axes, _data, _frame, _samples
 from ._call import drawing
 from ._data import Numbers
@@ -36,7 +36,8 @@ def diagnosis(
     """Draw the measurements of a diagnosis, a panel for each that was made.
 
     Use of older steps over the number of steps kept, with the memory in use; the benefit of these steps; the residual
-    test by lag; the gradient that survives k steps back, median and quartiles; time constants of the gates.
+    test by lag; the gradient that survives k steps back, of any final state and of a random projection of the output,
+    median and quartiles; time constants of the gates.
 
     Parameters
     ----------
@@ -47,24 +48,31 @@ def diagnosis(
 
     Returns
     -------
-    1-D array of Axes: use, benefit, residual test, gradient, time constants, without those that were not measured
+    1-D array of Axes: use, benefit, residual test, gradient, time constants, without those that were not measured;
+    gradient and time constants of a bidirectional layer are two panels each, of the forward and the backward half
     """
     if not isinstance(d, Diagnosis):
         hint = "rl.plot.diagnosis(rl.diagnose(model, x, y))"
         raise InputError("plot.diagnosis draws a diagnosis.", got=type(d).__name__, hint=hint)
     model = d["model"]
     layer_data = d[layer or next(name for name in d if name != "model")]
-    layer_data = layer_data.isel(direction=0) if "direction" in layer_data.dims else layer_data
+    halves = (
+        [layer_data.assign_coords(direction=[FORWARD, BACKWARD]).isel(direction=i) for i in range(2)]
+        if DIRECTION in layer_data.dims
+        else [layer_data]
+    )
     drawings: list[tuple[Callable[[Any, xr.Dataset, dict[str, Any]], None], xr.Dataset]] = [(_draw_use, model)]
     drawings += [(_draw_benefit, model)] * _is_measured(model, "benefit")
     drawings += [(_draw_residual_test, model)] * ("missed" in model)
-    drawings += [(_draw_gradient, layer_data)] * any(name in layer_data for name in ("kappa", "adjoint"))
-    drawings += [(_draw_time_constants, layer_data)] * ("timescale" in layer_data)
+    drawings += [(_draw_gradient, half) for half in halves if "kappa" in half or "adjoint" in half]
+    drawings += [(_draw_time_constants, half) for half in halves if "timescale" in half]
     columns = len(drawings) if len(drawings) < 4 else 2 if len(drawings) == 4 else 3
     shape = (-(-len(drawings) // columns), columns)
     panels = _frame.open_panels("diagnosis", len(drawings), ax, figure, size=(4.0, 2.8), margin=(0.6, 1.0), shape=shape)
     for panel_ax, (draw_panel, panel_data) in zip(panels.axes, drawings, strict=True):
         draw_panel(panel_ax, panel_data, line)
+        if DIRECTION in panel_data.coords:
+            panel_ax.set_title(f"{panel_ax.get_title()}, {panel_data[DIRECTION].item()} half")
         panel_ax.title.set_fontsize("medium")
     sentence = next(iter(d.sentences.values()))
     headline, *other_sentences = re.split(r"(?<=\.)\s+(?=[A-Z])", sentence, maxsplit=1)
@@ -136,7 +144,8 @@ def _draw_benefit(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
 
 def _draw_residual_test(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) -> None:
     """Draw the covariance of errors and past inputs by lag, relative to the threshold of the test."""
-    shares = model["missed"].values / float(model["missed_threshold"])
+    threshold = float(model["missed_threshold"])  # 0 where the model makes no errors
+    shares = model["missed"].values / (threshold or 1.0)
     ax.vlines(np.arange(shares.size), 0, shares, color=_axes.ORANGE, linewidth=1.4, gid="missed")
     ax.axhline(1, **_THRESHOLD)
     _axes.write_text(ax, "threshold: 99 % of chance", (1, 1), (-2, 2), over=ax.get_yaxis_transform(), va="baseline")
@@ -146,10 +155,10 @@ def _draw_residual_test(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) ->
 
 
 def _draw_gradient(ax: Any, layer_data: xr.Dataset, keywords: dict[str, Any]) -> None:
-    """Draw the gradient surviving k steps back: of a random cotangent of the final state, and of the loss."""
+    """Draw the gradient surviving k steps back: of any final state, and of a random projection of the output."""
     curves = (
         ("kappa", _axes.BLUE, "of any final state (state transfer)"),
-        ("adjoint", _axes.PINK, "of the loss, by own peak"),
+        ("adjoint", _axes.PINK, "of the output, by own peak"),
     )
     for name, colour, label in curves:
         if name in layer_data:
@@ -195,7 +204,8 @@ def eigenvalues(values: Any, *, title: str | None = None, ax: Any = None, figure
     """Draw the eigenvalues of step Jacobians in the complex plane, with the unit circle.
 
     A mode on the circle is kept from step to step, one at 0 is forgotten at once, one outside grows. Later steps are
-    darker. A second panel has the moduli of all modes, largest first: median and range over samples and steps.
+    darker. A second panel has the moduli of all modes, largest first: median and range over samples and steps. Both
+    directions of a bidirectional layer are drawn together; ``values.sel(direction="backward")`` is one of them.
 
     Parameters
     ----------
@@ -230,7 +240,10 @@ def _read_eigenvalues(values: Any) -> tuple[Numbers, Numbers, str, str]:
         if all_eigenvalues.dims[-2:-1] == (TIME,):
             row_times = np.broadcast_to(_data.positions(all_eigenvalues, TIME), row_times.shape)
         rows = all_eigenvalues.values.reshape(-1, all_eigenvalues.shape[-1])
-        return rows, row_times.reshape(-1), "time step", str(values.attrs.get("layer", ""))
+        layer_name = str(values.attrs.get("layer", ""))
+        if DIRECTION in values.coords:
+            layer_name = f"{layer_name} ({' and '.join(np.atleast_1d(values[DIRECTION].values))})"
+        return rows, row_times.reshape(-1), "time step", layer_name
     array = as_numpy(values.values if isinstance(values, xr.DataArray) else values)
     refuse_large("values", array, "fewer samples or steps", share=16 / max(array.itemsize, 1))
     if array.dtype.kind not in "cf" or array.ndim == 0 or array.size == 0:

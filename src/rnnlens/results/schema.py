@@ -267,6 +267,14 @@ def coordinates(sizes: Mapping[Any, int], info: Mapping[str, Any]) -> dict[Hasha
     return {str(dim): _coordinate(str(dim), size, info) for dim, size in sizes.items()}
 
 
+def concat_directions(datasets: Sequence[xr.Dataset]) -> xr.Dataset:
+    """Concatenate a layer's datasets, forward first, along a first axis ``direction``; return a lone one unchanged."""
+    if len(datasets) == 1:
+        return datasets[0]
+    concatenated = xr.concat(datasets, dim=DIRECTION, combine_attrs="override")
+    return concatenated.assign_coords(coordinates({DIRECTION: len(datasets)}, {}))
+
+
 def with_mask(dataset: xr.Dataset, name: str) -> xr.DataArray:
     """Return a variable of a layer, with the layer's mask as a coordinate if some of its steps are padding."""
     if name == "mask" or "mask" not in dataset.data_vars or bool(dataset.variables["mask"].all()):

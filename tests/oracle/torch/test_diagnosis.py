@@ -160,6 +160,73 @@ def test_exploding_and_dead_units():
     assert next(f for f in d.findings if f.code == "DEAD_UNITS").evidence["which"] == [4, 5]
 
 
+@pytest.mark.parametrize(
+    ("layer", "gates"), [(nn.LSTM, ["input", "forget", "output"]), (nn.GRU, ["update", "reset"]), (nn.RNN, None)]
+)
+def test_a_proposal_for_the_state_is_no_gate_that_is_shut(layer, gates):
+    rnn = layer(1, 3, batch_first=True)
+    with torch.no_grad():
+        for name, weight in rnn.named_parameters():
+            weight.fill_(-3.0 if name.startswith("bias") else 0.001)  # all gates near 0, all candidates near -1
+    net, x = Net(rnn, nn.Linear(3, 1)).eval(), white_noise(128, 8)
+    measures = rl.diagnose(net, x, x[:, -1])["rnn"]
+    if gates is None:
+        assert "stuck_shut" not in measures
+    else:
+        assert measures.gate.values.tolist() == gates
+        assert measures.stuck_shut.all()
+        assert not measures.stuck_open.any()
+
+
+def test_a_cell_names_its_proposals(monkeypatch):
+    monkeypatch.setattr(rl.cells.LSTM, "proposals", ("candidate", "output"))
+    net, x = Net(nn.LSTM(1, 3, batch_first=True), nn.Linear(3, 1)).eval(), white_noise(128, 8)
+    assert rl.diagnose(net, x, x[:, -1])["rnn"].gate.values.tolist() == ["input", "forget"]
+
+
+class MeanOfBoth(nn.Module):
+    """A bidirectional LSTM with a head on the mean over its steps; the backward half can be dead, or read faintly."""
+
+    def __init__(self, *, dead=False, faint=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm, self.head = nn.LSTM(1, 3, batch_first=True, bidirectional=True), nn.Linear(6, 1)
+        with torch.no_grad():
+            for name, weight in self.lstm.named_parameters():
+                weight *= 0.0 if dead and name.endswith("_reverse") else 1.0
+            self.head.weight[:, 3:] *= faint
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0].mean(1))
+
+
+@pytest.fixture(scope="module")
+def half_dead():
+    net, x = MeanOfBoth(dead=True).eval(), white_noise(128, 8)
+    return rl.diagnose(net, x, model_output(net, x))
+
+
+def test_a_finding_about_one_half_says_which(half_dead):
+    (finding,) = [finding for finding in half_dead.findings if finding.code == "DEAD_UNITS"]
+    assert finding.layer == "lstm"
+    assert finding.sentence == "Backward half: 3 of 3 units are dead: their value does not vary."
+
+
+def test_measures_of_both_halves_have_their_labels(half_dead, tmp_path):
+    half_dead.save(tmp_path / "d.nc")
+    for d in (half_dead, rl.open(tmp_path / "d.nc")):
+        assert d["lstm"].dead.sel(direction="forward").values.tolist() == [False] * 3
+        assert d["lstm"].dead.sel(direction="backward").values.tolist() == [True] * 3
+
+
+def test_unequal_halves_of_a_layer_are_told_apart():
+    net, x = MeanOfBoth(faint=1e-6).eval(), white_noise(128, 8)
+    (finding,) = [f for f in rl.diagnose(net, x, model_output(net, x)).findings if f.code == "UNEQUAL_LAYERS"]
+    assert finding.layer == "lstm"
+    assert finding.sentence.startswith("Backward half: Its total gradient is ")
+    assert finding.sentence.endswith("smaller than that of lstm, forward half.")
+
+
 def test_facts_about_the_data():
     net = Net(nn.GRU(2, 4, batch_first=True), nn.Linear(4, 1)).eval()
     x = white_noise(features=2)
@@ -213,9 +280,12 @@ def test_baseline_is_shown_and_not_judged():
     before = {name: value.clone() for name, value in net.state_dict().items()}
     d = rl.diagnose(net, x, x[:, -8], baseline="init")
     assert "re-initialised: " in str(d)
+    assert d["model"].memory_before.long_name == "memory in use of the re-initialised model, n at 5 %"
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     diagnosis = rl.diagnose(net, x, x[:, -8], baseline=shift_register({2: 1.0}))
     assert float(diagnosis["model"].memory_before) == 3
+    assert diagnosis["model"].memory_before.long_name == "memory in use of the baseline model, n at 5 %"
+    assert diagnosis["model"].use_before.long_name == "use of older inputs by the baseline model"
 
 
 def test_a_model_that_cannot_be_made_anew_says_so():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from torch import nn
 
 import rnnlens as rl
@@ -77,6 +80,104 @@ def test_saved_points_keep_their_kinds(tmp_path):
     points.save(tmp_path / "points.nc")
     reopened = rl.open(tmp_path / "points.nc")
     assert (reopened.kinds, reopened.curves) == (points.kinds, points.curves)
+
+
+class LastStep(nn.Module):
+    """A recurrent layer of torch with a head on its last step."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer(1, 3, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x)[0][:, -1].sum(-1, keepdim=True)
+
+
+BIDIRECTIONAL = partial(nn.LSTM, bidirectional=True)
+
+
+class Backwards(nn.Module):
+    """The backward half of a bidirectional layer alone: a forward layer, given the steps in reverse."""
+
+    def __init__(self, bidirectional):
+        super().__init__()
+        self.layer = type(bidirectional)(1, 3, batch_first=True)
+        names = [name for name, _ in self.layer.named_parameters()]
+        self.layer.load_state_dict({name: getattr(bidirectional, f"{name}_reverse") for name in names})
+
+    def forward(self, x):
+        return self.layer(x.flip(1))[0][:, -1].sum(-1, keepdim=True)
+
+
+@pytest.fixture(params=[nn.GRU, nn.LSTM])
+def two_halves(request):
+    torch.manual_seed(0)
+    both = LastStep(partial(request.param, bidirectional=True))
+    return both, Backwards(both.layer)
+
+
+def test_each_half_of_a_bidirectional_layer_has_its_lyapunov_spectrum(two_halves):
+    both, backwards = two_halves
+    spectrum = rl.lyapunov(both, X)
+    assert spectrum.direction.values.tolist() == ["forward", "backward"]
+    xr.testing.assert_allclose(spectrum.sel(direction="backward", drop=True), rl.lyapunov(backwards, X), rtol=1e-4)
+    assert not np.allclose(*spectrum.exponent)
+
+
+def test_each_half_of_a_bidirectional_layer_has_its_eigenvalues(two_halves):
+    both, backwards = two_halves
+    eigenvalues = rl.step_eigenvalues(both, X, steps=10)
+    assert eigenvalues.direction.values.tolist() == ["forward", "backward"]
+    assert eigenvalues.time.values.tolist() == list(range(10))
+    in_reverse = rl.step_eigenvalues(backwards, X, steps=10)
+    chronological = in_reverse.isel(time=slice(None, None, -1)).assign_coords(time=eigenvalues.time)
+    moduli, expected = (abs(d.eigenvalue_real + 1j * d.eigenvalue_imag) for d in (eigenvalues, chronological))
+    xr.testing.assert_allclose(moduli.sel(direction="backward", drop=True), expected, atol=1e-5)
+    figure = rl.plot.eigenvalues(eigenvalues).figure
+    assert "layer (forward and backward)" in figure.get_suptitle()
+    assert f"of {moduli.size:,} outside" in figure.get_suptitle()
+    figure = rl.plot.eigenvalues(eigenvalues.sel(direction="backward")).figure
+    assert "layer (backward)" in figure.get_suptitle()
+
+
+def test_fixed_points_say_which_half_was_examined(two_halves):
+    both, backwards = two_halves
+    points = rl.fixed_points(both, X)
+    assert points.data.attrs["direction"] == "forward"
+    assert points.notes == ["The backward half of 'layer' was not examined."]
+    assert points.notes[0] in repr(points)
+    assert rl.fixed_points(backwards, X).notes == []
+
+
+def side_by_side(trace, names, **direction):
+    """Return the states of a traced layer at all samples and steps, (start, state)."""
+    states = [trace["layer"][name].sel(direction).values for name in names]
+    return np.concatenate([values.reshape(-1, values.shape[-1]) for values in states], axis=1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "names", "direction"),
+    [
+        (nn.LSTM, ("hidden", "cell"), {}),
+        (nn.GRU, ("hidden",), {}),
+        (BIDIRECTIONAL, ("hidden", "cell"), {"direction": "forward"}),
+    ],
+)
+def test_starts_from_a_trace_are_its_states(layer, names, direction):
+    torch.manual_seed(0)
+    model = LastStep(layer)
+    trace = rl.trace(model, X)
+    from_trace = rl.fixed_points(model, X, starts=trace)
+    from_arrays = rl.fixed_points(model, X, starts=side_by_side(trace, names, **direction))
+    xr.testing.assert_equal(from_trace.data, from_arrays.data)
+    xr.testing.assert_equal(rl.fixed_points(model, X, starts=trace.tree).data, from_arrays.data)
+
+
+def test_starts_from_a_trace_without_a_state_name_what_is_missing():
+    model = LastStep(nn.LSTM)
+    trace = rl.trace(model, X, quantities=["hidden"])
+    with pytest.raises(InputError, match=r"(?s)no states of 'layer'.*got: +hidden.*a trace with hidden and cell"):
+        rl.fixed_points(model, X, starts=trace)
 
 
 @pytest.mark.parametrize(

@@ -393,6 +393,15 @@ def test_states_and_weights_with_names_of_their_own():
         _ = rl.trace(model, X, loss=loss, quantities=["hidden"])["cell"].memory
 
 
+def test_starts_from_a_trace_have_the_states_of_the_cell():
+    torch.manual_seed(0)
+    model = TwoSizesLoop().double()
+    trace = rl.trace(model, X)
+    states = np.concatenate([trace["cell"].hidden, trace["cell"].memory], axis=-1).reshape(-1, UNITS + 6)
+    from_trace, from_arrays = (rl.fixed_points(model, X, starts=starts).data for starts in (trace, states))
+    np.testing.assert_array_equal(from_trace["trajectory"], from_arrays["trajectory"])
+
+
 def _states_of(model, x):
     states = []
     model(x, states)

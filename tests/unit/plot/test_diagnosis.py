@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import xarray as xr
 
 import rnnlens as rl
 from rnnlens.errors import InputError
@@ -57,6 +58,14 @@ def test_the_missed_step_is_the_highest(diagnosis):
     assert ax.get_ylim()[1] > 8
 
 
+def test_a_model_without_errors_misses_nothing(diagnosis):
+    d = diagnosis()
+    model = d["model"].assign(missed=d["model"].missed * 0, missed_threshold=0.0)
+    ax = rl.plot.diagnosis(type(d)({"model": model, "lstm": d["lstm"]}, sentences=d.sentences))[2]
+    (collection,) = [c for c in ax.collections if c.get_gid() == "missed"]
+    assert all(segment[1, 1] == 0 for segment in collection.get_segments())
+
+
 def test_what_was_not_measured_has_no_panel(diagnosis):
     d = diagnosis()
     titles = [ax.get_title() for ax in rl.plot.diagnosis(d)]
@@ -72,6 +81,33 @@ def test_what_was_not_measured_has_no_panel(diagnosis):
         sentences=d.sentences,
     )
     assert [ax.get_title() for ax in rl.plot.diagnosis(reduced)] == [titles[0], titles[1], titles[3]]
+
+
+def test_the_adjoint_is_that_of_the_output(diagnosis):
+    d = diagnosis()
+    profile = d["lstm"].kappa.values
+    adjoint = {f"adjoint{end}": ("lag_out", profile) for end in ("", "_low", "_high")}
+    ax = rl.plot.diagnosis(type(d)({"model": d["model"], "lstm": d["lstm"].assign(adjoint)}, sentences=d.sentences))[3]
+    (curve,) = lines(ax, "adjoint")
+    assert curve.get_label() == "of the output, by own peak"
+
+
+@pytest.mark.parametrize("labels", [{"direction": ["forward", "backward"]}, {}])
+def test_each_half_of_a_bidirectional_layer_has_its_panels(diagnosis, labels, render):
+    d = diagnosis()
+    layer = xr.concat([d["lstm"], d["lstm"] * 0.5], dim="direction").assign_coords(labels)
+    axes = rl.plot.diagnosis(type(d)({"model": d["model"], "lstm": layer}, sentences=d.sentences))
+    render(axes)
+    assert [ax.get_title() for ax in axes[3:]] == [
+        "Gradient surviving k steps back, forward half",
+        "Gradient surviving k steps back, backward half",
+        "Time constants of the gates, forward half",
+        "Time constants of the gates, backward half",
+    ]
+    for index, (gradient, scales) in enumerate(zip(axes[3:5], axes[5:], strict=True)):
+        (curve,), (units,) = lines(gradient, "kappa"), lines(scales, "timescale")
+        assert curve.get_ydata()[0] == layer.kappa.values[index, 0]
+        np.testing.assert_array_equal(units.get_ydata(), layer.timescale.values[index])
 
 
 def test_points_of_each_kind_and_the_unstable_modes(fixed_points, render):

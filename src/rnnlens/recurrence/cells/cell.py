@@ -61,6 +61,9 @@ class Cell:
         (..., gate * unit).
     keeping
         Name of the gate whose value is the share of the state that a step keeps; None if there is no such gate.
+    proposals
+        Names of gates whose value is a proposal for the new state, not a share between 0 and 1. A name that is not
+        among the cell's gates means nothing.
     space
         Names of the spatial axes of input and states, (sample, time, *space, channel); empty for (sample, time, unit).
     against_vanishing
@@ -77,6 +80,7 @@ class Cell:
     states: ClassVar[tuple[str, ...]] = ("hidden",)
     parameters: ClassVar[Mapping[str, Quantity]] = {}
     keeping: ClassVar[str | None] = None
+    proposals: ClassVar[tuple[str, ...]] = ("candidate",)
     space: ClassVar[tuple[str, ...]] = ()
     against_vanishing: ClassVar[str] = (
         "an LSTM or GRU, or an orthogonal recurrent kernel (Saxe et al. 2014, arXiv:1312.6120); with relu the identity "
