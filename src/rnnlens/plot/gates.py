@@ -14,6 +14,7 @@ from ..arguments import as_numbers
 from ..errors import InputError
 from ..measures.profiles import finite_quartiles
 from ..recurrence.measures import finite_mean, masked_mean, quantiles, saturation_share
+from ..results.schema import proposals_of
 from ..vocabulary import GATE, SAMPLE, TIME
 from . import _axes, _data, _frame, _images, _samples
 from ._call import drawing
@@ -110,27 +111,30 @@ def _draw_row(axes: list[Any], gate: xr.DataArray, name: str, keywords: dict[str
     activity_ax.plot(steps, finite_mean(mean, axis=0), color=_axes.BLUE, linewidth=1.2, gid="mean")
     _axes.mark_nonfinite(activity_ax, steps[~np.isfinite(values).all(axis=(0, 2)) & ~is_padding])
     top = max(1.0, _data.largest_magnitude(values))
-    bottom = -top if name == "candidate" or top > 1 else 0.0
+    is_proposal = name in proposals_of(gate)
+    bottom = -top if is_proposal or top > 1 else 0.0
     activity_ax.set_ylim(bottom - 0.03 * (top - bottom), top + 0.03 * (top - bottom))
-    activity_ax.set_ylabel(_gate_title(name))
+    activity_ax.set_ylabel(gate_title(name, is_proposal))
     _axes.tick_steps(activity_ax, "x", steps, margin=0.5 if len(steps) == 1 else 0)
     style = {"cmap": _axes.POSITIVE if bottom == 0 else _axes.DIVERGING, "vmin": bottom, "vmax": top}
     matrix = _images.Matrix(mean, steps, np.arange(len(mean)), np.broadcast_to(is_padding, mean.shape))
     _images.colour_bar([map_ax], _images.draw_image(map_ax, matrix, style=style, cell_limits=CELLS))
-    shut, opened = saturation_share(values, axis=(0, 1), low=_saturation_ends(name)[0], high=0.9, where=real_mask)
+    low_end, _, _ = _saturation_ends(is_proposal)
+    shut, opened = saturation_share(values, axis=(0, 1), low=low_end, high=0.9, where=real_mask)
     style = {"s": float(np.clip(2500 / len(mean), 6, 30)), "color": _axes.ORANGE, "alpha": 0.55, "linewidth": 0}
     saturation_ax.plot([0, 1], [1, 0], color=_axes.REFERENCE_GREY, linewidth=0.8, gid="limit")
     saturation_ax.scatter(opened, shut, **{"gid": "saturation", "clip_on": False, **style, **keywords})
     saturation_ax.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
 
 
-def _gate_title(gate: str) -> str:
-    return gate if gate == "candidate" else f"{gate} gate"
+def gate_title(gate: str, is_proposal: bool) -> str:
+    """Return the name of a gate in titles; a proposal for the new state is not called a gate."""
+    return gate if is_proposal else f"{gate} gate"
 
 
-def _saturation_ends(gate: str) -> tuple[float, str, str]:
+def _saturation_ends(is_proposal: bool) -> tuple[float, str, str]:
     """Return the value below which a gate is near its lower end, and labels of the shares near either end."""
-    if gate == "candidate":
+    if is_proposal:
         return -0.9, "share near -1 (< -0.9)", "share near +1 (> 0.9)"
     return 0.1, "share near 0 (< 0.1)", "share near 1 (> 0.9)"
 
@@ -142,12 +146,12 @@ def _name_columns(axes: list[Any], view: _data.DirectionView, unit_label: str) -
         ax.set_title(column_title, fontsize="small", pad=3)
     axes[-3].set_xlabel(view.time_label)
     axes[-2].set_xlabel(view.time_label)
-    names = _data.names_of(view.data, GATE)
+    names, proposals = _data.names_of(view.data, GATE), proposals_of(view.data)
     for number, name in enumerate(names):
-        _, low_label, high_label = _saturation_ends(name)
+        _, low_label, high_label = _saturation_ends(name in proposals)
         axes[3 * number + 1].set_ylabel(unit_label, fontsize="small")
         axes[3 * number + 2].set_ylabel(low_label, fontsize="small")
-        if name in ("candidate", names[-1]):
+        if name in (*proposals, names[-1]):
             axes[3 * number + 2].set_xlabel(high_label, fontsize="small")
 
 
@@ -184,7 +188,7 @@ def gates_over_time(
         "gates_over_time", len(unit_indices), ax, figure, directions=directions, size=(2.9, 1.8)
     )
     largest = _data.largest_magnitude(array.values)
-    lower_limit = -1.0 if "candidate" in _data.names_of(array, GATE) else 0.0
+    lower_limit = 0.0 if set(proposals_of(array)).isdisjoint(_data.names_of(array, GATE)) else -1.0
     limits = (lower_limit, 1.0) if largest <= 1 else (-largest if lower_limit else 0.0, largest)
     for view, direction_axes in zip(views, panels.axes_by_direction, strict=True):
         for panel_ax, index in zip(direction_axes, unit_indices, strict=True):
@@ -204,12 +208,12 @@ def gates_over_time(
 def _draw_gate_lines(ax: Any, view: _data.DirectionView, data: xr.DataArray, keywords: dict[str, Any]) -> None:
     """Draw the gates of one unit."""
     steps, is_real = _data.positions(view.data, TIME), _samples.real_step_mask(data)
-    gate_names = _data.names_of(view.data, GATE)
+    gate_names, proposals = _data.names_of(view.data, GATE), proposals_of(view.data)
     for gate_index, colour in enumerate(_axes.line_colours(len(gate_names))):
         values = _data.numpy_by_sample(data.isel({GATE: gate_index}), TIME)
         is_nonfinite = np.asarray((~np.isfinite(values) & is_real).any(axis=0))
         low, median, high = finite_quartiles(np.where(is_real, values, np.nan))
-        style = {"color": colour, "linewidth": 1.2, "linestyle": "--" if gate_names[gate_index] == "candidate" else "-"}
+        style = {"color": colour, "linewidth": 1.2, "linestyle": "--" if gate_names[gate_index] in proposals else "-"}
         style |= {
             "label": gate_names[gate_index],
             "gid": f"gate {gate_names[gate_index]}",
@@ -264,10 +268,13 @@ def saturation_arrows(
     )
     for number, direction_axes in enumerate(panels.axes_by_direction):
         for panel_ax, gate in zip(direction_axes, gate_names, strict=True):
+            is_proposal = gate in proposals_of(pair[0])
             shares_before, shares_after = (
-                _saturation_shares(view[number].data.isel({GATE: gate_names.index(gate)}), gate) for view in views
+                _saturation_shares(view[number].data.isel({GATE: gate_names.index(gate)}), is_proposal)
+                for view in views
             )
-            _draw_saturation(panel_ax, shares_before, shares_after, gate, arrow)
+            _draw_saturation(panel_ax, shares_before, shares_after, is_proposal, arrow)
+            panel_ax.set_title(gate_title(gate, is_proposal), fontsize="small", pad=3)
     default_title = _data.layer_title(pair[0].attrs, "saturation of the gates, per unit")
     nonfinite_notes = _data.nonfinite_by_name(names, [layer_gates.values for layer_gates in pair])
     return panels.with_title(
@@ -289,15 +296,15 @@ def _refuse_mismatch(before: xr.DataArray, after: xr.DataArray) -> None:
         )
 
 
-def _saturation_shares(gate: xr.DataArray, name: str) -> Numbers:
+def _saturation_shares(gate: xr.DataArray, is_proposal: bool) -> Numbers:
     """Return for each unit the shares of its gate values near 1 and near 0, (unit, 2)."""
     unit = _data.unit_dim(gate)
     values = gate.transpose(..., unit).values.reshape(-1, gate.sizes[unit])
-    shut, opened = saturation_share(values, axis=0, low=_saturation_ends(name)[0], high=0.9)
+    shut, opened = saturation_share(values, axis=0, low=_saturation_ends(is_proposal)[0], high=0.9)
     return np.stack([opened, shut], axis=1)
 
 
-def _draw_saturation(ax: Any, before: Numbers, after: Numbers, gate: str, keywords: dict[str, Any]) -> None:
+def _draw_saturation(ax: Any, before: Numbers, after: Numbers, is_proposal: bool, keywords: dict[str, Any]) -> None:
     """Draw an arrow per unit, with a ring at its start."""
     ax.plot([0, 1], [1, 0], color=_axes.REFERENCE_GREY, linewidth=0.8, gid="limit")
     size = float(np.clip(900 / len(before), 3, 18))
@@ -309,7 +316,6 @@ def _draw_saturation(ax: Any, before: Numbers, after: Numbers, gate: str, keywor
     arrows.set_clip_on(False)
     arrows.set_in_layout(False)  # a unit without a share has no position
     ax.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")
-    ax.set_title(_gate_title(gate), fontsize="small", pad=3)
-    _, low_label, high_label = _saturation_ends(gate)
+    _, low_label, high_label = _saturation_ends(is_proposal)
     ax.set_xlabel(high_label, fontsize="small")
     ax.set_ylabel(low_label, fontsize="small")

@@ -16,10 +16,12 @@ from ..arguments import anything, as_list, as_numbers, integer, text
 from ..errors import InputError, short_repr
 from ..measures.profiles import by_own_peak, input_sensitivity, peak_band
 from ..recurrence.measures import safe_norm
+from ..results.schema import proposals_of
 from ..vocabulary import FEATURE, GATE, IN_TIME, OUT_TIME, SAMPLE, TIME
 from . import _axes, _data, _frame, _images, _samples
 from ._call import drawing
 from ._data import Numbers
+from .gates import gate_title
 
 #: Letters per line, and size in inches of one letter and of one line.
 WIDTH, LETTER, LINE = 72, 0.092, 0.21
@@ -367,7 +369,7 @@ def _select_gate(array: xr.DataArray, gate: str | None) -> xr.DataArray:
         raise InputError(
             message, got=received, expected=f"one of {', '.join(gate_names)}", hint=f"gate={gate_names[0]!r}"
         )
-    gate_label = gate if gate == "candidate" else f"{gate} gate"
+    gate_label = gate_title(str(gate), gate in proposals_of(array))
     return array.isel({GATE: gate_names.index(gate)}, drop=True).assign_attrs(array.attrs, long_name=gate_label)
 
 

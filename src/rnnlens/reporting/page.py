@@ -213,13 +213,19 @@ def _gate_figures(tracks: Sequence[Track], track_steps: TrackSteps) -> list[Repo
     moments_by_gate = {
         name: [np.asarray(t.gates)[:, :, i] for t in tracks] for i, name in enumerate(tracks[0].gate_names)
     }
+    proposals = [name for name in moments_by_gate if name in tracks[0].proposals]
     with np.errstate(invalid="ignore"):
         is_share = {
-            name: not any(((values < 0) | (values > 1)).any(where=np.isfinite(values)) for values in moments)
+            name: name not in proposals
+            and not any(((values < 0) | (values > 1)).any(where=np.isfinite(values)) for values in moments)
             for name, moments in moments_by_gate.items()
         }
-    sentence = "Mean over units: a gate is closed near 0, open near 1."
-    sentence += "" if all(is_share.values()) else " A candidate is not a gate and may be negative."
+    sentence = "Mean over units."
+    if len(proposals) < len(moments_by_gate):
+        sentence = "Mean over units: a gate is closed near 0, open near 1."
+    if proposals:
+        names = " and ".join(proposals).capitalize()
+        sentence += f" {names}: proposed for the new state; no gate, and may be negative."
     caption = Caption(f"{prefix}-gates", "Gates", sentence, f"rl.plot.gates(trace[{layer}])")
     unit_maps = {name: (f"{prefix}-gate-units", choice_index) for choice_index, name in enumerate(moments_by_gate)}
     axis = ValueAxis("mean over units", share=all(is_share.values()), unit_maps=unit_maps)

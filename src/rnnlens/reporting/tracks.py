@@ -9,6 +9,7 @@ import xarray as xr
 
 from ..measures.facts import gate_timescale
 from ..recurrence.measures import finite_mean, mean_lag, safe_norm, saturation_share
+from ..results.schema import proposals_of
 from ..results.trace import Trace, describe_layer
 from ..typing import Array
 from ..vocabulary import BACKWARD, DIRECTION, GATE, SAMPLE, TIME
@@ -34,6 +35,10 @@ class Track:
     gate_names: tuple[str, ...] = ()
     #: Name of the gate that is the share of the state that a step keeps, or None.
     keeping_gate: str | None = None
+    #: Names of the gates whose value is a proposal for the new state, not a share.
+    proposals: tuple[str, ...] = ()
+    #: Whether the recurrence runs from the last step to the first.
+    is_backward: bool = False
     #: (sample, time) of bool, False where a step is padding, or None.
     mask: Array | None = None
     #: Name of the last axis of the arrays.
@@ -88,6 +93,7 @@ def tracks_of(trace: Trace) -> list[Track]:
 
 def _track(name: str, dataset: xr.Dataset, direction: str) -> Track:
     track = Track(name, direction, describe_layer(dataset))
+    track.is_backward = BACKWARD in (direction, dataset.attrs.get(DIRECTION))
     if {"state", "decay"} & set(dataset.data_vars):  # a whole-sequence layer
         for name, arrays_by_state in (("state", track.states), ("state_grad", track.gradients)):
             if name in dataset:  # the norm for each channel or head
@@ -102,7 +108,7 @@ def _track(name: str, dataset: xr.Dataset, direction: str) -> Track:
         is_by_gate = array.dims[:3] == (SAMPLE, TIME, GATE) and array.ndim == 4
         if variable == "gates" and is_by_gate:
             track.gates, track.gate_names = array.values, tuple(map(str, dataset[GATE].values))
-            track.keeping_gate = array.attrs.get("keeping")
+            track.keeping_gate, track.proposals = array.attrs.get("keeping"), tuple(proposals_of(array))
         elif variable == "gate_grad" and is_by_gate:
             track.gate_gradients = array.values
         elif variable == "mask":
@@ -128,7 +134,7 @@ def sort_keys(track: Track, kernels: Array | None) -> dict[str, Array]:
     """Return the keys by which units can be sorted, one number per unit each, whichever exist.
 
     ``reach``: mean distance in steps, from the end at which the recurrence of the layer ends, of the gradient of the
-    hidden state; ``saturation``: share of (sample, time, gate) below 0.1 or above 0.9; ``norm`` of the unit's weights,
+    hidden state; ``saturation``: share of (sample, time, gate) below 0.1 or above 0.9, without proposals; ``norm`` of the unit's weights,
     ``kernels`` (unit,); ``timescale`` of the gate that keeps its state.
     """
     keys: dict[str, Array] = {}
@@ -137,11 +143,14 @@ def sort_keys(track: Track, kernels: Array | None) -> dict[str, Array]:
         magnitudes = np.abs(np.asarray(track.gradients[state], dtype=np.float64))
         peak = np.where(np.isfinite(magnitudes), magnitudes, 0.0).max(axis=(1, 2), keepdims=True)
         profile = finite_mean(magnitudes / np.where(peak > 0, peak, 1.0), axis=0)
-        keys["reach"] = mean_lag(profile if track.direction == BACKWARD else profile[::-1], axis=0)
+        keys["reach"] = mean_lag(profile if track.is_backward else profile[::-1], axis=0)
     if track.gates is not None:
         step_mask = None if track.mask is None else track.mask[:, :, None, None]
-        low_share, high_share = saturation_share(np.asarray(track.gates), axis=(0, 1, 2), where=step_mask)
-        keys["saturation"] = low_share + high_share
+        share_indices = [i for i, gate in enumerate(track.gate_names) if gate not in track.proposals]
+        if share_indices:
+            shares = np.asarray(track.gates)[:, :, share_indices]
+            low_share, high_share = saturation_share(shares, axis=(0, 1, 2), where=step_mask)
+            keys["saturation"] = low_share + high_share
         if track.keeping_gate in track.gate_names:  # a trace may have only some of the gates, selected by at=
             kept_shares = np.asarray(track.gates)[:, :, track.gate_names.index(track.keeping_gate)]
             keys["timescale"] = gate_timescale(kept_shares, track.mask)

@@ -15,7 +15,7 @@ from .. import __version__
 from ..autodiff.tensors import dtype_name, to_numpy
 from ..errors import InputError
 from ..layout import direction_axis, with_space
-from ..recurrence.cells import cell_of_kind, kinds
+from ..recurrence.cells import Cell, cell_of_kind, kinds
 from ..vocabulary import (
     BACKWARD,
     CHANNEL,
@@ -200,8 +200,11 @@ def labelled_layer(
         )
         for name, array in host_arrays.items()
     }
-    if "gates" in variables and (keeping_gate := cell_of_kind(cell).keeping):
-        variables["gates"].attrs["keeping"] = keeping_gate
+    if "gates" in variables:
+        cell_class = cell_of_kind(cell)
+        proposals = [gate for gate in cell_class.gates if gate in cell_class.proposals]
+        variables["gates"].attrs |= {"proposals": " ".join(proposals)} if cell_class.gates else {}
+        variables["gates"].attrs |= {"keeping": cell_class.keeping} if cell_class.keeping else {}
     size_by_dim = {dim: size for variable in variables.values() for dim, size in variable.sizes.items()}
     return LabelledLayer(variables, coordinates(size_by_dim, info_fields), _layer_attrs(info_fields))
 
@@ -265,6 +268,14 @@ def with_version(provenance: Mapping[str, str] | None) -> dict[str, str]:
 def coordinates(sizes: Mapping[Any, int], info: Mapping[str, Any]) -> dict[Hashable, xr.Variable]:
     """Return one coordinate per dimension: names for gates, states and directions, positions from 0 for all others."""
     return {str(dim): _coordinate(str(dim), size, info) for dim, size in sizes.items()}
+
+
+def proposals_of(gates: xr.DataArray) -> list[str]:
+    """Return the names of the gates whose value is a proposal for the new state, such as an LSTM's candidate.
+
+    Arrays that are no result of rnnlens have the names of :class:`~rnnlens.recurrence.cells.Cell` by default.
+    """
+    return str(gates.attrs.get("proposals", " ".join(Cell.proposals))).split()
 
 
 def concat_directions(datasets: Sequence[xr.Dataset]) -> xr.Dataset:

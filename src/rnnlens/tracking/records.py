@@ -13,6 +13,7 @@ import xarray as xr
 from ..errors import LayerNotFoundError
 from ..measures import dead_units, gradient_decay, gradient_reach, saturation_share
 from ..recurrence.measures import masked_mean, real_steps_first, safe_norm
+from ..results.schema import proposals_of
 from ..results.trace import Trace
 from ..settings import options
 from ..typing import Array
@@ -164,7 +165,7 @@ def _saturation_scalars(gates: xr.DataArray, mask: Array | None) -> dict[str, fl
     shares_near_0, shares_near_1 = saturation_share(gates.values, axis=(0, 1, 3), where=gate_mask)
     scalars: dict[str, float] = {}
     for name, share_near_0, share_near_1 in zip(gates[GATE].values, shares_near_0, shares_near_1, strict=True):
-        if str(name) != "candidate":  # listed among the gates, but no gate
+        if str(name) not in proposals_of(gates):
             scalars |= {f"{name}/near_0": float(share_near_0), f"{name}/near_1": float(share_near_1)}
     return scalars
 

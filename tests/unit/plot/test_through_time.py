@@ -127,6 +127,19 @@ def test_arrows_between_other_gates_are_refused(layer):
         rl.plot.saturation_arrows(layer(units=3), layer(units=4))
 
 
+def test_a_proposal_is_drawn_as_one_by_any_name(layer):
+    data = layer(units=3)
+    data["gates"].values[:, :, 3] -= 1
+    data["gates"].attrs["proposals"] = "output"
+    axes = rl.plot.gates(data)
+    assert [ax.get_ylabel() for ax in axes[::3]] == ["input gate", "forget gate", "candidate gate", "output"]
+    assert [ax.get_ylabel()[:14] for ax in axes[2::3]] == ["share near 0 ("] * 3 + ["share near -1 "]
+    assert axes[9].get_ylim()[0] < -1
+    assert axes[6].get_ylim()[0] > -0.1
+    titles = [ax.get_title() for ax in rl.plot.saturation_arrows(data, data)]
+    assert titles == ["input gate", "forget gate", "candidate gate", "output"]
+
+
 # -- memory_lifetime
 
 

@@ -7,7 +7,7 @@ from rnnlens import __version__
 from rnnlens.adapters.protocol import LayerInfo
 from rnnlens.errors import InputError
 from rnnlens.recurrence.cells import kinds
-from rnnlens.results.schema import SCHEMA_VERSION, labelled_array, layer_dataset, quantity
+from rnnlens.results.schema import SCHEMA_VERSION, labelled_array, layer_dataset, proposals_of, quantity
 from rnnlens.vocabulary import QUANTITIES
 
 SIZES = {"sample": 2, "time": 3, "feature": 4, "unit": 5, "unit_in": 5, "state": 2}
@@ -53,12 +53,14 @@ def test_every_quantity_gets_its_dimensions_its_words_and_its_names(cell, bidire
 
 
 @pytest.mark.parametrize(
-    ("cell", "keeping"), [("lstm", "forget"), ("gru", "update"), ("min_lstm", None), ("min_gru", None)]
+    ("cell", "keeping"), [("lstm", "forget"), ("gru", "update"), ("min_lstm", None), ("simple_rnn", None)]
 )
-def test_gates_name_the_one_that_keeps_the_state(cell, keeping):
+def test_gates_name_the_one_that_keeps_the_state_and_the_proposals(cell, keeping):
     gates = np.zeros((2, 3, len(kinds()[cell].gates), 5))
     dataset = layer_dataset({"gates": gates}, info={**INFO, "cell": cell})
     assert dataset["gates"].attrs.get("keeping") == keeping
+    assert proposals_of(dataset["gates"]) == [gate for gate in kinds()[cell].gates if gate in kinds()[cell].proposals]
+    assert proposals_of(dataset["gates"]) == ["candidate"]
 
 
 def test_arrays_are_not_copied():
