@@ -133,9 +133,9 @@ def norms(values: Array) -> Array:
 def sort_keys(track: Track, kernels: Array | None) -> dict[str, Array]:
     """Return the keys by which units can be sorted, one number per unit each, whichever exist.
 
-    ``reach``: mean distance in steps, from the end at which the recurrence of the layer ends, of the gradient of the
-    hidden state; ``saturation``: share of (sample, time, gate) below 0.1 or above 0.9, without proposals; ``norm`` of the unit's weights,
-    ``kernels`` (unit,); ``timescale`` of the gate that keeps its state.
+    ``reach``: mean distance in steps, from the end at which the recurrence of the layer ends, of the gradient of
+    the hidden state; ``saturation``: share of (sample, time, gate) below 0.1 or above 0.9, without proposals;
+    ``norm`` of the unit's weights, ``kernels`` (unit,); ``timescale`` of the gate that keeps its state.
     """
     keys: dict[str, Array] = {}
     state = next(iter(track.gradients), None)
