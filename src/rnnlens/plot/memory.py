@@ -243,7 +243,10 @@ def memory_lifetime(
     if keeping_gate not in _data.names_of(gates, GATE):
         expected = "a forget gate (LSTM), an update gate (GRU), or the gate that a cell of yours names in `keeping`"
         received = f"gates {', '.join(_data.names_of(gates, GATE))}"
-        raise InputError("No gate of this cell keeps its state.", got=received, expected=expected)
+        problem = "No gate of this cell keeps its state."
+        if keeping_gate is not None:
+            problem = f"The {keeping_gate} gate, which keeps the state, was not selected."
+        raise InputError(problem, got=received, expected=expected)
     jacobian_array = _data.label_array(jacobian, "memory_lifetime", guess={4: (SAMPLE, OUT_TIME, OUT_UNIT, IN_FEATURE)})
     directions = [view.name for view in _data.direction_views(gates)]
     panels = _frame.open_panels("memory_lifetime", 1, ax, figure, directions=directions, size=(3.6, 3.5))

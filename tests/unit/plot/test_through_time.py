@@ -176,7 +176,7 @@ def test_padding_keeps_everything(layer, initial_jacobian, by_gid):
 def test_what_has_no_lifetime_is_refused(layer, initial_jacobian):
     with pytest.raises(InputError, match="The Jacobian does not fit the gates"):
         rl.plot.memory_lifetime(layer(units=3), initial_jacobian(units=4))
-    with pytest.raises(InputError, match="No gate of this cell keeps its state"):
+    with pytest.raises(InputError, match="The forget gate, which keeps the state, was not selected"):
         rl.plot.memory_lifetime(layer().isel(gate=[0, 2, 3]), initial_jacobian())
     other_cell = layer()
     del other_cell["gates"].attrs["keeping"]
