@@ -273,7 +273,7 @@ def exchange_layers(original):
 
 def exchange_directions(reorder):
     def plant(original):
-        return lambda by_direction: original(reorder(by_direction))
+        return lambda by_direction, space: original(reorder(by_direction), space)
 
     return plant
 
