@@ -57,7 +57,7 @@ def diagnosis(
     model = d["model"]
     layer_data = d[layer or next(name for name in d if name != "model")]
     halves = (
-        [layer_data.assign_coords(direction=[FORWARD, BACKWARD]).isel(direction=i) for i in range(2)]
+        [layer_data.sel({DIRECTION: direction}) for direction in (FORWARD, BACKWARD)]
         if DIRECTION in layer_data.dims
         else [layer_data]
     )

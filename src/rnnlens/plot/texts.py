@@ -61,7 +61,10 @@ def text_size(tokens: Sequence[str]) -> tuple[int, int]:
 
 
 def shade_text(ax: Any, tokens: Sequence[str], values: Numbers, style: dict[str, Any]) -> tuple[Any, str | None]:
-    """Write the tokens on colours of their values; return the collection of boxes and the note on omitted tokens."""
+    """Draw each token of a text on a box whose colour shows its value.
+
+    Return the collection of boxes, and a note that says how many tokens were left out, or None.
+    """
     positions = token_positions(tokens)
     shown_indices = [token_index for token_index, (line, _) in enumerate(positions) if line < MOST_LINES]
     boxes = [

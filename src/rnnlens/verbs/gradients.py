@@ -288,7 +288,7 @@ _Labelled = tuple[xr.Variable, Mapping[Any, xr.Variable]]
 def _datasets(
     request: GradientRequest, gathered: DataSetGradients, provenance: Mapping[str, str]
 ) -> dict[str, LabelledLayer]:
-    """Return the labelled gradients by layer."""
+    """Return the gradients of all requested tensors as labelled arrays, by the layer of each tensor."""
     present = (name for name in request.requested if name in gathered.gradients)
     return _by_layer({name: _gradient_variable(request, name, gathered, provenance) for name in present})
 

@@ -309,7 +309,10 @@ _STEM = re.compile(r"^(previous|initial|final)_|_grad$")
 def _add_to_claim(
     claim: ReplayedValues, layer: LabelledLayer, directions: Sequence[RecurrentCall], traced: Sequence[TracedCall]
 ) -> None:
-    """Add the values of one layer to ``claim``, which a certificate compares; from labelled arrays where possible."""
+    """Add a layer's weight gradients, and its gradients at input and initial state, to what a certificate compares.
+
+    They are computed from the labelled arrays of the result where these suffice, so that wrong labels show as well.
+    """
     # Without a captured input the number of steps is unknown if only the last output is returned; units replace it.
     timed_array = directions[0].output[0] if directions[0].input is None else directions[0].input[0]
     claim.steps = max(claim.steps, int(timed_array.shape[0]))

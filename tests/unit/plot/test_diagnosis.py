@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-import xarray as xr
 
 import rnnlens as rl
 from rnnlens.errors import InputError
+from rnnlens.results.schema import concat_directions
 
 
 def lines(ax, gid):
@@ -92,10 +92,9 @@ def test_the_adjoint_is_that_of_the_output(diagnosis):
     assert curve.get_label() == "of the output, by own peak"
 
 
-@pytest.mark.parametrize("labels", [{"direction": ["forward", "backward"]}, {}])
-def test_each_half_of_a_bidirectional_layer_has_its_panels(diagnosis, labels, render):
+def test_each_half_of_a_bidirectional_layer_has_its_panels(diagnosis, render):
     d = diagnosis()
-    layer = xr.concat([d["lstm"], d["lstm"] * 0.5], dim="direction").assign_coords(labels)
+    layer = concat_directions([d["lstm"], d["lstm"] * 0.5])
     axes = rl.plot.diagnosis(type(d)({"model": d["model"], "lstm": layer}, sentences=d.sentences))
     render(axes)
     assert [ax.get_title() for ax in axes[3:]] == [

@@ -213,7 +213,10 @@ class KerasPullback:
         run_with_loops(self._run_request(model, batch, loss), attempt)
 
     def _tapped_ports(self, model: Any, batch: Batch, stepped: frozenset[str]) -> TappedPorts:
-        """Return the tap keys of all ports; ``stepped`` names the layers that are called one step at a time."""
+        """Return where the run of the model records each tensor that is differentiated, or by which one differentiates.
+
+        ``stepped``: names of the layers that the model calls one step at a time.
+        """
         tapped = TappedPorts(locate_layers(model), input_order(self._keras, batch.x), stepped_layers=stepped)
         for port in (*self._of, *self._wrt, *self._cut):
             tapped.add(port, model)

@@ -432,7 +432,10 @@ def refuse_transformed(name: str, values: Iterable[Any]) -> None:
 
 
 def refuse_hooked(recorder: CallRecorder) -> None:
-    """Raise ``UnsupportedError`` if the user hooked the gradient of a state, and so the gradient through time."""
+    """Raise ``UnsupportedError`` if the user's code registered a gradient hook on a state that a next step starts from.
+
+    Such a hook changes the gradient through time, which then is not that of the cell's equations.
+    """
     for recurrence in recorder.recurrences:
         if any(state._backward_hooks for call in recurrence.calls[:-1] for state in call.link.user_final):
             raise UnsupportedError(

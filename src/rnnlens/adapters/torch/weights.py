@@ -187,7 +187,7 @@ def _refuse_without_values(modules: Sequence[tuple[str, nn.Module]]) -> None:
 
 
 def load_weights(model: torch.nn.Module, path: Path, *, unsafe: bool = False) -> None:
-    """Load a state dict into a model: see :meth:`rnnlens.adapters.protocol.Adapter.load_weights`."""
+    """Load a state dict from a file into a model; ``unsafe`` accepts files that can run code as they are read."""
     state = _read_state(path, unsafe)
     try:
         model.load_state_dict(state)

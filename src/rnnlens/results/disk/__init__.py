@@ -127,7 +127,10 @@ def _folder_lock(path: Path) -> Iterator[bool]:
 
 
 def _lock(handle: int, *, wait: bool) -> bool:
-    """Lock a folder exclusively; return False if the file system does not support locks."""
+    """Lock an open folder against other processes; return False if the file system does not support locks.
+
+    Raises ``OSError`` if another process holds the lock and ``wait`` is False.
+    """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
