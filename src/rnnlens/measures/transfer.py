@@ -230,14 +230,14 @@ def decay_half_life(decay: Array) -> Array:
     Parameters
     ----------
     decay : (sample, time, ...)
-        ``trace["mixer"].decay``: a_t in (0, 1].
+        ``trace["mixer"].decay``: a_t, of modulus at most 1.
 
     Returns
     -------
     (...)
-        log(1/2) over the mean of log a_t over samples and steps; infinite where a_t is 1 throughout. Steps with a_t = 0
-        are resets, and are left out; 0 where there is no other step. The part of rank one of a delta rule is not
-        included.
+        log(1/2) over the mean of log |a_t| over samples and steps; infinite where |a_t| is 1 throughout. Steps with
+        a_t = 0 are resets, and are left out; 0 where there is no other step. The part of rank one of a delta rule is
+        not included.
 
     References
     ----------
@@ -248,14 +248,14 @@ def decay_half_life(decay: Array) -> Array:
 
 
 def log_decay_sums(decay: Array) -> tuple[Array, Array]:
-    """Return the sum of log a_t over samples and steps, and the number of its terms, of a decay (sample, time, ...)."""
-    values = np.asarray(decay, dtype=np.float64)
+    """Return the sum of log |a_t| over samples and steps, and the number of its terms; decay (sample, time, ...)."""
+    values = np.abs(np.asarray(decay)).astype(np.float64)
     is_positive = values > 0
     return np.log(np.where(is_positive, values, 1.0)).sum(axis=(0, 1)), is_positive.sum(axis=(0, 1))
 
 
 def half_life_from_sums(total: Array, count: Array) -> Array:
-    """Compute the half-life in steps from a sum of log a_t and the number of its terms; 0 without any."""
+    """Compute the half-life in steps from a sum of log |a_t| and the number of its terms; 0 without any."""
     mean = np.asarray(total) / np.maximum(count, 1)
     half_lives: Array = np.where(mean < 0, np.log(0.5) / np.where(mean < 0, mean, -1.0), np.inf)
     return np.where(np.asarray(count) > 0, half_lives, 0.0)

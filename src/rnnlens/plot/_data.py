@@ -58,7 +58,10 @@ def to_real_numpy(data: Any, figure: str) -> Numbers:
         return values.astype(np.float64)
     if values.dtype.kind != "f":
         raise InputError(
-            f"plot.{figure} draws real numbers.", got=f"dtype {values.dtype}", expected="an array of real numbers"
+            f"plot.{figure} draws real numbers.",
+            got=f"dtype {values.dtype}",
+            expected="an array of real numbers",
+            hint="abs(data), data.real or data.imag" if values.dtype.kind == "c" else "",
         )
     return values
 

@@ -3,14 +3,16 @@
 A whole-sequence layer of a framework (Mamba, Mamba-2, gated delta rules, RG-LRU) has no step function and mostly no
 weights of its own: its coefficients are computed from the input for all steps at once. :class:`SequenceCell` has these
 coefficients in factors that broadcast against the state, so that no A_t, W_t is stored for all steps; sweeps run in
-chunks of steps and keep one state per chunk.
+chunks of steps and keep one state per chunk. The gradient of a complex number z is dL/dRe z + i dL/dIm z, as in torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 from math import prod
+from operator import mul
 from typing import Any
 
 from ..typing import Array
@@ -124,7 +126,7 @@ class SequenceCell:
             return self.initial
         xp, like = namespace(self.write[0]), self.write[0]
         sizes = (self.shape[0], *self.shape[2:])
-        return xp.zeros(sizes, dtype=like.dtype, device=like.device)
+        return xp.zeros(sizes, dtype=xp.result_type(*self.decay, *self.write), device=like.device)
 
 
 def run(cell: SequenceCell, start: Array) -> tuple[Array, Array]:
@@ -179,37 +181,37 @@ class SequenceChunk:
         cell = self.cell
         if cell.left is None or cell.right is None:
             return self.grads
-        return self.grads - cell.right * _sum_keepdims(cell.left * self.grads, cell.axis)
+        return self.grads - cell.right.conj() * _sum_keepdims(cell.left.conj() * self.grads, cell.axis)
 
     @property
     def decay_grad(self) -> Array:
         """Gradient dL/da_t in the broadcast shape of a_t."""
-        return _sum_to_shape(self.carried_grads * self.previous, self.cell.decays().shape)
+        return _sum_to_part(self.carried_grads * self.previous.conj(), self.cell.decays())
 
     @property
     def read_grad(self) -> Array:
         """Gradient dL/dC_t in the shape of C_t."""
         read = self.cell.read
         assert read is not None
-        return _sum_to_shape(self.states * _expand_outputs(self.cell, self.direct), read.shape)
+        return _sum_to_part(self.states.conj() * _expand_outputs(self.cell, self.direct), read)
 
     def part_grads(self) -> dict[str, Array]:
         """Return gradients of all coefficient arrays at one chunk of steps, by the names of ``SequenceCell.parts``."""
         cell, grads = self.cell, {}
-        decay = self.carried_grads * self.previous
-        decay = decay * cell.decays() if cell.logarithmic else decay
+        decay = self.carried_grads * self.previous.conj()
+        decay = decay * cell.decays().conj() if cell.logarithmic else decay
         for name, factors, grad in (("decay", cell.decay, decay), ("write", cell.write, self.grads)):
             for i, factor in enumerate(factors):
-                other_factors = _product([other_factor for j, other_factor in enumerate(factors) if j != i])
-                grads[f"{name}_{i}"] = _sum_to_shape(grad * other_factors, factor.shape)
+                others = [other.conj() for j, other in enumerate(factors) if j != i]
+                grads[f"{name}_{i}"] = _sum_to_part(grad * _product([*others, 1.0]), factor)
         if cell.read is not None:
             grads["read"] = self.read_grad
         if cell.left is not None and cell.right is not None:
             carried = cell.decays() * self.previous
-            grads["left"] = -_sum_to_shape(self.grads * _sum_keepdims(cell.right * carried, cell.axis), cell.left.shape)
-            grads["right"] = -_sum_to_shape(
-                carried * _sum_keepdims(cell.left * self.grads, cell.axis), cell.right.shape
-            )
+            right_carried = _sum_keepdims(cell.right * carried, cell.axis)
+            left_grads = _sum_keepdims(cell.left.conj() * self.grads, cell.axis)
+            grads["left"] = -_sum_to_part(self.grads * right_carried.conj(), cell.left)
+            grads["right"] = -_sum_to_part(carried.conj() * left_grads, cell.right)
         return grads
 
 
@@ -227,7 +229,7 @@ def sweep(
 
     References
     ----------
-    Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5: dL/dS_t = C_t^T dL/dy_t + A_{t+1}^T dL/dS_{t+1}.
+    Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5: dL/dS_t = C_t^H dL/dy_t + A_{t+1}^H dL/dS_{t+1}.
     """
     carried_grad: Any = 0.0
     for number, steps in reversed(list(enumerate(chunks(cell.steps)))):
@@ -236,7 +238,8 @@ def sweep(
         xp = namespace(states)
         previous = xp.concat([states_before[number][:, None], states[:, :-1]], axis=1)
         direct = output_grad[:, steps]
-        state_grads = direct if chunk_cell.read is None else chunk_cell.read * _expand_outputs(chunk_cell, direct)
+        read = chunk_cell.read
+        state_grads = direct if read is None else read.conj() * _expand_outputs(chunk_cell, direct)
         decay, grads = chunk_cell.decays(), []
         for t in range(chunk_cell.steps - 1, -1, -1):
             total = carried_grad + _step(state_grads, t)
@@ -248,7 +251,7 @@ def sweep(
 def pull_back(cell: SequenceCell, cotangent: Array) -> Iterator[Array]:
     """Pull a cotangent on the last state, (sample, *axes), back through all steps.
 
-    Yield it before every step, from the last one to the first: A_t^T ... A_T^T u.
+    Yield it before every step, from the last one to the first: A_t^H ... A_T^H u.
     """
     for steps in reversed(chunks(cell.steps)):
         chunk_cell = cell.at(steps)
@@ -259,10 +262,10 @@ def pull_back(cell: SequenceCell, cotangent: Array) -> Iterator[Array]:
 
 
 def _pull_step(cell: SequenceCell, decay: Array, t: int, grad: Array) -> Array:
-    """Pull the gradient of the state after step t back to the state before it: multiply by A_t^T."""
+    """Pull the gradient of the state after step t back to the state before it: multiply by A_t^H."""
     if cell.left is not None and cell.right is not None:
-        grad = grad - _step(cell.right, t) * _sum_keepdims(_step(cell.left, t) * grad, cell.axis)
-    return _step(decay, t) * grad
+        grad = grad - _step(cell.right, t).conj() * _sum_keepdims(_step(cell.left, t).conj() * grad, cell.axis)
+    return _step(decay, t).conj() * grad
 
 
 def chunks(steps: int) -> list[slice]:
@@ -270,11 +273,8 @@ def chunks(steps: int) -> list[slice]:
     return [slice(start, min(start + CHUNK, steps)) for start in range(0, steps, CHUNK)]
 
 
-def _product(factors: Sequence[Array]) -> Any:
-    product: Any = 1.0
-    for factor in factors:
-        product = factor if isinstance(product, float) else product * factor
-    return product
+def _product(factors: Sequence[Any]) -> Any:
+    return reduce(mul, factors)
 
 
 def _step(array: Array, t: int) -> Array:
@@ -292,9 +292,16 @@ def _sum_keepdims(array: Array, axis: int) -> Array:
     return xp.expand_dims(array.sum(axis), axis=axis)
 
 
-def _sum_to_shape(array: Array, shape: Sequence[int]) -> Array:
-    """Sum an array over the axes along which ``shape`` has size 1."""
-    for axis, size in enumerate(shape):
+def _sum_to_part(array: Array, part: Array) -> Array:
+    """Sum a gradient over the axes along which ``part`` has size 1; of a real part return the real gradient."""
+    for axis, size in enumerate(part.shape):
         if size == 1 and array.shape[axis] != 1:
-            array = namespace(array).expand_dims(array.sum(axis), axis=axis)
-    return array
+            array = _sum_keepdims(array, axis)
+    return real_like(array, part)
+
+
+def real_like(grad: Array, part: Array) -> Array:
+    """Return a gradient, without its imaginary part if ``part`` is real."""
+    xp = namespace(grad, part)
+    is_dropped = xp.isdtype(grad.dtype, "complex floating") and not xp.isdtype(part.dtype, "complex floating")
+    return grad.real if is_dropped else grad

@@ -322,7 +322,9 @@ class ReplayedLayers:
     def map(self, change: Callable[[ReplayedCall], ReplayedCall]) -> ReplayedLayers:
         """Return the same layers with every replayed call changed."""
         by_layer = {name: [change(replayed) for replayed in directions] for name, directions in self.by_layer.items()}
-        return ReplayedLayers(by_layer, self.entangled, self.chain, self.output)
+        changed = ReplayedLayers(by_layer, self.entangled, self.chain, self.output)
+        changed.samples = self.samples
+        return changed
 
     def is_stepwise(self, name: TensorName) -> bool:
         """Return whether a tensor belongs to a cell called step by step, so that the framework has it."""

@@ -298,5 +298,5 @@ def _norm(values: xr.DataArray, over: str | Iterable[str] | None, ord: Any) -> x
         return reduced
     if ord == 1:
         return abs(values).sum(dims, skipna=False)
-    squares: xr.DataArray = (values.astype("float64") ** 2).sum(dims, skipna=False)
+    squares: xr.DataArray = (abs(values).astype("float64") ** 2).sum(dims, skipna=False)
     return squares**0.5

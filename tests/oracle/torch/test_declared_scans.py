@@ -114,3 +114,110 @@ def test_a_step_may_read_tensors_made_from_weights():
     (expected,) = torch.autograd.grad(model(x).sum(), model.A_log)
     gradient = rl.gradients(model, x, loss=torch.sum, wrt="decaying/A_log")
     assert np.allclose(gradient, expected.numpy(), rtol=1e-5)
+
+
+class ComplexUnit(nn.Module):
+    """The LRU of Orvieto et al. 2023, arXiv:2303.06349, section 3: complex decay and input matrix, real output.
+
+    ``real_part``: which coefficient of the scan is real.
+    """
+
+    def __init__(self, real_part=None, by_hand=False, function=None):
+        super().__init__()
+        self.rate, self.angle = nn.Parameter(torch.rand(6)), nn.Parameter(torch.rand(6))
+        self.write = nn.Parameter(torch.randn(3, 6, dtype=torch.cfloat))
+        self.start, self.head = nn.Parameter(torch.randn(6)), nn.Linear(12, 2)
+        self.real_part, self.by_hand, self.function, self.taps = real_part, by_hand, function, []
+
+    def forward(self, x):
+        b = x.to(self.write.dtype) @ self.write
+        a = torch.exp(-torch.exp(self.rate - 3) + 1j * self.angle).expand_as(b)
+        a, b = (a.real.contiguous() if self.real_part == "a" else a), (b.real if self.real_part == "b" else b)
+        start = self.start.expand(len(x), 6)
+        start = start if self.real_part == "initial" else start * (1 + 0.5j)
+        if not self.by_hand:
+            states = rl.torch.scan(a, b, start, function=self.function)
+        else:
+            state, self.taps = start, []
+            for t in range(x.shape[1]):
+                state = a[:, t] * state + b[:, t]
+                self.taps.append(state)
+            states = torch.stack(self.taps, 1)
+        return self.head(torch.cat([states.real, states.imag], -1))
+
+
+@pytest.mark.parametrize("real_part", [None, "a", "b", "initial"])
+def test_complex_states_and_gradients_are_those_of_a_loop(real_part):
+    torch.manual_seed(0)
+    model, twin = ComplexUnit(real_part).double(), ComplexUnit(real_part, by_hand=True).double()
+    for module in (model, twin):
+        module.write.data = module.write.data.to(torch.complex128)
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(2, 70, 3, dtype=torch.float64)
+    weights = dict(twin.named_parameters())
+    value = last_step_loss(twin(x))
+    expected = torch.autograd.grad(value, [*weights.values(), *twin.taps])
+    gradients = rl.gradients(model, x, loss=last_step_loss, wrt="weights")
+    trace = rl.trace(model, x, loss=last_step_loss)
+    for result in (gradients, trace):
+        assert result.certificate.state == "passed"
+    for name, grad in zip(weights, expected, strict=False):
+        key = name.replace(".", "/") if "." in name else f"complexunit/{name}"
+        assert np.abs(gradients[key].values - grad.numpy()).max() <= 1e-12 * np.abs(grad.numpy()).max()
+    layer, state_grads = trace["scan"], expected[len(weights) :]
+    for actual, tensors in ((layer.state, twin.taps), (layer.state_grad, state_grads)):
+        reference = torch.stack([t.detach() for t in tensors], 1).numpy()
+        assert np.abs(actual.values - reference).max() <= 1e-12 * np.abs(reference).max()
+
+
+def test_jacobian_and_measures_of_a_complex_scan():
+    torch.manual_seed(0)
+    model, x = ComplexUnit(), torch.randn(2, 9, 3)
+    axes = {"input": ("sample", "time", "feature"), "output": ("sample", "time", "unit")}
+    jacobian = rl.jacobian(model, x, axes=axes)
+    expected = torch.autograd.functional.jacobian(model, x).numpy()
+    for sample in range(2):
+        assert np.allclose(jacobian.values[sample], expected[sample, :, :, sample], rtol=1e-4, atol=1e-6)
+    assert jacobian.certificate.state == "passed"
+    decay = torch.exp(-torch.exp(model.rate - 3)).detach().numpy()
+    trace = rl.trace(model, x)
+    half_life = rl.measures.decay_half_life(trace["scan"].decay.transpose("sample", "time", "unit").values)
+    assert np.allclose(half_life, np.log(0.5) / np.log(decay), rtol=1e-4)
+    with pytest.raises(rl.errors.InputError, match=r"draws real numbers[\s\S]*abs\(data\)"):
+        rl.plot.curves(trace["scan"].state)
+
+
+class WithoutConjugate(torch.autograd.Function):
+    """A complex scan whose backward pass lacks the conjugate."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a)
+        return rl.adapters.torch.public.scan_by_steps(a, b)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (a,) = ctx.saved_tensors
+        total, grads = torch.zeros_like(grad[:, 0]), []
+        for t in reversed(range(grad.shape[1])):
+            total = grad[:, t] + (a[:, t + 1] * total if t + 1 < grad.shape[1] else 0)
+            grads.append(total)
+        return None, torch.stack(grads[::-1], 1)
+
+
+def test_a_function_whose_gradient_lacks_the_conjugate_fails_the_certificates():
+    torch.manual_seed(0)
+    model, x = ComplexUnit(), torch.randn(4, 12, 3)
+
+    def wrong_scan(a, b, initial):
+        return WithoutConjugate.apply(a, torch.cat([(b[:, :1] + a[:, :1] * initial[:, None]), b[:, 1:]], 1))
+
+    model.function = wrong_scan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results = [
+            rl.trace(model, x, loss=last_step_loss),
+            rl.gradients(model, x, loss=last_step_loss, wrt=["weights", "input"]),
+            rl.jacobian(model, x),
+        ]
+    assert [result.certificate.state for result in results] == ["failed"] * 3

@@ -150,8 +150,9 @@ class TorchAdapter(Adapter):
         """Make a reference run of a copy whose weights are changed by one rounding of size ``unit``."""
         copy = deepcopy(model)
         for weight in copy.parameters():
-            if weight.is_floating_point():
-                weight.data = rounding_perturbation(array_namespace(weight.data), unit)(weight.data)
+            numbers = torch.view_as_real(weight.data) if weight.is_complex() else weight.data
+            if numbers.is_floating_point():
+                numbers.copy_(rounding_perturbation(array_namespace(numbers), unit)(numbers))
         return self.reference_run(copy, batch)
 
     def weights(self, model: nn.Module) -> Mapping[str, LayerWeights]:

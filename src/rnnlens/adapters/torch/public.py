@@ -113,15 +113,16 @@ def scan(
 ) -> Tensor:
     """Compute the states s_t = a_t s_{t-1} + b_t of all steps, as one recorded diagonal recurrence.
 
-    For minGRU, an LRU without complex numbers, or a scan of your own, parallel or sequential. Outside of rnnlens this
-    is ``function(a, b)``, or a loop over the steps. Within rnnlens the states and the gradients of states, a and b are
-    recorded as a whole-sequence layer, in time linear in the steps, and the states are compared with ``function``.
+    For minGRU, an LRU, S5 or a scan of your own, parallel or sequential, of real or complex numbers. Outside of rnnlens
+    this is ``function(a, b)``, or a loop over the steps. Within rnnlens the states and the gradients of states, a and b
+    are recorded as a whole-sequence layer, in time linear in the steps, and the states are compared with ``function``.
     ``rl.layers`` lists the scan after the model ran once under rnnlens.
 
     Parameters
     ----------
     a, b : (sample, time, unit) or (sample, time, head, channel)
-        Decay of each state, and what each step adds to it.
+        Decay of each state, and what each step adds to it. Gradients of complex numbers z are dL/dRe z + i dL/dIm z,
+        as in torch.
     initial : (sample, unit) or (sample, head, channel)
         State before the first step; zero by default.
     function

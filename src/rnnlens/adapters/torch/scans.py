@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedError
-from ...recurrence.sequence import SequenceCell, forward, sweep
+from ...recurrence.sequence import SequenceCell, forward, real_like, sweep
 from ..protocol import SequenceCall
 from ..shared import hook_in_this_thread, substitute_in_this_thread
 from .public import ANY_SCAN, SCANS_RUN, scan_by_steps
@@ -47,6 +47,8 @@ class _Scan(torch.autograd.Function):  # type: ignore[misc]
             if name != "initial":
                 grads = chunk_grads[name]
                 part_grads[name] = sum(grads[1:], grads[0]) if coefficient.shape[1] == 1 else torch.cat(grads[::-1], 1)
+            else:
+                part_grads[name] = real_like(part_grads[name], coefficient)
         return (None, None, *(part_grads[name] for name in ctx.names))
 
 
@@ -116,6 +118,8 @@ class ScanRecorder:
         scan_count = sum(path.startswith("scan") for path in self.scan_sizes)
         path = name or (f"scan_{scan_count}" if scan_count else "scan")
         axes = ("unit",) if a.dim() == 3 else ("head", "channel")
+        arguments = (a, b) if initial is None else (a, b, initial)
+        dtype = reduce(torch.promote_types, (tensor.dtype for tensor in arguments))
         x, decay = widen_tensors(b, a)
         cell = SequenceCell(axes, (self.hold(decay),), (x,), logarithmic=False, initial=initial)
         is_wanted = path in self.requested or ANY_SCAN in self.requested
@@ -123,11 +127,10 @@ class ScanRecorder:
         if self.model is not None:
             SCANS_RUN.setdefault(self.model, {})[path] = tuple(zip(axes, map(int, cell.shape[2:]), strict=True))
         if record is not None:
-            arguments = (a, b) if initial is None else (a, b, initial)
             with torch.no_grad():
                 record.mismatch = _mismatch(states, (function or scan_by_steps)(*arguments))
             states = states.clone()
-        return states.to(b.dtype)
+        return states.to(dtype)
 
     def replacement(self, original: Callable[..., Any], family: Family) -> Callable[..., Any]:
         """Return a replacement of a model's scan function that records the scan and returns the same outputs."""

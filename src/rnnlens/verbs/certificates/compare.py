@@ -157,10 +157,9 @@ def _with_rounding_of_scans(
 
 def _largest_share(pairs: list[tuple[Array, Array]]) -> float:
     """Return the largest difference of all pairs, relative to the largest number of their second arrays."""
-    size = max((float(np.abs(b).max(initial=0.0)) for _, b in pairs), default=0.0)
-    difference = max(
-        (float(np.abs(np.subtract(a, b, dtype=np.float64)).max(initial=0.0)) for a, b in pairs), default=0.0
-    )
+    arrays = [(_as_array(a).astype(np.float64), _as_array(b).astype(np.float64)) for a, b in pairs]
+    size = max((float(np.abs(b).max(initial=0.0)) for _, b in arrays), default=0.0)
+    difference = max((float(np.abs(a - b).max(initial=0.0)) for a, b in arrays), default=0.0)
     return difference / size if size else 0.0
 
 
@@ -173,8 +172,7 @@ def _difference_of_rerun(request: ModelRequest, first_run: ReferenceRun, **chang
     pairs = list(zip(second_run.outputs, first_run.outputs, strict=True))
     if second_run.loss is not None and first_run.loss is not None:
         pairs.append((second_run.loss, first_run.loss))
-    arrays = ((np.asarray(to_host(a), dtype=float), np.asarray(to_host(b), dtype=float)) for a, b in pairs)
-    return max((residual(a, b) for a, b in arrays), default=0.0)
+    return max((residual(_as_array(a).astype(float), _as_array(b).astype(float)) for a, b in pairs), default=0.0)
 
 
 def _perturbed_leaf(leaf: Any, unit: float) -> Any:
@@ -241,7 +239,10 @@ def fill_missing(first: Any, second: Any) -> tuple[Any, Any]:
 
 
 def _as_array(value: Any) -> Array:
+    """Convert to NumPy: integers to float64, complex numbers to their two parts on an axis behind."""
     array = np.asarray(to_host(value))
+    if array.dtype.kind == "c":
+        return np.stack([array.real, array.imag], axis=-1)
     return array.astype(np.float64) if array.dtype.kind in "biu" else array
 
 

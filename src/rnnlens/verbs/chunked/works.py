@@ -262,7 +262,7 @@ class DatasetWork(ChunkWork):
             for name, array in result.dataset(layer).data_vars.items():
                 key, numbers, is_gradient = f"{layer}/{name}", array.values, str(name).endswith("_grad")
                 if self.sums_samples and is_gradient:
-                    values.sums[key] = numbers.astype(np.float64) * (size if is_mean else 1)
+                    values.sums[key] = numbers.astype(np.result_type(numbers, np.float64)) * (size if is_mean else 1)
                 elif not self.sums_samples:
                     if is_gradient and is_mean:
                         numbers = numbers * numbers.dtype.type(size / rows.total)

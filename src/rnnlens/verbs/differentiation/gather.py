@@ -91,19 +91,22 @@ class Accumulator:
             refuse_unknown("Putting samples together", name.text, dims)
         if by_sample and self.measure is not None:
             axes, kept_axes = list(range(grad.ndim)), [i for i, dim in enumerate(dims) if dim in _NORM_DIMS]
-            grad = np.sqrt(np.einsum(grad, axes, grad, axes, kept_axes, dtype=np.float64))
+            grad = np.sqrt(np.einsum(grad, axes, grad.conj(), axes, kept_axes, dtype=_double(grad)).real)
             dims = tuple(dim for dim in dims if dim in _NORM_DIMS)
         if by_sample and self.across is not None:
             sample_axis = dims.index(SAMPLE)
             self._summed[name] = self._summed.get(name, 0) + grad.shape[sample_axis]
-            grad, dims = grad.sum(axis=sample_axis, dtype=np.float64), (*dims[:sample_axis], *dims[sample_axis + 1 :])
+            grad, dims = (
+                grad.sum(axis=sample_axis, dtype=_double(grad)),
+                (*dims[:sample_axis], *dims[sample_axis + 1 :]),
+            )
         self.dims[name] = dims
         factor = weight if self.combine == "mean" else 1
         if by_sample and self.across is None:
             self._sample_arrays.setdefault(name, []).append(grad if factor == 1 else grad * grad.dtype.type(factor))
             return
         # Many small terms are added to a large sum, so it is kept in double precision.
-        weighted = grad.astype(np.float64) * factor
+        weighted = grad.astype(_double(grad)) * factor
         if name not in self._sums:
             self._sums[name] = weighted
             return
@@ -161,6 +164,11 @@ class Accumulator:
             return np.concatenate(self._value)
         values = np.asarray(self._value, dtype=np.float64)
         return np.average(values, weights=self._weights) if self.combine == "mean" else values.sum()
+
+
+def _double(array: Array) -> np.dtype[Any]:
+    """Return the dtype of double precision in which an array is summed: complex128 for complex numbers."""
+    return np.result_type(array.dtype, np.float64)
 
 
 @dataclass
@@ -337,7 +345,7 @@ def _squares(gradients: Gradients, catalogue: Catalogue) -> dict[tuple[str, str]
     """Return the sum of squares of the gradient by framework variable."""
     totals: dict[tuple[str, str], float] = {}
     for name, index, variable in _pieces(gradients, catalogue):
-        piece = np.asarray(gradients[name][index], dtype=np.float64)
+        piece = np.abs(gradients[name][index]).astype(np.float64)
         totals[variable] = totals.get(variable, 0.0) + float(np.sum(piece**2))
     return totals
 
