@@ -158,6 +158,9 @@ def entered_code(verbs: list[str]) -> dict[str, str]:
 
     import rnnlens as rl
 
+    sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+    from own_files import package_path
+
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -175,7 +178,7 @@ def entered_code(verbs: list[str]) -> dict[str, str]:
         "weights": lambda net: rl.weights(net, x, y, loss=loss),
         "jacobian": lambda net: rl.jacobian(net, x),
     }
-    home, rows = str(Path(rl.__file__).parent), {}
+    rows = {}
     for verb in verbs:
         for certify in ("never", "always"):
             with rl.options(certify=certify):
@@ -185,7 +188,7 @@ def entered_code(verbs: list[str]) -> dict[str, str]:
                 def note(frame: object, event: str, argument: object, entries=entries, functions=functions) -> None:
                     code = frame.f_code  # type: ignore[attr-defined]
                     entries[code] += event == "call" and code is Net.forward.__code__
-                    if event == "call" and code.co_filename.startswith(home) and code.co_name != "<module>":
+                    if event == "call" and package_path(code.co_filename) is not None and code.co_name != "<module>":
                         functions.add((code.co_filename, code.co_qualname))
 
                 sys.setprofile(note)

@@ -24,6 +24,10 @@ from pathlib import Path
 import numpy as np
 from _summary import Row, collect
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
+
+from own_files import package_path
+
 import rnnlens as rl
 
 ENGINES = ("torch", "jax", "tensorflow")
@@ -114,8 +118,8 @@ def profile(call: Callable[[], object], rounds: int) -> str:
     profiler.disable()
     shares: Counter[str] = Counter()
     for (file, _, _), (_, _, own_seconds, _, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
-        folder = file.partition("/rnnlens/")[2]
-        shares["/".join(folder.split("/")[:2]) if folder else "frameworks and libraries"] += own_seconds
+        path = package_path(file)
+        shares["/".join(path.split("/")[:2]) if path else "frameworks and libraries"] += own_seconds
     total = sum(shares.values())
     return "\n".join(f"  {name:40}{100 * own_seconds / total:5.1f} %" for name, own_seconds in shares.most_common(12))
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import xarray as xr
+from own_files import package_path
 
 import rnnlens as rl
 
@@ -356,16 +357,21 @@ def _is_readable(error: Exception) -> bool:
     return 10 < len(message) < 8000 and bool(message.splitlines()[0].strip())
 
 
+def _own_frames(error: Exception) -> list[traceback.FrameSummary]:
+    """Return the frames of an error that are in rnnlens, the innermost last."""
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if package_path(frame.filename) is not None]
+
+
 def _is_from_on_batch(error: Exception) -> bool:
     """Return whether an error was raised while rnnlens called the user's ``on_batch``."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/rnnlens/" in f.filename]
+    frames = _own_frames(error)
     return bool(frames) and "on_batch(" in (frames[-1].line or "")
 
 
 def _location(error: Exception) -> str:
     """Return the innermost rnnlens frame of an error, and the error."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/rnnlens/" in f.filename]
-    location = f"{frames[-1].filename.split('/rnnlens/')[-1]}:{frames[-1].lineno}" if frames else "outside"
+    frames = _own_frames(error)
+    location = f"{package_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else "outside"
     return f"{location} {type(error).__name__}: {str(error)[:160]!r}"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 
 import torch
+from own_files import TESTS, package_path
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
@@ -28,9 +29,10 @@ def called_by_library():
     frame = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
-        if "/tests/" in code.co_filename or "/testing/" in code.co_filename:
+        path = package_path(code.co_filename)
+        if code.co_filename.startswith(TESTS) or (path is not None and path.startswith("testing/")):
             return False
-        if "/rnnlens/" in code.co_filename and not code.co_name.startswith("__torch_"):
+        if path is not None and not code.co_name.startswith("__torch_"):
             return True
         frame = frame.f_back
     return False

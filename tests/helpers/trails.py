@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import rnnlens
+from own_files import package_path
 
-ROOT = Path(rnnlens.__file__).parent
 BOUNDARY = "adapters/"
 
 
@@ -42,11 +40,11 @@ class Trail:
 def trail(call: Callable[[], Any], verb: Callable[..., Any], parameter: str, *stands_for_it: type) -> Trail:
     """Make the call, and return the trail of the value that ``verb`` is given for ``parameter``."""
     code = _body(verb)
-    result = Trail(_file(code.co_filename))
+    result = Trail(package_path(code.co_filename))
     followed: dict[Any, Any] = {}
 
     def follow(frame: FrameType, event: str, argument: Any) -> None:
-        if event != "call" or (file := _file(frame.f_code.co_filename)) is None:
+        if event != "call" or (file := package_path(frame.f_code.co_filename)) is None:
             return
         if frame.f_code is code and parameter not in followed:
             followed[parameter] = frame.f_locals[parameter]
@@ -54,11 +52,11 @@ def trail(call: Callable[[], Any], verb: Callable[..., Any], parameter: str, *st
         if parameter not in followed or not _passes_any(frame, followed, stands_for_it):
             return
         caller = frame.f_back
-        while caller is not None and _file(caller.f_code.co_filename) is None:
+        while caller is not None and package_path(caller.f_code.co_filename) is None:
             caller = caller.f_back
-        outer, caller_file = caller, _file(caller.f_code.co_filename) if caller is not None else None
+        outer, caller_file = caller, package_path(caller.f_code.co_filename) if caller is not None else None
         while outer is not None and outer.f_code is not code:
-            if (_file(outer.f_code.co_filename) or "").startswith(BOUNDARY):
+            if (package_path(outer.f_code.co_filename) or "").startswith(BOUNDARY):
                 return
             outer = outer.f_back
         if outer is not None and caller_file != file and not file.startswith(BOUNDARY):
@@ -97,11 +95,3 @@ def _body(verb: Callable[..., Any]) -> CodeType:
     while hasattr(verb, "__wrapped__"):
         verb = verb.__wrapped__
     return verb.__code__
-
-
-def _file(path: str) -> str | None:
-    """Return a file of rnnlens relative to its root; None for any other file."""
-    try:
-        return Path(path).relative_to(ROOT).as_posix()
-    except ValueError:
-        return None

@@ -1,9 +1,11 @@
-"""Only adapters and engines inspect frameworks, their models and their tensors."""
+"""One owner for each check: of frameworks, models and tensors adapters and engines; of our own files one helper."""
 
 import re
 from pathlib import Path
 
 import pytest
+import torch
+from own_files import PACKAGE, package_path
 
 import rnnlens
 
@@ -54,3 +56,14 @@ def test_nobody_sniffs(package):
 )
 def test_the_search_finds_what_it_looks_for(check, line):
     assert find_matches(FRAMEWORK_CHECKS[check], f"x = 1\n{line}\n")
+
+
+def test_no_file_is_found_by_the_name_of_a_folder():
+    """Files of ours are found by the package's own folder: a clone may be called rnnlens, and hold all frameworks."""
+    root = Path(__file__).resolve().parents[2]
+    files = [path for folder in ("src", "tests", "benchmarks") for path in (root / folder).rglob("*.py")]
+    name = re.compile(r"""["']/(rnnlens|tests|testing|src)/["']""")
+    assert [path.relative_to(root).as_posix() for path in files if name.search(path.read_text())] == []
+    assert package_path(f"{PACKAGE}verbs/trace.py") == "verbs/trace.py"
+    assert package_path(torch.__file__) is package_path(__file__) is None
+    assert name.search(f'if "/{rnnlens.__name__}/" in file')

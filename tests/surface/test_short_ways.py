@@ -1,16 +1,15 @@
 """Cost of a verb on a plain model: forward passes of the model, and files and functions of rnnlens entered."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import xarray as xr
+from own_files import package_path
 from torch import nn
 
 import rnnlens as rl
 
-CODE = str(Path(rl.__file__).parent)
 #: Code objects within a function, which are not counted as functions.
 INNER_CODE = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")
 
@@ -84,7 +83,7 @@ def test_files_and_functions_entered(verb, arguments):
 
     def profile(frame, event, argument):
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(CODE):
+        if event == "call" and package_path(code.co_filename) is not None:
             files.add(code.co_filename)
             if code.co_name not in INNER_CODE:
                 functions.add(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from .lineage import Continuation, StateLink
 from .scans import ScanRecorder
 
 #: Folders of code that is not the user's.
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
 
 #: Used instead of a layer's name: all layers.
 ALL = "*"
