@@ -29,6 +29,7 @@ from .discover import named_modules, unwrap
 from .inputs import device_and_dtype, map_leaves
 from .pullback import TorchPullback
 from .reference_run import reference_between
+from .restore import restored_generators, seed_generators
 from .weights import layer_weights
 
 __all__ = ["adapter"]
@@ -78,8 +79,8 @@ def _perturbed(value: Any, size: float) -> Any:
 def reinitialised(model: nn.Module, seed: int) -> nn.Module:
     """Return a deep copy in which every module with own parameters was reset by its ``reset_parameters``."""
     twin = deepcopy(model)
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(seed)
+    with restored_generators(), torch.no_grad():
+        seed_generators(seed)
         for name, module in twin.named_modules():
             if not any(True for _ in module.parameters(recurse=False)):
                 continue

@@ -43,7 +43,7 @@ from .record import (
     refuse_transformed,
 )
 from .recurrences import check_joints, is_entangled, join_changed_states, mark_endings, remove_nested_cells
-from .restore import borrowed_model, differentiable_weights
+from .restore import borrowed_model
 from .scans import ScanRecorder, replaced_scans
 from .weights import node_name
 
@@ -114,7 +114,7 @@ def _capture_pass(
     boundaries = request.boundaries and request.gradients
     separate = boundaries and not topmost
     recorder = CallRecorder(rules, weight_grads=request.weight_grads and request.gradients, separate=separate)
-    with borrowed_model(model, training=batch.training, seed=batch.seed), differentiable_weights(model, boundaries):
+    with borrowed_model(model, training=batch.training, seed=batch.seed, loss=batch.loss, differentiable=boundaries):
         x, sources = with_gradient_leaves(x) if separate else (x, [])
         chain = ChainRecorder(model)
         outputs, loss, ran_without_gradients = recorded_pass(model, batch, x, recorder, chain, requested)

@@ -23,7 +23,7 @@ from ...recurrence.cells.registry import Registration
 from ...typing import Array
 from ..protocol import Port
 from ..shared.registered_cells import ComposedWeight, with_step_autodiff
-from .restore import borrowed_model, eager_mode, restored_attributes
+from .restore import borrowed_model
 
 #: Torch's kernels of one step, by the class of the cell.
 _KERNELS: dict[type[nn.Module], tuple[Any, ...]] = {
@@ -59,7 +59,8 @@ class TorchStepCell(StepCell):
     """Cell whose step is the forward of a torch module, which is not copied and not changed.
 
     Rows must be independent of each other. ``dtype`` is that of the computation; results are widened to at least
-    float32. ``autocast`` is the autocast dtype that was active during the capture.
+    float32. ``autocast`` is the autocast dtype that was active during the capture. ``owner``: the module that
+    a step may change, where it is a function of a model.
     """
 
     def __init__(
@@ -69,10 +70,11 @@ class TorchStepCell(StepCell):
         output_shape: tuple[int, ...],
         dtype: torch.dtype,
         autocast: torch.dtype | None = None,
+        owner: nn.Module | None = None,
     ) -> None:
         self.module, self.form, self.output_shape, self.dtype = module, form, output_shape, dtype
-        self.autocast = autocast
-        self.modes = [(submodule, submodule.training) for submodule in module.modules()]
+        self.autocast, self.owner = autocast, module if owner is None else owner
+        self.modes = [(submodule, submodule.training) for submodule in self.owner.modules()]
         self.state_sizes = tuple(math.prod(shape) for shape in form.shapes)
         self.output_size = math.prod(output_shape)
         self.output_state, self.output_is_state = 0, form.output_is_state
@@ -162,24 +164,11 @@ class TorchStepCell(StepCell):
 
     @contextmanager
     def _capture_mode(self) -> Iterator[None]:
-        """Run the block with the cell in the training mode of the capture, eagerly and with gradients.
-
-        The cell is restored on exit.
-        """
-        previous_modes = [(submodule, submodule.training) for submodule, _ in self.modes]
-        try:
+        """Borrow the cell, in the training modes of the capture."""
+        with borrowed_model(self.owner), cell_rerun_errors(type(self.module).__name__):
             for submodule, flag in self.modes:
                 submodule.training = flag
-            with (
-                torch.enable_grad(),
-                eager_mode(),
-                restored_attributes(self.module),
-                cell_rerun_errors(type(self.module).__name__),
-            ):
-                yield
-        finally:
-            for submodule, flag in previous_modes:
-                submodule.training = flag
+            yield
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

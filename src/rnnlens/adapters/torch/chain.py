@@ -30,7 +30,7 @@ from ..protocol import Batch, Capture, CaptureRequest, ChainLink, Port, Recurren
 from .discover import fingerprint
 from .inputs import as_tensors, call_model
 from .losses import evaluate, gradients_of, reaches
-from .restore import borrowed_model, differentiable_weights
+from .restore import borrowed_model
 from .weights import NAMES, named_copies, node_name
 
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
@@ -377,7 +377,7 @@ def _capture_pass(model: nn.Module, batch: Batch, request: CaptureRequest) -> Ca
     x = as_tensors(batch.x, model, "x")
     if type(x) is not Tensor:
         return None
-    with borrowed_model(model, training=batch.training, seed=batch.seed), differentiable_weights(model, boundaries):
+    with borrowed_model(model, training=batch.training, seed=batch.seed, loss=batch.loss, differentiable=boundaries):
         x = x.requires_grad_() if separate and x.is_floating_point() else x
         recorder = ChainRecorder(model, taps=True, separate=separate)
         with recorder.watch():

@@ -22,16 +22,20 @@ from .record import (
     differentiable,
     refuse_transformed,
 )
+from .restore import borrowed_model
 
 #: Function from an input and state tensors to the arguments of the user's cell.
 Arguments = Callable[[Tensor, Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 class LoopStep(nn.Module):  # type: ignore[misc]
-    """Module around a user's step function; its parameters are those of the model that the function used."""
+    """Module around a user's step function in ``model``; its parameters are those of the model that it used."""
 
-    def __init__(self, function: Callable[..., Any], names: dict[int, str]) -> None:
+    model: nn.Module
+
+    def __init__(self, function: Callable[..., Any], names: dict[int, str], model: nn.Module) -> None:
         super().__init__()
+        object.__setattr__(self, "model", model)  # not a submodule: the function may use a part of it only
         self.function, self._parameter_names = function, names
         self._used_parameters: dict[str, Tensor] = {}
 
@@ -86,7 +90,7 @@ class StepListener:
         if name in dict(self.model.named_modules()):
             message = f"rl.torch.step(..., name={name!r}): a module has that name."
             raise InputError(message, expected="a different name for each loop")
-        hook = CellHook(self.recorder, name, LoopStep(function, self.parameter_names))
+        hook = CellHook(self.recorder, name, LoopStep(function, self.parameter_names, self.model))
         # The same key in every pass over the model: ``never_rowwise`` is passed on from pass to pass.
         hook.owner.key, hook.owner.is_declared = hash((name, id(self.model))), True
         return hook
@@ -186,7 +190,12 @@ class CellHook:
             shapes = tuple(tuple(state.shape[1:]) for state in states)
             form = CellForm(call.arguments(), shapes, len(states) == len(returned), tuple(call.x.shape[1:]))
             self.owner.step_cell = TorchStepCell(
-                self.module, form, tuple(first_output.shape[1:]), first_output.dtype, autocast_around(first_output)
+                self.module,
+                form,
+                tuple(first_output.shape[1:]),
+                first_output.dtype,
+                autocast_around(first_output),
+                self.module.model if isinstance(self.module, LoopStep) else None,
             )
         user_copies = self.recorder.add_step(
             self.owner,
@@ -227,7 +236,7 @@ class CellHook:
         """Call the cell once more with these arguments; return whether it returns ``output``."""
         self.recorder.paused = True
         try:
-            with torch.no_grad():
+            with borrowed_model(self.module), torch.no_grad():
                 repeated = self.module(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
             return False  # the cell does not accept a state of this form

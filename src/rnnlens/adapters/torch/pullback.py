@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -52,7 +53,7 @@ class TorchPullback:
         cut: Sequence[Port] = (),
         watch: Sequence[Port] = (),
     ) -> None:
-        model = unwrap(model)
+        self._model = model = unwrap(model)
         self.of, self.wrt = tuple(of), tuple(wrt)
         self._watched_ports = (*self.of, *self.wrt, *watch)
         self._pull_many = PullMany()
@@ -97,7 +98,7 @@ class TorchPullback:
         inputs, chain = map_leaves(as_tensors(batch.x, model, "x"), _gradient_leaf), ChainRecorder(model)
         if not any(port.kind == "loss" for port in (*self.of, *self.wrt)):
             batch = batch.without_loss()
-        with borrowed_model(model, training=batch.training, seed=batch.seed):
+        with borrowed_model(model, training=batch.training, seed=batch.seed, loss=batch.loss) as self._run_state:
             substitutes = weight_substitutes(modules, (*self.of, *self.wrt))
             outputs, loss, ran_without_gradients = recorded_pass(model, batch, inputs, recorder, chain, requested)
         self._scan_sweep_size = recorder.scans.sweep_size
@@ -124,11 +125,17 @@ class TorchPullback:
         sources = {id(t): t for port in self.wrt for t in self._port_tensors[port].tensors if t.requires_grad}
         grads: dict[int, Tensor | None] = dict.fromkeys(sources)
         if start_pairs and sources:
-            with raised_by("The backward pass of your model"):
+            with self._borrowed_again(), raised_by("The backward pass of your model"):
                 grads = dict(
                     zip(sources, self._pull(start_pairs, list(sources.values()), cotangent_count), strict=True)
                 )
         return {port: self._port_gradient(self._port_tensors[port], grads, cotangent_count) for port in self.wrt}
+
+    @contextmanager
+    def _borrowed_again(self) -> Iterator[None]:
+        """Run hooks and backward passes of the user's in the block, with the weights that the forward pass wrote."""
+        with borrowed_model(self._model), self._run_state.written_values():
+            yield
 
     def _pull(
         self, start_cotangents: Sequence[tuple[Tensor, Tensor]], sources: list[Tensor], cotangent_count: int
@@ -335,7 +342,7 @@ def _gradient_leaf(value: Any) -> Any:
 def differentiate(function: Callable[..., Any], arrays: Sequence[Array], model: torch.nn.Module) -> tuple[Array, Pull]:
     """Return the value of ``function(*tensors)`` on the model's device, and its vector-Jacobian product."""
     device, _ = device_and_dtype(model)
-    with torch.inference_mode(False):
+    with borrowed_model(model):
         tensors = [torch.tensor(np.asarray(a), device=device) for a in arrays]
         expected = "a torch.Tensor, such as output.mean()"
         return shared.differentiate(function, tensors, engine("torch"), expected)

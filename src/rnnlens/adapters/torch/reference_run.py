@@ -28,7 +28,7 @@ from .cells import has_own_forward, has_own_step, tensor_leaves
 from .discover import named_modules, unwrap
 from .inputs import as_tensors, call_model, tensors_of, with_gradient_leaves
 from .losses import evaluate, host_array
-from .restore import borrowed_model, differentiable_weights
+from .restore import borrowed_model
 from .scan_families import sequence_modules, state_sizes
 
 #: Torch's order of gates, from the documentation of its modules.
@@ -63,24 +63,26 @@ def reference_run(
     tensors = as_tensors(batch.x, model, "x")
     if gradients:
         _refuse_quadratic(model, tensors)
-    with warnings.catch_warnings(), borrowed_model(model, training=batch.training, seed=batch.seed):
+    with (
+        warnings.catch_warnings(),
+        borrowed_model(model, training=batch.training, seed=batch.seed, loss=batch.loss, differentiable=gradients),
+    ):
         warnings.simplefilter("ignore")
-        with differentiable_weights(model, gradients):
-            x, sources = with_gradient_leaves(tensors)
-            outputs = call_model(model, x)
-            loss = None if cotangents is not None else evaluate(batch, outputs, model)
-            leaves = tensors_of(outputs)
-            values, starts = [_copied_array(leaf) for leaf in leaves], [(loss, None)]
-            if cotangents is not None:
-                output_cotangents = cotangents(values) if callable(cotangents) else cotangents
-                leaf_cotangents = [
-                    (leaf, cotangent)
-                    for leaf, cotangent in zip(leaves, output_cotangents, strict=True)
-                    if cotangent is not None
-                ]
-                starts = [(leaf, torch.as_tensor(cotangent).to(leaf)) for leaf, cotangent in leaf_cotangents]
-            weights = dict(model.named_parameters())
-            grads = _pull_back(starts, [*sources, *weights.values()]) if gradients else None
+        x, sources = with_gradient_leaves(tensors)
+        outputs = call_model(model, x)
+        loss = None if cotangents is not None else evaluate(batch, outputs, model)
+        leaves = tensors_of(outputs)
+        values, starts = [_copied_array(leaf) for leaf in leaves], [(loss, None)]
+        if cotangents is not None:
+            output_cotangents = cotangents(values) if callable(cotangents) else cotangents
+            leaf_cotangents = [
+                (leaf, cotangent)
+                for leaf, cotangent in zip(leaves, output_cotangents, strict=True)
+                if cotangent is not None
+            ]
+            starts = [(leaf, torch.as_tensor(cotangent).to(leaf)) for leaf, cotangent in leaf_cotangents]
+        weights = dict(model.named_parameters())
+        grads = _pull_back(starts, [*sources, *weights.values()]) if gradients else None
     loss_value = None if loss is None else float(loss.detach())
     if grads is None:
         return ReferenceRun(values, loss_value)
@@ -179,9 +181,12 @@ def reference_between(
     if batch.initial_state:
         raise CertificateError("initial_state= was set by rnnlens; the model on its own starts from other states")
     modules = dict(named_modules(model))
-    with warnings.catch_warnings(), borrowed_model(model, training=batch.training, seed=batch.seed):
+    with (
+        warnings.catch_warnings(),
+        borrowed_model(model, training=batch.training, seed=batch.seed, differentiable=True),
+    ):
         warnings.simplefilter("ignore")
-        with differentiable_weights(model), _returned_values(modules, (of, wrt)) as returned:
+        with _returned_values(modules, (of, wrt)) as returned:
             x, sources = with_gradient_leaves(as_tensors(batch.x, model, "x"))
             outputs = tensors_of(call_model(model, x))
             upper, lower = (_end_tensors(end, modules, returned, sources, outputs) for end in (of, wrt))

@@ -1,75 +1,295 @@
-"""Runs a model for one forward pass and restores its state afterwards, also after an error.
+"""Borrows a user's model: every run of a user's torch code is inside :func:`borrowed_model`, which restores all of it.
 
-A forward pass can change train/eval flags, buffers (running statistics, the vectors of a spectral norm), attributes
-that a forward writes (``self.hidden = h`` would keep the graph in memory), and random states, also those of Python and
-NumPy (teacher forcing is mostly decided by ``random.random()``).
+A forward pass, a loss or a single step of a cell can change much more than its result: train/eval flags, buffers
+(running statistics, the vectors of a spectral norm), weights (``self.weight.data.clamp_(0)``), attributes
+(``self.hidden = h`` would keep the graph in memory), and random states, also those of Python and NumPy (teacher
+forcing is mostly decided by ``random.random()``).
 """
 
 from __future__ import annotations
 
 import random
 import sys
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from operator import is_
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...autodiff.torch import set_seed
 
 #: Torch's recurrences of all steps; packed sequences have one argument more.
 _FUSED = tuple(getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_NO_STATE = frozenset({type, ModuleType, bool, int, float, str, bytes, tuple, type(None)})
+_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+
+#: Largest size, in bytes, of a tensor that is copied before every run.
+SMALL = 2**16
+#: Larger tensors of models, with the modes (``training``) of the runs that left them unchanged.
+_UNCHANGED_BY: Any = WeakTensorKeyDictionary()
 
 
-@contextmanager
-def borrowed_model(model: torch.nn.Module, *, training: bool, seed: int | None) -> Iterator[None]:
-    """Run the block with ``model`` in the requested mode and gradients on; restore everything afterwards.
+class BorrowedModel:
+    """State of a model before a run, and what the run changed in its tensors.
 
-    Compiled submodules run as the plain modules that they wrap, because hooks do not run inside a compiled graph.
+    Restored are the attributes of all modules, the content of containers within them and the attributes of objects
+    directly within those; flags, generators, and tensors: weights, buffers, and tensors that are plain attributes.
+
+    A tensor that was assigned to (``weight.data = ...``) gets its memory back. A tensor that was changed in place is
+    restored from a copy. Copying all weights would take longer than many a run of a model with large tables, so a
+    tensor of more than ``SMALL`` bytes is not copied again after a whole run in the same mode left it unchanged. If a
+    later run changes it after all, a warning says so.
     """
-    with ExitStack() as stack:
-        _restore_random_states(stack, model)
-        stack.enter_context(restored_attributes(model))
-        stack.enter_context(_restored_buffers(model))
-        modules = list(model.modules())
-        # A frozen TorchScript module has no training flag, and its parent cannot set one.
-        with_training_flag = [module for module in modules if hasattr(module, "training")]
-        for module in with_training_flag:
-            stack.callback(setattr, module, "training", module.training)
-        if len(with_training_flag) == len(modules):
-            model.train(training)
-        else:
-            for module in with_training_flag:
-                module.training = training
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(eager_mode())
-        stack.enter_context(_without_checkpoints())
-        if not training and any(parameter.is_cuda for parameter in model.parameters()):
-            stack.enter_context(_DifferentiableKernels())
-        if seed is not None:
-            random.seed(seed)
-            np.random.seed(seed % 2**32)  # noqa: NPY002  the state that user code draws from
-            set_seed(seed)
-        yield
+
+    def __init__(self, modules: Sequence[nn.Module], training: bool | None) -> None:
+        self._training = training
+        self._contents: list[tuple[Any, Any]] = []
+        generators: dict[int, Any] = {}
+        tensors: dict[int, Tensor] = {}
+        self._walk([module for module in modules if hasattr(module, "__dict__")], generators, tensors)
+        self._generator_states = random_states(generators.values())
+        parameters = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
+        tensors |= parameters
+        tensors |= {id(b): b for module in modules for b in module._buffers.values() if b is not None}
+        self._tensors = [_TensorState(tensor, training) for tensor in tensors.values() if _is_plain(tensor)]
+        self._flags = [(module, module.training) for module in modules if hasattr(module, "training")]
+        self._grads = [(p, p.requires_grad, p.grad) for p in parameters.values()]
+        for parameter, _, grad in self._grads:
+            if grad is not None:  # a backward pass within the forward would add to it
+                parameter.grad = None
+
+    def _walk(self, modules: Sequence[nn.Module], generators: dict[int, Any], tensors: dict[int, Tensor]) -> None:
+        """Save the attributes of modules and the content of containers; collect generators and tensors in them."""
+        seen: set[int] = set()
+        pending: list[tuple[Any, bool]] = [(module.__dict__, True) for module in modules]
+        while pending:
+            container, may_hold_objects = pending.pop()
+            if id(container) in seen:
+                continue
+            seen.add(id(container))
+            content = container.copy() if container else None
+            self._contents.append((container, content))
+            if content is None:
+                continue
+            for value in content.values() if isinstance(content, dict) else content:
+                kind = type(value)
+                if kind in _CONTAINERS:
+                    pending.append((value, may_hold_objects))
+                elif kind in _NO_STATE or isinstance(value, nn.Module):
+                    pass
+                elif isinstance(value, Tensor):
+                    tensors[id(value)] = value
+                elif isinstance(value, _GENERATORS):
+                    generators[id(value)] = value
+                elif may_hold_objects and type(getattr(value, "__dict__", None)) is dict and not callable(value):
+                    pending.append((value.__dict__, False))
+
+    def restore(self, *, is_complete: bool) -> None:
+        """Restore everything; ``is_complete``: the run ended without an error."""
+        for restore in self._generator_states:
+            restore()
+        for container, content in self._contents:
+            if content is not None:
+                _restore_content(container, content)
+            elif container:
+                container.clear()
+        for module, flag in self._flags:
+            if module.training != flag:
+                module.training = flag
+        for state in self._tensors:
+            state.restore(self._training if is_complete else None)
+        for parameter, requires_grad, grad in self._grads:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
+            if parameter.grad is not grad:
+                parameter.grad = grad
+
+    @contextmanager
+    def written_values(self) -> Iterator[None]:
+        """Give the model's tensors, within the block, the values that the run wrote.
+
+        A backward pass after the run reads weights at the values that the forward pass had.
+        """
+        with ExitStack() as stack, torch.no_grad():
+            for state in self._tensors:
+                if state.moved is not None:
+                    stack.callback(setattr, state.tensor, "data", state.tensor.data)
+                    state.tensor.data = state.moved
+                elif state.written is not None:
+                    stack.callback(state.data.copy_, state.data.clone())
+                    state.data.copy_(state.written)
+                if state.later_version is not None:
+                    stack.callback(_set_version, state.tensor, state.tensor._version)
+                    _set_version(state.tensor, state.later_version)
+            with torch.enable_grad():
+                yield
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor has memory of its own, as sparse, lazy and distributed tensors have not."""
+    return type(tensor) in _TENSORS and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _set_version(tensor: Tensor, version: int) -> None:
+    """Set the number with which autograd sees whether a tensor that a graph needs was changed."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+class _TensorState:
+    """Values and memory of a tensor before a run, and what the run wrote.
+
+    ``moved``: memory that was assigned. ``written``: values that were written in place. ``later_version``: autograd's
+    number of the tensor's version after the run, if it is another one.
+    """
+
+    __slots__ = ("copy", "data", "later_version", "moved", "tensor", "version", "written")
+
+    def __init__(self, tensor: Tensor, training: bool | None) -> None:
+        self.tensor, self.data = tensor, tensor.data
+        self.moved: Tensor | None = None
+        self.written: Tensor | None = None
+        self.later_version: int | None = None
+        is_small = tensor.numel() * tensor.element_size() <= SMALL
+        is_copied = is_small or training not in _UNCHANGED_BY.get(tensor, ())
+        self.copy = self.data.clone() if is_copied else None
+        self.version = None if tensor.is_inference() else tensor._version
+
+    def restore(self, training: bool | None) -> None:
+        """Restore the tensor. ``training``: mode of a complete run, which shows whether such runs change it."""
+        tensor, data, copy = self.tensor, self.data, self.copy
+        if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape or tensor.dtype != data.dtype:
+            self.moved, tensor.data = tensor.data, data
+        is_changed = self.version is not None and tensor._version != self.version
+        if copy is None:
+            if is_changed:
+                del _UNCHANGED_BY[tensor]
+                warnings.warn(
+                    f"The model's forward changed a tensor of shape {tuple(tensor.shape)} in place. Earlier runs did "
+                    "not, so no copy was made, and the change stays.",
+                    stacklevel=2,
+                )
+            return
+        if is_changed:
+            self.later_version = tensor._version
+            _set_version(tensor, self.version)
+        if not torch.equal(data, copy):
+            self.written = data.clone()
+            data.copy_(copy)
+        elif not is_changed and training is not None and copy.numel() * copy.element_size() > SMALL:
+            _UNCHANGED_BY.setdefault(tensor, set()).add(training)
+        self.copy = None
 
 
 @contextmanager
-def differentiable_weights(model: torch.nn.Module, is_needed: bool = True) -> Iterator[None]:
-    """Let frozen weights require gradients within the block; do nothing if ``is_needed`` is False."""
-    with ExitStack() as stack:
-        for parameter in model.parameters() if is_needed else ():
+def borrowed_model(
+    model: nn.Module,
+    *,
+    training: bool | None = None,
+    seed: int | None = None,
+    loss: Any = None,
+    differentiable: bool = False,
+) -> Iterator[BorrowedModel]:
+    """Run the block with gradients on, and restore the model, its loss and all random generators afterwards.
+
+    ``training`` is the mode of the model in the block; None leaves its flags. ``loss``: the user's loss, which may be
+    a module. ``differentiable``: frozen weights require gradients, too. Compiled submodules run as the plain modules
+    that they wrap, because hooks do not run inside a compiled graph.
+    """
+    modules = list(model.modules())
+    owner = getattr(loss, "__self__", loss)
+    loss_modules = [m for m in owner.modules() if m not in modules] if isinstance(owner, nn.Module) else []
+    borrowed = BorrowedModel([*modules, *loss_modules], training)
+    is_complete = False
+    try:
+        if training is not None:
+            _set_mode(model, training, set())
+        for parameter in model.parameters() if differentiable else ():
             if not parameter.requires_grad and parameter.is_floating_point():
-                stack.callback(parameter.requires_grad_, False)
                 parameter.requires_grad_(True)
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(_eager_mode())
+            stack.enter_context(_without_checkpoints())
+            if not training and any(parameter.is_cuda for parameter in model.parameters()):
+                stack.enter_context(_DifferentiableKernels())
+            if seed is not None:
+                seed_generators(seed)
+            yield borrowed
+            is_complete = True
+    finally:
+        borrowed.restore(is_complete=is_complete)
+
+
+def _set_mode(module: nn.Module, training: bool, seen: set[int]) -> None:
+    """Set the training flag of a module and of those in it, without calling ``train``, which the user may define.
+
+    A module with its own ``train`` that is in the mode already is left as it is: its ``train`` may keep some parts in
+    evaluation mode. A frozen TorchScript module has no flag.
+    """
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    if hasattr(module, "training"):
+        has_own_train = getattr(type(module).train, "__module__", "").partition(".")[0] != "torch"
+        if has_own_train and module.training == training:
+            return
+        module.training = training
+    for child in module.children():
+        _set_mode(child, training, seen)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the random generators of Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002  the state that user code draws from
+    set_seed(seed)
+
+
+@contextmanager
+def restored_generators() -> Iterator[None]:
+    """Restore the global random generators of Python, NumPy and torch, on all devices, after the block."""
+    states = random_states(())
+    try:
         yield
+    finally:
+        for restore in states:
+            restore()
 
 
-def eager_mode() -> AbstractContextManager[Any]:
+def random_states(generators: Iterable[Any]) -> list[Callable[[], None]]:
+    """Return functions that restore the current states of all global generators and of the given ones."""
+    states: list[Callable[[], None]] = [
+        partial(random.setstate, random.getstate()),
+        partial(np.random.set_state, np.random.get_state()),  # noqa: NPY002  the state that user code draws from
+    ]
+    # Those of CUDA and XPU exist once the device was used.
+    torch_generators = [torch.default_generator, *torch.cuda.default_generators]
+    torch_generators += getattr(torch.xpu, "default_generators", ())
+    if torch.backends.mps.is_available():
+        torch_generators.append(torch.mps._get_default_mps_generator())
+    for generator in (*torch_generators, *generators):
+        if isinstance(generator, random.Random):
+            states.append(partial(generator.setstate, generator.getstate()))
+        elif isinstance(generator, np.random.Generator):
+            states.append(partial(setattr, generator.bit_generator, "state", generator.bit_generator.state))
+        else:
+            states.append(partial(generator.set_state, generator.get_state()))
+    return states
+
+
+def _eager_mode() -> AbstractContextManager[Any]:
     """Run compiled code as plain Python within the block; the compiler is not loaded if nothing was compiled."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
@@ -116,77 +336,20 @@ def _without_checkpoints() -> Iterator[None]:
         checkpoint._checkpoint_without_reentrant_generator = original
 
 
-def _restore_random_states(stack: ExitStack, model: torch.nn.Module) -> None:
-    """Restore the global random states, and those of generators that modules contain, when ``stack`` closes."""
-    stack.callback(random.setstate, random.getstate())
-    stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002
-    for value in [value for module in model.modules() for value in vars(module).values()]:
-        if isinstance(value, random.Random):
-            stack.callback(value.setstate, value.getstate())
-        elif isinstance(value, np.random.Generator):
-            stack.callback(setattr, value.bit_generator, "state", value.bit_generator.state)
-        elif isinstance(value, np.random.RandomState | torch.Generator):
-            stack.callback(value.set_state, value.get_state())
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    stack.enter_context(torch.random.fork_rng(devices=sorted(devices)))
-
-
-@contextmanager
-def _restored_buffers(model: torch.nn.Module) -> Iterator[None]:
-    """Replace all buffers by copies within the block, and restore their values afterwards.
-
-    Tensors saved for the backward pass are thus not overwritten when the block ends. :func:`restored_attributes`
-    restores each module's table of buffers.
-    """
-    saved_values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    copies = {id(buffer): buffer.detach().clone() for buffer, _ in saved_values}
-    for module in model.modules():
-        if not isinstance(module, torch.jit.ScriptModule):
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = copies.get(id(buffer), buffer)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in saved_values:
-                # Compare values: batch statistics change without a change of the tensor's version.
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
-
-
-@contextmanager
-def restored_attributes(model: torch.nn.Module) -> Iterator[None]:
-    """Restore the attributes of all modules after the block, including the content of containers within them."""
-    saved_attributes = [
-        (module.__dict__, dict(module.__dict__)) for module in model.modules() if hasattr(module, "__dict__")
-    ]
-    contents: dict[int, tuple[Any, Any]] = {}
-    pending = [
-        value for _, attributes in saved_attributes for value in attributes.values() if type(value) in _CONTAINERS
-    ]
-    while pending:
-        value = pending.pop()
-        if id(value) not in contents:
-            contents[id(value)] = value, value.copy()
-            items = value.values() if isinstance(value, dict) else value
-            pending += [item for item in items if type(item) in _CONTAINERS]
-    try:
-        yield
-    finally:
-        for container, content in (*saved_attributes, *contents.values()):
-            _restore_content(container, content)
-
-
 def _restore_content(container: Any, content: Any) -> None:
     """Restore a list, dict or set in place to its earlier ``content``; only items that differ are written."""
     if isinstance(container, (list, deque)):
-        if len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
+        if len(container) != len(content) or not all(map(is_, container, content)):
             container.clear()
             container.extend(content)
         return
     if isinstance(container, set):
         container.intersection_update(content)
         container.update(content)
+        return
+    if len(container) == len(content) and all(
+        map(is_, (*container, *container.values()), (*content, *content.values()))
+    ):
         return
     for key in [key for key in container if key not in content]:
         del container[key]
