@@ -10,11 +10,14 @@ import importlib
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
+from .cuts import Cut, CutRecorder
 from .interface import Engine, Keep, LinearisedProgram, Memo, Program, Tap, TargetProgram, as_it_is
 
 _ENGINES = {"torch": "TorchEngine", "jax": "JaxEngine", "tensorflow": "TensorFlowEngine"}
 
 __all__ = [
+    "Cut",
+    "CutRecorder",
     "Engine",
     "Keep",
     "LinearisedProgram",

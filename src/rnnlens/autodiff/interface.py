@@ -12,6 +12,7 @@ import numpy as np
 
 from .. import settings
 from ..typing import Array
+from .cuts import CutRecorder
 
 #: ``tap(key, tensor)`` returns the tensor with which the program continues; it is a source of differentiation.
 Tap = Callable[[str, Any], Any]
@@ -128,6 +129,13 @@ class Engine(ABC):
     def context(self) -> Hashable:
         """Return the trace or graph in which operations are recorded now; it differs inside a compiled loop."""
         return ()
+
+    def record_cuts(self) -> AbstractContextManager[CutRecorder]:
+        """Record the operations of programs that run within the block, to find those at which a gradient ends.
+
+        An engine that cannot observe operations records none.
+        """
+        return nullcontext(CutRecorder())
 
     @property
     def on_accelerator(self) -> bool:

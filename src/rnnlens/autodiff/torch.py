@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..typing import Array
+from .cuts import CutRecorder
 from .interface import Engine, Keep, Memo, Program, Tap, TargetProgram
+from .torch_cuts import record_cuts
 
 #: Largest memory, in bytes, of the gradients of the rows of a Jacobian that are pulled back at once.
 ROWS_BUDGET = 256 * 2**20
@@ -164,6 +166,9 @@ class TorchEngine(Engine):
         with _DtypeRecorder() as recorder:
             function(*arguments)
         return "" if recorder.coarsest is None else str(recorder.coarsest).removeprefix("torch.")
+
+    def record_cuts(self) -> AbstractContextManager[CutRecorder]:
+        return record_cuts()
 
     @property
     def on_accelerator(self) -> bool:

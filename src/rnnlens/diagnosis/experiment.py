@@ -240,9 +240,10 @@ class Experiment:
     def final_indices(self, call: RecurrentCall) -> Array | None:
         """Return the step after which each sample's state reaches the output, (sample,); None for the last."""
         counts_data_steps = self._are_steps_of_the_data(call.input.shape[1])
-        if not counts_data_steps or (call.direction == "backward" and not self.is_sequence):
+        final_indices = self.examined_lengths[: call.input.shape[0]] - 1
+        if not counts_data_steps or final_indices.max() >= call.input.shape[1]:
             return None
-        return self.examined_lengths[: call.input.shape[0]] - 1
+        return None if call.direction == "backward" and not self.is_sequence else final_indices
 
     @cached_property
     def raw_output(self) -> Array:

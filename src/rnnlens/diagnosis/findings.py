@@ -7,7 +7,8 @@ cannot separate from others have no rule: saturated gates, a short memory alone,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -20,10 +21,13 @@ from ..typing import Array
 from .carried import CarriedMemory
 from .layers import LayerFacts
 from .memory import EFFECT, ENOUGH, FEWEST, MISCALIBRATED, P_VALUE, Memory, is_missed
+from .signal_path import Cause, SignalPath
 
 MODEL = "model"
 #: State transfer below which no training signal crosses this number of steps.
 VANISHED = 1e-4
+#: Share of the output's largest gradient by any input from which on a path leads around the recurrence.
+DIRECT = 1e-2
 #: Growth of a cotangent on the state, in decades, that counts as exploding; healthy trained networks stay below.
 EXPLODED = 2.0
 #: Smallest total growth (natural log) of small differences, minus two standard errors, that counts as chaotic.
@@ -44,6 +48,7 @@ FIGURE_OF_CODE = {
     "MISSED_DEPENDENCY": "missed",
     "VANISHING": "transfer",
     "PATH_OPEN": "transfer",
+    "NO_PATH": "transfer",
     "EXPLODING": "transfer",
     "CHAOTIC": "transfer",
     "LAST_STEP_ONLY": "memory",
@@ -150,12 +155,16 @@ def findings(
     x: Array,
     mask: Array | None,
     prediction: xr.DataArray,
+    path: SignalPath | str | None = None,
 ) -> list[Finding]:
-    """Apply all rules to the measures and return the findings, faults first; ``prediction`` is (sample, unit)."""
+    """Apply all rules to the measures and return the findings, faults first.
+
+    ``prediction`` is (sample, unit). ``path`` is the gradient of the output by the missed input, or why there is none.
+    """
     unsorted_findings = [
         *_nonfinite_findings(layers, prediction),
         *_skill_findings(memory),
-        *_missed_findings(memory, residual_test, layers),
+        *_missed_findings(memory, residual_test, layers, path),
         *_dynamics_findings(memory, layers),
         *_unit_findings(layers),
         *_data_findings(x, mask),
@@ -205,10 +214,12 @@ def _skill_findings(memory: Memory) -> Iterator[Finding]:
         )
 
 
-def _missed_findings(memory: Memory, residual_test: Missed | None, layers: Sequence[LayerFacts]) -> Iterator[Finding]:
+def _missed_findings(
+    memory: Memory, residual_test: Missed | None, layers: Sequence[LayerFacts], path: SignalPath | str | None
+) -> Iterator[Finding]:
     if residual_test is None or not is_missed(residual_test, memory):
         return
-    lag = len(residual_test.by_step) - 1 - residual_test.step
+    lag = missed_lag(residual_test)
     yield Finding(
         "MISSED_DEPENDENCY",
         "fault",
@@ -219,46 +230,101 @@ def _missed_findings(memory: Memory, residual_test: Missed | None, layers: Seque
         f"cross-validated ridge on the residual explains >= {_percent(EFFECT)} of Var y, permutation p < {P_VALUE}",
         "",
     )
+    yield _path_finding(memory, layers, lag, path)
+
+
+def missed_lag(residual_test: Missed) -> int:
+    """Return how many steps before the last the input lies that explains most of the errors."""
+    return len(residual_test.by_step) - 1 - residual_test.step
+
+
+def _path_finding(memory: Memory, layers: Sequence[LayerFacts], lag: int, path: SignalPath | str | None) -> Finding:
+    """Say whether a training signal reaches the missed input: by the gradient through the whole model, if it is known.
+
+    That gradient decides whether there is a path at all; the state transfer decides whether what is left is too little.
+    """
     layer = max(layers, key=lambda layer: layer.signal(lag, memory.steps))
     transfer = layer.signal(lag, memory.steps)
     evidence = {"kappa": transfer, "lag": lag}
+    measured = path if isinstance(path, SignalPath) else None
+    if measured is not None:
+        evidence |= {"gradient": 0.0 if measured.is_zero else measured.share}
+        forgets = max(layer.transferred(lag, memory.steps) for layer in layers) < VANISHED
+        if measured.cause is not None and not (measured.cause.by_recurrence and forgets):
+            return _no_path(measured.cause, evidence)
+    overfitted_or = _OVERFITTED if memory.miscalibrated else ""
     if not lag:
-        yield Finding(
+        return Finding(
             "PATH_OPEN",
             "fault",
             MODEL,
-            "No recurrence lies between that input and the output, so a vanishing gradient is not the reason.",
+            f"No recurrence lies between that input and the output{_share_text(measured)}, so a vanishing gradient is "
+            "not the reason.",
             evidence,
             "missed at the last step",
-            _OVERFITTED
-            if memory.miscalibrated
-            else "train longer, or more units; check that the output is read after it.",
+            overfitted_or or "train longer, or more units; check that the output is read after it.",
         )
-    elif transfer < VANISHED:
-        yield Finding(
-            "VANISHING",
-            "fault",
-            layer.name,
-            f"{_half_prefix(layer)}No training signal reaches that input: the state transfer over {lag} "
-            f"{_step_noun(lag)} is {transfer:.1e}.",
-            evidence,
-            f"missed, and kappa at the missed step < {VANISHED:g}",
-            layer.against_vanishing,
-        )
-    else:
-        yield Finding(
-            "PATH_OPEN",
-            "fault",
-            layer.name,
-            f"{_half_prefix(layer)}A training signal reaches that input (state transfer over {lag} {_step_noun(lag)}: "
-            f"{transfer:.1g}), so a vanishing gradient is not the reason.",
-            evidence,
-            f"missed, and kappa at the missed step >= {VANISHED:g}",
-            _OVERFITTED
-            if memory.miscalibrated
-            else "the cause is not visible in the network: train longer; if trained on windows, use one longer than "
-            f"{lag} {_step_noun(lag)}; else more units. Another initialisation will not help.",
-        )
+    is_direct = measured is not None and measured.share >= DIRECT
+    if (transfer < VANISHED and not is_direct) or (measured is not None and measured.is_zero):
+        return _vanishing(layer, lag, measured, evidence)
+    reason = f" (the whole model was not differentiated: {path})" if isinstance(path, str) else ""
+    return Finding(
+        "PATH_OPEN",
+        "fault",
+        layer.name,
+        f"{_half_prefix(layer)}A training signal reaches that input (state transfer over {lag} {_step_noun(lag)}: "
+        f"{transfer:.1g}{_share_text(measured, '; ')}), so a vanishing gradient is not the reason{reason}.",
+        evidence,
+        f"missed, the gradient of the output by that input is not 0, and kappa there >= {VANISHED:g}, or that gradient "
+        f">= {DIRECT:g} of the largest by any step",
+        overfitted_or
+        or "the cause is not visible in the network: train longer; if trained on windows, use one longer than "
+        f"{lag} {_step_noun(lag)}; else more units. Another initialisation will not help.",
+    )
+
+
+def _share_text(path: SignalPath | None, start: str = " (") -> str:
+    """Return text on the gradient of the output by the missed input; "" if it is not known."""
+    if path is None:
+        return ""
+    end = ")" if start == " (" else ""
+    return f"{start}the output's gradient by it: {path.share:.1g} of the largest by any step{end}"
+
+
+def _vanishing(layer: LayerFacts, lag: int, path: SignalPath | None, evidence: Mapping[str, Any]) -> Finding:
+    transfer = float(evidence["kappa"])
+    signal_text = "No training signal reaches that input" if transfer < VANISHED else "The gradient is 0 at that input"
+    gradient_text = ""
+    if path is not None and path.is_saturated:
+        gradient_text = "; the units are saturated: with inputs scaled down the gradient is not 0"
+    elif path is not None and path.is_zero:
+        gradient_text = "; the output's gradient by it is 0"
+    return Finding(
+        "VANISHING",
+        "fault",
+        layer.name,
+        f"{_half_prefix(layer)}{signal_text}: the state transfer over {lag} {_step_noun(lag)} is "
+        f"{transfer:.1e}{gradient_text}.",
+        evidence,
+        f"missed, and kappa at the missed step < {VANISHED:g}",
+        "scale the inputs to a standard deviation of 1."
+        if path is not None and path.is_saturated
+        else layer.against_vanishing,
+    )
+
+
+def _no_path(cause: Cause, evidence: Mapping[str, Any]) -> Finding:
+    lines = [f"{cut.file}:{cut.line}" for cut in cause.cuts]
+    return Finding(
+        "NO_PATH",
+        "fault",
+        MODEL,
+        "No training signal can reach that input: the gradient of the output by it, through the whole model, is "
+        f"exactly 0 in every sample. {cause.sentence}",
+        {**evidence, "cause": cause.code, "lines": lines},
+        "missed, and the framework's gradient of the output by that input is 0 or missing in every sample",
+        cause.remedy,
+    )
 
 
 _OVERFITTED = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,7 +17,7 @@ import xarray as xr
 
 from .. import data
 from ..adapters.protocol import Batch, Capture, CaptureRequest, RecurrentCall, SequenceCall
-from ..errors import UnsupportedError
+from ..errors import LayerNotFoundError, UnsupportedError
 from ..layout import canonical_order
 from ..measures.facts import Census, census, dead_units, gate_timescale, stuck_gates
 from ..measures.profiles import Band, attributed_memory, attribution, band
@@ -111,13 +112,30 @@ class LayerFacts:
         the data, the lag is scaled.
         """
         curves = [self.transfer.kappa] + ([] if self.adjoint is None else [self.adjoint.median])
+        index = self._index_of(lag, steps)
+        if index is None:
+            return 0.0
+        norms = self.adjoint_norms
+        if (
+            self.bidirectional
+            and norms is not None
+            and not np.nan_to_num(norms[:, min(index, norms.shape[1] - 1)]).any()
+        ):
+            return 0.0  # the output does not read this half so late, whatever its state carries
+        return max(float(curve[min(index, len(curve) - 1)]) for curve in curves)
+
+    def transferred(self, lag: int, steps: int) -> float:
+        """Return the state transfer ``lag`` steps before the end of ``steps`` steps, whatever the output reads."""
+        index, kappa = self._index_of(lag, steps), self.transfer.kappa
+        return 0.0 if index is None else float(kappa[min(index, len(kappa) - 1)])
+
+    def _index_of(self, lag: int, steps: int) -> int | None:
+        """Return the lag in this layer's own order; None if it has not processed that step."""
         last_lag = len(self.transfer.kappa) - 1
         index = round(lag * last_lag / steps)
-        if self.direction == "backward":
-            if last_lag < steps:  # in the middle it has not processed the older steps
-                return 0.0
-            index = last_lag - 1 - index
-        return max(float(curve[min(index, len(curve) - 1)]) for curve in curves)
+        if self.direction != "backward":
+            return index
+        return last_lag - 1 - index if last_lag >= steps else None  # in the middle the older steps are still to come
 
     @property
     def bounded(self) -> bool:
@@ -152,7 +170,9 @@ def _output_gradients(experiment: Experiment) -> dict[tuple[str, str], Array]:
     target = f"output[{experiment.output_index}]" if has_several else "output"
     wrt = [f"{name}.hidden" for name in layer_names] + [f"{layer_names[0]}.input"]
     # Samples do not interact in inference, so the gradient of the sum contains the gradient of each sample.
-    with options(certify="never"):
+    # A loop that detaches its states between some steps may have no port for a state: then the adjoint is not known.
+    gradients_by_layer: Any = {}
+    with options(certify="never"), suppress(LayerNotFoundError):
         gradients_by_layer = gradients(
             experiment.model,
             experiment.first_inputs,
@@ -163,7 +183,7 @@ def _output_gradients(experiment: Experiment) -> dict[tuple[str, str], Array]:
         )
     arrays: dict[tuple[str, str], Array] = {}
     for name in layer_names:
-        if "hidden" not in gradients_by_layer[name]:
+        if "hidden" not in gradients_by_layer.get(name, ()):
             continue
         hidden = gradients_by_layer[name]["hidden"]
         if "direction" in hidden.dims:
@@ -171,7 +191,7 @@ def _output_gradients(experiment: Experiment) -> dict[tuple[str, str], Array]:
                 arrays[name, direction] = hidden.sel(direction=direction).values
         else:
             arrays[name, next(c.direction for c in calls if c.layer == name)] = hidden.values
-    if "input" in gradients_by_layer[layer_names[0]]:
+    if "input" in gradients_by_layer.get(layer_names[0], ()):
         arrays["input", ""] = gradients_by_layer[layer_names[0]]["input"].values
     return arrays
 

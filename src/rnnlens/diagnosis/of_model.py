@@ -23,10 +23,11 @@ from ..verbs.request import in_turn
 from ..vocabulary import GATE
 from .carried import CarriedMemory, measure_carried
 from .experiment import Experiment
-from .findings import MODEL, findings, headline, layer_sentence
+from .findings import MODEL, findings, headline, layer_sentence, missed_lag
 from .layers import LayerFacts, measure_layers, measure_scans, scan_sentence
 from .memory import Interval, Memory, is_missed, measure_memory, measure_missed
 from .samples import Orientation, read_samples
+from .signal_path import measure_path
 
 
 @checked(
@@ -130,6 +131,9 @@ def diagnose(
         _input_numbers(experiment),
         _mask(experiment),
         xr.DataArray(experiment.prediction, {"sample": batch.labels}, ("sample", "unit")),
+        measure_path(experiment, missed_lag(residual_test))
+        if residual_test is not None and is_missed(residual_test, memory)
+        else None,
     )
     carried_by_layer, reason = measure_carried(experiment) if memory.is_known else ({}, "")
     datasets = {MODEL: model_dataset(memory, residual_test, attributed_steps, named_baseline, batch.labels)}

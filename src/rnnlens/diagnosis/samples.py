@@ -122,6 +122,10 @@ class Orientation:
             )
         return Layout.of_names(fitting_dims[0])
 
+    def canonical_input(self, x: Any) -> Any:
+        """Convert inputs, or arrays shaped like them, from the model's own order of axes to samples first."""
+        return x if self.inputs is None else _reorder_leaves(_to_canonical, x, self.inputs)
+
     def as_given(self, x: Any) -> Any:
         """Convert x from samples first to the model's own order of axes."""
         return x if self.inputs is None else _reorder_leaves(_from_canonical, x, self.inputs)

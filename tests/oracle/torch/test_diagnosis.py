@@ -83,9 +83,11 @@ def test_without_skill_no_memory_is_spoken_of():
 def test_what_is_missed_is_named_and_the_way_there_judged():
     x = white_noise()
     y = 0.5 * x[:, -2] + 0.5 * x[:, -31]
-    wide = rl.diagnose(shift_register({1: 0.5, 38: 0.0}), x, y)  # stores the last 38 inputs, reads one
+    wide = rl.diagnose(shift_register({1: 0.5, 30: 1e-3, 38: 0.0}), x, y)  # stores 38 inputs, nearly reads one
     assert wide.findings[0].evidence["lag"] == 30
     assert {"MISSED_DEPENDENCY", "PATH_OPEN"} <= set(wide.codes)
+    unread = rl.diagnose(shift_register({1: 0.5, 38: 0.0}), x, y)  # its readout of that input is exactly 0
+    assert {f.code: f.evidence.get("cause") for f in unread.findings}["NO_PATH"] == "zero_weights"
     short = rl.diagnose(shift_register({1: 0.5}), x, y)
     assert {"MISSED_DEPENDENCY", "VANISHING"} <= set(short.codes)
     assert "No sign" not in str(short)

@@ -1,0 +1,80 @@
+"""Operations of a program at which a gradient ends: the result of the search, and the recorder that finds none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..typing import Array
+
+#: ``"constant"``: the value goes on, and its gradient does not (``detach``, ``no_grad``). ``"discrete"``: the same, by
+#: conversion to integers or bool (``argmax``, ``>``). ``"selection"``: the value is left out, as by a slice.
+CutKind = Literal["constant", "discrete", "selection"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A line of code whose operations receive the gradient of an entry of the input, and do not pass it on.
+
+    Attributes
+    ----------
+    operation
+        Name of the operation, as ``"detach"``, or ``"relu in torch.no_grad()"``.
+    file, line, code
+        Where the user's program calls it, and the text of that line.
+    shape, index
+        Shape of the tensor that goes in, and the index of a selection as text, as ``"[:, 0]"``.
+    takes_input, passes_other
+        Whether the input itself goes in, and whether the gradient of other entries comes out.
+    """
+
+    kind: CutKind
+    operation: str
+    file: str
+    line: int
+    code: str
+    shape: tuple[int, ...] = ()
+    index: str = ""
+    takes_input: bool = False
+    passes_other: bool = False
+
+    @property
+    def place(self) -> str:
+        """File, line and code as text: ``model.py, line 12: out = self.head(out[:, 0])``."""
+        return f"{self.file.rpartition('/')[2]}, line {self.line}: {self.code}"
+
+
+class CutRecorder:
+    """Recorder of the operations of a program; this one, for engines that cannot observe operations, records none."""
+
+    def find(self, values: Sequence[Array], entries: Sequence[Array], others: Sequence[Array]) -> list[Cut]:
+        """Return the lines at which the gradient of some entries of the program's inputs ends, in order of execution.
+
+        It is called between the forward and the backward pass of the program.
+
+        Parameters
+        ----------
+        values
+            Inputs of the program, by which its tensors are found.
+        entries
+            Masks of bool, shaped as the inputs: the entries whose gradient is followed.
+        others
+            The same, of other entries: whether these pass is said in each result.
+        """
+        return []
+
+
+def shown_index(index: Any) -> str:
+    """Return an index as it is written in Python: ``(slice(None), 0)`` as ``"[:, 0]"``."""
+
+    def one(item: Any) -> str:
+        if isinstance(item, slice):
+            start, stop, step = (("" if part is None else str(part)) for part in (item.start, item.stop, item.step))
+            return f"{start}:{stop}" + (f":{step}" if step else "")
+        if item is Ellipsis:
+            return "..."
+        return str(item) if isinstance(item, int | bool | type(None)) else "<indices>"
+
+    items = index if isinstance(index, tuple) else (index,)
+    return f"[{', '.join(map(one, items))}]"
