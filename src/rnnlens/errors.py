@@ -29,6 +29,10 @@ class ModelError(RnnlensError, ValueError):
     """Error for a model that cannot be analysed: not built, not compiled, no recurrent layer, no adapter."""
 
 
+class UnbuiltModelError(ModelError):
+    """Error for a model, or a layer in it, whose weights are created at its first call."""
+
+
 class UnsupportedError(RnnlensError, NotImplementedError):
     """Error for an option or a layer that rnnlens does not support."""
 

@@ -28,7 +28,7 @@ from ..adapters.keras.training_capture import (
     weights_of,
 )
 from ..adapters.registry import adapter_for
-from ..errors import InputError, TrackingWarning, message, short_repr
+from ..errors import InputError, TrackingWarning, UnbuiltModelError, message, short_repr
 from ..results.training_run import Gap
 from ..tracking.alerts import Alerts, Incidents, checked_on_nonfinite, is_finite
 from ..tracking.batches import TrainedBatch, direct_trace
@@ -272,7 +272,10 @@ class Watch(_Callback):
             and self._running_recorder.writes
             and not self._start_is_recorded
         ):
-            self._record_probe(before_training=not self._awaits_weights)
+            try:
+                self._record_probe(before_training=not self._awaits_weights)
+            except UnbuiltModelError:
+                self._awaits_weights = True
 
     def _close_as_interrupted(self) -> None:
         """Remove the capture of training steps, and close the run as interrupted: ``on_train_end`` was not called."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 
-from ..errors import InputError, LayerNotFoundError, TrackingWarning, message
+from ..errors import InputError, LayerNotFoundError, TrackingWarning, UnbuiltModelError, message
 from ..results.training_run import Gap
 from .alerts import Alerts
 from .records import Sink, TrainingRecord
@@ -88,13 +88,13 @@ class Recorder:
 
         Raises
         ------
-        InputError, LayerNotFoundError
-            If the arguments of the watch do not fit, and ``before_training``.
+        InputError, LayerNotFoundError, UnbuiltModelError
+            If the arguments of the watch do not fit, or weights do not exist yet, and ``before_training``.
         """
         try:
             self.write(make_record())
         except Exception as error:
-            if before_training and isinstance(error, InputError | LayerNotFoundError):
+            if before_training and isinstance(error, InputError | LayerNotFoundError | UnbuiltModelError):
                 raise
             self.fail_record(step, error, source)
 

@@ -130,8 +130,8 @@ def test_not_built():
         adapter.describe(keras.Sequential([keras.layers.LSTM(2)], name="net"))
     assert str(caught.value) == (
         "Model 'net' is not built: its weights do not exist yet.\n"
-        "  expected: a model that knows the shape of its input\n"
-        "  try:      model.build((None, steps, features)), or call it once on a batch: model(x)"
+        "  expected: a model that was called on a batch\n"
+        "  try:      model(x)"
     )
 
 

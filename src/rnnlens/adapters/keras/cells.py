@@ -13,7 +13,7 @@ from ...errors import cell_rerun_errors
 from ...recurrence.cells import StepCell
 from ...typing import Array
 from .dialect import Dialect
-from .restore import model_state_restored
+from .restore import borrowed
 from .run import compiled_cell
 from .weights import cell_variables
 
@@ -99,7 +99,7 @@ class KerasStepCell(StepCell):
 
     @contextmanager
     def _state_restored(self) -> Iterator[None]:
-        with model_state_restored(self._cell, self._keras), cell_rerun_errors(type(self._cell).__name__):
+        with borrowed(self._cell, self._keras), cell_rerun_errors(type(self._cell).__name__):
             yield
 
 
@@ -134,7 +134,7 @@ def initial_state_weights(keras: Dialect, cell: Any) -> set[str]:
     names = set()
     for name, variable in cell_variables(cell).items():
         value = keras.ops.convert_to_tensor(np.full(tuple(variable.shape), np.nan), dtype=variable.dtype)
-        with model_state_restored(cell, keras), keras.cell_weights_substituted(cell, [(variable, value)]):
+        with borrowed(cell, keras), keras.cell_weights_substituted(cell, [(variable, value)]):
             states = keras.tree.flatten(keras.initial_state(cell, 1))
         if any(bool(np.isnan(keras.value_of(state)).any()) for state in states):
             names.add(name)

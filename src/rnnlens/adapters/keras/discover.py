@@ -6,7 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean, duplicate_name_message, message
+from ...errors import (
+    LayerNotFoundError,
+    ModelError,
+    UnbuiltModelError,
+    UnsupportedError,
+    did_you_mean,
+    duplicate_name_message,
+    message,
+)
 from ..protocol import LayerInfo
 from .dialect import Dialect, LoopOverCell, dialect_of
 from .weights import kind_of, known_class, layer_signature
@@ -67,12 +75,12 @@ class ModelLayers:
 
 
 def locate_layers(model: Any) -> ModelLayers:
-    """Find all layers of a model, nested ones too; raise ModelError if it is not built or a name is ambiguous."""
+    """Find all layers of a model, nested ones too; raise an error if it is not built or a name is ambiguous."""
     if not model.built:
-        raise ModelError(
+        raise UnbuiltModelError(
             f"Model {model.name!r} is not built: its weights do not exist yet.",
-            expected="a model that knows the shape of its input",
-            hint="model.build((None, steps, features)), or call it once on a batch: model(x)",
+            expected="a model that was called on a batch",
+            hint="model(x)",
         )
     sites: list[RecurrentSite] = []
     other_layers: dict[str, Any] = {}

@@ -17,7 +17,7 @@ from .dialect import Dialect, dialect_of
 from .discover import given_state_layers, locate_layers
 from .hooks import Loss, RunRequest
 from .inputs import targets
-from .restore import model_state_restored
+from .restore import borrowed
 from .run import run
 
 
@@ -230,7 +230,7 @@ def loss_of(model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Arr
         with keras.variables_substituted(model, None, seeds, weights, tap), raised_by("Your loss"):
             return {"loss": _checked_scalar(keras, loss(inputs["y"], y_pred, inputs["weight"]))}, None
 
-    with model_state_restored(model, keras, batch.seed), keras.compiled_loss_unchanged(model, regularised=False):
+    with borrowed(model, keras, batch.seed, regularised=False):
         seeds = keras.seed_tensors(model, batch.seed)
         linearised = engine.linearise(program, arguments, Memo())
         value = float(np.asarray(engine.to_array(linearised.targets["loss"])))

@@ -24,7 +24,7 @@ from .dialect import Dialect, dialect_of
 from .discover import ModelLayers, RecurrentSite, base_name, given_state_layers, implied_sites, locate_layers
 from .hooks import LayerCall, Loss, RunRequest
 from .inputs import input_order
-from .restore import model_state_restored
+from .restore import borrowed
 from .run import discard_memo, memo_for, program, run_with_loops
 from .weights import composed_weights, named_variables, registration_of
 
@@ -397,10 +397,7 @@ def _sizes(calls: Sequence[LayerCall]) -> tuple[int, int]:
 @contextmanager
 def _repeatable_run(job: RunRequest) -> Iterator[None]:
     """Run the model within the block with the same random numbers each time, and restore its state on exit."""
-    with (
-        model_state_restored(job.model, job.keras, job.batch.seed),
-        job.keras.compiled_loss_unchanged(job.model, regularised=True),
-    ):
+    with borrowed(job.model, job.keras, job.batch.seed, regularised=True):
         yield
 
 

@@ -23,7 +23,7 @@ from .dialect import dialect_of
 from .discover import root_name
 from .hooks import RunRequest
 from .inputs import input_order
-from .restore import model_state_restored
+from .restore import borrowed
 from .run import call_model, memo_of, stamp_of_run, stamp_of_tensors
 from .weights import attribute_variables, has_two_biases, registration_of
 
@@ -66,7 +66,7 @@ def _reference_function(model: Any, batch: Batch, with_loss: bool, regularised: 
     keras = dialect_of(model)
     loss = losses.scalar_loss(model, batch) if with_loss else None
     stamp = stamp_of_run(keras, model, batch.loss) if keras.engine.compiles else None
-    with model_state_restored(model, keras, batch.seed), keras.compiled_loss_unchanged(model, regularised=regularised):
+    with borrowed(model, keras, batch.seed, regularised=regularised):
         yield _ReferenceFunction(RunRequest(model, batch, loss=loss), regularised, stamp)
 
 
@@ -107,7 +107,7 @@ class _ReferenceFunction:
         if not callable(cotangents):
             return [None if c is None else convert(c) for c in cotangents]
         # The next run starts from the same states.
-        with model_state_restored(self.job.model, self.job.keras, self.job.batch.seed):
+        with borrowed(self.job.model, self.job.keras, self.job.batch.seed):
             _, values = self._run("forward", self.program)
         cotangent_arrays = cotangents([self._array(t) for t in values])
         return [None if c is None else convert(c, dtype=t.dtype) for t, c in zip(values, cotangent_arrays, strict=True)]

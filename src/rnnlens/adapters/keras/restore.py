@@ -1,7 +1,8 @@
-"""Restore the Python state of layers: attributes, and every mutable object that they refer to.
+"""Borrow a user's model for a run: nothing is built in it, and all that the run changes is restored.
 
-Examples are counters, lists, dicts, arrays, the user's objects, contents of closures and random generators. Keras' own
-layers change only their attributes, so nothing behind these is recorded.
+What a run changes are variables, random generators, the compiled loss, and the Python state of layers: attributes, and
+every mutable object that they refer to, such as counters, lists, arrays, the user's objects and contents of closures.
+Keras' own layers change only their attributes once they are built, so nothing behind these is recorded then.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ...autodiff.tensors import global_random_states_restored
+from ...errors import UnbuiltModelError
 from .dialect import Dialect
 
 #: Types of containers whose contents are restored in place.
@@ -94,25 +97,67 @@ _FOREIGN_PACKAGES = frozenset(
 )
 
 
+#: Undo logs of the models that are borrowed, by the id of the model.
+_open_logs: ContextVar[dict[int, _UndoLog]] = ContextVar("open_logs")
+
+
 @contextmanager
-def model_state_restored(model: Any, keras: Dialect, seed: int | None = None) -> Iterator[None]:
-    """Restore on exit all state that a run of a model or cell changes: variables, random generators, Python state."""
-    with keras.model_state_restored(model, seed), python_state_restored(model, keras):
+def borrowed(model: Any, keras: Dialect, seed: int | None = None, *, regularised: bool | None = None) -> Iterator[None]:
+    """Borrow a model or cell for a run: restore on exit all state that the run changes.
+
+    Random generators are seeded with ``seed``, if it is given. With ``regularised`` the compiled loss is replaced
+    within the block by one that changes no metric; penalties of weights have a gradient if it is True.
+
+    Raises
+    ------
+    UnbuiltModelError
+        From the run, if a layer would create its weights in it.
+    """
+    with (
+        keras.model_state_restored(model, seed),
+        _nothing_built(model, keras),
+        nullcontext() if regularised is None else keras.compiled_loss_unchanged(model, regularised),
+        python_state_restored(_UndoLog(model, keras)),
+    ):
         yield
 
 
 @contextmanager
-def python_state_restored(model: Any, keras: Dialect) -> Iterator[None]:
-    """Restore on exit the Python state of ``model`` and its layers, and the process's random states."""
-    undo_log = _UndoLog(keras)
-    for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
-        undo_log.record_layer(layer)
-    undo_log.record_value(model)  # a cell that is not a layer
+def python_state_restored(undo_log: _UndoLog) -> Iterator[None]:
+    """Restore on exit the Python state that a log has recorded, and the process's random states."""
+    open_logs = _open_logs.get({})
+    token = _open_logs.set({**open_logs, undo_log.model_id: undo_log})
     with global_random_states_restored():
         try:
             yield
         finally:
+            _open_logs.reset(token)
             undo_log.restore()
+
+
+def open_log(model: Any) -> _UndoLog:
+    """Return the undo log of a model that is borrowed."""
+    return _open_logs.get()[id(model)]
+
+
+@contextmanager
+def _nothing_built(model: Any, keras: Dialect) -> Iterator[None]:
+    """Raise UnbuiltModelError where a layer that is not built yet adds a weight within the block."""
+    with overriding() as override:
+        for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
+            if not layer.built:
+                override(layer, "add_weight", partial(_refuse_weight, layer))
+        yield
+
+
+def _refuse_weight(layer: Any, *arguments: Any, **options: Any) -> None:
+    error = UnbuiltModelError(
+        f"Layer {layer.name!r} is not built: {type(layer).__name__} creates its weights at its first call.",
+        expected="a model that was called on a batch",
+        hint="model(x)",
+    )
+    error._keras_call_info_injected = True  # type: ignore[attr-defined]  # Keras appends nothing to the message
+    raise error
 
 
 @contextmanager
@@ -141,10 +186,13 @@ def overriding() -> Iterator[Callable[[Any, str, Any], None]]:
 class _UndoLog:
     """Undo log of changed Python state: one entry for each object."""
 
-    def __init__(self, keras: Dialect) -> None:
-        self._keras = keras
+    def __init__(self, model: Any, keras: Dialect) -> None:
+        self._keras, self.model_id = keras, id(model)
         self._seen: dict[int, Any] = {}  # keeps objects alive, so that no id is used twice
         self._undo_steps: list[Callable[[], object]] = []
+        for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
+            self.record_layer(layer)
+        self.record_value(model)  # a cell that is not a layer
 
     def restore(self) -> None:
         """Undo all changes, the last recorded first."""
@@ -152,15 +200,16 @@ class _UndoLog:
             undo()
 
     def record_layer(self, layer: Any) -> None:
-        """Record the attributes of a layer, and the objects that they refer to unless the layer is Keras' own."""
+        """Record the attributes of a layer, and the objects that they refer to unless Keras' own code fixes them."""
         if self._is_new(layer):
             self._undo_steps.append(undo_attributes(layer))
             for name in _BOOKKEEPING & vars(layer).keys():
                 self.record_value(vars(layer)[name])
-            is_user_layer = not self._keras.is_from_keras(type(layer)) or type(layer) is self._keras.layers.Lambda
+            is_own = self._keras.is_from_keras(type(layer)) and type(layer) is not self._keras.layers.Lambda
+            is_fixed = is_own and layer.built  # building appends to lists, and locks what tracks the variables
             for value in list(vars(layer).values()):
                 # Keras' own layers change only their attributes, but may contain a user's cell or function.
-                if is_user_layer or _package(value) not in _FOREIGN_PACKAGES:
+                if not is_fixed or _package(value) not in _FOREIGN_PACKAGES:
                     self.record_value(value)
 
     def record_value(self, value: Any) -> None:

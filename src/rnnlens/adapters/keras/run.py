@@ -17,7 +17,7 @@ from ...errors import raised_by
 from ...settings import current
 from .dialect import Dialect
 from .hooks import ChangedStateError, LayerCall, LayerRecorder, RunRequest, Starts, SteppedLayerError
-from .restore import model_state_restored, python_state_restored
+from .restore import borrowed, open_log, python_state_restored
 
 Result = TypeVar("Result")
 
@@ -30,7 +30,7 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
     # An engine may call the program several times; each call must start from the user's model, unchanged.
     values, seeds = arguments["values"], arguments["seeds"]
     with (
-        python_state_restored(job.model, keras),
+        python_state_restored(open_log(job.model)),
         keras.variables_substituted(job.model, values, seeds, job.weights, tap),
     ):
         with recorder.layers_hooked():
@@ -96,13 +96,10 @@ def run_with_loops(job: RunRequest, attempt: Callable[[RunRequest], Result]) -> 
 
 def _run_once(job: RunRequest) -> RunResult:
     engine = job.keras.engine
-    with model_state_restored(job.model, job.keras, job.batch.seed):
+    with borrowed(job.model, job.keras, job.batch.seed, regularised=False):
         arguments = job.arguments()
         memo = None if getattr(job.model, "run_eagerly", False) else memo_for(job, arguments)
-        with (
-            job.keras.compiled_loss_unchanged(job.model, regularised=False),
-            raised_by("The forward or backward pass of your model"),
-        ):
+        with raised_by("The forward or backward pass of your model"):
             results, calls = _run_compiled_or_eager(job, arguments, engine, memo)
     value, (arrays, outputs), gradients = results
 
@@ -127,7 +124,7 @@ def with_starts(job: RunRequest) -> RunRequest:
         trial_job = replace(
             job, nan_site=name, starts=no_starts, gradients=False, loss=None, record_names=frozenset(), calls=[]
         )
-        with model_state_restored(job.model, job.keras, job.batch.seed):
+        with borrowed(job.model, job.keras, job.batch.seed):
             _run_program(trial_job, trial_job.arguments(), job.keras.engine)
         arrays = next((call.arrays for call in trial_job.calls if call.layer_name == name), {})
         states = [job.keras.value_of(a) for key, a in arrays.items() if key.startswith("received/")]

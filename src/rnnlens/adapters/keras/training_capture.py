@@ -98,6 +98,7 @@ class TrainStep:
             return self._original(*arguments)
         self.records_next = False
         batches: list[Any] = []
+        weight_count = len(self._model.weights)
         try:
             state_before = self._copy_state(arguments)
             source = self._tee(arguments[-1], batches)
@@ -105,7 +106,7 @@ class TrainStep:
             self.failure = error
             return self._original(*arguments)
         result = self._step(arguments, source, state_before)
-        if batches:
+        if batches and len(self._model.weights) == weight_count:  # else the state before the step is unknown
             element = batches[0] if isinstance(batches[0], tuple | list) else (batches[0],)
             x, y, weight = (*element, None, None)[:3]
             self.recorded = RecordedStep(x, y, weight, state_before, len(batches))

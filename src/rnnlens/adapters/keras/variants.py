@@ -15,7 +15,7 @@ from ..shared import Pull
 from .dialect import Dialect, dialect_of
 from .discover import locate_layers
 from .pullback import differentiate
-from .restore import model_state_restored, overriding
+from .restore import borrowed, overriding
 from .weights import named_variables
 
 
@@ -129,11 +129,11 @@ def subnetwork(model: Any, of: Port, wrt: Port) -> Callable[[Array], tuple[Array
         return tensor
 
     def run(array: Array) -> tuple[Array, Pull]:
-        with model_state_restored(model, keras):
+        with borrowed(model, keras):
             value, pull = differentiate(run_layers, [array], keras)
 
         def pull_and_restore(cotangent: Array) -> list[Array]:
-            with model_state_restored(model, keras):
+            with borrowed(model, keras):
                 return pull(cotangent)
 
         return value, pull_and_restore
