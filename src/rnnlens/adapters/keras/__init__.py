@@ -126,7 +126,7 @@ class KerasAdapter(Adapter):
         seen_ids: set[int] = set()
         kept_names: list[str] = []
         for name in sorted(layers, key=loop_names.__contains__):  # a layer before a loop over its cell
-            own_ids = {id(variable) for variable in layers[name].weights}
+            own_ids = {id(variable) for variable in dialect_of(model).weights(layers[name])}
             kept_names += [name] if own_ids - seen_ids else []
             seen_ids |= own_ids
         weights_by_layer = {
@@ -139,9 +139,9 @@ class KerasAdapter(Adapter):
             *model_layers.root,
         ):
             holder = model_layers.holder(name)
-            if any(id(v) not in seen_ids for v in holder.weights):  # beside those of the layers in it
+            if any(id(v) not in seen_ids for v in dialect_of(model).weights(holder)):  # beside those of the layers in it
                 weights_by_layer[name] = layer_weights(holder, {}, excluded_ids=seen_ids)
-                seen_ids |= set(map(id, holder.weights))
+                seen_ids |= set(map(id, dialect_of(model).weights(holder)))
         return weights_by_layer
 
     def differentiate(

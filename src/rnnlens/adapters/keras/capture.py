@@ -51,7 +51,7 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
         weights = {f"{key}|{name}": v for key, cell in cells.items() for name, v in cell_variables(cell).items()}
     if boundaries and not last_layer:
         cell_variable_ids = {id(variable) for variable in weights.values()}
-        other_variables = [v for v in model.variables if id(v) not in cell_variable_ids and keras.is_float(v)]
+        other_variables = [v for v in keras.weights(model) if id(v) not in cell_variable_ids and keras.is_float(v)]
         weights |= {f"beside|{i}": v for i, v in enumerate(other_variables)}
     job = RunRequest(
         model,

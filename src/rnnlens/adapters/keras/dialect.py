@@ -133,6 +133,10 @@ class Dialect(Protocol):
         """Return the path of a variable, such as ``"lstm/lstm_cell/kernel"``."""
         return str(variable.path)
 
+    def weights(self, layer: Any) -> list[Any]:
+        """Return the variables among the weights of a layer or model: a table of words in Keras 2 is none."""
+        return [v for v in getattr(layer, "weights", ()) if isinstance(v, self.Variable)]
+
     def own_variables(self, layer: Any) -> list[Any]:
         """Return the variables of a layer without those of its sublayers."""
         return [*layer._trainable_variables, *layer._non_trainable_variables]

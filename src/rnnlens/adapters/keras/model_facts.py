@@ -106,7 +106,7 @@ def provenance(model: Any) -> Mapping[str, str]:
     keras = dialect_of(model)
     engine = keras.engine.name
     version = getattr(importlib.import_module(engine), "__version__", "unknown")
-    values = [keras.ops.convert_to_tensor(variable) for variable in (model.variables[:1] if model.built else ())]
+    values = [keras.ops.convert_to_tensor(variable) for variable in (keras.weights(model)[:1] if model.built else ())]
     device = str(getattr(values[0], "device", "cpu")) if values else "cpu"
     return {
         "framework": f"{keras.name} {keras.version}",

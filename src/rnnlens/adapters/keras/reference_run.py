@@ -210,9 +210,10 @@ def names_of(model: Any) -> dict[int, str]:
     """Return a unique name for each variable, by the variable's id: its path, numbered if several share it."""
     path_counts: dict[str, int] = {}
     names: dict[int, str] = {}
+    keras = dialect_of(model)
     for variable in model.variables:
-        if id(variable) not in names:
-            path = dialect_of(variable).path(variable)
+        if id(variable) not in names and isinstance(variable, keras.Variable):
+            path = keras.path(variable)
             count = path_counts[path] = path_counts.get(path, 0) + 1
             names[id(variable)] = path if count == 1 else f"{path}#{count}"
     return names
@@ -234,7 +235,7 @@ def weight_location(model: Any, layer: str, direction: str | None, key: str) -> 
         else:  # a variable that the layer adds itself comes before those of its sublayers
             location = _variable_location(
                 model, dialect_of(inner_layer).own_variables(inner_layer), key
-            ) or _variable_location(model, inner_layer.weights, key)
+            ) or _variable_location(model, dialect_of(inner_layer).weights(inner_layer), key)
         if location is not None:
             return location
     return None

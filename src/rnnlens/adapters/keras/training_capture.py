@@ -268,7 +268,7 @@ def optimizer_steps(model: Any) -> int:
 def weights_of(model: Any) -> dict[str, Any]:
     """Return copies of all weights by unique name, in the order of ``set_weights``."""
     keras, names = dialect_of(model), names_of(model)
-    return {names[id(variable)]: keras.value_of(variable) for variable in model.weights}
+    return {names[id(variable)]: keras.value_of(variable) for variable in keras.weights(model)}
 
 
 def largest_weight(model: Any) -> float:

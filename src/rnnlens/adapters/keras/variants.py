@@ -78,7 +78,7 @@ def reinitialised(model: Any, seed: int) -> Any:
             twin = keras.models.clone_model(model) if is_graph else type(model).from_config(model.get_config())
             if not twin.built:
                 twin.build_from_config(model.get_build_config())
-        if [tuple(v.shape) for v in twin.variables] != [tuple(v.shape) for v in model.variables]:
+        if [tuple(v.shape) for v in keras.weights(twin)] != [tuple(v.shape) for v in keras.weights(model)]:
             raise ValueError("its weights have other shapes")
         loss = keras.compiled_loss(model) if isinstance(model, keras.Model) else None
         if loss is not None and not keras.is_compiled(twin):  # cloning may have compiled it

@@ -134,7 +134,7 @@ def named_variables(layer: Any) -> dict[str, Any]:
 
     Of variables with one path the second has ``#2`` appended, and so on; those of sublayers come last.
     """
-    named = [(dialect_of(v).variable_name(v), v) for v in getattr(layer, "weights", [])]
+    named = [(dialect_of(v).variable_name(v), v) for v in dialect_of(layer).weights(layer)]
     weights = [v for name, v in named if name != "rnn_state"]
     by_name = {name: v for name, v in named if name != "rnn_state"}
     if len(by_name) == len(weights):
@@ -230,7 +230,7 @@ def attribute_variables(cell: Any) -> dict[str, Any]:
     """Return the variables of a cell by attribute: ``"u"``, ``"dense.kernel"``; others by their own names."""
     by_attribute = dict(_walk_attributes(cell, "", _SEARCH_DEPTH))
     found_ids = {id(v) for v in by_attribute.values()}
-    other_variables = {dialect_of(v).variable_name(v): v for v in cell.weights if id(v) not in found_ids}
+    other_variables = {dialect_of(v).variable_name(v): v for v in dialect_of(cell).weights(cell) if id(v) not in found_ids}
     return {
         name: v for name, v in (by_attribute | other_variables).items() if "seed" not in dialect_of(v).variable_name(v)
     }
