@@ -15,6 +15,11 @@ from ..autodiff.tensors import engine_of, to_numpy
 from ..errors import InputError, UnsupportedError, has_attribute, shape_of, short_repr
 from ..settings import must_fit
 
+#: What to type where the data are text.
+TEXT_HINT = (
+    "encode text as integer ids first; of a Keras model that does so itself: ids = model.layers[0](x), "
+    "inner = keras.Sequential(model.layers[1:]), inner(ids), and inner in place of model, ids in place of x"
+)
 _NUMBERS = re.compile(r"(bool|u?int|float|bfloat|half|double|long|short|e?char)[0-9a-z_]*")
 _MAX_DEPTH, _MAX_ITEMS = 32, 20_000_000
 
@@ -314,8 +319,10 @@ def _refuse_dtype(name: str, dtype: Any) -> None:
             expected="real numbers",
             hint="real and imaginary part as two features",
         )
+    if name.partition("[")[0] == "x" and dtype_name == "string":
+        return  # a tensor of TensorFlow for a layer of the model that looks words up
     if not _NUMBERS.fullmatch(dtype_name):
-        hint = "encode text as integer ids first" if dtype_name.startswith(("str", "object", "bytes")) else None
+        hint = TEXT_HINT if dtype_name.startswith(("str", "object", "bytes")) else None
         raise InputError(f"{name} is not numeric.", got=f"dtype {dtype}", expected="numbers", hint=hint)
 
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from .. import data
 from ..adapters.protocol import Adapter, Batch, CaptureRequest, Port
-from ..arguments.data import is_source
+from ..arguments.data import TEXT_HINT, is_source
+from ..autodiff.tensors import dtype_name
 from ..errors import InputError, RnnlensError, UnsupportedError, shape_of, short_repr
 from ..layout import Layout, canonical_order
 from ..results.schema import to_host
@@ -317,7 +318,8 @@ def refuse_without_time(x: Any, *, least: int = 2) -> None:
         received = ", ".join(map(str, shapes))
         message = "The data has no earlier time step" + (", or no other sample to compare with." if least > 1 else ".")
         expected = f"x of shape (sample, time, ...), at least {least} of each"
-        raise InputError(message, got=received, expected=expected)
+        hint = TEXT_HINT if any(dtype_name(leaf) == "string" for leaf in leaves) else None
+        raise InputError(message, got=received, expected=expected, hint=hint)
 
 
 def _refuse_packed(tree: Any) -> None:

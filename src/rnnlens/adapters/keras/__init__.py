@@ -139,7 +139,9 @@ class KerasAdapter(Adapter):
             *model_layers.root,
         ):
             holder = model_layers.holder(name)
-            if any(id(v) not in seen_ids for v in dialect_of(model).weights(holder)):  # beside those of the layers in it
+            if any(
+                id(v) not in seen_ids for v in dialect_of(model).weights(holder)
+            ):  # beside those of the layers in it
                 weights_by_layer[name] = layer_weights(holder, {}, excluded_ids=seen_ids)
                 seen_ids |= set(map(id, dialect_of(model).weights(holder)))
         return weights_by_layer

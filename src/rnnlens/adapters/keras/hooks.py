@@ -213,6 +213,8 @@ class LayerRecorder:
         is_tapped = self.keras.is_float(tensor) and not self.job.tap_names.isdisjoint((kind, key))
         if is_tapped:
             tensor = self.tap(f"{call.key}|{name}", tensor)
+        if hasattr(tensor, "row_splits"):  # rows of words, which have no array
+            return tensor
         if is_tapped or not self.job.record_names.isdisjoint((kind, key)):
             call.arrays[name] = tensor
         return tensor

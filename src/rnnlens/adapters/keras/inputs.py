@@ -70,7 +70,7 @@ def _as_arrays(keras: Dialect, value: Any, name: str) -> Any:
 
 def _as_array(keras: Dialect, value: Any, name: str) -> Any:
     if keras.ops.is_tensor(value):
-        return value
+        return value  # also of strings, for a layer that looks words up
     array = as_numpy(value)
     if array.dtype.kind not in "fiubc":
         raise InputError(

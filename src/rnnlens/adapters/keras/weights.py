@@ -230,7 +230,9 @@ def attribute_variables(cell: Any) -> dict[str, Any]:
     """Return the variables of a cell by attribute: ``"u"``, ``"dense.kernel"``; others by their own names."""
     by_attribute = dict(_walk_attributes(cell, "", _SEARCH_DEPTH))
     found_ids = {id(v) for v in by_attribute.values()}
-    other_variables = {dialect_of(v).variable_name(v): v for v in dialect_of(cell).weights(cell) if id(v) not in found_ids}
+    other_variables = {
+        dialect_of(v).variable_name(v): v for v in dialect_of(cell).weights(cell) if id(v) not in found_ids
+    }
     return {
         name: v for name, v in (by_attribute | other_variables).items() if "seed" not in dialect_of(v).variable_name(v)
     }
