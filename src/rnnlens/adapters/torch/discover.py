@@ -167,7 +167,7 @@ def describe(model: nn.Module) -> list[LayerInfo]:
         for path, module in cell_candidates(model)
         if is_declared_cell(module)
         or isinstance(module, nn.RNNCellBase)
-        or RAN_AS_CELL.get(module, any(_is_state(name) for name in _positional_names(module)[:2]))
+        or RAN_AS_CELL.get(module, any(is_state_name(name) for name in _positional_names(module)[:2]))
     )
     for path, module, family in sequence_modules(named_modules(model)):
         axes = state_sizes(module, family)
@@ -186,7 +186,7 @@ def _layer_row(name: str, kind: str, cell: str, units: int, **fields: Any) -> La
     return LayerInfo(name, kind, cell, units, **{"direction": "forward", "return_sequences": True, **fields})
 
 
-def _is_state(name: str) -> bool:
+def is_state_name(name: str) -> bool:
     """Return whether an argument's name is that of one step's state; ``hidden_states`` names those of a sequence."""
     return _STATE_PARAMETER.search(name) is not None and not name.endswith("_states")
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .cells import as_tuple, has_own_forward
-from .discover import describe, recurrent_modules, unwrap
+from .discover import describe, is_state_name, recurrent_modules, unwrap
 from .inputs import detach_tensors
 from .record import autocast_around, may_use_tf32
 from .training_calls import TrainingCall, TrainingLoops, add_gradient, join_loops, record_inner_gradients, unscale
@@ -370,7 +370,7 @@ class TrainingCapture:
         call.steps, call.rng_state = [[tensor.detach() for tensor in tensors]], rng_state
         call.packed = output_value if isinstance(output_value, PackedSequence) else None
         if self.whole:
-            call.args, call.kwargs = detach_tensors((args, kwargs), copy=True)
+            call.args = detach_tensors(_kernel_arguments(module, args, kwargs), copy=True)
         for index, tensor in enumerate(tensors):
             if tensor.requires_grad:
                 tensor.register_hook(self._gradient_hook(call, (index, 0)))
@@ -420,6 +420,18 @@ class TrainingCapture:
         # Queue twice, to run after the callbacks in which distributed training averages gradients.
         queue = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(self.weights.record_accumulated))
+
+
+def _kernel_arguments(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the input and the initial states, if given, of a call of a torch recurrent layer or of its subclass.
+
+    The forward of a subclass may take more; whether it computes what torch's layer does is seen when the call is
+    repeated.
+    """
+    arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    (_, x), *others = arguments.items()
+    state = next((value for name, value in others if is_state_name(name) and value is not None), None)
+    return (x,) if state is None else (x, state)
 
 
 def stored_values(grad: Tensor) -> Tensor:

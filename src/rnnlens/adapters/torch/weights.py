@@ -98,7 +98,18 @@ def cell_weights(module: Any) -> Iterator[tuple[int, str, dict[str, Any]]]:
                 slot: torch_name(module, layer, f"{direction}/{NAMES[slot]}")
                 for slot in weight_slots(weights_per_direction)
             }
-            yield layer, direction, {slot: getattr(module, name) for slot, name in names.items()}
+            yield layer, direction, {slot: _weight_named(module, name) for slot, name in names.items()}
+
+
+def _weight_named(module: Any, name: str) -> Any:
+    """Return a weight of a torch recurrent layer by torch's name.
+
+    A weight that the model's forward computes, as by DropConnect, may not exist before the first forward pass. Torch's
+    layer still has the parameter that was deleted for it: a copy of its values is returned, without its history.
+    """
+    if hasattr(module, name):
+        return getattr(module, name)
+    return module._flat_weights[module._flat_weights_names.index(name)].detach().clone().requires_grad_()
 
 
 def torch_name(module: nn.Module | None, layer: int, key: str) -> str:

@@ -175,7 +175,10 @@ def uncaptured_reason(capture: TrainingCapture) -> str:
             f"gradient at {names} is not that of the loss alone; use a probe instead"
         )
     if capture.forward_calls == 0:
-        return f"{names} did not run in Python in the batches that were due"
+        return (
+            f"no hook of {names} ran in the batches that were due: the layer did not run, ran in compiled code, or "
+            "its forward was called by name (module.forward(x), not module(x)); a probe records it"
+        )
     if capture.evaluation_calls == capture.forward_calls:
         return "the model was in evaluation mode, as in a validation: model.train()"
     if capture.calls_without_graph:

@@ -373,6 +373,8 @@ class TorchWatch:
             pass  # a gap already
         elif batch is None:
             self._recorder.count_missed(uncaptured_reason(self._capture))
+        elif not batch.has_calls:
+            self._recorder.count_missed(" ".join(batch.notes))
         elif self._recorder.writes and self._recorder.sinks:
             batch.counted_weights = None if self._steps is None else self._steps.counted_weights
             self._recorder.record(self.steps, lambda: record_of(batch, self.plan), source="batch")

@@ -85,6 +85,11 @@ class WatchedBatch(Batch):
         return Trace(datasets, loss=self.loss, quantities=sorted(DIRECT), provenance=provenance, notes=self.notes)
 
     @property
+    def has_calls(self) -> bool:
+        """Whether any recurrent layer of the step can be recorded; :attr:`notes` names those that cannot."""
+        return bool(self._calls)
+
+    @property
     def layers(self) -> list[str]:
         """Names of the layers whose direct gradients were captured."""
         return list(self.direct)
@@ -96,7 +101,8 @@ class WatchedBatch(Batch):
         Raises
         ------
         UnsupportedError
-            If the calls cannot be replayed: dropout between stacked layers on a GPU, a subclass with its own forward.
+            If the calls cannot be replayed: dropout between stacked layers on a GPU, a subclass with its own forward,
+            or no layer that batch mode records.
         """
         return self.traced()
 
@@ -104,6 +110,12 @@ class WatchedBatch(Batch):
         self, *, layers: str | Iterable[str] | None = None, quantities: str | Iterable[str] | None = None
     ) -> Trace:
         """Return a trace like :attr:`trace`, restricted to some layers and quantities."""
+        if not self.has_calls:
+            raise UnsupportedError(
+                f"No layer of batch {self.step} was recorded.",
+                got=" ".join(self.notes),
+                hint="rl.torch.watch(model, probe=(x, y), loss=...)",
+            )
         replay = CallReplay(self._calls, self.scale)
         with options(certify="never"):
             replayed_trace = trace(
