@@ -29,7 +29,7 @@ from .fused import CallOwners, KernelInterceptor
 from .inputs import as_tensors, call_model, detach_tensors, map_leaves, tensors_of, with_gradient_leaves
 from .loops import CellHook, StepListener
 from .losses import evaluate, gradients_of, reaches
-from .public import ANY_SCAN, LISTENER, SCANS
+from .public import ANY_SCAN, LISTENER, SCANS, is_declared_cell
 from .record import (
     CallRecorder,
     OutputRecord,
@@ -39,6 +39,7 @@ from .record import (
     call_numbers,
     differentiable,
     node_names,
+    refuse_cells_without_state,
     refuse_hooked,
     refuse_transformed,
 )
@@ -114,6 +115,10 @@ def _capture_pass(
     boundaries = request.boundaries and request.gradients
     separate = boundaries and not topmost
     recorder = CallRecorder(rules, weight_grads=request.weight_grads and request.gradients, separate=separate)
+    if rules.no_cells:
+        no_cells = [(path, module) for path, module in requested.cells if path in rules.no_cells]
+        cells = [(path, module) for path, module in requested.cells if path not in rules.no_cells]
+        requested = replace(requested, cells=cells, other_layers=[*requested.other_layers, *no_cells])
     with borrowed_model(model, training=batch.training, seed=batch.seed, loss=batch.loss, differentiable=boundaries):
         x, sources = with_gradient_leaves(x) if separate else (x, [])
         chain = ChainRecorder(model)
@@ -121,6 +126,9 @@ def _capture_pass(
         if loss is not None and not loss.requires_grad and ran_without_gradients:
             rules.ignore_no_grad = True
             raise RunAgainError
+        if requested.names is not None:
+            undeclared = [path for path, module in requested.cells if not is_declared_cell(module)]
+            refuse_cells_without_state(recorder, undeclared)
         _refuse_no_calls(recorder, requested, request)
         links = None if ran_without_gradients else chain.chain(outputs)
         if topmost and not _is_cut_above(recorder, links, loss):

@@ -43,13 +43,18 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """List every module once, with its path. The wrapper of ``torch.compile`` is left out."""
+    """List every module once, with its path. The wrapper of ``torch.compile`` is left out.
+
+    The model itself is named after its class: ``net``, or ``net_model`` if one of its parts is called ``net``.
+    """
     modules: list[tuple[str, nn.Module]] = []
+    own_name = type(model).__name__.lower()
+    own_name += "_model" if own_name in model._modules else ""
     for path, module in model.named_modules():
         if hasattr(module, "_orig_mod"):
             continue
         clean_path = ".".join(name for name in path.split(".") if name != "_orig_mod")
-        modules.append((clean_path or type(module).__name__.lower(), module))
+        modules.append((clean_path or own_name, module))
     return modules
 
 

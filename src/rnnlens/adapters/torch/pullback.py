@@ -29,7 +29,16 @@ from .chain import ChainRecorder
 from .discover import RequestedLayers, named_modules, unwrap
 from .inputs import as_tensors, detach_tensors, device_and_dtype, leaves_of, map_leaves, tensors_of
 from .losses import host_array
-from .record import CallRecorder, OutputRecord, Packing, PassRules, Recurrence, RunAgainError, node_names
+from .record import (
+    CallRecorder,
+    OutputRecord,
+    Packing,
+    PassRules,
+    Recurrence,
+    RunAgainError,
+    node_names,
+    refuse_cells_without_state,
+)
 from .restore import borrowed_model
 from .weights import SLOTS, class_of, from_torch, library_parameter
 
@@ -83,6 +92,7 @@ class TorchPullback:
         requested_paths = {
             str(p.layer).partition("#")[0] for p in self._watched_ports if p.layer and p.kind != "weight"
         }
+        requested.cells = [(path, module) for path, module in requested.cells if path not in rules.no_cells]
         recurrent_ids = {id(module) for _, module in (*requested.recurrent, *requested.cells)}
         requested.other_layers = [
             (path, module)
@@ -101,6 +111,7 @@ class TorchPullback:
         with borrowed_model(model, training=batch.training, seed=batch.seed, loss=batch.loss) as self._run_state:
             substitutes = weight_substitutes(modules, (*self.of, *self.wrt))
             outputs, loss, ran_without_gradients = recorded_pass(model, batch, inputs, recorder, chain, requested)
+        refuse_cells_without_state(recorder, [path for path, _ in requested.cells if path in requested_paths])
         self._scan_sweep_size = recorder.scans.sweep_size
         self.returned = detach_tensors(outputs)
         output_leaves = leaves_of(outputs)

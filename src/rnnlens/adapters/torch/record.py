@@ -117,7 +117,7 @@ def _tensors(values: Any) -> list[Tensor]:
     return [item for item in items if isinstance(item, Tensor)]
 
 
-@dataclass
+@dataclass(eq=False)
 class CallRecord:
     """One call: a :class:`LayerRecord` per stacked layer, and the states before and after.
 
@@ -161,7 +161,7 @@ class CallRecord:
         ]
 
 
-@dataclass
+@dataclass(eq=False)
 class Recurrence:
     """Calls of one owner that continue each other: one recurrence through time."""
 
@@ -192,7 +192,8 @@ class PassRules:
     ``never_rowwise``: calls are not joined row by row. ``always_copy_states``: every call gets copies of its states,
     because the user's code changes some of them between the calls. ``run_by_step``: for the same reason a call of
     several steps is run step by step. ``ignore_no_grad``: ``torch.no_grad`` inside the model's forward is ignored.
-    ``all_gradients``: gradients are captured at all layers, because the pass is no chain.
+    ``all_gradients``: gradients are captured at all layers, because the pass is no chain. ``no_cells``: paths of
+    requested modules that have the arguments of a cell and proved to be none.
     """
 
     never_rowwise: set[int] = field(default_factory=set)
@@ -200,6 +201,7 @@ class PassRules:
     run_by_step: set[int] = field(default_factory=set)
     ignore_no_grad: bool = False
     all_gradients: bool = False
+    no_cells: set[str] = field(default_factory=set)
 
 
 class RunAgainError(Exception):
@@ -388,6 +390,17 @@ class CallRecorder:
         substitute = weight.clone() if is_computed else weight.detach().requires_grad_()
         self.substitutes[id(weight)] = self._weight_substitutes[owner.key, slot] = (weight, substitute)
         return substitute
+
+
+def refuse_cells_without_state(recorder: CallRecorder, paths: Iterable[str]) -> None:
+    """Raise ``RunAgainError`` if a requested module has the arguments of a cell, but carried no state between calls.
+
+    The next pass records it as a layer that is not recurrent.
+    """
+    recorded = {recurrence.owner.name for recurrence in recorder.recurrences}
+    if missing := set(paths) - recorded - recorder.rules.no_cells:
+        recorder.rules.no_cells |= missing
+        raise RunAgainError
 
 
 def call_site() -> Hashable:

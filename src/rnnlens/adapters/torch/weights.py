@@ -104,12 +104,27 @@ def cell_weights(module: Any) -> Iterator[tuple[int, str, dict[str, Any]]]:
 def _weight_named(module: Any, name: str) -> Any:
     """Return a weight of a torch recurrent layer by torch's name.
 
-    A weight that the model's forward computes, as by DropConnect, may not exist before the first forward pass. Torch's
-    layer still has the parameter that was deleted for it: a copy of its values is returned, without its history.
+    A weight that the model's forward computes, as by DropConnect, may not exist before the first forward pass. The
+    layer then has the parameter that it is computed from, such as ``weight_hh_l0_raw``: a copy of it is returned.
+
+    Raises
+    ------
+    ModelError
+        If there is no such parameter.
     """
     if hasattr(module, name):
         return getattr(module, name)
-    return module._flat_weights[module._flat_weights_names.index(name)].detach().clone().requires_grad_()
+    names = module._flat_weights_names if isinstance(module, nn.RNNBase) else []
+    stored = module._flat_weights[names.index(name)] if names else None
+    own_parameters = ((key, p) for key, p in module._parameters.items() if p is not None and key not in names)
+    sources = [p for key, p in own_parameters if key.startswith(f"{name}_")]
+    if stored is None and len(sources) != 1:
+        raise ModelError(
+            f"Weight {name!r} of a {type(module).__name__} does not exist yet.",
+            got="a weight that the model's forward computes",
+            hint="call the model once on a batch, model(x)",
+        )
+    return (sources[0] if stored is None else stored).detach().clone().requires_grad_()
 
 
 def torch_name(module: nn.Module | None, layer: int, key: str) -> str:

@@ -160,7 +160,7 @@ def register(
     Raises
     ------
     InputError
-        If ``layer`` is no class, or ``cell`` lacks a required attribute.
+        If ``layer`` is no class, ``cell`` lacks a required attribute, or a weight has a function of its own.
 
     Examples
     --------
@@ -171,6 +171,15 @@ def register(
     if not isinstance(layer, type):
         raise InputError("rl.cells.register takes a class.", got=repr(layer), expected="the class of the cells")
     _check_class(cell)
+    for name, source in weights.items() if isinstance(weights, Mapping) else ():
+        entries = (source,) if isinstance(source, str) else source
+        if not isinstance(entries, Sequence) or not all(isinstance(entry, str) for entry in entries):
+            raise InputError(
+                f"The source of weight {name!r} in weights= is no name.",
+                got=f"{{{name!r}: {source!r}}}",
+                expected="a name, a transposed name such as 'linear.weight.T', or a sequence of names, one per gate",
+                hint=f"one function for all weights: weights=lambda w: {{{name!r}: w['linear.weight'].T, ...}}",
+            )
     fixed_options = dict(options) if isinstance(options, Mapping) else {}
     options_of: Callable[[Any], Mapping[str, Any]] = options if callable(options) else lambda _: fixed_options
     _KINDS[cell.kind] = cell
