@@ -1,23 +1,30 @@
 # Everything runs from `.venv` in this folder, made on first use; nothing needs to be activated.
 #
 #   make demo       the main job, on real data          make lint       ruff, mypy, import layers
-#   make test       every suite (needs all frameworks)  make bench      speed and memory, as ratios
-#   make test-full  the same and the wide sweeps        make gallery    draw the pictures of docs/ again
-#   make docs       the site, in site/        make pages      reference and outputs in docs/, from the code
+#   make check      for every save: 90 seconds          make bench      speed and memory, as ratios
+#   make test       every suite: 10 minutes             make gallery    draw the pictures of docs/ again
+#   make test-full  all cases, and the wide sweeps      make pages      reference and outputs in docs/, from the code
+#   make docs       the site, in site/
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 # pip compiles no modules: the demo imports a part of what is installed, and `make test` compiles all on every core.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --editable
 
-.PHONY: demo test test-full lint bench gallery pages docs browser clean
+.PHONY: demo check test test-changed test-full lint bench gallery pages docs browser clean
 .DEFAULT_GOAL := test
 
 demo: .venv/.demo
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/rnnlens demo
 
+check: .venv/.dev
+	@$(BIN)/python tests/suites.py --check
+
 test: .venv/.dev browser
 	@$(BIN)/python tests/suites.py
+
+test-changed: .venv/.dev browser
+	@$(BIN)/python tests/suites.py --changed
 
 test-full: .venv/.dev browser
 	@$(BIN)/python tests/suites.py --full

@@ -24,6 +24,10 @@ settings.register_profile("rnnlens", deadline=None, suppress_health_check=[Healt
 settings.load_profile("rnnlens")
 
 TESTS = Path(__file__).resolve().parent
+#: Set by tests/suites.py: one case of each test is enough.
+ONE_CASE = os.environ.get("RNNLENS_ONE_CASE") == "1"
+#: Folders whose tests are all marked `check`.
+CHECKED_FOLDERS = ("unit", "property", "surface")
 #: Set by tests/suites.py: a missing framework must fail the tests, not skip them.
 SKIP_IS_FAILURE = os.environ.get("RNNLENS_SKIP_IS_FAILURE") == "1"
 
@@ -69,11 +73,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker("full")
     for item in redundant_cases(items):
         item.add_marker("full")
+    for item in further_cases(items) if ONE_CASE else ():
+        item.add_marker("full")
+    for item in items:
+        if item.path.relative_to(TESTS).parts[0] in CHECKED_FOLDERS:
+            item.add_marker("check")
     unknown = [
         f"{test}[{case}]" for test, keep in kept_cases.items() for case in keep if case not in cases_of_test[test]
     ]
     if unknown and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"product(keep=) names no case: {', '.join(unknown)}")
+
+
+def further_cases(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return all but the first case of each test, of those that are left; `product` has chosen its cases itself."""
+    tested, further = set(), []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("full") or item.get_closest_marker("product"):
+            continue
+        if test in tested:
+            further.append(item)
+        tested.add(test)
+    return further
 
 
 def redundant_cases(items: list[pytest.Item]) -> list[pytest.Item]:

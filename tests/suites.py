@@ -1,10 +1,16 @@
-"""Run every suite in its own process, as many at once as there are cores, and print a summary.
+"""Run suites of tests, each in its own process, as many at once as there are cores, and print a summary.
 
 A deep-learning framework is chosen once per process, so the suites are: the checks of the code, the tests that need no
 particular framework, the Keras contract once per engine, torch, and the documents. A suite that fails, a suite that
-collects nothing and a test file that belongs to no suite all make the run fail.
+collects nothing and a test file that belongs to no suite all make the run fail. There are three tiers, each of which
+contains the one before; tests/README.md says how a test chooses its tier.
 
-    python tests/suites.py [--full] [SUITE ...]
+    python tests/suites.py --check      # `make check`: lint, and the tests marked `check`
+    python tests/suites.py              # `make test`: all tests of some suites, one case of each test of the others
+    python tests/suites.py --full       # `make test-full`: everything
+    python tests/suites.py --changed    # `.ci/run`: as without an option, then everything of the suites that test what
+                                        # has changed, for as many minutes as --minutes allows
+    python tests/suites.py torch docs   # these suites only, with any of the options above
 """
 
 from __future__ import annotations
@@ -12,23 +18,29 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Timer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 from browsers import chromium  # noqa: E402
+from changes import changed_files  # noqa: E402
 
 #: In CI, browser tests must run; elsewhere a missing browser is only reported.
 IN_CI = bool(os.environ.get("CI"))
 BIN = Path(sys.executable).parent
+#: Exit code of pytest without a test; a timer takes no infinite number of seconds.
+NO_TESTS, MOST_SECONDS = 5, 1e6
 COUNTED_OUTCOMES = ("passed", "failed", "error", "errors", "skipped", "deselected", "xfailed", "xpassed")
 
 
@@ -42,6 +54,7 @@ class Suite:
     environment: dict[str, str] = field(default_factory=dict)
     needs_browser: bool = False
     only_full: bool = False
+    all_cases: bool = False  # in `make test`, too
 
 
 @dataclass(frozen=True)
@@ -51,12 +64,17 @@ class Outcome:
     seconds: float
     cpu_seconds: float
     output: str
+    is_cut: bool = False  # ended by the time limit
 
     @property
     def counts(self) -> Counter[str]:
         """Return the numbers of pytest's last line by outcome: passed, failed, skipped ..."""
         matches = re.findall(r"(\d+) (\w+)", self.closing_line)
         return Counter({category: int(number) for number, category in matches if category in COUNTED_OUTCOMES})
+
+    @property
+    def failures(self) -> int:
+        return self.counts["failed"] + self.counts["error"] + self.counts["errors"]
 
     @property
     def closing_line(self) -> str:
@@ -82,7 +100,7 @@ KERAS = (
 
 def keras_suite(engine: str) -> Suite:
     """Return the suite of Keras on one engine; `product` and `one_engine` choose its tests (tests/conftest.py)."""
-    return Suite(f"keras-{engine}", KERAS, environment={"KERAS_BACKEND": engine})
+    return Suite(f"keras-{engine}", KERAS, environment={"KERAS_BACKEND": engine}, all_cases=engine == "torch")
 
 
 GRAPHS = ("tests/contract/tf_graph", "tests/oracle/tf_graph")
@@ -111,6 +129,7 @@ SUITES = (
             "tests/tracking/torch",
             "tests/under_fire/torch",
         ),
+        all_cases=True,
     ),
     keras_suite("tensorflow"),
     graph_suite("v1"),
@@ -118,6 +137,7 @@ SUITES = (
         "core",
         ("tests/unit", "tests/property", "tests/surface", "tests/third_framework"),
         environment={"KERAS_BACKEND": "jax"},
+        all_cases=True,
     ),
     keras_suite("torch"),
     Suite(
@@ -151,17 +171,83 @@ SUITES = (
 )
 
 
-def commands_of(suite: Suite, full: bool) -> tuple[tuple[str, ...], ...]:
+#: Suites with tests marked `check`.
+CHECK = ("core", "torch", "lint")
+EVERY_SUITE = tuple(suite.name for suite in SUITES)
+KERAS_SUITES = ("keras-torch", "keras-jax", "keras-tensorflow", "tf_keras")
+GRAPH_SUITES = ("tf_graph-v1", "tf_graph-v2")
+#: Suites that test a part of the source. Every suite tests the rest of it; a folder of tests is tested by its suites.
+SUITES_OF = {
+    "src/rnnlens": EVERY_SUITE,
+    "src/rnnlens/adapters/keras": KERAS_SUITES,
+    "src/rnnlens/adapters/tf_graph": GRAPH_SUITES,
+    "src/rnnlens/adapters/torch": ("torch", "tools"),
+    "src/rnnlens/autodiff/torch.py": ("torch", "keras-torch"),
+    "src/rnnlens/autodiff/jax.py": ("keras-jax",),
+    "src/rnnlens/autodiff/tensorflow.py": ("keras-tensorflow", *GRAPH_SUITES),
+    "src/rnnlens/cli": ("core", "files"),
+    "src/rnnlens/cluster.py": ("dask",),
+    "src/rnnlens/plot": ("core", "docs"),
+    "src/rnnlens/reporting": ("report",),
+    "src/rnnlens/results/disk": ("core", "files", "dask"),
+    "src/rnnlens/tracking": ("torch", "keras-torch", "tools", "files"),
+    "src/rnnlens/verbs/chunked": ("dask",),
+    "tests/lowest.py": ("lowest-3.11", "lowest-3.12", "lowest-3.13"),
+    **dict.fromkeys(("docs", "examples", "README.md", "CONTRIBUTING.md", "mkdocs.yml"), ("docs",)),
+    **dict.fromkeys(("pyproject.toml", "requirements.txt", "tests/conftest.py", "tests/suites.py"), EVERY_SUITE),
+}
+
+
+def suites_of(file: str) -> list[str]:
+    """Return the names of the suites that test a changed file."""
+    path = Path(file)
+    if path.parent == Path("tests/helpers"):
+        names = re.compile(rf"\b({'|'.join(helpers_that_use(path.stem))})\b")
+        return [suite.name for suite in SUITES if any(names.search(test.read_text()) for test in files_of(suite))]
+    testing = [suite.name for suite in SUITES if any(path.is_relative_to(folder) for folder in suite.paths)]
+    covering = max((part for part in SUITES_OF if path.is_relative_to(part)), key=len, default=None)
+    return testing or list(SUITES_OF.get(covering, ()))
+
+
+def helpers_that_use(name: str) -> set[str]:
+    """Return the names of the helpers that name a helper, directly or through others, itself included."""
+    texts = {file.stem: file.read_text() for file in (ROOT / "tests" / "helpers").glob("*.py")}
+    names, found = {name}, {name}
+    while found:
+        pattern = re.compile(rf"\b({'|'.join(found)})\b")
+        found = {other for other, text in texts.items() if pattern.search(text)} - names
+        names |= found
+    return names
+
+
+def files_of(suite: Suite) -> list[Path]:
+    """Return the Python files of a suite."""
+    paths = [ROOT / path for path in suite.paths]
+    return [file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))]
+
+
+def touched_suites(files: Iterable[str]) -> list[Suite]:
+    """Return the suites that test the changed files, those with the most changed files first."""
+    counts = Counter(name for file in files for name in suites_of(file))
+    by_name = {suite.name: suite for suite in SUITES}
+    return [by_name[name] for name, _ in counts.most_common()]
+
+
+#: Choice of tests by pytest's option ``-m``. ``rest`` is what ``test`` leaves out of ``full``.
+SELECTIONS = {"check": "check and not full", "test": "not full", "full": "full or not full", "rest": "full"}
+
+
+def commands_of(suite: Suite, tier: str) -> tuple[tuple[str, ...], ...]:
     """Return the suite's own commands, or pytest on its paths."""
     if suite.commands:
         return tuple((str(BIN / command[0]), *command[1:]) for command in suite.commands)
-    selection = ("-m", "full or not full") if full else ()
+    selection = SELECTIONS[tier]
     if suite.needs_browser and chromium() is None and not IN_CI:
-        selection = ("-m", "not browser" if full else "not browser and not full")
-    return ((sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selection, *suite.paths),)
+        selection = f"not browser and ({selection})"
+    return ((sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", selection, *suite.paths),)
 
 
-def environment_of(suite: Suite, jax_cache: str) -> dict[str, str]:
+def environment_of(suite: Suite, tier: str, jax_cache: str) -> dict[str, str]:
     """Return the environment of a suite; JAX stores compiled programs in the folder ``jax_cache``."""
     return {
         **os.environ,
@@ -170,6 +256,8 @@ def environment_of(suite: Suite, jax_cache: str) -> dict[str, str]:
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "MPLBACKEND": "Agg",
         "RNNLENS_SKIP_IS_FAILURE": "1",
+        # One case of each test, see tests/conftest.py.
+        "RNNLENS_ONE_CASE": str(int(tier == "check" or (tier in ("test", "rest") and not suite.all_cases))),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # no test needs other plugins
         "PYTHONDONTWRITEBYTECODE": "",  # cache bytecode, so that modules are compiled only once
         # Many small programs are compiled and run once: XLA's optimisation costs more than it saves.
@@ -183,16 +271,18 @@ def environment_of(suite: Suite, jax_cache: str) -> dict[str, str]:
     }
 
 
-def run(suite: Suite, full: bool) -> Outcome:
-    """Run all commands of a suite, even after one has failed."""
+def run(suite: Suite, tier: str, deadline: float = float("inf")) -> Outcome | None:
+    """Run all commands of a suite, even after one has failed; return None if the deadline has passed before."""
+    if time.monotonic() > deadline:
+        return None
     with TemporaryDirectory() as jax_cache:  # one per suite: JAX does not lock it
-        return run_in(suite, full, environment_of(suite, jax_cache))
+        return run_in(suite, tier, environment_of(suite, tier, jax_cache), deadline)
 
 
-def run_in(suite: Suite, full: bool, environment: dict[str, str]) -> Outcome:
-    """Run all commands of a suite in the given environment, even after one has failed."""
-    start, code, cpu_seconds, output = time.perf_counter(), 0, 0.0, []
-    for command in commands_of(suite, full):
+def run_in(suite: Suite, tier: str, environment: dict[str, str], deadline: float) -> Outcome:
+    """Run all commands of a suite in the given environment, until the deadline, even after one has failed."""
+    start, code, cpu_seconds, output, is_cut = time.perf_counter(), 0, 0.0, [], False
+    for command in commands_of(suite, tier):
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -202,12 +292,23 @@ def run_in(suite: Suite, full: bool, environment: dict[str, str]) -> Outcome:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        output.append(process.stdout.read())
+        seconds_left = min(deadline - time.monotonic(), MOST_SECONDS)
+        timers = Timer(seconds_left, process.send_signal, [signal.SIGINT]), Timer(seconds_left + 60, process.kill)
+        for timer in timers:
+            timer.start()
+        with process.stdout as stream:
+            output.append(stream.read())
         _, status, usage = os.wait4(process.pid, 0)
+        for timer in timers:
+            timer.cancel()
         process.returncode = os.waitstatus_to_exitcode(status)
+        is_cut = is_cut or time.monotonic() > deadline
         code = code or process.returncode
         cpu_seconds += usage.ru_utime + usage.ru_stime  # including its child processes
-    return Outcome(suite, code, time.perf_counter() - start, cpu_seconds, "".join(output))
+    outcome = Outcome(suite, code, time.perf_counter() - start, cpu_seconds, "".join(output), is_cut)
+    if outcome.code == NO_TESTS and tier == "rest" and not outcome.failures:
+        return replace(outcome, code=0)  # the suite has no test that `make test` leaves out
+    return replace(outcome, code=0) if outcome.is_cut and not outcome.failures else outcome
 
 
 def orphan_files() -> list[str]:
@@ -219,37 +320,62 @@ def orphan_files() -> list[str]:
 
 def main() -> int:
     """Run the chosen suites, print the output of failed ones and the totals, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--full", action="store_true", help="also the wide sweeps marked 'full'")
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(suite.name for suite in SUITES))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    tiers = parser.add_mutually_exclusive_group()
+    for name in ("check", "full", "changed"):
+        tiers.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--minutes", type=float, default=60, help="limit of --changed, from the start of the run")
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(EVERY_SUITE))
     arguments = parser.parse_args()
+    if unknown := set(arguments.suites) - set(EVERY_SUITE):
+        parser.error(f"no suite named {', '.join(sorted(unknown))}")
+    deadline = time.monotonic() + 60 * arguments.minutes
+    tier = "check" if arguments.check else "full" if arguments.full else "test"
+    chosen = [suite for suite in SUITES if suite.name in arguments.suites or not arguments.suites]
     selected = [
         suite
-        for suite in SUITES
-        if suite.name in arguments.suites or not (arguments.suites or (suite.only_full and not arguments.full))
+        for suite in chosen
+        if (suite.name in CHECK if arguments.check else arguments.suites or arguments.full or not suite.only_full)
     ]
-    if unknown := set(arguments.suites) - {suite.name for suite in SUITES}:
-        parser.error(f"no suite named {', '.join(sorted(unknown))}")
+    outcomes, left_out = run_all(selected, tier), []
+    if arguments.changed:
+        base, files = changed_files(ROOT)
+        touched = [
+            suite for suite in touched_suites(files) if suite in chosen and not (suite.commands and suite in selected)
+        ]
+        names = ", ".join(suite.name for suite in touched)
+        print(f"\n{len(files)} files have changed since {base}; what is left of: {names or 'no suite'}")
+        more = run_all(touched, "rest", deadline)
+        outcomes += more
+        complete = {outcome.suite.name for outcome in more if not outcome.is_cut}
+        left_out = [suite.name for suite in touched if suite.name not in complete]
+    if left_out:
+        print(f"\nLEFT OUT after {arguments.minutes:g} minutes, wholly or in part: {', '.join(left_out)}")
+    return conclude(outcomes)
 
+
+def run_all(suites: Sequence[Suite], tier: str, deadline: float = float("inf")) -> list[Outcome]:
+    """Run suites at the same time, print a line for each and the output of failed ones, and return what was run."""
     outcomes = []
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        for future in as_completed([pool.submit(run, suite, arguments.full) for suite in selected]):
+        for future in as_completed([pool.submit(run, suite, tier, deadline) for suite in suites]):
             outcome = future.result()
+            if outcome is None:
+                continue
             outcomes.append(outcome)
-            verdict = "FAILED" if outcome.code else "ok"
+            verdict = "FAILED" if outcome.code else "cut" if outcome.is_cut else "ok"
             if outcome.code:
                 print(f"\n{'=' * 30} {outcome.suite.name} {'=' * 30}\n{outcome.output}")
             times = f"{outcome.seconds:5.0f} s{outcome.cpu_seconds:5.0f} s of processor"
             print(f"{outcome.suite.name:18}{verdict:8}{times}  {outcome.closing_line}", flush=True)
-    return conclude(outcomes)
+    return outcomes
 
 
 def conclude(outcomes: list[Outcome]) -> int:
     """Print the totals and the suites that could not be tested. Return the exit code."""
     if chromium() is None and not IN_CI:
-        for outcome in outcomes:
-            if outcome.suite.needs_browser:
-                print(f"NOT TESTED: {outcome.suite.name} in a browser, for want of one: apt-get install chromium")
+        for name in dict.fromkeys(outcome.suite.name for outcome in outcomes if outcome.suite.needs_browser):
+            print(f"NOT TESTED: {name} in a browser, for want of one: apt-get install chromium")
     orphans = orphan_files()
     for path in orphans:
         print(f"{path}: belongs to no suite of tests/suites.py")
@@ -257,8 +383,10 @@ def conclude(outcomes: list[Outcome]) -> int:
     broken = [outcome.suite.name for outcome in outcomes if outcome.code]
     if broken:
         print(f"\nfailed suites: {', '.join(broken)}")
-    failed = total["failed"] + total["error"] + total["errors"]
-    print(f"\n{total['passed']} passed, {max(failed, len(broken) + len(orphans))} failed, {total['skipped']} skipped")
+    failed = sum(outcome.failures for outcome in outcomes)
+    cpu_seconds = sum(outcome.cpu_seconds for outcome in outcomes)
+    print(f"\n{cpu_seconds:.0f} s of processor")
+    print(f"{total['passed']} passed, {max(failed, len(broken) + len(orphans))} failed, {total['skipped']} skipped")
     return 1 if broken or orphans else 0
 
 

@@ -33,8 +33,8 @@ def report_suite(module):
 def test_it_is_said_by_name(suites, capsys):
     module = suites(ci=False)
     suite = report_suite(module)
-    assert "not browser and not full" in module.commands_of(suite, False)[0]
-    assert "not browser" in module.commands_of(suite, True)[0]
+    assert "not browser and (not full)" in module.commands_of(suite, "test")[0]
+    assert "not browser and (full or not full)" in module.commands_of(suite, "full")[0]
     assert module.conclude([module.Outcome(suite, 0, 1.0, 1.0, "1 passed in 1s")]) == 0
     assert "NOT TESTED: report in a browser" in capsys.readouterr().out
 
@@ -42,6 +42,6 @@ def test_it_is_said_by_name(suites, capsys):
 def test_in_ci_the_tests_run_and_fail(suites, capsys):
     module = suites(ci=True)
     suite = report_suite(module)
-    assert not any("not browser" in argument for argument in module.commands_of(suite, False)[0])
+    assert not any("not browser" in argument for argument in module.commands_of(suite, "test")[0])
     module.conclude([module.Outcome(suite, 1, 1.0, 1.0, "1 failed in 1s")])
     assert "NOT TESTED" not in capsys.readouterr().out

@@ -9,6 +9,8 @@ from torch import nn
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.check
+
 mse = nn.functional.mse_loss
 
 

@@ -8,6 +8,8 @@ from torch import nn
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.check
+
 B, T, F, H = 4, 6, 3, 5
 SAMPLES, DAYS, BANDS = np.arange(100, 100 + B), np.datetime64("2024-02-01") + np.arange(T), list("abc")
 

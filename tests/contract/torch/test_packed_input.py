@@ -8,6 +8,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.check
+
 
 class Last(nn.Module):
     def __init__(self):

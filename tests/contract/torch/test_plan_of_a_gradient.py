@@ -12,6 +12,8 @@ from rnnlens.verbs.differentiation.pull import fits_one_capture
 from rnnlens.verbs.differentiation.request import GradientArguments, read_request
 from rnnlens.verbs.recurrent_layers import ReplayedLayers
 
+pytestmark = pytest.mark.check
+
 
 class Net(nn.Module):
     """Model of a bidirectional GRU, a GRU cell in a loop, and a linear layer."""

@@ -14,6 +14,8 @@ from rnnlens.verbs.time_jacobian import composed, execute, plan
 from rnnlens.verbs.time_jacobian.network import open_network
 from rnnlens.verbs.time_jacobian.request import JacobianOptions, read_request
 
+pytestmark = pytest.mark.check
+
 B, T, F, H = 3, 5, 3, 4
 
 

@@ -13,6 +13,8 @@ from torch import nn
 import rnnlens as rl
 from rnnlens.errors import InputError, RnnlensError
 
+pytestmark = pytest.mark.check
+
 X = np.random.default_rng(0).normal(size=(16, 6, 3)).astype("f4")
 Y = np.random.default_rng(1).normal(size=(16, 6, 2)).astype("f4")
 LOSS = nn.functional.mse_loss

@@ -7,6 +7,8 @@ from torch import nn
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.check
+
 B, T, F, H = 3, 5, 3, 4
 
 

@@ -9,6 +9,8 @@ from torch.nn import functional
 import rnnlens as rl
 from rnnlens.verbs import recurrent_layers, traced_layers
 
+pytestmark = pytest.mark.check
+
 SAMPLES = 32
 
 

@@ -12,6 +12,8 @@ from torch import nn
 import rnnlens as rl
 from rnnlens.errors import InputError, UnsupportedError
 
+pytestmark = pytest.mark.check
+
 STEPS, SAMPLES = 40, 512
 
 

@@ -15,6 +15,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.check
+
 _spec = importlib.util.spec_from_file_location("torch_unrolled", Path(__file__).with_name("unrolled.py"))
 unrolled = importlib.util.module_from_spec(_spec)
 sys.modules["torch_unrolled"] = unrolled

@@ -10,6 +10,8 @@ from torch import nn
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.check
+
 OPS = SimpleNamespace(
     tensor=torch.tensor,
     tanh=torch.tanh,

@@ -10,6 +10,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.check
+
 X = torch.randint(0, 11, (3, 6), generator=torch.Generator().manual_seed(1))
 
 

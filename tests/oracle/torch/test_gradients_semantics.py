@@ -9,6 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import rnnlens as rl
 from rnnlens.errors import InputError, ModelError, UnsupportedError
 
+pytestmark = pytest.mark.check
+
 B, T, F = 7, 5, 3
 
 

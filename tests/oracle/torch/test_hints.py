@@ -9,6 +9,8 @@ from torch import nn
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.check
+
 
 class Ids(nn.Module):
     """A model of token ids, embedded all at once or step by step in a loop."""

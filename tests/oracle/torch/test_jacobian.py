@@ -14,6 +14,8 @@ from rnnlens.recurrence.sweep_reverse import BlockedSweep
 from rnnlens.settings import Progress
 from rnnlens.verbs.time_jacobian import plan as planning
 
+pytestmark = pytest.mark.check
+
 B, T, F, H = 2, 5, 3, 4
 CELLS = {"rnn": nn.RNN, "lstm": nn.LSTM, "gru": nn.GRU}
 

@@ -8,6 +8,8 @@ from torch import nn
 import rnnlens as rl
 from rnnlens import errors
 
+pytestmark = pytest.mark.check
+
 FEATURES, UNITS = 3, 4
 X = np.random.default_rng(0).normal(size=(2, 5, FEATURES))
 

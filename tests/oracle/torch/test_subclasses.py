@@ -10,6 +10,8 @@ from torch import nn
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.check
+
 B, T, N, H = 3, 5, 4, 6
 
 

@@ -9,6 +9,8 @@ from torch import nn
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.check
+
 ORDER = {"RNN": [0], "LSTM": [0, 1, 2, 3], "GRU": [1, 0, 2]}
 X, Y = torch.randn(3, 5, 2, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64)
 

@@ -14,6 +14,8 @@ import rnnlens as rl
 from rnnlens.errors import CallError, InputError, LayerNotFoundError, TrackingWarning, UnsupportedError
 from rnnlens.tracking.records import summary
 
+pytestmark = pytest.mark.check
+
 PROBE = tuple(t[:8] for t in data(seed=5))
 
 

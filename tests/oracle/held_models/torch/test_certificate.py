@@ -10,6 +10,8 @@ from torch.nn import functional
 import rnnlens as rl
 from rnnlens.recurrence.cells import SimpleRNN
 
+pytestmark = pytest.mark.check
+
 
 class Plain(nn.Module):
     def __init__(self):
