@@ -4,14 +4,15 @@
 #   make check      for every save: 90 seconds          make bench      speed and memory, as ratios
 #   make test       every suite: 10 minutes             make gallery    draw the pictures of docs/ again
 #   make test-full  all cases, and the wide sweeps      make pages      reference and outputs in docs/, from the code
-#   make docs       the site, in site/
+#   make docs       the site, in site/                  make lock       renew the versions of constraints.txt
+#   make release    wheel and sdist, in dist/, checked in a fresh environment
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-BIN := .venv/bin
+BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 # pip compiles no modules: the demo imports a part of what is installed, and `make test` compiles all on every core.
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --editable
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 
-.PHONY: demo check test test-changed test-full lint bench gallery pages docs browser clean
+.PHONY: demo check test test-changed test-full core newest lint bench gallery pages docs lock release browser clean
 .DEFAULT_GOAL := test
 
 demo: .venv/.demo
@@ -29,6 +30,17 @@ test-changed: .venv/.dev browser
 test-full: .venv/.dev browser
 	@$(BIN)/python tests/suites.py --full
 
+core: .venv/.dev
+	@$(BIN)/python tests/suites.py core
+
+lowest-%: .venv/.dev
+	@$(BIN)/python tests/suites.py $@
+
+# The newest frameworks that exist, against pyproject.toml; the next command of the others installs what that says again.
+newest: .venv/.dev
+	@$(PIP) --upgrade keras jax torch tensorflow-cpu; rm .venv/.dev
+	@$(BIN)/python tests/suites.py core torch keras-torch keras-jax keras-tensorflow
+
 lint: .venv/.dev
 	@$(BIN)/python tests/suites.py lint
 
@@ -45,6 +57,16 @@ pages: .venv/.dev
 docs: pages
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo "site/index.html"
 
+# The newest versions that pyproject.toml allows, for every Python and system.
+lock: .venv/.dev
+	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --upgrade --no-header --no-annotate \
+	  --all-extras --group dev pyproject.toml --output-file constraints.txt
+
+release: .venv/.dev
+	@rm -rf dist && $(BIN)/uv build --quiet --out-dir dist && $(BIN)/twine check --strict dist/*
+	@RNNLENS_DIST=dist $(BIN)/python -m pytest -q -p no:cacheprovider tests/wheel
+	@$(BIN)/towncrier build --draft --version "$$($(BIN)/rnnlens --version | cut -d' ' -f2)"
+
 # What the report is tested in. Installed where that may be done; otherwise `make test` says what was not tested.
 browser:
 	@command -v chromium chromium-browser google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
@@ -53,20 +75,21 @@ browser:
 clean:
 	rm -rf .venv demo-output site
 
-.venv/bin/python:
+$(BIN)/python:
 	@echo "Making .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv .venv || { rm -rf .venv; echo "Python >= 3.11 with venv is needed (on Debian: python3-venv)" >&2; exit 1; }
 
-# A stamp per set of packages: installed again only when pyproject.toml changes.
-.venv/.demo: pyproject.toml | .venv/bin/python
+# A stamp per set of packages: installed again only when these two files change.
+.venv/.demo: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing rnnlens with Keras, JAX and scikit-learn into .venv"
-	@$(PIP) '.[demo]'
+	@$(PIP) --constraint constraints.txt --editable '.[demo]'
 	@touch $@
 
-.venv/.dev: pyproject.toml | .venv/bin/python
+.venv/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing rnnlens with every framework and the development tools into .venv"
-	@$(PIP) '.[dev]'
+	@$(PIP) 'pip>=25.1'  # earlier ones know no dependency groups
+	@$(PIP) --constraint constraints.txt --editable '.[demo,dask]' --group dev
 	@# tf_keras asks for the full TensorFlow, on top of the tensorflow-cpu that is there: it needs the one only.
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --no-deps 'tf_keras==2.21.0'
+	@$(PIP) --no-deps 'tf_keras==2.21.0'
 	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # some packages hold files for other versions of Python
 	@touch $@ .venv/.demo

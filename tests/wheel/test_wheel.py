@@ -1,10 +1,11 @@
-"""The wheel builds, contains every file of the package, and runs with only its declared dependencies."""
+"""The wheel builds from the sdist, contains every file of the package, and runs with only its declared dependencies."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -18,8 +19,10 @@ UV = Path(sys.executable).parent / "uv"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    run(UV, "build", "--quiet", "--wheel", "--out-dir", folder, ROOT)
+    """Return the wheel of `make release`, in the folder RNNLENS_DIST, or a new one, built from a new sdist."""
+    folder = ROOT / os.environ["RNNLENS_DIST"] if "RNNLENS_DIST" in os.environ else tmp_path_factory.mktemp("wheel")
+    if "RNNLENS_DIST" not in os.environ:
+        run(UV, "build", "--quiet", "--out-dir", folder, ROOT)
     (path,) = folder.glob("rnnlens-*.whl")
     return path
 
@@ -55,6 +58,16 @@ def test_wheel_holds_every_file_of_the_package(wheel):
     ]
     assert len(source_files) > 200
     assert [path for path in source_files if path.relative_to(SOURCE).as_posix() not in packed] == []
+
+
+def test_sdist_holds_what_the_project_is_built_and_tested_from(wheel):
+    (sdist,) = wheel.parent.glob("rnnlens-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    listed = ("git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard", "src", "tests")
+    tracked = [name for name in run(*listed).splitlines() if (ROOT / name).exists()]
+    assert len(tracked) > 500
+    assert sorted({"Makefile", "pyproject.toml", "constraints.txt", *tracked} - packed) == []
 
 
 def test_installs_and_runs_without_any_framework(wheel_python):
