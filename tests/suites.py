@@ -133,12 +133,7 @@ SUITES = (
     ),
     keras_suite("tensorflow"),
     graph_suite("v1"),
-    Suite(
-        "core",
-        ("tests/unit", "tests/property", "tests/surface", "tests/third_framework"),
-        environment={"KERAS_BACKEND": "jax"},
-        all_cases=True,
-    ),
+    Suite("unit", ("tests/unit",), environment={"KERAS_BACKEND": "jax"}, all_cases=True),
     keras_suite("torch"),
     Suite(
         "tf_keras",
@@ -160,6 +155,12 @@ SUITES = (
     # Data in Dask chunks; the cluster's workers run in their own processes.
     Suite("dask", ("tests/dask",), environment={"KERAS_BACKEND": "jax"}),
     Suite("report", ("tests/report",), environment={"KERAS_BACKEND": "torch"}, needs_browser=True),
+    Suite(
+        "surface",
+        ("tests/property", "tests/surface", "tests/third_framework"),
+        environment={"KERAS_BACKEND": "jax"},
+        all_cases=True,
+    ),
     Suite("lint", commands=LINT),
     # Other packages' trainers and loggers: slow imports, and warnings of their own.
     Suite("tools", ("tests/tracking/tools",)),
@@ -172,7 +173,7 @@ SUITES = (
 
 
 #: Suites with tests marked `check`.
-CHECK = ("core", "torch", "lint")
+CHECK = ("unit", "torch", "surface", "lint")
 EVERY_SUITE = tuple(suite.name for suite in SUITES)
 KERAS_SUITES = ("keras-torch", "keras-jax", "keras-tensorflow", "tf_keras")
 GRAPH_SUITES = ("tf_graph-v1", "tf_graph-v2")
@@ -185,11 +186,11 @@ SUITES_OF = {
     "src/rnnlens/autodiff/torch.py": ("torch", "keras-torch"),
     "src/rnnlens/autodiff/jax.py": ("keras-jax",),
     "src/rnnlens/autodiff/tensorflow.py": ("keras-tensorflow", *GRAPH_SUITES),
-    "src/rnnlens/cli": ("core", "files"),
+    "src/rnnlens/cli": ("unit", "files"),
     "src/rnnlens/cluster.py": ("dask",),
-    "src/rnnlens/plot": ("core", "docs"),
+    "src/rnnlens/plot": ("unit", "docs"),
     "src/rnnlens/reporting": ("report",),
-    "src/rnnlens/results/disk": ("core", "files", "dask"),
+    "src/rnnlens/results/disk": ("unit", "files", "dask"),
     "src/rnnlens/tracking": ("torch", "keras-torch", "tools", "files"),
     "src/rnnlens/verbs/chunked": ("dask",),
     "tests/lowest.py": ("lowest-3.11", "lowest-3.12", "lowest-3.13"),
@@ -234,7 +235,12 @@ def touched_suites(files: Iterable[str]) -> list[Suite]:
 
 
 #: Choice of tests by pytest's option ``-m``. ``rest`` is what ``test`` leaves out of ``full``.
-SELECTIONS = {"check": "check and not full", "test": "not full", "full": "full or not full", "rest": "full"}
+SELECTIONS = {
+    "check": "check and not slow and not full",
+    "test": "not full",
+    "full": "full or not full",
+    "rest": "full",
+}
 
 
 def commands_of(suite: Suite, tier: str) -> tuple[tuple[str, ...], ...]:

@@ -41,6 +41,7 @@ def test_it_gives_its_public_module_a_name():
     assert "tf1" in dir(rl)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_removed", [True, False])
 def test_nothing_else_changes_when_folder_and_entry_point_are_removed(tmp_path, is_removed):
     shutil.copytree(

@@ -172,6 +172,7 @@ def _options(**keywords):
         return current()
 
 
+@pytest.mark.slow
 def test_every_figure_is_drawn_or_refused_in_words():
     outcomes = run_calls(figures(), {}, 300, 0)
     assert not faults(outcomes)

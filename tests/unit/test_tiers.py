@@ -37,17 +37,21 @@ def test_product(case): pass
 
 @pytest.mark.full
 def test_sweep(): pass
+
+@pytest.mark.check
+@pytest.mark.slow
+def test_process(): pass
 """,
 }
-MARKERS = "[pytest]\nmarkers =\n  check:\n  full:\n  product(keep):\n"
+MARKERS = "[pytest]\nmarkers =\n  check:\n  slow:\n  full:\n  product(keep):\n"
 #: Names of the tests that each tier runs of a suite, with `all_cases` and without.
 EXPECTED = {
     ("check", False): {"unit[one]", "verb[one]"},
     ("test", True): {
         *("unit[one]", "unit[two]", "oracle[one]", "oracle[two]", "verb[one]", "verb[two]"),
-        *("product[two]", "product[three]"),
+        *("product[two]", "product[three]", "process"),
     },
-    ("test", False): {"unit[one]", "oracle[one]", "verb[one]", "product[two]", "product[three]"},
+    ("test", False): {"unit[one]", "oracle[one]", "verb[one]", "product[two]", "product[three]", "process"},
     ("rest", False): {"unit[two]", "oracle[two]", "verb[two]", "product[one]", "sweep"},
     ("rest", True): {"product[one]", "sweep"},
 }
@@ -75,6 +79,7 @@ def tree(tmp_path_factory):
     return tests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tier", "all_cases"), EXPECTED)
 def test_tests_of_a_tier(suites, tree, tier, all_cases):
     suite = suites.Suite("some", (".",), environment={"KERAS_BACKEND": "jax"}, all_cases=all_cases)
@@ -102,10 +107,10 @@ def test_no_suite_loses_a_test_in_the_full_tier(suites):
     ("file", "expected"),
     [
         ("src/rnnlens/adapters/torch/record.py", ["torch", "tools"]),
-        ("src/rnnlens/plot/maps.py", ["core", "docs"]),
+        ("src/rnnlens/plot/maps.py", ["unit", "docs"]),
         ("tests/oracle/tf_keras/test_training_options.py", ["tf_keras"]),
         ("tests/contract/keras/test_contract.py", ["keras-jax", "keras-tensorflow", "keras-torch", "tf_keras"]),
-        ("tests/helpers/grappler.py", ["core", "tf_graph-v1", "tf_graph-v2"]),
+        ("tests/helpers/grappler.py", ["unit", "tf_graph-v1", "tf_graph-v2"]),
         ("docs/README.md", ["docs"]),
         ("LICENSE", []),
     ],

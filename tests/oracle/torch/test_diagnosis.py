@@ -120,6 +120,7 @@ def test_sequence_outputs_are_probed_at_one_step():
     assert (float(early["model"].memory), int(early["model"].steps)) == (4, 10)
 
 
+@pytest.mark.slow
 def test_classes_by_integer_one_hot_and_probability_are_one_thing():
     x = white_noise()
     logits = shift_register({4: 5.0})
@@ -322,6 +323,7 @@ def test_few_samples_are_no_ground_to_speak_on():
     assert "FEW_SAMPLES" in d.codes
 
 
+@pytest.mark.slow
 def test_saved_and_opened_it_says_the_same(tmp_path):
     net, x = shift_register({3: 1.0}), white_noise()
     d = rl.diagnose(net, x, x[:, -4], baseline=shift_register({2: 1.0}))
@@ -332,6 +334,7 @@ def test_saved_and_opened_it_says_the_same(tmp_path):
     assert json.loads(reopened.to_json()) == json.loads(d.to_json())
 
 
+@pytest.mark.slow
 def test_compared_side_by_side():
     x = white_noise()
     near, far = (rl.diagnose(shift_register({lag: 1.0}), x, x[:, STEPS - 1 - lag]) for lag in (2, 12))

@@ -272,6 +272,7 @@ def test_more_rows_than_the_state_has_numbers(cell, options, measure):
         assert jacobian.flops < 0.8 * {"rnn": H, "gru": H, "lstm": 2 * H}[cell] * (H + F) * 5 * B * 40 * 41
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("least_room", [10_000, 30_000, 60_000])
 @pytest.mark.parametrize("measure", [None, "norm"])
 def test_chunks_of_a_sweep_in_blocks(measure, least_room, monkeypatch):

@@ -30,6 +30,7 @@ def count_global_hooks():
     return len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probe", [False, True], ids=["batch", "probe"])
 @pytest.mark.parametrize("every", [1, 3])
 def test_training_is_not_disturbed(tmp_path, probe, every):
@@ -172,6 +173,7 @@ def test_an_end_in_the_middle_leaves_what_was_written(tmp_path, error):
     assert run.ended == ("interrupted" if error is KeyboardInterrupt else "RuntimeError")
 
 
+@pytest.mark.slow
 def test_a_second_training_goes_on_in_the_same_run(tmp_path):
     model, optimizer = model_and_optimizer()
     for _ in range(2):
@@ -240,6 +242,7 @@ def test_layer_off_the_path_is_said():
         watch.close()
 
 
+@pytest.mark.slow
 def test_a_loop_without_an_optimizer(tmp_path):
     model, _ = model_and_optimizer()
     x, y = data(8)
@@ -263,6 +266,7 @@ def test_a_step_is_not_counted_twice():
         train(model, optimizer, rl.torch.watch(model, every=1), after_step=lambda watch, x, y: watch.step())
 
 
+@pytest.mark.slow
 def test_clipping_is_recorded_as_what_it_is(tmp_path):
     model, optimizer = model_and_optimizer()
     norms = []
@@ -454,6 +458,7 @@ def test_closures_are_captured():
     assert watch.latest.passes == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_models(backend):
     model, optimizer = model_and_optimizer(lambda: Reader())

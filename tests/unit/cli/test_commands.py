@@ -12,6 +12,8 @@ from rnnlens.cli import steps
 
 from .conftest import TORCH
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def keras_files(tmp_path_factory):

@@ -29,6 +29,8 @@ from rnnlens.results.diagnosis import Diagnosis
 from rnnlens.results.schema import layer_dataset
 from rnnlens.results.trace import Trace
 
+pytestmark = pytest.mark.slow
+
 STEPS = 64
 
 

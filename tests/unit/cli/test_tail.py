@@ -18,6 +18,8 @@ import pytest
 from rnnlens.tracking.records import TrainingRecord
 from rnnlens.tracking.store import Store
 
+pytestmark = pytest.mark.slow
+
 TAIL = [sys.executable, "-m", "rnnlens.cli", "tail", "--every", "0.1"]
 
 

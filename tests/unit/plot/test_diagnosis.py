@@ -7,6 +7,8 @@ import rnnlens as rl
 from rnnlens.errors import InputError
 from rnnlens.results.schema import concat_directions
 
+pytestmark = pytest.mark.slow
+
 
 def lines(ax, gid):
     return [line for line in ax.get_lines() if line.get_gid() == gid]

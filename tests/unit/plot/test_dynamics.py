@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 import rnnlens as rl
 from rnnlens.errors import InputError
 
+pytestmark = pytest.mark.slow
+
 
 def suptitle(axes):
     return axes[0].get_figure(root=True).get_suptitle().replace("\n", " ")

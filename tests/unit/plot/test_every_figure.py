@@ -93,6 +93,7 @@ def test_draws_into_a_given_figure(name, cases):
     assert {ax.get_figure(root=True) for ax in axes} == {figure}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", FIGURES)
 def test_draws_into_a_subfigure_beside_other_things(name, cases):
     figure = Figure(figsize=(14, 7), layout="constrained")
@@ -163,6 +164,7 @@ def assert_identical(left, right):
         np.testing.assert_array_equal(left, right)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", FIGURES)
 def test_own_title_replaces_the_made_one_and_all_text_stays_on_the_canvas(name, cases, text_of):
     axes = getattr(rl.plot, name)(*cases[name][0], title="a title that is far longer than the figure is wide " * 5)

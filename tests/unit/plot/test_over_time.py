@@ -12,6 +12,8 @@ from rnnlens.plot._frame import near_square
 from rnnlens.plot._images import extreme_of_blocks
 from rnnlens.plot.curves import thin
 
+pytestmark = pytest.mark.slow
+
 
 def mosaic(data, **keywords):
     """Draw a heatmap with one panel per sample."""

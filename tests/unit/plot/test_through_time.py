@@ -7,6 +7,8 @@ import xarray as xr
 import rnnlens as rl
 from rnnlens.errors import InputError
 
+pytestmark = pytest.mark.slow
+
 
 def suptitle(axes):
     return axes[0].get_figure(root=True).get_suptitle().replace("\n", " ")

@@ -8,6 +8,8 @@ from tests.unit.plot.runs import STEPS, make_run
 import rnnlens as rl
 from rnnlens.errors import InputError
 
+pytestmark = pytest.mark.slow
+
 
 def mesh(ax):
     (collection,) = [c for c in ax.collections if c.get_gid() == "film"]

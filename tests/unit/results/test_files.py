@@ -49,6 +49,7 @@ def test_what_comes_back_is_what_went_in(trace, tmp_path, suffix):
     assert loaded.quantities == trace.quantities
 
 
+@pytest.mark.slow
 @each_format
 def test_names_of_every_kind_survive(tmp_path, suffix):
     names = ("lstm", "lstm#3", "encoder.rnn[1]", "a/b/c", "@", "..", "50%", "späße", "two words")

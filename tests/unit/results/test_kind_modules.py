@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import rnnlens.results
 
 #: Looks each kind up in a separate fork, which has imported no module of a kind.
@@ -30,6 +32,7 @@ def kinds():
     return sorted({k for file in folder.rglob("*.py") for k in re.findall(r'class .*kind="(\w+)"', file.read_text())})
 
 
+@pytest.mark.slow
 def test_every_kind_is_found_in_a_fresh_process():
     assert len(kinds()) > 5
     lookup = [sys.executable, "-c", CODE, *kinds()]
