@@ -24,7 +24,7 @@ from ..recurrence.activations import ACTIVATIONS
 from ..results.checks import rounding_bound
 from ..results.schema import to_host
 from ..typing import Array
-from ..vocabulary import SAMPLE, TIME
+from ..vocabulary import FEATURE, SAMPLE, TIME
 
 
 def dense_values(link: ChainLink, value: Array) -> tuple[Array, Array]:
@@ -122,11 +122,11 @@ class ChainGradients:
         """Return the gradient at the model's input in its own layout; None for an input of integers."""
         if any(link.kind == "table" for link in links):
             return None
-        steps_first = bool(links) and links[0].axes[:2] == (TIME, SAMPLE)
+        axes = (links[0].axes if links else ()) or (SAMPLE, TIME, FEATURE)
+        order = [axes.index(role) for role in (SAMPLE, TIME, FEATURE)]
         (leaf,) = leaves_of(self._x)
         value = to_host(leaf).astype(grad.dtype, copy=False)
-        gradient = pull_back(links, value.swapaxes(0, 1) if steps_first else value, grad)
-        return gradient.swapaxes(0, 1) if steps_first else gradient
+        return np.transpose(pull_back(links, np.transpose(value, order), grad), np.argsort(order))
 
     def remember(self, model: Any, key: Hashable) -> None:
         """Store that further traces with this key need the framework's gradients at the last layer alone."""

@@ -46,8 +46,8 @@ _TRANSPOSITION = SimpleNamespace(name=lambda: "TransposeBackward0", _saved_dim0=
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Largest number of operations between two modules.
 _MOST_OPERATIONS = 8
-#: Axes of the model's input whose roles show at the first recurrent layer, and the axis of stacked layers.
-_FIRST, _SECOND, _LAYER = "first", "second", "layer"
+#: Axes of the model's input, whose roles show at the first recurrent layer, and the axis of stacked layers.
+_POSITIONS, _LAYER = ("first", "second", "third"), "layer"
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class ChainRecorder:
         is_library_model = type(model) in _KNOWN or isinstance(model, torch.jit.ScriptModule)
         self._is_chain = not is_changed and not is_library_model and not module_calls._global_forward_hooks
         self._weights = {path: [id(w) for w in m._parameters.values()] for path, m in self._modules.items()}
-        #: Roles of the axes ``first`` and ``second`` of the model's input, known after a recurrent layer.
+        #: Roles of the axes ``first``, ``second`` and ``third`` of the model's input, known after a recurrent layer.
         self._roles: dict[str, str] = {}
         self._input_axes: tuple[str, ...] = ()
         self._input_shape: tuple[int, ...] = ()
@@ -184,7 +184,7 @@ class ChainRecorder:
             return
         self._is_chain = self._is_chain and not kwargs and len(args) == 1 and type(args[0]) is Tensor
         if self._is_chain and args[0].dim() in (2, 3):
-            self._input_axes = (_FIRST, _SECOND, FEATURE)[: args[0].dim()]
+            self._input_axes = _POSITIONS[: args[0].dim()]
             self._input_shape = tuple(map(int, args[0].shape))
             start = ChainLink("", "same", axes=self._input_axes)
             self._last_returned = [_ChainTensor(args[0], _version_and_sum(args[0]), self._input_axes, (start,))]
@@ -211,12 +211,14 @@ class ChainRecorder:
         The result is empty for a call that links cannot express.
         """
         link, axes = None, source.axes
+        has_features_last = axes[-1] in (FEATURE, _POSITIONS[-1])
         if isinstance(module, _RECURRENT):
             return self._recurrent_outputs(path, module, source, output)
         if isinstance(module, _PASSING):
             link = None if module.training and isinstance(module, nn.Dropout) else ChainLink(path, "same")
         elif isinstance(module, nn.Embedding):
-            link, axes = ChainLink(path, "table") if module.max_norm is None else None, (*source.axes, FEATURE)
+            link, axes = ChainLink(path, "table") if module.max_norm is None else None, (*axes, FEATURE)
+            has_features_last = len(axes) == 3
         elif type(module) in _ACTIVATIONS:
             link = ChainLink(path, "dense", activation=_ACTIVATIONS[type(module)])
             link = None if getattr(module, "inplace", False) else link
@@ -225,7 +227,8 @@ class ChainRecorder:
                 None if w is None else w.detach().cpu().numpy().copy() for w in (module.weight, module.bias)
             )
             link = ChainLink(path, "dense", None if kernel is None else kernel.T, bias)
-        if link is None or type(output) is not Tensor or axes[-1] != FEATURE:
+            axes = (*axes[:-1], FEATURE)
+        if link is None or type(output) is not Tensor or not has_features_last:
             return []
         next_tensor = source.with_link(link, axes)
         return [_ChainTensor(output, _version_and_sum(output), axes, next_tensor.links, source.steps)]
@@ -235,8 +238,9 @@ class ChainRecorder:
         if len(source.axes) != 3 or module.bidirectional or module.proj_size or (module.training and module.dropout):
             return []
         sequence_axes = (SAMPLE, TIME, FEATURE) if module.batch_first else (TIME, SAMPLE, FEATURE)
-        if not self._roles and {_FIRST, _SECOND} <= set(source.axes):
-            self._roles = dict(zip(source.axes, sequence_axes, strict=True))
+        if not self._roles:
+            self._roles = {_POSITIONS[-1]: FEATURE} | dict(zip(source.axes, sequence_axes, strict=True))
+            self._roles[FEATURE] = FEATURE
         if self._role_names(source.axes) != sequence_axes:
             return []
         for layer in range(module.num_layers):
