@@ -104,7 +104,12 @@ def layout_of_axes(count: int, known_axes: dict[int, Axis], last_name: str) -> L
 
 
 def canonical_order(names: Sequence[str]) -> list[int]:
-    """Return the permutation of the names to the order of results: sample, time, then the others in their order."""
+    """Return the permutation of the names to the order of results: sample, time, then the others in their order.
+
+    Where an axis of unknown role may count the samples, the order is kept.
+    """
+    if SAMPLE not in names and any(name.startswith("axis_") for name in names):
+        return list(range(len(names)))
     leading_axes = [names.index(name) for name in (SAMPLE, TIME) if name in names]
     return leading_axes + [i for i in range(len(names)) if i not in leading_axes]
 

@@ -121,12 +121,13 @@ class ModelAxes:
             forward_batch = Batch(batch.x, training=batch.training, initial_state=batch.initial_state, seed=batch.seed)
             layouts = self.adapter.layouts(self.model, forward_batch, new_ports)
         if cached is not None:
+            new_layouts = {port: layouts[port] for port in new_ports if port in layouts}
             cached |= {
                 port: layout
-                for port, layout in layouts.items()
+                for port, layout in new_layouts.items()
                 if not (layout.is_coupled or layout.is_uncertain or layout.order)
             }
-        self.found_layouts |= layouts
+        self.found_layouts |= {port: layout for port, layout in layouts.items() if port not in self._learned_ports}
         self._learned_ports |= set(new_ports)
 
     def _cached_layouts(self, batch: Batch) -> dict[Port, Layout] | None:
@@ -175,14 +176,16 @@ def in_canonical_order(array: Array, names: Sequence[str], leading_axes: int = 0
     return array, tuple(names[i] for i in order)
 
 
-def refuse_unknown(operation: str, name: str, names: Sequence[str], axis: str = SAMPLE) -> None:
+def refuse_unknown(
+    operation: str, name: str, names: Sequence[str], axis: str = SAMPLE, hint: str | None = None
+) -> None:
     """Raise InputError, with the ``axes=`` to type, if the axis ``axis`` is not among a tensor's axis names."""
     if axis not in names:
         counts = {SAMPLE: "samples", TIME: "steps"}[axis]
         raise InputError(
             f"{operation} needs the axis of {name!r} that counts {counts}, and rnnlens could not determine it.",
             got=f"axes ({', '.join(names)})",
-            hint=f"name the axes: axes={{{name!r}: (..., {axis!r}, ...)}}, one name for each axis",
+            hint=hint or f"name the axes: axes={{{name!r}: (..., {axis!r}, ...)}}, one name for each axis",
         )
 
 
@@ -204,35 +207,51 @@ def refuse_steps_first(axes: ModelAxes, batch: Batch, sizes: Iterable[Sequence[i
         )
 
 
-def refuse_unclear_steps(operation: str, name: str, layout: Layout) -> None:
-    """Raise InputError, with the layouts to choose from, where a tensor's steps cannot be told from its other axes."""
+def refuse_unclear_steps(
+    operation: str, name: str, layout: Layout, stated: Mapping[Port, Layout] | None = None
+) -> None:
+    """Raise InputError, with the layouts to choose from, where a tensor's steps cannot be told from its other axes.
+
+    ``stated``: layouts that the user stated for other tensors, which the layouts to type include.
+    """
     if not layout.unclear_axes:
         return
-    axes, choices = " and ".join(layout.unclear_axes), axes_to_type(name, layout.axes, layout.unclear_axes)
+    axes = " and ".join(layout.unclear_axes)
+    others = {text_of(port): axes_to_write(other.axes) for port, other in (stated or {}).items()}
+    choices = axes_to_type(name, layout.axes, layout.unclear_axes, others)
     if len(layout.unclear_axes) > 1:
         problem = f"{axes} of {name!r} vary with the steps of recurrent layers"
     else:
         problem = f"{axes} of {name!r} varies with the steps, but does not advance one entry per step"
         other_axis = _feature_or_unit(name)
-        flat_axes = tuple(
-            other_axis if axis == (axes,) else axis[0] if len(axis) == 1 else axis for axis in layout.axes
-        )
-        choices = f"axes={{{name!r}: {flat_axes}}} where it holds {other_axis}s of all steps, or {choices}"
+        if other_axis not in layout.names:
+            flat_axes = axes_to_write([(other_axis,) if axis == (axes,) else axis for axis in layout.axes])
+            choices = f"axes={others | {name: flat_axes}} where it holds {other_axis}s of all steps, or {choices}"
     got = f"axes ({', '.join(layout.names)})"
     raise InputError(f"{operation} needs the axis that counts steps: {problem}.", got=got, hint=f"say {choices}")
 
 
-def axes_to_type(name: str, axes: Sequence[Axis], unclear: Sequence[str]) -> str:
-    """Return the ``axes=`` argument to type for each choice of ``time`` among the unclear axes."""
+def axes_to_write(axes: Iterable[Axis]) -> tuple[str | Axis, ...]:
+    """Return the axes of a layout as a user writes them in ``axes=``."""
+    return tuple(axis if len(axis) > 1 else axis[0] for axis in axes)
+
+
+def axes_to_type(
+    name: str, axes: Sequence[Axis], unclear: Sequence[str], others: Mapping[str, Any] | None = None
+) -> str:
+    """Return the ``axes=`` argument to type for each choice of ``time`` among the unclear axes, besides ``others``."""
     candidates = []
     for steps in unclear:
         replacements = {axis: _feature_or_unit(name) for axis in unclear} if len(unclear) == 2 else {}
-        renamed_axes = [
-            tuple((replacements | {steps: TIME}).get(axis_name, axis_name) for axis_name in axis) for axis in axes
-        ]
-        candidates.append(tuple(axis if len(axis) > 1 else axis[0] for axis in renamed_axes))
+        candidates.append(
+            axes_to_write(
+                tuple((replacements | {steps: TIME}).get(axis_name, axis_name) for axis_name in axis) for axis in axes
+            )
+        )
     return ", or ".join(
-        f"axes={{{name!r}: {candidate}}}" for candidate in candidates if len(set(candidate)) == len(candidate)
+        f"axes={dict(others or {}) | {name: candidate}}"
+        for candidate in candidates
+        if len(set(candidate)) == len(candidate)
     )
 
 

@@ -27,23 +27,30 @@ from .inputs import as_tensors, leaves_of, map_leaves
 def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port, Layout]:
     """Return the layouts of requested ports and model inputs.
 
-    An unknown axis is named ``axis_0``, ``axis_1``, ... The result is empty for a model that runs no recurrent layer.
+    The layout of a port does not depend on which other ports are requested. An unknown axis is named ``axis_0``,
+    ``axis_1``, ... The result is empty for a model that runs no recurrent layer.
     """
-    inputs = [Port("input", index=i) for i in range(len(leaves_of(as_tensors(batch.x, model, "x"))))]
-    all_ports = list(dict.fromkeys([*ports, *inputs]))
-    with AxisProbe(model, batch, all_ports, cut=True) as probe:
+    with AxisProbe(model, batch, ports, cut=True) as probe:
         if not probe.calls:
             return {}
+        requested_ports = list(dict.fromkeys([*probe.inputs, *ports]))
+        if set(requested_ports) <= set(probe.layouts):  # a chain of library modules, whose pass shows the roles
+            return {port: probe.layouts[port] for port in requested_ports}
         counts = {call.samples for call in probe.calls}
-        sample_axes, coupled_ports = _find_samples(probe, all_ports)
-        time_axes, unclear_axes = _find_times(probe, all_ports, sample_axes)
-        shapes = probe.shapes(all_ports)
+        sample_axes, coupled_ports = _find_samples(probe, requested_ports)
+        time_axes, unclear_axes = _find_times(probe, requested_ports, sample_axes)
+        shapes = probe.shapes(requested_ports)
     if len(counts) > 1:  # samples are folded with another axis in some calls: propagate through the recurrences
-        with AxisProbe(model, batch, all_ports, cut=False) as uncut_probe:
-            sample_axes, coupled_ports = _find_samples(uncut_probe, all_ports)
+        with AxisProbe(model, batch, ports, cut=False) as uncut_probe:
+            sample_axes, coupled_ports = _find_samples(uncut_probe, requested_ports)
+    if set(probe.inputs) & coupled_ports:  # no number of samples of the layers: perhaps sequences are cut
+        with AxisProbe(model, batch, ports, cut=False) as uncut_probe:
+            shared_axes = _shared_samples(uncut_probe, time_axes)
+        sample_axes |= {port: place for port, place in shared_axes.items() if port in requested_ports}
+        coupled_ports -= set(shared_axes)
     is_single_step = all(sequence.steps == 1 for sequence in _step_sequences(probe.calls))
     # An axis of size 1 is the one step, except of a tensor of two axes.
-    for port in all_ports if is_single_step else ():
+    for port in requested_ports if is_single_step else ():
         shape, sample_axis = shapes.get(port, ()), sample_axes.get(port)
         unit_axes = [
             axis for axis, size in enumerate(shape) if size == 1 and (sample_axis is None or axis != sample_axis.axis)
@@ -52,7 +59,7 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
             time_axes[port] = AxisPlace(unit_axes[0], 1, 1, 1)
     known_axes = _KnownAxes(shapes, sample_axes, coupled_ports, time_axes, min(counts), unclear_axes)
     _find_by_size(model, batch, [port for port in ports if port in shapes], known_axes, is_single_step=is_single_step)
-    return {port: _layout(port, known_axes) for port in shapes}
+    return {port: _layout(port, known_axes) for port in shapes} | probe.layouts
 
 
 @dataclass
@@ -160,11 +167,18 @@ def _shortened_inputs(x: Any, axes: Mapping[int, int]) -> Any:
 
 
 def _sample_candidates(shape: tuple[int, ...], samples: int) -> list[AxisPlace]:
-    """Return the axes that could count samples: axes of that size, and axes with samples folded into them."""
+    """Return the axes that could count samples: axes of that size, and axes with samples folded into them.
+
+    Behind an axis of size 1 nothing is folded: that axis counts the samples, of which the model may cut pieces.
+    """
     whole_axes = [AxisPlace(axis, 1, samples, 1) for axis, size in enumerate(shape) if size == samples]
     if samples == 1:
         return whole_axes
-    folded = [(axis, size // samples) for axis, size in enumerate(shape) if size > samples and size % samples == 0]
+    folded = [
+        (axis, size // samples)
+        for axis, size in enumerate(shape)
+        if size > samples and size % samples == 0 and 1 not in shape[:axis]
+    ]
     folded_pairs = [
         (AxisPlace(axis, 1, samples, factor), AxisPlace(axis, factor, samples, 1)) for axis, factor in folded
     ]
@@ -174,31 +188,61 @@ def _sample_candidates(shape: tuple[int, ...], samples: int) -> list[AxisPlace]:
 def _find_samples(probe: AxisProbe, ports: Sequence[Port]) -> tuple[dict[Port, AxisPlace], set[Port]]:
     """Find sample axes, and the ports at which every sample depends on others.
 
-    It starts at the recurrent calls with the fewest samples and goes on from the axes found.
+    It starts at the recurrent calls with the fewest samples. From these the axes of the model's inputs are found, then
+    each port by itself; what is not connected to either is found from the model's outputs.
     """
     sample_count = min(call.samples for call in probe.calls)
-    sample_axis = AxisPlace(0, 1, sample_count, 1)
+    call_axis = AxisPlace(0, 1, sample_count, 1)
     fewest = [call for call in probe.calls if call.samples == sample_count]
-    known_axes = {port: sample_axis for call in fewest for port in (call.input, call.output, *call.states)}
-    patterns = binary_patterns(sample_count)
+    known_axes = {port: call_axis for call in fewest for port in (call.input, call.output, *call.states)}
     coupled: set[Port] = set()
-    missing_ports = [port for port in ports if port in probe.values]
-    progress = True
-    while missing_ports and progress:
-        new_axes: dict[Port, AxisPlace] = {}
-        nonzero = probe.nonzero_gradients({p: (place, patterns) for p, place in known_axes.items()})
+
+    def find(ports: Iterable[Port]) -> dict[Port, AxisPlace]:
+        """Return the sample axes of those ports that gradients connect to tensors with a known one."""
+        axes, patterns = {}, binary_patterns(sample_count)
+        missing_ports = [port for port in ports if port in probe.values and port not in known_axes]
+        if missing_ports:
+            nonzero = probe.nonzero_gradients({port: (place, patterns) for port, place in known_axes.items()})
         for port in missing_ports:
             if port in nonzero:
-                _store_axis(new_axes, coupled, port, _passing_as_sink(nonzero[port], sample_count, patterns))
-        for port in missing_ports:
-            if port not in new_axes:
-                _store_axis(
-                    new_axes, coupled, port, _passing_as_source(probe, port, sample_count, patterns, known_axes)
-                )
-        known_axes |= new_axes
-        missing_ports, progress = [port for port in missing_ports if port not in new_axes], bool(new_axes)
+                _store_axis(axes, coupled, port, _passing_as_sink(nonzero[port], sample_count, patterns))
+            if port not in axes:
+                _store_axis(axes, coupled, port, _passing_as_source(probe, port, sample_count, patterns, known_axes))
+        return axes
+
+    known_axes |= find(probe.inputs)
+    found_axes = find(ports)
+    missing_ports = [port for port in (*probe.inputs, *ports) if port not in (found_axes | known_axes)]
+    if missing_ports:
+        known_axes |= find(probe.outputs)
+        found_axes |= find(missing_ports)
+    known_axes |= found_axes
     coupled_only = coupled - set(known_axes) if sample_count > 1 else set()
     return {port: place for port, place in known_axes.items() if port in ports}, coupled_only
+
+
+def _shared_samples(probe: AxisProbe, time_axes: Mapping[Port, AxisPlace]) -> dict[Port, AxisPlace]:
+    """Return the axes of inputs and outputs along which each entry of an output depends on that entry of an input alone.
+
+    The result is empty unless there is one such pair of axes, besides those of the steps.
+    """
+    pairs = []
+    for output in probe.outputs:
+        for axis, size in enumerate(probe.values[output].shape):
+            place, patterns = AxisPlace(axis, 1, size, 1), binary_patterns(size)
+            if size == 1 or place.axis == getattr(time_axes.get(output), "axis", None):
+                continue
+            nonzero = probe.nonzero_gradients({output: (place, patterns)})
+            pairs += [
+                {output: place, port: input_place}
+                for port in probe.inputs
+                for input_place in _sample_candidates(tuple(probe.values[port].shape), size)
+                if port in nonzero
+                and input_place.size_before == input_place.size_after == 1
+                and input_place.axis != getattr(time_axes.get(port), "axis", None)
+                and not (input_place.support(nonzero[port]) & ~patterns).any()
+            ]
+    return pairs[0] if len(pairs) == 1 else {}
 
 
 def _store_axis(
@@ -423,15 +467,10 @@ def _is_shifted(first: Values, second: Values) -> bool:
 
 
 def _layout(port: Port, known_axes: _KnownAxes) -> Layout:
-    shape, count = known_axes.shapes[port], known_axes.sample_count
-    sample_axis = known_axes.sample_axes.get(port)
+    shape, sample_axis = known_axes.shapes[port], known_axes.sample_axes.get(port)
+    count = known_axes.sample_count if sample_axis is None else sample_axis.size
     time_axis = known_axes.time_axes.get(port)
     is_coupled = port in known_axes.coupled_ports
-    if sample_axis is None and is_coupled:
-        sized_axes = [
-            axis for axis, size in enumerate(shape) if size == count and (time_axis is None or axis != time_axis.axis)
-        ]
-        sample_axis = AxisPlace(sized_axes[0], 1, count, 1) if len(sized_axes) == 1 else None
     axes: dict[int, Axis] = {}
     if time_axis is not None:
         axes[time_axis.axis] = (TIME,)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from ...errors import RnnlensError
 from ..protocol import Batch, Port
@@ -103,7 +104,10 @@ class AxisProbe(TorchPullback):
             inputs, output = Port("input", path), Port("output", path)
             self.calls.append(DirectedCall(inputs, output, (), samples, steps))
             call_ports += [inputs, output]
-        for port in ports:
+        #: Tensors that the model takes and returns.
+        self.inputs = _tensor_ports("input", self._port_table.inputs)
+        self.outputs = _tensor_ports("output", self._port_table.outputs)
+        for port in (*ports, *self.inputs, *self.outputs):
             with suppress(RnnlensError):  # a port that this model does not have
                 self._port_table.find(port)
                 call_ports.append(port)
@@ -123,7 +127,8 @@ class AxisProbe(TorchPullback):
         ``starts`` gives the axis place of each cotangent and its patterns (row, index).
         """
         count = len(next(iter(starts.values()))[1])
-        size = sum(self.values[port].numel() for port in {*starts, *self.wrt})
+        # No path leads to an output from another port.
+        size = sum(self.values[port].numel() for port in {*starts, *self.wrt} - ({*self.outputs} - {*starts}))
         parts_by_port: dict[Port, list[Values]] = {}
         for rows in (slice(i, i + max(1, ROOM // size)) for i in range(0, count, max(1, ROOM // size))):
             cotangents = {
@@ -135,6 +140,10 @@ class AxisProbe(TorchPullback):
                     parts_by_port.setdefault(port, []).append((grad != 0).cpu().numpy())
         nonzero = {port: np.concatenate(parts) for port, parts in parts_by_port.items()}
         return {port: rows for port, rows in nonzero.items() if rows.any()}
+
+
+def _tensor_ports(kind: Literal["input", "output"], leaves: Sequence[Any]) -> list[Port]:
+    return [Port(kind, index=i) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor | PackedSequence)]
 
 
 def binary_patterns(size: int) -> Values:

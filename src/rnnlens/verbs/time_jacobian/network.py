@@ -13,12 +13,13 @@ import numpy as np
 from ...adapters.protocol import CaptureRequest, Port, Pullback
 from ...data import leaves_of
 from ...errors import DisconnectedError, InputError, ModelError, UnsupportedError
+from ...layout import Layout, dims_of
 from ...recurrence.arrays import on_cpu
 from ...results.schema import to_host
 from ...settings import must_fit
 from ...typing import Array
-from ...vocabulary import TIME
-from ..axes import ModelAxes, refusal_of_coupling, refuse_steps_first, refuse_unclear_steps, refuse_unknown
+from ...vocabulary import FEATURE, TIME, UNIT
+from ..axes import ModelAxes, axes_to_write, refusal_of_coupling, refuse_steps_first, refuse_unclear_steps, refuse_unknown
 from ..names import TensorName, refuse_lone_output, text_of
 from ..recurrent_layers import ReplayedCall, ReplayedLayers
 from .request import JacobianEnd, JacobianRequest
@@ -164,13 +165,19 @@ def open_network(
         yield _assemble_network(request, replayed_layers, (of, wrt), chain, request.axes.with_samples_first())
         return
     with _pullback(request, replayed_layers, outer_ports, wrt) as pullback:
-        tensors = _outer_tensors(request, replayed_layers, pullback.values, outer_ports)
-        segment_graph = SegmentGraph(dict(pullback.values), pullback, tensors)
-        network = _assemble_network(request, replayed_layers, (of, wrt), segment_graph, request.axes)
-        if replayed_layers.entangled or not network.path.is_cyclic:
-            yield network
-            return
-    with open_network(request, ReplayedLayers(replayed_layers.by_layer, entangled=True)) as network:
+        layouts = _end_layouts(request, replayed_layers, pullback.values, outer_ports)
+        samples, is_folded = _samples_of(replayed_layers, pullback.values, layouts, is_inner=bool(of or wrt))
+        if not is_folded:
+            tensors = _outer_tensors(pullback.values, layouts, samples)
+            segment_graph = SegmentGraph(dict(pullback.values), pullback, tensors)
+            network = _assemble_network(request, replayed_layers, (of, wrt), segment_graph, request.axes)
+            if replayed_layers.entangled or not network.path.is_cyclic:
+                yield network
+                return
+    # The framework differentiates through the layers as well: through all of them where these have other samples.
+    uncut_layers = ReplayedLayers({} if is_folded else replayed_layers.by_layer, entangled=True)
+    uncut_layers.samples = samples
+    with open_network(request, uncut_layers) as network:
         yield network
 
 
@@ -266,48 +273,83 @@ def _pullback(
     return request.adapter.pullback(request.model, request.batch, list(dict.fromkeys(starts)), list(stops), cut_ports)
 
 
-def _outer_tensors(
+def _end_layouts(
     request: JacobianRequest,
     replayed_layers: ReplayedLayers,
     values: Mapping[Port, Array],
     ports: Sequence[Port | None],
-) -> dict[Port, OuterTensor]:
-    """Return all framework tensors by port; ends outside of recurrences get their layouts."""
-    samples = _samples_of(replayed_layers)
-    ends = list(
-        dict.fromkeys(port for port in ports if port is not None and port.layer not in replayed_layers.by_layer)
-    )
-    request.axes.learn(request.batch, ends)
+) -> dict[Port, Layout | None]:
+    """Return the layout of each end that is a tensor of the framework; None if samples come first."""
+    ends = list(dict.fromkeys(filter(None, ports)))
+    outer_ends = [port for port in ends if port.layer not in replayed_layers.by_layer]
+    request.axes.learn(request.batch, outer_ends)
+    if request.axes.samples_first:
+        return dict.fromkeys(ends)
+    layouts = {port: request.axes.layout(port, values[port].shape) for port in outer_ends}
+    sizes = [tuple(map(int, replayed.run.input.shape[:2])) for replayed in replayed_layers.calls]
     # With a single step, experiments cannot determine the time axis.
-    has_single_step = bool(replayed_layers.calls) and all(
-        int(replayed.run.input.shape[1]) == 1 for replayed in replayed_layers.calls
-    )
-    tensors = {port: OuterTensor(port, tuple(int(n) for n in array.shape)) for port, array in values.items()}
-    for port in () if request.axes.samples_first else ends:
-        layout = request.axes.layout(port, tensors[port].shape)
+    has_single_step = bool(sizes) and all(steps == 1 for _, steps in sizes)
+    has_samples = any(samples > 1 for samples, _ in sizes) or replayed_layers.samples > 1
+    for port, layout in layouts.items():
         if layout.is_coupled:
             raise refusal_of_coupling("The time Jacobian", port)
-        if samples > 1:
-            refuse_unknown("The time Jacobian", text_of(port), layout.names)
-        refuse_unclear_steps("The time Jacobian", text_of(port), layout)
-        if has_single_step and len(layout.names) == 3 and any(name.startswith("axis_") for name in layout.names):
+        if has_samples and layout.sample is None:
+            refuse_unknown("The time Jacobian", text_of(port), layout.names, hint=_axes_to_type(request, values, layouts))
+        refuse_unclear_steps("The time Jacobian", text_of(port), layout, request.axes.stated)
+        if has_single_step and len(layout.names) == 3 and layout.is_uncertain:
             refuse_unknown("The time Jacobian", text_of(port), layout.names, TIME)
-        tensors[port] = OuterTensor(port, tensors[port].shape, layout, samples)
-    return tensors
+    return dict.fromkeys(ends) | layouts
 
 
-def _samples_of(replayed_layers: ReplayedLayers) -> int:
-    """Return the number of samples of all recurrent calls; raise if they differ."""
-    counts = {name: int(directions[0].run.input.shape[0]) for name, directions in replayed_layers.by_layer.items()}
-    if len(set(counts.values())) > 1:
-        listing = ", ".join(f"{layer}: {count}" for layer, count in counts.items())
+def _axes_to_type(request: JacobianRequest, values: Mapping[Port, Array], layouts: Mapping[Port, Layout]) -> str:
+    """Return the ``axes=`` to type for both ends, for the case that samples come first, then steps."""
+    axes = {}
+    for port in layouts:
+        last_role = FEATURE if port.kind == "input" else UNIT
+        names = tuple((name,) for name in dims_of(values[port].shape, last=last_role))
+        axes[text_of(port)] = axes_to_write(request.axes.stated.get(port, Layout(names)).axes)
+    return f"name the axes: axes={axes} where samples come first"
+
+
+def _samples_of(
+    replayed_layers: ReplayedLayers,
+    values: Mapping[Port, Array],
+    layouts: Mapping[Port, Layout | None],
+    *,
+    is_inner: bool,
+) -> tuple[int, bool]:
+    """Return the number of samples of the ends, and whether the recurrent layers run on another number.
+
+    They do where the model folds another axis into the samples or cuts sequences. Raise if the ends themselves have
+    different numbers of samples, or one of them (``is_inner``) lies within such a layer.
+    """
+    layer_counts = {name: int(calls[0].run.input.shape[0]) for name, calls in replayed_layers.by_layer.items()}
+    counts = {} if layer_counts else {"": replayed_layers.samples}
+    for port, layout in layouts.items():
+        sample_axis = 0 if layout is None else None if layout.is_folded else layout.sample
+        if sample_axis is not None and values[port].ndim:
+            counts[text_of(port)] = int(values[port].shape[sample_axis])
+    different = set(counts.values()) or set(layer_counts.values())
+    is_folded = different | set(layer_counts.values()) != different
+    if len(different) > 1 or (is_folded and is_inner):
         raise UnsupportedError(
             "Recurrent layers run on different numbers of samples: some merge the sample axis with another axis.",
-            got=listing,
+            got=", ".join(f"{name}: {count}" for name, count in (counts | layer_counts).items() if name),
             expected="one number of samples, for a time Jacobian of (sample, out_time, in_time)",
-            hint="a Jacobian of the inner layer alone: of= and wrt= in a model of that part",
+            hint='of= and wrt= outside of these layers, as "output" and "input"',
         )
-    return next(iter(counts.values()), replayed_layers.samples)
+    return different.pop(), is_folded
+
+
+def _outer_tensors(
+    values: Mapping[Port, Array], layouts: Mapping[Port, Layout | None], samples: int
+) -> dict[Port, OuterTensor]:
+    """Return all framework tensors by port; ends outside of recurrences have layouts."""
+    shapes = {port: tuple(int(n) for n in array.shape) for port, array in values.items()}
+    return {
+        port: OuterTensor(port, shape) if layouts.get(port) is None else OuterTensor(port, shape, layouts[port], samples)
+        for port, shape in shapes.items()
+    }
 
 
 def _assemble_network(
