@@ -32,36 +32,43 @@ class Orientation:
     """
 
     def __init__(self, adapter: Adapter, model: Any, x: Any, layouts: Mapping[str, Layout] | None) -> None:
+        #: A few samples of x as the model takes them; None where samples come first by the framework's convention.
+        self._few: Batch | None = None
         self.declared = {name: layout for name, layout in (layouts or {}).items() if name not in DATA}
         self.axes = ModelAxes(adapter, model, layouts, Catalogue(adapter, model, x))
         self.inputs = self._input_layouts(x)
         self.targets: list[Layout] = []
 
     def _input_layouts(self, x: Any) -> list[Layout] | None:
-        """Return the layout of each leaf of x; None if samples come first in all of them."""
+        """Return the layout of each leaf of x; None if in all of them samples come first, then steps."""
         if self.axes.adapter.samples_first:
             return None
+        leaves = data.leaves_of(x)
         failure: Exception | None = None
+        layouts: Sequence[Layout | None] | None = [_samples_first(len(shape_of(leaf) or ())) for leaf in leaves]
+        few = None
         if not any(name.startswith("input") for name in self.declared):
             try:
-                if self._has_samples_first(x):
-                    return None
+                few = self._few_of_first_axis(x)
             except RnnlensError as error:
                 failure = error
-        try:
-            layouts = layouts_of_inputs(self.axes, Batch(x), x)
-        except InputError as error:
-            raise failure or error from error
-        if layouts is None or all(layout is None or layout.sample == 0 for layout in layouts):
+        if few is None:
+            few = x
+            try:
+                layouts = layouts_of_inputs(self.axes, Batch(x), x)
+            except InputError as error:
+                raise failure or error from error
+        if layouts is None or any(map(data.is_packed, leaves)):
             return None
-        leaves = data.leaves_of(x)
-        self.axes.learn(Batch(x), [Port("input", index=i) for i in range(len(leaves))])
-        return [
+        self._few = Batch(few)
+        self.axes.learn(self._few, [Port("input", index=i) for i in range(len(leaves))])
+        named = [
             self._with_time_axis(i, leaf, layout) for i, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True))
         ]
+        return None if all(layout.names[:2] in ((), (SAMPLE,), (SAMPLE, TIME)) for layout in named) else named
 
-    def _has_samples_first(self, x: Any) -> bool:
-        """Return whether the recurrent layers get one sample for each entry of the first axis of x.
+    def _few_of_first_axis(self, x: Any) -> Any:
+        """Return a few entries of the first axis of x if the recurrent layers get one sample for each; else None.
 
         The model runs once, on a number of entries that no other axis of x has.
         """
@@ -73,11 +80,12 @@ class Orientation:
             None,
         )
         if count is None:
-            return False
+            return None
         first_entries = data.map_leaves(lambda leaf: leaf[:count], x)
         request = CaptureRequest(gradients=False, weight_grads=False, scans=False)
         capture = self.axes.adapter.capture(self.axes.model, Batch(first_entries), request)
-        return {*(int(call.input.shape[0]) for call in capture.calls), *capture.scanned.values()} <= {count}
+        counts = {*(int(call.input.shape[0]) for call in capture.calls), *capture.scanned.values()}
+        return first_entries if counts <= {count} else None
 
     def _with_time_axis(self, index: int, leaf: Any, layout: Layout | None) -> Layout:
         """Return the layout of an input leaf, with a time axis.
@@ -94,24 +102,39 @@ class Orientation:
     def in_canonical_order(self, x: Any, y: Any) -> tuple[Any, Any]:
         """Convert x and y to NumPy, with the sample axis first and the time axis second."""
         x, y = _to_numpy(x), _to_numpy(y)
-        if self.inputs is None and "y" not in self.axes.data:
+        if self._few is None and "y" not in self.axes.data:
             return x, y
-        first_leaf, first_layout = data.leaves_of(x)[0], (self.inputs or [Layout.of_names((SAMPLE, TIME))])[0]
-        count, steps = (first_leaf.shape[first_layout.names.index(name)] for name in (SAMPLE, TIME))
-        self.targets = [] if y is None else [self._target_layout(leaf, count, steps) for leaf in data.leaves_of(y)]
+        leaves = data.leaves_of(x)
+        layouts = self.inputs or [Layout.of_names((SAMPLE, TIME)[: leaf.ndim]) for leaf in leaves]
+        sizes = (
+            dict(zip(layout.names, leaf.shape, strict=False)) for leaf, layout in zip(leaves, layouts, strict=True)
+        )
+        count, steps = next((size[SAMPLE], size[TIME]) for size in sizes if TIME in size)
+        targets = [] if y is None else data.leaves_of(y)
+        if self._few is not None:
+            self.axes.learn(self._few, [Port("output", index=i) for i in range(len(targets))])
+        self.targets = [self._target_layout(i, leaf, count, steps) for i, leaf in enumerate(targets)]
         y = None if y is None else _reorder_leaves(_to_canonical, y, self.targets)
         return x if self.inputs is None else _reorder_leaves(_to_canonical, x, self.inputs), y
 
-    def _target_layout(self, leaf: Array, count: int, steps: int) -> Layout:
-        """Return the layout of a target: samples first, or steps before samples.
+    def _target_layout(self, index: int, leaf: Array, count: int, steps: int) -> Layout:
+        """Return the layout of a target: that of its output if it has the same axes, samples first, or steps first.
 
-        Raise ``InputError`` if both or neither fit.
+        Raise ``InputError`` if both or neither of the latter fit.
         """
         if "y" in self.axes.data:
             return self.axes.data["y"]
+        port = Port("output", index=index)
+        output = self.axes.stated.get(port, self.axes.found_layouts.get(port))
+        if output is not None and not output.is_folded and len(output.names) == leaf.ndim:
+            sizes = dict(zip(output.names, leaf.shape, strict=True))
+            if (sizes.get(SAMPLE), sizes.get(TIME)) == (count, steps):
+                return output
+        if self.inputs is None:
+            return _samples_first(leaf.ndim)
         other_dims = tuple(f"axis_{i}" for i in range(2, leaf.ndim))
         fit_by_dims = {
-            (SAMPLE, *(f"axis_{i}" for i in range(1, leaf.ndim))): leaf.shape[:1] == (count,),
+            _samples_first(leaf.ndim).names: leaf.shape[:1] == (count,),
             (TIME, SAMPLE, *other_dims): leaf.shape[:2] == (steps, count),
         }
         fitting_dims = [names for names, is_fit in fit_by_dims.items() if is_fit]
@@ -164,6 +187,11 @@ class Orientation:
     def output_layout(self, array: Array, index: int) -> Layout:
         """Return the layout of an output of the model; axes of unknown role have default names."""
         return self.axes.layout(Port("output", index=index), array.shape)
+
+
+def _samples_first(count: int) -> Layout:
+    """Return the layout of ``count`` axes of which the first one counts samples."""
+    return Layout.of_names((SAMPLE, *(f"axis_{i}" for i in range(1, count)))[:count])
 
 
 def _to_canonical(array: Array, layout: Layout) -> Array:

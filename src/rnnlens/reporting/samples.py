@@ -63,7 +63,7 @@ class ReportSamples:
         rows = np.asarray(indices)
         x = data.map_leaves(lambda leaf: leaf[rows], self.x)
         y = None if self.y is None else data.map_leaves(lambda leaf: leaf[rows], self.y)
-        if self.orientation is None or self.orientation.inputs is None:
+        if self.orientation is None:
             return x, y
         return self.orientation.as_given(x), None if y is None else self.orientation.target_as_given(y)
 

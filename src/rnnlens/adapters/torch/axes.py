@@ -33,7 +33,7 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
     with AxisProbe(model, batch, ports, cut=True) as probe:
         if not probe.calls:
             return {}
-        requested_ports = list(dict.fromkeys([*probe.inputs, *ports]))
+        requested_ports = list(dict.fromkeys([*probe.model_inputs, *ports]))
         if set(requested_ports) <= set(probe.layouts):  # a chain of library modules, whose pass shows the roles
             return {port: probe.layouts[port] for port in requested_ports}
         counts = {call.samples for call in probe.calls}
@@ -43,7 +43,7 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
     if len(counts) > 1:  # samples are folded with another axis in some calls: propagate through the recurrences
         with AxisProbe(model, batch, ports, cut=False) as uncut_probe:
             sample_axes, coupled_ports = _find_samples(uncut_probe, requested_ports)
-    if set(probe.inputs) & coupled_ports:  # no number of samples of the layers: perhaps sequences are cut
+    if set(probe.model_inputs) & coupled_ports:  # no number of samples of the layers: perhaps sequences are cut
         with AxisProbe(model, batch, ports, cut=False) as uncut_probe:
             shared_axes = _shared_samples(uncut_probe, time_axes)
         sample_axes |= {port: place for port, place in shared_axes.items() if port in requested_ports}
@@ -59,7 +59,7 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
             time_axes[port] = AxisPlace(unit_axes[0], 1, 1, 1)
     known_axes = _KnownAxes(shapes, sample_axes, coupled_ports, time_axes, min(counts), unclear_axes)
     _find_by_size(model, batch, [port for port in ports if port in shapes], known_axes, is_single_step=is_single_step)
-    return {port: _layout(port, known_axes) for port in shapes} | probe.layouts
+    return {port: _layout(port, known_axes) for port in shapes} | dict(probe.layouts)
 
 
 @dataclass
@@ -199,7 +199,8 @@ def _find_samples(probe: AxisProbe, ports: Sequence[Port]) -> tuple[dict[Port, A
 
     def find(ports: Iterable[Port]) -> dict[Port, AxisPlace]:
         """Return the sample axes of those ports that gradients connect to tensors with a known one."""
-        axes, patterns = {}, binary_patterns(sample_count)
+        axes: dict[Port, AxisPlace] = {}
+        patterns = binary_patterns(sample_count)
         missing_ports = [port for port in ports if port in probe.values and port not in known_axes]
         if missing_ports:
             nonzero = probe.nonzero_gradients({port: (place, patterns) for port, place in known_axes.items()})
@@ -210,11 +211,11 @@ def _find_samples(probe: AxisProbe, ports: Sequence[Port]) -> tuple[dict[Port, A
                 _store_axis(axes, coupled, port, _passing_as_source(probe, port, sample_count, patterns, known_axes))
         return axes
 
-    known_axes |= find(probe.inputs)
+    known_axes |= find(probe.model_inputs)
     found_axes = find(ports)
-    missing_ports = [port for port in (*probe.inputs, *ports) if port not in (found_axes | known_axes)]
+    missing_ports = [port for port in (*probe.model_inputs, *ports) if port not in (found_axes | known_axes)]
     if missing_ports:
-        known_axes |= find(probe.outputs)
+        known_axes |= find(probe.model_outputs)
         found_axes |= find(missing_ports)
     known_axes |= found_axes
     coupled_only = coupled - set(known_axes) if sample_count > 1 else set()
@@ -222,12 +223,12 @@ def _find_samples(probe: AxisProbe, ports: Sequence[Port]) -> tuple[dict[Port, A
 
 
 def _shared_samples(probe: AxisProbe, time_axes: Mapping[Port, AxisPlace]) -> dict[Port, AxisPlace]:
-    """Return the axes of inputs and outputs along which each entry of an output depends on that entry of an input alone.
+    """Return the axes along which each entry of an output depends on the same entry of an input alone.
 
     The result is empty unless there is one such pair of axes, besides those of the steps.
     """
     pairs = []
-    for output in probe.outputs:
+    for output in probe.model_outputs:
         for axis, size in enumerate(probe.values[output].shape):
             place, patterns = AxisPlace(axis, 1, size, 1), binary_patterns(size)
             if size == 1 or place.axis == getattr(time_axes.get(output), "axis", None):
@@ -235,7 +236,7 @@ def _shared_samples(probe: AxisProbe, time_axes: Mapping[Port, AxisPlace]) -> di
             nonzero = probe.nonzero_gradients({output: (place, patterns)})
             pairs += [
                 {output: place, port: input_place}
-                for port in probe.inputs
+                for port in probe.model_inputs
                 for input_place in _sample_candidates(tuple(probe.values[port].shape), size)
                 if port in nonzero
                 and input_place.size_before == input_place.size_after == 1
@@ -298,6 +299,8 @@ def _find_times(
 
     for sequence in (sequence for sequence in _step_sequences(probe.calls) if sequence.steps > 1):
         input_gradients = probe.nonzero_gradients(sequence.input_patterns(_step_patterns(sequence.steps)))
+        if len(sequence.calls) > 1 and not _reads_in_turn(probe, sequence, input_gradients, sample_axes):
+            continue
         for port, port_axes in moving_axes.items():
             axes = _other_axes(tuple(probe.values[port].shape), sample_axes.get(port))
             is_below = port in input_gradients
@@ -312,6 +315,25 @@ def _find_times(
     for port_axes in moving_axes.values():
         port_axes.sort(key=lambda moving: not moving.is_below)
     return _choose_times(probe, moving_axes, sample_axes)
+
+
+def _reads_in_turn(
+    probe: AxisProbe,
+    sequence: _StepSequence,
+    input_gradients: Mapping[Port, Values],
+    sample_axes: Mapping[Port, AxisPlace],
+) -> bool:
+    """Return whether the calls of a sequence read one part of an input after the other, as far as gradients show.
+
+    Several calls on the same steps, or on different inputs, are no sequence: their results are features.
+    """
+    reached_inputs = [port for port in probe.model_inputs if port in input_gradients]
+    moving_axes = [
+        _axes_along_steps([(place, place.support(input_gradients[port]))], sequence, is_below=True)
+        for port in reached_inputs
+        for place in _other_axes(tuple(probe.values[port].shape), sample_axes.get(port))
+    ]
+    return any(moving_axes) or not reached_inputs
 
 
 def _choose_times(

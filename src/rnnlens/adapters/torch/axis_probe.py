@@ -105,9 +105,9 @@ class AxisProbe(TorchPullback):
             self.calls.append(DirectedCall(inputs, output, (), samples, steps))
             call_ports += [inputs, output]
         #: Tensors that the model takes and returns.
-        self.inputs = _tensor_ports("input", self._port_table.inputs)
-        self.outputs = _tensor_ports("output", self._port_table.outputs)
-        for port in (*ports, *self.inputs, *self.outputs):
+        self.model_inputs = _tensor_ports("input", self._port_table.inputs)
+        self.model_outputs = _tensor_ports("output", self._port_table.outputs)
+        for port in (*ports, *self.model_inputs, *self.model_outputs):
             with suppress(RnnlensError):  # a port that this model does not have
                 self._port_table.find(port)
                 call_ports.append(port)
@@ -128,7 +128,7 @@ class AxisProbe(TorchPullback):
         """
         count = len(next(iter(starts.values()))[1])
         # No path leads to an output from another port.
-        size = sum(self.values[port].numel() for port in {*starts, *self.wrt} - ({*self.outputs} - {*starts}))
+        size = sum(self.values[port].numel() for port in {*starts, *self.wrt} - ({*self.model_outputs} - {*starts}))
         parts_by_port: dict[Port, list[Values]] = {}
         for rows in (slice(i, i + max(1, ROOM // size)) for i in range(0, count, max(1, ROOM // size))):
             cotangents = {

@@ -19,7 +19,14 @@ from ...results.schema import to_host
 from ...settings import must_fit
 from ...typing import Array
 from ...vocabulary import FEATURE, TIME, UNIT
-from ..axes import ModelAxes, axes_to_write, refusal_of_coupling, refuse_steps_first, refuse_unclear_steps, refuse_unknown
+from ..axes import (
+    ModelAxes,
+    axes_to_write,
+    refusal_of_coupling,
+    refuse_steps_first,
+    refuse_unclear_steps,
+    refuse_unknown,
+)
 from ..names import TensorName, refuse_lone_output, text_of
 from ..recurrent_layers import ReplayedCall, ReplayedLayers
 from .request import JacobianEnd, JacobianRequest
@@ -294,7 +301,9 @@ def _end_layouts(
         if layout.is_coupled:
             raise refusal_of_coupling("The time Jacobian", port)
         if has_samples and layout.sample is None:
-            refuse_unknown("The time Jacobian", text_of(port), layout.names, hint=_axes_to_type(request, values, layouts))
+            refuse_unknown(
+                "The time Jacobian", text_of(port), layout.names, hint=_axes_to_type(request, values, layouts)
+            )
         refuse_unclear_steps("The time Jacobian", text_of(port), layout, request.axes.stated)
         if has_single_step and len(layout.names) == 3 and layout.is_uncertain:
             refuse_unknown("The time Jacobian", text_of(port), layout.names, TIME)
@@ -347,7 +356,9 @@ def _outer_tensors(
     """Return all framework tensors by port; ends outside of recurrences have layouts."""
     shapes = {port: tuple(int(n) for n in array.shape) for port, array in values.items()}
     return {
-        port: OuterTensor(port, shape) if layouts.get(port) is None else OuterTensor(port, shape, layouts[port], samples)
+        port: OuterTensor(port, shape)
+        if layouts.get(port) is None
+        else OuterTensor(port, shape, layouts[port], samples)
         for port, shape in shapes.items()
     }
 

@@ -176,8 +176,14 @@ def test_words_within_sentences_within_samples(sizes):
         )
         close(input_grad.transpose("sample", "axis_1", "time", "feature"), expected)
     assert rl.trace(model, x)["words"].hidden.shape == (samples * sentences, 3, H)
-    with pytest.raises(rl.errors.UnsupportedError, match="words: "):
-        rl.jacobian(model, x)
+    full = torch.autograd.functional.jacobian(model, x)
+    by_sample = torch.stack([full[b][..., b, :, :, :] for b in range(samples)]).transpose(3, 4)
+    jacobian = rl.jacobian(model, x)
+    assert jacobian.dims == ("sample", "out_time", "out_unit", "in_time", "in_feature")
+    close(jacobian, by_sample.flatten(4).numpy())
+    with pytest.raises(rl.errors.UnsupportedError, match="words: ") as error:
+        rl.jacobian(model, x, of="words.hidden")
+    assert 'of= and wrt= outside of these layers, as "output" and "input"' in str(error.value)
 
 
 def centred(m, x):

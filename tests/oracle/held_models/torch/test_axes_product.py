@@ -74,6 +74,16 @@ def with_convolution(f, h):
     return {"conv": nn.Conv1d(f, f, 3, padding=1), "rnn": nn.GRU(f, h, batch_first=True), "head": nn.Linear(h, h)}
 
 
+def inception(m, x):
+    """Apply convolutions of several widths side by side, with a shortcut, then a layer over time."""
+    y = torch.relu(m.conv(x) + m.wide(x) + x)
+    return m.head(m.rnn(y.transpose(1, 2))[0].mean(1))
+
+
+def with_two_convolutions(f, h):
+    return with_convolution(f, h) | {"wide": nn.Conv1d(f, f, 5, padding=2)}
+
+
 def loop_over_steps(m, x):
     x = m.pre(x)
     h, outputs = x.new_zeros(x.shape[1], m.rnn.hidden_size), []
@@ -108,6 +118,27 @@ CASES = {
         channels_first,
         channels_first,
         channels_first,
+    ),
+    "channels first, no convolution": Case(
+        lambda m, x: head_every_step(m, x.transpose(1, 2)).transpose(1, 2),
+        module_factory(nn.GRU, batch_first=True),
+        channels_first,
+        channels_first,
+    ),
+    "channels first, last step": Case(
+        lambda m, x: m.head(m.rnn(m.pre(x.transpose(2, 1)))[0][:, -1]),
+        module_factory(nn.LSTM, batch_first=True),
+        channels_first,
+    ),
+    "channels first, permuted to time first": Case(
+        lambda m, x: m.head(m.rnn(m.pre(x.permute(2, 0, 1)))[0][-1]),
+        module_factory(nn.LSTM),
+        channels_first,
+        unchanged,
+        swap_axes,
+    ),
+    "channels first, convolutions side by side": Case(
+        inception, with_two_convolutions, channels_first, unchanged, channels_first
     ),
     "logits folded, time first": Case(
         lambda m, x: head_every_step(m, x).flatten(0, 1),

@@ -1,0 +1,86 @@
+"""After any other verbs, a verb returns the numbers, axes and certificate that it returns on a fresh copy."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from function_models import make_model, noise
+from order_of_calls import Calls
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+B, T, F, H, V = 6, 7, 4, 5, 4
+LENGTHS = torch.tensor([7, 6, 6, 4, 3, 2])
+
+
+def swapped(x):
+    return x.transpose(1, 2)
+
+
+def run_packed(m, x):
+    packed = pack_padded_sequence(x, LENGTHS[: len(x)], batch_first=True)
+    return m.head(pad_packed_sequence(m.rnn(packed)[0], batch_first=True)[0])
+
+
+def loop_over_steps(m, x):
+    h, outputs = x.new_zeros(len(x), H), []
+    for t in range(x.shape[1]):
+        h = m.rnn(x[:, t], h)
+        outputs.append(m.head(h))
+    return torch.stack(outputs, 1)
+
+
+def modules(recurrent=nn.GRU, width=1, **options):
+    options = options if recurrent is nn.GRUCell else {"batch_first": True, **options}
+    return {"rnn": recurrent(F, H, **options), "head": nn.Linear(width * H, V)}
+
+
+#: Forward function, submodules and shape of the input.
+KINDS = {
+    "chain": lambda: (lambda m, x: m.head(m.rnn(x)[0]), modules(nn.LSTM), (B, T, F)),
+    "channels first": lambda: (lambda m, x: swapped(m.head(m.rnn(swapped(x))[0])), modules(), (B, F, T)),
+    "channels first, sizes equal": lambda: (lambda m, x: swapped(m.head(m.rnn(swapped(x))[0])), modules(), (4, 4, 4)),
+    "channels first, convolution": lambda: (
+        lambda m, x: m.head(m.rnn(swapped(m.conv(x)))[0][:, -1]),
+        {"conv": nn.Conv1d(F, F, 3, padding=1), **modules()},
+        (B, F, T),
+    ),
+    "channels first, time first inside": lambda: (
+        lambda m, x: m.head(m.rnn(x.permute(2, 0, 1))[0][-1]),
+        modules(nn.LSTM, batch_first=False),
+        (B, F, T),
+    ),
+    "time first": lambda: (lambda m, x: m.head(m.rnn(x)[0]), modules(nn.RNN, batch_first=False), (T, B, F)),
+    "last step": lambda: (lambda m, x: m.head(m.rnn(x)[0][:, -1]), modules(), (B, T, F)),
+    "loop of cells": lambda: (loop_over_steps, modules(nn.GRUCell), (B, T, F)),
+    "both directions": lambda: (
+        lambda m, x: m.head(m.rnn(x)[0].tanh()),
+        modules(width=2, bidirectional=True),
+        (B, T, F),
+    ),
+    "packed": lambda: (run_packed, modules(nn.LSTM), (B, T, F)),
+}
+
+
+@pytest.fixture(params=KINDS)
+def calls(request):
+    torch.manual_seed(0)
+    run, submodules, shape = KINDS[request.param]()
+    model, x = make_model(run, **submodules), noise(*shape)
+    y = torch.roll(model(x).detach(), 1, 0)
+    return Calls(lambda: deepcopy(model), x, y, nn.functional.mse_loss, "rnn")
+
+
+def test_drawn_pairs_and_triples(calls):
+    quick = Calls(**{**vars(calls), "left_out": (*calls.left_out, "diagnose")})
+    quick.check([*quick.drawn(14), *quick.drawn(3, 3), ("gradients by input", "jacobian")])
+
+
+@pytest.mark.parametrize("calls", ["channels first", "last step"], indirect=True)
+def test_a_diagnosis_after_gradients_and_gradients_after_a_diagnosis(calls):
+    calls.check([("gradients by input", "diagnose"), ("diagnose", "jacobian")])
+
+
+@pytest.mark.full
+def test_all_pairs_and_further_triples(calls):
+    calls.check([*calls.pairs(), *calls.drawn(200, 3, seed=1)])
