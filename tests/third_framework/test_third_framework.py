@@ -47,7 +47,7 @@ def test_without_place_gradients_of_weights_are_not_certified(model, data, monke
     import tiny_rnnlens
 
     x, y = data
-    monkeypatch.setattr(tiny_rnnlens.TinyAdapter, "weight_location", lambda *_: None)
+    monkeypatch.setattr(tiny_rnnlens.TinyFacts, "weight_location", lambda *_: None)
     trace = rl.trace(model, x, y)
     assert "gradients at inputs" in trace.certificate.certified
     assert "gradients at inputs and weights" not in trace.certificate.certified
@@ -193,11 +193,11 @@ def test_figures(model, data):
 def test_the_certificate_sees_an_adapter_that_is_wrong(model, data, monkeypatch):
     import tiny_rnnlens
 
-    class WrongPullback(tiny_rnnlens.Pullback):
-        def vjp(self, cotangents):
-            return {port: None if g is None else g * 1.01 for port, g in super().vjp(cotangents).items()}
+    class WrongRun(tiny_rnnlens.TinyRun):
+        def pull(self, cotangents):
+            return {port: None if g is None else g * 1.01 for port, g in super().pull(cotangents).items()}
 
-    monkeypatch.setattr(tiny_rnnlens.adapter, "pullback", WrongPullback)
+    monkeypatch.setattr(tiny_rnnlens, "TinyRun", WrongRun)
     with pytest.warns(rl.errors.SelfCheckWarning):
         assert rl.trace(model, *data).certificate.state == "failed"
 

@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from .. import data
-from ..adapters.protocol import Batch, CaptureRequest
+from ..adapters.protocol import Batch, Taps
 from ..adapters.registry import adapter_for
 from ..arguments import anything, as_numbers, checked, integer, number, one_batch, text
 from ..arguments import seed as random_seed
@@ -309,7 +309,7 @@ def fixed_points(
         },
     )
     notes = [f"The {other.order} half of {name!r} was not examined." for other in other_runs]
-    return FixedPoints({name: dataset}, provenance=adapter_for(model).provenance(model), notes=notes)
+    return FixedPoints({name: dataset}, provenance=adapter_for(model).facts(model).provenance, notes=notes)
 
 
 def _replay_layer(
@@ -324,7 +324,7 @@ def _replay_layer(
     orientation = Orientation(adapter, model, x, axes)
     ordered_x, _ = orientation.in_canonical_order(x, None)
     first_samples = orientation.as_given(data.map_leaves(lambda leaf: leaf[:max_samples], ordered_x))
-    calls = adapter.capture(model, Batch(first_samples), CaptureRequest(gradients=False, weight_grads=False)).calls
+    calls = adapter.run(model, Batch(first_samples), Taps.states()).capture.calls
     names = list(dict.fromkeys(call.layer for call in calls))
     if not names:
         raise ModelError("No recurrent layer ran in this forward pass.", hint="rl.layers(model)")

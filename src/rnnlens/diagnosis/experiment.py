@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .. import data
-from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, LayerInfo, RecurrentCall
+from ..adapters.protocol import Adapter, Batch, Capture, LayerInfo, RecurrentCall, Taps
 from ..adapters.registry import adapter_for
 from ..errors import InputError, ModelError, RnnlensError, short_repr
 from ..layout import Layout
@@ -73,8 +73,7 @@ class Experiment:
     @cached_property
     def capture(self) -> Capture:
         """Capture of the forward pass on the first samples, with the states of all recurrent layers."""
-        request = CaptureRequest(gradients=False, weight_grads=False, scans=False)
-        capture = self.adapter.capture(self.model, Batch(self.first_inputs), request)
+        capture = self.adapter.run(self.model, Batch(self.first_inputs), Taps.states(sequences=False)).capture
         if not capture.calls and not capture.scanned:
             raise ModelError("No recurrent layer ran in this forward pass.", hint="rl.layers(model)")
         return capture
@@ -94,9 +93,9 @@ class Experiment:
 
     def embed(self, x: Any) -> Array | None:
         """Return embedded token ids (sample, time, feature); None if no embedding ran over all steps."""
-        request = CaptureRequest(self.embeddings, gradients=False, weight_grads=False, all_must_run=False)
+        taps = Taps.states(self.embeddings, all_must_run=False)
         embedding_calls = (
-            self.adapter.capture(self.model, Batch(self.in_model_order(x)), request).other_calls
+            self.adapter.run(self.model, Batch(self.in_model_order(x)), taps).capture.other_calls
             if self.embeddings
             else []
         )
@@ -117,8 +116,8 @@ class Experiment:
         full_lengths = np.full(self.samples.count, self.samples.steps)
         if all(call.mask is None for call in self.capture.calls):
             return full_lengths
-        request = CaptureRequest(gradients=False, weight_grads=False)
-        calls = self.adapter.capture(self.model, Batch(self.in_model_order(self.samples.x)), request).calls
+        batch = Batch(self.in_model_order(self.samples.x))
+        calls = self.adapter.run(self.model, batch, Taps.states()).capture.calls
         mask = next((to_host(call.mask) for call in calls if call.mask is not None), None)
         if mask is None or not self._are_steps_of_the_data(mask.shape[1]):
             return full_lengths
@@ -136,12 +135,10 @@ class Experiment:
         shortened_x = self.samples.map_sequences(
             lambda leaf: leaf[:MOST_CAPTURED, :steps], lambda leaf: leaf[:MOST_CAPTURED]
         )
-        request = CaptureRequest(inputs=False, gradients=False, weight_grads=False, calls=False)
         full_output = to_host(self._leaf(self.capture.outputs))
         try:
-            short_output = to_host(
-                self._leaf(self.adapter.capture(self.model, Batch(self.in_model_order(shortened_x)), request).outputs)
-            )
+            run = self.adapter.run(self.model, Batch(self.in_model_order(shortened_x)), Taps())
+            short_output = to_host(self._leaf(run.returned))
         except RnnlensError:
             return False
         return short_output.shape == full_output.shape and bool(
@@ -150,11 +147,10 @@ class Experiment:
 
     def outputs(self, x: Any, initial_state: Any = None) -> Array:
         """Run the model; return the examined output at the examined step, (sample, output)."""
-        request = CaptureRequest(inputs=False, gradients=False, weight_grads=False, calls=False)
         model_input = self.in_model_order(x)
-        capture = self.adapter.capture(self.model, Batch(model_input, initial_state=initial_state), request)
+        run = self.adapter.run(self.model, Batch(model_input, initial_state=initial_state), Taps())
         output = self.samples.orientation.canonical_output(
-            to_host(self._leaf(capture.outputs)), self.output_index, model_input, data.sample_count(x)
+            to_host(self._leaf(run.returned)), self.output_index, model_input, data.sample_count(x)
         )
         if output.ndim == 1:
             output = output[:, None]
@@ -185,9 +181,9 @@ class Experiment:
             return returned[-1]
 
         y = self.samples.orientation.target_as_given(data.map_leaves(lambda leaf: leaf[:MOST_CAPTURED], self.samples.y))
-        request = CaptureRequest(inputs=False, gradients=False, weight_grads=False, loss=True)
         with suppress(RnnlensError):  # the loss is not needed: its name is enough
-            self.adapter.capture(self.model, Batch(self.first_inputs, y, loss=recording_loss), request)
+            batch = Batch(self.first_inputs, y, loss=recording_loss)
+            _ = self.adapter.run(self.model, batch, Taps("outputs", loss=True)).capture
         for value in returned:
             dtype_name = str(getattr(value, "dtype", type(value).__name__))
             if value is None or isinstance(value, str | bytes) or "complex" in dtype_name:

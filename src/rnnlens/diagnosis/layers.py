@@ -16,7 +16,7 @@ import numpy as np
 import xarray as xr
 
 from .. import data
-from ..adapters.protocol import Batch, Capture, CaptureRequest, RecurrentCall, SequenceCall
+from ..adapters.protocol import Batch, Capture, RecurrentCall, SequenceCall, Taps
 from ..errors import LayerNotFoundError, UnsupportedError
 from ..layout import canonical_order
 from ..measures.facts import Census, census, dead_units, gate_timescale, stuck_gates
@@ -298,10 +298,9 @@ def _capture_scans(experiment: Experiment) -> Capture:
 
     x = experiment.in_model_order(data.map_leaves(lambda leaf: leaf[:_SAMPLES], experiment.samples.x))
     names = (*experiment.scans, *experiment.embeddings)
-    request = CaptureRequest(names, weight_grads=False, boundaries=True, all_must_run=False)
-    return experiment.adapter.capture(
-        experiment.model, Batch(x, np.zeros(len(weights)), loss=projected_output), request
-    )
+    batch = Batch(x, np.zeros(len(weights)), loss=projected_output)
+    taps = Taps.everything(names, weight_grads=False, all_must_run=False)
+    return experiment.adapter.run(experiment.model, batch, taps).capture
 
 
 def _scan_facts(call: SequenceCall, kind: str, n_steps: int) -> LayerFacts:

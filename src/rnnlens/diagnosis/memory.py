@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .. import data
-from ..adapters.protocol import Batch, CaptureRequest
+from ..adapters.protocol import Batch, Taps
 from ..measures.intervention import (
     USED,
     Probes,
@@ -335,10 +335,8 @@ def _input_numbers(experiment: Experiment) -> Array | None:
         return leaf.reshape(*leaf.shape[:2], -1)
     if not experiment.replays:
         return experiment.embed(experiment.samples.x)
-    request = CaptureRequest(gradients=False, weight_grads=False)
-    calls = experiment.adapter.capture(
-        experiment.model, Batch(experiment.in_model_order(experiment.samples.x)), request
-    ).calls
+    batch = Batch(experiment.in_model_order(experiment.samples.x))
+    calls = experiment.adapter.run(experiment.model, batch, Taps.states()).capture.calls
     embedded = to_host(calls[0].input)
     return embedded if embedded.shape[1] == experiment.samples.steps else None
 

@@ -145,7 +145,7 @@ def diagnose(
         datasets,
         sentences={"the model": headline(memory, named_baseline, residual_test), **sentences},
         findings=rule_findings,
-        provenance=experiment.adapter.provenance(model),
+        provenance=experiment.adapter.facts(model).provenance,
         notes=_notes(memory, residual_test, reason if experiment.replays else "", layers_alone=bool(carried_by_layer)),
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import data
-from ..adapters.protocol import Adapter, Batch, CaptureRequest, Port
+from ..adapters.protocol import Adapter, Batch, Port, Taps
 from ..arguments.data import TEXT_HINT, is_source
 from ..autodiff.tensors import dtype_name
 from ..errors import InputError, RnnlensError, UnsupportedError, shape_of, short_repr
@@ -82,8 +82,7 @@ class Orientation:
         if count is None:
             return None
         first_entries = data.map_leaves(lambda leaf: leaf[:count], x)
-        request = CaptureRequest(gradients=False, weight_grads=False, scans=False)
-        capture = self.axes.adapter.capture(self.axes.model, Batch(first_entries), request)
+        capture = self.axes.adapter.run(self.axes.model, Batch(first_entries), Taps.states(sequences=False)).capture
         counts = {*(int(call.input.shape[0]) for call in capture.calls), *capture.scanned.values()}
         return first_entries if counts <= {count} else None
 

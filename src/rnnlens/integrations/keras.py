@@ -354,7 +354,7 @@ class Watch(_Callback):
         if not self._running_recorder.writes:
             return
         self._running_recorder.sinks = sinks = sinks_of(self._loggers, event_folder(self._path))
-        provenance = adapter_for(self.model).provenance(self.model)
+        provenance = adapter_for(self.model).facts(self.model).provenance
         if self._report_is_requested and self._incidents is None:
             self._incidents = Incidents(self._path, provenance)
         if self._path is not None:

@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from .. import data
-from ..adapters.protocol import Adapter, Batch, CaptureRequest
+from ..adapters.protocol import Adapter, Batch, Taps
 from ..adapters.registry import adapter_for
 from ..diagnosis import diagnose
 from ..errors import InputError, RnnlensError, TooLargeError, short_repr
@@ -353,8 +353,7 @@ def _add_time_map(
     )
     try:
         x, _ = report_samples.select(finite_samples[:1])
-        capture = CaptureRequest(inputs=False, gradients=False, weight_grads=False, calls=False)
-        outputs = data.leaves_of(adapter.capture(model, Batch(x, seed=request.seed), capture).outputs)
+        outputs = data.leaves_of(adapter.run(model, Batch(x, seed=request.seed), Taps()).returned)
         shapes = [tuple(np.shape(to_host(leaf))) for leaf in outputs]
         contents.time_map = map_of_model(
             model,

@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from .. import data
-from ..adapters.protocol import Adapter, Batch, CaptureRequest
+from ..adapters.protocol import Adapter, Batch, Taps
 from ..arguments.data import is_source
 from ..diagnosis.samples import Orientation, read_samples
 from ..errors import InputError, RnnlensError, UnsupportedError, shape_of
@@ -124,16 +124,18 @@ def losses(
         return None, "samples cannot be separated"
     if report_samples.y is None and request.loss is None:
         return None, "no target was given"
-    loss_request = CaptureRequest(inputs=False, gradients=False, weight_grads=False, loss=True)
 
     def batch_of(samples: Sequence[int]) -> Batch:
         x, y = report_samples.select(samples)
         return Batch(x, y, loss=request.loss, seed=request.seed)
 
+    def loss_alone(sample: int) -> float | None:
+        return adapter.run(model, batch_of([sample]), Taps("outputs", loss=True)).capture.loss
+
     losses_alone: dict[int, float | None] = {}
     try:
         for i in dict.fromkeys((*indices[:1], *indices[-1:])):
-            losses_alone[i] = adapter.capture(model, batch_of([i]), loss_request).loss
+            losses_alone[i] = loss_alone(i)
         if None in losses_alone.values():
             return None, "the model gave none"
         losses_of_outputs = (
@@ -145,9 +147,7 @@ def losses(
             if residual(same_losses, known_losses) <= rounding_bound("float32", steps):
                 return losses_of_outputs, ""
         for i in indices:
-            losses_alone[i] = (
-                losses_alone[i] if i in losses_alone else adapter.capture(model, batch_of([i]), loss_request).loss
-            )
+            losses_alone[i] = losses_alone[i] if i in losses_alone else loss_alone(i)
     except RnnlensError as error:
         return None, str(error).splitlines()[0]
     return np.array([losses_alone[i] for i in indices], dtype=float), ""
@@ -158,7 +158,7 @@ def _losses_of_outputs(
 ) -> Array | None:
     """Evaluate the loss on the outputs of each sample; None where the outputs do not have samples first."""
     try:
-        all_outputs = adapter.outputs_of(model, batch_of(indices).without_loss())
+        all_outputs = adapter.run(model, batch_of(indices).without_loss(), Taps()).outputs
         if any(np.shape(leaf)[:1] != (len(indices),) for leaf in all_outputs.leaves):
             return None
         sample_losses = []

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..adapters.protocol import Adapter, Batch, Capture, CaptureRequest, Port, RecurrentCall
+from ..adapters.protocol import Adapter, Batch, Capture, Port, RecurrentCall, Taps
 from ..arguments import anything, checked, number
 from ..errors import InputError
 from .reference import bptt, weight_gradients
@@ -46,7 +46,7 @@ def check_adapter(adapter: Adapter, model: Any, batch: Batch, *, rtol: float = 1
     if not isinstance(adapter, Adapter) or not isinstance(batch, Batch) or not adapter.owns(model):
         got = f"{type(adapter).__name__}, {type(model).__name__}, {type(batch).__name__}"
         raise InputError("These are no adapter, model of it, and batch.", got=got, hint=_CALL)
-    capture = adapter.capture(model, batch, CaptureRequest())
+    capture = adapter.run(model, batch, Taps.direct(weight_grads=True)).capture
     checks: list[tuple[str, Callable[[], None]]] = [
         ("describe names every node", lambda: _check_names(adapter, model, capture)),
         ("shapes follow the conventions", lambda: _check_calls(capture, _check_shapes)),
@@ -133,7 +133,7 @@ def _check_shapes(call: RecurrentCall) -> None:
 
 
 def _check_repeatable(adapter: Adapter, model: Any, batch: Batch, capture: Capture, rtol: float) -> None:
-    second_capture = adapter.capture(model, batch, CaptureRequest())
+    second_capture = adapter.run(model, batch, Taps.direct(weight_grads=True)).capture
     assert [c.layer for c in second_capture.calls] == [c.layer for c in capture.calls]
     for first_call, second_call in zip(capture.calls, second_capture.calls, strict=True):
         close(second_call.output, first_call.output, rtol, f"{first_call.layer} output")
@@ -190,10 +190,10 @@ def _check_pullback(adapter: Adapter, model: Any, batch: Batch, capture: Capture
         index: Port("output", call.layer, direction=call.direction if call.bidirectional else None)
         for index, call in enumerate(calls)
     }
-    with adapter.pullback(model, batch, [Port("loss")], list(ports.values())) as pullback:
-        gradients = pullback.vjp({Port("loss"): np.ones(1)})
+    with adapter.run(model, batch, Taps.ports([Port("loss")], list(ports.values()))) as run:
+        gradients = run.pull({Port("loss"): np.ones(1)})
         for index, port in ports.items():
-            close(pullback.values[port], calls[index].output, rtol, f"value of {port}")
+            close(run.values[port], calls[index].output, rtol, f"value of {port}")
             grad = gradients[port]
             pulled_grad = np.zeros(calls[index].output.shape) if grad is None else np.asarray(grad)[0]
             close(pulled_grad, calls[index].output_grad, rtol, f"gradient of {port}")
@@ -201,14 +201,14 @@ def _check_pullback(adapter: Adapter, model: Any, batch: Batch, capture: Capture
 
 def _check_request(adapter: Adapter, model: Any, batch: Batch, capture: Capture, rtol: float) -> None:
     name = capture.calls[-1].layer
-    partial_capture = adapter.capture(model, batch, CaptureRequest(layers=(name,), weight_grads=False))
+    partial_capture = adapter.run(model, batch, Taps.direct((name,))).capture
     assert {call.layer for call in partial_capture.calls} == {name}, (
         f"asked for {name!r}, got {[c.layer for c in partial_capture.calls]}"
     )
     assert all(call.weight_grads is None for call in partial_capture.calls), "weight gradients that were not asked for"
-    forward_capture = adapter.capture(model, batch, CaptureRequest(gradients=False))
+    forward_capture = adapter.run(model, batch, Taps.states()).capture
     assert all(call.output_grad is None for call in forward_capture.calls), "gradients that were not asked for"
     assert forward_capture.loss is None, "a loss that was not asked for"
-    loss_capture = adapter.capture(model, batch, CaptureRequest(gradients=False, loss=True))
+    loss_capture = adapter.run(model, batch, Taps.states(loss=True)).capture
     assert loss_capture.loss is not None, "no loss, though it was asked for"
     close(loss_capture.loss, capture.loss, rtol, "loss without gradients")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import data
-from ..adapters.protocol import Batch, Capture, CaptureRequest, Port
+from ..adapters.protocol import Batch, Capture, Port, Taps
 from ..arguments.data import is_source, refuse_large
 from ..errors import InputError, ModelError, RnnlensError, UnsupportedError
 from ..layout import Layout
@@ -98,7 +98,7 @@ def _cut_samples(leaf: Any, layout: Layout | None, size: int) -> Any:
 def _run(axes: ModelAxes, template: Batch, x: Any, y: Any = None) -> Capture:
     run_batch = replace(template, x=x, y=y, sample_weight=None, class_weight=None, initial_state=None)
     run_batch = run_batch if y is not None else replace(run_batch, loss=None)
-    return axes.adapter.capture(axes.model, run_batch, CaptureRequest(gradients=False, weight_grads=False))
+    return axes.adapter.run(axes.model, run_batch, Taps.states()).capture
 
 
 def _only_samples_differ(few: Capture, more: Capture) -> bool:

@@ -279,7 +279,7 @@ def find_nonfinite(
         origin=origin,
         reaches=tuple(name for name, is_nonfinite in reached.items() if is_nonfinite),
         looked_at=("data", "weights", "forward", *(("loss", "backward") if has_loss else ())),
-        provenance=adapter.provenance(model),
+        provenance=observed.facts.provenance,
         notes=[*notes, *(note for note in capture_notes if note.startswith(NOT_LOOKED_INTO))],
     )
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from .. import data
-from ..adapters.protocol import Adapter, Batch, CaptureRequest, LayerInfo, LayerWeights, ModelFacts, Port
+from ..adapters.protocol import Adapter, Batch, LayerInfo, LayerWeights, ModelFacts, Port, Taps
 from ..errors import InputError, LayerNotFoundError, RnnlensError, did_you_mean
 from ..layout import Layout, dims_of
 from ..recurrence.cells import cell_of_kind, kinds
@@ -182,10 +182,10 @@ class Catalogue:
 def complete_catalogue(catalogue: Catalogue, batch: Batch, texts: Sequence[str]) -> Catalogue:
     """Run the model if a name needs it, as a custom state does; return the catalogue with the names shown."""
     adapter, model = catalogue.adapter, catalogue.model
-    capture_request = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
+    taps = Taps.states(inputs=False)
     indexed_matches = map(_INDEXED.fullmatch, texts)
     if not catalogue.outputs and any(m and m["what"] == "output" and not m["which"].isdigit() for m in indexed_matches):
-        outputs = adapter.capture(model, batch, capture_request).outputs
+        outputs = adapter.run(model, batch.without_loss(), taps).returned
         catalogue = Catalogue(adapter, model, catalogue.x, tuple(filter(None, named_leaves(outputs))))
     try:
         for text in texts:
@@ -193,7 +193,7 @@ def complete_catalogue(catalogue: Catalogue, batch: Batch, texts: Sequence[str])
                 read(text, catalogue)
     except LayerNotFoundError:
         with suppress(RnnlensError):  # the error is that of the name
-            adapter.capture(model, batch, capture_request)
+            _ = adapter.run(model, batch.without_loss(), taps).capture
         return Catalogue(adapter, model, catalogue.x, vars(catalogue).get("outputs", ()))
     return catalogue
 
@@ -304,9 +304,8 @@ def names_behind_ids(adapter: Adapter, model: Any, batch: Batch, catalogue: Cata
     tables = catalogue.facts.having("embedding")
     if not tables:
         return []
-    request = CaptureRequest((*tables, *catalogue.recurrent), gradients=False, weight_grads=False)
     try:
-        capture = adapter.capture(model, batch, request)
+        capture = adapter.run(model, batch, Taps.states((*tables, *catalogue.recurrent))).capture
     except RnnlensError:
         return [f"{table}.output" for table in tables]
     called_layers = {call.layer for call in capture.other_calls}

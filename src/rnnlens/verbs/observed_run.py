@@ -14,12 +14,12 @@ from ..adapters.protocol import (
     Adapter,
     Batch,
     Capture,
-    CaptureRequest,
     ModelFacts,
     NonRecurrentCall,
     Outputs,
     Port,
     RecurrentCall,
+    Taps,
 )
 from ..autodiff import tensors
 from ..errors import RnnlensError
@@ -77,10 +77,8 @@ class ObservedRun:
     def capture(self) -> Capture:
         """Capture of all layers in one forward pass and, with a loss, one backward pass."""
         loss = self.has_loss
-        request = CaptureRequest(
-            tuple(self.facts.submodules), gradients=loss, weight_grads=loss, boundaries=loss, all_must_run=False
-        )
-        return self.adapter.capture(self.model, self.batch, request)
+        taps = (Taps.everything if loss else Taps.states)(tuple(self.facts.submodules), all_must_run=False)
+        return self.adapter.run(self.model, self.batch, taps).capture
 
     @cached_property
     def nodes(self) -> list[Node]:
@@ -104,7 +102,7 @@ class ObservedRun:
     @cached_property
     def outputs(self) -> Outputs:
         """Outputs in the framework's own structure, from one more forward pass."""
-        return self.adapter.outputs_of(self.model, self.batch)
+        return self.adapter.run(self.model, self.batch, Taps()).outputs
 
     @cached_property
     def returned_outputs(self) -> list[Array]:
@@ -183,8 +181,8 @@ class ObservedRun:
         """Return the value at a port from one more run; None if the adapter refuses."""
 
         def run_model() -> Array:
-            with self.adapter.pullback(self.model, replace(self.batch, y=None, loss=None), [], [port]) as pullback:
-                return to_host(pullback.values[port])
+            with self.adapter.run(self.model, replace(self.batch, y=None, loss=None), Taps.ports([], [port])) as run:
+                return to_host(run.values[port])
 
         value: Array | None = self.attempt(run_model)
         return value

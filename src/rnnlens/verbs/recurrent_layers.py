@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..adapters.protocol import Adapter, Batch, CaptureRequest, ChainLink, Port, RecurrentCall
+from ..adapters.protocol import Adapter, Batch, ChainLink, Port, RecurrentCall, Taps
 from ..autodiff.tensors import converted_like, dtype_name, shared_memory_array
 from ..errors import LayerNotFoundError, ModelError
 from ..layout import dims_of, direction_axis
@@ -300,7 +300,7 @@ class ReplayedLayers:
         layer_names = tuple(dict.fromkeys(layers))
         if not layer_names:
             return cls({})
-        capture = adapter.capture(model, batch, CaptureRequest(layer_names, gradients=False, weight_grads=False))
+        capture = adapter.run(model, batch, Taps.states(layer_names)).capture
         return cls.of(capture.calls, capture.entangled)
 
     @classmethod
@@ -401,9 +401,8 @@ def stack_directions(parts: Sequence[Array], space: tuple[str, ...]) -> Array:
 
 def outputs_of(adapter: Adapter, model: Any, batch: Batch, layers: tuple[str, ...]) -> dict[str, Array]:
     """Return the outputs of layers by node, without a loss; layers that do not run are left out."""
-    request = CaptureRequest(layers, inputs=False, gradients=False, weight_grads=False)
     try:
-        capture = adapter.capture(model, batch.without_loss(), request)
+        capture = adapter.run(model, batch.without_loss(), Taps.states(layers, inputs=False)).capture
     except (LayerNotFoundError, ModelError):
         return {}
     return {call.layer: to_host(call.output) for call in capture.other_calls} | {

@@ -16,11 +16,12 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from ..adapters.protocol import Adapter, Batch
+from ..adapters.protocol import Adapter, Batch, ModelFacts
 from ..adapters.registry import adapter_for, adapter_of
 from ..arguments.data import is_source
 from ..autodiff import full_precision
@@ -113,19 +114,22 @@ class ModelRequest:
         adapter, is_data_set = adapter_for(model), is_source(batch.x)
         catalogue = Catalogue(adapter, model, batch.x)
         if texts and not is_data_set:
-            catalogue = complete_catalogue(
-                catalogue, batch.without_loss(), [text for text in texts if isinstance(text, str)]
-            )
+            catalogue = complete_catalogue(catalogue, batch, [text for text in texts if isinstance(text, str)])
         model_axes = ModelAxes(adapter, model, axes, catalogue)
         return ModelRequest(
             adapter, model, batch, catalogue, model_axes, InputCoordinates(() if is_data_set else batch.x, model_axes)
         )
 
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """Facts of the model and the batch that need no run."""
+        return self.adapter.facts(self.model, self.batch)
+
     def provenance(self, *, with_loss: bool = False) -> Mapping[str, str]:
         """Return framework, version, engine, dtype and device; ``with_loss`` also the reduction of the loss."""
-        facts = self.adapter.provenance(self.model)
-        reduction = self.adapter.reduction(self.model, self.batch.loss) if with_loss else None
-        return facts if reduction is None else {**facts, "loss_reduction": reduction}
+        provenance = self.facts.provenance
+        reduction = self.facts.reduction(self.batch.loss) if with_loss else None
+        return provenance if reduction is None else {**provenance, "loss_reduction": reduction}
 
     def shapes(self) -> Hashable:
         """Return shapes and dtypes of the inputs."""

@@ -133,7 +133,7 @@ def trace(
 
 def has_loss(model: Any, batch: Batch) -> bool:
     """Return whether there is a loss: a target, a function, or the model's own one."""
-    return batch.y is not None or batch.loss is not None or adapter_for(model).has_own_loss(model)
+    return batch.y is not None or batch.loss is not None or adapter_for(model).facts(model).has_own_loss
 
 
 def trace_batch(
@@ -146,10 +146,8 @@ def trace_batch(
     part = part_to_compare(model, batch, key) if needs_certificate else None
     agreed = not batch.initial_state and has_agreed(model, (key, batch.training))
     selection = replace(requested, compares_weights=needs_certificate or current().certify != "first", part=part)
-    capture_request = selection.request(
-        needs_certificate, topmost=agreed and (part is not None or not needs_certificate)
-    )
-    capture = request.adapter.capture(model, batch, capture_request)
+    taps = selection.taps(needs_certificate, topmost=agreed and (part is not None or not needs_certificate))
+    capture = request.adapter.run(model, batch, taps).capture
     selection = replace(selection, compares_weights=selection.compares_weights and not capture.topmost)
     provenance = request.provenance(with_loss=selection.has_loss)
     claim = ReplayedValues(capture, part) if needs_certificate else None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ..adapters.protocol import Batch, Capture, CaptureRequest, LayerInfo, NonRecurrentCall, Port, RecurrentCall
+from ..adapters.protocol import Batch, Capture, LayerInfo, NonRecurrentCall, Port, RecurrentCall, Taps
 from ..errors import InputError, LayerNotFoundError, did_you_mean
 from ..recurrence.adjoint import PROBES, probe_combinations, weight_gradients
 from ..recurrence.cells import kinds
@@ -86,16 +86,16 @@ class TraceSelection:
         """Whether total gradients are requested."""
         return self.quantities is None or any(name.endswith("_grad") for name in self.quantities - CAPTURED)
 
-    def request(self, certified: bool, topmost: bool) -> CaptureRequest:
-        """Return the capture request for the adapter."""
+    def taps(self, certified: bool, topmost: bool) -> Taps:
+        """Return what the run of the model records."""
         quantities = self.quantities
         gradients = self.has_loss and (quantities is None or any(name.endswith("_grad") for name in quantities))
-        return CaptureRequest(
+        return Taps(
+            "states" if not gradients else "everything" if certified else "direct",
             layers=self.layers,
             inputs=self.needs_replay or bool((quantities or frozenset()) & {"input", "mask"}),
             gradients=gradients,
             weight_grads=gradients and self.needs_sweep and self.compares_weights,
-            boundaries=certified,
             loss=self.has_loss,
             chain=True,
             topmost=topmost and gradients and self.needs_sweep and self.layers is None,

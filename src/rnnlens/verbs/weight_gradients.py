@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..adapters.protocol import Capture, CaptureRequest, LayerWeights, Port, RecurrentCall
+from ..adapters.protocol import Capture, LayerWeights, Port, RecurrentCall, Taps
 from ..errors import UnsupportedError
 from ..recurrence.adjoint import weight_gradients
 from ..recurrence.cells import affine
@@ -56,8 +56,8 @@ def find_gradients(
         tied = layer_infos.keys() - weights.keys()
         # The forward pass need not call every layer, but a layer that cannot be captured is refused.
         strict = any("refused" in info.options and name in recurrent | tied for name, info in layer_infos.items())
-        request = CaptureRequest(layers=tuple(sorted(recurrent | tied)), boundaries=True, all_must_run=strict)
-        gradients.capture = adapter.capture(model, batch, request)
+        taps = Taps.everything(sorted(recurrent | tied), all_must_run=strict)
+        gradients.capture = adapter.run(model, batch, taps).capture
         gradients.loss = gradients.capture.loss
         for name in recurrent:
             calls = _calls_of_layer(on_host(gradients.capture.calls), name, by_time)
@@ -72,9 +72,9 @@ def find_gradients(
     )
     if other_gradients is None:
         loss_port, ports = Port("loss"), [Port("weight", layer, key=key) for layer, key in other_weights]
-        with adapter.pullback(model, batch, [loss_port], ports) as pullback:
-            gradients.loss, other_gradients = float(pullback.values[loss_port]), {}
-            grads = pullback.vjp({loss_port: (pullback.values[loss_port] * 0 + 1)[None]})
+        with adapter.run(model, batch, Taps.ports([loss_port], ports)) as run:
+            gradients.loss, other_gradients = float(run.values[loss_port]), {}
+            grads = run.pull({loss_port: (run.values[loss_port] * 0 + 1)[None]})
             for (layer, key), port in zip(other_weights, ports, strict=True):
                 if (grad := grads.get(port)) is not None:
                     other_gradients.setdefault(layer, {})[key] = to_host(grad)[0]
@@ -91,7 +91,7 @@ def _captured_other_gradients(
     """Return gradients of weights outside of known cells, as captured; None if the capture lacks one of them."""
     gradients: dict[str, dict[str, Array]] = {}
     for layer, key in other_weights:
-        location = None if capture is None else call.adapter.weight_location(call.model, layer, None, key)
+        location = None if capture is None else call.facts.weight_location(layer, None, key)
         if capture is None or location is None or location.tied or capture.alteration:
             return None
         if location.name not in capture.outside_weight_grads:

@@ -10,7 +10,7 @@ import numpy as np
 import xarray as xr
 
 from .. import arguments as check
-from ..adapters.protocol import Batch, CaptureRequest, LayerWeights
+from ..adapters.protocol import Batch, LayerWeights, Taps
 from ..adapters.registry import adapter_for
 from ..errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, raised_by, short_repr
 from ..recurrence.sequence import forward
@@ -166,8 +166,8 @@ def _measures_of_scans(
     sequence_names = tuple(name for name in request.catalogue.sequences if name in layer_weights)
     if request.batch.x is None or not sequence_names:
         return {}
-    capture_request = CaptureRequest(sequence_names, gradients=False, weight_grads=False, all_must_run=False)
-    capture = request.adapter.capture(request.model, request.batch.without_loss(), capture_request)
+    taps = Taps.states(sequence_names, all_must_run=False)
+    capture = request.adapter.run(request.model, request.batch.without_loss(), taps).capture
     calls = [call for call in capture.sequences if call.layer in layer_weights]
     return {call.layer: scan_measures(call.cell, to_host(forward(call.cell)[2])) for call in calls}
 

@@ -9,7 +9,7 @@ from spoken_keras import LEGACY, keras, keras_adapter
 
 import rnnlens as rl
 from rnnlens import errors
-from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
+from rnnlens.adapters.protocol import Batch, Port, Taps
 from rnnlens.adapters.registry import adapter_for
 from rnnlens.recurrence.replay import Replay
 from rnnlens.testing.adapter_contract import reference_of
@@ -82,15 +82,15 @@ def squared_sum(y_true, y_pred):
 def test_step_cells_chain_to_the_frameworks_gradients(name):
     """Backpropagation by the cell's own vjp or Jacobians gives the framework's weight and input gradients."""
     model = rnn_model(CELLS[name]())
-    (call,) = adapter.capture(model, Batch(X, loss=squared_sum), CaptureRequest()).calls
+    (call,) = adapter.run(model, Batch(X, loss=squared_sum), Taps.direct(weight_grads=True)).capture.calls
     assert call.cell.by_framework
     cell, states = call.cell, [call.initial_state]
     for t in range(4):
         output, new = cell.advance(X[:, t], states[-1])
         np.testing.assert_allclose(output, call.output[:, t], rtol=1e-10, atol=1e-12)
         states.append(new)
-    with adapter.pullback(model, Batch(X, loss=squared_sum), [Port("loss")], [Port("input")]) as pullback:
-        input_grad = pullback.vjp({Port("loss"): np.ones(1)})[Port("input")][0]
+    with adapter.run(model, Batch(X, loss=squared_sum), Taps.ports([Port("loss")], [Port("input")])) as pullback:
+        input_grad = pullback.pull({Port("loss"): np.ones(1)})[Port("input")][0]
     weight_grads = dict.fromkeys(call.weight_grads, 0.0)
     state_cotangents = [np.zeros_like(s) for s in states[-1]]
     for t in reversed(range(4)):
@@ -116,9 +116,15 @@ def test_dropout_multipliers_replay(kind, implementation):
     rate = 0.4 if implementation == 1 else 0.0
     layer = getattr(keras.layers, kind)(3, dropout=0.4, recurrent_dropout=rate, return_sequences=True, **options)
     model = keras.Sequential([keras.Input((4, 2)), layer])
-    (call,) = adapter.capture(model, Batch(X, loss=squared_sum, training=True, seed=5), CaptureRequest()).calls
-    (repeated,) = adapter.capture(model, Batch(X, loss=squared_sum, training=True, seed=5), CaptureRequest()).calls
-    (other_seed,) = adapter.capture(model, Batch(X, loss=squared_sum, training=True, seed=6), CaptureRequest()).calls
+    (call,) = adapter.run(
+        model, Batch(X, loss=squared_sum, training=True, seed=5), Taps.direct(weight_grads=True)
+    ).capture.calls
+    (repeated,) = adapter.run(
+        model, Batch(X, loss=squared_sum, training=True, seed=5), Taps.direct(weight_grads=True)
+    ).capture.calls
+    (other_seed,) = adapter.run(
+        model, Batch(X, loss=squared_sum, training=True, seed=6), Taps.direct(weight_grads=True)
+    ).capture.calls
     np.testing.assert_array_equal(call.output, repeated.output)
     assert np.abs(call.output - other_seed.output).max() > 0
     if LEGACY and rate == 0 and kind != "SimpleRNN":  # dropout is applied to the input before the fused kernel
@@ -139,7 +145,7 @@ def test_dropout_multipliers_replay(kind, implementation):
 def test_dropout_inside_an_unknown_cell_is_refused():
     model = rnn_model(keras.layers.StackedRNNCells([keras.layers.LSTMCell(2, dropout=0.5)]))
     with pytest.raises(errors.UnsupportedError) as caught:
-        adapter.capture(model, Batch(X, loss=squared_sum, training=True), CaptureRequest())
+        _ = adapter.run(model, Batch(X, loss=squared_sum, training=True), Taps.direct(weight_grads=True)).capture
     assert str(caught.value) == (
         "Layer 'rnn': dropout inside the cell StackedRNNCells cannot be replayed.\n"
         "  try:      training=False, or dropout between the layers instead of inside the cell"
@@ -157,7 +163,7 @@ def regularised_model():
 @pytest.mark.parametrize("weights", [{}, {"sample_weight": np.array([1.0, 2.0, 0.0])}], ids=["plain", "weighted"])
 def test_the_compiled_loss_is_that_of_training(weights):
     model = regularised_model()
-    capture = adapter.capture(model, Batch(X, Y, **weights), CaptureRequest())
+    capture = adapter.run(model, Batch(X, Y, **weights), Taps.direct(weight_grads=True)).capture
     assert capture.loss == pytest.approx(model.evaluate(X, Y, verbose=0, **weights), rel=1e-6)
 
 
@@ -166,7 +172,9 @@ def test_losses_by_name_object_and_function_are_one():
     model = regularised_model()
     losses = ["mse", keras.losses.MeanSquaredError(), keras.losses.mean_squared_error]
     losses.append(lambda y, p: keras.ops.mean(keras.ops.square(y - p)))
-    captures = [adapter.capture(model, Batch(X, Y, loss=loss), CaptureRequest()) for loss in [None, *losses]]
+    captures = [
+        adapter.run(model, Batch(X, Y, loss=loss), Taps.direct(weight_grads=True)).capture for loss in [None, *losses]
+    ]
     for capture in captures[1:]:
         assert capture.loss == pytest.approx(captures[0].loss, rel=1e-6)
         np.testing.assert_allclose(capture.calls[0].output_grad, captures[0].calls[0].output_grad, rtol=1e-6)
@@ -189,16 +197,16 @@ def test_how_a_loss_is_reduced_is_known_as_far_as_it_says(compiled_loss, loss, e
     inputs = keras.Input((2,))
     model = keras.Model(inputs, keras.layers.Dense(2, name="head")(inputs))
     model.compile(loss=compiled_loss)
-    assert adapter_for(model).reduction(model, loss) == expected
+    assert adapter_for(model).facts(model).reduction(loss) == expected
 
 
 @pytest.mark.one_engine("torch", "tf_keras")
 def test_weight_gradients_are_without_the_weight_regulariser():
     model = regularised_model()
-    grads = adapter.capture(model, Batch(X, Y), CaptureRequest()).calls[0].weight_grads
+    grads = adapter.run(model, Batch(X, Y), Taps.direct(weight_grads=True)).capture.calls[0].weight_grads
     port = Port("weight", "lstm", key="kernel")
-    with adapter.pullback(model, Batch(X, Y), [Port("loss")], [port]) as pullback:
-        penalised_grad = pullback.vjp({Port("loss"): np.ones(1)})[port][0]
+    with adapter.run(model, Batch(X, Y), Taps.ports([Port("loss")], [port])) as pullback:
+        penalised_grad = pullback.pull({Port("loss"): np.ones(1)})[port][0]
     kernel = adapter.weights(model)["lstm"].values["kernel"]
     np.testing.assert_allclose(penalised_grad - grads["kernel"], 2 * 0.01 * kernel, rtol=1e-6, atol=1e-9)
 
@@ -208,8 +216,8 @@ def test_layers_that_are_not_recurrent():
     layers = [keras.Input((4,), dtype="int32"), keras.layers.Embedding(5, 2, mask_zero=True, name="embedding")]
     model = keras.Sequential([*layers, keras.layers.SimpleRNN(2, name="rnn"), keras.layers.Dense(2, name="head")])
     ids = np.array([[1, 2, 0, 0], [3, 4, 1, 0]])
-    request = CaptureRequest(layers=("head", "embedding", "rnn"))
-    capture = adapter.capture(model, Batch(ids, loss=squared_sum), request)
+    request = Taps.direct(("head", "embedding", "rnn"), weight_grads=True)
+    capture = adapter.run(model, Batch(ids, loss=squared_sum), request).capture
     shapes = {call.layer: (call.output.shape, call.output_grad.shape) for call in capture.other_calls}
     assert shapes == {"embedding": ((2, 4, 2), (2, 4, 2)), "head": ((2, 2), (2, 2))}
     np.testing.assert_array_equal(capture.calls[0].mask, ids != 0)
@@ -222,7 +230,7 @@ def test_layers_that_are_not_recurrent():
 def test_half_precision_comes_out_as_float32_with_a_note(policy):
     layer = keras.layers.LSTM(2, dtype=policy, return_sequences=True)
     model = keras.Sequential([keras.Input((4, 2)), layer])
-    capture = adapter.capture(model, Batch(X.astype("float32"), loss=squared_sum), CaptureRequest())
+    capture = adapter.run(model, Batch(X.astype("float32"), loss=squared_sum), Taps.direct(weight_grads=True)).capture
     (call,) = capture.calls
     arrays = [call.input, call.output, call.output_grad, call.cell.kernel, *call.weight_grads.values()]
     assert {str(a.dtype) for a in arrays} <= {"float32", "float64"}
@@ -238,9 +246,9 @@ def test_given_initial_states_reach_each_direction(count):
     layer = keras.layers.Bidirectional(keras.layers.LSTM(2, return_sequences=True), name="bi")
     model = keras.Sequential([keras.Input((4, 2)), layer])
     initial_states = [np.random.default_rng(i).normal(size=(3, 2)) for i in range(count)]
-    calls = adapter.capture(
-        model, Batch(X, loss=squared_sum, initial_state={"bi": initial_states}), CaptureRequest()
-    ).calls
+    calls = adapter.run(
+        model, Batch(X, loss=squared_sum, initial_state={"bi": initial_states}), Taps.direct(weight_grads=True)
+    ).capture.calls
     for call, expected in zip(calls, (initial_states[:2], initial_states[-2:]), strict=True):
         np.testing.assert_array_equal(call.initial_state, expected)
         assert Replay.from_call(call).residual < 1e-12
@@ -253,7 +261,9 @@ def test_a_mask_in_a_list_is_that_mask(kind):
     x, mask = keras.Input((4, 2)), keras.Input((4,), dtype="bool")
     model = keras.Model([x, mask], getattr(keras.layers, kind)(3, return_sequences=True)(x, mask=[mask]))
     mask_values = np.array([[1, 0, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]], dtype=bool)
-    (call,) = adapter.capture(model, Batch([X, mask_values], loss=squared_sum), CaptureRequest()).calls
+    (call,) = adapter.run(
+        model, Batch([X, mask_values], loss=squared_sum), Taps.direct(weight_grads=True)
+    ).capture.calls
     np.testing.assert_array_equal(call.mask, mask_values)
     assert Replay.from_call(call).residual < 1e-12
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from spoken_keras import PACKAGE, keras, keras_adapter
 
-from rnnlens.adapters.protocol import Batch, CaptureRequest
+from rnnlens.adapters.protocol import Batch, Taps
 from rnnlens.testing import check_adapter
 from rnnlens.testing.keras_models import MODELS
 
@@ -33,11 +33,11 @@ def test_contract(name):
 @pytest.mark.one_engine("torch", "tf_keras")
 def test_a_broken_adapter_is_found_out():
     class ReversingAdapter(type(adapter)):
-        def capture(self, model, batch, request):
-            capture = super().capture(model, batch, request)
-            for call in capture.calls:
+        def run(self, model, batch, taps):
+            run = super().run(model, batch, taps)
+            for call in run.capture.calls if taps.record != "ports" else ():
                 call.output = call.output[:, ::-1] if call.returns_sequences else call.output
-            return capture
+            return run
 
     with pytest.raises(AssertionError, match=f"{PACKAGE}: outputs replay: lower output: off by"):
         check_adapter(ReversingAdapter(PACKAGE), MODELS["stacked"](keras), Batch(data(), loss=loss), rtol=1e-9)
@@ -46,9 +46,7 @@ def test_a_broken_adapter_is_found_out():
 @pytest.mark.op_by_op
 def test_names_of_nodes():
     def node_names(name):
-        return [
-            c.layer for c in adapter.capture(MODELS[name](keras), Batch(data()), CaptureRequest(gradients=False)).calls
-        ]
+        return [c.layer for c in adapter.run(MODELS[name](keras), Batch(data()), Taps.states()).capture.calls]
 
     assert node_names("shared") == ["rnn#0", "rnn#1"]
     assert node_names("nested") == ["encoder/gru"]
@@ -73,5 +71,8 @@ class Spare(keras.Model):
 def test_a_layer_that_nobody_calls_is_left_out():
     model = Spare()
     model(data())
-    assert [call.layer for call in adapter.capture(model, Batch(data(), loss=loss), CaptureRequest()).calls] == ["one"]
+    assert [
+        call.layer
+        for call in adapter.run(model, Batch(data(), loss=loss), Taps.direct(weight_grads=True)).capture.calls
+    ] == ["one"]
     assert list(adapter.weights(model)) == ["one"]

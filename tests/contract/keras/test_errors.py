@@ -9,10 +9,10 @@ from keras_eager import eager_captures
 
 from rnnlens import errors
 from rnnlens.adapters.keras import adapter
-from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
+from rnnlens.adapters.protocol import Batch, Port, Taps
 
 X, Y = np.ones((2, 4, 3)), np.ones((2, 2))
-OUTPUTS_ONLY = CaptureRequest(gradients=False)
+OUTPUTS_ONLY = Taps.states()
 
 pytestmark = pytest.mark.one_engine
 
@@ -65,44 +65,44 @@ CASES = {
     ),
     "samples of y": (
         Batch(X, np.ones((3, 2))),
-        CaptureRequest(),
+        Taps.direct(weight_grads=True),
         errors.InputError,
         "y has another number of samples than x.\n  got:      y of shape (3, 2)\n  expected: 2 samples",
     ),
     "no y": (
         Batch(X),
-        CaptureRequest(),
+        Taps.direct(weight_grads=True),
         errors.InputError,
         "The compiled loss needs a target.\n  got:      y=None\n  try:      pass y, or loss= of outputs alone",
     ),
     "loss of another shape": (
         Batch(X, Y, loss=lambda y, p: keras.ops.square(y - p)),
-        CaptureRequest(),
+        Taps.direct(weight_grads=True),
         errors.InputError,
         "The loss is not one number.\n  got:      shape (2, 2)\n  expected: shape ()\n"
         "  try:      keras.ops.mean(...) or keras.ops.sum(...) around it",
     ),
     "unknown loss": (
         Batch(X, Y, loss="msee"),
-        CaptureRequest(),
+        Taps.direct(weight_grads=True),
         errors.InputError,
         "Keras has no loss of that name.\n  got:      'msee'\n  try:      a name such as \"mse\", or a function",
     ),
     "unknown layer": (
         Batch(X),
-        CaptureRequest(layers=("lstm_1",), gradients=False),
+        Taps.states(("lstm_1",)),
         errors.LayerNotFoundError,
         "No layer is called 'lstm_1'.\n  try:      did you mean 'lstm_10'? Known: 'lstm_10', 'head'",
     ),
     "unknown call": (
         Batch(X),
-        CaptureRequest(layers=("lstm_10#3",), gradients=False),
+        Taps.states(("lstm_10#3",)),
         errors.LayerNotFoundError,
         "There is no call 'lstm_10#3'.\n  try:      did you mean 'lstm_10'? Known: 'lstm_10'",
     ),
     "both weights": (
         Batch(X, Y, sample_weight=np.ones(2), class_weight={0: 1.0}),
-        CaptureRequest(),
+        Taps.direct(weight_grads=True),
         errors.InputError,
         "Both class_weight and sample_weight were given.\n  try:      multiply them into one",
     ),
@@ -121,7 +121,7 @@ CASES = {
 def test_text(model, case):
     batch, request, kind, text = CASES[case]
     with pytest.raises(kind) as caught:
-        adapter.capture(model, batch, request)
+        _ = adapter.run(model, batch, request).capture
     assert str(caught.value) == text
 
 
@@ -138,7 +138,7 @@ def test_not_built():
 def test_not_compiled():
     model = keras.Sequential([keras.Input((4, 3)), keras.layers.LSTM(2)], name="net")
     with pytest.raises(errors.ModelError) as caught:
-        adapter.capture(model, Batch(X, Y), CaptureRequest())
+        _ = adapter.run(model, Batch(X, Y), Taps.direct(weight_grads=True)).capture
     assert str(caught.value) == (
         "Model 'net' has no loss: it is not compiled.\n"
         '  try:      model.compile(loss=...), or pass loss=, such as loss="mse"'
@@ -157,13 +157,13 @@ def test_what_cannot_be_traced_is_listed_and_refused_by_name(kind):
         reason = "LSTM inside TimeDistributed runs once per outer step."
     (info,) = adapter.describe(model)
     with pytest.raises(errors.UnsupportedError) as caught:
-        adapter.capture(model, Batch(np.ones((1, 4, 3, 2))), OUTPUTS_ONLY)
+        _ = adapter.run(model, Batch(np.ones((1, 4, 3, 2))), OUTPUTS_ONLY).capture
     first_line = f"Layer {info.name!r} cannot be traced: {reason}"
     assert str(caught.value).splitlines()[0] == first_line == info.options["refused"]
 
 
 def test_loss_that_is_not_a_number_is_reported_and_not_raised(model):
-    capture = adapter.capture(model, Batch(X, Y * np.nan), CaptureRequest())
+    capture = adapter.run(model, Batch(X, Y * np.nan), Taps.direct(weight_grads=True)).capture
     assert np.isnan(capture.loss)
     assert capture.notes == [
         "The loss is nan: gradients of it are not meaningful; rl.find_nonfinite(model, x, y) finds where it first "
@@ -173,7 +173,7 @@ def test_loss_that_is_not_a_number_is_reported_and_not_raised(model):
 
 def test_a_port_that_does_not_exist(model):
     with pytest.raises(errors.LayerNotFoundError) as caught:
-        adapter.pullback(model, Batch(X), [Port("output")], [Port("weight", "head", key="kernle")])
+        adapter.run(model, Batch(X), Taps.ports([Port("output")], [Port("weight", "head", key="kernle")]))
     assert str(caught.value) == (
         "There is no weight 'kernle' in layer 'head'.\n  try:      did you mean 'kernel'? Known: 'kernel', 'bias'"
     )

@@ -12,7 +12,7 @@ from keras_eager import eager_captures
 from left_behind import graphs_left
 from spoken_keras import LEGACY, engine, keras, keras_adapter, states_of
 
-from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
+from rnnlens.adapters.protocol import Batch, Port, Taps
 
 adapter = keras_adapter()
 X = np.random.default_rng(0).normal(size=(2, 4, 3))
@@ -152,9 +152,9 @@ def test_capture(ending, mode, fitted_model):
 
     def capture():
         if compiled:
-            return adapter.capture(model, batch, CaptureRequest())
+            return adapter.run(model, batch, Taps.direct(weight_grads=True)).capture
         with eager_captures():
-            return adapter.capture(model, batch, CaptureRequest())
+            return adapter.run(model, batch, Taps.direct(weight_grads=True)).capture
 
     if ending == "ok":
         assert len(capture().calls) == 3
@@ -176,10 +176,10 @@ def test_pullback(ending):
     batch = Batch(X, Y, training=True, loss=None if loss_error is None else failing_loss(loss_error))
 
     def pull_back():
-        with adapter.pullback(
-            model, batch, [Port("loss")], [Port("input"), Port("weight", "head", key="kernel")]
+        with adapter.run(
+            model, batch, Taps.ports([Port("loss")], [Port("input"), Port("weight", "head", key="kernel")])
         ) as pullback:
-            return pullback.vjp({Port("loss"): np.ones(1)})
+            return pullback.pull({Port("loss"): np.ones(1)})
 
     if ending == "ok":
         assert all(np.abs(g).sum() > 0 for g in pull_back().values())
@@ -191,7 +191,7 @@ def test_pullback(ending):
 
 def test_the_users_arrays_are_neither_changed_nor_shared():
     model, x, y = build_model(), X.copy(), Y.copy()
-    capture = adapter.capture(model, Batch(x, y), CaptureRequest())
+    capture = adapter.run(model, Batch(x, y), Taps.direct(weight_grads=True)).capture
     np.testing.assert_array_equal(x, X)
     arrays = [a for call in capture.calls for a in (call.input, call.output, *call.cell.weights().values())]
     assert not any(np.shares_memory(a, x) for a in arrays)
@@ -207,15 +207,15 @@ def test_nothing_keeps_the_model_alive(use):
     model = small_model()
     batch = Batch(X, Y)
     if use == "capture":
-        adapter.capture(model, batch, CaptureRequest())
-        adapter.capture(model, batch, CaptureRequest())
+        _ = adapter.run(model, batch, Taps.direct(weight_grads=True)).capture
+        _ = adapter.run(model, batch, Taps.direct(weight_grads=True)).capture
     elif use == "pullback":
-        with adapter.pullback(model, batch, [Port("output")], [Port("input")]) as pullback:
-            pullback.vjp({Port("output"): np.ones((1, 2, 2))})
+        with adapter.run(model, batch, Taps.ports([Port("output")], [Port("input")])) as pullback:
+            pullback.pull({Port("output"): np.ones((1, 2, 2))})
         del pullback
     else:
         with pytest.raises(StopError):
-            adapter.capture(model, Batch(X, Y, loss=failing_loss(StopError())), CaptureRequest())
+            _ = adapter.run(model, Batch(X, Y, loss=failing_loss(StopError())), Taps.direct(weight_grads=True)).capture
     reference = weakref.ref(model)
     del model
     gc.collect()
@@ -229,7 +229,7 @@ def test_no_graph_outlives_its_model():
 
     def run():
         model = keras.Sequential([keras.Input((4, 3)), keras.layers.LSTM(2), keras.layers.Dense(2)])
-        adapter.capture(model, Batch(X, Y, loss="mse"), CaptureRequest(boundaries=True))
+        _ = adapter.run(model, Batch(X, Y, loss="mse"), Taps.everything()).capture
 
     run()
     before = graphs_left()
@@ -261,7 +261,7 @@ def test_a_compiled_run_follows_every_change_of_the_model():
     model.compile("adam", "mse")
 
     def loss():
-        return adapter.capture(model, Batch(X, Y, training=True, seed=3), CaptureRequest()).loss
+        return adapter.run(model, Batch(X, Y, training=True, seed=3), Taps.direct(weight_grads=True)).capture.loss
 
     before = loss()
     assert loss() == before
@@ -283,9 +283,9 @@ def test_a_loss_whose_surroundings_change_is_run_again():
     def loss(y_true, y_pred):
         return scale * keras.ops.sum(y_pred)
 
-    first = adapter.capture(model, Batch(X, loss=loss), CaptureRequest())
+    first = adapter.run(model, Batch(X, loss=loss), Taps.direct(weight_grads=True)).capture
     scale = 3.0
-    second = adapter.capture(model, Batch(X, loss=loss), CaptureRequest())
+    second = adapter.run(model, Batch(X, loss=loss), Taps.direct(weight_grads=True)).capture
     np.testing.assert_allclose(second.calls[0].output_grad, 3 * first.calls[0].output_grad, rtol=1e-9)
 
 

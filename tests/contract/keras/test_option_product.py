@@ -15,7 +15,7 @@ import pytest
 from keras_eager import eager_captures
 from spoken_keras import LEGACY, engine, keras, keras_adapter, path_of, restored_states, states_of
 
-from rnnlens.adapters.protocol import Batch, CaptureRequest
+from rnnlens.adapters.protocol import Batch, Taps
 from rnnlens.testing.keras_models import gradients
 from rnnlens.testing.reference import bptt
 
@@ -142,7 +142,7 @@ def captured_group(request, float64):
     """Return the group, its capture, and the framework's own gradients."""
     group = build_group(*request.param)
     with eager_execution():
-        capture = adapter.capture(group.model, Batch(group.inputs, loss=group.loss), CaptureRequest())
+        capture = adapter.run(group.model, Batch(group.inputs, loss=group.loss), Taps.direct(weight_grads=True)).capture
     x, mask, *states = group.inputs
 
     def loss_of(tensors):
@@ -268,7 +268,7 @@ def test_what_keras_cannot_run_is_refused_by_name():
     layer = keras.layers.LSTM(2, unroll=True, go_backwards=True, name="back")
     model = keras.Sequential([keras.Input((TIME, FEATURE)), keras.layers.Masking(), layer])
     with pytest.raises(UnsupportedError) as caught:
-        adapter.capture(model, Batch(np.ones((1, TIME, FEATURE))), CaptureRequest(gradients=False))
+        _ = adapter.run(model, Batch(np.ones((1, TIME, FEATURE))), Taps.states()).capture
     assert str(caught.value) == (
         "Layer 'back': Keras on torch cannot run unroll=True with go_backwards=True and a mask.\n  try:      "
         "unroll=False"

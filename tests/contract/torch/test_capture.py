@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import rnnlens as rl
-from rnnlens.adapters.protocol import Batch, CaptureRequest
+from rnnlens.adapters.protocol import Batch, Taps
 from rnnlens.adapters.torch import adapter
 from rnnlens.errors import InputError, LayerNotFoundError, ModelError, UnsupportedError
 
@@ -54,7 +52,7 @@ def test_dropout_between_layers_is_the_one_that_torch_draws(kind, bidirectional,
     rnn.train()
     torch.manual_seed(7)
     expected = rnn(x)
-    capture = adapter.capture(rnn, Batch(x, training=True, seed=7), CaptureRequest(None))
+    capture = adapter.run(rnn, Batch(x, training=True, seed=7), Taps.direct(weight_grads=True)).capture
 
     def tensors(returned):
         output, state = returned
@@ -64,9 +62,10 @@ def test_dropout_between_layers_is_the_one_that_torch_draws(kind, bidirectional,
         assert torch.equal(actual, reference)
     torch.manual_seed(7)
     assert torch.equal(
-        tensors(adapter.capture(rnn, Batch(x, training=True), CaptureRequest(None)).outputs)[0], tensors(expected)[0]
+        tensors(adapter.run(rnn, Batch(x, training=True), Taps.direct(weight_grads=True)).capture.outputs)[0],
+        tensors(expected)[0],
     )
-    eval_outputs = adapter.capture(rnn, Batch(x), CaptureRequest(None)).outputs
+    eval_outputs = adapter.run(rnn, Batch(x), Taps.direct(weight_grads=True)).capture.outputs
     assert torch.equal(tensors(eval_outputs)[0], tensors(rnn.eval()(x))[0])
 
 
@@ -116,7 +115,9 @@ def test_a_module_called_twice_is_two_nodes_with_one_weight_gradient():
     model, (x, _) = Towers(), data()
     traced = rl.trace(model, (x, x.flip(1)), loss=lambda out: out.sum())
     assert list(traced) == ["tower#0", "tower#1"]
-    capture = adapter.capture(model, Batch((x, x.flip(1)), loss=lambda out: out.sum()), CaptureRequest(None))
+    capture = adapter.run(
+        model, Batch((x, x.flip(1)), loss=lambda out: out.sum()), Taps.direct(weight_grads=True)
+    ).capture
     first, second = capture.calls
     assert first.weights_key == second.weights_key
     model(x, x.flip(1)).sum().backward()
@@ -547,10 +548,8 @@ def test_outputs_alone_are_those_of_a_whole_capture():
     """
     torch.manual_seed(0)
     net, (x, _) = Tagger().double(), data(torch.float64)
-    request = CaptureRequest(inputs=False, gradients=False, weight_grads=False)
-    full_capture = adapter.capture(net, Batch(x), request)
-    outputs_only = adapter.capture(net, Batch(x), replace(request, calls=False))
+    full_capture = adapter.run(net, Batch(x), Taps.states()).capture
+    outputs_only = adapter.run(net, Batch(x), Taps())
     assert full_capture.calls
-    assert not outputs_only.calls
-    assert torch.equal(outputs_only.outputs, full_capture.outputs)
-    assert not outputs_only.outputs.requires_grad
+    assert torch.equal(outputs_only.returned, full_capture.outputs)
+    assert not outputs_only.returned.requires_grad

@@ -44,7 +44,7 @@ def test_roles_go_by_what_a_module_is(model):
 def test_what_a_module_happens_to_carry_is_the_users_own(model):
     facts = adapter.facts(model)
     assert (facts.loss, facts.optimizer, facts.inputs, facts.clipping) == (None, "", (), None)
-    assert adapter.reduction(model, None) is None
+    assert adapter.facts(model).reduction(None) is None
 
 
 def test_only_the_table_is_offered_where_ids_cannot_be_differentiated(model):
@@ -92,7 +92,12 @@ def test_attributes_of_the_users_own_modules_are_left_alone():
 
 @pytest.mark.parametrize(
     "verb",
-    [rl.layers, rl.weights, lambda model: rl.trace(model, torch.zeros(2, 5, 3)), adapter.facts],
+    [
+        rl.layers,
+        rl.weights,
+        lambda model: rl.trace(model, torch.zeros(2, 5, 3)),
+        lambda model: adapter.facts(model).submodules,
+    ],
 )
 def test_a_module_that_waits_for_its_first_batch_is_refused_and_left_waiting(verb):
     class Net(nn.Module):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import rnnlens as rl
-from rnnlens.adapters.protocol import Batch, Port
+from rnnlens.adapters.protocol import Batch, Port, Taps
 from rnnlens.adapters.torch import adapter
 
 B, T, F, H = 2, 4, 3, 5
@@ -117,8 +117,8 @@ def run_trace(model, x, y, loss, training):
 
 def run_pullback(model, x, y, loss, training):
     ports = [Port("output", "rnn[0]"), Port("weight", "rnn[0]", key="kernel"), Port("weight", "cell.mix", key="bias")]
-    with adapter.pullback(model, Batch(x, y, loss=loss, training=training), [Port("loss")], ports) as pullback:
-        pullback.vjp({Port("loss"): torch.ones(2)})
+    with adapter.run(model, Batch(x, y, loss=loss, training=training), Taps.ports([Port("loss")], ports)) as pullback:
+        pullback.pull({Port("loss"): torch.ones(2)})
 
 
 @pytest.mark.parametrize("verb", [run_trace, run_pullback])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rnnlens as rl
-from rnnlens.adapters.protocol import Batch, CaptureRequest, Port
+from rnnlens.adapters.protocol import Batch, Port, Taps
 from rnnlens.adapters.torch import adapter
 from rnnlens.recurrence.replay import Replay
 from rnnlens.verbs.recurrent_layers import sweep
@@ -49,7 +49,7 @@ def test_traced(name):
 def test_loss_and_weight_gradients_are_those_of_training(name):
     """The captured loss and the norm of dL/dW equal those of ``loss.backward()``."""
     model, x, y, loss, _ = build(name)
-    capture = adapter.capture(model, Batch(x, y, loss=loss, seed=3), CaptureRequest(None))
+    capture = adapter.run(model, Batch(x, y, loss=loss, seed=3), Taps.direct(weight_grads=True)).capture
     model.eval()
     torch.manual_seed(3)
     zoo.random.seed(3)
@@ -73,15 +73,15 @@ def test_gradients_below_a_layer_are_those_of_the_pullback(name):
     model, x, y, loss, nodes = build(name)
     batch = Batch(x, y, loss=loss, seed=3)
     calls = {}
-    for call in adapter.capture(model, batch, CaptureRequest(None)).calls:
+    for call in adapter.run(model, batch, Taps.direct(weight_grads=True)).capture.calls:
         calls.setdefault(call.layer, []).append(call)
     ports = [
         Port("initial_state", node, 0, direction=call.direction if call.bidirectional else None)
         for node in nodes
         for call in calls[node]
     ]
-    with adapter.pullback(model, batch, [Port("loss")], ports) as pullback:
-        pulled_grads = pullback.vjp({Port("loss"): torch.ones(1)})
+    with adapter.run(model, batch, Taps.ports([Port("loss")], ports)) as pullback:
+        pulled_grads = pullback.pull({Port("loss"): torch.ones(1)})
     for port in ports:
         call = next(c for c in calls[port.layer] if port.direction in (None, c.direction))
         run = Replay.from_call(call)

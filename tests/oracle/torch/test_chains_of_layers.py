@@ -112,7 +112,7 @@ def test_the_layer_below_is_not_reached_through_its_output_but_through_its_state
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_roles_of_axes_are_those_found_by_experiment(transposed, x):
-    from rnnlens.adapters.protocol import Batch, Port
+    from rnnlens.adapters.protocol import Batch, Port, Taps
     from rnnlens.adapters.torch import adapter
 
     class Turned(Reader):
@@ -121,7 +121,7 @@ def test_roles_of_axes_are_those_found_by_experiment(transposed, x):
             return y.transpose(0, 1) if transposed else y
 
     model, ports = Turned(lambda output, hidden: output).double(), [Port("output"), Port("output", "inner")]
-    with adapter.pullback(model, Batch(x), [Port("output")], [Port("output", "inner")]) as pullback:
+    with adapter.run(model, Batch(x), Taps.ports([Port("output")], [Port("output", "inner")])) as pullback:
         captured_layouts = pullback.layouts
     layouts = adapter.layouts(model, Batch(x), ports)
     assert {port: captured_layouts[port] for port in layouts} == dict(layouts)
@@ -194,13 +194,13 @@ def capture_arrays(capture):
 @pytest.mark.parametrize("readout", ["a step by its number", "final state"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_of_modules_capture_what_kernels_do(kind, readout, ids, boundaries):
-    from rnnlens.adapters.protocol import Batch, CaptureRequest
+    from rnnlens.adapters.protocol import Batch, Taps
     from rnnlens.adapters.torch.capture import capture
     from rnnlens.adapters.torch.chain import capture_chain
 
     model, x, y = make_typed(kind, readout, ids)
     batch = Batch(x, y, loss=nn.functional.mse_loss, seed=0)
-    request = CaptureRequest(boundaries=boundaries, loss=True)
+    request = Taps.everything() if boundaries else Taps.direct(weight_grads=True)
     assert capture_chain(model, batch, request) is None
     kernel_arrays, hook_arrays = (
         capture_arrays(capture(model, batch, request)),

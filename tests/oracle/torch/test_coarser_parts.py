@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import rnnlens as rl
-from rnnlens.adapters.protocol import Batch
+from rnnlens.adapters.protocol import Batch, Taps
 from rnnlens.adapters.registry import adapter_for
 from rnnlens.autodiff import engine
 from rnnlens.results.checks import Certificate, Check
@@ -32,7 +32,7 @@ class Mixed(nn.Module):
 )
 def test_the_coarsest_dtype_of_an_operation_is_found(dtype, name):
     model, x = Mixed(dtype), torch.randn(4, 6, 3, dtype=torch.float64)
-    assert adapter_for(model).coarsest_dtype(model, Batch(x)) == name
+    assert adapter_for(model).run(model, Batch(x), Taps.nothing()).coarsest_dtype() == name
 
 
 def test_random_numbers_and_masks_are_no_computation():
@@ -48,7 +48,7 @@ def test_a_difference_of_one_float32_rounding_is_a_fault_of_a_model_in_float64_a
     model, x = Mixed(dtype), torch.randn(4, 6, 3, dtype=torch.float64)
     batch = Batch(x)
     failed = Certificate.of("torch", [Check("plain outputs", "", 1e-7, 1e-14)], certified=("outputs",))
-    reference = adapter_for(model).reference_run(model, batch, gradients=False)
+    reference = adapter_for(model).run(model, batch, Taps.nothing(gradients=False)).reference()
     request = ModelRequest.resolve(model, batch)
     assert recheck_failure(failed, request, reference, steps=64).state == state
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import rnnlens as rl
 from rnnlens import errors
-from rnnlens.adapters.protocol import Batch, CaptureRequest
+from rnnlens.adapters.protocol import Batch, Taps
 from rnnlens.adapters.registry import adapter_for
 from rnnlens.recurrence.adjoint import weight_gradients
 from rnnlens.recurrence.replay import Replay
@@ -70,7 +70,7 @@ def test_its_weights_are_the_parameters_that_the_function_used():
     """A step's weights are W and U, not those of other layers; their gradients summed over steps equal torch's."""
     model, untouched = HandwrittenLoop(), HandwrittenLoop(visible=False)
     loss(untouched(torch.tensor(X))).backward()
-    (call,) = adapter_for(model).capture(model, Batch(X, loss=loss), CaptureRequest()).calls
+    (call,) = adapter_for(model).run(model, Batch(X, loss=loss), Taps.direct(weight_grads=True)).capture.calls
     assert set(call.weight_grads) == {"W", "U"}
     replay = Replay.from_call(call)
     computed = weight_gradients(replay, sweep(call, replay, call.output_grad, call.final_state_grad, call.state_grad))

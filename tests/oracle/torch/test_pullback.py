@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from rnnlens.adapters.protocol import Batch, Port
+from rnnlens.adapters.protocol import Batch, Port, Taps
 from rnnlens.adapters.torch import adapter, pullback
 from rnnlens.errors import InputError, LayerNotFoundError, ModelError
 
@@ -117,7 +117,7 @@ def test_every_boundary_from_every_boundary_above(kind, bidirectional, packed):
     of = [Port("output"), Port("output", index=1), *(row[0] for row in rows if row[0].kind != "initial_state")]
     wrt = [port for port, _ in port_tensors] + [row[0] for row in rows] + [Port("input")]
     torch.manual_seed(1)
-    with adapter.pullback(model, Batch(x), of, wrt) as open_pullback:
+    with adapter.run(model, Batch(x), Taps.ports(of, wrt)) as open_pullback:
         for port in of:
             value = open_pullback.values[port]
             cotangents = torch.randn(3, *value.shape, dtype=torch.float64)
@@ -126,7 +126,7 @@ def test_every_boundary_from_every_boundary_above(kind, bidirectional, packed):
                 _, name, index, cut = next(row for row in rows if row[0] == port)
                 start = (boundaries[name] if index is None else boundaries[name][index])[cut]
             torch.testing.assert_close(value, start.detach(), atol=1e-12, rtol=0)
-            grads = open_pullback.vjp({port: cotangents})
+            grads = open_pullback.pull({port: cotangents})
             for target, tensor in port_tensors:
                 if port.layer is None or target.layer != "rnn[0]":
                     assert_grad_close(grads[target], pull_by_hand(start, cotangents, tensor), (port, target))
@@ -162,8 +162,8 @@ def test_loss_and_every_weight():
 
     weights = adapter.weights(model)
     ports = [Port("weight", layer, key=key) for layer, entry in weights.items() for key in entry.values]
-    with adapter.pullback(model, Batch(x, y, loss=loss), [Port("loss")], ports) as open_pullback:
-        grads = open_pullback.vjp({Port("loss"): torch.ones(1, dtype=torch.float64)})
+    with adapter.run(model, Batch(x, y, loss=loss), Taps.ports([Port("loss")], ports)) as open_pullback:
+        grads = open_pullback.pull({Port("loss"): torch.ones(1, dtype=torch.float64)})
         assert open_pullback.values[Port("loss")].shape == ()
         for port in ports:
             torch.testing.assert_close(open_pullback.values[port], weights[port.layer].values[port.key])
@@ -188,8 +188,8 @@ def test_unused_and_cut_off_layers_have_no_path():
     model, x = build("lstm")
     of = [Port("final_state", "rnn[1]")]
     wrt = [Port("weight", "head", key="weight"), Port("weight", "rnn[0]", key="kernel"), Port("input")]
-    with adapter.pullback(model, Batch(x), of, wrt) as open_pullback:
-        grads = open_pullback.vjp({of[0]: torch.ones(1, B, H, dtype=torch.float64)})
+    with adapter.run(model, Batch(x), Taps.ports(of, wrt)) as open_pullback:
+        grads = open_pullback.pull({of[0]: torch.ones(1, B, H, dtype=torch.float64)})
     assert grads[wrt[0]] is None
     assert grads[wrt[1]].any()
     assert grads[wrt[2]] is None
@@ -203,16 +203,16 @@ def test_a_cut_stops_differentiation(kind):
     cut = [Port("output", "rnn[0]"), Port("output", "rnn[1]")]
     wrt = [*cut, Port("output", "emb"), Port("input", index=1), Port("final_state", "rnn[0]")]
     cotangents = torch.randn(3, B, T, 2, dtype=torch.float64)
-    with adapter.pullback(model, Batch(x), [Port("output"), Port("input", "rnn[1]")], wrt, cut) as open_pullback:
-        grads = open_pullback.vjp({Port("output"): cotangents})
+    with adapter.run(model, Batch(x), Taps.ports([Port("output"), Port("input", "rnn[1]")], wrt, cut)) as open_pullback:
+        grads = open_pullback.pull({Port("output"): cotangents})
         assert_grad_close(grads[cut[1]], pull_by_hand(boundaries["output"], cotangents, boundaries["out1"]), "top")
         assert all(grads[port] is None for port in wrt if port != cut[1])
-        grads = open_pullback.vjp({Port("input", "rnn[1]"): torch.ones(2, B, T, H, dtype=torch.float64)})
+        grads = open_pullback.pull({Port("input", "rnn[1]"): torch.ones(2, B, T, H, dtype=torch.float64)})
         torch.testing.assert_close(grads[cut[0]], torch.ones(2, B, T, H, dtype=torch.float64))
         assert grads[Port("output", "emb")] is None
     uncut = [Port("output", "rnn[1]")]
-    with adapter.pullback(model, Batch(x), [Port("output")], wrt, uncut) as open_pullback:
-        assert open_pullback.vjp({Port("output"): cotangents})[Port("output", "rnn[0]")] is None
+    with adapter.run(model, Batch(x), Taps.ports([Port("output")], wrt, uncut)) as open_pullback:
+        assert open_pullback.pull({Port("output"): cotangents})[Port("output", "rnn[0]")] is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -222,8 +222,8 @@ def test_chunks_and_loops_give_what_one_batch_gives(kind, monkeypatch):
     cotangents = torch.randn(K, B, T, 2, dtype=torch.float64)
 
     def run():
-        with adapter.pullback(model, Batch(x), of, wrt) as open_pullback:
-            return open_pullback.vjp({of[0]: cotangents})
+        with adapter.run(model, Batch(x), Taps.ports(of, wrt)) as open_pullback:
+            return open_pullback.pull({of[0]: cotangents})
 
     reference = run()
     monkeypatch.setattr(pullback, "BUDGET", 1)
@@ -264,8 +264,8 @@ def test_cells_in_a_loop_have_boundaries_too():
     model, x = Loop().double(), torch.randn(B, T, F, dtype=torch.float64)
     wrt = [Port("output", "cell"), Port("input", "cell"), Port("initial_state", "cell", 1), Port("input")]
     cotangents = torch.randn(3, B, T, H, dtype=torch.float64)
-    with adapter.pullback(model, Batch(x), [Port("output")], wrt) as open_pullback:
-        grads = open_pullback.vjp({Port("output"): cotangents})
+    with adapter.run(model, Batch(x), Taps.ports([Port("output")], wrt)) as open_pullback:
+        grads = open_pullback.pull({Port("output"): cotangents})
         assert open_pullback.values[wrt[0]].shape == (B, T, H)
     torch.testing.assert_close(grads[wrt[0]], cotangents)  # direct: not through the loop
     leaf = x.clone().requires_grad_()
@@ -280,10 +280,10 @@ def test_cells_in_a_loop_have_boundaries_too():
 def test_numpy_cotangents_and_a_closed_pullback():
     model, x = build("gru")
     port = Port("output")
-    with adapter.pullback(model, Batch(x), [port], [Port("input", index=1)]) as open_pullback:
-        assert open_pullback.vjp({port: np.ones((1, B, T, 2))})[Port("input", index=1)].shape == (1, B, T, F)
+    with adapter.run(model, Batch(x), Taps.ports([port], [Port("input", index=1)])) as open_pullback:
+        assert open_pullback.pull({port: np.ones((1, B, T, 2))})[Port("input", index=1)].shape == (1, B, T, F)
     with pytest.raises(ModelError, match="closed"):
-        open_pullback.vjp({port: np.ones((1, B, T, 2))})
+        open_pullback.pull({port: np.ones((1, B, T, 2))})
 
 
 def test_errors_name_what_is_there():
@@ -291,7 +291,7 @@ def test_errors_name_what_is_there():
 
     def error_text(error_class, *ports):
         with pytest.raises(error_class) as error:
-            adapter.pullback(model, Batch(x), [Port("output")], list(ports))
+            adapter.run(model, Batch(x), Taps.ports([Port("output")], list(ports)))
         return str(error.value)
 
     assert "did you mean 'rnn[1]'" in error_text(LayerNotFoundError, Port("output", "rnn[2]"))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import rnnlens as rl
-from rnnlens.adapters.protocol import Batch, CaptureRequest
+from rnnlens.adapters.protocol import Batch, Taps
 from rnnlens.adapters.registry import adapter_for
 from rnnlens.diagnosis.experiment import call_in_numpy
 from rnnlens.measures.transfer import state_transfer, step_jacobians
@@ -218,7 +218,7 @@ def test_results_with_resets_are_saved_and_opened(tmp_path):
 def test_state_transfer_ends_at_a_reset_and_is_autograds(kind):
     """Step Jacobians of a loop with resets, as used by rl.diagnose, equal autograd's and are zero at resets."""
     model, (x, done), y = make_case(kind, "where")
-    capture = adapter_for(model).capture(model, Batch((x, done), y, loss=loss_of), CaptureRequest(weight_grads=False))
+    capture = adapter_for(model).run(model, Batch((x, done), y, loss=loss_of), Taps.direct()).capture
     (replay,) = [Replay.from_call(call_in_numpy(call)) for call in capture.calls]
     jacobians, record = list(step_jacobians(replay)), []
     model(x, done, record)

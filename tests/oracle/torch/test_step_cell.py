@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import rnnlens as rl
-from rnnlens.adapters.protocol import Batch, CaptureRequest
+from rnnlens.adapters.protocol import Batch, Taps
 from rnnlens.adapters.torch import adapter, cells
 from rnnlens.autodiff import torch as autodiff
 
@@ -63,7 +63,9 @@ def capture_call(name):
     cell, state = CELLS[name]
     model, x = Model(cell().double(), state), torch.randn(B, T, F, dtype=torch.float64)
     with rl.torch.cell(model.cell):
-        (call,) = adapter.capture(model, Batch(x, loss=lambda out: out.sin().sum()), CaptureRequest(None)).calls
+        (call,) = adapter.run(
+            model, Batch(x, loss=lambda out: out.sin().sum()), Taps.direct(weight_grads=True)
+        ).capture.calls
     return call
 
 

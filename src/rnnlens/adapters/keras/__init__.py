@@ -13,13 +13,12 @@ from typing import Any
 
 from ...errors import FileError
 from ...typing import Array
-from ..protocol import Adapter, Batch, LayerWeights, Port, Pullback
-from ..shared.registered_cells import pullback_with_composed
-from . import discover, losses, model_facts, variants
-from . import reference_run as reference
-from .capture import capture
+from ..protocol import Adapter, LayerWeights
+from . import discover, losses, variants
 from .dialect import dialect, dialect_of
-from .pullback import KerasPullback, differentiate, registered_weight_finder
+from .model_facts import KerasFacts
+from .model_run import run
+from .pullback import differentiate
 from .weights import layer_weights
 
 
@@ -40,21 +39,10 @@ class KerasAdapter(Adapter):
         return isinstance(model, keras.Layer) and not keras.builds_graph(model)
 
     #: Functions that are methods of the contract as they stand: see :class:`Adapter`.
-    facts = staticmethod(model_facts.facts)
-    reduction = staticmethod(model_facts.reduction)
-    provenance = staticmethod(model_facts.provenance)
+    run = staticmethod(run)
+    facts = KerasFacts
     describe = staticmethod(discover.describe)
-    capture = staticmethod(capture)
-    reference_run = staticmethod(reference.reference_run)
-    coarsest_dtype = staticmethod(reference.coarsest_dtype)
-    weight_location = staticmethod(reference.weight_location)
-    outputs_of = staticmethod(losses.outputs_of)
     loss_of = staticmethod(losses.loss_of)
-    combination = staticmethod(losses.combination)
-    ignores_weight_zero = staticmethod(losses.ignores_weight_zero)
-    mixes_samples = staticmethod(losses.mixes_samples)
-    chain = staticmethod(variants.chain)
-    subnetwork = staticmethod(variants.subnetwork)
     perturbed_port = staticmethod(variants.perturbed_port)
     reinitialised = staticmethod(variants.reinitialised)
 
@@ -65,37 +53,6 @@ class KerasAdapter(Adapter):
             model.load_weights(path)
         except Exception as error:  # Keras raises many types of errors; users get one
             raise FileError("The shapes of these weights do not match the model.", got=f"{path}: {error}") from error
-
-    def pullback(
-        self, model: Any, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
-    ) -> Pullback:
-        """Run the model once; return a function that pulls cotangents of the ports ``of`` back to the ports ``wrt``.
-
-        Gradients stop at the ports ``cut``.
-        """
-        return pullback_with_composed(
-            lambda targets, sources: KerasPullback(model, batch, targets, sources, cut),
-            of,
-            wrt,
-            registered_weight_finder(model),
-        )
-
-    def has_compiled_pullback(self, model: Any) -> bool:
-        """Return whether the engine compiles: TensorFlow and JAX do."""
-        return bool(dialect_of(model).engine.compiles)
-
-    def pullback_of_known(
-        self,
-        model: Any,
-        batch: Batch,
-        of: Sequence[Port],
-        wrt: Sequence[Port],
-        cotangents: Mapping[Port, Array],
-    ) -> Pullback:
-        """Run the model once, and pull ``cotangents`` of the ports ``of`` back to ``wrt`` in the same compiled pass."""
-        if not cotangents or any(port.kind == "weight" for port in wrt):
-            return self.pullback(model, batch, of, wrt)
-        return KerasPullback(model, batch, of, wrt, cotangents=cotangents)
 
     def weights(self, model: Any) -> Mapping[str, LayerWeights]:
         """Return copies of the weights of all layers by node name.

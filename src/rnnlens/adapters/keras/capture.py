@@ -13,7 +13,7 @@ import numpy as np
 from ...autodiff import tensors
 from ...errors import InputError, LayerNotFoundError, ModelError, did_you_mean
 from ...typing import Array
-from ..protocol import NOT_LOOKED_INTO, Batch, Capture, CaptureRequest, ChainLink, NonRecurrentCall, RecurrentCall
+from ..protocol import NOT_LOOKED_INTO, Batch, Capture, ChainLink, NonRecurrentCall, RecurrentCall, Taps
 from . import losses
 from .cells import KerasStepCell, initial_state_weights
 from .dialect import Dialect, dialect_of
@@ -30,15 +30,15 @@ _BOUNDARY_KINDS = _OUTPUT_KINDS | {"input", "initial_state", "model|input", "mod
 _REPLAY_KINDS = frozenset({"input", "initial_state", "mask", "dropout", "output", "final_state", "outputs", "state"})
 
 
-def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
-    """Run one forward pass and, with ``request.gradients``, one backward pass; see :meth:`Adapter.capture`."""
+def capture(model: Any, batch: Batch, request: Taps) -> Capture:
+    """Run one forward pass and, with gradients, one backward pass; see :class:`Taps`."""
     keras = dialect_of(model)
     model_layers = locate_layers(model)
     names, left_out_notes = _hookable_layers(model_layers, request)
     sites, other_layers = choose_layers(model_layers, names)
     given_layers = given_state_layers(model_layers, batch.initial_state)
-    loss = losses.scalar_loss(model, batch) if request.gradients or request.loss else None
-    boundaries = request.boundaries and request.gradients
+    loss = losses.scalar_loss(model, batch) if request.needs_loss else None
+    boundaries = request.boundaries
     links = chain(model, training=batch.training) if request.chain or request.topmost else None
     last_layer = (
         _last_recurrent_layer(model, links, sites) if request.topmost and loss is not None and not other_layers else ""
@@ -53,6 +53,7 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
         cell_variable_ids = {id(variable) for variable in weights.values()}
         other_variables = [v for v in keras.weights(model) if id(v) not in cell_variable_ids and keras.is_float(v)]
         weights |= {f"beside|{i}": v for i, v in enumerate(other_variables)}
+    needs_inputs = request.inputs and request.record != "outputs"
     job = RunRequest(
         model,
         batch,
@@ -61,7 +62,7 @@ def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
         loss,
         gradients=request.gradients,
         tap_names=_tap_names(request, last_layer),
-        record_names=_REPLAY_KINDS if request.inputs else frozenset({"output", "final_state", "outputs"}),
+        record_names=_REPLAY_KINDS if needs_inputs else frozenset({"output", "final_state", "outputs"}),
         weights=weights,
     )
     result = run(job)
@@ -87,7 +88,7 @@ def _last_recurrent_layer(model: Any, links: Sequence[ChainLink] | None, sites: 
     return names[-1] if names and names == [site.name for site in sites] and not has_penalty else ""
 
 
-def _tap_names(request: CaptureRequest, last_layer: str) -> frozenset[str]:
+def _tap_names(request: Taps, last_layer: str) -> frozenset[str]:
     """Return the tap keys, or kinds of tensors, at which gradients are captured.
 
     If ``last_layer``, the last recurrent layer of a chain, is given, the output of that layer is sufficient.
@@ -99,7 +100,7 @@ def _tap_names(request: CaptureRequest, last_layer: str) -> frozenset[str]:
     return _BOUNDARY_KINDS if request.boundaries else _OUTPUT_KINDS
 
 
-def _hookable_layers(model_layers: ModelLayers, request: CaptureRequest) -> tuple[tuple[str, ...] | None, list[str]]:
+def _hookable_layers(model_layers: ModelLayers, request: Taps) -> tuple[tuple[str, ...] | None, list[str]]:
     """Return the layer names to capture, and a note for each layer left out because it cannot be hooked.
 
     Layers are left out only if ``request.layers`` names some and not all of them must run.
@@ -143,7 +144,7 @@ class _Assembly:
         self._call_counts = {call.layer_name: call.index + 1 for call in result.calls}
         self._cells: dict[int, Any] = {}
 
-    def capture(self, request: CaptureRequest) -> Capture:
+    def capture(self, request: Taps) -> Capture:
         """Return a capture of all requested calls, in the order in which they ran."""
         calls: list[RecurrentCall] = []
         other_calls: list[NonRecurrentCall] = []
@@ -183,7 +184,7 @@ class _Assembly:
     def _node_name(self, call: LayerCall) -> str:
         return call.layer_name if self._call_counts[call.layer_name] == 1 else f"{call.layer_name}#{call.index}"
 
-    def _recurrent_call(self, call: LayerCall, request: CaptureRequest) -> RecurrentCall:
+    def _recurrent_call(self, call: LayerCall, request: Taps) -> RecurrentCall:
         """Convert the recorded call of a recurrent layer, or a recorded loop over a cell, to a ``RecurrentCall``."""
         site = self._sites[call.layer_name, call.direction_index]
         cell = site.layer.cell
@@ -238,7 +239,7 @@ class _Assembly:
             "final_state_grad": self._gradients(call, "final_state") or None if layer.return_state else None,
         }
 
-    def _loop_fields(self, call: LayerCall, request: CaptureRequest) -> dict[str, Any]:
+    def _loop_fields(self, call: LayerCall, request: Taps) -> dict[str, Any]:
         """Return the ``RecurrentCall`` fields that are computed differently for a loop over a cell than for a layer.
 
         Among them are the gradients of states between the steps.
@@ -293,7 +294,7 @@ class _Assembly:
         ]
 
     def _check_that_all_ran(
-        self, request: CaptureRequest, calls: list[RecurrentCall], other_calls: list[NonRecurrentCall]
+        self, request: Taps, calls: list[RecurrentCall], other_calls: list[NonRecurrentCall]
     ) -> None:
         """Raise an error if a layer requested by name, or every layer, did not run."""
         captured_layers = {c.layer for c in calls} | {p.layer.split("[")[0] for p in other_calls}

@@ -3,58 +3,143 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from ..protocol import ModelFacts, Role, Submodule
+from ...typing import Array
+from ..protocol import ChainLink, ModelFacts, Port, Role, Submodule, WeightLocation
+from ..shared import Pull
+from . import losses, variants
 from .dialect import Dialect, dialect_of
 from .discover import locate_layers
 from .inputs import output_names
+from .reference_run import weight_location
 
 _RELUS = ("relu", "relu6")
 _DROPOUTS = ("Dropout", "AlphaDropout", "GaussianDropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")
 
 
-def facts(model: Any) -> ModelFacts:
-    """Return layers and roles, names of inputs and outputs, loss, optimizer, clipping and loss scale of a model."""
-    layers = locate_layers(model).layers()
-    training_optimizer, optimizer = optimizers(model)
-    return ModelFacts(
-        submodules={n: Submodule(_roles(la), str(getattr(la, "compute_dtype", ""))) for n, la in layers.items()},
-        inputs=_names(model, "input_names", "inputs"),
-        outputs=output_names(model) or _names(model, "output_names", "outputs"),
-        loss=getattr(model, "loss", None),
-        optimizer="" if optimizer is None else type(optimizer).__name__,
-        clipping=_clipping(optimizer),
-        clips_lookups_apart=dialect_of(model).engine.name == "tensorflow",
-        loss_scale=1.0 if optimizer is training_optimizer else _loss_scale(training_optimizer),
-    )
+class KerasFacts(ModelFacts):
+    """Facts of a Keras model; see :class:`rnnlens.adapters.protocol.ModelFacts`."""
 
+    @cached_property
+    def _keras(self) -> Dialect:
+        return dialect_of(self.model)
 
-def reduction(model: Any, loss: Any) -> str | None:
-    """Return how a loss reduces the values of samples.
+    @cached_property
+    def submodules(self) -> Mapping[str, Submodule]:  # type: ignore[override]
+        """Layers with their roles and dtypes, by name."""
+        layers = locate_layers(self.model).layers()
+        return {n: Submodule(_roles(la), str(getattr(la, "compute_dtype", ""))) for n, la in layers.items()}
 
-    Returns None if it is unknown or if the parts of a loss differ. A compiled loss and a loss given by name are
-    averaged unless their ``reduction`` is another.
-    """
-    is_compiled = loss is None
-    user_loss = getattr(model, "loss", None) if is_compiled else loss
-    losses = (
-        list(user_loss.values())
-        if isinstance(user_loss, dict)
-        else user_loss
-        if isinstance(user_loss, list | tuple)
-        else [user_loss]
-    )
-    reductions = set()
-    for part_loss in losses:
-        default = "sum_over_batch_size" if is_compiled or isinstance(part_loss, str) else None
-        declared = getattr(part_loss, "reduction", None) or default
-        if part_loss is not None:
-            reductions.add("sum_over_batch_size" if declared == "auto" else declared)
-    return reductions.pop() if len(reductions) == 1 else None
+    @property
+    def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Names of the model's inputs."""
+        return _names(self.model, "input_names", "inputs")
+
+    @property
+    def outputs(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Names of the model's outputs."""
+        return output_names(self.model) or _names(self.model, "output_names", "outputs")
+
+    @property
+    def loss(self) -> Any:
+        """Compiled loss of the model."""
+        return getattr(self.model, "loss", None)
+
+    @property
+    def optimizer(self) -> str:  # type: ignore[override]
+        """Name of the compiled optimizer."""
+        optimizer = optimizers(self.model)[1]
+        return "" if optimizer is None else type(optimizer).__name__
+
+    @property
+    def clipping(self) -> tuple[str, float] | None:  # type: ignore[override]
+        """Kind of gradient clipping and its threshold."""
+        return _clipping(optimizers(self.model)[1])
+
+    @property
+    def clips_lookups_apart(self) -> bool:  # type: ignore[override]
+        """Whether looked-up rows are clipped separately: on TensorFlow."""
+        return self._keras.engine.name == "tensorflow"
+
+    @property
+    def loss_scale(self) -> float:  # type: ignore[override]
+        """Factor by which mixed precision multiplies the loss."""
+        training_optimizer, optimizer = optimizers(self.model)
+        return 1.0 if optimizer is training_optimizer else _loss_scale(training_optimizer)
+
+    @property
+    def compiles(self) -> bool:  # type: ignore[override]
+        """Whether the engine compiles: TensorFlow and JAX do."""
+        return bool(self._keras.engine.compiles)
+
+    @property
+    def provenance(self) -> Mapping[str, str]:
+        """Framework, engine, dtypes of computation and weights, and device, as plain strings."""
+        keras, model = self._keras, self.model
+        engine = keras.engine.name
+        version = getattr(importlib.import_module(engine), "__version__", "unknown")
+        values = [keras.ops.convert_to_tensor(variable) for variable in (keras.weights(model)[:1] if model.built else ())]
+        device = str(getattr(values[0], "device", "cpu")) if values else "cpu"
+        return {
+            "framework": f"{keras.name} {keras.version}",
+            "engine": f"{engine} {version}",
+            "dtype": _coarsest_dtype(keras, model),
+            "weights_dtype": str(getattr(model, "variable_dtype", keras.floatx())),
+            "device": device or "cpu",
+            "adapter": "keras",
+        }
+
+    def reduction(self, loss: Any) -> str | None:
+        """Return how a loss reduces the values of samples.
+
+        Returns None if it is unknown or if the parts of a loss differ. A compiled loss and a loss given by name are
+        averaged unless their ``reduction`` is another.
+        """
+        is_compiled = loss is None
+        user_loss = self.loss if is_compiled else loss
+        losses_of_outputs = (
+            list(user_loss.values())
+            if isinstance(user_loss, dict)
+            else user_loss
+            if isinstance(user_loss, list | tuple)
+            else [user_loss]
+        )
+        reductions = set()
+        for part_loss in losses_of_outputs:
+            default = "sum_over_batch_size" if is_compiled or isinstance(part_loss, str) else None
+            declared = getattr(part_loss, "reduction", None) or default
+            if part_loss is not None:
+                reductions.add("sum_over_batch_size" if declared == "auto" else declared)
+        return reductions.pop() if len(reductions) == 1 else None
+
+    def weight_location(self, layer: str, direction: str | None, key: str) -> WeightLocation | None:
+        """Find the variable behind a weight."""
+        return weight_location(self.model, layer, direction, key)
+
+    def chain(self, *, training: bool) -> list[ChainLink] | None:
+        """Return the layers of a plain chain of well-known layers."""
+        return variants.chain(self.model, training=training)
+
+    def subnetwork(self, of: Port, wrt: Port) -> Callable[[Array], tuple[Array, Pull]] | None:
+        """Return a function that runs and differentiates a chain of layers between two ports."""
+        return variants.subnetwork(self.model, of, wrt)
+
+    def combination(self) -> str | None:
+        """Return how losses of batches combine to that of the data set."""
+        return None if self.batch is None else losses.combination(self.model, self.batch)
+
+    def ignores_weight_zero(self) -> bool:
+        """Return whether a sample of weight zero adds nothing to the loss."""
+        return self.batch is not None and losses.ignores_weight_zero(self.model, self.batch)
+
+    def mixes_samples(self, *, training: bool) -> str | None:
+        """Return the name of a layer that uses batch statistics."""
+        return losses.mixes_samples(self.model, training)
 
 
 def _roles(layer: Any) -> frozenset[Role]:
@@ -99,23 +184,6 @@ def _loss_scale(optimizer: Any) -> float:
     """Return the present loss scale of a ``LossScaleOptimizer``; the initial one before its first step."""
     scale = getattr(optimizer, "dynamic_scale", None) if getattr(optimizer, "built", False) else None
     return float(np.asarray(scale)) if scale is not None else float(getattr(optimizer, "initial_scale", 1.0))
-
-
-def provenance(model: Any) -> Mapping[str, str]:
-    """Return framework, engine, dtypes of computation and weights, and device, as plain strings."""
-    keras = dialect_of(model)
-    engine = keras.engine.name
-    version = getattr(importlib.import_module(engine), "__version__", "unknown")
-    values = [keras.ops.convert_to_tensor(variable) for variable in (keras.weights(model)[:1] if model.built else ())]
-    device = str(getattr(values[0], "device", "cpu")) if values else "cpu"
-    return {
-        "framework": f"{keras.name} {keras.version}",
-        "engine": f"{engine} {version}",
-        "dtype": _coarsest_dtype(keras, model),
-        "weights_dtype": str(getattr(model, "variable_dtype", keras.floatx())),
-        "device": device or "cpu",
-        "adapter": "keras",
-    }
 
 
 def _coarsest_dtype(keras: Dialect, model: Any) -> str:

@@ -16,7 +16,7 @@ from ...autodiff.tensors import dtype_name, flip, join
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, raised_by
 from ...typing import Array
 from .. import shared
-from ..protocol import Batch, Port, Pullback, refuse_misfits
+from ..protocol import Batch, Port, Run, refuse_misfits
 from ..shared import Pull
 from ..shared.registered_cells import ComposedWeight
 from . import losses
@@ -174,8 +174,8 @@ def _check_index(port: Port, count: int) -> None:
         raise InputError(f"Layer {port.layer!r} has no state number {port.index}.", expected=f"0 to {count - 1}")
 
 
-class KerasPullback:
-    """Pullback of one Keras run; see :class:`rnnlens.adapters.protocol.Pullback`."""
+class KerasPullback(Run):
+    """One run with a tap at each port; see :class:`rnnlens.adapters.protocol.Run`."""
 
     def __init__(
         self,
@@ -192,10 +192,10 @@ class KerasPullback:
         self._tapped = self._tapped_ports(model, batch, frozenset())
         self._linearised: Any = None
         self._cotangents = cotangents
-        #: Gradients of ``cotangents`` by port, with a leading axis; None if they are pulled back by :meth:`vjp`.
+        #: Gradients of ``cotangents`` by port, with a leading axis; None if they are pulled back by :meth:`pull`.
         self.known_gradients: Mapping[Port, Array | None] | None = None
         self.values: Mapping[Port, Array] = {}
-        self.outputs = 0
+        self.output_count = 0
         self.recurrent_sizes: tuple[tuple[int, int], ...] = ()
         with_loss = any(port.kind == "loss" for port in (*self._of, *self._wrt))
         loss = losses.scalar_loss(model, batch) if with_loss else None
@@ -235,7 +235,7 @@ class KerasPullback:
                 raise
         if self._linearised is not None:
             self._linearised.tracing = partial(_repeatable_run, job)
-        self.outputs = int(recorded.pop("outputs"))
+        self.output_count = int(recorded.pop("outputs"))
         samples, steps = map(int, recorded.pop("sizes"))
         self.recurrent_sizes = ((samples, steps),) if samples else ()
         values = {}
@@ -332,7 +332,7 @@ class KerasPullback:
 
         return run
 
-    def vjp(self, cotangents: Mapping[Port, Array]) -> dict[Port, Array | None]:
+    def pull(self, cotangents: Mapping[Port, Array]) -> dict[Port, Array | None]:
         """Multiply K cotangents (K, ...) per ``of`` port by the transposed Jacobians; None where no path leads."""
         if self._linearised is None:
             raise InputError("This pullback is closed.", hint="use it inside its with block")
@@ -379,9 +379,6 @@ class KerasPullback:
 
     def _in_time_order(self, port: Port, array: Array, axis: int) -> Array:
         return flip(array, axis) if port in self._tapped.reversed_ports else array
-
-    def __enter__(self) -> Pullback:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self._linearised = None

@@ -14,7 +14,6 @@ from typing import Any
 
 from ...autodiff import engine
 from ...autodiff.tensors import to_numpy
-from ...errors import CertificateError
 from ...typing import Array
 from ..protocol import Batch, Cotangents, ReferenceRun, WeightLocation
 from . import losses
@@ -39,10 +38,8 @@ def reference_run(
     """Run the user's model without hooks; with ``gradients`` also differentiate it by its backend's own autodiff.
 
     ``cotangents`` are those of the outputs, or a function of their values; else the loss is differentiated. Penalties
-    of weights have a gradient if ``regularised``. See :meth:`rnnlens.adapters.protocol.Adapter.reference_run`.
+    of weights have a gradient if ``regularised``. See :meth:`rnnlens.adapters.protocol.Run.reference`.
     """
-    if batch.initial_state:
-        raise CertificateError("initial_state= was set by rnnlens; the model on its own starts from other states")
     keras = dialect_of(model)
     with_loss = batch.loss is not None or batch.y is not None or (gradients and cotangents is None)
     with _reference_function(model, batch, with_loss, regularised) as run:
@@ -220,7 +217,7 @@ def names_of(model: Any) -> dict[int, str]:
 
 
 def weight_location(model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
-    """Return the variable of a layer's weight ``key``, or None: see :meth:`.protocol.Adapter.weight_location`."""
+    """Return the variable of a layer's weight ``key``, or None: see :meth:`.protocol.ModelFacts.weight_location`."""
     root_models = [model] if layer == root_name(model) else []
     for owner in (*root_models, *_layers_at(model, layer.partition("#")[0])):
         attribute_names = ("forward_layer", "backward_layer") if direction is not None else ()

@@ -16,7 +16,7 @@ from ...errors import LayerNotFoundError, UnsupportedError, did_you_mean
 from ...typing import Array
 from .dialect import dialect_of
 from .discover import RecurrentSite, locate_layers
-from .model_facts import facts
+from .model_facts import KerasFacts
 from .restore import overriding
 
 #: Attribute of a compiled step that maps names of layers to the step compiled with taps at these layers.
@@ -51,7 +51,7 @@ class DirectGradients:
 
     def run(self, original: Callable[..., Any], batch: Any) -> Any:
         """Run one training step ``original(fed)`` with taps at the layers, which :meth:`read` reads afterwards."""
-        self._scale, self.gradients, self.loss = facts(self._model).loss_scale, None, None
+        self._scale, self.gradients, self.loss = KerasFacts(self._model).loss_scale, None, None
         if self._keras.engine.name == "torch":
             self._step_tensors = StepTensors()
             with _hooked_step(self._model, self._sites, self._step_tensors, _record_by_hook):

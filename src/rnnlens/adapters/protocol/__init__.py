@@ -11,28 +11,27 @@ Conventions for every array in this package:
 * Type: NumPy arrays, or the framework's own where they follow the array-API standard and should stay on their device
   (torch). They are never attached to a graph and never a view that the user could see change.
 
-``adapter`` defines the methods. ``facts`` and ``captured`` define their arguments and results.
+``adapter`` defines the methods, ``run`` what a run of the model records and offers, ``facts`` what needs no run.
 """
 
 from __future__ import annotations
 
-from .adapter import Adapter, AxisConvention, Cotangents
-from .captured import (
+from .adapter import Adapter, AxisConvention
+from .by_ports import RunByPorts
+from .data import Batch, EndPort, Port, refuse_misfits
+from .facts import ChainLink, LayerInfo, LayerWeights, ModelFacts, Obstacle, Role, Submodule, WeightLocation
+from .run import (
     NOT_LOOKED_INTO,
-    Batch,
     Capture,
-    CaptureRequest,
-    EndPort,
+    Cotangents,
     NonRecurrentCall,
     Outputs,
-    Port,
-    Pullback,
     RecurrentCall,
     ReferenceRun,
+    Run,
     SequenceCall,
-    refuse_misfits,
+    Taps,
 )
-from .facts import ChainLink, LayerInfo, LayerWeights, ModelFacts, Obstacle, Role, Submodule, WeightLocation
 
 __all__ = [
     "NOT_LOOKED_INTO",
@@ -40,7 +39,6 @@ __all__ = [
     "AxisConvention",
     "Batch",
     "Capture",
-    "CaptureRequest",
     "ChainLink",
     "Cotangents",
     "EndPort",
@@ -51,12 +49,14 @@ __all__ = [
     "Obstacle",
     "Outputs",
     "Port",
-    "Pullback",
     "RecurrentCall",
     "ReferenceRun",
     "Role",
+    "Run",
+    "RunByPorts",
     "SequenceCall",
     "Submodule",
+    "Taps",
     "WeightLocation",
     "refuse_misfits",
 ]

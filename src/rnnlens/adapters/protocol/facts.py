@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from weakref import ref
 
 from ...recurrence.cells import Cell
 from ...typing import Array
+from .data import Batch, Port
 
 
 @dataclass(frozen=True)
@@ -51,18 +53,30 @@ class Submodule:
     dtype: str = ""
 
 
-@dataclass(frozen=True)
 class ModelFacts:
-    """Facts about a model that need no run.
+    """Facts about a model, alone and with a batch, that need no run; subclasses compute them when they are read.
+
+    Every attribute and method has a default that is correct for any framework, usually "not known".
+
+    Parameters
+    ----------
+    model
+        The model; it is referenced weakly.
+    batch
+        Data and loss, for the facts that need them.
+    **known
+        Attributes that are known already.
 
     Attributes
     ----------
     submodules
-        Its layers, by the name that results use.
+        Layers of the model, by the name that results use.
     inputs, outputs
         Names of the model's inputs and outputs, in the order of the ports; empty if the model does not name them.
     loss
         The loss that the model was compiled with, as the user passed it; None if there is none.
+    has_own_loss
+        Whether the model has a loss that needs no target.
     optimizer
         Name of the optimizer that the model was compiled with; ``""`` if there is none.
     clipping
@@ -74,21 +88,90 @@ class ModelFacts:
         Factor by which training multiplies the loss, so that small gradients do not underflow in half precision.
     tensors
         Names of single tensors that a request may use besides the layers, as in the framework.
+    compiles
+        Whether a run whose cotangents are known computes values and gradients in one compiled pass. Later batches of a
+        data set take it then. Otherwise all batches are swept, and give the numbers of single calls.
+    framework
+        Name of the framework.
     """
 
-    submodules: Mapping[str, Submodule] = field(default_factory=dict)
+    submodules: Mapping[str, Submodule] = {}
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     loss: Any = None
+    has_own_loss: bool = False
     optimizer: str = ""
     clipping: tuple[str, float] | None = None
     clips_lookups_apart: bool = False
     loss_scale: float = 1.0
     tensors: Container[str] = frozenset()
+    compiles: bool = False
+    framework: str = ""
+
+    def __init__(self, model: Any, batch: Batch | None = None, **known: Any) -> None:
+        self._model, self.batch = ref(model), batch
+        vars(self).update(known)
+
+    @property
+    def model(self) -> Any:
+        """The model that the facts are about."""
+        return self._model()
+
+    @property
+    def provenance(self) -> Mapping[str, str]:
+        """Framework, version, engine, adapter, dtype and device as plain strings."""
+        return {"framework": self.framework, "engine": self.framework, "adapter": self.framework}
 
     def having(self, role: Role) -> tuple[str, ...]:
         """Return the names of the submodules that have a role."""
         return tuple(name for name, submodule in self.submodules.items() if role in submodule.roles)
+
+    def reduction(self, loss: Any) -> str | None:
+        """Return how a loss reduces over samples, by the loss's own name such as ``"mean"``.
+
+        Returns None if it has no such name. ``loss`` None selects the model's own loss; this default then
+        returns None.
+        """
+        reduction = getattr(loss, "reduction", None)
+        return None if reduction is None else str(reduction)
+
+    def weight_location(self, layer: str, direction: str | None, key: str) -> WeightLocation | None:
+        """Find by name alone the framework weight behind ``key`` of a layer; None if there is none."""
+        return None
+
+    def chain(self, *, training: bool) -> list[ChainLink] | None:
+        """Return the layers from input to output if they form one plain chain of well-known layers; None otherwise."""
+        return None
+
+    def subnetwork(self, of: Port, wrt: Port) -> Callable[[Array], tuple[Array, Callable[[Array], list[Array]]]] | None:
+        """Return a function that runs the user's own layers from tensor ``wrt`` to tensor ``of`` alone.
+
+        Like ``differentiate``, it maps an array to a value and a pull-back of cotangents. It runs in inference mode and
+        without code of rnnlens in between. None if the model cannot be split like that.
+        """
+        return None
+
+    def combination(self) -> str | None:
+        """Return how losses of equally large batches combine to that of the data set: ``"mean"``, ``"sum"`` or None.
+
+        None means that it is not known.
+        """
+        return None
+
+    def ignores_weight_zero(self) -> bool:
+        """Return whether a sample of weight zero adds nothing to the loss, and a mean still divides by all samples."""
+        return False
+
+    def mixes_samples(self, *, training: bool) -> str | None:
+        """Return the name of a layer that uses statistics of its batch; None if there is none; ``"?"`` if not known."""
+        return "?"
+
+    def find_obstacle(self, of: Sequence[Port], wrt: Port) -> Obstacle | None:
+        """Return why no gradient path leads from ``of`` to ``wrt``, if the structure of the model shows the reason.
+
+        Called before any experiment. None if an experiment has to find the reason.
+        """
+        return None
 
 
 @dataclass
@@ -126,8 +209,8 @@ class Obstacle:
 class WeightLocation:
     """The framework weight behind a weight of rnnlens: its name, and the function that reorders its gradient.
 
-    ``take`` maps the gradient in ``ReferenceRun.weight_grads`` to the layout of rnnlens; with the inherited
-    ``capture`` it returns it unchanged. ``part`` distinguishes weights of rnnlens that share one framework
+    ``take`` maps the gradient in ``ReferenceRun.weight_grads`` to the layout of rnnlens; of a
+    :class:`RunByPorts` it returns it unchanged. ``part`` distinguishes weights of rnnlens that share one framework
     weight. ``tied`` is True if the framework's weight has more than one name.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from ...autodiff.tensors import converted_like, to_numpy
 from ...recurrence.cells import Cell
 from ...recurrence.cells.registry import Registration
 from ...typing import Array, Namespace
-from ..protocol import Port, Pullback
+from ..protocol import Port, Run
 
 
 @dataclass(frozen=True)
@@ -28,28 +28,29 @@ class ComposedWeight:
     keys: Mapping[str, tuple[str, str]]
 
 
-class ComposedPullback:
-    """A pull-back with composed weights among its ports; implements :class:`Pullback`."""
+class ComposedRun(Run):
+    """A run with composed weights among its ports."""
 
     def __init__(
-        self, inner_pullback: Pullback, composed_ports: Mapping[Port, tuple[ComposedWeight, Mapping[str, Port]]]
+        self, inner_run: Run, composed_ports: Mapping[Port, tuple[ComposedWeight, Mapping[str, Port]]]
     ) -> None:
-        self._inner_pullback = inner_pullback
+        self._inner_run = inner_run
         self._composed_ports = composed_ports
-        self.outputs = inner_pullback.outputs
-        self.values: Mapping[Port, Array] = dict(inner_pullback.values) | {
-            port: weight.registration.arrays({n: inner_pullback.values[p] for n, p in ports.items()})[weight.name]
+        self.output_count, self.layouts = inner_run.output_count, inner_run.layouts
+        self.recurrent_sizes = inner_run.recurrent_sizes
+        self.values: Mapping[Port, Array] = dict(inner_run.values) | {
+            port: weight.registration.arrays({n: inner_run.values[p] for n, p in ports.items()})[weight.name]
             for port, (weight, ports) in composed_ports.items()
         }
 
-    def vjp(self, cotangents: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
-        """Pull cotangents back to all ports, composed weights included; see :meth:`Pullback.vjp`."""
-        gradients = dict(self._inner_pullback.vjp(cotangents))
+    def pull(self, cotangents: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
+        """Pull cotangents back to all ports, composed weights included; see :meth:`Run.pull`."""
+        gradients = dict(self._inner_run.pull(cotangents))
         count = len(next(iter(cotangents.values())))
         for weight_port, (weight, ports) in self._composed_ports.items():
             part_gradients = {}
             for name, port in ports.items():
-                value, grad = to_numpy(self._inner_pullback.values[port]), gradients.get(port)
+                value, grad = to_numpy(self._inner_run.values[port]), gradients.get(port)
                 part_gradients[name] = np.zeros((count, *value.shape), value.dtype) if grad is None else to_numpy(grad)
             rows = [
                 weight.registration.arrays({n: g[k] for n, g in part_gradients.items()})[weight.name]
@@ -60,21 +61,21 @@ class ComposedPullback:
             )
         return gradients
 
-    def __enter__(self) -> Pullback:
-        self._inner_pullback.__enter__()
+    def __enter__(self) -> Self:
+        self._inner_run.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._inner_pullback.__exit__(*exc)
+        self._inner_run.__exit__(*exc)
 
 
-def pullback_with_composed(
-    make: Callable[[Sequence[Port], Sequence[Port]], Pullback],
+def run_with_composed(
+    make: Callable[[Sequence[Port], Sequence[Port]], Run],
     of: Sequence[Port],
     wrt: Sequence[Port],
     find_composed: Callable[[Port], ComposedWeight | None],
-) -> Pullback:
-    """Return the pull-back ``make(of, wrt)``, with each composed weight replaced by the weights it consists of."""
+) -> Run:
+    """Return the run ``make(of, wrt)``, with each composed weight replaced by the weights it consists of."""
     composed_ports: dict[Port, tuple[ComposedWeight, Mapping[str, Port]]] = {}
     other_ports: dict[Port, None] = {}
     for port in wrt:
@@ -87,8 +88,8 @@ def pullback_with_composed(
         }
         composed_ports[port] = (weight, ports)
         other_ports |= dict.fromkeys(ports.values())
-    inner_pullback = make(of, tuple(other_ports))
-    return ComposedPullback(inner_pullback, composed_ports) if composed_ports else inner_pullback
+    inner_run = make(of, tuple(other_ports))
+    return ComposedRun(inner_run, composed_ports) if composed_ports else inner_run
 
 
 class StepAutodiff:

@@ -12,7 +12,7 @@ import tensorflow.compat.v1 as tf
 
 from ...errors import UnsupportedError
 from ...typing import Array
-from ..protocol import Batch, Capture, CaptureRequest, NonRecurrentCall, Port, RecurrentCall
+from ..protocol import Batch, Capture, NonRecurrentCall, Port, RecurrentCall, Taps
 from .boundaries import (
     PortTensors,
     ResolvedPort,
@@ -35,11 +35,11 @@ from .weights import all_weights, assemble_weight, known_cell, weight_name, weig
 _ALWAYS = ("output_grad", "final_grad", "initial_grad")
 
 
-def capture(net: Net, batch: Batch, request: CaptureRequest) -> Capture:
-    """Run the copy of the graph and record its loops; see :meth:`Adapter.capture`."""
+def capture(net: Net, batch: Batch, request: Taps) -> Capture:
+    """Run the copy of the graph and record its loops; see :class:`Taps`."""
     opened = open_net(net, batch.seed)
     feed = feed_of_batch(opened, batch)
-    loss_key = loss_cache_key(batch) if request.gradients or request.loss else None
+    loss_key = loss_cache_key(batch) if request.needs_loss else None
     key = ("capture", request, loss_key, tuple(names_of_inputs(net, batch.x)))
     fetches = opened.copy.build_once(key, lambda: _Fetches(opened, batch, request))
     variables = opened.variable_values(list(fetches.tensors.values()), feed)
@@ -55,7 +55,7 @@ def capture(net: Net, batch: Batch, request: CaptureRequest) -> Capture:
 class _Fetches:
     """Loops and other layers of one kind of capture, notes, and the tensors to fetch; built once and kept."""
 
-    def __init__(self, opened: OpenNet, batch: Batch, request: CaptureRequest) -> None:
+    def __init__(self, opened: OpenNet, batch: Batch, request: Taps) -> None:
         self.loops, names, self.notes = select_layers(opened, request)
         port_tensors = PortTensors(opened, batch)
         self.nonrecurrent = {name: port_tensors(Port("output", name)) for name in names}
@@ -74,12 +74,12 @@ class _Fetches:
                     }
             tensors |= {("nonrecurrent", name): resolved.value for name, resolved in self.nonrecurrent.items()}
             tensors |= {("model output", j): tensor for j, tensor in enumerate(opened.outputs)}
-            if request.gradients or request.loss:
+            if request.needs_loss:
                 tensors["loss"] = loss_in(opened.net, opened.copy, batch).tensor
             if request.gradients:
                 self._add_gradients(opened, request, port_tensors)
 
-    def _add_gradients(self, opened: OpenNet, request: CaptureRequest, port_tensors: PortTensors) -> None:
+    def _add_gradients(self, opened: OpenNet, request: Taps, port_tensors: PortTensors) -> None:
         """Add gradients at all boundaries and weights, in one backward pass and another one for each unrolled loop."""
         graph, loss = opened.copy.graph, self.tensors["loss"]
         resolved_ports: dict[Any, ResolvedPort] = {
@@ -146,7 +146,7 @@ class _CaptureBuilder:
     fetches: _Fetches
     values: dict[Any, Any]
     variables: Mapping[str, Array]
-    request: CaptureRequest
+    request: Taps
 
     def capture(self) -> Capture:
         get_value, request = self.values.get, self.request
@@ -171,7 +171,7 @@ class _CaptureBuilder:
         if recorded.loss is not None and not math.isfinite(recorded.loss):
             cause = "the first quantity that is not finite is the cause"
             recorded.notes.append(f"The loss is {recorded.loss}: gradients mean nothing, and {cause}.")
-        if request.gradients and request.boundaries:
+        if request.boundaries:
             recorded.input_grads = [get_value(("model input_grad", j)) for j in range(len(self.opened.inputs))]
             recorded.output_grads = [get_value(("model output_grad", j)) for j in range(len(self.opened.outputs))]
             recorded.outside_weight_grads, recorded.full_gradient_names = self._outside_weight_grads()
@@ -218,9 +218,7 @@ class _CaptureBuilder:
             weight_grads=self._weight_grads(loop) if has_gradients and self.request.weight_grads else None,
             tied=self._partly_tied_weights(loop),
             framework_input_grad=get_value((i, "input_grad", 0)),
-            framework_initial_state_grad=self._state_values(i, "initial_grad")
-            if has_gradients and self.request.boundaries
-            else None,
+            framework_initial_state_grad=self._state_values(i, "initial_grad") if self.request.boundaries else None,
         )
 
     def _state_values(self, i: int, kind: str) -> tuple[Array, ...]:

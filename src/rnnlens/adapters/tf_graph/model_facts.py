@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal
 
 import tensorflow.compat.v1 as tf
 
 from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean
-from ..protocol import NOT_LOOKED_INTO, CaptureRequest, LayerInfo, ModelFacts, Role, Submodule
+from ..protocol import (
+    NOT_LOOKED_INTO,
+    LayerInfo,
+    ModelFacts,
+    Obstacle,
+    Port,
+    Role,
+    Submodule,
+    Taps,
+    WeightLocation,
+)
+from . import keras_v1
 from .blocks import dtype_of
+from .missing_gradient import find_obstacle
 from .open_net import OpenNet, open_net
 from .public import Net
 from .recurrences import Loop
-from .weights import is_table, layers_of, variables_used
+from .weights import is_table, layers_of, variables_used, weight_location
 
 _HOW = {"v1": "while loop", "v2": "While", "unrolled": "unrolled"}
 
@@ -75,43 +88,100 @@ def _loop_layer_info(opened: OpenNet, name: str) -> LayerInfo:
     )
 
 
-def facts(net: Net) -> ModelFacts:
-    """Return the parts, inputs, outputs and loss of the net; see :meth:`Adapter.facts`."""
-    opened = open_net(net)
-    graph, submodules = opened.copy.graph, {}
-    for name, layer in layers_of(opened).items():
-        dtypes = [dtype_of(graph.get_operation_by_name(blocks[0].variable)).name for blocks in layer.weights.values()]
-        is_embedding = layer.output is not None and any(is_table(graph, blocks) for blocks in layer.weights.values())
-        roles: frozenset[Role] = frozenset({"embedding"} if is_embedding else ())
-        submodules[name] = Submodule(roles, dtypes[-1] if dtypes else "")
-    get_operations = net.graph.get_operations
-    return ModelFacts(
-        submodules=submodules,
-        inputs=tuple(net.inputs),
-        outputs=tuple(net.outputs),
-        loss=net.loss,
-        optimizer="" if net.keras is None else net.keras.optimizer,
-        tensors=opened.copy.build_once(
+def net_of(model: Any) -> Net:
+    """Return the ``Net`` of a model: the net itself, or one made of a session or of a tf_keras model."""
+    if isinstance(model, Net):
+        return model
+    if isinstance(model, tf.Session):
+        return Net(model, {}, {})
+    return keras_v1.net_of(model)
+
+
+class GraphFacts(ModelFacts):
+    """Facts of the net of a graph; see :class:`rnnlens.adapters.protocol.ModelFacts`."""
+
+    @cached_property
+    def _opened(self) -> OpenNet:
+        return open_net(self._net)
+
+    @cached_property
+    def _net(self) -> Net:
+        return net_of(self.model)
+
+    @cached_property
+    def submodules(self) -> Mapping[str, Submodule]:  # type: ignore[override]
+        """Layers with the dtype of their weights; tables of rows are embeddings."""
+        graph, submodules = self._opened.copy.graph, {}
+        for name, layer in layers_of(self._opened).items():
+            blocks_of_weights = layer.weights.values()
+            dtypes = [dtype_of(graph.get_operation_by_name(blocks[0].variable)).name for blocks in blocks_of_weights]
+            is_embedding = layer.output is not None and any(is_table(graph, blocks) for blocks in blocks_of_weights)
+            roles: frozenset[Role] = frozenset({"embedding"} if is_embedding else ())
+            submodules[name] = Submodule(roles, dtypes[-1] if dtypes else "")
+        return submodules
+
+    @property
+    def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Names of the net's inputs."""
+        return tuple(self._net.inputs)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Names of the net's outputs."""
+        return tuple(self._net.outputs)
+
+    @property
+    def loss(self) -> Any:
+        """Loss tensor of the net."""
+        return self._net.loss
+
+    @property
+    def has_own_loss(self) -> bool:  # type: ignore[override]
+        """Whether the net has a loss that needs no targets from the batch."""
+        return self._net.has_own_loss
+
+    @property
+    def optimizer(self) -> str:  # type: ignore[override]
+        """Name of the optimizer of a tf_keras model."""
+        return "" if self._net.keras is None else self._net.keras.optimizer
+
+    @cached_property
+    def tensors(self) -> Container[str]:  # type: ignore[override]
+        """Names of all tensors of the graph."""
+        get_operations = self._net.graph.get_operations
+        return self._opened.copy.build_once(
             "tensors", lambda: frozenset(t.name for op in get_operations() for t in op.outputs)
-        ),
-    )
+        )
 
+    @cached_property
+    def provenance(self) -> Mapping[str, str]:
+        """TensorFlow's version, the kind of while loops, the dtype and the device."""
+        net, session = self._net, self._net.session
+        kinds = {_HOW[loop.kind] for loop in self._opened.loops}
+        dtypes = {tensor.dtype.base_dtype for tensor in net.outputs.values()}
+        devices = session.list_devices() if hasattr(session, "list_devices") else []
+        return {
+            "framework": f"tensorflow {tf.__version__}",
+            "engine": f"tensorflow {tf.__version__}",
+            "adapter": "tf_graph",
+            "graph": f"version {net.graph.version}, {', '.join(sorted(kinds)) or 'no loop'}",
+            "dtype": ", ".join(sorted(dtype.name for dtype in dtypes if dtype.is_floating)),
+            "device": "gpu" if any(device.device_type == "GPU" for device in devices) else "cpu",
+        }
 
-def provenance(net: Net) -> Mapping[str, str]:
-    """Return the framework and its version, the engine, the dtype and the device."""
-    opened = open_net(net)
-    kinds = {_HOW[loop.kind] for loop in opened.loops}
-    floats = {tensor.dtype.base_dtype.name for tensor in net.outputs.values() if tensor.dtype.base_dtype.is_floating}
-    devices = opened.net.session.list_devices() if hasattr(opened.net.session, "list_devices") else []
-    device_kind = "gpu" if any(device.device_type == "GPU" for device in devices) else "cpu"
-    return {
-        "framework": f"tensorflow {tf.__version__}",
-        "engine": f"tensorflow {tf.__version__}",
-        "adapter": "tf_graph",
-        "graph": f"version {net.graph.version}, {', '.join(sorted(kinds)) or 'no loop'}",
-        "dtype": ", ".join(sorted(floats)),
-        "device": device_kind,
-    }
+    def reduction(self, loss: Any) -> str | None:
+        """Return the ``reduction`` attribute of a loss, or of that of a tf_keras model, as text; None without one."""
+        is_net = isinstance(self.model, Net | tf.Session)
+        return super().reduction(self.model.loss if loss is None and not is_net else loss)
+
+    def weight_location(self, layer: str, direction: str | None, key: str) -> WeightLocation | None:
+        """Find the variable, and the block of rows and columns in it, that is a layer's weight."""
+        return weight_location(self._opened, layer, direction, key)
+
+    def find_obstacle(self, of: Sequence[Port], wrt: Port) -> Obstacle | None:
+        """Find in the graph, without running it, why no gradient reaches ``wrt``."""
+        assert self.batch is not None
+        return find_obstacle(open_net(self._net, self.batch.seed), self.batch, of, wrt)
 
 
 def refusals(opened: OpenNet) -> dict[str, str]:
@@ -124,7 +194,7 @@ def refusals(opened: OpenNet) -> dict[str, str]:
     )
 
 
-def select_layers(opened: OpenNet, request: CaptureRequest) -> tuple[list[Loop], list[str], list[str]]:
+def select_layers(opened: OpenNet, taps: Taps) -> tuple[list[Loop], list[str], list[str]]:
     """Return the loops to capture, the names of the other requested layers, and notes on layers that are left out.
 
     If not all layers have to run, those that cannot be captured, or that have no output, are left out.
@@ -134,10 +204,10 @@ def select_layers(opened: OpenNet, request: CaptureRequest) -> tuple[list[Loop],
     refusal_by_layer = refusals(opened)
     notes = list[str]()
     call_requests = []  # of the node name of a call, such as rnn#0, and the name that was requested
-    for name in request.layers or ():
+    for name in taps.layers or ():
         calls = [loop.name for loop in opened.loops if loop.layer == name]
         call_requests += [(call, name) for call in ([name] if opened.layer_loops(name) else calls or [name])]
-    if request.layers is None:
+    if taps.layers is None:
         if not loop_names and not refusal_by_layer:
             raise ModelError(
                 "There is no recurrent loop on the way to the outputs or the loss.",
@@ -154,7 +224,7 @@ def select_layers(opened: OpenNet, request: CaptureRequest) -> tuple[list[Loop],
             else []
         )
         notes += [f"Left out: {reason.splitlines()[0]}" for reason in left_out.values()]
-    elif not request.all_must_run:
+    elif not taps.all_must_run:
         refusal_by_layer |= {loop.name: loop.cell.refusal for loop in opened.loops if loop.cell.refusal}
         has_output = {name for name, layer in layers.items() if layer.output is not None}.union(loop_names)
         call_requests = [

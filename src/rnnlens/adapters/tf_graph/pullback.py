@@ -11,7 +11,7 @@ import tensorflow.compat.v1 as tf
 
 from ...errors import InputError, UnsupportedError, raised_by, short_repr
 from ...typing import Array
-from ..protocol import Batch, Port, Pullback, refuse_misfits
+from ..protocol import Batch, Port, Run, refuse_misfits
 from .boundaries import PortTensors, ResolvedPort, combine_gradients
 from .graph_copy import to_dense
 from .inputs import convert_run_errors, feed_of_batch, names_of_inputs
@@ -159,8 +159,8 @@ class _BackwardPass:
         self.forward_tensors = forward_tensors if is_feedable and not in_control_flow else None
 
 
-class GraphPullback:
-    """Vector-Jacobian products of a graph: implements :class:`rnnlens.adapters.protocol.Pullback`."""
+class GraphPullback(Run):
+    """Vector-Jacobian products between ports of a graph."""
 
     def __init__(
         self, net: Net, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
@@ -186,7 +186,7 @@ class GraphPullback:
             for resolved in cut_ports
             for t in (resolved.boundary.tensors if resolved.boundary is not None else (resolved.value,))
         ]
-        self.outputs = len(self._opened.outputs)
+        self.output_count = len(self._opened.outputs)
         fetches = {port: self._resolved_ports[port].value for port in (*of, *wrt)}
         self._variables = self._opened.variable_values(list(fetches.values()), self._feed)
         with convert_run_errors(net):
@@ -195,8 +195,8 @@ class GraphPullback:
         self._forward_values: dict[int, dict[Any, Array]] = {}
         self.values: Mapping[Port, Array] = {port: np.asarray(value) for port, value in values.items()}
 
-    def vjp(self, cotangents: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
-        """Pull cotangents back to the ``wrt`` ports; see :meth:`Pullback.vjp`."""
+    def pull(self, cotangents: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
+        """Pull cotangents back to the ``wrt`` ports; see :meth:`Run.pull`."""
         refuse_misfits(cotangents, self._of, self.values)
         cotangent_ports, copy = tuple(cotangents), self._opened.copy
         backward_pass = copy.build_once(
@@ -224,9 +224,6 @@ class GraphPullback:
                     tensor: forward_values[i] for i, tensor in enumerate(backward_pass.forward_tensors)
                 }
             return copy.run(backward_pass.gradients, {**self._forward_values[id(backward_pass)], **cotangent_feed}, {})
-
-    def __enter__(self) -> Pullback:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self._forward_values = {}

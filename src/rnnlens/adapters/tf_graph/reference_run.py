@@ -75,8 +75,6 @@ def prepare_reference_run(
     net: Net, batch: Batch, cotangents: Cotangents | None = None, *, gradients: bool = True
 ) -> Callable[[], ReferenceRun]:
     """Build the reference copy, its feeds and the values of its variables; return a function that runs it."""
-    if batch.initial_state:
-        raise CertificateError("the graph by itself starts from the states that it is fed or makes")
     opened = open_net(net, batch.seed)
     has_loss = bool(leaves_of(batch.y)) or batch.loss is not None or net.has_own_loss
     of_loss = cotangents is None and has_loss

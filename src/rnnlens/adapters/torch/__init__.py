@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from array_api_compat import array_namespace
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from ...autodiff import engine
 from ...errors import UnsupportedError
 from ...recurrence.rounding import rounding_perturbation
-from ..protocol import Adapter, Batch, Capture, CaptureRequest, LayerWeights, Port, Pullback, ReferenceRun
+from ...typing import Array
+from ..protocol import (
+    Adapter,
+    Batch,
+    Capture,
+    Cotangents,
+    EndPort,
+    LayerWeights,
+    ModelFacts,
+    Outputs,
+    Port,
+    ReferenceRun,
+    Run,
+    Submodule,
+    Taps,
+    WeightLocation,
+)
 from ..shared import hook_in_this_thread
-from ..shared.registered_cells import pullback_with_composed
+from ..shared.registered_cells import run_with_composed
 from . import axes, discover, losses
-from . import pullback as pullbacks
 from . import reference_run as reference
 from . import weights as torch_weights
-from .capture import capture, capture_outputs
+from .capture import capture, output_tensors
 from .cells import composed_weight
 from .chain import capture_chain
-from .discover import named_modules, unwrap
-from .inputs import device_and_dtype, map_leaves
-from .pullback import TorchPullback
-from .reference_run import reference_between
+from .discover import HOLDERS, named_modules, unwrap
+from .inputs import device_and_dtype, leaves_of, map_leaves
+from .pullback import TorchPullback, differentiate
 from .restore import restored_generators, seed_generators
-from .weights import layer_weights
+from .weights import TABLES, class_of, node_name
 
 __all__ = ["adapter"]
 
@@ -95,6 +110,123 @@ def reinitialised(model: nn.Module, seed: int) -> nn.Module:
     return twin
 
 
+class TorchFacts(ModelFacts):
+    """Facts of a ``torch.nn.Module``."""
+
+    @cached_property
+    def submodules(self) -> Mapping[str, Submodule]:  # type: ignore[override]
+        """Modules with their roles and dtypes, by path; stacked layers of a recurrent module one by one."""
+        modules = named_modules(unwrap(self.model))
+        submodules: dict[str, Submodule] = {}
+        for path, module in modules[1:] or modules:
+            if isinstance(module, HOLDERS):
+                continue
+            roles: dict[Any, bool] = {
+                "embedding": isinstance(module, TABLES),
+                "dropout": isinstance(module, nn.modules.dropout._DropoutNd),
+                "relu": isinstance(module, nn.ReLU | nn.ReLU6) or (class_of(module) or ("", ""))[1] == "relu",
+            }
+            dtypes = (str(p.dtype) for p in module._parameters.values() if p is not None and p.is_floating_point())
+            submodule = Submodule(frozenset(role for role, is_role in roles.items() if is_role), next(dtypes, "")[6:])
+            for layer in range(module.num_layers if isinstance(module, nn.RNNBase) else 1):
+                submodules[node_name(path, module, layer)] = submodule
+        return submodules
+
+    @property
+    def provenance(self) -> Mapping[str, str]:
+        """Version of torch, dtype and device as strings; under autocast the dtype is the autocast dtype."""
+        device, dtype = device_and_dtype(self.model)
+        if dtype == torch.float32 and torch.is_autocast_enabled(device.type):  # autocast does not change float64
+            dtype = torch.get_autocast_dtype(device.type)
+        return {
+            "framework": f"torch {torch.__version__}",
+            "engine": f"torch {torch.__version__}",
+            "adapter": "torch",
+            "dtype": str(dtype).removeprefix("torch."),
+            "device": str(device),
+        }
+
+    def weight_location(self, layer: str, direction: str | None, key: str) -> WeightLocation | None:
+        """Find the parameter behind a weight."""
+        return reference.weight_location(self.model, layer, direction, key)
+
+    def combination(self) -> str | None:
+        """Return how losses of batches combine to that of the data set: ``"mean"``, ``"sum"``, or None if unknown."""
+        return None if self.batch is None else losses.combination(self.model, self.batch)
+
+    def mixes_samples(self, *, training: bool) -> str | None:
+        """Return the name of a layer that uses batch statistics; ``"?"`` if the user's own forward may mix samples."""
+        return losses.mixes_samples(self.model, training)
+
+
+def run(model: nn.Module, batch: Batch, taps: Taps) -> Run:
+    """Run a model once: see :meth:`rnnlens.adapters.protocol.Adapter.run`."""
+    if taps.record == "ports":
+        modules = dict(named_modules(unwrap(model)))
+
+        def pull_back(of: Sequence[Port], wrt: Sequence[Port]) -> Run:
+            return TorchPullback(model, batch, of, wrt, taps.cut)
+
+        return run_with_composed(pull_back, taps.of, taps.wrt, partial(composed_weight, modules))
+    return _UntouchedRun(model, batch, taps) if taps.record == "nothing" else _RecordedRun(model, batch, taps)
+
+
+class _RecordedRun(Run):
+    """Run whose outputs, and calls if the taps say so, are recorded."""
+
+    def __init__(self, model: nn.Module, batch: Batch, taps: Taps) -> None:
+        if taps.record == "outputs" and not (taps.needs_loss or batch.initial_state):
+            self._returned = output_tensors(model, batch)
+            return
+        self.capture: Capture = capture_chain(model, batch, taps) or capture(model, batch, taps)
+        self._returned = self.capture.outputs
+
+    @property
+    def returned(self) -> Any:
+        """Output tensors as the model returned them."""
+        return self._returned
+
+    @cached_property
+    def outputs(self) -> Outputs:  # type: ignore[override]
+        """Outputs of the model, as arrays and as the model returned them."""
+        leaves = leaves_of(self._returned)
+        if any(isinstance(leaf, PackedSequence) for leaf in leaves):
+            raise UnsupportedError(
+                "The model returns packed sequences, and packed sequences of several batches cannot be concatenated.",
+                hint="pad_packed_sequence(..., total_length=x.shape[1]) in the model, or all samples as one batch",
+            )
+        return Outputs([losses.host_array(leaf) for leaf in leaves], self._returned)
+
+
+class _UntouchedRun(Run):
+    """The user's model as it stands, differentiated by torch alone, for a certificate."""
+
+    def __init__(self, model: nn.Module, batch: Batch, taps: Taps) -> None:
+        self._model, self._batch, self._taps = model, batch, taps
+
+    def reference(self, cotangents: Cotangents | None = None) -> ReferenceRun:
+        """Run the model and differentiate its loss, or its outputs by their cotangents."""
+        return reference.reference_run(self._model, self._batch, cotangents, gradients=self._taps.gradients)
+
+    def between(self, of: EndPort, wrt: EndPort, cotangent: Callable[[Array], Array]) -> ReferenceRun:
+        """Run the model, and pull a cotangent back between two tensors that its modules return."""
+        return reference.reference_between(self._model, self._batch, of, wrt, cotangent)
+
+    def rounded(self, unit: float) -> ReferenceRun | None:
+        """Run a copy of the model whose weights are changed by one rounding of size ``unit``."""
+        copy = deepcopy(self._model)
+        for weight in copy.parameters():
+            numbers = torch.view_as_real(weight.data) if weight.is_complex() else weight.data
+            if numbers.is_floating_point():
+                numbers.copy_(rounding_perturbation(array_namespace(numbers), unit)(numbers))
+        return reference.reference_run(copy, self._batch)
+
+    def coarsest_dtype(self) -> str:
+        """Run the model; return the coarsest float dtype of its operations."""
+        run_forward: Callable[[], Any] = partial(reference.reference_run, self._model, self._batch, gradients=False)
+        return engine("torch").coarsest_dtype(run_forward)
+
+
 class TorchAdapter(Adapter):
     """Adapter of ``torch.nn.Module`` models."""
 
@@ -109,75 +241,23 @@ class TorchAdapter(Adapter):
         return isinstance(model, nn.Module)
 
     #: Functions that are methods of the contract as they stand: see :class:`Adapter`.
+    run = staticmethod(run)
+    facts = TorchFacts
     fingerprint = staticmethod(discover.fingerprint)
-    facts = staticmethod(discover.facts)
     describe = staticmethod(discover.describe)
-    reference_run = staticmethod(reference.reference_run)
-    weight_location = staticmethod(reference.weight_location)
-    reference_between = staticmethod(reference_between)
     layouts = staticmethod(axes.layouts)
-    outputs_of = staticmethod(pullbacks.outputs_of)
-    differentiate = staticmethod(pullbacks.differentiate)
+    differentiate = staticmethod(differentiate)
     loss_of = staticmethod(losses.loss_of)
-    combination = staticmethod(losses.combination)
-    mixes_samples = staticmethod(losses.mixes_samples)
     perturbed_port = staticmethod(perturbed_port)
     reinitialised = staticmethod(reinitialised)
     load_weights = staticmethod(torch_weights.load_weights)
-
-    def capture(self, model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
-        """Run one forward pass and, with a loss, one backward pass, and return the recorded calls."""
-        if not (request.calls or batch.initial_state):
-            return capture_outputs(model, batch)
-        return capture_chain(model, batch, request) or capture(model, batch, request)
-
-    def pullback(
-        self, model: nn.Module, batch: Batch, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = ()
-    ) -> Pullback:
-        """Run one forward pass and keep its graph, to pull cotangents back from ports ``of`` to ports ``wrt``."""
-        modules = dict(named_modules(unwrap(model)))
-        return pullback_with_composed(
-            lambda of_ports, wrt_ports: TorchPullback(model, batch, of_ports, wrt_ports, cut),
-            of,
-            wrt,
-            partial(composed_weight, modules),
-        )
-
-    def coarsest_dtype(self, model: nn.Module, batch: Batch) -> str:
-        """Run the user's unmodified model; return the coarsest float dtype of its operations."""
-        return engine("torch").coarsest_dtype(lambda: self.reference_run(model, batch, gradients=False))
-
-    def rounded_run(self, model: nn.Module, batch: Batch, unit: float) -> ReferenceRun | None:
-        """Make a reference run of a copy whose weights are changed by one rounding of size ``unit``."""
-        copy = deepcopy(model)
-        for weight in copy.parameters():
-            numbers = torch.view_as_real(weight.data) if weight.is_complex() else weight.data
-            if numbers.is_floating_point():
-                numbers.copy_(rounding_perturbation(array_namespace(numbers), unit)(numbers))
-        return self.reference_run(copy, batch)
 
     def weights(self, model: nn.Module) -> Mapping[str, LayerWeights]:
         """Return the weights of all modules that have any.
 
         Recurrent modules give one entry per stacked layer, with gates in the order of rnnlens.
         """
-        return layer_weights(named_modules(unwrap(model)))
-
-    def provenance(self, model: Any) -> Mapping[str, str]:
-        """Return framework and engine version, adapter, dtype and device as strings.
-
-        Under autocast the dtype is the autocast dtype.
-        """
-        device, dtype = device_and_dtype(model)
-        if dtype == torch.float32 and torch.is_autocast_enabled(device.type):  # autocast does not change float64
-            dtype = torch.get_autocast_dtype(device.type)
-        return {
-            "framework": f"torch {torch.__version__}",
-            "engine": f"torch {torch.__version__}",
-            "adapter": self.name,
-            "dtype": str(dtype).removeprefix("torch."),
-            "device": str(device),
-        }
+        return torch_weights.layer_weights(named_modules(unwrap(model)))
 
 
 adapter = TorchAdapter()

@@ -16,7 +16,8 @@ from torch import Tensor
 from ...errors import UnsupportedError
 from ...recurrence.cells import Cell, registered
 from ..protocol import NonRecurrentCall, Port, RecurrentCall
-from .cells import arrange_gradients, build_cell, replay_copy
+from .cells import arrange_gradients, build_cell
+from .inputs import replay_copy
 from .record import CallRecord, CallRecorder, LayerRecord, Recurrence, call_numbers, last_steps, node_names
 from .weights import NAMES, create_cell, named_copies
 

@@ -135,7 +135,7 @@ class AxisProbe(TorchPullback):
                 port: torch.as_tensor(place.random_cotangents(tuple(self.values[port].shape), patterns[rows]))
                 for port, (place, patterns) in starts.items()
             }
-            for port, grad in self.vjp(cotangents).items():
+            for port, grad in self.pull(cotangents).items():
                 if grad is not None:
                     parts_by_port.setdefault(port, []).append((grad != 0).cpu().numpy())
         nonzero = {port: np.concatenate(parts) for port, parts in parts_by_port.items()}

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ModelError, raised_by
-from ..protocol import Batch, Capture, CaptureRequest, ChainLink, SequenceCall
+from ..protocol import Batch, Capture, ChainLink, SequenceCall, Taps
 from ..shared import hook_in_this_thread
 from .assemble import Assembler
-from .cells import has_own_forward, replay_copy
+from .cells import has_own_forward
 from .chain import ChainRecorder, remember_chain
 from .discover import (
     RequestedLayers,
@@ -26,7 +26,7 @@ from .discover import (
     unwrap,
 )
 from .fused import CallOwners, KernelInterceptor
-from .inputs import as_tensors, call_model, detach_tensors, map_leaves, tensors_of, with_gradient_leaves
+from .inputs import as_tensors, call_model, detach_tensors, map_leaves, replay_copy, tensors_of, with_gradient_leaves
 from .loops import CellHook, StepListener
 from .losses import evaluate, gradients_of, reaches
 from .public import ANY_SCAN, LISTENER, SCANS, is_declared_cell
@@ -51,11 +51,11 @@ from .weights import node_name
 Recorded = TypeVar("Recorded")
 
 
-def capture(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
-    """Run and record a model on one batch: see :meth:`rnnlens.adapters.protocol.Adapter.capture`."""
+def capture(model: nn.Module, batch: Batch, request: Taps) -> Capture:
+    """Run and record a model on one batch: see :class:`rnnlens.adapters.protocol.Taps`."""
     model = unwrap(model)
     requested = RequestedLayers.of(model, request.layers)
-    if not request.scans:
+    if not request.sequences:
         requested = replace(requested, sequences=frozenset())
     x = as_tensors(batch.x, model, "x")
     recorded = run_until_recorded(lambda rules: _capture_pass(model, batch, x, request, requested, rules))
@@ -65,12 +65,12 @@ def capture(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture:
     return recorded
 
 
-def capture_outputs(model: nn.Module, batch: Batch) -> Capture:
+def output_tensors(model: nn.Module, batch: Batch) -> Any:
     """Run a model without gradients and recordings, and return its outputs."""
     model = unwrap(model)
     x = as_tensors(batch.x, model, "x")
     with borrowed_model(model, training=batch.training, seed=batch.seed), torch.no_grad():
-        return Capture([], outputs=detach_tensors(call_model(model, x)))
+        return detach_tensors(call_model(model, x))
 
 
 def run_until_recorded(run_pass: Callable[[PassRules], Recorded]) -> Recorded:
@@ -109,10 +109,10 @@ def recorded_pass(
 
 
 def _capture_pass(
-    model: nn.Module, batch: Batch, x: Any, request: CaptureRequest, requested: RequestedLayers, rules: PassRules
+    model: nn.Module, batch: Batch, x: Any, request: Taps, requested: RequestedLayers, rules: PassRules
 ) -> Capture:
     topmost = request.topmost and not rules.all_gradients
-    boundaries = request.boundaries and request.gradients
+    boundaries = request.boundaries
     separate = boundaries and not topmost
     recorder = CallRecorder(rules, weight_grads=request.weight_grads and request.gradients, separate=separate)
     if rules.no_cells:
@@ -242,14 +242,14 @@ class _OutputHook:
 _WITH_GRADIENTS = "The model's forward uses torch.no_grad(); rnnlens ran it with gradients enabled."
 
 
-def _refuse_no_calls(recorder: CallRecorder, requested: RequestedLayers, request: CaptureRequest) -> None:
+def _refuse_no_calls(recorder: CallRecorder, requested: RequestedLayers, request: Taps) -> None:
     """Raise ``UnsupportedError`` or ``ModelError`` if no requested layer ran where it could be recorded."""
     recorder.output_records = [record for record in recorder.output_records if record.outputs]
     if recorder.recurrences or recorder.output_records or recorder.scans.scan_sizes:
         return
     refuse_scripts(requested.modules)
     refuse_own_loops([(path, module) for path, module in requested.recurrent if path in requested.ran_paths])
-    if request.all_must_run:
+    if request.all_must_run and request.record != "outputs":
         raise ModelError(
             "No recurrent layer ran in this forward pass.",
             expected="nn.RNN, nn.LSTM, nn.GRU, one of their cells, or a custom cell",

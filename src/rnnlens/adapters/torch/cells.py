@@ -186,14 +186,6 @@ def _pull(outputs: Sequence[Tensor], sources: Sequence[Tensor], cotangents: Sequ
     ]
 
 
-def replay_copy(value: Any) -> Any:
-    """Return a detached copy for the replay; half precision is widened to float32 for accuracy."""
-    value = value.detach()
-    if value.dtype in (torch.bfloat16, torch.float16):
-        return value.float().contiguous()
-    return value.clone(memory_format=torch.contiguous_format)
-
-
 def has_own_forward(module: nn.Module) -> bool:
     """Return whether a subclass of a torch recurrent layer or cell defines its own ``forward``."""
     torch_classes = (nn.LSTM, nn.GRU, nn.RNN, *_KERNELS)
@@ -271,14 +263,16 @@ def build_cell(module: nn.Module, registration: Registration) -> Cell:
     """Create the rnnlens cell of a module whose class was registered; torch computes derivatives that it lacks."""
     parameters = dict(module.named_parameters())
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
-    cell = registration.make(module, {name: replay_copy(p).cpu().numpy() for name, p in parameters.items()})
+    cell = registration.make(
+        module, {name: at_least_float32(p.detach()).cpu().numpy().copy() for name, p in parameters.items()}
+    )
     cell = cell.with_weights(lambda array: torch.tensor(array, device=device))
     return with_step_autodiff(cell, registration, engine("torch"), torch_xp, _to_tensor)
 
 
 def arrange_gradients(registration: Registration, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert gradients of a registered cell's parameters to the layout of rnnlens."""
-    arrays = registration.arrays({name: replay_copy(grad).cpu().numpy() for name, grad in grads.items()})
+    arrays = registration.arrays({name: at_least_float32(grad).cpu().numpy() for name, grad in grads.items()})
     device = next((grad.device for grad in grads.values()), None)
     return {name: torch.tensor(array, device=device) for name, array in arrays.items()}
 

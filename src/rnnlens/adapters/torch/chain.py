@@ -26,7 +26,7 @@ from ...errors import raised_by
 from ...layout import Axis, Layout, layout_of_axes
 from ...recurrence.cells import GRU, LSTM, SimpleRNN
 from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
-from ..protocol import Batch, Capture, CaptureRequest, ChainLink, Port, RecurrentCall
+from ..protocol import Batch, Capture, ChainLink, Port, RecurrentCall, Taps
 from .discover import fingerprint
 from .inputs import as_tensors, call_model
 from .losses import evaluate, gradients_of, reaches
@@ -352,7 +352,7 @@ def remember_chain(model: nn.Module, links: Sequence[ChainLink], layers: Sequenc
         _CHAINS[model] = fingerprint(model)
 
 
-def capture_chain(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture | None:
+def capture_chain(model: nn.Module, batch: Batch, request: Taps) -> Capture | None:
     """Capture a model that an earlier pass showed to be a chain; None if this pass cannot be captured like that.
 
     Hooks of modules alone capture a chain on a CPU, without autocast, tied or frozen weights.
@@ -374,9 +374,9 @@ def capture_chain(model: nn.Module, batch: Batch, request: CaptureRequest) -> Ca
     return capture
 
 
-def _capture_pass(model: nn.Module, batch: Batch, request: CaptureRequest) -> Capture | None:
+def _capture_pass(model: nn.Module, batch: Batch, request: Taps) -> Capture | None:
     """Run a chain forward and, with a loss, backward; None if this pass was no chain."""
-    boundaries = request.boundaries and request.gradients
+    boundaries = request.record == "everything"
     separate = boundaries and not request.topmost
     x = as_tensors(batch.x, model, "x")
     if type(x) is not Tensor:
@@ -399,7 +399,7 @@ def _capture_pass(model: nn.Module, batch: Batch, request: CaptureRequest) -> Ca
         requested = [call for path, call in layer_tensors.items() if request.layers is None or path in request.layers]
         gradients, differentiated = None, requested
         if request.topmost and loss is not None:
-            differentiated, request = requested[-1:], replace(request, weight_grads=False, boundaries=False)
+            differentiated, request = requested[-1:], replace(request, record="direct", weight_grads=False)
             if reaches(loss, [t for call in requested[:-1] for t in call.returned], without=requested[-1].returned):
                 return None
         if loss is not None and request.gradients:
@@ -428,7 +428,7 @@ def _gradients(
     model_tensors: Sequence[Tensor],
     loss: Tensor,
     calls: Sequence[_LayerTensors],
-    request: CaptureRequest,
+    request: Taps,
 ) -> dict[int, Tensor] | None:
     """Return the gradients of the loss by the identity of tensors; None if no path leads to a layer.
 
@@ -438,14 +438,14 @@ def _gradients(
     taps = [*returned, *model_tensors]
     if request.weight_grads:
         taps += [weight for call in calls for weight in call.weights.values()]
-    if request.boundaries:
+    if request.record == "everything":
         taps += [t for call in calls for t in (call.input, *call.initial)]
         taps += model.parameters()
     gradients = gradients_of(loss, taps)
     return gradients if any(id(t) in gradients for t in returned) else None
 
 
-def _call(call: _LayerTensors, gradients: Mapping[int, Tensor] | None, request: CaptureRequest) -> RecurrentCall:
+def _call(call: _LayerTensors, gradients: Mapping[int, Tensor] | None, request: Taps) -> RecurrentCall:
     """Convert the recorded tensors of one call of a recurrent module to a ``RecurrentCall``, samples first."""
     cell_class, (output, *final_states) = _CELLS[type(call.module)], call.returned
 
@@ -477,7 +477,7 @@ def _call(call: _LayerTensors, gradients: Mapping[int, Tensor] | None, request: 
         recurrent_call.weight_grads = named_copies(
             cell_class, {slot: gradient(weight) for slot, weight in call.weights.items()}
         )
-    if request.boundaries:
+    if request.record == "everything":
         recurrent_call.framework_input_grad = samples_first(gradient(call.input))
         recurrent_call.framework_initial_state_grad = tuple(gradient(state)[0].clone() for state in call.initial)
     return recurrent_call

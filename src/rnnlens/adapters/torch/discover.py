@@ -15,15 +15,15 @@ from torch.nn.parameter import is_lazy
 
 from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_mean
 from ...recurrence.cells import registered
-from ..protocol import LayerInfo, ModelFacts, Submodule
+from ..protocol import LayerInfo
 from .cells import build_cell, has_own_forward
 from .public import ANY_SCAN, DECLARED_CELLS, LOOPS_RUN, RAN_AS_CELL, SCANS_RUN, is_declared_cell
 from .scan_families import sequence_modules, state_sizes
-from .weights import TABLES, class_of, node_name
+from .weights import class_of, node_name
 
 _STATE_PARAMETER = re.compile(r"^(h|c|hx|hc|hidden|state|states|carry|prev|memory)$|hidden|state")
 #: Containers of modules, which are never called themselves.
-_HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _RECURRENT_SCRIPT = {"RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell"}
 
 
@@ -220,25 +220,6 @@ def _custom_row(path: str, module: nn.Module) -> LayerInfo:
     sizes = (getattr(module, name, None) for name in ("hidden_size", "units", "hidden_dim", "state_size", "hidden"))
     units = next((size for size in sizes if isinstance(size, int)), 0)
     return _layer_row(path, str(getattr(module, "original_name", type(module).__name__)), "custom", units)
-
-
-def facts(model: nn.Module) -> ModelFacts:
-    """Return the roles and dtypes of modules: see :meth:`rnnlens.adapters.protocol.Adapter.facts`."""
-    modules = named_modules(unwrap(model))
-    submodules: dict[str, Submodule] = {}
-    for path, module in modules[1:] or modules:
-        if isinstance(module, _HOLDERS):
-            continue
-        roles: dict[Any, bool] = {
-            "embedding": isinstance(module, TABLES),
-            "dropout": isinstance(module, nn.modules.dropout._DropoutNd),
-            "relu": isinstance(module, nn.ReLU | nn.ReLU6) or (class_of(module) or ("", ""))[1] == "relu",
-        }
-        float_dtypes = (str(p.dtype) for p in module._parameters.values() if p is not None and p.is_floating_point())
-        submodule = Submodule(frozenset(role for role, is_role in roles.items() if is_role), next(float_dtypes, "")[6:])
-        for layer in range(module.num_layers if isinstance(module, nn.RNNBase) else 1):
-            submodules[node_name(path, module, layer)] = submodule
-    return ModelFacts(submodules)
 
 
 def fingerprint(model: nn.Module) -> Hashable:

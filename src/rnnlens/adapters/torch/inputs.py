@@ -44,6 +44,14 @@ def detach_tensors(value: Any, *, copy: bool = False) -> Any:
     return clone_tensors(tensors) if copy else tensors
 
 
+def replay_copy(value: Any) -> Any:
+    """Return a detached copy for the replay; half precision is widened to float32 for accuracy."""
+    value = value.detach()
+    if value.dtype in (torch.bfloat16, torch.float16):
+        return value.float().contiguous()
+    return value.clone(memory_format=torch.contiguous_format)
+
+
 def as_tensors(data: Any, model: nn.Module, argument_name: str, device: torch.device | None = None) -> Any:
     """Convert the user's arrays to tensors. NumPy floats take the model's dtype, tensors keep theirs.
 

@@ -20,15 +20,14 @@ from ...layout import Layout
 from ...recurrence.cells import Cell
 from ...typing import Array
 from .. import shared
-from ..protocol import Batch, Outputs, Port
+from ..protocol import Batch, Port, Run
 from ..shared import Pull
 from .assemble import PortTensors, boundary_of
 from .capture import recorded_pass, run_until_recorded
-from .cells import has_own_forward, replay_copy
+from .cells import has_own_forward
 from .chain import ChainRecorder
 from .discover import RequestedLayers, named_modules, unwrap
-from .inputs import as_tensors, detach_tensors, device_and_dtype, leaves_of, map_leaves, tensors_of
-from .losses import host_array
+from .inputs import as_tensors, device_and_dtype, leaves_of, map_leaves, replay_copy, tensors_of
 from .record import (
     CallRecorder,
     OutputRecord,
@@ -46,8 +45,8 @@ from .weights import SLOTS, class_of, from_torch, library_parameter
 BUDGET = 256 * 2**20
 
 
-class TorchPullback:
-    """Graph of one forward pass; implements :class:`rnnlens.adapters.protocol.Pullback`.
+class TorchPullback(Run):
+    """Graph of one forward pass, in which cotangents are pulled from port to port.
 
     Inputs, states and weights of recurrent layers are separate from the tensors of the user's code, so a gradient at
     such a port comes through that layer alone.
@@ -68,11 +67,10 @@ class TorchPullback:
         self._pull_many = PullMany()
         #: Numbers that the sweep of a whole-sequence layer holds for one cotangent; 0 without such layers.
         self._scan_sweep_size = 0
-        self.returned: Any = None
         #: Roles of axes that this pass showed, where the model is a plain chain of library modules.
         self.layouts: Mapping[Port, Layout] = {}
         port_table = run_until_recorded(partial(self._run, model, batch, cut))
-        self.outputs = len(port_table.outputs)
+        self.output_count = len(port_table.outputs)
         self._port_table = port_table
         self.store_ports(port_table)
 
@@ -113,7 +111,6 @@ class TorchPullback:
             outputs, loss, ran_without_gradients = recorded_pass(model, batch, inputs, recorder, chain, requested)
         refuse_cells_without_state(recorder, [path for path, _ in requested.cells if path in requested_paths])
         self._scan_sweep_size = recorder.scans.sweep_size
-        self.returned = detach_tensors(outputs)
         output_leaves = leaves_of(outputs)
         self.layouts = chain.layouts(outputs)
         if ran_without_gradients and not any(
@@ -123,7 +120,7 @@ class TorchPullback:
             raise RunAgainError
         return PortTable(recorder, leaves_of(inputs), output_leaves, loss, substitutes, modules)
 
-    def vjp(self, cotangents: Mapping[Port, Any]) -> dict[Port, Tensor | None]:
+    def pull(self, cotangents: Mapping[Port, Any]) -> dict[Port, Tensor | None]:
         """Pull cotangents (K, ...) back to every ``wrt`` port; None for a port that no path leads to."""
         if self._starts is None:
             raise ModelError("This pullback was closed.", expected="use inside its with block")
@@ -177,7 +174,7 @@ class TorchPullback:
 
     def __exit__(self, *exc: object) -> None:
         self._starts = self._port_tensors = self._port_table = None  # type: ignore[assignment]
-        self.values, self.returned = {}, None
+        self.values = {}
 
 
 class PortTable:
@@ -357,16 +354,3 @@ def differentiate(function: Callable[..., Any], arrays: Sequence[Array], model: 
         tensors = [torch.tensor(np.asarray(a), device=device) for a in arrays]
         expected = "a torch.Tensor, such as output.mean()"
         return shared.differentiate(function, tensors, engine("torch"), expected)
-
-
-def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
-    """Return the output tensors of the model for one batch as arrays."""
-    with TorchPullback(model, batch, [], []) as pullback:
-        tree = pullback.returned
-    leaves = leaves_of(tree)
-    if any(isinstance(leaf, PackedSequence) for leaf in leaves):
-        raise UnsupportedError(
-            "The model returns packed sequences, and packed sequences of several batches cannot be concatenated.",
-            hint="pad_packed_sequence(..., total_length=x.shape[1]) in the model, or all samples as one batch",
-        )
-    return Outputs([host_array(leaf) for leaf in leaves], tree)

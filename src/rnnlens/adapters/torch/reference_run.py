@@ -53,13 +53,9 @@ def reference_run(
     cotangents: Cotangents | None = None,
     *,
     gradients: bool = True,
-    regularised: bool = False,
 ) -> ReferenceRun:
-    """Run the model for a certificate: see :meth:`rnnlens.adapters.protocol.Adapter.reference_run`."""
-    del regularised  # torch models have no regularisation losses of their own
+    """Run the model for a certificate: see :meth:`rnnlens.adapters.protocol.Run.reference`."""
     model = unwrap(model)
-    if batch.initial_state:
-        raise CertificateError("initial_state= was set by rnnlens; the model on its own starts from other states")
     tensors = as_tensors(batch.x, model, "x")
     if gradients:
         _refuse_quadratic(model, tensors)
@@ -113,7 +109,7 @@ def _refuse_quadratic(model: nn.Module, x: Any) -> None:
 
 
 def weight_location(model: nn.Module, layer: str, direction: str | None, key: str) -> WeightLocation | None:
-    """Find the parameter behind a weight: see :meth:`rnnlens.adapters.protocol.Adapter.weight_location`."""
+    """Find the parameter behind a weight: see :meth:`rnnlens.adapters.protocol.ModelFacts.weight_location`."""
     path, _, number = layer.partition("#")[0].partition("[")
     module = dict(named_modules(unwrap(model))).get(path)
     if module is None:
@@ -176,10 +172,8 @@ def _copied_array(tensor: Any) -> Array:
 def reference_between(
     model: nn.Module, batch: Batch, of: EndPort, wrt: EndPort, cotangent: Callable[[Array], Array]
 ) -> ReferenceRun:
-    """Run the model for a certificate: see :meth:`rnnlens.adapters.protocol.Adapter.reference_between`."""
+    """Run the model for a certificate: see :meth:`rnnlens.adapters.protocol.Run.between`."""
     model = unwrap(model)
-    if batch.initial_state:
-        raise CertificateError("initial_state= was set by rnnlens; the model on its own starts from other states")
     modules = dict(named_modules(model))
     with (
         warnings.catch_warnings(),

@@ -17,7 +17,8 @@ from torch import nn
 from ...errors import FileError, ModelError
 from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN, registered
 from ..protocol import LayerWeights
-from .cells import build_cell, has_own_step, replay_copy
+from .cells import build_cell, has_own_step
+from .inputs import replay_copy
 
 #: Position of each gate of rnnlens in torch's order: LSTM i, f, g, o; GRU r, z, n, where z is the update gate.
 _ORDER: dict[type[Cell], tuple[int, ...]] = {SimpleRNN: (0,), LSTM: (0, 1, 2, 3), GRU: (1, 0, 2)}

@@ -93,7 +93,7 @@ class TorchWatch:
             self.close(reason)
 
     def _begin(self) -> None:
-        provenance = adapter_for(self.model).provenance(self.model)
+        provenance = adapter_for(self.model).facts(self.model).provenance
         if self.rank == 0:
             self._recorder.sinks = sink_list = sinks(self.plan.loggers, event_folder(self.plan.path))
             if self.plan.path is not None:

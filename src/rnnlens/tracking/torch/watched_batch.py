@@ -78,7 +78,7 @@ class WatchedBatch(Batch):
     def direct(self) -> Trace:
         """Outputs and direct gradients captured in the training step, as a trace."""
         adapter, selection = adapter_for(self._model), TraceSelection.of(None, DIRECT, True)
-        provenance = adapter.provenance(self._model)
+        provenance = adapter.facts(self._model).provenance
         infos = {info.name: info for info in adapter.describe(self._model)}
         capture = Capture(direct_calls(self._calls, self.scale))
         datasets, _ = recurrent_datasets(infos, capture, selection, provenance, None)
@@ -125,7 +125,7 @@ class WatchedBatch(Batch):
             {name: replayed_trace.dataset(name) for name in replayed_trace},
             loss=self.loss,
             quantities=replayed_trace.quantities,
-            provenance=adapter_for(self._model).provenance(self._model),
+            provenance=adapter_for(self._model).facts(self._model).provenance,
             notes=[*replayed_trace.notes, *self.notes],
             checks=[*replayed_trace.checks, Check("training step", "all layers", replay.deviation, replay.allowed)],
         )
@@ -138,7 +138,7 @@ class WatchedBatch(Batch):
         the optimizer after clipping. All are divided by the loss scale.
         """
         adapter = adapter_for(self._model)
-        provenance = adapter.provenance(self._model)
+        provenance = adapter.facts(self._model).provenance
         layers_before = adapter.weights(CallReplay(self._calls))
         labelled_weights = {
             name: label_cell({direction: cell.weights() for direction, cell in layer.cells.items()}, layer.cells)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ... import data
-from ...adapters.protocol import ReferenceRun
+from ...adapters.protocol import Batch, ReferenceRun, Run, Taps
 from ...autodiff.tensors import converted_like
 from ...errors import CertificateError
 from ...recurrence.rounding import rounding_perturbation
@@ -60,6 +60,16 @@ def attempt(function: Callable[[], T]) -> tuple[T | None, str]:
         return None, f"the reference run of the model raised {type(error).__name__}: {first_line}"
 
 
+def untouched(request: ModelRequest, batch: Batch, **options: bool) -> Run:
+    """Return a run of the user's model as it stands; see :meth:`Taps.nothing`.
+
+    Raises ``CertificateError`` if rnnlens set initial states, which the model on its own does not have.
+    """
+    if batch.initial_state:
+        raise CertificateError("initial_state= was set by rnnlens; the model on its own starts from other states")
+    return request.adapter.run(request.model, batch, Taps.nothing(**options))
+
+
 def could_not_compare(request: ModelRequest, reason: str) -> Certificate:
     """Return the certificate of a result that cannot be compared."""
     return Certificate("could not", request.adapter.engine, why=reason)
@@ -86,9 +96,7 @@ def compare_in_turn(
         if certificate.state != "failed":
             return certificate
     if not run.outputs:  # a pull-back by the adapter, which returns no outputs
-        output_run, reason = attempt(
-            lambda: request.adapter.reference_run(request.model, request.batch, gradients=False)
-        )
+        output_run, reason = attempt(lambda: untouched(request, request.batch, gradients=False).reference())
         if output_run is None:
             return could_not_compare(request, reason)
         run = replace(run, outputs=output_run.outputs)
@@ -97,8 +105,8 @@ def compare_in_turn(
 
 def recheck_failure(failed: Certificate, request: ModelRequest, first_run: ReferenceRun, *, steps: int) -> Certificate:
     """Check a failed certificate by the coarsest dtype that ran; return "could not" for a random or chaotic model."""
-    adapter, batch = request.adapter, request.batch
-    dtype, _ = attempt(lambda: adapter.coarsest_dtype(request.model, batch))
+    batch = request.batch
+    dtype, _ = attempt(lambda: untouched(request, batch).coarsest_dtype())
     if dtype:
         by_cudnn = dtype == "float32" and request.provenance().get("device", "").startswith("cuda")
         bounds = max(rounding_bound(dtype, steps), CUDNN_ACTIVATIONS if by_cudnn else 0.0)
@@ -136,7 +144,7 @@ def _with_rounding_of_scans(
     for rounding, such as that of a router with one expert per token, differs as a whole.
     """
     unit = max(epsilon(request.provenance().get("dtype")), epsilon(dtype) if dtype else 0.0)
-    rounded_run, _ = attempt(lambda: request.adapter.rounded_run(request.model, request.batch, unit))
+    rounded_run, _ = attempt(lambda: untouched(request, request.batch).rounded(unit))
     if rounded_run is None:
         return failed
     pairs: dict[str, list[tuple[Array, Array]]] = {}
@@ -166,7 +174,7 @@ def _largest_share(pairs: list[tuple[Array, Array]]) -> float:
 def _difference_of_rerun(request: ModelRequest, first_run: ReferenceRun, **changed: Any) -> float:
     """Run the reference with fields of the batch ``changed``; return the relative difference of outputs and loss."""
     batch = replace(request.batch, **changed)
-    second_run, _ = attempt(lambda: request.adapter.reference_run(request.model, batch, gradients=False))
+    second_run, _ = attempt(lambda: untouched(request, batch, gradients=False).reference())
     if second_run is None:
         return 0.0
     pairs = list(zip(second_run.outputs, first_run.outputs, strict=True))

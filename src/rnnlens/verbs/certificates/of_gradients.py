@@ -13,7 +13,7 @@ import numpy as np
 import xarray as xr
 
 from ... import data
-from ...adapters.protocol import Adapter, CaptureRequest, LayerWeights, ReferenceRun
+from ...adapters.protocol import LayerWeights, ModelFacts, ReferenceRun, Taps
 from ...errors import UnsupportedError
 from ...recurrence.adjoint import PROBES, probe_combinations, weight_gradients
 from ...recurrence.rounding import rounding_of
@@ -27,7 +27,17 @@ from ..names import TensorName, uncalled_layer
 from ..request import ModelRequest
 from ..weight_gradients import WeightGradients
 from ..weight_layout import sources
-from .compare import LOSS, UNPLACED, WEIGHTS, Comparisons, attempt, compare_in_turn, could_not_compare, fill_missing
+from .compare import (
+    LOSS,
+    UNPLACED,
+    WEIGHTS,
+    Comparisons,
+    attempt,
+    compare_in_turn,
+    could_not_compare,
+    fill_missing,
+    untouched,
+)
 
 GRADIENT, TARGET = "reference gradient", "reference target"
 
@@ -49,7 +59,7 @@ def certify_batch(request: BatchRequest, answer: BatchGradients) -> Certificate:
 
     def run_reference() -> ReferenceRun:
         output_cotangents = None if of_loss else cotangents
-        return adapter.reference_run(request.model, batch, output_cotangents, regularised=regularised)
+        return untouched(request, batch, regularised=regularised).reference(output_cotangents)
 
     def compare_all(run: ReferenceRun, other_gradients: Mapping[str, Any] = MappingProxyType({})) -> Certificate:
         comparisons = Comparisons(steps, _coarsest_dtype(request, answer))
@@ -69,11 +79,9 @@ def certify_batch(request: BatchRequest, answer: BatchGradients) -> Certificate:
 
     def compare_own_paths(run: ReferenceRun) -> Certificate | None:
         """Compare without the gradients along other paths than a recurrence, as of a penalty in the user's loss."""
-        capture_request = CaptureRequest(tuple(answer.swept), boundaries=True)
+        taps = Taps.everything(tuple(answer.swept))
         capture = (
-            attempt(lambda: adapter.capture(request.model, batch, capture_request))[0]
-            if of_loss and answer.swept
-            else None
+            attempt(lambda: adapter.run(request.model, batch, taps).capture)[0] if of_loss and answer.swept else None
         )
         other_gradients = (
             {}
@@ -104,7 +112,7 @@ def _uncomparable_reason(request: BatchRequest) -> str:
 def _reads_weights(request: BatchRequest) -> bool:
     """Return whether the loss depends on weights directly, so that it is no function of the outputs alone."""
     try:
-        outputs = request.adapter.outputs_of(request.model, request.batch.without_loss())
+        outputs = request.adapter.run(request.model, request.batch.without_loss(), Taps()).outputs
         request.adapter.loss_of(request.model, request.batch, outputs)
     except UnsupportedError:
         return True
@@ -159,29 +167,24 @@ def _compare_named(
         for name in request.wrt:
             if name.kind == "weight" and name.layer == layer:
                 claimed_gradient = answer.gradients.get(name)
-                pairs += list(
-                    named_pairs(request.adapter, request.model, run, name, claimed_gradient, answer.dims.get(name))
-                )
+                pairs += list(named_pairs(request.facts, run, name, claimed_gradient, answer.dims.get(name)))
         comparisons.compare(WEIGHTS, layer, pairs)
-        if not (pairs or _has_location(request.adapter, request.model, layer, request.catalogue.weights[layer])):
+        if not (pairs or _has_location(request.facts, layer, request.catalogue.weights[layer])):
             comparisons.left_out[UNPLACED.format(layer)] = None
         compared_names += ["gradients of weights"] if pairs and "gradients of weights" not in compared_names else []
     return compared_names
 
 
-def _has_location(adapter: Adapter, model: Any, layer: str, weights: LayerWeights) -> bool:
+def _has_location(facts: ModelFacts, layer: str, weights: LayerWeights) -> bool:
     """Return whether the adapter finds any weight of a layer among those of its framework."""
     directions = tuple(weights.cells) if len(weights.cells) > 1 else (None,)
     return any(
-        adapter.weight_location(model, layer, direction, key) is not None
-        for key in sources(weights)
-        for direction in directions
+        facts.weight_location(layer, direction, key) is not None for key in sources(weights) for direction in directions
     )
 
 
 def named_pairs(
-    adapter: Adapter,
-    model: Any,
+    facts: ModelFacts,
     run: ReferenceRun,
     name: TensorName,
     claimed_gradient: Array | None,
@@ -191,7 +194,7 @@ def named_pairs(
     """Yield one weight's labelled gradient, summed over samples and steps, and the framework's, for each direction."""
     has_directions = dims is not None and DIRECTION in dims
     for position, direction in enumerate(("forward", "backward") if has_directions else (None,)):
-        location = adapter.weight_location(model, str(name.layer), direction, name.key)
+        location = facts.weight_location(str(name.layer), direction, name.key)
         if location is None or location.tied:
             continue
         reference = run.weight_grads.get(location.name)
@@ -234,8 +237,8 @@ def _compare_swept(
             call = replayed.call
             scale = math.hypot(scale, rounding_of(replayed.run, swept).weights / request.scale)
             for key, claimed_gradient in weight_gradients(replayed.run, swept, probes=PROBES).items():
-                location = request.adapter.weight_location(
-                    request.model, layer_name, call.direction if call.bidirectional else None, key
+                location = request.facts.weight_location(
+                    layer_name, call.direction if call.bidirectional else None, key
                 )
                 if (
                     location is None
@@ -257,7 +260,7 @@ def _compare_swept(
         if not (
             pairs
             or layer_name not in catalogue.weights
-            or _has_location(request.adapter, request.model, layer_name, catalogue.weights[layer_name])
+            or _has_location(request.facts, layer_name, catalogue.weights[layer_name])
         ):
             comparisons.left_out[UNPLACED.format(layer)] = None
             shared_layers.add(layer)
@@ -270,7 +273,7 @@ def _compare_swept(
 def _is_held_elsewhere(request: BatchRequest, layer: str, weight: str, key: str) -> bool:
     """Return whether another recurrent layer has the same framework weight, as a cell in a layer and in a loop."""
     other_layers = (other_layer for other_layer in request.catalogue.recurrent if other_layer != layer)
-    locations = (request.adapter.weight_location(request.model, other_layer, None, key) for other_layer in other_layers)
+    locations = (request.facts.weight_location(other_layer, None, key) for other_layer in other_layers)
     return any(location is not None and location.name == weight for location in locations)
 
 
@@ -283,7 +286,7 @@ def _longest_gradient(answer: BatchGradients) -> int:
 
 
 def _coarsest_dtype(request: BatchRequest, answer: BatchGradients) -> str:
-    model_dtype = str(request.adapter.provenance(request.model).get("dtype", ""))
+    model_dtype = str(request.facts.provenance.get("dtype", ""))
     for name in ("bfloat16", "float16"):
         if name in model_dtype:
             return name
@@ -299,7 +302,7 @@ def certify_weights(
     gradients: WeightGradients,
 ) -> Certificate:
     """Compare the labelled weight gradients with a reference run; norms of single steps are not compared."""
-    adapter, model, batch = request.adapter, request.model, request.batch
+    adapter = request.adapter
     capture, loss = gradients.capture, gradients.loss
     if capture is not None and capture.alteration:
         return could_not_compare(request, capture.alteration)
@@ -329,17 +332,17 @@ def certify_weights(
                 tensor = TensorName(f"{layer}/{key}", "weight", layer, key=key)
                 claimed_gradient, dims = _with_cell_gate_order(arrays, name, layer_weights[layer])
                 layer_gradients = other_gradients if layer_weights[layer].cells else {}
-                pairs += list(named_pairs(adapter, model, run, tensor, claimed_gradient, dims, layer_gradients))
+                pairs += list(named_pairs(request.facts, run, tensor, claimed_gradient, dims, layer_gradients))
             comparisons.compare(WEIGHTS, layer, pairs, scale=gradients.scales.get(layer, 0.0))
             has_gradients = any(_weight_key(name, layer_weights[layer]) is not None for name in arrays.variables)
-            if has_gradients and not (pairs or _has_location(adapter, model, layer, layer_weights[layer])):
+            if has_gradients and not (pairs or _has_location(request.facts, layer, layer_weights[layer])):
                 comparisons.left_out[UNPLACED.format(layer)] = None
         weight_names = ["gradients of weights"] if any(c.name == WEIGHTS for c in comparisons.checks) else []
         has_norms = any(name.endswith("_grad_norm") for arrays in labelled.values() for name in arrays.variables)
         uncertified = ("norms of single steps",) if has_norms else ()
         return comparisons.certificate(adapter.engine, certified=("loss", *weight_names), uncertified=uncertified)
 
-    reference = partial(attempt, lambda: adapter.reference_run(model, batch))
+    reference = partial(attempt, lambda: untouched(request, request.batch).reference())
     return compare_in_turn(request, reference, [compare_all], steps=steps)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import xarray as xr
 
 from ... import data
-from ...adapters.protocol import EndPort, Port, ReferenceRun
+from ...adapters.protocol import EndPort, Port, ReferenceRun, Taps
 from ...errors import CertificateError, RnnlensError, TooLargeError
 from ...results.checks import Certificate, Check, coarser_dtype, epsilon, residual, rounding_bound
 from ...results.schema import to_host
@@ -29,7 +29,7 @@ from ..time_jacobian.execute import numbers
 from ..time_jacobian.network import open_network
 from ..time_jacobian.plan import JacobianPlan, WorkCount, make_plan, plan_for
 from ..time_jacobian.request import JacobianEnd, JacobianEnds, JacobianOptions, JacobianRequest, integer_dtype
-from .compare import Comparisons, attempt, compare_in_turn, could_not_compare
+from .compare import Comparisons, attempt, compare_in_turn, could_not_compare, untouched
 
 #: Values of ``measure`` for which the result is linear in the rows of the Jacobian.
 LINEAR = (None, "sum", "mean")
@@ -255,7 +255,7 @@ def _reference_attempt(claim: JacobianClaim) -> tuple[ReferenceRun | None, str]:
         """Return the claim's cotangent at its own output, None at the others."""
         return [_place_cotangent(claim, value) if i == request.of.index else None for i, value in enumerate(outputs)]
 
-    return attempt(partial(request.adapter.reference_run, request.model, request.batch, cotangents))
+    return attempt(lambda: untouched(request, request.batch).reference(cotangents))
 
 
 def _recomputed_product(request: JacobianRequest, *, perturbed: bool = False) -> xr.DataArray:
@@ -291,7 +291,7 @@ def _is_inside_model(name: TensorName) -> bool:
 def _coarsest_dtype(request: JacobianRequest, plan: JacobianPlan) -> str:
     """Return the coarsest dtype among those of the result, of the model and of its layers."""
     layer_dtypes = (replayed.call.compute_dtype for replayed in plan.network.recurrences)
-    submodule_dtypes = (part.dtype for part in request.adapter.facts(request.model).submodules.values())
+    submodule_dtypes = (part.dtype for part in request.facts.submodules.values())
     dtypes = [str(plan.dtype), request.provenance().get("dtype", ""), *layer_dtypes, *submodule_dtypes]
     return functools.reduce(coarser_dtype, (kind or "" for kind in dtypes))
 
@@ -382,14 +382,14 @@ def _pull_by_layers_alone(
     bound: float, request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotangent
 ) -> ReferenceRun:
     """Run the user's layers between the ends alone; raise unless with them the model's own output follows."""
-    of, wrt, batch, adapter = request.of, request.wrt, request.batch, request.adapter
-    subnetwork = adapter.subnetwork(request.model, of.port(), wrt.port())
+    of, wrt, batch = request.of, request.wrt, request.batch
+    subnetwork = request.facts.subnetwork(of.port(), wrt.port())
     if subnetwork is None or plan.ends.wrt.port is None or batch.training or batch.initial_state:
         raise CertificateError("no chain of layers that can be run alone")
     value, pull = subnetwork(to_host(plan.network.segment_graph.values[plan.ends.wrt.port]))
-    upper_network = adapter.subnetwork(request.model, Port("output"), of.port())
+    upper_network = request.facts.subnetwork(Port("output"), of.port())
     output = value if upper_network is None else upper_network(value)[0]
-    (model_output,) = adapter.reference_run(request.model, batch, gradients=False).outputs
+    (model_output,) = untouched(request, batch, gradients=False).reference().outputs
     if output.shape != model_output.shape or residual(output, model_output, scale=1.0) > bound:
         raise CertificateError("its layers, called one after the other, give another output than the model")
     return ReferenceRun([model_output], input_grads=pull(np.asarray(cotangent(value))))
@@ -397,7 +397,7 @@ def _pull_by_layers_alone(
 
 def _pull_by_reference_run(request: JacobianRequest, plan: JacobianPlan, cotangent: _Cotangent) -> ReferenceRun:
     of, wrt = _end_port(plan, plan.ends.of), _end_port(plan, plan.ends.wrt, is_lower=True)
-    return request.adapter.reference_between(request.model, request.batch, of, wrt, cotangent)
+    return untouched(request, request.batch).between(of, wrt, cotangent)
 
 
 def _end_port(plan: JacobianPlan, end: JacobianEnd, *, is_lower: bool = False) -> EndPort:
@@ -420,10 +420,10 @@ def _pull_by_pullback(request: JacobianRequest, plan: JacobianPlan, cotangent: _
     if not plan.network.is_cut:
         raise CertificateError("the Jacobian was computed by this pull-back")
     of, wrt = _framework_port(plan, plan.ends.of), _framework_port(plan, plan.ends.wrt, is_lower=True)
-    with request.adapter.pullback(request.model, request.batch, [of], [wrt]) as pullback:
-        value = np.asarray(to_host(pullback.values[of]))
-        gradient = pullback.vjp({of: cotangent(value)[None]})[wrt]
-        lower_value = np.asarray(to_host(pullback.values[wrt]))
+    with request.adapter.run(request.model, request.batch, Taps.ports([of], [wrt])) as run:
+        value = np.asarray(to_host(run.values[of]))
+        gradient = run.pull({of: cotangent(value)[None]})[wrt]
+        lower_value = np.asarray(to_host(run.values[wrt]))
     return ReferenceRun(
         [], input_grads=[np.zeros_like(lower_value) if gradient is None else np.asarray(to_host(gradient))[0]]
     )

@@ -41,6 +41,7 @@ from .compare import (
     could_not_compare,
     fill_missing,
     mismatch,
+    untouched,
 )
 
 #: Function that waits for the reference run, and returns it and "", or None and the reason for its failure.
@@ -199,23 +200,23 @@ class ReplayedValues:
 @contextmanager
 def start_reference_run(request: ModelRequest, claim: ReplayedValues) -> Iterator[Attempt]:
     """Start the reference run after the capture, in a thread beside the replay if the adapter can prepare it."""
-    adapter, model, batch = request.adapter, request.model, request.batch
+    batch = request.batch
     gradients, part = _has_gradients(claim.capture), claim.part
     if part is not None:
         output_grads = [None if grad is None else part.select(to_host(grad)) for grad in claim.capture.output_grads]
         yield lambda: attempt(
-            lambda: adapter.reference_run(model, part.batch(batch), output_grads, gradients=gradients)
+            lambda: untouched(request, part.batch(batch), gradients=gradients).reference(output_grads)
         )
         return
     batch = _batch_as_captured(batch, claim.capture)
     with ThreadPoolExecutor(1) as thread:
-        prepared_run, reason = attempt(lambda: adapter.prepared_reference_run(model, batch, gradients=gradients))
-        if reason:
+        run, reason = attempt(lambda: untouched(request, batch, gradients=gradients).prepared())
+        if run is None:
             yield lambda: (None, reason)
-        elif prepared_run is None:
-            yield lambda: attempt(lambda: adapter.reference_run(model, batch, gradients=gradients))
+        elif run.is_prepared:
+            yield thread.submit(attempt, run.reference).result
         else:
-            yield thread.submit(attempt, prepared_run).result
+            yield lambda: attempt(run.reference)
 
 
 def _batch_as_captured(batch: Batch, capture: Capture) -> Batch:
@@ -303,7 +304,7 @@ def _compare_weights(comparisons: Comparisons, request: ModelRequest, claim: Rep
     other_gradients, whole_names = claim.capture.outside_weight_grads, claim.capture.full_gradient_names
     by_location: dict[tuple[str, str], list[Any]] = {}
     for key, array in claim.weights.items():
-        location = request.adapter.weight_location(request.model, *key)
+        location = request.facts.weight_location(*key)
         if location is not None:
             by_location.setdefault((location.name, location.part), []).append((key, location, array))
     for layer in {key[0] for key in claim.weights} - {

@@ -162,7 +162,7 @@ def _combination(request: GradientRequest, chunks: SampleChunks) -> str | None:
         return None
     arguments = request.arguments
     if request.of_loss and arguments.combine is None:
-        combine = request.adapter.combination(request.model, request.batch)
+        combine = request.facts.combination()
     else:
         combine = combination(request.target, request.function is not None, arguments.combine)
     if combine is None:
@@ -182,16 +182,12 @@ def _padding(request: GradientRequest) -> Padding | None:
     if not request.with_loss:
         return "repeated"
     has_own_combine = request.arguments.combine is not None
-    return (
-        None
-        if has_own_combine or not request.adapter.ignores_weight_zero(request.model, request.batch)
-        else "weightless"
-    )
+    return None if has_own_combine or not request.facts.ignores_weight_zero() else "weightless"
 
 
 def refuse_other_loss(adapter: Adapter, model: Any, batch: Batch, combine: str) -> None:
     """Raise if the losses of chunks do not combine as on the substitute data, because of ignored labels for example."""
-    chunk_combine = adapter.combination(model, batch)
+    chunk_combine = adapter.facts(model, batch).combination()
     if chunk_combine != combine:
         raise UnsupportedError(
             "The loss of this chunk does not combine with the others: it is no plain mean or sum over its samples.",
@@ -281,7 +277,7 @@ def lazy_datasets(
     combine = _combination_of_loss(adapter, model, chunks) if with_loss else None
     padding: Padding | None = "repeated"
     if with_loss:
-        padding = "weightless" if adapter.ignores_weight_zero(model, chunks.template()) else None
+        padding = "weightless" if adapter.facts(model, chunks.template()).ignores_weight_zero() else None
     graph = ChunkGraph(model, chunks, DatasetWork(padding, combine, verb, sums), title)
     datasets = {}
     for layer in template.layers:
@@ -318,7 +314,7 @@ def _nonfinite_count(lazy_arrays: Mapping[str, xr.DataArray], name: str, templat
 def _combination_of_loss(adapter: Adapter, model: Any, chunks: SampleChunks) -> str | None:
     if len(chunks.bounds) == 1:
         return None
-    combine = adapter.combination(model, chunks.template())
+    combine = adapter.facts(model, chunks.template()).combination()
     if combine is None:
         raise UnsupportedError(
             "The loss of all samples does not follow from that of each chunk.",

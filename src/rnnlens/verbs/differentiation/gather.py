@@ -202,7 +202,7 @@ def _loss_gradients(
 ) -> DataSetGradients:
     """Compute loss gradients of several batches: combine losses by mean or sum if valid, else use all outputs."""
     first_batch = next(stream)
-    combine = request.adapter.combination(request.model, first_batch)
+    combine = request.adapter.facts(request.model, first_batch).combination()
     if combine is not None:
         combining_batches = _combining_batches(request, chain([first_batch], stream), combine)
         try:
@@ -224,7 +224,7 @@ def _combining_batches(request: GradientRequest, batches: Iterable[Batch], combi
     target_shapes = None
     for batch in batches:
         shapes = [tuple(leaf.shape)[1:] for leaf in data.leaves_of(batch.y) if hasattr(leaf, "shape")]
-        if target_shapes not in (None, shapes) or request.adapter.combination(request.model, batch) != combine:
+        if target_shapes not in (None, shapes) or request.adapter.facts(request.model, batch).combination() != combine:
             raise _AnotherLossError
         target_shapes = shapes
         yield batch

@@ -14,7 +14,7 @@ import numpy as np
 import xarray as xr
 
 from ... import data
-from ...adapters.protocol import Batch, Capture, CaptureRequest, Port
+from ...adapters.protocol import Batch, Capture, Port, Taps
 from ...autodiff.tensors import converted_like, dtype_name
 from ...errors import LayerNotFoundError, RnnlensError
 from ...results.gradients import Reason
@@ -44,8 +44,8 @@ def observed_value(request: BatchRequest) -> Array:
     layers: tuple[str, ...] | None = tuple(dict.fromkeys(layer_names))
     if not layers:  # any layer will do, for the output of the model; None stands for all recurrent ones
         layers = None if catalogue.recurrent else (*catalogue.weights, *catalogue.layers)[:1]
-    capture_request = CaptureRequest(layers, gradients=with_loss, weight_grads=False)
-    capture = request.adapter.capture(request.model, batch if with_loss else batch.without_loss(), capture_request)
+    taps = Taps.direct(layers) if with_loss else Taps.states(layers)
+    capture = request.adapter.run(request.model, batch if with_loss else batch.without_loss(), taps).capture
     batch_axes, values = BatchAxes(request.axes, request.samples), []
     for leaf in request.leaves:
         value = _value(request, leaf, capture)
@@ -97,8 +97,8 @@ class Experiments:
     def masks(self) -> dict[str, Array]:
         """Masks by node, of the recurrent layers that have one."""
         try:
-            capture_request = CaptureRequest(None, gradients=False, weight_grads=False)
-            capture = self.request.adapter.capture(self.request.model, self.batch.without_loss(), capture_request)
+            run = self.request.adapter.run(self.request.model, self.batch.without_loss(), Taps.states())
+            capture = run.capture
         except RnnlensError:
             return {}
         return {call.layer: to_host(call.mask) for call in capture.calls if call.mask is not None}
@@ -194,7 +194,7 @@ def _obstacle_reason(trials: Experiments, name: TensorName) -> Reason | None:
         leaf.port() if leaf.layer is None else port_to_perturb(leaf, request.catalogue) for leaf in request.leaves
     ]
     lower_port = port_to_perturb(name, request.catalogue)
-    obstacle = request.adapter.find_obstacle(request.model, trials.batch, target_ports, lower_port)
+    obstacle = request.adapter.facts(request.model, trials.batch).find_obstacle(target_ports, lower_port)
     return None if obstacle is None else Reason(name.text, obstacle.code, obstacle.sentence, obstacle.remedy)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import xarray as xr
 
-from ...adapters.protocol import CaptureRequest, LayerWeights, Port, Pullback
+from ...adapters.protocol import LayerWeights, Port, Run, Taps
 from ...errors import LayerNotFoundError, ModelError
 from ...recurrence.trajectory import Adjoint
 from ...results.schema import to_host
@@ -130,18 +130,17 @@ def _pulled_gradients(request: BatchRequest) -> BatchGradients:
     known_cotangents = (
         {} if request.start is None else {port: request.start.cotangents[port] for port in gradient_plan.starts}
     )
-    with request.adapter.pullback_of_known(
-        request.model, request.batch, gradient_plan.starts, gradient_plan.ends, known_cotangents
-    ) as pullback:
-        count = pullback.outputs
+    taps = Taps.ports(gradient_plan.starts, gradient_plan.ends, cotangents=known_cotangents)
+    with request.adapter.run(request.model, request.batch, taps) as run:
+        count = run.output_count
         has_several = count > 1 and not request.catalogue.outputs
         if has_several and not of_all:
             refuse_lone_output((*request.leaves, *request.wrt), count)
         if not (has_several and of_all):
             if gradient_plan.free_ports or request.target.per_sample or request.partial:
-                refuse_steps_first(request.axes, request.batch, getattr(pullback, "recurrent_sizes", ()))
-            request.axes.learn(request.batch, gradient_plan.free_ports, getattr(pullback, "layouts", {}))
-            return _Pull(request, gradient_plan, replayed_layers, pullback).run()
+                refuse_steps_first(request.axes, request.batch, run.recurrent_sizes)
+            request.axes.learn(request.batch, gradient_plan.free_ports, run.layouts)
+            return _Pull(request, gradient_plan, replayed_layers, run).gradients()
     # Only the run showed that the model returns several tensors, and the request is about all of them.
     request.catalogue.outputs = tuple(map(str, range(count)))
     return _pulled_gradients(request)
@@ -159,10 +158,10 @@ class _Pull:
         request: BatchRequest,
         gradient_plan: GradientPlan,
         replayed_layers: ReplayedLayers,
-        pullback: Pullback,
+        run: Run,
     ) -> None:
         self.request, self.target, self.plan = request, request.target, gradient_plan
-        self.replayed_layers, self.pullback = replayed_layers, pullback
+        self.replayed_layers, self.run = replayed_layers, run
         self.samples = request.samples
         self.batch_axes = BatchAxes(request.axes, self.samples)
         self.weights = SweptWeightGradients(request.catalogue, gradient_plan.weights, per_sample=self.target.per_sample)
@@ -172,12 +171,12 @@ class _Pull:
         self.step_cotangents: dict[str, list[dict[int, Array]]] = {}
         self.swept: dict[str, list[tuple[ReplayedCall, Adjoint]]] = {}
 
-    def run(self) -> BatchGradients:
+    def gradients(self) -> BatchGradients:
         """Compute the derivative of the target by every requested tensor, by vector-Jacobian products."""
         request, value = self.request, self._start()
         start = self._start_of_later_batches()
         self._leave_recurrences()
-        port_gradients: PortGradients | None = getattr(self.pullback, "known_gradients", None)
+        port_gradients: PortGradients | None = self.run.known_gradients
         if port_gradients is None:
             port_gradients = self._pull({port: seed[None] for port, seed in self.seeds.items()})
         if self.target.per_sample and request.leaves[0].kind != "loss" and request.start is None:
@@ -199,7 +198,7 @@ class _Pull:
         request, (leaf, *_) = self.request, self.plan.leaves
         if request.start is not None or not (request.partial and request.is_linear) or self.plan.weights:
             return request.start
-        if not request.adapter.has_compiled_pullback(request.model):
+        if not request.facts.compiles:
             return None
         if not leaf.is_swept:
             return None if leaf.stepwise else KnownStart(frozenset(), {p: np.array(s) for p, s in self.seeds.items()})
@@ -236,7 +235,7 @@ class _Pull:
             for access, cotangent in zip(self.plan.leaves, request.cotangents, strict=True):
                 self._seed(access, cotangent)
                 if access.name.kind == "loss":
-                    value = cotangent * to_host(self.pullback.values[access.name.port()])
+                    value = cotangent * to_host(self.run.values[access.name.port()])
             return value
         values = [self._value(access) for access in self.plan.leaves]
         if request.framework_states:
@@ -257,7 +256,7 @@ class _Pull:
         if access.is_swept:
             value = self.replayed_layers.value(access.name)
         else:
-            parts = [to_host(self.pullback.values[port]) for port in access.ports]
+            parts = [to_host(self.run.values[port]) for port in access.ports]
             if access.is_free:
                 opened, names = self.batch_axes.split_folded(access.name.port(), parts[0])
                 return xr.DataArray(opened, dims=names)
@@ -274,7 +273,7 @@ class _Pull:
         if access.stepwise:
             self._add_cotangent(self.step_cotangents, access.name, cotangent)
         if access.is_free:
-            cotangent = cotangent.reshape(tuple(self.pullback.values[access.ports[0]].shape))
+            cotangent = cotangent.reshape(tuple(self.run.values[access.ports[0]].shape))
         parts: Sequence[Array] = [cotangent]
         if len(access.ports) > 1:
             dims = self.request.catalogue.dims(access.name, cotangent)
@@ -345,7 +344,7 @@ class _Pull:
         return self.batch_axes.mask_samples(port, seed, masks)
 
     def _pull(self, cotangents: Mapping[Port, Array]) -> PortGradients:
-        return self.pullback.vjp(cotangents) if cotangents else {}
+        return self.run.pull(cotangents) if cotangents else {}
 
 
 def captured_gradients(request: BatchRequest) -> BatchGradients | None:
@@ -353,7 +352,7 @@ def captured_gradients(request: BatchRequest) -> BatchGradients | None:
     if not fits_one_capture(request):
         return None
     layers = tuple(dict.fromkeys(str(name.layer) for name in request.wrt))
-    capture = request.adapter.capture(request.model, request.batch, CaptureRequest(layers, weight_grads=False))
+    capture = request.adapter.run(request.model, request.batch, Taps.direct(layers)).capture
     replayed_layers = ReplayedLayers.of(capture.calls)
     if any(name.kind == "final_state" and replayed_layers.is_stepwise(name) for name in request.wrt):
         return None

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ... import data
-from ...adapters.protocol import Batch, Outputs, Port
+from ...adapters.protocol import Batch, Outputs, Port, Taps
 from ...errors import UnsupportedError
 from ...layout import Layout
 from ...results.schema import to_host
@@ -60,7 +60,7 @@ class WholeLoss:
         digests: list[list[bytes]] = []
         counts: list[int] = []
         for batch in batches:
-            part = adapter.outputs_of(model, batch.without_loss())
+            part = adapter.run(model, batch.without_loss(), Taps()).outputs
             counts.append(request.axes.samples(batch))
             digests.append(_digest(batch.x))
             parts.append(part if not parts else replace(part, tree=None))
@@ -114,13 +114,13 @@ class WholeLoss:
 def output_layouts(axes: ModelAxes, first_batch: Batch, second_batch: Batch) -> OutputLayouts | None:
     """Return the layout of each model output by its sample axis; None if samples come first."""
     adapter, model = axes.adapter, axes.model
-    mixing_layer = adapter.mixes_samples(model, first_batch.training)
+    mixing_layer = adapter.facts(model).mixes_samples(training=first_batch.training)
     if mixing_layer is None:
         return None
     if mixing_layer != "?":
         raise _coupled_error(f"layer {mixing_layer!r} uses statistics of its batch")
     few, more = _batches_of_two_sizes(axes, first_batch, second_batch)
-    few_outputs, more_outputs = (adapter.outputs_of(model, batch.without_loss()) for batch in (few, more))
+    few_outputs, more_outputs = (adapter.run(model, batch.without_loss(), Taps()).outputs for batch in (few, more))
     ports = [Port("output", index=i) for i in range(len(few_outputs.leaves))]
     axes.learn(more, ports)
     layouts = [
@@ -176,7 +176,7 @@ def _do_companions_matter(
         return True
     copies = [data.samples_of_tree(more.x, axes.inputs, 0, kept_count, total)] * (1 + (total - 1) // kept_count)
     repeated_x = data.samples_of_tree(data.join(copies, axes.inputs), axes.inputs, 0, total, kept_count * len(copies))
-    repeated_outputs = axes.adapter.outputs_of(axes.model, replace(more, x=repeated_x).without_loss()).leaves
+    repeated_outputs = axes.adapter.run(axes.model, replace(more, x=repeated_x).without_loss(), Taps()).outputs.leaves
     rows = ((layouts[i].cut(outputs[i], 0, *counts), layouts[i].cut(repeated_outputs[i], 0, *counts)) for i in changed)
     return any(
         rows_before.shape != rows_after.shape or not _is_close(rows_before, rows_after)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...adapters.protocol import CaptureRequest, Port, Pullback
+from ...adapters.protocol import Port, Run, Taps
 from ...data import leaves_of
 from ...errors import DisconnectedError, InputError, ModelError, UnsupportedError
 from ...layout import Layout, dims_of
@@ -171,12 +171,12 @@ def open_network(
     if chain is not None:
         yield _assemble_network(request, replayed_layers, (of, wrt), chain, request.axes.with_samples_first())
         return
-    with _pullback(request, replayed_layers, outer_ports, wrt) as pullback:
-        layouts = _end_layouts(request, replayed_layers, pullback.values, outer_ports)
-        samples, is_folded = _samples_of(replayed_layers, pullback.values, layouts, is_inner=bool(of or wrt))
+    with _pullback(request, replayed_layers, outer_ports, wrt) as run:
+        layouts = _end_layouts(request, replayed_layers, run.values, outer_ports)
+        samples, is_folded = _samples_of(replayed_layers, run.values, layouts, is_inner=bool(of or wrt))
         if not is_folded:
-            tensors = _outer_tensors(pullback.values, layouts, samples)
-            segment_graph = SegmentGraph(dict(pullback.values), pullback, tensors)
+            tensors = _outer_tensors(run.values, layouts, samples)
+            segment_graph = SegmentGraph(dict(run.values), run, tensors)
             network = _assemble_network(request, replayed_layers, (of, wrt), segment_graph, request.axes)
             if replayed_layers.entangled or not network.path.is_cyclic:
                 yield network
@@ -190,9 +190,9 @@ def open_network(
 
 def _replay_all(request: JacobianRequest) -> ReplayedLayers:
     """Capture and replay all recurrent calls."""
-    capture_request = CaptureRequest(gradients=False, weight_grads=False, chain=True, scans=False)
+    taps = Taps.states(chain=True, sequences=False)
     try:
-        capture = request.adapter.capture(request.model, request.batch, capture_request)
+        capture = request.adapter.run(request.model, request.batch, taps).capture
     except ModelError as error:
         if request.catalogue.recurrent:
             raise
@@ -264,7 +264,7 @@ def _outer_port(name: TensorName) -> Port:
 
 def _pullback(
     request: JacobianRequest, replayed_layers: ReplayedLayers, ports: Sequence[Port | None], wrt: JacobianEnd | None
-) -> Pullback:
+) -> Run:
     """Run the model once more; return its pull-back, cut at every recurrence, or uncut if these are entangled."""
     of_port, wrt_port = ports
     starts = [
@@ -277,7 +277,8 @@ def _pullback(
     else:
         cut_ports = arrivals = [port for replayed in replayed_layers.calls for port in replayed.upper_ports()]
     stops = dict.fromkeys([*arrivals, *filter(None, (wrt_port,))])
-    return request.adapter.pullback(request.model, request.batch, list(dict.fromkeys(starts)), list(stops), cut_ports)
+    taps = Taps.ports(list(dict.fromkeys(starts)), list(stops), cut_ports)
+    return request.adapter.run(request.model, request.batch, taps)
 
 
 def _end_layouts(

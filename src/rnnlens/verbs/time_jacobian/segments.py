@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ... import data
-from ...adapters.protocol import ChainLink, Port, Pullback
+from ...adapters.protocol import ChainLink, Port, Run
 from ...autodiff.tensors import converted_like
 from ...layout import Layout, canonical_order
 from ...results.schema import to_host
@@ -218,7 +218,7 @@ class SegmentGraph:
     #: Values of the tensors by port, in the framework's layout.
     values: dict[Port, Array] = field(default_factory=dict)
     #: The framework's own differentiation; None if all segments are known.
-    pullback: Pullback | None = None
+    run: Run | None = None
     tensors: dict[Port, OuterTensor] = field(default_factory=dict)
     #: Known segments, by the upper port, then by the lower port.
     segments: dict[Port, dict[Port, Segment]] = field(default_factory=dict)
@@ -227,8 +227,8 @@ class SegmentGraph:
     def lower_segments(self, port: Port) -> Mapping[Port, Segment]:
         """Return the derivatives (segments) of a tensor by the tensors directly below it; they are probed once."""
         if port not in self.segments:
-            has_pullback = self.pullback is not None
-            self.segments[port] = probe(self.pull, self.tensors[port], self.tensors) if has_pullback else {}
+            has_run = self.run is not None
+            self.segments[port] = probe(self.pull, self.tensors[port], self.tensors) if has_run else {}
         return self.segments[port]
 
     def pull(self, port: Port, rows: Array) -> Mapping[Port, Array | None]:
@@ -237,12 +237,12 @@ class SegmentGraph:
 
     def pull_all(self, rows: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
         """Let the framework pull cotangent rows of several tensors back together; gradients at a port are summed."""
-        assert self.pullback is not None
+        assert self.run is not None
         cotangents = {
             port: converted_like(self.tensors[port].to_framework(cotangent_rows), self.values[port])
             for port, cotangent_rows in rows.items()
         }
-        gradients = self.pullback.vjp(cotangents)
+        gradients = self.run.pull(cotangents)
         return {port: None if a is None else self.tensors[port].from_framework(a) for port, a in gradients.items()}
 
     def pull_through(self, port: Port, rows: Array, only: Collection[Port] | None = None) -> dict[Port, Array]:
@@ -271,7 +271,7 @@ def known_chain(
     request: JacobianRequest, replayed_layers: ReplayedLayers, of: Port | None, wrt: Port | None
 ) -> SegmentGraph | None:
     """Return the derivatives between recurrences of a known chain that gives the captured values; else None."""
-    layers = replayed_layers.chain or request.adapter.chain(request.model, training=request.batch.training)
+    layers = replayed_layers.chain or request.facts.chain(training=request.batch.training)
     if layers is None or any(len(directions) != 1 for directions in replayed_layers.by_layer.values()):
         return None
     chain = _Chain(layers, replayed_layers, data.leaves_of(request.batch.x))

@@ -174,7 +174,7 @@ FAULTS = [
     Fault("weights: gates", weights, "label_cell", reverse_gates, "stack", "weights"),
     Fault("weights: loss doubled", capture, "losses", change_loss(lambda v: 2 * v), "stack", "weights"),
     Fault(
-        "pull-back 1 % larger", pullback.KerasPullback, "vjp", change_grads(lambda g: g * 1.01), "stack", "gradients"
+        "pull-back 1 % larger", pullback.KerasPullback, "pull", change_grads(lambda g: g * 1.01), "stack", "gradients"
     ),
     Fault("pull-back: loss doubled", pullback, "losses", change_loss(lambda v: 2 * v), "stack", "gradients"),
     Fault("jacobian 1 % larger", jacobian, "execute", change_jacobian(lambda v: v * 1.01), "stack", "jacobian"),

@@ -429,17 +429,19 @@ FAULTS = [
     Fault("weights: loss doubled", capture, "evaluate", change_loss(lambda v: 2 * v), "stack", "weights"),
     # Gradients by pull-back.
     Fault(
-        "pull-back 1 % larger", pullback.TorchPullback, "vjp", change_grads(lambda g: g * 1.01), "plain", "of inputs"
+        "pull-back 1 % larger", pullback.TorchPullback, "pull", change_grads(lambda g: g * 1.01), "plain", "of inputs"
     ),
     Fault(
-        "pull-back of weights", pullback.TorchPullback, "vjp", change_grads(lambda g: g * 0.5), "stack", "of weights"
+        "pull-back of weights", pullback.TorchPullback, "pull", change_grads(lambda g: g * 0.5), "stack", "of weights"
     ),
     Fault(
-        "pull-back backwards", pullback.TorchPullback, "vjp", change_grads(lambda g: g.flip(1)), "stack", "of inputs"
+        "pull-back backwards", pullback.TorchPullback, "pull", change_grads(lambda g: g.flip(1)), "stack", "of inputs"
     ),
-    Fault("pull-back: inputs", pullback.TorchPullback, "vjp", change_result(exchange_inputs), "two", "of two inputs"),
-    Fault("pull-back of outputs", pullback.TorchPullback, "vjp", change_grads(lambda g: -g), "plain", "of outputs"),
-    Fault("pull-back by sample", pullback.TorchPullback, "vjp", change_grads(lambda g: g * 1.01), "plain", "by sample"),
+    Fault("pull-back: inputs", pullback.TorchPullback, "pull", change_result(exchange_inputs), "two", "of two inputs"),
+    Fault("pull-back of outputs", pullback.TorchPullback, "pull", change_grads(lambda g: -g), "plain", "of outputs"),
+    Fault(
+        "pull-back by sample", pullback.TorchPullback, "pull", change_grads(lambda g: g * 1.01), "plain", "by sample"
+    ),
     Fault("pull-back: another input", capture, "call_model", scale_argument(1), "plain", "of inputs"),
     Fault("pull-back: another loss", capture, "evaluate", change_loss(lambda v: 2 * v), "stack", "of weights"),
     Fault(

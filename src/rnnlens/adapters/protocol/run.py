@@ -1,162 +1,197 @@
-"""Arguments and results of one captured forward pass, and the ports between which the framework differentiates.
-
-All arrays are plain and in the order of the protocol.
-"""
+"""One run of the user's model: what it records, as plain arrays, and vector-Jacobian products between its tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
 
-from ...errors import InputError
+from ...errors import CertificateError
+from ...layout import Layout
 from ...recurrence.cells import Cell
 from ...recurrence.sequence import SequenceCell
 from ...typing import Array
+from .data import EndPort, Port
 from .facts import ChainLink
 
-
-@dataclass(frozen=True)
-class Port:
-    """A tensor at the boundary of a layer or model, where the framework's own differentiation starts or ends.
-
-    ``kind`` is one of ``"input"`` and ``"output"`` (``index``: number of the tensor), ``"initial_state"`` and
-    ``"final_state"`` (``index``: number of the state), ``"weight"`` (``key``: its name within the layer), ``"loss"``.
-
-    A layer that the user's code calls step by step also has ``"state"``: a state after every step with its *total*
-    gradient (``key="ending"``: only as the last step left it). A run that consists of several calls also has
-    ``"state_read"``: the *direct* gradient of a state wherever the user's code reads it.
-
-    ``layer`` is None for the model itself. ``direction`` selects one direction of a bidirectional layer; its ports are
-    those before the directions are merged.
-    """
-
-    kind: Literal["input", "output", "initial_state", "final_state", "state", "state_read", "weight", "loss"]
-    layer: str | None = None
-    index: int = 0
-    key: str = ""
-    direction: Literal["forward", "backward"] | None = None
+#: One cotangent per leaf of a model's outputs, None for a leaf that gets none; or a function of the outputs' values.
+Cotangents = Sequence[Array | None] | Callable[[Sequence[Array]], Sequence[Array | None]]
+#: First words of a note on a layer that was left out because it is not supported.
+NOT_LOOKED_INTO = "Not looked into"
 
 
 @dataclass(frozen=True)
-class EndPort:
-    """One end of a time Jacobian, as a certificate looks for it in the user's model.
+class Taps:
+    """Calls and tensors that a run records; fewer take less time and memory.
 
-    ``port`` may be of kind ``"state"``, whose ``index`` is the number of the state. ``steps``: number of steps, None
-    without a time axis. ``states``: number of states of the recurrent layer that it belongs to, 0 for any other tensor.
-    ``is_lower``: the derivative is taken by this end.
+    Attributes
+    ----------
+    record
+        ``"outputs"``: the outputs of the model. ``"states"``: also the calls of ``layers``, with inputs, states and
+        masks, so that they can be replayed. ``"direct"``: also the direct gradients of the loss at these calls.
+        ``"everything"``: also dL/dW of the layers, and the framework's own gradients at the model's inputs and
+        outputs, at the input of every call, and of all weights, which certificates compare. ``"ports"``: the tensors
+        at the ports ``of`` and ``wrt``, between which cotangents are pulled. ``"nothing"``: the user's model runs as
+        it stands, differentiated by its framework alone.
+    layers
+        Node names or layer names, recurrent or not; None for all recurrent layers.
+    inputs
+        Whether calls have their inputs, states and masks. False where outputs and their gradients suffice.
+    weight_grads
+        Whether ``"direct"`` has dL/dW of the layers, too.
+    loss
+        Whether the value of the loss is recorded although no gradient is.
+    sequences
+        Whether coefficients and outputs of whole-sequence layers are recorded.
+    all_must_run
+        Whether a requested layer that does not run, or is not supported, raises an error. If False, such a layer is
+        left out, and a note gives the reason for an unsupported one.
+    chain
+        Whether to find out if the model is one plain chain of well-known layers in this run (:attr:`Capture.chain`).
+    topmost
+        Gradients are needed only at the last recurrent layer of a chain; those below follow from its sweep. An adapter
+        that finds no chain in this run, or does not make this difference, records all gradients.
+    of, wrt, cut
+        Ports where cotangents start and end, and ports at which differentiation stops: outputs and final states of
+        recurrent layers, whose values are treated as constants. A cut port may be a ``wrt`` port as well; it then
+        receives the gradient at that port.
+    cotangents
+        Cotangents that are known before the run. An adapter that compiles pulls them in the same pass.
+    gradients
+        With ``"nothing"``: whether the run is differentiated.
+    regularised
+        With ``"nothing"``: whether penalties of weights have a gradient, too. They always count in the loss.
     """
 
-    port: Port
-    steps: int | None = None
-    states: int = 0
-    is_lower: bool = False
+    record: Literal["outputs", "states", "direct", "everything", "ports", "nothing"] = "outputs"
+    layers: tuple[str, ...] | None = None
+    inputs: bool = True
+    weight_grads: bool = False
+    loss: bool = False
+    sequences: bool = True
+    all_must_run: bool = True
+    chain: bool = False
+    topmost: bool = False
+    of: tuple[Port, ...] = ()
+    wrt: tuple[Port, ...] = ()
+    cut: tuple[Port, ...] = ()
+    cotangents: Mapping[Port, Array] | None = None
+    gradients: bool = False
+    regularised: bool = False
+
+    @classmethod
+    def states(cls, layers: Sequence[str] | None = None, **options: Any) -> Taps:
+        """Record calls of layers with their inputs, states and masks."""
+        return cls("states", None if layers is None else tuple(layers), **options)
+
+    @classmethod
+    def direct(cls, layers: Sequence[str] | None = None, **options: Any) -> Taps:
+        """Record calls of layers, and the direct gradients of the loss at them."""
+        return cls("direct", None if layers is None else tuple(layers), gradients=True, **options)
+
+    @classmethod
+    def everything(cls, layers: Sequence[str] | None = None, **options: Any) -> Taps:
+        """Record calls of layers, and all gradients that certificates compare."""
+        chosen = None if layers is None else tuple(layers)
+        return cls("everything", chosen, gradients=True, **{"weight_grads": True, **options})
+
+    @classmethod
+    def ports(cls, of: Sequence[Port], wrt: Sequence[Port], cut: Sequence[Port] = (), **options: Any) -> Taps:
+        """Record the tensors at ports, to pull cotangents of ``of`` back to ``wrt``; see the attributes."""
+        return cls("ports", of=tuple(of), wrt=tuple(wrt), cut=tuple(cut), **options)
+
+    @classmethod
+    def nothing(cls, *, gradients: bool = True, regularised: bool = False) -> Taps:
+        """Run the user's model as it stands: the reference run of a certificate."""
+        return cls("nothing", gradients=gradients, regularised=regularised)
+
+    @property
+    def boundaries(self) -> bool:
+        """Whether the framework's own gradients at boundaries and weights are recorded."""
+        return self.record == "everything"
+
+    @property
+    def needs_loss(self) -> bool:
+        """Whether the loss is evaluated."""
+        return self.loss or self.gradients
 
 
-class Pullback(Protocol):
-    """One forward pass, kept for differentiation; a context manager that frees all memory on exit.
+class Run:
+    """One run of a model, as :meth:`Adapter.run` returns it; which attributes it has follows from its :class:`Taps`.
 
-    It may have an attribute ``layouts``, the roles of axes by port, of tensors whose axes this very pass showed; and
-    ``recurrent_sizes``, the numbers (samples, steps) of the calls of recurrent layers, where samples come first. If its
-    cotangents were known before the pass, it may have ``known_gradients`` instead of ``vjp``: their gradients by port.
+    It is a context manager that frees the memory of a run that can be differentiated.
     """
 
+    #: Outputs of the model as arrays, for every ``record`` but ``"ports"`` and ``"nothing"``.
+    outputs: Outputs
+    #: Calls of layers and gradients, for ``"states"``, ``"direct"`` and ``"everything"``.
+    capture: Capture
+    #: With ``"ports"``: values of the ports.
     values: Mapping[Port, Array]
-    #: Number of tensors that the model returned.
-    outputs: int
+    #: With ``"ports"``: number of tensors that the model returned.
+    output_count: int = 1
+    #: With ``"ports"``: roles of axes of tensors whose axes this very run showed.
+    layouts: Mapping[Port, Layout] = {}
+    #: With ``"ports"``: numbers (samples, steps) of the calls of recurrent layers, where samples come first.
+    recurrent_sizes: Sequence[tuple[int, int]] = ()
+    #: Gradients of cotangents that were known before the run; None if there were none.
+    known_gradients: Mapping[Port, Array | None] | None = None
+    #: Whether :meth:`reference` may run in another thread, after :meth:`prepared`.
+    is_prepared: bool = False
 
-    def vjp(self, cotangents: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
+    @property
+    def returned(self) -> Any:
+        """Outputs in the structure in which the model returned them, where ``outputs`` are."""
+        return self.capture.outputs
+
+    def pull(self, cotangents: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
         """Pull cotangents at ``of`` ports back to every ``wrt`` port.
 
         Each cotangent has the shape of its port with one leading axis K: K cotangents are pulled at once, vectorised.
         Each result has the same leading axis. A result is None if no path leads from any given ``of`` port to that
         ``wrt`` port. For a recurrent layer's ``output`` port as ``wrt`` the result is the *direct* gradient.
         """
+        raise NotImplementedError
 
-    def __enter__(self) -> Pullback: ...
-    def __exit__(self, *exc: object) -> None: ...
+    def prepared(self) -> Self:
+        """Do all that touches the user's model now, if it can be separated; return the run itself."""
+        return self
 
+    def reference(self, cotangents: Cotangents | None = None) -> ReferenceRun:
+        """Run the untouched model and differentiate its loss, or its outputs by their ``cotangents``.
 
-def refuse_misfits(cotangents: Mapping[Port, Array], of: Sequence[Port], values: Mapping[Port, Array]) -> None:
-    """Raise an error for cotangents of other ports than those of a pull-back, or of another shape than (K, *port).
+        Raises ``CertificateError`` if the model would behave differently without rnnlens.
+        """
+        raise NotImplementedError
 
-    Raises
-    ------
-    InputError
-        If a port is not among ``of``, or a shape does not fit.
-    """
-    for port, cotangent in cotangents.items():
-        if port not in of:
-            raise InputError("A cotangent was given for a tensor that is not among of=.", got=port)
-        shape = tuple(values[port].shape)
-        if tuple(cotangent.shape)[1:] != shape:
-            raise InputError(
-                "The shape of a cotangent differs from its tensor's.",
-                got=tuple(cotangent.shape),
-                expected=("K", *shape),
-            )
+    def between(self, of: EndPort, wrt: EndPort, cotangent: Callable[[Array], Array]) -> ReferenceRun:
+        """Run the untouched model, and pull ``cotangent`` of the value at ``of`` back to ``wrt`` by its framework.
 
+        The ends are found without what recording runs use. The one gradient is that at ``wrt``. Ends of a recurrent
+        layer are (sample, time, unit), others in the framework's layout. Raises ``CertificateError`` if an end is no
+        tensor of the user's model, as the states within a fused layer.
+        """
+        raise CertificateError("the framework has no tensor of its own there")
 
-#: First words of a note on a layer that was left out because it is not supported.
-NOT_LOOKED_INTO = "Not looked into"
+    def rounded(self, unit: float) -> ReferenceRun | None:
+        """Run a copy of the untouched model whose weights are changed by one rounding of size ``unit``.
 
+        It is called where the certificate of a model with whole-sequence layers has failed. None if it cannot be made.
+        """
+        return None
 
-@dataclass
-class Batch:
-    """Data of one forward pass, as the user passed it, and the options of the run.
+    def coarsest_dtype(self) -> str:
+        """Run the untouched model; return the coarsest float dtype of its operations, or "" if not known.
 
-    ``loss`` is None (the compiled loss where the framework has one), a callable, or a name that the framework knows.
-    ``initial_state`` maps a layer name to the state to start from. ``frozen``: the coefficients of whole-sequence
-    layers are held constant where they are differentiated.
-    """
+        It is called where a certificate has failed. A part of a float64 model may compute in float32.
+        """
+        return ""
 
-    x: Any
-    y: Any = None
-    sample_weight: Any = None
-    class_weight: Mapping[int, float] | None = None
-    loss: Any = None
-    training: bool = False
-    initial_state: Mapping[str, Sequence[Any]] | None = None
-    seed: int | None = None
-    frozen: bool = False
+    def __enter__(self) -> Self:
+        return self
 
-    def without_loss(self) -> Batch:
-        """Return the batch without target, sample and class weights and loss."""
-        return replace(self, y=None, loss=None, sample_weight=None, class_weight=None)
-
-
-@dataclass(frozen=True)
-class CaptureRequest:
-    """Quantities to capture in one pass; fewer quantities take less time and memory.
-
-    ``layers``: node names or layer names, recurrent or not; None for all recurrent layers.
-    ``inputs``: capture inputs, states and masks, so that the recurrence can be replayed.
-    ``gradients``: capture direct gradients (needs a loss). ``weight_grads``: also dL/dW of the requested layers.
-    ``loss``: also the value of the loss, even without gradients.
-    ``boundaries``: also the framework's own gradients at the model inputs, at the input of every call, and of all
-    weights; certificates compare them.
-    ``chain``: also find out whether the model is one plain chain of well-known layers in this pass
-    (:attr:`Capture.chain`).
-    ``topmost``: gradients are needed only at the last recurrent layer of a chain; those below follow from its sweep.
-    An adapter that finds no chain in this pass, or does not make this difference, captures all gradients.
-    ``scans``: capture the coefficients and outputs of whole-sequence layers.
-    ``calls``: record recurrent calls. If False, only the outputs of the model are needed; an adapter that can run it
-    more cheaply without recording does so.
-    ``all_must_run``: raise an error for a requested layer that does not run or is not supported. If False, such a layer
-    is left out, and a note gives the reason for an unsupported one.
-    """
-
-    layers: tuple[str, ...] | None = None
-    inputs: bool = True
-    gradients: bool = True
-    weight_grads: bool = True
-    boundaries: bool = False
-    loss: bool = False
-    all_must_run: bool = True
-    chain: bool = False
-    topmost: bool = False
-    scans: bool = True
-    calls: bool = True
+    def __exit__(self, *exc: object) -> None:
+        return None
 
 
 @dataclass
@@ -219,7 +254,7 @@ class RecurrentCall:
     framework_input_grad, framework_initial_state_grad
         Gradients by the framework's own differentiation of this call, at its input, (sample, time, feature), and at its
         initial states. For a bidirectional layer, the first direction has the gradient of the shared input. None unless
-        ``CaptureRequest.boundaries`` is set.
+        ``Taps.record`` is ``"everything"``.
     """
 
     layer: str
@@ -316,7 +351,7 @@ class Capture:
 
     ``scanned``: number of samples of every whole-sequence layer that ran, captured or not.
 
-    With ``CaptureRequest.boundaries``, ``input_grads`` is the gradient for every leaf of x, in the leaf's own layout.
+    With ``"everything"``, ``input_grads`` is the gradient for every leaf of x, in the leaf's own layout.
     ``outside_weight_grads`` maps the framework's name of a weight to its gradient along all paths except the captured
     calls. For weights in ``full_gradient_names`` it is the full gradient, captured calls included.
     ``recurrent_weight_names`` names the weights used by all recurrent layers that were captured, requested or not.
@@ -372,7 +407,7 @@ class ReferenceRun:
 
     ``outputs`` and ``input_grads`` have one entry per leaf of the outputs and of x. ``weight_grads`` uses the
     framework's names, and its layout, which ``WeightLocation.take`` turns into that of ``Adapter.weights``.
-    With the inherited ``capture`` it has the layout of ``Adapter.weights`` itself. A gradient is None if no
+    Of a :class:`RunByPorts` it has the layout of ``Adapter.weights`` itself. A gradient is None if no
     path leads there. ``input_names`` are the keys of x in the order of its leaves, if x is a dict.
     """
 
