@@ -58,11 +58,10 @@ class TensorName:
 
 @dataclass
 class KnownModel:
-    """Facts about a model until its fingerprint changes; ``sequences`` are not among the recurrent layers."""
+    """Layers of a model, and layouts that were found, until its fingerprint changes."""
 
     fingerprint: Any
     recurrent: Mapping[str, LayerInfo]
-    facts: ModelFacts | None = None
     sequences: Mapping[str, LayerInfo] = field(default_factory=dict)
     layouts: dict[Any, dict[Port, Layout]] = field(default_factory=dict)
 
@@ -106,8 +105,7 @@ class Catalogue:
     @cached_property
     def facts(self) -> ModelFacts:
         """Facts of the model that need no run."""
-        self._model_facts.facts = self._model_facts.facts or self.adapter.facts(self.model)
-        return self._model_facts.facts
+        return self.adapter.facts(self.model)
 
     @cached_property
     def outputs(self) -> tuple[str, ...]:

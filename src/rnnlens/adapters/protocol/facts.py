@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from weakref import ref
 
 from ...recurrence.cells import Cell
 from ...typing import Array
@@ -61,7 +60,7 @@ class ModelFacts:
     Parameters
     ----------
     model
-        The model; it is referenced weakly.
+        The model.
     batch
         Data and loss, for the facts that need them.
     **known
@@ -109,13 +108,8 @@ class ModelFacts:
     framework: str = ""
 
     def __init__(self, model: Any, batch: Batch | None = None, **known: Any) -> None:
-        self._model, self.batch = ref(model), batch
+        self.model, self.batch = model, batch
         vars(self).update(known)
-
-    @property
-    def model(self) -> Any:
-        """The model that the facts are about."""
-        return self._model()
 
     @property
     def provenance(self) -> Mapping[str, str]:

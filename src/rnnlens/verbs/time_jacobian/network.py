@@ -190,7 +190,7 @@ def open_network(
 
 def _replay_all(request: JacobianRequest) -> ReplayedLayers:
     """Capture and replay all recurrent calls."""
-    taps = Taps.states(chain=True, sequences=False)
+    taps = Taps("states", chain=True, sequences=False)
     try:
         capture = request.adapter.run(request.model, request.batch, taps).capture
     except ModelError as error:
