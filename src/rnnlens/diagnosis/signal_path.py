@@ -16,7 +16,7 @@ import numpy as np
 import xarray as xr
 
 from .. import data
-from ..adapters.protocol import Batch, Port
+from ..adapters.protocol import Batch, Port, Taps
 from ..autodiff import Cut, engine
 from ..errors import CertificateError, DisconnectedError, RnnlensError
 from ..results.schema import to_host
@@ -149,7 +149,8 @@ def _input_gradient(experiment: Experiment, lag: int, scale: float, cuts: list[C
                 for i, value in enumerate(values)
             ]
 
-        run = experiment.adapter.reference_run(experiment.model, Batch(model_x, seed=experiment.seed), cotangents)
+        batch = Batch(model_x, seed=experiment.seed)
+        run = experiment.adapter.run(experiment.model, batch, Taps.nothing()).reference(cotangents)
     position = samples.sequences[0]
     leaves = iter(
         np.zeros(leaf.shape) if i >= len(run.input_grads) or run.input_grads[i] is None else to_host(run.input_grads[i])
