@@ -180,10 +180,9 @@ class Catalogue:
 def complete_catalogue(catalogue: Catalogue, batch: Batch, texts: Sequence[str]) -> Catalogue:
     """Run the model if a name needs it, as a custom state does; return the catalogue with the names shown."""
     adapter, model = catalogue.adapter, catalogue.model
-    taps = Taps.states(inputs=False)
     indexed_matches = map(_INDEXED.fullmatch, texts)
     if not catalogue.outputs and any(m and m["what"] == "output" and not m["which"].isdigit() for m in indexed_matches):
-        outputs = adapter.run(model, batch.without_loss(), taps).returned
+        outputs = adapter.run(model, batch.without_loss(), Taps.states(inputs=False)).returned
         catalogue = Catalogue(adapter, model, catalogue.x, tuple(filter(None, named_leaves(outputs))))
     try:
         for text in texts:
@@ -191,7 +190,7 @@ def complete_catalogue(catalogue: Catalogue, batch: Batch, texts: Sequence[str])
                 read(text, catalogue)
     except LayerNotFoundError:
         with suppress(RnnlensError):  # the error is that of the name
-            _ = adapter.run(model, batch.without_loss(), taps).capture
+            _ = adapter.run(model, batch.without_loss(), Taps.states(inputs=False)).capture
         return Catalogue(adapter, model, catalogue.x, vars(catalogue).get("outputs", ()))
     return catalogue
 

@@ -17,7 +17,7 @@ from ..protocol import Adapter, LayerWeights
 from . import discover, losses, variants
 from .dialect import dialect, dialect_of
 from .model_facts import KerasFacts
-from .model_run import run
+from .model_run import run as run_model
 from .pullback import differentiate
 from .weights import layer_weights
 
@@ -39,7 +39,7 @@ class KerasAdapter(Adapter):
         return isinstance(model, keras.Layer) and not keras.builds_graph(model)
 
     #: Functions that are methods of the contract as they stand: see :class:`Adapter`.
-    run = staticmethod(run)
+    run = staticmethod(run_model)
     facts = KerasFacts
     describe = staticmethod(discover.describe)
     loss_of = staticmethod(losses.loss_of)
