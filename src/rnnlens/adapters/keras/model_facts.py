@@ -83,7 +83,9 @@ class KerasFacts(ModelFacts):
         keras, model = self._keras, self.model
         engine = keras.engine.name
         version = getattr(importlib.import_module(engine), "__version__", "unknown")
-        values = [keras.ops.convert_to_tensor(variable) for variable in (keras.weights(model)[:1] if model.built else ())]
+        values = [
+            keras.ops.convert_to_tensor(variable) for variable in (keras.weights(model)[:1] if model.built else ())
+        ]
         device = str(getattr(values[0], "device", "cpu")) if values else "cpu"
         return {
             "framework": f"{keras.name} {keras.version}",
