@@ -31,7 +31,7 @@ test-full: .venv/.dev browser
 	@$(BIN)/python tests/suites.py --full
 
 core: .venv/.dev
-	@$(BIN)/python tests/suites.py unit surface
+	@$(BIN)/python tests/suites.py core unit
 
 lowest-%: .venv/.dev
 	@$(BIN)/python tests/suites.py $@
@@ -39,7 +39,7 @@ lowest-%: .venv/.dev
 # The newest frameworks that exist, against pyproject.toml; the next command of the others installs what that says again.
 newest: .venv/.dev
 	@$(PIP) --upgrade keras jax torch tensorflow-cpu; rm .venv/.dev
-	@$(BIN)/python tests/suites.py unit surface torch keras-torch keras-jax keras-tensorflow
+	@$(BIN)/python tests/suites.py core unit torch keras-torch keras-jax keras-tensorflow
 
 lint: .venv/.dev
 	@$(BIN)/python tests/suites.py lint

@@ -117,6 +117,22 @@ TF_KERAS = (
     *("conv_lstm", "certificate_of_samples", "text"),
 )
 
+#: Tests in random order: no test depends on what another one leaves behind.
+RANDOMLY = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "randomly", "--randomly-dont-reset-seed")
+RANDOM_PATHS = (
+    *("tests/unit/recurrence", "tests/unit/measures", "tests/unit/diagnosis", "tests/unit/results"),
+    *("tests/contract/torch", "tests/oracle/torch/test_gradients_semantics.py", "tests/oracle/torch/test_jacobian.py"),
+)
+#: Folders of tests/unit: measures and the numerics of recurrences, and the others.
+NUMERIC = ("diagnosis", "measures", "recurrence")
+OTHERS = ("cli", "plot", "results", "tracking")
+
+
+def relative(path: Path) -> str:
+    """Return a path relative to the root of the project, with forward slashes."""
+    return path.relative_to(ROOT).as_posix()
+
+
 # The longest first, so that all cores finish at about the same time.
 SUITES = (
     keras_suite("jax"),
@@ -133,7 +149,21 @@ SUITES = (
     ),
     keras_suite("tensorflow"),
     graph_suite("v1"),
-    Suite("unit", ("tests/unit",), environment={"KERAS_BACKEND": "jax"}, all_cases=True),
+    Suite(
+        "core",
+        (*(f"tests/unit/{folder}" for folder in NUMERIC), "tests/property", "tests/surface", "tests/third_framework"),
+        environment={"KERAS_BACKEND": "jax"},
+        all_cases=True,
+    ),
+    # Figures, files, the command line, records.
+    Suite(
+        "unit",
+        (
+            *(f"tests/unit/{folder}" for folder in OTHERS),
+            *map(relative, sorted((ROOT / "tests/unit").glob("test_*.py"))),
+        ),
+        environment={"KERAS_BACKEND": "jax"},
+    ),
     keras_suite("torch"),
     Suite(
         "tf_keras",
@@ -155,15 +185,11 @@ SUITES = (
     # Data in Dask chunks; the cluster's workers run in their own processes.
     Suite("dask", ("tests/dask",), environment={"KERAS_BACKEND": "jax"}),
     Suite("report", ("tests/report",), environment={"KERAS_BACKEND": "torch"}, needs_browser=True),
-    Suite(
-        "surface",
-        ("tests/property", "tests/surface", "tests/third_framework"),
-        environment={"KERAS_BACKEND": "jax"},
-        all_cases=True,
-    ),
     Suite("lint", commands=LINT),
     # Other packages' trainers and loggers: slow imports, and warnings of their own.
     Suite("tools", ("tests/tracking/tools",)),
+    # Another order in each run; the seed is printed.
+    Suite("random-order", commands=((*RANDOMLY, *RANDOM_PATHS),), environment={"KERAS_BACKEND": "jax"}, only_full=True),
     # The lowest versions that pyproject.toml allows, each Python version in its own environment.
     *(
         Suite(f"lowest-{version}", commands=(("python", "tests/lowest.py", "--python", version),), only_full=True)
@@ -173,8 +199,8 @@ SUITES = (
 
 
 #: Suites with tests marked `check`.
-CHECK = ("unit", "torch", "surface", "lint")
-EVERY_SUITE = tuple(suite.name for suite in SUITES)
+CHECK = ("unit", "torch", "core", "lint")
+EVERY_SUITE = tuple(suite.name for suite in SUITES if not suite.only_full)
 KERAS_SUITES = ("keras-torch", "keras-jax", "keras-tensorflow", "tf_keras")
 GRAPH_SUITES = ("tf_graph-v1", "tf_graph-v2")
 #: Suites that test a part of the source. Every suite tests the rest of it; a folder of tests is tested by its suites.
@@ -193,9 +219,10 @@ SUITES_OF = {
     "src/rnnlens/results/disk": ("unit", "files", "dask"),
     "src/rnnlens/tracking": ("torch", "keras-torch", "tools", "files"),
     "src/rnnlens/verbs/chunked": ("dask",),
-    "tests/lowest.py": ("lowest-3.11", "lowest-3.12", "lowest-3.13"),
+    "src/rnnlens/measures": ("core", "torch", "docs"),
+    **dict.fromkeys(("tests/lowest.py", "constraints.txt"), ("lowest-3.11", "lowest-3.12", "lowest-3.13")),
     **dict.fromkeys(("docs", "examples", "README.md", "CONTRIBUTING.md", "mkdocs.yml"), ("docs",)),
-    **dict.fromkeys(("pyproject.toml", "requirements.txt", "tests/conftest.py", "tests/suites.py"), EVERY_SUITE),
+    **dict.fromkeys(("pyproject.toml", "tests/conftest.py", "tests/suites.py"), EVERY_SUITE),
 }
 
 
@@ -319,21 +346,21 @@ def run_in(suite: Suite, tier: str, environment: dict[str, str], deadline: float
 
 def orphan_files() -> list[str]:
     """Return the test files that no suite runs."""
-    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
-    suite_paths = tuple(f"{path}/" for suite in SUITES for path in suite.paths)
-    return sorted(file for file in files if not file.startswith(suite_paths))
+    tested = {file for suite in SUITES for file in files_of(suite)}
+    return sorted(relative(path) for path in (ROOT / "tests").rglob("test_*.py") if path not in tested)
 
 
 def main() -> int:
     """Run the chosen suites, print the output of failed ones and the totals, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [suite.name for suite in SUITES]
     tiers = parser.add_mutually_exclusive_group()
     for name in ("check", "full", "changed"):
         tiers.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--minutes", type=float, default=60, help="limit of --changed, from the start of the run")
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(EVERY_SUITE))
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(names))
     arguments = parser.parse_args()
-    if unknown := set(arguments.suites) - set(EVERY_SUITE):
+    if unknown := set(arguments.suites) - set(names):
         parser.error(f"no suite named {', '.join(sorted(unknown))}")
     deadline = time.monotonic() + 60 * arguments.minutes
     tier = "check" if arguments.check else "full" if arguments.full else "test"
@@ -349,8 +376,8 @@ def main() -> int:
         touched = [
             suite for suite in touched_suites(files) if suite in chosen and not (suite.commands and suite in selected)
         ]
-        names = ", ".join(suite.name for suite in touched)
-        print(f"\n{len(files)} files have changed since {base}; what is left of: {names or 'no suite'}")
+        listed = ", ".join(suite.name for suite in touched)
+        print(f"\n{len(files)} files have changed since {base}; what is left of: {listed or 'no suite'}")
         more = run_all(touched, "rest", deadline)
         outcomes += more
         complete = {outcome.suite.name for outcome in more if not outcome.is_cut}
