@@ -5,7 +5,7 @@ from graph_mode import graph, mark_full_under_v2, v1
 __all__ = ["graph", "v1"]
 
 pytest_collection_modifyitems = mark_full_under_v2(
-    "test_doors.py",
+    "test_wrong_arguments.py",
     "test_keras.py",
     "test_200_calls_take_no_more_memory",
     "test_a_reason_where_tensorflow_gives_none",
