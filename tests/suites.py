@@ -114,7 +114,7 @@ def graph_suite(control_flow: str) -> Suite:
 #: Tests of Keras 3 that Keras 2 also has to pass, by ``tests/helpers/spoken_keras.py``.
 TF_KERAS = (
     *("option_product", "contract", "cells_and_losses", "left_as_found", "find_nonfinite", "models_without_input"),
-    *("conv_lstm", "certificate_of_samples", "text"),
+    *("conv_lstm", "certificate_of_samples", "text", "generators"),
 )
 
 #: Tests in random order: no test depends on what another one leaves behind.

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import context
+from tensorflow.python.ops import stateful_random_ops
 
 from ..typing import Array
 from .interface import Engine, Keep, Memo, Program, Tap, TargetProgram
@@ -53,6 +55,27 @@ class TensorFlowEngine(Engine):
             t.dtype for graph in graphs for op in graph.get_operations() for t in op.outputs if t.dtype.is_floating
         }
         return next((dtype.name for dtype in _FLOATS if dtype in dtypes), "")
+
+    @contextmanager
+    def random_state_restored(self, seed: int | None = None) -> Iterator[None]:
+        """Restore TensorFlow's global random generators on exit; within the block, operations draw other seeds.
+
+        An operation run op by op with the seed of one of the user's would advance the kernel that both share.
+        """
+        seeds_of_operations = getattr(context.context(), "_rng", None)  # exists once a seed was set
+        seeds_state = None if seeds_of_operations is None else seeds_of_operations.getstate()
+        generator = stateful_random_ops.global_generator
+        value = None if generator is None else generator.state.read_value()
+        if seeds_of_operations is not None:
+            seeds_of_operations.seed(f"rnnlens {seed}")
+        try:
+            yield
+        finally:
+            if seeds_of_operations is not None:
+                seeds_of_operations.setstate(seeds_state)
+            stateful_random_ops.global_generator = generator
+            if generator is not None:
+                generator.state.assign(value)
 
     @property
     def on_accelerator(self) -> bool:

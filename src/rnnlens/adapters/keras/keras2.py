@@ -286,9 +286,8 @@ class Keras2(Dialect):
 
     @contextmanager
     def model_state_restored(self, model: Any, seed: int | None) -> Iterator[None]:
-        """Restore on exit the variables, the collected losses and TensorFlow's random generator."""
-        del seed
-        with keras2_run.state_restored(model, self.variables(model)):
+        """Restore on exit the variables, the collected losses and TensorFlow's random generators."""
+        with self.engine.random_state_restored(seed), keras2_run.state_restored(model, self.variables(model)):
             yield
 
     def initial_state(self, cell: Any, samples: int) -> Any:

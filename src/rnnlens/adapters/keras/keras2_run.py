@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 import tf_keras
-from tensorflow.python.eager import context
 from tensorflow.python.trackable import data_structures
 from tf_keras.src import backend
 from tf_keras.src.layers.rnn import base_conv_lstm, base_conv_rnn, base_cudnn_rnn, gru_v1, lstm_v1
@@ -264,7 +263,7 @@ def stateless(model: Any, seeds: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def state_restored(model: Any, variables: Sequence[Any]) -> Iterator[None]:
-    """Restore on exit the values of variables, the losses that layers collected, and TensorFlow's random generator.
+    """Restore on exit the values of variables, and the losses that layers collected.
 
     Losses collected in a compiled run are tensors of a graph that no longer exists.
     """
@@ -272,9 +271,6 @@ def state_restored(model: Any, variables: Sequence[Any]) -> Iterator[None]:
     values = [(v, v.read_value()) for v in variables if v.dtype.is_floating or v.dtype.is_integer or v.dtype.is_bool]
     layers = list(model._flatten_layers()) if isinstance(model, tf_keras.layers.Layer) else []
     losses = [(layer, list(layer._eager_losses)) for layer in layers]
-    # Exists once a seed was set; layers of the user may draw from it.
-    generator = getattr(context.context(), "_rng", None)
-    state = None if generator is None else generator.getstate()
     try:
         yield
     finally:
@@ -285,8 +281,6 @@ def state_restored(model: Any, variables: Sequence[Any]) -> Iterator[None]:
                 variable.assign(value)
         for layer, collected in losses:
             layer._thread_local._eager_losses = collected
-        if generator is not None:
-            generator.setstate(state)
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def undo_attributes(value: Any) -> Callable[[], object]:
 
 
 def undo_draws(generator: Any) -> Callable[[], object] | None:
-    """Return a function that restores the state of a random generator of Python, NumPy or torch.
+    """Return a function that restores the state of a random generator of Python, NumPy, torch or TensorFlow.
 
     Returns None for other objects.
     """
@@ -83,6 +83,15 @@ def undo_draws(generator: Any) -> Callable[[], object] | None:
     torch_generator = getattr(sys.modules.get("torch"), "Generator", np.random.RandomState)
     if isinstance(generator, (np.random.RandomState, torch_generator)):
         return partial(generator.set_state, generator.get_state())
+    tensorflow = sys.modules.get("tensorflow")
+    if tensorflow is not None and isinstance(generator, tensorflow.random.Generator):
+        value = generator.state.read_value()
+
+        def assign_state() -> None:
+            with tensorflow.init_scope():  # also where a graph is traced, whose run draws later
+                generator.state.assign(value)
+
+        return assign_state
     return None
 
 
