@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import ModelError, raised_by
+from ...errors import ModelError
 from ..protocol import Batch, Capture, ChainLink, SequenceCall, Taps
 from ..shared import hook_in_this_thread
 from .assemble import Assembler
@@ -25,10 +25,11 @@ from .discover import (
     refuse_scripts,
     unwrap,
 )
+from .forward_pass import ForwardPass, forward_pass, run_until_recorded
 from .fused import CallOwners, KernelInterceptor
-from .inputs import as_tensors, call_model, detach_tensors, map_leaves, replay_copy, tensors_of, with_gradient_leaves
+from .inputs import detach_tensors, map_leaves, replay_copy, tensors_of
 from .loops import CellHook, StepListener
-from .losses import evaluate, gradients_of, reaches
+from .losses import gradients_of, reaches
 from .public import ANY_SCAN, LISTENER, SCANS, is_declared_cell
 from .record import (
     CallRecorder,
@@ -44,11 +45,8 @@ from .record import (
     refuse_transformed,
 )
 from .recurrences import check_joints, is_entangled, join_changed_states, mark_endings, remove_nested_cells
-from .restore import borrowed_model
 from .scans import ScanRecorder, replaced_scans
 from .weights import node_name
-
-Recorded = TypeVar("Recorded")
 
 
 def capture(model: nn.Module, batch: Batch, request: Taps) -> Capture:
@@ -57,8 +55,7 @@ def capture(model: nn.Module, batch: Batch, request: Taps) -> Capture:
     requested = RequestedLayers.of(model, request.layers)
     if not request.sequences:
         requested = replace(requested, sequences=frozenset())
-    x = as_tensors(batch.x, model, "x")
-    recorded = run_until_recorded(lambda rules: _capture_pass(model, batch, x, request, requested, rules))
+    recorded = run_until_recorded(lambda rules: _capture_pass(model, batch, request, requested, rules))
     needs_more_hooks = requested.cells or requested.sequences - {ANY_SCAN} or recorded.sequences
     if recorded.chain is not None and request.layers is None and not needs_more_hooks:
         remember_chain(model, recorded.chain, [call.layer for call in recorded.calls])
@@ -67,49 +64,31 @@ def capture(model: nn.Module, batch: Batch, request: Taps) -> Capture:
 
 def output_tensors(model: nn.Module, batch: Batch) -> Any:
     """Run a model without gradients and recordings, and return its outputs."""
-    model = unwrap(model)
-    x = as_tensors(batch.x, model, "x")
-    with borrowed_model(model, training=batch.training, seed=batch.seed), torch.no_grad():
-        return detach_tensors(call_model(model, x))
+    with forward_pass(model, batch) as borrowed, torch.no_grad():
+        return detach_tensors(borrowed.call())
 
 
-def run_until_recorded(run_pass: Callable[[PassRules], Recorded]) -> Recorded:
-    """Repeat the forward pass ``run_pass``, with the rules that each failed pass adds, until all is recorded."""
-    rules = PassRules()
-    while True:
-        try:
-            return run_pass(rules)
-        except RunAgainError:
-            continue
-
-
-def recorded_pass(
-    model: nn.Module,
-    batch: Batch,
-    x: Any,
-    recorder: CallRecorder,
-    chain: ChainRecorder,
-    requested: RequestedLayers,
+def recorded_call(
+    borrowed: ForwardPass, recorder: CallRecorder, chain: ChainRecorder, requested: RequestedLayers
 ) -> tuple[Any, Tensor | None, bool]:
-    """Run a model once and join the recorded calls to recurrences.
+    """Call a borrowed model and join the recorded calls to recurrences.
 
-    Return outputs, loss, and whether the forward ran without gradients. The caller opens :func:`borrowed_model`, and
-    makes the ``chain`` before it adds hooks of its own.
+    Return outputs, loss, and whether the forward ran without gradients. The caller makes the ``chain`` before it adds
+    hooks of its own.
     """
-    with chain.watch(), recording_hooks(model, recorder, requested, batch) as interceptor:
-        outputs = call_model(model, x)
+    with chain.watch(), recording_hooks(borrowed.model, recorder, requested, borrowed.batch) as interceptor:
+        outputs = borrowed.call()
     join_changed_states(recorder)
-    remove_nested_cells(recorder, training=batch.training)
+    remove_nested_cells(recorder, training=borrowed.batch.training)
     mark_endings(recorder)
     refuse_hooked(recorder)
-    with raised_by("Your loss"):
-        loss = evaluate(batch, outputs, model)
+    loss = borrowed.loss_of(outputs)
     check_joints(recorder, [*tensors_of(outputs), *([] if loss is None else [loss])])
     return outputs, loss, interceptor.cut_gradients and not recorder.rules.ignore_no_grad
 
 
 def _capture_pass(
-    model: nn.Module, batch: Batch, x: Any, request: Taps, requested: RequestedLayers, rules: PassRules
+    model: nn.Module, batch: Batch, request: Taps, requested: RequestedLayers, rules: PassRules
 ) -> Capture:
     topmost = request.topmost and not rules.all_gradients
     boundaries = request.boundaries
@@ -119,10 +98,9 @@ def _capture_pass(
         no_cells = [(path, module) for path, module in requested.cells if path in rules.no_cells]
         cells = [(path, module) for path, module in requested.cells if path not in rules.no_cells]
         requested = replace(requested, cells=cells, other_layers=[*requested.other_layers, *no_cells])
-    with borrowed_model(model, training=batch.training, seed=batch.seed, loss=batch.loss, differentiable=boundaries):
-        x, sources = with_gradient_leaves(x) if separate else (x, [])
+    with forward_pass(model, batch, by_inputs=separate, by_frozen=boundaries) as borrowed:
         chain = ChainRecorder(model)
-        outputs, loss, ran_without_gradients = recorded_pass(model, batch, x, recorder, chain, requested)
+        outputs, loss, ran_without_gradients = recorded_call(borrowed, recorder, chain, requested)
         if loss is not None and not loss.requires_grad and ran_without_gradients:
             rules.ignore_no_grad = True
             raise RunAgainError
@@ -140,13 +118,17 @@ def _capture_pass(
         weights = dict(model.named_parameters()) if separate else {}
         output_leaves, gradient = tensors_of(outputs) if boundaries else [], None
         if loss is not None and request.gradients:
-            gradient = _gradients(recorder, loss, [*sources, *weights.values(), *output_leaves], topmost=topmost)
+            gradient = _gradients(
+                recorder, loss, [*borrowed.sources, *weights.values(), *output_leaves], topmost=topmost
+            )
         capture = _assemble_capture(recorder, requested, loss, gradient)
         capture.outputs, capture.topmost = detach_tensors(outputs), topmost
         capture.alteration = _WITH_GRADIENTS if rules.ignore_no_grad else ""
         if gradient is not None:
             capture.input_grads = (
-                [None for _ in output_leaves] if topmost else [_copy_or_none(gradient(tensor)) for tensor in sources]
+                [None for _ in output_leaves]
+                if topmost
+                else [_copy_or_none(gradient(tensor)) for tensor in borrowed.sources]
             )
             capture.output_grads = [_copy_or_none(gradient(tensor)) for tensor in output_leaves]
             capture.outside_weight_grads = {

@@ -22,15 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_calls
 
-from ...errors import raised_by
 from ...layout import Axis, Layout, layout_of_axes
 from ...recurrence.cells import GRU, LSTM, SimpleRNN
 from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Capture, ChainLink, Port, RecurrentCall, Taps
 from .discover import fingerprint
-from .inputs import as_tensors, call_model
-from .losses import evaluate, gradients_of, reaches
-from .restore import borrowed_model
+from .forward_pass import forward_pass
+from .losses import gradients_of, reaches
 from .weights import NAMES, named_copies, node_name
 
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
@@ -378,14 +376,13 @@ def _capture_pass(model: nn.Module, batch: Batch, request: Taps) -> Capture | No
     """Run a chain forward and, with a loss, backward; None if this pass was no chain."""
     boundaries = request.record == "everything"
     separate = boundaries and not request.topmost
-    x = as_tensors(batch.x, model, "x")
-    if type(x) is not Tensor:
-        return None
-    with borrowed_model(model, training=batch.training, seed=batch.seed, loss=batch.loss, differentiable=boundaries):
-        x = x.requires_grad_() if separate and x.is_floating_point() else x
+    with forward_pass(model, batch, by_inputs=separate, by_frozen=boundaries) as borrowed:
+        x = borrowed.x
+        if type(x) is not Tensor:
+            return None
         recorder = ChainRecorder(model, taps=True, separate=separate)
         with recorder.watch():
-            outputs = call_model(model, x)
+            outputs = borrowed.call()
         links, layer_tensors = recorder.chain(outputs), recorder.calls or {}
         is_changed = any(
             call.versions_and_sums != tuple(map(_version_and_sum, call.returned)) for call in layer_tensors.values()
@@ -394,8 +391,7 @@ def _capture_pass(model: nn.Module, batch: Batch, request: Taps) -> Capture | No
             return None
         loss = None
         if batch.loss is not None or batch.y is not None:
-            with raised_by("Your loss"):
-                loss = evaluate(batch, outputs, model)
+            loss = borrowed.loss_of(outputs)
         requested = [call for path, call in layer_tensors.items() if request.layers is None or path in request.layers]
         gradients, differentiated = None, requested
         if request.topmost and loss is not None:

@@ -112,14 +112,14 @@ def call_model(model: nn.Module, x: Any) -> Any:
 
 
 def with_gradient_leaves(x: Any) -> tuple[Any, list[Tensor]]:
-    """Make the float tensors of an input differentiable; return it, and for each leaf the tensor to differentiate by.
+    """Make float and complex tensors of an input differentiable; return it, and by leaf the tensor to differentiate by.
 
     That tensor is 0 for a leaf that is not differentiable.
     """
     sources: list[Tensor] = []
 
     def to_source(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
             sources.append(torch.zeros(()))
             return value
         sources.append((value.clone() if value.is_inference() else value.detach()).requires_grad_())

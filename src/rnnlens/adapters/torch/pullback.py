@@ -23,11 +23,12 @@ from .. import shared
 from ..protocol import Batch, Port, Run
 from ..shared import Pull
 from .assemble import PortTensors, boundary_of
-from .capture import recorded_pass, run_until_recorded
+from .capture import recorded_call
 from .cells import has_own_forward
 from .chain import ChainRecorder
 from .discover import RequestedLayers, named_modules, unwrap
-from .inputs import as_tensors, device_and_dtype, leaves_of, map_leaves, replay_copy, tensors_of
+from .forward_pass import forward_pass, run_until_recorded
+from .inputs import device_and_dtype, leaves_of, replay_copy, tensors_of
 from .record import (
     CallRecorder,
     OutputRecord,
@@ -103,12 +104,13 @@ class TorchPullback(Run):
         # ``rnn`` of the port ``rnn[1]#0``
         cut_paths = {str(port.layer).partition("#")[0].partition("[")[0] for port in cut}
         recorder = CallRecorder(rules, separate=True, cut=cut_paths)
-        inputs, chain = map_leaves(as_tensors(batch.x, model, "x"), _gradient_leaf), ChainRecorder(model)
+        chain = ChainRecorder(model)
         if not any(port.kind == "loss" for port in (*self.of, *self.wrt)):
             batch = batch.without_loss()
-        with borrowed_model(model, training=batch.training, seed=batch.seed, loss=batch.loss) as self._run_state:
+        with forward_pass(model, batch, by_inputs=True) as borrowed:
+            self._run_state = borrowed.state
             substitutes = weight_substitutes(modules, (*self.of, *self.wrt))
-            outputs, loss, ran_without_gradients = recorded_pass(model, batch, inputs, recorder, chain, requested)
+            outputs, loss, ran_without_gradients = recorded_call(borrowed, recorder, chain, requested)
         refuse_cells_without_state(recorder, [path for path, _ in requested.cells if path in requested_paths])
         self._scan_sweep_size = recorder.scans.sweep_size
         output_leaves = leaves_of(outputs)
@@ -118,7 +120,7 @@ class TorchPullback(Run):
         ):
             rules.ignore_no_grad = True
             raise RunAgainError
-        return PortTable(recorder, leaves_of(inputs), output_leaves, loss, substitutes, modules)
+        return PortTable(recorder, leaves_of(borrowed.x), output_leaves, loss, substitutes, modules)
 
     def pull(self, cotangents: Mapping[Port, Any]) -> dict[Port, Tensor | None]:
         """Pull cotangents (K, ...) back to every ``wrt`` port; None for a port that no path leads to."""
@@ -335,16 +337,6 @@ def weight_substitutes(
                 if weight is parameter:
                     user_module._parameters[name] = leaf
     return weights
-
-
-def _gradient_leaf(value: Any) -> Any:
-    """Return a leaf that requires a gradient, with the value of a float or complex tensor.
-
-    Any other value is returned unchanged.
-    """
-    if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-        return value.detach().requires_grad_()
-    return value
 
 
 def differentiate(function: Callable[..., Any], arrays: Sequence[Array], model: torch.nn.Module) -> tuple[Array, Pull]:

@@ -26,9 +26,9 @@ from ..protocol import Batch, Cotangents, EndPort, ReferenceRun, WeightLocation
 from .assemble import PortTensors
 from .cells import has_own_forward, has_own_step, tensor_leaves
 from .discover import named_modules, unwrap
-from .inputs import as_tensors, call_model, tensors_of, with_gradient_leaves
-from .losses import evaluate, host_array
-from .restore import borrowed_model
+from .forward_pass import ForwardPass, forward_pass
+from .inputs import tensors_of
+from .losses import host_array
 from .scan_families import sequence_modules, state_sizes
 
 #: Torch's order of gates, from the documentation of its modules.
@@ -56,17 +56,12 @@ def reference_run(
 ) -> ReferenceRun:
     """Run the model for a certificate: see :meth:`rnnlens.adapters.protocol.Run.reference`."""
     model = unwrap(model)
-    tensors = as_tensors(batch.x, model, "x")
-    if gradients:
-        _refuse_quadratic(model, tensors)
-    with (
-        warnings.catch_warnings(),
-        borrowed_model(model, training=batch.training, seed=batch.seed, loss=batch.loss, differentiable=gradients),
-    ):
-        warnings.simplefilter("ignore")
-        x, sources = with_gradient_leaves(tensors)
-        outputs = call_model(model, x)
-        loss = None if cotangents is not None else evaluate(batch, outputs, model)
+    with _quiet_pass(model, batch, by_frozen=gradients) as borrowed:
+        sources = borrowed.sources
+        if gradients:
+            _refuse_quadratic(model, borrowed.x)
+        outputs = borrowed.call()
+        loss = None if cotangents is not None else borrowed.loss_of(outputs)
         leaves = tensors_of(outputs)
         values, starts = [_copied_array(leaf) for leaf in leaves], [(loss, None)]
         if cotangents is not None:
@@ -83,8 +78,16 @@ def reference_run(
     if grads is None:
         return ReferenceRun(values, loss_value)
     by_name = dict(zip(weights, grads[len(sources) :], strict=True))
-    keys = tuple(tensors) if isinstance(tensors, dict) and len(tensors) == len(sources) else ()
+    keys = tuple(borrowed.x) if isinstance(borrowed.x, dict) and len(borrowed.x) == len(sources) else ()
     return ReferenceRun(values, loss_value, grads[: len(sources)], by_name, keys)
+
+
+@contextmanager
+def _quiet_pass(model: nn.Module, batch: Batch, *, by_frozen: bool) -> Iterator[ForwardPass]:
+    """Borrow a model without the warnings that its own run gave already."""
+    with warnings.catch_warnings(), forward_pass(model, batch, by_inputs=True, by_frozen=by_frozen) as borrowed:
+        warnings.simplefilter("ignore")
+        yield borrowed
 
 
 #: Largest number of operations of a backward pass that grows with the square of the steps: some 15 s of one core.
@@ -175,20 +178,14 @@ def reference_between(
     """Run the model for a certificate: see :meth:`rnnlens.adapters.protocol.Run.between`."""
     model = unwrap(model)
     modules = dict(named_modules(model))
-    with (
-        warnings.catch_warnings(),
-        borrowed_model(model, training=batch.training, seed=batch.seed, differentiable=True),
-    ):
-        warnings.simplefilter("ignore")
-        with _returned_values(modules, (of, wrt)) as returned:
-            x, sources = with_gradient_leaves(as_tensors(batch.x, model, "x"))
-            outputs = tensors_of(call_model(model, x))
-            upper, lower = (_end_tensors(end, modules, returned, sources, outputs) for end in (of, wrt))
-            value = upper.value
-            if not value.requires_grad or not all(t.requires_grad for t in lower.tensors):
-                raise CertificateError("an end is not part of torch's graph")
-            upper_cotangent = torch.as_tensor(cotangent(_copied_array(value))).to(value)
-            lower_grads = backward_pass([value], lower.tensors, [upper_cotangent])
+    with _quiet_pass(model, batch, by_frozen=True) as borrowed, _returned_values(modules, (of, wrt)) as returned:
+        outputs = tensors_of(borrowed.call())
+        upper, lower = (_end_tensors(end, modules, returned, borrowed.sources, outputs) for end in (of, wrt))
+        value = upper.value
+        if not value.requires_grad or not all(t.requires_grad for t in lower.tensors):
+            raise CertificateError("an end is not part of torch's graph")
+        upper_cotangent = torch.as_tensor(cotangent(_copied_array(value))).to(value)
+        lower_grads = backward_pass([value], lower.tensors, [upper_cotangent])
     full_grads = [torch.zeros_like(t) if g is None else g for t, g in zip(lower.tensors, lower_grads, strict=True)]
     return ReferenceRun(
         [_copied_array(output) for output in outputs], input_grads=[_copied_array(lower.gather(full_grads))]

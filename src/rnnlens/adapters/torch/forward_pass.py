@@ -1,0 +1,72 @@
+"""One call of the user's model on a batch: the only place that borrows a model to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from ...errors import raised_by
+from ..protocol import Batch
+from .discover import unwrap
+from .inputs import as_tensors, call_model, with_gradient_leaves
+from .losses import evaluate
+from .record import PassRules, RunAgainError
+from .restore import BorrowedModel, borrowed_model
+
+Recorded = TypeVar("Recorded")
+
+
+@dataclass
+class ForwardPass:
+    """A borrowed model and its input, within :func:`forward_pass`.
+
+    ``sources`` has for each leaf of the input the tensor to differentiate by; it is empty if the input is not
+    differentiated. ``state`` is the model's state before the pass.
+    """
+
+    model: nn.Module
+    batch: Batch
+    x: Any
+    sources: list[Tensor]
+    state: BorrowedModel
+
+    def call(self) -> Any:
+        """Call the model, and return its outputs as it returned them."""
+        return call_model(self.model, self.x)
+
+    def loss_of(self, outputs: Any) -> Tensor | None:
+        """Return the loss of outputs as a scalar tensor; None if the batch has no loss."""
+        with raised_by("Your loss"):
+            return evaluate(self.batch, outputs, self.model)
+
+
+@contextmanager
+def forward_pass(
+    model: nn.Module, batch: Batch, *, by_inputs: bool = False, by_frozen: bool = False
+) -> Iterator[ForwardPass]:
+    """Borrow a model for one call on a batch, with gradients on; restore everything after the block.
+
+    ``by_inputs``: the float tensors of the input are differentiable leaves. ``by_frozen``: frozen weights require
+    gradients, too.
+    """
+    model = unwrap(model)
+    x = as_tensors(batch.x, model, "x")
+    with borrowed_model(
+        model, training=batch.training, seed=batch.seed, loss=batch.loss, differentiable=by_frozen
+    ) as state:
+        x, sources = with_gradient_leaves(x) if by_inputs else (x, [])
+        yield ForwardPass(model, batch, x, sources, state)
+
+
+def run_until_recorded(run_pass: Callable[[PassRules], Recorded]) -> Recorded:
+    """Repeat the forward pass ``run_pass``, with the rules that each failed pass adds, until all is recorded."""
+    rules = PassRules()
+    while True:
+        try:
+            return run_pass(rules)
+        except RunAgainError:
+            continue
