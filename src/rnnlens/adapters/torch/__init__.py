@@ -44,7 +44,7 @@ from .chain import capture_chain
 from .discover import HOLDERS, named_modules, unwrap
 from .inputs import device_and_dtype, leaves_of, map_leaves
 from .pullback import TorchPullback, differentiate
-from .restore import restored_generators, seed_generators
+from .restore import borrowed_model
 from .weights import TABLES, class_of, node_name
 
 __all__ = ["adapter"]
@@ -94,8 +94,7 @@ def _perturbed(value: Any, size: float) -> Any:
 def reinitialised(model: nn.Module, seed: int) -> nn.Module:
     """Return a deep copy in which every module with own parameters was reset by its ``reset_parameters``."""
     twin = deepcopy(model)
-    with restored_generators(), torch.no_grad():
-        seed_generators(seed)
+    with borrowed_model(nn.Module(), seed=seed), torch.no_grad():  # the copy stays changed
         for name, module in twin.named_modules():
             if not any(True for _ in module.parameters(recurse=False)):
                 continue

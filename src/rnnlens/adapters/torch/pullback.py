@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -111,7 +111,9 @@ class TorchPullback(Run):
             self._run_state = borrowed.state
             substitutes = weight_substitutes(modules, (*self.of, *self.wrt))
             outputs, loss, ran_without_gradients = recorded_call(borrowed, recorder, chain, requested)
-        refuse_cells_without_state(recorder, [path for path, _ in requested.cells if path in requested_paths])
+        requested_cells = [path for path, _ in requested.cells if path in requested_paths]
+        if requested_cells:
+            refuse_cells_without_state(recorder, requested_cells)
         self._scan_sweep_size = recorder.scans.sweep_size
         output_leaves = leaves_of(outputs)
         self.layouts = chain.layouts(outputs)
@@ -135,17 +137,15 @@ class TorchPullback(Run):
         sources = {id(t): t for port in self.wrt for t in self._port_tensors[port].tensors if t.requires_grad}
         grads: dict[int, Tensor | None] = dict.fromkeys(sources)
         if start_pairs and sources:
-            with self._borrowed_again(), raised_by("The backward pass of your model"):
+            with (
+                borrowed_model(self._model),  # hooks and backward passes of the user's run here
+                self._run_state.written_values() if self._run_state.has_written else nullcontext(),
+                raised_by("The backward pass of your model"),
+            ):
                 grads = dict(
                     zip(sources, self._pull(start_pairs, list(sources.values()), cotangent_count), strict=True)
                 )
         return {port: self._port_gradient(self._port_tensors[port], grads, cotangent_count) for port in self.wrt}
-
-    @contextmanager
-    def _borrowed_again(self) -> Iterator[None]:
-        """Run hooks and backward passes of the user's in the block, with the weights that the forward pass wrote."""
-        with borrowed_model(self._model), self._run_state.written_values():
-            yield
 
     def _pull(
         self, start_cotangents: Sequence[tuple[Tensor, Tensor]], sources: list[Tensor], cotangent_count: int

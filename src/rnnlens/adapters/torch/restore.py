@@ -12,8 +12,9 @@ import random
 import sys
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from operator import is_
 from types import ModuleType
@@ -54,25 +55,54 @@ class BorrowedModel:
 
     def __init__(self, modules: Sequence[nn.Module], training: bool | None) -> None:
         self._training = training
+        #: Whether the run wrote tensors of the model.
+        self.has_written = False
         self._contents: list[tuple[Any, Any]] = []
-        generators: dict[int, Any] = {}
+        self._flags: list[tuple[nn.Module, bool]] = []
+        self._grads: list[tuple[nn.Parameter, bool, Tensor | None]] = []
+        self._generator_states: list[Callable[[], None]] = [
+            partial(random.setstate, random.getstate()),
+            partial(np.random.set_state, np.random.get_state()),  # noqa: NPY002  the state that user code draws from
+        ]
+        # Those of CUDA and XPU exist once the device was used.
+        generators: list[Any] = [torch.default_generator, *torch.cuda.default_generators]
+        generators += getattr(torch.xpu, "default_generators", ())
+        if torch.backends.mps.is_available():
+            generators.append(torch.mps._get_default_mps_generator())
         tensors: dict[int, Tensor] = {}
-        self._walk([module for module in modules if hasattr(module, "__dict__")], generators, tensors)
-        self._generator_states = random_states(generators.values())
-        parameters = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
-        tensors |= parameters
-        tensors |= {id(b): b for module in modules for b in module._buffers.values() if b is not None}
-        self._tensors = [_TensorState(tensor, training) for tensor in tensors.values() if _is_plain(tensor)]
-        self._flags = [(module, module.training) for module in modules if hasattr(module, "training")]
-        self._grads = [(p, p.requires_grad, p.grad) for p in parameters.values()]
-        for parameter, _, grad in self._grads:
-            if grad is not None:  # a backward pass within the forward would add to it
-                parameter.grad = None
+        self._walk(modules, generators, tensors)
+        for generator in generators:
+            if isinstance(generator, random.Random):
+                restore = partial(generator.setstate, generator.getstate())
+            elif isinstance(generator, np.random.Generator):
+                restore = partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+            else:
+                restore = partial(generator.set_state, generator.get_state())
+            self._generator_states.append(restore)
+        parameters: dict[int, nn.Parameter] = {}
+        for module in modules:
+            tensors |= zip(map(id, module._buffers.values()), module._buffers.values(), strict=True)
+            parameters |= zip(map(id, module._parameters.values()), module._parameters.values(), strict=True)
+            if hasattr(module, "training"):
+                self._flags.append((module, module.training))
+        for parameter in parameters.values():
+            if parameter is not None:
+                self._grads.append((parameter, parameter.requires_grad, parameter.grad))
+                if parameter.grad is not None:  # a backward pass within the forward would add to it
+                    parameter.grad = None
+        # Sparse, lazy and distributed tensors have no memory of their own.
+        self._tensors: list[_TensorState] = []
+        for tensor in (tensors | parameters).values():
+            if type(tensor) in _TENSORS and tensor.layout is torch.strided and not tensor.is_meta:
+                is_small = tensor.numel() * tensor.element_size() <= SMALL
+                is_copied = is_small or training not in _UNCHANGED_BY.get(tensor, ())
+                data, version = tensor.data, None if tensor.is_inference() else tensor._version
+                self._tensors.append(_TensorState(tensor, data, data.clone() if is_copied else None, version))
 
-    def _walk(self, modules: Sequence[nn.Module], generators: dict[int, Any], tensors: dict[int, Tensor]) -> None:
+    def _walk(self, modules: Sequence[nn.Module], generators: list[Any], tensors: dict[int, Tensor]) -> None:
         """Save the attributes of modules and the content of containers; collect generators and tensors in them."""
         seen: set[int] = set()
-        pending: list[tuple[Any, bool]] = [(module.__dict__, True) for module in modules]
+        pending: list[tuple[Any, bool]] = [(m.__dict__, True) for m in modules if hasattr(m, "__dict__")]
         while pending:
             container, may_hold_objects = pending.pop()
             if id(container) in seen:
@@ -91,7 +121,7 @@ class BorrowedModel:
                 elif isinstance(value, Tensor):
                     tensors[id(value)] = value
                 elif isinstance(value, _GENERATORS):
-                    generators[id(value)] = value
+                    generators.append(value)
                 elif may_hold_objects and type(getattr(value, "__dict__", None)) is dict and not callable(value):
                     pending.append((value.__dict__, False))
 
@@ -109,6 +139,7 @@ class BorrowedModel:
                 module.training = flag
         for state in self._tensors:
             state.restore(self._training if is_complete else None)
+            self.has_written |= state.moved is not None or state.later_version is not None or state.written is not None
         for parameter, requires_grad, grad in self._grads:
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
@@ -136,16 +167,12 @@ class BorrowedModel:
                 yield
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor has memory of its own, as sparse, lazy and distributed tensors have not."""
-    return type(tensor) in _TENSORS and tensor.layout is torch.strided and not tensor.is_meta
-
-
 def _set_version(tensor: Tensor, version: int) -> None:
     """Set the number with which autograd sees whether a tensor that a graph needs was changed."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
+@dataclass(slots=True, eq=False)
 class _TensorState:
     """Values and memory of a tensor before a run, and what the run wrote.
 
@@ -153,17 +180,13 @@ class _TensorState:
     number of the tensor's version after the run, if it is another one.
     """
 
-    __slots__ = ("copy", "data", "later_version", "moved", "tensor", "version", "written")
-
-    def __init__(self, tensor: Tensor, training: bool | None) -> None:
-        self.tensor, self.data = tensor, tensor.data
-        self.moved: Tensor | None = None
-        self.written: Tensor | None = None
-        self.later_version: int | None = None
-        is_small = tensor.numel() * tensor.element_size() <= SMALL
-        is_copied = is_small or training not in _UNCHANGED_BY.get(tensor, ())
-        self.copy = self.data.clone() if is_copied else None
-        self.version = None if tensor.is_inference() else tensor._version
+    tensor: Tensor
+    data: Tensor
+    copy: Tensor | None
+    version: int | None
+    moved: Tensor | None = None
+    written: Tensor | None = None
+    later_version: int | None = None
 
     def restore(self, training: bool | None) -> None:
         """Restore the tensor. ``training``: mode of a complete run, which shows whether such runs change it."""
@@ -220,12 +243,15 @@ def borrowed_model(
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(_eager_mode())
+            if "torch._dynamo" in sys.modules:  # the compiler is not loaded if nothing was compiled
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_without_checkpoints())
             if not training and any(parameter.is_cuda for parameter in model.parameters()):
                 stack.enter_context(_DifferentiableKernels())
             if seed is not None:
-                seed_generators(seed)
+                random.seed(seed)
+                np.random.seed(seed % 2**32)  # noqa: NPY002  the state that user code draws from
+                set_seed(seed)
             yield borrowed
             is_complete = True
     finally:
@@ -248,50 +274,6 @@ def _set_mode(module: nn.Module, training: bool, seen: set[int]) -> None:
         module.training = training
     for child in module.children():
         _set_mode(child, training, seen)
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the random generators of Python, NumPy and torch."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002  the state that user code draws from
-    set_seed(seed)
-
-
-@contextmanager
-def restored_generators() -> Iterator[None]:
-    """Restore the global random generators of Python, NumPy and torch, on all devices, after the block."""
-    states = random_states(())
-    try:
-        yield
-    finally:
-        for restore in states:
-            restore()
-
-
-def random_states(generators: Iterable[Any]) -> list[Callable[[], None]]:
-    """Return functions that restore the current states of all global generators and of the given ones."""
-    states: list[Callable[[], None]] = [
-        partial(random.setstate, random.getstate()),
-        partial(np.random.set_state, np.random.get_state()),  # noqa: NPY002  the state that user code draws from
-    ]
-    # Those of CUDA and XPU exist once the device was used.
-    torch_generators = [torch.default_generator, *torch.cuda.default_generators]
-    torch_generators += getattr(torch.xpu, "default_generators", ())
-    if torch.backends.mps.is_available():
-        torch_generators.append(torch.mps._get_default_mps_generator())
-    for generator in (*torch_generators, *generators):
-        if isinstance(generator, random.Random):
-            states.append(partial(generator.setstate, generator.getstate()))
-        elif isinstance(generator, np.random.Generator):
-            states.append(partial(setattr, generator.bit_generator, "state", generator.bit_generator.state))
-        else:
-            states.append(partial(generator.set_state, generator.get_state()))
-    return states
-
-
-def _eager_mode() -> AbstractContextManager[Any]:
-    """Run compiled code as plain Python within the block; the compiler is not loaded if nothing was compiled."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class _DifferentiableKernels(TorchFunctionMode):  # type: ignore[misc]
