@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 
 from .arguments.data import is_dataset, is_sequence, is_source, refuse_large
 from .autodiff import tensors
-from .errors import InputError, raised_by
+from .errors import InputError, raised_by, short_repr
 from .layout import Layout
-from .typing import is_packed, leaves_of, map_leaves
+from .typing import container_of, is_packed, leaves_of, map_leaves
 
 __all__ = [
     "DataBatch",
     "DataLayouts",
     "batches",
     "count_batches",
+    "has_axes",
     "is_packed",
     "is_read_in_batches",
     "join",
@@ -31,6 +32,7 @@ __all__ = [
     "samples_of",
     "samples_of_arrays",
     "samples_of_tree",
+    "select",
 ]
 
 #: Layouts of the arrays of "x", "y" and "sample_weight"; None for a packed sequence.
@@ -112,11 +114,12 @@ def count_batches(x: Any, batch_size: int | None = None, layouts: DataLayouts | 
 def sample_count(x: Any, layouts: Sequence[Layout | None] | None = None) -> int:
     """Return the number of samples of an array, or of the arrays in a tuple, list or dict."""
     leaves = leaves_of(x)
-    if not leaves:
-        raise InputError("There is no data.", got=f"{x!r}", expected="an array with at least 1 sample")
-    lengths = {
-        leaf_sample_count(leaf, layout) for leaf, layout in zip(leaves, layouts or [None] * len(leaves), strict=True)
-    }
+    pairs = list(zip(leaves, layouts or [None] * len(leaves), strict=True))
+    lengths = {leaf_sample_count(leaf, layout) for leaf, layout in pairs if has_axes(leaf)}
+    if not lengths:
+        if x is not None and container_of(x) is None:
+            _sample_count(x)  # raises
+        raise InputError("There is no data.", got=short_repr(x), expected="an array with at least 1 sample")
     if len(lengths) > 1:
         raise InputError(
             "The arrays have different numbers of samples.",
@@ -125,14 +128,22 @@ def sample_count(x: Any, layouts: Sequence[Layout | None] | None = None) -> int:
         )
     count = lengths.pop()
     if count == 0:
-        raise InputError("Batch is empty.", got=f"x of shape {_shape(leaves[0])}", expected="at least 1 sample")
+        shape = next(_shape(leaf) for leaf in leaves if has_axes(leaf))
+        raise InputError("Batch is empty.", got=f"x of shape {shape}", expected="at least 1 sample")
     return count
+
+
+def has_axes(leaf: Any) -> bool:
+    """Return whether a leaf has axes, so that one of them may count samples: a packed sequence has, a number not."""
+    return is_packed(leaf) or bool(_shape(leaf))
 
 
 def samples_of_arrays(tree: Any, start: int, stop: int) -> Any:
     """Return samples ``start:stop`` of an array or nested arrays, repeating an array of one sample; None stays None."""
 
     def cut(leaf: Any) -> Any:
+        if not has_axes(leaf):
+            return leaf
         if _sample_count(leaf) == 1:
             return tensors.repeat_first_axis(leaf, stop - start)
         return leaf[start:stop]
@@ -148,7 +159,7 @@ def join(trees: Sequence[Any], layouts: Sequence[Layout | None] | None = None) -
     def join_leaf(leaf: Any) -> Any:
         layout, leaves = next(leaf_layouts), [leaf, *map(next, other_leaves)]
         axis = 0 if layout is None or layout.sample is None else layout.sample
-        return tensors.join(leaves, axis)
+        return tensors.join(leaves, axis) if has_axes(leaf) else leaf
 
     return map_leaves(join_leaf, trees[0])
 
@@ -175,6 +186,8 @@ def samples_of(leaf: Any, layout: Layout | None, start: int, stop: int, count: i
     """
     if is_packed(leaf):
         return _packed_samples(leaf, start, stop)
+    if not has_axes(leaf):
+        return leaf
     return leaf[start:stop] if layout is None else layout.cut(leaf, start, stop, count)
 
 
@@ -221,6 +234,11 @@ def samples_of_tree(tree: Any, layouts: Sequence[Layout | None] | None, start: i
         return None
     leaf_layouts = iter(layouts if layouts is not None else [None] * len(leaves_of(tree)))
     return map_leaves(lambda leaf: samples_of(leaf, next(leaf_layouts), start, stop, count), tree)
+
+
+def select(tree: Any, samples: Any) -> Any:
+    """Return the samples at an index, array of indices or slice of every leaf that has axes; samples come first."""
+    return map_leaves(lambda leaf: leaf[samples] if has_axes(leaf) else leaf, tree)
 
 
 def _check_lengths(data: DataBatch) -> None:
@@ -287,7 +305,7 @@ def _leaf_to_numpy(leaf: Any) -> Any:
 
 def _is_lazy(x: Any) -> bool:
     """Return whether ``x`` is, or contains, a Zarr or HDF5 array, which is read in chunks; False for Dask and NumPy."""
-    if isinstance(x, tuple | list | Mapping) and not is_packed(x):
+    if container_of(x) is not None:
         return any(_is_lazy(leaf) for leaf in leaves_of(x))
     return isinstance(getattr(x, "chunks", None), tuple) and not hasattr(x, "__dask_graph__") and bool(x.chunks)
 

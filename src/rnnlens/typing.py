@@ -1,28 +1,75 @@
-"""Array types, and nested tuples, lists, dicts and dataclasses of arrays.
+"""Array types, and trees: nested tuples, lists, dicts, dataclasses and registered containers of arrays and constants.
 
-``Array`` is any array of the array-API standard: NumPy, torch, JAX, CuPy. Entries of a dict keep their insertion order.
+``Array`` is any array of the array-API standard: NumPy, torch, JAX, CuPy. A *leaf* is a numeric array, or a torch
+``PackedSequence``. Anything else that is no container is a *constant*: numbers, NumPy scalars, strings, None, objects.
+Constants are handed on unchanged. Entries of a dict keep their insertion order. Containers of other classes are those
+registered with ``torch.utils._pytree``, JAX, optree or Keras; none of these is imported here.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+import sys
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
 
 Array = Any
 Namespace = Any
 
 
-def leaves_of(tree: Any) -> list[Any]:
-    """Return the arrays in nested tuples, lists, dicts and dataclasses, in order; None counts as no array."""
+class Container(NamedTuple):
+    """The parts of one container, their names, and a function that builds the same container from other parts."""
+
+    names: Sequence[str]
+    parts: Sequence[Any]
+    rebuild: Callable[[Sequence[Any]], Any]
+
+
+def container_of(tree: Any) -> Container | None:
+    """Return the parts of a container; None for a leaf or a constant."""
+    if tree is None or isinstance(tree, str | bytes | int | float | np.ndarray | np.generic | type):
+        return None
+    registered = getattr(sys.modules.get("torch.utils._pytree"), "SUPPORTED_NODES", {}).get(type(tree))
+    if registered is not None and type(tree) not in _PLAIN and not is_record(tree):
+        parts, context = registered.flatten_fn(tree)
+        return Container(_names(tree, parts), parts, lambda changed: registered.unflatten_fn(list(changed), context))
     if isinstance(tree, Mapping):
-        return [leaf for part in tree.values() for leaf in leaves_of(part)]
-    if isinstance(tree, tuple | list) and not is_packed(tree):
-        return [leaf for part in tree for leaf in leaves_of(part)]
+        return Container(list(map(str, tree)), list(tree.values()), lambda parts: _with_entries(tree, parts))
+    if isinstance(tree, tuple | list):
+        names = getattr(tree, "_fields", None)
+        build = type(tree) if names is None else lambda parts: type(tree)(*parts)
+        return None if is_packed(tree) else Container(names or list(map(str, range(len(tree)))), tree, build)
     if is_record(tree):
-        return [leaf for field in dataclasses.fields(tree) for leaf in leaves_of(getattr(tree, field.name))]
-    return [] if tree is None else [tree]
+        names = [field.name for field in dataclasses.fields(tree)]
+        return Container(names, [getattr(tree, name) for name in names], lambda parts: _with_fields(tree, names, parts))
+    has_other_registry = "jax" in sys.modules or "optree" in sys.modules
+    return _registered_elsewhere(tree) if has_other_registry and not is_leaf(tree) else None
+
+
+def is_leaf(value: Any) -> bool:
+    """Return whether a value that is no container is a leaf: a numeric array, or a packed sequence."""
+    if isinstance(value, type | np.generic):
+        return False
+    try:
+        dtype = value.dtype
+        _ = value.shape
+    except Exception:  # of any class of the user
+        return is_packed(value)
+    return (
+        dtype is not None and getattr(dtype, "kind", "") not in {*"OSUMmT"} and getattr(dtype, "name", "") != "string"
+    )
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Return the leaves of a tree, in order."""
+    container = container_of(tree)
+    if container is None:
+        return [tree] if is_leaf(tree) else []
+    return [leaf for part in container.parts for leaf in leaves_of(part)]
 
 
 def arrays_of(tree: Any) -> list[Any]:
@@ -30,34 +77,57 @@ def arrays_of(tree: Any) -> list[Any]:
     return [leaf.data if is_packed(leaf) else leaf for leaf in leaves_of(tree)]
 
 
+def values_of(tree: Any) -> list[Any]:
+    """Return leaves and constants of a tree, in order."""
+    container = container_of(tree)
+    if container is None:
+        return [tree]
+    return [value for part in container.parts for value in values_of(part)]
+
+
+def named_values(tree: Any) -> list[tuple[str, Any]]:
+    """Return leaves and constants of a tree with the names of :func:`named_leaves`."""
+    container = container_of(tree)
+    if container is None:
+        return [("", tree)]
+    named_parts = zip(container.names, container.parts, strict=True)
+    return [
+        (f"{name}.{inner}" if inner else name, value)
+        for name, part in named_parts
+        for inner, value in named_values(part)
+    ]
+
+
 def named_leaves(tree: Any) -> tuple[str, ...]:
-    """Return a name for every array of :func:`leaves_of`: its key or field, and ``key.1`` inside a nested part."""
-    if isinstance(tree, Mapping):
-        parts = [(str(key), part) for key, part in tree.items()]
-    elif is_record(tree):
-        parts = [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
-    elif isinstance(tree, tuple | list) and not is_packed(tree):
-        parts = list(zip(getattr(tree, "_fields", map(str, range(len(tree)))), tree, strict=True))
-    else:
-        return () if tree is None else ("",)
-    return tuple(f"{key}.{inner}" if inner else key for key, part in parts for inner in named_leaves(part))
+    """Return a name for every leaf: its key, field or position, ``key.1`` inside a nested part; "" for a lone leaf."""
+    return tuple(name for name, value in named_values(tree) if is_leaf(value))
+
+
+def named_constants(tree: Any) -> dict[str, Any]:
+    """Return the constants of a tree by the names of :func:`named_leaves`, without None."""
+    return {name: value for name, value in named_values(tree) if value is not None and not is_leaf(value)}
+
+
+def signature(tree: Any) -> Hashable:
+    """Return the names, shapes, dtypes and constants of a tree; None if it has constants that cannot be compared."""
+    entries: list[Hashable] = []
+    for name, value in named_values(tree):
+        array = value.data if is_packed(value) else value
+        if is_leaf(value):
+            entries.append((name, tuple(np.shape(array)), str(array.dtype)))
+        elif value is None or isinstance(value, str | bytes | int | float | np.generic):
+            entries.append((name, repr(value)))
+        else:
+            return None
+    return tuple(entries)
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return a tree of the same structure with ``function`` applied to every array; None stays None."""
-    if isinstance(tree, Mapping) and is_record(tree):  # an output of Hugging Face: its fields are its entries
-        mapped_record: Any = copy.copy(tree)
-        for key, part in tree.items():
-            mapped_record[key] = map_leaves(function, part)
-        return mapped_record
-    if isinstance(tree, Mapping):
-        return {key: map_leaves(function, part) for key, part in tree.items()}
-    if isinstance(tree, tuple | list) and not is_packed(tree):
-        parts = [map_leaves(function, part) for part in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    if is_record(tree):
-        return map_fields(lambda part: map_leaves(function, part), tree)
-    return None if tree is None else function(tree)
+    """Return a tree of the same structure with ``function`` applied to every leaf; constants stay."""
+    container = container_of(tree)
+    if container is None:
+        return function(tree) if is_leaf(tree) else tree
+    return container.rebuild([map_leaves(function, part) for part in container.parts])
 
 
 def is_record(tree: Any) -> bool:
@@ -65,14 +135,51 @@ def is_record(tree: Any) -> bool:
     return dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not hasattr(tree, "shape")
 
 
-def map_fields(function: Callable[[Any], Any], record: Any) -> Any:
-    """Return a copy of a dataclass instance with ``function`` applied to every field, frozen ones included."""
-    mapped_record = copy.copy(record)
-    for field in dataclasses.fields(record):
-        object.__setattr__(mapped_record, field.name, function(getattr(record, field.name)))
-    return mapped_record
-
-
 def is_packed(tree: Any) -> bool:
     """Return whether ``tree`` is a torch ``PackedSequence``: a named tuple that is treated as one array."""
     return type(tree).__name__ == "PackedSequence"
+
+
+def _with_entries(tree: Mapping[Any, Any], parts: Sequence[Any]) -> Any:
+    entries = dict(zip(tree, parts, strict=True))
+    if not is_record(tree):
+        return entries
+    mapped: Any = copy.copy(tree)  # an output of Hugging Face: its fields are its entries
+    for key, part in entries.items():
+        mapped[key] = part
+    return mapped
+
+
+def _with_fields(record: Any, names: Sequence[str], parts: Sequence[Any]) -> Any:
+    """Return a copy of a dataclass instance, frozen or not, with other values of its fields."""
+    mapped = copy.copy(record)
+    for name, part in zip(names, parts, strict=True):
+        object.__setattr__(mapped, name, part)
+    return mapped
+
+
+#: Containers with a rule of their own here, although torch registers them too.
+_PLAIN = (dict, list, tuple)
+
+
+def _registered_elsewhere(tree: Any) -> Container | None:
+    jax: Any = sys.modules.get("jax")
+    optree: Any = sys.modules.get("optree")
+    if jax is not None:
+        parts, structure = jax.tree.flatten(tree, is_leaf=lambda part: part is not tree)
+        if not (len(parts) == 1 and parts[0] is tree):
+            return Container(_names(tree, parts), parts, lambda changed: jax.tree.unflatten(structure, changed))
+    for namespace in ("", "keras") if optree is not None else ():
+        try:
+            parts, metadata, _, build = optree.tree_flatten_one_level(tree, namespace=namespace)
+        except ValueError:  # not registered
+            continue
+        return Container(_names(tree, parts), parts, partial(build, metadata))
+    return None
+
+
+def _names(tree: Any, parts: Sequence[Any]) -> Sequence[str]:
+    """Return the keys of a registered container where it has one for each part, else positions."""
+    keys = getattr(tree, "keys", None)
+    names = list(map(str, keys())) if callable(keys) else []
+    return names if len(names) == len(parts) else list(map(str, range(len(parts))))

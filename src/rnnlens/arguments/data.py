@@ -14,6 +14,7 @@ import numpy as np
 from ..autodiff.tensors import engine_of, to_numpy
 from ..errors import InputError, UnsupportedError, has_attribute, shape_of, short_repr
 from ..settings import must_fit
+from ..typing import arrays_of, container_of, is_packed, leaves_of, values_of
 
 #: What to type where the data are text.
 TEXT_HINT = (
@@ -47,7 +48,7 @@ def data_set(name: str, value: Any) -> Any:
         message = f"{name} is a torch Dataset, which gives single samples."
         raise InputError(message, got=type(value).__name__, expected="batches", hint=hint)
     arrays = many_examples(name, value)
-    if shape_of(arrays) == ():
+    if container_of(arrays) is None and shape_of(arrays) == ():
         raise InputError(f"{name} is a single number.", got="shape ()", expected="(sample, time, feature)")
     return arrays
 
@@ -62,7 +63,7 @@ def examples(name: str, value: Any) -> Any:
 def refuse_large(name: str, value: Any, hint: str = "fewer samples or steps at a time", *, share: float = 1.0) -> None:
     """Raise TooLargeError if ``share`` times the size of the arrays in ``value`` exceeds the memory granted."""
     size = 0.0
-    for leaf in _leaves(value):
+    for leaf in arrays_of(value):
         itemsize = getattr(getattr(leaf, "dtype", None), "itemsize", None) or getattr(leaf, "itemsize", None) or 4
         size += share * math.prod(shape_of(leaf) or (0,)) * int(itemsize)
     must_fit(f"{name} alone is larger than the memory limit.", size, hint)
@@ -71,7 +72,7 @@ def refuse_large(name: str, value: Any, hint: str = "fewer samples or steps at a
 def many_examples(name: str, value: Any) -> Any:
     """Check numeric arrays, samples first, without a limit on memory; nested lists of numbers become one array."""
     _refuse_depth(name, value)
-    if not any(_is_array(leaf) for leaf in _leaves(value)):
+    if not any(_is_array(leaf) for leaf in values_of(value)):
         value = _from_numbers(name, value)
     return _map_arrays(_check_array, name, value)
 
@@ -98,8 +99,8 @@ def finite_states(name: str, value: Any) -> dict[str, Any]:
 
 def _require_finite(name: str, tree: Any) -> Any:
     """Raise InputError if an array of a tree has a value that is not finite; return the tree."""
-    for leaf in _leaves(tree):
-        if leaf is None or has_attribute(leaf, "batch_sizes"):
+    for leaf in leaves_of(tree):
+        if is_packed(leaf):
             continue
         values = as_numpy(leaf)
         # Of the extremes alone: an array of flags may be larger than memory, where the values are one number repeated.
@@ -163,7 +164,7 @@ def states(name: str, value: Any) -> dict[str, Any]:
     for layer, layer_states in value.items():
         arrays = examples(f"{name}[{layer!r}]", layer_states)
         shape = shape_of(arrays)  # one array of rank 3, as nested lists are, is split along its first axis
-        arrays_by_layer[layer] = _leaves(arrays) if shape is None else list(arrays) if len(shape) == 3 else [arrays]
+        arrays_by_layer[layer] = values_of(arrays) if shape is None else list(arrays) if len(shape) == 3 else [arrays]
     return arrays_by_layer
 
 
@@ -242,32 +243,24 @@ def _refuse_depth(name: str, value: Any, depth: int = 0, item_count: list[int] |
 
 
 def _map_arrays(function: Callable[[str, Any], Any], name: str, tree: Any) -> Any:
-    """Apply ``function(name, array)`` to each array of a tree; None, numbers and strings are returned unchanged."""
-    if isinstance(tree, Mapping):
-        return {key: _map_arrays(function, f"{name}[{key!r}]", child) for key, child in tree.items()}
-    if isinstance(tree, tuple | list) and not has_attribute(tree, "batch_sizes"):
-        children = [_map_arrays(function, f"{name}[{i}]", child) for i, child in enumerate(tree)]
-        return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
-    if tree is None or isinstance(tree, int | float | bool | str):
-        return tree
-    return function(name, tree)
-
-
-def _leaves(tree: Any) -> list[Any]:
-    if isinstance(tree, Mapping):
-        return [leaf for part in tree.values() for leaf in _leaves(part)]
-    if isinstance(tree, tuple | list) and not has_attribute(tree, "batch_sizes"):
-        return [leaf for part in tree for leaf in _leaves(part)]
-    return [tree.data if has_attribute(tree, "batch_sizes") else tree]
+    """Apply ``function(name, array)`` to each array of a tree; constants are returned unchanged."""
+    container = container_of(tree)
+    if container is None:
+        return function(name, tree) if _is_array(tree) else tree
+    is_mapping = isinstance(tree, Mapping)
+    parts = zip(container.names, container.parts, strict=True)
+    return container.rebuild(
+        [_map_arrays(function, f"{name}[{key!r}]" if is_mapping else f"{name}[{key}]", part) for key, part in parts]
+    )
 
 
 def _from_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
     """Convert nested lists of numbers to one NumPy array, or raise InputError."""
-    if isinstance(value, Mapping) or value is None or (isinstance(value, tuple | list) and not _leaves(value)):
+    if isinstance(value, Mapping) or value is None or (isinstance(value, tuple | list) and not values_of(value)):
         got = "None" if value is None else short_repr(value)
         raise InputError(f"{name} holds no data.", got=got, expected="an array with at least 1 sample")
     number_types = (int, float, complex, np.generic)
-    if not all(isinstance(leaf, number_types) or has_attribute(leaf, "__array__") for leaf in _leaves(value)):
+    if not all(isinstance(leaf, number_types) or has_attribute(leaf, "__array__") for leaf in values_of(value)):
         expected = "an array, or a tuple, list or dict of arrays"
         raise InputError(f"{name} is not numeric data.", got=short_repr(value), expected=expected)
     try:
@@ -284,8 +277,9 @@ def _from_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Return whether an object is an array: it is no class, and it or its class has an attribute ``shape``."""
-    return not isinstance(leaf, type) and (hasattr(type(leaf), "shape") or has_attribute(leaf, "shape"))
+    """Return whether a value, or its class, has a ``shape``, or is a packed sequence; a NumPy scalar is no array."""
+    is_other = isinstance(leaf, type | np.generic)
+    return not is_other and (hasattr(type(leaf), "shape") or has_attribute(leaf, "shape") or is_packed(leaf))
 
 
 def _check_array(name: str, value: Any) -> Any:

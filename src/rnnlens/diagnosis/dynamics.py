@@ -323,7 +323,7 @@ def _replay_layer(
     refuse_without_time(x, least=1)
     orientation = Orientation(adapter, model, x, axes)
     ordered_x, _ = orientation.in_canonical_order(x, None)
-    first_samples = orientation.as_given(data.map_leaves(lambda leaf: leaf[:max_samples], ordered_x))
+    first_samples = orientation.as_given(data.select(ordered_x, slice(max_samples)))
     calls = adapter.run(model, Batch(first_samples), Taps.states()).capture.calls
     names = list(dict.fromkeys(call.layer for call in calls))
     if not names:

@@ -68,7 +68,7 @@ class Experiment:
     @cached_property
     def first_inputs(self) -> Any:
         """First samples of the data, at most ``MOST_CAPTURED``, in the model's own order of axes."""
-        return self.in_model_order(data.map_leaves(lambda leaf: leaf[:MOST_CAPTURED], self.samples.x))
+        return self.in_model_order(data.select(self.samples.x, slice(MOST_CAPTURED)))
 
     @cached_property
     def capture(self) -> Capture:
@@ -180,7 +180,7 @@ class Experiment:
             returned.append(loss(*loss_arguments))
             return returned[-1]
 
-        y = self.samples.orientation.target_as_given(data.map_leaves(lambda leaf: leaf[:MOST_CAPTURED], self.samples.y))
+        y = self.samples.orientation.target_as_given(data.select(self.samples.y, slice(MOST_CAPTURED)))
         with suppress(RnnlensError):  # the loss is not needed: its name is enough
             batch = Batch(self.first_inputs, y, loss=recording_loss)
             _ = self.adapter.run(self.model, batch, Taps("outputs", loss=True)).capture

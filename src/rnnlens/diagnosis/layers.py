@@ -296,7 +296,7 @@ def _capture_scans(experiment: Experiment) -> Capture:
         xp = namespace(leaf)
         return (leaf * xp.asarray(weights, dtype=leaf.dtype, device=leaf.device)).sum()
 
-    x = experiment.in_model_order(data.map_leaves(lambda leaf: leaf[:_SAMPLES], experiment.samples.x))
+    x = experiment.in_model_order(data.select(experiment.samples.x, slice(_SAMPLES)))
     names = (*experiment.scans, *experiment.embeddings)
     batch = Batch(x, np.zeros(len(weights)), loss=projected_output)
     taps = Taps.everything(names, weight_grads=False, all_must_run=False)

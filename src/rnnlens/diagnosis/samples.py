@@ -72,7 +72,7 @@ class Orientation:
 
         The model runs once, on a number of entries that no other axis of x has.
         """
-        shapes = [shape_of(leaf) or (3,) for leaf in data.leaves_of(x)]
+        shapes = [shape_of(leaf) or (3,) for leaf in data.leaves_of(x) if data.has_axes(leaf)]
         other_sizes = {size for shape in shapes for size in shape[1:]}
         max_count = min(shape[0] for shape in shapes)
         count = next(
@@ -81,7 +81,7 @@ class Orientation:
         )
         if count is None:
             return None
-        first_entries = data.map_leaves(lambda leaf: leaf[:count], x)
+        first_entries = data.select(x, slice(count))
         capture = self.axes.adapter.run(self.axes.model, Batch(first_entries), Taps.states(sequences=False)).capture
         counts = {*(int(call.input.shape[0]) for call in capture.calls), *capture.scanned.values()}
         return first_entries if counts <= {count} else None
@@ -91,6 +91,8 @@ class Orientation:
 
         If the time axis is unknown, it is the first axis that does not count samples.
         """
+        if not data.has_axes(leaf):
+            return Layout(())
         detected = self.axes.layout(Port("input", index=index), np.shape(leaf))
         names = list(detected.names if layout is None or SAMPLE in detected.names else layout.names)
         other_axes = [i for i, name in enumerate(names) if name != SAMPLE]
@@ -121,6 +123,8 @@ class Orientation:
 
         Raise ``InputError`` if both or neither of the latter fit.
         """
+        if not leaf.ndim:
+            return Layout(())
         if "y" in self.axes.data:
             return self.axes.data["y"]
         port = Port("output", index=index)
@@ -165,7 +169,7 @@ class Orientation:
         """
         port = Port("output", index=index)
         if self._may_have_other_axes(array, port, x, samples):
-            first_samples = x if self.inputs is not None else data.map_leaves(lambda leaf: leaf[:3], x)
+            first_samples = x if self.inputs is not None else data.select(x, slice(3))
             self.axes.learn(Batch(first_samples), [port])
         layout = self.axes.layout(port, array.shape)
         if SAMPLE not in layout.names:
@@ -194,6 +198,8 @@ def _samples_first(count: int) -> Layout:
 
 
 def _to_canonical(array: Array, layout: Layout) -> Array:
+    if not array.ndim:
+        return array
     if len(layout.names) != array.ndim:
         received = f"axes ({', '.join(layout.names)}) for shape {array.shape}"
         raise InputError("axes= does not fit.", got=received, expected="one name for each axis")
@@ -201,7 +207,11 @@ def _to_canonical(array: Array, layout: Layout) -> Array:
 
 
 def _from_canonical(array: Array, layout: Layout) -> Array:
-    return np.ascontiguousarray(np.transpose(array, np.argsort(canonical_order(layout.names))))
+    return (
+        array
+        if not array.ndim
+        else np.ascontiguousarray(np.transpose(array, np.argsort(canonical_order(layout.names))))
+    )
 
 
 def _reorder_leaves(reorder: Callable[[Array, Layout], Array], tree: Any, layouts: Sequence[Layout]) -> Any:
@@ -269,7 +279,8 @@ class Samples:
         """Apply ``change`` to the leaves of x that have a time axis, and ``otherwise`` to the leaves without one."""
         leaf_index = iter(range(len(data.leaves_of(self.x))))
         return data.map_leaves(
-            lambda leaf: change(leaf) if next(leaf_index) in self.sequences else otherwise(leaf), self.x
+            lambda leaf: change(leaf) if next(leaf_index) in self.sequences else otherwise(leaf) if leaf.ndim else leaf,
+            self.x,
         )
 
     def with_prefix_exchanged(self, kept_lengths: Array, lender: Array, lengths: Array) -> Any:
@@ -315,7 +326,7 @@ def read_samples(x: Any, y: Any, max_samples: int, orient: Callable[[Any], Orien
     ordered_pairs = [orientation.in_canonical_order(x, y) for x, y in pairs]
     x, y = ordered_pairs[0] if len(ordered_pairs) == 1 else map(_join_batches, zip(*ordered_pairs, strict=True))
     count = data.sample_count(x)
-    if y is not None and any(leaf.shape[:1] != (count,) for leaf in data.leaves_of(y)):
+    if y is not None and any(leaf.shape[:1] not in ((count,), ()) for leaf in data.leaves_of(y)):
         received = f"y of shape {', '.join(str(leaf.shape) for leaf in data.leaves_of(y))} for {count} samples"
         raise InputError("The target does not fit.", got=received, expected="one row for each sample")
     labels = None if coordinates is None else coordinates.find(SAMPLE, count)
@@ -323,8 +334,8 @@ def read_samples(x: Any, y: Any, max_samples: int, orient: Callable[[Any], Orien
     if count > max_samples:
         sample_indices = np.sort(np.random.default_rng(0).permutation(count)[:max_samples])
         labels = labels[sample_indices]
-        x = data.map_leaves(lambda leaf: leaf[sample_indices], x)
-        y = None if y is None else data.map_leaves(lambda leaf: leaf[sample_indices], y)
+        x = data.select(x, sample_indices)
+        y = None if y is None else data.select(y, sample_indices)
     leaves = data.leaves_of(x)
     steps = next(leaf.shape[1] for leaf in leaves if leaf.ndim >= 2)
     sequences = tuple(i for i, leaf in enumerate(leaves) if leaf.ndim >= 2 and leaf.shape[1] == steps)
@@ -338,9 +349,9 @@ def refuse_without_time(x: Any, *, least: int = 2) -> None:
     """
     _refuse_packed(x)
     leaves = data.leaves_of(x)
-    shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
-    if not all(shapes):
-        raise InputError("x holds what has no axes.", got=short_repr(x), expected="arrays with samples first")
+    shapes = [tuple(leaf.shape) for leaf in leaves if data.has_axes(leaf)]
+    if not shapes:
+        raise InputError("x has no axes.", got=short_repr(x), expected="arrays with samples first")
     if not any(len(shape) >= 2 and min(shape[:2]) >= least for shape in shapes):
         received = ", ".join(map(str, shapes))
         message = "The data has no earlier time step" + (", or no other sample to compare with." if least > 1 else ".")
@@ -379,7 +390,7 @@ def _join_batches(trees: Sequence[Any]) -> Any:
         return None
     columns = zip(*(data.leaves_of(tree) for tree in trees), strict=True)
     try:
-        joined = iter([np.concatenate(column) for column in columns])
+        joined = iter([np.concatenate(column) if np.ndim(column[0]) else column[0] for column in columns])
     except ValueError as error:
         shapes = dict.fromkeys(str([tuple(leaf.shape) for leaf in data.leaves_of(tree)]) for tree in trees)
         raise InputError(

@@ -205,7 +205,7 @@ def _entries_at(experiment: Experiment, lags: Sequence[int]) -> Any:
 def _responds(experiment: Experiment, lag: int) -> bool:
     """Return whether the examined output changes at all if the input at ``lag`` alone comes from another sample."""
     entries = _entries_at(experiment, [lag])
-    first = data.map_leaves(lambda leaf: leaf[:MOST_CAPTURED], experiment.samples.x)
+    first = data.select(experiment.samples.x, slice(MOST_CAPTURED))
     masks = iter(data.leaves_of(entries))
     exchanged = data.map_leaves(lambda leaf: np.where(next(masks), np.roll(leaf, 1, axis=0), leaf), first)
     return not np.array_equal(experiment.outputs(first), experiment.outputs(exchanged))

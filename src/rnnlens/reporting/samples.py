@@ -61,8 +61,8 @@ class ReportSamples:
         if self.count is None:
             return self.x, self.y
         rows = np.asarray(indices)
-        x = data.map_leaves(lambda leaf: leaf[rows], self.x)
-        y = None if self.y is None else data.map_leaves(lambda leaf: leaf[rows], self.y)
+        x = data.select(self.x, rows)
+        y = None if self.y is None else data.select(self.y, rows)
         if self.orientation is None:
             return x, y
         return self.orientation.as_given(x), None if y is None else self.orientation.target_as_given(y)

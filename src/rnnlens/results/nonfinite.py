@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import xarray as xr
 
+from ..typing import container_of, is_leaf
 from ..vocabulary import GATE, SAMPLE, TIME, UNIT
 from .base import Result
 from .schema import to_host
@@ -267,15 +268,21 @@ class Incident(Result, kind="incident"):
 
 
 def _nesting_of(value: Any, leaves: list[Any]) -> Any:
-    """Return the nesting of tuples, lists and dicts around arrays as JSON; append the arrays to ``leaves`` in order."""
-    if value is None:
-        return None
+    """Return the nesting of tuples, lists and dicts around arrays as JSON; append the arrays to ``leaves`` in order.
+
+    Other containers become tuples. Of constants numbers and text are kept, and the text of any other object.
+    """
+    container = container_of(value)
+    if container is None and is_leaf(value):
+        leaves.append(value)
+        return "array"
+    if container is None:
+        is_plain = value is None or isinstance(value, bool | int | float | str)
+        return None if value is None else {"value": [value if is_plain else repr(value)]}
+    parts = [_nesting_of(part, leaves) for part in container.parts]
     if isinstance(value, Mapping):
-        return {"dict": [[str(key), _nesting_of(part, leaves)] for key, part in value.items()]}
-    if isinstance(value, tuple | list):
-        return {type(value).__name__ if type(value) is list else "tuple": [_nesting_of(part, leaves) for part in value]}
-    leaves.append(value)
-    return "array"
+        return {"dict": [list(pair) for pair in zip(container.names, parts, strict=True)]}
+    return {"list" if type(value) is list else "tuple": parts}
 
 
 def _rebuild_nesting(structure: Any, leaves: Iterator[Any]) -> Any:
@@ -284,6 +291,8 @@ def _rebuild_nesting(structure: Any, leaves: Iterator[Any]) -> Any:
     if isinstance(structure, str):
         return next(leaves)
     (kind, stored_parts), *_ = structure.items()
+    if kind == "value":
+        return stored_parts[0]
     if kind == "dict":
         return {key: _rebuild_nesting(part, leaves) for key, part in stored_parts}
     rebuilt_parts = [_rebuild_nesting(part, leaves) for part in stored_parts]

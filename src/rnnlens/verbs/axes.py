@@ -13,7 +13,7 @@ from ..adapters.protocol import Adapter, AxisConvention, Batch, Port
 from ..errors import InputError, UnsupportedError, short_repr
 from ..layout import Axis, Layout, canonical_order, dims_of
 from ..results.schema import LabelledLayer, to_host
-from ..typing import Array
+from ..typing import Array, signature
 from ..vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from .names import Catalogue, known_model, read_one, text_of
 
@@ -133,16 +133,15 @@ class ModelAxes:
     def _cached_layouts(self, batch: Batch) -> dict[Port, Layout] | None:
         """Return the cache of layouts for inputs of these shapes; None for packed data, which may be reordered."""
         leaves = data.leaves_of(batch.x)
-        if any(data.is_packed(leaf) or len(np.shape(leaf)) == 1 for leaf in leaves):
+        inputs = signature(batch.x)
+        if inputs is None or any(data.is_packed(leaf) or len(np.shape(leaf)) == 1 for leaf in leaves):
             return None
         model_facts = known_model(self.adapter, self.model)
         if model_facts.fingerprint is None:
             return None
         if len(model_facts.layouts) > _MAX_SHAPES:
             model_facts.layouts.clear()
-        names = tuple(batch.x) if isinstance(batch.x, Mapping) else ()
-        shapes = tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves)
-        return model_facts.layouts.setdefault((names, shapes, batch.training, tuple(batch.initial_state or ())), {})
+        return model_facts.layouts.setdefault((inputs, batch.training, tuple(batch.initial_state or ())), {})
 
     def with_samples_first(self) -> ModelAxes:
         """Return axes of the same model of which every tensor has samples first, then steps."""
@@ -157,7 +156,7 @@ class ModelAxes:
             if port.kind == "input" and port.layer is None and layout.sample is not None and not layout.is_folded:
                 return int(getattr(leaves[port.index], "shape", (1,))[layout.sample])
         sample_count = next((layout.samples for layout in self.found_layouts.values() if layout.samples), 0)
-        return sample_count or data.leaf_sample_count(leaves[0], None)
+        return sample_count or data.leaf_sample_count(next(filter(data.has_axes, leaves), leaves[0]), None)
 
 
 def _port_of_name(text: str, catalogue: Catalogue) -> Port:

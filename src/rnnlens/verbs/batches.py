@@ -34,7 +34,10 @@ def layouts_to_cut(axes: ModelAxes, template: Batch, x: Any, y: Any, sample_weig
     inputs = layouts_of_inputs(axes, template, x)
     if inputs is None:
         return None
-    count = data.leaf_sample_count(data.leaves_of(x)[0], inputs[0])
+    leaf, layout = next(
+        (leaf, layout) for leaf, layout in zip(data.leaves_of(x), inputs, strict=True) if data.has_axes(leaf)
+    )
+    count = data.leaf_sample_count(leaf, layout)
     targets = _target_layouts(axes, template, x, inputs, y, count)
     weights = [_weight_layout(axes, leaf, y, targets, count) for leaf in data.leaves_of(sample_weight)]
     return {"x": inputs, "y": targets, "sample_weight": weights}
@@ -46,7 +49,10 @@ def layouts_of_inputs(axes: ModelAxes, template: Batch, x: Any) -> list[Layout |
         return None
     leaves = data.leaves_of(x)
     stated = [axes.stated.get(Port("input", index=i)) for i in range(len(leaves))]
-    if all(layout is not None and layout.sample is not None for layout in stated):
+    if all(
+        (layout is not None and layout.sample is not None) or not data.has_axes(leaf)
+        for leaf, layout in zip(leaves, stated, strict=True)
+    ):
         return list(stated)
     failure: Exception | None = None
     for layouts in islice(_layout_choices(leaves, stated), _MAX_CHOICES):
@@ -71,12 +77,13 @@ def _layout_choices(leaves: Sequence[Any], stated: Sequence[Layout | None]) -> I
         count = len(getattr(leaf, "shape", ()))
         if layout is not None and layout.sample is not None:
             options.append([layout])
-        elif data.is_packed(leaf):
+        elif data.is_packed(leaf) or not count:
             options.append([None])
         else:
             options.append([_with_samples_on(axis, count) for axis in range(count)])
     for layouts in product(*options):
-        if len({data.leaf_sample_count(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)}) == 1:
+        pairs = [(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True) if data.has_axes(leaf)]
+        if len({data.leaf_sample_count(leaf, layout) for leaf, layout in pairs}) == 1:
             yield layouts
 
 
@@ -87,6 +94,8 @@ def _cut_inputs(x: Any, layouts: Sequence[Layout | None], size: int) -> Any:
 
 
 def _cut_samples(leaf: Any, layout: Layout | None, size: int) -> Any:
+    if not data.has_axes(leaf):
+        return leaf
     sample_count = data.leaf_sample_count(leaf, layout)
     samples = data.samples_of(leaf, layout, 0, min(size, sample_count))
     if sample_count >= size or layout is None or layout.sample is None:

@@ -215,10 +215,12 @@ def _batch_jacobian(
         result = execute(JacobianLabels(plan, request.provenance(), request.coordinates, batch.frozen), options.out)
         reductions = (options.measure, options.across, options.sketch, options.reduce is None, batch.frozen)
         names = (request.of, request.wrt)
-        needs_certificate = options.out is not None or request.needs_certificate("jacobian", names, *reductions)
+        details = ("jacobian", names, *reductions)
+        needs_certificate = options.out is not None or request.needs_certificate(*details)
         claim = claim_of(request, plan, result) if needs_certificate else None
     if claim is not None:
         certificate = certify(request, claim)
+        request.remember(certificate, *details)
         result.attrs |= record_attrs(result.checks, certificate)
         warn_of_failed_checks(certificate.checks)
     return result

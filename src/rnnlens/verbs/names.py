@@ -15,7 +15,7 @@ from ..adapters.protocol import Adapter, Batch, LayerInfo, LayerWeights, ModelFa
 from ..errors import InputError, LayerNotFoundError, RnnlensError, did_you_mean
 from ..layout import Layout, dims_of
 from ..recurrence.cells import cell_of_kind, kinds
-from ..typing import Array, named_leaves
+from ..typing import Array, container_of, named_leaves
 from ..vocabulary import FEATURE, SAMPLE, unnamed_states
 from .weight_layout import dims_of_weight, sources
 
@@ -119,12 +119,14 @@ class Catalogue:
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the inputs: keys of ``x``, else those of the model, else positions."""
-        x = self.x
-        if isinstance(x, Mapping):
-            return tuple(map(str, x))
-        has_several = isinstance(x, tuple | list) and not data.is_packed(x) and len(x) > 1
-        return self.facts.inputs or (tuple(map(str, range(len(x)))) if has_several else ())
+        """Names of the inputs: keys or fields of ``x``, else those of the model, else positions."""
+        container = container_of(self.x)
+        if container is None:
+            return self.facts.inputs
+        names = named_leaves(self.x)
+        if not isinstance(self.x, tuple | list) or hasattr(self.x, "_fields"):
+            return names
+        return self.facts.inputs or (names if len(container.parts) > 1 else ())
 
     def keys(self, layer: str) -> list[str]:
         """Return the names of a layer's weights as in results."""
@@ -203,9 +205,9 @@ def read(text: str, catalogue: Catalogue) -> list[TensorName]:
             return names
     if text in catalogue.facts.tensors:  # the framework's name of a single tensor
         return [TensorName(text, "output", text)]
-    raise LayerNotFoundError(
-        f"Nothing in this model is named {text!r}.", got=repr(text), hint=did_you_mean(text, catalogue.suggestions())
-    )
+    is_input = text in catalogue.inputs
+    hint = f'wrt="input[{text}]"' if is_input else did_you_mean(text, catalogue.suggestions())
+    raise LayerNotFoundError(f"Nothing in this model is named {text!r}.", got=repr(text), hint=hint)
 
 
 def read_one(text: str, catalogue: Catalogue) -> TensorName:
@@ -240,8 +242,7 @@ def _model_tensors(text: str, catalogue: Catalogue) -> list[TensorName]:
         if len(names) < 2:
             return [TensorName(text, text)]  # type: ignore[arg-type]
         tensors = [TensorName(f"{text}[{name}]", text, index=i) for i, name in enumerate(names)]  # type: ignore[arg-type]
-        x = catalogue.x if text == "input" else None
-        values = list(x.values()) if isinstance(x, Mapping) else list(x) if isinstance(x, tuple | list) else []
+        values = data.leaves_of(catalogue.x) if text == "input" else []
         floating = [i for i, value in enumerate(values) if "float" in str(getattr(value, "dtype", ""))]
         # Ids have no gradient: among several inputs a single floating one is meant.
         return [tensors[floating[0]]] if len(floating) == 1 and len(values) > 1 else tensors

@@ -255,5 +255,5 @@ def name_of_input(observed: ObservedRun, index: int) -> str:
     """Return the name of an input: ``"input"``, or with its key or index if there are several."""
     if len(observed.inputs) == 1:
         return "input"
-    names = list(observed.batch.x) if isinstance(observed.batch.x, dict) else observed.facts.inputs
+    names = Catalogue(observed.adapter, observed.model, observed.batch.x).inputs
     return f"input[{names[index] if index < len(names) else index}]"

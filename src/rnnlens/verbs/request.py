@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
-
 from ..adapters.protocol import Adapter, Batch, ModelFacts
 from ..adapters.registry import adapter_for, adapter_of
 from ..arguments.data import is_source
@@ -29,8 +27,9 @@ from ..autodiff.tensors import global_random_states_restored, needs_no_threads, 
 from ..errors import UnsupportedError
 from ..layout import Layout
 from ..recurrence.arrays import one_thread_each
+from ..results.checks import Certificate
 from ..settings import current
-from ..typing import arrays_of
+from ..typing import signature
 from .axes import InputCoordinates, ModelAxes
 from .names import Catalogue, complete_catalogue
 
@@ -88,8 +87,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_start_anew)
 
 
-#: By model: the calls that had a certificate already, for ``certify="first"``.
-_certified: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+#: By model: the calls whose certificate passed, for ``certify="first"``.
+_passed: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -131,19 +130,26 @@ class ModelRequest:
         reduction = self.facts.reduction(self.batch.loss) if with_loss else None
         return provenance if reduction is None else {**provenance, "loss_reduction": reduction}
 
-    def shapes(self) -> Hashable:
-        """Return shapes and dtypes of the inputs."""
-        return tuple((tuple(np.shape(leaf)), str(getattr(leaf, "dtype", ""))) for leaf in arrays_of(self.batch.x))
+    def key(self, verb: str, *details: Hashable) -> Hashable | None:
+        """Return a value that is equal for calls of which the first may answer for the others; None if none may."""
+        data, loss = signature(self.batch.x), self.batch.loss
+        if data is None:
+            return None
+        loss = getattr(loss, "__code__", None) or (loss if isinstance(loss, str) else type(loss))
+        stated_axes = (*self.axes.stated.items(), *self.axes.data.items())
+        return verb, self.adapter.fingerprint(self.model), self.batch.training, data, loss, stated_axes, *details
 
-    def needs_certificate(self, verb: str, *details: Any) -> bool:
-        """Return whether ``certify=`` requires a certificate; "first": of the first such call and ``details``."""
+    def needs_certificate(self, verb: str, *details: Hashable) -> bool:
+        """Return whether ``certify=`` requires a certificate; "first": until such a call with ``details`` passed."""
         mode = current().certify
         if mode == "auto":
             mode = "first" if verb == "jacobian" else "always"
         if mode != "first":
             return mode == "always"
-        certified_keys = _certified.setdefault(self.model, set())
-        key = (verb, self.batch.training, self.shapes(), *details)
-        is_first = key not in certified_keys
-        certified_keys.add(key)
-        return is_first
+        return self.key(verb, *details) not in _passed.get(self.model, ())
+
+    def remember(self, certificate: Certificate, verb: str, *details: Hashable) -> None:
+        """Store that a call passed, so that ``certify="first"`` certifies no other one like it."""
+        key = self.key(verb, *details)
+        if certificate.state == "passed" and key is not None:
+            _passed.setdefault(self.model, set()).add(key)

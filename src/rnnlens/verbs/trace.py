@@ -24,7 +24,6 @@ from ..vocabulary import SAMPLE
 from .axes import an_axes_table
 from .certificates.of_trace import (
     ReplayedValues,
-    SamplePart,
     certify,
     part_to_compare,
     remember_difference,
@@ -141,10 +140,10 @@ def trace_batch(
 ) -> Trace:
     """Capture, replay, sweep, label and certify one batch."""
     request = ModelRequest.resolve(model, batch, axes)
-    needs_certificate = request.needs_certificate("trace")
-    key = (requested.key(batch.loss), request.shapes())
+    details = ("trace", requested.layers, requested.quantities)
+    needs_certificate, key = request.needs_certificate(*details), request.key(*details)
     part = part_to_compare(model, batch, key) if needs_certificate else None
-    agreed = not batch.initial_state and has_agreed(model, (key, batch.training))
+    agreed = not batch.initial_state and has_agreed(model, key)
     selection = replace(requested, compares_weights=needs_certificate or current().certify != "first", part=part)
     taps = selection.taps(needs_certificate, topmost=agreed and (part is not None or not needs_certificate))
     capture = request.adapter.run(model, batch, taps).capture
@@ -164,20 +163,21 @@ def trace_batch(
             claim.include_scans(capture.sequences)
         datasets |= plain_datasets(capture.other_calls, request.axes, batch, selection, provenance)
         selection.refuse_absent(datasets, list(layer_infos))
-        quantity_names = _names_by_certification(datasets, selection.has_loss, part, capture.topmost)
         assign_coordinates(datasets.values(), request.coordinates)
         certificate = Certificate()
         if claim is not None and reference_run is not None:
             certificate = certify(
-                request, claim, reference_run, partial(_perturbed_claim, datasets_of, capture), **quantity_names
+                request, claim, reference_run, partial(_perturbed_claim, datasets_of, capture), datasets
             )
+            request.remember(certificate, *details)
     if part is not None and certificate.state != "passed":
         remember_difference(model, key)
         return trace_batch(model, batch, requested, at, axes)
-    if part is None and certificate.state == "passed":
+    if part is None and certificate.state == "passed" and key is not None:
         remember_passed(model, batch, key, capture)
-    if chain is not None and certificate.state in ("passed", "off") and all(result.ok for result in checks):
-        chain.remember(model, (key, batch.training))
+    passed = certificate.state in ("passed", "off") and all(result.ok for result in checks)
+    if chain is not None and key is not None and passed:
+        chain.remember(model, key)
     kept_datasets: dict[str, xr.Dataset | LabelledLayer] = dict(datasets)
     if at:
         known_dims = {str(dim) for layer in datasets.values() for dim in layer.sizes}
@@ -223,20 +223,3 @@ def _perturbed_claim(datasets_of: Callable[..., Any], capture: Capture) -> Repla
     claim = ReplayedValues(capture)
     datasets_of(claim, replay=lambda call: perturbed_replay(Replay.from_call(call)))
     return claim
-
-
-def _names_by_certification(
-    datasets: Mapping[str, LabelledLayer], has_loss: bool, part: SamplePart | None, topmost: bool
-) -> dict[str, Any]:
-    """Return the names of the quantities that are certified, that rest on them, and that are not certified.
-
-    ``topmost``: the framework's own gradients at the boundaries of the layers were not captured.
-    """
-    present = dict.fromkeys(name for layer in datasets.values() for name in layer.variables)
-    certified = ["outputs", *(["loss"] if has_loss and part is None else [])]
-    certified += ["gradients at inputs"] if has_loss else []
-    compared = () if topmost else ("input_grad", "initial_state_grad")
-    resting = [name for name in present if name.endswith("_grad") and name not in compared]
-    certified += [name for name in compared if name in present]
-    uncertified = () if part is None else ("the other samples (an earlier call compared all)",)
-    return {"certified": tuple(certified), "resting": tuple(resting), "uncertified": uncertified}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,10 +67,6 @@ class TraceSelection:
                 message = f"{name!r} is a gradient of the loss, and there is no loss."
                 raise InputError(message, got="neither y nor loss", hint="pass the target: rl.trace(model, x, y)")
         return cls(layer_names, names, has_loss)
-
-    def key(self, loss: Any) -> Hashable:
-        """Return a value that is equal for two selections with the same loss function."""
-        return self.layers, self.quantities, self.has_loss, getattr(loss, "__code__", None) or str(type(loss))
 
     def has(self, quantity: str) -> bool:
         """Return whether a quantity is requested."""

@@ -143,6 +143,7 @@ def _batch_weights(model: Any, batch: Batch, layers: str | Iterable[str] | None,
     certificate = None if batch.x is None else Certificate()
     if batch.x is not None and request.needs_certificate("weights"):
         certificate = certify_weights(request, layer_weights, datasets, weight_gradients)
+        request.remember(certificate, "weights")
     warn_of_failed_checks([*weight_gradients.checks, *(certificate.checks if certificate else ())])
     return Weights(
         datasets,

@@ -128,11 +128,21 @@ def test_outputs_without_samples_first_are_left_out_by_name():
 
 def test_a_later_trace_runs_the_model_twice_the_second_time_on_few_samples():
     model, (x, y) = Stacked(), stacked_data()
+    sizes = []
+    model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    run_trace(model, x, y)
+    sizes.clear()
+    run_trace(model, x, y)
+    assert sizes == [SAMPLES, 2]
+
+
+def test_all_samples_are_compared_again_after_the_model_has_changed():
+    model, (x, y) = Stacked(), stacked_data()
     run_trace(model, x, y)
     sizes = []
     model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
     run_trace(model, x, y)
-    assert sizes == [SAMPLES, 2]
+    assert sizes == [SAMPLES, SAMPLES]
 
 
 def test_all_samples_are_compared_where_it_is_asked_for_and_in_small_batches():

@@ -408,7 +408,7 @@ class ReferenceRun:
     ``outputs`` and ``input_grads`` have one entry per leaf of the outputs and of x. ``weight_grads`` uses the
     framework's names, and its layout, which ``WeightLocation.take`` turns into that of ``Adapter.weights``.
     Of a :class:`RunByPorts` it has the layout of ``Adapter.weights`` itself. A gradient is None if no
-    path leads there. ``input_names`` are the keys of x in the order of its leaves, if x is a dict.
+    path leads there. ``input_names`` are the names of the leaves of x, if it is a container and they are known.
     """
 
     outputs: list[Array]

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, UserCodeError, did_you_mean, short_repr
-from ...typing import Array, leaves_of
+from ...typing import Array, is_leaf, leaves_of, values_of
 from ..protocol import Batch
 from . import keras_v1
 from .graph_copy import GraphCopy
@@ -36,11 +36,17 @@ def names_of_inputs(net: Net, x: Any) -> list[str]:
             missing = [name for name in input_names if name not in x]
             got = f"{list(map(str, x))}" + (f", without {missing}" if missing else "")
             raise InputError("x does not fit the inputs of the graph.", got=got, expected=", ".join(input_names))
-        return list(x)
-    if len(leaves_of(x)) != len(input_names):
-        got, expected = f"{len(leaves_of(x))} arrays", f"{len(input_names)}: {', '.join(input_names)}"
+        return [name for name in x if is_leaf(x[name])]
+    values = _values(x)
+    if len(values) != len(input_names):
+        got, expected = f"{len(values)} arrays", f"{len(input_names)}: {', '.join(input_names)}"
         raise InputError("x does not fit the inputs of the graph.", got=got, expected=expected)
-    return input_names
+    return [name for name, value in zip(input_names, values, strict=True) if is_leaf(value)]
+
+
+def _values(x: Any) -> list[Any]:
+    """Return what is fed to the inputs of a graph: arrays and numbers."""
+    return [value for value in values_of(x) if value is not None]
 
 
 def feed_of_batch(opened: OpenNet, batch: Batch) -> dict[Any, Array]:
@@ -64,7 +70,9 @@ def feed_of_copy(net: Net, copy: GraphCopy, batch: Batch) -> dict[Any, Array]:
     if net.keras is None:
         _refuse_training_options(batch)
     feed = {tensor.name: _as_feed(f"feed[{tensor.op.name!r}]", tensor, value) for tensor, value in net.feed.items()}
-    for name, leaf in zip(names_of_inputs(net, batch.x), leaves_of(batch.x), strict=True):
+    names_of_inputs(net, batch.x)  # refuses other names
+    named_values = batch.x.items() if isinstance(batch.x, Mapping) else zip(net.inputs, _values(batch.x), strict=True)
+    for name, leaf in named_values:
         input_feed = {tensor.name: _as_feed(f"x[{name!r}]", tensor, leaf) for tensor in net.inputs[name]}
         if any(0 in array.shape for array in input_feed.values()):
             got, expected = f"x[{name!r}] of shape {np.shape(leaf)}", "at least 1 sample and 1 time step"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import InputError, ModelError, UnsupportedError, duplicate_name_message, message
-from ...typing import Array, leaves_of
+from ...typing import Array, leaves_of, values_of
 from ..protocol import Batch, LayerInfo
 from .naming import KerasNames, KerasRecurrence
 from .public import Net
@@ -55,7 +55,7 @@ def _is_compiled(model: Any) -> bool:
 
 
 def _tensor_leaves(tensors: Any) -> list[Any]:
-    return [] if tensors is None else [t for t in leaves_of(tensors) if hasattr(t, "op")]
+    return [] if tensors is None else [t for t in values_of(tensors) if hasattr(t, "op")]
 
 
 def _describe_model(model: Any, graph: Any, outputs: list[Any]) -> KerasNames:
@@ -181,7 +181,7 @@ def _layer_info(name: str, direction_layer: Any, owner: Any) -> LayerInfo:
         type(cell).__name__,
     )
     size = getattr(cell, "state_size", getattr(direction_layer, "units", 0))
-    sizes = leaves_of(list(size) if isinstance(size, list | tuple) else [size])
+    sizes = values_of(list(size) if isinstance(size, list | tuple) else [size])
     is_bidirectional = owner is not direction_layer
     options = {
         "return_state": direction_layer.return_state,

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from ...errors import InputError, UnsupportedError, has_attribute, raised_by, short_repr
-from ...typing import Array, leaves_of
+from ...typing import Array, leaves_of, values_of
 from ..protocol import Batch
 from . import keras_v1
 from .graph_copy import GraphCopy
@@ -38,7 +38,7 @@ def loss_cache_key(batch: Batch) -> Any:
     """Return the cache key of a built loss: calls with equal keys use the same tensors."""
     shapes = tuple((np.ndim(leaf), str(np.asarray(leaf).dtype)) for leaf in leaves_of(batch.y))
     is_weighted = batch.sample_weight is not None or batch.class_weight is not None
-    loss = batch.loss if not isinstance(batch.loss, Mapping | list) else tuple(leaves_of(batch.loss))
+    loss = batch.loss if not isinstance(batch.loss, Mapping | list) else tuple(values_of(batch.loss))
     return ("loss", loss, shapes, is_weighted, tuple(np.ndim(w) for w in leaves_of(batch.sample_weight)))
 
 

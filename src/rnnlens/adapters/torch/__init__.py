@@ -42,7 +42,7 @@ from .capture import capture, output_tensors
 from .cells import composed_weight
 from .chain import capture_chain
 from .discover import HOLDERS, named_modules, unwrap
-from .inputs import device_and_dtype, leaves_of, map_leaves
+from .inputs import device_and_dtype, map_leaves, returned_leaves
 from .pullback import TorchPullback, differentiate
 from .restore import borrowed_model
 from .weights import TABLES, class_of, node_name
@@ -188,7 +188,7 @@ class _RecordedRun(Run):
     @cached_property
     def outputs(self) -> Outputs:  # type: ignore[override]
         """Outputs of the model, as arrays and as the model returned them."""
-        leaves = leaves_of(self._returned)
+        leaves = returned_leaves(self._returned)
         if any(isinstance(leaf, PackedSequence) for leaf in leaves):
             raise UnsupportedError(
                 "The model returns packed sequences, and packed sequences of several batches cannot be concatenated.",

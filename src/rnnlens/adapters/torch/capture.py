@@ -27,7 +27,7 @@ from .discover import (
 )
 from .forward_pass import ForwardPass, forward_pass, run_until_recorded
 from .fused import CallOwners, KernelInterceptor
-from .inputs import detach_tensors, map_leaves, replay_copy, tensors_of
+from .inputs import detach_tensors, map_leaves, replay_copy, returned_tensors, tensors_of
 from .loops import CellHook, StepListener
 from .losses import gradients_of, reaches
 from .public import ANY_SCAN, LISTENER, SCANS, is_declared_cell
@@ -116,7 +116,7 @@ def _capture_pass(
         if rules.ignore_no_grad:
             recorder.notes.append(_WITH_GRADIENTS)
         weights = dict(model.named_parameters()) if separate else {}
-        output_leaves, gradient = tensors_of(outputs) if boundaries else [], None
+        output_leaves, gradient = returned_tensors(outputs) if boundaries else [], None
         if loss is not None and request.gradients:
             gradient = _gradients(
                 recorder, loss, [*borrowed.sources, *weights.values(), *output_leaves], topmost=topmost

@@ -62,8 +62,6 @@ def as_tensors(data: Any, model: nn.Module, argument_name: str, device: torch.de
     device, keeps_lengths = device or model_device, device is None
 
     def to_tensor(value: Any) -> Any:
-        if isinstance(value, (int, float, bool, str)) or value is None:
-            return value
         if isinstance(value, torch.Tensor):
             tensor = value.clone() if value.is_inference() else value.detach()
             is_length = keeps_lengths and tensor.dim() == 1 and not tensor.is_floating_point()
@@ -91,8 +89,8 @@ def as_tensors(data: Any, model: nn.Module, argument_name: str, device: torch.de
 def call_model(model: nn.Module, x: Any) -> Any:
     """Call ``model(x)``, ``model(*x)`` for a tuple or list, or ``model(**x)`` for a dict.
 
-    A dict whose keys are no parameters of ``forward`` is its one argument. Tensors are copied, because the model may
-    change them.
+    A dict, or named tuple, whose keys are no parameters of ``forward`` is its one argument. Tensors are copied, because
+    the model may change them.
     """
     x = clone_tensors(x)
     with raised_by("Your model's forward"), ExitStack() as stack:
@@ -101,11 +99,15 @@ def call_model(model: nn.Module, x: Any) -> Any:
             if getattr(config, "use_cache", None) is True:  # of Hugging Face; a cache is only for generation
                 config.use_cache = False
                 stack.callback(setattr, config, "use_cache", True)
-        if isinstance(x, dict):
+        fields = list(x) if isinstance(x, dict) else getattr(x, "_fields", ())
+        if fields and not isinstance(x, PackedSequence):
             parameters = inspect.signature(model.forward).parameters.values()
-            keywords = any(p.kind is p.VAR_KEYWORD or p.name in x for p in parameters)
+            spreads = any(p.kind is p.VAR_KEYWORD or p.name in fields for p in parameters)
             required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
-            return model(**x) if keywords or len(required) != 1 else model(x)
+            if not spreads and len(required) == 1:
+                return model(x)
+        if isinstance(x, dict):
+            return model(**x)
         if isinstance(x, (tuple, list)) and not isinstance(x, PackedSequence):
             return model(*x)
         return model(x)
@@ -157,6 +159,19 @@ def check_features(name: str, module: nn.Module, value: Any) -> None:
 def tensors_of(value: Any) -> list[Tensor]:
     """Return all tensors within nested values, in order; of a packed sequence its data."""
     return [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in leaves_of(value)]
+
+
+def returned_leaves(outputs: Any) -> list[Any]:
+    """Return the leaves of what a model returned; of an array of another framework its values, as a tensor."""
+    return [
+        leaf if isinstance(leaf, (Tensor, PackedSequence)) else torch.tensor(as_numpy(leaf))
+        for leaf in typing.leaves_of(outputs)
+    ]
+
+
+def returned_tensors(outputs: Any) -> list[Tensor]:
+    """Return :func:`returned_leaves`, of a packed sequence its data."""
+    return [leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in returned_leaves(outputs)]
 
 
 def leaves_of(value: Any) -> list[Any]:

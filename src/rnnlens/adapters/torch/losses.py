@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from ...autodiff.torch import backward_pass, pull_gradients
 from ...errors import InputError, UnsupportedError, did_you_mean, raised_by
-from ...typing import Array
+from ...typing import Array, named_constants
 from ..protocol import Batch, Outputs
 from .cells import at_least_float32
 from .discover import named_modules, unwrap
-from .inputs import as_tensors, leaves_of, map_leaves, tensors_of
+from .inputs import as_tensors, leaves_of, map_leaves, returned_leaves, tensors_of
 from .lineage import upstream_nodes
 from .restore import borrowed_model
 
@@ -321,13 +321,23 @@ def mixes_samples(model: nn.Module, training: bool) -> str | None:
 def loss_of(model: nn.Module, batch: Batch, outputs: Outputs) -> tuple[float, list[Array | None]]:
     """Return the loss of joined outputs, and its gradient at each; None where the loss does not depend on one."""
     model = unwrap(model)
-    model_leaves = leaves_of(outputs.tree)
+    constants = named_constants(outputs.tree)
+    if constants:
+        name, value = next(iter(constants.items()))
+        raise UnsupportedError(
+            "The loss needs the outputs of several batches joined, and the model returns more than tensors.",
+            got=f"output[{name}], {type(value).__name__}",
+            expected='combine="mean" or "sum", or all samples as one batch',
+        )
+    model_leaves = returned_leaves(outputs.tree)
     leaves = [torch.as_tensor(new).to(old) for new, old in zip(outputs.leaves, model_leaves, strict=True)]
     weights = [p for p in model.parameters() if p.requires_grad]
     with borrowed_model(model, training=batch.training, seed=batch.seed, loss=batch.loss):
         leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in leaves]
         remaining = iter(leaves)
-        tree = map_leaves(outputs.tree, lambda value: next(remaining) if isinstance(value, Tensor) else value)
+        tree = map_leaves(
+            outputs.tree, lambda old: next(remaining) if isinstance(old, Tensor) else next(remaining).numpy()
+        )
         loss = evaluate(batch, tree, model)
         assert loss is not None
         grads_in_order = iter(pull_gradients([loss], [*(t for t in leaves if t.requires_grad), *weights]))

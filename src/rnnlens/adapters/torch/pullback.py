@@ -28,7 +28,7 @@ from .cells import has_own_forward
 from .chain import ChainRecorder
 from .discover import RequestedLayers, named_modules, unwrap
 from .forward_pass import forward_pass, run_until_recorded
-from .inputs import device_and_dtype, leaves_of, replay_copy, tensors_of
+from .inputs import device_and_dtype, leaves_of, replay_copy, returned_leaves, tensors_of
 from .record import (
     CallRecorder,
     OutputRecord,
@@ -115,7 +115,7 @@ class TorchPullback(Run):
         if requested_cells:
             refuse_cells_without_state(recorder, requested_cells)
         self._scan_sweep_size = recorder.scans.sweep_size
-        output_leaves = leaves_of(outputs)
+        output_leaves = returned_leaves(outputs)
         self.layouts = chain.layouts(outputs)
         if ran_without_gradients and not any(
             t.requires_grad for t in (*tensors_of(outputs), *([] if loss is None else [loss]))

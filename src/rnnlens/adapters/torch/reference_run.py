@@ -21,13 +21,13 @@ from torch.utils import _pytree as pytree
 from ...autodiff.torch import backward_pass
 from ...errors import CertificateError
 from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN, registered
-from ...typing import Array
+from ...typing import Array, container_of, named_leaves
 from ..protocol import Batch, Cotangents, EndPort, ReferenceRun, WeightLocation
 from .assemble import PortTensors
 from .cells import has_own_forward, has_own_step, tensor_leaves
 from .discover import named_modules, unwrap
 from .forward_pass import ForwardPass, forward_pass
-from .inputs import tensors_of
+from .inputs import returned_tensors, tensors_of
 from .losses import host_array
 from .scan_families import sequence_modules, state_sizes
 
@@ -62,7 +62,7 @@ def reference_run(
             _refuse_quadratic(model, borrowed.x)
         outputs = borrowed.call()
         loss = None if cotangents is not None else borrowed.loss_of(outputs)
-        leaves = tensors_of(outputs)
+        leaves = returned_tensors(outputs)
         values, starts = [_copied_array(leaf) for leaf in leaves], [(loss, None)]
         if cotangents is not None:
             output_cotangents = cotangents(values) if callable(cotangents) else cotangents
@@ -78,8 +78,8 @@ def reference_run(
     if grads is None:
         return ReferenceRun(values, loss_value)
     by_name = dict(zip(weights, grads[len(sources) :], strict=True))
-    keys = tuple(borrowed.x) if isinstance(borrowed.x, dict) and len(borrowed.x) == len(sources) else ()
-    return ReferenceRun(values, loss_value, grads[: len(sources)], by_name, keys)
+    names = named_leaves(borrowed.x) if container_of(borrowed.x) is not None else ()
+    return ReferenceRun(values, loss_value, grads[: len(sources)], by_name, names)
 
 
 @contextmanager
@@ -179,7 +179,7 @@ def reference_between(
     model = unwrap(model)
     modules = dict(named_modules(model))
     with _quiet_pass(model, batch, by_frozen=True) as borrowed, _returned_values(modules, (of, wrt)) as returned:
-        outputs = tensors_of(borrowed.call())
+        outputs = returned_tensors(borrowed.call())
         upper, lower = (_end_tensors(end, modules, returned, borrowed.sources, outputs) for end in (of, wrt))
         value = upper.value
         if not value.requires_grad or not all(t.requires_grad for t in lower.tensors):

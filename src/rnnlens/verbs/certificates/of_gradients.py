@@ -67,14 +67,16 @@ def certify_batch(request: BatchRequest, answer: BatchGradients) -> Certificate:
         if np.shape(target) == np.shape(answer.value):
             comparisons.compare(LOSS if of_loss else TARGET, "", [(answer.value, target)])
         compared_names = _compare_named(comparisons, request, batch_axes, answer, run, data.leaves_of(batch.x))
-        resting_names = _compare_swept(comparisons, request, answer, run, regularised, other_gradients)
+        resting_names, uncompared = _compare_swept(comparisons, request, answer, run, regularised, other_gradients)
         # Gradients inside the model rest on those of weights and inputs; on the value alone they are not certified.
-        only_values = all(check.name in (LOSS, TARGET) for check in comparisons.checks)
+        compared = {check.name for check in comparisons.checks}
+        only_values = compared <= {LOSS, TARGET}
+        value_name = ("value",) if compared & {LOSS, TARGET} else ()
         return comparisons.certificate(
             adapter.engine,
-            certified=("value", *compared_names),
+            certified=(*value_name, *compared_names),
             resting=() if only_values else tuple(resting_names),
-            uncertified=tuple(resting_names) if only_values else (),
+            uncertified=(*uncompared, *(resting_names if only_values else ())),
         )
 
     def compare_own_paths(run: ReferenceRun) -> Certificate | None:
@@ -224,9 +226,12 @@ def _compare_swept(
     run: ReferenceRun,
     regularised: bool,
     other_gradients: Mapping[str, Any],
-) -> list[str]:
-    """Compare dL/dW of sweeps with the framework's, minus ``other_gradients``; return the names certified."""
-    catalogue, shared_layers = request.catalogue, set[str]()
+) -> tuple[list[str], list[str]]:
+    """Compare dL/dW of sweeps with the framework's, minus ``other_gradients``.
+
+    Return the names of gradients inside the model that rest on what was compared, and of those that do not.
+    """
+    catalogue, shared_layers, compared_layers = request.catalogue, set[str](), set[str]()
     for layer, directions in answer.swept.items():
         layer_name = uncalled_layer(layer, catalogue.recurrent)
         penalties = catalogue.weights[layer_name].penalties if layer_name in catalogue.weights else {}
@@ -257,6 +262,7 @@ def _compare_swept(
                 reference = reference if call.cell.by_framework else probe_combinations({key: reference})[key]
                 pairs.append((to_host(claimed_gradient) / request.scale, reference))
         comparisons.compare(WEIGHTS, layer, pairs, scale=scale)
+        compared_layers |= {layer} if pairs else set()
         if not (
             pairs
             or layer_name not in catalogue.weights
@@ -264,10 +270,12 @@ def _compare_swept(
         ):
             comparisons.left_out[UNPLACED.format(layer)] = None
             shared_layers.add(layer)
-    inner_names = [
-        n.text for n in request.wrt if n.kind != "weight" and n.layer is not None and n.layer not in shared_layers
-    ]
-    return list(dict.fromkeys(inner_names))
+    inner_names = {
+        name.text: name.layer not in answer.swept or name.layer in compared_layers - shared_layers
+        for name in request.wrt
+        if name.kind != "weight" and name.layer is not None
+    }
+    return [text for text, rests in inner_names.items() if rests], [t for t, rests in inner_names.items() if not rests]
 
 
 def _is_held_elsewhere(request: BatchRequest, layer: str, weight: str, key: str) -> bool:
@@ -337,10 +345,11 @@ def certify_weights(
             has_gradients = any(_weight_key(name, layer_weights[layer]) is not None for name in arrays.variables)
             if has_gradients and not (pairs or _has_location(request.facts, layer, layer_weights[layer])):
                 comparisons.left_out[UNPLACED.format(layer)] = None
-        weight_names = ["gradients of weights"] if any(c.name == WEIGHTS for c in comparisons.checks) else []
+        compared = {check.name for check in comparisons.checks}
+        names = [text for text, name in (("loss", LOSS), ("gradients of weights", WEIGHTS)) if name in compared]
         has_norms = any(name.endswith("_grad_norm") for arrays in labelled.values() for name in arrays.variables)
         uncertified = ("norms of single steps",) if has_norms else ()
-        return comparisons.certificate(adapter.engine, certified=("loss", *weight_names), uncertified=uncertified)
+        return comparisons.certificate(adapter.engine, certified=tuple(names), uncertified=uncertified)
 
     reference = partial(attempt, lambda: untouched(request, request.batch).reference())
     return compare_in_turn(request, reference, [compare_all], steps=steps)

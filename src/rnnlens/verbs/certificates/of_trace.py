@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,14 +23,16 @@ from ... import data
 from ...adapters.protocol import Batch, Capture, RecurrentCall, ReferenceRun, SequenceCall
 from ...recurrence.adjoint import PROBES, probe_combinations
 from ...recurrence.cells import affine
-from ...results.checks import Certificate, coarser_dtype, epsilon
+from ...results.checks import Certificate, Check, coarser_dtype, epsilon
 from ...results.schema import LabelledLayer, to_host
 from ...settings import current
-from ...typing import Array, arrays_of
+from ...typing import Array, arrays_of, named_constants
 from ...vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, STATE, TIME
 from ..request import ModelRequest
 from .compare import (
+    INITIAL,
     INPUTS,
+    LAYER_INPUT,
     LOSS,
     OUTPUTS,
     UNPLACED,
@@ -228,32 +230,23 @@ def _has_gradients(capture: Capture) -> bool:
     return bool(capture.input_grads or capture.outside_weight_grads) and not capture.alteration
 
 
-#: Name of what is certified where gradients of weights were compared too.
-WITH_WEIGHTS = {"gradients at inputs": "gradients at inputs and weights"}
-
-
 def certify(
     request: ModelRequest,
     claim: ReplayedValues,
     reference_attempt: Attempt,
     perturbed: Callable[[], ReplayedValues],
-    **names: Any,
+    datasets: Mapping[str, LabelledLayer],
 ) -> Certificate:
     """Compare replayed values with the reference run; return "could not" if that run is not reproducible itself.
 
     ``perturbed`` recomputes the replayed values with one more rounding; it is called only if the comparison fails.
-    ``names`` as in :meth:`Certificate.of`.
+    ``datasets`` are the layers of the result.
     """
 
     def compare(run: ReferenceRun, claim: ReplayedValues = claim) -> Certificate:
         comparisons = _compare_all(request, claim, run)
-        certificate_names = names
-        if any(check.name == WEIGHTS for check in comparisons.checks):
-            certificate_names = {
-                **names,
-                "certified": tuple(WITH_WEIGHTS.get(name, name) for name in names["certified"]),
-            }
-        return comparisons.certificate(request.adapter.engine, **certificate_names)
+        names: dict[str, Any] = _names_by_certification(comparisons.checks, claim, datasets)
+        return comparisons.certificate(request.adapter.engine, **names)
 
     def compare_perturbed(run: ReferenceRun) -> Certificate:
         return compare(run, claim.with_rounding_scales(perturbed()))
@@ -267,6 +260,58 @@ def certify(
     return could_not_compare(request, alteration) if alteration and certificate.state != "failed" else certificate
 
 
+def _names_by_certification(
+    checks: Sequence[Check], claim: ReplayedValues, datasets: Mapping[str, LabelledLayer]
+) -> dict[str, tuple[str, ...]]:
+    """Return the names of quantities that were compared, that rest on them, and that do neither.
+
+    A gradient within a recurrence rests on the comparison of its layer's weights, input or initial state. Of a chain
+    swept from its last layer on, it also rests on the gradient at the model's input. A gradient of any other layer is
+    the framework's, from the same backward pass as all compared ones.
+    """
+    compared = {(check.name, check.layer) for check in checks}
+    ends = {name for name, layer in compared if layer == "" or name == WEIGHTS}
+    swept = {call.layer for call in claim.capture.calls}
+    by_state: dict[str, dict[str, list[str]]] = {"certified": {}, "resting": {}, "uncertified": {}}
+    for node, layer in datasets.items():
+        own = [(LAYER_INPUT, node), (INITIAL, node), (WEIGHTS, node), (WEIGHTS, node.partition("#")[0])]
+        rests = bool(compared.intersection(own)) or (INPUTS in ends and claim.capture.topmost)
+        for name in layer.variables:
+            comparison = LAYER_INPUT if name == "input_grad" else INITIAL if name.startswith("initial_") else ""
+            if not name.endswith("_grad"):
+                continue
+            if (comparison, node) in compared:
+                state = "certified"
+            else:
+                state = "resting" if (rests if node in swept else ends & {INPUTS, WEIGHTS}) else "uncertified"
+            by_state[state].setdefault(name, []).append(node)
+
+    def names(state: str) -> list[str]:
+        """Return each name once where it is in this state alone, else once for each of the layers."""
+        return [
+            text
+            for name, nodes in by_state[state].items()
+            for text in (
+                [name]
+                if not any(name in by_state[other] for other in by_state.keys() - {state})
+                else [f"{node}.{name}" for node in nodes]
+            )
+        ]
+
+    inputs_and_weights = " and ".join(
+        word for word, name in (("at inputs", INPUTS), ("of weights", WEIGHTS)) if name in ends
+    )
+    ends_certified = [word for word, name in (("outputs", OUTPUTS), ("loss", LOSS)) if name in ends]
+    if inputs_and_weights:
+        ends_certified.append("gradients " + inputs_and_weights.replace("and of weights", "and weights"))
+    other_samples = () if claim.part is None else ("the other samples (an earlier call compared all)",)
+    return {
+        "certified": (*ends_certified, *names("certified")),
+        "resting": tuple(names("resting")),
+        "uncertified": (*other_samples, *names("uncertified")),
+    }
+
+
 def _compare_all(request: ModelRequest, claim: ReplayedValues, run: ReferenceRun) -> Comparisons:
     """Compare all quantities that both the capture and the reference run have."""
     comparisons = Comparisons(claim.steps, claim.dtype)
@@ -274,6 +319,9 @@ def _compare_all(request: ModelRequest, claim: ReplayedValues, run: ReferenceRun
     if capture.loss is not None and run.loss is not None:
         comparisons.compare(LOSS, "", [(capture.loss, run.loss)])
     outputs = [to_host(leaf) for leaf in arrays_of(capture.outputs)]
+    for name, value in named_constants(capture.outputs).items():
+        label = f"output[{name}]" if name else "output"
+        comparisons.left_out[f"{label}, which is no array but {_with_article(type(value).__name__)}"] = None
     if outputs or run.outputs:
         has_same_count = len(outputs) == len(run.outputs)
         pairs = list(zip(outputs, run.outputs, strict=True)) if has_same_count else [(np.inf, 1.0)]
@@ -346,6 +394,10 @@ def _compare_weights(comparisons: Comparisons, request: ModelRequest, claim: Rep
     gradient_pairs = [(other_gradients[name], run.weight_grads.get(name)) for name in other_names]
     pairs = [fill_missing(a, b) for a, b in gradient_pairs if a is not None or b is not None]
     comparisons.compare(WEIGHTS, "other layers" if swept else "", pairs)
+
+
+def _with_article(noun: str) -> str:
+    return f"an {noun}" if noun[:1].lower() in "aeiou" else f"a {noun}"
 
 
 def _is_binary(leaf: Any) -> bool:

@@ -54,9 +54,10 @@ class GradientWork(ChunkWork):
         batch = batch if request.with_loss else batch.without_loss()
         batch_request = replace(request.of_batch(batch, target), partial=rows.count < rows.total)
         gradients = batch_gradients(batch_request)
-        certificate = (
-            certify_batch(batch_request, gradients) if batch_request.needs_certificate("gradients") else Certificate()
-        )
+        certificate = Certificate()
+        if batch_request.needs_certificate("gradients"):
+            certificate = certify_batch(batch_request, gradients)
+            batch_request.remember(certificate, "gradients")
         gradients.swept = {}
         total = Accumulator(self.combine, self.arguments.measure, self.arguments.across)  # type: ignore[arg-type]
         total.add(gradients, count=size if self.of_loss else rows.count)

@@ -261,6 +261,7 @@ def _add_batch(request: BatchRequest, total: Accumulator) -> BatchGradients:
     gradients = batch_gradients(request)
     if total.batches == 0 and request.needs_certificate("gradients"):
         total.certificate = certify_batch(request, gradients)
+        request.remember(total.certificate, "gradients")
     gradients.swept = {}
     total.add(gradients, _shapes(request.batch), request.target.picked)
     return gradients

@@ -1,5 +1,7 @@
 """Certificates that pass despite rounding, fail at small faults, cannot be given, or are switched off."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import rnnlens as rl
+from rnnlens.errors import SelfCheckWarning
 from rnnlens.recurrence.cells import SimpleRNN
 
 pytestmark = pytest.mark.check
@@ -189,3 +192,71 @@ def test_of_a_data_set_the_first_batch_is_certified():
     x, y = torch.randn(7, 5, 3), torch.randn(7, 2)
     gradients = rl.gradients(Plain(), x, y, loss=functional.mse_loss, batch_size=3)
     assert gradients.certificate.state == "passed"
+
+
+def test_a_failed_jacobian_fails_at_every_call_until_it_passes(monkeypatch):
+    from rnnlens.verbs import jacobian
+
+    model, x, execute = Plain(), torch.randn(3, 5, 3), jacobian.execute
+
+    def wrong(*arguments):
+        result = execute(*arguments)
+        result.values *= 2
+        return result
+
+    monkeypatch.setattr(jacobian, "execute", wrong)
+    for _ in range(2):
+        with pytest.warns(SelfCheckWarning):
+            assert rl.jacobian(model, x).attrs["certificate"].startswith("NOT certified")
+    monkeypatch.undo()
+    assert [rl.jacobian(model, x).attrs["certificate"][:9] for _ in range(2)] == ["certified", "not certi"]
+
+
+def test_the_first_of_each_kind_of_input_is_certified():
+    class Repeated(Plain):
+        def forward(self, x, times=1):
+            return super().forward(x) * times
+
+    model, x = Repeated(), torch.randn(3, 5, 3)
+    certificates = [rl.jacobian(model, (x, times), wrt="input").attrs["certificate"] for times in (1, 2, 2)]
+    assert [text[:9] for text in certificates] == ["certified", "certified", "not certi"]
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_only_what_was_compared_is_listed(monkeypatch, placed):
+    from rnnlens.adapters.registry import adapter_for
+
+    model = Plain()
+    adapter, torch_capture = type(adapter_for(model)), adapter_for(model).capture
+
+    def capture_without_boundaries(self, *arguments):
+        captured = torch_capture(*arguments)
+        captured.calls = [
+            replace(call, framework_input_grad=None, framework_initial_state_grad=None) for call in captured.calls
+        ]
+        return captured
+
+    monkeypatch.setattr(adapter, "capture", capture_without_boundaries)
+    if not placed:
+        monkeypatch.setattr(adapter, "weight_location", lambda *arguments: None)
+    certificate = trace_certificate(model)
+    assert certificate.state == "passed"
+    swept = {"hidden_grad", "cell_grad", "gate_grad", "input_grad", "initial_state_grad", "final_state_grad"}
+    assert not swept & set(certificate.certified)
+    assert swept <= set(certificate.resting if placed else certificate.uncertified)
+    assert not swept & set(certificate.uncertified if placed else certificate.resting)
+
+
+def test_gradients_at_an_input_of_ids_are_not_listed():
+    class Ids(Plain):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(5, 3)
+
+        def forward(self, ids):
+            return super().forward(self.table(ids))
+
+    ids, y = torch.randint(0, 5, (3, 5)), torch.randn(3, 2)
+    certificate = rl.trace(Ids(), ids, y, loss=functional.mse_loss).certificate
+    assert "gradients of weights" in certificate.certified
+    assert not any("inputs" in name for name in certificate.certified)
