@@ -362,6 +362,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := set(arguments.suites) - set(names):
         parser.error(f"no suite named {', '.join(sorted(unknown))}")
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell lets background jobs, and all they start, ignore it
     deadline = time.monotonic() + 60 * arguments.minutes
     tier = "check" if arguments.check else "full" if arguments.full else "test"
     chosen = [suite for suite in SUITES if suite.name in arguments.suites or not arguments.suites]
