@@ -63,7 +63,9 @@ class Adapter(AxisConvention, ABC):
 
     def facts(self, model: Any, batch: Batch | None = None) -> ModelFacts:
         """Return facts about a model, or about a model and a batch, without running it."""
-        return ModelFacts(model, batch, framework=self.name)
+        facts = ModelFacts(model, batch)
+        facts.framework = self.name
+        return facts
 
     def fingerprint(self, model: Any) -> Hashable | None:
         """Return a value that changes with the structure, hooks, flags and code of a model, not with its weights.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ...recurrence.cells import Cell
 from ...typing import Array
@@ -52,6 +52,7 @@ class Submodule:
     dtype: str = ""
 
 
+@dataclass
 class ModelFacts:
     """Facts about a model, alone and with a batch, that need no run; subclasses compute them when they are read.
 
@@ -63,8 +64,6 @@ class ModelFacts:
         The model.
     batch
         Data and loss, for the facts that need them.
-    **known
-        Attributes that are known already.
 
     Attributes
     ----------
@@ -94,22 +93,21 @@ class ModelFacts:
         Name of the framework.
     """
 
-    submodules: Mapping[str, Submodule] = {}
-    inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-    loss: Any = None
-    has_own_loss: bool = False
-    optimizer: str = ""
-    clipping: tuple[str, float] | None = None
-    clips_lookups_apart: bool = False
-    loss_scale: float = 1.0
-    tensors: Container[str] = frozenset()
-    compiles: bool = False
-    framework: str = ""
+    model: Any
+    batch: Batch | None = None
 
-    def __init__(self, model: Any, batch: Batch | None = None, **known: Any) -> None:
-        self.model, self.batch = model, batch
-        vars(self).update(known)
+    submodules: ClassVar[Mapping[str, Submodule]] = {}
+    inputs: ClassVar[tuple[str, ...]] = ()
+    outputs: ClassVar[tuple[str, ...]] = ()
+    loss: ClassVar[Any] = None
+    has_own_loss: ClassVar[bool] = False
+    optimizer: ClassVar[str] = ""
+    clipping: ClassVar[tuple[str, float] | None] = None
+    clips_lookups_apart: ClassVar[bool] = False
+    loss_scale: ClassVar[float] = 1.0
+    tensors: ClassVar[Container[str]] = frozenset()
+    compiles: ClassVar[bool] = False
+    framework = ""
 
     @property
     def provenance(self) -> Mapping[str, str]:

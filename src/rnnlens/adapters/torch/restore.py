@@ -203,7 +203,7 @@ class _TensorState:
                     stacklevel=2,
                 )
             return
-        if is_changed:
+        if self.version is not None and is_changed:
             self.later_version = tensor._version
             _set_version(tensor, self.version)
         if not torch.equal(data, copy):
