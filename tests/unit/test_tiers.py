@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -63,7 +64,9 @@ def suites():
     module = importlib.util.module_from_spec(spec)
     sys.modules["suites"] = module
     spec.loader.exec_module(module)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as main() sets it
     yield module
+    signal.signal(signal.SIGINT, before)
     del sys.modules["suites"]
 
 
