@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...autodiff.torch import set_seed
+from .higher_order import scan_by_loop
 
 #: Torch's recurrences of all steps; packed sequences have one argument more.
 _FUSED = tuple(getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
@@ -245,6 +246,7 @@ def borrowed_model(
             stack.enter_context(torch.enable_grad())
             if "torch._dynamo" in sys.modules:  # the compiler is not loaded if nothing was compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(scan_by_loop())
             stack.enter_context(_without_checkpoints())
             if not training and any(parameter.is_cuda for parameter in model.parameters()):
                 stack.enter_context(_DifferentiableKernels())
