@@ -24,7 +24,7 @@ from ..measures.profiles import Band, attributed_memory, attribution, band
 from ..measures.transfer import Transfer, state_transfer, theil_sen
 from ..recurrence.arrays import namespace
 from ..recurrence.replay import Replay
-from ..recurrence.sequence import SequenceCell, forward, pull_back, sweep
+from ..recurrence.sequence import SequenceCell, forward, pull_back
 from ..results.schema import to_host
 from ..settings import options
 from ..typing import Array
@@ -307,11 +307,13 @@ def _scan_facts(call: SequenceCall, kind: str, n_steps: int) -> LayerFacts:
     """Measure one scan in one sweep over chunks of steps, up to step ``n_steps``."""
     assert call.output_grad is not None
     cell = call.cell.at(slice(0, n_steps))
-    _, starts, last_state = forward(cell)
+    run = forward(cell)[1]
     adjoint_norms, state_norms, moments, states = [], [], np.zeros((3, *cell.shape[2:])), Census(0, 0, 0, 0)
-    for chunk, _ in sweep(cell, starts, call.output_grad[:, :n_steps]):
-        chunk_states = to_host(chunk.states)
-        adjoint_norms.append(_norms(to_host(chunk.grads)))
+    for chunk, _ in run.sweep(
+        call.output_grad[:, :n_steps], call.last_state_grad if n_steps == call.cell.steps else None
+    ):
+        chunk_states = to_host(chunk.states())
+        adjoint_norms.append(_norms(to_host(chunk.grads())))
         state_norms.append(_norms(chunk_states).mean(axis=0))
         moments += _state_moments(chunk_states)
         chunk_census = census(chunk_states)
@@ -325,7 +327,7 @@ def _scan_facts(call: SequenceCall, kind: str, n_steps: int) -> LayerFacts:
         adjoint_norms=reorder_by_lag(np.concatenate(adjoint_norms[::-1], axis=1), range(n_steps)[::-1], None),
         states=states,
         state_norms=np.concatenate(state_norms[::-1]),
-        scan=scan_measures(cell, to_host(last_state)),
+        scan=scan_measures(cell, to_host(run.last_state)),
     )
 
 

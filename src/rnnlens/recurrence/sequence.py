@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import reduce
-from math import prod
+from functools import cache, cached_property, partial, reduce
+from math import isqrt, prod
 from operator import mul
 from typing import Any
 
 from ..typing import Array
 from .arrays import namespace
+from .matrix_form import MatrixForm, has_matrix_form
 
 #: Number of steps of a chunk: coefficients and states of one chunk are in memory at once.
 CHUNK = 32
@@ -40,7 +41,8 @@ class SequenceCell:
     read
         C_t: y_t is its product with S_t, summed over ``contracted``. None: the output is the state.
     left, right
-        Vectors of the part of rank one along ``contracted``, of a delta rule; None without one.
+        Vectors of the part of rank one along ``contracted``; ``right`` is None without one. With ``right``, and
+        ``left`` None, the left vector is the first factor of the write, as in delta rules.
     contracted
         Index, in ``axes``, of the axis that C_t and ``right`` sum over.
     logarithmic
@@ -96,20 +98,26 @@ class SequenceCell:
     def sweep_size(self) -> int:
         """Number of values that a sweep keeps for one cotangent: states of a chunk, gradients of the coefficients."""
         samples, steps, *axes = self.shape
-        state_values = samples * min(CHUNK, steps) * prod(axes)
+        states = 8 + 2 * isqrt(steps // CHUNK) if has_matrix_form(self) else 8 * min(CHUNK, steps)
         coefficient_values = sum(prod(array.shape) for array in self.parts.values())
-        return 8 * state_values + 2 * int(coefficient_values)
+        return states * samples * prod(axes) + 2 * int(coefficient_values)
 
     @property
     def axis(self) -> int:
         """Position of the contracted axis (over which y_t = C_t S_t sums) in arrays (sample, *axes), from the end."""
         return self.contracted % len(self.axes) - len(self.axes)
 
-    def at(self, steps: slice) -> SequenceCell:
-        """Return views of the coefficients of some consecutive steps."""
-        return replace(
-            self.with_parts(lambda part: part if part.shape[1] == 1 else part[:, steps]), initial=self.initial
-        )
+    @property
+    def left_vector(self) -> Any:
+        """Left vector of the part of rank one."""
+        return self.write[0] if self.left is None else self.left
+
+    def at(self, steps: slice | Sequence[int]) -> SequenceCell:
+        """Return the coefficients of some steps; of consecutive ones as views."""
+        index = steps if isinstance(steps, slice) else list(steps)
+        coefficients = replace(self, initial=None)
+        selected = coefficients.with_parts(lambda part: part if part.shape[1] == 1 else part[:, index])
+        return replace(selected, initial=self.initial)
 
     def decays(self) -> Array:
         """Return a_t (sample or 1, time or 1, ...), in the broadcast shape of its factors."""
@@ -120,6 +128,10 @@ class SequenceCell:
         """Return W_t (sample, time, *axes)."""
         return _product(self.write)
 
+    def outputs(self, states: Array) -> Array:
+        """Return y_t (sample, time, axes without the contracted one), from the states at the cell's steps."""
+        return states if self.read is None else (self.read * states).sum(self.axis)
+
     def start(self) -> Array:
         """Return S before the first step, (sample, *axes)."""
         if self.initial is not None:
@@ -129,123 +141,206 @@ class SequenceCell:
         return xp.zeros(sizes, dtype=xp.result_type(*self.decay, *self.write), device=like.device)
 
 
-def run(cell: SequenceCell, start: Array) -> tuple[Array, Array]:
-    """Run consecutive steps of a sequence cell from ``start``.
+class SequenceChunk:
+    """Consecutive steps of a cell: its outputs and states, and after :meth:`pull_back` the gradients of both.
 
-    Return all states (sample, time, *axes) and the last one.
+    ``start`` returns the state before the first step, (sample, *axes); it is called where that state is needed.
     """
-    decay, write, xp = cell.decays(), cell.writes(), namespace(start)
-    state, states = start, []
-    for t in range(cell.steps):
-        carried = _step(decay, t) * state
-        if cell.left is not None and cell.right is not None:
-            carried = carried - _step(cell.left, t) * _sum_keepdims(_step(cell.right, t) * carried, cell.axis)
-        state = carried + _step(write, t)
-        states.append(state)
-    return xp.stack(states, axis=1), state
+
+    def __init__(self, cell: SequenceCell, steps: slice, start: Callable[[], Array]) -> None:
+        self.cell, self.steps, self._start = cell, steps, start
+
+    def outputs(self) -> Array:
+        """Return y_t (sample, time, axes without the contracted one)."""
+        return self.cell.outputs(self.states())
+
+    def last_state(self) -> Array:
+        """Return the state after the last step, (sample, *axes)."""
+        return self.states()[:, -1]
+
+    @cached_property
+    def _states(self) -> Array:
+        cell, state, states = self.cell, self._start(), []
+        decay, write = cell.decays(), cell.writes()
+        for t in range(cell.steps):
+            carried = _step(decay, t) * state
+            if cell.right is not None:
+                left, right = _step(cell.left_vector, t), _step(cell.right, t)
+                carried = carried - left * _sum_keepdims(right * carried, cell.axis)
+            state = carried + _step(write, t)
+            states.append(state)
+        return namespace(state).stack(states, axis=1)
+
+    def states(self, at: Sequence[int] | None = None) -> Array:
+        """Return S_t at positions of the chunk (by default all), (sample, position, *axes)."""
+        return self._states if at is None else self._states[:, list(at)]
+
+    def pull_back(self, direct: Array, later: Array) -> Array:
+        """Return dL/dS before the chunk, from dL/dy_t and the gradient at the last state from later steps.
+
+        References
+        ----------
+        Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5: dL/dS_t = C_t^H dL/dy_t + A_{t+1}^H dL/dS_{t+1}.
+        """
+        cell, self.direct, grads = self.cell, direct, []
+        state_grads = direct if cell.read is None else cell.read.conj() * _expand_outputs(cell, direct)
+        decay = cell.decays()
+        for t in range(cell.steps - 1, -1, -1):
+            total = later + _step(state_grads, t)
+            grads.append(total)
+            later = _pull_step(cell, decay, t, total)
+        self._grads = namespace(later).stack(grads[::-1], axis=1)
+        return later
+
+    def grads(self, at: Sequence[int] | None = None) -> Array:
+        """Return dL/dS_t, total through the recurrence, at positions of the chunk, (sample, position, *axes)."""
+        return self._grads if at is None else self._grads[:, list(at)]
+
+    def previous_states(self, at: Sequence[int] | None = None) -> Array:
+        """Return S_{t-1} at positions of the chunk, (sample, position, *axes)."""
+        positions = range(self.cell.steps) if at is None else at
+        earlier = [t - 1 for t in positions]
+        if min(earlier) >= 0:
+            return self.states(earlier)
+        later = [t for t in earlier if t >= 0]
+        firsts = [self._start()[:, None]] * (len(earlier) - len(later))
+        return namespace(firsts[0]).concat([*firsts, *([self.states(later)] if later else [])], axis=1)
+
+    def _carried_grads(self, cell: SequenceCell, grads: Array) -> Array:
+        """Return gradients at a_t S_{t-1}: dL/dS_t pulled back through the part of rank one."""
+        if cell.right is None:
+            return grads
+        return grads - cell.right.conj() * _sum_keepdims(cell.left_vector.conj() * grads, cell.axis)
+
+    def decay_grad(self, at: Sequence[int]) -> Array:
+        """Return dL/da_t at positions of the chunk, in the broadcast shape of a_t."""
+        cell = self.cell.at(at)
+        return _sum_to_part(self._carried_grads(cell, self.grads(at)) * self.previous_states(at).conj(), cell.decays())
+
+    def read_grad(self, at: Sequence[int]) -> Array:
+        """Return dL/dC_t at positions of the chunk, in the shape of C_t."""
+        cell, direct = self.cell.at(at), self.direct[:, list(at)]
+        return _sum_to_part(self.states(at).conj() * _expand_outputs(cell, direct), cell.read)
+
+    def part_grads(self) -> dict[str, Array]:
+        """Return gradients of all coefficient arrays but ``initial``, by the names of ``SequenceCell.parts``."""
+        cell, grads, states, previous = self.cell, self.grads(), self.states(), self.previous_states()
+        named = {}
+        decay = self._carried_grads(cell, grads) * previous.conj()
+        decay = decay * cell.decays().conj() if cell.logarithmic else decay
+        for name, factors, grad in (("decay", cell.decay, decay), ("write", cell.write, grads)):
+            for i, factor in enumerate(factors):
+                others = [other.conj() for j, other in enumerate(factors) if j != i]
+                named[f"{name}_{i}"] = _sum_to_part(grad * _product([*others, 1.0]), factor)
+        if cell.read is not None:
+            named["read"] = _sum_to_part(states.conj() * _expand_outputs(cell, self.direct), cell.read)
+        if cell.right is not None:
+            carried = cell.decays() * previous
+            right_carried = _sum_keepdims(cell.right * carried, cell.axis)
+            left_grads = _sum_keepdims(cell.left_vector.conj() * grads, cell.axis)
+            left_grad = -_sum_to_part(grads * right_carried.conj(), cell.left_vector)
+            named["right"] = -_sum_to_part(carried.conj() * left_grads, cell.right)
+            if cell.left is None:
+                named["write_0"] = named["write_0"] + left_grad
+            else:
+                named["left"] = left_grad
+        return named
 
 
-def outputs(cell: SequenceCell, states: Array) -> Array:
-    """Return y_t (sample, time, axes without the contracted one), from the states at the cell's steps."""
-    return states if cell.read is None else (cell.read * states).sum(cell.axis)
+class _MatrixSteps(SequenceChunk):
+    """Steps of a cell in matrix form: states and gradients are computed at the positions that are asked for."""
 
+    def __init__(self, cell: SequenceCell, steps: slice, start: Callable[[], Array]) -> None:
+        super().__init__(cell, steps, start)
+        self.form = MatrixForm(cell)
+        self.chunk = self.form.chunk(start)
 
-def forward(cell: SequenceCell) -> tuple[Array, list[Array], Array]:
-    """Return the outputs of all steps, the states before every chunk, and the last state."""
-    state = cell.start()
-    chunk_outputs, states_before = [], []
-    for steps in chunks(cell.steps):
-        states_before.append(state)
-        states, state = run(cell.at(steps), state)
-        chunk_outputs.append(outputs(cell.at(steps), states))
-    return namespace(state).concat(chunk_outputs, axis=1), states_before, state
+    def outputs(self) -> Array:
+        return self.form.outputs(self.chunk.outputs())
+
+    def last_state(self) -> Array:
+        return self.form.matrix(self.chunk.last_state())
+
+    def states(self, at: Sequence[int] | None = None) -> Array:
+        return self._at(self.chunk.state, at)
+
+    def pull_back(self, direct: Array, later: Array) -> Array:
+        self.direct = direct
+        return self.form.matrix(self.chunk.pull_back(self.form.output_rows(direct), self.form.matrix(later)))
+
+    def grads(self, at: Sequence[int] | None = None) -> Array:
+        return self._at(self.chunk.grad, at)
+
+    def _at(self, matrix: Callable[[int], Array], at: Sequence[int] | None) -> Array:
+        positions = range(self.cell.steps) if at is None else at
+        matrices = [self.form.matrix(matrix(t)) for t in positions]
+        return namespace(*matrices).stack(matrices, axis=1)
+
+    def part_grads(self) -> dict[str, Array]:
+        return self.form.part_grads(self.chunk.gradients(), _sum_to_part)
 
 
 @dataclass
-class SequenceChunk:
-    """States and total gradients of consecutive steps: dL/dS_t through the recurrence, (sample, time, *axes).
+class Run:
+    """A forward pass of a sequence cell: what a sweep needs of it, at most one state per chunk of steps.
 
-    ``previous`` are the states before each step; ``direct`` is dL/dy_t, shaped as an output.
+    For a state in matrix form, ``states`` has one state per ``stride`` chunks, about the square root of their number;
+    the others are computed again.
     """
 
-    steps: slice
     cell: SequenceCell
-    states: Array
-    previous: Array
-    grads: Array
-    direct: Array
+    states: list[Array]
+    last_state: Array
+    stride: int
+    chunk_class: type[SequenceChunk]
 
-    @property
-    def carried_grads(self) -> Array:
-        """Gradient at a_t S_{t-1}: dL/dS_t pulled back through the rank-one factor I - left_t right_t^T."""
-        cell = self.cell
-        if cell.left is None or cell.right is None:
-            return self.grads
-        return self.grads - cell.right.conj() * _sum_keepdims(cell.left.conj() * self.grads, cell.axis)
+    def chunks(self) -> Iterator[SequenceChunk]:
+        """Yield the chunks of steps, the last one first."""
+        slices = chunks(self.cell.steps)
+        for number in reversed(range(len(self.states))):
+            group: list[SequenceChunk] = []
+            start: Callable[[], Array] = partial(self.states.__getitem__, number)
+            for steps in slices[number * self.stride : (number + 1) * self.stride]:
+                group.append(self.chunk_class(self.cell.at(steps), steps, start))
+                start = cache(group[-1].last_state)
+            while group:
+                yield group.pop()
 
-    @property
-    def decay_grad(self) -> Array:
-        """Gradient dL/da_t in the broadcast shape of a_t."""
-        return _sum_to_part(self.carried_grads * self.previous.conj(), self.cell.decays())
+    def sweep(self, output_grad: Array, last_grad: Any = None) -> Iterator[tuple[SequenceChunk, Array]]:
+        """Sweep back through all steps; yield chunks, the last one first, each with dL/dS before its first step.
 
-    @property
-    def read_grad(self) -> Array:
-        """Gradient dL/dC_t in the shape of C_t."""
-        read = self.cell.read
-        assert read is not None
-        return _sum_to_part(self.states.conj() * _expand_outputs(self.cell, self.direct), read)
-
-    def part_grads(self) -> dict[str, Array]:
-        """Return gradients of all coefficient arrays at one chunk of steps, by the names of ``SequenceCell.parts``."""
-        cell, grads = self.cell, {}
-        decay = self.carried_grads * self.previous.conj()
-        decay = decay * cell.decays().conj() if cell.logarithmic else decay
-        for name, factors, grad in (("decay", cell.decay, decay), ("write", cell.write, self.grads)):
-            for i, factor in enumerate(factors):
-                others = [other.conj() for j, other in enumerate(factors) if j != i]
-                grads[f"{name}_{i}"] = _sum_to_part(grad * _product([*others, 1.0]), factor)
-        if cell.read is not None:
-            grads["read"] = self.read_grad
-        if cell.left is not None and cell.right is not None:
-            carried = cell.decays() * self.previous
-            right_carried = _sum_keepdims(cell.right * carried, cell.axis)
-            left_grads = _sum_keepdims(cell.left.conj() * self.grads, cell.axis)
-            grads["left"] = -_sum_to_part(self.grads * right_carried.conj(), cell.left)
-            grads["right"] = -_sum_to_part(carried.conj() * left_grads, cell.right)
-        return grads
+        Parameters
+        ----------
+        output_grad : shaped as the outputs
+            Direct gradient dL/dy_t.
+        last_grad : (sample, *axes), optional
+            Direct gradient at the last state.
+        """
+        xp = namespace(output_grad)
+        grad = xp.zeros_like(self.last_state) if last_grad is None else last_grad
+        for chunk in self.chunks():
+            grad = chunk.pull_back(output_grad[:, chunk.steps], grad)
+            yield chunk, grad
 
 
-def sweep(
-    cell: SequenceCell, states_before: Sequence[Array], output_grad: Array
-) -> Iterator[tuple[SequenceChunk, Array]]:
-    """Sweep back through all steps; yield chunks in reverse order, each with dL/dS before its first step.
+def forward(cell: SequenceCell) -> tuple[Array, Run]:
+    """Run a sequence cell; return the outputs of all steps, and the run."""
+    is_matrix = has_matrix_form(cell)
+    chunk_class = _MatrixSteps if is_matrix else SequenceChunk
+    slices = chunks(cell.steps)
+    stride = max(1, isqrt(len(slices))) if is_matrix else 1
+    state, states, outputs = cell.start(), [], []
+    for number, steps in enumerate(slices):
+        if number % stride == 0:
+            states.append(state)
+        chunk = chunk_class(cell.at(steps), steps, partial(_given, state))
+        outputs.append(chunk.outputs())
+        state = chunk.last_state()
+    return namespace(state).concat(outputs, axis=1), Run(cell, states, state, stride, chunk_class)
 
-    Parameters
-    ----------
-    states_before
-        States before every chunk, of :func:`forward`.
-    output_grad : shaped as the outputs
-        Direct gradient dL/dy_t.
 
-    References
-    ----------
-    Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5: dL/dS_t = C_t^H dL/dy_t + A_{t+1}^H dL/dS_{t+1}.
-    """
-    carried_grad: Any = 0.0
-    for number, steps in reversed(list(enumerate(chunks(cell.steps)))):
-        chunk_cell = cell.at(steps)
-        states, _ = run(chunk_cell, states_before[number])
-        xp = namespace(states)
-        previous = xp.concat([states_before[number][:, None], states[:, :-1]], axis=1)
-        direct = output_grad[:, steps]
-        read = chunk_cell.read
-        state_grads = direct if read is None else read.conj() * _expand_outputs(chunk_cell, direct)
-        decay, grads = chunk_cell.decays(), []
-        for t in range(chunk_cell.steps - 1, -1, -1):
-            total = carried_grad + _step(state_grads, t)
-            grads.append(total)
-            carried_grad = _pull_step(chunk_cell, decay, t, total)
-        yield SequenceChunk(steps, chunk_cell, states, previous, xp.stack(grads[::-1], axis=1), direct), carried_grad
+def _given(state: Array) -> Array:
+    return state
 
 
 def pull_back(cell: SequenceCell, cotangent: Array) -> Iterator[Array]:
@@ -263,8 +358,8 @@ def pull_back(cell: SequenceCell, cotangent: Array) -> Iterator[Array]:
 
 def _pull_step(cell: SequenceCell, decay: Array, t: int, grad: Array) -> Array:
     """Pull the gradient of the state after step t back to the state before it: multiply by A_t^H."""
-    if cell.left is not None and cell.right is not None:
-        grad = grad - _step(cell.right, t).conj() * _sum_keepdims(_step(cell.left, t).conj() * grad, cell.axis)
+    if cell.right is not None:
+        grad = grad - _step(cell.right, t).conj() * _sum_keepdims(_step(cell.left_vector, t).conj() * grad, cell.axis)
     return _step(decay, t).conj() * grad
 
 

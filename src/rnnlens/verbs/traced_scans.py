@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from math import prod
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..arguments import axes_by_name, kept_steps
 from ..errors import InputError, did_you_mean, short_repr
 from ..measures.dynamics import effective_rank
 from ..measures.transfer import effective_state_size, half_life_from_sums, log_decay_sums
-from ..recurrence.sequence import SequenceCell, SequenceChunk, chunks, forward, run, sweep
+from ..recurrence.sequence import SequenceCell, SequenceChunk, chunks
 from ..results.checks import REPLAY, Check, rounding_bound
 from ..results.schema import LabelledLayer, labelled_layer, to_host
 from ..settings import must_fit
@@ -66,11 +67,12 @@ def _label_scan(
     names = [name for name in names if name not in absent_names]
     selection.refuse_large(call, names)
     pieces: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in names}
-    for steps, values in _reversed_chunks(call, any(name in GRADIENTS for name in names)):
-        kept_times = [t - steps.start for t in selection.times if steps.start <= t < steps.stop]
+    has_sweep = any(name in GRADIENTS for name in names)
+    for chunk in _reversed_chunks(call, min(selection.times, default=0), has_sweep=has_sweep):
+        kept_times = [t - chunk.steps.start for t in selection.times if chunk.steps.start <= t < chunk.steps.stop]
         if kept_times:
             for name in names:
-                pieces[name].append(selection.take(values(name), kept_times))
+                pieces[name].append(selection.take(_values(call, chunk, kept_times, name), len(kept_times)))
     arrays = {name: np.concatenate(pieces_of_name[::-1], axis=1) for name, pieces_of_name in pieces.items()}
     dims = {name: (SAMPLE, TIME, *selection.axes(call, name)) for name in names}
     attributes = {**(vars(info) if info else {}), "name": call.layer, "direction": "forward"}
@@ -87,38 +89,33 @@ def select_positions(dataset: xr.Dataset, at: Mapping[str, Any]) -> xr.Dataset:
     return dataset.isel({dim: _resolve_positions(dim, steps, sizes) for dim, steps in at.items() if dim in sizes})
 
 
-Values = Callable[[str], Array]
+def _reversed_chunks(call: SequenceCall, first: int, *, has_sweep: bool) -> Iterator[SequenceChunk]:
+    """Yield chunks of steps, the last one first, back to the one with step ``first``."""
+    run = call.forward_run()
+    swept = run.sweep(call.output_grad, call.last_state_grad) if has_sweep else zip(run.chunks(), repeat(None))
+    for chunk, _ in swept:
+        yield chunk
+        if chunk.steps.start <= first:
+            return
 
 
-def _reversed_chunks(call: SequenceCall, has_sweep: bool) -> Iterator[tuple[slice, Values]]:
-    """Yield chunks of steps, the last first, each with a function from the name of a quantity to its values there."""
-    _, start_states, _ = forward(call.cell)
-    if has_sweep:
-        assert call.output_grad is not None
-        for chunk, _ in sweep(call.cell, start_states, call.output_grad):
-            yield chunk.steps, _value_reader(call, chunk)
-        return
-    for steps, start in reversed(list(zip(chunks(call.cell.steps), start_states, strict=True))):
-        states, _ = run(call.cell.at(steps), start)
-        yield steps, _value_reader(call, SequenceChunk(steps, call.cell.at(steps), states, states, states, states))
-
-
-def _value_reader(call: SequenceCall, chunk: SequenceChunk) -> Values:
-    cell, steps = chunk.cell, chunk.steps
+def _values(call: SequenceCall, chunk: SequenceChunk, at: list[int], name: str) -> Any:
+    """Return a quantity at positions of a chunk, (sample or 1, position or 1, ...)."""
+    steps = [chunk.steps.start + t for t in at]
     readers: dict[str, Callable[[], Any]] = {
-        "state": lambda: chunk.states,
-        "decay": cell.decays,
-        "write": cell.writes,
-        "read": lambda: cell.read,
+        "state": lambda: chunk.states(at),
+        "decay": lambda: chunk.cell.at(at).decays(),
+        "write": lambda: chunk.cell.at(at).writes(),
+        "read": lambda: chunk.cell.at(at).read,
         "gate": lambda: call.gate[:, steps],  # type: ignore[index]
         "output": lambda: call.output[:, steps],
-        "state_grad": lambda: chunk.grads,
-        "write_grad": lambda: chunk.grads,
-        "decay_grad": lambda: chunk.decay_grad,
-        "read_grad": lambda: chunk.read_grad,
-        "output_grad": lambda: chunk.direct,
+        "state_grad": lambda: chunk.grads(at),
+        "write_grad": lambda: chunk.grads(at),
+        "decay_grad": lambda: chunk.decay_grad(at),
+        "read_grad": lambda: chunk.read_grad(at),
+        "output_grad": lambda: chunk.direct[:, at],
     }
-    return lambda name: readers[name]()
+    return readers[name]()
 
 
 @dataclass(frozen=True)
@@ -153,12 +150,11 @@ class SequenceSelection:
         shape = [max(sizes) for sizes in zip(*(f.shape for f in factors if f is not None), strict=True)]
         return tuple(dim for dim, size in zip(cell.axes, shape[2:], strict=True) if size == self.sizes[dim])
 
-    def take(self, values: Array, times: list[int]) -> np.ndarray[Any, Any]:
-        """Return the chosen steps and positions of a quantity in one chunk, as a NumPy array."""
+    def take(self, values: Array, count: int) -> np.ndarray[Any, Any]:
+        """Return the chosen positions of a quantity at ``count`` steps as a NumPy array."""
         array = to_host(values)
-        array = array if array.shape[1] == 1 else array[:, times]
-        if array.shape[1] == 1 and len(times) != 1:
-            array = np.repeat(array, len(times), axis=1)
+        if array.shape[1] == 1 and count != 1:
+            array = np.repeat(array, count, axis=1)
         array = np.broadcast_to(array, (self.sizes[SAMPLE], *array.shape[1:]))
         dims = [dim for dim in self.sizes if array.ndim == len(self.sizes) or dim != self.contracted]
         for axis, dim in reversed(list(enumerate(dims))):
@@ -223,7 +219,8 @@ def _state_size(cell: SequenceCell) -> Array:
     sample_cell = cell.with_parts(lambda part: to_host(part)[:1])
     summed = sample_cell.axis
     writes = [part for part in sample_cell.write if part.shape[summed] > 1] or list(sample_cell.write)
-    arrays = [sample_cell.decays(), writes[0], sample_cell.read, sample_cell.left, sample_cell.right]
+    left = None if sample_cell.right is None else sample_cell.left_vector
+    arrays = [sample_cell.decays(), writes[0], sample_cell.read, left, sample_cell.right]
 
     def first_sample(array: Array) -> Array:
         """Return the values of sample 0 at each step, with the summed axis last."""

@@ -13,7 +13,6 @@ from .. import arguments as check
 from ..adapters.protocol import Batch, LayerWeights, Taps
 from ..adapters.registry import adapter_for
 from ..errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, raised_by, short_repr
-from ..recurrence.sequence import forward
 from ..results.checks import Certificate, warn_of_failed_checks
 from ..results.gradients import Weights
 from ..results.layers import LayerTable
@@ -170,7 +169,7 @@ def _measures_of_scans(
     taps = Taps.states(sequence_names, all_must_run=False)
     capture = request.adapter.run(request.model, request.batch.without_loss(), taps).capture
     calls = [call for call in capture.sequences if call.layer in layer_weights]
-    return {call.layer: scan_measures(call.cell, to_host(forward(call.cell)[2])) for call in calls}
+    return {call.layer: scan_measures(call.cell, to_host(call.forward_run().last_state)) for call in calls}
 
 
 def _lazy_weights(

@@ -29,6 +29,7 @@ from rnnlens.adapters.torch.scan_families import (
 )
 from rnnlens.adapters.torch.scans import scan
 from rnnlens.recurrence import sequence
+from rnnlens.recurrence.matrix_chunk import MatrixChunk
 from rnnlens.recurrence.sequence import SequenceCell
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -141,7 +142,7 @@ def test_frozen_map_of_mamba_in_closed_form():
             alpha[:, t, k] = (out[:, t] * transition * x[:, k] * dt[:, k, None]).sum(-1)
     values = torch.zeros(1, dt.shape[0], 6, dtype=torch.float64, requires_grad=True)
     call = SimpleNamespace(**{**arguments, "hidden_states": values, "D": None, "z": None})
-    y, _ = scan(FUNCTIONS["mamba_selective_scan"].read(call, torch.Tensor.detach).cell)
+    y, *_ = scan(FUNCTIONS["mamba_selective_scan"].read(call, torch.Tensor.detach).cell)
     for channel in (0, 5):
         for t in range(6):
             (grad,) = torch.autograd.grad(y[0, t, channel], values, retain_graph=True)
@@ -160,7 +161,7 @@ def test_gradients_of_coefficients_are_autograds():
         }
         _, expected = LOOPS[MODELS[name][0]]({**arguments, **leaves})
         family = next(f for f in families() if f.name == MODELS[name][0])
-        y, _ = scan(family.read(SimpleNamespace(**{**arguments, **leaves}), lambda t: t).cell)
+        y, *_ = scan(family.read(SimpleNamespace(**{**arguments, **leaves}), lambda t: t).cell)
         assert torch.allclose(y, expected, rtol=1e-11, atol=1e-13)
         cotangent = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1))
         computed = torch.autograd.grad((y * cotangent).sum(), list(leaves.values()), allow_unused=True)
@@ -476,11 +477,12 @@ def test_a_report_draws_states_and_gradients_by_channel(tmp_path):
 @pytest.mark.parametrize("name", ["mamba", "qwen3_next", "minimax"])
 def test_a_fault_in_the_sweep_is_found_beside_the_rounding_of_scans(name, monkeypatch):
     """A sweep that is wrong by 1 % fails the certificate; minimax's router gradient, zero up to rounding, passes."""
-    model, ids = build(name), tokens(12, 12)
+    model, ids = build(name), tokens(12, 40)
     certificate = rl.gradients(model, ids, ids[:, 0], loss=loss_of, wrt="weights").certificate
     assert certificate.state == "passed"
-    pull_step = sequence._pull_step
+    pull_step, pull_back = sequence._pull_step, MatrixChunk.pull_back
     monkeypatch.setattr(sequence, "_pull_step", lambda *args: 1.01 * pull_step(*args))
+    monkeypatch.setattr(MatrixChunk, "pull_back", lambda chunk, direct, later: pull_back(chunk, direct, 1.5 * later))
     certificate = rl.gradients(model, ids, ids[:, 0], loss=loss_of, wrt="weights").certificate
     assert certificate.state == "failed"
 

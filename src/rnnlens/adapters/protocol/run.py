@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from ...errors import CertificateError
 from ...layout import Layout
 from ...recurrence.cells import Cell
-from ...recurrence.sequence import SequenceCell
+from ...recurrence.sequence import Run, SequenceCell, forward
 from ...typing import Array
 from .data import EndPort, Port
 from .facts import ChainLink
@@ -306,6 +306,10 @@ class SequenceCall:
         Readout y_t = C_t S_t, before a skip connection and a gate.
     output_grad : shaped as ``output``
         Direct gradient: partial derivative of L by y_t. None without a loss.
+    last_state, last_state_grad : (sample, axes of the state)
+        State after the last step, while the pass runs; its direct gradient, None where no path leads from the loss.
+    run
+        The forward pass of ``cell``; None if it was not kept.
     gate : shaped as ``output``
         Factor by which the scan function multiplies the readout; None without one.
     mismatch
@@ -319,8 +323,15 @@ class SequenceCall:
     output: Array
     output_grad: Array | None = None
     gate: Array | None = None
+    last_state: Array | None = None
+    last_state_grad: Array | None = None
+    run: Run | None = None
     mismatch: float = 0.0
     compute_dtype: str = "float32"
+
+    def forward_run(self) -> Run:
+        """Return the forward pass of the cell, which is run again if it was not kept."""
+        return self.run or forward(self.cell)[1]
 
 
 @dataclass

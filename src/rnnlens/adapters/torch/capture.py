@@ -333,7 +333,7 @@ def _gradients(recorder: CallRecorder, loss: Tensor, model_tensors: Sequence[Ten
         taps += [weight for call in calls for weight in call.weights()]
     taps += [
         *(record.outputs[0] for record in recorder.output_records),
-        *(record.output for record in recorder.scans.records),
+        *(tap for record in recorder.scans.records for tap in (record.output, record.last_state)),
     ]
     other_tensors = list(model_tensors)
     if recorder.separate:
@@ -352,13 +352,20 @@ def _gradients(recorder: CallRecorder, loss: Tensor, model_tensors: Sequence[Ten
 
 def _sequence_call(name: str, record: SequenceCall, gradient: Any) -> SequenceCall:
     """Return a recorded scan without graph; the gradient is zero where no path leads from the loss."""
-    output, gate, grad = record.output, record.gate, None
+    output, gate, grad, last_state_grad = record.output, record.gate, None, None
     if gradient is not None:
-        grad = gradient(output)
+        grad, last_state_grad = gradient(output), _copy_or_none(gradient(record.last_state))
         grad = torch.zeros_like(output) if grad is None else grad.detach()
-    gate = None if gate is None else gate.detach()
-    cell = record.cell.with_parts(Tensor.detach)
-    return replace(record, layer=name, cell=cell, output=output.detach(), output_grad=grad, gate=gate)
+    return replace(
+        record,
+        layer=name,
+        cell=record.cell.with_parts(Tensor.detach),
+        output=output.detach(),
+        output_grad=grad,
+        gate=None if gate is None else gate.detach(),
+        last_state=None,
+        last_state_grad=last_state_grad,
+    )
 
 
 class _ScriptWrapper(nn.Module):  # type: ignore[misc]

@@ -133,7 +133,6 @@ def _read_delta_rule(call: Any, hold: Hold) -> Reading:
         decay=(hold(decay)[..., None],),
         write=((beta * key)[..., None], value[..., None, :]),
         read=hold(query * key.shape[-1] ** -0.5)[..., None],
-        left=(beta * key)[..., None],
         right=key[..., None],
         contracted=-2,
         initial=call.initial_state,

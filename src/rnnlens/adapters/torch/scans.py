@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedError
-from ...recurrence.sequence import SequenceCell, forward, real_like, sweep
+from ...recurrence.sequence import Run, SequenceCell, forward, real_like
 from ..protocol import SequenceCall
 from ..shared import hook_in_this_thread, substitute_in_this_thread
 from .public import ANY_SCAN, SCANS_RUN, scan_by_steps
@@ -25,21 +25,24 @@ from .scan_families import TESTED, Family, read_call, scan_of, sequence_modules,
 
 
 class _Scan(torch.autograd.Function):  # type: ignore[misc]
-    """Autograd function of a sequence cell: outputs of all steps and the last state, which has no gradient."""
+    """Autograd function of a sequence cell: outputs of all steps and the last state; ``runs`` receives its run."""
 
     @staticmethod
-    def forward(ctx: Any, cell: SequenceCell, names: tuple[str, ...], *coefficients: Tensor) -> tuple[Tensor, Tensor]:
-        outputs, previous_states, last_state = forward(_with_parts(cell, coefficients))
-        ctx.cell, ctx.names, ctx.previous_states = cell, names, previous_states
-        ctx.save_for_backward(*coefficients)
-        ctx.mark_non_differentiable(last_state)
-        return outputs, last_state
+    def forward(
+        ctx: Any, cell: SequenceCell, runs: list[Run], names: tuple[str, ...], *coefficients: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        outputs, run = forward(_with_parts(cell, coefficients))
+        runs.append(run)
+        ctx.run, ctx.names, ctx.zeros = run, names, partial(outputs.new_zeros, outputs.shape)
+        ctx.set_materialize_grads(False)
+        return outputs, run.last_state.clone()
 
     @staticmethod
-    def backward(ctx: Any, output_grad: Tensor, _last: Any) -> tuple[Any, ...]:
-        cell, part_grads = _with_parts(ctx.cell, ctx.saved_tensors), {}
+    def backward(ctx: Any, output_grad: Tensor | None, last_grad: Tensor | None) -> tuple[Any, ...]:
+        run, cell, part_grads = ctx.run, ctx.run.cell, {}
+        output_grad = ctx.zeros() if output_grad is None else output_grad
         chunk_grads: dict[str, list[Any]] = {name: [] for name in ctx.names}
-        for chunk, initial_grad in sweep(cell, ctx.previous_states, output_grad):
+        for chunk, initial_grad in run.sweep(output_grad, last_grad):
             for name, grad in chunk.part_grads().items():
                 chunk_grads[name].append(grad)
             part_grads["initial"] = initial_grad
@@ -49,7 +52,7 @@ class _Scan(torch.autograd.Function):  # type: ignore[misc]
                 part_grads[name] = sum(grads[1:], grads[0]) if coefficient.shape[1] == 1 else torch.cat(grads[::-1], 1)
             else:
                 part_grads[name] = real_like(part_grads[name], coefficient)
-        return (None, None, *(part_grads[name] for name in ctx.names))
+        return (None, None, None, *(part_grads[name] for name in ctx.names))
 
 
 def _with_parts(cell: SequenceCell, coefficients: Sequence[Tensor]) -> SequenceCell:
@@ -58,10 +61,12 @@ def _with_parts(cell: SequenceCell, coefficients: Sequence[Tensor]) -> SequenceC
     return cell.with_parts(lambda _: next(remaining))
 
 
-def scan(cell: SequenceCell) -> tuple[Tensor, Tensor]:
-    """Return outputs and last state of a sequence cell of tensors, with gradients in linear time."""
+def scan(cell: SequenceCell) -> tuple[Tensor, Tensor, Run]:
+    """Return outputs and last state of a sequence cell of tensors, with gradients in linear time, and its run."""
     coefficients, detached_cell = cell.parts, cell.with_parts(torch.Tensor.detach)
-    return _Scan.apply(detached_cell, tuple(coefficients), *coefficients.values())  # type: ignore[no-any-return]
+    runs: list[Run] = []
+    y, last_state = _Scan.apply(detached_cell, runs, tuple(coefficients), *coefficients.values())
+    return y, last_state, runs[0]
 
 
 @dataclass
@@ -100,7 +105,7 @@ class ScanRecorder:
         self, path: str, cell: SequenceCell, tensors: Sequence[Any], gate: Tensor | None = None, *, is_wanted: bool
     ) -> tuple[Tensor, Tensor, SequenceCall | None]:
         """Run the scan of a layer; return its outputs, its last state and, if ``is_wanted``, its record."""
-        y, last_state = scan(cell)
+        y, last_state, run = scan(cell)
         self.scan_sizes[path] = (cell.shape[0], cell.steps)
         self.sweep_size = max(self.sweep_size, cell.sweep_size)
         if not is_wanted:
@@ -110,8 +115,10 @@ class ScanRecorder:
         dtypes = {t.dtype for t in tensors if isinstance(t, Tensor) and t.is_floating_point()}
         half_dtypes = sorted(str(dtype) for dtype in dtypes if dtype.itemsize < 4)
         dtype = (half_dtypes[0] if half_dtypes else "torch.float32").removeprefix("torch.")
-        self.records.append(SequenceCall(path, cell, y, gate=gate, compute_dtype=dtype))
-        return y, last_state, self.records[-1]
+        last_state = last_state if last_state.requires_grad else last_state.requires_grad_()
+        record = SequenceCall(path, cell, y, gate=gate, last_state=last_state, run=run, compute_dtype=dtype)
+        self.records.append(record)
+        return y, last_state.clone(), record
 
     def declared_scan(self, a: Tensor, b: Tensor, initial: Any, function: Any, name: str | None) -> Tensor:
         """Run and record one scan declared by ``rl.torch.scan``; return its states."""

@@ -1,0 +1,185 @@
+"""Chunks of sequence cells against a loop over steps in float64, differentiated by torch."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from rnnlens.recurrence import sequence
+from rnnlens.recurrence.matrix_form import has_matrix_form
+from rnnlens.recurrence.sequence import SequenceCell, forward
+
+#: Axes of a state of each family, the contracted one, and which vectors it has.
+FAMILIES = ("per head", "per key", "delta", "delta per key", "rank one", "transposed", "one vector")
+
+
+def log_decays(kind, *shape):
+    uniform = torch.rand(*shape, dtype=torch.float64)
+    scale = {"slow": 1e-4, "mixed": 1.0, "strong": 30.0, "log-uniform": 10.0 ** (4 * uniform - 4)}.get(kind, 1.0)
+    logs = -scale * torch.rand(*shape, dtype=torch.float64)
+    if kind == "resets":
+        logs = logs.masked_fill(torch.rand(shape[:2], dtype=torch.float64).reshape(*shape[:2], 1, 1) < 0.1, -torch.inf)
+    return logs
+
+
+def make_cell(family, kind, steps, *, seed=0, samples=2, heads=2, keys=5, values=3):
+    torch.manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, dtype=torch.float64)
+
+    per_key = family in ("per key", "delta per key", "rank one")
+    logs = log_decays(kind, samples, steps, heads, keys if per_key else 1)[..., None]
+    key = torch.nn.functional.normalize(normal(samples, steps, heads, keys), dim=-1)[..., None]
+    value, read = normal(samples, steps, heads, 1, values), normal(samples, steps, heads, keys, 1)
+    rate = 2 * torch.rand(samples, steps, heads, 1, 1, dtype=torch.float64)
+    write, vectors = (key, value), {}
+    if family in ("delta", "delta per key"):
+        write, vectors = (rate * key, value), {"right": key}
+    elif family == "rank one":
+        vectors = {"left": 0.5 * normal(samples, steps, heads, keys, 1), "right": key}
+    elif family == "one vector":
+        write, read = (normal(1, steps, heads, keys, 1), rate, value), read[:1]
+        logs = -torch.rand(1, 1, heads, 1, 1, dtype=torch.float64)
+    axes, contracted, initial = ("head", "key", "value"), -2, normal(samples, heads, keys, values)
+    if family == "transposed":
+        logs, read = logs.mT, read.mT
+        write, axes, contracted = (value.mT, key.mT), ("head", "channel", "state_unit"), -1
+        initial = initial.mT
+    return SequenceCell(axes, (logs,), write, read=read, contracted=contracted, initial=initial, **vectors)
+
+
+def loop(cell):
+    """Return the states of all steps as a list, and the outputs, from the definition of a sequence cell."""
+    decay, write = torch.exp(torch.prod(torch.stack(torch.broadcast_tensors(*cell.decay)), 0)), cell.writes()
+    state, states, outputs = cell.initial, [], []
+    for t in range(cell.steps):
+        step = lambda part: part[:, min(t, part.shape[1] - 1)]  # noqa: B023, E731
+        state = step(decay) * state
+        if cell.right is not None:
+            left = cell.write[0] if cell.left is None else cell.left
+            state = state - step(left) * (step(cell.right) * state).sum(cell.contracted, keepdim=True)
+        state = state + step(write)
+        states.append(state)
+        outputs.append((step(cell.read) * state).sum(cell.contracted))
+    return states, torch.stack(outputs, 1)
+
+
+def references(cell, output_weights, last_weights):
+    """Return outputs, states, total gradients of states and of parts, by autograd through the loop."""
+    leaf_cell = cell.with_parts(lambda part: part.clone().requires_grad_())
+    states, outputs = loop(leaf_cell)
+    value = (outputs * output_weights).sum() + (states[-1] * last_weights).sum()
+    parts = leaf_cell.parts
+    grads = torch.autograd.grad(value, [*states, *parts.values()])
+    state_grads, part_grads = grads[: len(states)], dict(zip(parts, grads[len(states) :], strict=True))
+    return outputs.detach(), torch.stack(states, 1).detach(), torch.stack(state_grads, 1), part_grads
+
+
+def computed(cell, output_weights, last_weights):
+    """Return the same by chunks."""
+    outputs, run = forward(cell)
+    states, state_grads, part_grads = [], [], {}
+    for chunk, grad_before in run.sweep(output_weights, last_weights):
+        initial_grad = grad_before
+        states.append(chunk.states())
+        state_grads.append(chunk.grads())
+        for name, grad in chunk.part_grads().items():
+            part_grads.setdefault(name, []).append(grad)
+    parts = {name: torch.cat(grads[::-1], 1) for name, grads in part_grads.items()}
+    parts = {name: g.sum(1, keepdim=True) if cell.parts[name].shape[1] == 1 else g for name, g in parts.items()}
+    return outputs, torch.cat(states[::-1], 1), torch.cat(state_grads[::-1], 1), parts | {"initial": initial_grad}
+
+
+def largest_difference(actual, expected):
+    """Return the largest difference of outputs, states and gradients, relative to the largest value of each."""
+    pairs = [
+        *zip(actual[:3], expected[:3], strict=True),
+        *((actual[3][name], grad) for name, grad in expected[3].items()),
+    ]
+    differences = [(a.double() - b).abs().max() / b.abs().max().clamp_min(1e-300) for a, b in pairs]
+    return float(max(differences))
+
+
+KINDS = ("slow", "mixed", "strong", "log-uniform", "resets")
+STEPS = (1, 37, 64, 129)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_are_the_loop_in_float64_and_float32(family):
+    for seed, (kind, steps) in enumerate(product(KINDS, STEPS)):
+        cell = make_cell(family, kind, steps, seed=seed)
+        assert has_matrix_form(cell)
+        shape = (2, steps, 2, 3)
+        weights = torch.randn(shape, dtype=torch.float64), torch.randn(cell.initial.shape, dtype=torch.float64)
+        expected = references(cell, *weights)
+        assert largest_difference(computed(cell, *weights), expected) < 1e-10, (kind, steps)
+        single = cell.with_parts(torch.Tensor.float)
+        difference = largest_difference(computed(single, *(w.float() for w in weights)), expected)
+        assert difference < 1e-5, (kind, steps, difference)
+
+
+def test_a_decay_that_is_no_logarithm_and_numpy():
+    cell = make_cell("delta", "mixed", 70)
+    weights = torch.randn(2, 70, 2, 3, dtype=torch.float64), torch.randn(cell.initial.shape, dtype=torch.float64)
+    expected = references(cell, *weights)
+    direct = SequenceCell(
+        cell.axes,
+        tuple(torch.exp(decay) for decay in cell.decay),
+        cell.write,
+        read=cell.read,
+        right=cell.right,
+        contracted=-2,
+        logarithmic=False,
+        initial=cell.initial,
+    )
+    outputs, states, grads, parts = computed(direct, *weights)
+    parts["decay_0"] = parts["decay_0"] * direct.decay[0]
+    assert largest_difference((outputs, states, grads, parts), expected) < 1e-10
+    outputs, run = forward(cell.with_parts(lambda part: part.numpy()))
+    assert np.allclose(outputs, expected[0].numpy(), rtol=1e-12, atol=1e-12)
+    for chunk, _ in run.sweep(weights[0].numpy(), weights[1].numpy()):
+        assert np.allclose(chunk.grads(), expected[2][:, chunk.steps].numpy(), rtol=1e-10, atol=1e-10)
+
+
+def test_single_positions_are_those_of_all_positions():
+    cell = make_cell("delta per key", "resets", 100)
+    weights = torch.randn(2, 100, 2, 3, dtype=torch.float64)
+    _, states, grads, _ = computed(cell, weights, None)
+    decay, carried = cell.decays(), []
+    for chunk, _ in forward(cell)[1].sweep(weights):
+        positions = [0, len(range(*chunk.steps.indices(100))) - 1]
+        times = [chunk.steps.start + position for position in positions]
+        assert torch.allclose(chunk.states(positions), states[:, times], atol=1e-12)
+        assert torch.allclose(chunk.grads(positions), grads[:, times], atol=1e-12)
+        previous = torch.cat([cell.initial[:, None], states], 1)[:, times]
+        assert torch.allclose(chunk.previous_states(positions), previous, atol=1e-12)
+        # a_t = 0 at a reset: the gradient by a_t itself is not zero there.
+        pulled = grads[:, times] - cell.right[:, times] * (cell.write[0] * grads)[:, times].sum(-2, keepdim=True)
+        assert torch.allclose(chunk.decay_grad(positions), (pulled * previous).sum(-1, keepdim=True), atol=1e-10)
+        carried.append(chunk.decay_grad(positions))
+    assert (decay == 0).any()
+
+
+def test_cells_without_a_matrix_form_run_step_by_step():
+    cell = make_cell("per head", "mixed", 20)
+    by_value = torch.rand(2, 20, 2, 5, 3, dtype=torch.float64)
+    assert not has_matrix_form(sequence.replace(cell, decay=(-by_value,)))
+    assert not has_matrix_form(sequence.replace(cell, read=by_value))
+    assert not has_matrix_form(sequence.replace(cell, write=(by_value,)))
+    assert not has_matrix_form(sequence.replace(cell, read=None))
+    negative = sequence.replace(cell, decay=(-torch.exp(cell.decay[0]),), logarithmic=False)
+    assert not has_matrix_form(negative)
+    weights = torch.randn(2, 20, 2, 3, dtype=torch.float64)
+    outputs, run = forward(negative)
+    chunk, _ = next(run.sweep(weights))
+    assert type(chunk) is sequence.SequenceChunk
+    assert outputs.shape == (2, 20, 2, 3)
+
+
+def test_states_kept_grow_with_the_square_root_of_the_steps():
+    runs = [forward(make_cell("delta", "slow", steps, heads=1, keys=2, values=1))[1] for steps in (512, 8192)]
+    assert [len(run.states) for run in runs] == [4, 16]
