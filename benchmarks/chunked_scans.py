@@ -2,10 +2,10 @@
 
     PYTHONPATH=src python benchmarks/chunked_scans.py [steps ...]
 
-Each length runs in its own process, on one thread. *own*: the layer's own forward and backward pass. *trace*: states and
-dL/dS_t at two steps, without and with a certificate, as multiples of *own*, both in CPU seconds; bars 1.6 and 2.6.
-*sweep*: new peak memory of forward pass and sweep of a cell with two heads of that size, beyond its coefficients and
-outputs; bar: the same at all lengths.
+Each length runs in its own process, on one thread. *own*: the layer's own forward and backward pass. *without*, *with*:
+a trace of states and dL/dS_t at two steps, without and with a certificate, as multiples of *own*, in CPU seconds; bars
+1.6 and 2.6. *sweep*: new peak memory of the sweep of a cell with two heads of that size, beyond its coefficients,
+outputs and forward pass; bar: the same at all lengths.
 """
 
 from __future__ import annotations

@@ -281,7 +281,7 @@ class _MatrixSteps(SequenceChunk):
 
 
 @dataclass
-class Run:
+class SequenceRun:
     """A forward pass of a sequence cell: what a sweep needs of it, at most one state per chunk of steps.
 
     For a state in matrix form, ``states`` has one state per ``stride`` chunks, about the square root of their number;
@@ -323,7 +323,7 @@ class Run:
             yield chunk, grad
 
 
-def forward(cell: SequenceCell) -> tuple[Array, Run]:
+def forward(cell: SequenceCell) -> tuple[Array, SequenceRun]:
     """Run a sequence cell; return the outputs of all steps, and the run."""
     is_matrix = has_matrix_form(cell)
     chunk_class = _MatrixSteps if is_matrix else SequenceChunk
@@ -336,7 +336,7 @@ def forward(cell: SequenceCell) -> tuple[Array, Run]:
         chunk = chunk_class(cell.at(steps), steps, partial(_given, state))
         outputs.append(chunk.outputs())
         state = chunk.last_state()
-    return namespace(state).concat(outputs, axis=1), Run(cell, states, state, stride, chunk_class)
+    return namespace(state).concat(outputs, axis=1), SequenceRun(cell, states, state, stride, chunk_class)
 
 
 def _given(state: Array) -> Array:

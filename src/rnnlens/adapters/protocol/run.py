@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from ...errors import CertificateError
 from ...layout import Layout
 from ...recurrence.cells import Cell
-from ...recurrence.sequence import Run, SequenceCell, forward
+from ...recurrence.sequence import SequenceCell, SequenceRun, forward
 from ...typing import Array
 from .data import EndPort, Port
 from .facts import ChainLink
@@ -325,11 +325,11 @@ class SequenceCall:
     gate: Array | None = None
     last_state: Array | None = None
     last_state_grad: Array | None = None
-    run: Run | None = None
+    run: SequenceRun | None = None
     mismatch: float = 0.0
     compute_dtype: str = "float32"
 
-    def forward_run(self) -> Run:
+    def forward_run(self) -> SequenceRun:
         """Return the forward pass of the cell, which is run again if it was not kept."""
         return self.run or forward(self.cell)[1]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedError
-from ...recurrence.sequence import Run, SequenceCell, forward, real_like
+from ...recurrence.sequence import SequenceCell, SequenceRun, forward, real_like
 from ..protocol import SequenceCall
 from ..shared import hook_in_this_thread, substitute_in_this_thread
 from .public import ANY_SCAN, SCANS_RUN, scan_by_steps
@@ -29,7 +29,7 @@ class _Scan(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any, cell: SequenceCell, runs: list[Run], names: tuple[str, ...], *coefficients: Tensor
+        ctx: Any, cell: SequenceCell, runs: list[SequenceRun], names: tuple[str, ...], *coefficients: Tensor
     ) -> tuple[Tensor, Tensor]:
         outputs, run = forward(_with_parts(cell, coefficients))
         runs.append(run)
@@ -61,10 +61,10 @@ def _with_parts(cell: SequenceCell, coefficients: Sequence[Tensor]) -> SequenceC
     return cell.with_parts(lambda _: next(remaining))
 
 
-def scan(cell: SequenceCell) -> tuple[Tensor, Tensor, Run]:
+def scan(cell: SequenceCell) -> tuple[Tensor, Tensor, SequenceRun]:
     """Return outputs and last state of a sequence cell of tensors, with gradients in linear time, and its run."""
     coefficients, detached_cell = cell.parts, cell.with_parts(torch.Tensor.detach)
-    runs: list[Run] = []
+    runs: list[SequenceRun] = []
     y, last_state = _Scan.apply(detached_cell, runs, tuple(coefficients), *coefficients.values())
     return y, last_state, runs[0]
 
