@@ -150,6 +150,10 @@ class Engine(ABC):
         """
         return nullcontext()
 
+    def inlined(self, function: Any) -> Callable[..., Any]:
+        """Return the Python function that the engine compiled into ``function``; TensorFlow alone has such methods."""
+        raise NotImplementedError(function)
+
     def random_state_restored(self, seed: int | None = None) -> AbstractContextManager[None]:
         """Restore process-wide random generators on exit, after seeding them if a seed is given.
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.impl import api
 from tensorflow.python.eager import context
 from tensorflow.python.ops import stateful_random_ops
 
@@ -55,6 +57,12 @@ class TensorFlowEngine(Engine):
             t.dtype for graph in graphs for op in graph.get_operations() for t in op.outputs if t.dtype.is_floating
         }
         return next((dtype.name for dtype in _FLOATS if dtype in dtypes), "")
+
+    def inlined(self, function: Any) -> Callable[..., Any]:
+        """Return the Python function behind a ``tf.function``, its loops over tensors converted as they are in it."""
+        enabled = ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED)
+        converted: Callable[..., Any] = api.tf_convert(function.python_function, enabled)
+        return converted
 
     @contextmanager
     def random_state_restored(self, seed: int | None = None) -> Iterator[None]:

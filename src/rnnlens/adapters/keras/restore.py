@@ -125,6 +125,7 @@ def borrowed(model: Any, keras: Dialect, seed: int | None = None, *, regularised
     with (
         keras.model_state_restored(model, seed),
         _nothing_built(model, keras),
+        _graphs_opened(model, keras),
         nullcontext() if regularised is None else keras.compiled_loss_unchanged(model, regularised),
         python_state_restored(_UndoLog(model, keras)),
     ):
@@ -156,6 +157,25 @@ def _nothing_built(model: Any, keras: Dialect) -> Iterator[None]:
         for layer in model._flatten_layers() if isinstance(model, keras.Layer) else ():
             if not layer.built:
                 override(layer, "add_weight", partial(_refuse_weight, layer))
+        yield
+
+
+@contextmanager
+def _graphs_opened(model: Any, keras: Dialect) -> Iterator[None]:
+    """Run methods decorated with ``tf.function`` as Python code within the block.
+
+    Their graphs call no hook. Keras 3 runs such a method while it builds the model, and keeps a graph in which the
+    weights are constants: there it stays what it is.
+    """
+    is_legacy = keras.name == "tf_keras" and isinstance(model, keras.Layer)
+    with overriding() as override:
+        for layer in model._flatten_layers() if is_legacy else ():
+            bases = [base for base in type(layer).__mro__ if not keras.is_from_keras(base)]
+            # A subclass overrides the methods of its bases.
+            methods = {name: method for base in reversed(bases) for name, method in vars(base).items()}
+            for name, method in methods.items():
+                if hasattr(method, "python_function"):
+                    override(layer, name, types.MethodType(keras.engine.inlined(method), layer))
         yield
 
 

@@ -1,0 +1,38 @@
+"""A model whose ``call`` is a ``tf.function`` that has run before: its layers are seen, and its weights are."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+import tf_keras as keras
+
+import rnnlens as rl
+
+rng = np.random.default_rng(0)
+X, Y = rng.normal(size=(4, 5, 3)).astype("float32"), rng.normal(size=(4, 2)).astype("float32")
+
+
+def test_a_loop_inside_a_graph_function_is_followed_and_its_weights_have_the_gradients_of_fit():
+    class Unrolled(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.cell = keras.layers.GRUCell(4, name="cell")
+            self.head = keras.layers.Dense(2, name="head")
+
+        @tf.function
+        def call(self, x):
+            state = tf.zeros((4, 4), x.dtype)
+            for t in range(5):
+                state = self.cell(x[:, t], [state])[0]
+            return self.head(state)
+
+    model = Unrolled()
+    model.compile(keras.optimizers.SGD(1.0), "mse")
+    model(tf.constant(X))
+    trace = rl.trace(model, X, Y)
+    assert trace.certificate.state == "passed"
+    assert "hidden_grad" in trace["cell"]
+    gradient = rl.gradients(model, X, Y, wrt="head/kernel")
+    before = np.array(model.head.kernel)
+    model.fit(X, Y, batch_size=4, verbose=0)  # one step of gradient descent
+    np.testing.assert_allclose(gradient.values, before - np.array(model.head.kernel), rtol=1e-4)
