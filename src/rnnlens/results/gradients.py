@@ -5,7 +5,7 @@ Gradients have a reason for each missing one; weights are labelled by kernel and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -45,6 +45,35 @@ class Reason:
         return f"[{self.code}] {self.sentence} Try: {self.remedy}"
 
 
+class Reasons(Mapping[str, Reason]):
+    """Reasons by the name of a tensor, each found when it is first read, and kept.
+
+    ``entries`` has a :class:`Reason`, its mapping as stored in a file, or a function that finds it.
+    """
+
+    def __init__(self, entries: Mapping[str, Any] | None = None) -> None:
+        self._entries: dict[str, Any] = dict(entries or {})
+
+    def __getitem__(self, name: str) -> Reason:
+        entry = self._entries[name]
+        if not isinstance(entry, Reason):
+            entry = self._entries[name] = Reason(**entry) if isinstance(entry, Mapping) else entry()
+        return entry
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self),)  # a copy in another process has no model to experiment on
+
+
+#: Largest number of reasons that a result prints.
+_PRINTED = 20
+
+
 class LayerGradients(LayerView):
     """Gradients with respect to the tensors of one layer: ``g["conv1d"]["kernel"]`` or ``g["conv1d"].kernel``."""
 
@@ -53,9 +82,9 @@ class LayerGradients(LayerView):
         self._disconnected = disconnected
 
     def _missing_message(self, name: str) -> str:
-        for reason in self._disconnected.values():
-            if reason.name in (f"{self.name}/{name}", f"{self.name}.{name}"):
-                return _no_gradient_message(reason)
+        for tensor in (f"{self.name}/{name}", f"{self.name}.{name}"):
+            if tensor in self._disconnected:
+                return _no_gradient_message(self._disconnected[tensor])
         return message(
             f"The gradient of {name!r} was not computed for layer {self.name!r}.", hint=did_you_mean(name, self)
         )
@@ -81,8 +110,9 @@ class Gradients(Result, kind="gradients"):
     value
         Value of the target: a number, or one per sample with ``per_sample=True``.
     disconnected
-        :class:`Reason` of each tensor without a gradient, by name. Where the gradient exists but is zero throughout,
-        the zeros are in the result as well.
+        :class:`Reason` of each tensor without a gradient, by name. Each is found when it is first read, by experiments
+        on the model as it is then. Where the gradient exists but is zero throughout, the zeros are in the result as
+        well.
     flags
         :class:`Reason` of each gradient that exists but must be read with care (frozen weights, masked steps).
     clipped
@@ -97,7 +127,7 @@ class Gradients(Result, kind="gradients"):
         *,
         of: str = "loss",
         value: Any = None,
-        disconnected: Mapping[str, Reason | Mapping[str, str]] | None = None,
+        disconnected: Mapping[str, Any] | None = None,
         flags: Mapping[str, Reason | Mapping[str, str]] | None = None,
         clip: Mapping[str, Any] | None = None,
         **common: Any,
@@ -105,7 +135,8 @@ class Gradients(Result, kind="gradients"):
         super().__init__(datasets, **common)
         self.of = of
         self.value = None if value is None else np.asarray(value)[()]
-        self.disconnected, self.flags = _reasons(disconnected), _reasons(flags)
+        self.disconnected = disconnected if isinstance(disconnected, Reasons) else Reasons(disconnected)
+        self.flags = Reasons(flags)
         self.clip: dict[str, Any] = dict(clip or {})
         self.clipped: Gradients | None = None
 
@@ -134,7 +165,7 @@ class Gradients(Result, kind="gradients"):
             return self.dataset(node)[variable]
         if name in self.disconnected:
             raise QuantityNotFoundError(_no_gradient_message(self.disconnected[name]))
-        if name not in self and any(r.name.startswith((f"{name}/", f"{name}.")) for r in self.disconnected.values()):
+        if name not in self and any(tensor.startswith((f"{name}/", f"{name}.")) for tensor in self.disconnected):
             return LayerGradients(name, xr.Dataset(), self.disconnected)
         return super().__getitem__(name)
 
@@ -182,7 +213,11 @@ class Gradients(Result, kind="gradients"):
         return [(tensor, _summary(array), array) for tensor, array in gradients.items()]
 
     def _remarks(self) -> list[tuple[str, str]]:
-        remarks = [("disconnected", f"{name}: {reason}") for name, reason in self.disconnected.items()]
+        names = list(self.disconnected)
+        remarks = [("disconnected", f"{name}: {self.disconnected[name]}") for name in names[:_PRINTED]]
+        if names[_PRINTED:]:
+            text = f"{len(names) - _PRINTED} more: {', '.join(names[_PRINTED:])}; .disconnected has their reasons"
+            remarks.append(("disconnected", text))
         remarks += [("flagged", f"{name}: {reason}") for name, reason in self.flags.items()]
         if self.clip:
             figures = ", ".join(f"{key} {value:.4g}" for key, value in self.clip.items() if key != "kind")
@@ -208,13 +243,6 @@ def _no_gradient_message(reason: Reason) -> str:
         got=reason.sentence,
         hint=reason.remedy,
     )
-
-
-def _reasons(reasons: Mapping[str, Reason | Mapping[str, str]] | None) -> dict[str, Reason]:
-    """Return reasons by name, rebuilt if they are mappings as stored in a file."""
-    return {
-        name: reason if isinstance(reason, Reason) else Reason(**reason) for name, reason in (reasons or {}).items()
-    }
 
 
 class LayerWeights(LayerView):

@@ -1,5 +1,7 @@
 """Each cause of a missing gradient, provoked in torch, with the full text of its explanation."""
 
+import pickle
+
 import numpy as np
 import pytest
 import reasons
@@ -160,3 +162,39 @@ def test_underflow_of_half_precision():
     assert reason_texts(g.disconnected["0/weight"]) == reasons.underflow("6e-09")
     assert not g["0/weight"].values.any()
     assert np.allclose(g["0/bias"].values, 3e-5, rtol=0.1)
+
+
+class Detached(nn.Module):
+    """Many weights below a detach."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.below = nn.ModuleList(nn.Linear(3, 3) for _ in range(20))
+        self.rnn = nn.GRU(3, 4, batch_first=True)
+
+    def forward(self, x):
+        for layer in self.below:
+            x = layer(x)
+        return self.rnn(x.detach())[0]
+
+
+def test_a_reason_is_found_when_it_is_read():
+    model, x, y = Detached(), torch.randn(4, 5, 3), torch.randn(4, 5, 4)
+    passes = []
+    model.register_forward_pre_hook(lambda *_: passes.append(None))
+    g = rl.gradients(model, x, y, loss=nn.functional.mse_loss, wrt="weights")
+    made = len(passes)
+    assert made < 10  # of the gradient and its certificate; an experiment for one weight makes four
+    assert len(g.disconnected) == 40
+    assert "below.3/weight" in g.disconnected
+    assert len(passes) == made
+    reason = g.disconnected["below.3/weight"]
+    assert reason.code == "stop_gradient"
+    read = len(passes)
+    assert read > made
+    assert g.disconnected["below.3/weight"] is reason
+    assert len(passes) == read
+    assert repr(g).count("[stop_gradient]") == 20
+    assert "20 more: " in repr(g)
+    assert pickle.loads(pickle.dumps(g.disconnected))["below.9/bias"].code == "stop_gradient"

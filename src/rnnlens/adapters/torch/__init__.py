@@ -147,7 +147,11 @@ class TorchFacts(ModelFacts):
 
     def weight_location(self, layer: str, direction: str | None, key: str) -> WeightLocation | None:
         """Find the parameter behind a weight."""
-        return reference.weight_location(self.model, layer, direction, key)
+        return self._locations.find(layer, direction, key)
+
+    @cached_property
+    def _locations(self) -> reference.WeightLocations:
+        return reference.WeightLocations(self.model)
 
     def combination(self) -> str | None:
         """Return how losses of batches combine to that of the data set: ``"mean"``, ``"sum"``, or None if unknown."""

@@ -111,18 +111,27 @@ def _refuse_quadratic(model: nn.Module, x: Any) -> None:
         )
 
 
-def weight_location(model: nn.Module, layer: str, direction: str | None, key: str) -> WeightLocation | None:
-    """Find the parameter behind a weight: see :meth:`rnnlens.adapters.protocol.ModelFacts.weight_location`."""
-    path, _, number = layer.partition("#")[0].partition("[")
-    module = dict(named_modules(unwrap(model))).get(path)
-    if module is None:
-        return None
-    parameter_and_order = _find_parameter(module, int(number.rstrip("]") or 0), direction, key)
-    if parameter_and_order is None:
-        return None
-    parameter, reorder = parameter_and_order
-    names = [name for name, p in unwrap(model).named_parameters(remove_duplicate=False) if p is parameter]
-    return WeightLocation(names[0], reorder, tied=len(names) > 1) if names else None
+class WeightLocations:
+    """Parameters of a model by weight, for :meth:`rnnlens.adapters.protocol.ModelFacts.weight_location`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = dict(named_modules(unwrap(model)))
+        self._names: dict[int, list[str]] = {}
+        for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(parameter), []).append(name)
+
+    def find(self, layer: str, direction: str | None, key: str) -> WeightLocation | None:
+        """Find the parameter behind a weight; None if there is none."""
+        path, _, number = layer.partition("#")[0].partition("[")
+        module = self._modules.get(path)
+        if module is None:
+            return None
+        parameter_and_order = _find_parameter(module, int(number.rstrip("]") or 0), direction, key)
+        if parameter_and_order is None:
+            return None
+        parameter, reorder = parameter_and_order
+        names = self._names.get(id(parameter), [])
+        return WeightLocation(names[0], reorder, tied=len(names) > 1) if names else None
 
 
 def _find_parameter(

@@ -17,13 +17,14 @@ from ... import data
 from ...adapters.protocol import Batch, Capture, Port, Taps
 from ...autodiff.tensors import converted_like, dtype_name
 from ...errors import LayerNotFoundError, RnnlensError
-from ...results.gradients import Reason
+from ...results.gradients import Reason, Reasons
 from ...results.schema import to_host
 from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
 from ..axes import BatchAxes
 from ..names import Catalogue, TensorName, names_behind_ids
 from ..recurrent_layers import ReplayedLayers, outputs_of, runs_layer, stack_directions
+from ..request import in_turn
 from ..weight_layout import sources
 from .pull import batch_gradients
 from .request import BatchRequest, is_trainable
@@ -73,7 +74,7 @@ def _value(request: BatchRequest, leaf: TensorName, capture: Capture) -> Array:
 
 
 class Experiments:
-    """Perturbation experiments on a model, one batch and one target, with cached results."""
+    """Perturbation experiments on a model, one batch and one target, with results cached for all tensors."""
 
     def __init__(self, request: BatchRequest) -> None:
         self.request, self.batch, self.target = request, request.batch, request.target
@@ -353,9 +354,9 @@ def _suggested_call(target: Target, **changed: str | None) -> str:
 
 @dataclass
 class Explanation:
-    """Reasons by tensor: for missing or zero gradients, and for gradients to be read with care."""
+    """Reasons by tensor: for missing or zero gradients, found when read, and for gradients to be read with care."""
 
-    disconnected: dict[str, Reason] = field(default_factory=dict)
+    disconnected: Reasons = field(default_factory=Reasons)
     flags: dict[str, Reason] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -367,7 +368,7 @@ def explain(
     batches: Iterable[Batch],
 ) -> Explanation:
     """Return reasons for each gradient that is missing, zero, zero in part, or of a frozen weight."""
-    result = Explanation()
+    result, missing = Explanation(), dict[str, Callable[[], Reason]]()
 
     @cache
     def trials() -> Experiments:
@@ -376,7 +377,7 @@ def explain(
     for name in request.wrt:
         grad = gradients.get(name)
         if grad is None or not np.any(grad):
-            result.disconnected[name.text] = find_reason(trials(), name, exists=grad is not None)
+            missing[name.text] = partial(_find_reason_in_turn, request.model, trials, name, exists=grad is not None)
             continue
         flag = _frozen_reason(request, name)
         if flag is None and name.kind != "weight" and dims[name][:2] == (SAMPLE, TIME):
@@ -384,7 +385,15 @@ def explain(
             flag = _partly_masked_reason(is_zero, name, trials(), batches) if is_zero.any() else None
         if flag is not None:
             result.flags[name.text] = flag
+    result.disconnected = Reasons(missing)
     return result
+
+
+@in_turn
+def _find_reason_in_turn(model: Any, trials: Callable[[], Experiments], name: TensorName, *, exists: bool) -> Reason:
+    """Find the reason of one tensor, after the call that returned the result."""
+    del model  # of the decorator
+    return find_reason(trials(), name, exists=exists)
 
 
 def _frozen_reason(request: BatchRequest, name: TensorName) -> Reason | None:

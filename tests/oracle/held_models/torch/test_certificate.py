@@ -225,20 +225,16 @@ def test_the_first_of_each_kind_of_input_is_certified():
 @pytest.mark.parametrize("placed", [True, False])
 def test_only_what_was_compared_is_listed(monkeypatch, placed):
     from rnnlens.adapters.registry import adapter_for
+    from rnnlens.verbs import traced_layers
+
+    def add_without_boundaries(claim, layer, directions, traced, add=traced_layers._add_to_claim):
+        absent = {"framework_input_grad": None, "framework_initial_state_grad": None}
+        add(claim, layer, [replace(call, **absent) for call in directions], traced)
 
     model = Plain()
-    adapter, torch_capture = type(adapter_for(model)), adapter_for(model).capture
-
-    def capture_without_boundaries(self, *arguments):
-        captured = torch_capture(*arguments)
-        captured.calls = [
-            replace(call, framework_input_grad=None, framework_initial_state_grad=None) for call in captured.calls
-        ]
-        return captured
-
-    monkeypatch.setattr(adapter, "capture", capture_without_boundaries)
+    monkeypatch.setattr(traced_layers, "_add_to_claim", add_without_boundaries)
     if not placed:
-        monkeypatch.setattr(adapter, "weight_location", lambda *arguments: None)
+        monkeypatch.setattr(type(adapter_for(model).facts(model)), "weight_location", lambda *arguments: None)
     certificate = trace_certificate(model)
     assert certificate.state == "passed"
     swept = {"hidden_grad", "cell_grad", "gate_grad", "input_grad", "initial_state_grad", "final_state_grad"}
