@@ -60,6 +60,9 @@ class Reasons(Mapping[str, Reason]):
             entry = self._entries[name] = Reason(**entry) if isinstance(entry, Mapping) else entry()
         return entry
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
