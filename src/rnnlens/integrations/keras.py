@@ -28,7 +28,7 @@ from ..adapters.keras.training_capture import (
     weights_of,
 )
 from ..adapters.registry import adapter_for
-from ..errors import InputError, TrackingWarning, UnbuiltModelError, message, short_repr
+from ..errors import InputError, RnnlensError, TrackingWarning, UnbuiltModelError, message, short_repr
 from ..results.training_run import Gap
 from ..tracking.alerts import Alerts, Incidents, checked_on_nonfinite, is_finite
 from ..tracking.batches import TrainedBatch, direct_trace
@@ -246,7 +246,13 @@ class Watch(_Callback):
         except BaseException as error:
             self._stop_recording()
             self._recorder.abort(type(error).__name__)
-            raise
+            if isinstance(error, RnnlensError) or not isinstance(error, Exception):  # of the arguments, or Ctrl-C
+                raise
+            problem = "This training is not watched; it goes on."
+            got = f"{type(error).__name__}: {error}"
+            warnings.warn(message(problem, got=got), TrackingWarning, stacklevel=2)
+            self._recorder = None
+            return
         callbacks = _caller_of("on_train_begin")
         if callbacks is not None:  # the list of callbacks lives as long as this fit runs
             self._finalizer = weakref.finalize(callbacks, self._close_as_interrupted)

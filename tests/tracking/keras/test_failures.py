@@ -214,6 +214,17 @@ def test_a_probe_that_cannot_be_traced_is_a_gap(tmp_path, monkeypatch):
     assert [tuple(stored_gap) for stored_gap in rl.open(tmp_path / "a.zarr").gaps] == [tuple(gap)]
 
 
+@pytest.mark.one_engine
+def test_a_watch_that_cannot_begin_leaves_the_history(monkeypatch):
+    def failing(*_, **__):
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr("rnnlens.integrations.keras.sinks_of", failing)
+    watched, messages = watched_losses(rl.keras.Watch(every=1, on_batch=lambda batch: None))
+    np.testing.assert_array_equal(watched, losses(network=network_with_input))
+    assert messages == ["This training is not watched; it goes on.\n  got:      ZeroDivisionError: ours"]
+
+
 class Saving(keras.callbacks.Callback):
     """A callback that after each step saves, reloads and clones the model, and keeps an average of its weights."""
 
