@@ -171,18 +171,21 @@ def run(model: nn.Module, batch: Batch, taps: Taps) -> Run:
             return TorchPullback(model, batch, of, wrt, taps.cut)
 
         return run_with_composed(pull_back, taps.of, taps.wrt, partial(composed_weight, modules))
-    return _UntouchedRun(model, batch, taps) if taps.record == "nothing" else _RecordedRun(model, batch, taps)
+    if taps.record == "nothing":
+        return _UntouchedRun(model, batch, taps)
+    if taps.record == "outputs" and not (taps.needs_loss or batch.initial_state):
+        return _RecordedRun(output_tensors(model, batch))
+    recorded = capture_chain(model, batch, taps) or capture(model, batch, taps)
+    return _RecordedRun(recorded.outputs, recorded)
 
 
 class _RecordedRun(Run):
     """Run whose outputs, and calls if the taps say so, are recorded."""
 
-    def __init__(self, model: nn.Module, batch: Batch, taps: Taps) -> None:
-        if taps.record == "outputs" and not (taps.needs_loss or batch.initial_state):
-            self._returned = output_tensors(model, batch)
-            return
-        self.capture: Capture = capture_chain(model, batch, taps) or capture(model, batch, taps)
-        self._returned = self.capture.outputs
+    def __init__(self, returned: Any, capture: Capture | None = None) -> None:
+        self._returned = returned
+        if capture is not None:
+            self.capture: Capture = capture
 
     @property
     def returned(self) -> Any:

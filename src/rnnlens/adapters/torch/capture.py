@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import ModelError
+from ...errors import ModelError, raised_by
 from ..protocol import Batch, Capture, ChainLink, SequenceCall, Taps
 from ..shared import hook_in_this_thread
 from .assemble import Assembler
@@ -27,9 +27,9 @@ from .discover import (
 )
 from .forward_pass import ForwardPass, forward_pass, run_until_recorded
 from .fused import CallOwners, KernelInterceptor
-from .inputs import detach_tensors, map_leaves, replay_copy, returned_tensors, tensors_of
+from .inputs import call_model, detach_tensors, map_leaves, replay_copy, returned_tensors, tensors_of
 from .loops import CellHook, StepListener
-from .losses import gradients_of, reaches
+from .losses import evaluate, gradients_of, reaches
 from .public import ANY_SCAN, LISTENER, SCANS, is_declared_cell
 from .record import (
     CallRecorder,
@@ -65,7 +65,7 @@ def capture(model: nn.Module, batch: Batch, request: Taps) -> Capture:
 def output_tensors(model: nn.Module, batch: Batch) -> Any:
     """Run a model without gradients and recordings, and return its outputs."""
     with forward_pass(model, batch) as borrowed, torch.no_grad():
-        return detach_tensors(borrowed.call())
+        return detach_tensors(call_model(borrowed.model, borrowed.x))
 
 
 def recorded_call(
@@ -77,12 +77,13 @@ def recorded_call(
     hooks of its own.
     """
     with chain.watch(), recording_hooks(borrowed.model, recorder, requested, borrowed.batch) as interceptor:
-        outputs = borrowed.call()
+        outputs = call_model(borrowed.model, borrowed.x)
     join_changed_states(recorder)
     remove_nested_cells(recorder, training=borrowed.batch.training)
     mark_endings(recorder)
     refuse_hooked(recorder)
-    loss = borrowed.loss_of(outputs)
+    with raised_by("Your loss"):
+        loss = evaluate(borrowed.batch, outputs, borrowed.model)
     check_joints(recorder, [*tensors_of(outputs), *([] if loss is None else [loss])])
     return outputs, loss, interceptor.cut_gradients and not recorder.rules.ignore_no_grad
 

@@ -22,13 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_calls
 
+from ...errors import raised_by
 from ...layout import Axis, Layout, layout_of_axes
 from ...recurrence.cells import GRU, LSTM, SimpleRNN
 from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Capture, ChainLink, Port, RecurrentCall, Taps
 from .discover import fingerprint
 from .forward_pass import forward_pass
-from .losses import gradients_of, reaches
+from .inputs import call_model
+from .losses import evaluate, gradients_of, reaches
 from .weights import NAMES, named_copies, node_name
 
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
@@ -382,7 +384,7 @@ def _capture_pass(model: nn.Module, batch: Batch, request: Taps) -> Capture | No
             return None
         recorder = ChainRecorder(model, taps=True, separate=separate)
         with recorder.watch():
-            outputs = borrowed.call()
+            outputs = call_model(borrowed.model, borrowed.x)
         links, layer_tensors = recorder.chain(outputs), recorder.calls or {}
         is_changed = any(
             call.versions_and_sums != tuple(map(_version_and_sum, call.returned)) for call in layer_tensors.values()
@@ -391,7 +393,8 @@ def _capture_pass(model: nn.Module, batch: Batch, request: Taps) -> Capture | No
             return None
         loss = None
         if batch.loss is not None or batch.y is not None:
-            loss = borrowed.loss_of(outputs)
+            with raised_by("Your loss"):
+                loss = evaluate(borrowed.batch, outputs, borrowed.model)
         requested = [call for path, call in layer_tensors.items() if request.layers is None or path in request.layers]
         gradients, differentiated = None, requested
         if request.topmost and loss is not None:

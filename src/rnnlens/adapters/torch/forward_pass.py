@@ -9,11 +9,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from ...errors import raised_by
 from ..protocol import Batch
 from .discover import unwrap
-from .inputs import as_tensors, call_model, with_gradient_leaves
-from .losses import evaluate
+from .inputs import as_tensors, with_gradient_leaves
 from .record import PassRules, RunAgainError
 from .restore import BorrowedModel, borrowed_model
 
@@ -33,15 +31,6 @@ class ForwardPass:
     x: Any
     sources: list[Tensor]
     state: BorrowedModel
-
-    def call(self) -> Any:
-        """Call the model, and return its outputs as it returned them."""
-        return call_model(self.model, self.x)
-
-    def loss_of(self, outputs: Any) -> Tensor | None:
-        """Return the loss of outputs as a scalar tensor; None if the batch has no loss."""
-        with raised_by("Your loss"):
-            return evaluate(self.batch, outputs, self.model)
 
 
 @contextmanager

@@ -27,8 +27,8 @@ from .assemble import PortTensors
 from .cells import has_own_forward, has_own_step, tensor_leaves
 from .discover import named_modules, unwrap
 from .forward_pass import ForwardPass, forward_pass
-from .inputs import returned_tensors, tensors_of
-from .losses import host_array
+from .inputs import call_model, returned_tensors, tensors_of
+from .losses import evaluate, host_array
 from .scan_families import sequence_modules, state_sizes
 
 #: Torch's order of gates, from the documentation of its modules.
@@ -60,8 +60,8 @@ def reference_run(
         sources = borrowed.sources
         if gradients:
             _refuse_quadratic(model, borrowed.x)
-        outputs = borrowed.call()
-        loss = None if cotangents is not None else borrowed.loss_of(outputs)
+        outputs = call_model(borrowed.model, borrowed.x)
+        loss = None if cotangents is not None else evaluate(borrowed.batch, outputs, borrowed.model)
         leaves = returned_tensors(outputs)
         values, starts = [_copied_array(leaf) for leaf in leaves], [(loss, None)]
         if cotangents is not None:
@@ -188,7 +188,7 @@ def reference_between(
     model = unwrap(model)
     modules = dict(named_modules(model))
     with _quiet_pass(model, batch, by_frozen=True) as borrowed, _returned_values(modules, (of, wrt)) as returned:
-        outputs = returned_tensors(borrowed.call())
+        outputs = returned_tensors(call_model(borrowed.model, borrowed.x))
         upper, lower = (_end_tensors(end, modules, returned, borrowed.sources, outputs) for end in (of, wrt))
         value = upper.value
         if not value.requires_grad or not all(t.requires_grad for t in lower.tensors):

@@ -297,40 +297,9 @@ def force_training(original):
     return lambda model, batch, **options: original(model, replace(batch, training=True), **options)
 
 
-def change_pass(edit):
-    """Return a fault that changes a borrowed model, and so the recorded pass but not the reference run."""
-
-    def plant(original):
-        def faulty(borrowed, *args):
-            edit(borrowed)
-            return original(borrowed, *args)
-
-        return faulty
-
-    return plant
-
-
-def change_input(change):
-    """Return a fault that changes the input of the recorded pass."""
-    return change_pass(lambda borrowed: setattr(borrowed, "x", change(borrowed.x)))
-
-
-def change_output(change):
-    """Return a fault that changes the output of the recorded pass."""
-    return change_pass(lambda borrowed: setattr(borrowed, "call", lambda: change(type(borrowed).call(borrowed))))
-
-
 def change_loss(change):
     """Return a fault that changes the captured loss."""
-
-    def edit(borrowed):
-        def loss_of(outputs):
-            value = type(borrowed).loss_of(borrowed, outputs)
-            return None if value is None else change(value)
-
-        borrowed.loss_of = loss_of
-
-    return change_pass(edit)
+    return change_result(lambda value: None if value is None else change(value))
 
 
 def reverse_gates(original):
@@ -365,28 +334,28 @@ def change_jacobian(change):
 _TRACE, _WEIGHTS, _JACOBIAN = (datasets, "labelled_layer"), (weights, "label_cell"), (jacobian, "execute")
 FAULTS = [
     # The captured run.
-    Fault("input 1 % larger", capture, "recorded_call", change_input(lambda t: t * 1.01)),
-    Fault("input shifted", capture, "recorded_call", change_input(lambda x: x + 0.01)),
-    Fault("input backwards", capture, "recorded_call", change_input(lambda x: x.flip(1))),
-    Fault("samples in another order", capture, "recorded_call", change_input(lambda x: x.flip(0))),
-    Fault("samples taken for steps", capture, "recorded_call", change_input(lambda x: x.transpose(0, 1))),
-    Fault("features in another order", capture, "recorded_call", change_input(lambda x: x.flip(2))),
+    Fault("input 1 % larger", capture, "call_model", scale_argument(1)),
+    Fault("input shifted", capture, "call_model", change_argument(1, lambda x: x + 0.01)),
+    Fault("input backwards", capture, "call_model", change_argument(1, lambda x: x.flip(1))),
+    Fault("samples in another order", capture, "call_model", change_argument(1, lambda x: x.flip(0))),
+    Fault("samples taken for steps", capture, "call_model", change_argument(1, lambda x: x.transpose(0, 1))),
+    Fault("features in another order", capture, "call_model", change_argument(1, lambda x: x.flip(2))),
     Fault(
         "last step left out",
         capture,
-        "recorded_call",
-        change_input(lambda x: torch.cat([x[:, :-1], 0 * x[:, -1:]], 1)),
+        "call_model",
+        change_argument(1, lambda x: torch.cat([x[:, :-1], 0 * x[:, -1:]], 1)),
     ),
-    Fault("inputs in another order", capture, "recorded_call", change_input(lambda x: (x[1], x[0])), "two"),
-    Fault("second input lost", capture, "recorded_call", change_input(lambda x: (x[0], 0 * x[1])), "two"),
-    Fault("input rounded to half", capture, "recorded_call", change_input(lambda x: x.half().float())),
-    Fault("output 1 % larger", capture, "recorded_call", change_output(lambda o: o * 1.01)),
-    Fault("output cut off", capture, "recorded_call", change_output(lambda o: o * 0.5 + 0.5 * o.detach())),
+    Fault("inputs in another order", capture, "call_model", change_argument(1, lambda x: (x[1], x[0])), "two"),
+    Fault("second input lost", capture, "call_model", change_argument(1, lambda x: (x[0], 0 * x[1])), "two"),
+    Fault("input rounded to half", capture, "call_model", change_argument(1, lambda x: x.half().float())),
+    Fault("output 1 % larger", capture, "call_model", change_result(lambda o: o * 1.01)),
+    Fault("output cut off", capture, "call_model", change_result(lambda o: o * 0.5 + 0.5 * o.detach())),
     Fault(
         "path of one step lost",
         capture,
-        "recorded_call",
-        change_output(lambda o: torch.cat([o[:, :1].detach(), o[:, 1:]], 1)),
+        "call_model",
+        change_result(lambda o: torch.cat([o[:, :1].detach(), o[:, 1:]], 1)),
     ),
     Fault("training mode", capture, "forward_pass", force_training),
     Fault("weights 1 % larger", record.CallRecorder, "weight_substitute", scale_weights(1.01), "stack"),
@@ -401,12 +370,12 @@ FAULTS = [
     Fault("initial states left out", fused, "_initial_states", change_result(lambda s: tuple(0 * t for t in s))),
     Fault("initial states exchanged", fused, "_initial_states", change_result(lambda s: (s[1], s[0]))),
     # The loss and its captured gradients.
-    Fault("loss doubled", capture, "recorded_call", change_loss(lambda v: 2 * v)),
-    Fault("loss 1 % larger", capture, "recorded_call", change_loss(lambda v: 1.01 * v)),
-    Fault("loss half detached", capture, "recorded_call", change_loss(lambda v: 0.5 * v + 0.5 * v.detach())),
-    Fault("loss squared", capture, "recorded_call", change_loss(lambda v: v * v)),
-    Fault("loss negated", capture, "recorded_call", change_loss(lambda v: -v)),
-    Fault("loss of a loop halved", capture, "recorded_call", change_loss(lambda v: v / 2), "loop"),
+    Fault("loss doubled", capture, "evaluate", change_loss(lambda v: 2 * v)),
+    Fault("loss 1 % larger", capture, "evaluate", change_loss(lambda v: 1.01 * v)),
+    Fault("loss half detached", capture, "evaluate", change_loss(lambda v: 0.5 * v + 0.5 * v.detach())),
+    Fault("loss squared", capture, "evaluate", change_loss(lambda v: v * v)),
+    Fault("loss negated", capture, "evaluate", change_loss(lambda v: -v)),
+    Fault("loss of a loop halved", capture, "evaluate", change_loss(lambda v: v / 2), "loop"),
     Fault("captured gradients 1 % larger", capture, "_gradients", change_captured(lambda g: g * 1.01)),
     Fault("gradients of the wrong sign", capture, "_gradients", change_captured(lambda g: -g), "stack"),
     Fault("gradients of a loop doubled", capture, "_gradients", change_captured(lambda g: 2 * g), "loop"),
@@ -457,7 +426,7 @@ FAULTS = [
     Fault("gradients of weights 1 % larger", *_WEIGHTS, change_weights(lambda v, d: v * 1.01), "plain", "weights"),
     Fault("weights: rows", *_WEIGHTS, change_weights(apply_along("feature", np.flip)), "plain", "weights"),
     Fault("weights by time: gates", *_WEIGHTS, reverse_gates, "plain", "weights by time"),
-    Fault("weights: loss doubled", capture, "recorded_call", change_loss(lambda v: 2 * v), "stack", "weights"),
+    Fault("weights: loss doubled", capture, "evaluate", change_loss(lambda v: 2 * v), "stack", "weights"),
     # Gradients by pull-back.
     Fault(
         "pull-back 1 % larger", pullback.TorchPullback, "pull", change_grads(lambda g: g * 1.01), "plain", "of inputs"
@@ -473,10 +442,8 @@ FAULTS = [
     Fault(
         "pull-back by sample", pullback.TorchPullback, "pull", change_grads(lambda g: g * 1.01), "plain", "by sample"
     ),
-    Fault(
-        "pull-back: another input", pullback, "recorded_call", change_input(lambda t: t * 1.01), "plain", "of inputs"
-    ),
-    Fault("pull-back: another loss", pullback, "recorded_call", change_loss(lambda v: 2 * v), "stack", "of weights"),
+    Fault("pull-back: another input", capture, "call_model", scale_argument(1), "plain", "of inputs"),
+    Fault("pull-back: another loss", capture, "evaluate", change_loss(lambda v: 2 * v), "stack", "of weights"),
     Fault(
         "pull-back: halves stacked twice",
         pull,
