@@ -99,13 +99,10 @@ class Catalogue:
         self.adapter, self.model, self.x = adapter, model, x
         self._model_facts = known_model(adapter, model)
         self.recurrent, self.sequences = self._model_facts.recurrent, self._model_facts.sequences
+        #: Facts of the model that need no run.
+        self.facts: ModelFacts = adapter.facts(model)
         if outputs:
             self.outputs = outputs
-
-    @cached_property
-    def facts(self) -> ModelFacts:
-        """Facts of the model that need no run."""
-        return self.adapter.facts(self.model)
 
     @cached_property
     def outputs(self) -> tuple[str, ...]:

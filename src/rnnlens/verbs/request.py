@@ -126,8 +126,8 @@ class ModelRequest:
 
     def provenance(self, *, with_loss: bool = False) -> Mapping[str, str]:
         """Return framework, version, engine, dtype and device; ``with_loss`` also the reduction of the loss."""
-        provenance = self.facts.provenance
-        reduction = self.facts.reduction(self.batch.loss) if with_loss else None
+        facts = self.catalogue.facts
+        provenance, reduction = facts.provenance, facts.reduction(self.batch.loss) if with_loss else None
         return provenance if reduction is None else {**provenance, "loss_reduction": reduction}
 
     def key(self, verb: str, *details: Hashable) -> Hashable | None:

@@ -124,6 +124,8 @@ class Run:
 
     #: Outputs of the model as arrays, for every ``record`` but ``"ports"`` and ``"nothing"``.
     outputs: Outputs
+    #: Outputs in the structure in which the model returned them, where ``outputs`` are.
+    returned: Any
     #: Calls of layers and gradients, for ``"states"``, ``"direct"`` and ``"everything"``.
     capture: Capture
     #: With ``"ports"``: values of the ports.
@@ -138,11 +140,6 @@ class Run:
     known_gradients: Mapping[Port, Array | None] | None = None
     #: Whether :meth:`reference` may run in another thread, after :meth:`prepared`.
     is_prepared: bool = False
-
-    @property
-    def returned(self) -> Any:
-        """Outputs in the structure in which the model returned them, where ``outputs`` are."""
-        return self.capture.outputs
 
     def pull(self, cotangents: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
         """Pull cotangents at ``of`` ports back to every ``wrt`` port.

@@ -28,6 +28,7 @@ class _RecordedRun(Run):
 
     def __init__(self, net: Net, batch: Batch, taps: Taps) -> None:
         self.capture: Capture = capture(net, batch, taps)
+        self.returned = self.capture.outputs
 
     @cached_property
     def outputs(self) -> Outputs:  # type: ignore[override]

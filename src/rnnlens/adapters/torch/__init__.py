@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -179,29 +180,23 @@ def run(model: nn.Module, batch: Batch, taps: Taps) -> Run:
     return _RecordedRun(recorded.outputs, recorded)
 
 
+@dataclass
 class _RecordedRun(Run):
     """Run whose outputs, and calls if the taps say so, are recorded."""
 
-    def __init__(self, returned: Any, capture: Capture | None = None) -> None:
-        self._returned = returned
-        if capture is not None:
-            self.capture: Capture = capture
-
-    @property
-    def returned(self) -> Any:
-        """Output tensors as the model returned them."""
-        return self._returned
+    returned: Any
+    capture: Capture = field(default_factory=lambda: Capture([]))
 
     @cached_property
     def outputs(self) -> Outputs:  # type: ignore[override]
         """Outputs of the model, as arrays and as the model returned them."""
-        leaves = returned_leaves(self._returned)
+        leaves = returned_leaves(self.returned)
         if any(isinstance(leaf, PackedSequence) for leaf in leaves):
             raise UnsupportedError(
                 "The model returns packed sequences, and packed sequences of several batches cannot be concatenated.",
                 hint="pad_packed_sequence(..., total_length=x.shape[1]) in the model, or all samples as one batch",
             )
-        return Outputs([losses.host_array(leaf) for leaf in leaves], self._returned)
+        return Outputs([losses.host_array(leaf) for leaf in leaves], self.returned)
 
 
 class _UntouchedRun(Run):

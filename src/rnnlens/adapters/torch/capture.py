@@ -64,7 +64,7 @@ def capture(model: nn.Module, batch: Batch, request: Taps) -> Capture:
 
 def output_tensors(model: nn.Module, batch: Batch) -> Any:
     """Run a model without gradients and recordings, and return its outputs."""
-    with forward_pass(model, batch) as borrowed, torch.no_grad():
+    with forward_pass(unwrap(model), batch) as borrowed, torch.no_grad():
         return detach_tensors(call_model(borrowed.model, borrowed.x))
 
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ..protocol import Batch
-from .discover import unwrap
 from .inputs import as_tensors, with_gradient_leaves
 from .record import PassRules, RunAgainError
 from .restore import BorrowedModel, borrowed_model
@@ -37,12 +36,11 @@ class ForwardPass:
 def forward_pass(
     model: nn.Module, batch: Batch, *, by_inputs: bool = False, by_frozen: bool = False
 ) -> Iterator[ForwardPass]:
-    """Borrow a model for one call on a batch, with gradients on; restore everything after the block.
+    """Borrow an unwrapped model for one call on a batch, with gradients on; restore everything after the block.
 
     ``by_inputs``: the float tensors of the input are differentiable leaves. ``by_frozen``: frozen weights require
     gradients, too.
     """
-    model = unwrap(model)
     x = as_tensors(batch.x, model, "x")
     with borrowed_model(
         model, training=batch.training, seed=batch.seed, loss=batch.loss, differentiable=by_frozen

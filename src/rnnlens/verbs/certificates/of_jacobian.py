@@ -162,7 +162,7 @@ def claim_of(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArra
     try:
         if not (_is_inside_model(request.of) or _is_inside_model(request.wrt)):
             return _compute_claim(request, plan, jacobian)
-        if not (plan.ends.of.bidirectional or plan.ends.wrt.bidirectional):
+        if len(plan.ends.of.within) < 2 and len(plan.ends.wrt.within) < 2:
             claim = _compute_claim(request, plan, jacobian)
             bound = rounding_bound(_coarsest_dtype(request, plan), max((64, *plan.shape)))
             run = pull_between(request, plan, partial(_place_cotangent, claim), bound)

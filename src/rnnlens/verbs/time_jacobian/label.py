@@ -105,7 +105,7 @@ class JacobianLabels:
                 coords[dim] = times if labels is None else labels[times]
         if ends.wrt.kind == "input" and ends.wrt.name.layer is None:
             coords[IN_FEATURE] = self.inputs.find(FEATURE, ends.wrt.size, ends.wrt.name.index)
-        if self.plan.ends.wrt.bidirectional:
+        if len(self.plan.ends.wrt.within) > 1:
             coords[IN_DIRECTION] = [FORWARD, BACKWARD]
         return {dim: labels for dim, labels in coords.items() if labels is not None and dim in self.plan.dims}
 

@@ -297,10 +297,10 @@ def plan_for(
     possible_sizes = {
         SAMPLE: None if ends.average else network.samples,
         OUT_TIME: None if ends.out_times is None else len(ends.out_times),
-        DIRECTION: 2 if ends.of.bidirectional else None,
+        DIRECTION: 2 if len(ends.of.within) > 1 else None,
         OUT_UNIT: ends.rows if ends.measure is None else None,
         IN_TIME: None if ends.in_times is None else len(ends.in_times),
-        IN_DIRECTION: 2 if ends.wrt.bidirectional else None,
+        IN_DIRECTION: 2 if len(ends.wrt.within) > 1 else None,
         IN_FEATURE: ends.wrt.size if ends.measure is None else None,
     }
     sizes, dtype = {dim: size for dim, size in possible_sizes.items() if size is not None}, network.dtype
@@ -312,7 +312,7 @@ def plan_for(
     # One part per direction of a bidirectional end.
     ends_by_direction: list[list[tuple[JacobianEnd, dict[str, int]]]] = [
         [(replace(end, within=(replayed,)), {axis: i}) for i, replayed in enumerate(end.within)]
-        if end.bidirectional
+        if len(end.within) > 1
         else [(end, {})]
         for end, axis in ((ends.of, DIRECTION), (ends.wrt, IN_DIRECTION))
     ]

@@ -125,11 +125,6 @@ class JacobianEnd:
     size: int
     times: int | None
 
-    @property
-    def bidirectional(self) -> bool:
-        """Whether the end has a forward and a backward direction."""
-        return len(self.within) > 1
-
 
 @dataclass(frozen=True)
 class JacobianEnds:
