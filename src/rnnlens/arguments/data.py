@@ -228,8 +228,9 @@ def _refuse_depth(name: str, value: Any, depth: int = 0, item_count: list[int] |
         expected = f"at most {_MAX_DEPTH} nested lists"
         raise InputError(f"{name} is nested too deeply.", got=type(value).__name__, expected=expected)
     if isinstance(value, Mapping):
-        if not all(isinstance(key, str) for key in value):
-            got = ", ".join(short_repr(key) for key in list(value)[:3])
+        keys = list(value.keys())  # a TensorDict iterates over its samples
+        if not all(isinstance(key, str) for key in keys):
+            got = ", ".join(short_repr(key) for key in keys[:3])
             raise InputError(f"{name} is a dict whose keys are not strings.", got=got, expected='{"name": array}')
         value = list(value.values())
     if not isinstance(value, tuple | list):

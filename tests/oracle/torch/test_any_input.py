@@ -104,6 +104,20 @@ _pytree.register_pytree_node(
 )
 
 
+class ByRows(dict):
+    """A mapping that iterates over its samples, as a TensorDict does."""
+
+    def __iter__(self):
+        return iter(self["sequence"])
+
+
+_pytree.register_pytree_node(
+    ByRows,
+    lambda rows: (list(rows.values()), list(rows.keys())),
+    lambda parts, keys: ByRows(zip(keys, parts, strict=True)),
+)
+
+
 class Reader(nn.Module):
     """A GRU that takes one container."""
 
@@ -119,7 +133,7 @@ class Reader(nn.Module):
         return self.head(self.rnn(sequence)[0]) * scale
 
 
-@pytest.mark.parametrize("kind", [TwoInputs, Record, Own, dict])
+@pytest.mark.parametrize("kind", [TwoInputs, Record, Own, ByRows, dict])
 def test_containers_as_inputs(kind):
     torch.manual_seed(1)
     model, y = Reader().double(), torch.randn(4, 7, 2, dtype=torch.float64)
