@@ -1,9 +1,10 @@
 """Array types, and trees: nested tuples, lists, dicts, dataclasses and registered containers of arrays and constants.
 
-``Array`` is any array of the array-API standard: NumPy, torch, JAX, CuPy. A *leaf* is a numeric array, or a torch
-``PackedSequence``. Anything else that is no container is a *constant*: numbers, NumPy scalars, strings, None, objects.
-Constants are handed on unchanged. Entries of a dict keep their insertion order. Containers of other classes are those
-registered with ``torch.utils._pytree``, JAX, optree or Keras; none of these is imported here.
+``Array`` is any array of the array-API standard: NumPy, torch, JAX, CuPy. A *leaf* is a numeric array, a tensor of
+strings of TensorFlow, or a torch ``PackedSequence``. Anything else that is no container is a *constant*: numbers, NumPy
+scalars, strings, None, objects. Constants are handed on unchanged. Entries of a dict keep their insertion order.
+Containers of other classes are those registered with ``torch.utils._pytree``, JAX, optree or Keras; none of these is
+imported here.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def container_of(tree: Any) -> Container | None:
 
 
 def is_leaf(value: Any) -> bool:
-    """Return whether a value that is no container is a leaf: a numeric array, or a packed sequence."""
+    """Return whether a value that is no container is a leaf: an array, a tensor of strings, or a packed sequence."""
     if isinstance(value, type | np.generic):
         return False
     try:
@@ -59,9 +60,9 @@ def is_leaf(value: Any) -> bool:
         _ = value.shape
     except Exception:  # of any class of the user
         return is_packed(value)
-    return (
-        dtype is not None and getattr(dtype, "kind", "") not in {*"OSUMmT"} and getattr(dtype, "name", "") != "string"
-    )
+    if getattr(dtype, "name", "") == "string":
+        return hasattr(dtype, "as_datatype_enum")  # of TensorFlow, for layers that look words up; not of pandas
+    return dtype is not None and getattr(dtype, "kind", "") not in {*"OSUMmT"}
 
 
 def leaves_of(tree: Any) -> list[Any]:
