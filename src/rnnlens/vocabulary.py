@@ -20,6 +20,8 @@ UNIT_IN = "unit_in"
 CHANNEL = "channel"
 #: Names of the spatial axes of an input or a state with channels, by their number.
 SPACE: dict[int, tuple[str, ...]] = {1: ("width",), 2: ("height", "width"), 3: ("depth", "height", "width")}
+#: Axes of ``lag_gradient``: pairs of a sample and an output step, and steps back from that output.
+PROBE, LAG = "probe", "lag"
 OUT_TIME, OUT_UNIT, IN_TIME, IN_FEATURE = "out_time", "out_unit", "in_time", "in_feature"
 
 FORWARD, BACKWARD, BIDIRECTIONAL = "forward", "backward", "bidirectional"
@@ -93,6 +95,15 @@ QUANTITIES: dict[str, Quantity] = {
             "total gradient of the cell state",
             "loss",
             "dL/dc_t, including the path through h_t",
+            True,
+            _PASCANU,
+        ),
+        Quantity(
+            "lag_gradient",
+            (PROBE, LAG),
+            "gradient by lag",
+            "loss",
+            "norm over all states of one output step's direct gradient, pulled back through the layer's recurrence",
             True,
             _PASCANU,
         ),

@@ -21,7 +21,7 @@ from ..recurrence.replay import Replay
 from ..results.schema import to_host
 from ..typing import Array
 from ..verbs.names import Catalogue, known_model
-from .prediction import PredictionTarget, read_target
+from .prediction import PredictionTarget, read_target, takes_logits
 from .samples import Samples
 
 #: Largest number of samples whose states are captured.
@@ -77,6 +77,17 @@ class Experiment:
         if not capture.calls and not capture.scanned:
             raise ModelError("No recurrent layer ran in this forward pass.", hint="rl.layers(model)")
         return capture
+
+    def capture_of(self, rows: Array) -> Capture:
+        """Capture the forward pass on the first samples in another order, or on some of them."""
+        x = data.map_leaves(lambda leaf: leaf[rows], self.samples.x)
+        request = CaptureRequest(gradients=False, weight_grads=False, scans=False)
+        return self.adapter.capture(self.model, Batch(self.in_model_order(x)), request)
+
+    @property
+    def takes_logits(self) -> bool | None:
+        """Whether the loss takes logits; False for probabilities, None if its name and settings leave it open."""
+        return takes_logits(self.loss)
 
     @cached_property
     def scans(self) -> dict[str, LayerInfo]:

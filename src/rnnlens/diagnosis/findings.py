@@ -19,6 +19,7 @@ from ..measures.residual import Missed
 from ..results.diagnosis import Finding
 from ..typing import Array
 from .carried import CarriedMemory
+from .everyday import Checked
 from .layers import LayerFacts
 from .memory import EFFECT, ENOUGH, FEWEST, MISCALIBRATED, P_VALUE, Memory, is_missed
 from .signal_path import Cause, SignalPath
@@ -61,6 +62,16 @@ FIGURE_OF_CODE = {
     "UNDERFLOW": "states",
     "UNEQUAL_LAYERS": "gradient",
     "FEW_SAMPLES": "memory",
+    "SAMPLES_MIXED": "input",
+    "TARGET_SHAPE": "memory",
+    "OUTPUT_FORM": "memory",
+    "WEIGHTS_WITHOUT_GRADIENT": "gradient",
+    "FROZEN": "gradient",
+    "STATE_CARRIED": "states",
+    "BACKWARD_HALF_AT_ITS_FIRST_STEP": "states",
+    "LEAK": "input",
+    "INPUT_SCALE": "input",
+    "UNIFORM_OUTPUT": "memory",
 }
 
 _ORDER = {"fault": 0, "unknown": 1, "caution": 2, "fact": 3}
@@ -156,14 +167,17 @@ def findings(
     mask: Array | None,
     prediction: xr.DataArray,
     path: SignalPath | str | None = None,
+    everyday: Checked | None = None,
 ) -> list[Finding]:
     """Apply all rules to the measures and return the findings, faults first.
 
     ``prediction`` is (sample, unit). ``path`` is the gradient of the output by the missed input, or why there is none.
+    ``everyday`` has the findings of everyday bugs, and what they rule out.
     """
     unsorted_findings = [
         *_nonfinite_findings(layers, prediction),
-        *_skill_findings(memory),
+        *_skill_findings(memory, everyday.ruled_out if everyday else []),
+        *(everyday.findings if everyday else []),
         *_missed_findings(memory, residual_test, layers, path),
         *_dynamics_findings(memory, layers),
         *_unit_findings(layers),
@@ -178,7 +192,7 @@ def _half_prefix(layer: LayerFacts) -> str:
     return f"{layer.half.capitalize()}: " if layer.half else ""
 
 
-def _skill_findings(memory: Memory) -> Iterator[Finding]:
+def _skill_findings(memory: Memory, ruled_out: Sequence[str]) -> Iterator[Finding]:
     if memory.skill is None or not np.isfinite(memory.skill.raw.value):
         return
     raw_skill, recalibrated, gain = memory.skill.raw, memory.skill.recalibrated, memory.skill.gain
@@ -194,8 +208,9 @@ def _skill_findings(memory: Memory) -> Iterator[Finding]:
             "unknown",
             MODEL,
             f"The model predicts no better than a constant (skill {raw_skill.value:.2f}, 95 % CI {raw_skill.low:.2f} "
-            f"to {raw_skill.high:.2f}; recalibrated {recalibrated.value:.2f}), so its memory in use is not meaningful.",
-            evidence,
+            f"to {raw_skill.high:.2f}; recalibrated {recalibrated.value:.2f}), so its memory in use is not meaningful."
+            + (f" Ruled out: {', '.join(ruled_out)}." if ruled_out else ""),
+            {**evidence, "ruled_out": list(ruled_out)},
             "the 95 % interval of the skill reaches 0, also after recalibration",
             "compare with the skill on the training data. If that is high, the model is overfitted: regularise, or use "
             "more data. If not, check the target and the learning rate, and whether it can overfit 16 samples.",

@@ -13,15 +13,17 @@ from ..adapters.registry import adapter_for
 from ..arguments import anything, checked, data_set, either, integer, many_examples, text
 from ..arguments import loss as a_loss
 from ..arguments import seed as random_seed
+from ..arguments.data import is_source
 from ..errors import InputError
 from ..measures.residual import Missed
-from ..results.diagnosis import Diagnosis
+from ..results.diagnosis import Diagnosis, Finding
 from ..results.schema import concat_directions, coordinates, to_host
 from ..typing import Array
 from ..verbs.axes import an_axes_table
 from ..verbs.request import in_turn
 from ..vocabulary import GATE
 from .carried import CarriedMemory, measure_carried
+from .everyday import everyday_findings, mixed_samples
 from .experiment import Experiment
 from .findings import MODEL, findings, headline, layer_sentence, missed_lag
 from .layers import LayerFacts, measure_layers, measure_scans, scan_sentence
@@ -114,6 +116,9 @@ def diagnose(
     """
     _check_arguments(task, samples)
     adapter = adapter_for(model)
+    mixed = None if axes or y is None or is_source(x) else mixed_samples(adapter, model, x, y)
+    if mixed:
+        return _diagnosis_of_mixed_samples(mixed, adapter.provenance(model))
     batch = read_samples(x, y, samples, lambda batch: Orientation(adapter, model, batch, axes))
     experiment = Experiment(model, batch, step, output, task, loss if loss is not None else _compiled_loss(model), seed)
     experiment.refuse_loss(loss)
@@ -134,6 +139,7 @@ def diagnose(
         measure_path(experiment, missed_lag(residual_test))
         if residual_test is not None and is_missed(residual_test, memory)
         else None,
+        everyday_findings(experiment, memory, layers, mixed),
     )
     carried_by_layer, reason = measure_carried(experiment) if memory.is_known else ({}, "")
     datasets = {MODEL: model_dataset(memory, residual_test, attributed_steps, named_baseline, batch.labels)}
@@ -147,6 +153,17 @@ def diagnose(
         findings=rule_findings,
         provenance=experiment.adapter.facts(model).provenance,
         notes=_notes(memory, residual_test, reason if experiment.replays else "", layers_alone=bool(carried_by_layer)),
+    )
+
+
+def _diagnosis_of_mixed_samples(mixed: list[Finding], provenance: Mapping[str, str]) -> Diagnosis:
+    """Return a diagnosis of that finding alone: nothing else can be measured before it is repaired."""
+    memory = Memory(0, None, False, "samples are mixed")
+    return Diagnosis(
+        {MODEL: model_dataset(memory, None, None, None, np.arange(0))},
+        sentences={"the model": headline(memory, None, None)},
+        findings=mixed,
+        provenance=provenance,
     )
 
 

@@ -197,17 +197,17 @@ def read_target(y: Any, raw: Array, step: int | None, task: str | None, loss: An
     if task is None and not is_named and resolved_task == "values" and _are_logits_of(values, raw):
         resolved_task = "binary"
     if resolved_task == "classes":
-        return PredictionTarget("classes", _to_one_hot(values, outputs), _takes_logits(loss)).with_form(raw)
+        return PredictionTarget("classes", _to_one_hot(values, outputs), takes_logits(loss)).with_form(raw)
     flat_values = values.reshape(samples, -1).astype(np.float64)
     if flat_values.shape[1] != outputs:
         received = f"y of shape {values.shape}, output of shape {raw.shape}"
         raise InputError("The target does not fit the output.", got=received, hint='task="classes" or "values"')
     if resolved_task == "binary":
-        return PredictionTarget("binary", flat_values, _takes_logits(loss)).with_form(raw)
+        return PredictionTarget("binary", flat_values, takes_logits(loss)).with_form(raw)
     return PredictionTarget("values", flat_values)
 
 
-def _takes_logits(loss: Any) -> bool | None:
+def takes_logits(loss: Any) -> bool | None:
     """Return True if a loss takes logits, False for probabilities, None if its name and settings leave it open."""
     from_logits = getattr(loss, "from_logits", None)
     if isinstance(from_logits, bool):

@@ -236,13 +236,15 @@ def far_out(values: Array) -> int | None:
 def gradient_reach(norms: Array, share: float = 0.95) -> int:
     """Count the last steps that have ``share`` of the squared gradient (sample, lag), with lag 0 first.
 
-    The result is the median over samples, each relative to its own sum, so that few samples with large gradients do not
-    decide it. The rule is that of :func:`attributed_memory` (Sobol, Kucherenko 2009, doi:10.1016/j.matcom.2009.01.023).
+    It is 0 where lag 0 alone has that share, or the gradient is 0: then nothing travels back. The result is the median
+    over samples, each relative to its own sum, so that few samples with large gradients do not decide it. The rule is
+    that of :func:`attributed_memory` (Sobol, Kucherenko 2009, doi:10.1016/j.matcom.2009.01.023).
     """
     squares = np.nan_to_num(np.asarray(norms, dtype=np.float64), posinf=0.0)
     peak = squares.max(axis=1, keepdims=True)
     relative = squares / np.where(peak > 0, peak, 1.0)
-    return attributed_memory((relative**2)[:, ::-1], share)
+    count = attributed_memory((relative**2)[:, ::-1], share)
+    return count if count > 1 else 0
 
 
 def gradient_decay(norms: Array) -> float:

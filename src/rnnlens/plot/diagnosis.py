@@ -54,6 +54,9 @@ def diagnosis(
     if not isinstance(d, Diagnosis):
         hint = "rl.plot.diagnosis(rl.diagnose(model, x, y))"
         raise InputError("plot.diagnosis draws a diagnosis.", got=type(d).__name__, hint=hint)
+    if all(name == "model" for name in d):
+        reason = d["model"].attrs.get("why", "")
+        raise InputError("This diagnosis measured no layer.", got=reason, expected="a diagnosis without that finding")
     model = d["model"]
     layer_data = d[layer or next(name for name in d if name != "model")]
     halves = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 
 from ..errors import InputError, did_you_mean, has_attribute
 from ..measures.profiles import gradient_reach, peak_band
-from ..recurrence.measures import real_steps_first
+from ..results.gradient_lags import norms_by_lag
 from ..results.schema import with_mask
 from ..vocabulary import BACKWARD, DIRECTION, QUANTITIES, SAMPLE, TIME
 from . import _axes, _data, _frame, _samples
@@ -48,8 +48,8 @@ class FadingLine:
     median: Numbers
     low: Numbers
     high: Numbers
-    #: Steps back from the last that hold 95 % of the squared gradient; 0 if it is not defined.
-    reach: int
+    #: Steps back that hold 95 % of the squared gradient; 0 if it stays at its own step, None if it is not defined.
+    reach: int | None
     #: Number of steps at which the gradient is 0 in every sample.
     zeros: int
     #: Steps with a non-finite value; steps that are padding in every sample.
@@ -69,7 +69,7 @@ class FadingLine:
         if self.zeros and count > 1:
             zero_steps = "all" if self.zeros >= count else f"{self.zeros} of {count}"
             return f"{self.label}: 0 at {zero_steps} steps"
-        return f"{self.label}: {_step_text(self.reach)}" if self.reach else self.label
+        return self.label if self.reach is None else f"{self.label}: {_step_text(self.reach)}"
 
 
 def _step_text(count: int) -> str:
@@ -95,8 +95,10 @@ def gradient_flow(
     """Draw how the gradient of the loss decays over time, a panel per layer and direction.
 
     A line is the median over samples of the Euclidean norm over units, each sample divided by its own peak, so that a
-    few hard samples do not dominate; the band has the quartiles. The legend gives the *reach* of each line: the number
-    of steps back from the last that hold 95 % of the squared gradient. The value axis ends at 1e-6; an arrow marks
+    few hard samples do not dominate; the band has the quartiles. The legend gives the *reach* of the layer: the number
+    of steps back that hold 95 % of the squared gradient of all its states; 0 if it stays at its own step. Where the
+    loss reads several steps, every step has a gradient, whatever the recurrence carries. The reach then counts from the
+    step where the gradient enters (``lag_gradient``). The value axis ends at 1e-6; an arrow marks
     where a line falls below. The legend counts steps with a gradient of exactly 0, which a logarithmic axis cannot
     show.
 
@@ -272,7 +274,11 @@ def _gradient_lines(
         is_backward = BACKWARD in (view.name, dataset.attrs.get("direction"))
         from_start = is_backward and not (as_computed and view.name == BACKWARD)
         count = dataset.sizes.get(TIME, 1)
-        yield view.name, _summarise_line(quantity, view, count, from_start=from_start, notes=notes, **line_options)
+        by_lag = norms_by_lag(dataset, view.name, dataset["mask"].values if "mask" in dataset else None)
+        is_first = quantity == next(iter(_styles(dataset)))
+        line = _summarise_line(quantity, view, count, from_start=from_start, notes=notes, **line_options)
+        has_reach = is_first and quantity != "output_grad" and TIME in array.dims and by_lag is not None
+        yield view.name, replace(line, reach=gradient_reach(by_lag) if has_reach and by_lag is not None else None)
 
 
 def _summarise_line(
@@ -284,7 +290,6 @@ def _summarise_line(
     norms = _data.numpy_by_sample(_data.norm_over(with_time, [_data.unit_dim(with_time)]), TIME).astype(np.float64)
     is_real = _samples.real_step_mask(values)
     steps = _data.positions(values, TIME) if TIME in values.dims else np.array([0 if from_start else count - 1])
-    recurrence_order = slice(None) if from_start else slice(None, None, -1)
     peak_profile = peak_band(norms, is_real)
     is_padding = ~is_real.any(axis=0)
     is_nonfinite = ~np.isfinite(values.values).all(axis=tuple(i for i, d in enumerate(values.dims) if d != TIME))
@@ -292,14 +297,10 @@ def _summarise_line(
     band: dict[str, Any] = {
         name: np.where(is_nonfinite, np.nan, getattr(peak_profile, name)) for name in ("median", "low", "high")
     }
-    has_reach = TIME in values.dims and quantity != "output_grad"
-    reach = (
-        gradient_reach(real_steps_first(norms[:, recurrence_order], is_real[:, recurrence_order])) if has_reach else 0
-    )
     zeros = int(((norms == 0) | ~is_real).all(axis=0).sum() - is_padding.sum())
     line_options |= {"bad": steps[is_nonfinite], "padded": steps[is_padding], "reset": values.coords.get("reset")}
     label = view.time_label
-    return FadingLine(quantity, steps=steps, reach=reach, zeros=zeros, time_label=label, **band, **line_options)
+    return FadingLine(quantity, steps=steps, reach=None, zeros=zeros, time_label=label, **band, **line_options)
 
 
 def _open_panels(keys: Sequence[tuple[str, str | None]], ax: Any, figure: Any) -> _frame.Panels:
@@ -315,12 +316,14 @@ def _open_panels(keys: Sequence[tuple[str, str | None]], ax: Any, figure: Any) -
 
 def _panel_title(name: str, lines: Sequence[FadingLine]) -> str:
     """Return the panel's title: over how many steps the gradient reaches back, for one or two networks."""
-    reaches = [fading_line.reach for fading_line in lines if fading_line.gid != "output_grad" and fading_line.reach]
+    reaches = [fading_line.reach for fading_line in lines if fading_line.reach is not None]
     is_comparison = (
         len({fading_line.label for fading_line in lines}) == 2 and len(reaches) == 2 and lines[0].gid == lines[1].gid
     )
     if not reaches or not (is_comparison or len(lines) == 1 or lines[0].gid != lines[-1].gid):
         return name
+    if not is_comparison and not reaches[0]:
+        return f"{name}: the gradient\nstays at its own step" if name else "the gradient stays at its own step"
     steps_text = f"{reaches[0]} → {_step_text(reaches[1])}" if is_comparison else _step_text(reaches[0])
     sentence = f"{steps_text} back carry 95 % of the gradient"
     return f"{name}: {steps_text} back\ncarry 95 % of the gradient" if name else sentence

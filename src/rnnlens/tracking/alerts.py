@@ -199,6 +199,11 @@ def _clipped_log(value: float) -> float:
     return math.log(max(value, 1e-38))
 
 
+def _log_of_steps(reach: float) -> float:
+    """Return the logarithm of a reach; 0, a gradient that stays at its own step, counts as one step."""
+    return math.log(max(reach, 1.0))
+
+
 def _logit(share: float) -> float:
     clipped_share = min(max(share, _SHARES[0]), _SHARES[1])
     return math.log(clipped_share / (1.0 - clipped_share))
@@ -207,7 +212,7 @@ def _logit(share: float) -> float:
 #: Watched scalars by the last part of their name: the finding, the sign of an adverse change, the scale.
 _WATCHED_SCALARS: dict[str, tuple[Finding, float, Any]] = {
     "adjoint": ("exploding", 1.0, _clipped_log),
-    "reach": ("vanishing", -1.0, _clipped_log),
+    "reach": ("vanishing", -1.0, _log_of_steps),
     "decay": ("vanishing", -1.0, _clipped_log),
     "near_0": ("saturated", 1.0, _logit),
     "near_1": ("saturated", 1.0, _logit),

@@ -13,13 +13,14 @@ import xarray as xr
 from ..errors import LayerNotFoundError
 from ..measures import dead_units, gradient_decay, gradient_reach, saturation_share
 from ..recurrence.measures import masked_mean, real_steps_first, safe_norm
+from ..results.gradient_lags import norms_by_lag
 from ..results.schema import proposals_of
 from ..results.trace import Trace
 from ..settings import options
 from ..typing import Array
 from ..verbs.trace import trace
 from ..verbs.weights import weight_norms
-from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, SAMPLE, TIME, UNIT
+from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, LAG, SAMPLE, TIME, UNIT
 
 #: ``"probe"``: a fixed held-out batch, traced between two steps. ``"batch"``: the batch of the training step itself.
 Kind = Literal["probe", "batch"]
@@ -72,8 +73,6 @@ class Sink(Protocol):
         """End the records. ``reason`` is ``"finished"``, ``"interrupted"``, or the name of an error."""
 
 
-LAG = "lag"
-
 _PROFILE_ATTRS = {
     "adjoint_profile": (
         "total gradient of the hidden state by step",
@@ -107,6 +106,9 @@ def summary(trace: Trace, *, keep: Collection[str] = ()) -> tuple[dict[str, floa
             values = {str(quantity): array for quantity, array in dataset.data_vars.items()}
             prefix = name if direction is None else f"{name}/{direction}"
             measures, direction_profiles = _measures(values, mask, direction or dataset.attrs.get(DIRECTION))
+            by_lag = norms_by_lag(layer.dataset, direction, mask)
+            if by_lag is not None:
+                measures |= {"reach": float(gradient_reach(by_lag)), "decay": gradient_decay(by_lag)}
             for kind, profile in direction_profiles.items():
                 profiles.setdefault(kind, []).append(profile)
             scalars |= {f"{prefix}/{key}": number for key, number in measures.items()}
@@ -127,13 +129,12 @@ def _measures(
         adjoint = norm / np.sqrt(gradient.sizes[UNIT])
         step_mask = np.ones(adjoint.shape, dtype=bool) if mask is None else mask
         adjoint_by_lag, lag_mask = _reorder_by_lag(adjoint, step_mask, direction)
-        adjoint_or_nan, real_adjoints = np.where(lag_mask, adjoint_by_lag, np.nan), adjoint[step_mask]
+        real_adjoints = adjoint[step_mask]
         scalars["adjoint"] = (
             float(safe_norm(real_adjoints, axis=0) / np.sqrt(real_adjoints.size))
             if real_adjoints.size
             else float("nan")
         )
-        scalars["reach"], scalars["decay"] = float(gradient_reach(adjoint_or_nan)), gradient_decay(adjoint_or_nan)
         profiles["adjoint_profile"] = _labelled_profile(
             "adjoint_profile", masked_mean(adjoint, step_mask, axis=0), (TIME,)
         )

@@ -20,7 +20,7 @@ from ..recurrence.trajectory import Adjoint
 from ..results.checks import Check, coarser_dtype
 from ..results.schema import LabelledLayer, labelled_layer, quantity_attrs, to_host
 from ..typing import Array
-from ..vocabulary import CHANNEL, FEATURE, FORWARD, QUANTITIES, SAMPLE, SPACE, TIME, UNIT
+from ..vocabulary import CHANNEL, DIRECTION, FEATURE, FORWARD, LAG, PROBE, QUANTITIES, SAMPLE, SPACE, TIME, UNIT
 from .axes import BatchAxes, InputCoordinates, ModelAxes, in_canonical_order
 from .certificates.compare import INITIAL, LAYER_INPUT
 from .certificates.of_trace import (
@@ -137,6 +137,7 @@ class TracedCall:
     weights: Mapping[str, Array] | None = None
     weights_scale: float = 0.0
     rounding: Rounding = field(default_factory=Rounding)
+    lag_gradient: Array | None = None
 
 
 def trace_call(
@@ -162,6 +163,8 @@ def trace_call(
     if call.output_grad is None or not selection.needs_sweep:
         return traced
     spend = not (selection.has("gate_preactivation") or selection.compares_weights or selection.part is not None)
+    if selection.has("hidden_grad"):
+        traced.lag_gradient = gradient_by_lag(call, run)
     result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad, spend=spend)
     if spend:
         arrays["gate_preactivation"] = None
@@ -176,6 +179,41 @@ def trace_call(
         traced.weights = weight_gradients(run, result, probes=PROBES)
         traced.weights_scale = rounding_of(run, result).weights
     return traced
+
+
+#: Numbers of output steps and of samples whose gradients are pulled back one by one.
+_LAG_STEPS, _LAG_SAMPLES = 3, 16
+
+
+def gradient_by_lag(call: RecurrentCall, run: Replay) -> Array | None:
+    """Pull the direct gradients of single output steps back through the recurrence: norms (probe, lag) over all states.
+
+    A loss at many steps sends a gradient to every step, whatever the recurrence carries. By lag from the step where it
+    enters, only what the recurrence carries is left. Some steps of the second half and some samples suffice; NaN
+    before the first step. None if the gradient enters at one step only, and if user code changes states in between.
+    """
+    if call.output_grad is None or not call.returns_sequences or call.start_states is not None:
+        return None
+    output_grad = call.output_grad[:_LAG_SAMPLES]
+    is_read = to_host(output_grad).reshape(*output_grad.shape[:2], -1).any(axis=(0, 2))
+    order = list(run.steps(reverse=True))
+    positions = [p for p, t in enumerate(order) if is_read[t]]
+    if len(positions) < 2:
+        return None
+    late = [p for p in positions if 2 * p <= len(order)] or positions[:1]
+    chosen = sorted({late[round(i)] for i in np.linspace(0, len(late) - 1, _LAG_STEPS)})
+    some = slice(0, int(output_grad.shape[0]))
+    from_state = None if call.output_from_state is None else call.output_from_state[some]
+    part_call, part_run, rows = replace(call, output_from_state=from_state), run.of_samples(some), []
+    for position in chosen:
+        entering = run.xp.zeros_like(output_grad)
+        entering[:, order[position], ...] = output_grad[:, order[position], ...]
+        grads = [to_host(grad).astype(np.float64) for grad in sweep(part_call, part_run, entering).state_grads]
+        norms = np.sqrt(sum((grad**2).reshape(*grad.shape[:2], -1).sum(axis=-1) for grad in grads))
+        row = np.full((len(norms), len(order)), np.nan)
+        row[:, : len(order) - position] = norms[:, order[position:]]
+        rows.append(row)
+    return np.concatenate(rows)
 
 
 def _add_weights(
@@ -274,6 +312,11 @@ def recurrent_datasets(
         if claim is not None:
             _add_to_claim(claim, layer, directions, traced)
             layer.variables = {v: array for v, array in layer.variables.items() if selection.has(v)}
+        lag_gradients = [part.lag_gradient for part in traced if part.lag_gradient is not None]
+        if len(lag_gradients) == len(traced):
+            values = lag_gradients[0] if len(traced) == 1 else np.stack(lag_gradients, axis=1)
+            dims = (PROBE, LAG) if len(traced) == 1 else (PROBE, DIRECTION, LAG)
+            layer.coords["lag_gradient"] = xr.Variable(dims, values, quantity_attrs("lag_gradient"))
         if directions[0].reset is not None:
             layer.coords["reset"] = xr.Variable((SAMPLE, TIME), to_host(directions[0].reset), quantity_attrs("reset"))
         _open_space(layer, getattr(directions[0].cell, "shapes", {}))

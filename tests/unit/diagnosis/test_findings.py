@@ -10,11 +10,12 @@ import rnnlens
 from rnnlens.diagnosis.findings import FIGURE_OF_CODE, headline
 from rnnlens.diagnosis.memory import Interval, Memory
 
-RULES = Path(rnnlens.__file__).parent / "diagnosis" / "findings.py"
+RULES = [Path(rnnlens.__file__).parent / "diagnosis" / name for name in ("findings.py", "everyday.py")]
 
 
 def codes_of_rules():
-    calls = [n for n in ast.walk(ast.parse(RULES.read_text())) if isinstance(n, ast.Call)]
+    trees = [ast.walk(ast.parse(path.read_text())) for path in RULES]
+    calls = [n for tree in trees for n in tree if isinstance(n, ast.Call)]
     return {call.args[0].value for call in calls if getattr(call.func, "id", "") == "Finding"}
 
 

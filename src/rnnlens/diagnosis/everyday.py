@@ -1,0 +1,435 @@
+"""Everyday bugs: mixed samples, weights without gradient, a loss that expects another output, scale, leaks, shapes.
+
+Each check computes what its sentence says: by the framework's own run of the untouched model and its loss, or from the
+data. A check that does not apply, or cannot be made, finds nothing and rules nothing out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .. import data
+from ..adapters.protocol import Adapter, Batch
+from ..errors import RnnlensError
+from ..results.diagnosis import Finding
+from ..results.schema import to_host
+from ..typing import Array
+from ..verbs.differentiation.request import is_trainable
+from ..verbs.names import Catalogue, TensorName, read
+from ..verbs.weight_layout import sources
+from .experiment import MOST_CAPTURED, Experiment
+from .layers import LayerFacts
+from .memory import Memory
+
+MODEL = "model"
+#: Root mean square of float inputs outside of which they are badly scaled.
+SMALLEST, LARGEST = 1e-3, 30.0
+#: Share of saturated gate values from which on badly scaled inputs are the reason.
+SATURATED = 0.5
+#: Largest deviation of any class probability from 1 / classes, for a uniform output.
+UNIFORM = 0.02
+#: Squared correlation of a feature with the target from which on it is the target itself.
+SAME = 0.9999
+#: Smallest number of classes, and of rows, for the checks that need some.
+_ROWS = 8
+
+
+@dataclass
+class Checked:
+    """Findings on everyday bugs, and what was ruled out, in words."""
+
+    findings: list[Finding] = field(default_factory=list)
+    ruled_out: list[str] = field(default_factory=list)
+
+    def add(self, found: Sequence[Finding] | None, ruled_out: str) -> None:
+        """Add the findings of one check, or what it rules out; None for a check that could not be made."""
+        if found is None:
+            return
+        self.findings += found
+        if not found:
+            self.ruled_out.append(ruled_out)
+
+
+def mixed_samples(adapter: Adapter, model: Any, x: Any, y: Any) -> list[Finding] | None:
+    """Test whether the output of one sample depends on another sample, by the gradient of the untouched model.
+
+    Samples are what the first axis of both x and y counts. A model that reads (time, sample, ...) gets another axis
+    first on purpose, and its y has the same two axes. None if this cannot be tested.
+    """
+    x_leaves, y_leaves = data.leaves_of(x), data.leaves_of(y)
+    if not x_leaves or not y_leaves or any(getattr(leaf, "ndim", 0) < 1 for leaf in (*x_leaves, *y_leaves)):
+        return None
+    count = int(x_leaves[0].shape[0])
+    if any(leaf.shape[0] != count for leaf in (*x_leaves, *y_leaves)) or x_leaves[0].ndim < 2:
+        return None
+    steps_in_y = y_leaves[0].ndim > 1 and y_leaves[0].shape[1] == x_leaves[0].shape[1]
+    if count < 2 or count == x_leaves[0].shape[1] or steps_in_y:
+        return None
+    rows = data.map_leaves(lambda leaf: to_host(leaf)[: min(count, _ROWS)], x)
+    n_rows, asked = min(count, _ROWS), min(count, _ROWS) - 1
+
+    def cotangents(values: Sequence[Array]) -> list[Array | None]:
+        one_row = []
+        for value in values:
+            cotangent = np.zeros_like(value)
+            if value.shape[:1] == (n_rows,):
+                cotangent[asked] = np.random.default_rng(0).normal(size=value.shape[1:])
+            one_row.append(cotangent)
+        return list(one_row)
+
+    try:
+        run = adapter.reference_run(model, Batch(rows, seed=0), cotangents)
+    except (RnnlensError, RuntimeError, ValueError, TypeError):  # the diagnosis meets the model's own error again
+        return None
+    if not any(value.shape[:1] == (n_rows,) for value in run.outputs):
+        return None
+    for leaf, gradient in zip(data.leaves_of(rows), run.input_grads, strict=False):
+        if gradient is None or gradient.shape != leaf.shape:
+            continue
+        others = np.abs(np.asarray(gradient).reshape(n_rows, -1)).max(axis=1)
+        others[asked] = 0.0
+        if others.max() > 0:
+            other = int(others.argmax())
+            finding = Finding(
+                "SAMPLES_MIXED",
+                "fault",
+                MODEL,
+                f"Samples are mixed: the output of sample {asked} depends on the input of sample {other} (the gradient "
+                f"of one by the other is {others.max():.2g}; it should be 0). The model takes the first axis of x, of "
+                f"shape {tuple(x_leaves[0].shape)}, for time, or joins samples.",
+                {"sample": asked, "other": other, "gradient": float(others.max()), "shape": list(x_leaves[0].shape)},
+                "the gradient of one sample's output by another sample's input is not 0",
+                "batch_first=True in the recurrent layer, or x.transpose(0, 1) before it and the output's axes back "
+                "after it. If x has time first on purpose, name the axes: axes={...}.",
+            )
+            return [finding]
+    return [] if any(gradient is not None for gradient in run.input_grads) else None
+
+
+def everyday_findings(
+    experiment: Experiment, memory: Memory, layers: Sequence[LayerFacts], mixed: list[Finding] | None
+) -> Checked:
+    """Run all checks of everyday bugs; that of ``mixed`` samples comes before the experiment."""
+    checked = Checked()
+    checked.add(mixed, "mixed samples")
+    has_skill = memory.skill is not None and memory.skill.proven
+    checked.add(_target_shape(experiment), "a target that the loss broadcasts")
+    checked.add(_output_form(experiment), "an output in another form than the loss expects")
+    checked.add(_weights_without_gradient(experiment), "weights without gradient")
+    checked.add(_frozen(experiment), "frozen layers")
+    checked.add(_state_carried(experiment), "a state carried from an earlier batch")
+    checked.add(_first_step_of_backward_half(experiment, layers), "a backward half read at its first step")
+    checked.add(_leak(experiment), "a target among the inputs")
+    if not has_skill:
+        checked.add(_input_scale(experiment), "badly scaled inputs")
+        checked.add(_uniform_output(experiment), "an output that is uniform over the classes")
+    return checked
+
+
+def _target_shape(experiment: Experiment) -> list[Finding] | None:
+    """Compare the loss of y as it is given with that of y in the shape of the output."""
+    y, output = experiment.samples.y, experiment.capture.outputs
+    if experiment.loss is None or y is None or len(data.leaves_of(y)) != 1 or len(data.leaves_of(output)) != 1:
+        return None
+    first_y = data.leaves_of(_first_targets(experiment))[0]
+    shape = tuple(to_host(data.leaves_of(output)[0]).shape)
+    if first_y.shape == shape or first_y.size != int(np.prod(shape)):
+        return []
+    joint_shape = np.broadcast_shapes(first_y.shape, shape) if _can_broadcast(first_y.shape, shape) else shape
+    as_given, reshaped = (_loss(experiment, target) for target in (first_y, first_y.reshape(shape)))
+    # An adapter refuses a loss that would broadcast: then there is no value as given.
+    is_same = as_given is not None and reshaped is not None and np.isclose(as_given, reshaped, rtol=1e-4, atol=1e-7)
+    if reshaped is None or is_same or (as_given is None and joint_shape == shape):
+        return []
+    joined = f"they broadcast to {joint_shape}" if as_given is None else f"it is {as_given:.4g}"
+    return [
+        Finding(
+            "TARGET_SHAPE",
+            "fault",
+            MODEL,
+            f"The loss compares every prediction with every target: with y of shape {first_y.shape} and an output of "
+            f"shape {shape} {joined}. With y in the shape of the output the loss is {reshaped:.4g}.",
+            {"target": list(first_y.shape), "output": list(shape), "loss": as_given, "loss_reshaped": reshaped},
+            "y and output have different shapes that broadcast, or the loss changes if y gets the output's shape",
+            "y[:, None], or output.squeeze(-1): both of one shape.",
+        )
+    ]
+
+
+def _can_broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
+    pairs = zip(first[::-1], second[::-1], strict=False)
+    return all(a == b or 1 in (a, b) for a, b in pairs)
+
+
+def _loss(experiment: Experiment, target: Array) -> float | None:
+    """Return the user's loss of the first samples with this target; None if it refuses the target."""
+    batch = Batch(experiment.first_inputs, target, loss=experiment.loss, seed=experiment.seed)
+    try:
+        return experiment.adapter.reference_run(experiment.model, batch, gradients=False).loss
+    except Exception:  # of the user's loss, which may be any function
+        return None
+
+
+def _first_targets(experiment: Experiment) -> Any:
+    y = data.map_leaves(lambda leaf: leaf[:MOST_CAPTURED], experiment.samples.y)
+    return experiment.samples.orientation.target_as_given(y)
+
+
+def _output_form(experiment: Experiment) -> list[Finding] | None:
+    """Compare what the loss takes, logits or probabilities, with what the output is."""
+    target = experiment.target
+    if target is None or target.task == "values" or experiment.takes_logits is None:
+        return None
+    raw = np.asarray(experiment.raw_output, dtype=np.float64)
+    inside = bool(((raw >= -1e-6) & (raw <= 1 + 1e-6)).all())
+    sums_to_one = bool(np.allclose(raw.sum(axis=-1), 1, atol=1e-4)) if target.task == "classes" else inside
+    form = "softmax" if target.task == "classes" else "sigmoid"
+    if experiment.takes_logits and inside and sums_to_one and raw.std() > 0:
+        text = "between 0 and 1" + (" and sum to 1 in every sample" if target.task == "classes" else " in every sample")
+        return [
+            Finding(
+                "OUTPUT_FORM",
+                "fault",
+                MODEL,
+                f"The outputs are probabilities already ({text}), and the loss applies a {form} to them once more.",
+                {"takes": "logits", "smallest": float(raw.min()), "largest": float(raw.max())},
+                "all outputs are probabilities, and the loss takes logits",
+                f"return the values before the {form}, or use the loss of probabilities.",
+            )
+        ]
+    if not experiment.takes_logits and not inside:
+        share = float(np.mean((raw < -1e-6) | (raw > 1 + 1e-6)))
+        return [
+            Finding(
+                "OUTPUT_FORM",
+                "fault",
+                MODEL,
+                f"{100 * share:.0f} % of the outputs lie outside of 0 to 1, and the loss takes probabilities.",
+                {"takes": "probabilities", "smallest": float(raw.min()), "largest": float(raw.max())},
+                "outputs outside of [0, 1], and the loss takes probabilities",
+                f"from_logits=True, or a {form} as the last activation.",
+            )
+        ]
+    return []
+
+
+def _weights_without_gradient(experiment: Experiment) -> list[Finding] | None:
+    """Find trained weights whose gradient of the loss is None or 0 in every entry."""
+    run = _loss_run(experiment)
+    if run is None:
+        return None
+    catalogue = Catalogue(experiment.adapter, experiment.model, experiment.first_inputs)
+    without, count = [], 0
+    for name in read("weights", catalogue):
+        if not is_trainable(name, catalogue):
+            continue
+        locations = _locations(experiment, catalogue, name)
+        if not locations or any(location not in run for location in locations):
+            continue
+        count += 1
+        gradients = [run[location] for location in locations]
+        if all(gradient is None or not np.asarray(gradient).any() for gradient in gradients):
+            without.append(name.text)
+    if not count:
+        return None
+    if not without:
+        return []
+    recurrent = {call.layer.partition("#")[0] for call, _ in experiment.replays}
+    listing = ", ".join(without[:6]) + (", ..." if len(without) > 6 else "")
+    return [
+        Finding(
+            "WEIGHTS_WITHOUT_GRADIENT",
+            "fault" if any(name.partition("/")[0] in recurrent for name in without) else "caution",
+            MODEL,
+            f"{len(without)} of {count} trained weights have no gradient, or one that is 0 in every entry: {listing}.",
+            {"weights": without, "count": count},
+            "the framework's gradient of the loss by the weight is None or 0 in every entry",
+            "rl.gradients(model, x, y, loss=...).disconnected gives the reasons: a layer that is not called, detach, "
+            "no_grad, saturated or dead units.",
+        )
+    ]
+
+
+def _locations(experiment: Experiment, catalogue: Catalogue, name: TensorName) -> list[str]:
+    """Return the framework's names of the weights behind one weight; empty if they are not known."""
+    layer, names = str(name.layer), []
+    for source in sources(catalogue.weights[layer])[name.key]:
+        location = experiment.adapter.weight_location(experiment.model, layer, source.direction, source.key)
+        if location is None:
+            return []
+        names.append(location.name)
+    return names
+
+
+def _loss_run(experiment: Experiment) -> dict[str, Array | None] | None:
+    """Return the gradients of the loss by the framework's names of the weights; None without a loss."""
+    if experiment.loss is None or experiment.samples.y is None:
+        return None
+    batch = Batch(experiment.first_inputs, _first_targets(experiment), loss=experiment.loss, seed=experiment.seed)
+    try:
+        return dict(experiment.adapter.reference_run(experiment.model, batch).weight_grads)
+    except Exception:  # the user's loss may take other arguments: the diagnosis does not need it
+        return None
+
+
+def _frozen(experiment: Experiment) -> list[Finding]:
+    """Find recurrent layers none of whose weights is trained."""
+    weights = experiment.adapter.weights(experiment.model)
+    names = dict.fromkeys(call.layer.partition("#")[0] for call, _ in experiment.replays)
+    frozen = [
+        name
+        for name in names
+        if name in weights and weights[name].trainable and not any(weights[name].trainable.values())
+    ]
+    if not frozen:
+        return []
+    return [
+        Finding(
+            "FROZEN",
+            "caution",
+            frozen[0],
+            f"No weight of {', '.join(frozen)} is trained (requires_grad or trainable is False).",
+            {"layers": frozen},
+            "all weights of a recurrent layer are excluded from training",
+            "for p in layer.parameters(): p.requires_grad_(True), or layer.trainable = True and compile again.",
+        )
+    ]
+
+
+def _state_carried(experiment: Experiment) -> list[Finding]:
+    """Find layers that start from different states in different samples, also after the samples are exchanged."""
+    for i, (call, _) in enumerate(experiment.replays):
+        starts = [to_host(state) for state in call.initial_state]
+        if not any(start.std(axis=0).max() > 0 for start in starts):
+            continue
+        other = experiment.capture_of(np.roll(np.arange(len(starts[0])), 1))
+        same = all(np.array_equal(to_host(a), b) for a, b in zip(other.calls[i].initial_state, starts, strict=True))
+        if same:
+            return [
+                Finding(
+                    "STATE_CARRIED",
+                    "caution",
+                    call.layer,
+                    "It starts from a state that an earlier batch left: it differs between samples, and stays the same "
+                    "if the samples change places.",
+                    {"largest": float(max(np.abs(start).max() for start in starts))},
+                    "initial states differ between samples, and do not depend on the input",
+                    "reset the state where sequences begin: reset_states(), or h = None.",
+                )
+            ]
+    return []
+
+
+def _first_step_of_backward_half(experiment: Experiment, layers: Sequence[LayerFacts]) -> list[Finding] | None:
+    """Find backward halves by whose states the output has a gradient at their first step only."""
+    if experiment.is_sequence or not any(layer.bidirectional for layer in layers):
+        return None
+    found = []
+    for layer in layers:
+        norms = layer.adjoint_norms
+        if not (layer.bidirectional and layer.direction == "backward") or norms is None or norms.shape[1] < 3:
+            continue
+        is_read = np.nan_to_num(norms).any(axis=0)
+        if is_read[-1] and not is_read[:-1].any():
+            found.append(
+                Finding(
+                    "BACKWARD_HALF_AT_ITS_FIRST_STEP",
+                    "caution",
+                    layer.name,
+                    f"The output reads the backward half after its first step: it has seen 1 of {norms.shape[1]} steps "
+                    "(the gradient of the output by its state is 0 at all others).",
+                    {"steps": int(norms.shape[1])},
+                    "the output's gradient by the backward state is 0 at all but the first step of that half",
+                    "read that half at step 0 (torch: h_n, or out[:, 0, units:]; Keras: return_sequences=False).",
+                )
+            )
+    return found
+
+
+def _leak(experiment: Experiment) -> list[Finding] | None:
+    """Find features that are the target itself at the examined step."""
+    target = experiment.target
+    leaf = data.leaves_of(experiment.samples.x)[experiment.samples.sequences[0]]
+    if target is None or leaf.dtype.kind != "f":
+        return None
+    rows = np.arange(len(leaf))
+    last = leaf[rows, experiment.examined_lengths - 1].reshape(len(leaf), -1).astype(np.float64)
+    values = target.values
+    if target.task == "classes":
+        values = np.concatenate([values, values @ np.arange(values.shape[1])[:, None]], axis=1)
+    centred_x, centred_y = last - last.mean(axis=0), values - values.mean(axis=0)
+    scale = np.linalg.norm(centred_x, axis=0)[:, None] * np.linalg.norm(centred_y, axis=0)[None, :]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        correlation = np.nan_to_num((centred_x.T @ centred_y / scale) ** 2)
+    if correlation.size == 0 or correlation.max() < SAME or len(leaf) < _ROWS:
+        return []
+    feature = int(correlation.max(axis=1).argmax())
+    return [
+        Finding(
+            "LEAK",
+            "caution",
+            MODEL,
+            f"Feature {feature} of the input at the examined step is the target itself, up to scale (squared "
+            f"correlation {correlation.max():.5f}).",
+            {"feature": feature, "r_squared": float(correlation.max())},
+            f"squared correlation of a feature with the target >= {SAME}",
+            "leave the feature out, or shift it by one step, if it is not known when predictions are made.",
+        )
+    ]
+
+
+def _input_scale(experiment: Experiment) -> list[Finding] | None:
+    """Find inputs whose size is far from 1, with the share of gate values that are saturated."""
+    leaf = data.leaves_of(experiment.samples.x)[experiment.samples.sequences[0]]
+    if leaf.dtype.kind != "f":
+        return None
+    size = float(np.sqrt(np.mean(np.square(leaf, dtype=np.float64))))
+    if not np.isfinite(size) or SMALLEST <= size <= LARGEST or size == 0:
+        return []
+    gates = [to_host(run.gates) for _, run in experiment.replays if run.gates is not None]
+    states = [to_host(run.states[0]) for _, run in experiment.replays]
+    saturated = max(
+        [float(np.mean((gate < 0.02) | (gate > 0.98))) for gate in gates]
+        or [float(np.mean(np.abs(state) > 0.98)) for state in states]
+        or [0.0]
+    )
+    return [
+        Finding(
+            "INPUT_SCALE",
+            "fault",
+            MODEL,
+            f"The inputs are badly scaled: their root mean square is {size:.3g}"
+            + (f", and {100 * saturated:.0f} % of the gate values are saturated." if size > 1 else "."),
+            {"rms": size, "saturated": saturated},
+            f"root mean square below {SMALLEST:g} or above {LARGEST:g}",
+            "standardise each feature with the mean and standard deviation of the training data.",
+        )
+    ]
+
+
+def _uniform_output(experiment: Experiment) -> list[Finding] | None:
+    """Find outputs that give every class the same probability in every sample."""
+    target = experiment.target
+    if target is None or target.task != "classes":
+        return None
+    classes = target.values.shape[1]
+    deviation = float(np.abs(experiment.prediction - 1 / classes).max())
+    if deviation > UNIFORM:
+        return []
+    loss = float(target.loss(experiment.prediction).mean())
+    return [
+        Finding(
+            "UNIFORM_OUTPUT",
+            "unknown",
+            MODEL,
+            f"Every class gets the probability 1 / {classes} in every sample, within {deviation:.1g}: the loss is "
+            f"{loss:.3f}, and ln {classes} is {np.log(classes):.3f}. The network says nothing about its input.",
+            {"classes": classes, "deviation": deviation, "loss": loss},
+            f"no probability differs from 1 / classes by more than {UNIFORM:g}",
+            "check the learning rate and the gradients of the last layer.",
+        )
+    ]

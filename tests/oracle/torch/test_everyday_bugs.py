@@ -1,0 +1,87 @@
+"""Findings on everyday bugs: on networks that have one, and not on healthy ones; each says what torch computes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from everyday_bugs import BUGS, HEALTHY, draw
+from torch.nn import functional
+
+import rnnlens as rl
+
+FAULTS = {*BUGS, "NO_PATH", "VANISHING", "PATH_OPEN", "MISSED_DEPENDENCY", "NO_SKILL"}
+
+
+def diagnosed(bug, seed):
+    case = draw(bug, seed)
+    return case, rl.diagnose(case.model, case.x, case.y, loss=case.loss, samples=192)
+
+
+def evidence_of(diagnosis, code):
+    (finding,) = [f for f in diagnosis.findings if f.code == code]
+    return finding.evidence
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_is_found(bug):
+    _, d = diagnosed(bug, 2)
+    assert bug in d.codes
+    assert not {*BUGS} & set(d.codes) - {bug}
+
+
+@pytest.mark.parametrize("seed", [i for i, name in enumerate(HEALTHY) if name != "untrained"])
+def test_a_healthy_network_is_not_accused(seed):
+    _, d = diagnosed("", seed)
+    assert not FAULTS & set(d.codes)
+
+
+def test_samples_that_are_mixed_depend_on_each_other_by_autograd():
+    case, d = diagnosed("SAMPLES_MIXED", 0)
+    evidence = evidence_of(d, "SAMPLES_MIXED")
+    x = torch.as_tensor(case.x[:8]).requires_grad_()
+    (gradient,) = torch.autograd.grad(case.model(x)[evidence["sample"]].sum(), x)
+    assert float(gradient[evidence["other"]].abs().max()) > 0
+    assert "batch_first" in d.findings[0].remedy
+    assert not d["model"].attrs["known"]
+    with pytest.raises(rl.errors.InputError, match="samples are mixed"):
+        rl.plot.diagnosis(d)
+
+
+def test_a_model_with_time_first_is_not_accused():
+    class TimeFirst(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = torch.nn.GRU(2, 6), torch.nn.Linear(6, 1)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0])
+
+    x = np.random.default_rng(0).normal(size=(12, 96, 2)).astype("float32")
+    d = rl.diagnose(TimeFirst(), x, np.roll(x[..., :1], 1, 0), loss=functional.mse_loss)
+    assert "SAMPLES_MIXED" not in d.codes
+
+
+def test_weights_without_gradient_are_those_of_autograd():
+    case, d = diagnosed("WEIGHTS_WITHOUT_GRADIENT", 0)
+    case.loss(case.model(torch.as_tensor(case.x)), torch.as_tensor(case.y)).backward()
+    without = {name for name, p in case.model.named_parameters() if p.grad is None or not p.grad.any()}
+    assert {name.partition(".")[0] for name in without} == {"rnn"}
+    assert {name.partition("/")[0] for name in evidence_of(d, "WEIGHTS_WITHOUT_GRADIENT")["weights"]} == {"rnn"}
+
+
+def test_the_loss_of_uniform_output_is_ln_c():
+    _, d = diagnosed("UNIFORM_OUTPUT", 0)
+    evidence = evidence_of(d, "UNIFORM_OUTPUT")
+    assert evidence["loss"] == pytest.approx(math.log(evidence["classes"]), abs=0.02)
+
+
+def test_a_finding_without_skill_says_what_was_ruled_out():
+    _, d = diagnosed("INPUT_SCALE", 1)
+    ruled_out = evidence_of(d, "NO_SKILL")["ruled_out"]
+    assert "mixed samples" in ruled_out
+    assert "weights without gradient" in ruled_out
+    assert "badly scaled inputs" not in ruled_out
+    assert all(text in str(d) for text in ruled_out)

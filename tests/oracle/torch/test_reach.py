@@ -1,0 +1,133 @@
+"""The reach of a gradient is the memory of the recurrence, also where the loss reads every step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rnnlens as rl
+from rnnlens.measures import gradient_reach
+from rnnlens.results.gradient_lags import norms_by_lag
+from rnnlens.tracking.records import summary
+
+MSE = nn.functional.mse_loss
+
+
+class EveryStep(nn.Module):
+    def __init__(self, layer=nn.RNN, units=8, **options):
+        super().__init__()
+        self.rnn = layer(3, units, batch_first=True, **options)
+        self.head = nn.Linear(units * (1 + options.get("bidirectional", False)), 1)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0])
+
+
+def traced(model, steps=40, samples=8):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, steps, 3, generator=generator)
+    return rl.trace(model, x, torch.randn(samples, steps, 1, generator=generator), loss=MSE)
+
+
+def scaled(rate):
+    """Return a nearly linear RNN whose state Jacobian is ``rate`` times an orthogonal matrix."""
+    torch.manual_seed(0)
+    model = EveryStep()
+    with torch.no_grad():
+        model.rnn.weight_ih_l0.mul_(1e-4)
+        model.rnn.bias_ih_l0.zero_(), model.rnn.bias_hh_l0.zero_()
+        model.rnn.weight_hh_l0.copy_(rate * torch.linalg.qr(torch.randn(8, 8))[0])
+    return model
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.8])
+def test_with_a_loss_at_every_step_the_reach_is_that_of_the_recurrence(rate):
+    trace = traced(scaled(rate))
+    expected = gradient_reach(rate ** np.arange(20.0)[None, :])
+    assert gradient_reach(norms_by_lag(trace["rnn"].dataset, None)) == expected
+    assert summary(trace)[0]["rnn/decay"] == pytest.approx(rate, rel=1e-3)
+    (ax,) = rl.plot.gradient_flow(trace)
+    assert ax.get_title().startswith(f"rnn: {expected} steps back")
+
+
+def test_by_lag_the_gradient_is_that_of_one_output_step_by_autograd():
+    torch.manual_seed(0)
+    model, steps = EveryStep().double(), 12
+    x, y = torch.randn(4, steps, 3).double(), torch.randn(4, steps, 1).double()
+    trace = rl.trace(model, x, y, loss=MSE)
+    profile = trace["rnn"].dataset["lag_gradient"].values
+    state, states = torch.zeros(4, 8).double(), []
+    for t in range(steps):
+        pre = x[:, t] @ model.rnn.weight_ih_l0.T + state @ model.rnn.weight_hh_l0.T
+        state = torch.tanh(pre + model.rnn.bias_ih_l0 + model.rnn.bias_hh_l0)
+        states.append(state)
+    loss_of_last = ((model.head(states[-1]) - y[:, -1]) ** 2).sum() / y.numel()
+    grads = torch.autograd.grad(loss_of_last, states)
+    by_lag = np.stack([grad.norm(dim=1).numpy() for grad in grads[::-1]], axis=1)
+    np.testing.assert_allclose(profile[:4], by_lag, rtol=1e-10)
+
+
+def test_a_network_without_memory_reaches_nowhere_and_the_figure_says_so():
+    torch.manual_seed(0)
+    model = EveryStep(nn.GRU, 16)
+    with torch.no_grad():
+        model.rnn.weight_hh_l0.zero_()
+        model.rnn.bias_ih_l0[16:32] = -12
+        model.rnn.weight_ih_l0[16:32] = 0
+    trace = traced(model, 60)
+    assert summary(trace)[0]["rnn/reach"] == 0
+    (ax,) = rl.plot.gradient_flow(trace)
+    assert ax.get_title() == "rnn: the gradient\nstays at its own step"
+
+
+def test_a_backward_half_has_a_reach_of_its_own():
+    torch.manual_seed(0)
+    model = EveryStep(nn.RNN, bidirectional=True)
+    with torch.no_grad():
+        model.rnn.weight_hh_l0_reverse.mul_(1e-3)
+    scalars, _ = summary(traced(model))
+    assert scalars["rnn/forward/reach"] >= 2
+    assert scalars["rnn/backward/reach"] == 0
+
+
+def test_the_cell_state_counts():
+    torch.manual_seed(0)
+    model = nn.LSTM(3, 8, batch_first=True)
+    with torch.no_grad():
+        model.weight_ih_l0.mul_(0.1)
+        model.bias_ih_l0[8:16] = 6.0  # forget gates open: the memory is in the cell state
+
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = model, nn.Linear(8, 1)
+
+        def forward(self, x):
+            return self.head(self.lstm(x)[0][:, -1])
+
+    trace = rl.trace(Last(), torch.randn(8, 40, 3), torch.randn(8, 1), loss=MSE)
+    assert summary(trace)[0]["lstm/reach"] > 25
+
+
+def test_an_alert_is_raised_where_memory_is_destroyed_and_only_there(tmp_path):
+    torch.manual_seed(0)
+    model, x = EveryStep(units=12), torch.randn(256, 20, 3)
+    y = torch.roll(x[..., :1], 3, 1)
+    y[:, :3] = 0
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    run = tmp_path / "run.zarr"
+    with rl.torch.watch(model, run, probe=(x[:32], y[:32]), loss=MSE, every=10, resume=False):
+        for step in range(300):
+            if step == 220:
+                with torch.no_grad():
+                    model.rnn.weight_hh_l0.mul_(1e-3)
+                optimizer.param_groups[0]["lr"] = 0.0
+            rows = torch.randint(0, 256, (32,))
+            optimizer.zero_grad()
+            MSE(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+    notes = [note for note in rl.open(run).notes if "vanishing" in note]
+    assert len(notes) == 1
+    assert "since step 230" in notes[0]
