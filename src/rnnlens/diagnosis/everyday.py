@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .. import data
-from ..adapters.protocol import Adapter, Batch
+from ..adapters.protocol import Adapter, Batch, Taps
 from ..errors import RnnlensError
 from ..results.diagnosis import Finding
 from ..results.schema import to_host
@@ -82,7 +82,7 @@ def mixed_samples(adapter: Adapter, model: Any, x: Any, y: Any) -> list[Finding]
         return list(one_row)
 
     try:
-        run = adapter.reference_run(model, Batch(rows, seed=0), cotangents)
+        run = adapter.run(model, Batch(rows, seed=0), Taps.nothing()).reference(cotangents)
     except (RnnlensError, RuntimeError, ValueError, TypeError):  # the diagnosis meets the model's own error again
         return None
     if not any(value.shape[:1] == (n_rows,) for value in run.outputs):
@@ -169,7 +169,7 @@ def _loss(experiment: Experiment, target: Array) -> float | None:
     """Return the user's loss of the first samples with this target; None if it refuses the target."""
     batch = Batch(experiment.first_inputs, target, loss=experiment.loss, seed=experiment.seed)
     try:
-        return experiment.adapter.reference_run(experiment.model, batch, gradients=False).loss
+        return experiment.adapter.run(experiment.model, batch, Taps.nothing(gradients=False)).reference().loss
     except Exception:  # of the user's loss, which may be any function
         return None
 
@@ -227,7 +227,7 @@ def _weights_without_gradient(experiment: Experiment) -> list[Finding] | None:
     for name in read("weights", catalogue):
         if not is_trainable(name, catalogue):
             continue
-        locations = _locations(experiment, catalogue, name)
+        locations = _locations(catalogue, name)
         if not locations or any(location not in run for location in locations):
             continue
         count += 1
@@ -254,11 +254,11 @@ def _weights_without_gradient(experiment: Experiment) -> list[Finding] | None:
     ]
 
 
-def _locations(experiment: Experiment, catalogue: Catalogue, name: TensorName) -> list[str]:
+def _locations(catalogue: Catalogue, name: TensorName) -> list[str]:
     """Return the framework's names of the weights behind one weight; empty if they are not known."""
     layer, names = str(name.layer), []
     for source in sources(catalogue.weights[layer])[name.key]:
-        location = experiment.adapter.weight_location(experiment.model, layer, source.direction, source.key)
+        location = catalogue.facts.weight_location(layer, source.direction, source.key)
         if location is None:
             return []
         names.append(location.name)
@@ -271,7 +271,7 @@ def _loss_run(experiment: Experiment) -> dict[str, Array | None] | None:
         return None
     batch = Batch(experiment.first_inputs, _first_targets(experiment), loss=experiment.loss, seed=experiment.seed)
     try:
-        return dict(experiment.adapter.reference_run(experiment.model, batch).weight_grads)
+        return dict(experiment.adapter.run(experiment.model, batch, Taps.nothing()).reference().weight_grads)
     except Exception:  # the user's loss may take other arguments: the diagnosis does not need it
         return None
 

@@ -81,8 +81,7 @@ class Experiment:
     def capture_of(self, rows: Array) -> Capture:
         """Capture the forward pass on the first samples in another order, or on some of them."""
         x = data.map_leaves(lambda leaf: leaf[rows], self.samples.x)
-        request = CaptureRequest(gradients=False, weight_grads=False, scans=False)
-        return self.adapter.capture(self.model, Batch(self.in_model_order(x)), request)
+        return self.adapter.run(self.model, Batch(self.in_model_order(x)), Taps.states(sequences=False)).capture
 
     @property
     def takes_logits(self) -> bool | None:

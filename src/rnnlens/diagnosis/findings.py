@@ -21,7 +21,7 @@ from ..typing import Array
 from .carried import CarriedMemory
 from .everyday import Checked
 from .layers import LayerFacts
-from .memory import EFFECT, ENOUGH, FEWEST, MISCALIBRATED, P_VALUE, Memory, is_missed
+from .memory import EFFECT, ENOUGH, FEWEST, MISCALIBRATED, P_VALUE, Memory, finds_nothing, is_missed
 from .signal_path import Cause, SignalPath
 
 MODEL = "model"
@@ -91,7 +91,8 @@ def headline(memory: Memory, baseline: tuple[str, Memory] | None, residual_test:
         sentences.append(f"It {verb_phrase} of the {later_count} later {_step_noun(later_count)}.")
     if memory.count_matters:
         sentences.append("The number of steps before the last also changes its output, whatever their inputs.")
-    if residual_test is not None and not is_missed(residual_test, memory) and not memory.censored:
+    is_clear = residual_test is not None and not is_missed(residual_test, memory) and finds_nothing(residual_test)
+    if is_clear and not memory.censored:
         sentences.append("No sign of unused information in older steps (residual test).")
     return " ".join(sentence for sentence in sentences if sentence)
 
@@ -242,7 +243,8 @@ def _missed_findings(
         f"The input {_lag_text(lag)} would explain errors of the model: {_percent(residual_test.effect)} of the "
         f"variance of the target (residual test, p < {P_VALUE}).",
         {"effect": residual_test.effect, "p_value": residual_test.p_value, "step": residual_test.step, "lag": lag},
-        f"cross-validated ridge on the residual explains >= {_percent(EFFECT)} of Var y, permutation p < {P_VALUE}",
+        f"cross-validated ridge of the residual on all steps, or on the one step that it chooses, explains >= "
+        f"{_percent(EFFECT)} of Var y, permutation p < {P_VALUE}",
         "",
     )
     yield _path_finding(memory, layers, lag, path)

@@ -35,6 +35,8 @@ RARE = 0.01
 MOST_TESTED = 1024
 #: Rule of MISSED_DEPENDENCY: smallest share of the variance of y, and largest p value.
 EFFECT, P_VALUE = 0.02, 0.01
+#: Share of the variance of y that the test should be able to find.
+SOUGHT = 0.1
 #: Share of the target's association with a step above which a miscalibrated prediction has learned the step.
 LEARNED = 0.2
 #: Gain of skill by recalibration above which a prediction is miscalibrated.
@@ -311,6 +313,11 @@ def measure_missed(experiment: Experiment) -> Missed | None:
     residuals = [selected_target.values - candidate for candidate in candidates]
     x = _align_at_end(x, experiment)[sample_indices]
     return missed_dependency(residuals, x, target.variance, target=selected_target.values, seed=experiment.seed)
+
+
+def finds_nothing(residual_test: Missed) -> bool:
+    """Return whether no step is associated with the errors, in a test that would have seen ``SOUGHT``."""
+    return residual_test.p_value >= P_VALUE and residual_test.detectable <= SOUGHT
 
 
 def is_missed(residual_test: Missed | None, memory: Memory) -> bool:

@@ -27,7 +27,7 @@ from .everyday import everyday_findings, mixed_samples
 from .experiment import Experiment
 from .findings import MODEL, findings, headline, layer_sentence, missed_lag
 from .layers import LayerFacts, measure_layers, measure_scans, scan_sentence
-from .memory import Interval, Memory, is_missed, measure_memory, measure_missed
+from .memory import P_VALUE, SOUGHT, Interval, Memory, is_missed, measure_memory, measure_missed
 from .samples import Orientation, read_samples
 from .signal_path import measure_path
 
@@ -118,7 +118,7 @@ def diagnose(
     adapter = adapter_for(model)
     mixed = None if axes or y is None or is_source(x) else mixed_samples(adapter, model, x, y)
     if mixed:
-        return _diagnosis_of_mixed_samples(mixed, adapter.provenance(model))
+        return _diagnosis_of_mixed_samples(mixed, adapter.facts(model).provenance)
     batch = read_samples(x, y, samples, lambda batch: Orientation(adapter, model, batch, axes))
     experiment = Experiment(model, batch, step, output, task, loss if loss is not None else _compiled_loss(model), seed)
     experiment.refuse_loss(loss)
@@ -216,6 +216,7 @@ def _notes(memory: Memory, residual_test: Missed | None, reason: str, *, layers_
     notes = []
     if residual_test is not None and not is_missed(residual_test, memory):
         notes.append("The residual test finds linear effects and products within a step; no finding is no proof.")
+        notes += _power_notes(residual_test)
     if residual_test is not None and residual_test.overlapping:
         notes.append(
             "The samples are overlapping windows of one series: tests and intervals resample blocks of neighbouring "
@@ -228,6 +229,23 @@ def _notes(memory: Memory, residual_test: Missed | None, reason: str, *, layers_
     elif reason:
         notes.append(f"The memory of each layer was not measured: {reason}.")
     return notes
+
+
+def _power_notes(residual_test: Missed) -> list[str]:
+    """Say what is above chance without a finding, and what the test could not have found with these samples."""
+    lag = missed_lag(residual_test)
+    if residual_test.p_value < P_VALUE:
+        return [
+            f"The errors are associated with the input {lag} steps before the last beyond 99 % of chance, but inputs "
+            f"explain {100 * max(residual_test.effect, 0.0):.1f} % of the variance of the target only."
+        ]
+    if residual_test.detectable > SOUGHT:
+        return [
+            f"With {residual_test.samples} samples the residual test finds an effect of one input from "
+            f"{100 * residual_test.detectable:.0f} % of the variance of the target on; for {100 * SOUGHT:.0f} % it "
+            f"needs about {residual_test.samples_for(SOUGHT)} samples."
+        ]
+    return []
 
 
 BOUNDS = ["low", "high"]
