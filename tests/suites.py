@@ -8,7 +8,7 @@ contains the one before; tests/README.md says how a test chooses its tier.
     python tests/suites.py --check      # `make check`: lint, and the tests marked `check`
     python tests/suites.py              # `make test`: all tests of some suites, one case of each test of the others
     python tests/suites.py --full       # `make test-full`: everything
-    python tests/suites.py --changed    # `.ci/run`: as without an option, then everything of the suites that test what
+    python tests/suites.py --changed    # as without an option, then everything of the suites that test what
                                         # has changed, for as many minutes as --minutes allows
     python tests/suites.py torch docs   # these suites only, with any of the options above
 """
