@@ -41,6 +41,7 @@ _SUBMODULES = {
     "plot": "rnnlens.plot",
     "keras": "rnnlens.integrations.keras",
     "torch": "rnnlens.integrations.torch",
+    "jax": "rnnlens.integrations.jax",
     "lightning": "rnnlens.integrations.lightning",
     "transformers": "rnnlens.integrations.transformers",
     "errors": "rnnlens.errors",

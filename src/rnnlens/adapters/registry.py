@@ -17,6 +17,10 @@ _KNOWN_ADAPTERS: tuple[tuple[str, str, str], ...] = (
     ("keras", "layers.Layer", "rnnlens.adapters.keras:adapter"),
     ("tf_keras", "layers.Layer", "rnnlens.adapters.keras:legacy"),
     ("torch", "nn.Module", "rnnlens.adapters.torch:adapter"),
+    ("flax.nnx", "Module", "rnnlens.adapters.jax:adapter"),
+    ("equinox", "Module", "rnnlens.adapters.jax:adapter"),
+    ("rnnlens.adapters.jax.models", "JaxModel", "rnnlens.adapters.jax:adapter"),
+    ("rnnlens.adapters.jax.bound", "BoundModel", "rnnlens.adapters.jax:adapter"),
 )
 
 #: Lowest tested versions of what the adapters use; each counts only if it is loaded.
@@ -72,9 +76,10 @@ def adapter_of(model: Any) -> Adapter | None:
 
 def refuse_old(package: str) -> None:
     """Raise UnsupportedError if a framework, or JAX that Keras runs on, is older than the lowest supported version."""
-    runs_on_jax = package == "keras" and sys.modules["keras"].backend.backend() == "jax"
+    is_of_jax = package.startswith(("flax.", "equinox", "rnnlens."))
+    runs_on_jax = is_of_jax or (package == "keras" and sys.modules["keras"].backend.backend() == "jax")
     engine = "jax" if runs_on_jax else package
-    for name in {package, engine}:
+    for name in {package, engine} & _LOWEST_VERSIONS.keys():
         version_text = str(getattr(sys.modules.get(name), "__version__", ""))
         version = tuple(int(digits) for digits in re.findall(r"\d+", version_text)[:2])
         if version and version < _LOWEST_VERSIONS[name]:

@@ -69,11 +69,22 @@ def in_turn(function: Callable[P, R]) -> Callable[P, R]:
                 _ran_engines.add(engine)
             token = _has_turn.set(True)
             try:
-                return function(*args, **kwargs)
+                bound_args, bound_kwargs = (args, kwargs) if adapter is None else _bound(adapter, args, kwargs)
+                return function(*bound_args, **bound_kwargs)
             finally:
                 _has_turn.reset(token)
 
     return run_alone
+
+
+def _bound(adapter: Adapter, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments of a verb with its model bound to the shapes of its data, see :meth:`Adapter.bind`."""
+    x = args[1] if len(args) > 1 else kwargs.get("x")
+    if x is None or is_source(x):
+        return args, kwargs
+    if args:
+        return (adapter.bind(args[0], x), *args[1:]), kwargs
+    return args, {**kwargs, "model": adapter.bind(kwargs["model"], x)}
 
 
 def _start_anew() -> None:

@@ -47,6 +47,14 @@ class Adapter(AxisConvention, ABC):
         """Name of the engine that computes and differentiates, in one word."""
         return self.name
 
+    def bind(self, model: Any, x: Any) -> Any:
+        """Return the model for data shaped like ``x``, on which all other methods are then called.
+
+        A framework whose models have no layers without data, as functions of JAX, returns an object that knows the
+        shapes; the same one for the same model and shapes. The default is the model itself.
+        """
+        return model
+
     # Facts that need no run of the model.
 
     @abstractmethod

@@ -1,0 +1,157 @@
+"""Roles of axes: a program is traced at two sizes of an axis of its data, and each variable's axes that change follow it.
+
+Nothing runs. A size that the user's function holds fixed, such as a batch in a closure, cannot be varied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Var
+
+from ...layout import Axis, Layout
+from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
+from .jaxprs import REMAT, flatten, inner_programs
+from .loops import Loop
+
+#: Largest number of sets of axes of one size that are tried.
+_MOST_SETS = 24
+#: An axis of the data: number of the leaf, number of the axis.
+DataAxis = tuple[int, int]
+
+
+@dataclass
+class AxisRoles:
+    """Axes of all variables of a program that count samples, and those that count steps.
+
+    ``samples``: number of samples; 1 if the data have no such axis.
+    """
+
+    samples: int = 1
+    steps: int = 1
+    sample: dict[Any, int] = field(default_factory=dict)
+    time: dict[Any, int] = field(default_factory=dict)
+
+    def layout(self, atom: Any, last: str) -> Layout:
+        """Return the layout of an input or output; ``last`` names its last axis if that has no role."""
+        shape = tuple(atom.aval.shape)
+        sample, time = self.sample.get(atom), self.time.get(atom)
+        axes: list[Axis] = [(f"axis_{i}",) for i in range(len(shape))]
+        unknown = [i for i in range(len(shape)) if i not in (sample, time)]
+        if unknown and unknown[-1] == len(shape) - 1:
+            axes[-1] = (last,)
+        if time is not None:
+            axes[time] = (TIME,)
+        if sample is not None:
+            is_folded = sample == time
+            axes[sample] = (SAMPLE, TIME) if is_folded else (SAMPLE,)
+        return Layout(tuple(axes))
+
+
+def input_layout(roles: AxisRoles, atom: Any) -> Layout:
+    """Return the layout of an input of the model."""
+    return roles.layout(atom, FEATURE)
+
+
+def output_layout(roles: AxisRoles, atom: Any) -> Layout:
+    """Return the layout of an output of the model."""
+    return roles.layout(atom, UNIT)
+
+
+def find_roles(
+    program: ClosedJaxpr,
+    loops: Sequence[Loop],
+    shapes: Sequence[tuple[int, ...]],
+    retrace: Callable[[Sequence[tuple[int, ...]]], tuple[ClosedJaxpr, Sequence[Loop]] | None],
+) -> AxisRoles:
+    """Find which axes count samples and steps.
+
+    ``shapes`` are those of the data; ``retrace`` traces the program for other shapes and returns it with its loops, or
+    None where it cannot be.
+    """
+    roles = AxisRoles()
+    if not loops or not shapes:
+        return roles
+    first = max(range(len(shapes)), key=lambda i: len(shapes[i]))
+    for axis in range(min(2, len(shapes[first]))):
+        for changed_axes in _sets_of_axes(shapes, (first, axis)):
+            size = shapes[first][axis]
+            other_shapes = [
+                tuple(n + 1 if (i, a) in changed_axes else n for a, n in enumerate(shape))
+                for i, shape in enumerate(shapes)
+            ]
+            other = retrace(other_shapes)
+            if other is None:
+                continue
+            changed = changed_axes_of(program, other[0], loops, other[1])
+            if changed is None:
+                continue
+            if any(a.length != b.length for a, b in zip(loops, other[1], strict=True)):
+                roles.time, roles.steps = changed, size
+                break
+            if any(v in changed for loop in loops for v in loop.carried):
+                roles.sample, roles.samples = changed, size
+                break
+    return roles
+
+
+def _sets_of_axes(shapes: Sequence[tuple[int, ...]], first: DataAxis) -> Iterator[frozenset[DataAxis]]:
+    """Yield sets of data axes of one size that may have one role: an axis counts once in each leaf."""
+    size = shapes[first[0]][first[1]]
+    same = [(i, a) for i, shape in enumerate(shapes) for a, n in enumerate(shape) if n == size and (i, a) != first]
+    aligned = frozenset([first, *((i, a) for i, a in same if a == first[1] and i != first[0])])
+    tried = {aligned}
+    yield aligned
+    others = [axis for axis in same if axis[0] != first[0]]
+    for count in range(len(others), -1, -1):
+        for chosen in combinations(others, count):
+            candidate = frozenset([first, *chosen])
+            if candidate in tried or len({i for i, _ in candidate}) < len(candidate):
+                continue
+            if len(tried) >= _MOST_SETS:
+                return
+            tried.add(candidate)
+            yield candidate
+
+
+def changed_axes_of(
+    program: ClosedJaxpr, other: ClosedJaxpr, loops: Sequence[Loop], other_loops: Sequence[Loop]
+) -> dict[Any, int] | None:
+    """Return, for each variable of a program and its loops, the axis whose size differs; None if programs differ."""
+    if len(loops) != len(other_loops):
+        return None
+    changed: dict[Any, int] = {}
+    pairs = [(program, other), *((a.body, b.body) for a, b in zip(loops, other_loops, strict=True))]
+    return changed if all(_compare(a, b, changed) for a, b in pairs) else None
+
+
+def _compare(program: ClosedJaxpr, other: ClosedJaxpr, changed: dict[Any, int]) -> bool:
+    first, second = program.jaxpr, other.jaxpr
+    if [e.primitive for e in first.eqns] != [e.primitive for e in second.eqns]:
+        return False
+    atoms = zip(
+        [*first.constvars, *first.invars, *(v for e in first.eqns for v in e.outvars)],
+        [*second.constvars, *second.invars, *(v for e in second.eqns for v in e.outvars)],
+        strict=False,
+    )
+    for a, b in atoms:
+        shape, other_shape = getattr(a.aval, "shape", ()), getattr(b.aval, "shape", ())
+        if len(shape) != len(other_shape):
+            return False
+        axes = [i for i, (n, m) in enumerate(zip(shape, other_shape, strict=True)) if n != m]
+        if axes:
+            changed[a] = axes[0]
+    for a, b in zip(first.eqns, second.eqns, strict=True):
+        if a.primitive.name in REMAT:
+            inner = zip(inner_programs(a), inner_programs(b), strict=True)
+            if not all(_compare(flatten(p), flatten(q), {}) for p, q in inner):
+                return False
+    return True
+
+
+def is_variable(atom: Any) -> bool:
+    """Return whether an atom of a jaxpr is a variable, not a literal."""
+    return isinstance(atom, Var)

@@ -1,0 +1,211 @@
+"""A model together with the shapes of its data: a function of JAX has recurrent layers only for data of some shapes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...errors import InputError, RnnlensError, short_repr
+from ...recurrence.cells import Cell
+from ...typing import Array, leaves_of, map_leaves
+from ..protocol import Batch, LayerInfo, LayerWeights, ModelFacts, Submodule, WeightLocation
+from .models import JaxModel, library_of, open_model
+from .program import Call, Program
+from .run import weight_places
+
+#: By identity of a user's model: a weak reference to it, and its bound models by the shapes of the data.
+_bound: dict[int, tuple[weakref.ref[Any], dict[Hashable, BoundModel]]] = {}
+
+
+class BoundModel:
+    """A model of a user with an example of its data, of which only shapes and dtypes are kept.
+
+    ``source``: a function that returns the user's model.
+    """
+
+    def __init__(self, source: Callable[[], Any], example: Any) -> None:
+        self._source = source
+        self.shapes = map_leaves(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), example)
+
+    @property
+    def model(self) -> Any:
+        """The user's model."""
+        return self._source()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self.model, "shapes": self.shapes}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        model = state["model"]
+        self._source, self.shapes = (lambda: model), state["shapes"]
+
+    def call(self) -> Call:
+        """Return a call of the model with zeros of these shapes."""
+        return Call.of(self.model, Batch(map_leaves(lambda s: np.zeros(s.shape, s.dtype), self.shapes)))
+
+    @property
+    def program(self) -> Program:
+        """The program of the model at these shapes, without a loss."""
+        return self.opened_program()[1]
+
+    def opened_program(self) -> tuple[Call, Program]:
+        """Return a call of the model and its program, without a loss."""
+        call = self.call()
+        return call, Program.of(call, False)
+
+
+def bind(model: Any, x: Any) -> BoundModel:
+    """Return a model bound to the shapes of ``x``; equal models and shapes give the same object while the model lives."""
+    model = model.model if isinstance(model, BoundModel) else model
+    x = np.asarray(x) if isinstance(x, list) and not any(hasattr(part, "shape") for part in x) else x
+    shapes = map_leaves(_shape, x)
+    key = (str(jax.tree.structure(shapes)), tuple((s.shape, str(s.dtype)) for s in leaves_of(shapes)))
+    try:
+        reference = weakref.ref(model)
+    except TypeError:
+        return BoundModel(lambda: model, shapes)
+    number = id(model)
+    if number not in _bound or _bound[number][0]() is not model:
+        weakref.finalize(model, _bound.pop, number, None)
+        _bound[number] = (reference, {})
+    by_shapes = _bound[number][1]
+    if key not in by_shapes:
+        by_shapes[key] = BoundModel(_dereferenced(reference), shapes)
+    return by_shapes[key]
+
+
+def _dereferenced(reference: weakref.ref[Any]) -> Callable[[], Any]:
+    def model() -> Any:
+        found = reference()
+        if found is None:
+            raise RnnlensError("The model of this result does not exist any more.")
+        return found
+
+    return model
+
+
+def _shape(leaf: Any) -> Any:
+    dtype = getattr(leaf, "dtype", None)
+    array = leaf if dtype is not None and hasattr(leaf, "shape") else np.asarray(leaf)
+    return jax.ShapeDtypeStruct(tuple(array.shape), array.dtype)
+
+
+def with_shapes(model: Any) -> BoundModel:
+    """Return a model that knows the shapes of its data; raise InputError for one that does not."""
+    if isinstance(model, BoundModel):
+        return model
+    if isinstance(model, JaxModel) and model.example is not None:
+        return bind(model, model.example)
+    name = short_repr(model.source if isinstance(model, JaxModel) else model)
+    raise InputError(
+        "The recurrent layers of a function of JAX exist only for data of some shape.",
+        got=name,
+        expected="an example of the data",
+        hint="rl.jax.model(model, example=x)",
+    )
+
+
+# Facts that need no run.
+
+
+def describe(model: Any) -> list[LayerInfo]:
+    """Return the recurrent layers of a model at the shapes that it is bound to."""
+    program = with_shapes(model).program
+    program.refuse_without_layers()
+    infos: dict[str, LayerInfo] = {}
+    for layer in program.layers:
+        infos.setdefault(
+            layer.base,
+            LayerInfo(
+                layer.base,
+                layer.loop.equation.primitive.name,
+                layer.kind,
+                layer.sizes[0],
+                "backward" if layer.is_backward else "forward",
+                True,
+                masked=layer.cell is not None and layer.cell.mask is not None,
+            ),
+        )
+    return list(infos.values())
+
+
+def weights(model: Any) -> Mapping[str, LayerWeights]:
+    """Return copies of a model's weights by layer: those of known cells in the layout of rnnlens, others by their paths."""
+    call, program = with_shapes(model).opened_program()
+    values, trainable = call.opened.values, call.opened.trainable
+    layers: dict[str, LayerWeights] = {}
+    known = {layer.base: layer for layer in program.layers if layer.cell is not None}
+    for name, places in weight_places(program).items():
+        if name in known:
+            continue
+        arrays = {key: np.array(values[i]) for key, i in places.items() if _is_number(values[i])}
+        if arrays:
+            changed = {key: trainable[places[key]] for key in arrays}
+            fixed = frozenset(key for key, is_changed in changed.items() if not is_changed)
+            layers[name] = LayerWeights(arrays, changed, statistics=fixed)
+    for name, layer in known.items():
+        cell: Cell = program.cell_of(layer, values)
+        arrays = dict(cell.weights())
+        layers[name] = LayerWeights(arrays, dict.fromkeys(arrays, True), {"forward": cell})
+    return layers
+
+
+def _is_number(value: Any) -> bool:
+    return not jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+
+
+def weight_location(model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
+    """Return the parameter behind a weight, or the name under which a reference run has a known cell's weight."""
+    program = with_shapes(model).program
+    known = next((other for other in program.layers if other.base == layer and other.cell is not None), None)
+    if known is not None:
+        origin = program.origins(known).get(key)
+        if origin is None or origin.numbers is None:
+            return None
+        runs = sum(other.base == layer for other in program.layers)
+        return WeightLocation(f"{layer}/{key}", _unchanged, tied=program.is_tied(known) and runs == 1)
+    place = weight_places(program).get(layer, {}).get(key)
+    return None if place is None else WeightLocation(program.call.opened.weight_names[place], _unchanged)
+
+
+def _unchanged(gradient: Array) -> Array:
+    return gradient
+
+
+def facts(model: Any) -> ModelFacts:
+    """Return the names of the recurrent layers, and of the inputs and outputs."""
+    bound = with_shapes(model)
+    submodules = {info.name: Submodule() for info in describe(bound)}
+    return ModelFacts(submodules)
+
+
+def provenance(model: Any) -> Mapping[str, str]:
+    """Return library and version, engine, dtype and device of a model."""
+    source = model.model if isinstance(model, BoundModel) else model
+    opened = open_model(source, training=False)
+    floats = [v for v in opened.values if jax.numpy.issubdtype(v.dtype, jax.numpy.inexact)]
+    library = {"nnx": "flax", "linen": "flax"}.get(opened.library, opened.library)
+    version = f"jax {jax.__version__}"
+    framework = version if library == "function" else f"{library} {_version(library)}"
+    return {
+        "framework": framework,
+        "engine": version,
+        "adapter": "jax",
+        "dtype": str(floats[0].dtype) if floats else "",
+        "device": str(next(iter(floats[0].devices()))) if floats and hasattr(floats[0], "devices") else "",
+    }
+
+
+def _version(package: str) -> str:
+    import sys
+
+    return str(getattr(sys.modules.get(package), "__version__", ""))
+
+
+def owns(model: Any) -> bool:
+    """Return whether a model is a module of NNX or Equinox, or was made by ``rl.jax.model``."""
+    return isinstance(model, (BoundModel, JaxModel)) or library_of(model) in ("nnx", "equinox")

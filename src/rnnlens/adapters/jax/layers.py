@@ -1,0 +1,330 @@
+"""Recurrent layers of a program: its time loops, with the arrays at their boundaries in the layout of the protocol."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Var
+
+from ...errors import LayerNotFoundError
+from ...typing import Array
+from ..protocol import Port
+from .axes import AxisRoles
+from .emit import OpenedLoop, Point
+from .jaxprs import is_inexact, needed_equations, variables
+from .loops import Loop
+from .recognise import KnownCell, watched_variables, recognise
+
+
+@dataclass(frozen=True, eq=False)
+class RecurrentLayer:
+    """One time loop of a program, or one run of it within a loop around it.
+
+    ``name``: ``"rnn"``, or ``"rnn#1"`` for the second run of one layer. ``index``: its place within the loops around it.
+    ``states``: numbers of the carried values that are its states, the output first. ``inputs``: variables of the body that
+    together are its input. ``reads``: for each state whether something besides the next step reads it at each step, and
+    whether something reads its last value.
+    """
+
+    name: str
+    loop: Loop
+    roles: AxisRoles
+    states: tuple[int, ...]
+    inputs: tuple[Var, ...]
+    cell: KnownCell | None = None
+    index: tuple[int, ...] = ()
+    reads: tuple[tuple[bool, bool], ...] = ()
+    #: Lengths of the loops around this one.
+    lengths_around: tuple[int, ...] = ()
+
+    @property
+    def base(self) -> str:
+        """Name of the layer without the number of its run."""
+        return self.loop.name
+
+    @property
+    def kind(self) -> str:
+        """Kind of the cell: "lstm", "gru", "simple_rnn" or "custom"."""
+        return "custom" if self.cell is None else self.cell.kind.kind
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether the recurrence runs from the last step to the first."""
+        return self.loop.reverse != self.loop.flipped
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return int(self.loop.length or 0)
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return self.roles.samples
+
+    @property
+    def last(self) -> int:
+        """Index in time order of the step that runs last."""
+        return 0 if self.is_backward else self.steps - 1
+
+    @property
+    def state_variables(self) -> tuple[Var, ...]:
+        """Variables of the body that hold the states before a step."""
+        return tuple(self.loop.carried[slot] for slot in self.states)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of entries of each state of a sample."""
+        return tuple(self.width(v) for v in self.state_variables)
+
+    @property
+    def starts_anew(self) -> bool:
+        """Whether a step may start from another state than the step before left."""
+        return self.cell is not None and self.cell.reset is not None
+
+    @property
+    def reads_other_states(self) -> bool:
+        """Whether something reads a state other than the output at each step."""
+        return any(at_steps for at_steps, _ in self.reads[1:])
+
+    @property
+    def returns_final_states(self) -> bool:
+        """Whether something reads the last value of a state other than the output."""
+        return any(at_end for _, at_end in self.reads[1:]) and not self.reads_other_states
+
+    def width(self, variable: Any) -> int:
+        """Return the number of entries of a variable for one sample and step; complex ones count twice."""
+        shape, axis = tuple(variable.aval.shape), self.roles.sample.get(variable)
+        size = math.prod(n for i, n in enumerate(shape) if i != axis)
+        return 2 * size if jnp.issubdtype(variable.aval.dtype, jnp.complexfloating) else size
+
+    def dtype(self, variable: Any) -> Any:
+        """Return the real dtype of a variable."""
+        return jnp.finfo(variable.aval.dtype).dtype
+
+    def opened(self, *, is_cut: bool = False) -> OpenedLoop:
+        """Return the loop with its points."""
+        variables = self.other_inputs if self.cell is None else watched_variables(self.cell)
+        watched = {f"watch{i}": v for i, v in enumerate(variables)}
+        starts = self.state_variables if self.cell is None else self.cell.starts
+        final_reads = tuple(
+            number
+            for number, (at_steps, at_end) in enumerate(self.reads)
+            if at_end and (number == 0 or at_steps or self.returns_final_states)
+        )
+        return OpenedLoop(self.loop, self.states, self.inputs, starts, watched, is_cut, final_reads)
+
+    @property
+    def other_inputs(self) -> tuple[Var, ...]:
+        """Arguments of the body that a step of unknown equations reads besides floats and parameters."""
+        constants, carried, inputs = self.loop.split(self.loop.body.jaxpr.invars)
+        fixed = zip(constants, self.loop.fixed, strict=True)
+        of_samples = [v for v, is_fixed in fixed if not is_fixed and v in self.roles.sample]
+        known = {*self.inputs, *self.state_variables}
+        return tuple(v for v in (*inputs, *carried, *of_samples) if v not in known and v in self.loop.read)
+
+    def recorded_points(self) -> set[Point]:
+        """Return the points that a capture of this layer records."""
+        opened, path = self.opened(), self.loop.path
+        names = [f"{kind}{i}" for kind in ("state", "initial") for i in range(len(self.states))]
+        names += [f"input{i}" for i in range(len(self.inputs))] + list(opened.watched)
+        names += [] if self.cell is not None else [f"constant{i}" for i in range(self.loop.counts[0])]
+        return {(path, name) for name in names}
+
+    # Arrays of the protocol, and those of the loop.
+
+    def to_port(self, variable: Any, value: Any) -> Any:
+        """Convert values of a variable at all steps, (time, ...), to (sample, time, size), in time order."""
+        value = self.at_step(variable, value[self.index] if self.index else value, 1)
+        value = jnp.swapaxes(value, 0, 1)
+        return jnp.flip(value, 1) if self.loop.flipped else value
+
+    def at_step(self, variable: Any, value: Any, lead: int = 0) -> Any:
+        """Convert a value of a variable, with ``lead`` axes in front, to (..., sample, size)."""
+        axis = self.roles.sample.get(variable)
+        front = tuple(value.shape[:lead])
+        if axis is None:
+            value = jnp.broadcast_to(jnp.expand_dims(value, lead), (*front, self.samples, *value.shape[lead:]))
+        else:
+            value = jnp.moveaxis(value, lead + axis, lead)
+        value = value.reshape((*front, self.samples, -1))
+        if jnp.issubdtype(value.dtype, jnp.complexfloating):
+            value = jnp.concatenate([value.real, value.imag], axis=-1)
+        return value
+
+    def from_port(self, variable: Any, value: Any) -> Any:
+        """Convert values (sample, time, size) in time order to those of a variable at all steps of the loop."""
+        value = jnp.flip(value, 1) if self.loop.flipped else value
+        value = self.from_step(variable, jnp.swapaxes(value, 0, 1), 1)
+        return self._in_place(value)
+
+    def from_step(self, variable: Any, value: Any, lead: int = 0) -> Any:
+        """Convert (..., sample, size) to the layout of a variable, summed over samples if all share it."""
+        axis, shape = self.roles.sample.get(variable), tuple(variable.aval.shape)
+        front = tuple(value.shape[:lead])
+        if jnp.issubdtype(variable.aval.dtype, jnp.complexfloating):
+            real, imaginary = jnp.split(value, 2, axis=-1)
+            value = real + 1j * imaginary
+        if axis is None:
+            value = value.sum(lead).reshape((*front, *shape))
+        else:
+            rest = tuple(n for i, n in enumerate(shape) if i != axis)
+            value = jnp.moveaxis(value.reshape((*front, self.samples, *rest)), lead, lead + axis)
+        return value.astype(variable.aval.dtype)
+
+    def _in_place(self, value: Any) -> Any:
+        """Return a value of this run of the loop among those of all runs, which are zero."""
+        if not self.index:
+            return value
+        return jnp.zeros((*self.lengths_around, *value.shape), value.dtype).at[self.index].set(value)
+
+    # Ports.
+
+    def shape_of(self, port: Port) -> tuple[tuple[int, ...], Any]:
+        """Return shape and dtype of a port of this layer."""
+        if port.kind == "input":
+            width = sum(map(self.width, self.inputs))
+            dtype = jnp.result_type(*map(self.dtype, self.inputs)) if self.inputs else self.dtype(self.state_variables[0])
+            return (self.samples, self.steps, width), dtype
+        number = 0 if port.kind == "output" else port.index
+        self.refuse_absent_state(port, number)
+        variable = self.state_variables[number]
+        size, dtype = self.width(variable), self.dtype(variable)
+        has_time = port.kind in ("output", "state", "state_read") and port.key != "ending"
+        return ((self.samples, self.steps, size) if has_time else (self.samples, size)), dtype
+
+    def refuse_absent_state(self, port: Port, number: int) -> None:
+        """Raise LayerNotFoundError for a state that the layer does not have, or a port of another kind."""
+        kinds = ("output", "initial_state", "final_state", "state", "state_read")
+        if port.kind not in kinds or number >= len(self.states) or (port.kind == "output" and port.index):
+            raise LayerNotFoundError(
+                f"Layer {self.name!r} has no {port.kind} number {port.index}.",
+                expected=f"input, output or one of {len(self.states)} states",
+            )
+
+    def points_of(self, port: Port) -> list[tuple[Point, Any]]:
+        """Return the points of a port, each with its variable."""
+        path = self.loop.path
+        if port.kind == "input":
+            return [((path, f"input{i}"), v) for i, v in enumerate(self.inputs)]
+        kinds = {"output": "state", "state_read": "state", "initial_state": "initial", "final_state": "final"}
+        number = 0 if port.kind == "output" else port.index
+        return [((path, f"{kinds.get(port.kind, port.kind)}{number}"), self.state_variables[number])]
+
+    def value_at(self, port: Port, records: Mapping[Point, Any]) -> Any:
+        """Return the value at a port from the recorded values of its points."""
+        parts = []
+        for point, variable in self.points_of(port):
+            if port.kind in ("initial_state", "final_state"):
+                value = records[point]
+                parts.append(self.at_step(variable, value[self.index] if self.index else value))
+            else:
+                parts.append(self.to_port(variable, records[point]))
+        if not parts:
+            shape, dtype = self.shape_of(port)
+            return jnp.zeros(shape, dtype)
+        value = jnp.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
+        return value[:, self.last] if port.key == "ending" else value
+
+    def zeros_at(self, port: Port, zero: Any) -> dict[Point, Any]:
+        """Return the zeros to add at the points of a port, from one zero in the layout of the port."""
+        kinds = {"output": "read", "state_read": "read"}
+        if port.key == "returned":
+            kinds = {"state": "returned"}
+        if port.key == "ending":
+            shape, dtype = self.shape_of(replace(port, key=""))
+            zero = jnp.zeros(shape, dtype).at[:, self.last].set(zero)
+        zeros, start = {}, 0
+        for (path, point), variable in self.points_of(port):
+            width = self.width(variable)
+            part = zero[..., start : start + width]
+            start += width
+            name = point.replace("state", kinds.get(port.kind, "state"), 1)
+            if port.kind in ("initial_state", "final_state"):
+                zeros[path, point] = self._in_place(self.from_step(variable, part))
+            else:
+                zeros[path, name] = self.from_port(variable, part)
+        return zeros
+
+
+def find_layers(program: ClosedJaxpr, loops: Sequence[Loop], roles: AxisRoles) -> list[RecurrentLayer]:
+    """Return the recurrent layers of a program: its time loops that carry a changing state of floats."""
+    by_path = {loop.path: loop for loop in loops}
+    candidates = [loop for loop in loops if not loop.obstacle and _state_slots(loop)]
+    if roles.time:
+        in_time = [loop for loop in candidates if _follows_time(loop, roles)]
+        candidates = in_time or candidates
+    paths = {loop.path for loop in candidates}
+    outermost = [loop for loop in candidates if not paths & set(loop.inside)]
+    layers: list[RecurrentLayer] = []
+    for loop in outermost:
+        lengths = tuple(int(by_path[path].length or 0) for path in loop.inside)
+        layer = _layer(program, loop, roles)
+        if lengths:
+            places = list(np.ndindex(*lengths))
+            layers += [
+                replace(layer, name=f"{layer.base}#{i}", index=place, lengths_around=lengths)
+                for i, place in enumerate(places)
+            ]
+        else:
+            layers.append(layer)
+    return layers
+
+
+def _follows_time(loop: Loop, roles: AxisRoles) -> bool:
+    _, _, inputs = loop.split(loop.equation.invars)
+    _, _, outputs = loop.split([*loop.body.jaxpr.invars[: loop.counts[0]], *loop.equation.outvars])
+    return loop.length == roles.steps and any(roles.time.get(v) == 0 for v in (*variables(inputs), *outputs))
+
+
+def _state_slots(loop: Loop) -> list[int]:
+    """Return the numbers of the carried floats that a step changes."""
+    return [
+        j
+        for j, (v, after) in enumerate(zip(loop.carried, loop.carried_after, strict=True))
+        if is_inexact(v.aval) and after is not v
+    ]
+
+
+def _layer(program: ClosedJaxpr, loop: Loop, roles: AxisRoles) -> RecurrentLayer:
+    cell = recognise(loop, roles.sample, roles.samples)
+    states = tuple(_state_slots(loop)) if cell is None else cell.states
+    reads = {slot: _reads(program, loop, slot) for slot in states}
+    if cell is None:  # what others read comes first: it is the output
+        states = tuple(sorted(states, key=lambda slot: (not any(reads[slot]), slot)))
+    inputs = _float_inputs(loop, roles) if cell is None else cell.inputs
+    return RecurrentLayer(
+        loop.name, loop, roles, states, inputs, cell, reads=tuple(reads[slot] for slot in states)
+    )
+
+
+def _float_inputs(loop: Loop, roles: AxisRoles) -> tuple[Var, ...]:
+    """Return the float arguments of a body that differ between samples or steps, besides its states."""
+    constants, carried, inputs = loop.split(loop.body.jaxpr.invars)
+    of_samples = [
+        v for v, fixed in zip(constants, loop.fixed, strict=True) if not fixed and roles.sample.get(v) is not None
+    ]
+    return tuple(v for v in (*inputs, *of_samples) if is_inexact(v.aval) and v in loop.read)
+
+
+def _reads(program: ClosedJaxpr, loop: Loop, slot: int) -> tuple[bool, bool]:
+    """Return whether something besides the next step reads a state at each step, and whether its last value is read."""
+    jaxpr, after = loop.body.jaxpr, loop.carried_after[slot]
+    others = [e for i, e in enumerate(jaxpr.eqns) if i not in loop.state_equations]
+    needed = needed_equations(jaxpr, jaxpr.outvars[loop.counts[1] :])
+    at_steps = any(after in variables(e.invars) for e in others if jaxpr.eqns.index(e) in needed)
+    at_steps = at_steps or after in jaxpr.outvars[loop.counts[1] :]
+    if loop.inside:  # the loop around it decides; its result may be read
+        return at_steps, True
+    result = loop.equation.outvars[slot]
+    used = needed_equations(program.jaxpr, program.jaxpr.outvars)
+    at_end = result in variables(program.jaxpr.outvars) or any(
+        result in variables(program.jaxpr.eqns[i].invars) for i in used
+    )
+    return at_steps, at_end
+

@@ -1,0 +1,198 @@
+"""Loops of a flat program: which there are, what they carry, their names, and the equations that compute their states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Var
+
+from .jaxprs import MOVES, REMAT, closed, flatten, inner_programs, line_of, needed_equations, variables
+
+#: Equations whose inner loops are not opened, and the reason.
+_OPAQUE = {
+    "custom_vjp_call": "a function with its own derivative (jax.custom_vjp), which would be lost",
+    "custom_jvp_call": "a function with its own derivative (jax.custom_jvp), which would be lost",
+    "cond": "a branch of lax.cond or lax.switch",
+    "shard_map": "a shard_map",
+    "pallas_call": "a pallas kernel",
+    "custom_linear_solve": "a linear solve",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """One ``scan`` or ``while`` equation of a flat program.
+
+    ``path``: numbers of the equations that lead to it, such as ``"12"`` or ``"12/3"`` for one within another's body.
+    ``weights``: indices of the parameters that its new states depend on. ``flipped``: its inputs were reversed before.
+    ``inside``: paths of the loops around it. ``obstacle``: the reason why it is not opened; "" if it is.
+    """
+
+    path: str
+    equation: Any
+    body: ClosedJaxpr
+    name: str = ""
+    weights: tuple[int, ...] = ()
+    flipped: bool = False
+    inside: tuple[str, ...] = ()
+    obstacle: str = ""
+    remat: Any = None
+    length: int | None = None
+    #: For each constant of the body whether it depends on parameters alone.
+    fixed: tuple[bool, ...] = ()
+
+    @property
+    def reverse(self) -> bool:
+        """Whether the loop runs from the last entry of its inputs to the first."""
+        return bool(self.equation.params.get("reverse", False))
+
+    @property
+    def line(self) -> str:
+        """File and line of the user's call."""
+        return line_of(self.equation)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Number of constants and of carried values of the body."""
+        params = self.equation.params
+        if self.equation.primitive.name == "while":
+            return params["body_nconsts"], len(self.equation.outvars)
+        if "ft_in" in params:  # JAX 0.11 and later
+            constants, carried, _ = params["ft_in"].unpack()
+            return len(constants), len(carried)
+        return params["num_consts"], params["num_carry"]
+
+    def split(self, values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """Split operands of the equation, or arguments of the body, into constants, carried values and inputs."""
+        constants, carried = self.counts
+        if self.equation.primitive.name == "while" and len(values) > constants + carried:
+            values = values[self.equation.params["cond_nconsts"] :]
+        return values[:constants], values[constants : constants + carried], values[constants + carried :]
+
+    @property
+    def carried(self) -> Sequence[Var]:
+        """Variables of the body that hold the carried values before a step."""
+        return self.split(self.body.jaxpr.invars)[1]
+
+    @property
+    def carried_after(self) -> Sequence[Any]:
+        """Results of the body that are carried to the next step."""
+        return self.body.jaxpr.outvars[: self.counts[1]]
+
+    @cached_property
+    def state_equations(self) -> set[int]:
+        """Indices of the body's equations that the new carried values depend on."""
+        return needed_equations(self.body.jaxpr, self.carried_after)
+
+    @cached_property
+    def read(self) -> set[Var]:
+        """Variables of the body that the equations of the new carried values read."""
+        equations = self.body.jaxpr.eqns
+        return {v for i in self.state_equations for v in variables(equations[i].invars)}
+
+
+@dataclass
+class _Origins:
+    """Of variables: the parameters that they consist of (None for data), and whether they were reversed."""
+
+    weights: dict[Var, frozenset[int]] = field(default_factory=dict)
+    flipped: dict[Var, bool] = field(default_factory=dict)
+
+    def of(self, atom: Any) -> frozenset[int]:
+        return self.weights.get(atom, frozenset()) if isinstance(atom, Var) else frozenset()
+
+    def follow(self, equation: Any) -> None:
+        """Record the origin of an equation's results."""
+        name, operands = equation.primitive.name, variables(equation.invars)
+        sources = [self.of(v) for v in operands]
+        if operands and all(sources):
+            self.weights.update(dict.fromkeys(equation.outvars, frozenset().union(*sources)))
+        if name in MOVES and operands:
+            flip = self.flipped.get(operands[0], False) != (name == "rev")
+            self.flipped.update(dict.fromkeys(equation.outvars, flip))
+
+
+def find_loops(program: ClosedJaxpr, weight_names: Sequence[str], renamed: Mapping[str, str]) -> list[Loop]:
+    """List the loops of a flat program whose first arguments are the parameters ``weight_names``.
+
+    ``renamed``: other names for loops, by the name or line under which they would be listed.
+    """
+    origins = _Origins(weights={v: frozenset([i]) for i, v in zip(range(len(weight_names)), program.jaxpr.invars)})
+    loops = _loops_of(program, origins, "", (), "")
+    names: list[str] = []
+    for loop in loops:
+        name = _common_path([weight_names[i] for i in loop.weights]) or loop.line or loop.equation.primitive.name
+        name = renamed.get(name, name)
+        stem, count = name, 1
+        while name in names:
+            count += 1
+            name = f"{stem}_{count}"
+        names.append(name)
+    return [replace(loop, name=name) for loop, name in zip(loops, names, strict=True)]
+
+
+def _loops_of(
+    program: ClosedJaxpr, origins: _Origins, prefix: str, inside: tuple[str, ...], obstacle: str
+) -> list[Loop]:
+    loops: list[Loop] = []
+    for index, equation in enumerate(program.jaxpr.eqns):
+        origins.follow(equation)
+        name, path = equation.primitive.name, f"{prefix}{index}"
+        if name in ("scan", "while"):
+            loop = _loop(path, equation, origins, inside, obstacle)
+            loops.append(loop)
+            constants, initial, inputs = loop.split(equation.invars)
+            operands = zip(loop.body.jaxpr.invars, [*constants, *initial, *inputs], strict=True)
+            body_origins = _Origins({v: origins.of(atom) for v, atom in operands if origins.of(atom)})
+            for v in loop.carried:  # what is carried changes, even if it starts as a parameter
+                body_origins.weights.pop(v, None)
+            reason = obstacle or ("a loop whose number of steps is not fixed" if name == "while" else "")
+            loops += _loops_of(loop.body, body_origins, f"{path}/", (*inside, path), reason)
+        elif name in REMAT or name in _OPAQUE:
+            for inner in inner_programs(equation) if name != "pallas_call" else ():
+                inner = flatten(inner)
+                operands_of = zip(inner.jaxpr.invars[::-1], equation.invars[::-1], strict=False)
+                inner_origins = _Origins({v: origins.of(atom) for v, atom in operands_of if origins.of(atom)})
+                loops += _loops_of(inner, inner_origins, f"{path}/", inside, obstacle or _OPAQUE.get(name, ""))
+    return loops
+
+
+def _loop(path: str, equation: Any, origins: _Origins, inside: tuple[str, ...], obstacle: str) -> Loop:
+    remats: list[Any] = []
+    is_scan = equation.primitive.name == "scan"
+    body = flatten(closed(equation.params["jaxpr" if is_scan else "body_jaxpr"]), remats)
+    loop = Loop(path, equation, body, inside=inside, obstacle=obstacle, remat=remats[0] if remats else None)
+    constants, initial, inputs = loop.split(equation.invars)
+    read = _reaching_the_state(loop, [*constants, *initial, *inputs])
+    weights = sorted(frozenset().union(*(origins.of(atom) for atom in read)))
+    return replace(
+        loop,
+        length=equation.params.get("length"),
+        weights=tuple(weights),
+        flipped=any(origins.flipped.get(v, False) for v in variables(inputs)),
+        obstacle=obstacle or ("" if is_scan else "a while loop, whose number of steps is not fixed"),
+        fixed=tuple(not isinstance(atom, Var) or bool(origins.of(atom)) for atom in constants),
+    )
+
+
+def _reaching_the_state(loop: Loop, operands: Sequence[Any]) -> Iterable[Any]:
+    """Return the operands that the new states depend on: no weights of a readout, nor those of a loop within."""
+    needed = set(variables(loop.carried_after))
+    for equation in reversed(loop.body.jaxpr.eqns):
+        if needed & set(equation.outvars):
+            skipped = equation.params.get("num_consts", 0) if equation.primitive.name == "scan" else 0
+            needed |= set(variables(equation.invars[skipped:]))
+    return [atom for v, atom in zip(loop.body.jaxpr.invars, operands, strict=True) if v in needed]
+
+
+def _common_path(names: Sequence[str]) -> str:
+    """Return the longest common path of the modules of weights; "" if they have none."""
+    common: list[str] = []
+    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(part for part in common if part != "params")

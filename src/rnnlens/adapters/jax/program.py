@@ -1,0 +1,357 @@
+"""A model's program at given shapes: traced once, with its recurrent layers and where their weights come from."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Var
+
+from ...autodiff import Memo
+from ...errors import ModelError, raised_by
+from ...recurrence.cells import Cell
+from ...typing import Array
+from ..protocol import Batch
+from .arguments import Data, call, data_parameters, loss_value, refuse_options, scalar
+from .associative import sequential_associative_scans
+from .axes import AxisRoles, find_roles
+from .jaxprs import flatten, variables
+from .layers import RecurrentLayer, find_layers
+from .loops import Loop, find_loops
+from .models import OpenedModel, open_model
+from .numeric import evaluate
+from .recognise import StepValues, extract_weights, make_cell
+
+#: Largest number of programs that are kept.
+_MOST_PROGRAMS = 64
+_programs: dict[Hashable, Program] = {}
+#: Compiled programs of all models, by their text.
+_executables: dict[bytes, Any] = {}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a model: its arrays, its data, the target, and the user's function of all of them."""
+
+    batch: Batch
+    opened: OpenedModel
+    x: Data
+    y: Data
+    weight: Data
+    #: Names of the data arguments of the user's function, and the user's names of layers.
+    parameters: tuple[str, ...] | None
+    names: Mapping[str, str]
+
+    @classmethod
+    def of(cls, model: Any, batch: Batch) -> Call:
+        """Open a model and convert its data."""
+        refuse_options(model, batch)
+        with raised_by("Your model"):
+            opened = open_model(model, training=batch.training)
+        data = [Data.of(getattr(batch, name), name) for name in ("x", "y", "sample_weight")]
+        return cls(batch, opened, *data, data_parameters(model), getattr(model, "names", {}))
+
+    @property
+    def arrays(self) -> list[Any]:
+        """All arrays that the function takes: the model's, x, y and the sample weights."""
+        return [*self.opened.values, *self.x.leaves, *self.y.leaves, *self.weight.leaves]
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Number of arrays of the model, and of the model and x together."""
+        return len(self.opened.values), len(self.opened.values) + len(self.x.leaves)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the function returns a loss: a loss was given, or the model itself takes the target."""
+        return self.batch.loss is not None or self.batch.y is not None
+
+    def function(self, arrays: Sequence[Any], *, with_loss: bool) -> tuple[Any, Any]:
+        """Run the user's model and loss; return the outputs as the model nests them, and the loss or None."""
+        values, (count, stop) = list(arrays), self.counts
+        target = self.y.nested(values[stop : stop + len(self.y.leaves)])
+        x = self.x.nested(values[count:stop])
+        weight = self.weight.nested(values[stop + len(self.y.leaves) :])
+        if self.batch.loss is None and self.batch.y is not None:  # loss_fn(params, x, y)
+            with raised_by("Your model"):
+                arguments = (*x, target) if isinstance(x, tuple) else (x, target)
+                outputs = self.opened.apply(values[:count], *arguments)
+            return outputs, scalar(outputs, "the model") if with_loss else None
+        with raised_by("Your model"):
+            outputs = call(lambda *a, **k: self.opened.apply(values[:count], *a, **k), x, self.parameters)
+        if not with_loss or self.batch.loss is None:
+            return outputs, None
+        return outputs, loss_value(self.batch.loss, outputs, self.batch, target, weight)
+
+    def loss_of(self, outputs: Any) -> Any:
+        """Return the loss of outputs, nested as the model returns them."""
+        if self.batch.loss is None:
+            return scalar(outputs, "the model")
+        target, weight = self.y.nested(self.y.leaves), self.weight.nested(self.weight.leaves)
+        return loss_value(self.batch.loss, outputs, self.batch, target, weight)
+
+    def key(self, with_loss: bool) -> Hashable | None:
+        """Return a key of the program of this call; None if it cannot be compared."""
+        shapes = tuple((tuple(a.shape), str(a.dtype)) for a in self.arrays)
+        settings = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
+        places = tuple(repr(data.places) for data in (self.x, self.y, self.weight))
+        key = (self.opened.key, shapes, places, with_loss, self.batch.loss if with_loss else None, settings)
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return None if self.opened.key is None else key
+
+
+@dataclass(frozen=True)
+class WeightOrigin:
+    """Where the entries of a weight come from: numbers among a layer's parameters, laid end to end, and factors.
+
+    ``offset``: the weight where all parameters are zero. ``numbers`` is None for a weight that is no rearrangement of
+    parameters.
+    """
+
+    numbers: Array | None = None
+    factors: Array | None = None
+    offset: Array | None = None
+
+
+class Program:
+    """The program of a model, with or without a loss, at given shapes."""
+
+    def __init__(self, call: Call, with_loss: bool) -> None:
+        self.call, self.with_loss = _without_arrays(call), with_loss
+        self.memos: dict[Hashable, Memo] = {}
+        self.output_places: Any = None
+        self.program = self._trace([tuple(a.shape) for a in call.arrays])
+        self.loops = self._loops(self.program)
+        self.dtypes = [a.dtype for a in call.arrays]
+        self._arrays_shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in call.arrays]
+
+    @staticmethod
+    def of(call: Call, with_loss: bool) -> Program:
+        """Return the program of a call, traced anew only if none of its kind was before."""
+        key = call.key(with_loss)
+        if key is None:
+            return Program(call, with_loss)
+        if key not in _programs:
+            while len(_programs) >= _MOST_PROGRAMS:
+                del _programs[next(iter(_programs))]
+            _programs[key] = Program(call, with_loss)
+        return _programs[key]
+
+    def memo(self, key: Hashable) -> Memo:
+        """Return what was compiled for a set of ports."""
+        return self.memos.setdefault(key, Memo(_executables))
+
+    def _trace(self, shapes: Sequence[tuple[int, ...]]) -> ClosedJaxpr:
+        def flat(*arrays: Any) -> list[Any]:
+            outputs, loss = self.call.function(arrays, with_loss=self.with_loss)
+            data = Data.of(outputs, "the output") if _is_plain(outputs) else Data(jax.tree.leaves(outputs), None)
+            self.output_places = data.places
+            return [*data.leaves, *([] if loss is None else [loss])]
+
+        structures = [
+            jax.ShapeDtypeStruct(shape, a.dtype, weak_type=False)
+            for shape, a in zip(shapes, self.call.arrays, strict=True)
+        ]
+        with sequential_associative_scans():
+            return flatten(jax.make_jaxpr(flat)(*structures))
+
+    def _loops(self, program: ClosedJaxpr) -> list[Loop]:
+        return find_loops(program, self.call.opened.weight_names, self.call.names)
+
+    @property
+    def outputs(self) -> list[Any]:
+        """Variables of the program's outputs, without the loss."""
+        outvars = self.program.jaxpr.outvars
+        return list(outvars[:-1] if self.with_loss else outvars)
+
+    @cached_property
+    def roles(self) -> AxisRoles:
+        """Axes of all variables that count samples and steps."""
+        count = self.call.counts[0]
+        shapes = [tuple(a.shape) for a in self.call.arrays]
+
+        def retrace(data_shapes: Sequence[tuple[int, ...]]) -> tuple[ClosedJaxpr, list[Loop]] | None:
+            places = self.output_places
+            try:
+                program = self._trace([*shapes[:count], *data_shapes])
+            except Exception:  # these sizes do not go together
+                return None
+            finally:
+                self.output_places = places
+            return program, self._loops(program)
+
+        return find_roles(self.program, self.loops, shapes[count:], retrace)
+
+    @cached_property
+    def layers(self) -> list[RecurrentLayer]:
+        """Recurrent layers in the order in which they run."""
+        return find_layers(self.program, self.loops, self.roles)
+
+    def layer(self, name: str) -> RecurrentLayer | None:
+        """Return the layer of a name, or None."""
+        return next((layer for layer in self.layers if layer.name == name), None)
+
+    def refuse_without_layers(self) -> None:
+        """Raise ModelError if there is no recurrent layer, with what there is instead."""
+        if self.layers:
+            return
+        closed_loops = [f"{loop.name} (in {loop.obstacle})" for loop in self.loops if loop.obstacle]
+        raise ModelError(
+            "There is no recurrent layer in this program: no lax.scan carries a state of floats.",
+            got="; ".join(closed_loops) or f"{len(self.loops)} loops",
+            hint="write the time loop as jax.lax.scan: a loop in Python leaves no trace of its steps",
+        )
+
+    # Weights of known cells.
+
+    def weights_of(self, layer: RecurrentLayer, values: Sequence[Any]) -> dict[str, Array]:
+        """Return the weights of a layer of a known cell, in the layout of rnnlens, from the model's arrays."""
+        parts = [np.asarray(values[i]) for i in layer.loop.weights]
+        flat = np.concatenate([part.ravel() for part in parts]) if parts else np.zeros(0)
+        weights, computed = {}, None
+        for key, origin in self.origins(layer).items():
+            if origin.numbers is not None and origin.factors is not None and origin.offset is not None:
+                padded = np.concatenate([flat, np.zeros(1, flat.dtype)])
+                weights[key] = (padded[origin.numbers] * origin.factors + origin.offset).astype(flat.dtype)
+            else:
+                computed = self._extract(layer, values) if computed is None else computed
+                weights[key] = computed[key].astype(layer.dtype(layer.state_variables[0]))
+        return weights
+
+    def cell_of(self, layer: RecurrentLayer, values: Sequence[Any]) -> Cell:
+        """Return the known cell of a layer with its weights."""
+        assert layer.cell is not None
+        return make_cell(layer.cell, self.weights_of(layer, values))
+
+    def origins(self, layer: RecurrentLayer) -> Mapping[str, WeightOrigin]:
+        """Return where each weight of a layer of a known cell comes from."""
+        if layer.base not in self._origins:
+            self._origins[layer.base] = self._find_origins(layer)
+        return self._origins[layer.base]
+
+    @cached_property
+    def _origins(self) -> dict[str, Mapping[str, WeightOrigin]]:
+        return {}
+
+    def _find_origins(self, layer: RecurrentLayer) -> Mapping[str, WeightOrigin]:
+        """Find each weight's parameters: by the weights of parameters that are zero, numbered, and random."""
+        shapes = [s.shape for s in self._arrays_shapes]
+        sizes = [int(np.prod(shapes[i])) for i in layer.loop.weights]
+        total = sum(sizes)
+
+        def weights_at(flat: Array) -> dict[str, Array]:
+            values: list[Any] = [np.zeros(shape) for shape in shapes]
+            for i, part in zip(layer.loop.weights, np.split(flat, np.cumsum(sizes)[:-1]), strict=True):
+                values[i] = part.reshape(shapes[i])
+            return self._extract(layer, values)
+
+        random = np.random.default_rng(0).normal(size=total)
+        at_zero, at_numbers, at_random = map(weights_at, (np.zeros(total), np.arange(1.0, total + 1), random))
+        origins = {}
+        for key, offset in at_zero.items():
+            signed = np.rint(at_numbers[key] - offset)
+            numbers = np.abs(signed).astype(int) - 1
+            factors = np.sign(signed)
+            padded = np.append(random, 0.0)
+            is_exact = numbers.max(initial=-1) < total and np.allclose(
+                padded[numbers] * factors + offset, at_random[key], rtol=1e-6, atol=1e-9
+            )
+            origins[key] = WeightOrigin(numbers, factors, offset) if is_exact else WeightOrigin()
+        return origins
+
+    def _extract(self, layer: RecurrentLayer, values: Sequence[Any]) -> dict[str, Array]:
+        """Return the weights of a layer for given arrays of the model, from its step run in NumPy."""
+        assert layer.cell is not None
+        step = StepValues(layer.loop, self.roles.sample, self.roles.samples)
+        known = {v: _wide(a) for v, a in zip(self.program.jaxpr.invars, values, strict=False)}
+        constants = self._constants(layer.loop, self.program, known)
+        return extract_weights(step, layer.cell, constants)
+
+    def _constants(self, loop: Loop, program: ClosedJaxpr, known: Mapping[Var, Any]) -> dict[Var, Any]:
+        """Return the values of the constants of a loop's body that consist of parameters."""
+        for path in loop.inside:
+            around = next(other for other in self.loops if other.path == path)
+            known = self._constants_of(around, program, known)
+            program = around.body
+        return self._constants_of(loop, program, known)
+
+    @staticmethod
+    def _constants_of(loop: Loop, program: ClosedJaxpr, known: Mapping[Var, Any]) -> dict[Var, Any]:
+        operands = loop.split(loop.equation.invars)[0]
+        inner = loop.split(loop.body.jaxpr.invars)[0]
+        fixed = [(v, atom) for v, atom, is_fixed in zip(inner, operands, loop.fixed, strict=True) if is_fixed]
+        values = evaluate(program, known, [atom for _, atom in fixed])
+        return {v: value for (v, _), value in zip(fixed, values, strict=True)}
+
+    def is_tied(self, layer: RecurrentLayer) -> bool:
+        """Return whether something besides the steps of a layer reads its weights."""
+        own = set(layer.loop.weights)
+        parameters = {self.program.jaxpr.invars[i] for i in own}
+        made = dict.fromkeys(parameters)
+        for index, equation in enumerate(self.program.jaxpr.eqns):
+            operands = variables(equation.invars)
+            if not any(v in made for v in operands) or str(index) == layer.loop.path.partition("/")[0]:
+                continue
+            if not all(v in made for v in operands) or equation.primitive.name == "scan":
+                return True
+            made.update(dict.fromkeys(equation.outvars))
+        if any(v in made for v in variables(self.program.jaxpr.outvars)) or layer.loop.inside:
+            return True
+        body, others = layer.loop.body.jaxpr, layer.loop.split(layer.loop.equation.invars)
+        inner = {
+            v for v, atom in zip(body.invars, [a for part in others for a in part], strict=True) if atom in made
+        }
+        return any(
+            inner & set(variables(e.invars))
+            for i, e in enumerate(body.eqns)
+            if i not in layer.loop.state_equations
+        )
+
+
+def _without_arrays(call: Call) -> Call:
+    """Return a call whose arrays are only shapes, so that a program that is kept keeps no data."""
+
+    def shape(array: Any) -> Any:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+    opened = OpenedModel(
+        call.opened.apply,
+        list(map(shape, call.opened.values)),
+        call.opened.weight_names,
+        call.opened.trainable,
+        call.opened.library,
+        call.opened.key,
+    )
+    parts = [Data(list(map(shape, data.leaves)), data.places) for data in (call.x, call.y, call.weight)]
+    batch = replace(call.batch, x=None, y=_mark(call.batch.y), sample_weight=_mark(call.batch.sample_weight))
+    return Call(batch, opened, *parts, call.parameters, call.names)
+
+
+def _mark(data: Any) -> bool | None:
+    """Return True in the place of data that are there."""
+    return None if data is None else True
+
+
+def _is_plain(outputs: Any) -> bool:
+    """Return whether outputs are nested tuples, lists and dicts of arrays."""
+    if isinstance(outputs, Mapping):
+        return all(map(_is_plain, outputs.values()))
+    if isinstance(outputs, tuple | list):
+        return all(map(_is_plain, outputs))
+    return outputs is None or isinstance(outputs, (jax.Array, np.ndarray))
+
+
+def _wide(array: Any) -> Any:
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        return np.asarray(array, dtype=np.float64)
+    return array
+
+
