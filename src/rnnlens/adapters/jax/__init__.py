@@ -87,9 +87,7 @@ class JaxAdapter(Adapter):
         """Trace the user's function; return a function that compiles and runs it."""
         return prepared_reference_run(_source(model), batch, gradients=gradients)
 
-    def differentiate(
-        self, function: Callable[..., Any], arrays: Sequence[Array], model: Any
-    ) -> tuple[Array, Pull]:
+    def differentiate(self, function: Callable[..., Any], arrays: Sequence[Array], model: Any) -> tuple[Array, Pull]:
         """Evaluate a function of arrays of JAX; return its value and its pull-back."""
         expected = "an array of JAX, such as jnp.mean(x)"
         return shared.differentiate(function, [jnp.asarray(a) for a in arrays], ENGINE, expected)

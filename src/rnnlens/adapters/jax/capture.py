@@ -133,9 +133,7 @@ class _CallReader:
         assert cell is not None
         position = 0
         if cell.reset is not None:
-            starts = [
-                self._steps(layer, v, f"watch{position + i}") for i, v in enumerate(cell.starts)
-            ]
+            starts = [self._steps(layer, v, f"watch{position + i}") for i, v in enumerate(cell.starts)]
             position += len(cell.starts)
             call.start_states = tuple(starts)
             call.reset = self._flag(layer, position, cell.reset.variable) == cell.reset.value
@@ -216,4 +214,3 @@ def _compute_dtype(layer: RecurrentLayer) -> str:
     """Return the dtype in which a layer computes where that is coarser than the arrays of its call."""
     dtype = str(layer.state_variables[0].aval.dtype)
     return dtype if dtype in ("bfloat16", "float16") else ""
-

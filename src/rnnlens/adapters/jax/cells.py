@@ -160,9 +160,7 @@ class _StepFunctions:
             for i, (v, z) in enumerate(zip(layer.state_variables, zeros, strict=False))
         }
         results = Emission({}, ()).run_step(self._opened, arguments, own)
-        return [
-            layer.at_step(v, results[slot]) for v, slot in zip(layer.state_variables, layer.states, strict=True)
-        ]
+        return [layer.at_step(v, results[slot]) for v, slot in zip(layer.state_variables, layer.states, strict=True)]
 
     def vjp(self, constants: Sequence[Any], x: Any, state: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         """Pull cotangents of the new states back to the input and the states."""
@@ -171,9 +169,7 @@ class _StepFunctions:
 
     def produced(self, constants: Sequence[Any], x: Any, state: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         """Return the gradients of zeros that are added where the new states are computed."""
-        new, pull = jax.vjp(
-            lambda zeros: self.advance(constants, x, state, zeros), [jnp.zeros_like(s) for s in state]
-        )
+        new, pull = jax.vjp(lambda zeros: self.advance(constants, x, state, zeros), [jnp.zeros_like(s) for s in state])
         return pull([c.astype(n.dtype) for c, n in zip(cotangents, new, strict=True)])[0]
 
     def jacobian(self, constants: Sequence[Any], x: Any, state: Sequence[Any]) -> Any:

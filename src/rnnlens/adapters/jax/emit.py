@@ -131,9 +131,7 @@ class Emission:
 
         if loop.remat is not None:
             step = jax.checkpoint(step, policy=loop.remat["policy"], prevent_cse=loop.remat["prevent_cse"])
-        last, (outputs, records) = lax.scan(
-            step, initial, (inputs, stepwise), length=loop.length, reverse=loop.reverse
-        )
+        last, (outputs, records) = lax.scan(step, initial, (inputs, stepwise), length=loop.length, reverse=loop.reverse)
         last_step = 0 if loop.reverse else -1
         for number, slot in enumerate(opened.states):
             if (path, f"ending{number}") in records:

@@ -12,13 +12,12 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Var
 
 from ...errors import LayerNotFoundError
-from ...typing import Array
 from ..protocol import Port
 from .axes import AxisRoles
 from .emit import OpenedLoop, Point
 from .jaxprs import is_inexact, needed_equations, variables
 from .loops import Loop
-from .recognise import KnownCell, watched_variables, recognise
+from .recognise import KnownCell, recognise, watched_variables
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +188,9 @@ class RecurrentLayer:
         """Return shape and dtype of a port of this layer."""
         if port.kind == "input":
             width = sum(map(self.width, self.inputs))
-            dtype = jnp.result_type(*map(self.dtype, self.inputs)) if self.inputs else self.dtype(self.state_variables[0])
+            dtype = (
+                jnp.result_type(*map(self.dtype, self.inputs)) if self.inputs else self.dtype(self.state_variables[0])
+            )
             return (self.samples, self.steps, width), dtype
         number = 0 if port.kind == "output" else port.index
         self.refuse_absent_state(port, number)
@@ -298,9 +299,7 @@ def _layer(program: ClosedJaxpr, loop: Loop, roles: AxisRoles) -> RecurrentLayer
     if cell is None:  # what others read comes first: it is the output
         states = tuple(sorted(states, key=lambda slot: (not any(reads[slot]), slot)))
     inputs = _float_inputs(loop, roles) if cell is None else cell.inputs
-    return RecurrentLayer(
-        loop.name, loop, roles, states, inputs, cell, reads=tuple(reads[slot] for slot in states)
-    )
+    return RecurrentLayer(loop.name, loop, roles, states, inputs, cell, reads=tuple(reads[slot] for slot in states))
 
 
 def _float_inputs(loop: Loop, roles: AxisRoles) -> tuple[Var, ...]:
@@ -327,4 +326,3 @@ def _reads(program: ClosedJaxpr, loop: Loop, slot: int) -> tuple[bool, bool]:
         result in variables(program.jaxpr.eqns[i].invars) for i in used
     )
     return at_steps, at_end
-

@@ -161,9 +161,7 @@ def _refuse_without_params(given: JaxModel, params: Any) -> None:
         )
 
 
-def _opened(
-    given: JaxModel, apply: Callable[..., Any], params: Any, library: str, key: Any
-) -> OpenedModel:
+def _opened(given: JaxModel, apply: Callable[..., Any], params: Any, library: str, key: Any) -> OpenedModel:
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
     names = tuple(_path_text(path) for path, _ in leaves)
     values = [leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf) for _, leaf in leaves]

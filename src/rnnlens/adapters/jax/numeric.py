@@ -127,12 +127,12 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     **{
         name: _elementwise(function)
         for name, function in {
-            **{"add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide},
-            **{"neg": np.negative, "max": np.maximum, "min": np.minimum, "tanh": np.tanh, "exp": np.exp},
-            **{"log": np.log, "log1p": np.log1p, "expm1": np.expm1, "sqrt": np.sqrt, "abs": np.abs, "sign": np.sign},
-            **{"gt": np.greater, "ge": np.greater_equal, "lt": np.less, "le": np.less_equal, "eq": np.equal},
-            **{"ne": np.not_equal, "and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert},
-            **{"stop_gradient": np.array, "copy": np.array, "copy_p": np.array, "reduce_precision": np.array},
+            "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
+            "neg": np.negative, "max": np.maximum, "min": np.minimum, "tanh": np.tanh, "exp": np.exp,
+            "log": np.log, "log1p": np.log1p, "expm1": np.expm1, "sqrt": np.sqrt, "abs": np.abs, "sign": np.sign,
+            "gt": np.greater, "ge": np.greater_equal, "lt": np.less, "le": np.less_equal, "eq": np.equal,
+            "ne": np.not_equal, "and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert,
+            "stop_gradient": np.array, "copy": np.array, "copy_p": np.array, "reduce_precision": np.array,
             "optimization_barrier": np.array,
         }.items()
     },

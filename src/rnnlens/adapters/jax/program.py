@@ -306,13 +306,9 @@ class Program:
         if any(v in made for v in variables(self.program.jaxpr.outvars)) or layer.loop.inside:
             return True
         body, others = layer.loop.body.jaxpr, layer.loop.split(layer.loop.equation.invars)
-        inner = {
-            v for v, atom in zip(body.invars, [a for part in others for a in part], strict=True) if atom in made
-        }
+        inner = {v for v, atom in zip(body.invars, [a for part in others for a in part], strict=True) if atom in made}
         return any(
-            inner & set(variables(e.invars))
-            for i, e in enumerate(body.eqns)
-            if i not in layer.loop.state_equations
+            inner & set(variables(e.invars)) for i, e in enumerate(body.eqns) if i not in layer.loop.state_equations
         )
 
 
@@ -353,5 +349,3 @@ def _wide(array: Any) -> Any:
     if jnp.issubdtype(array.dtype, jnp.floating):
         return np.asarray(array, dtype=np.float64)
     return array
-
-

@@ -295,7 +295,15 @@ def _with_inputs(step: StepValues, cell: KnownCell) -> Iterator[KnownCell]:
         return
     if all(_is_float(v) for v in leaves):
         yield KnownCell(
-            cell.kind, cell.states, cell.starts, cell.gates, leaves, cell.options, cell.reset, cell.mask, cell.reset_gate
+            cell.kind,
+            cell.states,
+            cell.starts,
+            cell.gates,
+            leaves,
+            cell.options,
+            cell.reset,
+            cell.mask,
+            cell.reset_gate,
         )
 
 
@@ -346,12 +354,11 @@ class _InputSearch:
         return None
 
 
-def _preactivation(
-    step: StepValues, cell: KnownCell, name: str, known: Mapping[Var, Any], reset_gate: Any
-) -> Array:
+def _preactivation(step: StepValues, cell: KnownCell, name: str, known: Mapping[Var, Any], reset_gate: Any) -> Array:
     """Return a gate before its activation, with the reset gate set to ``reset_gate`` if that is given."""
     gate = cell.gates[name]
-    fixed = {} if reset_gate is None else {v: np.broadcast_to(reset_gate, v.aval.shape) for v in cell.reset_gate}
+    is_free = reset_gate is None or name == "reset"
+    fixed = {} if is_free else {v: np.broadcast_to(reset_gate, v.aval.shape) for v in cell.reset_gate}
     without = () if gate.activation is None else (gate.activation,)
     return np.asarray(evaluate(step.loop.body, {**known, **fixed}, [gate.variable], without=without)[0])
 
@@ -371,7 +378,9 @@ def extract_weights(step: StepValues, cell: KnownCell, constants: Mapping[Var, A
         known = dict(constants)
         for v, part in zip((*cell.inputs, state), np.split(rows, cuts, axis=1), strict=True):
             known[v] = step.from_rows(v, part)
-        return cell.gates[name].sign * step.rows(cell.gates[name].variable, _preactivation(step, cell, name, known, gate))
+        return cell.gates[name].sign * step.rows(
+            cell.gates[name].variable, _preactivation(step, cell, name, known, gate)
+        )
 
     def affine(name: str, gate: Any) -> tuple[Array, Array]:
         """Return the matrix (feature + unit, unit) and the vector of a pre-activation."""

@@ -102,9 +102,7 @@ def _finished(
     if not grads:
         return result
     result.input_grads = [by_number.get(i) for i in range(count, stop)]
-    weight_grads: dict[str, Array | None] = {
-        name: by_number.get(i) for i, name in enumerate(call.opened.weight_names)
-    }
+    weight_grads: dict[str, Array | None] = {name: by_number.get(i) for i, name in enumerate(call.opened.weight_names)}
     for layer in program.layers:
         if layer.cell is not None:
             parts = [np.asarray(by_number[i])[None] for i in layer.loop.weights if i in by_number]

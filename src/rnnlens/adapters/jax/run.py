@@ -42,9 +42,7 @@ class Run:
     ``cotangents``: if they are given, the run is forward and back in one compiled pass.
     """
 
-    def __init__(
-        self, model: Any, batch: Batch, taps: Taps, cotangents: Mapping[Port, Array] | None = None
-    ) -> None:
+    def __init__(self, model: Any, batch: Batch, taps: Taps, cotangents: Mapping[Port, Array] | None = None) -> None:
         self.call = Call.of(model, batch)
         self.taps = taps
         ends = () if cotangents is not None else (*taps.wrt, *taps.cut)
@@ -59,7 +57,7 @@ class Run:
         self._linearised: LinearisedProgram | None = None
         self.gradients: Mapping[Port, Array | None] = {}
         if cotangents is not None and taps.wrt:
-            full = {_key(port): jnp.asarray(value) for port, value in cotangents.items()}
+            full = {_key(port): jnp.asarray(value, self._dtype(port)) for port, value in cotangents.items()}
             targets, aux, pulled = ENGINE.forward_and_back(self._program, arguments, memo, full)
             self.gradients = self._by_port(pulled)
         elif taps.wrt:
@@ -100,7 +98,7 @@ class Run:
         if self._linearised is None:
             raise InputError("This run is closed, or has no port to differentiate by.")
         refuse_misfits(cotangents, self.taps.of, self.values)
-        full = {_key(port): jnp.asarray(value) for port, value in cotangents.items()}
+        full = {_key(port): jnp.asarray(value, self._dtype(port)) for port, value in cotangents.items()}
         with raised_by("The backward pass of your model"):
             return self._by_port(self._linearised.vjp(full))
 
@@ -237,12 +235,22 @@ class Run:
                 if port.index >= count:
                     raise LayerNotFoundError(f"This model has no {port.kind} number {port.index}.", got=count)
 
+    def _dtype(self, port: Port) -> Any:
+        """Return the dtype of the value at a port that is differentiated."""
+        if port.layer is not None:
+            return self._layer(port).shape_of(port)[1]
+        jaxpr, count = self.program.program.jaxpr, self.call.counts[0]
+        atoms = {"loss": jaxpr.outvars[-1:], "output": self.program.outputs, "input": jaxpr.invars[count:]}
+        return atoms[port.kind][0 if port.kind == "loss" else port.index].aval.dtype
+
     def _known_weight(self, port: Port) -> RecurrentLayer | None:
         """Return the layer of a known cell of which a port is a weight in the layout of rnnlens, or None."""
         if port.kind != "weight":
             return None
         layer = next((layer for layer in self.program.layers if layer.base == port.layer), None)
-        return layer if layer is not None and layer.cell is not None and port.key in self.program.origins(layer) else None
+        return (
+            layer if layer is not None and layer.cell is not None and port.key in self.program.origins(layer) else None
+        )
 
     def _parameters(self, port: Port) -> list[int]:
         """Return the numbers of the model's arrays that a weight consists of."""

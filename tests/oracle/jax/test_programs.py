@@ -1,0 +1,150 @@
+"""Programs of JAX's users, as they are written: states, gates' sweeps, gradients and time Jacobians against unrolled copies."""
+
+import jax
+import jax_programs
+import numpy as np
+import pytest
+from jax_programs import PROGRAMS, A, B, D, H, T, lru, lru_params, mse, numbers
+from unrolled_jax import difference, unrolled
+
+import rnnlens as rl
+
+BOUND = 1e-12
+#: Programs whose loops another function vectorises: their states have no sample axis that a tap could follow.
+VECTORISED = {"equinox_train_rnn", "equinox_lstm", "feedbax_controller", "computation_thru_dynamics"}
+
+
+def traced(program):
+    loss = None if program.y is not None and "loss_of" in repr(program.model) else mse
+    return rl.trace(program.model, program.x, program.y, loss=loss)
+
+
+def value_of(program):
+    output = program.function(program.x if isinstance(program.x, tuple) else jax.numpy.asarray(program.x))
+    return output if np.ndim(output) == 0 and not isinstance(output, tuple) else mse(output, program.y)
+
+
+@pytest.fixture(scope="module", params=sorted(PROGRAMS))
+def case(request):
+    with jax.enable_x64(True):
+        program = PROGRAMS[request.param]()
+        return request.param, program, traced(program)
+
+
+def test_trace_is_certified_and_its_cells_are_recognised(case):
+    name, program, trace = case
+    assert trace.certificate.state == "passed", trace.certificate
+    assert max(check.residual for check in trace.certificate.checks) < BOUND
+    wanted = {layer for layer in program.layers if layer}
+    assert wanted <= set(trace), (name, list(trace))
+    for layer, (kind, _) in program.layers.items():
+        assert trace[layer or next(iter(trace))].attrs["cell"] == kind
+
+
+def test_states_and_total_and_direct_gradients_are_those_of_the_unrolled_copy(case):
+    name, program, trace = case
+    if name in VECTORISED:
+        check_vectorised(name, program, trace)
+        return
+    states, totals = unrolled(lambda: value_of(program))
+    for layer, (kind, number) in program.layers.items():
+        found = trace[layer or next(iter(trace))]
+        _, direct = unrolled(lambda: value_of(program), cut=number)
+        h = hidden_index(found, states[number])
+        as_traced = lambda a, found=found: in_time(a, found)  # noqa: E731
+        assert difference(found.hidden, as_traced(states[number][h])) < BOUND
+        total = totals[number][h]
+        if name == "dreamer_rssm":  # h_t is also read within the step
+            continue
+        assert difference(found.hidden_grad, as_traced(total)) < BOUND
+        if "output_grad" in found:
+            assert difference(found.output_grad, as_traced(direct[number][h])) < BOUND
+        if kind == "lstm":
+            c = 1 - h
+            hidden, cell = states[number][h], np.tanh(states[number][c])
+            within = totals[number][h] * hidden / cell * (1 - cell**2)  # h_t = o tanh(c_t)
+            assert difference(found.cell_grad, as_traced(totals[number][c] + within)) < BOUND
+
+
+def hidden_index(found, states):
+    """Return the number of the loop's state that is the layer's output."""
+    return int(np.argmin([np.abs(in_time(s, found) - found.hidden.values).max() for s in states]))
+
+
+def in_time(steps, found):
+    """Return (time, sample, unit) as (sample, time, unit) in time order."""
+    array = np.moveaxis(np.asarray(steps), 0, 1)
+    return array[:, ::-1] if "backward" in str(found.attrs.get("direction")) else array
+
+
+def check_vectorised(name, program, trace):
+    """Sample by sample: the loop of one sample has no sample axis."""
+    for layer in program.layers:
+        found = trace[layer]
+        for i in range(B):
+            states, totals = unrolled(lambda i=i: one_sample(name, program, i))
+            h = int(
+                np.argmin(
+                    [
+                        np.abs(s - found.hidden.values[i]).max() if s.shape == found.hidden.shape[1:] else np.inf
+                        for s in states[0]
+                    ]
+                )
+            )
+            assert difference(found.hidden[i], states[0][h]) < BOUND
+            if name in ("equinox_train_rnn", "computation_thru_dynamics"):
+                assert difference(found.hidden_grad[i], totals[0][h]) < BOUND
+
+
+def one_sample(name, program, i):
+    """Return the loss of one sample's output, weighted as in the mean over all samples."""
+    x, y = program.x[i], program.y[i]
+    if name == "computation_thru_dynamics":
+        output = program.model.source.__wrapped__(program.model.params, jax.numpy.asarray(x))
+    else:
+        output = program.model(jax.numpy.asarray(x))
+    return jax.numpy.mean((output - y) ** 2) / B
+
+
+@pytest.mark.parametrize(
+    "name", ["nnx_lstm", "purejaxrl_ppo_rnn", "flax_seq2seq", "equinox_train_rnn", "feedbax_controller"]
+)
+def test_time_jacobian_is_jacrev_of_the_users_function(name):
+    program = PROGRAMS[name]()
+    x = tuple(map(jax.numpy.asarray, program.x)) if isinstance(program.x, tuple) else jax.numpy.asarray(program.x)
+    jacobian = rl.jacobian(program.model, program.x)
+    assert jacobian.certificate.state == "passed", jacobian.certificate
+    first = x[0] if isinstance(x, tuple) else x
+    run = lambda a: jax.tree.leaves(program.function((a, *x[1:]) if isinstance(x, tuple) else a))[0]  # noqa: E731
+    full = np.asarray(jax.jacrev(run)(first))
+    if program.time_major:
+        full = np.stack([full[:, b][:, :, :, b] for b in range(B)])
+    else:
+        full = np.stack([full[b][..., b, :, :] for b in range(B)])
+    if full.ndim == jacobian.ndim - 1:
+        full = full[:, None]
+    assert difference(jacobian, full.reshape(jacobian.shape)) < BOUND
+
+
+def test_lru_by_associative_scan_has_states_and_leaves_the_users_function_alone():
+    params, x, y = lru_params(), numbers(B, T, D, seed=1), numbers(B, T, A, seed=2)
+    user = jax.jit(lru)
+    before = np.asarray(user(params, x))
+    trace = rl.trace(rl.jax.model(user, params), x, y, loss=mse)
+    assert trace.certificate.state == "passed", trace.certificate
+    (name,) = trace
+    decay = np.exp(-np.exp(params["lru"]["nu"]) + 1j * np.exp(params["lru"]["theta"]))
+    state, states = np.zeros((B, H), complex), []
+    for t in range(T):
+        state = decay * state + x[:, t] @ params["lru"]["B"]
+        states.append(state)
+    expected = np.stack(states, 1)
+    found = next(v.values for v in trace[name].values() if v.shape == (B, T, 2 * H) and "grad" not in v.name)
+    assert difference(found, np.concatenate([expected.real, expected.imag], -1)) < BOUND
+    np.testing.assert_array_equal(user(params, x), before)
+    assert jax.lax.associative_scan.__module__.startswith("jax")
+
+
+def test_helpers_know_all_sizes():
+    assert len({B, T, D, H, A}) == 5
+    assert jax_programs.RESETS.any()
