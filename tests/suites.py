@@ -149,6 +149,7 @@ SUITES = (
     ),
     keras_suite("tensorflow"),
     graph_suite("v1"),
+    Suite("jax", ("tests/contract/jax", "tests/oracle/jax")),
     Suite(
         "core",
         (*(f"tests/unit/{folder}" for folder in NUMERIC), "tests/property", "tests/surface", "tests/third_framework"),
@@ -206,11 +207,12 @@ GRAPH_SUITES = ("tf_graph-v1", "tf_graph-v2")
 #: Suites that test a part of the source. Every suite tests the rest of it; a folder of tests is tested by its suites.
 SUITES_OF = {
     "src/rnnlens": EVERY_SUITE,
+    "src/rnnlens/adapters/jax": ("jax",),
     "src/rnnlens/adapters/keras": KERAS_SUITES,
     "src/rnnlens/adapters/tf_graph": GRAPH_SUITES,
     "src/rnnlens/adapters/torch": ("torch", "tools"),
     "src/rnnlens/autodiff/torch.py": ("torch", "keras-torch"),
-    "src/rnnlens/autodiff/jax.py": ("keras-jax",),
+    "src/rnnlens/autodiff/jax.py": ("keras-jax", "jax"),
     "src/rnnlens/autodiff/tensorflow.py": ("keras-tensorflow", *GRAPH_SUITES),
     "src/rnnlens/cli": ("unit", "files"),
     "src/rnnlens/cluster.py": ("dask",),

@@ -44,6 +44,7 @@ SECTIONS = (
     ("Keras: `rl.keras`", "keras"),
     ("TensorFlow 1: `rl.tf1`", "tf1"),
     ("PyTorch: `rl.torch`", "torch"),
+    ("JAX: `rl.jax`", "jax"),
     ("Lightning: `rl.lightning`", "lightning"),
     ("Hugging Face's Trainer: `rl.transformers`", "transformers"),
     ("Cells: `rl.cells`", "cells"),

@@ -1,4 +1,4 @@
-"""Programs of JAX's users in their own shapes: what each library's recurrent models look like where they are written."""
+"""Programs of JAX's users in their own shapes: each library's recurrent models as they are written."""
 
 import functools
 from typing import NamedTuple
@@ -18,7 +18,7 @@ PROGRAMS = {}
 
 
 class Program(NamedTuple):
-    """``model`` for rnnlens, its data and loss; ``function(x)``: the user's own call; ``layers``: name -> (cell, loop)."""
+    """``model`` for rnnlens, and its data; ``function(x)``: the user's own call; ``layers``: name -> (cell, loop)."""
 
     model: object
     x: object
@@ -54,7 +54,7 @@ RESETS[3, 1] = RESETS[2, 0] = True
 
 
 def scanned_rnn(make_cell):
-    """The class that recurrent reinforcement learning in JAX is written with: a cell scanned over time, reset by dones."""
+    """The class of recurrent reinforcement learning in JAX: a cell scanned over time, reset by dones."""
 
     class ScannedRNN(nn.Module):
         @functools.partial(nn.scan, variable_broadcast="params", in_axes=0, out_axes=0, split_rngs={"params": False})

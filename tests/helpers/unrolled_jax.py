@@ -1,4 +1,4 @@
-"""An oracle for programs of JAX: the user's function with every ``lax.scan`` run as a loop in Python, tapped at its states."""
+"""An oracle for programs of JAX: the user's function with every ``lax.scan`` run as a loop in Python."""
 
 from contextlib import contextmanager
 

@@ -52,6 +52,7 @@ PUBLIC = {
     "testing": None,
     "tf1": None,
     "torch": None,
+    "jax": None,
     "lightning": None,
     "transformers": None,
     "trace": (

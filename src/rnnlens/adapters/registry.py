@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 import sys
 from importlib.metadata import EntryPoint, entry_points
@@ -53,9 +54,19 @@ def adapter_for(model: Any) -> Adapter:
             "This is not a model of a supported framework.",
             got=f"{type(model).__module__}.{type(model).__qualname__}",
             expected="a model or layer of Keras 3 or tf_keras, a torch.nn.Module, or a net of rl.tf1.graph",
-            hint="pass the model itself, not its path, its output or its weights",
+            hint=_hint_for(model),
         )
     return adapter
+
+
+def _hint_for(model: Any) -> str:
+    """Return what to pass instead of an object that is no model."""
+    is_of_jax = any(
+        cls.__module__.partition(".")[0] in ("flax", "haiku", "jax", "jaxlib") for cls in type(model).__mro__
+    )
+    if is_of_jax or inspect.isfunction(model) or inspect.ismethod(model):
+        return "rl.jax.model(apply, params), for a function of JAX, a Linen module or a Haiku transform"
+    return "pass the model itself, not its path, its output or its weights"
 
 
 def adapter_of(model: Any) -> Adapter | None:

@@ -35,8 +35,8 @@ def model(
     params
         The parameters of a function, a Linen module or a Haiku transform, nested in any way.
     rng
-        A random key for a module that draws numbers: Haiku's ``rng``, Linen's ``rngs``, Equinox' ``key``, which is split
-        among the samples.
+        A random key for a module that draws numbers: Haiku's ``rng``, Linen's ``rngs``, Equinox' ``key``, which is
+        split among the samples.
     example
         One batch of data, of which only the shapes are used: for calls without data, such as ``rl.layers(model)``.
     batched

@@ -1,4 +1,4 @@
-"""Programs of JAX's users, as they are written: states, gates' sweeps, gradients and time Jacobians against unrolled copies."""
+"""Programs of JAX's users, as they are written: every number against copies unrolled in Python."""
 
 import jax
 import jax_programs

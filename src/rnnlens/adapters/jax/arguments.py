@@ -23,30 +23,31 @@ class Data:
     """Nested data as a list of arrays, and the structure to nest them again."""
 
     leaves: list[Any]
-    #: The nested data with the number of each leaf in its place.
-    places: Any
+    #: The nested data with shapes in the place of arrays.
+    template: Any
 
     @classmethod
     def of(cls, value: Any, name: str) -> Data:
         """Convert nested data to arrays of JAX."""
         if isinstance(value, list) and value and all(isinstance(row, (int, float, list)) for row in value):
             value = np.asarray(value)
-        leaves: list[Any] = []
-
-        def place(leaf: Any) -> int:
-            leaves.append(_as_array(leaf, name))
-            return len(leaves) - 1
-
-        return cls(leaves, map_leaves(place, value))
+        arrays = map_leaves(lambda leaf: _as_array(leaf, name), value)
+        return cls(leaves_of(arrays), map_leaves(shape_of, arrays))
 
     def nested(self, leaves: Sequence[Any]) -> Any:
         """Return other leaves nested as these."""
-        return map_leaves(lambda i: leaves[i], self.places)
+        return nest(leaves, self.template)
 
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of the leaves."""
-        return [tuple(leaf.shape) for leaf in self.leaves]
+
+def nest(leaves: Sequence[Any], template: Any) -> Any:
+    """Return leaves in the places of those of a template."""
+    remaining = iter(leaves)
+    return map_leaves(lambda _: next(remaining), template)
+
+
+def shape_of(array: Any) -> Any:
+    """Return shape and dtype of an array, as JAX traces with them."""
+    return jax.ShapeDtypeStruct(tuple(array.shape), array.dtype)
 
 
 def _as_array(leaf: Any, name: str) -> Any:
@@ -62,7 +63,7 @@ def _as_array(leaf: Any, name: str) -> Any:
 
 
 def call(apply: Callable[..., Any], x: Any, parameters: Sequence[str] | None) -> Any:
-    """Call a model with its data: a tuple as positional arguments, a dict by name where its keys are names of arguments."""
+    """Call a model with its data: a tuple as positional arguments, a dict by name if its keys are arguments."""
     if isinstance(x, Mapping) and parameters is not None and set(x) <= set(parameters) and x:
         return apply(**x)
     if isinstance(x, tuple | list) and not hasattr(x, "_fields") and (parameters is None or len(parameters) > 1):

@@ -1,4 +1,4 @@
-"""Associative scans as sequential ones: while a program is traced, their steps have states like those of any other scan."""
+"""Associative scans traced as sequential ones, whose steps have states like those of any other scan."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from jax.experimental.xla_metadata import set_xla_metadata
 def sequential_associative_scans() -> Iterator[None]:
     """Within the block, trace ``lax.associative_scan`` as a sequential scan over the same operator.
 
-    Modules that imported the name are changed too, and restored at the end. The block is another trace context of JAX, so
-    that functions compiled before are traced anew, and those traced here are not kept for the user.
+    Modules that imported the name are changed too, and restored at the end. The block is another trace context of JAX,
+    so that functions compiled before are traced anew, and those traced here are not kept for the user.
     """
     original = lax.associative_scan
     places = [
@@ -39,7 +39,7 @@ def sequential_associative_scans() -> Iterator[None]:
 
 
 def _sequential(fn: Callable[[Any, Any], Any], elems: Any, reverse: bool = False, axis: int = 0) -> Any:
-    """Combine the entries of ``elems`` along an axis one after the other, as ``lax.associative_scan`` does in a tree."""
+    """Combine the entries of ``elems`` along an axis one after the other, not in a tree."""
     leaves, tree = jax.tree.flatten(elems)
     inputs = [jnp.moveaxis(leaf, axis, 0) for leaf in leaves]
     first = [leaf[-1 if reverse else 0] for leaf in inputs]

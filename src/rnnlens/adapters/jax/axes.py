@@ -1,4 +1,4 @@
-"""Roles of axes: a program is traced at two sizes of an axis of its data, and each variable's axes that change follow it.
+"""Roles of axes: a program is traced at two sizes of an axis of its data, which the axes that change then follow.
 
 Nothing runs. A size that the user's function holds fixed, such as a batch in a closure, cannot be varied.
 """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Mapping
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -11,11 +13,12 @@ import numpy as np
 
 from ...errors import InputError, RnnlensError, short_repr
 from ...recurrence.cells import Cell
-from ...typing import Array, leaves_of, map_leaves
+from ...typing import Array, map_leaves, signature
 from ..protocol import Batch, LayerInfo, LayerWeights, ModelFacts, Submodule, WeightLocation
+from .arguments import shape_of
 from .models import JaxModel, library_of, open_model
 from .program import Call, Program
-from .run import weight_places
+from .program_run import weight_places
 
 #: By identity of a user's model: a weak reference to it, and its bound models by the shapes of the data.
 _bound: dict[int, tuple[weakref.ref[Any], dict[Hashable, BoundModel]]] = {}
@@ -29,7 +32,7 @@ class BoundModel:
 
     def __init__(self, source: Callable[[], Any], example: Any) -> None:
         self._source = source
-        self.shapes = map_leaves(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), example)
+        self.shapes = map_leaves(shape_of, example)
 
     @property
     def model(self) -> Any:
@@ -59,11 +62,11 @@ class BoundModel:
 
 
 def bind(model: Any, x: Any) -> BoundModel:
-    """Return a model bound to the shapes of ``x``; equal models and shapes give the same object while the model lives."""
+    """Return a model bound to the shapes of ``x``; the same object for the same model and shapes."""
     model = model.model if isinstance(model, BoundModel) else model
     x = np.asarray(x) if isinstance(x, list) and not any(hasattr(part, "shape") for part in x) else x
-    shapes = map_leaves(_shape, x)
-    key = (str(jax.tree.structure(shapes)), tuple((s.shape, str(s.dtype)) for s in leaves_of(shapes)))
+    shapes = map_leaves(shape_of, x)
+    key = signature(shapes)
     try:
         reference = weakref.ref(model)
     except TypeError:
@@ -86,12 +89,6 @@ def _dereferenced(reference: weakref.ref[Any]) -> Callable[[], Any]:
         return found
 
     return model
-
-
-def _shape(leaf: Any) -> Any:
-    dtype = getattr(leaf, "dtype", None)
-    array = leaf if dtype is not None and hasattr(leaf, "shape") else np.asarray(leaf)
-    return jax.ShapeDtypeStruct(tuple(array.shape), array.dtype)
 
 
 def with_shapes(model: Any) -> BoundModel:
@@ -134,7 +131,7 @@ def describe(model: Any) -> list[LayerInfo]:
 
 
 def weights(model: Any) -> Mapping[str, LayerWeights]:
-    """Return copies of a model's weights by layer: those of known cells in the layout of rnnlens, others by their paths."""
+    """Return copies of a model's weights: of known cells in the layout of rnnlens, others by their paths."""
     call, program = with_shapes(model).opened_program()
     values, trainable = call.opened.values, call.opened.trainable
     layers: dict[str, LayerWeights] = {}
@@ -158,54 +155,56 @@ def _is_number(value: Any) -> bool:
     return not jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
 
 
-def weight_location(model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
-    """Return the parameter behind a weight, or the name under which a reference run has a known cell's weight."""
-    program = with_shapes(model).program
-    known = next((other for other in program.layers if other.base == layer and other.cell is not None), None)
-    if known is not None:
-        origin = program.origins(known).get(key)
-        if origin is None or origin.numbers is None:
-            return None
-        runs = sum(other.base == layer for other in program.layers)
-        return WeightLocation(f"{layer}/{key}", _unchanged, tied=program.is_tied(known) and runs == 1)
-    place = weight_places(program).get(layer, {}).get(key)
-    return None if place is None else WeightLocation(program.call.opened.weight_names[place], _unchanged)
-
-
 def _unchanged(gradient: Array) -> Array:
     return gradient
 
 
-def facts(model: Any) -> ModelFacts:
-    """Return the names of the recurrent layers, and of the inputs and outputs."""
-    bound = with_shapes(model)
-    submodules = {info.name: Submodule() for info in describe(bound)}
-    return ModelFacts(submodules)
+class JaxFacts(ModelFacts):
+    """Facts about a model of JAX that need no run."""
 
+    framework, compiles = "jax", True
 
-def provenance(model: Any) -> Mapping[str, str]:
-    """Return library and version, engine, dtype and device of a model."""
-    source = model.model if isinstance(model, BoundModel) else model
-    opened = open_model(source, training=False)
-    floats = [v for v in opened.values if jax.numpy.issubdtype(v.dtype, jax.numpy.inexact)]
-    library = {"nnx": "flax", "linen": "flax"}.get(opened.library, opened.library)
-    version = f"jax {jax.__version__}"
-    framework = version if library == "function" else f"{library} {_version(library)}"
-    return {
-        "framework": framework,
-        "engine": version,
-        "adapter": "jax",
-        "dtype": str(floats[0].dtype) if floats else "",
-        "device": str(next(iter(floats[0].devices()))) if floats and hasattr(floats[0], "devices") else "",
-    }
+    @cached_property
+    def submodules(self) -> Mapping[str, Submodule]:  # type: ignore[override]
+        """Recurrent layers: a program has no other layers."""
+        return {info.name: Submodule() for info in describe(self.model)}
 
+    @property
+    def provenance(self) -> Mapping[str, str]:
+        """Library and version, engine, dtype and device."""
+        opened = open_model(source_of(self.model), training=False)
+        floats = [v for v in opened.values if jax.numpy.issubdtype(v.dtype, jax.numpy.inexact)]
+        package = {"nnx": "flax", "linen": "flax"}.get(opened.library, opened.library)
+        version = f"jax {jax.__version__}"
+        has_package = opened.library != "function"
+        return {
+            "framework": f"{package} {getattr(sys.modules.get(package), '__version__', '')}"
+            if has_package
+            else version,
+            "engine": version,
+            "adapter": "jax",
+            "dtype": str(floats[0].dtype) if floats else "",
+            "device": str(jax.devices()[0]).lower(),
+        }
 
-def _version(package: str) -> str:
-    import sys
-
-    return str(getattr(sys.modules.get(package), "__version__", ""))
+    def weight_location(self, layer: str, direction: str | None, key: str) -> WeightLocation | None:
+        """Return the parameter behind a weight, or the name of a known cell's weight in a reference run."""
+        program = with_shapes(self.model).program
+        known = next((other for other in program.layers if other.base == layer and other.cell is not None), None)
+        if known is not None:
+            origin = program.origins(known).get(key)
+            if origin is None or origin.numbers is None:
+                return None
+            return WeightLocation(f"{layer}/{key}", _unchanged, tied=program.is_tied(known))
+        place = weight_places(program).get(layer, {}).get(key)
+        return None if place is None else WeightLocation(program.call.opened.weight_names[place], _unchanged)
 
 
 def owns(model: Any) -> bool:
     """Return whether a model is a module of NNX or Equinox, or was made by ``rl.jax.model``."""
     return isinstance(model, (BoundModel, JaxModel)) or library_of(model) in ("nnx", "equinox")
+
+
+def source_of(model: Any) -> Any:
+    """Return the user's model, of one that knows the shapes of its data or by itself."""
+    return model.model if isinstance(model, BoundModel) else model

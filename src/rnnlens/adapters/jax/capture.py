@@ -7,64 +7,66 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import ModelError
 from ...recurrence.cells import Cell
-from ...typing import Array, map_leaves
-from ..protocol import NOT_LOOKED_INTO, Batch, Capture, CaptureRequest, Port, RecurrentCall
+from ...typing import Array
+from ..protocol import NOT_LOOKED_INTO, Batch, Capture, Outputs, Port, RecurrentCall, Taps
+from .arguments import nest
 from .cells import ScanCell
 from .jaxprs import is_inexact
 from .layers import RecurrentLayer
 from .program import Call, Program
-from .run import ENGINE, Run, Taps, gathered_gradient, no_layer
+from .program_run import ENGINE, PortTaps, ProgramRun, gathered_gradient, no_layer
 
 _LOSS = Port("loss")
 
 
-def capture(model: Any, batch: Batch, request: CaptureRequest) -> Capture:
-    """Run a model once, forward and, with a loss, back, and return its recurrent calls."""
+def record(model: Any, batch: Batch, taps: Taps) -> tuple[Capture, Outputs]:
+    """Run a model once, forward and, with a loss, back; return what the taps say."""
     call = Call.of(model, batch)
-    has_loss = call.has_loss and (request.gradients or request.loss)
+    if taps.gradients and not call.has_loss:
+        raise ModelError("There is no loss to differentiate.", hint="rl.trace(model, x, y, loss=loss)")
+    has_loss, records_calls = call.has_loss and taps.needs_loss, taps.record != "outputs"
     program = Program.of(call, has_loss)
     notes = [f"{NOT_LOOKED_INTO}: {loop.name}, within {loop.obstacle}." for loop in program.loops if loop.obstacle]
-    layers = _requested_layers(program, request, notes)
+    layers = _requested_layers(program, taps) if records_calls else []
     inputs = [Port("input", index=i) for i in range(len(call.x.leaves))]
     outputs = [Port("output", index=i) for i in range(len(program.outputs))]
-    differentiates = has_loss and request.gradients
-    tapped = [port for layer in layers for port in _tapped_ports(layer)] if differentiates else []
     floats = [i for i, value in enumerate(call.opened.values) if is_inexact(value)]
-    weights = {i: Port("weight", key=str(i)) for i in floats} if differentiates else {}
-    taps = Taps(
-        of=(_LOSS,) if differentiates else (),
-        wrt=(*tapped, *inputs, *weights.values()) if differentiates else (),
+    weights = {i: Port("weight", key=str(i)) for i in floats} if taps.gradients else {}
+    wrt = [port for layer in layers for port in _tapped_ports(layer)] + inputs + list(weights.values())
+    ports = PortTaps(
+        of=(_LOSS,) if taps.gradients else (),
+        wrt=tuple(wrt) if taps.gradients else (),
         read=(*outputs, *((_LOSS,) if has_loss else ())),
-        calls=tuple(layer.name for layer in layers) if request.calls else (),
+        calls=tuple(layer.name for layer in layers),
     )
-    run = Run(model, batch, taps, {_LOSS: np.ones((), np.float32)} if differentiates else None)
-    result = Capture([], notes=notes)
-    result.loss = float(run.values[_LOSS]) if has_loss else None
-    values = [run.values[port] for port in outputs]
-    result.outputs = values if program.output_places is None else map_leaves(lambda i: values[i], program.output_places)
-    reader = _CallReader(run, request)
-    result.calls = [reader.call(layer) for layer in layers] if request.calls else []
+    run = ProgramRun(model, batch, ports, {_LOSS: np.ones(())} if taps.gradients else None)
+    leaves = [run.values[port] for port in outputs]
+    tree = nest(leaves, program.output_template)
+    result = Capture([], loss=float(run.values[_LOSS]) if has_loss else None, outputs=tree, notes=notes)
+    reader = _CallReader(run, taps)
+    result.calls = [reader.call(layer) for layer in layers]
     result.order = tuple(layer.name for layer in layers)
-    if differentiates and request.boundaries:
-        result.input_grads = [run.first_gradient(port) for port in inputs]
+    if taps.boundaries:
         names = call.opened.weight_names
+        result.input_grads = [run.first_gradient(port) for port in inputs]
         result.outside_weight_grads = {names[i]: run.first_gradient(port) for i, port in weights.items()}
         result.full_gradient_names = frozenset(result.outside_weight_grads)
-    if not differentiates:
+    if not taps.gradients:
         result.entangled = any(_is_entangled(layer) for layer in program.layers)
-    return result
+    return result, Outputs(leaves, tree)
 
 
-def _requested_layers(program: Program, request: CaptureRequest, notes: list[str]) -> list[RecurrentLayer]:
+def _requested_layers(program: Program, taps: Taps) -> list[RecurrentLayer]:
     """Return the requested layers; raise LayerNotFoundError for a name that is none."""
-    if request.layers is None:
+    if taps.layers is None:
         program.refuse_without_layers()
         return program.layers
     chosen = []
-    for name in dict.fromkeys(request.layers):
+    for name in dict.fromkeys(taps.layers):
         found = [layer for layer in program.layers if name in (layer.name, layer.base)]
-        if not found and request.all_must_run:
+        if not found and taps.all_must_run:
             raise no_layer(program, name)
         chosen += found
     return [layer for layer in program.layers if layer in chosen]
@@ -93,8 +95,8 @@ def _tapped_ports(layer: RecurrentLayer) -> list[Port]:
 class _CallReader:
     """Reads recurrent calls from a finished run."""
 
-    run: Run
-    request: CaptureRequest
+    run: ProgramRun
+    taps: Taps
 
     def call(self, layer: RecurrentLayer) -> RecurrentCall:
         """Return one recurrent call."""
@@ -179,12 +181,12 @@ class _CallReader:
         if layer.returns_final_states:
             others = [gradient(Port("final_state", name, i)) for i in states[1:]]
             call.final_state_grad = (np.zeros_like(call.initial_state[0]), *others)
-        if self.request.boundaries:
+        if self.taps.boundaries:
             grad = gradient(Port("input", name))
             call.framework_input_grad = self._at_columns(call, grad)
             if not layer.starts_anew:
                 call.framework_initial_state_grad = tuple(gradient(Port("initial_state", name, i)) for i in states)
-        if self.request.weight_grads and layer.cell is not None:
+        if self.taps.weight_grads and layer.cell is not None:
             self._add_weight_gradients(layer, call)
 
     @staticmethod

@@ -24,7 +24,7 @@ _EXACT = 2**24
 
 @dataclass(frozen=True)
 class Column:
-    """A variable of the body that is no float, as columns of the cell's input: ``halves`` of 16 bits if it is large."""
+    """A variable of the body that is no float, as columns of the input: ``halves`` of 16 bits if large."""
 
     variable: Var
     width: int
@@ -34,7 +34,7 @@ class Column:
 class ScanCell(StepCell):
     """One step of a loop on rows (n, size).
 
-    The body was traced for a number of samples; rows are taken in groups of that many. What a step reads besides floats,
+    The body was traced for a number of samples; rows are taken in groups of that many. What a step reads but floats,
     such as random keys, counters and flags, are further columns of the input, without a gradient.
     """
 

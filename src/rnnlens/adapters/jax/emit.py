@@ -1,7 +1,8 @@
 """Runs a flat program with zeros added at points of its loops, and returns the values at these points at all steps.
 
-A loop is emitted as a scan of the same body. Its *points* are variables of a step: the gradient by a zero that is added at a
-point at every step is the gradient of that variable, at every step. Who reads the sum decides which gradient it is:
+A loop is emitted as a scan of the same body. Its *points* are variables of a step: the gradient by a zero that is
+added at a point at every step is the gradient of that variable, at every step. What reads the sum decides which
+gradient it is:
 
 =============  ==========================================  =================================================
 point          added for                                   gradient

@@ -16,7 +16,24 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_ca
 REMAT = ("checkpoint", "remat", "remat2")
 #: Equations that only move or convert numbers: their results consist of the entries of their first operand.
 MOVES = frozenset(
-    ["convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze", "slice", "split", "copy", "copy_p", "rev", "expand_dims", "reduce_precision", "stop_gradient", "sharding_constraint", "optimization_barrier", "pvary"]
+    [
+        "convert_element_type",
+        "transpose",
+        "reshape",
+        "broadcast_in_dim",
+        "squeeze",
+        "slice",
+        "split",
+        "copy",
+        "copy_p",
+        "rev",
+        "expand_dims",
+        "reduce_precision",
+        "stop_gradient",
+        "sharding_constraint",
+        "optimization_barrier",
+        "pvary",
+    ]
 )
 #: Files of libraries whose lines do not name a user's loop.
 _LIBRARY = re.compile(r"/(jax|flax|haiku|equinox|optax)/|/rnnlens/(adapters|autodiff)/|<frozen|/contextlib\.py")

@@ -24,10 +24,10 @@ from .recognise import KnownCell, recognise, watched_variables
 class RecurrentLayer:
     """One time loop of a program, or one run of it within a loop around it.
 
-    ``name``: ``"rnn"``, or ``"rnn#1"`` for the second run of one layer. ``index``: its place within the loops around it.
-    ``states``: numbers of the carried values that are its states, the output first. ``inputs``: variables of the body that
-    together are its input. ``reads``: for each state whether something besides the next step reads it at each step, and
-    whether something reads its last value.
+    ``name``: ``"rnn"``, or ``"rnn#1"`` for the second run of one layer. ``index``: its place within the loops around
+    it. ``states``: numbers of the carried values that are its states, the output first. ``inputs``: variables of the
+    body that together are its input. ``reads``: for each state whether something besides the next step reads it at each
+    step, and whether something reads its last value.
     """
 
     name: str
@@ -99,7 +99,7 @@ class RecurrentLayer:
     def width(self, variable: Any) -> int:
         """Return the number of entries of a variable for one sample and step; complex ones count twice."""
         shape, axis = tuple(variable.aval.shape), self.roles.sample.get(variable)
-        size = math.prod(n for i, n in enumerate(shape) if i != axis)
+        size = int(math.prod(n for i, n in enumerate(shape) if i != axis))
         return 2 * size if jnp.issubdtype(variable.aval.dtype, jnp.complexfloating) else size
 
     def dtype(self, variable: Any) -> Any:
@@ -304,7 +304,7 @@ def _layer(program: ClosedJaxpr, loop: Loop, roles: AxisRoles) -> RecurrentLayer
 
 def _float_inputs(loop: Loop, roles: AxisRoles) -> tuple[Var, ...]:
     """Return the float arguments of a body that differ between samples or steps, besides its states."""
-    constants, carried, inputs = loop.split(loop.body.jaxpr.invars)
+    constants, _, inputs = loop.split(loop.body.jaxpr.invars)
     of_samples = [
         v for v, fixed in zip(constants, loop.fixed, strict=True) if not fixed and roles.sample.get(v) is not None
     ]

@@ -1,4 +1,4 @@
-"""Loops of a flat program: which there are, what they carry, their names, and the equations that compute their states."""
+"""Loops of a flat program: what they carry, their names, and the equations that compute their states."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ class Loop:
     @property
     def carried_after(self) -> Sequence[Any]:
         """Results of the body that are carried to the next step."""
-        return self.body.jaxpr.outvars[: self.counts[1]]
+        results: Sequence[Any] = self.body.jaxpr.outvars
+        return results[: self.counts[1]]
 
     @cached_property
     def state_equations(self) -> set[int]:
@@ -120,7 +121,7 @@ def find_loops(program: ClosedJaxpr, weight_names: Sequence[str], renamed: Mappi
 
     ``renamed``: other names for loops, by the name or line under which they would be listed.
     """
-    origins = _Origins(weights={v: frozenset([i]) for i, v in zip(range(len(weight_names)), program.jaxpr.invars)})
+    origins = _Origins(weights={v: frozenset([i]) for i, v in enumerate(program.jaxpr.invars[: len(weight_names)])})
     loops = _loops_of(program, origins, "", (), "")
     names: list[str] = []
     for loop in loops:

@@ -98,7 +98,8 @@ def _open_nnx(given: JaxModel, training: bool) -> OpenedModel:
         (module.train if training else module.eval)()
         return module(*data, **named)
 
-    graph, weights, rest = nnx.split(given.source, nnx.Param, ...)
+    parts: Any = nnx.split(given.source, nnx.Param, ...)
+    graph, weights, rest = parts
     opened = _opened(given, apply, (weights, rest), "nnx", (graph, training))
     count = len(jax.tree.leaves(weights))
     names = tuple(name.partition(".")[2].removesuffix(".value") for name in opened.weight_names)

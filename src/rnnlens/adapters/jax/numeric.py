@@ -1,4 +1,4 @@
-"""Runs a part of a program in NumPy in float64, with chosen variables overridden: to recognise cells by their numbers."""
+"""Runs a part of a program in NumPy in float64, with chosen variables overridden."""
 
 from __future__ import annotations
 
@@ -107,6 +107,38 @@ def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda _params, *operands: function(*operands)
 
 
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "add": np.add,
+    "add_any": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "neg": np.negative,
+    "max": np.maximum,
+    "min": np.minimum,
+    "tanh": np.tanh,
+    "exp": np.exp,
+    "log": np.log,
+    "log1p": np.log1p,
+    "expm1": np.expm1,
+    "sqrt": np.sqrt,
+    "abs": np.abs,
+    "sign": np.sign,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "not": np.invert,
+    "stop_gradient": np.array,
+    "copy": np.array,
+    "copy_p": np.array,
+    "reduce_precision": np.array,
+    "optimization_barrier": np.array,
+}
 _RULES: Mapping[str, Callable[..., Any]] = {
     "dot_general": _dot,
     "broadcast_in_dim": _broadcast,
@@ -124,16 +156,5 @@ _RULES: Mapping[str, Callable[..., Any]] = {
     "select_n": lambda _params, which, *cases: np.choose(which.astype(int), cases),
     "logistic": _elementwise(_sigmoid),
     "square": _elementwise(np.square),
-    **{
-        name: _elementwise(function)
-        for name, function in {
-            "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
-            "neg": np.negative, "max": np.maximum, "min": np.minimum, "tanh": np.tanh, "exp": np.exp,
-            "log": np.log, "log1p": np.log1p, "expm1": np.expm1, "sqrt": np.sqrt, "abs": np.abs, "sign": np.sign,
-            "gt": np.greater, "ge": np.greater_equal, "lt": np.less, "le": np.less_equal, "eq": np.equal,
-            "ne": np.not_equal, "and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert,
-            "stop_gradient": np.array, "copy": np.array, "copy_p": np.array, "reduce_precision": np.array,
-            "optimization_barrier": np.array,
-        }.items()
-    },
+    **{name: _elementwise(function) for name, function in _FUNCTIONS.items()},
 }

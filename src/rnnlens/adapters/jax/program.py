@@ -15,9 +15,9 @@ from jax.extend.core import ClosedJaxpr, Var
 from ...autodiff import Memo
 from ...errors import ModelError, raised_by
 from ...recurrence.cells import Cell
-from ...typing import Array
+from ...typing import Array, leaves_of, map_leaves, signature
 from ..protocol import Batch
-from .arguments import Data, call, data_parameters, loss_value, refuse_options, scalar
+from .arguments import Data, call, data_parameters, loss_value, refuse_options, scalar, shape_of
 from .associative import sequential_associative_scans
 from .axes import AxisRoles, find_roles
 from .jaxprs import flatten, variables
@@ -53,8 +53,8 @@ class Call:
         refuse_options(model, batch)
         with raised_by("Your model"):
             opened = open_model(model, training=batch.training)
-        data = [Data.of(getattr(batch, name), name) for name in ("x", "y", "sample_weight")]
-        return cls(batch, opened, *data, data_parameters(model), getattr(model, "names", {}))
+        x, y, weight = (Data.of(getattr(batch, name), name) for name in ("x", "y", "sample_weight"))
+        return cls(batch, opened, x, y, weight, data_parameters(model), getattr(model, "names", {}))
 
     @property
     def arrays(self) -> list[Any]:
@@ -99,7 +99,7 @@ class Call:
         """Return a key of the program of this call; None if it cannot be compared."""
         shapes = tuple((tuple(a.shape), str(a.dtype)) for a in self.arrays)
         settings = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
-        places = tuple(repr(data.places) for data in (self.x, self.y, self.weight))
+        places = tuple(signature(data.template) for data in (self.x, self.y, self.weight))
         key = (self.opened.key, shapes, places, with_loss, self.batch.loss if with_loss else None, settings)
         try:
             hash(key)
@@ -127,7 +127,7 @@ class Program:
     def __init__(self, call: Call, with_loss: bool) -> None:
         self.call, self.with_loss = _without_arrays(call), with_loss
         self.memos: dict[Hashable, Memo] = {}
-        self.output_places: Any = None
+        self.output_template: Any = None
         self.program = self._trace([tuple(a.shape) for a in call.arrays])
         self.loops = self._loops(self.program)
         self.dtypes = [a.dtype for a in call.arrays]
@@ -152,9 +152,8 @@ class Program:
     def _trace(self, shapes: Sequence[tuple[int, ...]]) -> ClosedJaxpr:
         def flat(*arrays: Any) -> list[Any]:
             outputs, loss = self.call.function(arrays, with_loss=self.with_loss)
-            data = Data.of(outputs, "the output") if _is_plain(outputs) else Data(jax.tree.leaves(outputs), None)
-            self.output_places = data.places
-            return [*data.leaves, *([] if loss is None else [loss])]
+            self.output_template = map_leaves(shape_of, outputs)
+            return [*leaves_of(outputs), *([] if loss is None else [loss])]
 
         structures = [
             jax.ShapeDtypeStruct(shape, a.dtype, weak_type=False)
@@ -179,13 +178,13 @@ class Program:
         shapes = [tuple(a.shape) for a in self.call.arrays]
 
         def retrace(data_shapes: Sequence[tuple[int, ...]]) -> tuple[ClosedJaxpr, list[Loop]] | None:
-            places = self.output_places
+            template = self.output_template
             try:
                 program = self._trace([*shapes[:count], *data_shapes])
             except Exception:  # these sizes do not go together
                 return None
             finally:
-                self.output_places = places
+                self.output_template = template
             return program, self._loops(program)
 
         return find_roles(self.program, self.loops, shapes[count:], retrace)
@@ -314,35 +313,22 @@ class Program:
 
 def _without_arrays(call: Call) -> Call:
     """Return a call whose arrays are only shapes, so that a program that is kept keeps no data."""
-
-    def shape(array: Any) -> Any:
-        return jax.ShapeDtypeStruct(array.shape, array.dtype)
-
     opened = OpenedModel(
         call.opened.apply,
-        list(map(shape, call.opened.values)),
+        list(map(shape_of, call.opened.values)),
         call.opened.weight_names,
         call.opened.trainable,
         call.opened.library,
         call.opened.key,
     )
-    parts = [Data(list(map(shape, data.leaves)), data.places) for data in (call.x, call.y, call.weight)]
+    x, y, weight = (Data(list(map(shape_of, data.leaves)), data.template) for data in (call.x, call.y, call.weight))
     batch = replace(call.batch, x=None, y=_mark(call.batch.y), sample_weight=_mark(call.batch.sample_weight))
-    return Call(batch, opened, *parts, call.parameters, call.names)
+    return Call(batch, opened, x, y, weight, call.parameters, call.names)
 
 
 def _mark(data: Any) -> bool | None:
     """Return True in the place of data that are there."""
     return None if data is None else True
-
-
-def _is_plain(outputs: Any) -> bool:
-    """Return whether outputs are nested tuples, lists and dicts of arrays."""
-    if isinstance(outputs, Mapping):
-        return all(map(_is_plain, outputs.values()))
-    if isinstance(outputs, tuple | list):
-        return all(map(_is_plain, outputs))
-    return outputs is None or isinstance(outputs, (jax.Array, np.ndarray))
 
 
 def _wide(array: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Known cells recognised by their numbers: a step is run on random values, and its gates must obey the cell's equations.
+"""Known cells recognised by their numbers: a step is run on random values, and must obey the cell's equations.
 
 Neither the library nor its order of gates nor the sign of an update gate has to be declared: an LSTM is a step with
 c = f c' + i g and h = o tanh(c) for some sigmoids f, i, o and a tanh g among its variables; a GRU one with
-h = u h' + (1 - u) n. Their weights follow, exactly, from unit vectors in the place of the input and the state. In the end the
-cell with these weights is run, and must give the new states of the step.
+h = u h' + (1 - u) n. Their weights follow, exactly, from unit vectors in the place of the input and the state. In the
+end the cell with these weights is run, and must give the new states of the step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LINEAR = ("add", "sub", "neg", "add_any", "concatenate")
 
 @dataclass(frozen=True)
 class Gate:
-    """One gate: the variable that holds it, the equation of its activation, and -1 where the cell uses its complement."""
+    """One gate: the variable that holds it, the equation of its activation, and -1 if the cell uses its complement."""
 
     variable: Var
     activation: int | None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,104 +11,97 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import CertificateError, raised_by
-from ...typing import Array, leaves_of
+from ...typing import leaves_of
 from ..protocol import Batch, Cotangents, ReferenceRun
 from .jaxprs import is_inexact
 from .program import Call, Program
-from .run import ENGINE, gathered_gradient
+from .program_run import ENGINE, gathered_gradient
 
 
-def reference_run(
-    model: Any,
-    batch: Batch,
-    cotangents: Cotangents | None = None,
-    *,
-    gradients: bool = True,
-    regularised: bool = False,
-) -> ReferenceRun:
-    """Run the user's function once; differentiate its loss, or its outputs with ``cotangents``, by JAX alone."""
-    return prepared_reference_run(model, batch, cotangents, gradients=gradients)()
+class Reference:
+    """The user's function for one call: traced and compiled once, run on copies of its arrays."""
 
+    def __init__(self, model: Any, batch: Batch, gradients: bool) -> None:
+        if batch.initial_state:
+            raise CertificateError("the model by itself starts from its own initial states")
+        self._call = Call.of(model, batch)
+        self._program = Program.of(self._call, self._call.has_loss)  # for what was compiled, and layouts of weights
+        self._arrays = [jnp.array(a, copy=True) for a in self._call.arrays]  # the user's function may donate them
+        floats = (i for i in range(self._call.counts[1]) if is_inexact(self._arrays[i]))
+        self._moved = list(floats) if gradients else []
 
-def prepared_reference_run(
-    model: Any, batch: Batch, cotangents: Cotangents | None = None, *, gradients: bool = True
-) -> Callable[[], ReferenceRun]:
-    """Trace the user's function; return a function that compiles and runs it."""
-    if batch.initial_state:
-        raise CertificateError("the model by itself starts from its own initial states")
-    call = Call.of(model, batch)
-    has_loss = call.has_loss and cotangents is None
-    program = Program.of(call, call.has_loss)  # for what was compiled before, and the layouts of weights
-    arrays = [jnp.array(a, copy=True) for a in call.arrays]  # the user's function may donate its arguments
-    moved = [i for i in range(call.counts[1]) if is_inexact(arrays[i])] if gradients else []
-
-    def outputs_and_loss(floats: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], Any]:
-        full = list(arrays)
-        for i, value in zip(moved, floats, strict=True):
-            full[i] = value
-        outputs, loss = program.call.function(full, with_loss=has_loss)
-        return [*(leaves_of(outputs) if program.output_places is not None else jax.tree.leaves(outputs))], loss
-
-    def differentiated(floats: Sequence[Any], arrays: Sequence[Any], pulled: Sequence[Any] | None) -> Any:
-        (outputs, loss), pull = jax.vjp(lambda floats: outputs_and_loss(floats, arrays), floats)
-        if pulled is None:
-            pulled = [_no_cotangent(output) for output in outputs]
-        return outputs, loss, pull((list(pulled), None if loss is None else jnp.ones_like(loss)))[0]
-
-    def run() -> ReferenceRun:
+    def run(self, cotangents: Cotangents | None = None) -> ReferenceRun:
+        """Run the function; differentiate its loss, or its outputs by their cotangents."""
+        has_loss = self._call.has_loss and cotangents is None
+        memo = self._program.memo(("reference", has_loss, bool(self._moved)))
+        forward = memo.once(
+            "forward", lambda: jax.jit(partial(_outputs_and_loss, self._program, self._moved, has_loss))
+        )
+        floats, grads = [self._arrays[i] for i in self._moved], []
         with raised_by("Your model"):
-            return _finished(call, program, *_outcome(), moved)
+            if not self._moved or (not has_loss and cotangents is None):
+                outputs, loss = forward(floats, self._arrays)
+            else:
+                pulled = None if cotangents is None else self._pulled(cotangents, forward(floats, self._arrays)[0])
+                run = partial(_differentiated, self._program, self._moved, has_loss)
+                outputs, loss, grads = memo.once("differentiated", lambda: jax.jit(run))(floats, self._arrays, pulled)
+        return self._finished(outputs, loss, grads)
 
-    def _outcome() -> tuple[list[Any], Any, list[Any]]:
-        memo = program.memo(("reference", has_loss, gradients, cotangents is None))
-        floats = [arrays[i] for i in moved]
-        if not gradients or (not has_loss and cotangents is None):
-            compiled = memo.once("forward", lambda: jax.jit(outputs_and_loss))
-            outputs, loss = compiled(floats, arrays)
-            return outputs, loss, []
-        pulled = None
-        if cotangents is not None:
-            pulled = _cotangents(cotangents, memo.once("forward", lambda: jax.jit(outputs_and_loss)), floats, arrays)
-        compiled = memo.once("differentiated", lambda: jax.jit(differentiated))
-        result: tuple[list[Any], Any, list[Any]] = compiled(floats, arrays, pulled)
+    @staticmethod
+    def _pulled(cotangents: Cotangents, outputs: Sequence[Any]) -> list[Any]:
+        values = cotangents([ENGINE.to_array(a) for a in outputs]) if callable(cotangents) else cotangents
+        return [
+            _no_cotangent(output) if value is None or not is_inexact(output) else jnp.asarray(value, output.dtype)
+            for output, value in zip(outputs, values, strict=True)
+        ]
+
+    def _finished(self, outputs: Sequence[Any], loss: Any, grads: Sequence[Any]) -> ReferenceRun:
+        """Return the results, with the gradients of known cells' weights in the layout of rnnlens as well."""
+        program, (count, stop) = self._program, self._call.counts
+        result = ReferenceRun([ENGINE.to_array(a) for a in outputs], None if loss is None else float(loss))
+        if not grads:
+            return result
+        by_number = {i: ENGINE.to_array(g) for i, g in zip(self._moved, grads, strict=True)}
+        result.input_grads = [by_number.get(i) for i in range(count, stop)]
+        weight_grads = {name: by_number.get(i) for i, name in enumerate(self._call.opened.weight_names)}
+        for layer in program.layers:
+            if layer.cell is None or not by_number.keys() >= set(layer.loop.weights):
+                continue
+            parts = [by_number[i][None] for i in layer.loop.weights]
+            for key in program.origins(layer):
+                gathered = gathered_gradient(program, layer, key, parts)
+                weight_grads[f"{layer.base}/{key}"] = None if gathered is None else gathered[0]
+        result.weight_grads = weight_grads
         return result
 
-    return run
+
+def _outputs_and_loss(
+    program: Program, moved: Sequence[int], has_loss: bool, floats: Sequence[Any], arrays: Sequence[Any]
+) -> tuple[list[Any], Any]:
+    full = list(arrays)
+    for i, value in zip(moved, floats, strict=True):
+        full[i] = value
+    outputs, loss = program.call.function(full, with_loss=has_loss)
+    return leaves_of(outputs), loss
 
 
-def _cotangents(
-    cotangents: Cotangents, forward: Callable[..., Any], floats: Sequence[Any], arrays: Sequence[Any]
-) -> list[Any]:
-    outputs, _ = forward(floats, arrays)
-    values = cotangents([ENGINE.to_array(a) for a in outputs]) if callable(cotangents) else cotangents
-    return [
-        _no_cotangent(output) if value is None or not is_inexact(output) else jnp.asarray(value, output.dtype)
-        for output, value in zip(outputs, values, strict=True)
-    ]
+def _differentiated(
+    program: Program,
+    moved: Sequence[int],
+    has_loss: bool,
+    floats: Sequence[Any],
+    arrays: Sequence[Any],
+    pulled: Sequence[Any] | None,
+) -> tuple[list[Any], Any, list[Any]]:
+    def run(floats: Sequence[Any]) -> tuple[list[Any], Any]:
+        return _outputs_and_loss(program, moved, has_loss, floats, arrays)
+
+    (outputs, loss), pull = jax.vjp(run, floats)
+    cotangents = list(map(_no_cotangent, outputs)) if pulled is None else list(pulled)
+    return outputs, loss, pull((cotangents, None if loss is None else jnp.ones_like(loss)))[0]
 
 
 def _no_cotangent(output: Any) -> Any:
     if is_inexact(output):
         return jnp.zeros(output.shape, output.dtype)
     return np.zeros(output.shape, jax.dtypes.float0)
-
-
-def _finished(
-    call: Call, program: Program, outputs: Sequence[Any], loss: Any, grads: Sequence[Any], moved: Sequence[int]
-) -> ReferenceRun:
-    """Return the results of a run, with the gradients of known cells' weights in the layout of rnnlens as well."""
-    count, stop = call.counts
-    by_number: dict[int, Array] = {i: ENGINE.to_array(g) for i, g in zip(moved, grads, strict=False)}
-    result = ReferenceRun([ENGINE.to_array(a) for a in outputs], None if loss is None else float(loss))
-    if not grads:
-        return result
-    result.input_grads = [by_number.get(i) for i in range(count, stop)]
-    weight_grads: dict[str, Array | None] = {name: by_number.get(i) for i, name in enumerate(call.opened.weight_names)}
-    for layer in program.layers:
-        if layer.cell is not None:
-            parts = [np.asarray(by_number[i])[None] for i in layer.loop.weights if i in by_number]
-            for key in program.origins(layer) if len(parts) == len(layer.loop.weights) else ():
-                gathered = gathered_gradient(program, layer, key, parts)
-                weight_grads[f"{layer.base}/{key}"] = None if gathered is None else gathered[0]
-    result.weight_grads = weight_grads
-    return result
