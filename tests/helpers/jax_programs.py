@@ -94,7 +94,14 @@ def actor_critic(make_cell, embed):
 def _actor(make_cell, kind, embed, name):
     apply, params = actor_critic(make_cell, embed)
     x, y = (numbers(T, B, D, seed=1), RESETS), numbers(T, B, A, seed=2)
-    return Program(rl.jax.model(apply, params), x, y, lambda x: apply(params, *x), {name: (kind, 0)}, time_major=True)
+    return Program(
+        rl.jax.model(apply, params),
+        x,
+        y,
+        lambda x: apply(params, *x),
+        {f"ScannedRNN_0.{name}": (kind, 0)},
+        time_major=True,
+    )
 
 
 @program
@@ -119,7 +126,12 @@ def craftax_ppo_rnn():
     x, y = (numbers(T, B, D, seed=1), RESETS), numbers(T, B, A, seed=2)
     loss_of = lambda params, obs, dones, target: mse(apply(params, obs, dones), target)  # noqa: E731
     return Program(
-        rl.jax.model(loss_of, params), x, y, lambda x: loss_of(params, *x, y), {"cell": ("gru", 0)}, time_major=True
+        rl.jax.model(loss_of, params),
+        x,
+        y,
+        lambda x: loss_of(params, *x, y),
+        {"ScannedRNN_0.cell": ("gru", 0)},
+        time_major=True,
     )
 
 
@@ -144,7 +156,14 @@ def flax_seq2seq():
 def _module(net, layers, x=None, y=None):
     x = numbers(B, T, D, seed=1) if x is None else x
     y = numbers(B, A, seed=2) if y is None else y
-    return Program(net, x, y, net, layers)
+    function = pure(net) if isinstance(net, nnx.Module) else net
+    return Program(net, x, y, function, layers)
+
+
+def pure(net):
+    """Return a module of NNX as a function that leaves its counters alone."""
+    graph, state = nnx.split(net)
+    return lambda *x: nnx.merge(graph, state, copy=True)(*x)
 
 
 class Head(nnx.Module):
@@ -198,7 +217,7 @@ def nnx_actor():
 
     net = Actor()
     x, y = (numbers(B, T, D, seed=1), RESETS.T.copy()), numbers(B, T, A, seed=2)
-    return Program(net, x, y, lambda x: net(*x), {"cell": ("gru", 0)})
+    return Program(net, x, y, lambda x: pure(net)(*x), {"cell": ("gru", 0)})
 
 
 class EquinoxRNN(eqx.Module):

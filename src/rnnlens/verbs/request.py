@@ -9,6 +9,7 @@ Forward passes of the model in other threads are not captured.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import threading
 import weakref
@@ -46,6 +47,7 @@ _lost_engines: set[str] = set()
 
 def in_turn(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function of a model so that only one decorated call runs at a time."""
+    names = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def run_alone(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -69,7 +71,7 @@ def in_turn(function: Callable[P, R]) -> Callable[P, R]:
                 _ran_engines.add(engine)
             token = _has_turn.set(True)
             try:
-                bound_args, bound_kwargs = (args, kwargs) if adapter is None else _bound(adapter, args, kwargs)
+                bound_args, bound_kwargs = (args, kwargs) if adapter is None else _bound(adapter, names, args, kwargs)
                 return function(*bound_args, **bound_kwargs)
             finally:
                 _has_turn.reset(token)
@@ -77,14 +79,14 @@ def in_turn(function: Callable[P, R]) -> Callable[P, R]:
     return run_alone
 
 
-def _bound(adapter: Adapter, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _bound(adapter: Adapter, names: tuple[str, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the arguments of a verb with its model bound to the shapes of its data, see :meth:`Adapter.bind`."""
-    x = args[1] if len(args) > 1 else kwargs.get("x")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    x = given.get("x")
     if x is None or is_source(x):
         return args, kwargs
-    if args:
-        return (adapter.bind(args[0], x), *args[1:]), kwargs
-    return args, {**kwargs, "model": adapter.bind(kwargs["model"], x)}
+    model = adapter.bind(given["model"], x, given.get("y") if given.get("loss") is None else None)
+    return ((model, *args[1:]), kwargs) if args else (args, {**kwargs, "model": model})
 
 
 def _start_anew() -> None:

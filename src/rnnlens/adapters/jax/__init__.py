@@ -58,8 +58,11 @@ class JaxAdapter(Adapter):
 
     def layouts(self, model: Any, batch: Batch, ports: Sequence[Port]) -> Mapping[Port, Layout]:
         """Return the roles of the axes of the model's inputs and outputs, from traces at other sizes."""
-        call = Call.of(bound.source_of(model), batch.without_loss())
-        program = Program.of(call, False)
+        if isinstance(model, BoundModel) and model.y is not None:  # its function takes the target
+            call, program = model.opened_program()
+        else:
+            call = Call.of(bound.source_of(model), batch.without_loss())
+            program = Program.of(call, False)
         inputs, layouts = program.program.jaxpr.invars[call.counts[0] :], {}
         for port in ports:
             if port.layer is None and port.kind == "input":

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...errors import InputError, RnnlensError, short_repr
 from ...recurrence.cells import Cell
-from ...typing import Array, map_leaves, signature
+from ...typing import Array, leaves_of, map_leaves, signature
 from ..protocol import Batch, LayerInfo, LayerWeights, ModelFacts, Submodule, WeightLocation
 from .arguments import shape_of
 from .models import JaxModel, library_of, open_model
@@ -30,9 +30,8 @@ class BoundModel:
     ``source``: a function that returns the user's model.
     """
 
-    def __init__(self, source: Callable[[], Any], example: Any) -> None:
-        self._source = source
-        self.shapes = map_leaves(shape_of, example)
+    def __init__(self, source: Callable[[], Any], x: Any, y: Any = None) -> None:
+        self._source, self.x, self.y = source, x, y
 
     @property
     def model(self) -> Any:
@@ -40,15 +39,16 @@ class BoundModel:
         return self._source()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.model, "shapes": self.shapes}
+        return {"model": self.model, "x": self.x, "y": self.y}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         model = state["model"]
-        self._source, self.shapes = (lambda: model), state["shapes"]
+        self._source, self.x, self.y = (lambda: model), state["x"], state["y"]
 
     def call(self) -> Call:
         """Return a call of the model with zeros of these shapes."""
-        return Call.of(self.model, Batch(map_leaves(lambda s: np.zeros(s.shape, s.dtype), self.shapes)))
+        x, y = (map_leaves(lambda s: np.zeros(s.shape, s.dtype), shapes) for shapes in (self.x, self.y))
+        return Call.of(self.model, Batch(x, y))
 
     @property
     def program(self) -> Program:
@@ -61,23 +61,29 @@ class BoundModel:
         return call, Program.of(call, False)
 
 
-def bind(model: Any, x: Any) -> BoundModel:
-    """Return a model bound to the shapes of ``x``; the same object for the same model and shapes."""
+def bind(model: Any, x: Any, y: Any = None) -> BoundModel:
+    """Return a model bound to the shapes of its data; the same object for the same model and shapes.
+
+    ``y``: the target, if the model takes it.
+    """
     model = model.model if isinstance(model, BoundModel) else model
     x = np.asarray(x) if isinstance(x, list) and not any(hasattr(part, "shape") for part in x) else x
-    shapes = map_leaves(shape_of, x)
+    shapes = map_leaves(shape_of, x), map_leaves(shape_of, y)
     key = signature(shapes)
+    is_lazy = any(not isinstance(leaf, np.ndarray | jax.Array) for leaf in leaves_of(x))
     try:
         reference = weakref.ref(model)
     except TypeError:
-        return BoundModel(lambda: model, shapes)
+        is_lazy = True
+    if is_lazy:  # the result may outlive the user's name for the model
+        return BoundModel(lambda: model, *shapes)
     number = id(model)
     if number not in _bound or _bound[number][0]() is not model:
         weakref.finalize(model, _bound.pop, number, None)
         _bound[number] = (reference, {})
     by_shapes = _bound[number][1]
     if key not in by_shapes:
-        by_shapes[key] = BoundModel(_dereferenced(reference), shapes)
+        by_shapes[key] = BoundModel(_dereferenced(reference), *shapes)
     return by_shapes[key]
 
 
@@ -184,7 +190,7 @@ class JaxFacts(ModelFacts):
             "engine": version,
             "adapter": "jax",
             "dtype": str(floats[0].dtype) if floats else "",
-            "device": str(jax.devices()[0]).lower(),
+            "device": f"{jax.devices()[0].platform}:{jax.devices()[0].id}",
         }
 
     def weight_location(self, layer: str, direction: str | None, key: str) -> WeightLocation | None:
@@ -192,8 +198,7 @@ class JaxFacts(ModelFacts):
         program = with_shapes(self.model).program
         known = next((other for other in program.layers if other.base == layer and other.cell is not None), None)
         if known is not None:
-            origin = program.origins(known).get(key)
-            if origin is None or origin.numbers is None:
+            if program.gradient_places(known, key) is None:
                 return None
             return WeightLocation(f"{layer}/{key}", _unchanged, tied=program.is_tied(known))
         place = weight_places(program).get(layer, {}).get(key)

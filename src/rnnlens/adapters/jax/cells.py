@@ -51,6 +51,7 @@ class ScanCell(StepCell):
         """Return the cell of a recorded call, and its input (sample, time, column): ``floats``, then other columns."""
         path, loop = layer.loop.path, layer.loop
         constants = [run.record((path, f"constant{i}")) for i in range(loop.counts[0])]
+        constants = [value[layer.index] if layer.index else value for value in constants]
         columns, arrays = [], [floats]
         for i, variable in enumerate(layer.other_inputs):
             column, array = _encoded(layer, variable, run.record((path, f"watch{i}")))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -35,8 +36,8 @@ MOVES = frozenset(
         "pvary",
     ]
 )
-#: Files of libraries whose lines do not name a user's loop.
-_LIBRARY = re.compile(r"/(jax|flax|haiku|equinox|optax)/|/rnnlens/(adapters|autodiff)/|<frozen|/contextlib\.py")
+#: Packages whose lines do not name a user's loop.
+_LIBRARIES = ("jax", "flax", "haiku", "equinox", "optax", "contextlib", "functools")
 
 
 def closed(program: Any) -> ClosedJaxpr:
@@ -123,11 +124,15 @@ def dependent(jaxpr: Any, sources: Iterable[Var]) -> set[Var]:
 def line_of(equation: Any) -> str:
     """Return the user's file and line that called an equation, as ``train.py:17``; "" if it is not known."""
     traceback = equation.source_info.traceback
-    frames = [] if traceback is None else traceback.frames
-    for frame in frames:
-        if not _LIBRARY.search(frame.file_name):
+    library_files = tuple(
+        os.path.dirname(path) if os.path.basename(path) == "__init__.py" else path
+        for name in _LIBRARIES
+        if (path := getattr(sys.modules.get(name), "__file__", None))
+    )
+    for frame in [] if traceback is None else traceback.frames:
+        if not frame.file_name.startswith((*library_files, os.path.dirname(os.path.dirname(__file__)), "<frozen")):
             line = getattr(frame, "start_line", None) or getattr(frame, "line_num", 0)
-            return f"{frame.file_name.replace(chr(92), '/').rpartition('/')[2]}:{line}"
+            return f"{os.path.basename(frame.file_name)}:{line}"
     return ""
 
 

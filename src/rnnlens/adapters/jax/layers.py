@@ -235,6 +235,8 @@ class RecurrentLayer:
     def zeros_at(self, port: Port, zero: Any) -> dict[Point, Any]:
         """Return the zeros to add at the points of a port, from one zero in the layout of the port."""
         kinds = {"output": "read", "state_read": "read"}
+        if port.kind == "state_read" and port.index == 0:  # its reader is that of the output
+            return {}
         if port.key == "returned":
             kinds = {"state": "returned"}
         if port.key == "ending":
@@ -293,7 +295,7 @@ def _state_slots(loop: Loop) -> list[int]:
 
 
 def _layer(program: ClosedJaxpr, loop: Loop, roles: AxisRoles) -> RecurrentLayer:
-    cell = recognise(loop, roles.sample, roles.samples)
+    cell = None if loop.inside else recognise(loop, roles.sample, roles.samples)  # weights may differ between its runs
     states = tuple(_state_slots(loop)) if cell is None else cell.states
     reads = {slot: _reads(program, loop, slot) for slot in states}
     if cell is None:  # what others read comes first: it is the output

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Var
 
 from ...autodiff import Memo
-from ...errors import ModelError, raised_by
+from ...errors import InputError, ModelError, raised_by
 from ...recurrence.cells import Cell
 from ...typing import Array, leaves_of, map_leaves, signature
 from ..protocol import Batch
@@ -192,7 +192,26 @@ class Program:
     @cached_property
     def layers(self) -> list[RecurrentLayer]:
         """Recurrent layers in the order in which they run."""
+        self._refuse_fixed_samples()
         return find_layers(self.program, self.loops, self.roles)
+
+    def _refuse_fixed_samples(self) -> None:
+        """Raise InputError where the data have an axis of samples that could not be varied."""
+        roles, (count, stop) = self.roles, self.call.counts
+        if roles.sample or not any(not loop.obstacle for loop in self.loops):
+            return
+        leaves = self.program.jaxpr.invars[count:stop]
+        for leaf in leaves:
+            features = 1 if jnp.issubdtype(leaf.aval.dtype, jnp.inexact) else 0
+            others = [i for i in range(leaf.aval.ndim - features) if i != roles.time.get(leaf)]
+            if any(leaf.aval.shape[i] > 1 for i in others):
+                raise InputError(
+                    "rnnlens could not find out which axis counts samples: the function works for this number only.",
+                    got=f"data of shape {tuple(leaf.aval.shape)}",
+                    expected="a function that takes any number of samples",
+                    hint="make the initial state from the data, such as jnp.zeros((x.shape[0], units)); or jax.vmap "
+                    "over the samples of a function of one",
+                )
 
     def layer(self, name: str) -> RecurrentLayer | None:
         """Return the layer of a name, or None."""
@@ -236,6 +255,27 @@ class Program:
             self._origins[layer.base] = self._find_origins(layer)
         return self._origins[layer.base]
 
+    def gradient_places(self, layer: RecurrentLayer, key: str) -> tuple[Array, Array] | None:
+        """Return the number of the parameter whose gradient each entry of a weight has, and its factor.
+
+        Where a GRU adds a recurrent bias to one that it has, outside of the reset gate, both have the same gradient.
+        None if some entry has the gradient of no parameter.
+        """
+        origins = self.origins(layer)
+        if key not in origins or origins[key].numbers is None:
+            return None
+        numbers, factors = np.asarray(origins[key].numbers), np.asarray(origins[key].factors)
+        absent = numbers < 0
+        shared = origins.get("bias", WeightOrigin())
+        if absent.any():
+            outside = np.arange(absent.shape[-1]) < 2 * absent.shape[-1] // 3
+            is_shared = key == "recurrent_bias" and shared.numbers is not None and not (absent & ~outside).any()
+            if not is_shared or (np.asarray(shared.numbers)[absent] < 0).any():
+                return None
+            numbers = np.where(absent, shared.numbers, numbers)
+            factors = np.where(absent, shared.factors, factors)
+        return numbers, factors
+
     @cached_property
     def _origins(self) -> dict[str, Mapping[str, WeightOrigin]]:
         return {}
@@ -263,6 +303,8 @@ class Program:
             is_exact = numbers.max(initial=-1) < total and np.allclose(
                 padded[numbers] * factors + offset, at_random[key], rtol=1e-6, atol=1e-9
             )
+            if is_exact and key.endswith("bias") and not signed.any() and not offset.any():
+                continue  # the library's cell has no such weight
             origins[key] = WeightOrigin(numbers, factors, offset) if is_exact else WeightOrigin()
         return origins
 

@@ -291,18 +291,10 @@ def gathered_gradient(program: Program, layer: RecurrentLayer, key: str, grads: 
 
     It is None for a weight that is no rearrangement of parameters.
     """
-    origin = program.origins(layer)[key]
-    shared = program.origins(layer).get("bias")
-    if origin.numbers is None or origin.factors is None:
+    places = program.gradient_places(layer, key)
+    if places is None:
         return None
-    numbers, factors = origin.numbers, origin.factors
-    absent = numbers < 0
-    if absent.any():  # a bias that the cell adds to one that it has: both have the same gradient
-        has_shared = key == "recurrent_bias" and shared is not None and shared.numbers is not None
-        if not has_shared or shared is None or (np.asarray(shared.numbers)[absent] < 0).any():
-            return None
-        numbers = np.where(absent, shared.numbers, numbers)
-        factors = np.where(absent, shared.factors, factors)
+    numbers, factors = places
     flat = np.concatenate([np.reshape(g, (len(g), -1)) for g in grads], axis=1)
     gathered: Array = (flat[:, numbers] * factors).astype(flat.dtype)
     return gathered

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 from ...typing import Array
 from ..protocol import Batch, Capture, Cotangents, Outputs, Port, ReferenceRun, Run, Taps
@@ -14,9 +14,10 @@ from .reference_run import Reference
 
 
 class JaxRun(Run):
-    """One run of a model; what it has follows from its taps."""
+    """One run of a model; what it has follows from its taps.
 
-    is_prepared = True
+    It stays in the user's thread: settings of JAX such as ``jax.enable_x64`` hold for one thread.
+    """
 
     def __init__(self, model: Any, batch: Batch, taps: Taps) -> None:
         self._model, self._batch, self._taps = model, batch, taps
@@ -48,11 +49,6 @@ class JaxRun(Run):
     @cached_property
     def _reference(self) -> Reference:
         return Reference(self._model, self._batch, self._taps.gradients)
-
-    def prepared(self) -> Self:
-        """Open the user's model and copy its arrays now."""
-        _ = self._reference
-        return self
 
     def reference(self, cotangents: Cotangents | None = None) -> ReferenceRun:
         """Run the user's function, differentiated by JAX alone."""

@@ -47,8 +47,10 @@ class Adapter(AxisConvention, ABC):
         """Name of the engine that computes and differentiates, in one word."""
         return self.name
 
-    def bind(self, model: Any, x: Any) -> Any:
+    def bind(self, model: Any, x: Any, y: Any = None) -> Any:
         """Return the model for data shaped like ``x``, on which all other methods are then called.
+
+        ``y`` is the target where there is no loss besides the model: it may take the target itself.
 
         A framework whose models have no layers without data, as functions of JAX, returns an object that knows the
         shapes; the same one for the same model and shapes. The default is the model itself.
