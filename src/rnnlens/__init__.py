@@ -32,6 +32,7 @@ _DEFINING_MODULES = {
     "open": "rnnlens.results.opening",
     "options": "rnnlens.settings",
     "report": "rnnlens.reporting",
+    "verify": "rnnlens.testing.scan_gradients",
 }
 
 #: Public name of a module -> its import path.

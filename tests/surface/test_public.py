@@ -59,6 +59,9 @@ PUBLIC = {
         "(model, x, y=None, *, layers=None, quantities=None, loss=None, sample_weight=None, class_weight=None, "
         "training=False, initial_state=None, seed=0, axes=None, at=None)"
     ),
+    "verify": (
+        "(function, recurrence, *, framework=None, dtype='float32', chunk=64, initial=False, sizes=None, seed=0)"
+    ),
     "weight_norms": "(model, *, layers=None, over=None, ord=2, history=None, step=None)",
     "weights": (
         "(model, x=None, y=None, *, layers=None, by_time=False, measure=None, loss=None, sample_weight=None, "

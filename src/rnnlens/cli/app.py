@@ -27,7 +27,7 @@ FINDING_PRESENT = 3
 #: Description of the exit codes in ``--help``.
 EXIT_CODES = (
     "Exit codes: 0 success; 1 an unexpected error; 2 wrong arguments, input that is refused, or an error of the model "
-    "or its loss, with the reason; 3 a finding named with --fail-on; 130 interrupted."
+    "or its loss, with the reason; 3 a finding named with --fail-on, or a wrong gradient; 130 interrupted."
 )
 
 app = typer.Typer(
@@ -188,6 +188,29 @@ def trace(
     if output is not None:
         result.save(output)
         console.print_remark(f"wrote {output}")
+
+
+@app.command()
+def verify(
+    function: Annotated[str, typer.Argument(help="The scan function, package.module:function.", metavar="FUNCTION")],
+    recurrence: Annotated[str, typer.Argument(help="diagonal, gated_delta, ...: see rl.verify.", metavar="RECURRENCE")],
+    dtype: Annotated[str, typer.Option(help="Dtype of the tensors.")] = "float32",
+    chunk: Annotated[int, typer.Option(min=2, help="Chunk size of the kernel.")] = 64,
+    initial: Annotated[bool, typer.Option("--initial", help="The function takes an initial state, too.")] = False,
+    framework: Annotated[str | None, typer.Option(help="torch or jax; default: the one that is loaded.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Verify the gradient of a scan function; exit with code 3 if it is wrong."""
+    from ..testing.scan_gradients import verify as verify_function
+    from .models import resolve
+
+    scan_function = resolve(function)
+    verification = verify_function(
+        scan_function, recurrence, framework=framework, dtype=dtype, chunk=chunk, initial=initial, seed=seed
+    )
+    console.print_plain(verification)
+    if not verification.ok:
+        raise typer.Exit(FINDING_PRESENT)
 
 
 @app.command()
