@@ -28,7 +28,7 @@ from .discover import (
 from .forward_pass import ForwardPass, forward_pass, run_until_recorded
 from .fused import CallOwners, KernelInterceptor
 from .inputs import call_model, detach_tensors, map_leaves, replay_copy, returned_tensors, tensors_of
-from .loops import CellHook, StepListener
+from .loops import CellHook, StepListener, settle_roles
 from .losses import evaluate, gradients_of, reaches
 from .public import ANY_SCAN, LISTENER, SCANS, is_declared_cell
 from .record import (
@@ -78,6 +78,7 @@ def recorded_call(
     """
     with chain.watch(), recording_hooks(borrowed.model, recorder, requested, borrowed.batch) as interceptor:
         outputs = call_model(borrowed.model, borrowed.x)
+    settle_roles(recorder, requested)
     join_changed_states(recorder)
     remove_nested_cells(recorder, training=borrowed.batch.training)
     mark_endings(recorder)

@@ -41,13 +41,33 @@ class CellForm:
 
     ``call`` maps an input (n, feature) and the state tensors to positional and keyword arguments in the user's nesting.
     ``shapes`` and ``input_shape`` are those of states and input without the leading sample axis: (feature,), or
-    (channel, *space) of a convolutional cell. ``output_is_state``: the cell returns its state only.
+    (channel, *space) of a convolutional cell. ``states`` and ``outputs``: positions of the new states, and of the other
+    results, among the returned tensors.
     """
 
     call: Callable[[Tensor, Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
     shapes: tuple[tuple[int, ...], ...]
-    output_is_state: bool
     input_shape: tuple[int, ...]
+    states: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def output_is_state(self) -> bool:
+        """Whether the cell returns nothing but its states, of which the first is its output."""
+        return not self.outputs
+
+    def results(self, returned: Sequence[Tensor]) -> list[Tensor]:
+        """Return the output, unless it is a state, and the new states, from the tensors that the cell returned.
+
+        Several outputs are one, (sample, unit), side by side.
+        """
+        outputs = [returned[position] for position in self.outputs]
+        output = outputs if len(outputs) < 2 else [torch.cat([part.flatten(1) for part in outputs], 1)]
+        return [*output, *(returned[position] for position in self.states)]
+
+
+#: Form of the calls of each module that was last recorded as a cell.
+RECORDED_FORMS: weakref.WeakKeyDictionary[nn.Module, CellForm] = weakref.WeakKeyDictionary()
 
 
 def tensor_leaves(value: Any) -> list[Tensor]:
@@ -160,7 +180,7 @@ class TorchStepCell(StepCell):
     def _call_module(self, x: Tensor, state: Sequence[Tensor]) -> list[Tensor]:
         args, kwargs = self.form.call(x.reshape(-1, *self.form.input_shape), state)
         with torch.autocast(x.device.type, self.autocast) if self.autocast is not None else nullcontext():
-            return tensor_leaves(self.module(*args, **kwargs))
+            return self.form.results(tensor_leaves(self.module(*args, **kwargs)))
 
     @contextmanager
     def _capture_mode(self) -> Iterator[None]:

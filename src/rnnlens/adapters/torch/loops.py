@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,18 +13,21 @@ from torch.utils import _pytree as pytree
 
 from ...errors import InputError, UnsupportedError
 from ...recurrence.cells import StepCell, registered
-from .cells import CellForm, TorchStepCell, tensor_leaves
-from .discover import input_argument
+from .cells import RECORDED_FORMS, CellForm, TorchStepCell, tensor_leaves
+from .discover import RequestedLayers, input_argument
 from .lineage import Continuation, upstream_nodes
 from .public import LOOPS_RUN, is_declared_cell
 from .record import (
     CallOwner,
     CallRecorder,
+    RunAgainError,
     autocast_around,
+    call_site,
     differentiable,
     refuse_transformed,
 )
 from .restore import borrowed_model
+from .roles import StepRoles, find_roles
 
 #: Function from an input and state tensors to the arguments of the user's cell.
 Arguments = Callable[[Tensor, Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -100,51 +105,145 @@ class _NotACellError(Exception):
     """Reason why a call cannot be a step of a recurrence."""
 
 
-class EnteredCall:
-    """One call between its pre-hook and its hook: the user's input and states, and their substitutes ``initial``."""
+@dataclass(frozen=True)
+class _Part:
+    """Tensor among the inputs of a call: its positions among the arguments' leaves, its shape and type.
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> None:
-        argument_leaves, self._spec = pytree.tree_flatten((args, kwargs))
-        x = args[position] if len(args) > position else kwargs.get(name)
-        if not isinstance(x, Tensor) or x.dim() not in (2, 3, 4, 5) or not x.is_floating_point():
-            raise _NotACellError("its input is not a floating tensor (sample, feature) or (sample, channel, *space)")
-        self.x: Tensor = x
-        self._input_positions = [i for i, leaf in enumerate(argument_leaves) if leaf is x]
-        self._state_positions = [
-            i for i, leaf in enumerate(argument_leaves) if isinstance(leaf, Tensor) and leaf is not x
+    ``is_rounded``: the numbers are integers or booleans, which are recorded as floats.
+    """
+
+    positions: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def is_rounded(self) -> bool:
+        return not self.dtype.is_floating_point
+
+
+class EnteredCall:
+    """One call between its pre-hook and its hook: the user's input and states, and their substitutes ``initial``.
+
+    All arguments that are no state are inputs: tensors (sample, ...) side by side in ``x``, others constants. Without
+    ``roles``, every tensor but the input is a state.
+    """
+
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], default_input: Any, roles: StepRoles | None
+    ) -> None:
+        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf is not default_input]
+        self.roles = None
+        if roles is not None:
+            positions, self.roles = (list(roles.arguments), roles) if self._spec == roles.spec else ([], None)
+            others = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in positions]
+            counts = [len(leaf) for leaf in others if leaf.dim()]
+            for i, last in zip(positions, roles.templates, strict=False):
+                leaves[i] = _grown(leaves[i], last, *counts[:1])
+        self._state_positions = positions
+        self.user_initial = [leaves[i] for i in positions]
+        samples = self.user_initial[0].shape[0] if self.user_initial and self.user_initial[0].dim() else None
+        inputs: dict[int, list[int]] = {}
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and i not in positions:
+                if leaf.dim() and (samples is None or len(leaf) == samples):
+                    inputs.setdefault(id(leaf), []).append(i)
+                elif leaf.requires_grad:
+                    raise _NotACellError(f"its input of shape {tuple(leaf.shape)} does not count samples first")
+        if not inputs:
+            raise _NotACellError("it takes no input (sample, feature) beside its state")
+        self._parts = [_Part(tuple(at), tuple(leaves[at[0]].shape[1:]), leaves[at[0]].dtype) for at in inputs.values()]
+        used = {*positions, *(i for at in inputs.values() for i in at)}
+        # Tensors among the constants are the same for all samples; others are not stored, so that memory is freed.
+        self.constants = [
+            None if i in used else leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+            for i, leaf in enumerate(leaves)
         ]
-        # Of other leaves only values that are no tensors are stored, so that the forward pass is not kept in memory.
-        self._constants = [None if isinstance(leaf, Tensor) else leaf for leaf in argument_leaves]
-        self.user_initial = [argument_leaves[i] for i in self._state_positions]
+        tensors = [leaves[part.positions[0]] for part in self._parts]
+        self.originals = {
+            i: tensor
+            for part, tensor in zip(self._parts, tensors, strict=True)
+            if part.is_rounded
+            for i in part.positions
+        }
+        self._check(tensors[0])
+        self.x: Tensor = tensors[0] if self._is_plain else _side_by_side(tensors, self.user_initial)
+        self.initial: list[Tensor] = []
+        self.continuation: Continuation | None = None
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the input is one floating tensor (sample, feature, ...)."""
+        return len(self._parts) == 1 and not self._parts[0].is_rounded and bool(self._parts[0].shape)
+
+    def _check(self, x: Tensor) -> None:
+        """Raise ``_NotACellError`` unless input and states are (sample, feature) or (sample, channel, *space)."""
         for state in self.user_initial:
-            if not state.is_floating_point() or state.dim() < 2 or state.shape[0] != self.x.shape[0]:
+            if not state.is_floating_point() or state.dim() < 2 or state.shape[0] != x.shape[0]:
                 raise _NotACellError("one of its state tensors is not floating, or not of shape (sample, ...)")
+        if self.roles is None and not self._is_plain and self.user_initial:
+            raise _NotACellError("its input is not a floating tensor (sample, feature) or (sample, channel, *space)")
+        if x.dim() > 5:
+            raise _NotACellError("its input has more axes than (sample, channel, *space)")
         if x.dim() > 2 and (
             not self.user_initial or any(state.shape[2:] != x.shape[2:] for state in self.user_initial)
         ):
             raise _NotACellError("its states are not (sample, channel, *space) in the space of its input")
-        self.initial: list[Tensor] = []
-        self.continuation: Continuation | None = None
+
+    @property
+    def inputs(self) -> list[tuple[int, ...]]:
+        """Shapes of the inputs, without the axis of samples."""
+        return [part.shape for part in self._parts]
 
     def arguments(self) -> Arguments:
         """Return a function (x, states) that rebuilds a cell call's arguments with these; it keeps no tensor alive."""
-        constants = self._constants
-        input_positions = self._input_positions
-        state_positions = self._state_positions
-        spec = self._spec
+        constants, parts, spec, state_positions = self.constants, self._parts, self._spec, self._state_positions
+        is_plain = self._is_plain
 
         def rebuild(x: Tensor, state: Sequence[Tensor]) -> Any:
-            tensors = dict.fromkeys(input_positions, x) | dict(zip(state_positions, state, strict=True))
+            tensors = dict(zip(state_positions, state, strict=True))
+            pieces = [x] if is_plain else x.split([math.prod(part.shape) for part in parts], 1)
+            for part, piece in zip(parts, pieces, strict=True):
+                if not is_plain:
+                    piece = (piece.round() if part.is_rounded else piece).reshape(-1, *part.shape)
+                    piece = piece.to(part.dtype) if part.is_rounded else piece
+                tensors |= dict.fromkeys(part.positions, piece)
             return pytree.tree_unflatten([tensors.get(i, leaf) for i, leaf in enumerate(constants)], spec)
 
         return rebuild
 
 
+def _side_by_side(tensors: Sequence[Tensor], states: Sequence[Tensor]) -> Tensor:
+    """Return several inputs (sample, ...) as one floating tensor (sample, feature)."""
+    floats = [tensor.dtype for tensor in [*states, *tensors] if tensor.is_floating_point()]
+    dtype = floats[0] if floats else torch.get_default_dtype()
+    parts = [tensor.reshape(len(tensor), -1).to(dtype) for tensor in tensors]
+    if any(
+        not torch.equal(part.to(tensor.dtype).reshape(tensor.shape), tensor)
+        for part, tensor in zip(parts, tensors, strict=True)
+        if not tensor.is_floating_point()
+    ):
+        raise _NotACellError("its integers are too large to be recorded as floating numbers")
+    return torch.cat(parts, 1)
+
+
+def _grown(state: Any, template: Tensor, samples: int = 0) -> Any:
+    """Return a first state that grows by broadcasting, such as a number, in the shape of the states that follow."""
+    shape = (samples or len(template), *template.shape[1:])
+    if isinstance(state, Tensor) and state.shape == shape:
+        return state
+    try:
+        return torch.as_tensor(state).to(template).expand(shape)
+    except (RuntimeError, TypeError, ValueError):
+        raise _NotACellError("its first state has another shape than the states that follow") from None
+
+
 class CellHook:
     """Forward pre-hook and forward hook of one candidate for a cell.
 
-    A candidate that proves not to be a cell runs unchanged and is no longer recorded. If the user declared it a cell,
-    ``UnsupportedError`` with the reason is raised instead.
+    Which arguments are the state is known when the next call comes (``roles.py``). Until then calls are recorded as of
+    (input, state) to state or (output, state). Other calls run unchanged; ``settle_roles`` decides after the pass. If
+    the user declared the module a cell, ``UnsupportedError`` with the reason is raised there.
     """
 
     def __init__(self, recorder: CallRecorder, path: str, module: Any) -> None:
@@ -154,14 +253,26 @@ class CellHook:
         self.position, self.name = input_argument(module)
         self.is_active = True
         self.entered_call: EnteredCall | None = None
+        self._returned: list[Tensor] = []
+        self._site: Any = None
+        self._constants: list[Any] | None = None
+
+    @property
+    def _roles(self) -> StepRoles | None:
+        return self.recorder.rules.roles.get(self.owner.key)
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace the states passed to a cell by the recorded tensors that it continues from (forward pre-hook)."""
         self.entered_call = None
-        if not self.is_active or self.recorder.paused:
+        if self.recorder.paused:
+            return None
+        default_input = args[self.position] if len(args) > self.position else kwargs.get(self.name)
+        self._look_for_roles(args, kwargs, default_input)
+        if not self.is_active:
             return None
         try:
-            call = EnteredCall(args, kwargs, self.position, self.name)
+            call = EnteredCall(args, kwargs, default_input, self._roles)
+            self._check_constants(call)
         except _NotACellError as reason:
             return self._give_up(reason)
         refuse_transformed(self.owner.name, [call.x, *call.user_initial])
@@ -173,40 +284,101 @@ class CellHook:
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Record the returned tensors and return copies of them (forward hook)."""
         call, self.entered_call = self.entered_call, None
-        if call is None or not self.is_active or self.recorder.paused:
+        if self.recorder.paused:
             return None
-        try:
-            return self._record(call if call.user_initial else self._call_from_zeros(args, kwargs, output), output)
-        except _NotACellError as reason:
-            return self._give_up(reason)
+        user_output = output
+        if call is not None and self.is_active:
+            try:
+                call = call if call.user_initial else self._call_from_zeros(args, kwargs, output)
+                user_output = self._record(call, output)
+            except _NotACellError as reason:
+                self._give_up(reason)
+        self._returned = tensor_leaves(user_output)
+        return None if user_output is output else user_output
+
+    def _look_for_roles(self, args: tuple[Any, ...], kwargs: dict[str, Any], default_input: Any) -> None:
+        """Find the roles of a call's arguments, if they are not known and those assumed are others."""
+        site, is_open = call_site(), self._roles is None and self.owner.key not in self.recorder.found_roles
+        returned, is_same_line = self._returned, site == self._site
+        self._returned, self._site = [], site
+        if not (is_open and returned):
+            return
+        roles = find_roles((args, kwargs), returned, default_input, is_same_line=is_same_line)
+        if roles is not None and (not self.is_active or not _is_assumed(roles, args, kwargs, default_input, returned)):
+            self.recorder.found_roles[self.owner.key] = roles
+
+    def _check_constants(self, call: EnteredCall) -> None:
+        """Raise ``_NotACellError`` if an argument that is no tensor (sample, ...) changes from step to step."""
+        if call.roles is None:
+            return
+        if self._constants is None:
+            self._constants = call.constants
+        if not all(map(_is_same_constant, self._constants, call.constants)):
+            raise _NotACellError("an argument that is no tensor (sample, ...) changes from step to step")
 
     def _record(self, call: EnteredCall, output: Any) -> Any:
         output_leaves, spec = pytree.tree_flatten(output)
         returned = [leaf for leaf in output_leaves if isinstance(leaf, Tensor)]
-        states = _states_of(returned, call)
-        tracked = {id(leaf): differentiable(leaf) for leaf in returned}
-        first_output = returned[0]
+        form = self._form(call, returned)
+        tracked = {id(leaf): differentiable(leaf) for leaf in returned if leaf.is_floating_point()}
+        originals = [tracked.get(id(leaf), leaf) for leaf in returned]
+        results = form.results(originals)
+        states = results[-len(form.states) :]
         if self.owner.step_cell is None:
-            shapes = tuple(tuple(state.shape[1:]) for state in states)
-            form = CellForm(call.arguments(), shapes, len(states) == len(returned), tuple(call.x.shape[1:]))
+            RECORDED_FORMS[self.module] = form
             self.owner.step_cell = TorchStepCell(
                 self.module,
                 form,
-                tuple(first_output.shape[1:]),
-                first_output.dtype,
-                autocast_around(first_output),
+                tuple(results[0].shape[1:]),
+                results[0].dtype,
+                autocast_around(results[0]),
                 self.module.model if isinstance(self.module, LoopStep) else None,
             )
+            parts = _parts_of(call, form, returned, self.owner.step_cell.state_names)
+            self.recorder.notes += [f"{self.owner.name}: {part}." for part in parts]
         user_copies = self.recorder.add_step(
             self.owner,
             call.x,
             (call.user_initial, call.initial, call.continuation),
-            [tracked[id(leaf)] for leaf in returned],
-            [tracked[id(state)] for state in states],
+            results,
+            states,
             {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad},
         )
-        copies = {key: user_copies[id(tensor)] for key, tensor in tracked.items()}
+        if len(form.outputs) > 1:
+            outputs = [originals[position] for position in form.outputs]
+            pieces = user_copies[id(results[0])].split([part[0].numel() for part in outputs], 1)
+            user_copies |= {id(part): piece.reshape(part.shape) for part, piece in zip(outputs, pieces, strict=True)}
+        copies = {key: user_copies.get(id(tensor), tensor) for key, tensor in tracked.items()}
         return pytree.tree_unflatten([copies.get(id(leaf), leaf) for leaf in output_leaves], spec)
+
+    def _form(self, call: EnteredCall, returned: list[Tensor]) -> CellForm:
+        """Return which returned tensors are the states of a call, and which are its outputs."""
+        count = len(call.initial)
+        if call.roles is None:
+            if len(returned) - count not in (0, 1) or not call.initial:
+                raise _NotACellError(f"it takes {count} state tensors and returns {len(returned)} tensors")
+            positions = tuple(range(len(returned) - count, len(returned)))
+        else:
+            positions = call.roles.returned
+        if max(positions) >= len(returned):
+            raise _NotACellError(f"it returns {len(returned)} tensors, and more in other calls")
+        states = [returned[position] for position in positions]
+        if [s.shape for s in states] != [s.shape for s in call.initial]:
+            raise _NotACellError("the states that it returns differ in shape from those that it takes")
+        state_ids = {id(state) for state in states}
+        # Integers and constants that are not (sample, ...) have no gradient: they go to the user's code as they are.
+        outputs = tuple(
+            i
+            for i, leaf in enumerate(returned)
+            if id(leaf) not in state_ids
+            and leaf.is_floating_point()
+            and (leaf.requires_grad or leaf.shape[:1] == call.x.shape[:1])
+        )
+        for leaf in [*(returned[i] for i in outputs), states[0]]:
+            if not leaf.is_floating_point() or leaf.dim() < 2 or leaf.shape[0] != call.x.shape[0]:
+                raise _NotACellError("its output is not a floating tensor (sample, ...)")
+        shapes = tuple(tuple(state.shape[1:]) for state in states)
+        return CellForm(call.arguments(), shapes, tuple(call.x.shape[1:]), positions, outputs)
 
     def _call_from_zeros(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> EnteredCall:
         """Describe a call without a state as one with zero states, if calling the cell with zeros returns the same.
@@ -227,7 +399,8 @@ class CellHook:
                     [zeros if i == state_position else leaf for i, leaf in enumerate(argument_leaves)], spec
                 )
             if self._returns_same(output, *arguments):
-                call = EnteredCall(*arguments, self.position, self.name)
+                default_input = args[self.position] if len(args) > self.position else kwargs.get(self.name)
+                call = EnteredCall(*arguments, default_input, self._roles)
                 call.initial = [differentiable(state) for state in call.user_initial]
                 return call
         raise _NotACellError("its first state is not zero and is created inside; pass the first state to it")
@@ -246,26 +419,63 @@ class CellHook:
         return len(pairs) == len(tensor_leaves(output)) and all(torch.equal(a, b) for a, b in pairs)
 
     def _give_up(self, reason: Exception) -> None:
-        if self.owner.is_declared:
-            raise UnsupportedError(
-                f"Module {self.owner.name!r} was declared a cell but cannot be recorded as one: {reason}.",
-                expected="calls that map (input, state) to state or to (output, state)",
-            )
+        """Stop to record the calls; a module whose roles are not known yet is still watched for them."""
+        self.recorder.reasons[self.owner.name] = str(reason)
         self.is_active = False
         self.recorder.recurrences = [
             recurrence for recurrence in self.recorder.recurrences if recurrence.owner is not self.owner
         ]
 
 
-def _states_of(returned: list[Tensor], call: EnteredCall) -> list[Tensor]:
-    """Return those returned tensors that are the state; at most one tensor before them is the output."""
-    output_count = len(returned) - len(call.initial)
-    if output_count not in (0, 1) or not call.initial:
-        raise _NotACellError(f"it takes {len(call.initial)} state tensors and returns {len(returned)} tensors")
-    states = returned[output_count:]
-    if [s.shape for s in states] != [s.shape for s in call.initial]:
-        raise _NotACellError("the states that it returns differ in shape from those that it takes")
-    first_returned = returned[0]
-    if not first_returned.is_floating_point() or first_returned.dim() < 2 or first_returned.shape[0] != call.x.shape[0]:
-        raise _NotACellError("its output is not a floating tensor (sample, ...)")
-    return states
+def settle_roles(recorder: CallRecorder, requested: RequestedLayers) -> None:
+    """Raise ``RunAgainError`` if a pass found other roles of a cell's arguments than it assumed; they become rules.
+
+    Raise ``UnsupportedError`` for a declared cell that cannot be recorded.
+    """
+    if recorder.found_roles:
+        recorder.rules.roles |= recorder.found_roles
+        raise RunAgainError
+    for path, module in requested.cells:
+        if path in recorder.reasons and is_declared_cell(module):
+            raise UnsupportedError(
+                f"Module {path!r} was declared a cell but cannot be recorded as one: {recorder.reasons[path]}.",
+                expected="calls that map inputs (sample, feature) and a state (sample, unit) to the next state, "
+                "and outputs",
+            )
+
+
+def _is_assumed(
+    roles: StepRoles, args: tuple[Any, ...], kwargs: dict[str, Any], default_input: Any, returned: Sequence[Tensor]
+) -> bool:
+    """Return whether a call that is recorded without roles has these."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    states = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf is not default_input)
+    last = tuple(range(len(returned) - len(states), len(returned)))
+    same_tensors = len(roles.returned) == len(last) and all(
+        returned[a] is returned[b] for a, b in zip(roles.returned, last, strict=True)
+    )
+    return roles.arguments == states and same_tensors and roles.fields is None
+
+
+def _is_same_constant(first: Any, later: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(later, Tensor):
+        return bool(torch.equal(first, later))
+    try:
+        return first is later or bool(first == later)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
+def _parts_of(
+    call: EnteredCall, form: CellForm, returned: Sequence[Tensor], state_names: Sequence[str]
+) -> Iterator[str]:
+    """Say what the input and output of a cell consist of, where they are several tensors, and how the user calls it."""
+    if len(call.inputs) > 1:
+        yield f"input has the arguments of {', '.join(map(str, call.inputs))} features side by side"
+    if len(form.outputs) > 1:
+        shapes = ", ".join(str(tuple(returned[i].shape[1:])) for i in form.outputs)
+        yield f"output has the returned tensors of {shapes} units side by side"
+    if call.roles is not None and call.roles.fields:
+        yield ", ".join(
+            f"{name} is the state's {field}" for name, field in zip(state_names, call.roles.fields, strict=True)
+        )

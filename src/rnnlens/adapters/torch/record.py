@@ -17,6 +17,7 @@ from ...arguments import as_numpy
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean
 from ...recurrence.cells import Cell
 from .lineage import Continuation, StateLink
+from .roles import StepRoles
 from .scans import ScanRecorder
 
 #: Folders of code that is not the user's.
@@ -193,7 +194,8 @@ class PassRules:
     because the user's code changes some of them between the calls. ``run_by_step``: for the same reason a call of
     several steps is run step by step. ``ignore_no_grad``: ``torch.no_grad`` inside the model's forward is ignored.
     ``all_gradients``: gradients are captured at all layers, because the pass is no chain. ``no_cells``: paths of
-    requested modules that have the arguments of a cell and proved to be none.
+    requested modules that have the arguments of a cell and proved to be none. ``roles``: which arguments and results of
+    a cell are its state.
     """
 
     never_rowwise: set[int] = field(default_factory=set)
@@ -202,6 +204,7 @@ class PassRules:
     ignore_no_grad: bool = False
     all_gradients: bool = False
     no_cells: set[str] = field(default_factory=set)
+    roles: dict[int, StepRoles] = field(default_factory=dict)
 
 
 class RunAgainError(Exception):
@@ -241,6 +244,10 @@ class CallRecorder:
         self.weight_grads = weight_grads
         self.separate, self.cut_layers = separate, frozenset(cut)
         self.paused = False
+        #: Roles that differ from those by which cells were recorded, by owner.
+        self.found_roles: dict[int, StepRoles] = {}
+        #: Why calls of a module were not recorded as steps, by its path.
+        self.reasons: dict[str, str] = {}
         self.initial_state: dict[str, Any] = {}
         self.started_layers: set[str] = set()
         self.trails: dict[int, StateTrail] = {}

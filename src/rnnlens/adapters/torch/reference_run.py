@@ -24,7 +24,7 @@ from ...recurrence.cells import GRU, LSTM, Cell, SimpleRNN, registered
 from ...typing import Array, container_of, named_leaves
 from ..protocol import Batch, Cotangents, EndPort, ReferenceRun, WeightLocation
 from .assemble import PortTensors
-from .cells import has_own_forward, has_own_step, tensor_leaves
+from .cells import RECORDED_FORMS, CellForm, has_own_forward, has_own_step, tensor_leaves
 from .discover import named_modules, unwrap
 from .forward_pass import ForwardPass, forward_pass
 from .inputs import call_model, returned_tensors, tensors_of
@@ -264,15 +264,20 @@ def _end_tensors(
         return PortTensors([tensors_of(returned_calls[int(number or 0)])[port.index]])
     if isinstance(module, nn.RNNBase):
         return _library_layer_end(end, module, returned_calls)
-    return _cell_end(end, returned_calls)
+    return _cell_end(end, returned_calls, RECORDED_FORMS.get(module))
 
 
-def _cell_end(end: EndPort, returned_calls: Sequence[Any]) -> PortTensors:
+def _cell_end(end: EndPort, returned_calls: Sequence[Any], form: CellForm | None) -> PortTensors:
     """Find one end of a Jacobian among the tensors that a cell returned: output, then states, at each call.
 
-    The end is (sample, time, unit) over all calls, or (sample, unit) for a final state.
+    The end is (sample, time, unit) over all calls, or (sample, unit) for a final state. ``form``: which of the returned
+    tensors are which, where the cell was recorded.
     """
     call_tensors = [tensor_leaves(call) for call in returned_calls]
+    if form is not None:
+        if end.is_lower and end.port.kind == "output" and len(form.outputs) > 1:
+            raise CertificateError("the output of the cell is several tensors")
+        call_tensors = [form.results(tensors) for tensors in call_tensors]
     if end.port.kind == "output" and end.is_lower:
         raise CertificateError("the state of a cell is also its output")  # torch has one tensor for both
     if any(len(call) not in (end.states, end.states + 1) for call in call_tensors):

@@ -1,0 +1,110 @@
+"""Finds which arguments of a step are its state: those that are computed from what the call before returned."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+#: Number of autograd nodes that are searched behind an argument for a returned tensor.
+_SEARCHED_NODES = 2000
+
+
+@dataclass(frozen=True)
+class StepRoles:
+    """State among the arguments and results of a step.
+
+    ``arguments``: positions of the states among the leaves of a call of the form ``spec``. ``returned``: positions of
+    the new states among the tensors that it returns, in the same order. ``templates``: such states (sample, ...), for
+    their shape, type and device. ``fields``: names of the states, where they are fields of a named tuple.
+    """
+
+    spec: Any
+    arguments: tuple[int, ...]
+    returned: tuple[int, ...]
+    templates: tuple[Tensor, ...]
+    fields: tuple[str, ...] | None = None
+
+
+def find_roles(
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    returned: Sequence[Tensor],
+    default_input: Any,
+    *,
+    is_same_line: bool,
+) -> StepRoles | None:
+    """Return the roles of a call's arguments, from the tensors that the call before ``returned``.
+
+    An argument is a state if it is a returned tensor, has the values of one, or is computed from one, the nearest in
+    the autograd graph. What is fed back in the place of the input ``default_input`` is an input if the call has another
+    state; else it is a state if both calls were made from the same line. Return None if the call has no state, or
+    nothing else.
+    """
+    leaves, spec = pytree.tree_flatten(call)
+    floating = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    # Links from an argument to a returned tensor, by the distance between them.
+    links: list[tuple[int, bool, int, int]] = []
+    for i in floating:
+        is_input = leaves[i] is default_input
+        same = [j for j, tensor in enumerate(returned) if _is_handed_on(leaves[i], tensor)]
+        if same:
+            links.append((0, is_input, i, same[-1]))
+        else:
+            distances = _distances(leaves[i], returned)
+            links += [(distance, is_input, i, j) for j, distance in distances.items()]
+    states: dict[int, int] = {}
+    is_identical = True
+    for distance, _, i, j in sorted(links):
+        if i not in states and j not in states.values():
+            states[i] = j
+            is_identical &= distance == 0
+    fed_back = [i for i in states if leaves[i] is default_input]
+    if fed_back and (len(states) > len(fed_back) or not (is_same_line and is_identical)):
+        for i in fed_back:
+            del states[i]
+    others = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in states]
+    if not states or not others:
+        return None
+    arguments = tuple(sorted(states))
+    templates = tuple(returned[states[i]].detach() for i in arguments)
+    return StepRoles(spec, arguments, tuple(states[i] for i in arguments), templates, field_names(call, arguments))
+
+
+def field_names(call: Any, positions: Sequence[int]) -> tuple[str, ...] | None:
+    """Return the names of the leaves at ``positions`` if all are fields of named tuples, else None."""
+    paths = [path for path, _ in pytree.tree_flatten_with_path(call)[0]]
+    keys = [paths[position][-1] for position in positions]
+    names = tuple(key.name for key in keys if isinstance(key, pytree.GetAttrKey))
+    return names if len(set(names)) == len(positions) else None
+
+
+def _is_handed_on(argument: Tensor, returned: Tensor) -> bool:
+    """Return whether an argument is a returned tensor, or has its values, as a detached state does."""
+    if argument is returned:
+        return True
+    return argument.shape == returned.shape and bool(argument.any()) and torch.equal(argument, returned)
+
+
+def _distances(argument: Tensor, returned: Sequence[Tensor]) -> dict[int, int]:
+    """Return the distances in the autograd graph from an argument to those returned tensors that it is computed from.
+
+    The search ends at returned tensors, so that one is not found behind another.
+    """
+    ends = {tensor.grad_fn: j for j, tensor in enumerate(returned) if tensor.grad_fn is not None}
+    found: dict[int, int] = {}
+    pending, visited = deque([(argument.grad_fn, 1)]), set[Any]()
+    while pending and len(visited) < _SEARCHED_NODES:
+        node, distance = pending.popleft()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        if node not in ends:
+            pending.extend((parent, distance + 1) for parent, _ in node.next_functions)
+        elif returned[ends[node]].shape == argument.shape:
+            found.setdefault(ends[node], distance)
+    return found

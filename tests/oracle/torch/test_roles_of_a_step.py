@@ -1,0 +1,192 @@
+"""Steps whose arguments and results come in any order, against autograd with retained gradients on the plain model."""
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rnnlens as rl
+
+State = namedtuple("State", ["voltage", "trace"])
+X = torch.tensor(np.random.default_rng(0).normal(size=(4, 6, 3)))
+
+
+def mse(output, target):
+    return nn.functional.mse_loss(output, target)
+
+
+class Step(nn.Module):
+    """A step of 3 features, 5 units and an output of 5; its ``forward`` is one of the functions below."""
+
+    def __init__(self, inputs=3):
+        super().__init__()
+        self.update, self.read = nn.Linear(inputs + 5, 5), nn.Linear(3 + 5, 5)
+
+    def new_state(self, h, *inputs):
+        return torch.tanh(self.update(torch.cat([*inputs, h], 1)))
+
+    def scores(self, x, h):
+        return self.read(torch.cat([x, h], 1))
+
+
+def steps_of(order):
+    """Return a step's class and the function (cell, x, context, mask, h) -> (y, h) that calls it."""
+
+    class StateFirst(Step):
+        def forward(self, first, second):
+            return self.new_state(first, second)
+
+    class WithContext(Step):
+        def forward(self, x, context, h):
+            return self.new_state(h, x, context)
+
+    class WithContextLast(Step):
+        def forward(self, x, h, context):
+            return self.new_state(h, x, context)
+
+    class WithMask(Step):
+        def forward(self, x, mask, h):
+            return torch.where(mask, self.new_state(h, x), h)
+
+    class StateThenOutput(Step):
+        def forward(self, x, h):
+            return self.new_state(h, x), self.scores(x, h)
+
+    class TwoOutputs(Step):
+        def forward(self, x, h):
+            return self.scores(x, h), self.new_state(h, x), self.scores(x, h).sin()
+
+    class ByIndex(Step):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(4, 3)
+
+        def forward(self, index, h):
+            return self.new_state(h, self.embedding(index))
+
+    return {
+        "state first": (StateFirst(), lambda cell, x, c, m, h: (h, cell(h, x))),
+        "context": (WithContext(8), lambda cell, x, c, m, h: (h, cell(x, c, h))),
+        "context of the state": (WithContext(8), lambda cell, x, c, m, h: (h, cell(x, (c * h).cos(), h))),
+        "context last": (WithContextLast(8), lambda cell, x, c, m, h: (h, cell(x, h, c))),
+        "mask": (WithMask(), lambda cell, x, c, m, h: (h, cell(x, m, h))),
+        "state, then output": (StateThenOutput(), lambda cell, x, c, m, h: cell(x, h)[::-1]),
+        "two outputs": (TwoOutputs(), lambda cell, x, c, m, h: ((o := cell(x, h))[0] + o[2], o[1])),
+        "index": (ByIndex(), lambda cell, x, c, m, h: (h, cell((x[:, 0] > 0).long(), h))),
+    }[order]
+
+
+class Loop(nn.Module):
+    """A loop over a step, read through its outputs and its last state; it keeps the states of the last call."""
+
+    def __init__(self, cell, call):
+        super().__init__()
+        self.cell, self.out, self.call, self.states = cell, nn.Linear(5, 2), call, []
+
+    def forward(self, x):
+        h, context, outputs, self.states = x.new_zeros(len(x), 5), x.mean(1) @ torch.ones(3, 5).double(), [], []
+        for t in range(x.shape[1]):
+            y, h = self.call(self.cell, x[:, t], context, x[:, t, :1] > 0, h)
+            h = h if h.requires_grad else h.detach().requires_grad_()
+            h.retain_grad()
+            self.states.append(h)
+            outputs.append(y)
+        return self.out(h + torch.stack(outputs).mean(0))
+
+
+ORDERS = (
+    "state first",
+    "context",
+    "context of the state",
+    "context last",
+    "mask",
+    "state, then output",
+    "two outputs",
+    "index",
+)
+
+
+def loop_of(order):
+    torch.manual_seed(0)
+    return Loop(*steps_of(order)).double()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_state_and_its_gradient_are_those_that_the_next_call_receives(order):
+    model, y = loop_of(order), torch.zeros(4, 2).double()
+    mse(model(X), y).backward()
+    states, grads = ([getattr(h, kind) for h in model.states] for kind in ("data", "grad"))
+    model.zero_grad()
+
+    trace = rl.trace(model, X, y, loss=mse)
+
+    assert list(trace) == ["cell"]
+    np.testing.assert_allclose(trace["cell"].hidden.values, torch.stack(states, 1).numpy(), atol=1e-12)
+    np.testing.assert_allclose(trace["cell"].hidden_grad.values, torch.stack(grads, 1).numpy(), atol=1e-12)
+    assert trace.certificate.state == "passed"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_jacobian_of_the_state_is_that_of_autograd(order):
+    model = loop_of(order)
+    model(X)
+    last, first = model.states[4], model.states[2]
+    rows = [torch.autograd.grad(last[:, i].sum(), first, retain_graph=True)[0] for i in range(5)]
+
+    jacobian = rl.jacobian(model, X, of="cell.hidden", wrt="cell.hidden")
+
+    block = jacobian.isel(out_time=4, in_time=2) if "out_time" in jacobian.dims else jacobian
+    np.testing.assert_allclose(block.values, torch.stack(rows, 1).numpy(), atol=1e-12)
+    assert jacobian.certificate.state != "failed"
+
+
+def test_arguments_that_are_no_state_are_the_input_in_their_order():
+    trace = rl.trace(loop_of("context"), X)
+
+    context = X.mean(1) @ torch.ones(3, 5).double()
+    np.testing.assert_array_equal(trace["cell"].input.values[:, 2], torch.cat([X[:, 2], context], 1).numpy())
+    assert any("(3,), (5,)" in note for note in trace.notes)
+
+
+class NamedCell(nn.Module):
+    """A spiking unit whose state is a named tuple of a voltage and a trace."""
+
+    def __init__(self):
+        super().__init__()
+        self.update = nn.Linear(3, 5)
+
+    def forward(self, x, state):
+        voltage = 0.9 * state.voltage + self.update(x)
+        return torch.sigmoid(voltage), State(voltage, 0.5 * state.trace + torch.tanh(voltage))
+
+
+class NamedLoop(nn.Module):
+    """A loop over a named state that begins with numbers without axes and grows."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = NamedCell()
+
+    def forward(self, x):
+        state, self.states = State(torch.zeros(()).double(), torch.zeros(()).double()), []
+        for t in range(x.shape[1]):
+            y, state = self.cell(x[:, t], state)
+            state.voltage.retain_grad()
+            self.states.append(state.voltage)
+        return y + state.trace
+
+
+def test_fields_of_a_named_tuple_are_states_that_grow_from_numbers():
+    torch.manual_seed(0)
+    model, y = NamedLoop().double(), torch.zeros(4, 5).double()
+    mse(model(X), y).backward()
+    states, grads = ([getattr(h, kind) for h in model.states] for kind in ("data", "grad"))
+
+    trace = rl.trace(model, X, y, loss=mse)
+
+    np.testing.assert_allclose(trace["cell"].hidden.values, torch.stack(states, 1).numpy(), atol=1e-12)
+    np.testing.assert_allclose(trace["cell"].hidden_grad.values, torch.stack(grads, 1).numpy(), atol=1e-12)
+    assert trace.certificate.state == "passed"
+    assert any("hidden is the state's voltage, state_1 is the state's trace" in note for note in trace.notes)
