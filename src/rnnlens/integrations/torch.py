@@ -1,4 +1,4 @@
-"""``rl.torch``: mark custom cells and loops as recurrent layers, and record training loops.
+"""``rl.torch``: mark custom cells and loops as recurrent layers, make models of functions, record training loops.
 
 >>> import rnnlens as rl  # doctest: +SKIP
 >>> with rl.torch.cell(model.memory):  # doctest: +SKIP
@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from os import PathLike
 from typing import Any
 
+from ..adapters.torch.function_model import model
 from ..adapters.torch.public import cell, scan, step
 from ..tracking.torch.plan import WatchPlan
 from ..tracking.torch.watch import TorchWatch
 from ..tracking.watch_arguments import Every, check_arguments
 
-__all__ = ["cell", "scan", "step", "watch"]
+__all__ = ["cell", "model", "scan", "step", "watch"]
 
 
 @check_arguments

@@ -123,6 +123,8 @@ class Catalogue:
         names = named_leaves(self.x)
         if not isinstance(self.x, tuple | list) or hasattr(self.x, "_fields"):
             return names
+        if len(self.x) <= len(self.facts.arguments):
+            return named_leaves(dict(zip(self.facts.arguments, self.x, strict=False)))
         return self.facts.inputs or (names if len(container.parts) > 1 else ())
 
     def keys(self, layer: str) -> list[str]:

@@ -71,6 +71,8 @@ class ModelFacts:
         Layers of the model, by the name that results use.
     inputs, outputs
         Names of the model's inputs and outputs, in the order of the ports; empty if the model does not name them.
+    arguments
+        Names of the arguments of a model that is a function, for inputs that are passed by position; else empty.
     loss
         The loss that the model was compiled with, as the user passed it; None if there is none.
     has_own_loss
@@ -98,6 +100,7 @@ class ModelFacts:
 
     submodules: ClassVar[Mapping[str, Submodule]] = {}
     inputs: ClassVar[tuple[str, ...]] = ()
+    arguments: ClassVar[tuple[str, ...]] = ()
     outputs: ClassVar[tuple[str, ...]] = ()
     loss: ClassVar[Any] = None
     has_own_loss: ClassVar[bool] = False

@@ -43,6 +43,7 @@ from .capture import capture, output_tensors
 from .cells import composed_weight
 from .chain import capture_chain
 from .discover import HOLDERS, named_modules, unwrap
+from .function_model import FunctionModel
 from .inputs import device_and_dtype, map_leaves, returned_leaves
 from .pullback import TorchPullback, differentiate
 from .restore import borrowed_model
@@ -131,6 +132,12 @@ class TorchFacts(ModelFacts):
             for layer in range(module.num_layers if isinstance(module, nn.RNNBase) else 1):
                 submodules[node_name(path, module, layer)] = submodule
         return submodules
+
+    @cached_property
+    def arguments(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Names of the parameters of the function of ``rl.torch.model``."""
+        model = unwrap(self.model)
+        return tuple(discover.positional_names(model)) if isinstance(model, FunctionModel) else ()
 
     @property
     def provenance(self) -> Mapping[str, str]:

@@ -17,6 +17,7 @@ from ...errors import LayerNotFoundError, ModelError, UnsupportedError, did_you_
 from ...recurrence.cells import registered
 from ..protocol import LayerInfo
 from .cells import build_cell, has_own_forward
+from .function_model import FunctionModel
 from .public import ANY_SCAN, DECLARED_CELLS, LOOPS_RUN, RAN_AS_CELL, SCANS_RUN, is_declared_cell
 from .scan_families import sequence_modules, state_sizes
 from .weights import class_of, node_name
@@ -128,19 +129,22 @@ def cell_candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
         if path in declared_cells:
             return True
         # Layers of transformers run whole sequences at a time; their scans are found by their functions.
-        if type(module).__module__.startswith(("torch.nn.modules", "transformers.")):
+        if type(module).__module__.startswith(("torch.nn.modules", "transformers.")) or isinstance(
+            module, FunctionModel
+        ):
             return False
         if any(path.startswith(f"{cell_path}.") for cell_path in declared_cells) or (
             known_paths and module is modules[0][1]
         ):
             return False
         contains_known = any(known_path == path or known_path.startswith(f"{path}.") for known_path in known_paths)
-        return not contains_known and len(_positional_names(module)) >= 2
+        return not contains_known and len(positional_names(module)) >= 2
 
     return [(path, module) for path, module in modules if is_candidate(path, module)]
 
 
-def _positional_names(module: nn.Module) -> list[str]:
+def positional_names(module: nn.Module) -> list[str]:
+    """Return the names of the positional arguments of a module's forward."""
     if isinstance(module, torch.jit.ScriptModule):
         schema = getattr(getattr(module, "forward", None), "schema", None)
         return [argument.name for argument in schema.arguments[1:]] if schema is not None else []
@@ -153,7 +157,7 @@ def _positional_names(module: nn.Module) -> list[str]:
 
 def input_argument(module: nn.Module) -> tuple[int, str]:
     """Return position and name of a cell's input: the first argument of its forward that is not named as a state."""
-    names = _positional_names(module)
+    names = positional_names(module)
     is_swapped = len(names) >= 2 and _STATE_PARAMETER.search(names[0]) and not _STATE_PARAMETER.search(names[1])
     return (1, names[1]) if is_swapped else (0, names[0] if names else "")
 
@@ -172,7 +176,7 @@ def describe(model: nn.Module) -> list[LayerInfo]:
         for path, module in cell_candidates(model)
         if is_declared_cell(module)
         or isinstance(module, nn.RNNCellBase)
-        or RAN_AS_CELL.get(module, any(is_state_name(name) for name in _positional_names(module)[:2]))
+        or RAN_AS_CELL.get(module, any(is_state_name(name) for name in positional_names(module)[:2]))
     )
     for path, module, family in sequence_modules(named_modules(model)):
         axes = state_sizes(module, family)
