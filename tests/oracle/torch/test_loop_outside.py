@@ -145,13 +145,13 @@ def test_gradients_of_inputs_and_weights_are_those_of_the_authors_loop(program):
 
     gradients = rl.gradients(model, x, y, loss=loss, wrt="weights")
     # Gates and axes of a weight have another order than in torch, so the numbers are compared in order of size.
-    computed = np.sort(np.concatenate([np.ravel(gradients[name]) for name in gradients]))
+    computed = np.sort(np.concatenate([np.ravel(part) for name in gradients for part in gradients[name].values()]))
     expected = np.sort(np.concatenate([np.ravel(grad) for grad in truth[: len(parameters)]]))
     np.testing.assert_allclose(computed, expected, rtol=1e-12, atol=1e-15)
     if floating:
-        gradients = rl.gradients(model, x, y, loss=loss, wrt="input")
-        first = gradients[next(iter(gradients))]
-        np.testing.assert_allclose(first, truth[len(parameters)], rtol=1e-12, atol=1e-15)
+        name = "input[observations]" if program is agent_module else "input"
+        by_input = rl.gradients(model, x, y, loss=loss, wrt=name)
+        np.testing.assert_allclose(by_input, truth[len(parameters)], rtol=1e-12, atol=1e-15)
     trace = rl.trace(model, x, y, loss=loss)
     assert trace.certificate.state == "passed"
     assert log_before == (len(function.__self__.log) if program is agent else 0)
@@ -159,7 +159,7 @@ def test_gradients_of_inputs_and_weights_are_those_of_the_authors_loop(program):
 
 
 def test_names_are_those_of_the_authors_variables():
-    function, modules, x, _, _ = translation()
+    function, modules, _x, _, _ = translation()
     model = rl.torch.model(function, *modules)
     assert [row.name for row in rl.layers(model)] == ["encoder.gru", "decoder.gru"]
     assert model.encoder is modules[0]
@@ -177,7 +177,7 @@ def test_inputs_are_named_after_parameters():
     gradients = rl.gradients(rl.torch.model(function, *modules), x, y, loss=loss, wrt="input[hidden]")
     hidden = x[1].clone().requires_grad_()
     (truth,) = torch.autograd.grad(loss(function(x[0], hidden), y), hidden)
-    np.testing.assert_allclose(np.squeeze(gradients["input[hidden]"]), truth.squeeze(), rtol=1e-12)
+    np.testing.assert_allclose(np.squeeze(gradients), truth.squeeze(), rtol=1e-12)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -222,12 +222,14 @@ def test_a_module_that_was_not_given_is_named():
 
 
 def test_flags_are_the_users():
-    function, modules, x, _, _ = translation()
+    function, modules, _x, _, _ = translation()
     model = rl.torch.model(function, *modules)
     modules[0].eval(), modules[1].eval()
     assert not model.training
     model.train()
-    assert modules[0].training and modules[1].gru.training and model.training
+    assert modules[0].training
+    assert modules[1].gru.training
+    assert model.training
 
 
 @pytest.mark.parametrize(
@@ -237,3 +239,16 @@ def test_flags_are_the_users():
 def test_refusals(arguments, text):
     with pytest.raises(InputError, match=text):
         rl.torch.model(*arguments)
+
+
+def test_a_trace_of_one_step_says_where_the_loop_may_be():
+    rnn = Letters()
+    page = "docs/how-to/loop-outside-the-module.md"
+    letter, hidden = torch.randn(SAMPLES, LETTERS), torch.zeros(SAMPLES, HIDDEN)
+    with rl.torch.cell(rnn):
+        notes = rl.trace(rnn, (letter, hidden)).notes
+    assert any("single step" in note and page in note for note in notes)
+    with pytest.raises(ModelError, match=page):
+        rl.trace(nn.Linear(LETTERS, 2), letter)
+    function, modules, x, _, _ = translation()
+    assert not any(page in note for note in rl.trace(rl.torch.model(function, *modules), x).notes)

@@ -223,6 +223,8 @@ class _OutputHook:
         return points[-1].clone() if is_float else value
 
 
+#: Page for models whose loop over time is in the user's script.
+OUTSIDE = "rl.torch.model(function, module): docs/how-to/loop-outside-the-module.md"
 _WITH_GRADIENTS = "The model's forward uses torch.no_grad(); rnnlens ran it with gradients enabled."
 
 
@@ -238,7 +240,8 @@ def _refuse_no_calls(recorder: CallRecorder, requested: RequestedLayers, request
             "No recurrent layer ran in this forward pass.",
             expected="nn.RNN, nn.LSTM, nn.GRU, one of their cells, or a custom cell",
             hint="rl.torch.cell(module) names a custom cell; in a loop over your own "
-            "equations write h = rl.torch.step(lambda x, h: torch.tanh(x @ W + h @ U), x[:, t], h)",
+            "equations write h = rl.torch.step(lambda x, h: torch.tanh(x @ W + h @ U), x[:, t], h); "
+            f"is the loop outside of this module? {OUTSIDE}",
         )
 
 
@@ -261,6 +264,10 @@ def _assemble_capture(
     for recurrence in (recurrence for recurrence in recorder.recurrences if not recurrence.owner.is_fused):
         lengths.setdefault(recurrence.owner.name, []).append(sum(record.steps for record in recurrence.calls))
     notes.extend(broken_recurrences(lengths))
+    if recorder.recurrences and all(
+        sum(record.steps for record in recurrence.calls) == 1 for recurrence in recorder.recurrences
+    ):
+        notes.append(f"Every recurrent layer ran a single step. Is the loop over time outside of the model? {OUTSIDE}")
     recorded_names = {recurrence.owner.name for recurrence in recorder.recurrences}
     notes.extend(
         f"{path}: {type(module).__name__}.forward does not call torch's kernel, so its steps were not recorded."

@@ -1,7 +1,7 @@
 """``rl.torch.model``: a function and the modules that it calls, as one torch module.
 
-The user's modules are registered as they are, so flags, hooks, weights and their gradients are those of the user. A copy
-of the model, as for weights before training, needs a copy of the function as well, which calls the copied modules.
+The user's modules are registered as they are, so flags, hooks, weights and their gradients are those of the user. A
+copy of the model, as for weights before training, needs a copy of the function as well, which calls the copied modules.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
-from types import CellType, FunctionType, MethodType
+from functools import partial, wraps
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -92,20 +92,21 @@ class _Rebinding:
     """Replaces objects by their copies in all that a function refers to, by ``memo`` of a deep copy."""
 
     def __init__(self, memo: dict[int, Any]) -> None:
-        self._memo, self._pending = memo, set[int]()
+        self._memo = memo
+        #: Objects that refer to no copied object, or are being searched.
+        self._unchanged: dict[int, Any] = {}
 
     def of(self, value: Any) -> Any:
         """Return a value with every copied object replaced; the value itself if it refers to none."""
         if id(value) in self._memo:
             return self._memo[id(value)]
-        if id(value) in self._pending or isinstance(value, type):
-            return value
-        self._pending.add(id(value))
-        replaced = self._replaced(value)
-        self._pending.discard(id(value))
-        if replaced is not value:
-            self._memo[id(value)] = replaced
-        return replaced
+        if id(value) not in self._unchanged and not isinstance(value, (type, ModuleType, torch.Tensor)):
+            self._unchanged[id(value)] = value
+            replaced = self._replaced(value)
+            if replaced is not value:
+                self._memo[id(value)] = replaced
+            return replaced
+        return value
 
     def _replaced(self, value: Any) -> Any:
         if isinstance(value, MethodType):
@@ -129,8 +130,10 @@ class _Rebinding:
 
     def _function(self, function: FunctionType) -> Any:
         global_names, closure = _function_namespaces(function)
-        new_globals = {name: self.of(value) for name, value in global_names.items()}
-        new_closure = {name: self.of(value) for name, value in closure.items()}
+        # Functions of other modules, such as torch's, are not searched.
+        is_foreign = partial(_is_foreign, function)
+        new_globals = {k: value if is_foreign(value) else self.of(value) for k, value in global_names.items()}
+        new_closure = {k: value if is_foreign(value) else self.of(value) for k, value in closure.items()}
         defaults = self.of(function.__defaults__)
         is_same = defaults is function.__defaults__ and all(
             new[name] is old[name] for new, old in ((new_globals, global_names), (new_closure, closure)) for name in old
@@ -145,6 +148,11 @@ class _Rebinding:
         twin = FunctionType(function.__code__, scope, function.__name__, defaults, tuple(cells) or None)
         twin.__kwdefaults__, twin.__qualname__ = self.of(function.__kwdefaults__), function.__qualname__
         return twin
+
+
+def _is_foreign(function: FunctionType, value: Any) -> bool:
+    """Return whether a value is a function of another Python module than ``function``."""
+    return isinstance(value, FunctionType) and value.__module__ != function.__module__
 
 
 def _function_namespaces(function: FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -180,9 +188,10 @@ def _namespaces(function: Any) -> Iterator[dict[str, Any]]:
             for namespace in _function_namespaces(value):
                 yield namespace
                 called = (part for part in namespace.values() if isinstance(part, FunctionType))
-                pending += [part for part in called if part.__module__ == value.__module__]
-        elif not isinstance(value, nn.Module) and isinstance(getattr(value, "__call__", None), MethodType):
-            pending.append(value.__call__)
+                pending += [part for part in called if not _is_foreign(value, part)]
+        elif not isinstance(value, nn.Module):
+            call = inspect.getattr_static(type(value), "__call__", None)
+            pending += [MethodType(call, value)] if isinstance(call, FunctionType) else []
 
 
 def model(function: Callable[..., Any], *modules: Any, **named: Any) -> nn.Module:
