@@ -174,6 +174,7 @@ SUITES = (
             "tests/oracle/keras/test_registered_cells.py",
             "tests/oracle/keras/test_cell_loops.py",
             "tests/oracle/keras/test_programs.py",
+            "tests/oracle/held_models/keras/test_order_of_calls.py",
             "tests/tracking/keras/test_failures.py",
         ),
         # KERAS_BACKEND chooses which cases of a product run, see tests/conftest.py.

@@ -89,7 +89,7 @@ class CertificateError(RnnlensError):
 
 
 class SelfCheckWarning(UserWarning):
-    """Warning that a self-check of a result has a larger mismatch than rounding explains for its dtype."""
+    """Warning that a self-check has a larger mismatch than rounding explains for its dtype, or could not be made."""
 
 
 class TrackingWarning(UserWarning):

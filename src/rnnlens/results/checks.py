@@ -315,9 +315,24 @@ def _largest(array: Array) -> float:
 
 def warn_of_failed_checks(checks: Iterable[Check]) -> None:
     """Issue one SelfCheckWarning for each failed check, at the line of user code that called rnnlens."""
+    for check in checks:
+        if not check.ok:
+            _warn_at_call(check.sentence)
+
+
+def warn_of_missing_certificate(certificate: Certificate) -> None:
+    """Issue one SelfCheckWarning with the reason if a result could not be compared with a reference run."""
+    if certificate.state == "could not":
+        _warn_at_call(
+            f"rnnlens could not compare this result with a reference run of the model: {certificate.why}. Its numbers "
+            f"are not certified. Try: finite differences of a few entries; "
+            f'rl.options(certify="never") ends this message.'
+        )
+
+
+def _warn_at_call(text: str) -> None:
+    """Issue a SelfCheckWarning at the line of user code that called rnnlens."""
     stacklevel, frame = 1, sys._getframe()
     while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("rnnlens."):
         stacklevel, frame = stacklevel + 1, frame.f_back
-    for check in checks:
-        if not check.ok:
-            warnings.warn(check.sentence, SelfCheckWarning, stacklevel=stacklevel)
+    warnings.warn(text, SelfCheckWarning, stacklevel=stacklevel)

@@ -14,7 +14,7 @@ from ..arguments.data import is_source
 from ..errors import InputError, short_repr
 from ..recurrence.reductions import REDUCTIONS
 from ..results.array import LabelledArray, record_attrs
-from ..results.checks import warn_of_failed_checks
+from ..results.checks import Certificate, warn_of_failed_checks, warn_of_missing_certificate
 from ..settings import current, parse_memory
 from ..vocabulary import IN_TIME, OUT_TIME
 from .axes import an_axes_table
@@ -163,6 +163,12 @@ def jacobian(
     LayerNotFoundError
         If ``of`` or ``wrt`` matches nothing.
 
+    Warns
+    -----
+    SelfCheckWarning
+        If the Jacobian differs from a reference run of the model by more than rounding explains, or if the comparison
+        was attempted and could not be made; the message has the reason.
+
     References
     ----------
     Products of Jacobians through time: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eq. 5.
@@ -223,4 +229,6 @@ def _batch_jacobian(
         request.remember(certificate, *details)
         result.attrs |= record_attrs(result.checks, certificate)
         warn_of_failed_checks(certificate.checks)
+        if not isinstance(claim, Certificate):  # what the options rule out beforehand needs no warning
+            warn_of_missing_certificate(certificate)
     return result

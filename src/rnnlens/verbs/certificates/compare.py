@@ -49,6 +49,10 @@ WITH_OTHER_WEIGHTS = {
 LAYER_INPUT, INITIAL = "reference layer input gradient", "reference initial state gradient"
 
 
+#: Why no reference run has the numbers of a run with ``initial_state=``.
+OWN_STATES = "initial_state= was set by rnnlens; the model on its own starts from other states"
+
+
 def attempt(function: Callable[[], T]) -> tuple[T | None, str]:
     """Call ``function``; return its result and "", or None and the reason for the failure."""
     try:
@@ -66,7 +70,7 @@ def untouched(request: ModelRequest, batch: Batch, **options: bool) -> Run:
     Raises ``CertificateError`` if rnnlens set initial states, which the model on its own does not have.
     """
     if batch.initial_state:
-        raise CertificateError("initial_state= was set by rnnlens; the model on its own starts from other states")
+        raise CertificateError(OWN_STATES)
     return request.adapter.run(request.model, batch, Taps.nothing(**options))
 
 

@@ -29,7 +29,7 @@ from ..time_jacobian.execute import numbers
 from ..time_jacobian.network import open_network
 from ..time_jacobian.plan import JacobianPlan, WorkCount, make_plan, plan_for
 from ..time_jacobian.request import JacobianEnd, JacobianEnds, JacobianOptions, JacobianRequest, integer_dtype
-from .compare import Comparisons, attempt, compare_in_turn, could_not_compare, untouched
+from .compare import OWN_STATES, Comparisons, attempt, compare_in_turn, could_not_compare, untouched
 
 #: Values of ``measure`` for which the result is linear in the rows of the Jacobian.
 LINEAR = (None, "sum", "mean")
@@ -154,6 +154,7 @@ def claim_of(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArra
         ),
         "the model by itself does not hold its coefficients constant": request.batch.frozen,
         "rtol= pruned rows": request.options.rtol is not None,
+        OWN_STATES: bool(request.batch.initial_state),
         "it is not made of real numbers": plan.dtype.kind != "f",
     }
     for reason, applies in reasons.items():
@@ -235,9 +236,10 @@ def _compare_claim(claim: JacobianClaim) -> Certificate:
         comparisons.compare(JACOBIAN, "", [(claim.pulled, reference)], scale=scale)
         return comparisons.certificate(request.adapter.engine, claim.checks, **certificate_names)
 
-    def compare_perturbed(run: ReferenceRun) -> Certificate:
+    def compare_perturbed(run: ReferenceRun) -> Certificate | None:
         change = _recomputed_product(request, perturbed=True) - _recomputed_product(request)
-        return compare(run, max(claim.spread, float(abs(change).max()) / epsilon(dtype)))
+        certificate = compare(run, max(claim.spread, float(abs(change).max()) / epsilon(dtype)))
+        return None if certificate.state == "could not" else certificate
 
     return compare_in_turn(request, partial(_reference_attempt, claim), [compare, compare_perturbed], steps=most_steps)
 

@@ -53,6 +53,16 @@ def test_a_model_that_differs_from_itself_is_not_certified():
     assert "two reference runs" in certificate.why
 
 
+def test_a_jacobian_that_could_not_be_compared_warns():
+    x = torch.randn(3, 5, 3)
+    with pytest.warns(SelfCheckWarning, match="two reference runs of the model give different numbers"):
+        jacobian = rl.jacobian(Restless(), x)
+    assert jacobian.certificate.state == "could not"
+    given = [torch.ones(3, 4), torch.ones(3, 4)]
+    known = rl.jacobian(Plain(), x, initial_state={"rnn": given}).certificate  # no warning: the caller knows
+    assert (known.state, known.why[:22]) == ("could not", "initial_state= was set")
+
+
 def test_a_forward_without_gradients_is_not_certified():
     assert trace_certificate(WithoutGradients()).state == "could not"
 

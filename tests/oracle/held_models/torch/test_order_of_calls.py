@@ -1,14 +1,18 @@
 """After any other verbs, a verb returns the numbers, axes and certificate that it returns on a fresh copy."""
 
 from copy import deepcopy
+from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
 from function_models import make_model, noise
 from order_of_calls import Calls
+from planted_cells import plant_scaled_gradient
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+jacobian = import_module("rnnlens.verbs.jacobian")
 B, T, F, H, V = 6, 7, 4, 5, 4
 LENGTHS = torch.tensor([7, 6, 6, 4, 3, 2])
 
@@ -72,8 +76,9 @@ def calls(request):
 
 
 def test_drawn_pairs_and_triples(calls):
-    quick = Calls(**{**vars(calls), "left_out": (*calls.left_out, "diagnose")})
+    quick = replace(calls, left_out=("diagnose",))
     quick.check([*quick.drawn(14), *quick.drawn(3, 3), ("gradients by input", "jacobian")])
+    replace(quick, certify="auto").check([*quick.drawn(4, seed=2), ("jacobian", "jacobian")])
 
 
 @pytest.mark.parametrize("calls", ["channels first", "last step"], indirect=True)
@@ -81,6 +86,20 @@ def test_a_diagnosis_after_gradients_and_gradients_after_a_diagnosis(calls):
     calls.check([("gradients by input", "diagnose"), ("diagnose", "jacobian")])
 
 
+@pytest.mark.filterwarnings("ignore::rnnlens.errors.SelfCheckWarning")
+@pytest.mark.parametrize("calls", ["time first"], indirect=True)
+def test_a_certificate_that_failed_fails_again(calls, monkeypatch):
+    plant_scaled_gradient(monkeypatch, 1.01)  # of traces
+    original = jacobian.execute
+    monkeypatch.setattr(jacobian, "execute", lambda *args: original(*args) * 1.01)
+    faulty = replace(calls, certify="auto")
+    for verb in ("trace", "weights", "jacobian", "gradients by states"):
+        assert faulty.verbs[verb](calls.copy_model()).certificate.state == "failed", verb
+    faulty.check([("jacobian", "jacobian"), ("trace", "jacobian"), ("jacobian", "trace"), ("weights", "trace")])
+
+
 @pytest.mark.full
-def test_all_pairs_and_further_triples(calls):
+@pytest.mark.parametrize("certify", ["always", "auto"])
+def test_all_pairs_and_further_triples(calls, certify):
+    calls = replace(calls, certify=certify)
     calls.check([*calls.pairs(), *calls.drawn(200, 3, seed=1)])
