@@ -6,6 +6,7 @@ __all__ = ["graph", "v1"]
 
 pytest_collection_modifyitems = mark_full_under_v2(
     "test_dropout_wrapper.py",
+    "test_order_of_calls.py",
     "test_conv_lstm.py::test_layers_of_keras",
     "test_conv_lstm.py::test_the_layer_of_keras",
     "test_conv_lstm.py::test_states_gates_total_gradients_and_weights[2-static",
