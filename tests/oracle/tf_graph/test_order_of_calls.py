@@ -35,7 +35,7 @@ def build(make_cell, is_time_first, lengths):
 
 @pytest.fixture(params=KINDS)
 def calls(request):
-    make_cell, is_time_first, _ = KINDS[request.param]
+    _, is_time_first, _ = KINDS[request.param]
     x, y = (a.swapaxes(0, 1) if is_time_first else a for a in (X, Y))
     # Both need the loss of some samples or of several batches, and that of a graph is of one batch.
     left_out = ("gradients of samples", "gradients in batches")
