@@ -1,4 +1,4 @@
-"""After any other verbs, a verb returns the numbers, axes and certificate that it returns on a network not yet called."""
+"""After any other verbs, a verb returns the numbers, axes and certificate that it returns on a new network."""
 
 from dataclasses import replace
 
