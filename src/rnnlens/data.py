@@ -124,13 +124,27 @@ def sample_count(x: Any, layouts: Sequence[Layout | None] | None = None) -> int:
         raise InputError(
             "The arrays have different numbers of samples.",
             got=", ".join(map(str, sorted(lengths))),
-            hint='if another axis counts samples, name the axes: axes={"input": ("time", "sample", "feature")}',
+            hint=f"if another axis counts samples, name the axes: axes={_axes_by_input(x)}",
         )
     count = lengths.pop()
     if count == 0:
         shape = next(_shape(leaf) for leaf in leaves if has_axes(leaf))
         raise InputError("Batch is empty.", got=f"x of shape {shape}", expected="at least 1 sample")
     return count
+
+
+def _axes_by_input(x: Any) -> dict[str, tuple[Any, ...]]:
+    """Return axes to type in ``axes=`` for inputs of which the shortest first axis counts samples."""
+    keys = list(x) if isinstance(x, Mapping) else range(len(leaves_of(x)))
+    shapes = {f"input[{key}]": _shape(leaf) for key, leaf in zip(keys, leaves_of(x), strict=False)}
+    shortest = min(shape[0] for shape in shapes.values() if shape)
+    axes: dict[str, tuple[Any, ...]] = {}
+    for name, shape in shapes.items():
+        is_folded = shape[:1] > (shortest,) and len(shape) < 3 and shape[0] % shortest == 0
+        leading = [("time", "sample")] if is_folded else ["time", "sample"] if shape[:1] > (shortest,) else ["sample"]
+        if shape:
+            axes[name] = tuple([*leading, "feature", *(f"axis_{i}" for i in range(2, len(shape)))][: len(shape)])
+    return axes
 
 
 def has_axes(leaf: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .. import data
-from ..adapters.protocol import Adapter, Batch, Capture, LayerInfo, RecurrentCall, Taps
+from ..adapters.protocol import Adapter, Batch, Capture, LayerInfo, Port, RecurrentCall, Taps
 from ..adapters.registry import adapter_for
 from ..errors import InputError, ModelError, RnnlensError, short_repr
 from ..layout import Layout
@@ -49,10 +49,23 @@ class Experiment:
         """Return the axes of inputs and of the examined output for ``rl.gradients``, which finds those left out."""
         orientation = self.samples.orientation
         declared = {name: layout.axes for name, layout in orientation.declared.items()}
-        if output in declared or orientation.inputs is not None:
+        if orientation.inputs is not None:
+            # With an output declared, samples are counted on the inputs.
+            return {**self._axes_of_inputs(), **declared} if declared else declared
+        if output in declared:
             return declared
         # Samples come first in the inputs, and the axes of the output are known.
         return {**declared, output: self.layout.axes}
+
+    def _axes_of_inputs(self) -> dict[str, Any]:
+        """Return the axes of the inputs by their names in ``axes=``, of those that were not declared."""
+        orientation, names = self.samples.orientation, Catalogue(self.adapter, self.model, self.samples.x).inputs
+        layouts = enumerate(orientation.inputs or [])
+        return {
+            (f"input[{names[i] if names else i}]" if len(orientation.inputs or []) > 1 else "input"): layout.axes
+            for i, layout in layouts
+            if layout.axes and Port("input", index=i) not in orientation.axes.stated
+        }
 
     @cached_property
     def layout(self) -> Layout:
@@ -316,14 +329,15 @@ class Experiment:
         return change, np.zeros_like(change) if self.target is None else score(self.target.values, prediction)
 
     def predict_shortened(self, lengths: Array) -> Array | None:
-        """Predict from the last ``lengths`` steps of each sample; None if the model refuses fewer."""
+        """Predict from the last ``lengths`` steps of each sample; None if the model refuses fewer, or joins samples."""
         have_full_length = bool((self.lengths == self.samples.steps).all())
         if not have_full_length and self.is_sequence:
             return None
         try:
-            return self._to_prediction(self.outputs(self.samples.shortened(self.lengths, lengths)))
+            outputs = self.outputs(self.samples.shortened(self.lengths, lengths))
         except RnnlensError:
             return None
+        return self._to_prediction(outputs) if len(outputs) == self.samples.count else None
 
     def _to_prediction(self, raw: Array) -> Array:
         return raw if self.target is None else self.target.prediction(raw)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..errors import InputError, RnnlensError, UnsupportedError, shape_of, short
 from ..layout import Layout, canonical_order
 from ..results.schema import to_host
 from ..typing import Array
-from ..verbs.axes import DATA, InputCoordinates, ModelAxes
+from ..verbs.axes import DATA, InputCoordinates, ModelAxes, axes_to_write, sample_axes_to_type
 from ..verbs.batches import layouts_of_inputs
 from ..verbs.names import Catalogue
 from ..vocabulary import SAMPLE, TIME
@@ -47,11 +48,15 @@ class Orientation:
         failure: Exception | None = None
         layouts: Sequence[Layout | None] | None = [_samples_first(len(shape_of(leaf) or ())) for leaf in leaves]
         few = None
-        if not any(name.startswith("input") for name in self.declared):
+        lengths = {(shape_of(leaf) or (0,))[0] for leaf in leaves if data.has_axes(leaf)}
+        if len(lengths) == 1 and not any(name.startswith("input") for name in self.declared):
             try:
                 few = self._few_of_first_axis(x)
             except RnnlensError as error:
                 failure = error
+        if few is None and (folded := self._folded_layouts(x)):
+            self._few = Batch(x)
+            return folded
         if few is None:
             few = x
             try:
@@ -62,10 +67,32 @@ class Orientation:
             return None
         self._few = Batch(few)
         self.axes.learn(self._few, [Port("input", index=i) for i in range(len(leaves))])
+        detected = [self.axes.layout(Port("input", index=i), np.shape(leaf)) for i, leaf in enumerate(leaves)]
         named = [
-            self._with_time_axis(i, leaf, layout) for i, (leaf, layout) in enumerate(zip(leaves, layouts, strict=True))
+            self._with_time_axis(leaf, found, layout, is_known=any(TIME in found.names for found in detected))
+            for leaf, found, layout in zip(leaves, detected, layouts, strict=True)
         ]
-        return None if all(layout.names[:2] in ((), (SAMPLE,), (SAMPLE, TIME)) for layout in named) else named
+        return None if all(_is_canonical(layout) for layout in named) else named
+
+    def _folded_layouts(self, x: Any) -> list[Layout] | None:
+        """Return the layout of each leaf of x if samples and steps are folded into one axis of some leaf; else None.
+
+        The model runs on all of x: a part of a folded axis may be no whole number of samples.
+        """
+        leaves = data.leaves_of(x)
+        if any(map(data.is_packed, leaves)):
+            return None
+        ports = [Port("input", index=i) for i in range(len(leaves))]
+        try:
+            self.axes.learn(Batch(x), [*ports, Port("output")])
+            layouts = [
+                self.axes.layout(port, np.shape(leaf)) if data.has_axes(leaf) else Layout(())
+                for port, leaf in zip(ports, leaves, strict=True)
+            ]
+        except RnnlensError:  # a choice of the sample axis, or the diagnosis itself, meets the error again
+            return None
+        is_known = all(SAMPLE in layout.names for layout in layouts if layout.axes)
+        return layouts if is_known and any(layout.is_folded for layout in layouts) else None
 
     def _few_of_first_axis(self, x: Any) -> Any:
         """Return a few entries of the first axis of x if the recurrent layers get one sample for each; else None.
@@ -86,17 +113,17 @@ class Orientation:
         counts = {*(int(call.input.shape[0]) for call in capture.calls), *capture.scanned.values()}
         return first_entries if counts <= {count} else None
 
-    def _with_time_axis(self, index: int, leaf: Any, layout: Layout | None) -> Layout:
+    @staticmethod
+    def _with_time_axis(leaf: Any, detected: Layout, layout: Layout | None, *, is_known: bool) -> Layout:
         """Return the layout of an input leaf, with a time axis.
 
-        If the time axis is unknown, it is the first axis that does not count samples.
+        Unless ``is_known``, the time axis of some leaf, it is the first axis that does not count samples.
         """
         if not data.has_axes(leaf):
             return Layout(())
-        detected = self.axes.layout(Port("input", index=index), np.shape(leaf))
         names = list(detected.names if layout is None or SAMPLE in detected.names else layout.names)
         other_axes = [i for i, name in enumerate(names) if name != SAMPLE]
-        if TIME not in names and other_axes:
+        if not is_known and TIME not in names and other_axes:
             names[other_axes[0]] = TIME
         return Layout.of_names(names)
 
@@ -105,18 +132,28 @@ class Orientation:
         x, y = _to_numpy(x), _to_numpy(y)
         if self._few is None and "y" not in self.axes.data:
             return x, y
+        count = self._count_samples(x)
+        x = x if self.inputs is None else _reorder_leaves(partial(_to_canonical, samples=count), x, self.inputs)
         leaves = data.leaves_of(x)
-        layouts = self.inputs or [Layout.of_names((SAMPLE, TIME)[: leaf.ndim]) for leaf in leaves]
-        sizes = (
-            dict(zip(layout.names, leaf.shape, strict=False)) for leaf, layout in zip(leaves, layouts, strict=True)
-        )
-        count, steps = next((size[SAMPLE], size[TIME]) for size in sizes if TIME in size)
+        steps = next((leaf.shape[1] for i, leaf in enumerate(leaves) if leaf.ndim > 1 and self.has_time(i)), 1)
         targets = [] if y is None else data.leaves_of(y)
         if self._few is not None:
             self.axes.learn(self._few, [Port("output", index=i) for i in range(len(targets))])
         self.targets = [self._target_layout(i, leaf, count, steps) for i, leaf in enumerate(targets)]
-        y = None if y is None else _reorder_leaves(_to_canonical, y, self.targets)
-        return x if self.inputs is None else _reorder_leaves(_to_canonical, x, self.inputs), y
+        return x, None if y is None else _reorder_leaves(partial(_to_canonical, samples=count), y, self.targets)
+
+    def has_time(self, index: int) -> bool:
+        """Return whether an input leaf with several axes may have a time axis, its second in canonical order."""
+        return self.inputs is None or TIME in self.inputs[index].names
+
+    def _count_samples(self, x: Any) -> int:
+        """Return the number of samples of x in the model's own order."""
+        if self.inputs is None:
+            return data.sample_count(x)
+        for leaf, layout in zip(data.leaves_of(x), self.inputs, strict=True):
+            if layout.sample is not None and not layout.is_folded:
+                return int(leaf.shape[layout.sample])
+        return self.axes.samples(Batch(x))
 
     def _target_layout(self, index: int, leaf: Array, count: int, steps: int) -> Layout:
         """Return the layout of a target: that of its output if it has the same axes, samples first, or steps first.
@@ -129,11 +166,13 @@ class Orientation:
             return self.axes.data["y"]
         port = Port("output", index=index)
         output = self.axes.stated.get(port, self.axes.found_layouts.get(port))
+        if output is not None and len(output.axes[0]) > 1 and leaf.shape[:1] == (count * steps,):
+            return Layout((output.axes[0], *((f"axis_{i}",) for i in range(1, leaf.ndim))))  # one for each row
         if output is not None and not output.is_folded and len(output.names) == leaf.ndim:
             sizes = dict(zip(output.names, leaf.shape, strict=True))
             if (sizes.get(SAMPLE), sizes.get(TIME)) == (count, steps):
                 return output
-        if self.inputs is None:
+        if self.inputs is None and leaf.shape[:1] != (count * steps,):
             return _samples_first(leaf.ndim)
         other_dims = tuple(f"axis_{i}" for i in range(2, leaf.ndim))
         fit_by_dims = {
@@ -145,13 +184,15 @@ class Orientation:
             raise InputError(
                 "rnnlens could not determine which axis of y counts samples.",
                 got=f"shape {leaf.shape} for {count} samples of {steps} steps",
-                hint='name the axes: axes={"y": ("time", "sample", "unit")}, one name for each axis',
+                hint=f"name the axes: {sample_axes_to_type('y', leaf.shape, count, steps)}",
             )
         return Layout.of_names(fitting_dims[0])
 
     def canonical_input(self, x: Any) -> Any:
         """Convert inputs, or arrays shaped like them, from the model's own order of axes to samples first."""
-        return x if self.inputs is None else _reorder_leaves(_to_canonical, x, self.inputs)
+        if self.inputs is None:
+            return x
+        return _reorder_leaves(partial(_to_canonical, samples=self._count_samples(x)), x, self.inputs)
 
     def as_given(self, x: Any) -> Any:
         """Convert x from samples first to the model's own order of axes."""
@@ -160,6 +201,11 @@ class Orientation:
     def target_as_given(self, y: Any) -> Any:
         """Convert targets from samples first to the order in which they were given to :meth:`in_canonical_order`."""
         return _reorder_leaves(_from_canonical, y, self.targets) if self.targets else y
+
+    def _name_of_output(self, index: int) -> str:
+        """Return the name in ``axes=`` of an output of the model."""
+        outputs = self.axes.adapter.run(self.axes.model, self._few, Taps()).returned if self._few is not None else None
+        return f"output[{index}]" if len(data.leaves_of(outputs)) > 1 else "output"
 
     def canonical_output(self, array: Array, index: int, x: Any, samples: int) -> Array:
         """Convert one output of the model to (sample, time, ...) or (sample, ...).
@@ -176,9 +222,9 @@ class Orientation:
             raise InputError(
                 "rnnlens could not determine which axis of the output counts samples.",
                 got=f"shape {array.shape}",
-                hint='name the axes: axes={"output": ("time", "sample", "unit")}',
+                hint=f"name the axes: {sample_axes_to_type(self._name_of_output(index), array.shape, samples)}",
             )
-        canonical = _to_canonical(layout.split_folded(array, samples), Layout.of_names(layout.names))
+        canonical = _to_canonical(array, layout, samples)
         return canonical[:, :, None] if set(layout.names) == {SAMPLE, TIME} else canonical
 
     def _may_have_other_axes(self, array: Array, port: Port, x: Any, samples: int) -> bool:
@@ -197,21 +243,29 @@ def _samples_first(count: int) -> Layout:
     return Layout.of_names((SAMPLE, *(f"axis_{i}" for i in range(1, count)))[:count])
 
 
-def _to_canonical(array: Array, layout: Layout) -> Array:
+def _is_canonical(layout: Layout) -> bool:
+    """Return whether samples are on the first axis of a tensor, and steps, if it has any, on the second."""
+    names = layout.names
+    return not layout.is_folded and names[:1] in ((), (SAMPLE,)) and (TIME not in names or names[1] == TIME)
+
+
+def _to_canonical(array: Array, layout: Layout, samples: int) -> Array:
+    """Split folded axes of an array of ``samples`` samples, and put samples first, then steps."""
     if not array.ndim:
         return array
-    if len(layout.names) != array.ndim:
-        received = f"axes ({', '.join(layout.names)}) for shape {array.shape}"
-        raise InputError("axes= does not fit.", got=received, expected="one name for each axis")
-    return np.ascontiguousarray(np.transpose(array, canonical_order(layout.names)))
+    folded_sizes = [size for axis, size in zip(layout.axes, array.shape, strict=False) if len(axis) > 1]
+    if len(layout.axes) != array.ndim or any(size % samples for size in folded_sizes):
+        received = f"axes ({', '.join(map(str, axes_to_write(layout.axes)))}) for shape {array.shape}"
+        expected = "one name for each axis" + (f"; a folded axis of {samples} samples" if folded_sizes else "")
+        raise InputError("axes= does not fit.", got=received, expected=expected)
+    split_array = layout.split_folded(array, samples)
+    return np.ascontiguousarray(np.transpose(split_array, canonical_order(layout.names)))
 
 
 def _from_canonical(array: Array, layout: Layout) -> Array:
-    return (
-        array
-        if not array.ndim
-        else np.ascontiguousarray(np.transpose(array, np.argsort(canonical_order(layout.names))))
-    )
+    if not array.ndim:
+        return array
+    return np.ascontiguousarray(layout.fold(np.transpose(array, np.argsort(canonical_order(layout.names)))))
 
 
 def _reorder_leaves(reorder: Callable[[Array, Layout], Array], tree: Any, layouts: Sequence[Layout]) -> Any:
@@ -318,13 +372,17 @@ def read_samples(x: Any, y: Any, max_samples: int, orient: Callable[[Any], Orien
         If no array has a time axis, the batches do not fit together, or y has another number of samples.
     """
     pairs = _read_batches(x, max_samples) if is_source(x) else [(x, y)]
-    refuse_without_time(pairs[0][0])
+    first_x = pairs[0][0]
+    _refuse_packed(first_x)
     for _, target in pairs:
         _refuse_packed(target)
-    orientation = orient(pairs[0][0])
-    coordinates = None if len(pairs) > 1 else InputCoordinates(pairs[0][0], orientation.axes)
+    if not any(sum(size > 1 for size in shape_of(leaf) or ()) > 1 for leaf in data.leaves_of(first_x)):
+        refuse_without_time(first_x)
+    orientation = orient(first_x)
+    coordinates = None if len(pairs) > 1 else InputCoordinates(first_x, orientation.axes)
     ordered_pairs = [orientation.in_canonical_order(x, y) for x, y in pairs]
     x, y = ordered_pairs[0] if len(ordered_pairs) == 1 else map(_join_batches, zip(*ordered_pairs, strict=True))
+    refuse_without_time(x)
     count = data.sample_count(x)
     if y is not None and any(leaf.shape[:1] not in ((count,), ()) for leaf in data.leaves_of(y)):
         received = f"y of shape {', '.join(str(leaf.shape) for leaf in data.leaves_of(y))} for {count} samples"
@@ -337,8 +395,9 @@ def read_samples(x: Any, y: Any, max_samples: int, orient: Callable[[Any], Orien
         x = data.select(x, sample_indices)
         y = None if y is None else data.select(y, sample_indices)
     leaves = data.leaves_of(x)
-    steps = next(leaf.shape[1] for leaf in leaves if leaf.ndim >= 2)
-    sequences = tuple(i for i, leaf in enumerate(leaves) if leaf.ndim >= 2 and leaf.shape[1] == steps)
+    with_steps = [i for i, leaf in enumerate(leaves) if leaf.ndim >= 2 and orientation.has_time(i)]
+    steps = leaves[with_steps[0]].shape[1]
+    sequences = tuple(i for i in with_steps if leaves[i].shape[1] == steps)
     return Samples(x, y, steps, sequences, labels, orientation)
 
 

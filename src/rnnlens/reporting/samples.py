@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -234,14 +235,17 @@ def map_of_model(
 ) -> TimeMap:
     """Compute the norms of the time Jacobian of outputs by inputs, averaged over samples.
 
-    For a model with one output step, it is the time Jacobian of the last layer's states by inputs. ``select(n)``
-    returns the first n of the ``samples`` in the layout that the model takes; there are none if they cannot be
-    separated. ``outputs`` are the shapes of the outputs of one sample.
+    It is that of the first output with a row for every step, also if the model folds samples and steps into one axis;
+    of a model with one output step, that of the last layer's states. ``select(n)`` returns the first n of the
+    ``samples`` in the layout that the model takes; there are none if they cannot be separated. ``outputs`` are the
+    shapes of the outputs of one sample.
     """
     last_track = tracks[-1]
-    every_step = any(len(shape) >= 3 and last_track.steps in shape[:2] for shape in outputs) and last_track.steps > 1
-    output_name = "output" if every_step else f"{last_track.layer}.{next(iter(last_track.states), 'hidden')}"
-    width = outputs[0][-1] if every_step else last_track.units
+    index = next((i for i, shape in enumerate(outputs) if _has_every_step(shape, last_track.steps)), None)
+    if index is None:
+        output_name, width = f"{last_track.layer}.{next(iter(last_track.states), 'hidden')}", last_track.units
+    else:
+        output_name, width = f"output[{index}]" if len(outputs) > 1 else "output", outputs[index][-1]
     row_count = min(width, _MAX_PROBES)
     input_widths = [1, *(track.units for track in tracks)]
     step_cost = sum(8 * track.units * (track.units + width) for track, width in zip(tracks, input_widths, strict=False))
@@ -256,9 +260,10 @@ def map_of_model(
         jacobian_options["sketch"] = _MAX_PROBES
     x = select(sample_count)
     with options(certify="first"):
-        try:
-            time_jacobian, input_name = jacobian(model, x, of=output_name, wrt="input", **jacobian_options), "input"
-        except InputError:  # integer input: differentiate by the input of the first layer
+        time_jacobian, input_name = None, "input"
+        with suppress(InputError):  # an input of integers, or several inputs
+            time_jacobian = jacobian(model, x, of=output_name, wrt=input_name, **jacobian_options)
+        if time_jacobian is None or IN_TIME not in time_jacobian.dims:  # of ids and a state, only the state is a float
             input_name = f"{tracks[0].layer}.input"
             time_jacobian = jacobian(model, x, of=output_name, wrt=input_name, **jacobian_options)
     shown_options = {
@@ -271,6 +276,11 @@ def map_of_model(
     return _time_map(
         time_jacobian, code, sample_count, jacobian_options.get("sketch", 0), [track.direction for track in tracks]
     )
+
+
+def _has_every_step(shape: tuple[int, ...], steps: int) -> bool:
+    """Return whether the output of one sample, of this shape, has a row for each of several steps."""
+    return steps > 1 and (steps in shape[:2] if len(shape) >= 3 else len(shape) == 2 and shape[0] == steps)
 
 
 def map_of_array(time_jacobian: xr.DataArray) -> TimeMap:

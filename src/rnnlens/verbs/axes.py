@@ -254,6 +254,22 @@ def axes_to_type(
     )
 
 
+def sample_axes_to_type(name: str, shape: Sequence[int], samples: int, steps: int = 0) -> str:
+    """Return the ``axes=`` to type for a tensor whose sample axis is not known: both orders of samples and steps.
+
+    They are folded into the first axis if it has an entry for each step of each of ``samples`` samples. ``steps``: 0 if
+    their number is not known.
+    """
+    is_folded = shape[0] == samples * steps if steps else shape[0] > samples > 1 and shape[0] % samples == 0
+    others = (UNIT, *(f"axis_{i}" for i in range(3, len(shape) + 1)))
+    candidates = []
+    for order in ((TIME, SAMPLE), (SAMPLE, TIME)):
+        leading: tuple[str | Axis, ...] = (order,) if is_folded else order if len(shape) > 1 else (SAMPLE,)
+        axes = {name: (*leading, *others)[: len(shape)]}
+        candidates.append(f"axes={axes}")
+    return " or ".join(dict.fromkeys(candidates))
+
+
 def _feature_or_unit(name: str) -> str:
     return FEATURE if name.partition("[")[0].endswith("input") else UNIT
 

@@ -15,7 +15,7 @@ from ..arguments.data import is_source, refuse_large
 from ..errors import InputError, ModelError, RnnlensError, UnsupportedError
 from ..layout import Layout
 from ..vocabulary import SAMPLE
-from .axes import ModelAxes
+from .axes import ModelAxes, sample_axes_to_type
 
 #: Largest number of combinations of sample axes that are tried.
 _MAX_CHOICES = 64
@@ -141,7 +141,7 @@ def _target_layouts(
         if len(fitting) > 1 and len(leaves) == 1:
             fitting = [layout for layout in fitting if _loss_accepts(axes, template, x, inputs, y, layout)]
         if len(fitting) != 1:
-            raise _unknown_axis_error("y", [shape], None)
+            raise _unknown_axis_error("y", [shape], None, count)
         layouts.append(fitting[0])
     return layouts
 
@@ -173,23 +173,28 @@ def _weight_layout(axes: ModelAxes, leaf: Any, y: Any, targets: Sequence[Layout 
             return _with_samples_on(layout.sample, len(shape))
     fitting = [_with_samples_on(axis, len(shape)) for axis, size in enumerate(shape) if size == count]
     if len(fitting) != 1:
-        raise _unknown_axis_error("sample_weight", [shape], None)
+        raise _unknown_axis_error("sample_weight", [shape], None, count)
     return fitting[0]
 
 
-def _unknown_axis_error(name: str, shapes: Sequence[tuple[int, ...]], failure: Exception | None) -> RnnlensError:
+def _unknown_axis_error(
+    name: str, shapes: Sequence[tuple[int, ...]], failure: Exception | None, count: int = 0
+) -> RnnlensError:
     if isinstance(failure, RnnlensError) and isinstance(failure, InputError):
         return failure
     error = InputError(
         f"rnnlens could not determine which axis of {name} counts samples, so it cannot be split into batches.",
         got=f"shape {', '.join(map(str, shapes))}",
-        hint=(
-            f'name the axes: axes={{"{name}": ("time", "sample", ...)}}, one name for each axis; or leave '
-            "batch_size out"
-        ),
+        hint=f"name the axes: {_axes_to_type(name, shapes, count)}; or leave batch_size out",
     )
     error.__cause__ = failure
     return error
+
+
+def _axes_to_type(name: str, shapes: Sequence[tuple[int, ...]], count: int) -> str:
+    if len(shapes) != 1 or not shapes[0]:
+        return f'axes={{"{name}": ("time", "sample", ...)}}, one name for each axis'
+    return sample_axes_to_type(name, shapes[0], count)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import numpy as np
 import pytest
 import torch
@@ -328,3 +330,114 @@ def test_errors_of_the_model_keep_their_own_words():
 
     with pytest.raises(RnnlensError, match="no such thing"):
         rl.diagnose(Wrong(), white_noise(), white_noise()[:, 0])
+
+
+class Folded(nn.Module):
+    """A model of the lag-5 task that folds steps and samples of its scores, and of its input if ``state_given``."""
+
+    def __init__(self, *, batch_first=False, state_given=False):
+        super().__init__()
+        self.rnn, self.head = shift_register(7, batch_first=batch_first), linear_readout([(5, 1.0), (5, -1.0)], 7)
+        self.state_given = state_given
+
+    def forward(self, x, *state):
+        if self.state_given:
+            x = x.reshape(-1, len(state[0]), 1)
+        return self.head(self.rnn(x, *(h[None] for h in state))[0]).reshape(-1, 2)
+
+
+def lagged_signs(x, lag=5):
+    """Return the class 0 where the input ``lag`` steps earlier was positive, else 1, (sample, time)."""
+    return (np.roll(x[..., 0], lag, axis=1) < 0).astype("int64")
+
+
+def cross_entropy(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets.reshape(-1))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("axes", [None, "written"])
+def test_targets_folded_like_the_scores(batch_first, axes):
+    x = white_noise()
+    classes, net = lagged_signs(x), Folded(batch_first=batch_first)
+    fold = ("sample", "time") if batch_first else ("time", "sample")
+    axes = axes and {"y": (fold,), "output": (fold, "unit")}
+    inputs, targets = (x, classes) if batch_first else (x.transpose(1, 0, 2).copy(), classes.T)
+    folded = rl.diagnose(net, inputs, targets.reshape(-1), loss=cross_entropy, axes=axes)
+    unfolded = rl.diagnose(net, inputs, targets, loss=cross_entropy)
+    assert float(folded["model"].memory) == 6
+    assert float(folded["model"].skill) > 0.5
+    assert str(folded) == str(unfolded)
+
+
+@pytest.mark.parametrize("axes", [None, {"input[0]": (("time", "sample"), "feature"), "y": (("time", "sample"),)}])
+def test_an_input_may_fold_steps_and_samples_too(axes):
+    x = white_noise()
+    net, state = Folded(state_given=True), np.zeros((SAMPLES, 7), dtype="float32")
+    inputs = (x.transpose(1, 0, 2).reshape(-1, 1), state)
+    d = rl.diagnose(net, inputs, lagged_signs(x).T.reshape(-1), loss=cross_entropy, axes=axes)
+    assert (float(d["model"].memory), int(d["model"].steps), d["model"].sizes["sample"]) == (6, STEPS, SAMPLES)
+    assert float(d["model"].skill) > 0.5
+
+
+class ImageRows(nn.Module):
+    """A model that reads images (sample, channel, row, column) row by row."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = shift_register(7), linear_readout([(5, 1.0)], 7)
+
+    def forward(self, x):
+        return self.head(self.rnn(x.reshape(-1, STEPS, 1))[0][:, -1])
+
+
+@pytest.mark.parametrize("axes", [None, {"input": ("sample", "axis_1", "time", "feature")}])
+def test_images_are_read_by_rows(axes):
+    images = white_noise()[:, None]
+    d = rl.diagnose(ImageRows(), images, images[:, 0, -6], axes=axes)
+    assert (float(d["model"].memory), int(d["model"].steps)) == (6, STEPS)
+    assert float(d["model"].skill) > 0.99
+
+
+def test_a_report_of_folded_scores_has_the_time_jacobian(tmp_path):
+    x = white_noise(8)
+    targets = lagged_signs(x).T.reshape(-1)
+    path = tmp_path / "report.html"
+    rl.report(Folded(), x.transpose(1, 0, 2), targets, loss=cross_entropy, path=path, diagnosis=False)
+    page = path.read_text("utf-8")
+    assert "No time Jacobian" not in page
+    assert "of=&#34;output&#34;" in page
+
+
+class Loss(nn.Module):
+    """A loss that flattens the scores (time, sample, class) itself."""
+
+    def forward(self, outputs, targets):
+        return nn.functional.cross_entropy(outputs.reshape(-1, 2), targets)
+
+
+class Unfolded(Folded):
+    def forward(self, x):
+        return self.head(self.rnn(x)[0])
+
+
+def test_the_axes_of_each_hint_work_when_typed():
+    """Flat targets beside unfolded scores may lie in either order, so the hint names both; one of them has skill."""
+    x = white_noise()
+    inputs, targets = x.transpose(1, 0, 2).copy(), lagged_signs(x).T.reshape(-1)
+    with pytest.raises(InputError, match="which axis of y counts samples") as refusal:
+        rl.diagnose(Unfolded(), inputs, targets, loss=Loss())
+    hints = str(refusal.value).partition("name the axes: ")[2].split(" or ")
+    skills = []
+    for hint in hints:
+        axes = ast.literal_eval(hint.strip().removeprefix("axes="))
+        skills.append(float(rl.diagnose(Unfolded(), inputs, targets, loss=Loss(), axes=axes)["model"].skill))
+    assert len(skills) == 2
+    assert skills[0] > 0.5 > skills[1]
+    with pytest.raises(InputError, match="which axis of y counts samples") as refusal:
+        rl.gradients(Folded(), inputs, targets, loss=cross_entropy, wrt="input", batch_size=64)
+    hint = str(refusal.value).partition("name the axes: ")[2].split(" or ")[0]
+    axes = ast.literal_eval(hint.removeprefix("axes="))
+    cut = rl.gradients(Folded(), inputs, targets, loss=cross_entropy, wrt="input", batch_size=64, axes=axes)
+    whole = rl.gradients(Folded(), inputs, targets, loss=cross_entropy, wrt="input")
+    np.testing.assert_allclose(cut.values, whole.values, rtol=1e-4, atol=1e-9)
