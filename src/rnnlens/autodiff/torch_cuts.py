@@ -24,7 +24,7 @@ _SELECTIONS = frozenset(
     ("__getitem__", "select", "narrow", "index_select", "gather", "take_along_dim", "split", "chunk", "unbind", "diff")
 ) | {"masked_select", "take", "tensor_split", "split_with_sizes", "unfold"}
 #: Operations whose result does not depend on the values of the tensors that they take.
-_VALUELESS = frozenset(
+VALUELESS = frozenset(
     ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros")
 ) | {"new_ones", "new_empty", "new_full", "new_tensor"}
 #: Frames of rnnlens end the search for the user's line; frames of frameworks are passed over.
@@ -32,6 +32,8 @@ _OWN = str(Path(__file__).parents[1])
 _KERAS = tuple(str(Path(sysconfig.get_paths()["purelib"]) / name) for name in ("keras", "tf_keras"))
 _FRAMEWORKS = (str(Path(torch.__file__).parent), *_KERAS, "<")
 
+#: File, line and bytecode offset of a call in the user's code.
+UserCall = tuple[str, int, int]
 #: A tensor that holds an input or its embedding, and the mask of the entries whose gradient is followed.
 _Source = tuple[torch.Tensor, torch.Tensor]
 
@@ -73,7 +75,7 @@ class TorchCutRecorder(TorchFunctionMode, CutRecorder):  # type: ignore[misc]
         outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         if name == "embedding":
             self._embedded += outputs
-        if not inputs or not outputs or name in _VALUELESS:
+        if not inputs or not outputs or name in VALUELESS:
             return
         kind: CutKind
         if not any(t.requires_grad for t in outputs):
@@ -82,7 +84,7 @@ class TorchCutRecorder(TorchFunctionMode, CutRecorder):  # type: ignore[misc]
             kind = "selection"
         else:
             return
-        call = _user_call()
+        call = user_call()
         if call is None:
             return
         operation = "data" if name == "__get__" else name.strip("_")  # an attribute of a tensor
@@ -154,11 +156,13 @@ def _carries(tensors: Sequence[torch.Tensor], sources: Sequence[_Source]) -> boo
     )
 
 
-def _user_call() -> tuple[str, int, int] | None:
-    """Return file, line and bytecode offset of the innermost frame of the user's code; None in code of rnnlens."""
+def user_call(*excluded: str) -> UserCall | None:
+    """Return the innermost call in the user's code; None in code of rnnlens, and in files of ``excluded`` folders."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
+        if excluded and file.startswith(excluded):
+            return None
         if file.startswith(_OWN):
             if frame.f_code.co_name != "__torch_function__":
                 return None

@@ -16,8 +16,9 @@ from ..adapters.torch.public import cell, scan, step
 from ..tracking.torch.plan import WatchPlan
 from ..tracking.torch.watch import TorchWatch
 from ..tracking.watch_arguments import Every, check_arguments
+from .training_cuts import cuts
 
-__all__ = ["cell", "model", "scan", "step", "watch"]
+__all__ = ["cell", "cuts", "model", "scan", "step", "watch"]
 
 
 @check_arguments
