@@ -190,3 +190,94 @@ def test_fields_of_a_named_tuple_are_states_that_grow_from_numbers():
     np.testing.assert_allclose(trace["cell"].hidden_grad.values, torch.stack(grads, 1).numpy(), atol=1e-12)
     assert trace.certificate.state == "passed"
     assert any("hidden is the state's voltage, state_1 is the state's trace" in note for note in trace.notes)
+
+
+class ByForward(Loop):
+    """The loop above, which calls the step's ``forward`` itself."""
+
+    def __init__(self):
+        super().__init__(nn.GRUCell(3, 5), None)
+        self.cell = steps_of("context")[0]
+        self.call = lambda cell, x, c, m, h: (h, cell.forward(x, c, h))
+
+
+class ByMethod(nn.Module):
+    """A layer that runs its own loop over its method ``recurrence``."""
+
+    def __init__(self):
+        super().__init__()
+        self.update = nn.Linear(3 + 5, 5)
+
+    def recurrence(self, x, h):
+        return torch.tanh(self.update(torch.cat([x, h], 1)))
+
+    def forward(self, x, hidden=None):
+        h, self.states = x.new_zeros(len(x), 5) if hidden is None else hidden, []
+        for t in range(x.shape[1]):
+            h = self.recurrence(x[:, t], h)
+            h.retain_grad()
+            self.states.append(h)
+        return h
+
+
+class Around(nn.Module):
+    """A model around the layer above."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out = ByMethod(), nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.out(self.rnn(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "layer", "keeper"),
+    [
+        (ByForward, "cell", lambda model: model),
+        (Around, "rnn", lambda model: model.rnn),
+        (ByMethod, "bymethod", lambda model: model),
+    ],
+)
+def test_steps_called_by_forward_or_by_another_method_are_recorded(make, layer, keeper):
+    torch.manual_seed(0)
+    model = make().double()
+    y = torch.zeros_like(model(X)).detach()
+    mse(model(X), y).backward()
+    states, grads = ([getattr(h, kind) for h in keeper(model).states] for kind in ("data", "grad"))
+    (own,) = (w.grad.numpy() for name, w in model.named_parameters() if name.endswith("update.bias"))
+    attributes = {path: set(vars(module)) for path, module in model.named_modules()}
+    model.zero_grad()
+
+    trace = rl.trace(model, X, y, loss=mse)
+
+    assert list(trace) == [layer]
+    np.testing.assert_allclose(trace[layer].hidden.values, torch.stack(states, 1).numpy(), atol=1e-12)
+    np.testing.assert_allclose(trace[layer].hidden_grad.values, torch.stack(grads, 1).numpy(), atol=1e-12)
+    assert trace.certificate.state == "passed"
+    assert layer in str(rl.layers(model))
+    assert {path: set(vars(module)) for path, module in model.named_modules()} == attributes
+    found = rl.gradients(model, X, y, loss=mse, wrt="weights")
+    arrays = [array.values for part in found.values() for array in part.values()]
+    assert any(array.shape == own.shape and np.allclose(array, own, atol=1e-12) for array in arrays)
+
+
+def test_an_error_says_of_each_module_why_it_is_no_recurrence():
+    class Block(nn.Module):
+        def forward(self, x, h):
+            return x + h
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.spare, self.once, self.rnn = Block(), Block(), nn.GRU(3, 5)
+
+        def forward(self, x):
+            return self.once(x[:, 0], x[:, 1])
+
+    with pytest.raises(rl.errors.ModelError) as caught:
+        rl.trace(Model().double(), X)
+    text = str(caught.value)
+    assert "spare was not called" in text
+    assert "once was called once" in text
+    assert "rnn was not called" in text

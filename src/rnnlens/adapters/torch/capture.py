@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...errors import ModelError, raised_by
 from ..protocol import Batch, Capture, ChainLink, SequenceCall, Taps
-from ..shared import hook_in_this_thread
+from ..shared import hook_in_this_thread, substitute_in_this_thread
 from .assemble import Assembler
 from .cells import has_own_forward
 from .chain import ChainRecorder, remember_chain
@@ -23,12 +23,13 @@ from .discover import (
     named_modules,
     refuse_own_loops,
     refuse_scripts,
+    step_methods,
     unwrap,
 )
 from .forward_pass import ForwardPass, forward_pass, run_until_recorded
 from .fused import CallOwners, KernelInterceptor
 from .inputs import call_model, detach_tensors, map_leaves, replay_copy, returned_tensors, tensors_of
-from .loops import CellHook, StepListener, settle_roles
+from .loops import CellHook, MethodHook, StepListener, settle_roles
 from .losses import evaluate, gradients_of, reaches
 from .public import ANY_SCAN, LISTENER, SCANS, is_declared_cell
 from .record import (
@@ -46,7 +47,7 @@ from .record import (
 )
 from .recurrences import check_joints, is_entangled, join_changed_states, mark_endings, remove_nested_cells
 from .scans import ScanRecorder, replaced_scans
-from .weights import node_name
+from .weights import class_of, node_name
 
 
 def capture(model: nn.Module, batch: Batch, request: Taps) -> Capture:
@@ -176,9 +177,25 @@ def recording_hooks(
         for path, module in named_modules(model):
             if isinstance(module, (nn.RNNBase, nn.RNNCellBase, nn.Linear)):
                 hook(module, owners.input_hook(path))
+
+        def replace_method(module: nn.Module, name: str, run: Callable[..., Any]) -> None:
+            """Have calls of a method in this thread go to ``run``, until the stack closes."""
+            attributes, original = vars(module), getattr(module, name)
+            before = {name: attributes[name]} if name in attributes else {}
+            attributes[name] = substitute_in_this_thread(run, original)
+            stack.callback(attributes.update, before)
+            stack.callback(attributes.pop, name)
+
+        cells = {}
         for path, module in requested.cells:
-            cell_hooks = CellHook(recorder, path, module)
-            hook(_hookable_module(stack, model, module), cell_hooks.pre_forward, cell_hooks.post_forward)
+            cells[id(module)] = cell = CellHook(recorder, path, module)
+            hook(_hookable_module(stack, model, module), cell.pre_forward, cell.post_forward)
+            if not isinstance(module, torch.jit.ScriptModule) and class_of(module) is None:
+                replace_method(module, "forward", partial(cell.run_forward, module.forward))
+        names = None if requested.names is None else {name.partition("#")[0] for name in requested.names}
+        for path, module, name in step_methods(model, names):
+            method = MethodHook(recorder, model, path, module, name, cells.get(id(module)))
+            replace_method(module, name, method.run)
         stack.enter_context(replaced_scans(requested.modules, recorder.scans))
         stack.callback(SCANS.reset, SCANS.set(recorder.scans.declared_scan))
         for path, module in requested.other_layers:
@@ -230,19 +247,40 @@ _WITH_GRADIENTS = "The model's forward uses torch.no_grad(); rnnlens ran it with
 
 def _refuse_no_calls(recorder: CallRecorder, requested: RequestedLayers, request: Taps) -> None:
     """Raise ``UnsupportedError`` or ``ModelError`` if no requested layer ran where it could be recorded."""
-    recorder.output_records = [record for record in recorder.output_records if record.outputs]
+    loops = {recurrence.owner.name for recurrence in recorder.recurrences if not recurrence.owner.is_fused}
+    recorder.output_records = [
+        record for record in recorder.output_records if record.outputs and record.name not in loops
+    ]
     if recorder.recurrences or recorder.output_records or recorder.scans.scan_sizes:
         return
     refuse_scripts(requested.modules)
     refuse_own_loops([(path, module) for path, module in requested.recurrent if path in requested.ran_paths])
     if request.all_must_run and request.record != "outputs":
+        reasons = list(_reasons_of_no_call(recorder, requested))
         raise ModelError(
             "No recurrent layer ran in this forward pass.",
+            got="; ".join(reasons[:6]) + (f"; and {len(reasons) - 6} more" if len(reasons) > 6 else "") or None,
             expected="nn.RNN, nn.LSTM, nn.GRU, one of their cells, or a custom cell",
             hint="rl.torch.cell(module) names a custom cell; in a loop over your own "
             "equations write h = rl.torch.step(lambda x, h: torch.tanh(x @ W + h @ U), x[:, t], h); "
             f"is the loop outside of this module? {OUTSIDE}",
         )
+
+
+def _reasons_of_no_call(recorder: CallRecorder, requested: RequestedLayers) -> Iterator[str]:
+    """Yield for each module that may be recurrent why no recurrence of it was recorded."""
+    for path, _ in requested.recurrent:
+        yield f"{path} was not called"
+    for path, _ in requested.cells:
+        count = recorder.entered.get(path, 0)
+        if not count:
+            yield f"{path} was not called"
+        elif path in recorder.reasons:
+            yield f"{path}: {recorder.reasons[path]}"
+        elif count == 1:
+            yield f"{path} was called once"
+        else:
+            yield f"{path}: none of its {count} calls receives what the one before returned"
 
 
 def _assemble_capture(

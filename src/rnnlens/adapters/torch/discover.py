@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,21 +143,45 @@ def cell_candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, module) for path, module in modules if is_candidate(path, module)]
 
 
-def positional_names(module: nn.Module) -> list[str]:
-    """Return the names of the positional arguments of a module's forward."""
+def step_methods(model: nn.Module, requested: Collection[str] | None) -> list[tuple[str, nn.Module, str]]:
+    """List methods that may be steps of a recurrence, as path, module and name: they take two arguments or more.
+
+    ``requested``: paths of modules; None for all. Modules that contain recurrent layers are left out, as is what torch,
+    Hugging Face or rnnlens define. A method proves to be a step when the model runs.
+    """
+    modules = named_modules(model)
+    known_paths = [path for path, module in modules if is_declared_cell(module) or class_of(module) is not None]
+    methods = []
+    for path, module in modules:
+        contains_known = any(f"{known}.".startswith(f"{path}.") for known in known_paths)
+        if contains_known or (module is model and known_paths) or (requested is not None and path not in requested):
+            continue
+        names = {
+            name
+            for user_class in type(module).__mro__
+            if not user_class.__module__.startswith(("torch.", "transformers.", "rnnlens."))
+            for name, value in vars(user_class).items()
+            if inspect.isfunction(value) and not hasattr(nn.Module, name)
+        }
+        methods += [(path, module, name) for name in sorted(names) if len(positional_names(module, name)) >= 2]
+    return methods
+
+
+def positional_names(module: nn.Module, method: str = "forward") -> list[str]:
+    """Return the names of the positional arguments of a module's method."""
     if isinstance(module, torch.jit.ScriptModule):
         schema = getattr(getattr(module, "forward", None), "schema", None)
         return [argument.name for argument in schema.arguments[1:]] if schema is not None else []
     try:
-        parameters = inspect.signature(module.forward).parameters.values()
+        parameters = inspect.signature(getattr(module, method)).parameters.values()
     except (TypeError, ValueError):
         return []
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def input_argument(module: nn.Module) -> tuple[int, str]:
-    """Return position and name of a cell's input: the first argument of its forward that is not named as a state."""
-    names = positional_names(module)
+def input_argument(module: nn.Module, method: str = "forward") -> tuple[int, str]:
+    """Return position and name of a cell's input: the first argument of its method that is not named as a state."""
+    names = positional_names(module, method)
     is_swapped = len(names) >= 2 and _STATE_PARAMETER.search(names[0]) and not _STATE_PARAMETER.search(names[1])
     return (1, names[1]) if is_swapped else (0, names[0] if names else "")
 
@@ -183,7 +207,12 @@ def describe(model: nn.Module) -> list[LayerInfo]:
         rows.append(_layer_row(path, type(module).__name__, family.name, axes[0][1], masked=False, state_axes=axes))
     order = {path: index for index, (path, _) in enumerate(named_modules(model))}
     rows.sort(key=lambda row: order[row.name.split("[")[0] if row.name not in order else row.name])
-    rows += [_layer_row(name, "loop", "custom", units) for name, units in LOOPS_RUN.get(model, {}).items()]
+    listed = {row.name for row in rows}
+    rows += [
+        _layer_row(name, "loop", "custom", units)
+        for name, units in LOOPS_RUN.get(model, {}).items()
+        if name not in listed
+    ]
     scans = SCANS_RUN.get(model, {}).items()
     return [
         *rows,

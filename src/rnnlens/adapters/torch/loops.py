@@ -44,11 +44,11 @@ class LoopStep(nn.Module):  # type: ignore[misc]
         self.function, self._parameter_names = function, names
         self._used_parameters: dict[str, Tensor] = {}
 
-    def forward(self, x: Tensor, *state: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, and collect from its graph the parameters that it used."""
-        output = self.function(x, *state)
+        output = self.function(*args, **kwargs)
         # What is behind the arguments is not the function's.
-        argument_nodes = {tensor.grad_fn for tensor in tensor_leaves((x, state))}
+        argument_nodes = {tensor.grad_fn for tensor in tensor_leaves((args, kwargs))}
         nodes = upstream_nodes([tensor.grad_fn for tensor in reversed(tensor_leaves(output))], argument_nodes)
         parameters = [node.variable for node in nodes if hasattr(node, "variable")]
         self._used_parameters |= {
@@ -82,12 +82,9 @@ class StepListener:
             return function(x, *state)
         module = hook.module
         module.function = function
-        replaced = hook.pre_forward(module, (x, *state), {})
-        args, kwargs = ((x, *state), {}) if replaced is None else replaced
-        output = module(*args, **kwargs)
-        user_output = hook.post_forward(module, args, kwargs, output)
+        output = hook.run(module, x, *state)
         LOOPS_RUN.setdefault(self.model, {})[hook.owner.name] = int(tensor_leaves(output)[0].flatten(1).shape[1])
-        return output if user_output is None else user_output
+        return output
 
     def _loop_hook(self, function: Callable[..., Any], name: str | None) -> CellHook:
         loop_count = sum(hook.owner.name.startswith("loop") for hook in self.hooks.values())
@@ -188,7 +185,10 @@ class EnteredCall:
         if x.dim() > 2 and (
             not self.user_initial or any(state.shape[2:] != x.shape[2:] for state in self.user_initial)
         ):
-            raise _NotACellError("its states are not (sample, channel, *space) in the space of its input")
+            raise _NotACellError(
+                f"its input {tuple(x.shape)} is a whole sequence (rl.torch.scan), or its states are not in the space "
+                "(sample, channel, *space) of the input"
+            )
 
     @property
     def inputs(self) -> list[tuple[int, ...]]:
@@ -255,7 +255,24 @@ class CellHook:
         self.entered_call: EnteredCall | None = None
         self._returned: list[Tensor] = []
         self._site: Any = None
+        self._is_hooked = False
         self._constants: list[Any] | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``function`` between the hooks."""
+        replaced = self.pre_forward(self.module, args, kwargs)
+        args, kwargs = (args, kwargs) if replaced is None else replaced
+        self._is_hooked = False
+        output = function(*args, **kwargs)
+        user_output = self.post_forward(self.module, args, kwargs, output)
+        return output if user_output is None else user_output
+
+    def run_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the module's ``forward``, between the hooks unless torch called them already."""
+        is_hooked, self._is_hooked = self._is_hooked, False
+        if is_hooked or self.recorder.paused or self.entered_call is not None:
+            return forward(*args, **kwargs)
+        return self.run(forward, *args, **kwargs)
 
     @property
     def _roles(self) -> StepRoles | None:
@@ -266,6 +283,8 @@ class CellHook:
         self.entered_call = None
         if self.recorder.paused:
             return None
+        self._is_hooked = True
+        self.recorder.entered[self.owner.name] += 1
         default_input = args[self.position] if len(args) > self.position else kwargs.get(self.name)
         self._look_for_roles(args, kwargs, default_input)
         if not self.is_active:
@@ -295,6 +314,10 @@ class CellHook:
                 self._give_up(reason)
         self._returned = tensor_leaves(user_output)
         return None if user_output is output else user_output
+
+    def forget(self) -> None:
+        """Forget what the last call returned: the next one does not continue it."""
+        self._returned = []
 
     def _look_for_roles(self, args: tuple[Any, ...], kwargs: dict[str, Any], default_input: Any) -> None:
         """Find the roles of a call's arguments, if they are not known and those assumed are others."""
@@ -425,6 +448,41 @@ class CellHook:
         self.recorder.recurrences = [
             recurrence for recurrence in self.recorder.recurrences if recurrence.owner is not self.owner
         ]
+
+
+class MethodHook:
+    """Recorder of the calls of a module's method that may be a step: a state and an input are among its arguments.
+
+    In a first pass the calls are only watched; ``settle_roles`` has the pass repeated if they pass a state on. Calls
+    within a step of the module that its ``cell`` records, and those that contain recorded calls, are not recorded.
+    """
+
+    def __init__(
+        self, recorder: CallRecorder, model: nn.Module, path: str, module: nn.Module, method: str, cell: CellHook | None
+    ) -> None:
+        self.recorder, self.model, self.cell = recorder, model, cell
+        self.step = LoopStep(getattr(module, method), {id(p): name for name, p in module.named_parameters()}, module)
+        self.hook = CellHook(recorder, path, self.step)
+        self.hook.owner.key = hash((method, id(module)))
+        self.hook.position, self.hook.name = input_argument(module, method)
+        self.hook.is_active = self.hook.owner.key in recorder.rules.roles
+        self._is_running = False
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method as a step."""
+        is_within_cell = self.cell is not None and self.cell.entered_call is not None
+        if self._is_running or self.recorder.paused or is_within_cell:
+            return self.step.function(*args, **kwargs)
+        self._is_running, count, is_recorded = True, self.recorder.call_count, self.hook.is_active
+        try:
+            output = self.hook.run(self.step if is_recorded else self.step.function, *args, **kwargs)
+        finally:
+            self._is_running = False
+        if not is_recorded and self.recorder.call_count > count:
+            self.hook.forget()
+        if self.hook.owner.step_cell is not None:
+            LOOPS_RUN.setdefault(self.model, {})[self.hook.owner.name] = self.hook.owner.step_cell.state_sizes[0]
+        return output
 
 
 def settle_roles(recorder: CallRecorder, requested: RequestedLayers) -> None:

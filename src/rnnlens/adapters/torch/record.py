@@ -246,6 +246,10 @@ class CallRecorder:
         self.paused = False
         #: Roles that differ from those by which cells were recorded, by owner.
         self.found_roles: dict[int, StepRoles] = {}
+        #: Number of recorded calls.
+        self.call_count = 0
+        #: Number of calls of each module that may be a cell, by its path.
+        self.entered: Counter[str] = Counter()
         #: Why calls of a module were not recorded as steps, by its path.
         self.reasons: dict[str, str] = {}
         self.initial_state: dict[str, Any] = {}
@@ -280,6 +284,7 @@ class CallRecorder:
 
     def add(self, owner: CallOwner, call: CallRecord, *, continues: bool) -> None:
         """Record one call of a recurrent layer. ``continues`` appends it to the last recurrence of its owner."""
+        self.call_count += 1
         owner.autocast = owner.autocast or autocast_around(call.layer_records[0].input_copy)
         if call.steps == 1 or call.is_divisible:
             call.call_site = call_site()

@@ -273,6 +273,8 @@ def _cell_end(end: EndPort, returned_calls: Sequence[Any], form: CellForm | None
     The end is (sample, time, unit) over all calls, or (sample, unit) for a final state. ``form``: which of the returned
     tensors are which, where the cell was recorded.
     """
+    if not returned_calls:
+        raise CertificateError("the step is no call of a module")
     call_tensors = [tensor_leaves(call) for call in returned_calls]
     if form is not None:
         if end.is_lower and end.port.kind == "output" and len(form.outputs) > 1:
