@@ -26,6 +26,7 @@ class Program(NamedTuple):
     function: object
     layers: dict
     time_major: bool = False
+    returns_loss: bool = False
 
 
 def program(function):
@@ -132,6 +133,7 @@ def craftax_ppo_rnn():
         lambda x: loss_of(params, *x, y),
         {"ScannedRNN_0.cell": ("gru", 0)},
         time_major=True,
+        returns_loss=True,
     )
 
 

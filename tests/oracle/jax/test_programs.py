@@ -21,13 +21,13 @@ VECTORISED = {"equinox_train_rnn", "equinox_lstm", "feedbax_controller", "comput
 
 
 def traced(program):
-    loss = None if program.y is not None and "loss_of" in repr(program.model) else mse
+    loss = None if program.returns_loss else mse
     return rl.trace(program.model, program.x, program.y, loss=loss)
 
 
 def value_of(program):
     output = program.function(program.x if isinstance(program.x, tuple) else jax.numpy.asarray(program.x))
-    return output if np.ndim(output) == 0 and not isinstance(output, tuple) else mse(output, program.y)
+    return output if program.returns_loss else mse(output, program.y)
 
 
 @pytest.fixture(scope="module", params=sorted(PROGRAMS))

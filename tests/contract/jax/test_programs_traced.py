@@ -1,0 +1,162 @@
+"""What is read off a traced program, without running it: cells by their equations, axes, names, refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rnnlens as rl
+from rnnlens.adapters.registry import adapter_for
+
+B, T, D, H = 3, 5, 4, 2
+
+
+def params(seed=0):
+    draw = lambda *shape: np.random.default_rng(seed).normal(size=shape).astype("float32")  # noqa: E731
+    return {"rnn": {"W": draw(D, 4 * H), "U": draw(H, 4 * H), "b": draw(4 * H), "p": draw(H)}}
+
+
+def gates(p, x, h):
+    return jnp.split(x @ p["W"] + h @ p["U"] + p["b"], 4, axis=-1)
+
+
+def lstm(p, x, h, c):
+    i, f, g, o = gates(p, x, h)
+    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    return jax.nn.sigmoid(o) * jnp.tanh(c), c
+
+
+def peephole(p, x, h, c):
+    i, f, g, o = gates(p, x, h)
+    c = jax.nn.sigmoid(f + p["p"] * c) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    return jax.nn.sigmoid(o) * jnp.tanh(c), c
+
+
+def normalised(p, x, h, c):
+    i, f, g, o = gates(p, x, h / (1 + jnp.abs(h).sum(-1, keepdims=True)))
+    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    return jax.nn.sigmoid(o) * jnp.tanh(c), c
+
+
+def without_tanh(p, x, h, c):
+    i, f, g, o = gates(p, x, h)
+    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    return jax.nn.sigmoid(o) * c, c
+
+
+def coupled(p, x, h, c):
+    _, f, g, o = gates(p, x, h)
+    c = jax.nn.sigmoid(f) * c + (1 - jax.nn.sigmoid(f)) * jnp.tanh(g)
+    return jax.nn.sigmoid(o) * jnp.tanh(c), c
+
+
+def fed_by_two(p, x, h, c):
+    """An LSTM whose input is a product of a layer before it."""
+    return lstm(p, jnp.tanh(x) * x, h, c)
+
+
+def scanned(step, *, time_major=False, reset=False, mask=False):
+    def apply(p, x, flags=None):
+        samples = x.shape[1] if time_major else x.shape[0]
+        start = (jnp.zeros((samples, H)),) * 2
+
+        def body(carry, inputs):
+            x_t, flag = inputs
+            h, c = carry
+            if reset:
+                h, c = (jnp.where(flag[:, None], 0.0, s) for s in (h, c))
+            new = step(p["rnn"], x_t, h, c)
+            if mask:
+                new = tuple(jnp.where(flag[:, None], a, b) for a, b in zip(new, carry, strict=True))
+            return new, new[0]
+
+        xs = x if time_major else jnp.swapaxes(x, 0, 1)
+        flags = jnp.zeros((xs.shape[0], samples), bool) if flags is None else flags
+        return jax.lax.scan(body, start, (xs, flags))[1]
+
+    return apply
+
+
+def layers_of(function, *data, names=None):
+    model = rl.jax.model(function, params(), names=names)
+    example = data if len(data) > 1 else data[0]
+    return adapter_for(model).bind(model, example).program.layers
+
+
+@pytest.mark.parametrize(
+    ("step", "kind"),
+    [
+        (lstm, "lstm"),
+        (fed_by_two, "lstm"),
+        (peephole, "custom"),
+        (normalised, "custom"),
+        (without_tanh, "custom"),
+        (coupled, "custom"),
+    ],
+)
+def test_a_cell_is_known_only_if_its_equations_are_those_of_the_cell(step, kind):
+    (layer,) = layers_of(scanned(step), np.zeros((B, T, D), "float32"))
+    assert (layer.name, layer.kind, layer.samples, layer.steps) == ("rnn", kind, B, T)
+
+
+def test_weights_are_those_of_the_user_in_the_order_of_the_cell():
+    p = params()
+    model = rl.jax.model(scanned(lstm), p, example=np.zeros((B, T, D), "float32"))
+    found, w = rl.weights(model)["rnn"], p["rnn"]
+    np.testing.assert_array_equal(found.kernel, w["W"].reshape(D, 4, H))
+    np.testing.assert_array_equal(found.recurrent_kernel, w["U"].reshape(H, 4, H))
+    np.testing.assert_array_equal(found.bias, w["b"].reshape(4, H))
+
+
+@pytest.mark.parametrize("condition", ["reset", "mask"])
+def test_conditions_within_the_step_belong_to_the_cell(condition):
+    flags = np.zeros((T, B), bool)
+    (layer,) = layers_of(scanned(lstm, time_major=True, **{condition: True}), np.zeros((T, B, D), "float32"), flags)
+    assert layer.kind == "lstm"
+    assert (layer.cell.reset is not None, layer.cell.mask is not None) == (condition == "reset", condition == "mask")
+    assert getattr(layer.cell, condition).value is True
+
+
+@pytest.mark.parametrize("time_major", [False, True])
+@pytest.mark.parametrize(("samples", "steps"), [(3, 5), (4, 4), (2, 4), (1, 5)])
+def test_axes_are_told_apart_also_where_sizes_are_equal(time_major, samples, steps):
+    shape = (steps, samples, D) if time_major else (samples, steps, D)
+    (layer,) = layers_of(scanned(lstm, time_major=time_major), np.zeros(shape, "float32"))
+    assert (layer.samples, layer.steps, layer.roles.sample[layer.state_variables[0]]) == (samples, steps, 0)
+
+
+def test_one_sequence_without_an_axis_of_samples():
+    def one(p, x):
+        return jax.lax.scan(lambda s, x_t: (lstm(p["rnn"], x_t, *s),) * 2, (jnp.zeros(H),) * 2, x)[1][0]
+
+    (layer,) = layers_of(one, np.zeros((T, D), "float32"))
+    assert (layer.kind, layer.samples, layer.steps) == ("lstm", 1, T)
+
+
+def test_a_number_of_samples_that_the_function_fixes_is_refused():
+    def fixed(p, x):
+        start = (jnp.zeros((B, H)),) * 2
+        return jax.lax.scan(lambda s, x_t: (lstm(p["rnn"], x_t, *s), None), start, jnp.swapaxes(x, 0, 1))[0][0]
+
+    with pytest.raises(rl.errors.InputError, match="works for this number only"):
+        layers_of(fixed, np.zeros((B, T, D), "float32"))
+
+
+def test_a_loop_without_paths_is_named_by_its_line_and_can_be_renamed():
+    def apply(w, x):
+        return jax.lax.scan(lambda h, x_t: (jnp.tanh(x_t @ w + h), None), jnp.zeros((x.shape[1], H)), x)[0]
+
+    x = np.zeros((T, B, D), "float32")
+    line = f"test_programs_traced.py:{apply.__code__.co_firstlineno + 1}"
+    for names, expected in (({}, line), ({line: "mine"}, "mine")):
+        model = rl.jax.model(apply, np.ones((D, H), "float32"), names=names, example=x)
+        assert [info.name for info in rl.layers(model)] == [expected]
+
+
+def test_loops_with_weights_of_one_path_have_names_of_their_own():
+    def apply(p, x):
+        first = scanned(lstm)(p, x)
+        return scanned(lstm, time_major=True)({"rnn": {**p["rnn"], "W": jnp.ones((H, 4 * H))}}, first)
+
+    first, second = layers_of(apply, np.zeros((B, T, D), "float32"))
+    assert (first.name, second.name, first.kind, second.kind) == ("rnn", "rnn_2", "lstm", "lstm")
