@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ _OPTIONS = ("num_layers", "bias", "batch_first", "dropout", "bidirectional")
 
 @dataclass(eq=False)
 class TrainingCall:
-    """One call of a fused recurrent module, or successive calls of a cell that pass its state on.
+    """One call of a fused recurrent module, or successive single steps of a module or cell that pass the state on.
 
     ``steps``: detached tensors that each call returned: output (for a packed sequence its data) and final states of a
     module, the new states of a cell. ``grads``: their gradients by (index of the tensor, step), summed over backward
@@ -69,6 +70,8 @@ class TrainingCall:
     inner_grads: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     backward_ids: set[int] = field(default_factory=set)
     is_own_input: bool = False
+    #: Whether several calls of a fused module, of one step each, were joined.
+    is_stepped: bool = False
 
     @property
     def is_loop(self) -> bool:
@@ -77,13 +80,21 @@ class TrainingCall:
 
     @property
     def returned(self) -> list[Tensor]:
-        """Tensors that a fused module returned; for a finished loop over a cell its states (sample, time, unit)."""
+        """Tensors that a fused module returned; for a finished loop over a cell its states (sample, time, unit).
+
+        For a module called step by step: its output at all steps, and its states (time, layer, sample, unit).
+        """
         return self.steps[0]
 
+    @property
+    def time_axis(self) -> int:
+        """Axis of time of a fused module's output."""
+        return int(self.module.batch_first and self.returned[0].dim() == 3)
+
     def with_joined_steps(self) -> TrainingCall:
-        """Join the steps of a loop over a cell to one call with direct gradients; return any other call unchanged."""
+        """Join the steps of a loop to one call with direct gradients; return a single call of a module unchanged."""
         if not self.is_loop:
-            return self
+            return self if len(self.steps) == 1 else self._with_joined_calls()
         states, grads = [], {}
         for index, state_steps in enumerate(zip(*self.steps, strict=True)):
             direct_grads = [
@@ -101,6 +112,35 @@ class TrainingCall:
         )
         return replace(self, steps=[states], grads=grads, args=args)
 
+    def _with_joined_calls(self) -> TrainingCall:
+        """Join calls of a fused module with a single step each."""
+        axis, returned, grads = self.time_axis, [], {}
+        for index, values in enumerate(zip(*self.steps, strict=True)):
+            direct_grads = [torch.zeros_like(value) for value in values]
+            for step, _ in enumerate(values):
+                if (grad := self.grads.get((index, step))) is not None:
+                    inner = self.inner_grads.get((index, step))
+                    direct_grads[step] = grad if inner is None else grad - inner
+            join = partial(torch.stack, dim=0) if index else partial(torch.cat, dim=axis)
+            returned.append(join(values))
+            grads[index, 0] = join(direct_grads)
+        args = (torch.cat(self.inputs, axis), tuple(self.initial)) if self.inputs else ()
+        return replace(self, steps=[returned], grads=grads, args=args, is_stepped=True)
+
+    def direct_grads(self) -> dict[int, Tensor]:
+        """Return the direct gradients of the output and the final states, by their index in :attr:`returned`.
+
+        Of a module called step by step the state between two steps is the output, so that its gradient is the output's.
+        """
+        grads = {index: grad for (index, _), grad in self.grads.items()}
+        if not self.is_stepped:
+            return grads
+        top_states = grads[1][:-1, -1]
+        earlier = torch.cat([top_states, torch.zeros_like(top_states[:1])])
+        if grads[0].shape[-1] == earlier.shape[-1]:
+            grads[0] = grads[0] + (earlier.transpose(0, 1) if self.time_axis else earlier)
+        return {index: grad[-1] if index else grad for index, grad in grads.items()}
+
 
 class TrainingLoops:
     """Table of the running loops: a call continues the loop that returned the very tensors it gets as its state.
@@ -112,16 +152,24 @@ class TrainingLoops:
         self._loop_of_state: Any = WeakTensorKeyDictionary()
 
     def step(
-        self, arguments: CellArguments, new_states: list[Tensor], make_loop: Callable[[], TrainingCall]
+        self,
+        module: nn.Module,
+        arguments: CellArguments,
+        new_states: list[Tensor],
+        make_loop: Callable[[], TrainingCall],
     ) -> TrainingCall:
-        """Record a call of a cell that returned ``new_states``; ``make_loop`` makes the record of a new loop."""
+        """Record a step of a module that returned ``new_states``; ``make_loop`` makes the record of a new loop."""
         _, states = arguments
         loop_positions = [self._loop_of_state.get(state) for state in states]
         loop = loop_positions[0][0] if loop_positions and loop_positions[0] is not None else None
         if loop is not None:
-            pairs = zip(states, loop.steps[-1], strict=True)
+            pairs = zip(states, loop.steps[-1][-len(states) :], strict=True)
             is_next = loop_positions == [(loop, index) for index in range(len(loop.initial))]
-            if not is_next or any(state.data_ptr() != last_state.data_ptr() for state, last_state in pairs):
+            if (
+                loop.module is not module
+                or not is_next
+                or any(state.data_ptr() != last_state.data_ptr() for state, last_state in pairs)
+            ):
                 loop = None
         if loop is None:
             loop = make_loop()
@@ -146,10 +194,12 @@ def record_inner_gradients(
     ``is_recording()`` is False.
     """
     step, (x, states) = len(loop.steps) - 1, arguments
+    offset = len(loop.steps[-1]) - len(loop.initial)  # a fused module returns its output before its states
     loop.is_own_input |= any(x is state for state in states)
     state_edges = {(state.grad_fn, state.output_nr): (index, step) for index, state in enumerate(new_states)}
     if step:
-        state_edges |= {(state.grad_fn, state.output_nr): (index, step - 1) for index, state in enumerate(states)}
+        previous = enumerate(states, start=offset)
+        state_edges |= {(state.grad_fn, state.output_nr): (index, step - 1) for index, state in previous}
 
     def recorder(edge: int, tensor_and_step: tuple[int, int]) -> Any:
         def hook(grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any) -> None:
@@ -174,7 +224,7 @@ def join_loops(calls: Sequence[TrainingCall]) -> tuple[list[TrainingCall], list[
     """
     loops: dict[str, list[TrainingCall]] = {}
     for call in calls:
-        if call.is_loop:
+        if call.is_loop or len(call.steps) > 1:
             loops.setdefault(call.path, []).append(call)
     lengths = {path: [len(loop.steps) for loop in path_loops] for path, path_loops in loops.items()}
     changed_paths = [path for path, steps in lengths.items() if len(steps) > 2 and max(steps) == 1]
@@ -216,7 +266,7 @@ def direct_calls(calls: Sequence[TrainingCall], scale: float) -> list[RecurrentC
             recurrence.calls[0].layer_records[0].output,
             *(tap for tap in recurrence.calls[0].state_taps if tap is not None),
         ]
-        for (index, _), grad in call.grads.items():
+        for index, grad in call.direct_grads().items():
             grads[id(taps[index])] = unscale(_time_first(call, index, grad), scale)
     return Assembler(recorder, lambda tap: grads.get(id(tap))).calls()
 
@@ -229,7 +279,8 @@ def _as_recurrence(call: TrainingCall) -> Recurrence:
     top_layer, bidirectional = (call.module.num_layers - 1, call.module.bidirectional) if is_fused else (0, False)
     name = node_name(call.path, call.module, top_layer)
     owner = CallOwner(id(call.module), name, *cell_and_activation, directions=1 + bidirectional, is_fused=is_fused)
-    output, *finals = (_time_first(call, index, value) for index, value in enumerate(call.returned))
+    returned = [value[-1] if index and call.is_stepped else value for index, value in enumerate(call.returned)]
+    output, *finals = (_time_first(call, index, value) for index, value in enumerate(returned))
     taps = finals if is_fused else [None, *finals]
     finals = finals if is_fused else [output[-1:], *finals]
     packing = None
@@ -304,6 +355,9 @@ class CallReplay(nn.Module):  # type: ignore[misc]
                 if isinstance(module, nn.RNNCellBase):
                     returned.append(_run_loop(module, *args))
                     continue
+                if call.is_stepped:
+                    returned.append(_run_steps(module, call.time_axis, *args))
+                    continue
                 output, final_states = module(*args, **kwargs)
             returned.append([output.data if isinstance(output, PackedSequence) else output, *as_tuple(final_states)])
         return returned
@@ -355,6 +409,24 @@ def _run_loop(cell: Any, inputs: Tensor, initial: tuple[Tensor, ...]) -> list[Te
         state = cell(x, state)
         states.append(as_tuple(state))
     return [torch.stack(steps, 1) for steps in zip(*states, strict=True)]
+
+
+def _run_steps(module: Any, axis: int, inputs: Tensor, initial: tuple[Tensor, ...]) -> list[Tensor]:
+    """Run a fused module step by step; return its output at all steps, and its states stacked over the steps."""
+    state: Any = initial if len(initial) > 1 else initial[0]
+    outputs, states = [], []
+    for x in inputs.split(1, axis):
+        output, state = module(x, state)
+        outputs.append(output)
+        states.append(as_tuple(state))
+    return [torch.cat(outputs, axis), *(torch.stack(steps) for steps in zip(*states, strict=True))]
+
+
+def is_single_step(module: Any, x: Any) -> bool:
+    """Return whether a call of a fused module on ``x`` has one step forwards, so that the next may continue it."""
+    if isinstance(x, PackedSequence) or module.bidirectional:
+        return False
+    return bool(x.shape[int(module.batch_first and x.dim() == 3)] == 1)
 
 
 def _replay_module(call: TrainingCall) -> nn.Module:

@@ -29,7 +29,15 @@ from .cells import as_tuple, has_own_forward
 from .discover import describe, is_state_name, recurrent_modules, unwrap
 from .inputs import detach_tensors
 from .record import autocast_around, may_use_tf32
-from .training_calls import TrainingCall, TrainingLoops, add_gradient, join_loops, record_inner_gradients, unscale
+from .training_calls import (
+    TrainingCall,
+    TrainingLoops,
+    add_gradient,
+    is_single_step,
+    join_loops,
+    record_inner_gradients,
+    unscale,
+)
 from .weights import NAMES, cell_weights, class_of, from_torch, node_name
 
 #: Number for no backward pass: torch counts them from 0.
@@ -344,7 +352,7 @@ class TrainingCapture:
         named_arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         state = named_arguments.get("hx")
         arguments = named_arguments["input"], [] if state is None else list(as_tuple(state))
-        loop = self._loops.step(arguments, new_states, lambda: self._new_call(path, module, new_states))
+        loop = self._loops.step(module, arguments, new_states, lambda: self._new_call(path, module, new_states))
         if self.whole:
             loop.inputs.append(arguments[0].detach().clone())
         capture = weakref.ref(self)
@@ -366,14 +374,27 @@ class TrainingCapture:
         ]
         if not self._is_training_call(tensors):
             return
-        call = self._new_call(path, module, tensors)
-        call.steps, call.rng_state = [[tensor.detach() for tensor in tensors]], rng_state
-        call.packed = output_value if isinstance(output_value, PackedSequence) else None
-        if self.whole:
-            call.args = detach_tensors(_kernel_arguments(module, args, kwargs), copy=True)
+        arguments = _kernel_arguments(module, args, kwargs)
+        if rng_state is None and is_single_step(module, arguments[0]):
+            states = [] if len(arguments) == 1 else list(as_tuple(arguments[1]))
+            inputs = arguments[0], states
+            call = self._loops.step(module, inputs, tensors[1:], lambda: self._new_call(path, module, tensors))
+            call.steps[-1] = [tensor.detach() for tensor in tensors]
+            if self.whole:
+                call.inputs.append(arguments[0].detach().clone())
+            capture = weakref.ref(self)
+            record_inner_gradients(
+                call, inputs, tensors, lambda: (recorder := capture()) is not None and recorder.is_recording
+            )
+        else:
+            call = self._new_call(path, module, tensors)
+            call.steps, call.rng_state = [[tensor.detach() for tensor in tensors]], rng_state
+            call.packed = output_value if isinstance(output_value, PackedSequence) else None
+        if self.whole and len(call.steps) == 1:
+            call.args = detach_tensors(arguments, copy=True)
         for index, tensor in enumerate(tensors):
             if tensor.requires_grad:
-                tensor.register_hook(self._gradient_hook(call, (index, 0)))
+                tensor.register_hook(self._gradient_hook(call, (index, len(call.steps) - 1)))
 
     def _gradient_hook(self, call: TrainingCall, tensor_and_step: tuple[int, int]) -> Any:
         # Only the tensor hook refers to the call: without a backward pass the call is freed with the graph.
