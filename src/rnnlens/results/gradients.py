@@ -58,7 +58,8 @@ class Reasons(Mapping[str, Reason]):
         entry = self._entries[name]
         if not isinstance(entry, Reason):
             entry = self._entries[name] = Reason(**entry) if isinstance(entry, Mapping) else entry()
-        return entry
+        reason: Reason = entry
+        return reason
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

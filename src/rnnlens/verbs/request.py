@@ -71,8 +71,9 @@ def in_turn(function: Callable[P, R]) -> Callable[P, R]:
                 _ran_engines.add(engine)
             token = _has_turn.set(True)
             try:
-                bound_args, bound_kwargs = (args, kwargs) if adapter is None else _bound(adapter, names, args, kwargs)
-                return function(*bound_args, **bound_kwargs)
+                if adapter is not None and adapter.needs_shapes:
+                    args, kwargs = _bound(adapter, names, args, kwargs)
+                return function(*args, **kwargs)
             finally:
                 _has_turn.reset(token)
 

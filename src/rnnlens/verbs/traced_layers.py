@@ -195,7 +195,7 @@ def gradient_by_lag(call: RecurrentCall, run: Replay) -> Array | None:
     if call.output_grad is None or not call.returns_sequences or call.start_states is not None:
         return None
     output_grad = call.output_grad[:_LAG_SAMPLES]
-    is_read = to_host(output_grad).reshape(*output_grad.shape[:2], -1).any(axis=(0, 2))
+    is_read: Array = to_host(output_grad).reshape(*output_grad.shape[:2], -1).any(axis=(0, 2))
     order = list(run.steps(reverse=True))
     positions = [p for p, t in enumerate(order) if is_read[t]]
     if len(positions) < 2:

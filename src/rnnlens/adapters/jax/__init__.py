@@ -35,6 +35,7 @@ class JaxAdapter(Adapter):
 
     #: Functions that are methods of the contract as they stand: see :class:`Adapter`.
     owns = staticmethod(bound.owns)
+    needs_shapes = True
     bind = staticmethod(bound.bind)
     describe = staticmethod(bound.describe)
     weights = staticmethod(bound.weights)

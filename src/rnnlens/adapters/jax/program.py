@@ -272,8 +272,8 @@ class Program:
             is_shared = key == "recurrent_bias" and shared.numbers is not None and not (absent & ~outside).any()
             if not is_shared or (np.asarray(shared.numbers)[absent] < 0).any():
                 return None
-            numbers = np.where(absent, shared.numbers, numbers)
-            factors = np.where(absent, shared.factors, factors)
+            numbers = np.where(absent, np.asarray(shared.numbers), numbers)
+            factors = np.where(absent, np.asarray(shared.factors), factors)
         return numbers, factors
 
     @cached_property

@@ -47,6 +47,9 @@ class Adapter(AxisConvention, ABC):
         """Name of the engine that computes and differentiates, in one word."""
         return self.name
 
+    #: Whether a model has no layers before it is bound to data of some shapes (:meth:`bind`).
+    needs_shapes: bool = False
+
     def bind(self, model: Any, x: Any, y: Any = None) -> Any:
         """Return the model for data shaped like ``x``, on which all other methods are then called.
 

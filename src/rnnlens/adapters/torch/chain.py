@@ -378,7 +378,7 @@ def _capture_pass(model: nn.Module, batch: Batch, request: Taps) -> Capture | No
     """Run a chain forward and, with a loss, backward; None if this pass was no chain."""
     boundaries = request.record == "everything"
     separate = boundaries and not request.topmost
-    with forward_pass(model, batch, by_inputs=separate, by_frozen=boundaries) as borrowed:
+    with forward_pass(model, batch, by_inputs=separate, by_frozen=boundaries, library_only=True) as borrowed:
         x = borrowed.x
         if type(x) is not Tensor:
             return None

@@ -34,16 +34,21 @@ class ForwardPass:
 
 @contextmanager
 def forward_pass(
-    model: nn.Module, batch: Batch, *, by_inputs: bool = False, by_frozen: bool = False
+    model: nn.Module, batch: Batch, *, by_inputs: bool = False, by_frozen: bool = False, library_only: bool = False
 ) -> Iterator[ForwardPass]:
     """Borrow an unwrapped model for one call on a batch, with gradients on; restore everything after the block.
 
     ``by_inputs``: the float tensors of the input are differentiable leaves. ``by_frozen``: frozen weights require
-    gradients, too.
+    gradients, too. ``library_only``: see :func:`borrowed_model`.
     """
     x = as_tensors(batch.x, model, "x")
     with borrowed_model(
-        model, training=batch.training, seed=batch.seed, loss=batch.loss, differentiable=by_frozen
+        model,
+        training=batch.training,
+        seed=batch.seed,
+        loss=batch.loss,
+        differentiable=by_frozen,
+        library_only=library_only,
     ) as state:
         x, sources = with_gradient_leaves(x) if by_inputs else (x, [])
         yield ForwardPass(model, batch, x, sources, state)

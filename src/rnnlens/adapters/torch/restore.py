@@ -223,12 +223,14 @@ def borrowed_model(
     seed: int | None = None,
     loss: Any = None,
     differentiable: bool = False,
+    library_only: bool = False,
 ) -> Iterator[BorrowedModel]:
     """Run the block with gradients on, and restore the model, its loss and all random generators afterwards.
 
     ``training`` is the mode of the model in the block; None leaves its flags. ``loss``: the user's loss, which may be
     a module. ``differentiable``: frozen weights require gradients, too. Compiled submodules run as the plain modules
-    that they wrap, because hooks do not run inside a compiled graph.
+    that they wrap, because hooks do not run inside a compiled graph. ``library_only``: the model should
+    call library modules alone, so that torch's higher-order scan is left as it is.
     """
     modules = list(model.modules())
     owner = getattr(loss, "__self__", loss)
@@ -246,7 +248,8 @@ def borrowed_model(
             stack.enter_context(torch.enable_grad())
             if "torch._dynamo" in sys.modules:  # the compiler is not loaded if nothing was compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(scan_by_loop())
+            if not library_only:
+                stack.enter_context(scan_by_loop())
             stack.enter_context(_without_checkpoints())
             if not training and any(parameter.is_cuda for parameter in model.parameters()):
                 stack.enter_context(_DifferentiableKernels())
