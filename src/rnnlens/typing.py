@@ -173,7 +173,7 @@ def _registered_elsewhere(tree: Any) -> Container | None:
     for namespace in ("", "keras") if optree is not None else ():
         try:
             parts, metadata, _, build = optree.tree_flatten_one_level(tree, namespace=namespace)
-        except ValueError:  # not registered
+        except Exception:  # not registered: its error shows the object, whose text may fail
             continue
         return Container(_names(tree, parts), parts, partial(build, metadata))
     return None

@@ -260,7 +260,14 @@ def fingerprint(model: nn.Module) -> Hashable:
     structure: list[Any] = [tuple(runs_by_model.get(model, {}).items()) for runs_by_model in (LOOPS_RUN, SCANS_RUN)]
     for path, module in model.named_modules(remove_duplicate=False):
         code = getattr(inspect.getattr_static(type(module), "forward", None), "__code__", None)
-        structure += [path, type(module), code, module in DECLARED_CELLS, RAN_AS_CELL.get(module), registered(module)]
+        structure += [
+            path,
+            type(module),
+            code,
+            module in DECLARED_CELLS,
+            RAN_AS_CELL.get(module),
+            registered(module),
+        ]
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers"):
                 # A lazy module's parameters have no shape before its first batch.

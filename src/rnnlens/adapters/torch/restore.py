@@ -8,8 +8,11 @@ forcing is mostly decided by ``random.random()``).
 
 from __future__ import annotations
 
+import os
 import random
 import sys
+import sysconfig
+import threading
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +20,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
-from types import ModuleType
+from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -36,6 +40,17 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.
 _NO_STATE = frozenset({type, ModuleType, bool, int, float, str, bytes, tuple, type(None)})
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
+#: Beginnings of the names of files without user code: the standard library, packages, this one, and frozen modules.
+_NO_USER_CODE = (
+    "<frozen",
+    *{
+        f"{path}{os.sep}"
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+        for path in [sysconfig.get_path(name)]
+    },
+    str(Path(__file__).parents[2]),
+)
+
 #: Largest size, in bytes, of a tensor that is copied before every run.
 SMALL = 2**16
 #: Larger tensors of models, with the modes (``training``) of the runs that left them unchanged.
@@ -52,6 +67,9 @@ class BorrowedModel:
     restored from a copy. Copying all weights would take longer than many a run of a model with large tables, so a
     tensor of more than ``SMALL`` bytes is not copied again after a whole run in the same mode left it unchanged. If a
     later run changes it after all, a warning says so.
+
+    While another thread runs user code, which may train the model, values and gradients of weights are that thread's:
+    they are neither saved nor restored.
     """
 
     def __init__(self, modules: Sequence[nn.Module], training: bool | None) -> None:
@@ -60,7 +78,8 @@ class BorrowedModel:
         self.has_written = False
         self._contents: list[tuple[Any, Any]] = []
         self._flags: list[tuple[nn.Module, bool]] = []
-        self._grads: list[tuple[nn.Parameter, bool, Tensor | None]] = []
+        self._grads: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._requires_grad: list[tuple[nn.Parameter, bool]] = []
         self._generator_states: list[Callable[[], None]] = [
             partial(random.setstate, random.getstate()),
             partial(np.random.set_state, np.random.get_state()),  # noqa: NPY002  the state that user code draws from
@@ -86,14 +105,19 @@ class BorrowedModel:
             parameters |= zip(map(id, module._parameters.values()), module._parameters.values(), strict=True)
             if hasattr(module, "training"):
                 self._flags.append((module, module.training))
-        for parameter in parameters.values():
-            if parameter is not None:
-                self._grads.append((parameter, parameter.requires_grad, parameter.grad))
-                if parameter.grad is not None:  # a backward pass within the forward would add to it
-                    parameter.grad = None
+        self._requires_grad = [(p, p.requires_grad) for p in parameters.values() if p is not None]
+        if threading.active_count() > 1 and _other_threads_run_user_code():
+            for key in parameters:  # a recurrent module has them in a list, too
+                tensors.pop(key, None)
+        else:
+            tensors |= parameters
+            self._grads = [(p, p.grad) for p, _ in self._requires_grad]
+        for parameter, grad in self._grads:
+            if grad is not None:  # a backward pass within the forward would add to it
+                parameter.grad = None
         # Sparse, lazy and distributed tensors have no memory of their own.
         self._tensors: list[_TensorState] = []
-        for tensor in (tensors | parameters).values():
+        for tensor in tensors.values():
             if type(tensor) in _TENSORS and tensor.layout is torch.strided and not tensor.is_meta:
                 is_small = tensor.numel() * tensor.element_size() <= SMALL
                 is_copied = is_small or training not in _UNCHANGED_BY.get(tensor, ())
@@ -141,9 +165,10 @@ class BorrowedModel:
         for state in self._tensors:
             state.restore(self._training if is_complete else None)
             self.has_written |= state.moved is not None or state.later_version is not None or state.written is not None
-        for parameter, requires_grad, grad in self._grads:
+        for parameter, requires_grad in self._requires_grad:
             if parameter.requires_grad != requires_grad:
                 parameter.requires_grad_(requires_grad)
+        for parameter, grad in self._grads:
             if parameter.grad is not grad:
                 parameter.grad = grad
 
@@ -213,6 +238,17 @@ class _TensorState:
         elif not is_changed and training is not None and copy.numel() * copy.element_size() > SMALL:
             _UNCHANGED_BY.setdefault(tensor, set()).add(training)
         self.copy = None
+
+
+def _other_threads_run_user_code() -> bool:
+    """Return whether a thread besides this one is in code that is neither the standard library's nor a package's."""
+    for thread, innermost in sys._current_frames().items():
+        frame: FrameType | None = innermost
+        while frame is not None and thread != threading.get_ident():
+            if not frame.f_code.co_filename.startswith(_NO_USER_CODE):
+                return True
+            frame = frame.f_back
+    return False
 
 
 @contextmanager

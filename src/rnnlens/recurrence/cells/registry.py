@@ -44,7 +44,7 @@ def cell_of_kind(kind: str) -> type[Cell]:
     return _KINDS.get(kind, Cell)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Registration:
     """Equations, weights and options that a user registered for a framework's cell class."""
 
