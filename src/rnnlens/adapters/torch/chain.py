@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from ctypes import c_int64
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -308,21 +309,21 @@ def _apply_node(chain_tensor: _ChainTensor, node: Any) -> _ChainTensor | None:
 
     Returns None for an unsupported operation.
     """
-    name, axes = node.name(), list(chain_tensor.axes)
+    name, axes = node.name(), list(chain_tensor.axes)  # autograd saves negative numbers as unsigned ones of 64 bits
     if name in _COPIES:
         return chain_tensor
     if name in _ACTIVATION_NODES:
         return chain_tensor.with_link(ChainLink("", "dense", activation=_ACTIVATION_NODES[name]), axes)
     if name == "TransposeBackward0":
-        i, j = (_signed_index(dim) for dim in (node._saved_dim0, node._saved_dim1))
+        i, j = (c_int64(dim).value for dim in (node._saved_dim0, node._saved_dim1))
         axes[i], axes[j] = axes[j], axes[i]
         return replace(chain_tensor, axes=tuple(axes))
     if name == "PermuteBackward0":
-        return replace(chain_tensor, axes=tuple(axes[_signed_index(dim)] for dim in node._saved_dims))
-    if name == "SqueezeBackward1" and axes[_signed_index(node._saved_dim)] == _LAYER and chain_tensor.layers == 1:
+        return replace(chain_tensor, axes=tuple(axes[c_int64(dim).value] for dim in node._saved_dims))
+    if name == "SqueezeBackward1" and axes[c_int64(node._saved_dim).value] == _LAYER and chain_tensor.layers == 1:
         axis, index = _LAYER, 0
     elif name == "SelectBackward0":
-        axis, index = axes[_signed_index(node._saved_dim)], _signed_index(node._saved_index)
+        axis, index = axes[c_int64(node._saved_dim).value], c_int64(node._saved_index).value
     else:
         return None
     other_axes = [remaining for remaining in axes if remaining != axis]
@@ -331,11 +332,6 @@ def _apply_node(chain_tensor: _ChainTensor, node: Any) -> _ChainTensor | None:
     if axis == _LAYER and index % chain_tensor.layers == chain_tensor.layers - 1:  # it is the last step of the output
         return chain_tensor.with_link(ChainLink("", "step", step=chain_tensor.steps - 1, is_state=True), other_axes)
     return None
-
-
-def _signed_index(index: int) -> int:
-    """Convert an index saved by autograd to a signed number: negative ones are stored as unsigned 64-bit numbers."""
-    return index - 2**64 if index >= 2**63 else index
 
 
 #: Fingerprints of the models whose last pass was a chain that :func:`capture_chain` can capture.

@@ -146,8 +146,6 @@ class JacobianEnds:
     sketch: int | None
     #: Whether to average over samples.
     average: bool
-    #: Extra last axes of a reduced Jacobian: (2,) for a sketch, its estimate and variance; else ().
-    tail: tuple[int, ...] = ()
 
     @property
     def measured_by(self) -> Reduce | None:
@@ -155,6 +153,11 @@ class JacobianEnds:
         if self.sketch is not None:
             return sketch_statistics
         return None if self.measure is None else REDUCTIONS[self.measure]
+
+    @property
+    def tail(self) -> tuple[int, ...]:
+        """Extra last axes of a reduced Jacobian: (2,) for a sketch, its estimate and variance; else ()."""
+        return () if self.sketch is None else (2,)
 
     @property
     def rows(self) -> int:
@@ -195,9 +198,7 @@ def ends_of(of: JacobianEnd, wrt: JacobianEnd, options: JacobianOptions, samples
         weights = _projection(measure, of.size) if projection is None else combine(projection, axis=2, keepdims=True)
     outs = _chosen_times(options.at, OUT_TIME, of.times)
     ins = _chosen_times(options.at, IN_TIME, wrt.times)
-    tail = () if options.sketch is None else (2,)
-    is_averaged = options.across is not None
-    return JacobianEnds(of, wrt, outs, ins, projection, weights, measure, options.sketch, is_averaged, tail)
+    return JacobianEnds(of, wrt, outs, ins, projection, weights, measure, options.sketch, options.across is not None)
 
 
 def _projection(reduce: Any, size: int) -> Rows:
