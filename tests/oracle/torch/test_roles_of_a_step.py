@@ -281,3 +281,26 @@ def test_an_error_says_of_each_module_why_it_is_no_recurrence():
     assert "spare was not called" in text
     assert "once was called once" in text
     assert "rnn was not called" in text
+
+
+def test_a_declared_state_is_that_of_a_cell_that_is_called_once():
+    torch.manual_seed(0)
+    model, y, x = Loop(*steps_of("context")).double(), torch.zeros(4, 2).double(), X[:, :1]
+    mse(model(x), y).backward()
+    state, grad = model.states[0].detach().numpy(), model.states[0].grad.numpy()
+
+    with rl.torch.cell(model.cell, state="h"):
+        trace = rl.trace(model, x, y, loss=mse)
+
+    np.testing.assert_allclose(trace["cell"].hidden.values[:, 0], state, atol=1e-12)
+    np.testing.assert_allclose(trace["cell"].hidden_grad.values[:, 0], grad, atol=1e-12)
+    assert trace["cell"].input.shape == (4, 1, 8)
+    assert trace.certificate.state == "passed"
+
+
+def test_a_wrong_name_of_a_state_and_a_called_declaration_are_refused():
+    cell = steps_of("context")[0]
+    with pytest.raises(rl.errors.InputError, match="among the arguments x, context, h"):
+        rl.torch.cell(cell, state="hidden")
+    with rl.torch.cell(cell) as declared, pytest.raises(rl.errors.InputError, match="does not return one"):
+        declared(X[:, 0])

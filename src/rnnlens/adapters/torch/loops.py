@@ -16,7 +16,7 @@ from ...recurrence.cells import StepCell, registered
 from .cells import RECORDED_FORMS, CellForm, TorchStepCell, tensor_leaves
 from .discover import RequestedLayers, input_argument
 from .lineage import Continuation, upstream_nodes
-from .public import LOOPS_RUN, is_declared_cell
+from .public import LOOPS_RUN, STATE_ARGUMENTS, is_declared_cell
 from .record import (
     CallOwner,
     CallRecorder,
@@ -27,7 +27,7 @@ from .record import (
     refuse_transformed,
 )
 from .restore import borrowed_model
-from .roles import StepRoles, find_roles
+from .roles import StepRoles, declared_roles, find_roles
 
 #: Function from an input and state tensors to the arguments of the user's cell.
 Arguments = Callable[[Tensor, Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -290,7 +290,7 @@ class CellHook:
         if not self.is_active:
             return None
         try:
-            call = EnteredCall(args, kwargs, default_input, self._roles)
+            call = EnteredCall(args, kwargs, default_input, self._roles or self._declared_roles(args, kwargs))
             self._check_constants(call)
         except _NotACellError as reason:
             return self._give_up(reason)
@@ -314,6 +314,10 @@ class CellHook:
                 self._give_up(reason)
         self._returned = tensor_leaves(user_output)
         return None if user_output is output else user_output
+
+    def _declared_roles(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRoles | None:
+        names = STATE_ARGUMENTS.get(self.module)
+        return None if names is None else declared_roles((args, kwargs), self.module.forward, names)
 
     def forget(self) -> None:
         """Forget what the last call returned: the next one does not continue it."""

@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from typing import Any
@@ -43,8 +44,24 @@ RAN_AS_CELL: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDiction
 LOOPS_RUN: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
-def cell(*modules: nn.Module) -> AbstractContextManager[object]:
-    """Declare ``modules`` to be recurrent cells: their calls map (input, state) to state or to (output, state).
+#: Names of the arguments that are the state of a declared cell, where the user gave them.
+STATE_ARGUMENTS: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+class _Declaration(ExitStack):
+    """Declaration of cells, which ends with the ``with`` block that it is used in."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse to be called: a declaration is no module."""
+        raise InputError(
+            "rl.torch.cell declares a module a cell; it does not return one.",
+            got="a call of what rl.torch.cell returned",
+            expected="rl.torch.cell(module) on a line of its own, and calls of the module itself",
+        )
+
+
+def cell(*modules: nn.Module, state: str | Sequence[str] = ()) -> AbstractContextManager[object]:
+    """Declare ``modules`` to be recurrent cells: their calls map inputs and a state to the next state, and outputs.
 
     This is needed where rnnlens cannot detect a cell: one called only once per forward pass, or one that contains a
     torch cell and is to be treated as a whole. The declaration lasts as long as the module, or to the end of a ``with``
@@ -53,22 +70,32 @@ def cell(*modules: nn.Module) -> AbstractContextManager[object]:
     Parameters
     ----------
     modules
-        The cells. The first argument of a call is the input ``(sample, feature)``; the other arguments are the state,
-        in any nesting of ``(sample, ...)`` tensors.
+        The cells. The state of a call is what the next call receives of the tensors that it returned.
+    state
+        Names of the arguments of ``forward`` that are the state, for a cell that is called only once; the new states
+        are then its last results. By default all arguments but the first, in any nesting of ``(sample, ...)`` tensors.
 
     Raises
     ------
     InputError
-        For anything that is not a ``torch.nn.Module``.
+        For anything that is not a ``torch.nn.Module``, and for a name that is no argument of its ``forward``.
     """
+    names = (state,) if isinstance(state, str) else tuple(state)
     for module in modules or (None,):
         if not isinstance(module, nn.Module):
             raise InputError("A cell must be a torch module.", got=type(module).__name__, expected="a torch.nn.Module")
-    declared = ExitStack()  # without a with block it is never closed, and the declaration stays
+        arguments = list(inspect.signature(module.forward).parameters) if names else []
+        if unknown := [name for name in names if name not in arguments]:
+            expected = f"among the arguments {', '.join(arguments)}"
+            raise InputError("state= names arguments of the cell's forward.", got=repr(unknown[0]), expected=expected)
+    declared = _Declaration()  # without a with block it is never closed, and the declaration stays
     for module in (getattr(module, "_orig_mod", module) for module in modules):
         if module not in DECLARED_CELLS:
             DECLARED_CELLS.add(module)
             declared.callback(DECLARED_CELLS.discard, module)
+        if names:
+            STATE_ARGUMENTS[module] = names
+            declared.callback(STATE_ARGUMENTS.pop, module, None)
     return declared
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,19 @@ def find_roles(
     arguments = tuple(sorted(states))
     templates = tuple(returned[states[i]].detach() for i in arguments)
     return StepRoles(spec, arguments, tuple(states[i] for i in arguments), templates, field_names(call, arguments))
+
+
+def declared_roles(
+    call: tuple[tuple[Any, ...], dict[str, Any]], function: Callable[..., Any], names: Collection[str]
+) -> StepRoles:
+    """Return roles in which the arguments of ``function`` with these names are states, and its last results the new."""
+    leaves, spec = pytree.tree_flatten(call)
+    positions = pytree.tree_unflatten(list(range(len(leaves))), spec)
+    arguments = inspect.signature(function).bind(*positions[0], **positions[1]).arguments
+    states = tuple(
+        i for name in names for i in pytree.tree_leaves(arguments.get(name, ())) if isinstance(leaves[i], Tensor)
+    )
+    return StepRoles(spec, states, tuple(range(-len(states), 0)), tuple(leaves[i] for i in states))
 
 
 def field_names(call: Any, positions: Sequence[int]) -> tuple[str, ...] | None:
