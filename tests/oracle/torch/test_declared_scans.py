@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import numpy as np
@@ -221,3 +222,32 @@ def test_a_function_whose_gradient_lacks_the_conjugate_fails_the_certificates():
             rl.jacobian(model, x),
         ]
     assert [result.certificate.state for result in results] == ["failed"] * 3
+
+
+def my_parallel_scan(a, b):
+    """Return the states of a scan that rnnlens does not know, as a package of somebody else has it."""
+    return parallel_scan(a, b)
+
+
+class OfAPackage(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.head = nn.Linear(3, 5), nn.Linear(5, 1)
+
+    def forward(self, x):
+        z = torch.sigmoid(self.gate(x))
+        return self.head(my_parallel_scan(1 - z, z))
+
+
+def test_an_unknown_scan_is_named_with_the_line_that_declares_it(monkeypatch):
+    torch.manual_seed(0)
+    model, x = OfAPackage().double(), torch.randn(2, 9, 3, dtype=torch.float64)
+    with pytest.raises(rl.errors.ModelError, match=r"my_parallel_scan[\s\S]*lambda a, b: rl\.torch\.scan") as caught:
+        rl.trace(model, x, loss=last_step_loss)
+    line = str(caught.value).partition("second axis: ")[2]
+    module = sys.modules[OfAPackage.__module__]
+    monkeypatch.setattr(module, "my_parallel_scan", my_parallel_scan)  # puts the function back after the test
+    exec(" ".join(line.split()).replace(module.__name__, "package"), {"rl": rl, "package": module})
+    trace = rl.trace(model, x, loss=last_step_loss)
+    assert trace.layers == ("scan",)
+    assert trace.certificate.state == "passed"

@@ -46,6 +46,7 @@ from .record import (
     refuse_transformed,
 )
 from .recurrences import check_joints, is_entangled, join_changed_states, mark_endings, remove_nested_cells
+from .scan_families import unknown_scans
 from .scans import ScanRecorder, replaced_scans
 from .weights import class_of, node_name
 
@@ -256,6 +257,16 @@ def _refuse_no_calls(recorder: CallRecorder, requested: RequestedLayers, request
     refuse_scripts(requested.modules)
     refuse_own_loops([(path, module) for path, module in requested.recurrent if path in requested.ran_paths])
     if request.all_must_run and request.record != "outputs":
+        scans = unknown_scans(requested.modules)
+        if scans:
+            name = scans[0].rpartition(".")[2]
+            raise ModelError(
+                "No recurrent layer ran in this forward pass, but a scan that rnnlens does not know.",
+                got=", ".join(scans),
+                expected="a scan of a known family, or one declared by rl.torch.scan",
+                hint=f"if it computes s_t = a_t s_{{t-1}} + b_t from (a, b), with time as the second axis: {name} = "
+                f"{scans[0]}; {scans[0]} = lambda a, b: rl.torch.scan(a, b, function={name})",
+            )
         reasons = list(_reasons_of_no_call(recorder, requested))
         raise ModelError(
             "No recurrent layer ran in this forward pass.",

@@ -355,6 +355,19 @@ def _global_names(layer_class: type) -> set[str]:
     return names
 
 
+def unknown_scans(modules: Sequence[tuple[str, nn.Module]]) -> list[str]:
+    """List the functions named like a scan that classes of modules call and no family reads, as ``module.name``."""
+    found = {}
+    for _, module in modules:
+        owner = sys.modules.get(type(module).__module__)
+        for name in sorted(_global_names(type(module)) - FUNCTIONS.keys()):
+            function = getattr(owner, name, None)
+            source = str(getattr(function, "__module__", "")).partition(".")[0]
+            if "scan" in name.lower() and callable(function) and source not in ("torch", "rnnlens"):
+                found[f"{type(module).__module__}.{name}"] = None
+    return list(found)
+
+
 def sequence_modules(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, Family]]:
     """List the whole-sequence layers among named modules, with their families."""
     sequence_layers = []
