@@ -1,5 +1,7 @@
 """The residual test: detects a planted dependency on a past step, and none in noise."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -50,3 +52,24 @@ def test_a_constant_feature_does_no_harm():
     x = np.concatenate([noise(), np.full((400, 40, 1), 0.7)], axis=2)
     y = x[:, 5, :1]
     assert measures.missed_dependency(y, x, float(y.var())).step == 5
+
+
+def test_outputs_of_a_vocabulary_cost_no_more_than_their_samples():
+    """A rotation of the errors into 4,000 outputs changes no statistic, and the time by less than that of its QR."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(48, 6, 4))
+    errors = x[:, 1, :1] * rng.normal(size=5) + rng.normal(size=(48, 5))
+    rotation = np.linalg.qr(rng.normal(size=(4000, 5)))[0].T
+    variance = float(errors.var(axis=0).sum())
+    few, many = (measures.missed_dependency(e, x, variance, seed=2) for e in (errors, errors @ rotation))
+    assert (few.step, few.p_value) == (many.step, many.p_value)
+    np.testing.assert_allclose(many.by_step, few.by_step, rtol=1e-9)
+    np.testing.assert_allclose([many.effect, many.threshold], [few.effect, few.threshold], rtol=1e-9)
+
+    def seconds(outputs):
+        wide = rng.normal(size=(48, outputs))
+        start = time.process_time()
+        measures.missed_dependency(wide, x, 1.0, seed=2)
+        return time.process_time() - start
+
+    assert min(seconds(4000) for _ in range(3)) < 4 * min(seconds(48) for _ in range(3))
