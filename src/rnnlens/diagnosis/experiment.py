@@ -21,7 +21,7 @@ from ..recurrence.replay import Replay
 from ..results.schema import to_host
 from ..typing import Array
 from ..verbs.names import Catalogue, known_model
-from .prediction import PredictionTarget, read_target, takes_logits
+from .prediction import PredictionTarget, ignored_class, read_target, takes_logits
 from .samples import Samples
 
 #: Largest number of samples whose states are captured.
@@ -135,7 +135,16 @@ class Experiment:
 
     @cached_property
     def lengths(self) -> Array:
-        """Number of steps up to each sample's last real one, (sample,). It is the full length without a mask."""
+        """Number of steps up to each sample's last real one, (sample,). It is the full length without a mask.
+
+        Steps after the last target that the loss does not ignore are padding of the target.
+        """
+        with_targets = self.samples.lengths_with_targets(ignored_class(self.loss)) if self.step == -1 else None
+        return self._unmasked_lengths if with_targets is None else np.minimum(with_targets, self._unmasked_lengths)
+
+    @cached_property
+    def _unmasked_lengths(self) -> Array:
+        """Number of steps up to the last one that no layer masks, (sample,)."""
         full_lengths = np.full(self.samples.count, self.samples.steps)
         if all(call.mask is None for call in self.capture.calls):
             return full_lengths

@@ -28,6 +28,7 @@ from .experiment import Experiment
 from .findings import MODEL, findings, headline, layer_sentence, missed_lag
 from .layers import LayerFacts, measure_layers, measure_scans, scan_sentence
 from .memory import P_VALUE, SOUGHT, Interval, Memory, is_missed, measure_memory, measure_missed
+from .prediction import ignored_class
 from .samples import Orientation, read_samples
 from .signal_path import measure_path
 
@@ -120,7 +121,10 @@ def diagnose(
     if mixed:
         return _diagnosis_of_mixed_samples(mixed, adapter.facts(model).provenance)
     batch = read_samples(x, y, samples, lambda batch: Orientation(adapter, model, batch, axes))
-    experiment = Experiment(model, batch, step, output, task, loss if loss is not None else _compiled_loss(model), seed)
+    used_loss = loss if loss is not None else _compiled_loss(model)
+    all_samples, batch = batch.count, batch.with_targets(ignored_class(used_loss), step)
+    left_out = all_samples - batch.count
+    experiment = Experiment(model, batch, step, output, task, used_loss, seed)
     experiment.refuse_loss(loss)
     memory = measure_memory(experiment)
     named_baseline = _measure_baseline(baseline, experiment)
@@ -152,7 +156,10 @@ def diagnose(
         sentences={"the model": headline(memory, named_baseline, residual_test), **sentences},
         findings=rule_findings,
         provenance=experiment.adapter.facts(model).provenance,
-        notes=_notes(memory, residual_test, reason if experiment.replays else "", layers_alone=bool(carried_by_layer)),
+        notes=[
+            *_notes(memory, residual_test, reason if experiment.replays else "", layers_alone=bool(carried_by_layer)),
+            *([f"{left_out} samples were left out: the loss ignores their targets."] if left_out else []),
+        ],
     )
 
 

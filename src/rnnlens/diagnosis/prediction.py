@@ -207,6 +207,13 @@ def read_target(y: Any, raw: Array, step: int | None, task: str | None, loss: An
     return PredictionTarget("values", flat_values)
 
 
+def ignored_class(loss: Any) -> int:
+    """Return the class whose targets a loss ignores, as far as it declares one; -100, torch's default, otherwise."""
+    declared = [getattr(loss, name, None) for name in ("ignore_index", "ignore_class")]
+    declared.append(getattr(loss, "keywords", {}).get("ignore_index"))  # of a functools.partial
+    return next((int(value) for value in declared if value is not None), -100)
+
+
 def takes_logits(loss: Any) -> bool | None:
     """Return True if a loss takes logits, False for probabilities, None if its name and settings leave it open."""
     from_logits = getattr(loss, "from_logits", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -303,6 +303,40 @@ class Samples:
     def count(self) -> int:
         """Number of samples."""
         return data.sample_count(self.x)
+
+    def with_targets(self, ignored: int, step: int) -> Samples:
+        """Return the samples whose target is not the ignored class: at ``step``, or, of -1, at any step."""
+        has_target = self._are_targets(ignored)
+        if has_target is None or has_target.all():
+            return self
+        by_step = has_target.reshape(self.count, -1)
+        if step == -1 or not -by_step.shape[1] <= step < by_step.shape[1]:
+            is_kept = by_step.any(axis=1)
+        else:
+            is_kept = by_step[:, step]
+        if not is_kept.any():
+            got = f"{ignored} for all {self.count} samples"
+            raise InputError(
+                "The loss ignores all targets at the examined step.", got=got, hint="step=, or other samples"
+            )
+        kept = np.flatnonzero(is_kept)
+        x, y = data.select(self.x, kept), data.select(self.y, kept)
+        return replace(self, x=x, y=y, labels=self.labels[kept])
+
+    def lengths_with_targets(self, ignored: int) -> Array | None:
+        """Return the number of steps up to each sample's last target (sample,); None if no target is ignored."""
+        has_target = self._are_targets(ignored)
+        if has_target is None or has_target.all() or has_target.ndim < 2 or has_target.shape[1] != self.steps:
+            return None
+        return self.steps - has_target[:, ::-1].argmax(axis=1)
+
+    def _are_targets(self, ignored: int) -> Array | None:
+        """Return where the targets are not the ignored class, (sample[, time]); None unless they are class numbers."""
+        leaves = data.leaves_of(self.y)
+        if len(leaves) != 1 or leaves[0].dtype.kind not in "iu" or leaves[0].ndim not in (1, 2):
+            return None
+        has_target = leaves[0] != ignored
+        return has_target if bool((leaves[0][has_target] >= 0).all()) else None
 
     def with_later_exchanged(self, begin: int, lender: Array) -> Any:
         """Return x with the steps from ``begin`` on replaced by those of another sample."""

@@ -441,3 +441,30 @@ def test_the_axes_of_each_hint_work_when_typed():
     cut = rl.gradients(Folded(), inputs, targets, loss=cross_entropy, wrt="input", batch_size=64, axes=axes)
     whole = rl.gradients(Folded(), inputs, targets, loss=cross_entropy, wrt="input")
     np.testing.assert_allclose(cut.values, whole.values, rtol=1e-4, atol=1e-9)
+
+
+def flat_cross_entropy(outputs, targets):
+    return nn.functional.cross_entropy(outputs.transpose(1, 2), targets)
+
+
+def test_steps_that_the_loss_ignores_are_not_examined():
+    """Each sample's last real target counts; a sample without one is left out, which a note says."""
+    x = white_noise()
+    lengths = np.random.default_rng(1).integers(12, STEPS + 1, SAMPLES)
+    targets = np.where(np.arange(STEPS) < lengths[:, None], lagged_signs(x), -100)
+    targets[:3] = -100
+    net = Unfolded(batch_first=True)
+    d = rl.diagnose(net, x, targets, loss=flat_cross_entropy)
+    assert (float(d["model"].memory), d["model"].sizes["sample"]) == (6, SAMPLES - 3)
+    assert "3 samples were left out" in " ".join(d.notes)
+    rows = np.arange(3, SAMPLES)
+    scores = net(torch.tensor(x)).detach().numpy()[rows, lengths[rows] - 1]
+    log_p = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
+    classes = targets[rows, lengths[rows] - 1]
+    shares = np.bincount(classes) / len(classes)
+    skill = 1 - np.mean(log_p[np.arange(len(rows)), classes]) / np.sum(shares * np.log(shares))
+    np.testing.assert_allclose(float(d["model"].skill), skill, rtol=1e-5)
+    padded = np.where(targets == -100, 1, targets)
+    declared = nn.CrossEntropyLoss(ignore_index=-7)
+    with pytest.raises(InputError, match="ignores all targets"):
+        rl.diagnose(net, x, np.full_like(padded, -7), loss=declared)
