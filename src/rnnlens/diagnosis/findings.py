@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xarray as xr
@@ -159,30 +159,36 @@ def _step_noun(count: int) -> str:
     return "step" if count == 1 else "steps"
 
 
+class ExaminedData(NamedTuple):
+    """Data of a diagnosis: input numbers (sample, time, feature), their mask, and the prediction (sample, unit)."""
+
+    x: Array
+    mask: Array | None
+    prediction: xr.DataArray
+
+
 def findings(
     memory: Memory,
     residual_test: Missed | None,
     layers: Sequence[LayerFacts],
     attributed_steps: int | None,
-    x: Array,
-    mask: Array | None,
-    prediction: xr.DataArray,
+    examined: ExaminedData,
     path: SignalPath | str | None = None,
     everyday: Checked | None = None,
 ) -> list[Finding]:
     """Apply all rules to the measures and return the findings, faults first.
 
-    ``prediction`` is (sample, unit). ``path`` is the gradient of the output by the missed input, or why there is none.
+    ``path`` is the gradient of the output by the missed input, or why there is none.
     ``everyday`` has the findings of everyday bugs, and what they rule out.
     """
     unsorted_findings = [
-        *_nonfinite_findings(layers, prediction),
+        *_nonfinite_findings(layers, examined.prediction),
         *_skill_findings(memory, everyday.ruled_out if everyday else []),
         *(everyday.findings if everyday else []),
         *_missed_findings(memory, residual_test, layers, path),
         *_dynamics_findings(memory, layers),
         *_unit_findings(layers),
-        *_data_findings(x, mask),
+        *_data_findings(examined.x, examined.mask),
         *_memory_findings(memory, attributed_steps),
     ]
     return sorted(unsorted_findings, key=lambda finding: _ORDER[finding.severity])

@@ -25,7 +25,7 @@ from ..vocabulary import GATE
 from .carried import CarriedMemory, measure_carried
 from .everyday import everyday_findings, mixed_samples
 from .experiment import Experiment
-from .findings import MODEL, findings, headline, layer_sentence, missed_lag
+from .findings import MODEL, ExaminedData, findings, headline, layer_sentence, missed_lag
 from .layers import LayerFacts, measure_layers, measure_scans, scan_sentence
 from .memory import P_VALUE, SOUGHT, Interval, Memory, is_missed, measure_memory, measure_missed
 from .prediction import ignored_class
@@ -137,9 +137,11 @@ def diagnose(
         residual_test,
         layers,
         attributed_steps,
-        _input_numbers(experiment),
-        _mask(experiment),
-        xr.DataArray(experiment.prediction, {"sample": batch.labels}, ("sample", "unit")),
+        ExaminedData(
+            _input_numbers(experiment),
+            _mask(experiment),
+            xr.DataArray(experiment.prediction, {"sample": batch.labels}, ("sample", "unit")),
+        ),
         measure_path(experiment, missed_lag(residual_test))
         if residual_test is not None and is_missed(residual_test, memory)
         else None,

@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import reduce
 from operator import mul
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..typing import Array
 from .arrays import namespace
 from .matrix_chunk import Coefficients, MatrixChunk
 
-if TYPE_CHECKING:
-    from .sequence import SequenceCell
 
-
-def has_matrix_form(cell: SequenceCell) -> bool:
+def has_matrix_form(cell: Any) -> bool:
     """Return whether a cell can be run in matrix products: see the module; real numbers, decays that are positive."""
     if cell.read is None or len(cell.axes) < 2 or cell.axis < -2:
         return False
@@ -36,14 +33,14 @@ def has_matrix_form(cell: SequenceCell) -> bool:
     return is_separable and (cell.logarithmic or bool(xp.all(cell.decays() > 0)))
 
 
-def _value_axis(cell: SequenceCell) -> int:
+def _value_axis(cell: Any) -> int:
     return -3 - cell.axis
 
 
 class MatrixForm:
     """Coefficients of consecutive steps of a cell as rows of matrices, and their gradients as those of its factors."""
 
-    def __init__(self, cell: SequenceCell) -> None:
+    def __init__(self, cell: Any) -> None:
         self.cell, self.value_axis, self.xp = cell, _value_axis(cell), namespace(cell.write[0])
         self.is_value = [factor.shape[self.value_axis] > 1 for factor in cell.write]
         if all(self.is_value) or not any(self.is_value):  # one axis of size 1: the last factor has the values
