@@ -36,7 +36,7 @@ POPULATION, REPEATS = 2048, 4
 #: Findings that count as false alarms for a healthy solved network.
 ALARMS = {
     *("MISSED_DEPENDENCY", "VANISHING", "PATH_OPEN", "EXPLODING", "CHAOTIC", "DEAD_UNITS", "NONFINITE", "NO_SKILL"),
-    *("UNDERFLOW", "UNEQUAL_LAYERS", "MISCALIBRATED"),
+    *("UNDERFLOW", "UNEQUAL_LAYERS", "MISCALIBRATED", "NO_PATH"),
 }
 #: Networks that are as good as their noisy task allows, or known not to be, whatever their skill.
 NOISY = ("noise target", "overfitted", "off in scale", "weighted classes", "missed, off in scale", "forecast")

@@ -19,7 +19,7 @@ from ...errors import UnsupportedError
 from ...results.array import RECORD, LazyArray
 from ...results.checks import Certificate
 from ...settings import options
-from ...vocabulary import SAMPLE
+from ...vocabulary import PROBE, SAMPLE
 from ..axes import refuse_unknown
 from ..certificates.of_gradients import certify_batch
 from ..differentiation.gather import Accumulator, DataSetGradients, combination
@@ -294,7 +294,8 @@ def lazy_datasets(
                 lazy_arrays[str(name)] = _nonfinite_count(lazy_arrays, str(name), array)
             else:  # the weights themselves
                 lazy_arrays[str(name)] = array
-        coords = [coord for coord in dataset.coords.values() if SAMPLE not in coord.dims]
+        # Pairs of a sample and a step are those of the first run, which has other samples.
+        coords = [coord for coord in dataset.coords.values() if not {SAMPLE, PROBE} & set(coord.dims)]
         datasets[layer] = xr.Dataset(lazy_arrays, attrs=dataset.attrs).assign_coords(
             {str(c.name): c.variable for c in coords}
         )
