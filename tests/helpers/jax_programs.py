@@ -267,7 +267,7 @@ def feedbax_controller():
             return jax.lax.scan(step, start, goals)[1]
 
     net = Loop(eqx.nn.GRUCell(D + A, H, key=key()), eqx.nn.Linear(H, A, key=key(1)))
-    found = _module(net, {"net": ("custom", 0)}, y=numbers(B, T, A, seed=2))
+    found = _module(net, {"": ("custom", 0)}, y=numbers(B, T, A, seed=2))
     return found._replace(function=jax.vmap(net))
 
 

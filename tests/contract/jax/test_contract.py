@@ -69,7 +69,7 @@ def test_adapter_fulfils_the_contract(make):
     rl.testing.check_adapter(adapter, adapter.bind(model, x), Batch(x, y, loss=mse), rtol=1e-4)
 
 
-def test_every_verb_of_a_module_and_nothing_left_behind():
+def test_every_verb_of_a_module_and_nothing_left_behind(tmp_path):
     net, (x, y) = nnx_stack(), data()
     before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(net, nnx.Param)))
     counts = [int(v) for v in jax.tree.leaves(nnx.state(net, nnx.RngCount))]
@@ -77,7 +77,14 @@ def test_every_verb_of_a_module_and_nothing_left_behind():
     assert list(trace["lower.cell"].gate.values) == ["input", "forget", "candidate", "output"]
     grads = rl.gradients(net, x, y, loss=mse, wrt="lower.cell.hidden")
     np.testing.assert_allclose(grads, trace["lower.cell"].hidden_grad, atol=1e-7)
+    by_weight = rl.gradients(net, x, y, loss=mse, wrt="lower.cell/kernel")
+    assert grads.certificate.state == by_weight.certificate.state == "passed"
     weights = rl.weights(net, x, y, loss=mse)
+    np.testing.assert_allclose(by_weight, weights["lower.cell"].kernel_grad, atol=1e-7)
+    jacobian = rl.jacobian(net, x, measure="norm")
+    assert jacobian.certificate.state == "passed"
+    rl.report(net, x, y, tmp_path / "report.html", loss=mse, diagnosis=False)
+    assert (tmp_path / "report.html").stat().st_size > 10_000
     assert weights["lower.cell"].kernel.dims == ("feature", "gate", "unit")
     assert weights["head"].kernel.shape == (3, H)
     assert not rl.find_nonfinite(net, x, y, loss=mse)

@@ -93,7 +93,7 @@ def output_of(found, states):
 def check_vectorised(name, program, trace):
     """Sample by sample: the loop of one sample has no sample axis."""
     for layer in program.layers:
-        found = trace[layer]
+        found = trace[layer or next(iter(trace))]
         for i in range(B):
             states, totals = unrolled(lambda i=i: one_sample(name, program, i))
             h = int(

@@ -126,17 +126,28 @@ class _StepFunctions:
     def _batch(self) -> int:
         return self.layer.samples
 
+    @cached_property
+    def _is_shared(self) -> bool:
+        """Whether something that changes from step to step is one for all samples."""
+        layer, others = self.layer, (column.variable for column in self.columns)
+        read = (*layer.inputs, *layer.state_variables, *others)
+        return self._batch > 1 and any(v not in layer.roles.sample for v in read)
+
     def advance(self, constants: Sequence[Any], x: Any, state: Sequence[Any], zeros: Any = None) -> list[Any]:
         """Compute the new states of n rows; ``zeros`` are added where they are computed."""
         count, batch = x.shape[0], self._batch
-        groups = -(-count // batch)
+        groups = count if self._is_shared else -(-count // batch)
 
         def grouped(rows: Any) -> Any:
+            if self._is_shared:  # rows may be of different steps: each has a group of its own
+                return jnp.broadcast_to(rows[:, None], (count, batch, rows.shape[1]))
             padding = jnp.repeat(rows[-1:], groups * batch - count, axis=0)
             return jnp.concatenate([rows, padding]).reshape(groups, batch, -1)
 
         arguments = (grouped(x), list(map(grouped, state)), list(map(grouped, zeros or [])))
         new = jax.vmap(lambda x, state, zeros: self._group(constants, x, state, zeros))(*arguments)
+        if self._is_shared:
+            return [rows[:, 0] for rows in new]
         return [rows.reshape(groups * batch, -1)[:count] for rows in new]
 
     def _group(self, constants: Sequence[Any], x: Any, state: Sequence[Any], zeros: Sequence[Any]) -> list[Any]:

@@ -127,6 +127,11 @@ class RecurrentLayer:
         known = {*self.inputs, *self.state_variables}
         return tuple(v for v in (*inputs, *carried, *of_samples) if v not in known and v in self.loop.read)
 
+    @property
+    def shares_floats(self) -> bool:
+        """Whether an input or a state is one for all samples, so that only its gradient for all of them exists."""
+        return self.samples > 1 and any(v not in self.roles.sample for v in (*self.inputs, *self.state_variables))
+
     def recorded_points(self) -> set[Point]:
         """Return the points that a capture of this layer records."""
         opened, path = self.opened(), self.loop.path
@@ -163,14 +168,14 @@ class RecurrentLayer:
         return self._in_place(value)
 
     def from_step(self, variable: Any, value: Any, lead: int = 0) -> Any:
-        """Convert (..., sample, size) to the layout of a variable, summed over samples if all share it."""
+        """Convert (..., sample, size) to the layout of a variable, the mean over samples if all share it."""
         axis, shape = self.roles.sample.get(variable), tuple(variable.aval.shape)
         front = tuple(value.shape[:lead])
         if jnp.issubdtype(variable.aval.dtype, jnp.complexfloating):
             real, imaginary = jnp.split(value, 2, axis=-1)
             value = real + 1j * imaginary
         if axis is None:
-            value = value.sum(lead).reshape((*front, *shape))
+            value = value.mean(lead).reshape((*front, *shape))
         else:
             rest = tuple(n for i, n in enumerate(shape) if i != axis)
             value = jnp.moveaxis(value.reshape((*front, self.samples, *rest)), lead, lead + axis)

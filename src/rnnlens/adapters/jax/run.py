@@ -23,10 +23,11 @@ class JaxRun(Run):
         self._model, self._batch, self._taps = model, batch, taps
         self._ports: ProgramRun | None = None
         if taps.record == "ports":
-            self._ports = ProgramRun(model, batch, PortTaps(taps.of, taps.wrt, taps.cut), taps.cotangents)
+            known = taps.cotangents or None
+            self._ports = ProgramRun(model, batch, PortTaps(taps.of, taps.wrt, taps.cut), known)
             self.values = self._ports.values
             self.output_count = len(self._ports.program.outputs)
-            if taps.cotangents is not None:
+            if known is not None:
                 self.known_gradients = self._ports.gradients
         elif taps.record != "nothing":
             self._recorded = record(model, batch, taps)
@@ -35,6 +36,11 @@ class JaxRun(Run):
     def outputs(self) -> Outputs:  # type: ignore[override]
         """Outputs of the model."""
         return self._recorded[1]
+
+    @property
+    def returned(self) -> Any:  # type: ignore[override]
+        """Outputs as the model nests them."""
+        return self._recorded[1].tree
 
     @property
     def capture(self) -> Capture:  # type: ignore[override]
