@@ -269,11 +269,13 @@ class Program:
         shared = origins.get("bias", WeightOrigin())
         if absent.any():
             outside = np.arange(absent.shape[-1]) < 2 * absent.shape[-1] // 3
-            is_shared = key == "recurrent_bias" and shared.numbers is not None and not (absent & ~outside).any()
-            if not is_shared or (np.asarray(shared.numbers)[absent] < 0).any():
+            if key != "recurrent_bias" or shared.numbers is None or (absent & ~outside).any():
                 return None
-            numbers = np.where(absent, np.asarray(shared.numbers), numbers)
-            factors = np.where(absent, np.asarray(shared.factors), factors)
+            shared_numbers, shared_factors = np.asarray(shared.numbers), np.asarray(shared.factors)
+            if (shared_numbers[absent] < 0).any():
+                return None
+            numbers = np.where(absent, shared_numbers, numbers)
+            factors = np.where(absent, shared_factors, factors)
         return numbers, factors
 
     @cached_property

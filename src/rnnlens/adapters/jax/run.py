@@ -38,7 +38,7 @@ class JaxRun(Run):
         return self._recorded[1]
 
     @property
-    def returned(self) -> Any:  # type: ignore[override]
+    def returned(self) -> Any:
         """Outputs as the model nests them."""
         return self._recorded[1].tree
 
