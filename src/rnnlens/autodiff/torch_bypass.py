@@ -105,6 +105,7 @@ def _operation(func: Any, name: str) -> str:
 
 def run_step(step: Callable[[], Any], bypassed: Sequence[UserCall] = (), every: int | None = None) -> StepRun:
     """Run a training step under :class:`StepRun` and return it."""
-    with StepRun(bypassed, every) as run:
+    run = StepRun(bypassed, every)
+    with run:
         step()
     return run

@@ -34,7 +34,7 @@ def has_matrix_form(cell: Any) -> bool:
 
 
 def _value_axis(cell: Any) -> int:
-    return -3 - cell.axis
+    return -3 - int(cell.axis)
 
 
 class MatrixForm:
