@@ -151,7 +151,7 @@ def _in_fewest_outputs(errors: Array) -> Array:
     samples it needs 512 columns.
     """
     samples, outputs = errors.shape
-    return errors if outputs <= samples else np.linalg.qr(errors.T, mode="r").T
+    return errors if outputs <= samples else np.asarray(np.linalg.qr(errors.T, mode="r")).T
 
 
 def single_step_effects(residuals: Sequence[Array], features: Array, *, gap: int = 0) -> list[float]:

@@ -357,7 +357,7 @@ def _global_names(layer_class: type) -> set[str]:
 
 def unknown_scans(modules: Sequence[tuple[str, nn.Module]]) -> list[str]:
     """List the functions named like a scan that classes of modules call and no family reads, as ``module.name``."""
-    found = {}
+    found: dict[str, None] = {}
     for _, module in modules:
         owner = sys.modules.get(type(module).__module__)
         for name in sorted(_global_names(type(module)) - FUNCTIONS.keys()):
