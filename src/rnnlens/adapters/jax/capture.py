@@ -181,7 +181,7 @@ class _CallReader:
         if layer.returns_final_states:
             others = [gradient(Port("final_state", name, i)) for i in states[1:]]
             call.final_state_grad = (np.zeros_like(call.initial_state[0]), *others)
-        if self.taps.boundaries and not layer.shares_floats:
+        if self.taps.boundaries:
             grad = gradient(Port("input", name))
             call.framework_input_grad = self._at_columns(call, grad)
             if not layer.starts_anew:

@@ -136,18 +136,23 @@ class _StepFunctions:
     def advance(self, constants: Sequence[Any], x: Any, state: Sequence[Any], zeros: Any = None) -> list[Any]:
         """Compute the new states of n rows; ``zeros`` are added where they are computed."""
         count, batch = x.shape[0], self._batch
-        groups = count if self._is_shared else -(-count // batch)
+        by_step = self._is_shared and count != batch and count % self.layer.steps == 0
+        samples = count // self.layer.steps if by_step else batch
+        groups = self.layer.steps if by_step else -(-count // batch)
 
         def grouped(rows: Any) -> Any:
-            if self._is_shared:  # rows may be of different steps: each has a group of its own
-                return jnp.broadcast_to(rows[:, None], (count, batch, rows.shape[1]))
+            """Return rows (sample * time, n), or of one step, in groups (group, batch, n) of one step each."""
+            if by_step:
+                rows = jnp.swapaxes(rows.reshape(samples, groups, -1), 0, 1)
+                padding = jnp.repeat(rows[:, -1:], batch - samples, axis=1)
+                return jnp.concatenate([rows, padding], axis=1)
             padding = jnp.repeat(rows[-1:], groups * batch - count, axis=0)
             return jnp.concatenate([rows, padding]).reshape(groups, batch, -1)
 
         arguments = (grouped(x), list(map(grouped, state)), list(map(grouped, zeros or [])))
         new = jax.vmap(lambda x, state, zeros: self._group(constants, x, state, zeros))(*arguments)
-        if self._is_shared:
-            return [rows[:, 0] for rows in new]
+        if by_step:
+            return [jnp.swapaxes(rows[:, :samples], 0, 1).reshape(count, -1) for rows in new]
         return [rows.reshape(groups * batch, -1)[:count] for rows in new]
 
     def _group(self, constants: Sequence[Any], x: Any, state: Sequence[Any], zeros: Sequence[Any]) -> list[Any]:

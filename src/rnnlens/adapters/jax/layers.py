@@ -127,11 +127,6 @@ class RecurrentLayer:
         known = {*self.inputs, *self.state_variables}
         return tuple(v for v in (*inputs, *carried, *of_samples) if v not in known and v in self.loop.read)
 
-    @property
-    def shares_floats(self) -> bool:
-        """Whether an input or a state is one for all samples, so that only its gradient for all of them exists."""
-        return self.samples > 1 and any(v not in self.roles.sample for v in (*self.inputs, *self.state_variables))
-
     def recorded_points(self) -> set[Point]:
         """Return the points that a capture of this layer records."""
         opened, path = self.opened(), self.loop.path
