@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -25,7 +25,7 @@ from .discover import ModelLayers, RecurrentSite, base_name, given_state_layers,
 from .hooks import LayerCall, Loss, RunRequest
 from .inputs import input_order
 from .restore import borrowed
-from .run import discard_memo, memo_for, program, run_with_loops
+from .run import discard_memo, memo_for, program, run_with_loops, stamp_of_request
 from .weights import composed_weights, named_variables, registration_of
 
 #: Largest size in bytes of one chunk of cotangents, intermediate tensors included.
@@ -223,9 +223,10 @@ class KerasPullback(Run):
         return tapped
 
     def _run_forward(self, job: RunRequest) -> None:
+        stamp = stamp_of_request(job)
         with _repeatable_run(job):
             arguments = job.arguments()
-            memo = self._memo(job, arguments)
+            memo = self._memo(job, arguments, stamp)
             try:
                 with raised_by("The forward pass of your model"):
                     recorded = self._linearise_or_differentiate(job, arguments, memo)
@@ -269,13 +270,13 @@ class KerasPullback(Run):
         }
         return {**aux, **targets}
 
-    def _memo(self, job: RunRequest, arguments: Any) -> Memo | None:
+    def _memo(self, job: RunRequest, arguments: Any, stamp: Hashable | None) -> Memo | None:
         """Return the compiled functions of an earlier pullback of the same model and ports, or an empty memo.
 
         Return None for a loss of a short run: its single product takes less time eagerly than a graph to trace.
         """
         boundaries = (frozenset(self._tapped.keys[port] for port in ports) for ports in (self._of, self._cut))
-        memo = memo_for(job, arguments, *boundaries)
+        memo = memo_for(job, arguments, stamp, *boundaries)
         return memo if memo is not None or all(port.kind == "loss" for port in self._of) else Memo()
 
     def _run_request(self, model: Any, batch: Batch, loss: Loss | None) -> RunRequest:

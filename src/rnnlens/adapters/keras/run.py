@@ -95,10 +95,10 @@ def run_with_loops(job: RunRequest, attempt: Callable[[RunRequest], Result]) -> 
 
 
 def _run_once(job: RunRequest) -> RunResult:
-    engine = job.keras.engine
+    engine, stamp = job.keras.engine, stamp_of_request(job)  # a borrowed model has another loss
     with borrowed(job.model, job.keras, job.batch.seed, regularised=False):
         arguments = job.arguments()
-        memo = None if getattr(job.model, "run_eagerly", False) else memo_for(job, arguments)
+        memo = None if getattr(job.model, "run_eagerly", False) else memo_for(job, arguments, stamp)
         with raised_by("The forward or backward pass of your model"):
             results, calls = _run_compiled_or_eager(job, arguments, engine, memo)
     value, (arrays, outputs), gradients = results
@@ -179,15 +179,19 @@ def _run_compiled_or_eager(
     return _run_program(job, arguments, engine), job.calls
 
 
-def memo_for(job: RunRequest, arguments: Any, *more_keys: Hashable) -> Memo | None:
-    """Return the cache of compiled functions for this request; None if the run is not compiled."""
+def stamp_of_request(job: RunRequest) -> Hashable | None:
+    """Return the stamp of a request's model and loss, on an engine that compiles; the model is not borrowed yet."""
+    return stamp_of_run(job.keras, job.model, job.batch.loss) if job.keras.engine.compiles else None
+
+
+def memo_for(job: RunRequest, arguments: Any, stamp: Hashable | None, *more_keys: Hashable) -> Memo | None:
+    """Return the cache of compiled functions for this request and its stamp; None if the run is not compiled."""
     if not job.keras.engine.compiles:
         return None
     names = tuple((site.name, site.direction) for site in job.sites), tuple(job.other_layers), tuple(job.weights)
     options = (job.batch.training, job.loss is None, job.gradients, job.tap_names, job.record_names)
     more_keys = (*more_keys, tuple(sorted(job.starts.items())), job.stepped_layers, job.separate_layers)
     request_key = (names, options, stamp_of_tensors(job.keras, arguments), *more_keys)
-    stamp = stamp_of_run(job.keras, job.model, job.batch.loss)
     if stamp is None and job.keras.is_short(job.data["x"]):
         return None
     return memo_of(job.model, request_key, stamp)
