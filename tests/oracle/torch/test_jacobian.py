@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -410,3 +411,33 @@ def test_wide_segments_between_recurrences_are_autograds(mixes):
     for sample in range(2):
         expected = torch.autograd.functional.jacobian(lambda x_sample: model(x_sample[None])[0], x[sample])
         assert np.allclose(jacobian.values[sample], expected, rtol=1e-9, atol=1e-12)
+
+
+class Vocabulary(nn.Module):
+    """A language model whose scores fold steps and samples, (time * sample, token)."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out = nn.GRU(3, 4), nn.Linear(4, 600)
+
+    def forward(self, x):
+        return self.out(self.rnn(x)[0]).view(-1, 600)
+
+
+def test_scores_too_wide_for_a_cotangent_each_are_pulled_as_asked_for():
+    """A cotangent for each of 600 scores at every step takes 69 MB: with 8 MiB only the sketch's rows are pulled."""
+    torch.manual_seed(0)
+    net, x = Vocabulary().double(), torch.randn(6, 4, 3, dtype=torch.float64)
+    truth = torch.autograd.functional.jacobian(lambda x: net(x).view(6, 4, 600)[-1], x)
+    norms = torch.stack([truth[i, :, :, i] for i in range(4)]).square().sum((1, 3)).sqrt()
+    last = {"at": {"out_time": [-1]}, "measure": "norm"}
+    with rl.options(memory="8 MiB"):
+        tracemalloc.start()
+        sketch = rl.jacobian(net, x, sketch=16, **last)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        exact = rl.jacobian(net, x, **last)
+    assert peak < 8 * 600**2 * 6 * 4
+    np.testing.assert_allclose(exact.values[:, 0], norms, rtol=1e-10)
+    deviation = np.abs(sketch.norm_squared.values[:, 0] - norms.numpy() ** 2)
+    assert (deviation < 6 * sketch.norm_squared_stderr.values[:, 0]).all()

@@ -19,6 +19,7 @@ from ...adapters.protocol import ChainLink, Port, Run
 from ...autodiff.tensors import converted_like
 from ...layout import Layout, canonical_order
 from ...results.schema import to_host
+from ...settings import current
 from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
 from ..axes import patterns, reached, refusal_of_coupling
@@ -142,16 +143,26 @@ _MANY = 64
 
 
 def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> dict[Port, Segment]:
-    """Find the derivatives of a tensor by all tensors directly below it, by pulling probe cotangents back."""
+    """Find the derivatives of a tensor by all tensors directly below it, by pulling probe cotangents back.
+
+    Where a cotangent for each feature does not fit into memory, as of the scores of a vocabulary, no matrix is found:
+    the framework pulls the rows that are asked for.
+    """
     (steps, on_steps), (samples, on_samples) = _subset_rows(top, 1), _subset_rows(top, 0)
     pulled_rows: Mapping[Port, Array | None] = {}
     unit_rows = np.zeros((0, *steps.shape[1:]))
-    if top.features > _MANY and len(steps):
+    fit_in_memory = 8 * top.features * math.prod(top.shape) <= current().memory // 2
+    if (top.features > _MANY and len(steps)) or not fit_in_memory:
         pulled_rows = pull(top.port, np.concatenate([steps, samples]))
     # Rows that start at some steps are the first of those found: a segment may be local if they come from these alone.
-    if not pulled_rows or any(
-        rows is not None and tensors[port].times == top.times and _vanishes_elsewhere(rows[: len(on_steps)], on_steps)
-        for port, rows in pulled_rows.items()
+    if fit_in_memory and (
+        not pulled_rows
+        or any(
+            rows is not None
+            and tensors[port].times == top.times
+            and _vanishes_elsewhere(rows[: len(on_steps)], on_steps)
+            for port, rows in pulled_rows.items()
+        )
     ):
         features = top.features
         # One cotangent for each feature, on at all steps.
@@ -163,6 +174,9 @@ def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> 
     segments = {top.port: Segment("local", top, top)} if top.port in pulled_rows else {}
     for port, rows in pulled_rows.items():
         if port == top.port or rows is None or not bool((rows != 0).any()):
+            continue
+        if not fit_in_memory:
+            segments[port] = Segment("through", top, tensors[port])
             continue
         pulled_units, pulled_steps = rows[: len(unit_rows)], rows[len(unit_rows) : len(unit_rows) + len(steps)]
         segments[port] = _classified_segment(
