@@ -192,7 +192,8 @@ def _rebuild_result(cls: type[Result] | None, tree: xr.DataTree) -> Any:
     meta = json.loads(tree.attrs[META])
     for path, names in json.loads(tree.attrs.get(ORDER, "{}")).items():
         node: Any = tree[path]
-        node.dataset = node.to_dataset(inherit=False)[names]
+        dataset = node.to_dataset(inherit=False)
+        node.dataset = dataset[names].assign_coords(dataset.coords)  # also those whose axes no variable has
     tree.attrs = {key: value for key, value in tree.attrs.items() if key not in _ROOT_ATTRIBUTES}
     if cls is not None:
         return cls._restore(tree, meta)

@@ -82,7 +82,11 @@ class StepListener:
             return function(x, *state)
         module = hook.module
         module.function = function
-        output = hook.run(module, x, *state)
+        self.recorder.in_declared_step = True
+        try:
+            output = hook.run(module, x, *state)
+        finally:
+            self.recorder.in_declared_step = False
         LOOPS_RUN.setdefault(self.model, {})[hook.owner.name] = int(tensor_leaves(output)[0].flatten(1).shape[1])
         return output
 
@@ -475,7 +479,7 @@ class MethodHook:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method as a step."""
         is_within_cell = self.cell is not None and self.cell.entered_call is not None
-        if self._is_running or self.recorder.paused or is_within_cell:
+        if self._is_running or self.recorder.paused or self.recorder.in_declared_step or is_within_cell:
             return self.step.function(*args, **kwargs)
         self._is_running, count, is_recorded = True, self.recorder.call_count, self.hook.is_active
         try:

@@ -244,6 +244,8 @@ class CallRecorder:
         self.weight_grads = weight_grads
         self.separate, self.cut_layers = separate, frozenset(cut)
         self.paused = False
+        #: Whether a step that the user gave to ``rl.torch.step`` runs: methods that it calls are no steps of their own.
+        self.in_declared_step = False
         #: Roles that differ from those by which cells were recorded, by owner.
         self.found_roles: dict[int, StepRoles] = {}
         #: Number of recorded calls.
