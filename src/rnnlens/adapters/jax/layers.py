@@ -235,7 +235,7 @@ class RecurrentLayer:
     def zeros_at(self, port: Port, zero: Any) -> dict[Point, Any]:
         """Return the zeros to add at the points of a port, from one zero in the layout of the port."""
         kinds = {"output": "read", "state_read": "read"}
-        if port.kind == "state_read" and port.index == 0:  # its reader is that of the output
+        if port.kind in ("state_read", "final_state") and port.index == 0:  # its reader is that of the output
             return {}
         if port.key == "returned":
             kinds = {"state": "returned"}
