@@ -274,7 +274,7 @@ class CellHook:
     def run_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the module's ``forward``, between the hooks unless torch called them already."""
         is_hooked, self._is_hooked = self._is_hooked, False
-        if is_hooked or self.recorder.paused or self.entered_call is not None:
+        if is_hooked or self.recorder.paused or self.recorder.in_declared_step or self.entered_call is not None:
             return forward(*args, **kwargs)
         return self.run(forward, *args, **kwargs)
 
