@@ -224,7 +224,7 @@ def _weights_without_gradient(experiment: Experiment) -> list[Finding] | None:
         return None
     catalogue = Catalogue(experiment.adapter, experiment.model, experiment.first_inputs)
     without, count = [], 0
-    for name in read("weights", catalogue):
+    for name in read("weights", catalogue) if catalogue.weights else ():
         if not is_trainable(name, catalogue):
             continue
         locations = _locations(catalogue, name)

@@ -314,7 +314,9 @@ def recurrent_datasets(
             layer.variables = {v: array for v, array in layer.variables.items() if selection.has(v)}
         lag_gradients = [part.lag_gradient for part in traced if part.lag_gradient is not None]
         if len(lag_gradients) == len(traced):
-            values = lag_gradients[0] if len(traced) == 1 else np.stack(lag_gradients, axis=1)
+            count = max(map(len, lag_gradients))  # the directions may have different numbers of probes
+            filled = [np.pad(v, ((0, count - len(v)), (0, 0)), constant_values=np.nan) for v in lag_gradients]
+            values = filled[0] if len(traced) == 1 else np.stack(filled, axis=1)
             dims = (PROBE, LAG) if len(traced) == 1 else (PROBE, DIRECTION, LAG)
             layer.coords["lag_gradient"] = xr.Variable(dims, values, quantity_attrs("lag_gradient"))
         if directions[0].reset is not None:

@@ -302,7 +302,7 @@ def test_states_in_another_order_are_refused():
     rl.cells.register(Turned, CoupledCell, weights=coupled_weights)
     model = Model(Turned(), 2).double()
     model.forward = lambda x: model.head(_unroll(model.cell, x))
-    with pytest.raises(errors.UnsupportedError, match="CoupledCell has different states than Turned in 'cell'"):
+    with pytest.raises(errors.UnsupportedError, match="The equations of CoupledCell differ from Turned in 'cell'"):
         rl.trace(model, X, loss=loss)
 
 
