@@ -92,25 +92,6 @@ def test_a_backward_half_has_a_reach_of_its_own():
     assert scalars["rnn/backward/reach"] == 0
 
 
-def test_the_cell_state_counts():
-    torch.manual_seed(0)
-    model = nn.LSTM(3, 8, batch_first=True)
-    with torch.no_grad():
-        model.weight_ih_l0.mul_(0.1)
-        model.bias_ih_l0[8:16] = 6.0  # forget gates open: the memory is in the cell state
-
-    class Last(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm, self.head = model, nn.Linear(8, 1)
-
-        def forward(self, x):
-            return self.head(self.lstm(x)[0][:, -1])
-
-    trace = rl.trace(Last(), torch.randn(8, 40, 3), torch.randn(8, 1), loss=MSE)
-    assert summary(trace)[0]["lstm/reach"] > 25
-
-
 def test_an_alert_is_raised_where_memory_is_destroyed_and_only_there(tmp_path):
     torch.manual_seed(0)
     model, x = EveryStep(units=12), torch.randn(256, 20, 3)
