@@ -222,7 +222,8 @@ def refuse_lone_output(names: Sequence[TensorName], count: int) -> None:
     """Raise for ``"output"`` of a model with several outputs, since the name is ambiguous."""
     if any(name.text == "output" for name in names):
         expected = ", ".join(f'"output[{i}]"' for i in range(count))
-        raise InputError("The model returns several tensors.", got='"output"', expected=expected)
+        hint = 'name one of them, as in of="output[0]"'
+        raise InputError("The model returns several tensors.", got='"output"', expected=expected, hint=hint)
 
 
 def uncalled_layer(layer: str | None, known_names: Collection[str] | None = None) -> str:

@@ -343,6 +343,7 @@ def test_one_of_several_outputs_is_never_taken_silently(two_heads, call):
     with pytest.raises(InputError) as error:
         call(*two_heads)
     text = 'The model returns several tensors.\n  got:      "output"\n  expected: "output[0]", "output[1]"'
+    text += '\n  try:      name one of them, as in of="output[0]"'
     assert str(error.value) == text
 
 
