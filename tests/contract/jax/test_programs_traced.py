@@ -125,6 +125,25 @@ def test_axes_are_told_apart_also_where_sizes_are_equal(time_major, samples, ste
     assert (layer.samples, layer.steps, layer.roles.sample[layer.state_variables[0]]) == (samples, steps, 0)
 
 
+@pytest.mark.parametrize("steps", [T, D, B])
+def test_channels_before_steps(steps):
+    """Data with axes sample, channel, step, as most packages for time series have them."""
+
+    def apply(p, x):
+        states = jax.lax.scan(
+            lambda s, x_t: (lstm(p["rnn"], x_t, *s),) * 2, (jnp.zeros((len(x), H)),) * 2, jnp.transpose(x, (2, 0, 1))
+        )
+        return states[0][0]
+
+    x = np.random.default_rng(0).normal(size=(B, D, steps)).astype("float32")
+    model = rl.jax.model(apply, params())
+    jacobian = rl.jacobian(model, x)
+    of_one = jax.vmap(jax.jacobian(lambda one: apply(params(), one[None])[0]))(x)
+    assert jacobian.sizes == {"sample": B, "out_unit": H, "in_time": steps, "in_feature": D}
+    np.testing.assert_allclose(jacobian.transpose("sample", "out_unit", "in_feature", "in_time"), of_one, atol=1e-5)
+    assert rl.gradients(model, x, of="output", reduce="sum", wrt="input").dims == ("sample", "time", "feature")
+
+
 def test_one_sequence_without_an_axis_of_samples():
     def one(p, x):
         return jax.lax.scan(lambda s, x_t: (lstm(p["rnn"], x_t, *s),) * 2, (jnp.zeros(H),) * 2, x)[1][0]

@@ -36,13 +36,13 @@ class AxisRoles:
     time: dict[Any, int] = field(default_factory=dict)
 
     def layout(self, atom: Any, last: str) -> Layout:
-        """Return the layout of an input or output; ``last`` names its last axis if that has no role."""
+        """Return the layout of an input or output; ``last`` names its only or last axis without a role."""
         shape = tuple(atom.aval.shape)
         sample, time = self.sample.get(atom), self.time.get(atom)
         axes: list[Axis] = [(f"axis_{i}",) for i in range(len(shape))]
         unknown = [i for i in range(len(shape)) if i not in (sample, time)]
-        if unknown and unknown[-1] == len(shape) - 1:
-            axes[-1] = (last,)
+        if len(unknown) == 1 or (unknown and unknown[-1] == len(shape) - 1):
+            axes[unknown[-1]] = (last,)
         if time is not None:
             axes[time] = (TIME,)
         if sample is not None:
@@ -76,7 +76,9 @@ def find_roles(
     if not loops or not shapes:
         return roles
     first = max(range(len(shapes)), key=lambda i: len(shapes[i]))
-    for axis in range(min(2, len(shapes[first]))):
+    for axis in range(len(shapes[first])):
+        if axis > 1 and roles.time:
+            break
         for changed_axes in _sets_of_axes(shapes, (first, axis)):
             size = shapes[first][axis]
             other_shapes = [
@@ -92,7 +94,7 @@ def find_roles(
             if any(a.length != b.length for a, b in zip(loops, other[1], strict=True)):
                 roles.time, roles.steps = changed, size
                 break
-            if any(v in changed for loop in loops for v in loop.carried):
+            if axis < 2 and any(v in changed for loop in loops for v in loop.carried):  # later ones can be of an image
                 roles.sample, roles.samples = changed, size
                 break
     return roles
