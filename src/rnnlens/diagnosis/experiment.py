@@ -20,6 +20,7 @@ from ..measures.intervention import donors, score, squared_change
 from ..recurrence.replay import Replay
 from ..results.schema import to_host
 from ..typing import Array
+from ..verbs.axes import refuse_steps_first
 from ..verbs.names import Catalogue, known_model
 from .prediction import PredictionTarget, ignored_class, read_target, takes_logits
 from .samples import Samples
@@ -89,6 +90,8 @@ class Experiment:
         capture = self.adapter.run(self.model, Batch(self.first_inputs), Taps.states(sequences=False)).capture
         if not capture.calls and not capture.scanned:
             raise ModelError("No recurrent layer ran in this forward pass.", hint="rl.layers(model)")
+        sizes = (call.input.shape[:2] for call in capture.calls)
+        refuse_steps_first(self.samples.orientation.axes, Batch(self.first_inputs), sizes)
         return capture
 
     def capture_of(self, rows: Array) -> Capture:

@@ -42,9 +42,13 @@ class Orientation:
 
     def _input_layouts(self, x: Any) -> list[Layout] | None:
         """Return the layout of each leaf of x; None if in all of them samples come first, then steps."""
-        if self.axes.adapter.samples_first:
-            return None
         leaves = data.leaves_of(x)
+        if self.axes.adapter.samples_first:
+            stated = [self.axes.layout(Port("input", index=i), shape_of(leaf) or ()) for i, leaf in enumerate(leaves)]
+            if all(_is_canonical(layout) for layout in stated):
+                return None
+            self._few = Batch(x)
+            return stated
         failure: Exception | None = None
         layouts: Sequence[Layout | None] | None = [_samples_first(len(shape_of(leaf) or ())) for leaf in leaves]
         few = None

@@ -189,7 +189,10 @@ def refuse_unknown(
 
 
 def refuse_steps_first(axes: ModelAxes, batch: Batch, sizes: Iterable[Sequence[int]]) -> None:
-    """Raise if the convention is samples first, and layers of ``sizes`` (samples, steps) step along the first axis."""
+    """Raise if the convention is samples first, then steps, and layers seem to step along another axis of the data.
+
+    ``sizes``: samples and steps of each recurrent call.
+    """
     if not axes.samples_first:
         return
     calls = {tuple(size) for size in sizes}
@@ -204,6 +207,20 @@ def refuse_steps_first(axes: ModelAxes, batch: Batch, sizes: Iterable[Sequence[i
             expected="samples first",
             hint='axes={"input": ("time", "sample", "feature"), "output": ("time", "sample", "unit")}',
         )
+    steps = {steps for _, steps in calls}
+    shapes = {i: leaf.shape for i, leaf in enumerate(data.leaves_of(batch.x)) if getattr(leaf, "ndim", 0) == 3}
+    if len(steps) != 1 or any(shape[1] in steps for shape in shapes.values()):
+        return
+    for index, shape in shapes.items():
+        port = Port("input", index=index)
+        if shape[2] in steps and port not in axes.stated:
+            name = text_of(port)
+            raise InputError(
+                f"The recurrent layers run as many steps as {name!r} has entries on its last axis.",
+                got=f"shape {tuple(shape)}, {shape[2]} steps",
+                expected="axes=, which says whether that axis or the second counts steps",
+                hint=f'axes={{"{name}": ("sample", "feature", "time")}}, or ("sample", "time", "feature")',
+            )
 
 
 def refuse_unclear_steps(

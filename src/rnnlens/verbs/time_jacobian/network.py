@@ -291,7 +291,7 @@ def _end_layouts(
     ends = list(dict.fromkeys(filter(None, ports)))
     outer_ends = [port for port in ends if port.layer not in replayed_layers.by_layer]
     request.axes.learn(request.batch, outer_ends)
-    if request.axes.samples_first:
+    if request.axes.samples_first and not request.axes.stated:  # steps come second
         return dict.fromkeys(ends)
     layouts = {port: request.axes.layout(port, values[port].shape) for port in outer_ends}
     sizes = [tuple(map(int, replayed.run.input.shape[:2])) for replayed in replayed_layers.calls]
