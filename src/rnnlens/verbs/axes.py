@@ -207,13 +207,13 @@ def refuse_steps_first(axes: ModelAxes, batch: Batch, sizes: Iterable[Sequence[i
             expected="samples first",
             hint='axes={"input": ("time", "sample", "feature"), "output": ("time", "sample", "unit")}',
         )
-    steps = {steps for _, steps in calls}
+    step_counts = {steps for _, steps in calls}
     shapes = {i: leaf.shape for i, leaf in enumerate(data.leaves_of(batch.x)) if getattr(leaf, "ndim", 0) == 3}
-    if len(steps) != 1 or any(shape[1] in steps for shape in shapes.values()):
+    if len(step_counts) != 1 or any(shape[1] in step_counts for shape in shapes.values()):
         return
     for index, shape in shapes.items():
         port = Port("input", index=index)
-        if shape[2] in steps and port not in axes.stated:
+        if shape[2] in step_counts and port not in axes.stated:
             name = text_of(port)
             raise InputError(
                 f"The recurrent layers run as many steps as {name!r} has entries on its last axis.",

@@ -421,7 +421,7 @@ def test_diagnose_says_what_is_used_and_fails_on_what_was_named(rnnlens, folder,
     result = rnnlens("diagnose", factory, "held_out.npz", "-o", "d.nc")
     assert result.code == 0, result.err
     assert "the input of the last step only, of 12 steps" in result.out
-    assert rl.open(folder / "d.nc").codes == ("DEAD_UNITS", "LAST_STEP_ONLY")
+    assert rl.open(folder / "d.nc").codes == ("DEAD_UNITS", "LEAK", "LAST_STEP_ONLY")
     failed = rnnlens("diagnose", factory, "held_out.npz", "--fail-on", "dead_units")
     assert failed.code == 3
     assert "found: DEAD_UNITS" in failed.err

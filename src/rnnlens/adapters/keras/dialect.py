@@ -344,6 +344,11 @@ class Dialect(Protocol):
         return any(la._get_own_losses() and la.activity_regularizer is None for la in model._flatten_layers())
 
 
+def is_layer(candidate: Any) -> bool:
+    """Return whether an object is a layer of a Keras package; a cell may be any object with ``call``."""
+    return any(isinstance(candidate, keras.Layer) for keras in loaded_dialects())
+
+
 def dialect_of(keras_object: Any) -> Dialect:
     """Return the dialect of the Keras package that a model, layer, cell or variable belongs to.
 

@@ -15,7 +15,7 @@ from ...recurrence.cells.registry import Registration
 from ...typing import Array
 from ..protocol import LayerWeights
 from ..shared.registered_cells import ComposedWeight, with_step_autodiff
-from .dialect import dialect_of, loaded_dialects
+from .dialect import dialect_of, is_layer, loaded_dialects
 
 #: Names of variables that a layer updates itself, without the optimizer.
 _STATISTICS = ("moving_mean", "moving_variance")
@@ -126,6 +126,8 @@ def cell_variables(cell: Any) -> dict[str, Any]:
     if known_class(cell) is not None:
         names = ("kernel", "recurrent_kernel", *(["bias"] if cell.bias is not None else []))
         return {name: getattr(cell, name) for name in names}
+    if not is_layer(cell):
+        return {}  # Keras tracks no variables of such a cell
     return named_variables(cell) if registration_of(cell) is None else attribute_variables(cell)
 
 
