@@ -27,7 +27,7 @@ from .everyday import everyday_findings, mixed_samples
 from .experiment import Experiment
 from .findings import MODEL, ExaminedData, findings, headline, layer_sentence, missed_lag
 from .layers import LayerFacts, measure_layers, measure_scans, scan_sentence
-from .memory import P_VALUE, SOUGHT, Interval, Memory, is_missed, measure_memory, measure_missed
+from .memory import SOUGHT, Interval, Memory, is_missed, measure_memory, measure_missed
 from .prediction import ignored_class
 from .samples import Orientation, read_samples
 from .signal_path import measure_path
@@ -243,7 +243,7 @@ def _notes(memory: Memory, residual_test: Missed | None, reason: str, *, layers_
 def _power_notes(residual_test: Missed) -> list[str]:
     """Say what is above chance without a finding, and what the test could not have found with these samples."""
     lag = missed_lag(residual_test)
-    if residual_test.p_value < P_VALUE:
+    if residual_test.exceeds_chance:
         return [
             f"The errors are associated with the input {lag} steps before the last beyond 99 % of chance, but inputs "
             f"explain {100 * max(residual_test.effect, 0.0):.1f} % of the variance of the target only."

@@ -55,6 +55,11 @@ class Missed:
     samples: int = 0
 
     @property
+    def exceeds_chance(self) -> bool:
+        """Whether the strongest association exceeds the threshold, as a figure of ``by_step`` shows it."""
+        return bool(self.by_step.max() > self.threshold)
+
+    @property
     def detectable(self) -> float:
         """Smallest share of the variance of y by one feature of one step that exceeds the threshold on average.
 

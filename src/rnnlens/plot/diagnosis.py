@@ -152,6 +152,9 @@ def _draw_residual_test(ax: Any, model: xr.Dataset, keywords: dict[str, Any]) ->
     ax.vlines(np.arange(shares.size), 0, shares, color=_axes.ORANGE, linewidth=1.4, gid="missed")
     ax.axhline(1, **_THRESHOLD)
     _axes.write_text(ax, "threshold: 99 % of chance", (1, 1), (-2, 2), over=ax.get_yaxis_transform(), va="baseline")
+    if shares.max() > 1:
+        text = f"inputs explain {100 * max(float(model['missed_effect']), 0.0):.1f} % of the target's variance"
+        _axes.write_text(ax, text, (0.98, 0.97), over="axes fraction", ha="right", va="top", fontsize="small")
     ax.set_ylim(0, max(float(shares.max()), 1.0) * 1.2)
     ax.set(xlabel="lag in steps", ylabel="share of the threshold", title="Do the errors depend on past inputs?")
     _axes.tick_steps(ax, "x", np.arange(shares.size), time=False)

@@ -64,7 +64,10 @@ def _missed_figure(model: xr.Dataset) -> ReportFigure:
     """Return the figure of the share of the residual that each lag of the input explains, with the test's threshold."""
     values = _float_values(model["missed"])
     static_lines = [draw.StaticLine("residual explained", np.arange(len(values), dtype=np.float64), values)]
-    sentence = "Residual test: how much of the model's errors the input at each lag would explain."
+    sentence = (
+        "Residual test: how much of the model's errors the input at each lag would explain. In all, inputs explain "
+        f"{100 * max(float(model['missed_effect']), 0.0):.1f} % of the target's variance."
+    )
     axes = draw.CurveAxes(
         "lag in steps", "share of Var y", levels=[(float(model["missed_threshold"]), "99 % of chance")]
     )

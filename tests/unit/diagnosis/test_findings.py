@@ -9,6 +9,8 @@ import pytest
 import rnnlens
 from rnnlens.diagnosis.findings import FIGURE_OF_CODE, headline
 from rnnlens.diagnosis.memory import Interval, Memory
+from rnnlens.diagnosis.of_model import _power_notes
+from rnnlens.measures.residual import Missed
 
 RULES = [Path(rnnlens.__file__).parent / "diagnosis" / name for name in ("findings.py", "everyday.py")]
 
@@ -39,3 +41,12 @@ def test_the_sentence_does_not_say_that_steps_in_use_lose_0_percent(benefit, exp
         10, None, True, context=context, benefit=benefits, length=length, rare_length=length, needed_length=length
     )
     assert f"Replacing step 3 from the end and everything older {expected}." in headline(memory, None, None)
+
+
+@pytest.mark.parametrize(("peak", "is_said"), [(0.055, True), (0.04, False)])
+def test_a_peak_that_a_figure_draws_above_the_threshold_has_its_sentence(peak, is_said):
+    """The threshold lies between two of the permuted maxima, so that a peak above it may have p = 2 / 101."""
+    by_step = np.array([0.01, peak, 0.02])
+    test = Missed(effect=0.001, p_value=2 / 101, step=1, by_step=by_step, threshold=0.05, samples=100)
+    said = [note for note in _power_notes(test) if "beyond 99 % of chance" in note]
+    assert bool(said) == is_said

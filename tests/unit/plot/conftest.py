@@ -216,6 +216,7 @@ def diagnosis():
                 "memory": 11.0,
                 "missed": ("lag", missed),
                 "missed_threshold": 0.05,
+                "missed_effect": 0.35,
             },
             coords={"context": context, "bound": ["low", "high"]},
             attrs={"known": memory_known, "why": "", "censored": False},
