@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rnnlens.adapters.torch.scan_families import scan_of, sequence_modules
+from rnnlens.adapters.torch.scan_families import scans_of, sequence_modules
 
 
 def mamba(a):
@@ -120,7 +120,7 @@ def record_arguments(model):
     calls = []
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, _ in dict.fromkeys(
-            scan_of(type(m)) for _, m, _ in sequence_modules(list(model.named_modules()))
+            scan for _, m, _ in sequence_modules(list(model.named_modules())) for scan in scans_of(type(m))
         ):
             patch.setattr(owner, name, record_calls(getattr(owner, name), calls))
         yield calls

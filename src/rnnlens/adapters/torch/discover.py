@@ -124,10 +124,13 @@ def cell_candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     modules = named_modules(model)
     declared_cells = [path for path, module in modules if is_declared_cell(module)]
     known_paths = [*declared_cells, *(path for path, module in modules if class_of(module) is not None)]
+    sequence_paths = {path for path, *_ in sequence_modules(modules)}
 
     def is_candidate(path: str, module: nn.Module) -> bool:
         if path in declared_cells:
             return True
+        if path in sequence_paths:
+            return False
         # Layers of transformers run whole sequences at a time; their scans are found by their functions.
         if type(module).__module__.startswith(("torch.nn.modules", "transformers.")) or isinstance(
             module, FunctionModel
@@ -151,10 +154,11 @@ def step_methods(model: nn.Module, requested: Collection[str] | None) -> list[tu
     """
     modules = named_modules(model)
     known_paths = [path for path, module in modules if is_declared_cell(module) or class_of(module) is not None]
+    sequence_paths = {path for path, *_ in sequence_modules(modules)}
     methods = []
     for path, module in modules:
         contains_known = any(f"{known}.".startswith(f"{path}.") for known in known_paths)
-        if contains_known or (module is model and known_paths) or (requested is not None and path not in requested):
+        if contains_known or path in sequence_paths or (module is model and known_paths) or (requested is not None and path not in requested):
             continue
         names = {
             name

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,53 +19,11 @@ from torch import Tensor, nn
 
 from ...errors import InputError, UnsupportedError
 from ...recurrence.sequence import SequenceCell
+from . import scan_packages
+from .scan_reading import Family, Hold, Reading, normalised_memory, unit_norm, widen_tensors
 
 #: Versions of transformers whose scan functions the readers were tested with.
 TESTED = "transformers 5.24"
-
-Hold = Callable[[Tensor], Tensor]
-
-
-@dataclass
-class Reading:
-    """A scan call read by its family: the cell, the gate, and what the replaced function returns for outputs y_t."""
-
-    cell: SequenceCell
-    finish: Callable[[Tensor, Tensor], Any]
-    gate: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Family:
-    """Layers that share a scan function.
-
-    Attributes
-    ----------
-    name
-        Name in results, as ``LayerInfo.cell``.
-    axes
-        Axes of a state.
-    sizes
-        Names of the module's attributes that may have the size of each axis; or a function from the module to sizes.
-    read
-        Reader of a call, given its arguments by name; ``hold`` is applied to the coefficients of the recurrence.
-    is_quadratic
-        Whether the time of the model's own backward pass grows with the square of the number of steps.
-    """
-
-    name: str
-    axes: tuple[str, ...]
-    sizes: tuple[tuple[str, ...], ...] | Callable[[Any], Sequence[int]]
-    read: Callable[..., Reading]
-    is_quadratic: bool = False
-
-
-def widen_tensors(*tensors: Tensor) -> list[Tensor]:
-    """Convert tensors to the widest dtype among them, at least float32, in which the models' own scans compute."""
-    widest = torch.float32
-    for tensor in tensors:
-        widest = torch.promote_types(widest, tensor.dtype)
-    return [tensor.to(widest) for tensor in tensors]
 
 
 def _read_selective_scan(call: Any, hold: Hold) -> Reading:
@@ -125,7 +82,7 @@ def _read_delta_rule(call: Any, hold: Hold) -> Reading:
     heads = value.shape[2] // key.shape[2]
     query, key = (t.repeat_interleave(heads, 2) for t in (query, key))
     if call.use_qk_l2norm_in_kernel:
-        query, key = _unit_norm(query), _unit_norm(key)
+        query, key = unit_norm(query), unit_norm(key)
     key, beta = hold(key), hold(beta)[..., None]
     decay = decay[..., None] if decay.dim() == 3 else decay
     cell = SequenceCell(
@@ -138,10 +95,6 @@ def _read_delta_rule(call: Any, hold: Hold) -> Reading:
         initial=call.initial_state,
     )
     return Reading(cell, lambda y, last_state: (y.to(dtype), last_state if call.output_final_state else None))
-
-
-def _unit_norm(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
 def _read_gated_linear(call: Any, hold: Hold) -> Reading:
@@ -197,27 +150,13 @@ def _read_matrix_memory(call: Any, hold: Hold) -> Reading:
     dtype, config = call.query.dtype, call.self.config
     arguments = (call.query, call.key, call.value, call.igate, call.fgate)
     query, key, value, write, forget = (t.transpose(1, 2) for t in widen_tensors(*arguments))
-    query, key, write, forget = hold(query), hold(key), hold(write), functional.logsigmoid(hold(forget))
-    running_maxima = [
-        torch.zeros_like(forget[:, 0]) if call.m_initial is None else call.m_initial[..., 0].to(forget.dtype)
-    ]
-    for t in range(forget.shape[1]):
-        running_maxima.append(torch.maximum(forget[:, t] + running_maxima[-1], write[:, t]))
-    previous_maxima, new_maxima = torch.stack(running_maxima[:-1], 1), torch.stack(running_maxima[1:], 1)
+    initial_maximum = torch.zeros_like(forget[:, 0]) if call.m_initial is None else call.m_initial[..., 0]
     initial = None
     if call.c_initial is not None:
         initial = torch.cat([call.c_initial, call.n_initial[..., None]], -1).to(forget.dtype)
-    cell = SequenceCell(
-        ("head", "key", "value"),
-        decay=((forget + previous_maxima - new_maxima)[..., None, None],),
-        write=(
-            (torch.exp(write - new_maxima)[..., None] * key)[..., None],
-            torch.cat([value, torch.ones_like(value[..., :1])], -1)[..., None, :],
-        ),
-        read=(query * key.shape[-1] ** -0.5)[..., None],
-        contracted=-2,
-        initial=initial,
-        relative=True,
+    query, forget = hold(query) * key.shape[-1] ** -0.5, functional.logsigmoid(hold(forget))
+    cell, new_maxima = normalised_memory(
+        query, hold(key), value, hold(write), forget, initial_maximum.to(forget.dtype), initial
     )
 
     def finish(y: Tensor, last_state: Tensor) -> Any:
@@ -226,7 +165,7 @@ def _read_matrix_memory(call: Any, hold: Hold) -> Reading:
         returns_states = config.return_last_states if call.return_last_states is None else call.return_last_states
         if "inference" not in (call.mode or config.mode) and not returns_states:
             return h
-        return h, (last_state[..., :-1], last_state[..., -1], running_maxima[-1][..., None])
+        return h, (last_state[..., :-1], last_state[..., -1], new_maxima[:, -1][..., None])
 
     return Reading(cell, finish)
 
@@ -272,9 +211,13 @@ FUNCTIONS = {
     "rwkv_linear_attention": Family(
         "rwkv", ("channel", "part"), lambda layer: (layer.attention_hidden_size, 2), _read_weighted_mean
     ),
+    **scan_packages.FUNCTIONS,
 }
 #: Families by the name of the method that is their scan.
-METHODS = {"_rnn_scan": Family("rg_lru", ("channel",), lambda layer: layer.recurrent_param.shape, _read_gated_linear)}
+METHODS = {
+    "_rnn_scan": Family("rg_lru", ("channel",), lambda layer: layer.recurrent_param.shape, _read_gated_linear),
+    **scan_packages.METHODS,
+}
 
 
 #: Families by the name of the class whose ``forward`` is the scan: of a module that the layer makes.
@@ -289,14 +232,15 @@ PARTS = {
 }
 
 
-#: Families by the name of the layer's class, whose ``forward`` has the scan inside.
+#: Families by the name of the layer's class, or its module and name, whose ``forward`` has the scan inside.
 LAYERS = {
     "MiniMaxLightningAttention": Family(
         "lightning",
         ("head", "key", "value"),
         lambda layer: (layer.num_attention_heads, layer.head_dim, layer.head_dim),
         _read_lightning,
-    )
+    ),
+    **scan_packages.LAYERS,
 }
 
 
@@ -328,22 +272,32 @@ def register(function: str, family: Family) -> None:
     FUNCTIONS[function] = family
 
 
-def scan_of(layer_class: type[nn.Module]) -> tuple[Any, str, Family] | None:
-    """Return the owner of the scan that a class of layers calls, its name there and its family; None for no scan."""
-    for name, family in METHODS.items():
-        if name in vars(layer_class):
-            return layer_class, name, family
-    module = sys.modules.get(layer_class.__module__)
-    names = _global_names(layer_class)
-    if layer_class.__name__ in LAYERS:
-        return layer_class, "forward", LAYERS[layer_class.__name__]
-    for name, family in PARTS.items():
-        if name in names and isinstance(getattr(module, name, None), type):
-            return getattr(module, name), "forward", family
-    for name, family in FUNCTIONS.items():
-        if name in names and callable(getattr(module, name, None)):
-            return module, name, family
-    return None
+def scans_of(layer_class: type[nn.Module]) -> list[tuple[Any, str, Family]]:
+    """List the scans that a class of layers calls: the owner of each, its name there and its family."""
+    module, names = sys.modules.get(layer_class.__module__), _global_names(layer_class)
+    own_scans = {name: (layer_class, name, family) for name, family in METHODS.items() if name in vars(layer_class)}
+    for name in (layer_class.__name__, f"{layer_class.__module__}.{layer_class.__name__}"):
+        if name in LAYERS:
+            own_scans.setdefault("forward", (layer_class, "forward", LAYERS[name]))
+    parts = [
+        (getattr(module, name), "forward", family)
+        for name, family in PARTS.items()
+        if name in names and isinstance(getattr(module, name, None), type)
+    ]
+    functions = [
+        (module, name, family)
+        for name, family in FUNCTIONS.items()
+        if name in names and callable(getattr(module, name, None))
+    ]
+    scans = list(own_scans.values()) or parts or functions
+    return [scan for scan in scans if scan[2].arguments <= _argument_names(vars(scan[0])[scan[1]])]
+
+
+def _argument_names(function: Any) -> frozenset[str]:
+    try:
+        return frozenset(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return frozenset()
 
 
 def _global_names(layer_class: type) -> set[str]:
@@ -362,7 +316,9 @@ def unknown_scans(modules: Sequence[tuple[str, nn.Module]]) -> list[str]:
         owner = sys.modules.get(type(module).__module__)
         for name in sorted(_global_names(type(module)) - FUNCTIONS.keys()):
             function = getattr(owner, name, None)
-            source = str(getattr(function, "__module__", "")).partition(".")[0]
+            # The method ``apply`` of an autograd function is torch's, its class is not.
+            definer = function.__self__ if isinstance(getattr(function, "__self__", None), type) else function
+            source = str(getattr(definer, "__module__", "")).partition(".")[0]
             if "scan" in name.lower() and callable(function) and source not in ("torch", "rnnlens"):
                 found[f"{type(module).__module__}.{name}"] = None
     return list(found)
@@ -372,9 +328,9 @@ def sequence_modules(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str
     """List the whole-sequence layers among named modules, with their families."""
     sequence_layers = []
     for path, module in modules:
-        scan = None if type(module).__module__.startswith("torch.") else scan_of(type(module))
-        if scan is not None:
-            sequence_layers.append((path, module, scan[2]))
+        scans = [] if type(module).__module__.startswith("torch.") else scans_of(type(module))
+        if scans:
+            sequence_layers.append((path, module, scans[0][2]))
     return sequence_layers
 
 
@@ -394,8 +350,10 @@ def read_call(original: Any, family: Family, hold: Hold, args: Sequence[Any], kw
     """Read a call by the names of its arguments; raise ``UnsupportedError`` if the function has other ones."""
     bound = inspect.signature(original).bind(*args, **kwargs)
     bound.apply_defaults()
+    names = [name for name, p in bound.signature.parameters.items() if p.kind is p.VAR_KEYWORD]
+    further = {key: value for name in names for key, value in bound.arguments.pop(name).items()}
     try:
-        return family.read(SimpleNamespace(**bound.arguments), hold)
+        return family.read(SimpleNamespace(**bound.arguments, **further), hold)
     except AttributeError as error:
         raise UnsupportedError(
             f"The scan function of {family.name} takes other arguments than rnnlens reads.",

@@ -21,7 +21,8 @@ from ...recurrence.sequence import SequenceCell, SequenceRun, forward, real_like
 from ..protocol import SequenceCall
 from ..shared import hook_in_this_thread, substitute_in_this_thread
 from .public import ANY_SCAN, SCANS_RUN, scan_by_steps
-from .scan_families import TESTED, Family, read_call, scan_of, sequence_modules, transformers_version, widen_tensors
+from .scan_families import TESTED, read_call, scans_of, sequence_modules, transformers_version
+from .scan_reading import Family, widen_tensors
 
 
 class _Scan(torch.autograd.Function):  # type: ignore[misc]
@@ -192,9 +193,7 @@ def replaced_scans(modules: Sequence[tuple[str, nn.Module]], recorder: ScanRecor
             stack.callback(module.register_forward_pre_hook(enter).remove)
             leave = hook_in_this_thread(recorder.leave)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-        for owner, name, family in dict.fromkeys(
-            scan_owner for _, module, _ in layers if (scan_owner := scan_of(type(module))) is not None
-        ):
+        for owner, name, family in dict.fromkeys(scan for _, module, _ in layers for scan in scans_of(type(module))):
             original = vars(owner)[name]
             stack.callback(setattr, owner, name, original)
             setattr(owner, name, recorder.replacement(original, family))
