@@ -48,6 +48,7 @@ from .record import (
 from .recurrences import check_joints, is_entangled, join_changed_states, mark_endings, remove_nested_cells
 from .scan_families import unknown_scans
 from .scans import ScanRecorder, replaced_scans
+from .triton_kernels import needs_equations
 from .weights import class_of, node_name
 
 
@@ -324,6 +325,11 @@ def _assemble_capture(
         if path in requested.ran_paths and path not in recorded_names and has_own_forward(module)
     )
     notes.extend(_notes_on_further_outputs(recorder))
+    if any(needs_equations(module) for _, module in requested.modules[:1]):
+        notes.append(
+            "Triton kernels of flash-linear-attention do not run on a CPU: their equations in torch ran in their "
+            "place; in the reference run of the certificate, scans ran step by step."
+        )
     scans = recorder.scans.records
     numbers = call_numbers([record.layer for record in scans])
     sequences = [

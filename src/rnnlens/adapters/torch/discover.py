@@ -157,8 +157,8 @@ def step_methods(model: nn.Module, requested: Collection[str] | None) -> list[tu
     sequence_paths = {path for path, *_ in sequence_modules(modules)}
     methods = []
     for path, module in modules:
-        contains_known = any(f"{known}.".startswith(f"{path}.") for known in known_paths)
-        if contains_known or path in sequence_paths or (module is model and known_paths) or (requested is not None and path not in requested):
+        contains_known = path in sequence_paths or any(f"{known}.".startswith(f"{path}.") for known in known_paths)
+        if contains_known or (module is model and known_paths) or (requested is not None and path not in requested):
             continue
         names = {
             name

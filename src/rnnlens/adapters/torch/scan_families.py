@@ -22,8 +22,8 @@ from ...recurrence.sequence import SequenceCell
 from . import scan_packages
 from .scan_reading import Family, Hold, Reading, normalised_memory, unit_norm, widen_tensors
 
-#: Versions of transformers whose scan functions the readers were tested with.
-TESTED = "transformers 5.24"
+#: Versions of packages whose scan functions the readers were tested with.
+TESTED = "transformers 5.24, flash-linear-attention 0.6, mambapy 1.2, minGRU-pytorch 0.2 or xlstm 2.0"
 
 
 def _read_selective_scan(call: Any, hold: Hold) -> Reading:
@@ -317,7 +317,8 @@ def unknown_scans(modules: Sequence[tuple[str, nn.Module]]) -> list[str]:
         for name in sorted(_global_names(type(module)) - FUNCTIONS.keys()):
             function = getattr(owner, name, None)
             # The method ``apply`` of an autograd function is torch's, its class is not.
-            definer = function.__self__ if isinstance(getattr(function, "__self__", None), type) else function
+            owner_class = getattr(function, "__self__", None)
+            definer = owner_class if isinstance(owner_class, type) else function
             source = str(getattr(definer, "__module__", "")).partition(".")[0]
             if "scan" in name.lower() and callable(function) and source not in ("torch", "rnnlens"):
                 found[f"{type(module).__module__}.{name}"] = None
@@ -357,11 +358,13 @@ def read_call(original: Any, family: Family, hold: Hold, args: Sequence[Any], kw
     except AttributeError as error:
         raise UnsupportedError(
             f"The scan function of {family.name} takes other arguments than rnnlens reads.",
-            got=f"transformers {transformers_version()}: {original.__module__}.{original.__name__}, {error}",
+            got=f"{package_of(original)}: {original.__module__}.{original.__name__}, {error}",
             expected=f"the arguments of {TESTED}",
         ) from error
 
 
-def transformers_version() -> str:
-    """Return the version of transformers that is loaded."""
-    return str(getattr(sys.modules.get("transformers"), "__version__", "?"))
+def package_of(definition: Any) -> str:
+    """Return the name of the package that defines a class or function, with its version if it has one."""
+    package = str(definition.__module__).partition(".")[0]
+    version = getattr(sys.modules.get(package), "__version__", None)
+    return package if version is None else f"{package} {version}"

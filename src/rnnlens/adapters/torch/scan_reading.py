@@ -94,3 +94,17 @@ def normalised_memory(
         relative=True,
     )
     return cell, new_maxima
+
+
+def by_steps(cell: SequenceCell) -> tuple[Tensor, Tensor]:
+    """Run a cell step by step in torch operations; return y_t of all steps and the last state."""
+    state, outputs = cell.start(), []
+    for t in range(cell.steps):
+        step = cell.at(slice(t, t + 1))
+        state = step.decays()[:, 0] * state
+        if step.right is not None:
+            removed = (step.right[:, 0] * state).sum(cell.axis, keepdim=True)
+            state = state - step.left_vector[:, 0] * removed
+        state = state + step.writes()[:, 0]
+        outputs.append(step.outputs(state[:, None])[:, 0])
+    return torch.stack(outputs, 1), state

@@ -21,7 +21,7 @@ from ...recurrence.sequence import SequenceCell, SequenceRun, forward, real_like
 from ..protocol import SequenceCall
 from ..shared import hook_in_this_thread, substitute_in_this_thread
 from .public import ANY_SCAN, SCANS_RUN, scan_by_steps
-from .scan_families import TESTED, read_call, scans_of, sequence_modules, transformers_version
+from .scan_families import TESTED, package_of, read_call, scans_of, sequence_modules
 from .scan_reading import Family, widen_tensors
 
 
@@ -202,7 +202,7 @@ def replaced_scans(modules: Sequence[tuple[str, nn.Module]], recorder: ScanRecor
         if path in recorder.called_layers and path not in recorder.scan_sizes:
             raise UnsupportedError(
                 f"Layer {path!r} ({type(module).__name__}, {family.name}) ran without a call of its scan function.",
-                got=f"transformers {transformers_version()}, {'training' if module.training else 'evaluation'} mode",
+                got=f"{package_of(type(module))}, {'training' if module.training else 'evaluation'} mode",
                 expected=f"the PyTorch scan of {TESTED}, over more than one step",
                 hint="training=False, at least 2 steps, use_cache=False, and a model without fused kernels",
             )

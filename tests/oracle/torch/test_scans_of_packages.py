@@ -1,0 +1,257 @@
+"""Scans of packages, rebuilt here in small: mambapy, minGRU-pytorch, xlstm, and Triton kernels on a CPU."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import FunctionType, ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as functional
+from torch import nn
+
+import rnnlens as rl
+
+
+def assert_is_right(trace, layer, states, loss):
+    """Compare the states of all steps and their total gradients with those of a loop of single steps in autograd."""
+    assert trace.certificate.state == "passed"
+    assert max(check.residual for check in trace.certificate.checks) <= 1e-12
+    grads = torch.autograd.grad(loss, states)
+    for actual, expected in ((layer.state, states), (layer.state_grad, grads)):
+        expected = torch.stack([t.detach() for t in expected], 1).numpy()
+        assert np.abs(actual.values - expected).max() <= 1e-12 * np.abs(expected).max()
+
+
+def last_squares(output):
+    return (output[:, -1] ** 2).sum()
+
+
+def data(width, steps=9):
+    torch.manual_seed(0)
+    return torch.randn(2, steps, width, dtype=torch.float64)
+
+
+class MambaBlock(nn.Module):
+    """The selective scan as mambapy has it: a method of tensors (sample, time, channel)."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(d_inner=3, d_state=2)
+        self.parts, self.rate = nn.Linear(3, 7), nn.Parameter(torch.rand(3, 2))
+        self.skip = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        delta, write, read = self.parts(x).split([3, 2, 2], -1)
+        return self.selective_scan(x, functional.softplus(delta), -self.rate, write, read, self.skip)
+
+    def selective_scan(self, x, delta, A, B, C, D):
+        self.taps, states = [], torch.zeros_like(x[:, 0, :, None] * B[:, 0, None])
+        for t in range(x.shape[1]):
+            step = delta[:, t, :, None]
+            states = torch.exp(step * A) * states + step * B[:, t, None] * x[:, t, :, None]
+            self.taps.append(states)
+        return (torch.stack(self.taps, 1) @ C[..., None])[..., 0] + D * x
+
+
+def test_the_selective_scan_of_a_method():
+    x, model = data(3), nn.Sequential(MambaBlock(), nn.Linear(3, 1)).double()
+    (row,) = rl.layers(model)
+    assert (row.cell, row.state_axes) == ("mamba", (("channel", 3), ("state_unit", 2)))
+    trace = rl.trace(model, x, loss=last_squares)
+    loss = last_squares(model(x))
+    assert_is_right(trace, trace["0"], model[0].taps, loss)
+
+
+class OtherScan(nn.Module):
+    """A method of the same name with other arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(3, 3, batch_first=True)
+
+    def forward(self, x):
+        return self.selective_scan(self.rnn(x)[0], 2.0)
+
+    def selective_scan(self, x, factor):
+        return x * factor
+
+
+def test_a_method_of_the_same_name_is_left_alone():
+    model = OtherScan()
+    assert [row.cell for row in rl.layers(model)] == ["gru"]
+    assert rl.trace(model, torch.randn(2, 4, 3), loss=last_squares).certificate.state == "passed"
+
+
+def heinsen_associative_scan_log(log_coeffs, log_values):
+    """Compute the states of a minGRU in log space; Heinsen 2023, arXiv:2311.06281, eq. 2."""
+    total = log_coeffs.cumsum(1)
+    return (total + (log_values - total).logcumsumexp(1)).exp()
+
+
+class MinGRU(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.to_hidden_and_gate = nn.Linear(3, 8, bias=False)
+
+    def forward(self, x, prev_hidden=None):
+        hidden, gate = self.to_hidden_and_gate(x).chunk(2, -1)
+        return heinsen_associative_scan_log(-functional.softplus(gate), -functional.softplus(-gate) + hidden)
+
+
+def test_the_log_scan_of_a_min_gru():
+    x, model = data(3), nn.Sequential(MinGRU(), nn.Linear(4, 1)).double()
+    (row,) = rl.layers(model)
+    assert (row.cell, row.state_axes) == ("log_scan", (("channel", 4),))
+    trace = rl.trace(model, x, loss=last_squares)
+    hidden, gate = model[0].to_hidden_and_gate(x).chunk(2, -1)
+    state, states = torch.zeros(2, 4, dtype=torch.float64), []
+    for t in range(9):
+        state = torch.sigmoid(-gate[:, t]) * state + torch.sigmoid(gate[:, t]) * torch.exp(hidden[:, t])
+        states.append(state)
+    assert_is_right(trace, trace["0"], states, last_squares(model[1](torch.stack(states, 1))))
+
+
+class ParallelMemory(nn.Module):
+    """An mLSTM in the parallel form of the package xlstm; Beck et al. 2024, arXiv:2405.04517, eqs. 75-81."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(num_heads=2, embedding_dim=4)
+        self.igate, self.fgate, self.outnorm = nn.Linear(12, 2), nn.Linear(12, 2), nn.Identity()
+
+    def forward(self, q, k, v):
+        gates = torch.cat([q, k, v], -1)
+        q, k, v = (t.unflatten(-1, (2, 2)).transpose(1, 2) for t in (q, k, v))
+        write, forget = self.igate(gates).mT, functional.logsigmoid(self.fgate(gates)).mT.cumsum(-1)
+        logs = forget[..., :, None] - forget[..., None, :] + write[..., None, :]
+        logs = logs.masked_fill(~torch.ones(logs.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+        largest = logs.amax(-1, keepdim=True)
+        scores = (q @ k.mT) * 2**-0.5 * torch.exp(logs - largest)
+        scale = torch.maximum(scores.sum(-1, keepdim=True).abs(), torch.exp(-largest)) + 1e-6
+        return self.outnorm(scores / scale @ v).transpose(1, 2).flatten(2)
+
+
+ParallelMemory.__module__, ParallelMemory.__name__ = "xlstm.blocks.mlstm.cell", "mLSTMCell"
+
+
+class Memory(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project, self.cell = nn.Linear(3, 12), ParallelMemory()
+
+    def forward(self, x):
+        return self.cell(*self.project(x).chunk(3, -1))
+
+
+def test_the_parallel_memory_of_an_mlstm():
+    x, model = data(3), Memory().double()
+    assert [(row.cell, row.state_axes[1:]) for row in rl.layers(model)] == [("mlstm", (("key", 2), ("value", 3)))]
+    trace = rl.trace(model, x, loss=last_squares)
+    assert trace.certificate.state == "passed"
+    assert max(check.residual for check in trace.certificate.checks) <= 1e-12
+
+
+def no_triton(*arguments, **options):
+    raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+
+class DeltaLayer(nn.Module):
+    """A gated delta rule with a norm, whose kernels run on accelerators alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.head_k_dim, self.head_v_dim = 2, 3, 2
+        self.parts, self.weight = nn.Linear(3, 20), nn.Parameter(torch.rand(2))
+        self.A_log, self.dt_bias = nn.Parameter(torch.rand(2)), nn.Parameter(torch.rand(2))
+
+    def coefficients(self, x):
+        q, k, v, g, beta = self.parts(x).split([6, 6, 4, 2, 2], -1)
+        return q.unflatten(-1, (2, 3)), k.unflatten(-1, (2, 3)), v.unflatten(-1, (2, 2)), g, beta
+
+    def forward(self, x):
+        q, k, v, g, beta = self.coefficients(x)
+        module = sys.modules["fla.layers.gated_deltanet"]
+        options = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": True}
+        gates = {"A_log": self.A_log, "dt_bias": self.dt_bias}
+        y, _ = chunk_gated_delta_rule(q=q, k=k, v=v, g=g, beta=beta, **options, **gates)  # noqa: F821
+        return module.norm(y, self.weight).flatten(2)
+
+
+@pytest.fixture
+def delta_layer(monkeypatch):
+    """Return a layer of a package that is named as flash-linear-attention is and built as it is."""
+
+    def chunk_gated_delta_rule(q, k, v, g, beta, scale=None, use_qk_l2norm_in_kernel=False, **kwargs):
+        return no_triton()
+
+    class LayerNormFunction:
+        apply = no_triton
+
+    names = ("fla", "fla.layers", "fla.layers.gated_deltanet", "fla.modules.norm.layernorm")
+    modules = {name: ModuleType(name) for name in names}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    norms, layers = modules["fla.modules.norm.layernorm"], modules["fla.layers.gated_deltanet"]
+    norms.LayerNormFunction = LayerNormFunction
+    layers.norm = lambda x, w: norms.LayerNormFunction.apply(x, w, None, None, 1e-5, False, False, True)
+    chunk_gated_delta_rule.__module__ = "fla.ops.gated_delta_rule"
+    layers.chunk_gated_delta_rule = chunk_gated_delta_rule
+    vars(layers)["sys"] = sys
+    # The method looks its kernel up in the module of its class, as methods of the package do.
+    forward = FunctionType(DeltaLayer.forward.__code__, vars(layers))
+    layer_class = type("GatedDeltaNet", (DeltaLayer,), {"__module__": layers.__name__, "forward": forward})
+    return layer_class().double()
+
+
+def test_triton_kernels_run_as_equations_on_a_cpu(delta_layer):
+    x = data(3, steps=70)
+    with pytest.raises(RuntimeError, match="0 active drivers"):
+        delta_layer(x)
+    (row,) = rl.layers(delta_layer)
+    assert (row.cell, row.state_axes) == ("gated_delta", (("head", 2), ("key", 3), ("value", 2)))
+    trace = rl.trace(delta_layer, x, loss=last_squares)
+    q, k, v, g, beta = delta_layer.coefficients(x)
+    q, k = (t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+    decay = torch.exp(-torch.exp(delta_layer.A_log) * functional.softplus(g + delta_layer.dt_bias))
+    state, states, outputs = torch.zeros(2, 2, 3, 2, dtype=torch.float64), [], []
+    for t in range(70):
+        state = decay[:, t, :, None, None] * state
+        removed = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
+        write = torch.sigmoid(beta[:, t])[..., None] * (v[:, t] - removed)
+        state = state + k[:, t, :, :, None] * write[:, :, None]
+        states.append(state)
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t] * 3**-0.5, state))
+    y = torch.stack(outputs, 1)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5) * delta_layer.weight
+    assert_is_right(trace, trace[row.name], states, last_squares(y.flatten(2)))
+    assert any("Triton kernels" in note for note in trace.notes)
+    with pytest.raises(RuntimeError, match="0 active drivers"):  # everything is restored
+        delta_layer(x)
+
+
+def with_kernel(torch_function):
+    """Return a function of transformers that calls a kernel where its package can be imported."""
+
+    @functools.wraps(torch_function)
+    def wrapped(*args, **kwargs):
+        return no_triton()
+
+    return wrapped
+
+
+def test_models_of_transformers_run_where_the_kernels_can_be_imported(monkeypatch):
+    from scan_models import build, tokens
+    from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+    monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
+    wrapped = with_kernel(module.torch_chunk_gated_delta_rule.__wrapped__)
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", wrapped)
+    model, ids = build("qwen3_next"), tokens(2, 8)
+    with pytest.raises(RuntimeError, match="0 active drivers"):
+        model(ids)
+    trace = rl.trace(model, ids, loss=lambda output: (output.logits[:, -1] ** 2).sum())
+    assert trace.certificate.state == "passed"
+    assert module.torch_chunk_gated_delta_rule is wrapped
