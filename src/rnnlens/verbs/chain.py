@@ -35,7 +35,12 @@ def dense_values(link: ChainLink, value: Array) -> tuple[Array, Array]:
 
 
 def pull_dense_rows(link: ChainLink, layer_input: Array, block: Array | None) -> Array:
-    """Pull rows (sample or 1, [time or 1,] row, unit) back from a dense layer's output to its input."""
+    """Pull rows (sample or 1, [time or 1,] row, unit) back from a dense layer's output to its input.
+
+    ``block`` None is a unit row for each output.
+    """
+    if block is None and link.activation == "linear" and link.kernel is not None:
+        return link.kernel.T[(None,) * (layer_input.ndim - 1)]
     if block is None:
         units = layer_input.shape[-1] if link.kernel is None else link.kernel.shape[1]
         block = np.eye(units, dtype=layer_input.dtype)[(None,) * (layer_input.ndim - 1)]
@@ -43,6 +48,16 @@ def pull_dense_rows(link: ChainLink, layer_input: Array, block: Array | None) ->
         z, a = (v[..., None, :] for v in dense_values(link, layer_input))
         block = ACTIVATIONS[link.activation].vjp(z, a, block, array_namespace(z))
     return block if link.kernel is None else block @ link.kernel.T
+
+
+def rows_below(link: ChainLink, layer_input: Array, block: Array | None) -> int:
+    """Return the number of entries of the largest array that :func:`pull_dense_rows` makes."""
+    inputs = layer_input.shape[-1]
+    units = inputs if link.kernel is None else link.kernel.shape[1]
+    rows, lead = (units, 1) if block is None else (block.shape[-2], math.prod(block.shape[:-2]))
+    if link.activation != "linear":
+        return rows * max(units, inputs) * math.prod(layer_input.shape[:-1])
+    return rows * inputs * lead
 
 
 def pull_back(links: Sequence[ChainLink], value: Array, cotangent: Array) -> Array:

@@ -8,10 +8,13 @@ boundary. So each path counts exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace
 
 from ...adapters.protocol import Port
 from ...autodiff.tensors import converted_like
@@ -19,6 +22,7 @@ from ...recurrence.jacobian import Taps, reverse
 from ...recurrence.reductions import FieldCollector
 from ...recurrence.sweep_rows import FieldRows, PointRows
 from ...results.schema import to_host
+from ...settings import current
 from ...typing import Array
 from ..recurrent_layers import ReplayedCall
 from .network import disconnected_error
@@ -91,8 +95,12 @@ class _Descent:
                 self.points[number] = replayed.points(replayed.run.output_state, start_times, block, of_output=True)
                 other_ports.discard(output)
         if other_ports:
-            field = converted_like(starting_rows(tensor, times, rows), network.segment_graph.values[of.port])
-            self._add_rows(network.segment_graph.pull_through(of.port, field, other_ports))
+            value, pulled_rows = network.segment_graph.values[of.port], defaultdict[Port, list[Array]](list)
+            for chunk_times, chunk_rows in _chunks_of_rows(tensor, times, rows):
+                field = converted_like(starting_rows(tensor, chunk_times, chunk_rows), value)
+                for port, lower_rows in network.segment_graph.pull_through(of.port, field, other_ports).items():
+                    pulled_rows[port].append(lower_rows)
+            self._add_rows({port: _joined(lower_rows) for port, lower_rows in pulled_rows.items()})
 
     def _pull_through(self, replayed: ReplayedCall, rows: PointRows | FieldRows) -> None:
         lower_ports = [port for port in replayed.lower_ports() if port in self.network.path.tops]
@@ -219,6 +227,24 @@ def starting_rows(tensor: OuterTensor, times: Sequence[int] | None, rows: np.nda
     for i, t in enumerate(times):
         cotangents[:, i, :, t] = rows[:, 0 if rows.shape[1] == 1 else t]
     return cotangents.reshape(tensor.samples, -1, *cotangents.shape[3:])
+
+
+def _chunks_of_rows(
+    tensor: OuterTensor, times: Sequence[int] | None, rows: np.ndarray[Any, Any]
+) -> Iterator[tuple[Sequence[int] | None, np.ndarray[Any, Any]]]:
+    """Yield steps and rows whose cotangents take an eighth of the memory, in the order of :func:`starting_rows`."""
+    count = max(1, current().memory // (8 * 8 * math.prod(tensor.shape)))
+    if count >= rows.shape[2] * len(times or [0]):
+        yield times, rows
+        return
+    for step in [None] if times is None else [[t] for t in times]:
+        for start in range(0, rows.shape[2], count):
+            yield step, rows[:, :, start : start + count]
+
+
+def _joined(rows: Sequence[Array]) -> Array:
+    """Concatenate rows (sample, row, ...) along the second axis."""
+    return rows[0] if len(rows) == 1 else array_namespace(rows[0]).concat(list(rows), axis=1)
 
 
 def _starting_points(replayed: ReplayedCall, ends: JacobianEnds, times: Sequence[int] | None) -> PointRows:

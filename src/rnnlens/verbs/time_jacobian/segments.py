@@ -23,7 +23,7 @@ from ...settings import current
 from ...typing import Array
 from ...vocabulary import SAMPLE, TIME
 from ..axes import patterns, reached, refusal_of_coupling
-from ..chain import dense_values, pull_dense_rows
+from ..chain import dense_values, pull_dense_rows, rows_below
 from ..recurrent_layers import ReplayedLayers
 from .request import JacobianRequest
 
@@ -148,21 +148,17 @@ def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> 
     Where a cotangent for each feature does not fit into memory, as of the scores of a vocabulary, no matrix is found:
     the framework pulls the rows that are asked for.
     """
+    if 8 * top.features * math.prod(top.shape) > current().memory // 2:
+        return _framework_segments(pull, top, tensors)
     (steps, on_steps), (samples, on_samples) = _subset_rows(top, 1), _subset_rows(top, 0)
     pulled_rows: Mapping[Port, Array | None] = {}
     unit_rows = np.zeros((0, *steps.shape[1:]))
-    fit_in_memory = 8 * top.features * math.prod(top.shape) <= current().memory // 2
-    if (top.features > _MANY and len(steps)) or not fit_in_memory:
+    if top.features > _MANY and len(steps):
         pulled_rows = pull(top.port, np.concatenate([steps, samples]))
     # Rows that start at some steps are the first of those found: a segment may be local if they come from these alone.
-    if fit_in_memory and (
-        not pulled_rows
-        or any(
-            rows is not None
-            and tensors[port].times == top.times
-            and _vanishes_elsewhere(rows[: len(on_steps)], on_steps)
-            for port, rows in pulled_rows.items()
-        )
+    if not pulled_rows or any(
+        rows is not None and tensors[port].times == top.times and _vanishes_elsewhere(rows[: len(on_steps)], on_steps)
+        for port, rows in pulled_rows.items()
     ):
         features = top.features
         # One cotangent for each feature, on at all steps.
@@ -175,13 +171,27 @@ def probe(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> 
     for port, rows in pulled_rows.items():
         if port == top.port or rows is None or not bool((rows != 0).any()):
             continue
-        if not fit_in_memory:
-            segments[port] = Segment("through", top, tensors[port])
-            continue
         pulled_units, pulled_steps = rows[: len(unit_rows)], rows[len(unit_rows) : len(unit_rows) + len(steps)]
         segments[port] = _classified_segment(
             top, tensors[port], pulled_units, _vanishes_elsewhere(pulled_steps, on_steps)
         )
+    return segments
+
+
+def _framework_segments(pull: Pull, top: OuterTensor, tensors: Mapping[Port, OuterTensor]) -> dict[Port, Segment]:
+    """Return segments without a matrix to all tensors that random cotangents reach; one cotangent is kept at a time."""
+    subsets = patterns(top.samples) if top.samples > 1 else np.ones((1, 1), dtype=bool)
+    rng, segments = np.random.default_rng(0), dict[Port, Segment]()
+    for subset in subsets:
+        rows = rng.normal(size=(1, top.samples, *(() if top.times is None else (top.times,)), top.features))
+        rows *= subset.reshape(-1, *[1] * (rows.ndim - 2))
+        pulled_rows = pull(top.port, rows)
+        _refuse_coupled(pulled_rows, subset[None])
+        for port, lower_rows in pulled_rows.items():
+            if port == top.port:
+                segments[port] = Segment("local", top, top)
+            elif lower_rows is not None and bool((lower_rows != 0).any()):
+                segments[port] = Segment("through", top, tensors[port])
     return segments
 
 
@@ -390,7 +400,10 @@ class _Chain:
     def _segments(
         self, tensors: Mapping[Port, OuterTensor], top: Port, position: int, wrt: Port | None
     ) -> dict[Port, Segment] | None:
-        """Return a tensor's derivatives down to the next recurrent layer; None if a value is unknown."""
+        """Return a tensor's derivatives down to the next recurrent layer.
+
+        Return None if a value is unknown, or if the derivatives exceed the memory.
+        """
         block, segments, step = None, {}, None
         # The output of one layer is the input of the next: one position, two names.
         end_position = None if wrt is None else self._layer_position(wrt)
@@ -412,6 +425,10 @@ class _Chain:
             if layer.kind == "dense":
                 if layer_input is None:
                     return None
-                block = pull_dense_rows(layer, layer_input if step is None else layer_input[:, step], block)
+                layer_input = layer_input if step is None else layer_input[:, step]
+                size = rows_below(layer, layer_input, block) * layer_input.itemsize
+                if size > current().memory // 2:
+                    return None  # of the scores of a vocabulary: the framework pulls the rows that are asked for
+                block = pull_dense_rows(layer, layer_input, block)
             step = layer.step if layer.kind == "step" else step
         return segments
