@@ -56,8 +56,8 @@ def rows_below(link: ChainLink, layer_input: Array, block: Array | None) -> int:
     units = inputs if link.kernel is None else link.kernel.shape[1]
     rows, lead = (units, 1) if block is None else (block.shape[-2], math.prod(block.shape[:-2]))
     if link.activation != "linear":
-        return rows * max(units, inputs) * math.prod(layer_input.shape[:-1])
-    return rows * inputs * lead
+        return int(rows * max(units, inputs) * math.prod(layer_input.shape[:-1]))
+    return int(rows * inputs * lead)
 
 
 def pull_back(links: Sequence[ChainLink], value: Array, cotangent: Array) -> Array:

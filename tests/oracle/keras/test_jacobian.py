@@ -251,24 +251,22 @@ def test_a_subclass_of_a_known_layer_is_not_taken_for_it():
     assert_close(rl.jacobian(model, x), framework_jacobian(lambda a: model(a), x))
 
 
-@pytest.mark.product(keep=["sequences"])
-@pytest.mark.parametrize("sequences", [True, False], ids=["sequences", "last"])
-def test_scores_of_a_vocabulary_are_pulled_by_rows_within_the_memory(sequences):
+def test_scores_of_a_vocabulary_are_pulled_by_rows_within_the_memory():
     """The blocks of a softmax over 400 tokens take 15 MB: with 4 MiB the framework pulls the rows asked for."""
     keras.utils.set_random_seed(0)
     x, tokens = np.random.default_rng(0).normal(size=(2, 6, 2)), 400
     head = layers.Dense(tokens, activation="softmax")
-    model = keras.Sequential([keras.Input((6, 2)), layers.LSTM(3, return_sequences=sequences), head])
-    place, options = ({"at": {"out_time": [-1]}} if sequences else {}), {"measure": "norm"}
-    truth = framework_jacobian(lambda x: model(x)[:, -1] if sequences else model(x), x)
+    model = keras.Sequential([keras.Input((6, 2)), layers.LSTM(3, return_sequences=True), head])
+    truth = framework_jacobian(lambda x: model(x)[:, -1], x)
     norms = np.sqrt((truth**2).sum((1, 3)))
+    last_step = {"at": {"out_time": [-1]}, "measure": "norm"}
     with rl.options(memory="4 MiB"):
-        exact = rl.jacobian(model, x, **place, **options)
+        exact = rl.jacobian(model, x, **last_step)
         tracemalloc.start()
-        sketch = rl.jacobian(model, x, sketch=32, **place, **options)
+        sketch = rl.jacobian(model, x, sketch=32, **last_step)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    np.testing.assert_allclose(exact.values.reshape(norms.shape), norms, rtol=1e-9)
-    error = np.abs(sketch.norm_squared.values.reshape(norms.shape) - norms**2)
-    assert (error < 6 * sketch.norm_squared_stderr.values.reshape(norms.shape)).all()
+    np.testing.assert_allclose(exact.values[:, 0], norms, rtol=1e-9)
+    error = np.abs(sketch.norm_squared.values[:, 0] - norms**2)
+    assert (error < 6 * sketch.norm_squared_stderr.values[:, 0]).all()
     assert peak < 2 * 6 * tokens**2 * 8
