@@ -44,6 +44,9 @@ LAYERS = {
     "xlstm mLSTM": configured(
         "xlstm.blocks.mlstm.layer", "mLSTMLayer", "mLSTMLayerConfig", embedding_dim=32, context_length=70, num_heads=2
     ),
+    "xlstm sLSTM": configured(
+        "xlstm.blocks.slstm.layer", "sLSTMLayer", "sLSTMLayerConfig", embedding_dim=32, num_heads=2, backend="vanilla"
+    ),
     "GLA": layer_of("fla.layers.gla", "GatedLinearAttention", hidden_size=32, num_heads=2),
     "SimpleGLA": layer_of("fla.layers.simple_gla", "SimpleGatedLinearAttention", hidden_size=32, num_heads=2),
     "HGRN2": layer_of("fla.layers.hgrn2", "HGRN2Attention", hidden_size=32, expand_ratio=8),
@@ -93,9 +96,12 @@ def main() -> None:
                     weight.normal_(0.0, 0.3)
         x = torch.randn(2, 70, 32, dtype=dtype)
         trace = rl.trace(model, x, loss=lambda y: (y**2).sum(), at={"time": [0, 33, -1]})
-        row = next(row for row in rl.layers(model) if row.name in trace and row.state_axes)
+        row = next(row for row in rl.layers(model) if row.name in trace)
         largest = max(check.residual for check in trace.certificate.checks)
-        print(f"| {name} | {row.cell} | {row.state_axes} | {trace.certificate.state} | {largest:.1e} |", flush=True)
+        print(
+            f"| {name} | {row.cell} | {row.state_axes or row.units} | {trace.certificate.state} | {largest:.1e} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -232,6 +232,63 @@ def test_triton_kernels_run_as_equations_on_a_cpu(delta_layer):
         delta_layer(x)
 
 
+def slstm_step(inputs, recurrent, bias, states, constants):
+    """Run a step of an sLSTM, which takes a branch of its own where n is 0 in all rows, as the package does."""
+    _, c, n, m = states.unbind(0)
+    i, f, z, o = (inputs + recurrent + bias).unflatten(-1, (4, -1)).unbind(1)
+    kept = m + functional.logsigmoid(f)
+    new_m = i if torch.all(n == 0.0) else torch.maximum(i, kept)
+    write, forget = torch.exp(i - new_m).clamp(max=1.0), torch.exp(kept - new_m).clamp(max=1.0)
+    c, n = forget * c + write * torch.tanh(z), forget * n + write
+    return torch.stack([torch.sigmoid(o) * c / n, c, n, new_m]), None
+
+
+def slstm_forward(x, states, R, b, pointwise_forward, constants=None, taps=None):
+    """Run an sLSTM of the package xlstm: kernel R (head, gates * unit, unit)."""
+    heads, _, width = R.shape
+    all_states = [states]
+    for inputs in x:
+        y = states[0].reshape(-1, heads, 1, width) @ R.mT
+        recurrent = y.reshape(-1, heads, 4, width).transpose(1, 2).flatten(1)
+        states = pointwise_forward(inputs, recurrent, b, states, constants)[0]
+        if taps is not None:
+            taps.append(states.unbind(0))
+            states = torch.stack(taps[-1])
+        all_states.append(states)
+    return torch.stack(all_states, 1), states, None
+
+
+class ScalarMemory(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inputs, self.kernel = nn.Linear(3, 16), nn.Parameter(torch.randn(2, 8, 2) * 0.5)
+        self.bias = nn.Parameter(torch.randn(16) * 0.3)
+
+    def forward(self, x, **taps):
+        function = sys.modules["xlstm.blocks.slstm.cell"].slstm_forward
+        inputs, start = self.inputs(x).transpose(0, 1), x.new_zeros(4, len(x), 4)
+        return function(inputs, start, self.kernel, self.bias, slstm_step, constants={}, **taps)[0][0, 1:].transpose(
+            0, 1
+        )
+
+
+def test_the_loop_of_an_slstm(monkeypatch):
+    module = ModuleType("xlstm.blocks.slstm.cell")
+    module.slstm_forward = slstm_forward
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    x, model, taps = data(3), ScalarMemory().double(), []
+    trace = rl.trace(model, x, loss=last_squares)
+    assert trace.certificate.state == "passed"
+    loss = last_squares(model(x, taps=taps))
+    for index, name in enumerate(("hidden", "state_1", "state_2", "state_3")):
+        states = [states[index] for states in taps]
+        grads = torch.autograd.grad(loss, states, retain_graph=True, materialize_grads=True)
+        for actual, expected in ((trace["loop"][name], states), (trace["loop"][f"{name}_grad"], grads)):
+            expected = torch.stack([t.detach() for t in expected], 1).numpy()
+            assert np.abs(actual.values - expected).max() <= 1e-12 * np.abs(expected).max()
+    assert module.slstm_forward is slstm_forward
+
+
 def with_kernel(torch_function):
     """Return a function of transformers that calls a kernel where its package can be imported."""
 

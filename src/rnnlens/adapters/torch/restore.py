@@ -32,6 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...autodiff.torch import set_seed
 from .higher_order import scan_by_loop
+from .package_loops import package_loops_by_step
 from .triton_kernels import without_triton
 
 #: Torch's recurrences of all steps; packed sequences have one argument more.
@@ -287,6 +288,7 @@ def borrowed_model(
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             if not library_only:
                 stack.enter_context(scan_by_loop())
+                stack.enter_context(package_loops_by_step())
                 stack.enter_context(without_triton(model))
             stack.enter_context(_without_checkpoints())
             if not training and any(parameter.is_cuda for parameter in model.parameters()):
