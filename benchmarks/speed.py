@@ -32,6 +32,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "trace_keras.py": (),
     "trace_graph.py": (),
     "small_calls.py": (),
+    "jax_programs.py": (),
     "time_jacobian.py": ("--only", "small"),
     "overhead.py": (),
     "example_a.py": (),

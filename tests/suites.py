@@ -149,7 +149,7 @@ SUITES = (
     ),
     keras_suite("tensorflow"),
     graph_suite("v1"),
-    Suite("jax", ("tests/contract/jax", "tests/oracle/jax")),
+    Suite("jax", ("tests/contract/jax", "tests/oracle/jax", "tests/tracking/jax")),
     Suite(
         "core",
         (*(f"tests/unit/{folder}" for folder in NUMERIC), "tests/property", "tests/surface", "tests/third_framework"),
@@ -221,6 +221,7 @@ SUITES_OF = {
     "src/rnnlens/reporting": ("report",),
     "src/rnnlens/results/disk": ("unit", "files", "dask"),
     "src/rnnlens/tracking": ("torch", "keras-torch", "tools", "files"),
+    "src/rnnlens/tracking/jax": ("jax",),
     "src/rnnlens/verbs/chunked": ("dask",),
     "src/rnnlens/measures": ("core", "torch", "docs"),
     **dict.fromkeys(("tests/lowest.py", "constraints.txt"), ("lowest-3.11", "lowest-3.12", "lowest-3.13")),

@@ -16,7 +16,7 @@ import rnnlens
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "docs" / "start").glob("*.py"))
 #: Scripts in frameworks that compile for longer than they train: run by `make test-full` only.
-SLOW = ("recall_jax", "recall_tensorflow")
+SLOW = ("recall_equinox", "recall_flax", "recall_jax", "recall_tensorflow")
 
 
 def load_pages():

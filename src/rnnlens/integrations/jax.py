@@ -1,4 +1,4 @@
-"""``rl.jax``: models of JAX as rnnlens takes them.
+"""``rl.jax``: models of JAX as rnnlens takes them, and a watch of their training loops.
 
 >>> import rnnlens as rl  # doctest: +SKIP
 >>> trace = rl.trace(rl.jax.model(module.apply, params), x, y, loss=loss)  # doctest: +SKIP
@@ -6,12 +6,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 from ..adapters.jax import JaxModel
+from ..tracking.jax.watch import JaxWatch
+from ..tracking.watch_arguments import Every, check_arguments
 
-__all__ = ["model"]
+__all__ = ["model", "watch"]
 
 
 def model(
@@ -51,3 +54,97 @@ def model(
         The model, for every function of rnnlens that takes one.
     """
     return JaxModel(source, params, rng=rng, example=example, batched=batched, names=names)
+
+
+@check_arguments
+def watch(
+    model: Any,
+    path: str | PathLike[str] | None = None,
+    *,
+    probe: Sequence[Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    every: Every = 50,
+    layers: str | Iterable[str] | None = None,
+    keep: str | Iterable[str] = (),
+    loggers: Any = None,
+    stop_on: str | Iterable[str] = (),
+    on_nonfinite: str | None = None,
+    resume: bool = True,
+    points: int | None = 64,
+    step: int | None = None,
+) -> JaxWatch:
+    """Record a training loop: ``with rl.jax.watch(model, "runs/a.zarr", probe=(x, y), loss=loss) as watch: ...``.
+
+    The loop calls ``watch.step(params)`` after each compiled step, with what the step returned. A *probe*, a fixed
+    held-out batch, is traced between two steps; nothing enters the compiled step, and its results do not change.
+
+    Parameters
+    ----------
+    model
+        The model as rnnlens takes it, see :func:`model`, with the parameters from before training.
+    path
+        Folder of the run, ending in ``.zarr``; :func:`rnnlens.open` reads it, also during training. An existing run is
+        continued. None writes nothing to disk.
+    probe, loss
+        A fixed batch ``(x, y)`` or ``(x, y, sample_weight)``, not used for training, that is traced in evaluation mode;
+        and its loss, ``loss(output, target)``, which a model that returns its loss does not need.
+    every
+        When to record: a number of steps, with 0 for never; ``"powers of two"``; or a function ``(step, epoch) ->
+        bool``, with the epoch that the loop sets as ``watch.epoch``. The probe is recorded before training as well.
+    layers
+        Names of the layers to record; all recurrent layers by default.
+    keep
+        Quantities whose full arrays are recorded, such as ``"hidden_grad"``.
+    loggers
+        Further destinations of the records: a ``SummaryWriter``, a run of ``wandb`` or ``mlflow``, the name of a tool,
+        an object with ``write(record)`` and ``close(reason)``, or a list of these.
+    stop_on
+        Findings that end training: ``"exploding"``, ``"vanishing"``, ``"saturated"``. The loop must check
+        ``watch.stop``. All three are logged once with their step, whether or not they end training.
+    on_nonfinite
+        ``"report"``: the first step whose loss (``watch.step(params, loss=loss)``) or whose parameters are not finite
+        is written to ``runs/a.nonfinite.nc``, with the parameters from before it and with ``batch=``; its first
+        non-finite quantity is logged. Each step is then waited for, and its parameters are copied.
+    resume
+        Continue an existing run at ``path``; False replaces it.
+    points
+        Maximal number of points stored per profile over time; None stores every step.
+    step
+        Number of steps trained before; later records of an existing run are dropped. By default it is the last step of
+        the run.
+
+    Returns
+    -------
+    JaxWatch
+        A context manager with ``step(params, loss=None, batch=None, steps=1)``: ``steps`` is the length of a compiled
+        loop over training steps, which is recorded at its end.
+
+    Raises
+    ------
+    InputError
+        If an argument has an invalid value, or there is neither a probe nor ``on_nonfinite=``.
+    LayerNotFoundError
+        If ``layers`` names a layer that the model does not have.
+    FileError
+        If ``path`` exists and is no run, or if another process writes this run.
+
+    Warns
+    -----
+    TrackingWarning
+        At the end, if nothing was recorded, with the reason; once for each cause of failed records.
+    """
+    return JaxWatch(
+        model,
+        path,
+        probe=probe,
+        loss=loss,
+        every=every,
+        layers=layers,
+        keep=keep,
+        loggers=loggers,
+        stop_on=stop_on,
+        on_nonfinite=on_nonfinite,
+        resume=resume,
+        points=points,
+        step=step,
+    )

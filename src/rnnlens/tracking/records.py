@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 import xarray as xr
 
+from ..adapters.registry import adapter_for
 from ..errors import LayerNotFoundError
 from ..measures import dead_units, gradient_decay, gradient_reach, saturation_share
 from ..recurrence.measures import masked_mean, real_steps_first, safe_norm
@@ -215,8 +216,13 @@ class Probe:
     keep: tuple[str, ...] = ()
     loss: str | Callable[..., Any] | None = None
 
+    def bound(self, model: Any) -> Any:
+        """Return a model bound to the shapes of the batch, where its framework needs them."""
+        return adapter_for(model).bind(model, self.x, self.y if self.loss is None else None)
+
     def record(self, model: Any, step: int, epoch: int) -> TrainingRecord:
         """Trace the batch with the current weights in evaluation mode; return the record. The model is restored."""
+        model = self.bound(model)
         with options(certify="first"):
             probe_trace = trace(
                 model,

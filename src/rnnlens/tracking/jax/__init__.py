@@ -1,0 +1,1 @@
+"""Watching a training loop of JAX."""
