@@ -20,7 +20,7 @@ UNIT_IN = "unit_in"
 CHANNEL = "channel"
 #: Names of the spatial axes of an input or a state with channels, by their number.
 SPACE: dict[int, tuple[str, ...]] = {1: ("width",), 2: ("height", "width"), 3: ("depth", "height", "width")}
-#: Axes of ``lag_gradient``: pairs of a sample and an output step, and steps back from that output.
+#: Axes of gradients by lag: pairs of a sample and an output step, and steps back from that output.
 PROBE, LAG = "probe", "lag"
 OUT_TIME, OUT_UNIT, IN_TIME, IN_FEATURE = "out_time", "out_unit", "in_time", "in_feature"
 
@@ -103,7 +103,7 @@ QUANTITIES: dict[str, Quantity] = {
             (PROBE, LAG),
             "gradient by lag",
             "loss",
-            "norm over all states of one output step's direct gradient, pulled back through the layer's recurrence",
+            "norm by state of one output step's direct gradient, pulled back through the layer's recurrence",
             True,
             _PASCANU,
         ),

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 
 from ..errors import InputError, did_you_mean, has_attribute
 from ..measures.profiles import gradient_reach, peak_band
-from ..results.gradient_lags import norms_by_lag
+from ..results.gradient_lags import layer_reach, norms_by_lag
 from ..results.schema import with_mask
 from ..vocabulary import BACKWARD, DIRECTION, QUANTITIES, SAMPLE, TIME
 from . import _axes, _data, _frame, _samples
@@ -48,7 +48,7 @@ class FadingLine:
     median: Numbers
     low: Numbers
     high: Numbers
-    #: Steps back that hold 95 % of the squared gradient; 0 if it stays at its own step, None if it is not defined.
+    #: Steps back that hold 95 % of the squared gradient; 0 if it stays at its own step, None if it is not known.
     reach: int | None
     #: Number of steps at which the gradient is 0 in every sample.
     zeros: int
@@ -95,12 +95,13 @@ def gradient_flow(
     """Draw how the gradient of the loss decays over time, a panel per layer and direction.
 
     A line is the median over samples of the Euclidean norm over units, each sample divided by its own peak, so that a
-    few hard samples do not dominate; the band has the quartiles. The legend gives the *reach* of the layer: the number
-    of steps back that hold 95 % of the squared gradient of all its states; 0 if it stays at its own step. Where the
-    loss reads several steps, every step has a gradient, whatever the recurrence carries. The reach then counts from the
-    step where the gradient enters (``lag_gradient``). The value axis ends at 1e-6; an arrow marks
-    where a line falls below. The legend counts steps with a gradient of exactly 0, which a logarithmic axis cannot
-    show.
+    few hard samples do not dominate; the band has the quartiles. The legend gives the *reach* of each state: the number
+    of steps back, from the step where the gradient enters, that hold 95 % of its square; 0 if it stays at its own step.
+    Where the loss reads several steps, every step has a gradient, whatever the recurrence carries: the reach is then
+    that of single output steps (``hidden_lag_gradient``). The title, and the legend of a comparison of networks, give
+    the longest reach of a layer's states: an LSTM remembers by its cell state. The value axis ends at 1e-6; an arrow
+    marks where a line falls below. The legend counts steps with a gradient of exactly 0, which a logarithmic axis
+    cannot show.
 
     Parameters
     ----------
@@ -208,7 +209,8 @@ def _lines_of_networks(
     for (network, layers), colour in zip(networks.items(), colours, strict=True):
         for layer, dataset in layers.items():
             label = network if has_same_layers or len(layers) == 1 else f"{network} {layer}"
-            for direction, fading_line in _gradient_lines(dataset, quantity, as_computed, label=label, colour=colour):
+            lines = _gradient_lines(dataset, quantity, as_computed, of_layer=True, label=label, colour=colour)
+            for direction, fading_line in lines:
                 lines_by_panel.setdefault((layer if has_same_layers else "", direction), []).append(fading_line)
     return lines_by_panel
 
@@ -257,9 +259,12 @@ def _no_lines_error(networks: Iterable[Mapping[str, xr.Dataset]], quantity: str 
 
 
 def _gradient_lines(
-    dataset: xr.Dataset, quantity: str, as_computed: bool, **line_options: str
+    dataset: xr.Dataset, quantity: str, as_computed: bool, *, of_layer: bool = False, **line_options: str
 ) -> Iterator[tuple[str | None, FadingLine]]:
-    """Yield direction and line of one gradient of a layer; nothing if the layer does not have it over units."""
+    """Yield direction and line of one gradient of a layer; nothing if the layer does not have it over units.
+
+    ``of_layer``: the reach is that of the layer, of all its states, not of the drawn state.
+    """
     if quantity not in _styles(dataset) or not _is_over_units(dataset[quantity]):
         return
     array = _data.label_array(with_mask(dataset, quantity), "gradient_flow")
@@ -275,10 +280,10 @@ def _gradient_lines(
         from_start = is_backward and not (as_computed and view.name == BACKWARD)
         count = dataset.sizes.get(TIME, 1)
         by_lag = norms_by_lag(dataset, view.name, dataset["mask"].values if "mask" in dataset else None)
-        is_first = quantity == next(iter(_styles(dataset)))
         line = _summarise_line(quantity, view, count, from_start=from_start, notes=notes, **line_options)
-        has_reach = is_first and quantity != "output_grad" and TIME in array.dims and by_lag is not None
-        yield view.name, replace(line, reach=gradient_reach(by_lag) if has_reach and by_lag is not None else None)
+        if quantity in by_lag:
+            line = replace(line, reach=layer_reach(by_lag) if of_layer else gradient_reach(by_lag[quantity]))
+        yield view.name, line
 
 
 def _summarise_line(
@@ -322,9 +327,10 @@ def _panel_title(name: str, lines: Sequence[FadingLine]) -> str:
     )
     if not reaches or not (is_comparison or len(lines) == 1 or lines[0].gid != lines[-1].gid):
         return name
-    if not is_comparison and not reaches[0]:
+    longest = max(reaches)
+    if not is_comparison and not longest:
         return f"{name}: the gradient\nstays at its own step" if name else "the gradient stays at its own step"
-    steps_text = f"{reaches[0]} → {_step_text(reaches[1])}" if is_comparison else _step_text(reaches[0])
+    steps_text = f"{reaches[0]} → {_step_text(reaches[1])}" if is_comparison else _step_text(longest)
     sentence = f"{steps_text} back carry 95 % of the gradient"
     return f"{name}: {steps_text} back\ncarry 95 % of the gradient" if name else sentence
 

@@ -12,9 +12,9 @@ import xarray as xr
 
 from ..adapters.registry import adapter_for
 from ..errors import LayerNotFoundError
-from ..measures import dead_units, gradient_decay, gradient_reach, saturation_share
+from ..measures import dead_units, saturation_share
 from ..recurrence.measures import masked_mean, real_steps_first, safe_norm
-from ..results.gradient_lags import norms_by_lag
+from ..results.gradient_lags import layer_decay, layer_reach, norms_by_lag
 from ..results.schema import proposals_of
 from ..results.trace import Trace
 from ..settings import options
@@ -108,8 +108,8 @@ def summary(trace: Trace, *, keep: Collection[str] = ()) -> tuple[dict[str, floa
             prefix = name if direction is None else f"{name}/{direction}"
             measures, direction_profiles = _measures(values, mask, direction or dataset.attrs.get(DIRECTION))
             by_lag = norms_by_lag(layer.dataset, direction, mask)
-            if by_lag is not None:
-                measures |= {"reach": float(gradient_reach(by_lag)), "decay": gradient_decay(by_lag)}
+            if by_lag:
+                measures |= {"reach": float(layer_reach(by_lag)), "decay": layer_decay(by_lag)}
             for kind, profile in direction_profiles.items():
                 profiles.setdefault(kind, []).append(profile)
             scalars |= {f"{prefix}/{key}": number for key, number in measures.items()}
@@ -190,7 +190,7 @@ def _join_directions(arrays: list[xr.DataArray]) -> xr.DataArray:
 
 
 #: Quantities from which the profiles and scalars of a record are computed.
-NEEDED = ("hidden", "hidden_grad", "gates", "mask")
+NEEDED = ("hidden", "hidden_grad", "cell_grad", "gates", "mask")
 
 
 @dataclass(frozen=True)
@@ -240,8 +240,8 @@ class Probe:
 
 
 def summary_quantities(has_loss: bool) -> list[str]:
-    """Return the names of the quantities that a record needs; without a loss there is no ``hidden_grad``."""
-    return [name for name in NEEDED if has_loss or name != "hidden_grad"]
+    """Return the names of the quantities that a record needs; without a loss there are no gradients."""
+    return [name for name in NEEDED if has_loss or not name.endswith("_grad")]
 
 
 def norms_of_weights(model: Any, layers: Sequence[str]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..adapters.protocol import Batch, Capture, LayerInfo, NonRecurrentCall, Por
 from ..errors import InputError, LayerNotFoundError, did_you_mean
 from ..recurrence.adjoint import PROBES, probe_combinations, weight_gradients
 from ..recurrence.cells import kinds
+from ..recurrence.measures import real_steps_first
 from ..recurrence.replay import Replay
 from ..recurrence.rounding import Rounding, rounding_of
 from ..recurrence.trajectory import Adjoint
@@ -137,7 +138,7 @@ class TracedCall:
     weights: Mapping[str, Array] | None = None
     weights_scale: float = 0.0
     rounding: Rounding = field(default_factory=Rounding)
-    lag_gradient: Array | None = None
+    lag_gradients: Mapping[str, Array] = field(default_factory=dict)
 
 
 def trace_call(
@@ -164,7 +165,7 @@ def trace_call(
         return traced
     spend = not (selection.has("gate_preactivation") or selection.compares_weights or selection.part is not None)
     if selection.has("hidden_grad"):
-        traced.lag_gradient = gradient_by_lag(call, run)
+        traced.lag_gradients = gradients_by_lag(call, run)
     result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad, spend=spend)
     if spend:
         arrays["gate_preactivation"] = None
@@ -185,35 +186,41 @@ def trace_call(
 _LAG_STEPS, _LAG_SAMPLES = 3, 16
 
 
-def gradient_by_lag(call: RecurrentCall, run: Replay) -> Array | None:
-    """Pull the direct gradients of single output steps back through the recurrence: norms (probe, lag) over all states.
+def gradients_by_lag(call: RecurrentCall, run: Replay) -> dict[str, Array]:
+    """Pull the direct gradients of single output steps back through the recurrence: norms (probe, lag) by state.
 
     A loss at many steps sends a gradient to every step, whatever the recurrence carries. By lag from the step where it
-    enters, only what the recurrence carries is left. Some steps of the second half and some samples suffice; NaN
-    before the first step. None if the gradient enters at one step only, and if user code changes states in between.
+    enters, only what the recurrence carries is left. Masked steps, which carry the state unchanged, do not count. Some
+    steps of the second half and some samples suffice; NaN before the first step. Empty if no sample has a gradient that
+    enters at several steps, and if user code changes states in between.
     """
     if call.output_grad is None or not call.returns_sequences or call.start_states is not None:
-        return None
+        return {}
     output_grad = call.output_grad[:_LAG_SAMPLES]
-    is_read: Array = to_host(output_grad).reshape(*output_grad.shape[:2], -1).any(axis=(0, 2))
+    shape = output_grad.shape[:2]
+    is_real = np.ones(shape, bool) if call.mask is None else to_host(call.mask)[:_LAG_SAMPLES].astype(bool)
+    is_read: Array = to_host(output_grad).reshape(*shape, -1).any(axis=2) & is_real
+    if is_read.sum(axis=1).max(initial=0) < 2:
+        return {}
     order = list(run.steps(reverse=True))
-    positions = [p for p, t in enumerate(order) if is_read[t]]
-    if len(positions) < 2:
-        return None
-    late = [p for p in positions if 2 * p <= len(order)] or positions[:1]
+    positions = [p for p, t in enumerate(order) if is_read[:, t].any()]
+    late = positions[: (len(positions) + 1) // 2]
     chosen = sorted({late[round(i)] for i in np.linspace(0, len(late) - 1, _LAG_STEPS)})
     some = slice(0, int(output_grad.shape[0]))
     from_state = None if call.output_from_state is None else call.output_from_state[some]
-    part_call, part_run, rows = replace(call, output_from_state=from_state), run.of_samples(some), []
+    part_call, part_run = replace(call, output_from_state=from_state), run.of_samples(some)
+    rows: dict[str, list[Array]] = {name: [] for name in call.cell.state_names}
     for position in chosen:
         entering = run.xp.zeros_like(output_grad)
         entering[:, order[position], ...] = output_grad[:, order[position], ...]
-        grads = [to_host(grad).astype(np.float64) for grad in sweep(part_call, part_run, entering).state_grads]
-        norms = np.sqrt(sum((grad**2).reshape(*grad.shape[:2], -1).sum(axis=-1) for grad in grads))
-        row = np.full((len(norms), len(order)), np.nan)
-        row[:, : len(order) - position] = norms[:, order[position:]]
-        rows.append(row)
-    return np.concatenate(rows)
+        for name, grad in zip(rows, sweep(part_call, part_run, entering).state_grads, strict=True):
+            values = to_host(grad).astype(np.float64)
+            norms = np.sqrt((values**2).reshape(*values.shape[:2], -1).sum(axis=-1))
+            row = np.full((len(norms), len(order)), np.nan)
+            counted = is_real & is_real[:, order[position], None]
+            row[:, : len(order) - position] = real_steps_first(norms[:, order[position:]], counted[:, order[position:]])
+            rows[name].append(row)
+    return {name: np.concatenate(norms) for name, norms in rows.items()}
 
 
 def _add_weights(
@@ -312,19 +319,25 @@ def recurrent_datasets(
         if claim is not None:
             _add_to_claim(claim, layer, directions, traced)
             layer.variables = {v: array for v, array in layer.variables.items() if selection.has(v)}
-        lag_gradients = [part.lag_gradient for part in traced if part.lag_gradient is not None]
-        if len(lag_gradients) == len(traced):
-            count = max(map(len, lag_gradients))  # the directions may have different numbers of probes
-            filled = [np.pad(v, ((0, count - len(v)), (0, 0)), constant_values=np.nan) for v in lag_gradients]
-            values = filled[0] if len(traced) == 1 else np.stack(filled, axis=1)
-            dims = (PROBE, LAG) if len(traced) == 1 else (PROBE, DIRECTION, LAG)
-            layer.coords["lag_gradient"] = xr.Variable(dims, values, quantity_attrs("lag_gradient"))
+        layer.coords |= _lag_coordinates([traced_call.lag_gradients for traced_call in traced])
         if directions[0].reset is not None:
             layer.coords["reset"] = xr.Variable((SAMPLE, TIME), to_host(directions[0].reset), quantity_attrs("reset"))
         _open_space(layer, getattr(directions[0].cell, "shapes", {}))
         datasets[name] = layer
     checks += [total.check() for total in sums.values()]
     return {name: datasets[name] for name in nodes}, checks
+
+
+def _lag_coordinates(directions: Sequence[Mapping[str, Array]]) -> dict[Hashable, xr.Variable]:
+    """Return the gradients by lag of both directions, or of the only one, as coordinates of a layer."""
+    coordinates: dict[Hashable, xr.Variable] = {}
+    for state in directions[0] if all(directions) else ():
+        norms = [direction[state] for direction in directions]
+        count = max(map(len, norms))  # the directions may have different numbers of probes
+        filled = [np.pad(v, ((0, count - len(v)), (0, 0)), constant_values=np.nan) for v in norms]
+        values, dims = (filled[0], (PROBE, LAG)) if len(filled) == 1 else (np.stack(filled, 1), (PROBE, DIRECTION, LAG))
+        coordinates[f"{state}_lag_gradient"] = xr.Variable(dims, values, quantity_attrs("lag_gradient"))
+    return coordinates
 
 
 def _open_space(layer: LabelledLayer, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import rnnlens as rl
-from rnnlens.measures import gradient_reach
+from rnnlens.measures import gradient_decay, gradient_reach
 from rnnlens.results.gradient_lags import norms_by_lag
 from rnnlens.tracking.records import summary
 
@@ -46,7 +46,7 @@ def scaled(rate):
 def test_with_a_loss_at_every_step_the_reach_is_that_of_the_recurrence(rate):
     trace = traced(scaled(rate))
     expected = gradient_reach(rate ** np.arange(20.0)[None, :])
-    assert gradient_reach(norms_by_lag(trace["rnn"].dataset, None)) == expected
+    assert gradient_reach(norms_by_lag(trace["rnn"].dataset, None)["hidden_grad"]) == expected
     assert summary(trace)[0]["rnn/decay"] == pytest.approx(rate, rel=1e-3)
     (ax,) = rl.plot.gradient_flow(trace)
     assert ax.get_title().startswith(f"rnn: {expected} steps back")
@@ -57,7 +57,7 @@ def test_by_lag_the_gradient_is_that_of_one_output_step_by_autograd():
     model, steps = EveryStep().double(), 12
     x, y = torch.randn(4, steps, 3).double(), torch.randn(4, steps, 1).double()
     trace = rl.trace(model, x, y, loss=MSE)
-    profile = trace["rnn"].dataset["lag_gradient"].values
+    profile = trace["rnn"].dataset["hidden_lag_gradient"].values
     state, states = torch.zeros(4, 8).double(), []
     for t in range(steps):
         pre = x[:, t] @ model.rnn.weight_ih_l0.T + state @ model.rnn.weight_hh_l0.T
@@ -90,6 +90,105 @@ def test_a_backward_half_has_a_reach_of_its_own():
     scalars, _ = summary(traced(model))
     assert scalars["rnn/forward/reach"] >= 2
     assert scalars["rnn/backward/reach"] == 0
+
+
+class LastStep(nn.Module):
+    """A recurrent layer, and a head that reads one step of its output."""
+
+    def __init__(self, layer, step=-1, **options):
+        super().__init__()
+        self.rnn = layer(3, 8, batch_first=True, **options)
+        self.head, self.step = nn.Linear(8 * (1 + options.get("bidirectional", False)), 1), step
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0][:, self.step])
+
+
+def traced_last(model, steps=40):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(8, steps, 3, generator=generator), torch.randn(8, 1, generator=generator)
+    return rl.trace(model, x, y, loss=MSE)
+
+
+@pytest.mark.parametrize("every_step", [False, True])
+def test_the_cell_state_counts_beside_a_large_direct_gradient_of_the_hidden_state(every_step):
+    """A linear cell state with forget gates f: dc_t/dc_(t-1) = f, whatever the scale of the hidden state."""
+    torch.manual_seed(0)
+    model = EveryStep(nn.LSTM) if every_step else LastStep(nn.LSTM)
+    with torch.no_grad():
+        model.rnn.weight_ih_l0.mul_(1e-3), model.rnn.weight_hh_l0.mul_(1e-3)
+        model.rnn.bias_ih_l0.zero_(), model.rnn.bias_hh_l0.zero_()
+        model.rnn.bias_ih_l0[8:16] = 2.0
+        model.rnn.bias_ih_l0[24:32] = -4.0  # output gates nearly shut: dL/dh is 50 times dL/dc
+    trace = traced(model) if every_step else traced_last(model)
+    forget = float(torch.sigmoid(torch.tensor(2.0)))
+    expected = gradient_reach(forget ** np.arange(20.0)[None, :])
+    by_lag = norms_by_lag(trace["rnn"].dataset, None)
+    assert gradient_decay(by_lag["cell_grad"]) == pytest.approx(forget, rel=1e-2)
+    assert gradient_reach(by_lag["hidden_grad"]) == 0
+    assert summary(trace)[0]["rnn/reach"] == expected > 10
+    (ax,) = rl.plot.gradient_flow(trace)
+    assert ax.get_title().startswith(f"rnn: {expected} steps back")
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert [label.partition(": ")[2] for label in labels[:2]] == ["0 steps", f"{expected} steps"]
+
+
+def test_a_watch_counts_the_cell_state(tmp_path):
+    torch.manual_seed(0)
+    model = LastStep(nn.LSTM)
+    with torch.no_grad():
+        model.rnn.bias_ih_l0[8:16] = 6.0
+    x, y = torch.randn(8, 40, 3), torch.randn(8, 1)
+    with rl.torch.watch(model, tmp_path / "run.zarr", probe=(x, y), loss=MSE, every=1, resume=False):
+        MSE(model(x), y).backward()
+        torch.optim.SGD(model.parameters(), 0.0).step()
+    assert rl.open(tmp_path / "run.zarr").scalar("rnn/reach").values[0] > 25
+
+
+def test_in_a_comparison_at_initialisation_an_lstm_counts_by_its_cell_state():
+    torch.manual_seed(0)
+    networks = {"rnn": LastStep(nn.RNN), "lstm": LastStep(nn.LSTM)}
+    with torch.no_grad():
+        networks["lstm"].rnn.bias_ih_l0[8:16] = 1.0  # unit forget bias
+    traces = {name: traced_last(model) for name, model in networks.items()}
+    (ax,) = rl.plot.gradient_flow(traces)
+    labels = dict(text.get_text().split(": ") for text in ax.get_legend().get_texts())
+    reach = {name: int(summary(trace)[0]["rnn/reach"]) for name, trace in traces.items()}
+    assert labels == {name: f"{steps} steps" for name, steps in reach.items()}
+    hidden = norms_by_lag(traces["lstm"]["rnn"].dataset, None)["hidden_grad"]
+    assert reach["lstm"] >= reach["rnn"]
+    assert reach["lstm"] > gradient_reach(hidden)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_gradient_that_enters_at_the_first_step_of_the_recurrence_travels_nowhere(direction):
+    torch.manual_seed(0)
+    backward = direction == "backward"
+    model = LastStep(nn.GRU, -1, bidirectional=True) if backward else LastStep(nn.GRU, 0)
+    trace = traced_last(model)
+    assert summary(trace)[0]["rnn/backward/reach" if backward else "rnn/reach"] == 0
+    axes = rl.plot.gradient_flow(trace)
+    assert axes[-1].get_title().endswith("the gradient\nstays at its own step")
+
+
+def test_each_sample_counts_from_its_own_last_step():
+    torch.manual_seed(0)
+    full = scaled(0.8)
+
+    class AtLengths(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = full.rnn, full.head
+
+        def forward(self, x):
+            last = torch.tensor([39, 20, 30, 35, 39, 25, 28, 33])[: len(x)]
+            return self.head(self.rnn(x)[0][torch.arange(len(x)), last])
+
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(8, 40, 3, generator=generator), torch.randn(8, 1, generator=generator)
+    scalars, _ = summary(rl.trace(AtLengths(), x, y, loss=MSE))
+    assert scalars["rnn/reach"] == gradient_reach(0.8 ** np.arange(20.0)[None, :])
+    assert scalars["rnn/decay"] == pytest.approx(0.8, rel=1e-3)
 
 
 def test_an_alert_is_raised_where_memory_is_destroyed_and_only_there(tmp_path):
