@@ -215,10 +215,12 @@ def gradients_by_lag(call: RecurrentCall, run: Replay) -> dict[str, Array]:
         entering[:, order[position], ...] = output_grad[:, order[position], ...]
         for name, grad in zip(rows, sweep(part_call, part_run, entering).state_grads, strict=True):
             values = to_host(grad).astype(np.float64)
-            norms = np.sqrt((values**2).reshape(*values.shape[:2], -1).sum(axis=-1))
-            row = np.full((len(norms), len(order)), np.nan)
-            counted = is_real & is_real[:, order[position], None]
-            row[:, : len(order) - position] = real_steps_first(norms[:, order[position:]], counted[:, order[position:]])
+            norms = np.sqrt((values**2).reshape(*values.shape[:2], -1).sum(axis=-1))[:, order[position:]]
+            row = np.full(shape, np.nan)
+            if call.mask is not None:
+                counted = is_real & is_real[:, order[position], None]
+                norms = real_steps_first(norms, counted[:, order[position:]])
+            row[:, : norms.shape[1]] = norms
             rows[name].append(row)
     return {name: np.concatenate(norms) for name, norms in rows.items()}
 
