@@ -242,9 +242,11 @@ class Result(Mapping[str, Any]):
         if len(candidates) == 1:
             return candidates[0]
         if not candidates:
-            raise LayerNotFoundError(
-                f"No layer named {name!r} in this {self.kind}.", hint=did_you_mean(name, self._paths)
-            )
+            layer, _, variable = name.replace("/", ".").rpartition(".")
+            hint = did_you_mean(name, self._paths)
+            if layer in self._paths:
+                hint = f"result[{layer!r}][...], {did_you_mean(variable, map(str, self.dataset(layer).data_vars))}"
+            raise LayerNotFoundError(f"No layer named {name!r} in this {self.kind}.", hint=hint)
         reason = "was called more than once" if same_name_calls else "exists more than once"
         listing = ", ".join(repr(candidate) for candidate in candidates)
         raise LayerNotFoundError(f"Layer {name!r} {reason}.", got=repr(name), expected=f"one of: {listing}")

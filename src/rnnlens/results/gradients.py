@@ -105,7 +105,8 @@ class Gradients(Result, kind="gradients"):
     """Result of ``rl.gradients`` for several tensors: a mapping from layer names to their gradients.
 
     Access is by layer and name, ``g["conv1d"]["kernel"]``, or by the full name of a tensor, ``g["conv1d/kernel"]``,
-    ``g["lstm.hidden"]``, ``g["input"]``. Tensors without a layer are in a node named ``"model"``.
+    ``g["lstm.hidden"]``, ``g["input"]``; weights also with a dot, ``g["conv1d.kernel"]``. Tensors without a layer are in
+    a node named ``"model"``.
 
     Attributes
     ----------
@@ -164,6 +165,8 @@ class Gradients(Result, kind="gradients"):
 
     def __getitem__(self, name: str) -> Any:
         check_name_is_text(name, self._tensors, "the gradients")
+        by_layer = "/".join(name.rpartition(".")[::2])  # "emb.weight", as torch names the parameter
+        name = by_layer if by_layer in self._tensors or by_layer in self.disconnected else name
         if name in self._tensors:
             node, variable = self._tensors[name]
             return self.dataset(node)[variable]

@@ -202,6 +202,8 @@ def read(text: str, catalogue: Catalogue) -> list[TensorName]:
         names = attempt(text, catalogue)
         if names:
             return names
+    if name := _weight_of_framework(text, catalogue):
+        return [name]
     if text in catalogue.facts.tensors:  # the framework's name of a single tensor
         return [TensorName(text, "output", text)]
     is_input = text in catalogue.inputs
@@ -273,6 +275,20 @@ def _weights_by_path(text: str, catalogue: Catalogue) -> list[TensorName]:
     return [
         _weight_name(layer, key) for layer in catalogue.weights for key in catalogue.keys(layer) if is_match(layer, key)
     ]
+
+
+def _weight_of_framework(text: str, catalogue: Catalogue) -> TensorName | None:
+    """Find the weight whose parameter the framework calls ``text``, such as torch's ``rnn.weight_hh_l0``."""
+    for layer, weights in catalogue.weights.items():
+        for key, parts in sources(weights).items():
+            locations = [catalogue.facts.weight_location(layer, part.direction, part.key) for part in parts]
+            if not any(location is not None and location.name == text for location in locations):
+                continue
+            if len(parts) > 1:
+                hint = f"{layer}/{key}, which has the weights of both directions"
+                raise LayerNotFoundError(f"{text!r} is one direction of a weight.", got=repr(text), hint=hint)
+            return _weight_name(layer, key)
+    return None
 
 
 def _layer_tensors(text: str, catalogue: Catalogue) -> list[TensorName]:
