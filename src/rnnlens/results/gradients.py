@@ -105,8 +105,8 @@ class Gradients(Result, kind="gradients"):
     """Result of ``rl.gradients`` for several tensors: a mapping from layer names to their gradients.
 
     Access is by layer and name, ``g["conv1d"]["kernel"]``, or by the full name of a tensor, ``g["conv1d/kernel"]``,
-    ``g["lstm.hidden"]``, ``g["input"]``; weights also with a dot, ``g["conv1d.kernel"]``. Tensors without a layer are in
-    a node named ``"model"``.
+    ``g["lstm.hidden"]``, ``g["input"]``; weights also with a dot, ``g["conv1d.kernel"]``. Tensors without a layer are
+    in a node named ``"model"``.
 
     Attributes
     ----------

@@ -43,6 +43,7 @@ from .record import (
     node_names,
     refuse_cells_without_state,
     refuse_hooked,
+    refuse_inner_steps,
     refuse_transformed,
 )
 from .recurrences import check_joints, is_entangled, join_changed_states, mark_endings, remove_nested_cells
@@ -80,7 +81,14 @@ def recorded_call(
     hooks of its own.
     """
     with chain.watch(), recording_hooks(borrowed.model, recorder, requested, borrowed.batch) as interceptor:
-        outputs = call_model(borrowed.model, borrowed.x)
+        try:
+            outputs = call_model(borrowed.model, borrowed.x)
+        finally:
+            if interceptor.needs_weights_in_graph:  # also the reason of an error in the forward
+                recorder.rules.weights_in_graph = True
+                if recorder.cut_layers:
+                    refuse_inner_steps(recorder)
+                raise RunAgainError
     settle_roles(recorder, requested)
     join_changed_states(recorder)
     remove_nested_cells(recorder, training=borrowed.batch.training)
@@ -123,6 +131,7 @@ def _capture_pass(
         weights = dict(model.named_parameters()) if separate else {}
         output_leaves, gradient = returned_tensors(outputs) if boundaries else [], None
         if loss is not None and request.gradients:
+            refuse_inner_steps(recorder)
             gradient = _gradients(
                 recorder, loss, [*borrowed.sources, *weights.values(), *output_leaves], topmost=topmost
             )
@@ -143,8 +152,9 @@ def _capture_pass(
             loop_weights = {
                 id(weight) for recurrence in loops for call in recurrence.calls for weight in call.weights()
             }
+            in_graph = {id(w) for w, leaf in recorder.substitutes.values() if leaf.requires_grad and not leaf.is_leaf}
             capture.full_gradient_names = frozenset(
-                name for name, tensor in weights.items() if id(tensor) in loop_weights
+                name for name, tensor in weights.items() if id(tensor) in loop_weights | in_graph
             )
             capture.recurrent_weight_names = frozenset(
                 name for name, tensor in weights.items() if id(tensor) in recorder.substitutes

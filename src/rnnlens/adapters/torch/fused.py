@@ -41,6 +41,8 @@ CELLS: dict[Any, tuple[type[Cell], str]] = {
     _VF.rnn_tanh_cell: (SimpleRNN, "tanh"),
     _VF.rnn_relu_cell: (SimpleRNN, "relu"),
 }
+#: Functions that differentiate.
+_DIFFERENTIATES = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 @dataclass
@@ -92,6 +94,8 @@ class KernelInterceptor(TorchFunctionMode):  # type: ignore[misc]
         self.recorder, self.owners = recorder, owners
         #: Whether the model's forward used ``torch.no_grad``.
         self.cut_gradients = False
+        #: Whether the model's forward differentiated by a weight that a kernel got a substitute of.
+        self.needs_weights_in_graph = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.recorder.paused:
@@ -109,6 +113,10 @@ class KernelInterceptor(TorchFunctionMode):  # type: ignore[misc]
             self.cut_gradients = True
             if self.recorder.rules.ignore_no_grad:
                 return None
+        elif func in _DIFFERENTIATES and not self.recorder.rules.weights_in_graph:
+            by = args[1] if len(args) > 1 else (kwargs or {}).get("inputs")
+            is_by_weights = any(id(tensor) in self.recorder.substitutes for tensor in as_tuple(by))
+            self.needs_weights_in_graph |= is_by_weights or (by is None and bool(self.recorder.substitutes))
         result = func(*args, **(kwargs or {}))
         for trail in self.recorder.trails.values():
             trail.record(args, result)

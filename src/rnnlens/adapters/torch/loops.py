@@ -261,6 +261,7 @@ class CellHook:
         self._site: Any = None
         self._is_hooked = False
         self._constants: list[Any] | None = None
+        self._input_shapes: list[tuple[int, ...]] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function`` between the hooks."""
@@ -339,7 +340,11 @@ class CellHook:
             self.recorder.found_roles[self.owner.key] = roles
 
     def _check_constants(self, call: EnteredCall) -> None:
-        """Raise ``_NotACellError`` if an argument that is no tensor (sample, ...) changes from step to step."""
+        """Raise ``_NotACellError`` if shapes of inputs, or arguments that are no inputs, change from step to step."""
+        if self._input_shapes is None:
+            self._input_shapes = call.inputs
+        if call.inputs != self._input_shapes:
+            raise _NotACellError(f"its inputs change from step to step: {self._input_shapes}, then {call.inputs}")
         if call.roles is None:
             return
         if self._constants is None:

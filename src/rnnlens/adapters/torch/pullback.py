@@ -103,7 +103,7 @@ class TorchPullback(Run):
         ]
         # ``rnn`` of the port ``rnn[1]#0``
         cut_paths = {str(port.layer).partition("#")[0].partition("[")[0] for port in cut}
-        recorder = CallRecorder(rules, separate=True, cut=cut_paths)
+        recorder = CallRecorder(rules, separate=True, cut=cut_paths, applies_hooks=True)
         chain = ChainRecorder(model)
         if not any(port.kind == "loss" for port in (*self.of, *self.wrt)):
             batch = batch.without_loss()

@@ -195,7 +195,8 @@ class PassRules:
     several steps is run step by step. ``ignore_no_grad``: ``torch.no_grad`` inside the model's forward is ignored.
     ``all_gradients``: gradients are captured at all layers, because the pass is no chain. ``no_cells``: paths of
     requested modules that have the arguments of a cell and proved to be none. ``roles``: which arguments and results of
-    a cell are its state.
+    a cell are its state. ``weights_in_graph``: the forward itself differentiates by the model's weights, as an inner
+    step of meta-learning does, so that a layer's weights must stay on the graph.
     """
 
     never_rowwise: set[int] = field(default_factory=set)
@@ -205,6 +206,7 @@ class PassRules:
     all_gradients: bool = False
     no_cells: set[str] = field(default_factory=set)
     roles: dict[int, StepRoles] = field(default_factory=dict)
+    weights_in_graph: bool = False
 
 
 class RunAgainError(Exception):
@@ -225,6 +227,7 @@ class CallRecorder:
 
     ``weight_grads``: gradients of weights are needed. ``separate``: layers get copies of their input tensors, so that a
     gradient there comes through the layer alone. ``cut_layers``: paths of recurrent modules whose outputs are detached.
+    ``applies_hooks``: the user's hooks on weights act on the gradients that are computed.
     """
 
     def __init__(
@@ -234,6 +237,7 @@ class CallRecorder:
         weight_grads: bool = True,
         separate: bool = False,
         cut: Collection[str] = (),
+        applies_hooks: bool = False,
     ) -> None:
         self.recurrences: list[Recurrence] = []
         self.output_records: list[OutputRecord] = []
@@ -242,7 +246,7 @@ class CallRecorder:
         self.notes: list[str] = []
         self.rules = rules
         self.weight_grads = weight_grads
-        self.separate, self.cut_layers = separate, frozenset(cut)
+        self.separate, self.cut_layers, self.applies_hooks = separate, frozenset(cut), applies_hooks
         self.paused = False
         #: Whether a step that the user gave to ``rl.torch.step`` runs: methods that it calls are no steps of their own.
         self.in_declared_step = False
@@ -391,9 +395,11 @@ class CallRecorder:
         """Return the substitute of a weight. It is the same at every call, so its gradient is the sum over calls.
 
         A parameter is substituted by a new leaf, and the user's parameter is not changed. A weight that the model
-        computes from other tensors keeps its path to them.
+        computes from other tensors keeps its path to them, and so does a parameter with ``weights_in_graph``, or one
+        whose hooks are to be applied.
         """
-        is_computed = weight.grad_fn is not None
+        is_kept = self.rules.weights_in_graph or (self.applies_hooks and bool(weight._backward_hooks))
+        is_computed = weight.grad_fn is not None or (is_kept and weight.requires_grad)
         if is_computed:
             self.computed_weights.add((owner.key, slot))
         if not self.weight_grads and not weight.requires_grad:
@@ -401,6 +407,12 @@ class CallRecorder:
         earlier = self.substitutes.get(id(weight)) or self._weight_substitutes.get((owner.key, slot))
         if earlier is not None and (earlier[0] is weight or torch.equal(earlier[0], weight)):
             return earlier[1]
+        hooks = weight._backward_hooks or {}
+        if not is_kept and any(not str(hook.__module__).startswith(__package__) for hook in hooks.values()):
+            self.notes.append(
+                f"{owner.name}: the hook on {slot.partition('/')[0]} (register_hook) is not applied to its gradient; "
+                'rl.gradients(..., wrt="weights") applies it.'
+            )
         substitute = weight.clone() if is_computed else weight.detach().requires_grad_()
         self.substitutes[id(weight)] = self._weight_substitutes[owner.key, slot] = (weight, substitute)
         return substitute
@@ -472,6 +484,21 @@ def refuse_hooked(recorder: CallRecorder) -> None:
                 expected="a recurrence whose gradient is that of its own equations",
                 hint="remove the hook for this call; rl.trace returns the gradients that the hook would receive",
             )
+
+
+def refuse_inner_steps(recorder: CallRecorder) -> None:
+    """Raise ``UnsupportedError`` if the forward itself differentiates by weights of a recurrent layer.
+
+    The gradient then also passes through that backward pass, not through the steps of the recurrence alone.
+    """
+    if recorder.rules.weights_in_graph:
+        names = ", ".join(sorted({recurrence.owner.name for recurrence in recorder.recurrences}))
+        raise UnsupportedError(
+            f"The model's forward differentiates by the weights of {names}, as an inner step of meta-learning does.",
+            got="torch.autograd.grad within the forward",
+            expected="a recurrence whose gradient is that of its own equations",
+            hint='rl.gradients(model, x, y, loss=loss, wrt="weights")',
+        )
 
 
 def call_numbers(owners: Sequence[Hashable]) -> list[str]:
