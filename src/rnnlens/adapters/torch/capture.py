@@ -29,9 +29,9 @@ from .discover import (
 from .forward_pass import ForwardPass, forward_pass, run_until_recorded
 from .fused import CallOwners, KernelInterceptor
 from .inputs import call_model, detach_tensors, map_leaves, replay_copy, returned_tensors, tensors_of
-from .loops import CellHook, MethodHook, StepListener, settle_roles
+from .loops import CellHook, KeptStateHook, MethodHook, StepListener, settle_roles
 from .losses import evaluate, gradients_of, reaches
-from .public import ANY_SCAN, LISTENER, SCANS, is_declared_cell
+from .public import ANY_SCAN, KEPT_STATES, LISTENER, SCANS, is_declared_cell
 from .record import (
     CallRecorder,
     OutputRecord,
@@ -200,6 +200,10 @@ def recording_hooks(
 
         cells = {}
         for path, module in requested.cells:
+            if module in KEPT_STATES:
+                name, attributes = KEPT_STATES[module]
+                replace_method(module, name, KeptStateHook(recorder, path, module, name, attributes).call)
+                continue
             cells[id(module)] = cell = CellHook(recorder, path, module)
             hook(_hookable_module(stack, model, module), cell.pre_forward, cell.post_forward)
             if not isinstance(module, torch.jit.ScriptModule) and class_of(module) is None:

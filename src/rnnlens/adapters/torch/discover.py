@@ -18,7 +18,7 @@ from ...recurrence.cells import registered
 from ..protocol import LayerInfo
 from .cells import build_cell, has_own_forward
 from .function_model import FunctionModel
-from .public import ANY_SCAN, DECLARED_CELLS, LOOPS_RUN, RAN_AS_CELL, SCANS_RUN, is_declared_cell
+from .public import ANY_SCAN, DECLARED_CELLS, KEPT_STATES, LOOPS_RUN, RAN_AS_CELL, SCANS_RUN, is_declared_cell
 from .scan_families import sequence_modules, state_sizes
 from .weights import class_of, node_name
 
@@ -269,6 +269,7 @@ def fingerprint(model: nn.Module) -> Hashable:
             type(module),
             code,
             module in DECLARED_CELLS,
+            KEPT_STATES.get(module),
             RAN_AS_CELL.get(module),
             registered(module),
         ]

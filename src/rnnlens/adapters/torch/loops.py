@@ -463,6 +463,81 @@ class CellHook:
         ]
 
 
+class KeptStateHook(CellHook):
+    """Recorder of the steps of a declared cell that keeps its state in attributes, computed by one of its methods.
+
+    Each call is recorded as one of a function from the states, as its first argument, and the user's arguments.
+    """
+
+    def __init__(self, recorder: CallRecorder, path: str, cell: nn.Module, method: str, names: tuple[str, ...]) -> None:
+        self.cell, self.names, self.compute = cell, names, getattr(cell, method)
+        step = LoopStep(self._step, {id(p): name for name, p in cell.named_parameters()}, cell)
+        super().__init__(recorder, path, step)
+        self.owner.key, self.owner.is_declared = hash((method, id(cell))), True
+        position, self.name = input_argument(cell, method)
+        self.position = position + 1
+        self._is_running = False
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method as a step from the states that the attributes hold, and store the new ones there."""
+        if self._is_running or self.recorder.paused or self.recorder.in_declared_step:
+            return self.compute(*args, **kwargs)
+        self._is_running = True
+        try:
+            output, states = self.run(self.module, self._first_states(args, kwargs), *args, **kwargs)
+        finally:
+            self._is_running = False
+        self._store(states)
+        return output
+
+    def _step(self, states: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
+        self._store(states)
+        output = self.compute(*args, **kwargs)
+        return output, tuple(getattr(self.cell, name) for name in self.names)
+
+    def _store(self, states: Sequence[Any]) -> None:
+        for name, state in zip(self.names, states, strict=True):
+            setattr(self.cell, name, state)
+
+    def _first_states(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the states in the attributes; those that a step replaces by others of its own shape in that shape.
+
+        Such first states, as None, 0 or an empty tensor, are numbers that grow by broadcasting, or zeros, if the step
+        then computes the same.
+        """
+        states = tuple(getattr(self.cell, name) for name in self.names)
+        if self.owner.step_cell is not None:
+            return states
+        output, new_states = self._try(states, args, kwargs)
+        if not all(isinstance(new, Tensor) for new in new_states):
+            return states
+        first_states = []
+        for state, new in zip(states, new_states, strict=True):
+            try:
+                first_states.append(_grown(state, new))
+            except _NotACellError:
+                first_states.append(torch.zeros_like(new))
+        repeated = self._try(first_states, args, kwargs)
+        pairs = list(zip(tensor_leaves((output, new_states)), tensor_leaves(repeated), strict=False))
+        return tuple(first_states) if all(torch.equal(a, b) for a, b in pairs) else states
+
+    def _try(self, states: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.recorder.paused = True
+        try:
+            with borrowed_model(self.cell), torch.no_grad():
+                return self._step(states, *args, **kwargs)
+        finally:
+            self.recorder.paused = False
+
+    def _declared_roles(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRoles:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        count = len(self.names)
+        return StepRoles(spec, tuple(range(count)), tuple(range(-count, 0)), tuple(leaves[:count]), self.names)
+
+    def _look_for_roles(self, args: tuple[Any, ...], kwargs: dict[str, Any], default_input: Any) -> None:
+        """Look for nothing: the roles are declared."""
+
+
 class MethodHook:
     """Recorder of the calls of a module's method that may be a step: a state and an input are among its arguments.
 

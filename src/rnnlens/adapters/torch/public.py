@@ -47,6 +47,9 @@ LOOPS_RUN: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKe
 #: Names of the arguments that are the state of a declared cell, where the user gave them.
 STATE_ARGUMENTS: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
+#: Declared cells that keep their state in attributes: the method that computes a step, and the attributes' names.
+KEPT_STATES: weakref.WeakKeyDictionary[nn.Module, tuple[str, tuple[str, ...]]] = weakref.WeakKeyDictionary()
+
 
 class _Declaration(ExitStack):
     """Declaration of cells, which ends with the ``with`` block that it is used in."""
@@ -60,7 +63,9 @@ class _Declaration(ExitStack):
         )
 
 
-def cell(*modules: nn.Module, state: str | Sequence[str] = ()) -> AbstractContextManager[object]:
+def cell(
+    *modules: nn.Module, method: str = "forward", state: str | Sequence[str] = ()
+) -> AbstractContextManager[object]:
     """Declare ``modules`` to be recurrent cells: their calls map inputs and a state to the next state, and outputs.
 
     This is needed where rnnlens cannot detect a cell: one called only once per forward pass, or one that contains a
@@ -71,29 +76,44 @@ def cell(*modules: nn.Module, state: str | Sequence[str] = ()) -> AbstractContex
     ----------
     modules
         The cells. The state of a call is what the next call receives of the tensors that it returned.
+    method
+        Name of the method that computes one step, for a cell that keeps its state in its attributes.
     state
         Names of the arguments of ``forward`` that are the state, for a cell that is called only once; the new states
-        are then its last results. By default all arguments but the first, in any nesting of ``(sample, ...)`` tensors.
+        are then its last results. Or names of attributes in which the cell keeps its state, such as the membrane
+        potential of a spiking neuron: ``state=("mem", "v")``. By default all arguments but the first, in any nesting
+        of ``(sample, ...)`` tensors.
 
     Raises
     ------
     InputError
-        For anything that is not a ``torch.nn.Module``, and for a name that is no argument of its ``forward``.
+        For anything that is not a ``torch.nn.Module``, and for a name that is neither an argument of its ``forward``
+        nor an attribute; for a ``method`` that it does not have, or that is given without attributes.
     """
-    names = (state,) if isinstance(state, str) else tuple(state)
+    names, is_kept = (state,) if isinstance(state, str) else tuple(state), dict[nn.Module, bool]()
     for module in modules or (None,):
         if not isinstance(module, nn.Module):
             raise InputError("A cell must be a torch module.", got=type(module).__name__, expected="a torch.nn.Module")
-        arguments = list(inspect.signature(module.forward).parameters) if names else []
-        if unknown := [name for name in names if name not in arguments]:
-            expected = f"among the arguments {', '.join(arguments)}"
-            raise InputError("state= names arguments of the cell's forward.", got=repr(unknown[0]), expected=expected)
+        if not callable(getattr(module, method, None)):
+            raise InputError(f"A {type(module).__name__} has no such method.", got=f"method={method!r}")
+        arguments = list(inspect.signature(getattr(module, method)).parameters) if names else []
+        is_kept[module] = bool(names) and all(name not in arguments and hasattr(module, name) for name in names)
+        unknown = [name for name in names if name not in arguments]
+        if unknown and not is_kept[module]:
+            expected = f"among the arguments {', '.join(arguments)}; or only attributes that the cell has"
+            raise InputError(f"state= names arguments of the cell's {method}.", got=repr(unknown[0]), expected=expected)
+        if method != "forward" and not is_kept[module]:
+            message = "method= is for a cell that keeps its state in attributes; other methods are found as they run."
+            raise InputError(message, got=f"method={method!r}", expected="state= with the names of attributes")
     declared = _Declaration()  # without a with block it is never closed, and the declaration stays
     for module in (getattr(module, "_orig_mod", module) for module in modules):
         if module not in DECLARED_CELLS:
             DECLARED_CELLS.add(module)
             declared.callback(DECLARED_CELLS.discard, module)
-        if names:
+        if is_kept.get(module):
+            KEPT_STATES[module] = method, names
+            declared.callback(KEPT_STATES.pop, module, None)
+        elif names:
             STATE_ARGUMENTS[module] = names
             declared.callback(STATE_ARGUMENTS.pop, module, None)
     return declared
