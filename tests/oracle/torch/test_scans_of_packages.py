@@ -15,14 +15,18 @@ from torch import nn
 import rnnlens as rl
 
 
+def assert_same_states(actual, expected):
+    expected = torch.stack([t.detach() for t in expected], 1).numpy()
+    assert np.abs(actual.values - expected).max() <= 1e-12 * np.abs(expected).max()
+
+
 def assert_is_right(trace, layer, states, loss):
     """Compare the states of all steps and their total gradients with those of a loop of single steps in autograd."""
     assert trace.certificate.state == "passed"
     assert max(check.residual for check in trace.certificate.checks) <= 1e-12
     grads = torch.autograd.grad(loss, states)
-    for actual, expected in ((layer.state, states), (layer.state_grad, grads)):
-        expected = torch.stack([t.detach() for t in expected], 1).numpy()
-        assert np.abs(actual.values - expected).max() <= 1e-12 * np.abs(expected).max()
+    assert_same_states(layer.state, states)
+    assert_same_states(layer.state_grad, grads)
 
 
 def last_squares(output):
@@ -276,17 +280,63 @@ def test_the_loop_of_an_slstm(monkeypatch):
     module = ModuleType("xlstm.blocks.slstm.cell")
     module.slstm_forward = slstm_forward
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    x, model, taps = data(3), ScalarMemory().double(), []
+    x, first, second = data(3), ScalarMemory().double(), ScalarMemory().double()
+    model, taps = nn.Sequential(first, nn.Linear(4, 3).double(), second), []
     trace = rl.trace(model, x, loss=last_squares)
     assert trace.certificate.state == "passed"
-    loss = last_squares(model(x, taps=taps))
-    for index, name in enumerate(("hidden", "state_1", "state_2", "state_3")):
-        states = [states[index] for states in taps]
-        grads = torch.autograd.grad(loss, states, retain_graph=True, materialize_grads=True)
-        for actual, expected in ((trace["loop"][name], states), (trace["loop"][f"{name}_grad"], grads)):
-            expected = torch.stack([t.detach() for t in expected], 1).numpy()
-            assert np.abs(actual.values - expected).max() <= 1e-12 * np.abs(expected).max()
+    loss = last_squares(second(model[1](first(x, taps=taps)), taps=taps))
+    for layer, steps in (("slstm_loop", taps[:9]), ("slstm_loop_1", taps[9:])):
+        for index, name in enumerate(("hidden", "state_1", "state_2", "state_3")):
+            states = [parts[index] for parts in steps]
+            grads = torch.autograd.grad(loss, states, retain_graph=True, materialize_grads=True)
+            assert_same_states(trace[layer][name], states)
+            assert_same_states(trace[layer][f"{name}_grad"], grads)
     assert module.slstm_forward is slstm_forward
+
+
+def elementwise_recurrence_naive(
+    u, x, weight, bias, initial, activation, units, both, skip, scale=None, dropout=None, padding=None, taps=None
+):
+    """Run an SRU of the package sru: steps before samples, the last axis of ``u`` has three or four parts."""
+    u = u.view(*x.shape[:2], units, -1)
+    shortcut = x * scale if u.shape[-1] == 3 else u[..., 3]
+    (wf, wr), (bf, br), c, hidden = weight.view(2, -1), bias.view(2, -1), initial, []
+    for t in range(len(x)):
+        forget, reset = torch.sigmoid(u[t, ..., 1] + bf + c * wf), torch.sigmoid(u[t, ..., 2] + br + c * wr)
+        c = u[t, ..., 0] * (1 - forget) + c * forget
+        if taps is not None:
+            taps.append(c)
+        y = torch.tanh(c) if activation else c
+        hidden.append(y * reset + shortcut[t] * (1 - reset) if skip else y * reset)
+    return torch.stack(hidden), c
+
+
+class SimpleUnits(nn.Module):
+    def __init__(self, parts, activation, skip):
+        super().__init__()
+        self.project, self.options = nn.Linear(4, 4 * parts), (activation, 4, False, skip)
+        self.weight, self.bias = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x, **taps):
+        x, function = x.transpose(0, 1), sys.modules["sru.modules"].elementwise_recurrence_naive
+        tensors = (self.project(x), x, self.weight, self.bias, torch.zeros_like(x[0]))
+        y, _ = function(*tensors, *self.options, torch.tensor([1.5], dtype=x.dtype), **taps)
+        return y.transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "activation", "skip"), [(3, 0, True), (4, 1, True), (3, 1, False)], ids=["plain", "tanh", "no skip"]
+)
+def test_the_loop_of_an_sru(monkeypatch, parts, activation, skip):
+    module = ModuleType("sru.modules")
+    module.elementwise_recurrence_naive = elementwise_recurrence_naive
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    x, model, taps = data(4), SimpleUnits(parts, activation, skip).double(), []
+    trace = rl.trace(model, x, loss=torch.sum)
+    assert trace.certificate.state == "passed"
+    loss = model(x, taps=taps).sum()
+    assert_same_states(trace["sru_loop"].hidden, taps)
+    assert_same_states(trace["sru_loop"].hidden_grad, torch.autograd.grad(loss, taps))
 
 
 def with_kernel(torch_function):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,26 +15,32 @@ from torch import Tensor
 from ..shared import substitute_in_this_thread
 from .public import LISTENER
 
-_MODULE, _FUNCTION = "xlstm.blocks.slstm.cell", "slstm_forward"
-
 
 @contextmanager
 def package_loops_by_step() -> Iterator[None]:
-    """Run the loop of an sLSTM of the package xlstm, within the block, with each step recorded."""
-    module: Any = sys.modules.get(_MODULE)
-    original = getattr(module, _FUNCTION, None)
-    if original is None:
+    """Run the loops of an sLSTM of the package xlstm and of an SRU, within the block, with each step recorded.
+
+    Each call of a loop is a layer of its own, ``slstm_loop``, ``slstm_loop_1``, ..., since it has its own weights.
+    """
+    loop_counts: Counter[str] = Counter()
+
+    def next_name(kind: str) -> str:
+        loop_counts[kind] += 1
+        return f"{kind}_loop_{loop_counts[kind] - 1}".removesuffix("_0")
+
+    with ExitStack() as stack:
+        for (module_name, name), loop in LOOPS.items():
+            module: Any = sys.modules.get(module_name)
+            original = getattr(module, name, None)
+            if original is not None:
+                setattr(module, name, substitute_in_this_thread(partial(loop, original, next_name), original))
+                stack.callback(setattr, module, name, original)
         yield
-        return
-    setattr(module, _FUNCTION, substitute_in_this_thread(partial(_slstm, original), original))
-    try:
-        yield
-    finally:
-        setattr(module, _FUNCTION, original)
 
 
 def _slstm(
     original: Callable[..., Any],
+    next_name: Callable[[str], str],
     x: Tensor,
     states: Tensor,
     kernel: Tensor,
@@ -59,8 +66,56 @@ def _slstm(
         new = torch.where(n == 0, first, later).unbind(0)
         return new[0], new
 
-    state, outputs = states.unbind(0), [states]
+    state, outputs, name = states.unbind(0), [states], next_name("slstm")
     for inputs in x.unbind(0):
-        _, state = listener(step, inputs, state, None)
+        _, state = listener(step, inputs, state, name)
         outputs.append(torch.stack(list(state)))
     return torch.stack(outputs, 1), outputs[-1], None
+
+
+def _sru(
+    original: Callable[..., Any],
+    next_name: Callable[[str], str],
+    projected: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    initial: Tensor,
+    activation_type: int,
+    units: int,
+    bidirectional: bool,
+    has_skip_term: bool,
+    scale_x: Tensor | None = None,
+    dropout_mask: Tensor | None = None,
+    padding: Tensor | None = None,
+) -> Any:
+    """Run an SRU of one direction; Lei et al. 2018, arXiv:1709.02755, eqs. 3-7. Tensors have steps before samples."""
+    listener = LISTENER.get()
+    is_plain = x.dim() == 3 and weight.dim() == 1 and dropout_mask is None and padding is None and not bidirectional
+    if listener is None or not is_plain:
+        arguments = (activation_type, units, bidirectional, has_skip_term, scale_x, dropout_mask, padding)
+        return original(projected, x, weight, bias, initial, *arguments)
+    parts = projected.reshape(*x.shape[:2], units, -1)
+    shortcuts = parts[..., 3] if parts.shape[-1] == 4 else x if scale_x is None else x * scale_x
+    shortcuts = shortcuts if has_skip_term else torch.zeros_like(parts[..., 0])
+    (forget_weight, reset_weight), (forget_bias, reset_bias) = weight.view(2, units), bias.view(2, units)
+
+    def step(inputs: Tensor, c: Tensor) -> tuple[Tensor, tuple[Tensor]]:
+        candidate, forget, reset, shortcut = inputs.chunk(4, -1)
+        forget = torch.sigmoid(forget + forget_bias + c * forget_weight)
+        reset = torch.sigmoid(reset + reset_bias + c * reset_weight)
+        c = candidate + (c - candidate) * forget
+        return shortcut + ((c.tanh() if activation_type == 1 else c) - shortcut) * reset, (c,)
+
+    state, outputs, name = (initial,), [], next_name("sru")
+    for inputs in torch.cat([*parts[..., :3].unbind(-1), shortcuts], -1):
+        output, state = listener(step, inputs, state, name)
+        outputs.append(output)
+    return torch.stack(outputs), state[0]
+
+
+#: Loops of packages, by module and function.
+LOOPS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("xlstm.blocks.slstm.cell", "slstm_forward"): _slstm,
+    ("sru.modules", "elementwise_recurrence_naive"): _sru,
+}
