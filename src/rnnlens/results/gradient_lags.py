@@ -43,8 +43,8 @@ def norms_by_lag(dataset: xr.Dataset, direction: str | None, mask: Array | None 
         for name, coordinate in dataset.coords.items()
         if str(name).endswith(_BY_LAG)
     }
-    if by_probe:
-        return by_probe
+    if by_probe:  # NaN only: not known
+        return {name: values for name, values in by_probe.items() if not np.isnan(values).all()}
     norms = {
         str(name): np.asarray(safe_norm(array.values, axis=-1), dtype=np.float64)
         for name, array in dataset.data_vars.items()

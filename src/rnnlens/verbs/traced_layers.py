@@ -192,10 +192,12 @@ def gradients_by_lag(call: RecurrentCall, run: Replay) -> dict[str, Array]:
     A loss at many steps sends a gradient to every step, whatever the recurrence carries. By lag from the step where it
     enters, only what the recurrence carries is left. Masked steps, which carry the state unchanged, do not count. Some
     steps of the second half and some samples suffice; NaN before the first step. Empty if no sample has a gradient that
-    enters at several steps, and if user code changes states in between.
+    enters at several steps; NaN only if user code changes states in between: what enters at a step is not known then.
     """
-    if call.output_grad is None or not call.returns_sequences or call.start_states is not None:
+    if call.output_grad is None or not call.returns_sequences:
         return {}
+    if call.start_states is not None:
+        return {name: np.full((1, 1), np.nan) for name in call.cell.state_names}
     output_grad = call.output_grad[:_LAG_SAMPLES]
     shape = output_grad.shape[:2]
     is_real = np.ones(shape, bool) if call.mask is None else to_host(call.mask)[:_LAG_SAMPLES].astype(bool)

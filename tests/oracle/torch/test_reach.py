@@ -191,6 +191,29 @@ def test_each_sample_counts_from_its_own_last_step():
     assert scalars["rnn/decay"] == pytest.approx(0.8, rel=1e-3)
 
 
+def test_no_reach_is_claimed_where_user_code_changes_the_state_between_steps():
+    class Decayed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.head = nn.RNNCell(3, 8), nn.Linear(8, 1)
+
+        def forward(self, x):
+            state, outputs = x.new_zeros(len(x), 8), []
+            for t in range(x.shape[1]):
+                state = self.cell(x[:, t], state)
+                outputs.append(self.head(state))
+                state = state * 0.9
+            return torch.stack(outputs, 1)
+
+    torch.manual_seed(0)
+    trace = traced(Decayed(), steps=12)
+    assert "previous_hidden" in trace["cell"].dataset
+    assert "cell/reach" not in summary(trace)[0]
+    assert "cell/adjoint" in summary(trace)[0]
+    (ax,) = rl.plot.gradient_flow(trace)
+    assert ax.get_title() == "cell"
+
+
 def test_an_alert_is_raised_where_memory_is_destroyed_and_only_there(tmp_path):
     torch.manual_seed(0)
     model, x = EveryStep(units=12), torch.randn(256, 20, 3)
