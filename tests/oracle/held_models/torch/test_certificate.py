@@ -266,3 +266,30 @@ def test_gradients_at_an_input_of_ids_are_not_listed():
     certificate = rl.trace(Ids(), ids, y, loss=functional.mse_loss).certificate
     assert "gradients of weights" in certificate.certified
     assert not any("inputs" in name for name in certificate.certified)
+
+
+def test_a_first_state_in_float32_does_not_fail_a_model_in_float64():
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(3 + 4, 4)
+
+        def forward(self, x, h):
+            return torch.tanh(self.mix(torch.cat([x, h], 1)))
+
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.head = Cell(), nn.Linear(4, 2)
+
+        def forward(self, x):
+            h = torch.zeros(len(x), 4)  # float32 for data of every dtype
+            for step in x.unbind(1):
+                h = self.cell(step, h)
+            return self.head(h)
+
+    x, y = torch.randn(3, 5, 3, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64)
+    certificate = rl.trace(Loop().double(), x, y, loss=functional.mse_loss).certificate
+    assert certificate.state == "passed"
+    bounds = {check.name: check.bound for check in certificate.checks}
+    assert bounds["reference initial state gradient"] > 1e-7 > 1e-12 > bounds["reference outputs"]
