@@ -265,7 +265,7 @@ def test_the_switch_shows_the_baseline(reader, model, batch, page):
     before = figure.locator(".legend .key").nth(1).inner_text()
     assert before.startswith("forget = ")
     assert last_number(before) == pytest.approx(0.5, abs=0.1)  # small initial weights: every gate is near 0.5
-    assert page.data["moments"] == ["after training", "before training"]
+    assert page.data["moments"] == ["as given", "re-initialised"]
 
 
 @pytest.mark.parametrize("button", ["linear", "by own peak"])

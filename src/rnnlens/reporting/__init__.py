@@ -19,6 +19,7 @@ from ..results.diagnosis import Diagnosis
 from ..verbs.axes import an_axes_table
 from ..verbs.request import in_turn
 from .contents import ReportContents, contents_of_model, contents_of_results
+from .notebook import ReportFile
 from .page import ReportOrigin, render
 from .samples import ReportRequest
 
@@ -123,7 +124,7 @@ def report(
     Returns
     -------
     Path
-        The file that was written.
+        The file that was written; a notebook shows the page.
 
     Raises
     ------
@@ -153,7 +154,7 @@ def report(
     argument_texts = {key: _argument_code(value, key) for key, value in named_arguments.items() if value is not None}
     arguments = {**argument_texts, "samples": str(samples), "seed": str(seed)}
     write(target, contents, ReportOrigin(page_title, code, arguments, datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")))
-    return target
+    return ReportFile(target)
 
 
 def write(target: Path, contents: ReportContents, origin: ReportOrigin) -> None:

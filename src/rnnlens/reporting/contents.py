@@ -21,6 +21,7 @@ from ..results.diagnosis import Diagnosis
 from ..results.gradients import Weights
 from ..results.schema import to_host
 from ..results.trace import Trace
+from ..results.training_run import TrainingRun
 from ..typing import Array
 from ..verbs.trace import trace
 from ..verbs.weights import layers as find_layers
@@ -92,6 +93,7 @@ class ReportContents:
     diagnosis: Diagnosis | None = None
     weights: Weights | None = None
     time_map: TimeMap | None = None
+    run: TrainingRun | None = None
     layers: Any = None
     #: Positions of the samples in the data, and what the page calls them.
     sample_positions: list[int] = field(default_factory=list)
@@ -163,6 +165,8 @@ def contents_of_results(results: Sequence[Any]) -> ReportContents:
             contents.diagnosis = result
         elif isinstance(result, Weights):
             contents.weights = result
+        elif isinstance(result, TrainingRun) and contents.run is None:
+            contents.run = result
         elif isinstance(result, xr.DataArray) and "in_time" in result.dims:
             contents.time_map = map_of_array(result)
         else:
@@ -286,7 +290,7 @@ def _add_baseline(
     else:
         other_model = adapter.reinitialised(model, request.seed) if isinstance(baseline, str) else baseline
         x, y = report_samples.select(contents.sample_positions)
-        name = "before training" if isinstance(baseline, str) else "baseline"
+        name = "re-initialised" if isinstance(baseline, str) else "baseline"
         contents.moments.append(moment_of(name, _trace_quantities(other_model, x, y, request)))
     model_moment, baseline_moment = contents.moments
     if _track_sizes(model_moment) != _track_sizes(baseline_moment):
@@ -298,7 +302,7 @@ def _add_baseline(
             hint="a model with the same layers, traced on the same samples",
         )
     if isinstance(baseline, str):
-        model_moment.name = "after training"
+        model_moment.name = "as given"
 
 
 def _track_sizes(moment: Moment) -> list[tuple[str, int, int, int]]:

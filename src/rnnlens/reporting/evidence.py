@@ -19,7 +19,7 @@ from ..typing import Array
 from ..vocabulary import BACKWARD, DIRECTION, FORWARD
 from . import draw
 from .contents import ReportContents
-from .figures import MAX_KERNEL_UNITS, Caption, PagePlan, ReportFigure
+from .figures import MAX_KERNEL_UNITS, Caption, PagePlan, ReportFigure, curve_figure
 from .tracks import Track
 
 
@@ -55,9 +55,7 @@ def _memory_figure(model: xr.Dataset) -> ReportFigure:
         "the prediction moves, as a share of its variance. Memory in use: the smallest k from which on use is <= 5 %."
     )
     caption = Caption("memory", "Memory in use", sentence, "rl.plot.diagnosis(rl.diagnose(model, x, y))")
-    return _curve_figure(
-        caption, static_lines, draw.CurveAxes("steps kept", "use", marks=marks, levels=[(0.05, "5 %")])
-    )
+    return curve_figure(caption, static_lines, draw.CurveAxes("steps kept", "use", marks=marks, levels=[(0.05, "5 %")]))
 
 
 def _missed_figure(model: xr.Dataset) -> ReportFigure:
@@ -71,7 +69,7 @@ def _missed_figure(model: xr.Dataset) -> ReportFigure:
     axes = draw.CurveAxes(
         "lag in steps", "share of Var y", levels=[(float(model["missed_threshold"]), "99 % of chance")]
     )
-    return _curve_figure(Caption("missed", "Do the errors depend on past inputs?", sentence), static_lines, axes)
+    return curve_figure(Caption("missed", "Do the errors depend on past inputs?", sentence), static_lines, axes)
 
 
 def _transfer_figures(measures: xr.Dataset, layer: str, id: str) -> list[ReportFigure]:
@@ -92,25 +90,11 @@ def _transfer_figures(measures: xr.Dataset, layer: str, id: str) -> list[ReportF
         return []
     sentence = "Share of a gradient at the final state that survives k steps back; quartiles over samples."
     caption = Caption(id, f"State transfer of {layer}", sentence, f"rl.diagnose(model, x, y)[{layer!r}].kappa")
-    figure = _curve_figure(
+    figure = curve_figure(
         caption, static_lines, draw.CurveAxes("lag in steps", "share left", log=True, levels=[(1e-4, "vanished: 1e-4")])
     )
     figure.spec["layer"] = layer
     return [figure]
-
-
-def _curve_figure(caption: Caption, static_lines: Sequence[draw.StaticLine], axes: draw.CurveAxes) -> ReportFigure:
-    """Return a figure of curves over an axis other than time."""
-    lines = []
-    for line in static_lines:
-        arrays = {"x": line.x, "y": line.y, "low": line.low, "high": line.high}
-        rounded_values = {
-            key: [float(f"{v:.5g}") for v in values] for key, values in arrays.items() if values is not None
-        }
-        lines.append({"name": line.name, **rounded_values})
-    marks, levels = [list(mark) for mark in axes.marks], [list(level) for level in axes.levels]
-    spec: dict[str, Any] = {"x": axes.x, "y": axes.y, "log": axes.log, "marks": marks, "levels": levels, "lines": lines}
-    return ReportFigure(caption, "curve", spec, draw.lines(static_lines, axes))
 
 
 def _float_values(array: xr.DataArray) -> Array:
@@ -198,6 +182,29 @@ def badge(contents: ReportContents) -> Badge | None:
 
 def _residual_text(check: Check | None) -> str:
     return "" if check is None else check.figures
+
+
+def purpose(contents: ReportContents) -> str:
+    """Return the first line of the page: what it shows, for readers who do not know rnnlens."""
+    if contents.run is not None:
+        return "This page shows a training of a recurrent network: its numbers and its gradient, record by record."
+    if contents.moments and contents.moments[0].tracks:
+        tracks = contents.moments[0].tracks
+        layer_count, sample_count = len({track.layer for track in tracks}), len(contents.sample_positions)
+        size_text = f"{sample_count} {'sequence' if sample_count == 1 else 'sequences'} of {tracks[0].steps} steps"
+        layer_text = "a recurrent layer does" if layer_count == 1 else f"{layer_count} recurrent layers do"
+        return f"This page shows what {layer_text} at every step of {size_text}{_purpose_end(contents)}."
+    if contents.diagnosis is not None:
+        return "This page shows how far back a recurrent network uses its input, and what keeps it from using more."
+    if contents.time_map is not None:
+        return "This page shows how much each input step of a recurrent network moves each of its output steps."
+    return "This page shows measurements of a recurrent network."
+
+
+def _purpose_end(contents: ReportContents) -> str:
+    if contents.diagnosis is not None:
+        return ", how far back the network uses its input, and what keeps it from using more"
+    return ", and the gradient with which it learns" if contents.moments[0].tracks[0].gradients else ""
 
 
 def facts(contents: ReportContents) -> list[tuple[str, str]]:

@@ -168,6 +168,27 @@ def _encode_curves(curves: Array, padded: Array | None, plan: PagePlan, log: boo
     return encoded_curves
 
 
+def curve_figure(caption: Caption, static_lines: Sequence[draw.StaticLine], axes: draw.CurveAxes) -> ReportFigure:
+    """Return a figure of curves over an axis other than time: lags, steps kept, training steps."""
+    encoded_lines = []
+    for line in static_lines:
+        arrays = {"x": line.x, "y": line.y, "low": line.low, "high": line.high}
+        rounded_values = {
+            key: [float(f"{v:.5g}") for v in values] for key, values in arrays.items() if values is not None
+        }
+        encoded_lines.append({"name": line.name, **rounded_values})
+    marks, levels = [list(mark) for mark in axes.marks], [list(level) for level in axes.levels]
+    spec: dict[str, Any] = {
+        "x": axes.x,
+        "y": axes.y,
+        "log": axes.log,
+        "marks": marks,
+        "levels": levels,
+        "lines": encoded_lines,
+    }
+    return ReportFigure(caption, "curve", spec, draw.lines(static_lines, axes))
+
+
 @dataclass(frozen=True)
 class Choice:
     """One of several maps of a figure: (sample, time, row) at each moment, with its palette."""

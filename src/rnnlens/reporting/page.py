@@ -36,11 +36,14 @@ from .figures import (
 )
 from .samples import Ranking
 from .tracks import Track, norms, sort_keys, symbol
+from .training import figures_of_runs
 
 #: Largest size of the page in bytes, for any data, so that it can be sent by mail.
 MAX_PAGE_BYTES = 1_900_000
 #: Bytes of the page without data: styles, script, texts, static figures.
 _FIXED_BYTES = 260_000
+#: Bytes of a map besides its values: its palette, the headers of the PNG, its entry in the data.
+_MAP_BYTES = 900
 #: Bytes of base64 text per byte.
 _BASE64_RATIO = 4 / 3
 #: Largest number of rows of a map of the input, and of features drawn as curves.
@@ -88,12 +91,16 @@ def sections_of(contents: ReportContents, plan: PagePlan | None) -> list[Section
     if plan is not None:
         sections += [_input_section(contents, plan), *_track_sections(contents, plan)]
     if contents.time_map is not None:
-        intro = "How much each input step moves each output step. Click a row to colour the input strip by it."
+        intro = "How much each input step moves each output step."
+        intro += " Click a row to colour the input strip by it." * (plan is not None)
         position = 1 + (sections[0].id == "evidence") if plan is not None else len(sections)
         sections.insert(position, Section("jacobian-section", "Time Jacobian", intro, [jacobian(contents.time_map)]))
     sections += [
         Section(f"other-{i}", type(result).__name__, str(result)) for i, result in enumerate(contents.other_results)
     ]
+    if contents.run is not None:
+        run_name = "run" if contents.run.path is None else contents.run.path.name
+        sections.insert(0, Section("training", "Training", "", figures_of_runs({run_name: contents.run})))
     return [section for section in sections if section.figures or section.intro]
 
 
@@ -292,8 +299,8 @@ def weight_norms(track: Track, weights: Weights | None) -> tuple[dict[str, Array
     return columns, unit_matrix
 
 
-def plan_of(contents: ReportContents) -> PagePlan | None:
-    """Choose how many samples have curves and maps in a page of at most ``MAX_PAGE_BYTES`` bytes; None without a trace.
+def plan_of(contents: ReportContents, max_bytes: int = MAX_PAGE_BYTES) -> PagePlan | None:
+    """Choose how many samples have curves and maps in a page of at most ``max_bytes`` bytes; None without a trace.
 
     Curves of all samples have priority over maps of more than a few, since readers select samples by their curves.
     At least the typical and the hardest sample have maps, if necessary with many steps merged.
@@ -308,13 +315,10 @@ def plan_of(contents: ReportContents) -> PagePlan | None:
             curve_bin, map_bin = (-(-steps // width) for width in width_pair)
             for curve_count in sorted({samples, min(samples, 24), min(samples, fewest_maps)}, reverse=True):
                 plan = PagePlan(priority_order, curve_count, curve_bin, min(fewest_maps, samples), map_bin)
-                if _page_bytes(plan, contents) <= MAX_PAGE_BYTES:
+                if _page_bytes(plan, contents) <= max_bytes:
                     for map_count in sorted({samples, 48, 32, 24, 16, 12}, reverse=True):
                         larger_plan = replace(plan, map_count=min(map_count, curve_count))
-                        if (
-                            larger_plan.map_count > plan.map_count
-                            and _page_bytes(larger_plan, contents) <= MAX_PAGE_BYTES
-                        ):
+                        if larger_plan.map_count > plan.map_count and _page_bytes(larger_plan, contents) <= max_bytes:
                             return larger_plan
                     return plan
     return PagePlan(priority_order, min(samples, 2), -(-steps // 60), 1, -(-steps // 30))
@@ -325,6 +329,7 @@ def _page_bytes(plan: PagePlan, contents: ReportContents) -> float:
     first_moment = contents.moments[0]
     feature_count = 0 if first_moment.input is None else min(first_moment.input.shape[-1], _MAX_FEATURES)
     value_count = feature_count * (plan.map_count + 2) * -(-first_moment.tracks[0].steps // plan.map_bin)
+    map_total = int(feature_count > _MAX_CURVES)
     for track in first_moment.tracks:
         gate_count = 0 if track.gates is None else len(track.gate_names)
         curve_total = len(track.states) + len(track.gradients) + gate_count * (1 if track.gate_gradients is None else 2)
@@ -333,7 +338,9 @@ def _page_bytes(plan: PagePlan, contents: ReportContents) -> float:
         unit_values += gate_count * (0 if track.gates is None else track.gates.shape[-1])
         value_count += unit_values * plan.map_count * -(-track.steps // plan.map_bin)
         value_count += min(track.units, 512) ** 2
-    return _FIXED_BYTES + _BASE64_RATIO * value_count * len(contents.moments)
+        map_total += len(track.states) + len(track.gradients) + gate_count
+    map_bytes = _MAP_BYTES * map_total * plan.map_count
+    return _FIXED_BYTES + _BASE64_RATIO * (value_count * len(contents.moments) + map_bytes)
 
 
 @dataclass(frozen=True)
@@ -346,19 +353,27 @@ class ReportOrigin:
     when: str = ""
 
 
-def render(contents: ReportContents, report_origin: ReportOrigin) -> str:
-    """Render the report as the text of one HTML file, with all styles, scripts and data in it."""
-    plan = plan_of(contents)
+def render(
+    contents: ReportContents, report_origin: ReportOrigin, *, compact: bool = False, max_bytes: int = MAX_PAGE_BYTES
+) -> str:
+    """Render the report as the text of one HTML file, with all styles, scripts and data in it.
+
+    A ``compact`` page, for a notebook cell, has no table of contents and no account of how it was made.
+    """
+    plan = plan_of(contents, max_bytes)
     sections: list[Section] = sections_of(contents, plan)
     all_figures = [figure for section in sections for figure in section.figures]
     script = "\n".join(["'use strict';", "(function () {", *(_asset(f"{name}.js") for name in _SCRIPTS), "})();"])
     tracks = contents.moments[0].tracks if contents.moments else []
     context = {
         "origin": report_origin,
+        "compact": compact,
+        "purpose": evidence.purpose(contents),
         "contents": contents,
         "sections": sections,
         "findings": evidence.findings(contents.diagnosis, all_figures, tracks),
         "sentences": {} if contents.diagnosis is None else contents.diagnosis.sentences,
+        "alerts": [] if contents.run is None else contents.run.alerts,
         "badge": evidence.badge(contents),
         "facts": evidence.facts(contents),
         "versions": evidence.versions(contents),
@@ -394,7 +409,7 @@ def _page_data(contents: ReportContents, plan: PagePlan | None, figures: Sequenc
         "figures": [figure.to_json() for figure in figures],
         "palettes": {name: bytes(palette_colours(name).ravel()).hex() for name in ("size", "signed", "gate")},
         "moments": [moment.name for moment in contents.moments],
-        "steps": 0,
+        "steps": 0 if contents.time_map is None else int(contents.time_map.in_times[-1]) + 1,
         "samples": [],
         "tracks": [],
     }

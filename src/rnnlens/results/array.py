@@ -17,6 +17,7 @@ from ..arguments import checked
 from ..arguments import path as path_of
 from .checks import Certificate, Check
 from .disk.regions import ChunkTasks
+from .notebook import interactive_bundle
 from .page import Row, result_page
 from .saving import save, save_chunks, tree_of
 from .schema import format_provenance, provenance_of
@@ -103,6 +104,9 @@ class LabelledArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's 
         sizes = ", ".join(f"{dim}: {size}" for dim, size in self.sizes.items())
         row = Row.of(str(self.name or "values"), f"({sizes})", xr.DataArray(self))
         return result_page(str(self.attrs.get("long_name", self.name)), [row], self._remarks())
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return {} if self.chunks else interactive_bundle(self)
 
     @checked(path=path_of)
     def save(self, path: str | PathLike[str]) -> None:

@@ -29,6 +29,7 @@ from .array import aligned_text, compute_with_record
 from .checks import Certificate, Check, worst_of
 from .disk.regions import ChunkTasks
 from .encoding import datasets_of, from_path, to_paths
+from .notebook import interactive_bundle
 from .page import Row, ShownFinding, result_page
 from .saving import META, dask_name, root_attrs, save, save_chunks
 from .schema import LabelledLayer, format_provenance, with_version
@@ -323,6 +324,9 @@ class Result(Mapping[str, Any]):
         return result_page(
             f"{type(self).__name__}: {self._headline()}", rows, self._non_part_rows(), self._notebook_findings()
         )
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return {} if self._tasks is not None else interactive_bundle(self)
 
 
 def check_name_is_text(name: object, known_names: Iterable[str], owner: str) -> None:

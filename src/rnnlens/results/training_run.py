@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import xarray as xr
@@ -35,6 +37,52 @@ _KINDS = ("probe", "batch")
 _REQUIRED_ARRAYS = (STEP, "epoch", WRITTEN, "sums")
 #: Attempts to read a run that looks damaged, and seconds between them: its writer may be replacing files.
 _MAX_ATTEMPTS, _PAUSE_S = 3, 0.05
+
+
+AlertFinding = Literal["exploding", "vanishing", "saturated"]
+ALERT_FINDINGS: tuple[AlertFinding, ...] = ("exploding", "vanishing", "saturated")
+_ALERT_SENTENCE = re.compile(
+    rf"(?P<finding>{'|'.join(ALERT_FINDINGS)}) since step (?P<step>\d+): (?P<name>.+) is (?P<value>\S+), "
+    r"and was (?P<usual>\S+) \(median of the records before\)"
+)
+
+
+@dataclass(frozen=True)
+class Alert:
+    """One finding on a training: its kind, the name of the scalar, and the step at which it began.
+
+    ``value`` is the value in the record, ``usual`` the median of the records before.
+    """
+
+    finding: AlertFinding
+    name: str
+    step: int
+    value: float
+    usual: float
+
+    @property
+    def sentence(self) -> str:
+        """The alert as one line of text.
+
+        >>> Alert("exploding", "lstm/adjoint", 400, 5.0, 0.01).sentence
+        'exploding since step 400: lstm/adjoint is 5, and was 0.01 (median of the records before)'
+        """
+        usual_text = f"{self.usual:.3g} (median of the records before)"
+        return f"{self.finding} since step {self.step}: {self.name} is {self.value:.3g}, and was {usual_text}"
+
+    @classmethod
+    def from_sentence(cls, sentence: str) -> Alert | None:
+        """Return the alert that a note of a run states, with its numbers to three digits; None for any other note.
+
+        >>> alert = Alert("exploding", "lstm/adjoint", 400, 5.0, 0.01)
+        >>> Alert.from_sentence(alert.sentence) == alert
+        True
+        """
+        found = _ALERT_SENTENCE.fullmatch(sentence)
+        if found is None:
+            return None
+        finding: Any = found["finding"]
+        return cls(finding, found["name"], int(found["step"]), float(found["value"]), float(found["usual"]))
 
 
 class Gap(NamedTuple):
@@ -137,6 +185,12 @@ class TrainingRun(Result, kind="run"):
             hint = did_you_mean(name, map(str, self.scalars.data_vars))
             raise QuantityNotFoundError(f"No scalar named {name!r} in this run.", hint=hint)
         return self.scalars[name]
+
+    @property
+    def alerts(self) -> list[Alert]:
+        """Alerts of the training so far, in the order in which they were raised, with numbers to three digits."""
+        sentences = (re.sub(r"^step \d+: ", "", note) for note in self.notes)
+        return [alert for sentence in sentences if (alert := Alert.from_sentence(sentence)) is not None]
 
     @property
     def batch(self) -> TrainingRun:

@@ -28,18 +28,17 @@ from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 from .. import data
 from ..adapters.protocol import Batch
 from ..errors import InputError, did_you_mean, short_repr
 from ..results.nonfinite import Incident
+from ..results.training_run import ALERT_FINDINGS as FINDINGS
+from ..results.training_run import Alert, AlertFinding
 from .batches import TrainedBatch
 from .records import TrainingRecord
 from .watch_arguments import names_tuple
-
-Finding = Literal["exploding", "vanishing", "saturated"]
-FINDINGS: tuple[Finding, ...] = ("exploding", "vanishing", "saturated")
 
 #: Largest and smallest number of earlier records with which a new one is compared.
 WINDOW, LEAST = 32, 8
@@ -59,31 +58,7 @@ _SHARES = (0.05, 0.99)
 _log = logging.getLogger("rnnlens")
 
 
-@dataclass(frozen=True)
-class Alert:
-    """One finding on a training: its kind, the name of the scalar, and the step at which it began.
-
-    ``value`` is the value in the record, ``usual`` the median of the records before.
-    """
-
-    finding: Finding
-    name: str
-    step: int
-    value: float
-    usual: float
-
-    @property
-    def sentence(self) -> str:
-        """The alert as one line of text.
-
-        >>> Alert("exploding", "lstm/adjoint", 400, 5.0, 0.01).sentence
-        'exploding since step 400: lstm/adjoint is 5, and was 0.01 (median of the records before)'
-        """
-        usual_text = f"{self.usual:.3g} (median of the records before)"
-        return f"{self.finding} since step {self.step}: {self.name} is {self.value:.3g}, and was {usual_text}"
-
-
-def checked_stop_on(value: str | Iterable[str]) -> tuple[Finding, ...]:
+def checked_stop_on(value: str | Iterable[str]) -> tuple[AlertFinding, ...]:
     """Return the findings that end training as a tuple; raise InputError for a name that is no finding."""
     findings = names_tuple(value) or ()
     for name in findings:
@@ -97,7 +72,7 @@ def checked_stop_on(value: str | Iterable[str]) -> tuple[Finding, ...]:
 class _WatchedScalar:
     """One scalar over training, on a scale on which it varies evenly, with the window of earlier records."""
 
-    finding: Finding
+    finding: AlertFinding
     sign: float
     scale: Callable[[float], float]
     earlier_values: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -159,7 +134,7 @@ class Alerts:
         self.raised_alerts: list[Alert] = []
         self.stop: str | None = None
         self._watched_scalars: dict[tuple[str, str], _WatchedScalar] = {}
-        self._reported_findings: set[tuple[str, Finding, str]] = set()
+        self._reported_findings: set[tuple[str, AlertFinding, str]] = set()
 
     def examine(self, record: TrainingRecord) -> TrainingRecord:
         """Examine a record; return it with a note for each new finding."""
@@ -210,7 +185,7 @@ def _logit(share: float) -> float:
 
 
 #: Watched scalars by the last part of their name: the finding, the sign of an adverse change, the scale.
-_WATCHED_SCALARS: dict[str, tuple[Finding, float, Any]] = {
+_WATCHED_SCALARS: dict[str, tuple[AlertFinding, float, Any]] = {
     "adjoint": ("exploding", 1.0, _clipped_log),
     "reach": ("vanishing", -1.0, _log_of_steps),
     "decay": ("vanishing", -1.0, _clipped_log),

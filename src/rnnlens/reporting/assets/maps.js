@@ -81,7 +81,7 @@ class Picture extends Panel {
       const room = (this.right - WIDE.left) / spec.columns.length, tight = spec.columns.some(name => name.length * 6.3 > room);
       spec.columns.forEach((name, i) => this.label(WIDE.left + (i + .5) * room, this.bottom + 14 + (tight && i % 2 ? 13 : 0), room < 40 ? name.replace(/^(.) (...).*$/, '$1 $2') : name, {'text-anchor': 'middle'}));
     } else if (spec.square) this.label((WIDE.left + this.right) / 2, this.bottom + 16, 'from unit', {'text-anchor': 'middle'});
-    else this.timeAxis('time step');
+    else this.timeAxis(spec.x || 'time step');
     this.svg.append(this.over);
     this.svg.addEventListener('pointermove', event => this.point(event));
     this.svg.addEventListener('pointerleave', () => { if (!state.pinned) set({unit: null}); });
@@ -100,8 +100,10 @@ class Picture extends Panel {
   names() {
     const rows = this.rows.length, room = (this.bottom - WIDE.top) / rows;
     const every = Math.max(1, Math.ceil(13 / room));
-    for (let i = 0; i < rows; i += every) this.label(WIDE.left - 6, WIDE.top + (i + .5) * room + 4, this.rows[i], {'text-anchor': 'end'});
+    for (let i = 0; i < rows; i += every) this.label(WIDE.left - 6, WIDE.top + (i + .5) * room + 4, this.name(this.rows[i]), {'text-anchor': 'end'});
   }
+
+  name(row) { return this.spec.names ? this.spec.names[row] : row; }
 
   paint(held, range, columns) {
     const {codes, scale, rows, columns: wide, palette} = held, canvas = make('canvas', {width: wide, height: rows});
@@ -163,15 +165,15 @@ class Picture extends Panel {
 
   caption(lit, t) {
     const {scale, columns, codes, palette} = this.now, range = this.range();
-    const row = lit !== null ? lit : this.spec.row === 'feature' && this.pointed ? this.pointed.row : null;
+    const row = lit !== null ? lit : this.spec.row !== 'unit' && this.pointed ? this.pointed.row : null;
     const parts = [];
-    const column = this.timed ? (t === null ? null : Math.floor(t / this.spec.bin)) : this.pointed ? this.pointed.column : null;
+    const column = this.timed ? (t === null ? null : Math.floor(t / this.spec.bin)) : this.pointed ? Math.floor(this.pointed.column / this.spec.bin) : null;
     if (row !== null && this.spec.columns && this.spec.columns.length) {
       parts.push(`${this.spec.row} ${row}: ` + this.spec.columns.map((name, i) => `${name} ${words(ofCode(codes[row * columns + i], scale))}`).join(', '));
     } else if (row !== null && column !== null) {
-      const value = ofCode(codes[row * columns + column], scale), where = this.timed ? `step ${t}` : `from unit ${column}`;
+      const value = ofCode(codes[row * columns + column], scale), where = this.timed ? `step ${t}` : this.spec.x ? `${this.spec.x} ${column * this.spec.bin}` : `from unit ${column}`;
       const small = scale[2] && value === 0 ? `below ${words(10 ** scale[0])}` : value === PADDING ? 'padding' : words(value);
-      parts.push(`${this.spec.row} ${row}, ${where}: ${small}`);
+      parts.push(`${this.spec.row} ${this.name(row)}, ${where}: ${small}`);
     }
     const low = scale[2] ? (state.log ? 10 ** range[0] : 0) : range[0], high = scale[2] ? 10 ** range[1] : range[1];
     const name = this.spec.choices[this.choice].name;
@@ -182,7 +184,7 @@ class Picture extends Panel {
   csv() {
     const {codes, scale, columns} = this.now || {columns: 0};
     const names = this.spec.columns && this.spec.columns.length ? this.spec.columns : Array.from({length: columns}, (_, j) => j * this.spec.bin);
-    return [[this.spec.row, ...names], ...(this.now ? Array.from({length: this.spec.rows}, (_, i) => [i, ...Array.from({length: columns}, (_, j) => ofCode(codes[i * columns + j], scale))]) : [])];
+    return [[this.spec.row, ...names], ...(this.now ? Array.from({length: this.spec.rows}, (_, i) => [this.name(i), ...Array.from({length: columns}, (_, j) => ofCode(codes[i * columns + j], scale))]) : [])];
   }
 }
 
@@ -245,7 +247,7 @@ class Jacobian extends Panel {
     const grow = Math.max(0, 4 - room) / 2;
     if (state.row !== null) this.over.append(make('rect', {class: 'row', x: WIDE.left, y: WIDE.top + state.row * room - grow, width: this.right - WIDE.left, height: room + 2 * grow}));
     const row = this.pointed ? this.pointed.row : state.row, t = state.t === null ? null : this.own(state.t);
-    let text = row === null ? 'click a row to colour the input by it' : `output step ${out[row]}`;
+    let text = row === null ? (document.getElementById('strip') ? 'click a row to colour the input by it' : '') : `output step ${out[row]}`;
     if (row !== null && t !== null) {
       const column = Math.floor(t / bin), value = this.value(row, column);
       text += `, input step ${t}: ${this.later(row, column) ? 'cannot depend on it, it comes later' : value === 0 ? `below ${words(10 ** scale[0])}` : words(value)}`;
