@@ -1,12 +1,10 @@
 """Pages made by rnnlens (the report, and that of ``rnnlens tail --serve``) satisfy the rules of axe-core."""
 
-import threading
-
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
-import rnnlens as rl
-from rnnlens.cli import tail
+from rnnlens.reporting.live import LiveServer
+from rnnlens.results.training_run import Alert
 from rnnlens.tracking.records import TrainingRecord
 from rnnlens.tracking.store import Store
 
@@ -35,14 +33,12 @@ def test_a_report_has_no_violations(reader, view):
 def address(tmp_path):
     store = Store(tmp_path / "a.zarr")
     for step in range(3):
-        store.write(TrainingRecord(step, 0, "probe", {"loss": 1.0, "lstm/reach": float(step)}))
+        note = (Alert("exploding", "lstm/adjoint", 2, 5.0, 0.01).sentence,) if step == 2 else ()
+        store.write(TrainingRecord(step, 0, "probe", {"loss": 1.0, "lstm/reach": float(step)}, notes=note))
     store.close("finished")
-    page = tail.RunPage()
-    page.draw(rl.open(tmp_path / "a.zarr"))
-    with tail.ThreadingHTTPServer((tail.HOST, 0), tail.handler_of(page)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://{tail.HOST}:{server.server_port}/"
-        server.shutdown()
+    server = LiveServer({"a.zarr": tmp_path / "a.zarr"}, 0)
+    yield server.address
+    server.close()
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -52,7 +48,8 @@ def test_the_page_of_a_run_has_no_violations_and_asks_nobody_else(browser, addre
         sheet = context.new_page()
         sheet.on("request", lambda request: requests.append(request.url))
         sheet.goto(address)
-        sheet.wait_for_selector("img")
+        sheet.wait_for_selector("#scalar-loss svg")
+        assert sheet.locator("#alerts .finding").count() == 1
         assert violations(sheet) == []
         assert requests
         assert all(url.startswith((address, "data:")) for url in requests)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
-from ..errors import FileError, RnnlensError, message
+from ..errors import FileError, InputError, RnnlensError, message
 from ..settings import options
 from . import console
 from .interrupts import CODE as INTERRUPTED
@@ -345,8 +345,20 @@ def tail(
     ] = False,
     once: Annotated[bool, typer.Option("--once", help="Show the current state once, and exit.")] = False,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Serve a page of the run's figures to a browser on this machine.")
+        bool, typer.Option("--serve", help="Serve a live page of the run to a browser: alerts, curves, film.")
     ] = False,
+    against: Annotated[
+        list[Path] | None,
+        typer.Option("--against", metavar="RUN.zarr", help="Another run on the same page; may be repeated."),
+    ] = None,
+    until: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--until",
+            metavar="ALERT",
+            help="Exit with code 3 at this alert: exploding, vanishing, saturated, any; may be repeated.",
+        ),
+    ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0 for any that is free.")] = 8787,
 ) -> None:
     """Show a training while it runs in another process; Ctrl-C does not stop the training.
@@ -356,9 +368,13 @@ def tail(
     from . import tail as tail_module
 
     states = tail_module.states_of(path, wait=wait, interval=every, once=once)
+    if until:
+        states = tail_module.until(states, tail_module.alert_kinds(until))
     chosen_scalars = tail_module.ChosenScalars(tuple(only or ()), everything)
+    if against and not serve:
+        raise InputError("--against compares runs on a page.", got="no --serve", hint="--serve --against RUN.zarr")
     if serve:
-        tail_module.serve(states, port)
+        tail_module.serve([path, *(against or ())], states, port, wait=wait, interval=every)
     elif sys.stdout.isatty():
         tail_module.show_live(states, chosen_scalars)
     else:

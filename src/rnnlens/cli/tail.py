@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import html
-import io
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import FileError, RnnlensError
-from ..results.training_run import WRITTEN, TrainingRun, is_run, read_run
+from ..errors import FileError, InputError, did_you_mean
+from ..results.training_run import ALERT_FINDINGS, WRITTEN, TrainingRun, is_run, read_run
 from . import console
+
+#: Exit code if an alert named with --until was raised.
+ALERT_RAISED = 3
 
 _BARS = "▁▂▃▄▅▆▇█"
 #: Largest number of bars in a row, and of rows in the table.
@@ -165,151 +166,49 @@ def bars(values: list[float], max_bars: int = _MAX_BARS) -> Text:
     return bar_text
 
 
-#: Only this machine can open the page.
-HOST = "127.0.0.1"
-#: Nothing is loaded from elsewhere, and nothing but the script of the page runs.
-POLICY = (
-    "default-src 'none'; img-src 'self' data:; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'"
-)
-
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1b1b1b; --paper: #fff; --soft: #595959; --line: #ddd }
-@media (prefers-color-scheme: dark) { :root { --ink: #e8e8e8; --paper: #16181c; --soft: #a8a8a8; --line: #3a3d42 } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 0 auto; padding: 1rem;
-  max-width: 62rem }
-h1 { font-size: 1.3rem; margin: 0 } p { margin: .3rem 0; color: var(--soft) }
-figure { margin: 1.2rem 0; padding: .5rem; background: #fff; border: 1px solid var(--line); border-radius: 6px }
-figure img { display: block; width: 100%; height: auto } h2 { font-size: 1rem; margin: 1.2rem 0 0 }
-"""
-#: Replaces the contents of the page where the run has grown; leaves it as it is where the server has ended.
-_SCRIPT = """
-const main = document.querySelector("main");
-setInterval(async () => {
-  try {
-    const text = await (await fetch("state")).text();
-    const next = new DOMParser().parseFromString(text, "text/html").querySelector("main");
-    if (next.dataset.version !== main.dataset.version) {
-      main.dataset.version = next.dataset.version;
-      main.replaceChildren(...next.childNodes);
-    }
-  } catch (error) {}
-}, 1000);
-"""
+def until(states: Iterator[TrainingRun], findings: Collection[str]) -> Iterator[TrainingRun]:
+    """Yield the states of a run up to the first with an alert of the given kinds; then exit with code 3."""
+    for run in states:
+        yield run
+        alert = next((alert for alert in run.alerts if alert.finding in findings), None)
+        if alert is not None:
+            console.print_error(alert.sentence)
+            raise typer.Exit(ALERT_RAISED)
 
 
-class RunPage:
-    """The page of a run and its pictures, as bytes by path; replaced as a whole when the run has grown."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, tuple[str, bytes]] = {}
-
-    def draw(self, run: TrainingRun) -> None:
-        """Draw the figures of the run in its current state."""
-        version = f"{run.steps.size}-{run.ended}"
-        pictures = dict(_pictures(run)) if run.steps.size else {}
-        sections = "".join(
-            f'<h2>{html.escape(title)}</h2><figure><img src="{name}.png?{version}" alt="{html.escape(alt)}"></figure>'
-            for name, (title, alt, _) in pictures.items()
-        )
-        title = html.escape("run" if run.path is None else run.path.name)
-        page = (
-            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-            '<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
-            '<link rel="stylesheet" href="style.css">'
-            f'</head><body><main data-version="{html.escape(version)}"><h1>{title}</h1>'
-            f"<p>{html.escape(_state_text(run))}</p>{sections}</main>"
-            '<script src="script.js"></script></body></html>'
-        ).encode()
-        self.files = {
-            **dict.fromkeys(("/", "/state"), ("text/html; charset=utf-8", page)),
-            "/style.css": ("text/css", _STYLE.encode()),
-            "/script.js": ("text/javascript", _SCRIPT.encode()),
-            **{f"/{name}.png": ("image/png", content) for name, (_, _, content) in pictures.items()},
-        }
+def alert_kinds(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the kinds of alerts named with --until; "any" stands for all of them."""
+    for name in names:
+        if name not in ("any", *ALERT_FINDINGS):
+            hint = did_you_mean(name, ("any", *ALERT_FINDINGS))
+            raise InputError("--until names no alert.", got=name, hint=hint)
+    return ALERT_FINDINGS if "any" in names else tuple(names)
 
 
-def serve(states: Iterable[TrainingRun], port: int) -> None:
-    """Serve the page of a run until it is interrupted, also after the run has ended; FileError if the port is taken."""
-    page = RunPage()
+def serve(paths: Sequence[Path], states: Iterator[TrainingRun], port: int, *, wait: bool, interval: float) -> None:
+    """Serve the page of one run, or of several to compare, until it is interrupted, also after the run has ended.
+
+    Raises
+    ------
+    FileError
+        If the port is taken, or if there is no run and ``wait`` is False.
+    """
+    from ..reporting.live import LiveServer  # a table in a terminal needs no page
+
+    if not wait:
+        next(states)
+    server = LiveServer(_names_of(paths), port, interval=interval)
     try:
-        server = ThreadingHTTPServer((HOST, port), handler_of(page))
-    except OSError as error:
-        raise FileError("The port cannot be used.", got=f"{port} ({error})", hint="--port 0") from error
-    with server:
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address, drawn_state = f"http://{HOST}:{server.server_port}/", None
-        try:
-            for run in states:
-                if (state := (run.steps.size, run.ended)) != drawn_state:
-                    page.draw(run)
-                    if drawn_state is None:
-                        console.print_remark(f"serving {address} on this machine only; Ctrl-C ends it")
-                    drawn_state = state
-            threading.Event().wait()  # the run has ended; the page stays
-        finally:
-            server.shutdown()
+        console.print_remark(f"serving {server.address} on this machine only; Ctrl-C ends it")
+        console.print_remark(f"from another machine: {server.tunnel}")
+        for _ in states:  # which may end by an alert
+            pass
+        threading.Event().wait()  # the run has ended; the page stays
+    finally:
+        server.close()
 
 
-def handler_of(page: RunPage) -> type[BaseHTTPRequestHandler]:
-    """Return the class that answers requests for the files of a page."""
-
-    class Handler(BaseHTTPRequestHandler):
-        """Answers GET with a file of the page; requests under another host name are refused."""
-
-        timeout = 10
-
-        def do_GET(self) -> None:
-            host = self.headers.get("Host", "").rpartition(":")[0]
-            content_type, content = page.files.get(self.path.partition("?")[0], ("", b""))
-            if host not in (HOST, "localhost"):
-                self.send_error(403)
-            elif not content_type:
-                self.send_error(404)
-            else:
-                self.send_response(200)
-                for name, value in (("Content-Type", content_type), ("Content-Length", str(len(content)))):
-                    self.send_header(name, value)
-                self.send_header("Content-Security-Policy", POLICY)
-                self.send_header("X-Content-Type-Options", "nosniff")
-                self.send_header("Cache-Control", "no-store")
-                self.end_headers()
-                self.wfile.write(content)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Print nothing: the terminal is the user's."""
-
-    return Handler
-
-
-def _state_text(run: TrainingRun) -> str:
-    """Return one line of text with the last step and loss of a run, and how it ended."""
-    record_count = run.steps.size
-    if not record_count:
-        return "Nothing recorded yet."
-    state_text = f"{record_count} {'record' if record_count == 1 else 'records'}, step {int(run.steps[-1])}"
-    if "loss" in run.scalars:
-        state_text += f", loss {float(run.scalars['loss'].values[-1]):.4g}"
-    return f"{state_text}. {'Being recorded.' if run.ended is None else f'Ended: {run.ended}.'}"
-
-
-def _pictures(run: TrainingRun) -> Iterable[tuple[str, tuple[str, str, bytes]]]:
-    """Yield name, and title, description and PNG of each figure that this run has data for."""
-    from .. import plot  # a table in a terminal needs no matplotlib
-
-    names = [str(name) for name in run.scalars.data_vars]
-    timeline_names = [
-        name for name in names if name == "loss" or name.endswith(("/reach", "/decay", "/adjoint"))
-    ] or names[:4]
-    figures: dict[str, tuple[str, Callable[[], Any]]] = {
-        "numbers": ("Numbers over training", lambda: plot.timeline(run, timeline_names)),
-        "film": ("Gradient at every time step over training", lambda: plot.film(run)),
-    }
-    for name, (title, draw) in figures.items():
-        try:
-            figure = draw()[0].figure
-        except RnnlensError:
-            continue  # no profiles recorded, or too many kinds for one figure
-        with io.BytesIO() as file:
-            figure.savefig(file, format="png", dpi=150)
-            yield name, (title, f"{title}: {_state_text(run)}", file.getvalue())
+def _names_of(paths: Sequence[Path]) -> dict[str, Path]:
+    """Return the runs by file name, or by path where two have the same."""
+    names = [path.name for path in paths]
+    return {path.name if names.count(path.name) == 1 else str(path): path for path in paths}

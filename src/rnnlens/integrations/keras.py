@@ -29,7 +29,7 @@ from ..adapters.keras.training_capture import (
 )
 from ..adapters.registry import adapter_for
 from ..errors import InputError, RnnlensError, TrackingWarning, UnbuiltModelError, message, short_repr
-from ..results.training_run import Gap
+from ..results.training_run import Gap, serve_run
 from ..tracking.alerts import Alerts, Incidents, checked_on_nonfinite, is_finite
 from ..tracking.batches import TrainedBatch, direct_trace
 from ..tracking.loggers import event_folder
@@ -130,6 +130,9 @@ class Watch(_Callback):
     stop_on
         Findings that end training: ``"exploding"``, ``"vanishing"``, ``"saturated"``. All three are logged once with
         their step, whether or not they end training; see :mod:`rnnlens.tracking.alerts` for the rule.
+    on_alert
+        Function that is called with each new :class:`~rnnlens.results.training_run.Alert`, once; training goes on if it
+        raises.
     on_nonfinite
         ``"report"``: the first batch whose loss, or whose update, is not finite is written to ``runs/a.nonfinite.nc``
         with the weights from before its step, and the first non-finite quantity is logged. Every batch is then
@@ -183,6 +186,7 @@ class Watch(_Callback):
         keep: str | Iterable[str] = (),
         loggers: Any = None,
         stop_on: str | Iterable[str] = (),
+        on_alert: Callable[[Any], object] | None = None,
         on_nonfinite: str | None = None,
         resume: bool = True,
         points: int | None = 64,
@@ -194,7 +198,7 @@ class Watch(_Callback):
         schedule = Schedule(every, epochs)
         self._schedule = schedule if probe is not None else Schedule(0)
         self._batches = Schedule(batches if batches is not None else 0 if probe is not None else every)
-        self._on_batch, self._alerts = on_batch, Alerts(stop_on)
+        self._on_batch, self._alerts = on_batch, Alerts(stop_on, on_alert)
         self._report_is_requested = checked_on_nonfinite(on_nonfinite) is not None
         self._incidents: Incidents | None = None
         self._direct_layers = names_tuple(direct) or ()
@@ -230,6 +234,23 @@ class Watch(_Callback):
     def gaps(self) -> list[Gap]:
         """Records that could not be made, each with the reason; empty before training."""
         return [] if self._recorder is None else self._recorder.gaps
+
+    def serve(self, port: int = 8787) -> Any:
+        """Serve a live page of the run from threads of this process; the return value prints the address.
+
+        Parameters
+        ----------
+        port
+            Port of the page; 0 for any that is free.
+
+        Raises
+        ------
+        InputError
+            If the watch writes nothing to disk.
+        FileError
+            If the port cannot be used.
+        """
+        return serve_run(self._path, port)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Open the run, and record the probe before the first step."""

@@ -117,7 +117,7 @@ class Watch(LightningEvents, *_callback_classes()):  # type: ignore[misc]
 
     Parameters
     ----------
-    path, probe, loss, every, epochs, batches, on_batch, quantities, layers, keep, stop_on, on_nonfinite, resume, points
+    path, probe, loss, every, epochs, batches, on_batch, quantities, layers, keep, stop_on, on_alert, on_nonfinite, resume, points
         Same as in :func:`rnnlens.torch.watch`. A finding of ``stop_on`` sets ``trainer.should_stop``.
     loggers
         Same as in :func:`rnnlens.torch.watch`, or True for the trainer's own loggers.
@@ -149,6 +149,7 @@ class Watch(LightningEvents, *_callback_classes()):  # type: ignore[misc]
         keep: str | Iterable[str] = (),
         loggers: Any = None,
         stop_on: str | Iterable[str] = (),
+        on_alert: Callable[[Any], object] | None = None,
         on_nonfinite: str | None = None,
         resume: bool = True,
         points: int | None = 64,

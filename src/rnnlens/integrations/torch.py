@@ -39,6 +39,7 @@ def watch(
     keep: str | Iterable[str] = (),
     loggers: Any = None,
     stop_on: str | Iterable[str] = (),
+    on_alert: Callable[[Any], object] | None = None,
     on_nonfinite: str | None = None,
     resume: bool = True,
     points: int | None = 64,
@@ -89,6 +90,9 @@ def watch(
     stop_on
         Findings that end training: ``"exploding"``, ``"vanishing"``, ``"saturated"``. The loop must
         check ``watch.stop``. All three are logged once with their step, whether or not they end training.
+    on_alert
+        Function that is called with each new :class:`~rnnlens.results.training_run.Alert`, once; training goes on if it
+        raises.
     on_nonfinite
         ``"report"``: the model's input at the first step whose gradients (or ``watch.loss``) are not finite is written
         to ``runs/a.nonfinite.nc``, with the weights from before the step and with ``watch.target`` if the loop sets it;

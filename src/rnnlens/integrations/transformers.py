@@ -110,7 +110,7 @@ class Watch(TransformersEvents, TrainerCallback):
 
     Parameters
     ----------
-    path, every, epochs, batches, on_batch, quantities, layers, keep, loggers, stop_on, on_nonfinite, resume,
+    path, every, epochs, batches, on_batch, quantities, layers, keep, loggers, stop_on, on_alert, on_nonfinite, resume,
     points
         Same as in :func:`rnnlens.torch.watch`. A finding of ``stop_on`` ends training.
     probe, loss
@@ -144,6 +144,7 @@ class Watch(TransformersEvents, TrainerCallback):
         keep: str | Iterable[str] = (),
         loggers: Any = None,
         stop_on: str | Iterable[str] = (),
+        on_alert: Callable[[Any], object] | None = None,
         on_nonfinite: str | None = None,
         resume: bool = True,
         points: int | None = 64,

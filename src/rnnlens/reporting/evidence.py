@@ -23,6 +23,10 @@ from .figures import MAX_KERNEL_UNITS, Caption, PagePlan, ReportFigure, curve_fi
 from .tracks import Track
 
 
+#: Codes that say what is *not* the cause of a fault; they are not shown as faults of their own.
+_ACQUITTALS = ("PATH_OPEN",)
+
+
 def figures_of(diagnosis: Diagnosis) -> list[ReportFigure]:
     """Return the figures of memory in use, of missed lags and of each layer's state transfer, as far as measured."""
     model = diagnosis.dataset("model") if "model" in diagnosis else xr.Dataset()
@@ -129,6 +133,7 @@ def findings(
         {
             **asdict(finding),
             "anchor": anchor(finding, figures, tracks),
+            "tone": "ruled out" if finding.code in _ACQUITTALS else finding.severity,
             "evidence": [(name.replace("_", " "), _value_text(value)) for name, value in finding.evidence.items()],
         }
         for finding in diagnosis.findings

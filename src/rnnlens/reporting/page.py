@@ -35,6 +35,7 @@ from .figures import (
     unit_map,
 )
 from .samples import Ranking
+from .terms import explain
 from .tracks import Track, norms, sort_keys, symbol
 from .training import figures_of_runs
 
@@ -55,7 +56,7 @@ _STATE_TITLES = {"hidden": "Hidden state", "cell": "Cell state"}
 _KERNEL_SYMBOLS = {"kernel": "W", "recurrent_kernel": "U"}
 OUTGOING_NAME = "U leaving"
 #: Parts of the script, in their order.
-_SCRIPTS = ("base", "values", "panel", "lines", "maps", "controls", "downloads", "main")
+_SCRIPTS = ("base", "values", "panel", "lines", "maps", "controls", "theme", "downloads", "main")
 
 
 @dataclass
@@ -363,7 +364,7 @@ def render(
     plan = plan_of(contents, max_bytes)
     sections: list[Section] = sections_of(contents, plan)
     all_figures = [figure for section in sections for figure in section.figures]
-    script = "\n".join(["'use strict';", "(function () {", *(_asset(f"{name}.js") for name in _SCRIPTS), "})();"])
+    script = "\n".join(["'use strict';", "(function () {", *(asset(f"{name}.js") for name in _SCRIPTS), "})();"])
     tracks = contents.moments[0].tracks if contents.moments else []
     context = {
         "origin": report_origin,
@@ -383,17 +384,19 @@ def render(
         "left_out": evidence.omissions_of(contents, plan),
         "interactive": plan is not None,
         "data": to_strict_json(_page_data(contents, plan, all_figures)),
-        "style": Markup(_asset("report.css")),
+        "style": Markup(asset("report.css")),
         "script": Markup(script),
         "policy": _security_policy(script),
     }
     environment = Environment(  # all text except the drawings of this package
-        loader=FunctionLoader(_asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FunctionLoader(asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["explain"] = explain
     return environment.get_template("page.html").render(context)
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """Return the text of a template, a style sheet or a part of the script."""
     return resources.files(__package__).joinpath("assets", name).read_text("utf-8")
 
 

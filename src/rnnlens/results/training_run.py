@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import xarray as xr
 
-from ..errors import FileError, QuantityNotFoundError, RnnlensError, TooLargeError, did_you_mean, message
+from ..errors import FileError, InputError, QuantityNotFoundError, RnnlensError, TooLargeError, did_you_mean, message
 from ..settings import current
 from .base import Part, Result
 from .disk import damaged_file_error, foreign_content_error
@@ -261,6 +263,22 @@ class TrainingRun(Result, kind="run"):
             for gap in self.gaps
         ]
         return [*([("ended", ended)] if ended else []), *missing, *super()._remarks()]
+
+
+def serve_run(path: str | PathLike[str] | None, port: int) -> Any:
+    """Return a server of the live page of a run, which may not exist yet.
+
+    Raises
+    ------
+    InputError
+        If there is no path.
+    FileError
+        If the port cannot be used.
+    """
+    if path is None:
+        raise InputError("A live page needs a run on disk.", got="path=None", hint='path="runs/a.zarr"')
+    live = importlib.import_module("rnnlens.reporting.live")  # by name: pages are made of results
+    return live.LiveServer({Path(path).name: Path(path)}, port)
 
 
 def is_run(path: Path) -> bool:

@@ -121,6 +121,8 @@ class Alerts:
     ----------
     stop_on
         Findings that end training: ``"exploding"``, ``"vanishing"``, ``"saturated"``.
+    on_alert
+        Function that is called with each :class:`Alert` once.
 
     Attributes
     ----------
@@ -129,8 +131,8 @@ class Alerts:
         Reason to end training; None while it continues.
     """
 
-    def __init__(self, stop_on: str | Iterable[str] = ()) -> None:
-        self.stop_on = checked_stop_on(stop_on)
+    def __init__(self, stop_on: str | Iterable[str] = (), on_alert: Callable[[Alert], object] | None = None) -> None:
+        self.stop_on, self.on_alert = checked_stop_on(stop_on), on_alert
         self.raised_alerts: list[Alert] = []
         self.stop: str | None = None
         self._watched_scalars: dict[tuple[str, str], _WatchedScalar] = {}

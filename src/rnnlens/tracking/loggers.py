@@ -17,6 +17,7 @@ import numpy as np
 import xarray as xr
 
 from ..errors import InputError, MissingDependencyError, did_you_mean, has_attribute, short_repr
+from ..results.training_run import Alert
 from ..typing import Array
 from ..vocabulary import DIRECTION, GATE
 from .records import Sink, TrainingRecord
@@ -168,6 +169,10 @@ class WandB:
         if self._film.add(record):
             row |= self._pictures()
         self._log(row)
+
+    def alert(self, alert: Alert) -> None:
+        """Send an alert by ``wandb.alert``, which W&B passes on by mail or chat as the user has set."""
+        self._run.alert(title=f"{alert.finding} at step {alert.step}", text=alert.sentence, level="WARN")
 
     def close(self, reason: str) -> None:
         """Log the film of all records and the reason of the end; warn once if rows were overwritten."""

@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ..errors import InputError, LayerNotFoundError, TrackingWarning, UnbuiltModelError, message
-from ..results.training_run import Gap
+from ..results.training_run import Alert, Gap
 from .alerts import Alerts
-from .records import Sink, TrainingRecord
+from .records import AlertSink, Sink, TrainingRecord
 from .watch_arguments import Schedule
 
 #: Largest number of gaps with separate causes; further causes are counted together.
@@ -101,7 +101,10 @@ class Recorder:
     def write(self, record: TrainingRecord) -> None:
         """Pass a record to every sink, also after one of them failed. Each note is written once."""
         if self.alerts is not None:
+            known_count = len(self.alerts.raised_alerts)
             record = self.alerts.examine(record)
+            for alert in self.alerts.raised_alerts[known_count:]:
+                self._announce(alert, record.step)
         new_notes = tuple(note for note in record.notes if (record.kind, note) not in self._written_notes)
         self._written_notes.update((record.kind, note) for note in new_notes)
         record = replace(record, notes=new_notes)
@@ -142,6 +145,19 @@ class Recorder:
         for sink in self.sinks:
             with suppress(Exception):
                 sink.close(reason)
+
+    def _announce(self, alert: Alert, step: int) -> None:
+        """Pass an alert to ``on_alert=`` and to the loggers that have a place for it; a failure becomes a gap."""
+        announcers: list[Callable[[Alert], object]] = [sink.alert for sink in self.sinks if isinstance(sink, AlertSink)]
+        if self.alerts is not None and self.alerts.on_alert is not None:
+            announcers.insert(0, self.alerts.on_alert)
+        for announce in announcers:
+            try:
+                announce(alert)
+            except Exception as error:
+                self._note_gap(
+                    step, "an alert", error, f"The alert of step {step} was not passed on; training goes on."
+                )
 
     def _call_sinks(self, call_sink: Callable[[Sink], None], step: int | None, failure_text: str) -> None:
         """Call ``call_sink`` on every sink; note a gap for a sink that fails."""

@@ -17,6 +17,7 @@ from ..recurrence.measures import masked_mean, real_steps_first, safe_norm
 from ..results.gradient_lags import layer_decay, layer_reach, norms_by_lag
 from ..results.schema import proposals_of
 from ..results.trace import Trace
+from ..results.training_run import Alert
 from ..settings import options
 from ..typing import Array
 from ..verbs.trace import trace
@@ -72,6 +73,14 @@ class Sink(Protocol):
 
     def close(self, reason: str) -> None:
         """End the records. ``reason`` is ``"finished"``, ``"interrupted"``, or the name of an error."""
+
+
+@runtime_checkable
+class AlertSink(Protocol):
+    """Receiver of records that has a place for alerts of their own."""
+
+    def alert(self, alert: Alert) -> None:
+        """Pass one alert on."""
 
 
 _PROFILE_ATTRS = {

@@ -94,6 +94,7 @@ _CHECKS: dict[str, Check] = {
     "path": path,
     "loss": loss,
     "on_batch": callable_value,
+    "on_alert": callable_value,
     "quantities": names,
     "layers": names,
     "keep": _possibly_empty_names,

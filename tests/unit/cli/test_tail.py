@@ -15,6 +15,7 @@ import urllib.request
 
 import pytest
 
+from rnnlens.results.training_run import Alert
 from rnnlens.tracking.records import TrainingRecord
 from rnnlens.tracking.store import Store
 
@@ -150,6 +151,33 @@ def test_the_loss_is_first_and_norms_of_weights_are_shown_on_request(rnnlens, tm
     assert line == "step=0 epoch=0 lstm/weight_norm/kernel=2"
 
 
+def state_of(address, word):
+    """Return the state of a live page, as text, once a word is in it."""
+    for _ in range(100):
+        with urllib.request.urlopen(f"{address}state", timeout=10) as response:
+            state = response.read().decode()
+        if word in state:
+            return state
+        time.sleep(0.1)
+    raise AssertionError(f"{word!r} never came: {state}")
+
+
+ALERT = Alert("exploding", "lstm/adjoint", 10, 5.0, 0.01)
+
+
+@pytest.mark.parametrize(("kind", "code"), [("exploding", 3), ("any", 3), ("vanishing", 0), ("explode", 2)])
+def test_until_an_alert(rnnlens, kind, code):
+    store = Store("a.zarr")
+    for step in (0, 10):
+        notes = (ALERT.sentence,) if step else ()
+        store.write(TrainingRecord(step, 0, "probe", {"lstm/adjoint": 5.0}, notes=notes))
+    store.close("finished")
+    result = rnnlens("tail", "a.zarr", "--until", kind)
+    assert result.code == code
+    assert (ALERT.sentence in result.err) == (code == 3)
+    assert ("did you mean 'exploding'" in result.err) == (code == 2)
+
+
 def test_a_page_of_figures_that_grows_with_the_run(tmp_path):
     store = write_run(tmp_path / "<a>.zarr", 3, end=False)
     process = subprocess.Popen(
@@ -163,18 +191,11 @@ def test_a_page_of_figures_that_grows_with_the_run(tmp_path):
             page = response.read().decode()
             assert "default-src 'none'" in response.headers["Content-Security-Policy"]
         assert "&lt;a&gt;.zarr" in page
-        assert "3 records, step 20, loss 0.3333. Being recorded." in page
-        with urllib.request.urlopen(f"{address}numbers.png?x", timeout=10) as response:
-            assert response.read(8) == b"\x89PNG\r\n\x1a\n"
+        assert re.match(r".*ssh -N -L (\d+):127\.0\.0\.1:\1 ", process.stderr.readline())
+        assert "3 records, step 20, loss 0.3333. Being recorded." in state_of(address, "records")
         store.write(TrainingRecord(30, 1, "probe", {"loss": 0.25, "lstm/reach": 3.0}))
         store.close("finished")
-        for _ in range(100):
-            with urllib.request.urlopen(f"{address}state", timeout=10) as response:
-                page = response.read().decode()
-            if "Ended" in page:
-                break
-            time.sleep(0.1)
-        assert "4 records, step 30, loss 0.25. Ended: finished." in page
+        assert "4 records, step 30, loss 0.25. Ended: finished." in state_of(address, "Ended")
         for path, host, code in (("../etc/passwd", None, 404), ("", "evil.example:80", 403)):
             request = urllib.request.Request(address + path, headers={"Host": host} if host else {})
             with pytest.raises(urllib.error.HTTPError) as refused:

@@ -207,10 +207,11 @@ class Curve extends Panel {
       this.tell(x);
     });
     this.svg.addEventListener('pointerleave', () => this.tell(null));
-    this.tell(null);
+    this.tell(this.pointed === undefined ? null : this.pointed);
   }
 
   tell(x) {
+    this.pointed = x;  // kept while the curves grow
     this.over.replaceChildren();
     this.legend.replaceChildren(...this.spec.lines.map((line, i) => {
       if (x === null) return make('span', {class: `key l${i % 6}`}, line.name);

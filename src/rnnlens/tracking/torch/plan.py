@@ -35,6 +35,7 @@ class WatchPlan:
     keep: str | Iterable[str] = ()
     loggers: Any = None
     stop_on: str | Iterable[str] = ()
+    on_alert: Callable[[Any], object] | None = None
     on_nonfinite: str | None = None
     resume: bool = True
     points: int | None = 64

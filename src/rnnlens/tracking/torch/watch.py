@@ -10,7 +10,7 @@ from typing import Any, Self
 from ...adapters.registry import adapter_for
 from ...adapters.torch.training_capture import TrainingCapture
 from ...errors import InputError, TrackingWarning, UnsupportedError, has_attribute, message, short_repr
-from ...results.training_run import Gap
+from ...results.training_run import Gap, serve_run
 from ..alerts import Alerts, Incidents
 from ..loggers import event_folder, sinks
 from ..recorder import Recorder
@@ -59,7 +59,7 @@ class TorchWatch:
         refuse_unknown_layers(self.plan.layers, adapter_for(self.model), self.model)
         self.rank, self.world = rank_and_world()
         schedule = self.plan.batch_schedule if self.plan.probe_schedule.is_off else self.plan.probe_schedule
-        self._recorder = Recorder([], schedule, rank=self.rank, alerts=Alerts(stop_on=self.plan.stop_on))
+        self._recorder = Recorder([], schedule, rank=self.rank, alerts=Alerts(self.plan.stop_on, self.plan.on_alert))
         self._is_open = True
         try:
             if not self.plan.is_off:
@@ -164,6 +164,23 @@ class TorchWatch:
     def record(self) -> TrainingRecord | None:
         """Last record; None before the first."""
         return self._recorder.latest
+
+    def serve(self, port: int = 8787) -> Any:
+        """Serve a live page of the run from threads of this process; the return value prints the address.
+
+        Parameters
+        ----------
+        port
+            Port of the page; 0 for any that is free.
+
+        Raises
+        ------
+        InputError
+            If the watch writes nothing to disk.
+        FileError
+            If the port cannot be used.
+        """
+        return serve_run(self.plan.path, port)
 
     @property
     def stop(self) -> str | None:
