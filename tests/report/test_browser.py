@@ -14,9 +14,19 @@ from report_pages import HOSTILE, KEY_WORDS, Classifier, Page, Sentences, senten
 from torch import nn
 
 import rnnlens as rl
+from rnnlens.results.diagnosis import Diagnosis, Finding
 
 pytestmark = pytest.mark.browser
 LOSS = nn.functional.cross_entropy
+
+
+@pytest.fixture
+def acquittal_page(report_of):
+    findings = [
+        Finding("MISSED_DEPENDENCY", "fault", "model", "The input 9 steps back would explain errors."),
+        Finding("PATH_OPEN", "fault", "rnn", "A training signal reaches that input."),
+    ]
+    return report_of(Diagnosis({}, findings=findings)).path
 
 
 def show_figure(sheet, id):
@@ -355,6 +365,35 @@ def test_nothing_is_wider_than_the_window(reader, width):
     sheet = reader(viewport={"width": width, "height": 800})
     show_figure(sheet, "track-1-kernel")
     assert sheet.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("java_script_enabled", [True, False])
+def test_charts_fit_a_phone(reader, java_script_enabled):
+    sheet = reader(viewport={"width": 390, "height": 800}, java_script_enabled=java_script_enabled)
+    widths = sheet.locator("#memory .plot svg, #input-size .plot svg").evaluate_all(
+        "all => all.map(svg => [svg.getBoundingClientRect().right, svg.closest('.figure').getBoundingClientRect().right])"
+    )
+    assert len(widths) == 2
+    assert all(right <= figure_right for right, figure_right in widths)
+
+
+def test_a_reader_who_knows_nothing_is_told_first(reader):
+    sheet = reader()
+    assert sheet.locator("h1 + p").inner_text().startswith("This page shows what 2 recurrent layers do")
+    remedies = sheet.locator(".finding .remedy")
+    assert remedies.first.is_visible()
+    assert remedies.first.inner_text().startswith("What to do: ")
+    term = sheet.locator("#findings abbr", has_text="skill").first
+    assert "best constant prediction" in term.get_attribute("title")
+
+
+def test_what_is_ruled_out_is_not_red(reader, acquittal_page):
+    sheet = reader(acquittal_page)
+    border = "node => getComputedStyle(node).borderLeftColor"
+    fault, ruled_out = sheet.locator(".finding").all()
+    assert fault.evaluate(border) == "rgb(200, 30, 30)"
+    assert ruled_out.evaluate(border) != "rgb(200, 30, 30)"
+    assert "ruled out" in ruled_out.inner_text()
 
 
 def test_arrow_keys_move_the_cursor(reader):

@@ -117,7 +117,8 @@ class Watch(LightningEvents, *_callback_classes()):  # type: ignore[misc]
 
     Parameters
     ----------
-    path, probe, loss, every, epochs, batches, on_batch, quantities, layers, keep, stop_on, on_alert, on_nonfinite, resume, points
+    path, probe, loss, every, epochs, batches, on_batch, quantities, layers, keep, stop_on, on_alert, on_nonfinite,
+    resume, points
         Same as in :func:`rnnlens.torch.watch`. A finding of ``stop_on`` sets ``trainer.should_stop``.
     loggers
         Same as in :func:`rnnlens.torch.watch`, or True for the trainer's own loggers.

@@ -166,7 +166,8 @@ def lines(static_lines: Sequence[StaticLine], axes: CurveAxes, height: int = 190
         else _value_range([*all_values, *(np.array([level]) for level, _ in axes.levels)], log)
     )
     bottom = height - BOTTOM
-    last_x = max((float(line.x[-1]) for line in static_lines if len(line.x)), default=1.0)
+    mark_xs = [x for x, _ in axes.marks]
+    last_x = max([*(float(line.x[-1]) for line in static_lines if len(line.x)), *mark_xs], default=1.0)
     first_x = min((float(line.x[0]) for line in static_lines if len(line.x)), default=0.0)
 
     def x_pixel(value: float) -> float:

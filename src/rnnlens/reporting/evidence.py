@@ -22,7 +22,6 @@ from .contents import ReportContents
 from .figures import MAX_KERNEL_UNITS, Caption, PagePlan, ReportFigure, curve_figure
 from .tracks import Track
 
-
 #: Codes that say what is *not* the cause of a fault; they are not shown as faults of their own.
 _ACQUITTALS = ("PATH_OPEN",)
 

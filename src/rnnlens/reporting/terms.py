@@ -14,7 +14,7 @@ EXPLANATIONS = {
     "CI": "confidence interval: the range that contains the true number in this share of repeated measurements",
     "residual test": "a test of whether the errors of the network could be predicted from its inputs",
     "state transfer": "share of a training signal at the final state that is left this many steps back",
-    "vanishing gradient": "a training signal that becomes too small, on its way back through the steps, to change weights",
+    "vanishing gradient": "a training signal that becomes too small on its way back to change any weight",
     "training signal": "the gradient of the loss, by which training changes the weights",
     "total gradient": "the gradient through all paths, the layer's own recurrence included",
     "time Jacobian": "how much each output step changes with each input step",

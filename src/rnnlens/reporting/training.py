@@ -22,6 +22,9 @@ _TITLES = {
     "reach": "Reach of the gradient, in steps",
     "decay": "Share of the gradient that one step back keeps",
     "adjoint": "Size of the total gradient",
+    "near_0": "Share of gate values below 0.1",
+    "near_1": "Share of gate values above 0.9",
+    "dead_units": "Share of dead units",
 }
 _WEIGHT_NORMS = ("/weight_norm/", "/weight_grad_norm/")
 #: Largest numbers of points of a curve, of records and of time steps in a film.

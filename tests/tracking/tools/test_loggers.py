@@ -12,6 +12,7 @@ from torch_trainings import Reader, model_and_optimizer, train
 
 import rnnlens as rl
 from rnnlens.errors import InputError
+from rnnlens.results.training_run import Alert
 from rnnlens.tracking.loggers import sinks
 from rnnlens.tracking.records import TrainingRecord
 
@@ -135,20 +136,36 @@ def log_chunks(data):
             chunk = b""
 
 
-def read_rows(folder):
-    """Return the history rows of W&B's own run file."""
+def read_records(folder):
+    """Return the records of W&B's own run file."""
     import wandb
     from wandb.proto import wandb_internal_pb2
 
     wandb.teardown()  # W&B's service has written everything once it has ended
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    rows = []
+    records = []
     for chunk in log_chunks(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(chunk)
-        if record.WhichOneof("record_type") == "history":
-            rows.append({(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item})
-    return rows
+        records.append(wandb_internal_pb2.Record())
+        records[-1].ParseFromString(chunk)
+    return records
+
+
+def read_rows(folder):
+    """Return the history rows of W&B's own run file."""
+    return [
+        {(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item}
+        for record in read_records(folder)
+        if record.WhichOneof("record_type") == "history"
+    ]
+
+
+def test_wandb_is_sent_an_alert(wandb, tmp_path):
+    alert, run = Alert("exploding", "lstm/adjoint", 30, 5.0, 0.01), wandb.init()
+    (sink,) = sinks(run, tmp_path)
+    sink.alert(alert)
+    run.finish()
+    sent = [record.alert for record in read_records(tmp_path) if record.WhichOneof("record_type") == "alert"]
+    assert [(record.title, record.text) for record in sent] == [("exploding at step 30", alert.sentence)]
 
 
 def test_wandb_by_name(wandb, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 import rnnlens as rl
 from rnnlens.adapters.protocol import Batch
-from rnnlens.errors import InputError
+from rnnlens.errors import InputError, TrackingWarning
 from rnnlens.tracking.alerts import DEVIATIONS, Alerts, Incidents, checked_on_nonfinite, is_finite, text_or_error
 from rnnlens.tracking.recorder import Recorder
 from rnnlens.tracking.records import TrainingRecord
@@ -25,6 +25,11 @@ def alerts_of(name, values, alerts=None):
 def noise(count, level=1.0, spread=0.3, seed=0):
     """Return log-normal numbers, which is how norms of gradients are distributed."""
     return list(level * np.exp(spread * np.random.default_rng(seed).normal(size=count)))
+
+
+def write_all(recorder, values):
+    for step, value in enumerate(values):
+        recorder.write(TrainingRecord(step, 0, "probe", {"lstm/adjoint": value}))
 
 
 @pytest.mark.parametrize("level", [1e-12, 1.0, 1e9])
@@ -136,6 +141,31 @@ def test_a_finding_is_logged_noted_and_ends_training(caplog):
     assert recorder.stop.startswith("exploding since step 20: lstm/adjoint is 600")
     assert caplog.messages == [recorder.stop]
     assert [r.step for r in records if r.notes] == [21]
+
+
+def test_an_alert_is_passed_on_once_and_a_function_that_raises_ends_nothing():
+    called, sent, steps = [], [], []
+
+    class Logger:
+        def write(self, record):
+            steps.append(record.step)
+
+        def alert(self, alert):
+            sent.append(alert)
+
+        def close(self, reason):
+            pass
+
+    def raise_after(alert):
+        called.append(alert)
+        raise OSError("no mail")
+
+    recorder = Recorder([Logger()], Schedule(1), alerts=Alerts(on_alert=raise_after))
+    with pytest.warns(TrackingWarning, match=r"(?s)The alert of step 21 was not passed on.*no mail"):
+        write_all(recorder, [*noise(20), 500.0, 600.0, 700.0])
+    assert called == sent == recorder.alerts.raised_alerts
+    assert [(alert.finding, alert.step) for alert in sent] == [("exploding", 20)]
+    assert steps == list(range(23))
 
 
 def test_stop_on_names_a_finding():

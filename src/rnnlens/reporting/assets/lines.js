@@ -175,7 +175,7 @@ class Curve extends Panel {
     this.open(this.plot.clientWidth > 520 ? 210 : 190);
     const every = spec.lines.flatMap(line => [...line.y, ...(line.low || []), ...(line.high || [])]).concat(spec.levels.map(([v]) => v));
     const axis = this.axis = new Axis(every.map(v => v === null ? NaN : v), spec.log && state.log, false, WIDE.top, this.bottom);
-    const places = spec.lines.flatMap(line => line.x), first = Math.min(...places), last = Math.max(...places);
+    const places = spec.lines.flatMap(line => line.x).concat(spec.marks.map(([x]) => x)), first = Math.min(...places), last = Math.max(...places);
     this.place = x => WIDE.left + (x - first) / ((last - first) || 1) * (this.right - WIDE.left);
     axis.draw(this);
     for (const x of [...ticks(first, last, Math.max(2, Math.floor(this.width / 85))).filter(v => last - v > (last - first) * .06), last]) this.label(this.place(x), this.bottom + 14, x, {'text-anchor': 'middle'});

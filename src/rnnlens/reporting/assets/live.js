@@ -8,13 +8,15 @@ function frameOf(spec) {
     make('div', {class: 'plot', tabindex: 0, role: 'group', 'aria-label': spec.title}));
 }
 
+/* Frames come first, all of them: the width of a figure depends on how many there are. */
+function add(spec) {
+  if (panels[spec.id]) return;
+  document.getElementById('figures').append(frameOf(spec));
+  new KINDS[spec.kind](spec).seen = true;
+}
+
 function update(spec) {
-  let panel = panels[spec.id];
-  if (!panel) {
-    document.getElementById('figures').append(frameOf(spec));
-    panel = new KINDS[spec.kind](spec);
-    panel.seen = true;
-  }
+  const panel = panels[spec.id];
   panel.spec = spec; panel.cache = {};
   return panel.refresh();
 }
@@ -25,8 +27,9 @@ async function ask() {
   if (changed) {
     version = state.version;
     document.getElementById('alerts').replaceChildren(...state.alerts.map(alert => make('article', {class: 'finding fault'},
-      make('p', {}, make('b', {class: 'code'}, `step ${alert.step}`), ` ${alert.sentence}`))));
+      make('p', {}, alert))));
     document.getElementById('runs').replaceChildren(...state.lines.map(line => make('span', {}, line)));
+    state.figures.forEach(add);
     for (const spec of state.figures) await update(spec);
   }
   document.documentElement.dataset.ready = 'yes';
