@@ -173,4 +173,4 @@ def test_an_untrained_copy_has_the_loss_of_the_model(tmp_path):
     model = keras.Sequential([keras.Input((5, 2)), keras.layers.LSTM(3, name="lstm"), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     path = rl.report(model, X, Y, tmp_path / "r.html", baseline="init", diagnosis=False, jacobian=False)
-    assert "before training" in path.read_text("utf-8")
+    assert "re-initialised" in path.read_text("utf-8")

@@ -109,7 +109,7 @@ def test_a_report_of_a_file(rnnlens, folder, keras_files):
     assert (result.code, result.err) == (0, "wrote out.html\n")
     text = (folder / "out.html").read_text("utf-8")
     assert "<h1>Mine</h1>" in text
-    assert "before training" in text
+    assert "re-initialised" in text
     rnnlens("trace", keras_files / "good.keras", "data.npz", "-o", "run.nc")
     result = rnnlens("report", "run.nc", "--json")
     assert json.loads(result.out) == {"report": "report.html", "bytes": (folder / "report.html").stat().st_size}
