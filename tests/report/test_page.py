@@ -200,7 +200,7 @@ def test_findings_are_linked_to_what_shows_them(page, model, batch):
     assert len(links) == len(diagnosis.findings) > 0
     assert set(links) <= ids
     for finding in diagnosis.findings:
-        assert finding.sentence in " ".join(" ".join(parsed.texts).split())
+        assert finding.sentence in " ".join("".join(parsed.texts).split())
 
 
 def test_how_it_was_made_can_be_made_again(page):
