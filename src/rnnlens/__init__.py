@@ -49,6 +49,27 @@ _SUBMODULES = {
     "testing": "rnnlens.testing",
 }
 
+#: Name that users of other libraries may expect -> what to type instead.
+_OTHER_NAMES = {
+    "attention": 'rl.jacobian(model, x, wrt="input", frozen=True), the hidden attention',
+    "diagnosis": "rl.diagnose(model, x, y)",
+    "features_0d": "rl.plot.points(trace[layer].output)",
+    "features_1d": "rl.plot.curves(trace[layer].output)",
+    "features_2d": "rl.plot.heatmap(trace[layer].output)",
+    "features_hist": "rl.plot.histogram(trace[layer].output)",
+    "get_gradients": "rl.trace(model, x, y), then trace[layer].hidden_grad",
+    "get_outputs": "rl.trace(model, x), then trace[layer].output",
+    "get_rnn_weights": "rl.weights(model), then weights[layer]",
+    "get_weights": "rl.weights(model)",
+    "hessian": "rl.jacobian(model, x); there are no second derivatives",
+    "load": "rl.open(path)",
+    "rnn_heatmap": "rl.plot.weights_heatmap(rl.weights(model)[layer])",
+    "rnn_histogram": "rl.plot.weights_histogram(rl.weights(model)[layer])",
+    "saliency": 'rl.gradients(model, x, y, wrt="input")',
+    "save": "result.save(path), of any result",
+    "watch": "rl.torch.watch(model, ...), or rl.keras.Watch(...) among the callbacks of fit",
+}
+
 __all__ = ["__version__", *sorted({**_DEFINING_MODULES, **_SUBMODULES})]
 
 
@@ -62,13 +83,23 @@ def __getattr__(name: str) -> Any:
     else:
         value = None if name.startswith("_") else _registry().namespace(name)
         if value is None:
-            raise AttributeError(f"module 'rnnlens' has no attribute {name!r}")
+            raise AttributeError(_missing(name))
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     return [*__all__, *_registry().namespaces()]
+
+
+def _missing(name: str) -> str:
+    """Return the message for a public name that does not exist; a name with underscores is asked for by tools."""
+    from .errors import missing_attribute
+
+    if name.startswith("_"):
+        return f"module 'rnnlens' has no attribute {name!r}"
+    names = [public_name for public_name in __all__ if not public_name.startswith("_")]
+    return missing_attribute("module 'rnnlens'", name, names, "rl.", _OTHER_NAMES.get(name.lower()))
 
 
 def _registry() -> Any:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 
 class RnnlensError(Exception):
@@ -128,6 +129,20 @@ def did_you_mean(name: object, names: Iterable[str]) -> str:
     return f"did you mean {closest[0]!r}? Known: {listing}" if closest else f"one of: {listing}"
 
 
+def missing_attribute(owner: str, name: str, names: Iterable[str], prefix: str = "", other: str | None = None) -> str:
+    """Return the message for an attribute that does not exist, with the closest one, or ``other``, to type.
+
+    >>> print(missing_attribute("module 'rnnlens'", "gradient", ["gradients", "trace"], "rl."))
+    module 'rnnlens' has no attribute 'gradient'.
+      try:      rl.gradients
+    """
+    names = list(names)
+    closest = difflib.get_close_matches(name[:_LONGEST_NAME], names, n=1, cutoff=0.6)
+    listing = ", ".join(names)
+    hint = other or (f"{prefix}{closest[0]}" if closest else f"one of: {listing}")
+    return message(f"{owner} has no attribute {name!r}.", hint=hint)
+
+
 def short_repr(value: object) -> str:
     """Return a short description of any value for an error message, also of a large one or one whose repr fails.
 
@@ -155,11 +170,25 @@ def has_attribute(value: object, name: str) -> bool:
     return True
 
 
+class Explanation(NamedTuple):
+    """Likely cause of an exception of user code: the problem, what user code was called with, and what to type."""
+
+    problem: str
+    got: str | None = None
+    expected: str | None = None
+    hint: str = "the first traceback shows where"
+
+    def extended(self, got: str) -> Explanation:
+        """Return the explanation with the values given."""
+        return self._replace(got=got)
+
+
 @contextmanager
-def raised_by(subject: str) -> Iterator[None]:
+def raised_by(subject: str, explain: Callable[[Exception], Explanation | None] | None = None) -> Iterator[None]:
     """Convert exceptions of user code within the block to UserCodeError, with a message that starts with ``subject``.
 
-    RnnlensError, KeyboardInterrupt and SystemExit are not converted.
+    RnnlensError, KeyboardInterrupt and SystemExit are not converted. ``explain`` returns the likely cause of an
+    exception, or None.
 
     Raises
     ------
@@ -171,14 +200,24 @@ def raised_by(subject: str) -> Iterator[None]:
     except RnnlensError:
         raise
     except Exception as error:
-        raise _user_code_error(error, subject) from error
+        raise _user_code_error(error, subject, explain) from error
 
 
-def _user_code_error(error: Exception, subject: str) -> UserCodeError:
+def _user_code_error(
+    error: Exception, subject: str, explain: Callable[[Exception], Explanation | None] | None
+) -> UserCodeError:
     """Return a UserCodeError that is also an instance of the class of ``error``, if such a class can be created."""
     kind = type(error)
+    try:
+        explanation = explain(error) if explain is not None else None
+    except Exception:  # an explanation reads values of the user, and must not hide the exception
+        explanation = None
+    problem, values, expected, hint = explanation or Explanation("")
     text = message(
-        f"{subject} raised {kind.__name__}.", got=_short_message(error), hint="the first traceback shows where"
+        f"{subject} raised {kind.__name__}{f': {problem}' if problem else ''}.",
+        got=_short_message(error) if values is None else f"{values}: {_short_message(error)}",
+        expected=expected,
+        hint=hint,
     )
     if isinstance(error, StopIteration):  # within a generator it would end the generator
         return UserCodeError(text)

@@ -6,10 +6,12 @@ import importlib.util
 import inspect
 import re
 import sys
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
+from os import PathLike
 from typing import Any
 
-from ..errors import ModelError, UnsupportedError
+from ..errors import ModelError, UnsupportedError, short_repr
 from .protocol import Adapter
 
 #: (module that must be loaded already, base class within it, import path of the adapter). The first match counts, so a
@@ -52,7 +54,7 @@ def adapter_for(model: Any) -> Adapter:
     if adapter is None:
         raise ModelError(
             "This is not a model of a supported framework.",
-            got=f"{type(model).__module__}.{type(model).__qualname__}",
+            got=_description(model),
             expected="a model or layer of Keras 3 or tf_keras, a torch.nn.Module, or a net of rl.tf1.graph",
             hint=_hint_for(model),
         )
@@ -66,7 +68,24 @@ def _hint_for(model: Any) -> str:
     )
     if is_of_jax or inspect.isfunction(model) or inspect.ismethod(model):
         return "rl.jax.model(apply, params), for a function of JAX, a Linen module or a Haiku transform"
-    return "pass the model itself, not its path, its output or its weights"
+    if isinstance(model, type):
+        return f"an instance of it: model = {model.__name__}(...)"
+    if isinstance(model, str | PathLike):
+        return (
+            "load it first: torch.load(path, weights_only=False), keras.saving.load_model(path); rl.open reads results"
+        )
+    if isinstance(model, Mapping):
+        return "model.load_state_dict(weights), and then model in place of the weights"
+    return "pass the model itself, not its output or its weights"
+
+
+def _description(model: Any) -> str:
+    """Return what an object is that is no model."""
+    if isinstance(model, type):
+        return f"the class {model.__name__}"
+    if isinstance(model, str | PathLike):
+        return short_repr(model)
+    return f"{type(model).__module__}.{type(model).__qualname__}"
 
 
 def adapter_of(model: Any) -> Adapter | None:

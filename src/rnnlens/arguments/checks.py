@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from ..errors import CallError, FileError, InputError, RnnlensError, did_you_mean, has_attribute, short_repr
+from ..errors import CallError, FileError, InputError, RnnlensError, did_you_mean, has_attribute, shape_of, short_repr
 from ..settings import parse_memory
 
 #: Most items that are read from an iterator, which may be endless.
@@ -34,6 +34,17 @@ Check = Callable[[str, Any], Any]
 
 #: Arguments of other libraries that users may expect, each with a hint what to use instead.
 _FOREIGN_ARGUMENTS = {
+    **{name: 'layers=["lstm"], or wrt="lstm.weights" of gradients' for name in ("layer_name", "layer_names", "_id")},
+    "input_data": "x",
+    "inputs": "x",
+    "labels": "y",
+    "targets": "y",
+    "target": "y",
+    "learning_phase": "training=True",
+    "criterion": "loss=",
+    "loss_fn": "loss=",
+    "output": "of=",
+    "figsize": "figure=matplotlib.figure.Figure(figsize=(width, height))",
     "feed_dict": 'net = rl.tf1.graph(session, inputs={"x": placeholder}, outputs={"y": tensor}, loss=loss, '
     "targets=labels, feed={keep_prob: 1.0}) declares inputs, outputs and loss once; then rl.trace(net, x, y)",
 }
@@ -86,7 +97,7 @@ def _call_error(
         if unknown_name is None
         else did_you_mean(unknown_name, parameter_names)
     )
-    if unknown_name in _FOREIGN_ARGUMENTS and not hint.startswith("did you mean"):
+    if unknown_name in _FOREIGN_ARGUMENTS:
         hint = _FOREIGN_ARGUMENTS[unknown_name]
     return CallError(f"{function_name} cannot be called like this: {error}.", hint=hint)
 
@@ -274,7 +285,11 @@ def _check_loss(name: str, value: Any) -> Any:
         return str(value)
     if isinstance(value, str) or not callable(value):
         expected = "a function of the target and the output, in the framework's order, or the name of a loss"
-        raise InputError(f"{name}= cannot be called.", got=short_repr(value), expected=expected)
+        hint = "pass the function, not its value: loss=criterion, not loss=criterion(model(x), y)"
+        is_value = shape_of(value) is not None or isinstance(value, int | float)
+        raise InputError(
+            f"{name}= cannot be called.", got=short_repr(value), expected=expected, hint=hint if is_value else None
+        )
     return value
 
 

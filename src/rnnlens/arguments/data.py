@@ -32,7 +32,7 @@ def one_batch(name: str, value: Any) -> Any:
             f"{name} is a data set, and this function takes one batch.",
             got=type(value).__name__,
             expected="an array, or a tuple, list or dict of arrays",
-            hint="take one batch from it; rl.gradients(model, data_set) goes through all of them",
+            hint="x, y = next(iter(data_set)); rl.gradients(model, data_set) goes through all batches",
         )
     return examples(name, data_set(name, value))
 
@@ -263,7 +263,13 @@ def _from_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
     number_types = (int, float, complex, np.generic)
     if not all(isinstance(leaf, number_types) or has_attribute(leaf, "__array__") for leaf in values_of(value)):
         expected = "an array, or a tuple, list or dict of arrays"
-        raise InputError(f"{name} is not numeric data.", got=short_repr(value), expected=expected)
+        hint = TEXT_HINT if all(isinstance(leaf, str) for leaf in values_of(value)) else None
+        if is_model := hasattr(value, "parameters") or hasattr(value, "trainable_variables"):
+            is_first = name.isidentifier()
+            hint = "the model first: rl.trace(model, x, y)" if is_first else "a variable of rl.trace(model, x, y)"
+        got = f"a model, {type(value).__name__}" if is_model else short_repr(value)
+        raise InputError(f"{name} is not numeric data.", got=got, expected=expected, hint=hint)
+    _refuse_table(name, value)
     try:
         array = np.asarray(value)
     except Exception:
@@ -275,6 +281,26 @@ def _from_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
     if array.ndim == 0:
         raise InputError(f"{name} is a single number.", got=short_repr(value), expected="(sample, time, feature)")
     return array
+
+
+def _refuse_table(name: str, value: Any) -> None:
+    """Raise InputError for a table of measurements as input: its rows are steps or samples, which only the user knows.
+
+    A table of integers passes: it is read as token ids, (sample, time).
+    """
+    if name.partition("[")[0] != "x" or not is_instance(value, ("pandas", "DataFrame"), ("polars", "DataFrame")):
+        return
+    values = value.to_numpy()
+    if values.dtype.kind != "f":
+        return
+    window = "numpy.lib.stride_tricks.sliding_window_view"
+    raise InputError(
+        f"{name} is a table, and a recurrent network reads sequences.",
+        got=f"DataFrame of {values.shape[0]} rows and {values.shape[1]} columns",
+        expected="an array of shape (sample, time, feature)",
+        hint=f"if rows are steps, windows of 20: x = {window}(df.to_numpy('float32'), 20, axis=0).swapaxes(1, 2).copy(); "
+        "if each row is a sample: df.to_numpy('float32')",
+    )
 
 
 def _is_array(leaf: Any) -> bool:

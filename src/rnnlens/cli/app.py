@@ -76,7 +76,7 @@ def run(arguments: Sequence[str] | None) -> int:
         if "--debug" in argument_list:
             traceback.print_exc()
         if isinstance(error, RnnlensError):
-            console.print_error(str(error))
+            console.print_error(console.in_command_line(str(error)))
             return 2
         got = f"{type(error).__name__}: {error}"
         console.print_error(message("An unexpected error.", got=got, hint="--debug shows where"))
@@ -225,6 +225,7 @@ def diagnose(
     baseline: Annotated[
         bool, typer.Option("--baseline", help="Also measure the memory of the re-initialised model.")
     ] = False,
+    loss: Loss = None,
     as_json: AsJson = False,
     samples: Annotated[int, typer.Option("--samples", "-n", help="Largest number of samples.")] = 512,
     seed: Seed = 0,
@@ -241,7 +242,13 @@ def diagnose(
     batch = steps.read_data(data)
     loaded_model = steps.load_model(model, weights=weights, imports=imports or (), unsafe=unsafe)
     result = steps.diagnose(
-        loaded_model, batch.x, batch.y, baseline="init" if baseline else None, samples=samples, seed=seed
+        loaded_model,
+        batch.x,
+        batch.y,
+        baseline="init" if baseline else None,
+        loss=steps.loss_of(loss),
+        samples=samples,
+        seed=seed,
     )
     console.print_plain(result.to_json() if as_json else result)
     if output is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from typing import Any
 
@@ -32,6 +33,27 @@ def print_error(text: str) -> None:
     if other_lines:
         styled_text.append(f"\n{other_lines}", style="not bold red")
     stderr_console().print(styled_text, soft_wrap=True)
+
+
+#: What to type in Python -> what to type on the command line, as regular expressions of lines of messages.
+_COMMAND_LINE_WORDS = (
+    (r"loss=callable\(output, target\)", "--loss NAME, or --loss package.module:function"),
+    (r"model\.compile\(loss=\.\.\.\), or pass loss=, such as loss=\"mse\"", "--loss mse"),
+    (r"loss=torch\.nn\.functional\.(\w+?)(_loss)?$", r"--loss \1"),
+    (r"loss=lambda (.*?), where (\w+) is .*$", r"--loss my_module:loss, in which loss = lambda \1"),
+    (r"loss=lambda (.*)$", r"--loss my_module:loss, in which loss = lambda \1"),
+    (r"rl\.trace\(model, x, y, loss=\.\.\.\) or a compiled model", "--loss NAME"),
+    (r" in place of y\b", ", saved as y of the data file"),
+    (r"^(  try:      )layers=\[", r"\1--layers ["),
+)
+
+
+def in_command_line(text: str) -> str:
+    """Return a message with what to type on the command line in place of what to type in Python."""
+    lines = text.split("\n")
+    for pattern, words in _COMMAND_LINE_WORDS:
+        lines = [re.sub(pattern, words, line) if line.startswith(("  expected:", "  try:")) else line for line in lines]
+    return "\n".join(lines)
 
 
 def print_remark(text: str) -> None:

@@ -116,7 +116,8 @@ def _open_arrays(path: Path) -> Iterator[_Arrays]:
     try:
         if not path.is_file():
             expected = "a .npz file, as numpy.savez writes"
-            raise FileError("There is no such data file.", got=str(path), expected=expected)
+            hint = "numpy.savez('data.npz', x=x, y=y), with x of shape (sample, time, feature)"
+            raise FileError("There is no such data file.", got=str(path), expected=expected, hint=hint)
         with path.open("rb") as stream:
             yield _Arrays(path, stream)
     except RnnlensError:

@@ -27,7 +27,7 @@ from typing import Any
 import h5py
 
 from ..adapters.registry import adapter_for, adapter_of
-from ..errors import FileError, InputError, MissingDependencyError, ModelError, RnnlensError
+from ..errors import FileError, InputError, MissingDependencyError, ModelError, RnnlensError, did_you_mean
 from .console import print_remark
 from .data import check_archive
 
@@ -52,7 +52,7 @@ def load_model(spec: str, *, weights: Path | None = None, imports: Iterable[str]
         return _load_keras(Path(spec), imports, unsafe)
     if not _FACTORY.fullmatch(spec):
         expected = "a path ending in .keras or .h5, the folder of a SavedModel, or package.module:factory"
-        raise InputError("This names no model.", got=repr(spec), expected=expected)
+        raise InputError("This names no model.", got=repr(spec), expected=expected, hint=_model_hint(spec))
     _choose_engine(announce=False)
     _import_custom_objects(imports)
     model = _model_of(spec)
@@ -62,6 +62,20 @@ def load_model(spec: str, *, weights: Path | None = None, imports: Iterable[str]
         check_archive(weights)
         adapter_for(model).load_weights(model, weights, unsafe=unsafe)
     return model
+
+
+def _model_hint(spec: str) -> str | None:
+    """Return what to type instead of a torch file, a Python file or a module without a function."""
+    path = Path(spec)
+    if path.suffix in (".pt", ".pth", ".ckpt", ".bin", ".safetensors"):
+        return (
+            f"my_module:make --weights {spec}, where make() in my_module.py returns the model. A file of the whole model "
+            f"has its weights in torch.load({path.name!r}, weights_only=False).state_dict(): save these"
+        )
+    if path.suffix == ".py" or spec.replace(".", "").isidentifier():
+        module = ".".join(path.with_suffix("").parts) if path.suffix == ".py" else spec
+        return f"{module}:make, where make() in it returns the model"
+    return None
 
 
 def _load_keras(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
@@ -194,7 +208,13 @@ def resolve(spec: str) -> Any:
     named_object = _import_module(module_name)
     for attribute in dotted_name.split("."):
         if not hasattr(named_object, attribute):
-            raise InputError(f"{module_name} has nothing named {dotted_name!r}.", got=spec)
+            names = [
+                name
+                for name, value in getattr(named_object, "__dict__", {}).items()
+                if callable(value) and not name.startswith("_")
+            ]
+            hint = did_you_mean(attribute, names)
+            raise InputError(f"{module_name} has nothing named {dotted_name!r}.", got=spec, hint=hint)
         named_object = getattr(named_object, attribute)
     return named_object
 

@@ -4,6 +4,7 @@ No function here computes statistics, calls ``show()``, or changes global settin
 Save one with ``.save("run.png")``, or let a notebook display the returned value, which is an array of its Axes.
 """
 
+from ..errors import missing_attribute as missing_attribute
 from .curves import curves as curves
 from .curves import points as points
 from .diagnosis import diagnosis as diagnosis
@@ -35,6 +36,29 @@ from .weights import weight_lags as weight_lags
 from .weights import weights_heatmap as weights_heatmap
 
 __all__ = sorted(name for name, figure in vars().items() if getattr(figure, "__module__", "").startswith(__name__))
+
+#: Figure that users of other libraries may expect -> what to type instead.
+_OTHER_FIGURES = {
+    "attention": "rl.plot.total_and_frozen(total, frozen), of rl.jacobian(...) and rl.jacobian(..., frozen=True)",
+    "saliency": 'rl.plot.input_map(rl.gradients(model, x, y, wrt="input")["input"])',
+    "phase_portrait": "rl.plot.trajectories(trace[layer].hidden, fixed_points=...)",
+    "pca": "rl.plot.trajectories(trace[layer].hidden)",
+    "loss": "rl.plot.timeline(run)",
+    "features_0d": "rl.plot.points(array)",
+    "features_1d": "rl.plot.curves(array)",
+    "features_2d": "rl.plot.heatmap(array)",
+    "features_hist": "rl.plot.histogram(array)",
+    "rnn_heatmap": "rl.plot.weights_heatmap(weights[layer])",
+    "rnn_histogram": "rl.plot.weights_histogram(weights[layer])",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(
+        missing_attribute("module 'rnnlens.plot'", name, __all__, "rl.plot.", _OTHER_FIGURES.get(name.lower()))
+    )
 
 
 def __dir__() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import re
@@ -14,10 +15,38 @@ from matplotlib.cbook import normalize_kwargs
 
 from ..arguments import Check, anything, as_list, as_numbers, integer, names, number, one_of, switch, text
 from ..arguments import checked as check_arguments
-from ..errors import InputError, RnnlensError, did_you_mean, has_attribute, short_repr
+from ..errors import InputError, RnnlensError, has_attribute, short_repr
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+#: Keywords of See RNN's figures -> what to type instead.
+_OTHER_KEYWORDS = {
+    "n_rows": "ax=matplotlib.figure.Figure().subplots(n_rows, n_columns).ravel()",
+    "share_xy": "shared=True, in the figures that have it; time is always shared",
+    "show_title": 'title=""',
+    "show_xy_ticks": "ax.tick_params(...), of the returned Axes",
+    "show_borders": "ax.set_frame_on(...), of the returned Axes",
+    "show_colorbar": "colorbar=",
+    "timesteps_xaxis": 'x="time", in the figures that have it',
+    "max_timesteps": "array.isel(time=slice(n)), of what is drawn",
+    "reflect_half": "as_computed=True",
+    "absolute_value": "absolute=True",
+    "mode": "a gradient itself, such as trace[layer].hidden_grad",
+    "annotations": "array.assign_coords(unit=names), of what is drawn",
+    "subplot_samples": 'panel="sample", or samples="panels"',
+    "peaks_to_clip": "clip_peaks=",
+    "equate_axes": "shared=",
+    "channel_axis": "dims=, or x= and y=",
+    "savepath": "rl.plot.figure(...).save(path)",
+    "configs": "matplotlib's own keywords, such as color=; or methods of the returned Axes",
+    "w": "figure=matplotlib.figure.Figure(figsize=(width, height))",
+    "h": "figure=matplotlib.figure.Figure(figsize=(width, height))",
+    "figsize": "figure=matplotlib.figure.Figure(figsize=(width, height))",
+    "ylims": "axes[0].set_ylim(...), of the returned Axes",
+    "xlims": "axes[0].set_xlim(...), of the returned Axes",
+    "tight": "nothing: the layout adapts itself",
+}
 
 #: Largest accepted numbers of panels, lines, bins and delays; more would be slow and unreadable.
 _PANELS, _LINES, _BINS, _DELAYS = 1000, 100_000, 100_000, 1000
@@ -146,7 +175,7 @@ def drawing(artist: type, *, extra: Sequence[str] = (), **table: Check) -> Calla
         def draw(*args: P.args, **kwargs: P.kwargs) -> R:
             artist_properties = {name: value for name, value in kwargs.items() if name not in parameters}
             own_arguments: dict[str, Any] = {name: value for name, value in kwargs.items() if name in parameters}
-            _refuse_unknown(artist_properties, artist, extra, function.__name__)
+            _refuse_unknown(artist_properties, artist, extra, function.__name__, list(parameters)[1:-1])
             try:
                 return function(*args, **own_arguments, **normalize_kwargs(artist_properties, artist))
             except RnnlensError:
@@ -197,14 +226,18 @@ def _properties_of(artist: type) -> frozenset[str]:
     return frozenset(inspector.get_setters()).union(*inspector.aliasd.values())
 
 
-def _refuse_unknown(keywords: Mapping[str, Any], artist: type, extra: Iterable[str], figure: str) -> None:
+def _refuse_unknown(
+    keywords: Mapping[str, Any], artist: type, extra: Iterable[str], figure: str, own_names: Sequence[str]
+) -> None:
     """Raise InputError for a keyword that is no property of ``artist`` and no further one of the drawing call."""
     known_names = _properties_of(artist).union(extra)
     for name in keywords:
         if name not in known_names:
+            closest = difflib.get_close_matches(name, [*own_names, *known_names], n=1, cutoff=0.7)
+            hint = f"{closest[0]}=" if closest else f"leave it out; plot.{figure} has {', '.join(own_names)}"
             raise InputError(
-                f"plot.{figure} and matplotlib's {artist.__name__} know no such keyword.",
-                got=f"{name}=",
-                expected=f"a property of {artist.__name__}",
-                hint=did_you_mean(name, sorted(known_names)).split(" Known:")[0],
+                f"plot.{figure} has no keyword {name}=.",
+                got=f"{name}={short_repr(keywords[name])}",
+                expected=f"a parameter of plot.{figure}, or a property of matplotlib's {artist.__name__}",
+                hint=_OTHER_KEYWORDS.get(name, hint),
             )

@@ -14,6 +14,7 @@ finds the class by its kind, and imports the module of that name in this folder 
 from __future__ import annotations
 
 import copy
+import difflib
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -24,7 +25,7 @@ import xarray as xr
 
 from ..arguments import checked
 from ..arguments import path as path_of
-from ..errors import LayerNotFoundError, did_you_mean, short_repr
+from ..errors import LayerNotFoundError, did_you_mean, missing_attribute, short_repr
 from .array import aligned_text, compute_with_record
 from .checks import Certificate, Check, worst_of
 from .disk.regions import ChunkTasks
@@ -254,6 +255,31 @@ class Result(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         return self._node(self._resolve(name))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(self._missing_attribute(name), name=name, obj=self)
+
+    def _missing_attribute(self, name: str) -> str:
+        """Return the message for an attribute that does not exist: a variable is one of a layer of the result."""
+        layer = next(iter(self._paths), None)
+        variable_names = [] if layer is None else [str(variable) for variable in self.dataset(layer).data_vars]
+        attribute_names = [attribute for attribute in dir(self) if not attribute.startswith("_")]
+        closest = difflib.get_close_matches(name, [*variable_names, *attribute_names], n=1, cutoff=0.6)
+        owner = self.kind or "result"
+        in_layer = f"{owner}[{layer!r}]"
+        gradients = [variable for variable in variable_names if variable.endswith("_grad")]
+        other = None
+        if name in ("grad", "grads", "gradient", "gradients") and gradients:
+            other = f"{in_layer}.{'hidden_grad' if 'hidden_grad' in gradients else gradients[0]}: one of {gradients}"
+        elif closest and closest[0] in variable_names:
+            other = f"{in_layer}.{closest[0]}: variables belong to a layer"
+        elif name in self._paths:
+            other = f"{owner}[{name!r}]"
+        elif not closest and variable_names:
+            other = f"{in_layer} has {', '.join(variable_names)}; the {owner} itself has {', '.join(attribute_names)}"
+        return missing_attribute(f"{type(self).__name__}", name, attribute_names, f"{owner}.", other)
 
     def __contains__(self, name: object) -> bool:
         try:

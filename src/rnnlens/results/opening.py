@@ -221,4 +221,6 @@ def _convert_read_errors(source: Path) -> Iterator[None]:
 
 def _check_exists(source: Path) -> None:
     if not source.exists():
-        raise FileError("There is no such file.", got=str(source), expected="a result saved by rnnlens")
+        results = sorted(path.name for path in source.parent.glob("*") if path.suffix in (".nc", ".zarr"))[:10]
+        hint = f"in {source.parent}: {', '.join(results)}" if results else f'trace.save("{source.name}") writes one'
+        raise FileError("There is no such file.", got=str(source), expected="a result saved by rnnlens", hint=hint)

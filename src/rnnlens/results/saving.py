@@ -147,7 +147,10 @@ def engine_of(path: Path) -> str:
     engine = _ENGINES.get(path.suffix.lower())
     if engine is None:
         raise FileError(
-            "The suffix of the path must name the format.", got=str(path), expected="a path in .nc or .zarr"
+            "The suffix of the path must name the format.",
+            got=str(path),
+            expected="a path in .nc or .zarr",
+            hint=f"{path.stem or 'result'}.nc for a result; models are saved and loaded by their framework",
         )
     return engine
 

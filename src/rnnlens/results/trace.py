@@ -53,7 +53,8 @@ class TracedLayer(LayerView):
         states = cell_of_kind(cell).states
         is_state = name.removesuffix("_grad") in states or name.startswith(("state_", "initial_", "final_"))
         if name not in QUANTITIES and not is_state:
-            hint = did_you_mean(name, self)
+            gate_names = self.dataset["gate"].values.tolist() if "gate" in self.dataset.coords else []
+            hint = f'gates.sel(gate="{name}")' if name in gate_names else did_you_mean(name, self)
             return message(f"No quantity named {name!r} for layer {self.name!r}.", hint=hint)
         if name in ("cell", "cell_grad") and "cell" not in states:
             return message(f"{problem}: {cell} has no cell state.", expected=f"one of: {', '.join(self)}")

@@ -15,6 +15,7 @@ from ...arguments import as_numpy
 from ...errors import InputError, UnsupportedError, raised_by, short_repr
 from ...typing import leaves_of, map_leaves
 from ..protocol import Batch
+from ..shared.call_errors import explain_loss
 from .models import JaxModel
 
 
@@ -106,7 +107,7 @@ def refuse_options(model: Any, batch: Batch) -> None:
 def loss_value(loss: Callable[..., Any], outputs: Any, batch: Batch, target: Any, weight: Any) -> Any:
     """Evaluate the user's loss of outputs; with sample weights they are its third argument."""
     arguments = [outputs, *([] if batch.y is None else [target]), *([] if batch.sample_weight is None else [weight])]
-    with raised_by("Your loss"):
+    with raised_by("Your loss", explain_loss(loss, outputs, batch.y, output_first=True)):
         value = loss(*arguments)
     return scalar(value, getattr(loss, "__name__", type(loss).__name__))
 

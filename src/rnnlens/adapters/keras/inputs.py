@@ -181,6 +181,7 @@ def _check_count(keras: Dialect, name: str, value: Any, count: int) -> None:
                 f"{name} has another number of samples than x.",
                 got=f"{name} of shape {tuple(leaf.shape)}",
                 expected=f"{count} samples",
+                hint="x and y of the same samples, such as x[:n], y[:n]",
             )
 
 

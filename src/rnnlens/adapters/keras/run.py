@@ -15,6 +15,7 @@ import numpy as np
 from ...autodiff import Engine, Memo, Tap
 from ...errors import raised_by
 from ...settings import current
+from ..shared.call_errors import explain_loss
 from .dialect import Dialect
 from .hooks import ChangedStateError, LayerCall, LayerRecorder, RunRequest, Starts, SteppedLayerError
 from .restore import borrowed, open_log, python_state_restored
@@ -37,7 +38,8 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
             with raised_by("Your model"):
                 outputs = call_model(job.model, x, job.batch.training)
             outputs = _tap_tensors(job, "model|output", outputs, tap)
-        with raised_by("Your loss"):
+        loss = job.batch.loss
+        with raised_by("Your loss", explain_loss(loss, outputs, job.batch.y, output_first=False)):
             value = None if job.loss is None else job.loss(x, y, outputs, weight)
         has_added_losses = keras.adds_losses(job.model)
     for call in job.calls:

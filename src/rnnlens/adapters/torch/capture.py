@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import ModelError, raised_by
+from ...errors import ModelError
 from ..protocol import Batch, Capture, ChainLink, SequenceCall, Taps
 from ..shared import hook_in_this_thread, substitute_in_this_thread
 from .assemble import Assembler
@@ -30,7 +30,7 @@ from .forward_pass import ForwardPass, forward_pass, run_until_recorded
 from .fused import CallOwners, KernelInterceptor
 from .inputs import call_model, detach_tensors, map_leaves, replay_copy, returned_tensors, tensors_of
 from .loops import CellHook, KeptStateHook, MethodHook, StepListener, settle_roles
-from .losses import evaluate, gradients_of, reaches
+from .losses import evaluate, gradients_of, loss_errors, reaches
 from .public import ANY_SCAN, KEPT_STATES, LISTENER, SCANS, is_declared_cell
 from .record import (
     CallRecorder,
@@ -69,7 +69,7 @@ def capture(model: nn.Module, batch: Batch, request: Taps) -> Capture:
 def output_tensors(model: nn.Module, batch: Batch) -> Any:
     """Run a model without gradients and recordings, and return its outputs."""
     with forward_pass(unwrap(model), batch) as borrowed, torch.no_grad():
-        return detach_tensors(call_model(borrowed.model, borrowed.x))
+        return detach_tensors(call_model(borrowed.model, borrowed.x, borrowed.batch))
 
 
 def recorded_call(
@@ -82,7 +82,7 @@ def recorded_call(
     """
     with chain.watch(), recording_hooks(borrowed.model, recorder, requested, borrowed.batch) as interceptor:
         try:
-            outputs = call_model(borrowed.model, borrowed.x)
+            outputs = call_model(borrowed.model, borrowed.x, borrowed.batch)
         finally:
             if interceptor.needs_weights_in_graph:  # also the reason of an error in the forward
                 recorder.rules.weights_in_graph = True
@@ -94,7 +94,7 @@ def recorded_call(
     remove_nested_cells(recorder, training=borrowed.batch.training)
     mark_endings(recorder)
     refuse_hooked(recorder)
-    with raised_by("Your loss"):
+    with loss_errors(borrowed.batch, outputs):
         loss = evaluate(borrowed.batch, outputs, borrowed.model)
     check_joints(recorder, [*tensors_of(outputs), *([] if loss is None else [loss])])
     return outputs, loss, interceptor.cut_gradients and not recorder.rules.ignore_no_grad

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_calls
 
-from ...errors import raised_by
 from ...layout import Axis, Layout, layout_of_axes
 from ...recurrence.cells import GRU, LSTM, SimpleRNN
 from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
@@ -31,7 +30,7 @@ from ..protocol import Batch, Capture, ChainLink, Port, RecurrentCall, Taps
 from .discover import fingerprint
 from .forward_pass import forward_pass
 from .inputs import call_model
-from .losses import evaluate, gradients_of, reaches
+from .losses import evaluate, gradients_of, loss_errors, reaches
 from .weights import NAMES, named_copies, node_name
 
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
@@ -380,7 +379,7 @@ def _capture_pass(model: nn.Module, batch: Batch, request: Taps) -> Capture | No
             return None
         recorder = ChainRecorder(model, taps=True, separate=separate)
         with recorder.watch():
-            outputs = call_model(borrowed.model, borrowed.x)
+            outputs = call_model(borrowed.model, borrowed.x, batch)
         links, layer_tensors = recorder.chain(outputs), recorder.calls or {}
         is_changed = any(
             call.versions_and_sums != tuple(map(_version_and_sum, call.returned)) for call in layer_tensors.values()
@@ -389,7 +388,7 @@ def _capture_pass(model: nn.Module, batch: Batch, request: Taps) -> Capture | No
             return None
         loss = None
         if batch.loss is not None or batch.y is not None:
-            with raised_by("Your loss"):
+            with loss_errors(batch, outputs):
                 loss = evaluate(borrowed.batch, outputs, borrowed.model)
         requested = [call for path, call in layer_tensors.items() if request.layers is None or path in request.layers]
         gradients, differentiated = None, requested

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,7 +15,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ... import typing
 from ...arguments import as_numpy
-from ...errors import InputError, raised_by
+from ...errors import Explanation, InputError, raised_by
+from ..protocol import Batch
+from ..shared.call_errors import explain_forward
 from .cells import has_own_forward
 
 
@@ -86,14 +89,15 @@ def as_tensors(data: Any, model: nn.Module, argument_name: str, device: torch.de
     return map_leaves(data, to_tensor)
 
 
-def call_model(model: nn.Module, x: Any) -> Any:
+def call_model(model: nn.Module, x: Any, batch: Batch | None = None) -> Any:
     """Call ``model(x)``, ``model(*x)`` for a tuple or list, or ``model(**x)`` for a dict.
 
     A dict, or named tuple, whose keys are no parameters of ``forward`` is its one argument. Tensors are copied, because
-    the model may change them.
+    the model may change them. Exceptions of the model are explained by the data of ``batch``, if that is passed.
     """
     x = clone_tensors(x)
-    with raised_by("Your model's forward"), ExitStack() as stack:
+    explain = None if batch is None else functools.partial(_explain, model, x, batch.y)
+    with raised_by("Your model's forward", explain), ExitStack() as stack:
         for module in model.modules():
             config: Any = getattr(module, "config", None)
             if getattr(config, "use_cache", None) is True:  # of Hugging Face; a cache is only for generation
@@ -111,6 +115,21 @@ def call_model(model: nn.Module, x: Any) -> Any:
         if isinstance(x, (tuple, list)) and not isinstance(x, PackedSequence):
             return model(*x)
         return model(x)
+
+
+def _explain(model: nn.Module, x: Any, y: Any, error: Exception) -> Explanation | None:
+    """Explain an exception of a model's forward by its input and the model's first recurrent layer."""
+    recurrent = next((m for m in model.modules() if isinstance(m, (nn.RNNBase, nn.RNNCellBase))), None)
+    # An input that a layer below the recurrent one embeds or projects has other features.
+    reads_x = recurrent is not None and next(model.parameters(), None) is next(recurrent.parameters(), None)
+    _, dtype = device_and_dtype(model)
+    return explain_forward(
+        x,
+        y,
+        weights_dtype=str(dtype).rpartition(".")[2],
+        weights_devices={str(p.device) for p in model.parameters()},
+        features=recurrent.input_size if recurrent is not None and reads_x else None,
+    )(error)
 
 
 def with_gradient_leaves(x: Any) -> tuple[Any, list[Tensor]]:

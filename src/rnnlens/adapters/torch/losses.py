@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ...autodiff.torch import backward_pass, pull_gradients
 from ...errors import InputError, UnsupportedError, did_you_mean, raised_by
 from ...typing import Array, named_constants
 from ..protocol import Batch, Outputs
+from ..shared.call_errors import explain_loss
 from .cells import at_least_float32
 from .discover import named_modules, unwrap
 from .inputs import as_tensors, leaves_of, map_leaves, returned_leaves, tensors_of
@@ -51,7 +53,7 @@ def evaluate(batch: Batch, outputs: Any, model: nn.Module) -> torch.Tensor | Non
             raise InputError(
                 "A target was given, but no loss: torch models have no compiled loss.",
                 expected="loss=callable(output, target)",
-                hint="loss=torch.nn.functional.mse_loss",
+                hint=f"loss=torch.nn.functional.{_usual_loss(batch.y)}",
             )
         return None
     loss = resolve_loss(batch.loss)
@@ -72,6 +74,16 @@ def evaluate(batch: Batch, outputs: Any, model: nn.Module) -> torch.Tensor | Non
         if batch.sample_weight is None and batch.class_weight is None:
             return _as_scalar(loss(outputs, target), loss)
         return _as_scalar(weighted_loss(loss, outputs, target, batch, model), loss)
+
+
+def _usual_loss(y: Any) -> str:
+    """Return the name of the usual loss of a target: of classes, or of measured values."""
+    return "cross_entropy" if "int" in str(getattr(y, "dtype", "")) else "mse_loss"
+
+
+def loss_errors(batch: Batch, outputs: Any) -> AbstractContextManager[None]:
+    """Convert exceptions of the user's loss within the block, explained by what it was called with."""
+    return raised_by("Your loss", explain_loss(batch.loss, outputs, batch.y, output_first=True))
 
 
 def gradients_of(loss: Tensor, tensors: Iterable[Tensor], *, retain_graph: bool = False) -> dict[int, Tensor]:
@@ -114,9 +126,17 @@ def _as_scalar(value: Any, loss: Any) -> torch.Tensor:
             "The loss is not a scalar.",
             got=f"{loss_name(loss)} returned {'shape ' if isinstance(shape, tuple) else ''}{shape}",
             expected="a tensor with one value",
-            hint="reduce it: .mean() or .sum(), or reduction='mean'",
+            hint=_scalar_hint(value),
         )
     return value.reshape(())
+
+
+def _scalar_hint(value: Any) -> str:
+    if value is None:
+        return "return the loss from the function: lambda output, y: criterion(output, y)"
+    if isinstance(value, int | float):
+        return "leave out .item() or float(): a tensor can be differentiated, a number cannot"
+    return "reduce it: .mean() or .sum(), or reduction='mean'"
 
 
 class BroadcastCheck(TorchFunctionMode):  # type: ignore[misc]

@@ -1,0 +1,210 @@
+"""Typical mistakes: the message says what is wrong, what was given and expected, and what it says to type works."""
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from torch import nn
+
+import rnnlens as rl
+
+X = torch.randn(6, 10, 4, generator=torch.Generator().manual_seed(0))
+CLASSES = torch.tensor([0, 1, 2, 0, 1, 2])
+ONE_HOT = nn.functional.one_hot(CLASSES, 3)
+VALUES = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
+cross_entropy, mse = nn.CrossEntropyLoss(), nn.MSELoss()
+
+
+class Net(nn.Module):
+    def __init__(self, *, every_step=False, with_state=False):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 3)
+        self.every_step, self.with_state = every_step, with_state
+
+    def forward(self, x):
+        hidden, state = self.lstm(x)
+        output = self.head(hidden if self.every_step else hidden[:, -1])
+        return (output, state) if self.with_state else output
+
+
+def trace(x=X, y=CLASSES, loss=cross_entropy, model=None):
+    return rl.trace(Net() if model is None else model, x, y, loss=loss, quantities="hidden")
+
+
+#: Mistake -> the arguments of ``trace``, text of the message, and what it says to type instead.
+LOSSES = {
+    "one-hot for an index": ({"y": ONE_HOT}, "y.argmax(-1) in place of y", {"y": ONE_HOT.argmax(-1)}),
+    "one-hot for an index, NumPy": (
+        {"y": ONE_HOT.numpy()},
+        "numpy.argmax(y, -1) in place of y",
+        {"y": np.argmax(ONE_HOT.numpy(), -1)},
+    ),
+    "an index for one-hot": (
+        {"loss": mse},
+        "torch.nn.functional.one_hot(y.long(), 3).float() in place of y",
+        {"loss": mse, "y": torch.nn.functional.one_hot(CLASSES.long(), 3).float()},
+    ),
+    "an index for one-hot, NumPy": (
+        {"loss": mse, "y": CLASSES.numpy()},
+        "numpy.eye(3, dtype='float32')[numpy.asarray(y, int)] in place of y",
+        {"loss": mse, "y": np.eye(3, dtype="float32")[np.asarray(CLASSES.numpy(), int)]},
+    ),
+    "classes as floats": ({"y": CLASSES.float()}, "y.long() in place of y", {"y": CLASSES.float().long()}),
+    "classes of 32 bits": (
+        {"y": CLASSES.numpy().astype("int32")},
+        "y.astype('int64') in place of y",
+        {"y": CLASSES.numpy().astype("int32").astype("int64")},
+    ),
+    "a column of classes": (
+        {"y": CLASSES[:, None]},
+        "y.squeeze(-1) in place of y",
+        {"y": CLASSES[:, None].squeeze(-1)},
+    ),
+    "classes from 1": ({"y": CLASSES + 1}, "y - 1, as classes count from 0", {"y": CLASSES + 1 - 1}),
+    "a class too large": ({"y": CLASSES + 2}, "a last layer with 5 outputs", {}),
+    "swapped arguments": (
+        {"loss": lambda y, out: nn.functional.cross_entropy(out, y)},
+        "loss=lambda output, target: your_loss(target, output)",
+        {"loss": lambda output, target: (lambda y, out: nn.functional.cross_entropy(out, y))(target, output)},
+    ),
+    "a loss of the output alone": (
+        {"loss": lambda out: out.sum()},
+        "leave out y",
+        {"loss": lambda o: o.sum(), "y": None},
+    ),
+    "a model that returns a tuple": (
+        {"model": Net(with_state=True)},
+        "loss=lambda output, y: criterion(output[0], y)",
+        {"model": Net(with_state=True), "loss": lambda output, y: cross_entropy(output[0], y)},
+    ),
+    "classes at each step": (
+        {"model": Net(every_step=True), "y": CLASSES[:, None].expand(6, 10)},
+        "loss=lambda output, y: torch.nn.functional.cross_entropy(output.transpose(1, 2), y)",
+        {
+            "model": Net(every_step=True),
+            "y": CLASSES[:, None].expand(6, 10),
+            "loss": lambda output, y: torch.nn.functional.cross_entropy(output.transpose(1, 2), y),
+        },
+    ),
+    "a shorter y": ({"y": CLASSES[:5]}, "x[:5]", {"x": X[:5], "y": CLASSES[:5]}),
+    "a longer y": ({"x": X[:5]}, "y[:5]", {"x": X[:5], "y": CLASSES[:5]}),
+    "weights of the loss on another device": (
+        {"loss": nn.CrossEntropyLoss(weight=torch.ones(3, device="meta"))},
+        "criterion.to('cpu')",
+        {"loss": nn.CrossEntropyLoss(weight=torch.ones(3))},
+    ),
+    "an undefined mistake": ({"loss": lambda out, y: out.nothing}, "loss(model(x), y) by itself raises the same", {}),
+}
+INPUTS = {
+    "float64": ({"x": X.double()}, "x.to(torch.float32)", {"x": X.double().to(torch.float32)}),
+    "a model in float64": (
+        {"model": Net().double()},
+        "x.to(torch.float64)",
+        {"model": Net().double(), "x": X.double()},
+    ),
+    "one sequence": ({"x": X[0], "y": CLASSES[:1]}, "x[None]", {"x": X[0][None], "y": CLASSES[:1]}),
+    "four axes": ({"x": X[None]}, "x.squeeze(0)", {"x": X[None].squeeze(0)}),
+    "turned axes": ({"x": X.transpose(1, 2)}, "x.transpose(1, 2)", {"x": X.transpose(1, 2).transpose(1, 2)}),
+    "other features": ({"x": X[..., :3]}, "x with the 4 features of the training", {}),
+    "x and y swapped": ({"x": CLASSES, "y": X}, "swap x and y", {}),
+    "weights without values": ({"model": Net().to("meta")}, "model.to_empty(device='cpu')", {}),
+}
+
+
+@pytest.mark.parametrize(("arguments", "hint", "mended"), LOSSES.values(), ids=LOSSES)
+def test_a_loss_that_raises_is_explained(arguments, hint, mended):
+    with pytest.raises(rl.errors.UserCodeError) as caught:
+        trace(**arguments)
+    text = str(caught.value)
+    assert text.startswith("Your loss raised ")
+    assert "\n  got:      output " in text
+    assert hint in text.rpartition("\n  try:      ")[2]
+    assert trace(**mended)["lstm"].hidden.shape[-1] == 8
+
+
+@pytest.mark.parametrize(("arguments", "hint", "mended"), INPUTS.values(), ids=INPUTS)
+def test_a_forward_that_raises_is_explained(arguments, hint, mended):
+    with pytest.raises(rl.errors.UserCodeError) as caught:
+        trace(**arguments)
+    text = str(caught.value)
+    assert text.startswith("Your model's forward raised ")
+    assert "\n  got:      x " in text
+    assert "\n  expected: " in text
+    assert hint in text.rpartition("\n  try:      ")[2]
+    assert trace(**mended)["lstm"].hidden.shape[-1] == 8
+
+
+def test_an_exception_keeps_its_class_and_its_traceback():
+    with pytest.raises(ZeroDivisionError) as caught:
+        trace(loss=lambda out, y: 1 / 0)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_table_is_windowed():
+    table = pandas.DataFrame(np.random.default_rng(0).normal(size=(50, 4)), columns=list("abcd"))
+    with pytest.raises(rl.errors.InputError, match="x is a table, and a recurrent network reads sequences") as caught:
+        trace(x=table)
+    code = str(caught.value).partition("windows of 20: x = ")[2].partition("; if each row")[0]
+    windows = eval(code, {"numpy": np, "df": table})
+    assert windows.shape == (31, 20, 4)
+    assert np.array_equal(windows[3], table.to_numpy("float32")[3:23])
+    assert trace(x=windows, y=np.zeros(31, int))["lstm"].sizes["time"] == 20
+
+
+MODELS = {
+    "a class": (Net, "an instance of it: model = Net(...)"),
+    "weights": (Net().state_dict(), "model.load_state_dict(weights)"),
+    "a path": ("model.pt", "torch.load(path, weights_only=False)"),
+}
+
+
+@pytest.mark.parametrize(("model", "hint"), MODELS.values(), ids=MODELS)
+def test_what_is_no_model(model, hint):
+    with pytest.raises(rl.errors.ModelError, match="not a model of a supported framework") as caught:
+        rl.trace(model, X, CLASSES, loss=cross_entropy)
+    assert hint in str(caught.value)
+
+
+ARGUMENTS = {
+    "a class for a loss": (lambda: trace(loss=nn.CrossEntropyLoss), "loss=CrossEntropyLoss()"),
+    "a value for a loss": (lambda: trace(loss=torch.zeros(())), "loss=criterion, not loss=criterion(model(x), y)"),
+    "a loss of None": (lambda: trace(loss=lambda out, y: None), "return the loss from the function"),
+    "a loss of a number": (lambda: trace(loss=lambda out, y: 1.0), "leave out .item() or float()"),
+    "no loss for classes": (lambda: trace(loss=None), "loss=torch.nn.functional.cross_entropy"),
+    "no loss for values": (lambda: trace(y=VALUES, loss=None), "loss=torch.nn.functional.mse_loss"),
+    "model and x swapped": (lambda: rl.trace(X, Net(), CLASSES), "the model first: rl.trace(model, x, y)"),
+    "See RNN's layer": (lambda: rl.gradients(Net(), X, layer_name="lstm"), 'wrt="lstm.weights"'),
+    "See RNN's rows": (lambda: rl.plot.heatmap(X, n_rows=2), "ax=matplotlib.figure.Figure().subplots(n_rows"),
+    "a misspelt keyword": (lambda: rl.plot.heatmap(X, colourbar=False), "colorbar="),
+    "an unknown keyword": (lambda: rl.plot.heatmap(X, qqq=1), "leave it out; plot.heatmap has dims, "),
+}
+
+
+@pytest.mark.parametrize(("call", "hint"), ARGUMENTS.values(), ids=ARGUMENTS)
+def test_wrong_arguments(call, hint):
+    with pytest.raises(rl.errors.InputError) as caught:
+        call()
+    assert hint in str(caught.value).rpartition("\n  try:      ")[2]
+    assert len(str(caught.value)) < 800
+
+
+def test_names_that_do_not_exist():
+    result = trace()
+    hints = {
+        "rl.gradient": "rl.gradients",
+        "rl.diagnosis": "rl.diagnose(model, x, y)",
+        "rl.get_gradients": "rl.trace(model, x, y), then trace[layer].hidden_grad",
+        "rl.plot.attention": "rl.plot.total_and_frozen(total, frozen)",
+        "rl.plot.heatmaps": "rl.plot.heatmap",
+        "trace.hidden": "trace['lstm'].hidden: variables belong to a layer",
+        "trace.lstm": "trace['lstm']",
+        "trace.los": "trace.loss",
+        "trace['lstm'].forget": 'gates.sel(gate="forget")',
+    }
+    full = rl.trace(Net(), X, CLASSES, loss=cross_entropy)
+    for code, hint in hints.items():
+        owner = full if "forget" in code else result
+        with pytest.raises(AttributeError) as caught:
+            eval(code, {"rl": rl, "trace": owner})
+        assert str(caught.value).rpartition("\n  try:      ")[2].startswith(hint), code
+    assert not hasattr(result, "_repr_mimebundle_")
