@@ -34,7 +34,7 @@ Check = Callable[[str, Any], Any]
 
 #: Arguments of other libraries that users may expect, each with a hint what to use instead.
 _FOREIGN_ARGUMENTS = {
-    **{name: 'layers=["lstm"], or wrt="lstm.weights" of gradients' for name in ("layer_name", "layer_names", "_id")},
+    **dict.fromkeys(("layer_name", "layer_names", "_id"), 'layers=["lstm"], or wrt="lstm.weights" of gradients'),
     "input_data": "x",
     "inputs": "x",
     "labels": "y",

@@ -298,8 +298,8 @@ def _refuse_table(name: str, value: Any) -> None:
         f"{name} is a table, and a recurrent network reads sequences.",
         got=f"DataFrame of {values.shape[0]} rows and {values.shape[1]} columns",
         expected="an array of shape (sample, time, feature)",
-        hint=f"if rows are steps, windows of 20: x = {window}(df.to_numpy('float32'), 20, axis=0).swapaxes(1, 2).copy(); "
-        "if each row is a sample: df.to_numpy('float32')",
+        hint=f"if rows are steps, windows of 20: x = {window}(df.to_numpy('float32'), 20, axis=0).swapaxes(1, 2).copy()"
+        "; if each row is a sample: df.to_numpy('float32')",
     )
 
 

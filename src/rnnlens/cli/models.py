@@ -69,8 +69,8 @@ def _model_hint(spec: str) -> str | None:
     path = Path(spec)
     if path.suffix in (".pt", ".pth", ".ckpt", ".bin", ".safetensors"):
         return (
-            f"my_module:make --weights {spec}, where make() in my_module.py returns the model. A file of the whole model "
-            f"has its weights in torch.load({path.name!r}, weights_only=False).state_dict(): save these"
+            f"my_module:make --weights {spec}, where make() in my_module.py returns the model. A file of the whole "
+            f"model has its weights in torch.load({path.name!r}, weights_only=False).state_dict(): save these"
         )
     if path.suffix == ".py" or spec.replace(".", "").isidentifier():
         module = ".".join(path.with_suffix("").parts) if path.suffix == ".py" else spec

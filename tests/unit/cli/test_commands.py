@@ -253,6 +253,22 @@ def test_factories_and_weights_that_do_not_fit(rnnlens, module, folder):
     assert rnnlens("layers", f"{name}:make", "--weights", "broken.pt").code == 2
 
 
+def test_hints_are_what_to_type_on_the_command_line(rnnlens, module, folder):
+    name = module(TORCH)
+    hints = {
+        ("layers", "whole.pt"): "my_module:make --weights whole.pt, where make() in my_module.py returns the model",
+        ("layers", "net.py"): "net:make, where make() in it returns the model",
+        ("layers", "net"): "net:make, where make() in it returns the model",
+        ("layers", f"{name}:makee"): "did you mean 'make'?",
+        ("trace", f"{name}:make", "data.npz"): "--loss ",
+    }
+    for arguments, hint in hints.items():
+        result = rnnlens(*arguments)
+        assert result.code == 2
+        assert f"\n  try:      {hint}" in result.err, arguments
+        assert "loss=" not in result.err
+
+
 def test_a_damaged_model_file(rnnlens, folder):
     (folder / "broken.keras").write_text("text")
     result = rnnlens("layers", "broken.keras")

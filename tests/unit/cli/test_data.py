@@ -64,7 +64,8 @@ def test_python_objects_are_never_unpickled(save):
 def test_files_that_are_missing_or_damaged(tmp_path):
     path = tmp_path / "data.npz"
     assert error_message(FileError, path) == (
-        f"There is no such data file.\n  got:      {path}\n  expected: a .npz file, as numpy.savez writes"
+        f"There is no such data file.\n  got:      {path}\n  expected: a .npz file, as numpy.savez writes\n"
+        "  try:      numpy.savez('data.npz', x=x, y=y), with x of shape (sample, time, feature)"
     )
     for content, reason in {
         b"": "No data left in file",

@@ -17,6 +17,9 @@ from ...errors import Explanation, shape_of
 _TARGET_NAMES = re.compile(r"(y|y_?true|targets?|labels?|truth)")
 _OUTPUT_NAMES = re.compile(r"(y_?pred|y_?hat|outputs?|out|pred\w*|logits?)")
 
+#: Exceptions of faults within the user's function, whatever it is called with.
+_OWN_BUGS = (AttributeError, NameError, KeyError, ArithmeticError, ImportError, AssertionError)
+
 
 def explain_loss(loss: Any, outputs: Any, y: Any, *, output_first: bool) -> Callable[[Exception], Explanation | None]:
     """Return a function that explains an exception of ``loss`` of the user's ``outputs`` and target ``y``.
@@ -30,7 +33,7 @@ def explain_loss(loss: Any, outputs: Any, y: Any, *, output_first: bool) -> Call
             if explanation := rule(error, loss, outputs, y, output_first):
                 return explanation.extended(got)
         output_shape, target_shape = shape_of(outputs), shape_of(y)
-        if output_shape and target_shape:
+        if output_shape and target_shape and not isinstance(error, _OWN_BUGS):
             explanation = _other_shape(error, outputs, y, output_shape, target_shape)
             if explanation is not None:
                 return explanation.extended(got)

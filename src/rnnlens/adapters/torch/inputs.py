@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,10 @@ from ...errors import Explanation, InputError, raised_by
 from ..protocol import Batch
 from ..shared.call_errors import explain_forward
 from .cells import has_own_forward
+
+
+class WrongFeaturesError(InputError):
+    """Error for a layer that cannot take the axes or features of the value it is called with."""
 
 
 def device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:
@@ -97,7 +101,7 @@ def call_model(model: nn.Module, x: Any, batch: Batch | None = None) -> Any:
     """
     x = clone_tensors(x)
     explain = None if batch is None else functools.partial(_explain, model, x, batch.y)
-    with raised_by("Your model's forward", explain), ExitStack() as stack:
+    with raised_by("Your model's forward", explain), _features_explained(explain), ExitStack() as stack:
         for module in model.modules():
             config: Any = getattr(module, "config", None)
             if getattr(config, "use_cache", None) is True:  # of Hugging Face; a cache is only for generation
@@ -115,6 +119,24 @@ def call_model(model: nn.Module, x: Any, batch: Batch | None = None) -> Any:
         if isinstance(x, (tuple, list)) and not isinstance(x, PackedSequence):
             return model(*x)
         return model(x)
+
+
+@contextmanager
+def _features_explained(explain: Callable[[Exception], Explanation | None] | None) -> Iterator[None]:
+    """Complete the error of :func:`check_features`, which is of one layer, by what the input of the model lacks."""
+    try:
+        yield
+    except WrongFeaturesError as error:
+        explanation = None if explain is None else explain(error)
+        if explanation is None or not explanation.problem:
+            raise
+        layer_error = " ".join(str(error).split())
+        raise InputError(
+            f"Your model cannot take this input: {explanation.problem}.",
+            got=f"{explanation.got}: {layer_error}",
+            expected=explanation.expected,
+            hint=explanation.hint,
+        ) from error
 
 
 def _explain(model: nn.Module, x: Any, y: Any, error: Exception) -> Explanation | None:
@@ -161,14 +183,14 @@ def check_features(name: str, module: nn.Module, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
         return
     if ranks and value.dim() not in ranks:
-        raise InputError(
+        raise WrongFeaturesError(
             f"Layer {name!r} received data with a wrong number of axes.",
             got=f"shape {tuple(value.shape)}",
             expected=" or ".join(f"{rank} axes" for rank in ranks),
         )
     size = getattr(module, "input_size", getattr(module, "in_features", None))
     if value.dim() and isinstance(size, int) and value.shape[-1] != size:
-        raise InputError(
+        raise WrongFeaturesError(
             f"Layer {name!r} received data with a wrong number of features.",
             got=f"shape {tuple(value.shape)}, {value.shape[-1]} features",
             expected=f"{size} features on the last axis",
