@@ -178,10 +178,6 @@ class Explanation(NamedTuple):
     expected: str | None = None
     hint: str = "the first traceback shows where"
 
-    def extended(self, got: str) -> Explanation:
-        """Return the explanation with the values given."""
-        return self._replace(got=got)
-
 
 @contextmanager
 def raised_by(subject: str, explain: Callable[[Exception], Explanation | None] | None = None) -> Iterator[None]:

@@ -4,7 +4,7 @@ No function here computes statistics, calls ``show()``, or changes global settin
 Save one with ``.save("run.png")``, or let a notebook display the returned value, which is an array of its Axes.
 """
 
-from ..errors import missing_attribute as missing_attribute
+from ..errors import missing_attribute as _missing_attribute
 from .curves import curves as curves
 from .curves import points as points
 from .diagnosis import diagnosis as diagnosis
@@ -32,6 +32,7 @@ from .time_jacobian import time_jacobian as time_jacobian
 from .time_jacobian import total_and_frozen as total_and_frozen
 from .training import film as film
 from .training import timeline as timeline
+from .trajectories import trajectories as trajectories
 from .weights import weight_lags as weight_lags
 from .weights import weights_heatmap as weights_heatmap
 
@@ -57,7 +58,7 @@ def __getattr__(name: str) -> object:
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     raise AttributeError(
-        missing_attribute("module 'rnnlens.plot'", name, __all__, "rl.plot.", _OTHER_FIGURES.get(name.lower()))
+        _missing_attribute("module 'rnnlens.plot'", name, __all__, "rl.plot.", _OTHER_FIGURES.get(name.lower()))
     )
 
 

@@ -50,6 +50,7 @@ def cases(gradient, layer, weights, jacobian, diagnosis, fixed_points, initial_j
         "norm_history": ([{0: gradient(), 1: gradient()}], "cmapp", "cmap"),
         "before_after": ([gradient(), gradient() * 2], "cmapp", "cmap"),
         "total_and_frozen": ([jacobian(), jacobian()], "cmapp", "cmap"),
+        "trajectories": ([gradient()], "linewidht", "linewidth"),
         "decay_by_lag": ([abs(gradient())], "cmapp", "cmap"),
     }
 

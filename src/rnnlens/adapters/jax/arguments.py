@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def refuse_options(model: Any, batch: Batch) -> None:
 def loss_value(loss: Callable[..., Any], outputs: Any, batch: Batch, target: Any, weight: Any) -> Any:
     """Evaluate the user's loss of outputs; with sample weights they are its third argument."""
     arguments = [outputs, *([] if batch.y is None else [target]), *([] if batch.sample_weight is None else [weight])]
-    with raised_by("Your loss", explain_loss(loss, outputs, batch.y, output_first=True)):
+    with raised_by("Your loss", functools.partial(explain_loss, loss, outputs, batch.y, output_first=True)):
         value = loss(*arguments)
     return scalar(value, getattr(loss, "__name__", type(loss).__name__))
 

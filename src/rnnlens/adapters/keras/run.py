@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,7 +40,7 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
                 outputs = call_model(job.model, x, job.batch.training)
             outputs = _tap_tensors(job, "model|output", outputs, tap)
         loss = job.batch.loss
-        with raised_by("Your loss", explain_loss(loss, outputs, job.batch.y, output_first=False)):
+        with raised_by("Your loss", partial(explain_loss, loss, outputs, job.batch.y, output_first=False)):
             value = None if job.loss is None else job.loss(x, y, outputs, weight)
         has_added_losses = keras.adds_losses(job.model)
     for call in job.calls:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,26 +21,22 @@ _OUTPUT_NAMES = re.compile(r"(y_?pred|y_?hat|outputs?|out|pred\w*|logits?)")
 _OWN_BUGS = (AttributeError, NameError, KeyError, ArithmeticError, ImportError, AssertionError)
 
 
-def explain_loss(loss: Any, outputs: Any, y: Any, *, output_first: bool) -> Callable[[Exception], Explanation | None]:
-    """Return a function that explains an exception of ``loss`` of the user's ``outputs`` and target ``y``.
+def explain_loss(loss: Any, outputs: Any, y: Any, error: Exception, *, output_first: bool) -> Explanation:
+    """Explain an exception of ``loss`` of the user's ``outputs`` and target ``y``.
 
     ``output_first`` is the framework's order of the loss's arguments: (output, target), or (target, output).
     """
-
-    def explain(error: Exception) -> Explanation | None:
-        got = f"output {_described(outputs)}, y {_described(y)}"
-        for rule in (_wrong_signature, _nested_output, _other_device):
-            if explanation := rule(error, loss, outputs, y, output_first):
-                return explanation.extended(got)
-        output_shape, target_shape = shape_of(outputs), shape_of(y)
-        if output_shape and target_shape and not isinstance(error, _OWN_BUGS):
-            explanation = _other_shape(error, outputs, y, output_shape, target_shape)
-            if explanation is not None:
-                return explanation.extended(got)
-        call = "loss(model(x), y)" if output_first else "loss(y, model(x))"
-        return Explanation("", got=got, hint=f"{call} by itself raises the same; the first traceback shows its line")
-
-    return explain
+    got = f"output {_described(outputs)}, y {_described(y)}"
+    for rule in (_wrong_signature, _nested_output, _other_device):
+        if explanation := rule(error, loss, outputs, y, output_first):
+            return explanation._replace(got=got)
+    output_shape, target_shape = shape_of(outputs), shape_of(y)
+    if output_shape and target_shape and not isinstance(error, _OWN_BUGS):
+        explanation = _other_shape(error, outputs, y, output_shape, target_shape)
+        if explanation is not None:
+            return explanation._replace(got=got)
+    call = "loss(model(x), y)" if output_first else "loss(y, model(x))"
+    return Explanation("", got=got, hint=f"{call} by itself raises the same; the first traceback shows its line")
 
 
 def _wrong_signature(error: Exception, loss: Any, outputs: Any, y: Any, output_first: bool) -> Explanation | None:
@@ -156,59 +152,55 @@ def _other_shape(
 
 
 def explain_forward(
-    x: Any, y: Any, *, weights_dtype: str, weights_devices: set[str], features: int | None
-) -> Callable[[Exception], Explanation | None]:
-    """Return a function that explains an exception of a model's forward pass of the input ``x``.
+    x: Any, y: Any, error: Exception, *, weights_dtype: str, weights_devices: set[str], features: int | None
+) -> Explanation:
+    """Explain an exception of a model's forward pass of the input ``x``.
 
     ``weights_dtype`` and ``weights_devices`` are those of the model's weights, ``features`` the number of features that
     its first recurrent layer takes, if that is known.
     """
-
-    def explain(error: Exception) -> Explanation | None:
-        got, shape = f"x {_described(x)}", shape_of(x)
-        hint = "model(x) by itself raises the same; the first traceback shows its line"
-        unexplained = Explanation("", got=got, hint=hint)
-        if "meta" in weights_devices:
-            hint = "model.to_empty(device='cpu'), then model.load_state_dict(...)"
-            problem = "its weights are on the device meta, without values"
-            return Explanation(problem, got=got, expected="weights with values", hint=hint)
-        if len(weights_devices) > 1 and "device" in str(error).lower():
-            devices = " and ".join(sorted(weights_devices))
-            problem, expected = f"its weights are on {devices}", "all weights on one device, or moves in forward"
-            return Explanation(problem, got=got, expected=expected, hint=f"model.to({min(weights_devices)!r})")
-        if shape is None:
-            return unexplained
-        x_dtype = str(x.dtype).rpartition(".")[2]
-        if x_dtype.startswith("float") and x_dtype != weights_dtype and weights_dtype.startswith("float"):
-            hint = f"x.to(torch.{weights_dtype}), or model.to(torch.{x_dtype})"
-            problem = f"x is {x_dtype}, and the weights are {weights_dtype}"
-            return Explanation(problem, got=got, expected=f"x of dtype {weights_dtype}", hint=hint)
-        if features is None:
-            return unexplained
-        expected = f"x of shape (sample, time, {features})"
-        y_shape = shape_of(y)
-        if len(shape) < 3 and y_shape and y_shape[-1] == features and len(y_shape) > len(shape):
-            problem = "y has the shape of an input, and x that of a target"
-            return Explanation(problem, got=f"{got}, y {_described(y)}", expected=expected, hint="swap x and y")
-        if len(shape) == 2 and shape[-1] == features:
-            return Explanation(
-                "x has two axes, and the model reads (sample, time, feature)",
-                got=got,
-                expected=expected,
-                hint="x[None], if x is one sequence; x[:, None], if each row is a sample of one step",
-            )
-        if len(shape) == 4:
-            axis = next((i for i, size in enumerate(shape) if size == 1), None)
-            hint = f"x.squeeze({axis})" if axis is not None else "x.flatten(2), if the last axes are one feature vector"
-            return Explanation("x has four axes", got=got, expected=expected, hint=hint)
-        if len(shape) == 3 and shape[-1] != features:
-            is_turned = shape[1] == features
-            hint = "x.transpose(1, 2)" if is_turned else f"x with the {features} features of the training"
-            problem = f"x has {shape[-1]} features, and the first recurrent layer takes {features}"
-            return Explanation(problem, got=got, expected=expected, hint=hint)
+    got, shape = f"x {_described(x)}", shape_of(x)
+    hint = "model(x) by itself raises the same; the first traceback shows its line"
+    unexplained = Explanation("", got=got, hint=hint)
+    if "meta" in weights_devices:
+        hint = "model.to_empty(device='cpu'), then model.load_state_dict(...)"
+        problem = "its weights are on the device meta, without values"
+        return Explanation(problem, got=got, expected="weights with values", hint=hint)
+    if len(weights_devices) > 1 and "device" in str(error).lower():
+        devices = " and ".join(sorted(weights_devices))
+        problem, expected = f"its weights are on {devices}", "all weights on one device, or moves in forward"
+        return Explanation(problem, got=got, expected=expected, hint=f"model.to({min(weights_devices)!r})")
+    if shape is None:
         return unexplained
-
-    return explain
+    x_dtype = str(x.dtype).rpartition(".")[2]
+    if x_dtype.startswith("float") and x_dtype != weights_dtype and weights_dtype.startswith("float"):
+        hint = f"x.to(torch.{weights_dtype}), or model.to(torch.{x_dtype})"
+        problem = f"x is {x_dtype}, and the weights are {weights_dtype}"
+        return Explanation(problem, got=got, expected=f"x of dtype {weights_dtype}", hint=hint)
+    if features is None:
+        return unexplained
+    expected = f"x of shape (sample, time, {features})"
+    y_shape = shape_of(y)
+    if len(shape) < 3 and y_shape and y_shape[-1] == features and len(y_shape) > len(shape):
+        problem = "y has the shape of an input, and x that of a target"
+        return Explanation(problem, got=f"{got}, y {_described(y)}", expected=expected, hint="swap x and y")
+    if len(shape) == 2 and shape[-1] == features:
+        return Explanation(
+            "x has two axes, and the model reads (sample, time, feature)",
+            got=got,
+            expected=expected,
+            hint="x[None], if x is one sequence; x[:, None], if each row is a sample of one step",
+        )
+    if len(shape) == 4:
+        axis = next((i for i, size in enumerate(shape) if size == 1), None)
+        hint = f"x.squeeze({axis})" if axis is not None else "x.flatten(2), if the last axes are one feature vector"
+        return Explanation("x has four axes", got=got, expected=expected, hint=hint)
+    if len(shape) == 3 and shape[-1] != features:
+        is_turned = shape[1] == features
+        hint = "x.transpose(1, 2)" if is_turned else f"x with the {features} features of the training"
+        problem = f"x has {shape[-1]} features, and the first recurrent layer takes {features}"
+        return Explanation(problem, got=got, expected=expected, hint=hint)
+    return unexplained
 
 
 def _described(value: Any) -> str:

@@ -148,10 +148,11 @@ def _explain(model: nn.Module, x: Any, y: Any, error: Exception) -> Explanation 
     return explain_forward(
         x,
         y,
+        error,
         weights_dtype=str(dtype).rpartition(".")[2],
         weights_devices={str(p.device) for p in model.parameters()},
         features=recurrent.input_size if recurrent is not None and reads_x else None,
-    )(error)
+    )
 
 
 def with_gradient_leaves(x: Any) -> tuple[Any, list[Tensor]]:

@@ -1,0 +1,274 @@
+"""Trajectories of hidden states in their principal components, with fixed points and the direction of a readout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.collections import LineCollection
+from matplotlib.colors import LinearSegmentedColormap, Normalize, to_rgba
+from matplotlib.lines import Line2D
+
+from ..arguments import as_list, as_numbers, integer, text
+from ..errors import InputError, short_repr
+from ..results.diagnosis import FixedPoints
+from ..vocabulary import SAMPLE, TIME
+from . import _axes, _data, _frame
+from ._call import drawing
+from ._data import Numbers
+
+#: Colour, marker and size of each kind of fixed point.
+_KINDS = {
+    "stable": (_axes.BLUE, "o", 7),
+    "saddle": (_axes.ORANGE, "X", 8),
+    "repeller": (_axes.PINK, "D", 6),
+    "marginal": (_axes.GREEN, "s", 6),
+    "slow": ("0.45", "o", 4),
+}
+#: Most samples drawn, and most conditions named in the legend.
+_MOST_SAMPLES, _MOST_CONDITIONS = 200, 8
+#: Colours of ordered conditions: of both signs, and of one sign.
+_BOTH_SIGNS = LinearSegmentedColormap.from_list("conditions", [_axes.BLUE, "0.7", _axes.ORANGE])
+_ONE_SIGN = LinearSegmentedColormap.from_list("conditions", ["#8fd0f0", _axes.BLUE, "#08203f"])
+
+
+def _check_states(name: str, value: Any) -> list[Any]:
+    """Check one array of states, or the states (h, c) of a cell."""
+    return list(value) if isinstance(value, tuple | list) and len(value) and np.ndim(value[0]) >= 2 else [value]
+
+
+def _check_components(name: str, value: Any) -> tuple[int, int]:
+    """Check two different numbers of principal components, from 1 on."""
+    numbers = as_list(value)
+    if numbers is None or len(numbers) != 2 or len(set(map(str, numbers))) != 2:
+        expected = "two different numbers, such as (1, 2)"
+        raise InputError(f"{name}= are two principal components.", got=short_repr(value), expected=expected)
+    first, second = (integer(least=1)(name, number) for number in numbers)
+    return first, second
+
+
+def _check_basis(name: str, value: Any) -> Numbers:
+    """Check two linearly independent axes, (state, 2), and return them orthonormal."""
+    basis = np.asarray(as_numbers(name, value), np.float64)
+    if basis.ndim != 2 or basis.shape[1] != 2 or np.linalg.matrix_rank(basis) < 2:
+        expected = "shape (state, 2), columns not parallel"
+        raise InputError(f"{name}= are two axes.", got=short_repr(value), expected=expected)
+    orthonormal, upper = np.linalg.qr(basis)
+    return np.asarray(orthonormal * np.sign(np.diag(upper)))
+
+
+@drawing(
+    LineCollection,
+    states=_check_states,
+    color=lambda name, value: as_numbers(name, value) if not isinstance(as_list(value), list) else as_list(value),
+    fixed_points=lambda name, value: value,
+    readout=as_numbers,
+    components=_check_components,
+    basis=_check_basis,
+    color_label=text,
+)
+def trajectories(
+    states: Any,
+    *,
+    color: Any = None,
+    color_label: str = "condition",
+    fixed_points: FixedPoints | None = None,
+    readout: Any = None,
+    components: Any = (1, 2),
+    basis: Any = None,
+    dims: Sequence[str] | None = None,
+    title: str | None = None,
+    ax: Any = None,
+    figure: Any = None,
+    **line: Any,
+) -> Any:
+    """Draw each sample's states as a path in two principal components: pale at its first step, dark at its last.
+
+    The components are those of all samples and steps together. Both axes have one scale, so that lengths and angles
+    can be compared; a component without variance stays flat.
+
+    Parameters
+    ----------
+    states : (sample, time, unit)
+        Hidden states, such as ``trace["lstm"].hidden``; or ``(h, c)`` of an LSTM, whose units are joined.
+    color : (sample,)
+        Condition of each sample: integers and words, such as its class or its context, have a colour each; floats,
+        such as a coherence, are coloured by size.
+    color_label
+        Name of the condition, for the legend.
+    fixed_points
+        Result of ``rl.fixed_points`` of the same layer: fixed and slow points, with bars along their unstable modes.
+    readout : (state,) or (state, outputs)
+        Weights of a linear output of the states. The direction of each output is drawn as an arrow from the mean.
+    components
+        The two principal components to draw, from 1 on.
+    basis : (state, 2)
+        Two axes to draw in place of principal components, such as a readout and a choice axis; they are made
+        orthonormal.
+
+    Returns
+    -------
+    1-D array of one Axes
+
+    References
+    ----------
+    Mante et al. 2013, doi:10.1038/nature12742 (states of a network by condition); Sussillo & Barak 2013,
+    doi:10.1162/NECO_a_00409 (fixed points in principal components of the states).
+    """
+    arrays = [_state_array(part) for part in (states if isinstance(states, tuple | list) else [states])]
+    values = np.concatenate([array.transpose(SAMPLE, TIME, ...).values for array in arrays], axis=-1)
+    if values.ndim != 3 or any(array.sizes[SAMPLE] != arrays[0].sizes[SAMPLE] for array in arrays):
+        raise InputError("plot.trajectories draws vectors.", got=f"shape {values.shape}", expected="sample, time, unit")
+    values = values.astype(np.float64)
+    if not np.isfinite(values).all():
+        raise InputError(
+            "plot.trajectories draws finite states.", got="NaN or infinity", hint="rl.find_nonfinite(model, x, y)"
+        )
+    mean = values.mean(axis=(0, 1))
+    centred = values - mean
+    axes, shares = _axes_of(centred.reshape(-1, values.shape[-1]), components, basis)
+    paths = centred @ axes
+    colours, legend_entries, legend_title = _colours(color, color_label, len(values))
+    panels = _frame.open_panels("trajectories", 1, ax, figure, size=(5.2, 4.6), ticks="medium")
+    panel_ax = panels.axes[0]
+    shown, note = _data.select_evenly(len(values), _MOST_SAMPLES, "samples")
+    _draw_paths(panel_ax, paths[shown], [colours[i] for i in shown], line)
+    if fixed_points is not None:
+        legend_entries += _draw_fixed_points(
+            panel_ax, fixed_points, mean, axes, float(np.ptp(paths, axis=(0, 1)).max())
+        )
+    if readout is not None:
+        _draw_readout(panel_ax, np.asarray(readout, np.float64), axes, float(np.abs(paths).max()))
+    names = ["first given axis", "second given axis"] if basis is not None else [f"component {i}" for i in components]
+    labels = [f"{name} ({share:.0%} of the variance)" for name, share in zip(names, shares, strict=True)]
+    panel_ax.set(xlabel=labels[0], ylabel=labels[1])
+    _set_equal_limits(panel_ax, paths)
+    if legend_entries:
+        outside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.0, "frameon": False}
+        panel_ax.legend(
+            handles=legend_entries, fontsize="x-small", title=legend_title, title_fontsize="x-small", **outside
+        )
+    steps = values.shape[1]
+    default_title = _data.layer_title(arrays[0].attrs, f"{len(values)} trajectories of {steps} steps")
+    return panels.with_title(title or default_title, ["pale: first step, dark: last step", note])
+
+
+def _state_array(states: Any) -> Any:
+    array = _data.label_array(states, "trajectories")
+    for dim in (SAMPLE, TIME):
+        _data.require_dim(array, dim, "trajectories")
+    return array
+
+
+def _axes_of(points: Numbers, components: tuple[int, int], basis: Any) -> tuple[Numbers, Numbers]:
+    """Return two axes (state, 2) and the share of the variance of centred ``points`` along each."""
+    size = points.shape[1]
+    if basis is not None:
+        axes = np.asarray(basis)
+        if len(axes) != size:
+            raise InputError("basis= has another number of states.", got=f"{len(axes)}", expected=f"{size}")
+    else:
+        if max(components) > max(size, 2):
+            expected = f"at most {size}, the number of units"
+            raise InputError("There are not as many components.", got=f"{max(components)}", expected=expected)
+        vectors = np.linalg.eigh(points.T @ points)[1][:, ::-1]
+        # The sign of a component is arbitrary: its largest entry is positive.
+        vectors = vectors * np.sign(vectors[np.abs(vectors).argmax(axis=0), np.arange(size)])
+        vectors = np.pad(vectors, [(0, 0), (0, max(0, 2 - size))])
+        axes = vectors[:, [component - 1 for component in components]]
+    total = float((points**2).sum())
+    variances = ((points @ axes) ** 2).sum(axis=0)
+    return axes, variances / total if total else np.zeros(2)
+
+
+def _colours(color: Any, label: str, count: int) -> tuple[list[Any], list[Any], str | None]:
+    """Return a colour for each sample, the entries of the legend, and its title."""
+    if color is None:
+        return [_axes.BLUE] * count, [], None
+    conditions = np.asarray(color).reshape(-1)
+    if len(conditions) != count:
+        got, expected = f"{len(conditions)} values", f"{count}, one per sample"
+        raise InputError("color= has another number of samples.", got=got, expected=expected)
+    distinct_values = np.unique(conditions)
+    count = len(distinct_values)
+    if conditions.dtype.kind == "f" or (conditions.dtype.kind in "iu" and count > _MOST_CONDITIONS):
+        low, high = float(distinct_values[0]), float(distinct_values[-1])
+        low, high = (-max(-low, high), max(-low, high)) if low < 0 < high else (low, high)
+        scale = Normalize(low, high)
+        colour_map = _BOTH_SIGNS if low < 0 < high else _ONE_SIGN
+        marks = distinct_values if count <= _MOST_CONDITIONS else np.linspace(low, high, 5)
+        entries = [_line_entry(colour_map(scale(v)), _axes.short_number(v)) for v in map(float, marks)]
+        return [colour_map(scale(value)) for value in conditions.tolist()], entries, label
+    by_value = dict(zip(distinct_values.tolist(), _axes.line_colours(count), strict=True))
+    entries = [_line_entry(colour, str(value)) for value, colour in by_value.items()]
+    return [by_value[value] for value in conditions.tolist()], entries, label
+
+
+def _line_entry(colour: Any, name: str) -> Line2D:
+    return Line2D([], [], color=colour, linewidth=2, label=name)
+
+
+def _draw_paths(ax: Any, paths: Numbers, colours: list[Any], line: dict[str, Any]) -> None:
+    """Draw a path per sample, whose steps become opaque with time, and a dot at its last step."""
+    steps = paths.shape[1]
+    opacity = np.linspace(0.15, 0.95, max(steps - 1, 1))
+    for path, colour in zip(paths, colours, strict=True):
+        segments = np.stack([path[:-1], path[1:]], axis=1)
+        shades = [to_rgba(colour, alpha) for alpha in opacity[: len(segments)]]
+        style = {"linewidth": 1.1, "gid": "trajectory"}
+        ax.add_collection(LineCollection(list(segments), colors=shades, **{**style, **line}))
+        ax.plot(*path[-1], marker=".", markersize=5, color=colour, gid="last step")
+
+
+def _draw_fixed_points(ax: Any, points: FixedPoints, mean: Numbers, axes: Numbers, span: float) -> list[Any]:
+    """Draw fixed and slow points, and bars along their unstable modes; return the entries of the legend."""
+    if not isinstance(points, FixedPoints):
+        hint = "rl.fixed_points(model, x)"
+        raise InputError("fixed_points= are fixed points.", got=type(points).__name__, hint=hint)
+    locations = points.data["states"].values
+    if locations.shape[1] != len(mean):
+        raise InputError(
+            "The fixed points are of another state.",
+            got=f"{locations.shape[1]} numbers per point, {len(mean)} per step of the trajectories",
+            hint="states=(h, c), such as (trace[layer].hidden, trace[layer].cell), if the points are of an LSTM",
+        )
+    projected, kinds = (locations - mean) @ axes, np.array(points.kinds, dtype=object)
+    values, vectors = points.eigenvalues.values, points.eigenvectors.values
+    for i in np.flatnonzero(np.isin(kinds, ("saddle", "repeller", "slow"))):
+        for mode in np.flatnonzero(np.abs(values[i]) > 1):
+            bar = (vectors[i, :, mode].real @ axes) * 0.06 * span * min(float(np.abs(values[i, mode])), 3.0)
+            ends = np.stack([projected[i] - bar, projected[i] + bar])
+            ax.plot(*ends.T, color="black", linewidth=1.2, zorder=4, gid="mode")
+    entries = []
+    for kind, (colour, marker, size) in _KINDS.items():
+        if (chosen := projected[kinds == kind]).size:
+            style: dict[str, Any] = {"linestyle": "", "marker": marker, "markersize": size, "color": colour}
+            edge = {"markeredgecolor": "white", "markeredgewidth": 0.8, "zorder": 5}
+            ax.plot(*chosen.T, **style, **edge, gid=kind)
+            entries.append(Line2D([], [], **style, label=f"{kind} point ({len(chosen)})"))
+    return entries
+
+
+def _draw_readout(ax: Any, readout: Numbers, axes: Numbers, length: float) -> None:
+    """Draw the direction of each output as an arrow from the mean; short if it lies outside of the plane."""
+    weights = readout.reshape(len(readout), -1)
+    if len(weights) != len(axes):
+        got, expected = f"{len(weights)} rows", f"{len(axes)}, one per state"
+        raise InputError("readout= has another number of states.", got=got, expected=expected)
+    directions = (weights / np.maximum(np.linalg.norm(weights, axis=0), 1e-300)).T @ axes
+    for index, direction in enumerate(directions):
+        end = direction * length
+        arrow = {"arrowstyle": "-|>", "color": "0.25", "linewidth": 1.3, "shrinkA": 0, "shrinkB": 0}
+        ax.annotate("", end, (0, 0), arrowprops=arrow, gid="readout", zorder=4)
+        name = "readout" if len(directions) == 1 else f"output {index}"
+        _axes.write_text(ax, name, tuple(end), (4, 4), va="bottom", gid="readout")
+
+
+def _set_equal_limits(ax: Any, paths: Numbers) -> None:
+    """Set one scale and one width on both axes, so that a component without variance stays flat."""
+    low, high = paths.min(axis=(0, 1)), paths.max(axis=(0, 1))
+    half = 0.575 * (float((high - low).max()) or 1.0)
+    for axis, middle in zip("xy", (low + high) / 2, strict=True):
+        getattr(ax, f"set_{axis}lim")(middle - half, middle + half)
+    ax.set_aspect("equal", adjustable="box")
