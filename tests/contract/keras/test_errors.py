@@ -67,7 +67,8 @@ CASES = {
         Batch(X, np.ones((3, 2))),
         Taps.direct(weight_grads=True),
         errors.InputError,
-        "y has another number of samples than x.\n  got:      y of shape (3, 2)\n  expected: 2 samples",
+        "y has another number of samples than x.\n  got:      y of shape (3, 2)\n  expected: 2 samples\n"
+        "  try:      x and y of the same samples, such as x[:n], y[:n]",
     ),
     "no y": (
         Batch(X),

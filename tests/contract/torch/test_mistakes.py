@@ -175,7 +175,7 @@ ARGUMENTS = {
     "model and x swapped": (lambda: rl.trace(X, Net(), CLASSES), "the model first: rl.trace(model, x, y)"),
     "See RNN's layer": (lambda: rl.gradients(Net(), X, layer_name="lstm"), 'wrt="lstm.weights"'),
     "See RNN's rows": (lambda: rl.plot.heatmap(X, n_rows=2), "ax=matplotlib.figure.Figure().subplots(n_rows"),
-    "a misspelt keyword": (lambda: rl.plot.heatmap(X, colourbar=False), "colorbar="),
+    "a misspelt keyword": (lambda: rl.plot.heatmap(X, colourbar=False), "did you mean 'colorbar'?"),
     "an unknown keyword": (lambda: rl.plot.heatmap(X, qqq=1), "leave it out; plot.heatmap has dims, "),
 }
 

@@ -261,11 +261,12 @@ def test_an_array_of_a_newer_schema_is_refused(trace, tmp_path):
 
 def test_what_is_not_there_or_has_no_known_ending(tmp_path):
     assert error_message(tmp_path / "run.nc") == (
-        f"There is no such file.\n  got:      {tmp_path}/run.nc\n  expected: a result saved by rnnlens"
+        f"There is no such file.\n  got:      {tmp_path}/run.nc\n  expected: a result saved by rnnlens\n"
+        '  try:      trace.save("run.nc") writes one'
     )
     assert error_message(tmp_path / "run.pkl") == (
         f"The suffix of the path must name the format.\n  got:      {tmp_path}/run.pkl\n  expected: a path in .nc or "
-        ".zarr"
+        ".zarr\n  try:      run.nc for a result; models are saved and loaded by their framework"
     )
 
 
