@@ -234,7 +234,8 @@ def _refuse_unknown(
     for name in keywords:
         if name not in known_names:
             closest = difflib.get_close_matches(name, [*own_names, *known_names], n=1, cutoff=0.7)
-            hint = f"did you mean {closest[0]!r}?" if closest else f"leave it out; plot.{figure} has {', '.join(own_names)}"
+            others = f"leave it out; plot.{figure} has {', '.join(own_names)}"
+            hint = f"did you mean {closest[0]!r}?" if closest else others
             raise InputError(
                 f"plot.{figure} has no keyword {name}=.",
                 got=f"{name}={short_repr(keywords[name])}",
