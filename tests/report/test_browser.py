@@ -371,8 +371,8 @@ def test_nothing_is_wider_than_the_window(reader, width):
 def test_charts_fit_a_phone(reader, java_script_enabled):
     sheet = reader(viewport={"width": 390, "height": 800}, java_script_enabled=java_script_enabled)
     right_edge = "all => all.map(node => node.getBoundingClientRect().right)"
-    charts = sheet.locator("#memory .plot svg, #input-size .plot svg").evaluate_all(right_edge)
-    frames = sheet.locator("#memory, #input-size").evaluate_all(right_edge)
+    charts = sheet.locator("#input-size .plot svg, #track-1-gradient .plot svg").evaluate_all(right_edge)
+    frames = sheet.locator("#input-size, #track-1-gradient").evaluate_all(right_edge)
     assert len(charts) == len(frames) == 2
     assert all(chart < frame <= 390 for chart, frame in zip(charts, frames, strict=True))
 
