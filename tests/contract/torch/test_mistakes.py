@@ -207,4 +207,4 @@ def test_names_that_do_not_exist():
         with pytest.raises(AttributeError) as caught:
             eval(code, {"rl": rl, "trace": owner})
         assert str(caught.value).rpartition("\n  try:      ")[2].startswith(hint), code
-    assert not hasattr(result, "_repr_mimebundle_")
+    assert not hasattr(result, "_asked_for_by_tools")
