@@ -69,7 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             cases = cases_of_test.setdefault(test, [])
             keep = kept_cases.setdefault(test, mark.kwargs.get("keep") or (cases or [case])[0:1])
             cases.append(case)
-            if case not in keep and os.environ["KERAS_BACKEND"] != mark.kwargs.get("on", "torch"):
+            is_chosen_engine = os.environ["KERAS_BACKEND"] == mark.kwargs.get("on", "torch")
+            if case not in keep and (ONE_CASE or not is_chosen_engine):
                 item.add_marker("full")
     for item in redundant_cases(items):
         item.add_marker("full")

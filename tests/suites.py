@@ -6,7 +6,7 @@ collects nothing and a test file that belongs to no suite all make the run fail.
 contains the one before; tests/README.md says how a test chooses its tier.
 
     python tests/suites.py --check      # `make check`: lint, and the tests marked `check`
-    python tests/suites.py              # `make test`: all tests of some suites, one case of each test of the others
+    python tests/suites.py              # `make test`: one case of each test
     python tests/suites.py --full       # `make test-full`: everything
     python tests/suites.py --changed    # as without an option, then everything of the suites that test what
                                         # has changed, for as many minutes as --minutes allows
@@ -54,7 +54,6 @@ class Suite:
     environment: dict[str, str] = field(default_factory=dict)
     needs_browser: bool = False
     only_full: bool = False
-    all_cases: bool = False  # in `make test`, too
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ KERAS = (
 
 def keras_suite(engine: str) -> Suite:
     """Return the suite of Keras on one engine; `product` and `one_engine` choose its tests (tests/conftest.py)."""
-    return Suite(f"keras-{engine}", KERAS, environment={"KERAS_BACKEND": engine}, all_cases=engine == "torch")
+    return Suite(f"keras-{engine}", KERAS, environment={"KERAS_BACKEND": engine})
 
 
 GRAPHS = ("tests/contract/tf_graph", "tests/oracle/tf_graph")
@@ -145,7 +144,6 @@ SUITES = (
             "tests/tracking/torch",
             "tests/under_fire/torch",
         ),
-        all_cases=True,
     ),
     keras_suite("tensorflow"),
     graph_suite("v1"),
@@ -154,7 +152,6 @@ SUITES = (
         "core",
         (*(f"tests/unit/{folder}" for folder in NUMERIC), "tests/property", "tests/surface", "tests/third_framework"),
         environment={"KERAS_BACKEND": "jax"},
-        all_cases=True,
     ),
     # Figures, files, the command line, records.
     Suite(
@@ -294,7 +291,7 @@ def environment_of(suite: Suite, tier: str, jax_cache: str) -> dict[str, str]:
         "MPLBACKEND": "Agg",
         "RNNLENS_SKIP_IS_FAILURE": "1",
         # One case of each test, see tests/conftest.py.
-        "RNNLENS_ONE_CASE": str(int(tier == "check" or (tier in ("test", "rest") and not suite.all_cases))),
+        "RNNLENS_ONE_CASE": str(int(tier != "full")),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # no test needs other plugins
         "PYTHONDONTWRITEBYTECODE": "",  # cache bytecode, so that modules are compiled only once
         # Many small programs are compiled and run once: XLA's optimisation costs more than it saves.

@@ -45,16 +45,11 @@ def test_process(): pass
 """,
 }
 MARKERS = "[pytest]\nmarkers =\n  check:\n  slow:\n  full:\n  product(keep):\n"
-#: Names of the tests that each tier runs of a suite, with `all_cases` and without.
+#: Names of the tests that each tier runs of a suite.
 EXPECTED = {
-    ("check", False): {"unit[one]", "verb[one]"},
-    ("test", True): {
-        *("unit[one]", "unit[two]", "oracle[one]", "oracle[two]", "verb[one]", "verb[two]"),
-        *("product[two]", "product[three]", "process"),
-    },
-    ("test", False): {"unit[one]", "oracle[one]", "verb[one]", "product[two]", "product[three]", "process"},
-    ("rest", False): {"unit[two]", "oracle[two]", "verb[two]", "product[one]", "sweep"},
-    ("rest", True): {"product[one]", "sweep"},
+    "check": {"unit[one]", "verb[one]"},
+    "test": {"unit[one]", "oracle[one]", "verb[one]", "product[two]", "product[three]", "process"},
+    "rest": {"unit[two]", "oracle[two]", "verb[two]", "product[one]", "sweep"},
 }
 
 
@@ -83,9 +78,10 @@ def tree(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tier", "all_cases"), EXPECTED)
-def test_tests_of_a_tier(suites, tree, tier, all_cases):
-    suite = suites.Suite("some", (".",), environment={"KERAS_BACKEND": "jax"}, all_cases=all_cases)
+@pytest.mark.parametrize("engine", ["jax", "torch"])
+@pytest.mark.parametrize("tier", EXPECTED)
+def test_tests_of_a_tier(suites, tree, tier, engine):
+    suite = suites.Suite("some", (".",), environment={"KERAS_BACKEND": engine})
     (command,) = suites.commands_of(suite, tier)
     process = subprocess.run(
         [*command, "--collect-only", "--import-mode=importlib"],
@@ -96,7 +92,7 @@ def test_tests_of_a_tier(suites, tree, tier, all_cases):
         check=True,
     )
     names = {line.partition("::test_")[2] for line in process.stdout.splitlines() if "::" in line}
-    assert names == EXPECTED[tier, all_cases]
+    assert names == EXPECTED[tier]
 
 
 def test_no_suite_loses_a_test_in_the_full_tier(suites):
