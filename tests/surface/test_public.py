@@ -41,7 +41,7 @@ PUBLIC = {
         "out=None, axes=None, frozen=False)"
     ),
     "keras": None,
-    "layers": "(model)",
+    "layers": "(model, x=None)",
     "open": "(path, *, lazy=False, memory=None, skip_damaged=False)",
     "options": "(*, memory=None, progress=None, certify=None, compiled=None)",
     "plot": None,

@@ -1,4 +1,4 @@
-"""``rl.keras``: a callback of Keras' ``fit`` that records gradients and states during training.
+"""``rl.keras``: a callback of Keras' ``fit`` that records gradients and states, and models made of functions.
 
 >>> import rnnlens as rl  # doctest: +SKIP
 >>> model.fit(x, y, callbacks=[rl.keras.Watch("runs/a.zarr", probe=(xv, yv), every=50)])  # doctest: +SKIP
@@ -15,6 +15,7 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any
 
+from ..adapters.keras.function_model import model
 from ..adapters.keras.run import CompiledTraining
 from ..adapters.keras.training_capture import (
     RecordedStep,
@@ -47,7 +48,7 @@ from ..tracking.watch_arguments import (
     refuse_unknown_layers,
 )
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "model"]
 
 #: Number of stack frames above a callback that are searched for the list of callbacks.
 _STACK_DEPTH = 6

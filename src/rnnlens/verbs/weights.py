@@ -28,15 +28,18 @@ from .weight_gradients import WeightGradients, find_gradients
 from .weight_layout import label_cell, label_plain, outside_cells, weights_of_layer
 
 
-@check.checked(model=check.anything)
+@check.checked(model=check.anything, x=check.anything)
 @in_turn
-def layers(model: Any) -> LayerTable:
+def layers(model: Any, x: Any = None) -> LayerTable:
     """List the recurrent layers of a model, without running it.
 
     Parameters
     ----------
     model
-        A Keras model or layer, or a ``torch.nn.Module``.
+        A Keras model or layer, a ``torch.nn.Module``, or a model of JAX.
+    x
+        One batch of data, of which only the shapes are used: the layers of a model of JAX exist only for data of some
+        shape. Other models do not need it.
 
     Returns
     -------
@@ -48,7 +51,7 @@ def layers(model: Any) -> LayerTable:
     ModelError
         If the model is of no known framework, or was not built yet.
     """
-    return LayerTable(adapter_for(model).describe(model))
+    return LayerTable(adapter_for(model).describe(model))  # bound to the shapes of x by in_turn
 
 
 @check.checked(

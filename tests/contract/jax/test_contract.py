@@ -89,6 +89,7 @@ def test_every_verb_of_a_module_and_nothing_left_behind(tmp_path):
     assert weights["head"].kernel.shape == (3, H)
     assert not rl.find_nonfinite(net, x, y, loss=mse)
     assert [info.name for info in rl.layers(rl.jax.model(net, example=x))] == ["lower.cell", "upper.cell"]
+    assert [info.name for info in rl.layers(net, x)] == ["lower.cell", "upper.cell"]
     after = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(net, nnx.Param)))
     jax.tree.map(np.testing.assert_array_equal, before, after)
     assert counts == [int(v) for v in jax.tree.leaves(nnx.state(net, nnx.RngCount))]

@@ -108,7 +108,7 @@ def with_shapes(model: Any) -> BoundModel:
         "The recurrent layers of a function of JAX exist only for data of some shape.",
         got=name,
         expected="an example of the data",
-        hint="rl.jax.model(model, example=x)",
+        hint="rl.jax.model(model, example=x); rl.layers takes the data: rl.layers(model, x)",
     )
 
 

@@ -15,6 +15,7 @@ from ..shared import Pull
 from . import losses, variants
 from .dialect import Dialect, dialect_of
 from .discover import locate_layers
+from .function_model import argument_names
 from .inputs import output_names
 from .reference_run import weight_location
 
@@ -39,6 +40,11 @@ class KerasFacts(ModelFacts):
     def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
         """Names of the model's inputs."""
         return _names(self.model, "input_names", "inputs")
+
+    @cached_property
+    def arguments(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Names of the parameters of the function of ``rl.keras.model``."""
+        return argument_names(self.model)
 
     @property
     def outputs(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -7,9 +7,8 @@ copy of the model, as for weights before training, needs a copy of the function 
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -19,6 +18,7 @@ from torch import nn
 
 from ...errors import InputError, ModelError
 from ..shared import hook_in_this_thread
+from ..shared.function_namespaces import function_namespaces, is_foreign, namespaces
 
 #: Containers of the standard library in which a function may keep its modules.
 _CONTAINERS = (list, tuple, dict)
@@ -38,7 +38,7 @@ class FunctionModel(nn.Module):  # type: ignore[misc]
     def _set_function(self, function: Callable[..., Any]) -> None:
         self.function = function
         #: Values that the function refers to; as attributes, their content is restored after every run.
-        self._namespaces = list(_namespaces(function))
+        self._namespaces = list(namespaces(function, nn.Module))
 
         @wraps(function)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -129,11 +129,11 @@ class _Rebinding:
         return value
 
     def _function(self, function: FunctionType) -> Any:
-        global_names, closure = _function_namespaces(function)
+        global_names, closure = function_namespaces(function)
         # Functions of other modules, such as torch's, are not searched.
-        is_foreign = partial(_is_foreign, function)
-        new_globals = {k: value if is_foreign(value) else self.of(value) for k, value in global_names.items()}
-        new_closure = {k: value if is_foreign(value) else self.of(value) for k, value in closure.items()}
+        is_foreign_value = partial(is_foreign, function)
+        new_globals = {k: value if is_foreign_value(value) else self.of(value) for k, value in global_names.items()}
+        new_closure = {k: value if is_foreign_value(value) else self.of(value) for k, value in closure.items()}
         defaults = self.of(function.__defaults__)
         is_same = defaults is function.__defaults__ and all(
             new[name] is old[name] for new, old in ((new_globals, global_names), (new_closure, closure)) for name in old
@@ -148,50 +148,6 @@ class _Rebinding:
         twin = FunctionType(function.__code__, scope, function.__name__, defaults, tuple(cells) or None)
         twin.__kwdefaults__, twin.__qualname__ = self.of(function.__kwdefaults__), function.__qualname__
         return twin
-
-
-def _is_foreign(function: FunctionType, value: Any) -> bool:
-    """Return whether a value is a function of another Python module than ``function``."""
-    return isinstance(value, FunctionType) and value.__module__ != function.__module__
-
-
-def _function_namespaces(function: FunctionType) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the global variables, and those of enclosing functions, that a function refers to."""
-    codes, names = [function.__code__], set[str]()
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
-    scope = function.__globals__
-    closure = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            closure[name] = cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    return {name: scope[name] for name in sorted(names) if name in scope}, closure
-
-
-def _namespaces(function: Any) -> Iterator[dict[str, Any]]:
-    """Yield all variables that a function refers to, also through functions that it calls, and its object's own."""
-    pending, seen = [function], set[int]()
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, MethodType):
-            if not isinstance(value.__self__, nn.Module) and type(getattr(value.__self__, "__dict__", None)) is dict:
-                yield vars(value.__self__)
-            pending.append(value.__func__)
-        elif isinstance(value, FunctionType):
-            for namespace in _function_namespaces(value):
-                yield namespace
-                called = (part for part in namespace.values() if isinstance(part, FunctionType))
-                pending += [part for part in called if not _is_foreign(value, part)]
-        elif not isinstance(value, nn.Module):
-            call = inspect.getattr_static(type(value), "__call__", None)
-            pending += [MethodType(call, value)] if isinstance(call, FunctionType) else []
 
 
 def model(function: Callable[..., Any], *modules: Any, **named: Any) -> nn.Module:
@@ -244,7 +200,7 @@ def model(function: Callable[..., Any], *modules: Any, **named: Any) -> nn.Modul
         if not isinstance(part, (nn.Module, nn.Parameter)):
             got, expected = type(part).__name__, "torch.nn.Module or torch.nn.Parameter"
             raise InputError("A part of a model is a module or a parameter.", got=got, expected=expected, hint=_CALL)
-    scopes = list(_namespaces(function))
+    scopes = list(namespaces(function, nn.Module))
     owner = getattr(function, "__self__", None)
     if not modules and not named:
         own = [part for scope in scopes for part in scope.values() if isinstance(part, (nn.Module, nn.Parameter))]
