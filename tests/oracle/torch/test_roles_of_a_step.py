@@ -304,3 +304,49 @@ def test_a_wrong_name_of_a_state_and_a_called_declaration_are_refused():
         rl.torch.cell(cell, state="hidden")
     with rl.torch.cell(cell) as declared, pytest.raises(rl.errors.InputError, match="does not return one"):
         declared(X[:, 0])
+
+
+class Spiking(nn.Module):
+    """A loop over steps first whose cell replaces an empty first state; ``start`` is that state's value."""
+
+    def __init__(self, start=0.0):
+        super().__init__()
+        self.read_in, self.decay, self.start = nn.Linear(3, 4), nn.Parameter(torch.tensor(0.9)), start
+        self.cell = self.Cell(self)
+
+    class Cell(nn.Module):
+        def __init__(self, owner):
+            super().__init__()
+            self.decay, self.start = owner.decay, owner.start
+
+        def forward(self, current, potential):
+            if potential.shape != current.shape:
+                potential = torch.full_like(current, self.start)
+            potential = self.decay * potential + current
+            return torch.tanh(potential - 0.5), potential
+
+    def forward(self, x):
+        potential, spikes = torch.zeros(0), []
+        for current in self.read_in(x):
+            spike, potential = self.cell(current, potential)
+            spikes.append(spike)
+        return torch.stack(spikes)
+
+
+STEPS_FIRST = {"input": ("time", "sample", "feature"), "output": ("time", "sample", "unit")}
+
+
+def test_an_empty_first_state_stands_for_zeros():
+    model, x = Spiking().double(), X.transpose(0, 1).contiguous()
+    jacobian = rl.jacobian(model, x, axes=STEPS_FIRST)
+    truth = torch.autograd.functional.jacobian(model, x).numpy()
+    expected = np.stack([truth[:, i, :, :, i] for i in range(X.shape[0])])
+    np.testing.assert_allclose(jacobian.values, expected, rtol=1e-12, atol=1e-14)
+    trace = rl.trace(model, x, torch.zeros(6, 4, 4).double(), loss=mse, axes=STEPS_FIRST)
+    assert (trace.certificate.state, trace["cell"].hidden.shape) == ("passed", (4, 6, 4))
+
+
+def test_an_empty_first_state_that_stands_for_something_else_is_refused():
+    model, x = Spiking(start=0.7).double(), X.transpose(0, 1).contiguous()
+    with pytest.raises(rl.errors.ModelError, match="cell: its first state is empty, and does not stand for zeros"):
+        rl.trace(model, x, axes=STEPS_FIRST)

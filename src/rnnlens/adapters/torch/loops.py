@@ -135,10 +135,13 @@ class EnteredCall:
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf is not default_input]
         self.roles = None
+        #: Whether zeros replace an empty tensor among the states.
+        self.starts_empty = False
         if roles is not None:
             positions, self.roles = (list(roles.arguments), roles) if self._spec == roles.spec else ([], None)
             others = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in positions]
             counts = [len(leaf) for leaf in others if leaf.dim()]
+            self.starts_empty = any(isinstance(leaves[i], Tensor) and not leaves[i].numel() for i in positions)
             for i, last in zip(positions, roles.templates, strict=False):
                 leaves[i] = _grown(leaves[i], last, *counts[:1])
         self._state_positions = positions
@@ -232,10 +235,15 @@ def _side_by_side(tensors: Sequence[Tensor], states: Sequence[Tensor]) -> Tensor
 
 
 def _grown(state: Any, template: Tensor, samples: int = 0) -> Any:
-    """Return a first state that grows by broadcasting, such as a number, in the shape of the states that follow."""
+    """Return a first state that grows by broadcasting, such as a number, in the shape of those that follow.
+
+    An empty state is returned as zeros.
+    """
     shape = (samples or len(template), *template.shape[1:])
     if isinstance(state, Tensor) and state.shape == shape:
         return state
+    if isinstance(state, Tensor) and not state.numel():
+        return template.new_zeros(shape)
     try:
         return torch.as_tensor(state).to(template).expand(shape)
     except (RuntimeError, TypeError, ValueError):
@@ -297,6 +305,10 @@ class CellHook:
         try:
             call = EnteredCall(args, kwargs, default_input, self._roles or self._declared_roles(args, kwargs))
             self._check_constants(call)
+            if call.starts_empty and not self._returns_same(
+                self._unrecorded(args, kwargs), *call.arguments()(call.x, call.user_initial)
+            ):
+                raise _NotACellError("its first state is empty, and does not stand for zeros; pass that state to it")
         except _NotACellError as reason:
             return self._give_up(reason)
         refuse_transformed(self.owner.name, [call.x, *call.user_initial])
@@ -443,16 +455,21 @@ class CellHook:
 
     def _returns_same(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Call the cell once more with these arguments; return whether it returns ``output``."""
+        try:
+            repeated = self._unrecorded(args, kwargs)
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+            return False  # the cell does not accept a state of this form
+        pairs = list(zip(tensor_leaves(output), tensor_leaves(repeated), strict=False))
+        return len(pairs) == len(tensor_leaves(output)) and all(torch.equal(a, b) for a, b in pairs)
+
+    def _unrecorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the cell without a record or a change of anything, and return its output."""
         self.recorder.paused = True
         try:
             with borrowed_model(self.module), torch.no_grad():
-                repeated = self.module(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
-            return False  # the cell does not accept a state of this form
+                return self.module(*args, **kwargs)
         finally:
             self.recorder.paused = False
-        pairs = list(zip(tensor_leaves(output), tensor_leaves(repeated), strict=False))
-        return len(pairs) == len(tensor_leaves(output)) and all(torch.equal(a, b) for a, b in pairs)
 
     def _give_up(self, reason: Exception) -> None:
         """Stop to record the calls; a module whose roles are not known yet is still watched for them."""
