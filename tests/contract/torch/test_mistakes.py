@@ -188,7 +188,8 @@ def test_wrong_arguments(call, hint):
     assert len(str(caught.value)) < 800
 
 
-def test_names_that_do_not_exist():
+def test_names_that_do_not_exist(monkeypatch):
+    monkeypatch.delattr(rl, "diagnosis", raising=False)  # the package of that name, once something was diagnosed
     result = trace()
     hints = {
         "rl.gradient": "rl.gradients",
