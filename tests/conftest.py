@@ -24,8 +24,8 @@ settings.register_profile("rnnlens", deadline=None, suppress_health_check=[Healt
 settings.load_profile("rnnlens")
 
 TESTS = Path(__file__).resolve().parent
-#: Set by tests/suites.py: one case of each test is enough.
-ONE_CASE = os.environ.get("RNNLENS_ONE_CASE") == "1"
+#: Set by tests/suites.py: "one of each test" or "one of each file" is enough.
+CASES = os.environ.get("RNNLENS_CASES", "all")
 #: Folders whose tests are all marked `check`.
 CHECKED_FOLDERS = ("unit", "property", "surface")
 #: Set by tests/suites.py: a missing framework must fail the tests, not skip them.
@@ -70,11 +70,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             keep = kept_cases.setdefault(test, mark.kwargs.get("keep") or (cases or [case])[0:1])
             cases.append(case)
             is_chosen_engine = os.environ["KERAS_BACKEND"] == mark.kwargs.get("on", "torch")
-            if case not in keep and (ONE_CASE or not is_chosen_engine):
+            if case not in keep and (CASES != "all" or not is_chosen_engine):
                 item.add_marker("full")
     for item in redundant_cases(items):
         item.add_marker("full")
-    for item in further_cases(items) if ONE_CASE else ():
+    for item in further_cases(items) if CASES != "all" else ():
         item.add_marker("full")
     for item in items:
         if item.path.relative_to(TESTS).parts[0] in CHECKED_FOLDERS:
@@ -87,11 +87,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def further_cases(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return all but the first case of each test, of those that are left; `product` has chosen its cases itself."""
+    """Return all but the first case of each test, or of each file, of those that are left.
+
+    Of each test, `product` has chosen the cases itself. Of each file, tests of a feature of this engine alone are kept.
+    """
+    is_by_file = CASES == "one of each file"
     tested, further = set(), []
     for item in items:
-        test = item.nodeid.partition("[")[0]
-        if item.get_closest_marker("full") or item.get_closest_marker("product"):
+        test = item.nodeid.partition("::" if is_by_file else "[")[0]
+        if item.get_closest_marker("full") or item.get_closest_marker("only_on" if is_by_file else "product"):
             continue
         if test in tested:
             further.append(item)

@@ -6,7 +6,7 @@ collects nothing and a test file that belongs to no suite all make the run fail.
 contains the one before; tests/README.md says how a test chooses its tier.
 
     python tests/suites.py --check      # `make check`: lint, and the tests marked `check`
-    python tests/suites.py              # `make test`: one case of each test
+    python tests/suites.py              # `make test`: one case of each test, or of each file on further engines
     python tests/suites.py --full       # `make test-full`: everything
     python tests/suites.py --changed    # as without an option, then everything of the suites that test what
                                         # has changed, for as many minutes as --minutes allows
@@ -54,6 +54,7 @@ class Suite:
     environment: dict[str, str] = field(default_factory=dict)
     needs_browser: bool = False
     only_full: bool = False
+    one_of_each_file: bool = False  # in `make test`: the code under test is that of another suite, for the most part
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ KERAS = (
 
 def keras_suite(engine: str) -> Suite:
     """Return the suite of Keras on one engine; `product` and `one_engine` choose its tests (tests/conftest.py)."""
-    return Suite(f"keras-{engine}", KERAS, environment={"KERAS_BACKEND": engine})
+    return Suite(f"keras-{engine}", KERAS, environment={"KERAS_BACKEND": engine}, one_of_each_file=engine != "torch")
 
 
 GRAPHS = ("tests/contract/tf_graph", "tests/oracle/tf_graph")
@@ -107,7 +108,8 @@ GRAPHS = ("tests/contract/tf_graph", "tests/oracle/tf_graph")
 
 def graph_suite(control_flow: str) -> Suite:
     """Return the suite of TensorFlow-1 graphs, whose loops are Enter and Exit operations (v1) or While (v2)."""
-    return Suite(f"tf_graph-{control_flow}", GRAPHS, environment={"RNNLENS_CONTROL_FLOW": control_flow})
+    environment = {"RNNLENS_CONTROL_FLOW": control_flow}
+    return Suite(f"tf_graph-{control_flow}", GRAPHS, environment=environment, one_of_each_file=True)
 
 
 #: Tests of Keras 3 that Keras 2 also has to pass, by ``tests/helpers/spoken_keras.py``.
@@ -176,13 +178,14 @@ SUITES = (
         ),
         # KERAS_BACKEND chooses which cases of a product run, see tests/conftest.py.
         environment={"RNNLENS_TESTED_KERAS": "tf_keras", "TF_USE_LEGACY_KERAS": "1", "KERAS_BACKEND": "tensorflow"},
+        one_of_each_file=True,
     ),
     Suite("docs", ("tests/docs",), environment={"KERAS_BACKEND": "jax"}),
     # Tests of files come first, without a framework: they fork, which JAX' threads do not survive. Commands come last.
     Suite("files", ("tests/under_fire/files", "tests/wheel", "tests/under_fire/cli")),
     graph_suite("v2"),
     # Data in Dask chunks; the cluster's workers run in their own processes.
-    Suite("dask", ("tests/dask",), environment={"KERAS_BACKEND": "jax"}),
+    Suite("dask", ("tests/dask",), environment={"KERAS_BACKEND": "jax"}, one_of_each_file=True),
     Suite("report", ("tests/report",), environment={"KERAS_BACKEND": "torch"}, needs_browser=True),
     Suite("lint", commands=LINT),
     # Other packages' trainers and loggers: slow imports, and warnings of their own.
@@ -281,6 +284,13 @@ def commands_of(suite: Suite, tier: str) -> tuple[tuple[str, ...], ...]:
     return ((sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", selection, *suite.paths),)
 
 
+def cases_of(suite: Suite, tier: str) -> str:
+    """Return how many cases of a suite a tier runs; `rest` is what this leaves out in `make test`."""
+    if tier == "full":
+        return "all"
+    return "one of each file" if suite.one_of_each_file else "one of each test"
+
+
 def environment_of(suite: Suite, tier: str, jax_cache: str) -> dict[str, str]:
     """Return the environment of a suite; JAX stores compiled programs in the folder ``jax_cache``."""
     return {
@@ -290,8 +300,12 @@ def environment_of(suite: Suite, tier: str, jax_cache: str) -> dict[str, str]:
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "MPLBACKEND": "Agg",
         "RNNLENS_SKIP_IS_FAILURE": "1",
-        # One case of each test, see tests/conftest.py.
-        "RNNLENS_ONE_CASE": str(int(tier != "full")),
+        # How many tests are enough, see tests/conftest.py.
+        "RNNLENS_CASES": "all"
+        if tier == "full"
+        else "one of each file"
+        if suite.one_of_each_file
+        else "one of each test",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # no test needs other plugins
         "PYTHONDONTWRITEBYTECODE": "",  # cache bytecode, so that modules are compiled only once
         # Many small programs are compiled and run once: XLA's optimisation costs more than it saves.

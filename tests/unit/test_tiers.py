@@ -45,11 +45,12 @@ def test_process(): pass
 """,
 }
 MARKERS = "[pytest]\nmarkers =\n  check:\n  slow:\n  full:\n  product(keep):\n"
-#: Names of the tests that each tier runs of a suite.
+#: Names of the tests that each tier runs of a suite, with `one_of_each_file` and without.
 EXPECTED = {
-    "check": {"unit[one]", "verb[one]"},
-    "test": {"unit[one]", "oracle[one]", "verb[one]", "product[two]", "product[three]", "process"},
-    "rest": {"unit[two]", "oracle[two]", "verb[two]", "product[one]", "sweep"},
+    ("check", False): {"unit[one]", "verb[one]"},
+    ("test", False): {"unit[one]", "oracle[one]", "verb[one]", "product[two]", "product[three]", "process"},
+    ("test", True): {"unit[one]", "oracle[one]"},
+    ("rest", False): {"unit[two]", "oracle[two]", "verb[two]", "product[one]", "sweep"},
 }
 
 
@@ -79,9 +80,9 @@ def tree(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["jax", "torch"])
-@pytest.mark.parametrize("tier", EXPECTED)
-def test_tests_of_a_tier(suites, tree, tier, engine):
-    suite = suites.Suite("some", (".",), environment={"KERAS_BACKEND": engine})
+@pytest.mark.parametrize(("tier", "by_file"), EXPECTED)
+def test_tests_of_a_tier(suites, tree, tier, by_file, engine):
+    suite = suites.Suite("some", (".",), environment={"KERAS_BACKEND": engine}, one_of_each_file=by_file)
     (command,) = suites.commands_of(suite, tier)
     process = subprocess.run(
         [*command, "--collect-only", "--import-mode=importlib"],
@@ -92,13 +93,13 @@ def test_tests_of_a_tier(suites, tree, tier, engine):
         check=True,
     )
     names = {line.partition("::test_")[2] for line in process.stdout.splitlines() if "::" in line}
-    assert names == EXPECTED[tier]
+    assert names == EXPECTED[tier, by_file]
 
 
 def test_no_suite_loses_a_test_in_the_full_tier(suites):
     for suite in suites.SUITES:
         environment = suites.environment_of(suite, "full", "")
-        assert environment["RNNLENS_ONE_CASE"] == "0"
+        assert environment["RNNLENS_CASES"] == "all"
         assert suite.commands or "full or not full" in " ".join(suites.commands_of(suite, "full")[0])
 
 
