@@ -5,7 +5,7 @@ from flax import nnx
 
 import rnnlens as rl
 
-x = np.random.default_rng(0).normal(size=(512, 20, 1)).astype("float32")
+x = np.random.default_rng(0).normal(size=(2048, 20, 1)).astype("float32")
 y = x[:, 5]  # what is asked for at the end came in at step 5, 15 steps from the end
 
 
@@ -30,7 +30,7 @@ def train_step(model, optimizer, x, y):
 
 model = Recall()
 optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-for _ in range(90):
+for _ in range(30):
     for i in range(0, len(x), 64):
         train_step(model, optimizer, x[i : i + 64], y[i : i + 64])
 
