@@ -94,12 +94,14 @@ def __dir__() -> list[str]:
 
 def _missing(name: str) -> str:
     """Return the message for a public name that does not exist; a name with underscores is asked for by tools."""
-    from .errors import missing_attribute
+    import importlib
 
     if name.startswith("_"):
         return f"module 'rnnlens' has no attribute {name!r}"
+    errors = importlib.import_module("rnnlens.errors")
     names = [public_name for public_name in __all__ if not public_name.startswith("_")]
-    return missing_attribute("module 'rnnlens'", name, names, "rl.", _OTHER_NAMES.get(name.lower()))
+    message: str = errors.missing_attribute("module 'rnnlens'", name, names, "rl.", _OTHER_NAMES.get(name.lower()))
+    return message
 
 
 def _registry() -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import xarray as xr
 
+from .. import plot
 from ..errors import RnnlensError
 from ..results.diagnosis import Diagnosis
 from ..results.trace import Trace
@@ -92,8 +93,6 @@ def _contents_of(result: Any) -> ReportContents:
 
 def _drawing_of(result: Any) -> Callable[[], Any] | None:
     """Return a function that draws the static picture of a result; None for a result without a view."""
-    from .. import plot
-
     if isinstance(result, xr.DataArray):
         is_map = IN_TIME in result.dims and result.size > 0 and result.dtype.kind == "f"
         return (lambda: plot.time_jacobian(result)) if is_map else None
