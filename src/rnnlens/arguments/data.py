@@ -264,7 +264,7 @@ def _from_numbers(name: str, value: Any) -> np.ndarray[Any, Any]:
     if not all(isinstance(leaf, number_types) or has_attribute(leaf, "__array__") for leaf in values_of(value)):
         expected = "an array, or a tuple, list or dict of arrays"
         hint = TEXT_HINT if all(isinstance(leaf, str) for leaf in values_of(value)) else None
-        if is_model := hasattr(value, "parameters") or hasattr(value, "trainable_variables"):
+        if is_model := has_attribute(value, "parameters") or has_attribute(value, "trainable_variables"):
             is_first = name.isidentifier()
             hint = "the model first: rl.trace(model, x, y)" if is_first else "a variable of rl.trace(model, x, y)"
         got = f"a model, {type(value).__name__}" if is_model else short_repr(value)
