@@ -248,7 +248,7 @@ def test_a_notebook_in_a_kernel_of_its_own(tmp_path):
     assert completed.returncode == 0, completed.stderr
     cells = nbformat.read("done.ipynb", 4).cells
     displays = [cell.outputs[-1].data if cell.outputs else {} for cell in cells]
-    assert "<strong>Trace" in displays[1]["text/html"]
-    assert "time step →" in displays[1]["text/html"]
+    assert "<iframe title='rnnlens: Trace'" in displays[1]["text/html"]
+    assert len(displays[1]["image/png"]) > 10_000
     assert "total gradient" in displays[2]["text/html"]
     assert len(displays[3]["image/png"]) > 10_000
