@@ -198,3 +198,40 @@ def test_a_reason_is_found_when_it_is_read():
     assert repr(g).count("[stop_gradient]") == 20
     assert "20 more: " in repr(g)
     assert pickle.loads(pickle.dumps(g.disconnected))["below.9/bias"].code == "stop_gradient"
+
+
+class Masked(nn.Module):
+    """A cell whose frozen mask is read from a dict of its own, as in ncps."""
+
+    def __init__(self):
+        super().__init__()
+        self.update, self.mask = nn.Linear(7, 4), nn.Parameter(torch.rand(4), requires_grad=False)
+        self.parts, self.listed = {"mask": self.mask}, [self.mask]
+
+    def forward(self, x, h):
+        return torch.tanh(self.update(torch.cat([x, h], 1))) * self.parts["mask"] * self.listed[0]
+
+
+class MaskedLoop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = Masked()
+
+    def forward(self, x):
+        h = x.new_zeros(len(x), 4)
+        for x_t in x.unbind(1):
+            h = self.cell(x_t, h)
+        return h
+
+
+def test_a_frozen_weight_that_a_module_keeps_in_containers_has_its_gradient():
+    torch.manual_seed(0)
+    model, x, y = MaskedLoop().float(), torch.randn(3, 5, 3), torch.randn(3, 4)
+    mask = model.cell.mask
+    gradients = rl.gradients(model, x, y, loss=nn.functional.mse_loss, wrt="weights")
+    assert gradients.certificate.state == "passed"
+    assert model.cell.parts["mask"] is model.cell.listed[0] is model.cell.mask is mask
+    assert not mask.requires_grad
+    mask.requires_grad_(True)
+    nn.functional.mse_loss(model(x), y).backward()
+    np.testing.assert_allclose(gradients["cell"]["mask"], mask.grad, rtol=1e-5, atol=1e-7)

@@ -310,7 +310,7 @@ def weight_substitutes(
     """Return, by module and weight name, a differentiable tensor for each weight port of a non-recurrent layer.
 
     A trainable parameter is returned as it is. A frozen one is replaced by a trainable leaf in every module that
-    has it; the caller must restore the parameter.
+    has it, also in a dict or list among its attributes; the caller must restore the parameter.
     """
     modules_by_path = dict(modules)
     weights: dict[tuple[str, str], Tensor] = {}
@@ -333,9 +333,11 @@ def weight_substitutes(
         leaf = nn.Parameter(parameter.detach())
         weights[str(port.layer), port.key] = leaf
         for user_module in (candidate for _, candidate in modules if not isinstance(candidate, torch.jit.ScriptModule)):
-            for name, weight in user_module._parameters.items():
-                if weight is parameter:
-                    user_module._parameters[name] = leaf
+            kinds = dict if isinstance(user_module, nn.RNNBase) else (dict, list)  # torch's own list of weights stays
+            for holder in [value for value in vars(user_module).values() if isinstance(value, kinds)]:
+                for key, weight in holder.items() if isinstance(holder, dict) else enumerate(holder):
+                    if weight is parameter:
+                        holder[key] = leaf
     return weights
 
 
