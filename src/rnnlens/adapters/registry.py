@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Mapping
+from functools import reduce
 from importlib.metadata import EntryPoint, entry_points
 from os import PathLike
 from typing import Any
@@ -91,7 +92,9 @@ def _description(model: Any) -> str:
 def adapter_of(model: Any) -> Adapter | None:
     """Return the adapter that owns ``model``, or None if no adapter knows its type."""
     for module_name, base_path, location in _KNOWN_ADAPTERS:
-        base = _loaded_class(sys.modules.get(module_name), base_path)
+        # None if the module or a part of the path is not loaded yet.
+        module = sys.modules.get(module_name)
+        base: Any = reduce(lambda part, name: getattr(part, name, None), base_path.split("."), module)
         if base is not None and isinstance(model, base):
             if base not in _supported_bases:
                 refuse_old(module_name)
@@ -165,10 +168,3 @@ def _load_entry(entry: EntryPoint) -> Any:
             got=f"{entry.value}: {type(error).__name__}: {error}",
             hint="mend or remove that package",
         ) from error
-
-
-def _loaded_class(module: Any, dotted: str) -> Any:
-    """Return a class by its dotted path in a module; None if the module or a part of the path is not loaded yet."""
-    for name in dotted.split("."):
-        module = getattr(module, name, None)
-    return module

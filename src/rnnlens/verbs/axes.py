@@ -143,6 +143,10 @@ class ModelAxes:
             model_facts.layouts.clear()
         return model_facts.layouts.setdefault((inputs, batch.training, tuple(batch.initial_state or ())), {})
 
+    def with_samples_first(self) -> ModelAxes:
+        """Return axes of the same model of which every tensor has samples first, then steps."""
+        return ModelAxes(self.adapter, self.model, rule=AxisConvention())
+
     def samples(self, batch: Batch) -> int:
         """Return the number of samples of a batch by its known layouts, else the length of its first axis."""
         leaves = data.leaves_of(batch.x)

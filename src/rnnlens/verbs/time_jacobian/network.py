@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...adapters.protocol import AxisConvention, Port, Run, Taps
+from ...adapters.protocol import Port, Run, Taps
 from ...data import leaves_of
 from ...errors import DisconnectedError, InputError, ModelError, UnsupportedError
 from ...layout import Layout, dims_of
@@ -169,8 +169,7 @@ def open_network(
         else known_chain(request, replayed_layers, outer_ports[0], outer_ports[1])
     )
     if chain is not None:
-        samples_first = ModelAxes(request.adapter, request.model, rule=AxisConvention())
-        yield _assemble_network(request, replayed_layers, (of, wrt), chain, samples_first)
+        yield _assemble_network(request, replayed_layers, (of, wrt), chain, request.axes.with_samples_first())
         return
     with _pullback(request, replayed_layers, outer_ports, wrt) as run:
         layouts = _end_layouts(request, replayed_layers, run.values, outer_ports)
