@@ -54,7 +54,7 @@ class Suite:
     environment: dict[str, str] = field(default_factory=dict)
     needs_browser: bool = False
     only_full: bool = False
-    one_of_each_file: bool = False  # in `make test`: the code under test is that of another suite, for the most part
+    cases: str = "one of each test"  # that `make test` runs; of suites whose code another one tests, "one of each file"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ KERAS = (
 
 def keras_suite(engine: str) -> Suite:
     """Return the suite of Keras on one engine; `product` and `one_engine` choose its tests (tests/conftest.py)."""
-    return Suite(f"keras-{engine}", KERAS, environment={"KERAS_BACKEND": engine}, one_of_each_file=engine != "torch")
+    cases = "one of each test" if engine == "torch" else "one of each file"
+    return Suite(f"keras-{engine}", KERAS, environment={"KERAS_BACKEND": engine}, cases=cases)
 
 
 GRAPHS = ("tests/contract/tf_graph", "tests/oracle/tf_graph")
@@ -109,7 +110,7 @@ GRAPHS = ("tests/contract/tf_graph", "tests/oracle/tf_graph")
 def graph_suite(control_flow: str) -> Suite:
     """Return the suite of TensorFlow-1 graphs, whose loops are Enter and Exit operations (v1) or While (v2)."""
     environment = {"RNNLENS_CONTROL_FLOW": control_flow}
-    return Suite(f"tf_graph-{control_flow}", GRAPHS, environment=environment, one_of_each_file=True)
+    return Suite(f"tf_graph-{control_flow}", GRAPHS, environment=environment, cases="one of each file")
 
 
 #: Tests of Keras 3 that Keras 2 also has to pass, by ``tests/helpers/spoken_keras.py``.
@@ -154,6 +155,7 @@ SUITES = (
         "core",
         (*(f"tests/unit/{folder}" for folder in NUMERIC), "tests/property", "tests/surface", "tests/third_framework"),
         environment={"KERAS_BACKEND": "jax"},
+        cases="all",
     ),
     # Figures, files, the command line, records.
     Suite(
@@ -178,14 +180,14 @@ SUITES = (
         ),
         # KERAS_BACKEND chooses which cases of a product run, see tests/conftest.py.
         environment={"RNNLENS_TESTED_KERAS": "tf_keras", "TF_USE_LEGACY_KERAS": "1", "KERAS_BACKEND": "tensorflow"},
-        one_of_each_file=True,
+        cases="one of each file",
     ),
     Suite("docs", ("tests/docs",), environment={"KERAS_BACKEND": "jax"}),
     # Tests of files come first, without a framework: they fork, which JAX' threads do not survive. Commands come last.
     Suite("files", ("tests/under_fire/files", "tests/wheel", "tests/under_fire/cli")),
     graph_suite("v2"),
     # Data in Dask chunks; the cluster's workers run in their own processes.
-    Suite("dask", ("tests/dask",), environment={"KERAS_BACKEND": "jax"}, one_of_each_file=True),
+    Suite("dask", ("tests/dask",), environment={"KERAS_BACKEND": "jax"}, cases="one of each file"),
     Suite("report", ("tests/report",), environment={"KERAS_BACKEND": "torch"}, needs_browser=True),
     Suite("lint", commands=LINT),
     # Other packages' trainers and loggers: slow imports, and warnings of their own.
@@ -285,10 +287,8 @@ def commands_of(suite: Suite, tier: str) -> tuple[tuple[str, ...], ...]:
 
 
 def cases_of(suite: Suite, tier: str) -> str:
-    """Return how many cases of a suite a tier runs; `rest` is what this leaves out in `make test`."""
-    if tier == "full":
-        return "all"
-    return "one of each file" if suite.one_of_each_file else "one of each test"
+    """Return how many cases of a suite a tier runs; `rest` is what `make test` leaves out."""
+    return {"check": "one of each test", "full": "all"}.get(tier, suite.cases)
 
 
 def environment_of(suite: Suite, tier: str, jax_cache: str) -> dict[str, str]:
@@ -301,11 +301,7 @@ def environment_of(suite: Suite, tier: str, jax_cache: str) -> dict[str, str]:
         "MPLBACKEND": "Agg",
         "RNNLENS_SKIP_IS_FAILURE": "1",
         # How many tests are enough, see tests/conftest.py.
-        "RNNLENS_CASES": "all"
-        if tier == "full"
-        else "one of each file"
-        if suite.one_of_each_file
-        else "one of each test",
+        "RNNLENS_CASES": cases_of(suite, tier),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # no test needs other plugins
         "PYTHONDONTWRITEBYTECODE": "",  # cache bytecode, so that modules are compiled only once
         # Many small programs are compiled and run once: XLA's optimisation costs more than it saves.

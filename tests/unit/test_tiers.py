@@ -45,12 +45,23 @@ def test_process(): pass
 """,
 }
 MARKERS = "[pytest]\nmarkers =\n  check:\n  slow:\n  full:\n  product(keep):\n"
-#: Names of the tests that each tier runs of a suite, with `one_of_each_file` and without.
+#: Names of the tests that each tier runs of a suite, by the cases that `make test` runs.
 EXPECTED = {
-    ("check", False): {"unit[one]", "verb[one]"},
-    ("test", False): {"unit[one]", "oracle[one]", "verb[one]", "product[two]", "product[three]", "process"},
-    ("test", True): {"unit[one]", "oracle[one]"},
-    ("rest", False): {"unit[two]", "oracle[two]", "verb[two]", "product[one]", "sweep"},
+    ("check", "all"): {"unit[one]", "verb[one]"},
+    ("test", "one of each test"): {
+        "unit[one]",
+        "oracle[one]",
+        "verb[one]",
+        "product[two]",
+        "product[three]",
+        "process",
+    },
+    ("test", "one of each file"): {"unit[one]", "oracle[one]"},
+    ("test", "all"): {
+        *("unit[one]", "unit[two]", "oracle[one]", "oracle[two]", "verb[one]", "verb[two]", "process"),
+        *("product[two]", "product[three]"),
+    },
+    ("rest", "one of each test"): {"unit[two]", "oracle[two]", "verb[two]", "product[one]", "sweep"},
 }
 
 
@@ -80,9 +91,9 @@ def tree(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["jax", "torch"])
-@pytest.mark.parametrize(("tier", "by_file"), EXPECTED)
-def test_tests_of_a_tier(suites, tree, tier, by_file, engine):
-    suite = suites.Suite("some", (".",), environment={"KERAS_BACKEND": engine}, one_of_each_file=by_file)
+@pytest.mark.parametrize(("tier", "cases"), EXPECTED)
+def test_tests_of_a_tier(suites, tree, tier, cases, engine):
+    suite = suites.Suite("some", (".",), environment={"KERAS_BACKEND": engine}, cases=cases)
     (command,) = suites.commands_of(suite, tier)
     process = subprocess.run(
         [*command, "--collect-only", "--import-mode=importlib"],
@@ -93,7 +104,9 @@ def test_tests_of_a_tier(suites, tree, tier, by_file, engine):
         check=True,
     )
     names = {line.partition("::test_")[2] for line in process.stdout.splitlines() if "::" in line}
-    assert names == EXPECTED[tier, by_file]
+    # The engine on which `product` runs all cases, where they are not limited.
+    further = {"product[one]"} if (tier, cases, engine) == ("test", "all", "torch") else set()
+    assert names == EXPECTED[tier, cases] | further
 
 
 def test_no_suite_loses_a_test_in_the_full_tier(suites):
