@@ -19,6 +19,8 @@ from rnnlens.cli.app import app
 
 MOST_PARAMETERS = 7
 SOURCE = Path(rl.__file__).parent
+#: Modules whose functions take the place of another package's, and so have its parameters.
+STAND_INS = ("rnnlens.adapters.torch.package_loops", "rnnlens.adapters.torch.triton_kernels")
 
 
 def parameter_count(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> int:
@@ -63,7 +65,7 @@ PUBLIC = public_functions()
 def test_at_most_seven_parameters(path):
     components = path.relative_to(SOURCE.parent).with_suffix("").parts
     module = ".".join(components[:-1] if components[-1] == "__init__" else components)
-    counts = parameter_counts(ast.parse(path.read_text()))
+    counts = parameter_counts(ast.parse(path.read_text())) if module not in STAND_INS else ()
     assert not {name: count for name, count in counts if count > MOST_PARAMETERS and (module, name) not in PUBLIC}
 
 

@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any
 
 from ..adapters.jax import JaxModel
-from ..tracking.jax.watch import JaxWatch
+from ..tracking.jax.watch import JaxWatch, WatchOptions
 from ..tracking.watch_arguments import Every, check_arguments
 
 __all__ = ["model", "watch"]
@@ -133,9 +133,8 @@ def watch(
     TrackingWarning
         At the end, if nothing was recorded, with the reason; once for each cause of failed records.
     """
-    return JaxWatch(
-        model,
-        path,
+    options = WatchOptions(
+        path=path,
         probe=probe,
         loss=loss,
         every=every,
@@ -148,3 +147,4 @@ def watch(
         points=points,
         step=step,
     )
+    return JaxWatch(model, options)

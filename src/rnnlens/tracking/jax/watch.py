@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Self
 
@@ -27,6 +28,24 @@ from ..watch_arguments import Every, Schedule, names_tuple, quantity_names, refu
 NO_STEP = "watch.step(params) was not called; call it after each training step"
 
 
+@dataclass(frozen=True)
+class WatchOptions:
+    """Arguments of :func:`rnnlens.jax.watch` besides the model."""
+
+    path: str | PathLike[str] | None
+    probe: Sequence[Any] | None
+    loss: Callable[..., Any] | None
+    every: Every
+    layers: str | Iterable[str] | None
+    keep: str | Iterable[str]
+    loggers: Any
+    stop_on: str | Iterable[str]
+    on_nonfinite: str | None
+    resume: bool
+    points: int | None
+    step: int | None
+
+
 class JaxWatch:
     """Watch of a training within a ``with`` block; :func:`rnnlens.jax.watch` creates one.
 
@@ -38,22 +57,7 @@ class JaxWatch:
         Current epoch, from 0; a loop sets it to name it in records.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        path: str | PathLike[str] | None,
-        probe: Sequence[Any] | None,
-        loss: Callable[..., Any] | None,
-        every: Every,
-        layers: str | Iterable[str] | None,
-        keep: str | Iterable[str],
-        loggers: Any,
-        stop_on: str | Iterable[str],
-        on_nonfinite: str | None,
-        resume: bool,
-        points: int | None,
-        step: int | None,
-    ) -> None:
+    def __init__(self, model: Any, options: WatchOptions) -> None:
         given = model if isinstance(model, JaxModel) else JaxModel(model)
         #: A copy, whose parameters are the current ones while a record is made.
         self._model = JaxModel(
@@ -65,19 +69,20 @@ class JaxWatch:
             names=given.names,
         )
         self._library = library_of(given.source)
-        self._path, self._loggers, self._resume, self._points, self._step = path, loggers, resume, points, step
-        self._schedule = Schedule(every) if probe is not None else Schedule(0)
-        self._loss, self._layers, self._stop_on = loss, names_tuple(layers), stop_on
-        self._reports = checked_on_nonfinite(on_nonfinite) is not None
-        if probe is None and not self._reports:
+        self._path, self._loggers, self._resume = options.path, options.loggers, options.resume
+        self._points, self._step = options.points, options.step
+        self._schedule = Schedule(options.every) if options.probe is not None else Schedule(0)
+        self._loss, self._layers, self._stop_on = options.loss, names_tuple(options.layers), options.stop_on
+        self._reports = checked_on_nonfinite(options.on_nonfinite) is not None
+        if options.probe is None and not self._reports:
             raise InputError(
                 "There is nothing to record: a compiled training step of JAX cannot be looked into from outside.",
                 got="probe=None",
                 expected="a batch that is traced between the steps",
                 hint="probe=(x, y), loss=loss",
             )
-        self._probe = self._checked_probe(probe, quantity_names(keep) or ())
-        self._recorder = Recorder([], self._schedule, alerts=Alerts(stop_on))
+        self._probe = self._checked_probe(options.probe, quantity_names(options.keep) or ())
+        self._recorder = Recorder([], self._schedule, alerts=Alerts(options.stop_on))
         self.steps = self._start_step = self.epoch = 0
         self._is_open = False
         self._store: Store | None = None

@@ -161,7 +161,8 @@ def open_network(
         yield JacobianNetwork(tuple(of.within), of, wrt, request.axes, replayed_layers=replayed_layers)
         return
     outer_ports = [
-        None if end is not None else _outer_port(name) for end, name in ((of, request.of), (wrt, request.wrt))
+        Port(name.kind, name.layer, name.index) if end is None else None  # type: ignore[arg-type]
+        for end, name in ((of, request.of), (wrt, request.wrt))
     ]
     chain = (
         None
@@ -256,10 +257,6 @@ def _inner_end(name: TensorName, replayed_layers: ReplayedLayers, role: str) -> 
     return JacobianEnd(
         name, (only_call,), None, "output", only_call.run.output_state, int(call.output.shape[-1]), count
     )
-
-
-def _outer_port(name: TensorName) -> Port:
-    return Port(name.kind, name.layer, name.index)  # type: ignore[arg-type]
 
 
 def _pullback(
@@ -375,7 +372,7 @@ def _assemble_network(
     ends = list(inner_ends)
     for i, name in enumerate((request.of, request.wrt)):
         if ends[i] is None:
-            tensor = segment_graph.tensors[_outer_port(name)]
+            tensor = segment_graph.tensors[Port(name.kind, name.layer, name.index)]  # type: ignore[arg-type]
             ends[i] = JacobianEnd(name, (), tensor.port, name.kind, 0, tensor.features, tensor.times)
     of, wrt = ends
     assert of is not None
