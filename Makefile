@@ -5,6 +5,7 @@
 #   make test       every suite: 10 minutes             make gallery    draw the pictures of docs/ again
 #   make test-full  all cases, and the wide sweeps      make pages      reference and outputs in docs/, from the code
 #   make docs       the site, in site/                  make lock       renew the versions of constraints.txt
+#   make test-world  models of public packages, in an environment of their own
 #   make release    wheel and sdist, in dist/, checked in a fresh environment
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -12,7 +13,7 @@ BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 # pip compiles no modules: the demo imports a part of what is installed, and `make test` compiles all on every core.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 
-.PHONY: demo check test test-changed test-full core newest lint bench gallery pages docs lock release browser clean
+.PHONY: demo check test test-changed test-full test-world core newest lint bench gallery pages docs lock release browser clean
 .DEFAULT_GOAL := test
 
 demo: .venv/.demo
@@ -26,6 +27,13 @@ test: .venv/.dev browser
 
 test-changed: .venv/.dev browser
 	@$(BIN)/python tests/suites.py --changed
+
+# Models of public packages, in an environment of their own; not a part of the other tests.
+test-world: .venv/.dev
+	@$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python .venv-world
+	@export UV=$(BIN)/uv UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}"; \
+	  $$UV pip install --quiet --python .venv-world 'torch==2.13.0' --editable . && \
+	  .venv-world/bin/python tests/world/run.py --install $(WORLD)
 
 test-full: .venv/.dev browser
 	@$(BIN)/python tests/suites.py --full

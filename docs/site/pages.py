@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -30,9 +31,15 @@ import rnnlens
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs" / "reference.md"
+WORKS_WITH = ROOT / "docs" / "works-with.md"
+#: Table of `make test-world`.
+WORLD_TABLE = ROOT / "tests" / "world" / "table.json"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "start.md")
 #: Types of the members of a class that are documented with it.
 METHODS = (FunctionType, property, cached_property, classmethod, staticmethod)
+
+#: Results of a row of that table.
+RIGHT, RIGHT_BY_HINT = "right", "refused, the hint worked"
 
 #: A comment that names a file, and the block of code below it.
 FILE_BLOCK = re.compile(r"(<!-- file: (\S+) -->\n+```)(\w*)\n.*?\n```", re.DOTALL)
@@ -151,6 +158,47 @@ def first_sentence(value: Any) -> str:
     return plain_markdown((inspect.getdoc(value) or "").split("\n\n")[0].replace("\n", " "))
 
 
+def works_with_page() -> str:
+    """Return the page of public packages whose models every verb was run on, from the table of `make test-world`."""
+    table = json.loads(WORLD_TABLE.read_text())
+    models = {key: list(rows) for key, rows in itertools.groupby(table, lambda row: (row["package"], row["model"]))}
+    verbs = len({row["verb"] for row in table})
+    lines = [
+        "# Works with",
+        f"Models of {len({package for package, _ in models})} public packages, built as their documentation builds "
+        "them, at a small size. `make test-world` installs the packages, calls every verb on each model in two orders, "
+        "and compares with PyTorch's autograd of the untouched model: gradients of the input and of the weights, the "
+        "time Jacobian with the names of its axes, values and gradients of the traced layers, the place of a planted "
+        "NaN. Reports and diagnoses are only made, and must be the same in both orders. Weights, buffers, attributes, "
+        "flags and random generators must be as before.",
+        "| package | model | right | right, once the hint of an error was followed | refused or broken |\n"
+        "|---|---|---|---|---|\n" + "\n".join(_model_row(rows, verbs) for rows in models.values()),
+        "## What an error said",
+    ]
+    for (package, model), rows in models.items():
+        by_detail: dict[str, list[str]] = {}
+        for row in rows:
+            if row["detail"]:
+                by_detail.setdefault(row["detail"], []).append(row["verb"])
+        lines += [f"**{package}, {model}**\n\n" + "\n".join(_detail_line(*item) for item in by_detail.items())] * bool(
+            by_detail
+        )
+    return "\n\n".join(lines) + "\n"
+
+
+def _model_row(rows: list[dict[str, str]], verb_count: int) -> str:
+    """Return the table's line of one model: its verbs by result."""
+    right, hinted = ([row["verb"] for row in rows if row["result"] == name] for name in (RIGHT, RIGHT_BY_HINT))
+    other = [f"{row['verb']} ({row['result']})" for row in rows if row["result"] not in (RIGHT, RIGHT_BY_HINT)]
+    names = ["all verbs" if len(right) == verb_count else ", ".join(right), ", ".join(hinted), ", ".join(other)]
+    return f"| {rows[0]['package']} {rows[0]['version']} | {rows[0]['model']} | {' | '.join(names)} |"
+
+
+def _detail_line(detail: str, verbs: list[str]) -> str:
+    """Return a list item with the verbs that printed one message, as code."""
+    return f"- {', '.join(verbs)}: `{' '.join(detail.replace('`', chr(39)).split())}`"
+
+
 def with_files(page: str) -> str:
     """Replace each block of a page that shows a file by the file."""
     return FILE_BLOCK.sub(lambda match: f"{match[1]}{match[3]}\n{(ROOT / match[2]).read_text().rstrip()}\n```", page)
@@ -174,6 +222,7 @@ def main() -> None:
     if parser.parse_args().outputs:
         record_outputs()
     REFERENCE.write_text(reference_page())
+    WORKS_WITH.write_text(works_with_page())
     for page in PAGES:
         page.write_text(with_files(page.read_text()))
 

@@ -37,6 +37,10 @@ def test_reference_is_that_of_the_code():
     assert (ROOT / "docs" / "reference.md").read_text() == load_pages().reference_page(), "run `make pages`"
 
 
+def test_page_of_packages_is_the_table_of_test_world():
+    assert (ROOT / "docs" / "works-with.md").read_text() == load_pages().works_with_page(), "run `make pages`"
+
+
 def test_pages_show_the_files_that_they_name():
     for page in load_pages().PAGES:
         assert page.read_text() == load_pages().with_files(page.read_text()), "run `make pages`"

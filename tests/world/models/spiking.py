@@ -1,0 +1,159 @@
+"""Spiking neurons: states that a loop hands on, or that a neuron keeps in itself."""
+
+from __future__ import annotations
+
+import torch
+from programs import Program, batch, program
+from torch import nn
+from torch.nn import functional
+
+
+@program("snntorch", "Leaky, states in the loop")
+def snntorch_leaky() -> Program:
+    import snntorch as snn
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.lif1 = nn.Linear(4, 6), snn.Leaky(beta=0.9)
+            self.fc2, self.lif2 = nn.Linear(6, 2), snn.Leaky(beta=0.9)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, second = self.lif1.init_leaky(), self.lif2.init_leaky()
+            potentials = []
+            for current in x.unbind(0):
+                spikes, first = self.lif1(self.fc1(current), first)
+                spikes, second = self.lif2(self.fc2(spikes), second)
+                potentials.append(second)
+            return torch.stack(potentials)
+
+    return _spiking(Net())
+
+
+@program("snntorch", "Leaky, states in the neurons")
+def snntorch_hidden() -> Program:
+    import snntorch as snn
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.lif1 = nn.Linear(4, 6), snn.Leaky(beta=0.9, init_hidden=True)
+            self.fc2, self.lif2 = nn.Linear(6, 2), snn.Leaky(beta=0.9, init_hidden=True, output=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.lif1.reset_mem()
+            self.lif2.reset_mem()
+            return torch.stack([self.lif2(self.fc2(self.lif1(self.fc1(current))))[1] for current in x.unbind(0)])
+
+    return _spiking(Net())
+
+
+@program("snntorch", "SLSTM")
+def snntorch_slstm() -> Program:
+    import snntorch as snn
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slstm, self.head = snn.SLSTM(4, 6), nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            synapse, potential = self.slstm.init_slstm()
+            outputs = []
+            for current in x.unbind(0):
+                _, synapse, potential = self.slstm(current, synapse, potential)
+                outputs.append(self.head(potential))
+            return torch.stack(outputs)
+
+    return _spiking(Net())
+
+
+@program("snntorch", "RSynaptic")
+def snntorch_rsynaptic() -> Program:
+    import snntorch as snn
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 6)
+            self.neuron = snn.RSynaptic(alpha=0.8, beta=0.9, linear_features=6)
+            self.head = nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            spikes, synapse, potential = self.neuron.init_rsynaptic()
+            outputs = []
+            for current in x.unbind(0):
+                spikes, synapse, potential = self.neuron(self.fc(current), spikes, synapse, potential)
+                outputs.append(self.head(potential))
+            return torch.stack(outputs)
+
+    return _spiking(Net())
+
+
+@program("norse", "SequentialState of LIF cells")
+def norse_sequential() -> Program:
+    import norse.torch as norse
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = norse.SequentialState(nn.Linear(4, 6), norse.LIFCell(), nn.Linear(6, 2), norse.LICell())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            state, outputs = None, []
+            for current in x.unbind(0):
+                output, state = self.layers(current, state)
+                outputs.append(output)
+            return torch.stack(outputs)
+
+    return _spiking(Net())
+
+
+@program("norse", "LSNNRecurrent")
+def norse_lsnn() -> Program:
+    import norse.torch as norse
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lsnn, self.readout = norse.LSNNRecurrent(4, 6), nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            spikes, _ = self.lsnn(x)
+            return self.readout(spikes)
+
+    return _spiking(Net())
+
+
+@program("norse", "LIFRecurrentCell in a loop")
+def norse_lif_recurrent() -> Program:
+    import norse.torch as norse
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.head, self.readout = norse.LIFRecurrentCell(4, 6), nn.Linear(6, 2), norse.LICell()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            state = readout_state = None
+            outputs = []
+            for current in x.unbind(0):
+                spikes, state = self.cell(current, state)
+                output, readout_state = self.readout(self.head(spikes), readout_state)
+                outputs.append(output)
+            return torch.stack(outputs)
+
+    return _spiking(Net())
+
+
+def _spiking(model: nn.Module, dtype: torch.dtype = torch.float32) -> Program:
+    """Return a program of currents with steps first, and potentials of every step."""
+    model.to(dtype)
+    return Program(
+        model,
+        x=3 * torch.rand(6, 5, 4, dtype=dtype),
+        y=batch(6, 5, 2, dtype=dtype),
+        loss=functional.mse_loss,
+        input_axes=("time", "sample", "feature"),
+        output_axes=("time", "sample", "unit"),
+    )
