@@ -162,7 +162,7 @@ def works_with_page() -> str:
     """Return the page of public packages whose models every verb was run on, from the table of `make test-world`."""
     table = json.loads(WORLD_TABLE.read_text())
     models = {key: list(rows) for key, rows in itertools.groupby(table, lambda row: (row["package"], row["model"]))}
-    verbs = len({row["verb"] for row in table})
+    verbs = len({row["verb"] for row in table} - {"all"})  # a program that crashed has one row
     lines = [
         "# Works with",
         f"Models of {len({package for package, _ in models})} public packages, built as their documentation builds "
