@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -305,10 +306,13 @@ class CellHook:
         try:
             call = EnteredCall(args, kwargs, default_input, self._roles or self._declared_roles(args, kwargs))
             self._check_constants(call)
-            if call.starts_empty and not self._returns_same(
-                self._unrecorded(args, kwargs), *call.arguments()(call.x, call.user_initial)
-            ):
-                raise _NotACellError("its first state is empty, and does not stand for zeros; pass that state to it")
+            if call.starts_empty:
+                with self._trial(self.module):
+                    output = self.module(*args, **kwargs)
+                if not self._returns_same(output, *call.arguments()(call.x, call.user_initial)):
+                    raise _NotACellError(
+                        "its first state is empty, and does not stand for zeros; pass that state to it"
+                    )
         except _NotACellError as reason:
             return self._give_up(reason)
         refuse_transformed(self.owner.name, [call.x, *call.user_initial])
@@ -456,18 +460,20 @@ class CellHook:
     def _returns_same(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Call the cell once more with these arguments; return whether it returns ``output``."""
         try:
-            repeated = self._unrecorded(args, kwargs)
+            with self._trial(self.module):
+                repeated = self.module(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
             return False  # the cell does not accept a state of this form
         pairs = list(zip(tensor_leaves(output), tensor_leaves(repeated), strict=False))
         return len(pairs) == len(tensor_leaves(output)) and all(torch.equal(a, b) for a, b in pairs)
 
-    def _unrecorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the cell without a record or a change of anything, and return its output."""
+    @contextmanager
+    def _trial(self, module: nn.Module) -> Iterator[None]:
+        """Record nothing of the calls in the block, and undo all that they change in a module."""
         self.recorder.paused = True
         try:
-            with borrowed_model(self.module), torch.no_grad():
-                return self.module(*args, **kwargs)
+            with borrowed_model(module), torch.no_grad():
+                yield
         finally:
             self.recorder.paused = False
 
@@ -525,7 +531,8 @@ class KeptStateHook(CellHook):
         states = tuple(getattr(self.cell, name) for name in self.names)
         if self.owner.step_cell is not None:
             return states
-        output, new_states = self._try(states, args, kwargs)
+        with self._trial(self.cell):
+            output, new_states = self._step(states, *args, **kwargs)
         if not all(isinstance(new, Tensor) for new in new_states):
             return states
         first_states = []
@@ -534,17 +541,10 @@ class KeptStateHook(CellHook):
                 first_states.append(_grown(state, new))
             except _NotACellError:
                 first_states.append(torch.zeros_like(new))
-        repeated = self._try(first_states, args, kwargs)
+        with self._trial(self.cell):
+            repeated = self._step(first_states, *args, **kwargs)
         pairs = list(zip(tensor_leaves((output, new_states)), tensor_leaves(repeated), strict=False))
         return tuple(first_states) if all(torch.equal(a, b) for a, b in pairs) else states
-
-    def _try(self, states: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.recorder.paused = True
-        try:
-            with borrowed_model(self.cell), torch.no_grad():
-                return self._step(states, *args, **kwargs)
-        finally:
-            self.recorder.paused = False
 
     def _declared_roles(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRoles:
         leaves, spec = pytree.tree_flatten((args, kwargs))
