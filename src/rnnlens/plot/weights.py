@@ -346,7 +346,7 @@ def _norms_by_time(dataset: Any, name: str) -> xr.DataArray | None:
 
 
 def _draw_weight_lags(ax: Any, norms: xr.DataArray, runs_back: bool, delays: Numbers, keywords: dict[str, Any]) -> None:
-    """Draw the gates of one weight."""
+    """Draw the share of dL/dW that lags up to each make up, one line for each gate of the weight."""
     names = _data.names_of(norms, GATE)
     shares = lag_shares(norms.transpose(TIME, GATE).values, runs_back=runs_back)
     lags = np.arange(shares.shape[1])
