@@ -1,7 +1,6 @@
 """Certificates of time Jacobians from or to a layer inside a chain, by a separate run of these layers."""
 
 import warnings
-from dataclasses import replace
 
 import keras
 import numpy as np
@@ -83,20 +82,20 @@ def test_ends_in_no_chain_of_layers_are_certified_by_a_pull_back_between_them(ca
         warnings.simplefilter("error")
         jacobian = certified_jacobian(model, **options)
     assert "Certified: random combinations of its rows" in str(jacobian.attrs["certificate"])
-    monkeypatch.setattr(network, "_outer_port", swap_layers(network._outer_port))
+    monkeypatch.setattr(network, "Port", swap_layers(network.Port))
     with pytest.warns(rl.errors.SelfCheckWarning, match="differ from the reference run of the model"):
         certified_jacobian(model, **options)
 
 
-def swap_layers(port_of):
+def swap_layers(port):
     """Return a fault that exchanges the tensors of the embedding and of the lower layer."""
     swapped = {"words": "lower", "lower": "words"}
 
-    def port(name):
-        path, _, layer = str(name.layer).rpartition("/")
-        return port_of(replace(name, layer=f"{path}/{swapped[layer]}".lstrip("/") if layer in swapped else name.layer))
+    def swapped_port(kind, layer, index):
+        path, _, name = str(layer).rpartition("/")
+        return port(kind, f"{path}/{swapped[name]}".lstrip("/") if name in swapped else layer, index)
 
-    return port
+    return swapped_port
 
 
 @pytest.mark.one_engine

@@ -111,10 +111,10 @@ def earlier_states(original):
     return earlier_boundary
 
 
-def lower_layer_output(port_of):
+def lower_layer_output(port):
     """Return a fault that replaces a layer's output by that of the layer below."""
     below = {"upper": "lower", "between": "lower"}
-    return lambda name: replace(port_of(name), layer=below.get(name.layer, name.layer))
+    return lambda kind, layer, index: port(kind, below.get(layer, layer), index)
 
 
 def lower_layer_states(original):
@@ -144,7 +144,7 @@ def reversed_steps(original):
 FAULTS = {
     "states one step earlier": (pullback, "boundary_of", earlier_states, Attentive, "decoder.hidden", "encoder.output"),
     "by states one step earlier": (pullback, "boundary_of", earlier_states, Attentive, "output", "decoder.hidden"),
-    "another layer's output": (network, "_outer_port", lower_layer_output, Chain, "output", "between.output"),
+    "another layer's output": (network, "Port", lower_layer_output, Chain, "output", "between.output"),
     "another layer's states": (network, "_inner_end", lower_layer_states, Chain, "upper.hidden", "input"),
     "steps in reverse": (pullback.PortTable, "find", reversed_steps, Attentive, "output", "encoder.output"),
 }
