@@ -30,9 +30,13 @@ class Container(NamedTuple):
     rebuild: Callable[[Sequence[Any]], Any]
 
 
+#: Types whose values have no parts; made once, since most values of a call are of them.
+_NO_CONTAINER = str | bytes | int | float | np.ndarray | np.generic | type
+
+
 def container_of(tree: Any) -> Container | None:
     """Return the parts of a container; None for a leaf or a constant."""
-    if tree is None or isinstance(tree, str | bytes | int | float | np.ndarray | np.generic | type):
+    if tree is None or isinstance(tree, _NO_CONTAINER):
         return None
     registered = getattr(sys.modules.get("torch.utils._pytree"), "SUPPORTED_NODES", {}).get(type(tree))
     if registered is not None and type(tree) not in _PLAIN and not is_record(tree):

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, Self
 
+import numpy as np
+
 from ..typing import Array, Namespace
 
 
@@ -112,8 +114,8 @@ class Trajectory:
             raise TypeError("a cell without equations has no recorded gates")
         return self.record
 
-    def of_samples(self, samples: slice) -> Self:
-        """Return the trajectory of some samples, as views where the library supports them."""
+    def of_samples(self, samples: slice | np.ndarray[Any, Any]) -> Self:
+        """Return the trajectory of some samples, of a slice as views where the library supports them."""
         names = ("input", "initial_state", "states", "record", "step_output", "mask", "start_states", "reset")
         return replace(
             self,
@@ -185,7 +187,7 @@ class Adjoint:
         )
 
 
-def _of_samples(values: Any, samples: slice) -> Any:
+def _of_samples(values: Any, samples: slice | np.ndarray[Any, Any]) -> Any:
     """Select samples from an array, a record or a tuple of arrays; None stays None."""
     if values is None:
         return None
@@ -220,7 +222,7 @@ def carry_masked(new_state: Array, old_state: Array, mask_t: Array | None, xp: N
     return new_state if mask_t is None else xp.where(over_time(mask_t, new_state), new_state, old_state)
 
 
-def scale_of_samples(scale: Array | None, samples: slice) -> Array | None:
+def scale_of_samples(scale: Array | None, samples: slice | np.ndarray[Any, Any]) -> Array | None:
     """Select samples from dropout multipliers (sample, n) or (gate, sample, n); None stays None."""
     if scale is None:
         return None

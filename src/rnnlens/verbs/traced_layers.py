@@ -184,6 +184,8 @@ def trace_call(
 
 #: Numbers of output steps and of samples whose gradients are pulled back one by one.
 _LAG_STEPS, _LAG_SAMPLES = 3, 16
+#: Largest number of entries of a state (sample, time, unit) up to which their samples are repeated for one sweep.
+_LAG_ENTRIES = 2**20
 
 
 def gradients_by_lag(call: RecurrentCall, run: Replay) -> dict[str, Array]:
@@ -208,22 +210,31 @@ def gradients_by_lag(call: RecurrentCall, run: Replay) -> dict[str, Array]:
     positions = [p for p, t in enumerate(order) if is_read[:, t].any()]
     late = positions[: (len(positions) + 1) // 2]
     chosen = sorted({late[round(i)] for i in np.linspace(0, len(late) - 1, _LAG_STEPS)})
-    some = slice(0, int(output_grad.shape[0]))
-    from_state = None if call.output_from_state is None else call.output_from_state[some]
-    part_call, part_run = replace(call, output_from_state=from_state), run.of_samples(some)
+    samples = int(output_grad.shape[0])
     rows: dict[str, list[Array]] = {name: [] for name in call.cell.state_names}
-    for position in chosen:
-        entering = run.xp.zeros_like(output_grad)
-        entering[:, order[position], ...] = output_grad[:, order[position], ...]
-        for name, grad in zip(rows, sweep(part_call, part_run, entering).state_grads, strict=True):
+    # One sweep for all of them costs little more than one for each where steps are small; copies of large ones would
+    # cost memory.
+    entries = output_grad.shape[1] * samples * len(chosen) * run.states[0].shape[-1]
+    at_once = entries <= _LAG_ENTRIES and not call.cell.by_framework
+    for group in [chosen] if at_once else [[position] for position in chosen]:
+        some = slice(0, samples) if len(group) == 1 else np.tile(np.arange(samples), len(group))
+        from_state = None if call.output_from_state is None else call.output_from_state[some]
+        entering = run.xp.zeros_like(output_grad[some])
+        for number, position in enumerate(group):
+            part = slice(number * samples, (number + 1) * samples)
+            entering[part, order[position], ...] = output_grad[:, order[position], ...]
+        swept = sweep(replace(call, output_from_state=from_state), run.of_samples(some), entering)
+        for name, grad in zip(rows, swept.state_grads, strict=True):
             values = to_host(grad).astype(np.float64)
-            norms = np.sqrt((values**2).reshape(*values.shape[:2], -1).sum(axis=-1))[:, order[position:]]
-            row = np.full(shape, np.nan)
-            if call.mask is not None:
-                counted = is_real & is_real[:, order[position], None]
-                norms = real_steps_first(norms, counted[:, order[position:]])
-            row[:, : norms.shape[1]] = norms
-            rows[name].append(row)
+            all_norms = np.sqrt((values**2).reshape(len(group), *shape, -1).sum(axis=-1))
+            for position, norms in zip(group, all_norms, strict=True):
+                norms = norms[:, order[position:]]
+                row = np.full(shape, np.nan)
+                if call.mask is not None:
+                    counted = is_real & is_real[:, order[position], None]
+                    norms = real_steps_first(norms, counted[:, order[position:]])
+                row[:, : norms.shape[1]] = norms
+                rows[name].append(row)
     return {name: np.concatenate(norms) for name, norms in rows.items()}
 
 
