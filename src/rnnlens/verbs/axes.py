@@ -136,12 +136,12 @@ class ModelAxes:
         inputs = signature(batch.x)
         if inputs is None or any(data.is_packed(leaf) or len(np.shape(leaf)) == 1 for leaf in leaves):
             return None
-        model_facts = known_model(self.adapter, self.model)
-        if model_facts.fingerprint is None:
+        known = known_model(self.adapter, self.model)
+        if known.fingerprint is None:
             return None
-        if len(model_facts.layouts) > _MAX_SHAPES:
-            model_facts.layouts.clear()
-        return model_facts.layouts.setdefault((inputs, batch.training, tuple(batch.initial_state or ())), {})
+        if len(known.layouts) > _MAX_SHAPES:
+            known.layouts.clear()
+        return known.layouts.setdefault((inputs, batch.training, tuple(batch.initial_state or ())), {})
 
     def with_samples_first(self) -> ModelAxes:
         """Return axes of the same model of which every tensor has samples first, then steps."""

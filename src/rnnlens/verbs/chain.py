@@ -9,8 +9,7 @@ trace of a model and shapes captures the gradients at all layers nevertheless, a
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -74,15 +73,6 @@ def pull_back(links: Sequence[ChainLink], value: Array, cotangent: Array) -> Arr
     return cotangent
 
 
-#: By model: traces whose gradients between the layers were those of the framework.
-_agreed_keys: weakref.WeakKeyDictionary[Any, set[Hashable]] = weakref.WeakKeyDictionary()
-
-
-def has_agreed(model: Any, key: Hashable) -> bool:
-    """Return whether the gradients between the layers of an earlier trace with this key were the framework's."""
-    return key in _agreed_keys.get(model, ())
-
-
 class ChainGradients:
     """Gradients at the outputs of the recurrent layers of one captured chain, from the last layer to the first.
 
@@ -142,11 +132,6 @@ class ChainGradients:
         (leaf,) = leaves_of(self._x)
         value = to_host(leaf).astype(grad.dtype, copy=False)
         return np.transpose(pull_back(links, np.transpose(value, order), grad), np.argsort(order))
-
-    def remember(self, model: Any, key: Hashable) -> None:
-        """Store that further traces with this key need the framework's gradients at the last layer alone."""
-        if self.agree:
-            _agreed_keys.setdefault(model, set()).add(key)
 
 
 def _is_plain(call: RecurrentCall) -> bool:

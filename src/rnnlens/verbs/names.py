@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -57,13 +57,31 @@ class TensorName:
 
 
 @dataclass
-class KnownModel:
-    """Layers of a model, and layouts that were found, until its fingerprint changes."""
+class CertifiedTraces:
+    """Traces of one kind that were certified: how many there were, and whether a part of the samples suffices."""
 
-    fingerprint: Any
+    number: int = 0
+    divisible: bool = True
+
+
+@dataclass
+class KnownModel:
+    """Layers of a model, and what calls learned of it, until its fingerprint changes.
+
+    The calls of one kind have one key, see :meth:`ModelRequest.key`.
+    """
+
+    fingerprint: Hashable | None
     recurrent: Mapping[str, LayerInfo]
     sequences: Mapping[str, LayerInfo] = field(default_factory=dict)
-    layouts: dict[Any, dict[Port, Layout]] = field(default_factory=dict)
+    #: Layouts found by experiment, by the shapes and options of the data.
+    layouts: dict[Hashable, dict[Port, Layout]] = field(default_factory=dict)
+    #: Keys of calls whose certificate passed, for ``certify="first"``.
+    passed: set[Hashable] = field(default_factory=set)
+    #: Traces that were certified with all samples, by key.
+    certified_traces: dict[Hashable, CertifiedTraces] = field(default_factory=dict)
+    #: Keys of traces whose gradients between the layers of a chain were those of the framework.
+    agreed_chains: set[Hashable] = field(default_factory=set)
 
 
 _known_models: weakref.WeakKeyDictionary[Any, KnownModel] = weakref.WeakKeyDictionary()
@@ -76,17 +94,17 @@ def text_of(port: Port) -> str:
 
 
 def known_model(adapter: Adapter, model: Any) -> KnownModel:
-    """Return the facts about a model; they are kept if the adapter has a fingerprint of it."""
+    """Return what is known of a model; nothing is kept of one of which the adapter has no fingerprint."""
     fingerprint = adapter.fingerprint(model)
-    facts = None if fingerprint is None else _known_models.get(model)
-    if facts is None or facts.fingerprint != fingerprint:
+    known = None if fingerprint is None else _known_models.get(model)
+    if known is None or known.fingerprint != fingerprint:
         infos = {info.name: info for info in adapter.describe(model)}
         recurrent = {name: info for name, info in infos.items() if not info.is_sequence}
         sequences = {name: info for name, info in infos.items() if info.is_sequence}
-        facts = KnownModel(fingerprint, recurrent, sequences=sequences)
+        known = KnownModel(fingerprint, recurrent, sequences)
         if fingerprint is not None:
-            _known_models[model] = facts
-    return facts
+            _known_models[model] = known
+    return known
 
 
 class Catalogue:
@@ -97,8 +115,8 @@ class Catalogue:
 
     def __init__(self, adapter: Adapter, model: Any, x: Any = None, outputs: tuple[str, ...] = ()) -> None:
         self.adapter, self.model, self.x = adapter, model, x
-        self._model_facts = known_model(adapter, model)
-        self.recurrent, self.sequences = self._model_facts.recurrent, self._model_facts.sequences
+        self.known = known_model(adapter, model)
+        self.recurrent, self.sequences = self.known.recurrent, self.known.sequences
         #: Facts of the model that need no run.
         self.facts: ModelFacts = adapter.facts(model)
         if outputs:

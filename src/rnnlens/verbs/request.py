@@ -12,7 +12,6 @@ import functools
 import inspect
 import os
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -32,7 +31,7 @@ from ..results.checks import Certificate
 from ..settings import current
 from ..typing import signature
 from .axes import InputCoordinates, ModelAxes
-from .names import Catalogue, complete_catalogue
+from .names import Catalogue, complete_catalogue, known_model
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -101,10 +100,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_start_anew)
 
 
-#: By model: the calls whose certificate passed, for ``certify="first"``.
-_passed: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
-
-
 @dataclass(frozen=True)
 class ModelRequest:
     """A call of a verb, resolved on its model once; the requests of the verbs extend it."""
@@ -145,13 +140,16 @@ class ModelRequest:
         return provenance if reduction is None else {**provenance, "loss_reduction": reduction}
 
     def key(self, verb: str, *details: Hashable) -> Hashable | None:
-        """Return a value that is equal for calls of which the first may answer for the others; None if none may."""
+        """Return a value that is equal for calls of which the first may answer for the others; None if none may.
+
+        It holds until the fingerprint of the model changes, see :func:`known_model`.
+        """
         data, loss = signature(self.batch.x), self.batch.loss
         if data is None:
             return None
         loss = getattr(loss, "__code__", None) or (loss if isinstance(loss, str) else type(loss))
         stated_axes = (*self.axes.stated.items(), *self.axes.data.items())
-        return verb, self.adapter.fingerprint(self.model), self.batch.training, data, loss, stated_axes, *details
+        return verb, self.batch.training, data, loss, stated_axes, *details
 
     def needs_certificate(self, verb: str, *details: Hashable) -> bool:
         """Return whether ``certify=`` requires a certificate; "first": until such a call with ``details`` passed."""
@@ -160,10 +158,10 @@ class ModelRequest:
             mode = "first" if verb == "jacobian" else "always"
         if mode != "first":
             return mode == "always"
-        return self.key(verb, *details) not in _passed.get(self.model, ())
+        return self.key(verb, *details) not in self.catalogue.known.passed
 
     def remember(self, certificate: Certificate, verb: str, *details: Hashable) -> None:
         """Store that a call passed, so that ``certify="first"`` certifies no other one like it."""
         key = self.key(verb, *details)
-        if certificate.state == "passed" and key is not None:
-            _passed.setdefault(self.model, set()).add(key)
+        if certificate.state == "passed" and key is not None and key not in self.catalogue.known.passed:
+            known_model(self.adapter, self.model).passed.add(key)

@@ -25,14 +25,14 @@ from .axes import an_axes_table
 from .certificates.of_trace import (
     ReplayedValues,
     certify,
+    is_divisible,
     part_to_compare,
-    remember_difference,
-    remember_passed,
     start_reference_run,
 )
-from .chain import ChainGradients, has_agreed
+from .chain import ChainGradients
 from .chunked.samples import SampleChunks
 from .chunked.works import lazy_datasets
+from .names import CertifiedTraces, known_model
 from .request import ModelRequest, in_turn
 from .traced_layers import TraceSelection, assign_coordinates, plain_datasets, recurrent_datasets
 from .traced_scans import chosen_positions, select_positions, sequence_datasets
@@ -142,8 +142,9 @@ def trace_batch(
     request = ModelRequest.resolve(model, batch, axes)
     details = ("trace", requested.layers, requested.quantities)
     needs_certificate, key = request.needs_certificate(*details), request.key(*details)
-    part = part_to_compare(model, batch, key) if needs_certificate else None
-    agreed = not batch.initial_state and has_agreed(model, key)
+    known = request.catalogue.known
+    part = part_to_compare(known, batch, key) if needs_certificate else None
+    agreed = not batch.initial_state and key in known.agreed_chains
     selection = replace(requested, compares_weights=needs_certificate or current().certify != "first", part=part)
     taps = selection.taps(needs_certificate, topmost=agreed and (part is not None or not needs_certificate))
     capture = request.adapter.run(model, batch, taps).capture
@@ -171,13 +172,13 @@ def trace_batch(
             )
             request.remember(certificate, *details)
     if part is not None and certificate.state != "passed":
-        remember_difference(model, key)
+        known.certified_traces[key].divisible = False
         return trace_batch(model, batch, requested, at, axes)
-    if part is None and certificate.state == "passed" and key is not None:
-        remember_passed(model, batch, key, capture)
+    if part is None and certificate.state == "passed" and key is not None and is_divisible(batch, capture):
+        known_model(request.adapter, model).certified_traces.setdefault(key, CertifiedTraces())
     passed = certificate.state in ("passed", "off") and all(result.ok for result in checks)
-    if chain is not None and key is not None and passed:
-        chain.remember(model, key)
+    if chain is not None and chain.agree and key is not None and passed and key not in known.agreed_chains:
+        known_model(request.adapter, model).agreed_chains.add(key)
     kept_datasets: dict[str, xr.Dataset | LabelledLayer] = dict(datasets)
     if at:
         known_dims = {str(dim) for layer in datasets.values() for dim in layer.sizes}

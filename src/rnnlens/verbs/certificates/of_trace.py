@@ -10,7 +10,6 @@ again with a certificate of all samples, and so is every later one.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from ...results.schema import LabelledLayer, to_host
 from ...settings import current
 from ...typing import Array, arrays_of, named_constants
 from ...vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, STATE, TIME
+from ..names import KnownModel
 from ..request import ModelRequest
 from .compare import (
     INITIAL,
@@ -82,27 +82,16 @@ class SamplePart:
         return replace(batch.without_loss(), x=data.samples_of_arrays(batch.x, self.start, self.stop))
 
 
-@dataclass
-class _CertifiedTraces:
-    """Certified traces of one model and shapes: how many there were, and whether a part of the samples suffices."""
-
-    number: int = 0
-    divisible: bool = True
-
-
-_certified_calls: weakref.WeakKeyDictionary[Any, dict[Hashable, _CertifiedTraces]] = weakref.WeakKeyDictionary()
-
-
-def part_to_compare(model: Any, batch: Batch, key: Hashable) -> SamplePart | None:
+def part_to_compare(known: KnownModel, batch: Batch, key: Hashable) -> SamplePart | None:
     """Return the samples to compare in a certified trace; None for all of them.
 
-    ``key`` has the request and the shapes. All samples are compared at the first call for a model and key, in training
+    ``key`` has the request and the shapes. All samples are compared at the first call with a key, in training
     mode, of fewer than ``FEWEST`` samples, and under ``rl.options(certify=)`` other than ``"auto"``.
     """
     count = _divisible_samples(batch)
     if count is None or current().certify != "auto":
         return None
-    calls = _certified_calls.get(model, {}).get(key)
+    calls = known.certified_traces.get(key)
     if calls is None or not calls.divisible:
         return None
     calls.number += 1
@@ -111,20 +100,14 @@ def part_to_compare(model: Any, batch: Batch, key: Hashable) -> SamplePart | Non
     return SamplePart(start, start + size, count)
 
 
-def remember_passed(model: Any, batch: Batch, key: Hashable, capture: Capture) -> None:
-    """Store that all samples of a trace were certified, so that the next one may be certified with a part of them."""
+def is_divisible(batch: Batch, capture: Capture) -> bool:
+    """Return whether all tensors of a trace have one entry per sample, so that some of them can be compared alone."""
     count = _divisible_samples(batch)
     if count is None or not any(grad is not None for grad in capture.output_grads):
-        return
+        return False
     sizes = [call.output.shape[0] for call in capture.calls]
     sizes += [np.shape(leaf)[0] if np.ndim(leaf) else 0 for leaf in capture.output_grads if leaf is not None]
-    if all(size == count for size in sizes):
-        _certified_calls.setdefault(model, {}).setdefault(key, _CertifiedTraces())
-
-
-def remember_difference(model: Any, key: Hashable) -> None:
-    """Store that a part of the samples differed from all of them, so that further traces compare all."""
-    _certified_calls[model][key].divisible = False
+    return all(size == count for size in sizes)
 
 
 def _divisible_samples(batch: Batch) -> int | None:
