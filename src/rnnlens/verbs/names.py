@@ -65,23 +65,27 @@ class CertifiedTraces:
 
 
 @dataclass
-class KnownModel:
-    """Layers of a model, and what calls learned of it, until its fingerprint changes.
+class CertifiedCalls:
+    """Calls of a model whose certificate passed; those of one kind have one key, see :meth:`ModelRequest.key`."""
 
-    The calls of one kind have one key, see :meth:`ModelRequest.key`.
-    """
+    #: Keys of the calls, for ``certify="first"``.
+    passed: set[Hashable] = field(default_factory=set)
+    #: Traces that were certified with all samples, by key.
+    traces: dict[Hashable, CertifiedTraces] = field(default_factory=dict)
+    #: Keys of traces whose gradients between the layers of a chain were those of the framework.
+    agreed_chains: set[Hashable] = field(default_factory=set)
+
+
+@dataclass
+class KnownModel:
+    """What calls learned of a model, until its fingerprint changes: it saves time, and no answer depends on it."""
 
     fingerprint: Hashable | None
     recurrent: Mapping[str, LayerInfo]
-    sequences: Mapping[str, LayerInfo] = field(default_factory=dict)
+    sequences: Mapping[str, LayerInfo]
+    certified: CertifiedCalls
     #: Layouts found by experiment, by the shapes and options of the data.
     layouts: dict[Hashable, dict[Port, Layout]] = field(default_factory=dict)
-    #: Keys of calls whose certificate passed, for ``certify="first"``.
-    passed: set[Hashable] = field(default_factory=set)
-    #: Traces that were certified with all samples, by key.
-    certified_traces: dict[Hashable, CertifiedTraces] = field(default_factory=dict)
-    #: Keys of traces whose gradients between the layers of a chain were those of the framework.
-    agreed_chains: set[Hashable] = field(default_factory=set)
 
 
 _known_models: weakref.WeakKeyDictionary[Any, KnownModel] = weakref.WeakKeyDictionary()
@@ -94,16 +98,17 @@ def text_of(port: Port) -> str:
 
 
 def known_model(adapter: Adapter, model: Any) -> KnownModel:
-    """Return what is known of a model; nothing is kept of one of which the adapter has no fingerprint."""
+    """Return what is known of a model; if its adapter has no fingerprint of it, the layers are read at each call."""
     fingerprint = adapter.fingerprint(model)
-    known = None if fingerprint is None else _known_models.get(model)
-    if known is None or known.fingerprint != fingerprint:
+    known = _known_models.get(model)
+    if known is not None and known.fingerprint != fingerprint:
+        known = None
+    if known is None or fingerprint is None:
         infos = {info.name: info for info in adapter.describe(model)}
         recurrent = {name: info for name, info in infos.items() if not info.is_sequence}
         sequences = {name: info for name, info in infos.items() if info.is_sequence}
-        known = KnownModel(fingerprint, recurrent, sequences)
-        if fingerprint is not None:
-            _known_models[model] = known
+        certified = CertifiedCalls() if known is None else known.certified
+        known = _known_models[model] = KnownModel(fingerprint, recurrent, sequences, certified)
     return known
 
 

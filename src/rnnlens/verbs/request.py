@@ -158,10 +158,10 @@ class ModelRequest:
             mode = "first" if verb == "jacobian" else "always"
         if mode != "first":
             return mode == "always"
-        return self.key(verb, *details) not in self.catalogue.known.passed
+        return self.key(verb, *details) not in self.catalogue.known.certified.passed
 
     def remember(self, certificate: Certificate, verb: str, *details: Hashable) -> None:
         """Store that a call passed, so that ``certify="first"`` certifies no other one like it."""
         key = self.key(verb, *details)
-        if certificate.state == "passed" and key is not None and key not in self.catalogue.known.passed:
-            known_model(self.adapter, self.model).passed.add(key)
+        if certificate.state == "passed" and key is not None and key not in self.catalogue.known.certified.passed:
+            known_model(self.adapter, self.model).certified.passed.add(key)

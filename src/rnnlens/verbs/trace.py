@@ -142,9 +142,9 @@ def trace_batch(
     request = ModelRequest.resolve(model, batch, axes)
     details = ("trace", requested.layers, requested.quantities)
     needs_certificate, key = request.needs_certificate(*details), request.key(*details)
-    known = request.catalogue.known
-    part = part_to_compare(known, batch, key) if needs_certificate else None
-    agreed = not batch.initial_state and key in known.agreed_chains
+    certified = request.catalogue.known.certified
+    part = part_to_compare(certified, batch, key) if needs_certificate else None
+    agreed = not batch.initial_state and key in certified.agreed_chains
     selection = replace(requested, compares_weights=needs_certificate or current().certify != "first", part=part)
     taps = selection.taps(needs_certificate, topmost=agreed and (part is not None or not needs_certificate))
     capture = request.adapter.run(model, batch, taps).capture
@@ -172,13 +172,13 @@ def trace_batch(
             )
             request.remember(certificate, *details)
     if part is not None and certificate.state != "passed":
-        known.certified_traces[key].divisible = False
+        certified.traces[key].divisible = False
         return trace_batch(model, batch, requested, at, axes)
     if part is None and certificate.state == "passed" and key is not None and is_divisible(batch, capture):
-        known_model(request.adapter, model).certified_traces.setdefault(key, CertifiedTraces())
+        known_model(request.adapter, model).certified.traces.setdefault(key, CertifiedTraces())
     passed = certificate.state in ("passed", "off") and all(result.ok for result in checks)
-    if chain is not None and chain.agree and key is not None and passed and key not in known.agreed_chains:
-        known_model(request.adapter, model).agreed_chains.add(key)
+    if chain is not None and chain.agree and key is not None and passed and key not in certified.agreed_chains:
+        known_model(request.adapter, model).certified.agreed_chains.add(key)
     kept_datasets: dict[str, xr.Dataset | LabelledLayer] = dict(datasets)
     if at:
         known_dims = {str(dim) for layer in datasets.values() for dim in layer.sizes}

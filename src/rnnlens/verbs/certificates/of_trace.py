@@ -27,7 +27,7 @@ from ...results.schema import LabelledLayer, to_host
 from ...settings import current
 from ...typing import Array, arrays_of, named_constants
 from ...vocabulary import DIRECTION, FEATURE, GATE, SAMPLE, STATE, TIME
-from ..names import KnownModel
+from ..names import CertifiedCalls
 from ..request import ModelRequest
 from .compare import (
     INITIAL,
@@ -82,7 +82,7 @@ class SamplePart:
         return replace(batch.without_loss(), x=data.samples_of_arrays(batch.x, self.start, self.stop))
 
 
-def part_to_compare(known: KnownModel, batch: Batch, key: Hashable) -> SamplePart | None:
+def part_to_compare(certified: CertifiedCalls, batch: Batch, key: Hashable) -> SamplePart | None:
     """Return the samples to compare in a certified trace; None for all of them.
 
     ``key`` has the request and the shapes. All samples are compared at the first call with a key, in training
@@ -91,7 +91,7 @@ def part_to_compare(known: KnownModel, batch: Batch, key: Hashable) -> SamplePar
     count = _divisible_samples(batch)
     if count is None or current().certify != "auto":
         return None
-    calls = known.certified_traces.get(key)
+    calls = certified.traces.get(key)
     if calls is None or not calls.divisible:
         return None
     calls.number += 1
