@@ -5,6 +5,7 @@ Save one with ``.save("run.png")``, or let a notebook display the returned value
 """
 
 from ..errors import missing_attribute as _missing_attribute
+from ._style import style as style
 from .curves import curves as curves
 from .curves import points as points
 from .diagnosis import diagnosis as diagnosis

@@ -298,7 +298,7 @@ def is_positive(values: Numbers) -> bool:
     return value_range is not None and value_range[0] >= 0 and value_range[1] > 0
 
 
-def set_log_limits(ax: Any, values: Numbers, *, headroom: float) -> None:
+def set_log_limits(ax: Any, values: Numbers, *, headroom: float, axis: str = "y") -> None:
     """Set limits of the value axis: at most ``DEEPEST`` decades of positive values, to ``headroom`` times the top."""
     positive_values = values[np.isfinite(values) & (values > 0)]
     if not positive_values.size:
@@ -306,11 +306,10 @@ def set_log_limits(ax: Any, values: Numbers, *, headroom: float) -> None:
     top, bottom = float(positive_values.max()), float(positive_values.min())
     floor = max(top * 10.0**-DEEPEST, float(np.finfo(float).tiny))
     if bottom < floor or (values == 0).any():
-        ax.set_ylim(10.0 ** math.floor(math.log10(max(bottom, floor)) - 0.01), top * headroom)
-    else:
-        ax.set_ylim(bottom / 2, top * headroom)
-    if ax.get_yscale() == "log":
-        set_log_axis(ax)
+        bottom = 2 * 10.0 ** math.floor(math.log10(max(bottom, floor)) - 0.01)
+    ax.set(**{f"{axis}lim": (bottom / 2, top * headroom)})
+    if getattr(ax, f"get_{axis}scale")() == "log":
+        set_log_axis(ax, axis)
 
 
 def tick_whole_numbers(axis: Any) -> None:

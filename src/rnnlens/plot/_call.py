@@ -123,9 +123,10 @@ COMMON: dict[str, Check] = {
 #: Documentation of the parameters that mean the same in every figure that has them.
 DOCUMENTATION = {
     "dims": "Dimensions of a plain array where the guess from its rank does not fit.",
-    "max_panels": "Most panels; more are thinned evenly, which the title states.",
+    "max_panels": "Most panels; of more units the largest are drawn, other panels are thinned evenly: the title "
+    "states it.",
     "max_rows": "Most rows of panels; more are thinned evenly, which the title states.",
-    "page": "Show this run of ``max_panels`` panels (``max_rows`` rows) instead of thinning them; 0 is the first.",
+    "page": "Show this run of ``max_panels`` panels (``max_rows`` rows) instead of a selection; 0 is the first.",
     "as_computed": "Reverse the backward direction of a bidirectional layer into the order in which it was computed.",
     "colorbar": "Draw the colour bar.",
     "delays": "One or several lags at which the task is known to need its input; they are marked.",

@@ -304,6 +304,28 @@ def select_evenly(count: int, limit: int, items: str, *, page: int | None = None
     return page_indices, f"{items} {page_indices[0]}-{page_indices[-1]} of {count} (page {page} of 0-{pages - 1})"
 
 
+def select_largest(
+    sizes: Numbers, limit: int, items: str, *, page: int | None = None
+) -> tuple[list[int], str | None]:
+    """Select at most ``limit`` of the items with the largest sizes, in their order, or the page-th run; also a note."""
+    if page is not None or len(sizes) <= limit:
+        return select_evenly(len(sizes), limit, items, page=page)
+    order = np.argsort(-np.nan_to_num(sizes, nan=np.inf), kind="stable")
+    return sorted(order[:limit].tolist()), f"the {limit} largest of {len(sizes)} {items}"
+
+
+def rms_along(array: xr.DataArray, dim: str, *, changes: bool = False) -> Numbers:
+    """Return the RMS of the values at each position along ``dim``, or of their changes from step to step."""
+
+    def rms(values: xr.DataArray) -> float:
+        numbers = np.asarray(values.transpose(..., TIME).values, np.float64)
+        numbers = np.diff(numbers, axis=-1) if changes and numbers.shape[-1] > 1 else numbers
+        with np.errstate(over="ignore", invalid="ignore"):
+            return float(np.sqrt(np.square(numbers).mean()))
+
+    return np.array([rms(array.isel({dim: i})) for i in range(array.sizes[dim])])
+
+
 def dataset_of(layer: Any) -> xr.Dataset | None:
     """Return the variables of one layer (a layer result or a Dataset); None for anything else."""
     if isinstance(layer, xr.Dataset):

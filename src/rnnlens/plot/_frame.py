@@ -9,25 +9,48 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
+from weakref import WeakSet
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.lines import Line2D
+from matplotlib.text import Annotation
 
 from ..arguments import as_list, as_numbers
 from ..arguments import path as path_of
 from ..errors import FileError, InputError
 from ._axes import DOTTED, OVER_TIME, mark_top, write_text
+from ._style import Style, current_style, exchange_greys
 
-LETTERS_PER_INCH = 12
 #: Colour of titles and frames with non-finite values; unlike both ends of the maps, also for colour-blind readers.
 ALARM = "#c00000"
 SEPARATOR: dict[str, Any] = {"color": "#404040", "linewidth": 1.2, "linestyle": "-"}
 
 
+def letters_per_inch(size: float = 1.0) -> float:
+    """Return how many letters of a line of text fit an inch, at ``size`` times the font size of the style."""
+    return 120 / (float(mpl.rcParams["font.size"]) * size)
+
+
 class Picture(Figure):
-    """A matplotlib Figure that a notebook displays if it is the last value of a cell: ``axes[0].figure``."""
+    """A matplotlib Figure that a notebook displays if it is the last value of a cell: ``axes[0].figure``.
+
+    It is drawn in the style in which it was made, also after the ``with`` block of the style.
+    """
+
+    def __init__(self, *args: Any, style: Style | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._style = style or Style()
+        self._exchanged: WeakSet[Any] = WeakSet()
+
+    def draw(self, renderer: Any) -> None:
+        """Draw the figure with the settings of its style."""
+        with mpl.rc_context(self._style.settings):
+            if self._style.is_dark:
+                exchange_greys(self, self._exchanged)
+            super().draw(renderer)
 
     def _repr_png_(self) -> bytes:
         return _png_bytes(self)
@@ -141,7 +164,7 @@ class Panels:
         colour_option = {"color": ALARM} if any(map(_mentions_nonfinite, note_parts)) else {}
         first_ax, width_inches = self.axes[0], _size_in_inches(self.figure)[0]
         if self.direction_figures and (title or note_parts):  # an array without labels has no title
-            self.figure.suptitle(_wrap_title(title, note_parts, width_inches), fontsize="medium", **colour_option)
+            self._write_title(title, note_parts, width_inches, colour_option)
         elif not self.direction_figures:
             width_inches *= first_ax.get_position().width
             title_parts = [
@@ -152,6 +175,16 @@ class Panels:
         axes_array = np.empty(len(self.axes), dtype=object)
         axes_array[:] = self.axes
         return axes_array.view(Drawing)
+
+    def _write_title(self, title: str, notes: Sequence[str], inches: float, colour: dict[str, str]) -> None:
+        """Write the title in bold, and the notes small and grey into empty lines kept below it."""
+        heading = _wrap(title, letters_per_inch(_BOLD) * inches)
+        note_text = _wrap("; ".join(notes), letters_per_inch(_NOTE) * inches)
+        empty_lines = "\n" * (note_text.count("\n") + bool(note_text) - (not heading))
+        suptitle = self.figure.suptitle(heading + empty_lines, fontsize="medium", fontweight="bold", **colour)
+        if note_text:
+            style = {"ha": "center", "va": "bottom", "fontsize": "small", "color": "0.35", "gid": "note", **colour}
+            self.figure.add_artist(Annotation(note_text, (0.5, 0.0), xycoords=suptitle, **style)).set_in_layout(False)
 
     def label_axes(self, x_labels: Sequence[str] | str, y_label: str) -> None:
         """Label axes: common labels for each direction with several panels, else labels on the Axes."""
@@ -214,7 +247,7 @@ def draw_alarm_frame(ax: Any) -> None:
 
 def wrap_label(label: str, inches: float) -> str:
     """Wrap an axis label into lines that fit an axis of this length in inches."""
-    return textwrap.fill(label, max(16, int(LETTERS_PER_INCH * inches)))
+    return _wrap(label, max(16, letters_per_inch() * inches))
 
 
 def _size_in_inches(figure: Any) -> tuple[float, float]:
@@ -222,14 +255,18 @@ def _size_in_inches(figure: Any) -> tuple[float, float]:
     return figure.bbox.width / figure.dpi, figure.bbox.height / figure.dpi
 
 
-def _wrap_title(title: str, notes: Iterable[str], inches: float) -> str:
-    """Wrap a title, and below it the notes, several to a line if they fit into the width."""
-    lines: list[str] = []
-    width = max(24, int(LETTERS_PER_INCH * inches))
-    for note in notes:
-        joined = f"{lines[-1]}; {note}" if lines else note
-        lines = [*lines[:-1], joined] if len(joined) <= width else [*lines, note]
-    return "\n".join(textwrap.fill(line, width, break_long_words=True) for line in [title, *lines] if line)
+#: Width of a letter of the title, and size of the notes, relative to plain text.
+_BOLD, _NOTE = 1.13, 0.833
+
+
+def _wrap(text: str, letters: float) -> str:
+    """Wrap text into lines of at most ``letters`` letters."""
+    return textwrap.fill(text, max(16, int(letters)), break_long_words=True)
+
+
+def _wrap_title(title: str, notes: Sequence[str], inches: float) -> str:
+    """Wrap the title of the user's Axes, with the notes below it."""
+    return "\n".join(_wrap(line, letters_per_inch() * inches) for line in (title, "; ".join(notes)) if line)
 
 
 def near_square(count: int, *, aspect: float = 1.5) -> tuple[int, int]:
@@ -261,6 +298,10 @@ class PanelGrid:
     ticks: str = "small"
 
 
+#: Least share of its own height that a figure keeps where a style makes it narrower: labels do not shrink with it.
+_LEAST_HEIGHT = 0.65
+
+
 def open_panels(
     name: str, count: int, ax: Any, figure: Any, *, directions: Sequence[str | None] = (None,), **sizes: Any
 ) -> Panels:
@@ -272,7 +313,10 @@ def open_panels(
         if figure is None:
             width = min(18.0, columns * grid.size[0] * len(directions) + grid.margin[0])
             height = min(22.0, max(2.6, rows * grid.size[1] + grid.margin[1]))
-            figure = Picture(figsize=(max(4.2, width), height), layout="constrained")
+            style, width = current_style(), max(4.2, width)
+            if style.width is not None:
+                width, height = style.width, height * min(1.0, max(style.width / width, _LEAST_HEIGHT))
+            figure = Picture(figsize=(width, height), layout="constrained", style=style)
         direction_figures = (
             [figure] if len(directions) == 1 else list(figure.subfigures(1, len(directions), wspace=0.02))
         )

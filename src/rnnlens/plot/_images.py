@@ -28,7 +28,7 @@ from ._data import (
     require_dim,
     unit_dim,
 )
-from ._frame import LETTERS_PER_INCH, SEPARATOR, Panels
+from ._frame import SEPARATOR, Panels, letters_per_inch
 from ._samples import full_padding_mask, nan_at_padding
 
 #: Largest number of cells (rows, columns) of an image; neighbours are merged beyond it.
@@ -181,7 +181,7 @@ def colour_bar(axes: Sequence[Any], image: Any, label: str = "", *, images: Sequ
 
 def shorten_to_line(label: str, inches: float) -> str:
     """Shorten a label to one line of ``inches``: drop the part before its first comma, or all but that part."""
-    max_letters = int(LETTERS_PER_INCH * inches)
+    max_letters = int(letters_per_inch() * inches)
     symbol, _, name = label.partition(", ")
     for candidate in (label, name, symbol):
         if candidate and len(re.sub(r"\$.*?\$", "dL/dh", candidate)) <= max_letters:

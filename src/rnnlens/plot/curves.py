@@ -64,7 +64,11 @@ def curves(
     views = _data.direction_views(array, as_computed=as_computed)
     gates = _data.names_of(array, GATE) if GATE in array.dims else [None]
     count = array.sizes[panel_dim] if panel_dim else 1
-    panel_indices, panel_note = _data.select_evenly(count, max(1, max_panels // len(gates)), f"{panel_dim}s", page=page)
+    most_panels, items = max(1, max_panels // len(gates)), f"{panel_dim}s"
+    if panel_dim and panel_dim == _data.unit_dim(array):
+        panel_indices, panel_note = _data.select_largest(_data.rms_along(array, panel_dim), most_panels, items, page=page)
+    else:
+        panel_indices, panel_note = _data.select_evenly(count, most_panels, items, page=page)
     line_indices, line_note = _data.select_evenly(array.sizes[line_dim] if line_dim else 1, max_lines, f"{line_dim}s")
     gate_and_index = [(gate, index) for gate in range(len(gates)) for index in panel_indices]
     shape = (len(gates), len(panel_indices)) if len(gates) > 1 else None

@@ -23,6 +23,7 @@ from ..vocabulary import BACKWARD, DIRECTION, FORWARD, SAMPLE, TIME
 from . import _axes, _data, _frame, _samples
 from ._call import drawing
 from ._data import Numbers
+from .trajectories import axes_of, draw_fixed_points, set_equal_limits
 
 #: Lower end of the axis as a share of the gradient; smaller shares are marked by an arrow.
 FLOOR = 1e-5
@@ -210,7 +211,9 @@ def eigenvalues(values: Any, *, title: str | None = None, ax: Any = None, figure
     """Draw the eigenvalues of step Jacobians in the complex plane, with the unit circle.
 
     A mode on the circle is kept from step to step, one at 0 is forgotten at once, one outside grows. Later steps are
-    darker. A second panel has the moduli of all modes, largest first: median and range over samples and steps. Both
+    darker. The plane is drawn as far as the eigenvalues reach. The title names the largest modulus, and the period of
+    a complex pair, 2 pi / angle: the number of steps after which the mode has turned once. A second panel has the
+    moduli of all modes, largest first: median and range over samples and steps. Both
     directions of a bidirectional layer are drawn together; ``values.sel(direction="backward")`` is one of them.
 
     Parameters
@@ -230,8 +233,21 @@ def eigenvalues(values: Any, *, title: str | None = None, ax: Any = None, figure
     finite_values = eigenvalue_rows[np.isfinite(eigenvalue_rows)]
     outside_note = f"{int((np.abs(finite_values) > 1).sum()):,} of {finite_values.size:,} outside the unit circle"
     nonfinite_note = _data.nonfinite_note(np.where(np.isfinite(eigenvalue_rows), 0.0, np.nan))
-    default_title = _data.layer_title({"layer": layer_name}, "eigenvalues of the step Jacobian")
+    default_title = _data.layer_title({"layer": layer_name}, _leading_mode_text(eigenvalue_rows))
     return panels.with_title(title or default_title, [outside_note, nonfinite_note])
+
+
+def _leading_mode_text(values: Numbers) -> str:
+    """Return a title: the median of the largest modulus, and the median period of these modes if they are complex."""
+    rows = values[np.isfinite(values).all(axis=1)]
+    if not rows.size:
+        return "eigenvalues of the step Jacobian"
+    leading = rows[np.arange(len(rows)), np.abs(rows).argmax(axis=1)]
+    angles = np.abs(np.angle(leading))
+    text = f"the slowest mode keeps {np.median(np.abs(leading)):.2g} of itself per step"
+    if np.mean(np.abs(leading.imag) > 1e-3 * np.abs(leading)) <= 0.5:
+        return text
+    return f"{text}, and turns once in {2 * np.pi / np.median(angles):.2g} steps"
 
 
 def _read_eigenvalues(values: Any) -> tuple[Numbers, Numbers, str, str]:
@@ -276,14 +292,11 @@ def _draw_complex_plane(
     scatter = ax.scatter(values.real[is_finite], values.imag[is_finite], **{**style, **keywords})
     if time_label and len(np.unique(row_times)) > 1:
         ax.figure.colorbar(scatter, ax=[ax], fraction=0.08, pad=0.02).set_label(time_label)
-    axis_limit = 1.1 * max(1.0, float(np.abs(values[is_finite]).max(initial=0.0)))
-    ax.set(
-        xlim=(-axis_limit, axis_limit),
-        ylim=(-axis_limit, axis_limit),
-        aspect="equal",
-        xlabel="real part",
-        ylabel="imaginary part",
-    )
+    ax.set(aspect="equal", xlabel="real part", ylabel="imaginary part")
+    finite_values = np.append(values[is_finite], 1.0)  # the circle is always in view
+    half = 0.55 * max(float(np.ptp(finite_values.real)), 2 * float(np.abs(finite_values.imag).max()), 0.2)
+    middle = (float(finite_values.real.min()) + float(finite_values.real.max())) / 2
+    ax.set(xlim=(middle - half, middle + half), ylim=(-half, half))
     if not is_finite.all():
         _frame.draw_alarm_frame(ax)
 
@@ -303,12 +316,6 @@ def _draw_moduli(ax: Any, values: Numbers) -> None:
     ax.set_xlim(0.5, len(rank) + 0.5)
 
 
-_KINDS = (
-    *(("stable", _axes.BLUE, "o"), ("saddle", _axes.ORANGE, "X"), ("repeller", _axes.PINK, "D")),
-    *(("marginal", _axes.GREEN, "s"), ("slow", "0.5", ".")),
-)
-
-
 @drawing(Line2D)
 def fixed_points(
     points: FixedPoints, *, title: str | None = None, ax: Any = None, figure: Any = None, **line: Any
@@ -324,7 +331,8 @@ def fixed_points(
 
     Returns
     -------
-    1-D array of one Axes. Bars through saddles show their unstable modes, as long as their eigenvalue exceeds 1.
+    1-D array of one Axes, with one scale on both axes. Bars through saddles show their unstable modes, as long as
+    their eigenvalue exceeds 1.
     """
     if not isinstance(points, FixedPoints):
         raise InputError(
@@ -334,7 +342,8 @@ def fixed_points(
     panel_ax = panels.axes[0]
     data = points.data
     trajectory = data["trajectory"].values
-    mean, axes, shares = _principal_components(trajectory)
+    mean = trajectory.mean(axis=0)
+    axes, shares = axes_of(trajectory - mean)
     projected_states = (trajectory - mean) @ axes
     panel_ax.plot(
         *projected_states.T,
@@ -343,43 +352,14 @@ def fixed_points(
         markersize=1.5,
         color="0.8",
         zorder=1,
-        label="states",
         gid="states",
     )
-    projected_points = (data["states"].values - mean) @ axes
-    kinds = np.array(points.kinds, dtype=object)
-    for kind, colour, marker in _KINDS:
-        points_of_kind = projected_points[kinds == kind]
-        if len(points_of_kind):
-            style = {"linestyle": "", "marker": marker, "markersize": 7, "color": colour, "zorder": 3}
-            panel_ax.plot(
-                *points_of_kind.T, **{"label": f"{kind} ({len(points_of_kind)})", "gid": kind, **style, **line}
-            )
-    _draw_unstable_modes(panel_ax, points, projected_points, axes, float(np.ptp(projected_states, axis=0).max()))
-    panel_ax.set(xlabel=f"first component ({shares[0]:.0%} of variance)", ylabel=f"second component ({shares[1]:.0%})")
-    panel_ax.legend(fontsize="x-small", loc="best")
+    entries = draw_fixed_points(panel_ax, points, mean, axes, float(np.ptp(projected_states, axis=0).max()), line)
+    labels = [f"component {i} ({share:.0%} of the variance)" for i, share in enumerate(shares, 1)]
+    panel_ax.set(xlabel=labels[0], ylabel=labels[1])
+    set_equal_limits(panel_ax, np.concatenate([projected_states, (data["states"].values - mean) @ axes]))
+    panel_ax.legend(handles=entries, fontsize="x-small", loc="best")
     return panels.with_title(title or points._headline())
-
-
-def _principal_components(states: Any) -> tuple[Any, Any, Any]:
-    """Return the mean, first two principal axes (state, 2), and their shares of the variance."""
-    mean = states.mean(axis=0)
-    _, singular_values, axes = np.linalg.svd(states - mean, full_matrices=False)
-    axes = axes[:2].T if len(axes) > 1 else np.concatenate([axes[:1].T, np.zeros_like(axes[:1].T)], axis=1)
-    shares = np.zeros(2)
-    total = float((singular_values**2).sum()) or 1.0
-    shares[: min(2, len(singular_values))] = (singular_values[:2] ** 2) / total
-    return mean, axes, shares
-
-
-def _draw_unstable_modes(ax: Any, points: FixedPoints, projected_points: Any, axes: Any, span: float) -> None:
-    values, vectors = points.eigenvalues.values, points.eigenvectors.values
-    unstable = np.isin(points.kinds, ("saddle", "repeller", "slow"))
-    for i in np.flatnonzero(unstable):
-        for mode in np.flatnonzero(np.abs(values[i]) > 1):
-            mode_arrow = (vectors[i, :, mode].real @ axes) * 0.05 * span * min(float(np.abs(values[i, mode])), 3.0)
-            arrow_ends = np.stack([projected_points[i] - mode_arrow, projected_points[i] + mode_arrow])
-            ax.plot(*arrow_ends.T, color=_axes.ORANGE, linewidth=0.9, alpha=0.7, zorder=2, gid="mode")
 
 
 @drawing(PathCollection, extra=("marker", "s"))

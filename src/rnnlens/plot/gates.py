@@ -116,7 +116,7 @@ def _draw_row(axes: list[Any], gate: xr.DataArray, name: str, keywords: dict[str
     activity_ax.set_ylim(bottom - 0.03 * (top - bottom), top + 0.03 * (top - bottom))
     activity_ax.set_ylabel(gate_title(name, is_proposal))
     _axes.tick_steps(activity_ax, "x", steps, margin=0.5 if len(steps) == 1 else 0)
-    style = {"cmap": _axes.POSITIVE if bottom == 0 else _axes.DIVERGING, "vmin": bottom, "vmax": top}
+    style = {"cmap": _axes.DIVERGING, "vmin": bottom, "vmax": top}  # white: a gate half open, a candidate of 0
     matrix = _images.Matrix(mean, steps, np.arange(len(mean)), np.broadcast_to(is_padding, mean.shape))
     _images.colour_bar([map_ax], _images.draw_image(map_ax, matrix, style=style, cell_limits=CELLS))
     low_end, _, _ = _saturation_ends(is_proposal)
@@ -169,6 +169,8 @@ def gates_over_time(
 ) -> Any:
     """Draw the gates of a unit over time: a panel per unit, a line per gate, median and quartiles over samples.
 
+    Of many units those whose gates change most from step to step are drawn.
+
     Parameters
     ----------
     layer : (sample, time, gate, unit), also with direction
@@ -181,7 +183,8 @@ def gates_over_time(
     array = _gates_of(layer, "gates_over_time")
     _data.require_time(array, "gates_over_time")
     unit = _data.unit_dim(array)
-    unit_indices, unit_note = _data.select_evenly(array.sizes[unit], max_panels, "units", page=page)
+    changes = _data.rms_along(array, unit or "unit", changes=True)
+    unit_indices, unit_note = _data.select_largest(changes, max_panels, "units", page=page)
     views = _data.direction_views(array, as_computed=as_computed)
     directions = [view.name for view in views]
     panels = _frame.open_panels(

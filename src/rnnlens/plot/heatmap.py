@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,8 +124,8 @@ def _panel_size(count: int, rows: int) -> tuple[tuple[float, float], tuple[int, 
 
 #: Largest number of rows and columns of one panel of ``before_after``.
 CELLS = (180, 240)
-#: Decades of the ratio after / before at the ends of its colour bar.
-_RATIO = 2.0
+#: Least and most decades of the ratio after / before at the ends of its colour bar.
+_RATIO_DECADES = (1, 12)
 
 
 @drawing(AxesImage, extra=_images.IMSHOW, samples=one_of("panels", "rms"))
@@ -150,8 +151,8 @@ def before_after(
 ) -> Any:
     """Draw a quantity of one model at two moments on one colour scale, and the factor of change.
 
-    The third column is |after| / |before| on a logarithmic scale of its own, from 0.01 (blue) to 100 (orange); white
-    is no change.
+    The third column is |after| / |before| on a logarithmic scale of its own, from less (blue) to more (orange); white
+    is no change. Its ends are the power of ten that 95 % of the ratios do not exceed.
 
     Parameters
     ----------
@@ -195,20 +196,25 @@ def before_after(
         **_axes.colour_scale(np.concatenate([array.values.reshape(-1) for array in all_arrays]), common_limit, log=log),
         **image,
     }
+    decades = _ratio_decades(direction_rows[row] for direction_rows in rows for row in row_indices)
     value_label, ratio_label = (
         (_RMS, "times the share") if is_rms else (_data.value_label(all_arrays[0]), "times as large")
     )
     for direction_axes, direction_rows in zip(panels.axes_by_direction, rows, strict=True):
         for position, row in enumerate(row_indices):
             images = _draw_row(
-                direction_axes[3 * position : 3 * position + 3], direction_rows[row], names, losses is not None, style
+                direction_axes[3 * position : 3 * position + 3],
+                direction_rows[row],
+                names,
+                losses is not None,
+                (style, _ratio_style(decades)),
             )
         if colorbar:
             _images.colour_bar(
                 [array for position, array in enumerate(direction_axes) if position % 3 < 2], images[1], value_label
             )
             ratio_bar = _images.colour_bar(direction_axes[2::3], images[2], ratio_label)
-            ratio_bar.set_ticks([-2, -1, 0, 1, 2], labels=["≤ 0.01", "0.1", "1", "10", "≥ 100"])
+            _label_ratios(ratio_bar, decades)
     first_row = rows[0][row_indices[0]]
     panels.label_axes(
         [direction_rows[0].across_label for direction_rows in rows],
@@ -303,13 +309,36 @@ def _compared_rows(
     return list(rows_by_direction.values()), list(rows_by_direction)
 
 
+def _ratio_decades(rows: Iterable[ComparedRow]) -> int:
+    """Return the decades that hold 95 % of the ratios of all rows."""
+    ratios = [log_ratio(row.dims.matrix(row.before).values, row.dims.matrix(row.after).values).reshape(-1) for row in rows]
+    sizes = np.abs(np.concatenate(ratios))
+    sizes = sizes[np.isfinite(sizes)]
+    return int(np.clip(math.ceil(np.quantile(sizes, 0.95)) if sizes.size else 1, *_RATIO_DECADES))
+
+
+def _ratio_style(decades: int) -> dict[str, Any]:
+    return {"cmap": _axes.DIVERGING, "norm": Normalize(-decades, decades)}
+
+
+def _label_ratios(bar: Any, decades: int) -> None:
+    """Label the colour bar of the ratios with the factors at its ends, at 1 and between."""
+    ticks = sorted({-decades, -(decades // 2), 0, decades // 2, decades})
+    texts = [_axes.short_number(10.0**tick) for tick in ticks]
+    bar.set_ticks(ticks, labels=[f"≤ {texts[0]}", *texts[1:-1], f"≥ {texts[-1]}"])
+
+
 def _draw_row(
-    axes: Sequence[Any], row: ComparedRow, names: tuple[str, str], has_losses: bool, style: Mapping[str, Any]
+    axes: Sequence[Any],
+    row: ComparedRow,
+    names: tuple[str, str],
+    has_losses: bool,
+    styles: tuple[Mapping[str, Any], Mapping[str, Any]],
 ) -> list[Any]:
     """Draw before, after and their ratio; return the images."""
     matrix_before, matrix_after = row.dims.matrix(row.before), row.dims.matrix(row.after)
     ratio = replace(matrix_before, values=log_ratio(matrix_before.values, matrix_after.values))
-    ratio_style = {"cmap": _axes.DIVERGING, "norm": Normalize(-_RATIO, _RATIO)}
+    style, ratio_style = styles
     title_before = row.title.partition(", loss")[0] if has_losses else row.title  # the losses are those after training
     columns = (
         (matrix_before, style, names[0], title_before),
@@ -325,8 +354,8 @@ def _draw_row(
 
 
 def log_ratio(before: Numbers, after: Numbers) -> Numbers:
-    """Return log10(|after| / |before|), clipped to its scale; 0 if both are 0, NaN if one is missing."""
+    """Return log10(|after| / |before|), clipped to the widest scale; 0 if both are 0, NaN if one is missing."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.log10(np.abs(after)) - np.log10(np.abs(before))
     ratio = np.where((before == 0) & (after == 0), 0.0, ratio)
-    return np.where(np.isfinite(before) & np.isfinite(after), np.clip(ratio, -_RATIO, _RATIO), np.nan)
+    return np.where(np.isfinite(before) & np.isfinite(after), np.clip(ratio, -_RATIO_DECADES[1], _RATIO_DECADES[1]), np.nan)

@@ -341,7 +341,7 @@ def _draw_lifetime(ax: Any, products: Numbers, derivatives: Numbers, steps: Numb
 
 
 #: Largest number of rows and columns of the picture of decays, and largest lag.
-_ROWS, _LAGS = (200, 400), 10_000
+_CELLS, _LAGS = (200, 400), 10_000
 
 
 @drawing(AxesImage, extra=_images.IMSHOW, lags=integer(least=1, most=_LAGS))
@@ -356,9 +356,9 @@ def decay_by_lag(
     figure: Any = None,
     **image: Any,
 ) -> Any:
-    """Draw the share of a state that the decay leaves, heads or channels by lag, with the half-life of each row.
+    """Draw the share of a state that the decay leaves: heads or channels across, lag upward, with their half-lives.
 
-    The share after k steps is the k-th power of the geometric mean of the decays over samples and steps. Rows are
+    The share after k steps is the k-th power of the geometric mean of the decays over samples and steps. Columns are
     sorted by their half-life, drawn as a line; a half-life beyond the last lag is at the border.
 
     Parameters
@@ -395,13 +395,13 @@ def decay_by_lag(
     panels = _frame.open_panels("decay_by_lag", 1, ax, figure, size=(4.6, 3.0), margin=(1.2, 0.9), ticks="medium")
     style = {"cmap": _axes.POSITIVE, "vmin": 0.0, "vmax": 1.0, **image}
     panel_ax = panels.axes[0]
-    share_matrix = _images.Matrix(shares, lags_drawn, np.arange(len(order)), over_time=False)
-    drawn_image = _images.draw_image(panel_ax, share_matrix, style=style, cell_limits=_ROWS)
+    share_matrix = _images.Matrix(shares.T, np.arange(len(order)), lags_drawn, over_time=False)
+    drawn_image = _images.draw_image(panel_ax, share_matrix, style=style, upward=True, cell_limits=_CELLS)
     limits = panel_ax.get_xlim(), panel_ax.get_ylim()
     clipped_half_lives = np.minimum(half_life[order], last_lag)
     panel_ax.step(
-        np.r_[clipped_half_lives, clipped_half_lives[-1]],
         np.arange(len(order) + 1) - 0.5,
+        np.r_[clipped_half_lives, clipped_half_lives[-1]],
         where="post",
         color="black",
         lw=1.2,
@@ -410,8 +410,8 @@ def decay_by_lag(
     panel_ax.set(xlim=limits[0], ylim=limits[1])
     if colorbar:
         _images.colour_bar([panel_ax], drawn_image, "share of the state left")
-    panels.label_axes("lag [step]", f"{row_label}, fastest first")
-    merge_note = _images.merge_note(shares.shape, _ROWS, "row", "lag")
+    panels.label_axes(f"{row_label}, fastest first", "lag [step]")
+    merge_note = _images.merge_note(shares.T.shape, _CELLS, "lag", "column")
     return panels.with_title(
         title or _data.layer_title(array.attrs, _half_life_title(half_life)), ["line: half-life", merge_note]
     )
@@ -429,4 +429,4 @@ def _half_life_title(half_life: Numbers) -> str:
     )
     if fastest == slowest:
         return f"half-life of the state: {fastest}"
-    return f"half-life of the state: {fastest} to {slowest}, median {median}"
+    return f"half of the state is gone after {fastest} to {slowest}, median {median}"

@@ -306,7 +306,7 @@ def unit_over_text(
     tokens
         One for each step; a string is split into letters.
     units : int or sequence of int, optional
-        Units to draw; by default ``max_panels`` evenly spaced ones.
+        Units to draw; by default the ``max_panels`` of largest RMS.
     gate
         Gate to draw, if ``hidden`` has all gates.
     sample
@@ -331,7 +331,7 @@ def unit_over_text(
         refuse_missing_sample(sample, array.sizes[SAMPLE])
         array = array.isel({SAMPLE: sample})
     token_texts = tokens_of(tokens, array.sizes[TIME], "unit_over_text")
-    unit_indices, unit_note = _selected_units(units, array.sizes[unit], max_panels)
+    unit_indices, unit_note = _selected_units(units, array, max_panels)
     view_and_unit = [(view, index) for view in _data.direction_views(array) for index in unit_indices]
     letters_per_line, line_count = text_size(token_texts)
     size, shape = (LETTER * letters_per_line + 0.4, LINE * (line_count + 0.4) + 0.3), (len(view_and_unit), 1)
@@ -376,10 +376,12 @@ def _select_gate(array: xr.DataArray, gate: str | None) -> xr.DataArray:
     return array.isel({GATE: gate_names.index(gate)}, drop=True).assign_attrs(array.attrs, long_name=gate_label)
 
 
-def _selected_units(units: Any, count: int, max_units: int) -> tuple[list[int], str | None]:
+def _selected_units(units: Any, array: xr.DataArray, max_units: int) -> tuple[list[int], str | None]:
     """Select the units that are drawn; also return a note if some are left out."""
+    unit = _data.unit_dim(array) or "unit"
+    count = array.sizes[unit]
     if units is None:
-        return _data.select_evenly(count, max_units, "units")
+        return _data.select_largest(_data.rms_along(array, unit), max_units, "units")
     requested_units = as_list(units, most=count) if not isinstance(units, int | np.integer) else [units]
     if not requested_units or not all(
         isinstance(index, int | np.integer) and 0 <= index < count for index in requested_units

@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 from matplotlib.image import AxesImage
 
-from ..arguments import one_of
+from ..arguments import integer, one_of
 from ..errors import InputError
 from ..measures.profiles import input_totals, peak_band, quartiles, sample_peaks
 from ..recurrence.measures import lag_profile
@@ -229,7 +229,7 @@ def jacobian_margins(
     figure: Any = None,
     **image: Any,
 ) -> Any:
-    """Draw the time Jacobian with margins: the lag profile at its right, the sums of its columns below.
+    """Draw the time Jacobian with margins: the lag profile at its right, lag upward, the sums of its columns below.
 
     Both margins are computed from the drawn matrix. The profile is the mean along each diagonal: the dependence of an
     output on the input at that lag. The sum of a column is the effect of one input step on all outputs. Known delays of
@@ -290,16 +290,16 @@ def _figure_title(matrices: list[Numbers], padding_masks: list[Numbers], array: 
 def _draw_lag_profile(
     ax: Any, matrix: Numbers, is_padding: Numbers, array: xr.DataArray, log: bool, *, backward: bool
 ) -> None:
-    """Draw the mean along each diagonal over the lag."""
+    """Draw the mean along each diagonal, with the lag upward: beside the outputs that it leads to from the first input."""
     out_times, in_times = (_data.positions(array, dim).tolist() for dim in (OUT_TIME, IN_TIME))
     norms, is_real = (matrix.T, ~is_padding.T) if backward else (matrix, ~is_padding)
     times = (in_times, out_times) if backward else (out_times, in_times)
     norms = np.where(is_real, norms, 0.0)
     profile = lag_profile(norms, out_times=times[0], in_times=times[1], where=is_real)
     lags = np.arange(len(profile))
-    _draw_margin(ax, lags, profile, log, gid="profile")
-    _axes.tick_steps(ax, "x", lags, time=False, margin=0.5)
-    ax.set_xlabel("lag", fontsize="small")
+    _draw_margin(ax, lags, profile, log, gid="profile", upward=True)
+    _axes.tick_steps(ax, "y", lags, time=False, margin=0.5)
+    ax.set_ylabel("lag", fontsize="small")
     ax.set_title("mean by lag", fontsize="small", pad=3)
 
 
@@ -311,16 +311,17 @@ def _draw_column_sums(ax: Any, matrix: Numbers, is_padding: Numbers, array: xr.D
     ax.set_ylabel("sum of\ncolumn", fontsize="small")
 
 
-def _draw_margin(ax: Any, x: Numbers, values: Numbers, log: bool, *, gid: str) -> None:
-    """Draw the values of a margin as a line, and set its value axis."""
+def _draw_margin(ax: Any, steps: Numbers, values: Numbers, log: bool, *, gid: str, upward: bool = False) -> None:
+    """Draw the values of a margin as a line, and set its value axis; ``upward``: steps increase upward."""
     positive_values = values[np.isfinite(values) & (values > 0)]
     shown_values = np.where(values > 0, values, np.nan) if log else values
-    ax.plot(x, shown_values, color=_axes.BLUE, linewidth=1.2, gid=gid)
+    points, axis = ((shown_values, steps), "x") if upward else ((steps, shown_values), "y")
+    ax.plot(*points, color=_axes.BLUE, linewidth=1.2, gid=gid)
     if not log:
-        ax.set_ylim(0, None)
+        ax.set(**{f"{axis}lim": (0, None)})
     elif positive_values.size:
-        _axes.set_log_limits(ax, positive_values, headroom=1.6)
-        _axes.set_log_axis(ax, most_ticks=4)
+        _axes.set_log_limits(ax, positive_values, headroom=1.6, axis=axis)
+        _axes.set_log_axis(ax, axis, most_ticks=3 if upward else 4)
 
 
 def _mark_delays(axes: list[Any], array: xr.DataArray, delays: Numbers, *, backward: bool) -> None:
@@ -338,7 +339,7 @@ def _mark_delays(axes: list[Any], array: xr.DataArray, delays: Numbers, *, backw
             _axes.write_text(
                 matrix_ax, f"lag {delay:g}", (label_y - shift, label_y), (-3, 2), ha=alignment, va="bottom", gid="lag"
             )
-        profile_ax.axvline(delay, **_axes.DOTTED, gid="delay")
+        profile_ax.axhline(delay, **_axes.DOTTED, gid="delay")
     matrix_ax.set(xlim=limits[0], ylim=limits[1])
 
 
@@ -346,12 +347,13 @@ def _mark_delays(axes: list[Any], array: xr.DataArray, delays: Numbers, *, backw
 _COMPARED_SHARE = 0.01
 
 
-@drawing(AxesImage, extra=_images.IMSHOW)
+@drawing(AxesImage, extra=_images.IMSHOW, from_lag=integer(least=0))
 def total_and_frozen(
     total: Any,
     frozen: Any,
     *,
     dims: Sequence[str] | None = None,
+    from_lag: int = 0,
     log: bool = True,
     limit: float | None = None,
     colorbar: bool = True,
@@ -369,6 +371,9 @@ def total_and_frozen(
     ----------
     total, frozen : (sample, out_time, in_time), or with out_unit and in_feature
         Results of :func:`rnnlens.jacobian`, the second with ``frozen=True``; or plain arrays.
+    from_lag
+        First lag of the comparison in the title. A convolution before the scan has the same effect in both maps: its
+        width, such as 4, leaves its lags out.
     limit
         Largest value of the colour scale; by default the largest of both maps.
 
@@ -399,7 +404,7 @@ def total_and_frozen(
     )
     panels.hide_inner_ticks()
     merge_note = _images.merge_note(matrices[0].shape, CELLS, "output step", "input step")
-    default_title = _data.layer_title(arrays[0].attrs, _frozen_share_text(matrices, arrays[0]))
+    default_title = _data.layer_title(arrays[0].attrs, _frozen_share_text(matrices, arrays[0], from_lag))
     return panels.with_title(title or default_title, [matrix_results[0][3], merge_note, *_samples.notes_of(arrays[0])])
 
 
@@ -415,14 +420,15 @@ def _refuse_mismatch(arrays: Sequence[xr.DataArray]) -> None:
         )
 
 
-def _frozen_share_text(matrices: Sequence[Numbers], array: xr.DataArray) -> str:
-    """Return text on how large the frozen map is relative to the total one, at the smallest and largest lag."""
+def _frozen_share_text(matrices: Sequence[Numbers], array: xr.DataArray, from_lag: int) -> str:
+    """Return text on how large the frozen map is relative to the total one, at the first and last lag compared."""
     out_times, in_times = (_data.positions(array, dim).tolist() for dim in (OUT_TIME, IN_TIME))
     total, frozen = (np.asarray(lag_profile(matrix, out_times=out_times, in_times=in_times)) for matrix in matrices)
     with np.errstate(invalid="ignore"):
         compared_lags = (
             np.flatnonzero(total > _COMPARED_SHARE * np.nanmax(total)) if np.isfinite(total).any() else np.zeros(0, int)
         )
+        compared_lags = compared_lags[compared_lags >= from_lag]
     if not compared_lags.size or not np.nanmax(total) > 0:
         return "total and frozen map"
     share_texts = [

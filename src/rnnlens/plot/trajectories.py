@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -127,7 +128,7 @@ def trajectories(
         )
     mean = values.mean(axis=(0, 1))
     centred = values - mean
-    axes, shares = _axes_of(centred.reshape(-1, values.shape[-1]), components, basis)
+    axes, shares = axes_of(centred.reshape(-1, values.shape[-1]), components, basis)
     paths = centred @ axes
     colours, legend_entries, legend_title = _colours(color, color_label, len(values))
     panels = _frame.open_panels("trajectories", 1, ax, figure, size=(5.2, 4.6), ticks="medium")
@@ -135,7 +136,7 @@ def trajectories(
     shown, note = _data.select_evenly(len(values), _MOST_SAMPLES, "samples")
     _draw_paths(panel_ax, paths[shown], [colours[i] for i in shown], line)
     if fixed_points is not None:
-        legend_entries += _draw_fixed_points(
+        legend_entries += draw_fixed_points(
             panel_ax, fixed_points, mean, axes, float(np.ptp(paths, axis=(0, 1)).max())
         )
     if readout is not None:
@@ -143,7 +144,7 @@ def trajectories(
     names = ["first given axis", "second given axis"] if basis is not None else [f"component {i}" for i in components]
     labels = [f"{name} ({share:.0%} of the variance)" for name, share in zip(names, shares, strict=True)]
     panel_ax.set(xlabel=labels[0], ylabel=labels[1])
-    _set_equal_limits(panel_ax, paths)
+    set_equal_limits(panel_ax, paths)
     if legend_entries:
         outside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.0, "frameon": False}
         panel_ax.legend(
@@ -161,7 +162,9 @@ def _state_array(states: Any) -> Any:
     return array
 
 
-def _axes_of(points: Numbers, components: tuple[int, int], basis: Any) -> tuple[Numbers, Numbers]:
+def axes_of(
+    points: Numbers, components: tuple[int, int] = (1, 2), basis: Any = None
+) -> tuple[Numbers, Numbers]:
     """Return two axes (state, 2) and the share of the variance of centred ``points`` along each."""
     size = points.shape[1]
     if basis is not None:
@@ -221,7 +224,9 @@ def _draw_paths(ax: Any, paths: Numbers, colours: list[Any], line: dict[str, Any
         ax.plot(*path[-1], marker=".", markersize=5, color=colour, gid="last step")
 
 
-def _draw_fixed_points(ax: Any, points: FixedPoints, mean: Numbers, axes: Numbers, span: float) -> list[Any]:
+def draw_fixed_points(
+    ax: Any, points: FixedPoints, mean: Numbers, axes: Numbers, span: float, line: Mapping[str, Any] = MappingProxyType({})
+) -> list[Any]:
     """Draw fixed and slow points, and bars along their unstable modes; return the entries of the legend."""
     if not isinstance(points, FixedPoints):
         hint = "rl.fixed_points(model, x)"
@@ -245,7 +250,7 @@ def _draw_fixed_points(ax: Any, points: FixedPoints, mean: Numbers, axes: Number
         if (chosen := projected[kinds == kind]).size:
             style: dict[str, Any] = {"linestyle": "", "marker": marker, "markersize": size, "color": colour}
             edge = {"markeredgecolor": "white", "markeredgewidth": 0.8, "zorder": 5}
-            ax.plot(*chosen.T, **style, **edge, gid=kind)
+            ax.plot(*chosen.T, **{**style, **edge, "gid": kind, **line})
             entries.append(Line2D([], [], **style, label=f"{kind} point ({len(chosen)})"))
     return entries
 
@@ -265,9 +270,10 @@ def _draw_readout(ax: Any, readout: Numbers, axes: Numbers, length: float) -> No
         _axes.write_text(ax, name, tuple(end), (4, 4), va="bottom", gid="readout")
 
 
-def _set_equal_limits(ax: Any, paths: Numbers) -> None:
+def set_equal_limits(ax: Any, points: Numbers) -> None:
     """Set one scale and one width on both axes, so that a component without variance stays flat."""
-    low, high = paths.min(axis=(0, 1)), paths.max(axis=(0, 1))
+    points = points.reshape(-1, 2)
+    low, high = points.min(axis=0), points.max(axis=0)
     half = 0.575 * (float((high - low).max()) or 1.0)
     for axis, middle in zip("xy", (low + high) / 2, strict=True):
         getattr(ax, f"set_{axis}lim")(middle - half, middle + half)

@@ -12,6 +12,7 @@ import xarray as xr
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
+from ..arguments import switch
 from ..errors import InputError, has_attribute
 from ..measures.profiles import lag_shares
 from ..recurrence.cells import kinds
@@ -276,26 +277,29 @@ def _draw_weight_maps(
     return image
 
 
-@drawing(Line2D)
+@drawing(Line2D, cumulative=switch)
 def weight_lags(
     weights: Any,
     *,
+    cumulative: bool = True,
     delays: Any = (),
     title: str | None = None,
     ax: Any = None,
     figure: Any = None,
     **line: Any,
 ) -> Any:
-    """Draw the cumulative share of dL/dW against the lag: a line per gate, a panel per weight.
+    """Draw the share of dL/dW against the lag, cumulative or at each lag: a line per gate, a panel per weight.
 
-    The contribution of a step is measured by its norm. If a line is near 1 at small lags, the weight learns from the
-    last steps only, even if the states remember more.
+    The contribution of a step is measured by its norm. If a cumulative line is near 1 at small lags, the weight learns
+    from the last steps only, even if the states remember more.
 
     Parameters
     ----------
     weights
         One layer of ``rl.weights(model, x, y, by_time=True)``, also with ``measure="norm"``: variables such as
         ``recurrent_kernel_grad (time, unit_in, gate, unit)`` or ``recurrent_kernel_grad_norm (time, gate)``.
+    cumulative
+        Share of all lags up to each, or False: share of each lag, in which single steps that count stand out.
 
     Returns
     -------
@@ -320,10 +324,11 @@ def weight_lags(
         for panel_ax, (name, array) in zip(direction_axes, norms_by_weight.items(), strict=True):
             direction_norms = array.isel({DIRECTION: number}) if direction else array
             _draw_weight_lags(
-                panel_ax, direction_norms, BACKWARD in (direction, dataset.attrs.get("direction")), delays, line
+                panel_ax, direction_norms, BACKWARD in (direction, dataset.attrs.get("direction")), cumulative, line
             )
+            _axes.mark_delays(panel_ax, delays)
             panel_ax.set_title(name.replace("_", " "), fontsize="small", pad=3)
-    panels.label_axes("lag (steps before the last)", "share of dL/dW, cumulative")
+    panels.label_axes("lag (steps before the last)", "share of dL/dW" + ", cumulative" * cumulative)
     panels.hide_inner_ticks()
     handles, labels = panels.axes[0].get_legend_handles_labels()
     if labels != ["all"]:
@@ -345,10 +350,13 @@ def _norms_by_time(dataset: Any, name: str) -> xr.DataArray | None:
     return None
 
 
-def _draw_weight_lags(ax: Any, norms: xr.DataArray, runs_back: bool, delays: Numbers, keywords: dict[str, Any]) -> None:
-    """Draw the share of dL/dW that lags up to each make up, one line for each gate of the weight."""
+def _draw_weight_lags(
+    ax: Any, norms: xr.DataArray, runs_back: bool, cumulative: bool, keywords: dict[str, Any]
+) -> None:
+    """Draw the share of dL/dW of each lag, or of all lags up to it: one line for each gate of the weight."""
     names = _data.names_of(norms, GATE)
     shares = lag_shares(norms.transpose(TIME, GATE).values, runs_back=runs_back)
+    shares = shares if cumulative else np.diff(shares, axis=1, prepend=0.0)
     lags = np.arange(shares.shape[1])
     for name, share, colour in zip(names, shares, _axes.line_colours(len(names)), strict=True):
         style = {"color": colour, "linewidth": 1.3, "label": name or "all", "gid": f"share {name}".strip()}
@@ -358,7 +366,9 @@ def _draw_weight_lags(ax: Any, norms: xr.DataArray, runs_back: bool, delays: Num
         undefined_gates = [name for name, share in zip(names, shares, strict=True) if not np.isfinite(share).all()]
         text = "no share: " + ", ".join(undefined_gates)
         _axes.write_text(ax, text, (0.97, 0.05), over="axes fraction", va="baseline", gid="silent")
-    _axes.mark_delays(ax, delays)
-    ax.axhline(1, color=_axes.REFERENCE_GREY, linewidth=0.6, zorder=0.5)
-    ax.set_ylim(-0.03, 1.05)
+    if cumulative:
+        ax.axhline(1, color=_axes.REFERENCE_GREY, linewidth=0.6, zorder=0.5)
+        ax.set_ylim(-0.03, 1.05)
+    else:
+        ax.set_ylim(bottom=0)
     _axes.tick_steps(ax, "x", lags, time=False, margin=0.5)

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 from markupsafe import Markup
-from matplotlib import colormaps
 from PIL import Image
 
+from ..plot._axes import DIVERGING, POSITIVE
 from ..typing import Array
 
 #: Codes of a map: the last code of the scale, the code of padding, the code of non-finite values.
@@ -30,7 +30,8 @@ FINE_LEVELS, FINE_PADDING, FINE_BROKEN = 65_000, 65_534, 65_535
 #: Decades of a logarithmic scale below the largest value.
 DECADES = 12
 
-_COLORMAPS = {"size": "magma", "signed": "RdBu_r", "gate": "viridis"}
+#: Colour maps of figures: white is 0, dark is large; a gate half open is white, too.
+_COLORMAPS = {"size": POSITIVE, "signed": DIVERGING, "gate": DIVERGING}
 _PADDING_COLOUR, _BROKEN_COLOUR = (154, 160, 166), (255, 0, 60)
 #: Changes of a colour that another code has, the smallest first.
 _COLOUR_SHIFTS = sorted(product((0, 1, -1, 2), (0, 1, -1), (0, 1, -1, 2)), key=lambda step: sum(map(abs, step)))
@@ -106,7 +107,7 @@ def row_codes(values: Array, scale: Scale, padded: Array | None = None) -> str:
 @cache
 def palette_colours(palette: str) -> Array:
     """Return a colour for each code, (256, 3) of uint8, all different."""
-    shades = colormaps[_COLORMAPS[palette]](np.linspace(0, 1, LEVELS + 1))[:, :3]
+    shades = _COLORMAPS[palette](np.linspace(0, 1, LEVELS + 1))[:, :3]
     table = np.zeros((256, 3), dtype=np.int64)
     table[: LEVELS + 1] = np.rint(shades * 255)
     table[PADDING], table[BROKEN] = _PADDING_COLOUR, _BROKEN_COLOUR
@@ -224,7 +225,10 @@ def _hatch_column(left: float, right: float, top: float, bottom: float) -> Marku
 
 @dataclass(frozen=True)
 class ImageAxes:
-    """Labels of the axes of an image; ``columns`` and ``names`` replace numbers, ``hatched`` marks future inputs."""
+    """Labels of the axes of an image; ``columns`` and ``names`` replace numbers, ``hatched`` marks future inputs.
+
+    ``upward``: the first row is the lowest.
+    """
 
     x: str
     y: str
@@ -234,22 +238,26 @@ class ImageAxes:
     names: Array | None = None
     hatched: bool = False
     padded: Sequence[int] = ()
+    upward: bool = False
 
 
 def picture(url: str, id: str, scale: Scale, axes: ImageAxes, *, palette: str, label: str = "") -> Markup:
-    """Draw an image between axes, rows from the top, with its colour scale below."""
+    """Draw an image between axes, with its colour scale below."""
     height = TOP + int(min(max(axes.rows * 6, 72), 260)) + BOTTOM
     bottom = height - BOTTOM
-    shape = Markup('<image id="{}" href="{}" x="{}" y="{}" width="{}" height="{}" preserveAspectRatio="none"/>')
-    elements = [shape.format(id, url, LEFT, TOP, _PLOT, bottom - TOP)]
-    if axes.hatched:
-        elements.append(Markup('<path class="hatched" d="M{} {}H{}V{}Z"/>').format(LEFT, TOP, WIDTH - RIGHT, bottom))
+    shape = Markup('<image id="{}" href="{}" x="{}" y="{}" width="{}" height="{}" preserveAspectRatio="none"{}/>')
+    turned = Markup(' transform="matrix(1 0 0 -1 0 {})"').format(TOP + bottom) if axes.upward else ""
+    elements = [shape.format(id, url, LEFT, TOP, _PLOT, bottom - TOP, turned)]
+    if axes.hatched:  # inputs after their output: below the diagonal, which goes up to the right
+        corner = Markup('<path class="hatched" d="M{} {}H{}V{}Z"/>')
+        elements.append(corner.format(LEFT, bottom, WIDTH - RIGHT, TOP))
     step_width = _PLOT / axes.steps
     elements += [
         _hatch_column(LEFT + step * step_width, LEFT + (step + 1) * step_width, TOP, bottom) for step in axes.padded
     ]
     for row in sorted({0, axes.rows - 1}):
-        y_pixel = TOP + (row + 0.5) / axes.rows * (bottom - TOP) + 4
+        share = (row + 0.5) / axes.rows
+        y_pixel = TOP + (1 - share if axes.upward else share) * (bottom - TOP) + 4
         name = row if axes.names is None else int(axes.names[row])
         elements.append(Markup('<text x="{}" y="{:.1f}" text-anchor="end">{}</text>').format(LEFT - 6, y_pixel, name))
     axis_title = Markup('<text class="axis" transform="translate(13 {}) rotate(-90)" text-anchor="middle">{}</text>')

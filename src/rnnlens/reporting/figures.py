@@ -290,7 +290,9 @@ def jacobian(time_map: TimeMap) -> ReportFigure:
         "png": "" if has_rows else url,  # the script reads it from the drawing
     }
     if has_rows:
-        axes = draw.ImageAxes("input step", "output step", len(table), steps, (), time_map.out_times, time_map.causal)
+        axes = draw.ImageAxes(
+            "input step", "output step", len(table), steps, (), time_map.out_times, time_map.causal, upward=True
+        )
         drawing = draw.picture(url, "jacobian-0", scale, axes, palette="size")
     else:
         line = draw.StaticLine("norm", np.asarray(time_map.in_times, dtype=np.float64), time_map.norms[0])

@@ -85,7 +85,7 @@ class Film:
 
 
 def _film_image(rows: list[Array]) -> Array:
-    from matplotlib import colormaps
+    from ..plot._axes import POSITIVE  # matplotlib is loaded only where an image is logged
 
     width = max(len(row) for row in rows)
     image = np.full((len(rows), width), np.nan)
@@ -93,10 +93,8 @@ def _film_image(rows: list[Array]) -> Array:
         peak = np.max(row, where=np.isfinite(row), initial=0.0)
         with np.errstate(divide="ignore", invalid="ignore"):
             image[index, : len(row)] = np.log10(row / peak)
-    brightness = np.clip(1 + image / DECADES, 0.0, 1.0)
-    colours = colormaps["magma"](np.ma.masked_invalid(np.where(np.isneginf(image), 0.0, brightness)), bytes=True)[
-        ..., :3
-    ]
+    share = np.clip(1 + image / DECADES, 0.0, 1.0)
+    colours = POSITIVE(np.ma.masked_invalid(np.where(np.isneginf(image), 0.0, share)), bytes=True)[..., :3]
     row_repeats, column_repeats = (max(1, -(-PIXELS // size)) for size in image.shape)
     return np.repeat(np.repeat(colours, row_repeats, axis=0), column_repeats, axis=1)
 

@@ -1,4 +1,4 @@
-"""A synthetic training run with known profiles, of the type that ``rl.open`` returns."""
+"""A synthetic training run with known profiles, of the type that ``rl.open`` returns; the title of a figure."""
 
 import numpy as np
 import xarray as xr
@@ -26,3 +26,10 @@ def make_run(layers=("lstm", "gru"), steps=STEPS, times=12, names=None, directio
         {"step": steps, "epoch": ("step", np.zeros(len(steps), int)), "written": ("step", np.arange(len(steps)) * 1.0)},
     )
     return TrainingRun({name: xr.Dataset({"adjoint_profile": profile}) for name in layers}, scalars)
+
+
+def suptitle(axes):
+    """Return the title of a figure and the notes below it, in one line."""
+    figure = axes[0].get_figure(root=True)
+    notes = [text.get_text() for text in figure.artists if text.get_gid() == "note"]
+    return " ".join(" ".join([figure.get_suptitle(), *notes]).split())

@@ -114,12 +114,10 @@ def test_each_half_of_a_bidirectional_layer_has_its_panels(diagnosis, render):
 def test_points_of_each_kind_and_the_unstable_modes(fixed_points, render):
     axes = rl.plot.fixed_points(fixed_points())
     render(axes)
-    assert {line.get_label() for line in axes[0].get_lines() if not line.get_label().startswith("_")} == {
-        "states",
-        "stable (2)",
-        "saddle (1)",
-    }
+    legend = [text.get_text() for text in axes[0].get_legend().get_texts()]
+    assert legend == ["stable point (2)", "saddle point (1)"]
     assert len(lines(axes[0], "mode")) == 1
+    assert np.ptp(axes[0].get_xlim()) == pytest.approx(np.ptp(axes[0].get_ylim()))  # no component is stretched
 
 
 @pytest.mark.parametrize("figure", [rl.plot.diagnosis, rl.plot.fixed_points])

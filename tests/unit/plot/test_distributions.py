@@ -4,6 +4,7 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 from matplotlib.patches import StepPatch
+from tests.unit.plot.runs import suptitle
 
 import rnnlens as rl
 from rnnlens.errors import InputError
@@ -14,10 +15,6 @@ GATES = ["input", "forget", "candidate", "output"]
 
 def histograms_of(ax):
     return [patch.get_data() for patch in ax.patches if isinstance(patch, StepPatch)]
-
-
-def suptitle(axes):
-    return axes[0].get_figure(root=True).get_suptitle().replace("\n", " ")
 
 
 # -- histogram

@@ -7,15 +7,12 @@ import pytest
 import xarray as xr
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from tests.unit.plot.runs import suptitle
 
 import rnnlens as rl
 from rnnlens.errors import InputError
 
 pytestmark = pytest.mark.slow
-
-
-def suptitle(axes):
-    return axes[0].get_figure(root=True).get_suptitle().replace("\n", " ")
 
 
 def curve(ax, gid):
@@ -437,12 +434,14 @@ def test_missing_blocks_of_any_sample_are_crossed_out(jacobian, by_gid):
     assert "NaN: 1 of 72 (1.39 %)" in suptitle([ax])
 
 
-def test_notes_are_broken_between_each_other(jacobian):
+def test_the_note_lies_below_the_title_and_above_the_panels(jacobian, render):
     (ax,) = rl.plot.time_jacobian(jacobian(samples=3) * np.array([1.23, 45.6, 7.89])[:, None, None])
-    assert ax.get_figure(root=True).get_suptitle().splitlines()[-2:] == [
-        "median over 3 samples, each by its own peak",
-        "peaks: 7.9, quartiles 4.6 to 27",
-    ]
+    figure = render([ax])
+    (note,) = figure.artists
+    assert "".join(note.get_text().split()) == "medianover3samples,eachbyitsownpeak;peaks:7.9,quartiles4.6to27"
+    title, panel = figure._suptitle.get_window_extent(), ax.get_tightbbox()
+    assert panel.y1 < note.get_window_extent().y0 < note.get_window_extent().y1 < title.y1
+    assert note.get_fontsize() < figure._suptitle.get_fontsize()
 
 
 def test_jacobian_panels_per_sample(jacobian):
@@ -522,14 +521,14 @@ def test_before_and_after_share_one_scale_and_their_ratio_has_its_own(gradient):
     axes = rl.plot.before_after(before, after)
     assert [ax.get_title() for ax in axes[:3]] == ["before · sample 0", "after · sample 0", "ratio · sample 0"]
     expected = np.full(before.shape, np.log10(3.0))
-    expected[0, 0, 0], expected[0, 1, 0] = -2, 2
+    expected[0, 0, 0], expected[0, 1, 0] = -12, np.log10(1e6 / before[0, 1, 0])
     for row in range(2):
         for ax, values in zip(axes[3 * row : 3 * row + 3], (before.values, after.values, expected), strict=True):
             np.testing.assert_allclose(ax.images[0].get_array(), values[row].T)
     assert {(ax.images[0].norm.vmin, ax.images[0].norm.vmax) for i, ax in enumerate(axes) if i % 3 < 2} == {(-1e6, 1e6)}
-    assert {(ax.images[0].norm.vmin, ax.images[0].norm.vmax) for ax in axes[2::3]} == {(-2, 2)}
+    assert {(ax.images[0].norm.vmin, ax.images[0].norm.vmax) for ax in axes[2::3]} == {(-1, 1)}
     bars = [ax for ax in axes[0].figure.axes if ax not in list(axes)]
-    assert [text.get_text() for text in bars[1].get_yticklabels()] == ["≤ 0.01", "0.1", "1", "10", "≥ 100"]
+    assert [text.get_text() for text in bars[1].get_yticklabels()] == ["≤ 0.1", "1", "≥ 10"]
     assert bars[1].get_ylabel() == "times as large"
 
 

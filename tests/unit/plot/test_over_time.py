@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import xarray as xr
 from matplotlib.colors import SymLogNorm
+from tests.unit.plot.runs import suptitle
 
 import rnnlens as rl
 from rnnlens.errors import InputError
@@ -27,10 +28,6 @@ def line_vertices(ax):
 
 def line_values(ax):
     return line_vertices(ax)[:, :, 1]
-
-
-def suptitle(axes):
-    return axes[0].get_figure(root=True).get_suptitle().replace("\n", " ")
 
 
 # -- curves
@@ -97,11 +94,12 @@ def test_shared_and_free_value_axes(gradient):
         assert line_values(ax).max() < high
 
 
-def test_512_units_are_thinned_and_the_figure_says_so(gradient):
-    axes = rl.plot.curves(gradient(samples=2, units=512))
-    assert len(axes) == 36
-    assert (axes[0].get_title(), axes[-1].get_title()) == ("unit 0", "unit 511")
-    assert "36 of 512 units, evenly spaced" in suptitle(axes)
+def test_of_512_units_the_largest_are_drawn_and_the_figure_says_so(gradient):
+    data = gradient(samples=2, units=512)
+    data[..., 3] = -1e3
+    axes = rl.plot.curves(data)
+    assert [ax.get_title() for ax in axes] == ["unit 3", *(f"unit {i}" for i in range(477, 512))]
+    assert "the 36 largest of 512 units" in suptitle(axes)
 
 
 def test_pages_hold_each_unit_once(gradient):

@@ -7,15 +7,12 @@ import re
 import numpy as np
 import pytest
 import xarray as xr
+from tests.unit.plot.runs import suptitle
 
 import rnnlens as rl
 from rnnlens.errors import InputError
 
 MAP = ("sample", "out_time", "in_time")
-
-
-def suptitle(axes):
-    return axes[0].get_figure(root=True)._suptitle.get_text()
 
 
 def two_maps():
@@ -62,6 +59,7 @@ def test_total_and_frozen_share_a_scale_and_are_compared_by_lag():
     assert np.allclose(frozen.get_array()[3, 0], 0.4)
     assert total.norm.vmax == frozen.norm.vmax == 4.0
     assert "0.5 (lag 0) to 0.1 (lag 3) of the total one" in suptitle(axes)
+    assert "is 0.1 (lag 3) of the total one" in suptitle(rl.plot.total_and_frozen(*two_maps(), from_lag=3))
 
 
 def test_maps_of_other_shapes_are_refused():
@@ -79,9 +77,10 @@ def test_decay_by_lag_draws_powers_sorted_by_half_life():
     decay = np.broadcast_to([0.9, 0.5, 1.0], (2, 6, 3))
     (ax,) = rl.plot.decay_by_lag(decay, lags=4)
     powers = ax.images[0].get_array()
-    assert np.allclose(powers, np.array([0.5, 0.9, 1.0])[:, None] ** np.arange(5))
+    assert np.allclose(powers, np.array([0.5, 0.9, 1.0]) ** np.arange(5)[:, None])
+    assert ax.get_ylim()[0] < ax.get_ylim()[1]  # lag upward
     (line,) = [line for line in ax.lines if line.get_gid() == "half-life"]
-    assert np.allclose(line.get_xdata()[:3], [1.0, 4.0, 4.0])  # 6.6 and infinity are drawn at the last lag
+    assert np.allclose(line.get_ydata()[:3], [1.0, 4.0, 4.0])  # 6.6 and infinity are drawn at the last lag
     assert "1 steps to for ever, median 6.6 steps" in suptitle([ax])
 
 

@@ -3,15 +3,12 @@
 import numpy as np
 import pytest
 import xarray as xr
+from tests.unit.plot.runs import suptitle
 
 import rnnlens as rl
 from rnnlens.errors import InputError
 
 pytestmark = pytest.mark.slow
-
-
-def suptitle(axes):
-    return axes[0].get_figure(root=True).get_suptitle().replace("\n", " ")
 
 
 def curve(ax, gid):
@@ -31,12 +28,13 @@ def test_margins_are_the_profile_and_the_column_sums_of_what_is_drawn(jacobian, 
     matrix, profile, columns = rl.plot.jacobian_margins(data, delays=(3, 8))
     picture = np.asarray(matrix.images[0].get_array())
     np.testing.assert_allclose(picture, jacobian(samples=1, steps=12, decay=0.7).values[0])
-    lags, values = curve(profile, "profile")
+    values, lags = curve(profile, "profile")
     np.testing.assert_array_equal(lags, np.arange(12))
+    assert profile.get_ylim() == (-0.5, 11.5)  # lag upward
     np.testing.assert_allclose(values, 0.7 ** np.arange(12.0))
     np.testing.assert_allclose(curve(columns, "columns")[1], picture.sum(axis=0))
     assert [line.get_ydata()[0] - line.get_xdata()[0] for line in by_gid(matrix, "delay")] == [3, 8]
-    assert [line.get_xdata()[0] for line in by_gid(profile, "delay")] == [3, 8]
+    assert [line.get_ydata()[0] for line in by_gid(profile, "delay")] == [3, 8]
     assert [text.get_text() for text in by_gid(matrix, "lag")] == ["lag 3", "lag 8"]
     assert matrix.get_xlim() == columns.get_xlim()
 
@@ -50,7 +48,7 @@ def test_margins_of_the_backward_half_look_ahead(jacobian, by_gid):
     )
     axes = rl.plot.jacobian_margins(both_directions, delays=2)
     for profile in (axes[1], axes[4]):
-        np.testing.assert_allclose(curve(profile, "profile")[1], 0.5 ** np.arange(8.0))
+        np.testing.assert_allclose(curve(profile, "profile")[0], 0.5 ** np.arange(8.0))
     (line,) = by_gid(axes[3], "delay")
     assert line.get_ydata()[0] - line.get_xdata()[0] == -2
 
@@ -242,7 +240,7 @@ def test_gradients_count_by_how_much_their_input_varies(by_gid):
 def test_the_bar_of_a_narrow_margin_is_as_tall_as_it(render, jacobian):
     axes = rl.plot.jacobian_margins(jacobian(steps=30))
     figure = render(axes)
-    assert (axes[1].get_title(), axes[1].get_xlabel()) == ("mean by lag", "lag")
+    assert (axes[1].get_title(), axes[1].get_ylabel()) == ("mean by lag", "lag")
     bar = next(panel for panel in figure.axes if panel not in list(axes))
     assert bar.get_window_extent().height > 0.9 * axes[1].get_window_extent().height
 
@@ -457,3 +455,24 @@ def test_every_size_is_drawn_and_a_nan_is_told(
     render(axes)
     assert "NaN: " in suptitle(axes)
     assert axes[0].get_figure(root=True)._suptitle.get_color() == "#c00000"
+
+
+def test_single_lags_of_a_weight_are_the_steps_of_the_cumulative_line(weights_by_time):
+    data = weights_by_time(steps=10)
+    for each, summed in zip(rl.plot.weight_lags(data, cumulative=False), rl.plot.weight_lags(data), strict=True):
+        for line, cumulative_line in zip(each.get_lines(), summed.get_lines(), strict=False):
+            np.testing.assert_allclose(np.cumsum(line.get_ydata()), cumulative_line.get_ydata(), rtol=1e-12)
+
+
+def test_the_period_of_a_turning_mode_is_in_the_title():
+    turning = 0.98 * np.exp(2j * np.pi / 29 * np.array([1, -1]))
+    axes = rl.plot.eigenvalues(np.tile(np.append(turning, 0.4), (5, 1)))
+    assert suptitle(axes).startswith("the slowest mode keeps 0.98 of itself per step, and turns once in 29 steps")
+    assert axes[0].get_ylim()[1] < 0.6  # as far as the eigenvalues reach
+    assert "turns" not in suptitle(rl.plot.eigenvalues(np.array([[0.9, 0.2j, -0.2j]])))
+
+
+def test_a_gate_half_open_is_white(layer):
+    images = [ax.images[0] for ax in rl.plot.gates(layer()) if ax.images]
+    assert {image.norm.vmin for image in images} == {0.0, -1.0}
+    assert {image.to_rgba(0.5)[:3] for image in images if image.norm.vmin == 0} == {(1.0, 1.0, 1.0)}

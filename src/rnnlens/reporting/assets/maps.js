@@ -188,7 +188,7 @@ class Picture extends Panel {
   }
 }
 
-/* The time Jacobian: click a row, and the input is coloured by it. */
+/* The time Jacobian, output steps upward: click a row, and the input is coloured by it. */
 class Jacobian extends Panel {
   redraws() { return ['log']; }
   constructor(spec) {
@@ -218,13 +218,13 @@ class Jacobian extends Panel {
     for (let i = 0; i < rows * width; i++) {
       const code = this.codes[i], rgb = palettes.size[code > 250 ? code : Math.round(250 * this.share(code))];
       const hidden = this.later(Math.floor(i / width), i % width);
-      pixels.data.set([rgb >> 16, (rgb >> 8) & 255, rgb & 255, hidden ? 0 : 255], 4 * i);
+      pixels.data.set([rgb >> 16, (rgb >> 8) & 255, rgb & 255, hidden ? 0 : 255], 4 * ((rows - 1 - Math.floor(i / width)) * width + i % width));
     }
     brush.putImageData(pixels, 0, 0);
     const box = {x: WIDE.left, y: WIDE.top, width: this.right - WIDE.left, height: this.bottom - WIDE.top};
     this.svg.append(make('rect', {class: 'hatched', ...box}), make('image', {href: canvas.toDataURL(), ...box, preserveAspectRatio: 'none'}));
     const room = box.height / rows, every = Math.max(1, Math.ceil(15 / room));
-    for (let i = rows - 1; i >= 0; i -= every) this.label(WIDE.left - 6, WIDE.top + (i + .5) * room + 4, out[i], {'text-anchor': 'end'});
+    for (let i = rows - 1; i >= 0; i -= every) this.label(WIDE.left - 6, this.bottom - (i + .5) * room + 4, out[i], {'text-anchor': 'end'});
     this.timeAxis('input step');
     this.side('output step');
     this.svg.append(this.over);
@@ -236,7 +236,7 @@ class Jacobian extends Panel {
   spot(event) {
     const [x, y] = this.at(event);
     if (x < WIDE.left || x > this.right || y < WIDE.top || y > this.bottom) return null;
-    const row = Math.min(this.spec.rows - 1, Math.floor((y - WIDE.top) / (this.bottom - WIDE.top) * this.spec.rows));
+    const row = Math.min(this.spec.rows - 1, Math.floor((this.bottom - y) / (this.bottom - WIDE.top) * this.spec.rows));
     return {row, t: this.stepAt(x)};
   }
 
@@ -245,7 +245,7 @@ class Jacobian extends Panel {
     const {rows, out, bin, scale} = this.spec, room = (this.bottom - WIDE.top) / rows;
     if (state.t !== null) this.over.append(this.cursorAt(this.own(state.t)));
     const grow = Math.max(0, 4 - room) / 2;
-    if (state.row !== null) this.over.append(make('rect', {class: 'row', x: WIDE.left, y: WIDE.top + state.row * room - grow, width: this.right - WIDE.left, height: room + 2 * grow}));
+    if (state.row !== null) this.over.append(make('rect', {class: 'row', x: WIDE.left, y: this.bottom - (state.row + 1) * room - grow, width: this.right - WIDE.left, height: room + 2 * grow}));
     const row = this.pointed ? this.pointed.row : state.row, t = state.t === null ? null : this.own(state.t);
     let text = row === null ? (document.getElementById('strip') ? 'click a row to colour the input by it' : '') : `output step ${out[row]}`;
     if (row !== null && t !== null) {
