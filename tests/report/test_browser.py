@@ -183,7 +183,7 @@ def test_a_row_of_the_time_jacobian_colours_the_input(reader, model, batch, page
     strip = sheet.locator("#strip")
     assert "Coloured by |dL/dx_t|" in sheet.inner_text("#input-section")  # the shown sample's, until a row is clicked
     before = strip.evaluate("c => c.toDataURL()")
-    x, y = move_pointer(sheet, figure, 2.5 / 12, 5.5 / 12)
+    x, y = move_pointer(sheet, figure, 2.5 / 12, 1 - 5.5 / 12)  # output steps upward
     sheet.mouse.click(x, y)
     wait_until(sheet, "document.getElementById('strip').dataset.row === '5'")
     assert strip.evaluate("c => c.toDataURL()") != before

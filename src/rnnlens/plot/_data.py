@@ -304,9 +304,7 @@ def select_evenly(count: int, limit: int, items: str, *, page: int | None = None
     return page_indices, f"{items} {page_indices[0]}-{page_indices[-1]} of {count} (page {page} of 0-{pages - 1})"
 
 
-def select_largest(
-    sizes: Numbers, limit: int, items: str, *, page: int | None = None
-) -> tuple[list[int], str | None]:
+def select_largest(sizes: Numbers, limit: int, items: str, *, page: int | None = None) -> tuple[list[int], str | None]:
     """Select at most ``limit`` of the items with the largest sizes, in their order, or the page-th run; also a note."""
     if page is not None or len(sizes) <= limit:
         return select_evenly(len(sizes), limit, items, page=page)

@@ -176,14 +176,15 @@ class Panels:
         axes_array[:] = self.axes
         return axes_array.view(Drawing)
 
-    def _write_title(self, title: str, notes: Sequence[str], inches: float, colour: dict[str, str]) -> None:
+    def _write_title(self, title: str, notes: Sequence[str], inches: float, colour: dict[str, Any]) -> None:
         """Write the title in bold, and the notes small and grey into empty lines kept below it."""
         heading = _wrap(title, letters_per_inch(_BOLD) * inches)
         note_text = _wrap("; ".join(notes), letters_per_inch(_NOTE) * inches)
         empty_lines = "\n" * (note_text.count("\n") + bool(note_text) - (not heading))
         suptitle = self.figure.suptitle(heading + empty_lines, fontsize="medium", fontweight="bold", **colour)
         if note_text:
-            style = {"ha": "center", "va": "bottom", "fontsize": "small", "color": "0.35", "gid": "note", **colour}
+            style: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": "small", "color": "0.35"}
+            style |= {"gid": "note", **colour}
             self.figure.add_artist(Annotation(note_text, (0.5, 0.0), xycoords=suptitle, **style)).set_in_layout(False)
 
     def label_axes(self, x_labels: Sequence[str] | str, y_label: str) -> None:
@@ -313,10 +314,11 @@ def open_panels(
         if figure is None:
             width = min(18.0, columns * grid.size[0] * len(directions) + grid.margin[0])
             height = min(22.0, max(2.6, rows * grid.size[1] + grid.margin[1]))
-            style, width = current_style(), max(4.2, width)
-            if style.width is not None:
-                width, height = style.width, height * min(1.0, max(style.width / width, _LEAST_HEIGHT))
-            figure = Picture(figsize=(width, height), layout="constrained", style=style)
+            figure_style, width = current_style(), max(4.2, width)
+            if figure_style.width is not None:
+                height *= min(1.0, max(figure_style.width / width, _LEAST_HEIGHT))
+                width = figure_style.width
+            figure = Picture(figsize=(width, height), layout="constrained", style=figure_style)
         direction_figures = (
             [figure] if len(directions) == 1 else list(figure.subfigures(1, len(directions), wspace=0.02))
         )

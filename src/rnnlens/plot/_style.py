@@ -48,12 +48,12 @@ class Style:
     is_dark: bool = False
 
 
-_CURRENT: ContextVar[Style] = ContextVar("rnnlens.plot.style", default=Style())
+_CURRENT: ContextVar[Style | None] = ContextVar("rnnlens.plot.style", default=None)
 
 
 def current_style() -> Style:
     """Return the style of the innermost ``with rl.plot.style(...)``."""
-    return _CURRENT.get()
+    return _CURRENT.get() or Style()
 
 
 @contextmanager

@@ -66,7 +66,9 @@ def curves(
     count = array.sizes[panel_dim] if panel_dim else 1
     most_panels, items = max(1, max_panels // len(gates)), f"{panel_dim}s"
     if panel_dim and panel_dim == _data.unit_dim(array):
-        panel_indices, panel_note = _data.select_largest(_data.rms_along(array, panel_dim), most_panels, items, page=page)
+        panel_indices, panel_note = _data.select_largest(
+            _data.rms_along(array, panel_dim), most_panels, items, page=page
+        )
     else:
         panel_indices, panel_note = _data.select_evenly(count, most_panels, items, page=page)
     line_indices, line_note = _data.select_evenly(array.sizes[line_dim] if line_dim else 1, max_lines, f"{line_dim}s")

@@ -311,7 +311,9 @@ def _compared_rows(
 
 def _ratio_decades(rows: Iterable[ComparedRow]) -> int:
     """Return the decades that hold 95 % of the ratios of all rows."""
-    ratios = [log_ratio(row.dims.matrix(row.before).values, row.dims.matrix(row.after).values).reshape(-1) for row in rows]
+    ratios = [
+        log_ratio(row.dims.matrix(row.before).values, row.dims.matrix(row.after).values).reshape(-1) for row in rows
+    ]
     sizes = np.abs(np.concatenate(ratios))
     sizes = sizes[np.isfinite(sizes)]
     return int(np.clip(math.ceil(np.quantile(sizes, 0.95)) if sizes.size else 1, *_RATIO_DECADES))
@@ -358,4 +360,6 @@ def log_ratio(before: Numbers, after: Numbers) -> Numbers:
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.log10(np.abs(after)) - np.log10(np.abs(before))
     ratio = np.where((before == 0) & (after == 0), 0.0, ratio)
-    return np.where(np.isfinite(before) & np.isfinite(after), np.clip(ratio, -_RATIO_DECADES[1], _RATIO_DECADES[1]), np.nan)
+    return np.where(
+        np.isfinite(before) & np.isfinite(after), np.clip(ratio, -_RATIO_DECADES[1], _RATIO_DECADES[1]), np.nan
+    )

@@ -290,7 +290,7 @@ def _figure_title(matrices: list[Numbers], padding_masks: list[Numbers], array: 
 def _draw_lag_profile(
     ax: Any, matrix: Numbers, is_padding: Numbers, array: xr.DataArray, log: bool, *, backward: bool
 ) -> None:
-    """Draw the mean along each diagonal, with the lag upward: beside the outputs that it leads to from the first input."""
+    """Draw the mean along each diagonal, with the lag upward."""
     out_times, in_times = (_data.positions(array, dim).tolist() for dim in (OUT_TIME, IN_TIME))
     norms, is_real = (matrix.T, ~is_padding.T) if backward else (matrix, ~is_padding)
     times = (in_times, out_times) if backward else (out_times, in_times)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -136,9 +135,7 @@ def trajectories(
     shown, note = _data.select_evenly(len(values), _MOST_SAMPLES, "samples")
     _draw_paths(panel_ax, paths[shown], [colours[i] for i in shown], line)
     if fixed_points is not None:
-        legend_entries += draw_fixed_points(
-            panel_ax, fixed_points, mean, axes, float(np.ptp(paths, axis=(0, 1)).max())
-        )
+        legend_entries += draw_fixed_points(panel_ax, fixed_points, mean, axes, float(np.ptp(paths, axis=(0, 1)).max()))
     if readout is not None:
         _draw_readout(panel_ax, np.asarray(readout, np.float64), axes, float(np.abs(paths).max()))
     names = ["first given axis", "second given axis"] if basis is not None else [f"component {i}" for i in components]
@@ -162,9 +159,7 @@ def _state_array(states: Any) -> Any:
     return array
 
 
-def axes_of(
-    points: Numbers, components: tuple[int, int] = (1, 2), basis: Any = None
-) -> tuple[Numbers, Numbers]:
+def axes_of(points: Numbers, components: tuple[int, int] = (1, 2), basis: Any = None) -> tuple[Numbers, Numbers]:
     """Return two axes (state, 2) and the share of the variance of centred ``points`` along each."""
     size = points.shape[1]
     if basis is not None:
@@ -225,7 +220,7 @@ def _draw_paths(ax: Any, paths: Numbers, colours: list[Any], line: dict[str, Any
 
 
 def draw_fixed_points(
-    ax: Any, points: FixedPoints, mean: Numbers, axes: Numbers, span: float, line: Mapping[str, Any] = MappingProxyType({})
+    ax: Any, points: FixedPoints, mean: Numbers, axes: Numbers, span: float, line: Mapping[str, Any] | None = None
 ) -> list[Any]:
     """Draw fixed and slow points, and bars along their unstable modes; return the entries of the legend."""
     if not isinstance(points, FixedPoints):
@@ -250,7 +245,7 @@ def draw_fixed_points(
         if (chosen := projected[kinds == kind]).size:
             style: dict[str, Any] = {"linestyle": "", "marker": marker, "markersize": size, "color": colour}
             edge = {"markeredgecolor": "white", "markeredgewidth": 0.8, "zorder": 5}
-            ax.plot(*chosen.T, **{**style, **edge, "gid": kind, **line})
+            ax.plot(*chosen.T, **{**style, **edge, "gid": kind, **(line or {})})
             entries.append(Line2D([], [], **style, label=f"{kind} point ({len(chosen)})"))
     return entries
 
