@@ -135,7 +135,7 @@ def test_each_half_of_a_bidirectional_layer_has_its_eigenvalues(two_halves):
     xr.testing.assert_allclose(moduli.sel(direction="backward", drop=True), expected, atol=1e-5)
     figure = rl.plot.eigenvalues(eigenvalues).figure
     assert "layer (forward and backward)" in figure.get_suptitle()
-    assert f"of {moduli.size:,} outside" in figure.get_suptitle()
+    assert f"of {moduli.size:,} outside" in figure.artists[0].get_text()
     figure = rl.plot.eigenvalues(eigenvalues.sel(direction="backward")).figure
     assert "layer (backward)" in figure.get_suptitle()
 

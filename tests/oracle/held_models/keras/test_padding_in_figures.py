@@ -88,7 +88,7 @@ def test_maps(model, side):
             grey = np.ma.getmaskarray(ax.images[0].get_array())
             np.testing.assert_array_equal(grey, np.broadcast_to(~is_real & (sample != 1), grey.shape))
             assert not [line for line in ax.get_lines() if line.get_gid() == "non-finite"]
-        assert "padding is grey" in axes[0].figure.get_suptitle()
+        assert "padding is grey" in axes[0].figure.artists[0].get_text()
     jacobian = rl.jacobian(model, x, of="lstm.hidden", wrt="both.output", measure="norm")
     axes = rl.plot.time_jacobian(jacobian, samples="panels")
     for sample, ax in enumerate(axes):
@@ -105,4 +105,4 @@ def test_maps(model, side):
 @pytest.mark.one_engine
 def test_masks_are_saved_with_the_result(model, tmp_path):
     jacobian = rl.jacobian(model, padded(4, "post"), of="lstm.hidden", measure="norm", out=tmp_path / "j.zarr")
-    assert "padding left out" in rl.plot.lag_profile(jacobian)[0].figure.get_suptitle()
+    assert "padding left out" in rl.plot.lag_profile(jacobian)[0].figure.artists[0].get_text()
