@@ -33,7 +33,7 @@ PATHS = ("NO_PATH", "VANISHING", "PATH_OPEN")
 def codes(bug: str, seed: int) -> set[str]:
     """Diagnose a network that is drawn from a seed; return the codes of its findings."""
     case = draw(bug, seed)
-    return set(rl.diagnose(case.model, case.x, case.y, loss=case.loss, samples=192).codes)
+    return set(rl.diagnose(case.model, case.x, case.y, loss=case.loss, optimizer=case.optimizer).codes)
 
 
 @dataclass

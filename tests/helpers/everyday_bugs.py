@@ -53,15 +53,29 @@ class Case:
     x: Any
     y: Any
     loss: Any
+    optimizer: Any = None
 
 
 def series(rng, count, steps, features):
     return rng.normal(size=(count, steps, features)).astype("float32")
 
 
-def train(model, x, y, loss, iterations, rate=1e-2):
+def optimizer_of(model, bug, seed):
+    """Return an optimizer of the weights; of bugs of the learning rate, Adam or gradient descent far off."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(parameters, rate)
+    draw_rate = np.random.default_rng(9000 + seed).uniform
+    if bug == "UPDATES_TOO_SMALL":
+        if seed // 2 % 2:
+            return torch.optim.SGD(parameters, 10 ** draw_rate(-8, -6), momentum=0.9)
+        return torch.optim.AdamW(parameters, 10 ** draw_rate(-8, -6.3), weight_decay=0.0)
+    if bug == "UPDATES_TOO_LARGE":
+        if seed // 2 % 2:
+            return torch.optim.SGD(parameters, 10 ** draw_rate(0.5, 1.5))
+        return torch.optim.Adam(parameters, 10 ** draw_rate(0.0, 1.0))
+    return torch.optim.Adam(parameters, 1e-2)
+
+
+def train(model, x, y, loss, iterations, optimizer):
     x, y = torch.as_tensor(x), torch.as_tensor(y)
     for i in range(iterations):
         rows = torch.arange(32) + 32 * i % (len(x) - 32)
@@ -78,18 +92,20 @@ OF_CLASSES = ("OUTPUT_FORM", "UNIFORM_OUTPUT")
 BUGS = (
     *("SAMPLES_MIXED", "TARGET_SHAPE", "OUTPUT_FORM", "WEIGHTS_WITHOUT_GRADIENT", "FROZEN", "STATE_CARRIED"),
     *("BACKWARD_HALF_AT_ITS_FIRST_STEP", "LEAK", "INPUT_SCALE", "UNIFORM_OUTPUT"),
+    *("UPDATES_TOO_SMALL", "UPDATES_TOO_LARGE", "TARGET_UNRELATED"),
 )
 #: Healthy conditions of a network without a bug.
 HEALTHY = ("solved", "noise target", "bidirectional", "classes", "two layers", "untrained", "overfitted", "per step")
 
 
-def draw(bug, seed, samples=192):
+def draw(bug, seed):
     """Draw a network with a bug (``""`` for none of them, chosen among the healthy conditions by the seed)."""
     rng = np.random.default_rng(1000 + seed)
     torch.manual_seed(seed)
     healthy = HEALTHY[seed % len(HEALTHY)] if not bug else ""
     steps, features, units = int(rng.integers(8, 16)), int(rng.integers(1, 4)), int(rng.choice([6, 10, 16]))
     lag = int(rng.integers(1, 4))
+    samples = 512 if bug == "TARGET_UNRELATED" else 192
     cell = str(rng.choice(list(CELLS)))
     classes = int(rng.integers(2, 6)) if bug in OF_CLASSES or healthy == "classes" else 0
     both = healthy == "bidirectional" or bug == "BACKWARD_HALF_AT_ITS_FIRST_STEP"
@@ -100,6 +116,8 @@ def draw(bug, seed, samples=192):
     def make(count):
         x = series(rng, count, steps, features)
         value = x[:, -1 - lag, :1]
+        if bug == "TARGET_UNRELATED":
+            value = value[rng.permutation(count)]
         if bug == "LEAK":
             value = x[:, -1, :1]
         if healthy == "noise target":
@@ -113,26 +131,28 @@ def draw(bug, seed, samples=192):
 
     loss = functional.cross_entropy if classes else MSE
     if healthy == "per step":
-        return _per_step(model, make(256)[0], make(samples)[0], lag)
+        return _per_step(model, make(256)[0], make(samples)[0], lag, seed)
     iterations = 200 if not bug or bug == "LEAK" else 20
-    iterations = 0 if bug == "UNIFORM_OUTPUT" or healthy == "untrained" else iterations
+    if bug == "UNIFORM_OUTPUT" or healthy == "untrained" or (bug == "UPDATES_TOO_LARGE" and seed // 2 % 2):
+        iterations = 0
     if bug == "FROZEN":
         model.rnn.requires_grad_(requires_grad=False)
     if bug == "UNIFORM_OUTPUT":
         with torch.no_grad():
             model.head.weight.mul_(1e-3), model.head.bias.zero_()
+    optimizer = optimizer_of(model, bug, seed)
     x, y = make(64 if healthy == "overfitted" else 512)
     if bug != "SAMPLES_MIXED":
-        train(model, x, y, loss, iterations)
+        train(model, x, y, loss, iterations, optimizer)
     x, y = make(samples)
     if bug == "STATE_CARRIED":
         start = torch.randn(1, samples, units)
         model.kept = (start, start.clone()) if cell == "lstm" else (start,)
-        return Case(model, x, y, loss)
-    return Case(model.eval(), x, y, loss)
+        return Case(model, x, y, loss, optimizer)
+    return Case(model.eval(), x, y, loss, optimizer)
 
 
-def _per_step(model, x, held_out, lag):
+def _per_step(model, x, held_out, lag, seed):
     class EveryStep(nn.Module):
         def __init__(self):
             super().__init__()
@@ -146,5 +166,7 @@ def _per_step(model, x, held_out, lag):
         y[:, :lag] = 0
         return y
 
-    net = train(EveryStep(), x, echo(x), MSE, 200)
-    return Case(net, held_out, echo(held_out), MSE)
+    net = EveryStep()
+    optimizer = optimizer_of(net, "", seed)
+    train(net, x, echo(x), MSE, 200, optimizer)
+    return Case(net, held_out, echo(held_out), MSE, optimizer)

@@ -6,7 +6,8 @@ data. A check that does not apply, or cannot be made, finds nothing and rules no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,8 @@ from ..verbs.names import Catalogue, TensorName, read
 from ..verbs.weight_layout import sources
 from .experiment import MOST_CAPTURED, Experiment
 from .layers import LayerFacts
-from .memory import Memory
+from .memory import EFFECT, P_VALUE, SOUGHT, Memory, finds_nothing, measure_relation
+from .updates import update_findings
 
 MODEL = "model"
 #: Root mean square of float inputs outside of which they are badly scaled.
@@ -118,15 +120,20 @@ def everyday_findings(
     checked.add(mixed, "mixed samples")
     has_skill = memory.skill is not None and memory.skill.proven
     checked.add(_target_shape(experiment), "a target that the loss broadcasts")
+    checked.add(_exchanged_arguments(experiment), "exchanged arguments of the loss")
     checked.add(_output_form(experiment), "an output in another form than the loss expects")
-    checked.add(_weights_without_gradient(experiment), "weights without gradient")
+    gradients = _weight_gradients(experiment)
+    checked.add(_weights_without_gradient(experiment, gradients), "weights without gradient")
     checked.add(_frozen(experiment), "frozen layers")
     checked.add(_state_carried(experiment), "a state carried from an earlier batch")
     checked.add(_first_step_of_backward_half(experiment, layers), "a backward half read at its first step")
     checked.add(_leak(experiment), "a target among the inputs")
+    checked.add(_uniform_output(experiment), "an output that is uniform over the classes")
     if not has_skill:
         checked.add(_input_scale(experiment), "badly scaled inputs")
-        checked.add(_uniform_output(experiment), "an output that is uniform over the classes")
+        checked.add(_unrelated_target(experiment), "a target that no input explains")
+    if memory.skill is None or not memory.skill.raw.low > 0:  # an untrained network may have skill once recalibrated
+        checked.add(update_findings(experiment, gradients), "a learning rate that is far too small or too large")
     return checked
 
 
@@ -160,14 +167,43 @@ def _target_shape(experiment: Experiment) -> list[Finding] | None:
     ]
 
 
+def _exchanged_arguments(experiment: Experiment) -> list[Finding] | None:
+    """Compare the loss with the cross entropy of the prediction: as it is, and with its two arguments exchanged."""
+    target, loss = experiment.target, experiment.loss
+    if target is None or target.task == "values" or experiment.is_sequence or not inspect.isroutine(loss):
+        return None
+    rows = np.arange(min(MOST_CAPTURED, experiment.samples.count))
+    entropy = float(target.select_samples(rows).loss(experiment.prediction[rows]).mean())
+    y = _first_targets(experiment)
+    as_given = _loss(experiment, y)
+    exchanged = _loss(experiment, y, lambda first, second: loss(second, first))
+    if exchanged is None or not np.isclose(exchanged, entropy, rtol=1e-3):
+        return None if as_given is None else []
+    if as_given is not None and np.isclose(as_given, entropy, rtol=1e-2):
+        return []
+    received = "fails" if as_given is None else f"is {as_given:.4g}"
+    return [
+        Finding(
+            "TARGET_SHAPE",
+            "fault",
+            MODEL,
+            f"The loss takes its two arguments in the other order: as it is called it {received}; with the arguments "
+            f"exchanged it is {exchanged:.4g}, the cross entropy of the prediction.",
+            {"loss": as_given, "loss_exchanged": exchanged, "cross_entropy": entropy},
+            "the loss is the cross entropy of the prediction only if its arguments are exchanged",
+            "torch: loss(output, y); Keras: loss(y_true, y_pred).",
+        )
+    ]
+
+
 def _can_broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
     pairs = zip(first[::-1], second[::-1], strict=False)
     return all(a == b or 1 in (a, b) for a, b in pairs)
 
 
-def _loss(experiment: Experiment, target: Array) -> float | None:
-    """Return the user's loss of the first samples with this target; None if it refuses the target."""
-    batch = Batch(experiment.first_inputs, target, loss=experiment.loss, seed=experiment.seed)
+def _loss(experiment: Experiment, target: Array, loss: Any = None) -> float | None:
+    """Return the user's loss, or another, of the first samples with this target; None if it refuses the target."""
+    batch = Batch(experiment.first_inputs, target, loss=loss or experiment.loss, seed=experiment.seed)
     try:
         return experiment.adapter.run(experiment.model, batch, Taps.nothing(gradients=False)).reference().loss
     except Exception:  # of the user's loss, which may be any function
@@ -217,10 +253,11 @@ def _output_form(experiment: Experiment) -> list[Finding] | None:
     return []
 
 
-def _weights_without_gradient(experiment: Experiment) -> list[Finding] | None:
+def _weights_without_gradient(
+    experiment: Experiment, gradients: Mapping[str, Array | None] | None
+) -> list[Finding] | None:
     """Find trained weights whose gradient of the loss is None or 0 in every entry."""
-    run = _loss_run(experiment)
-    if run is None:
+    if gradients is None:
         return None
     catalogue = Catalogue(experiment.adapter, experiment.model, experiment.first_inputs)
     without, count = [], 0
@@ -228,11 +265,10 @@ def _weights_without_gradient(experiment: Experiment) -> list[Finding] | None:
         if not is_trainable(name, catalogue):
             continue
         locations = _locations(catalogue, name)
-        if not locations or any(location not in run for location in locations):
+        if not locations or any(location not in gradients for location in locations):
             continue
         count += 1
-        gradients = [run[location] for location in locations]
-        if all(gradient is None or not np.asarray(gradient).any() for gradient in gradients):
+        if not any(np.any(gradients[location]) for location in locations if gradients[location] is not None):
             without.append(name.text)
     if not count:
         return None
@@ -265,7 +301,7 @@ def _locations(catalogue: Catalogue, name: TensorName) -> list[str]:
     return names
 
 
-def _loss_run(experiment: Experiment) -> dict[str, Array | None] | None:
+def _weight_gradients(experiment: Experiment) -> dict[str, Array | None] | None:
     """Return the gradients of the loss by the framework's names of the weights; None without a loss."""
     if experiment.loss is None or experiment.samples.y is None:
         return None
@@ -382,6 +418,30 @@ def _leak(experiment: Experiment) -> list[Finding] | None:
     ]
 
 
+def _unrelated_target(experiment: Experiment) -> list[Finding] | None:
+    """Test whether any input explains the target; None with too few samples to tell."""
+    relation = measure_relation(experiment)
+    if relation is None:
+        return None
+    if relation.effect >= EFFECT or not finds_nothing(relation):
+        return [] if relation.p_value < P_VALUE else None
+    return [
+        Finding(
+            "TARGET_UNRELATED",
+            "unknown",
+            MODEL,
+            f"No input explains the target: its association with the inputs of any step is that of chance (p = "
+            f"{relation.p_value:.2f}, {relation.samples} samples), and ridge regression on them explains "
+            f"{100 * max(relation.effect, 0.0):.1f} % of its variance.",
+            {"effect": relation.effect, "p_value": relation.p_value, "detectable": relation.detectable},
+            f"no skill, p >= {P_VALUE:g}, less than {100 * EFFECT:g} % explained, in a test that finds "
+            f"{100 * SOUGHT:g} % by one input",
+            "check that x and y have the same order: shuffle both by one permutation. A target that depends on "
+            "combinations of steps alone (parity) looks the same.",
+        )
+    ]
+
+
 def _input_scale(experiment: Experiment) -> list[Finding] | None:
     """Find inputs whose size is far from 1, with the share of gate values that are saturated."""
     leaf = data.leaves_of(experiment.samples.x)[experiment.samples.sequences[0]]
@@ -427,7 +487,7 @@ def _uniform_output(experiment: Experiment) -> list[Finding] | None:
             "unknown",
             MODEL,
             f"Every class gets the probability 1 / {classes} in every sample, within {deviation:.1g}: the loss is "
-            f"{loss:.3f}, and ln {classes} is {np.log(classes):.3f}. The network says nothing about its input.",
+            f"{loss:.3f}, and that of guessing, ln {classes}, is {np.log(classes):.3f}.",
             {"classes": classes, "deviation": deviation, "loss": loss},
             f"no probability differs from 1 / classes by more than {UNIFORM:g}",
             "check the learning rate and the gradients of the last layer.",

@@ -40,6 +40,7 @@ class Experiment:
     task: str | None = None
     loss: Any = None
     seed: int = 0
+    optimizer: Any = None
     adapter: Adapter = field(init=False)
     _is_padding_after: dict[int, bool] = field(init=False, default_factory=dict)
 

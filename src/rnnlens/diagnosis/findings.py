@@ -72,6 +72,9 @@ FIGURE_OF_CODE = {
     "LEAK": "input",
     "INPUT_SCALE": "input",
     "UNIFORM_OUTPUT": "memory",
+    "UPDATES_TOO_SMALL": "gradient",
+    "UPDATES_TOO_LARGE": "gradient",
+    "TARGET_UNRELATED": "missed",
 }
 
 _ORDER = {"fault": 0, "unknown": 1, "caution": 2, "fact": 3}

@@ -301,18 +301,31 @@ def _count_matters(experiment: Experiment, used_steps: int, variance: float) -> 
 
 def measure_missed(experiment: Experiment) -> Missed | None:
     """Apply the residual test to the rescaling that inputs explain least; None without a target that varies."""
-    target = experiment.target
-    if target is None or not target.variance > 0 or not np.isfinite(experiment.prediction).all():
+    target, x = experiment.target, _tested_inputs(experiment)
+    if target is None or x is None or not np.isfinite(experiment.prediction).all():
         return None
-    x = _input_numbers(experiment)
-    if x is None or not np.isfinite(x).all():
-        return None
-    sample_indices = np.arange(min(MOST_TESTED, len(experiment.prediction)))
+    sample_indices = np.arange(len(x))
     selected_target, prediction = target.select_samples(sample_indices), experiment.prediction[sample_indices]
     candidates = [prediction, *selected_target.partly_calibrated(prediction, _SHARES)]
     residuals = [selected_target.values - candidate for candidate in candidates]
-    x = _align_at_end(x, experiment)[sample_indices]
     return missed_dependency(residuals, x, target.variance, target=selected_target.values, seed=experiment.seed)
+
+
+def measure_relation(experiment: Experiment) -> Missed | None:
+    """Apply the residual test to the target itself, as the errors of a constant prediction."""
+    target, x = experiment.target, _tested_inputs(experiment)
+    if target is None or x is None:
+        return None
+    values = target.select_samples(np.arange(len(x))).values
+    return missed_dependency(values, x, target.variance, seed=experiment.seed)
+
+
+def _tested_inputs(experiment: Experiment) -> Array | None:
+    """Return the inputs of the residual test (sample, time, feature); None without a target that varies."""
+    if experiment.target is None or not experiment.target.variance > 0:
+        return None
+    x = _input_numbers(experiment)
+    return None if x is None or not np.isfinite(x).all() else _align_at_end(x, experiment)[:MOST_TESTED]
 
 
 def finds_nothing(residual_test: Missed) -> bool:

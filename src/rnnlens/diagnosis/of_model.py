@@ -42,6 +42,7 @@ from .signal_path import measure_path
     output=either(integer(), text, expected="a whole number, or a name"),
     task=text,
     loss=a_loss,
+    optimizer=anything,
     samples=integer(),
     seed=random_seed,
     axes=an_axes_table,
@@ -57,6 +58,7 @@ def diagnose(
     output: int | str = 0,
     task: str | None = None,
     loss: Any = None,
+    optimizer: Any = None,
     samples: int = 512,
     seed: int = 0,
     axes: Mapping[str, Any] | None = None,
@@ -88,6 +90,9 @@ def diagnose(
     loss
         As for ``rl.trace``. Its name determines the task, and whether outputs are logits. A function is called once, on
         a few samples, to check that it returns a number.
+    optimizer
+        Optimizer of the training, in torch; in Keras that of ``compile`` by default. A copy of it takes one step on
+        copies of the weights, to compare the size of an update with that of the weights.
     samples
         Largest number of samples to use.
     seed
@@ -124,7 +129,7 @@ def diagnose(
     used_loss = loss if loss is not None else _compiled_loss(model)
     all_samples, batch = batch.count, batch.with_targets(ignored_class(used_loss), step)
     left_out = all_samples - batch.count
-    experiment = Experiment(model, batch, step, output, task, used_loss, seed)
+    experiment = Experiment(model, batch, step, output, task, used_loss, seed, optimizer)
     experiment.refuse_loss(loss)
     memory = measure_memory(experiment)
     named_baseline = _measure_baseline(baseline, experiment)

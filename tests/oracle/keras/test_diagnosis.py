@@ -85,3 +85,25 @@ def test_fixed_points_of_a_cell_of_ones_own(x):
     points = rl.fixed_points(model, x[:8])
     np.testing.assert_allclose(points.states, [[1, 1]], atol=1e-5)
     np.testing.assert_allclose(points.eigenvalues, [[0.5, 0.5]], atol=1e-5)
+
+
+@pytest.mark.parametrize(("rate", "code"), [(1e-7, "UPDATES_TOO_SMALL"), (50.0, "UPDATES_TOO_LARGE")])
+def test_the_update_is_that_of_one_batch_of_training(x, rate, code):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((STEPS, 1)), keras.layers.GRU(6), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(rate), "mse")
+    y = x[:, -3]
+    model.train_on_batch(x[:32], y[:32])
+    before = [np.array(v) for v in (*model.get_weights(), *map(keras.ops.convert_to_numpy, model.optimizer.variables))]
+    d = rl.diagnose(model, x, y)
+    (evidence,) = [f.evidence for f in d.findings if f.code == code]
+    after = [np.array(v) for v in (*model.get_weights(), *map(keras.ops.convert_to_numpy, model.optimizer.variables))]
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(old, new)
+    weights = {v.path: keras.ops.convert_to_numpy(v) for v in model.trainable_variables}
+    model.train_on_batch(x[:32], y[:32])
+    for variable in model.trainable_variables:
+        if variable.path in evidence["by_weight"]:
+            change = np.linalg.norm(keras.ops.convert_to_numpy(variable) - weights[variable.path])
+            expected = change / np.linalg.norm(weights[variable.path])
+            assert evidence["by_weight"][variable.path] == pytest.approx(expected, rel=2e-2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -17,7 +18,7 @@ FAULTS = {*BUGS, "NO_PATH", "VANISHING", "PATH_OPEN", "MISSED_DEPENDENCY", "NO_S
 
 def diagnosed(bug, seed):
     case = draw(bug, seed)
-    return case, rl.diagnose(case.model, case.x, case.y, loss=case.loss, samples=192)
+    return case, rl.diagnose(case.model, case.x, case.y, loss=case.loss, optimizer=case.optimizer)
 
 
 def evidence_of(diagnosis, code):
@@ -85,3 +86,55 @@ def test_a_finding_without_skill_says_what_was_ruled_out():
     assert "weights without gradient" in ruled_out
     assert "badly scaled inputs" not in ruled_out
     assert all(text in str(d) for text in ruled_out)
+
+
+@pytest.mark.parametrize("bug", ["UPDATES_TOO_SMALL", "UPDATES_TOO_LARGE"])
+def test_the_update_is_that_of_the_users_own_step(bug):
+    case, d = diagnosed(bug, 5)
+    before = copy.deepcopy(case.optimizer.state_dict())
+    twin, optimizer = copy.deepcopy((case.model, case.optimizer))
+    optimizer.zero_grad()
+    case.loss(twin(torch.as_tensor(case.x[:32])), torch.as_tensor(case.y[:32])).backward()
+    optimizer.step()
+    weights, stepped = case.model.state_dict(), twin.state_dict()
+    for name, ratio in evidence_of(d, bug)["by_weight"].items():
+        change = float((stepped[name] - weights[name]).norm() / weights[name].norm())
+        assert ratio == pytest.approx(change, rel=1e-2)
+    torch.testing.assert_close(case.optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+def test_weights_outside_of_the_optimizer_are_named():
+    case = draw("", 5)
+    optimizer = torch.optim.Adam(case.model.head.parameters())
+    d = rl.diagnose(case.model, case.x, case.y, loss=case.loss, optimizer=optimizer)
+    assert {name.partition(".")[0] for name in evidence_of(d, "UPDATES_TOO_SMALL")["left_out"]} == {"rnn"}
+
+
+def test_an_optimizer_that_evaluates_the_loss_is_refused():
+    case = draw("", 5)
+    optimizer = torch.optim.LBFGS(case.model.parameters())
+    with pytest.raises(rl.errors.UnsupportedError, match="takes no step"):
+        rl.diagnose(case.model, case.x, case.y, loss=case.loss, optimizer=optimizer)
+    with pytest.raises(rl.errors.InputError, match="no optimizer"):
+        rl.diagnose(case.model, case.x, case.y, loss=case.loss, optimizer="adam")
+
+
+def test_exchanged_arguments_of_the_loss_are_found():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(128, 6, 2)).astype("float32")
+    y = np.eye(3, dtype="float32")[rng.integers(0, 3, 128)]
+    model = draw("OUTPUT_FORM", 0).model  # its outputs are probabilities
+    model.rnn, model.head = torch.nn.GRU(2, model.units, batch_first=True), torch.nn.Linear(model.units, 3)
+
+    def cross_entropy(output, y):
+        return -(y * output.clamp_min(1e-7).log()).sum(1).mean()
+
+    def exchanged(output, y):
+        return cross_entropy(y, output)
+
+    d = rl.diagnose(model, x, y, loss=exchanged, task="classes")
+    evidence = evidence_of(d, "TARGET_SHAPE")
+    p = model(torch.as_tensor(x[:32]))
+    assert evidence["loss"] == pytest.approx(float(exchanged(p, torch.as_tensor(y[:32]))), rel=1e-4)
+    assert evidence["loss_exchanged"] == pytest.approx(float(cross_entropy(p, torch.as_tensor(y[:32]))), rel=1e-4)
+    assert "TARGET_SHAPE" not in rl.diagnose(model, x, y, loss=cross_entropy, task="classes").codes

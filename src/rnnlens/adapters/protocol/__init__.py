@@ -19,7 +19,17 @@ from __future__ import annotations
 from .adapter import Adapter, AxisConvention
 from .by_ports import RunByPorts
 from .data import Batch, EndPort, Port, refuse_misfits
-from .facts import ChainLink, LayerInfo, LayerWeights, ModelFacts, Obstacle, Role, Submodule, WeightLocation
+from .facts import (
+    ChainLink,
+    LayerInfo,
+    LayerWeights,
+    ModelFacts,
+    Obstacle,
+    Role,
+    Submodule,
+    WeightChange,
+    WeightLocation,
+)
 from .run import (
     NOT_LOOKED_INTO,
     Capture,
@@ -57,6 +67,7 @@ __all__ = [
     "SequenceCall",
     "Submodule",
     "Taps",
+    "WeightChange",
     "WeightLocation",
     "refuse_misfits",
 ]

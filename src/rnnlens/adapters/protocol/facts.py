@@ -216,6 +216,14 @@ class WeightLocation:
 
 
 @dataclass(frozen=True)
+class WeightChange:
+    """A trained weight before and after one step of an optimizer; ``after`` is None if the optimizer has not got it."""
+
+    before: Array
+    after: Array | None
+
+
+@dataclass(frozen=True)
 class ChainLink:
     """One layer of a model that is a plain chain of well-known layers.
 

@@ -45,6 +45,7 @@ from .chain import capture_chain
 from .discover import HOLDERS, named_modules, unwrap
 from .function_model import FunctionModel
 from .inputs import device_and_dtype, map_leaves, returned_leaves
+from .optimizer_step import optimizer_step
 from .pullback import TorchPullback, differentiate
 from .restore import borrowed_model
 from .weights import TABLES, class_of, node_name
@@ -258,6 +259,7 @@ class TorchAdapter(Adapter):
     loss_of = staticmethod(losses.loss_of)
     perturbed_port = staticmethod(perturbed_port)
     reinitialised = staticmethod(reinitialised)
+    optimizer_step = staticmethod(optimizer_step)
     load_weights = staticmethod(torch_weights.load_weights)
 
     def weights(self, model: nn.Module) -> Mapping[str, LayerWeights]:

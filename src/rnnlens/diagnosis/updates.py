@@ -1,0 +1,106 @@
+"""Size of one step of the user's optimizer by that of the weights: far too small to learn, or far too large."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import UnsupportedError
+from ..results.diagnosis import Finding
+from ..typing import Array
+from .experiment import Experiment
+
+MODEL = "model"
+#: Median change of the weight matrices by one step outside of which a network does not learn: the smallest by their
+#: norm, the largest by the norm that they have at initialisation, since large steps make the weights themselves large.
+SMALLEST_UPDATE, LARGEST_UPDATE = 1e-5, 0.3
+#: Update ratio that networks usually learn with, for the learning rate that is advised.
+USUAL_UPDATE = 1e-3
+
+
+def update_findings(experiment: Experiment, gradients: Mapping[str, Array | None] | None) -> list[Finding] | None:
+    """Step a copy of the optimizer by the gradients of the loss, and compare the weights before and after.
+
+    Weights whose gradient is missing or 0 have a finding of their own and do not count. None without an optimizer.
+    """
+    if gradients is None:
+        return None
+    try:
+        changes = experiment.adapter.optimizer_step(experiment.model, experiment.optimizer, gradients)
+    except UnsupportedError:
+        if experiment.optimizer is not None:
+            raise
+        return None
+    if changes is None:
+        return None
+    with_gradient = {name: change for name, change in changes.items() if _is_nonzero(gradients.get(name))}
+    left_out = [name for name, change in with_gradient.items() if change.after is None]
+    if left_out:
+        return [_left_out(left_out, len(with_gradient))]
+    matrices = {
+        name: change for name, change in with_gradient.items() if change.before.ndim > 1 and np.any(change.before)
+    }
+    steps = {name: float(np.linalg.norm(change.after - change.before)) for name, change in matrices.items()}
+    if not steps or not np.isfinite(list(steps.values())).all():
+        return None
+    by_norm = {name: steps[name] / float(np.linalg.norm(change.before)) for name, change in matrices.items()}
+    by_initial_norm = {name: steps[name] / _initial_norm(change.before) for name, change in matrices.items()}
+    ratio, initial_ratio = float(np.median(list(by_norm.values()))), float(np.median(list(by_initial_norm.values())))
+    evidence = {"ratio": ratio, "ratio_by_initial_norm": initial_ratio, "by_weight": by_norm}
+    if ratio < SMALLEST_UPDATE:
+        return [_too_small(ratio, evidence)]
+    return [_too_large(initial_ratio, evidence)] if initial_ratio > LARGEST_UPDATE else []
+
+
+def _initial_norm(weight: Array) -> float:
+    """Return the norm of a weight matrix of variance 2 / (rows + columns): Glorot, Bengio 2010, eq. 12."""
+    return float(np.sqrt(2 * weight.size / (weight.shape[0] + weight.shape[-1])))
+
+
+def _too_small(ratio: float, evidence: dict[str, Any]) -> Finding:
+    count = len(evidence["by_weight"])
+    steps = f", so at least {1 / ratio:.0e} steps are needed to change it by its own size" if ratio else ""
+    factor = f"about {USUAL_UPDATE / ratio:.0e} times as large" if ratio else "above 0 (check its schedule)"
+    return Finding(
+        "UPDATES_TOO_SMALL",
+        "fault",
+        MODEL,
+        f"One step of the optimizer changes a weight matrix by {ratio:.1e} of its norm (median of {count}){steps}.",
+        evidence,
+        f"median update ratio of the weight matrices < {SMALLEST_UPDATE:g}, and no skill",
+        f"a learning rate {factor}.",
+    )
+
+
+def _too_large(ratio: float, evidence: dict[str, Any]) -> Finding:
+    count = len(evidence["by_weight"])
+    return Finding(
+        "UPDATES_TOO_LARGE",
+        "fault",
+        MODEL,
+        f"One step of the optimizer changes a weight matrix by {ratio:.2g} times the norm that such a matrix has at "
+        f"initialisation (median of {count}): a step overwrites what the steps before have learned.",
+        evidence,
+        f"median change of the weight matrices by one step > {LARGEST_UPDATE:g} of their initial norm, and no skill",
+        f"a learning rate about {ratio / USUAL_UPDATE:.0e} times smaller.",
+    )
+
+
+def _is_nonzero(gradient: Array | None) -> bool:
+    return gradient is not None and bool(np.any(gradient))
+
+
+def _left_out(names: list[str], count: int) -> Finding:
+    listing = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+    return Finding(
+        "UPDATES_TOO_SMALL",
+        "fault",
+        MODEL,
+        f"The optimizer has not got {len(names)} of {count} weights that have a gradient, and so never changes them: "
+        f"{listing}.",
+        {"ratio": 0.0, "left_out": names},
+        "weights with a gradient that the optimizer does not have, and no skill",
+        "make the optimizer from model.parameters() after the model is complete.",
+    )
