@@ -16,7 +16,8 @@ PUBLIC = {
     "cells": None,
     "compare": "(models, x=None, y=None, *, load=None, client=None, **keywords)",
     "diagnose": (
-        "(model, x, y=None, *, baseline=None, step=-1, output=0, task=None, loss=None, samples=512, seed=0, axes=None)"
+        "(model, x, y=None, *, baseline=None, step=-1, output=0, task=None, loss=None, optimizer=None, samples=512, "
+        "seed=0, axes=None)"
     ),
     "find_nonfinite": (
         "(model, x, y=None, *, loss=None, sample_weight=None, class_weight=None, training=False, initial_state=None, "
