@@ -72,7 +72,7 @@ def optimizer_of(model, bug, seed):
         if seed // 2 % 2:
             return torch.optim.SGD(parameters, 10 ** draw_rate(0.5, 1.5))
         return torch.optim.Adam(parameters, 10 ** draw_rate(0.0, 1.0))
-    return torch.optim.Adam(parameters, 1e-2)
+    return torch.optim.Adam(parameters, 2e-2)
 
 
 def train(model, x, y, loss, iterations, optimizer):
@@ -132,7 +132,7 @@ def draw(bug, seed):
     loss = functional.cross_entropy if classes else MSE
     if healthy == "per step":
         return _per_step(model, make(256)[0], make(samples)[0], lag, seed)
-    iterations = 200 if not bug or bug == "LEAK" else 20
+    iterations = 20 if bug and bug != "LEAK" else 200 if healthy == "overfitted" else 100
     if bug == "UNIFORM_OUTPUT" or healthy == "untrained" or (bug == "UPDATES_TOO_LARGE" and seed // 2 % 2):
         iterations = 0
     if bug == "FROZEN":

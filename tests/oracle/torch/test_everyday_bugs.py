@@ -134,7 +134,7 @@ def test_exchanged_arguments_of_the_loss_are_found():
 
     d = rl.diagnose(model, x, y, loss=exchanged, task="classes")
     evidence = evidence_of(d, "TARGET_SHAPE")
-    p = model(torch.as_tensor(x[:32]))
+    p = model(torch.as_tensor(x[:32])).detach()
     assert evidence["loss"] == pytest.approx(float(exchanged(p, torch.as_tensor(y[:32]))), rel=1e-4)
     assert evidence["loss_exchanged"] == pytest.approx(float(cross_entropy(p, torch.as_tensor(y[:32]))), rel=1e-4)
     assert "TARGET_SHAPE" not in rl.diagnose(model, x, y, loss=cross_entropy, task="classes").codes
