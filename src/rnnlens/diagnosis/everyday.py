@@ -1,4 +1,4 @@
-"""Everyday bugs: mixed samples, weights without gradient, a loss that expects another output, scale, leaks, shapes.
+"""Everyday bugs: mixed samples, weights without gradient, a carried state, scale, leaks, an unrelated target.
 
 Each check computes what its sentence says: by the framework's own run of the untouched model and its loss, or from the
 data. A check that does not apply, or cannot be made, finds nothing and rules nothing out.
@@ -6,7 +6,6 @@ data. A check that does not apply, or cannot be made, finds nothing and rules no
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +21,9 @@ from ..typing import Array
 from ..verbs.differentiation.request import is_trainable
 from ..verbs.names import Catalogue, TensorName, read
 from ..verbs.weight_layout import sources
-from .experiment import MOST_CAPTURED, Experiment
+from .experiment import Experiment
 from .layers import LayerFacts
+from .loss_arguments import class_form, exchanged_arguments, first_targets, output_form, target_shape
 from .memory import EFFECT, P_VALUE, SOUGHT, Memory, finds_nothing, measure_relation
 from .updates import update_findings
 
@@ -119,9 +119,10 @@ def everyday_findings(
     checked = Checked()
     checked.add(mixed, "mixed samples")
     has_skill = memory.skill is not None and memory.skill.proven
-    checked.add(_target_shape(experiment), "a target that the loss broadcasts")
-    checked.add(_exchanged_arguments(experiment), "exchanged arguments of the loss")
-    checked.add(_output_form(experiment), "an output in another form than the loss expects")
+    checked.add(target_shape(experiment), "a target that the loss broadcasts")
+    checked.add(class_form(experiment), "one-hot targets for a loss of indices, or the reverse")
+    checked.add(exchanged_arguments(experiment), "exchanged arguments of the loss")
+    checked.add(output_form(experiment), "an output in another form than the loss expects")
     gradients = _weight_gradients(experiment)
     checked.add(_weights_without_gradient(experiment, gradients), "weights without gradient")
     checked.add(_frozen(experiment), "frozen layers")
@@ -135,122 +136,6 @@ def everyday_findings(
     if memory.skill is None or not memory.skill.raw.low > 0:  # an untrained network may have skill once recalibrated
         checked.add(update_findings(experiment, gradients), "a learning rate that is far too small or too large")
     return checked
-
-
-def _target_shape(experiment: Experiment) -> list[Finding] | None:
-    """Compare the loss of y as it is given with that of y in the shape of the output."""
-    y, output = experiment.samples.y, experiment.capture.outputs
-    if experiment.loss is None or y is None or len(data.leaves_of(y)) != 1 or len(data.leaves_of(output)) != 1:
-        return None
-    first_y = data.leaves_of(_first_targets(experiment))[0]
-    shape = tuple(to_host(data.leaves_of(output)[0]).shape)
-    if first_y.shape == shape or first_y.size != int(np.prod(shape)):
-        return []
-    joint_shape = np.broadcast_shapes(first_y.shape, shape) if _can_broadcast(first_y.shape, shape) else shape
-    as_given, reshaped = (_loss(experiment, target) for target in (first_y, first_y.reshape(shape)))
-    # An adapter refuses a loss that would broadcast: then there is no value as given.
-    is_same = as_given is not None and reshaped is not None and np.isclose(as_given, reshaped, rtol=1e-4, atol=1e-7)
-    if reshaped is None or is_same or (as_given is None and joint_shape == shape):
-        return []
-    joined = f"they broadcast to {joint_shape}" if as_given is None else f"it is {as_given:.4g}"
-    return [
-        Finding(
-            "TARGET_SHAPE",
-            "fault",
-            MODEL,
-            f"The loss compares every prediction with every target: with y of shape {first_y.shape} and an output of "
-            f"shape {shape} {joined}. With y in the shape of the output the loss is {reshaped:.4g}.",
-            {"target": list(first_y.shape), "output": list(shape), "loss": as_given, "loss_reshaped": reshaped},
-            "y and output have different shapes that broadcast, or the loss changes if y gets the output's shape",
-            "y[:, None], or output.squeeze(-1): both of one shape.",
-        )
-    ]
-
-
-def _exchanged_arguments(experiment: Experiment) -> list[Finding] | None:
-    """Compare the loss with the cross entropy of the prediction: as it is, and with its two arguments exchanged."""
-    target, loss = experiment.target, experiment.loss
-    if target is None or target.task == "values" or experiment.is_sequence or not inspect.isroutine(loss):
-        return None
-    rows = np.arange(min(MOST_CAPTURED, experiment.samples.count))
-    entropy = float(target.select_samples(rows).loss(experiment.prediction[rows]).mean())
-    y = _first_targets(experiment)
-    as_given = _loss(experiment, y)
-    exchanged = _loss(experiment, y, lambda first, second: loss(second, first))
-    if exchanged is None or not np.isclose(exchanged, entropy, rtol=1e-3):
-        return None if as_given is None else []
-    if as_given is not None and np.isclose(as_given, entropy, rtol=1e-2):
-        return []
-    received = "fails" if as_given is None else f"is {as_given:.4g}"
-    return [
-        Finding(
-            "TARGET_SHAPE",
-            "fault",
-            MODEL,
-            f"The loss takes its two arguments in the other order: as it is called it {received}; with the arguments "
-            f"exchanged it is {exchanged:.4g}, the cross entropy of the prediction.",
-            {"loss": as_given, "loss_exchanged": exchanged, "cross_entropy": entropy},
-            "the loss is the cross entropy of the prediction only if its arguments are exchanged",
-            "torch: loss(output, y); Keras: loss(y_true, y_pred).",
-        )
-    ]
-
-
-def _can_broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
-    pairs = zip(first[::-1], second[::-1], strict=False)
-    return all(a == b or 1 in (a, b) for a, b in pairs)
-
-
-def _loss(experiment: Experiment, target: Array, loss: Any = None) -> float | None:
-    """Return the user's loss, or another, of the first samples with this target; None if it refuses the target."""
-    batch = Batch(experiment.first_inputs, target, loss=loss or experiment.loss, seed=experiment.seed)
-    try:
-        return experiment.adapter.run(experiment.model, batch, Taps.nothing(gradients=False)).reference().loss
-    except Exception:  # of the user's loss, which may be any function
-        return None
-
-
-def _first_targets(experiment: Experiment) -> Any:
-    y = data.map_leaves(lambda leaf: leaf[:MOST_CAPTURED], experiment.samples.y)
-    return experiment.samples.orientation.target_as_given(y)
-
-
-def _output_form(experiment: Experiment) -> list[Finding] | None:
-    """Compare what the loss takes, logits or probabilities, with what the output is."""
-    target = experiment.target
-    if target is None or target.task == "values" or experiment.takes_logits is None:
-        return None
-    raw = np.asarray(experiment.raw_output, dtype=np.float64)
-    inside = bool(((raw >= -1e-6) & (raw <= 1 + 1e-6)).all())
-    sums_to_one = bool(np.allclose(raw.sum(axis=-1), 1, atol=1e-4)) if target.task == "classes" else inside
-    form = "softmax" if target.task == "classes" else "sigmoid"
-    if experiment.takes_logits and inside and sums_to_one and raw.std() > 0:
-        text = "between 0 and 1" + (" and sum to 1 in every sample" if target.task == "classes" else " in every sample")
-        return [
-            Finding(
-                "OUTPUT_FORM",
-                "fault",
-                MODEL,
-                f"The outputs are probabilities already ({text}), and the loss applies a {form} to them once more.",
-                {"takes": "logits", "smallest": float(raw.min()), "largest": float(raw.max())},
-                "all outputs are probabilities, and the loss takes logits",
-                f"return the values before the {form}, or use the loss of probabilities.",
-            )
-        ]
-    if not experiment.takes_logits and not inside:
-        share = float(np.mean((raw < -1e-6) | (raw > 1 + 1e-6)))
-        return [
-            Finding(
-                "OUTPUT_FORM",
-                "fault",
-                MODEL,
-                f"{100 * share:.0f} % of the outputs lie outside of 0 to 1, and the loss takes probabilities.",
-                {"takes": "probabilities", "smallest": float(raw.min()), "largest": float(raw.max())},
-                "outputs outside of [0, 1], and the loss takes probabilities",
-                f"from_logits=True, or a {form} as the last activation.",
-            )
-        ]
-    return []
 
 
 def _weights_without_gradient(
@@ -305,7 +190,7 @@ def _weight_gradients(experiment: Experiment) -> dict[str, Array | None] | None:
     """Return the gradients of the loss by the framework's names of the weights; None without a loss."""
     if experiment.loss is None or experiment.samples.y is None:
         return None
-    batch = Batch(experiment.first_inputs, _first_targets(experiment), loss=experiment.loss, seed=experiment.seed)
+    batch = Batch(experiment.first_inputs, first_targets(experiment), loss=experiment.loss, seed=experiment.seed)
     try:
         return dict(experiment.adapter.run(experiment.model, batch, Taps.nothing()).reference().weight_grads)
     except Exception:  # the user's loss may take other arguments: the diagnosis does not need it

@@ -26,6 +26,8 @@ _OF_PROBABILITIES = {
     *("bceloss", "binary_cross_entropy", "binary_crossentropy", "categorical_crossentropy"),
     "sparse_categorical_crossentropy",
 }
+#: Functions by which a loss of the user's own converts an output before it calls a well-known loss.
+_TO_PROBABILITIES, _TO_LOGITS = {"sigmoid", "softmax", "expit"}, {"log", "logit"}
 _OF_VALUES = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "squared_error", "mean_squared_error"}
 #: Factors on the logits that a calibration tries. A network that needs more than 2 has learned too little.
 _FACTORS = (*np.geomspace(0.02, 2.0, 24), 1.0)
@@ -221,7 +223,11 @@ def takes_logits(loss: Any) -> bool | None:
         return from_logits
     loss_names = set(_loss_names(loss).split())
     of_logits, of_probabilities = bool(loss_names & _OF_LOGITS), bool(loss_names & _OF_PROBABILITIES)
-    return of_logits if of_logits != of_probabilities else None
+    if of_logits == of_probabilities:
+        return None
+    called_names = set(getattr(getattr(loss, "__code__", None), "co_names", ()))
+    converts = called_names & (_TO_PROBABILITIES if of_probabilities else _TO_LOGITS)
+    return of_logits != bool(converts)
 
 
 def _are_logits_of(values: Array, raw: Array) -> bool:

@@ -123,8 +123,7 @@ def test_exchanged_arguments_of_the_loss_are_found():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(128, 6, 2)).astype("float32")
     y = np.eye(3, dtype="float32")[rng.integers(0, 3, 128)]
-    model = draw("OUTPUT_FORM", 0).model  # its outputs are probabilities
-    model.rnn, model.head = torch.nn.GRU(2, model.units, batch_first=True), torch.nn.Linear(model.units, 3)
+    model = Classifier(3, torch.nn.Softmax(-1))
 
     def cross_entropy(output, y):
         return -(y * output.clamp_min(1e-7).log()).sum(1).mean()
@@ -138,3 +137,56 @@ def test_exchanged_arguments_of_the_loss_are_found():
     assert evidence["loss"] == pytest.approx(float(exchanged(p, torch.as_tensor(y[:32]))), rel=1e-4)
     assert evidence["loss_exchanged"] == pytest.approx(float(cross_entropy(p, torch.as_tensor(y[:32]))), rel=1e-4)
     assert "TARGET_SHAPE" not in rl.diagnose(model, x, y, loss=cross_entropy, task="classes").codes
+
+
+class Classifier(torch.nn.Module):
+    """GRU of two inputs, with an activation after the head."""
+
+    def __init__(self, outputs=1, activation=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.head = torch.nn.GRU(2, 6, batch_first=True), torch.nn.Linear(6, outputs)
+        self.activation = activation or torch.nn.Identity()
+
+    def forward(self, x):
+        return self.activation(self.head(self.rnn(x)[0][:, -1]))
+
+
+BINARY_LOSSES = {
+    "logits": lambda output, y: functional.binary_cross_entropy_with_logits(output, y),
+    "converts logits": lambda output, y: functional.binary_cross_entropy(output.sigmoid(), y),
+}
+
+
+@pytest.mark.parametrize("loss", BINARY_LOSSES)
+@pytest.mark.parametrize("offset", [0.0, 0.5])
+def test_logits_between_0_and_1_are_not_taken_for_probabilities(loss, offset):
+    x = np.random.default_rng(0).normal(size=(128, 6, 2)).astype("float32")
+    model = Classifier()
+    with torch.no_grad():
+        model.head.weight.mul_(0.2), model.head.bias.fill_(offset)
+    d = rl.diagnose(model, x, (x[:, -2, :1] > 0).astype("float32"), loss=BINARY_LOSSES[loss])
+    assert "OUTPUT_FORM" not in d.codes
+
+
+def test_a_second_sigmoid_is_found():
+    x = np.random.default_rng(0).normal(size=(128, 6, 2)).astype("float32")
+    model = Classifier(activation=torch.nn.Sigmoid())
+    with torch.no_grad():
+        model.head.weight.mul_(20)
+    d = rl.diagnose(model, x, (x[:, -2, :1] > 0).astype("float32"), loss=BINARY_LOSSES["logits"])
+    assert evidence_of(d, "OUTPUT_FORM")["takes"] == "logits"
+
+
+@pytest.mark.parametrize("given", ["one-hot", "column", "indices"])
+def test_classes_in_the_other_form_are_found(given):
+    rng = np.random.default_rng(0)
+    x, index = rng.normal(size=(128, 6, 2)).astype("float32"), rng.integers(0, 3, 128)
+    y = {"one-hot": np.eye(3, dtype="int64")[index], "column": index[:, None], "indices": index}[given]
+    model = Classifier(3)
+    d = rl.diagnose(model, x, y, loss=functional.cross_entropy)
+    if given == "indices":
+        assert "TARGET_SHAPE" not in d.codes
+        return
+    expected = functional.cross_entropy(model(torch.as_tensor(x[:32])), torch.as_tensor(index[:32])).detach()
+    assert evidence_of(d, "TARGET_SHAPE")["loss_reshaped"] == pytest.approx(float(expected), rel=1e-4)

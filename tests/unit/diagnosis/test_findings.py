@@ -12,7 +12,8 @@ from rnnlens.diagnosis.memory import Interval, Memory
 from rnnlens.diagnosis.of_model import _power_notes
 from rnnlens.measures.residual import Missed
 
-RULES = [Path(rnnlens.__file__).parent / "diagnosis" / name for name in ("findings.py", "everyday.py", "updates.py")]
+FILES = ("findings.py", "everyday.py", "loss_arguments.py", "updates.py")
+RULES = [Path(rnnlens.__file__).parent / "diagnosis" / name for name in FILES]
 
 
 def codes_of_rules():
