@@ -14,7 +14,6 @@ from ..adapters.protocol import Batch, Capture, LayerInfo, NonRecurrentCall, Por
 from ..errors import InputError, LayerNotFoundError, did_you_mean
 from ..recurrence.adjoint import PROBES, probe_combinations, weight_gradients
 from ..recurrence.cells import kinds
-from ..recurrence.measures import real_steps_first
 from ..recurrence.replay import Replay
 from ..recurrence.rounding import Rounding, rounding_of
 from ..recurrence.trajectory import Adjoint
@@ -182,10 +181,11 @@ def trace_call(
     return traced
 
 
-#: Numbers of output steps and of samples whose gradients are pulled back one by one.
-_LAG_STEPS, _LAG_SAMPLES = 3, 16
-#: Largest number of entries of a state (sample, time, unit) up to which their samples are repeated for one sweep.
-_LAG_ENTRIES = 2**20
+#: Largest number of samples of which the gradient of one output step each is pulled back; of fewer samples than the
+#: least number of rows, several output steps.
+_LAG_SAMPLES, _LEAST_LAG_ROWS = 16, 6
+#: Where that step lies between the middle of a sample's steps and the last one, in turn.
+_LAG_STEPS = (1.0, 0.0, 0.5)
 
 
 def gradients_by_lag(call: RecurrentCall, run: Replay) -> dict[str, Array]:
@@ -201,41 +201,37 @@ def gradients_by_lag(call: RecurrentCall, run: Replay) -> dict[str, Array]:
     if call.start_states is not None:
         return {name: np.full((1, 1), np.nan) for name in call.cell.state_names}
     output_grad = call.output_grad[:_LAG_SAMPLES]
-    shape = output_grad.shape[:2]
-    is_real = np.ones(shape, bool) if call.mask is None else to_host(call.mask)[:_LAG_SAMPLES].astype(bool)
-    is_read: Array = to_host(output_grad).reshape(*shape, -1).any(axis=2) & is_real
+    samples, steps = output_grad.shape[:2]
+    is_real = np.ones((samples, steps), bool) if call.mask is None else to_host(call.mask)[:_LAG_SAMPLES].astype(bool)
+    is_read: Array = to_host(output_grad).reshape(samples, steps, -1).any(axis=2) & is_real
     if is_read.sum(axis=1).max(initial=0) < 2:
         return {}
-    order = list(run.steps(reverse=True))
-    positions = [p for p, t in enumerate(order) if is_read[:, t].any()]
-    late = positions[: (len(positions) + 1) // 2]
-    chosen = sorted({late[round(i)] for i in np.linspace(0, len(late) - 1, _LAG_STEPS)})
-    samples = int(output_grad.shape[0])
-    rows: dict[str, list[Array]] = {name: [] for name in call.cell.state_names}
-    # One sweep for all of them costs little more than one for each where steps are small; copies of large ones would
-    # cost memory.
-    entries = output_grad.shape[1] * samples * len(chosen) * run.states[0].shape[-1]
-    at_once = entries <= _LAG_ENTRIES and not call.cell.by_framework
-    for group in [chosen] if at_once else [[position] for position in chosen]:
-        some = slice(0, samples) if len(group) == 1 else np.tile(np.arange(samples), len(group))
-        from_state = None if call.output_from_state is None else call.output_from_state[some]
-        entering = run.xp.zeros_like(output_grad[some])
-        for number, position in enumerate(group):
-            part = slice(number * samples, (number + 1) * samples)
-            entering[part, order[position], ...] = output_grad[:, order[position], ...]
-        swept = sweep(replace(call, output_from_state=from_state), run.of_samples(some), entering)
-        for name, grad in zip(rows, swept.state_grads, strict=True):
-            values = to_host(grad).astype(np.float64)
-            all_norms = np.sqrt((values**2).reshape(len(group), *shape, -1).sum(axis=-1))
-            for position, norms in zip(group, all_norms, strict=True):
-                norms = norms[:, order[position:]]
-                row = np.full(shape, np.nan)
-                if call.mask is not None:
-                    counted = is_real & is_real[:, order[position], None]
-                    norms = real_steps_first(norms, counted[:, order[position:]])
-                row[:, : norms.shape[1]] = norms
-                rows[name].append(row)
-    return {name: np.concatenate(norms) for name, norms in rows.items()}
+    # One sweep for all of them: each row of it starts at a step of its own.
+    repeats = 1 if call.cell.by_framework else -(-_LEAST_LAG_ROWS // samples)
+    rows = slice(0, samples) if repeats == 1 else np.tile(np.arange(samples), repeats)
+    order = np.array(list(run.steps(reverse=True)))
+    sample_of_row, positions = np.tile(np.arange(samples), repeats), []
+    for row, sample in enumerate(sample_of_row):
+        read_positions = np.flatnonzero(is_read[sample, order])
+        late = read_positions[: (len(read_positions) + 1) // 2]  # the order is that of the sweep, from the last step
+        share = 1 - _LAG_STEPS[row % len(_LAG_STEPS)]
+        positions.append(int(late[round(share * (len(late) - 1))]) if len(late) else 0)
+    entering = run.xp.zeros_like(output_grad[rows])
+    for row, (sample, position) in enumerate(zip(sample_of_row, positions, strict=True)):
+        entering[row, int(order[position]), ...] = output_grad[int(sample), int(order[position]), ...]
+    from_state = None if call.output_from_state is None else call.output_from_state[rows]
+    swept = sweep(replace(call, output_from_state=from_state), run.of_samples(rows), entering)
+    by_state = {}
+    for name, grad in zip(call.cell.state_names, swept.state_grads, strict=True):
+        values = to_host(grad).astype(np.float64)
+        norms = np.sqrt((values**2).reshape(len(positions), steps, -1).sum(axis=-1))
+        by_lag = np.full(norms.shape, np.nan)
+        for row, (sample, position) in enumerate(zip(sample_of_row, positions, strict=True)):
+            later = order[position:]
+            counted = later[is_real[sample, later]] if is_read[sample, order[position]] else later[:0]
+            by_lag[row, : len(counted)] = norms[row, counted]
+        by_state[name] = by_lag
+    return by_state
 
 
 def _add_weights(
