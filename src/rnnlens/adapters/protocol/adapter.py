@@ -83,8 +83,8 @@ class Adapter(AxisConvention, ABC):
     def fingerprint(self, model: Any) -> Hashable | None:
         """Return a value that changes with the structure, hooks, flags and code of a model, not with its weights.
 
-        Results of experiments, such as the roles of axes, are cached per model and input shapes until the value
-        changes. None, the default, disables the cache.
+        What calls learned of a model is kept until the value changes: its layers, the roles of axes by shapes of the
+        inputs, and which calls were certified. With None, the default, layers and roles are read at each call.
         """
         return None
 
