@@ -48,11 +48,11 @@ def bound_of(program: Program) -> float:
 
 
 def layers(program: Program, truth: Truth, **_: Any) -> Any:
-    table = rl.layers(program.model)
-    unknown = [row.name for row in table if not row.name]
-    if unknown:
-        raise MismatchError("a layer without a name")
-    return [row.name for row in table]
+    without_data = rl.layers(program.model).names
+    names, traced = rl.layers(program.model, program.x).names, tuple(rl.trace(program.model, program.x))
+    if names != traced:
+        raise MismatchError(f"rl.layers(model, x) has {names}, a trace has {traced}")
+    return [without_data, names]
 
 
 def trace(program: Program, truth: Truth, **options: Any) -> Any:

@@ -242,7 +242,7 @@ def direct_trace(model: Any, arrays: Mapping[str, Mapping[str, Any]], loss: floa
     if not arrays:
         return None
     adapter = adapter_for(model)
-    infos, provenance = {info.name: info for info in adapter.describe(model)}, adapter.facts(model).provenance
+    infos, provenance = {info.name: info for info in adapter.known_layers(model)}, adapter.facts(model).provenance
     datasets = {
         name: labelled_layer(layer_arrays, info=infos[name], provenance=provenance)
         for name, layer_arrays in arrays.items()

@@ -128,7 +128,8 @@ def quantity_names(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
 
 def refuse_unknown_layers(layers: Iterable[str] | None, adapter: Adapter, model: Any) -> None:
     """Raise LayerNotFoundError for a layer that the model lacks; ``"lstm#0"`` (one of several calls) is ``"lstm"``."""
-    known_names = {info.name: None for info in adapter.describe(model)} | dict.fromkeys(adapter.facts(model).submodules)
+    names = [info.name for info in adapter.known_layers(model)]
+    known_names = dict.fromkeys([*names, *adapter.facts(model).submodules])
     for name in layers or ():
         if name not in known_names and name.partition("#")[0] not in known_names:
             raise LayerNotFoundError(f"No layer is called {name!r}.", hint=did_you_mean(name, known_names))

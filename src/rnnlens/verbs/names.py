@@ -104,7 +104,7 @@ def known_model(adapter: Adapter, model: Any) -> KnownModel:
     if known is not None and known.fingerprint != fingerprint:
         known = None
     if known is None or fingerprint is None:
-        infos = {info.name: info for info in adapter.describe(model)}
+        infos = {info.name: info for info in adapter.known_layers(model)}
         recurrent = {name: info for name, info in infos.items() if not info.is_sequence}
         sequences = {name: info for name, info in infos.items() if info.is_sequence}
         certified = CertifiedCalls() if known is None else known.certified

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -10,9 +11,11 @@ import numpy as np
 import xarray as xr
 
 from .. import arguments as check
-from ..adapters.protocol import Batch, LayerWeights, Taps
+from ..adapters.protocol import Batch, LayerInfo, LayerWeights, Taps
 from ..adapters.registry import adapter_for
 from ..errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, raised_by, short_repr
+from ..recurrence.cells import Cell
+from ..recurrence.sequence import SequenceCell
 from ..results.checks import Certificate, warn_of_failed_checks
 from ..results.gradients import Weights
 from ..results.layers import LayerTable
@@ -22,6 +25,7 @@ from .axes import InputCoordinates
 from .certificates.of_gradients import certify_weights
 from .chunked.samples import SampleChunks
 from .chunked.works import lazy_datasets
+from .names import uncalled_layer
 from .request import ModelRequest, in_turn
 from .traced_scans import scan_measures
 from .weight_gradients import WeightGradients, find_gradients
@@ -31,15 +35,17 @@ from .weight_layout import label_cell, label_plain, outside_cells, weights_of_la
 @check.checked(model=check.anything, x=check.anything)
 @in_turn
 def layers(model: Any, x: Any = None) -> LayerTable:
-    """List the recurrent layers of a model, without running it.
+    """List the recurrent layers of a model: those that its structure shows, or with data those that a trace has.
 
     Parameters
     ----------
     model
         A Keras model or layer, a ``torch.nn.Module``, or a model of JAX.
     x
-        One batch of data, of which only the shapes are used: the layers of a model of JAX exist only for data of some
-        shape. Other models do not need it.
+        One batch of data. The model is run once on it, and the rows are the layers of a trace on these data, under
+        their names there: loops and custom cells, too, and ``cell#0``, ``cell#1`` for two recurrences of one cell. The
+        layers of a model of JAX exist only for data of some shape; they are listed without a run. Without data the
+        model is not run, and earlier runs do not change the answer.
 
     Returns
     -------
@@ -49,9 +55,22 @@ def layers(model: Any, x: Any = None) -> LayerTable:
     Raises
     ------
     ModelError
-        If the model is of no known framework, or was not built yet.
+        If the model is of no known framework, or was not built yet; with data also if no recurrent layer ran.
     """
-    return LayerTable(adapter_for(model).describe(model))  # bound to the shapes of x by in_turn
+    adapter = adapter_for(model)
+    if x is None or adapter.needs_shapes:  # bound to the shapes of x by in_turn
+        return LayerTable(adapter.describe(model))
+    batch = Batch(check.one_batch("x", check.in_memory("x", x)))
+    capture = adapter.run(model, batch, Taps.states(inputs=False)).capture
+    cells: dict[str, Cell | SequenceCell] = {call.layer: call.cell for call in (*capture.calls, *capture.sequences)}
+    infos = {info.name: info for info in adapter.known_layers(model)}
+    return LayerTable(_info_of(name, cell, infos[uncalled_layer(name, infos)]) for name, cell in cells.items())
+
+
+def _info_of(name: str, cell: Cell | SequenceCell, info: LayerInfo) -> LayerInfo:
+    """Return the row of a layer that ran: its name in a trace, and the units that its structure does not show."""
+    units = info.units if info.units or isinstance(cell, SequenceCell) else cell.state_sizes[0]
+    return replace(info, name=name, units=units)
 
 
 @check.checked(

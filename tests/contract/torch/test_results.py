@@ -165,3 +165,39 @@ def test_a_layer_that_returns_several_tensors_is_traced_at_the_first_with_a_note
     )
     assert expected in trace.notes
     assert not any("returns" in note for note in rl.trace(Attending(), torch.randn(2, 5, 3), layers=["rnn"]).notes)
+
+
+class TwoLoopsOfOneCell(nn.Module):
+    """Two loops over a known cell, a step without a module, and a cell whose arguments have no telling names."""
+
+    class Mix(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(7, 4)
+
+        def forward(self, a, b):
+            return torch.tanh(self.linear(torch.cat([a, b], 1)))
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.mix = nn.GRUCell(3, 4), self.Mix()
+
+    def forward(self, x):
+        h = mixed = decayed = again = x.new_zeros(len(x), 4)
+        for step in x.unbind(1):
+            h, mixed = self.cell(step, h), self.mix(step, mixed)
+            decayed = rl.torch.step(lambda x, h: h / 2 + x.sum(1, keepdim=True), step, decayed)
+        for step in x.unbind(1):
+            again = self.cell(step, again)
+        return h + mixed + decayed + again
+
+
+def test_layers_are_those_of_a_trace_with_data_and_the_same_before_and_after_runs_without():
+    model, x = TwoLoopsOfOneCell(), torch.randn(2, 5, 3)
+    rows = rl.layers(model).rows()
+    listed = rl.layers(model, x)
+    assert listed.names == ("cell#0", "mix", "loop", "cell#1")
+    assert [row.units for row in listed] == [4, 4, 4, 4]
+    assert listed.names == tuple(rl.trace(model, x))
+    assert rl.layers(model).rows() == rows
+    assert rl.layers(model).names == ("cell",)

@@ -167,7 +167,8 @@ def test_a_loop_over_a_cell_is_one_recurrence(name):
     expected = gradient(lambda offsets: loss(model, ops.convert_to_tensor(x), y, offsets), np.zeros((3, STEPS, UNITS)))
     trace = rl.trace(model, x, y)
     assert trace.certificate.state == "passed", trace.certificate
-    assert "cell" in [layer.name for layer in rl.layers(model)]
+    assert "cell" in rl.layers(model).names
+    assert rl.layers(model, x).names == tuple(trace)
     cell_trace = trace["cell"]
     if name != "own cell":
         assert cell_trace.gates.sizes["time"] == STEPS

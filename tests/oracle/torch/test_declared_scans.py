@@ -55,7 +55,7 @@ def test_states_and_total_gradients_are_those_of_a_loop(function):
     for actual, expected in ((layer.state, twin.taps), (layer.state_grad, grads)):
         expected = torch.stack([t.detach() for t in expected], 1).numpy()
         assert np.abs(actual.values - expected).max() <= 1e-12 * np.abs(expected).max()
-    assert "5 units" in repr(rl.layers(model))
+    assert "5 units" in repr(rl.layers(model, x))
     gradients = rl.gradients(model, x, loss=last_step_loss, wrt="weights")
     assert gradients.certificate.state == "passed"
 

@@ -79,12 +79,12 @@ def test_its_weights_are_the_parameters_that_the_function_used():
         assert_close(computed[name], grad)
 
 
-def test_after_it_ran_it_has_a_name():
+def test_it_is_listed_with_data():
     model = HandwrittenLoop()
     assert len(rl.layers(model)) == 0
-    rl.trace(model, X)
-    (row,) = rl.layers(model)
+    (row,) = rl.layers(model, X)
     assert (row.name, row.units) == ("loop", 4)
+    assert len(rl.layers(model)) == 0
     states = []
     output = HandwrittenLoop(visible=False)(torch.tensor(X), states)
     grads = torch.autograd.grad(output.sum(), states)

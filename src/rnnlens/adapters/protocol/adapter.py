@@ -68,7 +68,14 @@ class Adapter(AxisConvention, ABC):
 
     @abstractmethod
     def describe(self, model: Any) -> list[LayerInfo]:
-        """Return the recurrent layers of a model in the order in which they are called; may raise ``ModelError``."""
+        """Return the recurrent layers that a model's structure shows, in the order in which they are called.
+
+        Earlier runs do not change the answer. May raise ``ModelError``.
+        """
+
+    def known_layers(self, model: Any) -> list[LayerInfo]:
+        """Return the rows of ``describe``, completed by layers that earlier runs of the model showed."""
+        return self.describe(model)
 
     @abstractmethod
     def weights(self, model: Any) -> Mapping[str, LayerWeights]:

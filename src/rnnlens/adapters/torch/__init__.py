@@ -254,6 +254,7 @@ class TorchAdapter(Adapter):
     facts = TorchFacts
     fingerprint = staticmethod(discover.fingerprint)
     describe = staticmethod(discover.describe)
+    known_layers = staticmethod(discover.known_layers)
     layouts = staticmethod(axes.layouts)
     differentiate = staticmethod(differentiate)
     loss_of = staticmethod(losses.loss_of)

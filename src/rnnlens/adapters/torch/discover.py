@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -191,20 +191,33 @@ def input_argument(module: nn.Module, method: str = "forward") -> tuple[int, str
 
 
 def describe(model: nn.Module) -> list[LayerInfo]:
-    """Return the rows of ``rl.layers(model)``, without running the model.
+    """Return the rows of ``rl.layers(model)``, without running the model; earlier runs do not change them.
 
     A custom cell is listed if it was declared by ``rl.torch.cell`` or if one of the first two arguments of its
-    ``forward`` is named as a state, unless it ran without passing a state on. Others are found when the model runs, and
-    are listed from then on.
+    ``forward`` is named as a state. Other cells, loops and scans are found when the model runs (``known_layers``).
     """
+    return _rows(unwrap(model), {}, {}, {})
+
+
+def known_layers(model: nn.Module) -> list[LayerInfo]:
+    """Return the rows of ``describe``, corrected and completed by what earlier runs of the model showed."""
     model = unwrap(model)
+    return _rows(model, RAN_AS_CELL, LOOPS_RUN.get(model, {}), SCANS_RUN.get(model, {}))
+
+
+def _rows(
+    model: nn.Module,
+    ran_as_cell: Mapping[nn.Module, bool],
+    loops: Mapping[str, int],
+    scans: Mapping[str, tuple[tuple[str, int], ...]],
+) -> list[LayerInfo]:
     rows = [row for path, module in recurrent_modules(model) for row in _recurrent_rows(path, module)]
     rows.extend(
         _custom_row(path, module)
         for path, module in cell_candidates(model)
         if is_declared_cell(module)
         or isinstance(module, nn.RNNCellBase)
-        or RAN_AS_CELL.get(module, any(is_state_name(name) for name in positional_names(module)[:2]))
+        or ran_as_cell.get(module, any(is_state_name(name) for name in positional_names(module)[:2]))
     )
     for path, module, family in sequence_modules(named_modules(model)):
         axes = state_sizes(module, family)
@@ -212,15 +225,10 @@ def describe(model: nn.Module) -> list[LayerInfo]:
     order = {path: index for index, (path, _) in enumerate(named_modules(model))}
     rows.sort(key=lambda row: order[row.name.split("[")[0] if row.name not in order else row.name])
     listed = {row.name for row in rows}
-    rows += [
-        _layer_row(name, "loop", "custom", units)
-        for name, units in LOOPS_RUN.get(model, {}).items()
-        if name not in listed
-    ]
-    scans = SCANS_RUN.get(model, {}).items()
+    rows += [_layer_row(name, "loop", "custom", units) for name, units in loops.items() if name not in listed]
     return [
         *rows,
-        *(_layer_row(n, "scan", "affine_scan", axes[0][1], masked=False, state_axes=axes) for n, axes in scans),
+        *(_layer_row(n, "scan", "affine_scan", axes[0][1], masked=False, state_axes=axes) for n, axes in scans.items()),
     ]
 
 

@@ -124,7 +124,7 @@ def step(function: Callable[..., Any], x: Tensor, *state: Any, name: str | None 
 
     Write ``h = rl.torch.step(lambda x, h: torch.tanh(x @ W + h @ U), x[:, t], h)`` in place of
     ``h = torch.tanh(x[:, t] @ W + h @ U)``. Outside of rnnlens this only calls the function. Within rnnlens the loop is
-    recorded as a layer with a custom cell. ``rl.layers`` lists the loop after the model ran once under rnnlens.
+    recorded as a layer with a custom cell. ``rl.layers(model, x)`` lists the loop.
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ def scan(
     For minGRU, an LRU, S5 or a scan of your own, parallel or sequential, of real or complex numbers. Outside of rnnlens
     this is ``function(a, b)``, or a loop over the steps. Within rnnlens the states and the gradients of states, a and b
     are recorded as a whole-sequence layer, in time linear in the steps, and the states are compared with ``function``.
-    ``rl.layers`` lists the scan after the model ran once under rnnlens.
+    ``rl.layers(model, x)`` lists the scan.
 
     Parameters
     ----------

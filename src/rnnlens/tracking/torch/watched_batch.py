@@ -79,7 +79,7 @@ class WatchedBatch(Batch):
         """Outputs and direct gradients captured in the training step, as a trace."""
         adapter, selection = adapter_for(self._model), TraceSelection.of(None, DIRECT, True)
         provenance = adapter.facts(self._model).provenance
-        infos = {info.name: info for info in adapter.describe(self._model)}
+        infos = {info.name: info for info in adapter.known_layers(self._model)}
         capture = Capture(direct_calls(self._calls, self.scale))
         datasets, _ = recurrent_datasets(infos, capture, selection, provenance, None)
         return Trace(datasets, loss=self.loss, quantities=sorted(DIRECT), provenance=provenance, notes=self.notes)
