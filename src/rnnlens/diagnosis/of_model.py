@@ -10,7 +10,7 @@ import xarray as xr
 
 from .. import data
 from ..adapters.registry import adapter_for
-from ..arguments import anything, checked, data_set, either, integer, many_examples, text
+from ..arguments import anything, checked, chunked, data_set, either, in_memory, integer, many_examples, text
 from ..arguments import loss as a_loss
 from ..arguments import seed as random_seed
 from ..arguments.data import is_source
@@ -27,6 +27,7 @@ from .everyday import everyday_findings, mixed_samples
 from .experiment import Experiment
 from .findings import MODEL, ExaminedData, findings, headline, layer_sentence, missed_lag
 from .layers import LayerFacts, measure_layers, measure_scans, scan_sentence
+from .lazy_data import is_outside_memory, load_samples
 from .memory import SOUGHT, Interval, Memory, is_missed, measure_memory, measure_missed
 from .prediction import ignored_class
 from .samples import Orientation, read_samples
@@ -35,8 +36,8 @@ from .signal_path import measure_path
 
 @checked(
     model=anything,
-    x=data_set,
-    y=many_examples,
+    x=chunked(data_set),
+    y=chunked(many_examples),
     baseline=anything,
     step=integer(),
     output=either(integer(), text, expected="a whole number, or a name"),
@@ -76,7 +77,8 @@ def diagnose(
         whole-sequence layer the state is not exchanged); it is not changed.
     x, y
         Held-out samples (sample, time, ...), at least 128 of them; or a data set whose batches are (x, y). y contains
-        classes as integers or one-hot, or numbers. Without y there is no skill, and the memory in use is not reported.
+        classes as integers or one-hot, or numbers. Of arrays of Dask, zarr or h5py, samples first, only ``samples`` of
+        them are read, in 16 blocks of neighbours. Without y there is no skill, and the memory in use is not reported.
     baseline
         ``"init"`` for the same model re-initialised, or another model, such as this one before training. Its memory is
         reported for comparison, without findings.
@@ -121,6 +123,7 @@ def diagnose(
     Vanishing gradients and latched memory: Bengio, Simard, Frasconi 1994, doi:10.1109/72.279181.
     """
     _check_arguments(task, samples)
+    x, y, sampling_note = _read_lazy(x, y, samples, axes)
     adapter = adapter_for(model)
     mixed = None if axes or y is None or is_source(x) else mixed_samples(adapter, model, x, y)
     if mixed:
@@ -165,9 +168,19 @@ def diagnose(
         provenance=experiment.adapter.facts(model).provenance,
         notes=[
             *_notes(memory, residual_test, reason if experiment.replays else "", layers_alone=bool(carried_by_layer)),
+            *([sampling_note] if sampling_note else []),
             *([f"{left_out} samples were left out: the loss ignores their targets."] if left_out else []),
         ],
     )
+
+
+def _read_lazy(x: Any, y: Any, samples: int, axes: Any) -> tuple[Any, Any, str]:
+    """Read the samples of data that are not in memory; return other data unchanged, and a note on what was read."""
+    if is_source(x) or not (is_outside_memory(x) or is_outside_memory(y)):
+        return x, y, ""
+    if axes:  # samples may then be on any axis
+        return in_memory("x", x), in_memory("y", y), ""
+    return load_samples(x, y, samples)
 
 
 def _diagnosis_of_mixed_samples(mixed: list[Finding], provenance: Mapping[str, str]) -> Diagnosis:
