@@ -364,7 +364,7 @@ def test_a_trace_without_the_gate_that_keeps_the_state_makes_a_page(report_of, b
     trace = rl.trace(Classifier(), *batch, loss=LOSS, at={"gate": [0]})
     page = report_of(trace)
     assert [line["name"] for line in page.figure("track-0-gates")["lines"]] == ["input"]
-    assert set(page.data["tracks"][0]["keys"]) == {"reach", "saturation"}
+    assert set(page.data["tracks"][0]["keys"]) == {"mean_lag", "saturation"}
 
 
 @pytest.mark.parametrize("drawn", [[], ["gru"]], ids=["alone", "below a GRU"])

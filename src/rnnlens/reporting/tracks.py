@@ -133,7 +133,7 @@ def norms(values: Array) -> Array:
 def sort_keys(track: Track, kernels: Array | None) -> dict[str, Array]:
     """Return the keys by which units can be sorted, one number per unit each, whichever exist.
 
-    ``reach``: mean distance in steps, from the end at which the recurrence of the layer ends, of the gradient of
+    ``mean_lag``: mean distance in steps, from the end at which the recurrence of the layer ends, of the gradient of
     the hidden state; ``saturation``: share of (sample, time, gate) below 0.1 or above 0.9, without proposals;
     ``norm`` of the unit's weights, ``kernels`` (unit,); ``timescale`` of the gate that keeps its state.
     """
@@ -143,7 +143,7 @@ def sort_keys(track: Track, kernels: Array | None) -> dict[str, Array]:
         magnitudes = np.abs(np.asarray(track.gradients[state], dtype=np.float64))
         peak = np.where(np.isfinite(magnitudes), magnitudes, 0.0).max(axis=(1, 2), keepdims=True)
         profile = finite_mean(magnitudes / np.where(peak > 0, peak, 1.0), axis=0)
-        keys["reach"] = mean_lag(profile if track.is_backward else profile[::-1], axis=0)
+        keys["mean_lag"] = mean_lag(profile if track.is_backward else profile[::-1], axis=0)
     if track.gates is not None:
         step_mask = None if track.mask is None else track.mask[:, :, None, None]
         share_indices = [i for i, gate in enumerate(track.gate_names) if gate not in track.proposals]

@@ -55,7 +55,7 @@ function controls() {
   if (!bar || !D.samples.length) return;
   const sortable = new Set(D.tracks.flatMap(track => Object.keys(track.keys)));
   const sort = make('select', {id: 'sort', onchange: event => set({sort: event.target.value})}, make('option', {value: 'index'}, 'number'));
-  for (const [key, text] of [['reach', 'reach of its gradient'], ['saturation', 'saturation of its gates'], ['timescale', 'time constant'], ['norm', 'norm of its weights']]) {
+  for (const [key, text] of [['mean_lag', 'mean lag of its gradient'], ['saturation', 'saturation of its gates'], ['timescale', 'time constant'], ['norm', 'norm of its weights']]) {
     if (sortable.has(key)) sort.append(make('option', {value: key}, text));
   }
   const time = make('input', {type: 'range', id: 'time', min: 0, max: Math.max(0, D.steps - 1), step: 1, value: 0, oninput: event => set({t: Number(event.target.value)})});

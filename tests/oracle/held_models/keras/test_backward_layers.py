@@ -44,8 +44,8 @@ def test_measures_of_a_record(traces):
 
 
 @pytest.mark.one_engine
-def test_reach_by_which_the_report_sorts_units(traces):
-    forward, backward = (sort_keys(tracks_of(trace)[0], None)["reach"] for trace in traces)
+def test_mean_lag_by_which_the_report_sorts_units(traces):
+    forward, backward = (sort_keys(tracks_of(trace)[0], None)["mean_lag"] for trace in traces)
     np.testing.assert_allclose(backward, forward, rtol=1e-5)
 
 
