@@ -26,12 +26,13 @@ from .carried import CarriedMemory, measure_carried
 from .everyday import everyday_findings, mixed_samples
 from .experiment import Experiment
 from .findings import MODEL, ExaminedData, findings, headline, layer_sentence, missed_lag
+from .how_far_back import differences, measure_steps_back
 from .layers import LayerFacts, measure_layers, measure_scans, scan_sentence
 from .lazy_data import is_outside_memory, load_samples
 from .memory import SOUGHT, Interval, Memory, is_missed, measure_memory, measure_missed
 from .prediction import ignored_class
 from .samples import Orientation, read_samples
-from .signal_path import measure_path
+from .signal_path import gradient_by_lag, measure_path
 
 
 @checked(
@@ -161,10 +162,13 @@ def diagnose(
         datasets[name] = layer_dataset([layer for layer in layers if layer.name == name], carried_by_layer.get(name))
     sentences = {name: layer_sentence(name, carried_memory) for name, carried_memory in carried_by_layer.items()}
     sentences |= {scan.name: scan_sentence(scan) for scan in scans if "half_life" in scan.scan}
+    steps_back = measure_steps_back(memory, carried_by_layer, gradient_by_lag(experiment))
     return Diagnosis(
         datasets,
         sentences={"the model": headline(memory, named_baseline, residual_test), **sentences},
         findings=rule_findings,
+        how_far_back=steps_back,
+        why_they_differ=differences(steps_back),
         provenance=experiment.adapter.facts(model).provenance,
         notes=[
             *_notes(memory, residual_test, reason if experiment.replays else "", layers_alone=bool(carried_by_layer)),

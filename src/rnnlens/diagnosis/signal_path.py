@@ -112,6 +112,14 @@ def measure_path(experiment: Experiment, lag: int) -> SignalPath | str:
     return SignalPath(by_lag, lag, cause)
 
 
+def gradient_by_lag(experiment: Experiment) -> Array | None:
+    """Return the norm of the gradient of the examined output by the input, (sample, lag); None if there is none."""
+    try:
+        return _gradient_by_lag(experiment, 0)[0]
+    except (CertificateError, RnnlensError):
+        return None
+
+
 def _gradient_by_lag(experiment: Experiment, lag: int, scale: float = 1.0) -> tuple[Array, list[Cut]]:
     """Return the norm of the gradient (sample, lag), and the lines at which that of ``lag`` ends."""
     leaf = data.leaves_of(experiment.samples.x)[experiment.samples.sequences[0]]

@@ -22,6 +22,7 @@ from .histograms import histogram as histogram
 from .histograms import weights_histogram as weights_histogram
 from .history import norm_history as norm_history
 from .history import weight_norms as weight_norms
+from .how_far_back import how_far_back as how_far_back
 from .maps import maps as maps
 from .memory import decay_by_lag as decay_by_lag
 from .memory import lag_profile as lag_profile

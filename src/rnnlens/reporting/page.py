@@ -374,6 +374,8 @@ def render(
         "sections": sections,
         "findings": evidence.findings(contents.diagnosis, all_figures, tracks),
         "sentences": {} if contents.diagnosis is None else contents.diagnosis.sentences,
+        "how_far_back": [] if contents.diagnosis is None else contents.diagnosis.how_far_back,
+        "why_they_differ": [] if contents.diagnosis is None else contents.diagnosis.why_they_differ,
         "alerts": [] if contents.run is None else contents.run.alerts,
         "badge": evidence.badge(contents),
         "facts": evidence.facts(contents),

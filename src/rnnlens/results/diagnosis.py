@@ -61,6 +61,47 @@ class Finding:
         return f"{self.sentence} Try: {self.remedy}" if self.remedy else self.sentence
 
 
+@dataclass(frozen=True)
+class StepsBack:
+    """One measure of how far back a model looks.
+
+    Attributes
+    ----------
+    measure
+        ``"prediction depends on"``, ``"state carries"``, ``"training signal reaches"`` or ``"gradient in use"``.
+    steps, of
+        Number of last steps, and of all steps up to the examined one.
+    sentence
+        What the number means.
+    layer
+        Name of the layer whose state it is; empty for the whole model.
+    low, high
+        95 % interval; None where there is none.
+    of_prediction
+        Whether the prediction is what changes; False for a layer that was measured alone.
+    """
+
+    measure: str
+    steps: float
+    of: int
+    sentence: str
+    layer: str = ""
+    low: float | None = None
+    high: float | None = None
+    of_prediction: bool = True
+
+    @property
+    def label(self) -> str:
+        """The measure, with its layer: ``"state of gru carries"``."""
+        return self.measure.replace("state", f"state of {self.layer}", 1) if self.layer else self.measure
+
+    @property
+    def text(self) -> str:
+        """The number as text, with ``≥`` where all steps count, and its interval."""
+        interval = "" if self.low is None or self.high is None else f" (95 % CI {self.low:.0f}-{self.high:.0f})"
+        return f"{self.steps:.0f}{interval}" if self.steps < self.of else f"≥ {self.of}"
+
+
 class Diagnosis(Result, kind="diagnosis"):
     """Diagnosis of a model: ``print(d)`` shows sentences and findings, ``d["lstm"]`` is the dataset of measures.
 
@@ -72,6 +113,8 @@ class Diagnosis(Result, kind="diagnosis"):
     ----------
     sentences : by ``"the model"`` and by layer
     findings : list of :class:`Finding`, faults first
+    how_far_back : list of :class:`StepsBack`, the measures of memory and of the gradient side by side
+    why_they_differ : list of sentences on these measures
     """
 
     def __init__(
@@ -80,11 +123,15 @@ class Diagnosis(Result, kind="diagnosis"):
         *,
         sentences: Mapping[str, str] | None = None,
         findings: Iterable[Finding | Mapping[str, Any]] = (),
+        how_far_back: Iterable[StepsBack | Mapping[str, Any]] = (),
+        why_they_differ: Iterable[str] = (),
         **common: Any,
     ) -> None:
         super().__init__(datasets, **common)
         self.sentences = dict(sentences or {})
         self.findings = [f if isinstance(f, Finding) else Finding(**f) for f in findings]
+        self.how_far_back = [row if isinstance(row, StepsBack) else StepsBack(**row) for row in how_far_back]
+        self.why_they_differ = list(why_they_differ)
 
     @property
     def codes(self) -> tuple[str, ...]:
@@ -92,7 +139,7 @@ class Diagnosis(Result, kind="diagnosis"):
         return tuple(dict.fromkeys(finding.code for finding in self.findings))
 
     def to_json(self) -> str:
-        """Return JSON in a stable layout: schema, sentences, findings, scalar measures, notes, provenance.
+        """Return JSON in a stable layout: schema, sentences, findings, how far back, measures, notes, provenance.
 
         Numbers that are not finite are null.
         """
@@ -104,6 +151,8 @@ class Diagnosis(Result, kind="diagnosis"):
             "schema": SCHEMA,
             "sentences": self.sentences,
             "findings": to_strict_json([asdict(finding) for finding in self.findings]),
+            "how_far_back": to_strict_json([asdict(row) for row in self.how_far_back]),
+            "why_they_differ": self.why_they_differ,
             "measures": measures,
             "notes": self.notes,
             "provenance": self.provenance,
@@ -115,20 +164,43 @@ class Diagnosis(Result, kind="diagnosis"):
             **super()._meta(),
             "sentences": self.sentences,
             "findings": [json.loads(json.dumps(asdict(f), default=float)) for f in self.findings],
+            "how_far_back": [asdict(row) for row in self.how_far_back],
+            "why_they_differ": self.why_they_differ,
         }
 
     def _headline(self) -> str:
         return ", ".join(self.codes) or "nothing to report"
 
     def __str__(self) -> str:
-        return "\n".join([*self.sentences.values(), *map(str, self.findings), *(f"note: {n}" for n in self.notes)])
+        lines = [*self.sentences.values(), *map(str, self.findings), *self._card()]
+        return "\n".join([*lines, *(f"note: {n}" for n in self.notes)])
+
+    def _card(self) -> list[str]:
+        """Return the measures of how far back the model looks as lines of a table, and why they differ."""
+        if not self.how_far_back:
+            return []
+        widths = [max(len(text) for text in column) for column in self._card_columns()]
+        rows = zip(*self._card_columns(), self.how_far_back, strict=True)
+        lines = [f"  {label:{widths[0]}}  {number:{widths[1]}}  {row.sentence}" for label, number, row in rows]
+        return [
+            f"How far back, in steps of {self.how_far_back[0].of}:",
+            *lines,
+            *(f"  why: {reason}" for reason in self.why_they_differ),
+        ]
+
+    def _card_columns(self) -> tuple[list[str], list[str]]:
+        return [row.label for row in self.how_far_back], [row.text for row in self.how_far_back]
 
     def _rows(self) -> list[tuple[str, str]]:
-        return [*self.sentences.items(), *((f.code, f.advice) for f in self.findings)]
+        rows = [*self.sentences.items(), *((f.code, f.advice) for f in self.findings)]
+        if self.how_far_back:
+            rows.append(("how far back", ", ".join(map(" ".join, zip(*self._card_columns(), strict=True)))))
+        return rows
 
     def _notebook_findings(self) -> list[ShownFinding]:
-        sentences = [ShownFinding("", "", sentence) for sentence in self.sentences.values()]
-        return sentences + [ShownFinding(f.severity, f.code, f.advice) for f in self.findings]
+        sentences = [*self.sentences.values(), *(text for name, text in self._rows() if name == "how far back")]
+        shown = [ShownFinding("", "", sentence) for sentence in sentences]
+        return shown + [ShownFinding(f.severity, f.code, f.advice) for f in self.findings]
 
     def _parts(self) -> list[Part]:
         return [(name, "", self.dataset(name)) for name in self]

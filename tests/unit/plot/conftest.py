@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from rnnlens.results.diagnosis import Diagnosis, FixedPoints
+from rnnlens.results.diagnosis import Diagnosis, FixedPoints, StepsBack
 
 LSTM = ["input", "forget", "candidate", "output"]
 
@@ -229,7 +229,14 @@ def diagnosis():
             }
         )
         sentences = {"lstm": "lstm uses the last 11 of 40 steps (95 % CI 11-11)."}
-        return Diagnosis({"model": model, "lstm": layer}, sentences=sentences)
+        rows = [
+            StepsBack("prediction depends on", 11.0, 40, "Older steps change nothing.", low=10.0, high=12.0),
+            StepsBack("state carries", 9.0, 40, "An older state changes nothing.", layer="lstm"),
+            StepsBack("training signal reaches", 40.0, 40, "All steps have a gradient."),
+        ]
+        reasons = ["The training signal reaches more steps."]
+        data = {"model": model, "lstm": layer}
+        return Diagnosis(data, sentences=sentences, how_far_back=rows, why_they_differ=reasons)
 
     return make
 

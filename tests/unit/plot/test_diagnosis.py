@@ -111,6 +111,22 @@ def test_each_half_of_a_bidirectional_layer_has_its_panels(diagnosis, render):
         np.testing.assert_array_equal(units.get_ydata(), layer.timescale.values[index])
 
 
+def test_each_measure_of_how_far_back_is_a_bar_with_its_sentence(diagnosis, render, text_of):
+    d = diagnosis()
+    axes = rl.plot.how_far_back(d)
+    render(axes)
+    bars = {bar.get_gid(): bar.get_width() for bar in axes[0].patches}
+    assert bars == {"prediction depends on": 11, "state of lstm carries": 9, "training signal reaches": 40}
+    (interval,) = lines(axes[0], "interval")
+    assert list(interval.get_xdata()) == [10, 12]
+    assert axes[0].get_xlim() == (0, 40)
+    text = text_of(axes)
+    for shown in ("prediction depends on: 11 (95 % CI 10-12)", "training signal reaches: ≥ 40", *d.why_they_differ):
+        assert shown in text
+    with pytest.raises(InputError, match="how_far_back draws a diagnosis"):
+        rl.plot.how_far_back(type(d)({"model": d["model"]}))
+
+
 def test_points_of_each_kind_and_the_unstable_modes(fixed_points, render):
     axes = rl.plot.fixed_points(fixed_points())
     render(axes)

@@ -35,6 +35,7 @@ def cases(gradient, layer, weights, jacobian, diagnosis, fixed_points, initial_j
         "time_jacobian": ([jacobian()], "cmapp", "cmap"),
         "lag_profile": ([jacobian()], "linewidht", "linewidth"),
         "diagnosis": ([diagnosis()], "linewdith", "linewidth"),
+        "how_far_back": ([diagnosis()], "edgecolr", "edgecolor"),
         "fixed_points": ([fixed_points()], "markr", "marker"),
         "film": ([make_run()], "edgecolr", "edgecolor"),
         "timeline": ([make_run()], "linewdith", "linewidth"),
