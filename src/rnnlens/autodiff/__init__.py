@@ -28,6 +28,7 @@ __all__ = [
     "as_it_is",
     "engine",
     "full_precision",
+    "record_cuts",
 ]
 
 
@@ -45,3 +46,8 @@ def engine(name: str, keep: Keep = as_it_is, on_host: bool = False) -> Engine:
 def full_precision(name: str | None) -> AbstractContextManager[None]:
     """Compute float32 with all its digits within the block; do nothing for a name that is no engine of ours."""
     return engine(name).full_precision() if name in _ENGINES else nullcontext()
+
+
+def record_cuts(name: str) -> AbstractContextManager[CutRecorder]:
+    """Record the operations of programs within the block; none for a name that is no engine of ours."""
+    return engine(name).record_cuts() if name in _ENGINES else nullcontext(CutRecorder())

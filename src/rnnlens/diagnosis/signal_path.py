@@ -17,7 +17,7 @@ import xarray as xr
 
 from .. import data
 from ..adapters.protocol import Batch, Port, Taps
-from ..autodiff import Cut, engine
+from ..autodiff import Cut, record_cuts
 from ..errors import CertificateError, DisconnectedError, RnnlensError
 from ..results.schema import to_host
 from ..settings import options
@@ -146,7 +146,7 @@ def _input_gradient(experiment: Experiment, lag: int, scale: float, cuts: list[C
         data.leaves_of(experiment.in_model_order(_entries_at(experiment, lags))) for lags in ([lag], later_lags)
     )
 
-    with engine(experiment.adapter.engine).record_cuts() as recorder:
+    with record_cuts(experiment.adapter.engine) as recorder:
 
         def cotangents(values: Sequence[Array]) -> list[Array | None]:
             if not cuts:
