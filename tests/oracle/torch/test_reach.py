@@ -64,7 +64,8 @@ def test_by_lag_the_gradient_is_that_of_one_output_step_by_autograd():
         state = torch.tanh(pre + model.rnn.bias_ih_l0 + model.rnn.bias_hh_l0)
         states.append(state)
     steps_of_rows = np.isfinite(profile).sum(axis=1) - 1
-    assert steps_of_rows.max() == steps - 1 and len(set(steps_of_rows)) == 3
+    assert steps_of_rows.max() == steps - 1
+    assert len(set(steps_of_rows)) == 3
     for row, t in enumerate(steps_of_rows):
         loss_of_step = ((model.head(states[t]) - y[:, t]) ** 2).sum() / y.numel()
         grads = torch.autograd.grad(loss_of_step, states[: t + 1], retain_graph=True)
