@@ -192,22 +192,40 @@ def trace(
 
 @app.command()
 def verify(
-    function: Annotated[str, typer.Argument(help="The scan function, package.module:function.", metavar="FUNCTION")],
-    recurrence: Annotated[str, typer.Argument(help="diagonal, gated_delta, ...: see rl.verify.", metavar="RECURRENCE")],
+    function: Annotated[
+        str, typer.Argument(help="A scan function or a model, package.module:name.", metavar="FUNCTION")
+    ],
+    recurrence: Annotated[
+        str,
+        typer.Argument(
+            help="Of a scan function diagonal, gated_delta, ...: see rl.verify. Of a model a .npz file with x.",
+            metavar="RECURRENCE|DATA.npz",
+        ),
+    ],
+    state: Annotated[
+        list[str] | None, typer.Option("--state", metavar="NAME", help="Array of an initial state; may be repeated.")
+    ] = None,
+    step: Annotated[bool, typer.Option("--step", help="The model is a cell, called at every step.")] = False,
     dtype: Annotated[str, typer.Option(help="Dtype of the tensors.")] = "float32",
     chunk: Annotated[int, typer.Option(min=2, help="Chunk size of the kernel.")] = 64,
     initial: Annotated[bool, typer.Option("--initial", help="The function takes an initial state, too.")] = False,
-    framework: Annotated[str | None, typer.Option(help="torch or jax; default: the one that is loaded.")] = None,
+    framework: Annotated[str | None, typer.Option(help="torch, jax or tensorflow; default: a loaded one.")] = None,
     seed: Seed = 0,
 ) -> None:
-    """Verify the gradient of a scan function; exit with code 3 if it is wrong."""
+    """Verify the gradient of a scan function, cell, layer or model; exit with code 3 if it is wrong."""
     from ..testing.scan_gradients import verify as verify_function
+    from . import steps
     from .models import resolve
 
-    scan_function = resolve(function)
-    verification = verify_function(
-        scan_function, recurrence, framework=framework, dtype=dtype, chunk=chunk, initial=initial, seed=seed
-    )
+    options_given: dict[str, Any] = {"dtype": dtype, "chunk": chunk, "seed": seed}
+    if recurrence.endswith(".npz"):
+        batch = steps.read_data(Path(recurrence), None, state)
+        options_given |= {"state": batch.y if state else None, "step": step}
+        verification = verify_function(steps.load_model(function), batch.x, **options_given)
+    else:
+        verification = verify_function(
+            resolve(function), recurrence, framework=framework, initial=initial, **options_given
+        )
     console.print_plain(verification)
     if not verification.ok:
         raise typer.Exit(FINDING_PRESENT)

@@ -1,10 +1,9 @@
-"""``rl.verify``: compares the gradient of a scan function or kernel with a float64 adjoint, and names mistakes."""
+"""``rl.verify``, and its way for scan functions and kernels: a float64 adjoint, and the gradients of known mistakes."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,90 +11,21 @@ import numpy as np
 from ..errors import InputError, did_you_mean, raised_by
 from ..recurrence.sequence import SequenceCell, SequenceChunk, real_like
 from ..results.checks import rounding_bound
+from .frameworks import Runner, runner
+from .model_design import ModelDesign
+from .model_verification import verify_model
 from .scan_recurrences import RECURRENCES, SIZES, Arrays, Recurrence
-
-
-@dataclass(frozen=True)
-class WrongTensor:
-    """A tensor that differs from the reference by more than rounding explains.
-
-    Attributes
-    ----------
-    name
-        ``"output"``, ``"last state"``, or ``"gradient of ..."`` an argument.
-    length
-        Number of steps of the run.
-    error, bound
-        Largest difference relative to the largest reference value, and how much rounding explains.
-    steps, rows
-        Steps and samples at which it differs; empty for a tensor without that axis.
-    """
-
-    name: str
-    length: int
-    error: float
-    bound: float
-    steps: tuple[int, ...] = ()
-    rows: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        places = []
-        if self.steps:
-            steps = f"step {self.steps[0]}" if len(self.steps) == 1 else f"steps {self.steps[0]} to {self.steps[-1]}"
-            places.append(f"at {len(self.steps)} of {self.length} steps ({steps})")
-        if self.rows:
-            places.append(f"in samples {', '.join(map(str, self.rows))}")
-        return f"{self.name}: off by {self.error:.2g} (rounding explains {self.bound:.1g}) {' '.join(places)}".strip()
-
-
-@dataclass(frozen=True)
-class Verification:
-    """Verdict on the gradient of one function.
-
-    Attributes
-    ----------
-    recurrence, dtype
-        What was verified, and in which dtype.
-    lengths
-        Numbers of steps of the runs.
-    wrong
-        Tensors that differ, of the shortest length at which any did; empty if all are right.
-    lag
-        Number of steps back from the last from which on a gradient of the last step alone is wrong; None if it is not.
-    cause
-        The likeliest cause: a known mistake that gives the same wrong numbers, or "".
-    compared
-        Names of all compared tensors.
-    """
-
-    recurrence: str
-    dtype: str
-    lengths: tuple[int, ...]
-    wrong: tuple[WrongTensor, ...] = ()
-    lag: int | None = None
-    cause: str = ""
-    compared: tuple[str, ...] = field(default=(), repr=False)
-
-    @property
-    def ok(self) -> bool:
-        """Whether all tensors agree with the reference."""
-        return not self.wrong
-
-    def __str__(self) -> str:
-        lengths = ", ".join(map(str, self.lengths))
-        if self.ok:
-            return f"right: {self.recurrence} in {self.dtype}, {lengths} steps: {', '.join(self.compared)}"
-        lines = [f"WRONG: {self.recurrence} in {self.dtype}", *(f"  {tensor}" for tensor in self.wrong)]
-        if self.lag is not None:
-            lines.append(f"  lag: the gradient of the last step is wrong from {self.lag} steps back")
-        lines.append(f"  cause: {self.cause or 'no known mistake gives these numbers'}")
-        return "\n".join(lines)
+from .verdict import Verification, WrongTensor
 
 
 def verify(
-    function: Callable[..., Any],
-    recurrence: str,
+    function: Any,
+    recurrence: Any,
     *,
+    state: Any = None,
+    step: bool = False,
+    arguments: Mapping[str, Any] | None = None,
+    time_first: bool | None = None,
     framework: str | None = None,
     dtype: str = "float32",
     chunk: int = 64,
@@ -103,34 +33,57 @@ def verify(
     sizes: Mapping[str, int] | None = None,
     seed: int = 0,
 ) -> Verification:
-    """Compare outputs and gradients of a scan function or kernel with an independent float64 adjoint.
+    """Verify the gradient of a recurrence: of a scan function or kernel, of a cell, of a layer or of a model.
 
-    The function runs with decays close to 1, so that gradients reach every step, with several samples, and with lengths
-    around the borders of chunks; with cotangents at every step, and at the last step alone. A wrong gradient is
-    located, and compared with the gradients of known mistakes.
+    A scan function runs with decays close to 1, so that gradients reach every step, with several samples, and with
+    lengths around the borders of chunks. Its gradients are compared with an independent float64 adjoint.
+
+    A cell, layer or model runs on the example input, cut to lengths around the borders of chunks, with its own weights
+    and with weights of slow decay that a search finds. The gradients by the input of single samples and steps, by the
+    initial state and by all weights are compared with differences of its forward pass in float64, which use no backward
+    pass. Where it does not run in float64, they are differences in its own dtype.
+
+    Both use cotangents at every step, and at the last step alone. A wrong gradient is located, and compared with the
+    gradients of known mistakes. The model is left as it is.
 
     Parameters
     ----------
     function
-        Called with the arguments of the recurrence in order, as tensors (sample, time, ...), and with the initial state
-        behind them if ``initial``. It returns the outputs, or the outputs and the last state.
+        A scan function, called with the arguments of the recurrence in order, as tensors (sample, time, ...), and with
+        the initial state behind them if ``initial``; it returns the outputs, or the outputs and the last state. Or a
+        torch module, a built layer or model of Keras 3, a module of Flax NNX or Equinox, or ``rl.jax.model(function,
+        params)``: called as ``model(x)``, or as ``model(x, state)``. It runs as at inference.
     recurrence
-        ``"diagonal"`` and ``"complex_diagonal"``: ``(a, b)`` (sample, time, unit), states s_t = a_t s_{t-1} + b_t.
+        For a scan function, its name. ``"diagonal"`` and ``"complex_diagonal"``: ``(a, b)`` (sample, time, unit),
+        states s_t = a_t s_{t-1} + b_t.
         ``"selective_scan"``: ``(x, dt, A, B, C)``; x, dt (sample, time, channel), A (channel, state), B, C (sample,
         time, state). ``"ssd"``, ``"gla"``: ``(q, k, v, g)``; S_t = e^{g_t} S_{t-1} + k_t v_t^T, y_t = q_t^T S_t /
         sqrt(key); q, k (sample, time, head, key), v (..., value), and g per head or per key. ``"gated_delta"``,
         ``"kda"``: ``(q, k, v, g, beta)``; S_t = (I - beta_t k_t k_t^T) e^{g_t} S_{t-1} + beta_t k_t v_t^T, g per head
         or per key. ``"rwkv7"``: ``(r, w, k, v, a, b)``; S_t = e^{w_t} S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T, y_t =
-        r_t^T S_t.
+        r_t^T S_t. For a cell, layer or model, an example input (sample, time, ...) of at least two samples; integers
+        are token ids.
+    state
+        Initial state of a cell, layer or model: an array, or nested ones; its gradient is compared, too. Keras layers
+        receive it as ``initial_state``.
+    step
+        Whether the model is a cell, called at every step with the input of that step and the state: ``cell(x_t,
+        state)``, in JAX ``cell(state, x_t)``. It returns the next state, or ``(output, state)``, in JAX ``(state,
+        output)``.
+    arguments
+        Further named arguments of the model, such as a mask.
+    time_first
+        Whether the axes of the example are (time, sample, ...); by default that of a torch RNN without ``batch_first``.
     framework
-        ``"torch"`` or ``"jax"``; by default the one that is loaded, torch first.
+        Of a scan function, ``"torch"``, ``"jax"`` or ``"tensorflow"``; by default the first of these that is loaded.
     dtype
         Dtype of the tensors: float64, float32, float16 or bfloat16. The reference reads the rounded values.
     chunk
-        Chunk size of the kernel: lengths are 1, chunk - 1, chunk, chunk + 1 and 2 chunk + 5.
+        Chunk size of the kernel: lengths are 1, chunk - 1, chunk, chunk + 1 and 2 chunk + 5; of an example input those
+        that it has steps for, and its own.
     initial
-        Whether the function takes the state before the first step: (sample, unit), (sample, channel, state) or (sample,
-        head, key, value).
+        Whether the scan function takes the state before the first step: (sample, unit), (sample, channel, state) or
+        (sample, head, key, value).
     sizes
         Sizes of axes, for a kernel that needs certain ones: "sample", "head", "key", "value", "unit", "state".
     seed
@@ -144,18 +97,28 @@ def verify(
     Raises
     ------
     InputError
-        For an unknown recurrence, framework or size, or a function that returns something else.
+        For an unknown recurrence, framework or size, a function that returns something else, an example of one sample,
+        and a model with other outputs on a second call.
 
     References
     ----------
-    Adjoint of a recurrence: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5.
+    Adjoint of a recurrence: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5. Extrapolated differences:
+    Richardson 1911, doi:10.1098/rsta.1911.0009.
 
     Examples
     --------
     >>> import torch, rnnlens as rl
     >>> print(rl.verify(rl.torch.scan, "diagonal", chunk=8).ok)
     True
+    >>> print(rl.verify(torch.nn.LSTMCell(3, 4), torch.randn(2, 9, 3), state=(torch.zeros(2, 4),) * 2, step=True).ok)
+    True
     """
+    if not isinstance(recurrence, str):
+        if time_first is None:
+            time_first = getattr(function, "batch_first", True) is False
+        time = 0 if time_first else 1
+        design = ModelDesign(recurrence, state, step, dict(arguments or {}), time, chunk)
+        return verify_model(function, design, dtype, seed)
     if recurrence not in RECURRENCES:
         known = ", ".join(RECURRENCES)
         raise InputError(
@@ -170,7 +133,7 @@ def verify(
             got=f"chunk={chunk}, sizes={dict(sizes or {})}",
             expected=f"sizes of {', '.join(SIZES)}",
         )
-    run = _runner(framework)
+    run = runner(framework)
     rule, rng, lengths = RECURRENCES[recurrence], np.random.default_rng(seed), _lengths(chunk)
     cases = []
     for length in lengths:
@@ -274,9 +237,7 @@ def _pull(
 class _Case:
     """One length: the function's outputs and gradients, under dense cotangents and under one at the last step alone."""
 
-    def __init__(
-        self, function: Any, run: _Runner, inputs: Arrays, dtype: str, reference: _Reference, rng: Any
-    ) -> None:
+    def __init__(self, function: Any, run: Runner, inputs: Arrays, dtype: str, reference: _Reference, rng: Any) -> None:
         self.reference, self.length = reference, reference.cell.steps
         self.bound = rounding_bound(dtype, self.length)
         self.shared = [name for name, value in inputs.items() if value.shape[:2] != reference.outputs.shape[:2]]
@@ -288,7 +249,7 @@ class _Case:
         dense = run.rounded({"y": normal(reference.outputs.shape), "s": normal(reference.last_state.shape)}, dtype)
         last_only = np.zeros_like(dense["y"])
         last_only[:, -1] = dense["y"][:, -1]
-        outputs, last, pull = run.call(function, inputs, dtype, reference)
+        outputs, last, pull = _call(function, run, inputs, dtype)
         no_state = np.zeros_like(dense["s"])
         self.cotangents = [(dense["y"], dense["s"] if last is not None else no_state), (last_only, no_state)]
         self.results: list[tuple[str, Any, Any]] = [("output", outputs, reference.outputs)]
@@ -418,57 +379,20 @@ class _Case:
         return self._compare(f"gradient of {name}", actual, total / len(y)) is None
 
 
-def _positions(differs: Any, axis: int) -> tuple[int, ...]:
-    """Return the positions of an axis at which anything differs."""
-    other_axes = tuple(i for i in range(differs.ndim) if i != axis)
-    return tuple(map(int, np.flatnonzero(differs.any(other_axes))))
+def _call(function: Any, run: Runner, inputs: Arrays, dtype: str) -> tuple[Any, Any, Pulled]:
+    """Return outputs, last state (or None), and a function from their cotangents to gradients by name."""
+    tensors = [run.tensor(value, dtype) for value in inputs.values()]
+    with raised_by("Your function"):
+        results, differentiate = run.differentiate(lambda *arguments: _results(function(*arguments)), tensors)
+    values = [run.array(result) for result in results]
 
+    def pull(output_grad: Any, last_grad: Any) -> Arrays:
+        cotangents = [output_grad, last_grad][: len(results)]
+        with raised_by("The backward pass of your function"):
+            grads = differentiate(cotangents)
+        return {name: None if grad is None else run.array(grad) for name, grad in zip(inputs, grads, strict=True)}
 
-#: Parts of a cell in the words of messages.
-_PARTS = {
-    "decay_0": "the decay",
-    "decay_1": "the second factor of the decay",
-    "write_0": "the first factor of the write",
-    "write_1": "the second factor of the write",
-    "read": "the read",
-    "left": "the left vector of the rank-one part",
-    "right": "the right vector of the rank-one part",
-}
-
-Pulled = Callable[[Any, Any], Arrays]
-
-
-class _Runner:
-    """A framework: rounds arrays to a dtype, and runs and differentiates a function of its tensors."""
-
-    def tensor(self, value: Any, dtype: str) -> Any:
-        raise NotImplementedError
-
-    def array(self, tensor: Any) -> Any:
-        raise NotImplementedError
-
-    def differentiate(self, function: Any, tensors: list[Any]) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
-        """Return the function's one or two results, and a function from their cotangents to gradients or None."""
-        raise NotImplementedError
-
-    def rounded(self, arrays: Arrays, dtype: str) -> Arrays:
-        """Return arrays of float64 with the values that they have in ``dtype``."""
-        return {name: self.array(self.tensor(value, dtype)) for name, value in arrays.items()}
-
-    def call(self, function: Any, inputs: Arrays, dtype: str, reference: _Reference) -> tuple[Any, Any, Pulled]:
-        """Return outputs, last state (or None), and a function from their cotangents to gradients by name."""
-        tensors = [self.tensor(value, dtype) for value in inputs.values()]
-        with raised_by("Your function"):
-            results, differentiate = self.differentiate(function, tensors)
-        values = [self.array(result) for result in results]
-
-        def pull(output_grad: Any, last_grad: Any) -> Arrays:
-            cotangents = [output_grad, last_grad][: len(results)]
-            with raised_by("The backward pass of your function"):
-                grads = differentiate(cotangents)
-            return {name: None if grad is None else self.array(grad) for name, grad in zip(inputs, grads, strict=True)}
-
-        return values[0], values[1] if len(values) > 1 else None, pull
+    return values[0], values[1] if len(values) > 1 else None, pull
 
 
 def _results(value: Any) -> list[Any]:
@@ -482,59 +406,21 @@ def _results(value: Any) -> list[Any]:
     return results
 
 
-class _TorchRunner(_Runner):
-    def tensor(self, value: Any, dtype: str) -> Any:
-        import torch
-
-        tensor, real = torch.tensor(np.array(value)), getattr(torch, dtype)
-        return tensor.to(real.to_complex() if tensor.is_complex() else real)
-
-    def array(self, tensor: Any) -> Any:
-        tensor = tensor.detach().cpu().resolve_conj()
-        return tensor.numpy().astype(np.complex128) if tensor.is_complex() else tensor.double().numpy()
-
-    def differentiate(self, function: Any, tensors: list[Any]) -> tuple[list[Any], Any]:
-        import torch
-
-        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-        results = _results(function(*leaves))
-
-        def pull(cotangents: list[Any]) -> list[Any]:
-            pairs = [(result, grad) for result, grad in zip(results, cotangents, strict=True) if result.requires_grad]
-            connected = [(result, torch.tensor(np.array(grad)).to(result)) for result, grad in pairs]
-            if not connected:
-                return [None] * len(leaves)
-            outputs, grads = zip(*connected, strict=True)
-            return list(torch.autograd.grad(outputs, leaves, grads, retain_graph=True, allow_unused=True))
-
-        return results, pull
+def _positions(differs: Any, axis: int) -> tuple[int, ...]:
+    """Return the positions of an axis at which anything differs."""
+    other_axes = tuple(i for i in range(differs.ndim) if i != axis)
+    return tuple(map(int, np.flatnonzero(differs.any(other_axes))))
 
 
-class _JaxRunner(_Runner):
-    def tensor(self, value: Any, dtype: str) -> Any:
-        import jax.numpy as jnp
+Pulled = Callable[[Any, Any], Arrays]
 
-        return jnp.asarray(value, dtype="complex64" if np.iscomplexobj(value) else dtype)
-
-    def array(self, tensor: Any) -> Any:
-        return np.asarray(tensor).astype(np.complex128 if np.iscomplexobj(tensor) else np.float64)
-
-    def differentiate(self, function: Any, tensors: list[Any]) -> tuple[list[Any], Any]:
-        import jax
-
-        results, pull_back = jax.vjp(lambda *arguments: tuple(_results(function(*arguments))), *tensors)
-
-        def pull(cotangents: list[Any]) -> list[Any]:
-            # JAX's gradients of complex numbers are the conjugates of torch's, and so are its cotangents.
-            given = tuple(np.conj(grad).astype(result.dtype) for grad, result in zip(cotangents, results, strict=True))
-            return [grad.conj() for grad in pull_back(given)]
-
-        return list(results), pull
-
-
-def _runner(framework: str | None) -> _Runner:
-    runners = {"torch": _TorchRunner, "jax": _JaxRunner}
-    name = framework or next((name for name in runners if name in sys.modules), "torch")
-    if name not in runners:
-        raise InputError(f"verify knows no framework {name!r}.", expected=" or ".join(runners))
-    return runners[name]()
+#: Parts of a cell in the words of messages.
+_PARTS = {
+    "decay_0": "the decay",
+    "decay_1": "the second factor of the decay",
+    "write_0": "the first factor of the write",
+    "write_1": "the second factor of the write",
+    "read": "the read",
+    "left": "the left vector of the rank-one part",
+    "right": "the right vector of the rank-one part",
+}
