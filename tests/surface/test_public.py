@@ -61,7 +61,8 @@ PUBLIC = {
         "training=False, initial_state=None, seed=0, axes=None, at=None)"
     ),
     "verify": (
-        "(function, recurrence, *, framework=None, dtype='float32', chunk=64, initial=False, sizes=None, seed=0)"
+        "(function, recurrence, *, state=None, step=False, arguments=None, time_first=None, framework=None, "
+        "dtype='float32', chunk=64, initial=False, sizes=None, seed=0)"
     ),
     "weight_norms": "(model, *, layers=None, over=None, ord=2, history=None, step=None)",
     "weights": (

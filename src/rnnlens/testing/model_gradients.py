@@ -104,6 +104,8 @@ class ModelCase:
                     direction = np.zeros_like(value)
                     direction[place] = _unit(self._normal(direction[place]))
                     yield Direction(name, direction, step, row)
+            if len(design.steps_to_compare()) < self.length:
+                yield Direction(name, _unit(self._normal(value)))
 
     def difference(self, direction: Direction) -> tuple[Any, Any]:
         """Return the derivatives in one direction under both cotangents, and the doubt about them.

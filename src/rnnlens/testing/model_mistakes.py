@@ -61,8 +61,9 @@ def _by_pattern(case: ModelCase) -> str:
             continue
         text = f"the gradient of {name}"
         claimed, right, tolerance = case.claimed[places], case.derivatives[places], case.tolerance[places]
-        rows = {case.directions[i].row for i in places}
-        wrong_rows = {case.directions[i].row for i in places if (case.errors[i] > 1).any()}
+        single = [i for i in places if case.directions[i].row is not None]
+        rows = {case.directions[i].row for i in single}
+        wrong_rows = {case.directions[i].row for i in single if (case.errors[i] > 1).any()}
         factor = float((claimed * right).sum() / ((right * right).sum() or 1.0))
         unconjugated = [
             [float(np.real((grads[name] * case.directions[i].value).sum())) for grads in case.gradients] for i in places
@@ -75,7 +76,7 @@ def _by_pattern(case: ModelCase) -> str:
             causes.append(f"{text} has the factor {factor:.4g}")
         elif np.iscomplexobj(case.values[name]) and (np.abs(np.array(unconjugated) - right) <= tolerance).all():
             causes.append(f"{text} is the complex conjugate")
-        elif len(wrong_rows) < len(rows):
+        elif 0 < len(wrong_rows) < len(rows):
             causes.append(f"{text} is right in {len(rows) - len(wrong_rows)} of {len(rows)} compared samples")
     return "; ".join(causes)
 
