@@ -12,7 +12,6 @@ import numpy as np
 from ..errors import InputError
 from ..results.checks import epsilon, rounding_bound
 from .model_design import Arrays, ModelDesign, ModelRun
-from .model_mistakes import cause_of
 from .pure_models import PureModel
 
 #: Random directions in which the gradient of a weight is compared.
@@ -213,10 +212,6 @@ class ModelCase:
             if d.step is not None and error[1] > 1
         ]
         return min(wrong, default=None)
-
-    def cause(self) -> str:
-        """Return the likeliest mistake, or ""."""
-        return cause_of(self)
 
 
 def inner(gradient: Any, direction: Any) -> float:

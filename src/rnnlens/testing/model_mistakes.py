@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..errors import RnnlensError
 from ..typing import leaves_of
 from .model_design import state_names
-
-if TYPE_CHECKING:
-    from .model_gradients import ModelCase
+from .model_gradients import ModelCase
 
 #: Largest number of numbers in the states of all samples, and of single steps run, for a linearisation.
 LARGEST_STATE, MOST_RUNS = 256, 20_000

@@ -11,6 +11,7 @@ from ..errors import InputError, RnnlensError
 from ..typing import leaves_of, map_leaves
 from .model_design import Arrays, ModelDesign, ModelRun, state_names
 from .model_gradients import ModelCase, inner
+from .model_mistakes import cause_of
 from .pure_models import PureModel, as_array, open_pure
 from .verdict import Verification, WrongTensor
 
@@ -44,7 +45,7 @@ def verify_model(model: Any, design: ModelDesign, dtype: str, seed: int) -> Veri
         return verdict
     # A run of one step shows the least, the shortest of several steps shows the place.
     shortest, wrong = next((pair for pair in wrong_cases if pair[0].length > 1), wrong_cases[0])
-    cause = next((cause for case, _ in reversed(wrong_cases) if (cause := case.cause())), "")
+    cause = next((cause for case, _ in reversed(wrong_cases) if (cause := cause_of(case))), "")
     return replace(verdict, wrong=tuple(wrong), lag=shortest.first_wrong_lag(), cause=cause)
 
 

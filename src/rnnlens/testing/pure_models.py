@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -131,9 +132,8 @@ def _open_keras(model: Any, step: bool) -> PureModel:
 def _open_jax(model: Any, step: bool) -> PureModel:
     import jax
 
-    from ..adapters.jax.models import open_model
-
-    opened, jax_runner = open_model(model, training=False), runner("jax")
+    models = importlib.import_module("rnnlens.adapters.jax.models")  # the command line loads no JAX
+    opened, jax_runner = models.open_model(model, training=False), runner("jax")
     kept = dict(zip(opened.weight_names, opened.values, strict=True))
     floating = {name: v for name, v in kept.items() if jax.numpy.issubdtype(v.dtype, jax.numpy.inexact)}
     weights = {name: jax_runner.array(value) for name, value in floating.items()}
