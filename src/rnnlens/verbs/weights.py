@@ -11,7 +11,7 @@ import numpy as np
 import xarray as xr
 
 from .. import arguments as check
-from ..adapters.protocol import Batch, LayerInfo, LayerWeights, Taps
+from ..adapters.protocol import Batch, LayerInfo, LayerWeights, RecurrentCall, SequenceCall, Taps
 from ..adapters.registry import adapter_for
 from ..errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, raised_by, short_repr
 from ..recurrence.cells import Cell
@@ -62,7 +62,8 @@ def layers(model: Any, x: Any = None) -> LayerTable:
         return LayerTable(adapter.describe(model))
     batch = Batch(check.one_batch("x", check.in_memory("x", x)))
     capture = adapter.run(model, batch, Taps.states(inputs=False)).capture
-    cells: dict[str, Cell | SequenceCell] = {call.layer: call.cell for call in (*capture.calls, *capture.sequences)}
+    calls: list[RecurrentCall | SequenceCall] = [*capture.calls, *capture.sequences]
+    cells: dict[str, Cell | SequenceCell] = {call.layer: call.cell for call in calls}
     infos = {info.name: info for info in adapter.known_layers(model)}
     return LayerTable(_info_of(name, cell, infos[uncalled_layer(name, infos)]) for name, cell in cells.items())
 
