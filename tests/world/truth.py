@@ -100,7 +100,10 @@ def _record_calls(program: Program) -> tuple[dict[str, list[list[torch.Tensor]]]
         for path, module in root.named_modules():
 
             def record(_module: Any, given: Any, keywords: Any, returned: Any, path: str = path) -> None:
-                calls.setdefault(path, []).append(list(_tensors((given, keywords, returned))))
+                tensors = list(_tensors((given, keywords, returned)))
+                # Within torch.vmap a module computes with tensors of one entry, which have no values outside of it.
+                if not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+                    calls.setdefault(path, []).append(tensors)
 
             hooks.append(module.register_forward_pre_hook(_with_own_tensors, with_kwargs=True))
             hooks.append(module.register_forward_hook(record, with_kwargs=True))
