@@ -220,6 +220,25 @@ class ByMethod(nn.Module):
         return h
 
 
+class FromNothing(ByMethod):
+    """The layer above, whose step is called without a state at first, and then starts from a buffer of zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("first", torch.zeros(5))
+
+    def recurrence(self, x, h=None):
+        return super().recurrence(x, self.first.expand(len(x), -1) if h is None else h)
+
+    def forward(self, x):
+        h, self.states = None, []
+        for t in range(x.shape[1]):
+            h = self.recurrence(x[:, t], h)
+            h.retain_grad()
+            self.states.append(h)
+        return h
+
+
 class Around(nn.Module):
     """A model around the layer above."""
 
@@ -237,6 +256,7 @@ class Around(nn.Module):
         (ByForward, "cell", lambda model: model),
         (Around, "rnn", lambda model: model.rnn),
         (ByMethod, "bymethod", lambda model: model),
+        (FromNothing, "fromnothing", lambda model: model),
     ],
 )
 def test_steps_called_by_forward_or_by_another_method_are_recorded(make, layer, keeper):

@@ -136,13 +136,13 @@ class EnteredCall:
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf is not default_input]
         self.roles = None
-        #: Whether zeros replace an empty tensor among the states.
+        #: Whether zeros replace None or an empty tensor among the states.
         self.starts_empty = False
         if roles is not None:
             positions, self.roles = (list(roles.arguments), roles) if self._spec == roles.spec else ([], None)
             others = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in positions]
             counts = [len(leaf) for leaf in others if leaf.dim()]
-            self.starts_empty = any(isinstance(leaves[i], Tensor) and not leaves[i].numel() for i in positions)
+            self.starts_empty = any(_is_empty(leaves[i]) for i in positions)
             for i, last in zip(positions, roles.templates, strict=False):
                 leaves[i] = _grown(leaves[i], last, *counts[:1])
         self._state_positions = positions
@@ -235,6 +235,11 @@ def _side_by_side(tensors: Sequence[Tensor], states: Sequence[Tensor]) -> Tensor
     return torch.cat(parts, 1)
 
 
+def _is_empty(state: Any) -> bool:
+    """Return whether a first state is None or an empty tensor."""
+    return state is None or (isinstance(state, Tensor) and not state.numel())
+
+
 def _grown(state: Any, template: Tensor, samples: int = 0) -> Any:
     """Return a first state that grows by broadcasting, such as a number, in the shape of those that follow.
 
@@ -243,7 +248,7 @@ def _grown(state: Any, template: Tensor, samples: int = 0) -> Any:
     shape = (samples or len(template), *template.shape[1:])
     if isinstance(state, Tensor) and state.shape == shape:
         return state
-    if isinstance(state, Tensor) and not state.numel():
+    if _is_empty(state):
         return template.new_zeros(shape)
     try:
         return torch.as_tensor(state).to(template).expand(shape)
