@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jax.extend.core import Var
 
 from ...errors import ModelError
 from ...recurrence.cells import Cell
@@ -19,6 +21,8 @@ from .program import Call, Program
 from .program_run import ENGINE, PortTaps, ProgramRun, gathered_gradient, no_layer
 
 _LOSS = Port("loss")
+#: Products of weights in one pass from which the certificate of a part of the samples saves more than its compilation.
+MOST_PRODUCTS = 1e9
 
 
 def record(model: Any, batch: Batch, taps: Taps) -> tuple[Capture, Outputs]:
@@ -35,6 +39,8 @@ def record(model: Any, batch: Batch, taps: Taps) -> tuple[Capture, Outputs]:
     floats = [i for i, value in enumerate(call.opened.values) if is_inexact(value)]
     weights = {i: Port("weight", key=str(i)) for i in floats} if taps.gradients else {}
     wrt = [port for layer in layers for port in _tapped_ports(layer)] + inputs + list(weights.values())
+    if _is_long(layers, call):
+        wrt += _read_by_the_loss(program, outputs)
     ports = PortTaps(
         of=(_LOSS,) if taps.gradients else (),
         wrt=tuple(wrt) if taps.gradients else (),
@@ -51,11 +57,28 @@ def record(model: Any, batch: Batch, taps: Taps) -> tuple[Capture, Outputs]:
     if taps.boundaries:
         names = call.opened.weight_names
         result.input_grads = [run.first_gradient(port) for port in inputs]
+        result.output_grads = [run.first_gradient(port) for port in outputs]
         result.outside_weight_grads = {names[i]: run.first_gradient(port) for i, port in weights.items()}
         result.full_gradient_names = frozenset(result.outside_weight_grads)
     if not taps.gradients:
         result.entangled = any(_is_entangled(layer) for layer in program.layers)
     return result, Outputs(leaves, tree)
+
+
+def _is_long(layers: Sequence[RecurrentLayer], call: Call) -> bool:
+    """Return whether a pass takes so long that a part of the samples should be compared with a run of its own."""
+    sizes = [np.size(v) for v in call.opened.values]
+    products = sum(layer.samples * layer.steps * sum(sizes[i] for i in layer.loop.weights) for layer in layers)
+    return call.batch.loss is not None and products > MOST_PRODUCTS
+
+
+def _read_by_the_loss(program: Program, outputs: Sequence[Port]) -> list[Port]:
+    """Return the outputs of floats, each variable once."""
+    first: dict[Var, Port] = {}
+    for port, v in zip(outputs, program.outputs, strict=True):
+        if isinstance(v, Var) and is_inexact(v.aval):
+            first.setdefault(v, port)
+    return list(first.values())
 
 
 def _requested_layers(program: Program, taps: Taps) -> list[RecurrentLayer]:

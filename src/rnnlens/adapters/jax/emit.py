@@ -16,6 +16,8 @@ point          added for                                   gradient
 ``final0``     what reads the state after the last step    direct, of the final state
 =============  ==========================================  =================================================
 
+An output of the program has a point as well, without a path: the gradient of what only the loss reads.
+
 All are exact, in one backward pass for all loops; nothing is subtracted.
 """
 
@@ -30,7 +32,7 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
-from .jaxprs import bind, closed, is_inexact
+from .jaxprs import bind, closed, is_inexact, needed_equations
 from .loops import Loop
 
 #: Path of a loop, and the name of one of its points.
@@ -65,13 +67,20 @@ class Emission:
     opened: Mapping[str, OpenedLoop]
     recorded: Collection[Point]
 
-    def run(self, program: ClosedJaxpr, arguments: Sequence[Any], zeros: Mapping[Point, Any]) -> tuple[list[Any], Any]:
-        """Run a flat program; return its results, and the recorded values by point, stacked over steps."""
-        return self._run(program, arguments, zeros, "", None, {})
+    def run(
+        self, program: ClosedJaxpr, arguments: Sequence[Any], zeros: Mapping[Point, Any], outputs: Sequence[Any] = ()
+    ) -> tuple[list[Any], Any]:
+        """Run a flat program; return its results, and the recorded values by point, stacked over steps.
+
+        ``outputs``: the results that are outputs of the model. What they do not depend on belongs to the loss.
+        """
+        by_output = {v: zeros["", f"output{i}"] for i, v in enumerate(outputs) if ("", f"output{i}") in zeros}
+        values = _ProgramValues(needed_equations(program.jaxpr, outputs), by_output)
+        return self._run(program, arguments, zeros, "", values)
 
     def run_step(self, opened: OpenedLoop, arguments: Sequence[Any], zeros: Mapping[str, Any]) -> list[Any]:
         """Run one step of a loop; return its results."""
-        return self._run(opened.loop.body, arguments, {}, f"{opened.loop.path}/", opened, zeros)[0]
+        return self._run(opened.loop.body, arguments, {}, f"{opened.loop.path}/", _StepValues(opened, zeros))[0]
 
     def _run(
         self,
@@ -79,11 +88,9 @@ class Emission:
         arguments: Sequence[Any],
         zeros: Mapping[Point, Any],
         prefix: str,
-        step: OpenedLoop | None,
-        own_zeros: Mapping[str, Any],
+        values: _ProgramValues,
     ) -> tuple[list[Any], dict[Point, Any]]:
         jaxpr, records = program.jaxpr, dict[Point, Any]()
-        values = _StepValues(step, own_zeros)
         values.write([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *arguments])
         for index, equation in enumerate(jaxpr.eqns):
             path = f"{prefix}{index}"
@@ -100,14 +107,14 @@ class Emission:
             else:
                 results = bind(equation, operands)
             values.write(equation.outvars, results)
-        if step is None:
-            return [values.read(atom, -1) for atom in jaxpr.outvars], records
-        return values.step_results(self, records)
+        if isinstance(values, _StepValues):
+            return values.step_results(self, records)
+        return [values.read(atom, -1) for atom in jaxpr.outvars], records
 
     def _run_remat(
         self, program: ClosedJaxpr, prefix: str, operands: Sequence[Any], zeros: Mapping[Point, Any]
     ) -> tuple[list[Any], dict[Point, Any]]:
-        return self._run(program, operands, zeros, prefix, None, {})
+        return self._run(program, operands, zeros, prefix, _ProgramValues())
 
     def _run_loop(
         self, opened: OpenedLoop, operands: Sequence[Any], zeros: Mapping[Point, Any]
@@ -126,7 +133,7 @@ class Emission:
             own = {name: z for (where, name), z in zeros_t.items() if where == path}
             inner = {point: z for point, z in zeros_t.items() if point[0] != path}
             arguments = [*constants, *carried, *inputs_t]
-            results, records = self._run(loop.body, arguments, inner, f"{path}/", opened, own)
+            results, records = self._run(loop.body, arguments, inner, f"{path}/", _StepValues(opened, own))
             count = loop.counts[1]
             return results[:count], (results[count:], records)
 
@@ -148,21 +155,37 @@ class Emission:
         return [*last, *outputs], records
 
 
-class _StepValues:
-    """Values of the variables of one step, or of a program without points."""
+class _ProgramValues:
+    """Values of the variables of a program; what is not ``own`` reads them with the zeros added ``for_others``."""
 
-    def __init__(self, opened: OpenedLoop | None, zeros: Mapping[str, Any]) -> None:
-        self.opened, self.zeros = opened, zeros
+    def __init__(self, own: Collection[int] = (), for_others: Mapping[Var, Any] | None = None) -> None:
+        self.own, self.for_others = own, for_others or {}
         self.values: dict[Var, Any] = {}
+
+    def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
+        self.values.update(zip(variables, values, strict=True))
+
+    def read(self, atom: Any, index: int) -> Any:
+        """Return the value that the equation ``index`` reads; -1 stands for the program's results."""
+        if isinstance(atom, Literal):
+            return atom.val
+        value = self.values[atom]
+        return value if index in self.own else _plus(value, self.for_others.get(atom))
+
+
+class _StepValues(_ProgramValues):
+    """Values of the variables of one step of an opened loop."""
+
+    def __init__(self, opened: OpenedLoop, zeros: Mapping[str, Any]) -> None:
+        super().__init__(opened.own)
+        self.opened, self.zeros = opened, zeros
         self.states: dict[Var, list[int]] = {}
-        self.read_by_step: dict[Var, str] = {}
-        if opened is not None:
-            after, passed = opened.loop.carried_after, opened.loop.body.jaxpr.invars
-            for number, slot in enumerate(opened.states):
-                if isinstance(after[slot], Var) and after[slot] not in passed:
-                    self.states.setdefault(after[slot], []).append(number)
-            self.read_by_step = {v: f"start{i}" for i, v in enumerate(opened.starts)}
-            self.read_by_step |= {v: f"input{i}" for i, v in enumerate(opened.inputs)}
+        after, passed = opened.loop.carried_after, opened.loop.body.jaxpr.invars
+        for number, slot in enumerate(opened.states):
+            if isinstance(after[slot], Var) and after[slot] not in passed:
+                self.states.setdefault(after[slot], []).append(number)
+        self.read_by_step = {v: f"start{i}" for i, v in enumerate(opened.starts)}
+        self.read_by_step |= {v: f"input{i}" for i, v in enumerate(opened.inputs)}
 
     def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
         for v, value in zip(variables, values, strict=True):
@@ -175,16 +198,14 @@ class _StepValues:
         if isinstance(atom, Literal):
             return atom.val
         value = self.values[atom]
-        if self.opened is None:
-            return value
-        if index in self.opened.own:
+        if index in self.own:
             return _plus(value, self.zeros.get(self.read_by_step.get(atom, "")))
         return self._outer(atom, value)
 
     def _outer(self, atom: Var, value: Any) -> Any:
         """Return the value as what is no part of the new states reads it."""
         numbers = self.states.get(atom, ())
-        if numbers and self.opened is not None and self.opened.is_cut and is_inexact(value):
+        if numbers and self.opened.is_cut and is_inexact(value):
             value = lax.stop_gradient(value)
         for number in numbers:
             value = _plus(_plus(value, self.zeros.get(f"read{number}")), self.zeros.get(f"returned{number}"))
@@ -193,7 +214,6 @@ class _StepValues:
     def step_results(self, emission: Emission, records: dict[Point, Any]) -> tuple[list[Any], dict[Point, Any]]:
         """Return what the step carries on and returns, and the values at its points."""
         opened = self.opened
-        assert opened is not None
         jaxpr, path, count = opened.loop.body.jaxpr, opened.loop.path, opened.loop.counts[1]
         results = [self.read(atom, -1) for atom in jaxpr.outvars]
         for number, slot in enumerate(opened.states):

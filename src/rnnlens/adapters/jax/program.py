@@ -125,7 +125,7 @@ class Program:
     """The program of a model, with or without a loss, at given shapes."""
 
     def __init__(self, call: Call, with_loss: bool) -> None:
-        self.call, self.with_loss = _without_arrays(call), with_loss
+        self.call, self.with_loss = without_arrays(call), with_loss
         self.memos: dict[Hashable, Memo] = {}
         self.output_template: Any = None
         self.program = self._trace([tuple(a.shape) for a in call.arrays])
@@ -144,6 +144,21 @@ class Program:
                 del _programs[next(iter(_programs))]
             _programs[key] = Program(call, with_loss)
         return _programs[key]
+
+    @staticmethod
+    def of_any_samples(call: Call, with_loss: bool) -> Program:
+        """Return the program of a call; for one without a loss, that of the same model with another number of samples.
+
+        Weights are laid out alike in both, and nothing has to be traced.
+        """
+        key, count = call.key(with_loss), call.counts[1]
+        if not with_loss and key is not None and key not in _programs:
+            for other in _programs.values():
+                others = other.call
+                same_model = others.opened.key == call.opened.key and others.counts == call.counts
+                if same_model and _shapes_of_samples(others, count) == _shapes_of_samples(call, count):
+                    return other
+        return Program.of(call, with_loss)
 
     def memo(self, key: Hashable) -> Memo:
         """Return what was compiled for a set of ports."""
@@ -290,7 +305,7 @@ class Program:
 
         def weights_at(flat: Array) -> dict[str, Array]:
             values: list[Any] = [np.zeros(shape) for shape in shapes]
-            for i, part in zip(layer.loop.weights, np.split(flat, np.cumsum(sizes)[:-1]), strict=True):
+            for i, part in zip(layer.loop.weights, np.split(flat, np.cumsum(sizes)), strict=False):
                 values[i] = part.reshape(shapes[i])
             return self._extract(layer, values)
 
@@ -355,7 +370,7 @@ class Program:
         )
 
 
-def _without_arrays(call: Call) -> Call:
+def without_arrays(call: Call) -> Call:
     """Return a call whose arrays are only shapes, so that a program that is kept keeps no data."""
     opened = OpenedModel(
         call.opened.apply,
@@ -368,6 +383,12 @@ def _without_arrays(call: Call) -> Call:
     x, y, weight = (Data(list(map(shape_of, data.leaves)), data.template) for data in (call.x, call.y, call.weight))
     batch = replace(call.batch, x=None, y=_mark(call.batch.y), sample_weight=_mark(call.batch.sample_weight))
     return Call(batch, opened, x, y, weight, call.parameters, call.names)
+
+
+def _shapes_of_samples(call: Call, count: int) -> list[Hashable]:
+    """Return shapes and dtypes of the first ``count`` arrays of a call, of its data without their first axis."""
+    stop = call.counts[0]
+    return [(tuple(a.shape)[i >= stop :], str(a.dtype)) for i, a in enumerate(call.arrays[:count])]
 
 
 def _mark(data: Any) -> bool | None:

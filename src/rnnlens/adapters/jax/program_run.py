@@ -143,12 +143,16 @@ class ProgramRun:
         arrays = self._tapped_arrays(list(arrays), tap)
         zeros: dict[Point, Any] = {_point(text): value for text, value in given.items()}
         for port in taps.wrt:
-            if port.layer is not None and port.kind != "weight":
+            if port.layer is None and port.kind == "output":
+                output = program.outputs[port.index].aval
+                zeros["", f"output{port.index}"] = tap(_key(port), jnp.zeros(output.shape, output.dtype))
+            elif port.layer is not None and port.kind != "weight":
                 layer = self._layer(port)
                 shape, dtype = layer.shape_of(port)
                 for point, zero in layer.zeros_at(port, tap(_key(port), jnp.zeros(shape, dtype))).items():
                     zeros[point] = zeros[point] + zero if point in zeros else zero
-        results, records = Emission(self._opened, self._recorded).run(program.program, arrays, zeros)
+        emission = Emission(self._opened, self._recorded)
+        results, records = emission.run(program.program, arrays, zeros, program.outputs)
         values = {}
         for port in self._valued:
             if self._known_weight(port) is None:

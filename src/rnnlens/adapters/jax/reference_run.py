@@ -14,7 +14,7 @@ from ...errors import CertificateError, raised_by
 from ...typing import leaves_of
 from ..protocol import Batch, Cotangents, ReferenceRun
 from .jaxprs import is_inexact
-from .program import Call, Program
+from .program import Call, Program, without_arrays
 from .program_run import ENGINE, gathered_gradient
 
 
@@ -25,35 +25,29 @@ class Reference:
         if batch.initial_state:
             raise CertificateError("the model by itself starts from its own initial states")
         self._call = Call.of(model, batch)
-        self._program = Program.of(self._call, self._call.has_loss)  # for what was compiled, and layouts of weights
+        # For what was compiled, and layouts of weights, which any number of samples shares.
+        self._program = Program.of_any_samples(self._call, self._call.has_loss)
         self._arrays = [jnp.array(a, copy=True) for a in self._call.arrays]  # the user's function may donate them
         floats = (i for i in range(self._call.counts[1]) if is_inexact(self._arrays[i]))
         self._moved = list(floats) if gradients else []
 
     def run(self, cotangents: Cotangents | None = None) -> ReferenceRun:
         """Run the function; differentiate its loss, or its outputs by their cotangents."""
-        has_loss = self._call.has_loss and cotangents is None
-        memo = self._program.memo(("reference", has_loss, bool(self._moved)))
-        forward = memo.once(
-            "forward", lambda: jax.jit(partial(_outputs_and_loss, self._program, self._moved, has_loss))
-        )
+        has_loss, call = self._call.has_loss and cotangents is None, without_arrays(self._call)
+        memo = self._program.memo(("reference", has_loss, bool(self._moved), self._call.has_loss))
+        forward = memo.once("forward", lambda: jax.jit(partial(_outputs_and_loss, call, self._moved, has_loss)))
         floats, grads = [self._arrays[i] for i in self._moved], []
         with raised_by("Your model"):
             if not self._moved or (not has_loss and cotangents is None):
                 outputs, loss = forward(floats, self._arrays)
             else:
-                pulled = None if cotangents is None else self._pulled(cotangents, forward(floats, self._arrays)[0])
-                run = partial(_differentiated, self._program, self._moved, has_loss)
-                outputs, loss, grads = memo.once("differentiated", lambda: jax.jit(run))(floats, self._arrays, pulled)
+                if callable(cotangents):
+                    outputs = forward(floats, self._arrays)[0]
+                    cotangents = cotangents([ENGINE.to_array(a) for a in outputs])
+                run = partial(_differentiated, call, self._moved, has_loss)
+                differentiated = memo.once("differentiated", lambda: jax.jit(run))
+                outputs, loss, grads = differentiated(floats, self._arrays, cotangents)
         return self._finished(outputs, loss, grads)
-
-    @staticmethod
-    def _pulled(cotangents: Cotangents, outputs: Sequence[Any]) -> list[Any]:
-        values = cotangents([ENGINE.to_array(a) for a in outputs]) if callable(cotangents) else cotangents
-        return [
-            _no_cotangent(output) if value is None or not is_inexact(output) else jnp.asarray(value, output.dtype)
-            for output, value in zip(outputs, values, strict=True)
-        ]
 
     def _finished(self, outputs: Sequence[Any], loss: Any, grads: Sequence[Any]) -> ReferenceRun:
         """Return the results, with the gradients of known cells' weights in the layout of rnnlens as well."""
@@ -76,32 +70,34 @@ class Reference:
 
 
 def _outputs_and_loss(
-    program: Program, moved: Sequence[int], has_loss: bool, floats: Sequence[Any], arrays: Sequence[Any]
+    call: Call, moved: Sequence[int], has_loss: bool, floats: Sequence[Any], arrays: Sequence[Any]
 ) -> tuple[list[Any], Any]:
     full = list(arrays)
     for i, value in zip(moved, floats, strict=True):
         full[i] = value
-    outputs, loss = program.call.function(full, with_loss=has_loss)
+    outputs, loss = call.function(full, with_loss=has_loss)
     return leaves_of(outputs), loss
 
 
 def _differentiated(
-    program: Program,
+    call: Call,
     moved: Sequence[int],
     has_loss: bool,
     floats: Sequence[Any],
     arrays: Sequence[Any],
-    pulled: Sequence[Any] | None,
+    cotangents: Sequence[Any] | None,
 ) -> tuple[list[Any], Any, list[Any]]:
     def run(floats: Sequence[Any]) -> tuple[list[Any], Any]:
-        return _outputs_and_loss(program, moved, has_loss, floats, arrays)
+        return _outputs_and_loss(call, moved, has_loss, floats, arrays)
 
     (outputs, loss), pull = jax.vjp(run, floats)
-    cotangents = list(map(_no_cotangent, outputs)) if pulled is None else list(pulled)
-    return outputs, loss, pull((cotangents, None if loss is None else jnp.ones_like(loss)))[0]
+    given = [None] * len(outputs) if cotangents is None else cotangents
+    full = [_cotangent(output, value) for output, value in zip(outputs, given, strict=True)]
+    return outputs, loss, pull((full, None if loss is None else jnp.ones_like(loss)))[0]
 
 
-def _no_cotangent(output: Any) -> Any:
-    if is_inexact(output):
-        return jnp.zeros(output.shape, output.dtype)
-    return np.zeros(output.shape, jax.dtypes.float0)
+def _cotangent(output: Any, value: Any) -> Any:
+    """Return the cotangent of an output, zeros if there is none."""
+    if not is_inexact(output):
+        return np.zeros(output.shape, jax.dtypes.float0)
+    return jnp.zeros_like(output) if value is None else jnp.asarray(value, output.dtype)
