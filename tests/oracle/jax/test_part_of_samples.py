@@ -70,17 +70,15 @@ def test_a_fault_in_later_traces_is_found(monkeypatch):
     rl.trace(model, x, y, loss=mse)
     original = capture._CallReader._steps
     monkeypatch.setattr(capture._CallReader, "_steps", lambda *a: 1.01 * original(*a))
-    with pytest.warns(rl.errors.SelfCheckWarning, match="replayed output"):
+    with pytest.warns(rl.errors.SelfCheckWarning):
         rl.trace(model, x, y, loss=mse)
 
 
 def test_a_cell_without_weights_is_traced():
-    step = lambda h, x_t: ((new := jnp.tanh(x_t + h)), new)  # noqa: E731
-    apply = lambda params, x: (
-        params["a"]
-        * jnp.swapaxes(  # noqa: E731
-            jax.lax.scan(step, jnp.zeros((x.shape[0], 3)), jnp.swapaxes(x, 0, 1))[1], 0, 1
-        )
-    )
+    def apply(params, x):
+        step = lambda h, x_t: ((new := jnp.tanh(x_t + h)), new)  # noqa: E731
+        hidden = jax.lax.scan(step, jnp.zeros((x.shape[0], 3)), jnp.swapaxes(x, 0, 1))[1]
+        return params["a"] * jnp.swapaxes(hidden, 0, 1)
+
     x, y = numbers(2, 6, 3, seed=1), numbers(2, 6, 3, seed=2)
     assert rl.trace(rl.jax.model(apply, {"a": 2.0}), x, y, loss=mse).certificate.state == "passed"
