@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -64,10 +64,12 @@ def watch(
     probe: Sequence[Any] | None = None,
     loss: Callable[..., Any] | None = None,
     every: Every = 50,
+    epochs: Collection[int] = (),
     layers: str | Iterable[str] | None = None,
     keep: str | Iterable[str] = (),
     loggers: Any = None,
     stop_on: str | Iterable[str] = (),
+    on_alert: Callable[[Any], object] | None = None,
     on_nonfinite: str | None = None,
     resume: bool = True,
     points: int | None = 64,
@@ -88,9 +90,10 @@ def watch(
     probe, loss
         A fixed batch ``(x, y)`` or ``(x, y, sample_weight)``, not used for training, that is traced in evaluation mode;
         and its loss, ``loss(output, target)``, which a model that returns its loss does not need.
-    every
+    every, epochs
         When to record: a number of steps, with 0 for never; ``"powers of two"``; or a function ``(step, epoch) ->
-        bool``, with the epoch that the loop sets as ``watch.epoch``. The probe is recorded before training as well.
+        bool``. The probe is recorded before training as well, and at the end of ``epochs`` where the loop sets
+        ``watch.epoch`` before the next step.
     layers
         Names of the layers to record; all recurrent layers by default.
     keep
@@ -101,6 +104,9 @@ def watch(
     stop_on
         Findings that end training: ``"exploding"``, ``"vanishing"``, ``"saturated"``. The loop must check
         ``watch.stop``. All three are logged once with their step, whether or not they end training.
+    on_alert
+        Function that is called with each new :class:`~rnnlens.results.training_run.Alert`, once; training goes on if it
+        raises.
     on_nonfinite
         ``"report"``: the first step whose loss (``watch.step(params, loss=loss)``) or whose parameters are not finite
         is written to ``runs/a.nonfinite.nc``, with the parameters from before it and with ``batch=``; its first
@@ -138,10 +144,12 @@ def watch(
         probe=probe,
         loss=loss,
         every=every,
+        epochs=epochs,
         layers=layers,
         keep=keep,
         loggers=loggers,
         stop_on=stop_on,
+        on_alert=on_alert,
         on_nonfinite=on_nonfinite,
         resume=resume,
         points=points,

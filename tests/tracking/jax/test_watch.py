@@ -2,6 +2,8 @@
 
 import functools
 import re
+from contextlib import closing
+from urllib.request import urlopen
 
 import equinox as eqx
 import jax
@@ -97,6 +99,65 @@ def test_training_with_donated_buffers_is_the_same_bit_by_bit_and_its_records_ar
     with pytest.raises(SystemExit):
         command_line(["tail", str(tmp_path / "a.zarr"), "--only", "rnn/adjoint"])
     assert re.findall(r"step=(\d+) .*rnn/adjoint=", capsys.readouterr().out) == ["0", "3", "6"]
+
+
+def test_the_end_of_epochs_is_recorded_with_the_parameters_of_their_last_step(tmp_path):
+    expected = []
+
+    def after(number, params, watch):
+        if number in (3, STEPS - 1):
+            expected.append(float(rl.trace(rl.jax.model(apply, params), *PROBE, loss=mse).loss))
+        watch.epoch = (number + 1) // 2 if number < STEPS - 1 else watch.epoch  # two steps each
+
+    def make_watch(model):
+        return rl.jax.watch(model, tmp_path / "a.zarr", probe=PROBE, loss=mse, every=0, epochs=(1, 3))
+
+    watched = train(make_watch, after=after)
+    assert same(train()[:2], watched[:2])
+    assert not watched[2].gaps
+    run = rl.open(tmp_path / "a.zarr")
+    assert list(run.steps) == [4, STEPS]
+    np.testing.assert_array_equal(run.scalar("loss"), np.float32(expected))
+
+
+def test_epochs_without_a_probe_are_refused():
+    with pytest.raises(InputError, match="epochs= schedules a probe"):
+        rl.jax.watch(rl.jax.model(apply, fresh_params()), epochs=(1,), on_nonfinite="report")
+
+
+def test_alerts_reach_on_alert_and_one_that_raises_ends_nothing():
+    alerts, params = [], fresh_params()
+    larger = {**params, "out": 1e3 * params["out"]}
+
+    def on_alert(alert):
+        alerts.append(alert)
+        raise RuntimeError("of the user")
+
+    watch = rl.jax.watch(rl.jax.model(apply, params), probe=PROBE, loss=mse, every=1, on_alert=on_alert)
+
+    def steps():
+        with watch:
+            for number in range(16):
+                watch.step(params if number < 12 else larger)
+
+    with pytest.warns(TrackingWarning, match="of the user"):
+        steps()
+    assert [alert.finding for alert in alerts] == ["exploding"]
+    assert watch.steps == 16
+
+
+def test_the_run_is_served_as_a_page(tmp_path):
+    pages = []
+
+    def after(number, params, watch):
+        if number == 3:
+            with closing(watch.serve(port=0)) as page, urlopen(page.address, timeout=30) as answer:
+                pages.append(answer.read().decode())
+
+    train(lambda model: rl.jax.watch(model, tmp_path / "a.zarr", probe=PROBE, loss=mse, every=2), after=after)
+    assert "a.zarr" in pages[0]
+    with pytest.raises(InputError, match="A live page needs a run on disk"):
+        rl.jax.watch(rl.jax.model(apply, fresh_params()), probe=PROBE, loss=mse).serve()
 
 
 def test_a_compiled_loop_over_steps_is_recorded_between_its_chunks(tmp_path):

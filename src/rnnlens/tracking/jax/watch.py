@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -16,14 +16,21 @@ from ...adapters.jax.models import JaxModel, OpenedModel, library_of, open_model
 from ...adapters.protocol import Batch
 from ...adapters.registry import adapter_for
 from ...errors import InputError, TrackingWarning, short_repr
-from ...results.training_run import Gap
+from ...results.training_run import Gap, serve_run
 from ...verbs.find_nonfinite import find_nonfinite
 from ..alerts import Alerts, Incidents, checked_on_nonfinite, is_finite, text_or_error
 from ..loggers import event_folder, sinks
 from ..recorder import Recorder
 from ..records import Probe, TrainingRecord
 from ..store import Store
-from ..watch_arguments import Every, Schedule, names_tuple, quantity_names, refuse_unknown_layers
+from ..watch_arguments import (
+    Every,
+    Schedule,
+    names_tuple,
+    quantity_names,
+    refuse_idle_arguments,
+    refuse_unknown_layers,
+)
 
 NO_STEP = "watch.step(params) was not called; call it after each training step"
 
@@ -36,10 +43,12 @@ class WatchOptions:
     probe: Sequence[Any] | None
     loss: Callable[..., Any] | None
     every: Every
+    epochs: Collection[int]
     layers: str | Iterable[str] | None
     keep: str | Iterable[str]
     loggers: Any
     stop_on: str | Iterable[str]
+    on_alert: Callable[[Any], object] | None
     on_nonfinite: str | None
     resume: bool
     points: int | None
@@ -53,8 +62,6 @@ class JaxWatch:
     ----------
     steps
         Number of training steps so far.
-    epoch
-        Current epoch, from 0; a loop sets it to name it in records.
     """
 
     def __init__(self, model: Any, options: WatchOptions) -> None:
@@ -71,8 +78,11 @@ class JaxWatch:
         self._library = library_of(given.source)
         self._path, self._loggers, self._resume = options.path, options.loggers, options.resume
         self._points, self._step = options.points, options.step
-        self._schedule = Schedule(options.every) if options.probe is not None else Schedule(0)
-        self._loss, self._layers, self._stop_on = options.loss, names_tuple(options.layers), options.stop_on
+        schedule = Schedule(options.every, options.epochs)
+        refuse_idle_arguments(options.probe, None, schedule.epochs, {})
+        self._schedule = schedule if options.probe is not None else Schedule(0)
+        self._loss, self._layers = options.loss, names_tuple(options.layers)
+        self._stop_on, self._on_alert = options.stop_on, options.on_alert
         self._reports = checked_on_nonfinite(options.on_nonfinite) is not None
         if options.probe is None and not self._reports:
             raise InputError(
@@ -83,7 +93,8 @@ class JaxWatch:
             )
         self._probe = self._checked_probe(options.probe, quantity_names(options.keep) or ())
         self._recorder = Recorder([], self._schedule, alerts=Alerts(options.stop_on))
-        self.steps = self._start_step = self.epoch = 0
+        self.steps = self._start_step = self._epoch = 0
+        self._last_params: Any = None  # what the last step returned, in an epoch at whose end a record is due
         self._is_open = False
         self._store: Store | None = None
         self._incidents: Incidents | None = None
@@ -104,7 +115,7 @@ class JaxWatch:
         if self._is_open:
             raise InputError("This watch is open already.", hint="one with block at a time")
         rank = jax.process_index()
-        self._recorder = Recorder([], self._schedule, rank=rank, alerts=Alerts(self._stop_on))
+        self._recorder = Recorder([], self._schedule, rank=rank, alerts=Alerts(self._stop_on, self._on_alert))
         self._is_open = True
         try:
             self._begin(rank)
@@ -126,7 +137,9 @@ class JaxWatch:
         """End the watch, and write all records to disk. A second call does nothing."""
         if not self._is_open:
             return
-        self._is_open, self._before = False, None
+        if reason == "finished":
+            self._end_epoch()
+        self._is_open, self._before, self._last_params = False, None, None
         if self.steps == self._start_step:
             self._recorder.count_missed(NO_STEP)
         self._recorder.close(reason, steps=self.steps - self._start_step)
@@ -147,7 +160,7 @@ class JaxWatch:
             self._incidents = Incidents(self._path, provenance)
             self._before = self._copied()
         is_recorded = self._store is not None and self._store.last_step_of("probe") == self.steps
-        if not is_recorded and self._recorder.is_due(self.steps, self.epoch):
+        if not is_recorded and self._recorder.is_due(self.steps, self._epoch):
             self._record_probe(before_training=True)
         self._release()
 
@@ -178,14 +191,57 @@ class JaxWatch:
         if not self._is_open:
             return
         before, self.steps = self.steps, self.steps + steps
+        self._last_params = params if self._schedule.is_due_after(self._epoch) else None
         try:
             with self._current(params):
                 self._examine(loss, batch)
-                due = any(self._recorder.is_due(n, self.epoch) for n in range(before + 1, self.steps + 1))
+                due = any(self._recorder.is_due(n, self._epoch) for n in range(before + 1, self.steps + 1))
                 if due and self._probe is not None:
                     self._record_probe()
         except Exception as error:
             self._recorder.fail_record(self.steps, error)
+
+    @property
+    def epoch(self) -> int:
+        """Current epoch, from 0; a loop sets it to name it in records."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        if int(value) != self._epoch:
+            self._end_epoch()
+        self._epoch = int(value)
+
+    def _end_epoch(self) -> None:
+        """Record the probe with what the last step returned, if the end of this epoch is to be recorded."""
+        params, self._last_params = self._last_params, None
+        latest = self._recorder.latest
+        is_recorded = latest is not None and latest.step == self.steps
+        is_due = self._is_open and self.steps > self._start_step and self._schedule.is_due_after(self._epoch)
+        if is_recorded or not is_due:
+            return
+        try:
+            with self._current(params):
+                self._record_probe()
+        except Exception as error:
+            self._recorder.fail_record(self.steps, error)
+
+    def serve(self, port: int = 8787) -> Any:
+        """Serve a live page of the run from threads of this process; the return value prints the address.
+
+        Parameters
+        ----------
+        port
+            Port of the page; 0 for any that is free.
+
+        Raises
+        ------
+        InputError
+            If the watch writes nothing to disk.
+        FileError
+            If the port cannot be used.
+        """
+        return serve_run(self._path, port)
 
     @property
     def record(self) -> TrainingRecord | None:
@@ -254,7 +310,7 @@ class JaxWatch:
         if probe is not None and self._recorder.writes:
             self._recorder.record(
                 self.steps,
-                lambda: probe.record(self._model, self.steps, self.epoch),
+                lambda: probe.record(self._model, self.steps, self._epoch),
                 before_training=before_training,
             )
 
