@@ -85,8 +85,7 @@ class Film:
 
 
 def _film_image(rows: list[Array]) -> Array:
-    from ..plot._axes import POSITIVE  # matplotlib is loaded only where an image is logged
-
+    axes = importlib.import_module("rnnlens.plot._axes")  # matplotlib is loaded only where an image is logged
     width = max(len(row) for row in rows)
     image = np.full((len(rows), width), np.nan)
     for index, row in enumerate(rows):
@@ -94,7 +93,7 @@ def _film_image(rows: list[Array]) -> Array:
         with np.errstate(divide="ignore", invalid="ignore"):
             image[index, : len(row)] = np.log10(row / peak)
     share = np.clip(1 + image / DECADES, 0.0, 1.0)
-    colours = POSITIVE(np.ma.masked_invalid(np.where(np.isneginf(image), 0.0, share)), bytes=True)[..., :3]
+    colours = axes.POSITIVE(np.ma.masked_invalid(np.where(np.isneginf(image), 0.0, share)), bytes=True)[..., :3]
     row_repeats, column_repeats = (max(1, -(-PIXELS // size)) for size in image.shape)
     return np.repeat(np.repeat(colours, row_repeats, axis=0), column_repeats, axis=1)
 
