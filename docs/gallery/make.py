@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/gallery.md: run its code block by block, save what ``axes`` holds at each picture.
+"""Draw the pictures of docs/gallery.md and docs/sick-networks.md: run their code, save ``axes`` at each picture.
 
 The page is the only place where the code stands, so that the pictures are those of the code beside them. Lines are SVG;
 maps, whose cells a vector file would list one by one, are PNG with all their colours.
@@ -31,8 +31,8 @@ def save(axes: Any, path: Path) -> int:
     return path.stat().st_size
 
 
-def main(page: Path = DOCS / "gallery.md") -> int:
-    """Run the page; the number of pictures that are too large."""
+def draw_page(page: Path) -> int:
+    """Run a page; return the number of pictures that are too large."""
     namespace: dict[str, Any] = {}
     too_large = 0
     for block in PART.finditer(page.read_text(encoding="utf-8")):
@@ -46,4 +46,5 @@ def main(page: Path = DOCS / "gallery.md") -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    names = sys.argv[1:] or ["gallery", "sick-networks"]
+    sys.exit(sum(draw_page(DOCS / f"{name}.md") for name in names))

@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,11 +31,11 @@ import griffe
 import rnnlens
 
 ROOT = Path(__file__).resolve().parents[2]
-REFERENCE = ROOT / "docs" / "reference.md"
-WORKS_WITH = ROOT / "docs" / "works-with.md"
+DOCS = ROOT / "docs"
+WORKS_WITH = DOCS / "works-with.md"
 #: Table of `make test-world`.
 WORLD_TABLE = ROOT / "tests" / "world" / "table.json"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "start.md")
+PAGES = (ROOT / "README.md", DOCS / "start.md", DOCS / "mend-a-network.md")
 #: Types of the members of a class that are documented with it.
 METHODS = (FunctionType, property, cached_property, classmethod, staticmethod)
 
@@ -60,16 +61,45 @@ SECTIONS = (
 )
 
 
-def reference_page() -> str:
-    """Return the page that documents every public name, from its signature and docstring."""
-    parts = ["# Reference: every public function\n\n`import rnnlens as rl`. Nothing else is public."]
-    for title, module in SECTIONS:
+#: Modules whose functions have a page each; those of any other module share one. "": ``rnnlens`` itself.
+PAGE_EACH = ("", "plot")
+
+
+def reference_pages() -> dict[Path, str]:
+    """Return the pages of every public name, from signatures and docstrings, and the page that lists them."""
+    lines = ["# Reference: every public function", "`import rnnlens as rl`. Nothing else is public."]
+    pages: dict[Path, str] = {}
+    for heading, module in SECTIONS:
         holder = getattr(rnnlens, module) if module else rnnlens
-        parts.append(f"## {title}")
-        if module and (introduction := inspect.getdoc(holder)):
-            parts.append(plain_markdown(introduction.split("\n\n")[0]))
-        parts += [entry(f"rl.{module}.{name}" if module else f"rl.{name}", value) for name, value in documented(holder)]
-    return "\n\n".join(parts) + "\n"
+        entries = {f"rl.{module}.{name}" if module else f"rl.{name}": value for name, value in documented(holder)}
+        introduction = plain_markdown((inspect.getdoc(holder) or "").split("\n\n")[0]) if module else ""
+        lines += [f"## {heading}", *([introduction] if introduction else [])]
+        if module in PAGE_EACH:
+            files = {title: f"{title.removeprefix('rl.')}.md" for title in entries}
+            pages |= {
+                DOCS / "reference" / files[title]: page_of(title, {title: value}) for title, value in entries.items()
+            }
+        else:
+            files = dict.fromkeys(entries, f"{module}.md")
+            pages[DOCS / "reference" / f"{module}.md"] = page_of(heading.replace("`", ""), entries, introduction)
+        links = (f"[`{title}`](reference/{files[title]}{anchor(title, module)})" for title in entries)
+        lines.append(
+            "\n".join(f"- {link}: {first_sentence(v)}" for link, v in zip(links, entries.values(), strict=True))
+        )
+    return {DOCS / "reference.md": "\n\n".join(lines) + "\n", **pages}
+
+
+def page_of(title: str, entries: dict[str, Any], introduction: str = "") -> str:
+    """Return one page of the reference: of one public name, or of all names of a module."""
+    parts = [entry(name, value, "#" if name == title else "##") for name, value in entries.items()]
+    if title not in entries:
+        parts = [f"# {title}", *([introduction] if introduction else []), *parts]
+    return "\n\n".join([*parts, "[All public functions](../reference.md)"]) + "\n"
+
+
+def anchor(title: str, module: str) -> str:
+    """Return the anchor of a name on the page of its module; nothing where it has a page of its own."""
+    return "" if module in PAGE_EACH else "#" + re.sub(r"[^\w-]", "", title.lower())
 
 
 def documented(holder: Any) -> list[tuple[str, Any]]:
@@ -85,9 +115,9 @@ def documented(holder: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def entry(title: str, value: Any) -> str:
+def entry(title: str, value: Any, level: str) -> str:
     """Return the Markdown of one public name: heading, signature, docstring, and the methods of a class."""
-    parts = [f"### {title}", f"```text\n{signature(title, value)}\n```", *docstring_parts(value)]
+    parts = [f"{level} {title}", f"```text\n{signature(title, value)}\n```", *docstring_parts(value)]
     if inspect.isclass(value) and not issubclass(value, BaseException):
         members = [(name, member) for name, member in vars(value).items() if not name.startswith("_")]
         methods = [(name, member) for name, member in members if isinstance(member, METHODS) and inspect.getdoc(member)]
@@ -205,13 +235,15 @@ def with_files(page: str) -> str:
 
 
 def record_outputs() -> None:
-    """Run each script of docs/start that has a recorded output, in a folder of its own, and record it again."""
+    """Run each script of docs/start that has a recorded output, in a folder of its own; keep it and drawings as SVG."""
     for output_file in sorted((ROOT / "docs" / "start").glob("*.txt")):
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, str(output_file.with_suffix(".py"))]
             completed = subprocess.run(
                 command, cwd=folder, env={**os.environ, "COLUMNS": "120"}, text=True, capture_output=True, check=True
             )
+            for drawing in Path(folder).glob("*.svg"):
+                shutil.copy(drawing, output_file.parent)
         output_file.write_text(completed.stdout)
 
 
@@ -221,7 +253,12 @@ def main() -> None:
     parser.add_argument("--outputs", action="store_true", help="run the scripts of docs/start and keep what they print")
     if parser.parse_args().outputs:
         record_outputs()
-    REFERENCE.write_text(reference_page())
+    pages = reference_pages()
+    for outdated in set((DOCS / "reference").glob("*.md")) - set(pages):
+        outdated.unlink()
+    (DOCS / "reference").mkdir(exist_ok=True)
+    for path, text in pages.items():
+        path.write_text(text)
     WORKS_WITH.write_text(works_with_page())
     for page in PAGES:
         page.write_text(with_files(page.read_text()))

@@ -26,6 +26,8 @@ def test_the_reference_has_every_public_name(site):
     names = [f"rl.{name}" for name, member in members.items() if inspect.isclass(member) or inspect.isroutine(member)]
     assert len(names) > 10
     assert [name for name in names if f">{name}<" not in page] == []
+    verbs = [name.removeprefix("rl.") for name in names if inspect.isroutine(members[name.removeprefix("rl.")])]
+    assert [verb for verb in verbs if f"rl.{verb}(" not in (site / "reference" / f"{verb}.html").read_text()] == []
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def mark_below(ax: Any, x: Numbers, values: Numbers, colour: Any = "0.3") -> Non
 
 def short_number(value: float) -> str:
     """Write a number with at most two digits, as short as possible: ``1e-10``, ``-0.01``, ``100``."""
-    if 1e-3 <= abs(value) < 1e4:
+    if value == 0 or 1e-3 <= abs(value) < 1e4:
         return f"{float(f'{value:.2g}'):g}"
     number, _, exponent = f"{value:.1e}".partition("e")
     return f"{number.removesuffix('.0')}e{int(exponent)}"

@@ -145,14 +145,15 @@ class WandB:
     """Sink that writes to a ``wandb`` run, which is finished at the end only if ``owned``.
 
     W&B keeps one row per committed ``run.log``, and drops values logged for an earlier row. In a run that the user logs
-    to, a record is added to the open row without committing it, as ``wandb.watch`` does. In an owned run every record
-    is a row.
+    to, a record is added to the open row without committing it, as ``wandb.watch`` does; if several fell into one row,
+    the scalars of all records are logged as a table at the end. In an owned run every record is a row.
     """
 
     def __init__(self, run: Any, *, owned: bool = False) -> None:
         self._run, self._owned, self._film = run, owned, Film()
         self._open_row: int | None = None
         self._lost_count = 0
+        self._rows: list[dict[str, float]] = []
         run.define_metric(STEP, hidden=True)
         run.define_metric(f"{PREFIX}/*", step_metric=STEP)
 
@@ -162,6 +163,7 @@ class WandB:
 
         self._lost_count += self._open_row is not None and self._open_row == self._run.step
         row: dict[str, Any] = {STEP: record.step, **named_scalars(record)}
+        self._rows += [] if self._owned else [row.copy()]
         row |= {name: Histogram(values) for name, values in distributions(record)}
         if self._film.add(record):
             row |= self._pictures()
@@ -172,16 +174,17 @@ class WandB:
         self._run.alert(title=f"{alert.finding} at step {alert.step}", text=alert.sentence, level="WARN")
 
     def close(self, reason: str) -> None:
-        """Log the film of all records and the reason of the end; warn once if rows were overwritten."""
-        self._log(self._pictures())
+        """Log the film and the reason of the end; if rows were overwritten, also a table of all, and warn once."""
+        self._log({**self._pictures(), **(self._table() if self._lost_count else {})})
         self._run.summary[f"{PREFIX}/ended"] = reason
         if self._owned:
             self._run.finish()
         elif self._lost_count:
             warnings.warn(
                 f"{self._lost_count} records came between two run.log() of yours, and W&B keeps one row for each of "
-                "these: its charts show the last. The run on disk has all. For all in W&B log once per record, or name "
-                'the logger, loggers=["wandb"], without a run of yours.',
+                f"these: its charts show the last. The table {PREFIX}/records there has the numbers of all, the run on "
+                "disk everything. For all in the charts log once per record, or name the logger, "
+                'loggers=["wandb"], without a run of yours.',
                 stacklevel=2,
             )
 
@@ -190,6 +193,12 @@ class WandB:
             return
         self._open_row = None if self._owned else self._run.step
         self._run.log(row, commit=self._owned)
+
+    def _table(self) -> dict[str, Any]:
+        from wandb import Table
+
+        names = list(dict.fromkeys(name for row in self._rows for name in row))
+        return {f"{PREFIX}/records": Table(names, [[row.get(name) for name in names] for row in self._rows])}
 
     def _pictures(self) -> dict[str, Any]:
         from wandb import Image

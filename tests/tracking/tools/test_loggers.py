@@ -180,7 +180,7 @@ def test_wandb_by_name(wandb, tmp_path):
 
 @pytest.mark.parametrize("numbered", [False, True])
 def test_wandb_leaves_the_rows_of_its_user_alone(wandb, tmp_path, numbered):
-    """Rows that the user logs to the same W&B run are kept; a warning counts the records that W&B drops."""
+    """Rows that the user logs to the same W&B run are kept; a table there has all records, and a warning says so."""
     run = wandb.init()
     (sink,) = sinks(run, tmp_path)
     training_records = list(records())
@@ -195,6 +195,11 @@ def test_wandb_leaves_the_rows_of_its_user_alone(wandb, tmp_path, numbered):
     assert [row["accuracy"] for row in rows if "accuracy" in row] == [0.5, 1.5]
     # A row with an explicit step stays open until the next step is logged.
     assert [row["rnnlens/step"] for row in rows if "rnnlens/probe/loss" in row] == [100] * (1 if numbered else 2)
+    (path,) = tmp_path.glob("wandb/offline-run-*/files/media/table/rnnlens/records*.table.json")
+    table = json.loads(path.read_text())
+    step, loss = (table["columns"].index(f"rnnlens/{name}") for name in ("step", "probe/loss"))
+    logged = [(row[step], row[loss]) for row in table["data"] if row[loss] is not None]
+    assert logged == [(0, 2.0), (50, 1.5), (100, 1.0)] * 2
 
 
 @pytest.mark.parametrize("logger_kind", ["run", "name", "active"])
