@@ -197,7 +197,7 @@ class WandB:
     def _table(self) -> dict[str, Any]:
         from wandb import Table
 
-        names = list(dict.fromkeys(name for row in self._rows for name in row))
+        names: list[Any] = list(dict.fromkeys(name for row in self._rows for name in row))
         return {f"{PREFIX}/records": Table(names, [[row.get(name) for name in names] for row in self._rows])}
 
     def _pictures(self) -> dict[str, Any]:
