@@ -84,7 +84,7 @@ def test_tensorboard(tmp_path, logger_kind):
 
 
 def test_the_film_says_when_and_where():
-    """The film image has a row per record, the first on top: brightest at its peak in time, black where it is zero."""
+    """The film image has a row per record, the first on top: darkest at its peak in time, white where it is zero."""
     from rnnlens.tracking.loggers import Film
 
     film = Film()
@@ -95,8 +95,9 @@ def test_the_film_says_when_and_where():
         film.add(TrainingRecord(peak, 0, "probe", {}, layers))
     (picture,) = film.pictures().values()
     cells = picture[:: picture.shape[0] // 2, :: picture.shape[1] // 8].sum(axis=-1)[:, :8]
-    assert cells.argmax(axis=1).tolist() == [1, 6]
+    assert cells.argmin(axis=1).tolist() == [1, 6]
     assert len(set(cells.ravel().tolist())) == 2
+    assert cells.max() == 3 * 255
 
 
 def test_tensorboard_of_tensorflow(tmp_path):
