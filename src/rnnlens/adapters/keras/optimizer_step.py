@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +27,10 @@ def optimizer_step(
     before = {name: np.array(keras.value_of(variable)) for name, variable in trained.items()}
     try:
         copies = {name: keras.Variable(value) for name, value in before.items()}
-        copied_optimizer = type(optimizer).from_config(optimizer.get_config())
+        with warnings.catch_warnings():  # Keras' own conversion of the learning rate raises one in NumPy
+            warnings.simplefilter("ignore", DeprecationWarning)
+            config = optimizer.get_config()
+        copied_optimizer = type(optimizer).from_config(config)
         copied_optimizer.build(list(copies.values()))
         for variable, copied_variable in zip(optimizer.variables, copied_optimizer.variables, strict=False):
             if tuple(variable.shape) == tuple(copied_variable.shape):  # the moments are there after the first step only
