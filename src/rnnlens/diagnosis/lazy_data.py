@@ -67,4 +67,5 @@ def _load(tree: Any, rows: Array) -> Any:
 
 def _is_on_disk(leaf: Any) -> bool:
     """Return whether an array is one of zarr or h5py: these have chunks, but in h5py only if they were asked for."""
-    return getattr(leaf, "chunks", None) is not None or type(leaf).__module__.startswith("h5py.")
+    # ``read_direct`` is a method of the datasets of h5py.
+    return getattr(leaf, "chunks", None) is not None or hasattr(leaf, "read_direct")

@@ -11,11 +11,9 @@ import numpy as np
 import xarray as xr
 
 from .. import arguments as check
-from ..adapters.protocol import Batch, LayerInfo, LayerWeights, RecurrentCall, SequenceCall, Taps
+from ..adapters.protocol import Batch, LayerWeights, Taps
 from ..adapters.registry import adapter_for
 from ..errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, raised_by, short_repr
-from ..recurrence.cells import Cell
-from ..recurrence.sequence import SequenceCell
 from ..results.checks import Certificate, warn_of_failed_checks
 from ..results.gradients import Weights
 from ..results.layers import LayerTable
@@ -62,16 +60,11 @@ def layers(model: Any, x: Any = None) -> LayerTable:
         return LayerTable(adapter.describe(model))
     batch = Batch(check.one_batch("x", check.in_memory("x", x)))
     capture = adapter.run(model, batch, Taps.states(inputs=False)).capture
-    calls: list[RecurrentCall | SequenceCall] = [*capture.calls, *capture.sequences]
-    cells: dict[str, Cell | SequenceCell] = {call.layer: call.cell for call in calls}
     infos = {info.name: info for info in adapter.known_layers(model)}
-    return LayerTable(_info_of(name, cell, infos[uncalled_layer(name, infos)]) for name, cell in cells.items())
-
-
-def _info_of(name: str, cell: Cell | SequenceCell, info: LayerInfo) -> LayerInfo:
-    """Return the row of a layer that ran: its name in a trace, and the units that its structure does not show."""
-    units = info.units if info.units or isinstance(cell, SequenceCell) else cell.state_sizes[0]
-    return replace(info, name=name, units=units)
+    units_that_ran = {call.layer: call.cell.state_sizes[0] for call in capture.calls}
+    names = dict.fromkeys([*units_that_ran, *(call.layer for call in capture.sequences)])
+    rows = ((name, infos[uncalled_layer(name, infos)]) for name in names)
+    return LayerTable(replace(info, name=name, units=info.units or units_that_ran.get(name, 0)) for name, info in rows)
 
 
 @check.checked(
