@@ -454,7 +454,8 @@ def test_diagnose_prints_json_of_a_stable_layout(rnnlens, folder, module):
     np.savez(folder / "held_out.npz", x=x, y=x[:, -1])
     result = rnnlens("diagnose", f"{module(DIAGNOSED)}:make", "held_out.npz", "--json")
     document = json.loads(result.out)
-    assert set(document) == {"schema", "sentences", "findings", "measures", "notes", "provenance"}
+    keys = {"schema", "sentences", "findings", "measures", "how_far_back", "why_they_differ", "notes", "provenance"}
+    assert set(document) == keys
     assert document["schema"] == 1
     assert document["measures"]["model"]["memory"] == 1
     finding = document["findings"][0]
