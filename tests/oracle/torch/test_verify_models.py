@@ -71,6 +71,24 @@ def test_a_truncated_gradient_is_located_by_step_sample_and_lag():
     assert verification.lag == 1
 
 
+class Windows(nn.Module):
+    """A layer that runs the first four steps and the later ones apart, without a gradient between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(3, 4, batch_first=True)
+
+    def forward(self, x):
+        first, state = self.rnn(x[:, :4])
+        return torch.cat([first, self.rnn(x[:, 4:], state.detach())[0]], 1)
+
+
+def test_lengths_that_a_model_does_not_take_are_left_out():
+    verdict = rl.verify(Windows(), example(), chunk=4)
+    assert verdict.lengths == (5, 6)
+    assert verdict.cause == "the gradient of the last step is truncated before step 4"
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["cell", "layer", "complex layer", "model"])
 def test_a_right_one_is_not_accused(kind, dtype):
