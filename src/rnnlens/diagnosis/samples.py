@@ -16,7 +16,7 @@ from ..autodiff.tensors import dtype_name
 from ..errors import InputError, RnnlensError, UnsupportedError, shape_of, short_repr
 from ..layout import Layout, canonical_order
 from ..results.schema import to_host
-from ..typing import Array
+from ..typing import Array, named_constants
 from ..verbs.axes import DATA, InputCoordinates, ModelAxes, axes_to_write, sample_axes_to_type
 from ..verbs.batches import layouts_of_inputs
 from ..verbs.names import Catalogue
@@ -66,6 +66,14 @@ class Orientation:
             try:
                 layouts = layouts_of_inputs(self.axes, Batch(x), x)
             except InputError as error:
+                listed = [name for name in named_constants(x) if "." in name]
+                if failure is not None and listed:
+                    raise InputError(
+                        "Some samples alone could not be run: what is no array is passed on whole.",
+                        got=f"a list or dict of {len(listed)} numbers or other constants among the inputs",
+                        expected="arrays for what belongs to the samples",
+                        hint="a list with an entry for each sample as a tensor or array, which is cut with the samples",
+                    ) from failure
                 raise failure or error from error
         if layouts is None or any(map(data.is_packed, leaves)):
             return None

@@ -282,7 +282,9 @@ def _indexed_name(text: str, kind: str, label_or_index: str, catalogue: Catalogu
     if label_or_index.isdigit() and (not names or int(label_or_index) < len(names)):
         label = names[int(label_or_index)] if names else label_or_index
         return TensorName(f"{kind}[{label}]", kind, index=int(label_or_index))  # type: ignore[arg-type]
-    raise LayerNotFoundError(f"This model has no {text}.", hint=did_you_mean(label_or_index, names))
+    raise LayerNotFoundError(
+        f"This model has no {text}.", hint=did_you_mean(text, [f"{kind}[{name}]" for name in names])
+    )
 
 
 def _weights_by_path(text: str, catalogue: Catalogue) -> list[TensorName]:

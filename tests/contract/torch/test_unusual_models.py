@@ -236,3 +236,30 @@ def test_a_model_named_like_its_layer():
 def test_a_function_for_one_weight_is_refused():
     with pytest.raises(rl.errors.InputError, match="one function for all weights"):
         rl.cells.register(Block, rl.cells.LSTM, weights={"kernel": lambda weights: weights["inner.weight"].T})
+
+
+class Packs(nn.Module):
+    """Layer that gets steps first, and packs them by a list or tensor of lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(F, H), nn.Linear(H, 2)
+
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+        return self.head(nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0])[0])
+
+
+def test_a_list_of_lengths_is_refused_where_samples_are_cut_and_the_hint_works():
+    model, x, y = Packs(), torch.randn(8, 4, F), torch.randn(8, 4, 2)
+    with pytest.raises(rl.errors.InputError, match="what is no array is passed on whole") as caught:
+        rl.diagnose(model, (x, [8, 5, 7, 3]), y, loss=MSE)
+    assert "as a tensor" in str(caught.value)
+    assert rl.diagnose(model, (x, torch.tensor([8, 5, 7, 3])), y, loss=MSE).findings
+
+
+def test_an_unknown_name_of_an_input_is_answered_by_one_that_can_be_typed():
+    model, x, y = Packs(), torch.randn(8, 4, F), torch.randn(8, 4, 2)
+    with pytest.raises(rl.errors.LayerNotFoundError, match=r"input\[0\]"):
+        rl.gradients(model, (x, [8, 5, 7, 3]), y, loss=MSE, wrt="input[x]")
+    assert rl.gradients(model, (x, [8, 5, 7, 3]), y, loss=MSE, wrt="input[0]").shape == (4, 8, F)
