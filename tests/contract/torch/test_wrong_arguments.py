@@ -233,7 +233,7 @@ def test_an_output_in_a_dict_is_asked_for_by_its_name():
     np.testing.assert_allclose(gradients, expected, rtol=1e-4, atol=1e-7)
     jacobian = rl.jacobian(model, X, of="output[classes]").sum("out_unit")
     np.testing.assert_allclose(jacobian, expected, rtol=1e-4, atol=1e-6)
-    with pytest.raises(LayerNotFoundError, match="did you mean 'classes'"):
+    with pytest.raises(LayerNotFoundError, match=r"did you mean 'output\[classes\]'"):
         rl.jacobian(model, X, of="output[class]")
 
 
