@@ -48,7 +48,7 @@ def model():
 
 WRONG_CALLS = {
     "a data set": (lambda m: rl.trace(m, DataLoader(TensorDataset(torch.tensor(X)))), InputError, "is a data set"),
-    "a generator": (lambda m: rl.trace(m, iter([X])), InputError, "one batch from it"),
+    "a generator": (lambda m: rl.trace(m, iter([X])), InputError, "x, y = next(iter(data_set))"),
     "all of a generator": (lambda m: rl.jacobian(m, iter([X])), InputError, 'across="mean"'),
     "single samples": (lambda m: rl.gradients(m, TensorDataset(torch.tensor(X))), InputError, "DataLoader(dataset"),
     "a class of loss": (lambda m: rl.trace(m, X, Y, loss=nn.MSELoss), InputError, "try:      loss=MSELoss()"),
