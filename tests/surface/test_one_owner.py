@@ -8,6 +8,7 @@ import torch
 from own_files import PACKAGE, package_path
 
 import rnnlens
+from rnnlens.adapters.protocol import Adapter
 
 SOURCE = Path(rnnlens.__file__).parent
 PACKAGES = ("verbs", "diagnosis", "measures", "plot", "results", "reporting", "cli")
@@ -67,3 +68,10 @@ def test_no_file_is_found_by_the_name_of_a_folder():
     assert package_path(f"{PACKAGE}verbs/trace.py") == "verbs/trace.py"
     assert package_path(torch.__file__) is package_path(__file__) is None
     assert name.search(f'if "/{rnnlens.__name__}/" in file')
+
+
+def test_an_adapter_has_fifteen_methods():
+    """What is asked of one verb alone, and needs no run, is a fact of the model."""
+    methods = {name for owner in Adapter.__mro__[:-1] for name, value in vars(owner).items() if callable(value)}
+    public = sorted(name for name in methods if not name.startswith("_"))
+    assert len(public) == 15, public

@@ -14,6 +14,7 @@ import xarray as xr
 
 import rnnlens as rl
 from rnnlens.adapters.protocol import Batch
+from rnnlens.adapters.registry import adapter_for
 from rnnlens.errors import LayerNotFoundError, ModelError
 from rnnlens.layout import Layout
 from rnnlens.testing import check_adapter
@@ -207,6 +208,13 @@ def test_what_it_has_not_is_refused_by_name(model, data):
         rl.trace(model, *data, layers=["lstm"])
     with pytest.raises(LayerNotFoundError, match="no state named 'cell'"):
         rl.gradients(model, *data, wrt="rnn.cell")
+
+
+def test_an_optimizer_that_nobody_reads_is_refused_by_name(model, data):
+    facts = adapter_for(model).facts(model)
+    assert facts.optimizer_step(None, {}) is None
+    with pytest.raises(rl.errors.UnsupportedError, match=r"Optimizers .* are not read[\s\S]*tiny[\s\S]*optimizer= out"):
+        facts.optimizer_step("adam", {})
 
 
 def test_the_model_is_left_as_found(model, data):

@@ -28,7 +28,7 @@ def update_findings(experiment: Experiment, gradients: Mapping[str, Array | None
     if gradients is None:
         return None
     try:
-        changes = experiment.adapter.optimizer_step(experiment.model, experiment.optimizer, gradients)
+        changes = experiment.adapter.facts(experiment.model).optimizer_step(experiment.optimizer, gradients)
     except UnsupportedError:
         if experiment.optimizer is not None:
             raise

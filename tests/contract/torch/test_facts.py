@@ -47,6 +47,17 @@ def test_what_a_module_happens_to_carry_is_the_users_own(model):
     assert adapter.facts(model).reduction(None) is None
 
 
+def test_an_optimizer_steps_a_copy_of_the_weights(model):
+    optimizer = torch.optim.SGD(model.heads.parameters(), lr=0.5)
+    before = model.heads[0].weight.detach().numpy().copy()
+    gradients = {"heads.0.weight": before + 1, "heads.0.bias": None}
+    changes = adapter.facts(model).optimizer_step(optimizer, gradients)
+    assert (changes["heads.0.weight"].after == before - 0.5 * (before + 1)).all()
+    assert changes["table.weight"].after is None
+    assert (model.heads[0].weight.detach().numpy() == before).all()
+    assert adapter.facts(model).optimizer_step(None, gradients) is None
+
+
 def test_only_the_table_is_offered_where_ids_cannot_be_differentiated(model):
     ids = torch.arange(10).reshape(2, 5) % 7
     with pytest.raises(rl.errors.InputError) as error:

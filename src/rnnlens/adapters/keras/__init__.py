@@ -18,7 +18,6 @@ from . import discover, losses, variants
 from .dialect import dialect, dialect_of
 from .model_facts import KerasFacts
 from .model_run import run as run_model
-from .optimizer_step import optimizer_step
 from .pullback import differentiate
 from .weights import layer_weights
 
@@ -46,7 +45,6 @@ class KerasAdapter(Adapter):
     loss_of = staticmethod(losses.loss_of)
     perturbed_port = staticmethod(variants.perturbed_port)
     reinitialised = staticmethod(variants.reinitialised)
-    optimizer_step = staticmethod(optimizer_step)
 
     def load_weights(self, model: Any, path: Path, *, unsafe: bool = False) -> None:
         """Load a Keras weights file, which contains no code, or raise FileError; ``unsafe`` is ignored."""

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from ...typing import Array
-from ..protocol import ChainLink, ModelFacts, Port, Role, Submodule, WeightLocation
+from ..protocol import ChainLink, ModelFacts, Port, Role, Submodule, WeightChange, WeightLocation
 from ..shared import Pull
 from . import losses, variants
 from .dialect import Dialect, dialect_of
 from .discover import locate_layers
 from .function_model import argument_names
 from .inputs import output_names
+from .optimizer_step import optimizer_step
 from .reference_run import weight_location
 
 _RELUS = ("relu", "relu6")
@@ -148,6 +149,10 @@ class KerasFacts(ModelFacts):
     def mixes_samples(self, *, training: bool) -> str | None:
         """Return the name of a layer that uses batch statistics."""
         return losses.mixes_samples(self.model, training)
+
+    def optimizer_step(self, optimizer: Any, gradients: Mapping[str, Array | None]) -> Mapping[str, WeightChange] | None:
+        """Step a copy of the optimizer, by default the compiled one, on copies of the weights."""
+        return optimizer_step(self.model, optimizer, gradients)
 
 
 def _roles(layer: Any) -> frozenset[Role]:

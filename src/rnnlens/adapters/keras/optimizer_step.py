@@ -18,7 +18,7 @@ from .reference_run import names_of
 def optimizer_step(
     model: Any, optimizer: Any, gradients: Mapping[str, Array | None]
 ) -> Mapping[str, WeightChange] | None:
-    """Step a copy of the optimizer, by default the compiled one: see :meth:`.protocol.Adapter.optimizer_step`."""
+    """Step a copy of the optimizer, by default the compiled one: see :meth:`.protocol.ModelFacts.optimizer_step`."""
     optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
     if optimizer is None:
         return None

@@ -13,7 +13,7 @@ from ...layout import Layout, dims_of, input_dims
 from ...typing import Array
 from ...vocabulary import FEATURE, UNIT
 from .data import Batch, Port
-from .facts import LayerInfo, LayerWeights, ModelFacts, WeightChange
+from .facts import LayerInfo, LayerWeights, ModelFacts
 from .run import Outputs, Run, Taps
 
 
@@ -156,23 +156,6 @@ class Adapter(AxisConvention, ABC):
         The pattern is random and fixed. The context yields False if the port cannot be perturbed.
         """
         return nullcontext(False)
-
-    def optimizer_step(
-        self, model: Any, optimizer: Any, gradients: Mapping[str, Array | None]
-    ) -> Mapping[str, WeightChange] | None:
-        """Step a copy of an optimizer by ``gradients``; return the trained weights by the framework's names.
-
-        The names are those of ``ReferenceRun.weight_grads``. The model, its weights and the optimizer stay as they are.
-        None if ``optimizer`` is None and the model has none of its own.
-
-        Raises
-        ------
-        UnsupportedError
-            If the adapter knows no optimizers, or this one cannot take a step from gradients alone.
-        """
-        if optimizer is None:
-            return None
-        raise UnsupportedError("Optimizers of this framework are not read.", got=self.name, hint="leave optimizer= out")
 
     def reinitialised(self, model: Any, seed: int) -> Any:
         """Return a copy of the model with weights drawn anew.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from ...errors import UnsupportedError
 from ...recurrence.cells import Cell
 from ...typing import Array
 from .data import Batch, Port
@@ -167,6 +168,23 @@ class ModelFacts:
         Called before any experiment. None if an experiment has to find the reason.
         """
         return None
+
+    def optimizer_step(self, optimizer: Any, gradients: Mapping[str, Array | None]) -> Mapping[str, WeightChange] | None:
+        """Step a copy of an optimizer by ``gradients``; return the trained weights by the framework's names.
+
+        The names are those of ``ReferenceRun.weight_grads``. The model, its weights and the optimizer stay as they are.
+        None if ``optimizer`` is None and the model has none of its own.
+
+        Raises
+        ------
+        UnsupportedError
+            If the adapter knows no optimizers, or this one cannot take a step from gradients alone.
+        """
+        if optimizer is None:
+            return None
+        hint = "leave optimizer= out"
+        got = self.provenance["framework"]
+        raise UnsupportedError("Optimizers of this framework are not read.", got=got, hint=hint)
 
 
 @dataclass

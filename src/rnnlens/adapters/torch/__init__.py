@@ -32,6 +32,7 @@ from ..protocol import (
     Run,
     Submodule,
     Taps,
+    WeightChange,
     WeightLocation,
 )
 from ..shared import hook_in_this_thread
@@ -170,6 +171,10 @@ class TorchFacts(ModelFacts):
         """Return the name of a layer that uses batch statistics; ``"?"`` if the user's own forward may mix samples."""
         return losses.mixes_samples(self.model, training)
 
+    def optimizer_step(self, optimizer: Any, gradients: Mapping[str, Array | None]) -> Mapping[str, WeightChange] | None:
+        """Step a copy of the optimizer on copies of its weights."""
+        return optimizer_step(self.model, optimizer, gradients)
+
 
 def run(model: nn.Module, batch: Batch, taps: Taps) -> Run:
     """Run a model once: see :meth:`rnnlens.adapters.protocol.Adapter.run`."""
@@ -260,7 +265,6 @@ class TorchAdapter(Adapter):
     loss_of = staticmethod(losses.loss_of)
     perturbed_port = staticmethod(perturbed_port)
     reinitialised = staticmethod(reinitialised)
-    optimizer_step = staticmethod(optimizer_step)
     load_weights = staticmethod(torch_weights.load_weights)
 
     def weights(self, model: nn.Module) -> Mapping[str, LayerWeights]:

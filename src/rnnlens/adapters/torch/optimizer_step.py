@@ -19,7 +19,7 @@ from .losses import host_array
 def optimizer_step(
     model: nn.Module, optimizer: Any, gradients: Mapping[str, Array | None]
 ) -> Mapping[str, WeightChange] | None:
-    """Step a copy of the optimizer on copies of its weights: see :meth:`.protocol.Adapter.optimizer_step`."""
+    """Step a copy of the optimizer on copies of its weights: see :meth:`.protocol.ModelFacts.optimizer_step`."""
     if optimizer is None:
         return None
     if not isinstance(optimizer, torch.optim.Optimizer):
