@@ -150,7 +150,9 @@ class KerasFacts(ModelFacts):
         """Return the name of a layer that uses batch statistics."""
         return losses.mixes_samples(self.model, training)
 
-    def optimizer_step(self, optimizer: Any, gradients: Mapping[str, Array | None]) -> Mapping[str, WeightChange] | None:
+    def optimizer_step(
+        self, optimizer: Any, gradients: Mapping[str, Array | None]
+    ) -> Mapping[str, WeightChange] | None:
         """Step a copy of the optimizer, by default the compiled one, on copies of the weights."""
         return optimizer_step(self.model, optimizer, gradients)
 

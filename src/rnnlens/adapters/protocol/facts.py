@@ -169,7 +169,9 @@ class ModelFacts:
         """
         return None
 
-    def optimizer_step(self, optimizer: Any, gradients: Mapping[str, Array | None]) -> Mapping[str, WeightChange] | None:
+    def optimizer_step(
+        self, optimizer: Any, gradients: Mapping[str, Array | None]
+    ) -> Mapping[str, WeightChange] | None:
         """Step a copy of an optimizer by ``gradients``; return the trained weights by the framework's names.
 
         The names are those of ``ReferenceRun.weight_grads``. The model, its weights and the optimizer stay as they are.

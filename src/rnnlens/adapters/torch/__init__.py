@@ -171,7 +171,9 @@ class TorchFacts(ModelFacts):
         """Return the name of a layer that uses batch statistics; ``"?"`` if the user's own forward may mix samples."""
         return losses.mixes_samples(self.model, training)
 
-    def optimizer_step(self, optimizer: Any, gradients: Mapping[str, Array | None]) -> Mapping[str, WeightChange] | None:
+    def optimizer_step(
+        self, optimizer: Any, gradients: Mapping[str, Array | None]
+    ) -> Mapping[str, WeightChange] | None:
         """Step a copy of the optimizer on copies of its weights."""
         return optimizer_step(self.model, optimizer, gradients)
 
