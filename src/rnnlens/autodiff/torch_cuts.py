@@ -30,7 +30,7 @@ VALUELESS = frozenset(
 #: Frames of rnnlens end the search for the user's line; frames of frameworks are passed over.
 _OWN = str(Path(__file__).parents[1])
 _KERAS = tuple(str(Path(sysconfig.get_paths()["purelib"]) / name) for name in ("keras", "tf_keras"))
-_FRAMEWORKS = (str(Path(torch.__file__).parent), *_KERAS, "<")
+_FRAMEWORKS = (str(Path(torch.__file__).parent), *_KERAS, "<frozen ", "<string>", "<eval_with_key>")
 
 #: File, line and bytecode offset of a call in the user's code.
 UserCall = tuple[str, int, int]

@@ -15,6 +15,7 @@ import numpy as np
 from .. import data
 from ..adapters.protocol import Adapter, Batch, Taps
 from ..errors import RnnlensError
+from ..recurrence.replay import Replay
 from ..results.diagnosis import Finding
 from ..results.schema import to_host
 from ..typing import Array
@@ -30,8 +31,8 @@ from .updates import update_findings
 MODEL = "model"
 #: Root mean square of float inputs outside of which they are badly scaled.
 SMALLEST, LARGEST = 1e-3, 30.0
-#: Share of saturated gate values from which on badly scaled inputs are the reason.
-SATURATED = 0.5
+#: Distance of a gate value from 0 or 1, and of the size of a state from 1, below which it is saturated.
+EDGE = 0.02
 #: Largest deviation of any class probability from 1 / classes, for a uniform output.
 UNIFORM = 0.02
 #: Squared correlation of a feature with the target from which on it is the target itself.
@@ -222,27 +223,41 @@ def _frozen(experiment: Experiment) -> list[Finding]:
 
 
 def _state_carried(experiment: Experiment) -> list[Finding]:
-    """Find layers that start from different states in different samples, also after the samples are exchanged."""
+    """Find layers that start from states that are stored: not alike, not drawn, and not computed from the samples."""
+    starts_by_call = [[to_host(state) for state in call.initial_state] for call, _ in experiment.replays]
+    if not any(_differ(starts) for starts in starts_by_call):
+        return []
+    in_place = np.arange(len(starts_by_call[0][0]))
+    exchanged = experiment.capture_of(np.roll(in_place, 1)).calls
+    # A random state is the same in runs of one seed.
+    redrawn = experiment.capture_of(in_place, seed=experiment.seed + 1).calls
     for i, (call, _) in enumerate(experiment.replays):
-        starts = [to_host(state) for state in call.initial_state]
-        if not any(start.std(axis=0).max() > 0 for start in starts):
+        starts = starts_by_call[i]
+        if not _differ(starts):
             continue
-        other = experiment.capture_of(np.roll(np.arange(len(starts[0])), 1))
-        same = all(np.array_equal(to_host(a), b) for a, b in zip(other.calls[i].initial_state, starts, strict=True))
-        if same:
+        if all(
+            np.array_equal(to_host(state), start)
+            for other in (exchanged[i], redrawn[i])
+            for state, start in zip(other.initial_state, starts, strict=True)
+        ):
             return [
                 Finding(
                     "STATE_CARRIED",
                     "caution",
                     call.layer,
-                    "It starts from a state that an earlier batch left: it differs between samples, and stays the same "
-                    "if the samples change places.",
+                    "It starts from a stored state, as an earlier batch leaves it: it differs between samples, and "
+                    "stays the same if the samples change places.",
                     {"largest": float(max(np.abs(start).max() for start in starts))},
-                    "initial states differ between samples, and do not depend on the input",
+                    "initial states differ between samples, and depend neither on the input nor on random numbers",
                     "reset the state where sequences begin: reset_states(), or h = None.",
                 )
             ]
     return []
+
+
+def _differ(states: Sequence[Array]) -> bool:
+    """Return whether states (sample, unit) differ between samples."""
+    return any(bool((state != state[:1]).any()) for state in states)
 
 
 def _first_step_of_backward_half(experiment: Experiment, layers: Sequence[LayerFacts]) -> list[Finding] | None:
@@ -279,28 +294,43 @@ def _leak(experiment: Experiment) -> list[Finding] | None:
         return None
     rows = np.arange(len(leaf))
     last = leaf[rows, experiment.examined_lengths - 1].reshape(len(leaf), -1).astype(np.float64)
-    values = target.values
+    values, meanings = target.values, [f"number {i} of the target" for i in range(target.values.shape[1])]
     if target.task == "classes":
         values = np.concatenate([values, values @ np.arange(values.shape[1])[:, None]], axis=1)
-    centred_x, centred_y = last - last.mean(axis=0), values - values.mean(axis=0)
-    scale = np.linalg.norm(centred_x, axis=0)[:, None] * np.linalg.norm(centred_y, axis=0)[None, :]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        correlation = np.nan_to_num((centred_x.T @ centred_y / scale) ** 2)
+        meanings = [f"whether the class is {i}" for i in range(len(meanings))]
+    meanings += ["the target itself"] if len(meanings) < values.shape[1] else []
+    meanings = ["the target itself"] if len(meanings) == 1 else meanings
+    correlation = _squared_correlations(last, values)
     if correlation.size == 0 or correlation.max() < SAME or len(leaf) < _ROWS:
         return []
-    feature = int(correlation.max(axis=1).argmax())
+    # The number of the class stands last, and says more than one class.
+    column = int(np.flatnonzero(correlation.max(axis=0) >= SAME)[-1])
+    feature = int(correlation[:, column].argmax())
+    r_squared = float(correlation[feature, column])
     return [
         Finding(
             "LEAK",
             "caution",
             MODEL,
-            f"Feature {feature} of the input at the examined step is the target itself, up to scale (squared "
-            f"correlation {correlation.max():.5f}).",
-            {"feature": feature, "r_squared": float(correlation.max())},
+            f"Feature {feature} of the input at the examined step is {meanings[column]}, up to scale and offset "
+            f"(squared correlation {r_squared:.5f}).",
+            {"feature": feature, "r_squared": r_squared},
             f"squared correlation of a feature with the target >= {SAME}",
             "leave the feature out, or shift it by one step, if it is not known when predictions are made.",
         )
     ]
+
+
+def _squared_correlations(x: Array, y: Array) -> Array:
+    """Return the squared correlation of each column of x with each of y; 0 for columns that do not vary."""
+    units = []
+    for values in (x, y):
+        centred = values - values.mean(axis=0)
+        norms = np.linalg.norm(centred, axis=0)
+        varies = (np.ptp(values, axis=0) > 0) & (norms > 0)
+        units.append(np.where(varies, centred / np.where(varies, norms, 1.0), 0.0))
+    squared: Array = (units[0].T @ units[1]) ** 2
+    return squared
 
 
 def _unrelated_target(experiment: Experiment) -> list[Finding] | None:
@@ -335,12 +365,8 @@ def _input_scale(experiment: Experiment) -> list[Finding] | None:
     size = float(np.sqrt(np.mean(np.square(leaf, dtype=np.float64))))
     if not np.isfinite(size) or SMALLEST <= size <= LARGEST or size == 0:
         return []
-    gates = [to_host(run.gates) for _, run in experiment.replays if run.gates is not None]
-    states = [to_host(run.states[0]) for _, run in experiment.replays]
-    saturated = max(
-        [float(np.mean((gate < 0.02) | (gate > 0.98))) for gate in gates]
-        or [float(np.mean(np.abs(state) > 0.98)) for state in states]
-        or [0.0]
+    saturated, of_what = max(
+        [_saturated_share(run) for _, run in experiment.replays], key=lambda pair: pair[0], default=(0.0, "")
     )
     return [
         Finding(
@@ -348,12 +374,24 @@ def _input_scale(experiment: Experiment) -> list[Finding] | None:
             "fault",
             MODEL,
             f"The inputs are badly scaled: their root mean square is {size:.3g}"
-            + (f", and {100 * saturated:.0f} % of the gate values are saturated." if size > 1 else "."),
+            + (f", and {100 * saturated:.0f} % of {of_what}." if size > 1 and of_what else "."),
             {"rms": size, "saturated": saturated},
             f"root mean square below {SMALLEST:g} or above {LARGEST:g}",
             "standardise each feature with the mean and standard deviation of the training data.",
         )
     ]
+
+
+def _saturated_share(run: Replay) -> tuple[float, str]:
+    """Return the share of gate values, or of states where there are no gates, that are saturated, and of what it is."""
+    shares = [i for i, gate in enumerate(run.cell.gates) if gate not in run.cell.proposals]
+    if run.gates is not None and shares:
+        gates = to_host(run.gates)[:, :, shares]
+        return float(np.mean((gates < EDGE) | (gates > 1 - EDGE))), "the gate values are saturated"
+    sizes = np.abs(to_host(run.states[0]))
+    if len(run.states) != 1 or sizes.max() > 1:
+        return 0.0, ""
+    return float(np.mean(sizes > 1 - EDGE)), "the values of the state are saturated"
 
 
 def _uniform_output(experiment: Experiment) -> list[Finding] | None:
@@ -371,10 +409,16 @@ def _uniform_output(experiment: Experiment) -> list[Finding] | None:
             "UNIFORM_OUTPUT",
             "unknown",
             MODEL,
-            f"Every class gets the probability 1 / {classes} in every sample, within {deviation:.1g}: the loss is "
-            f"{loss:.3f}, and that of guessing, ln {classes}, is {np.log(classes):.3f}.",
+            f"Every class gets the probability 1 / {classes} in every sample, within {_rounded_up(deviation)}: the "
+            f"loss is {loss:.3f}, and that of guessing, ln {classes}, is {np.log(classes):.3f}.",
             {"classes": classes, "deviation": deviation, "loss": loss},
             f"no probability differs from 1 / classes by more than {UNIFORM:g}",
             "check the learning rate and the gradients of the last layer.",
         )
     ]
+
+
+def _rounded_up(value: float) -> str:
+    """Return a positive number with one digit that is not below it."""
+    exponent = int(np.floor(np.log10(value))) if value > 0 else 0
+    return f"{np.ceil(value / 10.0**exponent) * 10.0**exponent:.1g}"

@@ -95,10 +95,10 @@ class Experiment:
         refuse_steps_first(self.samples.orientation.axes, Batch(self.first_inputs), sizes)
         return capture
 
-    def capture_of(self, rows: Array) -> Capture:
-        """Capture the forward pass on the first samples in another order, or on some of them."""
-        x = data.map_leaves(lambda leaf: leaf[rows], self.samples.x)
-        return self.adapter.run(self.model, Batch(self.in_model_order(x)), Taps.states(sequences=False)).capture
+    def capture_of(self, rows: Array, seed: int | None = None) -> Capture:
+        """Capture the forward pass on the first samples in another order, or on some of them, or with another seed."""
+        batch = Batch(self.in_model_order(data.map_leaves(lambda leaf: leaf[rows], self.samples.x)), seed=seed)
+        return self.adapter.run(self.model, batch, Taps.states(sequences=False)).capture
 
     @property
     def takes_logits(self) -> bool | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xarray as xr
 
-from ..measures.facts import constant_features, padding_share, static_share
+from ..measures.facts import DEAD, constant_features, padding_share, static_share
 from ..measures.intervention import USED
 from ..measures.residual import Missed
 from ..results.diagnosis import Finding
@@ -152,6 +152,13 @@ def _loss_text(memory: Memory) -> str:
     if lost_share < 0.005:
         return f"{replaced} changes the prediction, but loses none of the score.{needed_text}"
     return f"{replaced} loses {'all' if lost_share >= 0.995 else _percent(lost_share)} of the score.{needed_text}"
+
+
+def _older_text(memory: Memory) -> str:
+    """Return text on the change of the prediction by all steps but the last; "" if it was not measured."""
+    if not memory.context.size or memory.context[0] != 1:
+        return ""
+    return f": exchanging all earlier inputs changes it by {100 * memory.use[0]:.1f} % of its variance"
 
 
 def _count_text(value: float, steps: int) -> str:
@@ -476,7 +483,8 @@ def _unit_findings(layers: Sequence[LayerFacts]) -> Iterator[Finding]:
                 "DEAD_UNITS",
                 "fault",
                 layer.name,
-                f"{_half_prefix(layer)}{count} of {layer.dead.size} units are dead: their value does not vary.",
+                f"{_half_prefix(layer)}{count} of {layer.dead.size} units are dead: their "
+                f"values do not vary, or less than {DEAD:g} of the other units'.",
                 {"dead": count, "units": int(layer.dead.size), "which": np.flatnonzero(layer.dead).tolist()},
                 "spread over samples and steps <= 1e-4 of the median unit's",
                 "with relu a lower learning rate, a leaky activation or another initialisation; else fewer units.",
@@ -489,7 +497,10 @@ def _data_findings(x: Array, mask: Array | None) -> Iterator[Finding]:
             "PADDING_DOMINATES",
             "caution",
             MODEL,
-            f"{_percent(padded_share)} of the steps are padding.",
+            f"{_percent(padded_share)} of the steps "
+            + (
+                "are masked." if mask is not None else "repeat their neighbour at one end of a sample, as padding does."
+            ),
             {"padding": padded_share},
             f"> {_percent(PADDED)} masked, or identical steps at one end",
             "mask the padding, or batch samples of similar length.",
@@ -538,7 +549,7 @@ def _memory_findings(memory: Memory, attributed_steps: int | None) -> Iterator[F
             "LAST_STEP_ONLY",
             "fact",
             MODEL,
-            "The prediction depends on the input of the last step only.",
+            f"The prediction depends on the input of the last step only{_older_text(memory)}.",
             {"memory": 1},
             "n = 1 with skill",
             "nothing, if the task needs no more; only a missed dependency would be a fault.",

@@ -61,7 +61,7 @@ def _initial_norm(weight: Array) -> float:
 
 def _too_small(ratio: float, evidence: dict[str, Any]) -> Finding:
     count = len(evidence["by_weight"])
-    steps = f", so at least {1 / ratio:.0e} steps are needed to change it by its own size" if ratio else ""
+    steps = f", so about {1 / ratio:.0e} such steps in one direction change it by its own size" if ratio else ""
     factor = f"about {USUAL_UPDATE / ratio:.0e} times as large" if ratio else "above 0 (check its schedule)"
     return Finding(
         "UPDATES_TOO_SMALL",

@@ -117,6 +117,7 @@ def cuts(step: Callable[[], Any], model: nn.Module) -> TrainingCuts:
     Examples
     --------
     >>> import torch
+    >>> import rnnlens as rl
     >>> cell, head, x = torch.nn.GRUCell(2, 4), torch.nn.Linear(4, 1), torch.randn(8, 6, 2)
     >>> def training_step():
     ...     h = torch.zeros(8, 4)

@@ -214,7 +214,9 @@ def half_dead():
 def test_a_finding_about_one_half_says_which(half_dead):
     (finding,) = [finding for finding in half_dead.findings if finding.code == "DEAD_UNITS"]
     assert finding.layer == "lstm"
-    assert finding.sentence == "Backward half: 3 of 3 units are dead: their value does not vary."
+    assert finding.sentence == (
+        "Backward half: 3 of 3 units are dead: their values do not vary, or less than 0.0001 of the other units'."
+    )
 
 
 def test_measures_of_both_halves_have_their_labels(half_dead, tmp_path):
