@@ -222,7 +222,7 @@ SUITES_OF = {
     "src/rnnlens/plot": ("unit", "docs"),
     "src/rnnlens/reporting": ("report",),
     "src/rnnlens/results/disk": ("unit", "files", "dask"),
-    "src/rnnlens/tracking": ("torch", "keras-torch", "tools", "files"),
+    "src/rnnlens/tracking": ("unit", "torch", "keras-torch", "tools", "files"),
     "src/rnnlens/tracking/jax": ("jax",),
     "src/rnnlens/verbs/chunked": ("dask",),
     "src/rnnlens/measures": ("core", "torch", "docs"),

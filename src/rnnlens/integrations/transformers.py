@@ -101,7 +101,7 @@ except ImportError as error:
 __all__ = ["Watch"]
 
 
-class Watch(TransformersEvents, TrainerCallback):
+class Watch(TransformersEvents, TrainerCallback):  # type: ignore[misc]
     """A ``Trainer`` callback that records gradients and states during training, on a probe or the training batches.
 
     Gradients are captured before and after the Trainer clips them (``on_pre_optimizer_step``). The Trainer does not

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rnnlens.cli import main
+
 SOURCE = Path(__file__).resolve().parents[3] / "src"
 #: The program of the installed command.
 PROGRAM = "import sys; from rnnlens.cli import main; sys.exit(main())"
@@ -45,6 +47,24 @@ def command(folder):
         )
 
     return run
+
+
+@pytest.fixture
+def in_process(folder, capsys, monkeypatch):
+    """Provide a function that runs ``rnnlens ...`` in this process and returns its exit code and output."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as exit_info:
+            main([str(argument) for argument in arguments])
+        output = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, exit_info.value.code, output.out, output.err)
+
+    yield run
+    sys.modules.pop("own", None)
 
 
 @pytest.fixture

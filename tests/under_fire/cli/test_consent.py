@@ -22,6 +22,7 @@ def imported_decoys(folder):
     return sorted(path.name for path in folder.glob("ran-*"))
 
 
+@pytest.mark.full
 def test_a_model_file_runs_nothing_of_the_current_folder(command, decoys):
     completed = command("layers", "model.keras")
     assert imported_decoys(decoys) == []
@@ -41,6 +42,7 @@ def test_a_factory_of_the_current_folder_is_found_after_what_is_installed(comman
     assert (completed.returncode, imported_decoys(decoys)) == (0, []), completed.stderr
 
 
+@pytest.mark.full
 def test_what_the_user_imports_by_name_is_run(command, decoys):
     (decoys / "custom.py").write_text("open('ran-custom', 'w').close()")
     assert command("layers", "model.keras", "--import", "custom").returncode == 2

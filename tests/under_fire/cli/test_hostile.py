@@ -51,11 +51,11 @@ def test_a_zip_bomb_is_refused_before_it_is_unpacked(bomb):
     assert lines[1].endswith("that would become 300 MiB")
 
 
-def test_as_a_model_or_as_weights_too(command, bomb, folder):
+def test_as_a_model_or_as_weights_too(in_process, bomb, folder):
     (folder / "own.py").write_text(TORCH)
     for arguments in (("bomb.keras",), ("own:make", "--weights", "bomb.keras")):
         bomb.rename(folder / "bomb.keras") if bomb.exists() else None
-        completed = command("layers", *arguments)
+        completed = in_process("layers", *arguments)
         assert (completed.returncode, completed.stderr.splitlines()[0]) == (
             2,
             "This file unpacks to far more than it holds.",
@@ -130,20 +130,20 @@ def test_a_seed_that_no_generator_takes(arguments, seed):
     )
 
 
-def test_targets_of_the_wrong_shape(command, folder):
+def test_targets_of_the_wrong_shape(in_process, folder):
     (folder / "own.py").write_text(TORCH)
     x = np.zeros((5, 4, 2))
     for y in (np.zeros((5, 7)), np.array([["a"]] * 5)):
         np.savez(folder / "data.npz", x=x, y=y)
-        completed = command("trace", "own:make", "data.npz", "--loss", "mse")
+        completed = in_process("trace", "own:make", "data.npz", "--loss", "mse")
         assert completed.returncode == 2
         assert "Traceback" not in completed.stderr
         assert len([line for line in completed.stderr.splitlines() if not line.startswith(("  ", "warning"))]) == 1
 
 
-def test_the_demo_fails_before_training(command, folder):
+def test_the_demo_fails_before_training(in_process, folder):
     (folder / "file").write_text("in the way")
-    completed = command("demo", "-o", "file")
+    completed = in_process("demo", "-o", "file")
     assert (completed.returncode, completed.stderr.splitlines()[0]) == (2, "Figures cannot be written there.")
     for path in ("file/below", "n" * 300, "/proc/figures"):
         with pytest.raises(FileError, match="Figures cannot be written there"):
@@ -151,9 +151,9 @@ def test_the_demo_fails_before_training(command, folder):
     assert (folder / "file").read_text() == "in the way"
 
 
-def test_an_error_nobody_foresaw_is_one_line_and_code_1(command, folder):
+def test_an_error_nobody_foresaw_is_one_line_and_code_1(in_process, folder):
     (folder / "own.py").write_text("def make():\n    raise KeyError('my own')\n")
-    completed = command("layers", "own:make")
+    completed = in_process("layers", "own:make")
     assert (completed.returncode, completed.stdout) == (1, "")
     assert completed.stderr.splitlines() == [
         "An unexpected error.",
@@ -161,18 +161,18 @@ def test_an_error_nobody_foresaw_is_one_line_and_code_1(command, folder):
         "  try:      --debug shows where",
     ]
     for arguments in (("--debug", "layers", "own:make"), ("layers", "own:make", "--debug")):
-        completed = command(*arguments)
+        completed = in_process(*arguments)
         assert completed.returncode == 1
         assert "Traceback" in completed.stderr
         assert 'own.py", line 2, in make' in completed.stderr
 
 
-def test_the_codes_are_said_where_users_look(command):
-    help_text = " ".join(command("--help").stdout.split())
+def test_the_codes_are_said_where_users_look(in_process):
+    help_text = " ".join(in_process("--help").stdout.split())
     for phrase in ("0 success", "1 an unexpected error", "2 wrong arguments", "130 interrupted", "--debug"):
         assert phrase in help_text
-    assert command("no-such-command").returncode == 2
-    assert command("--version").returncode == 0
+    assert in_process("no-such-command").returncode == 2
+    assert in_process("--version").returncode == 0
 
 
 def test_a_file_of_hdf5_with_short_names_of_losses(folder):

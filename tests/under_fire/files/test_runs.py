@@ -234,12 +234,12 @@ def test_hostile_runs_are_refused_at_once(run, harm):
 def test_memory_holds_for_every_view(run):
     with pytest.raises(TooLargeError, match="memory="):
         rl.open(run, memory="1 KiB")
-    small = rl.open(run, memory="20 KiB")
+    small = rl.open(run, memory="10 KiB")
     from rnnlens.results.training_run import TrainingRun
 
     assert isinstance(small.batch, TrainingRun)
     store = Store(run)
-    for step in range(COUNT, 6 * COUNT):
+    for step in range(COUNT, 2 * COUNT):
         store.write(record(step))
     with pytest.raises(TooLargeError):
         small.refresh()

@@ -45,7 +45,7 @@ def kill_writer_after(seconds, path, finished_file):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.full)])
 def test_sigkill_leaves_every_complete_record(tmp_path, kills):
     """A run whose writer is killed and resumed several times has every complete record with its values."""
     random = np.random.default_rng(kills)

@@ -175,7 +175,7 @@ def test_long_profiles_are_averaged_over_equal_stretches(tmp_path):
     np.testing.assert_array_equal(averaged.time, [0.5, 2.5, 4.5, 6.5])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_thousand_records_of_two_large_layers_are_below_a_megabyte(tmp_path):
     """1,000 records of two layers (256 units, 200 steps) take less than 1 MB, extrapolated from 96 to save time."""
     random, count = np.random.default_rng(0), 96
