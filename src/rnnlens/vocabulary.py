@@ -18,6 +18,8 @@ STATE = "state"
 UNIT = "unit"
 UNIT_IN = "unit_in"
 CHANNEL = "channel"
+#: Axis of a state that has units at each position of a sequence, as in a loop over depth.
+POSITION = "position"
 #: Names of the spatial axes of an input or a state with channels, by their number.
 SPACE: dict[int, tuple[str, ...]] = {1: ("width",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 #: Axes of gradients by lag: pairs of a sample and an output step, and steps back from that output.

@@ -28,7 +28,7 @@ class Lyapunov:
     exponents : (exponent,), descending
         Mean growth rate per step.
     stderr : (exponent,)
-        Standard error: the larger of those over samples and over five blocks of time.
+        Standard error: the larger of those over samples and over (at most) five blocks of time.
     kaplan_yorke
         Dimension of the attractor.
     """
@@ -54,7 +54,7 @@ def lyapunov_spectrum(run: Replay, *, count: int | None = None, burn_in: float =
     ----------
     Benettin et al. 1980, doi:10.1007/BF02128236; for recurrent networks Vogt et al. 2022, arXiv:2006.14123, alg. 1.
     """
-    samples, time = run.input.shape[:2]
+    time = run.input.shape[1]
     size = sum(int(s.shape[-1]) for s in run.states)
     count, skipped = size if count is None else min(count, size), round(burn_in * time)
     moduli = run.cell.linear_system(run).moduli()
@@ -64,11 +64,16 @@ def lyapunov_spectrum(run: Replay, *, count: int | None = None, burn_in: float =
         else _growth_from_moduli(run, moduli, count, skipped)
     )
     exponents = growth.mean(axis=(0, 1))
-    blocks = np.stack([block.mean(axis=(0, 1)) for block in np.array_split(growth, 5)])
-    over_samples = growth.mean(axis=0).std(axis=0, ddof=1) / np.sqrt(samples) if samples > 1 else np.zeros(count)
-    stderr = np.maximum(over_samples, blocks.std(axis=0, ddof=1) / np.sqrt(len(blocks)))
+    # A loop over depth may have fewer steps than blocks.
+    blocks = np.stack([block.mean(axis=(0, 1)) for block in np.array_split(growth, min(5, len(growth)))])
+    stderr = np.maximum(_standard_error(growth.mean(axis=0)), _standard_error(blocks))
     order = np.argsort(-exponents)
     return Lyapunov(exponents[order], stderr[order], kaplan_yorke_dimension(exponents[order]))
+
+
+def _standard_error(values: Array) -> Array:
+    """Return the standard error of the mean over the first axis; zeros of one row alone."""
+    return values.std(axis=0, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.zeros(values.shape[1:])
 
 
 def _growth_by_qr(run: Replay, count: int, seed: int) -> Array:

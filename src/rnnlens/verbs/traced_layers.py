@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -148,7 +149,13 @@ def trace_call(
 ) -> TracedCall:
     """Replay a call and, with a loss, sweep back through it; add its weight gradients to ``sums``."""
     names = call.cell.state_names
-    arrays: Arrays = {"input": call.input, "mask": call.mask, "output": call.output, "output_grad": call.output_grad}
+    has_input = call.input is None or call.input.shape[-1] > 0  # a loop over depth may have none
+    arrays: Arrays = {
+        "input": call.input if has_input else None,
+        "mask": call.mask,
+        "output": call.output,
+        "output_grad": call.output_grad,
+    }
     if call.final_state_grad is not None:
         arrays |= _boundary_gradients("final", names, call.final_state_grad)
     if not selection.needs_replay:
@@ -169,7 +176,8 @@ def trace_call(
     if spend:
         arrays["gate_preactivation"] = None
     arrays |= {f"{name}_grad": grad for name, grad in zip(names, result.state_grads, strict=True)}
-    arrays |= {"gate_grad": result.gate_grad if call.cell.gates else None, "input_grad": result.input_grad}
+    input_grad = result.input_grad if has_input else None
+    arrays |= {"gate_grad": result.gate_grad if call.cell.gates else None, "input_grad": input_grad}
     arrays |= _boundary_gradients("initial", names, result.initial_state_grad)
     if selection.compares_weights:
         _add_weights(traced, call, run, result, sums)
@@ -333,7 +341,7 @@ def recurrent_datasets(
         layer.coords |= _lag_coordinates([traced_call.lag_gradients for traced_call in traced])
         if directions[0].reset is not None:
             layer.coords["reset"] = xr.Variable((SAMPLE, TIME), to_host(directions[0].reset), quantity_attrs("reset"))
-        _open_space(layer, getattr(directions[0].cell, "shapes", {}))
+        _open_space(layer, getattr(directions[0].cell, "shapes", {}), getattr(directions[0].cell, "state_axes", ()))
         datasets[name] = layer
     checks += [total.check() for total in sums.values()]
     return {name: datasets[name] for name in nodes}, checks
@@ -351,17 +359,22 @@ def _lag_coordinates(directions: Sequence[Mapping[str, Array]]) -> dict[Hashable
     return coordinates
 
 
-def _open_space(layer: LabelledLayer, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Open the flat axis of a convolutional cell's input and states into channels and axes of space, by variable."""
+def _open_space(layer: LabelledLayer, shapes: Mapping[str, tuple[int, ...]], names: Sequence[str]) -> None:
+    """Open the flat axis of input and states of several axes, by variable.
+
+    ``names``: of the states' axes; by default channels and axes of space, as of a convolutional cell.
+    """
     if not shapes:
         return
+    names = tuple(names) or (CHANNEL, *SPACE[len(shapes["hidden"]) - 1])
+    input_names = [FEATURE if name in (CHANNEL, UNIT) else name for name in names]
     for name, array in list(layer.variables.items()):
         stem = _STEM.sub("", name)
         shape = shapes.get(stem, shapes["hidden"] if stem in ("output", "state") else None)
-        if shape is not None:
-            axes = zip((CHANNEL, *SPACE[len(shape) - 1]), shape, shapes["hidden"], strict=True)
-            opened_axes = [axis if size == hidden_size else f"{stem}_{axis}" for axis, size, hidden_size in axes]
-            dims = (*array.dims[:-1], FEATURE if stem == "input" else opened_axes[0], *opened_axes[1:])
+        if shape is not None and math.prod(shape) == array.shape[-1]:
+            axes = zip(input_names if stem == "input" else names, shape, shapes["hidden"], strict=True)
+            opened_axes = (n if n == FEATURE or size == own else f"{stem}_{n}" for n, size, own in axes)
+            dims = (*array.dims[:-1], *opened_axes)
             del layer.variables[name]  # opened ones come last
             layer.variables[name] = xr.Variable(dims, array.values.reshape(*array.shape[:-1], *shape), array.attrs)
     layer.coords = {dim: labels for dim, labels in layer.coords.items() if dim not in (UNIT, FEATURE)}

@@ -23,13 +23,14 @@ from .discover import (
     named_modules,
     refuse_own_loops,
     refuse_scripts,
+    repeatable_modules,
     step_methods,
     unwrap,
 )
 from .forward_pass import ForwardPass, forward_pass, run_until_recorded
 from .fused import CallOwners, KernelInterceptor
 from .inputs import call_model, detach_tensors, map_leaves, replay_copy, returned_tensors, tensors_of
-from .loops import CellHook, KeptStateHook, MethodHook, StepListener, settle_roles
+from .loops import CellHook, KeptStateHook, MethodHook, RepeatedModuleHook, StepListener, settle_roles
 from .losses import evaluate, gradients_of, loss_errors, reaches
 from .public import ANY_SCAN, KEPT_STATES, LISTENER, SCANS, is_declared_cell
 from .record import (
@@ -198,8 +199,15 @@ def recording_hooks(
             stack.callback(attributes.update, before)
             stack.callback(attributes.pop, name)
 
-        cells = {}
-        for path, module in requested.cells:
+        names = None if requested.names is None else {name.partition("#")[0] for name in requested.names}
+        cells, repeated = {}, []
+        for path, module in repeatable_modules(model, names):
+            if id(module) in recorder.rules.roles:
+                repeated.append((path, module))
+            else:
+                watch = RepeatedModuleHook(recorder, module)
+                hook(_hookable_module(stack, model, module), watch.pre_forward, watch.post_forward)
+        for path, module in [*requested.cells, *repeated]:
             if module in KEPT_STATES:
                 name, attributes = KEPT_STATES[module]
                 replace_method(module, name, KeptStateHook(recorder, path, module, name, attributes).call)
@@ -208,13 +216,12 @@ def recording_hooks(
             hook(_hookable_module(stack, model, module), cell.pre_forward, cell.post_forward)
             if not isinstance(module, torch.jit.ScriptModule) and class_of(module) is None:
                 replace_method(module, "forward", partial(cell.run_forward, module.forward))
-        names = None if requested.names is None else {name.partition("#")[0] for name in requested.names}
         for path, module, name in step_methods(model, names):
             method = MethodHook(recorder, model, path, module, name, cells.get(id(module)))
             replace_method(module, name, method.run)
         stack.enter_context(replaced_scans(requested.modules, recorder.scans))
         stack.callback(SCANS.reset, SCANS.set(recorder.scans.declared_scan))
-        for path, module in requested.other_layers:
+        for path, module in (layer for layer in requested.other_layers if layer not in repeated):
             hooks = _OutputHook(recorder, path)
             hook(_hookable_module(stack, model, module), hooks.pre_forward, hooks.post_forward)
         stack.callback(LISTENER.reset, LISTENER.set(StepListener(recorder, model, requested.names)))

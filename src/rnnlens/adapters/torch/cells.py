@@ -21,6 +21,7 @@ from ...errors import cell_rerun_errors
 from ...recurrence.cells import Cell, StepCell, registered
 from ...recurrence.cells.registry import Registration
 from ...typing import Array
+from ...vocabulary import POSITION, UNIT
 from ..protocol import Port
 from ..shared.registered_cells import ComposedWeight, with_step_autodiff
 from .restore import borrowed_model
@@ -101,10 +102,19 @@ class TorchStepCell(StepCell):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes (channel, *space) of the input and each state of a convolutional cell; empty for any other cell."""
-        if len(self.form.input_shape) == 1:
-            return {}
-        return {"input": self.form.input_shape, **dict(zip(self.state_names, self.form.shapes, strict=True))}
+        """Shapes (channel, *space) or (position, unit) of input and states of several axes; empty for flat states."""
+        state_shapes = dict(zip(self.state_names, self.form.shapes, strict=True))
+        if len(self.form.input_shape) > 1:
+            return {"input": self.form.input_shape, **state_shapes}
+        return state_shapes if self.state_axes else {}
+
+    @property
+    def state_axes(self) -> tuple[str, ...]:
+        """(position, unit) if weights without axes of space act on the last of two axes of every state."""
+        shapes = [tuple(parameter.shape) for parameter in self.module.parameters()]
+        widths = {shape[-1] for shape in shapes if shape}
+        is_row_wise = all(len(shape) == 2 and shape[1] in widths for shape in self.form.shapes)
+        return (POSITION, UNIT) if is_row_wise and all(len(shape) < 3 for shape in shapes) else ()
 
     def advance(self, x: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute one step from inputs (n, feature) and states (n, size); return the output and the new states."""
@@ -178,7 +188,7 @@ class TorchStepCell(StepCell):
         return [s.to(self.dtype).reshape(-1, *shape) for s, shape in zip(state, self.form.shapes, strict=True)]
 
     def _call_module(self, x: Tensor, state: Sequence[Tensor]) -> list[Tensor]:
-        args, kwargs = self.form.call(x.reshape(-1, *self.form.input_shape), state)
+        args, kwargs = self.form.call(x.reshape(len(x), *self.form.input_shape), state)
         with torch.autocast(x.device.type, self.autocast) if self.autocast is not None else nullcontext():
             return self.form.results(tensor_leaves(self.module(*args, **kwargs)))
 

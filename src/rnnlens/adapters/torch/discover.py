@@ -146,6 +146,27 @@ def cell_candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, module) for path, module in modules if is_candidate(path, module)]
 
 
+def repeatable_modules(model: nn.Module, requested: Collection[str] | None) -> list[tuple[str, nn.Module]]:
+    """List modules with weights that are no candidates for cells, as path and module; of ``requested`` paths, or all.
+
+    Called on its own output, such a module proves to be the step of a loop over depth when the model runs. Modules
+    that contain recurrent layers are left out.
+    """
+    modules = named_modules(model)
+    known = {path for path, module in modules if is_declared_cell(module) or class_of(module) is not None}
+    known |= {path for path, *_ in sequence_modules(modules)}
+    candidates = {path for path, _ in cell_candidates(model)}
+
+    def is_repeatable(path: str, module: nn.Module) -> bool:
+        if path in candidates or isinstance(module, (*HOLDERS, torch.jit.ScriptModule)):
+            return False
+        if any(f"{other}.".startswith(f"{path}.") or path.startswith(f"{other}.") for other in known):
+            return False
+        return next(module.parameters(), None) is not None
+
+    return [(p, m) for p, m in modules[1:] if (requested is None or p in requested) and is_repeatable(p, m)]
+
+
 def step_methods(model: nn.Module, requested: Collection[str] | None) -> list[tuple[str, nn.Module, str]]:
     """List methods that may be steps of a recurrence, as path, module and name: they take two arguments or more.
 
@@ -218,6 +239,12 @@ def _rows(
         if is_declared_cell(module)
         or isinstance(module, nn.RNNCellBase)
         or ran_as_cell.get(module, any(is_state_name(name) for name in positional_names(module)[:2]))
+    )
+    candidates = dict(cell_candidates(model))
+    rows.extend(
+        _custom_row(path, module)
+        for path, module in named_modules(model)
+        if path not in candidates and class_of(module) is None and ran_as_cell.get(module)
     )
     for path, module, family in sequence_modules(named_modules(model)):
         axes = state_sizes(module, family)

@@ -57,12 +57,7 @@ class StateLink:
         """
         if len(user_states) != len(self.recorded_final):
             return None
-        same_tensors = zip(user_states, self.user_final, self._versions, self.recorded_final, strict=True)
-        # Compare values too: a write through ``.data`` does not change a tensor's version.
-        if all(
-            state is earlier and state._version == version and _all_equal(state, recorded)
-            for state, earlier, version, recorded in same_tensors
-        ):
+        if self.is_unchanged(user_states):
             return Continuation(self.final, None, self)
         moved_rows: Tensor | None = None
         for index in range(len(user_states)):
@@ -86,6 +81,20 @@ class StateLink:
             ),
             moved_rows,
             self,
+        )
+
+    def is_unchanged(self, user_states: States) -> bool:
+        """Return whether ``user_states`` are the tensors that this call returned, with their values and gradient path.
+
+        Without a path, which a call under ``torch.no_grad`` does not leave, they start a recurrence of their own.
+        """
+        if torch.is_grad_enabled() and not all(state.requires_grad for state in user_states):
+            return False
+        same_tensors = zip(user_states, self.user_final, self._versions, self.recorded_final, strict=False)
+        # Compare values too: a write through ``.data`` does not change a tensor's version.
+        return len(user_states) == len(self.user_final) and all(
+            state is earlier and state._version == version and _all_equal(state, recorded)
+            for state, earlier, version, recorded in same_tensors
         )
 
     def unchanged_samples(self, state: Tensor, index: int, rowwise: bool) -> Tensor | None:

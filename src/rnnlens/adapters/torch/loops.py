@@ -28,7 +28,7 @@ from .record import (
     refuse_transformed,
 )
 from .restore import borrowed_model
-from .roles import StepRoles, declared_roles, find_roles
+from .roles import StepRoles, declared_roles, fed_back_roles, find_roles
 
 #: Function from an input and state tensors to the arguments of the user's cell.
 Arguments = Callable[[Tensor, Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -155,7 +155,7 @@ class EnteredCall:
                     inputs.setdefault(id(leaf), []).append(i)
                 elif leaf.requires_grad:
                     raise _NotACellError(f"its input of shape {tuple(leaf.shape)} does not count samples first")
-        if not inputs:
+        if not inputs and self.roles is None:
             raise _NotACellError("it takes no input (sample, feature) beside its state")
         self._parts = [_Part(tuple(at), tuple(leaves[at[0]].shape[1:]), leaves[at[0]].dtype) for at in inputs.values()]
         used = {*positions, *(i for at in inputs.values() for i in at)}
@@ -171,7 +171,7 @@ class EnteredCall:
             if part.is_rounded
             for i in part.positions
         }
-        self._check(tensors[0])
+        self._check(tensors)
         self.x: Tensor = tensors[0] if self._is_plain else _side_by_side(tensors, self.user_initial)
         self.initial: list[Tensor] = []
         self.continuation: Continuation | None = None
@@ -181,11 +181,14 @@ class EnteredCall:
         """Whether the input is one floating tensor (sample, feature, ...)."""
         return len(self._parts) == 1 and not self._parts[0].is_rounded and bool(self._parts[0].shape)
 
-    def _check(self, x: Tensor) -> None:
+    def _check(self, inputs: Sequence[Tensor]) -> None:
         """Raise ``_NotACellError`` unless input and states are (sample, feature) or (sample, channel, *space)."""
+        x = (inputs or self.user_initial)[0]
         for state in self.user_initial:
             if not state.is_floating_point() or state.dim() < 2 or state.shape[0] != x.shape[0]:
                 raise _NotACellError("one of its state tensors is not floating, or not of shape (sample, ...)")
+        if not inputs:
+            return
         if self.roles is None and not self._is_plain and self.user_initial:
             raise _NotACellError("its input is not a floating tensor (sample, feature) or (sample, channel, *space)")
         if x.dim() > 5:
@@ -210,7 +213,7 @@ class EnteredCall:
 
         def rebuild(x: Tensor, state: Sequence[Tensor]) -> Any:
             tensors = dict(zip(state_positions, state, strict=True))
-            pieces = [x] if is_plain else x.split([math.prod(part.shape) for part in parts], 1)
+            pieces = [x] if is_plain else x.split([math.prod(part.shape) for part in parts], 1) if parts else ()
             for part, piece in zip(parts, pieces, strict=True):
                 if not is_plain:
                     piece = (piece.round() if part.is_rounded else piece).reshape(-1, *part.shape)
@@ -222,7 +225,9 @@ class EnteredCall:
 
 
 def _side_by_side(tensors: Sequence[Tensor], states: Sequence[Tensor]) -> Tensor:
-    """Return several inputs (sample, ...) as one floating tensor (sample, feature)."""
+    """Return several inputs (sample, ...) as one floating tensor (sample, feature); without inputs, of no features."""
+    if not tensors:
+        return states[0].detach().new_zeros(len(states[0]), 0)
     floats = [tensor.dtype for tensor in [*states, *tensors] if tensor.is_floating_point()]
     dtype = floats[0] if floats else torch.get_default_dtype()
     parts = [tensor.reshape(len(tensor), -1).to(dtype) for tensor in tensors]
@@ -246,7 +251,7 @@ def _grown(state: Any, template: Tensor, samples: int = 0) -> Any:
     An empty state is returned as zeros.
     """
     shape = (samples or len(template), *template.shape[1:])
-    if isinstance(state, Tensor) and state.shape == shape:
+    if isinstance(state, Tensor) and state.shape in (shape, template.shape):
         return state
     if _is_empty(state):
         return template.new_zeros(shape)
@@ -272,6 +277,7 @@ class CellHook:
         self.is_active = True
         self.entered_call: EnteredCall | None = None
         self._returned: list[Tensor] = []
+        self._previous_input: Any = None
         self._site: Any = None
         self._is_hooked = False
         self._constants: list[Any] | None = None
@@ -354,9 +360,12 @@ class CellHook:
         site, is_open = call_site(), self._roles is None and self.owner.key not in self.recorder.found_roles
         returned, is_same_line = self._returned, site == self._site
         self._returned, self._site = [], site
+        previous_input, self._previous_input = self._previous_input, default_input
         if not (is_open and returned):
             return
-        roles = find_roles((args, kwargs), returned, default_input, is_same_line=is_same_line)
+        roles = find_roles(
+            (args, kwargs), returned, default_input, is_same_line=is_same_line, previous_input=previous_input
+        )
         if roles is not None and (not self.is_active or not _is_assumed(roles, args, kwargs, default_input, returned)):
             self.recorder.found_roles[self.owner.key] = roles
 
@@ -489,6 +498,32 @@ class CellHook:
         self.recorder.recurrences = [
             recurrence for recurrence in self.recorder.recurrences if recurrence.owner is not self.owner
         ]
+
+
+class RepeatedModuleHook:
+    """Pair of hooks of a module that has not the arguments of a cell, which look for calls on what it returned.
+
+    Such a module is recorded as a cell in the next pass.
+    """
+
+    def __init__(self, recorder: CallRecorder, module: nn.Module) -> None:
+        self.recorder, self.key = recorder, id(module)
+        self._returned: list[Tensor] = []
+        self._input: Any = None
+
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look for the module's last results among the arguments of a call (forward pre-hook)."""
+        if self.recorder.paused or self.recorder.in_declared_step:
+            return
+        if self._returned and self.key not in self.recorder.found_roles:
+            roles = fed_back_roles((args, kwargs), self._returned, self._input)
+            if roles is not None:
+                self.recorder.found_roles[self.key] = roles
+        self._input = next(iter([*args, *kwargs.values()]), None)
+
+    def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Store the tensors that a call returned (forward hook)."""
+        self._returned = tensor_leaves(output)
 
 
 class KeptStateHook(CellHook):

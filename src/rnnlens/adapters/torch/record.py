@@ -286,7 +286,19 @@ class CallRecorder:
         )
         if continuation is not None:
             last_call.moved_rows = continuation.moved_rows
-        return continuation
+        return continuation or self._continue_earlier(owner, user_states)
+
+    def _continue_earlier(self, owner: CallOwner, user_states: Sequence[Tensor]) -> Continuation | None:
+        """Return how a call continues another recurrence of its owner than the last: it gets that one's states.
+
+        So go two loops in turn through one block, as those of two states in a model of nested loops.
+        """
+        for recurrence in reversed(self.recurrences):
+            link = recurrence.calls[-1].link
+            if recurrence.owner.key == owner.key and link.is_unchanged(tuple(user_states)):
+                self._last_recurrences[owner.key] = recurrence
+                return Continuation(link.final, None, link)
+        return None
 
     def add(self, owner: CallOwner, call: CallRecord, *, continues: bool) -> None:
         """Record one call of a recurrent layer. ``continues`` appends it to the last recurrence of its owner."""

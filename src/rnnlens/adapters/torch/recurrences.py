@@ -232,10 +232,19 @@ def _taps_by_step(recurrence: Recurrence) -> list[tuple[int, Tensor]]:
 
 
 def remove_nested_cells(recorder: CallRecorder, *, training: bool) -> None:
-    """Keep, among nested recurrences, those of declared cells, and the innermost ones that passed a state on."""
+    """Keep, among nested recurrences, those of declared cells, and the innermost ones that passed a state on.
+
+    A recurrence without an input, which is a loop over depth, gives way to one around it.
+    """
     loops = [recurrence for recurrence in recorder.recurrences if recurrence.owner.step_cell is not None]
     joined_names = {recurrence.owner.name for recurrence in loops if len(recurrence.calls) > 1}
-    cell_names = {name for name in joined_names if not any(other.startswith(f"{name}.") for other in joined_names)}
+    has_input = {r.owner.name for r in loops if r.owner.step_cell.form.input_shape != (0,)} & joined_names
+    cell_names = {
+        name
+        for name in joined_names
+        if not any(other.startswith(f"{name}.") for other in has_input)
+        and (name in has_input or not any(name.startswith(f"{other}.") for other in joined_names))
+    }
 
     def is_kept(recurrence: Recurrence) -> bool:
         return recurrence.owner.step_cell is None or recurrence.owner.is_declared or recurrence.owner.name in cell_names
@@ -243,6 +252,8 @@ def remove_nested_cells(recorder: CallRecorder, *, training: bool) -> None:
     if joined_names:
         modules = {recurrence.owner.name: recurrence.owner.step_cell.module for recurrence in loops}
         RAN_AS_CELL.update({module: name in joined_names for name, module in modules.items()})
+    removed_names = tuple(f"{recurrence.owner.name}: " for recurrence in loops if not is_kept(recurrence))
+    recorder.notes = [note for note in recorder.notes if not note.startswith(removed_names)]
     recorder.recurrences = [recurrence for recurrence in recorder.recurrences if is_kept(recurrence)]
     for recurrence in recorder.recurrences:
         if training and recurrence.owner.step_cell is not None:

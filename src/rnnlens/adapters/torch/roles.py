@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .lineage import upstream_nodes
+
 #: Number of autograd nodes that are searched behind an argument for a returned tensor.
 _SEARCHED_NODES = 2000
 
@@ -38,13 +40,14 @@ def find_roles(
     default_input: Any,
     *,
     is_same_line: bool,
+    previous_input: Any = None,
 ) -> StepRoles | None:
     """Return the roles of a call's arguments, from the tensors that the call before ``returned``.
 
     An argument is a state if it is a returned tensor, has the values of one, or is computed from one, the nearest in
     the autograd graph. What is fed back in the place of the input ``default_input`` is an input if the call has another
-    state; else it is a state if both calls were made from the same line. Return None if the call has no state, or
-    nothing else.
+    state; else it is a state if both calls were made from the same line. A call without other tensors has a state if it
+    is fed back as :func:`fed_back_roles` says. Return None if the call has no state.
     """
     leaves, spec = pytree.tree_flatten(call)
     floating = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
@@ -69,11 +72,49 @@ def find_roles(
         for i in fed_back:
             del states[i]
     others = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in states]
-    if not states or not others:
+    if not others:
+        return fed_back_roles(call, returned, previous_input)
+    if not states:
         return None
     arguments = tuple(sorted(states))
     templates = tuple(returned[states[i]].detach() for i in arguments)
     return StepRoles(spec, arguments, tuple(states[i] for i in arguments), templates, field_names(call, arguments))
+
+
+def fed_back_roles(call: Any, returned: Sequence[Tensor], previous_input: Any) -> StepRoles | None:
+    """Return the roles of a call in a loop over depth: its first tensor is its state, and the rest are no states.
+
+    That tensor is what the call before ``returned``, or its sum with what does not depend on that call's own argument
+    ``previous_input``, as a signal of the step or an injected input. Return None for any other call.
+    """
+    leaves, spec = pytree.tree_flatten(call)
+    position = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), None)
+    if position is None or torch._C._functorch.is_functorch_wrapped_tensor(leaves[position]):
+        return None
+    for j, tensor in enumerate(returned):
+        has_form = tensor.is_floating_point() and tensor.dim() > 1 and tensor.shape == leaves[position].shape
+        if has_form and (
+            _is_handed_on(leaves[position], tensor) or _is_sum_with(leaves[position], tensor, previous_input)
+        ):
+            return StepRoles(spec, (position,), (j,), (tensor.detach(),))
+    return None
+
+
+def _is_sum_with(argument: Tensor, returned: Tensor, previous_input: Any) -> bool:
+    """Return whether ``argument`` is ``returned`` plus tensors that do not depend on ``previous_input``."""
+    if returned.grad_fn is None or getattr(previous_input, "grad_fn", None) is None:
+        return False
+    terms, others = [argument.grad_fn], []
+    has_returned = False
+    while terms:
+        node = terms.pop()
+        if node is returned.grad_fn:
+            has_returned = True
+        elif node is not None and node.name() in ("AddBackward0", "CloneBackward0", "AliasBackward0"):
+            terms += [parent for parent, _ in node.next_functions]
+        else:
+            others.append(node)
+    return has_returned and previous_input.grad_fn not in set(upstream_nodes(others, {returned.grad_fn}))
 
 
 def declared_roles(

@@ -6,6 +6,7 @@ the states are known, so that all of them are differentiated in one vectorised c
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -40,8 +41,13 @@ class StepCell(Cell):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes (channel, *space) of "input" and each state where these are flattened; by default empty."""
+        """Shapes of "input" and each state, without the samples, where these are flattened; by default empty."""
         return {}
+
+    @property
+    def state_axes(self) -> tuple[str, ...]:
+        """Names of the axes in ``shapes``; empty for (channel, *space)."""
+        return ()
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -141,7 +147,8 @@ class StepCellSystem(TrajectorySystem):
         states = sum(int(s.shape[-1]) for s in run.states)
         x = run.input[index]
         folded_states = [xp.reshape(s[index], (-1, s.shape[-1])) for s in run.states_before()]
-        by_state, by_input = self.cell.jacobian(xp.reshape(x, (-1, x.shape[-1])), folded_states)
+        # The count is given: without an input x has no features, and -1 would be ambiguous.
+        by_state, by_input = self.cell.jacobian(xp.reshape(x, (math.prod(x.shape[:2]), x.shape[-1])), folded_states)
         product = self.empty(first_step, stop, samples, inputs)
         leading_shape = product.shape[:2]
         product[:, :, :, states : self.columns] = 0
@@ -166,7 +173,7 @@ class StepCellSystem(TrajectorySystem):
         x = run.input[index]
         leading_shape = x.shape[:2]
         states_before = [xp.reshape(s[index], (-1, s.shape[-1])) for s in run.states_before()]
-        x, cell = xp.reshape(x, (-1, x.shape[-1])), self.cell
+        x, cell = xp.reshape(x, (math.prod(leading_shape), x.shape[-1])), self.cell
         sizes = (*(int(s.shape[-1]) for s in run.states), int(cell.output_size))
         rows = []
         for row in self.work.eye(sum(sizes))[: self.rows]:
