@@ -80,6 +80,7 @@ def cases(samples: int, steps: int, units: int) -> dict[str, Callable[[], Any]]:
     total, second_total = gradient(samples, steps, units, 0), gradient(samples, steps, units, 1)
     traced = layer(total)
     layer_weights, jac = weights(units), jacobian(samples, steps)
+    attention = jac.expand_dims({"map": ["frozen", "total"], "channel": np.arange(4)})
     run = training(1000, 64)
     modes = 0.9 * np.exp(1j * np.linspace(0, 6, samples * units)).reshape(samples, units)
     history = {f"layer{i}/kernel": np.exp(-np.arange(1000) / 300) + i for i in range(12)}
@@ -113,6 +114,7 @@ def cases(samples: int, steps: int, units: int) -> dict[str, Callable[[], Any]]:
         "timeline": lambda: p.timeline(run),
         "norm_history": lambda: p.norm_history({0: total, 1: second_total}),
         "total_and_frozen": lambda: p.total_and_frozen(jac, jac),
+        "hidden_attention": lambda: p.hidden_attention(attention),
         "decay_by_lag": lambda: p.decay_by_lag(abs(total)),
     }
 

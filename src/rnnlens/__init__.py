@@ -26,6 +26,7 @@ _DEFINING_MODULES = {
     "trace": "rnnlens.verbs.trace",
     "jacobian": "rnnlens.verbs.jacobian",
     "gradients": "rnnlens.verbs.gradients",
+    "hidden_attention": "rnnlens.verbs.hidden_attention",
     "weights": "rnnlens.verbs.weights",
     "weight_norms": "rnnlens.verbs.weights",
     "find_nonfinite": "rnnlens.verbs.find_nonfinite",
@@ -51,7 +52,7 @@ _SUBMODULES = {
 
 #: Name that users of other libraries may expect -> what to type instead.
 _OTHER_NAMES = {
-    "attention": 'rl.jacobian(model, x, wrt="input", frozen=True), the hidden attention',
+    "attention": "rl.hidden_attention(model, x), of layers of Mamba",
     "diagnosis": "rl.diagnose(model, x, y)",
     "features_0d": "rl.plot.points(trace[layer].output)",
     "features_1d": "rl.plot.curves(trace[layer].output)",

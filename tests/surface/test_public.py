@@ -36,6 +36,7 @@ PUBLIC = {
         "across=None, clip=None, loss=None, sample_weight=None, class_weight=None, training=False, "
         "initial_state=None, seed=0, batch_size=None, combine=None, memory=None, axes=None)"
     ),
+    "hidden_attention": "(model, x, layer=None, *, at=None, training=False, seed=0)",
     "jacobian": (
         "(model, x, *, of='output', wrt='input', at=None, reduce=None, measure=None, across=None, sketch=None, "
         "rtol=None, mode='auto', training=False, initial_state=None, seed=0, batch_size=None, memory=None, "

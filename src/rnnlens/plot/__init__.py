@@ -18,6 +18,7 @@ from .gates import saturation_arrows as saturation_arrows
 from .gradient_flow import gradient_flow as gradient_flow
 from .heatmap import before_after as before_after
 from .heatmap import heatmap as heatmap
+from .hidden_attention import hidden_attention as hidden_attention
 from .histograms import histogram as histogram
 from .histograms import weights_histogram as weights_histogram
 from .history import norm_history as norm_history
@@ -42,7 +43,7 @@ __all__ = sorted(name for name, figure in vars().items() if getattr(figure, "__m
 
 #: Figure that users of other libraries may expect -> what to type instead.
 _OTHER_FIGURES = {
-    "attention": "rl.plot.total_and_frozen(total, frozen), of rl.jacobian(...) and rl.jacobian(..., frozen=True)",
+    "attention": "rl.plot.hidden_attention(rl.hidden_attention(model, x)), of a layer of Mamba",
     "saliency": 'rl.plot.input_map(rl.gradients(model, x, y, wrt="input")["input"])',
     "phase_portrait": "rl.plot.trajectories(trace[layer].hidden, fixed_points=...)",
     "pca": "rl.plot.trajectories(trace[layer].hidden)",

@@ -49,6 +49,7 @@ WEIGHT_SUM = "weight gradient sum"
 _MEANING = {
     REPLAY: "the replayed output differs from the captured one",
     WEIGHT_SUM: "the sum over time of per-step weight gradients differs from the framework's dL/dW",
+    "hidden attention": "the sum of alpha[i, j] x_j differs from the scan's own output y_i",
     "reference loss": "the loss differs from the reference run of the model",
     "reference outputs": "the output differs from the reference run of the model",
     "reference input gradient": "the gradient at the model's input differs from the reference run of the model",

@@ -86,7 +86,7 @@ def _label_scan(
 def select_positions(dataset: xr.Dataset, at: Mapping[str, Any]) -> xr.Dataset:
     """Select the positions ``at`` of the variables of a layer that runs step by step; each dimension is kept."""
     sizes = {str(dim): int(size) for dim, size in dataset.sizes.items()}
-    return dataset.isel({dim: _resolve_positions(dim, steps, sizes) for dim, steps in at.items() if dim in sizes})
+    return dataset.isel({dim: resolve_positions(dim, steps, sizes) for dim, steps in at.items() if dim in sizes})
 
 
 def _reversed_chunks(call: SequenceCall, first: int, *, has_sweep: bool) -> Iterator[SequenceChunk]:
@@ -132,7 +132,7 @@ class SequenceSelection:
         cell = call.cell
         sizes = dict(zip((SAMPLE, TIME, *cell.axes), map(int, cell.shape), strict=True))
         contracted = None if cell.read is None else cell.axes[cell.contracted]
-        return cls({dim: _resolve_positions(dim, steps, sizes) for dim, steps in at.items()}, sizes, contracted)
+        return cls({dim: resolve_positions(dim, steps, sizes) for dim, steps in at.items()}, sizes, contracted)
 
     @property
     def times(self) -> list[int]:
@@ -177,7 +177,8 @@ class SequenceSelection:
         must_fit(message, size, hint, got=f"{{}} for {', '.join(names)}")
 
 
-def _resolve_positions(dim: str, steps: Any, sizes: Mapping[str, int]) -> list[int]:
+def resolve_positions(dim: str, steps: Any, sizes: Mapping[str, int]) -> list[int]:
+    """Return the positions, from 0 and in order, that ``at=`` selects along a dimension."""
     if dim not in sizes:
         message = f"at= has no dimension {dim!r} in a whole-sequence layer."
         raise InputError(message, got=short_repr({dim: steps}), hint=did_you_mean(dim, sizes))

@@ -51,6 +51,20 @@ def text_of():
 
 
 @pytest.fixture(scope="session")
+def attention():
+    """Return a function that makes the hidden attention of 2 samples, 3 channels and 5 steps; held is half of total."""
+
+    def make():
+        lag = np.arange(5)[:, None] - np.arange(5)
+        total = np.where(lag >= 0, 0.5**lag, 0.0) * np.array([1.0, -2.0, 8.0])[:, None, None] * np.ones((2, 1, 1, 1))
+        dims = ("map", "sample", "channel", "out_time", "in_time")
+        coords = {"map": ["frozen", "total"], "channel": [0, 4, 9]}
+        return xr.DataArray(np.stack([total / 2, total]), dims=dims, coords=coords, attrs={"layer": "mixer"})
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def gradient():
     """Return a function that makes distinct values sample + time / 100 + unit / 10000 (sample, time, unit)."""
 

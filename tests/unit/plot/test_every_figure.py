@@ -18,7 +18,7 @@ from rnnlens.plot._axes import short_number
 
 
 @pytest.fixture(scope="module")
-def cases(gradient, layer, weights, jacobian, diagnosis, fixed_points, initial_jacobian, weights_by_time):
+def cases(attention, gradient, layer, weights, jacobian, diagnosis, fixed_points, initial_jacobian, weights_by_time):
     """Return, by name of the figure, its arguments, a misspelt keyword and the correction to be proposed."""
     history = {"lstm/kernel": [3.0, 2.0, 1.0], "lstm/bias": [1.0, 1.5, 2.0]}
     return {
@@ -51,6 +51,7 @@ def cases(gradient, layer, weights, jacobian, diagnosis, fixed_points, initial_j
         "norm_history": ([{0: gradient(), 1: gradient()}], "cmapp", "cmap"),
         "before_after": ([gradient(), gradient() * 2], "cmapp", "cmap"),
         "total_and_frozen": ([jacobian(), jacobian()], "cmapp", "cmap"),
+        "hidden_attention": ([attention()], "cmapp", "cmap"),
         "trajectories": ([gradient()], "linewidht", "linewidth"),
         "decay_by_lag": ([abs(gradient())], "cmapp", "cmap"),
     }

@@ -73,6 +73,36 @@ def test_maps_that_are_zero_have_a_plain_title():
     assert "total and frozen map" in suptitle(rl.plot.total_and_frozen(total * 0, total * 0))
 
 
+def test_hidden_attention_draws_held_and_total_side_by_side_by_channel(attention):
+    axes = rl.plot.hidden_attention(attention(), sample=1)
+    titles = [ax.get_title().rpartition("\n")[2] for ax in axes]
+    assert titles[0] == "channel 0 · coefficients held"
+    assert titles[1:] == [f"channel {c} · {kind}" for c in (0, 4, 9) for kind in ("coefficients held", "total")][1:]
+    for held, total, sign in zip(axes[::2], axes[1::2], (1, -1, 1), strict=True):
+        held, total = (ax.images[0] for ax in (held, total))
+        assert np.allclose(total.get_array()[4], sign * 0.5 ** np.arange(4.0, -1, -1))  # each by its own largest
+        assert np.allclose(held.get_array(), total.get_array() / 2)
+        assert held.norm.vmin == total.norm.vmin == -1.0  # both signs, though each map has one
+    assert "held coefficients leave out 50 % of the total" in suptitle(axes)
+    assert "sample 1" in suptitle(axes)
+
+
+def test_hidden_attention_writes_words_and_selects_channels(attention):
+    axes = rl.plot.hidden_attention(attention(), tokens=list("abcde"), max_rows=1)
+    assert [text.get_text() for text in axes[0].get_xticklabels()] == list("abcde")
+    assert [text.get_text() for text in axes[1].get_yticklabels()] == list("abcde")
+    assert "1 of 3 channels" in suptitle(axes)
+    with pytest.raises(InputError, match="tokens"):
+        rl.plot.hidden_attention(attention(), tokens=list("abc"))
+
+
+def test_other_arrays_are_no_hidden_attention(attention):
+    with pytest.raises(InputError, match=r"rl\.plot\.hidden_attention\(rl\.hidden_attention\(model, x\)\)"):
+        rl.plot.hidden_attention(attention().sel(map="frozen"))
+    with pytest.raises(InputError, match="0 to 1"):
+        rl.plot.hidden_attention(attention(), sample=2)
+
+
 def test_decay_by_lag_draws_powers_sorted_by_half_life():
     decay = np.broadcast_to([0.9, 0.5, 1.0], (2, 6, 3))
     (ax,) = rl.plot.decay_by_lag(decay, lags=4)

@@ -41,6 +41,9 @@ class Port:
     ``kind`` is one of ``"input"`` and ``"output"`` (``index``: number of the tensor), ``"initial_state"`` and
     ``"final_state"`` (``index``: number of the state), ``"weight"`` (``key``: its name within the layer), ``"loss"``.
 
+    A whole-sequence layer also has ``"scan_input"`` and ``"scan_output"``: the input of its recurrence, which its
+    coefficients are computed from, and the readout before a skip connection and a gate, both (sample, time, channel).
+
     A layer that the user's code calls step by step also has ``"state"``: a state after every step with its *total*
     gradient (``key="ending"``: only as the last step left it). A run that consists of several calls also has
     ``"state_read"``: the *direct* gradient of a state wherever the user's code reads it.
@@ -49,7 +52,18 @@ class Port:
     those before the directions are merged.
     """
 
-    kind: Literal["input", "output", "initial_state", "final_state", "state", "state_read", "weight", "loss"]
+    kind: Literal[
+        "input",
+        "output",
+        "initial_state",
+        "final_state",
+        "state",
+        "state_read",
+        "weight",
+        "loss",
+        "scan_input",
+        "scan_output",
+    ]
     layer: str | None = None
     index: int = 0
     key: str = ""

@@ -309,6 +309,9 @@ class SequenceCall:
         The forward pass of ``cell``; None if it was not kept.
     gate : shaped as ``output``
         Factor by which the scan function multiplies the readout; None without one.
+    values : shaped as ``output``
+        Input of the scan, in which the readout is linear while the coefficients are held. None where the pass is over,
+        and in families whose coefficients come from other tensors.
     mismatch
         Largest difference between the replaced function's result and the model's own, relative to the largest value.
     compute_dtype
@@ -320,6 +323,7 @@ class SequenceCall:
     output: Array
     output_grad: Array | None = None
     gate: Array | None = None
+    values: Array | None = None
     last_state: Array | None = None
     last_state_grad: Array | None = None
     run: SequenceRun | None = None

@@ -448,6 +448,7 @@ def _sequence_call(name: str, record: SequenceCall, gradient: Any) -> SequenceCa
         output=output.detach(),
         output_grad=grad,
         gate=None if gate is None else gate.detach(),
+        values=None,
         last_state=None,
         last_state_grad=last_state_grad,
     )

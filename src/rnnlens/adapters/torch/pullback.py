@@ -40,6 +40,7 @@ from .record import (
     refuse_cells_without_state,
 )
 from .restore import borrowed_model
+from .scan_ports import SCAN_PORTS, scan_boundary
 from .weights import SLOTS, class_of, from_torch, library_parameter
 
 #: Largest memory, in bytes, of the gradients of one vectorised pull.
@@ -87,9 +88,12 @@ class TorchPullback(Run):
     def _run(self, model: nn.Module, batch: Batch, cut: Sequence[Port], rules: PassRules) -> PortTable:
         """Run one forward pass; raise ``RunAgainError`` if it ran without gradients."""
         modules = named_modules(model)
-        requested = replace(RequestedLayers.of(model, None), sequences=frozenset())
+        scan_paths = frozenset(str(p.layer).partition("#")[0] for p in self._watched_ports if p.kind in SCAN_PORTS)
+        requested = replace(RequestedLayers.of(model, None), sequences=scan_paths)
         requested_paths = {
-            str(p.layer).partition("#")[0] for p in self._watched_ports if p.layer and p.kind != "weight"
+            str(p.layer).partition("#")[0]
+            for p in self._watched_ports
+            if p.layer and p.kind not in ("weight", *SCAN_PORTS)
         }
         requested.cells = [(path, module) for path, module in requested.cells if path not in rules.no_cells]
         recurrent_ids = {id(module) for _, module in (*requested.recurrent, *requested.cells)}
@@ -107,7 +111,8 @@ class TorchPullback(Run):
         chain = ChainRecorder(model)
         if not any(port.kind == "loss" for port in (*self.of, *self.wrt)):
             batch = batch.without_loss()
-        with forward_pass(model, batch, by_inputs=True) as borrowed:
+        # Without a weight that is trained, a scan of embedded ids would have no graph.
+        with forward_pass(model, batch, by_inputs=True, by_frozen=bool(scan_paths)) as borrowed:
             self._run_state = borrowed.state
             substitutes = weight_substitutes(modules, (*self.of, *self.wrt))
             outputs, loss, ran_without_gradients = recorded_call(borrowed, recorder, chain, requested)
@@ -210,6 +215,8 @@ class PortTable:
             return self._model_port(port)
         if port.kind == "weight":
             return self._weight_port(port)
+        if port.kind in SCAN_PORTS:
+            return scan_boundary(self.recorder.scans, port)
         recurrence_and_layer = self.nodes.get(port.layer)
         if recurrence_and_layer is not None:
             return boundary_of(*recurrence_and_layer, port)

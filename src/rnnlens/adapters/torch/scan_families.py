@@ -47,7 +47,9 @@ def _read_selective_scan(call: Any, hold: Hold) -> Reading:
         output = output if dtype == x.dtype else output.to(dtype)
         return (output, last_state) if call.return_last_state else output
 
-    return Reading(cell, finish, None if gate is None else gate.transpose(1, 2))
+    return Reading(
+        cell, finish, None if gate is None else gate.transpose(1, 2), values=call.hidden_states.transpose(1, 2)
+    )
 
 
 def _read_chunked_scan(call: Any, hold: Hold) -> Reading:

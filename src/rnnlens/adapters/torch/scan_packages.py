@@ -24,7 +24,7 @@ def _read_plain_selective_scan(call: Any, hold: Hold) -> Reading:
         write=((dt * x)[..., None], hold(write)[:, :, None]),
         read=hold(read)[:, :, None],
     )
-    return Reading(cell, lambda y, last_state: y + call.D * x)
+    return Reading(cell, lambda y, last_state: y + call.D * x, values=inputs)
 
 
 def _read_log_scan(call: Any, hold: Hold) -> Reading:

@@ -16,11 +16,16 @@ Hold = Callable[[Tensor], Tensor]
 
 @dataclass
 class Reading:
-    """A scan call read by its family: the cell, the gate, and what the replaced function returns for outputs y_t."""
+    """A scan call read by its family: the cell, the gate, and what the replaced function returns for outputs y_t.
+
+    ``values``: the call's own input x_t, shaped as y_t, a view of the tensor that the layer computes the coefficients
+    from; y is linear in it while these are held. None in families whose coefficients come from other tensors.
+    """
 
     cell: SequenceCell
     finish: Callable[[Tensor, Tensor], Any]
     gate: Tensor | None = None
+    values: Tensor | None = None
 
 
 @dataclass(frozen=True)

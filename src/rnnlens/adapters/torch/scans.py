@@ -150,6 +150,7 @@ class ScanRecorder:
             y, last_state, record = self._run(path, reading.cell, tensors, reading.gate, is_wanted=is_wanted)
             if record is None:
                 return reading.finish(y, last_state)
+            record.values = reading.values
             result = reading.finish(y.clone(), last_state)
             with torch.no_grad():
                 record.mismatch = _mismatch(result, original(*map(_without_hooks, args), **kwargs))
