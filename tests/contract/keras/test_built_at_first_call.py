@@ -14,7 +14,7 @@ from spoken_keras import engine, keras
 import rnnlens as rl
 from rnnlens.errors import TrackingWarning, UnbuiltModelError
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have a `build\\(\\)` method")
+pytestmark = [pytest.mark.one_engine, pytest.mark.filterwarnings("ignore:.*does not have a `build\\(\\)` method")]
 
 rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(8, 6, 5)), rng.normal(size=(8, 6, 2))

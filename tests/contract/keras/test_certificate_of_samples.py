@@ -6,6 +6,8 @@ from spoken_keras import keras
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.one_engine("torch", "tf_keras")
+
 SAMPLES = 32
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hostile import diagnosis_targets, faults, run_calls, verb_targets
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.one_engine, pytest.mark.op_by_op]
 
 FOREIGN = {
     "requires grad": lambda: torch.ones(2, 5, 3, requires_grad=True),

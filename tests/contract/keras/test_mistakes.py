@@ -6,6 +6,8 @@ import pytest
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.one_engine
+
 X = np.random.default_rng(0).normal(size=(6, 10, 4)).astype("float32")
 CLASSES = np.array([0, 1, 2, 0, 1, 2])
 ONE_HOT = np.eye(3, dtype="float32")[CLASSES]

@@ -12,7 +12,7 @@ from spoken_keras import LEGACY, keras
 import rnnlens as rl
 from rnnlens import errors
 
-pytestmark = pytest.mark.op_by_op
+pytestmark = [pytest.mark.one_engine("torch", "tf_keras"), pytest.mark.op_by_op]
 
 L = keras.layers
 RANDOM = np.random.default_rng(0)

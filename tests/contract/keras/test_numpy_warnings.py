@@ -9,6 +9,8 @@ from keras import layers
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.one_engine("jax", "torch")
+
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(3, 4, 2)).astype("float32"), RNG.normal(size=(3, 4, 1)).astype("float32")
 

@@ -51,6 +51,7 @@ def test_what_needs_steps_in_the_input_refuses_strings_with_the_model_behind_the
         rl.trace(network(), np.array(WORDS), Y)
 
 
+@pytest.mark.full
 def test_a_watch_of_a_model_of_strings_changes_nothing(tmp_path):
     watch = rl.keras.Watch(tmp_path / "run.zarr", probe=(texts(), Y), every=1)
     watched, unwatched = network(), network()

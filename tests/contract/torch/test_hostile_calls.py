@@ -49,16 +49,16 @@ def make_cases(tmp_path):
 
 @pytest.mark.parametrize("seed", [0])
 def test_every_call_ends_in_a_result_or_in_one_error_of_ours(seed, tmp_path):
-    outcomes = run_calls(make_cases(tmp_path), FOREIGN, 700, seed)
+    outcomes = run_calls(make_cases(tmp_path), FOREIGN, 350, seed)
     assert not faults(outcomes)
-    assert sum(outcome.kind == "result" for outcome in outcomes) > 70  # many calls must give a result
+    assert sum(outcome.kind == "result" for outcome in outcomes) > 35  # many calls must give a result
 
 
 def test_every_diagnosis_ends_in_a_result_or_in_one_error_of_ours(tmp_path):
     model, x, y = (make_cases(tmp_path)[1].good[name]() for name in ("model", "x", "y"))
-    outcomes = run_calls(diagnosis_targets(model, x, y), FOREIGN, 320, 0)
+    outcomes = run_calls(diagnosis_targets(model, x, y), FOREIGN, 160, 0)
     assert not faults(outcomes)
-    assert sum(outcome.kind == "result" for outcome in outcomes) > 40
+    assert sum(outcome.kind == "result" for outcome in outcomes) > 20
 
 
 @pytest.mark.full

@@ -8,6 +8,8 @@ import pytest
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.one_engine
+
 STEPS, SAMPLES = 20, 256
 
 

@@ -8,6 +8,8 @@ from reasons import reason_texts
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.one_engine("jax", "torch")
+
 X = np.random.default_rng(1).integers(0, 11, (3, 6)).astype("int32")
 layers = keras.layers
 

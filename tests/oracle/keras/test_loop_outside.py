@@ -7,7 +7,7 @@ from keras_plain import jacobian as framework_jacobian
 
 import rnnlens as rl
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = [pytest.mark.one_engine, pytest.mark.usefixtures("float64")]
 
 X = np.random.default_rng(0).normal(size=(3, 4, 2))
 

@@ -11,7 +11,7 @@ from spoken_keras import LEGACY, engine, keras, restored_states
 
 import rnnlens as rl
 
-pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.op_by_op]
+pytestmark = [pytest.mark.one_engine("torch", "tf_keras"), pytest.mark.usefixtures("float64"), pytest.mark.op_by_op]
 
 #: Keras 2 has no LoRA; a layer subclass that overrides call is refused by name there (docs/LIMITATIONS.md).
 KERAS_3_ONLY = ("subclassed layer", "adapted head") if LEGACY else ()

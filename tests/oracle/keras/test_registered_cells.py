@@ -7,6 +7,8 @@ from spoken_keras import floatx, keras, set_floats
 import rnnlens as rl
 from rnnlens.testing import keras_models
 
+pytestmark = pytest.mark.one_engine("torch", "tf_keras")
+
 ops = keras.ops
 UNITS, STEPS = 3, 5
 X = np.random.default_rng(0).normal(size=(2, STEPS, 2))

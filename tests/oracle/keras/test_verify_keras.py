@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import pytest
 from keras import ops
 
 import rnnlens as rl
+
+pytestmark = pytest.mark.one_engine
 
 
 class Truncated(keras.layers.Layer):

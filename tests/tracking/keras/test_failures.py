@@ -16,6 +16,8 @@ from zarr.storage import LocalStore
 import rnnlens as rl
 from rnnlens.errors import TrackingWarning
 
+pytestmark = pytest.mark.one_engine("torch", "tf_keras")
+
 rng = np.random.default_rng(0)
 X = rng.normal(size=(20, 6, 3)).astype("float32")
 Y = X.sum((1, 2))[:, None].astype("float32")

@@ -32,7 +32,7 @@ def count_global_hooks():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("probe", [False, True], ids=["batch", "probe"])
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every", [3, 1])
 def test_training_is_not_disturbed(tmp_path, probe, every):
     unwatched = train(*model_and_optimizer(), clip=0.5, epochs=3)
     model, optimizer = model_and_optimizer()

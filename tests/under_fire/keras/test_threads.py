@@ -53,7 +53,7 @@ def call_on_threads(calls, workers=6):
         return [future.result(timeout=300) for future in [pool.submit(call) for call in calls]]
 
 
-@pytest.mark.one_engine("tensorflow", "torch")
+@pytest.mark.one_engine
 def test_one_model_and_one_that_shares_a_layer(model):
     sharing_model = build(model.get_layer("rnn"))
     calls = [

@@ -6,7 +6,7 @@ import sys
 
 CODE = """
 import os, signal
-import numpy as np, torch
+import h5netcdf, matplotlib.figure, torch  # also what the children need, so that it is imported once
 import rnnlens as rl
 from torch import nn
 

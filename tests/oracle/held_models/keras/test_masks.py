@@ -11,7 +11,7 @@ from keras_plain import central_difference, to_float
 
 import rnnlens as rl
 
-pytestmark = pytest.mark.usefixtures("float64", "uncertified")
+pytestmark = [pytest.mark.one_engine, pytest.mark.usefixtures("float64", "uncertified")]
 
 RNG = np.random.default_rng(0)
 TIME, UNITS = 5, 3

@@ -7,6 +7,8 @@ import pytest
 from order_of_calls import Calls
 from spoken_keras import keras
 
+pytestmark = pytest.mark.one_engine("torch", "tf_keras")
+
 L = keras.layers
 X = np.random.default_rng(0).normal(size=(4, 5, 3))
 X[0, 3:] = X[2, 1:] = 0

@@ -9,6 +9,8 @@ from keras import layers
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.one_engine
+
 LAYERS = [None, ["above"], ["both"], ["head"], ["both", "head"]]
 QUANTITIES = [None, ["output_grad"], ["output"], ["hidden_grad"], ["gates"], ["input_grad", "gates"]]
 X = np.random.default_rng(0).normal(size=(2, 4, 3))

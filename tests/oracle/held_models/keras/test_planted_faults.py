@@ -17,6 +17,8 @@ from keras import layers
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.one_engine
+
 ADAPTER, VERBS = "rnnlens.adapters.keras", "rnnlens.verbs"
 capture, hooks, pullback, run = (
     importlib.import_module(f"{ADAPTER}.{name}") for name in ("capture", "hooks", "pullback", "run")

@@ -2,8 +2,11 @@
 
 import keras
 import numpy as np
+import pytest
 
 import rnnlens as rl
+
+pytestmark = pytest.mark.one_engine
 
 
 class Fold(keras.layers.Layer):
