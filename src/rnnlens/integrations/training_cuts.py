@@ -42,8 +42,9 @@ class TrainingCut:
 
     def __str__(self) -> str:
         times = "once" if self.count == 1 else f"{self.count} times"
+        code = f": {self.code}" if self.code else ""  # nothing to show of what was typed at a prompt
         return (
-            f"{self.operation} in {self.file.rpartition('/')[2]}, line {self.line}, {times}: {self.code}\n"
+            f"{self.operation} in {self.file.rpartition('/')[2]}, line {self.line}, {times}{code}\n"
             f"    the gradient in use against that without this cut: {self.price}"
         )
 

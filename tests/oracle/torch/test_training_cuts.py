@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
+import textwrap
 
 import numpy as np
 import pytest
@@ -165,3 +167,14 @@ def test_a_loss_that_is_detached_for_a_log_is_no_cut():
     program.update = lambda loss: (loss.backward(), kept.append(loss.detach().numpy()))
     assert rl.torch.cuts(program.windows, program.model).cuts == []
     assert np.isfinite(float(kept[0]))
+
+
+@pytest.mark.parametrize("name", ["<stdin>", "<doctest page[0]>", "<ipython-input-1-abc>"])
+def test_a_step_typed_at_a_prompt_has_its_cuts(name):
+    typed = inspect.getsource(Program.one_step_gradient).replace("def one_step_gradient(self)", "def step(self)")
+    names = {"torch": torch, "STEPS": STEPS, "UNITS": UNITS}
+    exec(compile(textwrap.dedent(typed), name, "exec"), names)
+    program = Program(0, 4)
+    found = rl.torch.cuts(lambda: names["step"](program), program.model)
+    assert [(cut.operation, cut.file, cut.line, cut.count) for cut in found.cuts] == [("detach", name, 4, 2)]
+    assert f"detach in {name}, line 4, 2 times\n" in str(found)
