@@ -26,7 +26,7 @@ from rnnlens.diagnosis.experiment import Experiment
 from rnnlens.diagnosis.layers import measure_layers
 from rnnlens.diagnosis.memory import measure_memory, measure_missed
 from rnnlens.diagnosis.samples import Orientation, read_samples
-from rnnlens.measures import lyapunov_spectrum
+from rnnlens.measures.dynamics import lyapunov_spectrum
 from rnnlens.recurrence.cells import LSTM, SimpleRNN
 from rnnlens.recurrence.replay import replay
 

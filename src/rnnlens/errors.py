@@ -14,12 +14,43 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 
+class _Message(str):
+    """Text of an error, with its parts as attributes; None for a line that it does not have."""
+
+    problem: str
+    got: str | None = None
+    expected: str | None = None
+    hint: str | None = None
+
+    def __new__(cls, text: str) -> _Message:
+        """Create the message of a text whose parts are not known."""
+        new = super().__new__(cls, text)
+        new.problem = text
+        return new
+
+
 class RnnlensError(Exception):
-    """Base class of all errors of rnnlens: the problem, the value given, the value expected and a hint."""
+    """Base class of all errors of rnnlens, whose text has the problem, the value given, the value expected and a hint.
+
+    Attributes
+    ----------
+    problem : str
+    got, expected, hint : str or None
+        The parts of the text; None where it has no such line.
+    """
+
+    problem: str
+    got: str | None
+    expected: str | None
+    hint: str | None
 
     def __init__(self, what: str = "", *, got: object = None, expected: object = None, hint: str | None = None) -> None:
-        is_text = got is None and expected is None and hint is None and "\n" in what  # as a pickle passes it on
-        super().__init__(what if is_text else message(what, got=got, expected=expected, hint=hint))
+        text = what
+        if not isinstance(what, _Message):
+            is_text = got is None and expected is None and hint is None and "\n" in what
+            text = _Message(what) if is_text else message(what, got=got, expected=expected, hint=hint)
+        super().__init__(text)
+        vars(self).update(vars(text))
 
 
 class InputError(RnnlensError, ValueError):
@@ -97,7 +128,11 @@ class TrackingWarning(UserWarning):
     """Warning of a watch: nothing was recorded, a record failed, or another process writes the run."""
 
 
-def message(problem: str, *, got: object = None, expected: object = None, hint: str | None = None) -> str:
+#: What stands before each part of a message.
+_LABELS = {"problem": "", "got": "  got:      ", "expected": "  expected: ", "hint": "  try:      "}
+
+
+def message(problem: str, *, got: object = None, expected: object = None, hint: str | None = None) -> _Message:
     """Format an error message with the problem, the value given, the value expected and a hint.
 
     >>> print(message("Batch is empty.", got="x of shape (0, 5, 2)", expected="at least 1 sample"))
@@ -105,14 +140,15 @@ def message(problem: str, *, got: object = None, expected: object = None, hint: 
       got:      x of shape (0, 5, 2)
       expected: at least 1 sample
     """
-    lines = [_shortened(problem)]
-    if got is not None:
-        lines.append(f"  got:      {_shortened(got)}")
-    if expected is not None:
-        lines.append(f"  expected: {_shortened(expected)}")
-    if hint is not None:
-        lines.append(f"  try:      {hint}")
-    return "\n".join(lines)
+    parts = {
+        "problem": _shortened(problem),
+        "got": None if got is None else _shortened(got),
+        "expected": None if expected is None else _shortened(expected),
+        "hint": hint,
+    }
+    text = _Message("\n".join(f"{_LABELS[name]}{part}" for name, part in parts.items() if part is not None))
+    vars(text).update(parts)
+    return text
 
 
 def did_you_mean(name: object, names: Iterable[str]) -> str:
@@ -223,7 +259,7 @@ def _user_code_error(
         )
         user_error: UserCodeError = error_class.__new__(error_class, *error.args)
         user_error.args = error.args
-        vars(user_error).update(vars(error))
+        vars(user_error).update(vars(text) | vars(error))
     except Exception:  # some classes cannot be a second base class, or not be created from their arguments
         return UserCodeError(text)
     return user_error

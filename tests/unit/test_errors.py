@@ -32,3 +32,24 @@ def test_a_pickle_keeps_the_whole_text(kind):
 @pytest.mark.parametrize("kind", CLASSES)
 def test_a_class_makes_an_empty_error_as_tblib_does_for_errors_of_other_processes(kind):
     assert type(kind.__new__(kind, "text")) is kind
+
+
+def test_the_parts_of_a_message_are_attributes_also_after_a_pickle():
+    error = errors.InputError("Batch is empty.", got=[0, 5], expected="at least 1 sample", hint="pass x")
+    assert str(error).startswith("Batch is empty.\n")
+    for one in (error, pickle.loads(pickle.dumps(error))):
+        assert (one.problem, one.got, one.expected, one.hint) == (
+            "Batch is empty.", "[0, 5]", "at least 1 sample", "pass x",
+        )  # fmt: skip
+
+
+def test_an_error_of_user_code_keeps_its_own_attributes():
+    class RefusedError(Exception):
+        def __init__(self, text):
+            super().__init__(text)
+            self.hint = "mine"
+
+    with pytest.raises(RefusedError) as raised, errors.raised_by("Your loss"):
+        raise RefusedError("no")
+    assert raised.value.hint == "mine"
+    assert raised.value.problem == "Your loss raised RefusedError."

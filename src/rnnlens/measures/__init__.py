@@ -1,106 +1,24 @@
 """Measures of memory as pure functions of arrays, with formula, units and reference in their docstrings.
 
-``rl.diagnose`` combines them; each can be used alone.
+``rl.diagnose`` combines them with others; each can be used alone.
 """
 
-from ..recurrence.measures import (
-    covering_lag,
-    half_life,
-    horizon,
-    lag_profile,
-    mean_lag,
-    saturation_share,
-    share_above,
-)
-from .dynamics import effective_rank, kaplan_yorke_dimension, kernel_spectrum, lyapunov_spectrum, step_eigenvalues
-from .facts import (
-    census,
-    constant_features,
-    dead_units,
-    gate_timescale,
-    padding_share,
-    static_share,
-    stuck_gates,
-    unit_spread,
-)
-from .intervention import benefit, bootstrap, bootstrap_interval, donors, memory_length, skill, total_variance, use
-from .profiles import (
-    attributed_memory,
-    attribution,
-    band,
-    by_own_peak,
-    carriers,
-    far_out,
-    gradient_decay,
-    gradient_reach,
-    input_sensitivity,
-    input_totals,
-    kept_by_gates,
-    lag_shares,
-    lorenz,
-    own_diagonal,
-    own_peak,
-    peak_band,
-    rms_of_shapes,
-    sample_peaks,
-    typical_first,
-)
+from ..recurrence.measures import covering_lag, half_life, lag_profile, mean_lag
+from .dynamics import effective_rank
+from .facts import gate_timescale
+from .profiles import gradient_reach
 from .residual import missed_dependency
-from .transfer import decay_half_life, decay_products, effective_state_size, state_transfer, step_jacobians, theil_sen
+from .transfer import decay_half_life, effective_state_size
 
 __all__ = [
-    "attributed_memory",
-    "attribution",
-    "band",
-    "benefit",
-    "bootstrap",
-    "bootstrap_interval",
-    "by_own_peak",
-    "carriers",
-    "census",
-    "constant_features",
     "covering_lag",
-    "dead_units",
     "decay_half_life",
-    "decay_products",
-    "donors",
     "effective_rank",
     "effective_state_size",
-    "far_out",
     "gate_timescale",
-    "gradient_decay",
     "gradient_reach",
     "half_life",
-    "horizon",
-    "input_sensitivity",
-    "input_totals",
-    "kaplan_yorke_dimension",
-    "kept_by_gates",
-    "kernel_spectrum",
     "lag_profile",
-    "lag_shares",
-    "lorenz",
-    "lyapunov_spectrum",
     "mean_lag",
-    "memory_length",
     "missed_dependency",
-    "own_diagonal",
-    "own_peak",
-    "padding_share",
-    "peak_band",
-    "rms_of_shapes",
-    "sample_peaks",
-    "saturation_share",
-    "share_above",
-    "skill",
-    "state_transfer",
-    "static_share",
-    "step_eigenvalues",
-    "step_jacobians",
-    "stuck_gates",
-    "theil_sen",
-    "total_variance",
-    "typical_first",
-    "unit_spread",
-    "use",
 ]

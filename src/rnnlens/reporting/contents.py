@@ -402,6 +402,4 @@ def _add_diagnosis(contents: ReportContents, model: Any, report_samples: ReportS
 
 def _one_line_reason(error: RnnlensError) -> str:
     """Return an error as one line, with the value that it names."""
-    first_line, *other_lines = str(error).splitlines()
-    got = next((line.partition("got:")[2].strip() for line in other_lines if line.strip().startswith("got:")), "")
-    return f"{first_line.rstrip('.')}: {got}" if got else first_line
+    return f"{error.problem.rstrip('.')}: {error.got}" if error.got else error.problem

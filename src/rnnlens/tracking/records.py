@@ -12,8 +12,8 @@ import xarray as xr
 
 from ..adapters.registry import adapter_for
 from ..errors import LayerNotFoundError
-from ..measures import dead_units, saturation_share
-from ..recurrence.measures import masked_mean, real_steps_first, safe_norm
+from ..measures.facts import dead_units
+from ..recurrence.measures import masked_mean, real_steps_first, safe_norm, saturation_share
 from ..results.gradient_lags import layer_decay, layer_reach, norms_by_lag
 from ..results.schema import proposals_of
 from ..results.trace import Trace

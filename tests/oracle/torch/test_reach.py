@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import rnnlens as rl
-from rnnlens.measures import gradient_decay, gradient_reach
+from rnnlens.measures.profiles import gradient_decay, gradient_reach
 from rnnlens.results.gradient_lags import norms_by_lag
 from rnnlens.tracking.records import summary
 

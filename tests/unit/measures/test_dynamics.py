@@ -3,8 +3,10 @@
 import cells
 import numpy as np
 import pytest
+import scipy.stats
 
-from rnnlens import measures
+from rnnlens.measures import dynamics
+from rnnlens.measures import transfer as transfers
 from rnnlens.measures.dynamics import find_points, iterate, step_map
 from rnnlens.recurrence.cells import SimpleRNN
 from rnnlens.recurrence.replay import replay
@@ -42,7 +44,7 @@ def random_cell(kind, units=7, features=3, **options):
 
 @pytest.mark.parametrize("rate", [0.8, 0.97, 1.05])
 def test_transfer_of_a_scaled_rotation(rate):
-    transfer = measures.state_transfer(run_of(linear_cell(rate * orthogonal(16))))
+    transfer = transfers.state_transfer(run_of(linear_cell(rate * orthogonal(16))))
     exponent, error = transfer.leading_exponent()
     # The norm is in units of each unit's spread: the ratio varies a little around rate ** lag.
     assert np.exp(exponent) == pytest.approx(rate, rel=0.02)
@@ -54,7 +56,7 @@ def test_a_sample_that_is_not_finite_says_nothing_of_the_others():
     cell, x = random_cell("simple_rnn"), np.random.default_rng(1).normal(size=(6, 120, 3))
 
     def transfer_of(x):
-        return measures.state_transfer(replay(cell, x, (np.zeros((6, 7)),)))
+        return transfers.state_transfer(replay(cell, x, (np.zeros((6, 7)),)))
 
     expected = transfer_of(x)
     x[2, 70] = np.nan
@@ -75,7 +77,7 @@ def test_a_sample_that_is_not_finite_says_nothing_of_the_others():
 def test_masked_steps_carry_everything():
     mask = np.ones((6, 120), bool)
     mask[:, 60:] = False
-    transfer = measures.state_transfer(run_of(linear_cell(0.5 * orthogonal(8)), mask=mask))
+    transfer = transfers.state_transfer(run_of(linear_cell(0.5 * orthogonal(8)), mask=mask))
     np.testing.assert_allclose(transfer.kappa[:61], 1, rtol=1e-12)
     assert transfer.kappa[70] < 0.01
 
@@ -94,7 +96,7 @@ def test_masked_steps_carry_everything():
 def test_step_jacobians_against_finite_differences(cell, order):
     run = run_of(cell, samples=2, steps=6, order=order)
     cuts, size, step = np.cumsum(cell.state_sizes)[:-1], sum(cell.state_sizes), 1e-6
-    for t, a in zip(run.steps(), measures.step_jacobians(run), strict=True):
+    for t, a in zip(run.steps(), transfers.step_jacobians(run), strict=True):
         before = np.concatenate(run.state_before(t), axis=1)
 
         def next_state(s, t=t):
@@ -108,7 +110,7 @@ def test_step_jacobians_against_finite_differences(cell, order):
 @pytest.mark.parametrize("radii", [(0.9, 0.7, 0.5, 0.3), (1.1, 1.0, 0.6, 0.2)])
 def test_exponents_of_a_normal_matrix_are_those_of_its_eigenvalues(radii):
     basis = orthogonal(4)
-    spectrum = measures.lyapunov_spectrum(run_of(linear_cell(basis @ np.diag(radii) @ basis.T), steps=400))
+    spectrum = dynamics.lyapunov_spectrum(run_of(linear_cell(basis @ np.diag(radii) @ basis.T), steps=400))
     np.testing.assert_allclose(spectrum.exponents, np.log(radii), rtol=0.02, atol=2e-3)
 
 
@@ -125,7 +127,7 @@ def test_leading_exponent_of_a_chaotic_network_against_two_trajectories():
     kernel = 2.5 / units**0.5 * np.random.default_rng(5).normal(size=(units, units))
     cell = SimpleRNN(0.1 * np.random.default_rng(6).normal(size=(1, units)), kernel)
     run = run_of(cell, samples=8, steps=600)
-    spectrum = measures.lyapunov_spectrum(run, count=3)
+    spectrum = dynamics.lyapunov_spectrum(run, count=3)
     # Direct: follow a small perturbation of each trajectory, rescaled to its size after every step.
     difference = 1e-8 * np.random.default_rng(7).normal(size=(8, units))
     size = np.linalg.norm(difference, axis=1, keepdims=True)
@@ -146,18 +148,26 @@ def test_leading_exponent_of_a_chaotic_network_against_two_trajectories():
     ("exponents", "dimension"), [((-0.1, -0.2), 0), ((0.1, -0.2), 1.5), ((0.2, 0.0, -0.1, -0.4), 3.25), ((1.0, 1.0), 2)]
 )
 def test_kaplan_yorke(exponents, dimension):
-    assert measures.kaplan_yorke_dimension(np.array(exponents)) == pytest.approx(dimension)
+    assert dynamics.kaplan_yorke_dimension(np.array(exponents)) == pytest.approx(dimension)
 
 
 def test_effective_rank():
-    assert measures.effective_rank(np.eye(5)) == pytest.approx(5)
-    assert measures.effective_rank(np.ones((4, 4))) == pytest.approx(1)
+    assert dynamics.effective_rank(np.eye(5)) == pytest.approx(5)
+    assert dynamics.effective_rank(np.ones((4, 4))) == pytest.approx(1)
 
 
 def test_theil_sen_ignores_an_outlier():
     profile = 0.8 ** np.arange(40)
     profile[0] = 50
-    assert measures.theil_sen(profile) == pytest.approx(np.log(0.8), rel=0.02)
+    assert transfers.theil_sen(profile) == pytest.approx(np.log(0.8), rel=0.02)
+
+
+@pytest.mark.parametrize("count", [2, 3, 40, 401])
+def test_theil_sen_equals_scipy(count):
+    profile = np.exp(-0.1 * np.arange(count) + np.random.default_rng(count).normal(size=count))
+    seen = np.linspace(0, count - 1, min(count, 400)).round().astype(int)  # more points are thinned
+    expected = scipy.stats.theilslopes(np.log(profile[seen]), seen).slope
+    assert transfers.theil_sen(profile) == pytest.approx(expected, rel=1e-14)
 
 
 def scalar_tanh(weight):
@@ -200,7 +210,7 @@ def test_each_sample_may_end_at_a_step_of_its_own():
     cell = SimpleRNN(np.ones((1, 1)), np.full((1, 1), 0.9))
     run = run_of(cell, samples=3, steps=20)
     end_steps = np.array([19, 7, 12])
-    log_ratio = measures.state_transfer(run, ends=end_steps).log_ratio
+    log_ratio = transfers.state_transfer(run, ends=end_steps).log_ratio
     assert log_ratio.shape == (21, 3)
     for i, end in enumerate(end_steps):
         gains = np.log(0.9 * (1 - run.states[0][i, : end + 1, 0] ** 2))[::-1]

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rnnlens as rl
+from rnnlens.measures import profiles as m
 from rnnlens.measures.profiles import finite_median, finite_quartiles, quartiles
-
-m = rl.measures
 
 
 def test_rms_of_shapes_by_hand():

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from rnnlens import measures
+from rnnlens.measures import residual
 
 
 def noise(samples=400, steps=40, features=2, seed=0):
@@ -16,7 +16,7 @@ def noise(samples=400, steps=40, features=2, seed=0):
 def test_names_the_step(step):
     x = noise()
     y = x[:, step, :1]
-    result = measures.missed_dependency(y, x, float(y.var()))
+    result = residual.missed_dependency(y, x, float(y.var()))
     assert result.step == step
     assert result.effect > 0.1
     assert result.p_value < 0.01
@@ -26,7 +26,7 @@ def test_names_the_step(step):
 def test_sees_a_product_within_a_step():
     x = noise(1000)
     y = x[:, 11, :1] * x[:, 11, 1:]
-    result = measures.missed_dependency(y, x, float(y.var()))
+    result = residual.missed_dependency(y, x, float(y.var()))
     assert (result.step, result.p_value < 0.01) == (11, True)
 
 
@@ -34,7 +34,7 @@ def test_says_nothing_of_noise():
     alarms = 0
     for seed in range(20):
         x, y = noise(200, 20, 1, seed), np.random.default_rng(100 + seed).normal(size=(200, 1))
-        result = measures.missed_dependency(y, x, float(y.var()), seed=seed)
+        result = residual.missed_dependency(y, x, float(y.var()), seed=seed)
         alarms += result.effect >= 0.02 and result.p_value < 0.01
     assert alarms == 0
 
@@ -44,14 +44,14 @@ def test_does_not_see_a_parity_over_two_steps():
     """The residual test misses the product of two steps, as documented: a negative result is no proof."""
     x = np.sign(noise(2000, 20, 1))
     y = x[:, 3] * x[:, 12]
-    result = measures.missed_dependency(y, x, float(y.var()))
+    result = residual.missed_dependency(y, x, float(y.var()))
     assert result.effect < 0.02
 
 
 def test_a_constant_feature_does_no_harm():
     x = np.concatenate([noise(), np.full((400, 40, 1), 0.7)], axis=2)
     y = x[:, 5, :1]
-    assert measures.missed_dependency(y, x, float(y.var())).step == 5
+    assert residual.missed_dependency(y, x, float(y.var())).step == 5
 
 
 def test_outputs_of_a_vocabulary_cost_no_more_than_their_samples():
@@ -61,7 +61,7 @@ def test_outputs_of_a_vocabulary_cost_no_more_than_their_samples():
     errors = x[:, 1, :1] * rng.normal(size=5) + rng.normal(size=(48, 5))
     rotation = np.linalg.qr(rng.normal(size=(4000, 5)))[0].T
     variance = float(errors.var(axis=0).sum())
-    few, many = (measures.missed_dependency(e, x, variance, seed=2) for e in (errors, errors @ rotation))
+    few, many = (residual.missed_dependency(e, x, variance, seed=2) for e in (errors, errors @ rotation))
     assert (few.step, few.p_value) == (many.step, many.p_value)
     np.testing.assert_allclose(many.by_step, few.by_step, rtol=1e-9)
     np.testing.assert_allclose([many.effect, many.threshold], [few.effect, few.threshold], rtol=1e-9)
@@ -69,7 +69,7 @@ def test_outputs_of_a_vocabulary_cost_no_more_than_their_samples():
     def seconds(outputs):
         wide = rng.normal(size=(48, outputs))
         start = time.process_time()
-        measures.missed_dependency(wide, x, 1.0, seed=2)
+        residual.missed_dependency(wide, x, 1.0, seed=2)
         return time.process_time() - start
 
     assert min(seconds(4000) for _ in range(3)) < 4 * min(seconds(48) for _ in range(3))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rnnlens.measures import lyapunov_spectrum
+from rnnlens.measures.dynamics import lyapunov_spectrum
 from rnnlens.recurrence import linear, structured
 from rnnlens.recurrence.arrays import Workspace, namespace, on_cpu
 from rnnlens.recurrence.jacobian import Entrances, Taps, UnitRows, forward, reverse
