@@ -117,7 +117,7 @@ def test_exponents_of_a_normal_matrix_are_those_of_its_eigenvalues(radii):
 @pytest.mark.parametrize("steps", [1, 4])
 def test_exponents_of_fewer_steps_than_blocks_have_a_standard_error(steps):
     run = run_of(linear_cell(np.diag([0.9, 0.7, 0.5, 0.3])), samples=3, steps=steps)
-    spectrum = measures.lyapunov_spectrum(run, burn_in=0.0)
+    spectrum = dynamics.lyapunov_spectrum(run, burn_in=0.0)
     assert np.isfinite(spectrum.stderr).all()
     np.testing.assert_allclose(spectrum.exponents.sum(), np.log([0.9, 0.7, 0.5, 0.3]).sum(), rtol=1e-9)
 
