@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from .typing import Array
-from .vocabulary import CHANNEL, DIRECTION, FEATURE, GATE, SAMPLE, TIME, UNIT
+from .vocabulary import CHANNEL, DIRECTION, FEATURE, GATE, SAMPLE, SPACE, TIME, UNIT
 
 #: Names of one axis of a tensor: one name, or several folded into it, outermost first.
 Axis = tuple[str, ...]
@@ -150,6 +150,27 @@ def with_space(dims: tuple[str, ...], space: tuple[str, ...]) -> tuple[str, ...]
     outer_dims = [dim for dim in dims if dim not in (GATE, UNIT, FEATURE)]
     inner_dims = [CHANNEL if dim == UNIT else dim for dim in dims if dim in (GATE, UNIT, FEATURE)]
     return (*outer_dims, *space, *inner_dims)
+
+
+def image_axes(sizes: Sequence[int], image: Sequence[int]) -> tuple[str, ...] | None:
+    """Return the names of a tensor's axes besides samples and steps, if it is an image (channel, *space) as a cell's.
+
+    ``sizes``: lengths of these axes. The axes of space are as long as those of ``image``, or all scaled alike, as
+    convolutions scale them. None if the tensor is no image with channels first, or could have them last as well.
+
+    >>> image_axes((3, 32, 64), (8, 16, 32)), image_axes((32, 64, 3), (8, 16, 32)), image_axes((4, 4, 4), (8, 2, 2))
+    (('channel', 'height', 'width'), None, None)
+    """
+    space = image[1:]
+
+    def is_scaled(lengths: Sequence[int]) -> bool:
+        if len(space) == 1:  # one length alone is a multiple of any other
+            return lengths[0] == space[0]
+        return all(lengths[0] * other == length * space[0] for length, other in zip(lengths, space, strict=True))
+
+    if len(sizes) != len(image) or not is_scaled(sizes[1:]) or is_scaled(sizes[:-1]):
+        return None
+    return (CHANNEL, *SPACE[len(space)])
 
 
 def direction_axis(dims: Sequence[str]) -> int:

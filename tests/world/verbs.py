@@ -116,6 +116,11 @@ def jacobian(program: Program, truth: Truth, **options: Any) -> Any:
         return rl.jacobian(program.model, program.x, of=program.of, measure="norm", **options)
     result = rl.jacobian(program.model, program.x, of=program.of, **options)
     names = ["sample", *truth.jacobian_axes]
+    for end, prefix in (("out_unit", "out_"), ("in_feature", "in_")):  # units of images have places as coordinates
+        places = [f"{prefix}{axis}" for axis in ("channel", "height", "width")]
+        if set(places) <= set(result.coords):
+            result = result.set_index({end: places}).unstack(end)
+            result = result.rename(in_channel="in_feature") if end == "in_feature" else result
     if set(result.dims) != set(names):
         raise MismatchError(f"axes of the Jacobian are {result.dims}, not {tuple(names)}")
     if not close(result.transpose(*names).values, truth.jacobian, bound_of(program)):

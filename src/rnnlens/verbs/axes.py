@@ -11,7 +11,7 @@ import xarray as xr
 from .. import data
 from ..adapters.protocol import Adapter, AxisConvention, Batch, Port
 from ..errors import InputError, UnsupportedError, short_repr
-from ..layout import Axis, Layout, canonical_order, dims_of
+from ..layout import Axis, Layout, canonical_order, dims_of, with_space
 from ..results.schema import LabelledLayer, to_host
 from ..typing import Array, signature
 from ..vocabulary import FEATURE, SAMPLE, TIME, UNIT
@@ -75,7 +75,7 @@ class ModelAxes:
         catalogue: Catalogue | None = None,
         rule: AxisConvention | None = None,
     ) -> None:
-        self.adapter, self.model, self.rule = adapter, model, rule or adapter
+        self.adapter, self.model, self.rule, self._catalogue = adapter, model, rule or adapter, catalogue
         tensors = {} if catalogue is None else {t: layout for t, layout in (stated or {}).items() if t not in DATA}
         self.stated = {
             _port_of_name(text, catalogue): layout for text, layout in tensors.items() if catalogue is not None
@@ -98,7 +98,10 @@ class ModelAxes:
         """Return the layout of a tensor of the given shape, with axes in the framework's order."""
         layout = self.stated.get(port, self.found_layouts.get(port))
         if layout is None:
-            return self.rule.layout(port, shape, integer=integer)
+            layout = self.rule.layout(port, shape, integer=integer)
+            space = self._space() if self.rule.samples_first and len(shape) > 3 else ()
+            is_image = space and len(shape) == 3 + len(space)
+            return Layout.of_names(with_space((SAMPLE, TIME, layout.names[-1]), space)) if is_image else layout
         if len(layout.axes) != len(shape):
             raise InputError(
                 f"axes= does not match {text_of(port)!r}.",
@@ -106,6 +109,11 @@ class ModelAxes:
                 expected=f"{len(shape)} axes, for shape {tuple(shape)}",
             )
         return layout
+
+    def _space(self) -> tuple[str, ...]:
+        """Return the names of the axes of space of the model's convolutional recurrent layers; empty if it has none."""
+        catalogue = self._catalogue
+        return () if catalogue is None else next(filter(None, map(catalogue.space, catalogue.recurrent)), ())
 
     def learn(self, batch: Batch, ports: Iterable[Port], shown_layouts: Mapping[Port, Layout] | None = None) -> None:
         """Find and store layouts of ports without one: ``shown_layouts``, cached for these shapes, or by experiment."""

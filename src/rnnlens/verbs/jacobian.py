@@ -150,9 +150,10 @@ def jacobian(
     -------
     DataArray
         ``(sample, out_time, out_unit, in_time, in_feature)``; with ``measure`` ``(sample, out_time, in_time)``. A
-        tensor without time has no ``out_time``. A state of a bidirectional layer adds ``direction`` (``in_direction``).
-        Its attributes give the mode, the operations and the memory used; it has ``.checks``, ``.certificate`` and
-        ``.save`` like every result.
+        tensor without time has no ``out_time``. Units and features of images are numbered in the framework's order;
+        their channels and places are coordinates (``out_channel``, ``in_height``). A state of a bidirectional layer
+        adds ``direction`` (``in_direction``). Its attributes give the mode, the operations and the memory used; it has
+        ``.checks``, ``.certificate`` and ``.save`` like every result.
 
     Raises
     ------

@@ -207,3 +207,24 @@ def test_what_needs_states_without_space_is_refused_by_name(verb):
     with pytest.raises(UnsupportedError) as caught:
         call(*build(2))
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.product(keep=("2",))
+@pytest.mark.parametrize("rank", SPACE)
+def test_frames_of_the_model_have_axes_of_space(rank):
+    """Frames that a model takes and returns have steps, axes of space and channels; so have units of a Jacobian."""
+    keras.utils.set_random_seed(0)
+    recurrent = LAYERS[rank](2, kernel_size=3, padding="same", return_sequences=True, name="conv")
+    model = keras.Sequential([keras.Input((TIME, *SPACE[rank], 2)), recurrent, keras.layers.Dense(3)])
+    x = np.random.default_rng(0).normal(size=(2, TIME, *SPACE[rank], 2)).astype("float32")
+    at = {"time": 1, "channel": 2, "width": 0}
+    by_input = rl.gradients(model, x, of="output", wrt="input", at=at, reduce="sum")
+    assert by_input.dims == ("sample", "time", *NAMES[rank], "feature")
+    jacobian = rl.jacobian(model, x, at={"out_time": 1})
+    places = {f"out_{name}": 0 for name in NAMES[rank][-1:]} | {"out_channel": 2}
+    selected = np.logical_and.reduce([jacobian[name] == number for name, number in places.items()])
+    summed = jacobian.values[:, 0, selected].sum(1)
+    np.testing.assert_allclose(summed.reshape(by_input.shape), by_input, atol=1e-6)
+    assert [*jacobian.coords["in_channel"].values[:3]] == [0, 1, 0]
+    expected = gradient(lambda tensor: keras.ops.sum(model(tensor)[:, 1, ..., 0, 2]), x)
+    np.testing.assert_allclose(by_input, expected, atol=1e-6)

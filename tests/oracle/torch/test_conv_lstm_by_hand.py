@@ -194,3 +194,60 @@ def test_its_states_have_names_at_the_first_call(verb):
     assert first.values.any()
     with pytest.raises(rl.errors.LayerNotFoundError, match="Nothing in this model is named"):
         verb(Signals().double(), x, of="sell.hidden")
+
+
+class Frames(nn.Module):
+    """A frame for each frame: the cell between two convolutions, the first of which may shrink the frames."""
+
+    def __init__(self, stride=1):
+        super().__init__()
+        self.encoder, self.cell = nn.Conv2d(C, C, 1, stride=stride), ConvLSTMCell(C, K, 3, 2)
+        self.decoder = nn.Conv2d(K, 4, 1)
+
+    def forward(self, x):
+        frames = [self.encoder(frame) for frame in x.unbind(1)]
+        h = c = frames[0].new_zeros(len(x), K, *frames[0].shape[2:])
+        outputs = []
+        for frame in frames:
+            h, c = self.cell(frame, (h, c))
+            outputs.append(self.decoder(h))
+        return torch.stack(outputs, 1)
+
+
+def autograd_jacobian(model, x):
+    """Return the derivative of each sample's output by its own input, (sample, *output, *input)."""
+    return np.stack([torch.autograd.functional.jacobian(lambda s: model(s[None])[0], sample).numpy() for sample in x])
+
+
+@pytest.mark.parametrize(("stride", "side"), [(1, (3, 4)), (2, (4, 6))])
+def test_frames_in_and_out_have_channels_and_space(stride, side):
+    """Channels and space of frames that are the cell's own, or scaled, have their names; numbers are autograd's."""
+    torch.manual_seed(0)
+    model, x = Frames(stride).double(), torch.randn(B, 3, C, *side, dtype=torch.float64)
+    at = {"time": 1, "channel": 2, "height": 0, "width": 1}
+    gradient = rl.gradients(model, x, of="output", wrt="input", at=at, reduce="sum")
+    assert gradient.dims == ("sample", "time", "feature", "height", "width")
+    jacobian = rl.jacobian(model, x)
+    assert jacobian.dims == ("sample", "out_time", "out_unit", "in_time", "in_feature")
+    ends = {
+        "out_unit": ["out_channel", "out_height", "out_width"],
+        "in_feature": ["in_channel", "in_height", "in_width"],
+    }
+    opened = jacobian.set_index(ends).unstack().transpose("sample", "out_time", *ends["out_unit"], "in_time", ...)
+    expected = autograd_jacobian(model, x)
+    np.testing.assert_allclose(opened.transpose(..., *ends["in_feature"]), expected, atol=1e-13)
+    np.testing.assert_allclose(gradient, expected[:, 1, 2, 0, 1], atol=1e-13)
+
+
+class ChannelsLast(Frames):
+    def forward(self, x):
+        return super().forward(x.movedim(-1, 2)).movedim(2, -1)
+
+
+@pytest.mark.parametrize(("model", "shape"), [(ChannelsLast, (3, 4, C)), (Frames, (C, C, C))])
+def test_axes_of_frames_that_may_be_channels_have_no_names(model, shape):
+    torch.manual_seed(0)
+    gradient = rl.gradients(
+        model().double(), torch.randn(B, 3, *shape, dtype=torch.float64), of="output", reduce="sum", wrt="input"
+    )
+    assert gradient.dims == ("sample", "time", "axis_2", "axis_3", "axis_4")

@@ -106,14 +106,13 @@ def conv_lstm() -> Program:
             states = self.layer(frames)[0][0]
             return torch.stack([self.head(state) for state in states.unbind(1)], 1)
 
-    frames = ("sample", "time", "channel", "height", "width")
     return Program(
         Net().double(),
         batch(3, 4, 1, 4, 5),
         batch(3, 4, 1, 4, 5),
         functional.mse_loss,
-        input_axes=frames,
-        output_axes=frames,
+        input_axes=("sample", "time", "feature", "height", "width"),
+        output_axes=("sample", "time", "channel", "height", "width"),
     )
 
 

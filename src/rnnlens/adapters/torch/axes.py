@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...layout import Axis, Layout, layout_of_axes
-from ...vocabulary import FEATURE, SAMPLE, TIME, UNIT
+from ...layout import Axis, Layout, image_axes, layout_of_axes
+from ...vocabulary import CHANNEL, FEATURE, SAMPLE, TIME, UNIT
 from ..protocol import Batch, Port
 from .axis_probe import AxisPlace, AxisProbe, DirectedCall, Shape, Values, binary_patterns, entry_order
 from .inputs import as_tensors, leaves_of, map_leaves
@@ -39,7 +39,7 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
         counts = {call.samples for call in probe.calls}
         sample_axes, coupled_ports = _find_samples(probe, requested_ports)
         time_axes, unclear_axes = _find_times(probe, requested_ports, sample_axes)
-        shapes = probe.shapes(requested_ports)
+        shapes, images = probe.shapes(requested_ports), probe.images
     if len(counts) > 1:  # samples are folded with another axis in some calls: propagate through the recurrences
         with AxisProbe(model, batch, ports, cut=False) as uncut_probe:
             sample_axes, coupled_ports = _find_samples(uncut_probe, requested_ports)
@@ -57,7 +57,7 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
         ]
         if unit_axes and len(shape) > 2 and port not in time_axes:
             time_axes[port] = AxisPlace(unit_axes[0], 1, 1, 1)
-    known_axes = _KnownAxes(shapes, sample_axes, coupled_ports, time_axes, min(counts), unclear_axes)
+    known_axes = _KnownAxes(shapes, sample_axes, coupled_ports, time_axes, min(counts), unclear_axes, images)
     _find_by_size(model, batch, [port for port in ports if port in shapes], known_axes, is_single_step=is_single_step)
     return {port: _layout(port, known_axes) for port in shapes} | dict(probe.layouts)
 
@@ -68,7 +68,8 @@ class _KnownAxes:
 
     ``coupled_ports`` holds the ports at which every sample depends on other samples. ``sample_count`` is the smallest
     number of samples of any recurrent call. ``unclear_axes`` holds, for tensors without a clear time axis, the axes
-    that follow steps: several, or one that holds features as well.
+    that follow steps: several, or one that holds features as well. ``images``: shapes (channel, *space) of inputs and
+    states of cells.
     """
 
     shapes: Mapping[Port, Shape]
@@ -77,6 +78,7 @@ class _KnownAxes:
     time_axes: dict[Port, AxisPlace]
     sample_count: int
     unclear_axes: dict[Port, tuple[int, ...]]
+    images: set[Shape]
 
 
 def _find_by_size(
@@ -505,6 +507,23 @@ def _layout(port: Port, known_axes: _KnownAxes) -> Layout:
     unclear = known_axes.unclear_axes.get(port, ()) if time_axis is None else ()
     axes |= {axis: (f"axis_{axis}",) for axis in unclear if axis not in axes}
     last_role = FEATURE if port.kind == "input" else UNIT
+    axes |= _image_axes(shape, axes, known_axes.images, FEATURE if port.kind == "input" else CHANNEL)
     names = tuple(f"axis_{axis}" for axis in unclear)
     order = () if sample_axis is None else sample_axis.order
     return Layout(layout_of_axes(len(shape), axes, last_role).axes, is_coupled, count, names, order)
+
+
+def _image_axes(
+    shape: Shape, known_axes: Mapping[int, Axis], images: Iterable[Shape], first_name: str
+) -> dict[int, Axis]:
+    """Return the names of the axes that are left, in a model whose cells take images: ``first_name`` for the channels.
+
+    Where they are as many as an image has but their roles do not show, they have numbers: the last one need not hold
+    features.
+    """
+    others = [axis for axis in range(len(shape)) if axis not in known_axes]
+    alike = [image for image in images if 2 < len(image) == len(others)]
+    for image in images:
+        if names := image_axes([shape[axis] for axis in others], image):
+            return {axis: (name,) for axis, name in zip(others, (first_name, *names[1:]), strict=True)}
+    return {axis: (f"axis_{axis}",) for axis in others} if alike else {}

@@ -87,7 +87,11 @@ class AxisProbe(TorchPullback):
         super().__init__(model, batch, (), (), [Port("output", ALL)] if cut else [], watch=[*ports, *scan_outputs])
         call_ports: list[Port] = []
         self.calls: list[DirectedCall] = []
+        #: Shapes (channel, *space) of inputs and states of cells that take images.
+        self.images: set[Shape] = set()
         for node, (recurrence, _) in self._port_table.nodes.items():
+            if recurrence.owner.step_cell is not None:
+                self.images |= set(recurrence.owner.step_cell.shapes.values())
             for direction in ("forward", "backward")[: recurrence.owner.directions]:
                 direction_args: Any = {"direction": direction if recurrence.owner.directions > 1 else None}
                 inputs, output = Port("input", node), Port("output", node, **direction_args)

@@ -21,7 +21,7 @@ from ...results.disk.store import new_recording_store, recording_store
 from ...results.opening import open as open_result
 from ...results.saving import check_path
 from ...results.schema import labelled_array, to_host
-from ...vocabulary import BACKWARD, FEATURE, FORWARD, IN_FEATURE, IN_TIME, OUT_TIME, SAMPLE, TIME
+from ...vocabulary import BACKWARD, FEATURE, FORWARD, IN_FEATURE, IN_TIME, OUT_TIME, OUT_UNIT, SAMPLE, TIME
 from ..axes import InputCoordinates
 from .plan import IN_DIRECTION, JacobianPlan, WorkCount
 from .request import JacobianOptions
@@ -156,8 +156,20 @@ class JacobianLabels:
         masks = {time: mask for time, mask in self.masks().items() if {SAMPLE, time} <= set(dims)}
         coords |= {f"{time}_mask": xr.Variable((SAMPLE, time), mask, attributes) for time, mask in masks.items()}
         own_coords, source = self.coords(), self.provenance
+        if self.plan.ends.of.image or self.plan.ends.wrt.image:
+            coords |= self.image_coords()
         array = labelled_array(values, dims, name="jacobian", attrs=attrs, coords=own_coords, provenance=source)
         return LabelledArray(array.assign_coords(coords))
+
+    def image_coords(self) -> dict[str, xr.Variable]:
+        """Return the channel and the place of every output unit and input feature of an image, as coordinates."""
+        ends, coords = self.plan.ends, dict[str, xr.Variable]()
+        for dim, end, prefix in ((OUT_UNIT, ends.of, "out"), (IN_FEATURE, ends.wrt, "in")):
+            if dim not in self.plan.dims or not end.image or (dim == OUT_UNIT and ends.weights is not None):
+                continue
+            places = np.unravel_index(np.arange(end.size), tuple(end.image.values()))
+            coords |= {f"{prefix}_{name}": xr.Variable(dim, at) for name, at in zip(end.image, places, strict=True)}
+        return coords
 
     def masks(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return masks (sample, step) of the requested steps by time axis, False at padding; none without padding."""

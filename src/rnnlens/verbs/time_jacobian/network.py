@@ -18,7 +18,7 @@ from ...recurrence.arrays import on_cpu
 from ...results.schema import to_host
 from ...settings import must_fit
 from ...typing import Array
-from ...vocabulary import FEATURE, TIME, UNIT
+from ...vocabulary import CHANNEL, FEATURE, SAMPLE, SPACE, TIME, UNIT
 from ..axes import (
     ModelAxes,
     axes_to_write,
@@ -373,7 +373,9 @@ def _assemble_network(
     for i, name in enumerate((request.of, request.wrt)):
         if ends[i] is None:
             tensor = segment_graph.tensors[Port(name.kind, name.layer, name.index)]  # type: ignore[arg-type]
-            ends[i] = JacobianEnd(name, (), tensor.port, name.kind, 0, tensor.features, tensor.times)
+            may_be_image = tensor.layout is not None or len(tensor.shape) > 3
+            image = _image_of_tensor(tensor, request.axes) if may_be_image else {}
+            ends[i] = JacobianEnd(name, (), tensor.port, name.kind, 0, tensor.features, tensor.times, image)
     of, wrt = ends
     assert of is not None
     assert wrt is not None
@@ -384,6 +386,15 @@ def _assemble_network(
     if network.is_cut and not path.is_cyclic and not path.recurrences and of.port not in path.tops:
         raise disconnected_error(of, wrt)
     return network
+
+
+def _image_of_tensor(tensor: OuterTensor, axes: ModelAxes) -> dict[str, int]:
+    """Return the names and lengths of a tensor's channels and axes of space; empty if it has no axes of space."""
+    layout = tensor.layout or axes.layout(tensor.port, tensor.shape)
+    sizes = dict(zip(layout.names, layout.sizes(tensor.shape, tensor.samples), strict=True))
+    if not set(sizes) & set(SPACE[3]):
+        return {}
+    return {CHANNEL if name == FEATURE else name: size for name, size in sizes.items() if name not in (SAMPLE, TIME)}
 
 
 def disconnected_error(of: JacobianEnd, wrt: JacobianEnd) -> DisconnectedError:

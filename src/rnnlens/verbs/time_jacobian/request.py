@@ -124,6 +124,8 @@ class JacobianEnd:
     #: Size per step, and number of steps; None without a time axis.
     size: int
     times: int | None
+    #: Names and lengths of the axes that are flattened to ``size``, outermost first, if it has channels and space.
+    image: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
