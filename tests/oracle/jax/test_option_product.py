@@ -45,14 +45,10 @@ def carry_of(cell, start, samples, dtype):
 
 
 class ScannedCell(nn.Module):
-    """A cell stepped by ``nn.scan`` as users write it: the state is kept where a sequence has ended.
-
-    ``returns_state``: whether a step returns the kept state, or what the cell computed before.
-    """
+    """A cell stepped by ``nn.scan`` as users write it: the state is kept where a sequence has ended."""
 
     cell: nn.Module
     reverse: bool
-    returns_state: bool = True
 
     @nn.compact
     def __call__(self, x, lengths, carry):
@@ -61,7 +57,7 @@ class ScannedCell(nn.Module):
             after, output = cell(carry, x_t)
             if lengths is not None:
                 after = jax.tree.map(lambda new, old: jnp.where((t < lengths)[:, None], new, old), after, carry)
-                output = jax.tree.leaves(after)[-1] if self.returns_state else output
+                output = jax.tree.leaves(after)[-1]
             return after, output
 
         scan = nn.scan(
@@ -177,21 +173,83 @@ def test_drawn_options(case):
     check(case)
 
 
-def test_an_output_that_is_no_state_of_the_step_is_never_certified():
-    """A step that returns what its cell computed, and carries on another value: its states are not all that is read."""
+#: What a masked step returns, of what its cell computed, the state that it keeps, and the state before.
+RETURNED = {
+    "computed": lambda new, kept, old, real: (new,),
+    "computed, zeros at padding": lambda new, kept, old, real: (jnp.where(real, new, 0),),
+    "computed and kept": lambda new, kept, old, real: (new, kept),
+    "before": lambda new, kept, old, real: (old,),
+}
 
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            lengths = jnp.asarray(LENGTHS)[: x.shape[0]]
-            return ScannedCell(nn.GRUCell(H), False, returns_state=False)(x, lengths, jnp.zeros((x.shape[0], H)))
 
-    x, y = (jnp.asarray(numbers(B, T, n, seed=n), "float32") for n in (D, H))
-    net = Net()
-    with pytest.warns(rl.errors.SelfCheckWarning, match="GRUCell_0"):
-        trace = rl.trace(rl.jax.model(net, net.init(jax.random.key(0), x)), x, y, loss=mse)
-    assert trace.certificate.state == "failed"
-    assert rl.gradients(rl.jax.model(net, net.init(jax.random.key(0), x)), x, y, loss=mse).certificate.state == "passed"
+class Returning:
+    """Cells whose carry is masked, and whose steps return something else; one that reads forwards, or two."""
+
+    def __init__(self, cell, way, returned):
+        self.cell, self.returned = CELLS[cell](H, param_dtype=float), RETURNED[returned]
+        self.reverse = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[way]
+        carry = self.cell.initialize_carry(jax.random.key(0), (B, D))
+        keys = jax.random.split(jax.random.key(1), 2)
+        self.params = {f"cell{i}": self.cell.init(keys[i], carry, jnp.ones((B, D))) for i in range(len(self.reverse))}
+        width = H * len(self.reverse) * (2 if returned == "computed and kept" else 1)
+        self.params["readout"] = jnp.asarray(numbers(width, 2, seed=5))
+
+    def layer(self, params, x, reverse):
+        """Return what the steps return, (time, sample, unit) each."""
+        lengths = jnp.asarray(LENGTHS)[: x.shape[0]]
+
+        def step(carry, inputs):
+            after, _ = self.cell.apply(params, carry, inputs[0])
+            real = (inputs[1] < lengths)[:, None]
+            kept = jax.tree.map(lambda new, old: jnp.where(real, new, old), after, carry)
+            states = [jax.tree.leaves(tree)[-1] for tree in (after, kept, carry)]
+            return kept, self.returned(*states, real)
+
+        start = carry_of(self.cell, "given", x.shape[0], x.dtype)
+        return jax.lax.scan(step, start, (jnp.swapaxes(x, 0, 1), jnp.arange(x.shape[1])), reverse=reverse)[1]
+
+    def sequences(self, params, x):
+        return [self.layer(params[f"cell{i}"], x, reverse) for i, reverse in enumerate(self.reverse)]
+
+    @staticmethod
+    def readout(params, sequences):
+        return jnp.swapaxes(jnp.concatenate(jax.tree.leaves(sequences), -1) @ params["readout"], 0, 1)
+
+    def __call__(self, params, x):
+        return self.readout(params, self.sequences(params, x))
+
+
+@pytest.mark.parametrize("returned", RETURNED)
+@pytest.mark.parametrize("way", OPTIONS["way"])
+@pytest.mark.parametrize("cell", ["gru", "lstm", "simple"])
+def test_what_a_masked_step_returns_beside_its_state_is_its_output(cell, way, returned):
+    """A step that carries on one value and returns another: every gradient is that of the untouched function."""
+    x, y = (jnp.asarray(numbers(B, T, n, seed=n)) for n in (D, 2))
+    net = Returning(cell, way, returned)
+    params, real = net.params, np.arange(T) < LENGTHS[:B, None]
+    model = rl.jax.model(net, params)
+    trace = rl.trace(model, x, y, loss=mse)
+    assert trace.certificate.state == "passed", trace.certificate
+    assert rl.gradients(model, x, y, loss=mse).certificate.state == "passed"
+    states, totals = unrolled(lambda: mse(net(params, x), y))
+    direct = jax.grad(lambda sequences: mse(net.readout(params, sequences), y))(net.sequences(params, x))
+    assert len(trace) == len(states)
+    for name, loop, total, of_returned in zip(trace, states, totals, direct, strict=True):
+        found, number = trace[name], len(loop) - 1  # h is the last state of an LSTM of Flax
+        assert difference(found.hidden, np.moveaxis(loop[number], 0, 1)) < 1e-12
+        assert difference(found.hidden_grad, np.moveaxis(total[number], 0, 1)) < 1e-12
+        expected = np.moveaxis(np.asarray(of_returned[0]), 0, 1)
+        expected = expected * real[..., None] if "zeros" in returned else expected
+        assert difference(found.output_grad, expected) < 1e-12
+    inputs = jax.grad(lambda x: mse(net(params, x), y))(x)
+    assert difference(sum(trace[name].input_grad.values[..., :D] for name in trace), inputs) < 1e-12
+
+    def run(x):
+        with scans_in_python():
+            return net(params, x)
+
+    full = np.asarray(jax.jit(jax.jacrev(run))(x))
+    assert difference(rl.jacobian(model, x), np.stack([full[b][:, :, b] for b in range(B)])) < 1e-12
 
 
 @pytest.mark.parametrize("fault", ["states", "gradients"])

@@ -108,9 +108,9 @@ def _tapped_ports(layer: RecurrentLayer) -> list[Port]:
         return [*ports, *(Port("state", name, i, "returned") for i in states)]
     ports.append(Port("output", name))
     if layer.returns_final_states:
-        ports += [Port("final_state", name, i) for i in states[1:]]
+        ports += [Port("final_state", name, i) for i in layer.other_states]
     if layer.reads_other_states:
-        ports += [Port("state_read", name, i) for i in states[1:]]
+        ports += [Port("state_read", name, i) for i in layer.other_states]
     return ports
 
 
@@ -137,7 +137,7 @@ class _CallReader:
             cell=cell,
             input=cell_input,
             initial_state=initial,
-            output=states[0],
+            output=self._output(layer) if layer.own_outputs else states[0],
             stepwise=_is_entangled(layer),
             weights_key=layer.base,
             compute_dtype=_compute_dtype(layer),
@@ -178,6 +178,10 @@ class _CallReader:
         value = self.run.record((layer.loop.path, point))
         return ENGINE.to_array(layer.at_step(variable, value[layer.index] if layer.index else value))
 
+    def _output(self, layer: RecurrentLayer) -> Array:
+        parts = [self._steps(layer, v, f"output{i}") for i, v in enumerate(layer.own_outputs)]
+        return np.concatenate(parts, axis=-1)
+
     def _input(self, layer: RecurrentLayer) -> Array:
         parts = [self._steps(layer, v, f"input{i}") for i, v in enumerate(layer.inputs)]
         if not parts:
@@ -200,10 +204,10 @@ class _CallReader:
         else:
             call.output_grad = gradient(Port("output", name))
             if layer.reads_other_states:
-                call.state_grad = {i: gradient(Port("state_read", name, i)) for i in states[1:]}
+                call.state_grad = {i: gradient(Port("state_read", name, i)) for i in layer.other_states}
         if layer.returns_final_states:
-            others = [gradient(Port("final_state", name, i)) for i in states[1:]]
-            call.final_state_grad = (np.zeros_like(call.initial_state[0]), *others)
+            ends = {i: gradient(Port("final_state", name, i)) for i in layer.other_states}
+            call.final_state_grad = tuple(ends.get(i, np.zeros_like(call.initial_state[i])) for i in states)
         if self.taps.boundaries:
             grad = gradient(Port("input", name))
             call.framework_input_grad = self._at_columns(call, grad)

@@ -44,7 +44,8 @@ class ScanCell(StepCell):
         super().__init__()
         self.layer, self.constants, self.columns, self._functions = layer, list(constants), tuple(columns), functions
         self.state_sizes = layer.sizes
-        self.output_size = layer.sizes[0]
+        self.output_size = sum(map(layer.width, layer.output_variables))
+        self.output_is_state = not layer.own_outputs
 
     @classmethod
     def of(cls, layer: RecurrentLayer, run: Any, floats: Array) -> tuple[ScanCell, Array]:
@@ -73,7 +74,8 @@ class ScanCell(StepCell):
     def advance(self, x: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:
         """Compute the output and the new states of n rows."""
         new = self._call("advance", x, state)
-        return new[0], tuple(new)
+        count = len(self.state_sizes)
+        return new[0 if self.output_is_state else count], tuple(new[:count])
 
     def vjp(
         self, x: Array, state: Sequence[Array], output_cotangent: Array, state_cotangent: Sequence[Array]
@@ -99,8 +101,9 @@ class ScanCell(StepCell):
         by_state, by_input = self._call("jacobian", x, state)
         return by_state, by_input
 
-    @staticmethod
-    def _joined(output_cotangent: Array, state_cotangent: Sequence[Array]) -> list[Array]:
+    def _joined(self, output_cotangent: Array, state_cotangent: Sequence[Array]) -> list[Array]:
+        if not self.output_is_state:
+            return [*map(np.asarray, state_cotangent), np.asarray(output_cotangent)]
         first, *others = state_cotangent
         return [np.asarray(first) + np.asarray(output_cotangent), *map(np.asarray, others)]
 
@@ -134,7 +137,7 @@ class _StepFunctions:
         return self._batch > 1 and any(v not in layer.roles.sample for v in read)
 
     def advance(self, constants: Sequence[Any], x: Any, state: Sequence[Any], zeros: Any = None) -> list[Any]:
-        """Compute the new states of n rows; ``zeros`` are added where they are computed."""
+        """Compute the new states of n rows, and the output if it is none; ``zeros`` are added to new states."""
         count, batch = x.shape[0], self._batch
         by_step = self._is_shared and count != batch and count % self.layer.steps == 0
         samples = count // self.layer.steps if by_step else batch
@@ -176,8 +179,11 @@ class _StepFunctions:
             f"state{i}": layer.from_step(v, z)
             for i, (v, z) in enumerate(zip(layer.state_variables, zeros, strict=False))
         }
-        results = Emission({}, ()).run_step(self._opened, arguments, own)
-        return [layer.at_step(v, results[slot]) for v, slot in zip(layer.state_variables, layer.states, strict=True)]
+        points = [(loop.path, f"output{i}") for i in range(len(layer.own_outputs))]
+        results, records = Emission({}, points).run_step(self._opened, arguments, own)
+        states = [layer.at_step(v, results[slot]) for v, slot in zip(layer.state_variables, layer.states, strict=True)]
+        outputs = [layer.at_step(v, records[point]) for v, point in zip(layer.own_outputs, points, strict=True)]
+        return [*states, jnp.concatenate(outputs, axis=-1)] if outputs else states
 
     def vjp(self, constants: Sequence[Any], x: Any, state: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         """Pull cotangents of the new states back to the input and the states."""
@@ -191,11 +197,11 @@ class _StepFunctions:
 
     def jacobian(self, constants: Sequence[Any], x: Any, state: Sequence[Any]) -> Any:
         """Return d[new states, output]/d[states] and by the input; all rows share each unit cotangent."""
-        cuts = np.cumsum(self.layer.sizes)[:-1]
+        layer, cuts = self.layer, np.cumsum(self.layer.sizes)[:-1]
 
         def joined(states: Any, x: Any) -> Any:
             new = self.advance(constants, x, jnp.split(states, cuts, axis=1))
-            return jnp.concatenate([*new, new[0]], axis=1)
+            return jnp.concatenate(new if layer.own_outputs else [*new, new[0]], axis=1)
 
         value, pull = jax.vjp(joined, jnp.concatenate(state, axis=1), x)
         count, size = value.shape

@@ -14,6 +14,7 @@ point          added for                                   gradient
 ``start0``     the equations of the new states             of the state that the step starts from
 ``initial0``   the first step                              of the initial state
 ``final0``     what reads the state after the last step    direct, of the final state
+``output0``    what is no part of the step's new states    direct, of a value on the way to these
 =============  ==========================================  =================================================
 
 An output of the program has a point as well, without a path: the gradient of what only the loss reads.
@@ -53,6 +54,8 @@ class OpenedLoop:
     is_cut: bool = False
     #: Numbers of states whose final values are read as states of the last step.
     final_reads: tuple[int, ...] = ()
+    #: Variables of the body that are no new states and are read by what is no part of these.
+    own_outputs: tuple[Var, ...] = ()
 
     @property
     def own(self) -> set[int]:
@@ -78,9 +81,11 @@ class Emission:
         values = _ProgramValues(needed_equations(program.jaxpr, outputs), by_output)
         return self._run(program, arguments, zeros, "", values)
 
-    def run_step(self, opened: OpenedLoop, arguments: Sequence[Any], zeros: Mapping[str, Any]) -> list[Any]:
-        """Run one step of a loop; return its results."""
-        return self._run(opened.loop.body, arguments, {}, f"{opened.loop.path}/", _StepValues(opened, zeros))[0]
+    def run_step(
+        self, opened: OpenedLoop, arguments: Sequence[Any], zeros: Mapping[str, Any]
+    ) -> tuple[list[Any], dict[Point, Any]]:
+        """Run one step of a loop; return its results, and the values at its points."""
+        return self._run(opened.loop.body, arguments, {}, f"{opened.loop.path}/", _StepValues(opened, zeros))
 
     def _run(
         self,
@@ -184,6 +189,7 @@ class _StepValues(_ProgramValues):
         for number, slot in enumerate(opened.states):
             if isinstance(after[slot], Var) and after[slot] not in passed:
                 self.states.setdefault(after[slot], []).append(number)
+        self.outputs = {v: f"output{i}" for i, v in enumerate(opened.own_outputs)}
         self.read_by_step = {v: f"start{i}" for i, v in enumerate(opened.starts)}
         self.read_by_step |= {v: f"input{i}" for i, v in enumerate(opened.inputs)}
 
@@ -204,9 +210,11 @@ class _StepValues(_ProgramValues):
 
     def _outer(self, atom: Var, value: Any) -> Any:
         """Return the value as what is no part of the new states reads it."""
-        numbers = self.states.get(atom, ())
-        if numbers and self.opened.is_cut and is_inexact(value):
+        numbers, output = self.states.get(atom, ()), self.outputs.get(atom)
+        if (numbers or output) and self.opened.is_cut and is_inexact(value):
             value = lax.stop_gradient(value)
+        if output:
+            value = _plus(value, self.zeros.get(output))
         for number in numbers:
             value = _plus(_plus(value, self.zeros.get(f"read{number}")), self.zeros.get(f"returned{number}"))
         return value
@@ -224,6 +232,7 @@ class _StepValues(_ProgramValues):
                     records[path, f"ending{number}"] = self._outer(atom, self.values[atom])
         named = {f"state{number}": jaxpr.outvars[slot] for number, slot in enumerate(opened.states)}
         named |= {f"input{i}": v for i, v in enumerate(opened.inputs)}
+        named |= {f"output{i}": v for i, v in enumerate(opened.own_outputs)}
         named |= {f"start{i}": v for i, v in enumerate(opened.starts)} | dict(opened.watched)
         for point, atom in named.items():
             if (path, point) in emission.recorded:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from ...errors import LayerNotFoundError
 from ..protocol import Port
 from .axes import AxisRoles
 from .emit import OpenedLoop, Point
-from .jaxprs import is_inexact, needed_equations, variables
+from .jaxprs import dependent, is_inexact, needed_equations, variables
 from .loops import Loop
 from .recognise import KnownCell, recognise, watched_variables
 
@@ -26,8 +26,10 @@ class RecurrentLayer:
 
     ``name``: ``"rnn"``, or ``"rnn#1"`` for the second run of one layer. ``index``: its place within the loops around
     it. ``states``: numbers of the carried values that are its states, the output first. ``inputs``: variables of the
-    body that together are its input. ``reads``: for each state whether something besides the next step reads it at each
-    step, and whether something reads its last value.
+    body that together are its input. ``own_outputs``: variables of the body that are no new states, come from a state,
+    and are read by something else than the step: together its output; empty if the first state is the output.
+    ``reads``: for each state whether something besides the next step reads it at each step, and whether something reads
+    its last value.
     """
 
     name: str
@@ -38,6 +40,7 @@ class RecurrentLayer:
     cell: KnownCell | None = None
     index: tuple[int, ...] = ()
     reads: tuple[tuple[bool, bool], ...] = ()
+    own_outputs: tuple[Var, ...] = ()
     #: Lengths of the loops around this one.
     lengths_around: tuple[int, ...] = ()
 
@@ -87,14 +90,24 @@ class RecurrentLayer:
         return self.cell is not None and self.cell.reset is not None
 
     @property
+    def output_variables(self) -> tuple[Var, ...]:
+        """Variables of the body that together are the output of a step."""
+        return self.own_outputs or self.state_variables[:1]
+
+    @property
+    def other_states(self) -> range:
+        """Numbers of the states that are not the output."""
+        return range(0 if self.own_outputs else 1, len(self.states))
+
+    @property
     def reads_other_states(self) -> bool:
         """Whether something reads a state other than the output at each step."""
-        return any(at_steps for at_steps, _ in self.reads[1:])
+        return any(self.reads[i][0] for i in self.other_states)
 
     @property
     def returns_final_states(self) -> bool:
         """Whether something reads the last value of a state other than the output."""
-        return any(at_end for _, at_end in self.reads[1:]) and not self.reads_other_states
+        return any(self.reads[i][1] for i in self.other_states) and not self.reads_other_states
 
     def width(self, variable: Any) -> int:
         """Return the number of entries of a variable for one sample and step; complex ones count twice."""
@@ -111,12 +124,8 @@ class RecurrentLayer:
         variables = self.other_inputs if self.cell is None else watched_variables(self.cell)
         watched = {f"watch{i}": v for i, v in enumerate(variables)}
         starts = self.state_variables if self.cell is None else self.cell.starts
-        final_reads = tuple(
-            number
-            for number, (at_steps, at_end) in enumerate(self.reads)
-            if at_end and (number == 0 or at_steps or self.returns_final_states)
-        )
-        return OpenedLoop(self.loop, self.states, self.inputs, starts, watched, is_cut, final_reads)
+        final_reads = tuple(number for number, (_, at_end) in enumerate(self.reads) if at_end)
+        return OpenedLoop(self.loop, self.states, self.inputs, starts, watched, is_cut, final_reads, self.own_outputs)
 
     @property
     def other_inputs(self) -> tuple[Var, ...]:
@@ -132,6 +141,7 @@ class RecurrentLayer:
         opened, path = self.opened(), self.loop.path
         names = [f"{kind}{i}" for kind in ("state", "initial") for i in range(len(self.states))]
         names += [f"input{i}" for i in range(len(self.inputs))] + list(opened.watched)
+        names += [f"output{i}" for i in range(len(self.own_outputs))]
         names += [] if self.cell is not None else [f"constant{i}" for i in range(self.loop.counts[0])]
         return {(path, name) for name in names}
 
@@ -194,8 +204,8 @@ class RecurrentLayer:
             return (self.samples, self.steps, width), dtype
         number = 0 if port.kind == "output" else port.index
         self.refuse_absent_state(port, number)
-        variable = self.state_variables[number]
-        size, dtype = self.width(variable), self.dtype(variable)
+        variables = self.output_variables if port.kind == "output" else self.state_variables[number : number + 1]
+        size, dtype = sum(map(self.width, variables)), jnp.result_type(*map(self.dtype, variables))
         has_time = port.kind in ("output", "state", "state_read") and port.key != "ending"
         return ((self.samples, self.steps, size) if has_time else (self.samples, size)), dtype
 
@@ -213,6 +223,8 @@ class RecurrentLayer:
         path = self.loop.path
         if port.kind == "input":
             return [((path, f"input{i}"), v) for i, v in enumerate(self.inputs)]
+        if port.kind == "output" and self.own_outputs:
+            return [((path, f"output{i}"), v) for i, v in enumerate(self.own_outputs)]
         kinds = {"output": "state", "state_read": "state", "initial_state": "initial", "final_state": "final"}
         number = 0 if port.kind == "output" else port.index
         return [((path, f"{kinds.get(port.kind, port.kind)}{number}"), self.state_variables[number])]
@@ -235,7 +247,8 @@ class RecurrentLayer:
     def zeros_at(self, port: Port, zero: Any) -> dict[Point, Any]:
         """Return the zeros to add at the points of a port, from one zero in the layout of the port."""
         kinds = {"output": "read", "state_read": "read"}
-        if port.kind in ("state_read", "final_state") and port.index == 0:  # its reader is that of the output
+        is_output = port.index == 0 and not self.own_outputs
+        if port.kind in ("state_read", "final_state") and is_output:  # its reader is that of the output
             return {}
         if port.key == "returned":
             kinds = {"state": "returned"}
@@ -295,13 +308,16 @@ def _state_slots(loop: Loop) -> list[int]:
 
 
 def _layer(program: ClosedJaxpr, loop: Loop, roles: AxisRoles) -> RecurrentLayer:
-    cell = None if loop.inside else recognise(loop, roles.sample, roles.samples)  # weights may differ between its runs
-    states = tuple(_state_slots(loop)) if cell is None else cell.states
+    known = None if loop.inside else recognise(loop, roles.sample, roles.samples)  # weights may differ between its runs
+    states = tuple(_state_slots(loop)) if known is None else known.states
     reads = {slot: _reads(program, loop, slot) for slot in states}
-    if cell is None:  # what others read comes first: it is the output
+    if known is None:  # what others read comes first: it is the output
         states = tuple(sorted(states, key=lambda slot: (not any(reads[slot]), slot)))
+    own_outputs = _own_outputs(program, loop)
+    cell = None if own_outputs else known  # known cells return nothing but their states
     inputs = _float_inputs(loop, roles) if cell is None else cell.inputs
-    return RecurrentLayer(loop.name, loop, roles, states, inputs, cell, reads=tuple(reads[slot] for slot in states))
+    reads_of_states = tuple(reads[slot] for slot in states)
+    return RecurrentLayer(loop.name, loop, roles, states, inputs, cell, reads=reads_of_states, own_outputs=own_outputs)
 
 
 def _float_inputs(loop: Loop, roles: AxisRoles) -> tuple[Var, ...]:
@@ -315,16 +331,35 @@ def _float_inputs(loop: Loop, roles: AxisRoles) -> tuple[Var, ...]:
 
 def _reads(program: ClosedJaxpr, loop: Loop, slot: int) -> tuple[bool, bool]:
     """Return whether something besides the next step reads a state at each step, and whether its last value is read."""
-    jaxpr, after = loop.body.jaxpr, loop.carried_after[slot]
-    others = [e for i, e in enumerate(jaxpr.eqns) if i not in loop.state_equations]
-    needed = needed_equations(jaxpr, jaxpr.outvars[loop.counts[1] :])
-    at_steps = any(after in variables(e.invars) for e in others if jaxpr.eqns.index(e) in needed)
-    at_steps = at_steps or after in jaxpr.outvars[loop.counts[1] :]
+    at_steps = loop.carried_after[slot] in _read_by_others(program, loop)
     if loop.inside:  # the loop around it decides; its result may be read
         return at_steps, True
-    result = loop.equation.outvars[slot]
-    used = needed_equations(program.jaxpr, program.jaxpr.outvars)
-    at_end = result in variables(program.jaxpr.outvars) or any(
-        result in variables(program.jaxpr.eqns[i].invars) for i in used
-    )
-    return at_steps, at_end
+    return at_steps, loop.equation.outvars[slot] in _read_in(program.jaxpr, program.jaxpr.outvars)
+
+
+def _own_outputs(program: ClosedJaxpr, loop: Loop) -> tuple[Var, ...]:
+    """Return the variables of a step, besides its new states, that come from a state and that others read.
+
+    They are the state before the step, and what its equations compute on the way to the new states.
+    """
+    jaxpr, states = loop.body.jaxpr, [loop.carried[slot] for slot in _state_slots(loop)]
+    own = {v for i in loop.state_equations for v in jaxpr.eqns[i].outvars} | set(states)
+    others = own & _read_by_others(program, loop) & dependent(jaxpr, states) - set(variables(loop.carried_after))
+    defined = [*jaxpr.invars, *(v for equation in jaxpr.eqns for v in equation.outvars)]
+    return tuple(v for v in defined if v in others and is_inexact(v.aval))
+
+
+def _read_by_others(program: ClosedJaxpr, loop: Loop) -> set[Var]:
+    """Return the variables of a step that are results used outside, or read for these by no equation of the states."""
+    stacked = slice(loop.counts[1], None)
+    used = loop.body.jaxpr.outvars[stacked]
+    if not loop.inside:  # the loop around it decides
+        read = _read_in(program.jaxpr, program.jaxpr.outvars)
+        used = [v for v, result in zip(used, loop.equation.outvars[stacked], strict=True) if result in read]
+    return _read_in(loop.body.jaxpr, used, without=loop.state_equations)
+
+
+def _read_in(jaxpr: Any, results: Sequence[Any], without: Collection[int] = ()) -> set[Var]:
+    """Return the variables that are among the results, or that equations read on which these depend."""
+    needed = needed_equations(jaxpr, results) - set(without)
+    return {*variables(results), *(v for i in needed for v in variables(jaxpr.eqns[i].invars))}
