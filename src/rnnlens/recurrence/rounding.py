@@ -110,10 +110,20 @@ def _largest_row(kernel: Array | None, xp: Any) -> float:
 def perturbed_replay(run: Replay) -> Replay:
     """Replay a run from an input perturbed by one rounding, and perturb gates and states by one rounding each.
 
-    In a recurrence that amplifies small differences, this trajectory deviates as any second run does.
+    In a recurrence that amplifies small differences, this trajectory deviates as any second run does. How far, its
+    difference from :func:`plain_replay` shows: ``run`` may rest on captured states, which may be wrong.
     """
-    perturb = rounding_perturbation(run.xp)
-    start = tuple(map(rounding_perturbation(run.xp), run.start_states or run.initial_state))
+    return _replay_with(run, lambda: rounding_perturbation(run.xp))
+
+
+def plain_replay(run: Replay) -> Replay:
+    """Replay a run from its input and initial state alone, whatever states were captured."""
+    return _replay_with(run, lambda: lambda array: array)
+
+
+def _replay_with(run: Replay, perturbation: Callable[[], Callable[[Array], Array]]) -> Replay:
+    perturb = perturbation()
+    start = tuple(map(perturbation(), run.start_states or run.initial_state))
     scales = Scales(run.input_scale, run.state_scale)
     rerun = replay(run.cell, perturb(run.input), start, mask=run.mask, order=run.order, scales=scales)
     record = None if rerun.record is None else rerun.record._replace(gates=perturb(rerun.record.gates))

@@ -27,7 +27,7 @@ from ..recurrence.adjoint import (
 from ..recurrence.cells import Cell
 from ..recurrence.linear import System
 from ..recurrence.replay import Replay
-from ..recurrence.rounding import perturbed_replay, replay_sensitivity
+from ..recurrence.rounding import replay_sensitivity
 from ..recurrence.sweep_rows import PointRows
 from ..recurrence.trajectory import Adjoint, over_time
 from ..results.checks import CEILING, CUDNN_ACTIVATIONS, REPLAY, Check, epsilon, rounding_bound, weight_sum_check
@@ -154,9 +154,9 @@ class ReplayedCall:
         """Linear system of the call around its replayed states."""
         return self.call.cell.linear_system(self.run, self.call.masked_output)
 
-    def perturbed(self) -> ReplayedCall:
-        """Return the call with every value inside the layer perturbed by one rounding."""
-        return ReplayedCall(self.call, perturbed_replay(self.run))
+    def rerun(self, replay_of: Callable[[Replay], Replay]) -> ReplayedCall:
+        """Return the call with another replay, which ``replay_of`` makes of the present one."""
+        return ReplayedCall(self.call, replay_of(self.run))
 
     def flatten_space(self) -> ReplayedCall:
         """Return the call with spatial axes and channels flattened; the call itself if it has no spatial axes."""

@@ -15,7 +15,6 @@ from ..adapters.protocol import Batch, Capture
 from ..adapters.registry import adapter_for
 from ..errors import InputError, UnsupportedError, did_you_mean
 from ..recurrence.replay import Replay
-from ..recurrence.rounding import perturbed_replay
 from ..results.checks import Certificate, warn_of_failed_checks
 from ..results.schema import LabelledLayer
 from ..results.trace import Trace
@@ -168,7 +167,7 @@ def trace_batch(
         certificate = Certificate()
         if claim is not None and reference_run is not None:
             certificate = certify(
-                request, claim, reference_run, partial(_perturbed_claim, datasets_of, capture), datasets
+                request, claim, reference_run, partial(_claim_of_replays, datasets_of, capture), datasets
             )
             request.remember(certificate, *details)
     if part is not None and certificate.state != "passed":
@@ -219,8 +218,10 @@ def _lazy_trace(
     return result.pending(graph)
 
 
-def _perturbed_claim(datasets_of: Callable[..., Any], capture: Capture) -> ReplayedValues:
-    """Replay the captured calls with each value perturbed by one rounding, for a certificate."""
+def _claim_of_replays(
+    datasets_of: Callable[..., Any], capture: Capture, replay_of: Callable[[Replay], Replay]
+) -> ReplayedValues:
+    """Recompute what a certificate compares from other replays of the captured calls."""
     claim = ReplayedValues(capture)
-    datasets_of(claim, replay=lambda call: perturbed_replay(Replay.from_call(call)))
+    datasets_of(claim, replay=lambda call: replay_of(Replay.from_call(call)))
     return claim

@@ -266,6 +266,26 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
         check(case)
 
 
+@pytest.mark.parametrize("cell", ["gru", "lstm", "simple"])
+def test_states_that_are_recorded_one_per_cent_too_large_fail_the_certificate(cell, monkeypatch):
+    from rnnlens.adapters.jax import capture
+
+    recorded = capture._CallReader._steps
+    scale = {True: 1.01, False: 1.0}
+    monkeypatch.setattr(
+        capture._CallReader, "_steps", lambda *args: recorded(*args) * scale[args[-1].startswith("state")]
+    )
+    x, y = (jnp.asarray(numbers(B, T, n, seed=n), "float64") for n in (D, 2))
+    net = Net(cell, "rnn", "forward", False, "zero", False, "float64")
+    model = rl.jax.model(net, net.init(jax.random.key(0), x))
+    with pytest.warns(rl.errors.SelfCheckWarning):
+        trace = rl.trace(model, x, y, loss=mse)
+    assert trace.certificate.state == "failed"
+    with pytest.warns(rl.errors.SelfCheckWarning):
+        certificate = rl.jacobian(model, x, of=f"{next(iter(trace))}.hidden").certificate
+    assert certificate.state == "failed"
+
+
 def _reversed(to_port):
     return lambda layer, variable, value: jnp.flip(to_port(layer, variable, value), 1)
 

@@ -19,6 +19,8 @@ import xarray as xr
 from ... import data
 from ...adapters.protocol import EndPort, Port, ReferenceRun, Taps
 from ...errors import CertificateError, RnnlensError, TooLargeError
+from ...recurrence.replay import Replay
+from ...recurrence.rounding import perturbed_replay, plain_replay
 from ...results.checks import Certificate, Check, coarser_dtype, epsilon, residual, rounding_bound
 from ...results.schema import to_host
 from ...typing import Array, arrays_of
@@ -237,11 +239,11 @@ def _compare_claim(claim: JacobianClaim) -> Certificate:
         return comparisons.certificate(request.adapter.engine, claim.checks, **certificate_names)
 
     def compare_perturbed(run: ReferenceRun) -> Certificate | None:
-        product = _recomputed_product(request)
-        change = _recomputed_product(request, perturbed=True) - product
+        product = _recomputed_product(request, plain_replay)
+        change = _recomputed_product(request, perturbed_replay) - product
         certificate = compare(run, max(claim.spread, float(abs(change).max()) / epsilon(dtype)))
         # Of a model that draws random numbers the change is no rounding.
-        is_random = certificate.state == "could not" and not _recomputed_product(request).equals(product)
+        is_random = certificate.state == "could not" and not _recomputed_product(request, plain_replay).equals(product)
         return None if is_random else certificate
 
     return compare_in_turn(request, partial(_reference_attempt, claim), [compare, compare_perturbed], steps=most_steps)
@@ -263,9 +265,9 @@ def _reference_attempt(claim: JacobianClaim) -> tuple[ReferenceRun | None, str]:
     return attempt(lambda: untouched(request, request.batch).reference(cotangents))
 
 
-def _recomputed_product(request: JacobianRequest, *, perturbed: bool = False) -> xr.DataArray:
-    """Recompute the product of random signs and the Jacobian; ``perturbed`` rounds recurrent layers once more."""
-    with open_network(request, perturbed=perturbed) as network:
+def _recomputed_product(request: JacobianRequest, replay_of: Callable[[Replay], Replay]) -> xr.DataArray:
+    """Recompute the product of random signs and the Jacobian, from other replays of the recurrent layers."""
+    with open_network(request, replay_of=replay_of) as network:
         plan = make_plan(request.options, network)
         is_linear = plan.ends.measure in LINEAR
         jacobian = xr.DataArray(numbers(plan, WorkCount()), dims=plan.dims) if is_linear else None

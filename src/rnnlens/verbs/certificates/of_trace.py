@@ -22,6 +22,8 @@ from ... import data
 from ...adapters.protocol import Batch, Capture, RecurrentCall, ReferenceRun, SequenceCall
 from ...recurrence.adjoint import PROBES, probe_combinations
 from ...recurrence.cells import affine
+from ...recurrence.replay import Replay
+from ...recurrence.rounding import perturbed_replay, plain_replay
 from ...results.checks import Certificate, Check, coarser_dtype, epsilon
 from ...results.schema import LabelledLayer, to_host
 from ...settings import current
@@ -168,16 +170,17 @@ class ReplayedValues:
             self.steps = max(self.steps, call.cell.steps)
             self.dtype = coarser_dtype(self.dtype, call.compute_dtype)
 
-    def with_rounding_scales(self, perturbed: ReplayedValues) -> ReplayedValues:
-        """Return a copy with rounding scales at least as large as the effect of one more rounding."""
+    def with_rounding_scales(self, plain: ReplayedValues, perturbed: ReplayedValues) -> ReplayedValues:
+        """Return a copy with rounding scales at least as large as the effect of one more rounding.
+
+        ``plain`` and ``perturbed`` are computed alike but for that rounding. These values themselves may be wrong.
+        """
         unit, scales = epsilon(self.dtype), dict(self.scales)
-        for key, array in self.weights.items():
+        for key, array in plain.weights.items():
             scales[key[0]] = max(scales.get(key[0], 0.0), mismatch(array, perturbed.weights[key]) / unit)
         boundaries = []
-        for boundary, perturbed_boundary in zip(self.boundaries, perturbed.boundaries, strict=True):
-            differences = [
-                mismatch(a, b) for (a, _), (b, _) in zip(boundary.pairs, perturbed_boundary.pairs, strict=True)
-            ]
+        for boundary, *others in zip(self.boundaries, plain.boundaries, perturbed.boundaries, strict=True):
+            differences = [mismatch(a, b) for (a, _), (b, _) in zip(*(other.pairs for other in others), strict=True)]
             boundaries.append(boundary._replace(scale=max(boundary.scale, *(size / unit for size in differences))))
         return replace(self, scales=scales, boundaries=boundaries)
 
@@ -217,12 +220,12 @@ def certify(
     request: ModelRequest,
     claim: ReplayedValues,
     reference_attempt: Attempt,
-    perturbed: Callable[[], ReplayedValues],
+    claim_of_replays: Callable[[Callable[[Replay], Replay]], ReplayedValues],
     datasets: Mapping[str, LabelledLayer],
 ) -> Certificate:
     """Compare replayed values with the reference run; return "could not" if that run is not reproducible itself.
 
-    ``perturbed`` recomputes the replayed values with one more rounding; it is called only if the comparison fails.
+    ``claim_of_replays`` recomputes the replayed values from other replays; it is called only if the comparison fails.
     ``datasets`` are the layers of the result.
     """
 
@@ -232,7 +235,7 @@ def certify(
         return comparisons.certificate(request.adapter.engine, **names)
 
     def compare_perturbed(run: ReferenceRun) -> Certificate:
-        return compare(run, claim.with_rounding_scales(perturbed()))
+        return compare(run, claim.with_rounding_scales(*map(claim_of_replays, (plain_replay, perturbed_replay))))
 
     if claim.part is not None:
         run, reason = reference_attempt()

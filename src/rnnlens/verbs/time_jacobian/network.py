@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +15,7 @@ from ...data import leaves_of
 from ...errors import DisconnectedError, InputError, ModelError, UnsupportedError
 from ...layout import Layout, dims_of
 from ...recurrence.arrays import on_cpu
+from ...recurrence.replay import Replay
 from ...results.schema import to_host
 from ...settings import must_fit
 from ...typing import Array
@@ -143,15 +144,19 @@ class JacobianNetwork:
 
 @contextmanager
 def open_network(
-    request: JacobianRequest, replayed_layers: ReplayedLayers | None = None, *, perturbed: bool = False
+    request: JacobianRequest,
+    replayed_layers: ReplayedLayers | None = None,
+    *,
+    replay_of: Callable[[Replay], Replay] | None = None,
 ) -> Iterator[JacobianNetwork]:
     """Run the model and keep, while the context is open, what differentiation between the two ends needs.
 
-    ``replayed_layers``: those of an earlier run, used again. ``perturbed``: values inside recurrent layers are
-    perturbed by one rounding. Where recurrences read each other in a cycle, there are no cuts.
+    ``replayed_layers``: those of an earlier run, used again. ``replay_of`` makes other replays of these, such as
+    perturbed ones. Where recurrences read each other in a cycle, there are no cuts.
     """
     replayed_layers = _replay_all(request) if replayed_layers is None else replayed_layers
-    replayed_layers = replayed_layers.map(ReplayedCall.perturbed) if perturbed else replayed_layers
+    if replay_of is not None:
+        replayed_layers = replayed_layers.map(lambda replayed: replayed.rerun(replay_of))
     of, wrt = _inner_end(request.of, replayed_layers, "of"), _inner_end(request.wrt, replayed_layers, "wrt")
     is_one_layer = of is not None and not (
         replayed_layers.entangled and any(replayed.call.reads_states_between for replayed in of.within)
