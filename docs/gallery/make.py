@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/gallery.md and docs/sick-networks.md: run their code, save ``axes`` at each picture.
+"""Draw the pictures of docs/gallery.md and other pages: run their code, save ``axes`` at each picture.
 
 The page is the only place where the code stands, so that the pictures are those of the code beside them. Lines are SVG;
 maps, whose cells a vector file would list one by one, are PNG with all their colours.
@@ -39,12 +39,12 @@ def draw_page(page: Path) -> int:
         if block["code"] is not None:
             exec(compile(block["code"], str(page), "exec"), namespace)
             continue
-        size = save(namespace["axes"], DOCS / block["picture"])
+        size = save(namespace["axes"], page.parent / block["picture"])
         too_large += size > LARGEST
         sys.stdout.write(f"{block['picture']}  {size / 1000:.0f} kB\n")
     return too_large
 
 
 if __name__ == "__main__":
-    names = sys.argv[1:] or ["gallery", "sick-networks"]
+    names = sys.argv[1:] or ["gallery", "sick-networks", "how-to/loops-over-depth"]
     sys.exit(sum(draw_page(DOCS / f"{name}.md") for name in names))
