@@ -141,6 +141,18 @@ class MatrixChunk:
         )
         return earlier - transpose(c.right * self.from_start) @ self.pulled
 
+    def carry_back(self, later: Array) -> Array:
+        """Pull cotangents (..., key, n) at the last state back to the state before the chunk, of any number n.
+
+        The map from state to state acts on the key axis alone, so that the identity as cotangent gives all of it.
+        """
+        c, earlier = self.coefficients, self.whole * later
+        if c.left is None:
+            return earlier
+        transpose = self.xp.matrix_transpose
+        pulled = _solve_unit_triangular(transpose(self._system), (c.left * self.to_end) @ later, upper=True)
+        return earlier - transpose(c.right * self.from_start) @ pulled
+
     def gradients(self) -> Coefficients:
         """Return the gradients of all coefficients, after :meth:`pull_back`."""
         c, xp, pairs = self.coefficients, self.xp, self.pairs

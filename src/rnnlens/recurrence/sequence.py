@@ -356,6 +356,35 @@ def pull_back(cell: SequenceCell, cotangent: Array) -> Iterator[Array]:
             yield cotangent
 
 
+def carried_share(cell: SequenceCell) -> tuple[list[int], Array] | None:
+    """Measure how much of an earlier state the last one holds: lags k, norms of dS_T/dS_{T-k} (sample, lag, *heads).
+
+    The norm is the root mean square over directions of the state: 1 where all is kept. Lags are those of the borders of
+    chunks. A head has the two last axes of a state with more than two axes, else the last one. With a part of rank one
+    the map acts on the contracted axis alone, so that the identity of that axis, pulled back by chunks, gives all of
+    it; None if that part has no matrix form.
+    """
+    if cell.right is not None and not has_matrix_form(cell):
+        return None
+    xp, lags, shares = namespace(cell.write[0]), [], []
+    carried: Any = 1.0
+    if cell.right is not None:
+        like = cell.write[0]
+        carried = xp.eye(max(part.shape[cell.axis] for part in cell.write), dtype=like.dtype, device=like.device)
+    for steps in reversed(chunks(cell.steps)):
+        part = cell.at(steps)
+        if cell.right is None:
+            decays = part.decays()
+            product = xp.prod(abs(decays), axis=1)
+            carried = carried * (product**part.steps if decays.shape[1] == 1 else product)
+            shares.append(xp.sqrt((carried**2).mean(tuple(range(-2 if len(cell.axes) > 2 else -1, 0)))))
+        else:
+            carried = MatrixForm(part).chunk(cell.start).carry_back(carried)
+            shares.append(xp.sqrt((carried**2).sum((-2, -1)) / carried.shape[-1]))
+        lags.append(cell.steps - steps.start)
+    return lags, xp.stack(shares, axis=1)
+
+
 def _pull_step(cell: SequenceCell, decay: Array, t: int, grad: Array) -> Array:
     """Pull the gradient of the state after step t back to the state before it: multiply by A_t^H."""
     if cell.right is not None:

@@ -16,12 +16,12 @@ from ..arguments import axes_by_name, kept_steps
 from ..errors import InputError, did_you_mean, short_repr
 from ..measures.dynamics import effective_rank
 from ..measures.transfer import effective_state_size, half_life_from_sums, log_decay_sums
-from ..recurrence.sequence import SequenceCell, SequenceChunk, chunks
+from ..recurrence.sequence import SequenceCell, SequenceChunk, carried_share, chunks
 from ..results.checks import REPLAY, Check, rounding_bound
 from ..results.schema import LabelledLayer, labelled_layer, to_host
 from ..settings import must_fit
 from ..typing import Array
-from ..vocabulary import SAMPLE, TIME
+from ..vocabulary import LAG, SAMPLE, TIME
 from .traced_layers import TraceSelection
 
 #: Quantities of a whole-sequence layer; those of the second row need a loss.
@@ -213,6 +213,25 @@ def scan_measures(cell: SequenceCell, last_state: Array) -> dict[str, xr.Variabl
         axes = [axis for axis in cell.axes if axis != cell.axes[cell.contracted]]
         measures["state_size"] = _measure(axes, _state_size(cell), description, "1")
     return measures
+
+
+def carried_by_lag(cell: SequenceCell) -> tuple[xr.Variable, xr.Variable] | None:
+    """Return the share of an earlier state that the last one holds, (lag, *heads), median over samples; and the lags.
+
+    None for states relative to a running maximum, whose change is part of the decay, and for a part of rank one
+    without matrix form.
+    """
+    measured = None if cell.relative else carried_share(cell)
+    if measured is None:
+        return None
+    lags, shares = measured
+    heads = cell.axes[:-2] if len(cell.axes) > 2 else cell.axes[:-1]
+    values = np.median(to_host(shares), axis=0)
+    kept = [i for i, size in enumerate(values.shape[1:], 1) if size > 1]
+    values = values.reshape(values.shape[0], *(values.shape[i] for i in kept))
+    attributes = {"long_name": "share of the state k steps before that the last state holds", "units": "1"}
+    lag = xr.Variable((LAG,), np.array(lags), {"long_name": "steps back", "units": "step"})
+    return xr.Variable((LAG, *(heads[i - 1] for i in kept)), values, attributes), lag
 
 
 def _state_size(cell: SequenceCell) -> Array:

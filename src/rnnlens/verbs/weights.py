@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -11,21 +11,21 @@ import numpy as np
 import xarray as xr
 
 from .. import arguments as check
-from ..adapters.protocol import Batch, LayerWeights, Taps
+from ..adapters.protocol import Batch, LayerWeights, SequenceCall, Taps
 from ..adapters.registry import adapter_for
 from ..errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, raised_by, short_repr
 from ..results.checks import Certificate, warn_of_failed_checks
 from ..results.gradients import Weights
 from ..results.layers import LayerTable
 from ..results.schema import LabelledLayer, to_host
-from ..vocabulary import FEATURE, TIME
+from ..vocabulary import FEATURE, LAG, TIME
 from .axes import InputCoordinates
 from .certificates.of_gradients import certify_weights
 from .chunked.samples import SampleChunks
 from .chunked.works import lazy_datasets
 from .names import uncalled_layer
 from .request import ModelRequest, in_turn
-from .traced_scans import scan_measures
+from .traced_scans import carried_by_lag, scan_measures
 from .weight_gradients import WeightGradients, find_gradients
 from .weight_layout import label_cell, label_plain, outside_cells, weights_of_layer
 
@@ -114,7 +114,8 @@ def weights(
         ``recurrent_bias``, their sum ``bias_total``. Gradients are called ``kernel_grad`` and so on. They exclude
         weight regularisers, whose gradient belongs to no timestep; ``rl.gradients(of="loss")`` includes them.
         ``*_nan_count`` and ``*_inf_count`` are the numbers of NaN and infinite values per gate. With data, a
-        whole-sequence layer (Mamba, delta rules) has ``half_life``, ``state_size`` and ``state_rank`` on these data.
+        whole-sequence layer (Mamba, delta rules) has ``half_life``, ``state_size`` and ``state_rank`` on these data,
+        and ``state_carried (lag, ...)``: the root mean square of dS_T/dS_{T-k}, with all that a delta rule erases.
 
     Raises
     ------
@@ -153,8 +154,12 @@ def _batch_weights(model: Any, batch: Batch, layers: str | Iterable[str] | None,
             labelled[name] |= label_plain({f"{key}_grad": gradient for key, gradient in other_gradients.items()})
     datasets = {name: weights_of_layer(name, variables, provenance) for name, variables in labelled.items()}
     _assign_coordinates(datasets, weight_gradients, request.coordinates)
-    for name, measures in _measures_of_scans(request, layer_weights).items():
-        datasets[name].variables |= measures
+    for call in _scans(request, layer_weights):
+        dataset = datasets[call.layer]
+        dataset.variables |= scan_measures(call.cell, to_host(call.forward_run().last_state))
+        carried = carried_by_lag(call.cell)
+        if carried is not None:
+            dataset.variables["state_carried"], dataset.coords[LAG] = carried
     certificate = None if batch.x is None else Certificate()
     if batch.x is not None and request.needs_certificate("weights"):
         certificate = certify_weights(request, layer_weights, datasets, weight_gradients)
@@ -175,17 +180,14 @@ def _batch_weights(model: Any, batch: Batch, layers: str | Iterable[str] | None,
     )
 
 
-def _measures_of_scans(
-    request: ModelRequest, layer_weights: Mapping[str, LayerWeights]
-) -> dict[str, dict[str, xr.Variable]]:
-    """Return the measures of whole-sequence layers on the given data, by layer; none without data."""
+def _scans(request: ModelRequest, layer_weights: Mapping[str, LayerWeights]) -> Sequence[SequenceCall]:
+    """Return the calls of whole-sequence layers on the given data; none without data."""
     sequence_names = tuple(name for name in request.catalogue.sequences if name in layer_weights)
     if request.batch.x is None or not sequence_names:
-        return {}
+        return []
     taps = Taps.states(sequence_names, all_must_run=False)
     capture = request.adapter.run(request.model, request.batch.without_loss(), taps).capture
-    calls = [call for call in capture.sequences if call.layer in layer_weights]
-    return {call.layer: scan_measures(call.cell, to_host(call.forward_run().last_state)) for call in calls}
+    return [call for call in capture.sequences if call.layer in layer_weights]
 
 
 def _lazy_weights(

@@ -377,6 +377,20 @@ def test_measures_of_a_diagnosis_are_those_of_the_trace(name):
                 assert np.allclose(weights[layer][key], dataset[key])
 
 
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_what_the_last_state_holds_of_the_first_is_the_product_of_the_decays(name, tmp_path):
+    model, ids = build(name), tokens(8, 12)
+    weights, trace = rl.weights(model, ids, ids[:, 0], loss=loss_of), rl.trace(model, ids)
+    weights.save(tmp_path / "weights.nc")
+    for layer in trace:
+        decay = trace[layer].decay.prod("time")
+        inner = [dim for dim in decay.dims if dim not in ("sample", "channel" if name == "mamba" else "head")]
+        expected = np.sqrt((decay**2).mean(inner)).median("sample")
+        for carried in (weights[layer].state_carried, rl.open(tmp_path / "weights.nc")[layer].state_carried):
+            assert carried.lag.values.tolist() == [12]
+            np.testing.assert_allclose(carried.isel(lag=0), expected, rtol=1e-5)
+
+
 def test_padding_half_precision_and_training_mode():
     ids = tokens(4, 16)
     mask = (torch.arange(16)[None] >= torch.arange(4)[:, None]).long()

@@ -11,6 +11,7 @@ import torch
 from rnnlens.recurrence import sequence
 from rnnlens.recurrence.matrix_form import has_matrix_form
 from rnnlens.recurrence.sequence import SequenceCell, forward
+from rnnlens.verbs.traced_scans import carried_by_lag
 
 #: Axes of a state of each family, the contracted one, and which vectors it has.
 FAMILIES = ("per head", "per key", "delta", "delta per key", "rank one", "transposed", "one vector")
@@ -183,3 +184,45 @@ def test_cells_without_a_matrix_form_run_step_by_step():
 def test_states_kept_grow_with_the_square_root_of_the_steps():
     runs = [forward(make_cell("delta", "slow", steps, heads=1, keys=2, values=1))[1] for steps in (512, 8192)]
     assert [len(run.states) for run in runs] == [4, 16]
+
+
+def carried_by_autograd(cell, lag):
+    """Return the root mean square of dS_T/dS_{T-lag} by (sample, head), by autograd through the loop."""
+    if lag == 0:
+        return torch.ones(cell.shape[0], cell.shape[2], dtype=torch.float64)
+    later = cell.at(slice(cell.steps - lag, cell.steps))
+    initial = cell.initial
+
+    def last(state):
+        return loop(sequence.replace(later, initial=state))[0][-1]
+
+    jacobian = torch.autograd.functional.jacobian(last, initial)
+    samples, heads = range(initial.shape[0]), range(initial.shape[1])
+    size = initial[0, 0].numel()
+    blocks = [[jacobian[i, h, ..., i, h, :, :].square().sum() / size for h in heads] for i in samples]
+    return torch.tensor(blocks, dtype=torch.float64).sqrt()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_share_of_an_earlier_state_is_that_of_the_jacobian_between_them(family):
+    for kind in ("slow", "mixed", "resets"):
+        cell = make_cell(family, kind, 70)
+        lags, shares = sequence.carried_share(cell)
+        assert lags == [6, 38, 70]
+        for position, lag in enumerate(lags):
+            expected = carried_by_autograd(cell, lag)
+            share = torch.broadcast_to(shares[:, position], expected.shape)
+            torch.testing.assert_close(share, expected, rtol=1e-10, atol=1e-14)
+
+
+def test_share_of_an_earlier_state_of_diagonal_decays_is_their_product():
+    decay = torch.rand(2, 40, 3, 4, dtype=torch.float64) * 2 - 1
+    cell = SequenceCell(("channel", "state_unit"), (decay,), (decay, decay), read=decay, logarithmic=False)
+    lags, shares = sequence.carried_share(cell)
+    assert lags == [8, 40]
+    torch.testing.assert_close(shares[:, 1], decay.prod(1).square().mean(-1).sqrt())
+    by_vectors = sequence.replace(make_cell("delta", "mixed", 5), read=None)
+    assert sequence.carried_share(by_vectors) is None
+    # The change of a running maximum is part of the decay of states relative to it.
+    assert carried_by_lag(cell) is not None
+    assert carried_by_lag(sequence.replace(cell, relative=True)) is None
