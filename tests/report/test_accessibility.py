@@ -1,8 +1,10 @@
 """Pages made by rnnlens (the report, and that of ``rnnlens tail --serve``) satisfy the rules of axe-core."""
 
+import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
+import rnnlens as rl
 from rnnlens.reporting.live import LiveServer
 from rnnlens.results.training_run import Alert
 from rnnlens.tracking.records import TrainingRecord
@@ -27,6 +29,13 @@ def violations(sheet):
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_report_has_no_violations(reader, view):
     assert violations(reader(**VIEWS[view])) == []
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_of_three_axes_has_no_violations(reader, view, tmp_path):
+    states = np.cumsum(np.random.default_rng(0).normal(size=(4, 9, 5)), axis=1)
+    rl.plot.trajectories(states, components=(1, 2, 3), color=list("abab")).save(tmp_path / "states.html")
+    assert violations(reader(tmp_path / "states.html", **VIEWS[view])) == []
 
 
 @pytest.fixture

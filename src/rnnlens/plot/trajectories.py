@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from matplotlib.collections import LineCollection
-from matplotlib.colors import LinearSegmentedColormap, Normalize, to_rgba
+from matplotlib.colors import LinearSegmentedColormap, Normalize, to_hex, to_rgba
 from matplotlib.lines import Line2D
 
 from ..arguments import as_list, as_numbers, integer, text
 from ..errors import InputError, short_repr
 from ..results.diagnosis import FixedPoints
 from ..vocabulary import SAMPLE, TIME
-from . import _axes, _data, _frame
+from . import _axes, _data, _frame, _space
 from ._call import drawing
 from ._data import Numbers
 
@@ -26,6 +27,7 @@ _KINDS = {
     "marginal": (_axes.GREEN, "s", 6),
     "slow": ("0.45", "o", 4),
 }
+_PLACES = ("first", "second", "third")
 #: Most samples drawn, and most conditions named in the legend.
 _MOST_SAMPLES, _MOST_CONDITIONS = 200, 8
 #: Colours of ordered conditions: of both signs, and of one sign.
@@ -38,22 +40,21 @@ def _check_states(name: str, value: Any) -> list[Any]:
     return list(value) if isinstance(value, tuple | list) and len(value) and np.ndim(value[0]) >= 2 else [value]
 
 
-def _check_components(name: str, value: Any) -> tuple[int, int]:
-    """Check two different numbers of principal components, from 1 on."""
+def _check_components(name: str, value: Any) -> tuple[int, ...]:
+    """Check two or three different numbers of principal components, from 1 on."""
     numbers = as_list(value)
-    if numbers is None or len(numbers) != 2 or len(set(map(str, numbers))) != 2:
-        expected = "two different numbers, such as (1, 2)"
-        raise InputError(f"{name}= are two principal components.", got=short_repr(value), expected=expected)
-    first, second = (integer(least=1)(name, number) for number in numbers)
-    return first, second
+    if numbers is None or len(numbers) not in (2, 3) or len(set(map(str, numbers))) != len(numbers):
+        expected = "different numbers, such as (1, 2) or (1, 2, 3)"
+        raise InputError(f"{name}= are two or three principal components.", got=short_repr(value), expected=expected)
+    return tuple(integer(least=1)(name, number) for number in numbers)
 
 
 def _check_basis(name: str, value: Any) -> Numbers:
-    """Check two linearly independent axes, (state, 2), and return them orthonormal."""
+    """Check two or three linearly independent axes, (state, 2) or (state, 3), and return them orthonormal."""
     basis = np.asarray(as_numbers(name, value), np.float64)
-    if basis.ndim != 2 or basis.shape[1] != 2 or np.linalg.matrix_rank(basis) < 2:
-        expected = "shape (state, 2), columns not parallel"
-        raise InputError(f"{name}= are two axes.", got=short_repr(value), expected=expected)
+    if basis.ndim != 2 or basis.shape[1] not in (2, 3) or np.linalg.matrix_rank(basis) < basis.shape[1]:
+        expected = "shape (state, 2) or (state, 3), no column made of the others"
+        raise InputError(f"{name}= are two or three axes.", got=short_repr(value), expected=expected)
     orthonormal, upper = np.linalg.qr(basis)
     return np.asarray(orthonormal * np.sign(np.diag(upper)))
 
@@ -85,8 +86,9 @@ def trajectories(
 ) -> Any:
     """Draw each sample's states as a path in two principal components: pale at its first step, dark at its last.
 
-    The components are those of all samples and steps together. Both axes have one scale, so that lengths and angles
-    can be compared; a component without variance stays flat.
+    The components are those of all samples and steps together. All axes have one scale, so that lengths and angles
+    can be compared; a component without variance stays flat. Of three components a notebook shows a view that is
+    turned by dragging, or with the arrow keys, and ``.save("states.html")`` writes it; the picture is one view of them.
 
     Parameters
     ----------
@@ -102,10 +104,9 @@ def trajectories(
     readout : (state,) or (state, outputs)
         Weights of a linear output of the states. The direction of each output is drawn as an arrow from the mean.
     components
-        The two principal components to draw, from 1 on.
-    basis : (state, 2)
-        Two axes to draw in place of principal components, such as a readout and a choice axis; they are made
-        orthonormal.
+        The principal components to draw, from 1 on: two, or three such as ``(1, 2, 3)``.
+    basis : (state, 2) or (state, 3)
+        Axes to draw in place of principal components, such as a readout and a choice axis; they are made orthonormal.
 
     Returns
     -------
@@ -133,23 +134,53 @@ def trajectories(
     panels = _frame.open_panels("trajectories", 1, ax, figure, size=(5.2, 4.6), ticks="medium")
     panel_ax = panels.axes[0]
     shown, note = _data.select_evenly(len(values), _MOST_SAMPLES, "samples")
-    _draw_paths(panel_ax, paths[shown], [colours[i] for i in shown], line)
-    if fixed_points is not None:
-        legend_entries += draw_fixed_points(panel_ax, fixed_points, mean, axes, float(np.ptp(paths, axis=(0, 1)).max()))
+    in_space = axes.shape[1] == 3
+    plane = axes @ _space.view() if in_space else axes
+    flat = centred @ plane
+    _draw_paths(panel_ax, flat[shown], [colours[i] for i in shown], line)
+    span = float(np.ptp(paths, axis=(0, 1)).max())
+    marks = None if fixed_points is None else _marks_of(fixed_points, mean, axes, span)
+    if marks is not None:
+        legend_entries += _draw_marks(panel_ax, marks.projected(_space.view()) if in_space else marks)
+    reach = float(np.abs(paths).max())
     if readout is not None:
-        _draw_readout(panel_ax, np.asarray(readout, np.float64), axes, float(np.abs(paths).max()))
-    names = ["first given axis", "second given axis"] if basis is not None else [f"component {i}" for i in components]
-    labels = [f"{name} ({share:.0%} of the variance)" for name, share in zip(names, shares, strict=True)]
-    panel_ax.set(xlabel=labels[0], ylabel=labels[1])
-    set_equal_limits(panel_ax, paths)
+        _draw_readout(panel_ax, _directions(readout, plane) * reach)
+    names = (
+        [f"{place} given axis" for place in _PLACES] if basis is not None else [f"component {i}" for i in components]
+    )
+    words = "" if in_space else " of the variance"
+    labels = [f"{name} ({share:.0%}{words})" for name, share in zip(names, shares, strict=False)]
+    if in_space:
+        flat = np.concatenate([flat.reshape(-1, 2), _space.draw_axes(panel_ax, 0.6 * span, labels)])
+    else:
+        panel_ax.set(xlabel=labels[0], ylabel=labels[1])
+    set_equal_limits(panel_ax, flat)
     if legend_entries:
         outside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.0, "frameon": False}
         panel_ax.legend(
             handles=legend_entries, fontsize="x-small", title=legend_title, title_fontsize="x-small", **outside
         )
     steps = values.shape[1]
-    default_title = _data.layer_title(arrays[0].attrs, f"{len(values)} trajectories of {steps} steps")
-    return panels.with_title(title or default_title, ["pale: first step, dark: last step", note])
+    title = title or _data.layer_title(arrays[0].attrs, f"{len(values)} trajectories of {steps} steps")
+    notes = ["pale: first step, dark: last step", "shares of the variance" if in_space else None, note]
+    drawing_ = panels.with_title(title, notes)
+    if not in_space:
+        return drawing_
+    conditions = [""] * len(values) if color is None else [f", {color_label} {value}" for value in np.ravel(color)]
+    names = [f"sample {name}{conditions[i]}" for i, name in enumerate(_data.names_of(arrays[0], SAMPLE))]
+    scene = _space.scene_of(paths[shown], reach, [to_hex(colours[i]) for i in shown], [names[i] for i in shown])
+    turning = drawing_.view(_space.SpaceDrawing)
+    turning.scene = scene | {
+        "title": title,
+        "notes": [part for part in notes if part],
+        "labels": labels,
+        "axis": _space.whole(np.array(0.6 * span), reach),
+        "marks": [] if marks is None else marks.of_scene(reach),
+        "arrows": [] if readout is None else _arrows(_directions(readout, axes)),
+        "legend_title": legend_title or "",
+        "legend": [{"name": entry.get_label(), "colour": to_hex(entry.get_color())} for entry in legend_entries],
+    }
+    return turning
 
 
 def _state_array(states: Any) -> Any:
@@ -159,25 +190,25 @@ def _state_array(states: Any) -> Any:
     return array
 
 
-def axes_of(points: Numbers, components: tuple[int, int] = (1, 2), basis: Any = None) -> tuple[Numbers, Numbers]:
-    """Return two axes (state, 2) and the share of the variance of centred ``points`` along each."""
+def axes_of(points: Numbers, components: tuple[int, ...] = (1, 2), basis: Any = None) -> tuple[Numbers, Numbers]:
+    """Return two or three axes (state, axis) and the share of the variance of centred ``points`` along each."""
     size = points.shape[1]
     if basis is not None:
         axes = np.asarray(basis)
         if len(axes) != size:
             raise InputError("basis= has another number of states.", got=f"{len(axes)}", expected=f"{size}")
     else:
-        if max(components) > max(size, 2):
+        if max(components) > max(size, len(components)):
             expected = f"at most {size}, the number of units"
             raise InputError("There are not as many components.", got=f"{max(components)}", expected=expected)
         vectors = np.linalg.eigh(points.T @ points)[1][:, ::-1]
         # The sign of a component is arbitrary: its largest entry is positive.
         vectors = vectors * np.sign(vectors[np.abs(vectors).argmax(axis=0), np.arange(size)])
-        vectors = np.pad(vectors, [(0, 0), (0, max(0, 2 - size))])
+        vectors = np.pad(vectors, [(0, 0), (0, max(0, len(components) - size))])
         axes = vectors[:, [component - 1 for component in components]]
     total = float((points**2).sum())
     variances = ((points @ axes) ** 2).sum(axis=0)
-    return axes, variances / total if total else np.zeros(2)
+    return axes, variances / total if total else np.zeros(axes.shape[1])
 
 
 def _colours(color: Any, label: str, count: int) -> tuple[list[Any], list[Any], str | None]:
@@ -219,10 +250,28 @@ def _draw_paths(ax: Any, paths: Numbers, colours: list[Any], line: dict[str, Any
         ax.plot(*path[-1], marker=".", markersize=5, color=colour, gid="last step")
 
 
-def draw_fixed_points(
-    ax: Any, points: FixedPoints, mean: Numbers, axes: Numbers, span: float, line: Mapping[str, Any] | None = None
-) -> list[Any]:
-    """Draw fixed and slow points, and bars along their unstable modes; return the entries of the legend."""
+@dataclass
+class Marks:
+    """Fixed and slow points in the axes that are drawn: places (point, axis), kinds, and bars along unstable modes."""
+
+    places: Numbers
+    kinds: Numbers
+    bars: list[Numbers]
+
+    def projected(self, view: Numbers) -> Marks:
+        """Return the marks in the plane of a view (axis, 2)."""
+        return Marks(self.places @ view, self.kinds, [bar @ view for bar in self.bars])
+
+    def of_scene(self, reach: float) -> list[dict[str, Any]]:
+        """Return the marks as plain numbers and words: points by kind, bars by their two ends."""
+        points = [
+            {"at": _space.whole(place, reach), "name": f"{kind} point", "colour": to_hex(_KINDS[kind][0])}
+            for place, kind in zip(self.places, self.kinds, strict=True)
+        ]
+        return [*({"bar": _space.whole(bar, reach)} for bar in self.bars), *points]
+
+
+def _marks_of(points: FixedPoints, mean: Numbers, axes: Numbers, span: float) -> Marks:
     if not isinstance(points, FixedPoints):
         hint = "rl.fixed_points(model, x)"
         raise InputError("fixed_points= are fixed points.", got=type(points).__name__, hint=hint)
@@ -233,16 +282,28 @@ def draw_fixed_points(
             got=f"{locations.shape[1]} numbers per point, {len(mean)} per step of the trajectories",
             hint="states=(h, c), such as (trace[layer].hidden, trace[layer].cell), if the points are of an LSTM",
         )
-    projected, kinds = (locations - mean) @ axes, np.array(points.kinds, dtype=object)
-    values, vectors = points.eigenvalues.values, points.eigenvectors.values
+    places, kinds = (locations - mean) @ axes, np.array(points.kinds, dtype=object)
+    values, vectors, bars = points.eigenvalues.values, points.eigenvectors.values, []
     for i in np.flatnonzero(np.isin(kinds, ("saddle", "repeller", "slow"))):
         for mode in np.flatnonzero(np.abs(values[i]) > 1):
             bar = (vectors[i, :, mode].real @ axes) * 0.06 * span * min(float(np.abs(values[i, mode])), 3.0)
-            ends = np.stack([projected[i] - bar, projected[i] + bar])
-            ax.plot(*ends.T, color="black", linewidth=1.2, zorder=4, gid="mode")
+            bars.append(np.stack([places[i] - bar, places[i] + bar]))
+    return Marks(places, kinds, bars)
+
+
+def draw_fixed_points(
+    ax: Any, points: FixedPoints, mean: Numbers, axes: Numbers, span: float, line: Mapping[str, Any] | None = None
+) -> list[Any]:
+    """Draw fixed and slow points, and bars along their unstable modes; return the entries of the legend."""
+    return _draw_marks(ax, _marks_of(points, mean, axes, span), line)
+
+
+def _draw_marks(ax: Any, marks: Marks, line: Mapping[str, Any] | None = None) -> list[Any]:
+    for ends in marks.bars:
+        ax.plot(*ends.T, color="black", linewidth=1.2, zorder=4, gid="mode")
     entries = []
     for kind, (colour, marker, size) in _KINDS.items():
-        if (chosen := projected[kinds == kind]).size:
+        if (chosen := marks.places[marks.kinds == kind]).size:
             style: dict[str, Any] = {"linestyle": "", "marker": marker, "markersize": size, "color": colour}
             edge = {"markeredgecolor": "white", "markeredgewidth": 0.8, "zorder": 5}
             ax.plot(*chosen.T, **{**style, **edge, "gid": kind, **(line or {})})
@@ -250,18 +311,30 @@ def draw_fixed_points(
     return entries
 
 
-def _draw_readout(ax: Any, readout: Numbers, axes: Numbers, length: float) -> None:
-    """Draw the direction of each output as an arrow from the mean; short if it lies outside of the plane."""
-    weights = readout.reshape(len(readout), -1)
+def _directions(readout: Any, axes: Numbers) -> Numbers:
+    """Return the direction of each output in the axes (output, axis); short if it lies outside of them."""
+    weights = np.asarray(readout, np.float64).reshape(len(readout), -1)
     if len(weights) != len(axes):
         got, expected = f"{len(weights)} rows", f"{len(axes)}, one per state"
         raise InputError("readout= has another number of states.", got=got, expected=expected)
-    directions = (weights / np.maximum(np.linalg.norm(weights, axis=0), 1e-300)).T @ axes
-    for index, direction in enumerate(directions):
-        end = direction * length
+    return np.asarray((weights / np.maximum(np.linalg.norm(weights, axis=0), 1e-300)).T @ axes)
+
+
+def _names_of_outputs(count: int) -> list[str]:
+    return ["readout"] if count == 1 else [f"output {index}" for index in range(count)]
+
+
+def _arrows(directions: Numbers) -> list[dict[str, Any]]:
+    """Return the arrows of outputs as plain numbers and words."""
+    names = _names_of_outputs(len(directions))
+    return [{"to": _space.whole(to, 1.0), "name": name} for to, name in zip(directions, names, strict=True)]
+
+
+def _draw_readout(ax: Any, ends: Numbers) -> None:
+    """Draw the direction of each output as an arrow from the mean."""
+    for end, name in zip(ends, _names_of_outputs(len(ends)), strict=True):
         arrow = {"arrowstyle": "-|>", "color": "0.25", "linewidth": 1.3, "shrinkA": 0, "shrinkB": 0}
         ax.annotate("", end, (0, 0), arrowprops=arrow, gid="readout", zorder=4)
-        name = "readout" if len(directions) == 1 else f"output {index}"
         _axes.write_text(ax, name, tuple(end), (4, 4), va="bottom", gid="readout")
 
 

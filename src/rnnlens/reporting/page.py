@@ -388,7 +388,7 @@ def render(
         "data": to_strict_json(_page_data(contents, plan, all_figures)),
         "style": Markup(asset("report.css")),
         "script": Markup(script),
-        "policy": _security_policy(script),
+        "policy": security_policy(script),
     }
     environment = Environment(  # all text except the drawings of this package
         loader=FunctionLoader(asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -402,7 +402,7 @@ def asset(name: str) -> str:
     return resources.files(__package__).joinpath("assets", name).read_text("utf-8")
 
 
-def _security_policy(script: str) -> str:
+def security_policy(script: str) -> str:
     """Return the Content-Security-Policy: nothing is loaded, and only this script runs, by its hash."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return f"default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"

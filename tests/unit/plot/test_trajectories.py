@@ -37,6 +37,64 @@ def test_paths_are_the_scores_of_a_singular_value_decomposition():
     assert np.allclose(np.abs(third[..., 0]), np.abs((left * values)[:, 2].reshape(6, 9)), atol=1e-9)
 
 
+def test_three_components_are_seen_from_one_side():
+    drawing = rl.plot.trajectories(STATES, components=(1, 2, 3), color=[0, 1] * 3, color_label="context")
+    centred = STATES.reshape(-1, 5) - STATES.reshape(-1, 5).mean(axis=0)
+    left, values, _ = np.linalg.svd(centred, full_matrices=False)
+    scores = (left * values)[:, :3].reshape(6, 9, 3)
+    coordinates = np.array([path["at"] for path in drawing.scene["paths"]]) * np.abs(scores).max() / 1000
+    assert np.allclose(np.abs(coordinates), np.abs(scores), atol=np.abs(scores).max() / 1900)
+    azimuth, elevation = np.deg2rad([-60.0, 30.0])  # the view that matplotlib's own three axes begin with
+    turned = coordinates @ [
+        [-np.sin(azimuth), -np.sin(elevation) * np.cos(azimuth)],
+        [np.cos(azimuth), -np.sin(elevation) * np.sin(azimuth)],
+        [0, np.cos(elevation)],
+    ]
+    assert np.allclose(paths_of(drawing), turned, atol=np.abs(scores).max() / 500)
+    shares = values**2 / (values**2).sum()
+    assert drawing.scene["labels"] == [f"component {i + 1} ({shares[i]:.0%})" for i in range(3)]
+    assert drawing.scene["paths"][3]["name"] == "sample 3, context 1"
+    (ax,) = drawing
+    assert ax.get_aspect() == 1
+    assert np.diff(ax.get_xlim()) == pytest.approx(np.diff(ax.get_ylim()))
+
+
+def test_the_view_of_three_axes_is_kept_as_a_page_and_as_a_picture(tmp_path):
+    basis = np.eye(5)[:, :3]
+    drawing = rl.plot.trajectories(STATES, basis=basis, readout=np.eye(5)[:, :1])
+    assert drawing.scene["arrows"] == [{"to": [1000, 0, 0], "name": "readout"}]
+    drawing.save(tmp_path / "states.html")
+    page = (tmp_path / "states.html").read_text("utf-8")
+    assert "first given axis" in page
+    assert "http" not in page.replace("http-equiv", "")
+    drawing.save(tmp_path / "states.png")
+    assert (tmp_path / "states.png").stat().st_size > 1000
+    bundle = drawing._repr_mimebundle_()
+    assert {"text/html", "image/png"} <= set(bundle)
+    assert drawing[:0]._repr_mimebundle_() == {}
+    with pytest.raises(rl.errors.FileError, match="cannot be written"):
+        drawing.save(tmp_path / "no" / "states.html")
+
+
+def test_long_paths_are_thinned_in_the_page_and_not_in_the_picture():
+    states = np.cumsum(RNG.normal(size=(50, 900, 3)), axis=1)
+    drawing = rl.plot.trajectories(states, components=(1, 2, 3))
+    assert len(drawing.scene["steps"]) == 400
+    assert drawing.scene["steps"][0] == 0
+    assert drawing.scene["steps"][-1] == 899
+    assert paths_of(drawing).shape == (50, 900, 2)
+
+
+def test_fixed_points_in_three_axes(fixed_points):
+    points = fixed_points()
+    locations = points.data["states"].values
+    states = locations.mean(axis=0) + RNG.normal(size=(4, 7, locations.shape[1]))
+    drawing = rl.plot.trajectories(states, components=(1, 2, 3), fixed_points=points)
+    placed = [mark for mark in drawing.scene["marks"] if "at" in mark]
+    assert len(placed) == len(locations)
+    assert all(len(mark["at"]) == 3 for mark in placed)
+
+
 def test_the_signs_of_components_do_not_depend_on_the_order_of_samples():
     assert np.allclose(paths_of(rl.plot.trajectories(STATES[::-1]))[::-1], paths_of(rl.plot.trajectories(STATES)))
 
@@ -111,9 +169,10 @@ def test_fixed_points_and_readout_lie_in_the_plane_of_the_states(fixed_points):
     ("options", "message"),
     [
         ({"color": [0, 1]}, "color= has another number of samples."),
-        ({"components": (1, 1)}, "components= are two principal components."),
+        ({"components": (1, 1)}, "components= are two or three principal components."),
+        ({"components": (1, 2, 3, 4)}, "components= are two or three principal components."),
         ({"components": (1, 9)}, "There are not as many components."),
-        ({"basis": np.ones((5, 2))}, "basis= are two axes."),
+        ({"basis": np.ones((5, 2))}, "basis= are two or three axes."),
         ({"basis": np.eye(4)[:, :2]}, "basis= has another number of states."),
         ({"readout": np.ones(3)}, "readout= has another number of states."),
         ({"fixed_points": 3}, "fixed_points= are fixed points."),

@@ -1,0 +1,85 @@
+"""Trajectories in three axes turn under the pointer and the arrow keys, in a cell and as a page."""
+
+import numpy as np
+import pytest
+
+import rnnlens as rl
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def drawing():
+    states = np.cumsum(np.random.default_rng(0).normal(size=(5, 11, 6)), axis=1)
+    return rl.plot.trajectories(states, components=(1, 2, 3), color=list("ababa"), color_label="context")
+
+
+@pytest.fixture
+def sheet(reader, drawing, tmp_path):
+    drawing.save(tmp_path / "states.html")
+    return reader(tmp_path / "states.html")
+
+
+def view(sheet):
+    return [int(angle) for angle in sheet.locator("canvas").get_attribute("data-view").split()]
+
+
+def wait_for_view(sheet, azimuth, elevation):
+    sheet.wait_for_selector(f'canvas[data-view="{azimuth} {elevation}"]')
+
+
+def test_dragging_and_arrow_keys_turn_it(sheet):
+    canvas = sheet.locator("canvas")
+    assert view(sheet) == [-60, 30]
+    before = canvas.screenshot()
+    box = canvas.bounding_box()
+    sheet.mouse.move(box["x"] + 200, box["y"] + 200)
+    sheet.mouse.down()
+    sheet.mouse.move(box["x"] + 260, box["y"] + 180)
+    sheet.mouse.up()
+    wait_for_view(sheet, -90, 20)
+    assert canvas.screenshot() != before
+    canvas.focus()
+    sheet.keyboard.press("ArrowRight")
+    wait_for_view(sheet, -100, 20)
+    sheet.keyboard.press("ArrowUp")
+    wait_for_view(sheet, -100, 10)
+    sheet.locator(".reset").click()
+    wait_for_view(sheet, -60, 30)
+
+
+def test_the_nearest_step_is_named(sheet, drawing):
+    box = sheet.locator("canvas").bounding_box()
+    inner_width, inner_height = box["width"] - 2, box["height"] - 2  # within the border
+    azimuth, elevation = np.deg2rad([-60.0, 30.0])
+    x, y, z = drawing.scene["paths"][2]["at"][-1]
+    scale = min(inner_width, inner_height) * 0.42 / 1000
+    right = np.cos(azimuth) * y - np.sin(azimuth) * x
+    up = np.cos(elevation) * z - np.sin(elevation) * (np.cos(azimuth) * x + np.sin(azimuth) * y)
+    sheet.mouse.move(box["x"] + 1 + inner_width / 2 + scale * right, box["y"] + 1 + inner_height / 2 - scale * up)
+    sheet.locator("#readout", has_text="sample 2, context a, step 10").wait_for()
+
+
+def test_the_steps_that_are_shown_are_chosen(sheet):
+    canvas = sheet.locator("canvas")
+    before = canvas.screenshot()
+    sheet.locator("input").fill("3")
+    sheet.locator("output", has_text="3").wait_for()
+    assert canvas.screenshot() != before
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_notebook_shows_it_in_a_frame(browser, drawing, scheme, tmp_path):
+    html = drawing._repr_mimebundle_()["text/html"]
+    (tmp_path / "cell.html").write_text(f"<!doctype html><meta charset=utf-8><body>{html}</body>", "utf-8")
+    context = browser.new_context(offline=True, color_scheme=scheme, viewport={"width": 390, "height": 800})
+    try:
+        sheet = context.new_page()
+        sheet.goto((tmp_path / "cell.html").as_uri())
+        frame = sheet.frame_locator("iframe")
+        frame.locator("html[data-ready]").wait_for(state="attached")
+        assert frame.locator("body").evaluate("body => body.scrollWidth <= innerWidth")
+        ground = frame.locator("body").evaluate("body => getComputedStyle(body).backgroundColor")
+        assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 27)"}[scheme]
+    finally:
+        context.close()
