@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import zarr
 
@@ -15,6 +16,7 @@ import rnnlens as rl
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "beyond-one-machine.md"
 
 
+@pytest.mark.full
 def test_two_ranks_write_the_gradient_of_all_samples(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     model = next(block for block in blocks if "class Reader" in block).partition("net = Reader()")[0]

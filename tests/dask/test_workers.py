@@ -17,7 +17,12 @@ MSE = torch.nn.functional.mse_loss
 CHUNK = 16
 X, Y = samples(160)
 
-pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
+#: Clusters of their own; that each worker has the model once, and one thread, test_cluster.py holds too.
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 
 
 @contextmanager

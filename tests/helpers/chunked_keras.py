@@ -1,6 +1,7 @@
 """Program that compares lazy results of a Keras model with in-memory ones, counts compilations, and prints JSON.
 
-KERAS_BACKEND=jax python tests/helpers/chunked_keras.py keras
+KERAS_BACKEND=jax python tests/helpers/chunked_keras.py keras                  # all calls
+KERAS_BACKEND=jax python tests/helpers/chunked_keras.py keras jacobian trace   # these
 """
 
 import importlib
@@ -121,7 +122,8 @@ def main():
     report = {"apart": {}, "compiled": {}}
     compilations = Compilations()
     with dask.config.set(scheduler="synchronous"):
-        for name, (verb, in_memory, lazy, keywords, options) in calls.items():
+        for name in sys.argv[2:] or calls:
+            verb, in_memory, lazy, keywords, options = calls[name]
             result = verb(model, *lazy, **keywords)
             first = compilations.count_during(
                 lambda verb=verb, keywords=keywords, lazy=lazy: compute_few_chunks(model, verb, lazy, keywords)

@@ -41,7 +41,7 @@ def test_saving_and_opening_needs_no_framework_and_no_figures(tmp_path, suffix):
     assert loaded_modules(code, *HEAVY, "typer", "rnnlens.verbs") == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_dask_is_not_imported_by_results_in_memory():
     code = (
         "import numpy as np, torch, rnnlens as rl\n"

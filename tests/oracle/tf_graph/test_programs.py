@@ -227,12 +227,6 @@ def wrt_names_of(case):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_layers(name):
-    case = build_case(name)
-    assert [layer.name for layer in rl.layers(case.net)] == case.program.layers
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
 def test_trace(name):
     case = build_case(name)
     trace = rl.trace(case.net, case.data)
@@ -242,6 +236,12 @@ def test_trace(name):
         if n in case.program.states:
             layer, _, state = wrt.rpartition(".")
             assert_close(trace[layer][f"{state}_grad"].values, case.truth["grad", n])
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_layers(name):
+    case = build_case(name)
+    assert [layer.name for layer in rl.layers(case.net)] == case.program.layers
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -51,6 +51,7 @@ def ring_kernel(units=48, gain=3.0):
     return gain * 2 / units * np.cos(angle[:, None] - angle[None, :])
 
 
+@pytest.mark.full
 def test_a_ring_attractor_is_a_ring():
     angle = 2 * np.pi * np.arange(48) / 48
     phase = np.random.default_rng(0).uniform(0, 2 * np.pi, size=(300, 1))

@@ -39,7 +39,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-@pytest.mark.one_engine("jax", "torch")
+@pytest.mark.one_engine("jax")  # tests/under_fire/torch forks a process that runs on torch
 def test_the_child_refuses_and_draws(tmp_path):
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CODE],

@@ -39,7 +39,7 @@ def test_says_nothing_of_noise():
     assert alarms == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_does_not_see_a_parity_over_two_steps():
     """The residual test misses the product of two steps, as documented: a negative result is no proof."""
     x = np.sign(noise(2000, 20, 1))
