@@ -23,6 +23,7 @@ from ..typing import Array, Namespace
 from .arrays import for_each, large_parts, raise_if_cancelled, walk_parts, without_subnormal
 from .cells import StepCell, affine
 from .replay import Replay
+from .sweep_rows import FLUSH_EVERY
 from .trajectory import Adjoint, States, carry_masked
 
 #: Largest total size of all step Jacobians, in bytes, for which they are computed at once.
@@ -119,7 +120,8 @@ def _pull_back_steps(
         raise_if_cancelled()
         if run.start_states is not None and t != last_step:
             carry = tuple(xp.zeros_like(c) for c in carry)
-        carry = tuple(without_subnormal(c, xp) for c in carry)
+        if t % FLUSH_EVERY == 0:
+            carry = tuple(without_subnormal(c, xp) for c in carry)
         cotangent = tuple(c if d is None else c + d[:, t, ...] for c, d in zip(carry, direct, strict=True))
         is_real = None if run.mask is None else run.mask[:, t]
         carry = tuple(

@@ -399,7 +399,9 @@ def _separate_space(dims: tuple[str, ...], shape: tuple[int, ...], state_shape: 
 
 def _dtype_attrs(array: Any, stored_array: np.ndarray[Any, Any]) -> dict[str, str]:
     """Return the dtype of the computation as an attribute, if the array is stored in another dtype."""
-    dtype = dtype_name(array) if hasattr(array, "dtype") else dtype_name(stored_array)
+    if array is stored_array or not hasattr(array, "dtype"):
+        return {}
+    dtype = dtype_name(array)
     return {} if dtype == dtype_name(stored_array) else {"computed_dtype": dtype}
 
 

@@ -171,8 +171,9 @@ def trace_call(
         return traced
     spend = not (selection.has("gate_preactivation") or selection.compares_weights or selection.part is not None)
     if selection.has("hidden_grad"):
-        traced.lag_gradients = gradients_by_lag(call, run)
-    result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad, spend=spend)
+        result, traced.lag_gradients = sweep_by_lag(call, run, spend=spend)
+    else:
+        result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad, spend=spend)
     if spend:
         arrays["gate_preactivation"] = None
     arrays |= {f"{name}_grad": grad for name, grad in zip(names, result.state_grads, strict=True)}
@@ -194,52 +195,106 @@ def trace_call(
 _LAG_SAMPLES, _LEAST_LAG_ROWS = 16, 6
 #: Where that step lies between the middle of a sample's steps and the last one, in turn.
 _LAG_STEPS = (1.0, 0.0, 0.5)
+#: Largest number of values of a state with which one sweep of samples and probes takes less time than two, and its copy
+#: of the recorded gates little memory.
+_JOINT_VALUES = 2**18
 
 
-def gradients_by_lag(call: RecurrentCall, run: Replay) -> dict[str, Array]:
-    """Pull the direct gradients of single output steps back through the recurrence: norms (probe, lag) by state.
+@dataclass(frozen=True)
+class LagProbes:
+    """Direct gradients of single output steps, each pulled back through the recurrence by itself: one step per row.
 
     A loss at many steps sends a gradient to every step, whatever the recurrence carries. By lag from the step where it
     enters, only what the recurrence carries is left. Masked steps, which carry the state unchanged, do not count. Some
-    steps of the second half and some samples suffice; NaN before the first step. Empty if no sample has a gradient that
-    enters at several steps; NaN only if user code changes states in between: what enters at a step is not known then.
+    steps of the second half and some samples suffice.
+
+    Attributes
+    ----------
+    samples : (row,)
+        Sample of each row.
+    steps : one array of time indices per row
+        The step where the gradient enters and those before it, in the order of the sweep, without masked steps.
+    output_grad : (row, time, ...)
+        Gradients of the output: zero at all steps but the one of the row.
     """
-    if call.output_grad is None or not call.returns_sequences:
-        return {}
-    if call.start_states is not None:
-        return {name: np.full((1, 1), np.nan) for name in call.cell.state_names}
-    output_grad = call.output_grad[:_LAG_SAMPLES]
-    samples, steps = output_grad.shape[:2]
-    is_real = np.ones((samples, steps), bool) if call.mask is None else to_host(call.mask)[:_LAG_SAMPLES].astype(bool)
-    is_read: Array = to_host(output_grad).reshape(samples, steps, -1).any(axis=2) & is_real
-    if is_read.sum(axis=1).max(initial=0) < 2:
-        return {}
-    # One sweep for all of them: each row of it starts at a step of its own.
-    repeats = 1 if call.cell.by_framework else -(-_LEAST_LAG_ROWS // samples)
-    rows = slice(0, samples) if repeats == 1 else np.tile(np.arange(samples), repeats)
-    order = np.array(list(run.steps(reverse=True)))
-    sample_of_row, positions = np.tile(np.arange(samples), repeats), []
-    for row, sample in enumerate(sample_of_row):
-        read_positions = np.flatnonzero(is_read[sample, order])
-        late = read_positions[: (len(read_positions) + 1) // 2]  # the order is that of the sweep, from the last step
-        share = 1 - _LAG_STEPS[row % len(_LAG_STEPS)]
-        positions.append(int(late[round(share * (len(late) - 1))]) if len(late) else 0)
-    entering = run.xp.zeros_like(output_grad[rows])
-    for row, (sample, position) in enumerate(zip(sample_of_row, positions, strict=True)):
-        entering[row, int(order[position]), ...] = output_grad[int(sample), int(order[position]), ...]
-    from_state = None if call.output_from_state is None else call.output_from_state[rows]
-    swept = sweep(replace(call, output_from_state=from_state), run.of_samples(rows), entering)
-    by_state = {}
-    for name, grad in zip(call.cell.state_names, swept.state_grads, strict=True):
-        values = to_host(grad).astype(np.float64)
-        norms = np.sqrt((values**2).reshape(len(positions), steps, -1).sum(axis=-1))
-        by_lag = np.full(norms.shape, np.nan)
-        for row, (sample, position) in enumerate(zip(sample_of_row, positions, strict=True)):
-            later = order[position:]
-            counted = later[is_real[sample, later]] if is_read[sample, order[position]] else later[:0]
-            by_lag[row, : len(counted)] = norms[row, counted]
-        by_state[name] = by_lag
-    return by_state
+
+    samples: Array
+    steps: Sequence[Array]
+    output_grad: Array
+
+    @classmethod
+    def of(cls, call: RecurrentCall, run: Replay) -> LagProbes | None:
+        """Choose output steps of a call; None if no sample has a gradient that enters at several steps."""
+        assert call.output_grad is not None
+        output_grad = call.output_grad[:_LAG_SAMPLES]
+        count, n_steps = output_grad.shape[:2]
+        is_real = np.ones((count, n_steps), bool) if call.mask is None else to_host(call.mask)[:count].astype(bool)
+        is_read: Array = to_host(output_grad).reshape(count, n_steps, -1).any(axis=2) & is_real
+        if is_read.sum(axis=1).max(initial=0) < 2:
+            return None
+        samples = np.tile(np.arange(count), 1 if call.cell.by_framework else -(-_LEAST_LAG_ROWS // count))
+        order = np.array(list(run.steps(reverse=True)))
+        entering, steps = run.xp.zeros_like(output_grad[samples]), []
+        for row, sample in enumerate(samples):
+            read_positions = np.flatnonzero(is_read[sample, order])
+            late = read_positions[
+                : (len(read_positions) + 1) // 2
+            ]  # the order is that of the sweep, from the last step
+            share = 1 - _LAG_STEPS[row % len(_LAG_STEPS)]
+            earlier = order[late[round(share * (len(late) - 1))] :] if len(late) else order[:0]
+            for first_step in map(int, earlier[:1]):
+                entering[row, first_step, ...] = output_grad[int(sample), first_step, ...]
+            steps.append(earlier[is_real[sample, earlier]])
+        return cls(samples, steps, entering)
+
+    def norms(self, swept: Adjoint, names: Sequence[str]) -> dict[str, Array]:
+        """Return the norms (row, lag) of swept rows by state, NaN before the first step."""
+        by_state = {}
+        for name, grad in zip(names, swept.state_grads, strict=True):
+            values = to_host(grad).astype(np.float64)
+            norms = np.sqrt((values**2).reshape(*values.shape[:2], -1).sum(axis=-1))
+            by_state[name] = np.full(norms.shape, np.nan)
+            for row, steps in enumerate(self.steps):
+                by_state[name][row, : len(steps)] = norms[row, steps]
+        return by_state
+
+
+def sweep_by_lag(call: RecurrentCall, run: Replay, *, spend: bool) -> tuple[Adjoint, dict[str, Array]]:
+    """Sweep a call; return its total gradients, and by state the norms (row, lag) of gradients of single output steps.
+
+    The norms are empty if no sample has a gradient that enters at several steps, and NaN if user code changes states in
+    between: what enters at a step is not known then. In a small call the probes are further rows of the same sweep.
+    """
+    names, count = call.cell.state_names, int(run.input.shape[0])
+    is_changed = call.returns_sequences and call.start_states is not None
+    probes = LagProbes.of(call, run) if call.returns_sequences and not is_changed else None
+    if probes is not None and not call.cell.by_framework and math.prod(run.states[0].shape) <= _JOINT_VALUES:
+        rows = np.concatenate([np.arange(count), probes.samples])
+
+        def extended(gradient: Array, probe_rows: Array | None = None) -> Array:
+            zeros = run.xp.zeros_like(gradient[probes.samples])
+            return run.xp.concat([gradient, zeros if probe_rows is None else probe_rows])
+
+        final, of_states = call.final_state_grad, call.state_grad
+        swept = _sweep_rows(
+            call,
+            run,
+            rows,
+            extended(call.output_grad, probes.output_grad),
+            None if final is None else tuple(map(extended, final)),
+            None if of_states is None else {index: extended(gradient) for index, gradient in of_states.items()},
+        )
+        return swept.of_samples(slice(0, count)), probes.norms(swept.of_samples(slice(count, None)), names)
+    by_lag = {name: np.full((1, 1), np.nan) for name in names} if is_changed else {}
+    if probes is not None:
+        by_lag = probes.norms(_sweep_rows(call, run, probes.samples, probes.output_grad), names)
+    return sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad, spend=spend), by_lag
+
+
+def _sweep_rows(call: RecurrentCall, run: Replay, samples: Array, *gradients: Any) -> Adjoint:
+    """Sweep gradients of rows, each of which belongs to one of the samples of a call."""
+    from_state = None if call.output_from_state is None else call.output_from_state[samples]
+    return sweep(replace(call, output_from_state=from_state), run.of_samples(samples), *gradients)
 
 
 def _add_weights(
@@ -353,7 +408,7 @@ def _lag_coordinates(directions: Sequence[Mapping[str, Array]]) -> dict[Hashable
     for state in directions[0] if all(directions) else ():
         norms = [direction[state] for direction in directions]
         count = max(map(len, norms))  # the directions may have different numbers of probes
-        filled = [np.pad(v, ((0, count - len(v)), (0, 0)), constant_values=np.nan) for v in norms]
+        filled = [np.concatenate([v, np.full((count - len(v), v.shape[1]), np.nan)]) for v in norms]
         values, dims = (filled[0], (PROBE, LAG)) if len(filled) == 1 else (np.stack(filled, 1), (PROBE, DIRECTION, LAG))
         coordinates[f"{state}_lag_gradient"] = xr.Variable(dims, values, quantity_attrs("lag_gradient"))
     return coordinates

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import rnnlens as rl
 from rnnlens.measures.profiles import gradient_decay, gradient_reach
 from rnnlens.results.gradient_lags import norms_by_lag
 from rnnlens.tracking.records import summary
+from rnnlens.verbs import recurrent_layers, traced_layers
 
 MSE = nn.functional.mse_loss
 
@@ -71,6 +73,77 @@ def test_by_lag_the_gradient_is_that_of_one_output_step_by_autograd():
         grads = torch.autograd.grad(loss_of_step, states[: t + 1], retain_graph=True)
         by_lag = [grad[row % 4].norm().item() for grad in grads[::-1]]
         np.testing.assert_allclose(profile[row, : t + 1], by_lag, rtol=1e-10)
+
+
+class BothWays(nn.Module):
+    """A bidirectional LSTM over sequences of several lengths, whose head reads all outputs and the final states."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.rnn = nn.LSTM(3, 5, batch_first=True, bidirectional=True)
+        self.head, self.steps, self.outputs = nn.Linear(10, 1), steps, None
+
+    def forward(self, x):
+        lengths = 2 + torch.arange(len(x)) % (self.steps - 1)
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        packed_outputs, (hidden, _) = self.rnn(packed)
+        self.outputs = pad_packed_sequence(packed_outputs, batch_first=True, total_length=self.steps)[0]
+        return self.head(self.outputs) + hidden.sum((0, 2))[:, None, None]
+
+
+def by_lag_of_one_step(model, x, grad, step, length, backward):
+    """Return norms of dL/dh and dL/dc by lag, of a gradient that enters at one output step, by a loop and autograd."""
+    suffix = "_reverse" if backward else ""
+    w = {name: getattr(model.rnn, f"{name}_l0{suffix}") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")}
+    h, c = torch.zeros(5).double(), torch.zeros(5).double()
+    states = []
+    for t in range(length - 1, step - 1, -1) if backward else range(step + 1):
+        z = w["weight_ih"] @ x[t] + w["bias_ih"] + w["weight_hh"] @ h + w["bias_hh"]
+        i, f, g, o = z.chunk(4)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        h = torch.sigmoid(o) * torch.tanh(c)
+        states.append((h, c))
+    flat = torch.autograd.grad((h * grad).sum(), [state for pair in states[::-1] for state in pair])
+    return [flat[k::2] for k in range(2)]
+
+
+@pytest.mark.parametrize("in_one_sweep", [True, False])
+@pytest.mark.parametrize("samples", [1, 2, 5, 6, 16, 20])
+def test_by_lag_with_masks_in_both_directions_in_batches_of_any_size(samples, in_one_sweep, monkeypatch):
+    if not in_one_sweep:
+        monkeypatch.setattr(traced_layers, "_JOINT_VALUES", 0)
+    torch.manual_seed(samples)
+    steps, x = 7, torch.randn(samples, 7, 3).double()
+    model, y = BothWays(steps).double(), torch.randn(samples, 7, 1).double()
+    trace = rl.trace(model, x, y, loss=MSE)
+    assert trace.certificate.state == "passed"
+    (direct,) = torch.autograd.grad(MSE(model(x), y), model.outputs)
+    dataset, compared = trace["rnn"].dataset, 0
+    for number, direction in enumerate(("forward", "backward")):
+        profiles = [dataset[f"{state}_lag_gradient"].sel(direction=direction).values for state in ("hidden", "cell")]
+        for row, known in enumerate(np.isfinite(profiles[0]).sum(axis=1)):
+            sample = row % min(samples, 16)
+            length = 2 + sample % (steps - 1)
+            step = length - known if number else known - 1
+            grad = direct[sample, step, 5 * number : 5 * number + 5]
+            by_state = by_lag_of_one_step(model, x[sample], grad, step, length, bool(number))
+            for profile, grads in zip(profiles, by_state, strict=True):
+                expected = [float(grad.norm()) for grad in grads]
+                np.testing.assert_allclose(profile[row, :known], expected, rtol=1e-9, atol=1e-18)
+                compared += len(expected)
+    assert compared > 4 * samples
+
+
+def test_a_small_call_is_swept_once(monkeypatch):
+    sweeps, adjoint = [], recurrent_layers.adjoint
+    monkeypatch.setattr(recurrent_layers, "adjoint", lambda *args, **kw: sweeps.append(1) or adjoint(*args, **kw))
+    torch.manual_seed(0)
+    assert "hidden_lag_gradient" in traced(EveryStep(nn.GRU))["rnn"].dataset.coords
+    assert len(sweeps) == 1
+    sweeps.clear()
+    monkeypatch.setattr(traced_layers, "_JOINT_VALUES", 0)
+    traced(EveryStep(nn.GRU))
+    assert len(sweeps) == 2
 
 
 def test_a_network_without_memory_reaches_nowhere_and_the_figure_says_so():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from functools import cached_property
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
@@ -166,7 +167,7 @@ class Cell:
 
     # One step.
 
-    @property
+    @cached_property
     def activations(self) -> list[Activation]:
         """Activation of each gate of a built-in cell: ``activation`` of the candidate, or ``recurrent_activation``."""
         names = ["activation" if gate == "candidate" else "recurrent_activation" for gate in self.gates]

@@ -224,8 +224,8 @@ class Comparisons:
                 "float32" if isinstance(v, float) else str(_as_array(v).dtype) for pair in pair_list for v in pair
             ]
             dtype = functools.reduce(coarser_dtype, dtypes)
-        for array in {str(v.dtype) for pair in arrays for v in pair if isinstance(v, np.ndarray)}:
-            dtype = coarser_dtype(dtype, array)  # as the gradient of a float32 state in a float64 model
+        for array_dtype in {v.dtype for pair in arrays for v in pair if isinstance(v, np.ndarray)}:
+            dtype = coarser_dtype(dtype, str(array_dtype))  # as the gradient of a float32 state in a float64 model
         bound, largest = rounding_bound(dtype, self.steps), max(_largest(b) for _, b in arrays)
         unit = max(scale, underflow_unit(dtype, self.steps), largest)
         check = Check(name, layer, max(_residual(a, b, unit) for a, b in arrays), bound)
