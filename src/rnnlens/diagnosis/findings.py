@@ -529,7 +529,7 @@ def _data_findings(x: Array, mask: Array | None) -> Iterator[Finding]:
 
 
 def _memory_findings(memory: Memory, attributed_steps: int | None) -> Iterator[Finding]:
-    sample_count = memory.change.shape[1] if memory.change.size else 0
+    sample_count = memory.samples
     if sample_count and sample_count < ENOUGH:
         consequence = "too few to measure memory" if sample_count < FEWEST else "the intervals are too narrow"
         yield Finding(

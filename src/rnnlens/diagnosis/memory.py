@@ -92,6 +92,8 @@ class Memory:
         Number of steps after the examined one that the prediction uses, and number of all steps after it.
     count_matters
         Whether the number of steps changes the prediction, independently of their inputs.
+    samples
+        Number of samples between which prefixes were exchanged, or were too few for it; 0 without an exchange.
     is_known
         Whether n may be reported.
     reason
@@ -113,6 +115,7 @@ class Memory:
     change: Array = field(default_factory=lambda: np.empty((0, 0)))
     later_steps: tuple[int, int] = (0, 0)
     count_matters: bool = False
+    samples: int = 0
 
     @property
     def miscalibrated(self) -> bool:
@@ -140,13 +143,16 @@ def measure_memory(experiment: Experiment) -> Memory:
     leaf = data.leaves_of(experiment.samples.x)[experiment.samples.sequences[0]]
     windows = overlapping_windows(np.asarray(leaf)[: experiment.samples.count])
     measured_skill = _measure_skill(experiment, windows)
+    if len(prediction) < FEWEST:
+        reason = f"{len(prediction)} samples are too few, at least {FEWEST} are needed"
+        return Memory(steps, measured_skill, False, reason, samples=len(prediction))
     later_steps = _count_later_steps(experiment, variance)
     if steps < 2:
         return Memory(steps, measured_skill, False, "the output has seen one step only", later_steps=later_steps)
     if not variance:
         return Memory(steps, measured_skill, False, "the prediction does not vary over the samples")
     probes = search(experiment.predict_exchanged, steps, 2 * variance, (USED, RARE), decreasing=True)
-    reason = _unknown_reason(len(prediction), measured_skill)
+    reason = _unknown_reason(measured_skill)
     return _summarise(experiment, probes, variance, windows, measured_skill, reason, later_steps)
 
 
@@ -180,9 +186,7 @@ def _weights(samples: int, windows: Windows | None, seed: int) -> Array:
     return resampling_weights(samples, order=windows.order, block=max(4, windows.overlap), seed=seed)
 
 
-def _unknown_reason(samples: int, measured_skill: Skill | None) -> str:
-    if samples < FEWEST:
-        return f"{samples} samples are too few, at least {FEWEST} are needed"
+def _unknown_reason(measured_skill: Skill | None) -> str:
     if measured_skill is None:
         return "without a target it is not known whether anything was learned"
     if not np.isfinite(measured_skill.raw.value):
@@ -237,6 +241,7 @@ def _summarise(
         change,
         later_steps,
         _count_matters(experiment, int(memory_in_use.value), variance),
+        len(experiment.prediction),
     )
 
 

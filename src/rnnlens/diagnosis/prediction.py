@@ -269,7 +269,9 @@ def _to_one_hot(values: Array, outputs: int) -> Array:
     if flat_values.shape[1] != 1 or labels.min() < 0 or labels.max() >= outputs:
         received = f"y of shape {values.shape}, {labels.min()} to {labels.max()}"
         raise InputError("The classes do not fit the output.", got=received, expected=f"0 to {outputs - 1}")
-    return np.eye(outputs)[labels]
+    one_hot = np.zeros((len(labels), outputs))
+    one_hot[np.arange(len(labels)), labels] = 1
+    return one_hot
 
 
 def _are_probabilities(raw: Array, task: Task) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import rnnlens as rl
+from rnnlens.diagnosis.prediction import read_target
 from rnnlens.errors import InputError, UnsupportedError
 
 pytestmark = pytest.mark.check
@@ -323,6 +325,29 @@ def test_few_samples_are_no_ground_to_speak_on():
     d = rl.diagnose(net, x, x[:, -4])
     assert "40 samples are too few" in str(d)
     assert "FEW_SAMPLES" in d.codes
+
+
+@pytest.mark.parametrize("samples", [20, 63, 64])
+def test_samples_are_counted_before_prefixes_are_exchanged(samples):
+    """The number of samples is known beforehand: too few cost no pass for a memory that would not be told."""
+    net, x, passes = shift_register({3: 1.0}), white_noise(samples), []
+    net.register_forward_pre_hook(lambda module, inputs: passes.append(len(inputs[0])))
+    d = rl.diagnose(net, x, x[:, -4])
+    is_exchanged = d["model"].sizes["context"] > 0
+    assert (len(passes) > 12, is_exchanged) == (samples == 64, samples == 64)
+    assert [finding.evidence["samples"] for finding in d.findings if finding.code == "FEW_SAMPLES"] == [samples]
+
+
+def test_targets_of_a_large_vocabulary_take_no_square_of_it():
+    labels, scores = np.array([0, 3_999, 7]), np.zeros((3, 4_000))
+    tracemalloc.start()
+    try:
+        target = read_target(labels, scores, None, "classes", None)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_array_equal(np.argwhere(target.values), [[0, 0], [1, 3_999], [2, 7]])
+    assert peak < 20 * scores.nbytes  # an identity matrix alone has 1,333 times that
 
 
 @pytest.mark.slow
