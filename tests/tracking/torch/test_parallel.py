@@ -16,13 +16,14 @@ import os
 import sys
 from datetime import timedelta
 import torch
+import torch._dynamo, xarray, zarr  # what optimizers and records would import, once for both ranks
 from torch import distributed, nn
 from torch.nn.functional import mse_loss
 from torch_trainings import Reader, data
 import rnnlens as rl
 
-folder = sys.argv[1]
-other = os.fork()  # both ranks, from one import of torch; nothing has been computed yet
+folder, watching = sys.argv[1], rl.torch.watch
+other = os.fork()  # nothing has been computed yet
 rank = 0 if other else 1
 store = distributed.FileStore(f"{folder}/meeting", 2)
 distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
@@ -35,7 +36,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 x, y = data(32)
 own = slice(rank, None, 2)
 kept = []
-with rl.torch.watch(model, f"{folder}/a.zarr", every=2, probe=(x[:4], y[:4]), loss="mse", batches=2) as watch:
+with watching(model, f"{folder}/a.zarr", every=2, probe=(x[:4], y[:4]), loss="mse", batches=2) as watch:
     for _ in range(4):
         optimizer.zero_grad()
         mse_loss(model(x[own]), y[own]).backward()
