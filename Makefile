@@ -71,7 +71,7 @@ lock: .venv/.dev
 	  --all-extras --group dev pyproject.toml --output-file constraints.txt
 
 release: .venv/.dev
-	@rm -rf dist && $(BIN)/uv build --quiet --out-dir dist && $(BIN)/twine check --strict dist/*
+	@rm -rf dist && $(BIN)/uv build --quiet --all-packages --out-dir dist && $(BIN)/twine check --strict dist/*
 	@RNNLENS_DIST=dist $(BIN)/python -m pytest -q -p no:cacheprovider tests/wheel
 	@$(BIN)/towncrier build --draft --version "$$($(BIN)/rnnlens --version | cut -d' ' -f2)"
 
@@ -93,10 +93,10 @@ $(BIN)/python:
 	@$(PIP) --constraint constraints.txt --editable '.[demo]'
 	@touch $@
 
-.venv/.dev: pyproject.toml constraints.txt | $(BIN)/python
+.venv/.dev: pyproject.toml packages/rnnlens-tf1/pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing rnnlens with every framework and the development tools into .venv"
 	@$(PIP) 'pip>=25.1'  # earlier ones know no dependency groups
-	@$(PIP) --constraint constraints.txt --editable '.[demo,dask]' --group dev
+	@$(PIP) --constraint constraints.txt --editable '.[demo,dask]' --editable packages/rnnlens-tf1 --group dev
 	@# tf_keras asks for the full TensorFlow, on top of the tensorflow-cpu that is there: it needs the one only.
 	@$(PIP) --no-deps 'tf_keras==2.21.0'
 	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # some packages hold files for other versions of Python

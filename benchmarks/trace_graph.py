@@ -27,7 +27,7 @@ def measure(rounds: int) -> None:
     import tensorflow.compat.v1 as tf
 
     tf.disable_v2_behavior() if os.environ["RNNLENS_CONTROL_FLOW"] == "v1" else tf.disable_eager_execution()
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages" / "rnnlens-tf1" / "tests" / "helpers"))
     from tf1_conv_gru import Graph
 
     import rnnlens as rl

@@ -85,7 +85,7 @@ class Outcome:
 LINT = (
     ("ruff", "check", "."),
     ("ruff", "format", "--check", "."),
-    ("mypy", "src/rnnlens"),
+    ("mypy", "src/rnnlens", "packages/rnnlens-tf1/src/rnnlens_tf1"),
     ("lint-imports", "--no-cache"),
 )
 
@@ -99,12 +99,15 @@ KERAS = (
 
 
 def keras_suite(engine: str) -> Suite:
-    """Return the suite of Keras on one engine; `product` and `one_engine` choose its tests (tests/conftest.py)."""
+    """Return the suite of Keras on one engine; `product` and `one_engine` choose its tests (conftest.py)."""
     cases = "one of each test" if engine == "torch" else "one of each file"
     return Suite(f"keras-{engine}", KERAS, environment={"KERAS_BACKEND": engine}, cases=cases)
 
 
-GRAPHS = ("tests/contract/tf_graph", "tests/oracle/tf_graph")
+#: The distribution rnnlens-tf1, with its own source and tests.
+TF1 = "packages/rnnlens-tf1"
+TEST_FOLDERS = ("tests", f"{TF1}/tests")
+GRAPHS = (f"{TF1}/tests/contract", f"{TF1}/tests/oracle")
 
 
 def graph_suite(control_flow: str) -> Suite:
@@ -178,7 +181,7 @@ SUITES = (
             "tests/oracle/held_models/keras/test_order_of_calls.py",
             "tests/tracking/keras/test_failures.py",
         ),
-        # KERAS_BACKEND chooses which cases of a product run, see tests/conftest.py.
+        # KERAS_BACKEND chooses which cases of a product run, see conftest.py.
         environment={"RNNLENS_TESTED_KERAS": "tf_keras", "TF_USE_LEGACY_KERAS": "1", "KERAS_BACKEND": "tensorflow"},
         cases="one of each file",
     ),
@@ -212,11 +215,11 @@ SUITES_OF = {
     "src/rnnlens": EVERY_SUITE,
     "src/rnnlens/adapters/jax": ("jax",),
     "src/rnnlens/adapters/keras": KERAS_SUITES,
-    "src/rnnlens/adapters/tf_graph": GRAPH_SUITES,
     "src/rnnlens/adapters/torch": ("torch", "tools"),
     "src/rnnlens/autodiff/torch.py": ("torch", "keras-torch"),
     "src/rnnlens/autodiff/jax.py": ("keras-jax", "jax"),
     "src/rnnlens/autodiff/tensorflow.py": ("keras-tensorflow", *GRAPH_SUITES),
+    TF1: (*GRAPH_SUITES, "files"),
     "src/rnnlens/cli": ("unit", "files"),
     "src/rnnlens/cluster.py": ("dask",),
     "src/rnnlens/plot": ("unit", "docs"),
@@ -228,14 +231,14 @@ SUITES_OF = {
     "src/rnnlens/measures": ("core", "torch", "docs"),
     **dict.fromkeys(("tests/lowest.py", "constraints.txt"), ("lowest-3.11", "lowest-3.12", "lowest-3.13")),
     **dict.fromkeys(("docs", "examples", "README.md", "CONTRIBUTING.md", "mkdocs.yml"), ("docs",)),
-    **dict.fromkeys(("pyproject.toml", "tests/conftest.py", "tests/suites.py"), EVERY_SUITE),
+    **dict.fromkeys(("pyproject.toml", "conftest.py", "tests/suites.py"), EVERY_SUITE),
 }
 
 
 def suites_of(file: str) -> list[str]:
     """Return the names of the suites that test a changed file."""
     path = Path(file)
-    if path.parent == Path("tests/helpers"):
+    if path.parent.name == "helpers":
         names = re.compile(rf"\b({'|'.join(helpers_that_use(path.stem))})\b")
         return [suite.name for suite in SUITES if any(names.search(test.read_text()) for test in files_of(suite))]
     testing = [suite.name for suite in SUITES if any(path.is_relative_to(folder) for folder in suite.paths)]
@@ -245,7 +248,9 @@ def suites_of(file: str) -> list[str]:
 
 def helpers_that_use(name: str) -> set[str]:
     """Return the names of the helpers that name a helper, directly or through others, itself included."""
-    texts = {file.stem: file.read_text() for file in (ROOT / "tests" / "helpers").glob("*.py")}
+    texts = {
+        file.stem: file.read_text() for folder in TEST_FOLDERS for file in (ROOT / folder / "helpers").glob("*.py")
+    }
     names, found = {name}, {name}
     while found:
         pattern = re.compile(rf"\b({'|'.join(found)})\b")
@@ -300,7 +305,7 @@ def environment_of(suite: Suite, tier: str, jax_cache: str) -> dict[str, str]:
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "MPLBACKEND": "Agg",
         "RNNLENS_SKIP_IS_FAILURE": "1",
-        # How many tests are enough, see tests/conftest.py.
+        # How many tests are enough, see conftest.py.
         "RNNLENS_CASES": cases_of(suite, tier),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # no test needs other plugins
         "PYTHONDONTWRITEBYTECODE": "",  # cache bytecode, so that modules are compiled only once
@@ -358,7 +363,8 @@ def run_in(suite: Suite, tier: str, environment: dict[str, str], deadline: float
 def orphan_files() -> list[str]:
     """Return the test files that no suite runs."""
     tested = {file for suite in SUITES for file in files_of(suite)}
-    return sorted(relative(path) for path in (ROOT / "tests").rglob("test_*.py") if path not in tested)
+    files = (path for folder in TEST_FOLDERS for path in (ROOT / folder).rglob("test_*.py"))
+    return sorted(relative(path) for path in files if path not in tested)
 
 
 def main() -> int:

@@ -68,6 +68,7 @@ _OTHER_NAMES = {
     "rnn_histogram": "rl.plot.weights_histogram(rl.weights(model)[layer])",
     "saliency": 'rl.gradients(model, x, y, wrt="input")',
     "save": "result.save(path), of any result",
+    "tf1": "pip install rnnlens-tf1, from packages/rnnlens-tf1 of the repository",
     "watch": "rl.torch.watch(model, ...), or rl.keras.Watch(...) among the callbacks of fit",
 }
 

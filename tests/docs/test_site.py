@@ -30,7 +30,7 @@ def test_reference_has_a_section_for_every_public_module():
     assert {module for _, module in load_pages().SECTIONS if module} == {
         *rnnlens._SUBMODULES,
         "tf1",
-    }  # tf1 is registered by an entry point
+    }  # tf1 joins by the entry point of rnnlens-tf1
 
 
 def test_reference_is_that_of_the_code():

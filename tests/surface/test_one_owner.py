@@ -62,7 +62,7 @@ def test_the_search_finds_what_it_looks_for(check, line):
 def test_no_file_is_found_by_the_name_of_a_folder():
     """Files of ours are found by the package's own folder: a clone may be called rnnlens, and hold all frameworks."""
     root = Path(__file__).resolve().parents[2]
-    files = [path for folder in ("src", "tests", "benchmarks") for path in (root / folder).rglob("*.py")]
+    files = [path for folder in ("src", "packages", "tests", "benchmarks") for path in (root / folder).rglob("*.py")]
     name = re.compile(r"""["']/(rnnlens|tests|testing|src)/["']""")
     assert [path.relative_to(root).as_posix() for path in files if name.search(path.read_text())] == []
     assert package_path(f"{PACKAGE}verbs/trace.py") == "verbs/trace.py"

@@ -6,7 +6,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ROOT / "src" / "rnnlens"
-FOLDERS = sorted({file.parent for file in CODE.rglob("*.py")})
+GRAPHS = ROOT / "packages" / "rnnlens-tf1" / "src" / "rnnlens_tf1"
+ROOMS = sorted({CODE / file.relative_to(CODE).parts[0] for file in CODE.rglob("*/*.py")})
+FOLDERS = sorted({file.parent for code in (CODE, GRAPHS) for file in code.rglob("*.py")})
+GUIDES = sorted(guide for code in (CODE, GRAPHS) for guide in code.rglob("README.md"))
 
 
 def guide_of(folder):
@@ -24,17 +27,17 @@ def missing_files(folder):
     return [f.name for f in files if f"`{f.relative_to(base).as_posix()}`" not in text and f"`{f.name}`" not in text]
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.relative_to(CODE).as_posix())
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.relative_to(ROOT).as_posix())
 def test_every_file_has_its_line(folder):
     assert not missing_files(folder), f"{guide_of(folder).relative_to(ROOT)} does not name these"
 
 
-@pytest.mark.parametrize("folder", sorted({CODE / folder.relative_to(CODE).parts[0] for folder in FOLDERS[1:]}))
+@pytest.mark.parametrize("folder", ROOMS)
 def test_every_room_has_a_guide(folder):
     assert (folder / "README.md").exists()
 
 
-@pytest.mark.parametrize("guide", sorted(CODE.rglob("README.md")), ids=lambda guide: guide.parent.name)
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.parent.name)
 def test_no_line_is_about_a_file_that_is_gone(guide):
     lines = [line.split("|")[1] for line in guide.read_text("utf-8").splitlines() if line.startswith("| `")]
     names = [name for line in lines for name in line.split("`")[1::2] if name.endswith((".py", "/"))]

@@ -79,14 +79,15 @@ def suites():
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """Provide a folder with this conftest.py and two small files of tests."""
-    tests = tmp_path_factory.mktemp("tree") / "tests"
+    """Provide a folder with the conftest.py of all tests and two small files of tests."""
+    root = tmp_path_factory.mktemp("tree")
+    tests = root / "tests"
     for name, text in FOLDERS.items():
         (tests / name).parent.mkdir(parents=True)
         (tests / name).write_text(text)
-    shutil.copy(TESTS / "conftest.py", tests)
-    (tests / "pytest.ini").write_text(MARKERS)
-    return tests
+    shutil.copy(TESTS.parent / "conftest.py", root)
+    (root / "pytest.ini").write_text(MARKERS)
+    return root
 
 
 @pytest.mark.slow

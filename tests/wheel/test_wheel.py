@@ -22,7 +22,7 @@ def wheel(tmp_path_factory) -> Path:
     """Return the wheel of `make release`, in the folder RNNLENS_DIST, or a new one, built from a new sdist."""
     folder = ROOT / os.environ["RNNLENS_DIST"] if "RNNLENS_DIST" in os.environ else tmp_path_factory.mktemp("wheel")
     if "RNNLENS_DIST" not in os.environ:
-        run(UV, "build", "--quiet", "--out-dir", folder, ROOT)
+        run(UV, "build", "--quiet", "--all-packages", "--out-dir", folder, ROOT)
     (path,) = folder.glob("rnnlens-*.whl")
     return path
 
@@ -64,10 +64,21 @@ def test_sdist_holds_what_the_project_is_built_and_tested_from(wheel):
     (sdist,) = wheel.parent.glob("rnnlens-*.tar.gz")
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
-    listed = ("git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard", "src", "tests")
+    listed = ("git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard", "src", "packages", "tests")
     tracked = [name for name in run(*listed).splitlines() if (ROOT / name).exists()]
     assert len(tracked) > 500
-    assert sorted({"Makefile", "pyproject.toml", "constraints.txt", *tracked} - packed) == []
+    assert sorted({"Makefile", "conftest.py", "pyproject.toml", "constraints.txt", *tracked} - packed) == []
+
+
+def test_the_wheel_of_tensorflow_1_graphs_holds_its_package_and_joins_by_its_entry_point(wheel):
+    (graphs,) = wheel.parent.glob("rnnlens_tf1-*.whl")
+    archive, source = zipfile.ZipFile(graphs), ROOT / "packages" / "rnnlens-tf1" / "src"
+    files = [path for path in source.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert len(files) > 25
+    assert [path for path in files if path.relative_to(source).as_posix() not in archive.namelist()] == []
+    texts = {name.rpartition("/")[2]: archive.read(name).decode() for name in archive.namelist() if "dist-info" in name}
+    assert "[rnnlens.adapters]\ntf1 = rnnlens_tf1:adapter_of" in texts["entry_points.txt"]
+    assert "Requires-Dist: rnnlens==0.1.0" in texts["METADATA"]
 
 
 def test_installs_and_runs_without_any_framework(wheel_python):

@@ -12,6 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from os import PathLike
 from typing import Any
 
+from ..arguments.checks import GRAPHS_HINT
 from ..errors import ModelError, UnsupportedError, short_repr
 from .protocol import Adapter
 
@@ -56,7 +57,7 @@ def adapter_for(model: Any) -> Adapter:
         raise ModelError(
             "This is not a model of a supported framework.",
             got=_description(model),
-            expected="a model or layer of Keras 3 or tf_keras, a torch.nn.Module, or a net of rl.tf1.graph",
+            expected="a model or layer of Keras 3 or tf_keras, a torch.nn.Module, or a model of JAX",
             hint=_hint_for(model),
         )
     return adapter
@@ -75,6 +76,8 @@ def _hint_for(model: Any) -> str:
         return (
             "load it first: torch.load(path, weights_only=False), keras.saving.load_model(path); rl.open reads results"
         )
+    if type(model).__module__.startswith("tensorflow."):
+        return GRAPHS_HINT
     if isinstance(model, Mapping):
         return "model.load_state_dict(weights), and then model in place of the weights"
     return "pass the model itself, not its output or its weights"

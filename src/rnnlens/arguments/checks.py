@@ -32,6 +32,12 @@ R = TypeVar("R")
 Check = Callable[[str, Any], Any]
 
 
+#: What users of sessions and placeholders are told, whose adapter is a distribution of its own.
+GRAPHS_HINT = (
+    'net = rl.tf1.graph(session, inputs={"x": placeholder}, outputs={"y": tensor}, loss=loss, targets=labels, '
+    "feed={keep_prob: 1.0}), of the package rnnlens-tf1; then rl.trace(net, x, y)"
+)
+
 #: Arguments of other libraries that users may expect, each with a hint what to use instead.
 _FOREIGN_ARGUMENTS = {
     **dict.fromkeys(("layer_name", "layer_names", "_id"), 'layers=["lstm"], or wrt="lstm.weights" of gradients'),
@@ -45,8 +51,7 @@ _FOREIGN_ARGUMENTS = {
     "loss_fn": "loss=",
     "output": "of=",
     "figsize": "figure=matplotlib.figure.Figure(figsize=(width, height))",
-    "feed_dict": 'net = rl.tf1.graph(session, inputs={"x": placeholder}, outputs={"y": tensor}, loss=loss, '
-    "targets=labels, feed={keep_prob: 1.0}) declares inputs, outputs and loss once; then rl.trace(net, x, y)",
+    "feed_dict": GRAPHS_HINT,
 }
 
 
