@@ -154,6 +154,7 @@ def test_a_report_to_send(tmp_path):
     assert not re.search(r"(src|href)=[\"']?http", (tmp_path / path).read_text())
 
 
+@pytest.mark.full  # two new processes; tests/unit/cli runs both commands in one
 def test_the_command_line(tmp_path):
     """docs/command-line.md"""
     model = keras.Sequential([keras.Input((8, 2)), keras.layers.GRU(4, name="gru"), keras.layers.Dense(1)])
@@ -234,6 +235,7 @@ CELLS = (
 )
 
 
+@pytest.mark.full
 def test_a_notebook_in_a_kernel_of_its_own(tmp_path):
     """how-to/notebook.md: in a Jupyter kernel, results and figures are shown as the last expression of a cell."""
     import nbformat

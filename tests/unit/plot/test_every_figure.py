@@ -64,10 +64,10 @@ def test_the_cases_cover_every_figure(cases):
     assert set(cases) == set(FIGURES)
 
 
-@pytest.fixture(scope="module")
-def panels(cases):
-    """Return the number of panels by name of the figure."""
-    return {name: len(getattr(rl.plot, name)(*cases[name][0])) for name in FIGURES}
+@pytest.fixture
+def panel_count(name, cases):
+    """Return the number of panels of the figure of this name."""
+    return len(getattr(rl.plot, name)(*cases[name][0]))
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -108,25 +108,23 @@ def test_draws_into_a_subfigure_beside_other_things(name, cases):
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_draws_into_given_axes(name, cases, panels):
-    count = panels[name]
+def test_draws_into_given_axes(name, cases, panel_count):
     figure = Figure(figsize=(12, 9), layout="constrained")
-    panel_axes = figure.subplots(-(-count // 4), min(count, 4), squeeze=False).reshape(-1)[:count]
-    axes = getattr(rl.plot, name)(*cases[name][0], ax=panel_axes[0] if count == 1 else panel_axes)
+    panel_axes = figure.subplots(-(-panel_count // 4), min(panel_count, 4), squeeze=False).reshape(-1)[:panel_count]
+    axes = getattr(rl.plot, name)(*cases[name][0], ax=panel_axes[0] if panel_count == 1 else panel_axes)
     assert list(axes) == list(panel_axes)
     assert all(ax.has_data() for ax in axes)
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_wrong_number_of_axes_is_one_clear_error(name, cases, panels):
-    count = panels[name]
-    too_many_axes = list(Figure().subplots(1, count + 1))
+def test_wrong_number_of_axes_is_one_clear_error(name, cases, panel_count):
+    too_many_axes = list(Figure().subplots(1, panel_count + 1))
     with pytest.raises(InputError) as caught:
         getattr(rl.plot, name)(*cases[name][0], ax=too_many_axes)
     assert str(caught.value) == (
         f"plot.{name} needs one Axes per panel in ax=.\n"
-        f"  got:      {count + 1} of type Axes\n"
-        f"  expected: {count} matplotlib Axes\n"
+        f"  got:      {panel_count + 1} of type Axes\n"
+        f"  expected: {panel_count} matplotlib Axes\n"
         "  try:      pass figure= (a Figure or SubFigure) and let the panels be made, or select fewer panels"
     )
 
