@@ -48,7 +48,7 @@ from .record import (
     refuse_transformed,
 )
 from .recurrences import check_joints, is_entangled, join_changed_states, mark_endings, remove_nested_cells
-from .scan_families import unknown_scans
+from .scan_families import unknown_scans, unread_scans
 from .scans import ScanRecorder, replaced_scans
 from .triton_kernels import needs_equations
 from .weights import class_of, node_name
@@ -279,6 +279,13 @@ def _refuse_no_calls(recorder: CallRecorder, requested: RequestedLayers, request
     refuse_scripts(requested.modules)
     refuse_own_loops([(path, module) for path, module in requested.recurrent if path in requested.ran_paths])
     if request.all_must_run and request.record != "outputs":
+        for function, family in unread_scans(requested.modules).items():
+            raise ModelError(
+                f"{family} is not read: no recurrent layer ran in this forward pass.",
+                got=function,
+                expected="a scan of a known family, or one declared by rl.torch.scan",
+                hint="rl.gradients by inputs and weights works unchanged",
+            )
         scans = unknown_scans(requested.modules)
         if scans:
             name = scans[0].rpartition(".")[2]

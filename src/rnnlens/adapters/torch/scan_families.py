@@ -19,59 +19,11 @@ from torch import Tensor, nn
 
 from ...errors import InputError, UnsupportedError
 from ...recurrence.sequence import SequenceCell
-from . import scan_packages
+from . import scan_mamba, scan_packages
 from .scan_reading import Family, Hold, Reading, normalised_memory, unit_norm, widen_tensors
 
 #: Versions of packages whose scan functions the readers were tested with.
 TESTED = "transformers 5.24, flash-linear-attention 0.6, mambapy 1.2, minGRU-pytorch 0.2 or xlstm 2.0"
-
-
-def _read_selective_scan(call: Any, hold: Hold) -> Reading:
-    """Read Mamba's scan: a = exp(dt A), W = dt B x, diagonal; Gu, Dao 2023, arXiv:2312.00752, eqs. 2-4."""
-    dtype = call.hidden_states.dtype
-    x, dt, rate, write, read = widen_tensors(call.hidden_states, call.dt, call.A, call.B, call.C)
-    dt = dt if call.delta_bias is None else dt + call.delta_bias.to(dt.dtype)[..., None]
-    dt = hold(functional.softplus(dt) if call.delta_softplus else dt).transpose(1, 2)
-    cell = SequenceCell(
-        ("channel", "state_unit"),
-        decay=(dt[..., None], hold(rate)[None, None]),
-        write=((dt * x.transpose(1, 2))[..., None], hold(write).transpose(1, 2)[:, :, None]),
-        read=hold(read).transpose(1, 2)[:, :, None],
-    )
-    gate = None if call.z is None else functional.silu(call.z)
-
-    def finish(y: Tensor, last_state: Tensor) -> Any:
-        output = y.transpose(1, 2)
-        output = output if call.D is None else output + x * call.D[None, :, None]
-        output = output if gate is None else output * gate
-        output = output if dtype == x.dtype else output.to(dtype)
-        return (output, last_state) if call.return_last_state else output
-
-    return Reading(
-        cell, finish, None if gate is None else gate.transpose(1, 2), values=call.hidden_states.transpose(1, 2)
-    )
-
-
-def _read_chunked_scan(call: Any, hold: Hold) -> Reading:
-    """Read Mamba-2's scan: one decay per head; Dao, Gu 2024, arXiv:2405.21060, section 7."""
-    x, dt, rate, *coefficients = widen_tensors(call.hidden_states, call.dt, call.A, call.B, call.C)
-    dt = dt if call.dt_bias is None else dt + call.dt_bias.to(dt.dtype)
-    dt = hold((functional.softplus(dt) if call.dt_softplus else dt).clamp(*call.dt_limit))
-    heads = x.shape[2] // call.B.shape[2]
-    write, read = (hold(t).repeat_interleave(heads, 2)[:, :, :, None] for t in coefficients)
-    cell = SequenceCell(
-        ("head", "channel", "state_unit"),
-        decay=((dt * hold(rate).to(dt.dtype))[..., None, None],),
-        write=((dt[..., None] * x)[..., None], write),
-        read=read,
-        initial=call.initial_states,
-    )
-
-    def finish(y: Tensor, last_state: Tensor) -> Any:
-        output = y if call.D is None else y + call.D[..., None] * x
-        return (output, last_state) if call.return_final_states else output
-
-    return Reading(cell, finish)
 
 
 def _read_delta_rule(call: Any, hold: Hold) -> Reading:
@@ -200,14 +152,11 @@ def _read_lightning(call: Any, hold: Hold) -> Reading:
     return Reading(cell, finish)
 
 
-_MIXER = (("intermediate_size",), ("ssm_state_size",))
-_HEADS = (("num_heads",), ("head_dim",), ("ssm_state_size",))
 _KEYS = (("num_v_heads", "num_heads"), ("head_k_dim", "head_dim"), ("head_v_dim", "head_dim"))
 
 #: Families by the name of their scan function in a modelling module.
 FUNCTIONS = {
-    "mamba_selective_scan": Family("mamba", ("channel", "state_unit"), _MIXER, _read_selective_scan, is_quadratic=True),
-    "mamba2_chunk_scan": Family("mamba2", ("head", "channel", "state_unit"), _HEADS, _read_chunked_scan),
+    **scan_mamba.FUNCTIONS,
     "torch_chunk_gated_delta_rule": Family("gated_delta", ("head", "key", "value"), _KEYS, _read_delta_rule),
     "chunk_kimi_delta_attention": Family("kimi_delta", ("head", "key", "value"), _KEYS, _read_delta_rule),
     "rwkv_linear_attention": Family(
@@ -325,6 +274,15 @@ def unknown_scans(modules: Sequence[tuple[str, nn.Module]]) -> list[str]:
             if "scan" in name.lower() and callable(function) and source not in ("torch", "rnnlens"):
                 found[f"{type(module).__module__}.{name}"] = None
     return list(found)
+
+
+def unread_scans(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
+    """Return the families that are known not to be read, by the functions that classes of modules call."""
+    return {
+        f"{type(module).__module__}.{name}": scan_mamba.NOT_READ[name]
+        for _, module in modules
+        for name in sorted(_global_names(type(module)) & scan_mamba.NOT_READ.keys())
+    }
 
 
 def sequence_modules(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, Family]]:

@@ -112,16 +112,7 @@ def _read_delta_attention(call: Any, hold: Hold) -> Reading:
     The gates may be logits, with the options of the kernels: g = -exp(A_log) softplus(g + dt_bias), beta = sigmoid.
     """
     query, key, value, beta = widen_tensors(call.q, call.k, call.v, call.beta)
-    decay = getattr(call, "g", None)
-    if decay is None:
-        decay = query.new_zeros(1, 1, value.shape[2])
-    elif getattr(call, "use_gate_in_kernel", False):
-        bias = getattr(call, "dt_bias", None)
-        logits = decay.to(query.dtype) + (0 if bias is None else bias.view(decay.shape[2:]))
-        rate = call.A_log.exp().view(-1, *[1] * (decay.dim() - 3))
-        lower_bound = getattr(call, "lower_bound", None)
-        is_bounded = lower_bound is not None
-        decay = lower_bound * torch.sigmoid(rate * logits) if is_bounded else -rate * functional.softplus(logits)
+    decay = _log_decay(call, query, value)
     if getattr(call, "use_beta_sigmoid_in_kernel", False):
         beta = beta.sigmoid() * (2 if getattr(call, "allow_neg_eigval", False) else 1)
     if getattr(call, "use_qk_l2norm_in_kernel", False):
@@ -136,6 +127,42 @@ def _read_delta_attention(call: Any, hold: Hold) -> Reading:
         write=((beta * key)[..., None], value[..., None, :]),
         read=hold(_scaled_query(call, query))[..., None],
         right=key[..., None],
+        contracted=-2,
+        initial=_initial_state(call),
+    )
+    return _fla_reading(call, cell, call.v.dtype)
+
+
+def _log_decay(call: Any, query: Tensor, value: Tensor) -> Tensor:
+    """Return the log decay of a delta rule, from its logits where the kernel has the gate inside."""
+    decay = getattr(call, "g", None)
+    if decay is None:
+        return query.new_zeros(1, 1, value.shape[2])
+    if not getattr(call, "use_gate_in_kernel", False):
+        return decay
+    bias = getattr(call, "dt_bias", None)
+    logits = decay.to(query.dtype) + (0 if bias is None else bias.view(decay.shape[2:]))
+    rate = call.A_log.exp().view(-1, *[1] * (decay.dim() - 3))
+    lower_bound = getattr(call, "lower_bound", None)
+    is_bounded = lower_bound is not None
+    return lower_bound * torch.sigmoid(rate * logits) if is_bounded else -rate * functional.softplus(logits)
+
+
+def _read_two_gates(call: Any, hold: Hold) -> Reading:
+    """Read GDN-2: S_t = (I - k (b * k)^T) diag(e^g) S_{t-1} + k (w * v)^T, with a gate per key and one per value.
+
+    The equation of flash-linear-attention's layer GatedDeltaNet2, github.com/NVlabs/GatedDeltaNet-2.
+    """
+    query, key, value, erase, write = widen_tensors(call.q, call.k, call.v, call.b, call.w)
+    if getattr(call, "use_qk_l2norm_in_kernel", False):
+        query, key = unit_norm(query), unit_norm(key)
+    key, decay = hold(key), hold(_log_decay(call, query, value).to(query.dtype))
+    cell = SequenceCell(
+        ("head", "key", "value"),
+        decay=(decay[..., None],),
+        write=(key[..., None], (hold(write) * value)[..., None, :]),
+        read=hold(_scaled_query(call, query))[..., None],
+        right=(hold(erase) * key)[..., None],
         contracted=-2,
         initial=_initial_state(call),
     )
@@ -175,6 +202,7 @@ _DELTA = Family("delta", _STATE, _KEYS, _read_delta_attention)
 _GATED_DELTA = Family("gated_delta", _STATE, _KEYS, _read_delta_attention)
 _KDA = Family("kimi_delta", _STATE, _KEYS, _read_delta_attention)
 _RWKV7 = Family("rwkv7", _STATE, _KEYS, _read_rwkv7)
+_GDN2 = Family("gdn2", _STATE, _KEYS, _read_two_gates, arguments=frozenset({"b", "w"}))
 
 #: Families by the name of their scan function in the module of a layer.
 FUNCTIONS = {
@@ -185,6 +213,7 @@ FUNCTIONS = {
     **dict.fromkeys(("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"), _GATED_DELTA),
     **dict.fromkeys(("chunk_kda", "fused_recurrent_kda"), _KDA),
     **dict.fromkeys(("chunk_rwkv7", "fused_mul_recurrent_rwkv7"), _RWKV7),
+    **dict.fromkeys(("chunk_gdn2", "fused_recurrent_gdn2"), _GDN2),
 }
 
 _MAMBA = Family(

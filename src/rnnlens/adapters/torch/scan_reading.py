@@ -46,6 +46,8 @@ class Family:
         Whether the time of the model's own backward pass grows with the square of the number of steps.
     arguments
         Names of arguments without which a function of the same name is another one.
+    may_decline
+        Whether the function returns None where its kernel cannot run, and the layer then computes the same by others.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Family:
     read: Callable[..., Reading]
     is_quadratic: bool = False
     arguments: frozenset[str] = frozenset()
+    may_decline: bool = False
 
 
 def widen_tensors(*tensors: Tensor) -> list[Tensor]:

@@ -6,7 +6,7 @@ modelling modules of a model; the replacement runs in time and memory linear in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -143,7 +143,13 @@ class ScanRecorder:
     def replacement(self, original: Callable[..., Any], family: Family) -> Callable[..., Any]:
         """Return a replacement of a model's scan function that records the scan and returns the same outputs."""
 
+        def run_original(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            with torch.no_grad():
+                return original(*map(_without_hooks, args), **kwargs)
+
         def recorded_scan(*args: Any, **kwargs: Any) -> Any:
+            if family.may_decline and run_original(args, kwargs) is None:
+                return None
             reading = read_call(original, family, self.hold, args, kwargs)
             path = self.running_layers[-1] if self.running_layers else ""
             tensors, is_wanted = (*args, *kwargs.values()), path in self.requested
@@ -152,8 +158,7 @@ class ScanRecorder:
                 return reading.finish(y, last_state)
             record.values = reading.values
             result = reading.finish(y.clone(), last_state)
-            with torch.no_grad():
-                record.mismatch = _mismatch(result, original(*map(_without_hooks, args), **kwargs))
+            record.mismatch = _mismatch(result, run_original(args, kwargs))
             return result
 
         return substitute_in_this_thread(recorded_scan, original)
