@@ -22,7 +22,7 @@ from .carried import CarriedMemory
 from .everyday import Checked
 from .layers import LayerFacts
 from .memory import EFFECT, ENOUGH, FEWEST, MISCALIBRATED, P_VALUE, Memory, finds_nothing, is_missed
-from .signal_path import Cause, SignalPath
+from .signal_path import DECAYED, Cause, SignalPath
 
 MODEL = "model"
 #: State transfer below which no training signal crosses this number of steps.
@@ -282,7 +282,7 @@ def _path_finding(memory: Memory, layers: Sequence[LayerFacts], lag: int, path: 
     measured = path if isinstance(path, SignalPath) else None
     if measured is not None:
         evidence |= {"gradient": 0.0 if measured.is_zero else measured.share}
-        forgets = max(layer.transferred(lag, memory.steps) for layer in layers) < VANISHED
+        forgets = max(layer.transferred(lag, memory.steps) for layer in layers) < DECAYED
         if measured.cause is not None and not (measured.cause.by_recurrence and forgets):
             return _no_path(measured.cause, evidence)
     overfitted_or = _OVERFITTED if memory.miscalibrated else ""

@@ -27,7 +27,7 @@ from .experiment import MOST_CAPTURED, Experiment
 from .layers import draw_projection, reorder_by_lag
 
 #: Share of the largest gradient below which a gradient that then is 0 has decayed below the smallest number.
-_DECAYED = 1e-20
+DECAYED = 1e-20
 #: Root mean square of the inputs at which a saturated network is tested.
 _SMALL = 1e-2
 #: Size of a perturbation of all weights, by their root mean square.
@@ -224,7 +224,7 @@ def _has_decayed(by_lag: Array, lag: int) -> bool:
     norms = np.nan_to_num(by_lag)
     peak, nearer = norms.max(), norms[:, :lag].max(axis=0)
     nonzero = nearer[nearer > 0]
-    return bool(len(nonzero) and nonzero[-1] < _DECAYED * peak)
+    return bool(len(nonzero) and nonzero[-1] < DECAYED * peak)
 
 
 def _is_saturated(experiment: Experiment, lag: int) -> bool:

@@ -152,7 +152,7 @@ def test_ids_that_the_output_does_not_read_are_no_path():
     assert "[:, 3]" in found.sentence
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(300))
 def test_on_drawn_models_the_finding_says_what_autograd_computes(seed):
     model, x, y, lag = draw(seed)
     d = rl.diagnose(model, x, y, loss=nn.functional.mse_loss, samples=192)
