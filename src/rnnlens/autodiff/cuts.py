@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
+import os
+import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ..typing import Array
@@ -11,6 +16,17 @@ from ..typing import Array
 #: ``"constant"``: the value goes on, and its gradient does not (``detach``, ``no_grad``). ``"discrete"``: the same, by
 #: conversion to integers or bool (``argmax``, ``>``). ``"selection"``: the value is left out, as by a slice.
 CutKind = Literal["constant", "discrete", "selection"]
+
+#: File, line and bytecode offset of a call in the user's code.
+UserCall = tuple[str, int, int]
+
+#: Frames of rnnlens end the search for the user's line; frames of frameworks are passed over.
+_OWN = str(Path(__file__).parents[1])
+_PACKAGES = ("keras", "tf_keras", "tensorflow", "jax", "jaxlib", "torch")
+FRAMEWORKS = (
+    *(str(Path(sysconfig.get_paths()["purelib"]) / name) + os.sep for name in _PACKAGES),
+    *("<frozen ", "<string>", "<eval_with_key>"),
+)
 
 
 @dataclass(frozen=True)
@@ -78,3 +94,33 @@ def shown_index(index: Any) -> str:
 
     items = index if isinstance(index, tuple) else (index,)
     return f"[{', '.join(map(one, items))}]"
+
+
+@dataclass
+class CutSite:
+    """A call in the user's code whose result has no gradient although its arguments have one."""
+
+    call: UserCall
+    operation: str
+    count: int = 0
+
+    @property
+    def code(self) -> str:
+        """Text of the line."""
+        return linecache.getline(*self.call[:2]).strip()
+
+
+def user_call(*excluded: str, passed_over: tuple[str, ...] = FRAMEWORKS) -> UserCall | None:
+    """Return the innermost call in the user's code; None in code of rnnlens, and in files of ``excluded`` folders."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if excluded and file.startswith(excluded):
+            return None
+        if file.startswith(_OWN):
+            if frame.f_code.co_name != "__torch_function__":
+                return None
+        elif not file.startswith(passed_over):
+            return file, frame.f_lineno, frame.f_lasti
+        frame = frame.f_back
+    return None

@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import settings
 from ..typing import Array
-from .cuts import CutRecorder
+from .cuts import CutRecorder, CutSite, UserCall
 
 #: ``tap(key, tensor)`` returns the tensor with which the program continues; it is a source of differentiation.
 Tap = Callable[[str, Any], Any]
@@ -136,6 +136,23 @@ class Engine(ABC):
         An engine that cannot observe operations records none.
         """
         return nullcontext(CutRecorder())
+
+    #: Module whose function ``stop_gradient`` programs call; None if the engine has none.
+    owner_of_stop_gradient: Any = None
+
+    def observe_detached(
+        self, bypassed: Sequence[UserCall], every: int | None, ignored: Callable[[], bool]
+    ) -> AbstractContextManager[Mapping[UserCall, CutSite]]:
+        """Count the calls within the block by which tensors lose their gradient, and pass over some of them.
+
+        Of the ``bypassed`` calls every ``every``-th execution still cuts; ``ignored()`` excepts the present one. The
+        default counts none, for engines that cut by ``stop_gradient`` alone.
+        """
+        return nullcontext({})
+
+    def step_by_step(self) -> AbstractContextManager[None]:
+        """Run loops and compiled functions as Python code within the block."""
+        return nullcontext()
 
     @property
     def on_accelerator(self) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -68,6 +68,13 @@ class JaxEngine(Engine):
             config.jax_numpy_dtype_promotion,
             config.jax_threefry_partitionable,
         )
+
+    owner_of_stop_gradient = jax.lax
+
+    @contextmanager
+    def step_by_step(self) -> Iterator[None]:
+        with jax.disable_jit():
+            yield
 
     @property
     def on_accelerator(self) -> bool:

@@ -58,6 +58,17 @@ class TensorFlowEngine(Engine):
         }
         return next((dtype.name for dtype in _FLOATS if dtype in dtypes), "")
 
+    owner_of_stop_gradient = tf
+
+    @contextmanager
+    def step_by_step(self) -> Iterator[None]:
+        eagerly = tf.config.functions_run_eagerly()
+        tf.config.run_functions_eagerly(True)
+        try:
+            yield
+        finally:
+            tf.config.run_functions_eagerly(eagerly)
+
     def inlined(self, function: Any) -> Callable[..., Any]:
         """Return the Python function behind a ``tf.function``, its loops over tensors converted as they are in it."""
         enabled = ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED)

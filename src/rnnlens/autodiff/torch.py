@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..typing import Array
-from .cuts import CutRecorder
+from .cuts import CutRecorder, CutSite, UserCall
 from .interface import Engine, Keep, Memo, Program, Tap, TargetProgram
+from .torch_bypass import StepRun
 from .torch_cuts import record_cuts
 
 #: Largest memory, in bytes, of the gradients of the rows of a Jacobian that are pulled back at once.
@@ -169,6 +170,13 @@ class TorchEngine(Engine):
 
     def record_cuts(self) -> AbstractContextManager[CutRecorder]:
         return record_cuts()
+
+    @contextmanager
+    def observe_detached(
+        self, bypassed: Sequence[UserCall], every: int | None, ignored: Callable[[], bool]
+    ) -> Iterator[Mapping[UserCall, CutSite]]:
+        with StepRun(bypassed, every, ignored) as run:
+            yield run.sites
 
     @property
     def on_accelerator(self) -> bool:

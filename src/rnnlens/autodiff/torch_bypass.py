@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import linecache
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from .torch_cuts import VALUELESS, UserCall, user_call
+from .cuts import CutSite, UserCall, user_call
+from .torch_cuts import VALUELESS
 
 #: Operations that return their argument's value without its gradient; the argument takes the place of the result.
 _DETACHING = frozenset(("detach", "detach_", "data"))
 #: Operations whose result is no tensor any more.
 _LEAVING = frozenset(("numpy", "__array__", "item", "tolist", "__float__", "__int__", "__bool__", "__format__"))
 _OPTIMIZERS = os.path.join(os.path.dirname(torch.__file__), "optim")
-
-
-@dataclass
-class CutSite:
-    """A call in the user's code whose result has no gradient although its arguments have one."""
-
-    call: UserCall
-    operation: str
-    count: int = 0
-
-    @property
-    def code(self) -> str:
-        """Text of the line."""
-        return linecache.getline(*self.call[:2]).strip()
 
 
 class StepRun(TorchFunctionMode):  # type: ignore[misc]
@@ -46,13 +31,20 @@ class StepRun(TorchFunctionMode):  # type: ignore[misc]
         Cuts to pass over, by their call in the user's code: the gradient goes on as if the operation were not there.
     every
         Of the bypassed calls, every ``every``-th execution still cuts, from the first on; None for none of them.
+    ignored
+        Function that returns whether the present execution does not count, and cuts.
     """
 
-    def __init__(self, bypassed: Sequence[UserCall] = (), every: int | None = None) -> None:
+    def __init__(
+        self,
+        bypassed: Sequence[UserCall] = (),
+        every: int | None = None,
+        ignored: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__()
         self.sites: dict[UserCall, CutSite] = {}
         self.losses: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        self._bypassed, self._every = frozenset(bypassed), every
+        self._bypassed, self._every, self._ignored = frozenset(bypassed), every, ignored
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
@@ -68,7 +60,7 @@ class StepRun(TorchFunctionMode):  # type: ignore[misc]
             return func(args[0].detach(), *args[1:], **kwargs)
         operation = _operation(func, name)
         call = user_call(_OPTIMIZERS) if operation in _DETACHING or not torch.is_grad_enabled() else None
-        if call is None:
+        if call is None or self._ignored():
             return func(*args, **kwargs)
         site = self.sites.setdefault(call, CutSite(call, operation))
         site.count += 1

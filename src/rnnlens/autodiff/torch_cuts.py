@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import linecache
-import sys
-import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ..typing import Array
-from .cuts import Cut, CutKind, CutRecorder, shown_index
+from .cuts import Cut, CutKind, CutRecorder, shown_index, user_call
 
 #: Operations that return some of the entries of a tensor.
 _SELECTIONS = frozenset(
@@ -27,13 +24,6 @@ _SELECTIONS = frozenset(
 VALUELESS = frozenset(
     ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros")
 ) | {"new_ones", "new_empty", "new_full", "new_tensor"}
-#: Frames of rnnlens end the search for the user's line; frames of frameworks are passed over.
-_OWN = str(Path(__file__).parents[1])
-_KERAS = tuple(str(Path(sysconfig.get_paths()["purelib"]) / name) for name in ("keras", "tf_keras"))
-_FRAMEWORKS = (str(Path(torch.__file__).parent), *_KERAS, "<frozen ", "<string>", "<eval_with_key>")
-
-#: File, line and bytecode offset of a call in the user's code.
-UserCall = tuple[str, int, int]
 #: A tensor that holds an input or its embedding, and the mask of the entries whose gradient is followed.
 _Source = tuple[torch.Tensor, torch.Tensor]
 
@@ -154,22 +144,6 @@ def _carries(tensors: Sequence[torch.Tensor], sources: Sequence[_Source]) -> boo
         grad is not None and bool((grad[mask.expand(grad.shape) if mask.dim() == grad.dim() else mask] != 0).any())
         for grad, (_, mask) in zip(grads, sources, strict=True)
     )
-
-
-def user_call(*excluded: str) -> UserCall | None:
-    """Return the innermost call in the user's code; None in code of rnnlens, and in files of ``excluded`` folders."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if excluded and file.startswith(excluded):
-            return None
-        if file.startswith(_OWN):
-            if frame.f_code.co_name != "__torch_function__":
-                return None
-        elif not file.startswith(_FRAMEWORKS):
-            return file, frame.f_lineno, frame.f_lasti
-        frame = frame.f_back
-    return None
 
 
 @contextmanager

@@ -47,8 +47,9 @@ from ..tracking.watch_arguments import (
     refuse_idle_arguments,
     refuse_unknown_layers,
 )
+from .keras_cuts import cuts
 
-__all__ = ["Watch", "model"]
+__all__ = ["Watch", "cuts", "model"]
 
 #: Number of stack frames above a callback that are searched for the list of callbacks.
 _STACK_DEPTH = 6
