@@ -6,6 +6,7 @@ __all__ = ["graph", "v1"]
 
 pytest_collection_modifyitems = mark_full_under_v2(
     "test_wrong_arguments.py",
+    "test_session_scripts.py",
     "test_keras.py",
     "test_200_calls_take_no_more_memory",
     "test_a_reason_where_tensorflow_gives_none",
@@ -17,5 +18,4 @@ pytest_collection_modifyitems = mark_full_under_v2(
     "test_one_of_each_cell[gru_after",
     "test_masked_and_unrolled_is_refused_by_name",
     "test_a_mask_that_comes_with_the_input_is_as_good",
-    "test_the_page_about_sessions_runs",
 )
