@@ -41,6 +41,14 @@ def on_post_page(output: str, **_: Any) -> str:
     )
 
 
+def on_post_template(output_content: str, *, template_name: str, **_: Any) -> str:
+    """Name the search, and the switches that its labels are of, on the page that is shown for one that is missing."""
+    named = on_post_page(output_content)
+    for switch in ("drawer", "search"):
+        named = named.replace(f'data-md-toggle="{switch}"', f'data-md-toggle="{switch}" aria-label="{switch}"')
+    return named if template_name == "404.html" else output_content
+
+
 def label_cells(table: str) -> str:
     """Give each cell of a table the heading of its column, which the style sheet shows on narrow screens."""
     heads = [html.escape(re.sub("<[^>]+>", "", head)) for head in re.findall(r"<th[^>]*>(.*?)</th>", table, re.DOTALL)]
@@ -53,5 +61,6 @@ def label_cells(table: str) -> str:
 
 
 def as_mathml(formula: str, *, block: bool) -> str:
-    """One formula."""
-    return convert(formula, display="block" if block else "inline")
+    """One formula; one by itself may be wider than the page, and is reached by the keyboard to be scrolled."""
+    mathml = convert(formula, display="block" if block else "inline")
+    return mathml.replace("<math ", '<math tabindex="0" ', 1) if block else mathml

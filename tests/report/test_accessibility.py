@@ -1,8 +1,12 @@
 """Pages made by rnnlens (the report, and that of ``rnnlens tail --serve``) satisfy the rules of axe-core."""
 
+import html
+
 import numpy as np
 import pytest
+import torch
 from axe_playwright_python.sync_playwright import Axe
+from torch import nn
 
 import rnnlens as rl
 from rnnlens.reporting.live import LiveServer
@@ -15,10 +19,15 @@ VIEWS = {
     "light": {"color_scheme": "light"},
     "dark": {"color_scheme": "dark"},
     "phone": {"viewport": {"width": 390, "height": 800}},
+    "dark phone": {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"},
 }
+LOSS = nn.functional.cross_entropy
 
 
 def violations(sheet):
+    """Return what axe-core finds once all that is folded is open, and whether the page is wider than the window."""
+    sheet.evaluate("document.querySelectorAll('details').forEach(fold => { fold.open = true; })")
+    assert sheet.evaluate("document.documentElement.scrollWidth <= innerWidth")
     return [
         f"{rule['id']}: {rule['help']} ({node['html'][:120]}: {node['failureSummary']})"
         for rule in Axe().run(sheet).response["violations"]
@@ -29,6 +38,55 @@ def violations(sheet):
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_report_has_no_violations(reader, view):
     assert violations(reader(**VIEWS[view])) == []
+
+
+@pytest.fixture(scope="module")
+def views_of_results(model, batch, tmp_path_factory):
+    """Return the path of each page that a notebook shows, by the kind of its result."""
+    folder = tmp_path_factory.mktemp("views")
+    store = Store(folder / "a.zarr")
+    for step in range(3):
+        store.write(TrainingRecord(step, 0, "probe", {"loss": 1.0, "lstm/reach": float(step)}))
+    store.close("finished")
+    results = {
+        "trace": rl.trace(model, *batch, loss=LOSS),
+        "jacobian": rl.jacobian(model, batch[0][:4], of="rnn[1].hidden", wrt="input", measure="norm"),
+        "diagnosis": rl.diagnose(model, *batch, loss=LOSS),
+        "run": rl.open(folder / "a.zarr"),
+    }
+    for name, result in results.items():
+        frame = result._repr_mimebundle_()["text/html"].partition("srcdoc='")[2].rpartition("'></iframe>")[0]
+        (folder / f"{name}.html").write_text(html.unescape(frame), "utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("result", ["trace", "jacobian", "diagnosis", "run"])
+def test_what_a_notebook_shows_has_no_violations(reader, views_of_results, result, view):
+    sheet = reader(views_of_results / f"{result}.html", **VIEWS[view])
+    assert violations(sheet) == []
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_report_of_sentences_has_no_violations(reader, tmp_path, view):
+    torch.manual_seed(0)
+    model, ids = Reader(), torch.randint(1, 12, (30, 40))
+    words = ["<pad>", *(f"a-rather-long-word-{i}" for i in range(1, 12))]
+    path = rl.report(model, ids, ids[:, 0] % 3, tmp_path / "r.html", loss=LOSS, tokens=words, diagnosis=False)
+    sheet = reader(path, **VIEWS[view])
+    assert sheet.locator("#tokens span").count() == 40
+    assert violations(sheet) == []
+
+
+class Reader(nn.Module):
+    """Sentences of up to 12 words into 3 classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.rnn, self.head = nn.Embedding(12, 6), nn.GRU(6, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, ids):
+        return self.head(self.rnn(self.words(ids))[0][:, -1])
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -306,6 +306,7 @@ def test_a_baseline_of_another_shape_is_refused(tmp_path, batch):
         ({"diagnosis": "yes"}, "diagnosis= is not understood"),
         ({"jacobian": 3}, "jacobian= is not understood"),
         ({"tokens": "words"}, "tokens= gives no text"),
+        ({"tokens": [["a", "word", "of", "a", "sentence"]]}, "expected: the vocabulary: the text of token 0, 1, 2"),
         ({"tokens": ["a"], "diagnosis": False, "jacobian": False}, "tokens= is for inputs of integers"),
     ],
 )

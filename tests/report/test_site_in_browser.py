@@ -4,11 +4,15 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 
 pytestmark = pytest.mark.browser
-PAGES = ["index.html", "start.html", "gallery.html", "following-training.html", "findings/VANISHING.html"]
+PAGES = [
+    *("index.html", "start.html", "gallery.html", "following-training.html", "findings/VANISHING.html"),
+    *("reference.html", "mathematics.html", "404.html"),
+]
 VIEWS = {
     "light": {"color_scheme": "light"},
     "dark": {"color_scheme": "dark"},
     "phone": {"viewport": {"width": 390, "height": 800}},
+    "dark phone": {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"},
 }
 
 

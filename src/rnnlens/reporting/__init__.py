@@ -47,6 +47,11 @@ def _check_tokens(name: str, value: Any) -> Any:
     if not (callable(value) or isinstance(value, Mapping | Sequence)) or isinstance(value, str):
         expected = "a list or mapping from number to text, or a function"
         raise InputError(f"{name}= gives no text.", got=short_repr(value), expected=expected)
+    first_word = next(iter(value), "") if isinstance(value, Sequence) else ""
+    if isinstance(first_word, tuple | list):
+        message, expected = f"{name}= has a list in place of a text.", "the vocabulary: the text of token 0, 1, 2, ..."
+        hint = f"{name}=tokenizer.convert_ids_to_tokens, or a list such as ['<pad>', 'the', ...]"
+        raise InputError(message, got=short_repr(first_word), expected=expected, hint=hint)
     return value
 
 

@@ -100,7 +100,7 @@ function keysOf({track, unit}) {
 function strip() {
   const host = document.getElementById('input-section'), own = panels['input-size'], map = panels.jacobian;
   if (!host || (!own && !map && !D.words)) return;
-  const title = make('p', {class: 'words'}), canvas = make('canvas', {id: 'strip', width: 1, height: 1}), text = make('div', {class: 'tokens', id: 'tokens'});
+  const title = make('p', {class: 'words'}), canvas = make('canvas', {id: 'strip', width: 1, height: 1}), text = make('div', {class: 'tokens', id: 'tokens', tabindex: 0, role: 'group', 'aria-label': 'Tokens of the sample'});
   const back = make('button', {type: 'button', onclick: () => set({row: null})}, "show this sample's own gradient");
   const box = make('div', {class: 'figure strip'}, make('strong', {}, 'Input step by step'), title, canvas, ...(D.words ? [text] : []));
   host.querySelector('.figures').before(box);
@@ -140,7 +140,7 @@ function strip() {
     text.replaceChildren(...(D.words[state.sample] || []).map((word, t) => {
       const share = shares(t), span = make('span', {title: `step ${t}`, onpointerenter: () => set({t})}, word);
       if (pad(t)) span.className = 'pad';
-      else if (share !== null) { span.dataset.share = share; span.style.background = `color-mix(in srgb, var(--accent) ${Math.round(share * 70)}%, transparent)`; }
+      else if (share !== null) { span.dataset.share = share; span.style.background = `color-mix(in srgb, var(--accent) calc(${share} * var(--deepest)), transparent)`; }
       return span;
     }));
   };
