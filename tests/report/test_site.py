@@ -49,6 +49,10 @@ def test_search_leads_to_the_page(index, query, page):
     assert page in best
 
 
+def test_the_search_has_a_name_on_the_page_for_a_missing_one_too(site):
+    assert 'role="dialog" aria-label="Search"' in (site / "404.html").read_text()
+
+
 def test_formulas_are_drawn_without_a_script(site):
     page = (site / "mathematics.html").read_text()
     assert page.count("<math") > 20

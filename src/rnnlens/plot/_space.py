@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..arguments import path as path_of
-from ..errors import FileError
 from . import _axes
 from ._data import Numbers
-from ._frame import Drawing, _png_bytes
 
 #: Azimuth and elevation of the picture, in degrees; matplotlib's own 3-D axes begin at the same view.
 _AZIMUTH, _ELEVATION = -60.0, 30.0
@@ -22,8 +16,6 @@ _AZIMUTH, _ELEVATION = -60.0, 30.0
 _MOST_POINTS = 20_000
 #: Coordinate of the point farthest from the middle along an axis, in the whole numbers of a scene.
 _REACH = 1000
-#: Module that makes the page of a scene. It is imported by name, since pages are made of figures.
-_PAGES = "rnnlens.reporting.space"
 
 
 def view() -> Numbers:
@@ -45,55 +37,12 @@ def draw_axes(ax: Any, length: float, labels: Sequence[str]) -> Numbers:
     return np.concatenate([ends, -ends])
 
 
-class SpaceDrawing(Drawing):
-    """Result of a figure in three axes: a picture of one view that turns where a notebook shows HTML.
-
-    ``scene`` has what the page draws, as plain numbers and words. ``save`` also writes ``.html``.
-    """
-
-    scene: dict[str, Any] | None
-
-    def __array_finalize__(self, other: Any) -> None:
-        self.scene = getattr(other, "scene", None)
-
-    def save(self, path: str | PathLike[str], **options: Any) -> None:
-        """Write the figure to a file: ``.html`` is the view that turns, ``.png``, ``.pdf`` and ``.svg`` its picture.
-
-        Parameters
-        ----------
-        path
-            File to write.
-        **options
-            As for ``savefig`` of matplotlib's Figure, such as ``dpi``.
-
-        Raises
-        ------
-        InputError
-            If matplotlib does not know the format or an option.
-        FileError
-            If the file cannot be written.
-        """
-        target_path = Path(path_of("path", path))
-        if target_path.suffix.lower() not in (".html", ".htm"):
-            return super().save(path, **options)
-        try:
-            target_path.write_text(importlib.import_module(_PAGES).page_of(self.scene), "utf-8")
-        except OSError as error:
-            raise FileError("The page cannot be written.", got=f"{target_path}: {error}") from error
-        return None
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        if not self.size or self.scene is None:
-            return {}
-        bundle: dict[str, Any] = importlib.import_module(_PAGES).bundle_of(self.scene, _png_bytes(self.figure))
-        return {"text/plain": repr(self), **bundle}
-
-
 def scene_of(paths: Numbers, half: float, colours: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
     """Return the scene of paths (sample, time, 3), whose farthest coordinate is ``half``, each by colour and name."""
     samples, steps, _ = paths.shape
     kept = np.unique(np.linspace(0, steps - 1, max(2, min(steps, _MOST_POINTS // max(samples, 1)))).astype(int))
     return {
+        "kind": "space",
         "azimuth": _AZIMUTH,
         "elevation": _ELEVATION,
         "reach": _REACH,

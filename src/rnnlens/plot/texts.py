@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from ..vocabulary import FEATURE, GATE, IN_TIME, OUT_TIME, SAMPLE, TIME
 from . import _axes, _data, _frame, _images, _samples
 from ._call import drawing
 from ._data import Numbers
+from ._interactive import interactive
 from .gates import gate_title
 
 #: Letters per line, and size in inches of one letter and of one line.
@@ -129,7 +130,9 @@ def input_map(
     shape : (rows, columns), optional
         Shape of an image whose pixels, row by row, are the steps.
     tokens : one for each step, optional
-        Tokens of a text, each shaded by the value of its step; a string is split into letters.
+        Tokens of a text, each shaded by the value of its step; a string is split into letters. In a notebook, and in
+        ``.save("words.html")``, a token shows its number when it is pointed at. Of a time Jacobian with several output
+        steps the picture is of the last one, and a click on a token chooses another.
     sample
         Number of the only sample to draw; for a text the first by default.
     log
@@ -143,8 +146,9 @@ def input_map(
     ----------
     Sobol, Kucherenko 2009, doi:10.1016/j.matcom.2009.01.023.
     """
-    array = _data.label_array(gradient, "input_map", guess={2: (TIME, FEATURE), 3: (SAMPLE, TIME, FEATURE)})
-    array, output_step = _single_row(array)
+    whole_array = _data.label_array(gradient, "input_map", guess={2: (TIME, FEATURE), 3: (SAMPLE, TIME, FEATURE)})
+    has_rows = tokens is not None and x is None and whole_array.sizes.get(OUT_TIME, 1) > 1
+    array, output_step = _single_row(whole_array.isel({OUT_TIME: [-1]}) if has_rows else whole_array)
     _data.require_time(array, "input_map")
     values, spread_note = _sensitivity(array, x)
     is_real = _samples.real_step_mask(array)
@@ -193,9 +197,39 @@ def input_map(
     sample_note = (
         f"sample {_data.names_of(array, SAMPLE)[sample]}" if sample is not None and SAMPLE in array.dims else None
     )
-    return panels.with_title(
+    drawn = panels.with_title(
         title or default_title, [sample_note, median_note, spread_note, extra_note, nonfinite_note]
     )
+    if token_texts is None:
+        return drawn
+    rows_shown = {output_step or "": median}
+    if has_rows:
+        rows_shown = {str(step): row for step, row in _rows_of(whole_array, int(sample or 0))}
+    scene = {
+        "kind": "words",
+        "title": title
+        or (_data.layer_title(array.attrs, "words that an output depends on") if has_rows else default_title),
+        "notes": [note for note in (sample_note, spread_note, nonfinite_note) if note],
+        "label": "effect on output step {}" if output_step else "effect on the " + (target or "loss"),
+        "log": log,
+        "words": token_texts,
+        "rows": [{"step": step, "values": [_rounded(value) for value in row]} for step, row in rows_shown.items()],
+    }
+    return interactive(drawn, scene)
+
+
+def _rows_of(array: xr.DataArray, sample: int) -> Iterator[tuple[Any, Numbers]]:
+    """Yield each output step of a time Jacobian and the size of its derivative by each input step, of one sample."""
+    for position, step in enumerate(_data.positions(array, OUT_TIME).tolist()):
+        row, _ = _single_row(array.isel({OUT_TIME: [position]}))
+        values, _ = _sensitivity(row, None)
+        is_real = _samples.real_step_mask(row)
+        yield step, np.where(is_real, values, np.nan)[sample]
+
+
+def _rounded(value: float) -> float | None:
+    """Return a number with three digits, or None for one that is not finite."""
+    return float(f"{value:.3g}") if np.isfinite(value) else None
 
 
 def _single_row(array: xr.DataArray) -> tuple[xr.DataArray, str | None]:

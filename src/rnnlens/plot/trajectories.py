@@ -18,6 +18,7 @@ from ..vocabulary import SAMPLE, TIME
 from . import _axes, _data, _frame, _space
 from ._call import drawing
 from ._data import Numbers
+from ._interactive import interactive
 
 #: Colour, marker and size of each kind of fixed point.
 _KINDS = {
@@ -169,8 +170,7 @@ def trajectories(
     conditions = [""] * len(values) if color is None else [f", {color_label} {value}" for value in np.ravel(color)]
     names = [f"sample {name}{conditions[i]}" for i, name in enumerate(_data.names_of(arrays[0], SAMPLE))]
     scene = _space.scene_of(paths[shown], reach, [to_hex(colours[i]) for i in shown], [names[i] for i in shown])
-    turning = drawing_.view(_space.SpaceDrawing)
-    turning.scene = scene | {
+    scene |= {
         "title": title,
         "notes": [part for part in notes if part],
         "labels": labels,
@@ -180,7 +180,7 @@ def trajectories(
         "legend_title": legend_title or "",
         "legend": [{"name": entry.get_label(), "colour": to_hex(entry.get_color())} for entry in legend_entries],
     }
-    return turning
+    return interactive(drawing_, scene)
 
 
 def _state_array(states: Any) -> Any:

@@ -128,3 +128,17 @@ def test_a_row_of_a_time_jacobian_is_an_input_map():
     assert "output step 3" in suptitle([ax])
     with pytest.raises(InputError, match=r"plot\.time_jacobian"):
         rl.plot.input_map(total)
+
+
+def test_a_text_asks_each_output_step_and_its_picture_is_of_the_last():
+    total, _ = two_maps()
+    numbered = total * np.arange(1, 17).reshape(4, 4)
+    drawing = rl.plot.input_map(numbered, tokens=list("abcd"), sample=1)
+    (tokens,) = [artist for artist in drawing[0].collections if artist.get_gid() == "tokens"]
+    assert np.allclose(tokens.get_array(), np.arange(13, 17) / 16)
+    rows = drawing.scene["rows"]
+    assert [row["step"] for row in rows] == ["0", "1", "2", "3"]
+    for row, expected in zip(rows, numbered.values[1], strict=True):
+        assert np.allclose(row["values"], expected)
+    one = rl.plot.input_map(numbered.isel(out_time=[2]).assign_coords(out_time=[2]), tokens=list("abcd"))
+    assert [row["step"] for row in one.scene["rows"]] == ["2"]

@@ -1,7 +1,9 @@
-"""Trajectories in three axes turn under the pointer and the arrow keys, in a cell and as a page."""
+"""Figures as pages: trajectories in three axes turn under the pointer and the arrow keys, words name their numbers."""
 
 import numpy as np
 import pytest
+import xarray as xr
+from axe_playwright_python.sync_playwright import Axe
 
 import rnnlens as rl
 
@@ -81,5 +83,54 @@ def test_a_notebook_shows_it_in_a_frame(browser, drawing, scheme, tmp_path):
         assert frame.locator("body").evaluate("body => body.scrollWidth <= innerWidth")
         ground = frame.locator("body").evaluate("body => getComputedStyle(body).backgroundColor")
         assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 27)"}[scheme]
+    finally:
+        context.close()
+
+
+ROWS = np.array([[0.5, 0.0, 0.0], [0.25, 1.0, 0.0], [4.0, 2.0, 0.5]])
+
+
+@pytest.fixture
+def words(reader, tmp_path):
+    """Return the page of a time Jacobian of three words."""
+    jacobian = xr.DataArray(ROWS[None], dims=("sample", "out_time", "in_time"))
+    rl.plot.input_map(jacobian, tokens=["not ", "so ", "bad"]).save(tmp_path / "words.html")
+    return reader(tmp_path / "words.html")
+
+
+def shares(sheet):
+    return [
+        float(share) for share in sheet.eval_on_selector_all("#words button", "all => all.map(w => w.dataset.share)")
+    ]
+
+
+def test_words_are_shaded_by_their_effect_and_name_their_number(words):
+    assert shares(words) == [1.0, 0.5, 0.125]
+    words.get_by_role("button", name="so", exact=True).hover()
+    words.locator("#readout", has_text="step 1, “so”: effect on output step 2 2, 50 % of the largest").wait_for()
+    words.get_by_role("button", name="bad").focus()
+    words.locator("#readout", has_text="0.5, 13 % of the largest").wait_for()
+
+
+def test_a_click_asks_what_the_output_at_a_word_depends_on(words):
+    words.get_by_role("button", name="so", exact=True).click()
+    assert shares(words) == [0.25, 1.0, 0.0]
+    assert words.locator("select").input_value() == "1"
+    words.locator("select").select_option("0")
+    assert shares(words) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_have_no_violations_on_a_telephone(browser, scheme, tmp_path):
+    tokens = [f"word{i} " for i in range(60)]
+    jacobian = xr.DataArray(np.tril(np.ones((60, 60)))[None], dims=("sample", "out_time", "in_time"))
+    rl.plot.input_map(jacobian, tokens=tokens).save(tmp_path / "words.html")
+    context = browser.new_context(color_scheme=scheme, viewport={"width": 390, "height": 800})
+    try:
+        sheet = context.new_page()
+        sheet.goto((tmp_path / "words.html").as_uri())
+        sheet.locator("html[data-ready]").wait_for(state="attached")
+        assert sheet.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert [rule["id"] for rule in Axe().run(sheet).response["violations"]] == []
     finally:
         context.close()

@@ -1,4 +1,4 @@
-"""A scene in three axes as a page that turns by dragging, and as the output of a notebook cell."""
+"""A figure as a page of its own and as the output of a notebook cell: three axes that turn, text that is pointed at."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from ..results.encoding import to_strict_json
 from .notebook import frame
 from .page import asset, security_policy
 
-_SCRIPTS = ("theme", "space")
-
 
 def page_of(scene: dict[str, Any]) -> str:
     """Return the page of a scene as the text of one HTML file, which loads nothing."""
-    script = "\n".join(["'use strict';", "(function () {", *(asset(f"{name}.js") for name in _SCRIPTS), "})();"])
+    scripts = (asset(f"{name}.js") for name in ("theme", scene["kind"]))
+    script = "\n".join(["'use strict';", "(function () {", *scripts, "})();"])
     environment = Environment(loader=FunctionLoader(asset), autoescape=True, undefined=StrictUndefined)
-    return environment.get_template("space.html").render(
+    return environment.get_template(f"{scene['kind']}.html").render(
         scene=scene,
         data=to_strict_json(scene),
         style=Markup(asset("report.css")),
