@@ -75,3 +75,11 @@ def test_an_adapter_has_fifteen_methods():
     methods = {name for owner in Adapter.__mro__[:-1] for name, value in vars(owner).items() if callable(value)}
     public = sorted(name for name in methods if not name.startswith("_"))
     assert len(public) == 15, public
+
+
+def test_every_watch_serves_its_page_by_one_function():
+    texts = {path.relative_to(SOURCE).as_posix(): path.read_text() for path in SOURCE.rglob("*.py")}
+    callers = {name for name, text in texts.items() if find_matches(r"(?<!def )\bserve_run\(", text)}
+    assert callers == {"tracking/live_page.py"}
+    watches = {name for name, text in texts.items() if find_matches(r"^    serve = serve$", text)}
+    assert watches == {"integrations/keras.py", "tracking/jax/watch.py", "tracking/torch/watch.py"}

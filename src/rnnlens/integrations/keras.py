@@ -30,9 +30,10 @@ from ..adapters.keras.training_capture import (
 )
 from ..adapters.registry import adapter_for
 from ..errors import InputError, RnnlensError, TrackingWarning, UnbuiltModelError, message, short_repr
-from ..results.training_run import Gap, serve_run
+from ..results.training_run import Gap
 from ..tracking.alerts import Alerts, Incidents, checked_on_nonfinite, is_finite
 from ..tracking.batches import TrainedBatch, direct_trace
+from ..tracking.live_page import serve
 from ..tracking.loggers import event_folder
 from ..tracking.loggers import sinks as sinks_of
 from ..tracking.recorder import Recorder
@@ -237,22 +238,7 @@ class Watch(_Callback):
         """Records that could not be made, each with the reason; empty before training."""
         return [] if self._recorder is None else self._recorder.gaps
 
-    def serve(self, port: int = 8787) -> Any:
-        """Serve a live page of the run from threads of this process; the return value prints the address.
-
-        Parameters
-        ----------
-        port
-            Port of the page; 0 for any that is free.
-
-        Raises
-        ------
-        InputError
-            If the watch writes nothing to disk.
-        FileError
-            If the port cannot be used.
-        """
-        return serve_run(self._path, port)
+    serve = serve
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Open the run, and record the probe before the first step."""

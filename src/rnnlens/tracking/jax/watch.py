@@ -16,9 +16,10 @@ from ...adapters.jax.models import JaxModel, OpenedModel, library_of, open_model
 from ...adapters.protocol import Batch
 from ...adapters.registry import adapter_for
 from ...errors import InputError, TrackingWarning, short_repr
-from ...results.training_run import Gap, serve_run
+from ...results.training_run import Gap
 from ...verbs.find_nonfinite import find_nonfinite
 from ..alerts import Alerts, Incidents, checked_on_nonfinite, is_finite, text_or_error
+from ..live_page import serve
 from ..loggers import event_folder, sinks
 from ..recorder import Recorder
 from ..records import Probe, TrainingRecord
@@ -226,22 +227,7 @@ class JaxWatch:
         except Exception as error:
             self._recorder.fail_record(self.steps, error)
 
-    def serve(self, port: int = 8787) -> Any:
-        """Serve a live page of the run from threads of this process; the return value prints the address.
-
-        Parameters
-        ----------
-        port
-            Port of the page; 0 for any that is free.
-
-        Raises
-        ------
-        InputError
-            If the watch writes nothing to disk.
-        FileError
-            If the port cannot be used.
-        """
-        return serve_run(self._path, port)
+    serve = serve
 
     @property
     def record(self) -> TrainingRecord | None:

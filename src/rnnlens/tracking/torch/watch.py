@@ -10,8 +10,9 @@ from typing import Any, Self
 from ...adapters.registry import adapter_for
 from ...adapters.torch.training_capture import TrainingCapture
 from ...errors import InputError, TrackingWarning, UnsupportedError, has_attribute, message, short_repr
-from ...results.training_run import Gap, serve_run
+from ...results.training_run import Gap
 from ..alerts import Alerts, Incidents
+from ..live_page import serve
 from ..loggers import event_folder, sinks
 from ..recorder import Recorder
 from ..records import Probe, TrainingRecord
@@ -37,6 +38,7 @@ class TorchWatch:
 
     def __init__(self, model: Any, plan: WatchPlan, model_loss: Callable[..., Any] | None = None) -> None:
         self.model, self.plan, self._model_loss = inner_module(model), plan, model_loss
+        self._path = plan.path
         self.latest: WatchedBatch | None = None
         self._loss: Any = None
         self.steps = self._start_step = 0
@@ -165,22 +167,7 @@ class TorchWatch:
         """Last record; None before the first."""
         return self._recorder.latest
 
-    def serve(self, port: int = 8787) -> Any:
-        """Serve a live page of the run from threads of this process; the return value prints the address.
-
-        Parameters
-        ----------
-        port
-            Port of the page; 0 for any that is free.
-
-        Raises
-        ------
-        InputError
-            If the watch writes nothing to disk.
-        FileError
-            If the port cannot be used.
-        """
-        return serve_run(self.plan.path, port)
+    serve = serve
 
     @property
     def stop(self) -> str | None:
