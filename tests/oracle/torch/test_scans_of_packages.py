@@ -158,6 +158,186 @@ def test_the_parallel_memory_of_an_mlstm():
     assert max(check.residual for check in trace.certificate.checks) <= 1e-12
 
 
+class DiagonalSystem(nn.Module):
+    """The part of an S5 that runs one sequence in the package s5-pytorch; Smith et al. 2023, arXiv:2208.04933."""
+
+    def __init__(self, liquid, bidir, degree):
+        super().__init__()
+        self.Lambda = nn.Parameter(torch.complex(-torch.rand(3), torch.randn(3)))
+        self.B, self.C = (nn.Parameter(torch.randn(3, 3, dtype=torch.complex64)) for _ in range(2))
+        self.D, self.log_step = nn.Parameter(torch.rand(3)), nn.Parameter(torch.randn(3) - 1)
+        self.liquid, self.bidir, self.degree = liquid, bidir, degree
+
+    def get_BC_tilde(self):  # noqa: N802  the package's name
+        return self.B, self.C
+
+    def discretize(self, rate, matrix, step):
+        decay = torch.exp(rate * step)
+        return decay, ((decay - 1) / rate)[..., None] * matrix
+
+    def states_of(self, signal, step_scale, state=None):
+        """Return the states after each step of one sequence."""
+        step = (step_scale[:, None] if step_scale.ndim else step_scale) * torch.exp(self.log_step)
+        decay, matrix = self.discretize(self.Lambda, self.B, step)
+        added = (matrix**self.degree @ signal.to(decay.dtype)[..., None])[..., 0]
+        decay, states = (decay + added if self.liquid else decay).expand_as(added), []
+        for t in range(len(signal)):
+            state = added[t] if not t and state is None else decay[t] * state + added[t]
+            states.append(state)
+        return torch.stack(states)
+
+    def forward(self, signal, step_scale=1.0, state=None, return_state=False):
+        states = self.states_of(signal, step_scale, state)
+        if self.bidir:
+            states = states + self.states_of(signal.flip(0), step_scale).flip(0)
+        output = (states @ self.C.mT).real + self.D * signal
+        return (output, states[-1]) if return_state else output
+
+
+class S5(nn.Module):
+    def __init__(self, liquid=False, bidir=False, degree=1):
+        super().__init__()
+        self.seq = DiagonalSystem(liquid, bidir, degree)
+
+    def forward(self, signal, step_scale=1.0, state=None, return_state=False):
+        scale = step_scale if torch.is_tensor(step_scale) else torch.ones(len(signal)) * step_scale
+        given = (signal, scale) if state is None else (signal, scale, state)
+
+        def one(signal, scale, state=None):
+            return self.seq(signal, step_scale=scale, state=state, return_state=return_state)
+
+        return torch.vmap(one)(*given)
+
+
+S5.__module__, S5.__name__ = "s5.s5_model", "S5"
+
+
+class S5InTwo(nn.Module):
+    """Runs the first four steps, then the others from the state that was returned."""
+
+    def __init__(self, scale=1.0, **options):
+        super().__init__()
+        self.s5, self.head, self.scale = S5(**options), nn.Linear(3, 1), scale
+
+    def forward(self, x):
+        scales = [self.scale] * 2
+        if torch.is_tensor(self.scale) and self.scale.dim() == 2:
+            scales = [self.scale[:, :4], self.scale[:, 4:]]
+        first, state = self.s5(x[:, :4], step_scale=scales[0], return_state=True)
+        return self.head(torch.cat([first, self.s5(x[:, 4:], step_scale=scales[1], state=state)], 1))
+
+
+def complex_double(model):
+    """Convert the numbers of a model to double precision, complex ones to complex."""
+    for weight in model.parameters():
+        weight.data = weight.data.to(torch.complex128 if weight.is_complex() else torch.float64)
+    return model
+
+
+def step_scales(kind):
+    shape = {"sample": (2,), "step": (2, 9)}.get(kind)
+    return 0.7 if shape is None else torch.rand(shape, dtype=torch.float64) + 0.5
+
+
+@pytest.mark.parametrize("options", [{}, {"liquid": True}, {"degree": 2}])
+@pytest.mark.parametrize("scale", ["number", "sample", "step"])
+def test_an_s5_that_runs_each_sample_in_a_vmap(scale, options):
+    x = data(3)
+    model = complex_double(S5InTwo(step_scales(scale), **options))
+    assert [(row.cell, row.state_axes) for row in rl.layers(model)] == [("s5", (("state_unit", 3),))]
+    trace = rl.trace(model, x, loss=last_squares)
+    scales = model.scale if torch.is_tensor(model.scale) else torch.ones(2) * model.scale
+    states = [torch.stack([model.s5.seq.states_of(*of_sample) for of_sample in zip(x, scales, strict=True)])]
+    assert_same_states(trace["s5#1"].state, states[0][:, 4:].unbind(1))
+    assert_gradients_are_autograds(model, x, trace)
+
+
+def assert_gradients_are_autograds(model, x, trace):
+    """Compare loss, gradients by input and weights, and time Jacobian with those of the untouched model."""
+    assert trace.certificate.state == "passed"
+    source = x.clone().requires_grad_()
+    loss = last_squares(model(source))
+    expected = torch.autograd.grad(loss, [source, *model.parameters()])
+    found = rl.gradients(model, x, loss=last_squares, wrt="input")
+    np.testing.assert_allclose(found, expected[0], atol=1e-12 * float(expected[0].abs().max()))
+    by_weight = rl.gradients(model, x, loss=last_squares)
+    for (name, _), gradient in zip(model.named_parameters(), expected[1:], strict=True):
+        layer, _, key = name.rpartition(".")
+        np.testing.assert_allclose(by_weight[layer][key], gradient.numpy(), atol=1e-12 * float(gradient.abs().max()))
+    full = torch.autograd.functional.jacobian(model, x)
+    jacobian = torch.stack([full[n, ..., n, :, :] for n in range(2)])
+    np.testing.assert_allclose(rl.jacobian(model, x), jacobian, atol=1e-12 * float(jacobian.abs().max()))
+
+
+def test_an_s5_of_both_directions_has_gradients_and_no_recurrent_layer():
+    x, model = data(3), complex_double(nn.Sequential(S5(bidir=True), nn.Linear(3, 1)))
+    source = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(last_squares(model(source)), source)
+    np.testing.assert_allclose(rl.gradients(model, x, loss=last_squares, wrt="input"), expected, atol=1e-12)
+    assert not rl.layers(model)
+
+
+class LRU(nn.Module):
+    """The LRU of the package lru-pytorch, which loops over samples; Orvieto et al. 2023, arXiv:2303.06349."""
+
+    def __init__(self):
+        super().__init__()
+        self.nu_log, self.theta_log, self.gamma_log = (nn.Parameter(torch.randn(4) - 1) for _ in range(3))
+        self.B = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+        self.C = nn.Parameter(torch.randn(2, 4, dtype=torch.complex64))
+        self.D, self.state = nn.Parameter(torch.randn(2, 3)), torch.zeros(4, dtype=torch.complex128)
+
+    def states_of(self, steps, state):
+        modulus, phase = torch.exp(-torch.exp(self.nu_log)), torch.exp(self.theta_log)
+        for step in steps:
+            added = torch.exp(self.gamma_log)[:, None] * self.B @ step.to(self.B.dtype)
+            state = torch.polar(modulus, phase) * state + added
+            yield state
+
+    def forward(self, input, state=None):
+        self.state = self.state if state is None else state
+        outputs = torch.empty(*input.shape[:-1], 2)
+        for number, steps in enumerate(input if input.dim() == 3 else input[None]):
+            for t, state in enumerate(self.states_of(steps, self.state)):
+                outputs[(number, t) if input.dim() == 3 else t] = (self.C @ state).real + self.D @ steps[t]
+            self.state = torch.zeros_like(self.state)
+        return outputs
+
+
+LRU.__module__, LRU.__name__ = "LRU_pytorch.LRU", "LRU"
+
+
+@pytest.fixture
+def double_by_default():
+    """Let tensors that a model makes have double precision."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_an_lru_that_loops_over_samples(double_by_default):
+    x, model = data(3), complex_double(nn.Sequential(LRU(), nn.Linear(2, 1)))
+    assert [(row.cell, row.state_axes) for row in rl.layers(model)] == [("lru", (("state_unit", 4),))]
+    trace = rl.trace(model, x, loss=last_squares)
+    states = [torch.stack(list(model[0].states_of(steps, torch.zeros(4)))) for steps in x]
+    assert_same_states(trace["0"].state, torch.stack(states).unbind(1))
+    assert_gradients_are_autograds(model, x, trace)
+
+
+def test_an_lru_from_a_state_is_refused():
+    class FromState(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lru = LRU()
+
+        def forward(self, x):
+            return self.lru(x, torch.ones(4, dtype=torch.complex64))
+
+    with pytest.raises(rl.errors.UnsupportedError, match="state that only its first sample gets") as error:
+        rl.trace(FromState(), data(3).float(), loss=last_squares)
+    assert "without state=" in str(error.value)
+
+
 def no_triton(*arguments, **options):
     raise RuntimeError("0 active drivers ([]). There should only be one.")
 

@@ -105,9 +105,12 @@ class AxisProbe(TorchPullback):
             (path, counts) for path, counts in self._port_table.recorder.scans.scan_sizes.items() if path in scan_paths
         ]
         for path, (samples, steps) in [] if self.calls else scan_sizes[-1:]:
-            inputs, output = Port("input", path), Port("output", path)
-            self.calls.append(DirectedCall(inputs, output, (), samples, steps))
-            call_ports += [inputs, output]
+            count = len(self._port_table.output_records.get(path, []))
+            for name in [path] if count < 2 else [f"{path}#{i}" for i in range(count)]:
+                inputs, output = Port("input", name), Port("output", name)
+                sizes = (samples, steps) if count < 2 else self._port_table.find(output).value.shape[:2]
+                self.calls.append(DirectedCall(inputs, output, (), *map(int, sizes)))
+                call_ports += [inputs, output]
         #: Tensors that the model takes and returns.
         self.model_inputs = _tensor_ports("input", self._port_table.inputs)
         self.model_outputs = _tensor_ports("output", self._port_table.outputs)

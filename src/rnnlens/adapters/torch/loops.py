@@ -22,6 +22,7 @@ from .record import (
     CallOwner,
     CallRecorder,
     RunAgainError,
+    are_transformed,
     autocast_around,
     call_site,
     differentiable,
@@ -361,7 +362,7 @@ class CellHook:
         returned, is_same_line = self._returned, site == self._site
         self._returned, self._site = [], site
         previous_input, self._previous_input = self._previous_input, default_input
-        if not (is_open and returned):
+        if not (is_open and returned) or are_transformed([*returned, *tensor_leaves((args, kwargs))]):
             return
         roles = find_roles(
             (args, kwargs), returned, default_input, is_same_line=is_same_line, previous_input=previous_input

@@ -472,9 +472,14 @@ def may_use_tf32(tensor: Tensor) -> bool:
         return True
 
 
+def are_transformed(values: Iterable[Any]) -> bool:
+    """Return whether a tensor among ``values`` is one of ``torch.vmap`` or a ``torch.func`` transform."""
+    return any(isinstance(v, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(v) for v in values)
+
+
 def refuse_transformed(name: str, values: Iterable[Any]) -> None:
     """Raise ``UnsupportedError`` for a layer inside ``torch.vmap`` or a ``torch.func`` transform."""
-    if any(isinstance(v, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(v) for v in values):
+    if are_transformed(values):
         raise UnsupportedError(
             f"Layer {name!r} runs inside torch.vmap or torch.func, where tensors cannot be recorded.",
             got="a transformed tensor",

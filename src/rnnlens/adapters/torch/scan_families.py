@@ -23,7 +23,10 @@ from . import scan_mamba, scan_packages
 from .scan_reading import Family, Hold, Reading, normalised_memory, unit_norm, widen_tensors
 
 #: Versions of packages whose scan functions the readers were tested with.
-TESTED = "transformers 5.24, flash-linear-attention 0.6, mambapy 1.2, minGRU-pytorch 0.2 or xlstm 2.0"
+TESTED = (
+    "transformers 5.24, flash-linear-attention 0.6, mambapy 1.2, minGRU-pytorch 0.2, xlstm 2.0, s5-pytorch 0.2 or "
+    "lru-pytorch 0.1"
+)
 
 
 def _read_delta_rule(call: Any, hold: Hold) -> Reading:
@@ -290,7 +293,7 @@ def sequence_modules(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str
     sequence_layers = []
     for path, module in modules:
         scans = [] if type(module).__module__.startswith("torch.") else scans_of(type(module))
-        if scans:
+        if scans and scans[0][2].is_read(module):
             sequence_layers.append((path, module, scans[0][2]))
     return sequence_layers
 

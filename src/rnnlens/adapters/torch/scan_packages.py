@@ -1,4 +1,4 @@
-"""Readers of the scans of packages: mambapy, minGRU-pytorch, xlstm and flash-linear-attention."""
+"""Readers of the scans of packages: mambapy, minGRU-pytorch, xlstm, s5-pytorch, lru-pytorch, flash-linear-attention."""
 
 from __future__ import annotations
 
@@ -55,6 +55,59 @@ def _read_parallel_memory(call: Any, hold: Hold) -> Reading:
         scale = torch.maximum(y[..., -1:].abs(), torch.exp(-new_maxima)[..., None]) + 1e-6
         normed = layer.outnorm((y[..., :-1] / scale).transpose(1, 2).to(call.q.dtype))
         return normed.transpose(1, 2).reshape(samples, steps, -1)
+
+    return Reading(cell, finish)
+
+
+def _read_s5(call: Any, hold: Hold) -> Reading:
+    """Read an S5 of s5-pytorch, which runs each sample in a vmap; arXiv:2208.04933, eqs. 2 and 6.
+
+    Matrices and discretization are the layer's own. ``step_scale`` is a number, or one for each sample, or step of it.
+    """
+    layer, signal, scale = call.self.seq, call.signal, call.step_scale
+    input_matrix, output_matrix = layer.get_BC_tilde()
+
+    def discretized(scale: Any) -> tuple[Tensor, Tensor]:
+        decay, write_matrix = layer.discretize(layer.Lambda, input_matrix, scale * torch.exp(layer.log_step))
+        return decay, write_matrix**layer.degree
+
+    if torch.is_tensor(scale):
+        decay, write_matrix = torch.vmap(discretized)(scale[..., None])
+        decay = decay.reshape(len(signal), -1, decay.shape[-1])
+        write_matrix = write_matrix.reshape(*decay.shape, -1)
+    else:
+        rounded = torch.ones((), device=signal.device) * scale  # in the default precision, as the package has it
+        decay, write_matrix = (t[None, None] for t in discretized(rounded))
+    write = (hold(write_matrix) @ signal.type(decay.dtype)[..., None])[..., 0]
+    decay = decay + write if layer.liquid else decay  # arXiv:2209.12951, eq. 8
+    cell = SequenceCell(("state_unit",), (hold(decay),), (write,), logarithmic=False, initial=call.state)
+    skip, read_matrix = hold(layer.D), hold(output_matrix)
+
+    def finish(states: Tensor, last_state: Tensor) -> Any:
+        output = (states @ read_matrix.mT).real + skip * signal
+        return (output, last_state) if call.return_state else output
+
+    return Reading(cell, finish)
+
+
+def _read_lru(call: Any, hold: Hold) -> Reading:
+    """Read an LRU of lru-pytorch, which loops over samples and steps; arXiv:2303.06349, eqs. 3, 7 and 8."""
+    layer, x = call.self, call.input
+    if call.state is not None or x.dim() != 3:
+        raise UnsupportedError(
+            "An LRU of lru-pytorch runs on one sequence, or from a state that only its first sample gets.",
+            got=f"input of shape {tuple(x.shape)}{'' if call.state is None else ', state='}",
+            expected="(sample, time, feature), without state=",
+        )
+    modulus, phase = torch.exp(-torch.exp(layer.nu_log)), torch.exp(layer.theta_log)
+    decay = torch.complex(modulus * torch.cos(phase), modulus * torch.sin(phase))
+    write_matrix = torch.exp(layer.gamma_log)[:, None] * layer.B
+    write = x.to(layer.B.dtype) @ hold(write_matrix).mT
+    cell = SequenceCell(("state_unit",), (hold(decay)[None, None],), (write,), logarithmic=False)
+    skip, read_matrix = hold(layer.D), hold(layer.C)
+
+    def finish(states: Tensor, last_state: Tensor) -> Tensor:
+        return ((states @ read_matrix.mT).real + x @ skip.mT).to(torch.get_default_dtype())  # as its torch.empty is
 
     return Reading(cell, finish)
 
@@ -195,6 +248,10 @@ def _hidden_units(layer: Any) -> tuple[int]:
     return (0,)
 
 
+def _is_one_way(layer: Any) -> bool:
+    return not layer.seq.bidir
+
+
 _KEYS = (("num_v_heads", "num_heads"), ("head_k_dim", "head_f_dim", "head_dim"), ("head_v_dim", "head_i_dim"))
 _STATE = ("head", "key", "value")
 _GLA = Family("gla", _STATE, _KEYS, _read_gated_attention)
@@ -234,5 +291,9 @@ LAYERS = {
         _STATE,
         lambda cell: (n := cell.config.num_heads, d := cell.config.embedding_dim // n, d + 1),
         _read_parallel_memory,
-    )
+    ),
+    "s5.s5_model.S5": Family(
+        "s5", ("state_unit",), lambda layer: (len(layer.seq.Lambda),), _read_s5, is_read=_is_one_way
+    ),
+    "LRU_pytorch.LRU.LRU": Family("lru", ("state_unit",), lambda layer: (len(layer.nu_log),), _read_lru),
 }

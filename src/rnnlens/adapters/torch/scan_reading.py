@@ -48,6 +48,8 @@ class Family:
         Names of arguments without which a function of the same name is another one.
     may_decline
         Whether the function returns None where its kernel cannot run, and the layer then computes the same by others.
+    is_read
+        Whether a layer of the class is one that ``read`` reads.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Family:
     is_quadratic: bool = False
     arguments: frozenset[str] = frozenset()
     may_decline: bool = False
+    is_read: Callable[[Any], bool] = lambda layer: True
 
 
 def widen_tensors(*tensors: Tensor) -> list[Tensor]:
