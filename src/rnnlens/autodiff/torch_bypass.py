@@ -17,6 +17,8 @@ from .torch_cuts import VALUELESS
 _DETACHING = frozenset(("detach", "detach_", "data"))
 #: Operations whose result is no tensor any more.
 _LEAVING = frozenset(("numpy", "__array__", "item", "tolist", "__float__", "__int__", "__bool__", "__format__"))
+#: Of these, those whose result is an array, and the functions that make tensors of arrays.
+_TO_ARRAYS, _FROM_ARRAYS = frozenset(("numpy", "__array__")), frozenset(("tensor", "as_tensor", "from_numpy"))
 _OPTIMIZERS = os.path.join(os.path.dirname(torch.__file__), "optim")
 
 
@@ -44,6 +46,7 @@ class StepRun(TorchFunctionMode):  # type: ignore[misc]
         super().__init__()
         self.sites: dict[UserCall, CutSite] = {}
         self.losses: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._left: list[torch.Tensor] = []
         self._bypassed, self._every, self._ignored = frozenset(bypassed), every, ignored
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,20 +54,23 @@ class StepRun(TorchFunctionMode):  # type: ignore[misc]
         if name == "backward" and args and isinstance(args[0], torch.Tensor):
             self.losses.append((args[0], args[1] if len(args) > 1 else kwargs.get("gradient")))
             return None
+        if name in _FROM_ARRAYS and self._left:
+            return self._with_gradient_of_left(func(*args, **kwargs))
         has_gradient = name not in VALUELESS and any(
             isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))
         )
         if not has_gradient:
             return func(*args, **kwargs)
         if name in _LEAVING:  # a bypassed tensor has a gradient still, which NumPy and numbers of Python refuse
+            if name in _TO_ARRAYS:
+                self._leave(args[0], user_call())
             return func(args[0].detach(), *args[1:], **kwargs)
         operation = _operation(func, name)
         call = user_call(_OPTIMIZERS) if operation in _DETACHING or not torch.is_grad_enabled() else None
         if call is None or self._ignored():
             return func(*args, **kwargs)
-        site = self.sites.setdefault(call, CutSite(call, operation))
-        site.count += 1
-        if call in self._bypassed and (self._every is None or (site.count - 1) % self._every):
+        site = self._count(call, operation)
+        if self._passes(site):
             if operation in _DETACHING:
                 return args[0]
             with torch.enable_grad():
@@ -74,6 +80,36 @@ class StepRun(TorchFunctionMode):  # type: ignore[misc]
         if not results or any(leaf.requires_grad for leaf in results):
             site.count -= 1  # a view of a weight, or the gradient of a weight that has none: nothing was cut
         return result
+
+    def _count(self, call: UserCall, operation: str) -> CutSite:
+        site = self.sites.setdefault(call, CutSite(call, operation))
+        site.count += 1
+        return site
+
+    def _passes(self, site: CutSite) -> bool:
+        """Return whether the present execution of a cut is passed over."""
+        return site.call in self._bypassed and (self._every is None or bool((site.count - 1) % self._every))
+
+    def _leave(self, tensor: torch.Tensor, call: UserCall | None) -> None:
+        """Record a tensor that becomes an array of NumPy; keep it if this cut is passed over."""
+        if call is not None and tensor.dim() and self._passes(self._count(call, "numpy")):
+            self._left.append(tensor)
+
+    def _with_gradient_of_left(self, result: Any) -> Any:
+        """Substitute in a tensor made of an array the vectors along its last axis that left torch before."""
+        size = result.shape[-1] if isinstance(result, torch.Tensor) and result.dim() and result.numel() else 0
+        vectors = {
+            vector.tobytes(): original
+            for tensor in self._left
+            if tensor.shape[-1] == size > 1
+            for original in tensor.reshape(-1, size)
+            if (vector := original.detach().to(result.dtype).cpu().numpy()).any()
+        }
+        if not vectors or not result.is_floating_point():
+            return result
+        rows = [vectors.get(row.cpu().numpy().tobytes(), row) for row in result.detach().reshape(-1, size)]
+        with torch.enable_grad():
+            return torch.stack([row.to(result) for row in rows]).reshape(result.shape)
 
     def gradients(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the gradients of the sum of all losses by the weights; zeros where no path leads."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..autodiff.cuts import CutSite
+from ..autodiff.cuts import CutSite, UserCall
 from ..typing import Array
 
 #: Relative difference of two gradients above which a cut changes the gradient.
@@ -30,7 +30,8 @@ class Price:
 class TrainingCut:
     """One call in the user's code that cuts the gradient, and the price of this cut alone.
 
-    Where the framework does not tell the line, ``line`` is 0 and ``code`` names the layer or the operation.
+    Where the framework does not tell the line, ``line`` is 0 and ``code`` names the layer or the operation. ``behind``:
+    another cut ends the same gradient, so that without this one alone nothing changes.
     """
 
     operation: str
@@ -39,14 +40,16 @@ class TrainingCut:
     code: str
     count: int
     price: Price
+    behind: bool = False
 
     def __str__(self) -> str:
         times = "once" if self.count == 1 else f"{self.count} times"
         place = f" in {self.file.rpartition('/')[2]}, line {self.line}" if self.line else ""
         code = f": {self.code}" if self.code else ""  # nothing to show of what was typed at a prompt
-        return (
-            f"{self.operation}{place}, {times}{code}\n"
-            f"    the gradient in use against that without this cut: {self.price}"
+        return f"{self.operation}{place}, {times}{code}\n" + (
+            "    ends what another cut ends too"
+            if self.behind
+            else f"    the gradient in use against that without this cut: {self.price}"
         )
 
 
@@ -105,27 +108,59 @@ class StepGradients(NamedTuple):
     by_input: Sequence[Array] = ()
 
 
-def compare_cuts(run: Callable[[Sequence[CutSite], int | None], StepGradients], used: StepGradients) -> TrainingCuts:
-    """Compare the gradient in use with those of ``run(bypassed sites, every)``: without each cut, and without all."""
-    found, sites = [], []
-    for site in used.sites:
-        without = run([site], None).by_weight
-        if _differs(used.by_weight, without):
-            sites.append(site)
-            price = _price(used.by_weight, without)
-            found.append(TrainingCut(site.operation, *site.call[:2], site.code, site.count, price))
-    full = run(sites, None) if found else used
+def compare_cuts(
+    run: Callable[[Sequence[CutSite], int | None], StepGradients], used: StepGradients, keep: str | Sequence[str] = ()
+) -> TrainingCuts:
+    """Compare the gradient in use with those of ``run(bypassed sites, every)``: without each cut, and without all.
+
+    Cuts in lines that contain a text of ``keep`` stay in place.
+    """
+    sites, full = _run_without_cuts(run, used, [keep] if isinstance(keep, str) else keep)
     left_out, cut_off = _steps_without_gradient(full.by_input), _steps_without_gradient(used.by_input)
     cut_off = [step for step in cut_off if step not in left_out]
+    found = _cuts_that_matter(run, used, sites, full) if _differs(used.by_weight, full.by_weight) else []
     if not found:
         return TrainingCuts([], Price(1.0, 1.0), {}, {}, used.losses, left_out)
-    windows, longest = {1: _price(used.by_weight, full.by_weight)}, max(site.count for site in sites)
+    windows, longest = {1: _price(used.by_weight, full.by_weight)}, max(cut.count for cut in found)
     window = 2
     while window < longest:
         windows[window] = _price(run(sites, window).by_weight, full.by_weight)
         window *= 2
     by_weight = {name: _price({name: grad}, {name: full.by_weight[name]}) for name, grad in used.by_weight.items()}
     return TrainingCuts(found, windows[1], by_weight, windows, used.losses, left_out, cut_off)
+
+
+def _run_without_cuts(
+    run: Callable[[Sequence[CutSite], int | None], StepGradients], used: StepGradients, keep: Sequence[str]
+) -> tuple[list[CutSite], StepGradients]:
+    """Pass over all cuts, also those that only a gradient which an earlier one has let through reaches."""
+    gradients = used
+    sites: dict[UserCall, CutSite] = {}
+    while True:
+        allowed = (site for site in gradients.sites if not any(text in site.code for text in keep))
+        new_sites = {site.call: site for site in allowed if site.call not in sites}
+        if not new_sites:
+            return list(sites.values()), gradients
+        sites.update(new_sites)
+        gradients = run(list(sites.values()), None)
+
+
+def _cuts_that_matter(
+    run: Callable[[Sequence[CutSite], int | None], StepGradients],
+    used: StepGradients,
+    sites: Sequence[CutSite],
+    full: StepGradients,
+) -> list[TrainingCut]:
+    """Return the cuts without which the gradient changes, and those that would change it if they were the only ones."""
+    found = []
+    for site in sites:
+        without = run([site], None).by_weight
+        is_alone = _differs(used.by_weight, without)
+        others = [other for other in sites if other is not site]
+        if is_alone or _differs(run(others, None).by_weight, full.by_weight):
+            price = _price(used.by_weight, without) if is_alone else Price(1.0, 1.0)
+            found.append(TrainingCut(site.operation, *site.call[:2], site.code, site.count, price, behind=not is_alone))
+    return found
 
 
 def _steps_without_gradient(by_input: Sequence[Array]) -> list[int]:

@@ -48,8 +48,8 @@ class _Bypass:
         return site.call in self.calls and (self.every is None or bool((site.count - 1) % self.every))
 
 
-@checked(model=anything, batches=anything, loss=anything)
-def cuts(model: Any, batches: Iterable[Any], *, loss: Any = None) -> TrainingCuts:
+@checked(model=anything, batches=anything, loss=anything, keep=anything)
+def cuts(model: Any, batches: Iterable[Any], *, loss: Any = None, keep: str | Sequence[str] = ()) -> TrainingCuts:
     """Find where training on consecutive batches cuts the gradient, and compare it with that without the cuts.
 
     The model is run several times at the weights as they are, in training mode, step by step and without compilation:
@@ -66,6 +66,8 @@ def cuts(model: Any, batches: Iterable[Any], *, loss: Any = None) -> TrainingCut
         are needed to see what ``stateful=True`` cuts.
     loss
         The loss, as for :func:`rnnlens.trace`; that of ``compile`` by default.
+    keep
+        Texts of lines whose cuts stay in place, since they are meant, as of a target.
 
     Returns
     -------
@@ -96,7 +98,7 @@ def cuts(model: Any, batches: Iterable[Any], *, loss: Any = None) -> TrainingCut
     if not data:
         raise InputError("There is no batch.", got="batches=[]", expected="[(x, y), ...]")
     training = _Training(model, keras, data, loss)
-    return compare_cuts(training.gradients, training.gradients([], None))
+    return compare_cuts(training.gradients, training.gradients([], None), keep)
 
 
 def _checked_batch(batch: Any) -> tuple[Any, Any, Any]:

@@ -16,8 +16,8 @@ from ..errors import InputError
 from .cut_prices import StepGradients, TrainingCuts, compare_cuts
 
 
-@checked(step=anything, model=anything)
-def cuts(step: Callable[[], Any], model: nn.Module) -> TrainingCuts:
+@checked(step=anything, model=anything, keep=anything)
+def cuts(step: Callable[[], Any], model: nn.Module, *, keep: str | Sequence[str] = ()) -> TrainingCuts:
     """Find where a training step cuts the gradient, and compare its gradient with that without the cuts.
 
     The step is run several times at the weights as they are: once as it is, then with one of its cuts passed over, with
@@ -33,12 +33,14 @@ def cuts(step: Callable[[], Any], model: nn.Module) -> TrainingCuts:
     model
         The module whose weights are trained. Its weights, buffers, flags, gradients and all random generators are
         restored.
+    keep
+        Texts of lines whose cuts stay in place, since they are meant: a target, an old log probability.
 
     Returns
     -------
     TrainingCuts
         Only cuts that change the gradient: a loss that is detached for a log is none. Operations inside compiled code
-        are not observed.
+        are not observed. A state that goes to NumPy and comes back as a tensor is followed by its values.
 
     Raises
     ------
@@ -71,7 +73,7 @@ def cuts(step: Callable[[], Any], model: nn.Module) -> TrainingCuts:
             got="a step without a backward pass, or one by torch.autograd.grad or torch.autograd.backward",
             expected="rl.torch.cuts(step, model), where step() calls loss.backward()",
         )
-    return compare_cuts(lambda sites, every: _gradients(step, model, weights, sites, every), used)
+    return compare_cuts(lambda sites, every: _gradients(step, model, weights, sites, every), used, keep)
 
 
 def _gradients(
