@@ -52,6 +52,11 @@ _SUBMODULES = {
 
 #: Name that users of other libraries may expect -> what to type instead.
 _OTHER_NAMES = {
+    # Figures are in rl.plot, which loads matplotlib: the commonest are named here.
+    **{
+        name: f"rl.plot.{name}"
+        for name in ("curves", "gates", "gradient_flow", "heatmap", "histogram", "lag_profile", "trajectories")
+    },
     "attention": "rl.hidden_attention(model, x), of layers of Mamba",
     "diagnosis": "rl.diagnose(model, x, y)",
     "features_0d": "rl.plot.points(trace[layer].output)",
@@ -80,6 +85,8 @@ def __getattr__(name: str) -> Any:
 
     if name in _SUBMODULES:
         value: Any = importlib.import_module(_SUBMODULES[name])
+        if "__getattr__" not in vars(value):
+            value.__getattr__ = lambda missing: _refuse_attribute(value, f"rl.{name}", missing)
     elif name in _DEFINING_MODULES:
         value = getattr(importlib.import_module(_DEFINING_MODULES[name]), name)
     else:
@@ -92,6 +99,17 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, *_registry().namespaces()]
+
+
+def _refuse_attribute(module: Any, path: str, name: str) -> Any:
+    """Raise AttributeError for a name that a public module does not have, with the one to type."""
+    import importlib
+
+    if name.startswith("_"):  # asked for by tools
+        raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+    names = getattr(module, "__all__", None) or [known for known in vars(module) if not known.startswith("_")]
+    errors = importlib.import_module("rnnlens.errors")
+    raise AttributeError(errors.missing_attribute(f"module {module.__name__!r}", name, names, f"{path}."))
 
 
 def _missing(name: str) -> str:

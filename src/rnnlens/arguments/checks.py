@@ -50,6 +50,7 @@ _FOREIGN_ARGUMENTS = {
     "criterion": "loss=",
     "loss_fn": "loss=",
     "output": "of=",
+    "batch_size": "rl.gradients(model, data, batch_size=...), which goes through a data set; this takes one batch",
     "figsize": "figure=matplotlib.figure.Figure(figsize=(width, height))",
     "feed_dict": GRAPHS_HINT,
 }

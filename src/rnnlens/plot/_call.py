@@ -40,6 +40,8 @@ _OTHER_KEYWORDS = {
     "channel_axis": "dims=, or x= and y=",
     "savepath": "rl.plot.figure(...).save(path)",
     "configs": "matplotlib's own keywords, such as color=; or methods of the returned Axes",
+    **dict.fromkeys(("colour", "colours", "colors"), "color=, of lines and points; cmap=, of images"),
+    **dict.fromkeys(("colormap", "colourmap", "palette"), 'cmap="viridis", of images; color=, of lines and points'),
     "w": "figure=matplotlib.figure.Figure(figsize=(width, height))",
     "h": "figure=matplotlib.figure.Figure(figsize=(width, height))",
     "figsize": "figure=matplotlib.figure.Figure(figsize=(width, height))",

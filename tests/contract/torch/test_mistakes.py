@@ -106,6 +106,7 @@ INPUTS = {
     "four axes": ({"x": X[None]}, "x.squeeze(0)", {"x": X[None].squeeze(0)}),
     "turned axes": ({"x": X.transpose(1, 2)}, "x.transpose(1, 2)", {"x": X.transpose(1, 2).transpose(1, 2)}),
     "other features": ({"x": X[..., :3]}, "x with the 4 features of the training", {}),
+    "a dict of one tensor": ({"x": {"words": X}}, "x['words'] in place of x", {}),
     "x and y swapped": ({"x": CLASSES, "y": X}, "swap x and y", {}),
     "weights without values": ({"model": Net().to("meta")}, "model.to_empty(device='cpu')", {}),
 }
@@ -176,6 +177,8 @@ ARGUMENTS = {
     "See RNN's layer": (lambda: rl.gradients(Net(), X, layer_name="lstm"), 'wrt="lstm.weights"'),
     "See RNN's rows": (lambda: rl.plot.heatmap(X, n_rows=2), "ax=matplotlib.figure.Figure().subplots(n_rows"),
     "a misspelt keyword": (lambda: rl.plot.heatmap(X, colourbar=False), "did you mean 'colorbar'?"),
+    "another spelling": (lambda: rl.plot.heatmap(X, colour="red"), "color=, of lines and points; cmap=, of images"),
+    "batches of a trace": (lambda: rl.trace(Net(), X, batch_size=4), "rl.gradients(model, data, batch_size=...)"),
     "an unknown keyword": (lambda: rl.plot.heatmap(X, qqq=1), "leave it out; plot.heatmap has dims, "),
 }
 
@@ -198,6 +201,9 @@ def test_names_that_do_not_exist(monkeypatch):
         "rl.attention": "rl.hidden_attention(model, x)",
         "rl.plot.attention": "rl.plot.hidden_attention(rl.hidden_attention(model, x))",
         "rl.plot.heatmaps": "rl.plot.heatmap",
+        "rl.heatmap": "rl.plot.heatmap",
+        "rl.torch.Watch": "rl.torch.watch",
+        "rl.torch.callback": "one of: cell, cuts, model, scan, step, watch",
         "trace.hidden": "trace['lstm'].hidden: variables belong to a layer",
         "trace.lstm": "trace['lstm']",
         "trace.los": "trace.loss",

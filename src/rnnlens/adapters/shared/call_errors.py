@@ -170,6 +170,10 @@ def explain_forward(
         devices = " and ".join(sorted(weights_devices))
         problem, expected = f"its weights are on {devices}", "all weights on one device, or moves in forward"
         return Explanation(problem, got=got, expected=expected, hint=f"model.to({min(weights_devices)!r})")
+    if shape is None and isinstance(x, Mapping) and len(x) == 1 and isinstance(error, AttributeError | TypeError):
+        key = next(iter(x))
+        problem, expected = "x is a dict, and the forward takes its tensor", f"x of shape {shape_of(x[key])}"
+        return Explanation(problem, got=got, expected=expected, hint=f"x[{key!r}] in place of x")
     if shape is None:
         return unexplained
     x_dtype = str(x.dtype).rpartition(".")[2]
