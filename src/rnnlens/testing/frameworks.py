@@ -37,6 +37,21 @@ class Runner:
         """Return the function's results, and a function from their cotangents to gradients or None."""
         raise NotImplementedError
 
+    def gradient_function(self, function: Callable[..., list[Any]]) -> Callable[..., list[dict[str, Any]]]:
+        """Return a function of tensors by name, further arguments, and lists of cotangents of the results.
+
+        It returns for each list the gradients by name, or None; compiled where the framework is slow without.
+        """
+
+        def gradients(tensors: dict[str, Any], fixed: Any, cotangents: list[list[Any]]) -> list[dict[str, Any]]:
+            def of_values(*values: Any) -> list[Any]:
+                return function(dict(zip(tensors, values, strict=True)), fixed)
+
+            _, pull = self.differentiate(of_values, list(tensors.values()))
+            return [dict(zip(tensors, pull(grads), strict=True)) for grads in cotangents]
+
+        return gradients
+
     def rounded(self, arrays: dict[str, Any], dtype: str) -> dict[str, Any]:
         """Return arrays of float64 with the values that they have in ``dtype``."""
         return {name: self.array(self.tensor(value, dtype)) for name, value in arrays.items()}
@@ -108,14 +123,20 @@ class _JaxRunner(Runner):
 
         return jax.jit(function)  # type: ignore[no-any-return]
 
+    def gradient_function(self, function: Callable[..., list[Any]]) -> Callable[..., list[dict[str, Any]]]:
+        # Operation by operation, JAX compiles each of them alone, also the many around a scan.
+        return self.compiled(super().gradient_function(function))
+
     def differentiate(self, function: TensorFunction, tensors: Sequence[Any]) -> tuple[list[Any], Any]:
         import jax
+        import jax.numpy as jnp
 
         results, pull_back = jax.vjp(lambda *arguments: tuple(function(*arguments)), *tensors)
 
         def pull(cotangents: list[Any]) -> list[Any]:
             # JAX's gradients of complex numbers are the conjugates of torch's, and so are its cotangents.
-            given = tuple(np.conj(grad).astype(result.dtype) for grad, result in zip(cotangents, results, strict=True))
+            pairs = zip(cotangents, results, strict=True)
+            given = tuple(jnp.conj(grad).astype(result.dtype) for grad, result in pairs)
             return [grad.conj() for grad in pull_back(given)]
 
         return list(results), pull

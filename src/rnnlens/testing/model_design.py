@@ -76,6 +76,16 @@ class ModelRun:
         self.model, self.design, self.dtype = model, design, dtype
         self.context = (model.wide if dtype == "float64" else None) or nullcontext
         self._compiled = model.runner.compiled(self._call)
+        self._gradients = model.runner.gradient_function(lambda tensors, fixed: self._call({**fixed, **tensors}))
+
+    @classmethod
+    def of(cls, model: PureModel, design: ModelDesign, dtype: str) -> ModelRun:
+        """Return the model's run for data of this shape; each is made, and compiled, once."""
+        key = design.x.shape, dtype
+        run: ModelRun | None = model.runs.get(key)
+        if run is None:
+            run = model.runs[key] = cls(model, design, dtype)
+        return run
 
     def with_design(self, design: ModelDesign) -> ModelRun:
         """Return a run of the same model in the same dtype on other data."""
@@ -93,18 +103,10 @@ class ModelRun:
         fixed = {name: value for name, value in values.items() if name not in names}
         with self.context(), raised_by("The backward pass of your model"):
             rest = {name: self._tensor(value) for name, value in fixed.items()}
-
-            def function(*tensors: Any) -> list[Any]:
-                return self._call({**rest, **dict(zip(names, tensors, strict=True))})
-
-            _, pull = self.model.runner.differentiate(function, [self._tensor(values[name]) for name in names])
             array = self.model.runner.array
-            pulled = [pull(grads) for grads in cotangents]
+            pulled = self._gradients({name: self._tensor(values[name]) for name in names}, rest, cotangents)
             return [
-                {
-                    name: np.zeros_like(values[name]) if grad is None else array(grad)
-                    for name, grad in zip(names, grads, strict=True)
-                }
+                {name: np.zeros_like(values[name]) if grads[name] is None else array(grads[name]) for name in names}
                 for grads in pulled
             ]
 

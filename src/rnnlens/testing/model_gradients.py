@@ -42,11 +42,13 @@ class ModelCase:
         dtype, wide = dtypes
         self.design, self.dtype = design, dtype
         self.length = design.x.shape[design.time]
-        self.run, self.wide_run = ModelRun(model, design, dtype), ModelRun(model, design, wide)
+        self.run, self.wide_run = ModelRun.of(model, design, dtype), ModelRun.of(model, design, wide)
         self.values, self.rng = values, np.random.default_rng(seed)
         self.results, self.expected = self.run.results(values), self.wide_run.results(values)
         self._refuse_random()
         self.bound, self.reference_epsilon = rounding_bound(dtype, self.length), epsilon(wide)
+        #: Relative rounding of the results whose differences are taken; without a wider dtype, of many operations.
+        self.reference_rounding = self.reference_epsilon if wide != dtype else self.bound
         self.cotangents = self._cotangents()
         self.gradients = self.run.gradients(values, self.cotangents)
         self.sensitivity = self._sensitivity() if wide != dtype else None
@@ -125,7 +127,7 @@ class ModelCase:
         near, middle, far = map(np.array, results)
         fine, coarse = (4 * near - middle) / 3, (4 * middle - far) / 3
         floor = [
-            self.reference_epsilon / step * sum(np.linalg.norm(c) * np.abs(r).max(initial=0) for c, r in pairs)
+            self.reference_rounding / step * sum(np.linalg.norm(c) * np.abs(r).max(initial=0) for c, r in pairs)
             for pairs in (list(zip(grads, self.expected, strict=True)) for grads in self.cotangents)
         ]
         return fine, np.abs(fine - coarse) + floor

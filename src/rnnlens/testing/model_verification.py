@@ -73,7 +73,7 @@ def _runs(model: PureModel, design: ModelDesign, dtype: str) -> bool:
     """Return whether the model runs in a dtype on data of this length."""
     states = dict(zip(state_names(design.state), leaves_of(design.state), strict=False))
     try:
-        ModelRun(model, design, dtype).results({**model.weights, "input": design.x, **states})
+        ModelRun.of(model, design, dtype).results({**model.weights, "input": design.x, **states})
     except Exception:  # of any class of the user
         return False
     return True
@@ -105,7 +105,7 @@ def _with_slow_decay(model: PureModel, design: ModelDesign, values: Arrays, dtyp
     """
     if design.x.shape[design.time] < 3 or not np.issubdtype(values["input"].dtype, np.inexact):
         return values
-    run, rng = ModelRun(model, design, dtype), np.random.default_rng(seed)
+    run, rng = ModelRun.of(model, design, dtype), np.random.default_rng(seed)
     direction = rng.normal(size=values["input"].shape)
     best, kept = _dependence(run, values, direction), values
     for name in list(model.weights)[:MOST_WEIGHTS]:

@@ -6,7 +6,7 @@ import copy
 import importlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ class PureModel:
     ``body`` is called once with a function ``(x, state, arguments)``, the model with these weights, and its result is
     returned. ``weights``: float arrays by name. ``wide``: a context in which the framework computes in float64,
     or None if the model has only its own dtype. ``state_first``: a step returns its state before its output, as in JAX.
+    ``runs``: the model's runs so far, by the shape of the input and dtype.
     """
 
     name: str
@@ -34,6 +35,7 @@ class PureModel:
     run: Callable[[str, Mapping[str, Any], Body], Any]
     wide: Callable[[], AbstractContextManager[Any]] | None = nullcontext
     state_first: bool = False
+    runs: dict[Any, Any] = field(default_factory=dict)
 
 
 def open_pure(model: Any, *, step: bool) -> PureModel:
