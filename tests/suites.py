@@ -119,7 +119,7 @@ def graph_suite(control_flow: str) -> Suite:
 #: Tests of Keras 3 that Keras 2 also has to pass, by ``tests/helpers/spoken_keras.py``.
 TF_KERAS = (
     *("option_product", "contract", "cells_and_losses", "left_as_found", "find_nonfinite", "models_without_input"),
-    *("conv_lstm", "certificate_of_samples", "text", "generators"),
+    *("conv_lstm", "certificate_of_samples", "text", "generators", "left_out_inputs"),
 )
 
 #: Tests in random order: no test depends on what another one leaves behind.

@@ -223,11 +223,13 @@ class LayerRecorder:
         """Tap and record each tensor of a nested structure; return the structure with the tapped tensors.
 
         A tensor that occurs twice, such as h as output and state, is tapped once for each place and stays one
-        tensor.
+        tensor. None, an input that is left out, has no array.
         """
         flat = self.keras.tree.flatten(tree)
-        tapped_by_id: dict[int, Any] = {}
+        tapped_by_id: dict[int, Any] = {id(None): None}
         for i, tensor in enumerate(flat):
+            if tensor is None:
+                continue
             tapped_by_id[id(tensor)] = self.record(call, f"{name}/{i}", tapped_by_id.get(id(tensor), tensor))
         return self.keras.tree.pack_sequence_as(tree, [tapped_by_id[id(tensor)] for tensor in flat])
 

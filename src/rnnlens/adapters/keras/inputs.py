@@ -89,7 +89,8 @@ def _check_shapes(model: Any, x: Any) -> None:
     for i, leaf in enumerate(leaves):
         name = "x" if len(leaves) == 1 else f"x[{i}]"
         if leaf is None:
-            raise InputError(f"{name} is None.", got="None among arrays", expected="an array for every input")
+            expected_text, hint = "an array for every input", _function_that_fills(x)
+            raise InputError(f"{name} is None.", got="None among arrays", expected=expected_text, hint=hint)
         shape = tuple(leaf.shape)
         if not shape:
             raise InputError(f"{name} is a single number.", got="shape ()", expected="(sample, time, feature)")
@@ -110,6 +111,24 @@ def _check_shapes(model: Any, x: Any) -> None:
             expected=f"{len(expected)}, of shapes {', '.join(map(_shape_in_words, expected))}",
             hint="pass the inputs as a list, a tuple or a dict of arrays",
         )
+
+
+def _function_that_fills(x: Any) -> str | None:
+    """Return what to type for a model of the arrays alone: a function that puts None in its places; None if nested."""
+    values = list(x.values()) if isinstance(x, dict) else x if isinstance(x, list | tuple) else [None]
+    if any(isinstance(value, dict | list | tuple) for value in values) or all(value is None for value in values):
+        return None
+    count = sum(value is not None for value in values)
+    names = ["x"] if count == 1 else [f"x{i}" for i in range(count)]
+    remaining = iter(names)
+    texts = ["None" if value is None else next(remaining) for value in values]
+    if isinstance(x, dict):
+        inputs = "{" + ", ".join(f"{key!r}: {text}" for key, text in zip(x, texts, strict=True)) + "}"
+    else:
+        inputs = f"({', '.join(texts)})" if isinstance(x, tuple) else f"[{', '.join(texts)}]"
+    parameters = ", ".join(names)
+    data = names[0] if count == 1 else f"[{parameters}]"
+    return f"filled = rl.keras.model(lambda {parameters}: model({inputs}), model), with {data} as its data"
 
 
 def _in_model_order(model: Any, x: Any) -> Any:
