@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -39,6 +39,11 @@ class TfGraphAdapter(Adapter):
     def describe(self, model: Any) -> list[LayerInfo]:
         """Return one ``LayerInfo`` per recurrent layer of the graph, named by its scope."""
         return model_facts.describe(net_of(model))
+
+    def fingerprint(self, model: Any) -> Hashable:
+        """Return the version of the graph, which every added operation changes, and its copy, which settings change."""
+        opened = open_net(net_of(model))
+        return (id(opened.net.session), opened.net.graph.version, opened.net.keras, id(opened.copy))
 
     def facts(self, model: Any, batch: Batch | None = None) -> ModelFacts:
         """Return layers, inputs, outputs and weights of the graph, and why a gradient is missing."""

@@ -1,4 +1,4 @@
-"""After the first trace of a TensorFlow 1 graph, certificates use part of the samples if the batch can be split."""
+"""Certificates of a TensorFlow 1 graph: of a part of the samples after the first, and anew for a changed graph."""
 
 import numpy as np
 import pytest
@@ -36,3 +36,15 @@ def test_later_traces_compare_a_part_of_the_samples():
 def test_a_graph_that_cannot_be_cut_is_certified_with_all_samples(options):
     certificates = trace_three_times(**options)
     assert [(certificate.state, certificate.samples) for certificate in certificates] == [("passed", "")] * 3
+
+
+def test_a_graph_that_was_extended_is_certified_anew():
+    x = tf.placeholder(tf.float64, [None, STEPS, FEATURES])
+    y, _ = tf.nn.dynamic_rnn(tf.nn.rnn_cell.GRUCell(5), x, dtype=tf.float64)
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        net = rl.tf1.graph(session, inputs=x, outputs=y)
+        states = [rl.jacobian(net, X[:2]).certificate.state for _ in range(2)]
+        assert states[0] == "passed" != states[1]
+        _ = 2 * y
+        assert rl.jacobian(net, X[:2]).certificate.state == "passed"

@@ -42,6 +42,7 @@ class KerasAdapter(Adapter):
     run = staticmethod(run_model)
     facts = KerasFacts
     describe = staticmethod(discover.describe)
+    fingerprint = staticmethod(discover.fingerprint)
     loss_of = staticmethod(losses.loss_of)
     perturbed_port = staticmethod(variants.perturbed_port)
     reinitialised = staticmethod(variants.reinitialised)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -117,6 +118,43 @@ def describe(model: Any) -> list[LayerInfo]:
     for site in locate_layers(model).sites:
         rows.setdefault(site.name, site)
     return list(map(_layer_info, rows.values()))
+
+
+#: Attributes that calls and training of Keras change: flags, compiled functions, records, masks, copies of layer lists.
+_CHANGED_BY_KERAS = frozenset(
+    [
+        *("_called", "_initial_epoch", "stop_training", "stop_evaluating", "stop_predicting", "training", "_modules"),
+        *("train_function", "test_function", "predict_function", "train_tf_function", "_eval_epoch_iterator"),
+        *("history", "optimizer", "_dropout_mask", "_recurrent_dropout_mask", "_dropout_mask_cache"),
+        *("_jax_state", "_jax_state_synced"),
+    ]
+)
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
+def fingerprint(model: Any) -> Hashable:
+    """Return a hashable of a model's layers, their attributes, hooks and code, but not of the values of weights."""
+    structure: list[Any] = []
+    for layer in model._flatten_layers():
+        code = getattr(inspect.getattr_static(type(layer), "call", None), "__code__", None)
+        structure += [id(layer), type(layer), code, len(getattr(layer, "_inbound_nodes", ()))]
+        structure += [
+            (name, value if type(value) in _PLAIN else _identity(value))
+            for name, value in vars(layer).items()
+            if name not in _CHANGED_BY_KERAS and not name.startswith("_self_")  # TensorFlow's, for checkpoints
+        ]
+    return tuple(structure)
+
+
+def _identity(value: Any) -> Any:
+    """Return a hashable of an attribute: plain values as they are, containers by their entries, others by identity."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, list | tuple):
+        return tuple(map(_identity, value))
+    if isinstance(value, dict):
+        return tuple((str(key), _identity(entry)) for key, entry in value.items())
+    return (getattr(value, "__code__", None), id(value)) if inspect.isfunction(value) else id(value)
 
 
 def choose_layers(
