@@ -57,6 +57,7 @@ bench: .venv/.dev
 
 gallery: .venv/.dev
 	@$(BIN)/python docs/gallery/make.py
+	@$(BIN)/python docs/gallery/live.py
 
 # What a page takes from the code: the reference, and scripts with what they print.
 pages: .venv/.dev

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import rnnlens
 
@@ -31,6 +32,14 @@ def test_reference_has_a_section_for_every_public_module():
         *rnnlens._SUBMODULES,
         "tf1",
     }  # tf1 joins by the entry point of rnnlens-tf1
+
+
+def test_the_picture_of_the_live_page_moves_and_comes_to_rest():
+    with Image.open(ROOT / "docs" / "live.gif") as picture:
+        assert picture.n_frames > 20
+        assert picture.info["loop"] == 2
+        assert picture.info["duration"] > 0
+    assert (ROOT / "docs" / "live.gif").stat().st_size < 1_000_000
 
 
 def test_reference_is_that_of_the_code():
