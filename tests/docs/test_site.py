@@ -58,6 +58,7 @@ def test_pages_show_the_files_that_they_name():
         assert page.read_text() == load_pages().with_files(page.read_text()), "run `make pages`"
 
 
+@pytest.mark.product(keep=("recall_pytorch",))
 @pytest.mark.parametrize(
     "script",
     [pytest.param(path, marks=pytest.mark.full) if path.stem in SLOW else path for path in SCRIPTS],
