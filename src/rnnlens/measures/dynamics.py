@@ -175,9 +175,14 @@ def kernel_spectrum(kernel: Array) -> KernelSpectrum:
 #: Largest |F(s) - s|^2 / 2 of a fixed point in double and single precision, and of a slow point, in units of the
 #: squared spread of the starts.
 FIXED, FIXED_SINGLE, SLOW = 1e-18, 1e-12, 1e-6
-#: Largest distance of an eigenvalue's modulus from 1 at a marginal point; of an eigenvalue from 1 on a curve.
-MARGINAL, NEARLY_MARGINAL = 1e-3, 0.05
+#: Largest distance of an eigenvalue's modulus from 1 at a marginal point; of an eigenvalue from 1 on a curve. The first
+#: is ten times the rounding of eigenvalues in float32.
+MARGINAL, NEARLY_MARGINAL = 1e-5, 0.05
 FEWEST_ON_A_CURVE = 5
+#: Largest distance of points from a straight line, in units of the line's length.
+STRAIGHT = 1e-2
+#: Number of points in a gap of a line at which the speed is examined.
+_IN_A_GAP = 3
 _ROUNDS = 200
 
 
@@ -237,7 +242,8 @@ class Points:
     curve : (point,) of int
         Index in ``curves`` of the curve that the point lies on; -1 for none.
     curves
-        ``"line"`` or ``"ring"`` for each curve of marginal points.
+        ``"line"`` or ``"ring"`` for each curve of marginal points, ``"slow line"`` or ``"slow ring"`` for one of slow
+        points.
     """
 
     states: Array
@@ -260,7 +266,7 @@ class Points:
     @property
     def kinds(self) -> list[str]:
         """Kind of each point: ``"stable"``, ``"saddle"``, ``"repeller"``, ``"marginal"`` or ``"slow"``."""
-        return point_kinds(self.eigenvalues, self.fixed, self.curve)
+        return point_kinds(self.eigenvalues, self.fixed, self.curve, self.curves)
 
 
 def find_points(map_: StepMap, starts: Array, *, tolerance: float = 1e-3) -> Points:
@@ -285,7 +291,15 @@ def find_points(map_: StepMap, starts: Array, *, tolerance: float = 1e-3) -> Poi
     values, vectors = np.linalg.eig(jacobians)
     by_size = np.argsort(-np.abs(values), axis=1, kind="stable")
     values = np.take_along_axis(values, by_size, axis=1)
-    curve, curves = marginal_curves(states, values)
+
+    def is_slow_at(between: Array) -> bool:
+        residual = map_.step(between) - between
+        return bool((0.5 * np.sum(residual**2, axis=1) <= SLOW * scale**2).all())
+
+    curve, names = marginal_curves(states, values, is_slow_at)
+    # Weights in float32 keep a curve of fixed points up to their rounding only.
+    rests = speed <= FIXED_SINGLE * scale**2
+    curves = tuple(name if rests[curve == i].mean() > 0.5 else f"slow {name}" for i, name in enumerate(names))
     return Points(
         states,
         speed,
@@ -298,17 +312,18 @@ def find_points(map_: StepMap, starts: Array, *, tolerance: float = 1e-3) -> Poi
     )
 
 
-def point_kinds(eigenvalues: Array, fixed: Array, curve: Array) -> list[str]:
+def point_kinds(eigenvalues: Array, fixed: Array, curve: Array, curves: Sequence[str]) -> list[str]:
     """Classify points by the moduli of their eigenvalues (point, mode); return one word for each.
 
     A point is marginal if the modulus of an eigenvalue is 1 within :data:`MARGINAL` and none is larger, or if the point
-    lies on a curve of marginal points.
+    lies on a curve of fixed points. On a curve of slow points, as beside a saddle with an eigenvalue just above 1, each
+    point is what it is by itself.
     """
     moduli = np.abs(eigenvalues)
     kinds = []
     for i, sizes in enumerate(moduli):
         inside, outside = sizes < 1 - MARGINAL, sizes > 1 + MARGINAL
-        if curve[i] >= 0:
+        if curve[i] >= 0 and not curves[int(curve[i])].startswith("slow"):
             kind = "marginal"
         elif not fixed[i]:
             kind = "slow"
@@ -322,11 +337,19 @@ def point_kinds(eigenvalues: Array, fixed: Array, curve: Array) -> list[str]:
     return kinds
 
 
-def marginal_curves(states: Array, eigenvalues: Array) -> tuple[Array, tuple[str, ...]]:
+def marginal_curves(
+    states: Array, eigenvalues: Array, is_slow_at: Callable[[Array], bool]
+) -> tuple[Array, tuple[str, ...]]:
     """Find curves of marginal points: points close together, each with exactly one eigenvalue near 1.
 
-    Points are joined by a minimum spanning tree (Prim 1957), which is cut where neighbours are far apart. A curve is a
-    ring if it is long and its two ends are near each other.
+    Points are joined by a minimum spanning tree (Prim 1957), which is cut where neighbours are far apart. Pieces of one
+    straight line are joined if the points between them are slow, too. A curve is a ring if it is long and its two ends
+    are near each other.
+
+    Parameters
+    ----------
+    is_slow_at
+        Function of states (point, state): whether all of them are slow.
 
     Returns
     -------
@@ -339,6 +362,8 @@ def marginal_curves(states: Array, eigenvalues: Array) -> tuple[Array, tuple[str
     from scipy.sparse.csgraph import connected_components, minimum_spanning_tree, shortest_path
 
     curve = np.full(len(states), -1)
+    if not len(states):
+        return curve, ()
     near_one = np.abs(eigenvalues - 1) <= NEARLY_MARGINAL
     marginal = np.flatnonzero(near_one.sum(axis=1) == 1)
     if len(marginal) < FEWEST_ON_A_CURVE:
@@ -348,17 +373,56 @@ def marginal_curves(states: Array, eigenvalues: Array) -> tuple[Array, tuple[str
     tree.data[tree.data > 20 * np.median(tree.data)] = 0
     tree.eliminate_zeros()
     count, component = connected_components(tree, directed=False)
+    pieces = [np.flatnonzero(component == i) for i in range(count)]
     names: list[str] = []
-    for members in (np.flatnonzero(component == i) for i in range(count)):
+    for members, is_joined in _join_lines(states[marginal], pieces, is_slow_at):
         if len(members) < FEWEST_ON_A_CURVE:
             continue
         curve[marginal[members]] = len(names)
+        if is_joined:
+            names.append("line")
+            continue
         path_lengths = shortest_path(tree[members][:, members], directed=False)
         distances = distance[np.ix_(members, members)]
         end_pair = np.unravel_index(path_lengths.argmax(), path_lengths.shape)
         is_closed = path_lengths[end_pair] > 2 * distances.max() and distances[end_pair] < 0.5 * distances.max()
         names.append("ring" if is_closed else "line")
     return curve, tuple(names)
+
+
+def _join_lines(
+    points: Array, pieces: Sequence[Array], is_slow_at: Callable[[Array], bool]
+) -> list[tuple[Array, bool]]:
+    """Join pieces, as indices of points (point, state), that lie on one straight line; return each and whether joined.
+
+    The longest pieces come first, and each takes in all others on its line.
+    """
+    remaining, results = sorted(pieces, key=len, reverse=True), []
+    while remaining:
+        members, is_joined = remaining.pop(0), False
+        while len(members) >= FEWEST_ON_A_CURVE:
+            piece = next((p for p in remaining if _continues_line(points[members], points[p], is_slow_at)), None)
+            if piece is None:
+                break
+            remaining = [other for other in remaining if other is not piece]
+            members, is_joined = np.concatenate([members, piece]), True
+        results.append((members, is_joined))
+    return results
+
+
+def _continues_line(line: Array, piece: Array, is_slow_at: Callable[[Array], bool]) -> bool:
+    """Return whether two sets of points (point, state) lie on one straight line, with slow points between them."""
+    joint = np.concatenate([line, piece])
+    centre = line.mean(axis=0)
+    direction = np.linalg.svd(line - centre, full_matrices=False)[2][0]
+    along = (joint - centre) @ direction
+    across = np.linalg.norm(joint - centre - along[:, None] * direction, axis=1)
+    if across.max() > STRAIGHT * np.ptp(along):
+        return False
+    distance = np.linalg.norm(line[:, None] - piece[None], axis=2)
+    first, second = np.unravel_index(distance.argmin(), distance.shape)
+    share = np.linspace(0, 1, _IN_A_GAP + 2)[1:-1, None]
+    return is_slow_at((1 - share) * line[first] + share * piece[second])
 
 
 def _descend(map_: StepMap, s: Array, target_speed: float) -> tuple[Array, Array]:

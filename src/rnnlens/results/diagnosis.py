@@ -320,22 +320,23 @@ class FixedPoints(Result, kind="dynamics"):
     def kinds(self) -> list[str]:
         """Kind of each point: ``"stable"``, ``"saddle"``, ``"repeller"``, ``"marginal"`` or ``"slow"``."""
         curve = self.data["curve"] if "curve" in self.data else xr.full_like(self.fixed, -1, dtype=int)
-        return point_kinds(self.eigenvalues.values, self.fixed.values, curve.values)
+        return point_kinds(self.eigenvalues.values, self.fixed.values, curve.values, self.curves)
 
     @property
     def curves(self) -> list[str]:
-        """Kind of each curve of marginal points: ``"line"`` or ``"ring"``."""
+        """Kind of each curve: ``"line"`` or ``"ring"`` of marginal points, ``"slow line"`` or ``"slow ring"``."""
         return [name for name in str(self.data.attrs.get("curves", "")).split(", ") if name]
 
     def _headline(self) -> str:
         kinds = self.kinds
         counts = [_counted_noun(kinds.count(kind), kind) for kind in _KINDS if kind in kinds] or ["no fixed points"]
         counts += [_counted_noun(kinds.count("slow"), "slow", "point")] if "slow" in kinds else []
-        curve_texts = [f"a {name} of {self._curve_size(i)} marginal points" for i, name in enumerate(self.curves)]
+        curve_texts = [self._curve_text(i, name) for i, name in enumerate(self.curves)]
         return f"{', '.join(curve_texts)}; {', '.join(counts)}" if curve_texts else ", ".join(counts)
 
-    def _curve_size(self, curve: int) -> int:
-        return int((self.data["curve"] == curve).sum())
+    def _curve_text(self, index: int, name: str) -> str:
+        kind = "slow" if name.startswith("slow") else "marginal"
+        return f"a {name.removeprefix('slow ')} of {int((self.data['curve'] == index).sum())} {kind} points"
 
     def _rows(self) -> list[tuple[str, str]]:
         moduli, kinds, data = abs(self.eigenvalues).values, self.kinds, self.data

@@ -45,6 +45,45 @@ def test_a_line_attractor_is_a_line_of_marginal_points():
     assert not points.stable.any()
 
 
+class OneSlowMode(nn.Module):
+    """A linear step of eight units in a loop, of one eigenvalue near 1 and others of 0.3, in float32."""
+
+    def __init__(self, eigenvalue):
+        super().__init__()
+        rotation = np.linalg.qr(np.random.default_rng(0).normal(size=(8, 8)))[0]
+        kernel = rotation @ np.diag([eigenvalue, *[0.3] * 7]) @ rotation.T
+        self.kernel = nn.Parameter(torch.tensor(kernel, dtype=torch.float32))
+        self.inward = nn.Parameter(torch.tensor(rotation[:, :1].T, dtype=torch.float32))
+
+    def step(self, u, h):
+        return h @ self.kernel.T + u @ self.inward
+
+    def forward(self, u):
+        h = u.new_zeros(len(u), 8)
+        for t in range(u.shape[1]):
+            h = rl.torch.step(self.step, u[:, t], h, name="rate")
+        return h.sum(1, keepdim=True)
+
+
+U = torch.as_tensor(np.random.default_rng(0).normal(size=(64, 30, 1)).astype("float32"))
+
+
+@pytest.mark.parametrize(("seed", "most"), [(0, 128), (0, 512), (1, 512), (2, 512)])
+def test_collinear_pieces_are_one_line(seed, most):
+    points = rl.fixed_points(OneSlowMode(1.0), U, input="zero", seed=seed, most=most)
+    assert points.curves == ["line"]
+    assert repr(points).splitlines()[0].count(f"{len(points.kinds)} marginal") == 2
+
+
+@pytest.mark.parametrize(("eigenvalue", "kind"), [(0.9999, "stable"), (1.0001, "saddle"), (1.0005, "saddle")])
+def test_a_slow_line_is_no_marginal_line_in_single_precision(eigenvalue, kind):
+    points = rl.fixed_points(OneSlowMode(eigenvalue), U, input="zero", most=128)
+    kinds = np.array(points.kinds)
+    assert set(kinds) <= {kind, "slow"}
+    assert (kinds == kind).any()
+    assert "marginal" not in repr(points)
+
+
 def ring_kernel(units=48, gain=3.0):
     """Return cosine connections, which have a ring of fixed points (Ben-Yishai, Bar-Or, Sompolinsky 1995)."""
     angle = 2 * np.pi * np.arange(units) / units
