@@ -11,26 +11,11 @@ from keras import ops
 
 import rnnlens as rl
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 STEPS, UNITS, BATCHES = 6, 3, 3
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(BATCHES, 2, STEPS, 2)), RNG.normal(size=(BATCHES, 2, 1))
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    """Compute in float64, in JAX too."""
-    before = keras.config.floatx()
-    keras.config.set_floatx("float64")
-    keras.utils.set_random_seed(0)
-    if keras.backend.backend() == "jax":
-        import jax
-
-        enabled = jax.config.jax_enable_x64
-        jax.config.update("jax_enable_x64", True)
-    yield
-    if keras.backend.backend() == "jax":
-        jax.config.update("jax_enable_x64", enabled)
-    keras.config.set_floatx(before)
 
 
 class Cut(keras.layers.Layer):
