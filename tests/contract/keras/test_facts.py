@@ -3,7 +3,7 @@
 import keras
 import pytest
 
-from rnnlens.adapters.keras import adapter
+from rnnlens.adapters.keras import adapter, reference_run
 from rnnlens.adapters.registry import adapter_for
 
 LAYERS = keras.layers
@@ -77,3 +77,17 @@ class Private(keras.layers.Layer):
 def test_attributes_of_the_users_own_layers_are_left_alone():
     layers = [keras.Input((4, 3)), LAYERS.SimpleRNN(2, activation="relu", name="rnn"), Private(name="private")]
     assert adapter.facts(keras.Sequential(layers)).having("relu") == ("rnn",)
+
+
+def test_names_and_ties_of_variables_are_read_once_for_all_weights(model, monkeypatch):
+    walks, tied = [], reference_run.tied_variables
+    monkeypatch.setattr(reference_run, "tied_variables", lambda model: walks.append(1) or tied(model))
+    facts, names = adapter.facts(model), {variable.path for variable in model.variables}
+    locations = [
+        facts.weight_location(layer, None, key)
+        for layer, weights in adapter.weights(model).items()
+        for key in weights.values
+    ]
+    assert len(locations) > 2
+    assert {location.name for location in locations if location is not None} <= names
+    assert walks == [1]

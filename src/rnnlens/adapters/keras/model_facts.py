@@ -18,7 +18,7 @@ from .discover import locate_layers
 from .function_model import argument_names
 from .inputs import output_names
 from .optimizer_step import optimizer_step
-from .reference_run import weight_location
+from .reference_run import WeightLocations
 
 _RELUS = ("relu", "relu6")
 _DROPOUTS = ("Dropout", "AlphaDropout", "GaussianDropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")
@@ -128,7 +128,11 @@ class KerasFacts(ModelFacts):
 
     def weight_location(self, layer: str, direction: str | None, key: str) -> WeightLocation | None:
         """Find the variable behind a weight."""
-        return weight_location(self.model, layer, direction, key)
+        return self._locations.find(layer, direction, key)
+
+    @cached_property
+    def _locations(self) -> WeightLocations:
+        return WeightLocations(self.model)
 
     def chain(self, *, training: bool) -> list[ChainLink] | None:
         """Return the layers of a plain chain of well-known layers."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from ...autodiff import engine
@@ -18,7 +19,7 @@ from ...typing import Array
 from ..protocol import Batch, Cotangents, ReferenceRun, WeightLocation
 from . import losses
 from .cells import initial_state_weights
-from .dialect import dialect_of
+from .dialect import Dialect, dialect_of
 from .discover import root_name
 from .hooks import RunRequest
 from .inputs import input_order
@@ -216,85 +217,90 @@ def names_of(model: Any) -> dict[int, str]:
     return names
 
 
-def weight_location(model: Any, layer: str, direction: str | None, key: str) -> WeightLocation | None:
-    """Return the variable of a layer's weight ``key``, or None: see :meth:`.protocol.ModelFacts.weight_location`."""
-    root_models = [model] if layer == root_name(model) else []
-    for owner in (*root_models, *_layers_at(model, layer.partition("#")[0])):
-        attribute_names = ("forward_layer", "backward_layer") if direction is not None else ()
-        direction_layers = [getattr(owner, attribute, None) for attribute in attribute_names]
-        inner_layer = next(
-            (h for h in direction_layers if h is not None and h.go_backwards == (direction == "backward")), owner
-        )
-        is_recurrent = isinstance(inner_layer, dialect_of(inner_layer).layers.RNN)
-        cell = inner_layer.cell if is_recurrent else inner_layer if hasattr(inner_layer, "state_size") else None
-        if cell is not None:
-            location = _cell_weight_location(model, cell, key)
-        else:  # a variable that the layer adds itself comes before those of its sublayers
-            location = _variable_location(
-                model, dialect_of(inner_layer).own_variables(inner_layer), key
-            ) or _variable_location(model, dialect_of(inner_layer).weights(inner_layer), key)
-        if location is not None:
-            return location
-    return None
+class WeightLocations:
+    """Variables behind the weights of a model; their names, and which ones are shared, are read once."""
 
+    def __init__(self, model: Any) -> None:
+        self.model, self._keras = model, dialect_of(model)
 
-def _cell_weight_location(model: Any, cell: Any, key: str) -> WeightLocation | None:
-    """Return the variable, or the row of a variable, that contains the weight ``key`` of a recurrent cell."""
-    registration, name = registration_of(cell), key.rpartition("/")[2]
-    if registration is not None:
-        source_weight = registration.single(name)  # None if several variables compose the weight
-        variable = None if source_weight is None else attribute_variables(cell).get(source_weight[0])
-        variable_name = names_of(model).get(id(variable))
-        if source_weight is None or variable_name is None:
-            return None
-        tied = id(variable) in tied_variables(model)
-        return WeightLocation(
-            variable_name, (lambda array: array.T) if source_weight[1] else (lambda array: array), tied=tied
-        )
-    is_initial_state = name in initial_state_weights(dialect_of(model), cell)
-    # A GRU with reset_after has both biases as the rows of one variable.
-    has_both = has_two_biases(cell) and len(cell.bias.shape) == 2 and key in ("bias", "recurrent_bias")
-    row = ("bias", "recurrent_bias").index(key) if has_both else None
-    location = _variable_location(model, getattr(cell, "weights", ()), "bias" if has_both else key, row)
-    return replace(location, tied=True) if location is not None and is_initial_state else location
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        return names_of(self.model)
 
+    @cached_property
+    def _tied_ids(self) -> set[int]:
+        return tied_variables(self.model)
 
-def _variable_location(model: Any, weights: Sequence[Any], key: str, row: int | None = None) -> WeightLocation | None:
-    """Find the only variable in ``weights`` that is named ``key``, or row ``row`` of it; None for none or several."""
-    variable_name = key.rpartition("/")[2]
-    keras = dialect_of(model)
-    ending_matches = [v for v in weights if keras.path(v).endswith(f"/{key}")]
-    matches = [v for v in weights if keras.variable_name(v) == variable_name] or ending_matches
-    if len(matches) > 1:
-        matches = [v for v in matches if keras.path(v).endswith(f"/{key}")]
-    name = names_of(model).get(id(matches[0])) if len(matches) == 1 else None
-    if name is None:
+    def find(self, layer: str, direction: str | None, key: str) -> WeightLocation | None:
+        """Return the variable of a layer's weight ``key``: see :meth:`.protocol.ModelFacts.weight_location`."""
+        root_models = [self.model] if layer == root_name(self.model) else []
+        for owner in (*root_models, *_layers_at(self._keras, self.model, layer.partition("#")[0])):
+            attribute_names = ("forward_layer", "backward_layer") if direction is not None else ()
+            direction_layers = [getattr(owner, attribute, None) for attribute in attribute_names]
+            inner_layer = next(
+                (h for h in direction_layers if h is not None and h.go_backwards == (direction == "backward")), owner
+            )
+            is_recurrent = isinstance(inner_layer, self._keras.layers.RNN)
+            cell = inner_layer.cell if is_recurrent else inner_layer if hasattr(inner_layer, "state_size") else None
+            if cell is not None:
+                location = self._of_cell(cell, key)
+            else:  # a variable that the layer adds itself comes before those of its sublayers
+                own_location = self._of_variable(self._keras.own_variables(inner_layer), key)
+                location = own_location or self._of_variable(self._keras.weights(inner_layer), key)
+            if location is not None:
+                return location
         return None
-    return WeightLocation(
-        name,
-        (lambda array: array) if row is None else (lambda array: array[row]),
-        str(row),
-        id(matches[0]) in tied_variables(model),
-    )
+
+    def _of_cell(self, cell: Any, key: str) -> WeightLocation | None:
+        """Return the variable, or the row of a variable, that contains the weight ``key`` of a recurrent cell."""
+        registration, name = registration_of(cell), key.rpartition("/")[2]
+        if registration is not None:
+            source_weight = registration.single(name)  # None if several variables compose the weight
+            variable = None if source_weight is None else attribute_variables(cell).get(source_weight[0])
+            variable_name = self._names.get(id(variable))
+            if source_weight is None or variable_name is None:
+                return None
+            take = (lambda array: array.T) if source_weight[1] else (lambda array: array)
+            return WeightLocation(variable_name, take, tied=id(variable) in self._tied_ids)
+        is_initial_state = name in initial_state_weights(self._keras, cell)
+        # A GRU with reset_after has both biases as the rows of one variable.
+        has_both = has_two_biases(cell) and len(cell.bias.shape) == 2 and key in ("bias", "recurrent_bias")
+        row = ("bias", "recurrent_bias").index(key) if has_both else None
+        location = self._of_variable(getattr(cell, "weights", ()), "bias" if has_both else key, row)
+        return replace(location, tied=True) if location is not None and is_initial_state else location
+
+    def _of_variable(self, weights: Sequence[Any], key: str, row: int | None = None) -> WeightLocation | None:
+        """Find the only variable that is named ``key``, or row ``row`` of it; None for none or several."""
+        variable_name, keras = key.rpartition("/")[2], self._keras
+        ending_matches = [v for v in weights if keras.path(v).endswith(f"/{key}")]
+        matches = [v for v in weights if keras.variable_name(v) == variable_name] or ending_matches
+        if len(matches) > 1:
+            matches = [v for v in matches if keras.path(v).endswith(f"/{key}")]
+        name = self._names.get(id(matches[0])) if len(matches) == 1 else None
+        if name is None:
+            return None
+        take = (lambda array: array) if row is None else (lambda array: array[row])
+        return WeightLocation(name, take, str(row), id(matches[0]) in self._tied_ids)
 
 
 def tied_variables(model: Any) -> set[int]:
     """Return the ids of the variables that more than one layer of the model has among its own."""
+    keras = dialect_of(model)
     seen_ids: set[int] = set()
     repeated_ids: set[int] = set()
     for layer in model._flatten_layers():
-        own_ids = {id(v) for v in dialect_of(layer).own_variables(layer)}
+        own_ids = {id(v) for v in keras.own_variables(layer)}
         repeated_ids |= own_ids & seen_ids
         seen_ids |= own_ids
     return repeated_ids
 
 
-def _layers_at(model: Any, name: str) -> Iterator[Any]:
+def _layers_at(keras: Dialect, model: Any, name: str) -> Iterator[Any]:
     """Yield the layers at the path of names ``name``, such as ``"encoder/lstm"``, in nested models."""
     for child in model._flatten_layers(include_self=False, recursive=False):
         if child.name == name:
             yield child
         elif name.startswith(f"{child.name}/"):
-            yield from _layers_at(child, name[len(child.name) + 1 :])
-        elif isinstance(model, dialect_of(model).Sequential) and child is getattr(model, "_functional", None):
-            yield from _layers_at(child, name)
+            yield from _layers_at(keras, child, name[len(child.name) + 1 :])
+        elif isinstance(model, keras.Sequential) and child is getattr(model, "_functional", None):
+            yield from _layers_at(keras, child, name)
