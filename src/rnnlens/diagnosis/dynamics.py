@@ -255,9 +255,9 @@ def fixed_points(
     -------
     FixedPoints
         ``states``, ``eigenvalues``, ``eigenvectors``, ``kinds`` (stable, saddle, repeller, marginal, slow), ``curves``
-        (lines and rings of marginal points, and slow ones), ``stable``, ``fixed``, ``data`` (speed, number of starts; in
-        ``attrs`` the ``direction`` that was examined). Known cells are solved in float64, custom cells in the precision
-        of the framework.
+        (lines and rings of marginal points, and slow ones), ``stable``, ``fixed``, ``data`` (speed, number of starts;
+        in ``attrs`` the ``direction`` that was examined). Known cells are solved in float64, custom cells in the
+        precision of the framework.
 
     Raises
     ------
