@@ -216,6 +216,7 @@ def data():
     return torch.randn(2, STEPS, 3, dtype=torch.float64)
 
 
+@pytest.mark.product(keep=("inner", "split", "two gates"))
 @pytest.mark.parametrize("name", LAYERS)
 def test_states_and_gradients_are_those_of_single_steps(name):
     x = data()

@@ -160,6 +160,7 @@ def model_of(kind):
     return make(block()).double()
 
 
+@pytest.mark.product(keep=("universal", "universal with steps", "huginn", "recursive", "last cycle only"))
 @pytest.mark.parametrize("kind", MODELS)
 def test_states_and_gradients_by_loop_are_those_of_autograd(kind):
     model = model_of(kind)
