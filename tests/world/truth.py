@@ -88,7 +88,9 @@ def _frozen(value: Any, depth: int = 4) -> Any:
         return str(value.dtype), tuple(value.shape), value.detach().cpu().resolve_conj().numpy().tobytes()
     if isinstance(value, dict) and depth:
         return [(str(key), _frozen(entry, depth - 1)) for key, entry in value.items()]
-    if isinstance(value, list | tuple | set) and depth:
+    if isinstance(value, set):  # a copy of it may have another order
+        return sorted(map(repr, value))
+    if isinstance(value, list | tuple) and depth:
         return [_frozen(entry, depth - 1) for entry in value]
     return repr(value) if isinstance(value, int | float | str | bytes | None) else id(value)
 

@@ -19,14 +19,15 @@ def recurrent_ppo() -> Program:
 
     space = gym.spaces.Box(-5, 5, (3,))
     policy = RecurrentActorCriticPolicy(space, gym.spaces.Discrete(2), lambda _: 1e-3, lstm_hidden_size=6, net_arch=[5])
-    actions = torch.randint(2, (4 * 6,))
 
     def values(observations: torch.Tensor) -> torch.Tensor:
         sequences, steps, features = observations.shape
         state = (torch.zeros(1, sequences, 6), torch.zeros(1, sequences, 6))
         starts = torch.zeros(sequences * steps)
         flat = observations.reshape(-1, features)
-        value, _log_prob, _entropy = policy.evaluate_actions(flat, actions, RNNStates(state, state), starts)
+        value, _log_prob, _entropy = policy.evaluate_actions(
+            flat, torch.zeros(sequences * steps), RNNStates(state, state), starts
+        )
         return value.reshape(sequences, steps, 1)
 
     model: Any = rl.torch.model(values, policy)
