@@ -47,7 +47,9 @@ def key(seed=0):
 
 
 def double():
-    return {"param_dtype": jnp.float64, "dtype": jnp.float64}
+    """Return the dtype of parameters and of computations: float64, or float32 where JAX has no other."""
+    dtype = jax.dtypes.canonicalize_dtype(float)
+    return {"param_dtype": dtype, "dtype": dtype}
 
 
 RESETS = np.zeros((T, B), dtype=bool)
@@ -82,7 +84,7 @@ def actor_critic(make_cell, embed):
 
     net = ActorCriticRNN()
     cell = make_cell(None)
-    start = jax.tree.map(lambda a: a.astype(jnp.float64), cell.initialize_carry(jax.random.PRNGKey(0), (B, embed or D)))
+    start = jax.tree.map(lambda a: a.astype(float), cell.initialize_carry(jax.random.PRNGKey(0), (B, embed or D)))
     params = net.init(key(), start, (jnp.zeros((T, B, D)), jnp.zeros((T, B), bool)))
 
     def apply(params, obs, dones):
@@ -372,6 +374,55 @@ def computation_thru_dynamics():
 
 
 @program
+def jaxley_cable():
+    """A neuron of coupled compartments: gates and voltages in a dictionary, voltages by an implicit step of a cable.
+
+    The tridiagonal system of each time step is solved by loops over the compartments.
+    """
+    draw = functools.partial(numbers, H, seed=5)
+    params = {"gNa": 1.0 + 0.2 * draw(), "gLeak": 0.3 + 0.1 * draw() ** 2, "axial": 0.5 + 0.1 * numbers(seed=6)}
+
+    def solve(diagonal, off, right):
+        def eliminate(before, row):
+            d, r = row[0] - off**2 / before[0], row[1] - off * before[1] / before[0]
+            return (d, r), (d, r)
+
+        first = (diagonal[0], right[0])
+        _, (d, r) = jax.lax.scan(eliminate, first, (diagonal[1:], right[1:]))
+        last = r[-1] / d[-1]
+        back = lambda v, row: ((new := (row[1] - off * v) / row[0]), new)  # noqa: E731
+        rows = (jnp.append(first[0], d[:-1]), jnp.append(first[1], r[:-1]))
+        return jnp.append(jax.lax.scan(back, last, rows, reverse=True)[1], last)
+
+    def simulate(params, stimulus):
+        p, dt = jax.tree.map(jnp.asarray, params), 0.4
+        neighbours = jnp.full(H, 2.0).at[jnp.array([0, H - 1])].set(1.0)
+
+        def step(state, current):
+            v = state["v"]
+            m = state["m"] + dt * (jax.nn.sigmoid(2 * v) - state["m"]) / (1 + v**2)
+            h = state["h"] + dt * 0.5 * (jax.nn.sigmoid(-3 * v) - state["h"])
+            conductance = p["gNa"] * m**3 * h
+            right = v + dt * (conductance * 1.5 - p["gLeak"] * 0.6)
+            right = right.at[: len(current)].add(dt * current)
+            diagonal = 1 + dt * (conductance + p["gLeak"] + p["axial"] * neighbours)
+            v = solve(diagonal, -dt * p["axial"], right)
+            return {"h": h, "m": m, "v": v}, v[:A]
+
+        start = {"h": jnp.full(H, 0.6), "m": jnp.full(H, 0.1), "v": jnp.full(H, -0.5)}
+        return jax.lax.scan(step, start, stimulus)[1]
+
+    apply = jax.vmap(simulate, in_axes=(None, 0))
+    return Program(
+        rl.jax.model(apply, params),
+        numbers(B, T, D, seed=1),
+        numbers(B, T, A, seed=2),
+        lambda x: apply(params, x),
+        {"": ("custom", 0)},
+    )
+
+
+@program
 def recurrentgemma_linear_scan():
     """A diagonal recurrence whose decay follows from the input: the sequential form of RG-LRU."""
     draw = functools.partial(numbers, seed=5)
@@ -412,3 +463,56 @@ def lru_params():
     draw = functools.partial(numbers, seed=5)
     complex_draw = lambda *shape: draw(*shape) + 1j * numbers(*shape, seed=6)  # noqa: E731
     return {"lru": {"nu": 0.1 * draw(H), "theta": 0.1 * draw(H), "B": complex_draw(D, H), "C": complex_draw(H, A)}}
+
+
+def lru_in_steps(params, x, taps):
+    """Return the output of ``lru`` by a loop over steps, and its states plus ``taps`` (real, imaginary)."""
+    p = jax.tree.map(jnp.asarray, params["lru"])
+    decay = jnp.exp(-jnp.exp(p["nu"]) + 1j * jnp.exp(p["theta"]))
+    states = in_steps(decay, x @ p["B"], taps)
+    return (states @ p["C"]).real, states
+
+
+def in_steps(decay, inputs, taps):
+    """Return the states of a diagonal recurrence, (sample, time, unit)."""
+    state, states = jnp.zeros_like(inputs[:, 0]), []
+    for t in range(inputs.shape[1]):
+        state = decay * state + inputs[:, t] + taps[:, t, :H] + 1j * taps[:, t, H:]
+        states.append(state)
+    return jnp.stack(states, 1)
+
+
+def s5(params, x):
+    """A layer of S5: steps of its own for every unit, held inputs, and pairs of conjugate states."""
+    decay, inputs, p = _s5(params, x)
+
+    def one(inputs):
+        combine = lambda a, b: (b[0] * a[0], b[0] * a[1] + b[1])  # noqa: E731
+        return jax.lax.associative_scan(combine, (decay * jnp.ones((inputs.shape[0], 1)), inputs))[1]
+
+    return _s5_readout(jax.vmap(one)(inputs), x, p)
+
+
+def s5_in_steps(params, x, taps):
+    """Return the output of ``s5`` by a loop over steps, and its states; ``taps`` as for ``lru_in_steps``."""
+    decay, inputs, p = _s5(params, x)
+    states = in_steps(decay, inputs, taps)
+    return _s5_readout(states, x, p), states
+
+
+def _s5(params, x):
+    p = jax.tree.map(jnp.asarray, params["s5"])
+    eigenvalues, steps = -jnp.exp(p["re"]) + 1j * p["im"], jnp.exp(p["log_step"])
+    decay = jnp.exp(eigenvalues * steps)
+    return decay, x @ (p["B"] * (decay - 1) / eigenvalues), p
+
+
+def _s5_readout(states, x, p):
+    return jax.nn.gelu(2 * (states @ p["C"]).real + x @ p["D"])
+
+
+def s5_params():
+    draw = functools.partial(numbers, seed=7)
+    complex_draw = lambda *shape: draw(*shape) + 1j * numbers(*shape, seed=8)  # noqa: E731
+    made = {"re": 0.2 * draw(H) - 1, "im": 1 + numbers(H, seed=9), "log_step": 0.1 * numbers(H, seed=10)}
+    return {"s5": made | {"B": complex_draw(D, H), "C": complex_draw(H, A), "D": draw(D, A)}}

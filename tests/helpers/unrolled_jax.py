@@ -5,14 +5,19 @@ from contextlib import contextmanager
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
+
+from rnnlens.adapters.jax.jaxprs import bind
 
 
 @contextmanager
 def scans_in_python(taps=None, cut=None):
     """Within the block ``lax.scan`` is a Python loop; yield the states of each loop, one list of steps for each.
 
-    ``taps``: for each loop, zeros (time, ...) that are added to its float states, also where the step returns the very
-    same array as output. ``cut``: number of the loop whose recurrence passes no gradient on.
+    Loops within its steps stay as they are.
+
+    ``taps``: for each loop, zeros (time, ...) that are added to its float states where these are computed, so that the
+    step itself reads the sum as well. ``cut``: number of the loop whose recurrence passes no gradient on.
     """
     original, seen = jax.lax.scan, []
 
@@ -23,16 +28,11 @@ def scans_in_python(taps=None, cut=None):
         carry, outputs = init, [None] * steps
         for t in reversed(range(steps)) if reverse else range(steps):
             before = jax.tree.map(_without_gradient, carry) if cut == number else carry
-            after, output = f(before, jax.tree.map(lambda a, t=t: a[t], xs))
-            leaves, tree = jax.tree.flatten(after)
-            tapped = list(leaves)
-            for i, (j, leaf) in enumerate((j, a) for j, a in enumerate(leaves) if _is_float(a)):
-                if taps is not None and number < len(taps):
-                    tapped[j] = leaf + taps[number][i][t]
-            same = {id(a): b for a, b in zip(leaves, tapped, strict=True)}
-            outputs[t] = jax.tree.map(lambda a, same=same: same.get(id(a), a), output)
-            carry = jax.tree.unflatten(tree, tapped)
-            states.append([a for a in tapped if _is_float(a)])
+            own_taps = [tap[t] for tap in taps[number]] if taps is not None else []
+            jax.lax.scan = original  # for loops within the step
+            carry, outputs[t] = _step(f, before, jax.tree.map(lambda a, t=t: a[t], xs), own_taps)
+            jax.lax.scan = scan
+            states.append([a for a in jax.tree.leaves(carry) if _is_float(a)])
         if reverse:
             states.reverse()
         return carry, jax.tree.map(lambda *a: jnp.stack(a), *outputs)
@@ -42,6 +42,21 @@ def scans_in_python(taps=None, cut=None):
         yield seen
     finally:
         jax.lax.scan = original
+
+
+def _step(f, carry, x, taps):
+    """Run one step equation by equation, and add ``taps`` to the new float states where they are computed."""
+    program, shapes = jax.make_jaxpr(f, return_shape=True)(carry, x)
+    jaxpr = program.jaxpr
+    values = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    values |= zip(jaxpr.invars, jax.tree.leaves((carry, x)), strict=True)
+    states = [v for v in jaxpr.outvars[: len(jax.tree.leaves(carry))] if _is_float(v.aval)]
+    tapped = dict(zip(states, taps, strict=False))
+    read = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]  # noqa: E731
+    for equation in jaxpr.eqns:
+        for v, value in zip(equation.outvars, bind(equation, [read(v) for v in equation.invars]), strict=True):
+            values[v] = value + tapped[v] if v in tapped else value
+    return jax.tree.unflatten(jax.tree.structure(shapes), [read(v) for v in jaxpr.outvars])
 
 
 def unrolled(function, cut=None):
@@ -68,7 +83,7 @@ def difference(a, b):
 
 
 def _is_float(a):
-    return jnp.issubdtype(jnp.result_type(a), jnp.inexact)
+    return jnp.issubdtype(a.dtype, jnp.inexact)
 
 
 def _without_gradient(a):
