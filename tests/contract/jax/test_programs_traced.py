@@ -179,3 +179,26 @@ def test_loops_with_weights_of_one_path_have_names_of_their_own():
 
     first, second = layers_of(apply, np.zeros((B, T, D), "float32"))
     assert (first.name, second.name, first.kind, second.kind) == ("rnn", "rnn_2", "lstm", "lstm")
+
+
+def test_a_first_trace_compiles_its_program_and_the_users_own_alone():
+    """Recorded arrays are read by NumPy, and data are copied: an operation of JAX outside of a program compiles one."""
+    numbers = lambda *shape: np.random.default_rng(0).normal(size=shape).astype("float32")  # noqa: E731
+    compiled, params = [], {"w": jnp.asarray(numbers(3, 7)), "u": jnp.asarray(0.3 * numbers(7, 7))}
+
+    def apply(params, x):
+        def step(h, x_t):
+            h = jnp.tanh(x_t @ params["w"] + h @ params["u"])
+            return h, h
+
+        return jnp.swapaxes(jax.lax.scan(step, jnp.zeros((x.shape[0], 7)), jnp.swapaxes(x, 0, 1))[1], 0, 1)
+
+    def listen(event, _seconds, **details):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(details.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    loss = lambda output, target: jnp.mean((output - target) ** 2)  # noqa: E731
+    trace = rl.trace(rl.jax.model(apply, params), numbers(11, 13, 3), numbers(11, 13, 7), loss=loss)
+    assert trace.certificate.state == "passed"
+    assert len(compiled) == 2, compiled

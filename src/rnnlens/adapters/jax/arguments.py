@@ -61,7 +61,7 @@ def _as_array(leaf: Any, name: str) -> Any:
     if 0 in array.shape:
         expected = "at least 1 sample and at least 1 time step"
         raise InputError(f"{name} is empty.", got=f"shape {array.shape}", expected=expected)
-    return jnp.asarray(array)
+    return jax.device_put(array, may_alias=False)  # jnp.asarray compiles a program for each shape
 
 
 def call(apply: Callable[..., Any], x: Any, parameters: Sequence[str] | None) -> Any:

@@ -168,15 +168,15 @@ class _CallReader:
             call.mask = self._flag(layer, position, cell.mask.variable) == cell.mask.value
 
     def _flag(self, layer: RecurrentLayer, number: int, variable: Any) -> Array:
-        value = self.run.record((layer.loop.path, f"watch{number}"))
-        return np.array(layer.to_port(variable, value))[..., 0]
+        return self._steps(layer, variable, f"watch{number}")[..., 0]
 
     def _steps(self, layer: RecurrentLayer, variable: Any, point: str) -> Array:
-        return ENGINE.to_array(layer.to_port(variable, self.run.record((layer.loop.path, point))))
+        value = ENGINE.to_array(self.run.record((layer.loop.path, point)))
+        return np.ascontiguousarray(layer.to_port(variable, value))
 
     def _at_step(self, layer: RecurrentLayer, variable: Any, point: str) -> Array:
-        value = self.run.record((layer.loop.path, point))
-        return ENGINE.to_array(layer.at_step(variable, value[layer.index] if layer.index else value))
+        value = ENGINE.to_array(self.run.record((layer.loop.path, point)))
+        return np.ascontiguousarray(layer.at_step(variable, value[layer.index] if layer.index else value))
 
     def _output(self, layer: RecurrentLayer) -> Array:
         parts = [self._steps(layer, v, f"output{i}") for i, v in enumerate(layer.own_outputs)]

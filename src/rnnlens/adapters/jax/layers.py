@@ -149,21 +149,22 @@ class RecurrentLayer:
 
     def to_port(self, variable: Any, value: Any) -> Any:
         """Convert values of a variable at all steps, (time, ...), to (sample, time, size), in time order."""
+        xp = _namespace(value)
         value = self.at_step(variable, value[self.index] if self.index else value, 1)
-        value = jnp.swapaxes(value, 0, 1)
-        return jnp.flip(value, 1) if self.loop.flipped else value
+        value = xp.swapaxes(value, 0, 1)
+        return xp.flip(value, 1) if self.loop.flipped else value
 
     def at_step(self, variable: Any, value: Any, lead: int = 0) -> Any:
         """Convert a value of a variable, with ``lead`` axes in front, to (..., sample, size)."""
-        axis = self.roles.sample.get(variable)
+        axis, xp = self.roles.sample.get(variable), _namespace(value)
         front = tuple(value.shape[:lead])
         if axis is None:
-            value = jnp.broadcast_to(jnp.expand_dims(value, lead), (*front, self.samples, *value.shape[lead:]))
+            value = xp.broadcast_to(xp.expand_dims(value, lead), (*front, self.samples, *value.shape[lead:]))
         else:
-            value = jnp.moveaxis(value, lead + axis, lead)
+            value = xp.moveaxis(value, lead + axis, lead)
         value = value.reshape((*front, self.samples, -1))
         if jnp.issubdtype(value.dtype, jnp.complexfloating):
-            value = jnp.concatenate([value.real, value.imag], axis=-1)
+            value = xp.concatenate([value.real, value.imag], axis=-1)
         return value
 
     def from_port(self, variable: Any, value: Any) -> Any:
@@ -266,6 +267,11 @@ class RecurrentLayer:
             else:
                 zeros[path, name] = self.from_port(variable, part)
         return zeros
+
+
+def _namespace(value: Any) -> Any:
+    """Return NumPy for its arrays: outside of a program each operation of JAX would be compiled by itself."""
+    return np if isinstance(value, np.ndarray) else jnp
 
 
 def find_layers(program: ClosedJaxpr, loops: Sequence[Loop], roles: AxisRoles) -> list[RecurrentLayer]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -59,7 +60,7 @@ class ProgramRun:
         self._linearised: LinearisedProgram | None = None
         self.gradients: Mapping[Port, Array | None] = {}
         if cotangents is not None and taps.wrt:
-            full = {_key(port): jnp.asarray(value, self._dtype(port)) for port, value in cotangents.items()}
+            full = {_key(port): _cotangent(value, self._dtype(port)) for port, value in cotangents.items()}
             targets, aux, pulled = ENGINE.forward_and_back(self._program, arguments, memo, full)
             self.gradients = self._by_port(pulled)
         elif taps.wrt:
@@ -100,7 +101,7 @@ class ProgramRun:
         if self._linearised is None:
             raise InputError("This run is closed, or has no port to differentiate by.")
         refuse_misfits(cotangents, self.taps.of, self.values)
-        full = {_key(port): jnp.asarray(value, self._dtype(port)) for port, value in cotangents.items()}
+        full = {_key(port): _cotangent(value, self._dtype(port)) for port, value in cotangents.items()}
         with raised_by("The backward pass of your model"):
             return self._by_port(self._linearised.vjp(full))
 
@@ -288,6 +289,11 @@ class ProgramRun:
                     raise InputError(message, got=np.shape(state), expected=shape)
                 given[_text((layer.loop.path, f"given{number}"))] = layer.from_step(v, jnp.asarray(state))
         return given
+
+
+def _cotangent(value: Array, dtype: Any) -> Any:
+    """Return a cotangent on JAX's device; ``jnp.asarray`` would compile a program for each shape."""
+    return jax.device_put(np.asarray(value, dtype))
 
 
 def gathered_gradient(program: Program, layer: RecurrentLayer, key: str, grads: Sequence[Array]) -> Array | None:

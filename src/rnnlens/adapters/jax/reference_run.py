@@ -27,7 +27,8 @@ class Reference:
         self._call = Call.of(model, batch)
         # For what was compiled, and layouts of weights, which any number of samples shares.
         self._program = Program.of_any_samples(self._call, self._call.has_loss)
-        self._arrays = [jnp.array(a, copy=True) for a in self._call.arrays]  # the user's function may donate them
+        # Copies, since the user's function may donate its arrays.
+        self._arrays = [jax.device_put(a, may_alias=False) for a in self._call.arrays]
         floats = (i for i in range(self._call.counts[1]) if is_inexact(self._arrays[i]))
         self._moved = list(floats) if gradients else []
 
