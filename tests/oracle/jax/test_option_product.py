@@ -71,6 +71,18 @@ class ScannedCell(nn.Module):
         return scan(self.cell, carry, (x, jnp.arange(x.shape[1])))[1]
 
 
+def stepped_in_python(cell, x, lengths, carry, reverse):
+    """Return the outputs of a cell that a Python loop calls, its state kept where a sequence has ended."""
+    outputs = [None] * x.shape[1]
+    for t in reversed(range(x.shape[1])) if reverse else range(x.shape[1]):
+        after, outputs[t] = cell(carry, x[:, t])
+        if lengths is not None:
+            after = jax.tree.map(lambda new, old, t=t: jnp.where((t < lengths)[:, None], new, old), after, carry)
+            outputs[t] = jax.tree.leaves(after)[-1]
+        carry = after
+    return jnp.stack(outputs, 1)
+
+
 class Net(nn.Module):
     """One layer, or two that read in both directions, and a readout at every step."""
 
@@ -87,6 +99,8 @@ class Net(nn.Module):
         cell = CELLS[self.cell](H, dtype=dtype, param_dtype=dtype)
         lengths = jnp.asarray(LENGTHS)[: x.shape[0]] if self.mask else None
         carry = carry_of(cell, self.start, x.shape[0], dtype)
+        if self.form == "loop":
+            return stepped_in_python(cell, x, lengths, carry, reverse)
         if self.form == "scan":
             return ScannedCell(cell, reverse)(x, lengths, carry)
         return nn.RNN(cell, reverse=reverse, keep_order=True)(x, initial_carry=carry, seq_lengths=lengths)
@@ -171,6 +185,22 @@ def name_of(case):
 @pytest.mark.parametrize("case", drawn(60), ids=name_of)
 def test_drawn_options(case):
     check(case)
+
+
+LOOPS = list(product(*(OPTIONS | {"form": ("loop",)}).values()))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_loop_in_python_is_refused_by_name_with_any_options(seed):
+    """It leaves no loop in the program; ten draws for each seed."""
+    for number in np.random.default_rng(seed).permutation(len(LOOPS))[:10]:
+        options = dict(zip(OPTIONS, LOOPS[number], strict=True))
+        x, y = (jnp.asarray(numbers(B, T, n, seed=n), options["dtype"]) for n in (D, 2))
+        net, rngs = Net(**options), {"dropout": jax.random.key(3)}
+        params = net.init({"params": jax.random.key(0), **rngs}, x)
+        with pytest.raises(rl.errors.ModelError, match="no recurrent layer") as refusal:
+            rl.trace(rl.jax.model(net, params, rng=rngs), x, y, loss=mse)
+        assert "jax.lax.scan" in str(refusal.value)
 
 
 #: What a masked step returns, of what its cell computed, the state that it keeps, and the state before.
