@@ -28,11 +28,11 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
     """Return the layouts of requested ports and model inputs.
 
     The layout of a port does not depend on which other ports are requested. An unknown axis is named ``axis_0``,
-    ``axis_1``, ... The result is empty for a model that runs no recurrent layer.
+    ``axis_1``, ... Of a model that runs no recurrent layer the result is empty unless its steps come first.
     """
     with AxisProbe(model, batch, ports, cut=True) as probe:
         if not probe.calls:
-            return {}
+            return {} if batch.training else _steps_first(probe, ports)  # batch normalisation would join samples
         requested_ports = list(dict.fromkeys([*probe.model_inputs, *ports]))
         if set(requested_ports) <= set(probe.layouts):  # a chain of library modules, whose pass shows the roles
             return {port: probe.layouts[port] for port in requested_ports}
@@ -60,6 +60,53 @@ def layouts(model: nn.Module, batch: Batch, ports: Sequence[Port]) -> dict[Port,
     known_axes = _KnownAxes(shapes, sample_axes, coupled_ports, time_axes, min(counts), unclear_axes, images)
     _find_by_size(model, batch, [port for port in ports if port in shapes], known_axes, is_single_step=is_single_step)
     return {port: _layout(port, known_axes) for port in shapes} | dict(probe.layouts)
+
+
+def _steps_first(probe: AxisProbe, ports: Sequence[Port]) -> dict[Port, Layout]:
+    """Return layouts for a model without recurrent layers that keeps entries of its input's second axis apart.
+
+    The result is empty unless entries of the first axis meet, of an only input (step, sample, feature): samples come
+    first then, as is the convention.
+    """
+    sources = [port for port in probe.model_inputs if len(probe.values[port].shape) == 3]
+    if len(sources) != 1 or len(probe.model_inputs) != 1 or min(probe.values[sources[0]].shape[:2]) < 2:
+        return {}
+    (source,) = sources
+    steps, samples = (int(size) for size in probe.values[source].shape[:2])
+
+    def is_kept_apart(output: Port, axis: int, port: Port, port_axis: int) -> bool:
+        """Return whether the first and the last entry of an axis depend on the same entries of ``port`` only."""
+        shape, port_shape = probe.values[output].shape, probe.values[port].shape
+        size = port_shape[port_axis] if port_axis < len(port_shape) else 0
+        if axis >= len(shape) or shape[axis] != size:
+            return False
+        ends = np.eye(size, dtype=bool)[[0, -1]]
+        nonzero = probe.nonzero_gradients({output: (AxisPlace(axis, 1, size, 1), ends)})
+        return port in nonzero and not (AxisPlace(port_axis, 1, size, 1).support(nonzero[port]) & ~ends).any()
+
+    sample_axes: dict[Port, int] = {}
+    for output in probe.model_outputs:
+        if is_kept_apart(output, 0, source, 0):
+            return {}
+        axes = [axis for axis in (1, 0) if is_kept_apart(output, axis, source, 1)]
+        if not axes:
+            return {}
+        sample_axes |= {source: 1, output: axes[0]}
+    for port in set(ports) - set(sample_axes) if sample_axes else ():
+        end = probe.model_outputs[0]
+        axis = next((axis for axis in (1, 0) if is_kept_apart(end, sample_axes[end], port, axis)), None)
+        if axis is not None:
+            sample_axes[port] = axis
+
+    def layout(port: Port) -> Layout:
+        shape, sample_axis = probe.values[port].shape, sample_axes.get(port)
+        axes: dict[int, Axis] = {} if sample_axis is None else {sample_axis: (SAMPLE,)}
+        if sample_axis == 1 and shape[0] == steps:
+            axes[0] = (TIME,)
+        named = layout_of_axes(len(shape), axes, FEATURE if port.kind == "input" else UNIT)
+        return Layout(named.axes, samples=samples)
+
+    return {port: layout(port) for port in dict.fromkeys([*sample_axes, *ports]) if port in probe.values}
 
 
 @dataclass
