@@ -144,3 +144,16 @@ def test_a_result_makes_datasets_when_they_are_asked_for(verb, monkeypatch):
     assert not datasets
     assert set(result.dataset("lstm").data_vars)
     assert datasets
+
+
+def test_a_diagnosis_evaluates_the_loss_in_one_pass():
+    torch.manual_seed(0)
+    model, x = Tagger("last step"), torch.randn(64, 12, 3)
+    evaluated = []
+
+    def loss(output, target):
+        evaluated.append(len(output))
+        return nn.functional.mse_loss(output, target)
+
+    rl.diagnose(model, x, torch.randn(64, 2), loss=loss)
+    assert len(evaluated) == 1

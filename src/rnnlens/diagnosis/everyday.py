@@ -24,7 +24,7 @@ from ..verbs.names import Catalogue, TensorName, read
 from ..verbs.weight_layout import sources
 from .experiment import Experiment
 from .layers import LayerFacts
-from .loss_arguments import class_form, exchanged_arguments, first_targets, output_form, target_shape
+from .loss_arguments import class_form, exchanged_arguments, output_form, target_shape
 from .memory import EFFECT, P_VALUE, SOUGHT, Memory, finds_nothing, measure_relation
 from .updates import update_findings
 
@@ -124,7 +124,8 @@ def everyday_findings(
     checked.add(class_form(experiment), "one-hot targets for a loss of indices, or the reverse")
     checked.add(exchanged_arguments(experiment), "exchanged arguments of the loss")
     checked.add(output_form(experiment), "an output in another form than the loss expects")
-    gradients = _weight_gradients(experiment)
+    loss_run, _ = experiment.loss_run
+    gradients = None if loss_run is None else loss_run.weight_grads
     checked.add(_weights_without_gradient(experiment, gradients), "weights without gradient")
     checked.add(_frozen(experiment), "frozen layers")
     checked.add(_state_carried(experiment), "a state carried from an earlier batch")
@@ -185,17 +186,6 @@ def _locations(catalogue: Catalogue, name: TensorName) -> list[str]:
             return []
         names.append(location.name)
     return names
-
-
-def _weight_gradients(experiment: Experiment) -> dict[str, Array | None] | None:
-    """Return the gradients of the loss by the framework's names of the weights; None without a loss."""
-    if experiment.loss is None or experiment.samples.y is None:
-        return None
-    batch = Batch(experiment.first_inputs, first_targets(experiment), loss=experiment.loss, seed=experiment.seed)
-    try:
-        return dict(experiment.adapter.run(experiment.model, batch, Taps.nothing()).reference().weight_grads)
-    except Exception:  # the user's loss may take other arguments: the diagnosis does not need it
-        return None
 
 
 def _frozen(experiment: Experiment) -> list[Finding]:

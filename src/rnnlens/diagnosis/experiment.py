@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any
 
 import numpy as np
 
 from .. import data
-from ..adapters.protocol import Adapter, Batch, Capture, LayerInfo, Port, RecurrentCall, Taps
+from ..adapters.protocol import Adapter, Batch, Capture, LayerInfo, Port, RecurrentCall, ReferenceRun, Taps
 from ..adapters.registry import adapter_for
 from ..errors import InputError, ModelError, RnnlensError, short_repr
 from ..layout import Layout
@@ -206,24 +205,33 @@ class Experiment:
             raise InputError("output= exceeds the number of outputs.", got=repr(self.output), expected=expected)
         return self.output % output_count
 
-    def refuse_loss(self, loss: Any) -> None:
-        """Run a loss function once on the first samples; raise InputError if it returns no real number or tensor."""
-        if not inspect.isroutine(loss) or self.samples.y is None:
-            return
+    @cached_property
+    def first_targets(self) -> Any:
+        """Targets of the first samples, as the user gives them to the loss."""
+        return self.samples.orientation.target_as_given(data.select(self.samples.y, slice(MOST_CAPTURED)))
+
+    @cached_property
+    def loss_run(self) -> tuple[ReferenceRun | None, list[Any]]:
+        """Run of the untouched model on the first samples, differentiated by the loss; what a loss function returned.
+
+        The run is None without a loss or targets, and where the loss fails: the diagnosis does not need it.
+        """
         returned: list[Any] = []
+        if self.loss is None or self.samples.y is None:
+            return None, returned
+        loss = _recorded(self.loss, returned) if inspect.isroutine(self.loss) else self.loss
+        batch = Batch(self.first_inputs, self.first_targets, loss=loss, seed=self.seed)
+        try:
+            return self.adapter.run(self.model, batch, Taps.nothing()).reference(), returned
+        except Exception:  # of the user's loss, which may be any function
+            return None, returned
 
-        def recording_loss(*loss_arguments: Any) -> Any:
-            returned.append(loss(*loss_arguments))
-            return returned[-1]
-
-        y = self.samples.orientation.target_as_given(data.select(self.samples.y, slice(MOST_CAPTURED)))
-        with suppress(RnnlensError):  # the loss is not needed: its name is enough
-            batch = Batch(self.first_inputs, y, loss=recording_loss)
-            _ = self.adapter.run(self.model, batch, Taps("outputs", loss=True)).capture
-        for value in returned:
+    def refuse_loss(self) -> None:
+        """Raise InputError if the loss is a function that returns no real number or tensor."""
+        for value in self.loss_run[1]:
             dtype_name = str(getattr(value, "dtype", type(value).__name__))
             if value is None or isinstance(value, str | bytes) or "complex" in dtype_name:
-                received = f"{getattr(loss, '__name__', 'loss')} returned {short_repr(value)}"
+                received = f"{getattr(self.loss, '__name__', 'loss')} returned {short_repr(value)}"
                 raise InputError("The loss returns no real number.", got=received, expected="a tensor of numbers")
 
     def _leaf(self, outputs: Any) -> Any:
@@ -354,6 +362,17 @@ class Experiment:
 
     def _to_prediction(self, raw: Array) -> Array:
         return raw if self.target is None else self.target.prediction(raw)
+
+
+def _recorded(loss: Any, returned: list[Any]) -> Any:
+    """Return the same loss function, which also appends what it returns to a list."""
+
+    @wraps(loss)
+    def recorded_loss(*arguments: Any, **options: Any) -> Any:
+        returned.append(loss(*arguments, **options))
+        return returned[-1]
+
+    return recorded_loss
 
 
 def call_in_numpy(call: RecurrentCall) -> RecurrentCall:

@@ -25,7 +25,7 @@ def target_shape(experiment: Experiment) -> list[Finding] | None:
     y, output = experiment.samples.y, experiment.capture.outputs
     if experiment.loss is None or y is None or len(data.leaves_of(y)) != 1 or len(data.leaves_of(output)) != 1:
         return None
-    first_y = data.leaves_of(first_targets(experiment))[0]
+    first_y = data.leaves_of(experiment.first_targets)[0]
     shape = tuple(to_host(data.leaves_of(output)[0]).shape)
     if first_y.shape == shape or first_y.size != int(np.prod(shape)):
         return []
@@ -55,7 +55,7 @@ def class_form(experiment: Experiment) -> list[Finding] | None:
     target = experiment.target
     if target is None or target.task != "classes" or experiment.loss is None:
         return None
-    y, classes = data.leaves_of(first_targets(experiment))[0], target.values.shape[1]
+    y, classes = data.leaves_of(experiment.first_targets)[0], target.values.shape[1]
     if _loss(experiment, y) is not None:
         return []
     if y.ndim > 1 and y.shape[-1] == classes:
@@ -93,7 +93,7 @@ def exchanged_arguments(experiment: Experiment) -> list[Finding] | None:
         return None
     rows = np.arange(min(MOST_CAPTURED, experiment.samples.count))
     entropy = float(target.select_samples(rows).loss(experiment.prediction[rows]).mean())
-    y = first_targets(experiment)
+    y = experiment.first_targets
     as_given = _loss(experiment, y)
     exchanged = _loss(experiment, y, lambda first, second: loss(second, first))
     if exchanged is None or not np.isclose(exchanged, entropy, rtol=1e-3):
@@ -166,9 +166,3 @@ def _loss(experiment: Experiment, target: Array, loss: Any = None) -> float | No
         return experiment.adapter.run(experiment.model, batch, Taps.nothing(gradients=False)).reference().loss
     except Exception:  # of the user's loss, which may be any function
         return None
-
-
-def first_targets(experiment: Experiment) -> Any:
-    """Return the targets of the first samples, as the user gives them to the loss."""
-    y = data.map_leaves(lambda leaf: leaf[:MOST_CAPTURED], experiment.samples.y)
-    return experiment.samples.orientation.target_as_given(y)

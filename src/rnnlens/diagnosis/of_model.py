@@ -134,7 +134,8 @@ def diagnose(
     all_samples, batch = batch.count, batch.with_targets(ignored_class(used_loss), step)
     left_out = all_samples - batch.count
     experiment = Experiment(model, batch, step, output, task, used_loss, seed, optimizer)
-    experiment.refuse_loss(loss)
+    if loss is not None:
+        experiment.refuse_loss()
     memory = measure_memory(experiment)
     named_baseline = _measure_baseline(baseline, experiment)
     residual_test = measure_missed(experiment)
