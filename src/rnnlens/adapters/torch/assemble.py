@@ -18,7 +18,8 @@ from ...recurrence.cells import Cell, registered
 from ..protocol import NonRecurrentCall, Port, RecurrentCall
 from .cells import arrange_gradients, build_cell
 from .inputs import replay_copy
-from .record import CallRecord, CallRecorder, LayerRecord, Recurrence, call_numbers, last_steps, node_names
+from .layer_calls import LayerCall
+from .record import CallRecord, CallRecorder, LayerRecord, Recurrence, last_steps, node_names
 from .weights import NAMES, create_cell, named_copies
 
 #: Function from a recorded tensor to its gradient; None where no path leads to it.
@@ -292,15 +293,16 @@ class Assembler:
             for direction in range(recurrence.owner.directions)
         ]
 
-    def non_recurrent_calls(self) -> list[NonRecurrentCall]:
-        """Return one ``NonRecurrentCall`` per recorded call of a requested layer that is not recurrent."""
-        records = self.recorder.output_records
+    def non_recurrent_calls(self, layer_calls: Sequence[LayerCall]) -> list[NonRecurrentCall]:
+        """Return one ``NonRecurrentCall`` per call of a requested layer that is not recurrent."""
         calls = []
-        for record, number in zip(records, call_numbers([record.name for record in records]), strict=True):
-            output, grad = record.outputs[0], None
-            if self.gradient is not None and output.is_floating_point():
-                grad = self._port_gradient(PortTensors([output]))
-            calls.append(NonRecurrentCall(record.name + number, replay_copy(output), grad))
+        for call in layer_calls:
+            tensors_and_join, grad = call.output(), None
+            assert tensors_and_join is not None  # only calls that returned tensors are kept
+            output = PortTensors(*tensors_and_join)
+            if self.gradient is not None and output.tensors[0].is_floating_point():
+                grad = self._port_gradient(output)
+            calls.append(NonRecurrentCall(call.name, replay_copy(output.value), grad))
         return calls
 
     def _call(self, recurrence: Recurrence, layer: int, name: str, direction: int) -> RecurrentCall:

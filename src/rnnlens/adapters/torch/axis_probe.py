@@ -105,10 +105,10 @@ class AxisProbe(TorchPullback):
             (path, counts) for path, counts in self._port_table.recorder.scans.scan_sizes.items() if path in scan_paths
         ]
         for path, (samples, steps) in [] if self.calls else scan_sizes[-1:]:
-            count = len(self._port_table.output_records.get(path, []))
-            for name in [path] if count < 2 else [f"{path}#{i}" for i in range(count)]:
+            names = [name for name in self._port_table.layer_calls if name.partition("#")[0] == path] or [path]
+            for name in names:
                 inputs, output = Port("input", name), Port("output", name)
-                sizes = (samples, steps) if count < 2 else self._port_table.find(output).value.shape[:2]
+                sizes = (samples, steps) if len(names) == 1 else self._port_table.find(output).value.shape[:2]
                 self.calls.append(DirectedCall(inputs, output, (), *map(int, sizes)))
                 call_ports += [inputs, output]
         #: Tensors that the model takes and returns.

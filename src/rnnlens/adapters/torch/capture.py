@@ -30,6 +30,7 @@ from .discover import (
 from .forward_pass import ForwardPass, forward_pass, run_until_recorded
 from .fused import CallOwners, KernelInterceptor
 from .inputs import call_model, detach_tensors, map_leaves, replay_copy, returned_tensors, tensors_of
+from .layer_calls import layer_calls
 from .loops import CellHook, KeptStateHook, MethodHook, RepeatedModuleHook, StepListener, settle_roles
 from .losses import evaluate, gradients_of, loss_errors, reaches
 from .public import ANY_SCAN, KEPT_STATES, LISTENER, SCANS, is_declared_cell
@@ -112,15 +113,21 @@ def _capture_pass(
         no_cells = [(path, module) for path, module in requested.cells if path in rules.no_cells]
         cells = [(path, module) for path, module in requested.cells if path not in rules.no_cells]
         requested = replace(requested, cells=cells, other_layers=[*requested.other_layers, *no_cells])
+    hooked = requested
+    if rules.with_loops:
+        every = RequestedLayers.of(model, None)
+        cells = [(path, module) for path, module in every.cells if path not in rules.no_cells]
+        hooked = replace(requested, recurrent=every.recurrent, cells=cells, names=None)
     with forward_pass(model, batch, by_inputs=separate, by_frozen=boundaries) as borrowed:
         chain = ChainRecorder(model)
-        outputs, loss, ran_without_gradients = recorded_call(borrowed, recorder, chain, requested)
+        outputs, loss, ran_without_gradients = recorded_call(borrowed, recorder, chain, hooked)
         if loss is not None and not loss.requires_grad and ran_without_gradients:
             rules.ignore_no_grad = True
             raise RunAgainError
         if requested.names is not None:
             undeclared = [path for path, module in requested.cells if not is_declared_cell(module)]
             refuse_cells_without_state(recorder, undeclared)
+            _refuse_unknown_loops(recorder)
         _refuse_no_calls(recorder, requested, request)
         links = None if ran_without_gradients else chain.chain(outputs)
         if topmost and not _is_cut_above(recorder, links, loss):
@@ -247,7 +254,7 @@ class _OutputHook:
         """Record the outputs of a call, as a forward hook."""
         if self.recorder.paused:
             return None
-        record = OutputRecord(self.path, self.inputs, [])
+        record = OutputRecord(self.path, self.inputs, [], self.recorder.call_count)
         self.recorder.output_records.append(record)
         self.recorder.call_order.append(record)
         return map_leaves(output, partial(self._tap, record.outputs))
@@ -266,6 +273,13 @@ class _OutputHook:
 #: Page for models whose loop over time is in the user's script.
 OUTSIDE = "rl.torch.model(function, module): docs/how-to/loop-outside-the-module.md"
 _WITH_GRADIENTS = "The model's forward uses torch.no_grad(); rnnlens ran it with gradients enabled."
+
+
+def _refuse_unknown_loops(recorder: CallRecorder) -> None:
+    """Raise ``RunAgainError`` if calls of a layer may be the steps of a loop that this pass did not record."""
+    if not recorder.rules.with_loops and any(call.is_one_of_several for call in layer_calls(recorder)):
+        recorder.rules.with_loops = True
+        raise RunAgainError
 
 
 def _refuse_no_calls(recorder: CallRecorder, requested: RequestedLayers, request: Taps) -> None:
@@ -328,7 +342,8 @@ def _assemble_capture(
 ) -> Capture:
     """Convert the records of a forward pass to a ``Capture``: calls of the requested layers, and notes."""
     assembler, notes = Assembler(recorder, gradient), recorder.notes
-    calls, other_calls = assembler.calls(), assembler.non_recurrent_calls()
+    plain_calls = layer_calls(recorder)
+    calls, other_calls = assembler.calls(), assembler.non_recurrent_calls(plain_calls)
     # The gradient of weights that an omitted call shares is the sum over both calls.
     omitted_weights = {call.weights_key for call in calls if not requested.keeps(call.layer)}
     calls = [call for call in calls if requested.keeps(call.layer)]
@@ -339,7 +354,10 @@ def _assemble_capture(
     if value is not None and not math.isfinite(value):
         notes.append(f"The loss is {value}.")
     lengths: dict[str, list[int]] = {}
+    names_asked = None if requested.names is None else {name.partition("#")[0] for name in requested.names}
     for recurrence in (recurrence for recurrence in recorder.recurrences if not recurrence.owner.is_fused):
+        if names_asked is not None and recurrence.owner.name not in names_asked:
+            continue
         lengths.setdefault(recurrence.owner.name, []).append(sum(record.steps for record in recurrence.calls))
     notes.extend(broken_recurrences(lengths))
     if recorder.recurrences and all(
@@ -368,7 +386,7 @@ def _assemble_capture(
         id(recurrence): node_list
         for recurrence, node_list in zip(recorder.recurrences, node_names(recorder.recurrences), strict=True)
     }
-    names |= {id(record): [call.layer] for record, call in zip(recorder.output_records, other_calls, strict=True)}
+    names |= {id(call.records[0]): [call.name] for call in plain_calls}
     kept_names = {call.layer for call in calls} | {call.layer for call in other_calls}
     order = tuple(name for item in recorder.call_order for name in names.get(id(item), ()) if name in kept_names)
     scanned = {path: samples for path, (samples, _) in recorder.scans.scan_sizes.items()}

@@ -29,9 +29,9 @@ from .chain import ChainRecorder
 from .discover import RequestedLayers, named_modules, unwrap
 from .forward_pass import forward_pass, run_until_recorded
 from .inputs import device_and_dtype, leaves_of, replay_copy, returned_leaves, tensors_of
+from .layer_calls import layer_calls
 from .record import (
     CallRecorder,
-    OutputRecord,
     Packing,
     PassRules,
     Recurrence,
@@ -202,9 +202,7 @@ class PortTable:
     ) -> None:
         self.recorder, self.inputs, self.outputs, self.loss = recorder, inputs, outputs, loss
         self.weights, self.modules = weights, dict(modules)
-        self.output_records: dict[str, list[OutputRecord]] = {}
-        for record in recorder.output_records:
-            self.output_records.setdefault(record.name, []).append(record)
+        self.layer_calls = {call.name: call for call in layer_calls(recorder)}
         self.nodes: dict[str, tuple[Recurrence, int]] = {}
         for recurrence, names in zip(recorder.recurrences, node_names(recorder.recurrences), strict=True):
             self.nodes.update({name: (recurrence, layer) for layer, name in enumerate(names)})
@@ -238,25 +236,25 @@ class PortTable:
 
     def _non_recurrent_port(self, port: Port) -> PortTensors:
         path, _, number = str(port.layer).partition("#")
-        calls = self.output_records.get(path, [])
-        if not calls or (number and int(number) >= len(calls)) or (len(calls) > 1 and not number):
-            raise self._call_error(port, path, len(calls))
+        call = self.layer_calls.get(str(port.layer))
+        if call is None and number.isdecimal() and (joined := self.layer_calls.get(path)) is not None:
+            call = joined.at_step(int(number))
+        if call is None:
+            raise self._call_error(port, path)
         if port.kind not in ("input", "output"):
             raise UnsupportedError(f"Layer {port.layer!r} is not recurrent and has no {port.kind}.")
-        call = calls[int(number or 0)]
-        tensors = call.inputs if port.kind == "input" else call.outputs
-        if port.index >= len(tensors):
+        tensors_and_join = call.input(port.index) if port.kind == "input" else call.output(port.index)
+        if tensors_and_join is None:
             raise InputError(f"Layer {port.layer!r} has no {port.kind} tensor number {port.index}.")
-        return PortTensors([tensors[port.index]])
+        return PortTensors(*tensors_and_join)
 
-    def _call_error(self, port: Port, path: str, call_count: int) -> LayerNotFoundError:
-        call_names = [name for name in self.nodes if name.partition("#")[0] == path]
-        call_names = call_names or [f"{path}#{i}" for i in range(call_count)]
+    def _call_error(self, port: Port, path: str) -> LayerNotFoundError:
+        call_names = [name for name in (*self.nodes, *self.layer_calls) if name.partition("#")[0] == path]
         if call_names:
             message, listing = f"Layer {port.layer!r} was called more than once.", ", ".join(map(repr, call_names))
             return LayerNotFoundError(message, expected=f"one of {listing}")
         message = f"Layer {port.layer!r} was not called in this forward pass."
-        return LayerNotFoundError(message, hint=did_you_mean(str(port.layer), [*self.nodes, *self.output_records]))
+        return LayerNotFoundError(message, hint=did_you_mean(str(port.layer), [*self.nodes, *self.layer_calls]))
 
     def _weight_port(self, port: Port) -> PortTensors:
         slot = SLOTS.get(port.key.rpartition("/")[2])

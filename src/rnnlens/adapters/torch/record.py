@@ -128,7 +128,7 @@ class CallRecord:
     ``call_site`` is the place in the model's code from which the call was made. ``state_changed``: the call started
     from a state that the user's code had computed from that of the call before; ``reset_rows`` (sample,) is True where
     no gradient passes there, and ``mixes_states`` is True if some other sample's state is not the returned one.
-    ``is_divisible``: run step by step, the call computes the same.
+    ``is_divisible``: run step by step, the call computes the same. ``number``: its place among all recorded calls.
     """
 
     layer_records: list[LayerRecord]
@@ -142,6 +142,7 @@ class CallRecord:
     reset_rows: Tensor | None = None
     mixes_states: bool = False
     is_divisible: bool = False
+    number: int = 0
 
     @property
     def steps(self) -> int:
@@ -196,7 +197,8 @@ class PassRules:
     ``all_gradients``: gradients are captured at all layers, because the pass is no chain. ``no_cells``: paths of
     requested modules that have the arguments of a cell and proved to be none. ``roles``: which arguments and results of
     a cell are its state. ``weights_in_graph``: the forward itself differentiates by the model's weights, as an inner
-    step of meta-learning does, so that a layer's weights must stay on the graph.
+    step of meta-learning does, so that a layer's weights must stay on the graph. ``with_loops``: loops that were not
+    asked for are recorded too, because a layer that was asked for is called several times, perhaps once per step.
     """
 
     never_rowwise: set[int] = field(default_factory=set)
@@ -207,6 +209,7 @@ class PassRules:
     no_cells: set[str] = field(default_factory=set)
     roles: dict[int, StepRoles] = field(default_factory=dict)
     weights_in_graph: bool = False
+    with_loops: bool = False
 
 
 class RunAgainError(Exception):
@@ -215,11 +218,15 @@ class RunAgainError(Exception):
 
 @dataclass
 class OutputRecord:
-    """One call of a layer that is not recurrent; its tensors are inside the graph."""
+    """One call of a layer that is not recurrent; its tensors are inside the graph.
+
+    ``calls_before``: number of recurrent calls that had ended when it returned.
+    """
 
     name: str
     inputs: list[Tensor]
     outputs: list[Tensor]
+    calls_before: int
 
 
 class CallRecorder:
@@ -302,7 +309,7 @@ class CallRecorder:
 
     def add(self, owner: CallOwner, call: CallRecord, *, continues: bool) -> None:
         """Record one call of a recurrent layer. ``continues`` appends it to the last recurrence of its owner."""
-        self.call_count += 1
+        self.call_count = call.number = self.call_count + 1
         owner.autocast = owner.autocast or autocast_around(call.layer_records[0].input_copy)
         if call.steps == 1 or call.is_divisible:
             call.call_site = call_site()
