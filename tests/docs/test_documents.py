@@ -98,6 +98,12 @@ def test_python_is_labelled_python(document):
 
 
 @by_name
+def test_blocks_are_closed(document):
+    fences = re.findall(r"^```(.*)$", document.read_text(), re.MULTILINE)
+    assert fences[1::2] == [""] * (len(fences) - len(fences[1::2])), "a labelled fence within a block does not end it"
+
+
+@by_name
 def test_commands_exist(document):
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     shell = "\n".join(text for label, text in BLOCK.findall(document.read_text()) if label in {"bash", "sh", "console"})
