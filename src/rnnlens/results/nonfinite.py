@@ -112,7 +112,8 @@ class NonFinite(Result, kind="nonfinite"):
     origin : :class:`Origin`, or None
         The first number that is not finite, in order of computation; None if all are finite.
     reaches
-        Those of ``"outputs"``, ``"loss"``, ``"gradients"`` that are not finite.
+        Those of ``"outputs"``, ``"loss"``, ``"gradients"`` that are not finite; ``"exception"`` where the model or the
+        loss raises one.
     looked_at
         Quantities that were examined, in words.
     layer, quantity, gate, step, unit, sample, value, fed_by, phase
@@ -145,6 +146,8 @@ class NonFinite(Result, kind="nonfinite"):
         reach_sentence = (
             f"It reaches {', '.join(self.reaches)}." if self.reaches else "It does not affect the output of the model."
         )
+        if "exception" in self.reaches:
+            reach_sentence = "The model or the loss raises an exception."
         return f"{self.origin.sentence}. {reach_sentence}"
 
     phase = _origin_property(

@@ -16,6 +16,7 @@ import xarray as xr
 from .. import arguments as check
 from ..adapters.protocol import NOT_LOOKED_INTO, Batch, Port
 from ..adapters.registry import adapter_for
+from ..errors import RnnlensError, UserCodeError
 from ..layout import with_space
 from ..recurrence.cells.cell import has_gates
 from ..recurrence.nonfinite import NonfiniteValue, find_nonfinite_value, first_nonfinite_backward, magnitude_by_step
@@ -261,8 +262,9 @@ def find_nonfinite(
 
     Notes
     -----
-    A non-finite value in the data that affects no result, such as NaN in masked padding, is only noted. A loss scale is
-    not applied, as the optimizer skips steps that overflow because of it.
+    A non-finite value in the data that affects no result, such as NaN in masked padding, is only noted. Where the model
+    or the loss raises an exception because of it, it is the result, and the exception is noted. A loss scale is not
+    applied, as the optimizer skips steps that overflow because of it.
     """
     adapter = adapter_for(model)
     has_loss = y is not None or loss is not None
@@ -271,7 +273,7 @@ def find_nonfinite(
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # threads of the recurrence have error states of their own
         origin, notes = _first_origin(observed)
-        reached = {} if origin is None else observed.attempt(lambda: nonfinite_results(observed)) or {}
+        reached = {} if origin is None else _reached_results(observed)
         dataset = {} if origin is None else _magnitude_datasets(observed, origin)
         capture_notes = observed.attempt(lambda: observed.capture.notes) or []
     return NonFinite(
@@ -292,13 +294,29 @@ def _first_origin(observed: ObservedRun) -> tuple[Origin | None, list[str]]:
     origin = next(find_data_origins(observed), None)
     if origin is None:
         return next(_computed_origins(observed), None), []
-    if any(nonfinite_results(observed).values()):
+    try:
+        is_reached = any(nonfinite_results(observed).values())
+    except UserCodeError as error:  # as torch's distributions do, which validate their parameters
+        if not observed.runs_on_finite_data():
+            raise
+        return origin, [f"{str(error).splitlines()[0]} It does not with finite numbers in place of those in the data."]
+    if is_reached:
         return origin, []
     note = (
         f"{origin.layer} holds {origin.value} ({origin.sentence}), which does not affect the output: it is masked, "
         "not used, or cast to an integer, as the ids of an embedding are."
     )
     return next(_computed_origins(observed), None), [note]
+
+
+def _reached_results(observed: ObservedRun) -> Mapping[str, bool]:
+    """Return which results are not finite, or that there are none because code of the user's raises an exception."""
+    try:
+        return nonfinite_results(observed)
+    except UserCodeError:
+        return {"exception": True}
+    except RnnlensError:
+        return {}
 
 
 def _computed_origins(observed: ObservedRun) -> Iterator[Origin]:

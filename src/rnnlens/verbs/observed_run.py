@@ -167,6 +167,12 @@ class ObservedRun:
         """The batch with finite values in place of non-finite ones, for experiments that find axes."""
         return replace(self.batch, x=data.map_leaves(_replace_nonfinite, self.batch.x), y=None, loss=None)
 
+    def runs_on_finite_data(self) -> bool:
+        """Return whether model and loss run with finite values in place of non-finite inputs and targets."""
+        targets = None if self.batch.y is None else data.map_leaves(_replace_nonfinite, self.batch.y)
+        finite = replace(self.batch, x=self._finite_batch.x, y=targets)
+        return self.attempt(lambda: replace(self, batch=finite).capture) is not None
+
     def tensors_below(self, node: Node) -> Iterator[tuple[str, Port, Array]]:
         """Yield tensors computed before a layer ran, the nearest first: (name, port, values)."""
         for earlier_node in reversed(self.nodes[: self.nodes.index(node)]):

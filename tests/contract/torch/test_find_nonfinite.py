@@ -153,3 +153,48 @@ def test_a_healthy_training_writes_nothing_and_is_not_disturbed(tmp_path):
     unwatched, watched = trained_weights(None), trained_weights(tmp_path / "a.zarr")
     assert all(torch.equal(unwatched[name], watched[name]) for name in unwatched)
     assert not (tmp_path / "a.nonfinite.nc").exists()
+
+
+class Policy(Net):
+    """A policy whose distribution of actions validates its parameters, as those of torch do."""
+
+    def forward(self, x):
+        return torch.distributions.Bernoulli(logits=super().forward(x)).entropy()
+
+
+def test_where_the_model_raises_because_of_the_data():
+    x, y = data()
+    x[2, 7, 1] = float("nan")
+    finding = rl.find_nonfinite(Policy(), x, y, loss=mse)
+    assert (finding.phase, finding.layer, finding.step, finding.sample) == ("data", "input", 7, 2)
+    assert finding.reaches == ("exception",)
+    assert finding.sentence.endswith("The model or the loss raises an exception.")
+    assert "forward raised ValueError" in finding.notes[0]
+    model = Policy()
+    with torch.no_grad():
+        model.rnn.weight_hh_l0[3, 2] = float("inf")
+    finding = rl.find_nonfinite(model, *data())
+    assert (finding.phase, finding.layer, finding.reaches) == ("weights", "rnn[0]", ("exception",))
+
+
+def test_where_the_loss_raises_because_of_the_target():
+    def strict(output, target):
+        if not bool(target.isfinite().all()):
+            raise ValueError("target")
+        return mse(output, target)
+
+    x, y = data()
+    y[1] = float("nan")
+    finding = rl.find_nonfinite(Net(), x, y, loss=strict)
+    assert (finding.phase, finding.layer, finding.sample, finding.reaches) == ("data", "y", 1, ("exception",))
+    assert "loss raised ValueError" in finding.notes[0]
+
+
+def test_an_exception_with_another_cause_is_the_users():
+    def broken(output, target):
+        raise ValueError("a mistake in the loss")
+
+    x, y = data()
+    x[2, 7, 1] = float("nan")
+    with pytest.raises(ValueError, match="a mistake in the loss"):
+        rl.find_nonfinite(Net(), x, y, loss=broken)
