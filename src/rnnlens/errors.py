@@ -330,3 +330,11 @@ def impure_cell_message(cell: str, got: str) -> str:
         expected="a cell whose step depends only on its input, its state and its weights",
         hint="pass everything it reads as part of its input or state; or rl.gradients by inputs and weights",
     )
+
+
+def __getattr__(name: str) -> object:
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    names = [known for known, value in globals().items() if isinstance(value, type) and value.__module__ == __name__]
+    public_names = [known for known in names if known.endswith(("Error", "Warning"))]
+    raise AttributeError(missing_attribute(f"module {__name__!r}", name, public_names, "rl.errors."))

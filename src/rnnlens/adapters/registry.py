@@ -65,13 +65,13 @@ def adapter_for(model: Any) -> Adapter:
 
 def _hint_for(model: Any) -> str:
     """Return what to pass instead of an object that is no model."""
+    if isinstance(model, type):
+        return f"an instance of it: model = {model.__name__}(...)"
     is_of_jax = any(
         cls.__module__.partition(".")[0] in ("flax", "haiku", "jax", "jaxlib") for cls in type(model).__mro__
     )
     if is_of_jax or inspect.isfunction(model) or inspect.ismethod(model):
         return "rl.jax.model(apply, params), for a function of JAX, a Linen module or a Haiku transform"
-    if isinstance(model, type):
-        return f"an instance of it: model = {model.__name__}(...)"
     if isinstance(model, str | PathLike):
         return (
             "load it first: torch.load(path, weights_only=False), keras.saving.load_model(path); rl.open reads results"

@@ -42,6 +42,9 @@ GRAPHS_HINT = (
 _FOREIGN_ARGUMENTS = {
     **dict.fromkeys(("layer_name", "layer_names", "_id"), 'layers=["lstm"], or wrt="lstm.weights" of gradients'),
     "input_data": "x",
+    "mode": 'wrt="weights" of gradients for "weights"; rl.trace(model, x, y)[layer].output_grad for "outputs"',
+    "params": 'wrt= of rl.gradients, such as wrt=["lstm.weights"]',
+    **dict.fromkeys(("as_dict", "as_tensors"), "leave it out: results are labelled arrays, found by name"),
     "inputs": "x",
     "labels": "y",
     "targets": "y",
@@ -193,7 +196,11 @@ def names(name: str, value: Any) -> str | tuple[str, ...]:
     items = None if items is None else list(map(as_name, items))
     if not items or not all(isinstance(item, str) and item.strip() for item in items):
         got = "no names" if items is not None and not items else short_repr(value)
-        raise InputError(f"{name}= names nothing.", got=got, expected="a name, or a list of names")
+        called = getattr(value, "name", None)
+        hint = f"{name}={called!r}" if isinstance(called, str) else None
+        if hint is None and name == "layers":
+            hint = "a name that rl.layers(model) lists, such as layers='lstm'"
+        raise InputError(f"{name}= names nothing.", got=got, expected="a name, or a list of names", hint=hint)
     counts = Counter(map(str, items))
     if duplicate := next((item for item, count in counts.items() if count > 1), None):
         raise InputError(f"{name}= names {duplicate!r} twice.", got=short_repr(items), expected="each name once")

@@ -67,7 +67,10 @@ def read_data(
         requested_names = [*names, *targets, *weights]
         for name in requested_names:
             if name not in stored_names:
-                raise InputError(f"No array named {name!r} in {path}.", hint=did_you_mean(name, stored_names))
+                hint = did_you_mean(name, stored_names)
+                if x is None and name == "x":
+                    hint = f"--x NAME --y NAME, with names from the file: {', '.join(stored_names)}"
+                raise InputError(f"No array named {name!r} in {path}.", hint=hint)
         _check_fits(path, sum(arrays.size(name) for name in dict.fromkeys(requested_names)))
         arrays_by_name = {name: arrays.read(name) for name in dict.fromkeys(requested_names)}
     field_arrays = [tuple(arrays_by_name[name] for name in field) or None for field in (names, targets, weights)]

@@ -11,6 +11,7 @@ the configuration and the weights are read.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import json
@@ -78,9 +79,18 @@ def _model_hint(spec: str) -> str | None:
     return None
 
 
+def _near(path: Path) -> str | None:
+    """Return the model file whose name is closest to that of a path, in the same folder."""
+    files = [file.name for file in path.parent.glob("*") if file.suffix in (".keras", ".h5", ".hdf5")]
+    closest = difflib.get_close_matches(path.name, files, n=1, cutoff=0.6)
+    return str(path.with_name(closest[0])) if closest else None
+
+
 def _load_keras(path: Path, imports: Iterable[str], unsafe: bool) -> Any:
     if not path.exists():
-        raise FileError("There is no such model file.", got=str(path), expected="a file written by model.save")
+        raise FileError(
+            "There is no such model file.", got=str(path), expected="a file written by model.save", hint=_near(path)
+        )
     check_archive(path)
     if _is_keras2_file(path):
         return _load_keras2(path, tuple(imports), unsafe)
@@ -205,6 +215,10 @@ def _import_module(name: str) -> Any:
 def resolve(spec: str) -> Any:
     """Import the object that ``package.module:name`` names; raise InputError if there is none."""
     module_name, _, dotted_name = spec.partition(":")
+    if module_name.endswith(".py"):
+        module = ".".join(Path(module_name).with_suffix("").parts)
+        expected = "package.module:name, the module as import names it"
+        raise InputError("A module is named without .py.", got=spec, expected=expected, hint=f"{module}:{dotted_name}")
     named_object = _import_module(module_name)
     for attribute in dotted_name.split("."):
         if not hasattr(named_object, attribute):

@@ -3,6 +3,7 @@
 ``rl.diagnose`` combines them with others; each can be used alone.
 """
 
+from ..errors import missing_attribute as _missing_attribute
 from ..recurrence.measures import covering_lag, half_life, lag_profile, mean_lag
 from .dynamics import effective_rank
 from .facts import gate_timescale
@@ -22,3 +23,9 @@ __all__ = [
     "mean_lag",
     "missed_dependency",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(_missing_attribute(f"module {__name__!r}", name, __all__, "rl.measures."))

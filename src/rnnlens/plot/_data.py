@@ -89,6 +89,13 @@ def label_array(
     return array
 
 
+def _layer_of(data: Any) -> str:
+    """Return the name of a layer, or of the first layer of a result; 'lstm' where it has no name."""
+    name = getattr(data, "name", None) if has_attribute(data, "dataset") else None
+    first = next(iter(data), None) if isinstance(data, Mapping) and not isinstance(data, xr.Dataset) else None
+    return next((str(known) for known in (name, first) if isinstance(known, str)), "lstm")
+
+
 def _refuse_whole_results(data: Any, figure: str) -> None:
     dataset = data.dataset if has_attribute(data, "dataset") else data
     if isinstance(dataset, xr.Dataset):
@@ -97,7 +104,7 @@ def _refuse_whole_results(data: Any, figure: str) -> None:
         received, needed = type(data).__name__, "one variable of one layer"
     else:
         return
-    hint = f'pass {needed}, such as trace["lstm"].hidden_grad'
+    hint = f'pass {needed}, such as trace["{_layer_of(data)}"].hidden_grad'
     raise InputError(f"plot.{figure} draws one variable.", got=received, expected="a DataArray or an array", hint=hint)
 
 

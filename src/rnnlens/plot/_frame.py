@@ -20,7 +20,7 @@ from matplotlib.text import Annotation
 
 from ..arguments import as_list, as_numbers
 from ..arguments import path as path_of
-from ..errors import FileError, InputError
+from ..errors import FileError, InputError, missing_attribute
 from ._axes import DOTTED, OVER_TIME, mark_top, write_text
 from ._style import Style, current_style, exchange_greys
 
@@ -75,6 +75,19 @@ class Drawing(np.ndarray[Any, Any]):
         while isinstance(figure, SubFigure):
             figure = figure.figure
         return figure
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not self.size:
+            raise AttributeError(f"'Drawing' object has no attribute {name!r}")
+        other = None
+        if name == "savefig":
+            other = "drawing.save(path)"
+        elif hasattr(self.reshape(-1)[0], name):
+            other = f"drawing[0].{name}, of the first Axes"
+        elif hasattr(self.figure, name):
+            other = f"drawing.figure.{name}"
+        names = [known for known in vars(Drawing) if not known.startswith("_")]
+        raise AttributeError(missing_attribute("Drawing", name, names, "drawing.", other))
 
     def save(self, path: str | PathLike[str], **options: Any) -> None:
         """Write the figure to a file; the ending sets the format: ``.png``, ``.pdf``, ``.svg``.

@@ -39,3 +39,12 @@ def test_classes_in_another_form_are_explained(loss, y, hint, mended):
         rl.trace(network, X, y)
     assert f"\n  try:      {hint} in place of y" in str(caught.value)
     assert np.isfinite(rl.trace(network, X, mended).loss)
+
+
+def test_a_layer_in_place_of_its_name():
+    network = model("mse")
+    layer = network.layers[0]
+    with pytest.raises(rl.errors.InputError, match="layers= names nothing") as caught:
+        rl.trace(network, X, layers=layer)
+    assert str(caught.value).endswith(f"\n  try:      layers='{layer.name}'")
+    assert list(rl.trace(network, X, layers=layer.name)) == [layer.name]

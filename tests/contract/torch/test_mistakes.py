@@ -1,5 +1,7 @@
 """Typical mistakes: the message says what is wrong, what was given and expected, and what it says to type works."""
 
+import re
+
 import numpy as np
 import pandas
 import pytest
@@ -10,6 +12,7 @@ import rnnlens as rl
 
 X = torch.randn(6, 10, 4, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.tensor([0, 1, 2, 0, 1, 2])
+IDS = torch.arange(60).reshape(6, 10) % 5
 ONE_HOT = nn.functional.one_hot(CLASSES, 3)
 VALUES = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
 cross_entropy, mse = nn.CrossEntropyLoss(), nn.MSELoss()
@@ -25,6 +28,47 @@ class Net(nn.Module):
         hidden, state = self.lstm(x)
         output = self.head(hidden if self.every_step else hidden[:, -1])
         return (output, state) if self.with_state else output
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.RNN(4, 8, batch_first=True)
+
+    def forward(self, x):
+        return self.rnn(x)[0]
+
+    @classmethod
+    def trace(cls):
+        return rl.trace(cls(), X, X[..., :1].expand(6, 10, 8), loss=mse)
+
+
+class TimeFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][-1])
+
+
+class OneOutput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.lstm = nn.Embedding(5, 4), nn.LSTM(4, 8, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids):
+        return self.head(self.lstm(self.embedding(ids))[0][:, -1])
 
 
 def trace(x=X, y=CLASSES, loss=cross_entropy, model=None):
@@ -87,6 +131,26 @@ LOSSES = {
         },
     ),
     "a shorter y": ({"y": CLASSES[:5]}, "x[:5]", {"x": X[:5], "y": CLASSES[:5]}),
+    "time first": (
+        {"model": TimeFirst()},
+        "or x.transpose(0, 1)",
+        {"model": TimeFirst(), "x": X.transpose(0, 1)},
+    ),
+    "y without the axis of the output": (
+        {"model": OneOutput(), "y": VALUES[:, 0], "loss": nn.BCEWithLogitsLoss()},
+        "y.unsqueeze(-1) in place of y",
+        {"model": OneOutput(), "y": VALUES[:, 0].unsqueeze(-1), "loss": nn.BCEWithLogitsLoss()},
+    ),
+    "0 and 1 without the axis of the output": (
+        {"model": OneOutput(), "y": (CLASSES % 2).float(), "loss": nn.BCEWithLogitsLoss()},
+        "y.unsqueeze(-1) in place of y",
+        {"model": OneOutput(), "y": (CLASSES % 2).float().unsqueeze(-1), "loss": nn.BCEWithLogitsLoss()},
+    ),
+    "a loss of three arguments": (
+        {"loss": lambda model, x, y: mse(model(x), y), "y": VALUES},
+        "loss=lambda output, target: ((output - target) ** 2).mean()",
+        {"loss": lambda output, target: ((output - target) ** 2).mean(), "y": VALUES},
+    ),
     "a longer y": ({"x": X[:5]}, "y[:5]", {"x": X[:5], "y": CLASSES[:5]}),
     "weights of the loss on another device": (
         {"loss": nn.CrossEntropyLoss(weight=torch.ones(3, device="meta"))},
@@ -106,6 +170,11 @@ INPUTS = {
     "four axes": ({"x": X[None]}, "x.squeeze(0)", {"x": X[None].squeeze(0)}),
     "turned axes": ({"x": X.transpose(1, 2)}, "x.transpose(1, 2)", {"x": X.transpose(1, 2).transpose(1, 2)}),
     "other features": ({"x": X[..., :3]}, "x with the 4 features of the training", {}),
+    "ids as floats": (
+        {"model": Words(), "x": IDS.float()},
+        "x.long() in place of x",
+        {"model": Words(), "x": IDS.float().long()},
+    ),
     "a dict of one tensor": ({"x": {"words": X}}, "x['words'] in place of x", {}),
     "x and y swapped": ({"x": CLASSES, "y": X}, "swap x and y", {}),
     "weights without values": ({"model": Net().to("meta")}, "model.to_empty(device='cpu')", {}),
@@ -118,7 +187,7 @@ def test_a_loss_that_raises_is_explained(arguments, hint, mended):
         trace(**arguments)
     text = str(caught.value)
     assert text.startswith("Your loss raised ")
-    assert "\n  got:      output " in text
+    assert re.search(r"\n  got:      (x \(.*\) float32, )?output ", text)
     assert hint in text.rpartition("\n  try:      ")[2]
     assert trace(**mended)["lstm"].hidden.shape[-1] == 8
 
@@ -179,6 +248,10 @@ ARGUMENTS = {
     "a misspelt keyword": (lambda: rl.plot.heatmap(X, colourbar=False), "did you mean 'colorbar'?"),
     "another spelling": (lambda: rl.plot.heatmap(X, colour="red"), "color=, of lines and points; cmap=, of images"),
     "batches of a trace": (lambda: rl.trace(Net(), X, batch_size=4), "rl.gradients(model, data, batch_size=...)"),
+    "a whole trace for a figure": (lambda: rl.plot.heatmap(Named.trace()), 'such as trace["rnn"].hidden_grad'),
+    "a whole layer for a figure": (lambda: rl.plot.heatmap(Named.trace()["rnn"]), 'such as trace["rnn"].hidden_grad'),
+    "a layer by number": (lambda: rl.trace(Net(), X, layers=0), "a name that rl.layers(model) lists"),
+    "See RNN's mode": (lambda: rl.gradients(Net(), X, mode="weights"), 'wrt="weights" of gradients'),
     "an unknown keyword": (lambda: rl.plot.heatmap(X, qqq=1), "leave it out; plot.heatmap has dims, "),
 }
 
@@ -203,6 +276,12 @@ def test_names_that_do_not_exist(monkeypatch):
         "rl.plot.heatmaps": "rl.plot.heatmap",
         "rl.heatmap": "rl.plot.heatmap",
         "rl.torch.Watch": "rl.torch.watch",
+        "rl.measures.half_live": "rl.measures.half_life",
+        "rl.errors.InputEror": "rl.errors.InputError",
+        "rl.plot.curves(trace['lstm'].hidden).savefig": "drawing.save(path)",
+        "rl.plot.curves(trace['lstm'].hidden).set_title": "drawing[0].set_title",
+        "rl.plot.curves(trace['lstm'].hidden).suptitle": "drawing.figure.suptitle",
+        "rl.plot.curves(trace['lstm'].hidden).mrak": "drawing.mark",
         "rl.torch.callback": "one of: cell, cuts, model, scan, step, watch",
         "trace.hidden": "trace['lstm'].hidden: variables belong to a layer",
         "trace.lstm": "trace['lstm']",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from ...errors import InputError, ModelError, raised_by
 from ...recurrence.cells import Cell
 from ...typing import Array, leaves_of, map_leaves, signature
 from ..protocol import Batch
+from ..shared.call_errors import explain_program
 from .arguments import Data, call, data_parameters, loss_value, refuse_options, scalar, shape_of
 from .associative import sequential_associative_scans
 from .axes import AxisRoles, find_roles
@@ -77,12 +78,14 @@ class Call:
         target = self.y.nested(values[stop : stop + len(self.y.leaves)])
         x = self.x.nested(values[count:stop])
         weight = self.weight.nested(values[stop + len(self.y.leaves) :])
-        if self.batch.loss is None and self.batch.y is not None:  # loss_fn(params, x, y)
-            with raised_by("Your model"):
+        takes_target = self.batch.loss is None and self.batch.y is not None
+        explain = partial(explain_program, x, target, takes_target=takes_target)
+        if takes_target:  # loss_fn(params, x, y)
+            with raised_by("Your model", explain):
                 arguments = (*x, target) if isinstance(x, tuple) else (x, target)
                 outputs = self.opened.apply(values[:count], *arguments)
             return outputs, scalar(outputs, "the model") if with_loss else None
-        with raised_by("Your model"):
+        with raised_by("Your model", explain):
             outputs = call(lambda *a, **k: self.opened.apply(values[:count], *a, **k), x, self.parameters)
         if not with_loss or self.batch.loss is None:
             return outputs, None
@@ -128,7 +131,8 @@ class Program:
         self.call, self.with_loss = without_arrays(call), with_loss
         self.memos: dict[Hashable, Memo] = {}
         self.output_template: Any = None
-        self.program = self._trace([tuple(a.shape) for a in call.arrays])
+        # With the target's values, by which an exception of the loss is explained.
+        self.program = self._trace([tuple(a.shape) for a in call.arrays], call.batch)
         self.loops = self._loops(self.program)
         self.dtypes = [a.dtype for a in call.arrays]
         self._arrays_shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in call.arrays]
@@ -164,9 +168,11 @@ class Program:
         """Return what was compiled for a set of ports."""
         return self.memos.setdefault(key, Memo(_executables))
 
-    def _trace(self, shapes: Sequence[tuple[int, ...]]) -> ClosedJaxpr:
+    def _trace(self, shapes: Sequence[tuple[int, ...]], batch: Batch | None = None) -> ClosedJaxpr:
+        call = self.call if batch is None else replace(self.call, batch=batch)
+
         def flat(*arrays: Any) -> list[Any]:
-            outputs, loss = self.call.function(arrays, with_loss=self.with_loss)
+            outputs, loss = call.function(arrays, with_loss=self.with_loss)
             self.output_template = map_leaves(shape_of, outputs)
             return [*leaves_of(outputs), *([] if loss is None else [loss])]
 

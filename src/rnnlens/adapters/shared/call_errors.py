@@ -21,8 +21,10 @@ _OUTPUT_NAMES = re.compile(r"(y_?pred|y_?hat|outputs?|out|pred\w*|logits?)")
 _OWN_BUGS = (AttributeError, NameError, KeyError, ArithmeticError, ImportError, AssertionError)
 
 
-def explain_loss(loss: Any, outputs: Any, y: Any, error: Exception, *, output_first: bool) -> Explanation:
-    """Explain an exception of ``loss`` of the user's ``outputs`` and target ``y``.
+def explain_loss(
+    loss: Any, outputs: Any, y: Any, error: Exception, *, output_first: bool, x: Any = None
+) -> Explanation:
+    """Explain an exception of ``loss`` of the user's ``outputs`` and target ``y``, for the input ``x`` if it is known.
 
     ``output_first`` is the framework's order of the loss's arguments: (output, target), or (target, output).
     """
@@ -32,6 +34,8 @@ def explain_loss(loss: Any, outputs: Any, y: Any, error: Exception, *, output_fi
             return explanation._replace(got=got)
     output_shape, target_shape = shape_of(outputs), shape_of(y)
     if output_shape and target_shape and not isinstance(error, _OWN_BUGS):
+        if explanation := _time_first(x, output_shape[0], target_shape[0]):
+            return explanation._replace(got=f"x {_described(x)}, {got}")
         explanation = _other_shape(error, outputs, y, output_shape, target_shape)
         if explanation is not None:
             return explanation._replace(got=got)
@@ -54,8 +58,16 @@ def _wrong_signature(error: Exception, loss: Any, outputs: Any, y: Any, output_f
     if len(names) < 2:
         return None
     first, second = names[:2]
+    required = [p.name for p in parameters if p.default is p.empty and p.name in names]
+    if isinstance(error, TypeError) and len(required) > 2 and "missing" in str(error):
+        problem = f"it takes ({', '.join(required)}), and is called with the output and the target"
+        arguments = "output, target" if output_first else "target, output"
+        hint = f"loss=lambda {arguments}: ((output - target) ** 2).mean(), with the formula of yours"
+        return Explanation(problem, expected=order, hint=hint)
     named = (_TARGET_NAMES, _OUTPUT_NAMES) if output_first else (_OUTPUT_NAMES, _TARGET_NAMES)
-    if named[0].fullmatch(first.lower()) and named[1].fullmatch(second.lower()):
+    # Optax refuses whole numbers in the place of the output.
+    refused_target = "subdtype" in str(error) and "floating" in str(error) and "int" in str(getattr(y, "dtype", ""))
+    if refused_target or (named[0].fullmatch(first.lower()) and named[1].fullmatch(second.lower())):
         name = getattr(loss, "__name__", type(loss).__name__)
         own = "your_loss" if name == "<lambda>" else name
         arguments = "output, target" if output_first else "target, output"
@@ -94,6 +106,18 @@ def _other_device(error: Exception, loss: Any, outputs: Any, y: Any, output_firs
     )
 
 
+def _time_first(x: Any, samples: int, targets: int) -> Explanation | None:
+    """Explain an output with as many samples as x has steps: the model read x of shape (time, sample, feature)."""
+    shape = shape_of(x) or ()
+    if len(shape) != 3 or samples == targets or (targets, samples) != shape[:2]:
+        return None
+    return Explanation(
+        f"the model took the {samples} steps of x for samples: its recurrent layer reads time first",
+        expected="a layer with batch_first=True, or x of shape (time, sample, feature)",
+        hint="batch_first=True where the layer is made, and [:, -1] for its last step; or x.transpose(0, 1)",
+    )
+
+
 def _other_shape(
     error: Exception, outputs: Any, y: Any, output_shape: tuple[int, ...], target_shape: tuple[int, ...]
 ) -> Explanation | None:
@@ -110,6 +134,9 @@ def _other_shape(
     is_one_hot = is_whole and target_shape == output_shape and bool((values.sum(-1) == 1).all() and (values >= 0).all())
     is_tensor = engine_of(y) == "torch"
     classes = output_shape[-1]
+    if output_shape == (*target_shape, 1) and not is_class_message:
+        hint = "y.unsqueeze(-1) in place of y" if is_tensor else "numpy.expand_dims(y, -1) in place of y"
+        return Explanation("y lacks the last axis of the output", expected=f"y of shape {output_shape}", hint=hint)
     if is_one_hot and len(output_shape) > 1:
         return Explanation(
             "y looks one-hot, and this loss takes the index of the class",
@@ -162,6 +189,9 @@ def explain_forward(
     got, shape = f"x {_described(x)}", shape_of(x)
     hint = "model(x) by itself raises the same; the first traceback shows its line"
     unexplained = Explanation("", got=got, hint=hint)
+    if "indices" in str(error) and "embedding" in str(error) and str(getattr(x, "dtype", "")).startswith("torch.float"):
+        problem = "x holds floats, and the model looks up integer ids"
+        return Explanation(problem, got=got, expected="whole numbers", hint="x.long() in place of x")
     if "meta" in weights_devices:
         hint = "model.to_empty(device='cpu'), then model.load_state_dict(...)"
         problem = "its weights are on the device meta, without values"
@@ -205,6 +235,26 @@ def explain_forward(
         problem = f"x has {shape[-1]} features, and the first recurrent layer takes {features}"
         return Explanation(problem, got=got, expected=expected, hint=hint)
     return unexplained
+
+
+def explain_program(x: Any, y: Any, error: Exception, *, takes_target: bool) -> Explanation:
+    """Explain an exception of a model of JAX; ``takes_target`` if it is called with ``y``, as no loss was given."""
+    got = f"x {_described(x)}"
+    if takes_target and isinstance(error, TypeError) and "argument" in str(error):
+        return Explanation(
+            "y was given without a loss, so the model is called with x and y",
+            got=f"{got}, y {_described(y)}",
+            expected="loss=, or a model that takes the target and returns the loss",
+            hint="loss=lambda output, target: ((output - target) ** 2).mean()",
+        )
+    if type(error).__name__ == "ScopeCollectionNotFound" and 'collection "params"' in str(error):
+        expected = "the variables as init returns them"
+        hint = 'rl.jax.model(module, {"params": params})'
+        return Explanation("the parameters are not under the key 'params'", got=got, expected=expected, hint=hint)
+    hint = "the model called on x by itself raises the same; the first traceback shows its line"
+    if len(shape_of(x) or ()) == 2 and "float" in str(x.dtype):
+        hint = f"x[None], if x is one sequence; else {hint}"
+    return Explanation("", got=got, hint=hint)
 
 
 def _described(value: Any) -> str:

@@ -83,7 +83,8 @@ def _usual_loss(y: Any) -> str:
 
 def loss_errors(batch: Batch, outputs: Any) -> AbstractContextManager[None]:
     """Convert exceptions of the user's loss within the block, explained by what it was called with."""
-    return raised_by("Your loss", functools.partial(explain_loss, batch.loss, outputs, batch.y, output_first=True))
+    explain = functools.partial(explain_loss, batch.loss, outputs, batch.y, output_first=True, x=batch.x)
+    return raised_by("Your loss", explain)
 
 
 def gradients_of(loss: Tensor, tensors: Iterable[Tensor], *, retain_graph: bool = False) -> dict[int, Tensor]:

@@ -1,0 +1,98 @@
+"""Typical mistakes with models of JAX: the message says what is wrong and was given, and what it says to type works."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import rnnlens as rl
+
+X = np.random.default_rng(0).normal(size=(6, 10, 4)).astype("float32")
+CLASSES = np.array([0, 1, 2, 0, 1, 2])
+ONE_HOT = np.eye(3)[CLASSES]
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.rnn = nnx.RNN(nnx.GRUCell(4, 8, rngs=nnx.Rngs(0)))
+        self.head = nnx.Linear(8, 3, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.head(self.rnn(x)[:, -1])
+
+
+def squared(output, target):
+    return ((output - target) ** 2).mean()
+
+
+def cross_entropy(output, target):
+    return optax.softmax_cross_entropy_with_integer_labels(output, target).mean()
+
+
+def swapped(a, b):
+    return cross_entropy(b, a)
+
+
+def trace(x=X, y=ONE_HOT, loss=squared):
+    return rl.trace(Net(), x, y, loss=loss, quantities="hidden")
+
+
+#: Mistake -> the arguments of ``trace``, what was given, what to type, and the arguments once that was typed.
+MISTAKES = {
+    "a shorter y": ({"y": ONE_HOT[:5]}, "y (5, 3) float64", "x[:5]", {"x": X[:5], "y": ONE_HOT[:5]}),
+    "one-hot for an index": (
+        {"loss": cross_entropy},
+        "output (6, 3) float32, y (6, 3) float64",
+        "numpy.argmax(y, -1) in place of y",
+        {"loss": cross_entropy, "y": np.argmax(ONE_HOT, -1)},
+    ),
+    "swapped arguments": (
+        {"loss": swapped, "y": CLASSES},
+        "y (6,) int64",
+        "loss=lambda output, target: swapped(target, output)",
+        {"loss": lambda output, target: swapped(target, output), "y": CLASSES},
+    ),
+    "the loss of a training step": (
+        {"loss": lambda model, x, y: squared(model(x), y)},
+        "y (6, 3) float64",
+        "loss=lambda output, target: ((output - target) ** 2).mean()",
+        {"loss": lambda output, target: ((output - target) ** 2).mean()},
+    ),
+    "no loss": (
+        {"loss": None},
+        "x (6, 10, 4) float32, y (6, 3) float32",
+        "loss=lambda output, target: ((output - target) ** 2).mean()",
+        {"loss": lambda output, target: ((output - target) ** 2).mean()},
+    ),
+    "one sequence": ({"x": X[0], "y": ONE_HOT[:1]}, "x (10, 4) float32", "x[None]", {"x": X[:1], "y": ONE_HOT[:1]}),
+    "other features": ({"x": X[..., :3]}, "x (6, 10, 3) float32", "the model called on x by itself", {}),
+}
+
+
+@pytest.mark.parametrize(("arguments", "got", "hint", "mended"), MISTAKES.values(), ids=MISTAKES)
+def test_an_exception_of_a_model_or_loss_is_explained(arguments, got, hint, mended):
+    with pytest.raises(rl.errors.UserCodeError) as caught:
+        trace(**arguments)
+    text = str(caught.value)
+    assert got in text.partition("\n  got:      ")[2].partition("\n")[0]
+    assert text.rpartition("\n  try:      ")[2].startswith(hint)
+    assert trace(**mended)["rnn.cell"].hidden.shape[-1] == 8
+
+
+def test_parameters_without_their_key():
+    module = nn.RNN(nn.GRUCell(8))
+    params = module.init(jax.random.key(0), X)["params"]
+    with pytest.raises(rl.errors.UserCodeError, match="the parameters are not under the key 'params'") as caught:
+        rl.trace(rl.jax.model(module, params), X)
+    assert str(caught.value).endswith('\n  try:      rl.jax.model(module, {"params": params})')
+    hidden = rl.trace(rl.jax.model(module, {"params": params}), X)["cell"].hidden
+    assert np.allclose(hidden, jnp.asarray(module.apply({"params": params}, X)), atol=1e-6)
+
+
+def test_a_class_for_a_model():
+    with pytest.raises(rl.errors.ModelError) as caught:
+        rl.trace(Net, X)
+    assert str(caught.value).endswith("\n  try:      an instance of it: model = Net(...)")
