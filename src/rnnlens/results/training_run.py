@@ -352,13 +352,12 @@ def _read_run(path: Path, of: str | None, memory: int | None, *, skip_damaged: b
         "of": kind,
         "path": path,
     }
-    if kind not in present_kinds:
-        chunk_files(root, kind)
-        return TrainingRun({}, _scalar_dataset({STEP: [], "epoch": [], WRITTEN: []}, {}), **run_fields)
-    record_count = _complete_count(root, kind, run_fields["ended"])
-    group_attrs = read_metadata(root, kind)["attributes"]
+    record_count = _complete_count(root, kind, run_fields["ended"]) if kind in present_kinds else 0
+    group_attrs = read_metadata(root, kind)["attributes"] if kind in present_kinds else {}
     files_by_array = chunk_files(root, kind)
     array_names = group_attrs.get("arrays", [])
+    if not record_count and STEP not in array_names:  # a writer that was killed may not have listed them
+        return TrainingRun({}, _scalar_dataset({STEP: [], "epoch": [], WRITTEN: []}, {}), **run_fields)
     if len(array_names) > MOST_ARRAYS:
         raise foreign_content_error(path, f"{len(array_names)} arrays")
     arrays, unreadable_arrays = _read_array_headers(root, kind, array_names, skip_damaged=skip_damaged)

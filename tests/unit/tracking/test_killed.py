@@ -1,5 +1,6 @@
 """A writer is killed at random moments: the run contains every complete record and nothing else."""
 
+import json
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import rnnlens as rl
+from rnnlens.results.disk.run_folder import SUM, _digest
 from rnnlens.tracking.store import Store
 
 from .test_store import record
@@ -78,3 +80,17 @@ def test_killed_before_the_first_record_is_complete(tmp_path):
     run = rl.open(path)
     assert run.steps.size == 0
     assert run["lstm"].adjoint_profile.sizes["step"] == 0
+
+
+def test_killed_before_the_arrays_of_the_first_record_are_listed(tmp_path):
+    path = tmp_path / "a.zarr"
+    Store(path).write(record(0))
+    (committed,) = path.rglob("committed")
+    shutil.rmtree(committed)
+    metadata_file = committed.parent / "zarr.json"
+    metadata = json.loads(metadata_file.read_text())
+    for name in ("arrays", SUM):
+        del metadata["attributes"][name]
+    metadata["attributes"][SUM] = _digest(metadata)
+    metadata_file.write_text(json.dumps(metadata))
+    assert rl.open(path).steps.size == 0
