@@ -385,6 +385,80 @@ def carried_share(cell: SequenceCell) -> tuple[list[int], Array] | None:
     return lags, xp.stack(shares, axis=1)
 
 
+def later_influence(cell: SequenceCell) -> Array | None:
+    """Compute the energy in all later outputs of what each step writes, (sample, time, *heads).
+
+    With the coefficients held, y_s is the sum over t <= s of C_s A_s ... A_{t+1} W_t. The energy of step t is the sum
+    over s >= t, and over the axes of an output after the heads, of |C_s A_s ... A_{t+1} W_t|^2. The reverse recurrence
+    of the observability Gramian, O_t = C_t^H C_t + A_{t+1}^H O_{t+1} A_{t+1}, which acts on the contracted axis alone,
+    gives W_t^H O_t W_t of all steps with one Gramian in memory. Heads are the axes of a state before the last two.
+    None for a part of rank one without readout.
+    """
+    if cell.read is None:
+        return None if cell.right is not None else _diagonal_influence(cell)
+    xp, axis = namespace(cell.write[0]), cell.axis
+
+    def vectors(part: Any) -> Any:
+        return xp.moveaxis(part, axis, -1)
+
+    gramian: Any = 0.0
+    pieces = []
+    for steps in reversed(chunks(cell.steps)):
+        part, energies = cell.at(steps), []
+        # Factors without the contracted axis stay outside the quadratic form, which then has no axis of values.
+        is_inside = [factor.shape[axis] > 1 for factor in part.write]
+        inside = [factor for factor, chosen in zip(part.write, is_inside, strict=True) if chosen]
+        outside = [factor for factor, chosen in zip(part.write, is_inside, strict=True) if not chosen]
+        rank_one = None if part.right is None else (vectors(part.left_vector), vectors(part.right))
+        maps = [vectors(part.read), vectors(part.decays()), *(rank_one or ())]
+        ones = _product([xp.ones_like(vector[:, :1]) for vector in maps])  # with the axes that a Gramian has
+        keys, (read, decay) = _product([*map(vectors, inside), ones]), maps[:2]
+        for t in reversed(range(part.steps)):
+            gramian = gramian + _outer(_step(read, t).conj(), _step(read, t))
+            key = _step(keys, t)
+            energies.append((key.conj() * (gramian @ key[..., None])[..., 0]).sum(-1).real)
+            if rank_one is not None:
+                gramian = _around_rank_one(gramian, *(_step(vector, t) for vector in rank_one))
+            gramian = gramian * _outer(_step(decay, t).conj(), _step(decay, t))
+        energy = xp.stack(energies[::-1], axis=1)
+        for factor in outside:
+            energy = energy * abs(vectors(factor)[..., 0]) ** 2
+        pieces.append(_sum_after_heads(cell, energy, contracted=1))
+    return xp.concat(pieces[::-1], axis=1)
+
+
+def _diagonal_influence(cell: SequenceCell) -> Array:
+    """Compute :func:`later_influence` of a cell whose outputs are its states: no entry acts on another."""
+    xp, pieces = namespace(cell.write[0]), []
+    gains: Any = 0.0
+    for steps in reversed(chunks(cell.steps)):
+        part, energies = cell.at(steps), []
+        squares, kept = abs(part.writes()) ** 2, abs(part.decays()) ** 2
+        for t in reversed(range(part.steps)):
+            gains = 1.0 + gains
+            energies.append(_step(squares, t) * gains)
+            gains = gains * _step(kept, t)
+        pieces.append(_sum_after_heads(cell, xp.stack(energies[::-1], axis=1)))
+    return xp.concat(pieces[::-1], axis=1)
+
+
+def _sum_after_heads(cell: SequenceCell, energy: Array, contracted: int = 0) -> Array:
+    """Sum an energy (sample, time, *axes of an output) over the axes after the heads."""
+    heads = max(len(cell.axes) - 2, 0)
+    return energy.sum(tuple(range(2 + heads, 2 + len(cell.axes) - contracted)))
+
+
+def _outer(left: Array, right: Array) -> Array:
+    """Return left right^T along the last axis."""
+    return left[..., :, None] * right[..., None, :]
+
+
+def _around_rank_one(gramian: Array, left: Array, right: Array) -> Array:
+    """Return (I - left right^T)^H gramian (I - left right^T)."""
+    gramian = gramian - _outer((gramian @ left[..., None])[..., 0], right)
+    return gramian - _outer(right.conj(), (left.conj()[..., None, :] @ gramian)[..., 0, :])
+
+
 def _pull_step(cell: SequenceCell, decay: Array, t: int, grad: Array) -> Array:
     """Pull the gradient of the state after step t back to the state before it: multiply by A_t^H."""
     if cell.right is not None:

@@ -25,7 +25,7 @@ from .chunked.samples import SampleChunks
 from .chunked.works import lazy_datasets
 from .names import uncalled_layer
 from .request import ModelRequest, in_turn
-from .traced_scans import carried_by_lag, scan_measures
+from .traced_scans import carried_by_lag, scan_measures, token_influence
 from .weight_gradients import WeightGradients, find_gradients
 from .weight_layout import label_cell, label_plain, outside_cells, weights_of_layer
 
@@ -115,7 +115,8 @@ def weights(
         weight regularisers, whose gradient belongs to no timestep; ``rl.gradients(of="loss")`` includes them.
         ``*_nan_count`` and ``*_inf_count`` are the numbers of NaN and infinite values per gate. With data, a
         whole-sequence layer (Mamba, delta rules) has ``half_life``, ``state_size`` and ``state_rank`` on these data,
-        and ``state_carried (lag, ...)``: the root mean square of dS_T/dS_{T-k}, with all that a delta rule erases.
+        and ``state_carried (lag, ...)``: the root mean square of dS_T/dS_{T-k}, with all that a delta rule erases;
+        and ``token_influence (time, ...)``: how strongly what a step writes moves all outputs from that step on.
 
     Raises
     ------
@@ -126,6 +127,9 @@ def weights(
     ----------
     dL/dW as the sum of per-step contributions: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eq. 3.
     Effective state-size: Parnichkun et al. 2025, arXiv:2504.19561. Rank of a state per head: arXiv:2602.02195.
+    Influence of a token by the observability of later outputs: the idea of Mabrok, Zafari 2025, arXiv:2511.17970. The
+    formula is ours: the root mean square over samples of the norm of (dy_s/dx_t) x_t over all s >= t, for a scan's
+    input x and outputs y, coefficients held.
     """
     if measure is not None and not by_time:
         raise InputError("measure= applies to gradients by step.", got=f"measure={measure!r}", expected="by_time=True")
@@ -160,6 +164,10 @@ def _batch_weights(model: Any, batch: Batch, layers: str | Iterable[str] | None,
         carried = carried_by_lag(call.cell)
         if carried is not None:
             dataset.variables["state_carried"], dataset.coords[LAG] = carried
+        influence = token_influence(call.cell)
+        dataset.variables |= influence
+        if "token_influence_interval" in influence:
+            dataset.coords["bound"] = xr.Variable(("bound",), ["low", "high"])
     certificate = None if batch.x is None else Certificate()
     if batch.x is not None and request.needs_certificate("weights"):
         certificate = certify_weights(request, layer_weights, datasets, weight_gradients)

@@ -391,6 +391,42 @@ def test_what_the_last_state_holds_of_the_first_is_the_product_of_the_decays(nam
             np.testing.assert_allclose(carried.isel(lag=0), expected, rtol=1e-5)
 
 
+#: The argument of a scan function that is its input, and its axis of steps.
+SCAN_INPUTS = {"mamba": ("hidden_states", 2), "mamba2": ("hidden_states", 1), "gated_delta": ("value", 1)}
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "qwen3_next"])
+def test_influence_of_a_token_is_that_of_autograd_with_the_coefficients_held(name):
+    model, ids = build(name).double(), tokens(3, 34)
+    with record_arguments(model) as calls:
+        weights = rl.weights(model, ids, ids[:, 0], loss=loss_of)
+    family = MODELS[name][0]
+    layers = [layer for layer in weights if "token_influence" in weights[layer]]
+    assert layers
+    assert len(calls) % len(layers) == 0
+    argument, axis = SCAN_INPUTS[family]
+    for layer, recorded in zip(layers, calls, strict=False):
+        arguments = {k: v.double() if is_float(v) else v for k, v in recorded.items()}
+        values, per_head = arguments[argument], family != "mamba"
+        shape = [1, *(size if i == axis or (per_head and i == 2) else 1 for i, size in enumerate(values.shape) if i)]
+
+        def outputs(gains, *, arguments=arguments, values=values):
+            return LOOPS[family]({**arguments, argument: values * gains})[1]
+
+        jacobian = torch.autograd.functional.jacobian(outputs, torch.ones(shape).double(), vectorize=True)
+        squares = jacobian.square().sum((1, 3) if per_head else (1, 2)).flatten(2 if per_head else 1)
+        if per_head:
+            heads = squares.shape[1]
+            squares = squares.reshape(3, heads, 34, heads)[:, range(heads), :, range(heads)].permute(1, 2, 0)
+        influence, interval = weights[layer].token_influence, weights[layer].token_influence_interval
+        np.testing.assert_allclose(influence, squares.mean(0).sqrt(), rtol=1e-9, err_msg=layer)
+        assert influence.dims == ("time", "head")[: 1 + per_head]
+        assert interval.dims == ("bound", *influence.dims)
+        assert (interval.sel(bound="low") <= influence).all()
+        assert (interval.sel(bound="high") >= influence).all()
+    assert "token_influence_interval" not in rl.weights(model, ids[:1], ids[:1, 0], loss=loss_of)[layers[0]]
+
+
 def test_padding_half_precision_and_training_mode():
     ids = tokens(4, 16)
     mask = (torch.arange(16)[None] >= torch.arange(4)[:, None]).long()

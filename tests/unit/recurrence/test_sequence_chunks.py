@@ -226,3 +226,49 @@ def test_share_of_an_earlier_state_of_diagonal_decays_is_their_product():
     # The change of a running maximum is part of the decay of states relative to it.
     assert carried_by_lag(cell) is not None
     assert carried_by_lag(sequence.replace(cell, relative=True)) is None
+
+
+def influence_by_autograd(cell):
+    """Return the energy in all outputs of what each step writes, (sample, time, head), by autograd through the loop."""
+    samples, steps, heads = cell.shape[:3]
+
+    def outputs(gains):
+        held = cell if cell.left is not None or cell.right is None else sequence.replace(cell, left=cell.write[0])
+        return loop(sequence.replace(held, write=(*held.write, gains)))[1]
+
+    gains = torch.ones(samples, steps, heads, 1, 1, dtype=torch.float64)
+    jacobian = torch.autograd.functional.jacobian(outputs, gains, vectorize=True)[..., 0, 0]
+    energies = [
+        [[jacobian[i, :, h, :, i, t, h].square().sum() for h in range(heads)] for t in range(steps)]
+        for i in range(samples)
+    ]
+    return torch.tensor(energies, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_influence_of_a_step_is_the_derivative_of_all_outputs_by_the_size_of_its_write(family):
+    for kind in ("slow", "resets"):
+        cell = make_cell(family, kind, 37)
+        energies = torch.broadcast_to(sequence.later_influence(cell), (2, 37, 2))
+        torch.testing.assert_close(energies, influence_by_autograd(cell), rtol=1e-10, atol=1e-13)
+
+
+def test_influence_of_complex_states_and_of_states_that_are_the_outputs():
+    torch.manual_seed(0)
+    shape = (2, 40, 3, 4)
+    decay, write, read = (torch.randn(shape, dtype=torch.complex128) * size for size in (0.6, 1.0, 1.0))
+    for has_read in (True, False):
+        axes = ("head", "channel", "state_unit")[1:]
+        cell = SequenceCell(axes, (decay,), (write,), read=read if has_read else None, logarithmic=False)
+        energies = torch.zeros(2, 40, dtype=torch.float64)
+        for t in range(40):
+            state = write[:, t]
+            for s in range(t, 40):
+                state = decay[:, s] * state if s > t else state
+                output = (read[:, s] * state).sum(-1) if has_read else state
+                energies[:, t] += output.abs().square().flatten(1).sum(1)
+        torch.testing.assert_close(sequence.later_influence(cell), energies, rtol=1e-10, atol=0)
+    assert sequence.later_influence(sequence.replace(cell, right=read)) is None
+    shared_read = sequence.replace(cell, read=read[:, :, :1])
+    alike = sequence.replace(cell, read=read[:, :, :1].expand(shape))
+    torch.testing.assert_close(sequence.later_influence(shared_read), sequence.later_influence(alike))
