@@ -16,7 +16,7 @@ from array_api_compat import device
 
 from ..adapters.protocol import RecurrentCall
 from ..errors import InputError, RnnlensError
-from ..measures.intervention import USED, donors, memory_length, search, squared_change, total_variance
+from ..measures.intervention import USED, SquaredDifference, donors, memory_length, search
 from ..recurrence.replay import Replay, replay
 from ..results.schema import to_host
 from ..typing import Array
@@ -80,9 +80,9 @@ class _StateExchange:
             call.layer: [np.asarray(to_host(s)) for s in run.states] for call, run in self.experiment.replays
         }
         self.prediction = self.experiment.prediction[:n_samples]
-        self.variance = total_variance(self.prediction)
+        self.variation = self.experiment.difference(self.prediction)
         self.lender = donors(n_samples, seed=self.experiment.seed)
-        if not self.variance or self.steps < 4:
+        if not self.variation.between_samples or self.steps < 4:
             self.reason = "the prediction does not vary"
             return False
         self.reason = self._obstacle()
@@ -91,12 +91,12 @@ class _StateExchange:
     def _obstacle(self) -> str:
         """Return the reason why the model cannot start in the middle of the sequence; empty if it can."""
         try:
-            mismatch = float(squared_change(self.prediction, self._predict(self.steps // 2, None)).mean())
+            mismatch = float(self.variation.change(self._predict(self.steps // 2, None)).mean())
         except InputError:
             return "the model takes sequences of this length only"
         except RnnlensError as error:
             return str(error).partition("\n")[0].rstrip(".")
-        if mismatch > _MISMATCH_TOLERANCE * self.variance:
+        if mismatch > _MISMATCH_TOLERANCE * self.variation.between_samples / 2:
             return "parts of the model other than the states read older steps"
         return ""
 
@@ -111,23 +111,17 @@ class _StateExchange:
         last_inputs = self.experiment.samples.map_sequences(
             lambda leaf: leaf[:n_samples, -n_steps:], lambda leaf: leaf[:n_samples]
         )
-        raw_output = self.experiment.outputs(last_inputs, initial_states)
-        target = self.experiment.target
-        return (
-            raw_output if target is None else target.select_samples(np.arange(len(raw_output))).prediction(raw_output)
-        )
+        return self.experiment.to_prediction(self.experiment.outputs(last_inputs, initial_states))
 
     def measure(self, name: str) -> CarriedMemory:
         """Measure how much the prediction depends on the state of one layer."""
-        return self._search(
-            lambda n_steps: squared_change(self.prediction, self._predict(n_steps, name)), self.variance
-        )
+        return self._search(lambda n_steps: self.variation.change(self._predict(n_steps, name)), self.variation)
 
     def measure_alone(self, call: RecurrentCall, run: Replay) -> CarriedMemory:
         """Measure how much a layer's last state depends on its earlier state, by a run of the layer alone."""
         last_state = self.states[call.layer][0][:, -1].astype(np.float64)
-        variance = total_variance(last_state)
-        if not variance:
+        variation = SquaredDifference(last_state)
+        if not variation.between_samples:
             return CarriedMemory(np.empty(0), np.empty(0), 1, self.steps, "state")
 
         def change(n_steps: int) -> Array:
@@ -137,17 +131,17 @@ class _StateExchange:
             final_state = replay(
                 run.cell, run.input[:, -n_steps:, ...], initial_states, mask=mask, order="forward"
             ).states[0]
-            return squared_change(last_state, np.asarray(to_host(final_state))[:, -1])
+            return variation.change(np.asarray(to_host(final_state))[:, -1])
 
-        return replace(self._search(change, variance), quantity="state")
+        return replace(self._search(change, variation), quantity="state")
 
-    def _search(self, measure_change: Callable[[int], Array], variance: float) -> CarriedMemory:
+    def _search(self, measure_change: Callable[[int], Array], variation: SquaredDifference) -> CarriedMemory:
         def probe(n_steps: int) -> tuple[Array, Array]:
             change = measure_change(n_steps)
             return change, np.zeros_like(change)
 
-        probes = search(probe, self.steps, 2 * variance, (USED,))
+        probes = search(probe, self.steps, variation.between_samples, (USED,))
         context = np.array(sorted(probes.change))
-        use = np.array([probes.change[k].mean() for k in context]) / (2 * variance)
+        use = np.array([probes.change[k].mean() for k in context]) / variation.between_samples
         memory = memory_length(dict(zip(context.tolist(), use.tolist(), strict=True)), self.steps)
         return CarriedMemory(context, use, memory, self.steps)

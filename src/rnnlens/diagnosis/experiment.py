@@ -15,13 +15,13 @@ from ..adapters.protocol import Adapter, Batch, Capture, LayerInfo, Port, Recurr
 from ..adapters.registry import adapter_for
 from ..errors import InputError, ModelError, RnnlensError, short_repr
 from ..layout import Layout
-from ..measures.intervention import donors, score, squared_change
+from ..measures.intervention import DistributionDifference, SquaredDifference, donors, score
 from ..recurrence.replay import Replay
 from ..results.schema import to_host
 from ..typing import Array
 from ..verbs.axes import refuse_steps_first
 from ..verbs.names import Catalogue, known_model
-from .prediction import PredictionTarget, ignored_class, read_target, takes_logits
+from .prediction import OutputForm, PredictionTarget, ignored_class, read_form, read_target, takes_logits
 from .samples import Samples
 
 #: Largest number of samples whose states are captured.
@@ -310,7 +310,26 @@ class Experiment:
     @cached_property
     def prediction(self) -> Array:
         """Prediction f on all samples, (sample, output): probabilities for classes, the output itself otherwise."""
-        return self.raw_output if self.target is None else self.target.prediction(self.raw_output)
+        return self.to_prediction(self.raw_output)
+
+    @cached_property
+    def form(self) -> OutputForm:
+        """Form of the examined output if there is no y."""
+        return read_form(self.raw_output, self.task, self.loss)
+
+    @cached_property
+    def predicts_distribution(self) -> bool:
+        """Whether the output is a distribution whose divergence is measured: without y."""
+        return self.target is None and self.form.task != "values"
+
+    def difference(self, prediction: Array) -> SquaredDifference:
+        """Return how changes of a prediction are measured: by divergence of distributions without y, else squared."""
+        return DistributionDifference(prediction) if self.predicts_distribution else SquaredDifference(prediction)
+
+    @cached_property
+    def variation(self) -> SquaredDifference:
+        """Differences from the prediction on all samples."""
+        return self.difference(self.prediction)
 
     @cached_property
     def examined_lengths(self) -> Array:
@@ -344,9 +363,9 @@ class Experiment:
         )
 
     def predict_changed(self, x: Any) -> tuple[Array, Array]:
-        """Predict on changed inputs; return the squared change and the score of the prediction, (sample,) each."""
-        prediction = self._to_prediction(self.outputs(x))
-        change = squared_change(self.prediction, prediction)
+        """Predict on changed inputs; return the change and the score of the prediction, (sample,) each."""
+        prediction = self.to_prediction(self.outputs(x))
+        change = self.variation.change(prediction)
         return change, np.zeros_like(change) if self.target is None else score(self.target.values, prediction)
 
     def predict_shortened(self, lengths: Array) -> Array | None:
@@ -358,10 +377,11 @@ class Experiment:
             outputs = self.outputs(self.samples.shortened(self.lengths, lengths))
         except RnnlensError:
             return None
-        return self._to_prediction(outputs) if len(outputs) == self.samples.count else None
+        return self.to_prediction(outputs) if len(outputs) == self.samples.count else None
 
-    def _to_prediction(self, raw: Array) -> Array:
-        return raw if self.target is None else self.target.prediction(raw)
+    def to_prediction(self, raw: Array) -> Array:
+        """Convert outputs (sample, output) to predictions: probabilities of classes or events, else values."""
+        return self.form.distribution(raw) if self.target is None else self.target.prediction(raw)
 
 
 def _recorded(loss: Any, returned: list[Any]) -> Any:

@@ -88,6 +88,8 @@ def headline(memory: Memory, baseline: tuple[str, Memory] | None, residual_test:
         f"The model depends on {_used_text(memory)} ({'; '.join(_remarks(memory, baseline))}).",
         _loss_text(memory),
     ]
+    if memory.skill is None:
+        sentences.append("Without a target it is not known whether that helps.")
     later_used, later_count = memory.later_steps
     if later_count:
         verb_phrase = f"also depends on {later_used}" if later_used else "depends on none"
@@ -132,8 +134,11 @@ def _remarks(memory: Memory, baseline: tuple[str, Memory] | None) -> list[str]:
         remarks.append(
             f"skill {raw_skill.value:.2f}" + ("" if raw_skill.low > 0 else f", {recalibrated.value:.2f} recalibrated")
         )
+    if memory.of_distribution:
+        remarks.append("by the Jensen-Shannon divergence of the output distribution")
     if memory.rare_length.value > 2 * length.value:
-        remarks.append(f"{_count_text(memory.rare_length.value, steps)} at 1 % of the variance")
+        scale = "divergence" if memory.of_distribution else "variance"
+        remarks.append(f"{_count_text(memory.rare_length.value, steps)} at 1 % of the {scale}")
     if baseline is not None and baseline[1].context.size:
         remarks.append(f"{baseline[0]}: {_count_text(baseline[1].length.value, baseline[1].steps)}")
     return remarks
@@ -158,7 +163,7 @@ def _older_text(memory: Memory) -> str:
     """Return text on the change of the prediction by all steps but the last; "" if it was not measured."""
     if not memory.context.size or memory.context[0] != 1:
         return ""
-    return f": exchanging all earlier inputs changes it by {100 * memory.use[0]:.1f} % of its variance"
+    return f": exchanging all earlier inputs changes it by {100 * memory.use[0]:.1f} % of {memory.scale}"
 
 
 def _count_text(value: float, steps: int) -> str:
@@ -551,7 +556,7 @@ def _memory_findings(memory: Memory, attributed_steps: int | None) -> Iterator[F
             MODEL,
             f"The prediction depends on the input of the last step only{_older_text(memory)}.",
             {"memory": 1},
-            "n = 1 with skill",
+            "n = 1" if memory.skill is None else "n = 1 with skill",
             "nothing, if the task needs no more; only a missed dependency would be a fault.",
         )
     if not attributed_steps:

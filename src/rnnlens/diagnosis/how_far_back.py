@@ -26,7 +26,9 @@ def measure_steps_back(
     ``gradient_by_lag`` (sample, lag) is the norm of the gradient of the examined output by the input.
     """
     rows = [_prediction_row(memory)] if memory.is_known else []
-    rows += [_state_row(name, carried) for name, carried in carried_by_layer.items()]
+    for name, carried in carried_by_layer.items():
+        scale = memory.scale if carried.quantity == "prediction" else "its variance"
+        rows.append(_state_row(name, carried, scale))
     if gradient_by_lag is not None and np.nan_to_num(gradient_by_lag).any():
         rows += [_signal_row(memory.steps, gradient_by_lag), _bulk_row(memory.steps, gradient_by_lag)]
     return rows
@@ -37,20 +39,20 @@ def _prediction_row(memory: Memory) -> StepsBack:
         sentence = "Replacing the first step by another sample's still changes the prediction by more than 5 %."
     else:
         sentence = (
-            "Replacing all older inputs by another sample's changes the prediction by at most 5 % of its variance."
+            f"Replacing all older inputs by another sample's changes the prediction by at most 5 % of {memory.scale}."
         )
     length = memory.length
     return StepsBack("prediction depends on", length.value, memory.steps, sentence, low=length.low, high=length.high)
 
 
-def _state_row(layer: str, carried: CarriedMemory) -> StepsBack:
+def _state_row(layer: str, carried: CarriedMemory, scale: str) -> StepsBack:
     is_prediction = carried.quantity == "prediction"
     steps = carried.length if carried.use.size and carried.use[0] > USED else 0
     changed = "the prediction" if is_prediction else "its own last state"
     change = "still changes" if steps >= carried.steps else "changes"
     least = "more than 5 %" if steps >= carried.steps else "at most 5 %"
     step = "the first step" if steps >= carried.steps else "an earlier step"
-    sentence = f"Exchanging the state of {layer} at {step} {change} {changed} by {least} of its variance."
+    sentence = f"Exchanging the state of {layer} at {step} {change} {changed} by {least} of {scale}."
     return StepsBack("state carries", steps, carried.steps, sentence, layer=layer, of_prediction=is_prediction)
 
 

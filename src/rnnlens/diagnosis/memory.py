@@ -14,13 +14,10 @@ from ..measures.intervention import (
     cycle,
     interval,
     memory_length,
-    resampled_variance,
     resampling_weights,
     score,
     search,
     skill,
-    squared_change,
-    total_variance,
 )
 from ..measures.residual import Missed, Windows, missed_dependency, overlapping_windows
 from ..results.schema import to_host
@@ -94,6 +91,8 @@ class Memory:
         Whether the number of steps changes the prediction, independently of their inputs.
     samples
         Number of samples between which prefixes were exchanged, or were too few for it; 0 without an exchange.
+    of_distribution
+        Whether changes are divergences of a predicted distribution instead of squares.
     is_known
         Whether n may be reported.
     reason
@@ -116,6 +115,12 @@ class Memory:
     later_steps: tuple[int, int] = (0, 0)
     count_matters: bool = False
     samples: int = 0
+    of_distribution: bool = False
+
+    @property
+    def scale(self) -> str:
+        """Name of what changes of the prediction are shares of."""
+        return "the divergence of unrelated samples" if self.of_distribution else "its variance"
 
     @property
     def miscalibrated(self) -> bool:
@@ -139,21 +144,21 @@ def measure_memory(experiment: Experiment) -> Memory:
     prediction, steps = experiment.prediction, experiment.max_examined_length
     if not np.isfinite(prediction).all():
         return Memory(steps, None, False, "the prediction is not finite")
-    variance = total_variance(prediction)
+    variation = experiment.variation
     leaf = data.leaves_of(experiment.samples.x)[experiment.samples.sequences[0]]
     windows = overlapping_windows(np.asarray(leaf)[: experiment.samples.count])
     measured_skill = _measure_skill(experiment, windows)
     if len(prediction) < FEWEST:
         reason = f"{len(prediction)} samples are too few, at least {FEWEST} are needed"
         return Memory(steps, measured_skill, False, reason, samples=len(prediction))
-    later_steps = _count_later_steps(experiment, variance)
+    later_steps = _count_later_steps(experiment)
     if steps < 2:
         return Memory(steps, measured_skill, False, "the output has seen one step only", later_steps=later_steps)
-    if not variance:
+    if not variation.between_samples:
         return Memory(steps, measured_skill, False, "the prediction does not vary over the samples")
-    probes = search(experiment.predict_exchanged, steps, 2 * variance, (USED, RARE), decreasing=True)
+    probes = search(experiment.predict_exchanged, steps, variation.between_samples, (USED, RARE), decreasing=True)
     reason = _unknown_reason(measured_skill)
-    return _summarise(experiment, probes, variance, windows, measured_skill, reason, later_steps)
+    return _summarise(experiment, probes, windows, measured_skill, reason, later_steps)
 
 
 def _measure_skill(experiment: Experiment, windows: Windows | None) -> Skill | None:
@@ -188,7 +193,7 @@ def _weights(samples: int, windows: Windows | None, seed: int) -> Array:
 
 def _unknown_reason(measured_skill: Skill | None) -> str:
     if measured_skill is None:
-        return "without a target it is not known whether anything was learned"
+        return ""
     if not np.isfinite(measured_skill.raw.value):
         return "the target does not vary over the samples"
     if not measured_skill.proven:
@@ -203,7 +208,6 @@ def _unknown_reason(measured_skill: Skill | None) -> str:
 def _summarise(
     experiment: Experiment,
     probes: Probes,
-    variance: float,
     windows: Windows | None,
     measured_skill: Skill | None,
     reason: str,
@@ -215,8 +219,8 @@ def _summarise(
     weights = resampling_weights(len(experiment.prediction), order=order, block=block, seed=experiment.seed)
     context = np.array(sorted(probes.change))
     change = np.stack([probes.change[k] for k in context])
-    use = change.mean(axis=1) / (2 * variance)
-    resampled_use = (change @ weights.T) / np.maximum(2 * resampled_variance(experiment.prediction, weights), 1e-300)
+    use = change.mean(axis=1) / experiment.variation.between_samples
+    resampled_use = (change @ weights.T) / np.maximum(experiment.variation.resampled(weights), 1e-300)
     benefit, resampled_benefit = _benefit(experiment, np.stack([probes.score[k] for k in context]), weights)
     steps = probes.steps
 
@@ -240,8 +244,9 @@ def _summarise(
         length_with_interval(benefit, resampled_benefit, USED),
         change,
         later_steps,
-        _count_matters(experiment, int(memory_in_use.value), variance),
+        _count_matters(experiment, int(memory_in_use.value)),
         len(experiment.prediction),
+        experiment.predicts_distribution,
     )
 
 
@@ -275,10 +280,11 @@ def _band(repeats: Array) -> Array:
     return np.array([interval(row) for row in repeats]).reshape(-1, 2)
 
 
-def _count_later_steps(experiment: Experiment, variance: float) -> tuple[int, int]:
+def _count_later_steps(experiment: Experiment) -> tuple[int, int]:
     """Count the steps after the examined one: those that the prediction uses, and all."""
     n_later = experiment.samples.steps - experiment.max_examined_length
-    if n_later < 1 or not variance or (experiment.examined_lengths != experiment.max_examined_length).any():
+    scale = experiment.variation.between_samples
+    if n_later < 1 or not scale or (experiment.examined_lengths != experiment.max_examined_length).any():
         return 0, max(n_later, 0)
 
     def probe(n_kept: int) -> tuple[Array, Array]:
@@ -288,12 +294,12 @@ def _count_later_steps(experiment: Experiment, variance: float) -> tuple[int, in
         return change, change
 
     # The search counts context lengths from 1, so k = 1 keeps no later step.
-    probes = search(lambda k: probe(k - 1), n_later + 1, 2 * variance, (USED,), decreasing=True)
-    curve = {k: float(change.mean()) / (2 * variance) for k, change in probes.change.items()}
+    probes = search(lambda k: probe(k - 1), n_later + 1, scale, (USED,), decreasing=True)
+    curve = {k: float(change.mean()) / scale for k, change in probes.change.items()}
     return memory_length(curve, n_later + 1) - 1, n_later
 
 
-def _count_matters(experiment: Experiment, used_steps: int, variance: float) -> bool:
+def _count_matters(experiment: Experiment, used_steps: int) -> bool:
     """Return whether the prediction changes if half of the steps are left out, although all used ones remain."""
     lengths = np.maximum(experiment.lengths // 2, 1)
     if (lengths < max(used_steps, _LEAST_STEPS)).any() or (experiment.examined_lengths != experiment.lengths).any():
@@ -301,7 +307,7 @@ def _count_matters(experiment: Experiment, used_steps: int, variance: float) -> 
     short_prediction = experiment.predict_shortened(lengths)
     if short_prediction is None:
         return False
-    return float(squared_change(experiment.prediction, short_prediction).mean()) / (2 * variance) > USED
+    return float(experiment.variation.change(short_prediction).mean()) > USED * experiment.variation.between_samples
 
 
 def measure_missed(experiment: Experiment) -> Missed | None:

@@ -79,7 +79,9 @@ def diagnose(
     x, y
         Held-out samples (sample, time, ...), at least 128 of them; or a data set whose batches are (x, y). y contains
         classes as integers or one-hot, or numbers. Of arrays of Dask, zarr or h5py, samples first, only ``samples`` of
-        them are read, in 16 blocks of neighbours. Without y there is no skill, and the memory in use is not reported.
+        them are read, in 16 blocks of neighbours. Without y, as for a
+        policy, there is no skill, and the memory in use is that of the output: by the Jensen-Shannon divergence of its
+        distribution if ``task`` or ``loss`` says that it has one, or each row sums to 1; else by its variance.
     baseline
         ``"init"`` for the same model re-initialised, or another model, such as this one before training. Its memory is
         reported for comparison, without findings.
@@ -89,7 +91,8 @@ def diagnose(
         Examined output of several: its position, or its name if the outputs are a dict. y is then a dict too, or the
         target of this output alone.
     task
-        ``"classes"``, ``"binary"`` or ``"values"``; needed only if y, the output and the loss do not determine it.
+        ``"classes"``, ``"binary"`` or ``"values"``; needed only if y, the output and the loss do not determine it:
+        without y for logits, such as those of a policy's actions.
     loss
         As for ``rl.trace``. Its name determines the task, and whether outputs are logits. A function is called once, on
         a few samples, to check that it returns a number.
@@ -121,6 +124,8 @@ def diagnose(
     References
     ----------
     Total Sobol index by exchange: Jansen 1999, doi:10.1016/S0010-4655(98)00154-4.
+    Jensen-Shannon divergence: Lin 1991, doi:10.1109/18.61115; as a squared distance, so that its share is such an
+    index: Fuglede, Topsoe 2004, doi:10.1109/ISIT.2004.1365067.
     Vanishing gradients and latched memory: Bengio, Simard, Frasconi 1994, doi:10.1109/72.279181.
     """
     _check_arguments(task, samples)
@@ -291,11 +296,10 @@ def model_dataset(
     samples: Array,
 ) -> xr.Dataset:
     """Label the measures of the model: curves over ``context``, lengths with intervals, skill, residual test by lag."""
+    share = f"share of {'divergence' if memory.of_distribution else 'variance'}"
     variables = {
-        "use": _variable(
-            ("context",), memory.use, "use of older inputs", "share of variance", "U(k), total Sobol index"
-        ),
-        "use_interval": _variable(("context", "bound"), memory.use_band, "95 % interval of use", "share of variance"),
+        "use": _variable(("context",), memory.use, "use of older inputs", share, "U(k), total Sobol index"),
+        "use_interval": _variable(("context", "bound"), memory.use_band, "95 % interval of use", share),
         "benefit": _variable(("context",), memory.benefit, "benefit of older inputs", "share of the score", "B(k)"),
         "benefit_interval": _variable(("context", "bound"), memory.benefit_band, "95 % interval of benefit", "share"),
         "steps": _variable((), memory.steps, "steps that the output can have seen", "step"),
@@ -304,7 +308,10 @@ def model_dataset(
         **_interval_variables("memory_needed", memory.needed_length, "memory by benefit, n at 5 %"),
     }
     if memory.change.size:
-        variables["change"] = _variable(("context", "sample"), memory.change, "squared change of the prediction", "1")
+        long_name = f"{'Jensen-Shannon divergence' if memory.of_distribution else 'squared change'} of the prediction"
+        variables["change"] = _variable(
+            ("context", "sample"), memory.change, long_name, "nat" if memory.of_distribution else "1"
+        )
     if memory.skill is not None:
         variables |= _interval_variables("skill", memory.skill.raw, "skill: 1 - loss / best constant loss", "1")
         variables |= _interval_variables("skill_recalibrated", memory.skill.recalibrated, "skill, recalibrated", "1")

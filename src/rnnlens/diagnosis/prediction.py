@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -38,6 +39,44 @@ _TINY = 1e-12
 
 
 @dataclass(frozen=True)
+class OutputForm:
+    """Form in which a model predicts: its task, and whether outputs are logits; None to decide by their values."""
+
+    task: Task
+    logits: bool | None = None
+
+    def prediction(self, raw: Array) -> Array:
+        """Convert outputs (sample, output) to probabilities if the target is classes, else keep them."""
+        raw = np.asarray(raw, dtype=np.float64)
+        if self.task == "values":
+            return raw
+        if self.logits is False or (self.logits is None and _are_probabilities(raw, self.task)):
+            return raw
+        return _sigmoid(raw) if self.task == "binary" else _softmax(raw)
+
+    def distribution(self, raw: Array) -> Array:
+        """Convert outputs (sample, output) to the probabilities (sample, event) of all events; keep values."""
+        probabilities = self.prediction(raw)
+        return np.concatenate([probabilities, 1 - probabilities], axis=1) if self.task == "binary" else probabilities
+
+
+def read_form(raw: Array, task: str | None, loss: Any) -> OutputForm:
+    """Tell the form of outputs (sample, output) without a target: by the task, the loss, or that they sum to 1."""
+    resolved_task = cast("Task", task) if task else _task_without_target(raw, _loss_names(loss))
+    logits = takes_logits(loss)
+    if logits is None and resolved_task != "values":
+        logits = not _are_probabilities(np.asarray(raw, dtype=np.float64), resolved_task)
+    return OutputForm(resolved_task, logits)
+
+
+def _task_without_target(raw: Array, loss_names: str) -> Task:
+    has_several = raw.shape[1] > 1
+    if any(word in loss_names for word in _ENTROPY):
+        return "classes" if has_several and not re.search("binary|bce", loss_names) else "binary"
+    return "classes" if has_several and _are_probabilities(raw, "classes") else "values"
+
+
+@dataclass(frozen=True)
 class PredictionTarget:
     """Target at one output step, and the form in which the model predicts it.
 
@@ -64,12 +103,7 @@ class PredictionTarget:
 
     def prediction(self, raw: Array) -> Array:
         """Convert outputs (sample, output) to probabilities if the target is classes, else keep them."""
-        raw = np.asarray(raw, dtype=np.float64)
-        if self.task == "values":
-            return raw
-        if self.logits is False or (self.logits is None and _are_probabilities(raw, self.task)):
-            return raw
-        return _sigmoid(raw) if self.task == "binary" else _softmax(raw)
+        return OutputForm(self.task, self.logits).prediction(raw)
 
     def with_form(self, raw: Array) -> PredictionTarget:
         """Return the target with the decision, from model outputs, whether all outputs are logits."""

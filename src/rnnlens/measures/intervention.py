@@ -2,13 +2,15 @@
 
 The sequence x^(k) is a sample's last k steps after another sample's earlier steps, and f is the prediction at one
 output step. No gradient is used, because a latch that stores one bit has memory and a gradient of nearly zero.
-Intervals are percentile bootstraps over samples (Efron 1979, Annals of Statistics 7(1)).
+Of distributions without a target the change is a divergence. Intervals are percentile bootstraps over samples (Efron
+1979, Annals of Statistics 7(1)).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from array_api_compat import array_namespace
@@ -102,8 +104,10 @@ def bootstrap(
 USED = 0.05
 #: Use below which a search of a curve that does not grow with k leaves the rest of its grid out.
 _NEGLIGIBLE = 1e-4
-#: Share of the mean square of a prediction up to which its variance counts as rounding.
+#: Share of the mean square of a prediction up to which its variance counts as rounding; so does a divergence in nats.
 _CONSTANT = 1e-10
+#: Largest number of logarithms for the divergences of all pairs of samples: a second or two.
+_MOST_LOGARITHMS = 2**27
 
 
 def donors(samples: int, *, lengths: Array | None = None, seed: int = 0) -> Array:
@@ -169,6 +173,84 @@ def use(prediction: Array, swapped: Array) -> float:
     """
     variance = total_variance(prediction)
     return float(squared_change(prediction, swapped).mean()) / (2 * variance) if variance else float("nan")
+
+
+class SquaredDifference:
+    """Squared change of a prediction (sample, unit), and what two independent samples differ by.
+
+    U(k) is the mean change by exchanged older inputs, divided by what two independent samples differ by.
+    """
+
+    def __init__(self, prediction: Array) -> None:
+        self.prediction = np.asarray(prediction, dtype=np.float64)
+
+    def change(self, changed: Array) -> Array:
+        """Compute the difference of each sample's prediction from a ``changed`` one: (sample,)."""
+        return squared_change(self.prediction, changed)
+
+    @cached_property
+    def between_samples(self) -> float:
+        """Mean difference of two independent samples; 0 if predictions differ by rounding only."""
+        return 2 * total_variance(self.prediction)
+
+    def resampled(self, weights: Array) -> Array:
+        """Compute the mean difference of two independent samples in each resample: (resample,)."""
+        return 2 * resampled_variance(self.prediction, weights)
+
+
+def jensen_shannon(p: Array, q: Array) -> Array:
+    """Compute the Jensen-Shannon divergence in nats of distributions (..., event): (...,).
+
+    It is 0 for equal distributions and ln 2 for those without a common event.
+
+    References
+    ----------
+    Lin 1991, doi:10.1109/18.61115, section IV.
+    """
+    middle = (p + q) / 2
+    return np.maximum(_entropy(middle) - (_entropy(p) + _entropy(q)) / 2, 0.0)
+
+
+def _entropy(p: Array) -> Array:
+    return -np.sum(p * np.log(np.maximum(p, 1e-300)), axis=-1)
+
+
+class DistributionDifference(SquaredDifference):
+    """Jensen-Shannon divergence of predicted distributions (sample, event), used as :class:`SquaredDifference`.
+
+    The divergence is a squared distance in a Hilbert space. U(k) is therefore a total Sobol index here too: it lies
+    between 0 and 1, and does not grow with k.
+
+    References
+    ----------
+    Fuglede, Topsoe 2004, doi:10.1109/ISIT.2004.1365067.
+    """
+
+    def change(self, changed: Array) -> Array:
+        """Compute the divergence of each sample's distribution from a ``changed`` one: (sample,)."""
+        return jensen_shannon(self.prediction, np.asarray(changed, dtype=np.float64))
+
+    @cached_property
+    def between_samples(self) -> float:
+        """Mean divergence of two independent samples; 0 if distributions differ by rounding only."""
+        divergence = float(self._of_pairs.mean())
+        return divergence if divergence > _CONSTANT else 0.0
+
+    def resampled(self, weights: Array) -> Array:
+        """Compute the mean divergence of two independent samples in each resample: (resample,)."""
+        weights = weights[:, : len(self._of_pairs)]
+        weights = weights / np.maximum(weights.sum(axis=1, keepdims=True), 1e-300)
+        return np.sum((weights @ self._of_pairs) * weights, axis=1)
+
+    @cached_property
+    def _of_pairs(self) -> Array:
+        """Divergence of each pair of samples (sample, sample): of the first ones if there are many events."""
+        count = int(np.sqrt(_MOST_LOGARITHMS / self.prediction.shape[1]))
+        p = self.prediction[: max(count, 2 * BLOCK)]
+        divergence = np.zeros((len(p), len(p)))
+        for i in range(len(p) - 1):
+            divergence[i, i + 1 :] = jensen_shannon(p[i], p[i + 1 :])
+        return divergence + divergence.T
 
 
 def skill(loss: Array, constant_loss: Array) -> float:
@@ -256,7 +338,7 @@ def search(
     probe
         Function that returns (change, score), (sample,) each, for a context length k.
     scale
-        The denominator of U(k), 2 sum Var f.
+        The denominator of U(k): what two independent samples differ by, 2 sum Var f for squares.
     decreasing
         Whether U(k) is known not to grow with k, as the total Sobol index of all inputs older than k. The grid then
         ends where U is negligible, with one more probe at the oldest step.
