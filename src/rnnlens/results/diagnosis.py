@@ -11,6 +11,7 @@ from typing import Any, Literal
 import xarray as xr
 
 from ..measures.dynamics import point_kinds
+from ..vocabulary import DIRECTION
 from .base import Part, Result
 from .encoding import to_strict_json
 from .page import ShownFinding
@@ -141,10 +142,14 @@ class Diagnosis(Result, kind="diagnosis"):
     def to_json(self) -> str:
         """Return JSON in a stable layout: schema, sentences, findings, how far back, measures, notes, provenance.
 
-        Numbers that are not finite are null.
+        Numbers that are not finite are null. A measure of a bidirectional layer is a mapping: forward, backward.
         """
         measures = {
-            name: {str(k): to_strict_json(v.item()) for k, v in self.dataset(name).data_vars.items() if v.ndim == 0}
+            name: {
+                str(k): to_strict_json(_number_or_halves(v))
+                for k, v in self.dataset(name).data_vars.items()
+                if v.dims in ((), (DIRECTION,))
+            }
             for name in self
         }
         document = {
@@ -348,6 +353,13 @@ class FixedPoints(Result, kind="dynamics"):
             )
             for i in range(min(len(moduli), 12))
         ]
+
+
+def _number_or_halves(measure: xr.DataArray) -> Any:
+    """Return a measure without axes as a number, and one with an axis of directions as numbers by direction."""
+    if not measure.ndim:
+        return measure.item()
+    return dict(zip(measure[DIRECTION].values.tolist(), measure.values.tolist(), strict=True))
 
 
 def _counted_noun(count: int, adjective: str, noun: str = "fixed point") -> str:

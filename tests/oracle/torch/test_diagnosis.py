@@ -228,6 +228,11 @@ def test_measures_of_both_halves_have_their_labels(half_dead, tmp_path):
         assert d["lstm"].dead.sel(direction="backward").values.tolist() == [True] * 3
 
 
+def test_measures_of_both_halves_are_in_the_json(half_dead):
+    measures = json.loads(half_dead.to_json())["measures"]["lstm"]
+    assert measures["growth"] == dict(zip(["forward", "backward"], half_dead["lstm"].growth.values, strict=True))
+
+
 def test_unequal_halves_of_a_layer_are_told_apart():
     net, x = MeanOfBoth(faint=1e-6).eval(), white_noise(128, 8)
     (finding,) = [f for f in rl.diagnose(net, x, model_output(net, x)).findings if f.code == "UNEQUAL_LAYERS"]
