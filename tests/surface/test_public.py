@@ -24,8 +24,8 @@ PUBLIC = {
         "seed=0, axes=None)"
     ),
     "fixed_points": (
-        "(model, x=None, *, layer=None, input='mean', starts=None, period=1, most=512, noise=0.0, tolerance=0.001, "
-        "seed=0, axes=None)"
+        "(model, x=None, *, layer=None, input='mean', direction=None, starts=None, period=1, most=512, noise=0.0, "
+        "tolerance=0.001, seed=0, axes=None)"
     ),
     "lyapunov": "(model, x, *, layer=None, count=None, samples=16, seed=0, axes=None)",
     "step_eigenvalues": "(model, x, *, layer=None, steps=8, samples=16, axes=None)",

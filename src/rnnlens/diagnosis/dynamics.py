@@ -198,6 +198,7 @@ def _eigenvalue_dataset(name: str, run: Replay, step_indices: list[int], coords:
     x=one_batch,
     layer=text,
     input=_numbers_or_text,
+    direction=text,
     starts=_numbers_or_text,
     period=integer(least=1),
     most=integer(least=1),
@@ -213,6 +214,7 @@ def fixed_points(
     *,
     layer: str | None = None,
     input: Any = "mean",
+    direction: str | None = None,
     starts: Any = None,
     period: int = 1,
     most: int = 512,
@@ -223,8 +225,6 @@ def fixed_points(
 ) -> FixedPoints:
     """Find the fixed points F(s, x) = s of a recurrent layer under a constant input, and classify them.
 
-    Of a bidirectional layer the forward half is examined; a note of the result says so.
-
     Parameters
     ----------
     model
@@ -234,7 +234,10 @@ def fixed_points(
     layer
         Name of the recurrent layer; the only one by default.
     input
-        The constant input (feature,): an array, ``"mean"`` over the batch, or ``"zero"``.
+        The constant input (feature,): an array, ``"mean"`` over the batch, or ``"zero"``. Of several (input, feature)
+        the points are found for each, from the same starts, and stand one input after another.
+    direction
+        Half of a bidirectional layer: ``"forward"``, the default, or ``"backward"``. A note names the other one.
     starts
         States to start from (start, state), with all states of a cell concatenated, or a trace; by default the states
         along the batch. Every second start is moved to a random point between two of them, where saddles lie.
@@ -256,13 +259,13 @@ def fixed_points(
     FixedPoints
         ``states``, ``eigenvalues``, ``eigenvectors``, ``kinds`` (stable, saddle, repeller, marginal, slow), ``curves``
         (lines and rings of marginal points, and slow ones), ``stable``, ``fixed``, ``data`` (speed, number of starts;
-        in ``attrs`` the ``direction`` that was examined). Known cells are solved in float64, custom cells in the
-        precision of the framework.
+        in ``attrs`` the ``direction`` that was examined; of several inputs the ``input_index`` of each point). Known
+        cells are solved in float64, custom cells in the precision of the framework.
 
     Raises
     ------
     InputError
-        If x is missing, the search is too large, or the input or the starts do not fit the layer.
+        If x is missing, the search is too large, the layer has no such half, or input or starts do not fit the layer.
     LayerNotFoundError
         If no recurrent layer has that name, or there are several and none is named.
 
@@ -277,15 +280,38 @@ def fixed_points(
     if period * most > MOST_STEPS:
         received = f"period={period}, most={most}"
         raise InputError("The search is too large.", got=received, expected=f"period * most <= {MOST_STEPS}")
-    name, (run, *other_runs), _ = _replay_layer(model, x, layer, 64, axes)
-    constant_input = _constant_input(input, run)
+    name, runs, _ = _replay_layer(model, x, layer, 64, axes)
+    run, other_runs = _half(name, runs, direction)
+    inputs = _constant_inputs(input, run)
     start_states = _start_states(starts, name, run, most, noise, seed)
+    datasets = [_points_dataset(run, values, start_states, period, tolerance) for values in np.atleast_2d(inputs)]
+    dataset = datasets[0] if inputs.ndim == 1 else _by_input(datasets, inputs)
+    dataset = dataset.assign_attrs(layer=name, direction=run.order, input=inputs.tolist())
+    notes = [f"The {other.order} half of {name!r} was not examined: direction={other.order!r}." for other in other_runs]
+    return FixedPoints({name: dataset}, provenance=adapter_for(model).facts(model).provenance, notes=notes)
+
+
+def _half(name: str, runs: list[Replay], direction: str | None) -> tuple[Replay, list[Replay]]:
+    """Return the run of one direction of a layer, the first by default, and the runs of the other."""
+    directions = [str(run.order) for run in runs]
+    if direction is not None and direction not in directions:
+        raise InputError(
+            f"{name!r} has no such half.", got=f"direction={direction!r}", expected=" or ".join(directions)
+        )
+    run = runs[0 if direction is None else directions.index(direction)]
+    return run, [other for other in runs if other is not run]
+
+
+def _points_dataset(
+    run: Replay, constant_input: Array, start_states: Array, period: int, tolerance: float
+) -> xr.Dataset:
+    """Find and label the points under one constant input."""
     framework_input = converted_like(constant_input, run.input) if run.cell.by_framework else constant_input
     points = find_points(
         iterate(step_map(run.cell, framework_input, xp=run.xp), period), start_states, tolerance=tolerance
     )
     state_sizes = [int(s.shape[-1]) for s in run.states]
-    dataset = xr.Dataset(
+    return xr.Dataset(
         {
             "states": (("point", "state"), points.states, {"long_name": "states side by side", "units": "1"}),
             "speed": ("point", points.speed, {"long_name": "|F(s) - s|^2 / 2", "units": "1"}),
@@ -300,16 +326,28 @@ def fixed_points(
             "trajectory": (("start", "state"), start_states, {"long_name": "states to start from", "units": "1"}),
         },
         attrs={
-            "layer": name,
-            "direction": run.order,
             "period": period,
-            "input": constant_input.tolist(),
             "state_sizes": state_sizes,
             "curves": ", ".join(points.curves),
         },
     )
-    notes = [f"The {other.order} half of {name!r} was not examined." for other in other_runs]
-    return FixedPoints({name: dataset}, provenance=adapter_for(model).facts(model).provenance, notes=notes)
+
+
+def _by_input(datasets: list[xr.Dataset], inputs: Array) -> xr.Dataset:
+    """Join the points under several inputs, one input after another, with the index of its input for each point."""
+    curves = [dataset.attrs["curves"] for dataset in datasets]
+    first_curves = np.cumsum([0, *(len(text.split(", ")) if text else 0 for text in curves)])
+    shifted = [
+        dataset.drop_vars("trajectory").assign(
+            curve=dataset["curve"].where(dataset["curve"] < 0, dataset["curve"] + first_curve),
+            input_index=("point", np.full(dataset.sizes["point"], i), {"long_name": "index of the input"}),
+        )
+        for i, (dataset, first_curve) in enumerate(zip(datasets, first_curves, strict=False))
+    ]
+    joined = xr.concat(shifted, dim="point", combine_attrs="override")
+    return joined.assign(
+        trajectory=datasets[0]["trajectory"], inputs=(("input", "feature"), inputs, {"long_name": "constant inputs"})
+    ).assign_attrs(curves=", ".join(text for text in curves if text))
 
 
 def _replay_layer(
@@ -343,7 +381,7 @@ def _replay_layer(
     return name, runs, {role: coordinates.find(role, size) for role, size in sizes.items()}
 
 
-def _constant_input(requested: Any, run: Replay) -> Array:
+def _constant_inputs(requested: Any, run: Replay) -> Array:
     n_features = int(run.input.shape[2])
     values = np.asarray(to_host(run.input))
     if isinstance(requested, str):
@@ -354,8 +392,9 @@ def _constant_input(requested: Any, run: Replay) -> Array:
     if isinstance(requested, Mapping) or not is_array:
         raise InputError("The input does not fit.", got=short_repr(requested), expected=f"({n_features},) numbers")
     array = np.asarray(as_numbers("input", requested), dtype=values.dtype)
-    if array.shape != (n_features,):
-        raise InputError("The input does not fit.", got=f"shape {array.shape}", expected=f"({n_features},)")
+    if array.ndim not in (1, 2) or array.shape[-1] != n_features or not len(array):
+        expected = f"({n_features},), or (input, {n_features}) for several"
+        raise InputError("The input does not fit.", got=f"shape {array.shape}", expected=expected)
     if not np.isfinite(array).all():
         raise InputError("The input is not finite.", got="NaN or infinity in input=")
     return array

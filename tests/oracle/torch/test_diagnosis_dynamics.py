@@ -184,9 +184,47 @@ def test_fixed_points_say_which_half_was_examined(two_halves):
     both, backwards = two_halves
     points = rl.fixed_points(both, X)
     assert points.data.attrs["direction"] == "forward"
-    assert points.notes == ["The backward half of 'layer' was not examined."]
+    assert points.notes == ["The backward half of 'layer' was not examined: direction='backward'."]
     assert points.notes[0] in repr(points)
     assert rl.fixed_points(backwards, X).notes == []
+
+
+def test_fixed_points_of_the_backward_half_are_those_of_its_layer_alone(two_halves):
+    both, backwards = two_halves
+    points, alone = rl.fixed_points(both, X, direction="backward"), rl.fixed_points(backwards, X)
+    assert points.data.attrs["direction"] == "backward"
+    assert points.notes == ["The forward half of 'layer' was not examined: direction='forward'."]
+    assert points.kinds == alone.kinds
+    np.testing.assert_allclose(points.states, alone.states, atol=1e-6)
+    assert not np.allclose(points.states, rl.fixed_points(both, X).states, atol=1e-2)
+    with pytest.raises(InputError, match=r"no such half[\s\S]*forward or backward"):
+        rl.fixed_points(both, X, direction="sideways")
+
+
+def test_fixed_points_under_several_inputs_are_those_of_single_calls(two_halves):
+    both, _ = two_halves
+    inputs = np.random.default_rng(0).normal(size=(3, X.shape[2])).astype("float32")
+    together = rl.fixed_points(both, X, input=inputs)
+    np.testing.assert_array_equal(together.data.inputs, inputs)
+    for i, values in enumerate(inputs):
+        alone, of_input = rl.fixed_points(both, X, input=values), together.data.input_index == i
+        xr.testing.assert_equal(together.states[of_input], alone.states)
+        xr.testing.assert_equal(together.eigenvalues[of_input], alone.eigenvalues)
+        assert [kind for kind, of in zip(together.kinds, of_input, strict=True) if of] == alone.kinds
+
+
+def test_curves_under_several_inputs_stay_apart():
+    layer = nn.RNN(1, 2, batch_first=True, nonlinearity="relu", bias=False)  # every state (s, 0), s >= 0, is kept
+    with torch.no_grad():
+        layer.weight_hh_l0.copy_(torch.tensor([[1.0, 0.0], [0.0, 0.5]]))
+        layer.weight_ih_l0.copy_(torch.tensor([[0.0], [1.0]]))
+    x = torch.rand(8, 12, 1)
+    starts = np.stack([np.linspace(0.1, 3, 64), np.ones(64)], axis=1)
+    alone = rl.fixed_points(nn.Sequential(layer), x, input=[0.0], starts=starts)
+    together = rl.fixed_points(nn.Sequential(layer), x, input=[[0.0], [0.5]], starts=starts)
+    assert alone.curves == ["line"]
+    assert together.curves == ["line", "line"]
+    assert set(together.data.curve.values[together.data.input_index == 1]) == {1}
 
 
 def side_by_side(trace, names, **direction):
