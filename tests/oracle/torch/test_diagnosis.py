@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tracemalloc
 
 import numpy as np
@@ -95,6 +96,25 @@ def test_what_is_missed_is_named_and_the_way_there_judged():
     short = rl.diagnose(shift_register({1: 0.5}), x, y)
     assert {"MISSED_DEPENDENCY", "VANISHING"} <= set(short.codes)
     assert "No sign" not in str(short)
+
+
+def test_the_samples_that_an_effect_of_ten_percent_needs_are_said_and_suffice():
+    """10 % of the target is one input that the network leaves unused; the rest is noise."""
+
+    def diagnosed(samples):
+        net, x = shift_register({0: 1.0}), white_noise(samples)
+        noise = np.random.default_rng(1).normal(size=(samples, 1))
+        d = rl.diagnose(net, x, (np.sqrt(0.1) * x[:, STEPS - 21] + np.sqrt(0.9) * noise).astype("float32"))
+        return d, [re.search(r"for 10 % it needs about (\d+) samples", note) for note in d.notes]
+
+    d, notes = diagnosed(64)
+    assert "MISSED_DEPENDENCY" not in d.codes
+    (needed,) = [int(note.group(1)) for note in notes if note]
+    threshold, by_lag = float(d["model"].missed_threshold), d["model"].missed.values
+    assert needed == int(np.ceil(64 * (threshold - np.median(by_lag)) / 0.1)) > 64
+    d, notes = diagnosed(round(2.5 * needed))
+    assert next(f for f in d.findings if f.code == "MISSED_DEPENDENCY").evidence["lag"] == 20
+    assert not any(notes)
 
 
 def test_a_latch_is_memory_and_no_vanishing():
