@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import rnnlens as rl
+import rnnlens.adapters.jax as adapter_jax
+from rnnlens.adapters.jax import bound, program
 from rnnlens.adapters.registry import adapter_for
 
 B, T, D, H = 3, 5, 4, 2
@@ -202,3 +204,26 @@ def test_a_first_trace_compiles_its_program_and_the_users_own_alone():
     trace = rl.trace(rl.jax.model(apply, params), numbers(11, 13, 3), numbers(11, 13, 7), loss=loss)
     assert trace.certificate.state == "passed"
     assert len(compiled) == 2, compiled
+
+
+def test_the_users_function_is_traced_once_for_each_size_and_once_for_the_reference(monkeypatch):
+    """The program with a loss continues the one without; axes that count samples and steps take two more sizes."""
+    random = lambda *shape: np.random.default_rng(0).normal(size=shape).astype("float32")  # noqa: E731
+    sizes, opened, params = [], [], {"w": random(D, H), "u": 0.3 * random(H, H)}
+
+    def apply(params, x):
+        sizes.append(x.shape)
+        step = lambda h, x_t: ((new := jnp.tanh(x_t @ params["w"] + h @ params["u"])), new)  # noqa: E731
+        return jnp.swapaxes(jax.lax.scan(step, jnp.zeros((x.shape[0], H)), jnp.swapaxes(x, 0, 1))[1], 0, 1)
+
+    for module in (adapter_jax, bound, program):
+        original = module.open_model
+        monkeypatch.setattr(module, "open_model", lambda *a, o=original, **k: opened.append(a) or o(*a, **k))
+    model, x, y = rl.jax.model(apply, params), random(B, T, D), random(B, T, H)
+    loss = lambda output, target: jnp.mean((output - target) ** 2)  # noqa: E731
+    assert rl.trace(model, x, y, loss=loss).certificate.state == "passed"
+    assert sorted(sizes) == [(B, T, D), (B, T, D), (B, T + 1, D), (B + 1, T, D)]
+    opened.clear()
+    rl.trace(model, x, y, loss=loss)
+    assert len(sizes) == 4
+    assert len(opened) <= 5  # its fingerprint, its run, its dtype, its reference, and the places of its weights

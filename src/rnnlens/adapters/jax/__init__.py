@@ -76,7 +76,11 @@ class JaxAdapter(Adapter):
         """Return the loss of known outputs and its gradient for each of them."""
         call = Call.of(bound.source_of(model), batch)
         template = Program.of(call, call.has_loss).output_template
-        value, pull = self.differentiate(lambda *leaves: call.loss_of(nest(leaves, template)), outputs.leaves, model)
+
+        def loss(*leaves: Any) -> Any:
+            return call.loss_of(nest(leaves, template), call.arrays)
+
+        value, pull = self.differentiate(loss, outputs.leaves, model)
         return float(value), list(pull(jnp.ones(())))
 
 

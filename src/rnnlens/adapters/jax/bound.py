@@ -193,9 +193,13 @@ class JaxFacts(ModelFacts):
             "device": f"{jax.devices()[0].platform}:{jax.devices()[0].id}",
         }
 
+    @cached_property
+    def _program(self) -> Program:
+        return with_shapes(self.model).program
+
     def weight_location(self, layer: str, direction: str | None, key: str) -> WeightLocation | None:
         """Return the parameter behind a weight, or the name of a known cell's weight in a reference run."""
-        program = with_shapes(self.model).program
+        program = self._program
         known = next((other for other in program.layers if other.base == layer and other.cell is not None), None)
         if known is not None:
             if program.gradient_places(known, key) is None:

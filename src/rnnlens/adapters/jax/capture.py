@@ -47,7 +47,7 @@ def record(model: Any, batch: Batch, taps: Taps) -> tuple[Capture, Outputs]:
         read=(*outputs, *((_LOSS,) if has_loss else ())),
         calls=tuple(layer.name for layer in layers),
     )
-    run = ProgramRun(model, batch, ports, {_LOSS: np.ones(())} if taps.gradients else None)
+    run = ProgramRun(call, ports, {_LOSS: np.ones(())} if taps.gradients else None)
     leaves = [run.values[port] for port in outputs]
     tree = nest(leaves, program.output_template)
     result = Capture([], loss=float(run.values[_LOSS]) if has_loss else None, outputs=tree, notes=notes)

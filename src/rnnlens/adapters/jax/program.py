@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Var
+from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 
 from ...autodiff import Memo
 from ...errors import InputError, ModelError, raised_by
@@ -75,9 +76,8 @@ class Call:
     def function(self, arrays: Sequence[Any], *, with_loss: bool) -> tuple[Any, Any]:
         """Run the user's model and loss; return the outputs as the model nests them, and the loss or None."""
         values, (count, stop) = list(arrays), self.counts
-        target = self.y.nested(values[stop : stop + len(self.y.leaves)])
         x = self.x.nested(values[count:stop])
-        weight = self.weight.nested(values[stop + len(self.y.leaves) :])
+        target = self.y.nested(values[stop : stop + len(self.y.leaves)])
         takes_target = self.batch.loss is None and self.batch.y is not None
         explain = partial(explain_program, x, target, takes_target=takes_target)
         if takes_target:  # loss_fn(params, x, y)
@@ -87,16 +87,20 @@ class Call:
             return outputs, scalar(outputs, "the model") if with_loss else None
         with raised_by("Your model", explain):
             outputs = call(lambda *a, **k: self.opened.apply(values[:count], *a, **k), x, self.parameters)
-        if not with_loss or self.batch.loss is None:
-            return outputs, None
-        return outputs, loss_value(self.batch.loss, outputs, self.batch, target, weight)
+        return outputs, self.loss_of(outputs, values) if with_loss and self.batch.loss is not None else None
 
-    def loss_of(self, outputs: Any) -> Any:
-        """Return the loss of outputs, nested as the model returns them."""
+    def loss_of(self, outputs: Any, arrays: Sequence[Any]) -> Any:
+        """Return the loss of outputs, nested as the model returns them; ``arrays`` as in :attr:`arrays`."""
         if self.batch.loss is None:
             return scalar(outputs, "the model")
-        target, weight = self.y.nested(self.y.leaves), self.weight.nested(self.weight.leaves)
+        start = self.counts[1]
+        stop = start + len(self.y.leaves)
+        target, weight = self.y.nested(arrays[start:stop]), self.weight.nested(arrays[stop:])
         return loss_value(self.batch.loss, outputs, self.batch, target, weight)
+
+    def without_loss(self) -> Call:
+        """Return the call without target, sample weights and loss."""
+        return replace(self, batch=self.batch.without_loss(), y=Data([], None), weight=Data([], None))
 
     def key(self, with_loss: bool) -> Hashable | None:
         """Return a key of the program of this call; None if it cannot be compared."""
@@ -124,15 +128,32 @@ class WeightOrigin:
     offset: Array | None = None
 
 
+@dataclass(frozen=True)
+class TracedFunction:
+    """A flat program of a function, and its outputs with shapes in the place of arrays.
+
+    ``structure``: the outputs as a tree of JAX, None if that has other leaves.
+    """
+
+    program: ClosedJaxpr
+    template: Any
+    structure: Any
+
+    def outputs(self, arrays: Sequence[Any]) -> Any:
+        """Run the program; return its outputs as the function nests them."""
+        return jax.tree.unflatten(self.structure, jaxpr_as_fun(self.program)(*arrays))
+
+
 class Program:
     """The program of a model, with or without a loss, at given shapes."""
 
     def __init__(self, call: Call, with_loss: bool) -> None:
         self.call, self.with_loss = without_arrays(call), with_loss
         self.memos: dict[Hashable, Memo] = {}
-        self.output_template: Any = None
+        self._traces: dict[Hashable, TracedFunction] = {}
         # With the target's values, by which an exception of the loss is explained.
-        self.program = self._trace([tuple(a.shape) for a in call.arrays], call.batch)
+        traced = self._trace([tuple(a.shape) for a in call.arrays], call.batch)
+        self.program, self.output_template = traced.program, traced.template
         self.loops = self._loops(self.program)
         self.dtypes = [a.dtype for a in call.arrays]
         self._arrays_shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in call.arrays]
@@ -168,20 +189,44 @@ class Program:
         """Return what was compiled for a set of ports."""
         return self.memos.setdefault(key, Memo(_executables))
 
-    def _trace(self, shapes: Sequence[tuple[int, ...]], batch: Batch | None = None) -> ClosedJaxpr:
-        call = self.call if batch is None else replace(self.call, batch=batch)
+    def _trace(self, shapes: Sequence[tuple[int, ...]], batch: Batch | None = None) -> TracedFunction:
+        """Trace the model, and the loss if there is one, with arrays of other shapes; once for each of these."""
+        key = tuple(shapes)
+        if key not in self._traces:
+            call = self.call if batch is None else replace(self.call, batch=batch)
+            self._traces[key] = self._traced(call, shapes)
+        return self._traces[key]
+
+    def _traced(self, call: Call, shapes: Sequence[tuple[int, ...]]) -> TracedFunction:
+        model = self._model_at(shapes[: self.call.counts[1]])
+        found: list[tuple[Any, Any]] = []
 
         def flat(*arrays: Any) -> list[Any]:
-            outputs, loss = call.function(arrays, with_loss=self.with_loss)
-            self.output_template = map_leaves(shape_of, outputs)
-            return [*leaves_of(outputs), *([] if loss is None else [loss])]
+            if model is None:
+                outputs, loss = call.function(arrays, with_loss=self.with_loss)
+            else:
+                outputs = model.outputs(arrays[: call.counts[1]])
+                loss = call.loss_of(outputs, arrays)
+            leaves = leaves_of(outputs)
+            leaves_of_jax, structure = jax.tree.flatten(outputs)
+            is_same = len(leaves) == len(leaves_of_jax) and all(map(operator.is_, leaves, leaves_of_jax))
+            found.append((map_leaves(shape_of, outputs), structure if is_same else None))
+            return [*leaves, *([] if loss is None else [loss])]
 
         structures = [
             jax.ShapeDtypeStruct(shape, a.dtype, weak_type=False)
             for shape, a in zip(shapes, self.call.arrays, strict=True)
         ]
         with sequential_associative_scans():
-            return flatten(jax.make_jaxpr(flat)(*structures))
+            program = flatten(jax.make_jaxpr(flat)(*structures))
+        return TracedFunction(program, *found[-1])
+
+    def _model_at(self, shapes: Sequence[tuple[int, ...]]) -> TracedFunction | None:
+        """Return the model alone as the program without a loss traced it; None if the loss cannot follow on that."""
+        if not self.with_loss or self.call.batch.loss is None or self.call.key(True) is None:
+            return None
+        traced = Program.of(self.call.without_loss(), False)._trace(shapes)
+        return None if traced.structure is None else traced
 
     def _loops(self, program: ClosedJaxpr) -> list[Loop]:
         return find_loops(program, self.call.opened.weight_names, self.call.names)
@@ -199,13 +244,10 @@ class Program:
         shapes = [tuple(a.shape) for a in self.call.arrays]
 
         def retrace(data_shapes: Sequence[tuple[int, ...]]) -> tuple[ClosedJaxpr, list[Loop]] | None:
-            template = self.output_template
             try:
-                program = self._trace([*shapes[:count], *data_shapes])
+                program = self._trace([*shapes[:count], *data_shapes]).program
             except Exception:  # these sizes do not go together
                 return None
-            finally:
-                self.output_template = template
             return program, self._loops(program)
 
         return find_roles(self.program, self.loops, shapes[count:], retrace)

@@ -43,18 +43,15 @@ class ProgramRun:
     ``cotangents``: if they are given, the run is forward and back in one compiled pass.
     """
 
-    def __init__(
-        self, model: Any, batch: Batch, taps: PortTaps, cotangents: Mapping[Port, Array] | None = None
-    ) -> None:
-        self.call = Call.of(model, batch)
-        self.taps = taps
+    def __init__(self, call: Call, taps: PortTaps, cotangents: Mapping[Port, Array] | None = None) -> None:
+        self.call, self.taps = call, taps
         ends = () if cotangents is not None else (*taps.wrt, *taps.cut)
         #: Ports whose values are kept.
         self._valued = tuple(dict.fromkeys((*taps.of, *taps.read, *ends)))
         ports = (*taps.of, *taps.wrt, *taps.cut, *taps.read)
         self.program = Program.of(self.call, self.call.has_loss and _LOSS in ports)
         self._refuse_absent(ports)
-        self._given = self._initial_states(batch)
+        self._given = self._initial_states(call.batch)
         memo = self.program.memo((taps, tuple(self._given)))
         arguments = [self.call.arrays, self._given]
         self._linearised: LinearisedProgram | None = None

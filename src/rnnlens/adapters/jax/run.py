@@ -9,6 +9,7 @@ from typing import Any
 from ...typing import Array
 from ..protocol import Batch, Capture, Cotangents, Outputs, Port, ReferenceRun, Run, Taps
 from .capture import record
+from .program import Call
 from .program_run import PortTaps, ProgramRun
 from .reference_run import Reference
 
@@ -24,7 +25,7 @@ class JaxRun(Run):
         self._ports: ProgramRun | None = None
         if taps.record == "ports":
             known = taps.cotangents or None
-            self._ports = ProgramRun(model, batch, PortTaps(taps.of, taps.wrt, taps.cut), known)
+            self._ports = ProgramRun(Call.of(model, batch), PortTaps(taps.of, taps.wrt, taps.cut), known)
             self.values = self._ports.values
             self.output_count = len(self._ports.program.outputs)
             if known is not None:
