@@ -67,8 +67,8 @@ PUBLIC = {
     ),
     "weight_norms": "(model, *, layers=None, over=None, ord=2, history=None, step=None)",
     "weights": (
-        "(model, x=None, y=None, *, layers=None, by_time=False, measure=None, loss=None, sample_weight=None, "
-        "class_weight=None, training=False, seed=0)"
+        "(model, x=None, y=None, *, layers=None, by_time=False, measure=None, keep=None, loss=None, "
+        "sample_weight=None, class_weight=None, training=False, seed=0)"
     ),
 }
 FUNCTIONS = sorted(name for name, signature in PUBLIC.items() if signature is not None)

@@ -32,6 +32,7 @@ from .checks import (
     refuse_without_order,
     seed,
     seed_or_none,
+    shares,
     switch,
     text,
 )
@@ -95,6 +96,7 @@ __all__ = [
     "refuse_without_order",
     "seed",
     "seed_or_none",
+    "shares",
     "states",
     "switch",
     "text",

@@ -11,7 +11,7 @@ import math
 import operator
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from itertools import islice
 from typing import Any, ParamSpec, TypeVar
 
@@ -165,6 +165,16 @@ def number(
         return converted
 
     return check
+
+
+def shares(name: str, value: Any) -> tuple[float, ...]:
+    """Check one or several shares, 0 <= share <= 1, and return them as a tuple."""
+    values = [value] if isinstance(value, int | float) else value
+    is_list = isinstance(values, Iterable) and not isinstance(values, str | bytes)
+    checked = tuple(number(least=0)(name, share) for share in values) if is_list else ()
+    if not checked or max(checked) > 1:
+        raise InputError(f"{name}= has shares.", got=short_repr(value), expected="0.5, or (0.5, 0.25): 0 to 1")
+    return checked
 
 
 def as_name(value: Any) -> Any:

@@ -83,6 +83,16 @@ class SequenceCell:
                 changed[attribute.name] = change(value)
         return replace(self, **changed)
 
+    def keeping(self, kept: Array) -> SequenceCell:
+        """Return the cell without some entries of its state, which stay zero: ``kept`` is 0 there and 1 elsewhere."""
+        writes, is_tied = list(self.write), self.right is not None and self.left is None
+        on_axis = [i for i, factor in enumerate(writes) if factor.shape[self.axis] > 1]
+        chosen = 0 if is_tied or not on_axis else on_axis[0]
+        writes[chosen] = writes[chosen] * kept
+        left = None if self.left is None else self.left * kept
+        initial = None if self.initial is None else self.initial * kept[:, 0]
+        return replace(self, write=tuple(writes), left=left, initial=initial)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Sizes (sample, time, *axes) of the states of all steps."""
@@ -425,6 +435,21 @@ def later_influence(cell: SequenceCell) -> Array | None:
             energy = energy * abs(vectors(factor)[..., 0]) ** 2
         pieces.append(_sum_after_heads(cell, energy, contracted=1))
     return xp.concat(pieces[::-1], axis=1)
+
+
+def state_energy(run: SequenceRun) -> Array:
+    """Return the mean square of what each entry of the state adds to an output, shaped as ``SequenceCell.keeping``.
+
+    The entry i of a state adds C_t[i] S_t[i]; without readout S_t[i]. The mean is over samples, steps and the axis of
+    the outputs of a matrix, which all entries along the contracted axis have in common.
+    """
+    cell, total = run.cell, 0.0
+    axes = (0, 1, *((-3 - cell.axis,) if len(cell.axes) > 2 and cell.axis >= -2 else ()))
+    for chunk in run.chunks():
+        states = chunk.states()
+        added = states if cell.read is None else chunk.cell.read * states
+        total = total + (abs(added) ** 2).sum(axes, keepdims=True)
+    return total / prod(cell.shape[axis] for axis in axes)
 
 
 def _diagonal_influence(cell: SequenceCell) -> Array:

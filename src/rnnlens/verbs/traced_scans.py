@@ -17,7 +17,7 @@ from ..errors import InputError, did_you_mean, short_repr
 from ..measures.dynamics import effective_rank
 from ..measures.intervention import bootstrap_interval
 from ..measures.transfer import effective_state_size, half_life_from_sums, log_decay_sums
-from ..recurrence.sequence import SequenceCell, SequenceChunk, carried_share, chunks, later_influence
+from ..recurrence.sequence import SequenceCell, SequenceChunk, carried_share, chunks, later_influence, state_energy
 from ..results.checks import REPLAY, Check, rounding_bound
 from ..results.schema import LabelledLayer, labelled_layer, to_host
 from ..settings import must_fit
@@ -257,6 +257,17 @@ def token_influence(cell: SequenceCell) -> dict[str, xr.Variable]:
         attributes = {"long_name": "95 % interval of the influence, over samples", "units": "output"}
         variables["token_influence_interval"] = xr.Variable(("bound", TIME, *heads), bounds, attributes)
     return variables
+
+
+def kept_masks(call: SequenceCall, shares: Sequence[float]) -> tuple[xr.Variable, list[Array]]:
+    """Rank the entries of a state by what they add to the outputs; return that, and the masks of the entries kept."""
+    cell = call.cell
+    energy = to_host(state_energy(call.forward_run())).astype(np.float64)
+    axes = [axis for axis, size in zip(cell.axes, energy.shape[2:], strict=True) if size > 1]
+    attributes = {"long_name": "mean square that an entry of the state adds to an output", "units": "output²"}
+    ranks = np.argsort(np.argsort(-energy, axis=None, kind="stable"), kind="stable").reshape(energy.shape)
+    masks = [(ranks < round(share * energy.size)).astype(np.float64) for share in shares]
+    return xr.Variable(axes, energy.reshape([size for size in energy.shape[2:] if size > 1]), attributes), masks
 
 
 def _state_size(cell: SequenceCell) -> Array:

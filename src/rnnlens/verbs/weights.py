@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import xarray as xr
@@ -25,7 +25,7 @@ from .chunked.samples import SampleChunks
 from .chunked.works import lazy_datasets
 from .names import uncalled_layer
 from .request import ModelRequest, in_turn
-from .traced_scans import carried_by_lag, scan_measures, token_influence
+from .traced_scans import carried_by_lag, kept_masks, scan_measures, token_influence
 from .weight_gradients import WeightGradients, find_gradients
 from .weight_layout import label_cell, label_plain, outside_cells, weights_of_layer
 
@@ -74,6 +74,7 @@ def layers(model: Any, x: Any = None) -> LayerTable:
     layers=check.names,
     by_time=check.switch,
     measure=check.one_of("norm"),
+    keep=check.shares,
     **check.RUN,
 )
 @in_turn
@@ -85,6 +86,7 @@ def weights(
     layers: str | Iterable[str] | None = None,
     by_time: bool = False,
     measure: Literal["norm"] | None = None,
+    keep: float | Iterable[float] | None = None,
     loss: str | Callable[..., Any] | None = None,
     sample_weight: Any = None,
     class_weight: Mapping[int, float] | None = None,
@@ -105,6 +107,10 @@ def weights(
     measure
         ``"norm"``, with ``by_time=True``: the Frobenius norm of each contribution per gate,
         ``recurrent_kernel_grad_norm (time, gate)``, which needs little memory.
+    keep
+        Whole-sequence layers: shares of the state to keep, such as ``(0.5, 0.25)``. ``loss_after_pruning (kept)`` is
+        the loss of the model in a run in which this layer writes the other entries of its state no more, for each
+        share; those with the least ``state_energy``, the mean square that an entry adds to an output, go first.
 
     Returns
     -------
@@ -129,19 +135,29 @@ def weights(
     Effective state-size: Parnichkun et al. 2025, arXiv:2504.19561. Rank of a state per head: arXiv:2602.02195.
     Influence of a token by the observability of later outputs: the idea of Mabrok, Zafari 2025, arXiv:2511.17970. The
     formula is ours: the root mean square over samples of the norm of (dy_s/dx_t) x_t over all s >= t, for a scan's
-    input x and outputs y, coefficients held.
+    input x and outputs y, coefficients held. Entries of a state ranked by the energy that they add to the output:
+    AIRE-Prune, arXiv:2602.00534, here measured on the data; by their largest gain: LAST, arXiv:2411.02824.
     """
     if measure is not None and not by_time:
         raise InputError("measure= applies to gradients by step.", got=f"measure={measure!r}", expected="by_time=True")
     if x is None and (by_time or y is not None or loss is not None):
         raise InputError("Gradients of weights need data.", got="x=None", hint="rl.weights(model, x, y)")
     batch = Batch(x, y, sample_weight, class_weight, loss, training, None, seed)
+    if keep is not None and (x is None or check.is_lazy((x, y, sample_weight))):
+        hint = "data in memory: rl.weights(model, x, y, keep=...)"
+        raise UnsupportedError("keep= runs the model on data in memory.", got="none, or lazy data", hint=hint)
     if check.is_lazy((x, y, sample_weight)):
         return _lazy_weights(model, batch, layers, by_time, measure)
-    return _batch_weights(model, batch, layers, measure or by_time)
+    return _batch_weights(model, batch, layers, measure or by_time, cast("tuple[float, ...] | None", keep))
 
 
-def _batch_weights(model: Any, batch: Batch, layers: str | Iterable[str] | None, by_time: bool | str) -> Weights:
+def _batch_weights(
+    model: Any,
+    batch: Batch,
+    layers: str | Iterable[str] | None,
+    by_time: bool | str,
+    keep: Sequence[float] | None = None,
+) -> Weights:
     """Label the weights and, with data, their gradients on one batch, and certify these."""
     request = ModelRequest.resolve(model, batch)
     layer_weights = _select_layers(request.adapter.weights(model), layers)
@@ -158,7 +174,11 @@ def _batch_weights(model: Any, batch: Batch, layers: str | Iterable[str] | None,
             labelled[name] |= label_plain({f"{key}_grad": gradient for key, gradient in other_gradients.items()})
     datasets = {name: weights_of_layer(name, variables, provenance) for name, variables in labelled.items()}
     _assign_coordinates(datasets, weight_gradients, request.coordinates)
-    for call in _scans(request, layer_weights):
+    calls = _scans(request, layer_weights)
+    if keep is not None and not calls:
+        hint = "leave keep= out"
+        raise UnsupportedError("keep= prunes whole-sequence layers with weights; none ran.", got=repr(keep), hint=hint)
+    for call in calls:
         dataset = datasets[call.layer]
         dataset.variables |= scan_measures(call.cell, to_host(call.forward_run().last_state))
         carried = carried_by_lag(call.cell)
@@ -168,6 +188,8 @@ def _batch_weights(model: Any, batch: Batch, layers: str | Iterable[str] | None,
         dataset.variables |= influence
         if "token_influence_interval" in influence:
             dataset.coords["bound"] = xr.Variable(("bound",), ["low", "high"])
+        if keep is not None:
+            _prune(request, call, keep, dataset)
     certificate = None if batch.x is None else Certificate()
     if batch.x is not None and request.needs_certificate("weights"):
         certificate = certify_weights(request, layer_weights, datasets, weight_gradients)
@@ -186,6 +208,19 @@ def _batch_weights(model: Any, batch: Batch, layers: str | Iterable[str] | None,
         certificate=certificate,
         notes=[] if weight_gradients.capture is None else weight_gradients.capture.notes,
     )
+
+
+def _prune(request: ModelRequest, call: SequenceCall, shares: Sequence[float], dataset: LabelledLayer) -> None:
+    """Add the energy of each entry of a layer's state, and the model's loss with a share of the entries."""
+    dataset.variables["state_energy"], masks = kept_masks(call, shares)
+    losses = []
+    for mask in masks:
+        batch = replace(request.batch, kept_states={call.layer: mask})
+        taps = Taps.states([call.layer], inputs=False, loss=True, all_must_run=False)
+        losses.append(request.adapter.run(request.model, batch, taps).capture.loss)
+    attributes = {"long_name": "loss with a share of the layer's state", "units": "1"}
+    dataset.variables["loss_after_pruning"] = xr.Variable(("kept",), np.array(losses, dtype=np.float64), attributes)
+    dataset.coords["kept"] = xr.Variable(("kept",), np.array(shares), {"long_name": "share of the state", "units": "1"})
 
 
 def _scans(request: ModelRequest, layer_weights: Mapping[str, LayerWeights]) -> Sequence[SequenceCall]:

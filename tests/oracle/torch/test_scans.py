@@ -427,6 +427,49 @@ def test_influence_of_a_token_is_that_of_autograd_with_the_coefficients_held(nam
     assert "token_influence_interval" not in rl.weights(model, ids[:1], ids[:1, 0], loss=loss_of)[layers[0]]
 
 
+def test_the_loss_after_pruning_is_that_of_the_model_with_these_entries_cut_by_hand():
+    model, ids = build("mamba").double(), tokens(3, 20)
+    mixer = model.backbone.layers[0].mixer
+    first = mixer.time_step_rank
+    weak = slice(first, first + mixer.ssm_state_size // 2)
+    with torch.no_grad():
+        mixer.x_proj.weight[weak] *= 1e-3  # what writes half of the state units of every channel
+    layer = "backbone.layers.0.mixer"
+    result = rl.weights(model, ids, ids[:, 0], loss=loss_of, keep=(1, 0.5, 0))[layer]
+    energy, losses = result.state_energy, result.loss_after_pruning
+    assert energy.dims == ("channel", "state_unit")
+    half = mixer.ssm_state_size // 2
+    assert float(energy[:, :half].max()) < float(energy[:, half:].min())
+    expected = []
+    with torch.no_grad():
+        for rows in (slice(0), weak, slice(first, first + 2 * half)):
+            mixer.x_proj.weight[rows] = 0
+            expected.append(float(loss_of(model(ids, use_cache=False), ids[:, 0])))
+    assert abs(expected[1] - expected[0]) > 1e-8 * expected[0]
+    np.testing.assert_allclose(losses.sel(kept=[1, 0.5, 0]), expected, rtol=1e-12)
+    lstm, x = torch.nn.LSTM(3, 4), torch.randn(2, 5, 3)
+    with pytest.raises(rl.errors.UnsupportedError, match="none ran"):
+        rl.weights(lstm, x, x, loss=lambda outputs, _: outputs[0].sum(), keep=1)
+    with pytest.raises(rl.errors.InputError, match="shares"):
+        rl.weights(model, ids, ids[:, 0], loss=loss_of, keep=(0.5, 2))
+
+
+def test_energy_of_the_keys_of_a_delta_rule_is_that_of_a_loop():
+    model, ids = build("qwen3_next").double(), tokens(3, 20)
+    with record_arguments(model) as calls:
+        weights = rl.weights(model, ids, ids[:, 0], loss=loss_of, keep=0.5)
+    layer = next(name for name in weights if "loss_after_pruning" in weights[name])
+    energy, arguments = weights[layer].state_energy, {k: v.double() if is_float(v) else v for k, v in calls[0].items()}
+    assert energy.dims == ("head", "key")
+    states, _ = LOOPS["gated_delta"](arguments)
+    heads = torch.arange(energy.sizes["head"]) // (energy.sizes["head"] // arguments["query"].shape[2])
+    query = arguments["query"]
+    if arguments["use_qk_l2norm_in_kernel"]:
+        query = query / torch.sqrt((query * query).sum(-1, keepdim=True) + 1e-6)
+    added = torch.stack(states, 1) * (query[:, :, heads] / query.shape[-1] ** 0.5)[..., None]
+    np.testing.assert_allclose(energy, added.square().mean((0, 1, 4)), rtol=1e-8)
+
+
 def test_padding_half_precision_and_training_mode():
     ids = tokens(4, 16)
     mask = (torch.arange(16)[None] >= torch.arange(4)[:, None]).long()

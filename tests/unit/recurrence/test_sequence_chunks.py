@@ -272,3 +272,19 @@ def test_influence_of_complex_states_and_of_states_that_are_the_outputs():
     shared_read = sequence.replace(cell, read=read[:, :, :1])
     alike = sequence.replace(cell, read=read[:, :, :1].expand(shape))
     torch.testing.assert_close(sequence.later_influence(shared_read), sequence.later_influence(alike))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_entries_that_are_not_kept_stay_zero_and_the_others_run_without_them(family):
+    cell = make_cell(family, "mixed", 37)
+    axis, size = cell.contracted, cell.shape[cell.contracted]
+    on_axis = torch.tensor([1.0, 0, 1, 0, 0], dtype=torch.float64)[:size]
+    mask = on_axis.reshape([1, 1, 1, *((size, 1) if axis == -2 else (1, size))])
+    kept = [i for i in range(size) if on_axis[i]]
+    chosen = torch.tensor(kept)
+    smaller = cell.with_parts(lambda part: part.index_select(axis, chosen) if part.shape[axis] > 1 else part)
+    outputs, run = forward(cell.keeping(mask))
+    expected, smaller_run = forward(smaller)
+    torch.testing.assert_close(outputs, expected)
+    torch.testing.assert_close(run.last_state.index_select(axis, chosen), smaller_run.last_state)
+    assert run.last_state.count_nonzero() == smaller_run.last_state.count_nonzero()

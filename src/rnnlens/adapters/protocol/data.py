@@ -16,7 +16,8 @@ class Batch:
 
     ``loss`` is None (the compiled loss where the framework has one), a callable, or a name that the framework knows.
     ``initial_state`` maps a layer name to the state to start from. ``frozen``: the coefficients of whole-sequence
-    layers are held constant where they are differentiated.
+    layers are held constant where they are differentiated. ``kept_states``: which entries of the state of a
+    whole-sequence layer are written, by its name, as ones and zeros that broadcast against (sample, time, *axes).
     """
 
     x: Any
@@ -28,6 +29,7 @@ class Batch:
     initial_state: Mapping[str, Sequence[Any]] | None = None
     seed: int | None = None
     frozen: bool = False
+    kept_states: Mapping[str, Array] | None = None
 
     def without_loss(self) -> Batch:
         """Return the batch without target, sample and class weights and loss."""

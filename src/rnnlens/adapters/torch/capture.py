@@ -183,7 +183,9 @@ def recording_hooks(
 ) -> Iterator[KernelInterceptor]:
     """Record the requested layers in ``recorder`` while the model runs in the block, then remove all hooks."""
     recorder.initial_state = dict(batch.initial_state or {})
-    recorder.scans = ScanRecorder(requested.sequences, is_frozen=batch.frozen, model=model)
+    recorder.scans = ScanRecorder(
+        requested.sequences, is_frozen=batch.frozen, model=model, kept_states=batch.kept_states or {}
+    )
     owners = CallOwners(requested)
     with ExitStack() as stack:
 

@@ -78,6 +78,7 @@ class ScanRecorder:
     map). ``model``: the model in which declared scans are stored. ``scan_sizes``: samples and steps of every layer
     whose scan ran. ``running_layers``: paths of the layers that run now, innermost last; ``called_layers``: of all
     layers that were called. ``sweep_size``: numbers that the largest sweep of all scans holds for one cotangent.
+    ``kept_states``: entries of the state that are written, by layer (:attr:`Batch.kept_states`).
     """
 
     requested: Collection[str]
@@ -88,6 +89,7 @@ class ScanRecorder:
     running_layers: list[str] = field(default_factory=list)
     called_layers: set[str] = field(default_factory=set)
     sweep_size: int = 0
+    kept_states: Mapping[str, Any] = field(default_factory=dict)
 
     def enter(self, path: str, *_: Any) -> None:
         """Put a layer on the stack of running layers (forward pre-hook)."""
@@ -106,6 +108,9 @@ class ScanRecorder:
         self, path: str, cell: SequenceCell, tensors: Sequence[Any], gate: Tensor | None = None, *, is_wanted: bool
     ) -> tuple[Tensor, Tensor, SequenceCall | None]:
         """Run the scan of a layer; return its outputs, its last state and, if ``is_wanted``, its record."""
+        if path in self.kept_states:
+            like = cell.write[0]
+            cell = cell.keeping(torch.as_tensor(self.kept_states[path], dtype=like.dtype, device=like.device))
         y, last_state, run = scan(cell)
         self.scan_sizes[path] = (cell.shape[0], cell.steps)
         self.sweep_size = max(self.sweep_size, cell.sweep_size)
