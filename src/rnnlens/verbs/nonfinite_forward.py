@@ -113,42 +113,53 @@ _HALF_DTYPES = ("float16", "bfloat16")
 
 
 def forward_origins(observed: ObservedRun) -> Iterator[Origin]:
-    """Yield the origins of non-finite values in the forward pass: in layers by their calls, then in model outputs."""
+    """Yield the origins of non-finite values in the forward pass: in layers by their calls, then in model outputs.
+
+    Of layers that run in turn at the steps of one loop, that of the earliest step comes first.
+    """
     for node in observed.nodes:
-        for replayed in node.directions:
-            yield from _recurrence_origins(observed, node, replayed)
-        for plain_call in node.plain_calls:
-            port, array = Port("output", plain_call.layer), to_host(plain_call.output)
-            nonfinite = observed.first_nonfinite(port, "output", array)
-            if nonfinite is not None:
-                # The layer's input may not be finite although all earlier layers are.
-                layer_input = observed.value_at(Port("input", plain_call.layer))
-                input_nonfinite = (
-                    None
-                    if layer_input is None
-                    else observed.first_nonfinite(Port("input", plain_call.layer), "input", layer_input)
-                )
-                if input_nonfinite is not None:
-                    cause = (
-                        f"an operation of the model between layers, on {cause_below(observed, node, input_nonfinite)}"
-                    )
-                    yield Origin(
-                        "forward", plain_call.layer, "input", input_nonfinite.value, input_nonfinite.index, fed_by=cause
-                    )
-                yield Origin(
-                    "forward",
-                    plain_call.layer,
-                    "output",
-                    nonfinite.value,
-                    nonfinite.index,
-                    fed_by=cause_below(observed, node, nonfinite),
-                )
+        loop = next((names for names in observed.capture.loops if node.name in names), None)
+        origins = list(_layer_origins(observed, node))
+        if origins and loop is not None:
+            others = (other for other in observed.nodes if other.name in loop and other is not node)
+            origins += [origin for other in others for origin in _layer_origins(observed, other)]
+            origins.sort(key=lambda origin: origin.index.get(TIME, -1))  # an initial state has no step
+        yield from origins
     for i, array in enumerate(observed.returned_outputs):
         nonfinite = observed.first_nonfinite(Port("output", index=i), "value", array)
         if nonfinite is not None:
             name = "output" if len(observed.returned_outputs) == 1 else f"output[{i}]"
             cause = "an operation of the model on the outputs of its layers, which are finite"
             yield Origin("forward", name, "value", nonfinite.value, nonfinite.index, fed_by=cause)
+
+
+def _layer_origins(observed: ObservedRun, node: Node) -> Iterator[Origin]:
+    for replayed in node.directions:
+        yield from _recurrence_origins(observed, node, replayed)
+    for plain_call in node.plain_calls:
+        port, array = Port("output", plain_call.layer), to_host(plain_call.output)
+        nonfinite = observed.first_nonfinite(port, "output", array)
+        if nonfinite is not None:
+            # The layer's input may not be finite although all earlier layers are.
+            layer_input = observed.value_at(Port("input", plain_call.layer))
+            input_nonfinite = (
+                None
+                if layer_input is None
+                else observed.first_nonfinite(Port("input", plain_call.layer), "input", layer_input)
+            )
+            if input_nonfinite is not None:
+                cause = f"an operation of the model between layers, on {cause_below(observed, node, input_nonfinite)}"
+                yield Origin(
+                    "forward", plain_call.layer, "input", input_nonfinite.value, input_nonfinite.index, fed_by=cause
+                )
+            yield Origin(
+                "forward",
+                plain_call.layer,
+                "output",
+                nonfinite.value,
+                nonfinite.index,
+                fed_by=cause_below(observed, node, nonfinite),
+            )
 
 
 def _recurrence_origins(observed: ObservedRun, node: Node, replayed: ObservedCall) -> Iterator[Origin]:

@@ -198,3 +198,33 @@ def test_an_exception_with_another_cause_is_the_users():
     x[2, 7, 1] = float("nan")
     with pytest.raises(ValueError, match="a mistake in the loss"):
         rl.find_nonfinite(Net(), x, y, loss=broken)
+
+
+class Feedback(nn.Module):
+    """A loop that embeds what it returned at the step before; ``layer`` returns infinity at step 2."""
+
+    def __init__(self, layer):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Linear(3, 5), nn.Linear(4, 3)
+        self.first, self.second = nn.GRUCell(5, 4), nn.GRUCell(4, 4)
+        self.layer = layer
+
+    def forward(self, x):
+        value, lower, upper, outputs = x[:, 0], *torch.zeros(2, len(x), 4), []
+        for t in range(x.shape[1]):
+            scale = {name: 1e30 if (t, name) == (2, self.layer) else 1.0 for name in ("first", "second", "head")}
+            lower = self.first(self.embedding(value), lower) * scale["first"] ** 2
+            upper = self.second(lower, upper) * scale["second"] ** 2
+            value = self.head(upper * scale["head"])
+            value = value * scale["head"]
+            outputs.append(value)
+        return torch.stack(outputs, 1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "found", "step"), [("first", "second", 2), ("second", "head", 2), ("head", "embedding", 3)]
+)
+def test_the_earliest_step_of_the_layers_of_one_loop(layer, found, step):
+    finding = rl.find_nonfinite(Feedback(layer), data()[0])
+    assert (finding.layer, finding.step) == (found, step)

@@ -363,6 +363,8 @@ class Capture:
 
     ``scanned``: number of samples of every whole-sequence layer that ran, captured or not.
 
+    ``loops``: for each loop over single steps, the names of the calls that ran in turn at each of its steps.
+
     With ``"everything"``, ``input_grads`` is the gradient for every leaf of x, in the leaf's own layout.
     ``outside_weight_grads`` maps the framework's name of a weight to its gradient along all paths except the captured
     calls. For weights in ``full_gradient_names`` it is the full gradient, captured calls included.
@@ -388,6 +390,7 @@ class Capture:
     chain: list[ChainLink] | None = None
     topmost: bool = False
     scanned: Mapping[str, int] = field(default_factory=dict)
+    loops: Sequence[frozenset[str]] = ()
 
 
 @dataclass

@@ -30,7 +30,7 @@ from .discover import (
 from .forward_pass import ForwardPass, forward_pass, run_until_recorded
 from .fused import CallOwners, KernelInterceptor
 from .inputs import call_model, detach_tensors, map_leaves, replay_copy, returned_tensors, tensors_of
-from .layer_calls import layer_calls
+from .layer_calls import layer_calls, loops_of_layers
 from .loops import CellHook, KeptStateHook, MethodHook, RepeatedModuleHook, StepListener, settle_roles
 from .losses import evaluate, gradients_of, loss_errors, reaches
 from .public import ANY_SCAN, KEPT_STATES, LISTENER, SCANS, is_declared_cell
@@ -392,7 +392,8 @@ def _assemble_capture(
     kept_names = {call.layer for call in calls} | {call.layer for call in other_calls}
     order = tuple(name for item in recorder.call_order for name in names.get(id(item), ()) if name in kept_names)
     scanned = {path: samples for path, (samples, _) in recorder.scans.scan_sizes.items()}
-    return Capture(calls, other_calls, sequences, value, notes=notes, order=order, scanned=scanned)
+    loops = loops_of_layers(recorder, plain_calls)
+    return Capture(calls, other_calls, sequences, value, notes=notes, order=order, scanned=scanned, loops=loops)
 
 
 def _notes_on_further_outputs(recorder: CallRecorder) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .record import CallRecorder, OutputRecord, Recurrence, call_numbers
+from .record import CallRecorder, OutputRecord, Recurrence, call_numbers, node_names
 
 #: Function from the tensors of all calls, or from their gradients, to one tensor.
 Join = Callable[[Sequence[Tensor]], Tensor]
@@ -65,6 +65,21 @@ def layer_calls(recorder: CallRecorder) -> list[LayerCall]:
         calls += [LayerCall(path + number, group, loop) for number, (loop, group) in zip(numbers, groups, strict=True)]
     place = {id(record): i for i, record in enumerate(recorder.output_records)}
     return sorted(calls, key=lambda call: place[id(call.records[0])])
+
+
+def loops_of_layers(recorder: CallRecorder, calls: Sequence[LayerCall]) -> list[frozenset[str]]:
+    """Return the names of the layers that run in turn at the steps of each loop of several steps."""
+    spans: list[tuple[int, set[str]]] = []  # the last call of a loop, and its layers
+    recurrences = zip(recorder.recurrences, node_names(recorder.recurrences), strict=True)
+    for loop, names in sorted(recurrences, key=lambda pair: pair[0].calls[0].number):
+        if len(loop.calls) < 2:
+            continue
+        layers = {*names, *(call.name for call in calls if call.loop is loop)}
+        if spans and loop.calls[0].number < spans[-1][0]:  # called in turn with the one before
+            spans[-1] = max(spans[-1][0], loop.calls[-1].number), spans[-1][1] | layers
+        else:
+            spans.append((loop.calls[-1].number, layers))
+    return [frozenset(layers) for _, layers in spans]
 
 
 def _by_loop(recorder: CallRecorder, records: list[OutputRecord]) -> list[tuple[Recurrence | None, list[OutputRecord]]]:
