@@ -227,3 +227,26 @@ def test_the_users_function_is_traced_once_for_each_size_and_once_for_the_refere
     rl.trace(model, x, y, loss=loss)
     assert len(sizes) == 4
     assert len(opened) <= 5  # its fingerprint, its run, its dtype, its reference, and the places of its weights
+
+
+def test_a_mask_with_an_axis_of_one_entry_is_recognised():
+    random = lambda *shape: np.random.default_rng(0).normal(size=shape).astype("float32")  # noqa: E731
+    mask = np.arange(T)[:, None, None] < np.array([5, 3, 1])[:, None]
+
+    def apply(params, x):
+        def step(h, slices):
+            x_t, mask_t = slices
+            h = jnp.where(mask_t, jnp.tanh(x_t @ params["w"] + h @ params["u"]), h)
+            return h, h
+
+        mask_t = jnp.abs(x[..., :1]) > 0
+        return jax.lax.scan(step, jnp.zeros((x.shape[1], H)), (x, mask_t))[1]
+
+    params, x, y = {"w": random(D, H), "u": random(H, H)}, random(T, B, D) * mask, random(T, B, H)
+    model = rl.jax.model(apply, params)
+    (layer,) = adapter_for(model).bind(model, x).program.layers
+    assert layer.kind == "simple_rnn"
+    assert layer.cell.mask is not None
+    loss = lambda output, target: jnp.mean((output - target) ** 2)  # noqa: E731
+    trace = rl.trace(model, x, y, loss=loss)
+    assert trace.certificate.state == "passed"

@@ -150,16 +150,18 @@ class StepValues:
 
     def per_sample(self, atom: Any) -> Var | None:
         """Return the boolean variable with one number for each sample that a condition is broadcast from, or None."""
+        found = None
         while isinstance(atom, Var):
             axis = self.axes.get(atom)
-            if atom.aval.ndim <= 1 and (axis == 0 or (axis is None and self.samples == 1)):
-                return atom if str(atom.aval.dtype) == "bool" else None
+            is_one_each = atom.aval.size == self.samples and (axis == 0 or (axis is None and self.samples == 1))
+            if is_one_each and str(atom.aval.dtype) == "bool":
+                found = atom
             index = self.defined.get(atom)
             equation = None if index is None else self.jaxpr.eqns[index]
             if equation is None or equation.primitive.name not in ("broadcast_in_dim", "reshape", "squeeze"):
-                return None
+                break
             atom = equation.invars[0]
-        return None
+        return found
 
     def masked(self, slot: int) -> tuple[Any, Condition | None]:
         """Return the result that becomes a new state where a step is real, and the condition for that, if any."""
