@@ -29,6 +29,7 @@ __all__ = [
     "engine",
     "full_precision",
     "record_cuts",
+    "without_fused_sums",
 ]
 
 
@@ -46,6 +47,11 @@ def engine(name: str, keep: Keep = as_it_is, on_host: bool = False) -> Engine:
 def full_precision(name: str | None) -> AbstractContextManager[None]:
     """Compute float32 with all its digits within the block; do nothing for a name that is no engine of ours."""
     return engine(name).full_precision() if name in _ENGINES else nullcontext()
+
+
+def without_fused_sums(name: str) -> AbstractContextManager[None] | None:
+    """Return :meth:`Engine.without_fused_sums`; None for a name that is no engine of ours."""
+    return engine(name).without_fused_sums() if name in _ENGINES else None
 
 
 def record_cuts(name: str) -> AbstractContextManager[CutRecorder]:

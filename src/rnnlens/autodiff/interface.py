@@ -167,6 +167,14 @@ class Engine(ABC):
         """
         return nullcontext()
 
+    def without_fused_sums(self) -> AbstractContextManager[None] | None:
+        """Return a block in which no fused kernel sums float32 in one long chain, or None if there is none.
+
+        oneDNN's gradient of the biases of an LSTM on a CPU is off by 1e-3 after a million rows, other kernels' by 1e-7.
+        The setting is process-wide, and is restored at the end of the block.
+        """
+        return None
+
     def inlined(self, function: Any) -> Callable[..., Any]:
         """Return the Python function that the engine compiled into ``function``; TensorFlow alone has such methods."""
         raise NotImplementedError(function)

@@ -192,6 +192,9 @@ class TorchEngine(Engine):
             _without_tf32_kernels(stack)
             yield
 
+    def without_fused_sums(self) -> AbstractContextManager[None] | None:
+        return _without_onednn() if torch._C._get_mkldnn_enabled() else None
+
     @contextmanager
     def random_state_restored(self, seed: int | None = None) -> Iterator[None]:
         """Restore torch's random generators on exit, after seeding them if a seed is given.
@@ -210,6 +213,16 @@ class TorchEngine(Engine):
 
     def per_step(self, function: Callable[..., Any]) -> _TorchSteps:
         return _TorchSteps(function)
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Run a block without oneDNN; ``torch.backends.mkldnn.flags`` warns of a flag for Intel's GPUs."""
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(True)
 
 
 def _without_tf32_products(stack: ExitStack) -> None:

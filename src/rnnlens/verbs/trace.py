@@ -188,7 +188,7 @@ def trace_batch(
         kept_datasets |= {
             name: select_positions(layer.dataset(), at) for name, layer in datasets.items() if name not in scans
         }
-    warn_of_failed_checks([*checks, *certificate.checks])
+    warn_of_failed_checks(checks, certificate)
     return Trace(
         kept_datasets,
         loss=capture.loss,

@@ -194,7 +194,7 @@ def _batch_weights(
     if batch.x is not None and request.needs_certificate("weights"):
         certificate = certify_weights(request, layer_weights, datasets, weight_gradients)
         request.remember(certificate, "weights")
-    warn_of_failed_checks([*weight_gradients.checks, *(certificate.checks if certificate else ())])
+    warn_of_failed_checks(weight_gradients.checks, certificate)
     return Weights(
         datasets,
         penalties={

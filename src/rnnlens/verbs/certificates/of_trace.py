@@ -395,7 +395,10 @@ _NEEDED = {"input", "hidden", "gate_grad", "gates"}
 
 
 def weight_sums(layer: LabelledLayer, call: RecurrentCall, samples: slice) -> dict[str, Array] | None:
-    """Sum dL/dW of one direction over some samples by weight name, kernels as random combinations of rows, or None."""
+    """Sum dL/dW of one direction over some samples by weight name, kernels as random combinations of rows, or None.
+
+    Biases sum steps first, which rounds less than one sum over all.
+    """
     cell = call.cell
     is_scaled = call.input_scale is not None or call.state_scale is not None
     if (
@@ -424,9 +427,9 @@ def weight_sums(layer: LabelledLayer, call: RecurrentCall, samples: slice) -> di
     products = [_outer(_probe_rows(operand), recurrent_dz[:, :, gates]) for gates, operand in operands]
     sums = {
         "kernel": _outer(_probe_rows(x), dz),
-        "bias": dz.sum(axis=(0, 1)).ravel(),
+        "bias": dz.sum(axis=1).sum(axis=0).ravel(),
         "recurrent_kernel": np.concatenate(products, axis=1),
-        "recurrent_bias": recurrent_dz.sum(axis=(0, 1)).ravel(),
+        "recurrent_bias": recurrent_dz.sum(axis=1).sum(axis=0).ravel(),
     }
     return {name: sums[name] for name in cell.weights()}
 
