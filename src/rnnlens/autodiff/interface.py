@@ -171,7 +171,7 @@ class Engine(ABC):
         """Return a block in which no fused kernel sums float32 in one long chain, or None if there is none.
 
         oneDNN's gradient of the biases of an LSTM on a CPU is off by 1e-3 after a million rows, other kernels' by 1e-7.
-        The setting is process-wide, and is restored at the end of the block.
+        The setting is process-wide, and is restored at the end of the block; beside other threads the result is None.
         """
         return None
 

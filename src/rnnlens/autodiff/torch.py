@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -193,7 +194,8 @@ class TorchEngine(Engine):
             yield
 
     def without_fused_sums(self) -> AbstractContextManager[None] | None:
-        return _without_onednn() if torch._C._get_mkldnn_enabled() else None
+        is_alone = threading.active_count() == 1  # a training in another thread would go on with other kernels
+        return _without_onednn() if is_alone and torch._C._get_mkldnn_enabled() else None
 
     @contextmanager
     def random_state_restored(self, seed: int | None = None) -> Iterator[None]:
