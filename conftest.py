@@ -218,6 +218,17 @@ def close_figures():
         pyplot.close("all")
 
 
+@pytest.fixture(autouse=True)
+def validated_distributions():
+    """Let torch's distributions check their arguments again: compiling a model with torch ends that for good.
+
+    The library leaves it ended, for the user's next compilation: torch cannot compile those checks.
+    """
+    yield
+    if distributions := sys.modules.get("torch.distributions"):
+        distributions.Distribution.set_default_validate_args(True)
+
+
 @pytest.fixture
 def topmost_flags(monkeypatch: pytest.MonkeyPatch):
     """Provide a list that records whether each capture has gradients only at the last layer."""
