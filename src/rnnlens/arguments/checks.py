@@ -42,7 +42,7 @@ GRAPHS_HINT = (
 _FOREIGN_ARGUMENTS = {
     **dict.fromkeys(("layer_name", "layer_names", "_id"), 'layers=["lstm"], or wrt="lstm.weights" of gradients'),
     "input_data": "x",
-    "mode": 'wrt="weights" of gradients for "weights"; rl.trace(model, x, y)[layer].output_grad for "outputs"',
+    "mode": 'rl.gradients(..., wrt="weights") for "weights"; rl.trace(model, x, y)[layer].output_grad for "outputs"',
     "params": 'wrt= of rl.gradients, such as wrt=["lstm.weights"]',
     **dict.fromkeys(("as_dict", "as_tensors"), "leave it out: results are labelled arrays, found by name"),
     "inputs": "x",

@@ -240,6 +240,10 @@ class Watch(_Callback):
 
     serve = serve
 
+    def __repr__(self) -> str:
+        recorder = Recorder([], self._batches) if self._recorder is None else self._recorder
+        return recorder.describe("Watch", self._step - self._start_step, self._path)
+
     def on_train_begin(self, logs: Any = None) -> None:
         """Open the run, and record the probe before the first step."""
         if not self._is_active:

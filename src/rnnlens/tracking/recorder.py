@@ -50,6 +50,7 @@ class Recorder:
         self.is_closed = False
         self._gaps: dict[tuple[str, str], Gap] = {}
         self._record_count = 0  # number of records after training began, without that of step 0
+        self._written_count = 0  # number of all records
         self._missed_reasons: Counter[str] = Counter()
         self._written_notes: set[tuple[str, str]] = set()
         self._first_step: int | None = None
@@ -59,9 +60,23 @@ class Recorder:
         """Missing records and the reasons: one entry for each cause."""
         return list(self._gaps.values())
 
+    def describe(self, name: str, step: int, path: object) -> str:
+        """Return a line on a watch by its class name: its batches, records, alerts and gaps, and where its run is."""
+        alert_count = 0 if self.alerts is None else len(self.alerts.raised_alerts)
+        counts = [
+            (step, "batch", "batches"),
+            (self._written_count, "record", "records"),
+            (alert_count, "alert", "alerts"),
+        ]
+        counts += [(len(self.gaps), "gap", "gaps")] * bool(self.gaps)
+        numbers = ", ".join(f"{count} {one if count == 1 else many}" for count, one, many in counts)
+        state = "closed" if self.is_closed else "not begun" if self._first_step is None else "open"
+        return f"<rnnlens {name}> {state}: {numbers}" + (f"; the run: {path}" if path is not None else "")
+
     def start(self, step: int) -> None:
         """Begin the records of a training that has already taken ``step`` steps."""
-        self.is_closed, self._record_count, self._first_step = False, 0, step
+        self.is_closed, self._first_step = False, step
+        self._record_count = self._written_count = 0
         self._missed_reasons.clear()
 
     def is_due(self, step: int, epoch: int) -> bool:
@@ -109,6 +124,7 @@ class Recorder:
         self._written_notes.update((record.kind, note) for note in new_notes)
         record = replace(record, notes=new_notes)
         self.latest = record
+        self._written_count += 1
         self._record_count += record.kind == "batch" or record.step != self._first_step
         self._call_sinks(lambda sink: sink.write(record), record.step, "was not written to")
 

@@ -251,7 +251,7 @@ ARGUMENTS = {
     "a whole trace for a figure": (lambda: rl.plot.heatmap(Named.trace()), 'such as trace["rnn"].hidden_grad'),
     "a whole layer for a figure": (lambda: rl.plot.heatmap(Named.trace()["rnn"]), 'such as trace["rnn"].hidden_grad'),
     "a layer by number": (lambda: rl.trace(Net(), X, layers=0), "a name that rl.layers(model) lists"),
-    "See RNN's mode": (lambda: rl.gradients(Net(), X, mode="weights"), 'wrt="weights" of gradients'),
+    "See RNN's mode": (lambda: rl.gradients(Net(), X, mode="weights"), 'rl.gradients(..., wrt="weights")'),
     "an unknown keyword": (lambda: rl.plot.heatmap(X, qqq=1), "leave it out; plot.heatmap has dims, "),
 }
 

@@ -87,6 +87,7 @@ def test_training_with_donated_buffers_is_the_same_bit_by_bit_and_its_records_ar
 
     watched = train(make_watch, after=after)
     assert same(alone[:2], watched[:2])
+    assert repr(watched[2]).startswith("<rnnlens JaxWatch> closed: 8 batches, 3 records, 0 alerts; the run: ")
     run = rl.open(tmp_path / "a.zarr")
     assert list(run.steps) == [0, 3, 6]
     assert not watched[2].gaps

@@ -45,6 +45,14 @@ def test_training_is_not_disturbed(tmp_path, probe, every):
     assert len(rl.open(tmp_path / "a.zarr").steps) == (18 // every) + probe
 
 
+def test_a_watch_prints_what_it_has_recorded(tmp_path):
+    model, optimizer = model_and_optimizer()
+    watch = rl.torch.watch(model, tmp_path / "a.zarr", every=4)
+    assert repr(watch).startswith("<rnnlens TorchWatch> not begun: 0 batches, 0 records, 0 alerts; the run: ")
+    train(model, optimizer, watch, epochs=3)
+    assert repr(watch).startswith("<rnnlens TorchWatch> closed: 18 batches, 4 records, 0 alerts; the run: ")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("options", [{"probe": PROBE, "loss": mse_loss}, {"batches": 1}], ids=["probe", "batch"])
 def test_two_hundred_steps(tmp_path, options):

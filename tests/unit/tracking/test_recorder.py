@@ -41,6 +41,7 @@ def test_a_sink_that_fails_keeps_nothing_from_the_others_and_ends_nothing():
         recorder.close("finished", steps=4)
     assert sink.calls == [3, 4, "finished"]
     assert [(gap.where, gap.first, gap.records) for gap in recorder.gaps] == [("the logger Broken", 3, 3)]
+    assert recorder.describe("Watch", 1, None) == "<rnnlens Watch> closed: 1 batch, 2 records, 0 alerts, 1 gap"
 
 
 def test_a_thousand_causes_are_a_hundred_gaps():

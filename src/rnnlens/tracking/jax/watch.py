@@ -229,6 +229,9 @@ class JaxWatch:
 
     serve = serve
 
+    def __repr__(self) -> str:
+        return self._recorder.describe("JaxWatch", self.steps - self._start_step, self._path)
+
     @property
     def record(self) -> TrainingRecord | None:
         """Last record; None before the first."""

@@ -39,6 +39,7 @@ class TorchWatch:
     def __init__(self, model: Any, plan: WatchPlan, model_loss: Callable[..., Any] | None = None) -> None:
         self.model, self.plan, self._model_loss = inner_module(model), plan, model_loss
         self._path = plan.path
+        self._recorder = Recorder([], plan.batch_schedule)
         self.latest: WatchedBatch | None = None
         self._loss: Any = None
         self.steps = self._start_step = 0
@@ -168,6 +169,9 @@ class TorchWatch:
         return self._recorder.latest
 
     serve = serve
+
+    def __repr__(self) -> str:
+        return self._recorder.describe("TorchWatch", self.steps - self._start_step, self._path)
 
     @property
     def stop(self) -> str | None:
