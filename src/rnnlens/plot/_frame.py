@@ -308,6 +308,8 @@ class PanelGrid:
     #: Ratios of the columns, and of the rows; equal by default.
     widths: Sequence[float] | None = None
     heights: Sequence[float] | None = None
+    #: Least height of a new figure.
+    least_height: float = 2.6
     #: Font size of the tick labels.
     ticks: str = "small"
 
@@ -326,7 +328,7 @@ def open_panels(
         rows, columns = grid.shape or near_square(count, aspect=1.5 / len(directions))
         if figure is None:
             width = min(18.0, columns * grid.size[0] * len(directions) + grid.margin[0])
-            height = min(22.0, max(2.6, rows * grid.size[1] + grid.margin[1]))
+            height = min(22.0, max(grid.least_height, rows * grid.size[1] + grid.margin[1]))
             figure_style, width = current_style(), max(4.2, width)
             if figure_style.width is not None:
                 height *= min(1.0, max(figure_style.width / width, _LEAST_HEIGHT))

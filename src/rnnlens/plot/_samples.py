@@ -43,13 +43,7 @@ def rms_picture(array: xr.DataArray, figure: str) -> xr.DataArray:
     padded = padding_mask(ordered)
     real_mask = None if padded is None else ~full_padding_mask(ordered).values
     first_sample = ordered.isel({SAMPLE: 0}, drop=True).drop_vars("mask", errors="ignore")
-    quantity_name = array.attrs.get("long_name") or array.name or "values"
-    count = array.sizes[SAMPLE]
-    attrs = {
-        **array.attrs,
-        "long_name": f"{quantity_name}, RMS over {count} samples, each by its own peak",
-        "units": "1",
-    }
+    attrs = {**array.attrs, "long_name": array.attrs.get("long_name") or array.name or "values", "units": "1"}
     attrs.pop("definition", None)
     picture = first_sample.copy(data=rms_of_shapes(ordered.values, real_mask)).assign_attrs(attrs)
     if "reset" in array.coords:
@@ -57,6 +51,11 @@ def rms_picture(array: xr.DataArray, figure: str) -> xr.DataArray:
     if padded is None or SAMPLE not in padded.dims:
         return picture
     return picture.drop_vars(MASKS, errors="ignore").assign_coords(mask=~padded.all(SAMPLE))
+
+
+def rms_note(count: int) -> str:
+    """Return the note that names the reduction of :func:`rms_picture` over ``count`` samples."""
+    return f"RMS over {count} samples, each by its own peak"
 
 
 #: Coordinates with masks of real steps: of a layer's quantities, and of either axis of a time Jacobian.

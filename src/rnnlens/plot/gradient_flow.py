@@ -148,7 +148,10 @@ def gradient_flow(
         _draw_lines(panel_ax, lines, line, values)
         name = " · ".join(line_values for line_values in (layer, direction) if line_values)
         panel_ax.set_title(_panel_title(name, lines), fontsize="small", pad=4)
-        panel_ax.legend(fontsize="x-small", loc="best", framealpha=0.85)
+        has_reach = any(fading_line.reach is not None for fading_line in lines)
+        legend_title = "steps back that carry 95 %" if has_reach else None
+        style: dict[str, Any] = {"fontsize": "x-small", "title_fontsize": "x-small", "alignment": "left"}
+        panel_ax.legend(title=legend_title, loc="best", framealpha=0.85, **style)
     if shared:
         panels.hide_inner_ticks()
     for panel_ax, lines in zip(panels.axes, lines_by_panel.values(), strict=True):
@@ -164,10 +167,17 @@ def gradient_flow(
         for layer, dataset in (layers or {}).items()
         if _styles(dataset) and layer not in drawn_layers
     }
-    reading_note = (
-        "median over samples, each by its own peak; band: quartiles; steps: how many carry 95 % of the gradient"
-    )
-    return panels.with_title(title or "Gradient of the loss through time", [reading_note, *notes])
+    reading_note = "median over samples, each by its own peak; band: quartiles"
+    return panels.with_title(title or _default_title(lines_by_panel), [reading_note, *notes])
+
+
+def _default_title(lines_by_panel: PanelLines) -> str:
+    """Return the reach of three or more networks in one panel as a sentence, else the name of the quantity."""
+    (lines, *further_panels) = lines_by_panel.values()
+    reaches = [str(line.reach) for line in lines if line.reach is not None]
+    if further_panels or not 3 <= len(lines) == len(reaches) <= 5 or len({line.gid for line in lines}) > 1:
+        return "Gradient of the loss through time"
+    return f"The gradient reaches back {', '.join(reaches[:-1])} and {_step_text(int(reaches[-1]))}"
 
 
 def _layers_by_network(trace: Any) -> dict[str, dict[str, xr.Dataset]] | None:

@@ -78,6 +78,7 @@ def heatmap(
         has_several = array.sizes.get(SAMPLE, 1) > 1 and SAMPLE not in (x, y) and array.ndim > 2
         samples = "rms" if has_several and losses is None and page is None else "panels"
     if samples == "rms":
+        notes.insert(0, _samples.rms_note(array.sizes.get(SAMPLE, 1)))
         array = _samples.rms_picture(array, "heatmap")
     image_dims = _images.ImageDims.of(array, "heatmap", x, y)
     views = _data.direction_views(array, as_computed=as_computed)
@@ -179,7 +180,9 @@ def before_after(
         name: [_samples.sort_by_loss(array, losses, "before_after") for array in arrays]
         for name, arrays in pairs.items()
     }
+    reduction_note = None
     if is_rms:
+        reduction_note = _samples.rms_note(next(iter(pairs.values()))[0].sizes.get(SAMPLE, 1))
         pairs_shown = {
             name: [_samples.rms_picture(array, "before_after") for array in arrays]
             for name, arrays in pairs_shown.items()
@@ -233,7 +236,7 @@ def before_after(
     default_title = (
         _data.title_of(all_arrays[0]) if has_one_layer else str(all_arrays[0].attrs.get("long_name", quantity))
     )
-    return panels.with_title(title or default_title, [row_note, merge_note, *nonfinite_notes])
+    return panels.with_title(title or default_title, [reduction_note, row_note, merge_note, *nonfinite_notes])
 
 
 @dataclass(frozen=True)

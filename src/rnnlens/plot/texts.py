@@ -55,10 +55,10 @@ def token_positions(tokens: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def text_size(tokens: Sequence[str]) -> tuple[int, int]:
-    """Return the letters of the longest line, at least a third of a full line, and the number of lines shown."""
+    """Return the letters of the longest line, at least a sixth of a full line, and the number of lines shown."""
     positions = token_positions(tokens)
     longest = max(column + len(token) for (_, column), token in zip(positions, tokens, strict=True))
-    return max(WIDTH // 3, longest), min(positions[-1][0] + 1, MOST_LINES)
+    return max(WIDTH // 6, longest), min(positions[-1][0] + 1, MOST_LINES)
 
 
 def shade_text(ax: Any, tokens: Sequence[str], values: Numbers, style: dict[str, Any]) -> tuple[Any, str | None]:
@@ -116,7 +116,8 @@ def input_map(
     """Draw |dL/dx_t| times the standard deviation of the input at each step.
 
     This is the effect of a change of typical size. Without the factor, inputs that never vary could have large values.
-    The figure shows median and quartiles over samples, each divided by its own peak; or one ``sample``.
+    The figure shows median and quartiles over samples, each divided by its own peak; or one ``sample``. The title names
+    the steps with at least half of the largest value, or the largest alone where these are many.
 
     Parameters
     ----------
@@ -163,21 +164,28 @@ def input_map(
     target_match = _TARGET.match(str(array.attrs.get("long_name", "")))
     target = None if target_match is None or target_match["of"] == "loss" else target_match["of"]
     target = target if output_step is None else f"output step {output_step}"
+    target_name = target if output_step is not None else f"the {target or 'loss'}"
     gradient_text = ("$|dL/dx_t|$" if target is None else f"|d {target} / $dx_t$|") + (_SCALED if x is not None else "")
     median, low, high, median_note = _typical_profile(values, is_real, sample)
     label = f"{gradient_text}, share of peak" if median_note or tokens is not None else gradient_text
-    default_title = _data.layer_title(array.attrs, f"input steps that the {target or 'loss'} depends on")
+    steps = _data.positions(array, TIME)
     style = _axes.colour_scale(median, _data.largest_magnitude(median), log=log, positive=True)
-    size, image, extra_note = (5.2, 2.8), None, None
+    size, least_height, image, extra_note = (5.2, 2.8), 2.6, None, None
+    step_names = None
     token_texts = None if tokens is None else tokens_of(tokens, len(median), "input_map")
     if token_texts is not None:
         letters_per_line, rows = text_size(token_texts)
-        size = (LETTER * letters_per_line, LINE * (rows + 0.4) + 0.1)
+        size, least_height = (LETTER * letters_per_line, LINE * (rows + 0.4) + 0.1), 1.6
+        step_names = [
+            f"“{token.strip() or token}” (step {step})" for token, step in zip(token_texts, steps, strict=True)
+        ]
     elif shape is not None:  # wide enough for the image to fill the height, like its colour bar
         rows, columns = _image_shape(shape, len(median))
         image_width = float(np.clip(3.0 * columns / rows, 1.5, 8.0))
         size = (image_width + 0.6, min(3.0, image_width * rows / columns))
-    panels = _frame.open_panels("input_map", 1, ax, figure, size=size, ticks="medium")
+        step_names = [f"row {row}, column {column}" for row in range(rows) for column in range(columns)]
+    default_title = _data.layer_title(array.attrs, f"{target_name} depends {_largest_steps(median, steps, step_names)}")
+    panels = _frame.open_panels("input_map", 1, ax, figure, size=size, ticks="medium", least_height=least_height)
     panel_ax = panels.axes[0]
     if token_texts is not None:
         image, extra_note = shade_text(panel_ax, token_texts, median, style)
@@ -190,7 +198,7 @@ def input_map(
         panel_ax.set(xlabel="column", ylabel="row")
     else:
         extra_note = "band: quartiles" if median_note else None
-        _draw_line(panel_ax, _data.positions(array, TIME), (median, low, high), line, log=log)
+        _draw_line(panel_ax, steps, (median, low, high), line, log=log)
         panels.label_axes(_data.axis_label(array, TIME), label)
     if image is not None and colorbar:
         _images.colour_bar([panel_ax], image, label)
@@ -216,6 +224,24 @@ def input_map(
         "rows": [{"step": step, "values": [_rounded(value) for value in row]} for step, row in rows_shown.items()],
     }
     return interactive(drawn, scene)
+
+
+def _largest_steps(values: Numbers, steps: Numbers, names: Sequence[str] | None) -> str:
+    """Return in words where ``values`` are largest: at one to three steps, a stretch of steps, everywhere, nowhere."""
+    largest = _data.largest_magnitude(values)
+    if not largest:
+        return "on no step"
+    with np.errstate(invalid="ignore"):
+        indices = np.flatnonzero(values >= 0.5 * largest)
+        if len(values) > 1 and (values == largest).all():
+            return f"equally on all {len(values)} steps"
+    if names is not None or (len(indices) > 3 and (np.diff(indices) > 1).any()):
+        index = int(np.nanargmax(np.where(np.isfinite(values), values, np.nan)))
+        return f"most on {names[index] if names is not None else f'step {steps[index]:g}'}"
+    texts = [f"{step:g}" for step in steps[indices]]
+    if len(indices) > 3:
+        return f"most on steps {texts[0]} to {texts[-1]}"
+    return f"most on step{'s' * (len(texts) > 1)} {' and '.join(filter(None, [', '.join(texts[:-1]), texts[-1]]))}"
 
 
 def _rows_of(array: xr.DataArray, sample: int) -> Iterator[tuple[Any, Numbers]]:
@@ -310,8 +336,9 @@ def _draw_line(
     if log:
         ax.set_yscale("log")
     else:
-        ax.set_ylim(0, None)
-    _axes.tick_steps(ax, "x", steps, margin=0.5)
+        ax.fill_between(steps, median, color=_axes.BLUE, alpha=0.12, linewidth=0, gid="area")
+        ax.set_ylim(0, None if np.nanmax(bands[2], initial=0.0) > 0 else 1.0)
+    _axes.tick_steps(ax, "x", steps, margin=max(0.5, 0.02 * len(steps)))  # a peak at an end is not the frame
 
 
 @drawing(PatchCollection, tokens=anything, units=anything, gate=text, sample=integer(least=0))

@@ -196,6 +196,19 @@ def test_of_two_networks_the_first_is_grey_and_the_title_has_both_reaches(layer)
     assert (before.get_color(), after.get_color()) == ("#8c8c8c", "#d55e00")
 
 
+def test_the_title_of_three_networks_says_how_far_back_their_gradients_reach(layer):
+    networks = {"a": layer(steps=30, decay=0.5), "b": layer(steps=30, decay=0.9), "c": layer(steps=30, decay=1.0)}
+    axes = rl.plot.gradient_flow(networks)
+    reaches = [label.partition(": ")[2].split()[0] for label in legend_labels(axes[0])]
+    assert suptitle(axes).startswith(f"The gradient reaches back {reaches[0]}, {reaches[1]} and {reaches[2]} steps ")
+
+
+def test_before_and_after_name_their_reduction_below_the_title(gradient):
+    axes = rl.plot.before_after(gradient(samples=3), gradient(samples=3), samples="rms")
+    assert "RMS" not in axes.figure.get_suptitle()
+    assert suptitle(axes).endswith("RMS over 3 samples, each by its own peak")
+
+
 def test_names_of_a_lag_profile_stand_beside_the_panel(jacobian, render):
     axes = rl.plot.lag_profile({"before training": jacobian(steps=30), "after": jacobian(steps=30, decay=0.9)})
     ax, figure = axes[0], render(axes)

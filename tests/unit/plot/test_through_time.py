@@ -253,14 +253,46 @@ def test_steps_are_pixels_row_by_row():
         rl.plot.input_map(gradient, x, shape=(8, 9))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "claim"),
+    [
+        ({20: 0.8, 59: 1.0}, "most on steps 20 and 59"),
+        ({59: 1.0}, "most on step 59"),
+        ({3: 0.5, 7: 1.0, 30: 0.9}, "most on steps 3, 7 and 30"),
+        ({step: 1.0 - step / 100 for step in range(50, 60)} | {50: 0.6}, "most on steps 50 to 59"),
+        ({1: 0.9, 20: 1.0, 30: 0.9, 59: 0.6}, "most on step 20"),
+        ({}, "on no step"),
+        (dict.fromkeys(range(60), 2.0), "equally on all 60 steps"),
+        ({4: 1.0, 8: np.nan}, "most on step 4"),
+    ],
+)
+def test_the_title_of_an_input_map_names_the_largest_steps(sizes, claim):
+    gradient = np.zeros((1, 60, 1))
+    gradient[0, list(sizes), 0] = list(sizes.values())
+    (ax,) = rl.plot.input_map(gradient)
+    assert ax.figure.get_suptitle().strip() == f"the loss depends {claim}"
+    assert ax.get_ylim()[1] > 0.5  # also where all values are 0
+    assert ax.get_xlim()[1] >= 60.0  # a peak at the last step is not drawn on the frame
+
+
+def test_the_title_of_an_input_map_names_the_largest_pixel_and_token():
+    gradient = np.zeros((1, 6, 1))
+    gradient[0, 4] = 1.0
+    (ax,) = rl.plot.input_map(gradient, shape=(2, 3))
+    assert ax.figure.get_suptitle().strip() == "the loss depends most on row 1, column 1"
+    (ax,) = rl.plot.input_map(gradient, tokens=["a ", "b ", "c ", "d ", "e ", "f "])
+    assert ax.figure.get_suptitle().strip() == "the loss depends most on “e” (step 4)"
+    assert ax.figure.get_figheight() < 2  # a text of one line is no tall picture
+
+
 def test_a_gradient_of_something_else_than_the_loss_says_so():
     attrs = {"long_name": "gradient of output with respect to input", "layer": "model"}
     gradient = xr.DataArray(np.ones((2, 5, 1)), dims=("sample", "time", "feature"), attrs=attrs)
     (ax,) = rl.plot.input_map(gradient)
-    assert suptitle([ax]).startswith("model · input steps that the output depends on")
+    assert suptitle([ax]).startswith("model · the output depends equally on all 5 steps")
     assert ax.get_ylabel().startswith("|d output / $dx_t$|")
     (loss_ax,) = rl.plot.input_map(gradient.assign_attrs(long_name="gradient of loss with respect to input"))
-    assert suptitle([loss_ax]).startswith("model · input steps that the loss depends on")
+    assert suptitle([loss_ax]).startswith("model · the loss depends equally on all 5 steps")
     assert loss_ax.get_ylabel().startswith("$|dL/dx_t|$")
 
 
