@@ -69,10 +69,11 @@ class options:  # noqa: N801 - called like a function
         Whether long jobs show a progress bar. ``"auto"``, the default: only in a terminal or a notebook.
     certify
         Which results are certified by a reference run, which costs one forward and backward pass of the model.
-        ``"always"``: all, with all samples. ``"first"``: per model and data shapes until a call passed; later traces
-        also omit the check of weight gradients. ``"never"``: none. ``"auto"``, the default: all results, but time
-        Jacobians only until one passed, since a small one takes less time than preparing a reference run; traces after
-        the first on one model and data shape with a sixteenth of the samples, another one at each call.
+        ``"always"``: all, with all samples. ``"first"``: per request, model and data shapes until a call passed, whose
+        certificate later calls repeat; later traces also omit the check of weight gradients. ``"never"``: none.
+        ``"auto"``, the default: all results, but time Jacobians as ``"first"``, since a small one takes less time than
+        preparing a reference run; traces after the first on one model and data shape with a sixteenth of the samples,
+        another one at each call.
     compiled
         Number of compiled runs that are cached per model (TensorFlow, JAX); 128 by default. Each combination of
         sequence length, batch size and request needs one to three; the least recently used is dropped first. A loop

@@ -135,6 +135,10 @@ class Certificate:
         All comparisons: each a residual, and the bound that rounding explains.
     samples
         The samples that were compared, such as ``"samples 8 to 11 of 64"``; "" for all.
+    earlier
+        Whether all samples were compared at an earlier call of the same kind, which passed: of the same request on the
+        same model, with data of the same shapes. The names are those of that call. ``samples`` were compared at this
+        call too.
     """
 
     state: State = "off"
@@ -145,6 +149,7 @@ class Certificate:
     why: str = ""
     checks: tuple[Check, ...] = ()
     samples: str = ""
+    earlier: bool = False
 
     @classmethod
     def of(cls, against: str, checks: Iterable[Check], **fields: Any) -> Self:
@@ -184,6 +189,8 @@ class Certificate:
             headline = f"NOT certified against {self.against}: {failed_count} of {len(self.checks)} comparisons failed"
             return f"{headline}, worst {worst.residual:.1g} ({compared}); rounding explains {worst.bound:.1g}"
         compared_samples = f" on {self.samples}" if self.samples else ""
+        if self.earlier:
+            compared_samples += f"{', and on all' if self.samples else ''} at an earlier call"
         text = f"certified against {self.against}{compared_samples}: worst {worst.residual:.1g} ({compared})"
         text += f"; rounding explains {worst.bound:.1g}. Certified: {', '.join(self.certified)}"
         if self.resting:
@@ -320,7 +327,7 @@ def warn_of_failed_checks(checks: Iterable[Check], certificate: Certificate | No
     Those of ``certificate`` count too. If it passed for the weights' gradients of all samples, a sum of gradients that
     differs from the framework's shows only how the framework's own kernels round.
     """
-    is_confirmed = certificate is not None and certificate.state == "passed" and not certificate.samples
+    is_confirmed = certificate is not None and certificate.state == "passed" and not certificate.earlier
     for check in [*checks, *(certificate.checks if certificate is not None else ())]:
         if not check.ok and not (check.name == WEIGHT_SUM and is_confirmed):
             _warn_at_call(check.sentence)

@@ -15,6 +15,7 @@ from ..adapters.protocol import Adapter, Batch, LayerInfo, LayerWeights, ModelFa
 from ..errors import InputError, LayerNotFoundError, RnnlensError, did_you_mean
 from ..layout import Layout, dims_of
 from ..recurrence.cells import cell_of_kind, kinds
+from ..results.checks import Certificate
 from ..typing import Array, container_of, named_leaves
 from ..vocabulary import FEATURE, SAMPLE, unnamed_states
 from .weight_layout import dims_of_weight, sources
@@ -58,8 +59,9 @@ class TensorName:
 
 @dataclass
 class CertifiedTraces:
-    """Traces of one kind that were certified: how many there were, and whether a part of the samples suffices."""
+    """Traces of one kind: the certificate of all samples, the number of later ones, and whether a part suffices."""
 
+    certificate: Certificate
     number: int = 0
     divisible: bool = True
 
@@ -68,8 +70,8 @@ class CertifiedTraces:
 class CertifiedCalls:
     """Calls of a model whose certificate passed; those of one kind have one key, see :meth:`ModelRequest.key`."""
 
-    #: Keys of the calls, for ``certify="first"``.
-    passed: set[Hashable] = field(default_factory=set)
+    #: Certificates of the calls by key, which ``certify="first"`` repeats.
+    passed: dict[Hashable, Certificate] = field(default_factory=dict)
     #: Traces that were certified with all samples, by key.
     traces: dict[Hashable, CertifiedTraces] = field(default_factory=dict)
     #: Keys of traces whose gradients between the layers of a chain were those of the framework.

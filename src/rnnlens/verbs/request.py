@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ParamSpec, TypeVar
 
@@ -142,26 +142,35 @@ class ModelRequest:
     def key(self, verb: str, *details: Hashable) -> Hashable | None:
         """Return a value that is equal for calls of which the first may answer for the others; None if none may.
 
-        It holds until the fingerprint of the model changes, see :func:`known_model`.
+        It holds until the fingerprint of the model changes, see :func:`known_model`. Where the adapter knows none,
+        a change would not be seen.
         """
-        data, loss = signature(self.batch.x), self.batch.loss
-        if data is None:
+        batch, data, loss = self.batch, signature(self.batch.x), self.batch.loss
+        if data is None or self.catalogue.known.fingerprint is None:
             return None
         loss = getattr(loss, "__code__", None) or (loss if isinstance(loss, str) else type(loss))
         stated_axes = (*self.axes.stated.items(), *self.axes.data.items())
-        return verb, self.batch.training, data, loss, stated_axes, *details
+        given = (batch.sample_weight is not None, bool(batch.class_weight), bool(batch.initial_state), batch.frozen)
+        return verb, batch.training, data, loss, given, stated_axes, *details
 
-    def needs_certificate(self, verb: str, *details: Hashable) -> bool:
-        """Return whether ``certify=`` requires a certificate; "first": until such a call with ``details`` passed."""
+    def earlier_certificate(self, verb: str, *details: Hashable) -> Certificate | None:
+        """Return the certificate of a call that ``certify=`` does not compare; None if it is to be compared.
+
+        It is off, or with "first" that of an earlier call with ``details``, which passed.
+        """
         mode = current().certify
         if mode == "auto":
             mode = "first" if verb == "jacobian" else "always"
         if mode != "first":
-            return mode == "always"
-        return self.key(verb, *details) not in self.catalogue.known.certified.passed
+            return None if mode == "always" else Certificate()
+        earlier = self.catalogue.known.certified.passed.get(self.key(verb, *details))
+        return None if earlier is None else replace(earlier, earlier=True)
 
     def remember(self, certificate: Certificate, verb: str, *details: Hashable) -> None:
-        """Store that a call passed, so that ``certify="first"`` certifies no other one like it."""
+        """Store the certificate of a call that passed, for later ones like it; forget it if this one did not pass."""
         key = self.key(verb, *details)
-        if certificate.state == "passed" and key is not None and key not in self.catalogue.known.certified.passed:
-            known_model(self.adapter, self.model).certified.passed.add(key)
+        passed = self.catalogue.known.certified.passed
+        if certificate.state != "passed":
+            passed.pop(key, None)
+        elif key is not None and key not in passed:
+            known_model(self.adapter, self.model).certified.passed[key] = certificate

@@ -27,6 +27,7 @@ from .certificates.of_trace import (
     is_divisible,
     part_to_compare,
     start_reference_run,
+    with_part,
 )
 from .chain import ChainGradients
 from .chunked.samples import SampleChunks
@@ -140,8 +141,8 @@ def trace_batch(
     """Capture, replay, sweep, label and certify one batch."""
     request = ModelRequest.resolve(model, batch, axes)
     details = ("trace", requested.layers, requested.quantities)
-    needs_certificate, key = request.needs_certificate(*details), request.key(*details)
-    certified = request.catalogue.known.certified
+    earlier, key = request.earlier_certificate(*details), request.key(*details)
+    needs_certificate, certified = earlier is None, request.catalogue.known.certified
     part = part_to_compare(certified, batch, key) if needs_certificate else None
     agreed = not batch.initial_state and key in certified.agreed_chains
     selection = replace(requested, compares_weights=needs_certificate or current().certify != "first", part=part)
@@ -164,17 +165,22 @@ def trace_batch(
         datasets |= plain_datasets(capture.other_calls, request.axes, batch, selection, provenance)
         selection.refuse_absent(datasets, list(layer_infos))
         assign_coordinates(datasets.values(), request.coordinates)
-        certificate = Certificate()
+        certificate = earlier or Certificate()
         if claim is not None and reference_run is not None:
             certificate = certify(
                 request, claim, reference_run, partial(_claim_of_replays, datasets_of, capture), datasets
             )
             request.remember(certificate, *details)
-    if part is not None and certificate.state != "passed":
-        certified.traces[key].divisible = False
-        return trace_batch(model, batch, requested, at, axes)
-    if part is None and certificate.state == "passed" and key is not None and is_divisible(batch, capture):
-        known_model(request.adapter, model).certified.traces.setdefault(key, CertifiedTraces())
+    if part is not None:
+        calls = certified.traces[key]
+        if certificate.state != "passed":
+            calls.divisible = False
+            return trace_batch(model, batch, requested, at, axes)
+        certificate = with_part(calls.certificate, certificate, part)
+    elif needs_certificate and certificate.state == "passed" and key is not None and is_divisible(batch, capture):
+        known_model(request.adapter, model).certified.traces.setdefault(key, CertifiedTraces(certificate))
+    elif certificate.state == "failed":
+        certified.traces.pop(key, None)
     passed = certificate.state in ("passed", "off") and all(result.ok for result in checks)
     if chain is not None and chain.agree and key is not None and passed and key not in certified.agreed_chains:
         known_model(request.adapter, model).certified.agreed_chains.add(key)

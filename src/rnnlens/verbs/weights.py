@@ -14,7 +14,7 @@ from .. import arguments as check
 from ..adapters.protocol import Batch, LayerWeights, SequenceCall, Taps
 from ..adapters.registry import adapter_for
 from ..errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean, raised_by, short_repr
-from ..results.checks import Certificate, warn_of_failed_checks
+from ..results.checks import warn_of_failed_checks
 from ..results.gradients import Weights
 from ..results.layers import LayerTable
 from ..results.schema import LabelledLayer, to_host
@@ -190,10 +190,11 @@ def _batch_weights(
             dataset.coords["bound"] = xr.Variable(("bound",), ["low", "high"])
         if keep is not None:
             _prune(request, call, keep, dataset)
-    certificate = None if batch.x is None else Certificate()
-    if batch.x is not None and request.needs_certificate("weights"):
+    details = ("weights", tuple(layer_weights), by_time)
+    certificate = None if batch.x is None else request.earlier_certificate(*details)
+    if batch.x is not None and certificate is None:
         certificate = certify_weights(request, layer_weights, datasets, weight_gradients)
-        request.remember(certificate, "weights")
+        request.remember(certificate, *details)
     warn_of_failed_checks(weight_gradients.checks, certificate)
     return Weights(
         datasets,

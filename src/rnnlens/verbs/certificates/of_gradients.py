@@ -42,6 +42,16 @@ from .compare import (
 GRADIENT, TARGET = "reference gradient", "reference target"
 
 
+def certificate_of_batch(request: BatchRequest, answer: BatchGradients) -> Certificate:
+    """Certify the requested gradients of one batch, or return the certificate of an earlier call like it."""
+    details = ("gradients", request.kind)
+    certificate = request.earlier_certificate(*details)
+    if certificate is None:
+        certificate = certify_batch(request, answer)
+        request.remember(certificate, *details)
+    return certificate
+
+
 def certify_batch(request: BatchRequest, answer: BatchGradients) -> Certificate:
     """Compare the requested gradients of one batch with one vector-Jacobian product of a reference run."""
     obstacle = _uncomparable_reason(request)

@@ -24,7 +24,7 @@ from ...recurrence.adjoint import PROBES, probe_combinations
 from ...recurrence.cells import affine
 from ...recurrence.replay import Replay
 from ...recurrence.rounding import perturbed_replay, plain_replay
-from ...results.checks import Certificate, Check, coarser_dtype, epsilon
+from ...results.checks import Certificate, Check, coarser_dtype, epsilon, worst_checks
 from ...results.schema import LabelledLayer, to_host
 from ...settings import current
 from ...typing import Array, arrays_of, named_constants
@@ -100,6 +100,12 @@ def part_to_compare(certified: CertifiedCalls, batch: Batch, key: Hashable) -> S
     size = max(count // SHARE, 2)
     start = int(np.random.default_rng(calls.number).integers(count - size + 1))
     return SamplePart(start, start + size, count)
+
+
+def with_part(whole: Certificate, of_part: Certificate, part: SamplePart) -> Certificate:
+    """Return the certificate of all samples of an earlier trace, with the comparisons of a part of this one's."""
+    checks = tuple(worst_checks([*whole.checks, *of_part.checks]))
+    return replace(whole, checks=checks, samples=str(part), earlier=True)
 
 
 def is_divisible(batch: Batch, capture: Capture) -> bool:
@@ -239,7 +245,7 @@ def certify(
 
     if claim.part is not None:
         run, reason = reference_attempt()
-        return could_not_compare(request, reason) if run is None else replace(compare(run), samples=str(claim.part))
+        return could_not_compare(request, reason) if run is None else compare(run)
     captured_request = replace(request, batch=_batch_as_captured(request.batch, claim.capture))
     certificate = compare_in_turn(captured_request, reference_attempt, [compare, compare_perturbed], steps=claim.steps)
     alteration = claim.capture.alteration
@@ -290,11 +296,10 @@ def _names_by_certification(
     ends_certified = [word for word, name in (("outputs", OUTPUTS), ("loss", LOSS)) if name in ends]
     if inputs_and_weights:
         ends_certified.append("gradients " + inputs_and_weights.replace("and of weights", "and weights"))
-    other_samples = () if claim.part is None else ("the other samples (an earlier call compared all)",)
     return {
         "certified": (*ends_certified, *names("certified")),
         "resting": tuple(names("resting")),
-        "uncertified": (*other_samples, *names("uncertified")),
+        "uncertified": tuple(names("uncertified")),
     }
 
 

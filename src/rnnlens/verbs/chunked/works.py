@@ -21,7 +21,7 @@ from ...results.checks import Certificate
 from ...settings import options
 from ...vocabulary import PROBE, SAMPLE
 from ..axes import refuse_unknown
-from ..certificates.of_gradients import certify_batch
+from ..certificates.of_gradients import certificate_of_batch
 from ..differentiation.gather import Accumulator, DataSetGradients, combination
 from ..differentiation.missing_gradient import Explanation, explain
 from ..differentiation.pull import batch_gradients
@@ -54,10 +54,7 @@ class GradientWork(ChunkWork):
         batch = batch if request.with_loss else batch.without_loss()
         batch_request = replace(request.of_batch(batch, target), partial=rows.count < rows.total)
         gradients = batch_gradients(batch_request)
-        certificate = Certificate()
-        if batch_request.needs_certificate("gradients"):
-            certificate = certify_batch(batch_request, gradients)
-            batch_request.remember(certificate, "gradients")
+        certificate = certificate_of_batch(batch_request, gradients)
         gradients.swept = {}
         total = Accumulator(self.combine, self.arguments.measure, self.arguments.across)  # type: ignore[arg-type]
         total.add(gradients, count=size if self.of_loss else rows.count)

@@ -19,7 +19,7 @@ from ...typing import Array
 from ...vocabulary import DIRECTION, SAMPLE, TIME
 from ..axes import refuse_unknown
 from ..batches import DataSetBatches
-from ..certificates.of_gradients import certify_batch
+from ..certificates.of_gradients import certificate_of_batch
 from ..names import Catalogue, TensorName
 from ..weight_layout import WeightSource, sources
 from .missing_gradient import Explanation, explain
@@ -259,9 +259,8 @@ def _accumulator(request: GradientRequest, combine: str | None) -> Accumulator:
 def _add_batch(request: BatchRequest, total: Accumulator) -> BatchGradients:
     """Compute and accumulate the gradients of one batch; certify the first batch by a reference run."""
     gradients = batch_gradients(request)
-    if total.batches == 0 and request.needs_certificate("gradients"):
-        total.certificate = certify_batch(request, gradients)
-        request.remember(total.certificate, "gradients")
+    if total.batches == 0:
+        total.certificate = certificate_of_batch(request, gradients)
     gradients.swept = {}
     total.add(gradients, _shapes(request.batch), request.target.picked)
     return gradients

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import xarray as xr
 
 from ...adapters.protocol import Batch, Port
@@ -89,6 +90,15 @@ class GradientRequest(ModelRequest):
     def samples(self) -> int:
         """Number of samples of the batch."""
         return self.axes.samples(self.batch)
+
+    @property
+    def kind(self) -> Hashable:
+        """Value that is equal for requests of which one certificate answers for all; steps and weights may differ."""
+        arguments, reduce = self.arguments, self.arguments.reduce
+        functions = [getattr(f, "__code__", None) or type(f) for f in (self.function, reduce) if callable(f)]
+        reduction = reduce if isinstance(reduce, str | None) else np.shape(reduce)
+        further = (arguments.per_sample, arguments.measure, arguments.across, self.scale, self.cotangents is None)
+        return (self.target.text, *functions, self.leaves, self.wrt, reduction, tuple(arguments.at), *further)
 
     @property
     def is_linear(self) -> bool:

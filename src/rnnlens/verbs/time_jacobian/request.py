@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -35,6 +35,13 @@ class JacobianOptions:
     rtol: float | None = None
     mode: str = "auto"
     out: str | PathLike[str] | None = None
+
+    @property
+    def kind(self) -> Hashable:
+        """Value that is equal for options of which one certificate answers for all; steps and weights may differ."""
+        contracted = self.reduce if isinstance(self.reduce, str | None) else np.shape(self.reduce)
+        further = (self.across, self.sketch, self.rtol, self.mode, self.memory, self.out is None)
+        return (tuple(self.at), contracted, self.measure, *further)
 
     def __post_init__(self) -> None:
         """Raise an error for options that cannot be combined with ``sketch``."""

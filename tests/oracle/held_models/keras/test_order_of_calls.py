@@ -74,8 +74,14 @@ def test_drawn_pairs_and_triples(calls):
     replace(quick, certify="auto").check([*quick.drawn(1, seed=2), ("jacobian", "jacobian")])
 
 
+@pytest.mark.parametrize("calls", ["last step"], indirect=True)
+def test_each_verb_after_itself(calls):
+    quick = replace(calls, left_out=("diagnose",), certify="first")
+    quick.check([(verb, verb) for verb in quick.verbs])
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("certify", ["always", "auto"])
+@pytest.mark.parametrize("certify", ["always", "auto", "first"])
 def test_all_pairs_and_further_triples(calls, certify):
     calls = replace(calls, certify=certify)
     calls.check([*calls.pairs(), *calls.drawn(60, 3, seed=1)])

@@ -188,9 +188,11 @@ def test_when_it_is_asked_for():
     with rl.options(certify="never"):
         assert trace_certificate(model).state == "off"
     with rl.options(certify="first"):
-        assert [trace_certificate(model).state for _ in range(2)] == ["passed", "off"]
+        first, later = (trace_certificate(model) for _ in range(2))
+        assert later == replace(first, earlier=True)
+        assert later.sentence == first.sentence.replace("against torch", "against torch at an earlier call")
     with rl.options(certify="always"):
-        assert [trace_certificate(model).state for _ in range(2)] == ["passed", "passed"]
+        assert [trace_certificate(model).earlier for _ in range(2)] == [False, False]
 
 
 def test_a_target_inside_the_model_is_not_certified():
@@ -219,7 +221,29 @@ def test_a_failed_jacobian_fails_at_every_call_until_it_passes(monkeypatch):
         with pytest.warns(SelfCheckWarning):
             assert rl.jacobian(model, x).attrs["certificate"].startswith("NOT certified")
     monkeypatch.undo()
-    assert [rl.jacobian(model, x).attrs["certificate"][:9] for _ in range(2)] == ["certified", "not certi"]
+    first, later = (rl.jacobian(model, x).certificate for _ in range(2))
+    assert (first.state, first.earlier) == ("passed", False)
+    assert later == replace(first, earlier=True)
+
+
+def test_a_failure_ends_what_an_earlier_call_passed(monkeypatch):
+    from rnnlens.verbs import jacobian
+
+    model, x, execute = Plain(), torch.randn(3, 5, 3), jacobian.execute
+    rl.jacobian(model, x)
+    with monkeypatch.context() as patched, rl.options(certify="always"):
+        patched.setattr(jacobian, "execute", lambda *args: execute(*args) * 2)
+        with pytest.warns(SelfCheckWarning):
+            assert rl.jacobian(model, x).certificate.state == "failed"
+    assert not rl.jacobian(model, x).certificate.earlier
+    assert rl.jacobian(model, x).certificate.earlier
+
+
+@pytest.mark.parametrize("options", [{"rtol": 1e-9}, {"initial_state": {"rnn": [np.zeros((3, 4))] * 2}}])
+def test_a_call_that_could_not_be_certified_does_not_repeat_another_ones_certificate(options):
+    model, x = Plain(), torch.randn(3, 5, 3)
+    rl.jacobian(model, x)
+    assert rl.jacobian(model, x, **options).certificate.state == "could not"
 
 
 def test_the_first_of_each_kind_of_input_is_certified():
@@ -229,7 +253,7 @@ def test_the_first_of_each_kind_of_input_is_certified():
 
     model, x = Repeated(), torch.randn(3, 5, 3)
     certificates = [rl.jacobian(model, (x, times), wrt="input").attrs["certificate"] for times in (1, 2, 2)]
-    assert [text[:9] for text in certificates] == ["certified", "certified", "not certi"]
+    assert ["at an earlier call" in text for text in certificates] == [False, False, True]
 
 
 @pytest.mark.parametrize("placed", [True, False])

@@ -54,6 +54,7 @@ KINDS = {
         modules(nn.LSTM, batch_first=False),
         (B, F, T),
     ),
+    "chain of many samples": lambda: (lambda m, x: m.head(m.rnn(x)[0]), modules(nn.LSTM), (16, T, F)),
     "time first": lambda: (lambda m, x: m.head(m.rnn(x)[0]), modules(nn.RNN, batch_first=False), (T, B, F)),
     "last step": lambda: (lambda m, x: m.head(m.rnn(x)[0][:, -1]), modules(), (B, T, F)),
     "loop of cells": lambda: (loop_over_steps, modules(nn.GRUCell), (B, T, F)),
@@ -81,6 +82,13 @@ def test_drawn_pairs_and_triples(calls):
     replace(quick, certify="auto").check([*quick.drawn(3, seed=2), ("jacobian", "jacobian")])
 
 
+@pytest.mark.parametrize("certify", ["auto", "first"])
+@pytest.mark.parametrize("calls", ["chain of many samples"], indirect=True)
+def test_each_verb_after_itself(calls, certify):
+    quick = replace(calls, left_out=("diagnose", "gradients in batches"), certify=certify)
+    quick.check([(verb, verb) for verb in quick.verbs])
+
+
 @pytest.mark.parametrize("calls", ["channels first", "last step"], indirect=True)
 def test_a_diagnosis_after_gradients_and_gradients_after_a_diagnosis(calls):
     calls.check([("gradients by input", "diagnose"), ("diagnose", "jacobian")])
@@ -99,7 +107,7 @@ def test_a_certificate_that_failed_fails_again(calls, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("certify", ["always", "auto"])
+@pytest.mark.parametrize("certify", ["always", "auto", "first"])
 def test_all_pairs_and_further_triples(calls, certify):
     calls = replace(calls, certify=certify)
     calls.check([*calls.pairs(), *calls.drawn(200, 3, seed=1)])
