@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SCRIPTS = sorted(EXAMPLES.glob("[a-g]_*.py"))
+SCRIPTS = sorted(EXAMPLES.glob("[a-h]_*.py"))
 
 #: By example, its last printed sentence and the files that it writes.
 OUTPUTS = {
@@ -30,12 +30,13 @@ OUTPUTS = {
         },
     ),
     "g": ("the frozen map shows", {"g_memory.png"}),
+    "h": ("most weights: delta rule", {"h_scorecard.png"}),
     "f": ("as initialised: the gradient reaches", {"f_film.png", "f_timeline.png"}),
 }
 
 
-def test_all_seven_are_there():
-    assert [script.name[0] for script in SCRIPTS] == list("abcdefg")
+def test_all_eight_are_there():
+    assert [script.name[0] for script in SCRIPTS] == list("abcdefgh")
 
 
 #: Examples on TensorFlow run in separate processes; the others run in this one, which has JAX and torch.

@@ -14,7 +14,7 @@ CHANGELOG = Path(__file__).resolve().parents[2] / "CHANGELOG.md"
 #: Functions with their parameters and defaults; modules with None.
 PUBLIC = {
     "cells": None,
-    "compare": "(models, x=None, y=None, *, load=None, client=None, **keywords)",
+    "compare": "(models, x=None, y=None, *, load=None, client=None, scorecard=False, **keywords)",
     "diagnose": (
         "(model, x, y=None, *, baseline=None, step=-1, output=0, task=None, loss=None, optimizer=None, samples=512, "
         "seed=0, axes=None)"

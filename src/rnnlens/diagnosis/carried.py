@@ -66,7 +66,9 @@ class _StateExchange:
 
     def _prepare(self, n_samples: int) -> bool:
         calls = [call for call, _ in self.experiment.replays]
-        if self.experiment.scans:
+        if self.experiment.depth_loops and not calls:
+            self.reason = "a loop over depth does not run over the steps of the data"
+        elif self.experiment.scans:
             self.reason = "whole-sequence layers cannot start from another state"
         elif any(call.bidirectional or call.direction == "backward" or "#" in call.layer for call in calls):
             self.reason = "it is measured for forward layers that are called once"

@@ -11,7 +11,7 @@ import pickle
 import uuid
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 import xarray as xr
 
 from ..adapters.registry import adapter_for
-from ..arguments import anything, checked, data_set, many_examples
+from ..arguments import anything, checked, data_set, many_examples, switch
 from ..cluster import (
     finished_results,
     imported_backend,
@@ -38,10 +38,18 @@ from ..results.diagnosis import Comparison, Diagnosis
 from ..settings import Progress
 from ..typing import Array
 from .of_model import diagnose
+from .scorecard import MEASURES, Score, measure_scores, refuse_lazy, scorecard_table, scores_of_diagnosis
 
-#: A diagnosis, or the kind and text of the error that prevented it.
-Outcome = Diagnosis | str
 Load = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Diagnosis of a model, or kind and text of the error that prevented it; and its scorecard, where one was asked."""
+
+    diagnosis: Diagnosis | None = None
+    error: str = ""
+    scores: Mapping[str, Score] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,10 +113,10 @@ def refuse_unloadable(name: str, value: Any) -> None:
         )
 
 
-def diagnoses_of(
-    models: Mapping[Any, Any], load: Load | None, client: Any, arguments: Mapping[str, Any]
+def outcomes_of(
+    models: Mapping[Any, Any], load: Load | None, client: Any, arguments: Mapping[str, Any], *, scorecard: bool
 ) -> dict[Any, Outcome]:
-    """Diagnose models by name, in their order; a failure is the text of its error.
+    """Diagnose models by name, in their order; a failure has the text of its error.
 
     Parameters
     ----------
@@ -120,15 +128,23 @@ def diagnoses_of(
         Dask client whose workers diagnose; None for this process.
     arguments
         Keywords of :func:`rnnlens.diagnose`, x and y included.
+    scorecard
+        Whether each model is also measured for the scorecard.
     """
-    outcomes: dict[Any, Outcome] = {name: value for name, value in models.items() if isinstance(value, Diagnosis)}
+    outcomes = {
+        name: Outcome(value, scores=scores_of_diagnosis(value) if scorecard else {})
+        for name, value in models.items()
+        if isinstance(value, Diagnosis)
+    }
     backend = imported_backend()
     candidates = {name: Candidate(value, load, backend) for name, value in models.items() if name not in outcomes}
     named_outcomes: Iterator[tuple[Any, Outcome]]
     if client is None:
-        named_outcomes = ((name, _diagnose_candidate(candidate, arguments)) for name, candidate in candidates.items())
+        named_outcomes = (
+            (name, _diagnose_candidate(candidate, arguments, scorecard)) for name, candidate in candidates.items()
+        )
     else:
-        named_outcomes = _run_on_workers(candidates, client, arguments)
+        named_outcomes = _run_on_workers(candidates, client, arguments, scorecard)
     with Progress("diagnoses", len(candidates)) as progress:
         for name, outcome in named_outcomes:
             outcomes[name] = outcome
@@ -136,15 +152,36 @@ def diagnoses_of(
     return {name: outcomes[name] for name in models}
 
 
-def _diagnose_candidate(candidate: Candidate, arguments: Mapping[str, Any]) -> Outcome:
+def _diagnose_candidate(candidate: Candidate, arguments: Mapping[str, Any], scorecard: bool) -> Outcome:
     try:
-        return diagnose(candidate.model(), **arguments)
+        model = candidate.model()
     except Exception as error:
-        return _error_text(error)
+        return _failed(error, scorecard)
+    try:
+        outcome = Outcome(diagnose(model, **arguments))
+    except Exception as error:
+        outcome = _failed(error, scorecard)
+    if not scorecard:
+        return outcome
+    return replace(outcome, scores=measure_scores(model, outcome.diagnosis, outcome.error, **_data_of(arguments)))
+
+
+def _data_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Split the arguments of a diagnosis into x, y and keywords."""
+    keywords = {name: value for name, value in arguments.items() if name not in ("x", "y")}
+    return {"x": arguments["x"], "y": arguments["y"], "keywords": keywords}
+
+
+def _failed(error: BaseException, scorecard: bool) -> Outcome:
+    """Return the outcome of a model that could not be diagnosed; all its measures have that reason."""
+    text = f"{type(error).__name__}: {error}"
+    return Outcome(
+        error=text, scores=dict.fromkeys(MEASURES, Score(reason=text.partition("\n")[0])) if scorecard else {}
+    )
 
 
 def _run_on_workers(
-    candidates: Mapping[Any, Candidate], client: Any, arguments: Mapping[str, Any]
+    candidates: Mapping[Any, Candidate], client: Any, arguments: Mapping[str, Any], scorecard: bool
 ) -> Iterator[tuple[Any, Outcome]]:
     serialised, run_id = pickle_named_parts(dict(arguments), arguments, "arguments"), uuid.uuid4().hex[:8]
     # A task of its own, not scattered data: Dask makes it again when the worker that holds it is killed.
@@ -154,13 +191,18 @@ def _run_on_workers(
         try:
             packed_candidates[name] = candidate.pack()
         except Exception as error:
-            yield name, _error_text(error)
+            yield name, _failed(error, scorecard)
 
     def outcomes(names: Sequence[Any], attempt: str) -> Iterator[tuple[Any, Any]]:
         keys = {name: f"rnnlens-diagnose-{run_id}-{attempt}{number}" for number, name in enumerate(names)}
         futures = {
             client.submit(
-                diagnose_on_worker, *packed_candidates[task_name], data_future, key=keys[task_name], pure=False
+                diagnose_on_worker,
+                *packed_candidates[task_name],
+                data_future,
+                scorecard,
+                key=keys[task_name],
+                pure=False,
             ): task_name
             for task_name in names
         }
@@ -172,27 +214,23 @@ def _run_on_workers(
         if type(outcome).__name__ == "KilledWorker":
             killed_names.append(name)
         else:
-            yield name, _error_text(outcome) if isinstance(outcome, BaseException) else outcome
+            yield name, _failed(outcome, scorecard) if isinstance(outcome, BaseException) else outcome
     # Dask also gives up models that waited at a worker which another one killed; each is tried alone.
     for attempt, suspect in enumerate(killed_names):
         for name, outcome in outcomes([suspect], f"alone-{attempt}-"):
-            yield name, _error_text(outcome) if isinstance(outcome, BaseException) else outcome
+            yield name, _failed(outcome, scorecard) if isinstance(outcome, BaseException) else outcome
 
 
-def diagnose_on_worker(backend: str | None, model: bytes, data: bytes) -> Outcome:
+def diagnose_on_worker(backend: str | None, model: bytes, data: bytes, scorecard: bool) -> Outcome:
     """Rebuild one candidate model from bytes and diagnose it; this is the function of the Dask tasks."""
     limit_process()
     propose_backend(backend)
     try:
         candidate, arguments = pickle.loads(model), pickle.loads(data)
     except Exception as error:
-        return _error_text(error)
+        return _failed(error, scorecard)
     limit_thread()
-    return _diagnose_candidate(candidate, arguments)
-
-
-def _error_text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return _diagnose_candidate(candidate, arguments, scorecard)
 
 
 _UNKNOWN = (float("nan"), None)
@@ -212,7 +250,7 @@ def _check_client(name: str, value: Any) -> Any:
     return value
 
 
-@checked(models=anything, x=data_set, y=many_examples, load=_check_function, client=_check_client)
+@checked(models=anything, x=data_set, y=many_examples, load=_check_function, client=_check_client, scorecard=switch)
 def compare(
     models: Mapping[str, Any] | Sequence[Any],
     x: Any = None,
@@ -220,6 +258,7 @@ def compare(
     *,
     load: Callable[[Any], Any] | None = None,
     client: Any = None,
+    scorecard: bool = False,
     **keywords: Any,
 ) -> Comparison:
     """Tabulate diagnoses of several models, with differences from the first; models are diagnosed before.
@@ -239,8 +278,11 @@ def compare(
     client
         Client of a Dask cluster. Each model is then diagnosed by a task of its own on a worker; x and y are sent once
         to each worker. Without a client the models are diagnosed here, one after another.
+    scorecard
+        Whether to measure each model by the other verbs too: number of weights, state in use, exponents, influence of
+        a step. Runs each model some dozen times more, on arrays in memory.
     **keywords
-        Further arguments of ``rl.diagnose``, such as ``step`` or ``samples``.
+        Further arguments of ``rl.diagnose``, such as ``step``, ``samples`` or ``loss``.
 
     Returns
     -------
@@ -248,7 +290,10 @@ def compare(
         ``print(c)`` shows a table; ``c.table`` is a Dataset over ``name``; ``c.diagnoses`` has the diagnoses by name.
         The difference of the memory from that of the first diagnosis has a paired interval, from the same resamples of
         both. It is NaN if the numbers of samples differ. A model that fails is a row of NaN with its error in
-        ``c.table.error``; the others are not affected.
+        ``c.table.error``; the others are not affected. With ``scorecard=True`` ``c.scorecard`` is a Dataset over
+        ``name`` and ``measure``: ``value``, its ``interval`` where there is one, the ``verb`` that gives the number,
+        the ``layer`` of several in which it is largest, and the ``reason`` where it is not defined (NaN).
+        ``rl.plot.scorecard(c)`` draws it.
 
     Raises
     ------
@@ -274,10 +319,15 @@ def compare(
     for name, value in undiagnosed.items():
         if load is None:
             refuse_unloadable(name, value)
-    outcomes = diagnoses_of(by_name, load, client, {"x": x, "y": y, **keywords})
-    diagnoses = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Diagnosis)}
+    if scorecard:
+        refuse_lazy(x, y)
+    outcomes = outcomes_of(by_name, load, client, {"x": x, "y": y, **keywords}, scorecard=scorecard)
+    diagnoses = {name: outcome.diagnosis for name, outcome in outcomes.items() if outcome.diagnosis is not None}
     provenance = next((d.provenance for d in diagnoses.values()), None)
-    return Comparison({"comparison": _comparison_table(outcomes)}, diagnoses=diagnoses, provenance=provenance)
+    datasets = {"comparison": _comparison_table(outcomes)}
+    if scorecard:
+        datasets["scorecard"] = scorecard_table({name: outcome.scores for name, outcome in outcomes.items()})
+    return Comparison(datasets, diagnoses=diagnoses, provenance=provenance)
 
 
 def _models_by_name(models: Any) -> dict[Any, Any]:
@@ -318,8 +368,9 @@ def _refuse_keywords(keywords: Mapping[str, Any]) -> None:
 
 def _comparison_table(outcomes: Mapping[Any, Outcome]) -> xr.Dataset:
     """Return the Dataset of all diagnoses, with one row per model along ``name``; rows of failures are NaN."""
-    models = [d["model"] if isinstance(d, Diagnosis) else xr.Dataset(attrs={"known": False}) for d in outcomes.values()]
-    succeeded = [isinstance(d, Diagnosis) for d in outcomes.values()]
+    diagnoses = [outcome.diagnosis for outcome in outcomes.values()]
+    models = [xr.Dataset(attrs={"known": False}) if d is None else d["model"] for d in diagnoses]
+    succeeded = [d is not None for d in diagnoses]
     variables: dict[str, Any] = {}
     for key in _TABLE_KEYS:
         values_with_bounds = [_value_with_interval(model, key) for model in models]
@@ -336,11 +387,10 @@ def _comparison_table(outcomes: Mapping[Any, Outcome]) -> xr.Dataset:
     differences = [_difference(reference_memory, memory) for memory in comparable_memories]
     variables["difference"] = ("name", np.array([v for v, _ in differences]))
     variables["difference_interval"] = (("name", "bound"), np.array([b for _, b in differences]))
-    codes = [" ".join(d.codes) if isinstance(d, Diagnosis) else "" for d in outcomes.values()]
+    codes = ["" if d is None else " ".join(d.codes) for d in diagnoses]
     variables["findings"] = ("name", np.array(codes))
     variables["known"] = ("name", np.array([bool(model.attrs["known"]) for model in models]))
-    errors = ["" if isinstance(d, Diagnosis) else d for d in outcomes.values()]
-    variables["error"] = ("name", np.array(errors))
+    variables["error"] = ("name", np.array([outcome.error for outcome in outcomes.values()]))
     coords = {"name": list(outcomes), "bound": ["low", "high"]}
     return xr.Dataset(variables, coords=coords, attrs={"reference": reference})
 

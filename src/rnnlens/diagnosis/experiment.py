@@ -21,6 +21,7 @@ from ..results.schema import to_host
 from ..typing import Array
 from ..verbs.axes import refuse_steps_first
 from ..verbs.names import Catalogue, known_model
+from ..vocabulary import POSITION
 from .prediction import OutputForm, PredictionTarget, ignored_class, read_form, read_target, takes_logits
 from .samples import Samples
 
@@ -133,8 +134,15 @@ class Experiment:
 
     @cached_property
     def replays(self) -> list[tuple[Any, Replay]]:
-        """Pairs of a captured call and its replay."""
-        return [(call, Replay.from_call(call_in_numpy(call))) for call in self.capture.calls]
+        """Pairs of a captured call and its replay, of layers that run over steps: not of loops over depth."""
+        calls = [call for call in self.capture.calls if call.layer not in self.depth_loops]
+        return [(call, Replay.from_call(call_in_numpy(call))) for call in calls]
+
+    @cached_property
+    def depth_loops(self) -> list[str]:
+        """Names of blocks called on their own output: their states have one vector for each step of the data."""
+        calls = self.capture.calls
+        return [call.layer for call in calls if POSITION in getattr(call.cell, "state_axes", ())]
 
     @cached_property
     def lengths(self) -> Array:

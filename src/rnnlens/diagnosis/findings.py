@@ -268,7 +268,8 @@ def _missed_findings(
         f"{_percent(EFFECT)} of Var y, permutation p < {P_VALUE}",
         "",
     )
-    yield _path_finding(memory, layers, lag, path)
+    if layers:  # a loop over depth has no step of the data whose signal could be followed
+        yield _path_finding(memory, layers, lag, path)
 
 
 def missed_lag(residual_test: Missed) -> int:

@@ -315,7 +315,7 @@ def _scan_facts(call: SequenceCall, kind: str, n_steps: int) -> LayerFacts:
         chunk_states = to_host(chunk.states())
         adjoint_norms.append(_norms(to_host(chunk.grads())))
         state_norms.append(_norms(chunk_states).mean(axis=0))
-        moments += _state_moments(chunk_states)
+        moments = moments + _state_moments(chunk_states)
         chunk_census = census(chunk_states)
         states = Census(*(a + b for a, b in zip(vars(states).values(), vars(chunk_census).values(), strict=True)))
     return LayerFacts(
@@ -333,13 +333,14 @@ def _scan_facts(call: SequenceCall, kind: str, n_steps: int) -> LayerFacts:
 
 def _norms(values: Array) -> Array:
     """Return the norms (sample, time) of arrays (sample, time, *axes)."""
-    return np.linalg.norm(values.reshape(*values.shape[:2], -1).astype(np.float64), axis=-1)
+    sizes = np.abs(values) if np.iscomplexobj(values) else values
+    return np.linalg.norm(sizes.reshape(*values.shape[:2], -1).astype(np.float64), axis=-1)
 
 
 def _state_moments(states: Array) -> Array:
-    """Return the count, sum and sum of squares of finite states over samples and steps, (3, *axes)."""
-    values = np.where(np.isfinite(states), states, 0.0).astype(np.float64)
-    return np.stack([np.isfinite(states).sum((0, 1)), values.sum((0, 1)), (values**2).sum((0, 1))])
+    """Return the count, sum and sum of squared sizes of finite states over samples and steps, (3, *axes)."""
+    values = np.where(np.isfinite(states), states, 0.0).astype(np.result_type(states, np.float64))
+    return np.stack([np.isfinite(states).sum((0, 1)), values.sum((0, 1)), (np.abs(values) ** 2).sum((0, 1))])
 
 
 def _state_spread(moments: Array) -> Array:
@@ -347,8 +348,8 @@ def _state_spread(moments: Array) -> Array:
 
     Each is at least 1e-3 of the median standard deviation.
     """
-    count, total, squares = np.maximum(moments[0], 1), moments[1], moments[2]
-    spread = np.sqrt(np.maximum(squares / count - (total / count) ** 2, 0.0))
+    count, total, squares = np.maximum(moments[0].real, 1), moments[1], moments[2].real
+    spread = np.sqrt(np.maximum(squares / count - np.abs(total / count) ** 2, 0.0))
     return np.maximum(spread, 1e-3 * (float(np.median(spread)) or 1.0))
 
 

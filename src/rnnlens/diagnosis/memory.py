@@ -58,8 +58,9 @@ UNKNOWN = Interval(float("nan"), float("nan"), float("nan"))
 
 @dataclass(frozen=True)
 class Skill:
-    """Skill of a prediction, its skill after recalibration on other samples, and the gain."""
+    """Mean loss and skill of a prediction, its skill after recalibration on other samples, and the gain."""
 
+    loss: Interval
     raw: Interval
     recalibrated: Interval
     gain: Interval
@@ -166,9 +167,10 @@ def _measure_skill(experiment: Experiment, windows: Windows | None) -> Skill | N
     if target is None:
         return None
     loss, constant_loss = target.loss(experiment.prediction), target.constant_loss()
-    if not constant_loss.mean() > 0:
-        return Skill(UNKNOWN, UNKNOWN, UNKNOWN)
     weights = _weights(len(loss), windows, experiment.seed)
+    mean_loss = Interval(float(loss.mean()), *interval(weights @ loss))
+    if not constant_loss.mean() > 0:
+        return Skill(mean_loss, UNKNOWN, UNKNOWN, UNKNOWN)
     order = np.random.default_rng(0).permutation(len(experiment.prediction)) if windows is None else windows.order
     halves = np.array_split(order, 2)
     recalibrated = experiment.prediction.copy()
@@ -179,6 +181,7 @@ def _measure_skill(experiment: Experiment, windows: Windows | None) -> Skill | N
     scale = np.maximum(weights @ constant_loss, 1e-300)
     gain = float((loss - recalibrated_loss).mean() / constant_loss.mean())
     return Skill(
+        mean_loss,
         Interval(skill(loss, constant_loss), *interval(1 - (weights @ loss) / scale)),
         Interval(skill(recalibrated_loss, constant_loss), *interval(1 - (weights @ recalibrated_loss) / scale)),
         Interval(gain, *interval(weights @ (loss - recalibrated_loss) / scale)),

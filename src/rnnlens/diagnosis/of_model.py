@@ -164,6 +164,7 @@ def diagnose(
     )
     carried_by_layer, reason = measure_carried(experiment) if memory.is_known else ({}, "")
     datasets = {MODEL: model_dataset(memory, residual_test, attributed_steps, named_baseline, batch.labels)}
+    datasets[MODEL].attrs["why_not_carried"] = "" if carried_by_layer else reason or memory.reason
     for name in dict.fromkeys(layer.name for layer in layers):
         datasets[name] = layer_dataset([layer for layer in layers if layer.name == name], carried_by_layer.get(name))
     sentences = {name: layer_sentence(name, carried_memory) for name, carried_memory in carried_by_layer.items()}
@@ -179,6 +180,10 @@ def diagnose(
         notes=[
             *_notes(memory, residual_test, reason if experiment.replays else "", layers_alone=bool(carried_by_layer)),
             *([sampling_note] if sampling_note else []),
+            *(
+                f"{name} is called on its own output, over depth; its dynamics: rl.lyapunov(model, x, layer={name!r})."
+                for name in experiment.depth_loops
+            ),
             *([f"{left_out} samples were left out: the loss ignores their targets."] if left_out else []),
         ],
     )
@@ -313,6 +318,8 @@ def model_dataset(
             ("context", "sample"), memory.change, long_name, "nat" if memory.of_distribution else "1"
         )
     if memory.skill is not None:
+        long_name = "mean loss: cross-entropy, or squared error summed over outputs"
+        variables |= _interval_variables("loss", memory.skill.loss, long_name, "1")
         variables |= _interval_variables("skill", memory.skill.raw, "skill: 1 - loss / best constant loss", "1")
         variables |= _interval_variables("skill_recalibrated", memory.skill.recalibrated, "skill, recalibrated", "1")
     if memory.later_steps[1]:

@@ -174,6 +174,8 @@ def _embedding_gradient(experiment: Experiment) -> Array:
         gradient = _output_gradient(experiment, f"{experiment.embeddings[0]}.output")
     except DisconnectedError:
         return np.zeros((min(MOST_CAPTURED, experiment.samples.count), experiment.samples.steps, 1))
+    if "time" not in gradient.dims:  # of a loop over depth, whose steps are no axis of the embedding
+        return np.asarray(gradient.values)
     return np.asarray(gradient.transpose("sample", "time", ...).values)
 
 

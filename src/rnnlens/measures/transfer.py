@@ -299,8 +299,8 @@ def effective_state_size(
     ----------
     Effective state-size: Parnichkun et al. 2025, arXiv:2504.19561, section 3.
     """
-    arrays = [a for a in (decay, write, read, left, right) if a is not None]
-    decay, write, read, *rank_one = np.broadcast_arrays(*(np.asarray(a, dtype=np.float64) for a in arrays))
+    arrays = [np.asarray(a) for a in (decay, write, read, left, right) if a is not None]
+    decay, write, read, *rank_one = np.broadcast_arrays(*(a.astype(np.result_type(a, np.float64)) for a in arrays))
 
     def multiply_left(t: int, columns: Array) -> Array:
         """Multiply a matrix (..., state, state) by A_t from the left."""

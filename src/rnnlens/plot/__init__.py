@@ -28,6 +28,7 @@ from .maps import maps as maps
 from .memory import decay_by_lag as decay_by_lag
 from .memory import lag_profile as lag_profile
 from .memory import memory_lifetime as memory_lifetime
+from .scorecard import scorecard as scorecard
 from .texts import input_map as input_map
 from .texts import unit_over_text as unit_over_text
 from .time_jacobian import jacobian_margins as jacobian_margins

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import xarray as xr
 
+from ..errors import InputError
 from ..measures.dynamics import point_kinds
 from ..vocabulary import DIRECTION
 from .base import Part, Result
@@ -242,6 +244,20 @@ class Comparison(Result, kind="comparison"):
         """Dataset over ``name`` with one row per model."""
         return self.dataset(self.layers[0])
 
+    @property
+    def scorecard(self) -> xr.Dataset:
+        """Dataset over ``name`` and ``measure``: value, interval, layer, verb, and the reason where it is not defined.
+
+        ``c.scorecard.value.to_pandas()`` is a table.
+        """
+        if "scorecard" not in self.layers:
+            hint = "rl.compare(models, x, y, scorecard=True)"
+            raise InputError("This comparison has no scorecard.", got="diagnoses alone", hint=hint)
+        return self.dataset("scorecard")
+
+    def __str__(self) -> str:
+        return "\n".join([repr(self), *(_scorecard_lines(self.scorecard) if "scorecard" in self.layers else [])])
+
     def _headline(self) -> str:
         failed_count = int((self.table["error"] != "").sum())
         return f"{self.table.sizes['name'] - failed_count} diagnoses" + (
@@ -264,6 +280,35 @@ class Comparison(Result, kind="comparison"):
 
     def _parts(self) -> list[Part]:
         return [(name, description, None) for name, description in self._rows()]
+
+
+def _scorecard_lines(scorecard: xr.Dataset) -> list[str]:
+    """Format a scorecard as a table, measures down and models across, with the reasons of empty cells below it."""
+    names, measures = [str(name) for name in scorecard["name"].values], scorecard["measure"].values.tolist()
+    columns = [["scorecard", *measures]]
+    for i, name in enumerate(names):
+        bounds = scorecard["interval"].values[i]
+        values = scorecard["value"].values[i]
+        columns.append([name, *(_score_text(value, *bound) for value, bound in zip(values, bounds, strict=True))])
+    widths = [max(map(len, column)) for column in columns]
+    rows = zip(*columns, strict=True)
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for (i, j), reason in np.ndenumerate(scorecard["reason"].values):
+        if reason:
+            reasons.setdefault((measures[j], str(reason)), []).append(names[i])
+    undefined = [
+        f"not defined: {measure} of {', '.join(of)}: {reason}" for (measure, reason), of in sorted(reasons.items())
+    ]
+    return [*lines, *undefined]
+
+
+def _score_text(value: float, low: float, high: float) -> str:
+    if math.isnan(value):
+        return "-"
+    if math.isnan(low):
+        return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+    return f"{value:.3g} ({low:.3g} to {high:.3g})"
 
 
 def _memory_difference(table: xr.Dataset, row: int) -> str:

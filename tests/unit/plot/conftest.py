@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from rnnlens.results.diagnosis import Diagnosis, FixedPoints, StepsBack
+from rnnlens.results.diagnosis import Comparison, Diagnosis, FixedPoints, StepsBack
 
 LSTM = ["input", "forget", "candidate", "output"]
 
@@ -48,6 +48,36 @@ def text_of():
         return "\n".join(t.get_text() for t in figure.findobj(mpl.text.Text) if t.get_visible())
 
     return visible_text
+
+
+@pytest.fixture(scope="session")
+def comparison():
+    """Return a function that makes a scorecard of three models and three measures; the last is defined for none."""
+
+    def make():
+        value = np.array([[740.0, 12.0, np.nan], [2372.0, np.nan, np.nan], [90000.0, 3.0, np.nan]])
+        interval = np.full((3, 3, 2), np.nan)
+        interval[0, 1] = 10, 14
+        dims, undefined = ("name", "measure"), np.where(np.isnan(value), "only of Mamba", "")
+        card = xr.Dataset(
+            {
+                "value": (dims, value),
+                "interval": ((*dims, "bound"), interval),
+                "layer": (dims, np.full((3, 3), "")),
+                "reason": (dims, undefined),
+                "verb": (dims, np.full((3, 3), "rl.diagnose")),
+            },
+            coords={
+                "name": ["rnn", "lstm", "mamba"],
+                "measure": ["weights", "prediction depends on", "effective state size"],
+                "bound": ["low", "high"],
+                "units": ("measure", ["1", "step", "1"]),
+            },
+        )
+        table = xr.Dataset({"error": ("name", ["ModelError: no diagnosis"] * 3)}, coords={"name": card["name"]})
+        return Comparison({"comparison": table, "scorecard": card})
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,18 @@ from rnnlens.plot._axes import short_number
 
 
 @pytest.fixture(scope="module")
-def cases(attention, gradient, layer, weights, jacobian, diagnosis, fixed_points, initial_jacobian, weights_by_time):
+def cases(
+    attention,
+    comparison,
+    gradient,
+    layer,
+    weights,
+    jacobian,
+    diagnosis,
+    fixed_points,
+    initial_jacobian,
+    weights_by_time,
+):
     """Return, by name of the figure, its arguments, a misspelt keyword and the correction to be proposed."""
     history = {"lstm/kernel": [3.0, 2.0, 1.0], "lstm/bias": [1.0, 1.5, 2.0]}
     return {
@@ -53,6 +64,7 @@ def cases(attention, gradient, layer, weights, jacobian, diagnosis, fixed_points
         "total_and_frozen": ([jacobian(), jacobian()], "cmapp", "cmap"),
         "hidden_attention": ([attention()], "cmapp", "cmap"),
         "trajectories": ([gradient()], "linewidht", "linewidth"),
+        "scorecard": ([comparison()], "edgecolr", "edgecolor"),
         "decay_by_lag": ([abs(gradient())], "cmapp", "cmap"),
     }
 
