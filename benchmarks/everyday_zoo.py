@@ -1,6 +1,7 @@
 """Findings of ``rl.diagnose`` on everyday bugs: networks with each bug, and healthy networks; one table.
 
     python benchmarks/everyday_zoo.py [--small] [--networks 40] [--healthy 400] [--paths 300] [--only BUG] [--first 0]
+    python benchmarks/everyday_zoo.py --watched                  findings of recorded trainings instead
 
 Thresholds were set on odd seeds; the table counts even ones. A network without a bug is each network with another one,
 and each healthy one. NO_PATH is counted on drawn models that cut the gradient in many ways, by torch's own gradient at
@@ -11,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -21,6 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 import drawn_paths
+import everyday_bugs
 from everyday_bugs import BUGS, MSE, draw
 
 import rnnlens as rl
@@ -28,12 +32,33 @@ import rnnlens as rl
 #: Findings that accuse a network of a bug.
 ACCUSATIONS = {*BUGS, "NO_PATH"}
 PATHS = ("NO_PATH", "VANISHING", "PATH_OPEN")
+#: Findings of a recorded training, and the steps of the training.
+OF_A_RUN, STEPS = ("UPDATES_TOO_SMALL", "UPDATES_TOO_LARGE", "WEIGHTS_WITHOUT_GRADIENT", "FROZEN"), 60
 
 
 def codes(bug: str, seed: int) -> set[str]:
     """Diagnose a network that is drawn from a seed; return the codes of its findings."""
     case = draw(bug, seed)
     return set(rl.diagnose(case.model, case.x, case.y, loss=case.loss, optimizer=case.optimizer).codes)
+
+
+def codes_of_run(bug: str, seed: int) -> set[str]:
+    """Train a network that is drawn from a seed in a watch; return the codes of the findings on the run."""
+    plain_train, found = everyday_bugs.train, set()
+
+    def watched_train(model, x, y, loss, iterations, optimizer):  # type: ignore[no-untyped-def]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "run.zarr"
+            every = 1 + seed // 4 % 5  # with a probe in half of the runs
+            probe = {"probe": (x[:32], y[:32]), "loss": loss} if seed // 2 % 2 else {}
+            with rl.torch.watch(model, path, every=every, **probe):
+                plain_train(model, x, y, loss, max(iterations, STEPS), optimizer)
+            found.update(finding.code for finding in rl.open(path).findings)
+        return model.eval()
+
+    with mock.patch.object(everyday_bugs, "train", watched_train):
+        draw(bug, seed)
+    return found
 
 
 @dataclass
@@ -61,14 +86,14 @@ class Count:
 
 def count_everyday(options: argparse.Namespace) -> dict[str, Count]:
     """Count the findings of everyday bugs on networks of even seeds, and print the healthy ones that are accused."""
-    counts = {bug: Count() for bug in BUGS if options.only in (None, bug)}
+    counts = {bug: Count() for bug in (OF_A_RUN if options.watched else BUGS) if options.only in (None, bug)}
     networks = [(bug, seed) for bug in counts for seed in range(options.first, options.first + options.networks)]
     networks += [("", seed) for seed in range(options.first, options.first + options.healthy)]
     accused = {}
     for bug, seed in networks:
-        if seed % 2:
+        if seed % 2 != options.odd:
             continue
-        said = codes(bug, seed)
+        said = codes_of_run(bug, seed) if options.watched else codes(bug, seed)
         for other, count in counts.items():
             count.add(has_fault=bug == other, is_said=other in said)
         if not bug and ACCUSATIONS & said:
@@ -101,6 +126,8 @@ if __name__ == "__main__":
     parser.add_argument("--healthy", type=int, default=400)
     parser.add_argument("--paths", type=int, default=300)
     parser.add_argument("--only")
+    parser.add_argument("--watched", action="store_true", help="trainings that a watch records")
+    parser.add_argument("--odd", action="store_true", help="the seeds by which thresholds are set")
     parser.add_argument("--first", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.small:
@@ -108,7 +135,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     table = count_everyday(arguments)
-    if arguments.only is None:
+    if arguments.only is None and not arguments.watched:
         table["NO_PATH"] = count_paths(arguments)
     print(f"\n{'finding':32} {'found':>12} {'false alarms':>14} balanced accuracy")
     for code, counted in table.items():

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import FileError, InputError, did_you_mean
-from ..results.training_run import ALERT_FINDINGS, WRITTEN, TrainingRun, is_run, read_run
+from ..results.training_run import ALERT_FINDINGS, WRITTEN, TrainingRun, is_of_one_weight, is_run, read_run
 from . import console
 
 #: Exit code if an alert named with --until was raised.
@@ -60,7 +60,7 @@ def _read(path: Path) -> TrainingRun | None:
 
 @dataclass(frozen=True)
 class ChosenScalars:
-    """Which scalars are shown: those whose name contains one of ``only``; norms of weights only if ``everything``."""
+    """Which scalars are shown: those whose name contains one of ``only``; of single weights only if ``everything``."""
 
     only: tuple[str, ...] = ()
     everything: bool = False
@@ -71,7 +71,7 @@ class ChosenScalars:
         if self.only:
             present = [name for name in present if any(word in name for word in self.only)]
         elif not self.everything:
-            present = [name for name in present if "/weight_norm/" not in name and "/weight_grad_norm/" not in name]
+            present = [name for name in present if not is_of_one_weight(name)]
         return sorted(present, key=lambda name: (name != "loss", not name.endswith("/reach")))
 
 
@@ -86,6 +86,8 @@ def print_lines(states: Iterator[TrainingRun], chosen_scalars: ChosenScalars) ->
             console.print_plain(" ".join([step_text, *numbers]))
         printed_count, last_run = run.steps.size, run
     if last_run is not None and last_run.ended is not None:
+        for finding in last_run.findings:
+            console.print_plain(f"finding={finding}")
         console.print_plain(f"ended={last_run.ended} records={printed_count}")
 
 
@@ -115,6 +117,7 @@ def run_group(run: TrainingRun, chosen_scalars: ChosenScalars = ChosenScalars(),
     parts: list[Any] = [_headline(run), table]
     if len(scalar_names) > row_limit:
         parts.append(Text(f"... and {len(scalar_names) - row_limit} more; --only NAME selects", style="dim"))
+    parts += [Text(str(finding), style="yellow") for finding in run.findings]
     parts += [Text(note, style="yellow") for note in run.notes[-3:]]
     return Group(*parts)
 

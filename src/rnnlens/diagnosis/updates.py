@@ -8,16 +8,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsupportedError
+from ..measures.updates import LARGEST_UPDATE, SMALLEST_UPDATE, USUAL_UPDATE, initial_norm, update_norm, update_ratio
 from ..results.diagnosis import Finding
 from ..typing import Array
 from .experiment import Experiment
 
 MODEL = "model"
-#: Median change of the weight matrices by one step outside of which a network does not learn: the smallest by their
-#: norm, the largest by the norm that they have at initialisation, since large steps make the weights themselves large.
-SMALLEST_UPDATE, LARGEST_UPDATE = 1e-5, 0.3
-#: Update ratio that networks usually learn with, for the learning rate that is advised.
-USUAL_UPDATE = 1e-3
 
 
 def update_findings(experiment: Experiment, gradients: Mapping[str, Array | None] | None) -> list[Finding] | None:
@@ -42,21 +38,18 @@ def update_findings(experiment: Experiment, gradients: Mapping[str, Array | None
     matrices = {
         name: change for name, change in with_gradient.items() if change.before.ndim > 1 and np.any(change.before)
     }
-    steps = {name: float(np.linalg.norm(change.after - change.before)) for name, change in matrices.items()}
-    if not steps or not np.isfinite(list(steps.values())).all():
+    by_norm = {name: update_ratio(change.before, change.after) for name, change in matrices.items()}
+    if not by_norm or not np.isfinite(list(by_norm.values())).all():
         return None
-    by_norm = {name: steps[name] / float(np.linalg.norm(change.before)) for name, change in matrices.items()}
-    by_initial_norm = {name: steps[name] / _initial_norm(change.before) for name, change in matrices.items()}
+    by_initial_norm = {
+        name: update_norm(change.before, change.after) / initial_norm(change.before.shape)
+        for name, change in matrices.items()
+    }
     ratio, initial_ratio = float(np.median(list(by_norm.values()))), float(np.median(list(by_initial_norm.values())))
     evidence = {"ratio": ratio, "ratio_by_initial_norm": initial_ratio, "by_weight": by_norm}
     if ratio < SMALLEST_UPDATE:
         return [_too_small(ratio, evidence)]
     return [_too_large(initial_ratio, evidence)] if initial_ratio > LARGEST_UPDATE else []
-
-
-def _initial_norm(weight: Array) -> float:
-    """Return the norm of a weight matrix of variance 2 / (rows + columns): Glorot, Bengio 2010, eq. 12."""
-    return float(np.sqrt(2 * weight.size / (weight.shape[0] + weight.shape[-1])))
 
 
 def _too_small(ratio: float, evidence: dict[str, Any]) -> Finding:

@@ -26,6 +26,8 @@ from ..adapters.keras.training_capture import (
     process_index_and_count,
     record_fit,
     synchronise_variables,
+    trained_weights_of,
+    updates_at_each_batch,
     weights_of,
 )
 from ..adapters.registry import adapter_for
@@ -48,6 +50,7 @@ from ..tracking.watch_arguments import (
     refuse_idle_arguments,
     refuse_unknown_layers,
 )
+from ..tracking.weight_updates import is_due_at, update_scalars
 from .keras_cuts import cuts
 
 __all__ = ["Watch", "cuts", "model"]
@@ -214,6 +217,8 @@ class Watch(_Callback):
         self._train_step: Any = None
         self._step = self._start_step = self._epoch = self._steps_in_epoch = 0
         self._batch_is_due = False
+        self._weights_before: dict[str, Any] | None = None  # of the batch that is being trained on
+        self._update_scalars: dict[str, float] = {}
         self.latest: TrainedBatch | None = None
         if not self._is_active:
             vars(self).update(on_train_batch_begin=_do_nothing, on_train_batch_end=_do_nothing)
@@ -307,7 +312,15 @@ class Watch(_Callback):
         self._epoch, self._steps_in_epoch = epoch, 0
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Decide whether the next execution of the training step is captured."""
+        """Decide whether the next execution of the training step is captured; copy the weights if a record is due."""
+        self._weights_before, self._update_scalars = None, {}
+        if self._recorder is not None:
+            try:
+                if self._update_is_due:
+                    synchronise_variables(self.model)
+                    self._weights_before = trained_weights_of(self.model)
+            except Exception as error:
+                self._recorder.fail_record(self._step + 1, error, "update")
         if self._train_step is not None:
             steps = range(self._step + 1, self._step + batches_per_execution(self.model) + 1)
             # Asked once: a schedule may be a function with side effects.
@@ -328,6 +341,12 @@ class Watch(_Callback):
         self._steps_in_epoch = steps_in_epoch
         if failure is not None:
             self._running_recorder.fail_record(self._step, failure, "batch")
+        if self._weights_before is not None:
+            try:
+                synchronise_variables(self.model)
+                self._update_scalars = update_scalars(self._weights_before, trained_weights_of(self.model))
+            except Exception as error:
+                self._running_recorder.fail_record(self._step, error, "update")
         with self._training():
             if self._awaits_weights:
                 try:
@@ -383,6 +402,18 @@ class Watch(_Callback):
             self._start_is_recorded = store.last_step_of("probe") == self._start_step
             sinks.insert(0, store)
 
+    @property
+    def _update_is_due(self) -> bool:
+        """Whether a record is due after the next batch, which has the change of the weights by it."""
+        recorder = self._running_recorder
+        return (
+            recorder.writes
+            and bool(recorder.sinks)
+            and not self._awaits_weights
+            and any(is_due_at(schedule, self._step + 1, self._epoch) for schedule in (self._schedule, self._batches))
+            and updates_at_each_batch(self.model)
+        )
+
     def _record_probe(self, *, before_training: bool = False) -> None:
         probe = self._probe
         assert probe is not None
@@ -398,7 +429,7 @@ class Watch(_Callback):
         notes = (*self._standing_notes, *((LATE_START_NOTE,) if self._awaits_weights else ()))
 
         def record_with_notes() -> TrainingRecord:
-            record = make_record()
+            record = make_record().with_scalars(self._update_scalars)
             return replace(record, notes=(*record.notes, *notes))
 
         self._running_recorder.record(self._step, record_with_notes, before_training=before_training, source=source)

@@ -279,14 +279,19 @@ _PANELS = {
     "direct": "size of the direct gradient",
     "weight_grad_norm": "norm of the gradient of weights",
     "grad_norm": "norm of the gradient of all weights",
+    "update_ratio": "change of a weight by one step, by its norm",
+    "update_gradient": "norm of the gradient of a weight at a step",
     "backward_passes": "backward passes accumulated",
 }
+#: Scalars of one step of the optimizer, by their panel; those of single weights are drawn only if selected.
+_UPDATE = re.compile(r"(?P<kind>update_ratio|update_gradient)/(?P<weight>.+)")
 #: Parts of names such as ``lstm/weight_norm/kernel``, ``grad_norm_clipped``: layer, kind, after clipping, weight.
 _NORM = re.compile(
     r"(?:(?P<layer>.+)/)?(?P<kind>weight_norm|weight_grad_norm|grad_norm)(?P<after>_clipped)?(?:/(?P<weight>\w+))?"
 )
-#: Scalars that may be NaN without a fault: a gradient that is largest at its far end has no decay.
-_MAY_BE_NONE = {"decay": "does not fade"}
+#: Scalars that may be NaN without a fault: a gradient that is largest at its far end has no decay; no step led to the
+#: record before training.
+_MAY_BE_NONE = {"decay": "does not fade", "update_ratio": "not measured", "update_gradient": "not measured"}
 #: Largest number of names in a panel, and in one column beside it.
 _MOST_INSIDE, _MOST_BESIDE = 4, 12
 _SHARES = ("near_0", "near_1", "dead_units", "accuracy")
@@ -311,7 +316,8 @@ def timeline(
     run
         A followed training, as returned by ``rl.open``.
     select
-        Names of scalars, or patterns of them: ``"loss"``, ``"lstm/*"``, ``"*/reach"``; all by default.
+        Names of scalars, or patterns of them: ``"loss"``, ``"lstm/*"``, ``"*/reach"``, ``"update_ratio/*"``; by
+        default all but the updates of single weights.
     max_panels
         Largest number of kinds; more are an error that explains how to select.
 
@@ -349,6 +355,8 @@ def _selected_scalars(run: Any, select: Any) -> dict[str, xr.DataArray]:
     _refuse_no_run(run, "timeline")
     scalars = run.scalars
     scalar_names = list(map(str, scalars.data_vars))
+    if select is None:
+        scalar_names = [name for name in scalar_names if _UPDATE.fullmatch(name) is None]
     patterns = ["*"] if select is None else [select] if isinstance(select, str) else list(select)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in scalar_names):
@@ -370,6 +378,11 @@ def _group_by_kind(scalars: Mapping[str, xr.DataArray]) -> dict[str, dict[str, x
 
 def _split_name(name: str) -> tuple[str, str]:
     """Split the name of a recorded scalar, ``lstm/weight_norm/kernel``, into its kind and the label of its line."""
+    if name == "update_by_initial_norm":
+        return "update_ratio", "by the norm at initialisation"
+    update = _UPDATE.fullmatch(name)
+    if update is not None:
+        return update["kind"], update["weight"]
     norm = _NORM.fullmatch(name)
     if norm is not None:
         label_parts = (norm["layer"], norm["weight"], norm["after"] and "clipped")

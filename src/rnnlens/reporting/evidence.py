@@ -122,20 +122,22 @@ def anchor(finding: Finding, figures: Sequence[ReportFigure], tracks: Sequence[T
     return figure_id if figure_id in ids else "measures"
 
 
-def findings(
-    diagnosis: Diagnosis | None, figures: Sequence[ReportFigure], tracks: Sequence[Any]
-) -> list[dict[str, Any]]:
-    """Return each finding with the id of the figure that supports it."""
-    if diagnosis is None:
-        return []
+def findings(contents: ReportContents, figures: Sequence[ReportFigure], tracks: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return each finding of the diagnosis and of the training, with the id of the figure that supports it."""
+    of_diagnosis = [] if contents.diagnosis is None else contents.diagnosis.findings
+    of_training = [] if contents.run is None else contents.run.findings
+    anchors = [
+        *(anchor(finding, figures, tracks) for finding in of_diagnosis),
+        *("scalar-update-ratio" if "ratio" in finding.evidence else "training" for finding in of_training),
+    ]
     return [
         {
             **asdict(finding),
-            "anchor": anchor(finding, figures, tracks),
+            "anchor": figure_id,
             "tone": "ruled out" if finding.code in _ACQUITTALS else finding.severity,
             "evidence": [(name.replace("_", " "), _value_text(value)) for name, value in finding.evidence.items()],
         }
-        for finding in diagnosis.findings
+        for finding, figure_id in zip([*of_diagnosis, *of_training], anchors, strict=True)
     ]
 
 

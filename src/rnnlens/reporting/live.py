@@ -58,7 +58,11 @@ class LivePage:
         state = {
             "version": "; ".join(f"{name} {run.steps.size} {run.ended}" for name, run in runs.items()),
             "lines": [f"{name}: {state_sentence(run)}" for name, run in runs.items()] or ["Waiting for the run."],
-            "alerts": [f"{alert.sentence}{suffixes[name]}" for name, run in runs.items() for alert in run.alerts],
+            "alerts": [
+                f"{sentence}{suffixes[name]}"
+                for name, run in runs.items()
+                for sentence in [*map(str, run.findings), *(alert.sentence for alert in run.alerts)]
+            ],
             "figures": [figure.to_json() | {"words": figure.caption.sentence} for figure in figures],
         }
         self.files["/state"] = ("application/json", json.dumps(to_strict_json(state)).encode())

@@ -372,7 +372,7 @@ def render(
         "purpose": evidence.purpose(contents),
         "contents": contents,
         "sections": sections,
-        "findings": evidence.findings(contents.diagnosis, all_figures, tracks),
+        "findings": evidence.findings(contents, all_figures, tracks),
         "sentences": {} if contents.diagnosis is None else contents.diagnosis.sentences,
         "how_far_back": [] if contents.diagnosis is None else contents.diagnosis.how_far_back,
         "why_they_differ": [] if contents.diagnosis is None else contents.diagnosis.why_they_differ,

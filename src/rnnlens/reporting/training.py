@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ..results.training_run import STEP, TrainingRun
+from ..results.training_run import STEP, TrainingRun, is_of_one_weight
 from ..typing import Array
 from ..vocabulary import DIRECTION, TIME
 from . import draw
@@ -25,8 +25,8 @@ _TITLES = {
     "near_0": "Share of gate values below 0.1",
     "near_1": "Share of gate values above 0.9",
     "dead_units": "Share of dead units",
+    "update_ratio": "Change of the weights by one step, by their norm",
 }
-_WEIGHT_NORMS = ("/weight_norm/", "/weight_grad_norm/")
 #: Largest numbers of points of a curve, of records and of time steps in a film.
 _MAX_POINTS, _MAX_RECORDS, _MAX_STEPS = 600, 160, 250
 #: Largest number of lines of one figure.
@@ -36,9 +36,8 @@ _WIDE = 100.0
 
 
 def default_scalars(run: TrainingRun) -> list[str]:
-    """Return the names of a run's numbers that are shown unasked: all but the norms of single weights."""
-    names = list(map(str, run.scalars.data_vars))
-    return [name for name in names if not any(part in name for part in _WEIGHT_NORMS)]
+    """Return the names of a run's numbers that are shown unasked: all but those of single weights."""
+    return [name for name in map(str, run.scalars.data_vars) if not is_of_one_weight(name)]
 
 
 def figures_of_runs(runs: Mapping[str, TrainingRun]) -> list[ReportFigure]:

@@ -18,6 +18,7 @@ import xarray as xr
 from ..errors import FileError, InputError, QuantityNotFoundError, RnnlensError, TooLargeError, did_you_mean, message
 from ..settings import current
 from .base import Part, Result
+from .diagnosis import Finding
 from .disk import damaged_file_error, foreign_content_error
 from .disk.run_folder import (
     MOST_ARRAYS,
@@ -31,6 +32,7 @@ from .disk.run_folder import (
 )
 from .encoding import datasets_of, from_path
 from .layers import LayerView
+from .run_findings import run_findings
 from .saving import KIND, check_schema
 
 STEP, WRITTEN = "step", "written"
@@ -47,6 +49,15 @@ _ALERT_SENTENCE = re.compile(
     rf"(?P<finding>{'|'.join(ALERT_FINDINGS)}) since step (?P<step>\d+): (?P<name>.+) is (?P<value>\S+), "
     r"and was (?P<usual>\S+) \(median of the records before\)"
 )
+
+
+#: Parts of the names of scalars that are of one weight each.
+_OF_ONE_WEIGHT = re.compile(r"(.+/weight_norm|.+/weight_grad_norm|update_ratio|update_gradient)/.+")
+
+
+def is_of_one_weight(name: str) -> bool:
+    """Return whether a recorded scalar is of a single weight, such as ``lstm/weight_norm/kernel``."""
+    return _OF_ONE_WEIGHT.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
@@ -195,6 +206,15 @@ class TrainingRun(Result, kind="run"):
         return [alert for sentence in sentences if (alert := Alert.from_sentence(sentence)) is not None]
 
     @property
+    def findings(self) -> list[Finding]:
+        """Findings on the training so far, faults first, each with its numbers, its rule and what to do.
+
+        ``UPDATES_TOO_SMALL``, ``UPDATES_TOO_LARGE``: the change of the weights by one step of the optimizer.
+        ``WEIGHTS_WITHOUT_GRADIENT``, ``FROZEN``: weights that are not trained. docs/findings has a page for each.
+        """
+        return run_findings(self.scalars, list(self))
+
+    @property
     def batch(self) -> TrainingRun:
         """Records of the batches that were trained on.
 
@@ -262,7 +282,8 @@ class TrainingRun(Result, kind="run"):
             )
             for gap in self.gaps
         ]
-        return [*([("ended", ended)] if ended else []), *missing, *super()._remarks()]
+        findings = [(finding.code, finding.advice) for finding in self.findings]
+        return [*([("ended", ended)] if ended else []), *findings, *missing, *super()._remarks()]
 
 
 def serve_run(path: str | PathLike[str] | None, port: int) -> Any:

@@ -23,6 +23,7 @@ from ..verbs.trace import trace
 from ..verbs.weights import weights
 from .records import TrainingRecord, norms_of_weights, summary, summary_quantities
 from .watch_arguments import names_tuple
+from .weight_updates import trained_shares
 
 #: Quantities captured in the training step, without a replay.
 DIRECT = frozenset({"output", "output_grad", "final_state_grad"})
@@ -227,6 +228,7 @@ class TrainedBatch(Batch):
         scalars |= _gradient_norms(self.gradients, list(batch_trace))
         with self._variables_before():
             scalars |= norms_of_weights(self._model, list(batch_trace))
+            scalars |= trained_shares(self._model, list(batch_trace))
         notes = (*self.notes, *batch_trace.notes)
         return TrainingRecord(self.step, self.epoch, "batch", scalars, profiles, notes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -23,6 +23,7 @@ from ..typing import Array
 from ..verbs.trace import trace
 from ..verbs.weights import weight_norms
 from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, LAG, SAMPLE, TIME, UNIT
+from .weight_updates import trained_shares
 
 #: ``"probe"``: a fixed held-out batch, traced between two steps. ``"batch"``: the batch of the training step itself.
 Kind = Literal["probe", "batch"]
@@ -44,8 +45,9 @@ class TrainingRecord:
         ``"probe"`` or ``"batch"``.
     scalars
         Numbers by name: ``"loss"``; ``"lstm/reach"``, ``"lstm/decay"``, ``"lstm/adjoint"``, ``"lstm/dead_units"``,
-        ``"lstm/forget/near_0"``, ``"lstm/forget/near_1"``, ``"lstm/weight_norm/kernel"``. In a bidirectional layer the
-        direction follows the layer: ``"bi/forward/reach"``.
+        ``"lstm/forget/near_0"``, ``"lstm/forget/near_1"``, ``"lstm/weight_norm/kernel"``, ``"lstm/trained"``. In a
+        bidirectional layer the direction follows the layer: ``"bi/forward/reach"``. Of the step that ended in the
+        record: ``"update_ratio"`` and its kin, see :func:`.weight_updates.update_scalars`.
     layers
         Labelled arrays by layer and name, without a ``step`` dimension: ``adjoint_profile``, ``lag_profile``, ``gates``
         (over time), and the quantities of ``keep=``.
@@ -62,6 +64,10 @@ class TrainingRecord:
     layers: Mapping[str, Mapping[str, xr.DataArray]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     time: float = field(default_factory=time.time)
+
+    def with_scalars(self, scalars: Mapping[str, float]) -> TrainingRecord:
+        """Return the record with further scalars."""
+        return replace(self, scalars={**self.scalars, **scalars})
 
 
 @runtime_checkable
@@ -243,9 +249,9 @@ class Probe:
                 sample_weight=self.sample_weight,
             )
         scalars, layers = summary(probe_trace, keep=self.keep)
-        return TrainingRecord(
-            step, epoch, "probe", scalars | norms_of_weights(model, list(probe_trace)), layers, tuple(probe_trace.notes)
-        )
+        names = list(probe_trace)
+        scalars |= norms_of_weights(model, names) | trained_shares(model, names)
+        return TrainingRecord(step, epoch, "probe", scalars, layers, tuple(probe_trace.notes))
 
 
 def summary_quantities(has_loss: bool) -> list[str]:

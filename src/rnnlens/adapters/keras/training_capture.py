@@ -271,6 +271,19 @@ def weights_of(model: Any) -> dict[str, Any]:
     return {names[id(variable)]: keras.value_of(variable) for variable in keras.weights(model)}
 
 
+def trained_weights_of(model: Any) -> dict[str, Any]:
+    """Return copies of the trained weights by unique name, half precision widened to float32."""
+    keras, names = dialect_of(model), names_of(model)
+    values = {names[id(variable)]: np.array(keras.value_of(variable)) for variable in model.trainable_variables}
+    return {name: value if value.dtype == np.float64 else value.astype(np.float32) for name, value in values.items()}
+
+
+def updates_at_each_batch(model: Any) -> bool:
+    """Return whether the weights change once per call of the training step: no accumulation, one batch per call."""
+    _, optimizer = optimizers(model)
+    return not getattr(optimizer, "gradient_accumulation_steps", None) and batches_per_execution(model) == 1
+
+
 def largest_weight(model: Any) -> float:
     """Return the largest magnitude among the trained weights; NaN or infinite if one is not finite."""
     keras = dialect_of(model)

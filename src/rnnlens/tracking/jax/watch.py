@@ -7,10 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
+from types import MappingProxyType
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ...adapters.jax.models import JaxModel, OpenedModel, library_of, open_model
 from ...adapters.protocol import Batch
@@ -32,6 +34,7 @@ from ..watch_arguments import (
     refuse_idle_arguments,
     refuse_unknown_layers,
 )
+from ..weight_updates import is_due_at, update_scalars
 
 NO_STEP = "watch.step(params) was not called; call it after each training step"
 
@@ -100,6 +103,7 @@ class JaxWatch:
         self._store: Store | None = None
         self._incidents: Incidents | None = None
         self._before: OpenedModel | None = None  # copies of the weights before the current step
+        self._trained_before: dict[str, Any] | None = None  # the same in host memory, if a record is due after it
 
     def _checked_probe(self, probe: Any, keep: tuple[str, ...]) -> Probe | None:
         if probe is None:
@@ -140,7 +144,7 @@ class JaxWatch:
             return
         if reason == "finished":
             self._end_epoch()
-        self._is_open, self._before, self._last_params = False, None, None
+        self._is_open, self._before, self._trained_before, self._last_params = False, None, None, None
         if self.steps == self._start_step:
             self._recorder.count_missed(NO_STEP)
         self._recorder.close(reason, steps=self.steps - self._start_step)
@@ -163,6 +167,7 @@ class JaxWatch:
         is_recorded = self._store is not None and self._store.last_step_of("probe") == self.steps
         if not is_recorded and self._recorder.is_due(self.steps, self._epoch):
             self._record_probe(before_training=True)
+        self._keep_trained()
         self._release()
 
     def _steps_before(self) -> int:
@@ -198,7 +203,8 @@ class JaxWatch:
                 self._examine(loss, batch)
                 due = any(self._recorder.is_due(n, self._epoch) for n in range(before + 1, self.steps + 1))
                 if due and self._probe is not None:
-                    self._record_probe()
+                    self._record_probe(updates=self._updates() if steps == 1 else {})
+                self._keep_trained()
         except Exception as error:
             self._recorder.fail_record(self.steps, error)
 
@@ -294,14 +300,35 @@ class JaxWatch:
 
     # ---- records
 
-    def _record_probe(self, *, before_training: bool = False) -> None:
+    def _record_probe(
+        self, *, before_training: bool = False, updates: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
         probe = self._probe
         if probe is not None and self._recorder.writes:
             self._recorder.record(
                 self.steps,
-                lambda: probe.record(self._model, self.steps, self._epoch),
+                lambda: probe.record(self._model, self.steps, self._epoch).with_scalars(updates),
                 before_training=before_training,
             )
+
+    def _keep_trained(self) -> None:
+        """Copy the trained weights to host memory if a record is due after the next step."""
+        is_due = self._recorder.writes and bool(self._recorder.sinks) and self._probe is not None
+        is_due = is_due and is_due_at(self._schedule, self.steps + 1, self._epoch)
+        self._trained_before = self._trained() if is_due else None
+
+    def _trained(self) -> dict[str, Any]:
+        opened = open_model(self._model, training=False)
+        weights = zip(opened.weight_names, opened.values, opened.trainable, strict=True)
+        return {
+            name: np.array(value, dtype=jnp.result_type(value.dtype, jnp.float32))
+            for name, value, trained in weights
+            if trained
+        }
+
+    def _updates(self) -> dict[str, float]:
+        """Return the change of the trained weights by the last step; empty if they were not kept before it."""
+        return {} if self._trained_before is None else update_scalars(self._trained_before, self._trained())
 
     def _copied(self) -> OpenedModel:
         """Return the model with copies of its arrays, which no step can delete."""

@@ -72,6 +72,15 @@ class Steps:
         counting_optimizer = None if self.counting_optimizer is None else self.counting_optimizer()
         return None if counting_optimizer is None else frozenset(weights_in(counting_optimizer))
 
+    def is_counting(self, optimizer: Any) -> bool:
+        """Return whether the steps of this optimizer are those that count."""
+        return self.counting_optimizer is not None and self.counting_optimizer() is optimizer
+
+    @property
+    def known_weights(self) -> frozenset[int]:
+        """Ids of the weights of all optimizers that were given or have stepped."""
+        return frozenset(weight for optimizer in [*self._seen_optimizers] for weight in weights_in(optimizer))
+
     def _follow_new(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Add hooks to an optimizer at its first step if it has weights of the model."""
         if optimizer in self._seen_optimizers:
@@ -105,7 +114,7 @@ class Steps:
         self._before_step(optimizer, applied_scale(optimizer))
 
     def _on_step_end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.counting_optimizer is not None and self.counting_optimizer() is optimizer:
+        if self.is_counting(optimizer):
             self.has_counted = True
             if self._step_is_counted:
                 self._step_is_counted = False

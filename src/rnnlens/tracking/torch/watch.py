@@ -18,9 +18,11 @@ from ..recorder import Recorder
 from ..records import Probe, TrainingRecord
 from ..store import Store
 from ..watch_arguments import names_tuple, refuse_unknown_layers
+from ..weight_updates import is_due_at
 from .plan import WatchPlan, inner_module, rank_and_world
 from .steps import NO_STEP, NonfiniteCheck, Steps, scaler_on_stack, steps_taken, uncaptured_reason
 from .watched_batch import WatchedBatch, record_of
+from .weight_updates import StepOfWeights
 
 
 class TorchWatch:
@@ -51,6 +53,8 @@ class TorchWatch:
         self._steps: Steps | None = None
         self._store: Store | None = None
         self._nonfinite: NonfiniteCheck | None = None
+        self._step_of_weights: StepOfWeights | None = None  # of the step that the optimizer is taking
+        self._update_scalars: dict[str, float] = {}
         self.model_input: Any = None
         self.target: Any = None
 
@@ -296,6 +300,29 @@ class TorchWatch:
         if self._steps is None or not self._steps.runs_batch:
             self.check_finite()
         self._capture_once(applied_scale)
+        if self._steps is not None and self._steps.is_counting(optimizer):
+            try:
+                if self._update_is_due:
+                    others = None if self.plan.optimizers else self._steps.known_weights
+                    self._step_of_weights = StepOfWeights(self.model, optimizer, applied_scale, others)
+            except Exception as error:
+                self._recorder.fail_record(self.steps + 1, error, "update")
+
+    @property
+    def _update_is_due(self) -> bool:
+        """Whether a record is due after the next step, which has the change of the weights by it."""
+        schedules = (self.plan.probe_schedule, self.plan.batch_schedule)
+        has_sinks = self._recorder.writes and bool(self._recorder.sinks)
+        return has_sinks and any(is_due_at(schedule, self.steps + 1, self._epoch) for schedule in schedules)
+
+    def _finish_step_of_weights(self) -> None:
+        """Compare the weights after a step with those before it."""
+        step_of_weights, self._step_of_weights = self._step_of_weights, None
+        if step_of_weights is not None:
+            try:
+                self._update_scalars = step_of_weights.scalars()
+            except Exception as error:
+                self._recorder.fail_record(self.steps + 1, error, "update")
 
     def _capture_once(self, applied_scale: float = 1.0) -> None:
         """Capture the batch of the last backward pass, unless it was captured already.
@@ -365,11 +392,13 @@ class TorchWatch:
             return
         was_capturing = self.captures
         self._capture_once()  # where a closure ran the batch within the step
+        self._finish_step_of_weights()
         self.steps += 1
         if was_capturing:
             self._record_batch()
         self._record_probe_if_due()
         self.loss, self._captured_pass, self._capture_has_failed = None, None, False
+        self._update_scalars = {}
         self._prepare()
 
     # ---- records
@@ -385,7 +414,8 @@ class TorchWatch:
             self._recorder.count_missed(" ".join(batch.notes))
         elif self._recorder.writes and self._recorder.sinks:
             batch.counted_weights = None if self._steps is None else self._steps.counted_weights
-            self._recorder.record(self.steps, lambda: record_of(batch, self.plan), source="batch")
+            updates = self._update_scalars
+            self._recorder.record(self.steps, lambda: record_of(batch, self.plan).with_scalars(updates), source="batch")
         else:
             self._recorder.count_examined()
         self._capture.reset()
@@ -402,9 +432,11 @@ class TorchWatch:
         if self._recorder.writes:
             x, y, weight = (*(self.plan.probe or ()), None, None)[:3]
             probe = Probe(x, y, weight, names_tuple(self.plan.layers), tuple(self.plan.keep), self.plan.loss)
-            before_training = self.steps == self._start_step
+            before_training, updates = self.steps == self._start_step, self._update_scalars
             self._recorder.record(
-                self.steps, lambda: probe.record(self.model, self.steps, self._epoch), before_training=before_training
+                self.steps,
+                lambda: probe.record(self.model, self.steps, self._epoch).with_scalars(updates),
+                before_training=before_training,
             )
 
 

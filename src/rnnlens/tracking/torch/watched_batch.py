@@ -24,6 +24,7 @@ from ...verbs.weight_layout import label_cell, weights_of_layer
 from ...vocabulary import DIRECTION, SAMPLE, TIME, UNIT
 from ..batches import DIRECT, Batch
 from ..records import TrainingRecord, norms_of_weights, summary
+from ..weight_updates import trained_shares
 from .plan import WatchPlan
 
 
@@ -164,6 +165,10 @@ class WatchedBatch(Batch):
         """Return the norms of the recurrent weights before the update, by the name of a scalar."""
         return norms_of_weights(CallReplay(self._calls), list(self.weights))
 
+    def trained_shares(self) -> dict[str, float]:
+        """Return which share of the weights of each layer is trained, by the name of a scalar."""
+        return trained_shares(self._model, self.layers)
+
     def __repr__(self) -> str:
         layers = ", ".join(self.layers)
         return f"<rnnlens WatchedBatch> batch {self.step}, layers {layers}; .trace and .weights have the values"
@@ -196,7 +201,7 @@ def record_of(batch: WatchedBatch, plan: WatchPlan) -> TrainingRecord:
             }
     if batch.loss is not None:
         scalars = {"loss": batch.loss, **scalars}
-    scalars |= {**batch.norms(), "backward_passes": float(batch.passes)}
+    scalars |= {**batch.norms(), **batch.trained_shares(), "backward_passes": float(batch.passes)}
     return TrainingRecord(batch.step, batch.epoch, "batch", scalars, layers, tuple(notes))
 
 
