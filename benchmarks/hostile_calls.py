@@ -40,7 +40,8 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests" / "helpers"), str(ROOT / "tests" / "unit")]
+TESTS = (ROOT / "tests", ROOT / "packages" / "rnnlens-tf1" / "tests")
+sys.path[:0] = [*(str(tests / "helpers") for tests in TESTS), str(TESTS[0] / "unit")]
 
 #: Limit of this process's data memory in bytes.
 LIMIT_DATA = 6 * 2**30
@@ -51,77 +52,27 @@ Y = np.zeros((2, 5, 2), "f4")
 
 def torch_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], Any]]:
     """Return the functions to call, torch values to try, and a function that returns the model's state."""
+    import specimens_torch
     import torch
     from hostile import Target, constant, diagnosis_targets, verb_targets
-    from torch import nn
-    from torch.utils.data import DataLoader, TensorDataset
 
     import rnnlens as rl
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(3, 4, batch_first=True)
-            self.top = nn.Linear(4, 2)
-
-        def forward(self, x):
-            return self.top(self.lstm(x)[0])
-
-    values = {
-        "requires grad": lambda: torch.ones(2, 5, 3, requires_grad=True),
-        "bfloat16": lambda: torch.ones(2, 5, 3, dtype=torch.bfloat16),
-        "meta": lambda: torch.ones(2, 5, 3, device="meta"),
-        "sparse": lambda: torch.ones(2, 5, 3).to_sparse(),
-        "long": lambda: torch.ones(2, 5, 3, dtype=torch.long),
-        "complex tensor": lambda: torch.ones(2, 5, 3, dtype=torch.complex64),
-        "nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)]),
-        "negative bit": lambda: torch._neg_view(torch.ones(2, 5, 3)),
-        "conjugate bit": lambda: torch.ones(2, 5, 3, dtype=torch.complex64).conj(),
-        "negative view of complex": lambda: torch.ones(2, 5, 3, dtype=torch.complex64).conj().imag,
-        "expanded": lambda: torch.ones(1, 1, 3).expand(2, 5, 3),
-        "NaN tensor": lambda: torch.full((2, 5, 3), float("nan")),
-        "0-d tensor": lambda: torch.tensor(1.0),
-        "quantized": lambda: torch.quantize_per_tensor(torch.ones(2, 5, 3), 0.1, 0, torch.qint8),
-        "loader": lambda: DataLoader(TensorDataset(torch.ones(4, 5, 3), torch.ones(4, 5, 2)), batch_size=2),
-        "loader of other lengths": lambda: iter([(X, Y), (X[:, :4], Y[:, :4])]),
-        "data set": lambda: TensorDataset(torch.ones(4, 5, 3)),
-        "packed": lambda: nn.utils.rnn.pack_sequence([torch.ones(3, 3), torch.ones(2, 3)]),
-        "module": lambda: nn.Linear(3, 2),
-        "empty model": nn.Sequential,
-        "double": lambda: nn.LSTM(3, 4, batch_first=True).double(),
-        "meta model": lambda: nn.LSTM(3, 4, device="meta"),
-        "loss class": lambda: nn.MSELoss,
-        "loss": nn.MSELoss,
-        "unreduced loss": lambda: nn.MSELoss(reduction="none"),
-        "optimizer": lambda: torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1),
-    }
-    torch.manual_seed(0)
-    model = Net()
+    model, loss = specimens_torch.tagger()
+    values = {**specimens_torch.FOREIGN, "loader of other lengths": loader_of_other_lengths}
 
     def train_watched(**options):
         """Train a new model for two watched steps."""
         with torch.random.fork_rng():
-            net = Net()
+            net, _ = specimens_torch.tagger()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         with rl.torch.watch(options.pop("model", net), **options):
             for _ in range(2):
                 optimizer.zero_grad()
-                nn.functional.mse_loss(net(torch.as_tensor(X)), torch.as_tensor(Y)).backward()
+                loss(net(torch.as_tensor(X)), torch.as_tensor(Y)).backward()
                 optimizer.step()
 
-    def state():
-        modules = list(model.modules())
-        return (
-            *(p.detach().numpy().tobytes() for p in model.state_dict().values()),
-            *(m.training for m in modules),
-            *(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in modules),
-            *(p.requires_grad and p.grad is None for p in model.parameters()),
-            torch.get_rng_state().numpy().tobytes(),
-            np.random.get_state()[1].tobytes(),  # noqa: NPY002  the global state must not change
-            torch.is_grad_enabled(),
-        )
-
-    targets = [*verb_targets(model, X, Y, nn.functional.mse_loss, folder), *diagnosis_targets(model, X, Y)]
+    targets = [*verb_targets(model, X, Y, loss, folder), *diagnosis_targets(model, X, Y)]
     targets += [report_target(model, folder), watch_target("torch.watch", train_watched, rl.torch.watch, folder)]
     for name in ("cell", "step"):
         function = getattr(rl.torch, name)
@@ -130,127 +81,45 @@ def torch_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], An
         targets.append(Target(f"torch.{name}", function, good, parameters(function)))
     adapter = Target("check_adapter", rl.testing.check_adapter, {}, ("adapter", "model", "batch", "rtol"))
     adapter.good = {"adapter": constant(_adapter(model)), "model": constant(model), "batch": lambda: _batch(X, Y)}
-    return [*targets, adapter], values, state
+    return [*targets, adapter], values, lambda: specimens_torch.state_of(model)
 
 
 def keras_case(folder: Path, legacy: bool) -> tuple[list[Any], dict[str, Any], Callable[[], Any]]:
     """Return the functions to call, Keras values to try, and a function that returns the model's state."""
-    if legacy:
-        import tf_keras as keras
-    else:
-        import keras
+    os.environ["RNNLENS_TESTED_KERAS"] = "tf_keras" if legacy else "keras"
+    import specimens_keras
     from hostile import diagnosis_targets, verb_targets
 
     import rnnlens as rl
 
-    numpy_of = np.asarray if legacy else keras.ops.convert_to_numpy
-
-    def build():
-        inputs = keras.Input((None, 3))
-        hidden = keras.layers.LSTM(4, return_sequences=True, name="lstm")(inputs)
-        net = keras.Model(inputs, keras.layers.Dense(2, name="top")(hidden))
-        net.compile(optimizer="sgd", loss="mse", run_eagerly=True)
-        return net
-
-    values = {
-        "symbolic": lambda: keras.Input((5, 3)),
-        "layer": lambda: keras.layers.LSTM(2),
-        "empty model": keras.Sequential,
-        "model class": lambda: keras.Model,
-        "loss class": lambda: keras.losses.MeanSquaredError,
-        "loss": keras.losses.MeanSquaredError,
-        "optimizer": keras.optimizers.SGD,
-        "metric": keras.metrics.MeanSquaredError,
-        "loader of other lengths": lambda: iter([(X, Y), (X[:, :4], Y[:, :4])]),
-        **tensors(keras, legacy),
-    }
-    model = build()
+    values = {**specimens_keras.FOREIGN, "loader of other lengths": loader_of_other_lengths}
+    model, loss = specimens_keras.tagger()
 
     def fit_watched(**options):
         """Run two watched steps of ``fit`` on a new model."""
-        build().fit(X, Y, batch_size=1, epochs=1, verbose=0, callbacks=[rl.keras.Watch(**options)])
+        new_model, _ = specimens_keras.tagger()
+        new_model.fit(X, Y, batch_size=1, epochs=1, verbose=0, callbacks=[rl.keras.Watch(**options)])
 
-    def state():
-        return (
-            *(np.array(numpy_of(variable)).tobytes() for variable in model.variables),
-            *(layer.trainable for layer in model.layers),
-            *(len(vars(layer)) for layer in model.layers),
-            np.random.get_state()[1].tobytes(),  # noqa: NPY002  the global state must not change
-            model.compiled if not legacy else model._is_compiled,
-        )
-
-    targets = [*verb_targets(model, X, Y, "mse", folder), *diagnosis_targets(model, X, Y), report_target(model, folder)]
-    return [*targets, watch_target("keras.Watch", fit_watched, rl.keras.Watch, folder)], values, state
-
-
-def tensors(keras: Any, legacy: bool) -> dict[str, Callable[[], Any]]:
-    """Return tensors of the engine that are invalid for most arguments."""
-    if legacy or keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
-        return {
-            "a tensor": lambda: tf.ones((2, 5, 3)),
-            "half tensor": lambda: tf.ones((2, 5, 3), tf.bfloat16),
-            "complex tensor": lambda: tf.ones((2, 5, 3), tf.complex64),
-            "ragged tensor": lambda: tf.ragged.constant([[1.0], [1.0, 2.0]]),
-            "sparse tensor": lambda: tf.sparse.from_dense(tf.ones((2, 5))),
-            "variable": lambda: tf.Variable(tf.ones((2, 5, 3))),
-            "string tensor": lambda: tf.constant(["a"]),
-            "data set": lambda: tf.data.Dataset.from_tensor_slices((X, Y)).batch(2),
-            "single samples": lambda: tf.data.Dataset.from_tensor_slices((X, Y)),
-        }
-    return {
-        "a tensor": lambda: keras.ops.ones((2, 5, 3)),
-        "half tensor": lambda: keras.ops.ones((2, 5, 3), dtype="bfloat16"),
-        "complex tensor": lambda: keras.ops.ones((2, 5, 3), dtype="complex64"),
-        "variable": lambda: keras.Variable(np.ones((2, 5, 3))),
-    }
+    targets = [*verb_targets(model, X, Y, loss, folder), *diagnosis_targets(model, X, Y), report_target(model, folder)]
+    targets.append(watch_target("keras.Watch", fit_watched, rl.keras.Watch, folder))
+    return targets, values, lambda: specimens_keras.state_of(model)
 
 
 def tf1_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], Any]]:
     """Return the functions to call, TensorFlow values to try, and a function that returns the session's state (v1)."""
-    os.environ["TF_USE_LEGACY_KERAS"] = "1"
+    import specimens_tf1
     import tensorflow.compat.v1 as tf
     from hostile import Target, constant, diagnosis_targets, verb_targets
 
     import rnnlens as rl
 
-    tf.disable_v2_behavior()
-    tf.get_logger().setLevel("ERROR")
-    tf.set_random_seed(1)
-    x, y = tf.placeholder(tf.float32, [None, None, 3], name="x"), tf.placeholder(tf.float32, [None, None, 2], name="y")
-    hidden, _ = tf.nn.dynamic_rnn(tf.nn.rnn_cell.LSTMCell(4), x, dtype=tf.float32, scope="lstm")
-    out = tf.layers.dense(hidden, 2, name="top")
-    loss = tf.reduce_mean(tf.square(out - y))
-    session = tf.Session()
-    session.run(tf.global_variables_initializer())
-    net = rl.tf1.graph(session, inputs=x, outputs=out, loss=loss, targets=y)
-    values = {
-        "placeholder": constant(x),
-        "output": constant(out),
-        "loss tensor": constant(loss),
-        "session": constant(session),
-        "graph": tf.Graph,
-        "variable": constant(tf.global_variables()[0]),
-        "operation": constant(out.op),
-        "closed session": _closed_session,
-        "loader of other lengths": lambda: iter([(X, Y), (X[:, :4], Y[:, :4])]),
-    }
-
-    def state():
-        return (
-            *(value.tobytes() for value in session.run(tf.global_variables())),
-            session.graph.version,
-            np.random.get_state()[1].tobytes(),  # noqa: NPY002  the global state must not change
-        )
-
-    arguments = {
-        "session": constant(session),
-        "inputs": constant(x),
-        "outputs": constant(out),
-        "loss": constant(loss),
-        "targets": constant(y),
-    }
+    tf.InteractiveSession()
+    net, _ = specimens_tf1.tagger()
+    values = {**specimens_tf1.FOREIGN, "loader of other lengths": loader_of_other_lengths}
+    names = {"inputs": "x:0", "outputs": "top/BiasAdd:0", "loss": "squared:0", "targets": "y:0"}
+    tensors = {name: tf.get_default_graph().get_tensor_by_name(tensor) for name, tensor in names.items()}
+    x = tensors["inputs"]
+    arguments = {"session": tf.get_default_session, **{name: constant(tensor) for name, tensor in tensors.items()}}
     near_tensors = {"x:0": constant("x:0"), "no tensor": constant("nowhere:0"), "op": constant("x")}
     near_tensors |= {"list": lambda: [x, x], "dict": lambda: {1: x}}
     near: dict[str, Any] = dict.fromkeys(("inputs", "outputs", "loss", "targets"), near_tensors)
@@ -258,15 +127,13 @@ def tf1_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], Any]
     targets = [*verb_targets(net, X, Y, None, folder), *diagnosis_targets(net, X, Y), report_target(net, folder)]
     for target in targets:
         target.good.pop("loss", None)
-    return [*targets, Target("tf1.graph", rl.tf1.graph, arguments, parameters(rl.tf1.graph), near)], values, state
+    targets.append(Target("tf1.graph", rl.tf1.graph, arguments, parameters(rl.tf1.graph), near))
+    return targets, values, lambda: specimens_tf1.state_of(net)
 
 
-def _closed_session() -> Any:
-    import tensorflow.compat.v1 as tf
-
-    session = tf.Session()
-    session.close()
-    return session
+def loader_of_other_lengths() -> Any:
+    """Return batches whose sequences differ in length."""
+    return iter([(X, Y), (X[:, :4], Y[:, :4])])
 
 
 def plain_case(folder: Path) -> tuple[list[Any], dict[str, Any], Callable[[], Any]]:

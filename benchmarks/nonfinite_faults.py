@@ -37,11 +37,16 @@ def wrong(fault: Any) -> str:
     return f"without {missing}: {fault_found.sentence}" if missing else ""
 
 
+def kinds_of_fault(framework: str) -> Any:
+    """Return the functions that each plant a fault of one kind in a network of a framework."""
+    return importlib.import_module(f"_faults_{framework}").FAULTS
+
+
 def faults(framework: str, count: int, seed: int = 0) -> Iterator[Any]:
     """Yield ``count`` faults of a framework, cycling through the kinds, each with its own seed."""
-    module = importlib.import_module(f"_faults_{framework}")
+    kinds = kinds_of_fault(framework)
     for i in range(count):
-        yield module.FAULTS[i % len(module.FAULTS)](np.random.default_rng([seed, i]))
+        yield kinds[i % len(kinds)](np.random.default_rng([seed, i]))
 
 
 def healthy(framework: str, count: int, seed: int = 0) -> Iterator[Any]:

@@ -89,7 +89,11 @@ LINT = (
     ("lint-imports", "--no-cache"),
 )
 
+#: Tests that every adapter has to pass, with the models that ``tests/helpers/tested_adapter.py`` finds.
+EVERY_ADAPTER = "tests/contract/every_adapter"
+
 KERAS = (
+    EVERY_ADAPTER,
     "tests/contract/keras",
     "tests/oracle/keras",
     "tests/oracle/held_models/keras",
@@ -101,31 +105,32 @@ KERAS = (
 def keras_suite(engine: str) -> Suite:
     """Return the suite of Keras on one engine; `product` and `one_engine` choose its tests (conftest.py)."""
     cases = "one of each test" if engine == "torch" else "one of each file"
-    return Suite(f"keras-{engine}", KERAS, environment={"KERAS_BACKEND": engine}, cases=cases)
+    environment = {"KERAS_BACKEND": engine, "RNNLENS_ADAPTER": "keras"}
+    return Suite(f"keras-{engine}", KERAS, environment=environment, cases=cases)
 
 
 #: The distribution rnnlens-tf1, with its own source and tests.
 TF1 = "packages/rnnlens-tf1"
 TEST_FOLDERS = ("tests", f"{TF1}/tests")
-GRAPHS = (f"{TF1}/tests/contract", f"{TF1}/tests/oracle")
+GRAPHS = (EVERY_ADAPTER, f"{TF1}/tests/contract", f"{TF1}/tests/oracle")
 
 
 def graph_suite(control_flow: str) -> Suite:
     """Return the suite of TensorFlow-1 graphs, whose loops are Enter and Exit operations (v1) or While (v2)."""
-    environment = {"RNNLENS_CONTROL_FLOW": control_flow}
+    environment = {"RNNLENS_CONTROL_FLOW": control_flow, "RNNLENS_ADAPTER": "tf1"}
     return Suite(f"tf_graph-{control_flow}", GRAPHS, environment=environment, cases="one of each file")
 
 
 #: Tests of Keras 3 that Keras 2 also has to pass, by ``tests/helpers/spoken_keras.py``.
 TF_KERAS = (
     *("option_product", "contract", "cells_and_losses", "left_as_found", "find_nonfinite", "models_without_input"),
-    *("conv_lstm", "certificate_of_samples", "text", "generators", "left_out_inputs"),
+    *("conv_lstm", "cross_entropies", "text", "generators", "left_out_inputs"),
 )
 
 #: Tests in random order: no test depends on what another one leaves behind.
 RANDOMLY = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "randomly", "--randomly-dont-reset-seed")
 RANDOM_PATHS = (
-    *("tests/unit/recurrence", "tests/unit/measures", "tests/unit/diagnosis", "tests/unit/results"),
+    *("tests/unit/recurrence", "tests/unit/measures", "tests/unit/diagnosis", "tests/unit/results", EVERY_ADAPTER),
     *("tests/contract/torch", "tests/oracle/torch/test_gradients_semantics.py", "tests/oracle/torch/test_jacobian.py"),
 )
 #: Folders of tests/unit: measures and the numerics of recurrences, and the others.
@@ -144,6 +149,7 @@ SUITES = (
     Suite(
         "torch",
         (
+            EVERY_ADAPTER,
             "tests/contract/torch",
             "tests/oracle/torch",
             "tests/oracle/held_models/torch",
@@ -153,7 +159,11 @@ SUITES = (
     ),
     keras_suite("tensorflow"),
     graph_suite("v1"),
-    Suite("jax", ("tests/contract/jax", "tests/oracle/jax", "tests/tracking/jax")),
+    Suite(
+        "jax",
+        (EVERY_ADAPTER, "tests/contract/jax", "tests/oracle/jax", "tests/tracking/jax"),
+        environment={"RNNLENS_ADAPTER": "jax"},
+    ),
     Suite(
         "core",
         (*(f"tests/unit/{folder}" for folder in NUMERIC), "tests/property", "tests/surface", "tests/third_framework"),
@@ -173,7 +183,7 @@ SUITES = (
     Suite(
         "tf_keras",
         (
-            *("tests/contract/tf_keras", "tests/oracle/tf_keras", "tests/tracking/tf_keras"),
+            *(EVERY_ADAPTER, "tests/contract/tf_keras", "tests/oracle/tf_keras", "tests/tracking/tf_keras"),
             *(f"tests/contract/keras/test_{name}.py" for name in TF_KERAS),
             "tests/oracle/keras/test_registered_cells.py",
             "tests/oracle/keras/test_cell_loops.py",
@@ -182,7 +192,12 @@ SUITES = (
             "tests/tracking/keras/test_failures.py",
         ),
         # KERAS_BACKEND chooses which cases of a product run, see conftest.py.
-        environment={"RNNLENS_TESTED_KERAS": "tf_keras", "TF_USE_LEGACY_KERAS": "1", "KERAS_BACKEND": "tensorflow"},
+        environment={
+            "RNNLENS_ADAPTER": "tf_keras",
+            "RNNLENS_TESTED_KERAS": "tf_keras",
+            "TF_USE_LEGACY_KERAS": "1",
+            "KERAS_BACKEND": "tensorflow",
+        },
         cases="one of each file",
     ),
     Suite("docs", ("tests/docs",), environment={"KERAS_BACKEND": "jax"}),

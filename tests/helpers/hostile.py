@@ -538,9 +538,9 @@ def verb_targets(model: Any, x: Any, y: Any, loss: Any, folder: Path) -> list[Ta
     return [Target(name, verb, good, tuple(inspect.signature(verb).parameters), near) for name, verb, good in cases]
 
 
-def diagnosis_targets(model: Any, x: Any, y: Any) -> list[Target]:
+def diagnosis_targets(model: Any, x: Any, y: Any, loss: Any = None) -> list[Target]:
     """Return ``rl.diagnose`` and the functions of its results on one model, with all of their arguments."""
-    diagnosis = rl.diagnose(model, x, y)
+    diagnosis = rl.diagnose(model, x, y, loss=loss)
     numbers = {str(n): constant(n) for n in (-9, -5, -1, 0, 1, 4, 5, 64, 10**6, 10**20)}
     near = {
         **near_values(x, y),
@@ -583,7 +583,7 @@ def diagnosis_targets(model: Any, x: Any, y: Any) -> list[Target]:
     }
     data = {"model": constant(model), "x": constant(x)}
     cases: list[tuple[str, Any, dict[str, Any]]] = [
-        ("diagnose", rl.diagnose, {**data, "y": constant(y)}),
+        ("diagnose", rl.diagnose, {**data, "y": constant(y), **({} if loss is None else {"loss": constant(loss)})}),
         ("compare", rl.compare, {"models": lambda: {"a": diagnosis}}),
         ("lyapunov", rl.lyapunov, data),
         ("fixed_points", rl.fixed_points, {**data, "most": constant(8)}),

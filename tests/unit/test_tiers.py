@@ -117,6 +117,10 @@ def test_no_suite_loses_a_test_in_the_full_tier(suites):
         assert suite.commands or "full or not full" in " ".join(suites.commands_of(suite, "full")[0])
 
 
+EVERY_ADAPTER = ["jax", "torch", "keras-jax", "keras-tensorflow", "keras-torch"]
+EVERY_ADAPTER += ["tf_keras", "tf_graph-v1", "tf_graph-v2"]
+
+
 @pytest.mark.parametrize(
     ("file", "expected"),
     [
@@ -124,7 +128,9 @@ def test_no_suite_loses_a_test_in_the_full_tier(suites):
         ("src/rnnlens/plot/maps.py", ["unit", "docs"]),
         ("tests/oracle/tf_keras/test_training_options.py", ["tf_keras"]),
         ("tests/contract/keras/test_contract.py", ["keras-jax", "keras-tensorflow", "keras-torch", "tf_keras"]),
-        ("tests/helpers/grappler.py", ["unit", "tf_graph-v1", "tf_graph-v2"]),
+        ("tests/helpers/report_pages.py", ["unit", "report"]),
+        ("tests/helpers/specimens_torch.py", ["unit", *EVERY_ADAPTER]),
+        ("tests/contract/every_adapter/test_planted_faults.py", EVERY_ADAPTER),
         ("docs/README.md", ["docs"]),
         ("LICENSE", []),
     ],

@@ -1,0 +1,153 @@
+"""Keras models, of Keras 3 or tf_keras, for the tests of every adapter; see ``tested_adapter.py``."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+
+import numpy as np
+from specimen import Specimen
+from spoken_keras import LEGACY, engine, keras
+
+layers = keras.layers
+surroundings = nullcontext
+
+
+def tokens():
+    """Return a model of padded token ids: a masked bidirectional LSTM and a GRU that returns its last step."""
+    return keras.Sequential(
+        [
+            keras.Input((None,), dtype="int32"),
+            layers.Embedding(12, 3, mask_zero=True),
+            layers.Bidirectional(layers.LSTM(4, return_sequences=True)),
+            layers.GRU(3),
+            layers.Dense(2),
+        ]
+    )
+
+
+def sequences():
+    """Return a model of float inputs that answers at every step."""
+    return keras.Sequential([keras.Input((None, 3)), layers.SimpleRNN(4, return_sequences=True), layers.Dense(2)])
+
+
+@keras.saving.register_keras_serializable("rnnlens_tests")
+class Centred(keras.Model):
+    """A model whose samples depend on each other: the mean over the batch is subtracted."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = layers.GRU(3, return_sequences=True), layers.Dense(2)
+
+    def call(self, x):
+        return self.head(self.rnn(x - keras.ops.mean(x, axis=0, keepdims=True)))
+
+
+def of_sequences(samples, steps):
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((samples, steps, 3)), rng.standard_normal((samples, steps, 2))
+    return {"x": x.astype("float32"), "y": y.astype("float32")}
+
+
+def of_weighted_sequences(samples, steps):
+    return {**of_sequences(samples, steps), "sample_weight": np.linspace(0.5, 1.5, samples)[:, None]}
+
+
+def of_weighted_tokens(samples, steps):
+    rng = np.random.default_rng(0)
+    ids = rng.integers(1, 12, (samples, steps)) * (np.arange(steps) < rng.integers(3, steps + 1, (samples, 1)))
+    y = rng.standard_normal((samples, 2)).astype("float32")
+    return {"x": ids.astype("int32"), "y": y, "sample_weight": np.linspace(0.5, 1.5, samples)}
+
+
+def specimen(make, data):
+    keras.utils.set_random_seed(0)
+    model = make()
+    model.compile(loss="mse")
+    model(data(2, 5)["x"])  # a model of the user's class is built at its first call
+    return Specimen(model, data, None, "mae")
+
+
+INDEPENDENT = {
+    "tokens": partial(specimen, tokens, of_weighted_tokens),
+    "sequences": partial(specimen, sequences, of_weighted_sequences),
+}
+mixing = partial(specimen, Centred, of_sequences)
+
+
+def tagger():
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((None, 3))
+    hidden = layers.LSTM(4, return_sequences=True, name="lstm")(inputs)
+    model = keras.Model(inputs, layers.Dense(2, name="top")(hidden))
+    model.compile(optimizer="sgd", loss="mse", run_eagerly=True)  # compiled programs have tests of their own
+    return model, "mse"
+
+
+def tensors():
+    """Return tensors of the engine that fit almost no argument."""
+    if engine() != "tensorflow":
+        return {
+            "a tensor": lambda: keras.ops.ones((2, 5, 3)),
+            "half tensor": lambda: keras.ops.ones((2, 5, 3), dtype="bfloat16"),
+            "complex tensor": lambda: keras.ops.ones((2, 5, 3), dtype="complex64"),
+            "variable": lambda: keras.Variable(np.ones((2, 5, 3))),
+        }
+    import tensorflow as tf
+
+    return {
+        "a tensor": lambda: tf.ones((2, 5, 3)),
+        "half tensor": lambda: tf.ones((2, 5, 3), tf.bfloat16),
+        "complex tensor": lambda: tf.ones((2, 5, 3), tf.complex64),
+        "ragged tensor": lambda: tf.ragged.constant([[1.0], [1.0, 2.0]]),
+        "sparse tensor": lambda: tf.sparse.from_dense(tf.ones((2, 5))),
+        "variable": lambda: tf.Variable(tf.ones((2, 5, 3))),
+        "string tensor": lambda: tf.constant(["a"]),
+        "data set": lambda: tf.data.Dataset.from_tensor_slices((np.ones((2, 5, 3)), np.ones((2, 5, 2)))).batch(2),
+        "single samples": lambda: tf.data.Dataset.from_tensor_slices((np.ones((2, 5, 3)), np.ones((2, 5, 2)))),
+    }
+
+
+def torch_tensors():
+    """Return torch tensors, which are foreign to most engines."""
+    import torch
+
+    return {
+        "requires grad": lambda: torch.ones(2, 5, 3, requires_grad=True),
+        "bfloat16": lambda: torch.ones(2, 5, 3, dtype=torch.bfloat16),
+        "meta": lambda: torch.ones(2, 5, 3, device="meta"),
+        "sparse": lambda: torch.ones(2, 5, 3).to_sparse(),
+    }
+
+
+class Batches(keras.utils.Sequence if LEGACY else keras.utils.PyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return np.ones((2, 5, 3)), np.ones((2, 5, 2))
+
+
+FOREIGN = {
+    "symbolic": lambda: keras.Input((5, 3)),
+    "layer": lambda: layers.LSTM(2),
+    "empty model": keras.Sequential,
+    "model class": lambda: keras.Model,
+    "loss class": lambda: keras.losses.MeanSquaredError,
+    "loss": keras.losses.MeanSquaredError,
+    "optimizer": keras.optimizers.SGD,
+    "metric": keras.metrics.MeanSquaredError,
+    "batches": Batches,
+    **tensors(),
+    **({} if LEGACY else torch_tensors()),
+}
+
+
+def state_of(model):
+    return (
+        *(np.array(keras.ops.convert_to_numpy(variable)).tobytes() for variable in model.variables),
+        *(layer.trainable for layer in model.layers),
+        *(len(vars(layer)) for layer in model.layers),
+        np.random.get_state()[1].tobytes(),  # noqa: NPY002  the global state must not change
+        model._is_compiled if LEGACY else model.compiled,
+    )

@@ -1,0 +1,29 @@
+"""The adapter under test, and its models.
+
+A suite names the adapter in ``RNNLENS_ADAPTER``: torch (also without the variable), keras, tf_keras, jax or tf1. Its
+models are in specimens_torch, specimens_keras (of both), specimens_jax, and in the helpers of its own distribution,
+specimens_tf1:
+
+- ``INDEPENDENT``: by name, functions that make a ``Specimen`` whose samples do not depend on each other
+- ``mixing``: makes one whose samples do
+- ``tagger``: makes a small model of one LSTM for x (2, 5, 3) and y (2, 5, 2), and its loss
+- ``FOREIGN``: by name, functions that make values of the framework that fit almost no argument
+- ``state_of``: returns all that a call must leave of a tagger as it was, as values that can be compared
+- ``surroundings``: a context manager, within which each test runs
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import pytest
+
+ADAPTER = os.environ.get("RNNLENS_ADAPTER", "torch")
+specimens: Any = importlib.import_module(f"specimens_{ADAPTER.removeprefix('tf_')}")
+
+
+def on_keras(*marks: pytest.MarkDecorator) -> list[pytest.MarkDecorator]:
+    """Return marks that choose between Keras' engines, if the adapter is one of Keras."""
+    return list(marks) if "keras" in ADAPTER else []
