@@ -5,7 +5,7 @@ Nothing runs. A size that the user's function holds fixed, such as a batch in a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -21,17 +21,19 @@ from .loops import Loop
 _MOST_SETS = 24
 #: An axis of the data: number of the leaf, number of the axis.
 DataAxis = tuple[int, int]
+#: The axis of each variable whose size differs in a second trace, and the loops whose length does.
+Change = tuple[dict[Any, int], list[Loop]]
 
 
 @dataclass
 class AxisRoles:
     """Axes of all variables of a program that count samples, and those that count steps.
 
-    ``samples``: number of samples; 1 if the data have no such axis.
+    ``samples``: number of samples; 1 if the data have no such axis. ``time`` includes axes of a second sequence in the
+    data, such as the target of a decoder, and axes of another length that follow the first, such as pooled steps.
     """
 
     samples: int = 1
-    steps: int = 1
     sample: dict[Any, int] = field(default_factory=dict)
     time: dict[Any, int] = field(default_factory=dict)
 
@@ -75,29 +77,89 @@ def find_roles(
     roles = AxisRoles()
     if not loops or not shapes:
         return roles
+
+    def trace_with(changed_axes: Collection[DataAxis], change: Callable[[int], int]) -> Change | None:
+        other = retrace(
+            [
+                tuple(change(n) if (i, a) in changed_axes else n for a, n in enumerate(shape))
+                for i, shape in enumerate(shapes)
+            ]
+        )
+        changed = None if other is None else changed_axes_of(program, other[0], loops, other[1])
+        if other is None or changed is None:
+            return None
+        longer = [a for a, b in zip(loops, other[1], strict=True) if a.length != b.length]
+        return changed, longer
+
+    time_axes: frozenset[DataAxis] = frozenset()
     first = max(range(len(shapes)), key=lambda i: len(shapes[i]))
     for axis in range(len(shapes[first])):
         if axis > 1 and roles.time:
             break
         for changed_axes in _sets_of_axes(shapes, (first, axis)):
-            size = shapes[first][axis]
-            other_shapes = [
-                tuple(n + 1 if (i, a) in changed_axes else n for a, n in enumerate(shape))
-                for i, shape in enumerate(shapes)
-            ]
-            other = retrace(other_shapes)
-            if other is None:
+            found = trace_with(changed_axes, _one_more) or trace_with(changed_axes, _same_remainder)
+            if found is None:
                 continue
-            changed = changed_axes_of(program, other[0], loops, other[1])
-            if changed is None:
-                continue
-            if any(a.length != b.length for a, b in zip(loops, other[1], strict=True)):
-                roles.time, roles.steps = changed, size
+            changed, longer = found
+            if longer:
+                roles.time, time_axes = changed, changed_axes
                 break
             if axis < 2 and any(v in changed for loop in loops for v in loop.carried):  # later ones can be of an image
-                roles.sample, roles.samples = changed, size
+                roles.sample, roles.samples = changed, shapes[first][axis]
                 break
+    if roles.time:
+        _add_other_sequences(roles, loops, shapes, time_axes, trace_with)
     return roles
+
+
+def _add_other_sequences(
+    roles: AxisRoles,
+    loops: Sequence[Loop],
+    shapes: Sequence[tuple[int, ...]],
+    time_axes: Collection[DataAxis],
+    trace_with: Callable[[Collection[DataAxis], Callable[[int], int]], Change | None],
+) -> None:
+    """Add the axes of loops over samples' data that the first sequence, one step longer, leaves as they are.
+
+    Such a loop follows steps that are joined in groups, or an axis of other data.
+    """
+
+    def remaining() -> list[Loop]:
+        return [loop for loop in loops if is_over_samples(loop, roles) and not follows_time(loop, roles)]
+
+    lengths = {loop.length for loop in remaining()}
+    axes = [(i, a) for i, shape in enumerate(shapes) for a, size in enumerate(shape) if size in lengths]
+    attempts: list[tuple[Iterable[Collection[DataAxis]], Callable[[int], int]]] = [([time_axes], _same_remainder)]
+    attempts += [(_sets_of_axes(shapes, axis), _one_more) for axis in axes]
+    for choices, change in attempts:
+        if not remaining():
+            return
+        traced = (trace_with(chosen, change) for chosen in choices)
+        changed, longer = next((found for found in traced if found is not None), ({}, []))
+        if any(loop in longer for loop in remaining()):
+            roles.time = changed | roles.time
+
+
+def _one_more(size: int) -> int:
+    return size + 1
+
+
+def _same_remainder(size: int) -> int:
+    """Return a larger size: steps joined by 2, 3, 4, 6, 8 or 12 give more groups, and leave out as many."""
+    return size + 24
+
+
+def is_over_samples(loop: Loop, roles: AxisRoles) -> bool:
+    """Return whether a step of a loop reads data of samples that it gets step by step."""
+    _, _, inputs = loop.split(loop.equation.invars)
+    return not loop.obstacle and any(v in roles.sample for v in inputs if is_variable(v))
+
+
+def follows_time(loop: Loop, roles: AxisRoles) -> bool:
+    """Return whether the steps of a loop are steps of a sequence in the data."""
+    _, _, inputs = loop.split(loop.equation.invars)
+    _, _, outputs = loop.split([*loop.body.jaxpr.invars[: loop.counts[0]], *loop.equation.outvars])
+    return any(roles.time.get(v) == 0 for v in (*inputs, *outputs) if is_variable(v))
 
 
 def _sets_of_axes(shapes: Sequence[tuple[int, ...]], first: DataAxis) -> Iterator[frozenset[DataAxis]]:

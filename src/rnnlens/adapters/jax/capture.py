@@ -59,7 +59,8 @@ def record(model: Any, batch: Batch, taps: Taps) -> tuple[Capture, Outputs]:
         result.input_grads = [run.first_gradient(port) for port in inputs]
         result.output_grads = [run.first_gradient(port) for port in outputs]
         result.outside_weight_grads = {names[i]: run.first_gradient(port) for i, port in weights.items()}
-        result.full_gradient_names = frozenset(result.outside_weight_grads)
+        shared = {f"{call.layer}/{key}" for call in result.calls for key in call.tied}
+        result.full_gradient_names = frozenset(result.outside_weight_grads) | shared
     if not taps.gradients:
         result.entangled = any(_is_entangled(layer) for layer in program.layers)
     return result, Outputs(leaves, tree)

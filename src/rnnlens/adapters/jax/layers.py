@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Var
 
 from ...errors import LayerNotFoundError
 from ..protocol import Port
-from .axes import AxisRoles
+from .axes import AxisRoles, follows_time
 from .emit import OpenedLoop, Point
 from .jaxprs import dependent, is_inexact, needed_equations, variables
 from .loops import Loop
@@ -279,8 +279,10 @@ def find_layers(program: ClosedJaxpr, loops: Sequence[Loop], roles: AxisRoles) -
     by_path = {loop.path: loop for loop in loops}
     candidates = [loop for loop in loops if not loop.obstacle and _state_slots(loop)]
     if roles.time:
-        in_time = [loop for loop in candidates if _follows_time(loop, roles)]
-        candidates = in_time or candidates
+        in_time = [loop for loop in candidates if follows_time(loop, roles)]
+        around = {path for loop in in_time for path in loop.inside}
+        rollouts = [loop for loop in candidates if loop.path not in around and _is_rollout(loop, roles)]
+        candidates = [loop for loop in candidates if loop in in_time or loop in rollouts] if in_time else candidates
     paths = {loop.path for loop in candidates}
     outermost = [loop for loop in candidates if not paths & set(loop.inside)]
     layers: list[RecurrentLayer] = []
@@ -298,10 +300,15 @@ def find_layers(program: ClosedJaxpr, loops: Sequence[Loop], roles: AxisRoles) -
     return layers
 
 
-def _follows_time(loop: Loop, roles: AxisRoles) -> bool:
+def _is_rollout(loop: Loop, roles: AxisRoles) -> bool:
+    """Return whether a loop goes on from states of samples, one step at a time, without a sequence of its own.
+
+    Its states have no axis of time, and its steps get no weights of their own, as those of a loop over layers do.
+    """
     _, _, inputs = loop.split(loop.equation.invars)
-    _, _, outputs = loop.split([*loop.body.jaxpr.invars[: loop.counts[0]], *loop.equation.outvars])
-    return loop.length == roles.steps and any(roles.time.get(v) == 0 for v in (*variables(inputs), *outputs))
+    states = [loop.carried[j] for j in _state_slots(loop)]
+    own_weights = [v for v in inputs if is_inexact(v.aval) and v.aval.ndim > 1 and v not in roles.sample]
+    return any(v in roles.sample for v in states) and not any(v in roles.time for v in states) and not own_weights
 
 
 def _state_slots(loop: Loop) -> list[int]:
