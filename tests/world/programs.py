@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pkgutil
-from collections.abc import Callable, Sequence
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,8 +26,9 @@ class Program:
 
     ``model`` is given to the verbs; ``call`` is the author's own call of it, by which the truth is computed.
     ``input_axes`` and ``output_axes`` name the axes as they are. ``output`` selects the output that Jacobians are of
-    from what the call returns, ``of`` is its name. ``hints`` has, for a text in an error, a context manager that does
-    what the hint says and yields the arguments that it says to type, where these cannot be read from the message.
+    from what the call returns, ``of`` is its name. Where the model takes more than ``x``, ``given`` makes its input of
+    it, in which ``x`` has the name ``wrt``. ``hints`` has, for a text in an error, a context manager that does what the
+    hint says and yields the arguments that it says to type, where these cannot be read from the message.
     """
 
     model: Any
@@ -38,14 +41,21 @@ class Program:
     modules: Sequence[nn.Module] = ()
     output: Callable[[Any], torch.Tensor] = lambda outputs: outputs
     of: str = "output"
+    given: Callable[[torch.Tensor], Any] = lambda x: x
+    wrt: str = "input"
     axes: dict[str, Any] = field(default_factory=dict)
     hints: dict[str, Callable[[], AbstractContextManager[dict[str, Any]]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.call = self.call or self.model
+        self.call = self.call or (lambda x: self.model(self.given(x)))
         self.modules = self.modules or (self.model,)
         for module in self.modules:
             module.eval()
+
+    @property
+    def inputs(self) -> Any:
+        """The model's input with the program's batch."""
+        return self.given(self.x)
 
 
 @dataclass(frozen=True)
@@ -79,8 +89,8 @@ def program(package: str, name: str) -> Callable[[Callable[[], Program]], Callab
 def load_programs() -> list[NamedProgram]:
     """Import every module of ``models/``; they import the packages only within their programs.
 
-    A CPU-only torch cannot load the operators of a torchvision that was built for CUDA, and packages that import it
-    fail. No program calls these operators, so they are declared without a kernel where they are missing.
+    A CPU-only torch cannot load the operators of a torchvision or torchaudio that was built for CUDA, and packages that
+    import it fail. No program calls these operators: they are declared without a kernel, or said to be absent.
     """
     with contextlib.suppress(ImportError):
         try:
@@ -88,6 +98,14 @@ def load_programs() -> list[NamedProgram]:
         except RuntimeError:
             for name in ("nms", "qnms"):
                 TORCHVISION.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    with contextlib.suppress(ImportError):
+        try:
+            importlib.import_module("torchaudio")
+        except OSError:
+            absent: Any = types.ModuleType("torchaudio._extension")
+            absent._IS_TORCHAUDIO_EXT_AVAILABLE = absent._IS_ALIGN_AVAILABLE = False
+            absent.fail_if_no_align = lambda function: function
+            sys.modules["torchaudio._extension"] = absent
     for module in pkgutil.iter_modules(importlib.import_module("models").__path__):
         importlib.import_module(f"models.{module.name}")
     return list(PROGRAMS.values())
@@ -96,6 +114,17 @@ def load_programs() -> list[NamedProgram]:
 def batch(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Return a batch of random numbers."""
     return torch.randn(*shape, dtype=dtype)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[dict[str, Any]]:
+    """Edit a package within the block, as a user edits the line that a hint is about; nothing is to be typed."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield {}
+    finally:
+        setattr(owner, name, original)
 
 
 class WithHead(nn.Module):

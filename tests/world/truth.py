@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -172,3 +173,19 @@ def close(actual: np.ndarray, expected: np.ndarray, bound: float) -> bool:
         return False
     largest = max(float(np.abs(expected).max(initial=0)), 1e-6)
     return bool(np.abs(actual - expected).max(initial=0) <= bound * largest)
+
+
+def with_flat_ends(names: list[str], jacobian: np.ndarray) -> tuple[list[str], np.ndarray]:
+    """Flatten the axes of each end but time to one of units or features, in their order; return names and numbers."""
+    groups = {
+        "sample": ["sample"],
+        "out_time": ["out_time"],
+        "out_unit": [name for name in names if name.startswith("out_") and name != "out_time"],
+        "in_time": ["in_time"],
+        "in_feature": [name for name in names if name.startswith("in_") and name != "in_time"],
+    }
+    groups = {end: [name for name in group if name in names] for end, group in groups.items()}
+    groups = {end: group for end, group in groups.items() if group}
+    order = [names.index(name) for group in groups.values() for name in group]
+    shape = [math.prod(jacobian.shape[names.index(name)] for name in group) for group in groups.values()]
+    return list(groups), jacobian.transpose(order).reshape(shape)

@@ -25,7 +25,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from order_of_calls import facts  # noqa: E402
 from programs import NamedProgram, Program, load_programs  # noqa: E402
-from truth import Truth, close, matching, sizes, snapshot, truth_of  # noqa: E402
+from truth import Truth, close, matching, sizes, snapshot, truth_of, with_flat_ends  # noqa: E402
 
 import rnnlens as rl  # noqa: E402
 
@@ -49,14 +49,14 @@ def bound_of(program: Program) -> float:
 
 def layers(program: Program, truth: Truth, **_: Any) -> Any:
     without_data = rl.layers(program.model).names
-    names, traced = rl.layers(program.model, program.x).names, tuple(rl.trace(program.model, program.x))
+    names, traced = rl.layers(program.model, program.inputs).names, tuple(rl.trace(program.model, program.inputs))
     if names != traced:
         raise MismatchError(f"rl.layers(model, x) has {names}, a trace has {traced}")
     return [without_data, names]
 
 
 def trace(program: Program, truth: Truth, **options: Any) -> Any:
-    result = rl.trace(program.model, program.x, program.y, loss=program.loss, **options)
+    result = rl.trace(program.model, program.inputs, program.y, loss=program.loss, **options)
     for name, layer in result.items():
         calls = truth.calls.get(name) or truth.calls.get(name.split("/")[0].split("#")[0])
         if calls is not None:
@@ -89,13 +89,13 @@ def _all_matching(values: list[np.ndarray], wanted: np.ndarray, bound: float) ->
 
 
 def gradients(program: Program, truth: Truth, **options: Any) -> Any:
-    by_weights = rl.gradients(program.model, program.x, program.y, loss=program.loss, **options)
+    by_weights = rl.gradients(program.model, program.inputs, program.y, loss=program.loss, **options)
     arrays = [np.asarray(variable) for dataset in by_weights.values() for variable in dataset.values()]
     _compare_sizes("gradients of weights", sizes(arrays), truth.weight_gradients, bound_of(program))
     _no_failed_certificate(by_weights)
     if not program.x.is_floating_point():
         return by_weights
-    by_input = rl.gradients(program.model, program.x, program.y, loss=program.loss, wrt="input", **options)
+    by_input = rl.gradients(program.model, program.inputs, program.y, loss=program.loss, wrt=program.wrt, **options)
     order = [list(by_input.dims).index(axis) for axis in program.input_axes if axis in by_input.dims]
     if len(order) != by_input.ndim:
         raise MismatchError(f"axes of the input's gradient are {by_input.dims}, not {tuple(program.input_axes)}")
@@ -113,23 +113,26 @@ def _compare_sizes(what: str, actual: np.ndarray, expected: np.ndarray, bound: f
 
 def jacobian(program: Program, truth: Truth, **options: Any) -> Any:
     if not program.x.is_floating_point():
-        return rl.jacobian(program.model, program.x, of=program.of, measure="norm", **options)
-    result = rl.jacobian(program.model, program.x, of=program.of, **options)
+        return rl.jacobian(program.model, program.inputs, of=program.of, wrt=program.wrt, measure="norm", **options)
+    result = rl.jacobian(program.model, program.inputs, of=program.of, wrt=program.wrt, **options)
     names = ["sample", *truth.jacobian_axes]
     for end, prefix in (("out_unit", "out_"), ("in_feature", "in_")):  # units of images have places as coordinates
         places = [f"{prefix}{axis}" for axis in ("channel", "height", "width")]
         if set(places) <= set(result.coords):
             result = result.set_index({end: places}).unstack(end)
             result = result.rename(in_channel="in_feature") if end == "in_feature" else result
+    expected = truth.jacobian
+    if set(result.dims) != set(names):
+        names, expected = with_flat_ends(names, expected)
     if set(result.dims) != set(names):
         raise MismatchError(f"axes of the Jacobian are {result.dims}, not {tuple(names)}")
-    if not close(result.transpose(*names).values, truth.jacobian, bound_of(program)):
+    if not close(result.transpose(*names).values, expected, bound_of(program)):
         raise MismatchError("Jacobian is not autograd's")
     return result
 
 
 def weights(program: Program, truth: Truth, **options: Any) -> Any:
-    result = rl.weights(program.model, program.x, program.y, loss=program.loss, **options)
+    result = rl.weights(program.model, program.inputs, program.y, loss=program.loss, **options)
     arrays = [
         np.asarray(variable)
         for name in result
@@ -141,7 +144,7 @@ def weights(program: Program, truth: Truth, **options: Any) -> Any:
 
 
 def find_nonfinite(program: Program, truth: Truth, **options: Any) -> Any:
-    finite = rl.find_nonfinite(program.model, program.x, program.y, loss=program.loss, **options)
+    finite = rl.find_nonfinite(program.model, program.inputs, program.y, loss=program.loss, **options)
     if "none" not in repr(finite).split("\n")[0]:
         raise MismatchError(f"a finite model: {finite!r}")
     if not program.x.is_floating_point():
@@ -149,7 +152,7 @@ def find_nonfinite(program: Program, truth: Truth, **options: Any) -> Any:
     damaged = program.x.clone()
     place = tuple(size // 2 for size in damaged.shape)
     damaged[place] = float("nan")
-    report = repr(rl.find_nonfinite(program.model, damaged, program.y, loss=program.loss, **options))
+    report = repr(rl.find_nonfinite(program.model, program.given(damaged), program.y, loss=program.loss, **options))
     step, sample = (place[list(program.input_axes).index(axis)] for axis in ("time", "sample"))
     if f"step {step} of sample {sample}" not in report:
         raise MismatchError(f"NaN in step {step} of sample {sample}: {report}")
@@ -157,14 +160,14 @@ def find_nonfinite(program: Program, truth: Truth, **options: Any) -> Any:
 
 
 def diagnose(program: Program, truth: Truth, **options: Any) -> Any:
-    return rl.diagnose(program.model, program.x, program.y, loss=program.loss, **options)
+    return rl.diagnose(program.model, program.inputs, program.y, loss=program.loss, **options)
 
 
 def report(program: Program, truth: Truth, **options: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.html"
         parts = {"loss": program.loss, "diagnosis": False, "jacobian": False}  # verbs of their own
-        rl.report(program.model, program.x, program.y, path, **parts, **options)
+        rl.report(program.model, program.inputs, program.y, path, **parts, **options)
         if "</html>" not in path.read_text():
             raise MismatchError("the page is not whole")
 

@@ -17,6 +17,7 @@ from array_api_compat import device
 from ..adapters.protocol import RecurrentCall
 from ..errors import InputError, RnnlensError
 from ..measures.intervention import USED, SquaredDifference, donors, memory_length, search
+from ..measures.transfer import steps_are_incomplete
 from ..recurrence.replay import Replay, replay
 from ..results.schema import to_host
 from ..typing import Array
@@ -72,6 +73,8 @@ class _StateExchange:
             self.reason = "whole-sequence layers cannot start from another state"
         elif any(call.bidirectional or call.direction == "backward" or "#" in call.layer for call in calls):
             self.reason = "it is measured for forward layers that are called once"
+        elif any(steps_are_incomplete(run) for _, run in self.experiment.replays):
+            self.reason = "the model's code changes the state between the steps"
         elif any(call.input.shape[1] != self.steps for call in calls):
             self.reason = "the layers do not run over the steps of the input"
         elif (self.experiment.examined_lengths != self.steps).any():

@@ -288,7 +288,12 @@ class Experiment:
     def final_indices(self, call: RecurrentCall) -> Array | None:
         """Return the step after which each sample's state reaches the output, (sample,); None for the last."""
         counts_data_steps = self._are_steps_of_the_data(call.input.shape[1])
-        final_indices = self.examined_lengths[: call.input.shape[0]] - 1
+        rows, lengths = call.input.shape[0], self.examined_lengths
+        if rows > len(lengths):  # parts of samples, or both halves of a bidirectional layer, are the layer's samples
+            if (lengths != lengths[0]).any():
+                return None
+            lengths = np.full(rows, lengths[0])
+        final_indices = lengths[:rows] - 1
         if not counts_data_steps or final_indices.max() >= call.input.shape[1]:
             return None
         return None if call.direction == "backward" and not self.is_sequence else final_indices

@@ -21,7 +21,7 @@ from ..errors import LayerNotFoundError, UnsupportedError
 from ..layout import canonical_order
 from ..measures.facts import Census, census, dead_units, gate_timescale, stuck_gates
 from ..measures.profiles import Band, attributed_memory, attribution, band
-from ..measures.transfer import Transfer, state_transfer, theil_sen
+from ..measures.transfer import Transfer, state_transfer, steps_are_incomplete, theil_sen
 from ..recurrence.arrays import namespace
 from ..recurrence.replay import Replay
 from ..recurrence.sequence import SequenceCell, forward, pull_back
@@ -158,6 +158,7 @@ def measure_layers(experiment: Experiment) -> tuple[list[LayerFacts], int | None
     layers = [
         _layer_facts(call, run, output_gradients.get((call.layer, call.direction)), experiment.final_indices(call))
         for call, run in experiment.replays
+        if not steps_are_incomplete(run)
     ]
     return layers, _attributed_steps(experiment, output_gradients)
 

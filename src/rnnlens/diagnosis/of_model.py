@@ -16,6 +16,7 @@ from ..arguments import seed as random_seed
 from ..arguments.data import is_source
 from ..errors import InputError
 from ..measures.residual import Missed
+from ..measures.transfer import steps_are_incomplete
 from ..results.diagnosis import Diagnosis, Finding
 from ..results.schema import concat_directions, coordinates, to_host
 from ..typing import Array
@@ -184,6 +185,7 @@ def diagnose(
                 f"{name} is called on its own output, over depth; its dynamics: rl.lyapunov(model, x, layer={name!r})."
                 for name in experiment.depth_loops
             ),
+            *_notes_of_incomplete_steps(experiment),
             *([f"{left_out} samples were left out: the loss ignores their targets."] if left_out else []),
         ],
     )
@@ -212,7 +214,7 @@ def _diagnosis_of_mixed_samples(mixed: list[Finding], provenance: Mapping[str, s
 def _input_numbers(experiment: Experiment) -> Any:
     """Return the input (sample, time, feature): the model's own, or for ids that of its first recurrent layer."""
     x = experiment.samples.x
-    if not isinstance(x, (tuple, list, dict)) and x.dtype.kind == "f":
+    if isinstance(x, np.ndarray) and x.dtype.kind == "f":
         return x.reshape(*x.shape[:2], -1)
     if experiment.replays:
         return np.asarray(to_host(experiment.replays[0][1].input))
@@ -271,6 +273,16 @@ def _notes(memory: Memory, residual_test: Missed | None, reason: str, *, layers_
     elif reason:
         notes.append(f"The memory of each layer was not measured: {reason}.")
     return notes
+
+
+def _notes_of_incomplete_steps(experiment: Experiment) -> list[str]:
+    """Name the layers that are not measured, since their replay does not know a part of each step."""
+    names = dict.fromkeys(call.layer for call, run in experiment.replays if steps_are_incomplete(run))
+    return [
+        f"State transfer, gates and units of {name!r} were not measured: the model's code changes the state between "
+        "the steps. rl.gradients and rl.jacobian include that change."
+        for name in names
+    ]
 
 
 def _power_notes(residual_test: Missed) -> list[str]:

@@ -196,6 +196,11 @@ def step_jacobians(run: Replay) -> Iterator[Array]:
         yield a if run.mask is None else np.where(on_cpu(run.mask[:, t])[:, None, None], a, identity)
 
 
+def steps_are_incomplete(run: Replay) -> bool:
+    """Return whether the model changes states between steps by more than resets, which a replay does not know."""
+    return run.start_states is not None and run.reset is None
+
+
 def refuse_changed_states(run: Replay) -> None:
     """Raise ``UnsupportedError`` if the model changes states between steps, which step Jacobians leave out."""
     if run.start_states is not None:

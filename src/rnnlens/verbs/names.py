@@ -206,7 +206,7 @@ class Catalogue:
 def complete_catalogue(catalogue: Catalogue, batch: Batch, texts: Sequence[str]) -> Catalogue:
     """Run the model if a name needs it, as a custom state does; return the catalogue with the names shown."""
     adapter, model = catalogue.adapter, catalogue.model
-    indexed_matches = map(_INDEXED.fullmatch, texts)
+    indexed_matches = (_INDEXED.fullmatch(text.replace("][", ".")) for text in texts)
     if not catalogue.outputs and any(m and m["what"] == "output" and not m["which"].isdigit() for m in indexed_matches):
         outputs = adapter.run(model, batch.without_loss(), Taps.states(inputs=False)).returned
         catalogue = Catalogue(adapter, model, catalogue.x, tuple(filter(None, named_leaves(outputs))))
@@ -273,7 +273,7 @@ def _model_tensors(text: str, catalogue: Catalogue) -> list[TensorName]:
         floating = [i for i, value in enumerate(values) if "float" in str(getattr(value, "dtype", ""))]
         # Ids have no gradient: among several inputs a single floating one is meant.
         return [tensors[floating[0]]] if len(floating) == 1 and len(values) > 1 else tensors
-    match = _INDEXED.fullmatch(text)
+    match = _INDEXED.fullmatch(text.replace("][", "."))  # as in Python, input[a][b] is input[a.b]
     return [] if match is None else [_indexed_name(text, match["what"], match["which"].strip("'\""), catalogue)]
 
 

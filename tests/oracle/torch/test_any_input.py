@@ -150,6 +150,36 @@ def test_containers_as_inputs(kind):
     assert rl.jacobian(model, x, measure="norm").dims == ("sample", "out_time", "in_time")
 
 
+@pytest.mark.parametrize("kind", [Record, Own, ByRows])
+def test_a_diagnosis_of_a_container_is_that_of_a_dictionary(kind):
+    torch.manual_seed(1)
+    model, y = Reader().double(), torch.randn(40, 7, 2, dtype=torch.float64)
+    parts = {"sequence": torch.randn(40, 7, 3, dtype=torch.float64), "scale": 0.5}
+    assert str(rl.diagnose(model, kind(**parts), y, loss="mse")) == str(rl.diagnose(model, parts, y, loss="mse"))
+
+
+class ReadsNested(nn.Module):
+    """A GRU over one part of nested inputs, scaled by another."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.head = nn.GRU(3, 5, batch_first=True), nn.Linear(5, 2)
+
+    def forward(self, batch):
+        return self.head(self.rnn(batch["forward"]["X"])[0]) * batch["backward"]["X"][..., :2]
+
+
+@pytest.mark.parametrize("name", ["input[backward.X]", "input[backward][X]"])
+def test_a_nested_input_is_named_as_in_python(name):
+    torch.manual_seed(1)
+    model, sequence = ReadsNested().double(), torch.randn(2, 4, 7, 3, dtype=torch.float64)
+    x = {"forward": {"X": sequence[0]}, "backward": {"X": sequence[1]}}
+    gradient = rl.gradients(model, x, of="output", reduce="sum", wrt=name)
+    expected = functional.pad(model.head(model.rnn(sequence[0])[0]), (0, 1))
+    np.testing.assert_allclose(gradient.values, expected.detach().numpy(), atol=1e-15)
+
+
 def test_the_name_of_an_input_alone_is_answered_with_the_name_to_type():
     model, x = Reader().double(), {"sequence": torch.randn(4, 7, 3, dtype=torch.float64), "scale": 0.5}
     with pytest.raises(LayerNotFoundError, match=r"input\[sequence\]"):

@@ -271,3 +271,15 @@ def test_dynamics_of_the_cell_alone_are_refused(verb):
     model, x, _ = make_case("gru", "zoneout")
     with pytest.raises(rl.errors.UnsupportedError, match="changes the state between the steps"):
         verb(model, x)
+
+
+@pytest.mark.parametrize("change", ["zoneout", "decay"])
+def test_a_diagnosis_leaves_out_what_a_replay_does_not_know(change):
+    model, _, _ = make_case("gru", change)
+    torch.manual_seed(1)
+    x, y = torch.randn(40, T, F, dtype=torch.float64), torch.randn(40, 2, dtype=torch.float64)
+    diagnosis = rl.diagnose(model, x, y, loss="mse")
+    assert set(diagnosis) == {"model"}
+    assert any("'cell' were not measured: the model's code changes the state" in note for note in diagnosis.notes)
+    # By exchange of inputs between samples, the model itself answers, with all of each step.
+    assert np.isfinite(diagnosis["model"]["use"]).all()

@@ -39,3 +39,36 @@ def recurrent_ppo() -> Program:
         call=values,
         modules=(policy,),
     )
+
+
+@program("tianshou", "Recurrent")
+def tianshou_recurrent() -> Program:
+    from tianshou.utils.net.common import Recurrent
+
+    return Program(
+        Recurrent(layer_num=2, state_shape=3, action_shape=2, hidden_layer_size=5),
+        batch(4, 6, 3, dtype=torch.float32),
+        batch(4, 2, dtype=torch.float32),
+        lambda returned, target: functional.mse_loss(returned[0], target),
+        output_axes=("sample", "unit"),
+        output=lambda returned: returned[0],
+        of="output[0]",
+    )
+
+
+@program("tianshou", "RecurrentCritic")
+def tianshou_critic() -> Program:
+    from tianshou.utils.net.continuous import RecurrentCritic
+
+    actions = batch(4, 2, dtype=torch.float32)
+    critic = RecurrentCritic(layer_num=1, state_shape=(3,), action_shape=(2,), hidden_layer_size=5)
+    return Program(
+        critic,
+        batch(4, 6, 3, dtype=torch.float32),
+        batch(4, 1, dtype=torch.float32),
+        functional.mse_loss,
+        output_axes=("sample", "unit"),
+        given=lambda x: {"obs": x, "act": actions},
+        call=lambda x: critic(x, actions),
+        wrt="input[obs]",
+    )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
 import torch
-from programs import Program, batch, program
+from programs import Program, WithHead, batch, program, replaced
 from torch import nn
 from torch.nn import functional
 
@@ -122,7 +126,21 @@ def norse_lsnn() -> Program:
             spikes, _ = self.lsnn(x)
             return self.readout(spikes)
 
-    return _spiking(Net())
+    net = Net()
+    spiking = _spiking(net)
+    spiking.hints = {"h = rl.torch.step(": partial(_by_step, net.lsnn)}
+    return spiking
+
+
+def _by_step(layer: Any) -> AbstractContextManager[dict[str, Any]]:
+    """Write the step of a layer's loop as the error says."""
+    import rnnlens as rl
+
+    def step(x: torch.Tensor, state: Any, *weights: Any) -> Any:
+        return rl.torch.step(lambda x, state: activation(x, state, *weights), x, state)
+
+    activation = layer.activation
+    return replaced(layer, "activation", step)
 
 
 @program("norse", "LIFRecurrentCell in a loop")
@@ -157,3 +175,47 @@ def _spiking(model: nn.Module, dtype: torch.dtype = torch.float32) -> Program:
         input_axes=("time", "sample", "feature"),
         output_axes=("time", "sample", "unit"),
     )
+
+
+@program("spikingjelly", "LIFNode, one step a call")
+def spikingjelly_steps() -> Program:
+    from spikingjelly.activation_based import functional as spiking
+    from spikingjelly.activation_based import layer, neuron
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(
+                layer.Linear(4, 6), neuron.LIFNode(tau=2.0), layer.Linear(6, 2), neuron.LIFNode(tau=2.0)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            spiking.reset_net(self)
+            return torch.stack([self.layers(current) for current in x.unbind(0)])
+
+    return _spiking(Net())
+
+
+@program("spikingjelly", "LIFNode, all steps in one call")
+def spikingjelly_multi_step() -> Program:
+    from spikingjelly.activation_based import functional as spiking
+    from spikingjelly.activation_based import layer, neuron
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(layer.Linear(4, 6), neuron.LIFNode(tau=2.0), layer.Linear(6, 2))
+            spiking.set_step_mode(self.layers, "m")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            spiking.reset_net(self)
+            return self.layers(x)
+
+    return _spiking(Net())
+
+
+@program("spikingjelly", "SpikingLSTM")
+def spikingjelly_lstm() -> Program:
+    from spikingjelly.activation_based import rnn
+
+    return _spiking(WithHead(rnn.SpikingLSTM(4, 6, 1), 6))
