@@ -468,3 +468,29 @@ def test_steps_that_the_loss_ignores_are_not_examined():
     declared = nn.CrossEntropyLoss(ignore_index=-7)
     with pytest.raises(InputError, match="ignores all targets"):
         rl.diagnose(net, x, np.full_like(padded, -7), loss=declared)
+
+
+class BothHalvesAsSamples(nn.Module):
+    """One cell over the steps in both orders: the reversed sequences are further samples of its loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(3, 5), nn.Linear(10, 2)
+
+    def forward(self, x):
+        both = torch.cat([x, x.flip(1)])
+        h, states = both.new_zeros(len(both), 5), []
+        for t in range(x.shape[1]):
+            h = self.cell(both[:, t], h)
+            states.append(h)
+        forward, backward = torch.stack(states, 1).chunk(2)
+        return self.head(torch.cat([forward, backward.flip(1)], 2))
+
+
+@pytest.mark.parametrize("samples", [4, 40])
+def test_a_layer_may_have_more_samples_than_the_data(samples):
+    torch.manual_seed(0)
+    model, x, y = BothHalvesAsSamples(), torch.randn(samples, 7, 3), torch.randn(samples, 7, 2)
+    diagnosis = rl.diagnose(model, x, y, loss="mse", step=3)
+    assert np.isfinite(diagnosis["cell"]["kappa"]).all()
+    assert diagnosis["cell"]["kappa"].sizes["lag"] == 5
