@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 _DEFINING_MODULES = {
     "compare": "rnnlens.diagnosis.compare",
     "diagnose": "rnnlens.diagnosis",
+    "episode_resets": "rnnlens.diagnosis.episode_resets",
     "fixed_points": "rnnlens.diagnosis.dynamics",
     "lyapunov": "rnnlens.diagnosis.dynamics",
     "step_eigenvalues": "rnnlens.diagnosis.dynamics",

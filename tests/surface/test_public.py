@@ -19,6 +19,7 @@ PUBLIC = {
         "(model, x, y=None, *, baseline=None, step=-1, output=0, task=None, loss=None, optimizer=None, samples=512, "
         "seed=0, axes=None)"
     ),
+    "episode_resets": "(model, x, starts, *, most=16)",
     "find_nonfinite": (
         "(model, x, y=None, *, loss=None, sample_weight=None, class_weight=None, training=False, initial_state=None, "
         "seed=0, axes=None)"
