@@ -8,6 +8,7 @@ All classes derive from ``RnnlensError``, most also from a built-in exception su
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -268,7 +269,8 @@ def _user_code_error(
 def _short_message(error: Exception) -> str:
     """Return the first four lines of an exception's message, joined; "no message" if it is empty."""
     try:
-        lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+        plain_text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Keras sets words in bold type
+        lines = [line.strip() for line in plain_text.splitlines() if line.strip()]
     except Exception:
         lines = []
     return " ".join(lines[:4]) or "no message"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, get_args
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, ParamSpec, Self, get_args
 
 import numpy as np
 
-from .errors import InputError, TooLargeError, short_repr
+from .errors import CallError, InputError, TooLargeError, did_you_mean, short_repr
 
+P = ParamSpec("P")
 Certify = Literal["auto", "always", "first", "never"]
 
 #: Seconds after which a job shows a progress bar.
@@ -55,6 +58,20 @@ def current() -> Settings:
     return _CURRENT.get()
 
 
+def _known_options(function: Callable[P, None]) -> Callable[P, None]:
+    """Decorate a function of options to name the one that does not exist, and the closest that does."""
+
+    @functools.wraps(function)
+    def with_check(*args: P.args, **kwargs: P.kwargs) -> None:
+        names = [setting.name for setting in fields(Settings)]
+        for name in kwargs:
+            if name not in names:
+                raise CallError("There is no such option.", got=f"{name}=", hint=did_you_mean(name, names))
+        function(*args, **kwargs)
+
+    return with_check
+
+
 class options:  # noqa: N801 - called like a function
     """Setter of options, from the call on or for the length of a ``with`` block.
 
@@ -93,6 +110,7 @@ class options:  # noqa: N801 - called like a function
     2147483648
     """
 
+    @_known_options
     def __init__(
         self,
         *,

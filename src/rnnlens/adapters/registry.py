@@ -70,6 +70,8 @@ def _hint_for(model: Any) -> str:
     is_of_jax = any(
         cls.__module__.partition(".")[0] in ("flax", "haiku", "jax", "jaxlib") for cls in type(model).__mro__
     )
+    if any(cls.__module__.startswith("flax.linen") for cls in type(model).__mro__):
+        return "rl.jax.model(module, params), with params = module.init(jax.random.key(0), x)"
     if is_of_jax or inspect.isfunction(model) or inspect.ismethod(model):
         return "rl.jax.model(apply, params), for a function of JAX, a Linen module or a Haiku transform"
     if isinstance(model, str | PathLike):
@@ -78,9 +80,18 @@ def _hint_for(model: Any) -> str:
         )
     if type(model).__module__.startswith("tensorflow."):
         return GRAPHS_HINT
+    if isinstance(model, Mapping) and _has_arrays_of_jax(model):
+        return "rl.jax.model(module, params): a module or apply function first, and then its parameters"
     if isinstance(model, Mapping):
         return "model.load_state_dict(weights), and then model in place of the weights"
     return "pass the model itself, not its output or its weights"
+
+
+def _has_arrays_of_jax(tree: Any) -> bool:
+    """Return whether a nested dict holds arrays of JAX."""
+    if isinstance(tree, Mapping):
+        return any(map(_has_arrays_of_jax, tree.values()))
+    return type(tree).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 def _description(model: Any) -> str:

@@ -130,7 +130,10 @@ def _open_arrays(path: Path) -> Iterator[_Arrays]:
         if "Object arrays" in reason:
             reason = "it holds Python objects, which could run code on loading"
         expected = "plain arrays, saved with numpy.savez(path, x=..., y=...)"
-        raise FileError("This data file cannot be read.", got=f"{path}: {reason}", expected=expected) from error
+        hint = "numpy.savez('data.npz', x=x, y=y), with x of shape (sample, time, feature)"
+        raise FileError(
+            "This data file cannot be read.", got=f"{path}: {reason}", expected=expected, hint=hint
+        ) from error
 
 
 def _first_samples(arrays: Any, count: int) -> Any:

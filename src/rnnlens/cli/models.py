@@ -75,8 +75,11 @@ def _model_hint(spec: str) -> str | None:
         )
     if path.suffix == ".py" or spec.replace(".", "").isidentifier():
         module = ".".join(path.with_suffix("").parts) if path.suffix == ".py" else spec
+        near = _near(path)
+        if near is not None:
+            return near
         return f"{module}:make, where make() in it returns the model"
-    return None
+    return _near(path)
 
 
 def _near(path: Path) -> str | None:
@@ -208,7 +211,8 @@ def _import_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        hint = "run from the folder that holds it, or install it"
+        near = difflib.get_close_matches(name, [file.stem for file in Path.cwd().glob("*.py")], n=1, cutoff=0.6)
+        hint = f"{near[0]}, of this folder" if near else "run from the folder that holds it, or install it"
         raise InputError(f"There is no module {error.name!r}.", got=name, hint=hint) from error
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from ..adapters.registry import adapter_for
+from ..adapters.registry import adapter_for, adapter_of
 from ..arguments import anything, checked, data_set, many_examples, switch
 from ..cluster import (
     finished_results,
@@ -342,8 +342,12 @@ def _models_by_name(models: Any) -> dict[Any, Any]:
     else:
         by_name = {}
     if not by_name:
-        hint = 'rl.compare({"lstm": d1, "gru": d2})'
-        raise InputError("Nothing to compare.", got=short_repr(models), hint=hint)
+        is_model = adapter_of(models) is not None
+        problem = "One model alone is no comparison." if is_model else "Nothing to compare."
+        hint = 'rl.compare({"lstm": model, "gru": other}, x, y), or diagnoses in place of the models'
+        if is_model:
+            hint += "; of one model: rl.diagnose(model, x, y)"
+        raise InputError(problem, got=type(models).__name__ if is_model else short_repr(models), hint=hint)
     return by_name
 
 

@@ -11,6 +11,7 @@ from os import PathLike
 from typing import Any
 
 from ..adapters.jax import JaxModel
+from ..errors import InputError, short_repr
 from ..tracking.jax.watch import JaxWatch, WatchOptions
 from ..tracking.watch_arguments import Every, check_arguments
 
@@ -53,6 +54,9 @@ def model(
     JaxModel
         The model, for every function of rnnlens that takes one.
     """
+    if isinstance(source, Mapping):
+        problem, expected = "The module or the function comes first, and then its parameters.", "model(source, params)"
+        raise InputError(problem, got=short_repr(source), expected=expected, hint="rl.jax.model(module, params)")
     return JaxModel(source, params, rng=rng, example=example, batched=batched, names=names)
 
 

@@ -32,7 +32,7 @@ _OTHER_KEYWORDS = {
     "max_timesteps": "array.isel(time=slice(n)), of what is drawn",
     "reflect_half": "as_computed=True",
     "absolute_value": "absolute=True",
-    "mode": "a gradient itself, such as trace[layer].hidden_grad",
+    "mode": "grad=True, of rl.weights(model, x, y)[layer]; else a gradient itself, such as trace[layer].hidden_grad",
     "annotations": "array.assign_coords(unit=names), of what is drawn",
     "subplot_samples": 'panel="sample", or samples="panels"',
     "peaks_to_clip": "clip_peaks=",

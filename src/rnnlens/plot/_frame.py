@@ -113,6 +113,14 @@ class Drawing(np.ndarray[Any, Any]):
             raise FileError("The picture cannot be written.", got=f"{target_path}: {error}") from error
         except Exception as error:
             known_formats = ", ".join(sorted(self.figure.canvas.get_supported_filetypes()))
+            if target_path.lower().endswith((".html", ".htm")):
+                raise InputError(
+                    "This figure is a picture, and has no page.",
+                    got=target_path,
+                    expected=known_formats,
+                    hint=f".save({target_path.rpartition('.')[0] + '.svg'!r}); words (tokens=) and three components "
+                    "(rl.plot.trajectories) have a page, a whole trace has rl.report",
+                ) from error
             raise InputError("matplotlib cannot save this.", got=str(error), expected=known_formats) from error
 
     def mark(self, *steps: float, label: str | None = None) -> Drawing:

@@ -390,8 +390,7 @@ def _add_diagnosis(contents: ReportContents, model: Any, report_samples: ReportS
     if not request.diagnosis:
         return
     baseline = None if isinstance(request.baseline, Trace) else request.baseline
-    all_indices = range(report_samples.count) if report_samples.count is not None else []
-    x, y = report_samples.select(all_indices)
+    x, y = report_samples.select(range(report_samples.count or 0))
     try:
         contents.diagnosis = diagnose(
             model, x, y, baseline=baseline, loss=request.loss, seed=request.seed, axes=request.axes

@@ -61,7 +61,8 @@ class ReportSamples:
         """Return inputs x and targets y of the samples at ``indices``."""
         if self.count is None:
             return self.x, self.y
-        rows = np.asarray(indices)
+        # A slice is a view: data on disk are not read.
+        rows = slice(None) if indices == range(self.count) else np.asarray(indices)
         x = data.select(self.x, rows)
         y = None if self.y is None else data.select(self.y, rows)
         if self.orientation is None:

@@ -15,6 +15,7 @@ import xarray as xr
 
 from ..arguments import checked
 from ..arguments import path as path_of
+from ..errors import QuantityNotFoundError, did_you_mean
 from .checks import Certificate, Check
 from .disk.regions import ChunkTasks
 from .notebook import interactive_bundle
@@ -56,6 +57,40 @@ class LabelledArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's 
     def around(cls, array: xr.DataArray) -> LabelledArray:
         """Return the same array, not copied and not checked again, as a labelled array."""
         return cls(array.variable, array._coords, name=array.name, indexes=array._indexes, fastpath=True)
+
+    def sel(self, indexers: Mapping[Any, Any] | None = None, *args: Any, **labels: Any) -> Any:
+        """Select by labels, as xarray does; a label that is not there is an error with those that are.
+
+        Raises
+        ------
+        QuantityNotFoundError
+            If a dimension or a label does not exist.
+        """
+        try:
+            return super().sel(indexers, *args, **labels)
+        except KeyError as error:
+            unknown = self._unknown_label({**(indexers or {}), **labels})
+            if unknown is None:
+                raise
+            raise unknown from error
+
+    def _unknown_label(self, labels: Mapping[Any, Any]) -> QuantityNotFoundError | None:
+        """Return the error for the first dimension or label by name that does not exist; None if all exist."""
+        for dim, label in labels.items():
+            if dim in ("method", "tolerance", "drop"):  # options of xarray
+                continue
+            if dim not in self.coords and dim not in self.dims:
+                hint = did_you_mean(dim, map(str, self.dims))
+                return QuantityNotFoundError(f"There is no dimension {dim!r}.", hint=hint)
+            names = [str(name) for name in self.coords[dim].values] if dim in self.coords else []
+            if isinstance(label, str) and label not in names:
+                # The share of the state that is kept: an LSTM's forget gate, a GRU's update gate.
+                kept = {"forget": "update", "update": "forget"}.get(label)
+                hint = did_you_mean(label, names)
+                if kept in names:
+                    hint = f"{dim}={kept!r}, the share of the state that is kept"
+                return QuantityNotFoundError(f"There is no {dim} {label!r} here.", got=f"{dim}={label!r}", hint=hint)
+        return None
 
     @property
     def checks(self) -> list[Check]:

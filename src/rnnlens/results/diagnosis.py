@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import xarray as xr
 
-from ..errors import InputError
+from ..errors import InputError, LayerNotFoundError
 from ..measures.dynamics import point_kinds
 from ..vocabulary import DIRECTION
 from .base import Part, Result
@@ -238,6 +238,12 @@ class Comparison(Result, kind="comparison"):
     ) -> None:
         super().__init__(datasets, **common)
         self.diagnoses = dict(diagnoses or {})
+
+    def _resolve(self, name: str) -> str:
+        if name in self.diagnoses:
+            hint = f"comparison.diagnoses[{name!r}]; its row of numbers: comparison.table.sel(name={name!r})"
+            raise LayerNotFoundError("A comparison is not indexed by model.", got=repr(name), hint=hint)
+        return super()._resolve(name)
 
     @property
     def table(self) -> xr.Dataset:

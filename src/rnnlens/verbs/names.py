@@ -241,7 +241,9 @@ def read_one(text: str, catalogue: Catalogue) -> TensorName:
     matches = read(text, catalogue)
     if len(matches) > 1:
         listing = ", ".join(repr(name.text) for name in matches)
-        raise InputError(f"{text!r} names several tensors.", got=listing, expected="one of them")
+        argument = {"input": "wrt=", "output": "of="}.get(text, "")
+        hint = f"{argument}{matches[0].text!r}" + ("" if argument else f" in place of {text!r}")
+        raise InputError(f"{text!r} names several tensors.", got=listing, expected="one of them", hint=hint)
     return matches[0]
 
 

@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import optax
 import pytest
@@ -68,7 +69,8 @@ MISTAKES = {
         {"loss": lambda output, target: ((output - target) ** 2).mean()},
     ),
     "one sequence": ({"x": X[0], "y": ONE_HOT[:1]}, "x (10, 4) float32", "x[None]", {"x": X[:1], "y": ONE_HOT[:1]}),
-    "other features": ({"x": X[..., :3]}, "x (6, 10, 3) float32", "the model called on x by itself", {}),
+    "other features": ({"x": X[..., :3]}, "x (6, 10, 3) float32", "x with the 4 features of the training", {}),
+    "turned axes": ({"x": X.swapaxes(1, 2)}, "x (6, 4, 10) float32", "x.swapaxes(1, 2)", {}),
 }
 
 
@@ -90,6 +92,70 @@ def test_parameters_without_their_key():
     assert str(caught.value).endswith('\n  try:      rl.jax.model(module, {"params": params})')
     hidden = rl.trace(rl.jax.model(module, {"params": params}), X)["cell"].hidden
     assert np.allclose(hidden, jnp.asarray(module.apply({"params": params}, X)), atol=1e-6)
+
+
+def test_what_is_no_model():
+    module = nn.RNN(nn.GRUCell(8))
+    params = module.init(jax.random.key(0), X)
+    hints = {
+        "module": (module, "rl.jax.model(module, params), with params = module.init(jax.random.key(0), x)"),
+        "apply": (module.apply, "rl.jax.model(apply, params)"),
+        "params": (params, "rl.jax.model(module, params)"),
+    }
+    for model, hint in hints.values():
+        with pytest.raises(rl.errors.ModelError) as caught:
+            rl.trace(model, X)
+        assert caught.value.hint.startswith(hint)
+    assert rl.trace(rl.jax.model(module, params), X)["cell"].hidden.shape == (6, 10, 8)
+    with pytest.raises(rl.errors.InputError, match="The module or the function comes first") as caught:
+        rl.jax.model(params, module)
+    assert caught.value.hint == "rl.jax.model(module, params)"
+
+
+@pytest.mark.parametrize(
+    ("name", "y"),
+    [
+        ("cross_entropy", CLASSES),
+        ("sparse_categorical_crossentropy", CLASSES),
+        ("categorical_crossentropy", ONE_HOT),
+        ("binary_crossentropy", ONE_HOT),
+        ("mse", ONE_HOT),
+        ("mae", ONE_HOT),
+    ],
+)
+def test_a_loss_by_name_is_written_as_a_function(name, y):
+    with pytest.raises(rl.errors.InputError, match="A loss for a model of JAX is a function") as caught:
+        trace(y=y, loss=name)
+    loss = eval(caught.value.hint.removeprefix("loss=").partition(", of logits")[0], {"optax": optax})
+    y, outputs = y.astype("int32" if y.ndim == 1 else "float32"), np.array([[0.5, 0.3, -1.0]] * 6, "float32")
+    by_keras = keras.losses.get("sparse_categorical_crossentropy" if name == "cross_entropy" else name)
+    logits = {"from_logits": True} if "cross" in name else {}
+    assert np.allclose(loss(outputs, y), np.mean(by_keras(y, outputs, **logits)), atol=1e-6)
+
+
+def test_a_function_that_takes_a_key_besides_the_data():
+    module = nn.RNN(nn.GRUCell(8))
+    params = module.init(jax.random.key(0), X)
+    with pytest.raises(rl.errors.UserCodeError, match="the function takes 'key' besides the data") as caught:
+        rl.trace(rl.jax.model(lambda params, x, key: module.apply(params, x), params), X)
+    _, _, code = caught.value.hint.partition(" in place of x, or ")
+    apply, key = lambda params, x, key: module.apply(params, x), jax.random.key(0)
+    model = eval(code, {"rl": rl, "apply": apply, "key": key, "params": params})
+    assert rl.trace(model, X)["cell"].hidden.shape == (6, 10, 8)
+
+
+def test_a_target_taken_for_another_argument_of_the_model():
+    class Switched(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=False):
+            return nn.RNN(nn.GRUCell(8))(x) * (2.0 if train else 1.0)
+
+    module = Switched()
+    model = rl.jax.model(module, module.init(jax.random.key(0), X))
+    with pytest.raises(rl.errors.UserCodeError, match="y was given without a loss") as caught:
+        rl.trace(model, X, CLASSES)
+    loss = eval(caught.value.hint.removeprefix("loss="))
+    assert np.isfinite(rl.trace(model, X, np.zeros((6, 10, 8)), loss=loss).loss)
 
 
 def test_a_class_for_a_model():

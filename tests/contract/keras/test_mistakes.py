@@ -41,6 +41,23 @@ def test_classes_in_another_form_are_explained(loss, y, hint, mended):
     assert np.isfinite(rl.trace(network, X, mended).loss)
 
 
+def test_an_id_that_is_larger_than_the_embedding():
+    ids = np.arange(60).reshape(6, 10) % 5
+    layers = [keras.Input((10,), dtype="int32"), keras.layers.Embedding(4, 3), keras.layers.LSTM(8)]
+    network = keras.Sequential(layers)
+    with pytest.raises(rl.errors.UserCodeError, match="x has ids up to 4") as caught:
+        rl.trace(network, ids)
+    assert caught.value.hint.startswith("an embedding of 5 rows")
+    assert "\x1b" not in str(caught.value)
+    assert list(rl.trace(keras.Sequential([layers[0], keras.layers.Embedding(5, 3), layers[2]]), ids))
+
+
+def test_a_misspelt_loss():
+    with pytest.raises(rl.errors.InputError, match="Keras has no loss of that name") as caught:
+        rl.trace(model("mse"), X, ONE_HOT, loss="mean_square_error")
+    assert caught.value.hint.startswith("did you mean 'mean_squared_error'?")
+
+
 def test_a_layer_in_place_of_its_name():
     network = model("mse")
     layer = network.layers[0]

@@ -71,6 +71,9 @@ class Words(nn.Module):
         return self.head(self.lstm(self.embedding(ids))[0][:, -1])
 
 
+net = Net()
+
+
 def trace(x=X, y=CLASSES, loss=cross_entropy, model=None):
     return rl.trace(Net() if model is None else model, x, y, loss=loss, quantities="hidden")
 
@@ -175,6 +178,12 @@ INPUTS = {
         "x.long() in place of x",
         {"model": Words(), "x": IDS.float().long()},
     ),
+    "an id too large": ({"model": Words(), "x": IDS + 1}, "an embedding of 6 rows", {"model": Words(), "x": IDS}),
+    "an id below 0": (
+        {"model": Words(), "x": IDS - 1},
+        "ids of the embedding's vocabulary",
+        {"model": Words(), "x": IDS},
+    ),
     "a dict of one tensor": ({"x": {"words": X}}, "x['words'] in place of x", {}),
     "x and y swapped": ({"x": CLASSES, "y": X}, "swap x and y", {}),
     "weights without values": ({"model": Net().to("meta")}, "model.to_empty(device='cpu')", {}),
@@ -252,6 +261,24 @@ ARGUMENTS = {
     "a whole layer for a figure": (lambda: rl.plot.heatmap(Named.trace()["rnn"]), 'such as trace["rnn"].hidden_grad'),
     "a layer by number": (lambda: rl.trace(Net(), X, layers=0), "a name that rl.layers(model) lists"),
     "See RNN's mode": (lambda: rl.gradients(Net(), X, mode="weights"), 'rl.gradients(..., wrt="weights")'),
+    "See RNN's gradients of weights": (
+        lambda: rl.plot.weights_heatmap(rl.weights(Net())["lstm"], mode="grads"),
+        "grad=True, of rl.weights(model, x, y)[layer]",
+    ),
+    "a misspelt option": (lambda: rl.options(memry="1 GiB"), "did you mean 'memory'?"),
+    "one model to compare": (lambda: rl.compare(Net(), X, CLASSES), "of one model: rl.diagnose(model, x, y)"),
+    "an array with names for a measure": (
+        lambda: rl.measures.half_life(Named.trace()["rnn"].hidden),
+        'array.transpose(..., "lag").values',
+    ),
+    "a picture as a page": (
+        lambda: rl.plot.heatmap(Named.trace()["rnn"].hidden).save("picture.html"),
+        ".save('picture.svg')",
+    ),
+    "one of two inputs": (
+        lambda: rl.jacobian(rl.torch.model(lambda a, b: net(a + b), net), (X, X), measure="norm"),
+        "wrt='input[a]'",
+    ),
     "an unknown keyword": (lambda: rl.plot.heatmap(X, qqq=1), "leave it out; plot.heatmap has dims, "),
 }
 
@@ -262,6 +289,36 @@ def test_wrong_arguments(call, hint):
         call()
     assert hint in str(caught.value).rpartition("\n  try:      ")[2]
     assert len(str(caught.value)) < 800
+
+
+def test_labels_that_do_not_exist():
+    lstm = rl.trace(Net(), X)["lstm"]
+    gru = rl.trace(nn.GRU(4, 8, batch_first=True), X)["gru"]
+    hints = {
+        "gru.gates.sel(gate='forget')": "gate='update', the share of the state that is kept",
+        "lstm.gates.sel(gate='update')": "gate='forget', the share of the state that is kept",
+        "lstm.gates.sel({'gate': 'forgot'})": "did you mean 'forget'?",
+        "lstm.hidden.sel(timestep=3, drop=True)": "did you mean 'time'?",
+    }
+    for code, hint in hints.items():
+        with pytest.raises(KeyError) as caught:
+            eval(code, {"lstm": lstm, "gru": gru})
+        assert str(caught.value).rpartition("\n  try:      ")[2].startswith(hint), code
+    with pytest.raises(KeyError):
+        lstm.hidden.sel(time=99)
+    nearest = lstm.hidden.sel(time=3.2, method="nearest")
+    assert (nearest == lstm.hidden.isel(time=3)).all()
+    assert (gru.gates.sel(gate="update") == gru.gates.isel(gate=0)).all()
+
+
+def test_a_comparison_names_where_the_diagnosis_of_a_model_is():
+    table = rl.compare({"first": Net(), "second": Net()}, X, CLASSES, loss=cross_entropy)
+    with pytest.raises(rl.errors.LayerNotFoundError) as caught:
+        table["second"]
+    diagnosis, _, row = caught.value.hint.partition("; its row of numbers: ")
+    assert eval(diagnosis, {"comparison": table}) is table.diagnoses["second"]
+    assert eval(row, {"comparison": table})["name"] == "second"
+    assert table["comparison"].memory.sizes == {"name": 2}
 
 
 def test_names_that_do_not_exist(monkeypatch):

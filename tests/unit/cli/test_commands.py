@@ -256,6 +256,7 @@ def test_factories_and_weights_that_do_not_fit(rnnlens, module, folder):
 def test_hints_are_what_to_type_on_the_command_line(rnnlens, module, folder):
     name = module(TORCH)
     (folder / "good.keras").write_text("")
+    (folder / "table.csv").write_text("1,2")
     np.savez("other_names.npz", a=np.zeros(2), b=np.zeros(2))
     hints = {
         ("layers", "whole.pt"): "my_module:make --weights whole.pt, where make() in my_module.py returns the model",
@@ -264,6 +265,9 @@ def test_hints_are_what_to_type_on_the_command_line(rnnlens, module, folder):
         ("layers", f"{name}:makee"): "did you mean 'make'?",
         ("layers", f"{name}.py:make"): f"{name}:make",
         ("layers", "goood.keras"): "good.keras",
+        ("layers", "good.kers"): "good.keras",
+        ("layers", f"{name}s:make"): f"{name}, of this folder",
+        ("trace", f"{name}:make", "table.csv"): "numpy.savez('data.npz', x=x, y=y)",
         ("trace", f"{name}:make", "other_names.npz"): "--x NAME --y NAME, with names from the file: a, b",
         ("trace", f"{name}:make", "data.npz"): "--loss ",
     }

@@ -57,7 +57,8 @@ def test_python_objects_are_never_unpickled(save):
     assert error_message(FileError, path) == (
         f"This data file cannot be read.\n"
         f"  got:      {path}: it holds Python objects, which could run code on loading\n"
-        "  expected: plain arrays, saved with numpy.savez(path, x=..., y=...)"
+        "  expected: plain arrays, saved with numpy.savez(path, x=..., y=...)\n"
+        "  try:      numpy.savez('data.npz', x=x, y=y), with x of shape (sample, time, feature)"
     )
 
 

@@ -89,6 +89,22 @@ def data_parameters(model: Any) -> tuple[str, ...] | None:
     return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
 
 
+def _loss_of_name(name: str) -> str:
+    """Return the function that the name of a loss, as in Keras or torch, stands for; else the mean squared error."""
+    name = name.lower().replace("_", "").replace(" ", "")
+    arguments = "loss=lambda output, target: "
+    if "binary" in name or name.startswith("bce"):
+        return f"{arguments}optax.sigmoid_binary_cross_entropy(output, target).mean(), of logits"
+    if name == "categoricalcrossentropy":
+        return f"{arguments}optax.softmax_cross_entropy(output, target).mean(), of logits and one-hot targets"
+    if "cross" in name or name == "nllloss":
+        integers = "optax.softmax_cross_entropy_with_integer_labels(output, target).mean()"
+        return f"{arguments}{integers}, of logits and classes"
+    if name in ("mae", "l1", "l1loss", "meanabsoluteerror"):
+        return f"{arguments}abs(output - target).mean()"
+    return f"{arguments}((output - target) ** 2).mean()"
+
+
 def refuse_options(model: Any, batch: Batch) -> None:
     """Raise UnsupportedError for options of a batch that a model of JAX cannot honour."""
     if batch.class_weight is not None:
@@ -99,7 +115,7 @@ def refuse_options(model: Any, batch: Batch) -> None:
             "A loss for a model of JAX is a function.",
             got=f"loss={batch.loss!r}",
             expected="loss(output, target), which returns a scalar",
-            hint="loss=lambda output, target: ((output - target) ** 2).mean()",
+            hint=_loss_of_name(batch.loss),
         )
     if batch.loss is not None and not callable(batch.loss):
         raise InputError("The loss is not callable.", got=short_repr(batch.loss), expected="loss(output, target)")

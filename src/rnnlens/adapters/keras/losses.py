@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from ...autodiff import Memo, Tap
 from ...autodiff.tensors import dtype_name
-from ...errors import InputError, ModelError, UnsupportedError, message, raised_by
+from ...errors import InputError, ModelError, UnsupportedError, did_you_mean, message, raised_by
 from ...typing import Array
 from ..protocol import Batch, Outputs
 from .dialect import Dialect, dialect_of
@@ -94,7 +95,9 @@ def _user_loss(keras: Dialect, batch: Batch) -> Callable[[Any, Any, Any], Any]:
         try:
             loss = keras.losses.get(loss)
         except ValueError:
-            problem, hint = "Keras has no loss of that name.", 'a name such as "mse", or a function'
+            problem = "Keras has no loss of that name."
+            names = [name for name, value in vars(keras.losses).items() if inspect.isfunction(value)]
+            hint = did_you_mean(loss, sorted({"mse", "mae", *names} - {"get", "serialize", "deserialize"}))
             raise InputError(problem, got=repr(loss), hint=hint) from None
         return keras.compiled_form(loss)
     if is_own or isinstance(loss, (list, tuple, dict)):

@@ -16,7 +16,7 @@ import numpy as np
 from ...autodiff import Engine, Memo, Tap
 from ...errors import raised_by
 from ...settings import current
-from ..shared.call_errors import explain_loss
+from ..shared.call_errors import explain_layers, explain_loss
 from .dialect import Dialect
 from .hooks import ChangedStateError, LayerCall, LayerRecorder, RunRequest, Starts, SteppedLayerError
 from .restore import borrowed, open_log, python_state_restored
@@ -36,7 +36,7 @@ def program(job: RunRequest, arguments: Mapping[str, Any], tap: Tap) -> tuple[An
         keras.variables_substituted(job.model, values, seeds, job.weights, tap),
     ):
         with recorder.layers_hooked():
-            with raised_by("Your model"):
+            with raised_by("Your model", partial(explain_layers, job.batch.x)):
                 outputs = call_model(job.model, x, job.batch.training)
             outputs = _tap_tensors(job, "model|output", outputs, tap)
         loss = job.batch.loss

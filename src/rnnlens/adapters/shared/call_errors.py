@@ -192,6 +192,8 @@ def explain_forward(
     if "indices" in str(error) and "embedding" in str(error) and str(getattr(x, "dtype", "")).startswith("torch.float"):
         problem = "x holds floats, and the model looks up integer ids"
         return Explanation(problem, got=got, expected="whole numbers", hint="x.long() in place of x")
+    if explanation := _large_id(x, error):
+        return explanation._replace(got=got)
     if "meta" in weights_devices:
         hint = "model.to_empty(device='cpu'), then model.load_state_dict(...)"
         problem = "its weights are on the device meta, without values"
@@ -237,20 +239,75 @@ def explain_forward(
     return unexplained
 
 
+def _large_id(x: Any, error: Exception) -> Explanation | None:
+    """Explain an id that is larger than an embedding has rows, or below 0."""
+    if "out of range" not in str(error) and "out of bounds" not in str(error):
+        return None
+    if shape_of(x) is None or "int" not in str(x.dtype):
+        return None
+    ids = as_numpy(x)
+    smallest, largest = int(ids.min()), int(ids.max())
+    expected = "ids from 0 up to the number of rows of the embedding, less 1"
+    if smallest < 0:
+        return Explanation(f"x has the id {smallest}", expected=expected, hint="ids of the embedding's vocabulary")
+    problem = f"x has ids up to {largest}, and the model looks them up in a table of fewer rows"
+    hint = f"an embedding of {largest + 1} rows, or x.clip(max=n - 1) for one of n rows"
+    return Explanation(problem, expected=expected, hint=hint)
+
+
+def explain_layers(x: Any, error: Exception) -> Explanation | None:
+    """Explain an exception of a Keras model; None if its cause is not known."""
+    explanation = _large_id(x, error)
+    return None if explanation is None else explanation._replace(got=f"x {_described(x)}")
+
+
+#: Text of a dot product or a parameter of JAX that does not fit, with the features of the data and of the weights.
+_FEATURES_OF_JAX = re.compile(
+    r"got \((?P<x>\d+),\) and \((?P<weights>\d+),\)|"
+    r"generate shape \((?P<x2>\d+), \d+\), but the existing parameter it received has shape \((?P<weights2>\d+), "
+)
+
+
+def _other_features(x: Any, error: Exception) -> Explanation | None:
+    """Explain data of JAX with another number of features than the weights take."""
+    shape, match = shape_of(x) or (), _FEATURES_OF_JAX.search(str(error))
+    if len(shape) != 3 or match is None:
+        return None
+    features, expected = (int(match[name] or match[f"{name}2"]) for name in ("x", "weights"))
+    if features != shape[-1]:
+        return None
+    return Explanation(
+        f"x has {features} features, and the weights take {expected}",
+        expected=f"x of shape (sample, time, {expected})",
+        hint="x.swapaxes(1, 2)" if shape[1] == expected else f"x with the {expected} features of the training",
+    )
+
+
 def explain_program(x: Any, y: Any, error: Exception, *, takes_target: bool) -> Explanation:
     """Explain an exception of a model of JAX; ``takes_target`` if it is called with ``y``, as no loss was given."""
     got = f"x {_described(x)}"
-    if takes_target and isinstance(error, TypeError) and "argument" in str(error):
+    if explanation := _other_features(x, error) or _large_id(x, error):
+        return explanation._replace(got=got)
+    if type(error).__name__ == "ScopeCollectionNotFound" and 'collection "params"' in str(error):
+        expected = "the variables as init returns them"
+        hint = 'rl.jax.model(module, {"params": params})'
+        return Explanation("the parameters are not under the key 'params'", got=got, expected=expected, hint=hint)
+    if takes_target:
         return Explanation(
             "y was given without a loss, so the model is called with x and y",
             got=f"{got}, y {_described(y)}",
             expected="loss=, or a model that takes the target and returns the loss",
             hint="loss=lambda output, target: ((output - target) ** 2).mean()",
         )
-    if type(error).__name__ == "ScopeCollectionNotFound" and 'collection "params"' in str(error):
-        expected = "the variables as init returns them"
-        hint = 'rl.jax.model(module, {"params": params})'
-        return Explanation("the parameters are not under the key 'params'", got=got, expected=expected, hint=hint)
+    missing = re.search(r"missing \d+ required positional arguments?: '(\w+)'", str(error))
+    if isinstance(error, TypeError) and missing:
+        return Explanation(
+            f"the function takes {missing[1]!r} besides the data",
+            got=got,
+            expected="a function of the parameters and the data: apply(params, x)",
+            hint=f"(x, {missing[1]}) in place of x, or rl.jax.model(lambda params, x: apply(params, x, "
+            f"{missing[1]}), params)",
+        )
     hint = "the model called on x by itself raises the same; the first traceback shows its line"
     if len(shape_of(x) or ()) == 2 and "float" in str(x.dtype):
         hint = f"x[None], if x is one sequence; else {hint}"
