@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import rnnlens as rl
+from rnnlens.errors import ModelError
 
 SAMPLES, POSITIONS, UNITS, LOOPS = 4, 5, 8, 4
 X = torch.tensor(np.random.default_rng(0).normal(size=(SAMPLES, POSITIONS, 3)))
@@ -140,14 +141,95 @@ class LastCycleOnly(Recursive):
         return self.keep("block#3", self.block(y, z))
 
 
+class Stack(DepthModel):
+    """A stack of blocks called several times in turn, with a signal of the loop."""
+
+    def __init__(self, block, *blocks):
+        super().__init__(nn.ModuleList([block, *blocks]))
+
+    def loop(self, h):
+        for k in range(LOOPS):
+            h = h + self.step_signal[k]
+            for i, block in enumerate(self.block):
+                h = self.keep(f"block.{i}", block(h))
+        return h
+
+
+class Relay(Stack):
+    """Two blocks that alternate on one state; the input is added for the first, and the second gets a mask."""
+
+    def loop(self, x):
+        (first, second), h = self.block, x
+        mask = torch.zeros(POSITIONS, POSITIONS, dtype=torch.bool).triu(1)
+        for _ in range(LOOPS):
+            h = self.keep("block.0", first(x + h))
+            h = self.keep("block.1", second(h, src_mask=mask))
+        return h
+
+
+class DeepHuginn(Stack):
+    """The core of a recurrent-depth model of several layers: an adapter of state and prelude, then the blocks."""
+
+    def __init__(self, *blocks):
+        super().__init__(*blocks)
+        self.adapter = nn.Linear(2 * UNITS, UNITS)
+
+    def loop(self, prelude):
+        h = torch.full_like(prelude, 0.1)
+        for _ in range(LOOPS):
+            h = self.adapter(torch.cat([h, prelude], -1))
+            for i, block in enumerate(self.block):
+                h = self.keep(f"block.{i}", block(h))
+        return h
+
+
+class LastLoopsOnly(Stack):
+    """A stack whose first loop has no gradient."""
+
+    def loop(self, h):
+        for k in range(LOOPS):
+            with torch.set_grad_enabled(k > 0):
+                for i, block in enumerate(self.block):
+                    h = block(h)
+                    if k:
+                        self.keep(f"block.{i}#1", h)
+        return h
+
+
+class Levels(DepthModel):
+    """The two levels of a hierarchical reasoning model: low runs twice for each run of high (arXiv:2506.21734)."""
+
+    def __init__(self, block):
+        super().__init__(block)
+        self.low, self.high = block, type(block)()
+
+    def loop(self, x):
+        high, low = self.step_signal[0].expand_as(x), self.step_signal[1].expand_as(x)
+        for _ in range(3):
+            for _ in range(2):
+                low = self.keep("block", self.low(low + high + x))
+            high = self.keep("high", self.high(high + low))
+        return high
+
+
+def library_layer():
+    return nn.TransformerEncoderLayer(UNITS, 2, 2 * UNITS, dropout=0.0, batch_first=True)
+
+
 MODELS = {
+    "stack": (lambda block: Stack(block, Block(), Block()), Block),
+    "blocks of linear layers": (
+        lambda block: Stack(block, nn.Sequential(nn.Linear(UNITS, UNITS), nn.Linear(UNITS, UNITS))),
+        lambda: nn.Sequential(nn.Linear(UNITS, UNITS), nn.Linear(UNITS, UNITS)),
+    ),
+    "relay": (lambda block: Relay(block, library_layer()), Block),
+    "deep huginn": (lambda block: DeepHuginn(block, Block()), Block),
+    "last loops of a stack": (lambda block: LastLoopsOnly(block, Block()), Block),
+    "levels": (Levels, Block),
     "universal": (Universal, Block),
     "universal with steps": (UniversalWithSteps, Block),
     "deep equilibrium": (AddedInput, Block),
-    "a layer of torch": (
-        LibraryLayer,
-        lambda: nn.TransformerEncoderLayer(UNITS, 2, 2 * UNITS, dropout=0.0, batch_first=True),
-    ),
+    "a layer of torch": (LibraryLayer, library_layer),
     "huginn": (Huginn, WithInjection),
     "recursive": (Recursive, Added),
     "last cycle only": (LastCycleOnly, Added),
@@ -160,7 +242,9 @@ def model_of(kind):
     return make(block()).double()
 
 
-@pytest.mark.product(keep=("universal", "universal with steps", "huginn", "recursive", "last cycle only"))
+@pytest.mark.product(
+    keep=("stack", "deep huginn", "universal", "universal with steps", "huginn", "recursive", "last cycle only")
+)
 @pytest.mark.parametrize("kind", MODELS)
 def test_states_and_gradients_by_loop_are_those_of_autograd(kind):
     model = model_of(kind)
@@ -177,3 +261,63 @@ def test_states_and_gradients_by_loop_are_those_of_autograd(kind):
         assert layer["hidden"].dims == ("sample", "time", "position", "unit")
         np.testing.assert_allclose(layer["hidden"], states, atol=1e-12)
         np.testing.assert_allclose(layer["hidden_grad"], grads, atol=1e-12 * float(grads.abs().max()))
+
+
+class Mixing(DepthModel):
+    """Two modules in turn with an operation between them that is no sum; ``by_step`` takes the line of the hint."""
+
+    by_step = False
+
+    def __init__(self, block):
+        super().__init__(block)
+        self.other = nn.Linear(UNITS, UNITS)
+
+    def loop(self, x):
+        h = x
+        for _ in range(LOOPS):
+            if self.by_step:
+                h = rl.torch.step(lambda x, h: torch.tanh(self.other(torch.sin(self.block(h + x)))), x, h)
+            else:
+                h = self.keep("loop", torch.tanh(self.other(torch.sin(self.block(h + x)))))
+        return h
+
+
+def test_what_cannot_be_told_is_refused_with_a_line_that_works():
+    torch.manual_seed(0)
+    model = Mixing(nn.Linear(UNITS, UNITS)).double()
+    with pytest.raises(ModelError) as caught:
+        rl.trace(model, X, Y, loss=LOSS)
+    assert "got:      block: 4 calls, other: 4 calls" in str(caught.value)
+    assert "h = rl.torch.step(lambda x, h: ..., x, h)" in str(caught.value)
+    LOSS(model(X), Y).backward()
+    states, grads = (torch.stack([getattr(h, part) for h in model.states["loop"]], 1) for part in ("data", "grad"))
+    model.by_step = True
+    trace = rl.trace(model, X, Y, loss=LOSS)
+    assert trace.certificate.state == "passed"
+    np.testing.assert_allclose(np.ravel(trace["loop"]["hidden"]), states.ravel(), atol=1e-12)
+    np.testing.assert_allclose(np.ravel(trace["loop"]["hidden_grad"]), grads.ravel(), atol=1e-12)
+
+
+def test_modules_that_a_loop_over_time_calls_are_no_loop_over_depth():
+    """A readout whose output is the next input of a cell goes through the cell, which is the recurrence."""
+
+    class Generator(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.read, self.embed = (
+                nn.GRUCell(UNITS, UNITS),
+                nn.Linear(UNITS, UNITS),
+                nn.Linear(UNITS, UNITS),
+            )
+
+        def forward(self, x):
+            h, y, outputs = x.new_zeros(len(x), UNITS), self.embed(x), []
+            for _ in range(5):
+                h = self.cell(y, h)
+                y = self.embed(self.read(h))
+                outputs.append(y)
+            return torch.stack(outputs, 1)
+
+    torch.manual_seed(0)
+    model, x = Generator().double(), torch.randn(3, UNITS, dtype=torch.float64)
+    assert [info.name for info in rl.layers(model, x)] == ["cell"]

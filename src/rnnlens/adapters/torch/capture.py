@@ -209,12 +209,13 @@ def recording_hooks(
             stack.callback(attributes.pop, name)
 
         names = None if requested.names is None else {name.partition("#")[0] for name in requested.names}
-        cells, repeated = {}, []
-        for path, module in repeatable_modules(model, names):
-            if id(module) in recorder.rules.roles:
-                repeated.append((path, module))
-            else:
-                watch = RepeatedModuleHook(recorder, module)
+        cells = {}
+        repeatable = repeatable_modules(model, names)
+        repeated = [(path, module) for path, module in repeatable if id(module) in recorder.rules.roles]
+        for path, module in repeatable:
+            if (path, module) not in repeated:
+                is_within = any(path.startswith(f"{outer}.") for outer, _ in repeated)
+                watch = RepeatedModuleHook(recorder, path, module, takes_turns=not is_within)
                 hook(_hookable_module(stack, model, module), watch.pre_forward, watch.post_forward)
         for path, module in [*requested.cells, *repeated]:
             if module in KEPT_STATES:
@@ -311,6 +312,16 @@ def _refuse_no_calls(recorder: CallRecorder, requested: RequestedLayers, request
                 expected="a scan of a known family, or one declared by rl.torch.scan",
                 hint=f"if it computes s_t = a_t s_{{t-1}} + b_t from (a, b), with time as the second axis: {name} = "
                 f"{scans[0]}; {scans[0]} = lambda a, b: rl.torch.scan(a, b, function={name})",
+            )
+        in_a_loop = [path for path, last in recorder.last_calls.items() if last.count > 1]
+        outermost = [path for path in in_a_loop if not any(path.startswith(f"{other}.") for other in in_a_loop)]
+        if outermost:
+            raise ModelError(
+                "No recurrent layer ran in this forward pass, but modules that a loop calls.",
+                got=", ".join(f"{path}: {recorder.last_calls[path].count} calls" for path in outermost[:6]),
+                expected="modules called on what they returned, alone or in turn, or the step of the loop",
+                hint="in the loop write h = rl.torch.step(lambda x, h: ..., x, h) around what computes the next state "
+                f"h from x and h; is the loop outside of this module? {OUTSIDE}",
             )
         reasons = list(_reasons_of_no_call(recorder, requested))
         raise ModelError(

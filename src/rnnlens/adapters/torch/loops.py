@@ -29,7 +29,7 @@ from .record import (
     refuse_transformed,
 )
 from .restore import borrowed_model
-from .roles import StepRoles, declared_roles, fed_back_roles, find_roles
+from .roles import LastCall, StepRoles, declared_roles, fed_back_roles, find_roles, turn_roles
 
 #: Function from an input and state tensors to the arguments of the user's cell.
 Arguments = Callable[[Tensor, Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -504,27 +504,35 @@ class CellHook:
 class RepeatedModuleHook:
     """Pair of hooks of a module that has not the arguments of a cell, which look for calls on what it returned.
 
-    Such a module is recorded as a cell in the next pass.
+    Such a module is recorded as a cell in the next pass, and so is one that others are called in turn with, unless
+    ``takes_turns`` is False.
     """
 
-    def __init__(self, recorder: CallRecorder, module: nn.Module) -> None:
-        self.recorder, self.key = recorder, id(module)
-        self._returned: list[Tensor] = []
-        self._input: Any = None
+    def __init__(self, recorder: CallRecorder, path: str, module: nn.Module, *, takes_turns: bool) -> None:
+        self.recorder, self.path, self.key, self.takes_turns = recorder, path, id(module), takes_turns
+        self._last = LastCall()
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look for the module's last results among the arguments of a call (forward pre-hook)."""
         if self.recorder.paused or self.recorder.in_declared_step:
             return
-        if self._returned and self.key not in self.recorder.found_roles:
-            roles = fed_back_roles((args, kwargs), self._returned, self._input)
+        call = (args, kwargs)
+        if self._last.returned and self.key not in self.recorder.found_roles:
+            roles = fed_back_roles(call, self._last.returned, self._last.argument)
             if roles is not None:
                 self.recorder.found_roles[self.key] = roles
-        self._input = next(iter([*args, *kwargs.values()]), None)
+            elif self.takes_turns and self.path not in self.recorder.roles_in_turn:
+                roles = turn_roles(call, self.path, self.recorder.last_calls)
+                if roles is not None:
+                    self.recorder.roles_in_turn[self.path] = (self.key, roles)
+        self._last.argument = next(iter([*args, *kwargs.values()]), None)
 
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Store the tensors that a call returned (forward hook)."""
-        self._returned = tensor_leaves(output)
+        self._last.returned = tensor_leaves(output)
+        if self.takes_turns:
+            self._last.count += 1
+            self.recorder.last_calls[self.path] = self._last
 
 
 class KeptStateHook(CellHook):
@@ -636,8 +644,13 @@ def settle_roles(recorder: CallRecorder, requested: RequestedLayers) -> None:
 
     Raise ``UnsupportedError`` for a declared cell that cannot be recorded.
     """
-    if recorder.found_roles:
-        recorder.rules.roles |= recorder.found_roles
+    outermost = [
+        found
+        for path, found in recorder.roles_in_turn.items()
+        if not any(path.startswith(f"{other}.") for other in recorder.roles_in_turn)
+    ]
+    if recorder.found_roles or outermost:
+        recorder.rules.roles |= recorder.found_roles or dict(outermost)
         raise RunAgainError
     for path, module in requested.cells:
         if path in recorder.reasons and is_declared_cell(module):

@@ -17,7 +17,7 @@ from ...arguments import as_numpy
 from ...errors import InputError, LayerNotFoundError, UnsupportedError, did_you_mean
 from ...recurrence.cells import Cell
 from .lineage import Continuation, StateLink
-from .roles import StepRoles
+from .roles import LastCall, StepRoles
 from .scans import ScanRecorder
 
 #: Folders of code that is not the user's.
@@ -259,6 +259,9 @@ class CallRecorder:
         self.in_declared_step = False
         #: Roles that differ from those by which cells were recorded, by owner.
         self.found_roles: dict[int, StepRoles] = {}
+        #: Of modules that are called in turn: owner and roles, and the last call, by path.
+        self.roles_in_turn: dict[str, tuple[int, StepRoles]] = {}
+        self.last_calls: dict[str, LastCall] = {}
         #: Number of recorded calls.
         self.call_count = 0
         #: Number of calls of each module that may be a cell, by its path.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,59 @@ def fed_back_roles(call: Any, returned: Sequence[Tensor], previous_input: Any) -
     return None
 
 
-def _is_sum_with(argument: Tensor, returned: Tensor, previous_input: Any) -> bool:
+@dataclass
+class LastCall:
+    """Last call of a module: the tensors that it ``returned``, its first argument, and the number of its calls."""
+
+    returned: Sequence[Tensor] = ()
+    argument: Any = None
+    count: int = 0
+
+
+def turn_roles(call: Any, path: str, last_calls: Mapping[str, LastCall]) -> StepRoles | None:
+    """Return the roles of a call of the module ``path`` in a loop of several modules that are called in turn.
+
+    The first tensor is what another module returned, which was called on what a third one returned, and so on back to
+    what the module itself returned at its last call; in between there may be sums as in :func:`fed_back_roles`, and
+    what the others read may be concatenated with an injected input. Return None for any other call.
+    """
+    leaves, spec = pytree.tree_flatten(call)
+    position = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), None)
+    own = last_calls[path]
+    if position is None or sum(leaf is leaves[position] for leaf in leaves) > 1:
+        return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(leaves[position]):
+        return None
+    j = next((j for j, t in enumerate(own.returned) if t.dim() > 1 and t.shape == leaves[position].shape), None)
+    if j is None or not own.returned[j].is_floating_point():
+        return None
+    others = {other: last for other, last in last_calls.items() if not _is_nested(path, other)}
+    argument, joins = leaves[position], _SUMS
+
+    def is_computed_from(tensors: Sequence[Tensor]) -> bool:
+        return any(argument is t or _is_sum_with(argument, t, own.argument, joins) for t in tensors)
+
+    while others:
+        source = next((other for other, last in others.items() if is_computed_from(last.returned)), None)
+        if source is None:
+            return None
+        argument, joins = others.pop(source).argument, (*_SUMS, "CatBackward0")
+        if not isinstance(argument, Tensor):
+            return None
+        if is_computed_from(own.returned[j : j + 1]):
+            return StepRoles(spec, (position,), (j,), (own.returned[j].detach(),))
+    return None
+
+
+def _is_nested(path: str, other: str) -> bool:
+    return f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
+
+
+#: Autograd nodes of sums, and of copies of a tensor.
+_SUMS: tuple[str, ...] = ("AddBackward0", "CloneBackward0", "AliasBackward0")
+
+
+def _is_sum_with(argument: Tensor, returned: Tensor, previous_input: Any, joins: Collection[str] = _SUMS) -> bool:
     """Return whether ``argument`` is ``returned`` plus tensors that do not depend on ``previous_input``."""
     if returned.grad_fn is None or getattr(previous_input, "grad_fn", None) is None:
         return False
@@ -110,7 +162,7 @@ def _is_sum_with(argument: Tensor, returned: Tensor, previous_input: Any) -> boo
         node = terms.pop()
         if node is returned.grad_fn:
             has_returned = True
-        elif node is not None and node.name() in ("AddBackward0", "CloneBackward0", "AliasBackward0"):
+        elif node is not None and node.name() in joins:
             terms += [parent for parent, _ in node.next_functions]
         else:
             others.append(node)
