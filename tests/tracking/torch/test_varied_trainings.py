@@ -341,7 +341,31 @@ class Attentive(nn.Module):
         return total
 
 
-@pytest.mark.parametrize("make", [CellLoop, GRULoop, RNNLoop, Decoder, Attentive])
+class Own(nn.Module):
+    """A user-written recurrent cell."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Linear(7, 4)
+
+    def forward(self, x, state):
+        return torch.tanh(self.inside(torch.cat([x, state], 1)))
+
+
+class OwnLoop(CellLoop):
+    @staticmethod
+    def kind(features, units):
+        return Own()
+
+    def forward(self, x):
+        state, states = x.new_zeros(len(x), 4), []
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+            states.append(state)
+        return self.head(self.lstm(torch.stack(states, 1))[0][:, -1])
+
+
+@pytest.mark.parametrize("make", [CellLoop, GRULoop, RNNLoop, Decoder, Attentive, OwnLoop])
 def test_cells_in_a_loop_are_captured(make):
     """Direct gradients of h and c and all replayed quantities equal ``rl.trace`` with the weights before the update."""
     torch.manual_seed(0)
@@ -349,7 +373,7 @@ def test_cells_in_a_loop_are_captured(make):
     batch, before = train_watched(model, x, y)
     expected = rl.trace(before, x, y, loss=mse_loss, training=True)
     assert expected.certificate.state == "passed"
-    assert list(batch) == list(expected)
+    assert set(batch) == set(expected)
     assert not batch.notes
     for layer in expected:
         names = {"output", "output_grad", "final_state_grad", "hidden", "cell", "gates"}
@@ -360,7 +384,7 @@ def test_cells_in_a_loop_are_captured(make):
             scale = max(float(abs(reference).max()), 1e-30)
             np.testing.assert_allclose(actual.values, reference.values, atol=1e-5 * scale, err_msg=f"{layer}.{name}")
     for name, slot in {"lower": "weight_hh", "cell": "weight_hh"}.items():
-        if hasattr(before, name):
+        if hasattr(getattr(before, name, None), slot):
             weight = getattr(getattr(before, name), slot)
             grad = torch.autograd.grad(mse_loss(before(x), y), weight)[0]
             kernel_grad = batch.weights[name].recurrent_kernel_grad
@@ -405,28 +429,8 @@ class Fed(CellLoop):
         return self.head(self.lstm(torch.stack(states, 1))[0][:, -1])
 
 
-class Own(nn.Module):
-    """A user-written recurrent cell."""
-
-    def __init__(self):
-        super().__init__()
-        self.inside = nn.Linear(7, 4)
-
-    def forward(self, x, state):
-        return torch.tanh(self.inside(torch.cat([x, state], 1)))
-
-
-class OwnLoop(CellLoop):
-    @staticmethod
-    def kind(features, units):
-        return Own()
-
-    def forward(self, x):
-        state, states = x.new_zeros(len(x), 4), []
-        for step in x.unbind(1):
-            state = self.cell(step, state)
-            states.append(state)
-        return self.head(self.lstm(torch.stack(states, 1))[0][:, -1])
+class OwnMasked(OwnLoop):
+    forward = Masked.forward
 
 
 def test_a_loop_in_pieces_is_captured_and_what_is_not_is_named():
@@ -443,11 +447,11 @@ def test_a_loop_in_pieces_is_captured_and_what_is_not_is_named():
     batch, _ = train_watched(Fed(), *data(4))
     assert list(batch) == ["lstm"]
     assert any("cell: its own state is also its input" in note for note in batch.notes)
-    batch, _ = train_watched(OwnLoop(), *data(4))
+    batch, _ = train_watched(OwnMasked(), *data(4))
     assert list(batch) == ["lstm"]
-    assert any("not layers of torch itself: cell." in note for note in batch.notes)
+    assert any("Not recorded in batch mode: cell." in note for note in batch.notes)
     with pytest.raises(UnsupportedError, match="cell"):
-        rl.torch.watch(OwnLoop(), every=1, layers="cell").__enter__()
+        rl.torch.watch(OwnMasked(), every=1, layers="head").__enter__()
 
 
 def test_a_loop_of_cells_trains_as_it_would(tmp_path):

@@ -7,7 +7,8 @@ calls return.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...errors import UnsupportedError
@@ -24,10 +26,11 @@ from .cells import as_tuple, at_least_float32
 from .inputs import clone_tensors
 from .lineage import StateLink, upstream_nodes
 from .record import CallOwner, CallRecord, CallRecorder, LayerRecord, Packing, PassRules, Recurrence, broken_recurrences
+from .training_cells import CellArguments, direct_call, replayed_cell, without_fed_back_input
 from .weights import NAMES, class_of, node_name, torch_name
 
-#: Arguments of a cell: its input, and a list of its states, empty if it starts from zeros.
-CellArguments = tuple[Tensor, list[Tensor]]
+#: Arguments of a step of torch's own modules: its input, and a list of its states, empty if it starts from zeros.
+StepArguments = tuple[Tensor, list[Tensor]]
 #: Largest allowed deviation of a replayed call, relative to the largest number: kernels round differently.
 CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 #: The same for a step computed with TF32, whose unit of rounding is 1e-3.
@@ -72,11 +75,13 @@ class TrainingCall:
     is_own_input: bool = False
     #: Whether several calls of a fused module, of one step each, were joined.
     is_stepped: bool = False
+    #: Arguments of the calls of a user's own cell; None for torch's modules.
+    own_cell: CellArguments | None = None
 
     @property
     def is_loop(self) -> bool:
         """Whether the record is that of a cell called step by step, not of a fused module."""
-        return isinstance(self.module, nn.RNNCellBase)
+        return self.own_cell is not None or isinstance(self.module, nn.RNNCellBase)
 
     @property
     def returned(self) -> list[Tensor]:
@@ -150,11 +155,13 @@ class TrainingLoops:
 
     def __init__(self) -> None:
         self._loop_of_state: Any = WeakTensorKeyDictionary()
+        # By module: a cell and the module around it may return the same tensor.
+        self._loop_of_returned: defaultdict[nn.Module, Any] = defaultdict(WeakTensorKeyDictionary)
 
     def step(
         self,
         module: nn.Module,
-        arguments: CellArguments,
+        arguments: StepArguments,
         new_states: list[Tensor],
         make_loop: Callable[[], TrainingCall],
     ) -> TrainingCall:
@@ -179,27 +186,66 @@ class TrainingLoops:
         loop.steps.append([state.detach() for state in new_states])
         return loop
 
+    def step_of_cell(
+        self,
+        module: nn.Module,
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        returned: list[Tensor],
+        make_loop: Callable[[], TrainingCall],
+    ) -> tuple[TrainingCall, dict[int, int]]:
+        """Record a call of a user's cell that ``returned`` tensors; return its loop, and its states by position."""
+        leaves, loops = tree_leaves(call), self._loop_of_returned[module]
+        own = {i: loops[leaf] for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf in loops}
+        loop = next((entry[0] for entry in own.values()), None)
+        states = without_fed_back_input(module, *call, {i: index for i, (_, index, _) in own.items()})
+        if loop is not None:
+            last = loop.steps[-1]
+            known = loop.own_cell.states if loop.own_cell is not None and len(loop.steps) > 1 else states
+            is_next = all(
+                own[i] == (loop, index, leaves[i]._version) and leaves[i].data_ptr() == last[index].data_ptr()
+                for i, index in states.items()
+            )
+            if not is_next or known != states or [t.shape for t in last] != [t.shape for t in returned]:
+                loop = None
+        if loop is None:
+            loop, states = make_loop(), {}
+        for index, tensor in enumerate(returned):
+            loops[tensor] = (loop, index, tensor._version)
+        loop.steps.append([tensor.detach() for tensor in returned])
+        return loop, states
+
 
 def add_gradient(grads: dict[Any, Tensor], key: Any, grad: Tensor) -> None:
     """Add a gradient to those stored under a key, as a copy, since torch may reuse its memory."""
     grads[key] = grads[key] + grad.detach() if key in grads else grad.detach().clone()
 
 
+def record_step_gradients(
+    loop: TrainingCall, arguments: StepArguments, new_states: list[Tensor], is_recording: Callable[[], bool]
+) -> None:
+    """Record the inner gradients of a step of torch's own modules."""
+    x, states = arguments
+    offset = len(loop.steps[-1]) - len(loop.initial)  # a fused module returns its output before its states
+    record_inner_gradients(loop, [x], dict(enumerate(states, start=offset)), new_states, is_recording)
+
+
 def record_inner_gradients(
-    loop: TrainingCall, arguments: CellArguments, new_states: list[Tensor], is_recording: Callable[[], bool]
+    loop: TrainingCall,
+    inputs: Sequence[Tensor],
+    states: Mapping[int, Tensor],
+    new_states: list[Tensor],
+    is_recording: Callable[[], bool],
 ) -> None:
     """Record the gradients that pass through a loop's last call to the states it was fed, and between its new states.
 
     The latter occur in an LSTM, whose hidden state is computed from its new cell state. Nothing is recorded while
-    ``is_recording()`` is False.
+    ``is_recording()`` is False. ``states``: by their positions among the tensors that the call before returned.
     """
-    step, (x, states) = len(loop.steps) - 1, arguments
-    offset = len(loop.steps[-1]) - len(loop.initial)  # a fused module returns its output before its states
-    loop.is_own_input |= any(x is state for state in states)
+    step = len(loop.steps) - 1
+    loop.is_own_input |= any(x is state for x in inputs for state in states.values())
     state_edges = {(state.grad_fn, state.output_nr): (index, step) for index, state in enumerate(new_states)}
     if step:
-        previous = enumerate(states, start=offset)
-        state_edges |= {(state.grad_fn, state.output_nr): (index, step - 1) for index, state in previous}
+        state_edges |= {(state.grad_fn, state.output_nr): (index, step - 1) for index, state in states.items()}
 
     def recorder(edge: int, tensor_and_step: tuple[int, int]) -> Any:
         def hook(grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any) -> None:
@@ -210,7 +256,7 @@ def record_inner_gradients(
         return hook
 
     for node in upstream_nodes(
-        [state.grad_fn for state in new_states], {x.grad_fn, *(state.grad_fn for state in states)}
+        [state.grad_fn for state in new_states], {tensor.grad_fn for tensor in (*inputs, *states.values())}
     ):
         for edge, parent in enumerate(node.next_functions):
             if parent in state_edges:
@@ -259,7 +305,14 @@ def direct_calls(calls: Sequence[TrainingCall], scale: float) -> list[RecurrentC
     initial states are placeholders with the right number of samples and steps.
     """
     recorder, grads = CallRecorder(PassRules(), weight_grads=False), dict[int, Tensor]()
+    counts, own_calls = Counter(call.path for call in calls), list[RecurrentCall]()
     for call in calls:
+        if call.own_cell is not None:
+            number = sum(own.layer.partition("#")[0] == call.path for own in own_calls)
+            name = f"{call.path}#{number}" if counts[call.path] > 1 else call.path
+            own_grads = {index: unscale(grad, scale) for (index, _), grad in call.grads.items()}
+            own_calls.append(direct_call(name, call.module, call.own_cell, call.returned, own_grads))
+            continue
         recurrence = _as_recurrence(call)
         recorder.recurrences.append(recurrence)
         taps = [
@@ -268,7 +321,7 @@ def direct_calls(calls: Sequence[TrainingCall], scale: float) -> list[RecurrentC
         ]
         for index, grad in call.direct_grads().items():
             grads[id(taps[index])] = unscale(_time_first(call, index, grad), scale)
-    return Assembler(recorder, lambda tap: grads.get(id(tap))).calls()
+    return [*Assembler(recorder, lambda tap: grads.get(id(tap))).calls(), *own_calls]
 
 
 def _as_recurrence(call: TrainingCall) -> Recurrence:
@@ -339,6 +392,13 @@ class CallReplay(nn.Module):  # type: ignore[misc]
                     expected="dropout=0, or training on the CPU",
                     hint="one nn module per layer with nn.Dropout between them; output_grad is recorded in any case",
                 )
+            if call.own_cell is not None and not call.own_cell.is_whole:
+                raise UnsupportedError(
+                    f"The arguments of {call.path!r} were changed in place before it proved to be a cell.",
+                    got="x[...] = ... after the call",
+                    expected="arguments that stay as they were until the next call",
+                    hint="later batches are recorded whole; output_grad is recorded in any case",
+                )
             if call.path not in paths:
                 paths.add(call.path)
                 self._add_module(call)
@@ -351,6 +411,9 @@ class CallReplay(nn.Module):  # type: ignore[misc]
             if call.rng_state is not None:
                 torch.set_rng_state(call.rng_state)
             with torch.autocast(device, dtype=call.autocast, enabled=call.autocast is not None):
+                if call.own_cell is not None:
+                    returned.append(call.own_cell.run(module))
+                    continue
                 args, kwargs = clone_tensors((call.args, call.kwargs))
                 if isinstance(module, nn.RNNCellBase):
                     returned.append(_run_loop(module, *args))
@@ -432,6 +495,8 @@ def is_single_step(module: Any, x: Any) -> bool:
 def _replay_module(call: TrainingCall) -> nn.Module:
     """Create a module like that of a call, with the recorded weights, without hooks and without a user's forward."""
     user_module: Any = call.module
+    if call.own_cell is not None:
+        return replayed_cell(user_module, call.weights[0, "forward"]).train(call.training)
     torch_classes = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
     layer_class = next(layer_class for layer_class in torch_classes if isinstance(user_module, layer_class))
     names = ["bias"] if issubclass(layer_class, nn.RNNCellBase) else [*_OPTIONS]

@@ -24,10 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten
 
 from .cells import as_tuple, has_own_forward
-from .discover import describe, is_state_name, recurrent_modules, unwrap
+from .discover import cell_candidates, describe, is_state_name, recurrent_modules, unwrap
 from .inputs import detach_tensors
+from .public import RAN_AS_CELL
 from .record import autocast_around, may_use_tf32
 from .training_calls import (
     TrainingCall,
@@ -36,8 +38,10 @@ from .training_calls import (
     is_single_step,
     join_loops,
     record_inner_gradients,
+    record_step_gradients,
     unscale,
 )
+from .training_cells import CellArguments, returned_tensors
 from .weights import NAMES, cell_weights, class_of, from_torch, node_name
 
 #: Number for no backward pass: torch counts them from 0.
@@ -80,8 +84,8 @@ class WeightSlot:
 
     @property
     def key(self) -> str:
-        """Name of the weight within its layer in results, such as ``kernel``."""
-        return NAMES[self.slot]
+        """Name of the weight within its layer in results, such as ``kernel``; in a user's own cell the parameter's."""
+        return self.slot if self.cell is None else NAMES[self.slot]
 
 
 @dataclass
@@ -129,7 +133,9 @@ class WeightGradients:
         gradients: dict[str, dict[str, dict[str, Tensor]]] = {}
         for slot, grad in getattr(self, which).items():
             direction_gradients = gradients.setdefault(slot.layer, {}).setdefault(slot.direction, {})
-            direction_gradients[slot.key] = from_torch(slot.cell, slot.slot, grad).contiguous()
+            if slot.cell is not None:
+                grad = from_torch(slot.cell, slot.slot, grad).contiguous()
+            direction_gradients[slot.key] = grad
         return gradients
 
 
@@ -159,6 +165,15 @@ class WeightGradientCapture:
                         self.slots.setdefault(id(weight), WeightSlot(name, direction, slot, cell_and_activation[0]))
                         self.parameters[id(weight)] = weight
         self._handles = [p.register_hook(self._gradient_hook(key)) for key, p in self.parameters.items()]
+
+    def add_cell(self, path: str, cell: nn.Module) -> None:
+        """Record the gradients of the weights of a user's own cell as well."""
+        for name, weight in cell.named_parameters():
+            if weight.requires_grad and id(weight) not in self.parameters:
+                layer, _, key = f"{path}.{name}".rpartition(".")
+                self.slots[id(weight)] = WeightSlot(layer, "forward", key, None)
+                self.parameters[id(weight)] = weight
+                self._handles.append(weight.register_hook(self._gradient_hook(id(weight))))
 
     def remove(self) -> None:
         """Remove the hooks and drop all records."""
@@ -221,7 +236,7 @@ class WeightGradientCapture:
 
 
 class TrainingCapture:
-    """Recorder of torch's own recurrent layers and cells of a model while it trains.
+    """Recorder of torch's own recurrent layers and cells, and of the user's cells, of a model while it trains.
 
     Parameters
     ----------
@@ -255,7 +270,7 @@ class TrainingCapture:
     ) -> None:
         self.model, self.whole, self._failed = unwrap(model), whole, failed
         self.calls: list[TrainingCall] = []
-        self.forward_calls = self.evaluation_calls = self.calls_without_graph = 0
+        self.forward_calls = self.evaluation_calls = self.calls_without_graph = self.calls_without_state = 0
         self.passes, self.has_earlier_gradients = 0, False
         self._call_count, self.last_backward_id = 0, NO_PASS
         #: Whether a backward pass of this step built a graph (``create_graph=True``), as a gradient penalty does.
@@ -269,20 +284,30 @@ class TrainingCapture:
             for path, submodule in recurrent_modules(self.model)
             if not (isinstance(submodule, nn.RNNCellBase) and has_own_forward(submodule))
         ]
+        #: Modules that may be cells of the user's own, and those that proved to be, with their states.
+        self.candidates = cell_candidates(self.model)
+        self._proved: dict[nn.Module, dict[int, int]] = {}
+        self._without_record: set[nn.Module] = set()
         known_paths = dict(self.modules)
-        self.unrecorded_layers = [
-            row.name for row in describe(self.model) if row.name.partition("[")[0] not in known_paths
-        ]
+        self._other_layers = [row.name for row in describe(self.model) if row.name.partition("[")[0] not in known_paths]
         if layers is not None:
             requested_paths = {name.partition("[")[0] for name in layers}
             self.modules = [(path, submodule) for path, submodule in self.modules if path in requested_paths]
+            self.candidates = [(path, module) for path, module in self.candidates if path in requested_paths]
         self.weights = WeightGradientCapture(self.modules, self.model.parameters())
-        for path, module in self.modules:
+        for _, module in self.modules:
             if isinstance(module, nn.RNNBase):
                 pre_hook = ModuleHook(module, self._store_rng_state, failed)
                 self._handles.append(module.register_forward_pre_hook(pre_hook, prepend=True))
+        for path, module in [*self.modules, *self.candidates]:
             forward_hook = ModuleHook(module, partial(self._record_call, path), failed)
             self._handles.append(module.register_forward_hook(forward_hook, with_kwargs=True))
+
+    @property
+    def unrecorded_layers(self) -> list[str]:
+        """Names of recurrent layers that are not torch's own and have not proved to be cells."""
+        proved = {path for path, module in self.candidates if module in self._proved}
+        return [name for name in self._other_layers if name not in proved]
 
     @property
     def is_recording(self) -> bool:
@@ -295,7 +320,12 @@ class TrainingCapture:
 
     def recorded_calls(self) -> tuple[list[TrainingCall], list[str]]:
         """Return the calls recorded since :meth:`forget`, in the order of the forward pass, and notes about them."""
-        return join_loops(sorted(self.calls, key=lambda call: call.number))
+        calls = [call for call in self.calls if call.module not in self._without_record]
+        for call in calls:
+            if call.own_cell is not None:
+                RAN_AS_CELL[call.module] = True
+                call.own_cell.states = call.own_cell.states or self._proved[call.module]
+        return join_loops(sorted(calls, key=lambda call: call.number))
 
     def remove(self) -> None:
         """Remove every hook and drop all records."""
@@ -309,7 +339,7 @@ class TrainingCapture:
         """Delete the records of a finished training step, so that its tensors can be freed."""
         self.calls, self.passes, self.has_earlier_gradients = [], 0, False
         self.weights.reset()
-        self.forward_calls = self.evaluation_calls = self.calls_without_graph = 0
+        self.forward_calls = self.evaluation_calls = self.calls_without_graph = self.calls_without_state = 0
         self.differentiates_gradients = False
 
     def _store_rng_state(self, module: Any, args: Any) -> None:
@@ -318,7 +348,10 @@ class TrainingCapture:
 
     def _record_call(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         if self.is_recording:
-            record = self._record_layer if isinstance(module, nn.RNNBase) else self._record_cell
+            is_torch_cell = isinstance(module, nn.RNNCellBase)
+            record = self._record_cell if is_torch_cell else self._record_own_cell
+            if isinstance(module, nn.RNNBase):
+                record = self._record_layer
             record(path, module, args, kwargs, output)
 
     def _is_training_call(self, returned: Iterable[Tensor]) -> bool:
@@ -356,12 +389,76 @@ class TrainingCapture:
         if self.whole:
             loop.inputs.append(arguments[0].detach().clone())
         capture = weakref.ref(self)
-        record_inner_gradients(
+        record_step_gradients(
             loop, arguments, new_states, lambda: (recorder := capture()) is not None and recorder.is_recording
         )
         for index, tensor in enumerate(new_states):
             if tensor.requires_grad:
                 tensor.register_hook(self._gradient_hook(loop, (index, len(loop.steps) - 1)))
+
+    def _record_own_cell(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        returned, has_proved = returned_tensors(output), module in self._proved
+        if has_proved and not self._is_training_call(returned):
+            return
+        self.calls_without_state += not has_proved
+        if module in self._without_record or not self.model.training or not any(t.requires_grad for t in returned):
+            return
+        leaves, spec = tree_flatten((args, kwargs))
+        if any(tensor is leaf for tensor in returned for leaf in leaves):
+            return  # a state handed on unchanged: its gradient would be counted at both steps
+
+        def new_call() -> TrainingCall:
+            self._call_count += 1
+            call = TrainingCall(
+                path,
+                module,
+                module.training,
+                {},
+                self._call_count,
+                autocast_around(returned[0]),
+                may_use_tf32(returned[0]),
+                own_cell=CellArguments(),
+            )
+            if has_proved:
+                call.weights = self._weights_of(module)
+            return call
+
+        loop, states = self._loops.step_of_cell(module, (args, kwargs), returned, new_call)
+        assert loop.own_cell is not None
+        if states and not has_proved:
+            self._prove(path, module, states)
+        if states and not loop.own_cell.states:
+            loop.own_cell.states = states
+            if not loop.weights:
+                loop.own_cell.copy_tensors()
+                loop.weights = self._weights_of(module)
+        if self.whole:
+            loop.own_cell.add(leaves, spec, states, copied=bool(loop.weights))
+        fed = {index: leaves[position] for position, index in states.items()}
+        inputs = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in states]
+        capture = weakref.ref(self)
+        record_inner_gradients(
+            loop, inputs, fed, returned, lambda: (recorder := capture()) is not None and recorder._records(loop)
+        )
+        for index, tensor in enumerate(returned):
+            if tensor.requires_grad:
+                tensor.register_hook(self._gradient_hook(loop, (index, len(loop.steps) - 1)))
+
+    def _prove(self, path: str, module: nn.Module, states: dict[int, int]) -> None:
+        """Note that a module is a cell; of the modules that contain it nothing is recorded."""
+        self._proved[module] = states
+        self._without_record |= {
+            other for _, other in self.candidates if other is not module and module in set(other.modules())
+        }
+        self.weights.add_cell(path, module)
+
+    def _weights_of(self, cell: nn.Module) -> dict[tuple[int, str], dict[str, Tensor]]:
+        tensors = {**dict(cell.named_parameters()), **dict(cell.named_buffers())}
+        return {(0, "forward"): detach_tensors(tensors, copy=self.whole)}
+
+    def _records(self, call: TrainingCall) -> bool:
+        """Return whether the gradients of a call are recorded: not those of a module that is no cell."""
+        return self.is_recording and (call.own_cell is None or call.module in self._proved)
 
     def _record_layer(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         rng_state = self._rng_states.pop(id(module), None)
@@ -383,7 +480,7 @@ class TrainingCapture:
             if self.whole:
                 call.inputs.append(arguments[0].detach().clone())
             capture = weakref.ref(self)
-            record_inner_gradients(
+            record_step_gradients(
                 call, inputs, tensors, lambda: (recorder := capture()) is not None and recorder.is_recording
             )
         else:
@@ -403,7 +500,7 @@ class TrainingCapture:
         def hook(grad: Tensor | None) -> None:
             recorder = capture()
             # None: only another returned tensor of this call has a gradient.
-            if grad is None or recorder is None or not recorder.is_recording:
+            if grad is None or recorder is None or not recorder._records(call):
                 return
             if torch.is_grad_enabled():  # within a backward pass with create_graph=True
                 recorder.differentiates_gradients = True

@@ -177,11 +177,16 @@ NO_STEP = "no optimizer with weights of the model has stepped; call watch.step()
 
 def uncaptured_reason(capture: TrainingCapture) -> str:
     """Return the reason why no gradient of a recurrent layer was captured in a batch that was due."""
-    names = ", ".join(path for path, _ in capture.modules)
+    names = ", ".join(path for path, _ in capture.modules or capture.candidates)
     if capture.differentiates_gradients:
         return (
             "the step differentiates a gradient again (create_graph=True, as a gradient penalty does), so the "
             f"gradient at {names} is not that of the loss alone; use a probe instead"
+        )
+    if capture.forward_calls == 0 and capture.calls_without_state:
+        return (
+            f"no call of {names} in training mode got, as its state, the very tensor that the call before returned; a "
+            "probe records it"
         )
     if capture.forward_calls == 0:
         return (

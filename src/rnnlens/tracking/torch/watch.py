@@ -142,10 +142,10 @@ class TorchWatch:
         self._capture = TrainingCapture(
             self.model, self.plan.layers, whole=not self.plan.is_only_direct, failed=self._note_capture_failure
         )
-        if not self._capture.modules:
+        if not self._capture.modules and not self._capture.candidates:
             raise UnsupportedError(
-                "Batch mode records nn.RNN, nn.LSTM, nn.GRU and their cells, and none of them is among the watched "
-                "layers.",
+                "Batch mode records nn.RNN, nn.LSTM, nn.GRU, their cells and cells of your own, and none of them is "
+                "among the watched layers.",
                 got=", ".join(self._capture.unrecorded_layers) or "no recurrent layer of torch's own",
                 hint="a probe records every layer: rl.torch.watch(model, path, probe=(x, y), loss=loss)",
             )
@@ -375,7 +375,8 @@ class TorchWatch:
         if capture.unrecorded_layers and self.plan.layers is None:
             cells = ", ".join(capture.unrecorded_layers)
             notes.append(
-                f"Not recorded in batch mode, since not layers of torch itself: {cells}. A probe records them."
+                f"Not recorded in batch mode: {cells}. It records torch's own layers, and cells that get, as their "
+                "state, the very tensor that the call before returned. A probe records the others."
             )
         if self._captured_pass not in (None, capture.last_backward_id):
             notes.append(
@@ -411,7 +412,7 @@ class TorchWatch:
         elif batch is None:
             self._recorder.count_missed(uncaptured_reason(self._capture))
         elif not batch.has_calls:
-            self._recorder.count_missed(" ".join(batch.notes))
+            self._recorder.count_missed(" ".join(batch.notes) or uncaptured_reason(self._capture))
         elif self._recorder.writes and self._recorder.sinks:
             batch.counted_weights = None if self._steps is None else self._steps.counted_weights
             updates = self._update_scalars

@@ -20,7 +20,7 @@ from ...results.trace import Trace
 from ...settings import options
 from ...verbs.trace import trace
 from ...verbs.traced_layers import TraceSelection, recurrent_datasets
-from ...verbs.weight_layout import label_cell, weights_of_layer
+from ...verbs.weight_layout import label_cell, label_plain, outside_cells, weights_of_layer
 from ...vocabulary import DIRECTION, SAMPLE, TIME, UNIT
 from ..batches import DIRECT, Batch
 from ..records import TrainingRecord, norms_of_weights, summary
@@ -143,12 +143,22 @@ class WatchedBatch(Batch):
         layers_before = adapter.weights(CallReplay(self._calls))
         labelled_weights = {
             name: label_cell({direction: cell.weights() for direction, cell in layer.cells.items()}, layer.cells)
+            if layer.cells
+            else label_plain(outside_cells(layer))
             for name, layer in layers_before.items()
         }
         for stage, suffix in (("own", "_grad"), ("accumulated", "_grad_accumulated"), ("applied", "_grad_applied")):
             for name, by_direction in self._gradients.by_layer(stage).items():
-                if name in labelled_weights and set(by_direction) == set(layers_before[name].cells):
-                    labelled_weights[name] |= label_cell(by_direction, layers_before[name].cells, suffix=suffix)
+                if name not in labelled_weights:
+                    continue
+                cells = layers_before[name].cells
+                if set(by_direction) == set(cells):
+                    labelled_weights[name] |= label_cell(by_direction, cells, suffix=suffix)
+                elif not cells:  # the weights of a user's own cell
+                    gradients = label_plain({f"{key}_grad": grad for key, grad in by_direction["forward"].items()})
+                    labelled_weights[name] |= {
+                        key.removesuffix("_grad") + suffix: value for key, value in gradients.items()
+                    }
         datasets = {name: weights_of_layer(name, variables, provenance) for name, variables in labelled_weights.items()}
         return Weights(datasets, loss=self.loss, provenance=provenance, notes=self.notes)
 
