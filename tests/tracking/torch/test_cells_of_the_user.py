@@ -290,22 +290,27 @@ def test_a_detached_state_begins_a_loop_of_its_own():
     assert any("2 recurrences of 3 to 3 steps" in note for note in watch.latest.notes)
 
 
-def test_a_state_changed_in_place_begins_a_loop_of_its_own():
-    class Summed(Plain):
-        def forward(self, x, h):
-            return super().forward(x, h) + h
+class Summed(Plain):
+    def forward(self, x, h):
+        return super().forward(x, h) + h
 
-    cell = Summed()
-    with rl.torch.watch(cell, every=1) as watch:
+
+@pytest.mark.parametrize("make_cell", [Summed, lambda: nn.GRUCell(F, H)])
+def test_a_state_changed_in_place_begins_a_loop_of_its_own(make_cell):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"cell": make_cell()})
+    with rl.torch.watch(model, every=1) as watch:
         h, loss = torch.zeros(B, H), 0
         for t in range(T):
-            h = cell(torch.randn(B, F), h)
+            h = model["cell"](torch.randn(B, F), h)
             loss = loss + (h * 2).sum()
             if t == T // 2:
                 h.mul_(torch.rand(B, 1))
         loss.backward()
         watch.step()
-    assert watch.latest.layers == ["summed#0", "summed#1"]
+    assert watch.latest.layers == ["cell#0", "cell#1"]
+    np.testing.assert_allclose(watch.latest.direct["cell#0"].output_grad.values[:, :-1], 2, atol=1e-5)
+    np.testing.assert_allclose(watch.latest.direct["cell#1"].output_grad.values, 2, atol=1e-5)
 
 
 def test_a_module_that_never_gets_its_state_back_is_missed_with_a_reason():

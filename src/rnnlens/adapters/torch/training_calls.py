@@ -171,7 +171,8 @@ class TrainingLoops:
         loop = loop_positions[0][0] if loop_positions and loop_positions[0] is not None else None
         if loop is not None:
             pairs = zip(states, loop.steps[-1][-len(states) :], strict=True)
-            is_next = loop_positions == [(loop, index) for index in range(len(loop.initial))]
+            versions = [state._version for state in states[: len(loop.initial)]]
+            is_next = loop_positions == [(loop, *entry) for entry in enumerate(versions)]
             if (
                 loop.module is not module
                 or not is_next
@@ -182,7 +183,7 @@ class TrainingLoops:
             loop = make_loop()
             loop.initial = [state.detach().clone() for state in states or map(torch.zeros_like, new_states)]
         for index, state in enumerate(new_states):
-            self._loop_of_state[state] = (loop, index)
+            self._loop_of_state[state] = (loop, index, state._version)
         loop.steps.append([state.detach() for state in new_states])
         return loop
 
