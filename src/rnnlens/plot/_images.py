@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 from matplotlib.colors import SymLogNorm
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from ..errors import InputError
 from ..vocabulary import DIRECTION, GATE, SAMPLE, TIME
@@ -159,6 +159,9 @@ def colour_bar(axes: Sequence[Any], image: Any, label: str = "", *, images: Sequ
     bar_shape = {"fraction": bar_share, "pad": 0.02, "aspect": max(20.0, height / (bar_share * width))}
     bar = figure.colorbar(image, ax=list(axes), extend=extended_ends(image.norm, images or [image]), **bar_shape)
     bar.ax.tick_params(labelsize="small" if label else "x-small")
+    if height < 1.3 * figure.dpi and not isinstance(image.norm, SymLogNorm):  # beside a line of text: two ticks fit
+        bar.locator = MaxNLocator(nbins=2)
+        bar.update_ticks()
     if label:
         cells = [(ax.get_subplotspec(), ax) for ax in axes]
         rows = {ax if cell is None else cell.rowspan.start: ax for cell, ax in cells}

@@ -75,7 +75,10 @@ def curves(
     gate_and_index = [(gate, index) for gate in range(len(gates)) for index in panel_indices]
     shape = (len(gates), len(panel_indices)) if len(gates) > 1 else None
     directions = [view.name for view in views]
-    panels = _frame.open_panels("curves", len(gate_and_index), ax, figure, directions=directions, shape=shape)
+    size = (2.4 if len(directions) == 1 else 1.8, 1.5)
+    panels = _frame.open_panels(
+        "curves", len(gate_and_index), ax, figure, directions=directions, shape=shape, size=size
+    )
     most_points = next(
         point_limit for panel_limit, point_limit in MOST_POINTS.items() if len(gate_and_index) <= panel_limit
     )
@@ -96,11 +99,11 @@ def curves(
             )
     _finish_axes(panels, array, views, shared=shared, log=log)
     if line_dim and 1 < len(line_indices) <= _axes.MOST_NAMED and not {"color", "colors", "array"} & set(line):
-        line_names = _data.names_of(array, line_dim)
-        panels.draw_legend(
-            _legend_handles(panels.axes[0], [line_names[i] for i in line_indices]),
-            title=_data.axis_label(array, line_dim),
-        )
+        line_names, line_label = _data.names_of(array, line_dim), _data.axis_label(array, line_dim)
+        if len(panels.axes) == 1 and panels.direction_figures:
+            _name_lines(panels.axes[0], [f"{line_label} {line_names[i]}" for i in line_indices])
+        else:
+            panels.draw_legend(_legend_handles(panels.axes[0], [line_names[i] for i in line_indices]), title=line_label)
     median_note = (
         f"{len(line_indices)} {line_dim}s, black: their median" if len(line_indices) > _axes.MOST_NAMED else None
     )
@@ -191,6 +194,16 @@ def _drawn_lines(ax: Any) -> Iterator[tuple[Numbers, Numbers, Any]]:
         for i, path in enumerate(collection.get_paths()):
             x, values = np.asarray(path.vertices).T
             yield x, values, colours[i % len(colours)] if len(colours) else "0.3"
+
+
+def _name_lines(ax: Any, names: Sequence[str]) -> None:
+    """Write the name of each line beside its last finite value."""
+    line_ends = []
+    for name, (_, values, colour) in zip(names, _drawn_lines(ax), strict=True):
+        finite_values = values[np.isfinite(values)]
+        last_value = float(finite_values[-1]) if finite_values.size else float("nan")
+        line_ends.append(_axes.LineEnd(last_value, name, colour))
+    _axes.name_ends(ax, line_ends)
 
 
 def _legend_handles(ax: Any, names: Sequence[str], marker: str = "-") -> list[Any]:

@@ -230,6 +230,7 @@ def eigenvalues(values: Any, *, title: str | None = None, ax: Any = None, figure
     panels = _frame.open_panels("eigenvalues", 2, ax, figure, size=(3.7, 3.2), shape=(1, 2), widths=(1.25, 1))
     _draw_complex_plane(panels.axes[0], eigenvalue_rows, row_times, time_label, point)
     _draw_moduli(panels.axes[1], eigenvalue_rows)
+    _name_leading_mode(panels.axes[0], eigenvalue_rows)
     finite_values = eigenvalue_rows[np.isfinite(eigenvalue_rows)]
     outside_note = f"{int((np.abs(finite_values) > 1).sum()):,} of {finite_values.size:,} outside the unit circle"
     nonfinite_note = _data.nonfinite_note(np.where(np.isfinite(eigenvalue_rows), 0.0, np.nan))
@@ -239,15 +240,40 @@ def eigenvalues(values: Any, *, title: str | None = None, ax: Any = None, figure
 
 def _leading_mode_text(values: Numbers) -> str:
     """Return a title: the median of the largest modulus, and the median period of these modes if they are complex."""
-    rows = values[np.isfinite(values).all(axis=1)]
-    if not rows.size:
+    leading = _leading_modes(values)
+    if not leading.size:
         return "eigenvalues of the step Jacobian"
-    leading = rows[np.arange(len(rows)), np.abs(rows).argmax(axis=1)]
-    angles = np.abs(np.angle(leading))
     text = f"the slowest mode keeps {np.median(np.abs(leading)):.2g} of itself per step"
-    if np.mean(np.abs(leading.imag) > 1e-3 * np.abs(leading)) <= 0.5:
-        return text
-    return f"{text}, and turns once in {2 * np.pi / np.median(angles):.2g} steps"
+    return f"{text}, and turns once in {_axes.short_number(_period(leading))} steps" if _is_turning(leading) else text
+
+
+def _leading_modes(values: Numbers) -> Numbers:
+    """Return the eigenvalue of largest modulus of each row whose eigenvalues are all finite."""
+    rows = values[np.isfinite(values).all(axis=1)]
+    return rows[np.arange(len(rows)), np.abs(rows).argmax(axis=1)]
+
+
+def _is_turning(leading: Numbers) -> bool:
+    """Return whether most of the leading modes are complex."""
+    return bool(np.mean(np.abs(leading.imag) > 1e-3 * np.abs(leading)) > 0.5)
+
+
+def _period(leading: Numbers) -> float:
+    """Return the median number of steps in which a complex mode turns once."""
+    return float(2 * np.pi / np.median(np.abs(np.angle(leading))))
+
+
+def _name_leading_mode(ax: Any, values: Numbers) -> None:
+    """Point at the upper one of the leading complex pair, with its period; real modes lie on the axis."""
+    leading = _leading_modes(values)
+    if not leading.size or not _is_turning(leading):
+        return
+    point = float(np.median(leading.real)), float(np.median(np.abs(leading.imag)))
+    text = f"slowest mode,\nturns in {_axes.short_number(_period(leading))} steps"
+    is_right = ax.transLimits.transform(point)[0] > 0.5
+    style: dict[str, Any] = {"ha": "right" if is_right else "left", "va": "bottom", "gid": "leading", "zorder": 5}
+    arrow = {"arrowstyle": "-", "color": "0.3", "linewidth": 0.7}
+    _axes.write_text(ax, text, point, (-16 if is_right else 16, 26), arrowprops=arrow, bbox=_axes.TEXT_BOX, **style)
 
 
 def _read_eigenvalues(values: Any) -> tuple[Numbers, Numbers, str, str]:

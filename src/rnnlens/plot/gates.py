@@ -108,7 +108,8 @@ def _draw_row(axes: list[Any], gate: xr.DataArray, name: str, keywords: dict[str
     mean = (values.mean(axis=0) if real_mask is None else masked_mean(values, real_mask, axis=0)).T
     low, high = quantiles(mean, q=(0.1, 0.9), axis=0)
     _axes.draw_band(activity_ax, steps, low, high, _axes.LIGHT_BLUE, alpha=0.45)
-    activity_ax.plot(steps, finite_mean(mean, axis=0), color=_axes.BLUE, linewidth=1.2, gid="mean")
+    style: dict[str, Any] = {"linewidth": 1.2, "marker": "o" if len(steps) == 1 else None, "markersize": 4}
+    activity_ax.plot(steps, finite_mean(mean, axis=0), color=_axes.BLUE, gid="mean", **style)
     _axes.mark_nonfinite(activity_ax, steps[~np.isfinite(values).all(axis=(0, 2)) & ~is_padding])
     top = max(1.0, _data.largest_magnitude(values))
     is_proposal = name in proposals_of(gate)

@@ -175,7 +175,12 @@ def _default_title(lines_by_panel: PanelLines) -> str:
     """Return the reach of three or more networks in one panel as a sentence, else the name of the quantity."""
     (lines, *further_panels) = lines_by_panel.values()
     reaches = [str(line.reach) for line in lines if line.reach is not None]
-    if further_panels or not 3 <= len(lines) == len(reaches) <= 5 or len({line.gid for line in lines}) > 1:
+    if (
+        further_panels
+        or not any(line.reach for line in lines)
+        or not 3 <= len(lines) == len(reaches) <= 5
+        or len({line.gid for line in lines}) > 1
+    ):
         return "Gradient of the loss through time"
     return f"The gradient reaches back {', '.join(reaches[:-1])} and {_step_text(int(reaches[-1]))}"
 

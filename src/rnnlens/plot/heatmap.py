@@ -88,7 +88,8 @@ def heatmap(
     )
     common_limit = limit if limit is not None else _data.largest_magnitude(_samples.nan_at_padding(array).values)
     shape, directions = image_dims.shape(array), [view.name for view in views]
-    size, cells = _panel_size(len(panel_indices), shape[0])
+    (width, height), cells = _panel_size(len(panel_indices), shape[0])
+    size = (width if len(directions) == 1 else 0.62 * width, height)  # a page's width is the limit
     panels = _frame.open_panels(
         "heatmap", len(panel_indices), ax, figure, directions=directions, size=size, margin=(1.9, 1.1)
     )
@@ -194,6 +195,8 @@ def before_after(
     all_arrays = [array for arrays in pairs_shown.values() for array in arrays]
     common_limit = limit if limit is not None else _data.largest_magnitude(*(array.values for array in all_arrays))
     sizes: dict[str, Any] = {"size": (2.9, 2.2), "margin": (2.2, 1.1), "shape": (len(row_indices), 3)}
+    if len(row_indices) == len(directions) == 1:  # one below the other: steps line up, and a page is wide enough
+        sizes = {"size": (4.6, 1.5), "margin": (1.9, 1.1), "shape": (3, 1)}
     panels = _frame.open_panels("before_after", 3 * len(row_indices), ax, figure, directions=directions, **sizes)
     style = {
         **_axes.colour_scale(np.concatenate([array.values.reshape(-1) for array in all_arrays]), common_limit, log=log),

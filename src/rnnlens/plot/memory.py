@@ -170,6 +170,7 @@ def _draw_lags(ax: Any, profile: _LagProfile, keywords: dict[str, Any]) -> None:
     if profile.low is not None and profile.high is not None:
         _axes.draw_band(ax, lags, profile.low, profile.high, profile.colour, alpha=0.25)
     style = {"label": profile.name, "gid": f"profile {profile.name}".strip(), "color": profile.colour, "linewidth": 1.4}
+    style["marker"] = "o" if len(lags) == 1 else None
     ax.plot(lags, positive_values, **{**style, **keywords})
     if math.isfinite(profile.mean_lag):
         ax.axvline(profile.mean_lag, color=profile.colour, linewidth=0.9, linestyle=":", gid="mean lag")
@@ -249,19 +250,22 @@ def memory_lifetime(
         raise InputError(problem, got=received, expected=expected)
     jacobian_array = _data.label_array(jacobian, "memory_lifetime", guess={4: (SAMPLE, OUT_TIME, OUT_UNIT, IN_FEATURE)})
     directions = [view.name for view in _data.direction_views(gates)]
-    panels = _frame.open_panels("memory_lifetime", 1, ax, figure, directions=directions, size=(3.6, 3.5))
+    panels = _frame.open_panels("memory_lifetime", 1, ax, figure, directions=directions, size=(3.8, 3.5))
     for direction_index, (panel_ax, direction) in enumerate(zip(panels.axes, directions, strict=True)):
         products, derivatives, steps = _kept_and_measured(
             gates, jacobian_array, keeping_gate, direction_index if direction else None, max_steps=max_lines
         )
-        _draw_lifetime(panel_ax, products, derivatives, steps, point)
+        last_step_text = _draw_lifetime(panel_ax, products, derivatives, steps, point)
     states = [str(jacobian_array.attrs.get(end, "")).rpartition(".")[2] for end in ("of", "wrt")]
     upper, lower = (_STATE_SYMBOLS.get(state, "s") for state in states)
     x_label = f"product of the {keeping_gate} gates up to t"
     panels.label_axes(x_label, f"$|\\partial{{}}{upper}_t/\\partial{{}}{lower}_0|$ of the same unit")
-    default_title = _data.layer_title(gates.attrs, "memory lifetime")
+    claim = f"{keeping_gate} gates explain {last_step_text}" if len(panels.axes) == 1 else "memory lifetime"
+    default_title = _data.layer_title(gates.attrs, claim)
     count = gates.sizes.get(SAMPLE, 1)
-    median_note = f"median over {count} samples, a point per unit" if count > 1 else "a point per unit"
+    median_note = (
+        f"{f'median of {count} samples' if count > 1 else 'a point per unit'}; explained: within a factor of 2"
+    )
     nonfinite_notes = [
         _data.nonfinite_note(values) for values in (jacobian_array.values, gates.sel({GATE: keeping_gate}).values)
     ]
@@ -313,8 +317,11 @@ def _refuse_mismatch(jacobian_array: xr.DataArray) -> None:
     )
 
 
-def _draw_lifetime(ax: Any, products: Numbers, derivatives: Numbers, steps: Numbers, keywords: dict[str, Any]) -> None:
-    """Draw the points of all units, a colour per step; values that are too small are at the border."""
+def _draw_lifetime(ax: Any, products: Numbers, derivatives: Numbers, steps: Numbers, keywords: dict[str, Any]) -> str:
+    """Draw the points of all units, a colour per step; values that are too small are at the border.
+
+    Return in words how many units lie on the line at the last step.
+    """
     all_values = np.concatenate([products.reshape(-1), derivatives.reshape(-1)])
     positive_values = all_values[np.isfinite(all_values) & (all_values > 0)]
     low = max(float(positive_values.min(initial=1.0)), _DEEPEST) / 3
@@ -323,8 +330,11 @@ def _draw_lifetime(ax: Any, products: Numbers, derivatives: Numbers, steps: Numb
     for x, y, step, colour in zip(products, derivatives, steps, _axes.line_colours(len(steps)), strict=True):
         is_finite = np.isfinite(x) & np.isfinite(y)
         has_values_below = has_values_below or bool((np.minimum(x, y)[is_finite] < low).any())
-        style = {"s": size, "color": colour, "alpha": 0.7, "linewidth": 0, "label": f"t = {step:g}", "zorder": 3}
         point_positions = np.maximum(x[is_finite], low), np.maximum(y[is_finite], low)
+        is_near = np.abs(np.log2(point_positions[0] / point_positions[1])) <= 1
+        count_text = f"{is_near.sum()} of {len(x)}"
+        label = f"step {step:g}: {count_text}"
+        style = {"s": size, "color": colour, "alpha": 0.7, "linewidth": 0, "label": label, "zorder": 3}
         ax.scatter(*point_positions, **{"gid": f"units {step:g}", "clip_on": False, **style, **keywords})
         if not is_finite.all():
             ax.plot(
@@ -337,7 +347,9 @@ def _draw_lifetime(ax: Any, products: Numbers, derivatives: Numbers, steps: Numb
     if has_values_below:
         text = f"at the border: below {_axes.short_number(low)}"
         _axes.write_text(ax, text, (0.97, 0.02), over="axes fraction", va="bottom", gid="below")
-    ax.legend(fontsize="x-small", loc="upper left")
+    legend_style: dict[str, Any] = {"fontsize": "x-small", "title_fontsize": "x-small", "alignment": "left"}
+    ax.legend(title="units on the line", loc="upper left", **legend_style)
+    return f"{count_text} units at step {steps[-1]:g}"
 
 
 #: Largest number of rows and columns of the picture of decays, and largest lag.
@@ -418,15 +430,11 @@ def decay_by_lag(
 
 
 def _half_life_title(half_life: Numbers) -> str:
-    """Return a title with the fastest, the median and the slowest half-life."""
+    """Return a title with the median half-life, the fastest and the slowest."""
     fastest, median, slowest = (
-        "for ever"
-        if np.isinf(half_life_value)
-        else f"{half_life_value:.2g} steps"
-        if half_life_value < 10
-        else f"{half_life_value:.0f} steps"
-        for half_life_value in (half_life.min(), np.median(half_life), half_life.max())
+        "endless" if np.isinf(value) else f"{value:.2g}" if value < 10 else f"{value:.0f}"
+        for value in (half_life.min(), np.median(half_life), half_life.max())
     )
-    if fastest == slowest:
-        return f"half-life of the state: {fastest}"
-    return f"half of the state is gone after {fastest} to {slowest}, median {median}"
+    unit = "" if median == "endless" else " step" if median == "1" else " steps"
+    spread = "" if fastest == slowest else f" ({fastest} to {slowest})"
+    return f"half-life of the state: {median}{unit}{spread}"

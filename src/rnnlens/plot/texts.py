@@ -80,7 +80,7 @@ def shade_text(ax: Any, tokens: Sequence[str], values: Numbers, style: dict[str,
     colour_shares = collection.norm(shown_values)
     for token_index, colour_share in zip(shown_indices, np.ma.filled(colour_shares, np.nan), strict=True):
         line, column = positions[token_index]
-        is_dark = np.isfinite(colour_share) and (colour_share > 0.85 or (colour_share < 0.15 and style.get("both")))
+        is_dark = np.isfinite(colour_share) and _is_dark(collection.cmap(float(colour_share)))
         for offset, letter in enumerate(tokens[token_index]):
             ax.text(
                 column + offset + 0.5, line + 0.5, letter, ha="center", va="center", family="monospace",
@@ -91,6 +91,11 @@ def shade_text(ax: Any, tokens: Sequence[str], values: Numbers, style: dict[str,
     ax.set_axis_off()
     note = None if len(shown_indices) == len(tokens) else f"first {len(shown_indices)} of {len(tokens)} tokens"
     return collection, note
+
+
+def _is_dark(colour: Sequence[float]) -> bool:
+    """Return whether white has more contrast than black on an RGB colour, by the relative luminance of WCAG 2."""
+    return float(np.dot(np.asarray(colour[:3]) ** 2.2, (0.2126, 0.7152, 0.0722))) < 0.179
 
 
 _SCALED = " × s.d. of the input"  # noqa: RUF001  a product in words

@@ -316,7 +316,7 @@ def _draw_margin(ax: Any, steps: Numbers, values: Numbers, log: bool, *, gid: st
     positive_values = values[np.isfinite(values) & (values > 0)]
     shown_values = np.where(values > 0, values, np.nan) if log else values
     points, axis = ((shown_values, steps), "x") if upward else ((steps, shown_values), "y")
-    ax.plot(*points, color=_axes.BLUE, linewidth=1.2, gid=gid)
+    ax.plot(*points, color=_axes.BLUE, linewidth=1.2, marker="o" if len(steps) == 1 else None, markersize=4, gid=gid)
     if not log:
         ax.set(**{f"{axis}lim": (0, None)})
     elif positive_values.size:
@@ -432,7 +432,7 @@ def _frozen_share_text(matrices: Sequence[Numbers], array: xr.DataArray, from_la
     if not compared_lags.size or not np.nanmax(total) > 0:
         return "total and frozen map"
     share_texts = [
-        f"{frozen[lag] / total[lag]:.2g} (lag {lag})"
+        f"{float(f'{100 * frozen[lag] / total[lag]:.2g}'):g} % (lag {lag})"
         for lag in dict.fromkeys((int(compared_lags[0]), int(compared_lags[-1])))
     ]
-    return f"the frozen map is {' to '.join(share_texts)} of the total one"
+    return f"held coefficients show {' to '.join(share_texts)} of the influence"

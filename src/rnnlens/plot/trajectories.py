@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from ..arguments import as_list, as_numbers, integer, text
 from ..errors import InputError, short_repr
 from ..results.diagnosis import FixedPoints
-from ..vocabulary import SAMPLE, TIME
+from ..vocabulary import DIRECTION, SAMPLE, TIME
 from . import _axes, _data, _frame, _space
 from ._call import drawing
 from ._data import Numbers
@@ -121,7 +121,14 @@ def trajectories(
     arrays = [_state_array(part) for part in (states if isinstance(states, tuple | list) else [states])]
     values = np.concatenate([array.transpose(SAMPLE, TIME, ...).values for array in arrays], axis=-1)
     if values.ndim != 3 or any(array.sizes[SAMPLE] != arrays[0].sizes[SAMPLE] for array in arrays):
-        raise InputError("plot.trajectories draws vectors.", got=f"shape {values.shape}", expected="sample, time, unit")
+        has_directions = any(DIRECTION in array.dims for array in arrays)
+        hint = 'one direction: .sel(direction="forward"), or .stack(unit_of_both=("direction", "unit"))'
+        raise InputError(
+            "plot.trajectories draws vectors.",
+            got=f"dimensions {', '.join(map(str, arrays[0].dims))}, shape {values.shape}",
+            expected="sample, time, unit",
+            hint=hint if has_directions else None,
+        )
     values = values.astype(np.float64)
     if not np.isfinite(values).all():
         raise InputError(
@@ -162,7 +169,8 @@ def trajectories(
             handles=legend_entries, fontsize="x-small", title=legend_title, title_fontsize="x-small", **outside
         )
     steps = values.shape[1]
-    title = title or _data.layer_title(arrays[0].attrs, f"{len(values)} trajectories of {steps} steps")
+    trajectories_text = "1 trajectory" if len(values) == 1 else f"{len(values)} trajectories"
+    title = title or _data.layer_title(arrays[0].attrs, f"{trajectories_text} of {steps} step{'s' * (steps != 1)}")
     notes = ["pale: first step, dark: last step", "shares of the variance" if in_space else None, note]
     drawing_ = panels.with_title(title, notes)
     if not in_space:

@@ -186,9 +186,17 @@ def weights_heatmap(
         )
     panels.label_axes("gate, unit" if any(kernel.gates for kernel in kernels) else "unit", "")
     quantity_name = "gradients of the weights" if grad else "weights"
-    merge_notes = [(kernel.title, _images.merge_note(*_cell_limits(kernel), "row", "unit")) for kernel in kernels]
-    unique_notes = dict.fromkeys(f"{name}: {merge_note}" for name, merge_note in merge_notes if merge_note)
-    return panels.with_title(title or _data.layer_title(attrs, quantity_name), [*unique_notes, clip_note])
+    return panels.with_title(title or _data.layer_title(attrs, quantity_name), [_merge_note(kernels), clip_note])
+
+
+def _merge_note(kernels: list[Kernel]) -> str | None:
+    """Return one note on merged cells of all kernels: that of the only merged one, or the most that a cell shows."""
+    notes = {kernel.title: _images.merge_note(*_cell_limits(kernel), "row", "unit") for kernel in kernels}
+    merged = {title: note for title, note in notes.items() if note}
+    if len(merged) < 2:
+        return next((f"{title}: {note}" for title, note in merged.items()), None)
+    rows, units = np.max([_images.merge_factors(*_cell_limits(kernel)) for kernel in kernels], axis=0)
+    return f"one cell shows up to {rows} rows x {units} units, by their value of largest magnitude"
 
 
 def _draw_colour_bars(
@@ -226,7 +234,13 @@ def _open_panels(kernels_by_direction: dict[str | None, list[Kernel]], ax: Any, 
     ]
     most_columns = max(kernel_row[0].values.shape[1] * kernel_row[0].values.shape[2] for kernel_row in kernel_rows)
     size = (
-        float(np.clip(most_columns / 60, 4.5, 10.0 / len(kernels_by_direction) + 1.5)),
+        float(
+            np.clip(
+                most_columns / 60,
+                4.5 if len(kernels_by_direction) == 1 else 3.2,
+                10.0 / len(kernels_by_direction) + 1.5,
+            )
+        ),
         sum(heights) / len(kernel_rows) + 0.35,
     )
     sizes: dict[str, Any] = {"size": size, "margin": (1.9, 1.0), "shape": (len(kernel_rows), 1), "heights": heights}
@@ -318,16 +332,17 @@ def weight_lags(
         )
     first_norms = next(iter(norms_by_weight.values()))
     directions = [view.name for view in _data.direction_views(first_norms)]
-    size = (4.6, 3.0) if len(norms_by_weight) == 1 else (3.0, 2.3)
-    panels = _frame.open_panels("weight_lags", len(norms_by_weight), ax, figure, directions=directions, size=size)
+    size = (4.6, 3.0) if len(norms_by_weight) == 1 else (4.6 / len(directions) ** 0.5, 1.5)
+    sizes: dict[str, Any] = {"size": size, "shape": (len(norms_by_weight), 1)}  # one scale of lags below the other
+    panels = _frame.open_panels("weight_lags", len(norms_by_weight), ax, figure, directions=directions, **sizes)
     for number, (direction_axes, direction) in enumerate(zip(panels.axes_by_direction, directions, strict=True)):
         for panel_ax, (name, array) in zip(direction_axes, norms_by_weight.items(), strict=True):
             direction_norms = array.isel({DIRECTION: number}) if direction else array
-            _draw_weight_lags(
+            half_text = _draw_weight_lags(
                 panel_ax, direction_norms, BACKWARD in (direction, dataset.attrs.get("direction")), cumulative, line
             )
             _axes.mark_delays(panel_ax, delays)
-            panel_ax.set_title(name.replace("_", " "), fontsize="small", pad=3)
+            panel_ax.set_title(name.replace("_", " ") + half_text, fontsize="small", pad=3)
     panels.label_axes("lag (steps before the last)", "share of dL/dW" + ", cumulative" * cumulative)
     panels.hide_inner_ticks()
     handles, labels = panels.axes[0].get_legend_handles_labels()
@@ -350,12 +365,14 @@ def _norms_by_time(dataset: Any, name: str) -> xr.DataArray | None:
     return None
 
 
-def _draw_weight_lags(
-    ax: Any, norms: xr.DataArray, runs_back: bool, cumulative: bool, keywords: dict[str, Any]
-) -> None:
-    """Draw the share of dL/dW of each lag, or of all lags up to it: one line for each gate of the weight."""
+def _draw_weight_lags(ax: Any, norms: xr.DataArray, runs_back: bool, cumulative: bool, keywords: dict[str, Any]) -> str:
+    """Draw the share of dL/dW of each lag, or of all lags up to it: one line for each gate of the weight.
+
+    Return in words which lags make up half of it, the gates together; "" if it is not known.
+    """
     names = _data.names_of(norms, GATE)
     shares = lag_shares(norms.transpose(TIME, GATE).values, runs_back=runs_back)
+    together = shares.mean(axis=0)
     shares = shares if cumulative else np.diff(shares, axis=1, prepend=0.0)
     lags = np.arange(shares.shape[1])
     for name, share, colour in zip(names, shares, _axes.line_colours(len(names)), strict=True):
@@ -372,3 +389,16 @@ def _draw_weight_lags(
     else:
         ax.set_ylim(bottom=0)
     _axes.tick_steps(ax, "x", lags, time=False, margin=0.5)
+    if not np.isfinite(together).all():
+        return ""
+    if not cumulative:
+        _name_peaks(ax, np.diff(together, prepend=0.0), shares.max(axis=0))
+    last_lag = int(np.searchsorted(together, 0.5))
+    return f": half from lag{f's 0 to {last_lag}' if last_lag else ' 0'}"
+
+
+def _name_peaks(ax: Any, shares: Numbers, heights: Numbers) -> None:
+    """Name the lags that stand out: up to three, with at least four times the share of a typical lag."""
+    largest = np.argsort(-shares, kind="stable")[:3]
+    for lag in largest[shares[largest] >= max(4 * float(np.median(shares)), 0.02)]:
+        _axes.write_text(ax, f"{lag}", (float(lag), float(heights[lag])), (3, 0), ha="left", va="top", gid="peak")

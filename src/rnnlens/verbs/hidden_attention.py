@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from .. import arguments as check
-from ..adapters.protocol import Batch, Port, Run, Taps
+from ..adapters.protocol import Batch, Port, ReferenceRun, Run, Taps
 from ..errors import InputError, LayerNotFoundError, did_you_mean, short_repr
 from ..results.array import LabelledArray, record_attrs
-from ..results.checks import Certificate, Check, residual, rounding_bound, warn_of_failed_checks
+from ..results.checks import (
+    Certificate,
+    Check,
+    residual,
+    rounding_bound,
+    warn_of_failed_checks,
+    warn_of_missing_certificate,
+)
 from ..results.schema import labelled_array, to_host
 from ..settings import must_fit
 from ..vocabulary import CHANNEL, IN_TIME, OUT_TIME, SAMPLE, TIME
+from .certificates.compare import (
+    OUTPUTS,
+    WEIGHTS,
+    Comparisons,
+    attempt,
+    compare_in_turn,
+    could_not_compare,
+    fill_missing,
+    untouched,
+)
 from .names import uncalled_layer
 from .request import ModelRequest, in_turn
 from .traced_scans import resolve_positions
@@ -88,8 +106,8 @@ def hidden_attention(
     -------
     DataArray
         ``(map, sample, channel, out_time, in_time)`` with the maps ``"frozen"`` (alpha) and ``"total"``
-        (dy_i/dx_j). Its self-check compares the sum of alpha[i, j] x_j with y_i; it has ``.checks`` and ``.save`` like
-        every result.
+        (dy_i/dx_j). Its self-check compares the sum of alpha[i, j] x_j with y_i. Its certificate compares
+        the model around the differentiated scan with your own: the output, and the gradients of the layer's weights.
 
     Raises
     ------
@@ -128,7 +146,10 @@ def hidden_attention(
     labels = request.coordinates.find(TIME, outputs.shape[1])
     for dim in (OUT_TIME, IN_TIME):
         coords[dim] = positions[dim] if labels is None else labels[positions[dim]]
-    why = "the ends lie within a scan, of which the framework's model returns no tensor"
+    certificate = Certificate()
+    if request.needs_certificate("hidden_attention"):
+        certificate = _certify(replace(request, batch=Batch(x, training=training, seed=seed)), name, (of, wrt))
+        request.remember(certificate, "hidden_attention")
     attrs = {
         "long_name": "hidden attention",
         "units": "1",
@@ -136,9 +157,10 @@ def hidden_attention(
         "definition": "frozen: alpha[i, j], y_i = sum_j alpha[i, j] x_j with decay, write and read held; "
         "total: dy_i / dx_j, of one channel",
         "source": "Ali, Zimerman, Wolf 2024, arXiv:2403.01590, eqs. 10-12",
-        **record_attrs([check_of_sum], Certificate("could not", why=why)),
+        **record_attrs([check_of_sum], certificate),
     }
-    warn_of_failed_checks([check_of_sum])
+    warn_of_failed_checks([check_of_sum, *certificate.checks])
+    warn_of_missing_certificate(certificate)
     dims = (MAP, SAMPLE, CHANNEL, OUT_TIME, IN_TIME)
     kept_coords = {dim: values for dim, values in coords.items() if values is not None}
     source = request.provenance()
@@ -230,3 +252,72 @@ def _compare_sum(
     scale = np.einsum("scij,sjc->sic", abs(frozen).astype(float), abs(x)).max(initial=0.0)
     bound = rounding_bound(str(inputs.dtype), outputs.shape[1])
     return Check("hidden attention", name, residual(summed, y[:, positions[OUT_TIME]], scale=scale), bound)
+
+
+def _certify(request: ModelRequest, name: str, scan_ends: tuple[Port, Port]) -> Certificate:
+    """Compare the model around the differentiated scan with the user's model, whose own scan the framework runs.
+
+    Random cotangents are pulled from the first output to the weights of the layer, through either scan and its
+    coefficients: to those that make x_t, and to those that make the coefficients from it.
+    """
+    reference, reason = attempt(lambda: untouched(request, request.batch).reference(_signs))
+    if reference is None:
+        return could_not_compare(request, reason)
+    inside = name.partition("#")[0] + "."
+    weights = {
+        weight: Port("weight", weight.rpartition(".")[0], key=weight.rpartition(".")[2])
+        for weight, gradient in reference.weight_grads.items()
+        if weight.startswith(inside) and gradient is not None
+    }
+    output_index = next(i for i, cotangent in enumerate(_signs(reference.outputs)) if cotangent is not None)
+    output_port = Port("output", index=output_index)
+
+    def pull() -> ReferenceRun:
+        taps = Taps.ports([output_port, scan_ends[0]], [scan_ends[1], *weights.values()])
+        with request.adapter.run(request.model, request.batch, taps) as run:
+            output = np.asarray(to_host(run.values[output_port]))
+            gradients = run.pull({output_port: _sign_array(output)[None]})
+            weight_grads = {weight: _first_row(gradients[port]) for weight, port in weights.items()}
+            return ReferenceRun([output], weight_grads=weight_grads)
+
+    claim, reason = attempt(pull)
+    if claim is None:
+        return could_not_compare(request, reason)
+    # Weights that are not trained are no tensors of the run that differentiates a scan.
+    compared = weights if any(grad is not None for grad in claim.weight_grads.values()) else {}
+
+    def compare(run: ReferenceRun) -> Certificate:
+        comparisons = Comparisons(max(64, claim.outputs[0].shape[1]), "")
+        comparisons.compare(OUTPUTS, "", [(claim.outputs[0], run.outputs[output_index])])
+        for weight in compared:
+            pairs = [fill_missing(claim.weight_grads[weight], run.weight_grads[weight])]
+            comparisons.compare(WEIGHTS, weight.rpartition(".")[0], pairs)
+        total = "the total maps, as no weight of the layer is trained"
+        return comparisons.certificate(
+            request.adapter.engine,
+            certified=(
+                "outputs through the differentiated scan",
+                *["gradients of the layer's weights"] * bool(compared),
+            ),
+            resting=("frozen and total maps",) if compared else ("frozen maps",),
+            uncertified=() if compared else (total,),
+        )
+
+    return compare_in_turn(request, lambda: (reference, ""), [compare], steps=claim.outputs[0].shape[1])
+
+
+def _sign_array(values: Numbers) -> Numbers:
+    """Return random signs of the shape and dtype of ``values``, the same at each call."""
+    signs = 2 * np.random.default_rng(0).integers(0, 2, size=values.shape) - 1
+    return signs.astype(values.dtype)
+
+
+def _signs(outputs: Sequence[Any]) -> list[Numbers | None]:
+    """Return random signs as cotangent of the first output of floats, None for the others."""
+    arrays = [np.asarray(to_host(output)) for output in outputs]
+    first = next((i for i, array in enumerate(arrays) if array.dtype.kind == "f" and array.ndim > 1), None)
+    return [_sign_array(array) if i == first else None for i, array in enumerate(arrays)]
+
+
+def _first_row(gradient: Any) -> Numbers | None:
+    return None if gradient is None else np.asarray(to_host(gradient))[0]

@@ -12,6 +12,7 @@ from tests.helpers.scan_models import build, tokens
 from transformers.models.mamba import modeling_mamba
 
 import rnnlens as rl
+from rnnlens.adapters.torch import scans
 
 STEPS = 9
 LAYER = "layers.0.mixer"
@@ -102,14 +103,48 @@ def test_total_maps_are_those_of_torch(model, maps, scan_input, scan, tolerance)
 
 
 def test_the_self_check_compares_the_sum_with_the_scan(maps, model, ids, monkeypatch):
-    (check,) = maps.checks
+    (check,) = (check for check in maps.checks if check.name == "hidden attention")
     assert check.ok
-    assert maps.certificate.state == "could not"
     verb = __import__("sys").modules["rnnlens.verbs.hidden_attention"]
     pulled = verb._pulled
     monkeypatch.setattr(verb, "_pulled", lambda *args, **options: 1.01 * pulled(*args, **options))
     with pytest.warns(rl.errors.SelfCheckWarning, match=r"sum of alpha\[i, j\] x_j differs"):
         rl.hidden_attention(model, ids, LAYER, at={"channel": [0]})
+
+
+def test_the_certificate_compares_the_differentiated_scan_with_the_model(maps, model, ids, monkeypatch):
+    certificate = maps.certificate
+    assert certificate.state == "passed"
+    names = ("outputs through the differentiated scan", "gradients of the layer's weights")
+    assert (certificate.certified, certificate.resting) == (names, ("frozen and total maps",))
+    compared = {check.layer for check in certificate.checks if check.name == "reference weight gradients"}
+    parts = ("", ".conv1d", ".in_proj", ".x_proj", ".dt_proj", ".out_proj")
+    assert compared == {f"backbone.{LAYER}{part}" for part in parts}
+    with rl.options(certify="never"):
+        assert rl.hidden_attention(model, ids, LAYER, at={"channel": [0]}).certificate.state == "off"
+
+
+def test_a_wrong_gradient_of_the_scan_fails_the_certificate_though_the_sum_is_right(model, ids, monkeypatch):
+    backward = scans._Scan.backward
+
+    def without_decay(ctx, *grads):
+        """Lose the gradient by the time step in the decay; the frozen maps need the one by what is written only."""
+        named = zip(ctx.names, backward(ctx, *grads)[3:], strict=True)
+        return (None, None, None, *(0 * grad if name == "decay_0" else grad for name, grad in named))
+
+    monkeypatch.setattr(scans._Scan, "backward", staticmethod(without_decay))
+    with pytest.warns(rl.errors.SelfCheckWarning, match="weight gradients differ from the reference run"):
+        maps = rl.hidden_attention(model, ids, LAYER, at={"channel": [0]})
+    assert [check.ok for check in maps.checks if check.name == "hidden attention"] == [True]
+    assert maps.certificate.state == "failed"
+
+
+def test_without_trained_weights_the_total_maps_are_not_certified(ids):
+    model = build("mamba").double().requires_grad_(False)
+    certificate = rl.hidden_attention(model, ids, LAYER, at={"channel": [0]}).certificate
+    assert certificate.state == "passed"
+    assert certificate.resting == ("frozen maps",)
+    assert certificate.uncertified == ("the total maps, as no weight of the layer is trained",)
 
 
 def test_positions_select_before_and_after_the_pull(model, ids, maps):

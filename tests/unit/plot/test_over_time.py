@@ -69,6 +69,16 @@ def test_legend_names_samples_with_the_colours_of_their_lines(gradient, by_gid):
         assert mpl.colors.same_color(handle.get_color(), colour)
 
 
+def test_lines_of_a_single_panel_are_named_at_their_ends(render):
+    values = xr.DataArray(np.arange(12.0).reshape(3, 4), dims=("sample", "time"), coords={"sample": [7, 8, 9]})
+    axes = rl.plot.curves(values)
+    render(axes)
+    assert axes[0].figure.legends == []
+    ends = {text.get_text(): text for text in axes[0].texts}
+    assert list(ends) == ["sample 7", "sample 8", "sample 9"]
+    assert ends["sample 7"].xy[1] < ends["sample 8"].xy[1] < ends["sample 9"].xy[1]
+
+
 def test_one_sample_needs_no_legend(gradient):
     assert rl.plot.curves(gradient(samples=1))[0].figure.legends == []
 

@@ -58,8 +58,8 @@ def test_total_and_frozen_share_a_scale_and_are_compared_by_lag():
     assert np.allclose(total.get_array()[3, 0], 4.0)  # the mean of 2 and 6
     assert np.allclose(frozen.get_array()[3, 0], 0.4)
     assert total.norm.vmax == frozen.norm.vmax == 4.0
-    assert "0.5 (lag 0) to 0.1 (lag 3) of the total one" in suptitle(axes)
-    assert "is 0.1 (lag 3) of the total one" in suptitle(rl.plot.total_and_frozen(*two_maps(), from_lag=3))
+    assert "held coefficients show 50 % (lag 0) to 10 % (lag 3) of the influence" in suptitle(axes)
+    assert "show 10 % (lag 3) of the influence" in suptitle(rl.plot.total_and_frozen(*two_maps(), from_lag=3))
 
 
 def test_maps_of_other_shapes_are_refused():
@@ -111,7 +111,7 @@ def test_decay_by_lag_draws_powers_sorted_by_half_life():
     assert ax.get_ylim()[0] < ax.get_ylim()[1]  # lag upward
     (line,) = [line for line in ax.lines if line.get_gid() == "half-life"]
     assert np.allclose(line.get_ydata()[:3], [1.0, 4.0, 4.0])  # 6.6 and infinity are drawn at the last lag
-    assert "1 steps to for ever, median 6.6 steps" in suptitle([ax])
+    assert "half-life of the state: 6.6 steps (1 to endless)" in suptitle([ax])
 
 
 def test_decays_that_are_none_are_refused():

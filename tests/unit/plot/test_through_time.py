@@ -189,7 +189,9 @@ def test_what_has_no_lifetime_is_refused(layer, initial_jacobian):
 
 def test_shares_of_a_geometric_gradient(weights_by_time, by_gid):
     axes = rl.plot.weight_lags(weights_by_time(steps=10), delays=4)
-    assert [ax.get_title() for ax in axes] == ["kernel", "recurrent kernel", "bias"]
+    assert [ax.get_title() for ax in axes] == [
+        f"{name}: half from lag 0" for name in ("kernel", "recurrent kernel", "bias")
+    ]
     expected = np.cumsum(0.5 ** np.arange(10)) / np.sum(0.5 ** np.arange(10))
     for ax in axes:
         for gate in ("input", "forget", "candidate", "output"):
@@ -208,6 +210,17 @@ def test_lags_of_the_backward_half_count_from_the_first_step(weights_by_time):
     np.testing.assert_allclose(curve(axes[4], "share input")[1], curve(axes[1], "share input")[1])
 
 
+def test_lags_that_stand_out_are_named_and_half_of_the_gradient_is_placed(by_gid):
+    norms = np.full((50, 1), 1.0)
+    norms[[40, 10], 0] = 57.0, 33.5  # of steps: lags 9 and 39
+    data = xr.Dataset({"kernel_grad_norm": (("time", "gate"), norms)}, coords={"gate": ["forget"]})
+    (ax,) = rl.plot.weight_lags(data, cumulative=False)
+    assert [text.get_text() for text in by_gid(ax, "peak")] == ["9", "39"]
+    assert ax.get_title() == "kernel: half from lags 0 to 13"  # 9 + 57 + 4 of 138.5
+    (cumulative_ax,) = rl.plot.weight_lags(data)
+    assert by_gid(cumulative_ax, "peak") == []
+
+
 def test_a_gate_without_a_gradient_is_named(weights_by_time, by_gid):
     data = weights_by_time()
     data["kernel_grad"].values[:, :, 1] = 0
@@ -215,6 +228,19 @@ def test_a_gate_without_a_gradient_is_named(weights_by_time, by_gid):
     assert by_gid(axes[0], "silent")[0].get_text() == "no share: forget"
     with pytest.raises(InputError, match="needs gradients of the weights by time"):
         rl.plot.weight_lags(data.isel(time=0, drop=True))
+
+
+@pytest.mark.parametrize("units", [1, 6])
+def test_the_legend_of_memory_lifetime_counts_units_that_the_gates_explain(layer, initial_jacobian, units):
+    traced_layer, jacobian = layer(samples=3, steps=12, units=units), initial_jacobian(samples=3, steps=12, units=units)
+    (ax,) = rl.plot.memory_lifetime(traced_layer, jacobian)
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    points = [collection for collection in ax.collections if str(collection.get_gid()).startswith("units")]
+    for label, collection in zip(labels, points, strict=True):
+        x, y = np.asarray(collection.get_offsets()).T
+        assert label.endswith(f": {((x <= 2 * y) & (y <= 2 * x)).sum()} of {units}")
+    step, count = labels[-1].removeprefix("step ").split(": ")
+    assert f"forget gates explain {count} units at step {step}" in suptitle([ax])
 
 
 # -- input_map
@@ -463,6 +489,20 @@ def draw_figure(name, samples, units, directions, fixtures):
     }[name]()
 
 
+def test_letters_on_dark_boxes_are_white():
+    texts = rl.plot.unit_over_text(np.array([[-1.0], [-0.7], [0.0], [0.3], [1.0]]), "abcde")[0].texts
+    assert [text.get_color() for text in texts] == ["white", "white", "black", "black", "white"]
+
+
+def test_a_single_lag_is_drawn_as_a_point(jacobian, layer, by_gid):
+    one_step = jacobian(steps=1)
+    (profile,) = by_gid(rl.plot.lag_profile(one_step)[0], "profile")
+    margins = rl.plot.jacobian_margins(one_step)
+    (gate_mean,) = by_gid(rl.plot.gates(layer(steps=1))[0], "mean")
+    lines = [profile, *by_gid(margins[1], "profile"), *by_gid(margins[2], "columns"), gate_mean]
+    assert [line.get_marker() for line in lines] == ["o"] * 4
+
+
 @pytest.mark.pairs
 @pytest.mark.parametrize("directions", [False, True])
 @pytest.mark.parametrize(("samples", "units"), [(1, 512), (64, 6)])
@@ -500,6 +540,9 @@ def test_the_period_of_a_turning_mode_is_in_the_title():
     turning = 0.98 * np.exp(2j * np.pi / 29 * np.array([1, -1]))
     axes = rl.plot.eigenvalues(np.tile(np.append(turning, 0.4), (5, 1)))
     assert suptitle(axes).startswith("the slowest mode keeps 0.98 of itself per step, and turns once in 29 steps")
+    assert [text.get_text() for text in axes[0].texts] == ["slowest mode,\nturns in 29 steps"]
+    slow = 0.98 * np.exp(2j * np.pi / 290 * np.array([1, -1]))
+    assert "turns once in 290 steps" in suptitle(rl.plot.eigenvalues(np.tile(slow, (5, 1))))
     assert axes[0].get_ylim()[1] < 0.6  # as far as the eigenvalues reach
     assert "turns" not in suptitle(rl.plot.eigenvalues(np.array([[0.9, 0.2j, -0.2j]])))
 
