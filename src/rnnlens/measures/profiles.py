@@ -106,6 +106,12 @@ def by_own_peak(values: Array) -> Array:
     return values / np.where(peak > 0, peak, np.nan)
 
 
+def shares_of_peak(values: Array) -> Array:
+    """Divide each sample by its own peak as :func:`by_own_peak`; 0 stays 0 where all samples are 0."""
+    values = np.asarray(values, dtype=np.float64)
+    return by_own_peak(values) if sample_peaks(values).any() else np.where(values == 0, 0.0, np.nan)
+
+
 def sample_peaks(values: Array) -> Array:
     """Return the largest finite magnitude of each sample, (sample, ...) to (sample,); 0 if there is none."""
     values = np.asarray(values, dtype=np.float64)
@@ -147,7 +153,7 @@ def peak_band(norms: Array, where: Array | None = None) -> Band:
         Mask of the entries to use. A position without any is NaN.
     """
     values = np.asarray(norms, dtype=np.float64)
-    shapes = by_own_peak(values if where is None else np.where(where, values, 0.0))
+    shapes = shares_of_peak(values if where is None else np.where(where, values, 0.0))
     low, median, high = finite_quartiles(shapes if where is None else np.where(where, shapes, np.nan))
     return Band(median, low, high)
 

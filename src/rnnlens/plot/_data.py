@@ -280,6 +280,11 @@ def largest_magnitude(*arrays: Numbers) -> float:
     return max((max(abs(low), abs(high)) for low, high in ranges), default=0.0)
 
 
+def zero_note(*arrays: Numbers) -> str | None:
+    """Return a note that all values are 0, which makes a picture white; None if a value is not 0 or not finite."""
+    return None if any(np.any(array != 0) for array in arrays) else "every value is 0"
+
+
 def nonfinite_note(values: Numbers) -> str | None:
     """Return a note with counts such as ``"NaN: 3 of 4,000 (0.075 %)"``; None if all values are finite."""
     counts = {"NaN": 0, "Inf": 0}

@@ -114,7 +114,9 @@ def heatmap(
     _images.colour_bars(panels, images, label, shared=shared, enabled=colorbar)
     panels.hide_inner_ticks()
     merge_note = _images.merge_note(shape, cells, image_dims.vertical, image_dims.horizontal)
-    return panels.with_title(title or _data.title_of(array), [panel_note, merge_note, *notes])
+    return panels.with_title(
+        title or _data.title_of(array), [_data.zero_note(array.values), panel_note, merge_note, *notes]
+    )
 
 
 def _panel_size(count: int, rows: int) -> tuple[tuple[float, float], tuple[int, int]]:
@@ -239,7 +241,9 @@ def before_after(
     default_title = (
         _data.title_of(all_arrays[0]) if has_one_layer else str(all_arrays[0].attrs.get("long_name", quantity))
     )
-    return panels.with_title(title or default_title, [reduction_note, row_note, merge_note, *nonfinite_notes])
+    zero_note = _data.zero_note(*(array.values for array in all_arrays))
+    notes = [zero_note, reduction_note, row_note, merge_note, *nonfinite_notes]
+    return panels.with_title(title or default_title, notes)
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def _set_value_axis(ax: Any, values: Numbers, *, log: bool) -> None:
         _axes.set_log_limits(ax, finite_values, headroom=1.3)
     elif finite_values.size:
         low, high = float(finite_values.min()), float(finite_values.max())
-        value_span = high - low or high
+        value_span = high - low or high or 1.0
         # The axis starts at 0 if the values are close to it; small changes of a large norm need a narrow range.
         ax.set_ylim(min(0.0, low) if low < 0.5 * high else low - 0.15 * value_span, high + 0.08 * value_span)
 

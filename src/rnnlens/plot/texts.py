@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 
 from ..arguments import anything, as_list, as_numbers, integer, text
 from ..errors import InputError, short_repr
-from ..measures.profiles import by_own_peak, input_sensitivity, peak_band
+from ..measures.profiles import input_sensitivity, peak_band, shares_of_peak
 from ..recurrence.measures import safe_norm
 from ..results.schema import proposals_of
 from ..vocabulary import FEATURE, GATE, IN_TIME, OUT_TIME, SAMPLE, TIME
@@ -61,13 +61,18 @@ def text_size(tokens: Sequence[str]) -> tuple[int, int]:
     return max(WIDTH // 6, longest), min(positions[-1][0] + 1, MOST_LINES)
 
 
-def shade_text(ax: Any, tokens: Sequence[str], values: Numbers, style: dict[str, Any]) -> tuple[Any, str | None]:
-    """Draw each token of a text on a box whose colour shows its value.
+def shade_text(
+    ax: Any, tokens: Sequence[str], values: Numbers, style: dict[str, Any], *, around: int = 0
+) -> tuple[Any, str | None]:
+    """Draw each token of a text on a box whose colour shows its value; of a long text the lines about ``around``.
 
-    Return the collection of boxes, and a note that says how many tokens were left out, or None.
+    Return the collection of boxes, and a note that says which tokens are drawn, or None.
     """
     positions = token_positions(tokens)
-    shown_indices = [token_index for token_index, (line, _) in enumerate(positions) if line < MOST_LINES]
+    last_line = min(max(MOST_LINES - 1, positions[around][0] + MOST_LINES // 2), positions[-1][0])
+    first_line = max(0, last_line - MOST_LINES + 1)
+    positions = [(line - first_line, column) for line, column in positions]
+    shown_indices = [token_index for token_index, (line, _) in enumerate(positions) if 0 <= line < MOST_LINES]
     boxes = [
         Rectangle((positions[token_index][1], positions[token_index][0]), len(tokens[token_index]), 0.92)
         for token_index in shown_indices
@@ -89,8 +94,11 @@ def shade_text(ax: Any, tokens: Sequence[str], values: Numbers, style: dict[str,
         if not np.isfinite(colour_share):
             ax.plot([column + 0.5 * len(tokens[token_index])], [line + 0.5], "x", color="black", gid="non-finite")
     ax.set_axis_off()
-    note = None if len(shown_indices) == len(tokens) else f"first {len(shown_indices)} of {len(tokens)} tokens"
-    return collection, note
+    if len(shown_indices) == len(tokens):
+        return collection, None
+    first, last = shown_indices[0], shown_indices[-1]
+    note = f"first {last + 1} of" if not first else f"tokens {first} to {last} of"
+    return collection, f"{note} {len(tokens)}{' tokens' * (not first)}"
 
 
 def _is_dark(colour: Sequence[float]) -> bool:
@@ -165,7 +173,7 @@ def input_map(
         refuse_missing_sample(sample, len(values))
         values = values[sample : sample + 1]
     if tokens is not None:
-        values = by_own_peak(values)
+        values = shares_of_peak(values)
     target_match = _TARGET.match(str(array.attrs.get("long_name", "")))
     target = None if target_match is None or target_match["of"] == "loss" else target_match["of"]
     target = target if output_step is None else f"output step {output_step}"
@@ -189,11 +197,14 @@ def input_map(
         image_width = float(np.clip(3.0 * columns / rows, 1.5, 8.0))
         size = (image_width + 0.6, min(3.0, image_width * rows / columns))
         step_names = [f"row {row}, column {column}" for row in range(rows) for column in range(columns)]
-    default_title = _data.layer_title(array.attrs, f"{target_name} depends {_largest_steps(median, steps, step_names)}")
+    claim = _largest_steps(median, steps, step_names)
+    default_title = f"{target_name} depends {claim}" if claim else f"no finite gradient of {target_name}"
+    default_title = _data.layer_title(array.attrs, default_title)
     panels = _frame.open_panels("input_map", 1, ax, figure, size=size, ticks="medium", least_height=least_height)
     panel_ax = panels.axes[0]
     if token_texts is not None:
-        image, extra_note = shade_text(panel_ax, token_texts, median, style)
+        largest_token = int(np.argmax(np.where(np.isfinite(median), median, -1.0)))
+        image, extra_note = shade_text(panel_ax, token_texts, median, style, around=largest_token)
     elif shape is not None:
         panel_ax.set_anchor("E")
         image_matrix = _images.Matrix(
@@ -231,9 +242,11 @@ def input_map(
     return interactive(drawn, scene)
 
 
-def _largest_steps(values: Numbers, steps: Numbers, names: Sequence[str] | None) -> str:
-    """Return in words where ``values`` are largest: at one to three steps, a stretch of steps, everywhere, nowhere."""
+def _largest_steps(values: Numbers, steps: Numbers, names: Sequence[str] | None) -> str | None:
+    """Return in words where ``values`` are largest: at some steps, a stretch, all or none; None if none is finite."""
     largest = _data.largest_magnitude(values)
+    if not np.isfinite(values).any():
+        return None
     if not largest:
         return "on no step"
     with np.errstate(invalid="ignore"):
@@ -334,15 +347,18 @@ def _draw_line(
 ) -> None:
     """Draw values over steps as a line with its band."""
     median, low, high = ([np.where(band_part > 0, band_part, np.nan) for band_part in bands]) if log else bands
+    largest = _data.largest_magnitude(*bands)
     style = {"color": _axes.BLUE, "linewidth": 1.3, "gid": "sensitivity", "marker": "o" if len(steps) == 1 else None}
     _axes.draw_band(ax, steps, low, high, _axes.BLUE)
     ax.plot(steps, median, **{**style, **keywords})
     _axes.mark_nonfinite(ax, steps[~np.isfinite(bands[0])])
-    if log:
-        ax.set_yscale("log")
-    else:
+    if log and largest:
+        _axes.set_log_limits(ax, np.concatenate(bands), headroom=2)
+        _axes.set_log_axis(ax)
+        _axes.mark_below(ax, steps, bands[0], _axes.BLUE)
+    elif not log:
         ax.fill_between(steps, median, color=_axes.BLUE, alpha=0.12, linewidth=0, gid="area")
-        ax.set_ylim(0, None if np.nanmax(bands[2], initial=0.0) > 0 else 1.0)
+        ax.set_ylim(0, None if largest else 1.0)
     _axes.tick_steps(ax, "x", steps, margin=max(0.5, 0.02 * len(steps)))  # a peak at an end is not the frame
 
 

@@ -103,7 +103,8 @@ def time_jacobian(
     if len(matrices) > 1:
         panels.hide_inner_ticks()
     merge_note = _images.merge_note(matrices[0].shape, CELLS, "output step", "input step")
-    return panels.with_title(title or _figure_title(matrices, padding_masks, array), [sample_note, merge_note, *notes])
+    notes = [_data.zero_note(array.values), sample_note, merge_note, *notes]
+    return panels.with_title(title or _figure_title(matrices, padding_masks, array), notes)
 
 
 def matrices_of(
@@ -268,7 +269,8 @@ def jacobian_margins(
         _mark_delays(direction_axes, array, delays, backward=direction == BACKWARD)
         direction_axes[0].set_ylabel(_data.axis_label(array, OUT_TIME) if len(matrix) > 1 else value_label)
         direction_axes[2].set_xlabel(_data.axis_label(array, IN_TIME))
-    return panels.with_title(title or _figure_title(matrices, padding_masks, array), [sample_note, *notes])
+    notes = [_data.zero_note(array.values), sample_note, *notes]
+    return panels.with_title(title or _figure_title(matrices, padding_masks, array), notes)
 
 
 def _figure_title(matrices: list[Numbers], padding_masks: list[Numbers], array: xr.DataArray) -> str:
@@ -405,7 +407,8 @@ def total_and_frozen(
     panels.hide_inner_ticks()
     merge_note = _images.merge_note(matrices[0].shape, CELLS, "output step", "input step")
     default_title = _data.layer_title(arrays[0].attrs, _frozen_share_text(matrices, arrays[0], from_lag))
-    return panels.with_title(title or default_title, [matrix_results[0][3], merge_note, *_samples.notes_of(arrays[0])])
+    notes = [_data.zero_note(*matrices), matrix_results[0][3], merge_note, *_samples.notes_of(arrays[0])]
+    return panels.with_title(title or default_title, notes)
 
 
 def _refuse_mismatch(arrays: Sequence[xr.DataArray]) -> None:

@@ -269,7 +269,9 @@ def _certify(request: ModelRequest, name: str, scan_ends: tuple[Port, Port]) -> 
         for weight, gradient in reference.weight_grads.items()
         if weight.startswith(inside) and gradient is not None
     }
-    output_index = next(i for i, cotangent in enumerate(_signs(reference.outputs)) if cotangent is not None)
+    output_index = next((i for i, cotangent in enumerate(_signs(reference.outputs)) if cotangent is not None), None)
+    if output_index is None:
+        return could_not_compare(request, "the model returns no array of floats")
     output_port = Port("output", index=output_index)
 
     def pull() -> ReferenceRun:

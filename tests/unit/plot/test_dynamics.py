@@ -203,6 +203,23 @@ def test_the_title_of_three_networks_says_how_far_back_their_gradients_reach(lay
     assert suptitle(axes).startswith(f"The gradient reaches back {reaches[0]}, {reaches[1]} and {reaches[2]} steps ")
 
 
+def test_a_picture_of_zeros_is_white_and_says_so(jacobian, gradient):
+    zeros, flat = 0 * jacobian(samples=2, steps=6), 0 * gradient(samples=2)
+    pictures = {
+        "heatmap": rl.plot.heatmap(flat),
+        "before_after": rl.plot.before_after(flat, flat, samples="rms"),
+        "time_jacobian": rl.plot.time_jacobian(zeros),
+        "jacobian_margins": rl.plot.jacobian_margins(zeros),
+        "total_and_frozen": rl.plot.total_and_frozen(zeros, zeros),
+    }
+    for name, axes in pictures.items():
+        assert "every value is 0" in suptitle(axes), name
+        assert not any(line.get_gid() == "non-finite" for ax in axes for line in ax.lines), name
+        assert not np.ma.getmaskarray(axes[0].images[0].get_array()).all(), name
+        assert np.nanmax(np.ma.filled(axes[0].images[0].get_array(), 0.0)) == 0, name
+    assert "every value is 0" not in suptitle(rl.plot.heatmap(gradient(samples=2)))
+
+
 def test_before_and_after_name_their_reduction_below_the_title(gradient):
     axes = rl.plot.before_after(gradient(samples=3), gradient(samples=3), samples="rms")
     assert "RMS" not in axes.figure.get_suptitle()

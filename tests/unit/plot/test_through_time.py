@@ -301,6 +301,37 @@ def test_the_title_of_an_input_map_names_the_largest_steps(sizes, claim):
     assert ax.get_xlim()[1] >= 60.0  # a peak at the last step is not drawn on the frame
 
 
+def test_an_input_map_without_a_finite_number_claims_nothing():
+    (ax,) = rl.plot.input_map(np.full((1, 6, 1), np.nan))
+    assert suptitle([ax]) == "no finite gradient of the loss NaN: 6 of 6 (100 %)"
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_a_gradient_of_zeros_is_no_missing_one(log, by_gid):
+    (ax,) = rl.plot.input_map(np.zeros((3, 6, 1)), log=log)
+    assert by_gid(ax, "non-finite") == []
+    (text_ax,) = rl.plot.input_map(np.zeros((3, 6, 1)), tokens="sixsix", log=log)
+    assert by_gid(text_ax, "non-finite") == []
+
+
+def test_a_logarithmic_input_map_shows_twelve_decades_and_marks_what_is_below(by_gid):
+    gradient = 10.0 ** -np.arange(41.0)[::-1].reshape(1, 41, 1)
+    (ax,) = rl.plot.input_map(gradient, log=True)
+    low, high = ax.get_ylim()
+    assert 1e-14 < low < high < 10
+    assert len(by_gid(ax, "below")) > 0
+
+
+def test_of_a_long_text_the_lines_about_its_largest_token_are_drawn():
+    gradient = np.zeros((1, 5000, 1))
+    gradient[0, 4321] = 1.0
+    axes = rl.plot.input_map(gradient, tokens="abcde" * 1000)
+    note = suptitle(axes).partition("tokens ")[2]
+    first, last = (int(part) for part in note.partition(" of")[0].split(" to "))
+    assert first < 4321 < last
+    assert note.endswith(" of 5000")
+
+
 def test_the_title_of_an_input_map_names_the_largest_pixel_and_token():
     gradient = np.zeros((1, 6, 1))
     gradient[0, 4] = 1.0
