@@ -340,11 +340,9 @@ def model_dataset(
         )
     if residual_test is not None:
         variables["missed"] = _variable(
-            ("lag",), residual_test.by_step[::-1], "association of the errors with the input", "share of Var y"
+            ("lag",), residual_test.by_step[::-1], "squared covariances of errors and inputs, summed, over Var y", "1"
         )
-        variables["missed_threshold"] = _variable(
-            (), residual_test.threshold, "99 % of permuted maxima", "share of Var y"
-        )
+        variables["missed_threshold"] = _variable((), residual_test.threshold, "99 % of permuted maxima", "1")
         variables["missed_learned"] = _variable(
             (), residual_test.learned, "share of the association that the prediction has", "1"
         )

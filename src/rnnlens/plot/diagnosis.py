@@ -264,11 +264,15 @@ def _period(leading: Numbers) -> float:
 
 
 def _name_leading_mode(ax: Any, values: Numbers) -> None:
-    """Point at the upper one of the leading complex pair, with its period; real modes lie on the axis."""
+    """Point at the upper one of the leading complex pair, with its period, if it is in one place at most steps."""
     leading = _leading_modes(values)
     if not leading.size or not _is_turning(leading):
         return
-    point = float(np.median(leading.real)), float(np.median(np.abs(leading.imag)))
+    upper = leading.real + 1j * np.abs(leading.imag)
+    middle = complex(np.median(upper.real), np.median(upper.imag))
+    if np.median(np.abs(upper - middle)) > 0.2 * abs(middle):
+        return
+    point = middle.real, middle.imag
     text = f"slowest mode,\nturns in {_axes.short_number(_period(leading))} steps"
     is_right = ax.transLimits.transform(point)[0] > 0.5
     style: dict[str, Any] = {"ha": "right" if is_right else "left", "va": "bottom", "gid": "leading", "zorder": 5}

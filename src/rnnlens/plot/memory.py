@@ -250,7 +250,7 @@ def memory_lifetime(
         raise InputError(problem, got=received, expected=expected)
     jacobian_array = _data.label_array(jacobian, "memory_lifetime", guess={4: (SAMPLE, OUT_TIME, OUT_UNIT, IN_FEATURE)})
     directions = [view.name for view in _data.direction_views(gates)]
-    panels = _frame.open_panels("memory_lifetime", 1, ax, figure, directions=directions, size=(3.8, 3.5))
+    panels = _frame.open_panels("memory_lifetime", 1, ax, figure, directions=directions, size=(4.4, 3.5))
     for direction_index, (panel_ax, direction) in enumerate(zip(panels.axes, directions, strict=True)):
         products, derivatives, steps = _kept_and_measured(
             gates, jacobian_array, keeping_gate, direction_index if direction else None, max_steps=max_lines
@@ -437,4 +437,4 @@ def _half_life_title(half_life: Numbers) -> str:
     )
     unit = "" if median == "endless" else " step" if median == "1" else " steps"
     spread = "" if fastest == slowest else f" ({fastest} to {slowest})"
-    return f"half-life of the state: {median}{unit}{spread}"
+    return f"half-life: {median}{unit}{spread}"

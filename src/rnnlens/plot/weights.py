@@ -399,6 +399,8 @@ def _draw_weight_lags(ax: Any, norms: xr.DataArray, runs_back: bool, cumulative:
 
 def _name_peaks(ax: Any, shares: Numbers, heights: Numbers) -> None:
     """Name the lags that stand out: up to three, with at least four times the share of a typical lag."""
-    largest = np.argsort(-shares, kind="stable")[:3]
+    neighbours = np.pad(shares, 1)
+    is_peak = (shares >= neighbours[:-2]) & (shares >= neighbours[2:])
+    largest = np.argsort(np.where(is_peak, -shares, 0.0), kind="stable")[:3]
     for lag in largest[shares[largest] >= max(4 * float(np.median(shares)), 0.02)]:
         _axes.write_text(ax, f"{lag}", (float(lag), float(heights[lag])), (3, 0), ha="left", va="top", gid="peak")

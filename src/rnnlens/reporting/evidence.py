@@ -62,16 +62,16 @@ def _memory_figure(model: xr.Dataset) -> ReportFigure:
 
 
 def _missed_figure(model: xr.Dataset) -> ReportFigure:
-    """Return the figure of the share of the residual that each lag of the input explains, with the test's threshold."""
-    values = _float_values(model["missed"])
-    static_lines = [draw.StaticLine("residual explained", np.arange(len(values), dtype=np.float64), values)]
+    """Return the figure of the association of the errors with the input at each lag, relative to the threshold."""
+    threshold = float(model["missed_threshold"]) or 1.0  # 0 where the model makes no errors
+    values = _float_values(model["missed"]) / threshold
+    static_lines = [draw.StaticLine("association with the errors", np.arange(len(values), dtype=np.float64), values)]
     sentence = (
-        "Residual test: how much of the model's errors the input at each lag would explain. In all, inputs explain "
+        "Residual test: how strongly the errors of the model go with the input at each lag; above 1, chance alone would "
+        "not reach it in 99 of 100 cases. In all, inputs explain "
         f"{100 * max(float(model['missed_effect']), 0.0):.1f} % of the target's variance."
     )
-    axes = draw.CurveAxes(
-        "lag in steps", "share of Var y", levels=[(float(model["missed_threshold"]), "99 % of chance")]
-    )
+    axes = draw.CurveAxes("lag in steps", "share of the threshold", levels=[(1.0, "99 % of chance")])
     return curve_figure(Caption("missed", "Do the errors depend on past inputs?", sentence), static_lines, axes)
 
 

@@ -111,7 +111,7 @@ def test_decay_by_lag_draws_powers_sorted_by_half_life():
     assert ax.get_ylim()[0] < ax.get_ylim()[1]  # lag upward
     (line,) = [line for line in ax.lines if line.get_gid() == "half-life"]
     assert np.allclose(line.get_ydata()[:3], [1.0, 4.0, 4.0])  # 6.6 and infinity are drawn at the last lag
-    assert "half-life of the state: 6.6 steps (1 to endless)" in suptitle([ax])
+    assert "half-life: 6.6 steps (1 to endless)" in suptitle([ax])
 
 
 def test_decays_that_are_none_are_refused():
