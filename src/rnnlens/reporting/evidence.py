@@ -67,8 +67,8 @@ def _missed_figure(model: xr.Dataset) -> ReportFigure:
     values = _float_values(model["missed"]) / threshold
     static_lines = [draw.StaticLine("association with the errors", np.arange(len(values), dtype=np.float64), values)]
     sentence = (
-        "Residual test: how strongly the errors of the model go with the input at each lag; above 1, chance alone would "
-        "not reach it in 99 of 100 cases. In all, inputs explain "
+        "Residual test: how strongly the errors of the model go with the input at each lag; above 1 chance alone comes "
+        "in 1 of 100 cases. In all, inputs explain "
         f"{100 * max(float(model['missed_effect']), 0.0):.1f} % of the target's variance."
     )
     axes = draw.CurveAxes("lag in steps", "share of the threshold", levels=[(1.0, "99 % of chance")])
