@@ -250,7 +250,7 @@ def _leading_mode_text(values: Numbers) -> str:
 def _leading_modes(values: Numbers) -> Numbers:
     """Return the eigenvalue of largest modulus of each row whose eigenvalues are all finite."""
     rows = values[np.isfinite(values).all(axis=1)]
-    return rows[np.arange(len(rows)), np.abs(rows).argmax(axis=1)]
+    return np.asarray(rows[np.arange(len(rows)), np.abs(rows).argmax(axis=1)])
 
 
 def _is_turning(leading: Numbers) -> bool:

@@ -146,10 +146,11 @@ def hidden_attention(
     labels = request.coordinates.find(TIME, outputs.shape[1])
     for dim in (OUT_TIME, IN_TIME):
         coords[dim] = positions[dim] if labels is None else labels[positions[dim]]
-    certificate = Certificate()
-    if request.needs_certificate("hidden_attention"):
+    details = ("hidden_attention", name, tuple(positions[CHANNEL]))
+    certificate = request.earlier_certificate(*details)
+    if certificate is None:
         certificate = _certify(replace(request, batch=Batch(x, training=training, seed=seed)), name, (of, wrt))
-        request.remember(certificate, "hidden_attention")
+        request.remember(certificate, *details)
     attrs = {
         "long_name": "hidden attention",
         "units": "1",
@@ -159,7 +160,7 @@ def hidden_attention(
         "source": "Ali, Zimerman, Wolf 2024, arXiv:2403.01590, eqs. 10-12",
         **record_attrs([check_of_sum], certificate),
     }
-    warn_of_failed_checks([check_of_sum, *certificate.checks])
+    warn_of_failed_checks([check_of_sum], certificate)
     warn_of_missing_certificate(certificate)
     dims = (MAP, SAMPLE, CHANNEL, OUT_TIME, IN_TIME)
     kept_coords = {dim: values for dim, values in coords.items() if values is not None}
@@ -311,7 +312,7 @@ def _certify(request: ModelRequest, name: str, scan_ends: tuple[Port, Port]) -> 
 def _sign_array(values: Numbers) -> Numbers:
     """Return random signs of the shape and dtype of ``values``, the same at each call."""
     signs = 2 * np.random.default_rng(0).integers(0, 2, size=values.shape) - 1
-    return signs.astype(values.dtype)
+    return np.asarray(signs, values.dtype)
 
 
 def _signs(outputs: Sequence[Any]) -> list[Numbers | None]:
