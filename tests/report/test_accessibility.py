@@ -75,6 +75,8 @@ def test_a_report_of_sentences_has_no_violations(reader, tmp_path, view):
     path = rl.report(model, ids, ids[:, 0] % 3, tmp_path / "r.html", loss=LOSS, tokens=words, diagnosis=False)
     sheet = reader(path, **VIEWS[view])
     assert sheet.locator("#tokens span").count() == 40
+    lines = "tokens => tokens.map(token => token.getClientRects().length)"
+    assert set(sheet.locator("#tokens span").evaluate_all(lines)) == {1}  # no word is broken between lines
     assert violations(sheet) == []
 
 

@@ -12,11 +12,13 @@ import keras
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from PIL import Image
 from report_pages import HOSTILE, Classifier
 from torch import nn
 
 import rnnlens as rl
+from rnnlens.reporting.evidence import _missed_figure
 from rnnlens.reporting.tracks import sort_keys, tracks_of
 
 LOSS = nn.functional.cross_entropy
@@ -201,6 +203,15 @@ def test_findings_are_linked_to_what_shows_them(page, model, batch):
     assert set(links) <= ids
     for finding in diagnosis.findings:
         assert finding.sentence in " ".join("".join(parsed.texts).split())
+
+
+def test_the_residual_test_is_drawn_by_its_threshold_as_it_is_no_share():
+    sums = xr.Dataset({"missed": ("lag", [4.0, 1.0]), "missed_threshold": 2.0, "missed_effect": 0.9})
+    spec = _missed_figure(sums).spec
+    assert (spec["y"], spec["levels"]) == ("share of the threshold", [[1.0, "99 % of chance"]])
+    assert spec["lines"][0]["y"] == [2.0, 0.5]
+    no_errors = sums.assign(missed_threshold=0.0, missed=0.0 * sums["missed"])
+    assert _missed_figure(no_errors).spec["lines"][0]["y"] == [0.0, 0.0]
 
 
 def test_how_it_was_made_can_be_made_again(page):
