@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from ..results.opening import open
 from ..results.page import curves_of
 from ..results.saving import check_path
 from ..results.schema import to_host
+from ..results.training_run import TrainingRun
 from ..verbs.trace import trace
 from ..verbs.weights import layers
 from . import console
@@ -199,7 +200,10 @@ def parts_of(result: Any) -> list[Part]:
 
 
 def summary_of(result: Any) -> dict[str, Any]:
-    """Return ``schema``, ``kind``, ``headline``, ``layers`` with curves, ``checks``, ``certificate``, provenance."""
+    """Return ``schema``, ``kind``, ``headline``, ``layers`` with curves, ``checks``, ``certificate``, provenance.
+
+    A run of a training has ``findings`` as well.
+    """
     if isinstance(result, Diagnosis):
         return {"kind": "diagnosis", **json.loads(result.to_json())}
     parts = parts_of(result)
@@ -216,7 +220,9 @@ def summary_of(result: Any) -> dict[str, Any]:
         loss = getattr(result, "loss", None)
         header = {"schema": SCHEMA, "kind": result.kind, "headline": result._headline()}
         loss_field = {"loss": to_strict_json(loss)} if isinstance(loss, float) else {}
-        return {**header, **loss_field, "layers": layers, **_check_summary(result), "notes": result.notes}
+        is_run = isinstance(result, TrainingRun)
+        findings = {"findings": to_strict_json([asdict(f) for f in result.findings])} if is_run else {}
+        return {**header, **loss_field, "layers": layers, **findings, **_check_summary(result), "notes": result.notes}
     array_summary = _data_summary(result)
     array_summary["attributes"].pop("record", None)
     return {

@@ -1,5 +1,6 @@
 """Findings on a recorded training in torch, and the numbers behind them against weights that are saved by hand."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import rnnlens as rl
+from rnnlens.cli import main as command_line
 from rnnlens.cli.tail import ChosenScalars, print_lines, run_group
 
 STEPS = 12
@@ -190,6 +192,11 @@ def test_command_line_page_and_figure_of_a_run_with_a_finding(tmp_path, capsys):
     net = Echo()
     run, _ = train(tmp_path / "a.zarr", net, torch.optim.Adam(net.parameters(), 1e-7))
     (finding,) = run.findings
+    with pytest.raises(SystemExit, match="0"):
+        command_line(["show", str(tmp_path / "a.zarr"), "--json"])
+    (shown,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (shown["code"], shown["sentence"]) == (finding.code, finding.sentence)
+    assert shown["evidence"]["ratio"] == pytest.approx(finding.evidence["ratio"])
     print_lines(iter([run]), ChosenScalars())
     assert f"finding={finding}" in capsys.readouterr().out
     assert any(str(finding) == str(part) for part in run_group(run).renderables)
