@@ -444,3 +444,14 @@ def test_two_directions_and_nan_are_drawn(reader, batch, tmp_path):
     wait_until(sheet, "document.querySelector('#track-3-hidden .legend').innerText.includes('unit 0, step 0')")
     assert "NaN or infinite" in legend_text(figure)
     assert "rnn[1] · backward" in sheet.inner_text("#track-3 h2")
+
+
+def test_a_curve_that_leaves_its_axis_says_so_with_and_without_the_script(reader, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(70, 60, 3)
+    path = rl.report(Classifier(4), x, x[:, 59, 0].long().clamp(0, 2), tmp_path / "r.html", loss=LOSS)
+    for figure in (
+        show_figure(reader(path), "transfer-0"),
+        reader(path, java_script_enabled=False).locator("#transfer-0"),
+    ):
+        assert re.search("▾ below 1e-0?8", figure.locator(".plot > svg").text_content())

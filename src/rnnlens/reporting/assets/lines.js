@@ -191,6 +191,9 @@ class Curve extends Panel {
       line.x.forEach((x, k) => { if (line.y[k] === null) { pen = 'M'; return; } d += pen + point(x, line.y[k]); pen = 'L'; });
       this.svg.append(make('path', {class: `line l${i % 6}`, d}));
     });
+    if (spec.log && state.log && spec.lines.some(line => line.y.some(v => v !== null && v < 10 ** axis.low * .999))) {
+      this.label(WIDE.left + 4, this.bottom - 4, `▾ below ${words(10 ** axis.low)}`, {class: 'below'});
+    }
     for (const [x, text] of spec.marks) {
       const end = this.place(x) > this.width / 2;
       this.svg.append(make('path', {class: 'mark', d: `M${this.place(x)} ${WIDE.top}V${this.bottom}`}));
