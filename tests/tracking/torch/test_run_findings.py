@@ -150,6 +150,29 @@ def test_the_weights_of_a_second_optimizer_are_not_accused(tmp_path):
     assert run.findings == []
 
 
+def test_gradients_that_a_closure_computes_within_the_step(tmp_path):
+    """As in Lightning and with LBFGS: before the step there are none."""
+    torch.manual_seed(0)
+    net, (x, y) = Echo(), batch()
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    norms = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = mse_loss(net(x), y)
+        loss.backward()
+        norms.append(float(net.head.weight.grad.norm()))
+        return loss
+
+    with rl.torch.watch(net, tmp_path / "a.zarr", probe=(x[:16], y[:16]), loss=mse_loss, every=1):
+        for _ in range(5):
+            optimizer.zero_grad()
+            optimizer.step(closure)
+    run = rl.open(tmp_path / "a.zarr")
+    np.testing.assert_allclose(run.scalar("update_gradient/head.weight").values[1:], norms, rtol=1e-6)
+    assert run.findings == []
+
+
 def test_a_frozen_layer_and_one_that_is_thawed(tmp_path):
     torch.manual_seed(0)
     net = Echo()

@@ -304,7 +304,9 @@ class TorchWatch:
             try:
                 if self._update_is_due:
                     others = None if self.plan.optimizers else self._steps.known_weights
-                    self._step_of_weights = StepOfWeights(self.model, optimizer, applied_scale, others)
+                    self._step_of_weights = StepOfWeights(
+                        self.model, optimizer, applied_scale, others, runs_batch=self._steps.runs_batch
+                    )
             except Exception as error:
                 self._recorder.fail_record(self.steps + 1, error, "update")
 

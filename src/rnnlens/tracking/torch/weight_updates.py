@@ -15,14 +15,21 @@ from .steps import weights_in
 
 
 class StepOfWeights:
-    """Copies of the weights of one optimizer in host memory, and the norms of their gradients, before its step.
+    """Copies of the weights of one optimizer in host memory before its step, and the norms of their gradients.
 
     ``applied_scale`` is the loss scale that the gradients still have. ``known_weights``: ids of the weights of all
-    optimizers; trained weights that none of them has are compared too. None leaves these out.
+    optimizers; trained weights that none of them has are compared too. None leaves these out. ``runs_batch``: the step
+    computes the gradients itself, in a closure, so that they are there after it only.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Any, applied_scale: float, known_weights: Collection[int] | None
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        applied_scale: float,
+        known_weights: Collection[int] | None,
+        *,
+        runs_batch: bool,
     ) -> None:
         own = weights_in(optimizer)
         self._weights = {
@@ -34,12 +41,17 @@ class StepOfWeights:
         }
         self._left_out = [name for name, weight in self._weights.items() if id(weight) not in own]
         self._before = {name: host_array(weight).copy() for name, weight in self._weights.items()}
-        self._gradient_norms = {name: _norm(weight.grad) / applied_scale for name, weight in self._weights.items()}
+        self._applied_scale = applied_scale
+        self._gradient_norms = None if runs_batch else self._norms_of_gradients()
+
+    def _norms_of_gradients(self) -> dict[str, float]:
+        return {name: _norm(weight.grad) / self._applied_scale for name, weight in self._weights.items()}
 
     def scalars(self) -> dict[str, float]:
         """Return the scalars of the step, from the weights as they are now."""
         after = {name: host_array(weight) for name, weight in self._weights.items()}
-        return update_scalars(self._before, after, self._gradient_norms, self._left_out)
+        gradient_norms = self._norms_of_gradients() if self._gradient_norms is None else self._gradient_norms
+        return update_scalars(self._before, after, gradient_norms, self._left_out)
 
 
 def _norm(gradient: Tensor | None) -> float:
