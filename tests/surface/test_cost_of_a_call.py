@@ -9,6 +9,9 @@ from own_files import package_path
 from torch import nn
 
 import rnnlens as rl
+from rnnlens.adapters.torch import TorchAdapter
+from rnnlens.diagnosis.experiment import MOST_CAPTURED
+from rnnlens.verbs import recurrent_layers
 
 #: Code objects within a function, which are not counted as functions.
 INNER_CODE = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")
@@ -157,3 +160,25 @@ def test_a_diagnosis_evaluates_the_loss_in_one_pass():
 
     rl.diagnose(model, x, torch.randn(64, 2), loss=loss)
     assert len(evaluated) == 1
+
+
+def test_a_diagnosis_captures_the_states_once(monkeypatch):
+    torch.manual_seed(0)
+    model, x, captured = Tagger("last step"), torch.randn(64, 12, 3), []
+    run = TorchAdapter.run
+
+    def counted(model, batch, taps):
+        captured.append(taps.record == "states" and len(batch.x) == MOST_CAPTURED)
+        return run(model, batch, taps)
+
+    monkeypatch.setattr(TorchAdapter, "run", staticmethod(counted))
+    rl.diagnose(model, x, torch.randn(64, 2))
+    assert sum(captured) == 1
+
+
+def test_tensors_of_one_layer_share_a_sweep(monkeypatch):
+    sweeps, adjoint = [], recurrent_layers.adjoint
+    monkeypatch.setattr(recurrent_layers, "adjoint", lambda *a, **k: sweeps.append(a) or adjoint(*a, **k))
+    wrt = ["lstm.hidden", "lstm.cell", "lstm.gates", "lstm.input"]
+    rl.gradients(Tagger(), torch.randn(4, 10, 3), of="output", reduce="sum", wrt=wrt)
+    assert len(sweeps) == 1

@@ -47,7 +47,7 @@ class Experiment:
     def __post_init__(self) -> None:
         self.adapter = adapter_for(self.model)
 
-    def axes_of(self, output: str) -> dict[str, Any] | None:
+    def axes_of(self, output: str) -> dict[str, Any]:
         """Return the axes of inputs and of the examined output for ``rl.gradients``, which finds those left out."""
         orientation = self.samples.orientation
         declared = {name: layout.axes for name, layout in orientation.declared.items()}
@@ -85,10 +85,15 @@ class Experiment:
         """First samples of the data, at most ``MOST_CAPTURED``, in the model's own order of axes."""
         return self.in_model_order(data.select(self.samples.x, slice(MOST_CAPTURED)))
 
+    @property
+    def first_batch(self) -> Batch:
+        """First samples with the seed of the diagnosis: its runs on them draw the same random numbers."""
+        return Batch(self.first_inputs, seed=self.seed)
+
     @cached_property
     def capture(self) -> Capture:
         """Capture of the forward pass on the first samples, with the states of all recurrent layers."""
-        capture = self.adapter.run(self.model, Batch(self.first_inputs), Taps.states(sequences=False)).capture
+        capture = self.adapter.run(self.model, self.first_batch, Taps.states(sequences=False)).capture
         if not capture.calls and not capture.scanned:
             raise ModelError("No recurrent layer ran in this forward pass.", hint="rl.layers(model)")
         sizes = (call.input.shape[:2] for call in capture.calls)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,10 +26,13 @@ from ..recurrence.arrays import namespace
 from ..recurrence.replay import Replay
 from ..recurrence.sequence import SequenceCell, forward, pull_back
 from ..results.schema import to_host
-from ..settings import options
 from ..typing import Array
-from ..verbs.gradients import gradients
+from ..verbs.axes import an_axes_table
+from ..verbs.differentiation.pull import batch_gradients
+from ..verbs.differentiation.request import GradientArguments, read_request
+from ..verbs.recurrent_layers import ReplayedCall, ReplayedLayers
 from ..verbs.traced_scans import scan_measures
+from ..vocabulary import BACKWARD, DIRECTION, FORWARD
 from .experiment import Experiment
 
 
@@ -172,28 +175,32 @@ def _output_gradients(experiment: Experiment) -> dict[tuple[str, str], Array]:
     wrt = [f"{name}.hidden" for name in layer_names] + [f"{layer_names[0]}.input"]
     # Samples do not interact in inference, so the gradient of the sum contains the gradient of each sample.
     # A loop that detaches its states between some steps may have no port for a state: then the adjoint is not known.
-    gradients_by_layer: Any = {}
-    with options(certify="never"), suppress(LayerNotFoundError):
-        gradients_by_layer = gradients(
-            experiment.model,
-            experiment.first_inputs,
-            of=target,
-            reduce=draw_projection(experiment),
-            wrt=wrt,
-            axes=experiment.axes_of(target),
-        )
+    axes = an_axes_table("axes", experiment.axes_of(target))
     arrays: dict[tuple[str, str], Array] = {}
-    for name in layer_names:
-        if "hidden" not in gradients_by_layer.get(name, ()):
-            continue
-        hidden = gradients_by_layer[name]["hidden"]
-        if "direction" in hidden.dims:
-            for direction in ("forward", "backward"):
-                arrays[name, direction] = hidden.sel(direction=direction).values
-        else:
-            arrays[name, next(c.direction for c in calls if c.layer == name)] = hidden.values
-    if "input" in gradients_by_layer.get(layer_names[0], ()):
-        arrays["input", ""] = gradients_by_layer[layer_names[0]]["input"].values
+    with suppress(LayerNotFoundError):
+        request = read_request(
+            experiment.model,
+            experiment.first_batch,
+            GradientArguments(target, wrt, {}, draw_projection(experiment), False, axes=axes),
+        )
+        replayed = (ReplayedCall(call, run) for call, run in experiment.replays)
+        found = batch_gradients(
+            replace(
+                request.of_batch(experiment.first_batch, request.target),
+                replayed=ReplayedLayers.of_replayed(replayed, experiment.capture.entangled),
+            )
+        )
+        for name, gradient in found.gradients.items():
+            if gradient is None:
+                continue
+            if name.kind == "input":
+                arrays["input", ""] = gradient
+            elif DIRECTION in found.dims[name]:
+                halves = np.moveaxis(gradient, found.dims[name].index(DIRECTION), 0)
+                arrays[str(name.layer), FORWARD], arrays[str(name.layer), BACKWARD] = halves
+            else:
+                direction = next(call.direction for call in calls if call.layer == name.layer)
+                arrays[str(name.layer), direction] = gradient
     return arrays
 
 

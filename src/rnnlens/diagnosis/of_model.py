@@ -33,7 +33,7 @@ from .lazy_data import is_outside_memory, load_samples
 from .memory import SOUGHT, Interval, Memory, is_missed, measure_memory, measure_missed
 from .prediction import ignored_class
 from .samples import Orientation, read_samples
-from .signal_path import gradient_by_lag, measure_path
+from .signal_path import SignalPath, gradient_by_lag, measure_path
 
 
 @checked(
@@ -148,6 +148,11 @@ def diagnose(
     layers, attributed_steps = measure_layers(experiment)
     scans, attributed_by_scans = measure_scans(experiment)
     layers, attributed_steps = [*layers, *scans], attributed_by_scans if attributed_steps is None else attributed_steps
+    path = (
+        measure_path(experiment, missed_lag(residual_test))
+        if residual_test is not None and is_missed(residual_test, memory)
+        else None
+    )
     rule_findings = findings(
         memory,
         residual_test,
@@ -158,9 +163,7 @@ def diagnose(
             _mask(experiment),
             xr.DataArray(experiment.prediction, {"sample": batch.labels}, ("sample", "unit")),
         ),
-        measure_path(experiment, missed_lag(residual_test))
-        if residual_test is not None and is_missed(residual_test, memory)
-        else None,
+        path,
         everyday_findings(experiment, memory, layers, mixed),
     )
     carried_by_layer, reason = measure_carried(experiment) if memory.is_known else ({}, "")
@@ -170,7 +173,8 @@ def diagnose(
         datasets[name] = layer_dataset([layer for layer in layers if layer.name == name], carried_by_layer.get(name))
     sentences = {name: layer_sentence(name, carried_memory) for name, carried_memory in carried_by_layer.items()}
     sentences |= {scan.name: scan_sentence(scan) for scan in scans if "half_life" in scan.scan}
-    steps_back = measure_steps_back(memory, carried_by_layer, gradient_by_lag(experiment))
+    signal_by_lag = path.by_lag if isinstance(path, SignalPath) else gradient_by_lag(experiment)
+    steps_back = measure_steps_back(memory, carried_by_layer, signal_by_lag)
     return Diagnosis(
         datasets,
         sentences={"the model": headline(memory, named_baseline, residual_test), **sentences},

@@ -7,7 +7,7 @@ framework's own differentiation of the user's model from the output to that inpu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -91,7 +91,8 @@ def measure_path(experiment: Experiment, lag: int) -> SignalPath | str:
     Returns a sentence on why the model could not be differentiated, in place of the path, where it could not.
     """
     try:
-        by_lag, cuts = _gradient_by_lag(experiment, lag)
+        cuts: list[Cut] = []
+        by_lag = _gradient_by_lag(experiment, lag, cuts=cuts)
     except (CertificateError, RnnlensError) as error:
         return str(error).partition("\n")[0]
     path = SignalPath(by_lag, lag)
@@ -115,25 +116,24 @@ def measure_path(experiment: Experiment, lag: int) -> SignalPath | str:
 def gradient_by_lag(experiment: Experiment) -> Array | None:
     """Return the norm of the gradient of the examined output by the input, (sample, lag); None if there is none."""
     try:
-        return _gradient_by_lag(experiment, 0)[0]
+        return _gradient_by_lag(experiment, 0)
     except Exception:  # of a model that runs forward only: the other measures hold without it
         return None
 
 
-def _gradient_by_lag(experiment: Experiment, lag: int, scale: float = 1.0) -> tuple[Array, list[Cut]]:
-    """Return the norm of the gradient (sample, lag), and the lines at which that of ``lag`` ends."""
+def _gradient_by_lag(experiment: Experiment, lag: int, scale: float = 1.0, cuts: list[Cut] | None = None) -> Array:
+    """Return the norm of the gradient (sample, lag); append to ``cuts`` the lines at which that of ``lag`` ends."""
     leaf = data.leaves_of(experiment.samples.x)[experiment.samples.sequences[0]]
-    cuts: list[Cut] = []
     has_ids = leaf.dtype.kind != "f" and bool(experiment.embeddings)
     gradient = _embedding_gradient(experiment) if has_ids else _input_gradient(experiment, lag, scale, cuts)
     norms = np.linalg.norm(gradient.reshape(*gradient.shape[:2], -1).astype(np.float64), axis=-1)
     by_lag = reorder_by_lag(norms, range(norms.shape[1])[::-1], experiment.examined_lengths[: len(norms)] - 1)
-    if has_ids and not np.nan_to_num(by_lag[:, lag]).any():
+    if has_ids and cuts is not None and not np.nan_to_num(by_lag[:, lag]).any():
         _input_gradient(experiment, lag, scale, cuts)
-    return by_lag, cuts
+    return by_lag
 
 
-def _input_gradient(experiment: Experiment, lag: int, scale: float, cuts: list[Cut]) -> Array:
+def _input_gradient(experiment: Experiment, lag: int, scale: float, cuts: list[Cut] | None) -> Array:
     """Differentiate the user's model by its framework; append the lines at which the gradient of ``lag`` ends."""
     samples, model_x = experiment.samples, experiment.first_inputs
     if scale != 1.0:
@@ -146,10 +146,10 @@ def _input_gradient(experiment: Experiment, lag: int, scale: float, cuts: list[C
         data.leaves_of(experiment.in_model_order(_entries_at(experiment, lags))) for lags in ([lag], later_lags)
     )
 
-    with record_cuts(experiment.adapter.engine) as recorder:
+    with nullcontext() if cuts is None else record_cuts(experiment.adapter.engine) as recorder:
 
         def cotangents(values: Sequence[Array]) -> list[Array | None]:
-            if not cuts:
+            if recorder is not None and not cuts:
                 cuts.extend(recorder.find(data.leaves_of(model_x), entries, later))
             selected = experiment.output_index
             return [
@@ -235,7 +235,7 @@ def _is_saturated(experiment: Experiment, lag: int) -> bool:
     size = float(np.sqrt(np.mean(np.square(leaf, dtype=np.float64)))) if leaf.dtype.kind == "f" else 0.0
     if size <= _SMALL:
         return False
-    by_lag, _ = _gradient_by_lag(experiment, lag, _SMALL / size)
+    by_lag = _gradient_by_lag(experiment, lag, _SMALL / size)
     return bool(np.nan_to_num(by_lag[:, lag]).any())
 
 
@@ -247,7 +247,7 @@ def _is_open_with_other_weights(experiment: Experiment, lag: int) -> bool:
                 stack.enter_context(
                     experiment.adapter.perturbed_port(experiment.model, Port("weight", layer, key=key), _LITTLE)
                 )
-        by_lag, _ = _gradient_by_lag(experiment, lag)
+        by_lag = _gradient_by_lag(experiment, lag)
     return bool(np.nan_to_num(by_lag[:, lag]).any())
 
 

@@ -122,7 +122,7 @@ def batch_gradients(request: BatchRequest) -> BatchGradients:
 
 
 def _pulled_gradients(request: BatchRequest) -> BatchGradients:
-    replayed_layers = ReplayedLayers.capture_layers(
+    replayed_layers = request.replayed or ReplayedLayers.capture_layers(
         request.adapter, request.model, request.batch, layers_inside(request)
     )
     gradient_plan = plan(request, replayed_layers)
@@ -310,9 +310,12 @@ class _Pull:
         first_grads = {port: None if a is None else a[0] for port, a in port_gradients.items()}
         if all(first_grads.get(port) is None for port in access.upper_ports) and not any(cotangents):
             return None
-        sweeps = [replayed.sweep(states, first_grads) for replayed, states in zip(directions, cotangents, strict=True)]
-        self.swept[layer] = list(zip(directions, sweeps, strict=True))
-        return self.replayed_layers.gradient(access.name, sweeps)
+        if layer not in self.swept:  # by another tensor of the same layer
+            self.swept[layer] = [
+                (replayed, replayed.sweep(states, first_grads))
+                for replayed, states in zip(directions, cotangents, strict=True)
+            ]
+        return self.replayed_layers.gradient(access.name, [adjoints for _, adjoints in self.swept[layer]])
 
     def _weights_by_sample(self, port_gradients: PortGradients) -> dict[TensorName, Array | None]:
         """Return weight gradients of every sample: one cotangent per sample, zero at all other samples."""

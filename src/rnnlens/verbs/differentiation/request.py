@@ -19,7 +19,7 @@ from ...settings import current, parse_memory
 from ...typing import Array
 from ..axes import BatchAxes, refuse_unknown
 from ..names import Catalogue, TensorName, read, read_one
-from ..recurrent_layers import ReplayedCall
+from ..recurrent_layers import ReplayedCall, ReplayedLayers
 from ..request import ModelRequest
 from ..weight_layout import sources
 from .target import Combine, Reduction, Target
@@ -150,11 +150,13 @@ class BatchRequest(GradientRequest):
     """A request on one batch, with its part of the target.
 
     ``partial``: whether the data of the call has further samples. ``start``: the start of the differentiation if the
-    first batch showed it; None for the first batch.
+    first batch showed it; None for the first batch. ``replayed``: the recurrent layers of this batch if the caller has
+    replayed them; None to capture them.
     """
 
     partial: bool = False
     start: KnownStart | None = None
+    replayed: ReplayedLayers | None = None
 
     @property
     def framework_states(self) -> frozenset[TensorName]:
