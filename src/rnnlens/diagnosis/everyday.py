@@ -312,9 +312,13 @@ def _leak(experiment: Experiment) -> list[Finding] | None:
 
 
 def _squared_correlations(x: Array, y: Array) -> Array:
-    """Return the squared correlation of each column of x with each of y; 0 for columns that do not vary."""
+    """Return the squared correlation of each column of x with each of y; 0 for columns that do not vary.
+
+    So it is for columns that have a number that is not finite.
+    """
     units = []
-    for values in (x, y):
+    for columns in (x, y):
+        values = np.where(np.isfinite(columns).all(axis=0), columns, 0.0)
         centred = values - values.mean(axis=0)
         norms = np.linalg.norm(centred, axis=0)
         varies = (np.ptp(values, axis=0) > 0) & (norms > 0)

@@ -425,7 +425,8 @@ def _dynamics_findings(memory: Memory, layers: Sequence[LayerFacts]) -> Iterator
                 "EXPLODING",
                 "fault",
                 layer.name,
-                f"{_half_prefix(layer)}Gradients grow backwards in time, by {growth:.1f} decades within {steps} steps.",
+                f"{_half_prefix(layer)}Gradients by the state, in units of its spread, grow backwards in time by "
+                f"{growth:.1f} decades within {steps} steps.",
                 {"growth": growth, "of the output": layer.growth, "lambda_1": rate, "stderr": error},
                 f">= {EXPLODED:g} decades",
                 "clip the norm of the gradient (arXiv:1211.5063), a smaller recurrent kernel, or a gated cell.",
@@ -452,9 +453,9 @@ def _chaos_finding(layer: LayerFacts, rate: float, error: float, steps: int) -> 
         "CHAOTIC",
         "fault",
         layer.name,
-        f"{_half_prefix(layer)}The state is chaotic: small differences grow by a factor of {np.exp(rate):.3g} per step "
-        f"(leading exponent {rate:.3f} +- {error:.3f}) while the state stays bounded, so inputs cannot be "
-        f"recovered {steps} steps later.",
+        f"{_half_prefix(layer)}The state is chaotic: small differences grow by a factor of {np.exp(rate):.3g} per "
+        f"step, {np.exp(rate * steps):.2g} within {steps} steps (leading exponent {rate:.3f} +- {error:.3f}), while "
+        "the state stays bounded.",
         {"lambda_1": rate, "stderr": error, "steps": steps},
         "(lambda_1 - 2 standard errors) T > ln 100, and the state is bounded",
         "a smaller gain of the recurrent kernel (spectral radius towards 1; Sompolinsky, Crisanti, Sommers 1988), or a "
@@ -516,8 +517,8 @@ def _data_findings(x: Array, mask: Array | None) -> Iterator[Finding]:
             "CONSTANT_INPUT",
             "caution",
             MODEL,
-            f"{int(is_constant.sum())} of {is_constant.size} input features never vary; their gradients are not "
-            "meaningful.",
+            f"{int(is_constant.sum())} of {is_constant.size} input features never vary: nothing can be learned from "
+            "them but a constant.",
             {"features": np.flatnonzero(is_constant).tolist()},
             "max == min over all samples and steps",
             "remove them, or check how they were scaled.",
@@ -565,14 +566,13 @@ def _memory_findings(memory: Memory, attributed_steps: int | None) -> Iterator[F
     ratio = max(attributed_steps / length.value, length.value / attributed_steps)
     is_outside = not length.low / DISAGREE < attributed_steps < length.high * DISAGREE
     if ratio >= DISAGREE and is_outside:
-        latch_reason = "a stable memory (a latch) has a gradient of nearly zero"
-        few_reason = "few samples with large gradients dominate the attribution"
         yield Finding(
             "GRADIENT_MEMORY_DISAGREE",
             "caution",
             MODEL,
             f"Gradients attribute the prediction to the last {attributed_steps} steps, replacing inputs to the "
-            f"last {length.value:.0f}: {latch_reason if attributed_steps < length.value else few_reason}.",
+            f"last {length.value:.0f}: a gradient tells of small changes, and is nearly 0 where units are saturated, "
+            "as in a latch.",
             {"attributed": attributed_steps, "memory": length.value},
             f"a factor of {DISAGREE:g}, outside the interval",
             "rely on the memory in use (Bengio, Simard, Frasconi 1994).",

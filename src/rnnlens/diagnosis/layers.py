@@ -20,7 +20,7 @@ from ..adapters.protocol import Batch, Capture, RecurrentCall, SequenceCall, Tap
 from ..errors import LayerNotFoundError, UnsupportedError
 from ..layout import canonical_order
 from ..measures.facts import Census, census, dead_units, gate_timescale, stuck_gates
-from ..measures.profiles import Band, attributed_memory, attribution, band
+from ..measures.profiles import Band, band
 from ..measures.transfer import Transfer, state_transfer, steps_are_incomplete, theil_sen
 from ..recurrence.arrays import namespace
 from ..recurrence.replay import Replay
@@ -146,10 +146,8 @@ class LayerFacts:
         return float(self.state_norms[-1]) < 3 * max(float(self.state_norms[len(self.state_norms) // 4]), 1e-30)
 
 
-def measure_layers(experiment: Experiment) -> tuple[list[LayerFacts], int | None]:
-    """Measure every recurrent call; also count the last input steps that gradients attribute the prediction to."""
-    if not experiment.replays:
-        return [], None
+def measure_layers(experiment: Experiment) -> list[LayerFacts]:
+    """Measure every recurrent call."""
     for call, _ in experiment.replays:
         if call.cell.space:
             raise UnsupportedError(
@@ -158,21 +156,22 @@ def measure_layers(experiment: Experiment) -> tuple[list[LayerFacts], int | None
                 hint="rl.trace and rl.gradients give its gates and total gradients at every step and place",
             )
     output_gradients = _output_gradients(experiment)
-    layers = [
+    return [
         _layer_facts(call, run, output_gradients.get((call.layer, call.direction)), experiment.final_indices(call))
         for call, run in experiment.replays
         if not steps_are_incomplete(run)
     ]
-    return layers, _attributed_steps(experiment, output_gradients)
 
 
 def _output_gradients(experiment: Experiment) -> dict[tuple[str, str], Array]:
-    """Compute a random projection's gradient by (layer, direction) and, at ("input", ""), by the input."""
+    """Compute a random projection's gradient by the hidden state of each (layer, direction)."""
+    if not experiment.replays:
+        return {}
     calls = [call for call, _ in experiment.replays]
     layer_names = list(dict.fromkeys(call.layer for call in calls))
     has_several = len(data.leaves_of(experiment.capture.outputs)) > 1
     target = f"output[{experiment.output_index}]" if has_several else "output"
-    wrt = [f"{name}.hidden" for name in layer_names] + [f"{layer_names[0]}.input"]
+    wrt = [f"{name}.hidden" for name in layer_names]
     # Samples do not interact in inference, so the gradient of the sum contains the gradient of each sample.
     # A loop that detaches its states between some steps may have no port for a state: then the adjoint is not known.
     axes = an_axes_table("axes", experiment.axes_of(target))
@@ -193,9 +192,7 @@ def _output_gradients(experiment: Experiment) -> dict[tuple[str, str], Array]:
         for name, gradient in found.gradients.items():
             if gradient is None:
                 continue
-            if name.kind == "input":
-                arrays["input", ""] = gradient
-            elif DIRECTION in found.dims[name]:
+            if DIRECTION in found.dims[name]:
                 halves = np.moveaxis(gradient, found.dims[name].index(DIRECTION), 0)
                 arrays[str(name.layer), FORWARD], arrays[str(name.layer), BACKWARD] = halves
             else:
@@ -261,16 +258,6 @@ def _layer_facts(call: RecurrentCall, run: Replay, gradient: Array | None, final
     )
 
 
-def _attributed_steps(experiment: Experiment, output_gradients: dict[tuple[str, str], Array]) -> int | None:
-    gradient, (_, run) = output_gradients.get(("input", "")), experiment.replays[0]
-    if gradient is None or gradient.shape != tuple(run.input.shape):
-        return None
-    scores = attribution(gradient, to_host(run.input))
-    reversed_steps = list(range(scores.shape[1]))[::-1]
-    scores_by_lag = reorder_by_lag(scores, reversed_steps, experiment.final_indices(experiment.replays[0][0]))
-    return attributed_memory(np.nan_to_num(scores_by_lag)[:, ::-1])
-
-
 #: Largest number of samples whose scans are captured, and of random cotangents of the state transfer.
 _SAMPLES, _DIRECTIONS = 8, 4
 
@@ -280,10 +267,10 @@ _AGAINST_VANISHING = (
 )
 
 
-def measure_scans(experiment: Experiment) -> tuple[list[LayerFacts], int | None]:
-    """Measure every scan, and count the attributed input steps as :func:`measure_layers` does."""
+def measure_scans(experiment: Experiment) -> list[LayerFacts]:
+    """Measure every scan."""
     if not experiment.scans:
-        return [], None
+        return []
     capture = _capture_scans(experiment)
     facts = []
     for call in capture.sequences:
@@ -292,11 +279,11 @@ def measure_scans(experiment: Experiment) -> tuple[list[LayerFacts], int | None]
         facts.append(
             _scan_facts(call, kind, experiment.max_examined_length if steps == experiment.samples.steps else steps)
         )
-    return facts, _scan_attributed_steps(experiment, capture)
+    return facts
 
 
 def _capture_scans(experiment: Experiment) -> Capture:
-    """Capture all scans and embeddings under a random projection of the output, which takes the place of a loss."""
+    """Capture all scans under a random projection of the output, which takes the place of a loss."""
     weights = draw_projection(experiment).transpose(*experiment.layout.names).values[:_SAMPLES]
 
     def projected_output(outputs: Any, _: Any = None) -> Any:
@@ -305,9 +292,8 @@ def _capture_scans(experiment: Experiment) -> Capture:
         return (leaf * xp.asarray(weights, dtype=leaf.dtype, device=leaf.device)).sum()
 
     x = experiment.in_model_order(data.select(experiment.samples.x, slice(_SAMPLES)))
-    names = (*experiment.scans, *experiment.embeddings)
     batch = Batch(x, np.zeros(len(weights)), loss=projected_output)
-    taps = Taps.everything(names, weight_grads=False, all_must_run=False)
+    taps = Taps.everything(tuple(experiment.scans), weight_grads=False, all_must_run=False)
     return experiment.adapter.run(experiment.model, batch, taps).capture
 
 
@@ -373,24 +359,6 @@ def _scan_transfer(cell: SequenceCell, spread: Array) -> Transfer:
         with np.errstate(divide="ignore"):
             log_norms.append(np.log(np.stack([np.ones(cell.shape[0]), *cotangent_norms])))
     return Transfer(np.mean(log_norms, axis=0))
-
-
-def _scan_attributed_steps(experiment: Experiment, capture: Capture) -> int | None:
-    """Count the last steps with 95 % of the attribution to embedded ids or float input, if there are any."""
-    if capture.other_calls and capture.other_calls[0].output_grad is not None:
-        x, gradient = to_host(capture.other_calls[0].output), to_host(capture.other_calls[0].output_grad)
-    else:
-        pairs = zip(data.leaves_of(experiment.samples.x), capture.input_grads, strict=False)
-        leaf_and_gradient = next(((leaf, grad) for leaf, grad in pairs if grad is not None), None)
-        if leaf_and_gradient is None:
-            return None
-        x, gradient = leaf_and_gradient[0][:_SAMPLES], to_host(leaf_and_gradient[1])
-    if gradient.shape != x.shape or x.ndim != 3 or x.shape[1] != experiment.samples.steps:
-        return None
-    scores = attribution(gradient, x)[:, : experiment.max_examined_length]
-    return attributed_memory(
-        np.nan_to_num(reorder_by_lag(scores, range(experiment.max_examined_length)[::-1], None))[:, ::-1]
-    )
 
 
 def scan_sentence(layer: LayerFacts) -> str:

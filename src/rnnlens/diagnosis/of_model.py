@@ -33,7 +33,7 @@ from .lazy_data import is_outside_memory, load_samples
 from .memory import SOUGHT, Interval, Memory, is_missed, measure_memory, measure_missed
 from .prediction import ignored_class
 from .samples import Orientation, read_samples
-from .signal_path import SignalPath, gradient_by_lag, measure_path
+from .signal_path import SignalPath, count_attributed_steps, input_gradient, measure_path, norms_by_lag
 
 
 @checked(
@@ -145,14 +145,15 @@ def diagnose(
     memory = measure_memory(experiment)
     named_baseline = _measure_baseline(baseline, experiment)
     residual_test = measure_missed(experiment)
-    layers, attributed_steps = measure_layers(experiment)
-    scans, attributed_by_scans = measure_scans(experiment)
-    layers, attributed_steps = [*layers, *scans], attributed_by_scans if attributed_steps is None else attributed_steps
+    scans = measure_scans(experiment)
+    layers = [*measure_layers(experiment), *scans]
     path = (
         measure_path(experiment, missed_lag(residual_test))
         if residual_test is not None and is_missed(residual_test, memory)
         else None
     )
+    gradient = path.gradient if isinstance(path, SignalPath) else input_gradient(experiment)
+    attributed_steps = None if gradient is None else count_attributed_steps(experiment, gradient)
     rule_findings = findings(
         memory,
         residual_test,
@@ -173,7 +174,7 @@ def diagnose(
         datasets[name] = layer_dataset([layer for layer in layers if layer.name == name], carried_by_layer.get(name))
     sentences = {name: layer_sentence(name, carried_memory) for name, carried_memory in carried_by_layer.items()}
     sentences |= {scan.name: scan_sentence(scan) for scan in scans if "half_life" in scan.scan}
-    signal_by_lag = path.by_lag if isinstance(path, SignalPath) else gradient_by_lag(experiment)
+    signal_by_lag = None if gradient is None else norms_by_lag(experiment, gradient)
     steps_back = measure_steps_back(memory, carried_by_layer, signal_by_lag)
     return Diagnosis(
         datasets,
@@ -216,14 +217,10 @@ def _diagnosis_of_mixed_samples(mixed: list[Finding], provenance: Mapping[str, s
 
 
 def _input_numbers(experiment: Experiment) -> Any:
-    """Return the input (sample, time, feature): the model's own, or for ids that of its first recurrent layer."""
-    x = experiment.samples.x
-    if isinstance(x, np.ndarray) and x.dtype.kind == "f":
-        return x.reshape(*x.shape[:2], -1)
-    if experiment.replays:
-        return np.asarray(to_host(experiment.replays[0][1].input))
-    first_sequence = data.leaves_of(x)[experiment.samples.sequences[0]]
-    return first_sequence.reshape(*first_sequence.shape[:2], -1)
+    """Return all inputs that are sequences as the user passed them, (sample, time, feature)."""
+    leaves = data.leaves_of(experiment.samples.x)
+    sequences = (leaves[position] for position in experiment.samples.sequences)
+    return np.concatenate([leaf.reshape(*leaf.shape[:2], -1) for leaf in sequences], axis=-1)
 
 
 def _mask(experiment: Experiment) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from .. import data
 from ..adapters.protocol import Batch, Port, Taps
 from ..autodiff import Cut, record_cuts
 from ..errors import CertificateError, DisconnectedError, RnnlensError
+from ..measures.profiles import attributed_memory, attribution
 from ..results.schema import to_host
 from ..settings import options
 from ..typing import Array
@@ -64,10 +65,13 @@ class SignalPath:
         Why the gradient is exactly 0 at ``lag`` in every sample; None if it is not, or if it decayed on its way.
     is_saturated
         Whether the gradient is 0 because units are saturated: with small inputs it is not 0.
+    gradient : (sample, time, ...)
+        The gradient itself; of a model of token ids by their embedding.
     """
 
     by_lag: Array
     lag: int
+    gradient: Array
     cause: Cause | None = None
     is_saturated: bool = False
 
@@ -92,16 +96,17 @@ def measure_path(experiment: Experiment, lag: int) -> SignalPath | str:
     """
     try:
         cuts: list[Cut] = []
-        by_lag = _gradient_by_lag(experiment, lag, cuts=cuts)
+        gradient = _gradient(experiment, lag, cuts=cuts)
     except (CertificateError, RnnlensError) as error:
         return str(error).partition("\n")[0]
-    path = SignalPath(by_lag, lag)
+    by_lag = norms_by_lag(experiment, gradient)
+    path = SignalPath(by_lag, lag, gradient)
     if not path.is_zero or _has_decayed(by_lag, lag):
         return path
     responds = _responds(experiment, lag)
     constants = [cut for cut in cuts if cut.kind != "selection"]
     if not (responds and constants) and _is_saturated(experiment, lag):
-        return SignalPath(by_lag, lag, is_saturated=True)
+        return replace(path, is_saturated=True)
     cause = _find_cause(experiment, lag, cuts, responds=responds)
     if cause.code == "unread" and _is_open_with_other_weights(experiment, lag):
         cause = Cause(
@@ -110,27 +115,53 @@ def measure_path(experiment: Experiment, lag: int) -> SignalPath | str:
             "draw weights that start at 0 at random, and check pruning and masks of weights.",
             by_recurrence=True,
         )
-    return SignalPath(by_lag, lag, cause)
+    return replace(path, cause=cause)
 
 
-def gradient_by_lag(experiment: Experiment) -> Array | None:
-    """Return the norm of the gradient of the examined output by the input, (sample, lag); None if there is none."""
+def input_gradient(experiment: Experiment) -> Array | None:
+    """Return the gradient of the examined output by the input, (sample, time, ...); None if there is none."""
     try:
-        return _gradient_by_lag(experiment, 0)
+        return _gradient(experiment, 0)
     except Exception:  # of a model that runs forward only: the other measures hold without it
         return None
 
 
-def _gradient_by_lag(experiment: Experiment, lag: int, scale: float = 1.0, cuts: list[Cut] | None = None) -> Array:
-    """Return the norm of the gradient (sample, lag); append to ``cuts`` the lines at which that of ``lag`` ends."""
-    leaf = data.leaves_of(experiment.samples.x)[experiment.samples.sequences[0]]
-    has_ids = leaf.dtype.kind != "f" and bool(experiment.embeddings)
-    gradient = _embedding_gradient(experiment) if has_ids else _input_gradient(experiment, lag, scale, cuts)
+def norms_by_lag(experiment: Experiment, gradient: Array) -> Array:
+    """Return the norm of the gradient of the examined output by the input, (sample, lag)."""
     norms = np.linalg.norm(gradient.reshape(*gradient.shape[:2], -1).astype(np.float64), axis=-1)
-    by_lag = reorder_by_lag(norms, range(norms.shape[1])[::-1], experiment.examined_lengths[: len(norms)] - 1)
-    if has_ids and cuts is not None and not np.nan_to_num(by_lag[:, lag]).any():
+    return _by_lag(experiment, norms)
+
+
+def _by_lag(experiment: Experiment, values: Array) -> Array:
+    return reorder_by_lag(values, range(values.shape[1])[::-1], experiment.examined_lengths[: len(values)] - 1)
+
+
+def count_attributed_steps(experiment: Experiment, gradient: Array) -> int | None:
+    """Count the last input steps that have 95 % of the attribution; None for several inputs that are sequences."""
+    samples = experiment.samples
+    if len(samples.sequences) > 1:
+        return None
+    first_x = data.select(samples.x, slice(len(gradient)))
+    x = experiment.embed(first_x) if _has_ids(experiment) else data.leaves_of(first_x)[samples.sequences[0]]
+    if x is None or x.shape != gradient.shape or not (np.isfinite(x).all() and np.isfinite(gradient).all()):
+        return None
+    scores = attribution(*(values.reshape(*values.shape[:2], -1) for values in (gradient, x)))
+    return attributed_memory(np.nan_to_num(_by_lag(experiment, scores))[:, ::-1])
+
+
+def _has_ids(experiment: Experiment) -> bool:
+    leaf = data.leaves_of(experiment.samples.x)[experiment.samples.sequences[0]]
+    return leaf.dtype.kind != "f" and bool(experiment.embeddings)
+
+
+def _gradient(experiment: Experiment, lag: int, scale: float = 1.0, cuts: list[Cut] | None = None) -> Array:
+    """Return the gradient (sample, time, ...); append to ``cuts`` the lines at which that of ``lag`` ends."""
+    if not _has_ids(experiment):
+        return _input_gradient(experiment, lag, scale, cuts)
+    gradient = _embedding_gradient(experiment)
+    if cuts is not None and not np.nan_to_num(norms_by_lag(experiment, gradient)[:, lag]).any():
         _input_gradient(experiment, lag, scale, cuts)
-    return by_lag
+    return gradient
 
 
 def _input_gradient(experiment: Experiment, lag: int, scale: float, cuts: list[Cut] | None) -> Array:
@@ -149,7 +180,7 @@ def _input_gradient(experiment: Experiment, lag: int, scale: float, cuts: list[C
     with nullcontext() if cuts is None else record_cuts(experiment.adapter.engine) as recorder:
 
         def cotangents(values: Sequence[Array]) -> list[Array | None]:
-            if recorder is not None and not cuts:
+            if cuts is not None and recorder is not None and not cuts:
                 cuts.extend(recorder.find(data.leaves_of(model_x), entries, later))
             selected = experiment.output_index
             return [
@@ -235,7 +266,7 @@ def _is_saturated(experiment: Experiment, lag: int) -> bool:
     size = float(np.sqrt(np.mean(np.square(leaf, dtype=np.float64)))) if leaf.dtype.kind == "f" else 0.0
     if size <= _SMALL:
         return False
-    by_lag = _gradient_by_lag(experiment, lag, _SMALL / size)
+    by_lag = norms_by_lag(experiment, _gradient(experiment, lag, _SMALL / size))
     return bool(np.nan_to_num(by_lag[:, lag]).any())
 
 
@@ -247,7 +278,7 @@ def _is_open_with_other_weights(experiment: Experiment, lag: int) -> bool:
                 stack.enter_context(
                     experiment.adapter.perturbed_port(experiment.model, Port("weight", layer, key=key), _LITTLE)
                 )
-        by_lag = _gradient_by_lag(experiment, lag)
+        by_lag = norms_by_lag(experiment, _gradient(experiment, lag))
     return bool(np.nan_to_num(by_lag[:, lag]).any())
 
 

@@ -19,11 +19,11 @@ SEEDS = (0, 3, 6)
 class Net(nn.Module):
     """A recurrent layer, read at its last step."""
 
-    def __init__(self, layer=nn.GRU, features=2, outputs=1, **options):
+    def __init__(self, layer=nn.GRU, features=2, outputs=1, units=6, **options):
         super().__init__()
         torch.manual_seed(0)
-        self.rnn = layer(features, 6, batch_first=True, **options)
-        self.head = nn.Linear(6 * (1 + options.get("bidirectional", False)), outputs)
+        self.rnn = layer(features, units, batch_first=True, **options)
+        self.head = nn.Linear(units * (1 + options.get("bidirectional", False)), outputs)
 
     def forward(self, x):
         return self.head(self.rnn(x)[0][:, -1])
@@ -238,3 +238,282 @@ def test_steps_that_repeat_are_counted_and_not_called_padding(end):
     repeats = (x[:, 1:] == x[:, :-1]).all(-1)
     assert share == pytest.approx(100 * repeats.sum(1).mean() / x.shape[1], abs=0.51)
     assert "repeat their neighbour" in text
+
+
+def with_kernels(draw_kernel, layer=nn.RNN, **options):
+    """Return a network with recurrent kernels of another draw, and without biases."""
+    model = Net(layer, **options)
+    with torch.no_grad():
+        for name, weight in model.rnn.named_parameters():
+            if "weight_hh" in name:
+                weight.copy_(draw_kernel(weight.shape))
+            elif "bias" in name:
+                weight.zero_()
+    return model
+
+
+def halves(layer):
+    """Return the suffixes of the weights of each half of a layer, and whether it runs backwards."""
+    return [("_l0", False), ("_l0_reverse", True)] if layer.bidirectional else [("_l0", False)]
+
+
+def states_by_hand(layer, x, suffix, *, is_backward, first=None):
+    """Unroll an nn.RNN in double precision; return its states in the order in which they are computed."""
+    act = torch.tanh if layer.nonlinearity == "tanh" else torch.relu
+    named = {name: weight.detach().double() for name, weight in layer.named_parameters()}
+    w_in, w, b = named[f"weight_ih{suffix}"], named[f"weight_hh{suffix}"], named[f"bias_ih{suffix}"]
+    x = torch.as_tensor(x).double()
+    state = torch.zeros(len(x), len(w), dtype=torch.float64) if first is None else first
+    states = []
+    for step in x.flip(1).unbind(1) if is_backward else x.unbind(1):
+        state = act(step @ w_in.T + state @ w.T + b + named[f"bias_hh{suffix}"])
+        states.append(state.requires_grad_())
+    return states
+
+
+GROWING = {
+    "tanh": {},
+    "relu": {"nonlinearity": "relu"},
+    "both halves": {"bidirectional": True},
+}
+
+
+@pytest.mark.parametrize("options", GROWING.values(), ids=GROWING)
+def test_gradients_grow_by_the_decades_that_the_sentence_says(options):
+    model = with_kernels(lambda shape: torch.rand(shape) * 0.8, **options)
+    x, y = data()
+    x *= np.float32(1e-3)
+    found = [f.sentence for f in rl.diagnose(model, x, y, loss=MSE).findings if f.code == "EXPLODING"]
+    assert len(found) == len(halves(model.rnn))
+    for text, (suffix, is_backward) in zip(found, halves(model.rnn), strict=True):
+        half = "Backward half: " if is_backward else "Forward half: " if len(found) == 2 else ""
+        assert text.startswith(f"{half}Gradients by the state, in units of its spread, grow")
+        decades, steps = numbers(text)
+        start = torch.zeros(32, 6, dtype=torch.float64, requires_grad=True)
+        states = states_by_hand(model.rnn, x[:32], suffix, is_backward=is_backward, first=start)
+        spread = torch.stack(states).detach().flatten(0, 1).std(0)
+        logs = []
+        for seed in range(32):
+            cotangent = torch.randn(32, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            grads = torch.autograd.grad((states[-1] * cotangent / spread).sum(), [start, *states], retain_graph=True)
+            logs.append(torch.stack([(g * spread).norm(dim=1) for g in grads]).log10() - cotangent.norm(dim=1).log10())
+        assert decades == pytest.approx(float(torch.stack(logs).mean(0).median(1).values.max()), abs=0.2)
+        assert steps == 12
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_small_differences_grow_as_fast_as_the_sentence_says(bidirectional):
+    steps, units = 60, 64
+    torch.manual_seed(0)
+    options = {"units": units, "features": 1, "bidirectional": bidirectional}
+    model = with_kernels(lambda shape: torch.randn(shape) * 2.5 / units**0.5, **options)
+    x = 0.3 * np.random.default_rng(0).normal(size=(192, steps, 1)).astype("float32")
+    found = [f.sentence for f in rl.diagnose(model, x, x[:, -3], loss=MSE).findings if f.code == "CHAOTIC"]
+    assert len(found) == len(halves(model.rnn))
+    for text, (suffix, is_backward) in zip(found, halves(model.rnn), strict=True):
+        factor, within, n, exponent, error = numbers(text.replace("+- ", ""))
+        assert n == steps
+        assert factor == pytest.approx(np.exp(exponent), rel=1e-2)
+        assert within == pytest.approx(np.exp(exponent * steps), rel=0.1)
+        start = torch.zeros(32, units, dtype=torch.float64)
+        moved = start + 1e-10 * torch.randn(start.shape, dtype=torch.float64)
+        one, other = (
+            torch.stack(states_by_hand(model.rnn, x[:32], suffix, is_backward=is_backward, first=h)).detach()
+            for h in (start, moved)
+        )
+        apart = (one - other).norm(dim=-1).log().mean(1)
+        assert float(apart[-1] - apart[5]) / (steps - 6) == pytest.approx(exponent, abs=2 * error)
+        assert float(one[-1].norm(dim=-1).mean()) < 3 * float(one[steps // 4].norm(dim=-1).mean())
+
+
+class Coupled(nn.Module):
+    """Two layers, the second of which sees the first through a factor."""
+
+    def __init__(self, factor, *, bidirectional=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.low = nn.RNN(2, 6, batch_first=True, bidirectional=bidirectional)
+        self.high = nn.RNN(6 * (1 + bidirectional), 6, batch_first=True)
+        self.head, self.factor = nn.Linear(6, 1), factor
+
+    def forward(self, x):
+        return self.head(self.high(self.factor * self.low(x)[0])[0][:, -1])
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e-9])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_layer_has_a_gradient_as_many_decades_smaller_as_the_sentence_says(factor, bidirectional):
+    model, (x, y) = Coupled(factor, bidirectional=bidirectional), data()
+    found = [f for f in rl.diagnose(model, x, y, loss=MSE).findings if f.code == "UNEQUAL_LAYERS"]
+    (decades,) = numbers(found[0].sentence)
+    assert (found[0].layer, "that of high." in found[0].sentence) == ("low", True)
+    sizes = {"high": [], "low": []}
+    low = [states_by_hand(model.low, x[:32], suffix, is_backward=back) for suffix, back in halves(model.low)]
+    merged = torch.cat([torch.stack(s[::-1] if i else s, 1) for i, s in enumerate(low)], -1)
+    high = []
+    state = torch.zeros(32, 6, dtype=torch.float64)
+    cell = {name: weight.detach().double() for name, weight in model.high.named_parameters()}
+    for step in (factor * merged).unbind(1):
+        state = torch.tanh(
+            step @ cell["weight_ih_l0"].T + state @ cell["weight_hh_l0"].T + cell["bias_ih_l0"] + cell["bias_hh_l0"]
+        )
+        high.append(state)
+    output = (state @ model.head.weight.detach().double().T).sum()
+    for name, runs in (("high", [high]), ("low", low)):
+        for run in runs:
+            norms = torch.stack([g.norm(dim=1) for g in torch.autograd.grad(output, run, retain_graph=True)])
+            sizes[name].append(float(norms.amax(0).median()))
+    assert decades == pytest.approx(np.log10(max(sizes["high"]) / min(sizes["low"])), abs=0.06)
+
+
+STATEFUL = {
+    "gru": (nn.GRU, {}),
+    "lstm": (nn.LSTM, {}),
+    "both halves": (nn.GRU, {"bidirectional": True}),
+}
+
+
+def states_of(layer, x):
+    """Return the states of each half of a torch layer at all steps, from the calls of one step each by torch."""
+    x, found = torch.as_tensor(x), []
+    for half, (_, is_backward) in enumerate(halves(layer)):
+        one_way = type(layer)(layer.input_size, layer.hidden_size, batch_first=True)
+        own = list(layer.parameters())[4 * half : 4 * half + 4]
+        for weight, value in zip(one_way.parameters(), own, strict=True):
+            weight.data = value.data
+        state, states = None, []
+        for t in range(x.shape[1])[:: -1 if is_backward else 1]:
+            state = one_way(x[:, t : t + 1], state)[1]
+            states.append(torch.cat(state if isinstance(state, tuple) else (state,), -1)[0])
+        found.append(torch.stack(states, 1).detach().numpy())
+    return found
+
+
+@pytest.mark.parametrize(("layer", "options"), STATEFUL.values(), ids=STATEFUL)
+def test_as_many_states_are_not_finite_as_the_sentence_says(layer, options):
+    x, y = data()
+    x[3, 7, 0], x[5, 2, 1] = np.nan, np.inf
+    x[190, 0, 0] = np.nan
+    model = Net(layer, **options)
+    found = [f.sentence for f in rl.diagnose(model, x, y, loss=MSE).findings if f.code == "NONFINITE"]
+    said = [numbers(text) for text in found]
+    counts = [[np.isnan(s).sum(), s.size, np.isinf(s).sum()] for s in states_of(model.rnn, x[:32])]
+    assert said == counts
+
+
+def test_as_many_predictions_are_not_finite_as_the_sentence_says():
+    x, y = data()
+    x[[40, 77, 150], -1] = np.inf
+    text = sentence(Net(), x, y, "NONFINITE")
+    is_finite = np.isfinite(Net()(torch.as_tensor(x)).detach().numpy())[:, 0]
+    assert numbers(text) == [(~is_finite).sum(), len(x), is_finite.argmin()] == [3, 192, 40]
+
+
+@pytest.mark.parametrize(("layer", "options"), STATEFUL.values(), ids=STATEFUL)
+def test_as_much_of_the_state_is_subnormal_as_the_sentence_says(layer, options):
+    x, y = data()
+    model = Net(layer, **options)
+    with torch.no_grad():
+        for weight in model.rnn.parameters():
+            weight.mul_(0.01 if weight.ndim == 2 else 0)
+        x[:, 1:] = 0
+        x[:, 0] *= 1e-36 / 0.02
+    found = [f.sentence for f in rl.diagnose(model, x, y, loss=MSE).findings if f.code == "UNDERFLOW"]
+    shares = [100 * np.mean((s != 0) & (np.abs(s) < np.finfo("float32").tiny)) for s in states_of(model.rnn, x[:32])]
+    assert [numbers(text)[0] for text in found] == pytest.approx(shares, abs=0.51)
+
+
+class TwoInputs(nn.Module):
+    """Two recurrent layers, each with an input of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = nn.GRU(2, 6, batch_first=True), nn.GRU(3, 6, batch_first=True)
+        self.head = nn.Linear(12, 1)
+
+    def forward(self, a, b):
+        return self.head(torch.cat([self.one(a)[0][:, -1], self.other(b)[0][:, -1]], 1))
+
+
+class Words(nn.Module):
+    """A tagger of token ids."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.rnn, self.head = nn.Embedding(9, 5), nn.GRU(5, 6, batch_first=True), nn.Linear(6, 9)
+
+    def forward(self, ids):
+        return self.head(self.rnn(self.embedding(ids))[0][:, -1])
+
+
+def test_the_input_of_as_many_samples_is_static_as_the_sentence_says():
+    x, y = data()
+    x[: round(0.97 * len(x))] = x[: round(0.97 * len(x)), :1]
+    (share,) = numbers(sentence(Net(), x, y, "STATIC_INPUT"))
+    assert share == pytest.approx(100 * np.mean((x == x[:, :1]).all((1, 2))), abs=0.51)
+    assert sentence(TwoInputs(), (x, data(features=3)[0]), y, "STATIC_INPUT") == ""
+    ids = np.random.default_rng(0).integers(0, 9, (192, 12))
+    ids[:40] = ids[:40, :1]
+    assert sentence(Words(), ids, ids[:, -3], "STATIC_INPUT", functional.cross_entropy) == ""
+    ids[:] = ids[:, :1]
+    assert numbers(sentence(Words(), ids, ids[:, -3], "STATIC_INPUT", functional.cross_entropy)) == [100]
+
+
+def test_as_many_input_features_are_constant_as_the_sentence_says():
+    x, y = data(features=3)
+    x[..., [0, 2]] = 0.7
+    assert numbers(sentence(Net(features=3), x, y, "CONSTANT_INPUT")) == [(np.ptp(x, (0, 1)) == 0).sum(), 3]
+    assert numbers(sentence(TwoInputs(), (x[..., :2], x), y, "CONSTANT_INPUT")) == [3, 5]
+    ids, words = np.random.default_rng(0).integers(0, 9, (192, 12)), Words()
+    with torch.no_grad():
+        words.embedding.weight[:, 3] = 0.5
+    assert sentence(words, ids, ids[:, -3], "CONSTANT_INPUT", functional.cross_entropy) == ""
+
+
+class Latch(Net):
+    """Units that keep the sign of a strong input: between two stable states nearly no gradient passes."""
+
+    def __init__(self):
+        super().__init__(nn.RNN, 1)
+        with torch.no_grad():
+            self.rnn.weight_ih_l0.fill_(5.0), self.rnn.weight_hh_l0.copy_(1.5 * torch.eye(6))
+            self.rnn.bias_ih_l0.zero_(), self.rnn.bias_hh_l0.zero_()
+            self.head.weight.fill_(1 / 6)
+
+
+class Skipped(Net):
+    """A saturated effect of the last input beside weak ones of all inputs, which pass by the recurrent layer."""
+
+    def forward(self, x):
+        return torch.tanh(30 * x[:, -1]) + 0.03 * x.sum(1) + 1e-3 * super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Latch, Skipped])
+def test_gradients_are_attributed_to_the_steps_that_the_sentence_says(kind):
+    rng, steps = np.random.default_rng(0), 30
+    model = Latch() if kind is Latch else Skipped(features=1)
+    x = rng.normal(size=(512, steps, 1)).astype("float32")
+    if kind is Latch:
+        x *= 0.02
+        x[np.arange(512), rng.integers(0, 12, 512)] = rng.choice([-1.0, 1.0], 512)[:, None]
+    inputs = torch.as_tensor(x).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(inputs).sum(), inputs)
+    output = model(torch.as_tensor(x)).detach()
+    text = sentence(model, x, output.numpy(), "GRADIENT_MEMORY_DISAGREE")
+    attributed, used, _ = numbers(text)
+    scores = (gradient[:32, :, 0].numpy() * x[:32, :, 0].std(0)) ** 2
+    shares = np.cumsum(scores[:, ::-1], 1) / scores.sum(1, keepdims=True)
+    assert attributed == np.median((shares >= 0.95).argmax(1) + 1)
+    exchanged = x[rng.permutation(512)]
+
+    def change(kept):
+        """Return the change of the output by an exchange of all but the last steps, by its variance."""
+        mixed = torch.as_tensor(np.concatenate([exchanged[:, : steps - kept], x[:, steps - kept :]], 1))
+        return float((model(mixed).detach() - output).square().mean() / (2 * output.var()))
+
+    used = int(used)
+    assert change(min(used + 2, steps)) < 0.06 < change(max(used - 2, 0)) + 0.02
+    saturated = gradient.abs().numpy()[:, :12] if kind is Latch else gradient.abs().numpy()[:, -1:]
+    assert np.median(saturated.max(1)) < 0.05
