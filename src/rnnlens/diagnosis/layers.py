@@ -30,7 +30,7 @@ from ..typing import Array
 from ..verbs.axes import an_axes_table
 from ..verbs.differentiation.pull import batch_gradients
 from ..verbs.differentiation.request import GradientArguments, read_request
-from ..verbs.recurrent_layers import ReplayedCall, ReplayedLayers
+from ..verbs.recurrent_layers import ReplayedLayers
 from ..verbs.traced_scans import scan_measures
 from ..vocabulary import BACKWARD, DIRECTION, FORWARD
 from .experiment import Experiment
@@ -182,13 +182,8 @@ def _output_gradients(experiment: Experiment) -> dict[tuple[str, str], Array]:
             experiment.first_batch,
             GradientArguments(target, wrt, {}, draw_projection(experiment), False, axes=axes),
         )
-        replayed = (ReplayedCall(call, run) for call, run in experiment.replays)
-        found = batch_gradients(
-            replace(
-                request.of_batch(experiment.first_batch, request.target),
-                replayed=ReplayedLayers.of_replayed(replayed, experiment.capture.entangled),
-            )
-        )
+        replayed = ReplayedLayers.of(calls, experiment.capture.entangled, runs=[run for _, run in experiment.replays])
+        found = batch_gradients(replace(request.of_batch(experiment.first_batch, request.target), replayed=replayed))
         for name, gradient in found.gradients.items():
             if gradient is None:
                 continue

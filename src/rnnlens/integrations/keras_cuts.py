@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -75,8 +76,7 @@ def cuts(model: Any, batches: Iterable[Any], *, loss: Any = None, keep: str | Se
         Only cuts that change the gradient: ``stop_gradient`` of Keras, TensorFlow and JAX, in torch also ``detach`` and
         ``no_grad``, each with its line; states kept between batches, of ``stateful=True`` and of layers that assign
         variables. Where Keras runs a graph of operations, or keeps the state itself, the line is 0. ``left_out`` has
-        the input steps that slices and masks leave without a gradient. A ``stop_gradient`` that was imported from
-        TensorFlow or JAX by name is not observed, nor are conversions to NumPy.
+        the input steps that slices and masks leave without a gradient. Conversions to NumPy are not observed.
 
     Raises
     ------
@@ -122,6 +122,7 @@ class _Training:
         self._losses = [
             scalar_loss(model, Batch(x, y, sample_weight=weight, loss=loss, training=True)) for x, y, weight in tensors
         ]
+        self._stop = _StopGradient(keras)
         self._options = {"training": True} if model._call_has_training_arg else {}
         self._owners = {
             id(v): layer
@@ -134,7 +135,7 @@ class _Training:
         keras, calls = self._keras, frozenset(site.call for site in bypassed)
         with borrowed(self._model, keras, 0, regularised=True), ExitStack() as stack:
             stack.enter_context(keras.engine.step_by_step())
-            recorder = stack.enter_context(_observed(keras, calls, every))
+            recorder = stack.enter_context(_observed(keras, self._stop, calls, every))
 
             def program(tap: Tap) -> tuple[Any, Any]:
                 recorder.restart()
@@ -257,17 +258,45 @@ def _operation_site() -> CutSite:
     return UntoldSite(("", 0, 0), "stop_gradient", description="an operation whose line is not known")
 
 
-@contextmanager
-def _observed(keras: Dialect, calls: frozenset[UserCall], every: int | None) -> Iterator[_Observed]:
-    """Observe the engine's ``stop_gradient`` within the block."""
-    from keras.src import backend
+#: Modules whose own calls of ``stop_gradient`` are no cuts of the user's, as in a softmax.
+_INTERNALS = ("jax._src", "tensorflow.python", "keras.src", "rnnlens")
 
-    engine = keras.engine
-    owner = engine.owner_of_stop_gradient or backend.core
-    observed = _Observed(calls, every, owner.stop_gradient)
-    owner.stop_gradient = observed.stop_gradient
+
+class _StopGradient:
+    """The engine's ``stop_gradient``, and the modules and closures that have it under a name of their own.
+
+    A name that was imported (``from jax.lax import stop_gradient``) does not follow the module it came from.
+    """
+
+    def __init__(self, keras: Dialect) -> None:
+        from keras.src import backend
+
+        owner = keras.engine.owner_of_stop_gradient or backend.core
+        self.function: Callable[..., Any] = owner.stop_gradient
+        modules = [vars(owner)]
+        modules += [vars(module) for name, module in list(sys.modules.items()) if not name.startswith(_INTERNALS)]
+        self._names = [
+            (names, name) for names in modules for name, value in list(names.items()) if value is self.function
+        ]
+        self._closures = [holder for holder in gc.get_referrers(self.function) if hasattr(holder, "cell_contents")]
+
+    def replace(self, function: Callable[..., Any]) -> None:
+        """Let all these names stand for another function."""
+        for holder, name in self._names:
+            holder[name] = function
+        for closure in self._closures:
+            closure.cell_contents = function
+
+
+@contextmanager
+def _observed(
+    keras: Dialect, stop: _StopGradient, calls: frozenset[UserCall], every: int | None
+) -> Iterator[_Observed]:
+    """Observe the engine's ``stop_gradient`` within the block."""
+    observed = _Observed(calls, every, stop.function)
+    stop.replace(observed.stop_gradient)
     try:
-        with engine.observe_detached(list(calls), every, _is_trial_step) as observed.detached:
+        with keras.engine.observe_detached(list(calls), every, _is_trial_step) as observed.detached:
             yield observed
     finally:
-        owner.stop_gradient = observed.stop
+        stop.replace(stop.function)

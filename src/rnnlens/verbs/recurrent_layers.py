@@ -310,23 +310,12 @@ class ReplayedLayers:
         entangled: bool = False,
         chain: list[ChainLink] | None = None,
         output: Any = None,
+        runs: Iterable[Replay] | None = None,
     ) -> ReplayedLayers:
-        """Replay captured calls."""
-        replayed_calls = (ReplayedCall(call, Replay.from_call(call)) for call in on_host(calls))
-        return cls.of_replayed(replayed_calls, entangled, chain, output)
-
-    @classmethod
-    def of_replayed(
-        cls,
-        replayed_calls: Iterable[ReplayedCall],
-        entangled: bool = False,
-        chain: list[ChainLink] | None = None,
-        output: Any = None,
-    ) -> ReplayedLayers:
-        """Group calls that are replayed already by layer."""
-        by_layer: dict[str, list[ReplayedCall]] = {}
-        for replayed in replayed_calls:
-            by_layer.setdefault(replayed.call.layer, []).append(replayed)
+        """Replay captured calls; ``runs`` are their replays if the caller has them."""
+        host_calls, by_layer = on_host(calls), dict[str, list[ReplayedCall]]()
+        for call, run in zip(host_calls, map(Replay.from_call, host_calls) if runs is None else runs, strict=True):
+            by_layer.setdefault(call.layer, []).append(ReplayedCall(call, run))
         for directions in by_layer.values():
             directions.sort(key=lambda replayed: replayed.call.bidirectional and replayed.call.direction == "backward")
         return cls(by_layer, entangled, chain, output)

@@ -5,13 +5,22 @@ from __future__ import annotations
 import linecache
 
 import keras
+import keras.ops as knp
 import numpy as np
 import pytest
 from keras import ops
+from keras.ops import stop_gradient
 
 import rnnlens as rl
 
 pytestmark = pytest.mark.usefixtures("float64")
+
+if keras.backend.backend() == "jax":
+    from jax.lax import stop_gradient as stop_of_engine
+elif keras.backend.backend() == "tensorflow":
+    from tensorflow import stop_gradient as stop_of_engine
+else:
+    from keras.ops import stop_gradient as stop_of_engine
 
 STEPS, UNITS, BATCHES = 6, 3, 3
 RNG = np.random.default_rng(0)
@@ -32,6 +41,18 @@ class Cut(keras.layers.Layer):
     def call(self, x, states):
         kept = ops.stop_gradient(states[0])  # cut
         h = ops.tanh(x @ self.kernel + kept @ self.recurrent)
+        return h, [h]
+
+
+class CutByName(Cut):
+    """The same, with a function that the program imported by its own name."""
+
+    def __init__(self, stop):
+        super().__init__()
+        self.stop = stop
+
+    def call(self, x, states):
+        h = ops.tanh(x @ self.kernel + self.stop(states[0]) @ self.recurrent)
         return h, [h]
 
 
@@ -122,6 +143,43 @@ def test_a_cell_that_stops_the_gradient_has_its_line_and_its_price():
     steps = [batch * STEPS + t for batch in range(BATCHES) for t in range(STEPS - 1)]
     assert (list(found.left_out), list(found.cut_off)) == ([], steps)
     assert all(np.array_equal(a, b) for a, b in zip(weights_of(model), before, strict=True))
+
+
+def global_name(x):
+    return stop_gradient(x)  # cut
+
+
+def aliased_module(x):
+    return knp.stop_gradient(x)  # cut
+
+
+def name_of_the_engine(x):
+    return stop_of_engine(x)  # cut
+
+
+def closed_over():
+    stop = stop_of_engine
+    return lambda x: stop(x)  # cut
+
+
+@pytest.mark.parametrize("kind", ["global name", "aliased module", "name of the engine", "closed over"])
+def test_a_function_that_was_imported_by_name_is_found_by_its_line(kind):
+    stop = {
+        "global name": global_name,
+        "aliased module": aliased_module,
+        "name of the engine": name_of_the_engine,
+        "closed over": closed_over(),
+    }[kind]
+    functions = stop_of_engine, stop_gradient
+    model = model_of(keras.layers.RNN(CutByName(stop)))
+    before = weights_of(model)
+    found = rl.keras.cuts(model, BATCH_LIST)
+    (cut,) = found.cuts
+    assert cut.count == BATCHES * STEPS
+    assert "# cut" in linecache.getline(cut.file, cut.line)
+    full = loss_by_hand(before, lambda batch, t: False)
+    assert_price(found.price, loss_by_hand(before, lambda batch, t: True), full)
+    assert (stop_of_engine, stop_gradient) == functions
 
 
 @pytest.mark.parametrize("layer", ["stateful", "of the user"])

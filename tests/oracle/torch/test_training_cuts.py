@@ -36,10 +36,11 @@ class Program:
         self.optimizer.step()
         return float(loss.detach())
 
-    def full(self, first=0):
-        """Return the gradients of full backpropagation, by hand; ``first``: the step of the first loss."""
+    def full(self, first=0, cut=()):
+        """Return the gradients of backpropagation by hand, full but for the steps ``cut``; ``first``: of the losses."""
         h, total = torch.zeros(3, UNITS).double(), 0.0
         for t in range(STEPS):
+            h = h.detach() if t in cut else h
             h = self.model["cell"](self.x[:, t], h)
             total = total + (self.loss_at(t, h) if t >= first else 0.0)
         return torch.autograd.grad(total, list(self.model.parameters()))
@@ -133,6 +134,21 @@ def _gradient_in_use(program, way):
     program.update = update
     getattr(program, way)()
     return total
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "burn_in"])
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_each_window_has_the_price_of_the_cuts_that_are_left(way, window):
+    program = Program(window, window)
+    found = rl.torch.cuts(getattr(program, way), program.model)
+    full = torch.cat([g.reshape(-1) for g in program.full()])
+    executed = range(window, STEPS, window)
+    assert list(found.by_window) == [2**i for i in range(len(found.by_window))]
+    assert max(found.by_window) * 2 >= len(executed)
+    for every, price in found.by_window.items():
+        used = torch.cat([g.reshape(-1) for g in program.full(cut=executed[::every])])
+        assert price.norm_ratio == pytest.approx(float(used.norm() / full.norm()), rel=1e-10)
+        assert price.cosine == pytest.approx(float(used @ full / used.norm() / full.norm()), rel=1e-10)
 
 
 def test_longer_windows_come_closer_to_full_backpropagation():
