@@ -15,7 +15,7 @@ import zarr
 
 from ...errors import FileError, InputError, RnnlensError, UnsupportedError
 from ...results.array import LabelledArray, record_attrs
-from ...results.checks import Check, worst_checks
+from ...results.checks import Certificate, Check, worst_checks
 from ...results.disk import replacing_folder
 from ...results.disk.store import new_recording_store, recording_store
 from ...results.opening import open as open_result
@@ -49,9 +49,9 @@ def refuse_for_chunks(options: JacobianOptions, data_kind: str = "lazy data") ->
 
 
 def mean_over(jacobians: Iterable[tuple[LabelledArray, int]]) -> LabelledArray:
-    """Average Jacobians, weighted by their numbers of samples; keep the worst check of all batches."""
+    """Average Jacobians, weighted by their numbers of samples; keep the worst check and certificate of all batches."""
     first_jacobian: LabelledArray | None = None
-    total, samples, checks = np.zeros(()), 0, list[Check]()
+    total, samples, checks, certificates = np.zeros(()), 0, list[Check](), list[Certificate]()
     for jacobian, count in jacobians:
         first_jacobian = jacobian if first_jacobian is None else first_jacobian
         if jacobian.shape != first_jacobian.shape:
@@ -59,11 +59,13 @@ def mean_over(jacobians: Iterable[tuple[LabelledArray, int]]) -> LabelledArray:
             raise InputError("Batches differ in length, so their mean is not defined.", got=got, hint=hint)
         total, samples = total + jacobian.values.astype(np.float64) * count, samples + count
         checks = worst_checks([*checks, *jacobian.checks])
+        certificates.append(jacobian.certificate)
     assert first_jacobian is not None
     mean = first_jacobian.copy(data=(total / samples).astype(first_jacobian.dtype))
-    compared = {(check.name, check.layer) for check in first_jacobian.certificate.checks}
+    compared = {(check.name, check.layer) for certificate in certificates for check in certificate.checks}
     self_checks = [check for check in checks if (check.name, check.layer) not in compared]
-    mean.attrs |= record_attrs(self_checks, first_jacobian.certificate) | {"samples": samples}
+    worst = min(certificates, key=lambda certificate: ("failed", "could not", "passed", "off").index(certificate.state))
+    mean.attrs |= record_attrs(self_checks, worst) | {"samples": samples}
     return LabelledArray(mean)
 
 

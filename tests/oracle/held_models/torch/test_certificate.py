@@ -239,6 +239,18 @@ def test_a_failure_ends_what_an_earlier_call_passed(monkeypatch):
     assert rl.jacobian(model, x).certificate.earlier
 
 
+def test_the_mean_over_batches_has_the_certificate_of_a_later_batch_that_failed(monkeypatch):
+    from rnnlens.verbs import jacobian
+
+    def wrong_of_one_sample(labels, out, execute=jacobian.execute):
+        return execute(labels, out) * (2 if labels.plan.network.samples == 1 else 1)
+
+    monkeypatch.setattr(jacobian, "execute", wrong_of_one_sample)
+    with pytest.warns(SelfCheckWarning):
+        mean = rl.jacobian(Plain(), torch.randn(3, 5, 3), across="mean", batch_size=2)
+    assert mean.certificate.state == "failed"
+
+
 @pytest.mark.parametrize("options", [{"rtol": 1e-9}, {"initial_state": {"rnn": [np.zeros((3, 4))] * 2}}])
 def test_a_call_that_could_not_be_certified_does_not_repeat_another_ones_certificate(options):
     model, x = Plain(), torch.randn(3, 5, 3)
