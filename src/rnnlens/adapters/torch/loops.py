@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -135,43 +135,26 @@ class EnteredCall:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], default_input: Any, roles: StepRoles | None
     ) -> None:
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
-        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf is not default_input]
-        self.roles = None
+        #: The roles of the arguments, if this call is written as the one that showed them.
+        self.roles = roles if roles is not None and roles.spec == self._spec else None
         #: Whether zeros replace None or an empty tensor among the states.
         self.starts_empty = False
-        if roles is not None:
-            positions, self.roles = (list(roles.arguments), roles) if self._spec == roles.spec else ([], None)
-            others = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in positions]
-            counts = [len(leaf) for leaf in others if leaf.dim()]
-            self.starts_empty = any(_is_empty(leaves[i]) for i in positions)
-            for i, last in zip(positions, roles.templates, strict=False):
-                leaves[i] = _grown(leaves[i], last, *counts[:1])
-        self._state_positions = positions
-        self.user_initial = [leaves[i] for i in positions]
-        samples = self.user_initial[0].shape[0] if self.user_initial and self.user_initial[0].dim() else None
-        inputs: dict[int, list[int]] = {}
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and i not in positions:
-                if leaf.dim() and (samples is None or len(leaf) == samples):
-                    inputs.setdefault(id(leaf), []).append(i)
-                elif leaf.requires_grad:
-                    raise _NotACellError(f"its input of shape {tuple(leaf.shape)} does not count samples first")
-        if not inputs and self.roles is None:
+        if roles is None:
+            states = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf is not default_input]
+        else:
+            states = [] if self.roles is None else list(roles.arguments)
+            self.starts_empty = any(_is_empty(leaves[i]) for i in states)
+            _grow_states(leaves, states, roles.templates)
+        self._state_positions = states
+        self.user_initial = [leaves[i] for i in states]
+        self._parts = _input_parts(leaves, states)
+        if not self._parts and self.roles is None:
             raise _NotACellError("it takes no input (sample, feature) beside its state")
-        self._parts = [_Part(tuple(at), tuple(leaves[at[0]].shape[1:]), leaves[at[0]].dtype) for at in inputs.values()]
-        used = {*positions, *(i for at in inputs.values() for i in at)}
-        # Tensors among the constants are the same for all samples; others are not stored, so that memory is freed.
-        self.constants = [
-            None if i in used else leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-            for i, leaf in enumerate(leaves)
-        ]
+        self.constants = _constants(leaves, {*states, *(i for part in self._parts for i in part.positions)})
         tensors = [leaves[part.positions[0]] for part in self._parts]
-        self.originals = {
-            i: tensor
-            for part, tensor in zip(self._parts, tensors, strict=True)
-            if part.is_rounded
-            for i in part.positions
-        }
+        rounded = [part for part in self._parts if part.is_rounded]
+        #: The user's integers and booleans by position, which are recorded as floats.
+        self.originals = {i: leaves[part.positions[0]] for part in rounded for i in part.positions}
         self._check(tensors)
         self.x: Tensor = tensors[0] if self._is_plain else _side_by_side(tensors, self.user_initial)
         self.initial: list[Tensor] = []
@@ -223,6 +206,39 @@ class EnteredCall:
             return pytree.tree_unflatten([tensors.get(i, leaf) for i, leaf in enumerate(constants)], spec)
 
         return rebuild
+
+
+def _grow_states(leaves: list[Any], states: Sequence[int], templates: Sequence[Tensor]) -> None:
+    """Replace first states that grow by broadcasting, or are empty, by tensors of the shape of those that follow."""
+    others = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in states]
+    counts = [len(leaf) for leaf in others if leaf.dim()]
+    for i, template in zip(states, templates, strict=False):
+        leaves[i] = _grown(leaves[i], template, *counts[:1])
+
+
+def _input_parts(leaves: Sequence[Any], states: Sequence[int]) -> list[_Part]:
+    """Return the inputs among the arguments: tensors (sample, ...) beside the states, each one once."""
+    first = leaves[states[0]] if states else None
+    samples = len(first) if first is not None and first.dim() else None
+    positions: dict[int, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and i not in states:
+            if leaf.dim() and (samples is None or len(leaf) == samples):
+                positions.setdefault(id(leaf), []).append(i)
+            elif leaf.requires_grad:
+                raise _NotACellError(f"its input of shape {tuple(leaf.shape)} does not count samples first")
+    return [_Part(tuple(at), tuple(leaves[at[0]].shape[1:]), leaves[at[0]].dtype) for at in positions.values()]
+
+
+def _constants(leaves: Sequence[Any], used: Collection[int]) -> list[Any]:
+    """Return the arguments that are neither inputs nor states, with None in place of those.
+
+    Tensors among them are the same for all samples; others are not stored, so that memory is freed.
+    """
+    return [
+        None if i in used else leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+        for i, leaf in enumerate(leaves)
+    ]
 
 
 def _side_by_side(tensors: Sequence[Tensor], states: Sequence[Tensor]) -> Tensor:
