@@ -23,7 +23,7 @@ from .axes import InputCoordinates
 from .certificates.of_gradients import certify_weights
 from .chunked.samples import SampleChunks
 from .chunked.works import lazy_datasets
-from .names import uncalled_layer
+from .names import known_model, uncalled_layer
 from .request import ModelRequest, in_turn
 from .traced_scans import carried_by_lag, kept_masks, scan_measures, token_influence
 from .weight_gradients import WeightGradients, find_gradients
@@ -122,7 +122,8 @@ def weights(
         ``*_nan_count`` and ``*_inf_count`` are the numbers of NaN and infinite values per gate. With data, a
         whole-sequence layer (Mamba, delta rules) has ``half_life``, ``state_size`` and ``state_rank`` on these data,
         and ``state_carried (lag, ...)``: the root mean square of dS_T/dS_{T-k}, with all that a delta rule erases;
-        and ``token_influence (time, ...)``: how strongly what a step writes moves all outputs from that step on.
+        and ``token_influence (time, ...)``: how strongly what a step writes moves all outputs from that step on. A
+        scan declared by ``rl.torch.scan`` has an entry of these alone: its coefficients come from other layers.
 
     Raises
     ------
@@ -174,11 +175,17 @@ def _batch_weights(
             labelled[name] |= label_plain({f"{key}_grad": gradient for key, gradient in other_gradients.items()})
     datasets = {name: weights_of_layer(name, variables, provenance) for name, variables in labelled.items()}
     _assign_coordinates(datasets, weight_gradients, request.coordinates)
-    calls = _scans(request, layer_weights)
+    calls = _scans(request, layer_weights, with_declared=layers is None)
     if keep is not None and not calls:
         hint = "leave keep= out"
-        raise UnsupportedError("keep= prunes whole-sequence layers with weights; none ran.", got=repr(keep), hint=hint)
+        raise UnsupportedError("keep= prunes whole-sequence layers; none ran.", got=repr(keep), hint=hint)
+    notes = [] if weight_gradients.capture is None else list(weight_gradients.capture.notes)
     for call in calls:
+        if call.layer not in datasets:
+            datasets[call.layer] = weights_of_layer(call.layer, {}, provenance)
+            notes.append(
+                f"{call.layer}: a declared scan has no weights; the layers that compute its coefficients have."
+            )
         dataset = datasets[call.layer]
         dataset.variables |= scan_measures(call.cell, to_host(call.forward_run().last_state))
         carried = carried_by_lag(call.cell)
@@ -193,7 +200,8 @@ def _batch_weights(
     details = ("weights", tuple(layer_weights), by_time)
     certificate = None if batch.x is None else request.earlier_certificate(*details)
     if batch.x is not None and certificate is None:
-        certificate = certify_weights(request, layer_weights, datasets, weight_gradients)
+        of_weights = {name: datasets[name] for name in layer_weights}
+        certificate = certify_weights(request, layer_weights, of_weights, weight_gradients)
         request.remember(certificate, *details)
     warn_of_failed_checks(weight_gradients.checks, certificate)
     return Weights(
@@ -207,7 +215,7 @@ def _batch_weights(
         provenance=provenance,
         checks=weight_gradients.checks,
         certificate=certificate,
-        notes=[] if weight_gradients.capture is None else weight_gradients.capture.notes,
+        notes=notes,
     )
 
 
@@ -224,14 +232,19 @@ def _prune(request: ModelRequest, call: SequenceCall, shares: Sequence[float], d
     dataset.coords["kept"] = xr.Variable(("kept",), np.array(shares), {"long_name": "share of the state", "units": "1"})
 
 
-def _scans(request: ModelRequest, layer_weights: Mapping[str, LayerWeights]) -> Sequence[SequenceCall]:
-    """Return the calls of whole-sequence layers on the given data; none without data."""
-    sequence_names = tuple(name for name in request.catalogue.sequences if name in layer_weights)
-    if request.batch.x is None or not sequence_names:
+def _scans(
+    request: ModelRequest, layer_weights: Mapping[str, LayerWeights], *, with_declared: bool
+) -> Sequence[SequenceCall]:
+    """Return the calls of whole-sequence layers on the given data, and of declared scans; none without data."""
+    if request.batch.x is None:
+        return []
+    known = known_model(request.adapter, request.model).sequences  # a declared scan is known once it ran
+    sequence_names = tuple(name for name in known if with_declared or name in layer_weights)
+    if not sequence_names:
         return []
     taps = Taps.states(sequence_names, all_must_run=False)
     capture = request.adapter.run(request.model, request.batch.without_loss(), taps).capture
-    return [call for call in capture.sequences if call.layer in layer_weights]
+    return [call for call in capture.sequences if call.layer in (sequence_names if with_declared else layer_weights)]
 
 
 def _lazy_weights(

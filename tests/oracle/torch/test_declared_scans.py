@@ -251,3 +251,25 @@ def test_an_unknown_scan_is_named_with_the_line_that_declares_it(monkeypatch):
     trace = rl.trace(model, x, loss=last_step_loss)
     assert trace.layers == ("scan",)
     assert trace.certificate.state == "passed"
+
+
+def test_weights_have_an_entry_of_the_measures_of_a_declared_scan():
+    """The half-life and the loss after pruning are those of the coefficients, and of a model with units set to 0."""
+    torch.manual_seed(0)
+    model, x = MinGRU().double(), torch.randn(4, 12, 3, dtype=torch.float64)
+    weights = rl.weights(model, x, loss=last_step_loss, keep=(0.4, 1.0))
+    assert weights.certificate.state == "passed"
+    assert "memory: a declared scan has no weights; the layers that compute its coefficients have." in weights.notes
+    entry = weights["memory"]
+    with torch.no_grad():
+        decay = 1 - torch.sigmoid(model.gate(x))
+        half_life = np.log(0.5) / torch.log(decay).mean((0, 1)).numpy()
+        write = (1 - decay) * torch.tanh(model.new(x))
+        states = rl.torch.scan(decay, write)
+        np.testing.assert_allclose(entry.half_life, half_life, rtol=1e-12)
+        kept = (states**2).mean((0, 1)).argsort(descending=True)[:2]
+        mask = torch.zeros(5, dtype=torch.float64).index_fill(0, kept, 1)
+        losses = [float(last_step_loss(model.head(states * m))) for m in (mask, torch.ones_like(mask))]
+    np.testing.assert_allclose(entry.loss_after_pruning, losses, rtol=1e-12)
+    assert set(rl.weights(model)) == {"gate", "new", "head"}
+    assert "memory" not in rl.weights(model, x, loss=last_step_loss, layers=["gate"])

@@ -315,7 +315,7 @@ def _refuse_no_calls(recorder: CallRecorder, requested: RequestedLayers, request
             )
         in_a_loop = [path for path, last in recorder.last_calls.items() if last.count > 1]
         outermost = [path for path in in_a_loop if not any(path.startswith(f"{other}.") for other in in_a_loop)]
-        if outermost:
+        if outermost and not any(recorder.entered.get(path) for path, _ in requested.cells):
             raise ModelError(
                 "No recurrent layer ran in this forward pass, but modules that a loop calls.",
                 got=", ".join(f"{path}: {recorder.last_calls[path].count} calls" for path in outermost[:6]),
