@@ -288,7 +288,8 @@ def draw_steps(portraits: Sequence[Portrait], narrow: bool = False) -> Any:
     """Draw the total gradient at each step before the answer, a panel per network; stacked if ``narrow``."""
     traces = {moment: {p.kind: p.traces[i][p.layer] for p in portraits} for i, moment in enumerate(MOMENTS)}
     figure = Figure((3.9, 2.2 * len(portraits) + 1.2), layout="constrained") if narrow else None
-    axes = plot.gradient_flow(traces, title="Gradient of the loss at each step before the answer", figure=figure)
+    title = "Gradient at each step before the answer"  # also readable on a phone
+    axes = plot.gradient_flow(traces, title=title, figure=figure)
     last_step = int(next(iter(portraits)).diagnosis["model"]["steps"]) - 1
     lags = range(0, last_step + 1, 20 if last_step > 30 else 5)
     for ax in axes:
@@ -301,7 +302,7 @@ def draw_steps(portraits: Sequence[Portrait], narrow: bool = False) -> Any:
 def draw_units(portrait: Portrait) -> Any:
     """Draw units by time, before and after: the RMS over held-out digits, each digit divided by its own peak."""
     trace_before, trace_after = (moment_trace[portrait.layer] for moment_trace in portrait.traces)
-    title = f"{portrait.kind}: total gradient of the hidden state, RMS over {len(portrait.losses)} digits"
+    title = f"{portrait.kind}: total gradient of the hidden state"
     return plot.before_after(trace_before, trace_after, samples="rms", names=MOMENTS, log=True, title=title)
 
 

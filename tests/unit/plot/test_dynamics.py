@@ -365,6 +365,12 @@ def test_norms_have_a_panel_per_layer_and_a_line_per_weight():
     assert axes[0].get_ylim() == axes[1].get_ylim()
 
 
+def test_norms_of_zeros_have_a_value_axis():
+    (ax,) = rl.plot.weight_norms({"lstm/kernel": [0.0, 0.0]})
+    low, high = ax.get_ylim()
+    assert low <= 0 < high
+
+
 def test_missing_norms_are_gaps(by_gid):
     (ax,) = rl.plot.weight_norms({"lstm/kernel": [1.0, math.nan, 3.0]})
     assert np.isnan(ax.lines[0].get_ydata()[1])

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import xarray as xr
 
 import rnnlens as rl
 from rnnlens.errors import InputError
@@ -187,3 +188,18 @@ def test_what_does_not_fit_is_refused(options, message):
 def test_fixed_points_of_another_state_say_how_to_join(fixed_points):
     with pytest.raises(InputError, match="states=\\(h, c\\)"):
         rl.plot.trajectories(RNG.normal(size=(2, 3, 9)), fixed_points=fixed_points())
+
+
+def test_both_directions_are_refused_with_a_selection_that_works():
+    states = xr.DataArray(
+        np.random.default_rng(0).normal(size=(3, 5, 2, 4)), dims=("sample", "time", "direction", "unit")
+    )
+    states = states.assign_coords(direction=["forward", "backward"])
+    with pytest.raises(InputError) as caught:
+        rl.plot.trajectories(states)
+    assert "dimensions sample, time, direction, unit" in str(caught.value)
+    for call in ('.sel(direction="forward")', '.stack(unit_of_both=("direction", "unit"))'):
+        assert call in str(caught.value)
+        axes = rl.plot.trajectories(eval(f"states{call}"))
+        assert axes.figure.get_suptitle().startswith("3 trajectories of 5 steps")
+    assert rl.plot.trajectories(states[:1, :1, 0]).figure.get_suptitle().startswith("1 trajectory of 1 step\n")
