@@ -322,3 +322,20 @@ def test_a_module_that_never_gets_its_state_back_is_missed_with_a_reason():
     with pytest.warns(TrackingWarning, match="no call of plain in training mode got, as its state"):
         watch.close()
     assert watch.latest is None
+
+
+@pytest.mark.parametrize("make_layer", [Plain, lambda: nn.GRUCell(F, H)])
+def test_a_gradient_that_is_kept_whole_is_recorded(make_layer, tmp_path):
+    model = nn.ModuleDict({"cell": make_layer()})
+    with rl.torch.watch(model, tmp_path / "run.zarr", every=1, keep=["hidden_grad"]) as watch:
+        h, loss = torch.zeros(B, H), 0
+        for _ in range(T):
+            h = model["cell"](torch.randn(B, F), h)
+            loss = loss + h.square().mean()
+        loss.backward()
+        watch.step()
+    assert not watch.gaps
+    kept = rl.open(tmp_path / "run.zarr")["cell"].hidden_grad
+    np.testing.assert_allclose(
+        kept.values[0], watch.latest["cell"].hidden_grad.values, atol=1e-2 * float(abs(kept).max())
+    )

@@ -93,7 +93,7 @@ class WatchPlan:
     @property
     def recorded_quantities(self) -> tuple[str, ...]:
         """Names of the quantities recorded of a batch."""
-        return (*(NEEDED if self.quantities is None else self.quantities), *self.keep)
+        return tuple(dict.fromkeys([*(NEEDED if self.quantities is None else self.quantities), *self.keep]))
 
     @property
     def is_only_direct(self) -> bool:
