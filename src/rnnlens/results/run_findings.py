@@ -22,11 +22,16 @@ FALL = 0.02
 _NAMED = 6
 
 
-def run_findings(scalars: xr.Dataset, layers: Sequence[str]) -> list[Finding]:
-    """Return the findings on the records of a training, from their scalars and the names of the recorded layers."""
+def run_findings(scalars: xr.Dataset, layers: Sequence[str], *, of: str) -> list[Finding]:
+    """Return the findings on the records of a training, from their scalars and the names of the recorded layers.
+
+    ``of``: kind of the records; those of a probe always have a loss, so that one that is NaN is not finite.
+    """
     findings = [*_frozen(scalars)]
-    steps = _measured_steps(scalars)
-    if steps is not None and steps.records >= FEWEST:
+    steps = _measured_steps(scalars, of)
+    if steps is not None and steps.has_diverged:
+        findings += _sizes(steps)
+    elif steps is not None and steps.records >= FEWEST:
         sizes = [*_sizes(steps)]
         findings += [*sizes, *_without_gradient(steps, layers)]
         findings += [] if sizes else _left_out(steps)
@@ -38,8 +43,8 @@ class _MeasuredSteps(NamedTuple):
     """The records that have the change of the weights by their step.
 
     ``records``: their number. ``ratios``, ``gradients``: by weight, one number per record; gradients only where the
-    watch could read them. ``medians``: of the matrices by the kind of their scale. ``losses``: loss of all records,
-    None without any.
+    watch could read them. ``medians``: of the matrices by the kind of their scale. ``losses``: finite losses of all
+    records, None without any. ``has_diverged``: whether the loss was not finite at a record.
     """
 
     records: int
@@ -47,6 +52,7 @@ class _MeasuredSteps(NamedTuple):
     gradients: dict[str, Array]
     medians: dict[str, Array]
     losses: Array | None
+    has_diverged: bool
 
     @property
     def unchanged(self) -> list[str]:
@@ -54,7 +60,7 @@ class _MeasuredSteps(NamedTuple):
         return [name for name, ratios in self.ratios.items() if (ratios == 0).all()]
 
 
-def _measured_steps(scalars: xr.Dataset) -> _MeasuredSteps | None:
+def _measured_steps(scalars: xr.Dataset, of: str) -> _MeasuredSteps | None:
     names = list(map(str, scalars.data_vars))
     ratio_names = [name for name in names if name.startswith(f"{RATIO}/")]
     if not ratio_names:
@@ -68,26 +74,32 @@ def _measured_steps(scalars: xr.Dataset) -> _MeasuredSteps | None:
     medians = {
         name: np.asarray(scalars[name].values)[is_measured] for name in (RATIO, BY_INITIAL_NORM) if name in scalars
     }
-    losses = np.asarray(scalars["loss"].values, dtype=np.float64) if "loss" in scalars else None
-    losses = losses[np.isfinite(losses)] if losses is not None else None
-    has_losses = losses is not None and losses.size > 1
+    losses = np.asarray(scalars["loss"].values, dtype=np.float64) if "loss" in scalars else np.empty(0)
+    has_diverged = bool(np.isinf(losses).any() or (of == "probe" and np.isnan(losses).any()))
+    losses = losses[np.isfinite(losses)]
     return _MeasuredSteps(
-        int(is_measured.sum()), by_weight(RATIO), by_weight(GRADIENT), medians, losses if has_losses else None
+        int(is_measured.sum()),
+        by_weight(RATIO),
+        by_weight(GRADIENT),
+        medians,
+        losses if losses.size else None,
+        has_diverged,
     )
 
 
 def _sizes(steps: _MeasuredSteps) -> Iterator[Finding]:
     """Find updates that are far too small, or far too large, in a training whose loss has not fallen."""
     finite = {kind: values[np.isfinite(values)] for kind, values in steps.medians.items()}
-    if any(finite.get(kind, np.empty(0)).size < FEWEST for kind in (RATIO, BY_INITIAL_NORM)):
+    counts = [finite.get(kind, np.empty(0)).size for kind in (RATIO, BY_INITIAL_NORM)]
+    if min(counts) < (1 if steps.has_diverged else FEWEST):
         return
-    loss_text, has_fallen = _loss(steps.losses)
+    loss_text, has_fallen = _loss(steps)
     if has_fallen:
         return
     largest, usual = float(finite[RATIO].max()), float(np.median(finite[BY_INITIAL_NORM]))
     by_weight = {name: _finite_median(ratios) for name, ratios in steps.ratios.items()}
     evidence = {"ratio": largest, "ratio_by_initial_norm": usual, "records": steps.records, "by_weight": by_weight}
-    if largest < SMALLEST_UPDATE:
+    if largest < SMALLEST_UPDATE and not steps.has_diverged:
         most = f"by more than {largest:.1e} of its norm" if largest else "at all"
         factor = f"about {USUAL_UPDATE / largest:.0e} times as large" if largest else "above 0 (check its schedule)"
         yield Finding(
@@ -107,7 +119,7 @@ def _sizes(steps: _MeasuredSteps) -> Iterator[Finding]:
             "fault",
             MODEL,
             f"One step of the optimizer changes a weight matrix by {usual:.2g} times the norm that such a matrix has "
-            f"at initialisation (median over the matrices and over {steps.records} recorded steps){loss_text}.",
+            f"at initialisation (median over the matrices and over {counts[1]} recorded steps){loss_text}.",
             evidence,
             f"median change of the weight matrices by one step > {LARGEST_UPDATE:g} of their initial norm, and a "
             f"loss that has not fallen by {100 * FALL:g} %",
@@ -115,13 +127,16 @@ def _sizes(steps: _MeasuredSteps) -> Iterator[Finding]:
         )
 
 
-def _loss(losses: Array | None) -> tuple[str, bool]:
+def _loss(steps: _MeasuredSteps) -> tuple[str, bool]:
     """Return text on the loss at the start and at the end of the records, and whether it has fallen.
 
     At the start: that of the first record or the median of the first quarter, whichever is smaller. At the end: the
     median of the last quarter. A difference within twice its standard error is no fall.
     """
-    if losses is None:
+    losses = steps.losses
+    if steps.has_diverged:
+        return "; the loss became infinite or NaN", False
+    if losses is None or losses.size < 2:
         return "; the loss was not recorded", False
     quarter = max(1, len(losses) // 4)
     start, end = float(min(losses[0], np.median(losses[:quarter]))), float(np.median(losses[-quarter:]))

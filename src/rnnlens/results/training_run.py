@@ -212,7 +212,7 @@ class TrainingRun(Result, kind="run"):
         ``UPDATES_TOO_SMALL``, ``UPDATES_TOO_LARGE``: the change of the weights by one step of the optimizer.
         ``WEIGHTS_WITHOUT_GRADIENT``, ``FROZEN``: weights that are not trained. docs/findings has a page for each.
         """
-        return run_findings(self.scalars, list(self))
+        return run_findings(self.scalars, list(self), of=self.of)
 
     @property
     def batch(self) -> TrainingRun:

@@ -109,6 +109,19 @@ def test_a_learning_rate_far_too_large(tmp_path):
     assert f"by {expected:.2g} times the norm" in finding.sentence
 
 
+def test_a_training_that_is_not_finite_after_two_records(tmp_path):
+    torch.manual_seed(0)
+    net = Echo()
+    run, _ = train(tmp_path / "a.zarr", net, torch.optim.SGD(net.parameters(), 1e4), every=3)
+    assert not np.isfinite(run.loss.values).all()
+    (finding,) = run.findings
+    assert finding.code == "UPDATES_TOO_LARGE"
+    assert "the loss became infinite or NaN" in finding.sentence
+    count = int(np.isfinite(run.scalar("update_by_initial_norm")).sum())
+    assert count < 3
+    assert f"over {count} recorded steps" in finding.sentence
+
+
 def test_weights_whose_gradient_is_zero_at_every_step(tmp_path):
     torch.manual_seed(0)
     net = Echo(cut=True)
