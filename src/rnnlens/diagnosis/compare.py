@@ -305,6 +305,21 @@ def compare(
     References
     ----------
     Efron 1979, "Bootstrap methods: another look at the jackknife", Annals of Statistics 7(1).
+
+    Examples
+    --------
+    >>> import torch
+    >>> import rnnlens as rl
+    >>> class Reader(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.gru, self.head = torch.nn.GRU(2, 4, batch_first=True), torch.nn.Linear(4, 1)
+    ...     def forward(self, x):
+    ...         return self.head(self.gru(x)[0][:, -1])
+    >>> x = torch.randn(128, 12, 2)
+    >>> table = rl.compare({"a": Reader(), "b": Reader()}, x, x[:, -1, :1], loss=torch.nn.functional.mse_loss)
+    >>> table.table.sizes["name"], list(table.diagnoses)
+    (2, ['a', 'b'])
     """
     by_name = _models_by_name(models)
     _refuse_keywords(keywords)

@@ -93,6 +93,16 @@ def lyapunov(
     References
     ----------
     Vogt et al. 2022, arXiv:2006.14123, algorithm 1. Kaplan, Yorke 1979, doi:10.1007/BFb0064319.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import rnnlens as rl
+    >>> model = torch.nn.LSTM(2, 4, batch_first=True)
+    >>> x = torch.randn(3, 9, 2)
+    >>> spectrum = rl.lyapunov(model, x)
+    >>> spectrum["exponent"].sizes["index"]
+    8
     """
     name, runs, _ = _replay_layer(model, x, layer, samples, axes)
     return concat_directions([_spectrum_dataset(name, run, count, seed) for run in runs])
@@ -166,6 +176,16 @@ def step_eigenvalues(
     References
     ----------
     Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, section 2.1.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import rnnlens as rl
+    >>> model = torch.nn.LSTM(2, 4, batch_first=True)
+    >>> x = torch.randn(3, 9, 2)
+    >>> eigenvalues = rl.step_eigenvalues(model, x)
+    >>> eigenvalues.sizes["time"]  # from each state to the next
+    8
     """
     name, runs, labels = _replay_layer(model, x, layer, samples, axes)
     length = int(runs[0].input.shape[1])
@@ -272,6 +292,16 @@ def fixed_points(
     References
     ----------
     Sussillo, Barak 2013, doi:10.1162/NECO_a_00409; Katz, Reggia 2018, doi:10.1109/TNNLS.2017.2718528 (Newton's method).
+
+    Examples
+    --------
+    >>> import torch
+    >>> import rnnlens as rl
+    >>> model = torch.nn.LSTM(2, 4, batch_first=True)
+    >>> x = torch.randn(3, 9, 2)
+    >>> points = rl.fixed_points(model, x, seed=0)
+    >>> points.states.sizes["state"]  # hidden and cell
+    8
     """
     if x is None:
         raise InputError(

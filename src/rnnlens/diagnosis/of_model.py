@@ -128,6 +128,21 @@ def diagnose(
     Jensen-Shannon divergence: Lin 1991, doi:10.1109/18.61115; as a squared distance, so that its share is such an
     index: Fuglede, Topsoe 2004, doi:10.1109/ISIT.2004.1365067.
     Vanishing gradients and latched memory: Bengio, Simard, Frasconi 1994, doi:10.1109/72.279181.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import rnnlens as rl
+    >>> class Reader(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.gru, self.head = torch.nn.GRU(2, 4, batch_first=True), torch.nn.Linear(4, 1)
+    ...     def forward(self, x):
+    ...         return self.head(self.gru(x)[0][:, -1])
+    >>> x = torch.randn(256, 12, 2)
+    >>> diagnosis = rl.diagnose(Reader(), x, x[:, 6, :1], loss=torch.nn.functional.mse_loss)
+    >>> "NO_SKILL" in diagnosis.codes  # it was not trained
+    True
     """
     _check_arguments(task, samples)
     x, y, sampling_note = _read_lazy(x, y, samples, axes)

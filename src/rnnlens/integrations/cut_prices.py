@@ -89,7 +89,8 @@ class TrainingCuts:
             [f"Input steps without a gradient, also without cuts: {_listing(self.left_out)}"] if self.left_out else []
         )
         if not self.cuts:
-            no_cut = f"No cut: the gradient of {self.losses} backward passes is that of full backpropagation."
+            passes = "1 backward pass" if self.losses == 1 else f"{self.losses} backward passes"
+            no_cut = f"No cut: the gradient of {passes} is that of full backpropagation."
             return "\n".join([no_cut, *left_out])
         lines = [str(cut) for cut in self.cuts]
         lines.append(f"All cuts together: the gradient in use against full backpropagation: {self.price}")

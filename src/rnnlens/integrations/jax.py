@@ -53,6 +53,18 @@ def model(
     -------
     JaxModel
         The model, for every function of rnnlens that takes one.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import rnnlens as rl
+    >>> def apply(params, x):
+    ...     step = lambda h, x_t: (jnp.tanh(x_t @ params["rnn"]["w"] + h @ params["rnn"]["u"]),) * 2
+    ...     return jax.lax.scan(step, jnp.zeros((len(x), 4)), jnp.swapaxes(x, 0, 1))[0]
+    >>> params = {"rnn": {"w": jnp.ones((2, 4)), "u": jnp.eye(4)}}
+    >>> rl.trace(rl.jax.model(apply, params), jnp.ones((3, 9, 2)))["rnn"].hidden.shape
+    (3, 9, 4)
     """
     if isinstance(source, Mapping):
         problem, expected = "The module or the function comes first, and then its parameters.", "model(source, params)"
@@ -142,6 +154,26 @@ def watch(
     -----
     TrackingWarning
         At the end, if nothing was recorded, with the reason; once for each cause of failed records.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import rnnlens as rl
+    >>> def apply(params, x):
+    ...     step = lambda h, x_t: (jnp.tanh(x_t @ params["rnn"]["w"] + h @ params["rnn"]["u"]),) * 2
+    ...     return jax.lax.scan(step, jnp.zeros((len(x), 4)), jnp.swapaxes(x, 0, 1))[0]
+    >>> def loss(output, target):
+    ...     return ((output - target) ** 2).mean()
+    >>> params = {"rnn": {"w": jnp.ones((2, 4)), "u": jnp.eye(4)}}
+    >>> x, y = jnp.ones((3, 9, 2)), jnp.zeros((3, 4))
+    >>> with rl.jax.watch(rl.jax.model(apply, params), "run.zarr", probe=(x, y), loss=loss, every=1) as watch:
+    ...     for _ in range(2):
+    ...         value, gradients = jax.value_and_grad(lambda p: loss(apply(p, x), y))(params)
+    ...         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+    ...         watch.step(params, loss=value)
+    >>> rl.open("run.zarr").steps.values.tolist()
+    [0, 1, 2]
     """
     options = WatchOptions(
         path=path,

@@ -175,6 +175,19 @@ class Watch(_Callback):
     TrackingWarning
         At the end, if nothing was recorded, with the reason; once for each cause of failed records. Training continues
         if a probe, the disk or a logger fails.
+
+    Examples
+    --------
+    >>> import keras
+    >>> import numpy as np
+    >>> import rnnlens as rl
+    >>> model = keras.Sequential([keras.Input((9, 2)), keras.layers.LSTM(4, name="lstm"), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> x, y = np.ones((8, 9, 2), "float32"), np.zeros((8, 1), "float32")
+    >>> watch = rl.keras.Watch("run.zarr", probe=(x, y), every=1)
+    >>> history = model.fit(x, y, batch_size=4, verbose=0, callbacks=[watch])
+    >>> rl.open("run.zarr").steps.values.tolist()
+    [0, 1, 2]
     """
 
     @check_arguments

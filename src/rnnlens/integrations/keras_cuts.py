@@ -88,6 +88,17 @@ def cuts(model: Any, batches: Iterable[Any], *, loss: Any = None, keep: str | Se
     References
     ----------
     Truncated backpropagation through time: Williams, Peng 1990, doi:10.1162/neco.1990.2.4.490.
+
+    Examples
+    --------
+    >>> import keras
+    >>> import numpy as np
+    >>> import rnnlens as rl
+    >>> model = keras.Sequential([keras.Input((9, 2)), keras.layers.LSTM(4, name="lstm"), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> x, y = np.ones((8, 9, 2), "float32"), np.zeros((8, 1), "float32")
+    >>> print(rl.keras.cuts(model, [(x, y)]))
+    No cut: the gradient of 1 backward pass is that of full backpropagation.
     """
     keras = dialect_of(model)
     if keras.name != "keras":

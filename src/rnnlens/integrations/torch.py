@@ -126,5 +126,25 @@ def watch(
     -----
     TrackingWarning
         At the end, if nothing was recorded, with the reason; once for each failed record.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import rnnlens as rl
+    >>> class Reader(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.gru, self.head = torch.nn.GRU(2, 4, batch_first=True), torch.nn.Linear(4, 1)
+    ...     def forward(self, x):
+    ...         return self.head(self.gru(x)[0][:, -1])
+    >>> model, x, mse = Reader(), torch.randn(16, 9, 2), torch.nn.functional.mse_loss
+    >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> with rl.torch.watch(model, "run.zarr", probe=(x, x[:, 0, :1]), loss=mse, every=1):
+    ...     for _ in range(2):
+    ...         optimizer.zero_grad()
+    ...         mse(model(x), x[:, 0, :1]).backward()
+    ...         optimizer.step()
+    >>> rl.open("run.zarr").steps.values.tolist()
+    [0, 1, 2]
     """
     return TorchWatch(model, WatchPlan.from_arguments(locals()))

@@ -188,7 +188,8 @@ def drawing(artist: type, *, extra: Sequence[str] = (), **table: Check) -> Calla
                     raise
                 received = ", ".join(f"{name}={short_repr(value)}" for name, value in artist_properties.items())
                 message = f"matplotlib cannot draw plot.{function.__name__} like this: {error}"
-                raise InputError(message, got=received, expected="values that matplotlib knows") from error
+                hint = "limit=v for a scale from -v to v" if isinstance(kwargs.get("norm"), tuple | list) else None
+                raise InputError(message, got=received, expected="values that matplotlib knows", hint=hint) from error
 
         draw.__doc__ = _complete_docstring(function, artist, extra)
         return check_arguments(**checks)(draw)

@@ -282,7 +282,11 @@ class Marks:
 def _marks_of(points: FixedPoints, mean: Numbers, axes: Numbers, span: float) -> Marks:
     if not isinstance(points, FixedPoints):
         hint = "rl.fixed_points(model, x)"
-        raise InputError("fixed_points= are fixed points.", got=type(points).__name__, hint=hint)
+        if isinstance(points, list | tuple) and points and all(isinstance(each, FixedPoints) for each in points):
+            hint = "a figure for each input: fixed_points=points[0]"
+        raise InputError(
+            "fixed_points= are those of one input.", got=type(points).__name__, expected="FixedPoints", hint=hint
+        )
     locations = points.data["states"].values
     if locations.shape[1] != len(mean):
         raise InputError(

@@ -137,6 +137,21 @@ def report(
         If the file cannot be written; raised before the computation.
     InputError
         If the data or the baseline does not fit.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import rnnlens as rl
+    >>> class Reader(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.gru, self.head = torch.nn.GRU(2, 4, batch_first=True), torch.nn.Linear(4, 1)
+    ...     def forward(self, x):
+    ...         return self.head(self.gru(x)[0][:, -1])
+    >>> x = torch.randn(128, 12, 2)
+    >>> path = rl.report(Reader(), x, x[:, -1, :1], loss=torch.nn.functional.mse_loss, path="report.html")
+    >>> path.name
+    'report.html'
     """
     target = check_path(Path(path))
     named_arguments = {"baseline": baseline, "loss": loss, "layers": layers, "tokens": tokens, "axes": axes}

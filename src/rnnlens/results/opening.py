@@ -71,6 +71,17 @@ def open(
         to other files.
     TooLargeError
         If the arrays exceed ``memory``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import rnnlens as rl
+    >>> model = torch.nn.LSTM(2, 4, batch_first=True)
+    >>> x = torch.randn(3, 9, 2)
+    >>> trace = rl.trace(model, x, loss=lambda output: output[0].square().sum())
+    >>> trace.save("run.nc")
+    >>> rl.open("run.nc")["lstm"].hidden_grad.shape
+    (3, 9, 4)
     """
     source = Path(path)
     engine = engine_of(source)

@@ -265,6 +265,17 @@ def find_nonfinite(
     A non-finite value in the data that affects no result, such as NaN in masked padding, is only noted. Where the model
     or the loss raises an exception because of it, it is the result, and the exception is noted. A loss scale is not
     applied, as the optimizer skips steps that overflow because of it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import rnnlens as rl
+    >>> model = torch.nn.LSTM(2, 4, batch_first=True)
+    >>> x = torch.randn(3, 9, 2)
+    >>> x[1, 4, 0] = float("nan")
+    >>> found = rl.find_nonfinite(model, x)
+    >>> found.phase, found.sample, found.step
+    ('data', 1, 4)
     """
     adapter = adapter_for(model)
     has_loss = y is not None or loss is not None

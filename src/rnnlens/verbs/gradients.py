@@ -151,6 +151,16 @@ def gradients(
     References
     ----------
     Gradients of and through recurrent states: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import rnnlens as rl
+    >>> model = torch.nn.LSTM(2, 4, batch_first=True)
+    >>> x = torch.randn(3, 9, 2)
+    >>> g = rl.gradients(model, x, of="lstm.hidden", at={"time": -1}, reduce="sum", wrt="input")
+    >>> g.shape
+    (3, 9, 2)
     """
     run = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
     arguments = GradientArguments(of, wrt, at or {}, reduce, per_sample, measure, across, combine, clip, memory, axes)

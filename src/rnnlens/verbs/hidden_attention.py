@@ -122,6 +122,16 @@ def hidden_attention(
     ----------
     alpha: Ali, Zimerman, Wolf 2024, arXiv:2403.01590, eqs. 10-12.
     Selective scan: Gu, Dao 2023, arXiv:2312.00752, eqs. 2-4.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import rnnlens as rl
+    >>> from transformers import MambaConfig, MambaModel
+    >>> model = MambaModel(MambaConfig(vocab_size=9, hidden_size=4, state_size=2, num_hidden_layers=1)).eval()
+    >>> attention = rl.hidden_attention(model, torch.randint(9, (2, 6)), "layers.0.mixer")
+    >>> attention.dims
+    ('map', 'sample', 'channel', 'out_time', 'in_time')
     """
     request = ModelRequest.resolve(model, Batch(x, training=training, seed=seed))
     name = _scan_layer(request, layer)

@@ -175,6 +175,18 @@ def jacobian(
     Products of Jacobians through time: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eq. 5.
     Frozen map of a scan, alpha: Ali, Zimerman, Wolf 2024, arXiv:2403.01590, eqs. 10-12.
     Random probes: Hutchinson 1990, doi:10.1080/03610919008812866.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import rnnlens as rl
+    >>> model = torch.nn.LSTM(2, 4, batch_first=True)
+    >>> x = torch.randn(3, 9, 2)
+    >>> jacobian = rl.jacobian(model, x, of="output[0]", at={"out_time": [5]}, measure="norm")
+    >>> jacobian.dims
+    ('sample', 'out_time', 'in_time')
+    >>> float(jacobian.sel(in_time=6).max())  # a later input changes nothing
+    0.0
     """
     memory_limit = current().memory if memory is None else parse_memory(memory)
     options = JacobianOptions(memory_limit, at or {}, reduce, measure, across, sketch, rtol, mode, out)

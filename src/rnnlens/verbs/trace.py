@@ -123,6 +123,18 @@ def trace(
     References
     ----------
     Total gradients: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063, eqs. 3-5.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import rnnlens as rl
+    >>> model = torch.nn.LSTM(2, 4, batch_first=True)
+    >>> x = torch.randn(3, 9, 2)
+    >>> trace = rl.trace(model, x, loss=lambda output: output[0].square().sum())
+    >>> trace["lstm"].hidden_grad.sizes["time"]
+    9
+    >>> trace["lstm"].gates.sel(gate="forget").dims
+    ('sample', 'time', 'unit')
     """
     batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
     selection = TraceSelection.of(layers, quantities, has_loss(model, batch))

@@ -54,6 +54,16 @@ def layers(model: Any, x: Any = None) -> LayerTable:
     ------
     ModelError
         If the model is of no known framework, or was not built yet; with data also if no recurrent layer ran.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import rnnlens as rl
+    >>> model = torch.nn.LSTM(2, 4, batch_first=True)
+    >>> x = torch.randn(3, 9, 2)
+    >>> print(rl.layers(model))
+    name  layer  units  direction  returns     masked               options
+    lstm  LSTM   4      forward    every step  depends on the data  bias=True, batch_first=True
     """
     adapter = adapter_for(model)
     if x is None or adapter.needs_shapes:  # bound to the shapes of x by in_turn
@@ -138,6 +148,16 @@ def weights(
     formula is ours: the root mean square over samples of the norm of (dy_s/dx_t) x_t over all s >= t, for a scan's
     input x and outputs y, coefficients held. Entries of a state ranked by the energy that they add to the output:
     AIRE-Prune, arXiv:2602.00534, here measured on the data; by their largest gain: LAST, arXiv:2411.02824.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import rnnlens as rl
+    >>> model = torch.nn.LSTM(2, 4, batch_first=True)
+    >>> x = torch.randn(3, 9, 2)
+    >>> weights = rl.weights(model)
+    >>> weights["lstm"].recurrent_kernel.dims
+    ('unit_in', 'gate', 'unit')
     """
     if measure is not None and not by_time:
         raise InputError("measure= applies to gradients by step.", got=f"measure={measure!r}", expected="by_time=True")
@@ -340,6 +360,17 @@ def weight_norms(
     Dataset
         One variable per weight, named ``"lstm/kernel"``, with a leading dimension ``step``. ``history`` is not changed.
         NaN values make their norm NaN.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import rnnlens as rl
+    >>> model = torch.nn.LSTM(2, 4, batch_first=True)
+    >>> x = torch.randn(3, 9, 2)
+    >>> history = rl.weight_norms(model)
+    >>> history = rl.weight_norms(model, history=history)  # after a step of training
+    >>> history["lstm/bias"].sizes["step"]
+    2
     """
     row = {}
     all_weights = weights(model, layers=layers)

@@ -275,6 +275,11 @@ ARGUMENTS = {
         lambda: rl.plot.heatmap(Named.trace()["rnn"].hidden).save("picture.html"),
         ".save('picture.svg')",
     ),
+    "See RNN's norm": (lambda: rl.plot.heatmap(X, norm=(-1, 1)), "limit=v for a scale from -v to v"),
+    "fixed points of several inputs": (
+        lambda: rl.plot.trajectories(X, fixed_points=[rl.fixed_points(Named(), X, seed=0)]),
+        "fixed_points=points[0]",
+    ),
     "one of two inputs": (
         lambda: rl.jacobian(rl.torch.model(lambda a, b: net(a + b), net), (X, X), measure="norm"),
         "wrt='input[a]'",

@@ -94,16 +94,16 @@ def model(function: Callable[..., Any], *layers: Any) -> Any:
 
     Examples
     --------
-    >>> import keras, numpy as np, rnnlens as rl  # doctest: +SKIP
-    >>> cell, head = keras.layers.GRUCell(4), keras.layers.Dense(2)  # doctest: +SKIP
-    >>> def classify(lines):  # doctest: +SKIP
+    >>> import keras, numpy as np, rnnlens as rl
+    >>> cell, head = keras.layers.GRUCell(4, name="cell"), keras.layers.Dense(2)
+    >>> def classify(lines):
     ...     hidden = keras.ops.zeros((lines.shape[0], 4))
     ...     for t in range(lines.shape[1]):
     ...         hidden, _ = cell(lines[:, t], [hidden])
     ...     return head(hidden)
-    >>> x = np.random.normal(size=(2, 5, 3)).astype("float32")  # doctest: +SKIP
-    >>> _ = classify(x)  # doctest: +SKIP
-    >>> rl.trace(rl.keras.model(classify, cell, head), x)["gru_cell"].hidden.shape  # doctest: +SKIP
+    >>> x = np.random.normal(size=(2, 5, 3)).astype("float32")
+    >>> _ = classify(x)
+    >>> rl.trace(rl.keras.model(classify, cell, head), x)["cell"].hidden.shape
     (2, 5, 4)
     """
     if not callable(function) or is_layer(function):

@@ -89,6 +89,27 @@ def cell(
     InputError
         For anything that is not a ``torch.nn.Module``, and for a name that is neither an argument of its ``forward``
         nor an attribute; for a ``method`` that it does not have, or that is given without attributes.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import rnnlens as rl
+    >>> class Cell(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.linear = torch.nn.Linear(6, 4)
+    ...     def forward(self, u, h):
+    ...         return torch.tanh(self.linear(torch.cat([u, h], 1)))
+    >>> class Once(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.cell = Cell()
+    ...     def forward(self, x):
+    ...         return self.cell(x[:, 0], x.new_zeros(len(x), 4))
+    >>> model = Once()
+    >>> with rl.torch.cell(model.cell, state="h"):
+    ...     rl.trace(model, torch.randn(3, 1, 2))["cell"].hidden.shape
+    (3, 1, 4)
     """
     names, is_kept = (state,) if isinstance(state, str) else tuple(state), dict[nn.Module, bool]()
     for module in modules or (None,):
@@ -139,6 +160,20 @@ def step(function: Callable[..., Any], x: Tensor, *state: Any, name: str | None 
     ------
     InputError
         If ``function`` is not callable, or no state is given.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import rnnlens as rl
+    >>> W, U = torch.randn(4, 2), torch.randn(4, 4)
+    >>> class Loop(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         h = x.new_zeros(len(x), 4)
+    ...         for t in range(x.shape[1]):
+    ...             h = rl.torch.step(lambda u, h: torch.tanh(u @ W.T + h @ U.T), x[:, t], h, name="loop")
+    ...         return h
+    >>> rl.trace(Loop(), torch.randn(3, 9, 2))["loop"].hidden.shape
+    (3, 9, 4)
     """
     if not callable(function) or not state:
         raise InputError(
