@@ -202,7 +202,8 @@ class Panels:
         heading = _wrap(title, letters_per_inch(_BOLD) * inches)
         note_text = _wrap("; ".join(notes), letters_per_inch(_NOTE) * inches)
         empty_lines = "\n" * (note_text.count("\n") + bool(note_text) - (not heading))
-        suptitle = self.figure.suptitle(heading + empty_lines, fontsize="medium", fontweight="bold", **colour)
+        lines = heading + empty_lines or " "  # an empty text takes no space
+        suptitle = self.figure.suptitle(lines, fontsize="medium", fontweight="bold", **colour)
         if note_text:
             style: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": "small", "color": "0.35"}
             style |= {"gid": "note", **colour}

@@ -108,7 +108,9 @@ def maps(
     merge_note = _images.merge_note(image_dims.shape(all_pictures), _CELLS, y_label, x_label)
     sample_title = _data.position_title(whole_array, SAMPLE, sample) if SAMPLE in whole_array.dims else ""
     default_title = " · ".join(filter(None, [_data.title_of(one_sample), reduction_text, sample_title]))
-    return panels.with_title(title or default_title, [panel_note, merge_note, *notes])
+    return panels.with_title(
+        title or default_title, [_data.zero_note(one_sample.values), panel_note, merge_note, *notes]
+    )
 
 
 def _space_dims(array: xr.DataArray) -> list[str]:

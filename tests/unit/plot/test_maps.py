@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import xarray as xr
+from tests.unit.plot.runs import suptitle
 
 import rnnlens as rl
 from rnnlens.errors import InputError
@@ -138,3 +139,9 @@ def test_what_has_no_picture_is_refused_by_name(dims, keywords, message):
 def test_a_plain_array_of_rank_4_is_not_guessed():
     with pytest.raises(InputError, match="dims="):
         rl.plot.maps(np.ones((2, 3, 4, 5)))
+
+
+def test_maps_of_zeros_say_so():
+    zeros = xr.DataArray(np.zeros((2, 3, 4, 4, 2)), dims=("sample", "time", "height", "width", "channel"))
+    assert "every value is 0" in suptitle(rl.plot.maps(zeros))
+    assert "every value is 0" not in suptitle(rl.plot.maps(zeros + 1))

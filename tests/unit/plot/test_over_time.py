@@ -69,6 +69,16 @@ def test_legend_names_samples_with_the_colours_of_their_lines(gradient, by_gid):
         assert mpl.colors.same_color(handle.get_color(), colour)
 
 
+@pytest.mark.parametrize("name", ["curves", "heatmap", "histogram", "points"])
+def test_the_note_of_a_figure_without_a_title_lies_within_it(name, render):
+    values = np.full((3, 4) if name in ("points", "heatmap") else (2, 5, 1), np.nan)
+    axes = getattr(rl.plot, name)(values)
+    figure = render(axes)
+    (note,) = [text for text in figure.artists if text.get_gid() == "note"]
+    assert note.get_window_extent().y1 <= figure.bbox.y1
+    assert note.get_window_extent().y0 >= max(ax.get_window_extent().y1 for ax in axes)
+
+
 def test_lines_of_a_single_panel_are_named_at_their_ends(render):
     values = xr.DataArray(np.arange(12.0).reshape(3, 4), dims=("sample", "time"), coords={"sample": [7, 8, 9]})
     axes = rl.plot.curves(values)
