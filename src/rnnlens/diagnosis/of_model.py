@@ -309,13 +309,19 @@ def _power_notes(residual_test: Missed) -> list[str]:
             f"The errors are associated with the input {lag} steps before the last beyond 99 % of chance, but inputs "
             f"explain {100 * max(residual_test.effect, 0.0):.1f} % of the variance of the target only."
         ]
-    if residual_test.detectable > SOUGHT:
+    if residual_test.detectable <= SOUGHT or residual_test.largest_possible <= SOUGHT:
+        return []
+    if residual_test.detectable > residual_test.largest_possible:
         return [
-            f"With {residual_test.samples} samples the residual test finds an effect of one input from "
-            f"{100 * residual_test.detectable:.0f} % of the variance of the target on; for {100 * SOUGHT:.0f} % it "
-            f"needs about {residual_test.samples_for(SOUGHT)} samples."
+            f"With {residual_test.samples} samples the residual test could not have found an effect of one input, "
+            f"however large; for one of {100 * SOUGHT:.0f} % of the variance of the target it needs about "
+            f"{residual_test.samples_for(SOUGHT)} samples."
         ]
-    return []
+    return [
+        f"With {residual_test.samples} samples the residual test finds an effect of one input from "
+        f"{100 * residual_test.detectable:.0f} % of the variance of the target on; for {100 * SOUGHT:.0f} % it "
+        f"needs about {residual_test.samples_for(SOUGHT)} samples."
+    ]
 
 
 BOUNDS = ["low", "high"]

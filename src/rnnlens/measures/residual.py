@@ -43,6 +43,8 @@ class Missed:
         Share of the association of y with ``step`` that the prediction has too; NaN without ``target``.
     samples
         Number of samples.
+    left
+        Variance of the errors by that of y: no effect that they hold is larger.
     """
 
     effect: float
@@ -53,6 +55,7 @@ class Missed:
     overlapping: bool = False
     learned: float = float("nan")
     samples: int = 0
+    left: float = 1.0
 
     @property
     def exceeds_chance(self) -> bool:
@@ -66,6 +69,11 @@ class Missed:
         Such a share r adds r to the association of its step, whose value by chance is about the median over steps.
         """
         return max(self.threshold - float(np.median(self.by_step)), 0.0)
+
+    @property
+    def largest_possible(self) -> float:
+        """Largest share of the variance of y that one input can explain of the errors."""
+        return min(self.left, 1.0)
 
     def samples_for(self, effect: float) -> int:
         """Return the number of samples from which on a share ``effect`` exceeds the threshold on average.
@@ -146,6 +154,7 @@ def missed_dependency(
         overlapping=windows is not None,
         learned=learned,
         samples=len(tested),
+        left=float(tested.var(axis=0).sum()) / target_variance,
     )
 
 

@@ -357,12 +357,12 @@ def fixed_points(
     points
         Result of ``rl.fixed_points``.
     title
-        Title; by default the number of points.
+        Title; by default the number of points, and of inputs if there are several.
 
     Returns
     -------
     1-D array of one Axes, with one scale on both axes. Bars through saddles show their unstable modes, as long as
-    their eigenvalue exceeds 1.
+    their eigenvalue exceeds 1. Of several inputs the number of its own is beside each point.
     """
     if not isinstance(points, FixedPoints):
         raise InputError(
@@ -387,9 +387,23 @@ def fixed_points(
     entries = draw_fixed_points(panel_ax, points, mean, axes, float(np.ptp(projected_states, axis=0).max()), line)
     labels = [f"component {i} ({share:.0%} of the variance)" for i, share in enumerate(shares, 1)]
     panel_ax.set(xlabel=labels[0], ylabel=labels[1])
-    set_equal_limits(panel_ax, np.concatenate([projected_states, (data["states"].values - mean) @ axes]))
+    places = (data["states"].values - mean) @ axes
+    set_equal_limits(panel_ax, np.concatenate([projected_states, places]))
+    parts, count = [points._headline()], data.sizes.get("input", 1)
+    if count > 1:
+        parts.append(f"{count} inputs")
+        for place, index in zip(places, data["input_index"].values, strict=True):
+            style = {
+                "ha": "left",
+                "zorder": 6,
+                "bbox": {"facecolor": "white", "alpha": 0.7, "pad": 0.4, "linewidth": 0},
+            }
+            _axes.write_text(panel_ax, str(index), tuple(place), (6, 0), gid="input", **style)
+        entries.append(Line2D([], [], linestyle="", label="number: its input"))
+    if data.attrs.get("direction") == "backward":
+        parts.append("backward half")
     panel_ax.legend(handles=entries, fontsize="x-small", loc="best")
-    return panels.with_title(title or points._headline())
+    return panels.with_title(title or ", ".join(parts))
 
 
 @drawing(PathCollection, extra=("marker", "s"))

@@ -136,6 +136,19 @@ def test_points_of_each_kind_and_the_unstable_modes(fixed_points, render):
     assert np.ptp(axes[0].get_xlim()) == pytest.approx(np.ptp(axes[0].get_ylim()))  # no component is stretched
 
 
+def test_points_of_several_inputs_have_the_number_of_theirs_and_a_half_is_named(fixed_points, render, text_of):
+    made = fixed_points()
+    inputs = {"input_index": ("point", np.array([0, 1, 1])), "inputs": (("input", "feature"), np.zeros((2, 1)))}
+    axes = rl.plot.fixed_points(type(made)({"gru": made.data.assign(inputs).assign_attrs(direction="backward")}))
+    render(axes)
+    numbers = [text for text in axes[0].texts if text.get_gid() == "input"]
+    assert [text.get_text() for text in numbers] == ["0", "1", "1"]
+    ends = [line.get_xydata() for kind in ("stable", "saddle") for line in lines(axes[0], kind)]
+    assert {tuple(text.xy) for text in numbers} == {tuple(xy) for xy in np.concatenate(ends)}
+    assert "2 inputs, backward half" in " ".join(text_of(axes).split())
+    assert "number: its input" in [text.get_text() for text in axes[0].get_legend().get_texts()]
+
+
 @pytest.mark.parametrize("figure", [rl.plot.diagnosis, rl.plot.fixed_points])
 def test_anything_else_is_refused(figure):
     with pytest.raises(InputError, match="draws"):
