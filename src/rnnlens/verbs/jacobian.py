@@ -47,7 +47,9 @@ def chosen_steps(name: str, value: Any) -> dict[str, Any]:
     for dim in steps_by_dim:
         if dim not in (OUT_TIME, IN_TIME):
             expected = f'steps, {{"{OUT_TIME}": ..., "{IN_TIME}": ...}}; weights of output units are reduce='
-            raise InputError(f"{name}= of a time Jacobian has no {dim!r}.", got=short_repr(value), expected=expected)
+            problem = f"{name}= of a time Jacobian has no {dim!r}."
+            hint = f'{name}={{"out_time": [-1]}}, for the last output step'
+            raise InputError(problem, got=short_repr(value), expected=expected, hint=hint)
     return {dim: check.kept_steps(f"{name}[{dim!r}]", steps) for dim, steps in steps_by_dim.items()}
 
 

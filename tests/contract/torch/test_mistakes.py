@@ -184,6 +184,7 @@ INPUTS = {
         "ids of the embedding's vocabulary",
         {"model": Words(), "x": IDS},
     ),
+    "a list of samples": ({"x": [*X.numpy()]}, "numpy.stack(x) in place of x", {"x": np.stack([*X.numpy()])}),
     "a dict of one tensor": ({"x": {"words": X}}, "x['words'] in place of x", {}),
     "x and y swapped": ({"x": CLASSES, "y": X}, "swap x and y", {}),
     "weights without values": ({"model": Net().to("meta")}, "model.to_empty(device='cpu')", {}),
@@ -280,6 +281,7 @@ ARGUMENTS = {
         lambda: rl.plot.trajectories(X, fixed_points=[rl.fixed_points(Named(), X, seed=0)]),
         "fixed_points=points[0]",
     ),
+    "a time Jacobian at a time": (lambda: rl.jacobian(Named(), X, at={"time": [-1]}), 'at={"out_time": [-1]}'),
     "one of two inputs": (
         lambda: rl.jacobian(rl.torch.model(lambda a, b: net(a + b), net), (X, X), measure="norm"),
         "wrt='input[a]'",

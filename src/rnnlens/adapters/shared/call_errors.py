@@ -206,6 +206,11 @@ def explain_forward(
         key = next(iter(x))
         problem, expected = "x is a dict, and the forward takes its tensor", f"x of shape {shape_of(x[key])}"
         return Explanation(problem, got=got, expected=expected, hint=f"x[{key!r}] in place of x")
+    shapes = set(map(shape_of, x)) if isinstance(x, list) else set()
+    if len(shapes) == 1 and len(x) > 1 and isinstance(error, TypeError):
+        problem = "x is a list, and each of its parts is an argument of forward"
+        expected = f"one array of shape {(len(x), *(shapes.pop() or ()))}, if they are samples"
+        return Explanation(problem, got=got, expected=expected, hint="numpy.stack(x) in place of x")
     if shape is None:
         return unexplained
     x_dtype = str(x.dtype).rpartition(".")[2]
