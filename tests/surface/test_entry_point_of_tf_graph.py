@@ -54,6 +54,7 @@ def test_both_distributions_have_one_version():
     assert f'dependencies = ["rnnlens=={version}"]' in graphs
 
 
+@pytest.mark.slow  # imports TensorFlow
 def test_it_gives_its_public_module_a_name():
     assert rl.tf1.__name__ == "rnnlens_tf1.public"
     assert "tf1" in dir(rl)

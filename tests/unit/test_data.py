@@ -69,6 +69,7 @@ def test_several_inputs_are_cut_alike_and_keep_their_structure(make_inputs):
         np.testing.assert_array_equal(leaves[1], X[4 * i : 4 * i + 4, :1])
 
 
+@pytest.mark.slow  # imports TensorFlow
 def test_tf_dataset_yields_numpy():
     batches, (x, y, _) = collect_batches(data.batches(tf_dataset(4)))
     assert [len(batch.x) for batch in batches] == [4, 4, 2]
@@ -77,6 +78,7 @@ def test_tf_dataset_yields_numpy():
     np.testing.assert_array_equal(y, Y)
 
 
+@pytest.mark.slow
 def test_tf_dataset_is_rebatched():
     batches, (x, _, _) = collect_batches(data.batches(tf_dataset(4), batch_size=5))
     assert [len(batch.x) for batch in batches] == [5, 5]

@@ -254,7 +254,7 @@ def test_512_units_are_merged_within_gates(weights):
     data = weights(features=2, units=512)
     axes = rl.plot.weights_heatmap(data)
     assert axes[0].images[0].get_array().shape == (2, 4 * 171 - 1)
-    assert "kernel: one cell shows 1 rows x 3 units" in suptitle(axes)
+    assert "one cell shows up to 2 rows x 3 units" in suptitle(axes)  # of both kernels: 1 x 3, and 2 x 3
 
 
 @pytest.mark.parametrize("figure", ["weights_heatmap", "weights_histogram"])
