@@ -11,6 +11,7 @@ from os import PathLike
 from typing import Any
 
 from ..adapters.jax import JaxModel
+from ..arguments import checked
 from ..errors import InputError, short_repr
 from ..tracking.jax.watch import JaxWatch, WatchOptions
 from ..tracking.watch_arguments import Every, check_arguments
@@ -18,6 +19,7 @@ from ..tracking.watch_arguments import Every, check_arguments
 __all__ = ["model", "watch"]
 
 
+@checked()
 def model(
     source: Any,
     params: Any = None,

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from ..arguments import checked
 from ..errors import InputError
 
 P = ParamSpec("P")
@@ -15,6 +16,7 @@ R = TypeVar("R")
 def of_plain_arrays(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a measure to refuse arrays with named dimensions, whose axes it would take by position."""
 
+    @checked()
     @functools.wraps(function)
     def with_check(*args: P.args, **kwargs: P.kwargs) -> R:
         values: list[Any] = [*args, *kwargs.values()]

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import rgb_to_hsv, to_rgba
 
-from ..arguments import number, one_of
+from ..arguments import checked, number, one_of
 from ..errors import InputError, short_repr
 
 #: Widths in inches of a column and of the text of common two-column journals.
@@ -56,6 +56,7 @@ def current_style() -> Style:
     return _CURRENT.get() or Style()
 
 
+@checked()
 @contextmanager
 def style(name: str = "paper", *, width: float | str | None = None) -> Iterator[None]:
     """Make the figures of a ``with`` block in a style; matplotlib's own settings are as before after it.

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arguments import checked
 from ..errors import InputError, did_you_mean, raised_by
 from ..recurrence.sequence import SequenceCell, SequenceChunk, real_like
 from ..results.checks import rounding_bound
@@ -18,6 +19,7 @@ from .scan_recurrences import RECURRENCES, SIZES, Arrays, Recurrence
 from .verdict import Verification, WrongTensor
 
 
+@checked()
 def verify(
     function: Any,
     recurrence: Any,

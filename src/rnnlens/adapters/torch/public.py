@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...arguments import checked
 from ...errors import InputError
 from ...recurrence.cells import registered
 
@@ -63,6 +64,7 @@ class _Declaration(ExitStack):
         )
 
 
+@checked()
 def cell(
     *modules: nn.Module, method: str = "forward", state: str | Sequence[str] = ()
 ) -> AbstractContextManager[object]:
