@@ -335,7 +335,23 @@ def test_an_lru_from_a_state_is_refused():
 
     with pytest.raises(rl.errors.UnsupportedError, match="state that only its first sample gets") as error:
         rl.trace(FromState(), data(3).float(), loss=last_squares)
-    assert "without state=" in str(error.value)
+    assert "without state= every sample starts from zeros" in str(error.value)
+
+
+def test_an_lru_on_one_sequence_is_refused_and_runs_as_the_error_says(double_by_default):
+    class One(nn.Module):
+        def __init__(self, call):
+            super().__init__()
+            self.lru, self.call = complex_double(LRU()), call
+
+        def forward(self, x):
+            return self.call(self.lru, x[0])[None]
+
+    with pytest.raises(rl.errors.UnsupportedError, match=r"lru\(x\[None\]\)\[0\] runs one sequence"):
+        rl.trace(One(lambda lru, x: lru(x)), data(3)[:1], loss=last_squares)
+    trace = rl.trace(One(lambda lru, x: lru(x[None])[0]), data(3)[:1], loss=last_squares)
+    assert "lru" in trace
+    assert trace.certificate.state == "passed", trace.certificate
 
 
 def no_triton(*arguments, **options):

@@ -98,6 +98,7 @@ def _read_lru(call: Any, hold: Hold) -> Reading:
             "An LRU of lru-pytorch runs on one sequence, or from a state that only its first sample gets.",
             got=f"input of shape {tuple(x.shape)}{'' if call.state is None else ', state='}",
             expected="(sample, time, feature), without state=",
+            hint="lru(x[None])[0] runs one sequence; without state= every sample starts from zeros",
         )
     modulus, phase = torch.exp(-torch.exp(layer.nu_log)), torch.exp(layer.theta_log)
     decay = torch.complex(modulus * torch.cos(phase), modulus * torch.sin(phase))
