@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils import _pytree
 
 import rnnlens as rl
-from rnnlens.errors import LayerNotFoundError, UnsupportedError
+from rnnlens.errors import InputError, LayerNotFoundError, UnsupportedError
 
 
 class Scaled(nn.Module):
@@ -156,6 +156,30 @@ def test_a_diagnosis_of_a_container_is_that_of_a_dictionary(kind):
     model, y = Reader().double(), torch.randn(40, 7, 2, dtype=torch.float64)
     parts = {"sequence": torch.randn(40, 7, 3, dtype=torch.float64), "scale": 0.5}
     assert str(rl.diagnose(model, kind(**parts), y, loss="mse")) == str(rl.diagnose(model, parts, y, loss="mse"))
+
+
+def test_one_of_several_parts_may_have_no_features(tmp_path):
+    """Data loaders have a part for each kind of column, also where the data have no column of that kind."""
+
+    class Joins(Reader):
+        def forward(self, batch):
+            return self.head(self.rnn(torch.cat([batch["numbers"], batch["categories"].double()], 2))[0])
+
+    torch.manual_seed(1)
+    model, y = Joins().double(), torch.randn(40, 7, 2, dtype=torch.float64)
+    numbers = torch.randn(40, 7, 3, dtype=torch.float64)
+    x = {"categories": torch.zeros(40, 7, 0, dtype=torch.int64), "numbers": numbers}
+    leaf = numbers.clone().requires_grad_()
+    functional.mse_loss(model({**x, "numbers": leaf}), y).backward()
+    gradient = rl.gradients(model, x, y, loss=functional.mse_loss, wrt="input[numbers]")
+    np.testing.assert_allclose(gradient.values, leaf.grad.numpy(), atol=1e-15)
+    assert rl.trace(model, x, y, loss=functional.mse_loss).certificate.state == "passed"
+    assert rl.jacobian(model, x, wrt="input[numbers]", measure="norm").dims == ("sample", "out_time", "in_time")
+    assert not rl.find_nonfinite(model, x, y, loss=functional.mse_loss)
+    assert rl.diagnose(model, x, y, loss="mse") is not None
+    rl.report(model, x, y, loss=functional.mse_loss, path=tmp_path / "report.html")
+    with pytest.raises(InputError, match="x is empty"):
+        rl.trace(model, {**x, "numbers": numbers[:, :0]})
 
 
 class ReadsNested(nn.Module):

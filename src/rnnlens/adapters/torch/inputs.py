@@ -67,6 +67,7 @@ def as_tensors(data: Any, model: nn.Module, argument_name: str, device: torch.de
     """
     model_device, dtype = device_and_dtype(model)
     device, keeps_lengths = device or model_device, device is None
+    is_alone = isinstance(data, Tensor) or len(typing.leaves_of(data)) <= 1
 
     def to_tensor(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -81,7 +82,7 @@ def as_tensors(data: Any, model: nn.Module, argument_name: str, device: torch.de
                 raise InputError(f"{argument_name} is not numeric.", got=f"dtype {array.dtype}", expected=expected)
             values = np.ascontiguousarray(array).reshape(array.shape)
             tensor = torch.tensor(values, dtype=dtype if kind == "f" else None, device=device)
-        if 0 in tensor.shape:
+        if 0 in tensor.shape[: None if is_alone else 2]:  # one of several parts may have no features
             shape, expected = tuple(tensor.shape), "at least 1 sample and at least 1 time step"
             raise InputError(f"{argument_name} is empty.", got=f"shape {shape}", expected=expected)
         return tensor
