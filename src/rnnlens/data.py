@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from .arguments.data import is_dataset, is_sequence, is_source, refuse_large
 from .autodiff import tensors
-from .errors import InputError, raised_by, short_repr
+from .errors import InputError, has_attribute, raised_by, short_repr
 from .layout import Layout
 from .typing import container_of, is_packed, leaves_of, map_leaves
 
@@ -84,12 +85,24 @@ def batches(
         is_empty = False
         yield _as_batch(element, as_numpy)
     if is_empty:
-        raise InputError(
-            "The data set is empty.",
-            got=f"a {type(x).__name__} without batches",
-            expected="at least 1 batch",
-            hint="a generator can be read only once: create a new one for every call",
-        )
+        raise _empty(x)
+
+
+def _empty(x: Any) -> InputError:
+    return InputError(
+        "The data set is empty.",
+        got=f"a {type(x).__name__} without batches",
+        expected="at least 1 batch",
+        hint="a generator can be read only once: create a new one for every call",
+    )
+
+
+def first_batch(x: Any) -> tuple[DataBatch, Any]:
+    """Return the first batch of a source as NumPy arrays, and the source from its start."""
+    element = next(_source_elements(x, None), None)
+    if element is None:
+        raise _empty(x)
+    return _as_batch(element, True), chain([element], x) if has_attribute(x, "__next__") else x
 
 
 def is_read_in_batches(x: Any, batch_size: int | None) -> bool:

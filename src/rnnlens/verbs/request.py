@@ -24,6 +24,7 @@ from ..adapters.registry import adapter_for, adapter_of
 from ..arguments.data import is_source
 from ..autodiff import full_precision
 from ..autodiff.tensors import global_random_states_restored, needs_no_threads, running_engines
+from ..data import first_batch
 from ..errors import UnsupportedError
 from ..layout import Layout
 from ..recurrence.arrays import one_thread_each
@@ -80,13 +81,20 @@ def in_turn(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _bound(adapter: Adapter, names: tuple[str, ...], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments of a verb with its model bound to the shapes of its data, see :meth:`Adapter.bind`."""
+    """Return the arguments of a verb with its model bound to the shapes of its data, see :meth:`Adapter.bind`.
+
+    Of a source of batches these are the shapes of the first batch, which is put back.
+    """
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    x = given.get("x")
-    if x is None or is_source(x):
+    x, y = given.get("x"), given.get("y")
+    if is_source(x):
+        first, given["x"] = first_batch(x)
+        x, y = first.x, first.y if "loss" in names and given.get("of", "loss") == "loss" else None
+    if x is None:
         return args, kwargs
-    model = adapter.bind(given["model"], x, given.get("y") if given.get("loss") is None else None)
-    return ((model, *args[1:]), kwargs) if args else (args, {**kwargs, "model": model})
+    given["model"] = adapter.bind(given["model"], x, y if given.get("loss") is None else None)
+    positional = tuple(given.get(name, value) for name, value in zip(names, args, strict=False))
+    return (*positional, *args[len(names) :]), {name: given[name] for name in kwargs}
 
 
 def _start_anew() -> None:

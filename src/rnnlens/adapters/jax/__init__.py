@@ -75,10 +75,9 @@ class JaxAdapter(Adapter):
     def loss_of(self, model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Array | None]]:
         """Return the loss of known outputs and its gradient for each of them."""
         call = Call.of(bound.source_of(model), batch)
-        template = Program.of(call, call.has_loss).output_template
 
         def loss(*leaves: Any) -> Any:
-            return call.loss_of(nest(leaves, template), call.arrays)
+            return call.loss_of(nest(leaves, outputs.tree), call.arrays)
 
         value, pull = self.differentiate(loss, outputs.leaves, model)
         return float(value), list(pull(jnp.ones(())))

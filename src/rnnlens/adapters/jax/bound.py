@@ -67,7 +67,7 @@ def bind(model: Any, x: Any, y: Any = None) -> BoundModel:
     ``y``: the target, if the model takes it.
     """
     model = model.model if isinstance(model, BoundModel) else model
-    x = np.asarray(x) if isinstance(x, list) and not any(hasattr(part, "shape") for part in x) else x
+    x = np.asarray(x) if isinstance(x, list) and not any(hasattr(leaf, "shape") for leaf in leaves_of(x)) else x
     shapes = map_leaves(shape_of, x), map_leaves(shape_of, y)
     key = signature(shapes)
     is_lazy = any(not isinstance(leaf, np.ndarray | jax.Array) for leaf in leaves_of(x))
