@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from ..arguments import checked
-from ..errors import InputError
+from ..errors import CallError, InputError, did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def of_plain_arrays(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a measure to refuse arrays with named dimensions, whose axes it would take by position."""
+    """Decorate a measure to refuse unknown keywords, and arrays with names of axes, which it would take by position."""
 
-    @checked()
+    parameters = tuple(inspect.signature(function).parameters)
+
     @functools.wraps(function)
     def with_check(*args: P.args, **kwargs: P.kwargs) -> R:
+        unknown = next((name for name in kwargs if name not in parameters), None)
+        if unknown is not None:
+            hint = did_you_mean(unknown, parameters)
+            raise CallError(f"rl.measures.{function.__name__} has no argument {unknown!r}.", hint=hint)
         values: list[Any] = [*args, *kwargs.values()]
         for value in values:
             if hasattr(value, "get_axis_num"):
