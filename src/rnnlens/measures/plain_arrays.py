@@ -15,7 +15,6 @@ R = TypeVar("R")
 
 def of_plain_arrays(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a measure to refuse unknown keywords, and arrays with names of axes, which it would take by position."""
-
     parameters = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)
