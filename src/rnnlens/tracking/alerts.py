@@ -9,7 +9,8 @@ as a gradient that falls with the loss, does not increase it. Gradients and reac
 shares on a logit scale. Median and deviation are robust against the outlier to be found (Hampel 1974, J. Am. Stat.
 Assoc. 69; Iglewicz and Hoaglin 1993, How to Detect and Handle Outliers, with a threshold of 3.5 deviations). Gradients
 of training have heavier tails than that rule assumes, and are tested at every record; so a finding requires
-:data:`DEVIATIONS`, a change of at least :data:`EFFECT`, and two records in a row.
+:data:`DEVIATIONS`, a change of at least :data:`EFFECT`, and two records in a row. A gradient that is :data:`EXPLODED`
+times the largest of the records before it is a finding at once, however few they are: the next may not be finite.
 ``benchmarks/alerts.py`` counts false alarms and misses.
 
 A vanishing gradient is detected by two scalars, reach and decay, since neither suffices alone. In a network with long
@@ -50,6 +51,10 @@ PERSIST = 2
 #: saturation larger by e^3, such as from 5 % to 50 %, or from 50 % to 95 %. A healthy network that learns to store a
 #: value may saturate a third of its update gates.
 EFFECT = {"exploding": math.log(10.0), "vanishing": math.log(3.0), "saturated": 3.0}
+#: Increase of a gradient, over the largest one before it, that makes a finding in one record. The largest gradient of a
+#: healthy network increases less between two records; zeros, as below a head that is initialised with zeros, do not
+#: count.
+EXPLODED = 1e3
 #: Lower limit of the spread, on the same scales.
 _LEAST_SPREAD = {"exploding": 0.2, "vanishing": 0.15, "saturated": 0.2}
 #: Shares are clipped to these limits, beyond which they are counting noise.
@@ -88,9 +93,12 @@ class _WatchedScalar:
             self.is_reported |= is_new_finding
             return (step, earlier_median) if is_new_finding else None
         scaled_value = self.scale(value)
-        if len(self.earlier_values) >= LEAST and self._is_outlier(scaled_value):
+        has_enough = len(self.earlier_values) >= LEAST
+        is_outlier = has_enough and self._is_outlier(scaled_value)
+        is_explosion = (is_outlier or not has_enough) and self._has_exploded(value)
+        if is_outlier or (is_explosion and not self.is_reported):
             self.outliers.append((step, scaled_value, value))
-            if len(self.outliers) >= PERSIST and not self.is_reported:
+            if (len(self.outliers) >= PERSIST or is_explosion) and not self.is_reported:
                 self.is_reported = True
                 return self.outliers[0][0], earlier_median
             if len(self.outliers) < WINDOW:
@@ -100,6 +108,11 @@ class _WatchedScalar:
         self.outliers.clear()
         self.earlier_values.append((scaled_value, value))
         return None
+
+    def _has_exploded(self, value: float) -> bool:
+        """Return whether a value is a gradient that is much larger than each before it."""
+        largest = max((raw for _, raw in self.earlier_values), default=0.0)
+        return self.finding == "exploding" and value >= EXPLODED * largest > 0.0
 
     def _is_outlier(self, scaled_value: float) -> bool:
         """Return whether a value is an outlier of the whole window, drift aside, and of its most recent records."""

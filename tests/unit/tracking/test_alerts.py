@@ -44,7 +44,32 @@ def test_a_gradient_that_is_a_hundred_times_its_past_is_said_once_with_its_step(
 
 
 def test_one_record_out_of_line_is_no_finding():
-    assert not alerts_of("lstm/adjoint", [*noise(40), 1e4, *noise(40, seed=1)]).raised_alerts
+    assert not alerts_of("lstm/adjoint", [*noise(40), 500.0, *noise(40, seed=1)]).raised_alerts
+
+
+@pytest.mark.parametrize("before", [[0.01], [0.01] * 5, noise(40, 0.01), [0.0, 0.01]])
+@pytest.mark.parametrize("after", [[280_843.0], [280_843.0, 1.4e36, math.nan]])
+def test_an_explosion_is_a_finding_at_once(before, after):
+    """A gradient of thousands of times each before it raises an alert in its record, however few are before it."""
+    alerts = Alerts()
+    alerts_of("lstm/adjoint", before, alerts)
+    assert not alerts.raised_alerts
+    for step, value in enumerate(after, start=len(before)):
+        alerts.examine(TrainingRecord(step, 0, "probe", {"lstm/adjoint": value}))
+    assert [(a.finding, a.step, a.value) for a in alerts.raised_alerts] == [("exploding", len(before), 280_843.0)]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.0, 0.0, 0.3, 0.4],  # a head that is initialised with zeros
+        [1.0, 1e-4, 0.9],  # it was as large before
+        [1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0],  # it grows
+        [*noise(40, spread=3.0), 3e3],  # it always jumps
+    ],
+)
+def test_a_gradient_that_is_large_after_small_ones_is_no_explosion(values):
+    assert not alerts_of("lstm/adjoint", values).raised_alerts
 
 
 def test_a_gradient_that_is_not_finite_is_a_finding_at_once():
