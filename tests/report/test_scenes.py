@@ -120,6 +120,47 @@ def test_a_click_asks_what_the_output_at_a_word_depends_on(words):
     assert shares(words) == [1.0, 0.0, 0.0]
 
 
+ATTENTION = np.array([[[[[1.0, 0.0], [-0.25, 2.0]]]], [[[[1.5, 0.0], [0.5, -4.0]]]]])
+
+
+def attention_page(folder, tokens):
+    """Write the page of a hidden attention of two channels over two steps; the second is three times the first."""
+    maps = np.concatenate([ATTENTION, 3 * ATTENTION], axis=2)
+    coords = {"map": ["frozen", "total"], "channel": [3, 8]}
+    array = xr.DataArray(maps, dims=("map", "sample", "channel", "out_time", "in_time"), coords=coords)
+    rl.plot.hidden_attention(array, tokens=tokens).save(folder / "attention.html")
+    return folder / "attention.html"
+
+
+def test_hidden_attention_says_both_numbers_of_a_cell(reader, tmp_path):
+    sheet = reader(attention_page(tmp_path, ["not", "bad"]))
+    total = sheet.locator("canvas").nth(1)
+    box = total.bounding_box()
+    sheet.mouse.move(box["x"] + 0.25 * box["width"], box["y"] + 0.25 * box["height"])  # output steps go upward
+    said = "output step 1 “bad” from input step 0 “not”: coefficients held {}, total {}"
+    sheet.locator("#readout", has_text=said.format(-0.25, 0.5)).wait_for()
+    sheet.locator("select").select_option("1")
+    sheet.locator("#readout", has_text=said.format(-0.75, 1.5)).wait_for()
+    total.focus()
+    sheet.keyboard.press("ArrowRight")
+    sheet.locator("#readout", has_text="output step 1 “bad” from input step 1 “bad”").wait_for()
+    corner = "canvas => [...canvas.getContext('2d').getImageData(1, 0, 1, 1).data]"
+    assert total.evaluate(corner) == [8, 48, 107, 255]  # -1 of the largest
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_hidden_attention_has_no_violations_on_a_telephone(browser, scheme, tmp_path):
+    context = browser.new_context(color_scheme=scheme, viewport={"width": 390, "height": 800})
+    try:
+        sheet = context.new_page()
+        sheet.goto(attention_page(tmp_path, None).as_uri())
+        sheet.locator("html[data-ready]").wait_for(state="attached")
+        assert sheet.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert [rule["id"] for rule in Axe().run(sheet).response["violations"]] == []
+    finally:
+        context.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_words_have_no_violations_on_a_telephone(browser, scheme, tmp_path):
     tokens = [f"word{i} " for i in range(60)]

@@ -287,7 +287,8 @@ def compare(
     Returns
     -------
     Comparison
-        ``print(c)`` shows a table; ``c.table`` is a Dataset over ``name``; ``c.diagnoses`` has the diagnoses by name.
+        ``print(c)`` shows a table; ``c.table`` is a Dataset over ``name``; ``c["a"]`` is the diagnosis of one model,
+        and ``c.diagnoses`` has all by name.
         The difference of the memory from that of the first diagnosis has a paired interval, from the same resamples of
         both. It is NaN if the numbers of samples differ. A model that fails is a row of NaN with its error in
         ``c.table.error``; the others are not affected. With ``scorecard=True`` ``c.scorecard`` is a Dataset over

@@ -7,6 +7,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..arguments import path as path_of
 from ..errors import FileError
 from ._frame import Drawing, _png_bytes
@@ -55,8 +57,12 @@ class InteractiveDrawing(Drawing):
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         if not self.size or self.scene is None:
             return {}
+        return {"text/plain": repr(self), **self.bundle()}
+
+    def bundle(self) -> dict[str, Any]:
+        """Return the page in a frame and the picture, by MIME type."""
         bundle: dict[str, Any] = importlib.import_module(_PAGES).bundle_of(self.scene, _png_bytes(self.figure))
-        return {"text/plain": repr(self), **bundle}
+        return bundle
 
 
 def interactive(drawing: Drawing, scene: dict[str, Any]) -> InteractiveDrawing:
@@ -64,3 +70,8 @@ def interactive(drawing: Drawing, scene: dict[str, Any]) -> InteractiveDrawing:
     result = drawing.view(InteractiveDrawing)
     result.scene = scene
     return result
+
+
+def rounded(value: float) -> float | None:
+    """Return a number of a scene with three digits, or None for one that is not finite."""
+    return float(f"{value:.3g}") if np.isfinite(value) else None

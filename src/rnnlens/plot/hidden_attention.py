@@ -14,6 +14,7 @@ from ..vocabulary import CHANNEL, IN_TIME, OUT_TIME, SAMPLE
 from . import _axes, _data, _frame, _images
 from ._call import drawing
 from ._data import Numbers
+from ._interactive import interactive, rounded
 from .texts import tokens_of
 from .time_jacobian import draw_matrix
 
@@ -21,6 +22,8 @@ from .time_jacobian import draw_matrix
 _MAP, _TITLES = "map", {"frozen": "coefficients held", "total": "total"}
 #: Number of tokens that are written along an axis.
 _TOKENS = 40
+#: Largest number of cells of a page, in both maps of a channel: about 2 MB.
+_MOST_CELLS = 300_000
 
 
 @drawing(AxesImage, extra=_images.IMSHOW, sample=integer(least=0), tokens=anything)
@@ -40,6 +43,9 @@ def hidden_attention(
     **image: Any,
 ) -> Any:
     """Draw the hidden attention of channels of a Mamba layer: coefficients held at the left, total at the right.
+
+    ``.save("attention.html")`` and a notebook show it as a page that says the numbers of the cell that is pointed at,
+    up to 387 steps.
 
     Input steps across, output steps upward. White is 0, and both signs have a colour. Both maps of a channel are
     divided by their largest magnitude. The title says how much of the total maps the held ones leave out: the norm of
@@ -94,7 +100,31 @@ def hidden_attention(
     sample_title = _data.position_title(array, SAMPLE, sample) if array.sizes[SAMPLE] > 1 else None
     left_out = _left_out(*(shares.sel({_MAP: kind}).values for kind in _TITLES))
     default_title = _data.layer_title(array.attrs, left_out)
-    return panels.with_title(title or default_title, [sample_title, note])
+    drawn = panels.with_title(title or default_title, [sample_title, note])
+    cell_count = 2 * steps[0].size * steps[1].size
+    if cell_count > _MOST_CELLS:
+        return drawn
+    scene = {
+        "kind": "attention",
+        "title": title or default_title,
+        "notes": [text for text in (sample_title, note) if text],
+        "titles": list(_TITLES.values()),
+        "in": [int(step) for step in steps[0]],
+        "out": [int(step) for step in steps[1]],
+        "words": token_texts,
+        "channels": [
+            {
+                "name": str(shown[CHANNEL].values[row]) if CHANNEL in shown.coords else str(channels[row]),
+                "largest": rounded(largest[row]),
+                "maps": [
+                    [rounded(value) for value in np.ravel(shown.isel({CHANNEL: row}).sel({_MAP: kind}).values)]
+                    for kind in _TITLES
+                ],
+            }
+            for row in range(min(len(channels), _MOST_CELLS // cell_count))
+        ],
+    }
+    return interactive(drawn, scene)
 
 
 def _maps_of_sample(array: xr.DataArray, sample: int) -> xr.DataArray:

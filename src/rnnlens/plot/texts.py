@@ -21,7 +21,7 @@ from ..vocabulary import FEATURE, GATE, IN_TIME, OUT_TIME, SAMPLE, TIME
 from . import _axes, _data, _frame, _images, _samples
 from ._call import drawing
 from ._data import Numbers
-from ._interactive import interactive
+from ._interactive import interactive, rounded
 from .gates import gate_title
 
 #: Letters per line, and size in inches of one letter and of one line.
@@ -237,7 +237,7 @@ def input_map(
         "label": "effect on output step {}" if output_step else "effect on the " + (target or "loss"),
         "log": log,
         "words": token_texts,
-        "rows": [{"step": step, "values": [_rounded(value) for value in row]} for step, row in rows_shown.items()],
+        "rows": [{"step": step, "values": [rounded(value) for value in row]} for step, row in rows_shown.items()],
     }
     return interactive(drawn, scene)
 
@@ -269,11 +269,6 @@ def _rows_of(array: xr.DataArray, sample: int) -> Iterator[tuple[Any, Numbers]]:
         values, _ = _sensitivity(row, None)
         is_real = _samples.real_step_mask(row)
         yield step, np.where(is_real, values, np.nan)[sample]
-
-
-def _rounded(value: float) -> float | None:
-    """Return a number with three digits, or None for one that is not finite."""
-    return float(f"{value:.3g}") if np.isfinite(value) else None
 
 
 def _single_row(array: xr.DataArray) -> tuple[xr.DataArray, str | None]:

@@ -13,6 +13,7 @@ import xarray as xr
 
 from .. import plot
 from ..errors import RnnlensError
+from ..plot._interactive import InteractiveDrawing
 from ..results.diagnosis import Diagnosis
 from ..results.trace import Trace
 from ..results.training_run import TrainingRun
@@ -34,6 +35,9 @@ def bundle_of(result: Any) -> dict[str, Any]:
 
     ``text/html`` is the interactive view, ``image/png`` the picture for viewers that show no HTML, such as a PDF.
     """
+    page_of_figure = drawn_page(result)
+    if page_of_figure is not None:
+        return {"text/plain": repr(result), **page_of_figure.bundle()}
     draw = _drawing_of(result)
     if draw is None:
         return {}
@@ -45,6 +49,17 @@ def bundle_of(result: Any) -> dict[str, Any]:
     picture = _png(draw)
     bundle = {"text/plain": repr(result), "text/html": frame(page, picture, type(result).__name__)}
     return bundle | ({"image/png": picture} if picture else {})
+
+
+def drawn_page(result: Any) -> InteractiveDrawing | None:
+    """Return the figure of a hidden attention that also is a page; None for any other result, or one too large."""
+    if not isinstance(result, xr.DataArray) or "map" not in result.dims or result.chunks:
+        return None
+    try:
+        drawing = plot.hidden_attention(result)
+    except RnnlensError:  # a part of it, such as one map
+        return None
+    return drawing if isinstance(drawing, InteractiveDrawing) else None
 
 
 class ReportFile(type(Path())):  # type: ignore[misc]  # the class of paths on this system

@@ -18,7 +18,7 @@ from ..arguments import path as path_of
 from ..errors import QuantityNotFoundError, did_you_mean
 from .checks import Certificate, Check
 from .disk.regions import ChunkTasks
-from .notebook import interactive_bundle
+from .notebook import drawn_page, interactive_bundle
 from .page import Row, result_page
 from .saving import save, save_chunks, tree_of
 from .schema import format_provenance, provenance_of
@@ -147,12 +147,18 @@ class LabelledArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the array to one file: netCDF for ``.nc``, Zarr for ``.zarr``; ``rl.open`` reads it back.
 
+        A hidden attention is also written as the page of its figure, for ``.html``.
+
         Raises
         ------
         FileError
             If the path cannot be written, or has another suffix.
         """
-        save(tree_of(self), path)
+        drawing = drawn_page(self) if str(path).lower().endswith((".html", ".htm")) else None
+        if drawing is None:
+            save(tree_of(self), path)
+        else:
+            drawing.save(path)
 
 
 class LazyArray(LabelledArray):  # type: ignore[no-untyped-call]

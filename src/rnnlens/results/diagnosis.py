@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
 
-from ..errors import InputError, LayerNotFoundError
+from ..errors import InputError, LayerNotFoundError, did_you_mean
 from ..measures.dynamics import point_kinds
 from ..vocabulary import DIRECTION
 from .base import Part, Result
@@ -218,7 +218,7 @@ COLUMNS = (("skill", "skill", "{:.2f}"), ("memory", "memory", "{:.0f}"), ("memor
 
 
 class Comparison(Result, kind="comparison"):
-    """Several diagnoses side by side: ``c.table``, a Dataset over ``name``; prints as a table.
+    """Several diagnoses side by side: ``c.table``, a Dataset over ``name``, ``c["a"]``, one of them; prints as a table.
 
     ``difference`` and ``difference_interval`` compare the memory with that of the first diagnosis, by a bootstrap over
     the samples common to all. The memory is NaN where it is unknown. ``error`` has the error of a model that could
@@ -226,7 +226,7 @@ class Comparison(Result, kind="comparison"):
 
     Attributes
     ----------
-    diagnoses : the diagnoses by name; empty in a comparison that was opened from a file
+    diagnoses : all diagnoses by name; empty in a comparison that was opened from a file
     """
 
     def __init__(
@@ -239,11 +239,31 @@ class Comparison(Result, kind="comparison"):
         super().__init__(datasets, **common)
         self.diagnoses = dict(diagnoses or {})
 
+    def __getitem__(self, name: Any) -> Any:
+        """Return the diagnosis of a model by its name, or a table by its own."""
+        if isinstance(name, Hashable) and name in self.diagnoses:
+            return self.diagnoses[name]
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        return (isinstance(name, Hashable) and name in self.diagnoses) or super().__contains__(name)
+
     def _resolve(self, name: str) -> str:
+        if name in self.layers:
+            return super()._resolve(name)
+        models = self.table["name"].values.tolist()
+        if name not in models:
+            hint = did_you_mean(name, map(str, models))
+            raise LayerNotFoundError("No model of this comparison has this name.", got=repr(name), hint=hint)
+        row = f"comparison.table.sel(name={name!r})"
+        error = str(self.table["error"].sel(name=name).item()).partition("\n")[0]
         if name in self.diagnoses:
-            hint = f"comparison.diagnoses[{name!r}]; its row of numbers: comparison.table.sel(name={name!r})"
-            raise LayerNotFoundError("A comparison is not indexed by model.", got=repr(name), hint=hint)
-        return super()._resolve(name)
+            message, hint = "A model of a comparison has no dataset of its own.", f"{row}, or comparison[{name!r}]"
+        elif error:
+            message, hint = f"This model could not be diagnosed: {error}", f"{row}.error"
+        else:
+            message, hint = "A comparison read from a file has the numbers of its models alone.", row
+        raise LayerNotFoundError(message, got=repr(name), hint=hint)
 
     @property
     def table(self) -> xr.Dataset:

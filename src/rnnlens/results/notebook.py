@@ -16,3 +16,8 @@ def interactive_bundle(result: Any) -> dict[str, Any]:
     """
     bundle: dict[str, Any] = importlib.import_module(_VIEWS).bundle_of(result)
     return bundle
+
+
+def drawn_page(result: Any) -> Any:
+    """Return the figure of a result that also is a page, of a hidden attention; None for any other result."""
+    return importlib.import_module(_VIEWS).drawn_page(result)

@@ -322,14 +322,22 @@ def test_labels_that_do_not_exist():
     assert (gru.gates.sel(gate="update") == gru.gates.isel(gate=0)).all()
 
 
-def test_a_comparison_names_where_the_diagnosis_of_a_model_is():
-    table = rl.compare({"first": Net(), "second": Net()}, X, CLASSES, loss=cross_entropy)
-    with pytest.raises(rl.errors.LayerNotFoundError) as caught:
-        table["second"]
-    diagnosis, _, row = caught.value.hint.partition("; its row of numbers: ")
-    assert eval(diagnosis, {"comparison": table}) is table.diagnoses["second"]
-    assert eval(row, {"comparison": table})["name"] == "second"
-    assert table["comparison"].memory.sizes == {"name": 2}
+def test_a_comparison_is_indexed_by_model(tmp_path):
+    table = rl.compare({"first": Net(), "second": Net(), "third": lambda: 1 / 0}, X, CLASSES, loss=cross_entropy)
+    assert table["second"] is table.diagnoses["second"]
+    assert "second" in table
+    assert "fourth" not in table
+    assert table["comparison"].memory.sizes == {"name": 3}
+    with pytest.raises(rl.errors.LayerNotFoundError, match="did you mean 'second'") as caught:
+        table["secnd"]
+    with pytest.raises(rl.errors.LayerNotFoundError, match=r"could not be diagnosed: .*division") as caught:
+        table["third"]
+    assert "division" in str(eval(caught.value.hint, {"comparison": table}).item())
+    table.save(tmp_path / "table.nc")
+    read = rl.open(tmp_path / "table.nc")
+    with pytest.raises(rl.errors.LayerNotFoundError, match="read from a file") as caught:
+        read["second"]
+    assert eval(caught.value.hint, {"comparison": read})["name"] == "second"
 
 
 def test_names_that_do_not_exist(monkeypatch):

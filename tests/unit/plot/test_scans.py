@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import xarray as xr
 from tests.unit.plot.runs import suptitle
 
 import rnnlens as rl
-from rnnlens.errors import InputError
+from rnnlens.errors import FileError, InputError
+from rnnlens.results.array import LabelledArray
 
 MAP = ("sample", "out_time", "in_time")
 
@@ -94,6 +96,33 @@ def test_hidden_attention_writes_words_and_selects_channels(attention):
     assert "1 of 3 channels" in suptitle(axes)
     with pytest.raises(InputError, match="tokens"):
         rl.plot.hidden_attention(attention(), tokens=list("abc"))
+
+
+def test_hidden_attention_is_a_page_of_channels(attention):
+    scene = rl.plot.hidden_attention(attention(), sample=1, tokens=list("abcde")).scene
+    assert [channel["name"] for channel in scene["channels"]] == ["0", "4", "9"]
+    held, total = (np.reshape(numbers, (5, 5)) for numbers in scene["channels"][1]["maps"])
+    assert np.allclose(total[4], -2 * 0.5 ** np.arange(4.0, -1, -1), rtol=5e-3)
+    assert np.allclose(held, total / 2, rtol=5e-3)
+    assert scene["channels"][1]["largest"] == 2
+    assert scene["words"] == list("abcde")
+
+
+def test_a_hidden_attention_saves_itself_as_a_page(attention, tmp_path):
+    array = LabelledArray(attention().assign_attrs(provenance="{}"))
+    array.save(tmp_path / "attention.html")
+    assert '"kind": "attention"' in (tmp_path / "attention.html").read_text("utf-8")
+    with pytest.raises(FileError, match=r"\.nc or \.zarr"):
+        array.sel(map="frozen").save(tmp_path / "frozen.html")
+    assert {"text/html", "image/png"} <= array._repr_mimebundle_().keys()
+
+
+def test_a_page_of_a_long_hidden_attention_leaves_channels_out(attention, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["rnnlens.plot.hidden_attention"], "_MOST_CELLS", 101)
+    assert len(rl.plot.hidden_attention(attention()).scene["channels"]) == 2
+    monkeypatch.setattr(sys.modules["rnnlens.plot.hidden_attention"], "_MOST_CELLS", 49)
+    with pytest.raises(InputError, match="has no page"):
+        rl.plot.hidden_attention(attention()).save(tmp_path / "attention.html")
 
 
 def test_other_arrays_are_no_hidden_attention(attention):
