@@ -439,8 +439,8 @@ def _dynamics_findings(memory: Memory, layers: Sequence[LayerFacts]) -> Iterator
                 "UNDERFLOW",
                 "caution",
                 layer.name,
-                f"{_half_prefix(layer)}{_percent(subnormal / count)} of the state is subnormal, too small for its "
-                "dtype.",
+                f"{_half_prefix(layer)}{_percent(subnormal / count)} of the state is subnormal: too small for its "
+                "dtype, and 0 on an engine that flushes such numbers.",
                 {"underflow": subnormal, "count": count},
                 f"> {_percent(UNDERFLOWN)}",
                 "compute in a wider dtype, or scale the state.",
