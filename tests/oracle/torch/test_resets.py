@@ -258,5 +258,5 @@ def test_figures_mark_resets():
     ):
         first = np.atleast_1d(axes)[0]
         assert sorted(line.get_xdata()[0] for line in first.get_lines() if line.get_gid() == "reset") == expected
-        assert "begins anew" in " ".join(text.get_text() for text in first.figure.artists)
+        assert "begins anew" in " ".join(" ".join(text.get_text() for text in first.figure.artists).split())
         plt.close("all")
