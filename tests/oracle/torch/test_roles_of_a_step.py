@@ -239,6 +239,22 @@ class FromNothing(ByMethod):
         return h
 
 
+class WithMethods(ByMethod):
+    """The layer above, which makes the first state by a method of the form of a step, and keeps the state in itself."""
+
+    def first_state(self, x, h):
+        return torch.zeros(len(x), 5, dtype=x.dtype) if h is None else h
+
+    def forward(self, x):
+        self.h, self.states = None, []
+        for t in range(x.shape[1]):
+            self.h = self.recurrence(x[:, t], self.first_state(x[:, t], self.h))
+            self.h.retain_grad()
+            self.states.append(self.h)
+        h, self.h = self.h, None
+        return h
+
+
 class Around(nn.Module):
     """A model around the layer above."""
 
@@ -257,6 +273,7 @@ class Around(nn.Module):
         (Around, "rnn", lambda model: model.rnn),
         (ByMethod, "bymethod", lambda model: model),
         (FromNothing, "fromnothing", lambda model: model),
+        (WithMethods, "withmethods", lambda model: model),
     ],
 )
 def test_steps_called_by_forward_or_by_another_method_are_recorded(make, layer, keeper):
@@ -324,6 +341,52 @@ def test_a_wrong_name_of_a_state_and_a_called_declaration_are_refused():
         rl.torch.cell(cell, state="hidden")
     with rl.torch.cell(cell) as declared, pytest.raises(rl.errors.InputError, match="does not return one"):
         declared(X[:, 0])
+
+
+class PairCell(nn.Module):
+    """A step of two states, which it takes as a pair or stacked, and returns as a pair."""
+
+    def __init__(self):
+        super().__init__()
+        self.update = nn.Linear(3 + 5, 5)
+
+    def forward(self, x, states):
+        h, c = states
+        c = 0.5 * c + torch.tanh(self.update(torch.cat([x, h], 1)))
+        return torch.sin(c) + 0.3 * h, c
+
+
+class FromStacked(nn.Module):
+    """A loop over the step above whose first states are one tensor; it counts steps first."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = PairCell()
+
+    def forward(self, x):
+        states, self.states, outputs = torch.full((2, x.shape[1], 5), 0.3).to(x), [], []
+        for current in x:
+            states = self.cell(current, states)
+            states[0].retain_grad()
+            self.states.append(states[0])
+            outputs.append(states[0])
+        return torch.stack(outputs)
+
+
+def test_first_states_in_one_tensor_are_the_states():
+    torch.manual_seed(0)
+    model, x = FromStacked().double(), X.transpose(0, 1).contiguous()
+    y = torch.zeros(6, 4, 5).double()
+    mse(model(x), y).backward()
+    states, grads = ([getattr(h, kind) for h in model.states] for kind in ("data", "grad"))
+    model.zero_grad()
+
+    trace = rl.trace(model, x, y, loss=mse)
+
+    assert list(trace) == ["cell"]
+    np.testing.assert_allclose(trace["cell"].hidden.values, torch.stack(states, 1).numpy(), atol=1e-12)
+    np.testing.assert_allclose(trace["cell"].hidden_grad.values, torch.stack(grads, 1).numpy(), atol=1e-12)
+    assert trace.certificate.state == "passed"
 
 
 class Spiking(nn.Module):

@@ -29,7 +29,7 @@ from .record import (
     refuse_transformed,
 )
 from .restore import borrowed_model
-from .roles import LastCall, StepRoles, declared_roles, fed_back_roles, find_roles, turn_roles
+from .roles import LastCall, StepRoles, as_written, declared_roles, fed_back_roles, find_roles, turn_roles
 
 #: Function from an input and state tensors to the arguments of the user's cell.
 Arguments = Callable[[Tensor, Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -173,6 +173,8 @@ class EnteredCall:
                 raise _NotACellError("one of its state tensors is not floating, or not of shape (sample, ...)")
         if not inputs:
             return
+        if any(len(tensor) != len(x) for tensor in inputs):
+            raise _NotACellError("its inputs do not all count samples first")
         if self.roles is None and not self._is_plain and self.user_initial:
             raise _NotACellError("its input is not a floating tensor (sample, feature) or (sample, channel, *space)")
         if x.dim() > 5:
@@ -332,15 +334,16 @@ class CellHook:
         if not self.is_active:
             return None
         try:
-            call = EnteredCall(args, kwargs, default_input, self._roles or self._declared_roles(args, kwargs))
+            roles = self._roles or self._declared_roles(args, kwargs)
+            written = as_written(args, kwargs, roles)
+            call = EnteredCall(*(written or (args, kwargs)), default_input, roles)
             self._check_constants(call)
-            if call.starts_empty:
+            if call.starts_empty or written:
                 with self._trial(self.module):
                     output = self.module(*args, **kwargs)
                 if not self._returns_same(output, *call.arguments()(call.x, call.user_initial)):
-                    raise _NotACellError(
-                        "its first state is empty, and does not stand for zeros; pass that state to it"
-                    )
+                    reason = "empty, and does not stand for zeros" if call.starts_empty else "written in another way"
+                    raise _NotACellError(f"its first state is {reason}; pass that state to it")
         except _NotACellError as reason:
             return self._give_up(reason)
         refuse_transformed(self.owner.name, [call.x, *call.user_initial])
@@ -361,7 +364,10 @@ class CellHook:
                 user_output = self._record(call, output)
             except _NotACellError as reason:
                 self._give_up(reason)
-        self._returned = tensor_leaves(user_output)
+        given = {id(leaf) for leaf in tensor_leaves((args, kwargs))}
+        # A call that hands on what it was given computes no state that a next one could start from.
+        is_handed_on = all(id(leaf) in given for leaf in tensor_leaves(output))
+        self._returned = [] if is_handed_on else tensor_leaves(user_output)
         return None if user_output is output else user_output
 
     def _declared_roles(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRoles | None:

@@ -182,6 +182,29 @@ def declared_roles(
     return StepRoles(spec, states, tuple(range(-len(states), 0)), tuple(leaves[i] for i in states))
 
 
+def as_written(args: tuple[Any, ...], kwargs: dict[str, Any], roles: StepRoles | None) -> Any:
+    """Return a call's arguments with its states as in the call that showed ``roles``, where here they are one tensor.
+
+    The states are along its first axis. Return None for any other call.
+    """
+    if roles is None or pytree.tree_structure((args, kwargs)) == roles.spec:
+        return None
+    positions, keywords = pytree.tree_unflatten(list(range(roles.spec.num_leaves)), roles.spec)
+    if len(positions) != len(args) or keywords.keys() != kwargs.keys():
+        return None
+
+    def write(argument: Any, places: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(places)
+        is_stack = isinstance(argument, Tensor) and argument.dim() > 2 and len(argument) == len(leaves)
+        return pytree.tree_unflatten(argument.unbind(0), spec) if is_stack and len(leaves) > 1 else argument
+
+    written = (
+        tuple(map(write, args, positions)),
+        {name: write(argument, keywords[name]) for name, argument in kwargs.items()},
+    )
+    return written if pytree.tree_structure(written) == roles.spec else None
+
+
 def field_names(call: Any, positions: Sequence[int]) -> tuple[str, ...] | None:
     """Return the names of the leaves at ``positions`` if all are fields of named tuples, else None."""
     paths = [path for path, _ in pytree.tree_flatten_with_path(call)[0]]
