@@ -39,6 +39,10 @@ class MismatchError(Exception):
     """A result that is not the truth."""
 
 
+class NumberedAxesError(Exception):
+    """A result that has numbers in place of names of axes, with what it says to type."""
+
+
 def bound_of(program: Program) -> float:
     """Return the relative difference that rounding explains; in float32 many steps of both computations round."""
     return 1e-9 if program.x.dtype == torch.float64 or not program.x.is_floating_point() else 2e-3
@@ -97,6 +101,8 @@ def gradients(program: Program, truth: Truth, **options: Any) -> Any:
         return by_weights
     by_input = rl.gradients(program.model, program.inputs, program.y, loss=program.loss, wrt=program.wrt, **options)
     order = [list(by_input.dims).index(axis) for axis in program.input_axes if axis in by_input.dims]
+    if len(order) != by_input.ndim and any(str(axis).startswith("axis_") for axis in by_input.dims):
+        raise NumberedAxesError(f"axes {by_input.dims}: {by_input.attrs.get('flagged')}")
     if len(order) != by_input.ndim:
         raise MismatchError(f"axes of the input's gradient are {by_input.dims}, not {tuple(program.input_axes)}")
     if not close(by_input.values.transpose(order), truth.input_gradient, bound_of(program)):
@@ -154,6 +160,8 @@ def find_nonfinite(program: Program, truth: Truth, **options: Any) -> Any:
     damaged[place] = float("nan")
     report = repr(rl.find_nonfinite(program.model, program.given(damaged), program.y, loss=program.loss, **options))
     step, sample = (place[list(program.input_axes).index(axis)] for axis in ("time", "sample"))
+    if f"sample {sample}: {program.wrt}, axis_" in report:
+        raise NumberedAxesError(report)
     if f"step {step} of sample {sample}" not in report:
         raise MismatchError(f"NaN in step {step} of sample {sample}: {report}")
     return report
@@ -224,7 +232,7 @@ def _outcome(call: Callable[..., Any], program: Program) -> tuple[str, str, Any]
                 result = call(**options)
             except MismatchError as error:
                 return "wrong", str(error), None
-            except rl.errors.RnnlensError as error:
+            except (rl.errors.RnnlensError, NumberedAxesError) as error:
                 if isinstance(error, rl.errors.UserCodeError):
                     return "foreign error", _one_line(error), None
                 typed = _typed(str(error), options)

@@ -104,11 +104,29 @@ class ModelAxes:
             return Layout.of_names(with_space((SAMPLE, TIME, layout.names[-1]), space)) if is_image else layout
         if len(layout.axes) != len(shape):
             raise InputError(
-                f"axes= does not match {text_of(port)!r}.",
+                f"axes= does not match {self.text_of(port)!r}.",
                 got=f"{len(layout.axes)} axes: {', '.join(map(str, layout.names))}",
                 expected=f"{len(shape)} axes, for shape {tuple(shape)}",
             )
         return layout
+
+    def text_of(self, port: Port) -> str:
+        """Return the name of a port as a user writes it, by the name of an input or output where there are several."""
+        if port.layer is not None or port.kind not in ("input", "output") or self._catalogue is None:
+            return text_of(port)
+        names = self._catalogue.inputs if port.kind == "input" else self._catalogue.outputs
+        return f"{port.kind}[{names[port.index]}]" if len(names) > 1 else text_of(port)
+
+    def steps_to_type(self, port: Port) -> str:
+        """Return the ``axes=`` to type where a tensor's steps were not told from its other axes; empty elsewhere."""
+        layout = None if port in self.stated else self.found_layouts.get(port)
+        if layout is None or not layout.unclear_axes:
+            return ""
+        return axes_to_type(self.text_of(port), layout.axes, layout.unclear_axes, self.to_write())
+
+    def to_write(self) -> dict[str, tuple[str | Axis, ...]]:
+        """Return the layouts that the user stated, as written in ``axes=``."""
+        return {self.text_of(port): axes_to_write(layout.axes) for port, layout in self.stated.items()}
 
     def _space(self) -> tuple[str, ...]:
         """Return the names of the axes of space of the model's convolutional recurrent layers; empty if it has none."""
@@ -222,7 +240,7 @@ def refuse_steps_first(axes: ModelAxes, batch: Batch, sizes: Iterable[Sequence[i
     for index, shape in shapes.items():
         port = Port("input", index=index)
         if shape[2] in step_counts and port not in axes.stated:
-            name = text_of(port)
+            name = axes.text_of(port)
             raise InputError(
                 f"The recurrent layers run as many steps as {name!r} has entries on its last axis.",
                 got=f"shape {tuple(shape)}, {shape[2]} steps",
@@ -231,17 +249,14 @@ def refuse_steps_first(axes: ModelAxes, batch: Batch, sizes: Iterable[Sequence[i
             )
 
 
-def refuse_unclear_steps(
-    operation: str, name: str, layout: Layout, stated: Mapping[Port, Layout] | None = None
-) -> None:
+def refuse_unclear_steps(operation: str, name: str, layout: Layout, others: Mapping[str, Any] | None = None) -> None:
     """Raise InputError, with the layouts to choose from, where a tensor's steps cannot be told from its other axes.
 
-    ``stated``: layouts that the user stated for other tensors, which the layouts to type include.
+    ``others``: layouts that the user stated for other tensors, by name, which the layouts to type include.
     """
     if not layout.unclear_axes:
         return
     axes = " and ".join(layout.unclear_axes)
-    others = {text_of(port): axes_to_write(other.axes) for port, other in (stated or {}).items()}
     choices = axes_to_type(name, layout.axes, layout.unclear_axes, others)
     if len(layout.unclear_axes) > 1:
         problem = f"{axes} of {name!r} vary with the steps of recurrent layers"
@@ -250,7 +265,9 @@ def refuse_unclear_steps(
         other_axis = _feature_or_unit(name)
         if other_axis not in layout.names:
             flat_axes = axes_to_write([(other_axis,) if axis == (axes,) else axis for axis in layout.axes])
-            choices = f"axes={others | {name: flat_axes}} where it holds {other_axis}s of all steps, or {choices}"
+            choices = (
+                f"axes={dict(others or {}) | {name: flat_axes}} where it holds {other_axis}s of all steps, or {choices}"
+            )
     got = f"axes ({', '.join(layout.names)})"
     raise InputError(f"{operation} needs the axis that counts steps: {problem}.", got=got, hint=f"say {choices}")
 

@@ -293,7 +293,11 @@ def find_nonfinite(
         reaches=tuple(name for name, is_nonfinite in reached.items() if is_nonfinite),
         looked_at=("data", "weights", "forward", *(("loss", "backward") if has_loss else ())),
         provenance=observed.facts.provenance,
-        notes=[*notes, *(note for note in capture_notes if note.startswith(NOT_LOOKED_INTO))],
+        notes=[
+            *notes,
+            *_unclear_steps(observed, origin),
+            *(note for note in capture_notes if note.startswith(NOT_LOOKED_INTO)),
+        ],
     )
 
 
@@ -318,6 +322,15 @@ def _first_origin(observed: ObservedRun) -> tuple[Origin | None, list[str]]:
         "not used, or cast to an integer, as the ids of an embedding are."
     )
     return next(_computed_origins(observed), None), [note]
+
+
+def _unclear_steps(observed: ObservedRun, origin: Origin | None) -> list[str]:
+    """Return a note, with the ``axes=`` to type, on an input whose steps were not told from its other axes."""
+    if origin is None or origin.phase != "data":
+        return []
+    inputs = (i for i in range(len(observed.inputs)) if name_of_input(observed, i) == origin.layer)
+    choices = filter(None, map(observed.steps_to_type, inputs))
+    return [f"Axes with numbers follow the steps of recurrent layers: say {text}." for text in choices]
 
 
 def _reached_results(observed: ObservedRun) -> Mapping[str, bool]:

@@ -134,6 +134,10 @@ class ObservedRun:
         assert nonfinite is not None
         return nonfinite.index
 
+    def steps_to_type(self, index: int) -> str:
+        """Return the ``axes=`` to type where an input's steps were not told from its other axes; empty elsewhere."""
+        return self._axes.steps_to_type(Port("input", index=index))
+
     def _split_axes(self, port: Port, array: Array) -> tuple[Array, tuple[str, ...]]:
         is_input = port.kind == "input" and port.layer is None
         if is_input and data.is_packed(data.leaves_of(self.batch.x)[port.index]):

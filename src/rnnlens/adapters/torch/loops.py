@@ -335,10 +335,10 @@ class CellHook:
             return None
         try:
             roles = self._roles or self._declared_roles(args, kwargs)
-            written = as_written(args, kwargs, roles)
-            call = EnteredCall(*(written or (args, kwargs)), default_input, roles)
+            written_args, written_kwargs = as_written(args, kwargs, roles) or (args, kwargs)
+            call = EnteredCall(written_args, written_kwargs, default_input, roles)
             self._check_constants(call)
-            if call.starts_empty or written:
+            if call.starts_empty or written_args is not args:
                 with self._trial(self.module):
                     output = self.module(*args, **kwargs)
                 if not self._returns_same(output, *call.arguments()(call.x, call.user_initial)):

@@ -379,7 +379,7 @@ def explain(
         if grad is None or not np.any(grad):
             missing[name.text] = partial(_find_reason_in_turn, request.model, trials, name, exists=grad is not None)
             continue
-        flag = _frozen_reason(request, name)
+        flag = _frozen_reason(request, name) or _unclear_steps_reason(request, name)
         if flag is None and name.kind != "weight" and dims[name][:2] == (SAMPLE, TIME):
             is_zero = ~np.any(grad.reshape(*grad.shape[:2], -1), axis=2)
             flag = _partly_masked_reason(is_zero, name, trials(), batches) if is_zero.any() else None
@@ -407,6 +407,15 @@ def _frozen_reason(request: BatchRequest, name: TensorName) -> Reason | None:
         )
     sentence = f"{name.text} is frozen: this is its gradient, but training does not change it."
     return Reason(name.text, "frozen", sentence, f"make {name.layer} trainable to train it")
+
+
+def _unclear_steps_reason(request: BatchRequest, name: TensorName) -> Reason | None:
+    """Return a reason, with the ``axes=`` to type, for a tensor whose steps were not told from its other axes."""
+    choices = request.axes.steps_to_type(name.port()) if request.catalogue.is_free(name) else ""
+    if not choices:
+        return None
+    sentence = f"Several axes of {name.text} follow the steps of recurrent layers: they have numbers, not names."
+    return Reason(name.text, "unclear_steps", sentence, f"say {choices}")
 
 
 def _partly_masked_reason(

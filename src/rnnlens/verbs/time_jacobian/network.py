@@ -303,13 +303,12 @@ def _end_layouts(
     for port, layout in layouts.items():
         if layout.is_coupled:
             raise refusal_of_coupling("The time Jacobian", port)
+        name = request.axes.text_of(port)
         if has_samples and layout.sample is None:
-            refuse_unknown(
-                "The time Jacobian", text_of(port), layout.names, hint=_axes_to_type(request, values, layouts)
-            )
-        refuse_unclear_steps("The time Jacobian", text_of(port), layout, request.axes.stated)
+            refuse_unknown("The time Jacobian", name, layout.names, hint=_axes_to_type(request, values, layouts))
+        refuse_unclear_steps("The time Jacobian", name, layout, request.axes.to_write())
         if has_single_step and len(layout.names) == 3 and layout.is_uncertain:
-            refuse_unknown("The time Jacobian", text_of(port), layout.names, TIME)
+            refuse_unknown("The time Jacobian", name, layout.names, TIME)
     return dict.fromkeys(ends) | layouts
 
 
@@ -319,7 +318,7 @@ def _axes_to_type(request: JacobianRequest, values: Mapping[Port, Array], layout
     for port in layouts:
         last_role = FEATURE if port.kind == "input" else UNIT
         names = tuple((name,) for name in dims_of(values[port].shape, last=last_role))
-        axes[text_of(port)] = axes_to_write(request.axes.stated.get(port, Layout(names)).axes)
+        axes[request.axes.text_of(port)] = axes_to_write(request.axes.stated.get(port, Layout(names)).axes)
     return f"name the axes: axes={axes} where samples come first"
 
 

@@ -231,3 +231,41 @@ def test_steps_folded_with_samples_stay_known():
     (expected,) = torch.autograd.grad(model(leaf).reshape(6, B, V)[2].sum(), leaf)
     input_grad = rl.gradients(model, x, of="output", at={"time": 2}, reduce="sum", wrt="input")
     close(input_grad, expected.transpose(0, 1).numpy())
+
+
+class ByFeature(nn.Module):
+    """A model that reads a dictionary and runs its layer over one feature after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out = nn.GRU(1, H, batch_first=True), nn.Linear(4 * H, V)
+
+    def forward(self, inputs):
+        x = inputs["values"]["series"] * inputs["values"]["mask"]
+        return self.out(torch.cat([self.rnn(x[..., i : i + 1])[0] for i in range(x.shape[2])], -1))
+
+
+def test_the_axes_to_type_name_an_input_of_a_dictionary():
+    torch.manual_seed(0)
+    model, x = ByFeature().double(), noise(B, 6, 4).double().requires_grad_()
+    inputs = {"values": {"series": x.detach(), "mask": torch.ones(B, 6, 4).double()}}
+    truth = torch.autograd.grad((model({"values": inputs["values"] | {"series": x}}) ** 2).sum(), x)[0].numpy()
+    wrt = "input[values.series]"
+    options = {"loss": lambda output: (output**2).sum(), "wrt": wrt}
+
+    numbered = rl.gradients(model, inputs, **options)
+    assert numbered.dims == ("sample", "axis_1", "axis_2")
+    with pytest.raises(rl.errors.InputError) as caught:
+        rl.jacobian(model, inputs, wrt=wrt)
+    damaged = inputs["values"]["series"].clone()
+    damaged[1, 4, 2] = np.nan
+    found = rl.find_nonfinite(model, {"values": inputs["values"] | {"series": damaged}})
+    for text in (numbered.attrs["flagged"], str(caught.value), repr(found)):
+        axes = ast.literal_eval(re.search(r"axes=({.*?})", text)[1])
+        assert axes == {wrt: ("sample", "time", "feature")}
+    named = rl.gradients(model, inputs, **options, axes=axes)
+    assert named.dims == ("sample", "time", "feature")
+    np.testing.assert_allclose(named.values, truth, atol=1e-12)
+    jacobian = rl.jacobian(model, inputs, wrt=wrt, axes=axes)
+    assert (jacobian.sizes["in_time"], jacobian.sizes["in_feature"]) == (6, 4)
+    assert jacobian.certificate.state == "passed"
