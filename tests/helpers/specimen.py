@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 import rnnlens as rl
 
@@ -14,13 +17,23 @@ SAMPLES, STEPS = 32, 9
 
 @dataclass
 class Specimen:
-    """``data(samples, steps)`` returns the keywords of a verb: x and y, and more where the model has it."""
+    """``data(samples, steps)`` returns the keywords of a verb: x and y, and more where the model has it.
+
+    ``layer`` is a recurrent layer of the model. The forward pass raises ``trap.raised``, unless that is None.
+    """
 
     model: Any
     data: Callable[[int, int], dict[str, Any]]
     loss: Any
-    other_loss: Any
+    other_loss: Any = None
+    layer: str = ""
+    trap: Any = None
 
     def trace(self, samples: int = SAMPLES, steps: int = STEPS, **options: Any) -> Any:
         """Return the trace of the model on that many samples and steps."""
         return rl.trace(self.model, **{"loss": self.loss, **self.data(samples, steps), **options})
+
+
+def generators() -> tuple[Any, ...]:
+    """Return the states of the global generators of Python and NumPy."""
+    return random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002  the global state must not change

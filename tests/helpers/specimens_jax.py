@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from specimen import Specimen
+from specimen import Specimen, generators
 
 import rnnlens as rl
 from rnnlens.adapters.jax import capture
@@ -101,12 +101,43 @@ FOREIGN = {
 }
 
 
-def state_of(model):
+class Stateful(nnx.Module):
+    """A model with statistics and dropout, of which an ``LSTM`` runs from the last step to the first."""
+
+    def __init__(self):
+        self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+        self.lstm = nnx.RNN(nnx.LSTMCell(3, 4, rngs=nnx.Rngs(1)), reverse=True, keep_order=True)
+        self.drop, self.head = nnx.Dropout(0.3, rngs=nnx.Rngs(2)), nnx.Linear(4, 2, rngs=nnx.Rngs(3))
+        self.raised = None
+
+    def __call__(self, x):
+        if self.raised is not None:
+            raise self.raised("in the forward pass")
+        return self.head(self.drop(self.lstm(self.norm(x))))
+
+
+def stateful():
+    model = Stateful()
+    return Specimen(model, data, mse, layer="lstm.cell", trap=model)
+
+
+def change(model, x):
+    x += 1
+    nnx.update(model, jax.tree.map(lambda leaf: 2 * leaf, nnx.state(model, nnx.Param)))
+
+
+def forget():
+    jax.clear_caches()
+
+
+def state_of(model, *arrays):
     leaves = jax.tree.leaves(nnx.state(model))
     is_key = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
-    arrays = [jax.random.key_data(leaf) if key else leaf for leaf, key in zip(leaves, is_key, strict=True)]
-    return (
-        *(np.asarray(array).tobytes() for array in arrays),
-        *(len(vars(part)) for part in (model, model.lstm, model.top)),
-        np.random.get_state()[1].tobytes(),  # noqa: NPY002  the global state must not change
-    )
+    values = [jax.random.key_data(leaf) if key else leaf for leaf, key in zip(leaves, is_key, strict=True)]
+    return {
+        "variables": [np.asarray(value).tobytes() for value in values],
+        "arrays": [array.tobytes() for array in arrays],
+        "attributes": [list(map(str, vars(part))) for _, part in nnx.iter_graph(model) if isinstance(part, nnx.Module)],
+        "flags": (model.norm.use_running_average, model.drop.deterministic) if hasattr(model, "norm") else (),
+        "generators": generators(),
+    }

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
-from specimen import Specimen
-from spoken_keras import LEGACY, engine, keras
+from specimen import Specimen, generators
+from spoken_keras import LEGACY, engine, keras, states_of
 
 layers = keras.layers
 surroundings = nullcontext
@@ -143,11 +143,81 @@ FOREIGN = {
 }
 
 
-def state_of(model):
-    return (
-        *(np.array(keras.ops.convert_to_numpy(variable)).tobytes() for variable in model.variables),
-        *(layer.trainable for layer in model.layers),
-        *(len(vars(layer)) for layer in model.layers),
-        np.random.get_state()[1].tobytes(),  # noqa: NPY002  the global state must not change
-        model._is_compiled if LEGACY else model.compiled,
+class Trap(layers.Layer):
+    """A layer that raises an error in its forward pass when ``raised`` is set."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.raised = None
+
+    def call(self, x):
+        if self.raised is not None:
+            raise self.raised("in the forward pass")
+        return x
+
+
+def stateful():
+    """Return a specimen with statistics, states, dropout, penalties, an optimizer and metrics."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input(batch_shape=(2, 4, 3))
+    x = layers.BatchNormalization(name="norm")(inputs)
+    x = layers.LSTM(3, return_sequences=True, stateful=True, dropout=0.3, recurrent_dropout=0.2, name="lstm")(x)
+    x = layers.Bidirectional(layers.SimpleRNN(2), name="bi")(x)
+    trap = Trap(name="trap")
+    outputs = layers.Dense(2, kernel_regularizer="l2", activity_regularizer="l2", name="head")(
+        trap(layers.Dropout(0.5)(x))
     )
+    model, rng = keras.Model(inputs, outputs), np.random.default_rng(0)
+    model.compile("adam", "mse", metrics=["mae"], run_eagerly=True)
+    data = {"x": rng.normal(size=(2, 4, 3)), "y": rng.normal(size=(2, 2))}
+    model.fit(*data.values(), epochs=1, batch_size=2, verbose=0)
+    model.run_eagerly = False
+    return Specimen(model, lambda *_: data, None, layer="lstm", trap=trap)
+
+
+def change(model, x):
+    x += 1
+    model.set_weights([weight + 1 for weight in model.get_weights()])
+
+
+def forget():
+    keras.backend.clear_session(**({} if LEGACY else {"free_memory": True}))
+
+
+def _variables(model):
+    if not LEGACY:
+        return [*model.variables, *model.metrics_variables, *(model.optimizer.variables if model.optimizer else ())]
+    metrics = [variable for metric in model.metrics for variable in metric.variables]
+    return [*model.variables, *states_of(model), *metrics, *model.optimizer.variables]
+
+
+def _process():
+    """Return the state of the random generators and Keras' own process-wide state."""
+    if LEGACY:
+        from tensorflow.python.eager import context
+
+        return [context.context()._rng.getstate()]
+    from keras.src.backend.common import global_state
+
+    seeds = global_state.get_global_attribute("global_seed_generator")
+    state = [id(seeds), global_state.get_global_attribute("current_call_ctx")]
+    if seeds is not None:
+        state.append(keras.ops.convert_to_numpy(seeds.state).tolist())
+    if engine() == "torch":
+        import torch
+
+        state.append(torch.random.get_rng_state().tolist())
+    return state
+
+
+def state_of(model, *arrays):
+    variables, every_layer = _variables(model), list(model._flatten_layers())
+    return {
+        "variables": [np.array(keras.ops.convert_to_numpy(variable)).tobytes() for variable in variables],
+        "arrays": [array.tobytes() for array in arrays],
+        "attributes": [{name: id(value) for name, value in vars(layer).items()} for layer in every_layer],
+        "losses": [id(loss) for layer in every_layer for loss in layer._losses],
+        "gradients": engine() == "torch" and [(v.value.requires_grad, v.value.grad) for v in model.variables],
+        "generators": (*_process(), *generators()),
+        "compiled": model._is_compiled if LEGACY else model.compiled,
+    }

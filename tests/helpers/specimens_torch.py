@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import random
+import weakref
 from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
 import torch
-from specimen import Specimen
+from specimen import Specimen, generators
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -101,14 +104,94 @@ FOREIGN = {
 }
 
 
-def state_of(model):
-    modules = list(model.modules())
-    return (
-        *(p.detach().numpy().tobytes() for p in model.state_dict().values()),
-        *(m.training for m in modules),
-        *(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in modules),
-        *(p.requires_grad and p.grad is None for p in model.parameters()),
-        torch.get_rng_state().numpy().tobytes(),
-        np.random.get_state()[1].tobytes(),  # noqa: NPY002  the global state must not change
-        torch.is_grad_enabled(),
+class Cell(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(10, 5)
+
+    def forward(self, x, h):
+        return torch.tanh(self.mix(torch.cat([x, h], 1)))
+
+
+class Stateful(nn.Module):
+    """Model whose forward changes statistics, attributes and generators and keeps a graph; one part is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.rnn = nn.LSTM(3, 5, 2, batch_first=True, dropout=0.3)
+        self.step, self.cell = nn.GRUCell(5, 5), Cell()
+        self.head = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 2))
+        self.register_buffer("calls", torch.zeros(()))
+        self.memory, self.log, self.raised = "mine", ["mine"], None
+        self.rnn.weight_ih_l0.requires_grad_(False)
+        self.head.eval()
+
+    def forward(self, x):
+        self.calls += 1
+        y, _ = self.rnn(self.norm(x.transpose(1, 2)).transpose(1, 2) + random.random() + np.random.rand())  # noqa: NPY002
+        h = k = y.new_zeros(len(x), 5)
+        for t in range(x.shape[1]):
+            h = self.step(y[:, t], h)
+            k = self.cell(h, k)
+            self.log.append(k)
+        self.memory, self.extra = k, h
+        _LIVE[:] = [weakref.ref(k), weakref.ref(y)]
+        if self.raised is not None:
+            raise self.raised("forward")
+        return self.head(k + torch.rand_like(k))
+
+
+#: Tensors of the last forward pass of a ``Stateful``.
+_LIVE = []
+
+
+def stateful():
+    """Return a specimen whose weights have gradients, and whose input asks for one."""
+    torch.manual_seed(0)
+    model, x, y = Stateful(), torch.randn(2, 4, 3), torch.randn(2, 2)
+    model(x).sum().backward()
+    model.memory, model.log, model.extra = "mine", ["mine"], None
+    return Specimen(
+        model, lambda *_: {"x": x.requires_grad_(), "y": y}, functional.mse_loss, layer="rnn[0]", trap=model
     )
+
+
+def forget():
+    """Torch remembers no model."""
+
+
+@torch.no_grad()
+def change(model, x):
+    x.add_(1)
+    for parameter in model.parameters():
+        parameter.mul_(2)
+
+
+def _state_of_tensor(tensor):
+    grad = None if tensor.grad is None else tensor.grad.numpy().tobytes()
+    return id(tensor), tensor.detach().numpy().tobytes(), tensor._version, tensor.requires_grad, grad
+
+
+def _state_of_module(module):
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return module.training, sorted(vars(module)), list(map(len, hooks))
+
+
+def state_of(model, *tensors):
+    gc.collect()
+    named = [*model.named_parameters(), *model.named_buffers(), *enumerate(tensors)]
+    return {
+        "tensors": {name: _state_of_tensor(tensor) for name, tensor in named},
+        "modules": {name: _state_of_module(module) for name, module in model.named_modules()},
+        "own": (getattr(model, "memory", None), list(getattr(model, "log", []))),
+        "generators": (torch.get_rng_state().tolist(), *generators()),
+        "flags": (
+            torch.backends.cudnn.enabled,
+            torch.backends.cudnn.benchmark,
+            torch.backends.mkldnn.enabled,
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+        ),
+        "alive": [reference() is not None for reference in _LIVE],
+    }

@@ -6,9 +6,12 @@ specimens_tf1:
 
 - ``INDEPENDENT``: by name, functions that make a ``Specimen`` whose samples do not depend on each other
 - ``mixing``: makes one whose samples do
+- ``stateful``: makes one whose forward pass changes all that its framework can change
 - ``tagger``: makes a small model of one LSTM for x (2, 5, 3) and y (2, 5, 2), and its loss
 - ``FOREIGN``: by name, functions that make values of the framework that fit almost no argument
-- ``state_of``: returns all that a call must leave of a tagger as it was, as values that can be compared
+- ``state_of``: returns all that a call must leave of a model and of arrays as it was, as values that can be compared
+- ``change``: changes the weights of a stateful model, and an array, in place
+- ``forget``: makes the framework itself forget all models
 - ``surroundings``: a context manager, within which each test runs
 """
 

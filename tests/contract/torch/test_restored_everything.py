@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -309,3 +311,26 @@ def test_a_train_method_of_the_users_is_not_called(verb, training):
     assert set(modes) == {False}
     assert model.trained == 0
     assert [m.training for m in model.modules()] == before
+
+
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_also_where_the_caller_turned_them_off(grad_mode):
+    model, x = nn.GRU(F, H, batch_first=True), torch.randn(B, T, F)
+    expected = rl.trace(model, x, loss=lambda out: out[0].sum())["gru"].hidden_grad.values
+    with grad_mode():
+        x = x.clone()
+        actual = rl.trace(model, x, loss=lambda out: out[0].sum())["gru"].hidden_grad.values
+        assert not torch.is_grad_enabled()
+    np.testing.assert_array_equal(actual, expected)
+
+
+def test_naming_a_cell_leaves_no_trace_on_it():
+    cell = Draws("python")
+    before = dict(cell.__dict__)
+    with rl.torch.cell(cell):
+        assert dict(cell.__dict__) == before
+    rl.torch.cell(cell)
+    reference = weakref.ref(cell)
+    del cell
+    gc.collect()
+    assert reference() is None

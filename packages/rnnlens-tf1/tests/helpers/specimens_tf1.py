@@ -8,7 +8,7 @@ from functools import partial
 import graph_mode  # noqa: F401  sets the control flow of this process
 import numpy as np
 import tensorflow.compat.v1 as tf
-from specimen import Specimen
+from specimen import Specimen, generators
 
 import rnnlens as rl
 
@@ -78,10 +78,33 @@ FOREIGN = {
 }
 
 
-def state_of(_net):
-    session = tf.get_default_session()
-    return (
-        *(value.tobytes() for value in session.run(tf.global_variables())),
-        session.graph.version,
-        np.random.get_state()[1].tobytes(),  # noqa: NPY002  the global state must not change
-    )
+def stateful():
+    """Return a specimen with a random operation and the variables of an optimizer."""
+    net, (squared, _) = network({"lstm": tf.nn.rnn_cell.LSTMCell(4)})
+    tf.random.uniform([], seed=5, name="noise")
+    tf.train.AdamOptimizer(0.1).minimize(squared)
+    tf.get_default_session().run(tf.global_variables_initializer())
+    return Specimen(net, data, None, layer="lstm")
+
+
+def change(_net, x):
+    x += 1
+    for variable in tf.global_variables():
+        variable.load(2 * variable.eval(), tf.get_default_session())
+
+
+def forget():
+    """TensorFlow's graph and session are those of the test, not of the net."""
+
+
+def state_of(_net, *arrays):
+    session, graph = tf.get_default_session(), tf.get_default_graph()
+    return {
+        "variables": [value.tobytes() for value in session.run(tf.global_variables())],
+        "arrays": [array.tobytes() for array in arrays],
+        "session": (id(session), session.graph is graph),
+        "graph": (graph.version, graph.seed, graph.finalized),
+        "operations": graph.as_graph_def(add_shapes=True).SerializeToString(deterministic=True),
+        "collections": {name: list(graph.get_collection(name)) for name in graph.get_all_collection_keys()},
+        "generators": generators(),
+    }
