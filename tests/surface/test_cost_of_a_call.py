@@ -1,6 +1,7 @@
 """Cost of a verb on a plain model: forward passes of the model, and files and functions of rnnlens entered."""
 
 import sys
+import threading
 
 import pytest
 import torch
@@ -80,6 +81,15 @@ def test_one_forward_pass_and_one_more_for_the_certificate(verb, certify, expect
     assert (first, later) == (expected, expected)
 
 
+@pytest.fixture
+def only_torch(monkeypatch):
+    """Hide what earlier tests left in the process and a call looks at: other frameworks and threads."""
+    for name in ("jax", "optree"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+
+
+@pytest.mark.usefixtures("only_torch")
 @pytest.mark.parametrize("verb", MOST_FILES)
 def test_files_and_functions_entered(verb, arguments):
     files, functions = set(), set()
