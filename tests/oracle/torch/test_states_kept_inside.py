@@ -1,5 +1,6 @@
 """Cells that keep their state in attributes, declared by ``rl.torch.cell``, against retained gradients of autograd."""
 
+import re
 import warnings
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 import rnnlens as rl
-from rnnlens.errors import InputError
+from rnnlens.errors import InputError, ModelError
 
 UNITS = 4
 X = torch.tensor(np.random.default_rng(0).normal(size=(5, 6, 3)))
@@ -109,6 +110,47 @@ def test_attributes_are_the_states(kind, method):
     after = {**vars(model.cell), **model.cell._buffers}
     assert all(after[name] is value for name, value in before.items())
     assert after.keys() == before.keys()
+
+
+class EitherWay(nn.Module):
+    """A neuron that takes its potential or keeps it in a buffer of the same name, and a constant beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.Linear(UNITS, UNITS)
+        self.register_buffer("mem", torch.zeros(0))
+
+    def forward(self, x, mem=None):
+        if mem is not None:
+            raise TypeError("the potential is kept in this neuron")
+        if self.mem.shape != x.shape:
+            self.mem = torch.zeros_like(x)
+        self.fired = (self.mem.detach() > 0).to(x)
+        self.mem = torch.tanh(self.recurrent(self.mem)) + 0.5 * x - 0.1 * self.fired
+        return torch.sigmoid(self.mem)
+
+    def reset(self):
+        self.mem, self.v = torch.zeros(0), torch.zeros(0)
+
+
+def test_the_line_in_an_error_declares_an_attribute_that_an_argument_has_the_name_of():
+    torch.manual_seed(0)
+    model = Network(EitherWay(), "forward").double()
+    mse(model(X), Y).backward()
+    hidden, grad = (torch.stack([getattr(state, kind) for state in model.mems], 1) for kind in ("data", "grad"))
+    model.mems = model.vs = None
+    model.cell.reset()
+    with pytest.raises(ModelError, match=r"rl\.layers\(model, x\) says why"):
+        rl.jacobian(model, X)
+    with pytest.raises(ModelError) as caught:
+        rl.layers(model, X)
+    line = re.search(r"cell: it keeps a state in itself: (rl\.torch\.cell\(.*?\))", str(caught.value))[1]
+    assert line == "rl.torch.cell(model.cell, state='self.mem')"
+    with rl.torch.cell(model.cell, state="self.mem"):
+        trace = rl.trace(model, X, Y, loss=mse)
+    np.testing.assert_allclose(trace["cell"].hidden.values, hidden.numpy(), atol=1e-13)
+    np.testing.assert_allclose(trace["cell"].hidden_grad.values, grad.numpy(), atol=1e-13)
+    assert trace.certificate.state == "passed"
 
 
 def test_the_jacobian_between_states_is_that_of_autograd():

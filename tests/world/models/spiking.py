@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -49,7 +50,22 @@ def snntorch_hidden() -> Program:
             self.lif2.reset_mem()
             return torch.stack([self.lif2(self.fc2(self.lif1(self.fc1(current))))[1] for current in x.unbind(0)])
 
-    return _spiking(Net())
+    net = Net()
+    spiking = _spiking(net)
+    declared = partial(_declared, net.lif1, net.lif2)
+    spiking.hints = {"state='self.mem')": declared, "rl.layers(model, x) says why": declared}
+    return spiking
+
+
+@contextmanager
+def _declared(*neurons: nn.Module) -> Iterator[dict[str, Any]]:
+    """Type the lines of the error for each neuron."""
+    import rnnlens as rl
+
+    with ExitStack() as stack:
+        for neuron in neurons:
+            stack.enter_context(rl.torch.cell(neuron, state="self.mem"))
+        yield {}
 
 
 @program("snntorch", "SLSTM")

@@ -492,7 +492,24 @@ class CellHook:
                 call = EnteredCall(*arguments, default_input, self._roles)
                 call.initial = [differentiable(state) for state in call.user_initial]
                 return call
-        raise _NotACellError("its first state is not zero and is created inside; pass the first state to it")
+        raise _NotACellError(
+            self._declaration_of_kept_states({len(tensor) for tensor in tensor_leaves((args, kwargs)) if tensor.dim()})
+            or "its first state is not zero and is created inside; pass the first state to it"
+        )
+
+    def _declaration_of_kept_states(self, samples: Collection[int]) -> str:
+        """Return the line that declares the attributes in which a module keeps what a call computed; empty if none.
+
+        ``samples``: numbers of samples that such a tensor may have.
+        """
+        module = self.module
+        kept = [
+            f"self.{name}"
+            for name, value in {**vars(module), **module._buffers}.items()
+            if isinstance(value, Tensor) and value.requires_grad and value.dim() > 1 and len(value) in samples
+        ]
+        states = repr(kept[0] if len(kept) == 1 else tuple(kept))
+        return f"it keeps a state in itself: rl.torch.cell(model.{self.owner.name}, state={states})" if kept else ""
 
     def _returns_same(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Call the cell once more with these arguments; return whether it returns ``output``."""

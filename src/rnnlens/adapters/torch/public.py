@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,8 +84,8 @@ def cell(
     state
         Names of the arguments of ``forward`` that are the state, for a cell that is called only once; the new states
         are then its last results. Or names of attributes in which the cell keeps its state, such as the membrane
-        potential of a spiking neuron: ``state=("mem", "v")``. By default all arguments but the first, in any nesting
-        of ``(sample, ...)`` tensors.
+        potential of a spiking neuron: ``state=("mem", "v")``, or ``"self.mem"`` where an argument has that name, too.
+        By default all arguments but the first, in any nesting of ``(sample, ...)`` tensors.
 
     Raises
     ------
@@ -120,7 +121,10 @@ def cell(
         if not callable(getattr(module, method, None)):
             raise InputError(f"A {type(module).__name__} has no such method.", got=f"method={method!r}")
         arguments = list(inspect.signature(getattr(module, method)).parameters) if names else []
-        is_kept[module] = bool(names) and all(name not in arguments and hasattr(module, name) for name in names)
+        attributes = tuple(name.removeprefix("self.") for name in names if name not in arguments)
+        is_kept[module] = (
+            bool(names) and len(attributes) == len(names) and all(map(partial(hasattr, module), attributes))
+        )
         unknown = [name for name in names if name not in arguments]
         if unknown and not is_kept[module]:
             expected = f"among the arguments {', '.join(arguments)}; or only attributes that the cell has"
@@ -134,7 +138,7 @@ def cell(
             DECLARED_CELLS.add(module)
             declared.callback(DECLARED_CELLS.discard, module)
         if is_kept.get(module):
-            KEPT_STATES[module] = method, names
+            KEPT_STATES[module] = method, tuple(name.removeprefix("self.") for name in names)
             declared.callback(KEPT_STATES.pop, module, None)
         elif names:
             STATE_ARGUMENTS[module] = names

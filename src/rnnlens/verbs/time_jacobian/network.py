@@ -420,5 +420,6 @@ def _nothing_recurrent_error(request: JacobianRequest) -> ModelError:
         "A time Jacobian goes through recurrent layers, and none ran in this forward pass.",
         got=type(request.model).__name__,
         expected="a model with at least one recurrent layer, as rl.layers(model) lists them",
-        hint='for one output unit, rl.gradients(model, x, of="output", at={"unit": 0}, reduce="sum", wrt="input")',
+        hint="rl.layers(model, x) says why, and what to declare; for one output unit "
+        'rl.gradients(model, x, of="output", at={"unit": 0}, reduce="sum", wrt="input")',
     )
