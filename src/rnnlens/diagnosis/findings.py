@@ -92,8 +92,11 @@ def headline(memory: Memory, baseline: tuple[str, Memory] | None, residual_test:
         sentences.append("Without a target it is not known whether that helps.")
     later_used, later_count = memory.later_steps
     if later_count:
-        verb_phrase = f"also depends on {later_used}" if later_used else "depends on none"
-        sentences.append(f"It {verb_phrase} of the {later_count} later {_step_noun(later_count)}.")
+        if later_count == 1:
+            sentences.append(f"It {'also depends' if later_used else 'does not depend'} on the only later step.")
+        else:
+            verb_phrase = f"also depends on {later_used}" if later_used else "depends on none"
+            sentences.append(f"It {verb_phrase} of the {later_count} later steps.")
     if memory.count_matters:
         sentences.append("The number of steps before the last also changes its output, whatever their inputs.")
     is_clear = residual_test is not None and not is_missed(residual_test, memory) and finds_nothing(residual_test)
@@ -113,17 +116,19 @@ def layer_sentence(name: str, carried_memory: CarriedMemory) -> str:
     reason = (
         f"replacing the state earlier does not change {'the prediction' if is_prediction else 'its own last state'}"
     )
-    return f"{name}: the state carries information over {length} {_step_noun(length)}; {reason}."
+    return f"{name}: the state carries information over {steps_text(length)}; {reason}."
 
 
 def _used_text(memory: Memory) -> str:
     n, steps = memory.length.value, memory.steps
-    steps_text = "the steps up to its own" if memory.later_steps[1] else "steps"
+    up_to_own = " up to its own" if memory.later_steps[1] else ""
+    if steps == 1:
+        return "its only step"
     if n == 1:
-        return f"the input of the last step only, of {steps} {steps_text}" if steps > 1 else "its only step"
+        return f"the input of the last step only, of {steps} steps{up_to_own}"
     if memory.censored:
-        return f"all {steps} {steps_text}, and may use more than the data contains"
-    return f"the last {n:.0f} of {steps} {steps_text}"
+        return f"all {steps} steps{up_to_own}, and may use more than the data contains"
+    return f"the last {n:.0f} of {steps} steps{up_to_own}"
 
 
 def _remarks(memory: Memory, baseline: tuple[str, Memory] | None) -> list[str]:
@@ -170,8 +175,9 @@ def _count_text(value: float, steps: int) -> str:
     return f">= {steps}" if value >= steps else f"{value:.0f}"
 
 
-def _step_noun(count: int) -> str:
-    return "step" if count == 1 else "steps"
+def steps_text(count: float) -> str:
+    """Return a number of steps with its noun: "1 step", "2 steps"."""
+    return f"{count:.0f} {'step' if round(count) == 1 else 'steps'}"
 
 
 class ExaminedData(NamedTuple):
@@ -261,7 +267,7 @@ def _missed_findings(
         "MISSED_DEPENDENCY",
         "fault",
         MODEL,
-        f"The input {_lag_text(lag)} would explain errors of the model: {_percent(residual_test.effect)} of the "
+        f"The input {lag_text(lag)} would explain errors of the model: {_percent(residual_test.effect)} of the "
         f"variance of the target (residual test, p < {P_VALUE}).",
         {"effect": residual_test.effect, "p_value": residual_test.p_value, "step": residual_test.step, "lag": lag},
         f"cross-validated ridge of the residual on all steps, or on the one step that it chooses, explains >= "
@@ -311,14 +317,14 @@ def _path_finding(memory: Memory, layers: Sequence[LayerFacts], lag: int, path: 
         "PATH_OPEN",
         "fault",
         layer.name,
-        f"{_half_prefix(layer)}A training signal reaches that input (state transfer over {lag} {_step_noun(lag)}: "
+        f"{_half_prefix(layer)}A training signal reaches that input (state transfer over {steps_text(lag)}: "
         f"{transfer:.1g}{_share_text(measured, '; ')}), so a vanishing gradient is not the reason{reason}.",
         evidence,
         f"missed, the gradient of the output by that input is not 0, and kappa there >= {VANISHED:g}, or that gradient "
         f">= {DIRECT:g} of the largest by any step",
         overfitted_or
         or "the cause is not visible in the network: train longer; if trained on windows, use one longer than "
-        f"{lag} {_step_noun(lag)}; else more units. Another initialisation will not help.",
+        f"{steps_text(lag)}; else more units. Another initialisation will not help.",
     )
 
 
@@ -342,7 +348,7 @@ def _vanishing(layer: LayerFacts, lag: int, path: SignalPath | None, evidence: M
         "VANISHING",
         "fault",
         layer.name,
-        f"{_half_prefix(layer)}{signal_text}: the state transfer over {lag} {_step_noun(lag)} is "
+        f"{_half_prefix(layer)}{signal_text}: the state transfer over {steps_text(lag)} is "
         f"{transfer:.1e}{gradient_text}.",
         evidence,
         f"missed, and kappa at the missed step < {VANISHED:g}",
@@ -372,8 +378,9 @@ _OVERFITTED = (
 )
 
 
-def _lag_text(lag: int) -> str:
-    return f"{lag} {_step_noun(lag)} before the last" if lag else "at the last step"
+def lag_text(lag: int) -> str:
+    """Return the place of an input: "2 steps before the last"."""
+    return f"{steps_text(lag)} before the last" if lag else "at the last step"
 
 
 def _percent(share: float) -> str:
@@ -426,7 +433,7 @@ def _dynamics_findings(memory: Memory, layers: Sequence[LayerFacts]) -> Iterator
                 "fault",
                 layer.name,
                 f"{_half_prefix(layer)}Gradients by the state, in units of its spread, grow backwards in time by "
-                f"{growth:.1f} decades within {steps} steps.",
+                f"{growth:.1f} decades within {steps_text(steps)}.",
                 {"growth": growth, "of the output": layer.growth, "lambda_1": rate, "stderr": error},
                 f">= {EXPLODED:g} decades",
                 "clip the norm of the gradient (arXiv:1211.5063), a smaller recurrent kernel, or a gated cell.",
@@ -454,8 +461,8 @@ def _chaos_finding(layer: LayerFacts, rate: float, error: float, steps: int) -> 
         "fault",
         layer.name,
         f"{_half_prefix(layer)}The state is chaotic: small differences grow by a factor of {np.exp(rate):.3g} per "
-        f"step, {np.exp(rate * steps):.2g} within {steps} steps (leading exponent {rate:.3f} +- {error:.3f}), while "
-        "the state stays bounded.",
+        f"step, {np.exp(rate * steps):.2g} within {steps_text(steps)} (leading exponent {rate:.3f} +- {error:.3f}), "
+        "while the state stays bounded.",
         {"lambda_1": rate, "stderr": error, "steps": steps},
         "(lambda_1 - 2 standard errors) T > ln 100, and the state is bounded",
         "a smaller gain of the recurrent kernel (spectral radius towards 1; Sompolinsky, Crisanti, Sommers 1988), or a "
@@ -570,9 +577,9 @@ def _memory_findings(memory: Memory, attributed_steps: int | None) -> Iterator[F
             "GRADIENT_MEMORY_DISAGREE",
             "caution",
             MODEL,
-            f"Gradients attribute the prediction to the last {attributed_steps} steps, replacing inputs to the "
-            f"last {length.value:.0f}: a gradient tells of small changes, and is nearly 0 where units are saturated, "
-            "as in a latch.",
+            f"Gradients attribute the prediction to the last {steps_text(attributed_steps)}, replacing inputs "
+            f"to the last {length.value:.0f}: a gradient tells of small changes, however much the input varies, and is "
+            "nearly 0 where units are saturated, as in a latch.",
             {"attributed": attributed_steps, "memory": length.value},
             f"a factor of {DISAGREE:g}, outside the interval",
             "rely on the memory in use (Bengio, Simard, Frasconi 1994).",

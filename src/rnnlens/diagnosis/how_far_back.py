@@ -11,7 +11,7 @@ from ..measures.profiles import band, gradient_reach
 from ..results.diagnosis import StepsBack
 from ..typing import Array
 from .carried import CarriedMemory
-from .findings import VANISHED
+from .findings import VANISHED, steps_text
 from .memory import Memory
 
 #: Two numbers of steps differ if they differ by more than this share of the larger one, and by more than one step.
@@ -29,8 +29,9 @@ def measure_steps_back(
     for name, carried in carried_by_layer.items():
         scale = memory.scale if carried.quantity == "prediction" else "its variance"
         rows.append(_state_row(name, carried, scale))
-    if gradient_by_lag is not None and np.nan_to_num(gradient_by_lag).any():
-        rows += [_signal_row(memory.steps, gradient_by_lag), _bulk_row(memory.steps, gradient_by_lag)]
+    attributed_steps = count_attributed_steps(gradient_by_lag)
+    if gradient_by_lag is not None and attributed_steps is not None:
+        rows += [_signal_row(memory.steps, gradient_by_lag), _bulk_row(memory.steps, attributed_steps)]
     return rows
 
 
@@ -68,10 +69,16 @@ def _signal_row(steps: int, gradient_by_lag: Array) -> StepsBack:
     return StepsBack("training signal reaches", reached, steps, sentence)
 
 
-def _bulk_row(steps: int, gradient_by_lag: Array) -> StepsBack:
-    used = max(gradient_reach(gradient_by_lag), 1)
+def _bulk_row(steps: int, attributed_steps: int) -> StepsBack:
     sentence = "These steps hold 95 % of the squared gradient of the output by the inputs (median sample)."
-    return StepsBack("gradient in use", used, steps, sentence)
+    return StepsBack("gradient in use", attributed_steps, steps, sentence)
+
+
+def count_attributed_steps(gradient_by_lag: Array | None) -> int | None:
+    """Count the last steps that hold 95 % of the squared gradient (sample, lag); None if it is unknown, or 0."""
+    if gradient_by_lag is None or not np.nan_to_num(gradient_by_lag).any():
+        return None
+    return max(gradient_reach(gradient_by_lag), 1)
 
 
 def differences(rows: Sequence[StepsBack]) -> list[str]:
@@ -89,12 +96,12 @@ def differences(rows: Sequence[StepsBack]) -> list[str]:
         if signal.steps < depends.steps:
             sentences.append(
                 "The prediction depends on inputs that the training signal does not reach (older than "
-                f"{signal.steps:.0f} steps): an exchange of values passes saturated states and detached ones, a "
+                f"{steps_text(signal.steps)}): an exchange of values passes saturated states and detached ones, a "
                 "gradient does not."
             )
         else:
             sentences.append(
-                f"The training signal reaches inputs older than {depends.steps:.0f} steps, on which the prediction "
+                f"The training signal reaches inputs older than {steps_text(depends.steps)}, on which the prediction "
                 "hardly depends: training could still use them, if they help."
             )
     if depends and used and _differ(depends, used):

@@ -26,14 +26,14 @@ from ..vocabulary import GATE
 from .carried import CarriedMemory, measure_carried
 from .everyday import everyday_findings, mixed_samples
 from .experiment import Experiment
-from .findings import MODEL, ExaminedData, findings, headline, layer_sentence, missed_lag
-from .how_far_back import differences, measure_steps_back
+from .findings import MODEL, ExaminedData, findings, headline, lag_text, layer_sentence, missed_lag
+from .how_far_back import count_attributed_steps, differences, measure_steps_back
 from .layers import LayerFacts, measure_layers, measure_scans, scan_sentence
 from .lazy_data import is_outside_memory, load_samples
 from .memory import SOUGHT, Interval, Memory, is_missed, measure_memory, measure_missed
 from .prediction import ignored_class
 from .samples import Orientation, read_samples
-from .signal_path import SignalPath, count_attributed_steps, input_gradient, measure_path, norms_by_lag
+from .signal_path import SignalPath, input_gradient, measure_path, norms_by_lag
 
 
 @checked(
@@ -168,7 +168,8 @@ def diagnose(
         else None
     )
     gradient = path.gradient if isinstance(path, SignalPath) else input_gradient(experiment)
-    attributed_steps = None if gradient is None else count_attributed_steps(experiment, gradient)
+    gradient_by_lag = None if gradient is None else norms_by_lag(experiment, gradient)
+    attributed_steps = count_attributed_steps(gradient_by_lag)
     rule_findings = findings(
         memory,
         residual_test,
@@ -189,8 +190,7 @@ def diagnose(
         datasets[name] = layer_dataset([layer for layer in layers if layer.name == name], carried_by_layer.get(name))
     sentences = {name: layer_sentence(name, carried_memory) for name, carried_memory in carried_by_layer.items()}
     sentences |= {scan.name: scan_sentence(scan) for scan in scans if "half_life" in scan.scan}
-    signal_by_lag = None if gradient is None else norms_by_lag(experiment, gradient)
-    steps_back = measure_steps_back(memory, carried_by_layer, signal_by_lag)
+    steps_back = measure_steps_back(memory, carried_by_layer, gradient_by_lag)
     return Diagnosis(
         datasets,
         sentences={"the model": headline(memory, named_baseline, residual_test), **sentences},
@@ -206,7 +206,7 @@ def diagnose(
                 for name in experiment.depth_loops
             ),
             *_notes_of_incomplete_steps(experiment),
-            *([f"{left_out} samples were left out: the loss ignores their targets."] if left_out else []),
+            *_notes_of_left_out(left_out),
         ],
     )
 
@@ -301,12 +301,18 @@ def _notes_of_incomplete_steps(experiment: Experiment) -> list[str]:
     ]
 
 
+def _notes_of_left_out(count: int) -> list[str]:
+    """Say how many samples have no target that the loss counts."""
+    counted = "1 sample was" if count == 1 else f"{count} samples were"
+    return [f"{counted} left out: the loss ignores their targets."] if count else []
+
+
 def _power_notes(residual_test: Missed) -> list[str]:
     """Say what is above chance without a finding, and what the test could not have found with these samples."""
     lag = missed_lag(residual_test)
     if residual_test.exceeds_chance:
         return [
-            f"The errors are associated with the input {lag} steps before the last beyond 99 % of chance, but inputs "
+            f"The errors are associated with the input {lag_text(lag)} beyond 99 % of chance, but inputs "
             f"explain {100 * max(residual_test.effect, 0.0):.1f} % of the variance of the target only."
         ]
     if residual_test.detectable <= SOUGHT or residual_test.largest_possible <= SOUGHT:
@@ -373,7 +379,7 @@ def model_dataset(
         )
     if attributed_steps is not None:
         variables["attributed_memory"] = _variable(
-            (), attributed_steps, "steps that hold 95 % of the attribution", "step"
+            (), attributed_steps, "last steps that hold 95 % of the squared gradient", "step"
         )
     coords = {"context": memory.context, "bound": BOUNDS}
     if named_baseline is not None:

@@ -19,7 +19,6 @@ from .. import data
 from ..adapters.protocol import Batch, Port, Taps
 from ..autodiff import Cut, record_cuts
 from ..errors import CertificateError, DisconnectedError, RnnlensError
-from ..measures.profiles import attributed_memory, attribution
 from ..results.schema import to_host
 from ..settings import options
 from ..typing import Array
@@ -129,24 +128,7 @@ def input_gradient(experiment: Experiment) -> Array | None:
 def norms_by_lag(experiment: Experiment, gradient: Array) -> Array:
     """Return the norm of the gradient of the examined output by the input, (sample, lag)."""
     norms = np.linalg.norm(gradient.reshape(*gradient.shape[:2], -1).astype(np.float64), axis=-1)
-    return _by_lag(experiment, norms)
-
-
-def _by_lag(experiment: Experiment, values: Array) -> Array:
-    return reorder_by_lag(values, range(values.shape[1])[::-1], experiment.examined_lengths[: len(values)] - 1)
-
-
-def count_attributed_steps(experiment: Experiment, gradient: Array) -> int | None:
-    """Count the last input steps that have 95 % of the attribution; None for several inputs that are sequences."""
-    samples = experiment.samples
-    if len(samples.sequences) > 1:
-        return None
-    first_x = data.select(samples.x, slice(len(gradient)))
-    x = experiment.embed(first_x) if _has_ids(experiment) else data.leaves_of(first_x)[samples.sequences[0]]
-    if x is None or x.shape != gradient.shape or not (np.isfinite(x).all() and np.isfinite(gradient).all()):
-        return None
-    scores = attribution(*(values.reshape(*values.shape[:2], -1) for values in (gradient, x)))
-    return attributed_memory(np.nan_to_num(_by_lag(experiment, scores))[:, ::-1])
+    return reorder_by_lag(norms, range(norms.shape[1])[::-1], experiment.examined_lengths[: len(norms)] - 1)
 
 
 def _has_ids(experiment: Experiment) -> bool:

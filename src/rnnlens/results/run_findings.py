@@ -119,7 +119,8 @@ def _sizes(steps: _MeasuredSteps) -> Iterator[Finding]:
             "fault",
             MODEL,
             f"One step of the optimizer changes a weight matrix by {usual:.2g} times the norm that such a matrix has "
-            f"at initialisation (median over the matrices and over {counts[1]} recorded steps){loss_text}.",
+            f"at initialisation (median over the matrices and over {counts[1]} recorded "
+            f"{'step' if counts[1] == 1 else 'steps'}){loss_text}.",
             evidence,
             f"median change of the weight matrices by one step > {LARGEST_UPDATE:g} of their initial norm, and a "
             f"loss that has not fallen by {100 * FALL:g} %",

@@ -55,6 +55,33 @@ def test_both_gradient_measures_are_those_of_autograd(diagnosed):
     assert numbers(d)["gradient in use"] == float(in_use.double().median())
 
 
+def test_the_finding_and_the_table_count_the_gradient_in_the_same_way():
+    """Steps with a large gradient whose input hardly varies count in both, as in the table of a trace."""
+    torch.manual_seed(0)
+    model, x = nn.GRU(2, 4, batch_first=True), torch.randn(256, STEPS, 2)
+    x[:, :-1] *= 1e-3
+
+    class LastStep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gru = model
+
+        def forward(self, x):
+            return self.gru(x)[0][:, -1, :1]
+
+    reader = LastStep().eval()
+    with torch.no_grad():
+        model.weight_hh_l0[4:8] += 2 * torch.eye(4)
+        model.bias_hh_l0[4:8] += 3.0
+        y = reader(x)
+    d = rl.diagnose(reader, x, y, loss=nn.functional.mse_loss)
+    in_use = numbers(d)["gradient in use"]
+    assert in_use > 2 * numbers(d)["prediction depends on"] == 2
+    (found,) = [finding for finding in d.findings if finding.code == "GRADIENT_MEMORY_DISAGREE"]
+    assert f"to the last {in_use:.0f} steps, replacing inputs to the last 1:" in found.sentence
+    assert int(d["model"].attributed_memory) == in_use
+
+
 def test_a_detached_state_is_depended_on_and_receives_no_signal(diagnosed):
     model, _, d = diagnosed
     rows = numbers(d)

@@ -8,9 +8,11 @@ import pytest
 
 import rnnlens
 from rnnlens.diagnosis.findings import FIGURE_OF_CODE, headline
+from rnnlens.diagnosis.how_far_back import differences
 from rnnlens.diagnosis.memory import Interval, Memory
 from rnnlens.diagnosis.of_model import _power_notes
 from rnnlens.measures.residual import Missed
+from rnnlens.results.diagnosis import StepsBack
 
 FILES = ("findings.py", "everyday.py", "loss_arguments.py", "updates.py")
 RULES = [Path(rnnlens.__file__).parent / "diagnosis" / name for name in FILES]
@@ -51,3 +53,36 @@ def test_a_peak_that_a_figure_draws_above_the_threshold_has_its_sentence(peak, i
     test = Missed(effect=0.001, p_value=2 / 101, step=1, by_step=by_step, threshold=0.05, samples=100)
     said = [note for note in _power_notes(test) if "beyond 99 % of chance" in note]
     assert bool(said) == is_said
+
+
+@pytest.mark.parametrize(
+    ("later_steps", "expected"),
+    [
+        ((0, 1), "It does not depend on the only later step."),
+        ((1, 1), "It also depends on the only later step."),
+        ((2, 9), "It also depends on 2 of the 9 later steps."),
+    ],
+)
+def test_later_steps_are_counted_in_words_that_fit_their_number(later_steps, expected):
+    one = Interval(1.0, 1.0, 1.0)
+    memory = Memory(10, None, True, length=one, rare_length=one, needed_length=one, later_steps=later_steps)
+    text = headline(memory, None, None)
+    assert expected in text
+    assert "of 10 steps up to its own" in text
+
+
+@pytest.mark.parametrize(("steps", "noun"), [(1, "1 step"), (2, "2 steps")])
+def test_one_step_is_no_plural_where_measures_differ(steps, noun):
+    signal, prediction = (
+        StepsBack(name, steps, 20, "") for name in ("training signal reaches", "prediction depends on")
+    )
+    older = [
+        sentence
+        for rows in (
+            [StepsBack("training signal reaches", 12, 20, ""), prediction],
+            [StepsBack("prediction depends on", 12, 20, ""), signal],
+        )
+        for sentence in differences(rows)
+    ]
+    assert len(older) == 2
+    assert all(f"older than {noun}" in sentence and f"{noun}s" not in sentence for sentence in older)
