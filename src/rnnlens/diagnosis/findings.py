@@ -77,6 +77,11 @@ FIGURE_OF_CODE = {
     "TARGET_UNRELATED": "missed",
 }
 
+#: Findings of everyday bugs that keep weights from learning what they get a training signal of.
+_UNTRAINED = frozenset(
+    {"WEIGHTS_WITHOUT_GRADIENT", "FROZEN", "UPDATES_TOO_SMALL", "UPDATES_TOO_LARGE", "TARGET_SHAPE", "OUTPUT_FORM"}
+)
+
 _ORDER = {"fault": 0, "unknown": 1, "caution": 2, "fact": 3}
 
 
@@ -206,7 +211,7 @@ def findings(
         *_nonfinite_findings(layers, examined.prediction),
         *_skill_findings(memory, everyday.ruled_out if everyday else []),
         *(everyday.findings if everyday else []),
-        *_missed_findings(memory, residual_test, layers, path),
+        *_missed_findings(memory, residual_test, layers, path, everyday.findings if everyday else []),
         *_dynamics_findings(memory, layers),
         *_unit_findings(layers),
         *_data_findings(examined.x, examined.mask),
@@ -258,7 +263,11 @@ def _skill_findings(memory: Memory, ruled_out: Sequence[str]) -> Iterator[Findin
 
 
 def _missed_findings(
-    memory: Memory, residual_test: Missed | None, layers: Sequence[LayerFacts], path: SignalPath | str | None
+    memory: Memory,
+    residual_test: Missed | None,
+    layers: Sequence[LayerFacts],
+    path: SignalPath | str | None,
+    everyday: Sequence[Finding],
 ) -> Iterator[Finding]:
     if residual_test is None or not is_missed(residual_test, memory):
         return
@@ -275,7 +284,7 @@ def _missed_findings(
         "",
     )
     if layers:  # a loop over depth has no step of the data whose signal could be followed
-        yield _path_finding(memory, layers, lag, path)
+        yield _path_finding(memory, layers, lag, path, everyday)
 
 
 def missed_lag(residual_test: Missed) -> int:
@@ -283,10 +292,17 @@ def missed_lag(residual_test: Missed) -> int:
     return len(residual_test.by_step) - 1 - residual_test.step
 
 
-def _path_finding(memory: Memory, layers: Sequence[LayerFacts], lag: int, path: SignalPath | str | None) -> Finding:
+def _path_finding(
+    memory: Memory,
+    layers: Sequence[LayerFacts],
+    lag: int,
+    path: SignalPath | str | None,
+    everyday: Sequence[Finding] = (),
+) -> Finding:
     """Say whether a training signal reaches the missed input: by the gradient through the whole model, if it is known.
 
     That gradient decides whether there is a path at all; the state transfer decides whether what is left is too little.
+    Where there is a path, the findings of ``everyday`` bugs name what else keeps the weights from learning it.
     """
     layer = max(layers, key=lambda layer: layer.signal(lag, memory.steps))
     transfer = layer.signal(lag, memory.steps)
@@ -297,7 +313,8 @@ def _path_finding(memory: Memory, layers: Sequence[LayerFacts], lag: int, path: 
         forgets = max(layer.transferred(lag, memory.steps) for layer in layers) < DECAYED
         if measured.cause is not None and not (measured.cause.by_recurrence and forgets):
             return _no_path(measured.cause, evidence)
-    overfitted_or = _OVERFITTED if memory.miscalibrated else ""
+    untrained = _untrained_text(everyday)
+    overfitted_or = untrained or (_OVERFITTED if memory.miscalibrated else "")
     if not lag:
         return Finding(
             "PATH_OPEN",
@@ -326,6 +343,14 @@ def _path_finding(memory: Memory, layers: Sequence[LayerFacts], lag: int, path: 
         or "the cause is not visible in the network: train longer; if trained on windows, use one longer than "
         f"{steps_text(lag)}; else more units. Another initialisation will not help.",
     )
+
+
+def _untrained_text(everyday: Sequence[Finding]) -> str:
+    """Return the advice that names the findings why weights are not trained; "" if there are none."""
+    codes = list(dict.fromkeys(finding.code for finding in everyday if finding.code in _UNTRAINED))
+    if not codes:
+        return ""
+    return f"the likely cause is {' and '.join(codes)}: repair that first, then train longer."
 
 
 def _share_text(path: SignalPath | None, start: str = " (") -> str:

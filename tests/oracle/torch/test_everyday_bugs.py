@@ -190,3 +190,32 @@ def test_classes_in_the_other_form_are_found(given):
         return
     expected = functional.cross_entropy(model(torch.as_tensor(x[:32])), torch.as_tensor(index[:32])).detach()
     assert evidence_of(d, "TARGET_SHAPE")["loss_reshaped"] == pytest.approx(float(expected), rel=1e-4)
+
+
+class Reader(torch.nn.Module):
+    """A GRU, trained or frozen, and a head on its last step."""
+
+    def __init__(self, is_frozen):
+        super().__init__()
+        self.rnn, self.head = torch.nn.GRU(2, 16, batch_first=True), torch.nn.Linear(16, 1)
+        self.rnn.requires_grad_(not is_frozen)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_missed_step_that_a_frozen_layer_explains_names_that_finding(is_frozen):
+    torch.manual_seed(0)
+    model, x = Reader(is_frozen), torch.randn(512, 12, 2)
+    y = x[:, -1, :1] + x[:, -4, 1:]
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 2e-2)
+    for _ in range(150 if is_frozen else 10):
+        optimizer.zero_grad()
+        functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    d = rl.diagnose(model, x, y, loss=functional.mse_loss)
+    assert ("FROZEN" in d.codes) == is_frozen
+    (path,) = [finding for finding in d.findings if finding.code == "PATH_OPEN"]
+    assert ("FROZEN" in path.remedy) == is_frozen
+    assert ("the cause is not visible in the network" in path.remedy) != is_frozen
