@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +33,8 @@ class _Scan(torch.autograd.Function):  # type: ignore[misc]
         ctx: Any, cell: SequenceCell, runs: list[SequenceRun], names: tuple[str, ...], *coefficients: Tensor
     ) -> tuple[Tensor, Tensor]:
         outputs, run = forward(_with_parts(cell, coefficients))
-        runs.append(run)
+        # Without graph: a later sweep would keep that of its own products, and the model's, in memory.
+        runs.append(replace(run, cell=cell, states=[state.detach() for state in run.states]))
         ctx.run, ctx.names, ctx.zeros = run, names, partial(outputs.new_zeros, outputs.shape)
         ctx.set_materialize_grads(False)
         return outputs, run.last_state.clone()
@@ -155,15 +156,17 @@ class ScanRecorder:
         def recorded_scan(*args: Any, **kwargs: Any) -> Any:
             if family.may_decline and run_original(args, kwargs) is None:
                 return None
-            reading = read_call(original, family, self.hold, args, kwargs)
             path = self.running_layers[-1] if self.running_layers else ""
             tensors, is_wanted = (*args, *kwargs.values()), path in self.requested
+            # Before the coefficients are read: its intermediate tensors are free again when these are made.
+            expected = _first_output(run_original(args, kwargs)) if is_wanted else None
+            reading = read_call(original, family, self.hold, args, kwargs)
             y, last_state, record = self._run(path, reading.cell, tensors, reading.gate, is_wanted=is_wanted)
             if record is None:
                 return reading.finish(y, last_state)
             record.values = reading.values
             result = reading.finish(y.clone(), last_state)
-            record.mismatch = _mismatch(result, run_original(args, kwargs))
+            record.mismatch = _mismatch(_first_output(result), expected)
             return result
 
         return substitute_in_this_thread(recorded_scan, original)
@@ -180,9 +183,12 @@ def _without_hooks(value: Any) -> Any:
     return substitute
 
 
-def _mismatch(replaced: Any, original: Any) -> float:
+def _first_output(returned: Any) -> Any:
+    return returned[0] if isinstance(returned, tuple) else returned
+
+
+def _mismatch(result: Tensor, reference: Tensor) -> float:
     """Return the largest difference of a replaced scan's outputs from the original's, relative to the largest."""
-    result, reference = (value[0] if isinstance(value, tuple) else value for value in (replaced, original))
     largest = float(reference.abs().max()) if reference.numel() else 0.0
     return float((result.detach() - reference).abs().max()) / largest if largest else 0.0
 
