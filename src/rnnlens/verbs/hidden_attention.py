@@ -31,6 +31,7 @@ from .certificates.compare import (
     compare_in_turn,
     could_not_compare,
     fill_missing,
+    random_factors,
     untouched,
 )
 from .names import uncalled_layer
@@ -271,7 +272,7 @@ def _certify(request: ModelRequest, name: str, scan_ends: tuple[Port, Port]) -> 
     Random cotangents are pulled from the first output to the weights of the layer, through either scan and its
     coefficients: to those that make x_t, and to those that make the coefficients from it.
     """
-    reference, reason = attempt(lambda: untouched(request, request.batch).reference(_signs))
+    reference, reason = attempt(lambda: untouched(request, request.batch).reference(_factors))
     if reference is None:
         return could_not_compare(request, reason)
     inside = name.partition("#")[0] + "."
@@ -280,7 +281,7 @@ def _certify(request: ModelRequest, name: str, scan_ends: tuple[Port, Port]) -> 
         for weight, gradient in reference.weight_grads.items()
         if weight.startswith(inside) and gradient is not None
     }
-    output_index = next((i for i, cotangent in enumerate(_signs(reference.outputs)) if cotangent is not None), None)
+    output_index = next((i for i, cotangent in enumerate(_factors(reference.outputs)) if cotangent is not None), None)
     if output_index is None:
         return could_not_compare(request, "the model returns no array of floats")
     output_port = Port("output", index=output_index)
@@ -289,7 +290,7 @@ def _certify(request: ModelRequest, name: str, scan_ends: tuple[Port, Port]) -> 
         taps = Taps.ports([output_port, scan_ends[0]], [scan_ends[1], *weights.values()])
         with request.adapter.run(request.model, request.batch, taps) as run:
             output = np.asarray(to_host(run.values[output_port]))
-            gradients = run.pull({output_port: _sign_array(output)[None]})
+            gradients = run.pull({output_port: _factor_array(output)[None]})
             weight_grads = {weight: _first_row(gradients[port]) for weight, port in weights.items()}
             return ReferenceRun([output], weight_grads=weight_grads)
 
@@ -319,17 +320,16 @@ def _certify(request: ModelRequest, name: str, scan_ends: tuple[Port, Port]) -> 
     return compare_in_turn(request, lambda: (reference, ""), [compare], steps=claim.outputs[0].shape[1])
 
 
-def _sign_array(values: Numbers) -> Numbers:
-    """Return random signs of the shape and dtype of ``values``, the same at each call."""
-    signs = 2 * np.random.default_rng(0).integers(0, 2, size=values.shape) - 1
-    return np.asarray(signs, values.dtype)
+def _factor_array(values: Numbers) -> Numbers:
+    """Return random factors of the shape and dtype of ``values``, the same at each call."""
+    return np.asarray(random_factors(values.shape), values.dtype)
 
 
-def _signs(outputs: Sequence[Any]) -> list[Numbers | None]:
-    """Return random signs as cotangent of the first output of floats, None for the others."""
+def _factors(outputs: Sequence[Any]) -> list[Numbers | None]:
+    """Return random factors as cotangent of the first output of floats, None for the others."""
     arrays = [np.asarray(to_host(output)) for output in outputs]
     first = next((i for i, array in enumerate(arrays) if array.dtype.kind == "f" and array.ndim > 1), None)
-    return [_sign_array(array) if i == first else None for i, array in enumerate(arrays)]
+    return [_factor_array(array) if i == first else None for i, array in enumerate(arrays)]
 
 
 def _first_row(gradient: Any) -> Numbers | None:

@@ -185,3 +185,8 @@ def test_a_cell_in_the_models_own_loop_has_the_numbers_of_a_layer():
     traced = rl.trace(model, X, Y)["cell"]
     for name in ("hidden", "cell", "gates", "hidden_grad", "cell_grad", "gate_grad", "input_grad"):
         np.testing.assert_allclose(traced[name], expected[name], rtol=1e-4, atol=1e-7)
+
+
+def test_the_jacobian_of_probabilities_is_certified():
+    model = keras.Sequential([keras.Input((5, 3)), L.GRU(4, name="rnn"), L.Dense(3, "softmax")])
+    assert rl.jacobian(model, X, measure="norm").certificate.state == "passed"

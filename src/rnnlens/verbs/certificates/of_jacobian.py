@@ -1,6 +1,6 @@
-"""Certificates of time Jacobians: u^T J for random signs u, compared with one vector-Jacobian product.
+"""Certificates of time Jacobians: u^T J for random u, compared with one vector-Jacobian product.
 
-If the Jacobian is linear in its rows, u^T J is computed from the result. If it was reduced to norms, the same signs are
+If the Jacobian is linear in its rows, u^T J is computed from the result. If it was reduced to norms, the same u is
 swept through the same plan once more, without the norm, as one row for each output step.
 """
 
@@ -31,7 +31,7 @@ from ..time_jacobian.execute import numbers
 from ..time_jacobian.network import open_network
 from ..time_jacobian.plan import JacobianPlan, WorkCount, make_plan, plan_for
 from ..time_jacobian.request import JacobianEnd, JacobianEnds, JacobianOptions, JacobianRequest, integer_dtype
-from .compare import OWN_STATES, Comparisons, attempt, compare_in_turn, could_not_compare, untouched
+from .compare import OWN_STATES, Comparisons, attempt, compare_in_turn, could_not_compare, random_factors, untouched
 
 #: Values of ``measure`` for which the result is linear in the rows of the Jacobian.
 LINEAR = (None, "sum", "mean")
@@ -65,18 +65,18 @@ class JacobianClaim:
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def sweep_signs(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray | None) -> JacobianClaim:
-    """Sweep random signs through the plan of a measured Jacobian; check the measured values against them if given."""
+def sweep_factors(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray | None) -> JacobianClaim:
+    """Sweep random factors through the plan of a measured Jacobian; check the measured values against them if given."""
     memory = request.options.memory
     bytes_per_row = plan.network.samples * plan.ends.in_count * plan.ends.wrt.size * plan.dtype.itemsize
     count = max(1, min(plan.ends.groups, PROBED_STEPS, memory // max(1, bytes_per_row)))
     positions = sorted({int(i) for i in np.linspace(plan.ends.groups - 1, 0, count).round()})
     times = None if plan.ends.out_times is None else [plan.ends.out_times[i] for i in positions]
-    # A random-sign combination of the requested rows at each chosen step: (sample, time, 1, unit).
+    # A random combination of the requested rows at each chosen step: (sample, time, 1, unit).
     requested = np.eye(plan.ends.of.size) if plan.ends.projection is None else plan.ends.projection[0, 0]
     sizes = plan.network.samples, len(positions), len(requested)
     weights = np.zeros((plan.network.samples, plan.ends.of.times or 1, 1, plan.ends.of.size))
-    weights[:, times or [0], 0] = (2.0 * np.random.default_rng(0).integers(0, 2, size=sizes) - 1.0) @ requested
+    weights[:, times or [0], 0] = random_factors(sizes) @ requested
     ordered_weights = weights[np.argsort(plan.network.sample_order)] if plan.network.sample_order else weights
     ends = replace(plan.ends, weights=ordered_weights, out_times=times, measure=None, sketch=None, average=False)
     modes = {part.mode for part in plan.parts}
@@ -93,7 +93,7 @@ def sweep_signs(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataA
 def _check_measure(
     plan: JacobianPlan, jacobian: xr.DataArray, rows: xr.DataArray, positions: list[int], dtype: str
 ) -> tuple[Check, ...]:
-    """Return the check that no row u^T J, with random signs u, exceeds sqrt(rows) times the measured norm."""
+    """Return the check that no row u^T J, with factors up to 1, exceeds sqrt(rows) times the measured norm."""
     ends = plan.ends
     if ends.sketch is not None or ends.measure is None:
         return ()
@@ -112,24 +112,24 @@ def _check_measure(
     return (Check(MEASURE, "", residual, rounding_bound(dtype, max((64, *plan.shape)))),)
 
 
-def _signs(plan: JacobianPlan) -> xr.DataArray:
-    """Draw one random sign for every row; all samples share it if the Jacobian is averaged over them."""
+def _factors(plan: JacobianPlan) -> xr.DataArray:
+    """Draw one random factor for every row; all samples share it if the Jacobian is averaged over them."""
     ends, samples = plan.ends, plan.network.samples
     sizes = {SAMPLE: 1 if ends.average else samples}
     sizes |= {} if ends.out_times is None else {OUT_TIME: ends.groups}
     sizes |= {OUT_UNIT: ends.rows}
-    signs = 2.0 * np.random.default_rng(0).integers(0, 2, size=tuple(sizes.values())) - 1.0
+    factors = random_factors(tuple(sizes.values()))
     if ends.average:
-        signs, sizes = np.repeat(signs, samples, axis=0), {**sizes, SAMPLE: samples}
-    return xr.DataArray(signs.astype(plan.dtype), dims=tuple(sizes))
+        factors, sizes = np.repeat(factors, samples, axis=0), {**sizes, SAMPLE: samples}
+    return xr.DataArray(factors.astype(plan.dtype), dims=tuple(sizes))
 
 
-def _signs_of_units(signs: xr.DataArray, ends: JacobianEnds) -> xr.DataArray:
-    """Convert signs of the Jacobian's rows to cotangents of the output units; a row may combine several units."""
-    renamed = signs.rename({OUT_UNIT: UNIT, **({OUT_TIME: TIME} if OUT_TIME in signs.dims else {})})
+def _factors_of_units(factors: xr.DataArray, ends: JacobianEnds) -> xr.DataArray:
+    """Convert factors of the Jacobian's rows to cotangents of the output units; a row may combine several units."""
+    renamed = factors.rename({OUT_UNIT: UNIT, **({OUT_TIME: TIME} if OUT_TIME in factors.dims else {})})
     if ends.weights is None:
         return renamed
-    rows = xr.DataArray(np.asarray(ends.weights)[0, 0].astype(signs.dtype), dims=("row", UNIT))
+    rows = xr.DataArray(np.asarray(ends.weights)[0, 0].astype(factors.dtype), dims=("row", UNIT))
     units: xr.DataArray = xr.dot(renamed.rename({UNIT: "row"}), rows, dim="row")
     return units
 
@@ -195,7 +195,7 @@ def _claim_through_model(request: JacobianRequest, plan: JacobianPlan) -> Jacobi
                 on_path = network.path.recurrences if network.is_cut else range(len(network.recurrences))
                 whole_plan = make_plan(options, network)
                 if needed_layers <= {network.recurrences[number].call.layer for number in on_path}:
-                    return sweep_signs(whole_request, whole_plan, None)
+                    return sweep_factors(whole_request, whole_plan, None)
         except TooLargeError:
             raise
         except RnnlensError:
@@ -207,7 +207,7 @@ def _claim_through_model(request: JacobianRequest, plan: JacobianPlan) -> Jacobi
 
 
 def certify(request: JacobianRequest, claim: JacobianClaim | Certificate) -> Certificate:
-    """Certify a time Jacobian: compare u^T J of random signs u with what the framework pulls back to the model's input.
+    """Certify a time Jacobian: compare u^T J of random u with what the framework pulls back to the model's input.
 
     ``claim`` is that product, as rnnlens computed it, or a finished certificate.
     """
@@ -266,7 +266,7 @@ def _reference_attempt(claim: JacobianClaim) -> tuple[ReferenceRun | None, str]:
 
 
 def _recomputed_product(request: JacobianRequest, replay_of: Callable[[Replay], Replay]) -> xr.DataArray:
-    """Recompute the product of random signs and the Jacobian, from other replays of the recurrent layers."""
+    """Recompute the product of random factors and the Jacobian, from other replays of the recurrent layers."""
     with open_network(request, replay_of=replay_of) as network:
         plan = make_plan(request.options, network)
         is_linear = plan.ends.measure in LINEAR
@@ -276,18 +276,18 @@ def _recomputed_product(request: JacobianRequest, replay_of: Callable[[Replay], 
 
 @np.errstate(over="ignore", invalid="ignore")
 def _compute_claim(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.DataArray | None) -> JacobianClaim:
-    """Compute u^T J for random signs u: from the finished Jacobian if it is linear in its rows, else by a sweep."""
+    """Compute u^T J for random factors u: from the finished Jacobian if it is linear in its rows, else by a sweep."""
     if plan.ends.measure not in LINEAR or jacobian is None:
-        return sweep_signs(request, plan, jacobian)
-    signs, bare_jacobian = _signs(plan), jacobian.drop_vars(list(jacobian.coords))
-    cotangent = _signs_of_units(signs, plan.ends)
+        return sweep_factors(request, plan, jacobian)
+    factors, bare_jacobian = _factors(plan), jacobian.drop_vars(list(jacobian.coords))
+    cotangent = _factors_of_units(factors, plan.ends)
     if SAMPLE not in bare_jacobian.dims:
-        signs = signs.isel({SAMPLE: 0})
+        factors = factors.isel({SAMPLE: 0})
     if OUT_UNIT not in bare_jacobian.dims:
-        signs = signs.isel({OUT_UNIT: 0})
+        factors = factors.isel({OUT_UNIT: 0})
     dims = [d for d in (OUT_TIME, OUT_UNIT) if d in bare_jacobian.dims]
     return JacobianClaim(
-        request, plan, plan.ends, cotangent, xr.dot(bare_jacobian, signs, dim=dims), _spread(bare_jacobian)
+        request, plan, plan.ends, cotangent, xr.dot(bare_jacobian, factors, dim=dims), _spread(bare_jacobian)
     )
 
 
