@@ -133,7 +133,13 @@ def kaplan_yorke_dimension(exponents: Array) -> float:
 
 
 def effective_rank(matrix: Array) -> Array:
-    """Compute e to the entropy of the normalised singular values of (..., n, m). Roy, Vetterli 2007, EUSIPCO."""
+    """Compute e to the entropy of the normalised singular values of (..., n, m). Roy, Vetterli 2007, EUSIPCO.
+
+    Examples
+    --------
+    >>> rl.measures.effective_rank(np.diag([1.0, 1.0, 0.0]))
+    np.float64(2.0)
+    """
     values = np.linalg.svd(np.asarray(matrix, dtype=np.float64), compute_uv=False)
     total = values.sum(axis=-1, keepdims=True)
     share = values / np.where(total > 0, total, 1.0)

@@ -43,6 +43,11 @@ def gate_timescale(forget: Array, mask: Array | None = None) -> Array:
     References
     ----------
     Tallec, Ollivier 2018, arXiv:1804.11188, section 2.
+
+    Examples
+    --------
+    >>> rl.measures.gate_timescale(np.full((2, 10, 1), np.exp(-1 / 8)))
+    array([8.])
     """
     values = np.asarray(forget, dtype=np.float64)
     rows = values.reshape(-1, values.shape[-1]) if mask is None else values[np.asarray(mask, dtype=bool)]

@@ -245,6 +245,11 @@ def gradient_reach(norms: Array, share: float = 0.95) -> int:
     It is 0 where lag 0 alone has that share, or the gradient is 0: then nothing travels back. The result is the median
     over samples, each relative to its own sum, so that few samples with large gradients do not decide it. The rule is
     that of :func:`attributed_memory` (Sobol, Kucherenko 2009, doi:10.1016/j.matcom.2009.01.023).
+
+    Examples
+    --------
+    >>> rl.measures.gradient_reach(np.array([[1.0, 1.0, 1.0, 0.0]]))  # lag 0 first
+    3
     """
     squares = np.nan_to_num(np.asarray(norms, dtype=np.float64), posinf=0.0)
     peak = squares.max(axis=1, keepdims=True)

@@ -113,6 +113,14 @@ def missed_dependency(
     ----------
     Maximum statistic over permutations: Westfall, Young 1993, "Resampling-based multiple testing", section 2.2. Blocks
     of dependent samples: Politis, Romano 1992, in LePage, Billard (eds.), Exploring the limits of bootstrap, 263-270.
+
+    Examples
+    --------
+    >>> x = np.random.default_rng(0).normal(size=(300, 5, 1))
+    >>> residual = x[:, 1]  # the prediction ignores the second step
+    >>> missed = rl.measures.missed_dependency(residual, x, target_variance=1.0)
+    >>> missed.step, bool(missed.p_value < 0.05)
+    (1, True)
     """
     candidates = [residual] if isinstance(residual, np.ndarray) else list(residual)
     candidates = [np.asarray(errors, dtype=np.float64) for errors in candidates]

@@ -249,6 +249,11 @@ def decay_half_life(decay: Array) -> Array:
     ----------
     Half-life of a geometric decay with rate exp(mean log a_t), as for the forget gate in Mahto et al. 2021,
     arXiv:2009.12727, eq. 3.
+
+    Examples
+    --------
+    >>> rl.measures.decay_half_life(np.full((2, 10, 3), 0.5))  # (sample, time, unit)
+    array([1., 1., 1.])
     """
     return half_life_from_sums(*log_decay_sums(np.asarray(decay)))
 
@@ -303,6 +308,12 @@ def effective_state_size(
     References
     ----------
     Effective state-size: Parnichkun et al. 2025, arXiv:2504.19561, section 3.
+
+    Examples
+    --------
+    >>> decay, read = np.ones((4, 2)), np.array([[1.0, 0.0]] * 4)  # the second state is never read
+    >>> rl.measures.effective_state_size(decay, np.ones((4, 2)), read, step=2)
+    np.int64(1)
     """
     arrays = [np.asarray(a) for a in (decay, write, read, left, right) if a is not None]
     decay, write, read, *rank_one = np.broadcast_arrays(*(a.astype(np.result_type(a, np.float64)) for a in arrays))

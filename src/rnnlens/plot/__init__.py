@@ -2,6 +2,9 @@
 
 No function here computes statistics, calls ``show()``, or changes global settings. Figures are made without pyplot.
 Save one with ``.save("run.png")``, or let a notebook display the returned value, which is an array of its Axes.
+
+Examples draw an LSTM of four units, ``trace = rl.trace(model, x, y, loss=mse_loss)``, and ``before``, of another one;
+``run`` is a followed training, ``mamba`` a model of transformers.
 """
 
 from ..errors import missing_attribute as _missing_attribute
@@ -45,7 +48,7 @@ __all__ = sorted(name for name, figure in vars().items() if getattr(figure, "__m
 #: Figure that users of other libraries may expect -> what to type instead.
 _OTHER_FIGURES = {
     "attention": "rl.plot.hidden_attention(rl.hidden_attention(model, x)), of a layer of Mamba",
-    "saliency": 'rl.plot.input_map(rl.gradients(model, x, y, wrt="input")["input"])',
+    "saliency": 'rl.plot.input_map(rl.gradients(model, x, y, wrt="input"))',
     "phase_portrait": "rl.plot.trajectories(trace[layer].hidden, fixed_points=...)",
     "pca": "rl.plot.trajectories(trace[layer].hidden)",
     "loss": "rl.plot.timeline(run)",

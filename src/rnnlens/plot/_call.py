@@ -216,10 +216,10 @@ def _complete_docstring(function: Callable[..., Any], artist: type, extra: Seque
             ordered[f"**{name}"] = f"**{name}\n    Properties of matplotlib's {artist.__name__}{extra_text}."
         elif name in DOCUMENTATION:
             ordered[name] = f"{name}\n    {DOCUMENTATION[name]}"
-    returns, references, reference_text = tail.partition("\n\nReferences\n")
+    returns, *last_sections = re.split(r"(?=\n\n(?:References|Examples)\n)", tail, maxsplit=1)
     return (
         f"{summary}{heading_text}{chr(10).join(ordered.values())}{blank_line}{returns}\n\n"
-        f"{RAISES}{references}{reference_text}"
+        f"{RAISES}{''.join(last_sections)}"
     )
 
 

@@ -61,9 +61,6 @@ def current_style() -> Style:
 def style(name: str = "paper", *, width: float | str | None = None) -> Iterator[None]:
     """Make the figures of a ``with`` block in a style; matplotlib's own settings are as before after it.
 
-    >>> with rl.plot.style("paper", width="column"):
-    ...     rl.plot.lag_profile(jacobian).save("fig1.pdf")  # doctest: +SKIP
-
     Parameters
     ----------
     name
@@ -77,6 +74,11 @@ def style(name: str = "paper", *, width: float | str | None = None) -> Iterator[
     ------
     InputError
         If there is no such style or width.
+
+    Examples
+    --------
+    >>> with rl.plot.style("paper", width="column"):
+    ...     rl.plot.heatmap(trace["lstm"].hidden).save("figure.pdf")
     """
     name = one_of(*_SETTINGS)("name", name)
     inches = WIDTHS.get(width, width) if isinstance(width, str) else width

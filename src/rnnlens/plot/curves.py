@@ -56,6 +56,12 @@ def curves(
     Returns
     -------
     1-D array of Axes, in panel order, forward before backward
+
+    Examples
+    --------
+    >>> axes = rl.plot.curves(trace["lstm"].hidden)
+    >>> len(axes)  # one per unit
+    4
     """
     array = _data.label_array(data, "curves", dims=dims)
     _data.require_time(array, "curves", hint="draw values without time with plot.points")
@@ -254,6 +260,12 @@ def points(
     Returns
     -------
     1-D array of Axes, in panel order, forward before backward
+
+    Examples
+    --------
+    >>> axes = rl.plot.points(trace["lstm"].hidden.isel(time=-1))
+    >>> len(axes)
+    1
     """
     array = _data.label_array(data, "points", dims=dims, guess={1: ("unit",), 2: (SAMPLE, "unit")})
     if TIME in array.dims:

@@ -51,6 +51,11 @@ def diagnosis(
     -------
     1-D array of Axes: use, benefit, residual test, gradient, time constants, without those that were not measured;
     gradient and time constants of a bidirectional layer are two panels each, of the forward and the backward half
+
+    Examples
+    --------
+    >>> axes = rl.plot.diagnosis(rl.diagnose(model, x, y, loss=mse_loss))
+    >>> axes.save("diagnosis.png")
     """
     if not isinstance(d, Diagnosis):
         hint = "rl.plot.diagnosis(rl.diagnose(model, x, y))"
@@ -225,6 +230,12 @@ def eigenvalues(values: Any, *, title: str | None = None, ax: Any = None, figure
     Returns
     -------
     1-D array of two Axes
+
+    Examples
+    --------
+    >>> axes = rl.plot.eigenvalues(rl.step_eigenvalues(model, x[:4]))
+    >>> len(axes)  # the complex plane, and the moduli
+    2
     """
     eigenvalue_rows, row_times, time_label, layer_name = _read_eigenvalues(values)
     panels = _frame.open_panels("eigenvalues", 2, ax, figure, size=(3.7, 3.2), shape=(1, 2), widths=(1.25, 1))
@@ -363,6 +374,12 @@ def fixed_points(
     -------
     1-D array of one Axes, with one scale on both axes. Bars through saddles show their unstable modes, as long as
     their eigenvalue exceeds 1. Of several inputs the number of its own is beside each point.
+
+    Examples
+    --------
+    >>> points = rl.fixed_points(model, x, layer="lstm")
+    >>> len(rl.plot.fixed_points(points))
+    1
     """
     if not isinstance(points, FixedPoints):
         raise InputError(
@@ -428,6 +445,13 @@ def gradient_carriers(
     References
     ----------
     Lorenz 1905, doi:10.2307/2276207.
+
+    Examples
+    --------
+    >>> losses = [0.7, 0.2]  # one per sample
+    >>> axes = rl.plot.gradient_carriers(trace["lstm"].hidden_grad, losses)
+    >>> len(axes)
+    2
     """
     array = _data.label_array(gradient, "gradient_carriers")
     values = _samples.losses_of(array, losses, "gradient_carriers")

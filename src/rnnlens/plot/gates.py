@@ -55,6 +55,12 @@ def gates(
     References
     ----------
     Saturation map: Karpathy, Johnson, Li 2015, arXiv:1506.02078, fig. 4.
+
+    Examples
+    --------
+    >>> axes = rl.plot.gates(trace["lstm"])
+    >>> len(axes)  # three per gate
+    12
     """
     array = _gates_of(layer, "gates")
     _data.require_time(array, "gates")
@@ -180,6 +186,12 @@ def gates_over_time(
     Returns
     -------
     1-D array of Axes, forward before backward
+
+    Examples
+    --------
+    >>> axes = rl.plot.gates_over_time(trace["lstm"])
+    >>> len(axes)  # one per gate
+    4
     """
     array = _gates_of(layer, "gates_over_time")
     _data.require_time(array, "gates_over_time")
@@ -261,6 +273,12 @@ def saturation_arrows(
     References
     ----------
     Karpathy, Johnson, Li 2015, arXiv:1506.02078, fig. 4.
+
+    Examples
+    --------
+    >>> axes = rl.plot.saturation_arrows(before["lstm"], trace["lstm"])
+    >>> len(axes)  # one per gate
+    4
     """
     pair = [_samples.nan_at_padding(_gates_of(layer_gates, "saturation_arrows")) for layer_gates in (before, after)]
     _refuse_mismatch(*pair)

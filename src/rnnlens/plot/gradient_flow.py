@@ -116,6 +116,12 @@ def gradient_flow(
     Returns
     -------
     1-D array of Axes, one per layer and direction, forward before backward; below each other on a narrow ``figure``
+
+    Examples
+    --------
+    >>> axes = rl.plot.gradient_flow(trace)
+    >>> len(axes)  # one layer
+    1
     """
     networks = _layers_by_network(trace)
     layers = _data.layers_of(trace, "gradient_flow") if networks is None else None

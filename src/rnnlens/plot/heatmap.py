@@ -70,6 +70,12 @@ def heatmap(
     Returns
     -------
     1-D array of Axes, in panel order, forward before backward
+
+    Examples
+    --------
+    >>> axes = rl.plot.heatmap(trace["lstm"].hidden_grad)
+    >>> len(axes)  # one picture of both samples
+    1
     """
     array = _data.label_array(data, "heatmap", dims=dims, guess=_images.GUESS)
     notes = _samples.notes_of(array)
@@ -176,6 +182,12 @@ def before_after(
     Returns
     -------
     1-D array of Axes: before, after, ratio, row by row, forward before backward
+
+    Examples
+    --------
+    >>> axes = rl.plot.before_after(before["lstm"], trace["lstm"], max_rows=2)
+    >>> len(axes)  # two samples: before, after, ratio
+    6
     """
     pairs = _array_pairs(before, after, quantity, dims)
     has_one_layer, is_rms = len(pairs) == 1, samples == "rms"

@@ -67,6 +67,12 @@ def hidden_attention(
     References
     ----------
     Ali, Zimerman, Wolf 2024, arXiv:2403.01590.
+
+    Examples
+    --------
+    >>> attention = rl.hidden_attention(mamba, ids, "layers.0.mixer", at={"channel": [0, 1]})
+    >>> axes = rl.plot.hidden_attention(attention, tokens=list("recall"))
+    >>> axes.save("attention.html")
     """
     array = _data.label_array(attention, "hidden_attention", dims=None, guess={})
     maps = _maps_of_sample(array, sample)

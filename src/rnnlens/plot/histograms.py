@@ -161,6 +161,12 @@ def histogram(
     Returns
     -------
     1-D array of Axes, in panel order
+
+    Examples
+    --------
+    >>> axes = rl.plot.histogram(trace["lstm"].hidden_grad)
+    >>> len(axes)
+    1
     """
     arrays = _arrays_by_name(data, dims, overlay)
     first_array = next(iter(arrays.values()))
@@ -256,6 +262,12 @@ def weights_histogram(
     Returns
     -------
     1-D array of Axes, kernel by kernel and within it gate by gate, forward before backward
+
+    Examples
+    --------
+    >>> axes = rl.plot.weights_histogram(rl.weights(model)["lstm"])
+    >>> len(axes)  # a row per kernel, a column per gate
+    16
     """
     kernels, attrs = kernels_of(weights, "weights_histogram", grad=grad)
     columns = group_by_direction(kernels)

@@ -50,6 +50,12 @@ def weight_norms(
     Returns
     -------
     1-D array of Axes, one per layer
+
+    Examples
+    --------
+    >>> axes = rl.plot.weight_norms({"lstm/kernel": [1.0, 1.5], "lstm/bias": [0.1, 0.2], "head/kernel": [1.0, 1.2]})
+    >>> len(axes)  # one per layer
+    2
     """
     lines, steps, step_label = _read_history(history)
     layers: dict[str, dict[str, Numbers]] = {}
@@ -215,6 +221,12 @@ def norm_history(
     Returns
     -------
     1-D array of Axes: map and size, forward before backward
+
+    Examples
+    --------
+    >>> axes = rl.plot.norm_history({0: before["lstm"].hidden_grad, 100: trace["lstm"].hidden_grad})
+    >>> len(axes)  # the map, and the size beside it
+    2
     """
     arrays_by_moment = _arrays_by_moment(history, quantity)
     names, first_array = list(arrays_by_moment), next(iter(arrays_by_moment.values()))

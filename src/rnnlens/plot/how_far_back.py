@@ -36,6 +36,12 @@ def how_far_back(d: Diagnosis, *, title: str | None = None, ax: Any = None, figu
     Returns
     -------
     1-D array of one Axes
+
+    Examples
+    --------
+    >>> axes = rl.plot.how_far_back(rl.diagnose(model, x, y, loss=mse_loss))
+    >>> len(axes)
+    1
     """
     if not isinstance(d, Diagnosis) or not d.how_far_back:
         expected = "a diagnosis with measures of memory or of the gradient"

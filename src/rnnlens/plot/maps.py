@@ -60,6 +60,13 @@ def maps(
     Returns
     -------
     1-D array of Axes, step by step, forward before backward
+
+    Examples
+    --------
+    >>> states = np.random.default_rng(0).normal(size=(2, 5, 8, 8, 3))  # (sample, time, row, column, channel)
+    >>> axes = rl.plot.maps(states, channel=0)
+    >>> len(axes)  # one per step
+    5
     """
     whole_array = _data.label_array(array, "maps", dims=dims, guess=_GUESS)
     _data.require_time(whole_array, "maps")

@@ -90,6 +90,12 @@ def lag_profile(
     -----
     Masked steps do not count. Lags below 0 are left out. For a backward direction the lag counts from
     the output to later inputs.
+
+    Examples
+    --------
+    >>> jacobian = rl.jacobian(model, x, of="lstm.hidden", wrt="input", measure="norm")
+    >>> len(rl.plot.lag_profile(jacobian))
+    1
     """
     jacobians = (
         {str(name): data for name, data in jacobian.items()} if isinstance(jacobian, Mapping) else {"": jacobian}
@@ -237,6 +243,13 @@ def memory_lifetime(
     Returns
     -------
     1-D array of Axes, forward before backward
+
+    Examples
+    --------
+    >>> kept = rl.jacobian(model, x[:2], of="lstm.cell", wrt="lstm.initial_cell")
+    >>> axes = rl.plot.memory_lifetime(trace["lstm"], kept)
+    >>> len(axes)
+    1
     """
     gates = _data.label_array(_data.layer_variable(layer, "gates", "memory_lifetime", masked=True), "memory_lifetime")
     _data.require_dim(gates, GATE, "memory_lifetime")
@@ -387,6 +400,12 @@ def decay_by_lag(
     References
     ----------
     Half-life of the mean decay: Mahto et al. 2021, arXiv:2009.12727, eq. 3.
+
+    Examples
+    --------
+    >>> axes = rl.plot.decay_by_lag(trace["lstm"].gates.sel(gate="forget"))
+    >>> len(axes)
+    1
     """
     array = _data.label_array(decay, "decay_by_lag", dims=dims, guess={3: (SAMPLE, TIME, "head")})
     _data.require_time(array, "decay_by_lag")

@@ -31,6 +31,12 @@ def scorecard(c: Comparison, *, title: str | None = None, ax: Any = None, figure
     Returns
     -------
     1-D array of Axes, one for each measure
+
+    Examples
+    --------
+    >>> comparison = rl.compare({"one": model, "other": other}, x, y, loss=mse_loss, scorecard=True)
+    >>> axes = rl.plot.scorecard(comparison)
+    >>> axes.save("scorecard.png")
     """
     if not isinstance(c, Comparison):
         hint = "rl.plot.scorecard(rl.compare(models, x, y, scorecard=True))"

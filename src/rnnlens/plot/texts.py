@@ -159,6 +159,13 @@ def input_map(
     References
     ----------
     Sobol, Kucherenko 2009, doi:10.1016/j.matcom.2009.01.023.
+
+    Examples
+    --------
+    >>> gradient = rl.gradients(model, x, y, wrt="input", loss=mse_loss)
+    >>> axes = rl.plot.input_map(gradient, x)
+    >>> len(axes)
+    1
     """
     whole_array = _data.label_array(gradient, "input_map", guess={2: (TIME, FEATURE), 3: (SAMPLE, TIME, FEATURE)})
     has_rows = tokens is not None and x is None and whole_array.sizes.get(OUT_TIME, 1) > 1
@@ -398,6 +405,12 @@ def unit_over_text(
     References
     ----------
     Karpathy, Johnson, Li 2015, arXiv:1506.02078, fig. 2.
+
+    Examples
+    --------
+    >>> axes = rl.plot.unit_over_text(trace["lstm"].hidden, "recalled", units=[0, 2])
+    >>> len(axes)
+    2
     """
     array = _data.label_array(hidden, "unit_over_text", guess={2: (TIME, "unit"), 3: (SAMPLE, TIME, "unit")})
     _data.require_time(array, "unit_over_text")

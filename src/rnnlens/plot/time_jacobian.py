@@ -78,6 +78,12 @@ def time_jacobian(
     Returns
     -------
     1-D array of Axes
+
+    Examples
+    --------
+    >>> jacobian = rl.jacobian(model, x, of="lstm.hidden", wrt="input", measure="norm")
+    >>> len(rl.plot.time_jacobian(jacobian))
+    1
     """
     array, is_norm = block_norms(jacobian, "time_jacobian", dims)
     notes = _samples.notes_of(array)
@@ -248,6 +254,13 @@ def jacobian_margins(
     Returns
     -------
     1-D array of Axes: matrix, lag profile, column sums; forward before backward
+
+    Examples
+    --------
+    >>> jacobian = rl.jacobian(model, x, of="lstm.hidden", wrt="input", measure="norm")
+    >>> axes = rl.plot.jacobian_margins(jacobian)
+    >>> len(axes)  # the matrix, its lag profile, its column sums
+    3
     """
     array, _ = block_norms(jacobian, "jacobian_margins", dims)
     array = abs(array).assign_attrs(array.attrs)
@@ -386,6 +399,13 @@ def total_and_frozen(
     References
     ----------
     Frozen map: Ali, Zimerman, Wolf 2024, arXiv:2403.01590, eqs. 10-12.
+
+    Examples
+    --------
+    >>> ends = {"of": "layers.0.mixer.output", "wrt": "layers.0.mixer.input", "measure": "norm"}
+    >>> total, frozen = rl.jacobian(mamba, ids, **ends), rl.jacobian(mamba, ids, frozen=True, **ends)
+    >>> len(rl.plot.total_and_frozen(total, frozen))
+    2
     """
     norms_and_flags = [block_norms(jacobian, "total_and_frozen", dims) for jacobian in (total, frozen)]
     arrays = [array for array, _ in norms_and_flags]

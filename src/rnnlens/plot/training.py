@@ -165,6 +165,12 @@ def film(
     Returns
     -------
     1-D array of Axes: one per layer (and direction), then that of the scalar
+
+    Examples
+    --------
+    >>> axes = rl.plot.film(run)
+    >>> len(axes)  # two layers, and the loss
+    3
     """
     profiles = _profiles_by_panel(run, layers, quantity)
     scalar_below = _scalar_below(run, below)
@@ -324,6 +330,12 @@ def timeline(
     Returns
     -------
     1-D array of Axes, one per kind of number
+
+    Examples
+    --------
+    >>> axes = rl.plot.timeline(run)
+    >>> len(axes)
+    1
     """
     groups = _group_by_kind(_selected_scalars(run, select))
     if len(groups) > max_panels:

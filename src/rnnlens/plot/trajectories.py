@@ -117,6 +117,12 @@ def trajectories(
     ----------
     Mante et al. 2013, doi:10.1038/nature12742 (states of a network by condition); Sussillo & Barak 2013,
     doi:10.1162/NECO_a_00409 (fixed points in principal components of the states).
+
+    Examples
+    --------
+    >>> axes = rl.plot.trajectories(trace["lstm"].hidden, color=["left", "right"])
+    >>> len(axes)
+    1
     """
     arrays = [_state_array(part) for part in (states if isinstance(states, tuple | list) else [states])]
     values = np.concatenate([array.transpose(SAMPLE, TIME, ...).values for array in arrays], axis=-1)

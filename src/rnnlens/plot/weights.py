@@ -164,6 +164,12 @@ def weights_heatmap(
     Returns
     -------
     1-D array of Axes, kernel by kernel, forward before backward
+
+    Examples
+    --------
+    >>> axes = rl.plot.weights_heatmap(rl.weights(model)["lstm"])
+    >>> len(axes)  # both kernels, both biases of torch
+    4
     """
     kernels, attrs = kernels_of(weights, "weights_heatmap", grad=grad)
     kernels_by_direction = group_by_direction(kernels)
@@ -318,6 +324,13 @@ def weight_lags(
     Returns
     -------
     1-D array of Axes, weight by weight, forward before backward
+
+    Examples
+    --------
+    >>> weights = rl.weights(model, x, y, loss=mse_loss, by_time=True)
+    >>> axes = rl.plot.weight_lags(weights["lstm"])
+    >>> len(axes)  # one per weight
+    4
     """
     dataset = _data.dataset_of(weights)
     names = [] if dataset is None else [str(name).removesuffix("_norm") for name in dataset.data_vars]

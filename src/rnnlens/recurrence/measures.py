@@ -146,6 +146,11 @@ def lag_profile(
     -------
     (..., lag), lag = 0, 1, ...; NaN at a lag without a pair of times. Negative lags (the backward direction of a
     bidirectional layer) are omitted.
+
+    Examples
+    --------
+    >>> rl.measures.lag_profile(np.array([[1.0, 0.0], [0.5, 1.0]]))  # lag 0 and lag 1
+    array([1. , 0.5])
     """
     xp = array_namespace(norms)
     out_times = range(norms.shape[-2]) if out_times is None else [int(t) for t in out_times]
@@ -180,6 +185,11 @@ def half_life(profile: Array, *, axis: int = -1, level: float = 0.5) -> Array:
     Parameters
     ----------
     profile : non-negative, lag along ``axis``
+
+    Examples
+    --------
+    >>> rl.measures.half_life(0.5 ** (np.arange(20) / 3))  # falls to half within three lags
+    array(3.)
     """
     xp, values = array_namespace(profile), _finite_values(profile, axis)
     profile = xp.moveaxis(profile, axis, -1)
@@ -212,7 +222,13 @@ def horizon(profile: Array, *, epsilon: float = 0.01, axis: int = -1) -> Array:
 
 
 def mean_lag(profile: Array, *, axis: int = -1) -> Array:
-    """Return the mean lag weighted by ``profile``; lags without a finite value are omitted."""
+    """Return the mean lag weighted by ``profile``; lags without a finite value are omitted.
+
+    Examples
+    --------
+    >>> rl.measures.mean_lag(np.array([0.0, 1.0, 1.0]))
+    array(1.5)
+    """
     xp, values = array_namespace(profile), _finite_values(profile, axis)
     lag = xp.astype(xp.arange(values.shape[-1]), values.dtype)
     total = xp.sum(values, axis=-1)
@@ -221,7 +237,13 @@ def mean_lag(profile: Array, *, axis: int = -1) -> Array:
 
 
 def covering_lag(profile: Array, *, share: float = 0.9, axis: int = -1) -> Array:
-    """Return the smallest lag up to which ``share`` of the profile's sum lies; -1 if the profile is 0 everywhere."""
+    """Return the smallest lag up to which ``share`` of the profile's sum lies; -1 if the profile is 0 everywhere.
+
+    Examples
+    --------
+    >>> rl.measures.covering_lag(np.array([8.0, 1.0, 0.5, 0.5]), share=0.9)
+    array(1)
+    """
     xp, values = array_namespace(profile), _finite_values(profile, axis)
     cumulative = xp.cumulative_sum(values, axis=-1)
     total = cumulative[..., -1:]
