@@ -187,6 +187,7 @@ SUITES = (
             *(f"tests/contract/keras/test_{name}.py" for name in TF_KERAS),
             "tests/oracle/keras/test_registered_cells.py",
             "tests/oracle/keras/test_cell_loops.py",
+            "tests/oracle/keras/test_layers_per_step.py",
             "tests/oracle/keras/test_programs.py",
             "tests/oracle/held_models/keras/test_order_of_calls.py",
             "tests/tracking/keras/test_failures.py",

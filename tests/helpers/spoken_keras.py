@@ -50,6 +50,26 @@ def engine() -> str:
     return "tensorflow" if LEGACY else str(keras.backend.backend())
 
 
+def gradient(function: Any, array: Any) -> Any:
+    """Return the engine's gradient of a scalar function of one array."""
+    if engine() == "jax":
+        import jax
+
+        return np.asarray(jax.grad(function)(array))
+    if engine() == "torch":
+        import torch
+
+        tensor = torch.tensor(array, requires_grad=True)
+        return torch.autograd.grad(function(tensor), tensor)[0].numpy()
+    import tensorflow as tf
+
+    tensor = tf.constant(array)
+    with tf.GradientTape() as tape:
+        tape.watch(tensor)
+        value = function(tensor)
+    return tape.gradient(value, tensor).numpy()
+
+
 def keras_adapter() -> Any:
     """Return the rnnlens adapter of the Keras under test."""
     package = importlib.import_module("rnnlens.adapters.keras")

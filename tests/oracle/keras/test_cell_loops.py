@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from spoken_keras import LEGACY, engine, keras
+from spoken_keras import LEGACY, engine, gradient, keras
 
 import rnnlens as rl
 
@@ -134,26 +134,6 @@ def make_model_and_data(name):
     y = rng.normal(size=(3, *np.shape(model(x[:1]))[1:]))
     model.compile("sgd", "mse")
     return model, x, y
-
-
-def gradient(function, array):
-    """Return the engine's gradient of a scalar function of one array."""
-    if engine() == "jax":
-        import jax
-
-        return np.asarray(jax.grad(function)(array))
-    if engine() == "torch":
-        import torch
-
-        tensor = torch.tensor(array, requires_grad=True)
-        return torch.autograd.grad(function(tensor), tensor)[0].numpy()
-    import tensorflow as tf
-
-    tensor = tf.constant(array)
-    with tf.GradientTape() as tape:
-        tape.watch(tensor)
-        value = function(tensor)
-    return tape.gradient(value, tensor).numpy()
 
 
 def loss(model, x, y, offsets=None):

@@ -17,7 +17,15 @@ from ..protocol import NOT_LOOKED_INTO, Batch, Capture, ChainLink, NonRecurrentC
 from . import losses
 from .cells import KerasStepCell, initial_state_weights
 from .dialect import Dialect, dialect_of
-from .discover import ModelLayers, RecurrentSite, choose_layers, given_state_layers, implied_sites, locate_layers
+from .discover import (
+    ModelLayers,
+    RecurrentSite,
+    choose_layers,
+    given_state_layers,
+    implied_sites,
+    locate_layers,
+    step_sites,
+)
 from .hooks import LayerCall, RunRequest
 from .inputs import by_key, input_order
 from .reference_run import names_of, tied_variables
@@ -54,16 +62,19 @@ def capture(model: Any, batch: Batch, request: Taps) -> Capture:
         other_variables = [v for v in keras.weights(model) if id(v) not in cell_variable_ids and keras.is_float(v)]
         weights |= {f"beside|{i}": v for i, v in enumerate(other_variables)}
     needs_inputs = request.inputs and request.record != "outputs"
+    hooked_sites = [*sites, *implied_sites(model_layers, sites, given_layers)]
     job = RunRequest(
         model,
         batch,
-        [*sites, *implied_sites(model_layers, sites, given_layers)],
+        hooked_sites,
         other_layers,
         loss,
         gradients=request.gradients,
         tap_names=_tap_names(request, last_layer),
         record_names=_REPLAY_KINDS if needs_inputs else frozenset({"output", "final_state", "outputs"}),
         weights=weights,
+        joined_layers=frozenset(other_layers) & frozenset(names or ()),
+        step_sites=step_sites(model_layers, hooked_sites),
     )
     result = run(job)
     captured = _Assembly(keras, result, sites, _tied_variable_ids(model, model_layers.sites)).capture(request)

@@ -213,6 +213,14 @@ def implied_sites(
     ]
 
 
+def step_sites(model_layers: ModelLayers, sites: Iterable[RecurrentSite]) -> list[RecurrentSite]:
+    """Return the recurrent layers besides ``sites`` that the model's code may call one step at a time."""
+    candidates = (site for site in model_layers.sites if site.refusal is None)
+    return implied_sites(
+        model_layers, sites, [site.name for site in candidates if site.is_loop or site.layer.return_state]
+    )
+
+
 def base_name(name: str, model_layers: ModelLayers) -> str:
     """Return the layer name in a node name such as ``"lstm#1"``; raise LayerNotFoundError for an unknown one."""
     names = model_layers.names()

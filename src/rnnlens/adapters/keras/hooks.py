@@ -8,6 +8,8 @@ call two tensors are tapped: the state as the cell made it (its *total* gradient
 receives it (its *direct* gradient). The next call gets the first in place of the second, so that nothing that goes from
 step to step counts as direct. Where the user's code changes the states between the steps, as a mask does, no tensor is
 put in the place of another, and the gradient at the state that the code receives is the total one.
+
+Any other layer that the code calls once per step of such a recurrence, such as an embedding, is one array over time.
 """
 
 from __future__ import annotations
@@ -63,11 +65,19 @@ class ChangedStateError(RnnlensError):
 
 
 class SteppedLayerError(ChangedStateError):
-    """Signal that the user's code calls a layer one step at a time; its calls must be recorded as one recurrence."""
+    """Signal that the user's code calls a layer one step at a time; its calls must be recorded together."""
 
     def __init__(self, layer: str) -> None:
         super().__init__(layer)
         self.layer = layer
+
+
+class SeparateCallsError(RnnlensError):
+    """Signal that the ``count`` calls of a layer are not one at each step of a recurrence: they cannot be joined."""
+
+    def __init__(self, layer: str, count: int) -> None:
+        super().__init__(layer)
+        self.layer, self.count = layer, count
 
 
 @dataclass
@@ -95,7 +105,9 @@ class RunRequest:
     (``"lstm|0|1|final_state/0"``), at every step of a loop over a cell. ``record_names`` contains the kinds to record
     besides the tapped ones. ``starts`` and ``nan_site`` are for loops over cells, see :class:`StepRecorder`.
     ``stepped_layers`` names the layers whose calls with one step are joined, ``separate_layers`` those whose calls with
-    one step do not continue each other. ``calls`` are those of the last run, in the order in which they happened.
+    one step do not continue each other. ``joined_layers``: those of ``other_layers`` whose calls are one array over
+    time if each belongs to a step of a recurrence, which ``step_sites`` are then hooked to tell. ``calls`` are those of
+    the last run, in the order in which they happened.
     """
 
     model: Any
@@ -111,7 +123,14 @@ class RunRequest:
     nan_site: str = ""
     stepped_layers: frozenset[str] = frozenset()
     separate_layers: frozenset[str] = frozenset()
+    joined_layers: frozenset[str] = frozenset()
+    step_sites: Sequence[RecurrentSite] = ()
     calls: list[LayerCall] = field(default_factory=list)
+
+    @property
+    def hooked_sites(self) -> list[RecurrentSite]:
+        """The recurrent layers to hook."""
+        return [*self.sites, *(() if self.stepped_layers.isdisjoint(self.joined_layers) else self.step_sites)]
 
     @cached_property
     def data(self) -> dict[str, Any]:
@@ -141,6 +160,9 @@ class LayerRecorder:
         self.job, self.tap, self.initial_state = job, tap, initial_state
         self.keras, self.training = job.keras, job.batch.training
         self.is_inside_a_layer = False
+        #: For each step of a recurrence, in the order in which they ran: the recurrence, and the number of samples.
+        self.steps: list[tuple[LayerCall, int | None]] = []
+        self._joined: dict[str, JoinedCalls] = {}
         self._recorders: dict[str, StepRecorder] = {}
         self._returned: set[str] = set()
         job.calls.clear()
@@ -163,7 +185,7 @@ class LayerRecorder:
             def override(layer: Any, name: str, method: Any) -> None:
                 override_attribute(layer, name, substitute_in_this_thread(method, getattr(layer, name)))
 
-            for site in self.job.sites:
+            for site in self.job.hooked_sites:
                 direction_index = direction_counts[site.name] = direction_counts.get(site.name, -1) + 1
                 if site.is_loop:
                     refuse_random(site, self.training)
@@ -174,6 +196,9 @@ class LayerRecorder:
                 override(layer, "call", self._recorded_layer_call(name, layer))
             self.keras.switch_cudnn_off(self.job.model, override_attribute)
             yield
+        for joined in self._joined.values():
+            if not joined.is_once_per_step(self.steps):
+                raise SeparateCallsError(joined.call.layer_name, len(joined.steps_before))
 
     def _recorder_of(self, site: RecurrentSite) -> StepRecorder:
         if site.name not in self._recorders:
@@ -219,18 +244,26 @@ class LayerRecorder:
             call.arrays[name] = tensor
         return tensor
 
-    def record_all(self, call: LayerCall, name: str, tree: Any) -> Any:
+    def record_all(self, call: LayerCall, name: str, tree: Any, step: int | None = None) -> Any:
         """Tap and record each tensor of a nested structure; return the structure with the tapped tensors.
 
         A tensor that occurs twice, such as h as output and state, is tapped once for each place and stays one
-        tensor. None, an input that is left out, has no array.
+        tensor. None, an input that is left out, has no array. ``step``: the number of the step that the tensors are of,
+        without their time axis of one step.
         """
         flat = self.keras.tree.flatten(tree)
         tapped_by_id: dict[int, Any] = {id(None): None}
         for i, tensor in enumerate(flat):
             if tensor is None:
                 continue
-            tapped_by_id[id(tensor)] = self.record(call, f"{name}/{i}", tapped_by_id.get(id(tensor), tensor))
+            tapped = tapped_by_id.get(id(tensor), tensor)
+            if step is None:
+                tapped = self.record(call, f"{name}/{i}", tapped)
+            elif len(tensor.shape) == 3 and tensor.shape[1] == 1:
+                tapped = self.keras.ops.expand_dims(self.record(call, f"{name}/{i}@{step}", tapped[:, 0]), 1)
+            else:
+                tapped = self.record(call, f"{name}/{i}@{step}", tapped)
+            tapped_by_id[id(tensor)] = tapped
         return self.keras.tree.pack_sequence_as(tree, [tapped_by_id[id(tensor)] for tensor in flat])
 
     def start_recurrent_call(
@@ -313,13 +346,60 @@ class LayerRecorder:
         original = layer.call
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            record = self.start_call(name)
+            with own_errors_unchanged():
+                record, step = self._start_layer_call(name)
             if args:
                 record.shape = tuple(getattr(args[0], "shape", ()))
-                args = (self.record_all(record, "input", args[0]), *args[1:])
-            return self.record_all(record, "output", original(*args, **kwargs))
+                args = (self.record_all(record, "input", args[0], step), *args[1:])
+            return self.record_all(record, "output", original(*args, **kwargs), step)
 
         return call
+
+    def _start_layer_call(self, name: str) -> tuple[LayerCall, int | None]:
+        """Return the record of a call of a layer that is not recurrent, and its step if the calls are joined.
+
+        SteppedLayerError is raised at the second call of a layer whose calls may be one array over time.
+        """
+        if name in self.job.stepped_layers:
+            if name not in self._joined:
+                self._joined[name] = JoinedCalls(self.start_call(name))
+            joined = self._joined[name]
+            joined.steps_before.append(len(self.steps))
+            return joined.call, len(joined.steps_before) - 1
+        if name in self.job.joined_layers - self.job.separate_layers and any(
+            call.layer_name == name for call in self.job.calls
+        ):
+            raise SteppedLayerError(name)
+        return self.start_call(name), None
+
+
+@dataclass
+class JoinedCalls:
+    """Calls of a layer that is not recurrent, in one record; ``steps_before``: the steps run before each of them."""
+
+    call: LayerCall
+    steps_before: list[int] = field(default_factory=list)
+
+    def is_once_per_step(self, steps: Sequence[tuple[LayerCall, int | None]]) -> bool:
+        """Return whether each call is just before, or each just after, one step of the same recurrence.
+
+        Their tensors must have samples as the first axis, and the same shapes at all steps.
+        """
+        for offset in (0, -1):
+            places = [before + offset for before in self.steps_before]
+            if len(set(places)) < len(places) or not all(0 <= place < len(steps) for place in places):
+                continue
+            recurrence, samples = steps[places[0]]
+            if [call for call, _ in steps if call is recurrence] == [steps[place][0] for place in places]:
+                return all(self._is_joinable(name, samples) for name in self.call.arrays)
+        return False
+
+    def _is_joinable(self, name: str, samples: int | None) -> bool:
+        kind, _, _ = name.partition("@")
+        shape = tuple(self.call.arrays[name].shape)
+        has_samples = len(shape) >= (1 if kind.startswith("input/") else 2) and shape[0] == samples
+        is_complete = all(f"{kind}@{step}" in self.call.arrays for step in range(len(self.steps_before)))
+        return has_samples and is_complete and shape == tuple(self.call.arrays[f"{kind}@0"].shape)
 
 
 class StepRecorder:
@@ -409,6 +489,7 @@ class StepRecorder:
         cell_run.received_states = [returned_by_id[id(s)] for s in flat]
         cell_run.call.arrays.update({f"final_state/{i}": s for i, s in enumerate(cell_run.received_states)})
         cell_run.steps += 1
+        self._recorder.steps.append((cell_run.call, output.shape[0]))
         if self._returns_nan:
             returned_by_id = {key: tensor + float("nan") for key, tensor in returned_by_id.items()}
         return returned_by_id[id(output)], self._keras.tree.pack_sequence_as(

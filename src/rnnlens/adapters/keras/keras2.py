@@ -70,7 +70,7 @@ class _Ops:
 
     cast, stack, stop_gradient, zeros, zeros_like = tf.cast, tf.stack, tf.stop_gradient, tf.zeros, tf.zeros_like
     sum, mean, sqrt, square = tf.reduce_sum, tf.reduce_mean, tf.sqrt, tf.square
-    is_tensor = tf.is_tensor
+    expand_dims, is_tensor = tf.expand_dims, tf.is_tensor
 
     @staticmethod
     def convert_to_tensor(value: Any, dtype: Any = None) -> Any:

@@ -21,8 +21,16 @@ from ..shared import Pull
 from ..shared.registered_cells import ComposedWeight
 from . import losses
 from .dialect import Dialect, dialect_of
-from .discover import ModelLayers, RecurrentSite, base_name, given_state_layers, implied_sites, locate_layers
-from .hooks import LayerCall, Loss, RunRequest
+from .discover import (
+    ModelLayers,
+    RecurrentSite,
+    base_name,
+    given_state_layers,
+    implied_sites,
+    locate_layers,
+    step_sites,
+)
+from .hooks import LayerCall, Loss, RunRequest, SeparateCallsError
 from .inputs import input_order
 from .restore import borrowed
 from .run import discard_memo, memo_for, program, run_with_loops, stamp_of_request
@@ -35,6 +43,8 @@ _MEMORY_FACTOR = 16
 _SIZES_SUFFIX = "~sizes"
 #: Suffix of the name under which a whole bidirectional layer is hooked, besides its two directions.
 _BIDIRECTIONAL_SUFFIX = "~whole"
+#: Suffix of the name under which a layer is hooked of which one call is meant, as in ``"embedding#2"``.
+_CALLS_SUFFIX = "~calls"
 
 
 @dataclass
@@ -88,7 +98,7 @@ class TappedPorts:
     def _layer_key(self, port: Port) -> str:
         assert port.layer is not None
         name = base_name(port.layer, self.model_layers)
-        index = port.layer[len(name) + 1 :] or "0"
+        index = port.layer[len(name) + 1 :]
         direction_sites = [site for site in self.model_layers.sites if site.name == name]
         if not direction_sites:
             return self._other_layer_key(port, name, self.model_layers.other_layers[name], index)
@@ -99,13 +109,15 @@ class TappedPorts:
                     hint='direction="forward" or direction="backward"',
                 )
             return self._other_layer_key(port, name + _BIDIRECTIONAL_SUFFIX, direction_sites[0].owner, index)
-        return self._site_key(port, direction_sites, index)
+        return self._site_key(port, direction_sites, index or "0")
 
     def _other_layer_key(self, port: Port, hook_name: str, layer: Any, index: str) -> str:
         if port.kind not in ("input", "output"):
             raise InputError(f"Layer {port.layer!r} has no {port.kind}: it is not recurrent.")
+        if index:
+            hook_name += _CALLS_SUFFIX
         self.other_layers[hook_name] = layer
-        return f"{hook_name}|0|{index}|{port.kind}/{port.index}"
+        return f"{hook_name}|0|{index or 0}|{port.kind}/{port.index}"
 
     def _site_key(self, port: Port, direction_sites: list[RecurrentSite], index: str) -> str:
         direction_index = next(
@@ -208,9 +220,20 @@ class KerasPullback(Run):
                 job = replace(
                     own_job, stepped_layers=job.stepped_layers, separate_layers=job.separate_layers, starts=job.starts
                 )
-            self._run_forward(job)
+            try:
+                self._run_forward(job)
+            except SeparateCallsError as error:
+                raise self._several_calls_error(error) from None
 
         run_with_loops(self._run_request(model, batch, loss), attempt)
+
+    def _several_calls_error(self, error: SeparateCallsError) -> LayerNotFoundError:
+        port = next(port for port, key in self._tapped.keys.items() if key.partition("|")[0] == error.layer)
+        return LayerNotFoundError(
+            f"Layer {port.layer!r} was called {error.count} times, and not once at each step of one recurrence.",
+            expected=f"one call, {port.layer}#0 to {port.layer}#{error.count - 1}",
+            hint=f'"{port.layer}#0.{port.kind}"',
+        )
 
     def _tapped_ports(self, model: Any, batch: Batch, stepped: frozenset[str]) -> TappedPorts:
         """Return where the run of the model records each tensor that is differentiated, or by which one differentiates.
@@ -283,15 +306,18 @@ class KerasPullback(Run):
         tap_names = frozenset(self._tapped.keys[port] for port in (*self._wrt, *self._cut))
         sites = [site for site in self._tapped.model_layers.sites if not site.is_loop and site.refusal is None]
         sized_layers = {site.name + _SIZES_SUFFIX: site.owner for site in sites}
+        hooked_sites = self._tapped.hooked_sites(given_state_layers(self._tapped.model_layers, batch.initial_state))
         return RunRequest(
             model,
             batch,
-            self._tapped.hooked_sites(given_state_layers(self._tapped.model_layers, batch.initial_state)),
+            hooked_sites,
             self._tapped.other_layers | sized_layers,
             loss,
             tap_names=tap_names,
             record_names=frozenset(self._tapped.keys.values()) | {"outputs"},
             weights=self._tapped.weights,
+            joined_layers=frozenset(name for name in self._tapped.other_layers if not name.endswith(_CALLS_SUFFIX)),
+            step_sites=step_sites(self._tapped.model_layers, hooked_sites),
         )
 
     def _program(self, job: RunRequest) -> Any:

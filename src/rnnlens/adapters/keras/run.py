@@ -18,7 +18,15 @@ from ...errors import raised_by
 from ...settings import current
 from ..shared.call_errors import explain_layers, explain_loss
 from .dialect import Dialect
-from .hooks import ChangedStateError, LayerCall, LayerRecorder, RunRequest, Starts, SteppedLayerError
+from .hooks import (
+    ChangedStateError,
+    LayerCall,
+    LayerRecorder,
+    RunRequest,
+    SeparateCallsError,
+    Starts,
+    SteppedLayerError,
+)
 from .restore import borrowed, open_log, python_state_restored
 
 Result = TypeVar("Result")
@@ -93,6 +101,13 @@ def run_with_loops(job: RunRequest, attempt: Callable[[RunRequest], Result]) -> 
             return attempt(with_starts(job) if changes_states else job)
         except SteppedLayerError as error:
             job = replace(job, stepped_layers=job.stepped_layers | {error.layer}, calls=[])
+        except SeparateCallsError as error:
+            job = replace(
+                job,
+                stepped_layers=job.stepped_layers - {error.layer},
+                separate_layers=job.separate_layers | {error.layer},
+                calls=[],
+            )
         except ChangedStateError:
             changes_states = True
 
@@ -120,7 +135,7 @@ def with_starts(job: RunRequest) -> RunRequest:
     is not called in a loop over the steps.
     """
     no_starts: Starts = {
-        site.name: frozenset() for site in job.sites if site.is_loop or site.name in job.stepped_layers
+        site.name: frozenset() for site in job.hooked_sites if site.is_loop or site.name in job.stepped_layers
     }
     starts, separate_layers = {}, set[str]()
     for name in no_starts:
@@ -173,7 +188,7 @@ def _run_compiled_or_eager(
             )
             calls = memo.once("calls", lambda: [replace(c, arrays={}) for c in job.calls])
             return compiled_run(arguments), calls
-        except ChangedStateError:
+        except (ChangedStateError, SeparateCallsError):
             discard_memo(job.model, memo)
             raise
         except Exception:
