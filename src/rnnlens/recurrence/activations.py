@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from array_api_compat import is_torch_namespace
+from array_api_compat import is_jax_namespace, is_numpy_namespace, is_torch_namespace
 
 from ..typing import Array, Namespace
 
@@ -39,7 +39,12 @@ class Activation:
 
 
 def sigmoid(z: Array, xp: Namespace) -> Array:
-    """Return 1 / (1 + exp(-z)), without overflow, by operations that every framework can differentiate."""
+    """Return 1 / (1 + exp(-z)), without overflow, by operations that every framework can differentiate.
+
+    Values near 0 keep their relative precision in NumPy, torch and JAX; elsewhere the absolute one.
+    """
+    if is_torch_namespace(xp) or is_jax_namespace(xp) or is_numpy_namespace(xp):
+        return _sigmoid(z, xp)
     return 0.5 * xp.tanh(0.5 * z) + 0.5
 
 
@@ -52,11 +57,15 @@ def _as_number(condition: Array, like: Array, xp: Namespace) -> Array:
 
 
 def _sigmoid(x: Array, xp: Namespace) -> Array:
-    # tanh saturates without overflow, where exp(-x) would warn for large negative x.
-    a = xp.tanh(0.5 * x)
-    a *= 0.5
-    a += 0.5
-    return a
+    # Not by tanh, which loses values below the precision of 1: a gate of 1e-18 would be closed.
+    if is_torch_namespace(xp):
+        return xp.sigmoid(x)
+    if is_jax_namespace(xp):
+        return xp.exp(-xp.logaddexp(xp.zeros_like(x), -x))  # whose derivative is finite where exp(-x) is not
+    with np.errstate(over="ignore", under="ignore"):  # exp(-x) = inf gives 0, as it should
+        a = xp.exp(-x)
+    a += 1
+    return 1 / a
 
 
 def _softplus(x: Array, xp: Namespace) -> Array:

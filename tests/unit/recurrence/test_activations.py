@@ -1,12 +1,15 @@
 """Every activation of Keras: values against Keras' formulas in torch, derivatives against torch autograd."""
 
+import math
+
 import array_api_compat.numpy as np_xp
+import array_api_compat.torch as torch_xp
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as fn
 
-from rnnlens.recurrence.activations import ACTIVATIONS
+from rnnlens.recurrence.activations import ACTIVATIONS, sigmoid
 
 ORACLE = {
     "linear": lambda x: x,
@@ -71,3 +74,51 @@ def test_float32_stays_float32_and_extremes_do_not_warn():
 def test_values_are_new_arrays_that_a_cell_may_write_to():
     for activation in ACTIVATIONS.values():
         assert not np.shares_memory(activation.value(POINTS, np_xp), POINTS), activation.name
+
+
+def jax_arrays():
+    """Return the namespace of JAX, and its function that makes an array."""
+    jax_numpy = pytest.importorskip("jax.numpy")
+    return jax_numpy, jax_numpy.asarray
+
+
+MAKERS = {
+    "numpy": lambda: (np_xp, np.asarray),
+    "torch": lambda: (torch_xp, torch.as_tensor),
+    "jax": jax_arrays,
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("framework", "dtype"),
+    [  # JAX computes in float32 by default
+        ("numpy", np.float64),
+        ("numpy", np.float32),
+        ("torch", np.float64),
+        ("torch", np.float32),
+        ("jax", np.float32),
+    ],
+)
+def test_small_gates_keep_their_value_and_slope(framework, dtype):
+    """By the closed form exp(x) / (1 + exp(x)); at the open end to the precision of 1, as every framework."""
+    xp, make = MAKERS[framework]()
+    points = [-80.0, -40.0, -3.0, 0.0, 2.0, 40.0]
+    expected = np.array([math.exp(x) / (1 + math.exp(x)) for x in points])
+    slopes = np.array([math.exp(x) / (1 + math.exp(x)) ** 2 for x in points])
+    x = make(np.array(points, dtype))
+    tolerance = 200 * np.finfo(dtype).eps  # exp(-80) has the rounding of its argument, 80 times that of 1
+    for value in (ACTIVATIONS["sigmoid"].value(x, xp), sigmoid(x, xp)):
+        assert np.asarray(value).dtype == dtype
+        np.testing.assert_allclose(np.asarray(value), expected, rtol=tolerance)
+        slope = np.asarray(ACTIVATIONS["sigmoid"].slope(x, value, xp))
+        np.testing.assert_allclose(slope[:-1], slopes[:-1], rtol=tolerance)
+        assert abs(slope[-1] - slopes[-1]) <= np.finfo(dtype).eps
+    far = np.asarray(sigmoid(make(np.array([-1e4, 1e4], dtype)), xp))
+    assert far.tolist() == [0.0, 1.0]
+
+
+def test_the_sigmoid_of_cells_is_differentiated_at_small_gates():
+    x = torch.tensor([-1e4, -80.0, -40.0, 0.0], requires_grad=True)
+    sigmoid(x, torch_xp).sum().backward()
+    np.testing.assert_allclose(x.grad.numpy(), [0.0, math.exp(-80), math.exp(-40), 0.25], rtol=1e-5)
