@@ -389,6 +389,51 @@ def test_first_states_in_one_tensor_are_the_states():
     assert trace.certificate.state == "passed"
 
 
+class EqualCell(nn.Module):
+    """A step of two states that are equal after the first step from zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.update = nn.Linear(3, 5)
+
+    def forward(self, x, current, potential):
+        current = 0.8 * current + self.update(x)
+        potential = 0.9 * potential + current
+        return torch.sigmoid(potential), current, potential
+
+
+class EqualLoop(nn.Module):
+    """A loop over the step above that keeps the potentials of the last call."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = EqualCell()
+
+    def forward(self, x):
+        current, potential, outputs, self.states = x.new_zeros(len(x), 5), x.new_zeros(len(x), 5), [], []
+        for t in range(x.shape[1]):
+            output, current, potential = self.cell(x[:, t], current, potential)
+            potential.retain_grad()
+            self.states.append(potential)
+            outputs.append(output)
+        return torch.stack(outputs, 1)
+
+
+def test_states_that_are_equal_after_the_first_step_are_told_apart():
+    torch.manual_seed(0)
+    model, y = EqualLoop().double(), torch.zeros(4, 6, 5).double()
+    mse(model(X), y).backward()
+    states, grads = ([getattr(h, kind) for h in model.states] for kind in ("data", "grad"))
+    model.zero_grad()
+
+    trace = rl.trace(model, X, y, loss=mse)
+
+    np.testing.assert_allclose(trace["cell"].state_1.values, torch.stack(states, 1).numpy(), atol=1e-12)
+    np.testing.assert_allclose(trace["cell"].state_1_grad.values, torch.stack(grads, 1).numpy(), atol=1e-12)
+    assert trace["cell"].input.shape == (4, 6, 3)
+    assert trace.certificate.state == "passed"
+
+
 class Spiking(nn.Module):
     """A loop over steps first whose cell replaces an empty first state; ``start`` is that state's value."""
 

@@ -55,7 +55,9 @@ def find_roles(
     links: list[tuple[int, bool, int, int]] = []
     for i in floating:
         is_input = leaves[i] is default_input
-        same = [j for j, tensor in enumerate(returned) if _is_handed_on(leaves[i], tensor)]
+        # States may have equal values, as two that start from zero: a tensor itself counts before its values.
+        same = [j for j, tensor in enumerate(returned) if leaves[i] is tensor]
+        same = same or [j for j, tensor in enumerate(returned) if _is_handed_on(leaves[i], tensor)]
         if same:
             links.append((0, is_input, i, same[-1]))
         else:
