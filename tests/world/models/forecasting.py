@@ -126,16 +126,18 @@ def neuralforecast_dilated() -> Program:
     from neuralforecast.models import DilatedRNN
 
     model = DilatedRNN(h=3, input_size=8, encoder_hidden_size=5, dilations=[[1, 2]], decoder_hidden_size=4, max_steps=1)
-    return _windows(model)
+    # A linear layer mixes the steps into the horizon, of which every entry depends on every step.
+    return _windows(model, ("sample", "horizon", "unit"))
 
 
-def _windows(model: torch.nn.Module) -> Program:
+def _windows(model: torch.nn.Module, output_axes: tuple[str, ...] = ("sample", "time", "unit")) -> Program:
     """Return a program of a dictionary of a window's parts, as neuralforecast's own training step makes it."""
     return Program(
         model,
         batch(4, 8, 1, dtype=torch.float32),
         batch(4, 3, 1, dtype=torch.float32),
         functional.mse_loss,
+        output_axes=output_axes,
         given=lambda x: {"insample_y": x, "futr_exog": None, "hist_exog": None, "stat_exog": None},
         wrt="input[insample_y]",
     )
