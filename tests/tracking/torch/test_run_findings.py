@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 import rnnlens as rl
 from rnnlens.cli import main as command_line
 from rnnlens.cli.tail import ChosenScalars, print_lines, run_group
+from rnnlens.errors import CallError, ModelError, TrackingWarning
 
 STEPS = 12
 
@@ -139,6 +140,34 @@ def test_weights_whose_gradient_is_zero_at_every_step(tmp_path):
     assert "4 of 6 trained weights had no gradient" in finding.sentence
 
 
+def test_a_layer_without_a_gradient_is_found_in_batch_mode(tmp_path):
+    """Nothing of the layer can be recorded then, but the weights and their gradients can."""
+    torch.manual_seed(0)
+    net = Echo(cut=True)
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    with pytest.warns(TrackingWarning, match="lstm got no gradient.*only the change of the weights was recorded"):
+        run, saved = train(tmp_path / "a.zarr", net, optimizer, watch_batches=True)
+    (finding,) = run.findings
+    assert finding.code == "WEIGHTS_WITHOUT_GRADIENT"
+    assert finding.evidence["weights"] == [name for name, p in net.named_parameters() if p.grad is None]
+    assert run.steps.values.tolist() == [*range(1, STEPS + 1)]
+    ratios = run.scalar("update_ratio/head.weight").values
+    expected = [ratio(before["head.weight"], after["head.weight"]) for before, after in saved]
+    np.testing.assert_allclose(ratios, expected, rtol=1e-6)
+    assert np.isfinite(run.scalar("loss").values).all()
+
+
+def test_a_frozen_layer_is_found_in_batch_mode(tmp_path):
+    torch.manual_seed(0)
+    net = Echo()
+    net.lstm.requires_grad_(False)
+    optimizer = torch.optim.Adam(net.head.parameters(), 1e-2)
+    with pytest.warns(TrackingWarning, match="does not require a gradient"):
+        run, _ = train(tmp_path / "a.zarr", net, optimizer, watch_batches=True)
+    (finding,) = run.findings
+    assert (finding.code, finding.evidence["layers"]) == ("FROZEN", ["lstm"])
+
+
 def test_weights_that_the_optimizer_has_not_got(tmp_path):
     torch.manual_seed(0)
     net = Echo()
@@ -245,3 +274,14 @@ def test_command_line_page_and_figure_of_a_run_with_a_finding(tmp_path, capsys):
     assert names.count("change of a weight by one step, by its norm") == 1
     (panel,) = rl.plot.timeline(run, "update_ratio/*")
     assert len(panel.lines) == 6
+
+
+def test_a_diagnosis_of_a_followed_training_is_sent_to_its_findings(tmp_path):
+    torch.manual_seed(0)
+    net = Echo()
+    run, _ = train(tmp_path / "a.zarr", net, torch.optim.Adam(net.parameters(), 1e-2))
+    with pytest.raises(CallError, match=r"missing a required argument: 'x'[^$]*run\.findings"):
+        rl.diagnose(run)
+    with pytest.raises(ModelError, match=r"run\.findings"):
+        rl.diagnose(run, *batch())
+    assert run.findings == []

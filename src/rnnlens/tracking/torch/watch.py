@@ -18,7 +18,7 @@ from ..recorder import Recorder
 from ..records import Probe, TrainingRecord
 from ..store import Store
 from ..watch_arguments import names_tuple, refuse_unknown_layers
-from ..weight_updates import is_due_at
+from ..weight_updates import is_due_at, trained_shares
 from .plan import WatchPlan, inner_module, rank_and_world
 from .steps import NO_STEP, NonfiniteCheck, Steps, scaler_on_stack, steps_taken, uncaptured_reason
 from .watched_batch import WatchedBatch, record_of
@@ -411,10 +411,9 @@ class TorchWatch:
         batch = self.latest if self._captured_pass is not None and not self._capture_has_failed else None
         if self._capture_has_failed:
             pass  # a gap already
-        elif batch is None:
-            self._recorder.count_missed(uncaptured_reason(self._capture))
-        elif not batch.has_calls:
-            self._recorder.count_missed(" ".join(batch.notes) or uncaptured_reason(self._capture))
+        elif batch is None or not batch.has_calls:
+            notes = [] if batch is None else batch.notes
+            self._record_weights(" ".join(notes) or uncaptured_reason(self._capture))
         elif self._recorder.writes and self._recorder.sinks:
             batch.counted_weights = None if self._steps is None else self._steps.counted_weights
             updates = self._update_scalars
@@ -424,6 +423,23 @@ class TorchWatch:
         self._capture.reset()
         if batch is not None and self.plan.on_batch is not None:
             self.plan.on_batch(batch)
+
+    def _record_weights(self, why_alone: str) -> None:
+        """Record the change of the weights in a step whose recurrent layers have nothing to record."""
+        updates = self._update_scalars
+        if not updates:
+            self._recorder.count_missed(why_alone)
+            return
+        self._recorder.count_missed(f"{why_alone}; of these batches only the change of the weights was recorded")
+        loss = _as_float(self.loss)
+        losses = {} if loss is None else {"loss": loss}
+
+        def make_record() -> TrainingRecord:
+            layers = [info.name for info in adapter_for(self.model).known_layers(self.model)]
+            scalars = {**losses, **trained_shares(self.model, layers), **updates}
+            return TrainingRecord(self.steps, self._epoch, "batch", scalars)
+
+        self._recorder.record(self.steps, make_record, source="batch")
 
     def _record_probe_if_due(self) -> None:
         if not self.plan.probe_schedule.is_off and self._recorder.is_due_by(
