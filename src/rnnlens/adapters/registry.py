@@ -80,6 +80,8 @@ def _hint_for(model: Any) -> str:
         )
     if type(model).__module__.startswith("tensorflow."):
         return GRAPHS_HINT
+    if type(model).__name__ == "TrainingRun":
+        return "run.findings are those of a followed training; else pass the model itself"
     if isinstance(model, Mapping) and _has_arrays_of_jax(model):
         return "rl.jax.model(module, params): a module or apply function first, and then its parameters"
     if isinstance(model, Mapping):

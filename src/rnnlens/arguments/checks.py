@@ -80,7 +80,7 @@ def checked(**table: Check) -> Callable[[Callable[P, R]], Callable[P, R]]:
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError as error:
-                raise _call_error(function, signature, kwargs, error) from None
+                raise _call_error(function, signature, args, kwargs, error) from None
             for name, value in bound.arguments.items():
                 if name in table and value is not signature.parameters[name].default:
                     bound.arguments[name] = table[name](name, value)
@@ -93,7 +93,11 @@ def checked(**table: Check) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def _call_error(
-    function: Callable[..., Any], signature: inspect.Signature, kwargs: Mapping[str, Any], error: TypeError
+    function: Callable[..., Any],
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    error: TypeError,
 ) -> CallError:
     """Return the error for arguments that a function does not have, or misses."""
     parameters = [p for n, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD and n != "self"]
@@ -108,6 +112,8 @@ def _call_error(
     )
     if unknown_name in _FOREIGN_ARGUMENTS:
         hint = _FOREIGN_ARGUMENTS[unknown_name]
+    if function_name == "diagnose" and any(type(value).__name__ == "TrainingRun" for value in args):
+        hint = f"run.findings are those of a followed training; of the model itself: {hint}"
     return CallError(f"{function_name} cannot be called like this: {error}.", hint=hint)
 
 
