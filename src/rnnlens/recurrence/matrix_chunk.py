@@ -153,6 +153,20 @@ class MatrixChunk:
         pulled = _solve_unit_triangular(transpose(self._system), (c.left * self.to_end) @ later, upper=True)
         return earlier - transpose(c.right * self.from_start) @ pulled
 
+    def influence(self, gramian: Array) -> tuple[Array, Array]:
+        """Return w_t^T O_t w_t, (..., step), and the Gramian O (..., key, key) before the chunk, from that after it."""
+        c, transpose = self.coefficients, self.xp.matrix_transpose
+        #: What each step writes, in the outputs of the chunk and in its last state; its first state in the outputs.
+        in_outputs, in_end, of_start = self._read_writes, transpose(c.write * self.to_end), c.read * self.from_start
+        if c.left is not None:
+            removed = _solve_unit_triangular(self._system, self._writes_seen, upper=False)
+            in_outputs = in_outputs - self._read_lefts @ removed
+            in_end = in_end - transpose(c.left * self.to_end) @ removed
+            removed = _solve_unit_triangular(self._system, c.right * self.from_start, upper=False)
+            of_start = of_start - self._read_lefts @ removed
+        energies = (in_outputs**2).sum(-2) + (in_end * (gramian @ in_end)).sum(-2)
+        return energies, transpose(of_start) @ of_start + self.carry_back(transpose(self.carry_back(gramian)))
+
     def gradients(self) -> Coefficients:
         """Return the gradients of all coefficients, after :meth:`pull_back`."""
         c, xp, pairs = self.coefficients, self.xp, self.pairs

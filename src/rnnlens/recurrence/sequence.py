@@ -406,6 +406,8 @@ def later_influence(cell: SequenceCell) -> Array | None:
     """
     if cell.read is None:
         return None if cell.right is not None else _diagonal_influence(cell)
+    if has_matrix_form(cell):
+        return _matrix_influence(cell)
     xp, axis = namespace(cell.write[0]), cell.axis
 
     def vectors(part: Any) -> Any:
@@ -434,6 +436,20 @@ def later_influence(cell: SequenceCell) -> Array | None:
         for factor in outside:
             energy = energy * abs(vectors(factor)[..., 0]) ** 2
         pieces.append(_sum_after_heads(cell, energy, contracted=1))
+    return xp.concat(pieces[::-1], axis=1)
+
+
+def _matrix_influence(cell: SequenceCell) -> Array:
+    """Compute :func:`later_influence` of a cell in matrix form, by products over chunks."""
+    xp, pieces, gramian = namespace(cell.write[0]), [], None
+    for steps in reversed(chunks(cell.steps)):
+        form = MatrixForm(cell.at(steps))
+        chunk = form.chunk(cell.start)
+        if gramian is None:
+            first = chunk.coefficients.write[..., :1, :]
+            gramian = xp.zeros_like(xp.matrix_transpose(first) * first)
+        energies, gramian = chunk.influence(gramian)
+        pieces.append(xp.moveaxis(energies * (chunk.coefficients.value**2).sum(-1), -1, 1))
     return xp.concat(pieces[::-1], axis=1)
 
 

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rnnlens.recurrence import sequence
 from rnnlens.recurrence.matrix_form import has_matrix_form
@@ -251,6 +252,23 @@ def test_influence_of_a_step_is_the_derivative_of_all_outputs_by_the_size_of_its
         cell = make_cell(family, kind, 37)
         energies = torch.broadcast_to(sequence.later_influence(cell), (2, 37, 2))
         torch.testing.assert_close(energies, influence_by_autograd(cell), rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("family", ["per head", "delta", "delta per key"])
+def test_influence_of_all_steps_costs_less_than_two_scans(family):
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.calls += 1
+            return function(*args, **(kwargs or {}))
+
+    cell = make_cell(family, "mixed", 4 * sequence.CHUNK)
+    with Count() as of_scan:
+        forward(cell)
+    with Count() as of_influence:
+        sequence.later_influence(cell)
+    assert of_influence.calls < 2 * of_scan.calls
 
 
 def test_influence_of_complex_states_and_of_states_that_are_the_outputs():
