@@ -74,6 +74,24 @@ class LabelledArray(xr.DataArray):  # type: ignore[no-untyped-call]  # xarray's 
                 raise
             raise unknown from error
 
+    def isel(self, indexers: Mapping[Any, Any] | None = None, *args: Any, **positions: Any) -> Any:
+        """Select by position, as xarray does; a dimension that is not there is an error with those that are.
+
+        Raises
+        ------
+        QuantityNotFoundError
+            If a dimension does not exist.
+        """
+        try:
+            return super().isel(indexers, *args, **positions)
+        except ValueError as error:
+            asked = {**(indexers or {}), **positions}
+            unknown = next((dim for dim in asked if dim not in {*self.dims, "drop", "missing_dims"}), None)
+            if unknown is None:
+                raise
+            hint = did_you_mean(unknown, map(str, self.dims))
+            raise QuantityNotFoundError(f"There is no dimension {unknown!r}.", hint=hint) from error
+
     def _unknown_label(self, labels: Mapping[Any, Any]) -> QuantityNotFoundError | None:
         """Return the error for the first dimension or label by name that does not exist; None if all exist."""
         for dim, label in labels.items():

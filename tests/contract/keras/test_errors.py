@@ -42,13 +42,22 @@ CASES = {
         Batch(np.ones((2, 4, 5))),
         OUTPUTS_ONLY,
         errors.InputError,
-        "The feature count of x does not match the model.\n  got:      x of shape (2, 4, 5)\n  expected: (any, any, 3)",
+        "The feature count of x does not match the model.\n  got:      x of shape (2, 4, 5)\n"
+        "  expected: (any, any, 3)\n  try:      x with the 3 features of the training",
+    ),
+    "axes swapped": (
+        Batch(np.ones((2, 3, 5))),
+        OUTPUTS_ONLY,
+        errors.InputError,
+        "The feature count of x does not match the model.\n  got:      x of shape (2, 3, 5)\n"
+        "  expected: (any, any, 3)\n  try:      x.swapaxes(1, 2)",
     ),
     "no samples": (
         Batch(np.ones((0, 4, 3))),
         OUTPUTS_ONLY,
         errors.InputError,
-        "Batch is empty.\n  got:      x of shape (0, 4, 3)\n  expected: at least 1 sample",
+        "Batch is empty.\n  got:      x of shape (0, 4, 3)\n  expected: at least 1 sample\n"
+        "  try:      leave out a batch without samples: if len(x): ...",
     ),
     "no steps": (
         Batch(np.ones((2, 0, 3))),

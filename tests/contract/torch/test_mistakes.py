@@ -322,6 +322,19 @@ def test_labels_that_do_not_exist():
     assert (gru.gates.sel(gate="update") == gru.gates.isel(gate=0)).all()
 
 
+def test_a_dimension_that_is_not_there_and_an_empty_batch_say_what_to_type():
+    hidden = rl.trace(Net(), X, CLASSES, loss=cross_entropy)["lstm"].hidden
+    for select in (hidden.isel, hidden.sel):
+        with pytest.raises(rl.errors.QuantityNotFoundError, match="did you mean 'time'"):
+            select(timestep=0)
+    assert hidden.isel(time=0).dims == ("sample", "unit")
+    with pytest.raises(IndexError):
+        hidden.isel(time=999)
+    assert hidden.isel({"nothing": 0}, missing_dims="ignore").identical(hidden)
+    with pytest.raises(rl.errors.InputError, match=r"if len\(x\)"):
+        rl.trace(Net(), X[:0], CLASSES[:0], loss=cross_entropy)
+
+
 def test_a_comparison_is_indexed_by_model(tmp_path):
     table = rl.compare({"first": Net(), "second": Net(), "third": lambda: 1 / 0}, X, CLASSES, loss=cross_entropy)
     assert table["second"] is table.diagnoses["second"]

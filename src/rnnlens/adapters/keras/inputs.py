@@ -101,7 +101,8 @@ def _check_shapes(model: Any, x: Any) -> None:
             }
             other_axis = "An axis of the data is empty.", "no axis of length 0"
             problem, minimum = empty_axes.get(shape.index(0), other_axis)
-            raise InputError(problem, got=f"{name} of shape {shape}", expected=minimum)
+            hint = f"leave out a batch without samples: if len({name}): ..." if shape[0] == 0 else None
+            raise InputError(problem, got=f"{name} of shape {shape}", expected=minimum, hint=hint)
         if expected is not None and len(expected) == len(leaves):
             _check_shape(name, shape, expected[i])
     if expected is not None and getattr(model, "inputs", None) and len(expected) != len(leaves):
@@ -152,12 +153,17 @@ def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int | None, 
     mismatch = (
         "rank" if len(shape) != len(expected) else "feature count" if differing[-1] == len(shape) - 1 else "shape"
     )
-    batch_is_wrong = len(shape) == len(expected) and differing == [0]
+    hint = None
+    if len(shape) == len(expected) and differing == [0]:
+        hint = "a stateful layer keeps one state per sample of its batch"
+    elif mismatch == "feature count" and len(shape) == 3:
+        turned = shape[1] == expected[-1]
+        hint = f"{name}.swapaxes(1, 2)" if turned else f"{name} with the {expected[-1]} features of the training"
     raise InputError(
         f"The {mismatch} of {name} does not match the model.",
         got=f"{name} of shape {shape}",
         expected=_shape_in_words(expected),
-        hint="a stateful layer keeps one state per sample of its batch" if batch_is_wrong else None,
+        hint=hint,
     )
 
 

@@ -84,7 +84,8 @@ def as_tensors(data: Any, model: nn.Module, argument_name: str, device: torch.de
             tensor = torch.tensor(values, dtype=dtype if kind == "f" else None, device=device)
         if 0 in tensor.shape[: None if is_alone else 2]:  # one of several parts may have no features
             shape, expected = tuple(tensor.shape), "at least 1 sample and at least 1 time step"
-            raise InputError(f"{argument_name} is empty.", got=f"shape {shape}", expected=expected)
+            hint = f"leave out a batch without samples: if len({argument_name}): ..." if shape[:1] == (0,) else None
+            raise InputError(f"{argument_name} is empty.", got=f"shape {shape}", expected=expected, hint=hint)
         return tensor
 
     if isinstance(data, (int, float, bool, str)):
