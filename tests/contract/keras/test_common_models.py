@@ -190,3 +190,21 @@ def test_a_cell_in_the_models_own_loop_has_the_numbers_of_a_layer():
 def test_the_jacobian_of_probabilities_is_certified():
     model = keras.Sequential([keras.Input((5, 3)), L.GRU(4, name="rnn"), L.Dense(3, "softmax")])
     assert rl.jacobian(model, X, measure="norm").certificate.state == "passed"
+
+
+@keras.saving.register_keras_serializable("rnnlens_tests")
+class Small(L.Layer):
+    """A layer that adds a loss of its input."""
+
+    def call(self, x):
+        self.add_loss(keras.ops.mean(keras.ops.square(x)))
+        return x
+
+
+@pytest.mark.parametrize("layer", [Small(), L.ActivityRegularization(l2=0.1)], ids=["add_loss", "activity"])
+def test_weight_gradients_by_sample_refuse_losses_that_layers_add(layer):
+    model = sequential_model(L.GRU(4, name="rnn"), layer)
+    with pytest.raises(rl.errors.UnsupportedError, match="cannot be divided among samples"):
+        rl.gradients(model, X, Y, wrt="rnn/kernel", per_sample=True)
+    shares = rl.gradients(model, X, Y, wrt="rnn.hidden", per_sample=True)
+    np.testing.assert_allclose(shares, rl.gradients(model, X, Y, wrt="rnn.hidden"))

@@ -193,7 +193,8 @@ def outputs_of(model: Any, batch: Batch) -> Outputs:
         del y
         return keras.ops.zeros((), dtype=dtype_name(keras.tree.flatten(y_pred)[0]))
 
-    return Outputs(arrays, structure, masks, zero_loss if _has_own_losses(model) else None)
+    adds = structure["adds"] or _regularises_activity(model)
+    return Outputs(arrays, structure, masks, zero_loss if _has_own_losses(model) else None, layer_losses=adds)
 
 
 def loss_of(model: Any, batch: Batch, outputs: Outputs) -> tuple[float, list[Array | None]]:
@@ -274,8 +275,11 @@ def _may_be_masked(model: Any) -> bool:
 
 def _has_own_losses(model: Any) -> bool:
     """Return whether a Keras model has regularisers, of weights or activity, that add to its loss."""
-    regularised = bool(dialect_of(model).regularizers(model))
-    return regularised or any(layer.activity_regularizer is not None for layer in model._flatten_layers())
+    return bool(dialect_of(model).regularizers(model)) or _regularises_activity(model)
+
+
+def _regularises_activity(model: Any) -> bool:
+    return any(layer.activity_regularizer is not None for layer in model._flatten_layers())
 
 
 def _combination_of(keras: Dialect, loss: Any) -> str | None:

@@ -408,12 +408,15 @@ class Outputs:
     own_losses
         A loss function that returns zero by itself, so that only losses added by the model count; None if there are
         none.
+    layer_losses
+        Whether layers add losses of what they compute, so that the loss is more than a function of the outputs.
     """
 
     leaves: list[Array]
     tree: Any
     masks: list[Array | None] = field(default_factory=list)
     own_losses: Callable[..., Any] | None = None
+    layer_losses: bool = False
 
 
 @dataclass

@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 
 from ...adapters.protocol import LayerWeights, Port, Run, Taps
-from ...errors import LayerNotFoundError, ModelError
+from ...errors import LayerNotFoundError, ModelError, UnsupportedError
 from ...recurrence.trajectory import Adjoint
 from ...results.schema import to_host
 from ...typing import Array
@@ -126,6 +126,8 @@ def _pulled_gradients(request: BatchRequest) -> BatchGradients:
         request.adapter, request.model, request.batch, layers_inside(request)
     )
     gradient_plan = plan(request, replayed_layers)
+    if gradient_plan.outputs and gradient_plan.weights:
+        _refuse_layer_losses(request)
     of_all = bool(gradient_plan.outputs) or request.named is None
     known_cotangents = (
         {} if request.start is None else {port: request.start.cotangents[port] for port in gradient_plan.starts}
@@ -144,6 +146,17 @@ def _pulled_gradients(request: BatchRequest) -> BatchGradients:
     # Only the run showed that the model returns several tensors, and the request is about all of them.
     request.catalogue.outputs = tuple(map(str, range(count)))
     return _pulled_gradients(request)
+
+
+def _refuse_layer_losses(request: BatchRequest) -> None:
+    """Refuse shares of the loss by sample where layers add to it: a share is pulled from the outputs only."""
+    if request.adapter.run(request.model, request.batch.without_loss(), Taps()).outputs.layer_losses:
+        raise UnsupportedError(
+            "Layers add losses of what they compute, which cannot be divided among samples.",
+            got="per_sample=True, and a layer with add_loss() or an activity regularizer",
+            expected="a loss that is computed from the outputs of the model",
+            hint="per_sample=False; or of= a function of the output, which leaves the added losses out",
+        )
 
 
 class _PaddingError(Exception):
