@@ -68,6 +68,23 @@ def rollout(params, x):
     return jnp.swapaxes(jax.lax.scan(step, start, None, length=U)[1], 0, 1)
 
 
+def queries(params, x):
+    """Read a sequence, then answer learned queries, one at each further step."""
+    read = run(params["encoder"], jnp.zeros((x.shape[0], H)), x)[:, -1]
+
+    def step(h, query):
+        h = cell(params["decoder"], h, query)
+        return h, h @ params["head"]
+
+    return jnp.swapaxes(jax.lax.scan(step, read, params["queries"])[1], 0, 1)
+
+
+def queries_case():
+    params = {"encoder": cell_params(D, 1), "decoder": cell_params(A, 3), "head": numbers(H, A, seed=5)}
+    params["queries"] = numbers(U, A, seed=4)
+    return queries, params, numbers(B, T, D, seed=6), numbers(B, U, A, seed=8), "input", U
+
+
 def rollout_case():
     params = {"cell": cell_params(D, 1), "head": numbers(H, A, seed=5), "feed": numbers(A, D, seed=4)}
     return rollout, params, numbers(B, T, D, seed=6), numbers(B, U, A, seed=8), "input", U
@@ -90,6 +107,7 @@ CASES = {
     "even pyramid": lambda: pyramid_case(T),
     "odd pyramid": lambda: pyramid_case(T + 1),
     "rollout": rollout_case,
+    "queries": queries_case,
 }
 
 
@@ -126,7 +144,7 @@ def test_weights_of_a_cell_in_two_loops_are_named_as_not_compared_and_their_grad
 
 def test_the_output_steps_of_the_jacobian_are_those_of_the_second_loop(case):
     model, function, params, x, _, wrt, steps = case
-    if function is rollout:  # the number of its steps is no size of the data
+    if function in (rollout, queries):  # the number of its steps is no size of the data
         return
     jacobian = rl.jacobian(model, x, wrt=wrt)
     assert jacobian.certificate.state == "passed"

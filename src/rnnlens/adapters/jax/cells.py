@@ -34,8 +34,8 @@ class Column:
 class ScanCell(StepCell):
     """One step of a loop on rows (n, size).
 
-    The body was traced for a number of samples; rows are taken in groups of that many. What a step reads but floats,
-    such as random keys, counters and flags, are further columns of the input, without a gradient.
+    The body was traced for a number of samples; rows are taken in groups of that many. What a step reads but floats of
+    each sample, such as random keys, counters, flags and times, are further columns of the input, without a gradient.
     """
 
     def __init__(

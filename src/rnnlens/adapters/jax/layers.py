@@ -303,12 +303,13 @@ def find_layers(program: ClosedJaxpr, loops: Sequence[Loop], roles: AxisRoles) -
 def _is_rollout(loop: Loop, roles: AxisRoles) -> bool:
     """Return whether a loop goes on from states of samples, one step at a time, without a sequence of its own.
 
-    Its states have no axis of time, and its steps get no weights of their own, as those of a loop over layers do.
+    Its states have no axis of time, and its steps get no matrices of their own, as those of a loop over layers do.
+    A vector of its own is the query or the position of a step.
     """
     _, _, inputs = loop.split(loop.equation.invars)
     states = [loop.carried[j] for j in _state_slots(loop)]
-    own_weights = [v for v in inputs if is_inexact(v.aval) and v.aval.ndim > 1 and v not in roles.sample]
-    return any(v in roles.sample for v in states) and not any(v in roles.time for v in states) and not own_weights
+    own_matrices = [v for v in inputs if is_inexact(v.aval) and v.aval.ndim > 2 and v not in roles.sample]
+    return any(v in roles.sample for v in states) and not any(v in roles.time for v in states) and not own_matrices
 
 
 def _state_slots(loop: Loop) -> list[int]:
@@ -322,6 +323,8 @@ def _state_slots(loop: Loop) -> list[int]:
 
 def _layer(program: ClosedJaxpr, loop: Loop, roles: AxisRoles) -> RecurrentLayer:
     known = None if loop.inside else recognise(loop, roles.sample, roles.samples)  # weights may differ between its runs
+    if known is not None and any(_is_of_all_samples(v, roles) for v in known.inputs):
+        known = None
     states = tuple(_state_slots(loop)) if known is None else known.states
     reads = {slot: _reads(program, loop, slot) for slot in states}
     if known is None:  # what others read comes first: it is the output
@@ -334,12 +337,18 @@ def _layer(program: ClosedJaxpr, loop: Loop, roles: AxisRoles) -> RecurrentLayer
 
 
 def _float_inputs(loop: Loop, roles: AxisRoles) -> tuple[Var, ...]:
-    """Return the float arguments of a body that differ between samples or steps, besides its states."""
+    """Return the float arguments of a body that differ between samples, besides its states; for one sample, all."""
     constants, _, inputs = loop.split(loop.body.jaxpr.invars)
     of_samples = [
         v for v, fixed in zip(constants, loop.fixed, strict=True) if not fixed and roles.sample.get(v) is not None
     ]
-    return tuple(v for v in (*inputs, *of_samples) if is_inexact(v.aval) and v in loop.read)
+    own = [v for v in inputs if not _is_of_all_samples(v, roles)]
+    return tuple(v for v in (*own, *of_samples) if is_inexact(v.aval) and v in loop.read)
+
+
+def _is_of_all_samples(variable: Var, roles: AxisRoles) -> bool:
+    """Return whether all samples of a batch share a variable, such as the time of a step: it has no gradient of each."""
+    return bool(roles.sample) and variable not in roles.sample
 
 
 def _reads(program: ClosedJaxpr, loop: Loop, slot: int) -> tuple[bool, bool]:
