@@ -1,4 +1,4 @@
-"""Loops whose steps read floats that all samples share: the time of a step, beside the data or in one array with them."""
+"""Loops whose steps read floats that all samples share: the time of a step, beside the data or joined to them."""
 
 import jax
 import jax.numpy as jnp

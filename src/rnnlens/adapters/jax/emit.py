@@ -26,14 +26,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
-from .jaxprs import bind, closed, is_inexact, needed_equations
+from .jaxprs import bind, is_inexact, needed_equations
 from .loops import Loop
 
 #: Path of a loop, and the name of one of its points.
@@ -104,22 +103,12 @@ class Emission:
             if path in self.opened:
                 results, found = self._run_loop(self.opened[path], operands, below)
                 records |= found
-            elif any(key.startswith(f"{path}/") for key in self.opened):  # a remat around a loop: kept, with its policy
-                inner = partial(self._run_remat, closed(equation.params["jaxpr"]), f"{path}/")
-                options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
-                results, found = jax.checkpoint(inner, **options)(operands, below)
-                records |= found
             else:
                 results = bind(equation, operands)
             values.write(equation.outvars, results)
         if isinstance(values, _StepValues):
             return values.step_results(self, records)
         return [values.read(atom, -1) for atom in jaxpr.outvars], records
-
-    def _run_remat(
-        self, program: ClosedJaxpr, prefix: str, operands: Sequence[Any], zeros: Mapping[Point, Any]
-    ) -> tuple[list[Any], dict[Point, Any]]:
-        return self._run(program, operands, zeros, prefix, _ProgramValues())
 
     def _run_loop(
         self, opened: OpenedLoop, operands: Sequence[Any], zeros: Mapping[Point, Any]

@@ -59,8 +59,9 @@ def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
 
 
 def flatten(program: ClosedJaxpr, remats: list[Any] | None = None) -> ClosedJaxpr:
-    """Return a program in which every ``jit`` is inlined, and every remat as well if ``remats`` collects their params.
+    """Return a program in which every ``jit`` and every remat around a loop is inlined.
 
+    If ``remats`` collects their params, every remat is.
     Every variable of the result is defined once, so that it identifies a value.
     """
     equations: list[Any] = []
@@ -72,7 +73,7 @@ def flatten(program: ClosedJaxpr, remats: list[Any] | None = None) -> ClosedJaxp
 
         for equation in jaxpr.eqns:
             name, operands = equation.primitive.name, [atom(v) for v in equation.invars]
-            if name in _CALLS or (remats is not None and name in REMAT):
+            if name in _CALLS or (name in REMAT and (remats is not None or _has_loop(equation))):
                 if name in REMAT and remats is not None:
                     remats.append(equation.params)
                 inner = closed(equation.params[_CALLS.get(name, "jaxpr")])
@@ -93,6 +94,12 @@ def flatten(program: ClosedJaxpr, remats: list[Any] | None = None) -> ClosedJaxp
     outputs = inline(jaxpr, {v: v for v in (*jaxpr.constvars, *jaxpr.invars)})
     flat = jaxpr.replace(constvars=[v for v, _ in constants], outvars=outputs, eqns=equations)
     return ClosedJaxpr(flat, [c for _, c in constants])
+
+
+def _has_loop(equation: Any) -> bool:
+    """Return whether a loop is anywhere within an equation."""
+    inner = (e for program in inner_programs(equation) for e in program.jaxpr.eqns)
+    return any(e.primitive.name in ("scan", "while") or _has_loop(e) for e in inner)
 
 
 def variables(atoms: Iterable[Any]) -> list[Var]:

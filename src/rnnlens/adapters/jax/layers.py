@@ -347,7 +347,7 @@ def _float_inputs(loop: Loop, roles: AxisRoles) -> tuple[Var, ...]:
 
 
 def _is_of_all_samples(variable: Var, roles: AxisRoles) -> bool:
-    """Return whether all samples of a batch share a variable, such as the time of a step: it has no gradient of each."""
+    """Return whether all samples share a variable, such as the time of a step: it has no gradient of each."""
     return bool(roles.sample) and variable not in roles.sample
 
 

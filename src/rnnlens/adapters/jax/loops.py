@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Var
 
-from .jaxprs import MOVES, REMAT, closed, flatten, inner_programs, line_of, needed_equations, variables
+from .jaxprs import closed, flatten, inner_programs, line_of, needed_equations, variables
 
 #: Equations whose inner loops are not opened, and the reason.
 _OPAQUE = {
@@ -97,10 +97,10 @@ class Loop:
 
 @dataclass
 class _Origins:
-    """Of variables: the parameters that they consist of (None for data), and whether they were reversed."""
+    """Of variables: the parameters that they consist of (none for data), and their axes that were reversed."""
 
     weights: dict[Var, frozenset[int]] = field(default_factory=dict)
-    flipped: dict[Var, bool] = field(default_factory=dict)
+    flipped: dict[Var, frozenset[int]] = field(default_factory=dict)
 
     def of(self, atom: Any) -> frozenset[int]:
         return self.weights.get(atom, frozenset()) if isinstance(atom, Var) else frozenset()
@@ -111,9 +111,26 @@ class _Origins:
         sources = [self.of(v) for v in operands]
         if operands and all(sources):
             self.weights.update(dict.fromkeys(equation.outvars, frozenset().union(*sources)))
-        if name in MOVES and operands:
-            flip = self.flipped.get(operands[0], False) != (name == "rev")
-            self.flipped.update(dict.fromkeys(equation.outvars, flip))
+        data = [v for v in operands if not self.of(v)]
+        axes = frozenset[int]().union(*(self.flipped.get(v, frozenset()) for v in data))
+        if axes or name == "rev":
+            self.flipped.update((v, _flipped_after(equation, axes, v.aval.ndim)) for v in equation.outvars)
+
+
+def _flipped_after(equation: Any, axes: frozenset[int], count: int) -> frozenset[int]:
+    """Return the reversed ones of a result's ``count`` axes, given those of the operands."""
+    name, params = equation.primitive.name, equation.params
+    if name == "rev":
+        return axes ^ frozenset(params["dimensions"])
+    if name == "transpose":
+        return frozenset(i for i, axis in enumerate(params["permutation"]) if axis in axes)
+    if name == "broadcast_in_dim":
+        return frozenset(params["broadcast_dimensions"][axis] for axis in axes)
+    if name == "squeeze" or (name.startswith("reduce_") and "axes" in params):
+        removed = params["dimensions" if name == "squeeze" else "axes"]
+        kept = [axis for axis in range(count + len(removed)) if axis not in removed]
+        return frozenset(i for i, axis in enumerate(kept) if axis in axes)
+    return frozenset(axis for axis in axes if axis < count)
 
 
 def find_loops(program: ClosedJaxpr, weight_names: Sequence[str], renamed: Mapping[str, str]) -> list[Loop]:
@@ -152,12 +169,12 @@ def _loops_of(
                 body_origins.weights.pop(v, None)
             reason = obstacle or ("a loop whose number of steps is not fixed" if name == "while" else "")
             loops += _loops_of(loop.body, body_origins, f"{path}/", (*inside, path), reason)
-        elif name in REMAT or name in _OPAQUE:
+        elif name in _OPAQUE:
             for inner in inner_programs(equation) if name != "pallas_call" else ():
                 inner = flatten(inner)
                 operands_of = zip(inner.jaxpr.invars[::-1], equation.invars[::-1], strict=False)
                 inner_origins = _Origins({v: origins.of(atom) for v, atom in operands_of if origins.of(atom)})
-                loops += _loops_of(inner, inner_origins, f"{path}/", inside, obstacle or _OPAQUE.get(name, ""))
+                loops += _loops_of(inner, inner_origins, f"{path}/", inside, obstacle or _OPAQUE[name])
     return loops
 
 
@@ -173,7 +190,7 @@ def _loop(path: str, equation: Any, origins: _Origins, inside: tuple[str, ...], 
         loop,
         length=equation.params.get("length"),
         weights=tuple(weights),
-        flipped=any(origins.flipped.get(v, False) for v in variables(inputs)),
+        flipped=any(0 in origins.flipped.get(v, ()) for v in variables(inputs)),
         obstacle=obstacle or ("" if is_scan else "a while loop, whose number of steps is not fixed"),
         fixed=tuple(not isinstance(atom, Var) or bool(origins.of(atom)) for atom in constants),
     )
