@@ -120,7 +120,7 @@ def test_a_training_that_is_not_finite_after_two_records(tmp_path):
     assert "the loss became infinite or NaN" in finding.sentence
     count = int(np.isfinite(run.scalar("update_by_initial_norm")).sum())
     assert count < 3
-    assert f"over {count} recorded steps" in finding.sentence
+    assert f"over {count} recorded {'step' if count == 1 else 'steps'})" in finding.sentence
 
 
 def test_weights_whose_gradient_is_zero_at_every_step(tmp_path):
