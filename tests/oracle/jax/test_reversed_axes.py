@@ -2,10 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax_programs import B, D, H, T, numbers
+from flax import nnx
+from jax_programs import B, D, H, T, double, mse, numbers
+from unrolled_jax import difference
 
 import rnnlens as rl
+from rnnlens.errors import ModelError
 
 
 def run(params, x):
@@ -57,3 +61,29 @@ def test_direction_and_states_are_those_of_time(function, directions):
     trace = rl.trace(model, x)
     for name, states in zip(trace, function(params, jnp.asarray(x)), strict=True):
         assert abs(trace[name].hidden.values - jnp.swapaxes(states, 0, 1)).max() < 1e-12
+
+
+def cell(features, seed):
+    return nnx.GRUCell(features, H, rngs=nnx.Rngs(seed), **double())
+
+
+class Tagger(nnx.Module):
+    """Two directions over sequences of unequal lengths, which Flax reverses within their lengths, and a layer above."""
+
+    def __init__(self):
+        self.both = nnx.Bidirectional(nnx.RNN(cell(D, 0)), nnx.RNN(cell(D, 1)))
+        self.above = nnx.RNN(cell(2 * H, 2))
+
+    def __call__(self, x, lengths):
+        return self.above(self.both(x, seq_lengths=lengths), seq_lengths=lengths)
+
+
+def test_a_half_over_sequences_reversed_within_their_lengths_is_named_as_not_looked_into():
+    model, x = Tagger(), (numbers(B, T, D), np.array([T, 2, 4]))
+    trace = rl.trace(model, x, numbers(B, T, H, seed=1), loss=mse)
+    assert list(trace) == ["both.forward_rnn.cell", "above.cell"]
+    assert any("both.backward_rnn.cell, within an order of steps" in note for note in trace.notes)
+    output = nnx.clone(model)(jnp.asarray(x[0]), x[1])
+    assert difference(trace["above.cell"].hidden, output) < 1e-12
+    with pytest.raises(ModelError, match="reverse or sort the sequences before the call"):
+        rl.layers(nnx.RNN(cell(D, 0), reverse=True), {"inputs": x[0], "seq_lengths": x[1]})

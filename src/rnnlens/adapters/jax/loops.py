@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Var
 
-from .jaxprs import closed, flatten, inner_programs, line_of, needed_equations, variables
+from .jaxprs import closed, flatten, inner_programs, is_inexact, line_of, needed_equations, variables
 
 #: Equations whose inner loops are not opened, and the reason.
 _OPAQUE = {
@@ -20,6 +20,9 @@ _OPAQUE = {
     "pallas_call": "a pallas kernel",
     "custom_linear_solve": "a linear solve",
 }
+
+#: Obstacle of a loop over data that the program reversed within lengths, or sorted: its steps have no fixed order.
+REORDERED = "an order of steps or samples that the data give"
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,10 +100,16 @@ class Loop:
 
 @dataclass
 class _Origins:
-    """Of variables: the parameters that they consist of (none for data), and their axes that were reversed."""
+    """Of variables: the parameters that they consist of (none for data), and their axes that were reversed.
+
+    ``data``: those that depend on the data. ``reordered``: those whose entries are in an order that the data give, as
+    where each sequence is reversed within its length; a second reordering restores the first.
+    """
 
     weights: dict[Var, frozenset[int]] = field(default_factory=dict)
     flipped: dict[Var, frozenset[int]] = field(default_factory=dict)
+    data: set[Var] = field(default_factory=set)
+    reordered: set[Var] = field(default_factory=set)
 
     def of(self, atom: Any) -> frozenset[int]:
         return self.weights.get(atom, frozenset()) if isinstance(atom, Var) else frozenset()
@@ -112,9 +121,21 @@ class _Origins:
         if operands and all(sources):
             self.weights.update(dict.fromkeys(equation.outvars, frozenset().union(*sources)))
         data = [v for v in operands if not self.of(v)]
+        if self.data.intersection(operands):
+            self.data.update(equation.outvars)
+        if bool(self.reordered.intersection(data)) != self._reorders(equation):
+            self.reordered.update(equation.outvars)
         axes = frozenset[int]().union(*(self.flipped.get(v, frozenset()) for v in data))
         if axes or name == "rev":
             self.flipped.update((v, _flipped_after(equation, axes, v.aval.ndim)) for v in equation.outvars)
+
+    def _reorders(self, equation: Any) -> bool:
+        """Return whether an equation takes all entries of data in an order that the data give."""
+        if equation.primitive.name != "gather":
+            return False
+        source, order = equation.invars[:2]
+        is_data = isinstance(source, Var) and not self.of(source) and is_inexact(source.aval)
+        return is_data and order in self.data and equation.outvars[0].aval.shape == source.aval.shape
 
 
 def _flipped_after(equation: Any, axes: frozenset[int], count: int) -> frozenset[int]:
@@ -138,7 +159,8 @@ def find_loops(program: ClosedJaxpr, weight_names: Sequence[str], renamed: Mappi
 
     ``renamed``: other names for loops, by the name or line under which they would be listed.
     """
-    origins = _Origins(weights={v: frozenset([i]) for i, v in enumerate(program.jaxpr.invars[: len(weight_names)])})
+    parameters, data = program.jaxpr.invars[: len(weight_names)], program.jaxpr.invars[len(weight_names) :]
+    origins = _Origins({v: frozenset([i]) for i, v in enumerate(parameters)}, data=set(data))
     loops = _loops_of(program, origins, "", (), "")
     names: list[str] = []
     for loop in loops:
@@ -186,12 +208,15 @@ def _loop(path: str, equation: Any, origins: _Origins, inside: tuple[str, ...], 
     constants, initial, inputs = loop.split(equation.invars)
     read = _reaching_the_state(loop, [*constants, *initial, *inputs])
     weights = sorted(frozenset().union(*(origins.of(atom) for atom in read)))
+    is_reordered = bool(origins.reordered.intersection(variables(inputs)))
+    reason = REORDERED if is_reordered else ""
+    reason = reason if is_scan else "a while loop, whose number of steps is not fixed"
     return replace(
         loop,
         length=equation.params.get("length"),
         weights=tuple(weights),
         flipped=any(0 in origins.flipped.get(v, ()) for v in variables(inputs)),
-        obstacle=obstacle or ("" if is_scan else "a while loop, whose number of steps is not fixed"),
+        obstacle=obstacle or reason,
         fixed=tuple(not isinstance(atom, Var) or bool(origins.of(atom)) for atom in constants),
     )
 

@@ -24,7 +24,7 @@ from .associative import sequential_associative_scans
 from .axes import AxisRoles, find_roles
 from .jaxprs import flatten, variables
 from .layers import RecurrentLayer, find_layers
-from .loops import Loop, find_loops
+from .loops import REORDERED, Loop, find_loops
 from .models import OpenedModel, open_model
 from .numeric import evaluate
 from .recognise import StepValues, extract_weights, make_cell
@@ -288,7 +288,9 @@ class Program:
         raise ModelError(
             "There is no recurrent layer in this program: no lax.scan carries a state of floats.",
             got="; ".join(closed_loops) or f"{len(self.loops)} loops",
-            hint="write the time loop as jax.lax.scan: a loop in Python leaves no trace of its steps",
+            hint="reverse or sort the sequences before the call, and pass them to the model in the order of its steps"
+            if any(loop.obstacle == REORDERED for loop in self.loops)
+            else "write the time loop as jax.lax.scan: a loop in Python leaves no trace of its steps",
         )
 
     # Weights of known cells.
