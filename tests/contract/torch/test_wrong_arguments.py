@@ -241,7 +241,7 @@ def test_the_call_that_the_error_of_jacobian_names_works():
     model = nn.Sequential(nn.Linear(3, 2))
     with pytest.raises(ModelError) as caught:
         rl.jacobian(model, X)
-    call = str(caught.value).partition("try:")[2].partition("rl.")[2]
+    call = str(caught.value).rpartition("rl.")[2]
     jacobian = eval(f"rl.{call}", {"rl": rl, "model": model, "x": X})
     expected = np.broadcast_to(model[0].weight[0].detach(), X.shape)
     np.testing.assert_allclose(jacobian, expected, rtol=1e-6)

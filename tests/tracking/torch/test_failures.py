@@ -258,8 +258,9 @@ def test_nothing_holds_the_users_locals(tmp_path):
 def test_a_gradient_penalty_is_refused_by_name(tmp_path):
     """Steps with a gradient penalty are not recorded: their double backward pass adds other gradients to the loss's."""
     path = tmp_path / "a.zarr"
-    message = r"create_graph=True.*gradient at \w+ is not that of the loss alone; use a probe instead \(3 times\)"
+    message = r"create_graph=True.*gradient at \w+ is not that of the loss alone; use a probe instead; .* \(3 times\)"
     with pytest.warns(TrackingWarning, match=message):
         losses, _ = train(lambda model: rl.torch.watch(model, path, every=1), penalty=lambda step: step % 2 == 1)
     assert losses == train(penalty=lambda step: step % 2 == 1)[0]
-    assert rl.open(path).steps.values.tolist() == [1, 3, 5]
+    adjoint = rl.open(path).scalar("lstm/adjoint")  # of the other steps only the change of the weights is known
+    assert adjoint.step[np.isfinite(adjoint.values)].values.tolist() == [1, 3, 5]
