@@ -97,7 +97,7 @@ def test_every_verb_of_a_module_and_nothing_left_behind(tmp_path):
 
 def test_refusals_name_the_reason():
     x, y = data()
-    with pytest.raises(rl.errors.ModelError, match=r"rl\.jax\.model\(apply, params\)"):
+    with pytest.raises(rl.errors.ModelError, match=r"rl\.jax\.model\(module, params\)"):
         rl.trace(nn.Dense(2), x, y, loss=mse)
     with pytest.raises(rl.errors.ModelError, match="carries a state of floats"):
         rl.trace(rl.jax.model(lambda p, x: x @ p, np.ones((D, H), "f4")), x, y, loss=mse)

@@ -231,6 +231,9 @@ def _decoded(layer: RecurrentLayer, column: Column, rows: Any) -> Any:
         rows = (high << 16) | low
     if axis is None:
         rows = rows[:1]
+    if jnp.issubdtype(variable.aval.dtype, jnp.complexfloating):
+        real, imaginary = jnp.split(rows, 2, axis=-1)
+        rows = real + 1j * imaginary
     shape = tuple(variable.aval.shape)
     if _is_key(variable):
         data = (rows if column.halves else jnp.round(rows)).astype(jnp.uint32)
