@@ -122,7 +122,7 @@ def test_a_model_without_recurrence_is_shown_a_call_that_works():
     feedforward = keras.Sequential([keras.Input((5, 3)), keras.layers.Dense(2)])
     with pytest.raises(ModelError) as caught:
         rl.jacobian(feedforward, X)
-    call = str(caught.value).partition("try:")[2].partition("rl.")[2]
+    call = str(caught.value).rpartition("rl.")[2]
     jacobian = eval(f"rl.{call}", {"rl": rl, "model": feedforward, "x": X})
     kernel = keras.ops.convert_to_numpy(feedforward.layers[-1].kernel)
     np.testing.assert_allclose(jacobian, np.broadcast_to(kernel[:, 0], X.shape), rtol=1e-6)
