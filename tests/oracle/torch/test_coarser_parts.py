@@ -62,3 +62,31 @@ def test_batches_of_a_model_with_a_part_in_float32(seed):
     assert gradients.certificate.state == "passed"
     nn.functional.mse_loss(model(x), y).backward()
     np.testing.assert_allclose(gradients["out"]["bias"], model.out.bias.grad, rtol=1e-5)
+
+
+def test_the_loss_beside_weights_of_an_own_cell_is_held_to_the_dtype_of_the_model():
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(3 + 4, 4)
+
+        def forward(self, x, h):
+            h = torch.tanh(self.mix(torch.cat([x, h], 1)))
+            return h, h
+
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = Cell()
+
+        def forward(self, x):
+            h = x.new_zeros(len(x), 4)
+            for step in x.unbind(1):
+                _, h = self.cell(step, h)
+            return h
+
+    x, y = torch.randn(3, 5, 3, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    certificate = rl.weights(Loop().double(), x, y, loss=nn.functional.mse_loss).certificate
+    assert certificate.state == "passed"
+    assert "loss" in certificate.certified
+    assert max(check.bound for check in certificate.checks) < 1e-12

@@ -327,7 +327,8 @@ def certify_weights(
     calls = [] if capture is None else capture.calls
     lengths = [int(call.input.shape[1]) for call in calls]
     lengths += [sizes[TIME] for layer in labelled.values() if TIME in (sizes := layer.sizes)]
-    steps, dtype = max([*lengths, 64]), functools.reduce(coarser_dtype, [call.compute_dtype for call in calls], "")
+    steps, model_dtype = max([*lengths, 64]), str(request.facts.provenance.get("dtype", ""))
+    dtype = functools.reduce(coarser_dtype, [call.compute_dtype for call in calls], "") or model_dtype
     other_gradients = (
         {}
         if capture is None
