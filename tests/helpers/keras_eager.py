@@ -19,6 +19,28 @@ def eager_captures() -> Iterator[None]:
 
 
 @contextmanager
+def variables_unchanged() -> Iterator[None]:
+    """Restore on exit the values of TensorFlow variables that are assigned within the block."""
+    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+    originals = {}
+
+    def remembering(assign):
+        def wrapper(variable, *args, **kwargs):
+            originals.setdefault(id(variable), (variable, variable.read_value()))
+            return assign(variable, *args, **kwargs)
+
+        return wrapper
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("assign", "assign_add", "assign_sub"):
+            patch.setattr(ResourceVariable, name, remembering(getattr(ResourceVariable, name)))
+        yield
+    for variable, value in originals.values():
+        variable.assign(value)
+
+
+@contextmanager
 def op_by_op() -> Iterator[None]:
     """Execute functions that TensorFlow would trace into graphs eagerly within the block.
 
@@ -32,7 +54,8 @@ def op_by_op() -> Iterator[None]:
         return tf.nest.map_structure(lambda leaf: leaf if leaf is None else tf.convert_to_tensor(leaf), arguments)
 
     def graph(function, arguments):
-        function(*tensors(arguments))  # tracing would convert them, too
+        with variables_unchanged():  # tracing assigns nothing
+            function(*tensors(arguments))  # tracing would convert them, too
         return lambda *args: function(*tensors(args))
 
     def compiled(_, function, arguments, memo):
