@@ -89,10 +89,11 @@ def _hint_for(model: Any) -> str:
     return "pass the model itself, not its output or its weights"
 
 
-def _has_arrays_of_jax(tree: Any) -> bool:
-    """Return whether a nested dict holds arrays of JAX."""
+def _has_arrays_of_jax(tree: Any, around: frozenset[int] = frozenset()) -> bool:
+    """Return whether a nested dict holds arrays of JAX; ``around``: ids of the dicts around it, which it may hold."""
     if isinstance(tree, Mapping):
-        return any(map(_has_arrays_of_jax, tree.values()))
+        around |= {id(tree)}
+        return any(_has_arrays_of_jax(value, around) for value in tree.values() if id(value) not in around)
     return type(tree).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 

@@ -11,7 +11,7 @@ import math
 import operator
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from itertools import islice
 from typing import Any, ParamSpec, TypeVar
 
@@ -175,9 +175,8 @@ def number(
 
 def shares(name: str, value: Any) -> tuple[float, ...]:
     """Check one or several shares, 0 <= share <= 1, and return them as a tuple."""
-    values = [value] if isinstance(value, int | float) else value
-    is_list = isinstance(values, Iterable) and not isinstance(values, str | bytes)
-    checked = tuple(number(least=0)(name, share) for share in values) if is_list else ()
+    values = [value] if isinstance(value, int | float) else as_list(value)
+    checked = tuple(number(least=0)(name, share) for share in values or ())
     if not checked or max(checked) > 1:
         raise InputError(f"{name}= has shares.", got=short_repr(value), expected="0.5, or (0.5, 0.25): 0 to 1")
     return checked
@@ -212,7 +211,7 @@ def names(name: str, value: Any) -> str | tuple[str, ...]:
     items = None if items is None else list(map(as_name, items))
     if not items or not all(isinstance(item, str) and item.strip() for item in items):
         got = "no names" if items is not None and not items else short_repr(value)
-        called = getattr(value, "name", None)
+        called = value.name if has_attribute(value, "name") else None
         hint = f"{name}={called!r}" if isinstance(called, str) else None
         if hint is None and name == "layers":
             hint = "a name that rl.layers(model) lists, such as layers='lstm'"

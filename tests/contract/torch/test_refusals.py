@@ -11,7 +11,7 @@ from hostile import RaisesOnAnyUse, RaisingArray, UnreadableArray
 from torch import nn
 
 import rnnlens as rl
-from rnnlens.errors import InputError, RnnlensError
+from rnnlens.errors import InputError, ModelError, RnnlensError
 
 pytestmark = pytest.mark.check
 
@@ -90,6 +90,18 @@ def test_names_and_steps_given_twice(net):
     for steps in ([1, 1], [0, -6], np.array([2, 2])):
         with pytest.raises(InputError, match="selects a position along 'time' twice"):
             rl.gradients(net, X, of="output", wrt="input", reduce="sum", at={"time": steps})
+
+
+def test_objects_that_cannot_be_read(net):
+    cyclic = {}
+    cyclic["a"] = cyclic
+    with pytest.raises(ModelError, match="not a model"):
+        rl.layers(cyclic)
+    with pytest.raises(InputError, match="wrt= names nothing"):
+        rl.gradients(net, X, Y, loss=LOSS, wrt=RaisesOnAnyUse())
+    for keep in (np.array(0.5), RaisesOnAnyUse()):
+        with pytest.raises(InputError, match="keep= has shares"):
+            rl.weights(net, X, Y, loss=LOSS, measure="norm", keep=keep)
 
 
 @pytest.mark.parametrize("returned", [None, "0.5", 1j, np.ones(2, complex)], ids=str)
