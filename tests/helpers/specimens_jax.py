@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from specimen import Specimen, generators
+from specimen import NO_TRAINING, Declared, Specimen, generators
 
 import rnnlens as rl
 from rnnlens.adapters.jax import capture
@@ -82,6 +82,49 @@ class Tagger(nnx.Module):
 
 def tagger():
     return Tagger(), mse
+
+
+class Private(nnx.Module):
+    """A module with properties that raise an error, and a table."""
+
+    def __init__(self):
+        self.table = nnx.Embed(7, 3, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(3, use_running_average=True, rngs=nnx.Rngs(0))
+
+    @property
+    def activation(self):
+        raise ValueError("not here")
+
+    def __call__(self, ids):
+        return self.norm(self.table(ids))
+
+
+class Carrying(Tagger):
+    """A tagger of ids, with attributes called as facts are."""
+
+    def __init__(self):
+        super().__init__()
+        self.private, self.optimizer = Private(), "mine"
+
+    def __call__(self, ids):
+        return super().__call__(self.private(ids))
+
+
+def declared():
+    return Declared(
+        Carrying(),
+        {"x": np.arange(10).reshape(2, 5) % 7, "y": np.ones((2, 5, 2), "float32"), "loss": mse},
+        {"lstm.cell"},
+        {"inputs": (), "outputs": ()},
+        statistics={"private.norm": {"mean", "var"}, "lstm.rngs": {"count"}},
+    )
+
+
+TRAININGS = NO_TRAINING
+
+
+def guarded():
+    return Carrying(), np.arange(10).reshape(2, 5) % 7, set()
 
 
 FOREIGN = {

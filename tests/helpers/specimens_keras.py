@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
-from specimen import Specimen, generators
+from specimen import Declared, Specimen, generators
 from spoken_keras import LEGACY, engine, keras, states_of
 
 layers = keras.layers
@@ -82,6 +82,69 @@ def tagger():
     model = keras.Model(inputs, layers.Dense(2, name="top")(hidden))
     model.compile(optimizer="sgd", loss="mse", run_eagerly=True)  # compiled programs have tests of their own
     return model, "mse"
+
+
+def declared():
+    keras.utils.set_random_seed(0)
+    ids = keras.Input((4,), dtype="int32", name="ids")
+    inner = keras.Sequential([keras.Input((4, 3)), layers.Dense(3, activation="relu", name="hidden")], name="block")
+    x = inner(layers.Embedding(7, 3, name="table")(ids))
+    x = layers.Bidirectional(layers.GRU(2, return_sequences=True), name="both")(x)
+    x = layers.SpatialDropout1D(0.5, name="drop")(layers.BatchNormalization(name="norm")(x))
+    x = layers.ReLU(negative_slope=0.1, name="leaky")(layers.ReLU(name="relu")(x))
+    outputs = {"tag": layers.Dense(2, name="tag")(x), "all": layers.Activation("relu", name="act")(x)}
+    model = keras.Model(ids, outputs)
+    return Declared(
+        model,
+        {"x": np.arange(8).reshape(2, 4) % 7, "y": {"tag": np.ones((2, 4, 2)), "all": np.ones((2, 4, 4))}},
+        {"table", "block", "block/hidden", "both", "norm", "drop", "relu", "leaky", "tag", "act"},
+        {"inputs": ("ids",), "outputs": ("all", "tag")},
+        roles={"embedding": {"table"}, "dropout": {"drop"}, "relu": {"block/hidden", "relu", "act"}},
+        tables={"table": {"embeddings"}},
+        statistics={"norm": {"moving_mean", "moving_variance"}},
+        optimizer=(keras.optimizers.SGD(0.5), ""),
+    )
+
+
+def _compiled(clipping=None, scale=1.0, **options):
+    """Return a function that compiles a model with Adam, and the facts that it then has."""
+
+    def compile_model(model):
+        optimizer = keras.optimizers.Adam(**options)
+        if scale != 1.0:
+            optimizer = (keras.mixed_precision if LEGACY else keras.optimizers).LossScaleOptimizer(
+                optimizer, initial_scale=scale
+            )
+        model.compile(optimizer, {"tag": "mse"})
+
+    lookups = engine() == "tensorflow"
+    facts = {"optimizer": "Adam", "clipping": clipping, "loss": {"tag": "mse"}, "loss_scale": scale}
+    return compile_model, {**facts, "clips_lookups_apart": lookups}
+
+
+TRAININGS = {
+    "plain": _compiled(),
+    "clipnorm": _compiled(("clipnorm", 0.5), clipnorm=0.5),
+    "global clipnorm": _compiled(("global_clipnorm", 2.0), global_clipnorm=2),
+    "clipvalue": _compiled(("clipvalue", 0.1), clipvalue=0.1),
+    "scaled loss": _compiled(("clipnorm", 3.0), 64.0, clipnorm=3.0),
+}
+
+
+class Private(layers.Layer):
+    """A user's layer with a property ``activation`` that raises an error."""
+
+    @property
+    def activation(self):
+        raise ValueError("not here")
+
+    def call(self, x):
+        return x
+
+
+def guarded():
+    rnn = layers.SimpleRNN(2, activation="relu", name="rnn")
+    return keras.Sequential([keras.Input((4, 3)), rnn, Private(name="private")]), np.ones((2, 4, 3)), {"rnn"}
 
 
 def tensors():

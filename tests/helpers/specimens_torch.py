@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from specimen import Specimen, generators
+from specimen import NO_TRAINING, Declared, Specimen, generators
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -73,6 +73,55 @@ mixing = partial(specimen, Centred)
 def tagger():
     torch.manual_seed(0)
     return Chain(), functional.mse_loss
+
+
+class Carrying(nn.Module):
+    """Model with two 2-D weights called ``weight``, one of which is a table, and attributes called as facts are."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 3)
+        self.rnn = nn.RNN(3, 4, num_layers=2, nonlinearity="relu", batch_first=True)
+        self.drop = nn.Dropout(0.5)
+        self.heads = nn.ModuleList([nn.Linear(4, 2, dtype=torch.float64), nn.ReLU6()])
+        self.leaky = nn.LeakyReLU()
+        self.loss, self.optimizer, self.input_names = "mse", "mine", ["mine"]
+
+    def forward(self, x):
+        hidden = self.drop(self.rnn(self.table(x))[0])
+        return self.leaky(self.heads[1](self.heads[0](hidden.double())))
+
+
+def declared():
+    torch.manual_seed(0)
+    model = Carrying().eval()
+    return Declared(
+        model,
+        {"x": torch.arange(10).reshape(2, 5) % 7, "y": torch.randn(2, 5, 2).double(), "loss": functional.mse_loss},
+        {"table", "rnn[0]", "rnn[1]", "drop", "heads.0", "heads.1", "leaky"},
+        {"inputs": (), "outputs": ()},
+        roles={"embedding": {"table"}, "dropout": {"drop"}, "relu": {"rnn[0]", "rnn[1]", "heads.1"}},
+        tables={"table": {"weight"}},
+        optimizer=(torch.optim.SGD(model.heads.parameters(), lr=0.5), "heads."),
+    )
+
+
+TRAININGS = NO_TRAINING
+
+
+class Private(nn.Module):
+    """A user's module with a property ``nonlinearity`` that raises an error."""
+
+    @property
+    def nonlinearity(self):
+        raise ValueError("not here")
+
+    def forward(self, x):
+        return x
+
+
+def guarded():
+    return nn.Sequential(nn.Linear(3, 4), Private(), nn.ReLU()), torch.ones(2, 5, 3), {"2"}
 
 
 FOREIGN = {

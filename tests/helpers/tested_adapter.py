@@ -8,6 +8,10 @@ specimens_tf1:
 - ``mixing``: makes one whose samples do
 - ``stateful``: makes one whose forward pass changes all that its framework can change
 - ``tagger``: makes a small model of one LSTM for x (2, 5, 3) and y (2, 5, 2), and its loss
+- ``declared``: makes a ``Declared``, a model whose facts stand in it without a run
+- ``TRAININGS``: by name, functions that prepare such a model for training, and facts that it then has
+- ``guarded``: makes a model with a layer of the user's own whose attribute raises an error when it is read, an x, and
+  the set of the layers that are ReLU
 - ``FOREIGN``: by name, functions that make values of the framework that fit almost no argument
 - ``state_of``: returns all that a call must leave of a model and of arrays as it was, as values that can be compared
 - ``change``: changes the weights of a stateful model, and an array, in place

@@ -11,6 +11,7 @@ import optree
 import pytest
 
 import rnnlens as rl
+from rnnlens.data import DataBatch
 from rnnlens.results.nonfinite import Incident
 from rnnlens.typing import leaves_of, map_leaves, named_constants, named_leaves, signature
 
@@ -59,6 +60,14 @@ def test_an_ordered_dict_stays_one():
     mapped = map_leaves(lambda leaf: leaf + 1, OrderedDict(b=ARRAY, a=2))
     assert list(mapped) == ["b", "a"]
     assert mapped["a"] == 2
+
+
+def test_a_batch_stays_one():
+    mapped = map_leaves(lambda leaf: leaf + 1, DataBatch(ARRAY, {"b": ARRAY, "a": None}))
+    assert type(mapped) is DataBatch
+    np.testing.assert_array_equal(mapped.x, ARRAY + 1)
+    np.testing.assert_array_equal(mapped.y["b"], ARRAY + 1)
+    assert mapped.y["a"] is None
 
 
 THING = SimpleNamespace()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from spoken_keras import PACKAGE, keras, keras_adapter
+from specimens_keras import declared
+from spoken_keras import PACKAGE, engine, keras, keras_adapter
 
+from rnnlens.adapters.keras import reference_run
 from rnnlens.adapters.protocol import Batch, Taps
+from rnnlens.adapters.registry import adapter_for
 from rnnlens.testing import check_adapter
 from rnnlens.testing.keras_models import MODELS
 
@@ -76,3 +79,24 @@ def test_a_layer_that_nobody_calls_is_left_out():
         for call in adapter.run(model, Batch(data(), loss=loss), Taps.direct(weight_grads=True)).capture.calls
     ] == ["one"]
     assert list(adapter.weights(model)) == ["one"]
+
+
+def test_a_model_belongs_to_its_adapter_which_knows_the_engine():
+    model = MODELS["stacked"](keras)
+    assert adapter_for(model) is adapter
+    assert adapter.engine == engine()
+
+
+def test_names_and_ties_of_variables_are_read_once_for_all_weights(monkeypatch):
+    model = declared().model
+    walks, tied = [], reference_run.tied_variables
+    monkeypatch.setattr(reference_run, "tied_variables", lambda model: walks.append(1) or tied(model))
+    facts, names = adapter.facts(model), set(reference_run.names_of(model).values())
+    locations = [
+        facts.weight_location(layer, None, key)
+        for layer, weights in adapter.weights(model).items()
+        for key in weights.values
+    ]
+    assert len(locations) > 2
+    assert {location.name for location in locations if location is not None} <= names
+    assert walks == [1]

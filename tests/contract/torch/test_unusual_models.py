@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from specimens_torch import Carrying
 from torch import nn
 
 import rnnlens as rl
+from rnnlens.adapters.torch import adapter
 
 B, T, F, H = 3, 6, 3, 4
 MSE = nn.functional.mse_loss
@@ -263,3 +265,53 @@ def test_an_unknown_name_of_an_input_is_answered_by_one_that_can_be_typed():
     with pytest.raises(rl.errors.LayerNotFoundError, match=r"input\[0\]"):
         rl.gradients(model, (x, [8, 5, 7, 3]), y, loss=MSE, wrt="input[x]")
     assert rl.gradients(model, (x, [8, 5, 7, 3]), y, loss=MSE, wrt="input[0]").shape == (4, 8, F)
+
+
+def test_only_the_table_is_offered_where_ids_cannot_be_differentiated():
+    torch.manual_seed(0)
+    model = Carrying().eval()
+    ids = torch.arange(10).reshape(2, 5) % 7
+    with pytest.raises(rl.errors.InputError) as error:
+        rl.jacobian(model, ids)
+    assert 'wrt="table.output"' in str(error.value)
+    assert "heads" not in str(error.value)
+    g = rl.gradients(model, ids, of="output", reduce="sum", wrt=["table/weight", "heads.0/weight"])
+    assert g["table"]["weight"].attrs["touched_rows"] == 7
+    assert "touched_rows" not in g["heads.0"]["weight"].attrs
+
+
+def test_a_module_without_weights_has_a_name():
+    torch.manual_seed(0)
+    model = Carrying().eval()
+    ids = torch.arange(10).reshape(2, 5) % 7
+    g = rl.gradients(model, ids, of="output", reduce="sum", wrt="drop.output")
+    slope = torch.where(model(ids) > 0, 1.0, 0.01).double()
+    passing = (model.heads[0](model.rnn(model.table(ids))[0].double()) > 0) & (slope == 1)
+    expected = passing.double() @ model.heads[0].weight
+    torch.testing.assert_close(torch.tensor(g.values).double(), expected.detach(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        rl.layers,
+        rl.weights,
+        lambda model: rl.trace(model, torch.zeros(2, 5, 3)),
+        lambda model: adapter.facts(model).submodules,
+    ],
+)
+def test_a_module_that_waits_for_its_first_batch_is_refused_and_left_waiting(verb):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.GRU(3, 4, batch_first=True), nn.LazyLinear(2)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0])
+
+    model = Net()
+    with pytest.raises(rl.errors.ModelError, match="'head' is not built"):
+        verb(model)
+    assert model.head.has_uninitialized_params()
+    model(torch.zeros(2, 5, 3))
+    verb(model)

@@ -8,7 +8,7 @@ from functools import partial
 import graph_mode  # noqa: F401  sets the control flow of this process
 import numpy as np
 import tensorflow.compat.v1 as tf
-from specimen import Specimen, generators
+from specimen import NO_TRAINING, Declared, Specimen, generators
 
 import rnnlens as rl
 
@@ -59,6 +59,26 @@ mixing = partial(specimen, stack, centred=True)
 def tagger():
     net, _ = network({"lstm": tf.nn.rnn_cell.LSTMCell(4)}, dtype=tf.float32)
     return net, None
+
+
+def declared():
+    net, (loss, _) = network({"lstm": tf.nn.rnn_cell.LSTMCell(4)}, dtype=tf.float32)
+    return Declared(net, data(2, 5), {"lstm", "top"}, {"inputs": ("input",), "outputs": ("head",), "loss": loss})
+
+
+TRAININGS = NO_TRAINING
+
+
+class Private(tf.nn.rnn_cell.BasicRNNCell):
+    """A user's cell with a property that raises an error."""
+
+    @property
+    def activation(self):
+        raise ValueError("not here")
+
+
+def guarded():
+    return network({"rnn": Private(4, activation=tf.nn.relu)})[0], np.ones((2, 5, 3)), set()
 
 
 def _closed_session():
