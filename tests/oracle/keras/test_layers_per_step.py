@@ -10,6 +10,7 @@ from spoken_keras import engine, gradient, keras
 
 import rnnlens as rl
 from rnnlens.errors import LayerNotFoundError
+from rnnlens.verbs.differentiation import gather
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.op_by_op]
 
@@ -130,8 +131,41 @@ def test_calls_of_all_steps_are_one_array(case):
         by_output = rl.gradients(model, IDS, Y, of="loss", wrt=f"{name}.output")
         assert by_output.dims == ("sample", "time", "unit")
         np.testing.assert_allclose(by_output, expected, rtol=1e-9, atol=1e-13)
+        assert by_output.certificate.certified == ("value", f"{name}.output")
         one_call = rl.gradients(model, IDS, Y, of="loss", wrt=f"{name}#1.output")
         np.testing.assert_allclose(np.asarray(one_call).reshape(B, -1), expected[:, 1], rtol=1e-9, atol=1e-13)
+
+
+def test_a_wrong_gradient_at_an_output_is_not_certified(monkeypatch):
+    """Gradients at the first call alone are those of a plausible fault: all other steps are zero."""
+    right = gather.batch_gradients
+
+    def first_step_only(request):
+        answer = right(request)
+        answer.gradients = {name: grad * (np.arange(T) == 0)[:, None] for name, grad in answer.gradients.items()}
+        return answer
+
+    monkeypatch.setattr(gather, "batch_gradients", first_step_only)
+    certificate = rl.gradients(built(Loop), IDS, Y, of="loss", wrt="embedding.output").certificate
+    assert certificate.uncertified == ("embedding.output",)
+
+
+class OneTable(Loop):
+    """Scores read the table of the embedding, too."""
+
+    def layer(self, name, x, t, offsets):
+        output = super().layer(name, x, t, offsets)
+        if name == "head":
+            output = output + ops.matmul(x[:, :F], ops.transpose(self.embedding.embeddings))[:, :C]
+        return output
+
+
+def test_an_output_is_not_certified_by_a_table_that_is_read_elsewhere_too():
+    model = built(OneTable)
+    by_output = rl.gradients(model, IDS, Y, of="loss", wrt="embedding.output")
+    np.testing.assert_allclose(by_output, expected_gradient(model, "embedding"), rtol=1e-9, atol=1e-13)
+    assert by_output.certificate.state == "passed"
+    assert by_output.certificate.uncertified == ("embedding.output",)
 
 
 def test_the_trace_and_the_input_have_all_steps_too():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +16,7 @@ import xarray as xr
 from ... import data
 from ...adapters.protocol import LayerWeights, ModelFacts, ReferenceRun, Taps
 from ...errors import UnsupportedError
+from ...layout import canonical_order
 from ...recurrence.adjoint import PROBES, probe_combinations, weight_gradients
 from ...recurrence.rounding import rounding_of
 from ...results.checks import Certificate, coarser_dtype
@@ -22,8 +24,9 @@ from ...results.schema import LabelledLayer, to_host
 from ...typing import Array
 from ...vocabulary import DIRECTION, GATE, SAMPLE, TIME
 from ..axes import BatchAxes, in_canonical_order
-from ..differentiation.request import BatchGradients, BatchRequest
-from ..names import TensorName, uncalled_layer
+from ..differentiation.pull import batch_gradients
+from ..differentiation.request import BatchGradients, BatchRequest, is_trainable
+from ..names import TensorName, read, uncalled_layer
 from ..request import ModelRequest
 from ..weight_gradients import WeightGradients
 from ..weight_layout import sources
@@ -77,10 +80,12 @@ def certify_batch(request: BatchRequest, answer: BatchGradients) -> Certificate:
         if np.shape(target) == np.shape(answer.value):
             comparisons.compare(LOSS if of_loss else TARGET, "", [(answer.value, target)])
         compared_names = _compare_named(comparisons, request, batch_axes, answer, run, data.leaves_of(batch.x))
+        compared_names += _compare_outputs(comparisons, request, batch_axes, answer, run)
         resting_names, uncompared = _compare_swept(comparisons, request, answer, run, regularised, other_gradients)
         # Gradients inside the model rest on those of weights and inputs; on the value alone they are not certified.
         compared = {check.name for check in comparisons.checks}
         only_values = compared <= {LOSS, TARGET}
+        resting_names = [name for name in resting_names if name not in compared_names]
         value_name = ("value",) if compared & {LOSS, TARGET} else ()
         return comparisons.certificate(
             adapter.engine,
@@ -184,6 +189,49 @@ def _compare_named(
         if not (pairs or _has_location(request.facts, layer, request.catalogue.weights[layer])):
             comparisons.left_out[UNPLACED.format(layer)] = None
         compared_names += ["gradients of weights"] if pairs and "gradients of weights" not in compared_names else []
+    return compared_names
+
+
+def _compare_outputs(
+    comparisons: Comparisons,
+    request: BatchRequest,
+    batch_axes: BatchAxes,
+    answer: BatchGradients,
+    run: ReferenceRun,
+) -> list[str]:
+    """Compare gradients of outputs of layers that are not recurrent; return the names compared.
+
+    The labelled gradient is pulled back to the weights of its layer, and compared with the framework's gradient of
+    these. A difference proves no fault, since the model may use the weights elsewhere as well, as a table for both
+    ends: then the gradient is not listed.
+    """
+    catalogue, compared_names = request.catalogue, list[str]()
+    for name in request.wrt:
+        gradient, layer = answer.gradients.get(name), str(name.layer)
+        if name.kind != "output" or gradient is None or layer not in catalogue.weights or not catalogue.is_free(name):
+            continue
+        layout = batch_axes.layout(name.port(), gradient)
+        cotangent = layout.fold(np.transpose(gradient, np.argsort(canonical_order(layout.names))))
+        weights = tuple(weight for weight in read(f"{layer}.weights", catalogue) if is_trainable(weight, catalogue))
+        from_output = replace(
+            request,
+            named=(name,),
+            function=None,
+            cotangents=(cotangent,),
+            wrt=weights,
+            target=replace(request.target, per_sample=False),
+        )
+        pulled, _ = attempt(partial(batch_gradients, from_output))
+        output_comparisons = Comparisons(comparisons.steps, comparisons.dtype)
+        if pulled is None:
+            continue
+        for weight in weights:
+            pairs = named_pairs(request.facts, run, weight, pulled.gradients.get(weight), pulled.dims.get(weight))
+            output_comparisons.compare(GRADIENT, name.text, pairs)
+        checks = output_comparisons.checks
+        if checks and all(check.ok for check in checks):
+            comparisons.checks += checks
+            compared_names.append(name.text)
     return compared_names
 
 
