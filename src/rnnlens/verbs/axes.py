@@ -297,15 +297,18 @@ def axes_to_type(
 
 
 def sample_axes_to_type(name: str, shape: Sequence[int], samples: int, steps: int = 0) -> str:
-    """Return the ``axes=`` to type for a tensor whose sample axis is not known: both orders of samples and steps.
+    """Return the ``axes=`` to type for a tensor whose sample axis is not known: the orders of samples and steps.
 
-    They are folded into the first axis if it has an entry for each step of each of ``samples`` samples. ``steps``: 0 if
-    their number is not known.
+    An order in which the axis of the samples has another size is left out, if the other one fits. They are folded into
+    the first axis if it has an entry for each step of each of ``samples`` samples. ``steps``: 0 if their number is not
+    known.
     """
     is_folded = shape[0] == samples * steps if steps else shape[0] > samples > 1 and shape[0] % samples == 0
     others = (UNIT, *(f"axis_{i}" for i in range(3, len(shape) + 1)))
     candidates = []
-    for order in ((TIME, SAMPLE), (SAMPLE, TIME)):
+    orders = ((TIME, SAMPLE), (SAMPLE, TIME))
+    fitting = [order for order in orders if shape[order.index(SAMPLE) :][:1] == (samples,)]
+    for order in orders if is_folded else fitting or orders:
         leading: tuple[str | Axis, ...] = (order,) if is_folded else order if len(shape) > 1 else (SAMPLE,)
         axes = {name: (*leading, *others)[: len(shape)]}
         candidates.append(f"axes={axes}")

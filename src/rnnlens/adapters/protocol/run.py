@@ -177,6 +177,13 @@ class Run:
         """
         return None
 
+    def in_double(self) -> Self:
+        """Return the run of a float64 copy of the untouched model, with data in float64.
+
+        It is called where a certificate in a coarser dtype has failed. Raises ``CertificateError`` if there is none.
+        """
+        raise CertificateError("the adapter makes no copy of the model in float64")
+
     def coarsest_dtype(self) -> str:
         """Run the untouched model; return the coarsest float dtype of its operations, or "" if not known.
 

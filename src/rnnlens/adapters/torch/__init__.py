@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from array_api_compat import array_namespace
@@ -237,10 +237,20 @@ class _UntouchedRun(Run):
                 numbers.copy_(rounding_perturbation(array_namespace(numbers), unit)(numbers))
         return reference.reference_run(copy, self._batch)
 
+    def in_double(self) -> Self:
+        """Return the run of a copy of the model in float64, with data in float64."""
+        x, y = (map_leaves(part, _doubled) for part in (self._batch.x, self._batch.y))
+        return type(self)(deepcopy(self._model).double(), replace(self._batch, x=x, y=y), self._taps)
+
     def coarsest_dtype(self) -> str:
         """Run the model; return the coarsest float dtype of its operations."""
         run_forward: Callable[[], Any] = partial(reference.reference_run, self._model, self._batch, gradients=False)
         return engine("torch").coarsest_dtype(run_forward)
+
+
+def _doubled(leaf: Any) -> Any:
+    """Convert a tensor of a coarser float dtype to float64."""
+    return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
 class TorchAdapter(Adapter):

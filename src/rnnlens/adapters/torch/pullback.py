@@ -116,9 +116,10 @@ class TorchPullback(Run):
             self._run_state = borrowed.state
             substitutes = weight_substitutes(modules, (*self.of, *self.wrt))
             outputs, loss, ran_without_gradients = recorded_call(borrowed, recorder, chain, requested)
-        requested_cells = [path for path, _ in requested.cells if path in requested_paths]
-        if requested_cells:
-            refuse_cells_without_state(recorder, requested_cells)
+        requested_cells = {path for path, _ in requested.cells if path in requested_paths}
+        # What has only the arguments of a cell, as ``add_norm(x, skip)``, was cut although no state goes through it.
+        if cells := requested_cells | recorder.cut_owners:
+            refuse_cells_without_state(recorder, cells)
         self._scan_sweep_size = recorder.scans.sweep_size
         output_leaves = returned_leaves(outputs)
         self.layouts = chain.layouts(outputs)

@@ -254,6 +254,7 @@ class CallRecorder:
         self.rules = rules
         self.weight_grads = weight_grads
         self.separate, self.cut_layers, self.applies_hooks = separate, frozenset(cut), applies_hooks
+        self.cut_owners: set[str] = set()
         self.paused = False
         #: Whether a step that the user gave to ``rl.torch.step`` runs: methods that it calls are no steps of their own.
         self.in_declared_step = False
@@ -410,8 +411,10 @@ class CallRecorder:
 
         It is a new leaf of the graph if differentiation is cut at the layer.
         """
-        is_cut = owner.name in self.cut_layers or ALL in self.cut_layers
-        return tensor.detach().requires_grad_() if is_cut else differentiable(tensor)
+        if owner.name not in self.cut_layers and ALL not in self.cut_layers:
+            return differentiable(tensor)
+        self.cut_owners.add(owner.name)
+        return tensor.detach().requires_grad_()
 
     def weight_substitute(self, owner: CallOwner, slot: str, weight: Tensor) -> Tensor:
         """Return the substitute of a weight. It is the same at every call, so its gradient is the sum over calls.

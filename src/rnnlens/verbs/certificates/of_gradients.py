@@ -70,9 +70,9 @@ def certify_batch(request: BatchRequest, answer: BatchGradients) -> Certificate:
         value[:], cotangents_found = _evaluate_target(request, batch_axes, outputs)
         return cotangents_found
 
-    def run_reference() -> ReferenceRun:
-        output_cotangents = None if of_loss else cotangents
-        return untouched(request, batch, regularised=regularised).reference(output_cotangents)
+    def run_reference(in_double: bool = False) -> ReferenceRun:
+        run = untouched(request, batch, regularised=regularised)
+        return (run.in_double() if in_double else run).reference(None if of_loss else cotangents)
 
     def compare_all(run: ReferenceRun, other_gradients: Mapping[str, Any] = MappingProxyType({})) -> Certificate:
         comparisons = Comparisons(steps, _coarsest_dtype(request, answer))
@@ -112,7 +112,8 @@ def certify_batch(request: BatchRequest, answer: BatchGradients) -> Certificate:
         return could_not_compare(request, reason) if of_loss and not regularised and _reads_weights(request) else None
 
     comparisons = [compare_all, compare_own_paths, refuse_if_indivisible]
-    return compare_in_turn(request, lambda: attempt(run_reference), comparisons, steps=steps)
+    reference, in_double = partial(attempt, run_reference), partial(attempt, partial(run_reference, in_double=True))
+    return compare_in_turn(request, reference, comparisons, steps=steps, in_double=in_double)
 
 
 def _uncomparable_reason(request: BatchRequest) -> str:
@@ -411,7 +412,8 @@ def certify_weights(
         return comparisons.certificate(adapter.engine, certified=tuple(names), uncertified=uncertified)
 
     reference = partial(attempt, lambda: untouched(request, request.batch).reference())
-    return compare_in_turn(request, reference, [compare_all], steps=steps)
+    in_double = partial(attempt, lambda: untouched(request, request.batch).in_double().reference())
+    return compare_in_turn(request, reference, [compare_all], steps=steps, in_double=in_double)
 
 
 def _weight_key(name: str, weights: LayerWeights) -> str | None:
