@@ -46,12 +46,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Tests marked `product` run in all cases on one engine; the others run one case, or those in which they differ: the
     remaining cases would run the same code three times. `one_engine` marks tests of code that does not depend on the
-    engine; Keras 2 counts as the engine ``tf_keras``. `only_on` marks tests of features that other engines lack.
+    engine; Keras 2 counts as the engine ``tf_keras``. `only_on` marks tests of features that other engines lack,
+    `linux` those of features that other systems lack.
     """
     deselected = [
         item
         for item in items
         if any(os.environ["KERAS_BACKEND"] not in mark.args for mark in item.iter_markers("only_on"))
+        or (sys.platform != "linux" and item.get_closest_marker("linux"))
     ]
     if deselected:
         config.hook.pytest_deselected(items=deselected)

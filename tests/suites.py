@@ -324,6 +324,7 @@ def environment_of(suite: Suite, tier: str, jax_cache: str) -> dict[str, str]:
         # How many tests are enough, see conftest.py.
         "RNNLENS_CASES": cases_of(suite, tier),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # no test needs other plugins
+        "PYTHONUTF8": "1",  # on Windows, text is of another encoding otherwise
         "PYTHONDONTWRITEBYTECODE": "",  # cache bytecode, so that modules are compiled only once
         # Many small programs are compiled and run once: XLA's optimisation costs more than it saves.
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
@@ -356,6 +357,7 @@ def run_in(suite: Suite, tier: str, environment: dict[str, str], deadline: float
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            encoding="utf-8",
         )
         seconds_left = min(deadline - time.monotonic(), MOST_SECONDS)
         timers = Timer(seconds_left, process.send_signal, [signal.SIGINT]), Timer(seconds_left + 60, process.kill)
@@ -363,17 +365,25 @@ def run_in(suite: Suite, tier: str, environment: dict[str, str], deadline: float
             timer.start()
         with process.stdout as stream:
             output.append(stream.read())
-        _, status, usage = os.wait4(process.pid, 0)
+        cpu_seconds += wait_for(process)
         for timer in timers:
             timer.cancel()
-        process.returncode = os.waitstatus_to_exitcode(status)
         is_cut = is_cut or time.monotonic() > deadline
         code = code or process.returncode
-        cpu_seconds += usage.ru_utime + usage.ru_stime  # including its child processes
     outcome = Outcome(suite, code, time.perf_counter() - start, cpu_seconds, "".join(output), is_cut)
     if outcome.code == NO_TESTS and tier == "rest" and not outcome.failures:
         return replace(outcome, code=0)  # the suite has no test that `make test` leaves out
     return replace(outcome, code=0) if outcome.is_cut and not outcome.failures else outcome
+
+
+def wait_for(process: subprocess.Popen) -> float:
+    """Wait until a process ends; return its seconds of processor, child processes included, or 0 on Windows."""
+    if not hasattr(os, "wait4"):  # Windows tells no process of its children's time
+        process.wait()
+        return 0.0
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return usage.ru_utime + usage.ru_stime
 
 
 def orphan_files() -> list[str]:

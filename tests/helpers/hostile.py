@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import resource
 import signal
 import time
 import traceback
@@ -348,6 +347,8 @@ def faults(outcomes: list[Outcome]) -> str:
 
 
 def _peak() -> int:
+    import resource  # Unix only; tests are collected on Windows too
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -172,6 +172,7 @@ def _options(**keywords):
         return current()
 
 
+@pytest.mark.linux
 @pytest.mark.slow
 def test_every_figure_is_drawn_or_refused_in_words():
     outcomes = run_calls(figures(), {}, 150, 0)
@@ -179,12 +180,14 @@ def test_every_figure_is_drawn_or_refused_in_words():
     assert sum(outcome.kind == "result" for outcome in outcomes) > 15
 
 
+@pytest.mark.linux
 def test_files_options_and_results_answer_in_words(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert not faults(run_calls(others(tmp_path), {}, 400, 0))
     assert current().memory == 2 * 1024**3
 
 
+@pytest.mark.linux
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_so_do_thousands(seed, tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """``rnnlens tail`` of a run that is being written: output in a pipe and in a terminal."""
 
 import os
-import pty
 import re
 import select
 import signal
@@ -80,6 +79,8 @@ HEEDS_CTRL_C = (
 
 def run_in_terminal(arguments, pattern, action):
     """Run ``rnnlens tail`` on a pseudo-terminal, call ``action`` after ``pattern``; return output and exit code."""
+    import pty  # Unix only; tests are collected on Windows too
+
     controller, terminal = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", HEEDS_CTRL_C, "tail", "--every", "0.1", *map(str, arguments)],
@@ -107,6 +108,7 @@ def run_in_terminal(arguments, pattern, action):
     return output.decode(), code
 
 
+@pytest.mark.linux
 def test_a_terminal_shows_a_table_that_is_drawn_anew_and_ends_with_the_run(tmp_path):
     writer = threading.Thread(target=write_run, args=(tmp_path / "a.zarr", 5), kwargs={"pause": 0.3})
     writer.start()
@@ -120,6 +122,7 @@ def test_a_terminal_shows_a_table_that_is_drawn_anew_and_ends_with_the_run(tmp_p
     assert "\x1b[?25h" in output.rpartition("\x1b[?25l")[2]  # the cursor is shown again
 
 
+@pytest.mark.linux
 def test_ctrl_c_leaves_the_training_alone(tmp_path):
     store = write_run(tmp_path / "a.zarr", 2, end=False)
     output, code = run_in_terminal(
@@ -178,6 +181,7 @@ def test_until_an_alert(rnnlens, kind, code):
     assert ("did you mean 'exploding'" in result.err) == (code == 2)
 
 
+@pytest.mark.linux
 def test_a_page_of_figures_that_grows_with_the_run(tmp_path):
     store = write_run(tmp_path / "<a>.zarr", 3, end=False)
     process = subprocess.Popen(

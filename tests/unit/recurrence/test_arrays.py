@@ -152,6 +152,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+@pytest.mark.linux
 def test_a_forked_process_makes_threads_of_its_own():
     completed = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=True)
     assert completed.stdout == "0\n"

@@ -203,6 +203,7 @@ def test_a_zarr_folder_comes_back_if_the_new_one_cannot_move_in(trace, tmp_path,
     assert opening.open(path).layers == ("old",)
 
 
+@pytest.mark.linux
 @each_format
 def test_no_file_stays_open(trace, tmp_path, suffix):
     path = tmp_path / f"run{suffix}"

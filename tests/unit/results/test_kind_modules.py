@@ -32,6 +32,7 @@ def kinds():
     return sorted({k for file in folder.rglob("*.py") for k in re.findall(r'class .*kind="(\w+)"', file.read_text())})
 
 
+@pytest.mark.linux
 @pytest.mark.slow
 def test_every_kind_is_found_in_a_fresh_process():
     assert len(kinds()) > 5

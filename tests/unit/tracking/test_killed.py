@@ -46,6 +46,7 @@ def kill_writer_after(seconds, path, finished_file):
     writer.stdout.close()
 
 
+@pytest.mark.linux
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.full)])
 def test_sigkill_leaves_every_complete_record(tmp_path, kills):

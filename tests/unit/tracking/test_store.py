@@ -72,6 +72,7 @@ WRITER = (
 )
 
 
+@pytest.mark.linux
 @pytest.mark.slow
 def test_two_processes_cannot_write_one_run(tmp_path):
     command = [sys.executable, "-c", WRITER, str(tmp_path / "a.zarr")]
