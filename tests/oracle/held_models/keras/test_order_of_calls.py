@@ -1,4 +1,4 @@
-"""After any other verbs, a verb returns the numbers, axes and certificate that it returns on a fresh copy."""
+"""After any other verbs, a verb returns the numbers, axes, notes and certificate that it returns on a fresh copy."""
 
 from dataclasses import replace
 
@@ -82,6 +82,5 @@ def test_each_verb_after_itself(calls):
 
 @pytest.mark.full
 @pytest.mark.parametrize("certify", ["always", "auto", "first"])
-def test_all_pairs_and_further_triples(calls, certify):
-    calls = replace(calls, certify=certify)
-    calls.check([*calls.pairs(), *calls.drawn(60, 3, seed=1)])
+def test_each_verb_after_each(calls, certify):
+    calls.check_each_after_each(certify)

@@ -1,8 +1,10 @@
-"""After any other verbs, a verb returns the numbers, axes and certificate that it returns on a fresh copy."""
+"""After any other verbs, a verb returns the numbers, axes, notes and certificate that it returns on a fresh copy."""
 
 from copy import deepcopy
 from dataclasses import replace
 from importlib import import_module
+from itertools import pairwise, product
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from order_of_calls import Calls
 from planted_cells import plant_scaled_gradient
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import rnnlens as rl
 
 jacobian = import_module("rnnlens.verbs.jacobian")
 B, T, F, H, V = 6, 7, 4, 5, 4
@@ -108,6 +112,26 @@ def test_a_certificate_that_failed_fails_again(calls, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize("certify", ["always", "auto", "first"])
-def test_all_pairs_and_further_triples(calls, certify):
-    calls = replace(calls, certify=certify)
-    calls.check([*calls.pairs(), *calls.drawn(200, 3, seed=1)])
+def test_each_verb_after_each(calls, certify):
+    calls.check_each_after_each(certify)
+
+
+@pytest.mark.parametrize("calls", ["chain"], indirect=True)
+def test_a_verb_that_remembers_is_found(calls, monkeypatch):
+    """Check the test itself: a Jacobian that changes with an earlier call for the input's gradient."""
+    original, asked = {name: getattr(rl, name) for name in ("gradients", "jacobian")}, WeakSet()
+
+    def gradients(model, *args, **options):
+        if options["wrt"] == "input" and "per_sample" in options:
+            asked.add(model)
+        return original["gradients"](model, *args, **options)
+
+    def remembering_jacobian(model, *args, **options):
+        return original["jacobian"](model, *args, **options) * (1.001 if model in asked else 1)
+
+    monkeypatch.setattr(rl, "gradients", gradients)
+    monkeypatch.setattr(rl, "jacobian", remembering_jacobian)
+    calls = replace(calls, left_out=tuple(set(calls.verbs) - {"trace", "gradients of samples", "jacobian", "layers"}))
+    assert {pair for walk in calls.walks() for pair in pairwise(walk)} == set(product(calls.verbs, repeat=2))
+    with pytest.raises(AssertionError, match=r"^jacobian after gradients of samples: /value has other numbers$"):
+        calls.check([("trace", "gradients of samples", "layers", "jacobian")])
