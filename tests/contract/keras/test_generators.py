@@ -42,7 +42,7 @@ class NoisyCell(keras.layers.SimpleRNNCell):
 
     def __init__(self, source):
         super().__init__(3)
-        self.source = source
+        self.source, self.fail = source, False
         if not LEGACY:
             self.seeds = keras.random.SeedGenerator(3)
         if engine() == "tensorflow":
@@ -51,6 +51,8 @@ class NoisyCell(keras.layers.SimpleRNNCell):
     def call(self, inputs, states, training=False):
         output, _ = super().call(inputs, states, training=training)
         noisy = output + 0.1 * keras.ops.cast(SOURCES[self.source](self, (4, 3)), "float64")
+        if self.fail:
+            raise ZeroDivisionError
         return noisy, [noisy]
 
 
@@ -78,23 +80,32 @@ def fail(y_true, y_pred):
 
 
 VERBS = {
-    "gradients": lambda model: rl.gradients(model, X, Y, wrt="input"),
-    "find_nonfinite": lambda model: rl.find_nonfinite(model, X, Y),
-    "trace": lambda model: rl.trace(model, X, Y),
-    "a loss that raises": lambda model: rl.trace(model, X, Y, loss=fail),
+    "trace": lambda model, loss: rl.trace(model, X, Y, loss=loss),
+    "gradients": lambda model, loss: rl.gradients(model, X, Y, loss=loss, wrt="input"),
+    "gradients of outputs": lambda model, loss: rl.gradients(model, X, of="output", wrt="input", reduce="sum"),
+    "weights": lambda model, loss: rl.weights(model, X, Y, loss=loss),
+    "jacobian": lambda model, loss: rl.jacobian(model, X),
+    "find_nonfinite": lambda model, loss: rl.find_nonfinite(model, X, Y, loss=loss),
+    "diagnose": lambda model, loss: rl.diagnose(model, X, Y, loss=loss),
+    "layers": lambda model, loss: rl.layers(model, X),
+    "fixed_points": lambda model, loss: rl.fixed_points(model, X),
+    "lyapunov": lambda model, loss: rl.lyapunov(model, X),
+    "step_eigenvalues": lambda model, loss: rl.step_eigenvalues(model, X),
 }
 
 
-@pytest.mark.product(keep=("Generator-trace", "operation-a loss that raises") if engine() == "tensorflow" else ())
+@pytest.mark.product(keep=("Generator-trace", "operation-jacobian") if engine() == "tensorflow" else ())
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_verb_restores_every_generator(source, verb):
     untouched = draws(network(source))
-    model = network(source)
-    with suppress(rl.errors.UnsupportedError, ZeroDivisionError):  # what a cell that draws cannot have, and our loss
-        VERBS[verb](model)
-    for draw, expected in zip(draws(model), untouched, strict=True):
-        np.testing.assert_array_equal(draw, expected)
+    for loss, is_failing in (("mse", False), (fail, False), ("mse", True)):
+        model = network(source)
+        model.get_layer("rnn").cell.fail = is_failing
+        with suppress(rl.errors.UnsupportedError, ZeroDivisionError):  # what a cell that draws cannot have, and ours
+            VERBS[verb](model, loss)
+        for draw, expected in zip(draws(model), untouched, strict=True):
+            np.testing.assert_array_equal(draw, expected)
 
 
 @pytest.mark.product(keep=("global Generator-eager", "operation-eager") if engine() == "tensorflow" else ())
