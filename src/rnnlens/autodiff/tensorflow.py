@@ -211,8 +211,9 @@ class _TensorFlowProgram:
             row_cotangents = {n: tf.convert_to_tensor(c[k], dtype=self.targets[n].dtype) for n, c in cotangents.items()}
             try:
                 gradients = _gradients(self._tape, self.targets, sources, row_cotangents)
-            except tf.errors.NotFoundError:
-                # For some nested loops (CTC) TensorFlow differentiates only inside the graph, not a compiled graph.
+            except (tf.errors.NotFoundError, tf.errors.InternalError):
+                # For some nested loops (CTC) TensorFlow differentiates only inside the graph, not a compiled graph. The
+                # first attempt raises one of the errors, all later ones the other.
                 with self.tracing():
                     gradients = self._pull_in_graph(row_cotangents)
             rows.append({key: tf.convert_to_tensor(gradients[key]).numpy() for key in sources})

@@ -161,6 +161,37 @@ def test_a_loss_whose_loop_tensorflow_cannot_differentiate_from_outside():
     np.testing.assert_allclose(np.sum(np.asarray(gradient) * perturbation), (losses[0] - losses[1]) / 2, rtol=1e-2)
 
 
+class Scores(L.Layer):
+    """The negative log-probability of a label sequence by CTC, and twice that."""
+
+    def call(self, logits):
+        import tensorflow as tf
+
+        logits = tf.cast(logits, tf.float32)  # as CTC is computed
+        length, ones = logits.shape[1], tf.ones_like(logits[:, 0, 0], tf.int32)
+        labels = tf.stack([ones, 2 * ones], axis=1)
+        score = tf.nn.ctc_loss(labels, logits, 2 * ones, length * ones, logits_time_major=False, blank_index=3)
+        return tf.stack([score, 2 * score], axis=1)
+
+
+@pytest.mark.compiled
+@pytest.mark.only_on("tensorflow")
+@pytest.mark.full
+def test_rows_of_a_jacobian_through_such_a_loop():
+    import tensorflow as tf
+
+    model = keras.Sequential([keras.Input((5, 3)), L.GRU(4, return_sequences=True), L.Dense(4), Scores()])
+    x = tf.constant(X)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        score = model(x)[:, 0]
+    expected = tape.gradient(score, x)
+    jacobian = rl.jacobian(model, X, of="output", wrt="input")
+    assert jacobian.certificate.state == "passed"
+    for unit, factor in enumerate((1, 2)):
+        np.testing.assert_allclose(jacobian.sel(out_unit=unit), factor * expected, rtol=1e-4, atol=1e-6)
+
+
 class Loop(keras.Model):
     """A model that calls a cell in its own loop."""
 
