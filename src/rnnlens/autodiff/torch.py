@@ -27,6 +27,36 @@ ROWS_BUDGET = 256 * 2**20
 WORTH_A_THREAD = 2**16
 
 
+class _PulledTarget(torch.autograd.Function):  # type: ignore[misc]
+    """The number 0, whose derivatives by the targets are given cotangents."""
+
+    @staticmethod
+    def forward(ctx: Any, cotangents: Sequence[torch.Tensor], *targets: torch.Tensor) -> torch.Tensor:
+        ctx.cotangents = cotangents
+        return torch.zeros((), device=targets[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, *ctx.cotangents)
+
+
+def _vector_jacobian_product(
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor | None] | None,
+    **options: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    """Call ``torch.autograd.grad``; None where no path leads.
+
+    With cotangents torch imports its symbolic shapes, and with them sympy: some 480 modules, which take longer than
+    many a call. It does not for one target that holds the cotangents, which cannot be batched.
+    """
+    if cotangents and not options.get("is_grads_batched") and all(c is not None for c in cotangents):
+        with torch.enable_grad():
+            targets, cotangents = [_PulledTarget.apply(cotangents, *targets)], None
+    return tuple(torch.autograd.grad(targets, sources, cotangents, allow_unused=True, **options))
+
+
 def pull_gradients(
     targets: Sequence[torch.Tensor],
     sources: Sequence[torch.Tensor],
@@ -41,9 +71,8 @@ def pull_gradients(
     if not live_indices or not sources:
         return [None] * len(sources)
     live_cotangents = None if cotangents is None else [cotangents[i] for i in live_indices]
-    return list(
-        torch.autograd.grad([targets[i] for i in live_indices], sources, live_cotangents, allow_unused=True, **options)
-    )
+    live_targets = [targets[i] for i in live_indices]
+    return list(_vector_jacobian_product(live_targets, sources, live_cotangents, **options))
 
 
 def backward_pass(
@@ -52,7 +81,7 @@ def backward_pass(
     cotangents: Sequence[torch.Tensor | None] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Differentiate a whole network with ``torch.autograd.grad``; None where no path leads.
+    """Differentiate a whole network; None where no path leads.
 
     Gradients that vanish over hundreds of steps become subnormal, and a processor's arithmetic with them is up to fifty
     times slower. It is therefore told to set subnormal results to 0. That setting belongs to a thread and to the
@@ -60,7 +89,7 @@ def backward_pass(
     """
 
     def differentiate() -> tuple[torch.Tensor | None, ...]:
-        return tuple(torch.autograd.grad(targets, sources, cotangents, allow_unused=True, **options))
+        return _vector_jacobian_product(targets, sources, cotangents, **options)
 
     on_cpu = all(target.device.type == "cpu" for target in targets)
     if not on_cpu or sum(source.numel() for source in sources) < WORTH_A_THREAD:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import rnnlens as rl
 from rnnlens.adapters.protocol import Batch, Taps
 from rnnlens.adapters.torch import adapter
+from rnnlens.adapters.torch.fused import KernelInterceptor
 from rnnlens.errors import InputError, LayerNotFoundError, ModelError, UnsupportedError
 
 B, T, F, H = 3, 4, 2, 5
@@ -35,6 +39,40 @@ def data(dtype=torch.float32):
 
 def trace(model, x, y, **options):
     return rl.trace(model, x, y, loss=options.pop("loss", mse), **options)
+
+
+# What a run costs -----------------------------------------------------------------------------------------------------
+
+
+def test_the_function_mode_of_a_run_sees_no_operation_of_the_hooks_that_recognise_a_chain(monkeypatch):
+    seen, see = [], KernelInterceptor.__torch_function__
+
+    def listen(self, func, types, args=(), kwargs=None):
+        seen.append(getattr(func, "__name__", str(func)))
+        return see(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(KernelInterceptor, "__torch_function__", listen)
+    x, y = data()
+    rl.gradients(Tagger(), x, y, loss=mse, wrt="weights")
+    assert "linear" in seen
+    assert not {"numpy", "item", "sum"} & set(seen)  # of checksums and copied kernels
+
+
+def test_calls_of_a_chain_do_not_import_symbolic_shapes():
+    code = (
+        "import sys, torch, rnnlens as rl\n"
+        "from torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(s): super().__init__(); s.rnn, s.head = nn.LSTM(3, 40, batch_first=True), nn.Linear(40, 2)\n"
+        "    def forward(s, x): return s.head(s.rnn(x)[0])\n"
+        "net, x, y, loss = Net(), torch.randn(64, 60, 3), torch.randn(64, 60, 2), nn.functional.mse_loss\n"
+        "for _ in range(2):\n"
+        "    rl.trace(net, x, y, loss=loss)\n"
+        "    rl.gradients(net, x, y, loss=loss, wrt='input')\n"
+        "print('sympy' in sys.modules)\n"
+    )
+    process = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert process.stdout == "False\n"
 
 
 # Dropout and random numbers -------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from rnnlens.adapters.protocol import Batch, Port, Taps
 from rnnlens.adapters.torch import adapter, pullback
+from rnnlens.autodiff.torch import backward_pass, pull_gradients
 from rnnlens.errors import InputError, LayerNotFoundError, ModelError
 
 B, T, F, H, K = 2, 4, 3, 5, 6
@@ -275,6 +276,22 @@ def test_cells_in_a_loop_have_boundaries_too():
     cell_input_grads = torch.stack([pull_by_hand(output, cotangents, step) for step in model.fed], dim=2)
     torch.testing.assert_close(grads[wrt[1]], cell_input_grads)  # without the path that bypasses the cell
     assert grads[wrt[2]].shape == (3, B, H)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex128])
+def test_cotangents_within_a_target_give_the_very_gradients_of_torch(dtype):
+    torch.manual_seed(0)
+    x, w = torch.randn(3, 4, dtype=dtype, requires_grad=True), torch.randn(4, 2, dtype=dtype, requires_grad=True)
+    y = torch.tanh(x @ w)
+    targets, sources = [y, y * y, x], [x, w, y, torch.randn(2, requires_grad=True)]
+    cotangents = [torch.randn_like(target) for target in targets]
+    expected = torch.autograd.grad(targets, sources, cotangents, retain_graph=True, allow_unused=True)
+    with torch.no_grad():
+        pulled = pull_gradients(targets, sources, cotangents, retain_graph=True)
+    through_a_network = backward_pass(targets, sources, cotangents)
+    for grads in (pulled, through_a_network):
+        assert grads[3] is None
+        assert all(torch.equal(grad, other) for grad, other in zip(grads[:3], expected[:3], strict=True))
 
 
 def test_numpy_cotangents_and_a_closed_pullback():

@@ -164,7 +164,7 @@ class TorchStepCell(StepCell):
             # A state that is returned unchanged is not new: its other paths belong to the state before the step.
             is_new = [s.requires_grad and not any(s is g for g in previous) for s in new_states]
             computed = [s for s, is_made in zip(new_states, is_new, strict=True) if is_made]
-            new_grads = iter(torch.autograd.grad(starts, computed, cotangents, allow_unused=True) if computed else ())
+            new_grads = iter(pull_gradients(starts, computed, cotangents))
         grads = [next(new_grads) if is_made else None for is_made in is_new]
         with_cotangents = zip(grads, state_cotangent, strict=True)
         return tuple(c if g is None else at_least_float32(g.flatten(1)) for g, c in with_cotangents)

@@ -44,6 +44,8 @@ _COPIES = ("CloneBackward0", "AliasBackward0")
 _TRANSPOSITION = SimpleNamespace(name=lambda: "TransposeBackward0", _saved_dim0=0, _saved_dim1=1)
 #: Attributes with hooks, by which a user may change the result of a module.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Context in which no function mode sees an operation: none of the user's, and many for each module.
+_OWN_OPERATIONS = torch._C.DisableTorchFunction
 #: Largest number of operations between two modules.
 _MOST_OPERATIONS = 8
 #: Axes of the model's input, whose roles show at the first recurrent layer, and the axis of stacked layers.
@@ -183,11 +185,12 @@ class ChainRecorder:
         if threading.get_ident() != self._thread:
             return
         self._is_chain = self._is_chain and not kwargs and len(args) == 1 and type(args[0]) is Tensor
-        if self._is_chain and args[0].dim() in (2, 3):
-            self._input_axes = _POSITIONS[: args[0].dim()]
-            self._input_shape = tuple(map(int, args[0].shape))
-            start = ChainLink("", "same", axes=self._input_axes)
-            self._last_returned = [_ChainTensor(args[0], _version_and_sum(args[0]), self._input_axes, (start,))]
+        with _OWN_OPERATIONS():
+            if self._is_chain and args[0].dim() in (2, 3):
+                self._input_axes = _POSITIONS[: args[0].dim()]
+                self._input_shape = tuple(map(int, args[0].shape))
+                start = ChainLink("", "same", axes=self._input_axes)
+                self._last_returned = [_ChainTensor(args[0], _version_and_sum(args[0]), self._input_axes, (start,))]
 
     def _record_output(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Record the output of a library module as the next tensor of the chain (forward hook)."""
@@ -197,13 +200,14 @@ class ChainRecorder:
         is_plain = torch.is_grad_enabled() and not kwargs and len(args) == 1 + (layer_tensors is not None)
         # torch.func.functional_call runs a module with other weights.
         is_plain = is_plain and [id(weight) for weight in module._parameters.values()] == self._weights[path]
-        source = self._chain_tensor(args[0]) if is_plain else None
-        self._last_returned = [] if source is None else self._next_tensors(path, module, source, output)
-        self._is_chain = bool(self._last_returned)
-        if self._is_chain and layer_tensors is not None:
-            finals = output[1] if isinstance(module, nn.LSTM) else (output[1],)
-            layer_tensors.returned = (output[0], *finals)
-            layer_tensors.versions_and_sums = tuple(map(_version_and_sum, layer_tensors.returned))
+        with _OWN_OPERATIONS():
+            source = self._chain_tensor(args[0]) if is_plain else None
+            self._last_returned = [] if source is None else self._next_tensors(path, module, source, output)
+            self._is_chain = bool(self._last_returned)
+            if self._is_chain and layer_tensors is not None:
+                finals = output[1] if isinstance(module, nn.LSTM) else (output[1],)
+                layer_tensors.returned = (output[0], *finals)
+                layer_tensors.versions_and_sums = tuple(map(_version_and_sum, layer_tensors.returned))
 
     def _next_tensors(self, path: str, module: nn.Module, source: _ChainTensor, output: Any) -> list[_ChainTensor]:
         """Return the outputs of a library module as tensors of the chain.

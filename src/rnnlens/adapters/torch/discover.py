@@ -52,10 +52,11 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     own_name = type(model).__name__.lower()
     own_name += "_model" if own_name in model._modules else ""
     for path, module in model.named_modules():
-        if hasattr(module, "_orig_mod"):
+        if "_orig_mod" in module._modules:
             continue
-        clean_path = ".".join(name for name in path.split(".") if name != "_orig_mod")
-        modules.append((clean_path or own_name, module))
+        if "_orig_mod" in path:
+            path = ".".join(name for name in path.split(".") if name != "_orig_mod")
+        modules.append((path or own_name, module))
     return modules
 
 

@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ class WrongFeaturesError(InputError):
 
 def device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Return device and floating dtype of a model's first floating parameter or buffer."""
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in chain(model.parameters(), model.buffers()):
         if tensor.is_floating_point():
             return tensor.device, tensor.dtype
     return torch.device("cpu"), torch.get_default_dtype()

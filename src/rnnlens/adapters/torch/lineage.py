@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...autodiff.torch import pull_gradients
+
 States = tuple[Tensor, ...]
 
 
@@ -152,7 +154,7 @@ class StateLink:
         """
         if index or self.output is None or len(self.recorded_final[0]) > 1:
             return 0.0
-        (output_grad,) = torch.autograd.grad(state, [self.output], probe, retain_graph=True, allow_unused=True)
+        (output_grad,) = pull_gradients([state], [self.output], [probe], retain_graph=True)
         if output_grad is None:
             return 0.0
         return output_grad[-1:] if not bool((output_grad[:-1] != 0).any()) else torch.full_like(probe, torch.nan)
@@ -251,7 +253,7 @@ def probe_like(tensor: Tensor) -> Tensor:
 def _source_gradients(value: Tensor, sources: list[Tensor], cotangent: Tensor) -> list[Tensor | None]:
     """Pull the cotangent of ``value`` back to each source; None without a path."""
     differentiable = [source for source in sources if source.requires_grad]
-    grads = iter(torch.autograd.grad(value, differentiable, cotangent, retain_graph=True, allow_unused=True))
+    grads = iter(pull_gradients([value], differentiable, [cotangent], retain_graph=True))
     return [next(grads) if source.requires_grad else None for source in sources]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -320,10 +320,15 @@ def weight_substitutes(
     """
     modules_by_path = dict(modules)
     weights: dict[tuple[str, str], Tensor] = {}
+
+    @cache
+    def own_parameters(path: str) -> dict[str, nn.Parameter]:
+        module = modules_by_path.get(path)
+        return {} if module is None else dict(module.named_parameters(recurse=False))
+
     for port in ports:
         path, _, number = str(port.layer).partition("#")[0].partition("[")
-        module = modules_by_path.get(path)
-        parameter = None if module is None else dict(module.named_parameters(recurse=False)).get(port.key)
+        module, parameter = modules_by_path.get(path), own_parameters(path).get(port.key)
         if parameter is None and port.kind == "weight" and isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             library_weight = library_parameter(module, int(number.rstrip("]") or 0), port.key)  # the layer need not run
             parameter = (

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...autodiff.torch import pull_gradients
 from ...errors import UnsupportedError
 from .lineage import depends_on, probe_like, reset_rows, upstream_nodes
 from .public import RAN_AS_CELL
@@ -205,7 +206,7 @@ def check_joints(recorder: CallRecorder, targets: Sequence[Tensor]) -> None:
     if not differentiable:
         return
     probes = [probe_like(tensor) for tensor in differentiable]
-    grads = torch.autograd.grad(differentiable, taps, probes, retain_graph=True, allow_unused=True)
+    grads = pull_gradients(differentiable, taps, probes, retain_graph=True)
     tap_grads = {id(tap): grad for tap, grad in zip(taps, grads, strict=True)}
     count_before = len(recorder.rules.never_rowwise)
     for recurrence in masked_recurrences:

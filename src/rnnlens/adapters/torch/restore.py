@@ -76,6 +76,8 @@ class BorrowedModel:
 
     def __init__(self, modules: Sequence[nn.Module], training: bool | None) -> None:
         self._training = training
+        #: Whether a parameter is on a CUDA device.
+        self.has_cuda = False
         #: Whether the run wrote tensors of the model.
         self.has_written = False
         self._contents: list[tuple[Any, Any]] = []
@@ -108,6 +110,7 @@ class BorrowedModel:
             if hasattr(module, "training"):
                 self._flags.append((module, module.training))
         self._requires_grad = [(p, p.requires_grad) for p in parameters.values() if p is not None]
+        self.has_cuda = any(parameter.is_cuda for parameter, _ in self._requires_grad)
         if threading.active_count() > 1 and _other_threads_run_user_code():
             for key in parameters:  # a recurrent module has them in a list, too
                 tensors.pop(key, None)
@@ -135,14 +138,15 @@ class BorrowedModel:
             if id(container) in seen:
                 continue
             seen.add(id(container))
-            content = container.copy() if container else None
+            content = container.copy()
             self._contents.append((container, content))
-            if content is None:
-                continue
             for value in content.values() if isinstance(content, dict) else content:
                 kind = type(value)
                 if kind in _CONTAINERS:
-                    pending.append((value, may_hold_objects))
+                    if value:
+                        pending.append((value, may_hold_objects))
+                    else:  # most of a module's: the dictionaries of its hooks
+                        self._contents.append((value, None))
                 elif kind in _NO_STATE or isinstance(value, nn.Module):
                     pass
                 elif isinstance(value, Tensor):
@@ -291,7 +295,7 @@ def borrowed_model(
                 stack.enter_context(package_loops_by_step())
                 stack.enter_context(without_triton(model))
             stack.enter_context(_without_checkpoints())
-            if not training and any(parameter.is_cuda for parameter in model.parameters()):
+            if not training and borrowed.has_cuda:
                 stack.enter_context(_DifferentiableKernels())
             if seed is not None:
                 random.seed(seed)
