@@ -6,6 +6,7 @@ This module imports no other module of rnnlens, so that all may import it.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 # Dimensions, in the order in which they appear in results.
@@ -32,6 +33,40 @@ FORWARD, BACKWARD, BIDIRECTIONAL = "forward", "backward", "bidirectional"
 def unnamed_states(count: int) -> tuple[str, ...]:
     """Return default names for ``count`` state tensors of a cell: hidden, state_1, state_2, ..."""
     return ("hidden", *(f"state_{i}" for i in range(1, count)))
+
+
+def named_states(fields: Sequence[str | None], taken: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the names of a custom cell's states: the fields in which the user's code holds them.
+
+    A state has its default name where its field is None, no identifier, given twice, one of the names ``taken``, or a
+    name that results use for something else, such as ``output``, ``unit``, ``initial_v`` or ``v_grad``.
+
+    >>> named_states(["voltage", "input", None])
+    ('voltage', 'state_1', 'state_2')
+    """
+
+    def is_free(field: str | None) -> bool:
+        return (
+            field is not None
+            and field.isidentifier()
+            and fields.count(field) == 1
+            and field not in taken
+            and field not in _TAKEN
+            and not field.endswith(("_grad", "_lag_gradient", "_unit"))
+            and not field.startswith(("initial_", "final_", "previous_"))
+            and not field.removeprefix("state_").isdigit()
+        )
+
+    names = [field if is_free(field) else None for field in fields]
+    defaults = unnamed_states(len(names))
+    return tuple(
+        name or ("state_0" if default in names else default) for name, default in zip(names, defaults, strict=True)
+    )
+
+
+def leading_state(states: Sequence[str]) -> str:
+    """Return the state that curves and records of a layer show: ``hidden``, or the first where none has that name."""
+    return states[0] if states and "hidden" not in states else "hidden"
 
 
 @dataclass(frozen=True)
@@ -165,6 +200,16 @@ RECURRENT_BIAS = Quantity(
     "recurrent_bias", (GATE, UNIT), "recurrent bias", "1", "added on the recurrent side of each gate"
 )
 PROJECTION = Quantity("projection", (UNIT, UNIT_IN), "projection", "1", "from o_t * tanh(c_t) to the smaller h_t")
+
+
+#: Names in results that no field of a state may have.
+_TAKEN = {
+    *(QUANTITIES.keys() - {"hidden", "cell"}),
+    *(SAMPLE, TIME, DIRECTION, FEATURE, GATE, STATE, UNIT, UNIT_IN, CHANNEL, POSITION, PROBE, LAG),
+    *(OUT_TIME, OUT_UNIT, IN_TIME, IN_FEATURE, "step"),
+    *SPACE[3],
+    *("weights", "loss", "dataset"),
+}
 
 
 def state_quantity(name: str, *, gradient: bool = False) -> Quantity:

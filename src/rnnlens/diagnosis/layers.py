@@ -168,10 +168,10 @@ def _output_gradients(experiment: Experiment) -> dict[tuple[str, str], Array]:
     if not experiment.replays:
         return {}
     calls = [call for call, _ in experiment.replays]
-    layer_names = list(dict.fromkeys(call.layer for call in calls))
+    first_states = {call.layer: call.cell.state_names[0] for call in calls}
     has_several = len(data.leaves_of(experiment.capture.outputs)) > 1
     target = f"output[{experiment.output_index}]" if has_several else "output"
-    wrt = [f"{name}.hidden" for name in layer_names]
+    wrt = [f"{layer}.{state}" for layer, state in first_states.items()]
     # Samples do not interact in inference, so the gradient of the sum contains the gradient of each sample.
     # A loop that detaches its states between some steps may have no port for a state: then the adjoint is not known.
     axes = an_axes_table("axes", experiment.axes_of(target))

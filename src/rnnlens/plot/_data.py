@@ -14,7 +14,7 @@ import xarray as xr
 from ..arguments import as_numbers, as_numpy, refuse_large
 from ..errors import InputError, did_you_mean, has_attribute, shape_of
 from ..recurrence.measures import safe_norm
-from ..results.schema import with_mask
+from ..results.schema import state_of, with_mask
 from ..vocabulary import BACKWARD, DIRECTION, FEATURE, GATE, IN_TIME, OUT_TIME, SAMPLE, TIME, UNIT, UNIT_IN
 
 Numbers = np.ndarray[Any, Any]
@@ -377,6 +377,11 @@ def layers_of(result: Any, figure: str) -> dict[str, xr.Dataset]:
     return layers
 
 
+def state_gradient(dataset: xr.Dataset, name: str) -> str:
+    """Return ``name``; for ``hidden_grad`` the gradient of a layer's first state where no state has the name hidden."""
+    return f"{state_of(dataset.attrs)}_grad" if name == "hidden_grad" and name not in dataset else name
+
+
 def layer_variable(result: Any, name: str, figure: str, *, masked: bool = False) -> Any:
     """Return one variable of a layer, ``masked`` with the layer's mask; any other object is returned unchanged."""
     dataset = dataset_of(result)
@@ -395,6 +400,7 @@ def layer_variable(result: Any, name: str, figure: str, *, masked: bool = False)
         dataset = next(iter(layers.values()))
     if dataset is None:
         return result
+    name = state_gradient(dataset, name)
     if name not in dataset:
         hint = did_you_mean(name, map(str, dataset.data_vars))
         raise InputError(f"plot.{figure} needs {name!r}, which this layer does not have.", hint=hint)

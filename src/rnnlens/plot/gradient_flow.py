@@ -286,6 +286,7 @@ def _gradient_lines(
 
     ``of_layer``: the reach is that of the layer, of all its states, not of the drawn state.
     """
+    quantity = _data.state_gradient(dataset, quantity)
     if quantity not in _styles(dataset) or not _is_over_units(dataset[quantity]):
         return
     array = _data.label_array(with_mask(dataset, quantity), "gradient_flow")

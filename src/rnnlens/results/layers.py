@@ -9,11 +9,12 @@ from typing import Any, overload
 import xarray as xr
 
 from ..errors import LayerNotFoundError, QuantityNotFoundError, did_you_mean
+from ..vocabulary import unnamed_states
 from .array import LabelledArray, aligned_text
 from .base import check_name_is_text
 from .page import Row, html_with_styles, result_page
 
-_COLUMNS = ("name", "layer", "cell", "units", "direction", "returns", "masked", "stateful", "options")
+_COLUMNS = ("name", "layer", "cell", "units", "direction", "returns", "masked", "stateful", "options", "states")
 _MASKED = {None: "depends on the data", True: "yes", False: "no"}
 
 
@@ -48,6 +49,7 @@ class LayerTable(Sequence[Any]):
     def _cells(info: Any) -> tuple[str, ...]:
         set_options = ((key, value) for key, value in info.options.items() if value not in (None, False, 0, ""))
         options = ", ".join(f"{key}={value}" for key, value in set_options)
+        states = tuple(getattr(info, "states", ()))
         axes = getattr(info, "state_axes", ())  # of a whole-sequence layer
         state_sizes = " x ".join(f"{size or '?'} {axis.removesuffix('_unit')}s" for axis, size in axes)
         return (
@@ -60,6 +62,7 @@ class LayerTable(Sequence[Any]):
             _MASKED[info.masked],
             "yes" if info.stateful else "",
             options,
+            "" if states == unnamed_states(len(states)) else ", ".join(states),
         )
 
     @overload

@@ -20,6 +20,7 @@ from ..recurrence.measures import safe_norm
 from ..typing import Array
 from ..vocabulary import DIRECTION, IN_TIME, OUT_TIME, SAMPLE, TIME
 from .encoding import to_strict_json
+from .schema import state_of
 
 #: Name of the dimension of a training's records.
 STEP = "step"
@@ -78,10 +79,12 @@ def dataset_curves(dataset: xr.Dataset) -> dict[str, Profile]:
     """Return the curve of a layer by direction: its gradient over time, else its states, else its curve by lag."""
     if STEP in dataset.dims:
         return _training_curves(dataset)
+    state = state_of(dataset.attrs)
+    symbol = "h" if state == "hidden" else state
     for name, label in (
-        ("hidden_grad", "|dL/dh_t|"),
+        (f"{state}_grad", f"|dL/d{symbol}_t|"),
         ("output_grad", "|∂L/∂y_t|"),
-        ("hidden", "|h_t|"),
+        (state, f"|{symbol}_t|"),
         ("output", "|y_t|"),
     ):
         if name in dataset and TIME in dataset[name].dims:

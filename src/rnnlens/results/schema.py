@@ -35,6 +35,7 @@ from ..vocabulary import (
     UNIT,
     UNIT_IN,
     Quantity,
+    leading_state,
     state_quantity,
     unnamed_states,
 )
@@ -184,7 +185,8 @@ def labelled_layer(
         name: tuple((dims or {}).get(name) or _dims(name, array, is_bidirectional, cell))
         for name, array in host_arrays.items()
     }
-    dims_by_name = _separate_units(dims_by_name, host_arrays)
+    states = info_fields.get("states")
+    dims_by_name = _separate_units(dims_by_name, host_arrays, leading_state(states) if states else "hidden")
     common_attrs = {
         "layer": str(info_fields["name"]),
         "schema": SCHEMA_VERSION,
@@ -220,6 +222,11 @@ def to_host(array: Any) -> np.ndarray[Any, Any]:
     """Return a NumPy view; floats that files cannot store (bfloat16) become float32, which represents them exactly."""
     values = to_numpy(array)
     return values.astype(np.float32) if values.dtype.kind == "V" else values
+
+
+def state_of(attrs: Mapping[str, Any]) -> str:
+    """Return the name of the state that curves and records of a layer show, from the layer's attributes."""
+    return leading_state(json.loads(attrs.get("details", "{}")).get("states") or ())
 
 
 def quantity_attrs(name: str, cell: str = "") -> dict[str, str]:
@@ -369,12 +376,13 @@ def _dims(name: str, array: np.ndarray[Any, Any], bidirectional: bool, cell: str
 
 
 def _separate_units(
-    dims_by_name: Mapping[str, tuple[str, ...]], arrays: Mapping[str, np.ndarray[Any, Any]]
+    dims_by_name: Mapping[str, tuple[str, ...]], arrays: Mapping[str, np.ndarray[Any, Any]], state: str
 ) -> dict[str, tuple[str, ...]]:
-    """Rename the unit dimension of variables whose last axis is not as long as that of ``hidden``."""
-    hidden_size = next((arrays[n].shape[-1] for n in ("hidden", "hidden_grad", "output", "gates") if n in arrays), None)
+    """Rename the unit dimension of variables whose last axis is not as long as that of ``state``."""
+    of_units = (state, f"{state}_grad", "output", "gates")
+    hidden_size = next((arrays[n].shape[-1] for n in of_units if n in arrays), None)
     separated_dims = {}
-    state_shape = next((arrays[n].shape for n in ("hidden", "hidden_grad") if n in arrays), ())
+    state_shape = next((arrays[n].shape for n in of_units[:2] if n in arrays), ())
     for name, dims in dims_by_name.items():
         dims = _separate_space(dims, arrays[name].shape, state_shape)
         if hidden_size is not None and dims[-1:] == (UNIT,) and arrays[name].shape[-1] != hidden_size:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -15,14 +15,14 @@ from ..errors import LayerNotFoundError
 from ..measures.facts import dead_units
 from ..recurrence.measures import masked_mean, real_steps_first, safe_norm, saturation_share
 from ..results.gradient_lags import layer_decay, layer_reach, norms_by_lag
-from ..results.schema import proposals_of
+from ..results.schema import proposals_of, state_of
 from ..results.trace import Trace
 from ..results.training_run import Alert
 from ..settings import options
 from ..typing import Array
 from ..verbs.trace import trace
 from ..verbs.weights import weight_norms
-from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, LAG, SAMPLE, TIME, UNIT
+from ..vocabulary import BACKWARD, DIRECTION, FORWARD, GATE, LAG, QUANTITIES, SAMPLE, TIME, UNIT
 from .weight_updates import trained_shares
 
 #: ``"probe"``: a fixed held-out batch, traced between two steps. ``"batch"``: the batch of the training step itself.
@@ -117,9 +117,12 @@ def summary(trace: Trace, *, keep: Collection[str] = ()) -> tuple[dict[str, floa
         layer = trace[name]
         mask = np.asarray(layer.dataset["mask"].values, dtype=bool) if "mask" in layer.dataset else None
         profiles: dict[str, list[xr.DataArray]] = {}
+        state = state_of(layer.dataset.attrs)
+        shown = {"hidden": state, "hidden_grad": f"{state}_grad"}
         for direction in (FORWARD, BACKWARD) if DIRECTION in layer.dataset.dims else (None,):
             dataset = layer.dataset if direction is None else layer.dataset.sel({DIRECTION: direction})
             values = {str(quantity): array for quantity, array in dataset.data_vars.items()}
+            values |= {name: values[own] for name, own in shown.items() if own in values}
             prefix = name if direction is None else f"{name}/{direction}"
             measures, direction_profiles = _measures(values, mask, direction or dataset.attrs.get(DIRECTION))
             by_lag = norms_by_lag(layer.dataset, direction, mask)
@@ -129,8 +132,16 @@ def summary(trace: Trace, *, keep: Collection[str] = ()) -> tuple[dict[str, floa
                 profiles.setdefault(kind, []).append(profile)
             scalars |= {f"{prefix}/{key}": number for key, number in measures.items()}
         layers[name] = {kind: _join_directions(arrays) for kind, arrays in profiles.items()}
-        layers[name] |= {quantity: layer.dataset[quantity] for quantity in keep if quantity in layer}
+        kept = (shown.get(quantity, quantity) for quantity in keep)
+        layers[name] |= {quantity: layer.dataset[quantity] for quantity in kept if quantity in layer}
     return scalars, layers
+
+
+def missing_quantities(trace: Trace, keep: Iterable[str]) -> tuple[str, ...]:
+    """Return a note for each quantity of ``keep`` that no layer of a trace has."""
+    present = {str(name) for layer in trace for name in trace.dataset(layer).data_vars}
+    missing = sorted(set(keep) - present - QUANTITIES.keys())
+    return tuple(f"keep: no layer has {name!r}; there are {', '.join(sorted(present))}." for name in missing)
 
 
 def _measures(
@@ -251,7 +262,8 @@ class Probe:
         scalars, layers = summary(probe_trace, keep=self.keep)
         names = list(probe_trace)
         scalars |= norms_of_weights(model, names) | trained_shares(model, names)
-        return TrainingRecord(step, epoch, "probe", scalars, layers, tuple(probe_trace.notes))
+        notes = (*probe_trace.notes, *missing_quantities(probe_trace, self.keep))
+        return TrainingRecord(step, epoch, "probe", scalars, layers, notes)
 
 
 def summary_quantities(has_loss: bool) -> list[str]:

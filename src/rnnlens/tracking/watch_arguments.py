@@ -13,6 +13,7 @@ from ..arguments import Check, anything, callable_value, checked, integer, loss,
 from ..arguments import as_list as as_list
 from ..errors import InputError, LayerNotFoundError, did_you_mean, short_repr
 from ..verbs.traced_layers import TraceSelection
+from ..vocabulary import named_states
 
 POWERS = "powers of two"
 Every = int | str | Callable[[int, int], bool]
@@ -119,10 +120,14 @@ def names_tuple(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-def quantity_names(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    """Return names of trace quantities as a tuple, None for None; raise InputError for an unknown name."""
+def quantity_names(value: str | Iterable[str] | None, *, own_states: bool = False) -> tuple[str, ...] | None:
+    """Return names of trace quantities as a tuple, None for None; raise InputError for an unknown name.
+
+    ``own_states``: the model may have cells of the user's own, whose states have names that only a run shows.
+    """
     quantities = names_tuple(value)
-    TraceSelection.of(None, quantities, True)
+    stems = list(dict.fromkeys(name.removesuffix("_grad") for name in quantities or ())) if own_states else []
+    TraceSelection.of(None, quantities, True, lambda: named_states(stems) if stems else ())
     return quantities
 
 

@@ -6,12 +6,13 @@ import re
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from .. import data
-from ..adapters.protocol import Adapter, Batch, LayerInfo, LayerWeights, ModelFacts, Port, Taps
+from ..adapters.protocol import Adapter, Batch, LayerInfo, LayerWeights, ModelFacts, Port, Run, Taps
+from ..arguments.data import is_source
 from ..errors import InputError, LayerNotFoundError, RnnlensError, did_you_mean
 from ..layout import Layout, dims_of
 from ..recurrence.cells import cell_of_kind, kinds
@@ -198,7 +199,7 @@ class Catalogue:
         for layer in self.layers:
             yield f"{layer}.output"
             if layer in self.recurrent:
-                yield f"{layer}.hidden"
+                yield from (f"{layer}.{state}" for state in states_of(self.recurrent[layer]))
             if layer in self.weights:
                 yield f"{layer}.weights"
 
@@ -206,19 +207,29 @@ class Catalogue:
 def complete_catalogue(catalogue: Catalogue, batch: Batch, texts: Sequence[str]) -> Catalogue:
     """Run the model if a name needs it, as a custom state does; return the catalogue with the names shown."""
     adapter, model = catalogue.adapter, catalogue.model
+
+    def run() -> Run:
+        x = data.first_batch(batch.x)[0].x if is_source(batch.x) else batch.x
+        return adapter.run(model, replace(batch.without_loss(), x=x), Taps.states(inputs=False))
+
     indexed_matches = (_INDEXED.fullmatch(text.replace("][", ".")) for text in texts)
     if not catalogue.outputs and any(m and m["what"] == "output" and not m["which"].isdigit() for m in indexed_matches):
-        outputs = adapter.run(model, batch.without_loss(), Taps.states(inputs=False)).returned
-        catalogue = Catalogue(adapter, model, catalogue.x, tuple(filter(None, named_leaves(outputs))))
-    try:
-        for text in texts:
-            if _match_state(text.rpartition(".")[2]) is not None:
-                read(text, catalogue)
-    except LayerNotFoundError:
+        catalogue = Catalogue(adapter, model, catalogue.x, tuple(filter(None, named_leaves(run().returned))))
+    if any(_needs_run(text, catalogue) for text in texts):
         with suppress(RnnlensError):  # the error is that of the name
-            _ = adapter.run(model, batch.without_loss(), Taps.states(inputs=False)).capture
+            _ = run().capture
         return Catalogue(adapter, model, catalogue.x, vars(catalogue).get("outputs", ()))
     return catalogue
+
+
+def _needs_run(text: str, catalogue: Catalogue) -> bool:
+    """Return whether a name may be that of a state that only a run of the model shows."""
+    try:
+        names = read(text, catalogue)
+    except LayerNotFoundError:
+        return "." in text
+    layers = [catalogue.recurrent[uncalled_layer(n.layer, catalogue.recurrent)] for n in names if _is_state(n)]
+    return any(info.cell not in kinds() and not info.states for info in layers)
 
 
 def read(text: str, catalogue: Catalogue) -> list[TensorName]:
@@ -233,6 +244,11 @@ def read(text: str, catalogue: Catalogue) -> list[TensorName]:
         return [TensorName(text, "output", text)]
     is_input = text in catalogue.inputs
     hint = f'wrt="input[{text}]"' if is_input else did_you_mean(text, catalogue.suggestions())
+    layer, _, state = text.rpartition(".")
+    info = catalogue.recurrent.get(uncalled_layer(layer, catalogue.recurrent))
+    if info is not None:
+        listing = ", ".join(f"{layer}.{name}" for name in (*states_of(info), "input", "output", "weights"))
+        raise LayerNotFoundError(f"{layer!r} has no {state!r}.", got=repr(text), expected=listing, hint=hint)
     raise LayerNotFoundError(f"Nothing in this model is named {text!r}.", got=repr(text), hint=hint)
 
 
@@ -323,7 +339,7 @@ def _weight_of_framework(text: str, catalogue: Catalogue) -> TensorName | None:
 def _layer_tensors(text: str, catalogue: Catalogue) -> list[TensorName]:
     """Resolve ``layer.hidden``, ``layer.output`` or ``layer.weights``; the layer may be a pattern."""
     pattern, dot, quantity = text.rpartition(".")
-    state = _match_state(quantity)
+    state = _match_state(quantity, catalogue)
     if not dot or (state is None and quantity not in _SIMPLE):
         return []
     if quantity == "weights":
@@ -368,7 +384,7 @@ def _inner_name(layer: str, quantity: str, state: re.Match[str] | None, info: La
             )
         return TensorName(f"{layer}.{quantity}", quantity, layer)  # type: ignore[arg-type]
     kind = {"initial_": "initial_state", "final_": "final_state", None: "state"}[state["when"]]
-    names = cell_of_kind(info.cell).states if info.cell in kinds() else unnamed_states(8)
+    names = states_of(info) if info.states or info.cell in kinds() else unnamed_states(8)
     if state["state"] not in names:
         raise LayerNotFoundError(
             f"{layer!r} is a {info.cell} layer: it has no state named {state['state']!r}.",
@@ -378,9 +394,19 @@ def _inner_name(layer: str, quantity: str, state: re.Match[str] | None, info: La
     return TensorName(f"{layer}.{quantity}", kind, layer, names.index(state["state"]))  # type: ignore[arg-type]
 
 
-def _match_state(quantity: str) -> re.Match[str] | None:
-    """Match ``hidden``, ``initial_cell``, ``final_state_1``: a state of any cell, at every step or at an end."""
-    states = dict.fromkeys(re.escape(state) for cell in kinds().values() for state in cell.states)
+def states_of(info: LayerInfo) -> tuple[str, ...]:
+    """Return the names of a layer's states; ``hidden`` for a custom cell that did not run yet."""
+    return info.states or cell_of_kind(info.cell).states
+
+
+def _is_state(name: TensorName) -> bool:
+    return name.kind in ("state", "initial_state", "final_state")
+
+
+def _match_state(quantity: str, catalogue: Catalogue) -> re.Match[str] | None:
+    """Match ``hidden``, ``initial_cell``, ``final_voltage``: a state of any cell, at every step or at an end."""
+    cells = [*(cell.states for cell in kinds().values()), *(info.states for info in catalogue.recurrent.values())]
+    states = dict.fromkeys(re.escape(state) for names in cells for state in names)
     return re.fullmatch(rf"(?P<when>initial_|final_)?(?P<state>hidden|{'|'.join(states)}|state_\d+)", quantity)
 
 

@@ -25,7 +25,7 @@ from ..arguments.data import is_source
 from ..autodiff import full_precision
 from ..autodiff.tensors import global_random_states_restored, needs_no_threads, running_engines
 from ..data import first_batch
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, has_attribute
 from ..layout import Layout
 from ..recurrence.arrays import one_thread_each
 from ..results.checks import Certificate
@@ -129,8 +129,9 @@ class ModelRequest:
         """Resolve a call on its model, stated layouts included; ``texts`` are names that may need output keys."""
         adapter, is_data_set = adapter_for(model), is_source(batch.x)
         catalogue = Catalogue(adapter, model, batch.x)
-        if texts and not is_data_set:
-            catalogue = complete_catalogue(catalogue, batch, [text for text in texts if isinstance(text, str)])
+        if texts and not (is_data_set and has_attribute(batch.x, "__next__")):  # an iterator is read once
+            names = [text for text in texts if isinstance(text, str)]
+            catalogue = complete_catalogue(catalogue, batch, names)
         model_axes = ModelAxes(adapter, model, axes, catalogue)
         return ModelRequest(
             adapter, model, batch, catalogue, model_axes, InputCoordinates(() if is_data_set else batch.x, model_axes)

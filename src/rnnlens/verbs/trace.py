@@ -11,7 +11,7 @@ from typing import Any
 import xarray as xr
 
 from .. import arguments as check
-from ..adapters.protocol import Batch, Capture
+from ..adapters.protocol import Batch, Capture, Taps
 from ..adapters.registry import adapter_for
 from ..errors import InputError, UnsupportedError, did_you_mean
 from ..recurrence.replay import Replay
@@ -79,7 +79,8 @@ def trace(
     layers
         Names of the layers to trace, recurrent or not; all recurrent layers by default.
     quantities
-        Names of the variables to compute and keep; all by default. See ``rnnlens.vocabulary.QUANTITIES``.
+        Names of the variables to compute and keep; all by default. See ``rnnlens.vocabulary.QUANTITIES``. In a layer
+        whose states have names of the user's, ``"hidden"`` and ``"hidden_grad"`` are those of the first state.
     loss
         Keras: ``loss(y_true, y_pred)``, a Keras loss or its name; the compiled loss by default.
         torch: ``loss(output, target)``, required for gradients. It must return a scalar.
@@ -137,9 +138,16 @@ def trace(
     ('sample', 'time', 'unit')
     """
     batch = Batch(x, y, sample_weight, class_weight, loss, training, initial_state, seed)
-    selection = TraceSelection.of(layers, quantities, has_loss(model, batch))
+    selection = TraceSelection.of(layers, quantities, has_loss(model, batch), partial(_states_of_run, model, batch))
     verb = _lazy_trace if check.is_lazy((x, y, sample_weight)) else trace_batch
     return verb(model, batch, selection, at or {}, axes)
+
+
+def _states_of_run(model: Any, batch: Batch) -> set[str]:
+    """Run a model; return the names of the states of all its layers."""
+    adapter = adapter_for(model)
+    capture = adapter.run(model, batch.without_loss(), Taps.states(inputs=False)).capture
+    return {state for call in capture.calls for state in call.cell.state_names}
 
 
 def has_loss(model: Any, batch: Batch) -> bool:

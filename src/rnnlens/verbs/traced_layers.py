@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,14 +14,26 @@ import xarray as xr
 from ..adapters.protocol import Batch, Capture, LayerInfo, NonRecurrentCall, Port, RecurrentCall, Taps
 from ..errors import InputError, LayerNotFoundError, did_you_mean
 from ..recurrence.adjoint import PROBES, probe_combinations, weight_gradients
-from ..recurrence.cells import kinds
+from ..recurrence.cells import Cell, kinds
 from ..recurrence.replay import Replay
 from ..recurrence.rounding import Rounding, rounding_of
 from ..recurrence.trajectory import Adjoint
 from ..results.checks import Check, coarser_dtype
 from ..results.schema import LabelledLayer, labelled_layer, quantity_attrs, to_host
 from ..typing import Array
-from ..vocabulary import CHANNEL, DIRECTION, FEATURE, FORWARD, LAG, PROBE, QUANTITIES, SAMPLE, SPACE, TIME, UNIT
+from ..vocabulary import (
+    CHANNEL,
+    DIRECTION,
+    FEATURE,
+    FORWARD,
+    LAG,
+    PROBE,
+    QUANTITIES,
+    SAMPLE,
+    SPACE,
+    TIME,
+    UNIT,
+)
 from .axes import BatchAxes, InputCoordinates, ModelAxes, in_canonical_order
 from .certificates.compare import INITIAL, LAYER_INPUT
 from .certificates.of_trace import (
@@ -54,7 +66,11 @@ class TraceSelection:
 
     @classmethod
     def of(
-        cls, layers: str | Iterable[str] | None, quantities: str | Iterable[str] | None, has_loss: bool
+        cls,
+        layers: str | Iterable[str] | None,
+        quantities: str | Iterable[str] | None,
+        has_loss: bool,
+        states: Callable[[], Collection[str]] = tuple,
     ) -> TraceSelection:
         """Check the arguments ``layers`` and ``quantities``."""
         layer_names = None if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
@@ -62,16 +78,20 @@ class TraceSelection:
             return cls(layer_names, None, has_loss)
         names = frozenset([quantities] if isinstance(quantities, str) else quantities)
         for name in sorted(names):
-            if not _is_quantity(name):
-                raise InputError(f"There is no quantity {name!r}.", hint=did_you_mean(name, QUANTITIES))
+            if not _is_quantity(name) and not _is_quantity(name, known_states := states()):
+                known_names = [*QUANTITIES, *known_states, *(f"{state}_grad" for state in known_states)]
+                raise InputError(f"There is no quantity {name!r}.", hint=did_you_mean(name, known_names))
             if name.endswith("_grad") and not has_loss:
                 message = f"{name!r} is a gradient of the loss, and there is no loss."
                 raise InputError(message, got="neither y nor loss", hint="pass the target: rl.trace(model, x, y)")
         return cls(layer_names, names, has_loss)
 
-    def has(self, quantity: str) -> bool:
-        """Return whether a quantity is requested."""
-        return self.quantities is None or quantity in self.quantities
+    def has(self, quantity: str, states: Sequence[str] = ("hidden",)) -> bool:
+        """Return whether a quantity is requested; ``hidden`` requests the first of ``states`` if none has that name."""
+        if self.quantities is None or quantity in self.quantities:
+            return True
+        hidden = {states[0]: "hidden", f"{states[0]}_grad": "hidden_grad"}.get(quantity)
+        return "hidden" not in states and hidden in self.quantities
 
     @property
     def needs_replay(self) -> bool:
@@ -120,13 +140,18 @@ class TraceSelection:
             raise InputError(f"No layer here has {missing_name!r}.", got=got, hint=hint)
 
 
-def _is_quantity(name: str) -> bool:
+def _is_quantity(name: str, further_states: Collection[str] = ()) -> bool:
     """Return whether a name is a quantity, a state of a cell or its gradient, or that of a first or last state."""
     if name in QUANTITIES:
         return True
-    states = {state for cell in kinds().values() for state in cell.states}
+    states = {*further_states, *(state for cell in kinds().values() for state in cell.states)}
     match = _BOUNDARY.fullmatch(name) or _STATE.fullmatch(name)
     return match is not None and (match["state"] in states or re.fullmatch(r"state_\d+", match["state"]) is not None)
+
+
+def own_states(cell: Cell) -> tuple[str, ...]:
+    """Return the names of the states of a custom cell; empty for a cell whose kind names them."""
+    return cell.state_names if cell.by_framework else ()
 
 
 @dataclass
@@ -170,7 +195,7 @@ def trace_call(
     if call.output_grad is None or not selection.needs_sweep:
         return traced
     spend = not (selection.has("gate_preactivation") or selection.compares_weights or selection.part is not None)
-    if selection.has("hidden_grad"):
+    if selection.has("hidden_grad") or selection.has(f"{names[0]}_grad"):
         result, traced.lag_gradients = sweep_by_lag(call, run, spend=spend)
     else:
         result = sweep(call, run, call.output_grad, call.final_state_grad, call.state_grad, spend=spend)
@@ -328,10 +353,12 @@ _SHARED, _SUMMED = frozenset({"input", "mask"}), frozenset({"input_grad"})
 _WITHOUT_TIME = ("initial_", "final_")
 
 
-def join_directions(directions: Sequence[Arrays], space: Sequence[str] = ()) -> dict[str, np.ndarray[Any, Any]]:
+def join_directions(
+    directions: Sequence[Arrays], space: Sequence[str] = (), state: str = "hidden"
+) -> dict[str, np.ndarray[Any, Any]]:
     """Stack the arrays of two directions on an axis after time, or after sample without a time axis.
 
-    ``space``: names of the spatial axes of the states.
+    ``space``: names of the spatial axes of the states; ``state``: name of the first state.
     """
 
     def stacked(array: Any) -> np.ndarray[Any, Any]:
@@ -342,7 +369,7 @@ def join_directions(directions: Sequence[Arrays], space: Sequence[str] = ()) -> 
     if len(host_arrays) == 1:
         return host_arrays[0]
     first, second = host_arrays
-    timed_rank = next((first[quantity].ndim for quantity in ("hidden", "input") if quantity in first), 3 + len(space))
+    timed_rank = next((first[quantity].ndim for quantity in (state, "input") if quantity in first), 3 + len(space))
     joined: dict[str, np.ndarray[Any, Any]] = {}
     for name, array in first.items():
         if name in _SHARED:
@@ -379,24 +406,26 @@ def recurrent_datasets(
             chain.pull(directions[0], traced[0].arrays["input_grad"])
         checks += [check for traced_call in traced for check in traced_call.checks]
         info = layer_infos.get(name) or layer_infos.get(name.rpartition("#")[0])
+        states = directions[0].cell.state_names
         # A certificate compares all arrays, also those that were not requested.
         arrays_by_call = [[(n, a) for n, a in traced_call.arrays.items() if a is not None] for traced_call in traced]
         requested_arrays = [
-            {n: a for n, a in named_arrays if claim is not None or selection.has(n)} for named_arrays in arrays_by_call
+            {n: a for n, a in named_arrays if claim is not None or selection.has(n, states)}
+            for named_arrays in arrays_by_call
         ]
         layer = labelled_layer(
-            join_directions(requested_arrays, directions[0].cell.space),
-            info={**(vars(info) if info else {}), "name": name},
+            join_directions(requested_arrays, directions[0].cell.space, states[0]),
+            info={**(vars(info) if info else {}), "name": name, "states": own_states(directions[0].cell)},
             provenance=provenance,
             bidirectional=len(directions) > 1,
         )
         if claim is not None:
             _add_to_claim(claim, layer, directions, traced)
-            layer.variables = {v: array for v, array in layer.variables.items() if selection.has(v)}
+            layer.variables = {v: array for v, array in layer.variables.items() if selection.has(v, states)}
         layer.coords |= _lag_coordinates([traced_call.lag_gradients for traced_call in traced])
         if directions[0].reset is not None:
             layer.coords["reset"] = xr.Variable((SAMPLE, TIME), to_host(directions[0].reset), quantity_attrs("reset"))
-        _open_space(layer, getattr(directions[0].cell, "shapes", {}), getattr(directions[0].cell, "state_axes", ()))
+        _open_space(layer, directions[0].cell)
         datasets[name] = layer
     checks += [total.check() for total in sums.values()]
     return {name: datasets[name] for name in nodes}, checks
@@ -414,20 +443,22 @@ def _lag_coordinates(directions: Sequence[Mapping[str, Array]]) -> dict[Hashable
     return coordinates
 
 
-def _open_space(layer: LabelledLayer, shapes: Mapping[str, tuple[int, ...]], names: Sequence[str]) -> None:
+def _open_space(layer: LabelledLayer, cell: Cell) -> None:
     """Open the flat axis of input and states of several axes, by variable.
 
-    ``names``: of the states' axes; by default channels and axes of space, as of a convolutional cell.
+    The states' axes are channels and axes of space, as of a convolutional cell, unless the cell names them.
     """
+    shapes: Mapping[str, tuple[int, ...]] = getattr(cell, "shapes", {})
     if not shapes:
         return
-    names = tuple(names) or (CHANNEL, *SPACE[len(shapes["hidden"]) - 1])
+    first = shapes[cell.state_names[0]]
+    names = tuple(getattr(cell, "state_axes", ())) or (CHANNEL, *SPACE[len(first) - 1])
     input_names = [FEATURE if name in (CHANNEL, UNIT) else name for name in names]
     for name, array in list(layer.variables.items()):
         stem = _STEM.sub("", name)
-        shape = shapes.get(stem, shapes["hidden"] if stem in ("output", "state") else None)
+        shape = shapes.get(stem, first if stem in ("output", "state") else None)
         if shape is not None and math.prod(shape) == array.shape[-1]:
-            axes = zip(input_names if stem == "input" else names, shape, shapes["hidden"], strict=True)
+            axes = zip(input_names if stem == "input" else names, shape, first, strict=True)
             opened_axes = (n if n == FEATURE or size == own else f"{stem}_{n}" for n, size, own in axes)
             dims = (*array.dims[:-1], *opened_axes)
             del layer.variables[name]  # opened ones come last

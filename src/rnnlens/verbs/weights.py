@@ -73,8 +73,12 @@ def layers(model: Any, x: Any = None) -> LayerTable:
     infos = {info.name: info for info in adapter.known_layers(model)}
     units_that_ran = {call.layer: call.cell.state_sizes[0] for call in capture.calls}
     names = dict.fromkeys([*units_that_ran, *(call.layer for call in capture.sequences)])
+    states = {call.layer: call.cell.state_names for call in capture.calls if call.cell.by_framework}
     rows = ((name, infos[uncalled_layer(name, infos)]) for name in names)
-    return LayerTable(replace(info, name=name, units=info.units or units_that_ran.get(name, 0)) for name, info in rows)
+    return LayerTable(
+        replace(info, name=name, units=info.units or units_that_ran.get(name, 0), states=states.get(name, ()))
+        for name, info in rows
+    )
 
 
 @check.checked(

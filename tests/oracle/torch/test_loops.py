@@ -203,7 +203,7 @@ def run_trace(model, x, **options):
         return rl.trace(model, x, loss=loss, **options)
 
 
-NAMES = {"lstm": ("hidden", "cell"), "nested": ("hidden", "state_1"), "spread": ("hidden", "state_1")}
+NAMES = {"lstm": ("hidden", "cell"), "nested": ("fast", "slow_0"), "spread": ("hidden", "state_1")}
 ONE_RECURRENCE = ("plain", "index", "where", "blend", "shrink", "early", "cells_used")
 
 

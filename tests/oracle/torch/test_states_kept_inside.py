@@ -84,7 +84,7 @@ def network(kind, method):
     mse(model(X), Y).backward()
     truth = {
         name: torch.stack([getattr(state, kind) for state in states], 1).numpy()
-        for states, names in ((model.mems, ("hidden", "hidden_grad")), (model.vs, ("state_1", "state_1_grad")))
+        for states, names in ((model.mems, ("mem", "mem_grad")), (model.vs, ("v", "v_grad")))
         for kind, name in zip(("data", "grad"), names, strict=True)
     }
     truth["weight"] = model.cell.recurrent.weight.grad.numpy().copy()
@@ -102,11 +102,10 @@ def test_attributes_are_the_states(kind, method):
     with rl.torch.cell(model.cell, method=method, state=("mem", "v")):
         trace = rl.trace(model, X, Y, loss=mse)
         gradients = rl.gradients(model, X, Y, loss=mse, wrt="weights")
-    for name in ("hidden", "hidden_grad", "state_1", "state_1_grad"):
+    for name in ("mem", "mem_grad", "v", "v_grad"):
         np.testing.assert_allclose(trace["cell"][name].values, truth[name], atol=1e-13, err_msg=name)
     np.testing.assert_allclose(gradients["cell.recurrent.weight"], truth["weight"], atol=1e-13)
     assert trace.certificate.state == gradients.certificate.state == "passed"
-    assert any("hidden is the state's mem, state_1 is the state's v" in note for note in trace.notes)
     after = {**vars(model.cell), **model.cell._buffers}
     assert all(after[name] is value for name, value in before.items())
     assert after.keys() == before.keys()
@@ -148,8 +147,8 @@ def test_the_line_in_an_error_declares_an_attribute_that_an_argument_has_the_nam
     assert line == "rl.torch.cell(model.cell, state='self.mem')"
     with rl.torch.cell(model.cell, state="self.mem"):
         trace = rl.trace(model, X, Y, loss=mse)
-    np.testing.assert_allclose(trace["cell"].hidden.values, hidden.numpy(), atol=1e-13)
-    np.testing.assert_allclose(trace["cell"].hidden_grad.values, grad.numpy(), atol=1e-13)
+    np.testing.assert_allclose(trace["cell"].mem.values, hidden.numpy(), atol=1e-13)
+    np.testing.assert_allclose(trace["cell"].mem_grad.values, grad.numpy(), atol=1e-13)
     assert trace.certificate.state == "passed"
 
 
@@ -160,7 +159,7 @@ def test_the_jacobian_between_states_is_that_of_autograd():
     rows = [torch.autograd.grad(last[:, i].sum(), first, retain_graph=True)[0] for i in range(UNITS)]
     model.cell.reset()
     with rl.torch.cell(model.cell, state=("mem", "v")):
-        jacobian = rl.jacobian(model, X, of="cell.hidden", wrt="cell.hidden")
+        jacobian = rl.jacobian(model, X, of="cell.mem", wrt="cell.mem")
     block = jacobian.isel(out_time=4, in_time=2)
     np.testing.assert_allclose(block.values, torch.stack(rows, 1).numpy(), atol=1e-13)
     assert jacobian.certificate.state != "failed"

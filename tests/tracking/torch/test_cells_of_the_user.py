@@ -208,7 +208,7 @@ def test_direct_and_total_gradients_are_those_of_autograd_and_the_training_is_no
         return
     total = torch.stack(torch.autograd.grad(readout(before, outputs), states), 1)
     assert float(abs(total).max()) > 1e-3
-    state = "state_0" if "state_0" in batch.trace["cell"].dataset else "hidden"
+    state = next(name for name in ("state_0", "voltage", "hidden") if name in batch.trace["cell"].dataset)
     np.testing.assert_allclose(batch.trace["cell"].dataset[f"{state}_grad"].values, total, rtol=0, atol=1e-12)
     assert all(check.ok for check in batch.trace.checks)
 

@@ -18,6 +18,7 @@ class LayerInfo:
 
     ``masked``: whether a mask reaches the layer; False in a framework without masks; None if it depends on the data.
     ``state_axes``: names and sizes of the axes of a whole-sequence layer's state; empty for all other layers.
+    ``states``: names of a custom cell's states; empty while they are not known, and for cells that have their own.
     """
 
     name: str
@@ -30,6 +31,7 @@ class LayerInfo:
     stateful: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     state_axes: tuple[tuple[str, int], ...] = ()
+    states: tuple[str, ...] = ()
 
     @property
     def is_sequence(self) -> bool:

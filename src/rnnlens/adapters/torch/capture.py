@@ -93,7 +93,7 @@ def recorded_call(
                 raise RunAgainError
     settle_roles(recorder, requested)
     join_changed_states(recorder)
-    remove_nested_cells(recorder, training=borrowed.batch.training)
+    remove_nested_cells(borrowed.model, recorder, training=borrowed.batch.training)
     mark_endings(recorder)
     refuse_hooked(recorder)
     with loss_errors(borrowed.batch, outputs):

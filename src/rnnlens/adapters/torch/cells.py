@@ -21,7 +21,7 @@ from ...errors import cell_rerun_errors
 from ...recurrence.cells import Cell, StepCell, registered
 from ...recurrence.cells.registry import Registration
 from ...typing import Array
-from ...vocabulary import POSITION, UNIT
+from ...vocabulary import POSITION, UNIT, named_states
 from ..protocol import Port
 from ..shared.registered_cells import ComposedWeight, with_step_autodiff
 from .restore import borrowed_model
@@ -99,6 +99,11 @@ class TorchStepCell(StepCell):
         self.state_sizes = tuple(math.prod(shape) for shape in form.shapes)
         self.output_size = math.prod(output_shape)
         self.output_state, self.output_is_state = 0, form.output_is_state
+
+    def name_states(self, fields: Sequence[str | None]) -> None:
+        """Call the states by the fields in which the user's code holds them, where there are any."""
+        if any(fields):
+            self.names = named_states(fields, [name for name, _ in self.module.named_parameters()])
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

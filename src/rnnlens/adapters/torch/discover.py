@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,16 @@ from ...recurrence.cells import registered
 from ..protocol import LayerInfo
 from .cells import build_cell, has_own_forward
 from .function_model import FunctionModel
-from .public import ANY_SCAN, DECLARED_CELLS, KEPT_STATES, LOOPS_RUN, RAN_AS_CELL, SCANS_RUN, is_declared_cell
+from .public import (
+    ANY_SCAN,
+    DECLARED_CELLS,
+    KEPT_STATES,
+    LOOPS_RUN,
+    RAN_AS_CELL,
+    SCANS_RUN,
+    STATES_RUN,
+    is_declared_cell,
+)
 from .scan_families import sequence_modules, state_sizes
 from .weights import class_of, node_name
 
@@ -224,7 +233,8 @@ def describe(model: nn.Module) -> list[LayerInfo]:
 def known_layers(model: nn.Module) -> list[LayerInfo]:
     """Return the rows of ``describe``, corrected and completed by what earlier runs of the model showed."""
     model = unwrap(model)
-    return _rows(model, RAN_AS_CELL, LOOPS_RUN.get(model, {}), SCANS_RUN.get(model, {}))
+    rows, states = _rows(model, RAN_AS_CELL, LOOPS_RUN.get(model, {}), SCANS_RUN.get(model, {})), STATES_RUN.get(model)
+    return [replace(row, states=states.get(row.name, ())) for row in rows] if states else rows
 
 
 def _rows(
@@ -297,7 +307,8 @@ def _custom_row(path: str, module: nn.Module) -> LayerInfo:
 
 def fingerprint(model: nn.Module) -> Hashable:
     """Return a hashable of a model's structure, hooks, flags, code, known loops and scans, but not of its weights."""
-    structure: list[Any] = [tuple(runs_by_model.get(model, {}).items()) for runs_by_model in (LOOPS_RUN, SCANS_RUN)]
+    shown_by_runs: tuple[Any, ...] = (LOOPS_RUN, SCANS_RUN, STATES_RUN)
+    structure: list[Any] = [tuple(by_model.get(model, {}).items()) for by_model in shown_by_runs]
     for path, module in model.named_modules(remove_duplicate=False):
         code = getattr(inspect.getattr_static(type(module), "forward", None), "__code__", None)
         structure += [

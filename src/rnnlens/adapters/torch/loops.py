@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,16 @@ from .record import (
     refuse_transformed,
 )
 from .restore import borrowed_model
-from .roles import LastCall, StepRoles, as_written, declared_roles, fed_back_roles, find_roles, turn_roles
+from .roles import (
+    LastCall,
+    StepRoles,
+    as_written,
+    declared_roles,
+    fed_back_roles,
+    find_roles,
+    state_fields,
+    turn_roles,
+)
 
 #: Function from an input and state tensors to the arguments of the user's cell.
 Arguments = Callable[[Tensor, Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -145,7 +154,7 @@ class EnteredCall:
             states = [] if self.roles is None else list(roles.arguments)
             self.starts_empty = any(_is_empty(leaves[i]) for i in states)
             _grow_states(leaves, states, roles.templates)
-        self._state_positions = states
+        self.state_positions = states
         self.user_initial = [leaves[i] for i in states]
         self._parts = _input_parts(leaves, states)
         if not self._parts and self.roles is None:
@@ -194,7 +203,7 @@ class EnteredCall:
 
     def arguments(self) -> Arguments:
         """Return a function (x, states) that rebuilds a cell call's arguments with these; it keeps no tensor alive."""
-        constants, parts, spec, state_positions = self.constants, self._parts, self._spec, self._state_positions
+        constants, parts, spec, state_positions = self.constants, self._parts, self._spec, self.state_positions
         is_plain = self._is_plain
 
         def rebuild(x: Tensor, state: Sequence[Tensor]) -> Any:
@@ -423,7 +432,9 @@ class CellHook:
                 autocast_around(results[0]),
                 self.module.model if isinstance(self.module, LoopStep) else None,
             )
-            parts = _parts_of(call, form, returned, self.owner.step_cell.state_names)
+            fields = self._state_fields(call)
+            self.owner.step_cell.name_states(fields)
+            parts = _parts_of(call, form, returned, dict(zip(self.owner.step_cell.state_names, fields, strict=True)))
             self.recorder.notes += [f"{self.owner.name}: {part}." for part in parts]
         user_copies = self.recorder.add_step(
             self.owner,
@@ -439,6 +450,10 @@ class CellHook:
             user_copies |= {id(part): piece.reshape(part.shape) for part, piece in zip(outputs, pieces, strict=True)}
         copies = {key: user_copies.get(id(tensor), tensor) for key, tensor in tracked.items()}
         return pytree.tree_unflatten([copies.get(id(leaf), leaf) for leaf in output_leaves], spec)
+
+    def _state_fields(self, call: EnteredCall) -> tuple[str | None, ...]:
+        """Return the fields in which the user's code holds the states; None for a state that is in no field."""
+        return state_fields(call.arguments()(call.x, call.initial), call.state_positions)
 
     def _form(self, call: EnteredCall, returned: list[Tensor]) -> CellForm:
         """Return which returned tensors are the states of a call, and which are its outputs."""
@@ -637,7 +652,10 @@ class KeptStateHook(CellHook):
     def _declared_roles(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRoles:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         count = len(self.names)
-        return StepRoles(spec, tuple(range(count)), tuple(range(-count, 0)), tuple(leaves[:count]), self.names)
+        return StepRoles(spec, tuple(range(count)), tuple(range(-count, 0)), tuple(leaves[:count]))
+
+    def _state_fields(self, call: EnteredCall) -> tuple[str | None, ...]:
+        return self.names
 
     def _look_for_roles(self, args: tuple[Any, ...], kwargs: dict[str, Any], default_input: Any) -> None:
         """Look for nothing: the roles are declared."""
@@ -710,7 +728,7 @@ def _is_assumed(
     same_tensors = len(roles.returned) == len(last) and all(
         returned[a] is returned[b] for a, b in zip(roles.returned, last, strict=True)
     )
-    return roles.arguments == states and same_tensors and roles.fields is None
+    return roles.arguments == states and same_tensors
 
 
 def _is_same_constant(first: Any, later: Any) -> bool:
@@ -723,15 +741,14 @@ def _is_same_constant(first: Any, later: Any) -> bool:
 
 
 def _parts_of(
-    call: EnteredCall, form: CellForm, returned: Sequence[Tensor], state_names: Sequence[str]
+    call: EnteredCall, form: CellForm, returned: Sequence[Tensor], fields: Mapping[str, str | None]
 ) -> Iterator[str]:
-    """Say what the input and output of a cell consist of, where they are several tensors, and how the user calls it."""
+    """Say what the input and output of a cell consist of, and which states have not the names of their ``fields``."""
     if len(call.inputs) > 1:
         yield f"input has the arguments of {', '.join(map(str, call.inputs))} features side by side"
     if len(form.outputs) > 1:
         shapes = ", ".join(str(tuple(returned[i].shape[1:])) for i in form.outputs)
         yield f"output has the returned tensors of {shapes} units side by side"
-    if call.roles is not None and call.roles.fields:
-        yield ", ".join(
-            f"{name} is the state's {field}" for name, field in zip(state_names, call.roles.fields, strict=True)
-        )
+    renamed = [f"{name} is the state's {field!r}" for name, field in fields.items() if field not in (None, name)]
+    if renamed:
+        yield f"{', '.join(renamed)}: results use that name for something else, or it is no identifier"

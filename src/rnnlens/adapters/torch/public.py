@@ -42,6 +42,9 @@ DECLARED_CELLS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 #: Modules that may be cells and ran: whether they passed a state from call to call, and so are cells.
 RAN_AS_CELL: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
+#: Names of the states of custom cells and loops that each model has run so far, by layer.
+STATES_RUN: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[str, ...]]] = weakref.WeakKeyDictionary()
+
 #: Loops that each model has run so far: sizes of the first state, by name. No function is stored.
 LOOPS_RUN: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
 

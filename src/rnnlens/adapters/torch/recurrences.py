@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...autodiff.torch import pull_gradients
 from ...errors import UnsupportedError
 from .lineage import depends_on, probe_like, reset_rows, upstream_nodes
-from .public import RAN_AS_CELL
+from .public import RAN_AS_CELL, STATES_RUN
 from .record import CallRecord, CallRecorder, Recurrence, RunAgainError, StateTrail
 
 
@@ -232,10 +232,11 @@ def _taps_by_step(recurrence: Recurrence) -> list[tuple[int, Tensor]]:
     ]
 
 
-def remove_nested_cells(recorder: CallRecorder, *, training: bool) -> None:
+def remove_nested_cells(model: nn.Module, recorder: CallRecorder, *, training: bool) -> None:
     """Keep, among nested recurrences, those of declared cells, and the innermost ones that passed a state on.
 
-    A recurrence without an input, which is a loop over depth, gives way to one around it.
+    A recurrence without an input, which is a loop over depth, gives way to one around it. The names of the states are
+    known of the ``model`` from then on.
     """
     loops = [recurrence for recurrence in recorder.recurrences if recurrence.owner.step_cell is not None]
     joined_names = {recurrence.owner.name for recurrence in loops if len(recurrence.calls) > 1}
@@ -257,8 +258,11 @@ def remove_nested_cells(recorder: CallRecorder, *, training: bool) -> None:
     recorder.notes = [note for note in recorder.notes if not note.startswith(removed_names)]
     recorder.recurrences = [recurrence for recurrence in recorder.recurrences if is_kept(recurrence)]
     for recurrence in recorder.recurrences:
-        if training and recurrence.owner.step_cell is not None:
-            _refuse_randomness(recurrence.owner.name, recurrence.owner.step_cell.module)
+        step_cell = recurrence.owner.step_cell
+        if step_cell is not None and recurrence.owner.module is None:
+            STATES_RUN.setdefault(model, {})[recurrence.owner.name] = step_cell.state_names
+        if training and step_cell is not None:
+            _refuse_randomness(recurrence.owner.name, step_cell.module)
 
 
 def _refuse_randomness(name: str, cell: nn.Module) -> None:

@@ -24,14 +24,13 @@ class StepRoles:
 
     ``arguments``: positions of the states among the leaves of a call of the form ``spec``. ``returned``: positions of
     the new states among the tensors that it returns, in the same order. ``templates``: such states (sample, ...), for
-    their shape, type and device. ``fields``: names of the states, where they are fields of a named tuple.
+    their shape, type and device.
     """
 
     spec: Any
     arguments: tuple[int, ...]
     returned: tuple[int, ...]
     templates: tuple[Tensor, ...]
-    fields: tuple[str, ...] | None = None
 
 
 def find_roles(
@@ -80,7 +79,7 @@ def find_roles(
         return None
     arguments = tuple(sorted(states))
     templates = tuple(returned[states[i]].detach() for i in arguments)
-    return StepRoles(spec, arguments, tuple(states[i] for i in arguments), templates, field_names(call, arguments))
+    return StepRoles(spec, arguments, tuple(states[i] for i in arguments), templates)
 
 
 def fed_back_roles(call: Any, returned: Sequence[Tensor], previous_input: Any) -> StepRoles | None:
@@ -207,12 +206,39 @@ def as_written(args: tuple[Any, ...], kwargs: dict[str, Any], roles: StepRoles |
     return written if pytree.tree_structure(written) == roles.spec else None
 
 
-def field_names(call: Any, positions: Sequence[int]) -> tuple[str, ...] | None:
-    """Return the names of the leaves at ``positions`` if all are fields of named tuples, else None."""
-    paths = [path for path, _ in pytree.tree_flatten_with_path(call)[0]]
-    keys = [paths[position][-1] for position in positions]
-    names = tuple(key.name for key in keys if isinstance(key, pytree.GetAttrKey))
-    return names if len(set(names)) == len(positions) else None
+def state_fields(call: tuple[tuple[Any, ...], dict[str, Any]], positions: Sequence[int]) -> tuple[str | None, ...]:
+    """Return the fields in which the arguments of a call hold the leaves at ``positions``; None where there is none.
+
+    Fields are those of named tuples, registered dataclasses and other registered classes, and keys of dicts. Nested
+    ones are joined, as in ``soma_voltage``, and followed by positions in tuples: ``memory_0``.
+    """
+    paths = [path[1:] for argument in (*call[0], *call[1].values()) for path in _leaf_paths((argument,))]
+    fields = []
+    for path in (paths[position] for position in positions):
+        keys = [key for key in path if isinstance(key, str)]
+        fields.append("_".join([*keys, *(str(key) for key in path if isinstance(key, int))]) if keys else None)
+    return tuple(fields)
+
+
+def _leaf_paths(tree: Any) -> list[tuple[str | int, ...]]:
+    """Return for every leaf of a tree the fields, keys and positions that lead to it."""
+    node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(tree))
+    if node is None:
+        return [()]
+    parts, _ = node.flatten_fn(tree)
+    if node.flatten_with_keys_fn is not None:
+        keys = [_key(key) for key, _ in node.flatten_with_keys_fn(tree)[0]]
+    else:  # a class registered without names for its parts: attributes of it
+        attributes = {id(value): name for name, value in getattr(tree, "__dict__", {}).items()}
+        keys = [attributes.get(id(part), i) for i, part in enumerate(parts)]
+    return [(key, *path) for key, part in zip(keys, parts, strict=True) for path in _leaf_paths(part)]
+
+
+def _key(key: Any) -> str | int:
+    """Return a key of torch's paths as a field, or as a position in a sequence."""
+    if isinstance(key, pytree.SequenceKey):
+        return int(key.idx)
+    return str(key.name if isinstance(key, pytree.GetAttrKey) else getattr(key, "key", key))
 
 
 def _is_handed_on(argument: Tensor, returned: Tensor) -> bool:

@@ -31,6 +31,7 @@ from .discover import cell_candidates, describe, is_state_name, recurrent_module
 from .inputs import detach_tensors
 from .public import RAN_AS_CELL
 from .record import autocast_around, may_use_tf32
+from .roles import state_fields
 from .training_calls import (
     TrainingCall,
     TrainingLoops,
@@ -429,6 +430,7 @@ class TrainingCapture:
             self._prove(path, module, states)
         if states and not loop.own_cell.states:
             loop.own_cell.states = states
+            loop.own_cell.fields = state_fields((args, kwargs), sorted(states))
             if not loop.weights:
                 loop.own_cell.copy_tensors()
                 loop.weights = self._weights_of(module)

@@ -30,6 +30,8 @@ class CellArguments:
     """
 
     states: dict[int, int] = field(default_factory=dict)
+    #: Fields in which the user's code holds the states, in the order of their positions.
+    fields: tuple[str | None, ...] = ()
     leaves: list[list[Any]] = field(default_factory=list)
     specs: list[Any] = field(default_factory=list)
     #: Whether all arguments are known: False if one was changed in place before its module proved to be a cell.
@@ -133,6 +135,7 @@ def direct_call(
     shapes = tuple(tuple(returned[i].shape[2:]) for i in states)
     form = CellForm(lambda x, state: ((x, *state), {}), shapes, (0,), tuple(states), tuple(outputs))
     cell = TorchStepCell(module, form, tuple(output.shape[2:]), returned[0].dtype)
+    cell.name_states(arguments.fields)
     finals = [beside([grad(i)])[:, -1] for i in states]
     if not outputs:
         finals[0] = torch.zeros_like(finals[0])  # the last output is that state

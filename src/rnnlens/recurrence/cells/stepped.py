@@ -28,6 +28,8 @@ class StepCell(Cell):
 
     by_framework = True
     _sizes: tuple[int, ...] = ()
+    #: Names of the states in the user's code; empty if they have none there.
+    names: tuple[str, ...] = ()
     output_size: int
 
     @property
@@ -51,8 +53,8 @@ class StepCell(Cell):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of the states: hidden, state_1, state_2, ..."""
-        return unnamed_states(len(self.state_sizes))
+        """Names of the states: those that they have in the user's code, else hidden, state_1, state_2, ..."""
+        return self.names or unnamed_states(len(self.state_sizes))
 
     @abstractmethod
     def advance(self, x: Array, state: Sequence[Array]) -> tuple[Array, tuple[Array, ...]]:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from ...adapters.torch.discover import cell_candidates, step_methods
 from ...errors import InputError, UnsupportedError, short_repr
 from ..alerts import checked_on_nonfinite, checked_stop_on
 from ..batches import DIRECT
@@ -40,18 +41,24 @@ class WatchPlan:
     resume: bool = True
     points: int | None = 64
     step: int | None = None
+    #: Whether the model may have cells of the user's own, whose states have names that only a run shows.
+    may_have_own_cells: bool = True
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> Self:
         """Create a plan from arguments by name, such as ``locals()``; unknown names are ignored."""
-        return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
+        given = {field.name: arguments[field.name] for field in fields(cls) if field.name in arguments}
+        model = arguments.get("model")
+        if isinstance(model, nn.Module):
+            given["may_have_own_cells"] = bool(cell_candidates(model) or step_methods(model, None))
+        return cls(**given)
 
     def __post_init__(self) -> None:
         """Check the arguments before any file is opened."""
         checked_fields = {
             "layers": names_tuple(self.layers),
-            "quantities": quantity_names(self.quantities),
-            "keep": quantity_names(self.keep) or (),
+            "quantities": quantity_names(self.quantities, own_states=self.may_have_own_cells),
+            "keep": quantity_names(self.keep, own_states=self.may_have_own_cells) or (),
             "stop_on": checked_stop_on(self.stop_on),
             "epochs": Schedule(self.every, self.epochs).epochs,
         }

@@ -23,7 +23,7 @@ from ...verbs.traced_layers import TraceSelection, recurrent_datasets
 from ...verbs.weight_layout import label_cell, label_plain, outside_cells, weights_of_layer
 from ...vocabulary import DIRECTION, SAMPLE, TIME, UNIT
 from ..batches import DIRECT, Batch
-from ..records import TrainingRecord, norms_of_weights, summary
+from ..records import TrainingRecord, missing_quantities, norms_of_weights, summary
 from ..weight_updates import trained_shares
 from .plan import WatchPlan
 
@@ -204,6 +204,7 @@ def record_of(batch: WatchedBatch, plan: WatchPlan) -> TrainingRecord:
         except UnsupportedError as error:  # captured quantities are recorded in any case
             notes.append(" ".join(str(error).split()))
         else:
+            notes += missing_quantities(replayed_trace, plan.keep)
             replayed_scalars, replayed_profiles = summary(replayed_trace, keep=tuple(plan.keep))
             scalars |= {**replayed_scalars, **batch.weight_norms()}
             layers = {
