@@ -14,7 +14,7 @@ from ..errors import InputError, UnsupportedError, short_repr
 from ..layout import Axis, Layout, canonical_order, dims_of, with_space
 from ..results.schema import LabelledLayer, to_host
 from ..typing import Array, signature
-from ..vocabulary import FEATURE, SAMPLE, TIME, UNIT
+from ..vocabulary import FEATURE, SAMPLE, SPACE, TIME, UNIT
 from .names import Catalogue, known_model, read_one, text_of
 
 #: Names in ``axes=`` besides the tensors of the model.
@@ -99,9 +99,10 @@ class ModelAxes:
         layout = self.stated.get(port, self.found_layouts.get(port))
         if layout is None:
             layout = self.rule.layout(port, shape, integer=integer)
-            space = self._space() if self.rule.samples_first and len(shape) > 3 else ()
-            is_image = space and len(shape) == 3 + len(space)
-            return Layout.of_names(with_space((SAMPLE, TIME, layout.names[-1]), space)) if is_image else layout
+            frame = self._frame(len(shape)) if self.rule.samples_first and len(shape) > 3 else ()
+            if set(frame) & set(SPACE[3]):
+                return Layout.of_names(with_space((SAMPLE, TIME, layout.names[-1]), frame))
+            return Layout.of_names((SAMPLE, TIME, *frame, layout.names[-1])) if frame else layout
         if len(layout.axes) != len(shape):
             raise InputError(
                 f"axes= does not match {self.text_of(port)!r}.",
@@ -128,10 +129,16 @@ class ModelAxes:
         """Return the layouts that the user stated, as written in ``axes=``."""
         return {self.text_of(port): axes_to_write(layout.axes) for port, layout in self.stated.items()}
 
-    def _space(self) -> tuple[str, ...]:
-        """Return the names of the axes of space of the model's convolutional recurrent layers; empty if it has none."""
+    def _frame(self, axis_count: int) -> tuple[str, ...]:
+        """Return the names of a tensor's axes between steps and features; empty if its second axis counts no steps.
+
+        It does where a layer of the model runs once per step of tensors with as many axes, or recurs over images.
+        """
         catalogue = self._catalogue
-        return () if catalogue is None else next(filter(None, map(catalogue.space, catalogue.recurrent)), ())
+        if catalogue is None:
+            return ()
+        space = next(filter(None, map(catalogue.space, catalogue.recurrent)), ())
+        return space if len(space) == axis_count - 3 else catalogue.facts.frames.get(axis_count, ())
 
     def learn(self, batch: Batch, ports: Iterable[Port], shown_layouts: Mapping[Port, Layout] | None = None) -> None:
         """Find and store layouts of ports without one: ``shown_layouts``, cached for these shapes, or by experiment."""

@@ -94,6 +94,9 @@ class ModelFacts:
     compiles
         Whether a run whose cotangents are known computes values and gradients in one compiled pass. Later batches of a
         data set take it then. Otherwise all batches are swept, and give the numbers of single calls.
+    frames
+        Names of the axes between steps and features of tensors with more than three axes, by the number of all axes:
+        those that a layer of the model runs on once per step, as on the frames of a video.
     framework
         Name of the framework.
     """
@@ -113,6 +116,7 @@ class ModelFacts:
     loss_scale: ClassVar[float] = 1.0
     tensors: ClassVar[Container[str]] = frozenset()
     compiles: ClassVar[bool] = False
+    frames: ClassVar[Mapping[int, tuple[str, ...]]] = {}
     framework = ""
 
     @property
