@@ -11,6 +11,8 @@ import xarray as xr
 from torch import nn
 
 import rnnlens as rl
+from rnnlens.adapters.torch.cells import TorchStepCell
+from rnnlens.recurrence.cells import stepped
 from rnnlens.recurrence.sweep_reverse import BlockedSweep
 from rnnlens.settings import Progress
 from rnnlens.verbs.time_jacobian import plan as planning
@@ -441,3 +443,68 @@ def test_scores_too_wide_for_a_cotangent_each_are_pulled_as_asked_for():
     np.testing.assert_allclose(exact.values[:, 0], norms, rtol=1e-10)
     deviation = np.abs(sketch.norm_squared.values[:, 0] - norms.numpy() ** 2)
     assert (deviation < 6 * sketch.norm_squared_stderr.values[:, 0]).all()
+
+
+class TwoStates(nn.Module):
+    """A cell of two states, whose output is neither of them."""
+
+    def __init__(self, units):
+        super().__init__()
+        self.read, self.repeat, self.write = nn.Linear(F, units), nn.Linear(units, units), nn.Linear(units, 3)
+
+    def forward(self, x, state):
+        hidden, memory = state
+        memory = torch.tanh(self.read(x) + self.repeat(hidden)) + 0.5 * memory
+        hidden = torch.sigmoid(memory) * hidden + 0.1 * memory
+        return self.write(hidden), (hidden, memory)
+
+
+class OneState(nn.Module):
+    """A cell whose state is its output."""
+
+    def __init__(self, units):
+        super().__init__()
+        self.read, self.repeat = nn.Linear(F, units), nn.Linear(units, units)
+
+    def forward(self, x, hidden):
+        return torch.tanh(self.read(x) + self.repeat(hidden))
+
+
+class LoopOverSteps(nn.Module):
+    """A loop over the steps of a cell, with a head at every step."""
+
+    def __init__(self, cell, units):
+        super().__init__()
+        self.units, self.rnn = units, cell(units)
+        self.head = nn.Linear(3 if cell is TwoStates else units, 2)
+
+    def forward(self, x):
+        hidden = x.new_zeros(len(x), self.units)
+        state, outputs = (hidden, hidden) if isinstance(self.rnn, TwoStates) else hidden, []
+        for t in range(x.shape[1]):
+            returned = self.rnn(x[:, t], state)
+            output, state = returned if isinstance(returned, tuple) else (returned, returned)
+            outputs.append(self.head(output))
+        return torch.stack(outputs, 1)
+
+
+@pytest.mark.parametrize(("cell", "units"), [(TwoStates, 128), (OneState, 256)])
+def test_one_output_step_of_a_large_own_cell_takes_no_matrices_of_its_steps(cell, units, monkeypatch):
+    torch.manual_seed(0)
+    model, x = LoopOverSteps(cell, units).double(), data()
+    pulled = {wrt: rl.jacobian(model, x, wrt=wrt, at={"out_time": [-1]}) for wrt in ("input", "rnn.hidden")}
+    expected = autograd_jacobian(lambda x: model(x)[:, -1:], x)
+    np.testing.assert_allclose(pulled["input"].values, expected.reshape(pulled["input"].shape), rtol=0, atol=1e-15)
+    with monkeypatch.context() as changed:
+        changed.setattr(stepped, "WORTH_PULLING", np.inf)
+        by_matrices = rl.jacobian(model, x, wrt="rnn.hidden", at={"out_time": [-1]})
+    np.testing.assert_allclose(pulled["rnn.hidden"].values, by_matrices.values, rtol=0, atol=1e-14)
+
+    def refuse(*args):
+        raise AssertionError("matrices of steps")
+
+    monkeypatch.setattr(TorchStepCell, "jacobian", refuse)
+    for wrt in pulled:
+        assert rl.jacobian(model, x, wrt=wrt, at={"out_time": [-1]}).equals(pulled[wrt])
+    with pytest.raises(AssertionError, match="matrices of steps"):
+        rl.jacobian(model, x, of="rnn.hidden")

@@ -84,6 +84,8 @@ class TorchStepCell(StepCell):
     a step may change, where it is a function of a model.
     """
 
+    compiles_pull_backs = False
+
     def __init__(
         self,
         module: nn.Module,

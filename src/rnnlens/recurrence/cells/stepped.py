@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import pairwise
 
 import numpy as np
 from array_api_compat import device
@@ -17,7 +19,7 @@ from array_api_compat import device
 from ...typing import Array, Namespace
 from ...vocabulary import unnamed_states
 from ..arrays import on_cpu
-from ..linear import ProductSteps, System
+from ..linear import DenseStep, LinearStep, ProductSteps, System
 from ..trajectory import States, Trajectory
 from .affine import TrajectorySystem
 from .cell import Cell
@@ -27,6 +29,8 @@ class StepCell(Cell):
     """Base class of cells of unknown equations; states are flat tuples of (n, size) arrays, also of nested ones."""
 
     by_framework = True
+    #: Whether the framework compiles a pull-back anew for every number of rows.
+    compiles_pull_backs = True
     _sizes: tuple[int, ...] = ()
     #: Names of the states in the user's code; empty if they have none there.
     names: tuple[str, ...] = ()
@@ -128,6 +132,13 @@ class StepCell(Cell):
         return step, jacobian
 
 
+#: Multiplications for the matrices of one step from which on a few rows are pulled back without them: they take some
+#: milliseconds, as long as a few pull-backs by the framework.
+WORTH_PULLING = 2**25
+#: Units of the state per row below which rows are few.
+UNITS_PER_ROW = 8
+
+
 class StepCellSystem(TrajectorySystem):
     """Linear system of a cell of unknown equations, with step Jacobians computed by the framework.
 
@@ -143,7 +154,11 @@ class StepCellSystem(TrajectorySystem):
             self.state_sizes = (*self.state_sizes, int(self.cell.output_size))
             self.rows = self.columns = sum(self.state_sizes)
 
-    def build(self, first_step: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
+    def build(self, first_step: int, stop: int, samples: slice, *, inputs: bool) -> StepCellSteps:
+        """Return the steps ``first_step ... stop - 1``, which become dense matrices once these are needed."""
+        return StepCellSteps(self, first_step, stop, samples, inputs)
+
+    def build_dense(self, first_step: int, stop: int, samples: slice, *, inputs: bool) -> ProductSteps:
         """Linearise the steps ``first_step ... stop - 1`` as dense matrices."""
         run, xp, index = self.run, self.run.xp, (samples, slice(first_step, stop))
         states = sum(int(s.shape[-1]) for s in run.states)
@@ -208,3 +223,100 @@ class StepCellSystem(TrajectorySystem):
             size = self.state_sizes[-1]
             output_rows[:, :, :, start : start + size] = self.work.eye(size)
         product[:, :, states:, :] = xp.where(masked[:, :, None, None], output_rows, rows)
+
+
+@dataclass
+class StepCellSteps:
+    """Consecutive steps of a cell of unknown equations in chronological order."""
+
+    system: StepCellSystem
+    first_step: int
+    stop: int
+    samples: slice
+    inputs: bool
+
+    def __getitem__(self, position: int) -> StepCellStep:
+        return StepCellStep(self, position)
+
+    @cached_property
+    def dense(self) -> ProductSteps:
+        """The steps as dense matrices, each of which takes one pull-back per unit of the state."""
+        return self.system.build_dense(self.first_step, self.stop, self.samples, inputs=self.inputs)
+
+    def are_few(self, samples: int, rows: int) -> bool:
+        """Return whether the framework pulls so many rows of a sample back sooner than it computes the matrices."""
+        system = self.system
+        if "dense" in vars(self) or system.run.mask is not None or system.cell.compiles_pull_backs:
+            return False
+        is_large = samples * system.rows**2 * (system.columns + system.features) >= WORTH_PULLING
+        return is_large and rows * UNITS_PER_ROW <= system.rows
+
+
+@dataclass
+class StepCellStep(LinearStep):
+    """One step of a cell of unknown equations: a matrix, but a few rows of a large cell are pulled back without it."""
+
+    steps: StepCellSteps
+    position: int
+
+    @property
+    def dense(self) -> DenseStep:
+        """The step as a dense matrix."""
+        return self.steps.dense[self.position]  # type: ignore[return-value]
+
+    def pull(self, rows: Array, out: Array, *, inputs: bool) -> None:
+        """Pull cotangent rows back through a step: by its matrix, or all of them in one call of the framework."""
+        system, (samples, count, _) = self.steps.system, map(int, rows.shape)
+        if not self.steps.are_few(samples, count):
+            self.dense.pull(rows, out, inputs=inputs)
+            return
+        xp, states = system.run.xp, sum(int(state.shape[-1]) for state in system.run.states)
+        by_input, by_state = system.cell.vjp(*self._pull_arguments(rows))
+        out[:, :, :states] = xp.reshape(xp.concat(by_state, axis=-1), (samples, count, states))
+        out[:, :, states : system.rows] = 0
+        if inputs:
+            out[:, :, system.rows :] = xp.reshape(by_input, (samples, count, system.features))
+
+    def _pull_arguments(self, rows: Array) -> tuple[Array, list[Array], Array, list[Array]]:
+        """Return input, states before, cotangents of the output and of the states, with each row as a sample."""
+        system, t = self.steps.system, self.steps.first_step + self.position
+        run, xp, (samples, count, width) = system.run, system.run.xp, map(int, rows.shape)
+
+        def for_each_row(array: Array) -> Array:
+            size = array.shape[-1]
+            of_samples = array[self.steps.samples][:, None, :]
+            return xp.reshape(xp.broadcast_to(of_samples, (samples, count, size)), (samples * count, size))
+
+        flat_rows = xp.reshape(rows, (samples * count, width))
+        boundaries = [0, *np.cumsum([int(state.shape[-1]) for state in run.states])]
+        state_cotangents = [flat_rows[:, a:b] for a, b in pairwise(boundaries)]
+        output_cotangent = flat_rows[:, boundaries[-1] :]
+        if not system.has_own_output:
+            size = (samples * count, int(system.cell.output_size))
+            output_cotangent = xp.zeros(size, dtype=rows.dtype, device=device(rows))
+        states = [for_each_row(state) for state in run.state_before(t)]
+        return for_each_row(run.input[:, t, :]), states, output_cotangent, state_cotangents
+
+    def push(self, rows: Array, out: Array) -> None:
+        """Push tangent rows forward through a step."""
+        self.dense.push(rows, out)
+
+    def inject(self, block: Array | None, out: Array) -> None:
+        """Map input tangents to state tangents."""
+        self.dense.inject(block, out)
+
+    def add_state_effects(self, rows: Array, state: int, columns: slice) -> None:
+        """Add the effect of one new state's tangents on the other states of the same step."""
+        self.dense.add_state_effects(rows, state, columns)
+
+    def state_gradients(self, rows: Array, state: int, columns: slice) -> Array:
+        """Return the total gradients of one new state."""
+        system, (samples, count, _) = self.steps.system, map(int, rows.shape)
+        if state >= len(system.run.states) or not self.steps.are_few(samples, count):
+            return self.dense.state_gradients(rows, state, columns)
+        total = system.cell.produced(*self._pull_arguments(rows))[state]
+        return system.run.xp.reshape(total, (samples, count, columns.stop - columns.start))
+
+    def input_matrix(self) -> Array:
+        """Return B = ds_t/dx_t as a matrix (sample, state, feature)."""
+        return self.dense.input_matrix()
