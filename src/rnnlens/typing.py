@@ -64,7 +64,8 @@ def is_leaf(value: Any) -> bool:
         _ = value.shape
     except Exception:  # of any class of the user
         return is_packed(value)
-    if getattr(dtype, "name", "") == "string":
+    name = getattr(dtype, "name", "")
+    if isinstance(name, str) and name == "string":  # an attribute of a Delayed of Dask compares as no truth value
         return hasattr(dtype, "as_datatype_enum")  # of TensorFlow, for layers that look words up; not of pandas
     return dtype is not None and getattr(dtype, "kind", "") not in {*"OSUMmT"}
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import dask
 import jax
 import numpy as np
 import optree
@@ -80,6 +81,12 @@ def test_leaves_and_constants_have_names():
     mapped = map_leaves(lambda leaf: leaf + 1, TREE)
     assert mapped["rest"][8] == 2.0
     assert all(mapped["rest"][i] is TREE["rest"][i] for i in (0, 1, 2, 3, 5, 6, 7))
+
+
+def test_an_object_whose_every_attribute_is_lazy_is_a_leaf():
+    delayed = dask.delayed(ARRAY)
+    (leaf,) = leaves_of(delayed)
+    assert leaf is delayed
 
 
 def test_a_signature_has_all_that_an_answer_depends_on_but_values():
