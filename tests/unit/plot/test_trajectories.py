@@ -176,7 +176,7 @@ def test_fixed_points_and_readout_lie_in_the_plane_of_the_states(fixed_points):
         ({"basis": np.ones((5, 2))}, "basis= are two or three axes."),
         ({"basis": np.eye(4)[:, :2]}, "basis= has another number of states."),
         ({"readout": np.ones(3)}, "readout= has another number of states."),
-        ({"fixed_points": 3}, "fixed_points= are fixed points."),
+        ({"fixed_points": 3}, "fixed_points= are those of one input."),
     ],
 )
 def test_what_does_not_fit_is_refused(options, message):
