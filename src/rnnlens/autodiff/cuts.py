@@ -110,7 +110,7 @@ class CutSite:
         return linecache.getline(*self.call[:2]).strip()
 
 
-def user_call(*excluded: str, passed_over: tuple[str, ...] = FRAMEWORKS) -> UserCall | None:
+def user_call(*excluded: str) -> UserCall | None:
     """Return the innermost call in the user's code; None in code of rnnlens, and in files of ``excluded`` folders."""
     frame: Any = sys._getframe(2)
     while frame is not None:
@@ -120,7 +120,7 @@ def user_call(*excluded: str, passed_over: tuple[str, ...] = FRAMEWORKS) -> User
         if file.startswith(_OWN):
             if frame.f_code.co_name != "__torch_function__":
                 return None
-        elif not file.startswith(passed_over):
+        elif not file.startswith(FRAMEWORKS):
             return file, frame.f_lineno, frame.f_lasti
         frame = frame.f_back
     return None

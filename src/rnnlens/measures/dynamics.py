@@ -146,38 +146,6 @@ def effective_rank(matrix: Array) -> Array:
     return np.exp(-np.sum(np.where(share > 0, share * np.log(np.where(share > 0, share, 1.0)), 0.0), axis=-1))
 
 
-@dataclass(frozen=True)
-class KernelSpectrum:
-    """Spectral facts of a square recurrent kernel.
-
-    Attributes
-    ----------
-    radius, largest_singular_value
-    departure_from_orthogonality
-        Frobenius norm |W^T W - I|_F.
-    departure_from_normality
-        Henrici's measure sqrt(|W|_F^2 - sum |eigenvalue|^2), relative to |W|_F.
-    """
-
-    radius: float
-    largest_singular_value: float
-    departure_from_orthogonality: float
-    departure_from_normality: float
-
-
-def kernel_spectrum(kernel: Array) -> KernelSpectrum:
-    """Compute spectral facts of one gate's recurrent kernel (unit_in, unit). Henrici 1962, doi:10.1007/BF01386294."""
-    w = np.asarray(kernel, dtype=np.float64)
-    values, norm = np.linalg.eigvals(w), float(np.linalg.norm(w))
-    gap = max(norm**2 - float(np.sum(np.abs(values) ** 2)), 0.0)
-    return KernelSpectrum(
-        float(np.abs(values).max(initial=0.0)),
-        float(np.linalg.norm(w, 2)) if w.size else 0.0,
-        float(np.linalg.norm(w.T @ w - np.eye(w.shape[1]))),
-        gap**0.5 / norm if norm else 0.0,
-    )
-
-
 #: Largest |F(s) - s|^2 / 2 of a fixed point in double and single precision, and of a slow point, in units of the
 #: squared spread of the starts.
 FIXED, FIXED_SINGLE, SLOW = 1e-18, 1e-12, 1e-6

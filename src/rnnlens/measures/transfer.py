@@ -341,12 +341,3 @@ def effective_state_size(
     future, past = (np.linalg.qr(np.stack(rows, axis=-2), mode="r") for rows in (read_directions, write_directions))
     values = np.linalg.svd(future @ np.swapaxes(past, -1, -2), compute_uv=False)
     return ((values > rtol * values[..., :1]) & (values > 0)).sum(axis=-1)
-
-
-def decay_products(decay: Array, at: int, lags: Sequence[int]) -> Array:
-    """Compute the share of the state of step ``at - lag`` that the decays leave at step ``at``, for each lag.
-
-    decay : (sample, time, ...); returns (lag, sample, ...), the products of a_t over the steps between.
-    """
-    values = np.asarray(decay, dtype=np.float64)
-    return np.stack([values[:, at - lag + 1 : at + 1].prod(axis=1) for lag in lags])

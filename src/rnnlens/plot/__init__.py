@@ -26,12 +26,12 @@ from .histograms import histogram as histogram
 from .histograms import weights_histogram as weights_histogram
 from .history import norm_history as norm_history
 from .history import weight_norms as weight_norms
-from .how_far_back import how_far_back as how_far_back
 from .maps import maps as maps
 from .memory import decay_by_lag as decay_by_lag
 from .memory import lag_profile as lag_profile
 from .memory import memory_lifetime as memory_lifetime
-from .scorecard import scorecard as scorecard
+from .side_by_side import how_far_back as how_far_back
+from .side_by_side import scorecard as scorecard
 from .texts import input_map as input_map
 from .texts import unit_over_text as unit_over_text
 from .time_jacobian import jacobian_margins as jacobian_margins

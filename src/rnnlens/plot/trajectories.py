@@ -1,4 +1,7 @@
-"""Trajectories of hidden states in their principal components, with fixed points and the direction of a readout."""
+"""Trajectories of hidden states in their principal components, with fixed points and the direction of a readout.
+
+Along three components they are the picture of one view, and a scene that a notebook turns by dragging.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from ..arguments import as_list, as_numbers, integer, text
 from ..errors import InputError, short_repr
 from ..results.diagnosis import FixedPoints
 from ..vocabulary import DIRECTION, SAMPLE, TIME
-from . import _axes, _data, _frame, _space
+from . import _axes, _data, _frame
 from ._call import drawing
 from ._data import Numbers
 from ._interactive import interactive
@@ -34,6 +37,12 @@ _MOST_SAMPLES, _MOST_CONDITIONS = 200, 8
 #: Colours of ordered conditions: of both signs, and of one sign.
 _BOTH_SIGNS = LinearSegmentedColormap.from_list("conditions", [_axes.BLUE, "0.7", _axes.ORANGE])
 _ONE_SIGN = LinearSegmentedColormap.from_list("conditions", ["#8fd0f0", _axes.BLUE, "#08203f"])
+#: Azimuth and elevation of the picture, in degrees; matplotlib's own 3-D axes begin at the same view.
+_AZIMUTH, _ELEVATION = -60.0, 30.0
+#: Largest number of points that a scene keeps; longer paths are thinned evenly.
+_MOST_POINTS = 20_000
+#: Coordinate of the point farthest from the middle along an axis, in the whole numbers of a scene.
+_REACH = 1000
 
 
 def _check_states(name: str, value: Any) -> list[Any]:
@@ -149,13 +158,13 @@ def trajectories(
     panel_ax = panels.axes[0]
     shown, note = _data.select_evenly(len(values), _MOST_SAMPLES, "samples")
     in_space = axes.shape[1] == 3
-    plane = axes @ _space.view() if in_space else axes
+    plane = axes @ view() if in_space else axes
     flat = centred @ plane
     _draw_paths(panel_ax, flat[shown], [colours[i] for i in shown], line)
     span = float(np.ptp(paths, axis=(0, 1)).max())
     marks = None if fixed_points is None else _marks_of(fixed_points, mean, axes, span)
     if marks is not None:
-        legend_entries += _draw_marks(panel_ax, marks.projected(_space.view()) if in_space else marks)
+        legend_entries += _draw_marks(panel_ax, marks.projected(view()) if in_space else marks)
     reach = float(np.abs(paths).max())
     if readout is not None:
         _draw_readout(panel_ax, _directions(readout, plane) * reach)
@@ -165,7 +174,7 @@ def trajectories(
     words = "" if in_space else " of the variance"
     labels = [f"{name} ({share:.0%}{words})" for name, share in zip(names, shares, strict=False)]
     if in_space:
-        flat = np.concatenate([flat.reshape(-1, 2), _space.draw_axes(panel_ax, 0.6 * span, labels)])
+        flat = np.concatenate([flat.reshape(-1, 2), draw_axes(panel_ax, 0.6 * span, labels)])
     else:
         panel_ax.set(xlabel=labels[0], ylabel=labels[1])
     set_equal_limits(panel_ax, flat)
@@ -183,12 +192,12 @@ def trajectories(
         return drawing_
     conditions = [""] * len(values) if color is None else [f", {color_label} {value}" for value in np.ravel(color)]
     names = [f"sample {name}{conditions[i]}" for i, name in enumerate(_data.names_of(arrays[0], SAMPLE))]
-    scene = _space.scene_of(paths[shown], reach, [to_hex(colours[i]) for i in shown], [names[i] for i in shown])
+    scene = scene_of(paths[shown], reach, [to_hex(colours[i]) for i in shown], [names[i] for i in shown])
     scene |= {
         "title": title,
         "notes": [part for part in notes if part],
         "labels": labels,
-        "axis": _space.whole(np.array(0.6 * span), reach),
+        "axis": whole(np.array(0.6 * span), reach),
         "marks": [] if marks is None else marks.of_scene(reach),
         "arrows": [] if readout is None else _arrows(_directions(readout, axes)),
         "legend_title": legend_title or "",
@@ -279,10 +288,10 @@ class Marks:
     def of_scene(self, reach: float) -> list[dict[str, Any]]:
         """Return the marks as plain numbers and words: points by kind, bars by their two ends."""
         points = [
-            {"at": _space.whole(place, reach), "name": f"{kind} point", "colour": to_hex(_KINDS[kind][0])}
+            {"at": whole(place, reach), "name": f"{kind} point", "colour": to_hex(_KINDS[kind][0])}
             for place, kind in zip(self.places, self.kinds, strict=True)
         ]
-        return [*({"bar": _space.whole(bar, reach)} for bar in self.bars), *points]
+        return [*({"bar": whole(bar, reach)} for bar in self.bars), *points]
 
 
 def _marks_of(points: FixedPoints, mean: Numbers, axes: Numbers, span: float) -> Marks:
@@ -345,7 +354,7 @@ def _names_of_outputs(count: int) -> list[str]:
 def _arrows(directions: Numbers) -> list[dict[str, Any]]:
     """Return the arrows of outputs as plain numbers and words."""
     names = _names_of_outputs(len(directions))
-    return [{"to": _space.whole(to, 1.0), "name": name} for to, name in zip(directions, names, strict=True)]
+    return [{"to": whole(to, 1.0), "name": name} for to, name in zip(directions, names, strict=True)]
 
 
 def _draw_readout(ax: Any, ends: Numbers) -> None:
@@ -364,3 +373,45 @@ def set_equal_limits(ax: Any, points: Numbers) -> None:
     for axis, middle in zip("xy", (low + high) / 2, strict=True):
         getattr(ax, f"set_{axis}lim")(middle - half, middle + half)
     ax.set_aspect("equal", adjustable="box")
+
+
+def view() -> Numbers:
+    """Return the two directions (axis, 2), to the right and upward, of the picture."""
+    azimuth, elevation = np.deg2rad([_AZIMUTH, _ELEVATION])
+    right = [-np.sin(azimuth), np.cos(azimuth), 0.0]
+    up = [-np.sin(elevation) * np.cos(azimuth), -np.sin(elevation) * np.sin(azimuth), np.cos(elevation)]
+    return np.array([right, up]).T
+
+
+def draw_axes(ax: Any, length: float, labels: Sequence[str]) -> Numbers:
+    """Draw the three axes through the mean in place of the frame, named at their ends; return their ends."""
+    ends = length * view()
+    for end, label in zip(ends, labels, strict=True):
+        ax.plot([-end[0], end[0]], [-end[1], end[1]], color="0.7", linewidth=0.8, zorder=0, gid="axis")
+        side = "left" if end[0] >= 0 else "right"
+        _axes.write_text(ax, label, (float(end[0]), float(end[1])), (3, 0), ha=side, va="bottom", gid="axis name")
+    ax.set_axis_off()
+    return np.concatenate([ends, -ends])
+
+
+def scene_of(paths: Numbers, half: float, colours: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the scene of paths (sample, time, 3), whose farthest coordinate is ``half``, each by colour and name."""
+    samples, steps, _ = paths.shape
+    kept = np.unique(np.linspace(0, steps - 1, max(2, min(steps, _MOST_POINTS // max(samples, 1)))).astype(int))
+    return {
+        "kind": "space",
+        "azimuth": _AZIMUTH,
+        "elevation": _ELEVATION,
+        "reach": _REACH,
+        "steps": kept.tolist(),
+        "paths": [
+            {"at": whole(path[kept], half), "colour": colour, "name": name}
+            for path, colour, name in zip(paths, colours, names, strict=True)
+        ],
+    }
+
+
+def whole(points: Numbers, half: float) -> list[Any]:
+    """Return coordinates as whole numbers, of which ``_REACH`` is ``half``."""
+    numbers: list[Any] = np.rint(points * (_REACH / (half or 1.0))).astype(int).tolist()
+    return numbers

@@ -252,16 +252,6 @@ def covering_lag(profile: Array, *, share: float = 0.9, axis: int = -1) -> Array
     return xp.where(total[..., 0] > 0, first_lag, xp.full_like(first_lag, -1))
 
 
-def share_above(profile: Array, *, threshold: float = 0.01, axis: int = -1) -> Array:
-    """Return the share of steps where ``profile`` exceeds ``threshold`` of its maximum; 0 if it is 0 everywhere.
-
-    A step without a finite value counts as a step below the threshold.
-    """
-    xp, values = array_namespace(profile), _finite_values(profile, axis)
-    is_above = values > threshold * xp.max(values, axis=-1, keepdims=True)
-    return xp.mean(xp.astype(is_above, profile.dtype), axis=-1)
-
-
 def _finite_values(profile: Array, axis: int) -> Array:
     """Return a profile with its axis moved to the end, and zeros in place of values that are not finite."""
     xp = array_namespace(profile)

@@ -18,8 +18,7 @@ from ..arguments import path as path_of
 from ..errors import QuantityNotFoundError, did_you_mean
 from .checks import Certificate, Check
 from .disk.regions import ChunkTasks
-from .notebook import drawn_page, interactive_bundle
-from .page import Row, result_page
+from .page import Row, drawn_page, interactive_bundle, result_page
 from .saving import save, save_chunks, tree_of
 from .schema import format_provenance, provenance_of
 

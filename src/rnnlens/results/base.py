@@ -30,8 +30,7 @@ from .array import aligned_text, compute_with_record
 from .checks import Certificate, Check, worst_of
 from .disk.regions import ChunkTasks
 from .encoding import datasets_of, from_path, to_paths
-from .notebook import interactive_bundle
-from .page import Row, ShownFinding, result_page
+from .page import Row, ShownFinding, interactive_bundle, result_page
 from .saving import META, dask_name, root_attrs, save, save_chunks
 from .schema import LabelledLayer, format_provenance, with_version
 

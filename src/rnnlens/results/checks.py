@@ -239,13 +239,13 @@ def coarser_dtype(first_dtype: str, second_dtype: str) -> str:
     )
 
 
-def rounding_bound(dtype: Any, steps: int, *, factor: float = FACTOR) -> float:
-    """Return the largest relative residual that rounding explains: min(factor * eps * sqrt(steps), 1/4).
+def rounding_bound(dtype: Any, steps: int) -> float:
+    """Return the largest relative residual that rounding explains: min(32 * eps * sqrt(steps), 1/4).
 
     >>> rounding_bound("float64", 100) < 1e-13, rounding_bound("bfloat16", 100)
     (True, 0.25)
     """
-    return min(factor * epsilon(dtype) * math.sqrt(max(steps, 1)), CEILING)
+    return min(FACTOR * epsilon(dtype) * math.sqrt(max(steps, 1)), CEILING)
 
 
 def underflow_unit(dtype: Any, steps: int) -> float:

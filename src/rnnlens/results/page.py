@@ -1,12 +1,13 @@
 """HTML of results in a notebook, and the curve of each layer that summarises a result in it, in text and in JSON.
 
 The HTML loads nothing and runs no script. Colours follow the surrounding theme. Without styles, as in a mail, the text
-is complete and in the same order.
+is complete and in the same order. A notebook shows an interactive view in its place, where there is one.
 """
 
 from __future__ import annotations
 
 import html
+import importlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from ..vocabulary import DIRECTION, IN_TIME, OUT_TIME, SAMPLE, TIME
 from .encoding import to_strict_json
 from .schema import state_of
 
+#: Module that makes interactive views. It is imported by name on first display, since its pages are made of results.
+_VIEWS = "rnnlens.reporting.notebook"
 #: Name of the dimension of a training's records.
 STEP = "step"
 #: Number of decades below the peak that a logarithmic curve shows.
@@ -337,3 +340,17 @@ def _remarks(remarks: Iterable[tuple[str, str]]) -> str:
     return (
         f"{failed}<details><summary class='rl-soft'>checks, notes, versions</summary><table>{cells}</table></details>"
     )
+
+
+def interactive_bundle(result: Any) -> dict[str, Any]:
+    """Return the interactive view of a result by MIME type; empty for a result without one, such as a lazy result.
+
+    IPython completes an empty bundle with ``_repr_html_``, the static page.
+    """
+    bundle: dict[str, Any] = importlib.import_module(_VIEWS).bundle_of(result)
+    return bundle
+
+
+def drawn_page(result: Any) -> Any:
+    """Return the figure of a result that also is a page, of a hidden attention; None for any other result."""
+    return importlib.import_module(_VIEWS).drawn_page(result)

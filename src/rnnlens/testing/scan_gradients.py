@@ -14,9 +14,8 @@ from ..recurrence.sequence import SequenceCell, SequenceChunk, real_like
 from ..results.checks import rounding_bound
 from .frameworks import Runner, runner
 from .model_design import ModelDesign
-from .model_verification import verify_model
+from .model_verification import Verification, WrongTensor, verify_model
 from .scan_recurrences import RECURRENCES, SIZES, Arrays, Recurrence
-from .verdict import Verification, WrongTensor
 
 
 @checked()

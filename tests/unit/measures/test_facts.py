@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rnnlens.measures import dynamics, facts, profiles
+from rnnlens.measures import facts, profiles
 
 
 def test_dead_units_are_those_that_do_not_move():
@@ -80,13 +80,3 @@ def test_band_takes_each_sample_by_its_own_peak():
     band = profiles.band(norms)
     for curve in (band.low, band.median, band.high):
         np.testing.assert_allclose(curve, 0.5 ** np.arange(5))
-
-
-def test_kernel_spectrum_of_a_rotation():
-    angle = 0.3
-    w = 0.9 * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-    spectrum = dynamics.kernel_spectrum(w)
-    assert spectrum.radius == pytest.approx(0.9)
-    assert spectrum.largest_singular_value == pytest.approx(0.9)
-    assert spectrum.departure_from_normality == pytest.approx(0, abs=1e-6)
-    assert dynamics.kernel_spectrum(np.array([[0.0, 1.0], [0.0, 0.0]])).departure_from_normality == pytest.approx(1)

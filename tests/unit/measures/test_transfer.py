@@ -40,13 +40,6 @@ def test_effective_state_size_is_the_rank_of_the_block():
     assert transfers.effective_state_size(decay, write, read, 5) == (values > 1e-3 * values[0]).sum()
 
 
-def test_decay_products():
-    decay = np.random.default_rng(2).uniform(0.5, 1, (2, 6, 3))
-    products = transfers.decay_products(decay, 5, [0, 1, 3])
-    assert np.allclose(products[0], 1.0)
-    assert np.allclose(products[2], decay[:, 3] * decay[:, 4] * decay[:, 5])
-
-
 def test_effective_state_size_of_a_delta_rule_is_the_rank_of_the_block():
     """In A_t = (I - beta k k^T) diag(a) with beta = 1, a second write to the same key replaces the first."""
     rng = np.random.default_rng(3)

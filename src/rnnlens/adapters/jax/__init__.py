@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,18 +11,71 @@ import jax.numpy as jnp
 from ...layout import Layout
 from ...typing import Array
 from .. import shared
-from ..protocol import Adapter, Batch, Outputs, Port, Run, Taps
+from ..protocol import Adapter, Batch, Capture, Cotangents, Outputs, Port, ReferenceRun, Run, Taps
 from ..shared import Pull
 from . import bound
 from .arguments import nest
 from .axes import input_layout, output_layout
 from .bound import BoundModel, JaxFacts
+from .capture import record
 from .models import JaxModel, open_model
 from .program import Call, Program
-from .program_run import ENGINE
-from .run import JaxRun
+from .program_run import ENGINE, PortTaps, ProgramRun
+from .reference_run import Reference
 
 __all__ = ["JaxModel", "adapter"]
+
+
+class JaxRun(Run):
+    """One run of a model; what it has follows from its taps.
+
+    It stays in the user's thread: settings of JAX such as ``jax.enable_x64`` hold for one thread.
+    """
+
+    def __init__(self, model: Any, batch: Batch, taps: Taps) -> None:
+        self._model, self._batch, self._taps = model, batch, taps
+        self._ports: ProgramRun | None = None
+        if taps.record == "ports":
+            known = taps.cotangents or None
+            self._ports = ProgramRun(Call.of(model, batch), PortTaps(taps.of, taps.wrt, taps.cut), known)
+            self.values = self._ports.values
+            self.output_count = len(self._ports.program.outputs)
+            if known is not None:
+                self.known_gradients = self._ports.gradients
+        elif taps.record != "nothing":
+            self._recorded = record(model, batch, taps)
+
+    @property
+    def outputs(self) -> Outputs:  # type: ignore[override]
+        """Outputs of the model."""
+        return self._recorded[1]
+
+    @property
+    def returned(self) -> Any:
+        """Outputs as the model nests them."""
+        return self._recorded[1].tree
+
+    @property
+    def capture(self) -> Capture:  # type: ignore[override]
+        """Recorded calls and gradients."""
+        return self._recorded[0]
+
+    def pull(self, cotangents: Mapping[Port, Array]) -> Mapping[Port, Array | None]:
+        """Pull K cotangents (K, ...) of ``of`` ports back to every ``wrt`` port."""
+        assert self._ports is not None
+        return self._ports.pull(cotangents)
+
+    @cached_property
+    def _reference(self) -> Reference:
+        return Reference(self._model, self._batch, self._taps.gradients)
+
+    def reference(self, cotangents: Cotangents | None = None) -> ReferenceRun:
+        """Run the user's function, differentiated by JAX alone."""
+        return self._reference.run(cotangents)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._ports is not None:
+            self._ports.close()
 
 
 class JaxAdapter(Adapter):

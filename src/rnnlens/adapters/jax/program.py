@@ -20,11 +20,10 @@ from ...typing import Array, leaves_of, map_leaves, signature
 from ..protocol import Batch
 from ..shared.call_errors import explain_program
 from .arguments import Data, call, data_parameters, loss_value, refuse_options, scalar, shape_of
-from .associative import sequential_associative_scans
 from .axes import AxisRoles, find_roles
 from .jaxprs import flatten, variables
 from .layers import RecurrentLayer, find_layers
-from .loops import REORDERED, Loop, find_loops
+from .loops import REORDERED, Loop, find_loops, sequential_associative_scans
 from .models import OpenedModel, open_model
 from .numeric import evaluate
 from .recognise import StepValues, extract_weights, make_cell

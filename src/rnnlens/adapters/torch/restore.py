@@ -31,8 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...autodiff.torch import set_seed
-from .higher_order import scan_by_loop
-from .package_loops import package_loops_by_step
+from .package_loops import package_loops_by_step, scan_by_loop
 from .triton_kernels import without_triton
 
 #: Torch's recurrences of all steps; packed sequences have one argument more.

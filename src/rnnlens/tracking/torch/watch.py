@@ -20,9 +20,8 @@ from ..store import Store
 from ..watch_arguments import names_tuple, refuse_unknown_layers
 from ..weight_updates import is_due_at, trained_shares
 from .plan import WatchPlan, inner_module, rank_and_world
-from .steps import NO_STEP, NonfiniteCheck, Steps, scaler_on_stack, steps_taken, uncaptured_reason
+from .steps import NO_STEP, NonfiniteCheck, StepOfWeights, Steps, scaler_on_stack, steps_taken, uncaptured_reason
 from .watched_batch import WatchedBatch, record_of
-from .weight_updates import StepOfWeights
 
 
 class TorchWatch:
