@@ -445,6 +445,17 @@ def test_scores_too_wide_for_a_cotangent_each_are_pulled_as_asked_for():
     assert (deviation < 6 * sketch.norm_squared_stderr.values[:, 0]).all()
 
 
+def test_a_sketch_of_many_outputs_and_its_certificate_take_no_matrix_of_outputs_by_outputs():
+    torch.manual_seed(0)
+    model, x = make_model(outputs=4000), data()
+    tracemalloc.start()
+    sketch = rl.jacobian(model, x, at={"out_time": [-1]}, measure="norm", sketch=4)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert sketch.attrs["certificate"].startswith("certified")
+    assert peak < 4000**2 * 8 / 2
+
+
 class TwoStates(nn.Module):
     """A cell of two states, whose output is neither of them."""
 

@@ -73,10 +73,11 @@ def sweep_factors(request: JacobianRequest, plan: JacobianPlan, jacobian: xr.Dat
     positions = sorted({int(i) for i in np.linspace(plan.ends.groups - 1, 0, count).round()})
     times = None if plan.ends.out_times is None else [plan.ends.out_times[i] for i in positions]
     # A random combination of the requested rows at each chosen step: (sample, time, 1, unit).
-    requested = np.eye(plan.ends.of.size) if plan.ends.projection is None else plan.ends.projection[0, 0]
-    sizes = plan.network.samples, len(positions), len(requested)
+    requested = None if plan.ends.projection is None else plan.ends.projection[0, 0]
+    sizes = plan.network.samples, len(positions), plan.ends.of.size if requested is None else len(requested)
+    factors = random_factors(sizes)
     weights = np.zeros((plan.network.samples, plan.ends.of.times or 1, 1, plan.ends.of.size))
-    weights[:, times or [0], 0] = random_factors(sizes) @ requested
+    weights[:, times or [0], 0] = factors if requested is None else factors @ requested
     ordered_weights = weights[np.argsort(plan.network.sample_order)] if plan.network.sample_order else weights
     ends = replace(plan.ends, weights=ordered_weights, out_times=times, measure=None, sketch=None, average=False)
     modes = {part.mode for part in plan.parts}
