@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import pkgutil
 import sys
 import types
@@ -119,7 +120,7 @@ def batch(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[dict[str, Any]]:
     """Edit a package within the block, as a user edits the line that a hint is about; nothing is to be typed."""
-    original = getattr(owner, name)
+    original = inspect.getattr_static(owner, name)  # a static method as such
     setattr(owner, name, value)
     try:
         yield {}

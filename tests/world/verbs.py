@@ -137,8 +137,8 @@ def jacobian(program: Program, truth: Truth, **options: Any) -> Any:
     return result
 
 
-def weights(program: Program, truth: Truth, **options: Any) -> Any:
-    result = rl.weights(program.model, program.inputs, program.y, loss=program.loss, **options)
+def weights(program: Program, truth: Truth, **_: Any) -> Any:  # its result has no axis of the inputs
+    result = rl.weights(program.model, program.inputs, program.y, loss=program.loss)
     arrays = [
         np.asarray(variable)
         for name in result

@@ -167,7 +167,8 @@ class Experiment:
         batch = Batch(self.in_model_order(self.samples.x))
         calls = self.adapter.run(self.model, batch, Taps.states()).capture.calls
         mask = next((to_host(call.mask) for call in calls if call.mask is not None), None)
-        if mask is None or not self._are_steps_of_the_data(mask.shape[1]):
+        counts_samples = mask is not None and len(mask) == self.samples.count  # its rows may be parts of samples
+        if mask is None or not counts_samples or not self._are_steps_of_the_data(mask.shape[1]):
             return full_lengths
         last_steps = mask.shape[1] - mask[:, ::-1].argmax(axis=1)
         return np.where(mask.any(axis=1), last_steps, 1)

@@ -14,7 +14,8 @@ from ..adapters.protocol import Batch, Capture, Port, Taps
 from ..arguments.data import is_source, refuse_large
 from ..errors import InputError, ModelError, RnnlensError, UnsupportedError
 from ..layout import Layout
-from ..vocabulary import SAMPLE
+from ..typing import named_leaves
+from ..vocabulary import FEATURE, SAMPLE, TIME
 from .axes import ModelAxes, sample_axes_to_type
 
 #: Largest number of combinations of sample axes that are tried.
@@ -67,7 +68,10 @@ def layouts_of_inputs(axes: ModelAxes, template: Batch, x: Any) -> list[Layout |
         else:
             if _only_samples_differ(few, more):
                 return list(layouts)
-    raise _unknown_axis_error("input", [tuple(getattr(leaf, "shape", ())) for leaf in leaves], failure)
+    axes_to_type = _axes_of_inputs_to_type(x) if len(leaves) > 1 else ""
+    raise _unknown_axis_error(
+        "input", [tuple(getattr(leaf, "shape", ())) for leaf in leaves], failure, axes_to_type=axes_to_type
+    )
 
 
 def _layout_choices(leaves: Sequence[Any], stated: Sequence[Layout | None]) -> Iterator[tuple[Layout | None, ...]]:
@@ -178,17 +182,29 @@ def _weight_layout(axes: ModelAxes, leaf: Any, y: Any, targets: Sequence[Layout 
 
 
 def _unknown_axis_error(
-    name: str, shapes: Sequence[tuple[int, ...]], failure: Exception | None, count: int = 0
+    name: str, shapes: Sequence[tuple[int, ...]], failure: Exception | None, count: int = 0, axes_to_type: str = ""
 ) -> RnnlensError:
     if isinstance(failure, RnnlensError) and isinstance(failure, InputError):
         return failure
     error = InputError(
         f"rnnlens could not determine which axis of {name} counts samples, so it cannot be split into batches.",
         got=f"shape {', '.join(map(str, shapes))}",
-        hint=f"name the axes: {_axes_to_type(name, shapes, count)}; or leave batch_size out",
+        hint=f"name the axes: {axes_to_type or _axes_to_type(name, shapes, count)}; or leave batch_size out",
     )
     error.__cause__ = failure
     return error
+
+
+def _axes_of_inputs_to_type(x: Any) -> str:
+    """Return the ``axes=`` to type for several inputs, samples first and then steps."""
+    counts = {
+        f"input[{name}]": len(leaf.shape)
+        for name, leaf in zip(named_leaves(x), data.leaves_of(x), strict=True)
+        if data.has_axes(leaf) and not data.is_packed(leaf)
+    }
+    names = (SAMPLE, TIME, FEATURE, *(f"axis_{i}" for i in range(3, max(counts.values(), default=0))))
+    axes = {name: names[:count] for name, count in counts.items()}
+    return f"axes={axes} where samples come first"
 
 
 def _axes_to_type(name: str, shapes: Sequence[tuple[int, ...]], count: int) -> str:

@@ -110,3 +110,71 @@ def speechbrain_crdnn() -> Program:
 def _speech(model: nn.Module, features: int = 3, steps: int = 7, **known: Any) -> Program:
     x = batch(4, steps, features, dtype=torch.float32)
     return Program(model, x, torch.zeros_like(model.eval()(x)), functional.mse_loss, **known)
+
+
+@program("speechbrain", "AttentionalRNNDecoder")
+def attentional_decoder() -> Program:
+    from speechbrain.nnet.RNN import AttentionalRNNDecoder
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = AttentionalRNNDecoder("gru", "content", 6, 5, 1, enc_dim=4, input_size=3)
+
+        def forward(self, x: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
+            steps, _attention = self.decoder(x, encoded, torch.ones(len(x)))
+            return steps
+
+    net, encoded = Net(), batch(4, 9, 4, dtype=torch.float32)
+    return _of_steps(
+        net, 6, call=lambda x: net(x, encoded), given=lambda x: {"x": x, "encoded": encoded}, wrt="input[x]"
+    )
+
+
+@program("asteroid", "SingleRNN, bidirectional")
+def asteroid_single() -> Program:
+    from asteroid.masknn.recurrent import SingleRNN
+
+    return _of_steps(WithHead(SingleRNN("lstm", 3, 5, bidirectional=True), 10))
+
+
+@program("asteroid", "StackedResidualRNN")
+def asteroid_stacked() -> Program:
+    from asteroid.masknn.recurrent import StackedResidualRNN
+
+    return _of_steps(StackedResidualRNN("gru", 3, 2, bidirectional=False), 3)
+
+
+@program("espnet", "RNN, bidirectional LSTM")
+def espnet_rnn() -> Program:
+    from espnet.nets.pytorch_backend.rnn.encoders import RNN
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = RNN(3, 2, 5, 2, 0.0, typ="blstm")
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            return self.encoder(x, lengths)[0]
+
+    net, lengths = Net(), torch.tensor([7, 7, 5, 4])
+    return _of_steps(net, call=lambda x: net(x, lengths), given=lambda x: {"x": x, "lengths": lengths}, wrt="input[x]")
+
+
+@program("torchaudio", "DeepSpeech")
+def deep_speech() -> Program:
+    from torchaudio.models import DeepSpeech
+
+    return Program(
+        DeepSpeech(3, n_hidden=6, n_class=2),
+        batch(4, 1, 7, 3, dtype=torch.float32),
+        batch(4, 7, 2, dtype=torch.float32),
+        functional.mse_loss,
+        input_axes=("sample", "channel", "time", "feature"),
+        axes={"input": ("sample", "channel", "time", "feature")},
+    )
+
+
+def _of_steps(model: nn.Module, units: int = 2, **known: Any) -> Program:
+    x, y = batch(4, 7, 3, dtype=torch.float32), batch(4, 7, units, dtype=torch.float32)
+    return Program(model, x, y, functional.mse_loss, **known)

@@ -284,3 +284,44 @@ def _imputation(model: torch.nn.Module) -> Program:
         given=given,
         wrt="input[forward.X]",
     )
+
+
+@program("pypots", "USGAN")
+def pypots_usgan() -> Program:
+    from pypots.imputation import USGAN
+
+    return _imputation(USGAN(n_steps=6, n_features=3, rnn_hidden_size=5, epochs=1).model)
+
+
+@program("neuralforecast", "RNN")
+def neuralforecast_rnn() -> Program:
+    from neuralforecast.models import RNN
+
+    return _windows(RNN(h=3, input_size=8, encoder_hidden_size=5, decoder_hidden_size=4, max_steps=1))
+
+
+@program("gluonts", "DeepARModel, unrolled")
+def gluonts_deepar() -> Program:
+    from gluonts.torch.model.deepar.module import DeepARModel
+
+    import rnnlens as rl
+
+    model = DeepARModel("D", context_length=5, prediction_length=1, hidden_size=6, num_layers=1, lags_seq=[1, 2])
+
+    def hidden(series: torch.Tensor) -> torch.Tensor:
+        x = series.squeeze(-1)
+        static, times = torch.zeros(len(x), 1), torch.zeros(len(x), x.shape[1], 1)
+        known, future = x[:, -1:], times[:, :1]
+        output: torch.Tensor = model.unroll_lagged_rnn(
+            static.long(), static, times, x, torch.ones_like(x), future, known
+        )[2]
+        return output
+
+    return Program(
+        rl.torch.model(hidden, model),
+        batch(4, 7, 1, dtype=torch.float32).abs(),
+        batch(4, 5, 6, dtype=torch.float32),
+        functional.mse_loss,
+        call=hidden,
+        modules=(model,),
+    )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from programs import Program, WithHead, batch, program
+from programs import Program, WithHead, batch, program, replaced
 from torch import nn
 from torch.nn import functional
 
@@ -173,6 +173,32 @@ def s5_block() -> Program:
     from s5 import S5Block
 
     return _sequence(WithHead(S5Block(4, 6, bidir=False), 4), features=4, dtype=torch.float32)
+
+
+@program("s5-pytorch", "S5Block, bidirectional")
+def s5_both_ways() -> Program:
+    from s5 import S5Block
+
+    hints = dict.fromkeys(("(rl.torch.scan)", "outside of torch.vmap"), _s5_by_scans)
+    return _sequence(WithHead(S5Block(4, 6, bidir=True), 4), features=4, dtype=torch.float32, hints=hints)
+
+
+def _s5_by_scans() -> AbstractContextManager[dict[str, Any]]:
+    """Write the two scans of a bidirectional S5 on the whole batch as the errors say."""
+    from s5.s5_model import S5
+
+    import rnnlens as rl
+
+    def forward(self: Any, signal: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        layer = self.seq
+        b_tilde, c_tilde = layer.get_BC_tilde()
+        a, b = layer.discretize(layer.Lambda, b_tilde, torch.exp(layer.log_step))
+        u = signal.to(a.dtype) @ b.mT
+        forth = rl.torch.scan(a.expand_as(u), u, name="forth")
+        back = rl.torch.scan(a.expand_as(u), u.flip(1), name="back").flip(1)
+        return (torch.cat([forth, back], -1) @ c_tilde.mT).real + layer.D * signal
+
+    return replaced(S5, "forward", forward)
 
 
 @program("lru-pytorch", "LRU")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -227,7 +228,73 @@ def spikingjelly_multi_step() -> Program:
             spiking.reset_net(self)
             return self.layers(x)
 
-    return _spiking(Net())
+    program = _spiking(Net())
+    program.hints = dict.fromkeys(STEP_HINTS, _multi_step_by_step)
+    return program
+
+
+#: What an error says where a loop over a function's own equations is to be written with ``rl.torch.step``.
+STEP_HINTS = ("h = rl.torch.step(", "rl.layers(model, x) says why")
+
+
+def _multi_step_by_step() -> AbstractContextManager[dict[str, Any]]:
+    """Write the loop of a spikingjelly neuron over its own equations as the error says."""
+    from spikingjelly.activation_based.neuron import LIFNode
+
+    import rnnlens as rl
+
+    def loop(self: Any, x_seq: torch.Tensor) -> torch.Tensor:
+        def step(x: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            (spikes,), (v,) = self.single_step_functional_forward((x,), (v,))
+            return spikes, v
+
+        v, spikes = torch.zeros_like(x_seq[0]), []
+        for x in x_seq:
+            spike, v = rl.torch.step(step, x, v)
+            spikes.append(spike)
+        return torch.stack(spikes)
+
+    return replaced(LIFNode, "multi_step_forward", loop)
+
+
+def _sinabs_by_step() -> AbstractContextManager[dict[str, Any]]:
+    """Write the step of sinabs's loops as the error says."""
+    import rnnlens as rl
+
+    lif: Any = importlib.import_module("sinabs.layers.functional.lif")
+    original = lif.lif_forward_single
+
+    def single(input_data: torch.Tensor, state: dict[str, Any], **constants: Any) -> tuple[Any, dict[str, Any]]:
+        def step(x: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            spikes, after = original(input_data=x, state={"v_mem": v}, **constants)
+            return spikes, after["v_mem"]
+
+        spikes, v = rl.torch.step(step, input_data, state["v_mem"])
+        return spikes, {**state, "v_mem": v}
+
+    return replaced(lif, "lif_forward_single", single)
+
+
+def _rockpool_by_step() -> AbstractContextManager[dict[str, Any]]:
+    """Write the loop of rockpool's neurons without recurrent weights and noise as the error says."""
+    from rockpool.nn.modules import LIFTorch
+
+    import rnnlens as rl
+
+    def loop(self: Any, data: torch.Tensor) -> torch.Tensor:
+        def step(x: torch.Tensor, current: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            current = (current + x) * self.beta.expand(self.size_out, 1)[:, 0]
+            v = v * self.alpha + current + self.bias
+            spikes = self.spike_generation_fn(v, self.threshold, self.learning_window, self.max_spikes_per_dt)
+            return spikes, (current, v - spikes * self.threshold)
+
+        current, v, spikes = torch.zeros_like(data[:, 0]), torch.zeros_like(data[:, 0]), []
+        for x in data.unbind(1):
+            spike, (current, v) = rl.torch.step(step, x, current, v)
+            spikes.append(spike)
+        return torch.stack(spikes, 1)
+
+    return replaced(LIFTorch, "forward", loop)
 
 
 @program("spikingjelly", "SpikingLSTM")
@@ -235,3 +302,64 @@ def spikingjelly_lstm() -> Program:
     from spikingjelly.activation_based import rnn
 
     return _spiking(WithHead(rnn.SpikingLSTM(4, 6, 1), 6))
+
+
+@program("snntorch", "Synaptic")
+def snntorch_synaptic() -> Program:
+    import snntorch as snn
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.neuron, self.head = nn.Linear(4, 6), snn.Synaptic(alpha=0.8, beta=0.9), nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            synapse, potential = self.neuron.init_synaptic()
+            outputs = []
+            for current in x.unbind(0):
+                _, synapse, potential = self.neuron(self.fc(current), synapse, potential)
+                outputs.append(self.head(potential))
+            return torch.stack(outputs)
+
+    return _spiking(Net())
+
+
+@program("sinabs", "LIFRecurrent")
+def sinabs_recurrent() -> Program:
+    from sinabs.layers import LIFRecurrent
+
+    return _samples_first(LIFRecurrent(tau_mem=20.0, rec_connect=nn.Linear(6, 6)), _sinabs_by_step)
+
+
+@program("sinabs", "ExpLeak")
+def sinabs_leak() -> Program:
+    from sinabs.layers import ExpLeak
+
+    return _samples_first(ExpLeak(tau_mem=20.0), _sinabs_by_step)
+
+
+@program("rockpool", "LIFTorch")
+def rockpool_lif() -> Program:
+    from rockpool.nn.modules import LIFTorch
+
+    return _samples_first(LIFTorch((6, 6), tau_mem=0.02, tau_syn=0.02, dt=0.001, has_rec=False), _rockpool_by_step)
+
+
+def _samples_first(neurons: nn.Module, by_step: Callable[[], Any]) -> Program:
+    """Return a program of a layer of neurons between two linear layers, of (sample, time, feature), in float32."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.neurons, self.head = nn.Linear(4, 6), neurons, nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for reset in ("reset_states", "reset_state"):
+                getattr(self.neurons, reset, lambda: None)()
+            returned = self.neurons(self.fc(x))
+            return self.head(returned[0] if isinstance(returned, tuple) else returned)
+
+    hints = dict.fromkeys(STEP_HINTS, by_step)
+    return Program(
+        Net(), 3 * torch.rand(5, 6, 4), batch(5, 6, 2, dtype=torch.float32), functional.mse_loss, hints=hints
+    )

@@ -267,7 +267,7 @@ class _UntouchedRun(Run):
     def rounded(self, unit: float) -> ReferenceRun | None:
         """Run a copy of the model whose weights are changed by one rounding of size ``unit``."""
         copy = deepcopy(self._model)
-        for weight in copy.parameters():
+        for weight in nn.Module.parameters(copy):
             numbers = torch.view_as_real(weight.data) if weight.is_complex() else weight.data
             if numbers.is_floating_point():
                 numbers.copy_(rounding_perturbation(array_namespace(numbers), unit)(numbers))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import UnsupportedError
 from ...recurrence.cells import Cell, registered
@@ -415,7 +415,11 @@ class Assembler:
         grads = {slot: _grad_or_zeros(self.gradient(weight), weight) for slot, weight in unshared.items()}
         registration = registered(owner.module)
         if registration is not None:  # computed from several parameters: all gradients are needed
-            return arrange_gradients(registration, grads) if len(grads) == len(list(owner.module.parameters())) else {}
+            return (
+                arrange_gradients(registration, grads)
+                if len(grads) == len(list(nn.Module.parameters(owner.module)))
+                else {}
+            )
         if owner.step_cell is not None:
             return {name: replay_copy(grad) for name, grad in grads.items()}
         return named_copies(owner.cell, grads)

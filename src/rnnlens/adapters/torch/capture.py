@@ -311,7 +311,8 @@ def _refuse_no_calls(recorder: CallRecorder, requested: RequestedLayers, request
                 got=", ".join(scans),
                 expected="a scan of a known family, or one declared by rl.torch.scan",
                 hint=f"if it computes s_t = a_t s_{{t-1}} + b_t from (a, b), with time as the second axis: {name} = "
-                f"{scans[0]}; {scans[0]} = lambda a, b: rl.torch.scan(a, b, function={name})",
+                f"{scans[0]}; {scans[0]} = lambda a, b: rl.torch.scan(a, b, function={name}); for a loop of its own "
+                "h = rl.torch.step(lambda x, h: ..., x, h) around the equations of its step",
             )
         in_a_loop = [path for path, last in recorder.last_calls.items() if last.count > 1]
         outermost = [path for path in in_a_loop if not any(path.startswith(f"{other}.") for other in in_a_loop)]
@@ -514,7 +515,7 @@ def _hookable_module(stack: ExitStack, model: nn.Module, module: nn.Module) -> n
         return module
     shell = _ScriptWrapper(module)
     # A list, since the wrapper itself would be among the modules that are still to come.
-    for parent in [parent for parent in model.modules() if not isinstance(parent, torch.jit.ScriptModule)]:
+    for parent in [parent for parent in nn.Module.modules(model) if not isinstance(parent, torch.jit.ScriptModule)]:
         for name in [name for name, child in parent._modules.items() if child is module]:
             stack.callback(parent._modules.__setitem__, name, module)
             parent._modules[name] = shell

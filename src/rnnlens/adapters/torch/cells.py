@@ -97,7 +97,7 @@ class TorchStepCell(StepCell):
     ) -> None:
         self.module, self.form, self.output_shape, self.dtype = module, form, output_shape, dtype
         self.autocast, self.owner = autocast, module if owner is None else owner
-        self.modes = [(submodule, submodule.training) for submodule in self.owner.modules()]
+        self.modes = [(submodule, submodule.training) for submodule in nn.Module.modules(self.owner)]
         self.state_sizes = tuple(math.prod(shape) for shape in form.shapes)
         self.output_size = math.prod(output_shape)
         self.output_state, self.output_is_state = 0, form.output_is_state
@@ -118,7 +118,7 @@ class TorchStepCell(StepCell):
     @property
     def state_axes(self) -> tuple[str, ...]:
         """(position, unit) if weights without axes of space act on the last of two axes of every state."""
-        shapes = [tuple(parameter.shape) for parameter in self.module.parameters()]
+        shapes = [tuple(parameter.shape) for parameter in nn.Module.parameters(self.module)]
         widths = {shape[-1] for shape in shapes if shape}
         is_row_wise = all(len(shape) == 2 and shape[1] in widths for shape in self.form.shapes)
         return (POSITION, UNIT) if is_row_wise and all(len(shape) < 3 for shape in shapes) else ()

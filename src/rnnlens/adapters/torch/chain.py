@@ -345,7 +345,7 @@ _CELLS: dict[type, Any] = {nn.LSTM: LSTM, nn.GRU: GRU, nn.RNN: SimpleRNN}
 def remember_chain(model: nn.Module, links: Sequence[ChainLink], layers: Sequence[str]) -> None:
     """Remember that the pass of a model was a chain through all recurrent ``layers`` that ran, for the next call."""
     names = [link.name for link in links if link.kind == "recurrent"]
-    modules: list[Any] = [m for m in model.modules() if isinstance(m, _RECURRENT)]
+    modules: list[Any] = [m for m in nn.Module.modules(model) if isinstance(m, _RECURRENT)]
     is_supported = all(type(m) in _CELLS and m.num_layers == 1 and not m.proj_size for m in modules)
     if is_supported and names == list(layers) and len(modules) == len(set(names)) == len(names):
         _CHAINS[model] = fingerprint(model)
@@ -438,7 +438,7 @@ def _gradients(
         taps += [weight for call in calls for weight in call.weights.values()]
     if request.record == "everything":
         taps += [t for call in calls for t in (call.input, *call.initial)]
-        taps += model.parameters()
+        taps += nn.Module.parameters(model)
     gradients = gradients_of(loss, taps)
     return gradients if any(id(t) in gradients for t in returned) else None
 

@@ -172,7 +172,7 @@ def repeatable_modules(model: nn.Module, requested: Collection[str] | None) -> l
             return False
         if any(f"{other}.".startswith(f"{path}.") or path.startswith(f"{other}.") for other in known):
             return False
-        return next(module.parameters(), None) is not None
+        return next(nn.Module.parameters(module), None) is not None
 
     return [(p, m) for p, m in modules[1:] if (requested is None or p in requested) and is_repeatable(p, m)]
 

@@ -28,7 +28,7 @@ class WrongFeaturesError(InputError):
 
 def device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Return device and floating dtype of a model's first floating parameter or buffer."""
-    for tensor in chain(model.parameters(), model.buffers()):
+    for tensor in chain(nn.Module.parameters(model), model.buffers()):
         if tensor.is_floating_point():
             return tensor.device, tensor.dtype
     return torch.device("cpu"), torch.get_default_dtype()
@@ -105,7 +105,7 @@ def call_model(model: nn.Module, x: Any, batch: Batch | None = None) -> Any:
     x = clone_tensors(x)
     explain = None if batch is None else functools.partial(_explain, model, x, batch.y)
     with raised_by("Your model's forward", explain), _features_explained(explain), ExitStack() as stack:
-        for module in model.modules():
+        for module in nn.Module.modules(model):
             config: Any = getattr(module, "config", None)
             if getattr(config, "use_cache", None) is True:  # of Hugging Face; a cache is only for generation
                 config.use_cache = False
@@ -144,16 +144,18 @@ def _features_explained(explain: Callable[[Exception], Explanation | None] | Non
 
 def _explain(model: nn.Module, x: Any, y: Any, error: Exception) -> Explanation | None:
     """Explain an exception of a model's forward by its input and the model's first recurrent layer."""
-    recurrent = next((m for m in model.modules() if isinstance(m, (nn.RNNBase, nn.RNNCellBase))), None)
+    recurrent = next((m for m in nn.Module.modules(model) if isinstance(m, (nn.RNNBase, nn.RNNCellBase))), None)
     # An input that a layer below the recurrent one embeds or projects has other features.
-    reads_x = recurrent is not None and next(model.parameters(), None) is next(recurrent.parameters(), None)
+    reads_x = recurrent is not None and next(nn.Module.parameters(model), None) is next(
+        nn.Module.parameters(recurrent), None
+    )
     _, dtype = device_and_dtype(model)
     return explain_forward(
         x,
         y,
         error,
         weights_dtype=str(dtype).rpartition(".")[2],
-        weights_devices={str(p.device) for p in model.parameters()},
+        weights_devices={str(p.device) for p in nn.Module.parameters(model)},
         features=recurrent.input_size if recurrent is not None and reads_x else None,
     )
 

@@ -352,7 +352,7 @@ def loss_of(model: nn.Module, batch: Batch, outputs: Outputs) -> tuple[float, li
         )
     model_leaves = returned_leaves(outputs.tree)
     leaves = [torch.as_tensor(new).to(old) for new, old in zip(outputs.leaves, model_leaves, strict=True)]
-    weights = [p for p in model.parameters() if p.requires_grad]
+    weights = [p for p in nn.Module.parameters(model) if p.requires_grad]
     with borrowed_model(model, training=batch.training, seed=batch.seed, loss=batch.loss):
         leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in leaves]
         remaining = iter(leaves)

@@ -273,15 +273,15 @@ def borrowed_model(
     that they wrap, because hooks do not run inside a compiled graph. ``library_only``: the model should
     call library modules alone, so that torch's higher-order scan is left as it is.
     """
-    modules = list(model.modules())
+    modules = list(nn.Module.modules(model))
     owner = getattr(loss, "__self__", loss)
-    loss_modules = [m for m in owner.modules() if m not in modules] if isinstance(owner, nn.Module) else []
+    loss_modules = [m for m in nn.Module.modules(owner) if m not in modules] if isinstance(owner, nn.Module) else []
     borrowed = BorrowedModel([*modules, *loss_modules], training)
     is_complete = False
     try:
         if training is not None:
             _set_mode(model, training, set())
-        for parameter in model.parameters() if differentiable else ():
+        for parameter in nn.Module.parameters(model) if differentiable else ():
             if not parameter.requires_grad and parameter.is_floating_point():
                 parameter.requires_grad_(True)
         with ExitStack() as stack:

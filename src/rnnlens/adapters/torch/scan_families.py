@@ -274,9 +274,20 @@ def unknown_scans(modules: Sequence[tuple[str, nn.Module]]) -> list[str]:
             owner_class = getattr(function, "__self__", None)
             definer = owner_class if isinstance(owner_class, type) else function
             source = str(getattr(definer, "__module__", "")).partition(".")[0]
-            if "scan" in name.lower() and callable(function) and source not in ("torch", "rnnlens"):
+            if "scan" in name.lower() and _takes_two(function) and source not in ("torch", "rnnlens"):
                 found[f"{type(module).__module__}.{name}"] = None
     return list(found)
+
+
+def _takes_two(function: Any) -> bool:
+    """Return whether a function can be called with the two arrays (a, b) of a scan."""
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:  # it takes another number of arguments, or is no function
+        return False
+    except ValueError:  # a built-in function without a signature
+        return callable(function)
+    return True
 
 
 def unread_scans(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:

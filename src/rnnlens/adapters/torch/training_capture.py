@@ -189,7 +189,7 @@ class WeightGradientCapture:
 
     def is_fresh(self, module: nn.Module) -> bool:
         """Return whether a module has no accumulated gradient: each ``.grad`` is None, or the smallest is all zeros."""
-        captured = (p for p in module.parameters() if id(p) in self.parameters)
+        captured = (p for p in nn.Module.parameters(module) if id(p) in self.parameters)
         grads = [p.grad for p in captured if p.grad is not None]
         return not grads or not bool(min(grads, key=Tensor.numel).any())
 
@@ -295,7 +295,7 @@ class TrainingCapture:
             requested_paths = {name.partition("[")[0] for name in layers}
             self.modules = [(path, submodule) for path, submodule in self.modules if path in requested_paths]
             self.candidates = [(path, module) for path, module in self.candidates if path in requested_paths]
-        self.weights = WeightGradientCapture(self.modules, self.model.parameters())
+        self.weights = WeightGradientCapture(self.modules, nn.Module.parameters(self.model))
         for _, module in self.modules:
             if isinstance(module, nn.RNNBase):
                 pre_hook = ModuleHook(module, self._store_rng_state, failed)

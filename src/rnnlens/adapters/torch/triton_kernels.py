@@ -127,13 +127,13 @@ def needs_equations(model: nn.Module) -> bool:
     """Return whether a model has layers of flash-linear-attention and lies on a CPU."""
     return (
         "fla" in sys.modules
-        and any(type(module).__module__.startswith("fla.") for module in model.modules())
+        and any(type(module).__module__.startswith("fla.") for module in nn.Module.modules(model))
         and _is_on_cpu(model)
     )
 
 
 def _is_on_cpu(model: nn.Module) -> bool:
-    return all(tensor.device.type == "cpu" for tensor in [*model.parameters(), *model.buffers()])
+    return all(tensor.device.type == "cpu" for tensor in [*nn.Module.parameters(model), *model.buffers()])
 
 
 @contextmanager
@@ -145,7 +145,7 @@ def without_triton(model: nn.Module) -> Iterator[None]:
     if "fla" not in sys.modules or not _is_on_cpu(model):
         yield
         return
-    modules = list(model.modules())
+    modules = list(nn.Module.modules(model))
     with ExitStack() as stack:
         replaced: dict[Any, Callable[..., Any]] = {}
         if needs_equations(model):

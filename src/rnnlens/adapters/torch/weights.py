@@ -159,7 +159,7 @@ def layer_weights(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, LayerWe
         registration = registered(module)
         if registration is not None:
             cell = build_cell(module, registration)
-            is_trainable = all(parameter.requires_grad for parameter in module.parameters())
+            is_trainable = all(parameter.requires_grad for parameter in nn.Module.parameters(module))
             result[path] = LayerWeights(cell.weights(), dict.fromkeys(cell.weights(), is_trainable), {"forward": cell})
             registered_paths = (*registered_paths, f"{path}.")
             continue

@@ -49,7 +49,10 @@ class Steps:
         before_step: Callable[[torch.optim.Optimizer, float], None],
         after_step: Callable[[], None],
     ) -> None:
-        self._model_weights, self._recurrent_weights = {id(p) for p in model.parameters()}, frozenset(recurrent_weights)
+        self._model_weights, self._recurrent_weights = (
+            {id(p) for p in nn.Module.parameters(model)},
+            frozenset(recurrent_weights),
+        )
         self._before_step, self._after_step = before_step, after_step
         self._seen_optimizers: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
@@ -256,7 +259,7 @@ class NonfiniteCheck:
 
     def _gradients_are_finite(self) -> bool:
         """Return whether all gradients are finite. Their sum is tested first, with one device synchronisation."""
-        gradients = [stored_values(p.grad.detach()) for p in self._model.parameters() if p.grad is not None]
+        gradients = [stored_values(p.grad.detach()) for p in nn.Module.parameters(self._model) if p.grad is not None]
         sums = [gradient.float().sum() for gradient in gradients]
         total = torch.stack([partial_sum.to(sums[0].device) for partial_sum in sums]).sum() if sums else torch.zeros(())
         if bool(torch.isfinite(total)):
