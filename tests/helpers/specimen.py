@@ -59,4 +59,5 @@ NO_TRAINING = {"none": (lambda model: None, {"optimizer": "", "clipping": None})
 
 def generators() -> tuple[Any, ...]:
     """Return the states of the global generators of Python and NumPy."""
-    return random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002  the global state must not change
+    _, key, position, *_ = np.random.get_state()  # noqa: NPY002  the global state must not change
+    return random.getstate(), key.tolist(), position

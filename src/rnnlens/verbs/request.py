@@ -65,7 +65,7 @@ def in_turn(function: Callable[P, R]) -> Callable[P, R]:
             nullcontext() if _has_turn.get() else _turn,
             one_thread_each(),
             nullcontext() if _has_turn.get() else full_precision(engine),
-            global_random_states_restored() if reads_source else nullcontext(),
+            nullcontext() if _has_turn.get() and not reads_source else global_random_states_restored(),
         ):
             if engine is not None:
                 _ran_engines.add(engine)

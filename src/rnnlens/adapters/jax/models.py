@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...autodiff.tensors import global_random_states_restored
 from ...errors import InputError, UnsupportedError, short_repr
 
 
@@ -172,14 +173,12 @@ def _opened(given: JaxModel, apply: Callable[..., Any], params: Any, library: st
         hash(full_key)
     except TypeError:
         full_key = None  # type: ignore[assignment]
-    return OpenedModel(
-        lambda arrays, *data, **named: apply(jax.tree.unflatten(tree, arrays), *data, **named),
-        values,
-        names,
-        trainable,
-        library,
-        full_key,
-    )
+
+    def apply_to_leaves(arrays: Any, *data: Any, **named: Any) -> Any:
+        with global_random_states_restored():  # each run draws the same numbers, the reference run too
+            return apply(jax.tree.unflatten(tree, arrays), *data, **named)
+
+    return OpenedModel(apply_to_leaves, values, names, trainable, library, full_key)
 
 
 def _path_text(path: Any) -> str:
