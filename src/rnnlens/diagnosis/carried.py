@@ -73,6 +73,8 @@ class _StateExchange:
             self.reason = "whole-sequence layers cannot start from another state"
         elif any(call.bidirectional or call.direction == "backward" or "#" in call.layer for call in calls):
             self.reason = "it is measured for forward layers that are called once"
+        elif any(call.input.shape[0] != n_samples for call in calls):
+            self.reason = "the layers run on another number of samples than the data have"
         elif any(steps_are_incomplete(run) for _, run in self.experiment.replays):
             self.reason = "the model's code changes the state between the steps"
         elif any(call.input.shape[1] != self.steps for call in calls):

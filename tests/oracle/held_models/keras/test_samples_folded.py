@@ -47,3 +47,15 @@ def test_nodes_folded_into_the_samples():
     assert not jacobian.values[:, :, 0, :, 1:].any()
     norms = rl.jacobian(model, x, measure="norm")
     np.testing.assert_allclose(norms, np.sqrt((jacobian.values**2).sum((2, 4))), rtol=1e-4)
+
+
+def test_a_diagnosis_names_why_states_of_folded_samples_are_not_exchanged():
+    keras.utils.set_random_seed(0)
+    x_input = keras.Input((7, 3, 1))
+    model = keras.Model(x_input, Fold()(x_input))
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(size=(72, 7, 3, 1)).astype("float32")
+    diagnosis = rl.diagnose(model, x, keras.ops.convert_to_numpy(model(x)))
+    why = "the layers run on another number of samples than the data have"
+    assert diagnosis["model"].attrs["why_not_carried"] == why
+    assert why in str(diagnosis)
