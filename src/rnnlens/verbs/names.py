@@ -15,7 +15,7 @@ from ..adapters.protocol import Adapter, Batch, LayerInfo, LayerWeights, ModelFa
 from ..arguments.data import is_source
 from ..errors import InputError, LayerNotFoundError, RnnlensError, did_you_mean
 from ..layout import Layout, dims_of
-from ..recurrence.cells import cell_of_kind, kinds
+from ..recurrence.cells import Cell, cell_of_kind, kinds
 from ..results.checks import Certificate
 from ..typing import Array, container_of, named_leaves
 from ..vocabulary import FEATURE, SAMPLE, unnamed_states
@@ -229,7 +229,7 @@ def _needs_run(text: str, catalogue: Catalogue) -> bool:
     except LayerNotFoundError:
         return "." in text
     layers = [catalogue.recurrent[uncalled_layer(n.layer, catalogue.recurrent)] for n in names if _is_state(n)]
-    return any(info.cell not in kinds() and not info.states for info in layers)
+    return any(info.cell == Cell.kind and not info.states for info in layers)
 
 
 def read(text: str, catalogue: Catalogue) -> list[TensorName]:

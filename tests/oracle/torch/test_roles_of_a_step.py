@@ -477,3 +477,52 @@ def test_an_empty_first_state_that_stands_for_something_else_is_refused():
     model, x = Spiking(start=0.7).double(), X.transpose(0, 1).contiguous()
     with pytest.raises(rl.errors.ModelError, match="cell: its first state is empty, and does not stand for zeros"):
         rl.trace(model, x, axes=STEPS_FIRST)
+
+
+class MakesItsState(nn.Module):
+    """A rate unit that makes its first state, a named tuple or one tensor, at a call without one."""
+
+    def __init__(self, is_named):
+        super().__init__()
+        self.update, self.is_named = nn.Linear(3 + 5, 5), is_named
+
+    def forward(self, x, state=None):
+        if state is None:
+            state = x.new_zeros(len(x), 5)
+            state = State(state, state) if self.is_named else state
+        if not self.is_named:
+            return torch.tanh(self.update(torch.cat([x, state], 1)))
+        voltage = 0.9 * state.voltage + self.update(torch.cat([x, state.trace], 1))
+        return torch.sigmoid(voltage), State(voltage, 0.5 * state.trace + torch.tanh(voltage))
+
+
+class WithoutFirstState(nn.Module):
+    """A loop that passes no state at its first step, or the ``first`` one."""
+
+    def __init__(self, is_named):
+        super().__init__()
+        self.cell, self.first = MakesItsState(is_named), None
+
+    def forward(self, x):
+        state = self.first
+        for t in range(x.shape[1]):
+            results = self.cell(x[:, t], state)
+            state = results[1] if self.cell.is_named else results
+        return state.voltage + state.trace if self.cell.is_named else state
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_state_that_the_cell_makes_itself_has_the_gradient_of_its_zeros(is_named):
+    torch.manual_seed(0)
+    model, first = WithoutFirstState(is_named).double(), torch.zeros(4, 5).double().requires_grad_()
+    model.first = State(first, torch.zeros_like(first)) if is_named else first
+    output = model(X)
+    rows = [torch.autograd.grad(output[:, i].sum(), first, retain_graph=True)[0] for i in range(5)]
+    model.first, name = None, "cell.initial_voltage" if is_named else "cell.initial_hidden"
+    gradient = rl.gradients(model, X, of="output", reduce="sum", wrt=name)
+    np.testing.assert_allclose(gradient.values, sum(rows).numpy(), atol=1e-13)
+    jacobian = rl.jacobian(model, X, of="output", wrt=name)
+    np.testing.assert_allclose(jacobian.values.squeeze(), torch.stack(rows, 1).numpy(), atol=1e-13)
+    trace = rl.trace(model, X, torch.zeros(4, 5).double(), loss=mse)
+    assert jacobian.certificate.state == trace.certificate.state == "passed"
+    assert "initial_state_grad" in trace.certificate.certified
