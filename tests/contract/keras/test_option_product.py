@@ -13,6 +13,7 @@ from itertools import product
 import numpy as np
 import pytest
 from keras_eager import eager_captures
+from option_variants import CELLS, all_variants
 from spoken_keras import LEGACY, engine, keras, keras_adapter, path_of, restored_states, states_of
 
 from rnnlens.adapters.protocol import Batch, Taps
@@ -21,49 +22,7 @@ from rnnlens.testing.reference import bptt
 
 adapter = keras_adapter()
 SAMPLE, TIME, FEATURE, UNIT = 2, 4, 2, 2
-CELLS = {
-    "simple_rnn": (keras.layers.SimpleRNN, {}),
-    "lstm": (keras.layers.LSTM, {}),
-    "gru_after": (keras.layers.GRU, {"reset_after": True}),
-    "gru_before": (keras.layers.GRU, {"reset_after": False}),
-}
 MASK = np.array([[False, True, False, True], [True, True, False, False]])
-
-
-@dataclass(frozen=True)
-class Variant:
-    cell: str
-    bias: bool
-    way: str
-    sequences: bool
-    start: str
-
-    @property
-    def name(self):
-        return "-".join(map(str, (self.cell, "bias" if self.bias else "nobias", self.way, self.sequences, self.start)))
-
-    @property
-    def returns_state(self):
-        """Return whether the layer returns its state; Keras cannot build a stateful bidirectional layer that does."""
-        return not (self.way == "bidirectional" and "stateful" in self.start)
-
-    def layer(self, unroll):
-        layer_class, options = CELLS[self.cell]
-        layer = layer_class(
-            UNIT,
-            use_bias=self.bias,
-            return_sequences=self.sequences,
-            return_state=self.returns_state,
-            stateful="stateful" in self.start,
-            go_backwards=self.way == "backward",
-            unroll=unroll,
-            bias_initializer="glorot_uniform" if self.bias and self.cell != "lstm" else "zeros",
-            name=self.name,
-            **options,
-        )
-        if self.way == "bidirectional":
-            layer = keras.layers.Bidirectional(layer, name=self.name)
-        return layer
 
 
 #: Number of parts; each part has every value of every option, since no option has 5 or 7 values, or a multiple.
@@ -72,14 +31,12 @@ PARTS = 5 if engine() == "torch" else 7
 
 def variants(cell, part_index):
     """Return one part of the 48 variants of a cell."""
-    directions, starts = ("forward", "backward", "bidirectional"), ("zeros", "stateful", "given", "stateful_given")
-    all_variants = [Variant(cell, *options) for options in product((True, False), directions, (True, False), starts)]
-    return all_variants[part_index::PARTS]
+    return all_variants(cell)[part_index::PARTS]
 
 
 def refused_by_keras(variant, masked, unroll):
     """Return whether Keras cannot run a variant: on torch it cannot reverse the list of masks of an unrolled loop."""
-    backwards = variant.way != "forward"
+    backwards = variant.direction != "forward"
     return engine() == "torch" and masked and unroll and backwards
 
 
@@ -106,8 +63,9 @@ def build_group(cell, masked, unroll, part_index):
     for variant in variants(cell, part_index):
         if refused_by_keras(variant, masked, unroll):
             continue
-        layer = variant.layer(unroll)
-        size = (2 if cell == "lstm" else 1) * (2 if variant.way == "bidirectional" else 1)
+        bias = "glorot_uniform" if variant.bias and cell != "lstm" else "zeros"
+        layer = variant.layer(keras.layers, UNIT, unroll, bias_initializer=bias)
+        size = (2 if cell == "lstm" else 1) * (2 if variant.direction == "bidirectional" else 1)
         state_options = {"initial_state": (states * 2)[:size]} if "given" in variant.start else {}
         outputs.append(keras.tree.flatten(layer(x, mask=mask if masked else None, **state_options)))
         names.append(variant.name)

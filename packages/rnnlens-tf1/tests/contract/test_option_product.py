@@ -15,60 +15,15 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 import tf_keras as keras
+from option_variants import CELLS, DIRECTIONS, STARTS, Variant
 
 import rnnlens as rl
 from rnnlens.recurrence.cells import GRU, LSTM, SimpleRNN
 from rnnlens.testing.reference import Reference, bptt
 
 SAMPLE, TIME, FEATURE, UNIT = 3, 4, 2, 2
-CELLS = {
-    "simple_rnn": (keras.layers.SimpleRNN, {}),
-    "lstm": (keras.layers.LSTM, {}),
-    "gru_after": (keras.layers.GRU, {"reset_after": True}),
-    "gru_before": (keras.layers.GRU, {"reset_after": False}),
-}
-DIRECTIONS, STARTS = ("forward", "backward", "bidirectional"), ("zeros", "stateful", "given", "stateful_given")
 #: The last sample is all padding.
 MASK = np.array([[False, True, False, True], [True, True, False, False], [False] * 4])
-
-
-@dataclass(frozen=True)
-class Variant:
-    cell: str
-    bias: bool
-    direction: str
-    sequences: bool
-    start: str
-
-    @property
-    def name(self):
-        return "-".join(
-            map(str, (self.cell, "bias" if self.bias else "nobias", self.direction, self.sequences, self.start))
-        )
-
-    @property
-    def directions(self):
-        return ("forward", "backward") if self.direction == "bidirectional" else (self.direction,)
-
-    @property
-    def returns_state(self):
-        """Return whether the layer returns its state; Keras cannot build a stateful bidirectional layer that does."""
-        return not (self.direction == "bidirectional" and "stateful" in self.start)
-
-    def layer(self, unroll):
-        layer_class, options = CELLS[self.cell]
-        layer = layer_class(
-            UNIT,
-            use_bias=self.bias,
-            return_sequences=self.sequences,
-            return_state=self.returns_state,
-            stateful="stateful" in self.start,
-            go_backwards=self.direction == "backward",
-            unroll=unroll,
-            name=self.name,
-            **options,
-        )
-        return keras.layers.Bidirectional(layer, name=self.name) if self.direction == "bidirectional" else layer
 
 
 @dataclass
@@ -187,7 +142,7 @@ def make_group(variants, masked, unroll, session):
 
 
 def _call_layer(variant, unroll, x, mask, states):
-    layer = variant.layer(unroll)
+    layer = variant.layer(keras.layers, UNIT, unroll)
     size = (2 if variant.cell == "lstm" else 1) * len(variant.directions)
     options = {"initial_state": (states * 2)[:size]} if "given" in variant.start else {}
     return layer, tf.nest.flatten(layer(x, mask=mask, **options))

@@ -16,9 +16,9 @@ from ...errors import FileError
 from ...typing import Array
 from ..protocol import Adapter, Batch, Capture, Cotangents, LayerWeights, Outputs, Port, ReferenceRun, Run, Taps
 from ..shared.registered_cells import run_with_composed
+from . import capture as captures
 from . import discover, losses, variants
 from . import reference_run as reference
-from .capture import capture
 from .dialect import dialect, dialect_of
 from .inputs import by_key
 from .model_facts import KerasFacts
@@ -26,7 +26,7 @@ from .pullback import KerasPullback, differentiate, registered_weight_finder
 from .weights import layer_weights
 
 
-def run(model: Any, batch: Batch, taps: Taps) -> Run:
+def run_model(model: Any, batch: Batch, taps: Taps) -> Run:
     """Run a model once: see :meth:`rnnlens.adapters.protocol.Adapter.run`."""
     if taps.record == "ports":
         if taps.cotangents and not any(port.kind == "weight" for port in taps.wrt):
@@ -45,7 +45,7 @@ class _RecordedRun(Run):
     def __init__(self, model: Any, batch: Batch, taps: Taps) -> None:
         self._model, self._batch, self._taps = model, batch, taps
         if taps.record != "outputs" or taps.needs_loss:
-            self.capture: Capture = capture(model, batch, taps)
+            self.capture: Capture = captures.capture(model, batch, taps)
 
     @property
     def returned(self) -> Any:
@@ -96,7 +96,7 @@ class KerasAdapter(Adapter):
         return isinstance(model, keras.Layer) and not keras.builds_graph(model)
 
     #: Functions that are methods of the contract as they stand: see :class:`Adapter`.
-    run = staticmethod(run)
+    run = staticmethod(run_model)
     facts = KerasFacts
     describe = staticmethod(discover.describe)
     fingerprint = staticmethod(discover.fingerprint)
