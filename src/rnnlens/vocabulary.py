@@ -6,7 +6,7 @@ This module imports no other module of rnnlens, so that all may import it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 # Dimensions, in the order in which they appear in results.
@@ -62,6 +62,24 @@ def named_states(fields: Sequence[str | None], taken: Collection[str] = ()) -> t
     return tuple(
         name or ("state_0" if default in names else default) for name, default in zip(names, defaults, strict=True)
     )
+
+
+def renamed_states(names: Iterable[str], fields: Iterable[str | None]) -> str:
+    """Return the text of a note on states that cannot have the names of their fields; empty if all have."""
+    pairs = zip(names, fields, strict=True)
+    renamed = [f"{name} is the state's {field!r}" for name, field in pairs if field not in (None, name)]
+    return f"{', '.join(renamed)}: results use that name for something else, or it is no identifier" if renamed else ""
+
+
+def field_of(path: Iterable[str | int]) -> str | None:
+    """Return the name of a nested field from the keys that lead to it, then positions; None for positions alone.
+
+    >>> field_of(["memory", 0]), field_of([1, "soma", "voltage"]), field_of([0])
+    ('memory_0', 'soma_voltage_1', None)
+    """
+    keys = list(path)
+    names = [key for key in keys if isinstance(key, str)]
+    return "_".join([*names, *(str(key) for key in keys if isinstance(key, int))]) if names else None
 
 
 def leading_state(states: Sequence[str]) -> str:

@@ -1,5 +1,7 @@
 """Programs of JAX's users, as they are written: every number against copies unrolled in Python."""
 
+import json
+
 import jax
 import jax_programs
 import numpy as np
@@ -67,13 +69,21 @@ def test_states_and_total_and_direct_gradients_are_those_of_the_unrolled_copy(ca
     for layer, (kind, number) in program.layers.items():
         found = trace[layer or next(iter(trace))]
         h, in_time = output_of(found, states[number])
-        assert difference(found.hidden, in_time(states[number][h])) < bound
-        assert difference(found.hidden_grad, in_time(totals[number][h])) < bound
+        state = states_of(found)[0]
+        assert difference(found[state], in_time(states[number][h])) < bound
+        assert difference(found[f"{state}_grad"], in_time(totals[number][h])) < bound
         if "output_grad" in found:
             _, direct = unrolled(lambda: value_of(program), cut=number)
             assert difference(found.output_grad, in_time(direct[number][h])) < bound
         if kind == "lstm":
             assert difference(found.cell_grad, in_time(totals[number][1 - h])) < bound
+
+
+def states_of(found):
+    """Return the names of a layer's states, the output first: those of its cell, or of the program's carry."""
+    return json.loads(found.dataset.attrs["details"])["states"] or [
+        name for name in ("hidden", "cell") if name in found
+    ]
 
 
 def output_of(found, states):
@@ -85,11 +95,12 @@ def output_of(found, states):
     def backward(steps):  # a loop over flipped inputs
         return np.moveaxis(steps, 0, 1)[:, ::-1]
 
+    first = found[states_of(found)[0]]
     candidates = [
-        (np.abs(in_time(state) - found.hidden.values).max(), h, in_time)
+        (np.abs(in_time(state) - first.values).max(), h, in_time)
         for h, state in enumerate(states)
         for in_time in (forward, backward)
-        if in_time(state).shape == found.hidden.shape
+        if in_time(state).shape == first.shape
     ]
     _, h, in_time = min(candidates, key=lambda candidate: candidate[0])
     return h, in_time
@@ -99,19 +110,19 @@ def check_vectorised(name, program, trace, bound):
     """Sample by sample: the loop of one sample has no sample axis."""
     for layer in program.layers:
         found = trace[layer or next(iter(trace))]
-        others = ["cell"] if "cell" in found else [q for q in ("state_1", "state_2") if q in found]
+        first, *others = states_of(found)
         for i in range(B):
             states, totals = unrolled(lambda i=i: one_sample(name, program, i))
             _, direct = unrolled(lambda i=i: one_sample(name, program, i), cut=0)
             numbers_found = set()
-            for quantity in ("hidden", *others):
+            for quantity in (first, *others):
                 ours = found[quantity].values[i]
                 distances = [np.abs(s - ours).max() if s.shape == ours.shape else np.inf for s in states[0]]
                 number = int(np.argmin(distances))
                 numbers_found.add(number)
                 assert difference(ours, states[0][number]) < bound
                 assert difference(found[f"{quantity}_grad"][i], totals[0][number]) < bound
-                if quantity == "hidden" and "output_grad" in found:
+                if quantity == first and "output_grad" in found:
                     assert difference(found.output_grad[i], direct[0][number]) < bound
             assert len(numbers_found) == len(states[0])
 

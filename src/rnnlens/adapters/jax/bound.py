@@ -131,6 +131,7 @@ def describe(model: Any) -> list[LayerInfo]:
                 "backward" if layer.is_backward else "forward",
                 True,
                 masked=layer.cell is not None and layer.cell.mask is not None,
+                states=layer.state_names if layer.cell is None else (),
             ),
         )
     return list(infos.values())

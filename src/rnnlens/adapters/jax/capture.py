@@ -12,6 +12,7 @@ from jax.extend.core import Var
 from ...errors import ModelError
 from ...recurrence.cells import Cell
 from ...typing import Array
+from ...vocabulary import renamed_states
 from ..protocol import NOT_LOOKED_INTO, Batch, Capture, Outputs, Port, RecurrentCall, Taps
 from .arguments import nest
 from .cells import ScanCell
@@ -34,6 +35,9 @@ def record(model: Any, batch: Batch, taps: Taps) -> tuple[Capture, Outputs]:
     program = Program.of(call, has_loss)
     notes = [f"{NOT_LOOKED_INTO}: {loop.name}, within {loop.obstacle}." for loop in program.loops if loop.obstacle]
     layers = _requested_layers(program, taps) if records_calls else []
+    custom = [layer for layer in layers if layer.cell is None]
+    renamed = {layer.base: renamed_states(layer.state_names, layer.state_fields) for layer in custom}
+    notes += [f"{name}: {text}." for name, text in renamed.items() if text]
     inputs = [Port("input", index=i) for i in range(len(call.x.leaves))]
     outputs = [Port("output", index=i) for i in range(len(program.outputs))]
     floats = [i for i, value in enumerate(call.opened.values) if is_inexact(value)]

@@ -43,7 +43,7 @@ class ScanCell(StepCell):
     ) -> None:
         super().__init__()
         self.layer, self.constants, self.columns, self._functions = layer, list(constants), tuple(columns), functions
-        self.state_sizes = layer.sizes
+        self.state_sizes, self.names = layer.sizes, layer.state_names
         self.output_size = sum(map(layer.width, layer.output_variables))
         self.output_is_state = not layer.own_outputs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,12 +13,16 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Var
 
 from ...errors import LayerNotFoundError
+from ...vocabulary import field_of, named_states
 from ..protocol import Port
 from .axes import AxisRoles, follows_time
 from .emit import OpenedLoop, Point
 from .jaxprs import dependent, is_inexact, needed_equations, variables
 from .loops import Loop
 from .recognise import KnownCell, recognise, watched_variables
+
+#: Keys in JAX's name of an argument's leaf, such as ``state.soma['v'][0]``: field, key, or position.
+_KEY = re.compile(r"\.(\w+)|\['([^']+)'\]|\[(\d+)\]")
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +78,21 @@ class RecurrentLayer:
     def last(self) -> int:
         """Index in time order of the step that runs last."""
         return 0 if self.is_backward else self.steps - 1
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the states: those of their fields, where these can be names of states."""
+        return named_states(self.state_fields)
+
+    @property
+    def state_fields(self) -> list[str | None]:
+        """Fields and keys of the states in the carry of the user's function; None for states without any."""
+        body = self.loop.equation.params.get("jaxpr") or self.loop.equation.params["body_jaxpr"]
+        arguments = getattr(body.jaxpr.debug_info, "arg_names", None) or ()
+        if len(arguments) != len(body.jaxpr.invars):
+            return [None] * len(self.states)
+        paths = [_KEY.findall(str(arguments[self.loop.counts[0] + slot])) for slot in self.states]
+        return [field_of(name or key or int(i) for name, key, i in path) for path in paths]
 
     @property
     def state_variables(self) -> tuple[Var, ...]:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import InputError, UnsupportedError
 from ...recurrence.cells import StepCell, registered
+from ...vocabulary import renamed_states
 from .cells import RECORDED_FORMS, CellForm, TorchStepCell, tensor_leaves
 from .discover import RequestedLayers, input_argument
 from .lineage import Continuation, upstream_nodes
@@ -753,6 +754,5 @@ def _parts_of(
     if len(form.outputs) > 1:
         shapes = ", ".join(str(tuple(returned[i].shape[1:])) for i in form.outputs)
         yield f"output has the returned tensors of {shapes} units side by side"
-    renamed = [f"{name} is the state's {field!r}" for name, field in fields.items() if field not in (None, name)]
-    if renamed:
-        yield f"{', '.join(renamed)}: results use that name for something else, or it is no identifier"
+    if text := renamed_states(fields.keys(), fields.values()):
+        yield text

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...vocabulary import field_of
 from .lineage import upstream_nodes
 
 #: Number of autograd nodes that are searched behind an argument for a returned tensor.
@@ -213,11 +214,7 @@ def state_fields(call: tuple[tuple[Any, ...], dict[str, Any]], positions: Sequen
     ones are joined, as in ``soma_voltage``, and followed by positions in tuples: ``memory_0``.
     """
     paths = [path[1:] for argument in (*call[0], *call[1].values()) for path in _leaf_paths((argument,))]
-    fields = []
-    for path in (paths[position] for position in positions):
-        keys = [key for key in path if isinstance(key, str)]
-        fields.append("_".join([*keys, *(str(key) for key in path if isinstance(key, int))]) if keys else None)
-    return tuple(fields)
+    return tuple(field_of(paths[position]) for position in positions)
 
 
 def _leaf_paths(tree: Any) -> list[tuple[str | int, ...]]:
