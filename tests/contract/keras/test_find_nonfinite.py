@@ -279,3 +279,18 @@ def test_a_layer_that_is_refused_is_left_out_and_named():
     assert finding.notes[0].startswith("Not looked into: Layer 'each/inner'")
     model.get_layer("each").layer.cell.bias.assign(np.full(12, np.inf))
     assert rl.find_nonfinite(model, x, y).phase == "weights"
+
+
+@pytest.mark.one_engine("torch", "tf_keras")
+def test_a_model_whose_only_layer_is_refused():
+    """Data, weights, outputs and loss are looked into; the refused layer is named."""
+    halves = L.LSTM(3), L.GRU(3, go_backwards=True)
+    model = keras.Sequential([keras.Input((4, 2)), L.Bidirectional(halves[0], backward_layer=halves[1], name="both")])
+    model.compile(loss="mse")
+    x, y = np.random.default_rng(0).normal(size=(2, 4, 2)).astype("f"), np.zeros((2, 6), "f")
+    finding = rl.find_nonfinite(model, x, y)
+    assert not finding
+    assert finding.notes[0].startswith("Not looked into: Layer 'both'")
+    assert rl.find_nonfinite(model, x, y * np.nan).phase == "data"
+    gradients = rl.weights(model, x, y)
+    assert gradients.certificate.state == "passed"

@@ -321,8 +321,13 @@ class _Assembly:
             if layer_name and layer_name in self._call_counts:
                 raise LayerNotFoundError(f"There is no call {name!r}.", hint=did_you_mean(name, nodes))
             raise ModelError(f"Layer {name!r} did not run in this forward pass.", hint=did_you_mean(name, nodes))
-        if not calls and not other_calls:
-            raise ModelError("No recurrent layer ran in this forward pass.", hint="does call() use its layers?")
+        if not calls and not other_calls and (request.all_must_run or self._sites):
+            listed_layers = ", ".join(dict.fromkeys(site.name for site in self._sites.values()))
+            raise ModelError(
+                "No recurrent layer ran in this forward pass.",
+                got=f"{listed_layers}: not called by call(), or inside a tf.function that was traced before",
+                hint="call() without tf.function, or keras.layers.RNN(cell) in place of its loop",
+            )
 
     def _notes(self, loss: float | None) -> list[str]:
         notes = []
