@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 import pytest
 
-from rnnlens.adapters.keras import run
+#: The module; the package has a function of the same name.
+run = import_module("rnnlens.adapters.keras.run")
 
 
 @contextmanager
