@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 
 import pytest
 
-#: The module; the package has a function of the same name.
-run = import_module("rnnlens.adapters.keras.run")
+from rnnlens.adapters.keras import run
 
 
 @contextmanager
