@@ -4,8 +4,10 @@
     python benchmarks/count_code.py --at ac84298    # the source of another revision, its text only
     python benchmarks/count_code.py --verbs         # also files, functions and forward passes per verb
 
-Code lines are lines with a token that is neither comment nor docstring. A function used once is defined at the top of a
-module and named once elsewhere in the source. A module of one neighbour is imported by exactly one other module.
+A function is as long as the lines from ``def`` to its last statement, blank lines and nested functions included;
+its decorators are left out. Code lines are lines with a token that is neither comment nor docstring. A function
+used once is defined at the top of a module and named once elsewhere in the source. A module of one neighbour is
+imported by exactly one other module.
 """
 
 from __future__ import annotations
@@ -51,6 +53,11 @@ def code_lines(text: str, tree: ast.Module) -> int:
         if token.type not in _QUIET:
             lines |= set(range(token.start[0], token.end[0] + 1))
     return len(lines - docstrings)
+
+
+def lines_of(node: ast.stmt) -> int:
+    """Return the number of lines of a statement; of a function from ``def`` on, without decorators."""
+    return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def imported_modules(node: ast.Import | ast.ImportFrom, module: str, module_names: set[str]) -> set[str]:
@@ -109,6 +116,7 @@ def count(texts: dict[str, str]) -> dict[str, object]:
     trees = {name: ast.parse(text) for name, text in texts.items()}
     module_names = set(texts)
     lengths: list[int] = []
+    body_lengths: list[int] = []
     top_level: list[str] = []
     classes: dict[str, set[str]] = defaultdict(set)
     names: Counter[str] = Counter()
@@ -119,7 +127,9 @@ def count(texts: dict[str, str]) -> dict[str, object]:
         top_level += [node.name for node in tree.body if isinstance(node, _FUNCTIONS)]
         for node in ast.walk(tree):
             if isinstance(node, _FUNCTIONS):
-                lengths.append((node.end_lineno or node.lineno) - node.lineno + 1)
+                lengths.append(lines_of(node))
+                has_docstring = ast.get_docstring(node, clean=False) is not None
+                body_lengths.append(lines_of(node) - (lines_of(node.body[0]) if has_docstring else 0))
                 inner_imports += sum(bool(isinstance(n, ast.Import | ast.ImportFrom)) for n in ast.walk(node))
             elif isinstance(node, ast.ClassDef):
                 classes[node.name].add(name)
@@ -131,6 +141,7 @@ def count(texts: dict[str, str]) -> dict[str, object]:
                 edges[name] |= imported_modules(node, name, module_names) - {name}
     importers = Counter(target for targets in edges.values() for target in targets)
     lengths.sort()
+    body_lengths.sort()
     cycles = find_cycles(edges)
     return {
         "modules": len(texts),
@@ -139,6 +150,8 @@ def count(texts: dict[str, str]) -> dict[str, object]:
         "functions": len(lengths),
         "function length, median": lengths[len(lengths) // 2],
         "function length, 95th percentile": lengths[int(0.95 * len(lengths))],
+        "function length, 99th percentile": lengths[int(0.99 * len(lengths))],
+        "function length without docstring, 99th percentile": body_lengths[int(0.99 * len(body_lengths))],
         "functions used once": sum(names[name] == 1 for name in top_level),
         "modules of one neighbour": sum(n == 1 for name, n in importers.items() if not name.endswith("__init__")),
         "files under 40 lines": sum(

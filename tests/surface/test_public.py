@@ -93,6 +93,10 @@ def test_these_names_and_no_others():
     assert sorted(name for name in dir(rl) if name != "__version__") == sorted(PUBLIC)
 
 
+def test_measures_list_no_submodules():
+    assert dir(rl.measures) == sorted(rl.measures.__all__)
+
+
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_changelog_mentions(name):
     assert f"- `{name}`:" in CHANGELOG.read_text()

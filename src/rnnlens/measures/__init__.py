@@ -36,3 +36,7 @@ def __getattr__(name: str) -> object:
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     raise AttributeError(_missing_attribute(f"module {__name__!r}", name, __all__, "rl.measures."))
+
+
+def __dir__() -> list[str]:
+    return __all__
