@@ -236,8 +236,12 @@ def read_target(y: Any, raw: Array, step: int | None, task: str | None, loss: An
         return PredictionTarget("classes", _to_one_hot(values, outputs), takes_logits(loss)).with_form(raw)
     flat_values = values.reshape(samples, -1).astype(np.float64)
     if flat_values.shape[1] != outputs:
-        received = f"y of shape {values.shape}, output of shape {raw.shape}"
-        raise InputError("The target does not fit the output.", got=received, hint='task="classes" or "values"')
+        raise InputError(
+            "The target does not fit the output.",
+            got=f"{flat_values.shape[1]} values of y for each prediction of {outputs} values",
+            expected=f'{outputs} values, or one class as a whole number with task="classes"',
+            hint="rl.diagnose(model, x), without y and loss: how far back the model looks needs no target",
+        )
     if resolved_task == "binary":
         return PredictionTarget("binary", flat_values, takes_logits(loss)).with_form(raw)
     return PredictionTarget("values", flat_values)
@@ -301,8 +305,8 @@ def _to_one_hot(values: Array, outputs: int) -> Array:
         return flat_values.astype(np.float64)
     labels = flat_values[:, 0].astype(np.int64)
     if flat_values.shape[1] != 1 or labels.min() < 0 or labels.max() >= outputs:
-        received = f"y of shape {values.shape}, {labels.min()} to {labels.max()}"
-        raise InputError("The classes do not fit the output.", got=received, expected=f"0 to {outputs - 1}")
+        received = f"{flat_values.shape[1]} values of y for each prediction, the first {labels.min()} to {labels.max()}"
+        raise InputError("The classes do not fit the output.", got=received, expected=f"one class, 0 to {outputs - 1}")
     one_hot = np.zeros((len(labels), outputs))
     one_hot[np.arange(len(labels)), labels] = 1
     return one_hot

@@ -290,7 +290,8 @@ def axes_to_type(
     """Return the ``axes=`` argument to type for each choice of ``time`` among the unclear axes, besides ``others``."""
     candidates = []
     for steps in unclear:
-        replacements = {axis: _feature_or_unit(name) for axis in unclear} if len(unclear) == 2 else {}
+        can_rename = len(unclear) == 2 and (_feature_or_unit(name),) not in axes
+        replacements = {axis: _feature_or_unit(name) for axis in unclear} if can_rename else {}
         candidates.append(
             axes_to_write(
                 tuple((replacements | {steps: TIME}).get(axis_name, axis_name) for axis_name in axis) for axis in axes

@@ -179,12 +179,19 @@ def _other_shape(
 
 
 def explain_forward(
-    x: Any, y: Any, error: Exception, *, weights_dtype: str, weights_devices: set[str], features: int | None
+    x: Any,
+    y: Any,
+    error: Exception,
+    *,
+    weights_dtype: str,
+    weights_devices: set[str],
+    features: int | None,
+    arguments: int | None,
 ) -> Explanation:
     """Explain an exception of a model's forward pass of the input ``x``.
 
     ``weights_dtype`` and ``weights_devices`` are those of the model's weights, ``features`` the number of features that
-    its first recurrent layer takes, if that is known.
+    its first recurrent layer takes, if that is known, ``arguments`` how many arguments its forward takes, if not any.
     """
     got, shape = f"x {_described(x)}", shape_of(x)
     hint = "model(x) by itself raises the same; the first traceback shows its line"
@@ -211,6 +218,10 @@ def explain_forward(
         problem = "x is a list, and each of its parts is an argument of forward"
         expected = f"one array of shape {(len(x), *(shapes.pop() or ()))}, if they are samples"
         return Explanation(problem, got=got, expected=expected, hint="numpy.stack(x) in place of x")
+    if isinstance(x, tuple | list) and isinstance(error, TypeError) and arguments == 1 < len(x):
+        problem = f"each part of a {type(x).__name__} is an argument, and the forward takes one"
+        expected = f"one argument, here the {type(x).__name__} itself"
+        return Explanation(problem, got=got, expected=expected, hint="(x,) in place of x")
     if shape is None:
         return unexplained
     x_dtype = str(x.dtype).rpartition(".")[2]

@@ -150,6 +150,7 @@ def _explain(model: nn.Module, x: Any, y: Any, error: Exception) -> Explanation 
         nn.Module.parameters(recurrent), None
     )
     _, dtype = device_and_dtype(model)
+    parameters = inspect.signature(model.forward).parameters.values()
     return explain_forward(
         x,
         y,
@@ -157,6 +158,7 @@ def _explain(model: nn.Module, x: Any, y: Any, error: Exception) -> Explanation 
         weights_dtype=str(dtype).rpartition(".")[2],
         weights_devices={str(p.device) for p in nn.Module.parameters(model)},
         features=recurrent.input_size if recurrent is not None and reads_x else None,
+        arguments=None if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(parameters),
     )
 
 

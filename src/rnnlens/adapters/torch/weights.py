@@ -128,6 +128,18 @@ def _weight_named(module: Any, name: str) -> Any:
     return (sources[0] if stored is None else stored).detach().clone().requires_grad_()
 
 
+def _is_trained(module: nn.Module, name: str, value: torch.Tensor) -> bool:
+    """Return whether a weight is trained; one that the forward computes, by the parameters that it is computed from.
+
+    Such a weight, as pruning computes from ``weight_hh_l0_orig``, was left behind by a pass that may have been without
+    gradients.
+    """
+    own_parameters = dict(module.named_parameters(recurse=False))
+    computed_from = [p for key, p in own_parameters.items() if re.fullmatch(rf"{name}_(?!reverse)\w+", key)]
+    sources = [value] if name in own_parameters or not computed_from else computed_from
+    return any(p.requires_grad for p in sources)
+
+
 def torch_name(module: nn.Module | None, layer: int, key: str) -> str:
     """Return torch's name of a weight: ``weight_ih_l0_reverse`` for ``backward/kernel``; ``key`` of other modules."""
     direction, _, name = key.rpartition("/")
@@ -184,10 +196,11 @@ def layer_weights(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, LayerWe
             entry.cells[direction] = create_cell(cell_and_activation[0], weights, cell_and_activation[1])
             prefix = f"{direction}/" if getattr(module, "bidirectional", False) else ""
             for slot, value in weights.items():
-                entry.values[prefix + NAMES[slot]] = from_torch(cell_and_activation[0], slot, value.detach()).clone()
-                entry.trainable[prefix + NAMES[slot]] = value.requires_grad
+                key = prefix + NAMES[slot]
+                entry.values[key] = from_torch(cell_and_activation[0], slot, value.detach()).clone()
+                entry.trainable[key] = _is_trained(module, torch_name(module, layer, key), value)
                 if id(value) in counted_ids or not isinstance(value, nn.Parameter):
-                    entry.uncounted.add(prefix + NAMES[slot])
+                    entry.uncounted.add(key)
                 counted_ids.add(id(value))
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in counted_ids:
