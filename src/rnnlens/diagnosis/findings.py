@@ -177,6 +177,7 @@ def _older_text(memory: Memory) -> str:
 
 
 def _count_text(value: float, steps: int) -> str:
+    """Return a number of steps as text; one that reaches all ``steps`` of the data is a lower bound: ">= 64"."""
     return f">= {steps}" if value >= steps else f"{value:.0f}"
 
 

@@ -121,7 +121,7 @@ def _input_section(contents: ReportContents, plan: PagePlan) -> Section:
     inputs = [moment.input for moment in moments if moment.input is not None]
     if len(inputs) == len(moments):
         figures.append(_input_figure(layer, [_select_features(values, contents) for values in inputs], track_steps))
-    return Section("input-section", "Input", contents.padding_note, figures, 0)
+    return Section("input-section", "Input", contents.padding_note, figures, track=0)
 
 
 def _input_figure(layer: str, inputs: Sequence[Array], track_steps: TrackSteps) -> ReportFigure:

@@ -335,14 +335,14 @@ class Result(Mapping[str, Any]):
         return [(name, descriptions.get(name, ""), self.dataset(name)) for name in self]
 
     def _non_part_rows(self) -> list[tuple[str, str]]:
-        """Return label and text of the notebook page's rows that describe no part: checks, notes, provenance."""
+        """Return label and text of the notebook page's rows that describe no part: checks, notes, provenance.
+
+        A result with findings has only the remarks, because the page shows its other rows as findings.
+        """
+        if self._notebook_findings():
+            return self._remarks()
         part_names = {name for name, _, _ in self._parts()}
-        rows = (
-            []
-            if self._notebook_findings()
-            else [(label, text) for label, text in self._rows() if label not in part_names]
-        )
-        return [*rows, *self._remarks()]
+        return [(label, text) for label, text in self._rows() if label not in part_names] + self._remarks()
 
     def _repr_html_(self) -> str:
         rows = [Row.of(*part) for part in self._parts()]

@@ -59,13 +59,14 @@ def chosen_positions(name: str, value: Any) -> dict[str, Any]:
     return {dim: check.kept_steps(f"{name}[{dim!r}]", steps) for dim, steps in positions.items()}
 
 
-def _one_batch(name: str, value: Any) -> Any:
+def _batch_in_memory(name: str, value: Any) -> Any:
+    """Check that an argument is one batch of samples in memory: no iterator of batches, no lazy array."""
     return check.one_batch(name, check.in_memory(name, value))
 
 
 @check.checked(
     model=check.anything,
-    x=_one_batch,
+    x=_batch_in_memory,
     layer=check.text,
     at=chosen_positions,
     training=check.switch,

@@ -351,8 +351,9 @@ def _layer_tensors(text: str, catalogue: Catalogue) -> list[TensorName]:
     if state is not None or quantity.startswith("gate"):
         layers = _matching_layers(pattern, catalogue.recurrent, text, catalogue)
         return [
-            _inner_name(layer, quantity, state, catalogue.recurrent[uncalled_layer(layer, catalogue.recurrent)])
+            _gates_name(layer, quantity, info) if state is None else _state_name(layer, quantity, state, info)
             for layer in layers
+            for info in [catalogue.recurrent[uncalled_layer(layer, catalogue.recurrent)]]
         ]
     layers = _matching_layers(pattern, catalogue.layers, text, catalogue)
     return [TensorName(f"{layer}.{quantity}", quantity, layer) for layer in layers]  # type: ignore[arg-type]
@@ -372,17 +373,23 @@ def names_behind_ids(adapter: Adapter, model: Any, batch: Batch, catalogue: Cata
     return table_outputs or [f"{call.layer}.input" for call in capture.calls[:1]]
 
 
-def _inner_name(layer: str, quantity: str, state: re.Match[str] | None, info: LayerInfo) -> TensorName:
-    """Return the name of a state or of the gates of a recurrent layer; raise if the cell has none such."""
-    if state is None:
-        if not cell_of_kind(info.cell).gates:
-            reason = "a cell without gates" if info.cell in kinds() else "a custom cell, whose gates are not known"
-            raise LayerNotFoundError(
-                f"{layer!r} has {reason}.",
-                got=f"{layer}.{quantity}",
-                expected=f"{layer}.hidden, {layer}.output or {layer}.weights",
-            )
-        return TensorName(f"{layer}.{quantity}", quantity, layer)  # type: ignore[arg-type]
+def _gates_name(layer: str, quantity: str, info: LayerInfo) -> TensorName:
+    """Return the name of the gates of a recurrent layer; raise if its cell has no known gates."""
+    if not cell_of_kind(info.cell).gates:
+        reason = "a cell without gates" if info.cell in kinds() else "a custom cell, whose gates are not known"
+        raise LayerNotFoundError(
+            f"{layer!r} has {reason}.",
+            got=f"{layer}.{quantity}",
+            expected=f"{layer}.hidden, {layer}.output or {layer}.weights",
+        )
+    return TensorName(f"{layer}.{quantity}", quantity, layer)  # type: ignore[arg-type]
+
+
+def _state_name(layer: str, quantity: str, state: re.Match[str], info: LayerInfo) -> TensorName:
+    """Return the name of a state of a recurrent layer: at all steps, initial or final; raise if there is no such state.
+
+    ``state`` is the match of ``quantity``, with its groups ``when`` and ``state``.
+    """
     kind = {"initial_": "initial_state", "final_": "final_state", None: "state"}[state["when"]]
     names = states_of(info) if info.states or info.cell in kinds() else unnamed_states(8)
     if state["state"] not in names:

@@ -86,6 +86,7 @@ def _broadcast(params: Any, a: Any) -> Any:
 
 
 def _convert(params: Any, a: Any) -> Any:
+    """Convert to the dtype of the program, but to float64 instead of any other float."""
     dtype = np.dtype(params["new_dtype"])
     return a.astype(np.float64 if jax.numpy.issubdtype(dtype, np.floating) else dtype)
 

@@ -154,10 +154,10 @@ def _samples_first(layer: Any, tensor: Any) -> Any:
 
 def dropout_multipliers(layer: Any) -> dict[str, Any]:
     """Return the dropout multipliers of a known cell, the same at each step; one per gate for ``implementation=1``."""
+    if getattr(layer, "_could_use_gpu_kernel", False):
+        return {}  # the fused kernel drops entries of the layer's input, which is recorded after that
     cell: Any = layer.cell
     multipliers: dict[str, Any] = {}
-    if getattr(layer, "_could_use_gpu_kernel", False):
-        return multipliers
     for name, cache, rate in (
         ("input_scale", "_dropout_mask_cache", "dropout"),
         ("state_scale", "_recurrent_dropout_mask_cache", "recurrent_dropout"),

@@ -153,7 +153,7 @@ class KerasFacts(ModelFacts):
         return variants.chain(self.model, training=training)
 
     def subnetwork(self, of: Port, wrt: Port) -> Callable[[Array], tuple[Array, Pull]] | None:
-        """Return a function that runs and differentiates a chain of layers between two ports."""
+        """Return a function that runs and differentiates a chain of layers between two ports; None for other models."""
         return variants.subnetwork(self.model, of, wrt)
 
     def combination(self) -> str | None:

@@ -36,6 +36,7 @@ class FunctionModel(nn.Module):  # type: ignore[misc]
         self._set_function(function)
 
     def _set_function(self, function: Callable[..., Any]) -> None:
+        """Store the function, and a ``forward`` with its signature, by which arguments of a call are named."""
         self.function = function
         #: Values that the function refers to; as attributes, their content is restored after every run.
         self._namespaces = list(namespaces(function, nn.Module))

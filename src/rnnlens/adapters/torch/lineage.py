@@ -114,37 +114,40 @@ class StateLink:
             return None
         if not rowwise and (samples != final.shape[0] or not _all_equal(state, final)):
             return None
-        is_old, is_initial = _rows_equal(state, final[:samples]), _rows_equal(state, self.initial[index][:samples])
-        if not bool((is_old | is_initial).all()):
+        equals_final = _rows_equal(state, final[:samples])
+        equals_initial = _rows_equal(state, self.initial[index][:samples])
+        if not bool((equals_final | equals_initial).all()):
             return None
         # The earlier states that samples may still have if they did not move on.
         steps = {self.step - 1} if self.source_steps is None else set(self.source_steps.tolist())
         earlier_states = [self.history[int(step)][index] for step in sorted(steps)]
         # Recent sources first: the cost of autograd grows with the age of the oldest source.
         for sources in ([user_initial], [user_initial, *earlier_states]):
-            unchanged = self._unchanged_by_gradient(state, index, sources, is_old, is_initial)
+            unchanged = self._unchanged_by_gradient(state, index, sources, equals_final, equals_initial)
             if unchanged is not None:
                 return unchanged
         return None
 
     def _unchanged_by_gradient(
-        self, state: Tensor, index: int, sources: list[Tensor], is_old: Tensor, is_initial: Tensor
+        self, state: Tensor, index: int, sources: list[Tensor], equals_final: Tensor, equals_initial: Tensor
     ) -> Tensor | None:
         """Return in which samples ``state`` is this call's new state unchanged: a bool tensor (sample,).
 
         A random cotangent is pulled back from ``state``: it arrives unchanged at the call's new state, or at a state
         from before the call (``sources``) of a sample that the call left out. None if in any sample it does neither.
+        ``equals_final`` and ``equals_initial`` (sample,) are where the values are those after and before the call.
         """
         samples, probe = state.shape[0], probe_like(state)
         pulled = _source_gradients(state, [self.recorded_final[index], *sources], probe)
-        to_old, *source_grads = (torch.zeros_like(probe) if grad is None else grad[:samples] for grad in pulled)
-        to_old = to_old + self._output_gradient(state, index, probe)
-        is_moved, is_kept = is_old & _rows_equal(to_old, probe), torch.zeros_like(is_initial)
+        final_grad, *source_grads = (torch.zeros_like(probe) if grad is None else grad[:samples] for grad in pulled)
+        final_grad = final_grad + self._output_gradient(state, index, probe)
+        is_moved = equals_final & _rows_equal(final_grad, probe)
+        reaches_source = torch.zeros_like(equals_initial)
         for source_grad in source_grads:
-            is_kept = is_kept | _rows_equal(source_grad, probe)
+            reaches_source = reaches_source | _rows_equal(source_grad, probe)
         if not self.history[0][index].requires_grad:  # a constant initial state has no gradient to compare
-            is_kept = is_kept | (self._filled_source_steps(samples, state.device) == 0)
-        is_kept = is_kept & is_initial & ~_nonzero_rows(to_old)
+            reaches_source = reaches_source | (self._filled_source_steps(samples, state.device) == 0)
+        is_kept = equals_initial & reaches_source & ~_nonzero_rows(final_grad)
         return is_moved if bool((is_moved | is_kept).all()) else None
 
     def _output_gradient(self, state: Tensor, index: int, probe: Tensor) -> Tensor | float:

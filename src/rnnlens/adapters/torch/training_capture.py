@@ -344,6 +344,7 @@ class TrainingCapture:
         self.differentiates_gradients = False
 
     def _store_rng_state(self, module: Any, args: Any) -> None:
+        """Store the random state before a layer that draws dropout between its stacked layers, to replay the draws."""
         if self.is_recording and self.whole and module.training and module.dropout and module.num_layers > 1:
             self._rng_states[id(module)] = torch.get_rng_state()
 

@@ -70,7 +70,7 @@ class PeepholeLSTM(Cell):
 
     @property
     def state_sizes(self) -> tuple[int, ...]:
-        """Sizes of h and of c."""
+        """Sizes of h and of c; h may be a projection of fewer numbers."""
         return int(self.recurrent_kernel.shape[0]), self.units
 
     def step(self, projected: Array, before: States, scale: Scale, xp: Namespace) -> Stepped:

@@ -292,10 +292,15 @@ class JaxWatch:
             )
 
     def _release(self) -> None:
-        """Drop the references to the parameters: the next step may donate them."""
+        """Drop the references to the parameters: the next step may donate them.
+
+        Those of Flax NNX are in the user's model, which the watch keeps.
+        """
+        if self._library == "nnx":
+            return
         if self._library == "equinox":
             self._model.source = None
-        elif self._library != "nnx":
+        else:
             self._model.params = None
 
     # ---- records

@@ -353,13 +353,17 @@ def _longest_gradient(answer: BatchGradients) -> int:
 
 
 def _coarsest_dtype(request: BatchRequest, answer: BatchGradients) -> str:
+    """Return the coarsest dtype that the gradients passed through, for the rounding bound; "" if none is known.
+
+    A model of half-precision weights is coarse throughout, also where its gradients are stored as float32.
+    """
     model_dtype = str(request.facts.provenance.get("dtype", ""))
-    for name in ("bfloat16", "float16"):
-        if name in model_dtype:
-            return name
-    dtypes = [str(grad.dtype) for grad in answer.gradients.values() if grad is not None][:1]
-    dtypes += [replayed.call.compute_dtype for directions in answer.swept.values() for replayed, _ in directions]
-    return functools.reduce(coarser_dtype, dtypes, "")
+    for half_precision in ("bfloat16", "float16"):
+        if half_precision in model_dtype:
+            return half_precision
+    gradient_dtype = next((str(grad.dtype) for grad in answer.gradients.values() if grad is not None), "")
+    swept_calls = (replayed.call for directions in answer.swept.values() for replayed, _ in directions)
+    return functools.reduce(coarser_dtype, (call.compute_dtype for call in swept_calls), gradient_dtype)
 
 
 def certify_weights(

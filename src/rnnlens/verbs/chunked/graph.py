@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -181,7 +181,7 @@ class ChunkGraph:
         from dask import delayed
 
         return [
-            self._named_task(delayed(compute_chunk), "", rows.number)(*arguments)
+            self._named_task(delayed(compute_chunk), rows.number)(*arguments)
             for rows, arguments in zip(self.chunks.bounds, self.arguments, strict=True)
         ]
 
@@ -194,7 +194,7 @@ class ChunkGraph:
         parts = []
         for rows, result in zip(self.chunks.bounds, self.results, strict=True):
             shape = tuple(rows.count if i == axis else size for i, size in enumerate(template.shape))
-            take = self._named_task(delayed(take_array), f"take-{name}", rows.number)
+            take = self._named_task(delayed(take_array), rows.number, "take", name)
             part = take(result, "kept", name, shape, str(template.dtype))
             parts.append(da.from_delayed(part, shape, template.dtype))
         joined = da.concatenate(parts, axis=axis)
@@ -208,13 +208,12 @@ class ChunkGraph:
 
         total: Any = None
         for rows, result in zip(self.chunks.bounds, self.results, strict=True):
-            part = self._named_task(delayed(take_array), f"take-{name}", rows.number)(
-                result, "sums", name, template.shape
-            )
-            total = (
-                part if total is None else self._named_task(delayed(np.add), f"sum-{name}", rows.number)(total, part)
-            )
-        total = self._named_task(delayed(finish_sum), f"finish-{name}", 0)(total, scale, samples, str(template.dtype))
+            take = self._named_task(delayed(take_array), rows.number, "take", name)
+            part = take(result, "sums", name, template.shape)
+            add = self._named_task(delayed(np.add), rows.number, "sum", name)
+            total = part if total is None else add(total, part)
+        finish = self._named_task(delayed(finish_sum), 0, "finish", name)
+        total = finish(total, scale, samples, str(template.dtype))
         return self.label(template, da.from_delayed(total, template.shape, template.dtype))
 
     def record(self) -> Any:
@@ -223,10 +222,10 @@ class ChunkGraph:
         from dask import delayed
 
         records = [
-            self._named_task(delayed(ChunkValues.record), "take-checks", i)(result)
+            self._named_task(delayed(ChunkValues.record), i, "take", "checks")(result)
             for i, result in enumerate(self.results)
         ]
-        reduced = self._named_task(delayed(box_records), "checks", 0)(records, self.work.combine)
+        reduced = self._named_task(delayed(box_records), 0, "checks")(records, self.work.combine)
         return da.from_delayed(reduced, (), object)
 
     def reduced(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -246,17 +245,13 @@ class ChunkGraph:
             attrs["note"] = " ".join(dict.fromkeys(self.chunks.notes))
         return xr.DataArray(lazy, dims=template.dims, coords=coords, name=template.name, attrs=attrs)
 
-    def _named_task(self, function: Any, step: str, number: int) -> Callable[..., Any]:
-        step_words = "-".join(part for part in re.split(r"[^a-zA-Z]+", step.split("-")[0]) if part)
-        title = "-".join(part for part in (self.title, step_words) if part)
-        array_name = step.partition("-")[2]
+    def _named_task(self, function: Any, number: int, step: str = "", array: str = "") -> Callable[..., Any]:
+        """Return a delayed function whose task has a key of ours, by which Dask's dashboard groups tasks.
 
-        def call(*args: Any) -> Any:
-            return function(
-                *args, dask_key_name=(f"{title}-{self.token}", *([array_name] if array_name else []), number)
-            )
-
-        return call
+        ``number`` is that of the chunk, ``step`` one word, and ``array`` the name of the array that the task makes.
+        """
+        group = "-".join(part for part in (self.title, step, self.token) if part)
+        return partial(function, dask_key_name=(group, *([array] if array else []), number))
 
 
 def compute_chunk(task: ChunkTask, model: TravellingModel, rows: tuple[int, ...], *parts: Any) -> ChunkValues:
