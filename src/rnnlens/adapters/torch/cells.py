@@ -117,7 +117,14 @@ class TorchStepCell(StepCell):
 
     @property
     def state_axes(self) -> tuple[str, ...]:
-        """(position, unit) if weights without axes of space act on the last of two axes of every state."""
+        """(position, unit) if the last of two axes of every state has no place in space.
+
+        The input has as many positions but other features there, or weights without axes of space act on it.
+        """
+        if len(self.form.input_shape) == 2 and any(
+            shape[-1] != self.form.input_shape[-1] for shape in self.form.shapes
+        ):
+            return (POSITION, UNIT)
         shapes = [tuple(parameter.shape) for parameter in nn.Module.parameters(self.module)]
         widths = {shape[-1] for shape in shapes if shape}
         is_row_wise = all(len(shape) == 2 and shape[1] in widths for shape in self.form.shapes)

@@ -176,7 +176,10 @@ class EnteredCall:
         return len(self._parts) == 1 and not self._parts[0].is_rounded and bool(self._parts[0].shape)
 
     def _check(self, inputs: Sequence[Tensor]) -> None:
-        """Raise ``_NotACellError`` unless input and states are (sample, feature) or (sample, channel, *space)."""
+        """Raise ``_NotACellError`` unless input and states are (sample, feature) or (sample, channel, *space).
+
+        States of nodes, (sample, position, unit), may have other units than their input has features.
+        """
         x = (inputs or self.user_initial)[0]
         for state in self.user_initial:
             if not state.is_floating_point() or state.dim() < 2 or state.shape[0] != x.shape[0]:
@@ -189,12 +192,12 @@ class EnteredCall:
             raise _NotACellError("its input is not a floating tensor (sample, feature) or (sample, channel, *space)")
         if x.dim() > 5:
             raise _NotACellError("its input has more axes than (sample, channel, *space)")
-        if x.dim() > 2 and (
-            not self.user_initial or any(state.shape[2:] != x.shape[2:] for state in self.user_initial)
-        ):
+        are_nodes = x.dim() == 3 and all(state.shape[1:-1] == x.shape[1:-1] for state in self.user_initial)
+        are_in_space = all(state.shape[2:] == x.shape[2:] for state in self.user_initial)
+        if x.dim() > 2 and not (self.user_initial and (are_nodes or are_in_space)):
             raise _NotACellError(
                 f"its input {tuple(x.shape)} is a whole sequence (rl.torch.scan), or its states are not in the space "
-                "(sample, channel, *space) of the input"
+                "(sample, channel, *space) of the input, nor of its positions (sample, position, feature)"
             )
 
     @property
