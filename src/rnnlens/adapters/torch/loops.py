@@ -16,7 +16,7 @@ from ...errors import InputError, UnsupportedError
 from ...recurrence.cells import StepCell, registered
 from ...vocabulary import renamed_states
 from .cells import RECORDED_FORMS, CellForm, TorchStepCell, tensor_leaves
-from .discover import RequestedLayers, input_argument
+from .discover import RequestedLayers, input_argument, is_state_name
 from .lineage import Continuation, upstream_nodes
 from .public import LOOPS_RUN, STATE_ARGUMENTS, is_declared_cell
 from .record import (
@@ -37,6 +37,7 @@ from .roles import (
     declared_roles,
     fed_back_roles,
     find_roles,
+    readouts,
     state_fields,
     turn_roles,
 )
@@ -401,11 +402,45 @@ class CellHook:
         previous_input, self._previous_input = self._previous_input, default_input
         if not (is_open and returned) or are_transformed([*returned, *tensor_leaves((args, kwargs))]):
             return
+        declared = self._declared_roles(args, kwargs)
+        is_declared_step = isinstance(self.module, LoopStep) and self.owner.is_declared
         roles = find_roles(
-            (args, kwargs), returned, default_input, is_same_line=is_same_line, previous_input=previous_input
+            (args, kwargs),
+            returned,
+            default_input,
+            is_same_line=is_same_line,
+            previous_input=previous_input,
+            is_named_state=is_state_name(self.name),
+            declared=() if declared is None else declared.arguments,
+            find_readouts=lambda states: set() if is_declared_step else self._readouts(args, kwargs, states),
         )
-        if roles is not None and (not self.is_active or not _is_assumed(roles, args, kwargs, default_input, returned)):
+        if roles is None:
+            return
+        if not self.is_active or not _is_assumed(roles, args, kwargs, default_input, returned):
             self.recorder.found_roles[self.owner.key] = roles
+        elif roles.is_guessed:
+            self._note_guess()
+
+    def _readouts(self, args: tuple[Any, ...], kwargs: dict[str, Any], states: Mapping[int, int]) -> Collection[int]:
+        """Call the cell once more; return its ``states`` that are outputs fed back as inputs."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        copies = [differentiable(leaf.detach()).clone() if i in states else leaf for i, leaf in enumerate(leaves)]
+        call = pytree.tree_unflatten(copies, spec)
+        try:
+            with self._trial(self.module, with_gradients=True):
+                returned = tensor_leaves(self.module(*call[0], **call[1]))
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+            return ()  # the user's own call, which follows, raises it
+        return readouts(call, returned, states) if max(states.values()) < len(returned) else ()
+
+    def _note_guess(self) -> None:
+        note = (
+            f"{self.owner.name}: several arguments are what the call before returned; by the names and places of the "
+            f"arguments it was decided which are states. rl.torch.cell(model.{self.owner.name}, state=...) with the "
+            "names of the states decides it instead."
+        )
+        if note not in self.recorder.notes:
+            self.recorder.notes.append(note)
 
     def _check_constants(self, call: EnteredCall) -> None:
         """Raise ``_NotACellError`` if shapes of inputs, or arguments that are no inputs, change from step to step."""
@@ -442,6 +477,8 @@ class CellHook:
             self.owner.step_cell.name_states(fields)
             parts = _parts_of(call, form, returned, dict(zip(self.owner.step_cell.state_names, fields, strict=True)))
             self.recorder.notes += [f"{self.owner.name}: {part}." for part in parts]
+            if call.roles is not None and call.roles.is_guessed:
+                self._note_guess()
         user_copies = self.recorder.add_step(
             self.owner,
             call.x,

@@ -32,6 +32,8 @@ class StepRoles:
     arguments: tuple[int, ...]
     returned: tuple[int, ...]
     templates: tuple[Tensor, ...]
+    #: Whether the name or place of an argument decided between states and fed back outputs.
+    is_guessed: bool = False
 
 
 def find_roles(
@@ -41,13 +43,18 @@ def find_roles(
     *,
     is_same_line: bool,
     previous_input: Any = None,
+    is_named_state: bool = False,
+    declared: Collection[int] = (),
+    find_readouts: Callable[[Mapping[int, int]], Collection[int]] = lambda states: (),
 ) -> StepRoles | None:
     """Return the roles of a call's arguments, from the tensors that the call before ``returned``.
 
     An argument is a state if it is a returned tensor, has the values of one, or is computed from one, the nearest in
-    the autograd graph. What is fed back in the place of the input ``default_input`` is an input if the call has another
-    state; else it is a state if both calls were made from the same line. A call without other tensors has a state if it
-    is fed back as :func:`fed_back_roles` says. Return None if the call has no state.
+    the autograd graph. Of several, those that ``find_readouts`` names are outputs that are fed back as inputs. Where it
+    names none, what is fed back in the place of the input ``default_input`` is an input if the call has another state,
+    unless ``is_named_state`` and another tensor is an input; else it is a state if both calls were made from the same
+    line. A call without other tensors has a state if it is fed back as :func:`fed_back_roles` says. Arguments at the
+    positions ``declared`` by the user are the states without question. Return None if the call has no state.
     """
     leaves, spec = pytree.tree_flatten(call)
     floating = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
@@ -64,15 +71,23 @@ def find_roles(
             distances = _distances(leaves[i], returned)
             links += [(distance, is_input, i, j) for j, distance in distances.items()]
     states: dict[int, int] = {}
-    is_identical = True
+    computed: set[int] = set()
     for distance, _, i, j in sorted(links):
         if i not in states and j not in states.values():
             states[i] = j
-            is_identical &= distance == 0
-    fed_back = [i for i in states if leaves[i] is default_input]
-    if fed_back and (len(states) > len(fed_back) or not (is_same_line and is_identical)):
-        for i in fed_back:
-            del states[i]
+            computed |= {i} if distance else set()
+    outputs: Collection[int] = ()
+    if declared:
+        outputs = states.keys() - declared
+    elif len(states) > 1:
+        outputs = find_readouts(states)
+    states = {i: j for i, j in states.items() if i not in outputs}
+    fed_back = [] if declared or outputs else [i for i in states if leaves[i] is default_input]
+    has_input = any(isinstance(leaf, Tensor) and i not in states for i, leaf in enumerate(leaves))
+    is_beside_states = 0 < len(fed_back) < len(states)
+    is_loop = is_same_line and not computed
+    if (is_beside_states and not (is_named_state and has_input)) or (fed_back and not is_beside_states and not is_loop):
+        states = {i: j for i, j in states.items() if i not in fed_back}
     others = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in states]
     if not others:
         return fed_back_roles(call, returned, previous_input)
@@ -80,7 +95,53 @@ def find_roles(
         return None
     arguments = tuple(sorted(states))
     templates = tuple(returned[states[i]].detach() for i in arguments)
-    return StepRoles(spec, arguments, tuple(states[i] for i in arguments), templates)
+    first = next(iter((*call[0], *call[1].values())))
+    is_first_fed_back = len(states) > 1 and not (declared or outputs) and any(leaves[i] is first for i in states)
+    return StepRoles(
+        spec, arguments, tuple(states[i] for i in arguments), templates, is_beside_states or is_first_fed_back
+    )
+
+
+def readouts(
+    call: tuple[tuple[Any, ...], dict[str, Any]], returned: Sequence[Tensor], states: Mapping[int, int]
+) -> set[int]:
+    """Return the ``states`` of a call that are outputs fed back as inputs, as the scores of a decoder are.
+
+    A call computes such an output from another new state, and from no state that it was given but by way of that one:
+    all that the next call needs of the past is in the others. A call without any input has one of its outputs as input:
+    the last that it computes of its states. Parts of one argument stay together.
+    """
+    leaves = pytree.tree_leaves(call)
+    given = {leaves[i].grad_fn for i in states}
+    if None in given:
+        return set()  # what is computed from a tensor without a graph cannot be seen
+    edges = {i: (returned[j].grad_fn, returned[j].output_nr) for i, j in states.items()}
+
+    def computed_from_others(given: Collection[Any]) -> set[int]:
+        return {i for i in states if _leads_to(edges[i], {edges[k] for k in states if k != i}, given)}
+
+    has_input = any(isinstance(leaf, Tensor) and i not in states for i, leaf in enumerate(leaves))
+    found = computed_from_others(given) or (set() if has_input else computed_from_others(()))
+    arguments = [n for n, argument in enumerate((*call[0], *call[1].values())) for _ in pytree.tree_leaves(argument)]
+    kept = {arguments[i] for i in states if i not in found}
+    return {i for i in found if arguments[i] not in kept}
+
+
+def _leads_to(edge: Any, sources: Collection[Any], given: Collection[Any]) -> bool:
+    """Return whether an edge of the autograd graph leads to ``sources``, and else to no node in ``given``."""
+    pending, visited, has_source = [edge], set[Any](), False
+    while pending:
+        node, _ = reached = pending.pop()
+        if node is None or reached in visited:
+            continue
+        if node in given:
+            return False
+        visited.add(reached)
+        if reached in sources:
+            has_source = True
+        else:
+            pending.extend(node.next_functions)
+    return has_source
 
 
 def fed_back_roles(call: Any, returned: Sequence[Tensor], previous_input: Any) -> StepRoles | None:

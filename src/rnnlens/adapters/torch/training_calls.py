@@ -26,7 +26,7 @@ from .cells import as_tuple, at_least_float32
 from .inputs import clone_tensors
 from .lineage import StateLink, upstream_nodes
 from .record import CallOwner, CallRecord, CallRecorder, LayerRecord, Packing, PassRules, Recurrence, broken_recurrences
-from .training_cells import CellArguments, direct_call, replayed_cell, without_fed_back_input
+from .training_cells import CellArguments, direct_call, replayed_cell, without_fed_back_outputs
 from .weights import NAMES, class_of, node_name, torch_name
 
 #: Arguments of a step of torch's own modules: its input, and a list of its states, empty if it starts from zeros.
@@ -198,7 +198,7 @@ class TrainingLoops:
         leaves, loops = tree_leaves(call), self._loop_of_returned[module]
         own = {i: loops[leaf] for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf in loops}
         loop = next((entry[0] for entry in own.values()), None)
-        states = without_fed_back_input(module, *call, {i: index for i, (_, index, _) in own.items()})
+        states = without_fed_back_outputs(module, *call, returned, {i: index for i, (_, index, _) in own.items()})
         if loop is not None:
             last = loop.steps[-1]
             known = loop.own_cell.states if loop.own_cell is not None and len(loop.steps) > 1 else states

@@ -350,7 +350,8 @@ class TrainingCapture:
 
     def _record_call(self, path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         if self.is_recording:
-            is_torch_cell = isinstance(module, nn.RNNCellBase)
+            # A subclass that computes a step of its own is a cell of the user's.
+            is_torch_cell = isinstance(module, nn.RNNCellBase) and class_of(module) is not None
             record = self._record_cell if is_torch_cell else self._record_own_cell
             if isinstance(module, nn.RNNBase):
                 record = self._record_layer

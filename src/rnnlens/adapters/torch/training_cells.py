@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from ...errors import UnsupportedError
 from ..protocol import RecurrentCall
 from .cells import CellForm, TorchStepCell, at_least_float32, tensor_leaves
-from .discover import input_argument
+from .discover import input_argument, is_state_name
+from .roles import readouts
 
 
 @dataclass
@@ -82,13 +83,22 @@ def returned_tensors(output: Any) -> list[Tensor]:
     return list(tensors.values())
 
 
-def without_fed_back_input(module: nn.Module, args: Any, kwargs: Any, states: Mapping[int, int]) -> dict[int, int]:
-    """Return states without the cell's input: a returned output that is fed back there is an input beside a state."""
+def without_fed_back_outputs(
+    module: nn.Module, args: Any, kwargs: Any, returned: Sequence[Tensor], states: Mapping[int, int]
+) -> dict[int, int]:
+    """Return the states of a call among what the call before returned: outputs that are fed back are inputs.
+
+    As in ``roles.find_roles`` the graph decides, and the arguments' names and places where it leaves that open.
+    """
+    outputs = readouts((args, kwargs), returned, states) if len(states) > 1 else set()
+    if outputs:
+        return {i: index for i, index in states.items() if i not in outputs}
     position, name = input_argument(module)
     given = args[position] if len(args) > position else kwargs.get(name)
     leaves = pytree.tree_leaves((args, kwargs))
     others = {i: index for i, index in states.items() if leaves[i] is not given}
-    return others or dict(states)
+    has_input = any(isinstance(leaf, Tensor) and i not in states for i, leaf in enumerate(leaves))
+    return others if others and not (is_state_name(name) and has_input) else dict(states)
 
 
 def replayed_cell(module: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
