@@ -223,13 +223,16 @@ def complete_catalogue(catalogue: Catalogue, batch: Batch, texts: Sequence[str])
 
 
 def _needs_run(text: str, catalogue: Catalogue) -> bool:
-    """Return whether a name may be that of a state that only a run of the model shows."""
+    """Return whether a name may be that of a state that only a run of the model shows.
+
+    Names that an earlier run showed may be of another kind of state than this call's.
+    """
     try:
         names = read(text, catalogue)
     except LayerNotFoundError:
         return "." in text
     layers = [catalogue.recurrent[uncalled_layer(n.layer, catalogue.recurrent)] for n in names if _is_state(n)]
-    return any(info.cell == Cell.kind and not info.states for info in layers)
+    return any(info.cell == Cell.kind for info in layers)
 
 
 def read(text: str, catalogue: Catalogue) -> list[TensorName]:

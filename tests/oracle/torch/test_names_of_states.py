@@ -239,6 +239,38 @@ def test_names_do_not_depend_on_earlier_calls():
     assert "did you mean 'v_grad'?" in alone["mistyped quantity"]
 
 
+KINDS_OF_STATE = {
+    "fields": (Pair, ("hidden", "memory")),
+    "keys": (lambda a, b: {"trace": a, "voltage": b}, ("trace", "voltage")),
+    "a tuple": (lambda a, b: (a, b), ("hidden", "state_1")),
+}
+
+
+def test_a_model_called_with_another_kind_of_state_has_its_names():
+    def model_with(kind):
+        pack, _ = KINDS_OF_STATE[kind]
+        torch.manual_seed(0)
+        return Loop(2, pack, lambda state: [*state.values()] if isinstance(state, dict) else [*state], ()).double()
+
+    def answers(model):
+        grads = {}
+        for name in ("hidden", "memory", "trace", "voltage", "state_1"):
+            try:
+                grads[name] = rl.gradients(model, X, Y, loss=mse, wrt=f"cell.{name}").values.tolist()
+            except LayerNotFoundError as error:
+                grads[name] = str(error)
+        return grads
+
+    for earlier, later in product(KINDS_OF_STATE, repeat=2):
+        model = model_with(earlier)
+        rl.gradients(model, X, Y, loss=mse, wrt=[f"cell.{name}" for name in KINDS_OF_STATE[earlier][1]])
+        model.cell.pack = model_with(later).cell.pack
+        alone = answers(model_with(later))
+        assert answers(model) == alone, (earlier, later)
+        known = [name for name, answer in alone.items() if not isinstance(answer, str)]
+        assert known == [name for name in alone if name in KINDS_OF_STATE[later][1]]
+
+
 def test_a_watched_training_has_the_names(tmp_path):
     seen: list[Any] = []
     for options in (
