@@ -324,6 +324,37 @@ def test_a_module_that_never_gets_its_state_back_is_missed_with_a_reason():
     assert watch.latest is None
 
 
+def test_a_cell_in_evaluation_mode_is_missed_for_that_reason():
+    cell = Plain().eval()
+    watch = rl.torch.watch(cell, every=1)
+    watch.__enter__()
+    h = torch.zeros(B, H)
+    for _ in range(T):
+        h = cell(torch.randn(B, F), h)
+    h.square().mean().backward()
+    watch.step()
+    with pytest.warns(TrackingWarning, match=r"the model was in evaluation mode, as in a validation: model\.train\(\)"):
+        watch.close()
+    assert watch.latest is None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_scripted_cell_is_left_to_a_probe():
+    """A module in TorchScript takes no hooks; the layer beside it is recorded."""
+    scripted = torch.jit.script(Plain())
+    model = nn.ModuleDict({"cell": scripted, "gru": nn.GRU(H, H, batch_first=True)})
+    with rl.torch.watch(model, every=1) as watch:
+        h, states = torch.zeros(B, H), []
+        for _ in range(T):
+            h = model["cell"](torch.randn(B, F), h)
+            states.append(h)
+        model["gru"](torch.stack(states, 1))[0].square().mean().backward()
+        watch.step()
+    assert watch.latest.layers == ["gru"]
+    with pytest.raises(UnsupportedError, match="a probe records every layer"), rl.torch.watch(scripted, every=1):
+        pass
+
+
 @pytest.mark.parametrize("make_layer", [Plain, lambda: nn.GRUCell(F, H)])
 def test_a_gradient_that_is_kept_whole_is_recorded(make_layer, tmp_path):
     model = nn.ModuleDict({"cell": make_layer()})

@@ -286,7 +286,11 @@ class TrainingCapture:
             if not (isinstance(submodule, nn.RNNCellBase) and has_own_forward(submodule))
         ]
         #: Modules that may be cells of the user's own, and those that proved to be, with their states.
-        self.candidates = cell_candidates(self.model)
+        self.candidates = [
+            (path, module)
+            for path, module in cell_candidates(self.model)
+            if not isinstance(module, torch.jit.ScriptModule)  # it takes no hooks
+        ]
         self._proved: dict[nn.Module, dict[int, int]] = {}
         self._without_record: set[nn.Module] = set()
         known_paths = dict(self.modules)
@@ -401,7 +405,7 @@ class TrainingCapture:
 
     def _record_own_cell(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         returned, has_proved = returned_tensors(output), module in self._proved
-        if has_proved and not self._is_training_call(returned):
+        if (has_proved or not self.model.training) and not self._is_training_call(returned):
             return
         self.calls_without_state += not has_proved
         if module in self._without_record or not self.model.training or not any(t.requires_grad for t in returned):

@@ -191,7 +191,7 @@ def uncaptured_reason(capture: TrainingCapture) -> str:
             "the step differentiates a gradient again (create_graph=True, as a gradient penalty does), so the "
             f"gradient at {names} is not that of the loss alone; use a probe instead"
         )
-    if capture.forward_calls == 0 and capture.calls_without_state:
+    if capture.calls_without_state and capture.evaluation_calls == capture.forward_calls:
         return (
             f"no call of {names} in training mode got, as its state, the very tensor that the call before returned; a "
             "probe records it"
