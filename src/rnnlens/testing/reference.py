@@ -57,14 +57,14 @@ def step(cell: Any, x: Matrix, state: Sequence[Matrix]) -> list[Matrix]:
     Raises
     ------
     UnsupportedError
-        For a cell whose equations are not in ``EQUATIONS``.
+        For a cell without a function in ``EQUATIONS``; one with the arguments of ``step`` can be added there.
     """
     equations = EQUATIONS.get(cell.kind)
     if equations is None:
         raise UnsupportedError(
             f"The reference has no equations of the cell {cell.kind!r}.",
             expected=f"one of {', '.join(EQUATIONS)}",
-            hint="add a function to rnnlens.testing.reference.EQUATIONS",
+            hint=f"rnnlens.testing.reference.EQUATIONS[{cell.kind!r}] = function, with the arguments of step",
         )
     return equations(cell, x, state)
 

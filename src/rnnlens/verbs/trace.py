@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -206,14 +206,7 @@ def trace_batch(
         known_model(request.adapter, model).certified.agreed_chains.add(key)
     kept_datasets: dict[str, xr.Dataset | LabelledLayer] = dict(datasets)
     if at:
-        known_dims = {str(dim) for layer in datasets.values() for dim in layer.sizes}
-        for dim in at:
-            if dim not in known_dims:
-                problem = f"at= has a dimension {dim!r} that no traced layer has."
-                raise InputError(problem, got=f"at={dict(at)!r}", hint=did_you_mean(dim, known_dims))
-        kept_datasets |= {
-            name: select_positions(layer.dataset(), at) for name, layer in datasets.items() if name not in scans
-        }
+        kept_datasets |= _at_positions(datasets, at, selected_before=scans)
     warn_of_failed_checks(checks, certificate)
     return Trace(
         kept_datasets,
@@ -224,6 +217,20 @@ def trace_batch(
         checks=checks,
         certificate=certificate,
     )
+
+
+def _at_positions(
+    datasets: Mapping[str, LabelledLayer], at: Mapping[str, Any], selected_before: Container[str]
+) -> dict[str, xr.Dataset]:
+    """Return the layers at some positions, but not those selected before; raise for a dimension that no layer has."""
+    known_dims = {str(dim) for layer in datasets.values() for dim in layer.sizes}
+    for dim in at:
+        if dim not in known_dims:
+            problem = f"at= has a dimension {dim!r} that no traced layer has."
+            raise InputError(problem, got=f"at={dict(at)!r}", hint=did_you_mean(dim, known_dims))
+    return {
+        name: select_positions(layer.dataset(), at) for name, layer in datasets.items() if name not in selected_before
+    }
 
 
 def _lazy_trace(

@@ -210,17 +210,9 @@ def _batch_weights(
             notes.append(
                 f"{call.layer}: a declared scan has no weights; the layers that compute its coefficients have."
             )
-        dataset = datasets[call.layer]
-        dataset.variables |= scan_measures(call.cell, to_host(call.forward_run().last_state))
-        carried = carried_by_lag(call.cell)
-        if carried is not None:
-            dataset.variables["state_carried"], dataset.coords[LAG] = carried
-        influence = token_influence(call.cell)
-        dataset.variables |= influence
-        if "token_influence_interval" in influence:
-            dataset.coords["bound"] = xr.Variable(("bound",), ["low", "high"])
+        _add_scan_measures(datasets[call.layer], call)
         if keep is not None:
-            _prune(request, call, keep, dataset)
+            _prune(request, call, keep, datasets[call.layer])
     details = ("weights", tuple(layer_weights), by_time)
     certificate = None if batch.x is None else request.earlier_certificate(*details)
     if batch.x is not None and certificate is None:
@@ -241,6 +233,18 @@ def _batch_weights(
         certificate=certificate,
         notes=notes,
     )
+
+
+def _add_scan_measures(dataset: LabelledLayer, call: SequenceCall) -> None:
+    """Add the measures of a whole-sequence layer: of its cell and last state, by lag, and influence of tokens."""
+    dataset.variables |= scan_measures(call.cell, to_host(call.forward_run().last_state))
+    carried = carried_by_lag(call.cell)
+    if carried is not None:
+        dataset.variables["state_carried"], dataset.coords[LAG] = carried
+    influence = token_influence(call.cell)
+    dataset.variables |= influence
+    if "token_influence_interval" in influence:
+        dataset.coords["bound"] = xr.Variable(("bound",), ["low", "high"])
 
 
 def _prune(request: ModelRequest, call: SequenceCall, shares: Sequence[float], dataset: LabelledLayer) -> None:

@@ -238,10 +238,14 @@ def test_large_batches_are_dealt_out_and_give_the_same():
         assert_close(partial_result.initial_state_grad[0], result.initial_state_grad[0][samples], 1e-13)
 
 
-def test_the_reference_takes_no_cell_for_another():
+def test_the_reference_takes_no_cell_for_another(monkeypatch):
     unknown = IndRNN(np.ones((FEATURES, UNITS)), np.ones(UNITS))
-    with pytest.raises(UnsupportedError, match="The reference has no equations of the cell 'ind_rnn'"):
+    with pytest.raises(UnsupportedError, match="The reference has no equations of the cell 'ind_rnn'") as caught:
         reference.step(unknown, np.ones(FEATURES), [np.ones(UNITS)])
+    monkeypatch.setattr(reference, "EQUATIONS", dict(reference.EQUATIONS))
+    statement = caught.value.hint.partition(",")[0]
+    exec(f"import rnnlens.testing; {statement}", {"function": lambda cell, x, states: [2 * states[0]]})
+    np.testing.assert_array_equal(reference.step(unknown, np.ones(FEATURES), [np.ones(UNITS)])[0], 2 * np.ones(UNITS))
 
 
 def test_a_cell_without_derivatives_says_so_outside_of_a_framework():

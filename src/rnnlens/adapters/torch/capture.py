@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -153,24 +153,29 @@ def _capture_pass(
                 else [_copy_or_none(gradient(tensor)) for tensor in borrowed.sources]
             )
             capture.output_grads = [_copy_or_none(gradient(tensor)) for tensor in output_leaves]
-            capture.outside_weight_grads = {
-                name: _copy_or_none(gradient(tensor)) for name, tensor in weights.items() if tensor.requires_grad
-            }
-            loops = [recurrence for recurrence in recorder.recurrences if recurrence.owner.step_cell is not None]
-            loop_weights = {
-                id(weight) for recurrence in loops for call in recurrence.calls for weight in call.weights()
-            }
-            in_graph = {id(w) for w, leaf in recorder.substitutes.values() if leaf.requires_grad and not leaf.is_leaf}
-            capture.full_gradient_names = frozenset(
-                name for name, tensor in weights.items() if id(tensor) in loop_weights | in_graph
-            )
-            capture.recurrent_weight_names = frozenset(
-                name for name, tensor in weights.items() if id(tensor) in recorder.substitutes
-            )
+            _store_weight_gradients(capture, recorder, weights, gradient)
         capture.chain = links
         if not request.gradients:  # needed only where gradients are computed later
             capture.entangled = ran_without_gradients or is_entangled(recorder.recurrences, tensors_of(outputs))
         return capture
+
+
+def _store_weight_gradients(
+    capture: Capture, recorder: CallRecorder, weights: Mapping[str, Tensor], gradient: Callable[[Tensor], Tensor | None]
+) -> None:
+    """Store the gradients of weights outside the captured calls, and which of these are the full gradients."""
+    capture.outside_weight_grads = {
+        name: _copy_or_none(gradient(tensor)) for name, tensor in weights.items() if tensor.requires_grad
+    }
+    loops = [recurrence for recurrence in recorder.recurrences if recurrence.owner.step_cell is not None]
+    loop_weights = {id(weight) for recurrence in loops for call in recurrence.calls for weight in call.weights()}
+    in_graph = {id(w) for w, leaf in recorder.substitutes.values() if leaf.requires_grad and not leaf.is_leaf}
+    capture.full_gradient_names = frozenset(
+        name for name, tensor in weights.items() if id(tensor) in loop_weights | in_graph
+    )
+    capture.recurrent_weight_names = frozenset(
+        name for name, tensor in weights.items() if id(tensor) in recorder.substitutes
+    )
 
 
 def _copy_or_none(grad: Tensor | None) -> Any:

@@ -256,7 +256,10 @@ class Cell:
         return grads | dict.fromkeys(biases, affine.total(flat, how, run.xp) if biases else None)
 
     def recurrent_gradients(self, run: Trajectory, result: Adjoint, how: Contraction, times: slice) -> Gradients:
-        """Return dL/dW of the weights used in :meth:`step`, by default differentiated by the framework."""
+        """Return dL/dW of the weights used in :meth:`step`, by default differentiated by the framework.
+
+        ``result.gate_grad`` is zero at masked steps; ``result.state_grads`` is not: take ``run.at_real_steps`` of it.
+        """
         xp, steps = run.xp, range(run.input.shape[1])[times]
         assert result.returned_grads is not None
         cotangent = [run.at_real_steps(grad) for grad in result.returned_grads]
