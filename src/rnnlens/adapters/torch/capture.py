@@ -315,9 +315,9 @@ def _refuse_no_calls(recorder: CallRecorder, requested: RequestedLayers, request
                 "No recurrent layer ran in this forward pass, but a scan that rnnlens does not know.",
                 got=", ".join(scans),
                 expected="a scan of a known family, or one declared by rl.torch.scan",
-                hint=f"if it computes s_t = a_t s_{{t-1}} + b_t from (a, b), with time as the second axis: {name} = "
-                f"{scans[0]}; {scans[0]} = lambda a, b: rl.torch.scan(a, b, function={name}); for a loop of its own "
-                "h = rl.torch.step(lambda x, h: ..., x, h) around the equations of its step",
+                hint="for a loop of its own h = rl.torch.step(lambda x, h: ..., x, h) around the equations of its "
+                "step; if it computes s_t = a_t s_{t-1} + b_t from (a, b), with time as the second axis: "
+                f"{name} = {scans[0]}; {scans[0]} = lambda a, b: rl.torch.scan(a, b, function={name})",
             )
         in_a_loop = [path for path, last in recorder.last_calls.items() if last.count > 1]
         outermost = [path for path in in_a_loop if not any(path.startswith(f"{other}.") for other in in_a_loop)]
