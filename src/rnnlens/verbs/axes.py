@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,10 @@ import xarray as xr
 from .. import data
 from ..adapters.protocol import Adapter, AxisConvention, Batch, Port
 from ..errors import InputError, UnsupportedError, short_repr
-from ..layout import Axis, Layout, canonical_order, dims_of, with_space
+from ..layout import Axis, Layout, canonical_order, dims_of
 from ..results.schema import LabelledLayer, to_host
 from ..typing import Array, signature
-from ..vocabulary import FEATURE, SAMPLE, SPACE, TIME, UNIT
+from ..vocabulary import FEATURE, SAMPLE, TIME, UNIT
 from .names import Catalogue, known_model, read_one, text_of
 
 #: Names in ``axes=`` besides the tensors of the model.
@@ -98,11 +99,8 @@ class ModelAxes:
         """Return the layout of a tensor of the given shape, with axes in the framework's order."""
         layout = self.stated.get(port, self.found_layouts.get(port))
         if layout is None:
-            layout = self.rule.layout(port, shape, integer=integer)
-            frame = self._frame(len(shape)) if self.rule.samples_first and len(shape) > 3 else ()
-            if set(frame) & set(SPACE[3]):
-                return Layout.of_names(with_space((SAMPLE, TIME, layout.names[-1]), frame))
-            return Layout.of_names((SAMPLE, TIME, *frame, layout.names[-1])) if frame else layout
+            shown_layout = self.shown_layout(port, len(shape))
+            return self.rule.layout(port, shape, integer=integer) if shown_layout is None else shown_layout
         if len(layout.axes) != len(shape):
             raise InputError(
                 f"axes= does not match {self.text_of(port)!r}.",
@@ -129,16 +127,16 @@ class ModelAxes:
         """Return the layouts that the user stated, as written in ``axes=``."""
         return {self.text_of(port): axes_to_write(layout.axes) for port, layout in self.stated.items()}
 
-    def _frame(self, axis_count: int) -> tuple[str, ...]:
-        """Return the names of a tensor's axes between steps and features; empty if its second axis counts no steps.
+    def shown_layout(self, port: Port, axis_count: int | None = None) -> Layout | None:
+        """Return the layout that the model's structure shows for a tensor, of ``axis_count`` axes; None elsewhere."""
+        layout = self._shown_layouts.get(port)
+        return layout if layout is not None and axis_count in (None, len(layout.axes)) else None
 
-        It does where a layer of the model runs once per step of tensors with as many axes, or recurs over images.
-        """
-        catalogue = self._catalogue
-        if catalogue is None:
-            return ()
-        space = next(filter(None, map(catalogue.space, catalogue.recurrent)), ())
-        return space if len(space) == axis_count - 3 else catalogue.facts.frames.get(axis_count, ())
+    @cached_property
+    def _shown_layouts(self) -> Mapping[Port, Layout]:
+        if self._catalogue is None or not self.rule.samples_first:
+            return {}
+        return self._catalogue.facts.layouts(self._catalogue.x)
 
     def learn(self, batch: Batch, ports: Iterable[Port], shown_layouts: Mapping[Port, Layout] | None = None) -> None:
         """Find and store layouts of ports without one: ``shown_layouts``, cached for these shapes, or by experiment."""
@@ -246,7 +244,7 @@ def refuse_steps_first(axes: ModelAxes, batch: Batch, sizes: Iterable[Sequence[i
         return
     for index, shape in shapes.items():
         port = Port("input", index=index)
-        if shape[2] in step_counts and port not in axes.stated:
+        if shape[2] in step_counts and port not in axes.stated and axes.shown_layout(port) is None:
             name = axes.text_of(port)
             raise InputError(
                 f"The recurrent layers run as many steps as {name!r} has entries on its last axis.",

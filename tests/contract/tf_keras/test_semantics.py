@@ -174,3 +174,41 @@ def test_an_untrained_copy_has_the_loss_of_the_model(tmp_path):
     model.compile("sgd", "mse")
     path = rl.report(model, X, Y, tmp_path / "r.html", baseline="init", diagnosis=False, jacobian=False)
     assert "re-initialised" in path.read_text("utf-8")
+
+
+class Film(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.flat = map(
+            keras.layers.TimeDistributed, (keras.layers.Conv2D(3, 3), keras.layers.Flatten())
+        )
+        self.gru = keras.layers.GRU(3)
+
+    def call(self, x):
+        return self.gru(self.flat(self.convolution(x)))
+
+
+def test_films_and_images_read_by_columns_have_their_steps():
+    film, image = RANDOM.normal(size=(2, 4, 6, 5, 2)), RANDOM.normal(size=(2, 6, 8, 3))
+    model = Film()
+    model(film)
+    nodes = [len(layer._inbound_nodes) for layer in model._flatten_layers()]
+    by_film = rl.gradients(model, film, of="output", reduce="sum", wrt="input")
+    assert by_film.dims == ("sample", "time", "height", "width", "feature")
+    assert rl.jacobian(model, film).sizes["in_time"] == 4
+    assert nodes == [len(layer._inbound_nodes) for layer in model._flatten_layers()]
+    inputs = keras.Input((6, 8, 3))
+    columns = keras.layers.Reshape((8, 18))(keras.layers.Permute((2, 1, 3))(inputs))
+    model = keras.Model(inputs, keras.layers.GRU(3)(columns))
+    by_image = rl.gradients(model, image, of="output", reduce="sum", wrt="input")
+    assert by_image.dims == ("sample", "time", "axis_1", "feature")
+    jacobian = rl.jacobian(model, image)
+    assert jacobian.sizes["in_time"] == 8
+    summed = jacobian.sum("out_unit").values.reshape(2, 8, 6, 3)
+    with tf.GradientTape() as tape:
+        tensor = tf.constant(image, "float32")
+        tape.watch(tensor)
+        value = tf.reduce_sum(model(tensor))
+    expected = np.swapaxes(tape.gradient(value, tensor), 1, 2)
+    np.testing.assert_allclose(by_image, expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(summed, expected, rtol=1e-4, atol=1e-6)

@@ -186,9 +186,8 @@ class Dialect(Protocol):
         del layer
         return False
 
-    def input_rank(self, wrapper: Any) -> int:
-        """Return the number of axes of the tensor that a ``TimeDistributed`` layer was built for; 0 if not known."""
-        return len((wrapper._build_shapes_dict or {}).get("input_shape", ()))
+    def name_counters(self) -> dict[str, int]:
+        """Return how many objects have a name of each kind, by which Keras numbers the next one."""
 
     def operations(self, model: Any) -> list[Any] | None:
         """Return the layers and operations of a functional model in their order.

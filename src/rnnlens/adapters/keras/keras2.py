@@ -231,8 +231,9 @@ class Keras2(Dialect):
     def time_major(self, layer: Any) -> bool:
         return bool(layer.time_major)
 
-    def input_rank(self, wrapper: Any) -> int:
-        return int(getattr(wrapper.input_spec, "ndim", 0) or 0)
+    def name_counters(self) -> dict[str, int]:
+        counters: dict[str, int] = backend.get_default_graph_uid_map()
+        return counters
 
     def operations(self, model: Any) -> list[Any] | None:
         if type(model) not in (tf_keras.Sequential, Functional) or "call" in vars(model) or not model._is_graph_network:

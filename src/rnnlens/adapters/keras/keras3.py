@@ -107,6 +107,10 @@ class Keras3(Dialect):
         return "overrides inner_loop", "write the recurrence as a cell, keras.layers.RNN(cell)"
 
     # -- a run
+    def name_counters(self) -> dict[str, int]:
+        counters: dict[str, int] = global_state.get_global_attribute("object_name_uids") or {}
+        return counters
+
     def hook(self, recorder: LayerRecorder, site: RecurrentSite, direction_index: int, override: Override) -> None:
         """Override the ``inner_loop`` of a recurrent layer, and switch off the fused kernel of a bidirectional one.
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from ...errors import UnsupportedError
+from ...layout import Layout
 from ...typing import Array
-from ...vocabulary import SPACE
 from ..protocol import ChainLink, ModelFacts, Port, Role, Submodule, WeightChange, WeightLocation
 from ..shared import Pull
-from . import losses, variants
+from . import losses, steps, variants
 from .dialect import Dialect, dialect_of
 from .discover import locate_layers
 from .function_model import argument_names
@@ -86,17 +86,9 @@ class KerasFacts(ModelFacts):
         """Whether the engine compiles: TensorFlow and JAX do."""
         return bool(self._keras.engine.compiles)
 
-    @cached_property
-    def frames(self) -> Mapping[int, tuple[str, ...]]:  # type: ignore[override]
-        """Names of the axes of one step of tensors that ``TimeDistributed`` layers run on, by the number of axes."""
-        keras, frames = self._keras, dict[int, tuple[str, ...]]()
-        for layer in self.model._flatten_layers():
-            rank = keras.input_rank(layer) if isinstance(layer, keras.layers.TimeDistributed) else 0
-            if rank > 3:
-                frames[rank] = (
-                    _frame_axes(layer, rank) or frames.get(rank) or tuple(f"axis_{i}" for i in range(2, rank - 1))
-                )
-        return frames
+    def layouts(self, x: Any) -> Mapping[Port, Layout]:
+        """Return layouts of tensors whose steps the graph of layers shows to be on another axis, or of films."""
+        return steps.layouts(self.model, x)
 
     @property
     def provenance(self) -> Mapping[str, str]:
@@ -173,19 +165,6 @@ class KerasFacts(ModelFacts):
     ) -> Mapping[str, WeightChange] | None:
         """Step a copy of the optimizer, by default the compiled one, on copies of the weights."""
         return optimizer_step(self.model, optimizer, gradients)
-
-
-def _frame_axes(wrapper: Any, rank: int) -> tuple[str, ...]:
-    """Return the names of the axes of space of the convolution or pooling in a ``TimeDistributed`` layer, if any.
-
-    ``rank``: number of axes of the wrapper's input.
-    """
-    formats = {
-        layer.data_format
-        for layer in wrapper._flatten_layers()
-        if hasattr(layer, "data_format") and (hasattr(layer, "kernel_size") or hasattr(layer, "pool_size"))
-    }
-    return SPACE.get(rank - 3, ()) if formats == {"channels_last"} else ()
 
 
 def _roles(layer: Any) -> frozenset[Role]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from ...errors import UnsupportedError
+from ...layout import Layout
 from ...recurrence.cells import Cell
 from ...typing import Array
 from .data import Batch, Port
@@ -94,9 +95,6 @@ class ModelFacts:
     compiles
         Whether a run whose cotangents are known computes values and gradients in one compiled pass. Later batches of a
         data set take it then. Otherwise all batches are swept, and give the numbers of single calls.
-    frames
-        Names of the axes between steps and features of tensors with more than three axes, by the number of all axes:
-        those that a layer of the model runs on once per step, as on the frames of a video.
     framework
         Name of the framework.
     """
@@ -116,7 +114,6 @@ class ModelFacts:
     loss_scale: ClassVar[float] = 1.0
     tensors: ClassVar[Container[str]] = frozenset()
     compiles: ClassVar[bool] = False
-    frames: ClassVar[Mapping[int, tuple[str, ...]]] = {}
     framework = ""
 
     @property
@@ -136,6 +133,13 @@ class ModelFacts:
         """
         reduction = getattr(loss, "reduction", None)
         return None if reduction is None else str(reduction)
+
+    def layouts(self, x: Any) -> Mapping[Port, Layout]:
+        """Return the layouts of tensors whose steps the model's structure shows, where the convention has none.
+
+        Such tensors are a film, or an image that is read column by column; ``x`` is the input of the model.
+        """
+        return {}
 
     def weight_location(self, layer: str, direction: str | None, key: str) -> WeightLocation | None:
         """Find by name alone the framework weight behind ``key`` of a layer; None if there is none."""

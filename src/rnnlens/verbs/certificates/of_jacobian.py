@@ -330,7 +330,7 @@ def _named_axes(claim: JacobianClaim, name: TensorName, array: Array, *, steps: 
         return xr.DataArray(array.reshape((*array.shape[: len(leading_dims)], -1)), dims=(*leading_dims, UNIT))
     batch_axes = BatchAxes(claim.plan.network.layouts, claim.plan.network.samples)
     split_array, dims = batch_axes.split_folded(name.port(), array)
-    if steps and TIME not in dims and batch_axes.axes.samples_first and len(dims) > 2:
+    if steps and TIME not in dims and batch_axes.axes.samples_first and len(dims) == 3:
         dims = (dims[0], TIME, *dims[2:])
     return xr.DataArray(split_array, dims=dims)
 

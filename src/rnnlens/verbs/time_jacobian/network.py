@@ -171,7 +171,9 @@ def open_network(
     ]
     chain = (
         None
-        if replayed_layers.entangled or request.axes.stated
+        if replayed_layers.entangled
+        or request.axes.stated
+        or any(map(request.axes.shown_layout, filter(None, outer_ports)))
         else known_chain(request, replayed_layers, outer_ports[0], outer_ports[1])
     )
     if chain is not None:
@@ -293,8 +295,10 @@ def _end_layouts(
     ends = list(dict.fromkeys(filter(None, ports)))
     outer_ends = [port for port in ends if port.layer not in replayed_layers.by_layer]
     request.axes.learn(request.batch, outer_ends)
-    if request.axes.samples_first and not request.axes.stated:  # steps come second
-        return dict.fromkeys(ends)
+    if request.axes.samples_first and not request.axes.stated:  # steps come second, unless the model shows otherwise
+        ranks = {port: values[port].ndim for port in outer_ends}
+        shown_ends = [port for port, rank in ranks.items() if rank > 3 or request.axes.shown_layout(port, rank)]
+        return dict.fromkeys(ends) | {port: request.axes.layout(port, values[port].shape) for port in shown_ends}
     layouts = {port: request.axes.layout(port, values[port].shape) for port in outer_ends}
     sizes = [tuple(map(int, replayed.run.input.shape[:2])) for replayed in replayed_layers.calls]
     # With a single step, experiments cannot determine the time axis.
