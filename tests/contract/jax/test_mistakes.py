@@ -37,6 +37,24 @@ def swapped(a, b):
     return cross_entropy(b, a)
 
 
+class Unlisted(nnx.RNNCellBase):
+    """A leaky unit, whose equations are no known cell's."""
+
+    def __init__(self):
+        self.kernel = nnx.Param(0.1 * jnp.ones((4, 3)))
+
+    def __call__(self, carry, inputs):
+        carry = 0.9 * carry + jnp.sin(inputs @ self.kernel)
+        return carry, carry
+
+    def initialize_carry(self, input_shape, rngs=None, carry_init=None):
+        return jnp.zeros((input_shape[0], 3))
+
+    @property
+    def num_feature_axes(self):
+        return 1
+
+
 def trace(x=X, y=ONE_HOT, loss=squared):
     return rl.trace(Net(), x, y, loss=loss, quantities="hidden")
 
@@ -162,3 +180,14 @@ def test_a_class_for_a_model():
     with pytest.raises(rl.errors.ModelError) as caught:
         rl.trace(Net, X)
     assert str(caught.value).endswith("\n  try:      an instance of it: model = Net(...)")
+
+
+@pytest.mark.parametrize("verb", ["weights(model, x, {})", "gradients(model, x, {})"])
+def test_a_gradient_of_the_loss_without_a_loss_names_what_to_type(verb):
+    """The same text for a known cell and for one of unknown equations; what it says is typed as it stands."""
+    cells = {"known": nnx.GRUCell(4, 3, rngs=nnx.Rngs(0)), "unknown": Unlisted()}
+    for model in (nnx.RNN(cell) for cell in cells.values()):
+        with pytest.raises(rl.errors.InputError, match="There is no loss to differentiate") as caught:
+            eval(f"rl.{verb.format('')}", {"rl": rl, "model": model, "x": X})
+        scope = {"rl": rl, "model": model, "x": X, "y": np.zeros((6, 10, 3), "float32")}
+        assert eval(f"rl.{verb.format(caught.value.hint)}", scope)

@@ -121,6 +121,15 @@ def refuse_options(model: Any, batch: Batch) -> None:
         raise InputError("The loss is not callable.", got=short_repr(batch.loss), expected="loss(output, target)")
 
 
+def missing_loss() -> InputError:
+    """Return the error for a gradient of the loss in a call that has none."""
+    return InputError(
+        "There is no loss to differentiate.",
+        expected="y and loss=, or y alone for a model that takes the target and returns the loss",
+        hint="y, loss=lambda output, target: ((output - target) ** 2).mean()",
+    )
+
+
 def loss_value(loss: Callable[..., Any], outputs: Any, batch: Batch, target: Any, weight: Any) -> Any:
     """Evaluate the user's loss of outputs; with sample weights they are its third argument."""
     arguments = [outputs, *([] if batch.y is None else [target]), *([] if batch.sample_weight is None else [weight])]

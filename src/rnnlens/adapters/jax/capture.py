@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Var
 
-from ...errors import ModelError
 from ...recurrence.cells import Cell
 from ...typing import Array
 from ...vocabulary import renamed_states
 from ..protocol import NOT_LOOKED_INTO, Batch, Capture, Outputs, Port, RecurrentCall, Taps
-from .arguments import nest
+from .arguments import missing_loss, nest
 from .cells import ScanCell
 from .jaxprs import is_inexact
 from .layers import RecurrentLayer
@@ -30,7 +29,7 @@ def record(model: Any, batch: Batch, taps: Taps) -> tuple[Capture, Outputs]:
     """Run a model once, forward and, with a loss, back; return what the taps say."""
     call = Call.of(model, batch)
     if taps.gradients and not call.has_loss:
-        raise ModelError("There is no loss to differentiate.", hint="rl.trace(model, x, y, loss=loss)")
+        raise missing_loss()
     has_loss, records_calls = call.has_loss and taps.needs_loss, taps.record != "outputs"
     program = Program.of(call, has_loss)
     notes = [f"{NOT_LOOKED_INTO}: {loop.name}, within {loop.obstacle}." for loop in program.loops if loop.obstacle]

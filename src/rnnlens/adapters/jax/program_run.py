@@ -15,6 +15,7 @@ from ...autodiff import LinearisedProgram, Tap, engine
 from ...errors import InputError, LayerNotFoundError, did_you_mean, raised_by
 from ...typing import Array
 from ..protocol import Batch, Port, refuse_misfits
+from .arguments import missing_loss
 from .emit import Emission, OpenedLoop, Point
 from .jaxprs import is_inexact
 from .layers import RecurrentLayer
@@ -229,7 +230,7 @@ class ProgramRun:
         """Raise LayerNotFoundError or InputError for a port that the program does not have."""
         for port in ports:
             if port.kind == "loss" and not self.program.with_loss:
-                raise InputError("There is no loss: a target or a loss is needed.", hint="loss=loss(output, target)")
+                raise missing_loss()
             if port.kind == "weight":
                 self._parameters(port)
             elif port.layer is not None:
