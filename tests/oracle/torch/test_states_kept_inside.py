@@ -182,3 +182,80 @@ def test_wrong_declarations_are_refused():
         rl.torch.cell(cell, method="integrate", state="mem")
     with pytest.raises(InputError, match="state= with the names of attributes"):
         rl.torch.cell(cell, method="advance")
+
+
+class WholeSequence(nn.Module):
+    """A spiking layer (time, sample, unit) that keeps its voltage and takes all steps in one call."""
+
+    def __init__(self, scale=0.5):
+        super().__init__()
+        self.voltage, self.scale, self.seen = 0.0, scale, []
+
+    def one_step(self, x):
+        self.voltage = self.voltage + self.scale * (x - self.voltage)
+        spike = torch.sigmoid(4 * (self.voltage - 0.2))
+        self.voltage = (1 - spike) * self.voltage
+        self.seen.append(self.voltage)
+        return spike
+
+    def forward(self, sequence):
+        self.voltage, self.seen = 0.0, []
+        return torch.stack([self.one_step(x) for x in sequence])
+
+
+class LeakyAverage(nn.Module):
+    """A leaky average (sample, time, unit) with its loop in its forward, which keeps the last value in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+        self.keep = nn.Parameter(torch.tensor(0.9))
+
+    def forward(self, x):
+        value, values = self.average, []
+        for t in range(x.shape[1]):
+            value = self.keep * value + (1 - self.keep) * x[:, t]
+            values.append(value)
+        self.average = value
+        return torch.stack(values, 1)
+
+
+class InOneCall(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.enter, self.layer = nn.Linear(3, 4), layer
+
+    def forward(self, x):
+        x = self.enter(x)
+        if isinstance(self.layer, WholeSequence):
+            return self.layer(x.transpose(0, 1)).transpose(0, 1)
+        return self.layer(x)
+
+
+def test_a_module_that_takes_a_whole_sequence_is_named_with_a_declaration_that_works():
+    torch.manual_seed(0)
+    model, x = InOneCall(WholeSequence()).double(), torch.randn(4, 6, 3, dtype=torch.float64)
+
+    def loss(output):
+        return (output**2).sum()
+
+    with pytest.raises(ModelError, match=r"layer keeps self\.voltage, which it computed") as caught:
+        rl.trace(model, x, loss=loss)
+    line = "rl.torch.cell(model.layer, method='one_step', state='self.voltage')"
+    assert line in str(caught.value)
+    eval(line)
+    trace = rl.trace(model, x, loss=loss)
+    value = loss(model(x))
+    grads = torch.autograd.grad(value, model.layer.seen, materialize_grads=True)
+    voltages = torch.stack(model.layer.seen, 1).detach().numpy()
+    np.testing.assert_allclose(trace["layer"].voltage.values, voltages, atol=1e-13)
+    np.testing.assert_allclose(trace["layer"].voltage_grad.values, torch.stack(grads, 1).numpy(), atol=1e-13)
+    assert trace.certificate.state == "passed"
+
+
+def test_a_loop_in_the_forward_of_a_module_that_keeps_its_end_is_named():
+    model = InOneCall(LeakyAverage())
+    with pytest.raises(ModelError, match=r"layer keeps self\.average, which it computed") as caught:
+        rl.trace(model, torch.randn(4, 6, 3), loss=lambda output: (output**2).sum())
+    assert "write h = rl.torch.step(lambda x, h: ..., x[:, t], h) in its loop" in str(caught.value)
+    assert model.layer.average.shape == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,7 @@ from .chain import ChainRecorder, remember_chain
 from .discover import (
     RequestedLayers,
     named_modules,
+    positional_names,
     refuse_own_loops,
     refuse_scripts,
     repeatable_modules,
@@ -330,14 +332,50 @@ def _refuse_no_calls(recorder: CallRecorder, requested: RequestedLayers, request
                 f"h from x and h; is the loop outside of this module? {OUTSIDE}",
             )
         reasons = list(_reasons_of_no_call(recorder, requested))
+        keeping = [(path, module, kept) for path, module in requested.modules[1:] if (kept := _kept_tensors(module))]
+        reasons += [f"{path} keeps {', '.join(kept)}, which it computed" for path, _, kept in keeping]
+        declarations = "".join(
+            f"for a state that {path} keeps over a whole sequence, {_declaration(path, module, kept)}; "
+            for path, module, kept in keeping[:2]
+        )
         raise ModelError(
             "No recurrent layer ran in this forward pass.",
             got="; ".join(reasons[:6]) + (f"; and {len(reasons) - 6} more" if len(reasons) > 6 else "") or None,
             expected="nn.RNN, nn.LSTM, nn.GRU, one of their cells, or a custom cell",
-            hint="rl.torch.cell(module) names a custom cell; in a loop over your own "
+            hint=f"{declarations}rl.torch.cell(module) names a custom cell; in a loop over your own "
             "equations write h = rl.torch.step(lambda x, h: torch.tanh(x @ W + h @ U), x[:, t], h); "
             f"is the loop outside of this module? {OUTSIDE}",
         )
+
+
+def _kept_tensors(module: nn.Module) -> list[str]:
+    """Return where a module keeps tensors (sample, ...) that the pass computed: attributes, or entries of dicts."""
+    places = {f"self.{name}": value for name, value in vars(module).items()}
+    for name, value in vars(module).items():
+        for key, entry in value.items() if isinstance(value, dict) else ():
+            is_attribute = isinstance(key, str) and getattr(module, key, None) is entry
+            places[f"self.{key}" if is_attribute else f"self.{name}[{key!r}]"] = entry
+    return [
+        place
+        for place, value in places.items()
+        if isinstance(value, Tensor) and value.grad_fn is not None and value.dim() > 1
+    ]
+
+
+def _declaration(path: str, module: nn.Module, kept: Sequence[str]) -> str:
+    """Return how to record a module that keeps its state: by a method that computes a step, or in its own loop."""
+    methods = [
+        name
+        for user_class in type(module).__mro__
+        if not user_class.__module__.startswith("torch.")
+        for name, value in vars(user_class).items()
+        if inspect.isfunction(value) and not hasattr(nn.Module, name) and positional_names(module, name)
+    ]
+    if not methods or any("[" in place for place in kept):
+        return "write h = rl.torch.step(lambda x, h: ..., x[:, t], h) in its loop, or rl.torch.scan"
+    which = "" if len(methods) == 1 else f", where the method that computes one step is one of {', '.join(methods)}"
+    states = repr(kept[0] if len(kept) == 1 else tuple(kept))
+    return f"rl.torch.cell(model.{path}, method={methods[0]!r}, state={states}){which}"
 
 
 def _reasons_of_no_call(recorder: CallRecorder, requested: RequestedLayers) -> Iterator[str]:
