@@ -324,6 +324,23 @@ def test_a_module_that_never_gets_its_state_back_is_missed_with_a_reason():
     assert watch.latest is None
 
 
+def test_a_state_that_is_passed_on_as_a_view_is_missed_with_a_reason():
+    """Agents of one batch share a cell: their states are reshaped before each step, and not changed."""
+    model = nn.ModuleDict({"cell": nn.GRUCell(F, H)})
+    watch = rl.torch.watch(model, every=1)
+    watch.__enter__()
+    h = torch.zeros(2, B // 2, H)
+    for _ in range(T):
+        h = model["cell"](torch.randn(B, F), h.reshape(-1, H))
+    h.square().mean().backward()
+    watch.step()
+    with pytest.warns(
+        TrackingWarning, match=r"cell: its state is changed .* \(a view or copy of it is another tensor\)"
+    ):
+        watch.close()
+    assert not watch.latest.layers
+
+
 def test_a_cell_in_evaluation_mode_is_missed_for_that_reason():
     cell = Plain().eval()
     watch = rl.torch.watch(cell, every=1)

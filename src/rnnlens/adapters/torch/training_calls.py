@@ -277,7 +277,7 @@ def join_loops(calls: Sequence[TrainingCall]) -> tuple[list[TrainingCall], list[
     changed_paths = [path for path, steps in lengths.items() if len(steps) > 2 and max(steps) == 1]
     fed_to_itself = [path for path, path_loops in loops.items() if any(loop.is_own_input for loop in path_loops)]
     reasons = (
-        (changed_paths, "its state is changed between its steps"),
+        (changed_paths, "its state is changed between its steps (a view or copy of it is another tensor)"),
         (fed_to_itself, "its own state is also its input"),
     )
     notes = [
