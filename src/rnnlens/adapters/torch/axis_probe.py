@@ -90,8 +90,9 @@ class AxisProbe(TorchPullback):
         #: Shapes (channel, *space) of inputs and states of cells that take images.
         self.images: set[Shape] = set()
         for node, (recurrence, _) in self._port_table.nodes.items():
-            if recurrence.owner.step_cell is not None:
-                self.images |= set(recurrence.owner.step_cell.shapes.values())
+            cell = recurrence.owner.step_cell
+            if cell is not None and not cell.state_axes:
+                self.images |= set(cell.shapes.values())
             for direction in ("forward", "backward")[: recurrence.owner.directions]:
                 direction_args: Any = {"direction": direction if recurrence.owner.directions > 1 else None}
                 inputs, output = Port("input", node), Port("output", node, **direction_args)

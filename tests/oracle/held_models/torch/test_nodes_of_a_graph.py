@@ -82,9 +82,11 @@ def test_every_layer_of_a_graph_is_traced_by_node_and_unit(sizes, with_powers):
         by_state = rl.gradients(model, x, y, loss=mse_loss, wrt=f"{name}.hidden")
         np.testing.assert_allclose(by_state.values.reshape(expected.shape), expected, rtol=0, atol=1e-12)
     gradient = rl.gradients(model, x, y, loss=mse_loss, wrt="input")
+    assert gradient.dims == ("sample", "time", "axis_2", "feature")
     np.testing.assert_allclose(gradient, torch.autograd.grad(loss, leaf)[0], rtol=0, atol=1e-12)
     full = torch.autograd.functional.jacobian(model, x)
     own = torch.stack([full[i, :, :, i] for i in range(SAMPLES)]).flatten(-2).flatten(1, 2)
     jacobian = rl.jacobian(model, x)
     assert jacobian.dims == ("sample", "out_unit", "in_time", "in_feature")
+    assert "in_channel" not in jacobian.coords
     np.testing.assert_allclose(jacobian, own, rtol=0, atol=1e-12)
