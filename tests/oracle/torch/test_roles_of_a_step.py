@@ -526,3 +526,34 @@ def test_a_state_that_the_cell_makes_itself_has_the_gradient_of_its_zeros(is_nam
     trace = rl.trace(model, X, torch.zeros(4, 5).double(), loss=mse)
     assert jacobian.certificate.state == trace.certificate.state == "passed"
     assert "initial_state_grad" in trace.certificate.certified
+
+
+class StepOfTwoMethods(nn.Module):
+    """A loop over a method that computes the next state by another method of the same arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.update, self.turn, self.states = nn.Linear(3, 5), nn.Linear(5, 5), []
+
+    def next_state(self, x, h):
+        return torch.tanh(self.update(x) + self.turn(h))
+
+    def step(self, x, h):
+        return self.next_state(x, h)
+
+    def forward(self, x):
+        h, self.states = x.new_zeros(len(x), 5), []
+        for t in range(x.shape[1]):
+            h = self.step(x[:, t], h)
+            self.states.append(h)
+        return torch.stack(self.states, 1)
+
+
+def test_a_method_within_a_step_is_no_recurrence_of_its_own():
+    torch.manual_seed(0)
+    model = nn.Sequential(StepOfTwoMethods()).double()
+    trace = rl.trace(model, X, X.new_ones(4, 6, 5), loss=mse)
+    grads = torch.autograd.grad(mse(model(X), X.new_ones(4, 6, 5)), model[0].states)
+    np.testing.assert_allclose(trace["0"].hidden_grad.values, torch.stack(grads, 1).numpy(), atol=1e-13)
+    assert trace.certificate.state == "passed"
+    assert trace.notes == []

@@ -233,8 +233,9 @@ def recording_hooks(
             hook(_hookable_module(stack, model, module), cell.pre_forward, cell.post_forward)
             if not isinstance(module, torch.jit.ScriptModule) and class_of(module) is None:
                 replace_method(module, "forward", partial(cell.run_forward, module.forward))
+        hooks_of_module = {key: [cell] for key, cell in cells.items()}
         for path, module, name in step_methods(model, names):
-            method = MethodHook(recorder, model, path, module, name, cells.get(id(module)))
+            method = MethodHook(recorder, model, path, module, name, hooks_of_module.setdefault(id(module), []))
             replace_method(module, name, method.run)
         stack.enter_context(replaced_scans(requested.modules, recorder.scans))
         stack.callback(SCANS.reset, SCANS.set(recorder.scans.declared_scan))

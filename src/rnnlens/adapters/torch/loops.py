@@ -710,23 +710,25 @@ class MethodHook:
     """Recorder of the calls of a module's method that may be a step: a state and an input are among its arguments.
 
     In a first pass the calls are only watched; ``settle_roles`` has the pass repeated if they pass a state on. Calls
-    within a step of the module that its ``cell`` records, and those that contain recorded calls, are not recorded.
+    within a step of the module that another of its ``hooks`` records, to which this one is added, and those that
+    contain recorded calls, are not recorded.
     """
 
     def __init__(
-        self, recorder: CallRecorder, model: nn.Module, path: str, module: nn.Module, method: str, cell: CellHook | None
+        self, recorder: CallRecorder, model: nn.Module, path: str, module: nn.Module, method: str, hooks: list[CellHook]
     ) -> None:
-        self.recorder, self.model, self.cell = recorder, model, cell
+        self.recorder, self.model, self.hooks = recorder, model, hooks
         self.step = LoopStep(getattr(module, method), {id(p): name for name, p in module.named_parameters()}, module)
         self.hook = CellHook(recorder, path, self.step)
         self.hook.owner.key = hash((method, id(module)))
         self.hook.position, self.hook.name = input_argument(module, method)
         self.hook.is_active = self.hook.owner.key in recorder.rules.roles
+        hooks.append(self.hook)
         self._is_running = False
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method as a step."""
-        is_within_cell = self.cell is not None and self.cell.entered_call is not None
+        is_within_cell = any(hook.entered_call is not None for hook in self.hooks)
         if self._is_running or self.recorder.paused or self.recorder.in_declared_step or is_within_cell:
             return self.step.function(*args, **kwargs)
         self._is_running, count, is_recorded = True, self.recorder.call_count, self.hook.is_active
