@@ -365,7 +365,7 @@ def _layer_tensors(text: str, catalogue: Catalogue) -> list[TensorName]:
 def names_behind_ids(adapter: Adapter, model: Any, batch: Batch, catalogue: Catalogue) -> list[str]:
     """Run the model; name float tensors behind an input of ids: embeddings, else the inputs of recurrent layers."""
     tables = catalogue.facts.having("embedding")
-    if not tables:
+    if not tables and not adapter.needs_shapes:  # a program, which has to be traced, does not say what an embedding is
         return []
     try:
         capture = adapter.run(model, batch, Taps.states((*tables, *catalogue.recurrent))).capture

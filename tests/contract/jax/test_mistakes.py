@@ -191,3 +191,26 @@ def test_a_gradient_of_the_loss_without_a_loss_names_what_to_type(verb):
             eval(f"rl.{verb.format('')}", {"rl": rl, "model": model, "x": X})
         scope = {"rl": rl, "model": model, "x": X, "y": np.zeros((6, 10, 3), "float32")}
         assert eval(f"rl.{verb.format(caught.value.hint)}", scope)
+
+
+@pytest.mark.parametrize("verb", ["jacobian(model, ids, {})", "gradients(model, ids, y, loss=loss, {})"])
+def test_ids_have_no_derivative_and_what_is_named_in_their_place_has(verb):
+    """An embedding refuses ids that were cast to floats, which the hint said to do."""
+
+    class Reader(nn.Module):
+        @nn.compact
+        def __call__(self, ids):
+            return nn.RNN(nn.GRUCell(3, name="memory"))(nn.Embed(9, 4)(ids))
+
+    ids, y = np.arange(18).reshape(3, 6) % 9, np.zeros((3, 6, 3), "float32")
+    scope = {"rl": rl, "ids": ids, "y": y, "loss": squared}
+    scope["model"] = rl.jax.model(Reader(), Reader().init(jax.random.key(0), ids))
+    named = 'wrt="input"'
+    with pytest.raises(rl.errors.RnnlensError, match="ntegers have no derivative") as caught:
+        eval(f"rl.{verb.format(named)}", scope)
+    _, try_it = str(caught.value).split("\n  try:      ")
+    assert 'wrt="memory.input"' in try_it
+    named = 'wrt="memory.input"'
+    result = eval(f"rl.{verb.format(named)}", scope)
+    assert result.certificate.state == "passed"
+    assert np.abs(result).max() > 0
