@@ -36,3 +36,37 @@ def test_a_loop_inside_a_graph_function_is_followed_and_its_weights_have_the_gra
     before = np.array(model.head.kernel)
     model.fit(X, Y, batch_size=4, verbose=0)  # one step of gradient descent
     np.testing.assert_allclose(gradient.values, before - np.array(model.head.kernel), rtol=1e-4)
+
+
+class OverTensors(keras.Model):
+    """A loop over the steps of a tensor, which is a loop of the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = keras.layers.GRUCell(4, name="cell")
+        self.head = keras.layers.Dense(2)
+
+    @tf.function
+    def call(self, x):
+        state, states = tf.zeros((tf.shape(x)[0], 4)), tf.TensorArray(tf.float32, tf.shape(x)[1])
+        for t in tf.range(tf.shape(x)[1]):
+            state = self.cell(x[:, t], [state])[0]
+            states = states.write(t, state)
+        return self.head(tf.transpose(states.stack(), (1, 0, 2)))
+
+
+def test_a_loop_over_tensors_inside_a_graph_function_has_a_jacobian_and_a_diagnosis():
+    """They ended in an error of TensorFlow's about the stage of a graph, called the model's own."""
+    model = OverTensors()
+    model(X)
+    model.compile("sgd", "mse")
+    jacobian = rl.jacobian(model, X)
+    assert jacobian.attrs["certificate"].startswith("certified")
+    with tf.GradientTape(persistent=True) as tape:
+        inputs = tf.constant(X)
+        tape.watch(inputs)
+        outputs = model(inputs)
+    expected = tape.batch_jacobian(outputs, inputs, experimental_use_pfor=False)
+    found = jacobian.transpose("sample", "out_time", "out_unit", "in_time", "in_feature")
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert rl.diagnose(model, X, np.zeros((4, 5, 2), "float32")).findings

@@ -30,7 +30,7 @@ from .discover import (
     locate_layers,
     step_sites,
 )
-from .hooks import LayerCall, Loss, RunRequest, SeparateCallsError
+from .hooks import ChangedStateError, LayerCall, Loss, RunRequest, SeparateCallsError, SteppedLayerError
 from .inputs import input_order
 from .restore import borrowed
 from .run import discard_memo, memo_for, program, run_with_loops, stamp_of_request
@@ -252,7 +252,7 @@ class KerasPullback(Run):
             memo = self._memo(job, arguments, stamp)
             try:
                 with raised_by("The forward pass of your model"):
-                    recorded = self._linearise_or_differentiate(job, arguments, memo)
+                    recorded = self._compiled_or_eager(job, arguments, memo)
             except BaseException:
                 if memo is not None:
                     discard_memo(job.model, memo)
@@ -276,6 +276,23 @@ class KerasPullback(Run):
             if port in self._tapped.last_step_ports:
                 values[port] = values[port][:, -1]
         self.values = values
+
+    def _compiled_or_eager(self, job: RunRequest, arguments: Any, memo: Memo | None) -> dict[str, Any]:
+        """Run the model in a graph, or op by op where TensorFlow cannot trace it: a loop over tensors of a tf.function.
+
+        What is recorded inside of such a loop belongs to the graph of the loop. An error of the user's code is raised
+        again by the second run.
+        """
+        try:
+            return self._linearise_or_differentiate(job, arguments, memo)
+        except (ChangedStateError, SeparateCallsError, SteppedLayerError):
+            raise
+        except Exception:
+            if memo is None or self._engine.name != "tensorflow":
+                raise
+            discard_memo(job.model, memo)
+            job.calls.clear()
+            return self._linearise_or_differentiate(job, arguments, None)
 
     def _linearise_or_differentiate(self, job: RunRequest, arguments: Any, memo: Memo | None) -> dict[str, Any]:
         """Run the model forward or, if its cotangents are known, forward and back; return all tapped tensors by key."""
