@@ -557,3 +557,29 @@ def test_a_method_within_a_step_is_no_recurrence_of_its_own():
     np.testing.assert_allclose(trace["0"].hidden_grad.values, torch.stack(grads, 1).numpy(), atol=1e-13)
     assert trace.certificate.state == "passed"
     assert trace.notes == []
+
+
+def test_a_first_trace_describes_a_cell_that_only_the_run_shows():
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
+
+        def forward(self, u, z):
+            return torch.tanh(self.first(u) + self.second(z))
+
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = Cell()
+
+        def forward(self, x):
+            z = torch.zeros(len(x), 4)
+            for step in x.unbind(1):
+                z = self.cell(step, z)
+            return z
+
+    model, x = Loop(), torch.randn(5, 6, 3)
+    first, second = (rl.trace(model, x).dataset("cell").attrs for _ in range(2))
+    assert first == second
+    assert (first["cell"], first["direction"]) == ("custom", "forward")
