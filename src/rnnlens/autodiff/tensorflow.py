@@ -19,6 +19,9 @@ from .interface import Engine, Keep, Memo, Program, Tap, TargetProgram
 #: Float types, the coarsest first.
 _FLOATS = (tf.bfloat16, tf.float16, tf.float32, tf.float64)
 _ZERO = tf.UnconnectedGradients.ZERO
+#: Under a persistent tape, TensorFlow differentiates some nested loops (CTC) only inside the graph, not a compiled
+#: graph. The first attempt raises one of the errors, all later ones the other.
+_ONLY_IN_A_GRAPH = (tf.errors.NotFoundError, tf.errors.InternalError)
 
 
 class TensorFlowEngine(Engine):
@@ -157,30 +160,17 @@ class _TensorFlowProgram:
     """
 
     def __init__(self, program: TargetProgram, arguments: Any, memo: Memo, keep: Keep) -> None:
-        def run(arguments: Any, zeros: dict[str, Any]) -> Any:
-            def tap(key: str, tensor: Any) -> Any:
-                if key not in zeros:
-                    return _tap_tensors(tensor, keep)[1]
-                return keep(tensor, _with_own_gradient(tensor) + zeros[key])
-
-            return program(arguments, tap)
-
+        run = _with_zeros(program, keep)
         shapes, variables, self._connected_keys = memo.once("probe", lambda: self._probe(program, arguments, keep))
-        zeros = {key: tf.zeros(shape, dtype) for key, (shape, dtype) in shapes.items()}
+        zeros = _zeros(shapes)
         compiled = memo.once("run", lambda: _graph_function(run, (arguments, zeros)))
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             tape.watch([*zeros.values(), *variables.values()])
             self.targets, self.aux = compiled(arguments, zeros)
         self._tape, self._sources = tape, {**zeros, **variables}
 
-        def pull_back(zeros: dict[str, Any], cotangents: dict[str, Any]) -> Any:
-            with tf.GradientTape(watch_accessed_variables=False) as inner_tape:
-                inner_tape.watch([*zeros.values(), *variables.values()])
-                targets, _ = run(arguments, zeros)
-            return _gradients(inner_tape, targets, {**zeros, **variables}, cotangents)
-
-        self._pull_in_graph: Callable[[Any], Any] = lambda cotangents: _graph_function(pull_back, (zeros, cotangents))(
-            zeros, cotangents
+        self._pull_in_graph: Callable[[Any], Any] = lambda cotangents: _pull_in_graph(
+            run, arguments, zeros, variables, cotangents
         )
         #: Returns the context manager in which the program may be traced again; set by the adapter.
         self.tracing: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -211,9 +201,7 @@ class _TensorFlowProgram:
             row_cotangents = {n: tf.convert_to_tensor(c[k], dtype=self.targets[n].dtype) for n, c in cotangents.items()}
             try:
                 gradients = _gradients(self._tape, self.targets, sources, row_cotangents)
-            except (tf.errors.NotFoundError, tf.errors.InternalError):
-                # For some nested loops (CTC) TensorFlow differentiates only inside the graph, not a compiled graph. The
-                # first attempt raises one of the errors, all later ones the other.
+            except _ONLY_IN_A_GRAPH:
                 with self.tracing():
                     gradients = self._pull_in_graph(row_cotangents)
             rows.append({key: tf.convert_to_tensor(gradients[key]).numpy() for key in sources})
@@ -227,11 +215,54 @@ class _EagerTensorFlowProgram(_TensorFlowProgram):
         self._tape, self._sources, (self.targets, self.aux) = _run_under_tape(
             lambda tap: program(arguments, tap), keep, persistent=True
         )
-        self._connected_keys = _connected_keys(self._tape, self.targets, self._sources)
-        self._pull_in_graph = lambda cotangents: _TensorFlowProgram(program, arguments, Memo(), keep)._pull_in_graph(
-            cotangents
-        )
+        try:
+            self._connected_keys = _connected_keys(self._tape, self.targets, self._sources)
+        except _ONLY_IN_A_GRAPH:  # the probe runs nothing: what the run above changed is not changed again
+            self._connected_keys = self._probe(program, arguments, keep)[2]
+
+        def pull(cotangents: Any) -> Any:
+            shapes, variables, _ = self._probe(program, arguments, keep)
+            return _pull_in_graph(_with_zeros(program, keep), arguments, _zeros(shapes), variables, cotangents)
+
+        self._pull_in_graph = pull
         self.tracing = nullcontext
+
+
+def _zeros(shapes: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tf.zeros(shape, dtype) for key, (shape, dtype) in shapes.items()}
+
+
+def _with_zeros(program: TargetProgram, keep: Keep) -> Callable[[Any, dict[str, Any]], Any]:
+    """Return the program as a function of its arguments and of the zeros that its taps add to tensors."""
+
+    def run(arguments: Any, zeros: dict[str, Any]) -> Any:
+        def tap(key: str, tensor: Any) -> Any:
+            if key not in zeros:
+                return _tap_tensors(tensor, keep)[1]
+            return keep(tensor, _with_own_gradient(tensor) + zeros[key])
+
+        return program(arguments, tap)
+
+    return run
+
+
+def _pull_in_graph(
+    run: Callable[[Any, dict[str, Any]], Any],
+    arguments: Any,
+    zeros: dict[str, Any],
+    variables: dict[str, Any],
+    cotangents: dict[str, Any],
+) -> dict[str, Any]:
+    """Run a program forward and back in one graph; return the gradients of its zeros and variables."""
+
+    def pull_back(zeros: dict[str, Any], cotangents: dict[str, Any]) -> Any:
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch([*zeros.values(), *variables.values()])
+            targets, _ = run(arguments, zeros)
+        return _gradients(tape, targets, {**zeros, **variables}, cotangents)
+
+    gradients: dict[str, Any] = _graph_function(pull_back, (zeros, cotangents))(zeros, cotangents)
+    return gradients
 
 
 def _run_under_tape(

@@ -1,8 +1,9 @@
-"""A model whose ``call`` is a ``tf.function`` that has run before: its layers are seen, and its weights are."""
+"""Models and losses that are a ``tf.function``: their layers are seen, and gradients are those of the user's tape."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import tensorflow as tf
 import tf_keras as keras
 
@@ -70,3 +71,34 @@ def test_a_loop_over_tensors_inside_a_graph_function_has_a_jacobian_and_a_diagno
     found = jacobian.transpose("sample", "out_time", "out_unit", "in_time", "in_feature")
     np.testing.assert_allclose(found, expected, atol=1e-6)
     assert rl.diagnose(model, X, np.zeros((4, 5, 2), "float32")).findings
+
+
+def ctc():
+    """Return a new graph function of the CTC loss: TensorFlow keeps in it how it was differentiated first."""
+
+    @tf.function
+    def loss(y, logits):
+        return tf.reduce_mean(tf.nn.ctc_loss(y, logits, [2, 2], [4, 4], logits_time_major=False, blank_index=3))
+
+    return loss
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_loss_whose_graph_only_a_graph_can_differentiate(is_inside):
+    """A persistent tape fails in the nested loops of CTC; the model's states are those of before."""
+    inputs = keras.Input(batch_shape=(2, 4, 3))
+    recurrent = keras.layers.GRU(5, return_sequences=True, stateful=True)
+    model = keras.Model(inputs, keras.layers.Dense(4)(recurrent(inputs)))
+    x, y, loss = X[:2, :4], np.array([[0, 1], [2, 1]], "int32"), ctc()
+    model(x)
+    before = np.array(recurrent.states[0])
+    result = rl.gradients(model, x, y, loss=(lambda *pair: loss(*pair)) if is_inside else loss, of="loss", wrt="input")
+    np.testing.assert_array_equal(np.array(recurrent.states[0]), before)
+    again = loss if not is_inside else ctc()  # TensorFlow itself fails in a graph that it differentiated twice
+    with tf.GradientTape() as tape:
+        tape.watch(x := tf.constant(x))
+        value = again(y, model(x))
+    expected = tape.gradient(value, x)
+    np.testing.assert_allclose(np.squeeze(result.values), expected, rtol=1e-5, atol=1e-7)
+    assert is_inside or result.certificate.state == "passed"

@@ -113,12 +113,16 @@ def _user_loss(keras: Dialect, batch: Batch) -> Callable[[Any, Any, Any], Any]:
             "A loss function of (y_true, y_pred) cannot take sample weights.",
             hint=f"pass a {keras.name}.losses.Loss or a name, or weight inside the function",
         )
+    # After TensorFlow has differentiated such a graph under a persistent tape or inside another graph, it may fail to
+    # differentiate it eagerly, also for the user: loops of CTC.
+    is_graph = keras.engine.name == "tensorflow" and hasattr(loss, "python_function")
+    function = keras.engine.inlined(loss) if is_graph else loss
 
     def aligned_loss(y: Any, y_pred: Any, weight: Any) -> Any:
         """Call the user's loss on targets and outputs of equal rank, as a compiled loss does: (n,) becomes (n, 1)."""
         del weight
         cannot_align = y is None or keras.tree.is_nested(y) or keras.tree.is_nested(y_pred)
-        return loss(y, y_pred) if cannot_align else loss(*keras.align_ranks(y, y_pred))
+        return function(y, y_pred) if cannot_align else function(*keras.align_ranks(y, y_pred))
 
     return aligned_loss
 
