@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ...autodiff.tensors import global_random_states_restored
 from ...errors import InputError, UnsupportedError, short_repr
+from ..shared.generators import held_generators_restored
 
 
 class JaxModel:
@@ -175,7 +176,8 @@ def _opened(given: JaxModel, apply: Callable[..., Any], params: Any, library: st
         full_key = None  # type: ignore[assignment]
 
     def apply_to_leaves(arrays: Any, *data: Any, **named: Any) -> Any:
-        with global_random_states_restored():  # each run draws the same numbers, the reference run too
+        # Each run draws the same numbers, the reference run too.
+        with global_random_states_restored(), held_generators_restored(given.source):
             return apply(jax.tree.unflatten(tree, arrays), *data, **named)
 
     return OpenedModel(apply_to_leaves, values, names, trainable, library, full_key)

@@ -8,8 +8,6 @@ Keras' own layers change only their attributes once they are built, so nothing b
 from __future__ import annotations
 
 import functools
-import random
-import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,6 +20,7 @@ import numpy as np
 
 from ...autodiff.tensors import global_random_states_restored
 from ...errors import UnbuiltModelError
+from ..shared.generators import undo_draws
 from .dialect import Dialect
 
 #: Types of containers whose contents are restored in place.
@@ -69,30 +68,6 @@ def undo_attributes(value: Any) -> Callable[[], object]:
         )
 
     return undo
-
-
-def undo_draws(generator: Any) -> Callable[[], object] | None:
-    """Return a function that restores the state of a random generator of Python, NumPy, torch or TensorFlow.
-
-    Returns None for other objects.
-    """
-    if isinstance(generator, random.Random):
-        return partial(generator.setstate, generator.getstate())
-    if isinstance(generator, np.random.Generator):
-        return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
-    torch_generator = getattr(sys.modules.get("torch"), "Generator", np.random.RandomState)
-    if isinstance(generator, (np.random.RandomState, torch_generator)):
-        return partial(generator.set_state, generator.get_state())
-    tensorflow = sys.modules.get("tensorflow")
-    if tensorflow is not None and isinstance(generator, tensorflow.random.Generator):
-        value = generator.state.read_value()
-
-        def assign_state() -> None:
-            with tensorflow.init_scope():  # also where a graph is traced, whose run draws later
-                generator.state.assign(value)
-
-        return assign_state
-    return None
 
 
 #: Attributes of Keras' layers with containers that calls append to.
