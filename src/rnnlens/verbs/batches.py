@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
@@ -157,7 +158,9 @@ def _loss_accepts(
     accepted = []
     for size, targets in ((_MORE, _MORE), (_MORE, _FEW), (_FEW, _MORE)):
         try:
-            _run(axes, template, _cut_inputs(x, inputs, size), _cut_samples(data.leaves_of(y)[0], layout, targets))
+            with warnings.catch_warnings():  # of sizes that the user did not pass
+                warnings.simplefilter("ignore")
+                _run(axes, template, _cut_inputs(x, inputs, size), _cut_samples(data.leaves_of(y)[0], layout, targets))
         except Exception:
             accepted.append(False)
         else:

@@ -3,6 +3,8 @@
 Results equal autograd of the untouched model on the whole data set; an error asks for ambiguous axes.
 """
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -346,3 +348,12 @@ def test_a_head_that_reads_the_last_state_only(name, sizes):
     (expected,) = gradient(mse(model(leaf), y), leaf)
     input_grad = rl.gradients(model, x, y, loss=mse, wrt="input", batch_size=3)
     close(input_grad.transpose("time", "sample", "feature"), expected)
+
+
+def test_trying_where_the_samples_of_a_target_are_warns_of_nothing():
+    model = make_model(lambda m, x: m.head(m.rnn(x.mT)[0]).mT, rnn=nn.GRU(4, 4, batch_first=True), head=nn.Linear(4, 4))
+    x, y = torch.zeros(4, 4, 4, dtype=torch.float64), torch.ones(4, 4, 4, dtype=torch.float64)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rl.gradients(model, x, y, loss=nn.functional.mse_loss, wrt="input", batch_size=2)
+    assert [str(warning.message) for warning in caught] == []
