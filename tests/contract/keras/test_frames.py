@@ -197,7 +197,7 @@ def test_a_picture_beside_a_film_of_the_same_rank_has_no_steps():
     picture, film = keras.Input((HEIGHT, WIDTH, F), name="picture"), keras.Input((T, WIDTH, F), name="film")
     hidden = L.GRU(3)(each(L.Flatten())[0](each(L.Conv1D(2, 3))[0](film)))
     model = keras.Model([picture, film], L.Dense(2)(L.Concatenate()([L.Flatten()(picture), hidden])))
-    x = {"picture": data()[:, 0], "film": data()[:, :, 0]}
+    x = {"film": data()[:, :, 0], "picture": data()[:, 0]}
     by_input = rl.gradients(model, x, of="output", reduce="sum", wrt=["input[picture]", "input[film]"])["model"]
     assert by_input["input[picture]"].dims == ("sample", "axis_1", "axis_2", "feature")
     assert by_input["input[film]"].dims == ("sample", "time", "width", "feature")

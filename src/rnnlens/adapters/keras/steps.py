@@ -43,9 +43,20 @@ def layouts(model: Any, x: Any) -> dict[Port, Layout]:
     """
     keras = dialect_of(model)
     if keras.operations(model) is not None:
-        return _layouts(keras, model.inputs, model.outputs)
+        inputs = model.inputs
+        if isinstance(x, dict):  # ports have the order of the data
+            struct = keras.graph_of(model)[0]
+            by_name = struct if isinstance(struct, dict) else {tensor.name: tensor for tensor in inputs}
+            if set(by_name) != set(x) or len(by_name) != len(inputs):
+                return {}
+            inputs = [by_name[name] for name in x]
+        return _layouts(keras, inputs, model.outputs)
     leaves = keras.tree.flatten(x)
-    if not isinstance(model, keras.Model) or max((np.ndim(leaf) for leaf in leaves), default=0) < 4:
+    if (
+        isinstance(x, dict)
+        or not isinstance(model, keras.Model)
+        or max((np.ndim(leaf) for leaf in leaves), default=0) < 4
+    ):
         return {}
     books = [nodes for layer in model._flatten_layers() for nodes in (layer._inbound_nodes, layer._outbound_nodes)]
     undo_steps = [undo_contents(book) for book in (*books, keras.name_counters())]
