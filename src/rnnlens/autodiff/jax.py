@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from ..errors import UnsupportedError
 from ..typing import Array
 from .interface import Engine, Keep, Memo, Program, Tap, TargetProgram
 
@@ -48,7 +49,7 @@ class JaxEngine(Engine):
             full_cotangents = {
                 name: cotangents.get(name, _no_cotangent(t.shape, t.dtype)) for name, t in targets.items()
             }
-        return targets, aux, pull(full_cotangents)[0]
+        return targets, aux, _pulled_back(pull, full_cotangents)
 
     def compile(self, function: Callable[..., Any], arguments: Sequence[Any], memo: Memo) -> Callable[..., Any]:
         """Trace and compile ``function``; an executable of the same trace is taken from ``memo``."""
@@ -93,6 +94,18 @@ class JaxEngine(Engine):
 
     def per_step(self, function: Callable[..., Any]) -> _JaxSteps:
         return _JaxSteps(function)
+
+
+def _pulled_back(pull: Callable[[Any], Any], cotangents: Any) -> Any:
+    """Pull cotangents back; raise UnsupportedError for a while loop in their way, of which JAX keeps no steps."""
+    try:
+        return pull(cotangents)[0]
+    except ValueError as error:
+        if "while_loop" not in str(error):
+            raise
+        message = "The model has a while loop, which JAX does not differentiate backwards."
+        hint = "write the loop as jax.lax.scan, or as jax.lax.fori_loop with fixed bounds"
+        raise UnsupportedError(message, hint=hint) from error
 
 
 def _tap_zeros(program: Callable[[Tap], Any]) -> dict[str, Any]:
@@ -165,7 +178,7 @@ class _JaxProgram:
         JAX omits operations without a path from a pull-back, so that a dependence in its jaxpr is a path.
         """
         template = {n: _no_cotangent(t.shape, t.dtype) for n, t in self.targets.items()}
-        make_jaxpr = jax.make_jaxpr(lambda cotangents: self._pull(cotangents)[0], return_shape=True)
+        make_jaxpr = jax.make_jaxpr(lambda cotangents: _pulled_back(self._pull, cotangents), return_shape=True)
         closed_jaxpr, gradients = make_jaxpr(template)
         is_target = [name in names for name in sorted(template)]  # JAX flattens a dict in the order of its sorted keys
         reached = _reached_results(closed_jaxpr.jaxpr, is_target)

@@ -100,7 +100,7 @@ def _flat(array: Array, xp: Any) -> Array:
 
 def _largest_row(kernel: Array | None, xp: Any) -> float:
     """Return the largest norm of a kernel's row: the weights of one input number to all gates and positions."""
-    if kernel is None or len(kernel.shape) < 2:
+    if kernel is None or len(kernel.shape) < 2 or 0 in kernel.shape:
         return 0.0
     other_axes = tuple(axis for axis in range(len(kernel.shape)) if axis != len(kernel.shape) - 2)
     return float(xp.max(xp.sqrt(xp.sum(xp.abs(kernel) ** 2, axis=other_axes))))

@@ -83,7 +83,7 @@ def assemble(
             array = array[(slice(None),) * leading_axes + (source.row,)]
         cell = None if source.direction is None else weights.cells[source.direction]
         if cell is not None and has_gates(cell.parameters[key]):
-            array = array.reshape(*array.shape[:-1], len(cell.gates), -1)
+            array = array.reshape(*array.shape[:-1], len(cell.gates), array.shape[-1] // len(cell.gates))
         arrays.append(array)
     return np.stack(arrays, axis=leading_axes) if len(weights.cells) > 1 and len(arrays) > 1 else arrays[0]
 

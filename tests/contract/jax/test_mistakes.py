@@ -214,3 +214,23 @@ def test_ids_have_no_derivative_and_what_is_named_in_their_place_has(verb):
     result = eval(f"rl.{verb.format(named)}", scope)
     assert result.certificate.state == "passed"
     assert np.abs(result).max() > 0
+
+
+@pytest.mark.parametrize("verb", [rl.trace, rl.gradients, rl.find_nonfinite])
+def test_a_while_loop_has_no_gradient_and_the_loop_named_in_its_place_has(verb):
+    def network(loop):
+        def apply(params, x):
+            step = lambda h, x_t: (jnp.tanh(x_t @ params["rnn"]["w"] + h), None)  # noqa: E731
+            hidden, _ = jax.lax.scan(step, jnp.zeros((len(x), 3)), jnp.swapaxes(x, 0, 1))
+            return loop(lambda h: jnp.tanh(h @ params["decoder"]), hidden)
+
+        return rl.jax.model(apply, {"rnn": {"w": 0.1 * jnp.ones((4, 3))}, "decoder": jnp.eye(3)})
+
+    def unbounded(step, h):
+        return jax.lax.while_loop(lambda state: state[0] < 3, lambda state: (state[0] + 1, step(state[1])), (0, h))[1]
+
+    with pytest.raises(rl.errors.UnsupportedError, match="while loop") as caught:
+        verb(network(unbounded), X, ONE_HOT, loss=squared)
+    assert "jax.lax.fori_loop with fixed bounds" in caught.value.hint
+    result = verb(network(lambda step, h: jax.lax.fori_loop(0, 3, lambda i, h: step(h), h)), X, ONE_HOT, loss=squared)
+    assert verb is rl.find_nonfinite or result.certificate.state == "passed"

@@ -413,7 +413,8 @@ class Program:
         if any(v in made for v in variables(self.program.jaxpr.outvars)) or layer.loop.inside:
             return True
         body, others = layer.loop.body.jaxpr, layer.loop.split(layer.loop.equation.invars)
-        inner = {v for v, atom in zip(body.invars, [a for part in others for a in part], strict=True) if atom in made}
+        atoms = [atom for part in others for atom in part]
+        inner = {v for v, a in zip(body.invars, atoms, strict=True) if isinstance(a, Var) and a in made}
         return any(
             inner & set(variables(e.invars)) for i, e in enumerate(body.eqns) if i not in layer.loop.state_equations
         )

@@ -270,7 +270,8 @@ def named_pairs(
         array = array.sum(axis=tuple(i for i, dim in enumerate(remaining_dims) if dim in (SAMPLE, TIME)))
         remaining_dims = [dim for dim in remaining_dims if dim not in (SAMPLE, TIME)]
         if GATE in remaining_dims:
-            array = array.reshape(*array.shape[: remaining_dims.index(GATE)], -1)
+            gate = remaining_dims.index(GATE)
+            array = array.reshape(*array.shape[:gate], int(np.prod(array.shape[gate:])))
         yield array, np.zeros_like(array) if reference is None else location.take(reference)
 
 
