@@ -221,3 +221,11 @@ def test_looking_for_steps_leaves_the_model_as_it_is():
     rl.gradients(model, x, of="output", reduce="sum", wrt="input")
     assert nodes == [(len(layer._inbound_nodes), len(layer._outbound_nodes)) for layer in model._flatten_layers()]
     assert int(keras.layers.Dense(1).name.rpartition("_")[2]) == int(names.rpartition("_")[2] or 0) + 1
+
+
+def test_a_graph_that_was_edited_shows_nothing():
+    model = keras.Sequential([films(), *each(L.Flatten()), L.GRU(3), L.Dense(2)])
+    for layer in model.layers:
+        layer._inbound_nodes.clear()
+    by_input = rl.gradients(model, data(), of="output", reduce="sum", wrt="input")
+    assert by_input.dims == ("sample", "axis_1", "axis_2", "axis_3", "feature")
