@@ -215,7 +215,7 @@ def complete_catalogue(catalogue: Catalogue, batch: Batch, texts: Sequence[str])
     indexed_matches = (_INDEXED.fullmatch(text.replace("][", ".")) for text in texts)
     if not catalogue.outputs and any(m and m["what"] == "output" and not m["which"].isdigit() for m in indexed_matches):
         catalogue = Catalogue(adapter, model, catalogue.x, tuple(filter(None, named_leaves(run().returned))))
-    if any(_needs_run(text, catalogue) for text in texts):
+    if any(not text.isidentifier() and _needs_run(text, catalogue) for text in texts):  # no state's name is one word
         with suppress(RnnlensError):  # the error is that of the name
             _ = run().capture
         return Catalogue(adapter, model, catalogue.x, vars(catalogue).get("outputs", ()))

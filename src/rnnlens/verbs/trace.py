@@ -171,8 +171,9 @@ def trace_batch(
     selection = replace(selection, compares_weights=selection.compares_weights and not capture.topmost)
     provenance = request.provenance(with_loss=selection.has_loss)
     claim = ReplayedValues(capture, part) if needs_certificate else None
-    known = known_model(request.adapter, model)  # read after the run, which shows cells that the catalogue had not
-    layer_infos = {**known.recurrent, **known.sequences}
+    layer_infos = {**request.catalogue.recurrent, **request.catalogue.sequences}
+    if any(not layer_infos.keys() & {call.layer, call.layer.rpartition("#")[0]} for call in capture.calls):
+        layer_infos |= known_model(request.adapter, model).recurrent  # the run has shown cells
     with nullcontext(None) if claim is None else start_reference_run(request, claim) as reference_run:
         chain = ChainGradients.of(capture, batch.x) if selection.needs_sweep else None
         datasets_of = partial(recurrent_datasets, layer_infos, capture, selection, provenance, chain=chain)

@@ -318,9 +318,6 @@ def test_show_what_is_not_there(rnnlens, folder, keras_files):
 def test_a_failed_self_check_is_one_yellow_line(rnnlens, keras_files, monkeypatch):
     import warnings
 
-    from rnnlens.results import checks
-
-    monkeypatch.setattr(checks, "FACTOR", 0.0)
     monkeypatch.setattr("rnnlens.verbs.recurrent_layers.rounding_bound", lambda *_, **__: 0.0)
     with warnings.catch_warnings():
         warnings.simplefilter("default")

@@ -403,16 +403,16 @@ class CellHook:
         if not (is_open and returned) or are_transformed([*returned, *tensor_leaves((args, kwargs))]):
             return
         declared = self._declared_roles(args, kwargs)
-        is_declared_step = isinstance(self.module, LoopStep) and self.owner.is_declared
+        is_step = isinstance(self.module, LoopStep)
+        are_stated = (is_step and self.owner.is_declared) or registered(self.module) is not None
         roles = find_roles(
             (args, kwargs),
-            returned,
+            LastCall(returned, previous_input),
             default_input,
             is_same_line=is_same_line,
-            previous_input=previous_input,
             is_named_state=is_state_name(self.name),
             declared=() if declared is None else declared.arguments,
-            find_readouts=lambda states: set() if is_declared_step else self._readouts(args, kwargs, states),
+            find_readouts=lambda states: () if are_stated else self._readouts(args, kwargs, states),
         )
         if roles is None:
             return

@@ -36,18 +36,26 @@ class StepRoles:
     is_guessed: bool = False
 
 
+@dataclass
+class LastCall:
+    """Last call of a module: the tensors that it ``returned``, its first argument, and the number of its calls."""
+
+    returned: Sequence[Tensor] = ()
+    argument: Any = None
+    count: int = 0
+
+
 def find_roles(
     call: tuple[tuple[Any, ...], dict[str, Any]],
-    returned: Sequence[Tensor],
+    last: LastCall,
     default_input: Any,
     *,
     is_same_line: bool,
-    previous_input: Any = None,
     is_named_state: bool = False,
     declared: Collection[int] = (),
     find_readouts: Callable[[Mapping[int, int]], Collection[int]] = lambda states: (),
 ) -> StepRoles | None:
-    """Return the roles of a call's arguments, from the tensors that the call before ``returned``.
+    """Return the roles of a call's arguments, from the tensors that the call before it returned.
 
     An argument is a state if it is a returned tensor, has the values of one, or is computed from one, the nearest in
     the autograd graph. Of several, those that ``find_readouts`` names are outputs that are fed back as inputs. Where it
@@ -56,6 +64,7 @@ def find_roles(
     line. A call without other tensors has a state if it is fed back as :func:`fed_back_roles` says. Arguments at the
     positions ``declared`` by the user are the states without question. Return None if the call has no state.
     """
+    returned = last.returned
     leaves, spec = pytree.tree_flatten(call)
     floating = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     # Links from an argument to a returned tensor, by the distance between them.
@@ -90,7 +99,7 @@ def find_roles(
         states = {i: j for i, j in states.items() if i not in fed_back}
     others = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in states]
     if not others:
-        return fed_back_roles(call, returned, previous_input)
+        return fed_back_roles(call, returned, last.argument)
     if not states:
         return None
     arguments = tuple(sorted(states))
@@ -161,15 +170,6 @@ def fed_back_roles(call: Any, returned: Sequence[Tensor], previous_input: Any) -
         ):
             return StepRoles(spec, (position,), (j,), (tensor.detach(),))
     return None
-
-
-@dataclass
-class LastCall:
-    """Last call of a module: the tensors that it ``returned``, its first argument, and the number of its calls."""
-
-    returned: Sequence[Tensor] = ()
-    argument: Any = None
-    count: int = 0
 
 
 def turn_roles(call: Any, path: str, last_calls: Mapping[str, LastCall]) -> StepRoles | None:
