@@ -496,36 +496,51 @@ class MakesItsState(nn.Module):
         return torch.sigmoid(voltage), State(voltage, 0.5 * state.trace + torch.tanh(voltage))
 
 
-class WithoutFirstState(nn.Module):
-    """A loop that passes no state at its first step, or the ``first`` one."""
+class Stack(nn.Module):
+    """Layers and cells in a row, called once per step with the states of all cells, or with None at the first step."""
 
-    def __init__(self, is_named):
+    def __init__(self):
         super().__init__()
-        self.cell, self.first = MakesItsState(is_named), None
+        self.first, self.mix, self.second = MakesItsState(False), nn.Linear(5, 3), MakesItsState(True)
+
+    def forward(self, x, state=None):
+        before = (None, None) if state is None else state
+        hidden = self.first(x, before[0])
+        output, after = self.second(self.mix(hidden), before[1])
+        return output, (hidden, after)
+
+
+class LoopOfAStack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stack = Stack()
 
     def forward(self, x):
-        state = self.first
-        for t in range(x.shape[1]):
-            results = self.cell(x[:, t], state)
-            state = results[1] if self.cell.is_named else results
-        return state.voltage + state.trace if self.cell.is_named else state
+        state, outputs = None, []
+        for step in x.unbind(1):
+            output, state = self.stack(step, state)
+            outputs.append(output)
+        return torch.stack(outputs, 1)
 
 
-@pytest.mark.parametrize("is_named", [False, True])
-def test_a_state_that_the_cell_makes_itself_has_the_gradient_of_its_zeros(is_named):
+def test_cells_within_a_step_that_starts_without_states_have_the_gradients_of_all_steps():
     torch.manual_seed(0)
-    model, first = WithoutFirstState(is_named).double(), torch.zeros(4, 5).double().requires_grad_()
-    model.first = State(first, torch.zeros_like(first)) if is_named else first
-    output = model(X)
-    rows = [torch.autograd.grad(output[:, i].sum(), first, retain_graph=True)[0] for i in range(5)]
-    model.first, name = None, "cell.initial_voltage" if is_named else "cell.initial_hidden"
-    gradient = rl.gradients(model, X, of="output", reduce="sum", wrt=name)
-    np.testing.assert_allclose(gradient.values, sum(rows).numpy(), atol=1e-13)
-    jacobian = rl.jacobian(model, X, of="output", wrt=name)
-    np.testing.assert_allclose(jacobian.values.squeeze(), torch.stack(rows, 1).numpy(), atol=1e-13)
-    trace = rl.trace(model, X, torch.zeros(4, 5).double(), loss=mse)
-    assert jacobian.certificate.state == trace.certificate.state == "passed"
-    assert "initial_state_grad" in trace.certificate.certified
+    model, y = LoopOfAStack().double(), torch.randn(4, X.shape[1], 5).double()
+    x = X.clone().requires_grad_()
+    mse(model(x), y).backward()
+    expected = {name: parameter.grad.numpy().copy() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    weights = rl.weights(model, X, y, loss=mse)
+    assert weights.certificate.state == "passed"
+    gradients = rl.gradients(model, X, y, loss=mse)
+    assert gradients.certificate.state == "passed"
+    for layer in ("stack.first.update", "stack.mix", "stack.second.update"):
+        for name in ("weight", "bias"):
+            np.testing.assert_allclose(weights[layer][f"{name}_grad"].values, expected[f"{layer}.{name}"], atol=1e-13)
+    by_input = rl.gradients(model, X, y, loss=mse, wrt="input")
+    np.testing.assert_allclose(by_input.values, x.grad.numpy(), atol=1e-13)
+    trace = rl.trace(model, X, y, loss=mse)
+    assert trace.certificate.state == "passed"
 
 
 class StepOfTwoMethods(nn.Module):

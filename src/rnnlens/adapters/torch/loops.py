@@ -374,10 +374,8 @@ class CellHook:
         user_output = output
         if call is not None and self.is_active:
             try:
-                recorded = output
-                if not call.user_initial:
-                    call, recorded = self._call_from_zeros(args, kwargs, output)
-                user_output = self._record(call, recorded)
+                call = call if call.user_initial else self._call_from_zeros(args, kwargs, output)
+                user_output = self._record(call, output)
             except _NotACellError as reason:
                 self._give_up(reason)
         given = {id(leaf) for leaf in tensor_leaves((args, kwargs))}
@@ -527,11 +525,11 @@ class CellHook:
         shapes = tuple(tuple(state.shape[1:]) for state in states)
         return CellForm(call.arguments(), shapes, tuple(call.x.shape[1:]), positions, outputs)
 
-    def _call_from_zeros(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> tuple[EnteredCall, Any]:
+    def _call_from_zeros(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> EnteredCall:
         """Describe a call without a state as one with zero states, if calling the cell with zeros returns the same.
 
-        Return what that call returned, too, which is computed from the zeros. The state stands in place of the first
-        None, or after the input. A returned pair may be (output, state) or a state of two tensors.
+        The state stands in place of the first None, or after the input. A returned pair may be (output, state)
+        or a state of two tensors.
         """
         candidates = [output[1], output] if isinstance(output, tuple) and len(output) == 2 else [output]
         argument_leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -549,9 +547,7 @@ class CellHook:
                 default_input = args[self.position] if len(args) > self.position else kwargs.get(self.name)
                 call = EnteredCall(*arguments, default_input, self._roles)
                 call.initial = [differentiable(state) for state in call.user_initial]
-                new_args, new_kwargs = call.arguments()(call.x, call.initial)
-                with self._trial(self.module, with_gradients=True):
-                    return call, self.module(*new_args, **new_kwargs)
+                return call
         raise _NotACellError(
             self._declaration_of_kept_states({len(tensor) for tensor in tensor_leaves((args, kwargs)) if tensor.dim()})
             or "its first state is not zero and is created inside; pass the first state to it"
